@@ -1,0 +1,1 @@
+"""From text to packed batches: sources, vocabularies, packing and the resumable loader."""

@@ -1,0 +1,1 @@
+"""Decoder models on Flax NNX: the only room that imports Flax."""

@@ -1,0 +1,1 @@
+"""Callbacks that show and record a run: metrics file, TensorBoard, progress line, curves."""

@@ -1,0 +1,1 @@
+"""The train state, the step, the loop and what surrounds it."""

@@ -1,0 +1,91 @@
+"""What happens around the training loop, without the loop knowing it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunInfo:
+    """What a callback may know of the run, fixed before the first step.
+
+    Attributes:
+      model_dir: the run folder.
+      start_step: steps done before this start of the program (0 for a new run).
+      total_steps: the step at which the run ends.
+      param_count: number of parameters.
+      tokens_per_step: positions in a global batch, padding included.
+      flops_per_step: model FLOPs of one step, all devices together (6ND plus attention).
+      device_count: devices in the mesh.
+      device_kind: as JAX names it ("TPU v5 lite", "cpu").
+      peak_flops: peak FLOP/s of one device at the compute dtype; None where it is not known (no MFU then).
+      config: the operative Gin configuration.
+    """
+
+    model_dir: str
+    start_step: int
+    total_steps: int
+    param_count: int
+    tokens_per_step: int
+    flops_per_step: float
+    device_count: int
+    device_kind: str
+    peak_flops: float | None
+    config: str
+
+
+class Callback:
+    """Base class: override what you need. Called on process 0 only; metrics are host floats.
+
+    Train metrics: loss, grad_norm, learning_rate, tokens_per_s, step_s, data_wait_s, ...
+    Evaluation metrics: loss, perplexity, bits_per_byte, token_accuracy, tokens.
+    """
+
+    def on_train_begin(self, run: RunInfo) -> None:
+        """Before the first step, after a checkpoint was restored."""
+
+    def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """After every `log_every`-th step, when its metrics have reached the host."""
+
+    def on_evaluate(self, step: int, metrics: Mapping[str, float]) -> None:
+        """After an evaluation on the validation split."""
+
+    def on_sample(self, step: int, prompt: str, text: str) -> None:
+        """After sample text was generated."""
+
+    def on_checkpoint(self, step: int) -> None:
+        """After a checkpoint of `step` was handed to the writer."""
+
+    def on_train_end(self, step: int, reason: str) -> None:
+        """After the last step; `reason` is "finished", "early_stopping" or "interrupted"."""
+
+
+class Callbacks(Callback):
+    """Calls each of several callbacks, in order."""
+
+    def __init__(self, callbacks: Sequence[Callback]):
+        self._callbacks = tuple(callbacks)
+
+    def on_train_begin(self, run: RunInfo) -> None:
+        self._each("on_train_begin", run)
+
+    def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._each("on_step", step, metrics)
+
+    def on_evaluate(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._each("on_evaluate", step, metrics)
+
+    def on_sample(self, step: int, prompt: str, text: str) -> None:
+        self._each("on_sample", step, prompt, text)
+
+    def on_checkpoint(self, step: int) -> None:
+        self._each("on_checkpoint", step)
+
+    def on_train_end(self, step: int, reason: str) -> None:
+        self._each("on_train_end", step, reason)
+
+    def _each(self, event: str, *args: Any) -> None:
+        for callback in self._callbacks:
+            getattr(callback, event)(*args)

@@ -1,0 +1,32 @@
+"""The words that every room shares.
+
+Shape letters, used as suffixes in numeric code (`q_BTNH`):
+  B batch rows, T time (query positions), S source (key positions), D embed, F mlp, V vocabulary,
+  N query heads, K key/value heads, G query heads per key/value head (N = K * G), H head_dim, L layers.
+
+A Batch is a dict of arrays, numpy on the host and jax.Array on the devices:
+  tokens      [B, T] int32    what the decoder reads: the targets shifted right, the beginning token first
+  targets     [B, T] int32    what it must predict
+  weights     [B, T] float32  1 where a target counts towards the loss, 0 on padding and masked targets
+  segment_ids [B, T] int32    1, 2, ... for the documents packed into a row; 0 is padding
+  positions   [B, T] int32    0, 1, ... within each document
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+Params = Any  # nested dicts whose leaves are arrays
+Batch = Mapping[str, Any]
+PyTree = Any
+
+BATCH_KEYS = ("tokens", "targets", "weights", "segment_ids", "positions")
+
+
+class UserError(ValueError):
+    """A mistake in what the user gave us.
+
+    The message is one line: the name, the value, the constraint and the fix. The verbs print it without a traceback
+    and exit with code 2; every other exception is a fault of ours and keeps its traceback.
+    """
