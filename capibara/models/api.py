@@ -1,0 +1,103 @@
+"""What the other rooms see of a model: pure functions over a tree of parameters."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from capibara.models.decoder import Decoder, DecoderConfig
+from capibara.sharding import Remat
+from capibara.types import Batch, Params
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A model without its parameters.
+
+    Attributes:
+      config: what it was built from.
+      abstract_params: nested dict of jax.ShapeDtypeStruct.
+      axes: the same nested dict, each leaf a tuple of logical axis names.
+      init: PRNG key -> parameters.
+      hidden: (parameters, batch, remat) -> final hidden states [B, T, D].
+      head: parameters -> output projection [V, D].
+    """
+
+    config: DecoderConfig
+    abstract_params: Params
+    axes: Params
+    init: Callable[[jax.Array], Params]
+    hidden: Callable[..., jax.Array]
+    head: Callable[[Params], jax.Array]
+
+    def logits(self, params: Params, batch: Batch) -> jax.Array:
+        """Logits [B, T, V] in float32. For sampling and tests: training never makes them whole."""
+        hidden = self.hidden(params, batch, Remat.NONE)
+        head = self.head(params).astype(hidden.dtype)
+        return jnp.einsum("BTD,VD->BTV", hidden, head, preferred_element_type=jnp.float32)
+
+    @property
+    def param_count(self) -> int:
+        return sum(leaf.size for leaf in jax.tree.leaves(self.abstract_params))
+
+    def flops_per_token(self, length: int) -> float:
+        """Model FLOPs of one trained token: 6 per matmul weight, plus causal attention (PaLM, appendix B).
+
+        Args:
+          length: tokens in a row; attention is counted for its causal half.
+        """
+        config = self.config
+        embeddings = config.vocab_size * config.embed_dim  # the look-up is no matmul, the head is one
+        matmul_params = sum(
+            leaf.size
+            for leaf, axes in zip(jax.tree.leaves(self.abstract_params), _axes_leaves(self.axes), strict=True)
+            if len([a for a in axes if a != "layers"]) > 1 and "vocab" not in axes and "position" not in axes
+        )
+        attention = 12 * config.num_layers * config.num_heads * config.head_size * length / 2
+        return 6.0 * (matmul_params + embeddings) + attention
+
+
+@functools.lru_cache(maxsize=32)
+def build(config: DecoderConfig) -> Model:
+    """The model of a configuration; nothing is computed or placed on a device."""
+    module = nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0)))
+    graphdef, template = nnx.split(module)
+    is_variable = lambda x: isinstance(x, nnx.Variable)  # noqa: E731
+    axes = nnx.to_pure_dict(jax.tree.map(lambda v: v.replace(_Names(v.axes)), template, is_leaf=is_variable))
+
+    def bind(params: Params) -> Decoder:
+        state = jax.tree.map(lambda v: v, template)
+        nnx.replace_by_pure_dict(state, params)
+        return nnx.merge(graphdef, state)
+
+    def init(key: jax.Array) -> Params:
+        return nnx.to_pure_dict(nnx.state(Decoder(config, nnx.Rngs(key))))
+
+    def hidden(params: Params, batch: Batch, remat: Remat = Remat.NONE) -> jax.Array:
+        return bind(params)(batch["tokens"], batch["positions"], batch["segment_ids"], remat)
+
+    return Model(
+        config=config,
+        abstract_params=nnx.to_pure_dict(template),
+        axes=jax.tree.map(lambda n: n.names, axes, is_leaf=lambda x: isinstance(x, _Names)),
+        init=init,
+        hidden=hidden,
+        head=lambda params: bind(params).head(),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Names:
+    """Wraps a tuple of names so that tree functions take it as one leaf."""
+
+    names: tuple[str, ...]
+
+
+def _axes_leaves(axes: Any) -> list[tuple[str, ...]]:
+    return jax.tree.leaves(axes, is_leaf=lambda x: isinstance(x, tuple))

@@ -1,0 +1,290 @@
+"""Where arrays live: the plan, the mesh, and the one table from logical axes to mesh axes.
+
+Parameters and activations carry logical axis names; model code never names a mesh axis. `Rules` maps one to the other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import difflib
+import enum
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from capibara.config import configurable
+from capibara.types import Batch, PyTree, UserError
+
+MESH_AXES = ("data", "fsdp", "tensor")
+Axes = tuple[str | None, ...]
+
+
+class Remat(enum.StrEnum):
+    """What the backward pass recomputes: nothing, all but matmul results, or whole layers."""
+
+    NONE = "none"
+    DOTS = "dots"
+    FULL = "full"
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rules:
+    """Logical axis -> mesh axes. Names that begin with `act_` are of activations, the others of parameters."""
+
+    embed: tuple[str, ...] = ("fsdp",)
+    vocab: tuple[str, ...] = ("tensor",)
+    mlp: tuple[str, ...] = ("tensor",)
+    heads: tuple[str, ...] = ("tensor",)
+    kv_heads: tuple[str, ...] = ("tensor",)
+    head_dim: tuple[str, ...] = ()
+    norm: tuple[str, ...] = ()
+    position: tuple[str, ...] = ()
+    layers: tuple[str, ...] = ()
+    batch: tuple[str, ...] = ("data", "fsdp")
+    act_time: tuple[str, ...] = ()
+    act_embed: tuple[str, ...] = ()
+    act_mlp: tuple[str, ...] = ("tensor",)
+    act_heads: tuple[str, ...] = ("tensor",)
+    act_kv_heads: tuple[str, ...] = ("tensor",)
+    act_vocab: tuple[str, ...] = ("tensor",)
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            for axis in getattr(self, field.name):
+                if axis not in MESH_AXES:
+                    raise UserError(
+                        f"Rules.{field.name} names the mesh axis {axis!r}, which must be one of "
+                        f"{', '.join(MESH_AXES)}{_nearest(axis, MESH_AXES)}"
+                    )
+
+    def spec(self, axes: Axes) -> PartitionSpec:
+        """The PartitionSpec of an array whose dimensions have these logical names.
+
+        Args:
+          axes: one logical name (or None: not sharded) per dimension.
+
+        Raises:
+          UserError: a name has no rule, or two dimensions would lie on one mesh axis.
+        """
+        owner: dict[str, str] = {}
+        parts: list[tuple[str, ...] | str | None] = []
+        for name in axes:
+            if name is None:
+                parts.append(None)
+                continue
+            if not hasattr(self, name):
+                names = [f.name for f in dataclasses.fields(self)]
+                raise UserError(f"logical axis {name!r} has no rule in Rules{_nearest(name, names)}")
+            mesh_axes = getattr(self, name)
+            for mesh_axis in mesh_axes:
+                if mesh_axis in owner:
+                    raise UserError(
+                        f"Rules.{owner[mesh_axis]} and Rules.{name} both map to the mesh axis {mesh_axis!r} in one "
+                        f"array with axes {tuple(axes)}: give one of them another mesh axis or ()"
+                    )
+                owner[mesh_axis] = name
+            parts.append(mesh_axes[0] if len(mesh_axes) == 1 else (mesh_axes or None))
+        while parts and parts[-1] is None:
+            parts.pop()
+        return PartitionSpec(*parts)
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How a run is laid out on its devices.
+
+    Attributes:
+      batch_size: rows of the global batch, all accumulation steps together.
+      data, fsdp, tensor: sizes of the mesh axes; one of them may be -1 and takes the devices that are left.
+      accumulation: micro-batches per step; gradients are averaged over all their real tokens.
+      remat: what the backward pass recomputes.
+      rules: logical axes -> mesh axes.
+      slice: the TPU slice the plan is meant for ("v5e-64"), for messages; None for whatever is there.
+    """
+
+    batch_size: int
+    data: int = 1
+    fsdp: int = -1
+    tensor: int = 1
+    accumulation: int = 1
+    remat: Remat = Remat.NONE
+    rules: Rules = Rules()
+    slice: str | None = None
+
+    def __post_init__(self):
+        for name in ("batch_size", "accumulation"):
+            if getattr(self, name) < 1:
+                raise UserError(f"Plan.{name} is {getattr(self, name)}, must be at least 1")
+        for name in MESH_AXES:
+            if getattr(self, name) < 1 and getattr(self, name) != -1:
+                raise UserError(f"Plan.{name} is {getattr(self, name)}, must be at least 1, or -1 for the devices left")
+        if sum(getattr(self, name) == -1 for name in MESH_AXES) > 1:
+            raise UserError("Plan has more than one mesh axis of -1: only one can take the devices that are left")
+
+    def mesh_shape(self, device_count: int) -> dict[str, int]:
+        """Sizes of the mesh axes on `device_count` devices, -1 resolved.
+
+        Raises:
+          UserError: the sizes do not multiply to the number of devices.
+        """
+        sizes = {name: getattr(self, name) for name in MESH_AXES}
+        fixed = int(np.prod([s for s in sizes.values() if s != -1]))
+        shown = " x ".join(f"{name}={size}" for name, size in sizes.items())
+        if -1 in sizes.values():
+            if device_count % fixed:
+                raise UserError(
+                    f"Plan ({shown}): the fixed axes multiply to {fixed}, which must divide the {device_count} devices: "
+                    f"try {_nearest_divisor(fixed, device_count)}"
+                )
+            return {name: device_count // fixed if size == -1 else size for name, size in sizes.items()}
+        if fixed != device_count:
+            raise UserError(
+                f"Plan ({shown}) needs {fixed} devices, {device_count} are here: set one axis to -1, "
+                f"or run with --emulate={fixed}"
+            )
+        return sizes
+
+    def check_batch(self, mesh: Mesh) -> None:
+        """Raises UserError, with the nearest batch that works, unless the batch divides over the mesh."""
+        shards = int(np.prod([mesh.shape[a] for a in self.rules.batch]))
+        unit = shards * self.accumulation
+        if self.batch_size % unit:
+            nearest = max(unit, round(self.batch_size / unit) * unit)
+            steps = f" x {self.accumulation} accumulation steps" if self.accumulation > 1 else ""
+            raise UserError(
+                f"Plan.batch_size ({self.batch_size}) must be a multiple of {unit} "
+                f"({' x '.join(f'{a}={mesh.shape[a]}' for a in self.rules.batch)}{steps}): try {nearest}"
+            )
+
+
+def make_mesh(plan: Plan, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """The mesh of a plan; on a TPU slice JAX orders the devices by the slice's real topology.
+
+    Axes are Auto: the compiler propagates shardings from the arguments and the `constrain` calls.
+    """
+    devices = list(jax.devices() if devices is None else devices)
+    shape = plan.mesh_shape(len(devices))
+    mesh = jax.make_mesh(
+        tuple(shape.values()), tuple(shape), axis_types=(AxisType.Auto,) * len(shape), devices=devices
+    )
+    plan.check_batch(mesh)
+    return mesh
+
+
+def emulate(device_count: int) -> None:
+    """Makes this process run on `device_count` emulated CPU devices. Call it before JAX is first used."""
+    if not 1 <= device_count <= 64:
+        raise UserError(f"--emulate is {device_count}, must be from 1 to 64")
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", device_count)
+    # In-process collectives abort when a device thread is starved for long: 64 of them on 2 cores are.
+    flags = os.environ.get("XLA_FLAGS", "")
+    for flag, value in _EMULATION_FLAGS.items():
+        if flag not in flags:
+            flags = f"{flags} --{flag}={value}".strip()
+    os.environ["XLA_FLAGS"] = flags
+
+
+_EMULATION_FLAGS = {
+    "xla_cpu_collective_call_warn_stuck_timeout_seconds": 300,
+    "xla_cpu_collective_call_terminate_timeout_seconds": 1200,
+}
+
+
+def start_distributed() -> None:
+    """Joins the other hosts of a slice or cluster where the environment names them; else does nothing."""
+    hosts = os.environ.get("TPU_WORKER_HOSTNAMES", "")
+    if os.environ.get("JAX_COORDINATOR_ADDRESS") or hosts.count(",") > 0 or os.environ.get("MEGASCALE_NUM_SLICES"):
+        count, index = os.environ.get("JAX_NUM_PROCESSES"), os.environ.get("JAX_PROCESS_ID")
+        jax.distributed.initialize(
+            num_processes=int(count) if count else None, process_id=int(index) if index else None
+        )
+
+
+def shardings(mesh: Mesh, rules: Rules, axes: PyTree, shapes: PyTree | None = None) -> PyTree:
+    """NamedShardings for a tree whose leaves are tuples of logical axis names.
+
+    Args:
+      mesh: the mesh.
+      rules: logical axes -> mesh axes.
+      axes: tree of tuples of logical names.
+      shapes: the same tree of things with `.shape`, to check that every dimension divides; None: no check.
+
+    Raises:
+      UserError: a dimension does not divide over its mesh axes; names parameter, dimension and fix.
+    """
+    result = jax.tree.map(lambda a: NamedSharding(mesh, rules.spec(a)), axes, is_leaf=_is_axes)
+    if shapes is not None:
+        flat = jax.tree_util.tree_flatten_with_path(axes, is_leaf=_is_axes)[0]
+        for (path, names), leaf in zip(flat, jax.tree.leaves(shapes), strict=True):
+            _check_divides(mesh, rules, jax.tree_util.keystr(path, simple=True, separator="/"), names, leaf.shape)
+    return result
+
+
+def _check_divides(mesh: Mesh, rules: Rules, path: str, names: Axes, shape: tuple[int, ...]) -> None:
+    if len(names) != len(shape):
+        raise ValueError(f"{path} has {len(shape)} dimensions {shape} but {len(names)} axis names {names}")
+    for name, size in zip(names, shape):
+        mesh_axes = getattr(rules, name) if name else ()
+        shards = int(np.prod([mesh.shape[a] for a in mesh_axes]))
+        if size % shards:
+            where = " x ".join(f"{a}={mesh.shape[a]}" for a in mesh_axes)
+            raise UserError(
+                f"{path}: axis {name!r} ({size}) must be a multiple of {where}: try a mesh axis of "
+                f"{_nearest_divisor(shards, size)}, or Rules.{name} = () to keep it whole on every device"
+            )
+
+
+def batch_sharding(mesh: Mesh, rules: Rules) -> NamedSharding:
+    """Sharding of a [B, T] array of a batch."""
+    return NamedSharding(mesh, rules.spec(("batch", "act_time")))
+
+
+def global_batch(sharding: NamedSharding, host_batch: Batch) -> dict[str, jax.Array]:
+    """Turns this host's rows (numpy, [B / hosts, T]) into global arrays [B, T]."""
+    return {k: jax.make_array_from_process_local_data(sharding, v) for k, v in host_batch.items()}
+
+
+_current: contextvars.ContextVar[tuple[Mesh, Rules] | None] = contextvars.ContextVar("mesh_and_rules", default=None)
+
+
+@contextlib.contextmanager
+def activate(mesh: Mesh, rules: Rules) -> Iterator[None]:
+    """Within this context (at trace time) `constrain` applies to this mesh."""
+    token = _current.set((mesh, rules))
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def constrain(x: jax.Array, axes: Axes) -> jax.Array:
+    """Tells the compiler how an activation lies on the mesh; outside `activate` it returns `x` as it is."""
+    current = _current.get()
+    if current is None or current[0].size == 1:
+        return x
+    mesh, rules = current
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, rules.spec(axes)))
+
+
+def _is_axes(x: Any) -> bool:
+    return isinstance(x, tuple) and all(isinstance(a, (str, type(None))) for a in x) and not hasattr(x, "_fields")
+
+
+def _nearest(name: str, names: Sequence[str]) -> str:
+    close = difflib.get_close_matches(name, names, 1)
+    return f": did you mean {close[0]!r}?" if close else ""
+
+
+def _nearest_divisor(wanted: int, total: int) -> int:
+    divisors = [d for d in range(1, total + 1) if total % d == 0]
+    return min(divisors, key=lambda d: (abs(d - wanted), d))
