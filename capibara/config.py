@@ -1,14 +1,498 @@
-"""Gin: the only module that imports it."""
+"""Gin: parse, bind, build, save and compare configurations. The only module that imports it.
+
+A Gin file binds the fields of config dataclasses (`Trainer.seed = 1`), builds objects by reference
+(`Trainer.optimizer = @Optimizer()`) and names values once with macros (`TRAIN_STEPS = 500`, then `%TRAIN_STEPS`).
+Files come first, the command line last, so that `--gin.TRAIN_STEPS=1000` wins over a file.
+"""
 
 from __future__ import annotations
 
-from typing import TypeVar
+import dataclasses
+import enum
+import functools
+import inspect
+import io
+import os
+import pathlib
+import pkgutil
+import re
+import sys
+import tokenize
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn, TypeVar
 
 import gin
 
+if getattr(gin, "__file__", None) is None:
+    raise ImportError(
+        "the gin library is missing: `import gin` found only a folder named gin; run: pip install gin-config"
+    )
+
+from gin import config as gin_config
+from gin import config_parser
+
+from capibara import fields
+from capibara.cli import ArgumentParser, add_arguments, parse_arguments, run_verb, unwrap
+from capibara.fields import did_you_mean
+from capibara.gin_search import find_file, search_folders
+from capibara.types import UserError
+
+__all__ = [
+    "ArgumentParser",
+    "add_arguments",
+    "build",
+    "changes",
+    "configurable",
+    "diff",
+    "find_file",
+    "operative",
+    "parse",
+    "parse_arguments",
+    "reset",
+    "run_verb",
+    "save_operative",
+    "search_folders",
+    "unused",
+]
+
 T = TypeVar("T")
+
+_MACRO = "gin.macro"
+_BUILTINS = ("gin.macro", "gin.constant", "gin.singleton")
+
+# Where each parameter was bound last: (scope, complete selector, parameter) -> "file.gin:12".
+_bound_at: dict[tuple[str, str, str], str] = {}
 
 
 def configurable(cls: T) -> T:
-    """Lets Gin files bind the fields of a frozen dataclass; calling the class from Python is unaffected."""
+    """Lets Gin files bind the fields of a dataclass (or the parameters of a function); a decorator.
+
+    Calling the class from Python is unaffected, but for one thing: the fields of a dataclass are checked against
+    their annotations, before its own __post_init__ (see capibara.fields.check), however it is made.
+    """
+    if isinstance(cls, type) and dataclasses.is_dataclass(cls):
+        _check_fields_of(cls)
+    selector = f"{cls.__module__}.{cls.__name__}"
+    if selector in gin_config._REGISTRY and gin_config._REGISTRY[selector].wrapped is not cls:
+        # The module was imported again (pytest, importlib.reload): the new definition takes the old one's place.
+        gin_config._INVERSE_REGISTRY.pop(gin_config._REGISTRY[selector].wrapped, None)
+        gin_config._REGISTRY.pop(selector)
     return gin.register(cls)
+
+
+def _check_fields_of(cls: type) -> None:
+    validate = getattr(cls, "__post_init__", None)
+    if getattr(validate, "_checks_fields", False):
+        return  # inherited from a configurable
+    if validate is not None:
+
+        @functools.wraps(validate)
+        def __post_init__(self, *init_vars: Any) -> None:
+            _check(self)
+            validate(self, *init_vars)
+
+        __post_init__._checks_fields = True
+        cls.__post_init__ = __post_init__
+        return
+
+    # dataclass() writes the call of __post_init__ into __init__ only where it finds one, so wrap __init__ itself.
+    init = cls.__init__
+
+    @functools.wraps(init)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        _check(self)
+
+    __init__.__signature__ = inspect.signature(init)  # Gin reads names and defaults from it
+    cls.__init__ = __init__
+
+
+def _check(instance: Any) -> None:
+    cls = type(instance)
+    for field in dataclasses.fields(cls):
+        if getattr(instance, field.name, None) is gin.REQUIRED:
+            raise UserError(_has_no_value(cls.__name__, f"{cls.__module__}.{cls.__name__}", field.name))
+    fields.check(instance)
+
+
+def _has_no_value(name: str, selector: str, parameter: str) -> str:
+    """The message for a parameter without a value, with the macro that should give it where there is one."""
+    for (_, bound), parameters in gin_config._CONFIG.items():
+        macro = _macro_name(parameters.get(parameter)) if bound == selector else None
+        if macro:
+            return f"{name}.{parameter} has no value: give it with --gin.{macro}=VALUE"
+    return f"{name}.{parameter} has no value: bind it in a Gin file or with --gin.{name}.{parameter}=VALUE"
+
+
+def _macro_name(value: Any) -> str | None:
+    if isinstance(value, gin_config.ConfigurableReference) and value.configurable.selector == _MACRO:
+        return "/".join(value.scopes)
+    return None
+
+
+def build(cls: Callable[..., T], **overrides: Any) -> T:
+    """Makes an instance of a configurable from the parsed bindings; `overrides` win over them.
+
+    Raises:
+      UserError: a field has no value or a wrong one, here or in anything it is built from.
+    """
+    try:
+        return gin.get_configurable(cls)(**overrides)
+    except Exception as error:
+        original = unwrap(error)
+        if isinstance(original, fields.FieldError):
+            raise UserError(f"{original}{_origin(original)}") from None
+        if isinstance(original, UserError):
+            raise original from None
+        if isinstance(original, TypeError) and (message := _missing_arguments(original)):
+            raise UserError(message) from None
+        raise
+
+
+def _origin(error: fields.FieldError) -> str:
+    for (scope, selector, parameter), where in _bound_at.items():
+        if parameter == error.field and selector.rpartition(".")[2] == error.owner:
+            value = gin_config._CONFIG.get((scope, selector), {}).get(parameter)
+            if macro := _macro_name(value):
+                return f" (from {macro}, {_bound_at.get((macro, _MACRO, 'value'), where)})"
+            return f" ({where})"
+    return ""
+
+
+def _missing_arguments(error: TypeError) -> str | None:
+    """Python's "missing N required arguments", where it was Gin that made the call."""
+    match = re.match(r"(\S+)\(\) missing \d+ required (?:keyword-only|positional) arguments?: (.*)", str(error))
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if not match or trace is None or trace.tb_frame.f_code.co_filename not in (gin_config.__file__, __file__):
+        return None
+    name = match[1].removesuffix(".__init__").rpartition(".")[2]
+    parameter = re.findall(r"'(\w+)'", match[2])[0]
+    selector = (gin_config._REGISTRY.matching_selectors(name) or [name])[0]
+    return _has_no_value(name, selector, parameter)
+
+
+def reset() -> None:
+    """Forgets all bindings, not the configurables."""
+    gin.clear_config()
+    _bound_at.clear()
+
+
+# Parsing.
+
+
+def parse(
+    gin_files: Sequence[str | os.PathLike],
+    bindings: Sequence[str] = (),
+    search_paths: Sequence[str | os.PathLike] = (),
+) -> None:
+    """Parses Gin files, then bindings, in place of whatever was parsed before.
+
+    Args:
+      gin_files: names or paths, searched as `search_folders` says; files they include are searched the same way.
+      bindings: "NAME = VALUE" each; a value that is no Gin value (runs/x) is taken as a string.
+      search_paths: more folders to search.
+
+    Raises:
+      UserError: a missing file, a syntax error, or an unknown configurable, parameter, macro or module.
+    """
+    reset()
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.append(os.getcwd())  # so that `import my_tasks` finds the user's file under the console script too
+    parsing = _Parsing(search_folders(search_paths))
+    for name in gin_files:
+        parsing.file(name)
+    from_files = {scope for scope, selector in gin_config._CONFIG if selector == _MACRO}
+    for binding in bindings:
+        parsing.statements(io.StringIO(_quoted(binding)), "command line")
+    parsing.check_macros(from_files)
+
+
+def _quoted(binding: str) -> str:
+    """`NAME = VALUE`, with VALUE made a string literal where it is no Gin value and does not try to be one."""
+    name, equals, value = (part.strip() for part in binding.partition("="))
+    if not equals or value[:1] in ("@", "%", "(", "[", "{", "'", '"'):
+        return binding
+    parser = config_parser.ConfigParser(f"value = {value}\n", _Literals())
+    try:
+        if value and parser.parse_statement() is not None and parser.parse_statement() is None:
+            return binding
+    except (SyntaxError, tokenize.TokenError):
+        pass
+    return f"{name} = {value!r}"
+
+
+class _Literals(config_parser.ParserDelegate):
+    """Keeps references as the text they were written as."""
+
+    def configurable_reference(self, scoped_configurable_name: str, evaluate: bool) -> Any:
+        return _Text(f"@{scoped_configurable_name}{'()' if evaluate else ''}")
+
+    def macro(self, macro_name: str) -> Any:
+        return _Text(f"%{macro_name}")
+
+
+class _Text(str):
+    """A reference in a parsed value; prints without quotes."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+class _References(gin_config.ParserDelegate):
+    """Gin's own references, with unknown names explained."""
+
+    def configurable_reference(self, scoped_configurable_name: str, evaluate: bool) -> Any:
+        _lookup(scoped_configurable_name.rpartition("/")[2], f"@{scoped_configurable_name}")
+        return super().configurable_reference(scoped_configurable_name, evaluate)
+
+
+def _lookup(selector: str, shown: str) -> gin_config.Configurable:
+    try:
+        found = gin_config._parse_context().get_configurable(selector)
+    except KeyError:
+        matches = sorted(gin_config._REGISTRY.matching_selectors(selector))
+        raise UserError(f"{shown} may be any of {', '.join(matches)}: write the full name") from None
+    except (NameError, AttributeError) as error:  # with `from __gin__ import dynamic_registration`
+        raise UserError(f"{shown}: {error}") from None
+    if found is None:
+        known = {name for name, _ in gin_config._REGISTRY.items() if name not in _BUILTINS}
+        choices = known if "." in selector else {name.rpartition(".")[2] for name in known}
+        raise UserError(f"no configurable named {shown}{did_you_mean(selector, choices)}")
+    return found
+
+
+class _Parsing:
+    """One run of `parse`: the folders searched and the files being read, outermost first."""
+
+    def __init__(self, folders: list[pathlib.Path]):
+        self._folders = folders
+        self._open: list[pathlib.Path] = []
+
+    def file(self, name: str | os.PathLike, where: str = "") -> None:
+        beside = [self._open[-1].parent] if self._open else []
+        path = find_file(name, [self._folders[0], *beside, *self._folders[1:]], where)
+        if path.resolve() in [other.resolve() for other in self._open]:
+            chain = " -> ".join(str(other) for other in [*self._open, path])
+            raise UserError(f"{where}: files include each other: {chain}")
+        self._open.append(path)
+        try:
+            self.statements(io.StringIO(path.read_text(encoding="utf-8")), str(path))
+        except UnicodeDecodeError:
+            raise UserError(f"{path} is not a text file in UTF-8") from None
+        self._open.pop()
+
+    def statements(self, source: io.StringIO, name: str) -> None:
+        """Reads statements to the end of `source`, carrying each out; `name` says where in errors."""
+        lines = source.getvalue().splitlines()
+        with gin_config._parse_scope() as context:
+            parser = _guard(lambda: config_parser.ConfigParser(source, _References()), name, lines)
+            while statement := _guard(parser.parse_statement, name, lines):
+                line = statement.location.line_num
+                where = f"{name}:{line}" if name != "command line" else f"{name}: {' '.join(lines)}"
+                self._carry_out(statement, where, context)
+            gin_config._IMPORTS.update(context.imports)
+
+    def _carry_out(self, statement: Any, where: str, context: gin_config.ParseContext) -> None:
+        if isinstance(statement, config_parser.IncludeStatement):
+            self.file(statement.filename, where)
+        elif isinstance(statement, config_parser.ImportStatement):
+            _import(statement, where, context)
+        elif isinstance(statement, config_parser.BlockDeclaration):
+            _located(where, _lookup, statement.selector, statement.selector)
+        elif not statement.arg_name:
+            name = f"{statement.scope}/{statement.selector}" if statement.scope else statement.selector
+            _bind(name, _MACRO, "value", statement.value, where)
+        else:
+            found = _located(where, _lookup, statement.selector, statement.selector)
+            known = _parameters(found.wrapped)
+            if known is not None and statement.arg_name not in known:
+                raise UserError(
+                    f"{where}: {found.name} has no parameter {statement.arg_name}"
+                    f"{did_you_mean(statement.arg_name, known, 'its parameters')}"
+                )
+            _bind(statement.scope, found.selector, statement.arg_name, statement.value, where)
+
+    def check_macros(self, from_files: set[str]) -> None:
+        """Every macro used is defined, and every macro of the command line is used or defined in a file."""
+        defined = {scope for scope, selector in gin_config._CONFIG if selector == _MACRO}
+        used = set()
+        for (scope, selector), parameters in gin_config._CONFIG.items():
+            for parameter, value in parameters.items():
+                for reference in gin_config.iterate_references([value]):
+                    macro = _macro_name(reference)
+                    if macro is None:
+                        continue
+                    used.add(macro)
+                    if macro not in defined:
+                        where = _bound_at.get((scope, selector, parameter), "")
+                        hint = did_you_mean(macro, defined, "macros") or f": define it, e.g. --gin.{macro}=VALUE"
+                        raise UserError(f"{where}: %{macro} has no value{hint}")
+        for macro in sorted(defined - from_files - used):
+            choices = {*from_files, *used}
+            raise UserError(f"--gin.{macro}: no Gin file uses {macro}{did_you_mean(macro, choices, 'macros')}")
+
+
+def _bind(scope: str, selector: str, parameter: str, value: Any, where: str) -> None:
+    _located(where, gin.bind_parameter, (scope, selector, parameter), value)
+    _bound_at[scope, selector, parameter] = where
+
+
+def _located(where: str, call: Callable[..., T], *args: Any) -> T:
+    try:
+        return call(*args)
+    except ValueError as error:  # a UserError, or Gin's about lists of allowed parameters
+        raise UserError(f"{where}: {str(unwrap(error)).splitlines()[0]}") from None
+
+
+def _guard(parse_next: Callable[[], T], name: str, lines: list[str]) -> T:
+    """Calls the parser, making its errors a UserError of one line with file and line number."""
+    try:
+        return parse_next()
+    except (SyntaxError, tokenize.TokenError) as error:
+        _raise_syntax_error(error, name, lines)
+    except ValueError as error:
+        match = re.search(r"line (\d+)\n", str(error).removeprefix(str(unwrap(error))))
+        where = f"{name}:{match[1]}" if match and name != "command line" else name
+        raise UserError(f"{where}: {str(unwrap(error)).splitlines()[0]}") from None
+
+
+def _raise_syntax_error(error: Exception, name: str, lines: list[str]) -> NoReturn:
+    if isinstance(error, SyntaxError):
+        reason, number = error.msg or "syntax error", error.lineno or 1
+    else:
+        reason, (number, _) = error.args
+    number = max(1, min(number, len(lines) or 1))
+    text = lines[number - 1].strip() if lines else ""
+    literal = re.search(r"Failed to parse token '(.*)'", reason)
+    if literal:
+        reason = f'{literal[1]} is not a value; if it is a string, quote it: "{literal[1]}"'
+    where = f"{name}:{number}" if name != "command line" else name
+    raise UserError(f"{where}: {reason.splitlines()[0].strip().rstrip('.')} in: {text}") from None
+
+
+def _parameters(wrapped: Callable[..., Any]) -> list[str] | None:
+    """The names that may be bound, None where any may (**kwargs)."""
+    parameters = inspect.signature(wrapped).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return None
+    return [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_POSITIONAL]
+
+
+def _import(statement: config_parser.ImportStatement, where: str, context: gin_config.ParseContext) -> None:
+    try:
+        context.process_import(statement)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{statement.module}.".startswith(f"{error.name}."):
+            raise UserError(
+                f"{where}: importing {statement.module} needs the module {error.name}, which is not installed"
+            ) from None
+        parent, _, _ = error.name.rpartition(".")
+        path = list(getattr(sys.modules.get(parent), "__path__", [])) if parent else None
+        prefix = f"{parent}." if parent else ""
+        choices = [prefix + module.name for module in pkgutil.iter_modules(path)]
+        close = fields.nearest(error.name, choices)
+        hint = f": did you mean {' or '.join(close)}?" if close else " (is its folder on PYTHONPATH?)"
+        raise UserError(f"{where}: no module named {error.name}{hint}") from None
+    except (SyntaxError, ImportError) as error:
+        if isinstance(error, SyntaxError) and not statement.module.startswith("__gin__."):
+            raise  # in the user's module: its traceback says where
+        raise UserError(f"{where}: {error.msg}") from None
+
+
+# The operative configuration: what was used, saved with the run and compared when it is resumed.
+
+
+def operative() -> str:
+    """Every parameter that was used so far, defaults included, as a Gin file that parses back."""
+    for (_, selector), parameters in gin_config._OPERATIVE_CONFIG.items():
+        wrapped = gin_config._REGISTRY[selector].wrapped
+        if isinstance(wrapped, type) and dataclasses.is_dataclass(wrapped):
+            for field in dataclasses.fields(wrapped):
+                # Gin leaves out defaults that do not print as literals; an enum's value does.
+                if field.init and isinstance(field.default, enum.Enum):
+                    parameters.setdefault(field.name, field.default.value)
+    return gin.operative_config_str(max_line_length=100)
+
+
+def save_operative(path: str | os.PathLike) -> None:
+    """Writes the operative configuration to `path`, all of it or nothing."""
+    path = pathlib.Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    partial.write_text(operative(), encoding="utf-8")
+    os.replace(partial, path)
+
+
+def unused() -> list[str]:
+    """Bindings that nothing built so far has read, as "Plan.tensor (file.gin:3)"; macros are left out."""
+    read = {
+        (selector, parameter)
+        for (_, selector), parameters in gin_config._OPERATIVE_CONFIG.items()
+        for parameter in parameters
+    }
+    return [
+        f"{_minimal(scope, selector)}.{parameter} ({where})"
+        for (scope, selector, parameter), where in _bound_at.items()
+        if selector != _MACRO and (selector, parameter) not in read
+    ]
+
+
+def _minimal(scope: str, selector: str) -> str:
+    return f"{scope}/" * bool(scope) + gin_config._REGISTRY.minimal_selector(selector)
+
+
+def changes(old: str, new: str) -> dict[str, tuple[str | None, str | None]]:
+    """Parameters whose values differ between two operative configurations, macros put in.
+
+    Returns:
+      {"Trainer.seed": ("0", "1")}, values as Gin text, None on the side where the parameter is not bound.
+    """
+    before, after = _values(old), _values(new)
+    return {
+        name: (before.get(name), after.get(name))
+        for name in sorted({*before, *after})
+        if before.get(name) != after.get(name)
+    }
+
+
+def diff(old: str, new: str) -> list[str]:
+    """`changes` as lines to print, "Trainer.seed: 0 -> 1", sorted by parameter."""
+    return [
+        f"{name}: {'(not set)' if was is None else was} -> {'(not set)' if now is None else now}"
+        for name, (was, now) in changes(old, new).items()
+    ]
+
+
+def _values(text: str) -> Mapping[str, str]:
+    """Parameter -> value as text, of a Gin file without includes."""
+    statements = [
+        statement
+        for statement in config_parser.ConfigParser(text, _Literals())
+        if isinstance(statement, config_parser.BindingStatement)
+    ]
+    macros = {
+        "/".join(filter(None, (statement.scope, statement.selector))): statement.value
+        for statement in statements
+        if not statement.arg_name
+    }
+    values = {}
+    for statement in statements:
+        if statement.arg_name:
+            matches = gin_config._REGISTRY.matching_selectors(statement.selector)
+            selector = _minimal("", matches[0]) if len(matches) == 1 else statement.selector
+            name = f"{'/'.join(filter(None, (statement.scope, selector)))}.{statement.arg_name}"
+            values[name] = repr(_without_macros(statement.value, macros))
+    return values
+
+
+def _without_macros(value: Any, macros: Mapping[str, Any]) -> Any:
+    if isinstance(value, _Text) and value.startswith("%") and value[1:] in macros:
+        remaining = {name: other for name, other in macros.items() if name != value[1:]}
+        return _without_macros(macros[value[1:]], remaining)
+    if isinstance(value, dict):
+        return {_without_macros(key, macros): _without_macros(item, macros) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_without_macros(item, macros) for item in value)
+    return value

@@ -1,0 +1,154 @@
+"""What every verb's command line shares: the Gin flags, and one line instead of a traceback for user mistakes."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import NoReturn
+
+from capibara.fields import did_you_mean
+from capibara.types import UserError
+
+EXIT_USER_ERROR = 2
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """argparse, with mistakes raised as UserError and flags never abbreviated."""
+
+    def __init__(self, prog: str | None = None, description: str | None = None):
+        super().__init__(
+            prog=prog,
+            description=description,
+            allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        add_arguments(self)
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message} (see --help)")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags that every verb takes: --gin_file, --gin_search_paths, --gin_bindings and, in words, --gin.X."""
+    group = parser.add_argument_group("configuration")
+    group.add_argument(
+        "--gin_file",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="Gin file, repeatable or comma-separated; searched here, in --gin_search_paths and in capibara's gin/",
+    )
+    group.add_argument(
+        "--gin_search_paths",
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="more folders to search for Gin files, repeatable or comma-separated",
+    )
+    group.add_argument(
+        "--gin_bindings",
+        action="append",
+        default=[],
+        metavar="'NAME = VALUE'",
+        help="a Gin statement that overrides the files, repeatable",
+    )
+    group.add_argument(
+        "--gin.NAME=VALUE",
+        dest="gin_override_help",
+        nargs="?",
+        help="the same for one macro (--gin.TRAIN_STEPS=500) or parameter (--gin.Trainer.seed=1)",
+    )
+
+
+def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parses a verb's command line (sys.argv where `argv` is None).
+
+    Returns:
+      The namespace, with `gin_file` and `gin_search_paths` as flat lists of str and `gin_bindings` as a list of
+      "NAME = VALUE" in the order given, --gin.NAME=VALUE included: what config.parse takes.
+
+    Raises:
+      UserError: an unknown flag (with the nearest one) or a bad value.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    # --gin.X=Y is rewritten before argparse sees it, so that values such as "-1" and "a b" pass untouched.
+    rewritten = [part for arg in argv for part in _rewrite(arg)]
+    args, unknown = parser.parse_known_args(rewritten)
+    if unknown:
+        flags = [flag for action in parser._actions for flag in action.option_strings]
+        flags = [flag for flag in flags if not flag.startswith("--gin.")]
+        name = unknown[0].partition("=")[0]
+        if name.startswith("-"):
+            raise UserError(f"unknown flag {name}{did_you_mean(name, flags, 'flags')} (see --help)")
+        raise UserError(f"unexpected argument {unknown[0]!r} (see --help)")
+    args.gin_file = [part for value in args.gin_file for part in value.split(",") if part]
+    args.gin_search_paths = [part for value in args.gin_search_paths for part in value.split(",") if part]
+    del args.gin_override_help
+    return args
+
+
+def _rewrite(arg: str) -> tuple[str, ...]:
+    if not arg.startswith("--gin."):
+        return (arg,)
+    name, equals, value = arg.removeprefix("--gin.").partition("=")
+    if not name or not equals:
+        raise UserError(f"{arg} needs a value after an equals sign: --gin.{name or 'NAME'}=VALUE")
+    return (f"--gin_bindings={name} = {value}",)
+
+
+def run_verb(main: Callable[[Sequence[str] | None], int | None], argv: Sequence[str] | None = None) -> int:
+    """Runs a verb and returns its exit code: `sys.exit(run_verb(main))`.
+
+    A UserError and a full disk become one line on stderr and exit code 2, ctrl-C exit code 130; every other
+    exception is a fault of ours and keeps its traceback.
+
+    Args:
+      main: the verb, given the arguments after its name (None: sys.argv); returns an exit code or None for 0.
+      argv: passed to `main`.
+    """
+    try:
+        return main(argv) or 0
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except Exception as error:
+        message = _user_message(error)
+        if message is None:
+            raise
+        sys.stdout.flush()
+        print(f"error: {message}", file=sys.stderr)
+        return EXIT_USER_ERROR
+
+
+def _user_message(error: BaseException) -> str | None:
+    """The line to print where the error is the user's to mend, else None."""
+    error = unwrap(error)
+    if isinstance(error, UserError):
+        return " ".join(str(error).split("\n"))
+    for cause in _chain(error):
+        if isinstance(cause, OSError) and cause.errno in _DISK_FULL or os.strerror(errno.ENOSPC) in str(cause):
+            where = getattr(cause, "filename", None)
+            return f"disk full{f' while writing {where}' if where else ''}: free some space, then run this again"
+    return None
+
+
+def unwrap(error: BaseException) -> BaseException:
+    """The exception as it was raised: Gin re-raises a proxy whose message it lengthened, one per configurable."""
+    while error.__suppress_context__ and type(error).__bases__ == (type(error.__context__),):
+        if type(error).__name__ != type(error.__context__).__name__:
+            break
+        error = error.__context__
+    return error
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
