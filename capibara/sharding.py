@@ -200,6 +200,14 @@ _EMULATION_FLAGS = {
 }
 
 
+def use_compilation_cache() -> None:
+    """Keeps compiled programs across starts, in JAX_COMPILATION_CACHE_DIR or the user's cache folder."""
+    if not jax.config.jax_compilation_cache_dir:
+        base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+        jax.config.update("jax_compilation_cache_dir", os.path.join(base, "capibara", "xla"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
 def start_distributed() -> None:
     """Joins the other hosts of a slice or cluster where the environment names them; else does nothing."""
     hosts = os.environ.get("TPU_WORKER_HOSTNAMES", "")

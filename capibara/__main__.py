@@ -1,0 +1,35 @@
+"""`capibara VERB ...` is `python -m capibara.VERB ...`."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+from capibara import __version__, cli
+from capibara.fields import did_you_mean
+
+_VERBS = {
+    "train": "train or fine-tune a model from a Gin file",
+    "infer": "continue a prompt with a trained model",
+    "prepare": "train a vocabulary on a corpus",
+}
+
+
+def main() -> int:
+    """Runs the verb that the first argument names; returns the exit code."""
+    verb = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    if verb in ("-h", "--help"):
+        print("usage: capibara VERB [--help] ...\n\nverbs:")
+        print("\n".join(f"  {name:<10}{text}" for name, text in _VERBS.items()))
+        return 0
+    if verb == "--version":
+        print(f"capibara {__version__}")
+        return 0
+    if verb not in _VERBS:
+        print(f"error: unknown verb {verb!r}{did_you_mean(verb, _VERBS, 'verbs')} (see capibara --help)", file=sys.stderr)
+        return cli.EXIT_USER_ERROR
+    return cli.run_verb(importlib.import_module(f"capibara.{verb}").main, sys.argv[2:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,62 @@
+"""Continues a prompt with a trained model: `python -m capibara.infer --model_dir=runs/quickstart --prompt="def "`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from capibara import cli
+from capibara.types import UserError
+
+_DESCRIPTION = """Continue a prompt with a model from a run folder.
+
+examples:
+  python -m capibara.infer --model_dir=runs/quickstart --prompt="def "
+  python -m capibara.infer --model_dir=runs/quickstart --prompt="import " --gin.Sampling.temperature=0
+  echo "class " | python -m capibara.infer --model_dir=runs/quickstart --gin.Sampling.top_p=0.9"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parses the command line and prints the prompt with its continuation; returns the exit code."""
+    parser = cli.ArgumentParser("capibara infer", _DESCRIPTION)
+    parser.add_argument("--model_dir", metavar="DIR", help="run folder: its config.gin and newest checkpoint are used")
+    parser.add_argument("--prompt", metavar="TEXT", help="text to continue; default: standard input")
+    args = cli.parse_arguments(parser, argv)
+    if not args.model_dir:
+        raise UserError("--model_dir has no value: name a run folder, e.g. --model_dir=runs/quickstart")
+    recorded = os.path.join(args.model_dir, "config.gin")
+    if not os.path.exists(recorded):
+        raise UserError(f"--model_dir={args.model_dir} is not a run folder: {recorded} is missing; train one first")
+    prompt = sys.stdin.read().rstrip("\n") if args.prompt is None else args.prompt
+    print(prompt + continue_prompt(args.model_dir, [recorded, *args.gin_file], args, prompt))
+    return 0
+
+
+def continue_prompt(model_dir: str, gin_files: Sequence[str], args, prompt: str) -> str:
+    """The continuation of `prompt` by the run's newest checkpoint (its averaged parameters where it kept them)."""
+    import jax
+
+    from capibara import config, sharding
+    from capibara.inference.sample import Generator, Sampling
+    from capibara.models import api
+    from capibara.training.checkpoints import Checkpoints
+    from capibara.training.trainer import Trainer
+
+    config.parse(gin_files, args.gin_bindings, args.gin_search_paths)
+    trainer, sampling = config.build(Trainer), config.build(Sampling)
+    sharding.use_compilation_cache()
+    model = api.build(trainer.model)
+    on_device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    target = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=on_device), model.abstract_params)
+    with Checkpoints(model_dir, trainer.checkpointing) as checkpoints:
+        step = checkpoints.latest_step()
+        if step is None:
+            raise UserError(f"{model_dir} holds no checkpoint yet: train it first")
+        params = checkpoints.restore_params(step, target, ema=trainer.ema_decay is not None)
+    generate = Generator(model, trainer.dataset.get_vocabulary(), trainer.dataset.length, sampling)
+    return generate(params, prompt)
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run_verb(main))

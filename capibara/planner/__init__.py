@@ -1,0 +1,1 @@
+"""From model size to a TPU plan."""

@@ -1,0 +1,89 @@
+"""Trains a model from a Gin file: `python -m capibara.train --gin_file=quickstart.gin --emulate=8`.
+
+Run the same command again to carry on where the run folder's last checkpoint stands.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from capibara import cli
+from capibara.types import UserError
+
+_DESCRIPTION = """Train a model as a Gin file says; run again to resume from the last checkpoint.
+
+examples:
+  python -m capibara.train --gin_file=quickstart.gin --emulate=8
+  python -m capibara.train --gin_file=base_v5e64.gin --emulate=8 --gin.TRAIN_STEPS=3
+  python -m capibara.train --gin_file=my_run.gin --gin.MODEL_DIR=runs/mine --gin.TRAIN_STEPS=20000
+
+exit codes: 0 finished, 2 a mistake in what was given, 130 / 143 stopped by ctrl-C / SIGTERM after a checkpoint"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parses the command line and trains; returns the exit code."""
+    parser = cli.ArgumentParser("capibara train", _DESCRIPTION)
+    parser.add_argument("--emulate", type=int, metavar="N", help="run on N emulated CPU devices (1 to 64)")
+    args = cli.parse_arguments(parser, argv)
+    if not args.gin_file:
+        raise UserError("--gin_file has no value: name a run file, e.g. --gin_file=quickstart.gin")
+    return train(args.gin_file, args.gin_bindings, args.gin_search_paths, args.emulate)
+
+
+def train(gin_files: Sequence[str], bindings: Sequence[str], search_paths: Sequence[str], emulate: int | None) -> int:
+    """Trains the run that the Gin files describe; returns the exit code."""
+    import jax
+
+    from capibara import config, sharding
+    from capibara.inference.sample import SampleText, sampler
+    from capibara.models import api
+    from capibara.monitoring.defaults import Monitoring
+    from capibara.planner.chips import peak_flops
+    from capibara.training import emulation, loop
+    from capibara.training.trainer import Trainer
+
+    config.parse(gin_files, bindings, search_paths)
+    trainer = config.build(Trainer)
+    sharding.use_compilation_cache()
+    if emulate:
+        sharding.emulate(emulate)
+        shrunk = emulation.shrunk_bindings(trainer, emulate)
+        if shrunk:
+            print(f"--emulate={emulate}: {emulation.RULE}\n  " + "\n  ".join(shrunk))
+            config.parse(gin_files, [*bindings, *shrunk], search_paths)
+            trainer = config.build(Trainer)
+    else:
+        sharding.start_distributed()
+    trainer.dataset.preload()
+    texts, callbacks = config.build(SampleText), config.build(Monitoring).build()
+    record_config(trainer.model_dir)
+    outcome = loop.train(
+        trainer,
+        callbacks,
+        sampler=sampler(api.build(trainer.model), trainer.dataset.get_vocabulary, trainer.dataset.length, texts),
+        peak_flops=peak_flops(jax.devices()[0].device_kind),
+        config=config.operative(),
+    )
+    return 128 + outcome.signal_number if outcome.signal_number else 0
+
+
+def record_config(model_dir: str) -> None:
+    """Writes the operative configuration to the run folder; on resume, prints what differs from the last start."""
+    import jax
+
+    from capibara import config
+
+    path = os.path.join(model_dir, "config.gin")
+    if jax.process_index() != 0:
+        return
+    if os.path.exists(path):
+        with open(path, encoding="utf-8") as file:
+            for line in config.diff(file.read(), config.operative()):
+                print(f"changed since the last start: {line}")
+    config.save_operative(path)
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run_verb(main))

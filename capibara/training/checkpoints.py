@@ -1,0 +1,188 @@
+"""Checkpoints of a run: Orbax for the arrays, JSON for the rest, one folder a step."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+
+from capibara.config import configurable
+from capibara.training.state import TrainState
+from capibara.types import PyTree, UserError
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Checkpointing:
+    """When to save and what to keep.
+
+    Attributes:
+      every: steps between saves; 0: only at the end and when interrupted.
+      keep: newest steps that are kept.
+      keep_every: steps that are multiples of it are kept for ever; None: none.
+    """
+
+    every: int = 1000
+    keep: int = 3
+    keep_every: int | None = None
+
+    def __post_init__(self):
+        if self.every < 0 or self.keep < 1:
+            raise UserError(f"Checkpointing.every ({self.every}) must be at least 0, keep ({self.keep}) at least 1")
+
+
+@dataclasses.dataclass(frozen=True)
+class Restored:
+    """A checkpoint read back: the state on its devices, and the JSON parts as they were given to `save`."""
+
+    state: TrainState
+    data: dict[str, Any]
+    progress: dict[str, Any]
+
+
+class Checkpoints:
+    """The `checkpoints` folder of a run. Saves are asynchronous; `close` (or leaving a `with`) waits for the last."""
+
+    def __init__(self, model_dir: str, config: Checkpointing):
+        import orbax.checkpoint as ocp
+
+        self._ocp = ocp
+        self._folder = os.path.join(os.path.abspath(model_dir) if "://" not in model_dir else model_dir, "checkpoints")
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=config.keep, keep_period=config.keep_every, enable_async_checkpointing=True
+        )
+        with self._disk_errors():
+            self._manager = ocp.CheckpointManager(self._folder, options=options)
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def latest_step(self) -> int | None:
+        """The newest saved step, None in a new run folder."""
+        return self._manager.latest_step()
+
+    def save(self, step: int, state: TrainState, data: dict[str, Any], progress: dict[str, Any]) -> None:
+        """Starts saving; returns when the arrays are copied off the devices.
+
+        Args:
+          step: names the checkpoint.
+          state: arrays of all hosts.
+          data: the data iterator's state, as JSON values.
+          progress: what else resuming needs, as JSON values.
+
+        Raises:
+          UserError: the disk is full (also when an earlier asynchronous save met that).
+        """
+        args = self._ocp.args
+        with self._disk_errors():
+            self._manager.save(
+                step,
+                args=args.Composite(
+                    state=args.StandardSave(_as_dict(state)),
+                    data=args.JsonSave(data),
+                    progress=args.JsonSave({**progress, "shapes": _shapes(_as_dict(state))}),
+                ),
+            )
+
+    def restore(self, step: int, target: TrainState) -> Restored:
+        """Reads a step onto the devices.
+
+        Args:
+          step: one that `latest_step` gave.
+          target: ShapeDtypeStructs with the shardings wanted now (they may differ from those of the save).
+
+        Raises:
+          UserError: the checkpoint holds another model: names the first array that differs.
+        """
+        args = self._ocp.args
+        json_parts = self._manager.restore(
+            step, args=args.Composite(data=args.JsonRestore(), progress=args.JsonRestore())
+        )
+        progress = dict(json_parts["progress"])
+        self._check_shapes(step, progress.pop("shapes"), _shapes(_as_dict(target)))
+        arrays = self._manager.restore(step, args=args.Composite(state=args.StandardRestore(_as_dict(target))))
+        return Restored(state=TrainState(**arrays["state"]), data=json_parts["data"], progress=progress)
+
+    def restore_params(self, step: int, target: PyTree, *, ema: bool) -> PyTree:
+        """Reads only the parameters of a step (their average where `ema`), for inference and export."""
+        ocp = self._ocp
+        name = "ema" if ema else "params"
+        restore_args = ocp.checkpoint_utils.construct_restore_args({name: target})
+        restored = self._manager.restore(
+            step,
+            args=ocp.args.Composite(
+                state=ocp.args.PyTreeRestore(item={name: target}, restore_args=restore_args, partial_restore=True)
+            ),
+        )
+        return restored["state"][name]
+
+    def wait(self) -> None:
+        """Waits until every save is on disk; raises UserError where the disk was full."""
+        with self._disk_errors():
+            self._manager.wait_until_finished()
+
+    def close(self) -> None:
+        """Waits, then releases the manager's threads."""
+        try:
+            self.wait()
+        finally:
+            self._manager.close()
+
+    def _check_shapes(self, step: int, saved: dict[str, Any], wanted: dict[str, Any]) -> None:
+        for path in sorted(saved.keys() | wanted.keys()):
+            old, new = saved.get(path, "nothing"), wanted.get(path, "nothing")
+            if old != new:
+                raise UserError(
+                    f"checkpoint {self._folder}/{step} holds another model: {path} is {old} there, {new} in this "
+                    "configuration: restore the configuration of the run, or set another MODEL_DIR"
+                )
+
+    @contextmanager
+    def _disk_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            if not _is_disk_full(error):
+                raise
+            raise UserError(
+                f"disk full while saving to {self._folder} ({_free_bytes(self._folder) / 2**20:.0f} MiB free): make "
+                "room, lower Checkpointing.keep, or set another MODEL_DIR; run the command again to carry on"
+            ) from error
+
+
+def _as_dict(state: TrainState) -> dict[str, Any]:
+    return {f.name: getattr(state, f.name) for f in dataclasses.fields(state)}
+
+
+def _shapes(tree: PyTree) -> dict[str, str]:
+    """Path -> "float32[2,3]" for every array, so that two models can be told apart before anything is read."""
+    flat = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
+        for path, leaf in flat
+    }
+
+
+def _is_disk_full(error: BaseException | None) -> bool:
+    while error is not None:
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            return True
+        if "RESOURCE_EXHAUSTED" in str(error) or "No space left on device" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _free_bytes(folder: str) -> int:
+    while not os.path.exists(folder):
+        folder = os.path.dirname(folder)
+    return shutil.disk_usage(folder).free

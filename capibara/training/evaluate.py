@@ -1,0 +1,52 @@
+"""Loss over a whole validation split."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from capibara import sharding
+from capibara.models.api import Model
+from capibara.sharding import Plan, Remat
+from capibara.training.losses import LossSums, cross_entropy
+from capibara.training.metrics import evaluation_metrics
+from capibara.types import Batch, Params, UserError
+
+EvalStep = Callable[[Params, Batch], tuple[LossSums, jax.Array]]
+
+
+def make_eval_step(model: Model, plan: Plan, mesh: Mesh, token_bytes: np.ndarray) -> EvalStep:
+    """(parameters, batch) -> (sums over its real tokens, UTF-8 bytes they stand for), still to be jitted.
+
+    Args:
+      token_bytes: [vocabulary] bytes of each token id.
+    """
+    bytes_V = np.zeros(model.config.vocab_size, np.float32)
+    bytes_V[: len(token_bytes)] = token_bytes
+
+    def eval_step(params: Params, batch: Batch) -> tuple[LossSums, jax.Array]:
+        with sharding.activate(mesh, plan.rules):
+            hidden = model.hidden(params, batch, Remat.NONE)
+            sums = cross_entropy(hidden, model.head(params), batch["targets"], batch["weights"])
+        return sums, jnp.sum(jnp.asarray(bytes_V)[batch["targets"]] * batch["weights"])
+
+    return eval_step
+
+
+def evaluate(
+    eval_step: EvalStep, params: Params, batches: Iterable[Batch], batch_sharding: NamedSharding
+) -> dict[str, float]:
+    """Runs over `batches` and returns loss, perplexity, bits_per_byte, token_accuracy and tokens.
+
+    Raises:
+      UserError: there is no batch.
+    """
+    results = [eval_step(params, sharding.global_batch(batch_sharding, batch)) for batch in batches]
+    if not results:
+        raise UserError("the validation split has no document: give it more text, or set Evaluation.every = 0")
+    totals = [sum(float(x) for x in column) for column in zip(*((*s, b) for s, b in jax.device_get(results)))]
+    return evaluation_metrics(LossSums(*totals[:4]), totals[4])

@@ -1,0 +1,92 @@
+"""The training loop: set up, restore, evaluate, save, next batch, step, log."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterable
+
+import jax
+
+from capibara.training.callbacks import Callback
+from capibara.training.interrupt import StopRequest
+from capibara.training.metrics import Meter
+from capibara.training.run import set_up
+from capibara.training.trainer import Trainer
+from capibara.types import Params
+
+Sampler = Callable[[Params], Iterable[tuple[str, str]]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How a run ended.
+
+    Attributes:
+      step: steps done.
+      reason: "finished", "early_stopping" or "interrupted".
+      signal_number: of the signal that interrupted it.
+    """
+
+    step: int
+    reason: str
+    signal_number: int | None = None
+
+
+def train(
+    trainer: Trainer,
+    callbacks: Callback,
+    *,
+    sampler: Sampler | None = None,
+    peak_flops: float | None = None,
+    config: str = "",
+) -> Outcome:
+    """Trains until `trainer.steps`, early stopping or a signal; run again with the same folder to carry on.
+
+    Args:
+      trainer: the run.
+      callbacks: told of everything that happens, on process 0.
+      sampler: parameters -> (prompt, text) pairs, called after each evaluation.
+      peak_flops: of one device, for the MFU.
+      config: the operative configuration, for the callbacks.
+    """
+    callbacks = callbacks if jax.process_index() == 0 else Callback()
+    run = set_up(trainer)
+    with StopRequest() as stop, run.checkpoints, run.batches:
+        state, first_step, early = run.start()
+        step, saved = first_step, first_step
+        meter = Meter(trainer.plan.batch_size * trainer.dataset.length)
+        callbacks.on_train_begin(run.info(first_step, peak_flops, config))
+        while True:
+            done = step >= trainer.steps or stop.signal_number is not None
+            if step > first_step and _due(step, trainer.evaluation.every, step >= trainer.steps):
+                metrics = run.evaluate(state.eval_params)
+                early.update(metrics["loss"])
+                callbacks.on_evaluate(step, metrics)
+                for prompt, text in sampler(state.eval_params) if sampler else ():
+                    callbacks.on_sample(step, prompt, text)
+                meter.restart_clock()
+            done = done or early.stop
+            if step > saved and (done or _due(step, trainer.checkpointing.every)):
+                run.save(step, state, early)
+                saved = step
+                callbacks.on_checkpoint(step)
+            if done:
+                break
+            asked = time.perf_counter()
+            batch = run.next_batch()
+            data_wait_s = time.perf_counter() - asked
+            with jax.transfer_guard("disallow"):
+                state, metrics = run.train_step(state, batch)
+            step += 1
+            meter.add(metrics, data_wait_s)
+            if step % trainer.log_every == 0 or step == trainer.steps:
+                callbacks.on_step(step, meter.read())
+        run.checkpoints.wait()
+    reason = "interrupted" if stop.signal_number else "early_stopping" if early.stop else "finished"
+    callbacks.on_train_end(step, reason)
+    return Outcome(step, reason, stop.signal_number)
+
+
+def _due(step: int, every: int, last: bool = False) -> bool:
+    return every > 0 and (step % every == 0 or last)

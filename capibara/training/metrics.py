@@ -1,0 +1,96 @@
+"""From per-step device scalars to the few numbers that people read."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from capibara.training.losses import LossSums
+
+
+class Meter:
+    """Collects the metrics of the steps between two logs; reading them is the only wait for the device."""
+
+    def __init__(self, tokens_per_step: int):
+        self._tokens_per_step = tokens_per_step
+        self._pending: list[Mapping[str, jax.Array]] = []
+        self._data_wait_s = 0.0
+        self._since = time.perf_counter()
+
+    def restart_clock(self) -> None:
+        """Leaves out what was done since the last step (evaluation, saving, sampling)."""
+        self._since = time.perf_counter()
+
+    def add(self, metrics: Mapping[str, jax.Array], data_wait_s: float) -> None:
+        """Takes one step's metrics, still on the device, and the seconds its batch was waited for."""
+        self._pending.append(metrics)
+        self._data_wait_s += data_wait_s
+
+    def read(self) -> dict[str, float]:
+        """Means since the last read: losses weighted by real tokens; speed in positions per second.
+
+        Returns:
+          the step's own metrics, and step_s, tokens_per_s (padding included), data_wait_s (a step's share).
+        """
+        steps = jax.device_get(self._pending)
+        count, tokens = len(steps), sum(float(s["tokens"]) for s in steps)
+        elapsed = time.perf_counter() - self._since
+        result = {name: float(value) for name, value in steps[-1].items()}
+        for name in ("loss", "z_loss", "token_accuracy"):
+            result[name] = sum(float(s[name]) * float(s["tokens"]) for s in steps) / max(tokens, 1.0)
+        result["grad_norm"] = sum(float(s["grad_norm"]) for s in steps) / count
+        result["tokens"] = tokens
+        result["step_s"] = elapsed / count
+        result["tokens_per_s"] = count * self._tokens_per_step / elapsed
+        result["data_wait_s"] = self._data_wait_s / count
+        self._pending, self._data_wait_s = [], 0.0
+        self._since = time.perf_counter()
+        return result
+
+
+def evaluation_metrics(sums: LossSums, target_bytes: float) -> dict[str, float]:
+    """Loss in nats a token, perplexity, bits per byte of the text, and token accuracy.
+
+    Args:
+      sums: over all real tokens of the split.
+      target_bytes: UTF-8 bytes that these tokens stand for; 0: unknown, then there are no bits per byte.
+    """
+    weight = max(float(sums.weight), 1.0)
+    loss = float(sums.nll) / weight
+    metrics = {
+        "loss": loss,
+        "perplexity": math.exp(min(loss, 700.0)),
+        "token_accuracy": float(sums.correct) / weight,
+        "tokens": float(sums.weight),
+    }
+    if target_bytes > 0:
+        metrics["bits_per_byte"] = float(sums.nll) / math.log(2) / target_bytes
+    return metrics
+
+
+class EarlyStopping:
+    """Stops when the evaluation loss has not improved for `patience` evaluations; None: never."""
+
+    def __init__(self, patience: int | None, state: Mapping[str, Any] | None = None):
+        self._patience = patience
+        self._best = math.inf if not state or state["best"] is None else float(state["best"])
+        self._bad = int(state["bad"]) if state else 0
+
+    @property
+    def stop(self) -> bool:
+        return self._patience is not None and self._bad >= self._patience
+
+    def update(self, loss: float) -> None:
+        """Takes the loss of one evaluation."""
+        if loss < self._best:
+            self._best, self._bad = loss, 0
+        else:
+            self._bad += 1
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps, as JSON values."""
+        return {"best": None if math.isinf(self._best) else self._best, "bad": self._bad}

@@ -1,0 +1,79 @@
+"""Everything that a step changes, and where it lives on the mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from capibara import optim, sharding
+from capibara.models.api import Model
+from capibara.types import Params, PyTree
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """What a checkpoint holds of the devices.
+
+    Attributes:
+      step: steps done, int32 scalar.
+      params: float32 parameters.
+      opt_state: of the optax chain.
+      ema: exponential moving average of the parameters, or None.
+    """
+
+    step: jax.Array
+    params: Params
+    opt_state: optax.OptState
+    ema: Params | None
+
+    @property
+    def eval_params(self) -> Params:
+        """What evaluation, sampling and export use: the average where one is kept."""
+        return self.params if self.ema is None else self.ema
+
+
+def init_state(model: Model, tx: optax.GradientTransformation, key: jax.Array, *, ema: bool) -> TrainState:
+    """A new state (traceable: jit it with the shardings of `state_shardings`)."""
+    params = model.init(key)
+    return TrainState(
+        step=jnp.zeros((), jnp.int32),
+        params=params,
+        opt_state=tx.init(params),
+        ema=jax.tree.map(jnp.copy, params) if ema else None,
+    )
+
+
+def state_shardings(
+    model: Model, tx: optax.GradientTransformation, mesh: Mesh, rules: sharding.Rules, *, ema: bool
+) -> TrainState:
+    """The NamedSharding of every leaf: optimizer moments lie where their parameters lie.
+
+    Raises:
+      UserError: a dimension does not divide over its mesh axes.
+    """
+    params = sharding.shardings(mesh, rules, model.axes, model.abstract_params)
+    opt_axes = optim.state_axes(tx, model.abstract_params, model.axes)
+    return TrainState(
+        step=NamedSharding(mesh, PartitionSpec()),
+        params=params,
+        opt_state=sharding.shardings(mesh, rules, opt_axes),
+        ema=params if ema else None,
+    )
+
+
+def abstract_state(
+    model: Model, tx: optax.GradientTransformation, shardings: TrainState, *, ema: bool
+) -> TrainState:
+    """Shapes, dtypes and shardings of the state, for ahead-of-time compilation and for restoring."""
+    shapes = jax.eval_shape(lambda: init_state(model, tx, jax.random.key(0), ema=ema))
+    return with_shardings(shapes, shardings)
+
+
+def with_shardings(shapes: PyTree, shardings: PyTree) -> PyTree:
+    """The ShapeDtypeStructs of `shapes` with these shardings."""
+    return jax.tree.map(lambda s, n: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=n), shapes, shardings)

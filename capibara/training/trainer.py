@@ -1,0 +1,80 @@
+"""The configuration of a training run."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from capibara.config import configurable
+from capibara.data.loader import Dataset
+from capibara.models.decoder import DecoderConfig
+from capibara.optim import Optimizer
+from capibara.sharding import Plan
+from capibara.training.checkpoints import Checkpointing
+from capibara.types import UserError
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """When and how long to evaluate on the validation split.
+
+    Attributes:
+      every: steps between evaluations; 0: never.
+      max_batches: batches of one evaluation; None: the whole split.
+      batch_size: rows of an evaluation batch; None: as in training.
+      patience: evaluations without a better loss after which the run stops; None: never.
+    """
+
+    every: int = 500
+    max_batches: int | None = None
+    batch_size: int | None = None
+    patience: int | None = None
+
+    def __post_init__(self):
+        if self.every < 0:
+            raise UserError(f"Evaluation.every is {self.every}, must be at least 0 (0: never)")
+        for name in ("max_batches", "batch_size", "patience"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise UserError(f"Evaluation.{name} is {getattr(self, name)}, must be at least 1, or None")
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Trainer:
+    """A whole run.
+
+    Attributes:
+      model_dir: run folder: checkpoints, metrics.jsonl, config.gin, curves. Running again with it resumes.
+      steps: the step at which the run ends, counted from its very beginning.
+      seed: of the parameters; the data has its own.
+      model, plan, dataset, optimizer, evaluation, checkpointing: the parts.
+      log_every: steps between logs; the host waits for the device only then.
+      z_loss: coefficient of the squared log normaliser (1e-4 in PaLM); 0: off.
+      ema_decay: decay of a moving average of the parameters that evaluation and export use; None: no average.
+    """
+
+    model_dir: str
+    steps: int
+    model: DecoderConfig
+    plan: Plan
+    dataset: Dataset
+    optimizer: Optimizer
+    evaluation: Evaluation = Evaluation()
+    checkpointing: Checkpointing = Checkpointing()
+    seed: int = 0
+    log_every: int = 10
+    z_loss: float = 0.0
+    ema_decay: float | None = None
+
+    def __post_init__(self):
+        if self.steps < 1 or self.log_every < 1:
+            raise UserError(f"Trainer.steps ({self.steps}) and log_every ({self.log_every}) must be at least 1")
+        if self.ema_decay is not None and not 0.0 < self.ema_decay < 1.0:
+            raise UserError(f"Trainer.ema_decay is {self.ema_decay}, must be between 0 and 1, or None")
+        if self.z_loss < 0:
+            raise UserError(f"Trainer.z_loss is {self.z_loss}, must be at least 0")
+        longest = self.model.max_length
+        if longest is not None and self.dataset.length > longest:
+            raise UserError(
+                f"Dataset.length ({self.dataset.length}) must be at most DecoderConfig.max_length ({longest})"
+            )
