@@ -1,0 +1,299 @@
+"""Optimizers: they learn, mask, stack and shard as they say."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from capibara import optim
+from capibara.optim import Optimizer, OptimizerName, Schedule, ScheduleKind
+from capibara.types import UserError
+
+AXES = {
+    "embedding": {"table": ("vocab", "embed")},
+    "position": {"table": ("position", "embed")},
+    "layers": {
+        "query": {"kernel": ("layers", "embed", "heads", "head_dim"), "bias": ("layers", "heads", "head_dim")},
+        "out": {"kernel": ("layers", "heads", "head_dim", "embed"), "bias": ("layers", "embed")},
+        "mlp": {"kernel": ("layers", "embed", "mlp")},
+        "experts": {"kernel": ("layers", "expert", "embed", "mlp"), "bias": ("layers", "expert", "mlp")},
+        "router": {"kernel": ("layers", "embed", "expert")},
+        "norm": {"scale": ("layers", "embed")},
+    },
+    "final_norm": {"scale": ("norm",)},
+    "head": {"kernel": ("embed", "vocab")},
+}
+SIZES = dict(vocab=20, position=9, embed=8, heads=2, head_dim=4, mlp=12, layers=3, expert=2, norm=8)
+CONSTANT = Schedule(kind=ScheduleKind.CONSTANT, learning_rate=0.1)
+
+
+def shape_of(axes):
+    return tuple(SIZES[a] for a in axes)
+
+
+def make_params(seed=0, axes=AXES):
+    leaves, treedef = jax.tree.flatten(axes, is_leaf=optim.is_axes)
+    rng = np.random.default_rng(seed)
+    return treedef.unflatten([jnp.asarray(rng.normal(size=shape_of(a)), jnp.float32) for a in leaves])
+
+
+def names_where(tree, is_leaf=None):
+    flat = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
+    return {jax.tree_util.keystr(path, simple=True, separator="/") for path, leaf in flat if leaf}
+
+
+MATRICES = {
+    "layers/query/kernel", "layers/out/kernel", "layers/mlp/kernel", "layers/experts/kernel", "layers/router/kernel",
+}  # fmt: skip
+LOOKUPS = {"embedding/table", "position/table", "head/kernel"}
+
+
+class TestSchedule:
+    @pytest.mark.parametrize(
+        ("schedule", "points"),
+        [
+            (dict(kind="constant"), {0: 1.0, 50: 1.0, 99: 1.0}),
+            (dict(kind="constant", warmup_steps=4), {0: 0.25, 1: 0.5, 3: 1.0, 4: 1.0}),
+            (dict(kind="constant", warmup_fraction=0.04), {0: 0.25, 1: 0.5, 3: 1.0, 4: 1.0}),
+            (dict(kind="cosine", warmup_steps=20), {9: 0.5, 20: 1.0, 40: 0.1 + 0.9 * 0.8535534, 60: 0.55, 100: 0.1}),
+            (dict(kind="cosine", decay_steps=50, final_fraction=0.0), {25: 0.5, 50: 0.0, 100: 0.0}),
+            (dict(kind="linear", warmup_steps=20, final_fraction=0.2), {20: 1.0, 60: 0.6, 100: 0.2, 120: 0.2}),
+            (dict(kind="wsd", warmup_steps=10, final_fraction=0.0), {4: 0.5, 10: 1.0, 80: 1.0, 90: 0.5, 100: 0.0}),
+            (dict(kind="wsd", decay_steps=50, final_fraction=0.0), {50: 1.0, 75: 0.5, 100: 0.0}),
+            (dict(kind="rsqrt", warmup_steps=16), {7: 0.5, 15: 1.0, 16: 1.0, 64: 0.5, 1600: 0.1}),
+        ],
+    )
+    def test_known_points(self, schedule, points):
+        function = Schedule(learning_rate=2.0, **schedule).build(100)
+        for step, scale in points.items():
+            assert float(function(step)) == pytest.approx(2.0 * scale, rel=1e-5, abs=1e-7), step
+
+    @pytest.mark.parametrize("kind", list(ScheduleKind))
+    def test_under_jit_as_outside(self, kind):
+        function = Schedule(kind=kind, warmup_steps=3).build(10)
+        for step in range(12):
+            value = jax.jit(function)(jnp.int32(step))
+            assert value.dtype == jnp.float32 and value.shape == ()
+            np.testing.assert_allclose(value, function(step), rtol=1e-6)
+
+    @pytest.mark.parametrize("kind", list(ScheduleKind))
+    @pytest.mark.parametrize("total_steps", [1, 2, 3])
+    def test_very_short_runs(self, kind, total_steps):
+        function = Schedule(kind=kind, warmup_fraction=0.01).build(total_steps)
+        assert all(0 < float(function(step)) <= 3e-4 * 1.0001 for step in range(total_steps))
+
+    @pytest.mark.parametrize(
+        ("fields", "word"),
+        [
+            (dict(warmup_steps=-1), "warmup_steps is -1"),
+            (dict(learning_rate=0.0), "learning_rate is 0.0"),
+            (dict(learning_rate=float("nan")), "learning_rate is nan"),
+            (dict(final_fraction=1.5), "final_fraction is 1.5"),
+            (dict(warmup_steps=5, warmup_fraction=0.1), "keep one"),
+            (dict(decay_steps=0), "decay_steps is 0"),
+            (dict(kind="triangle"), "kind .*triangle.*'cosine'"),
+        ],
+    )
+    def test_bad_fields(self, fields, word):
+        with pytest.raises(UserError, match=word) as error:
+            Schedule(**fields)
+        assert "\n" not in str(error.value)
+
+    def test_warmup_longer_than_run(self):
+        with pytest.raises(UserError, match=r"warmup_steps \(2000\) must not exceed the run's 1000 steps: try 100"):
+            Schedule(warmup_steps=2000).build(1000)
+
+    def test_wsd_decay_longer_than_rest(self):
+        with pytest.raises(UserError, match=r"decay_steps \(60\) and the warm-up \(50\)"):
+            Schedule(kind="wsd", warmup_steps=50, decay_steps=60).build(100)
+
+    def test_no_steps(self):
+        with pytest.raises(UserError, match="total_steps is 0"):
+            Schedule().build(0)
+
+
+class TestMasks:
+    def test_decay_only_matrices(self):
+        assert names_where(optim.decay_mask(AXES)) == MATRICES | LOOKUPS
+
+    def test_hidden_matrices(self):
+        found = jax.tree.map(optim.hidden_matrix, AXES, is_leaf=optim.is_axes)
+        numbers = lambda x: isinstance(x, optax.contrib.MuonDimensionNumbers)
+        assert names_where(found, is_leaf=numbers) == MATRICES
+        layers = found["layers"]
+        assert layers["query"]["kernel"] == ((1,), (2, 3))
+        assert layers["out"]["kernel"] == ((1, 2), (3,))
+        assert layers["experts"]["kernel"] == ((2,), (3,))
+        assert layers["router"]["kernel"] == ((1,), (2,))
+        assert optim.hidden_matrix(("embed", "embed")) == ((0,), (1,))
+        assert optim.hidden_matrix(("mlp", "embed")) == ((0,), (1,))
+
+    @pytest.mark.parametrize("name", list(OptimizerName))
+    def test_weight_decay_reaches_matrices_only(self, name):
+        """With zero gradients only decay moves the weights, by learning rate times decay."""
+        optimizer = Optimizer(name=name, schedule=CONSTANT, weight_decay=0.5)
+        params, tx = make_params(), optimizer.build(10, AXES)
+        updates, _ = jax.jit(tx.update)(jax.tree.map(jnp.zeros_like, params), tx.init(params), params)
+        expected = jax.tree.map(lambda p, d: -0.1 * 0.5 * p * d, params, optim.decay_mask(AXES))
+        jax.tree.map(lambda u, e: np.testing.assert_allclose(u, e, rtol=1e-6, atol=1e-7), updates, expected)
+
+
+def take_step(optimizer, axes, params, grads, steps=3):
+    tx = optimizer.build(10, axes)
+
+    @jax.jit
+    def one(params, state):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    state = tx.init(params)
+    for _ in range(steps):
+        params, state = one(params, state)
+    return params
+
+
+class TestRules:
+    @pytest.mark.parametrize("name", list(OptimizerName))
+    def test_learns_a_regression(self, name):
+        """A two-layer linear model with a bias finds a linear map; the loss falls at least 50 times."""
+        axes = {"in": ("embed", "mlp"), "bias": ("mlp",), "out": ("mlp", "embed")}
+        rng = np.random.default_rng(0)
+        x = jnp.asarray(rng.normal(size=(64, 8)), jnp.float32)
+        y = x @ jnp.asarray(rng.normal(size=(8, 8)), jnp.float32) + 0.5
+        params = jax.tree.map(lambda p: 0.3 * p, make_params(1, axes))
+        rate = {"adamw": 0.03, "adafactor": 0.1, "lion": 0.01, "muon": 0.1, "sgd": 0.03}[name]
+        schedule = Schedule(kind="cosine", learning_rate=rate, warmup_steps=10)
+        tx = Optimizer(name=name, schedule=schedule, weight_decay=0.0, factored_min_size=4).build(300, axes)
+
+        def loss(p):
+            return jnp.mean((x @ p["in"] @ p["out"] + p["bias"] @ p["out"] - y) ** 2)
+
+        def step(carry, _):
+            params, state = carry
+            value, grads = jax.value_and_grad(loss)(params)
+            updates, state = tx.update(grads, state, params)
+            return (optax.apply_updates(params, updates), state), value
+
+        losses = jax.jit(lambda p: jax.lax.scan(step, (p, tx.init(p)), length=300))(params)[1]
+        assert losses[-1] < losses[0] / 50, (losses[0], losses[-1])
+
+    @pytest.mark.parametrize("name", list(OptimizerName))
+    def test_stacked_layers_equal_separate_layers(self, name):
+        """Scanned or not, the weights move alike (Muon's matrices and Adafactor's scales are per layer)."""
+        optimizer = Optimizer(name=name, schedule=CONSTANT, factored_min_size=4, clip_norm=None)
+        params, grads = make_params(0)["layers"], make_params(1)["layers"]
+        axes = AXES["layers"]
+        stacked = take_step(optimizer, axes, params, grads)
+        for layer in range(SIZES["layers"]):
+            pick = lambda tree: jax.tree.map(lambda x: x[layer], tree)
+            single_axes = jax.tree.map(lambda a: a[1:], axes, is_leaf=optim.is_axes)
+            single = take_step(optimizer, single_axes, pick(params), pick(grads))
+            jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5), pick(stacked), single)
+
+    def test_muon_is_orthogonal_with_the_stated_rms(self):
+        optimizer = Optimizer(name="muon", schedule=CONSTANT, weight_decay=0.0, muon_rms=0.2, clip_norm=None)
+        params, grads = make_params(0), make_params(1)
+        tx = optimizer.build(10, AXES)
+        updates, _ = jax.jit(tx.update)(grads, tx.init(params), params)
+        query = np.asarray(updates["layers"]["query"]["kernel"]).reshape(3, 8, 8) / 0.1
+        for matrix in query:
+            singular = np.linalg.svd(matrix / (0.2 * np.sqrt(8)), compute_uv=False)
+            assert singular.min() > 0.5 and singular.max() < 1.4
+        # The head moves as under AdamW, whose first update is the gradient's sign, softened by eps.
+        head = grads["head"]["kernel"]
+        np.testing.assert_allclose(updates["head"]["kernel"], -0.1 * head / (jnp.abs(head) + 1e-8), rtol=1e-4)
+
+    def test_clip_norm(self):
+        axes, params = {"w": ("embed",)}, {"w": jnp.zeros(2)}
+        grads = {"w": jnp.array([30.0, 40.0])}
+        sgd = Optimizer(name="sgd", schedule=CONSTANT, momentum=0.0, clip_norm=5.0)
+        np.testing.assert_allclose(take_step(sgd, axes, params, grads, 1)["w"], [-0.3, -0.4], rtol=1e-5)
+        free = dataclasses.replace(sgd, clip_norm=None)
+        np.testing.assert_allclose(take_step(free, axes, params, grads, 1)["w"], [-3.0, -4.0], rtol=1e-5)
+
+    def test_adafactor_without_parameter_scale(self):
+        axes, params, grads = {"w": ("embed",)}, {"w": jnp.full(4, 5.0)}, {"w": jnp.ones(4)}
+        scaled = Optimizer(name="adafactor", schedule=CONSTANT, weight_decay=0.0)
+        plain = dataclasses.replace(scaled, parameter_scale=False)
+        np.testing.assert_allclose(take_step(scaled, axes, params, grads, 1)["w"], 5.0 - 0.5, rtol=1e-4)
+        np.testing.assert_allclose(take_step(plain, axes, params, grads, 1)["w"], 5.0 - 0.1, rtol=1e-4)
+
+    @pytest.mark.parametrize(
+        ("fields", "word"),
+        [
+            (dict(b1=1.0), "b1 is 1.0"),
+            (dict(momentum=-0.1), "momentum is -0.1"),
+            (dict(clip_norm=0.0), "clip_norm is 0.0, must be above 0: None is no limit"),
+            (dict(weight_decay=-1.0), "weight_decay is -1.0"),
+            (dict(eps=0.0), "eps is 0.0"),
+            (dict(factored_min_size=1), "factored_min_size is 1"),
+            (dict(name="adam"), "did you mean 'adamw'"),
+        ],
+    )
+    def test_bad_fields(self, fields, word):
+        with pytest.raises(UserError, match=word):
+            Optimizer(**fields)
+
+
+class TestStateAxes:
+    @pytest.mark.parametrize("name", list(OptimizerName))
+    @pytest.mark.parametrize("clip_norm", [None, 1.0])
+    @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+    def test_every_leaf_has_its_axes(self, name, clip_norm, weight_decay):
+        optimizer = Optimizer(
+            name=name, clip_norm=clip_norm, weight_decay=weight_decay, factored_min_size=4, momentum=0.5
+        )
+        tx, params = optimizer.build(10, AXES), make_params()
+        abstract = jax.eval_shape(lambda: params)
+        result = optim.state_axes(tx, abstract, AXES)
+        state = jax.eval_shape(tx.init, abstract)
+        sizes = {**SIZES, None: None}
+        jax.tree.map(lambda leaf, axes: self.check_leaf(leaf, axes, sizes), state, result)
+        assert len(jax.tree.leaves(result, is_leaf=optim.is_axes)) == len(jax.tree.leaves(state))
+
+    @staticmethod
+    def check_leaf(leaf, axes, sizes):
+        assert optim.is_axes(axes) and len(axes) == leaf.ndim
+        assert all(name is None or sizes[name] == size for name, size in zip(axes, leaf.shape, strict=True))
+        assert leaf.size <= 3 or None not in axes, (leaf, axes)
+
+    def test_adamw_moments_have_the_parameters_axes(self):
+        tx = Optimizer(clip_norm=None).build(10, AXES)
+        result = optim.state_axes(tx, jax.eval_shape(make_params), AXES)
+        assert result[0].mu == AXES and result[0].nu == AXES and result[0].count == ()
+
+    def test_adafactor_square_matrices(self):
+        """Rows and columns of a square weight have one shape: only their names tell them apart."""
+        axes = {"w": ("layers", "embed", "norm")}
+        params = make_params(0, axes)
+        tx = Optimizer(name="adafactor", factored_min_size=4, clip_norm=None).build(10, axes)
+        result = optim.state_axes(tx, params, axes)[0]
+        grads = {"w": params["w"].at[:, 0, :].set(100.0)}
+        state = tx.update(grads, tx.init(params), params)[1][0]
+        for field in ("v_row", "v_col"):
+            names, moment = getattr(result, field)["w"], getattr(state, field)["w"]
+            large_first_embed = bool((moment[:, 0] > 5 * moment[:, 1:].max(axis=1)).all())
+            assert names == (("layers", "embed") if large_first_embed else ("layers", "norm"))
+        assert {result.v_row["w"], result.v_col["w"]} == {("layers", "embed"), ("layers", "norm")}
+
+    def test_muon_masks(self):
+        tx = Optimizer(name="muon", clip_norm=None).build(10, AXES)
+        inner = optim.state_axes(tx, make_params(), AXES)[0].inner_states
+        muon, adam = inner["muon"].inner_state[0], inner["adamw"].inner_state
+        assert muon.mu["layers"]["query"]["kernel"] == AXES["layers"]["query"]["kernel"]
+        assert isinstance(muon.mu["embedding"]["table"], optax.MaskedNode)
+        assert adam.nu["embedding"]["table"] == ("vocab", "embed")
+        assert muon.ns_coeffs == (None,)
+
+    def test_a_parameter_whose_path_ends_another(self):
+        axes = {"kernel": ("embed", "mlp"), "a": {"kernel": ("mlp", "embed")}}
+        tx = Optimizer(clip_norm=None).build(10, axes)
+        assert optim.state_axes(tx, make_params(0, axes), axes)[0].mu == axes
+
+    def test_params_and_axes_differ(self):
+        tx = Optimizer().build(10, {"w": ("embed",)})
+        with pytest.raises(ValueError, match="differ in"):
+            optim.state_axes(tx, {"w": jnp.zeros(2)}, {"v": ("embed",)})
