@@ -1,0 +1,214 @@
+"""Feeds: where a loader's rows come from, and in which order."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from capibara.data.packing import Document, empty_batch
+from capibara.data.shuffle import epoch_order
+from capibara.data.sources import Documents
+from capibara.data.stream import Layout, RowStream, State
+from capibara.types import Batch, UserError
+
+if TYPE_CHECKING:
+    from capibara.data.loader import Dataset
+
+_READ_TOGETHER = 16  # documents tokenized at a time: tokenizers are faster on several
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Share:
+    """One host's share of a split: see `make_loader`."""
+
+    split: str
+    batch_size: int
+    shard_index: int
+    shard_count: int
+    epochs: int | None
+
+    @property
+    def rows(self) -> int:
+        return self.batch_size // self.shard_count
+
+    @property
+    def first_row(self) -> int:
+        return self.shard_index * self.rows
+
+
+class Feed(abc.ABC):
+    """Batches of one host from given states.
+
+    Attributes:
+      first_row: global row of the first of the feed's states.
+    """
+
+    first_row: int
+
+    def __init__(self, dataset: Dataset, share: Share):
+        self.dataset, self.share = dataset, share
+
+    @abc.abstractmethod
+    def initial_state(self) -> list[State]:
+        """States of the streams that this host needs, before the first batch."""
+
+    @abc.abstractmethod
+    def batches(self, states: Sequence[State]) -> Iterator[tuple[Batch, Sequence[State]]]:
+        """Batches after `states`, each with the states after it."""
+
+    @abc.abstractmethod
+    def data_fingerprint(self) -> dict[str, Any]:
+        """JSON-able; equal only for the same documents in the same order."""
+
+    def settings(self) -> dict[str, Any]:
+        """Everything that must be equal for a state to mean the same rows."""
+        dataset, share = self.dataset, self.share
+        return {
+            "split": share.split,
+            "batch_size": share.batch_size,
+            "epochs": share.epochs,
+            "length": dataset.length,
+            "packing": str(dataset.packing),
+            "append_eos": dataset.append_eos,
+            "shuffle": dataset.shuffle,
+            "seed": dataset.seed,
+            "window": [dataset.window_rows, dataset.window_documents],
+            "vocabulary": dataset.get_vocabulary().fingerprint(),
+            "data": self.data_fingerprint(),
+        }
+
+    @property
+    def shuffles(self) -> bool:
+        return self.dataset.shuffle and self.share.split == "train"
+
+
+class SourceFeed(Feed):
+    """Rows of documents with random access."""
+
+    def __init__(self, dataset: Dataset, share: Share):
+        super().__init__(dataset, share)
+        self.documents = dataset.source.open(share.split)
+        self._fingerprint = self.documents.fingerprint()
+        self._endless = share.epochs is None
+        self.first_row = share.first_row if self._endless else 0
+
+    def initial_state(self) -> list[State]:
+        return [State()] * (self.share.rows if self._endless else 1)
+
+    def data_fingerprint(self) -> dict[str, Any]:
+        return self._fingerprint
+
+    def batches(self, states: Sequence[State]) -> Iterator[tuple[Batch, Sequence[State]]]:
+        if not self._endless:
+            return one_stream(self.stream(0, 1, states[0]), self.share, self.dataset)
+        first, total = self.share.first_row, self.share.batch_size
+        if self.dataset.workers:
+            from capibara.data import workers
+
+            return workers.batches(self, states)
+        return stream_a_row([self.stream(first + i, total, state) for i, state in enumerate(states)], self.dataset)
+
+    def stream(self, index: int, count: int, state: State) -> RowStream:
+        """Stream `index` of `count`."""
+        dataset = self.dataset
+        reader = _Reader(self.documents, dataset, index, count, self.shuffles, self.share.epochs)
+        layout = layout_of(dataset, count, (dataset.seed, index) if self.shuffles else None)
+        return RowStream(reader.read, layout, first_rows=math.ceil(layout.window_rows * (index + 1) / count), state=state)
+
+
+def layout_of(dataset: Dataset, streams: int, seeds: tuple[int, ...] | None) -> Layout:
+    """How each of `streams` streams of a dataset is packed."""
+    return Layout(
+        length=dataset.length,
+        packing=dataset.packing,
+        pad_id=dataset.get_vocabulary().pad_id,
+        window_rows=dataset.window_rows,
+        window_documents=math.ceil(dataset.window_documents / streams),
+        shuffle_seeds=seeds,
+    )
+
+
+def stream_a_row(streams: Sequence[RowStream], dataset: Dataset) -> Iterator[tuple[Batch, Sequence[State]]]:
+    """Batches whose rows have a stream each; endless."""
+    pad_id = dataset.get_vocabulary().pad_id
+    while True:
+        batch = empty_batch(len(streams), dataset.length, pad_id)
+        states = []
+        for b, stream in enumerate(streams):
+            row = next(stream)
+            row.fill(batch, b)
+            states.append(row.state)
+        yield batch, states
+
+
+def one_stream(
+    stream: RowStream, share: Share, dataset: Dataset, *, private: bool = False
+) -> Iterator[tuple[Batch, Sequence[State]]]:
+    """Batches of consecutive rows of one stream; the last one is filled with rows of weight 0.
+
+    Args:
+      stream: the rows.
+      share: this host's share.
+      dataset: for length and padding.
+      private: whether the stream is this host's own; if not, every host reads it and takes its rows.
+    """
+    first, total = (0, share.rows) if private else (share.first_row, share.batch_size)
+    pad_id = dataset.get_vocabulary().pad_id
+    while True:
+        batch = empty_batch(share.rows, dataset.length, pad_id)
+        state = None
+        for i in range(total):
+            row = next(stream, None)
+            if row is None:
+                break
+            state = row.state
+            if first <= i < first + share.rows:
+                row.fill(batch, i - first)
+        if state is None:
+            return
+        yield batch, [state]
+
+
+class _Reader:
+    """Tokenized documents of stream `index` of `count`: numbers index, index + count, ... of the epochs in a row."""
+
+    def __init__(
+        self, documents: Documents, dataset: Dataset, index: int, count: int, shuffles: bool, epochs: int | None
+    ):
+        self._documents, self._dataset = documents, dataset
+        self._index, self._count, self._shuffles, self._epochs = index, count, shuffles, epochs
+
+    def read(self, begin: int) -> Iterator[Document]:
+        """Documents from the stream's document `begin` on."""
+        vocabulary, size = self._dataset.get_vocabulary(), len(self._documents)
+        bos_id = vocabulary.bos_id
+        end = [vocabulary.eos_id] if self._dataset.append_eos else []
+        blank = 0
+        for numbers in self._number_groups(begin):
+            for ids in vocabulary.encode_batch([self._documents[i] for i in numbers]):
+                if end:
+                    ids = np.append(ids, np.asarray(end, np.int32))
+                blank = 0 if len(ids) else blank + 1
+                if blank > size and self._epochs is None:
+                    raise UserError("the documents hold no text: the corpus is empty")
+                yield Document(ids, None, bos_id)
+
+    def _number_groups(self, begin: int) -> Iterator[list[int]]:
+        size = len(self._documents)
+        stop = None if self._epochs is None else size * self._epochs
+        at = self._index + begin * self._count
+        group = 1
+        while stop is None or at < stop:
+            last = at + group * self._count if stop is None else min(at + group * self._count, stop)
+            yield [self._number(i, size) for i in range(at, last, self._count)]
+            at += group * self._count
+            group = _READ_TOGETHER
+
+    def _number(self, at: int, size: int) -> int:
+        epoch, i = divmod(at, size)
+        return int(epoch_order(size, self._dataset.seed, epoch)[i]) if self._shuffles else i

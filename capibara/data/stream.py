@@ -1,0 +1,173 @@
+"""A stream of documents becomes a stream of packed rows whose state is four integers.
+
+The stream packs one window of documents after the other. Where a window ends follows from the documents alone, so the
+state of a stream is the document at which its window begins and how many of its rows have been given out: a restored
+stream reads that one window again. No buffer is saved, and none is lost.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from capibara.data.packing import Document, Packing, Window
+from capibara.types import Batch, UserError
+
+
+class State(NamedTuple):
+    """Where a stream stands.
+
+    Attributes:
+      document: index in the stream of the first document of the current window.
+      offset: tokens of that document which belong to the window before (CONCAT only).
+      row: rows of the window that were given out.
+      checksum: of the window's tokens; 0 while no row was given out.
+    """
+
+    document: int = 0
+    offset: int = 0
+    row: int = 0
+    checksum: int = 0
+
+
+class Row(NamedTuple):
+    """A packed row that is not copied yet, and the state of its stream after it."""
+
+    window: Window
+    index: int
+    state: State
+
+    def fill(self, batch: Batch, b: int) -> None:
+        """Copies the row into row `b` of a batch."""
+        self.window.fill(batch, b, self.index)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How a stream is packed.
+
+    Attributes:
+      length: positions in a row.
+      packing: how documents share rows.
+      pad_id: the padding id.
+      window_rows: a window holds tokens for at least so many rows; more fill better, fewer start sooner.
+      window_documents: and at least so many documents; more mix better.
+      shuffle_seeds: integers that choose the order of a window's rows; None keeps the corpus order.
+    """
+
+    length: int
+    packing: Packing
+    pad_id: int
+    window_rows: int
+    window_documents: int
+    shuffle_seeds: tuple[int, ...] | None
+
+
+class RowStream:
+    """Iterator of `Row`."""
+
+    def __init__(
+        self,
+        read: Callable[[int], Iterator[Document]],
+        layout: Layout,
+        *,
+        first_rows: int | None = None,
+        state: State = State(),
+    ):
+        """Opens the stream.
+
+        Args:
+          read: documents of the stream from a given index on.
+          layout: how they are packed.
+          first_rows: `window_rows` of the very first window, so that the windows of many streams do not all end at
+            the same step; None is as the others.
+          state: where to carry on.
+        """
+        self._read, self._layout, self._first_rows = read, layout, first_rows
+        self._state = state
+        self._documents: Iterator[Document] | None = None
+        self._ahead: list[Document] = []  # read, but for the next window
+        self._window: Window | None = None
+        self._next = State()  # where the next window begins
+        self._checksum = 0
+
+    def __iter__(self) -> Iterator[Row]:
+        return self
+
+    def __next__(self) -> Row:
+        while self._window is None:
+            self._fill()
+        row = self._state.row
+        if row + 1 < len(self._window):
+            self._state = self._state._replace(row=row + 1, checksum=self._checksum)
+            return Row(self._window, row, self._state)
+        window, self._window, self._state = self._window, None, self._next
+        return Row(window, row, self._state)
+
+    def _fill(self) -> None:
+        begin, layout = self._state, self._layout
+        if self._documents is None:
+            self._documents = self._read(begin.document)
+            if begin.offset:
+                self._ahead = [_rest(next(self._documents), begin.offset)]
+        rows = layout.window_rows
+        if begin.document == 0 and begin.offset == 0 and self._first_rows is not None:
+            rows = self._first_rows
+        documents, self._ahead = self._ahead, []
+        tokens = sum(len(document.ids) for document in documents)
+        at_end = False
+        while tokens < rows * layout.length or len(documents) < layout.window_documents:
+            document = next(self._documents, None)
+            if document is None:
+                at_end = True
+                break
+            documents.append(document)
+            tokens += len(document.ids)
+        if not documents:
+            raise StopIteration
+        self._next = State(document=begin.document + len(documents))
+        if layout.packing is Packing.CONCAT and not at_end:
+            self._keep_whole_rows(documents, tokens, begin)
+        window = Window(documents, length=layout.length, packing=layout.packing, pad_id=layout.pad_id)
+        if not len(window):
+            self._state = self._next
+            return
+        self._check(window, begin)
+        if layout.shuffle_seeds is not None:
+            window.shuffle(*layout.shuffle_seeds, begin.document, begin.offset)
+        self._window = window
+
+    def _keep_whole_rows(self, documents: list[Document], tokens: int, begin: State) -> None:
+        """Leaves the tokens that do not fill a row to the next window."""
+        excess = tokens % self._layout.length
+        end = begin.document + len(documents)
+        while excess:
+            document = documents.pop()
+            end -= 1
+            keep = max(0, len(document.ids) - excess)
+            excess -= len(document.ids) - keep
+            self._ahead.insert(0, _rest(document, keep))
+            if keep:
+                documents.append(Document(document.ids[:keep], _head(document, keep), document.previous))
+            offset = keep + (begin.offset if end == begin.document else 0)
+            self._next = State(document=end, offset=offset)
+
+    def _check(self, window: Window, begin: State) -> None:
+        self._checksum = window.checksum
+        if begin.row and (begin.checksum != self._checksum or begin.row >= len(window)):
+            raise UserError(
+                f"the data has changed since the state was saved: the window at document {begin.document} has checksum "
+                f"{self._checksum}, not {begin.checksum}: restore the data, or start a new run"
+            )
+
+
+def _rest(document: Document, offset: int) -> Document:
+    if not offset:
+        return document
+    weights = None if document.weights is None else document.weights[offset:]
+    return Document(document.ids[offset:], weights, int(document.ids[offset - 1]))
+
+
+def _head(document: Document, keep: int):
+    return None if document.weights is None else document.weights[:keep]

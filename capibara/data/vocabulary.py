@@ -1,0 +1,311 @@
+"""Vocabularies: text to token ids and back, without loss.
+
+Every vocabulary knows the bytes that each of its ids stands for, so `decode` gives back exactly the text that was
+encoded (bytes that are not UTF-8, from a model's sample, become U+FFFD), and a loss per token becomes bits per byte.
+
+Ids 0, 1 and 2 of the byte vocabulary are padding, end of document and unknown, the bytes follow (ByT5,
+https://arxiv.org/abs/2105.13626). As in T5X the padding id also begins a document where a vocabulary has no beginning
+token of its own.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from capibara.config import configurable
+from capibara.types import UserError
+
+_SPACE = "\u2581"  # what SentencePiece writes for a space
+
+
+class Vocabulary(abc.ABC):
+    """What the loader, the metrics and the sampler need to know of a tokenizer.
+
+    Attributes:
+      size: number of ids, padded to `size_multiple` so that tensor axes divide the embedding.
+      pad_id, eos_id, bos_id: padding, end of a document, and the first input of every document.
+    """
+
+    size_multiple: int
+    pad_id: int
+    eos_id: int
+    bos_id: int
+
+    @property
+    def size(self) -> int:
+        return -(-len(self._pieces) // self.size_multiple) * self.size_multiple
+
+    @abc.abstractmethod
+    def encode(self, text: str) -> list[int]:
+        """Ids of `text`, without beginning and end tokens."""
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Ids of every text, each an int32 array."""
+        return [np.asarray(self.encode(text), np.int32) for text in texts]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of `ids`; special and unused ids stand for nothing, broken UTF-8 becomes U+FFFD."""
+        pieces = self._pieces
+        known = len(pieces)
+        return b"".join(pieces[i] for i in map(int, ids) if 0 <= i < known).decode("utf-8", errors="replace")
+
+    def token_bytes(self) -> np.ndarray:
+        """[V] int32: the UTF-8 bytes each id stands for, 0 for special and unused ids."""
+        lengths = np.zeros(self.size, np.int32)
+        lengths[: len(self._pieces)] = [len(piece) for piece in self._pieces]
+        return lengths
+
+    def fingerprint(self) -> str:
+        """Changes when any id stands for something else."""
+        digest = hashlib.blake2b(digest_size=8)
+        for piece in self._pieces:
+            digest.update(len(piece).to_bytes(4, "little") + piece)
+        return f"{self.size}:{self.pad_id}:{self.eos_id}:{self.bos_id}:{digest.hexdigest()}"
+
+    @property
+    @abc.abstractmethod
+    def _pieces(self) -> Sequence[bytes]:
+        """The bytes of every id; b"" for special ids."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Tokenizer handles are cached properties: a worker process loads its own.
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}  # type: ignore[arg-type]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+
+def _check_multiple(size_multiple: int) -> None:
+    if size_multiple < 1:
+        raise UserError(f"size_multiple ({size_multiple}) must be at least 1: try 128")
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ByteVocabulary(Vocabulary):
+    """UTF-8 bytes: 0 padding and beginning, 1 end, 2 unknown, then the 256 bytes (the ids of seqio.ByteVocabulary)."""
+
+    size_multiple: int = 128
+
+    pad_id = 0
+    bos_id = 0
+    eos_id = 1
+    _OFFSET = 3
+
+    def __post_init__(self) -> None:
+        _check_multiple(self.size_multiple)
+
+    def encode(self, text: str) -> list[int]:
+        return self.encode_batch([text])[0].tolist()
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        # surrogatepass: a lone surrogate in a JSON string is data like any other and must not stop a run.
+        return [
+            np.frombuffer(text.encode("utf-8", "surrogatepass"), np.uint8).astype(np.int32) + np.int32(self._OFFSET)
+            for text in texts
+        ]
+
+    @functools.cached_property
+    def _pieces(self) -> Sequence[bytes]:
+        return [b""] * self._OFFSET + [bytes([i]) for i in range(256)]
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SentencePieceVocabulary(Vocabulary):
+    """A SentencePiece model file, such as `python -m capibara.prepare vocabulary` writes.
+
+    Attributes:
+      path: the .model file.
+      size_multiple: the size is rounded up to a multiple of this.
+    """
+
+    path: str
+    size_multiple: int = 128
+
+    def __post_init__(self) -> None:
+        _check_multiple(self.size_multiple)
+
+    @functools.cached_property
+    def processor(self) -> Any:
+        import sentencepiece
+
+        _require_file(self.path, "SentencePieceVocabulary.path")
+        try:
+            return sentencepiece.SentencePieceProcessor(model_file=self.path)
+        except (RuntimeError, OSError) as error:
+            raise UserError(f"{self.path} is not a SentencePiece model: {_one_line(error)}") from error
+
+    @property
+    def pad_id(self) -> int:
+        return max(0, self.processor.pad_id())
+
+    @property
+    def eos_id(self) -> int:
+        eos = self.processor.eos_id()
+        if eos < 0:
+            raise UserError(f"{self.path} has no end token (eos_id is -1): train one with `capibara prepare vocabulary`")
+        return eos
+
+    @property
+    def bos_id(self) -> int:
+        bos = self.processor.bos_id()
+        return bos if bos >= 0 else self.pad_id
+
+    def encode(self, text: str) -> list[int]:
+        if _SPACE not in text:
+            return self.processor.encode(text)
+        # The model would read its own space mark as a space: spell the character in bytes instead, if it has them.
+        mark = [self._byte_ids[byte] for byte in _SPACE.encode() if byte in self._byte_ids]
+        ids: list[int] = []
+        for i, part in enumerate(text.split(_SPACE)):
+            ids += (mark if i else []) + self.processor.encode(part)
+        return ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        if any(_SPACE in text for text in texts):
+            return super().encode_batch(texts)
+        return [np.asarray(ids, np.int32) for ids in self.processor.encode(list(texts), num_threads=1)]
+
+    @functools.cached_property
+    def _byte_ids(self) -> dict[int, int]:
+        processor = self.processor
+        return {int(processor.id_to_piece(i)[3:5], 16): i for i in range(len(processor)) if processor.is_byte(i)}
+
+    @functools.cached_property
+    def _pieces(self) -> Sequence[bytes]:
+        return sentencepiece_pieces(self.processor)
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TokenizerJsonVocabulary(Vocabulary):
+    """A tokenizer.json file of Hugging Face `tokenizers`.
+
+    Attributes:
+      path: the tokenizer.json file.
+      eos_token: the end token; None looks for the usual names.
+      bos_token: the beginning token; None looks for the usual names, then takes the end token (as GPT-2 does).
+      pad_token: the padding token; None looks for the usual names, then takes the end token.
+      size_multiple: the size is rounded up to a multiple of this.
+    """
+
+    path: str
+    eos_token: str | None = None
+    bos_token: str | None = None
+    pad_token: str | None = None
+    size_multiple: int = 128
+
+    def __post_init__(self) -> None:
+        _check_multiple(self.size_multiple)
+
+    @functools.cached_property
+    def tokenizer(self) -> Any:
+        import tokenizers
+
+        _require_file(self.path, "TokenizerJsonVocabulary.path")
+        try:
+            tokenizer = tokenizers.Tokenizer.from_file(self.path)
+        except Exception as error:  # the library raises bare Exception
+            raise UserError(f"{self.path} is not a tokenizer.json: {_one_line(error)}") from error
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        return tokenizer
+
+    @functools.cached_property
+    def eos_id(self) -> int:
+        usual = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "[SEP]", "<|eot_id|>")
+        found = self._special("eos_token", self.eos_token, usual)
+        if found is None:
+            raise UserError(f"{self.path} has no usual end token: name it with TokenizerJsonVocabulary.eos_token")
+        return found
+
+    @functools.cached_property
+    def bos_id(self) -> int:
+        found = self._special("bos_token", self.bos_token, ("<|begin_of_text|>", "<s>", "<bos>", "[CLS]"))
+        return self.eos_id if found is None else found
+
+    @functools.cached_property
+    def pad_id(self) -> int:
+        found = self._special("pad_token", self.pad_token, ("<pad>", "<|pad|>", "<|finetune_right_pad_id|>", "[PAD]"))
+        return self.eos_id if found is None else found
+
+    def _special(self, field: str, name: str | None, usual: Sequence[str]) -> int | None:
+        if name is None:
+            return next((i for i in map(self.tokenizer.token_to_id, usual) if i is not None), None)
+        token_id = self.tokenizer.token_to_id(name)
+        if token_id is None:
+            raise UserError(f"{field} ({name!r}) is not a token of {self.path}")
+        return token_id
+
+    def encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        encodings = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.asarray(encoding.ids, np.int32) for encoding in encodings]
+
+    @functools.cached_property
+    def _pieces(self) -> Sequence[bytes]:
+        tokenizer = self.tokenizer
+        spec = json.loads(tokenizer.to_str())
+        special = {token["id"] for token in spec.get("added_tokens", []) if token.get("special")}
+        added = {token["id"]: token["content"] for token in spec.get("added_tokens", [])}
+        byte_level = '"ByteLevel"' in json.dumps([spec.get("decoder"), spec.get("pre_tokenizer")])
+        pieces = [b""] * (max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1)
+        for token, i in tokenizer.get_vocab(with_added_tokens=True).items():
+            if i in special:
+                continue
+            if i in added:
+                pieces[i] = added[i].encode()
+            elif byte_level:
+                pieces[i] = bytes(_BYTE_OF_CHARACTER.get(c, 0x3F) for c in token)
+            elif len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+                pieces[i] = bytes([int(token[3:5], 16)])
+            elif token.startswith("##"):
+                pieces[i] = token[2:].encode()
+            else:
+                pieces[i] = token.replace(_SPACE, " ").encode()
+        return pieces
+
+
+def sentencepiece_pieces(processor: Any) -> list[bytes]:
+    """The bytes of every id of a SentencePieceProcessor."""
+    pieces = []
+    for i in range(len(processor)):
+        piece = processor.id_to_piece(i)
+        if processor.is_control(i) or processor.is_unknown(i) or processor.is_unused(i):
+            pieces.append(b"")
+        elif processor.is_byte(i):
+            pieces.append(bytes([int(piece[3:5], 16)]))
+        else:
+            pieces.append(piece.replace(_SPACE, " ").encode())
+    return pieces
+
+
+def _byte_of_character() -> dict[str, int]:
+    # GPT-2's byte-level alphabet: printable Latin-1 stands for itself, the other bytes for U+0100 and up, in order.
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}
+
+
+_BYTE_OF_CHARACTER = _byte_of_character()
+
+
+def _require_file(path: str, name: str) -> None:
+    if not os.path.isfile(path):
+        raise UserError(f"{name} ({path!r}) does not exist or is not a file")
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200]
