@@ -1,0 +1,59 @@
+# make quickstart   set up .venv, then train a small language model on 8 emulated devices
+# make test         the same set-up, then the tests
+#
+# PYTHON=python3.12 chooses the interpreter (3.11, 3.12 or 3.13); each other version gets a .venv-3.X of its own.
+# TRAIN_STEPS=600 overrides that macro of the quickstart; ARGS="..." is passed on.
+
+SHELL := /bin/bash
+PYTHON ?= python3
+ARGS ?=
+
+VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
+ifeq ($(PYTHON),python3)
+VENV ?= .venv
+else
+VENV ?= .venv-$(VERSION)
+endif
+BIN := $(VENV)/bin
+# Named after the version, so that a newer python3 makes a new environment instead of using half of the old one.
+STAMP := $(VENV)/.installed-$(VERSION)
+
+.PHONY: quickstart test bench wheel lock setup
+
+quickstart: $(STAMP)
+	$(BIN)/python -m capibara.train --gin_file=quickstart.gin --emulate=8 \
+	  $(if $(TRAIN_STEPS),--gin.TRAIN_STEPS=$(TRAIN_STEPS)) $(ARGS)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -n auto --maxprocesses=4 --dist=loadfile -q $(ARGS)
+
+bench: $(STAMP)
+	@set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script $(ARGS); done
+
+wheel: $(STAMP)
+	$(BIN)/python -m hatchling build -t wheel
+
+# Renews requirements.lock after a change in pyproject.toml; ARGS=--upgrade takes the newest versions of everything.
+lock:
+	uv pip compile --universal --python-version 3.11 --no-emit-index-url --no-annotate \
+	  --custom-compile-command "make lock  (ARGS=--upgrade for the newest versions)" \
+	  --extra seqio --extra dev $(ARGS) pyproject.toml -o requirements.lock
+
+setup: $(STAMP)
+
+# A Debian python3 without python3-venv cannot put pip into an environment: then its own pip installs into it.
+$(STAMP): requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { echo \
+	  "error: $(PYTHON) is $(or $(VERSION),not found): capibara needs Python 3.11 or newer, try make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 2; }
+	@echo "setting up $(VENV) with Python $(VERSION): about 2 GB, some minutes the first time"
+	@set -e; \
+	if $(PYTHON) -c 'import venv, ensurepip' 2>/dev/null; then \
+	  $(PYTHON) -m venv --clear $(VENV); pip="$(BIN)/python -m pip"; \
+	elif $(PYTHON) -c 'import venv, pip' 2>/dev/null; then \
+	  $(PYTHON) -m venv --clear --without-pip $(VENV); pip="$(PYTHON) -m pip --python $(BIN)/python"; \
+	else \
+	  echo "error: $(PYTHON) has neither ensurepip nor pip: install python3-venv (Debian, Ubuntu) or pip" >&2; exit 2; \
+	fi; \
+	$$pip install --quiet --disable-pip-version-check -r requirements.lock; \
+	$$pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $@
