@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import functools
 import inspect
 import io
 import os
@@ -71,40 +70,13 @@ def configurable(cls: T) -> T:
     their annotations, before its own __post_init__ (see capibara.fields.check), however it is made.
     """
     if isinstance(cls, type) and dataclasses.is_dataclass(cls):
-        _check_fields_of(cls)
+        fields.check_on_creation(cls, _check)
     selector = f"{cls.__module__}.{cls.__name__}"
     if selector in gin_config._REGISTRY and gin_config._REGISTRY[selector].wrapped is not cls:
         # The module was imported again (pytest, importlib.reload): the new definition takes the old one's place.
         gin_config._INVERSE_REGISTRY.pop(gin_config._REGISTRY[selector].wrapped, None)
         gin_config._REGISTRY.pop(selector)
     return gin.register(cls)
-
-
-def _check_fields_of(cls: type) -> None:
-    validate = getattr(cls, "__post_init__", None)
-    if getattr(validate, "_checks_fields", False):
-        return  # inherited from a configurable
-    if validate is not None:
-
-        @functools.wraps(validate)
-        def __post_init__(self, *init_vars: Any) -> None:
-            _check(self)
-            validate(self, *init_vars)
-
-        __post_init__._checks_fields = True
-        cls.__post_init__ = __post_init__
-        return
-
-    # dataclass() writes the call of __post_init__ into __init__ only where it finds one, so wrap __init__ itself.
-    init = cls.__init__
-
-    @functools.wraps(init)
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        init(self, *args, **kwargs)
-        _check(self)
-
-    __init__.__signature__ = inspect.signature(init)  # Gin reads names and defaults from it
-    cls.__init__ = __init__
 
 
 def _check(instance: Any) -> None:

@@ -10,12 +10,13 @@ import dataclasses
 import difflib
 import enum
 import functools
+import inspect
 import numbers
 import pathlib
 import sys
 import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from capibara.types import UserError
@@ -96,6 +97,34 @@ def _resolve(cls: type, name: str) -> Any:
             except (NameError, AttributeError, TypeError):
                 return Any
     return Any
+
+
+def check_on_creation(cls: type, check: Callable[[Any], None]) -> None:
+    """Makes a dataclass call `check(self)` when an instance is made, before its own __post_init__."""
+    validate = getattr(cls, "__post_init__", None)
+    if getattr(validate, "_checks_fields", False):
+        return  # inherited from a class that does
+    if validate is not None:
+
+        @functools.wraps(validate)
+        def __post_init__(self, *init_vars: Any) -> None:
+            check(self)
+            validate(self, *init_vars)
+
+        __post_init__._checks_fields = True
+        cls.__post_init__ = __post_init__
+        return
+
+    # dataclass() writes the call of __post_init__ into __init__ only where it finds one, so wrap __init__ itself.
+    init = cls.__init__
+
+    @functools.wraps(init)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        check(self)
+
+    __init__.__signature__ = inspect.signature(init)  # Gin reads names and defaults from it
+    cls.__init__ = __init__
 
 
 def check(instance: Any) -> None:
