@@ -106,12 +106,15 @@ class SourceFeed(Feed):
     def batches(self, states: Sequence[State]) -> Iterator[tuple[Batch, Sequence[State]]]:
         if not self._endless:
             return one_stream(self.stream(0, 1, states[0]), self.share, self.dataset)
-        first, total = self.share.first_row, self.share.batch_size
         if self.dataset.workers:
             from capibara.data import workers
 
             return workers.batches(self, states)
-        return stream_a_row([self.stream(first + i, total, state) for i, state in enumerate(states)], self.dataset)
+        return stream_a_row(self.row_streams(self.first_row, states), self.dataset)
+
+    def row_streams(self, first: int, states: Sequence[State]) -> list[RowStream]:
+        """Streams of the global rows from `first` on, at `states`."""
+        return [self.stream(first + i, self.share.batch_size, state) for i, state in enumerate(states)]
 
     def stream(self, index: int, count: int, state: State) -> RowStream:
         """Stream `index` of `count`."""

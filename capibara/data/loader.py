@@ -9,6 +9,7 @@ stream, of which every host takes its rows, because all hosts have to see the sa
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -43,6 +44,7 @@ class Dataset:
       append_eos: whether an end token follows every document (a SeqIO task decides this in its preprocessors).
       shuffle: whether training documents and rows come in a seeded order.
       seed: the seed.
+      use_cached: take a SeqIO task's examples from its offline cache.
       workers: processes that tokenize and pack; 0 is a thread of this process. SeqIO has threads of its own.
       prefetch: batches kept ready; 0 makes each one when it is asked for.
       window_rows: packing looks at so many rows' worth of documents at a time.
@@ -58,6 +60,7 @@ class Dataset:
     append_eos: bool = True
     shuffle: bool = True
     seed: int = 0
+    use_cached: bool = False
     workers: int = 0
     prefetch: int = 4
     window_rows: int = 64
@@ -86,8 +89,10 @@ class Dataset:
 
     def get_vocabulary(self) -> Vocabulary:
         """The tokenizer; of a SeqIO task without `vocabulary` this imports SeqIO."""
-        if self.vocabulary is not None:
-            return self.vocabulary
+        return self._task_vocabulary if self.vocabulary is None else self.vocabulary
+
+    @functools.cached_property
+    def _task_vocabulary(self) -> Vocabulary:
         from capibara.data import tasks
 
         return tasks.vocabulary_of(tasks.get(self.mixture_or_task_name, self.task_module))

@@ -1,6 +1,6 @@
 """Worker processes on Grain: each packs some rows of every batch.
 
-Every row carries the state of its stream after it, so the state of a batch is known without asking the workers, and
+Rows carry the states of their streams after them, so the state of a batch is known without asking the workers, and
 the number of workers may change from one start to the next.
 """
 
@@ -13,76 +13,73 @@ import grain
 import numpy as np
 from absl import flags
 
-from capibara.data.feeds import SourceFeed
-from capibara.data.packing import empty_batch
-from capibara.data.stream import RowStream, State
+from capibara.data.feeds import SourceFeed, stream_a_row
+from capibara.data.stream import State
 from capibara.types import BATCH_KEYS, Batch
 
 
-class RowDataset(grain.IterDataset):
-    """Packed rows in turn: row 0 of a batch, row 1, ..., row 0 of the next; endless."""
+class RowGroups(grain.IterDataset):
+    """Consecutive groups of the rows of every batch, in turn: group 0, group 1, ..., group 0 of the next; endless."""
 
-    def __init__(self, feed: SourceFeed, states: Sequence[State]):
+    def __init__(self, feed: SourceFeed, states: Sequence[State], groups: int):
+        """Divides the rows that stand at `states` into `groups` groups of equal size."""
         super().__init__()
-        first, total = feed.share.first_row, feed.share.batch_size
-        self._feed, self._total = feed, total
-        self._rows = [(first + i, state) for i, state in enumerate(states)]
+        size = len(states) // groups
+        self._feed = feed
+        self._groups = [(feed.first_row + i * size, states[i * size : (i + 1) * size]) for i in range(groups)]
 
     def set_slice(self, sl: slice, sequential_slice: bool = False) -> None:
-        """Grain gives worker w of n the slice w::n; worker outputs are interleaved in the same order."""
+        """Grain gives worker w of n the slice w::n, and interleaves the workers' elements in the same order."""
         del sequential_slice
-        self._rows = self._rows[sl]
+        self._groups = self._groups[sl]
 
-    def __iter__(self) -> RowIterator:
-        return RowIterator(self._feed, self._rows, self._total)
+    def __iter__(self) -> RowGroupIterator:
+        return RowGroupIterator(self._feed, self._groups)
 
 
-class RowIterator(grain.DatasetIterator):
-    """Iterator of `RowDataset`: rows [T] of a batch and the state [4] after each."""
+class RowGroupIterator(grain.DatasetIterator):
+    """Iterator of `RowGroups`: a batch of the group's rows, and "state" [rows, 4] after it."""
 
-    def __init__(self, feed: SourceFeed, rows: Sequence[tuple[int, State]], total: int):
+    def __init__(self, feed: SourceFeed, groups: Sequence[tuple[int, Sequence[State]]]):
         super().__init__()
-        self._feed, self._rows, self._total = feed, rows, total
-        self._pad_id = feed.dataset.get_vocabulary().pad_id
-        self._open([state for _, state in rows], 0)
+        self._feed, self._first_rows = feed, [first for first, _ in groups]
+        self._open([states for _, states in groups], 0)
 
-    def _open(self, states: Sequence[State], turn: int) -> None:
-        self._states, self._turn = list(states), turn
-        self._streams: list[RowStream] = [
-            self._feed.stream(index, self._total, state)
-            for (index, _), state in zip(self._rows, self._states, strict=True)
+    def _open(self, states: Sequence[Sequence[State]], turn: int) -> None:
+        self._states, self._turn = [list(group) for group in states], turn
+        self._batches = [
+            stream_a_row(self._feed.row_streams(first, group), self._feed.dataset)
+            for first, group in zip(self._first_rows, self._states, strict=True)
         ]
 
     def __next__(self) -> dict[str, np.ndarray]:
-        row = next(self._streams[self._turn])
-        batch = empty_batch(1, self._feed.dataset.length, self._pad_id)
-        row.fill(batch, 0)
-        self._states[self._turn] = row.state
-        self._turn = (self._turn + 1) % len(self._streams)
-        return {**{key: value[0] for key, value in batch.items()}, "state": np.array(row.state, np.int64)}
+        batch, states = next(self._batches[self._turn])
+        self._states[self._turn] = list(states)
+        self._turn = (self._turn + 1) % len(self._batches)
+        return {**batch, "state": np.array(states, np.int64)}
 
     def get_state(self) -> dict[str, Any]:
-        return {"turn": self._turn, "rows": [list(state) for state in self._states]}
+        return {"turn": self._turn, "groups": [[list(state) for state in group] for group in self._states]}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        self._open([State(*row) for row in state["rows"]], state["turn"])
+        self._open([[State(*row) for row in group] for group in state["groups"]], state["turn"])
 
 
 def batches(feed: SourceFeed, states: Sequence[State]) -> Iterator[tuple[Batch, Sequence[State]]]:
-    """Batches after `states`, made by `feed.dataset.workers` processes; endless."""
+    """Batches after `states`, made by `feed.dataset.workers` processes; endless.
+
+    The workers are as many as divide the rows of this host, at most `Dataset.workers`.
+    """
     if not flags.FLAGS.is_parsed():
         flags.FLAGS.mark_as_parsed()  # Grain asks for flags of its own, and our verbs do not use absl's
     rows = len(states)
-    # Workers take turns by element, so only a divisor of the rows gives every worker the same rows each time.
     count = max(n for n in range(1, min(rows, feed.dataset.workers) + 1) if rows % n == 0)
-    dataset = RowDataset(feed, states).mp_prefetch(
-        grain.MultiprocessingOptions(num_workers=count, per_worker_buffer_size=max(2, 2 * rows // count))
-    )
-    iterator = iter(dataset)
+    options = grain.MultiprocessingOptions(num_workers=count, per_worker_buffer_size=max(1, feed.dataset.prefetch))
+    iterator = iter(RowGroups(feed, states, count).mp_prefetch(options))
     try:
         while True:
-            elements = [next(iterator) for _ in range(rows)]
-            batch = {key: np.stack([element[key] for element in elements]) for key in BATCH_KEYS}
-            yield batch, [State(*map(int, element["state"])) for element in elements]
+            groups = [next(iterator) for _ in range(count)]
+            batch = {key: np.concatenate([group[key] for group in groups]) for key in BATCH_KEYS}
+            yield batch, [State(*map(int, state)) for group in groups for state in group["state"]]
     finally:
         iterator.close()
