@@ -39,11 +39,12 @@ class Checkpointing:
 
 @dataclasses.dataclass(frozen=True)
 class Restored:
-    """A checkpoint read back: the state on its devices, and the JSON parts as they were given to `save`."""
+    """The JSON parts of a checkpoint, as they were given to `save`, and the shapes of its arrays."""
 
-    state: TrainState
+    step: int
     data: dict[str, Any]
     progress: dict[str, Any]
+    shapes: dict[str, str]
 
 
 class Checkpoints:
@@ -93,24 +94,29 @@ class Checkpoints:
                 ),
             )
 
-    def restore(self, step: int, target: TrainState) -> Restored:
-        """Reads a step onto the devices.
+    def restore_progress(self, step: int) -> Restored:
+        """Reads the JSON parts of a step that `latest_step` gave; the arrays come with `restore_state`."""
+        args = self._ocp.args
+        parts = self._manager.restore(step, args=args.Composite(data=args.JsonRestore(), progress=args.JsonRestore()))
+        progress = dict(parts["progress"])
+        return Restored(step=step, data=parts["data"], shapes=progress.pop("shapes"), progress=progress)
+
+    def restore_state(self, restored: Restored, target: TrainState) -> TrainState:
+        """Reads the arrays of a step onto the devices.
 
         Args:
-          step: one that `latest_step` gave.
+          restored: from `restore_progress`.
           target: ShapeDtypeStructs with the shardings wanted now (they may differ from those of the save).
 
         Raises:
           UserError: the checkpoint holds another model: names the first array that differs.
         """
         args = self._ocp.args
-        json_parts = self._manager.restore(
-            step, args=args.Composite(data=args.JsonRestore(), progress=args.JsonRestore())
+        self._check_shapes(restored.step, restored.shapes, _shapes(_as_dict(target)))
+        parts = self._manager.restore(
+            restored.step, args=args.Composite(state=args.StandardRestore(_as_dict(target)))
         )
-        progress = dict(json_parts["progress"])
-        self._check_shapes(step, progress.pop("shapes"), _shapes(_as_dict(target)))
-        arrays = self._manager.restore(step, args=args.Composite(state=args.StandardRestore(_as_dict(target))))
-        return Restored(state=TrainState(**arrays["state"]), data=json_parts["data"], progress=progress)
+        return TrainState(**parts["state"])
 
     def restore_params(self, step: int, target: PyTree, *, ema: bool) -> PyTree:
         """Reads only the parameters of a step (their average where `ema`), for inference and export."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterable
@@ -52,7 +53,7 @@ def train(
     """
     callbacks = callbacks if jax.process_index() == 0 else Callback()
     run = set_up(trainer)
-    with StopRequest() as stop, run.checkpoints, run.batches:
+    with StopRequest() as stop, run.checkpoints, contextlib.closing(run.batches):
         state, first_step, early = run.start()
         step, saved = first_step, first_step
         meter = Meter(trainer.plan.batch_size * trainer.dataset.length)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
+import itertools
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -14,11 +17,11 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from capibara import sharding
-from capibara.data.loader import Loader, make_loader
+from capibara.data.loader import Loader, make_loader, merge_states
 from capibara.models import api
 from capibara.training import state as states
 from capibara.training.callbacks import RunInfo
-from capibara.training.checkpoints import Checkpoints
+from capibara.training.checkpoints import Checkpoints, Restored
 from capibara.training.evaluate import EvalStep, evaluate, make_eval_step
 from capibara.training.metrics import EarlyStopping
 from capibara.training.state import TrainState
@@ -41,24 +44,24 @@ class Run:
     eval_step: EvalStep
     batches: Loader
     checkpoints: Checkpoints
+    restored: Restored | None
 
     def start(self) -> tuple[TrainState, int, EarlyStopping]:
-        """Restores the newest checkpoint, data iterator included, or makes a new state.
+        """The newest checkpoint's state on the mesh, or a new one.
 
         Returns:
           state, its step, and the early-stopping state.
         """
         patience = self.trainer.evaluation.patience
-        step = self.checkpoints.latest_step()
-        if step is None:
+        if self.restored is None:
             return self.init(jax.random.key(self.trainer.seed)), 0, EarlyStopping(patience)
-        restored = self.checkpoints.restore(step, self.abstract_state)
-        self.batches.set_state(restored.data)
-        return restored.state, step, EarlyStopping(patience, restored.progress["early_stopping"])
+        state = self.checkpoints.restore_state(self.restored, self.abstract_state)
+        return state, self.restored.step, EarlyStopping(patience, self.restored.progress["early_stopping"])
 
     def save(self, step: int, state: TrainState, early: EarlyStopping) -> None:
         """Hands a checkpoint to the asynchronous writer."""
-        self.checkpoints.save(step, state, self.batches.get_state(), {"early_stopping": early.state()})
+        data = merge_states(_of_all_hosts(self.batches.get_state()))
+        self.checkpoints.save(step, state, data, {"early_stopping": early.state()})
 
     def next_batch(self) -> dict[str, jax.Array]:
         """The next batch of the run, on its devices."""
@@ -68,15 +71,9 @@ class Run:
         """Metrics over the validation split."""
         evaluation = self.trainer.evaluation
         rows = evaluation.batch_size or self.trainer.plan.batch_size // self.trainer.plan.accumulation
-        with make_loader(
-            self.trainer.dataset,
-            split="validation",
-            batch_size=rows,
-            shard_index=jax.process_index(),
-            shard_count=jax.process_count(),
-            epochs=1,
-        ) as loader:
-            batches = loader if evaluation.max_batches is None else _first(loader, evaluation.max_batches)
+        loader = _loader(self.trainer, "validation", rows, epochs=1)
+        with contextlib.closing(loader):
+            batches = itertools.islice(loader, evaluation.max_batches)
             return evaluate(self.eval_step, params, batches, self.batch_sharding)
 
     def info(self, start_step: int, peak_flops: float | None, config: str) -> RunInfo:
@@ -97,14 +94,19 @@ class Run:
 
 
 def set_up(trainer: Trainer, devices: list[jax.Device] | None = None) -> Run:
-    """Builds everything. The data feed and the checkpoint library start in threads while the step compiles."""
+    """Builds everything. The data feed and the checkpoint library start in a thread while the step compiles."""
     mesh = sharding.make_mesh(trainer.plan, devices)
     model = api.build(trainer.model)
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        data = pool.submit(_open_data, trainer)
-        checkpoints = pool.submit(Checkpoints, trainer.model_dir, trainer.checkpointing)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        opened = pool.submit(_open_checkpoints_and_data, trainer)
         parts = compile_step(trainer, model, mesh)
-        vocabulary, batches = data.result()
+        checkpoints, restored, batches = opened.result()
+    vocabulary = trainer.dataset.get_vocabulary()
+    if vocabulary.size > trainer.model.vocab_size:
+        raise UserError(
+            f"DecoderConfig.vocab_size ({trainer.model.vocab_size}) must be at least the vocabulary's size "
+            f"({vocabulary.size}): try {-(-vocabulary.size // 128) * 128}"
+        )
     eval_step = make_eval_step(model, trainer.plan, mesh, vocabulary.token_bytes())
     return Run(
         trainer=trainer,
@@ -112,7 +114,8 @@ def set_up(trainer: Trainer, devices: list[jax.Device] | None = None) -> Run:
         model=model,
         eval_step=jax.jit(eval_step),
         batches=batches,
-        checkpoints=checkpoints.result(),
+        checkpoints=checkpoints,
+        restored=restored,
         **parts,
     )
 
@@ -154,23 +157,36 @@ def abstract_batch(rows: int, length: int, batch_sharding: NamedSharding) -> dic
     return {name: jax.ShapeDtypeStruct((rows, length), d, sharding=batch_sharding) for name, d in dtypes.items()}
 
 
-def _open_data(trainer: Trainer) -> tuple[Any, Loader]:
-    vocabulary = trainer.dataset.get_vocabulary()
-    if vocabulary.size > trainer.model.vocab_size:
-        raise UserError(
-            f"DecoderConfig.vocab_size ({trainer.model.vocab_size}) must be at least the vocabulary's size "
-            f"({vocabulary.size}): try {int(np.ceil(vocabulary.size / 128)) * 128}"
-        )
-    loader = make_loader(
+def _open_checkpoints_and_data(trainer: Trainer) -> tuple[Checkpoints, Restored | None, Loader]:
+    """The data feed starts from the newest checkpoint's state, so the checkpoints are opened first."""
+    checkpoints = Checkpoints(trainer.model_dir, trainer.checkpointing)
+    step = checkpoints.latest_step()
+    restored = None if step is None else checkpoints.restore_progress(step)
+    batches = _loader(trainer, "train", trainer.plan.batch_size)
+    if restored is not None:
+        batches.set_state(restored.data)
+    batches.start()
+    return checkpoints, restored, batches
+
+
+def _loader(trainer: Trainer, split: str, rows: int, epochs: int | None = None) -> Loader:
+    return make_loader(
         trainer.dataset,
-        split="train",
-        batch_size=trainer.plan.batch_size,
+        split=split,
+        batch_size=rows,
         shard_index=jax.process_index(),
         shard_count=jax.process_count(),
+        epochs=epochs,
     )
-    return vocabulary, loader
 
 
-def _first(loader: Loader, count: int):
-    for _, batch in zip(range(count), loader):
-        yield batch
+def _of_all_hosts(state: dict[str, Any]) -> list[dict[str, Any]]:
+    """Every host's JSON value, in the order of the hosts."""
+    if jax.process_count() == 1:
+        return [state]
+    from jax.experimental import multihost_utils
+
+    text = np.frombuffer(json.dumps(state).encode(), np.uint8)
+    size = int(np.max(multihost_utils.process_allgather(np.array(len(text)))))
+    padded = np.pad(text, (0, size - len(text)), constant_values=ord(" "))
+    return [json.loads(bytes(row)) for row in multihost_utils.process_allgather(padded)]

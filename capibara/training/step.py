@@ -57,7 +57,7 @@ def make_train_step(
             "loss": sums.nll / tokens,
             "z_loss": z_loss * sums.z / tokens,
             "token_accuracy": sums.correct / tokens,
-            "grad_norm": optax.global_norm(grads),
+            "grad_norm": optax.tree.norm(grads),
             "learning_rate": jnp.asarray(schedule(state.step), jnp.float32),
             "tokens": sums.weight,
         }

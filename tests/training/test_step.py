@@ -1,0 +1,144 @@
+"""The step: the same numbers on every mesh, tokens weighted alike, and what each option adds."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from capibara import sharding
+from capibara.models import api
+from capibara.models.decoder import DecoderConfig
+from capibara.optim import Optimizer, Schedule
+from capibara.sharding import Plan
+from capibara.training import state as states
+from capibara.training.losses import cross_entropy
+from capibara.training.step import make_train_step
+
+CONFIG = DecoderConfig(
+    vocab_size=128, embed_dim=64, num_layers=2, num_heads=4, num_kv_heads=2, mlp_dim=128, dtype="float32"
+)
+OPTIMIZER = Optimizer(schedule=Schedule(learning_rate=1e-2, warmup_steps=2))
+
+
+def batch_of(step, rows=16, length=32):
+    rng = np.random.default_rng(step)
+    tokens = rng.integers(0, 128, (rows, length)).astype(np.int32)
+    return {
+        "tokens": tokens,
+        "targets": (tokens * 3 + 1) % 128,
+        "weights": (rng.random((rows, length)) > np.linspace(0, 0.9, rows)[:, None]).astype(np.float32),
+        "segment_ids": np.tile(np.repeat([1, 2], length // 2).astype(np.int32), (rows, 1)),
+        "positions": np.tile(np.arange(length, dtype=np.int32) % (length // 2), (rows, 1)),
+    }
+
+
+def run(plan, steps, devices=None, **options):
+    """Losses of the first steps, and the last state."""
+    model = api.build(CONFIG)
+    mesh = sharding.make_mesh(plan, devices)
+    tx = OPTIMIZER.build(100, model.axes)
+    ema = options.get("ema_decay") is not None
+    shardings = states.state_shardings(model, tx, mesh, plan.rules, ema=ema)
+    step = make_train_step(model, tx, OPTIMIZER.schedule.build(100), plan, mesh, **options)
+    step = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
+    init = jax.jit(functools.partial(states.init_state, model, tx, ema=ema), out_shardings=shardings)
+    state, losses = init(jax.random.key(0)), []
+    rows = sharding.batch_sharding(mesh, plan.rules)
+    for index in range(steps):
+        state, metrics = step(state, sharding.global_batch(rows, batch_of(index)))
+        losses.append(float(metrics["loss"]))
+    return np.array(losses), state, metrics
+
+
+@functools.cache
+def one_device():
+    return run(Plan(batch_size=16), 20, jax.devices()[:1])
+
+
+@pytest.mark.parametrize("sizes", [dict(data=8, fsdp=1), dict(fsdp=8), dict(tensor=2, fsdp=4)], ids=str)
+def test_every_mesh_learns_alike(sizes):
+    losses, state, _ = run(Plan(batch_size=16, **sizes), 20)
+    want, want_state, _ = one_device()
+    assert want[-1] < 0.9 * want[0]
+    np.testing.assert_allclose(losses, want, rtol=1e-5)
+    assert int(state.step) == int(want_state.step) == 20
+
+
+def test_parameters_and_moments_are_sharded():
+    _, state, _ = run(Plan(batch_size=16, tensor=2, fsdp=4), 1)
+    moments = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.shape == (2, 64, 128)]
+    assert len(moments) == 4  # first and second moments of the two projections into the MLP
+    for leaf in [state.params["layers"]["mlp"]["up"], *moments]:
+        assert leaf.addressable_shards[0].data.size * 8 == leaf.size
+
+
+@pytest.mark.parametrize("remat", ["dots", "full"])
+def test_accumulation_and_remat_change_nothing(remat):
+    losses, state, metrics = run(Plan(batch_size=16, accumulation=2, remat=remat), 3)
+    want, want_state, want_metrics = run(Plan(batch_size=16), 3)
+    np.testing.assert_allclose(losses, want, rtol=1e-6)
+    np.testing.assert_allclose(metrics["grad_norm"], want_metrics["grad_norm"], rtol=1e-5)
+    assert metrics["tokens"] == want_metrics["tokens"] == batch_of(2)["weights"].sum()
+
+
+def test_micro_batches_of_unequal_weight_count_by_their_tokens():
+    """Every row has another share of real tokens, so a mean of micro-batch means would differ."""
+    batch = batch_of(0)
+    per_row = batch["weights"].sum(-1)
+    assert per_row[0::2].sum() != per_row[1::2].sum()
+    losses, *_ = run(Plan(batch_size=16, accumulation=2), 1)
+    whole, *_ = run(Plan(batch_size=16), 1)
+    np.testing.assert_allclose(losses, whole, rtol=1e-6)
+
+
+def test_ema_follows_its_formula_and_is_what_evaluation_sees():
+    _, first, _ = run(Plan(batch_size=16), 1)
+    _, state, _ = run(Plan(batch_size=16), 1, ema_decay=0.9)
+    start = api.build(CONFIG).init(jax.random.key(0))
+    want = jax.tree.map(lambda a, b: 0.9 * a + 0.1 * b, start, first.params)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), state.ema, want)
+    assert state.eval_params is state.ema and first.eval_params is first.params
+
+
+def test_z_loss_is_added_to_the_gradient():
+    _, without, _ = run(Plan(batch_size=16), 2)
+    _, state, metrics = run(Plan(batch_size=16), 2, z_loss=0.1)
+    assert metrics["z_loss"] > 0
+    assert not np.allclose(state.params["embedding"], without.params["embedding"], atol=1e-5)
+
+
+def test_learning_rate_in_the_metrics_is_the_one_of_the_step():
+    *_, metrics = run(Plan(batch_size=16), 2)
+    assert float(metrics["learning_rate"]) == pytest.approx(float(OPTIMIZER.schedule.build(100)(1)))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_cross_entropy_and_its_gradients_equal_optax(dtype):
+    rng = np.random.default_rng(0)
+    hidden = jnp.asarray(rng.normal(size=(3, 8, 16)), dtype)
+    head = jnp.asarray(rng.normal(size=(40, 16)), jnp.float32)
+    targets = rng.integers(0, 40, (3, 8))
+    weights = jnp.asarray(rng.integers(0, 3, (3, 8)), jnp.float32)
+
+    def ours(hidden, head):
+        sums = cross_entropy(hidden, head, targets, weights)
+        return sums.nll + 0.3 * sums.z, sums
+
+    def plain(hidden, head):
+        logits = hidden.astype(jnp.float32) @ head.astype(dtype).astype(jnp.float32).T
+        nll = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+        z = jnp.square(jax.nn.logsumexp(logits, -1))
+        return jnp.sum(nll * weights) + 0.3 * jnp.sum(z * weights), jnp.sum((logits.argmax(-1) == targets) * weights)
+
+    grad = functools.partial(jax.value_and_grad, argnums=(0, 1), has_aux=True)
+    (got, sums), got_grads = grad(ours)(hidden, head)
+    (want, correct), want_grads = grad(plain)(hidden, head)
+    tolerance = 1e-5 if dtype == jnp.float32 else 2e-2
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    assert sums.correct == correct and sums.weight == weights.sum()
+    for a, b in zip(got_grads, want_grads):
+        scale = np.abs(np.asarray(b, np.float32)).max()
+        np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), atol=tolerance * scale)
