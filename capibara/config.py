@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import importlib
 import inspect
 import io
 import os
@@ -33,7 +34,7 @@ from gin import config_parser
 from capibara import fields
 from capibara.cli import ArgumentParser, add_arguments, parse_arguments, run_verb, unwrap
 from capibara.fields import did_you_mean
-from capibara.gin_search import find_file, search_folders
+from capibara.gin_search import defining_modules, find_file, search_folders
 from capibara.types import UserError
 
 __all__ = [
@@ -223,6 +224,10 @@ class _References(gin_config.ParserDelegate):
 def _lookup(selector: str, shown: str) -> gin_config.Configurable:
     try:
         found = gin_config._parse_context().get_configurable(selector)
+        if found is None and (module := defining_modules().get(selector.rpartition(".")[2])):
+            # A run's saved configuration names more than each verb imports: the loggers of a run that infer reads.
+            importlib.import_module(module)
+            found = gin_config._parse_context().get_configurable(selector)
     except KeyError:
         matches = sorted(gin_config._REGISTRY.matching_selectors(selector))
         raise UserError(f"{shown} may be any of {', '.join(matches)}: write the full name") from None
@@ -230,7 +235,8 @@ def _lookup(selector: str, shown: str) -> gin_config.Configurable:
         raise UserError(f"{shown}: {error}") from None
     if found is None:
         known = {name for name, _ in gin_config._REGISTRY.items() if name not in _BUILTINS}
-        choices = known if "." in selector else {name.rpartition(".")[2] for name in known}
+        names = {name.rpartition(".")[2] for name in known} | {*defining_modules()}
+        choices = known if "." in selector else names
         raise UserError(f"no configurable named {shown}{did_you_mean(selector, choices)}")
     return found
 

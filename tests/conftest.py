@@ -1,0 +1,44 @@
+"""The machine that every test sees: 8 emulated CPU devices, a compilation cache, no Gin bindings left over."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+
+# All of this is read when JAX starts, so it is set before any test module imports it; child processes inherit it.
+CHECKOUT = pathlib.Path(__file__).resolve().parent.parent
+os.environ["JAX_PLATFORMS"] = "cpu"
+# One thread per XLA operation: the workers of pytest-xdist share the cores, and 8 emulated devices already do.
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 --xla_cpu_multi_thread_eigen=false"
+os.environ["JAX_COMPILATION_CACHE_DIR"] = str(CHECKOUT / ".jax_cache")
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import pytest  # noqa: E402
+
+from capibara import config  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def _no_gin_bindings():
+    config.reset()
+    yield
+    config.reset()
+
+
+# Folders whose tests run under strict promotion. The optimizers do not: optax 0.2.8 multiplies int32 by float32.
+_STRICT = ("models", "inference")
+
+
+@pytest.fixture(autouse=True)
+def _strict_promotion(request):
+    folder = pathlib.Path(request.node.path).relative_to(CHECKOUT / "tests").parts[0]
+    strict = folder in _STRICT or request.node.get_closest_marker("strict_promotion")
+    if not strict or request.node.get_closest_marker("standard_promotion"):
+        yield
+        return
+    import jax
+
+    with jax.numpy_dtype_promotion("strict"):
+        yield
