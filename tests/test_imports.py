@@ -1,0 +1,263 @@
+"""The rooms keep to their import rules: proven by reading the code, and that `import capibara` stays light."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import pathlib
+import subprocess
+import sys
+import time
+
+import pytest
+
+PACKAGE = pathlib.Path(__file__).resolve().parent.parent / "capibara"
+
+FOUNDATION = {"types", "tree", "extras", "fields", "gin_search", "cli", "config"}
+# Room -> the rooms it may import, itself apart. "models.api" is that one module of models.
+_BASE = FOUNDATION | {"sharding", "optim", "data", "builders", "consensus", "models.api"}
+RULES = {
+    **{name: FOUNDATION for name in FOUNDATION},
+    **{name: FOUNDATION for name in ("sharding", "optim", "data", "builders", "consensus")},
+    "models": FOUNDATION | {"sharding"},
+    **{name: _BASE for name in ("planner", "interop", "inference", "training")},
+    "strategies": _BASE | {"training"},
+    "monitoring": FOUNDATION | {"training.callbacks"},
+    "jobs": FOUNDATION | {"sharding", "planner"},
+}
+VERBS = {"train", "plan", "evaluate", "infer", "serve", "convert", "prepare", "dashboard", "launch"}
+ANYTHING = VERBS | {"__main__"}
+# Third-party package -> where it may be imported.
+ONLY_IN = {"flax": ("models",), "gin": ("config",)}
+LONGEST_FILE, LONGEST_FUNCTION, LONGEST_VERB = 500, 60, 100
+
+
+@dataclasses.dataclass(frozen=True)
+class Import:
+    """`module`, absolute, imported by `importer` (both dotted, the package's name included for our own)."""
+
+    importer: str
+    module: str
+    line: int
+    deferred: bool  # inside a function: not carried out when the importer is loaded
+
+
+def modules_of(package: pathlib.Path) -> dict[str, pathlib.Path]:
+    """Dotted module name -> file, of every module of a package folder."""
+    modules = {}
+    for path in sorted(package.rglob("*.py")):
+        parts = [package.name, *path.relative_to(package).with_suffix("").parts]
+        modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return modules
+
+
+def imports_of(name: str, path: pathlib.Path, modules: dict[str, pathlib.Path]) -> list[Import]:
+    """All imports of a module, inside functions and TYPE_CHECKING blocks too, each resolved to a module."""
+    found = []
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    inside = {inner for function in functions for inner in ast.walk(function)}
+
+    def add(module: str, node: ast.AST) -> None:
+        found.append(Import(name, module, node.lineno, node in inside))
+
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                add(alias.name, node)
+        elif isinstance(node, ast.ImportFrom):
+            parent = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
+            base = ".".join([*parent[: len(parent) - node.level + 1], node.module or ""]).strip(".")
+            source = base if node.level else node.module
+            for alias in node.names:
+                inner = f"{source}.{alias.name}"
+                add(inner if inner in modules else source, node)
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "import_module" and node.args:
+            if isinstance(node.args[0], ast.Constant):
+                add(node.args[0].value, node)
+    return found
+
+
+def room_of(module: str, package: str) -> str:
+    """The room of one of our modules: "training" for capibara.training.loop; "" for the package itself."""
+    return module.removeprefix(package).lstrip(".").partition(".")[0]
+
+
+def violations(package: pathlib.Path) -> list[str]:
+    """Every broken import rule, cycle and length limit of a package folder, as "file:line: what" lines."""
+    modules = modules_of(package)
+    problems, edges = [], {}
+    for name, path in modules.items():
+        for imported in imports_of(name, path, modules):
+            reason = _forbidden(imported, package.name)
+            if reason:
+                problems.append(f"{path.relative_to(package.parent)}:{imported.line}: {reason}")
+            if imported.module in modules and imported.module != name:
+                edges.setdefault(name, set()).add(imported.module)
+        problems += _too_long(path, package)
+    problems += [f"import cycle: {' -> '.join(cycle)}" for cycle in cycles(edges)]
+    return problems
+
+
+def _forbidden(imported: Import, package: str) -> str | None:
+    room = room_of(imported.importer, package)
+    top = imported.module.partition(".")[0]
+    if top != package:
+        if top in ONLY_IN and room not in ONLY_IN[top]:
+            return f"only {', '.join(ONLY_IN[top])} may import {top}"
+        if top in ("jax", "jaxlib") and (room in FOUNDATION or not room):
+            if room == "tree" and imported.deferred:
+                return None  # works on pytrees, and is loaded by modules that must stay light
+            return f"{room or 'the package'} must not import jax"
+        return None
+    target = room_of(imported.module, package)
+    inner = imported.module.removeprefix(f"{package}.")
+    if target in VERBS and room != "__main__":
+        return f"nobody imports the verb {target}"
+    if room in ANYTHING or target == room or target == "":
+        return None
+    if room and room not in RULES:
+        return f"room {room} has no import rule: add it to RULES"
+    if not room:
+        return f"the package itself must not import {inner}"
+    allowed = RULES[room]
+    if target in allowed or any(inner == rule or inner.startswith(f"{rule}.") for rule in allowed):
+        return None
+    return f"{room} must not import {inner}"
+
+
+def cycles(edges: dict[str, set[str]]) -> list[list[str]]:
+    """The cycles met by a depth-first walk of a directed graph, each ending where it began."""
+    found, done, path = [], set(), []
+
+    def visit(node: str) -> None:
+        if node in path:
+            found.append([*path[path.index(node) :], node])
+            return
+        if node in done:
+            return
+        path.append(node)
+        for target in sorted(edges.get(node, ())):
+            visit(target)
+        path.pop()
+        done.add(node)
+
+    for node in sorted(edges):
+        visit(node)
+    return found
+
+
+def _too_long(path: pathlib.Path, package: pathlib.Path) -> list[str]:
+    text = path.read_text(encoding="utf-8")
+    shown = path.relative_to(package.parent)
+    lines = len(text.splitlines())
+    problems = []
+    if lines >= LONGEST_FILE:
+        problems.append(f"{shown}: {lines} lines, must be under {LONGEST_FILE}")
+    if path.parent == package and path.stem in VERBS and lines > LONGEST_VERB:
+        problems.append(f"{shown}: {lines} lines, a verb has at most {LONGEST_VERB}")
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            length = node.end_lineno - node.lineno + 1
+            if length >= LONGEST_FUNCTION:
+                problems.append(f"{shown}:{node.lineno}: {node.name} has {length} lines, must be under 60")
+    return problems
+
+
+def test_the_rules_hold():
+    problems = violations(PACKAGE)
+    assert not problems, "\n" + "\n".join(problems)
+
+
+def test_every_rule_names_rooms_of_the_plan():
+    rooms = set(RULES) | ANYTHING
+    for allowed in RULES.values():
+        assert {name.partition(".")[0] for name in allowed} <= rooms
+
+
+PLANTED = {
+    "training/loop.py": ("def f():\n    from house.monitoring import log", "training must not import monitoring"),
+    "training/step.py": ("from ..inference import sample", "training must not import inference"),
+    "inference/sample.py": ("import house.training.step", "inference must not import training.step"),
+    "planner/cost.py": ("from house import interop", "planner must not import interop"),
+    "planner/search.py": ("from house.models import decoder", "planner must not import models.decoder"),
+    "optim.py": ("import flax.nnx", "only models may import flax"),
+    "data/loader.py": ("from flax import nnx", "only models may import flax"),
+    "sharding.py": ("import gin", "only config may import gin"),
+    "tree.py": ("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import jax", "tree must not import jax"),
+    "models/decoder.py": ("from house.data import loader", "models must not import data.loader"),
+    "consensus/merge.py": ("import house.optim", "consensus must not import optim"),
+    "monitoring/log.py": ("from house.training import loop", "monitoring must not import training.loop"),
+    "strategies/soup.py": ("from house import train", "nobody imports the verb train"),
+    "extras.py": ("def f():\n    import jax", "extras must not import jax"),
+    "config.py": ("import house.sharding", "config must not import sharding"),
+    "utils.py": ("import house.tree", "room utils has no import rule"),
+    "__init__.py": ("from house import config", "the package itself must not import config"),
+    "plan.py": ("x = 1\n" * 101, "101 lines, a verb has at most 100"),
+    "interop/names.py": ("x = 1\n" * 500, "500 lines, must be under 500"),
+    "jobs/local.py": ("def f():\n" + "    x = 1\n" * 59, "f has 60 lines"),
+    "builders/logs.py": ("import importlib\nimportlib.import_module('house.data')", "builders must not import data"),
+}
+
+
+@pytest.fixture
+def house(tmp_path):
+    """A package that keeps every rule."""
+    package = tmp_path / "house"
+    clean = {"train.py": "import gin_tonic\nfrom house import config", "training/callbacks.py": "import jax"}
+    clean["monitoring/tensorboard.py"] = "from house.training import callbacks\nfrom house.training.callbacks import C"
+    clean["models/api.py"] = "import flax"
+    clean["types.py"] = "import jaxtyping"
+    clean["inference/stream.py"] = "from house.models import api\nfrom . import sample"
+    for file in (*PLANTED, *clean):
+        path = package / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        (path.parent / "__init__.py").touch()
+        path.write_text(clean.get(file, ""))
+    return package
+
+
+def test_a_clean_package_passes(house):
+    assert violations(house) == []
+
+
+@pytest.mark.parametrize("file", PLANTED)
+def test_a_planted_violation_is_found(house, file):
+    code, reason = PLANTED[file]
+    (house / file).write_text(code)
+    found = violations(house)
+    assert len(found) == 1, found
+    assert found[0].startswith(f"house/{file}:") and reason in found[0]
+
+
+def test_a_planted_cycle_is_found(house):
+    (house / "data/loader.py").write_text("def f():\n    from house.data import packing")
+    (house / "data/packing.py").write_text("from house.data.loader import f")
+    assert violations(house) == ["import cycle: house.data.loader -> house.data.packing -> house.data.loader"]
+
+
+def best_seconds(*command: str) -> float:
+    """The fastest of three runs of a Python command: the other test workers only ever make it slower."""
+    return min(_seconds(*command) for _ in range(3))
+
+
+def _seconds(*command: str) -> float:
+    began = time.perf_counter()
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, cwd=PACKAGE.parent)
+    assert done.returncode == 0, done.stderr
+    return time.perf_counter() - began
+
+
+def test_import_is_light():
+    assert best_seconds("-c", "import capibara, capibara.config") < 0.3
+
+
+@pytest.mark.parametrize("verb", sorted(path.stem for path in PACKAGE.glob("*.py") if path.stem in VERBS))
+def test_help_is_quick(verb):
+    assert best_seconds("-m", f"capibara.{verb}", "--help") < 1.0
+
+
+def test_foundation_loads_without_jax():
+    names = ", ".join(f"capibara.{name}" for name in sorted(FOUNDATION) if (PACKAGE / f"{name}.py").exists())
+    code = f"import sys, {names}; sys.exit('jax' in sys.modules or 'numpy' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=PACKAGE.parent)
