@@ -40,7 +40,10 @@ class _Mismatch(Exception):
 def nearest(name: str, choices: Iterable[str]) -> list[str]:
     """Up to three of `choices` that `name` may have been meant to be, best first, ignoring case."""
     by_lower = {choice.lower(): choice for choice in choices}
-    return [by_lower[match] for match in difflib.get_close_matches(name.lower(), by_lower, n=3, cutoff=0.6)]
+    matches = difflib.get_close_matches(name.lower(), by_lower, n=3, cutoff=0.6)
+    ratios = {match: difflib.SequenceMatcher(None, match, name.lower()).ratio() for match in matches}
+    # A near miss has one right answer; only choices about as close are worth naming beside it.
+    return [by_lower[match] for match in matches if ratios[match] > ratios[matches[0]] - 0.08]
 
 
 def did_you_mean(name: str, choices: Iterable[str], known: str = "known") -> str:

@@ -1,0 +1,120 @@
+"""What is installed: the wheel carries the Gin files, and our gin/ folder never shadows the gin library."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+
+import pytest
+
+CHECKOUT = pathlib.Path(__file__).resolve().parent.parent
+GIN_FILES = sorted(str(path.relative_to(CHECKOUT / "gin")) for path in (CHECKOUT / "gin").rglob("*.gin"))
+
+
+def python(*args: str, cwd: pathlib.Path, **env: str) -> subprocess.CompletedProcess:
+    """Runs this interpreter in `cwd`, which is first on its path where `args` start with -c or -m."""
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | env
+    return subprocess.run([sys.executable, *args], cwd=cwd, env=clean, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> pathlib.Path:
+    """The wheel, built offline from a copy of what git tracks (so that nothing is left in the checkout)."""
+    source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
+    for name in ("capibara", "gin"):
+        shutil.copytree(CHECKOUT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md"):
+        shutil.copy(CHECKOUT / name, source)
+    done = python("-m", "hatchling", "build", "-t", "wheel", "-d", str(target), cwd=source)
+    assert done.returncode == 0, done.stderr
+    (built,) = target.glob("*.whl")
+    return built
+
+
+@pytest.fixture
+def installed(wheel, tmp_path) -> pathlib.Path:
+    """A site-packages folder that holds the wheel's files, in the place that an installer gives them."""
+    site = tmp_path / "site"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+    return site
+
+
+def test_the_wheel_holds_the_code_and_the_gin_files(wheel):
+    names = zipfile.ZipFile(wheel).namelist()
+    assert "capibara/__init__.py" in names and "capibara/config.py" in names
+    assert GIN_FILES
+    assert sorted(name for name in names if name.endswith(".gin")) == [f"capibara/gin_files/{n}" for n in GIN_FILES]
+    tops = {name.partition("/")[0] for name in names}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"capibara"}
+    assert not [name for name in names if name.startswith("capibara/gin/")]
+
+
+def test_the_wheel_describes_itself(wheel):
+    archive = zipfile.ZipFile(wheel)
+    (metadata,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+    text = archive.read(metadata).decode()
+    extras = set(re.findall(r"^Provides-Extra: (\w+)", text, re.MULTILINE))
+    assert {"tpu", "gpu", "hf", "seqio", "dashboard", "dev"} <= extras
+    assert "Requires-Python: >=3.11" in text
+    (scripts,) = [name for name in archive.namelist() if name.endswith("entry_points.txt")]
+    assert "capibara = capibara.__main__:main" in archive.read(scripts).decode()
+
+
+@pytest.mark.parametrize("name", GIN_FILES)
+def test_the_installed_package_finds_its_gin_files_outside_the_checkout(installed, tmp_path, name):
+    (tmp_path / "elsewhere").mkdir()
+    code = f"from capibara import config; print(config.find_file({name!r}, config.search_folders()))"
+    done = python("-c", code, cwd=tmp_path / "elsewhere", PYTHONPATH=str(installed))
+    assert done.stdout.strip() == str(installed / "capibara/gin_files" / name), done.stderr
+
+
+def test_the_installed_train_verb_reads_a_gin_file_outside_the_checkout(installed, tmp_path):
+    """The file is found and parsed: the first complaint is about the name that the command line got wrong."""
+    (tmp_path / "elsewhere").mkdir()
+    arguments = ["-m", "capibara.train", "--gin_file=base_v5e64.gin", "--gin.TRAIN_STEPSS=3"]
+    done = python(*arguments, cwd=tmp_path / "elsewhere", PYTHONPATH=str(installed))
+    assert done.returncode == 2
+    assert done.stderr == "error: --gin.TRAIN_STEPSS: no Gin file uses TRAIN_STEPSS: did you mean TRAIN_STEPS?\n"
+
+
+class TestGinIsTheLibrary:
+    """`import gin` in a folder that has a gin/ of Gin files, which Python takes for a namespace package."""
+
+    def test_from_the_checkout(self):
+        assert not list((CHECKOUT / "gin").rglob("*.py"))
+        done = python("-c", "import gin; print(gin.__file__); gin.parse_config('')", cwd=CHECKOUT)
+        assert done.returncode == 0, done.stderr
+        assert not done.stdout.startswith(str(CHECKOUT / "gin"))
+
+    def test_from_the_checkout_first_on_the_path_twice(self):
+        code = "import sys; sys.path.insert(0, sys.path[0]); from capibara import config; print(config.gin.__file__)"
+        done = python("-c", code, cwd=CHECKOUT, PYTHONPATH=str(CHECKOUT))
+        assert done.returncode == 0, done.stderr
+
+    def test_without_the_library_the_message_says_so(self):
+        # -S leaves out site-packages, so that the folder is all that `import gin` finds.
+        done = python("-S", "-c", "import capibara.config", cwd=CHECKOUT)
+        assert done.returncode != 0
+        assert done.stderr.strip().endswith("found only a folder named gin; run: pip install gin-config")
+
+
+class TestLock:
+    LINES = (CHECKOUT / "requirements.lock").read_text().splitlines()
+
+    def test_names_no_registry(self):
+        assert not [line for line in self.LINES if re.search(r"://|--(index|extra-index|find-links)| @ ", line)]
+
+    def test_pins_all_that_the_project_asks_for(self):
+        project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]
+        extras = project["optional-dependencies"]
+        wanted = [*project["dependencies"], *extras["seqio"], *extras["dev"]]
+        pinned = {line.partition("==")[0].lower() for line in self.LINES if "==" in line}
+        assert {re.match(r"[\w-]+", name)[0].lower() for name in wanted} <= pinned
+        assert all("==" in line or line.startswith("#") or line.startswith(" ") for line in self.LINES)
