@@ -1,0 +1,282 @@
+"""The loss curve of a run: a PNG in the run folder and a small chart in the terminal, from metrics.jsonl."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import math
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from capibara.config import configurable
+from capibara.monitoring import chart
+from capibara.monitoring.loggers import metrics_path, read_metrics
+from capibara.monitoring.progress import make_console, quantity
+from capibara.training.callbacks import Callback, RunInfo
+from capibara.types import UserError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+CURVE_FILE = "loss_curve.png"
+
+_TRAIN, _EVAL, _INK, _FAINT = "#4a6fa5", "#c8553d", "#333333", "#8a8a8a"
+
+
+@configurable
+class LossCurve(Callback):
+    """Draws loss_curve.png and a terminal chart when a run ends; place it after MetricsFile, whose file it reads.
+
+    Args:
+      baseline_bits_per_byte: drawn as a dashed line, where evaluations have bits per byte; None: the evaluations'
+        `unigram_bits_per_byte` if they have it.
+      baseline_label: what the line is.
+      terminal: whether to print the chart.
+      console: where to print it; None: standard output.
+    """
+
+    def __init__(
+        self,
+        *,
+        baseline_bits_per_byte: float | None = None,
+        baseline_label: str = "unigram",
+        terminal: bool = True,
+        console: Console | None = None,
+    ):
+        if baseline_bits_per_byte is not None and not baseline_bits_per_byte > 0:
+            raise UserError(
+                f"LossCurve.baseline_bits_per_byte is {baseline_bits_per_byte}, must be above 0, or None for none"
+            )
+        self._baseline, self._label = baseline_bits_per_byte, baseline_label
+        self._terminal, self._console = terminal, console
+        self._model_dir = ""
+
+    def on_train_begin(self, run: RunInfo) -> None:
+        self._model_dir = run.model_dir
+
+    def on_train_end(self, step: int, reason: str) -> None:
+        curves = read_curves(metrics_path(self._model_dir), self._baseline, self._label)
+        if not len(curves.train_steps) and not len(curves.eval_steps):
+            return
+        save_png(curves, os.path.join(self._model_dir, CURVE_FILE))
+        if self._terminal:
+            print_chart(curves, self._console or make_console())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Curves:
+    """What is drawn: finite losses in nats per token by step, and what the title says.
+
+    Attributes:
+      train_steps, train_loss, eval_steps, eval_loss: [points] each.
+      bits_per_byte: of the last evaluation; None where it is not known.
+      bits_per_nat: bits per byte of a loss of one nat per token on the validation text; None as above.
+      baseline: loss of the baseline in nats per token; None: none.
+      baseline_label: what it is.
+      resumed: steps at which the run carried on.
+      param_count, tokens: of the model, and read in training so far; None where the file does not say.
+    """
+
+    train_steps: np.ndarray
+    train_loss: np.ndarray
+    eval_steps: np.ndarray
+    eval_loss: np.ndarray
+    bits_per_byte: float | None = None
+    bits_per_nat: float | None = None
+    baseline: float | None = None
+    baseline_label: str = ""
+    resumed: tuple[int, ...] = ()
+    param_count: int | None = None
+    tokens: int | None = None
+
+
+def read_curves(path: str, baseline_bits_per_byte: float | None = None, baseline_label: str = "unigram") -> Curves:
+    """Reads the curves of a whole run, over all its starts, from its metrics.jsonl.
+
+    Raises:
+      UserError: there is no such file.
+    """
+    try:
+        records = read_metrics(path)
+    except UserError as error:
+        raise UserError(f"{error}; a loss curve needs MetricsFile() among the callbacks, before LossCurve()") from None
+    train_steps, train_loss = _points(records, "train")
+    eval_steps, eval_loss = _points(records, "eval")
+    evaluations = [r for r in records if r["kind"] == "eval" and r.get("bits_per_byte") and r.get("loss")]
+    starts = [r for r in records if r["kind"] == "event" and r.get("event") == "start"]
+    last = evaluations[-1] if evaluations else {}
+    bits_per_nat = last["bits_per_byte"] / last["loss"] if last else None
+    baseline = baseline_bits_per_byte or last.get("unigram_bits_per_byte")
+    final_step = max([*train_steps, *eval_steps], default=0)
+    tokens = starts[-1].get("tokens_per_step") if starts else None
+    return Curves(
+        train_steps=train_steps,
+        train_loss=train_loss,
+        eval_steps=eval_steps,
+        eval_loss=eval_loss,
+        bits_per_byte=last.get("bits_per_byte"),
+        bits_per_nat=bits_per_nat,
+        baseline=baseline / bits_per_nat if baseline and bits_per_nat else None,
+        baseline_label=baseline_label,
+        resumed=tuple(r["step"] for r in starts if r["step"] > 0),
+        param_count=starts[-1].get("param_count") if starts else None,
+        tokens=int(tokens * final_step) if tokens else None,
+    )
+
+
+def smooth(values: np.ndarray) -> np.ndarray:
+    """Centred running mean over about a thirtieth of the points, narrower towards both ends so that it has no lag."""
+    count = len(values)
+    index = np.arange(count)
+    half = np.minimum(max(1, count // 60), np.minimum(index, count - 1 - index))
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    return (sums[index + half + 1] - sums[index - half]) / (2 * half + 1)
+
+
+def save_png(curves: Curves, path: str) -> None:
+    """Draws the curves to a PNG file; the old picture stays until the new one is whole."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    picture = io.BytesIO()
+    FigureCanvasAgg(_figure(curves)).print_png(picture)
+    if "://" in path:
+        from etils import epath
+
+        epath.Path(path).write_bytes(picture.getvalue())
+        return
+    with open(path + ".part", "wb") as file:
+        file.write(picture.getvalue())
+    os.replace(path + ".part", path)
+
+
+def print_chart(curves: Curves, console: Console) -> None:
+    """Prints the curves in characters."""
+    from rich.text import Text
+
+    width = max(20, min(72, console.width - 14))
+    train = (curves.train_steps, smooth(curves.train_loss))
+    rows = chart.draw(train, (curves.eval_steps, curves.eval_loss), level=curves.baseline, width=width)
+    legend = Text.assemble("loss, nats per token:  ", ("⠤⠤ training", _TRAIN))
+    if len(curves.eval_loss):
+        legend.append("  ").append(f"{chart.MARK} validation", _EVAL)
+    if curves.baseline is not None:
+        legend.append(f"  ⠒ ⠒ {curves.baseline_label}")
+    console.print(legend)
+    rows[-1] = f"{rows[-1]:<{len(rows[-2])}} step"
+    for row in rows:
+        text = Text(row, no_wrap=True)
+        text.highlight_regex(chart.MARK, _EVAL)
+        text.highlight_regex("[⠁-⣿]+", _TRAIN)
+        console.print(text)
+    if curves.bits_per_byte is not None:
+        line = f"validation: {curves.bits_per_byte:.4f} bits per byte"
+        if curves.baseline is not None:
+            line += f" ({curves.baseline_label}: {curves.baseline * curves.bits_per_nat:.4f})"
+        console.print(Text(line))
+
+
+def _points(records: Sequence[dict[str, Any]], kind: str) -> tuple[np.ndarray, np.ndarray]:
+    """Steps and finite losses of one kind of record."""
+    points = [(r["step"], r["loss"]) for r in records if r["kind"] == kind and _finite(r.get("loss"))]
+    steps, losses = zip(*points) if points else ((), ())
+    return np.array(steps, int), np.array(losses, float)
+
+
+def _finite(value: Any) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)
+
+
+def _figure(curves: Curves) -> Any:
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    figure = Figure(figsize=(9, 5), dpi=150, facecolor="white")
+    axes = figure.add_axes((0.075, 0.12, 0.735, 0.72))
+    _draw_lines(axes, curves)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    for side in ("left", "bottom"):
+        axes.spines[side].set_color(_FAINT)
+    axes.tick_params(colors=_INK, labelsize=9.5, length=3, color=_FAINT)
+    axes.grid(axis="y", color="#000000", alpha=0.07, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, steps=[1, 2, 5, 10]))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
+    axes.set_xlabel("step", color=_INK, fontsize=10)
+    axes.margins(x=0, y=0.06)
+    left = min([*curves.train_steps[:1], *curves.eval_steps[:1]])
+    axes.set_xlim(left=0 if left <= 0.1 * axes.get_xlim()[1] else left)
+    _label_ends(axes, curves)
+    figure.text(0.075, 0.93, "Loss, nats per token", fontsize=13, color=_INK, weight="semibold", va="center")
+    figure.text(0.075, 0.878, _subtitle(curves), fontsize=9.5, color=_FAINT, va="center")
+    return figure
+
+
+def _draw_lines(axes: Any, curves: Curves) -> None:
+    if len(curves.train_steps):
+        axes.plot(curves.train_steps, curves.train_loss, color=_TRAIN, alpha=0.3, linewidth=0.7)
+        axes.plot(curves.train_steps, smooth(curves.train_loss), color=_TRAIN, linewidth=1.8, solid_capstyle="round")
+    if len(curves.eval_steps):
+        style = dict(marker="o", markersize=4.5, markeredgecolor="white", markeredgewidth=0.8)
+        axes.plot(curves.eval_steps, curves.eval_loss, color=_EVAL, linewidth=1.2, clip_on=False, zorder=4, **style)
+    if curves.baseline is not None:
+        axes.axhline(curves.baseline, color=_FAINT, linewidth=1.1, dashes=(5, 4))
+    for step in curves.resumed:
+        axes.axvline(step, color=_FAINT, linewidth=0.8, alpha=0.7, dashes=(1, 2))
+        offset = dict(xytext=(3, -2), textcoords="offset points", va="top")
+        axes.annotate("resumed", (step, 1), xycoords=("data", "axes fraction"), fontsize=8, color=_FAINT, **offset)
+
+
+def _label_ends(axes: Any, curves: Curves) -> None:
+    """Names each line at its right end, in its colour, moved apart where two would touch."""
+    labels: list[tuple[float, str, str]] = []
+    if len(curves.eval_loss):
+        labels.append((curves.eval_loss[-1], f"validation {curves.eval_loss[-1]:.3f}", _EVAL))
+    if len(curves.train_loss):
+        end = smooth(curves.train_loss)[-1]
+        labels.append((end, f"training {end:.3f}", _TRAIN))
+    if curves.baseline is not None:
+        labels.append((curves.baseline, f"{curves.baseline_label} {curves.baseline:.3f}", _INK))
+    low, high = axes.get_ylim()
+    places = spread([(y - low) / (high - low) for y, _, _ in labels], gap=0.05)
+    for place, (_, text, colour) in zip(places, labels, strict=True):
+        axes.annotate(
+            text, (1, place), xycoords="axes fraction", xytext=(8, 0), textcoords="offset points", color=colour,
+            fontsize=10, va="center", annotation_clip=False,
+        )  # fmt: skip
+
+
+def spread(places: Sequence[float], gap: float) -> list[float]:
+    """The places moved apart to at least `gap`, each group of touching ones staying centred, in the order given."""
+    order = sorted(range(len(places)), key=lambda i: places[i])
+    groups: list[list[int]] = []
+    centre = lambda group: sum(places[i] for i in group) / len(group)
+    for i in order:
+        groups.append([i])
+        while len(groups) > 1:
+            below, above = groups[-2], groups[-1]
+            if centre(above) - centre(below) >= gap * (len(above) + len(below)) / 2:
+                break
+            groups[-2:] = [below + above]
+    result = [0.0] * len(places)
+    for group in groups:
+        for rank, i in enumerate(group):
+            result[i] = centre(group) + gap * (rank - (len(group) - 1) / 2)
+    return result
+
+
+def _subtitle(curves: Curves) -> str:
+    parts = []
+    if curves.param_count:
+        parts.append(f"{quantity(curves.param_count)} parameters")
+    if curves.tokens:
+        parts.append(f"{quantity(curves.tokens)} tokens read")
+    if curves.bits_per_byte is not None:
+        text = f"validation {curves.bits_per_byte:.3f} bits per byte"
+        if curves.baseline is not None:
+            text += f" ({curves.baseline_label} {curves.baseline * curves.bits_per_nat:.3f})"
+        parts.append(text)
+    return "   ·   ".join(parts)

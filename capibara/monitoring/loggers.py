@@ -1,0 +1,241 @@
+"""Keeps what a run reports: metrics.jsonl and TensorBoard event files in the run folder."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from capibara.config import configurable
+from capibara.training.callbacks import Callback, RunInfo
+from capibara.types import UserError
+
+METRICS_FILE = "metrics.jsonl"
+
+
+def mfu(run: RunInfo, step_s: float) -> float | None:
+    """Model FLOPs utilisation: the share of all devices' peak FLOP/s that a step of `step_s` seconds reaches.
+
+    Source: PaLM, Chowdhery et al. 2022, appendix B. None where the device's peak is not known.
+    """
+    if not run.peak_flops or not step_s > 0:
+        return None
+    return run.flops_per_step / step_s / (run.device_count * run.peak_flops)
+
+
+@configurable
+class MetricsFile(Callback):
+    """Appends everything to metrics.jsonl in the run folder, one JSON object a line.
+
+    Each line has `kind` ("train", "eval", "sample" or "event"), `step` and `time` (seconds since 1970); train and eval
+    lines have the metrics beside them, samples `prompt` and `text`, events `event` ("start", "checkpoint" or "end")
+    and what belongs to it. Numbers that are not finite are null. Nothing is ever rewritten: a run that resumes from
+    its last checkpoint repeats the steps after it, and `read_metrics` keeps the newer lines.
+    """
+
+    def __init__(self) -> None:
+        self._lines: _LocalLines | _RemoteLines | None = None
+        self._run: RunInfo | None = None
+
+    def on_train_begin(self, run: RunInfo) -> None:
+        self._run = run
+        self._lines = (_RemoteLines if "://" in run.model_dir else _LocalLines)(metrics_path(run.model_dir))
+        names = "total_steps param_count tokens_per_step flops_per_step device_count device_kind peak_flops".split()
+        self._write("event", run.start_step, event="start", **{name: getattr(run, name) for name in names})
+
+    def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        utilisation = mfu(self._run, metrics.get("step_s", 0.0))
+        self._write("train", step, **metrics, **({} if utilisation is None else {"mfu": utilisation}))
+
+    def on_evaluate(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._write("eval", step, **metrics)
+
+    def on_sample(self, step: int, prompt: str, text: str) -> None:
+        self._write("sample", step, prompt=prompt, text=text)
+
+    def on_checkpoint(self, step: int) -> None:
+        self._write("event", step, event="checkpoint")
+        self._lines.flush()
+
+    def on_train_end(self, step: int, reason: str) -> None:
+        self._write("event", step, event="end", reason=reason)
+        self._lines.close()
+
+    def _write(self, kind: str, step: int, **fields: Any) -> None:
+        record = {"kind": kind, "step": int(step), "time": round(time.time(), 3)}
+        record.update((name, _json_value(value)) for name, value in fields.items())
+        self._lines.write(json.dumps(record, ensure_ascii=False, allow_nan=False))
+
+
+def metrics_path(model_dir: str) -> str:
+    """Where a run folder keeps its metrics."""
+    return os.path.join(model_dir, METRICS_FILE)
+
+
+def read_metrics(path: str) -> list[dict[str, Any]]:
+    """The records of a metrics.jsonl as if the run had never been stopped.
+
+    A start at step k makes everything recorded before of later steps void; of several lines of one kind and step
+    (for samples: and prompt; for events: and event) the last counts. A torn line, from a run that was killed, is
+    left out.
+
+    Args:
+      path: the file, or the run folder that holds it.
+
+    Returns:
+      Records in the order of their steps.
+
+    Raises:
+      UserError: there is no such file.
+    """
+    path = path if path.endswith(".jsonl") else metrics_path(path)
+    kept: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for record in filter(None, map(_parse, _read_text(path).split("\n"))):
+        kind, step = record["kind"], record["step"]
+        if kind == "event" and record.get("event") == "start":
+            kept = {key: old for key, old in kept.items() if old["step"] <= step}
+        key = (kind, step, record.get("prompt") if kind == "sample" else record.get("event"))
+        kept.pop(key, None)
+        kept[key] = record
+    return sorted(kept.values(), key=lambda record: record["step"])
+
+
+@configurable
+class TensorBoard(Callback):
+    """Writes TensorBoard event files to `tensorboard` in the run folder; see them with `tensorboard --logdir`."""
+
+    def __init__(self) -> None:
+        self._writer: Any = None
+        self._run: RunInfo | None = None
+
+    def on_train_begin(self, run: RunInfo) -> None:
+        import tensorboardX
+
+        self._run = run
+        # Steps after the checkpoint were written by the run that was stopped: TensorBoard is told to forget them.
+        self._writer = tensorboardX.SummaryWriter(
+            os.path.join(run.model_dir, "tensorboard"), purge_step=run.start_step + 1, write_to_disk=True
+        )
+        self._writer.add_text("config", _preformatted(run.config), run.start_step)
+
+    def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._scalars("train", step, metrics)
+        if (utilisation := mfu(self._run, metrics.get("step_s", 0.0))) is not None:
+            self._writer.add_scalar("train/mfu", utilisation, step)
+
+    def on_evaluate(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._scalars("eval", step, metrics)
+        self._writer.flush()
+
+    def on_sample(self, step: int, prompt: str, text: str) -> None:
+        self._writer.add_text(f"sample/{prompt or '(empty prompt)'}", _preformatted(prompt + text), step)
+
+    def on_checkpoint(self, step: int) -> None:
+        self._writer.flush()
+
+    def on_train_end(self, step: int, reason: str) -> None:
+        self._writer.close()
+
+    def _scalars(self, group: str, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(f"{group}/{name}", value, step)
+
+
+class _LocalLines:
+    """Appends lines to a file; each is on the operating system's side when `write` returns."""
+
+    def __init__(self, path: str):
+        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+        self._path = path
+        # A sample's undecodable bytes (surrogates) become JSON escapes: they must not stop a run.
+        self._file = open(path, "a+", encoding="utf-8", errors="backslashreplace", newline="")
+        if not _ends_with_newline(path):
+            self.write("")  # ends the torn line of a run that was killed
+
+    def write(self, line: str) -> None:
+        try:
+            self._file.write(line + "\n")
+            self._file.flush()
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise UserError(f"{self._path} cannot be written: the disk is full; free some and run again") from None
+
+    def flush(self) -> None:
+        """Nothing is left to write."""
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class _RemoteLines:
+    """Lines of an object in a bucket, which cannot be appended to: it is rewritten now and then, and at the end."""
+
+    _SECONDS_BETWEEN_WRITES = 30.0
+
+    def __init__(self, path: str):
+        from etils import epath
+
+        self._path = epath.Path(path)
+        text = self._path.read_text() if self._path.exists() else ""
+        self._lines = text.removesuffix("\n").split("\n") if text else []
+        self._written = -math.inf
+
+    def write(self, line: str) -> None:
+        self._lines.append(line)
+        if time.monotonic() - self._written >= self._SECONDS_BETWEEN_WRITES:
+            self.flush()
+
+    def flush(self) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        text = "".join(f"{line}\n" for line in self._lines)
+        self._path.write_bytes(text.encode("utf-8", errors="backslashreplace"))
+        self._written = time.monotonic()
+
+    def close(self) -> None:
+        self.flush()
+
+
+def _ends_with_newline(path: str) -> bool:
+    with open(path, "rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        if size == 0:
+            return True
+        file.seek(size - 1)
+        return file.read(1) == b"\n"
+
+
+def _read_text(path: str) -> str:
+    try:
+        if "://" in path:
+            from etils import epath
+
+            return epath.Path(path).read_text()
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read()
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist: name a run folder, or its {METRICS_FILE}") from None
+
+
+def _parse(line: str) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError:
+        return None
+    whole = isinstance(record, dict) and isinstance(record.get("kind"), str) and isinstance(record.get("step"), int)
+    return record if whole else None
+
+
+def _json_value(value: Any) -> Any:
+    if value is None or isinstance(value, (str, bool, int)):
+        return value
+    return float(value) if math.isfinite(value) else None
+
+
+def _preformatted(text: str) -> str:
+    """Markdown that shows the text as it is."""
+    return "\n".join(f"    {line}" for line in text.splitlines())
