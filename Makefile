@@ -43,8 +43,9 @@ setup: $(STAMP)
 
 # A Debian python3 without python3-venv cannot put pip into an environment: then its own pip installs into it.
 $(STAMP): requirements.lock pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { echo \
-	  "error: $(PYTHON) is $(or $(VERSION),not found): capibara needs Python 3.11 or newer, try make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 2; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null || { echo \
+	  "error: $(PYTHON) is $(or $(VERSION),not found): the pinned packages need Python 3.11, 3.12 or 3.13," \
+	  "try make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 2; }
 	@echo "setting up $(VENV) with Python $(VERSION): about 2 GB, some minutes the first time"
 	@set -e; \
 	if $(PYTHON) -c 'import venv, ensurepip' 2>/dev/null; then \

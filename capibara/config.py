@@ -290,7 +290,7 @@ class _Parsing:
                     f"{where}: {found.name} has no parameter {statement.arg_name}"
                     f"{did_you_mean(statement.arg_name, known, 'its parameters')}"
                 )
-            _bind(statement.scope, found.selector, statement.arg_name, statement.value, where)
+            _bind(statement.scope, found.selector, statement.arg_name, statement.value, where, statement.selector)
 
     def check_macros(self, from_files: set[str]) -> None:
         """Every macro used is defined, and every macro of the command line is used or defined in a file."""
@@ -312,8 +312,9 @@ class _Parsing:
             raise UserError(f"--gin.{macro}: no Gin file uses {macro}{did_you_mean(macro, choices, 'macros')}")
 
 
-def _bind(scope: str, selector: str, parameter: str, value: Any, where: str) -> None:
-    _located(where, gin.bind_parameter, (scope, selector, parameter), value)
+def _bind(scope: str, selector: str, parameter: str, value: Any, where: str, written: str = "") -> None:
+    # `written` is the selector as the file has it: under dynamic registration Gin knows no other.
+    _located(where, gin.bind_parameter, (scope, written or selector, parameter), value)
     _bound_at[scope, selector, parameter] = where
 
 

@@ -193,6 +193,18 @@ class TestBuild:
         """
         subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, cwd=CHECKOUT)
 
+    def test_dynamic_registration(self, parse):
+        parse("""
+            from __gin__ import dynamic_registration
+            from capibara import sharding
+            sharding.Plan.batch_size = 16
+        """)
+        from capibara.sharding import Plan
+
+        assert config.build(Plan).batch_size == 16
+        with pytest.raises(UserError, match="^run.gin:3: sharding.Pln: .* no attribute Pln"):
+            parse("from __gin__ import dynamic_registration\nfrom capibara import sharding\nsharding.Pln.x = 1")
+
     def test_a_fault_of_ours_is_not_the_users(self, parse):
         parse("Broken.pond = @Pond()")
         with pytest.raises(TypeError, match="missing 1 required keyword-only argument: 'folder'"):

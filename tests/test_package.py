@@ -25,11 +25,11 @@ def python(*args: str, cwd: pathlib.Path, **env: str) -> subprocess.CompletedPro
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> pathlib.Path:
-    """The wheel, built offline from a copy of what git tracks (so that nothing is left in the checkout)."""
+    """The wheel, built offline, from a copy so that nothing is left in the checkout."""
     source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
     for name in ("capibara", "gin"):
         shutil.copytree(CHECKOUT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md"):
+    for name in ("pyproject.toml", "README.md", ".gitignore"):  # hatchling leaves out what git ignores
         shutil.copy(CHECKOUT / name, source)
     done = python("-m", "hatchling", "build", "-t", "wheel", "-d", str(target), cwd=source)
     assert done.returncode == 0, done.stderr
