@@ -141,7 +141,8 @@ class SeqioVocabulary(Vocabulary):
         if isinstance(vocabulary, seqio.ByteVocabulary):
             pieces = [b""] * 3 + [bytes([i]) for i in range(256)]
         elif isinstance(vocabulary, seqio.SentencePieceVocabulary):
-            pieces = sentencepiece_pieces(vocabulary.tokenizer)
+            # seqio appends its sentinels to the model, as pieces with text; they are special all the same.
+            pieces = sentencepiece_pieces(vocabulary.tokenizer)[: vocabulary.vocab_size - vocabulary.extra_ids]
         elif isinstance(vocabulary, seqio.PassThroughVocabulary):
             pieces = []
         else:
