@@ -58,7 +58,7 @@ def train(gin_files: Sequence[str], bindings: Sequence[str], search_paths: Seque
         sharding.start_distributed()
     trainer.dataset.preload()
     texts, callbacks = config.build(SampleText), config.build(Monitoring).build()
-    record_config(trainer.model_dir)
+    print_changes(trainer.model_dir)
     outcome = loop.train(
         trainer,
         callbacks,
@@ -69,20 +69,17 @@ def train(gin_files: Sequence[str], bindings: Sequence[str], search_paths: Seque
     return 128 + outcome.signal_number if outcome.signal_number else 0
 
 
-def record_config(model_dir: str) -> None:
-    """Writes the operative configuration to the run folder; on resume, prints what differs from the last start."""
+def print_changes(model_dir: str) -> None:
+    """Prints how the configuration differs from the one that the run folder records."""
     import jax
 
     from capibara import config
 
     path = os.path.join(model_dir, "config.gin")
-    if jax.process_index() != 0:
-        return
-    if os.path.exists(path):
+    if jax.process_index() == 0 and os.path.exists(path):
         with open(path, encoding="utf-8") as file:
             for line in config.diff(file.read(), config.operative()):
                 print(f"changed since the last start: {line}")
-    config.save_operative(path)
 
 
 if __name__ == "__main__":

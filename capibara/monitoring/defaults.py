@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 
 from capibara.config import configurable
-from capibara.training.callbacks import Callback, Callbacks
+from capibara.training.callbacks import Callback, Callbacks, RunInfo
 
 
 @configurable
@@ -23,7 +24,18 @@ class Monitoring:
 
     def build(self) -> Callbacks:
         """One callback that calls them all."""
-        return Callbacks([*(usual() if self.callbacks is None else self.callbacks), *self.more])
+        return Callbacks([ConfigFile(), *(usual() if self.callbacks is None else self.callbacks), *self.more])
+
+
+class ConfigFile(Callback):
+    """Writes config.gin into the run folder: only once the run has started, so a refused change leaves it as it was."""
+
+    def on_train_begin(self, run: RunInfo) -> None:
+        os.makedirs(run.model_dir, exist_ok=True)
+        path = os.path.join(run.model_dir, "config.gin")
+        with open(f"{path}.partial", "w", encoding="utf-8") as file:
+            file.write(run.config)
+        os.replace(f"{path}.partial", path)
 
 
 def usual() -> list[Callback]:
