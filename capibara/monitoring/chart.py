@@ -92,7 +92,7 @@ def _characters(dots: np.ndarray) -> list[list[str]]:
 def _x_labels(low: float, high: float, width: int, column) -> str:
     """Round numbers, each centred below its place on the axis, as many as fit."""
     text = ""
-    for x in ticks(low, high, max(2, width // 14)):
+    for x in ticks(low, high, max(2, width // 10)):
         label = f"{x:,.0f}" if x == round(x) else f"{x:g}"
         start = min(max(0, int(column(x, width)) - len(label) // 2), width - len(label))
         if start >= len(text) + (1 if text else 0):
