@@ -23,7 +23,8 @@ import numpy as np
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
 
-from capibara.data.loader import Dataset, make_loader
+from capibara.data.dataset import Dataset
+from capibara.data.loader import make_loader
 from capibara.data.packing import Document, Packing, empty_batch
 from capibara.data.sources import StdlibSource
 from capibara.data.stream import Layout, RowStream
@@ -74,11 +75,10 @@ def ours(documents: list[np.ndarray], length: int, packing: Packing) -> Batches:
 def seqio_packing(pieces: list[np.ndarray], length: int) -> Callable[[], Batches]:
     tf, seqio = load_seqio()
     flat = tf.constant(np.concatenate(pieces))
-    ragged = tf.RaggedTensor.from_row_lengths(flat, [len(piece) for piece in pieces])
+    edges = tf.constant(np.cumsum([0, *map(len, pieces)]))
 
     def run() -> Batches:
-        examples = tf.data.Dataset.from_tensor_slices({"targets": ragged})
-        examples = examples.map(lambda e: {"targets": tf.ensure_shape(e["targets"], [None])})
+        examples = tf.data.Dataset.range(len(pieces)).map(lambda i: {"targets": flat[edges[i] : edges[i + 1]]})
         packed = seqio.utils.trim_and_pack_dataset(examples, {"targets": length}, use_custom_ops=False)
         for batch in packed.batch(BATCH_ROWS).prefetch(2).as_numpy_iterator():
             yield batch["targets_segment_ids"]

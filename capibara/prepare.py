@@ -67,7 +67,7 @@ def _source(args):
 
 def _source_in_gin(args):
     from capibara import config
-    from capibara.data.loader import Dataset
+    from capibara.data.dataset import Dataset
 
     config.parse(args.gin_file, args.gin_bindings, args.gin_search_paths)
     source = config.build(Dataset).source

@@ -6,18 +6,16 @@ import abc
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from capibara.data.dataset import Dataset
 from capibara.data.packing import Document, empty_batch
 from capibara.data.shuffle import epoch_order
 from capibara.data.sources import Documents
 from capibara.data.stream import Layout, RowStream, State
 from capibara.types import Batch, UserError
-
-if TYPE_CHECKING:
-    from capibara.data.loader import Dataset
 
 _READ_TOGETHER = 16  # documents tokenized at a time: tokenizers are faster on several
 
@@ -106,10 +104,6 @@ class SourceFeed(Feed):
     def batches(self, states: Sequence[State]) -> Iterator[tuple[Batch, Sequence[State]]]:
         if not self._endless:
             return one_stream(self.stream(0, 1, states[0]), self.share, self.dataset)
-        if self.dataset.workers:
-            from capibara.data import workers
-
-            return workers.batches(self, states)
         return stream_a_row(self.row_streams(self.first_row, states), self.dataset)
 
     def row_streams(self, first: int, states: Sequence[State]) -> list[RowStream]:
@@ -121,7 +115,8 @@ class SourceFeed(Feed):
         dataset = self.dataset
         reader = _Reader(self.documents, dataset, index, count, self.shuffles, self.share.epochs)
         layout = layout_of(dataset, count, (dataset.seed, index) if self.shuffles else None)
-        return RowStream(reader.read, layout, first_rows=math.ceil(layout.window_rows * (index + 1) / count), state=state)
+        first_rows = math.ceil(layout.window_rows * (index + 1) / count)
+        return RowStream(reader.read, layout, first_rows=first_rows, state=state)
 
 
 def layout_of(dataset: Dataset, streams: int, seeds: tuple[int, ...] | None) -> Layout:

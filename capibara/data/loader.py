@@ -8,94 +8,24 @@ stream, of which every host takes its rows, because all hosts have to see the sa
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from capibara.config import configurable
 from capibara.data import feeds
-from capibara.data.packing import Packing
+from capibara.data.baseline import unigram_bits_per_byte
+from capibara.data.dataset import Dataset
 from capibara.data.prefetch import Prefetcher
-from capibara.data.sources import SPLITS, Source
+from capibara.data.sources import SPLITS
 from capibara.data.stream import State
-from capibara.data.vocabulary import Vocabulary
 from capibara.types import Batch, UserError
 
+# The one door to this room: what a training program needs.
+__all__ = ["Dataset", "Loader", "make_loader", "merge_states", "unigram_bits_per_byte"]
+
 _VERSION = 1
-
-
-@configurable
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Dataset:
-    """What to train on, and how it is laid out in rows.
-
-    Attributes:
-      source: documents with random access; exactly one of this and `mixture_or_task_name` is given.
-      mixture_or_task_name: a registered SeqIO task or mixture.
-      task_module: the Python module that registers it.
-      vocabulary: the tokenizer. A SeqIO task brings its own: naming it here as well lets the model be compiled before
-        SeqIO is imported, and it is checked against the task's.
-      length: positions in a row.
-      packing: how documents share rows.
-      append_eos: whether an end token follows every document (a SeqIO task decides this in its preprocessors).
-      shuffle: whether training documents and rows come in a seeded order.
-      seed: the seed.
-      use_cached: take a SeqIO task's examples from its offline cache.
-      workers: processes that tokenize and pack; 0 is a thread of this process. SeqIO has threads of its own.
-      prefetch: batches kept ready; 0 makes each one when it is asked for.
-      window_rows: packing looks at so many rows' worth of documents at a time.
-      window_documents: and at so many documents of all rows together, whose rows are then mixed.
-    """
-
-    source: Source | None = None
-    mixture_or_task_name: str | None = None
-    task_module: str | None = None
-    vocabulary: Vocabulary | None = None
-    length: int = 1024
-    packing: Packing = Packing.BEST_FIT
-    append_eos: bool = True
-    shuffle: bool = True
-    seed: int = 0
-    use_cached: bool = False
-    workers: int = 0
-    prefetch: int = 4
-    window_rows: int = 64
-    window_documents: int = 128
-
-    def __post_init__(self) -> None:
-        if (self.source is None) == (self.mixture_or_task_name is None):
-            given = "neither" if self.source is None else "both"
-            raise UserError(f"Dataset needs one of source and mixture_or_task_name ({given} given)")
-        if self.source is not None and self.vocabulary is None:
-            raise UserError("Dataset.vocabulary is not set: a source needs one, such as @ByteVocabulary()")
-        for name, least in (("length", 2), ("workers", 0), ("prefetch", 0), ("window_rows", 1), ("window_documents", 1)):
-            if getattr(self, name) < least:
-                raise UserError(f"Dataset.{name} ({getattr(self, name)}) must be at least {least}")
-
-    @property
-    def is_seqio(self) -> bool:
-        return self.mixture_or_task_name is not None
-
-    def preload(self) -> None:
-        """Starts the imports that this dataset needs in a background thread; call it before a long compilation."""
-        if self.is_seqio:
-            from capibara.data import tasks
-
-            tasks.preload(self.task_module)
-
-    def get_vocabulary(self) -> Vocabulary:
-        """The tokenizer; of a SeqIO task without `vocabulary` this imports SeqIO."""
-        return self._task_vocabulary if self.vocabulary is None else self.vocabulary
-
-    @functools.cached_property
-    def _task_vocabulary(self) -> Vocabulary:
-        from capibara.data import tasks
-
-        return tasks.vocabulary_of(tasks.get(self.mixture_or_task_name, self.task_module))
 
 
 def make_loader(
@@ -132,11 +62,20 @@ def make_loader(
         split=split, batch_size=batch_size, shard_index=shard_index, shard_count=shard_count, epochs=epochs
     )
     if dataset.is_seqio:
-        from capibara.data import tasks
+        return Loader(dataset, share, lambda: _task_feed(dataset, share))
+    if dataset.workers and epochs is None:
+        from capibara.data.workers import WorkerFeed
 
-        return Loader(dataset, share, lambda: tasks.TaskFeed(dataset, share))
-    feed = feeds.SourceFeed(dataset, share)
+        feed: feeds.SourceFeed = WorkerFeed(dataset, share)
+    else:
+        feed = feeds.SourceFeed(dataset, share)
     return Loader(dataset, share, lambda: feed)
+
+
+def _task_feed(dataset: Dataset, share: feeds.Share) -> feeds.Feed:
+    from capibara.data.task_feed import TaskFeed
+
+    return TaskFeed(dataset, share)
 
 
 class Loader:
@@ -266,27 +205,3 @@ def _differences(saved: Mapping[str, Any], now: Mapping[str, Any], prefix: str =
         elif was != is_:
             found.append(f"{prefix}{name} was {was!r}, is {is_!r}")
     return found
-
-
-def unigram_bits_per_byte(train: Iterator[Batch], validation: Iterator[Batch], token_bytes: np.ndarray) -> float:
-    """Bits per byte of a unigram model: what a model must beat that has learnt more than frequencies.
-
-    Args:
-      train: batches whose targets are counted (take a number of them: a training loader may never end).
-      validation: batches on which the model is measured.
-      token_bytes: [V] from `Vocabulary.token_bytes`.
-    """
-    counts = _count(train, len(token_bytes)) + 1.0
-    bits = -np.log2(counts / counts.sum())
-    seen = _count(validation, len(token_bytes))
-    byte_count = float(seen @ token_bytes)
-    if not byte_count:
-        raise UserError("the validation batches hold no text: a unigram baseline needs some")
-    return float(seen @ bits) / byte_count
-
-
-def _count(batches: Iterator[Batch], size: int) -> np.ndarray:
-    counts = np.zeros(size, np.float64)
-    for batch in batches:
-        counts += np.bincount(batch["targets"][batch["weights"] > 0], minlength=size)
-    return counts

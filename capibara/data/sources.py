@@ -127,7 +127,8 @@ class TextSource(Source):
             raise UserError(f"TextSource.files ({_shown(paths)}) hold no text: the corpus is empty")
         ranges = np.array([file_of, start, stop], np.int64).T
         if not explicit:
-            keys = _name_hashes([os.path.basename(path) for path in paths])[ranges[:, 0]] + ranges[:, 1].astype(np.uint64)
+            files = _name_hashes([os.path.basename(path) for path in paths])
+            keys = files[ranges[:, 0]] + ranges[:, 1].astype(np.uint64)
             ranges = ranges[_split_by_hash(mix(keys), split, self.validation_fraction, "TextSource.files")]
         return _RangeDocuments(paths, ranges)
 
@@ -163,7 +164,8 @@ class JsonlSource(Source):
         if not len(lines):
             raise UserError(f"JsonlSource.files ({_shown(paths)}) hold no lines: the corpus is empty")
         if not explicit:
-            keys = _name_hashes([os.path.basename(path) for path in paths])[lines[:, 0]] + lines[:, 3].astype(np.uint64)
+            files = _name_hashes([os.path.basename(path) for path in paths])
+            keys = files[lines[:, 0]] + lines[:, 3].astype(np.uint64)
             lines = lines[_split_by_hash(mix(keys), split, self.validation_fraction, "JsonlSource.files")]
         documents = _JsonlDocuments(paths, lines, self.field)
         if sum(os.path.getsize(path) for path in paths) <= _CHECK_WHOLE_BYTES:
@@ -353,7 +355,8 @@ def _expand(name: str, patterns: Sequence[str]) -> list[str]:
         raise UserError(f"{name} is empty: name at least one file or glob")
     paths: list[str] = []
     for pattern in patterns:
-        found = [pattern] if os.path.isfile(pattern) else sorted(filter(os.path.isfile, glob.glob(pattern, recursive=True)))
+        found = [pattern] if os.path.isfile(pattern) else sorted(glob.glob(pattern, recursive=True))
+        found = [path for path in found if os.path.isfile(path)]
         if not found:
             raise UserError(f"{name} ({pattern!r}) matches no file")
         paths += found

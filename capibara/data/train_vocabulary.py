@@ -18,6 +18,22 @@ from capibara.types import UserError
 _LEAST_SIZE = 384  # three special ids, 256 bytes, and room for the usual characters
 _CHUNK_CHARACTERS = 4096
 _MEASURED_DOCUMENTS = 50
+_TRAINER = dict(
+    model_type="bpe",
+    byte_fallback=True,
+    normalization_rule_name="identity",
+    remove_extra_whitespaces=False,
+    add_dummy_prefix=False,
+    allow_whitespace_only_pieces=True,
+    split_digits=True,
+    character_coverage=0.9999,
+    max_sentence_length=16 * _CHUNK_CHARACTERS,
+    pad_id=0,
+    eos_id=1,
+    unk_id=2,
+    bos_id=-1,
+    minloglevel=2,
+)
 
 
 def train_sentencepiece(
@@ -57,25 +73,12 @@ def train_sentencepiece(
             sentence_iterator=counted(_chunks(documents, order, sample_bytes)),
             model_writer=model,
             vocab_size=size,
-            model_type="bpe",
-            byte_fallback=True,
-            normalization_rule_name="identity",
-            remove_extra_whitespaces=False,
-            add_dummy_prefix=False,
-            allow_whitespace_only_pieces=True,
-            split_digits=True,
-            character_coverage=0.9999,
-            max_sentence_length=16 * _CHUNK_CHARACTERS,
-            pad_id=0,
-            eos_id=1,
-            unk_id=2,
-            bos_id=-1,
             num_threads=os.cpu_count() or 1,
-            minloglevel=2,
+            **_TRAINER,
         )
     except RuntimeError as error:
-        message = " ".join(str(error).split())
-        raise UserError(f"size ({size}) does not fit this corpus: {message[message.rfind(']') + 1 :].strip()}") from error
+        reason = " ".join(str(error).rpartition("]")[2].split())  # after "file(line) [condition]"
+        raise UserError(f"size ({size}) does not fit this corpus: {reason}") from error
     os.makedirs(os.path.dirname(os.path.abspath(output)), exist_ok=True)
     partial = f"{output}.partial"
     with open(partial, "wb") as file:

@@ -153,7 +153,7 @@ class SentencePieceVocabulary(Vocabulary):
     def eos_id(self) -> int:
         eos = self.processor.eos_id()
         if eos < 0:
-            raise UserError(f"{self.path} has no end token (eos_id is -1): train one with `capibara prepare vocabulary`")
+            raise UserError(f"{self.path} has no end token (eos_id is -1): train one with capibara.prepare vocabulary")
         return eos
 
     @property

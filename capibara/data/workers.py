@@ -65,21 +65,20 @@ class RowGroupIterator(grain.DatasetIterator):
         self._open([[State(*row) for row in group] for group in state["groups"]], state["turn"])
 
 
-def batches(feed: SourceFeed, states: Sequence[State]) -> Iterator[tuple[Batch, Sequence[State]]]:
-    """Batches after `states`, made by `feed.dataset.workers` processes; endless.
+class WorkerFeed(SourceFeed):
+    """Rows made by `Dataset.workers` processes, or as many fewer as divide the rows of this host; endless."""
 
-    The workers are as many as divide the rows of this host, at most `Dataset.workers`.
-    """
-    if not flags.FLAGS.is_parsed():
-        flags.FLAGS.mark_as_parsed()  # Grain asks for flags of its own, and our verbs do not use absl's
-    rows = len(states)
-    count = max(n for n in range(1, min(rows, feed.dataset.workers) + 1) if rows % n == 0)
-    options = grain.MultiprocessingOptions(num_workers=count, per_worker_buffer_size=max(1, feed.dataset.prefetch))
-    iterator = iter(RowGroups(feed, states, count).mp_prefetch(options))
-    try:
-        while True:
-            groups = [next(iterator) for _ in range(count)]
-            batch = {key: np.concatenate([group[key] for group in groups]) for key in BATCH_KEYS}
-            yield batch, [State(*map(int, state)) for group in groups for state in group["state"]]
-    finally:
-        iterator.close()
+    def batches(self, states: Sequence[State]) -> Iterator[tuple[Batch, Sequence[State]]]:
+        if not flags.FLAGS.is_parsed():
+            flags.FLAGS.mark_as_parsed()  # Grain asks for flags of its own, and our verbs do not use absl's
+        rows = len(states)
+        count = max(n for n in range(1, min(rows, self.dataset.workers) + 1) if rows % n == 0)
+        options = grain.MultiprocessingOptions(num_workers=count, per_worker_buffer_size=max(1, self.dataset.prefetch))
+        iterator = iter(RowGroups(self, states, count).mp_prefetch(options))
+        try:
+            while True:
+                groups = [next(iterator) for _ in range(count)]
+                batch = {key: np.concatenate([group[key] for group in groups]) for key in BATCH_KEYS}
+                yield batch, [State(*map(int, state)) for group in groups for state in group["state"]]
+        finally:
+            iterator.close()

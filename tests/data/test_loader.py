@@ -10,7 +10,9 @@ import json
 import numpy as np
 import pytest
 
-from capibara.data.loader import Dataset, make_loader, merge_states, unigram_bits_per_byte
+from capibara.data.baseline import unigram_bits_per_byte
+from capibara.data.dataset import Dataset
+from capibara.data.loader import make_loader, merge_states
 from capibara.data.packing import Packing
 from capibara.data.sources import JsonlSource
 from capibara.data.vocabulary import ByteVocabulary

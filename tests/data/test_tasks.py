@@ -12,7 +12,8 @@ import textwrap
 import numpy as np
 import pytest
 
-from capibara.data.loader import Dataset, make_loader
+from capibara.data.dataset import Dataset
+from capibara.data.loader import make_loader
 from capibara.data.sources import StdlibSource
 from capibara.data.vocabulary import ByteVocabulary
 from capibara.types import BATCH_KEYS, UserError

@@ -1,0 +1,127 @@
+"""Rows of a SeqIO task or mixture.
+
+As in T5X an example's `inputs`, if it has any, come before its `targets` and carry no loss, and the first input of an
+example is the padding id. Unlike in T5X, an example longer than a row is not trimmed but cut.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from capibara.data import tasks
+from capibara.data.dataset import Dataset
+from capibara.data.feeds import Feed, Share, layout_of, one_stream
+from capibara.data.packing import Document
+from capibara.data.stream import RowStream, State
+from capibara.data.vocabulary import Vocabulary
+from capibara.types import Batch, UserError
+
+
+class TaskFeed(Feed):
+    """Rows of a SeqIO task or mixture: one stream a host, over its seqio.ShardInfo."""
+
+    def __init__(self, dataset: Dataset, share: Share):
+        super().__init__(dataset, share)
+        self._task = tasks.get(dataset.mixture_or_task_name, dataset.task_module)
+        self._endless = share.epochs is None
+        self.first_row = share.shard_index if self._endless else 0
+        if share.split not in self._task.splits:
+            splits = ", ".join(sorted(self._task.splits))
+            raise UserError(f"SeqIO task {self._task.name!r} has no split {share.split!r} (it has: {splits})")
+        _check_same(tasks.vocabulary_of(self._task), dataset.get_vocabulary(), self._task.name)
+
+    def initial_state(self) -> list[State]:
+        return [State()]
+
+    def settings(self) -> dict[str, Any]:
+        # Examples of a task are dealt out by host, so a state means the same only on as many hosts.
+        return {**super().settings(), "hosts": self.share.shard_count if self._endless else 1}
+
+    def data_fingerprint(self) -> dict[str, Any]:
+        parts = getattr(self._task, "tasks", [self._task])
+        return {"task": self._task.name, "sources": {part.name: self._source_fingerprint(part) for part in parts}}
+
+    def _source_fingerprint(self, task: Any) -> dict[str, Any]:
+        split = self.share.split
+        if split not in task.splits:
+            return {}
+        digest = hashlib.blake2b(digest_size=8)
+        for shard in task.source.list_shards(split):
+            digest.update(f"{os.path.basename(shard)}\0".encode())
+            if os.path.isfile(shard):
+                digest.update(f"{os.path.getsize(shard)}\0{os.stat(shard).st_mtime_ns}\0".encode())
+        return {"examples": task.num_input_examples(split), "shards": digest.hexdigest()}
+
+    def batches(self, states: Sequence[State]) -> Iterator[tuple[Batch, Sequence[State]]]:
+        seeds = (self.dataset.seed, self.share.shard_index) if self.shuffles else None
+        stream = RowStream(self._documents, layout_of(self.dataset, 1, seeds), state=states[0])
+        return one_stream(stream, self.share, self.dataset, private=self._endless)
+
+    def _documents(self, begin: int) -> Iterator[Document]:
+        bos_id = self.dataset.get_vocabulary().bos_id
+        for example in self._examples().skip(begin).as_numpy_iterator():
+            targets, inputs = _ids(example, "targets", self._task.name), example.get("inputs")
+            if inputs is None or not len(inputs):
+                yield Document(targets, None, bos_id)
+                continue
+            inputs = _ids(example, "inputs", self._task.name)
+            weights = np.ones(len(inputs) + len(targets), np.float32)
+            weights[: len(inputs)] = 0
+            yield Document(np.concatenate([inputs, targets]), weights, bos_id)
+
+    def _examples(self) -> Any:
+        """The tf.data.Dataset of this host's examples, in an order that depends on the seed alone."""
+        seqio, share = tasks.load(), self.share
+        by_host = self._endless and share.shard_count > 1
+        arguments = dict(
+            sequence_length={name: self.dataset.length for name in self._task.output_features},
+            split=share.split,
+            use_cached=self.dataset.use_cached,
+            shuffle=self.shuffles,
+            seed=self.dataset.seed,
+            shard_info=seqio.ShardInfo(share.shard_index, share.shard_count) if by_host else None,
+            num_epochs=share.epochs,
+            trim_output_features=False,
+        )
+        try:
+            if self._endless or isinstance(self._task, seqio.Task):
+                return self._task.get_dataset(**arguments)
+            # A mixture stops at its first exhausted task: a pass over all examples takes one task after the other.
+            parts = [task.get_dataset(**arguments) for task in self._task.tasks if share.split in task.splits]
+            features = tuple(self._task.output_features)
+            parts = [part.map(lambda example: {name: example[name] for name in features}) for part in parts]
+            return functools.reduce(lambda first, second: first.concatenate(second), parts)
+        except ValueError as error:
+            raise UserError(f"SeqIO task {self._task.name!r}: {' '.join(str(error).split())}") from error
+
+
+def _ids(example: dict[str, Any], feature: str, name: str) -> np.ndarray:
+    ids = example[feature]
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise UserError(
+            f"SeqIO task {name!r}: {feature} must be a list of token ids, not {ids.dtype} {ids.shape}: "
+            "add seqio.preprocessors.tokenize"
+        )
+    return ids.astype(np.int32, copy=False)
+
+
+def _check_same(task: Vocabulary, given: Vocabulary, name: str) -> None:
+    """The task's ids must mean the same in the vocabulary that was given in Gin (which may have unused ids more)."""
+    common = min(task.size, given.size)
+    same = (
+        np.array_equal(task.token_bytes()[:common], given.token_bytes()[:common])
+        and not task.token_bytes()[common:].any()
+        and (task.pad_id, task.eos_id) == (given.pad_id, given.eos_id)
+        and task.decode(range(common)) == given.decode(range(common))
+    )
+    if not same:
+        raise UserError(
+            f"Dataset.vocabulary ({given}) differs from the one of SeqIO task {name!r} "
+            f"(sizes {given.size} and {task.size}): leave Dataset.vocabulary out, or give the same"
+        )
