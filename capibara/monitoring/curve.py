@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 CURVE_FILE = "loss_curve.png"
 
 _TRAIN, _EVAL, _INK, _FAINT = "#4a6fa5", "#c8553d", "#333333", "#8a8a8a"
+_TERMINAL_TRAIN, _TERMINAL_EVAL = "cyan", "red"  # named colours follow the terminal's own palette
 
 
 @configurable
@@ -128,10 +129,10 @@ def read_curves(path: str, baseline_bits_per_byte: float | None = None, baseline
 
 
 def smooth(values: np.ndarray) -> np.ndarray:
-    """Centred running mean over about a thirtieth of the points, narrower towards both ends so that it has no lag."""
+    """Centred running mean over about a twentieth of the points, narrower towards both ends so that it has no lag."""
     count = len(values)
     index = np.arange(count)
-    half = np.minimum(max(1, count // 60), np.minimum(index, count - 1 - index))
+    half = np.minimum(count // 40, np.minimum(index, count - 1 - index))
     sums = np.concatenate([[0.0], np.cumsum(values)])
     return (sums[index + half + 1] - sums[index - half]) / (2 * half + 1)
 
@@ -159,17 +160,17 @@ def print_chart(curves: Curves, console: Console) -> None:
     width = max(20, min(72, console.width - 14))
     train = (curves.train_steps, smooth(curves.train_loss))
     rows = chart.draw(train, (curves.eval_steps, curves.eval_loss), level=curves.baseline, width=width)
-    legend = Text.assemble("loss, nats per token:  ", ("⠤⠤ training", _TRAIN))
+    legend = Text.assemble("loss, nats per token:  ", ("⠤⠤ training", _TERMINAL_TRAIN))
     if len(curves.eval_loss):
-        legend.append("  ").append(f"{chart.MARK} validation", _EVAL)
+        legend.append("  ").append(f"{chart.MARK} validation", _TERMINAL_EVAL)
     if curves.baseline is not None:
         legend.append(f"  ⠒ ⠒ {curves.baseline_label}")
     console.print(legend)
     rows[-1] = f"{rows[-1]:<{len(rows[-2])}} step"
     for row in rows:
         text = Text(row, no_wrap=True)
-        text.highlight_regex(chart.MARK, _EVAL)
-        text.highlight_regex("[⠁-⣿]+", _TRAIN)
+        text.highlight_regex(chart.MARK, _TERMINAL_EVAL)
+        text.highlight_regex("[⠁-⣿]+", _TERMINAL_TRAIN)
         console.print(text)
     if curves.bits_per_byte is not None:
         line = f"validation: {curves.bits_per_byte:.4f} bits per byte"
@@ -210,7 +211,7 @@ def _figure(curves: Curves) -> Any:
     left = min([*curves.train_steps[:1], *curves.eval_steps[:1]])
     axes.set_xlim(left=0 if left <= 0.1 * axes.get_xlim()[1] else left)
     _label_ends(axes, curves)
-    figure.text(0.075, 0.93, "Loss, nats per token", fontsize=13, color=_INK, weight="semibold", va="center")
+    figure.text(0.075, 0.93, "Loss, nats per token", fontsize=13, color=_INK, weight="bold", va="center")
     figure.text(0.075, 0.878, _subtitle(curves), fontsize=9.5, color=_FAINT, va="center")
     return figure
 

@@ -71,7 +71,7 @@ class ProgressLine(Callback):
         body = Text.assemble((printable(prompt), "bold"), shown)
         lines = body.split("\n", allow_blank=True)
         self._print(f"step {step} sample:", style="cyan")
-        self._console.print(Text("\n").join(Text("  | ", "dim") + line for line in lines), soft_wrap=True)
+        self._console.print(Text("\n").join(Text.assemble(("  | ", "dim"), line) for line in lines), soft_wrap=True)
 
     def on_checkpoint(self, step: int) -> None:
         self._print(f"step {step} checkpoint", style="dim")
