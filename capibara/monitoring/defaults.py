@@ -6,6 +6,9 @@ import dataclasses
 import os
 
 from capibara.config import configurable
+from capibara.monitoring.curve import LossCurve
+from capibara.monitoring.loggers import MetricsFile, TensorBoard
+from capibara.monitoring.progress import ProgressLine
 from capibara.training.callbacks import Callback, Callbacks, RunInfo
 
 
@@ -40,15 +43,4 @@ class ConfigFile(Callback):
 
 def usual() -> list[Callback]:
     """What a run has when its Gin file says nothing."""
-    return [_Print()]
-
-
-class _Print(Callback):
-    def on_step(self, step, metrics):
-        print("step", step, dict(metrics))
-
-    def on_evaluate(self, step, metrics):
-        print("eval", step, dict(metrics))
-
-    def on_sample(self, step, prompt, text):
-        print(repr(prompt + text))
+    return [MetricsFile(), TensorBoard(), ProgressLine(), LossCurve()]

@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from capibara import sharding
-from capibara.data.loader import Loader, make_loader, merge_states
+from capibara.data.loader import Loader, make_loader, merge_states, unigram_bits_per_byte
 from capibara.models import api
 from capibara.training import state as states
 from capibara.training.callbacks import RunInfo
@@ -68,13 +68,30 @@ class Run:
         return sharding.global_batch(self.batch_sharding, next(self.batches))
 
     def evaluate(self, params: Params) -> dict[str, float]:
-        """Metrics over the validation split."""
-        evaluation = self.trainer.evaluation
-        rows = evaluation.batch_size or self.trainer.plan.batch_size // self.trainer.plan.accumulation
-        loader = _loader(self.trainer, "validation", rows, epochs=1)
-        with contextlib.closing(loader):
-            batches = itertools.islice(loader, evaluation.max_batches)
-            return evaluate(self.eval_step, params, batches, self.batch_sharding)
+        """Metrics over the validation split, with the unigram baseline where one is asked for."""
+        with contextlib.closing(self._validation()) as loader:
+            batches = itertools.islice(loader, self.trainer.evaluation.max_batches)
+            metrics = evaluate(self.eval_step, params, batches, self.batch_sharding)
+        if self.trainer.evaluation.unigram_batches:
+            metrics["unigram_bits_per_byte"] = self._unigram_bits_per_byte
+        return metrics
+
+    @functools.cached_property
+    def _unigram_bits_per_byte(self) -> float:
+        evaluation, vocabulary = self.trainer.evaluation, self.trainer.dataset.get_vocabulary()
+        seen = _loader(self.trainer, "train", self.trainer.plan.batch_size)
+        with contextlib.closing(seen), contextlib.closing(self._validation()) as unseen:
+            return unigram_bits_per_byte(
+                itertools.islice(seen, evaluation.unigram_batches),
+                itertools.islice(unseen, evaluation.max_batches),
+                vocabulary.token_bytes(),
+            )
+
+    def _validation(self) -> Loader:
+        plan = self.trainer.plan
+        return _loader(
+            self.trainer, "validation", self.trainer.evaluation.batch_size or plan.batch_size // plan.accumulation, 1
+        )
 
     def info(self, start_step: int, peak_flops: float | None, config: str) -> RunInfo:
         """What callbacks are told."""

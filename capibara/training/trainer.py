@@ -23,16 +23,20 @@ class Evaluation:
       max_batches: batches of one evaluation; None: the whole split.
       batch_size: rows of an evaluation batch; None: as in training.
       patience: evaluations without a better loss after which the run stops; None: never.
+      unigram_batches: training batches that a unigram model is fitted on, whose bits per byte then stand beside the
+        model's as a baseline; 0: none.
     """
 
     every: int = 500
     max_batches: int | None = None
     batch_size: int | None = None
     patience: int | None = None
+    unigram_batches: int = 0
 
     def __post_init__(self):
-        if self.every < 0:
-            raise UserError(f"Evaluation.every is {self.every}, must be at least 0 (0: never)")
+        for name in ("every", "unigram_batches"):
+            if getattr(self, name) < 0:
+                raise UserError(f"Evaluation.{name} is {getattr(self, name)}, must be at least 0 (0: none)")
         for name in ("max_batches", "batch_size", "patience"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise UserError(f"Evaluation.{name} is {getattr(self, name)}, must be at least 1, or None")
