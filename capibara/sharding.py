@@ -275,10 +275,16 @@ def activate(mesh: Mesh, rules: Rules) -> Iterator[None]:
         _current.reset(token)
 
 
+def active() -> tuple[Mesh, Rules] | None:
+    """The mesh and rules of the `activate` context; None outside it and on a single device."""
+    current = _current.get()
+    return None if current is None or current[0].size == 1 else current
+
+
 def constrain(x: jax.Array, axes: Axes) -> jax.Array:
     """Tells the compiler how an activation lies on the mesh; outside `activate` it returns `x` as it is."""
-    current = _current.get()
-    if current is None or current[0].size == 1:
+    current = active()
+    if current is None:
         return x
     mesh, rules = current
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, rules.spec(axes)))

@@ -16,6 +16,9 @@ from capibara.sharding import Remat
 from capibara.types import Batch, Params
 
 
+__all__ = ["DecoderConfig", "Model", "build"]
+
+
 @dataclasses.dataclass(frozen=True)
 class Model:
     """A model without its parameters.

@@ -31,7 +31,7 @@ def make_eval_step(model: Model, plan: Plan, mesh: Mesh, token_bytes: np.ndarray
     def eval_step(params: Params, batch: Batch) -> tuple[LossSums, jax.Array]:
         with sharding.activate(mesh, plan.rules):
             hidden = model.hidden(params, batch, Remat.NONE)
-            sums = cross_entropy(hidden, model.head(params), batch["targets"], batch["weights"])
+            _, sums = cross_entropy(hidden, model.head(params), batch["targets"], batch["weights"])
         return sums, jnp.sum(jnp.asarray(bytes_V)[batch["targets"]] * batch["weights"])
 
     return eval_step

@@ -1,13 +1,19 @@
-"""Next-token losses as sums, so that micro-batches and hosts add up exactly."""
+"""Next-token losses as sums, so that micro-batches and hosts add up exactly; logits are never whole."""
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
-from capibara.sharding import constrain
+from capibara import sharding
+
+# Bytes of one block of float32 logits on a device: what stays in a CPU's cache, and little beside an HBM.
+_BLOCK_BYTES = {"cpu": 8 * 2**20}
+_DEFAULT_BLOCK_BYTES = 256 * 2**20
 
 
 class LossSums(NamedTuple):
@@ -16,7 +22,7 @@ class LossSums(NamedTuple):
     Attributes:
       nll: negative log-likelihood in nats.
       z: squared log of the softmax normaliser (the z-loss of PaLM, before its coefficient).
-      correct: targets that are the arg max.
+      correct: targets that no other token beats.
       weight: sum of the weights.
     """
 
@@ -27,23 +33,119 @@ class LossSums(NamedTuple):
 
 
 def cross_entropy(
-    hidden_BTD: jax.Array, head_VD: jax.Array, targets_BT: jax.Array, weights_BT: jax.Array
-) -> LossSums:
+    hidden_BTD: jax.Array, head_VD: jax.Array, targets_BT: jax.Array, weights_BT: jax.Array, *, z_loss: float = 0.0
+) -> tuple[jax.Array, LossSums]:
     """Cross entropy of softmax(hidden @ head.T) against the targets.
+
+    Logits are made and used up in blocks of places. Where gradients are wanted they are made in the same pass, while a
+    block's probabilities are at hand, so the logits are computed once. Each batch shard adds up its own head gradient
+    over the blocks; they are reduced once.
 
     Args:
       hidden_BTD: final hidden states, in the compute dtype.
       head_VD: output projection, float32.
       targets_BT: wanted token ids.
-      weights_BT: weight of each target; 0 leaves it out.
+      weights_BT: weight of each target; 0 leaves it out. No gradient.
+      z_loss: coefficient of the squared log normaliser in the loss.
+
+    Returns:
+      The loss, nll + z_loss * z, to differentiate; and the sums, without gradient.
     """
-    logits = jnp.einsum("BTD,VD->BTV", hidden_BTD, head_VD.astype(hidden_BTD.dtype), preferred_element_type=jnp.float32)
-    logits = constrain(logits, ("batch", "act_time", "act_vocab"))
-    log_z = jax.nn.logsumexp(logits, axis=-1)
-    target = jnp.take_along_axis(logits, targets_BT[..., None], axis=-1)[..., 0]
-    return LossSums(
-        nll=jnp.sum((log_z - target) * weights_BT),
-        z=jnp.sum(jnp.square(log_z) * weights_BT),
-        correct=jnp.sum((jnp.argmax(logits, axis=-1) == targets_BT) * weights_BT),
-        weight=jnp.sum(weights_BT),
+    head_VD = head_VD.astype(hidden_BTD.dtype)
+    current = sharding.active()
+    if current is None:
+        return _totals(_blocked_loss(hidden_BTD, head_VD, targets_BT, weights_BT, z_loss))
+    mesh, rules = current
+    rows = P(rules.batch)
+    local = jax.shard_map(
+        lambda *args: jax.tree.map(lambda x: x[None], _blocked_loss(*args, z_loss)),
+        mesh=mesh,
+        in_specs=(rows, P(), rows, rows),
+        out_specs=rows,
+        axis_names=set(rules.batch),
+        check_vma=False,
     )
+    return _totals(jax.tree.map(lambda x: jnp.sum(x, 0), local(hidden_BTD, head_VD, targets_BT, weights_BT)))
+
+
+def _totals(loss_and_sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, LossSums]:
+    loss, sums = loss_and_sums
+    return loss, LossSums(*jax.lax.stop_gradient(sums))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _blocked_loss(hidden_BTD, head_VD, targets_BT, weights_BT, z_loss: float) -> tuple[jax.Array, jax.Array]:
+    """The loss and the four LossSums [4] of one batch shard."""
+
+    def add(sums, block):
+        return sums + _block(block, head_VD, z_loss)[0], None
+
+    sums, _ = _over_blocks(add, jnp.zeros(4), (hidden_BTD, targets_BT, weights_BT), head_VD)
+    return sums[0] + z_loss * sums[1], sums
+
+
+def _blocked_loss_forward(hidden_BTD, head_VD, targets_BT, weights_BT, z_loss):
+    def add(carry, block):
+        sums, dhead_DV = carry
+        block_sums, dlogits = _block(block, head_VD, z_loss)
+        hidden = block[0]
+        dhidden = _dot(dlogits, head_VD, 1, 0).astype(hidden.dtype)
+        return (sums + block_sums, dhead_DV + _dot(hidden, dlogits, 0, 0)), dhidden
+
+    # The head's gradient adds up as [D, V]: hidden.T @ dlogits is the order that XLA's CPU matmul runs fastest.
+    start = (jnp.zeros(4), jnp.zeros(head_VD.shape[::-1], jnp.float32))
+    (sums, dhead_DV), dhidden = _over_blocks(add, start, (hidden_BTD, targets_BT, weights_BT), head_VD)
+    B, T, D = hidden_BTD.shape
+    dhidden_BTD = jnp.moveaxis(dhidden.reshape(-1, B, T // dhidden.shape[0], D), 0, 1).reshape(B, T, D)
+    return (sums[0] + z_loss * sums[1], sums), (dhidden_BTD, dhead_DV.T.astype(head_VD.dtype))
+
+
+def _blocked_loss_backward(z_loss, gradients, upstream):
+    del z_loss
+    dloss, _ = upstream  # the sums have no gradient
+    dhidden_BTD, dhead_VD = gradients
+    return (dhidden_BTD * dloss).astype(dhidden_BTD.dtype), (dhead_VD * dloss).astype(dhead_VD.dtype), None, None
+
+
+_blocked_loss.defvjp(_blocked_loss_forward, _blocked_loss_backward)
+
+
+def _block(block, head_VD, z_loss: float) -> tuple[jax.Array, jax.Array]:
+    """Sums [4] of a block of places, and the loss's gradient by its logits [places, V]."""
+    hidden, targets, weights = block
+    logits = _dot(hidden, head_VD, 1, 1)
+    largest = jnp.max(logits, axis=-1, keepdims=True)
+    exponentials = jnp.exp(logits - largest)
+    total = jnp.sum(exponentials, axis=-1, keepdims=True)
+    log_z = (jnp.log(total) + largest)[:, 0]
+    # Comparing with the ids, not indexing, keeps a vocabulary that is sharded where it is.
+    is_target = targets[:, None] == jax.lax.broadcasted_iota(targets.dtype, logits.shape, 1)
+    target = jnp.sum(jnp.where(is_target, logits, 0.0), axis=-1)
+    correct = (target >= largest[:, 0]).astype(jnp.float32)
+    columns = (log_z - target, jnp.square(log_z), correct, jnp.ones_like(weights))
+    sums = jnp.stack([jnp.sum(column * weights) for column in columns])
+    scale = (weights * (1.0 + 2.0 * z_loss * log_z))[:, None]
+    dlogits = exponentials * (scale / total) - jnp.where(is_target, weights[:, None], 0.0)
+    return sums, dlogits.astype(hidden.dtype)
+
+
+def _over_blocks(body, carry, arrays, head_VD):
+    """Scans `body` over blocks of places; arrays [B, T, ...] become [blocks, B * T / blocks, ...]."""
+    B, T = arrays[1].shape
+    limit = _BLOCK_BYTES.get(jax.default_backend(), _DEFAULT_BLOCK_BYTES)
+    wanted = -(-B * T * head_VD.shape[0] * 4 // limit)
+    blocks = next(n for n in range(min(wanted, T), T + 1) if T % n == 0)
+
+    def split(x):
+        x = jnp.moveaxis(x.reshape(B, blocks, T // blocks, *x.shape[2:]), 1, 0)
+        return x.reshape(blocks, B * T // blocks, *x.shape[3:])
+
+    split_arrays = tuple(split(x) for x in arrays)
+    if blocks > 1:
+        return jax.lax.scan(body, carry, split_arrays)
+    carry, out = body(carry, tuple(x[0] for x in split_arrays))
+    return carry, None if out is None else out[None]
+
+
+def _dot(a, b, contract_a: int, contract_b: int) -> jax.Array:
+    return jax.lax.dot_general(a, b, (((contract_a,), (contract_b,)), ((), ())), preferred_element_type=jnp.float32)

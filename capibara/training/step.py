@@ -42,8 +42,7 @@ def make_train_step(
 
     def loss_sum(params: Params, batch: Batch) -> tuple[jax.Array, LossSums]:
         hidden = model.hidden(params, batch, plan.remat)
-        sums = cross_entropy(hidden, model.head(params), batch["targets"], batch["weights"])
-        return sums.nll + z_loss * sums.z, sums
+        return cross_entropy(hidden, model.head(params), batch["targets"], batch["weights"], z_loss=z_loss)
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         with activate(mesh, plan.rules):

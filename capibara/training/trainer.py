@@ -6,7 +6,7 @@ import dataclasses
 
 from capibara.config import configurable
 from capibara.data.loader import Dataset
-from capibara.models.decoder import DecoderConfig
+from capibara.models.api import DecoderConfig
 from capibara.optim import Optimizer
 from capibara.sharding import Plan
 from capibara.training.checkpoints import Checkpointing
