@@ -51,14 +51,18 @@ def cross_entropy(
     Returns:
       The loss, nll + z_loss * z, to differentiate; and the sums, without gradient.
     """
-    head_VD = head_VD.astype(hidden_BTD.dtype)
+
+    def shard_loss(hidden_BTD, head_VD, targets_BT, weights_BT):
+        # The cast is in here so that the shards' head gradients are summed in float32.
+        return _blocked_loss(hidden_BTD, head_VD.astype(hidden_BTD.dtype), targets_BT, weights_BT, z_loss)
+
     current = sharding.active()
     if current is None:
-        return _totals(_blocked_loss(hidden_BTD, head_VD, targets_BT, weights_BT, z_loss))
+        return _totals(shard_loss(hidden_BTD, head_VD, targets_BT, weights_BT))
     mesh, rules = current
     rows = P(rules.batch)
     local = jax.shard_map(
-        lambda *args: jax.tree.map(lambda x: x[None], _blocked_loss(*args, z_loss)),
+        lambda *args: jax.tree.map(lambda x: x[None], shard_loss(*args)),
         mesh=mesh,
         in_specs=(rows, P(), rows, rows),
         out_specs=rows,
