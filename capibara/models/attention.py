@@ -67,9 +67,7 @@ class Attention(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array, angles: tuple[jax.Array, jax.Array] | None, segment_ids_BT: jax.Array):
         dtype = x_BTD.dtype
-        q = jnp.einsum("BTD,DNH->BTNH", x_BTD, self.query[...].astype(dtype))
-        k = jnp.einsum("BTD,DKH->BTKH", x_BTD, self.key[...].astype(dtype))
-        v = jnp.einsum("BTD,DKH->BTKH", x_BTD, self.value[...].astype(dtype))
+        q, k, v = (layers.dense(x_BTD, weight[...]) for weight in (self.query, self.key, self.value))
         if self.config.bias:
             q, k, v = (
                 q + self.query_bias[...].astype(dtype),
@@ -82,5 +80,5 @@ class Attention(nnx.Module):
         if angles is not None:
             q, k = layers.rotate(q, angles), layers.rotate(k, angles)
         y = attend(q, k, v, segment_ids_BT)
-        y = jnp.einsum("BTNH,NHD->BTD", y, self.out[...].astype(dtype))
+        y = layers.dense(y, self.out[...], in_dims=2)
         return y + self.out_bias[...].astype(dtype) if self.config.bias else y

@@ -120,15 +120,15 @@ class MLP(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         dtype = x_BTD.dtype
-        h = x_BTD @ self.up[...].astype(dtype)
+        h = layers.dense(x_BTD, self.up[...])
         if self.config.bias:
             h = h + self.up_bias[...].astype(dtype)
         if self.config.activation.gated:
-            h = self.config.activation(x_BTD @ self.gate[...].astype(dtype)) * h
+            h = self.config.activation(layers.dense(x_BTD, self.gate[...])) * h
         else:
             h = self.config.activation(h)
         h = constrain(h, ("batch", "act_time", "act_mlp"))
-        y = h @ self.down[...].astype(dtype)
+        y = layers.dense(h, self.down[...])
         return y + self.down_bias[...].astype(dtype) if self.config.bias else y
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Callable
 
 import jax
@@ -38,6 +39,26 @@ def fan_in(*in_axes: int, scale: float = 1.0) -> Initializer:
 
 zeros = jax.nn.initializers.zeros
 ones = jax.nn.initializers.ones
+
+
+def dense(x: jax.Array, weight: jax.Array, in_dims: int = 1) -> jax.Array:
+    """Contracts the last `in_dims` dimensions of x with the first of the weight, in x's dtype.
+
+    Written as one product of two matrices: a weight gradient that contracts batch and time as two dimensions costs
+    XLA's CPU back end a transposed copy of the output gradient and its slower matmul.
+
+    Args:
+      x: [B, T, in ...].
+      weight: [in ..., out ...].
+      in_dims: how many dimensions `in ...` has.
+
+    Returns:
+      [B, T, out ...].
+    """
+    leading, inner, outer = x.shape[:-in_dims], x.shape[x.ndim - in_dims :], weight.shape[in_dims:]
+    size = math.prod(inner)
+    y = x.reshape(-1, size) @ weight.astype(x.dtype).reshape(size, -1)
+    return y.reshape(*leading, *outer)
 
 
 class NormKind(enum.StrEnum):
