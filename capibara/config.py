@@ -305,8 +305,9 @@ class _Parsing:
                     used.add(macro)
                     if macro not in defined:
                         where = _bound_at.get((scope, selector, parameter), "")
-                        hint = did_you_mean(macro, defined, "macros") or f": define it, e.g. --gin.{macro}=VALUE"
-                        raise UserError(f"{where}: %{macro} has no value{hint}")
+                        close = fields.nearest(macro, defined)
+                        hint = f"did you mean {close[0]}?" if close else f"give it with --gin.{macro}=VALUE"
+                        raise UserError(f"{where}: %{macro} has no value: {hint}")
         for macro in sorted(defined - from_files - used):
             choices = {*from_files, *used}
             raise UserError(f"--gin.{macro}: no Gin file uses {macro}{did_you_mean(macro, choices, 'macros')}")

@@ -53,7 +53,7 @@ def continue_prompt(model_dir: str, gin_files: Sequence[str], args, prompt: str)
         step = checkpoints.latest_step()
         if step is None:
             raise UserError(f"{model_dir} holds no checkpoint yet: train it first")
-        params = checkpoints.restore_params(step, target, ema=trainer.ema_decay is not None)
+        params = checkpoints.restore_params(step, target)
     generate = Generator(model, trainer.dataset.get_vocabulary(), trainer.dataset.length, sampling)
     return generate(params, prompt)
 

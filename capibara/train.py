@@ -47,15 +47,16 @@ def train(gin_files: Sequence[str], bindings: Sequence[str], search_paths: Seque
     config.parse(gin_files, bindings, search_paths)
     trainer = config.build(Trainer)
     sharding.use_compilation_cache()
-    if emulate:
+    if emulate is not None:
         sharding.emulate(emulate)
-        shrunk = emulation.shrunk_bindings(trainer, emulate)
+    sharding.start_distributed(emulated=emulate is not None)
+    if emulate is not None:
+        shrunk = emulation.shrunk_bindings(trainer, jax.device_count())
         if shrunk:
-            print(f"--emulate={emulate}: {emulation.RULE}\n  " + "\n  ".join(shrunk))
+            if jax.process_index() == 0:
+                print(f"--emulate={emulate}: {emulation.RULE}\n  " + "\n  ".join(shrunk))
             config.parse(gin_files, [*bindings, *shrunk], search_paths)
             trainer = config.build(Trainer)
-    else:
-        sharding.start_distributed()
     trainer.dataset.preload()
     texts, callbacks = config.build(SampleText), config.build(Monitoring).build()
     print_changes(trainer.model_dir)

@@ -6,17 +6,20 @@ SeqIO brings TensorFlow, whose import takes seconds: it is imported inside funct
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import functools
 import importlib
 import logging
 import os
+import sys
 import threading
 from collections.abc import Sequence
 from typing import Any
 
 from capibara import extras
+from capibara.data.quiet import without_cpp_logs
 from capibara.data.vocabulary import Vocabulary, sentencepiece_pieces
 from capibara.types import UserError
 
@@ -46,9 +49,10 @@ def load(task_module: str | None = None) -> Any:
         # TensorFlow reads these when it is imported, and says much on stderr without them.
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
         os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
-        tf = extras.require("tensorflow", extra="seqio", why="SeqIO tasks")
-        for kind in ("GPU", "TPU"):
-            tf.config.set_visible_devices([], kind)
+        with contextlib.nullcontext() if "tensorflow" in sys.modules else without_cpp_logs():
+            tf = extras.require("tensorflow", extra="seqio", why="SeqIO tasks")
+            for kind in ("GPU", "TPU"):
+                tf.config.set_visible_devices([], kind)
         # SeqIO advises against its own FunctionDataSource because a restart repeats data; ours does not.
         logging.getLogger("absl").addFilter(_is_no_restart_advice)
         seqio = extras.require("seqio", extra="seqio", why="SeqIO tasks")

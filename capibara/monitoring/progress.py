@@ -34,6 +34,10 @@ class ProgressLine(Callback):
         self._last_step = 0
         self._seconds_per_step: float | None = None
 
+    def on_status(self, text: str) -> None:
+        self._console = self._console or make_console()
+        self._print(text, style="dim")
+
     def on_train_begin(self, run: RunInfo) -> None:
         self._console = self._console or make_console()
         self._run = run
@@ -81,6 +85,9 @@ class ProgressLine(Callback):
             self._live.stop()
             self._live = None
         done, seconds = step - self._run.start_step, time.perf_counter() - self._began
+        if not done and reason != "interrupted":
+            self._print(_nothing_left(self._run, reason), style="bold")
+            return
         words = {"finished": "finished", "early_stopping": "stopped early", "interrupted": "interrupted"}
         self._print(
             f"{words.get(reason, reason)} at step {step}: {_count(done, 'step')} in {duration(seconds)}; "
@@ -176,8 +183,19 @@ def _live_line(console: Console) -> Any:
     return live
 
 
+def _nothing_left(run: RunInfo, reason: str) -> str:
+    if reason == "early_stopping":
+        return f"nothing to do: the run stopped early at step {run.start_step}; raise Evaluation.patience to go on"
+    return (
+        f"nothing to do: the run is at step {run.start_step} of {run.total_steps} already; raise TRAIN_STEPS "
+        "(--gin.TRAIN_STEPS=...) to go on"
+    )
+
+
 def _start_line(run: RunInfo) -> str:
     devices = f"{run.device_count} x {run.device_kind}"
+    if run.start_step >= run.total_steps:
+        return f"{quantity(run.param_count)} parameters on {devices}"
     steps = f"steps {run.start_step} to {run.total_steps}" if run.start_step else f"{_count(run.total_steps, 'step')}"
     carry_on = f"carrying on from step {run.start_step}; " if run.start_step else ""
     return (

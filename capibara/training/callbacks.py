@@ -43,6 +43,9 @@ class Callback:
     Evaluation metrics: loss, perplexity, bits_per_byte, token_accuracy, tokens.
     """
 
+    def on_status(self, text: str) -> None:
+        """While the run is set up, before `on_train_begin`: what takes time, or took it. From any thread."""
+
     def on_train_begin(self, run: RunInfo) -> None:
         """Before the first step, after a checkpoint was restored."""
 
@@ -67,6 +70,9 @@ class Callbacks(Callback):
 
     def __init__(self, callbacks: Sequence[Callback]):
         self._callbacks = tuple(callbacks)
+
+    def on_status(self, text: str) -> None:
+        self._each("on_status", text)
 
     def on_train_begin(self, run: RunInfo) -> None:
         self._each("on_train_begin", run)

@@ -17,6 +17,9 @@ from capibara.training.state import TrainState
 from capibara.types import PyTree, UserError
 
 
+_NOT_WRITABLE = (NotADirectoryError, FileExistsError, PermissionError, FileNotFoundError)
+
+
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Checkpointing:
@@ -118,10 +121,19 @@ class Checkpoints:
         )
         return TrainState(**parts["state"])
 
-    def restore_params(self, step: int, target: PyTree, *, ema: bool) -> PyTree:
-        """Reads only the parameters of a step (their average where `ema`), for inference and export."""
-        ocp = self._ocp
-        name = "ema" if ema else "params"
+    def restore_params(self, step: int, target: PyTree) -> PyTree:
+        """Reads only the parameters of a step, their moving average where one was kept: for inference and export.
+
+        Args:
+          step: from `latest_step`.
+          target: ShapeDtypeStructs with the shardings wanted.
+
+        Raises:
+          UserError: the checkpoint holds another model: names the first array that differs.
+        """
+        ocp, saved = self._ocp, self.restore_progress(step).shapes
+        name = "ema" if any(path.startswith("ema/") for path in saved) else "params"
+        self._check_shapes(step, {p: s for p, s in saved.items() if p.startswith(f"{name}/")}, _shapes({name: target}))
         restore_args = ocp.checkpoint_utils.construct_restore_args({name: target})
         restored = self._manager.restore(
             step,
@@ -148,9 +160,12 @@ class Checkpoints:
         for path in sorted(saved.keys() | wanted.keys(), key=lambda p: (not p.startswith("params/"), p)):
             old, new = saved.get(path, "nothing"), wanted.get(path, "nothing")
             if old != new:
+                part = path.partition("/")[0]
+                other = {"opt_state": "another optimizer's state", "ema": "another ema_decay's state"}
                 raise UserError(
-                    f"checkpoint {self._folder}/{step} holds another model: {path} is {old} there, {new} in this "
-                    "configuration: restore the configuration of the run, or set another MODEL_DIR"
+                    f"checkpoint {self._folder}/{step} holds {other.get(part, 'another model')}: {path} is {old} "
+                    f"there, {new} in this configuration: restore the configuration of the run, or set another "
+                    "MODEL_DIR"
                 )
 
     @contextmanager
@@ -158,6 +173,10 @@ class Checkpoints:
         try:
             yield
         except Exception as error:
+            if isinstance(error, _NOT_WRITABLE):
+                raise UserError(
+                    f"{self._folder} cannot be written ({error.strerror}: {error.filename}): set another MODEL_DIR"
+                ) from error
             if not _is_disk_full(error):
                 raise
             raise UserError(

@@ -6,11 +6,20 @@ import signal
 import threading
 from types import FrameType
 
+import jax
+import numpy as np
+
 
 class StopRequest:
-    """Within `with`, the first SIGINT or SIGTERM only sets `signal_number`; a second SIGINT interrupts at once."""
+    """Within `with`, the first SIGINT or SIGTERM only sets `signal_number`; a second SIGINT interrupts at once.
 
-    def __init__(self) -> None:
+    Args:
+      agree_every: where there are several hosts, they ask each other every so many steps whether one was signalled:
+        each must do the same number of steps. It costs a wait for the devices.
+    """
+
+    def __init__(self, agree_every: int = 1) -> None:
+        self._agree_every = agree_every
         self.signal_number: int | None = None
         self._previous: dict[int, object] = {}
 
@@ -23,6 +32,16 @@ class StopRequest:
     def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+
+    def agreed(self, step: int) -> int | None:
+        """The signal for which to stop after `step`, or None; the same on every host."""
+        if jax.process_count() == 1:
+            return self.signal_number
+        if step % self._agree_every:
+            return None
+        from jax.experimental import multihost_utils
+
+        return int(np.max(multihost_utils.process_allgather(np.int32(self.signal_number or 0)))) or None
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         if self.signal_number is not None and number == signal.SIGINT:

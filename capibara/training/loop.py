@@ -52,14 +52,15 @@ def train(
       config: the operative configuration, for the callbacks.
     """
     callbacks = callbacks if jax.process_index() == 0 else Callback()
-    run = set_up(trainer)
-    with StopRequest() as stop, run.checkpoints, contextlib.closing(run.batches):
+    run = set_up(trainer, status=callbacks.on_status)
+    with StopRequest(agree_every=trainer.log_every) as stop, run.checkpoints, contextlib.closing(run.batches):
         state, first_step, early = run.start()
         step, saved = first_step, first_step
         meter = Meter(trainer.plan.batch_size * trainer.dataset.length)
         callbacks.on_train_begin(run.info(first_step, peak_flops, config))
         while True:
-            done = step >= trainer.steps or stop.signal_number is not None
+            signal_number = stop.agreed(step)
+            done = step >= trainer.steps or signal_number is not None
             if step > first_step and _due(step, trainer.evaluation.every, step >= trainer.steps):
                 metrics = run.evaluate(state.eval_params)
                 early.update(metrics["loss"])
@@ -84,9 +85,9 @@ def train(
             if step % trainer.log_every == 0 or step == trainer.steps:
                 callbacks.on_step(step, meter.read())
         run.checkpoints.wait()
-    reason = "interrupted" if stop.signal_number else "early_stopping" if early.stop else "finished"
+    reason = "interrupted" if signal_number else "early_stopping" if early.stop else "finished"
     callbacks.on_train_end(step, reason)
-    return Outcome(step, reason, stop.signal_number)
+    return Outcome(step, reason, signal_number)
 
 
 def _due(step: int, every: int, last: bool = False) -> bool:

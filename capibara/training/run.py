@@ -8,6 +8,8 @@ import dataclasses
 import functools
 import itertools
 import json
+import math
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -110,21 +112,32 @@ class Run:
         )
 
 
-def set_up(trainer: Trainer, devices: list[jax.Device] | None = None) -> Run:
-    """Builds everything. The data feed and the checkpoint library start in a thread while the step compiles."""
+def set_up(
+    trainer: Trainer, devices: list[jax.Device] | None = None, status: Callable[[str], None] = lambda text: None
+) -> Run:
+    """Builds everything. The data feed and the checkpoint library start in a thread while the step compiles.
+
+    Args:
+      trainer: the run.
+      devices: of the mesh; None: all.
+      status: told of what takes time.
+    """
     mesh = sharding.make_mesh(trainer.plan, devices)
+    _check_evaluation(trainer, mesh)
+    if trainer.dataset.vocabulary is not None:
+        _check_vocabulary(trainer)  # now: that of a SeqIO task is known only once SeqIO is imported
     model = api.build(trainer.model)
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+    with concurrent.futures.ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as undo:
         opened = pool.submit(_open_checkpoints_and_data, trainer)
+        undo.callback(_close, opened)
+        status(f"compiling the train step for {mesh.size} devices")
+        begin_s = time.perf_counter()
         parts = compile_step(trainer, model, mesh)
+        status(f"compiled in {time.perf_counter() - begin_s:.1f} s")
         checkpoints, restored, batches = opened.result()
-    vocabulary = trainer.dataset.get_vocabulary()
-    if vocabulary.size > trainer.model.vocab_size:
-        raise UserError(
-            f"DecoderConfig.vocab_size ({trainer.model.vocab_size}) must be at least the vocabulary's size "
-            f"({vocabulary.size}): try {-(-vocabulary.size // 128) * 128}"
-        )
-    eval_step = make_eval_step(model, trainer.plan, mesh, vocabulary.token_bytes())
+        _check_vocabulary(trainer)
+        eval_step = make_eval_step(model, trainer.plan, mesh, trainer.dataset.get_vocabulary().token_bytes())
+        undo.pop_all()
     return Run(
         trainer=trainer,
         mesh=mesh,
@@ -135,6 +148,34 @@ def set_up(trainer: Trainer, devices: list[jax.Device] | None = None) -> Run:
         restored=restored,
         **parts,
     )
+
+
+def _check_vocabulary(trainer: Trainer) -> None:
+    size = trainer.dataset.get_vocabulary().size
+    if size > trainer.model.vocab_size:
+        raise UserError(
+            f"DecoderConfig.vocab_size ({trainer.model.vocab_size}) must be at least the vocabulary's size ({size}): "
+            f"try {-(-size // 128) * 128}"
+        )
+
+
+def _check_evaluation(trainer: Trainer, mesh: Mesh) -> None:
+    rows = trainer.evaluation.batch_size
+    shards = math.prod(mesh.shape[axis] for axis in trainer.plan.rules.batch)
+    if rows is not None and rows % shards:
+        raise UserError(
+            f"Evaluation.batch_size ({rows}) must be a multiple of {shards} "
+            f"({' x '.join(f'{axis}={mesh.shape[axis]}' for axis in trainer.plan.rules.batch)}): "
+            f"try {max(1, round(rows / shards)) * shards}"
+        )
+
+
+def _close(opened: concurrent.futures.Future) -> None:
+    """After a fault elsewhere: neither the data's threads nor the checkpoints' may outlive it."""
+    if opened.exception() is None:
+        checkpoints, _, batches = opened.result()
+        batches.close()
+        checkpoints.close()
 
 
 def compile_step(trainer: Trainer, model: api.Model, mesh: Mesh) -> dict[str, Any]:
@@ -176,13 +217,15 @@ def abstract_batch(rows: int, length: int, batch_sharding: NamedSharding) -> dic
 
 def _open_checkpoints_and_data(trainer: Trainer) -> tuple[Checkpoints, Restored | None, Loader]:
     """The data feed starts from the newest checkpoint's state, so the checkpoints are opened first."""
-    checkpoints = Checkpoints(trainer.model_dir, trainer.checkpointing)
-    step = checkpoints.latest_step()
-    restored = None if step is None else checkpoints.restore_progress(step)
-    batches = _loader(trainer, "train", trainer.plan.batch_size)
-    if restored is not None:
-        batches.set_state(restored.data)
-    batches.start()
+    with contextlib.ExitStack() as undo:
+        checkpoints = undo.enter_context(Checkpoints(trainer.model_dir, trainer.checkpointing))
+        step = checkpoints.latest_step()
+        restored = None if step is None else checkpoints.restore_progress(step)
+        batches = _loader(trainer, "train", trainer.plan.batch_size)
+        if restored is not None:
+            batches.set_state(restored.data)
+        batches.start()
+        undo.pop_all()
     return checkpoints, restored, batches
 
 

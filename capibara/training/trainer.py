@@ -71,6 +71,8 @@ class Trainer:
     ema_decay: float | None = None
 
     def __post_init__(self):
+        if not self.model_dir.strip():
+            raise UserError("Trainer.model_dir is empty: name a folder, e.g. --gin.MODEL_DIR=runs/mine")
         if self.steps < 1 or self.log_every < 1:
             raise UserError(f"Trainer.steps ({self.steps}) and log_every ({self.log_every}) must be at least 1")
         if self.ema_decay is not None and not 0.0 < self.ema_decay < 1.0:

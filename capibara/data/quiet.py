@@ -1,0 +1,58 @@
+"""Keeps TensorFlow's start-up messages off the terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Iterator
+
+# What C++ code logs ("I0000 00:00:1795260255.792467 20288 cudart_stub.cc:31] ..."), and absl's line before the first.
+_LOG_LINE = re.compile(rb"^(WARNING: All log messages before absl::InitializeLog|[IWE]\d{4} [\d:. ]+\S+:\d+\] )")
+
+
+@contextlib.contextmanager
+def without_cpp_logs() -> Iterator[None]:
+    """Drops the log lines that C++ libraries write to standard error within this context.
+
+    No setting of TensorFlow's reaches the lines that it logs while it is loaded (that there is no GPU), so file
+    descriptor 2 is a temporary file meanwhile. What else was written follows at the end, and all of it where the
+    context fails. Python's own standard error goes on to the terminal: another thread may have to report a mistake.
+    """
+    python = sys.stderr
+    try:
+        terminal = os.dup(2)
+    except OSError:  # a process without standard error
+        yield
+        return
+    with tempfile.TemporaryFile() as file, open(terminal, "wb", buffering=0) as sink:
+        direct = open(os.dup(terminal), "w", encoding=getattr(python, "encoding", None) or "utf-8", errors="replace")
+        ours = _is_descriptor_2(python)
+        if ours:
+            python.flush()
+            direct.reconfigure(line_buffering=True)
+            sys.stderr = direct
+        os.dup2(file.fileno(), 2)
+        pattern = _LOG_LINE
+        try:
+            yield
+        except BaseException:
+            pattern = None
+            raise
+        finally:
+            os.dup2(terminal, 2)
+            if ours and sys.stderr is direct:
+                sys.stderr = python
+            file.seek(0)
+            for line in file:
+                if pattern is None or not pattern.match(line):
+                    sink.write(line)
+
+
+def _is_descriptor_2(stream: object) -> bool:
+    try:
+        return stream.fileno() == 2
+    except (AttributeError, OSError, ValueError):
+        return False
