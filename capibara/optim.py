@@ -18,6 +18,7 @@ import numpy as np
 import optax
 
 from capibara.config import configurable
+from capibara.tree import is_axes
 from capibara.types import Params, PyTree, UserError
 
 Axes = tuple[str | None, ...]
@@ -244,11 +245,6 @@ class Optimizer:
                 if self.momentum is not None:
                     rule.append(optax.ema(self.momentum, debias=False))
                 return rule
-
-
-def is_axes(x: Any) -> bool:
-    """Whether `x` is one parameter's tuple of logical axis names (and not a container of parameters)."""
-    return isinstance(x, tuple) and not hasattr(x, "_fields") and all(a is None or isinstance(a, str) for a in x)
 
 
 def decay_mask(axes: PyTree) -> PyTree:

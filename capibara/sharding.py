@@ -9,7 +9,6 @@ import contextlib
 import contextvars
 import ctypes
 import dataclasses
-import difflib
 import enum
 import os
 import sys
@@ -20,7 +19,9 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from capibara import tree
 from capibara.config import configurable
+from capibara.fields import did_you_mean
 from capibara.types import Batch, PyTree, UserError
 
 MESH_AXES = ("data", "fsdp", "tensor")
@@ -63,7 +64,7 @@ class Rules:
                 if axis not in MESH_AXES:
                     raise UserError(
                         f"Rules.{field.name} names the mesh axis {axis!r}, which must be one of "
-                        f"{', '.join(MESH_AXES)}{_nearest(axis, MESH_AXES)}"
+                        f"{', '.join(MESH_AXES)}{did_you_mean(axis, MESH_AXES)}"
                     )
 
     def spec(self, axes: Axes) -> PartitionSpec:
@@ -83,7 +84,7 @@ class Rules:
                 continue
             if not hasattr(self, name):
                 names = [f.name for f in dataclasses.fields(self)]
-                raise UserError(f"logical axis {name!r} has no rule in Rules{_nearest(name, names)}")
+                raise UserError(f"logical axis {name!r} has no rule in Rules{did_you_mean(name, names)}")
             mesh_axes = getattr(self, name)
             for mesh_axis in mesh_axes:
                 if mesh_axis in owner:
@@ -254,11 +255,12 @@ def shardings(mesh: Mesh, rules: Rules, axes: PyTree, shapes: PyTree | None = No
     Raises:
       UserError: a dimension does not divide over its mesh axes; names parameter, dimension and fix.
     """
-    result = jax.tree.map(lambda a: NamedSharding(mesh, rules.spec(a)), axes, is_leaf=_is_axes)
+    result = jax.tree.map(lambda a: NamedSharding(mesh, rules.spec(a)), axes, is_leaf=tree.is_axes)
     if shapes is not None:
-        flat = jax.tree_util.tree_flatten_with_path(axes, is_leaf=_is_axes)[0]
-        for (path, names), leaf in zip(flat, jax.tree.leaves(shapes), strict=True):
-            _check_divides(mesh, rules, jax.tree_util.keystr(path, simple=True, separator="/"), names, leaf.shape)
+        for path, leaf, leaf_axes in zip(
+            tree.path_names(shapes), jax.tree.leaves(shapes), jax.tree.leaves(axes, is_leaf=tree.is_axes), strict=True
+        ):
+            _check_divides(mesh, rules, path, leaf_axes, leaf.shape)
     return result
 
 
@@ -312,15 +314,6 @@ def constrain(x: jax.Array, axes: Axes) -> jax.Array:
         return x
     mesh, rules = current
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, rules.spec(axes)))
-
-
-def _is_axes(x: Any) -> bool:
-    return isinstance(x, tuple) and all(isinstance(a, (str, type(None))) for a in x) and not hasattr(x, "_fields")
-
-
-def _nearest(name: str, names: Sequence[str]) -> str:
-    close = difflib.get_close_matches(name, names, 1)
-    return f": did you mean {close[0]!r}?" if close else ""
 
 
 def _nearest_divisor(wanted: int, total: int) -> int:

@@ -28,6 +28,11 @@ def map_with_names(fn: Callable[[str, Any], Any], tree: PyTree) -> PyTree:
     return jax.tree_util.tree_map_with_path(lambda path, leaf: fn(_name(path), leaf), tree)
 
 
+def is_axes(x: Any) -> bool:
+    """Whether `x` is one parameter's tuple of logical axis names (and not a container of parameters)."""
+    return isinstance(x, tuple) and not hasattr(x, "_fields") and all(a is None or isinstance(a, str) for a in x)
+
+
 def byte_count(tree: PyTree) -> int:
     """Bytes of all leaves: arrays or jax.ShapeDtypeStruct, counted whole however they are sharded."""
     import jax

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from capibara import optim
+from capibara import optim, tree
 from capibara.optim import Optimizer, OptimizerName, Schedule, ScheduleKind
 from capibara.types import UserError
 
@@ -35,7 +35,7 @@ def shape_of(axes):
 
 
 def make_params(seed=0, axes=AXES):
-    leaves, treedef = jax.tree.flatten(axes, is_leaf=optim.is_axes)
+    leaves, treedef = jax.tree.flatten(axes, is_leaf=tree.is_axes)
     rng = np.random.default_rng(seed)
     return treedef.unflatten([jnp.asarray(rng.normal(size=shape_of(a)), jnp.float32) for a in leaves])
 
@@ -120,7 +120,7 @@ class TestMasks:
         assert names_where(optim.decay_mask(AXES)) == MATRICES | LOOKUPS
 
     def test_hidden_matrices(self):
-        found = jax.tree.map(optim.hidden_matrix, AXES, is_leaf=optim.is_axes)
+        found = jax.tree.map(optim.hidden_matrix, AXES, is_leaf=tree.is_axes)
         numbers = lambda x: isinstance(x, optax.contrib.MuonDimensionNumbers)
         assert names_where(found, is_leaf=numbers) == MATRICES
         layers = found["layers"]
@@ -189,7 +189,7 @@ class TestRules:
         stacked = take_step(optimizer, axes, params, grads)
         for layer in range(SIZES["layers"]):
             pick = lambda tree: jax.tree.map(lambda x: x[layer], tree)
-            single_axes = jax.tree.map(lambda a: a[1:], axes, is_leaf=optim.is_axes)
+            single_axes = jax.tree.map(lambda a: a[1:], axes, is_leaf=tree.is_axes)
             single = take_step(optimizer, single_axes, pick(params), pick(grads))
             jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5), pick(stacked), single)
 
@@ -252,11 +252,11 @@ class TestStateAxes:
         state = jax.eval_shape(tx.init, abstract)
         sizes = {**SIZES, None: None}
         jax.tree.map(lambda leaf, axes: self.check_leaf(leaf, axes, sizes), state, result)
-        assert len(jax.tree.leaves(result, is_leaf=optim.is_axes)) == len(jax.tree.leaves(state))
+        assert len(jax.tree.leaves(result, is_leaf=tree.is_axes)) == len(jax.tree.leaves(state))
 
     @staticmethod
     def check_leaf(leaf, axes, sizes):
-        assert optim.is_axes(axes) and len(axes) == leaf.ndim
+        assert tree.is_axes(axes) and len(axes) == leaf.ndim
         assert all(name is None or sizes[name] == size for name, size in zip(axes, leaf.shape, strict=True))
         assert leaf.size <= 3 or None not in axes, (leaf, axes)
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from capibara import tree
 from capibara.models.decoder import Decoder, DecoderConfig
 from capibara.sharding import Remat
 from capibara.types import Batch, Params
@@ -47,7 +47,7 @@ class Model:
 
     @property
     def param_count(self) -> int:
-        return sum(leaf.size for leaf in jax.tree.leaves(self.abstract_params))
+        return tree.param_count(self.abstract_params)
 
     def flops_per_token(self, length: int) -> float:
         """Model FLOPs of one trained token: 6 per matmul weight, plus causal attention (PaLM, appendix B).
@@ -59,7 +59,7 @@ class Model:
         embeddings = config.vocab_size * config.embed_dim  # the look-up is no matmul, the head is one
         matmul_params = sum(
             leaf.size
-            for leaf, axes in zip(jax.tree.leaves(self.abstract_params), _axes_leaves(self.axes), strict=True)
+            for leaf, axes in zip(jax.tree.leaves(self.abstract_params), jax.tree.leaves(self.axes, is_leaf=tree.is_axes), strict=True)
             if len([a for a in axes if a != "layers"]) > 1 and "vocab" not in axes and "position" not in axes
         )
         attention = 12 * config.num_layers * config.num_heads * config.head_size * length / 2
@@ -100,7 +100,3 @@ class _Names:
     """Wraps a tuple of names so that tree functions take it as one leaf."""
 
     names: tuple[str, ...]
-
-
-def _axes_leaves(axes: Any) -> list[tuple[str, ...]]:
-    return jax.tree.leaves(axes, is_leaf=lambda x: isinstance(x, tuple))
