@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import logging
 import os
 import shutil
 from collections.abc import Iterator
@@ -12,11 +13,14 @@ from typing import Any
 
 import jax
 
+from capibara import tree
 from capibara.config import configurable
 from capibara.training.state import TrainState
+from capibara.tree import byte_count
 from capibara.types import PyTree, UserError
 
 
+_COMPRESSED = 0.9  # bytes on disk of a byte of trained float32, at best
 _NOT_WRITABLE = (NotADirectoryError, FileExistsError, PermissionError, FileNotFoundError)
 
 
@@ -59,8 +63,12 @@ class Checkpoints:
         self._ocp = ocp
         self._folder = os.path.join(os.path.abspath(model_dir) if "://" not in model_dir else model_dir, "checkpoints")
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=config.keep, keep_period=config.keep_every, enable_async_checkpointing=True
+            max_to_keep=config.keep,
+            keep_period=config.keep_every,
+            enable_async_checkpointing=True,
+            cleanup_tmp_directories=True,  # a save that failed may be what fills the disk
         )
+        logging.getLogger("absl").addFilter(_is_not_disk_full)
         with self._disk_errors():
             self._manager = ocp.CheckpointManager(self._folder, options=options)
 
@@ -88,6 +96,8 @@ class Checkpoints:
         """
         args = self._ocp.args
         with self._disk_errors():
+            self._manager.wait_until_finished()  # as save would, but the room is to be seen after it
+            self._check_room(byte_count(_as_dict(state)))
             self._manager.save(
                 step,
                 args=args.Composite(
@@ -155,6 +165,11 @@ class Checkpoints:
         finally:
             self._manager.close()
 
+    def _check_room(self, state_bytes: int) -> None:
+        """Refuses a save that cannot end well: one that fails half-way takes the rest of the disk with it."""
+        if "://" not in self._folder and _free_bytes(self._folder) < _COMPRESSED * state_bytes:
+            raise OSError(errno.ENOSPC, f"a checkpoint takes about {state_bytes / 2**20:.0f} MiB")
+
     def _check_shapes(self, step: int, saved: dict[str, Any], wanted: dict[str, Any]) -> None:
         # Parameters first: the moments of the optimizer differ only because they do.
         for path in sorted(saved.keys() | wanted.keys(), key=lambda p: (not p.startswith("params/"), p)):
@@ -171,31 +186,43 @@ class Checkpoints:
     @contextmanager
     def _disk_errors(self) -> Iterator[None]:
         try:
-            yield
-        except Exception as error:
-            if isinstance(error, _NOT_WRITABLE):
-                raise UserError(
-                    f"{self._folder} cannot be written ({error.strerror}: {error.filename}): set another MODEL_DIR"
-                ) from error
-            if not _is_disk_full(error):
-                raise
+            with disk_full_explained(self._folder):
+                yield
+        except _NOT_WRITABLE as error:
             raise UserError(
-                f"disk full while saving to {self._folder} ({_free_bytes(self._folder) / 2**20:.0f} MiB free): make "
-                "room, lower Checkpointing.keep, or set another MODEL_DIR; run the command again to carry on"
+                f"{self._folder} cannot be written ({error.strerror}: {error.filename}): set another MODEL_DIR"
             ) from error
+
+
+@contextmanager
+def disk_full_explained(folder: str) -> Iterator[None]:
+    """Within it, whatever fails because the disk is full raises a UserError that names `folder`."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        if not _is_disk_full(error):
+            raise
+        raise UserError(
+            f"disk full while saving to {folder} ({_free_bytes(folder) / 2**20:.0f} MiB free): make room, lower "
+            "Checkpointing.keep, or set another MODEL_DIR; run the command again to carry on"
+        ) from error
 
 
 def _as_dict(state: TrainState) -> dict[str, Any]:
     return {f.name: getattr(state, f.name) for f in dataclasses.fields(state)}
 
 
-def _shapes(tree: PyTree) -> dict[str, str]:
-    """Path -> "float32[2,3]" for every array, so that two models can be told apart before anything is read."""
-    flat = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="/"): f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
-        for path, leaf in flat
-    }
+def _shapes(arrays: PyTree) -> dict[str, str]:
+    """Name -> "float32[2,3]" for every array, so that two models can be told apart before anything is read."""
+    described = (f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]" for leaf in jax.tree.leaves(arrays))
+    return dict(zip(tree.path_names(arrays), described, strict=True))
+
+
+def _is_not_disk_full(record: logging.LogRecord) -> bool:
+    # Orbax logs a failed save with its traceback, then raises it where we wait: once is enough.
+    return not (record.exc_info and _is_disk_full(record.exc_info[1]))
 
 
 def _is_disk_full(error: BaseException | None) -> bool:
@@ -209,6 +236,7 @@ def _is_disk_full(error: BaseException | None) -> bool:
 
 
 def _free_bytes(folder: str) -> int:
+    folder = os.path.abspath(folder)
     while not os.path.exists(folder):
         folder = os.path.dirname(folder)
     return shutil.disk_usage(folder).free

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 import jax
 
 from capibara.training.callbacks import Callback
+from capibara.training.checkpoints import disk_full_explained
 from capibara.training.interrupt import StopRequest
 from capibara.training.metrics import Meter
 from capibara.training.run import set_up
@@ -53,7 +54,11 @@ def train(
     """
     callbacks = callbacks if jax.process_index() == 0 else Callback()
     run = set_up(trainer, status=callbacks.on_status)
-    with StopRequest(agree_every=trainer.log_every) as stop, run.checkpoints, contextlib.closing(run.batches):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(disk_full_explained(trainer.model_dir))
+        stop = stack.enter_context(StopRequest(agree_every=trainer.log_every))
+        stack.enter_context(run.checkpoints)
+        stack.enter_context(contextlib.closing(run.batches))
         state, first_step, early = run.start()
         step, saved = first_step, first_step
         meter = Meter(trainer.plan.batch_size * trainer.dataset.length)
@@ -85,8 +90,8 @@ def train(
             if step % trainer.log_every == 0 or step == trainer.steps:
                 callbacks.on_step(step, meter.read())
         run.checkpoints.wait()
-    reason = "interrupted" if signal_number else "early_stopping" if early.stop else "finished"
-    callbacks.on_train_end(step, reason)
+        reason = "interrupted" if signal_number else "early_stopping" if early.stop else "finished"
+        callbacks.on_train_end(step, reason)
     return Outcome(step, reason, signal_number)
 
 
