@@ -1,0 +1,120 @@
+"""A tiny run, and eyes on everything that its loop does."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from capibara.data.dataset import Dataset
+from capibara.data.sources import JsonlSource
+from capibara.data.vocabulary import ByteVocabulary
+from capibara.models.api import DecoderConfig
+from capibara.optim import Optimizer, Schedule
+from capibara.sharding import Plan
+from capibara.training import loop
+from capibara.training.callbacks import Callback
+from capibara.training.checkpoints import Checkpointing
+from capibara.training.trainer import Evaluation, Trainer
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory):
+    """JSON lines of a language that can be learned."""
+    rng = np.random.default_rng(0)
+    path = tmp_path_factory.mktemp("corpus") / "corpus.jsonl"
+    words = ["capybara", "river", "grass", "swims", "sleeps", "eats"]
+    texts = [" ".join(rng.choice(words, int(rng.integers(3, 40)))) for _ in range(200)]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+@pytest.fixture
+def make_trainer(corpus, tmp_path):
+    """(changes of Trainer's fields) -> a run of 20 steps on fsdp=4 x tensor=2."""
+    base = Trainer(
+        model_dir=str(tmp_path / "run"),
+        steps=20,
+        model=DecoderConfig(vocab_size=384, embed_dim=32, num_layers=2, num_heads=2, mlp_dim=64, dtype="float32"),
+        plan=Plan(batch_size=8, fsdp=4, tensor=2),
+        dataset=Dataset(
+            source=JsonlSource(files=(str(corpus),), validation_fraction=0.2), vocabulary=ByteVocabulary(), length=64
+        ),
+        # The schedule's length is fixed, so that a run that is stopped at a smaller `steps` follows the same one.
+        optimizer=Optimizer(schedule=Schedule(kind="rsqrt", learning_rate=1e-2, warmup_steps=2)),
+        evaluation=Evaluation(every=0),
+        checkpointing=Checkpointing(every=0),
+        log_every=1,
+    )
+    return lambda **changes: dataclasses.replace(base, **changes)
+
+
+class Seen(Callback):
+    """What a run did: losses and batch hashes by step, evaluations, checkpoints, and the last state on the host."""
+
+    def __init__(self) -> None:
+        self.losses: dict[int, float] = {}
+        self.evaluations: dict[int, dict[str, float]] = {}
+        self.batches: list[str] = []
+        self.checkpoints: list[int] = []
+        self.statuses: list[str] = []
+        self.start_step = self.outcome = self.started = self.state = self.early = None
+
+    def on_status(self, text):
+        self.statuses.append(text)
+
+    def on_train_begin(self, run):
+        self.start_step = run.start_step
+
+    def on_step(self, step, metrics):
+        self.losses[step] = metrics["loss"]
+
+    def on_evaluate(self, step, metrics):
+        self.evaluations[step] = dict(metrics)
+
+    def on_checkpoint(self, step):
+        self.checkpoints.append(step)
+
+
+@pytest.fixture
+def train(monkeypatch):
+    """(trainer, devices, evaluate, after_step) -> Seen; `evaluate(n)` may give the loss of the n-th evaluation."""
+
+    set_up = loop.set_up
+
+    def run_it(trainer, devices=None, evaluate=None, after_step=None, seen=None):
+        seen = seen or Seen()
+
+        def watched(trainer, status):
+            run = set_up(trainer, devices, status)
+            step, start, evaluation = run.train_step, run.start, run.evaluate
+
+            def started():
+                state, first, seen.early = start()
+                seen.started = seen.state = jax.device_get(state)
+                return state, first, seen.early
+
+            def train_step(state, batch):
+                host = jax.device_get(batch)
+                seen.batches.append(hashlib.sha256(b"".join(host[k].tobytes() for k in sorted(host))).hexdigest())
+                state, metrics = step(state, batch)
+                seen.state = jax.device_get(state)
+                if after_step is not None:
+                    after_step(int(seen.state.step))
+                return state, metrics
+
+            def evaluated(params):
+                return evaluation(params) if evaluate is None else {"loss": evaluate(len(seen.evaluations))}
+
+            run.train_step, run.start, run.evaluate = train_step, started, evaluated
+            return run
+
+        monkeypatch.setattr(loop, "set_up", watched)
+        seen.outcome = loop.train(trainer, seen)
+        return seen
+
+    return run_it

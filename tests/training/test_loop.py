@@ -1,0 +1,126 @@
+"""The loop: stopping and going on changes nothing, on any mesh and feed; early stopping; what callbacks are told."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+
+import jax
+import numpy as np
+import pytest
+
+from capibara.sharding import Plan
+from capibara.training.checkpoints import Checkpointing
+from capibara.training.trainer import Evaluation
+from capibara.types import UserError
+
+
+def assert_equal_states(one, other):
+    jax.tree.map(np.testing.assert_array_equal, dataclasses.asdict(one), dataclasses.asdict(other))
+
+
+def assert_carried_on(whole, first, second, at=10):
+    assert (first.start_step, second.start_step) == (0, at)
+    assert first.batches + second.batches == whole.batches
+    assert {**first.losses, **second.losses} == whole.losses  # exactly, as floats
+    assert_equal_states(second.state, whole.state)
+
+
+def test_stop_and_resume_equals_the_uninterrupted_run_bit_for_bit(make_trainer, train, tmp_path):
+    trainer = make_trainer(ema_decay=0.9, evaluation=Evaluation(every=5, max_batches=2))
+    whole = train(dataclasses.replace(trainer, model_dir=str(tmp_path / "whole")))
+    first = train(dataclasses.replace(trainer, steps=10))
+    second = train(trainer)
+    assert_carried_on(whole, first, second)
+    assert len(set(whole.batches)) == 20 and sorted(whole.losses) == list(range(1, 21))
+    assert whole.losses[20] < 0.8 * whole.losses[1]
+    assert second.state.ema is not None and int(second.state.step) == 20
+    # The evaluation of step 10 is neither repeated nor counted twice.
+    assert (list(first.evaluations), list(second.evaluations)) == ([5, 10], [15, 20])
+    assert {**first.evaluations, **second.evaluations} == whole.evaluations
+    assert second.early.state() == whole.early.state()
+
+
+def test_it_holds_for_a_seqio_task(make_trainer, train, tmp_path):
+    dataset = dataclasses.replace(
+        make_trainer().dataset,
+        source=None,
+        mixture_or_task_name="python_stdlib",
+        task_module="capibara.data.builtin_tasks",
+    )
+    trainer = make_trainer(dataset=dataset)
+    whole = train(dataclasses.replace(trainer, model_dir=str(tmp_path / "whole")))
+    assert_carried_on(whole, train(dataclasses.replace(trainer, steps=10)), train(trainer))
+
+
+def test_a_run_goes_on_on_other_meshes(make_trainer, train):
+    """fsdp=4 x tensor=2, then 2 x 2 x 2, then one device: what is restored is what was saved, and learning goes on."""
+    first = train(make_trainer(steps=4))
+    second = train(make_trainer(steps=6, plan=Plan(batch_size=8, data=2, fsdp=2, tensor=2)))
+    third = train(make_trainer(steps=8, plan=Plan(batch_size=8)), jax.devices()[:1])
+    assert_equal_states(second.started, first.state)
+    assert_equal_states(third.started, second.state)
+    assert (second.start_step, third.start_step) == (4, 6)
+    assert len({*first.batches, *second.batches, *third.batches}) == 8
+    losses = {**first.losses, **second.losses, **third.losses}
+    assert sorted(losses) == list(range(1, 9)) and losses[8] < losses[1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_run_after_its_step(make_trainer, train, number):
+    stopped = train(make_trainer(), after_step=lambda step: step == 3 and os.kill(os.getpid(), number))
+    assert dataclasses.astuple(stopped.outcome) == (3, "interrupted", number)
+    assert stopped.checkpoints == [3]
+    again = train(make_trainer(steps=5))
+    assert again.start_step == 3 and again.outcome.reason == "finished" and sorted(again.losses) == [4, 5]
+
+
+def test_early_stopping_survives_a_resume(make_trainer, train, tmp_path):
+    losses = [5.0, 4.0, 4.5, 4.2, 4.1, 1.0]  # the best is the second; patience 3 ends after the fifth
+    trainer = make_trainer(evaluation=Evaluation(every=2, patience=3), steps=12)
+    whole = train(dataclasses.replace(trainer, model_dir=str(tmp_path / "whole")), evaluate=losses.__getitem__)
+    assert (whole.outcome.step, whole.outcome.reason) == (10, "early_stopping") and whole.checkpoints == [10]
+
+    first = train(dataclasses.replace(trainer, steps=6), evaluate=losses.__getitem__)
+    assert first.outcome.reason == "finished" and first.early.state() == {"best": 4.0, "bad": 1}
+    second = train(trainer, evaluate=lambda n: losses[3 + n])
+    assert (second.outcome.step, second.outcome.reason) == (10, "early_stopping")
+    # Once more: it has stopped, and trains nothing.
+    third = train(trainer, evaluate=losses.__getitem__)
+    assert (third.outcome.step, third.outcome.reason, third.batches) == (10, "early_stopping", [])
+    # More patience: it goes on.
+    patient = dataclasses.replace(trainer, evaluation=Evaluation(every=2, patience=9))
+    assert train(patient, evaluate=losses.__getitem__).outcome.step == 12
+
+
+def test_nothing_is_trained_when_all_steps_are_done(make_trainer, train):
+    train(make_trainer(steps=2))
+    again = train(make_trainer(steps=2, evaluation=Evaluation(every=1)))
+    assert dataclasses.astuple(again.outcome) == (2, "finished", None)
+    assert (again.batches, again.checkpoints, again.evaluations) == ([], [], {})
+
+
+def test_retention(make_trainer, train, tmp_path):
+    train(make_trainer(steps=9, checkpointing=Checkpointing(every=2, keep=2, keep_every=4)))
+    assert sorted(int(p.name) for p in (tmp_path / "run" / "checkpoints").iterdir()) == [4, 8, 9]
+
+
+def test_status_lines_say_what_takes_time(make_trainer, train):
+    statuses = train(make_trainer(steps=2)).statuses
+    assert statuses[0] == "compiling the train step for 8 devices" and statuses[1].startswith("compiled in ")
+
+
+def test_evaluation_batches_must_divide_over_the_mesh(make_trainer, train):
+    with pytest.raises(UserError, match=r"Evaluation.batch_size \(6\) must be a multiple of 4 .*: try 8"):
+        train(make_trainer(evaluation=Evaluation(batch_size=6)))
+
+
+def test_other_data_than_before_is_refused_and_leaves_no_threads(make_trainer, train):
+    import threading
+
+    train(make_trainer(steps=2))
+    dataset = dataclasses.replace(make_trainer().dataset, length=32)
+    with pytest.raises(UserError, match="length was 64, is 32"):
+        train(make_trainer(steps=4, dataset=dataset))
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("capibara")]

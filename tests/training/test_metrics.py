@@ -1,0 +1,80 @@
+"""The meter between two logs, the numbers of an evaluation, and early stopping."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import jax.numpy as jnp
+import pytest
+
+from capibara.training.losses import LossSums
+from capibara.training.metrics import EarlyStopping, Meter, evaluation_metrics
+
+
+def step_metrics(loss, tokens, grad_norm=1.0):
+    values = {"loss": loss, "z_loss": loss / 10, "token_accuracy": loss / 8, "grad_norm": grad_norm, "tokens": tokens}
+    return {name: jnp.float32(value) for name, value in {**values, "learning_rate": grad_norm / 100}.items()}
+
+
+def test_the_meter_weighs_losses_by_tokens_and_starts_anew_after_each_read():
+    meter = Meter(tokens_per_step=100)
+    meter.add(step_metrics(4.0, 10, 1.0), 0.25)
+    meter.add(step_metrics(2.0, 30, 3.0), 0.75)
+    read = meter.read()
+    assert read["loss"] == pytest.approx(2.5) and read["z_loss"] == pytest.approx(0.25)
+    assert read["token_accuracy"] == pytest.approx(2.5 / 8)
+    assert (read["tokens"], read["grad_norm"], read["data_wait_s"]) == (40.0, 2.0, 0.5)
+    assert read["learning_rate"] == pytest.approx(0.03)  # of the last step
+    assert read["tokens_per_s"] == pytest.approx(100 / read["step_s"])
+    assert all(type(value) is float for value in read.values())
+
+    meter.add(step_metrics(7.0, 5), 0.0)
+    assert meter.read()["loss"] == 7.0
+
+
+def test_a_meter_without_any_token_gives_no_nan():
+    meter = Meter(100)
+    meter.add(step_metrics(0.0, 0), 0.0)
+    assert meter.read()["loss"] == 0.0
+
+
+def test_the_clock_can_leave_out_an_evaluation():
+    meter = Meter(100)
+    time.sleep(0.3)
+    meter.restart_clock()
+    meter.add(step_metrics(1.0, 1), 0.0)
+    assert meter.read()["step_s"] < 0.3
+
+
+def test_evaluation_metrics():
+    metrics = evaluation_metrics(LossSums(nll=20.0, z=0.0, correct=5.0, weight=10.0), target_bytes=40)
+    assert metrics == {
+        "loss": 2.0,
+        "perplexity": pytest.approx(math.exp(2)),
+        "token_accuracy": 0.5,
+        "tokens": 10.0,
+        "bits_per_byte": pytest.approx(20 / math.log(2) / 40),
+    }
+    assert "bits_per_byte" not in evaluation_metrics(LossSums(20.0, 0.0, 5.0, 10.0), target_bytes=0)
+    assert math.isfinite(evaluation_metrics(LossSums(1e6, 0.0, 0.0, 1.0), 1)["perplexity"])
+
+
+def test_early_stopping_counts_evaluations_without_a_better_loss():
+    early = EarlyStopping(2)
+    stops = []
+    for loss in [3.0, 2.0, 2.0, 1.9, 2.5, float("nan")]:  # an equal loss is not better, nor is one that is no number
+        early.update(loss)
+        stops.append(early.stop)
+    assert stops == [False, False, False, False, False, True]
+    again = EarlyStopping(2, early.state())
+    assert again.stop and again.state() == {"best": 1.9, "bad": 2}
+
+
+def test_without_patience_nothing_stops():
+    early = EarlyStopping(None)
+    assert early.state() == {"best": None, "bad": 0}
+    for _ in range(100):
+        early.update(1.0)
+    assert not early.stop
+    assert EarlyStopping(None, EarlyStopping(None).state()).state()["best"] is None
