@@ -160,10 +160,11 @@ class Checkpoints:
 
     def close(self) -> None:
         """Waits, then releases the manager's threads."""
-        try:
-            self.wait()
-        finally:
-            self._manager.close()
+        with self._disk_errors():
+            try:
+                self._manager.wait_until_finished()
+            finally:
+                self._manager.close()
 
     def _check_room(self, state_bytes: int) -> None:
         """Refuses a save that cannot end well: one that fails half-way takes the rest of the disk with it."""

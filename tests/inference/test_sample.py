@@ -1,0 +1,136 @@
+"""Sampling: choices stay inside their sets, limits that are greedy, the window, the end token."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from capibara.data.vocabulary import ByteVocabulary
+from capibara.inference.sample import Generator, Sampling, SampleText, choose, sampler
+from capibara.models import api
+from capibara.models.api import DecoderConfig
+from capibara.types import UserError
+
+MODEL = api.build(DecoderConfig(vocab_size=384, embed_dim=32, num_layers=2, num_heads=2, mlp_dim=64, dtype="float32"))
+LENGTH = 24
+
+
+@functools.cache
+def params():
+    # Large weights, so that one token stands out and equal texts are no accident.
+    return jax.tree.map(lambda x: x * 3, jax.jit(MODEL.init)(jax.random.key(1)))
+
+
+def text_of(prompt="def ", length=LENGTH, **sampling):
+    sampling = Sampling(**{"max_new_tokens": 12, **sampling})
+    return Generator(MODEL, ByteVocabulary(), length, sampling)(params(), prompt)
+
+
+def draws(logits, **sampling):
+    keys = jax.random.split(jax.random.key(0), 5000)
+    return np.asarray(jax.jit(jax.vmap(lambda key: choose(jnp.asarray(logits), key, Sampling(**sampling))))(keys))
+
+
+LOGITS = np.log(np.array([0.05, 0.4, 0.1, 0.25, 0.15, 0.05], np.float32))
+
+
+def test_without_limits_the_draws_follow_the_probabilities():
+    counts = np.bincount(draws(LOGITS, temperature=1.0), minlength=6) / 5000
+    np.testing.assert_allclose(counts, np.exp(LOGITS), atol=0.03)
+
+
+def test_temperature_sharpens():
+    counts = np.bincount(draws(LOGITS, temperature=0.5), minlength=6) / 5000
+    np.testing.assert_allclose(counts, np.exp(2 * LOGITS) / np.exp(2 * LOGITS).sum(), atol=0.03)
+
+
+@pytest.mark.parametrize(
+    "limits, allowed",
+    [
+        (dict(top_k=1), {1}),
+        (dict(top_k=3), {1, 3, 4}),
+        (dict(top_k=6), {0, 1, 2, 3, 4, 5}),
+        (dict(top_k=99), {0, 1, 2, 3, 4, 5}),
+        (dict(top_p=1e-6), {1}),
+        (dict(top_p=0.39), {1}),
+        (dict(top_p=0.5), {1, 3}),
+        (dict(top_p=0.75), {1, 3, 4}),
+        (dict(top_p=1.0), {0, 1, 2, 3, 4, 5}),
+        (dict(top_k=3, top_p=0.75), {1, 3}),  # of what top_k left, 0.5 and 0.31: they reach 0.75
+        (dict(temperature=0), {1}),
+    ],
+    ids=str,
+)
+def test_draws_fill_the_allowed_set_and_never_leave_it(limits, allowed):
+    assert set(draws(LOGITS, **{"temperature": 1.0, **limits}).tolist()) == allowed
+
+
+def test_impossible_tokens_are_never_drawn():
+    masked = np.where(np.arange(6) < 2, LOGITS, -np.inf)
+    for limits in (dict(), dict(top_k=4), dict(top_p=0.999999), dict(temperature=0)):
+        assert set(draws(masked, **{"temperature": 1.0, **limits}).tolist()) <= {0, 1}
+
+
+def test_limits_of_one_token_are_greedy():
+    greedy = text_of(temperature=0)
+    assert greedy == text_of(temperature=0, seed=9)
+    assert greedy == text_of(top_k=1) == text_of(top_p=1e-9) == text_of(top_k=1, seed=5)
+    assert len(ByteVocabulary().encode(greedy)) > 3
+
+
+def test_seeds_decide_the_text():
+    assert text_of(temperature=1.5, seed=1) == text_of(temperature=1.5, seed=1)
+    assert len({text_of(temperature=1.5, seed=seed) for seed in range(4)}) > 1
+
+
+def greedy_by_hand(prompt, length, count):
+    """Greedy tokens from whole forward passes over the last `length` tokens."""
+    vocabulary = ByteVocabulary()
+    ids, new = [vocabulary.bos_id, *vocabulary.encode(prompt)], []
+    logits = jax.jit(MODEL.logits)
+    for _ in range(count):
+        window = ids[-length:]
+        row = np.full((1, length), vocabulary.pad_id, np.int32)
+        row[0, : len(window)] = window
+        batch = {"tokens": row, "positions": np.arange(length, dtype=np.int32)[None], "segment_ids": np.ones_like(row)}
+        token = int(np.argmax(np.asarray(logits(params(), batch))[0, len(window) - 1, : vocabulary.size]))
+        if token == vocabulary.eos_id:
+            break
+        ids.append(token)
+        new.append(token)
+    return vocabulary.decode(new)
+
+
+@pytest.mark.parametrize("prompt", ["", "def f", "x" * (LENGTH - 2), "a long prompt, longer than the window is"])
+def test_the_window_moves_when_the_row_is_full(prompt):
+    assert text_of(prompt, temperature=0, max_new_tokens=30) == greedy_by_hand(prompt, LENGTH, 30)
+
+
+def test_a_long_prompt_counts_with_its_last_tokens():
+    end = "x" * 5 + "import numpy as np\n" + "y" * 5
+    assert text_of("one " * 20 + end, temperature=0) == text_of("two! " * 16 + end, temperature=0)
+
+
+def test_the_end_token_ends_the_text():
+    vocabulary = ByteVocabulary()
+    certain = jax.tree.map(jnp.zeros_like, params())  # all logits 0: greedy takes id 0, which stands for no text
+    assert Generator(MODEL, vocabulary, LENGTH, Sampling(temperature=0, max_new_tokens=5))(certain, "a") == ""
+
+
+def test_the_loop_samples_each_prompt():
+    texts = SampleText(prompts=("a", ""), sampling=Sampling(temperature=0, max_new_tokens=4))
+    pairs = sampler(MODEL, ByteVocabulary, LENGTH, texts)(params())
+    assert pairs == [("a", text_of("a", temperature=0, max_new_tokens=4)), ("", text_of("", temperature=0, max_new_tokens=4))]
+    assert sampler(MODEL, ByteVocabulary, LENGTH, SampleText())(params()) == []
+
+
+@pytest.mark.parametrize(
+    "bad", [dict(max_new_tokens=0), dict(temperature=-0.1), dict(top_k=0), dict(top_p=0.0), dict(top_p=1.1)], ids=str
+)
+def test_bad_settings(bad):
+    with pytest.raises(UserError, match=next(iter(bad))):
+        Sampling(**bad)

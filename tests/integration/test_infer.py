@@ -1,0 +1,96 @@
+"""`python -m capibara.infer` on a run of `capibara.train`."""
+
+from __future__ import annotations
+
+import pytest
+
+RUN = "--model_dir=run"
+
+
+@pytest.fixture(scope="module")
+def trained(shell):
+    done = shell.run(
+        "train", "--gin_file=tiny.gin", "--emulate=8", "--gin.TRAIN_STEPS=60", "--gin.Trainer.ema_decay=0.5"
+    )
+    assert done.code == 0, done.err
+    return shell
+
+
+@pytest.fixture
+def infer(trained, here):
+    def run(*args, prompt="river gr"):
+        return here("infer", RUN, f"--prompt={prompt}", "--gin.Sampling.max_new_tokens=16", *args)
+
+    return run
+
+
+def test_it_continues_the_prompt_and_greedy_is_one_text(infer):
+    greedy = infer("--gin.Sampling.temperature=0")
+    assert (greedy.code, greedy.err) == (0, "")
+    assert greedy.out.startswith("river gr") and len(greedy.out.strip()) > len("river gr")
+    for limits in (["temperature=0", "seed=3"], ["top_k=1"], ["top_p=1e-9"]):
+        assert infer(*(f"--gin.Sampling.{limit}" for limit in limits)).out == greedy.out
+    assert len({infer(f"--gin.Sampling.seed={seed}", "--gin.Sampling.temperature=2.0").out for seed in range(4)}) > 1
+
+
+def test_a_process_of_its_own_reads_the_prompt_from_standard_input(trained):
+    process = trained.start("infer", RUN, "--prompt=river gr", "--gin.Sampling.temperature=0")
+    out, err = process.communicate(timeout=100)
+    assert (process.returncode, err) == (0, "") and out.startswith("river gr")
+
+
+def test_the_averaged_parameters_are_used(infer, trained, monkeypatch):
+    from capibara.inference.sample import Generator
+
+    seen = []
+    monkeypatch.setattr(Generator, "__call__", lambda self, params, prompt: seen.append(params) or "")
+    assert infer().code == 0
+    assert infer("--gin.Trainer.ema_decay=None").code == 0  # what was kept decides
+
+    import jax
+    import numpy as np
+    import orbax.checkpoint as ocp
+
+    with ocp.StandardCheckpointer() as reader:
+        saved = reader.restore(trained.folder / "run" / "checkpoints" / "60" / "state")
+    for params in seen:
+        jax.tree.map(np.testing.assert_array_equal, params, saved["ema"])
+    assert not np.array_equal(saved["ema"]["embedding"], saved["params"]["embedding"])
+
+
+def test_a_shrunk_run_is_recorded_as_it_ran(shell, here):
+    """--emulate shrinks the base model: config.gin holds the sizes that ran, so that infer finds them."""
+    done = shell.run(
+        "train",
+        "--gin_file=base_v5e64.gin",
+        "--emulate=2",
+        "--gin.TRAIN_STEPS=1",
+        "--gin.MODEL_DIR=base",
+        "--gin.Dataset.mixture_or_task_name=None",
+        "--gin.Dataset.source=@StdlibSource()",
+        "--gin.Evaluation.every=0",
+    )
+    assert done.code == 0, done.err
+    assert "DecoderConfig.embed_dim = 128" in done.out
+    text = (shell.folder / "base" / "config.gin").read_text()
+    assert "DecoderConfig.embed_dim = 128" in text and "DecoderConfig.mlp_dim = 320" in text
+    out = here("infer", "--model_dir=base", "--prompt=def ", "--gin.Sampling.max_new_tokens=4")
+    assert (out.code, out.err) == (0, "") and out.out.startswith("def ")
+
+
+def mistake(done):
+    lines = [line for line in done.err.splitlines() if line]
+    assert done.code == 2 and len(lines) == 1 and lines[0].startswith("error: "), (done.out, done.err)
+    return lines[0]
+
+
+def test_mistakes_are_one_line(infer, here, shell):
+    assert "none is not a run folder" in mistake(here("infer", "--model_dir=none", "--prompt=a"))
+    assert "--model_dir has no value" in mistake(here("infer", "--prompt=a"))
+    empty = shell.folder / "empty"
+    empty.mkdir()
+    (empty / "config.gin").write_text((shell.folder / "run" / "config.gin").read_text())
+    assert "holds no checkpoint yet" in mistake(here("infer", "--model_dir=empty", "--prompt=a"))
+    assert "holds another model" in mistake(infer("--gin.DecoderConfig.mlp_dim=96"))
+    assert "Sampling.temperature is -1" in mistake(infer("--gin.Sampling.temperature=-1"))
+    assert "did you mean temperature?" in mistake(infer("--gin.Sampling.temprature=1"))
