@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import errno
 import json
 import math
@@ -120,6 +121,7 @@ class TensorBoard(Callback):
         self._writer = tensorboardX.SummaryWriter(
             os.path.join(run.model_dir, "tensorboard"), purge_step=run.start_step + 1, write_to_disk=True
         )
+        atexit.register(_close_at_exit, self._writer)  # registered last, it comes before tensorboardX's own
         self._writer.add_text("config", _preformatted(run.config), run.start_step)
 
     def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -143,6 +145,16 @@ class TensorBoard(Callback):
     def _scalars(self, group: str, step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
             self._writer.add_scalar(f"{group}/{name}", value, step)
+
+
+def _close_at_exit(writer: Any) -> None:
+    """After a fault that ended the run: a full disk was reported then, and tensorboardX would add a traceback."""
+    try:
+        writer.close()
+    except OSError:
+        events = writer.file_writer.event_writer
+        events._worker.stop()
+        events._closed = True
 
 
 class _LocalLines:

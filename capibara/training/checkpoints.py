@@ -145,13 +145,13 @@ class Checkpoints:
         name = "ema" if any(path.startswith("ema/") for path in saved) else "params"
         self._check_shapes(step, {p: s for p, s in saved.items() if p.startswith(f"{name}/")}, _shapes({name: target}))
         restore_args = ocp.checkpoint_utils.construct_restore_args({name: target})
-        restored = self._manager.restore(
-            step,
-            args=ocp.args.Composite(
-                state=ocp.args.PyTreeRestore(item={name: target}, restore_args=restore_args, partial_restore=True)
-            ),
-        )
-        return restored["state"][name]
+        # A reader of its own: the manager's reads whole states once it has saved one.
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+            restored = reader.restore(
+                os.path.join(self._folder, str(step), "state"),
+                args=ocp.args.PyTreeRestore(item={name: target}, restore_args=restore_args, partial_restore=True),
+            )
+        return restored[name]
 
     def wait(self) -> None:
         """Waits until every save is on disk; raises UserError where the disk was full."""
@@ -176,8 +176,9 @@ class Checkpoints:
         for path in sorted(saved.keys() | wanted.keys(), key=lambda p: (not p.startswith("params/"), p)):
             old, new = saved.get(path, "nothing"), wanted.get(path, "nothing")
             if old != new:
-                part = path.partition("/")[0]
-                other = {"opt_state": "another optimizer's state", "ema": "another ema_decay's state"}
+                part, absent = path.partition("/")[0], "nothing" in (old, new)
+                other = {"opt_state": "another optimizer's state"}
+                other |= {"ema": "another ema_decay's state"} if absent else {}
                 raise UserError(
                     f"checkpoint {self._folder}/{step} holds {other.get(part, 'another model')}: {path} is {old} "
                     f"there, {new} in this configuration: restore the configuration of the run, or set another "

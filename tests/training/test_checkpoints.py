@@ -149,4 +149,5 @@ def test_leftovers_of_a_failed_save_are_removed(tmp_path):
     (tmp_path / "checkpoints" / "2").rename(leftover)
     with Checkpoints(str(tmp_path), Checkpointing()) as checkpoints:
         assert checkpoints.latest_step() == 1
+        checkpoints.save(3, state_of(3), {}, {})
     assert not leftover.exists()
