@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import functools
 import logging
 import os
 import shutil
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -69,6 +71,8 @@ class Checkpoints:
             cleanup_tmp_directories=True,  # a save that failed may be what fills the disk
         )
         logging.getLogger("absl").addFilter(_is_not_disk_full)
+        if getattr(sys.excepthook, "func", None) is not _without_orphans:
+            sys.excepthook = functools.partial(_without_orphans, sys.excepthook)
         with self._disk_errors():
             self._manager = ocp.CheckpointManager(self._folder, options=options)
 
@@ -225,6 +229,13 @@ def _shapes(arrays: PyTree) -> dict[str, str]:
 def _is_not_disk_full(record: logging.LogRecord) -> bool:
     # Orbax logs a failed save with its traceback, then raises it where we wait: once is enough.
     return not (record.exc_info and _is_disk_full(record.exc_info[1]))
+
+
+def _without_orphans(report: Callable[..., None], kind: type, error: BaseException, trace: object) -> None:
+    """An exception hook. Where one write of a save fails, TensorStore's threads print that nobody waits for the rest.
+    """
+    if not (isinstance(error, RuntimeError) and str(error) == "Event loop is closed"):
+        report(kind, error, trace)
 
 
 def _is_disk_full(error: BaseException | None) -> bool:

@@ -151,3 +151,10 @@ def test_leftovers_of_a_failed_save_are_removed(tmp_path):
         assert checkpoints.latest_step() == 1
         checkpoints.save(3, state_of(3), {}, {})
     assert not leftover.exists()
+
+
+def test_only_the_orphans_of_a_failed_save_are_dropped():
+    reported = []
+    for error in (RuntimeError("Event loop is closed"), RuntimeError("another"), ValueError("Event loop is closed")):
+        module._without_orphans(lambda *args: reported.append(args[1]), type(error), error, None)
+    assert [str(error) for error in reported] == ["another", "Event loop is closed"]
