@@ -107,8 +107,17 @@ def rope_angles(positions_BT: jax.Array, head_dim: int, theta: float) -> tuple[j
     """Sines and cosines [B, T, 1, H / 2] of rotary position embedding (Su et al. 2021), once for all layers."""
     half = head_dim // 2
     frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angle = positions_BT[:, :, None, None].astype(jnp.float32) * frequency
-    return jnp.sin(angle), jnp.cos(angle)
+
+    def sin_cos(frequency: jax.Array) -> tuple[jax.Array, jax.Array]:
+        angle = positions_BT[:, :, None, None].astype(jnp.float32) * frequency
+        return jnp.sin(angle), jnp.cos(angle)
+
+    if jax.default_backend() != "cpu" or half % 2:
+        return sin_cos(frequency)
+    # XLA's CPU back end would compute sines and cosines anew in the fusions of every unrolled layer; what a loop has
+    # computed it keeps (an optimization_barrier is removed before fusion).
+    halves = jax.lax.map(sin_cos, frequency.reshape(2, -1))
+    return tuple(jnp.concatenate([x[0], x[1]], axis=-1) for x in halves)
 
 
 def rotate(x_BTNH: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
