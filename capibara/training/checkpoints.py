@@ -70,9 +70,10 @@ class Checkpoints:
             enable_async_checkpointing=True,
             cleanup_tmp_directories=True,  # a save that failed may be what fills the disk
         )
-        logging.getLogger("absl").addFilter(_is_not_disk_full)
-        if getattr(sys.excepthook, "func", None) is not _without_orphans:
-            sys.excepthook = functools.partial(_without_orphans, sys.excepthook)
+        for logger in ("absl", "asyncio"):
+            logging.getLogger(logger).addFilter(_is_not_disk_full)
+        if getattr(sys.unraisablehook, "func", None) is not _without_orphans:
+            sys.unraisablehook = functools.partial(_without_orphans, sys.unraisablehook)
         with self._disk_errors():
             self._manager = ocp.CheckpointManager(self._folder, options=options)
 
@@ -227,15 +228,15 @@ def _shapes(arrays: PyTree) -> dict[str, str]:
 
 
 def _is_not_disk_full(record: logging.LogRecord) -> bool:
-    # Orbax logs a failed save with its traceback, then raises it where we wait: once is enough.
+    # Orbax and asyncio log a failed write with its traceback; it is raised where we wait as well: once is enough.
     return not (record.exc_info and _is_disk_full(record.exc_info[1]))
 
 
-def _without_orphans(report: Callable[..., None], kind: type, error: BaseException, trace: object) -> None:
-    """An exception hook. Where one write of a save fails, TensorStore's threads print that nobody waits for the rest.
-    """
+def _without_orphans(report: Callable[[Any], None], unraisable: Any) -> None:
+    """A sys.unraisablehook: where a write of a save fails, TensorStore's threads report that nobody awaits the rest."""
+    error = unraisable.exc_value
     if not (isinstance(error, RuntimeError) and str(error) == "Event loop is closed"):
-        report(kind, error, trace)
+        report(unraisable)
 
 
 def _is_disk_full(error: BaseException | None) -> bool:

@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import os
 import subprocess
+import types
 
 import jax
 import jax.numpy as jnp
@@ -156,5 +157,5 @@ def test_leftovers_of_a_failed_save_are_removed(tmp_path):
 def test_only_the_orphans_of_a_failed_save_are_dropped():
     reported = []
     for error in (RuntimeError("Event loop is closed"), RuntimeError("another"), ValueError("Event loop is closed")):
-        module._without_orphans(lambda *args: reported.append(args[1]), type(error), error, None)
-    assert [str(error) for error in reported] == ["another", "Event loop is closed"]
+        module._without_orphans(reported.append, types.SimpleNamespace(exc_value=error))
+    assert [str(unraisable.exc_value) for unraisable in reported] == ["another", "Event loop is closed"]
