@@ -101,7 +101,7 @@ class Result:
 
 def commands(python: str | None, threads: int, spec: str, our_spec: str) -> dict[str, list[str]]:
     """Contender -> command line, ours first."""
-    found = {OURS: [sys.executable, os.path.join(HERE, "step_worker.py"), f"--spec={our_spec}"]}
+    found = {OURS: [sys.executable, os.path.join(HERE, "peers", "capibara_step.py"), f"--spec={our_spec}"]}
     if python:
         peer = [python, os.path.join(HERE, "peers", "torch_step.py"), f"--spec={spec}", f"--threads={threads}"]
         found["torch eager"] = [*peer, "--mode=eager"]

@@ -62,8 +62,8 @@ class Schedule:
       kind: the shape after the warm-up.
       learning_rate: the peak.
       warmup_steps: updates until the peak: update i (from 0) of the warm-up has (i + 1) / warmup_steps of it.
-      warmup_fraction: the warm-up as a share of the run, for files whose number of steps varies; instead of
-        warmup_steps.
+      warmup_fraction: the warm-up as a share of the run, for files whose number of steps varies; used where
+        warmup_steps is 0.
       decay_steps: cosine, linear: updates from the end of the warm-up to the final learning rate (None: until the
         end of the run). wsd: length of the last decay (None: decay_fraction of the run).
       decay_fraction: wsd without decay_steps: the last decay as a share of the run.
@@ -86,11 +86,6 @@ class Schedule:
         for name in ("warmup_fraction", "decay_fraction", "final_fraction"):
             if not 0 <= getattr(self, name) <= 1:
                 raise UserError(f"Schedule.{name} is {getattr(self, name)}, must be from 0 to 1")
-        if self.warmup_steps and self.warmup_fraction:
-            raise UserError(
-                f"Schedule.warmup_steps ({self.warmup_steps}) and Schedule.warmup_fraction ({self.warmup_fraction}) "
-                "are both given: keep one"
-            )
         if self.decay_steps is not None and self.decay_steps < 1:
             raise UserError(f"Schedule.decay_steps is {self.decay_steps}, must be at least 1, or None for the default")
 

@@ -49,6 +49,8 @@ def train(gin_files: Sequence[str], bindings: Sequence[str], search_paths: Seque
     sharding.use_compilation_cache()
     if emulate is not None:
         sharding.emulate(emulate)
+    elif os.environ.get("JAX_PLATFORMS") == "cpu":
+        sharding.keep_freed_memory()
     sharding.start_distributed(emulated=emulate is not None)
     if emulate is not None:
         shrunk = emulation.shrunk_bindings(trainer, jax.device_count())

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", ".."))
 
 import jax
 import numpy as np
