@@ -27,6 +27,7 @@ StepFunction = Callable[[Any], jax.Array]
 STACK_AXES = ("layers", "stage", "expert")  # leading axes over which independent weights are stacked
 HEAD_AXES = ("heads", "kv_heads", "head_dim")  # neighbours among these are one space: all the heads' features
 LOOKUP_AXES = ("vocab", "position")  # tables of embeddings and the output head
+MAX_LEARNING_RATE = 10.0  # no update rule here learns with more: what is above is a slip of the pen
 
 
 class ScheduleKind(enum.StrEnum):
@@ -60,7 +61,7 @@ class Schedule:
 
     Attributes:
       kind: the shape after the warm-up.
-      learning_rate: the peak.
+      learning_rate: the peak, at most 10.
       warmup_steps: updates until the peak: update i (from 0) of the warm-up has (i + 1) / warmup_steps of it.
       warmup_fraction: the warm-up as a share of the run, for files whose number of steps varies; used where
         warmup_steps is 0.
@@ -79,8 +80,9 @@ class Schedule:
     final_fraction: float = 0.1
 
     def __post_init__(self):
-        if not self.learning_rate > 0 or not math.isfinite(self.learning_rate):
-            raise UserError(f"Schedule.learning_rate is {self.learning_rate}, must be above 0: try 3e-4")
+        if not 0 < self.learning_rate <= MAX_LEARNING_RATE:
+            limits = f"above 0 and at most {MAX_LEARNING_RATE:g}"
+            raise UserError(f"Schedule.learning_rate is {self.learning_rate}, must be {limits}: try 3e-4")
         if self.warmup_steps < 0:
             raise UserError(f"Schedule.warmup_steps is {self.warmup_steps}, must not be negative: 0 is no warm-up")
         for name in ("warmup_fraction", "decay_fraction", "final_fraction"):
@@ -88,6 +90,13 @@ class Schedule:
                 raise UserError(f"Schedule.{name} is {getattr(self, name)}, must be from 0 to 1")
         if self.decay_steps is not None and self.decay_steps < 1:
             raise UserError(f"Schedule.decay_steps is {self.decay_steps}, must be at least 1, or None for the default")
+        shares = self.warmup_fraction + self.decay_fraction
+        by_shares = self.kind == ScheduleKind.WSD and not self.warmup_steps and self.decay_steps is None
+        if by_shares and shares > 1 + 1e-9:
+            raise UserError(
+                f"Schedule.warmup_fraction ({self.warmup_fraction}) and decay_fraction ({self.decay_fraction}) must be "
+                f"at most 1 together: try decay_fraction = {max(0.0, 1 - self.warmup_fraction):.3g}"
+            )
 
     def build(self, total_steps: int) -> StepFunction:
         """The learning rate as a function of the number of updates done before (0 for the first).
@@ -136,10 +145,14 @@ class Schedule:
         if self.kind != ScheduleKind.WSD:
             return warmup, self.decay_steps or max(1, total_steps - warmup)
         decay = self.decay_steps or max(1, round(self.decay_fraction * total_steps))
-        if self.decay_steps and warmup + decay > total_steps:
+        if not self.warmup_steps and self.decay_steps is None:
+            return warmup, min(decay, max(1, total_steps - warmup))  # the shares fit, but each was rounded
+        if warmup + decay > total_steps:
+            first = "warmup_steps" if self.warmup_steps else f"warmup_fraction = {self.warmup_fraction}"
+            last = "decay_steps" if self.decay_steps else f"decay_fraction = {self.decay_fraction}"
             raise UserError(
-                f"Schedule.decay_steps ({decay}) and the warm-up ({warmup}) must not exceed the run's {total_steps} "
-                f"steps together: try decay_steps = {max(1, (total_steps - warmup) // 5)}"
+                f"Schedule's warm-up ({first}: {warmup}) and decay ({last}: {decay}) must not exceed the run's "
+                f"{total_steps} steps together: try decay_steps = {max(1, (total_steps - warmup) // 5)}"
             )
         return warmup, decay
 

@@ -92,6 +92,7 @@ class TestSchedule:
             (dict(warmup_steps=-1), "warmup_steps is -1"),
             (dict(learning_rate=0.0), "learning_rate is 0.0"),
             (dict(learning_rate=float("nan")), "learning_rate is nan"),
+            (dict(learning_rate=1e30), r"learning_rate is 1e\+30, must be above 0 and at most 10"),
             (dict(final_fraction=1.5), "final_fraction is 1.5"),
             (dict(decay_steps=0), "decay_steps is 0"),
             (dict(kind="triangle"), "kind .*triangle.*'cosine'"),
@@ -107,8 +108,22 @@ class TestSchedule:
             Schedule(warmup_steps=2000).build(1000)
 
     def test_wsd_decay_longer_than_rest(self):
-        with pytest.raises(UserError, match=r"decay_steps \(60\) and the warm-up \(50\)"):
-            Schedule(kind="wsd", warmup_steps=50, decay_steps=60).build(100)
+        for fields, named in [
+            (dict(warmup_steps=50, decay_steps=60), r"warm-up \(warmup_steps: 50\) and decay \(decay_steps: 60\)"),
+            (dict(warmup_steps=90), r"warm-up \(warmup_steps: 90\) and decay \(decay_fraction = 0.2: 20\)"),
+            (dict(warmup_fraction=0.5, decay_steps=60), r"\(warmup_fraction = 0.5: 50\) and decay \(decay_steps: 60\)"),
+        ]:
+            with pytest.raises(UserError, match=named):
+                Schedule(kind="wsd", **fields).build(100)
+
+    def test_wsd_shares_fit_into_the_run(self):
+        named = r"warmup_fraction \(0.9\) and decay_fraction \(0.2\) must be at most 1 together"
+        with pytest.raises(UserError, match=named):
+            Schedule(kind="wsd", warmup_fraction=0.9)
+        Schedule(kind="cosine", warmup_fraction=0.9)  # has no decay_fraction
+        # Both shares of 3 steps round up to 2: the decay gives way, so the peak is reached.
+        function = Schedule(kind="wsd", warmup_fraction=0.5, decay_fraction=0.5, learning_rate=1.0).build(3)
+        assert float(function(1)) == 1.0 and float(function(2)) == pytest.approx(1.0)
 
     def test_no_steps(self):
         with pytest.raises(UserError, match="total_steps is 0"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 
 import jax
 import jax.numpy as jnp
@@ -79,6 +80,12 @@ class DecoderConfig:
         for name in ("vocab_size", "embed_dim", "num_layers", "num_heads", "mlp_dim", "kv_heads"):
             if getattr(self, name) < 1:
                 raise UserError(f"DecoderConfig.{name} is {getattr(self, name)}, must be at least 1")
+        for name, default in (("head_dim", "embed_dim / num_heads"), ("max_length", "no limit")):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise UserError(f"DecoderConfig.{name} is {getattr(self, name)}, must be at least 1, or None: {default}")
+        for name, usual in (("norm_eps", 1e-6), ("rope_theta", 10_000.0)):
+            if not 0 < getattr(self, name) < math.inf:
+                raise UserError(f"DecoderConfig.{name} is {getattr(self, name)}, must be finite and above 0: try {usual}")
         if self.num_heads % self.kv_heads:
             divisors = [d for d in range(1, self.num_heads + 1) if self.num_heads % d == 0]
             nearest = min(divisors, key=lambda d: abs(d - self.kv_heads))
@@ -101,7 +108,7 @@ class DecoderConfig:
 
     @property
     def head_size(self) -> int:
-        return self.head_dim or self.embed_dim // self.num_heads
+        return self.embed_dim // self.num_heads if self.head_dim is None else self.head_dim
 
 
 class MLP(nnx.Module):

@@ -50,7 +50,7 @@ class Trainer:
     Attributes:
       model_dir: run folder: checkpoints, metrics.jsonl, config.gin, curves. Running again with it resumes.
       steps: the step at which the run ends, counted from its very beginning.
-      seed: of the parameters; the data has its own.
+      seed: of the parameters, from 0 to 2**32 - 1; the data has its own.
       model, plan, dataset, optimizer, evaluation, checkpointing: the parts.
       log_every: steps between logs; the host waits for the device only then.
       z_loss: coefficient of the squared log normaliser (1e-4 in PaLM); 0: off.
@@ -79,6 +79,8 @@ class Trainer:
             raise UserError(f"Trainer.ema_decay is {self.ema_decay}, must be between 0 and 1, or None")
         if self.z_loss < 0:
             raise UserError(f"Trainer.z_loss is {self.z_loss}, must be at least 0")
+        if not 0 <= self.seed < 2**32:
+            raise UserError(f"Trainer.seed is {self.seed}, must be from 0 to 4294967295 (32 bits): try 0")
         longest = self.model.max_length
         if longest is not None and self.dataset.length > longest:
             raise UserError(

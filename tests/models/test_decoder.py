@@ -194,6 +194,13 @@ def test_flops_count_the_matmuls_that_are_there():
         (dict(head_dim=7), r"head_dim \(7\) must be even"),
         (dict(positions="learned", max_length=None), "max_length has no value"),
         (dict(num_layers=0), "num_layers is 0, must be at least 1"),
+        (dict(head_dim=0), "head_dim is 0, must be at least 1, or None"),
+        (dict(head_dim=-2), "head_dim is -2, must be at least 1, or None"),
+        (dict(max_length=0), "max_length is 0, must be at least 1, or None"),
+        (dict(norm_eps=0.0), "norm_eps is 0.0, must be finite and above 0: try 1e-06"),
+        (dict(norm_eps=float("nan")), "norm_eps is nan, must be finite"),
+        (dict(rope_theta=-1.0), "rope_theta is -1.0, must be finite and above 0: try 10000.0"),
+        (dict(rope_theta=float("inf")), "rope_theta is inf, must be finite"),
     ],
 )
 def test_impossible_shapes_are_refused(change, message):

@@ -64,6 +64,11 @@ def test_every_mesh_learns_alike(sizes):
     assert int(state.step) == int(want_state.step) == 20
 
 
+def test_a_tensor_axis_alone_learns_alike():
+    losses, *_ = run(Plan(batch_size=16, tensor=2, fsdp=1), 2, jax.devices()[:2])
+    np.testing.assert_allclose(losses, one_device()[0][:2], rtol=1e-5)
+
+
 def test_parameters_and_moments_are_sharded():
     _, state, _ = run(Plan(batch_size=16, tensor=2, fsdp=4), 1)
     moments = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.shape == (2, 64, 128)]
@@ -95,16 +100,24 @@ def test_ema_follows_its_formula_and_is_what_evaluation_sees():
     _, first, _ = run(Plan(batch_size=16), 1)
     _, state, _ = run(Plan(batch_size=16), 1, ema_decay=0.9)
     start = api.build(CONFIG).init(jax.random.key(0))
-    want = jax.tree.map(lambda a, b: 0.9 * a + 0.1 * b, start, first.params)
+    want = jax.tree.map(lambda a, b: 0.1 * a + 0.9 * b, start, first.params)  # min(0.9, 1 / 10) at the first step
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), state.ema, want)
     assert state.eval_params is state.ema and first.eval_params is first.params
 
 
-def test_z_loss_is_added_to_the_gradient():
-    _, without, _ = run(Plan(batch_size=16), 2)
-    _, state, metrics = run(Plan(batch_size=16), 2, z_loss=0.1)
-    assert metrics["z_loss"] > 0
-    assert not np.allclose(state.params["embedding"], without.params["embedding"], atol=1e-5)
+def test_z_loss_is_the_mean_squared_log_normaliser_and_reaches_the_gradient():
+    """Against the whole logits; that the gradient is the right one is shown in test_losses.py."""
+    model, batch = api.build(CONFIG), batch_of(0)
+    params = model.init(jax.random.key(0))
+    log_z = jax.nn.logsumexp(model.logits(params, batch), axis=-1)
+    want = 0.1 * np.average(np.square(log_z), weights=batch["weights"])
+    losses, state, metrics = run(Plan(batch_size=16), 1, z_loss=0.1)
+    plain_losses, plain_state, plain_metrics = run(Plan(batch_size=16), 1)
+    np.testing.assert_allclose(metrics["z_loss"], want, rtol=1e-5)
+    np.testing.assert_array_equal(losses, plain_losses)  # the loss reported is without it
+    assert plain_metrics["z_loss"] == 0.0
+    assert abs(metrics["grad_norm"] / plain_metrics["grad_norm"] - 1) > 1e-3
+    assert not np.allclose(state.params["embedding"], plain_state.params["embedding"], atol=1e-5)
 
 
 def test_learning_rate_in_the_metrics_is_the_one_of_the_step():
