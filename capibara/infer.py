@@ -49,7 +49,7 @@ def continue_prompt(model_dir: str, gin_files: Sequence[str], args, prompt: str)
     model = api.build(trainer.model)
     on_device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     target = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=on_device), model.abstract_params)
-    with Checkpoints(model_dir, trainer.checkpointing) as checkpoints:
+    with Checkpoints(model_dir, trainer.checkpointing, read_only=True) as checkpoints:
         step = checkpoints.latest_step()
         if step is None:
             raise UserError(f"{model_dir} holds no checkpoint yet: train it first")

@@ -158,6 +158,12 @@ class Plan:
     def check_batch(self, mesh: Mesh) -> None:
         """Raises UserError, with the nearest batch that works, unless the batch divides over the mesh."""
         shards = int(np.prod([mesh.shape[a] for a in self.rules.batch]))
+        hosts = jax.process_count()
+        if shards % hosts:
+            raise UserError(
+                f"Plan has {shards} batch shards ({' x '.join(self.rules.batch)}), which must be a multiple of the "
+                f"{hosts} hosts, each of which reads its own rows: lower Plan.tensor ({mesh.shape['tensor']})"
+            )
         unit = shards * self.accumulation
         if self.batch_size % unit:
             nearest = max(unit, round(self.batch_size / unit) * unit)

@@ -46,6 +46,8 @@ def train(gin_files: Sequence[str], bindings: Sequence[str], search_paths: Seque
 
     config.parse(gin_files, bindings, search_paths)
     trainer = config.build(Trainer)
+    if "://" in trainer.model_dir:
+        raise UserError(f"MODEL_DIR ({trainer.model_dir}) must be a folder: mount the bucket (gcsfuse) and name the mount")
     sharding.use_compilation_cache()
     if emulate is not None:
         sharding.emulate(emulate)
@@ -66,7 +68,7 @@ def train(gin_files: Sequence[str], bindings: Sequence[str], search_paths: Seque
         trainer,
         callbacks,
         sampler=sampler(api.build(trainer.model), trainer.dataset.get_vocabulary, trainer.dataset.length, texts),
-        peak_flops=peak_flops(jax.devices()[0].device_kind),
+        peak_flops=peak_flops(jax.devices()[0].device_kind) if trainer.model.dtype == "bfloat16" else None,
         config=config.operative(),
     )
     return 128 + outcome.signal_number if outcome.signal_number else 0
@@ -79,10 +81,15 @@ def print_changes(model_dir: str) -> None:
     from capibara import config
 
     path = os.path.join(model_dir, "config.gin")
-    if jax.process_index() == 0 and os.path.exists(path):
+    if jax.process_index() != 0 or not os.path.exists(path):
+        return
+    try:
         with open(path, encoding="utf-8") as file:
-            for line in config.diff(file.read(), config.operative()):
-                print(f"changed since the last start: {line}")
+            lines = config.diff(file.read(), config.operative())
+    except (OSError, SyntaxError, ValueError) as error:
+        raise UserError(f"{path} cannot be read ({type(error).__name__}): move it away, or set another MODEL_DIR") from error
+    for line in lines:
+        print(f"changed since the last start: {line}")
 
 
 if __name__ == "__main__":

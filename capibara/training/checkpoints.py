@@ -44,6 +44,8 @@ class Checkpointing:
     def __post_init__(self):
         if self.every < 0 or self.keep < 1:
             raise UserError(f"Checkpointing.every ({self.every}) must be at least 0, keep ({self.keep}) at least 1")
+        if self.keep_every is not None and self.keep_every < 1:
+            raise UserError(f"Checkpointing.keep_every is {self.keep_every}, must be at least 1, or None")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,9 +59,15 @@ class Restored:
 
 
 class Checkpoints:
-    """The `checkpoints` folder of a run. Saves are asynchronous; `close` (or leaving a `with`) waits for the last."""
+    """The `checkpoints` folder of a run. Saves are asynchronous; `close` (or leaving a `with`) waits for the last.
 
-    def __init__(self, model_dir: str, config: Checkpointing):
+    Args:
+      model_dir: the run folder.
+      config: what to keep.
+      read_only: changes nothing in the folder, where another process may be saving.
+    """
+
+    def __init__(self, model_dir: str, config: Checkpointing, *, read_only: bool = False):
         import orbax.checkpoint as ocp
 
         self._ocp = ocp
@@ -68,7 +76,8 @@ class Checkpoints:
             max_to_keep=config.keep,
             keep_period=config.keep_every,
             enable_async_checkpointing=True,
-            cleanup_tmp_directories=True,  # a save that failed may be what fills the disk
+            cleanup_tmp_directories=not read_only,  # a save that failed may be what fills the disk
+            read_only=read_only,
         )
         for logger in ("absl", "asyncio"):
             logging.getLogger(logger).addFilter(_is_not_disk_full)
@@ -115,9 +124,11 @@ class Checkpoints:
     def restore_progress(self, step: int) -> Restored:
         """Reads the JSON parts of a step that `latest_step` gave; the arrays come with `restore_state`."""
         args = self._ocp.args
-        parts = self._manager.restore(step, args=args.Composite(data=args.JsonRestore(), progress=args.JsonRestore()))
-        progress = dict(parts["progress"])
-        return Restored(step=step, data=parts["data"], shapes=progress.pop("shapes"), progress=progress)
+        wanted = args.Composite(data=args.JsonRestore(), progress=args.JsonRestore())
+        with self._damage_explained(step):
+            parts = self._manager.restore(step, args=wanted)
+            progress = dict(parts["progress"])
+            return Restored(step=step, data=parts["data"], shapes=progress.pop("shapes"), progress=progress)
 
     def restore_state(self, restored: Restored, target: TrainState) -> TrainState:
         """Reads the arrays of a step onto the devices.
@@ -131,9 +142,10 @@ class Checkpoints:
         """
         args = self._ocp.args
         self._check_shapes(restored.step, restored.shapes, _shapes(_as_dict(target)))
-        parts = self._manager.restore(
-            restored.step, args=args.Composite(state=args.StandardRestore(_as_dict(target)))
-        )
+        with self._damage_explained(restored.step):
+            parts = self._manager.restore(
+                restored.step, args=args.Composite(state=args.StandardRestore(_as_dict(target)))
+            )
         return TrainState(**parts["state"])
 
     def restore_params(self, step: int, target: PyTree) -> PyTree:
@@ -151,7 +163,7 @@ class Checkpoints:
         self._check_shapes(step, {p: s for p, s in saved.items() if p.startswith(f"{name}/")}, _shapes({name: target}))
         restore_args = ocp.checkpoint_utils.construct_restore_args({name: target})
         # A reader of its own: the manager's reads whole states once it has saved one.
-        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+        with self._damage_explained(step), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
             restored = reader.restore(
                 os.path.join(self._folder, str(step), "state"),
                 args=ocp.args.PyTreeRestore(item={name: target}, restore_args=restore_args, partial_restore=True),
@@ -170,6 +182,23 @@ class Checkpoints:
                 self._manager.wait_until_finished()
             finally:
                 self._manager.close()
+
+    @contextmanager
+    def _damage_explained(self, step: int) -> Iterator[None]:
+        """Within it, whatever fails in reading a step becomes one line that says how to go on without it."""
+        try:
+            yield
+        except UserError:
+            raise
+        except Exception as error:
+            if "Out of memory" in str(error):
+                raise
+            older = [other for other in self._manager.all_steps() if other < step]
+            go_on = f"to carry on from step {max(older)}" if older else "to start anew: there is no older one"
+            what = (str(error).strip() or type(error).__name__).split("\n")[0][:160]
+            raise UserError(
+                f"checkpoint {self._folder}/{step} is damaged ({what}): move that folder away {go_on}"
+            ) from error
 
     def _check_room(self, state_bytes: int) -> None:
         """Refuses a save that cannot end well: one that fails half-way takes the rest of the disk with it."""
@@ -243,7 +272,7 @@ def _is_disk_full(error: BaseException | None) -> bool:
     while error is not None:
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
             return True
-        if "RESOURCE_EXHAUSTED" in str(error) or "No space left on device" in str(error):
+        if "No space left on device" in str(error):
             return True
         error = error.__cause__ or error.__context__
     return False

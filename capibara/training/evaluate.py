@@ -16,6 +16,7 @@ from capibara.training.losses import LossSums, cross_entropy
 from capibara.training.metrics import evaluation_metrics
 from capibara.types import Batch, Params, UserError
 
+_AHEAD = 8  # batches that may wait on the devices at a time
 EvalStep = Callable[[Params, Batch], tuple[LossSums, jax.Array]]
 
 
@@ -45,7 +46,11 @@ def evaluate(
     Raises:
       UserError: there is no batch.
     """
-    results = [eval_step(params, sharding.global_batch(batch_sharding, batch)) for batch in batches]
+    results: list[tuple[LossSums, jax.Array]] = []
+    for batch in batches:
+        results.append(eval_step(params, sharding.global_batch(batch_sharding, batch)))
+        if len(results) % _AHEAD == 0:
+            jax.block_until_ready(results[-1])
     if not results:
         raise UserError("the validation split has no document: give it more text, or set Evaluation.every = 0")
     totals = [sum(float(x) for x in column) for column in zip(*((*s, b) for s, b in jax.device_get(results)))]

@@ -13,7 +13,7 @@ from capibara.training.callbacks import Callback
 from capibara.training.checkpoints import disk_full_explained
 from capibara.training.interrupt import StopRequest
 from capibara.training.metrics import Meter
-from capibara.training.run import set_up
+from capibara.training.run import Run, set_up
 from capibara.training.trainer import Trainer
 from capibara.types import Params
 
@@ -66,18 +66,16 @@ def train(
         while True:
             signal_number = stop.agreed(step)
             done = step >= trainer.steps or signal_number is not None
-            if step > first_step and _due(step, trainer.evaluation.every, step >= trainer.steps):
-                metrics = run.evaluate(state.eval_params)
-                early.update(metrics["loss"])
-                callbacks.on_evaluate(step, metrics)
-                for prompt, text in sampler(state.eval_params) if sampler else ():
-                    callbacks.on_sample(step, prompt, text)
-                meter.restart_clock()
+            # Who is told to stop may have seconds: the checkpoint comes first then, and there is no evaluation.
+            if step > first_step and signal_number is None and _due(step, trainer.evaluation.every, done):
+                with meter.paused():
+                    early.update(_evaluate(run, step, state.eval_params, callbacks, sampler))
             done = done or early.stop
             if step > saved and (done or _due(step, trainer.checkpointing.every)):
-                run.save(step, state, early)
+                with meter.paused():
+                    run.save(step, state, early, metrics)
+                    callbacks.on_checkpoint(step)
                 saved = step
-                callbacks.on_checkpoint(step)
             if done:
                 break
             asked = time.perf_counter()
@@ -93,6 +91,15 @@ def train(
         reason = "interrupted" if signal_number else "early_stopping" if early.stop else "finished"
         callbacks.on_train_end(step, reason)
     return Outcome(step, reason, signal_number)
+
+
+def _evaluate(run: Run, step: int, params: Params, callbacks: Callback, sampler: Sampler | None) -> float:
+    """Evaluates, samples, tells the callbacks, and returns the loss."""
+    metrics = run.evaluate(params)
+    callbacks.on_evaluate(step, metrics)
+    for prompt, text in sampler(params) if sampler else ():
+        callbacks.on_sample(step, prompt, text)
+    return metrics["loss"]
 
 
 def _due(step: int, every: int, last: bool = False) -> bool:

@@ -56,17 +56,17 @@ def cross_entropy(
         # The cast is in here so that the shards' head gradients are summed in float32.
         return _blocked_loss(hidden_BTD, head_VD.astype(hidden_BTD.dtype), targets_BT, weights_BT, z_loss)
 
-    current = sharding.active()
-    if current is None:
+    mesh, rules = sharding.active() or (None, None)
+    batch_axes = tuple(axis for axis in rules.batch if mesh.shape[axis] > 1) if mesh else ()
+    if not batch_axes:  # the partitioner cannot do with a manual axis of one device beside a tensor axis
         return _totals(shard_loss(hidden_BTD, head_VD, targets_BT, weights_BT))
-    mesh, rules = current
-    rows = P(rules.batch)
+    rows = P(batch_axes)
     local = jax.shard_map(
         lambda *args: jax.tree.map(lambda x: x[None], shard_loss(*args)),
         mesh=mesh,
         in_specs=(rows, P(), rows, rows),
         out_specs=rows,
-        axis_names=set(rules.batch),
+        axis_names=set(batch_axes),
         check_vma=False,
     )
     return _totals(jax.tree.map(lambda x: jnp.sum(x, 0), local(hidden_BTD, head_VD, targets_BT, weights_BT)))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -21,9 +22,13 @@ class Meter:
         self._data_wait_s = 0.0
         self._since = time.perf_counter()
 
-    def restart_clock(self) -> None:
-        """Leaves out what was done since the last step (evaluation, saving, sampling)."""
-        self._since = time.perf_counter()
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """What is done within (evaluation, sampling, saving) is no part of the steps' time."""
+        jax.block_until_ready(self._pending)  # the steps before it are
+        began = time.perf_counter()
+        yield
+        self._since += time.perf_counter() - began
 
     def add(self, metrics: Mapping[str, jax.Array], data_wait_s: float) -> None:
         """Takes one step's metrics, still on the device, and the seconds its batch was waited for."""

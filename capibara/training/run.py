@@ -10,7 +10,7 @@ import itertools
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -60,8 +60,20 @@ class Run:
         state = self.checkpoints.restore_state(self.restored, self.abstract_state)
         return state, self.restored.step, EarlyStopping(patience, self.restored.progress["early_stopping"])
 
-    def save(self, step: int, state: TrainState, early: EarlyStopping) -> None:
-        """Hands a checkpoint to the asynchronous writer."""
+    def save(
+        self, step: int, state: TrainState, early: EarlyStopping, metrics: Mapping[str, jax.Array]
+    ) -> None:
+        """Hands a checkpoint to the asynchronous writer.
+
+        Raises:
+          UserError: the step's loss or gradients (in its `metrics`) are not finite: such a state is not worth keeping.
+        """
+        for name in ("loss", "grad_norm"):
+            if not math.isfinite(float(metrics[name])):
+                raise UserError(
+                    f"{name} is {float(metrics[name])} at step {step}, not saved: earlier checkpoints are kept; lower "
+                    "Schedule.learning_rate or set Optimizer.clip_norm, and run the command again"
+                )
         data = merge_states(_of_all_hosts(self.batches.get_state()))
         self.checkpoints.save(step, state, data, {"early_stopping": early.state()})
 
@@ -71,7 +83,7 @@ class Run:
 
     def evaluate(self, params: Params) -> dict[str, float]:
         """Metrics over the validation split, with the unigram baseline where one is asked for."""
-        with contextlib.closing(self._validation()) as loader:
+        with contextlib.closing(_validation_loader(self.trainer)) as loader:
             batches = itertools.islice(loader, self.trainer.evaluation.max_batches)
             metrics = evaluate(self.eval_step, params, batches, self.batch_sharding)
         if self.trainer.evaluation.unigram_batches:
@@ -82,18 +94,12 @@ class Run:
     def _unigram_bits_per_byte(self) -> float:
         evaluation, vocabulary = self.trainer.evaluation, self.trainer.dataset.get_vocabulary()
         seen = _loader(self.trainer, "train", self.trainer.plan.batch_size)
-        with contextlib.closing(seen), contextlib.closing(self._validation()) as unseen:
+        with contextlib.closing(seen), contextlib.closing(_validation_loader(self.trainer)) as unseen:
             return unigram_bits_per_byte(
                 itertools.islice(seen, evaluation.unigram_batches),
                 itertools.islice(unseen, evaluation.max_batches),
                 vocabulary.token_bytes(),
             )
-
-    def _validation(self) -> Loader:
-        plan = self.trainer.plan
-        return _loader(
-            self.trainer, "validation", self.trainer.evaluation.batch_size or plan.batch_size // plan.accumulation, 1
-        )
 
     def info(self, start_step: int, peak_flops: float | None, config: str) -> RunInfo:
         """What callbacks are told."""
@@ -224,9 +230,16 @@ def _open_checkpoints_and_data(trainer: Trainer) -> tuple[Checkpoints, Restored 
         batches = _loader(trainer, "train", trainer.plan.batch_size)
         if restored is not None:
             batches.set_state(restored.data)
+        if trainer.evaluation.every:
+            _validation_loader(trainer).close()  # a mistake in these files shows now, not at the first evaluation
         batches.start()
         undo.pop_all()
     return checkpoints, restored, batches
+
+
+def _validation_loader(trainer: Trainer) -> Loader:
+    rows = trainer.evaluation.batch_size or trainer.plan.batch_size // trainer.plan.accumulation
+    return _loader(trainer, "validation", rows, epochs=1)
 
 
 def _loader(trainer: Trainer, split: str, rows: int, epochs: int | None = None) -> Loader:

@@ -37,7 +37,7 @@ def make_train_step(
       plan: accumulation, remat and rules.
       mesh: where activations are constrained to.
       z_loss: coefficient of the squared log normaliser (PaLM uses 1e-4).
-      ema_decay: decay of the parameters' moving average; None: none is kept.
+      ema_decay: decay of the parameters' moving average, min(ema_decay, (1 + step) / (10 + step)); None: none is kept.
     """
 
     def loss_sum(params: Params, batch: Batch) -> tuple[jax.Array, LossSums]:
@@ -51,7 +51,11 @@ def make_train_step(
         grads = jax.tree.map(lambda g: g / tokens, grads)
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
-        ema = state.ema if ema_decay is None else optax.incremental_update(params, state.ema, 1.0 - ema_decay)
+        ema = None
+        if ema_decay is not None:
+            # A young average forgets faster, else it is mostly the initial parameters for 1 / (1 - decay) steps.
+            decay = jnp.minimum(ema_decay, (1.0 + state.step) / (10.0 + state.step))
+            ema = optax.incremental_update(params, state.ema, 1.0 - decay)
         metrics = {
             "loss": sums.nll / tokens,
             "z_loss": z_loss * sums.z / tokens,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import shutil
 import subprocess
 import types
 
@@ -159,3 +160,47 @@ def test_only_the_orphans_of_a_failed_save_are_dropped():
     for error in (RuntimeError("Event loop is closed"), RuntimeError("another"), ValueError("Event loop is closed")):
         module._without_orphans(reported.append, types.SimpleNamespace(exc_value=error))
     assert [str(unraisable.exc_value) for unraisable in reported] == ["another", "Event loop is closed"]
+
+
+def _damage(step_folder, how):
+    if how == "progress":
+        shutil.rmtree(step_folder / "progress")
+    elif how == "empty":
+        for part in step_folder.iterdir():
+            shutil.rmtree(part) if part.is_dir() else part.unlink()
+    else:
+        largest = max((f for f in (step_folder / "state").rglob("*") if f.is_file()), key=lambda f: f.stat().st_size)
+        os.truncate(largest, largest.stat().st_size // 2)
+
+
+@pytest.mark.parametrize("how", ["progress", "empty", "truncated"])
+def test_a_damaged_step_is_named_with_the_one_to_go_on_from(tmp_path, how):
+    with Checkpoints(str(tmp_path), Checkpointing()) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, state_of(step), {}, {})
+    _damage(tmp_path / "checkpoints" / "2", how)
+    with Checkpoints(str(tmp_path), Checkpointing()) as checkpoints:
+        with pytest.raises(UserError, match=r"checkpoints/2 is damaged .*move that folder away to carry on from step 1"):
+            checkpoints.restore_state(checkpoints.restore_progress(2), target_of(state_of(0)))
+        checkpoints.restore_state(checkpoints.restore_progress(1), target_of(state_of(0)))
+
+
+def test_a_reader_leaves_a_save_in_flight_alone(tmp_path):
+    with Checkpoints(str(tmp_path), Checkpointing()) as checkpoints:
+        checkpoints.save(1, state_of(1), {}, {})
+    in_flight = tmp_path / "checkpoints" / "2.orbax-checkpoint-tmp" / "state"
+    in_flight.mkdir(parents=True)
+    with Checkpoints(str(tmp_path), Checkpointing(), read_only=True) as reader:
+        assert reader.latest_step() == 1
+        reader.restore_params(1, target_of(state_of(0).params))
+    assert in_flight.exists()
+
+
+def test_a_device_out_of_memory_is_no_full_disk(tmp_path):
+    with pytest.raises(RuntimeError, match="Out of memory"), module.disk_full_explained(str(tmp_path)):
+        raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1 byte")
+
+
+def test_keep_every_is_checked():
+    with pytest.raises(UserError, match="keep_every is 0, must be at least 1, or None"):
+        Checkpointing(keep_every=0)

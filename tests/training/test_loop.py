@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 
+from capibara.optim import Optimizer, Schedule
 from capibara.sharding import Plan
 from capibara.training.checkpoints import Checkpointing
 from capibara.training.trainer import Evaluation
@@ -124,3 +125,12 @@ def test_other_data_than_before_is_refused_and_leaves_no_threads(make_trainer, t
     with pytest.raises(UserError, match="length was 64, is 32"):
         train(make_trainer(steps=4, dataset=dataset))
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("capibara")]
+
+
+def test_a_state_that_is_not_finite_is_not_saved(make_trainer, train):
+    optimizer = Optimizer(schedule=Schedule(kind="constant", learning_rate=10.0), weight_decay=0.0, clip_norm=None)
+    trainer = make_trainer(optimizer=optimizer, checkpointing=Checkpointing(every=1), steps=3)
+    poisoned = dataclasses.replace(trainer, z_loss=1e38)
+    with pytest.raises(UserError, match=r"(loss|grad_norm) is (nan|inf) at step 1, not saved"):
+        train(poisoned)
+    assert not [name for name in os.listdir(os.path.join(trainer.model_dir, "checkpoints")) if name.isdigit()]

@@ -40,11 +40,18 @@ def test_a_meter_without_any_token_gives_no_nan():
 
 
 def test_the_clock_can_leave_out_an_evaluation():
+    """Between two logs: one step before the pause, one after; only their own time counts, for both of them."""
     meter = Meter(100)
-    time.sleep(0.3)
-    meter.restart_clock()
-    meter.add(step_metrics(1.0, 1), 0.0)
-    assert meter.read()["step_s"] < 0.3
+    step = step_metrics(1.0, 100)
+    time.sleep(0.05)
+    meter.add(step, 0.0)
+    with meter.paused():
+        time.sleep(0.3)
+    time.sleep(0.05)
+    meter.add(step, 0.0)
+    read = meter.read()
+    assert 0.05 <= read["step_s"] < 0.15
+    assert read["tokens_per_s"] == pytest.approx(100 / read["step_s"])
 
 
 def test_evaluation_metrics():
