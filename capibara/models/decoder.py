@@ -81,11 +81,13 @@ class DecoderConfig:
             if getattr(self, name) < 1:
                 raise UserError(f"DecoderConfig.{name} is {getattr(self, name)}, must be at least 1")
         for name, default in (("head_dim", "embed_dim / num_heads"), ("max_length", "no limit")):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise UserError(f"DecoderConfig.{name} is {getattr(self, name)}, must be at least 1, or None: {default}")
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"DecoderConfig.{name} is {value}, must be at least 1, or None: {default}")
         for name, usual in (("norm_eps", 1e-6), ("rope_theta", 10_000.0)):
-            if not 0 < getattr(self, name) < math.inf:
-                raise UserError(f"DecoderConfig.{name} is {getattr(self, name)}, must be finite and above 0: try {usual}")
+            value = getattr(self, name)
+            if not 0 < value < math.inf:
+                raise UserError(f"DecoderConfig.{name} is {value}, must be finite and above 0: try {usual}")
         if self.num_heads % self.kv_heads:
             divisors = [d for d in range(1, self.num_heads + 1) if self.num_heads % d == 0]
             nearest = min(divisors, key=lambda d: abs(d - self.kv_heads))

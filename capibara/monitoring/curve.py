@@ -13,7 +13,7 @@ import numpy as np
 
 from capibara.config import configurable
 from capibara.monitoring import chart
-from capibara.monitoring.loggers import metrics_path, read_metrics
+from capibara.monitoring.loggers import folder_error, metrics_path, read_metrics
 from capibara.monitoring.progress import make_console, quantity
 from capibara.training.callbacks import Callback, RunInfo
 from capibara.types import UserError
@@ -57,6 +57,9 @@ class LossCurve(Callback):
 
     def on_train_begin(self, run: RunInfo) -> None:
         self._model_dir = run.model_dir
+        path = os.path.join(run.model_dir, CURVE_FILE)
+        if os.path.isdir(path):  # said now, not after the last step
+            raise folder_error(path)
 
     def on_train_end(self, step: int, reason: str) -> None:
         curves = read_curves(metrics_path(self._model_dir), self._baseline, self._label)
@@ -138,7 +141,11 @@ def smooth(values: np.ndarray) -> np.ndarray:
 
 
 def save_png(curves: Curves, path: str) -> None:
-    """Draws the curves to a PNG file; the old picture stays until the new one is whole."""
+    """Draws the curves to a PNG file; the old picture stays until the new one is whole.
+
+    Raises:
+      UserError: a folder has the file's name.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     picture = io.BytesIO()
@@ -148,9 +155,12 @@ def save_png(curves: Curves, path: str) -> None:
 
         epath.Path(path).write_bytes(picture.getvalue())
         return
-    with open(path + ".part", "wb") as file:
-        file.write(picture.getvalue())
-    os.replace(path + ".part", path)
+    try:
+        with open(path + ".part", "wb") as file:
+            file.write(picture.getvalue())
+        os.replace(path + ".part", path)
+    except IsADirectoryError as error:
+        raise folder_error(error.filename2 or error.filename) from None
 
 
 def print_chart(curves: Curves, console: Console) -> None:
@@ -209,7 +219,9 @@ def _figure(curves: Curves) -> Any:
     axes.set_xlabel("step", color=_INK, fontsize=10)
     axes.margins(x=0, y=0.06)
     left = min([*curves.train_steps[:1], *curves.eval_steps[:1]])
-    axes.set_xlim(left=0 if left <= 0.1 * axes.get_xlim()[1] else left)
+    right = axes.get_xlim()[1]
+    left = 0 if left <= 0.1 * right else left
+    axes.set_xlim(left, max(right, left + 1))  # a single point after a resumption has no width of its own
     _label_ends(axes, curves)
     figure.text(0.075, 0.93, "Loss, nats per token", fontsize=13, color=_INK, weight="bold", va="center")
     figure.text(0.075, 0.878, _subtitle(curves), fontsize=9.5, color=_FAINT, va="center")

@@ -77,6 +77,11 @@ def metrics_path(model_dir: str) -> str:
     return os.path.join(model_dir, METRICS_FILE)
 
 
+def folder_error(path: str) -> UserError:
+    """What to say of a folder that has the name of one of the run's files."""
+    return UserError(f"{path} is a folder, must be a file: move it away, or set another MODEL_DIR")
+
+
 def read_metrics(path: str) -> list[dict[str, Any]]:
     """The records of a metrics.jsonl as if the run had never been stopped.
 
@@ -91,7 +96,7 @@ def read_metrics(path: str) -> list[dict[str, Any]]:
       Records in the order of their steps.
 
     Raises:
-      UserError: there is no such file.
+      UserError: there is no such file, or it is a folder.
     """
     path = path if path.endswith(".jsonl") else metrics_path(path)
     kept: dict[tuple[Any, ...], dict[str, Any]] = {}
@@ -117,10 +122,11 @@ class TensorBoard(Callback):
         import tensorboardX
 
         self._run = run
+        folder = os.path.join(run.model_dir, "tensorboard")
+        if os.path.lexists(folder) and not os.path.isdir(folder):
+            raise UserError(f"{folder} is a file, must be a folder: move it away, or set another MODEL_DIR")
         # Steps after the checkpoint were written by the run that was stopped: TensorBoard is told to forget them.
-        self._writer = tensorboardX.SummaryWriter(
-            os.path.join(run.model_dir, "tensorboard"), purge_step=run.start_step + 1, write_to_disk=True
-        )
+        self._writer = tensorboardX.SummaryWriter(folder, purge_step=run.start_step + 1, write_to_disk=True)
         atexit.register(_close_at_exit, self._writer)  # registered last, it comes before tensorboardX's own
         self._writer.add_text("config", _preformatted(run.config), run.start_step)
 
@@ -134,7 +140,8 @@ class TensorBoard(Callback):
         self._writer.flush()
 
     def on_sample(self, step: int, prompt: str, text: str) -> None:
-        self._writer.add_text(f"sample/{prompt or '(empty prompt)'}", _preformatted(prompt + text), step)
+        tag = f"sample/{_encodable(prompt) or '(empty prompt)'}"
+        self._writer.add_text(tag, _preformatted(prompt + text), step)
 
     def on_checkpoint(self, step: int) -> None:
         self._writer.flush()
@@ -164,7 +171,10 @@ class _LocalLines:
         os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
         self._path = path
         # A sample's undecodable bytes (surrogates) become JSON escapes: they must not stop a run.
-        self._file = open(path, "a+", encoding="utf-8", errors="backslashreplace", newline="")
+        try:
+            self._file = open(path, "a+", encoding="utf-8", errors="backslashreplace", newline="")
+        except IsADirectoryError:
+            raise folder_error(path) from None
         if not _ends_with_newline(path):
             self.write("")  # ends the torn line of a run that was killed
 
@@ -231,6 +241,8 @@ def _read_text(path: str) -> str:
             return file.read()
     except FileNotFoundError:
         raise UserError(f"{path} does not exist: name a run folder, or its {METRICS_FILE}") from None
+    except IsADirectoryError:
+        raise folder_error(path) from None
 
 
 def _parse(line: str) -> dict[str, Any] | None:
@@ -250,4 +262,9 @@ def _json_value(value: Any) -> Any:
 
 def _preformatted(text: str) -> str:
     """Markdown that shows the text as it is."""
-    return "\n".join(f"    {line}" for line in text.splitlines())
+    return "\n".join(f"    {line}" for line in _encodable(text).splitlines())
+
+
+def _encodable(text: str) -> str:
+    """With escapes for what UTF-8 cannot hold: the surrogates of bytes that could not be decoded."""
+    return text.encode("utf-8", errors="backslashreplace").decode("utf-8")

@@ -89,6 +89,29 @@ class TestLossCurve:
         callbacks.on_train_end(steps[-1], "finished")
         assert (tmp_path / "loss_curve.png").exists()
 
+    @pytest.mark.filterwarnings("error")
+    @pytest.mark.parametrize("start", [0, 999, 1000])
+    def test_one_point_and_a_resumption_warn_of_nothing(self, run, tmp_path, start):
+        callbacks = Callbacks([MetricsFile(), LossCurve(console=Console(file=io.StringIO()))])
+        callbacks.on_train_begin(dataclasses.replace(run, start_step=start))
+        callbacks.on_step(1000, {"loss": 2.0})
+        callbacks.on_train_end(1000, "finished")
+        assert (tmp_path / "loss_curve.png").exists()
+
+    def test_a_folder_has_the_name(self, run, tmp_path):
+        """Said before the first step; where it appears during the run, at its end."""
+        (tmp_path / "loss_curve.png").mkdir()
+        with pytest.raises(UserError, match="loss_curve.png is a folder, must be a file"):
+            LossCurve().on_train_begin(run)
+        (tmp_path / "loss_curve.png").rmdir()
+        callbacks = Callbacks([MetricsFile(), LossCurve(terminal=False)])
+        callbacks.on_train_begin(run)
+        callbacks.on_step(1, {"loss": 2.0})
+        (tmp_path / "loss_curve.png").mkdir()
+        with pytest.raises(UserError, match="loss_curve.png is a folder, must be a file") as error:
+            callbacks.on_train_end(1, "finished")
+        assert "\n" not in str(error.value)
+
     def test_without_a_metrics_file(self, run):
         callback = LossCurve()
         callback.on_train_begin(run)

@@ -98,6 +98,13 @@ class TestMetricsFile:
         callback.on_sample(1, "", "\udc80")
         assert read_metrics(run.model_dir)[-1]["text"] == "\udc80"
 
+    def test_a_folder_has_the_name(self, run):
+        os.makedirs(loggers.metrics_path(run.model_dir))
+        for mistake in (lambda: MetricsFile().on_train_begin(run), lambda: read_metrics(run.model_dir)):
+            with pytest.raises(UserError, match="metrics.jsonl is a folder, must be a file") as error:
+                mistake()
+            assert "\n" not in str(error.value)
+
     def test_disk_full(self, run, monkeypatch):
         callback = MetricsFile()
         callback.on_train_begin(run)
@@ -195,6 +202,22 @@ class TestTensorBoard:
         found = scalars(run)
         assert found[("train/loss", 10)] == 2.5 and found[("eval/loss", 10)] == 2.25
         assert found[("train/mfu", 10)] == pytest.approx(0.5)
+
+    def test_undecodable_sample(self, run):
+        callback = TensorBoard()
+        callback.on_train_begin(run)
+        callback.on_sample(1, "\udc80", "é\udcff")
+        callback.on_train_end(1, "finished")
+        texts = {v.tag: v.tensor.string_val[0].decode() for e in events(run) for v in e.summary.value}
+        assert texts["sample/\\udc80/text_summary"] == "    \\udc80é\\udcff"
+
+    def test_a_file_has_the_folders_name(self, run):
+        os.makedirs(run.model_dir)
+        with open(os.path.join(run.model_dir, "tensorboard"), "w"):
+            pass
+        with pytest.raises(UserError, match="tensorboard is a file, must be a folder") as error:
+            TensorBoard().on_train_begin(run)
+        assert "\n" not in str(error.value)
 
     def test_a_resumed_run_purges_what_came_after_its_checkpoint(self, run):
         callback = TensorBoard()
