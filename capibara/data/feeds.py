@@ -186,15 +186,26 @@ class _Reader:
         vocabulary, size = self._dataset.get_vocabulary(), len(self._documents)
         bos_id = vocabulary.bos_id
         end = [vocabulary.eos_id] if self._dataset.append_eos else []
-        blank = 0
+        blank, checked = 0, False
         for numbers in self._number_groups(begin):
             for ids in vocabulary.encode_batch([self._documents[i] for i in numbers]):
+                if not len(ids) and not checked:
+                    self._check_text()  # before end tokens alone fill the rows
+                    checked = True
                 if end:
                     ids = np.append(ids, np.asarray(end, np.int32))
                 blank = 0 if len(ids) else blank + 1
                 if blank > size and self._epochs is None:
-                    raise UserError("the documents hold no text: the corpus is empty")
+                    raise UserError(
+                        "none of a row's documents holds text: set Dataset.shuffle = True, or remove the empty ones"
+                    )
                 yield Document(ids, None, bos_id)
+
+    def _check_text(self) -> None:
+        """Refuses a corpus whose documents are all empty; where they are not, the first one mostly tells."""
+        encode = self._dataset.get_vocabulary().encode_batch
+        if not any(len(encode([self._documents[i]])[0]) for i in range(len(self._documents))):
+            raise UserError("the documents hold no text: the corpus is empty")
 
     def _number_groups(self, begin: int) -> Iterator[list[int]]:
         size = len(self._documents)

@@ -27,6 +27,14 @@ __all__ = ["Dataset", "Loader", "make_loader", "merge_states", "unigram_bits_per
 
 _VERSION = 1
 
+# What each of a feed's settings is called in Gin.
+_PARAMETERS = {
+    "batch_size": "Plan.batch_size",
+    "data": "Dataset.source's (or task's) data",
+    "window": "[Dataset.window_rows, Dataset.window_documents]",
+    **{name: f"Dataset.{name}" for name in ("length", "packing", "append_eos", "shuffle", "seed", "vocabulary")},
+}
+
 
 def make_loader(
     dataset: Dataset,
@@ -183,7 +191,10 @@ def _restored_rows(feed: feeds.Feed, state: Mapping[str, Any]) -> list[State]:
     """The rows of `state` that this feed needs, after checking that they mean the same here."""
     differences = _differences(state["settings"], feed.settings())
     if differences:
-        raise UserError(f"the data state does not fit this run: {'; '.join(differences)}; restore these or start anew")
+        raise UserError(
+            f"the data state does not fit this run: {'; '.join(differences)}: "
+            "set these back, or set another MODEL_DIR for a new run"
+        )
     need = len(feed.initial_state())
     skip = feed.first_row - state["first_row"]
     rows = state["rows"][skip : skip + need] if skip >= 0 else []
@@ -201,7 +212,7 @@ def _differences(saved: Mapping[str, Any], now: Mapping[str, Any], prefix: str =
     for name in sorted(set(saved) | set(now)):
         was, is_ = saved.get(name), now.get(name)
         if isinstance(was, Mapping) and isinstance(is_, Mapping):
-            found += _differences(was, is_, f"{prefix}{name}.")
+            found += _differences(was, is_, f"{_PARAMETERS.get(prefix + name, prefix + name)}.")
         elif was != is_:
-            found.append(f"{prefix}{name} was {was!r}, is {is_!r}")
+            found.append(f"{_PARAMETERS.get(prefix + name, prefix + name)} was {was!r}, is {is_!r}")
     return found

@@ -116,7 +116,7 @@ class TextSource(Source):
             raise UserError(f"document_bytes ({self.document_bytes}) must be at least 1: try 65536")
 
     def open(self, split: str) -> Documents:
-        paths, explicit = _choose_files("TextSource", self.files, self.validation_files, split)
+        name, paths, explicit = _choose_files("TextSource", self.files, self.validation_files, split)
         file_of, start, stop = [], [], []
         for i, path in enumerate(paths):
             for first, last in _line_ranges(path, self.document_bytes):
@@ -124,12 +124,12 @@ class TextSource(Source):
                 start.append(first)
                 stop.append(last)
         if not file_of:
-            raise UserError(f"TextSource.files ({_shown(paths)}) hold no text: the corpus is empty")
+            raise UserError(f"{name} ({_shown(paths)}) hold no text: the corpus is empty")
         ranges = np.array([file_of, start, stop], np.int64).T
         if not explicit:
             files = _name_hashes([os.path.basename(path) for path in paths])
             keys = files[ranges[:, 0]] + ranges[:, 1].astype(np.uint64)
-            ranges = ranges[_split_by_hash(mix(keys), split, self.validation_fraction, "TextSource.files")]
+            ranges = ranges[_split_by_hash(mix(keys), split, self.validation_fraction, name)]
         return _RangeDocuments(paths, ranges)
 
 
@@ -154,7 +154,7 @@ class JsonlSource(Source):
         _check_fraction(self.validation_fraction)
 
     def open(self, split: str) -> Documents:
-        paths, explicit = _choose_files("JsonlSource", self.files, self.validation_files, split)
+        name, paths, explicit = _choose_files("JsonlSource", self.files, self.validation_files, split)
         tables = []
         for i, path in enumerate(paths):
             starts, stops = _line_bounds(path)
@@ -162,11 +162,15 @@ class JsonlSource(Source):
             tables.append(np.stack(columns, axis=1)[stops > starts])
         lines = np.concatenate(tables)
         if not len(lines):
-            raise UserError(f"JsonlSource.files ({_shown(paths)}) hold no lines: the corpus is empty")
+            raise UserError(f"{name} ({_shown(paths)}) hold no lines: the corpus is empty")
+        # A file that is no JSON shall be called that, not too short to be divided.
+        whole = _JsonlDocuments(paths, lines, self.field)
+        for first in np.unique(lines[:, 0], return_index=True)[1]:
+            whole[first]
         if not explicit:
             files = _name_hashes([os.path.basename(path) for path in paths])
             keys = files[lines[:, 0]] + lines[:, 3].astype(np.uint64)
-            lines = lines[_split_by_hash(mix(keys), split, self.validation_fraction, "JsonlSource.files")]
+            lines = lines[_split_by_hash(mix(keys), split, self.validation_fraction, name)]
         documents = _JsonlDocuments(paths, lines, self.field)
         if sum(os.path.getsize(path) for path in paths) <= _CHECK_WHOLE_BYTES:
             for i in range(len(documents)):
@@ -340,12 +344,14 @@ def _check_fraction(fraction: float) -> None:
 
 def _choose_files(
     name: str, files: Sequence[str], validation_files: Sequence[str], split: str
-) -> tuple[list[str], bool]:
-    """Paths of the split, and whether validation files were named (so that nothing is to be held out)."""
+) -> tuple[str, list[str], bool]:
+    """The parameter that names the split's files, their paths, and whether nothing is to be held out of them."""
     _check_split(split)
     if validation_files and split == "validation":
-        return _expand(f"{name}.validation_files", validation_files), True
-    return _expand(f"{name}.files", files), bool(validation_files)
+        parameter, patterns = f"{name}.validation_files", validation_files
+    else:
+        parameter, patterns = f"{name}.files", files
+    return parameter, _expand(parameter, patterns), bool(validation_files)
 
 
 def _expand(name: str, patterns: Sequence[str]) -> list[str]:

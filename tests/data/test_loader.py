@@ -197,11 +197,13 @@ def test_splits_share_no_document_and_seeds_differ(corpus):
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"length": 32}, "length was 64, is 32"),
-        ({"seed": 6}, "seed was 5, is 6"),
-        ({"packing": Packing.CONCAT}, "packing was 'best_fit', is 'concat'"),
-        ({"vocabulary": ByteVocabulary(size_multiple=1)}, "vocabulary was"),
-        ({"append_eos": False}, "append_eos was True, is False"),
+        ({"length": 32}, "Dataset.length was 64, is 32"),
+        ({"seed": 6}, "Dataset.seed was 5, is 6"),
+        ({"packing": Packing.CONCAT}, "Dataset.packing was 'best_fit', is 'concat'"),
+        ({"vocabulary": ByteVocabulary(size_multiple=1)}, "Dataset.vocabulary was"),
+        ({"shuffle": False}, "Dataset.shuffle was True, is False"),
+        ({"window_rows": 5}, r"Dataset.window_rows, Dataset.window_documents\] was \[4, 8\], is \[5, 8\]"),
+        ({"append_eos": False}, "Dataset.append_eos was True, is False"),
     ],
 )
 def test_a_state_of_another_run_is_refused(corpus, change, named):
@@ -209,7 +211,7 @@ def test_a_state_of_another_run_is_refused(corpus, change, named):
     next(loader)
     state = loader.get_state()
     loader.close()
-    with pytest.raises(UserError, match=named):
+    with pytest.raises(UserError, match=f"{named}.*: set these back, or set another MODEL_DIR"):
         make_loader(make_dataset(corpus, **change), batch_size=BATCH).set_state(state)
 
 
@@ -219,14 +221,14 @@ def test_a_state_of_another_batch_size_or_other_data_is_refused(corpus):
     next(loader)
     state = loader.get_state()
     loader.close()
-    with pytest.raises(UserError, match="batch_size was 4, is 8"):
+    with pytest.raises(UserError, match="Plan.batch_size was 4, is 8"):
         make_loader(dataset, batch_size=8).set_state(state)
     text = corpus.read_text()
     corpus.write_text(text.replace("<3>x", "<3>y"))
-    with pytest.raises(UserError, match="data.digest was"):
+    with pytest.raises(UserError, match=r"Dataset.source's .* data.digest was"):
         make_loader(dataset, batch_size=BATCH).set_state(state)
     corpus.write_text(text + json.dumps({"text": "more"}) + "\n")
-    with pytest.raises(UserError, match="data.bytes was"):
+    with pytest.raises(UserError, match=r"Dataset.source's .* data.bytes was"):
         make_loader(dataset, batch_size=BATCH).set_state(state)
 
 
@@ -281,11 +283,28 @@ def test_an_error_in_the_background_reaches_the_consumer(corpus):
         next(loader)
 
 
-def test_documents_without_text_do_not_hang(tmp_path):
+@pytest.mark.parametrize("options", [{}, {"split": "validation", "epochs": 1}], ids=["train", "validation"])
+@pytest.mark.parametrize("append_eos", [True, False])
+def test_documents_without_text_are_refused(tmp_path, append_eos, options):
+    """Neither a loop without end nor rows of end tokens."""
     path = tmp_path / "blank.jsonl"
     path.write_text('{"text": ""}\n' * 5)
-    loader = make_loader(make_dataset(path, append_eos=False), batch_size=2)
-    with pytest.raises(UserError, match="no text"):
+    loader = make_loader(make_dataset(path, append_eos=append_eos), batch_size=2, **options)
+    with pytest.raises(UserError, match="the documents hold no text: the corpus is empty"):
+        next(loader)
+
+
+def test_a_few_documents_without_text_do_no_harm(tmp_path):
+    """Row 0 has the blank documents alone: with end tokens it is filled, without them it would never be."""
+    path, none = tmp_path / "some.jsonl", tmp_path / "none.jsonl"
+    path.write_text('{"text": ""}\n{"text": "capybara"}\n' * 4)
+    none.write_text('{"text": "held out"}\n')
+    source = JsonlSource(files=(str(path),), validation_files=(str(none),))
+    loader = make_loader(make_dataset(path, source=source, shuffle=False), batch_size=2)
+    assert set(next(loader)["targets"][0]) == {ByteVocabulary().eos_id}
+    loader.close()
+    loader = make_loader(make_dataset(path, source=source, shuffle=False, append_eos=False), batch_size=2)
+    with pytest.raises(UserError, match="none of a row's documents holds text"):
         next(loader)
 
 

@@ -77,6 +77,8 @@ def test_a_document_keeps_its_side_when_others_are_added(tmp_path):
         (b"", r"the corpus is empty"),
         (b"\n\n\n", r"the corpus is empty"),
         (b'{"text": "a"}\n', r"has 1 document: none can be held out"),
+        (b'{"text": "a"\n', r"a.jsonl:1 is not JSON"),
+        (b'{"txt": "a"}\n', r"a.jsonl:1 has no field 'text'"),
     ],
 )
 def test_bad_jsonl(tmp_path, content, message):
@@ -101,6 +103,16 @@ def test_missing_and_empty_files(tmp_path, make):
         make(files=(str(tmp_path / "empty"),)).open("test")
     with pytest.raises(UserError, match="validation_fraction"):
         make(files=("x",), validation_fraction=0.0)
+
+
+@pytest.mark.parametrize("make", [TextSource, JsonlSource])
+def test_an_empty_validation_file_is_named(tmp_path, make):
+    (tmp_path / "empty").write_text("")
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
+    source = make(files=(str(tmp_path / "a.jsonl"),), validation_files=(str(tmp_path / "empty"),))
+    assert len(source.open("train")) == 1
+    with pytest.raises(UserError, match=r"Source.validation_files \(.*empty\) hold no .*: the corpus is empty"):
+        source.open("validation")
 
 
 def test_fingerprints_follow_the_content(tmp_path):
