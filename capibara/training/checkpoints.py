@@ -72,15 +72,17 @@ class Checkpoints:
 
         self._ocp = ocp
         self._folder = os.path.join(os.path.abspath(model_dir) if "://" not in model_dir else model_dir, "checkpoints")
-        options = ocp.CheckpointManagerOptions(
-            max_to_keep=config.keep,
-            keep_period=config.keep_every,
-            enable_async_checkpointing=True,
-            cleanup_tmp_directories=not read_only,  # a save that failed may be what fills the disk
-            read_only=read_only,
-        )
+        if read_only:
+            options = ocp.CheckpointManagerOptions(save_interval_steps=0, create=False, read_only=True)
+        else:
+            options = ocp.CheckpointManagerOptions(
+                max_to_keep=config.keep,
+                keep_period=config.keep_every,
+                enable_async_checkpointing=True,
+                cleanup_tmp_directories=True,  # a save that failed may be what fills the disk
+            )
         for logger in ("absl", "asyncio"):
-            logging.getLogger(logger).addFilter(_is_not_disk_full)
+            logging.getLogger(logger).addFilter(_is_news)
         if getattr(sys.unraisablehook, "func", None) is not _without_orphans:
             sys.unraisablehook = functools.partial(_without_orphans, sys.unraisablehook)
         with self._disk_errors():
@@ -256,9 +258,10 @@ def _shapes(arrays: PyTree) -> dict[str, str]:
     return dict(zip(tree.path_names(arrays), described, strict=True))
 
 
-def _is_not_disk_full(record: logging.LogRecord) -> bool:
+def _is_news(record: logging.LogRecord) -> bool:
     # Orbax and asyncio log a failed write with its traceback; it is raised where we wait as well: once is enough.
-    return not (record.exc_info and _is_disk_full(record.exc_info[1]))
+    # That a folder which we asked to read only is read only is no news either.
+    return not (record.exc_info and _is_disk_full(record.exc_info[1])) and "is read only" not in str(record.msg)
 
 
 def _without_orphans(report: Callable[[Any], None], unraisable: Any) -> None:

@@ -139,8 +139,8 @@ def test_orbax_does_not_log_a_full_disk_with_its_traceback():
     def record(error):
         return logging.LogRecord("absl", logging.ERROR, "f", 1, "failed", (), (type(error), error, None))
 
-    assert not module._is_not_disk_full(record(OSError(28, "No space left on device")))
-    assert module._is_not_disk_full(record(ValueError("another fault")))
+    assert not module._is_news(record(OSError(28, "No space left on device")))
+    assert module._is_news(record(ValueError("another fault")))
 
 
 def test_leftovers_of_a_failed_save_are_removed(tmp_path):
