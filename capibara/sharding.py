@@ -313,6 +313,16 @@ def active() -> tuple[Mesh, Rules] | None:
     return None if current is None or current[0].size == 1 else current
 
 
+def platform() -> str:
+    """What the traced program is for: "cpu", "gpu" or "tpu".
+
+    Inside `activate` that of the mesh's devices, of a mesh of one device too: a program for a TPU slice can be lowered
+    in a process that has only a CPU. Elsewhere that of JAX's default devices.
+    """
+    current = _current.get()
+    return jax.default_backend() if current is None else current.mesh.devices.flat[0].platform
+
+
 def constrain(x: jax.Array, axes: Axes) -> jax.Array:
     """Tells the compiler how an activation lies on the mesh; outside `activate` it returns `x` as it is."""
     current = active()

@@ -84,3 +84,17 @@ def test_global_batch_puts_rows_where_the_rules_say():
 def test_emulation_is_bounded():
     with pytest.raises(UserError, match="must be from 1 to 64"):
         sharding.emulate(65)
+
+
+def test_platform_is_that_of_the_active_mesh_even_of_one_device():
+    class Chip:
+        platform = "tpu"
+
+    class OneChip:
+        devices = np.array([Chip()])
+        size = 1
+
+    assert sharding.platform() == jax.default_backend()
+    with sharding.activate(OneChip(), Rules()):
+        assert sharding.platform() == "tpu"
+        assert sharding.active() is None

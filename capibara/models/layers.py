@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from capibara import sharding
+
 Initializer = Callable[..., jax.Array]
 
 
@@ -112,7 +114,7 @@ def rope_angles(positions_BT: jax.Array, head_dim: int, theta: float) -> tuple[j
         angle = positions_BT[:, :, None, None].astype(jnp.float32) * frequency
         return jnp.sin(angle), jnp.cos(angle)
 
-    if jax.default_backend() != "cpu" or half % 2:
+    if sharding.platform() != "cpu" or half % 2:
         return sin_cos(frequency)
     # XLA's CPU back end would compute sines and cosines anew in the fusions of every unrolled layer; what a loop has
     # computed it keeps (an optimization_barrier is removed before fusion).

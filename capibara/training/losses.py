@@ -136,7 +136,7 @@ def _block(block, head_VD, z_loss: float) -> tuple[jax.Array, jax.Array]:
 def _over_blocks(body, carry, arrays, head_VD):
     """Scans `body` over blocks of places; arrays [B, T, ...] become [blocks, B * T / blocks, ...]."""
     B, T = arrays[1].shape
-    limit = _BLOCK_BYTES.get(jax.default_backend(), _DEFAULT_BLOCK_BYTES)
+    limit = _BLOCK_BYTES.get(sharding.platform(), _DEFAULT_BLOCK_BYTES)
     wanted = -(-B * T * head_VD.shape[0] * 4 // limit)
     blocks = next(n for n in range(min(wanted, T), T + 1) if T % n == 0)
 
