@@ -323,6 +323,12 @@ def platform() -> str:
     return jax.default_backend() if current is None else current.mesh.devices.flat[0].platform
 
 
+def device_kind() -> str:
+    """Of the devices that the traced program is for, JAX's name ("TPU v5 lite"); where as in `platform`."""
+    current = _current.get()
+    return (jax.devices() if current is None else current.mesh.devices.flat)[0].device_kind
+
+
 def constrain(x: jax.Array, axes: Axes) -> jax.Array:
     """Tells the compiler how an activation lies on the mesh; outside `activate` it returns `x` as it is."""
     current = active()
