@@ -17,7 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from capibara import optim_state
 from capibara.config import configurable
+from capibara.optim_state import StateDtype
 from capibara.tree import is_axes
 from capibara.types import Params, PyTree, UserError
 
@@ -182,6 +184,7 @@ class Optimizer:
       factored_min_size: adafactor keeps row and column moments where a weight's two largest dimensions have this size.
       parameter_scale: whether adafactor's update is relative to the weight.
       clip_norm: gradients are scaled down to this global norm; None is no limit.
+      state_dtype: how the moments of weights are stored between updates. Adafactor's are small by themselves.
     """
 
     name: OptimizerName = OptimizerName.ADAMW
@@ -196,6 +199,7 @@ class Optimizer:
     factored_min_size: int = 128
     parameter_scale: bool = True
     clip_norm: float | None = 1.0
+    state_dtype: StateDtype = StateDtype.FLOAT32
 
     def __post_init__(self):
         for name in ("b1", "b2", "momentum"):
@@ -211,6 +215,11 @@ class Optimizer:
             raise UserError(f"Optimizer.weight_decay is {self.weight_decay}, must not be negative: 0 is none")
         if self.factored_min_size < 2:
             raise UserError(f"Optimizer.factored_min_size is {self.factored_min_size}, must be at least 2: try 128")
+        if self.name is OptimizerName.ADAFACTOR and self.state_dtype is not StateDtype.FLOAT32:
+            raise UserError(
+                f"Optimizer.state_dtype is {self.state_dtype}, which adafactor's row and column moments do not take: "
+                "set float32, or another Optimizer.name"
+            )
 
     def build(self, total_steps: int, axes: PyTree) -> optax.GradientTransformation:
         """The optimizer for parameters with these axes.
@@ -224,7 +233,8 @@ class Optimizer:
         """
         schedule = self.schedule.build(total_steps)
         chain = [] if self.clip_norm is None else [optax.clip_by_global_norm(self.clip_norm)]
-        chain += self._rule(axes)
+        weights = jax.tree.map(lambda a, decays: a if decays else None, axes, decay_mask(axes), is_leaf=is_axes)
+        chain += [optim_state.stored(rule, self.state_dtype, weights) for rule in self._rule(axes)]
         if self.weight_decay:
             chain.append(optax.add_decayed_weights(self.weight_decay, mask=decay_mask(axes)))
         return optax.chain(*chain, optax.scale_by_learning_rate(schedule))
@@ -287,7 +297,8 @@ def state_axes(tx: optax.GradientTransformation, abstract_params: Params, axes: 
 
     Returns:
       A tree like `jax.eval_shape(tx.init, abstract_params)` whose leaves are tuples with one entry per dimension:
-      the parameter's axes where a leaf mirrors a parameter, the remaining axes for Adafactor's rows and columns,
+      the parameter's axes where a leaf mirrors a parameter (the scales of 8-bit blocks too, though one dimension of
+      theirs is shorter and may not divide over its mesh axes), the remaining axes for Adafactor's rows and columns,
       None (replicated) for every dimension of anything else, () for scalars. Containers of the state are tuples
       too: map it beside the abstract state, `jax.tree.map(fn, state, axes)`, or with `is_leaf=is_axes`.
     """
@@ -297,12 +308,11 @@ def state_axes(tx: optax.GradientTransformation, abstract_params: Params, axes: 
         raise ValueError(f"parameters and axes differ in {', '.join(missing)}")
 
     def leaf_axes(path, leaf):
-        # A leaf of the state that belongs to a parameter has the parameter's path at the end of its own.
-        owner = next((path[i:] for i in range(len(path) + 1) if path[i:] in shapes), None)
+        owner = optim_state.parameter_path(path, shapes)
         if owner is None:
             return (None,) * leaf.ndim
         shape, names = shapes[owner], named[owner]
-        if leaf.shape == shape:
+        if leaf.shape == shape or getattr(path[-1], "name", None) in optim_state.Blocks._fields:
             return names
         field = getattr(path[len(path) - len(owner) - 1], "name", None) if len(owner) < len(path) else None
         if field in ("v_row", "v_col") and len(shape) >= 2:

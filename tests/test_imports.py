@@ -18,7 +18,8 @@ FOUNDATION = {"types", "tree", "extras", "fields", "gin_search", "cli", "config"
 _BASE = FOUNDATION | {"sharding", "optim", "data", "builders", "consensus", "models.api"}
 RULES = {
     **{name: FOUNDATION for name in FOUNDATION},
-    **{name: FOUNDATION for name in ("sharding", "optim", "data", "builders", "consensus")},
+    **{name: FOUNDATION for name in ("sharding", "optim_state", "data", "builders", "consensus")},
+    "optim": FOUNDATION | {"optim_state"},
     "models": FOUNDATION | {"sharding"},
     **{name: _BASE for name in ("planner", "interop", "inference", "training")},
     "strategies": _BASE | {"training"},

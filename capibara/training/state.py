@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -58,10 +59,11 @@ def state_shardings(
     """
     params = sharding.shardings(mesh, rules, model.axes, model.abstract_params)
     opt_axes = optim.state_axes(tx, model.abstract_params, model.axes)
+    opt_shapes = jax.eval_shape(tx.init, model.abstract_params)
     return TrainState(
         step=NamedSharding(mesh, PartitionSpec()),
         params=params,
-        opt_state=sharding.shardings(mesh, rules, opt_axes),
+        opt_state=jax.tree.map(_fitting, sharding.shardings(mesh, rules, opt_axes), opt_shapes),
         ema=params if ema else None,
     )
 
@@ -72,6 +74,14 @@ def abstract_state(
     """Shapes, dtypes and shardings of the state, for ahead-of-time compilation and for restoring."""
     shapes = jax.eval_shape(lambda: init_state(model, tx, jax.random.key(0), ema=ema))
     return with_shardings(shapes, shardings)
+
+
+def _fitting(wanted: NamedSharding, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
+    """The sharding without the dimensions that do not divide: scales of 8-bit moments may be too few for a mesh axis."""
+    names = [None if name is None else (name,) if isinstance(name, str) else name for name in wanted.spec]
+    shards = [math.prod(wanted.mesh.shape[axis] for axis in name or ()) for name in names]
+    fits = (n if leaf.shape[i] % shards[i] == 0 else None for i, n in enumerate(wanted.spec))
+    return NamedSharding(wanted.mesh, PartitionSpec(*fits))
 
 
 def with_shardings(shapes: PyTree, shardings: PyTree) -> PyTree:
