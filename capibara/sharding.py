@@ -24,24 +24,53 @@ from capibara.config import configurable
 from capibara.fields import did_you_mean
 from capibara.types import Batch, PyTree, UserError
 
-MESH_AXES = ("data", "fsdp", "tensor")
+# From the outermost to the innermost: what talks most lies closest together on the chips.
+MESH_AXES = ("data", "stage", "fsdp", "expert", "context", "tensor")
 Axes = tuple[str | None, ...]
 
 
 class Remat(enum.StrEnum):
-    """What the backward pass recomputes: nothing, all but matmul results, or whole layers."""
+    """What the backward pass recomputes of each layer.
+
+    none: nothing. dots: all but matmul results. minimal: all but the results of projections, so attention and
+    what is element by element. save: all but the results named in Plan.remat_names. offload: the same, but the named
+    results wait in the host's memory. full: everything, from the layer's input.
+    """
 
     NONE = "none"
     DOTS = "dots"
+    MINIMAL = "minimal"
+    SAVE = "save"
+    OFFLOAD = "offload"
     FULL = "full"
+
+
+# Names that layers give to their intermediate results; MoE layers have those of the experts in place of the MLP's.
+REMAT_NAMES = (
+    "query", "key", "value", "attention", "attention_out", "mlp_gate", "mlp_up", "mlp_down",
+    "expert_gate", "expert_up", "expert_down",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class RematPolicy:
+    """A Remat with the names that `save` and `offload` keep."""
+
+    kind: Remat = Remat.NONE
+    names: tuple[str, ...] = ("query", "key", "value")
 
 
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rules:
-    """Logical axis -> mesh axes. Names that begin with `act_` are of activations, the others of parameters."""
+    """Logical axis -> mesh axes. `batch` and names that begin with `act_` are of activations, the others of parameters.
 
-    embed: tuple[str, ...] = ("fsdp",)
+    Parameters are sharded over every axis along which they would else be copies (ZeRO-3), those of experts over
+    their own axis first. `act_residual` is the time of the residual stream between blocks: with the tensor axis in it
+    (sequence parallelism, Korthikanti et al. 2022, arXiv:2205.05198) norms and residuals are not computed twice.
+    """
+
+    embed: tuple[str, ...] = ("fsdp", "expert", "context")
     vocab: tuple[str, ...] = ("tensor",)
     mlp: tuple[str, ...] = ("tensor",)
     heads: tuple[str, ...] = ("tensor",)
@@ -49,11 +78,16 @@ class Rules:
     head_dim: tuple[str, ...] = ()
     norm: tuple[str, ...] = ()
     position: tuple[str, ...] = ()
-    layers: tuple[str, ...] = ()
-    batch: tuple[str, ...] = ("data", "fsdp")
-    act_time: tuple[str, ...] = ()
+    layers: tuple[str, ...] = ("stage",)
+    experts: tuple[str, ...] = ("expert",)
+    expert_embed: tuple[str, ...] = ("fsdp", "context")
+    router: tuple[str, ...] = ()
+    batch: tuple[str, ...] = ("data", "fsdp", "expert")
+    act_time: tuple[str, ...] = ("context",)
+    act_residual: tuple[str, ...] = ("context", "tensor")
     act_embed: tuple[str, ...] = ()
     act_mlp: tuple[str, ...] = ("tensor",)
+    act_stage: tuple[str, ...] = ("stage",)
     act_heads: tuple[str, ...] = ("tensor",)
     act_kv_heads: tuple[str, ...] = ("tensor",)
     act_vocab: tuple[str, ...] = ("tensor",)
@@ -79,8 +113,8 @@ class Rules:
         owner: dict[str, str] = {}
         parts: list[tuple[str, ...] | str | None] = []
         for name in axes:
-            if name is None:
-                parts.append(None)
+            if name is None or name is PartitionSpec.UNCONSTRAINED:
+                parts.append(name)
                 continue
             if not hasattr(self, name):
                 names = [f.name for f in dataclasses.fields(self)]
@@ -99,6 +133,15 @@ class Rules:
         return PartitionSpec(*parts)
 
 
+@dataclasses.dataclass(frozen=True)
+class Pipeline:
+    """Stages of consecutive layers, the microbatches that go through them, and how often each does."""
+
+    stages: int
+    microbatches: int
+    repeats: int = 1
+
+
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
@@ -106,9 +149,14 @@ class Plan:
 
     Attributes:
       batch_size: rows of the global batch, all accumulation steps together.
-      data, fsdp, tensor: sizes of the mesh axes; one of them may be -1 and takes the devices that are left.
+      data, fsdp, expert, context, tensor, stage: sizes of the mesh axes; one of them may be -1 and takes the devices
+        that are left. data: copies of the parameters; fsdp: rows with sharded parameters (ZeRO-3); expert: rows too,
+        and experts; context: places of a row; tensor: heads and hidden units; stage: layers, as a pipeline.
       accumulation: micro-batches per step; gradients are averaged over all their real tokens.
+      pipeline_microbatches: parts of a micro-batch that are in the pipeline; None: two for each stage.
+      pipeline_repeats: how often a row passes each stage (circular schedule): more of them, shorter bubbles.
       remat: what the backward pass recomputes.
+      remat_names: what `save` and `offload` keep.
       rules: logical axes -> mesh axes.
       slice: the TPU slice the plan is meant for ("v5e-64"), for messages; None for whatever is there.
     """
@@ -116,14 +164,20 @@ class Plan:
     batch_size: int
     data: int = 1
     fsdp: int = -1
+    expert: int = 1
+    context: int = 1
     tensor: int = 1
+    stage: int = 1
     accumulation: int = 1
+    pipeline_microbatches: int | None = None
+    pipeline_repeats: int = 1
     remat: Remat = Remat.NONE
+    remat_names: tuple[str, ...] = RematPolicy.names
     rules: Rules = Rules()
     slice: str | None = None
 
     def __post_init__(self):
-        for name in ("batch_size", "accumulation"):
+        for name in ("batch_size", "accumulation", "pipeline_repeats"):
             if getattr(self, name) < 1:
                 raise UserError(f"Plan.{name} is {getattr(self, name)}, must be at least 1")
         for name in MESH_AXES:
@@ -131,6 +185,29 @@ class Plan:
                 raise UserError(f"Plan.{name} is {getattr(self, name)}, must be at least 1, or -1 for the devices left")
         if sum(getattr(self, name) == -1 for name in MESH_AXES) > 1:
             raise UserError("Plan has more than one mesh axis of -1: only one can take the devices that are left")
+        for name in self.remat_names:
+            if name not in REMAT_NAMES:
+                raise UserError(f"Plan.remat_names has {name!r}, which no layer has{did_you_mean(name, REMAT_NAMES)}")
+
+    @property
+    def remat_policy(self) -> RematPolicy:
+        return RematPolicy(self.remat, self.remat_names)
+
+    def pipeline(self, mesh: Mesh) -> Pipeline | None:
+        """The pipeline over the mesh's stage axis; None where that has one device.
+
+        Raises:
+          UserError: a repeat needs at least as many microbatches as stages.
+        """
+        stages = mesh.shape["stage"]
+        if stages == 1:
+            return None
+        microbatches = self.pipeline_microbatches or 2 * stages
+        if microbatches < stages:
+            raise UserError(
+                f"Plan.pipeline_microbatches ({microbatches}) must be at least the stages ({stages}): try {2 * stages}"
+            )
+        return Pipeline(stages=stages, microbatches=microbatches, repeats=self.pipeline_repeats)
 
     def mesh_shape(self, device_count: int) -> dict[str, int]:
         """Sizes of the mesh axes on `device_count` devices, -1 resolved.
@@ -158,19 +235,16 @@ class Plan:
     def check_batch(self, mesh: Mesh) -> None:
         """Raises UserError, with the nearest batch that works, unless the batch divides over the mesh."""
         shards = int(np.prod([mesh.shape[a] for a in self.rules.batch]))
-        hosts = jax.process_count()
-        if shards % hosts:
-            raise UserError(
-                f"Plan has {shards} batch shards ({' x '.join(self.rules.batch)}), which must be a multiple of the "
-                f"{hosts} hosts, each of which reads its own rows: lower Plan.tensor ({mesh.shape['tensor']})"
-            )
-        unit = shards * self.accumulation
+        pipeline = self.pipeline(mesh)
+        host_shards(mesh, self.rules)
+        unit = shards * self.accumulation * (pipeline.microbatches if pipeline else 1)
         if self.batch_size % unit:
             nearest = max(unit, round(self.batch_size / unit) * unit)
-            steps = f" x {self.accumulation} accumulation steps" if self.accumulation > 1 else ""
+            parts = [f"{a}={mesh.shape[a]}" for a in self.rules.batch if mesh.shape[a] > 1] or ["1 device"]
+            parts += [f"{self.accumulation} accumulation steps"] if self.accumulation > 1 else []
+            parts += [f"{pipeline.microbatches} pipeline microbatches"] if pipeline else []
             raise UserError(
-                f"Plan.batch_size ({self.batch_size}) must be a multiple of {unit} "
-                f"({' x '.join(f'{a}={mesh.shape[a]}' for a in self.rules.batch)}{steps}): try {nearest}"
+                f"Plan.batch_size ({self.batch_size}) must be a multiple of {unit} ({' x '.join(parts)}): try {nearest}"
             )
 
 
@@ -285,8 +359,30 @@ def _check_divides(mesh: Mesh, rules: Rules, path: str, names: Axes, shape: tupl
 
 
 def batch_sharding(mesh: Mesh, rules: Rules) -> NamedSharding:
-    """Sharding of a [B, T] array of a batch."""
-    return NamedSharding(mesh, rules.spec(("batch", "act_time")))
+    """Sharding of a [B, T] array of a batch: whole rows, as hosts read them."""
+    return NamedSharding(mesh, rules.spec(("batch",)))
+
+
+def host_shards(mesh: Mesh, rules: Rules) -> list[int]:
+    """For each process, which of the equal parts of a global batch its devices need.
+
+    Processes whose devices hold the same rows (a tensor, context or stage axis that spans hosts) have the same number.
+
+    Raises:
+      UserError: the rows of two processes overlap but differ.
+    """
+    rows = int(np.prod([mesh.shape[axis] for axis in rules.batch]))
+    held: dict[int, set[int]] = {}
+    for device, index in batch_sharding(mesh, rules).devices_indices_map((rows,)).items():
+        held.setdefault(device.process_index, set()).update(range(*index[0].indices(rows)))
+    parts = sorted({tuple(sorted(part)) for part in held.values()})
+    if sum(parts, ()) != tuple(range(rows)) or len({len(part) for part in parts}) > 1:
+        sizes = " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1)
+        raise UserError(
+            f"Plan ({sizes}) gives the {len(held)} hosts rows that overlap or are no equal runs: each host must hold "
+            "whole batch shards, choose axis sizes that divide the devices of a host or are multiples of them"
+        )
+    return [parts.index(tuple(sorted(held[process]))) for process in sorted(held)]
 
 
 def global_batch(sharding: NamedSharding, host_batch: Batch) -> dict[str, jax.Array]:
@@ -294,13 +390,43 @@ def global_batch(sharding: NamedSharding, host_batch: Batch) -> dict[str, jax.Ar
     return {k: jax.make_array_from_process_local_data(sharding, v) for k, v in host_batch.items()}
 
 
-_current: contextvars.ContextVar[tuple[Mesh, Rules] | None] = contextvars.ContextVar("mesh_and_rules", default=None)
+def balanced(batch: Batch) -> dict[str, jax.Array]:
+    """The batch in the order in which each context shard has an early and a late part of every row (traceable).
+
+    Under a causal mask the last shard of a row in its own order would do twice the mean work. Nothing but attention
+    depends on the order; it gets the original places from the new entry `places` [T]. Outside `activate`, without a
+    context axis, or where a row does not divide, the batch stays as it is. Entries of an encoder keep their order.
+    """
+    current = active()
+    shards = current[0].shape["context"] if current else 1
+    length = batch["tokens"].shape[1]
+    if shards == 1 or length % (2 * shards):
+        return dict(batch)
+    places_T = zigzag(length, shards)
+    moved = {k: v if k.startswith("encoder_") or v.ndim < 2 else v[:, places_T] for k, v in batch.items()}
+    return moved | {"places": np.asarray(places_T, np.int32)}
+
+
+def zigzag(length: int, shards: int) -> np.ndarray:
+    """Places [length] of a row in the order of its shards: shard i has parts i and 2 * shards - 1 - i of 2 * shards."""
+    parts = np.arange(length).reshape(2 * shards, -1)
+    return np.concatenate([parts[[i, 2 * shards - 1 - i]] for i in range(shards)]).reshape(-1)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Active:
+    mesh: Mesh
+    rules: Rules
+    pipeline: Pipeline | None
+
+
+_current: contextvars.ContextVar[_Active | None] = contextvars.ContextVar("active", default=None)
 
 
 @contextlib.contextmanager
-def activate(mesh: Mesh, rules: Rules) -> Iterator[None]:
-    """Within this context (at trace time) `constrain` applies to this mesh."""
-    token = _current.set((mesh, rules))
+def activate(mesh: Mesh, rules: Rules, pipeline: Pipeline | None = None) -> Iterator[None]:
+    """Within this context (at trace time) `constrain` applies to this mesh and layers run in this pipeline."""
+    token = _current.set(_Active(mesh, rules, pipeline))
     try:
         yield
     finally:
@@ -310,7 +436,13 @@ def activate(mesh: Mesh, rules: Rules) -> Iterator[None]:
 def active() -> tuple[Mesh, Rules] | None:
     """The mesh and rules of the `activate` context; None outside it and on a single device."""
     current = _current.get()
-    return None if current is None or current[0].size == 1 else current
+    return None if current is None or current.mesh.size == 1 else (current.mesh, current.rules)
+
+
+def active_pipeline() -> Pipeline | None:
+    """The pipeline of the `activate` context."""
+    current = _current.get()
+    return None if current is None else current.pipeline
 
 
 def platform() -> str:
@@ -330,12 +462,29 @@ def device_kind() -> str:
 
 
 def constrain(x: jax.Array, axes: Axes) -> jax.Array:
-    """Tells the compiler how an activation lies on the mesh; outside `activate` it returns `x` as it is."""
+    """Tells the compiler how an activation lies on the mesh; outside `activate` it returns `x` as it is.
+
+    A dimension keeps only the first of its mesh axes that divide it: one key/value head stays whole on a tensor axis.
+    """
     current = active()
     if current is None:
         return x
     mesh, rules = current
-    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, rules.spec(axes)))
+    spec = rules.spec(axes)
+    parts = [_dividing(mesh, part, size) for part, size in zip((*spec, *[None] * (x.ndim - len(spec))), x.shape)]
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*parts)))
+
+
+def _dividing(mesh: Mesh, part: Any, size: int) -> Any:
+    """The first mesh axes of one dimension's part of a PartitionSpec that divide the dimension."""
+    if part is PartitionSpec.UNCONSTRAINED:
+        return part
+    kept: list[str] = []
+    for axis in (part,) if isinstance(part, str) else part or ():
+        if size % int(np.prod([mesh.shape[a] for a in (*kept, axis)])):
+            break
+        kept.append(axis)
+    return tuple(kept) or None
 
 
 def _nearest_divisor(wanted: int, total: int) -> int:

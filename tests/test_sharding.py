@@ -12,9 +12,9 @@ from capibara.types import UserError
 
 def test_spec_follows_the_rules_and_drops_trailing_nones():
     rules = Rules()
-    assert rules.spec(("vocab", "embed")) == P("tensor", "fsdp")
-    assert rules.spec(("layers", "embed", "heads", "head_dim")) == P(None, "fsdp", "tensor")
-    assert rules.spec(("batch", "act_time", "act_embed")) == P(("data", "fsdp"))
+    assert rules.spec(("vocab", "embed")) == P("tensor", ("fsdp", "expert", "context"))
+    assert rules.spec(("layers", "embed", "heads", "head_dim")) == P("stage", ("fsdp", "expert", "context"), "tensor")
+    assert rules.spec(("batch", "act_time", "act_embed")) == P(("data", "fsdp", "expert"), "context")
     assert rules.spec((None, "norm")) == P()
 
 
@@ -33,15 +33,17 @@ def test_unknown_names_come_with_the_nearest():
 @pytest.mark.parametrize(
     "sizes, devices, shape",
     [
-        (dict(), 8, (1, 8, 1)),
-        (dict(data=-1, fsdp=1), 8, (8, 1, 1)),
-        (dict(tensor=2), 8, (1, 4, 2)),
-        (dict(data=2, fsdp=2, tensor=2), 8, (2, 2, 2)),
-        (dict(), 1, (1, 1, 1)),
+        (dict(), 8, dict(fsdp=8)),
+        (dict(data=-1, fsdp=1), 8, dict(data=8)),
+        (dict(tensor=2), 8, dict(fsdp=4, tensor=2)),
+        (dict(data=2, fsdp=2, tensor=2), 8, dict(data=2, fsdp=2, tensor=2)),
+        (dict(stage=2, expert=2, context=2), 8, dict(stage=2, expert=2, context=2)),
+        (dict(), 1, dict()),
     ],
 )
 def test_mesh_shape(sizes, devices, shape):
-    assert tuple(Plan(batch_size=64, **sizes).mesh_shape(devices).values()) == shape
+    got = Plan(batch_size=64, **sizes).mesh_shape(devices)
+    assert got == {axis: shape.get(axis, 1) for axis in sharding.MESH_AXES}
 
 
 def test_a_mesh_that_does_not_fit_says_what_would():
@@ -70,7 +72,7 @@ def test_a_dimension_that_does_not_divide_is_named():
     shapes = {"layer": {"key": jax.ShapeDtypeStruct((64, 2, 16), np.float32)}}
     with pytest.raises(UserError, match=r"layer/key: axis 'kv_heads' \(2\) must be a multiple of tensor=4"):
         sharding.shardings(mesh, Rules(), axes, shapes)
-    assert sharding.shardings(mesh, Rules(kv_heads=()), axes, shapes)["layer"]["key"].spec == P("fsdp")
+    assert sharding.shardings(mesh, Rules(kv_heads=()), axes, shapes)["layer"]["key"].spec == P(("fsdp", "expert", "context"))
 
 
 def test_global_batch_puts_rows_where_the_rules_say():
@@ -98,3 +100,60 @@ def test_platform_is_that_of_the_active_mesh_even_of_one_device():
     with sharding.activate(OneChip(), Rules()):
         assert sharding.platform() == "tpu"
         assert sharding.active() is None
+
+
+def test_zigzag_gives_each_shard_an_early_and_a_late_part():
+    places = sharding.zigzag(16, 4).reshape(4, 4)
+    np.testing.assert_array_equal(places[0], [0, 1, 14, 15])
+    np.testing.assert_array_equal(places[3], [6, 7, 8, 9])
+    assert set(places.sum(1)) == {30}  # the same work for each under a causal mask
+
+
+def test_a_batch_is_balanced_only_where_a_context_axis_divides_it():
+    batch = {"tokens": np.arange(32).reshape(2, 16), "encoder_tokens": np.arange(32).reshape(2, 16)}
+    mesh = sharding.make_mesh(Plan(batch_size=8, fsdp=2, context=4))
+    with sharding.activate(mesh, Rules()):
+        moved = sharding.balanced(batch)
+        assert set(sharding.balanced({"tokens": np.zeros((2, 12))})) == {"tokens"}
+    np.testing.assert_array_equal(moved["tokens"][0], moved["places"])
+    np.testing.assert_array_equal(moved["encoder_tokens"], batch["encoder_tokens"])
+    assert set(sharding.balanced(batch)) == set(batch)
+
+
+def test_constraints_keep_the_mesh_axes_that_divide():
+    mesh = sharding.make_mesh(Plan(batch_size=8, fsdp=2, tensor=4))
+    with sharding.activate(mesh, Rules()):
+        one_head = jax.jit(lambda x: sharding.constrain(x, ("batch", "act_time", "act_kv_heads", None)))
+        assert one_head(np.zeros((4, 8, 1, 16))).sharding.spec == P("fsdp")
+
+
+def test_a_host_is_told_which_rows_its_devices_need():
+    class Device:
+        def __init__(self, id, process_index):
+            self.id, self.process_index, self.platform, self.device_kind = id, process_index, "cpu", "cpu"
+
+    def shards(processes, **sizes):
+        shape = {axis: sizes.get(axis, 1) for axis in sharding.MESH_AXES}
+        devices = np.array([Device(i, p) for i, p in enumerate(processes)], object).reshape(tuple(shape.values()))
+        return sharding.host_shards(jax.sharding.Mesh(devices, tuple(shape)), Rules())
+
+    assert shards([0, 0, 1, 1], fsdp=4) == [0, 1]
+    assert shards([0, 0, 1, 1], tensor=4) == [0, 0]  # both hold every row
+    assert shards([0, 1, 2, 3], fsdp=2, tensor=2) == [0, 0, 1, 1]
+    assert shards([0, 0, 1, 1], stage=2, fsdp=2) == [0, 0]
+    with pytest.raises(UserError, match="rows that overlap or are no equal runs"):
+        shards([0, 0, 0, 1], fsdp=4)
+
+
+def test_pipelines():
+    mesh = sharding.make_mesh(Plan(batch_size=16, fsdp=2, stage=4))
+    assert Plan(batch_size=16).pipeline(mesh) == sharding.Pipeline(stages=4, microbatches=8)
+    with pytest.raises(UserError, match=r"pipeline_microbatches \(2\) must be at least the stages \(4\): try 8"):
+        Plan(batch_size=16, pipeline_microbatches=2).pipeline(mesh)
+    with pytest.raises(UserError, match=r"multiple of 16 \(fsdp=2 x 8 pipeline microbatches\): try 16"):
+        Plan(batch_size=12).check_batch(mesh)
+
+
+def test_remat_names_are_known():
+    with pytest.raises(UserError, match="remat_names has 'keys'.*did you mean key"):
+        Plan(batch_size=8, remat="save", remat_names=("keys",))

@@ -121,8 +121,8 @@ def _generate(
     def next_token(carry):
         row_T, filled, out, count, _ = carry
         batch = {"tokens": row_T[None], "positions": positions_BT, "segment_ids": jnp.ones((1, T), jnp.int32)}
-        hidden_D = model.hidden(params, batch)[0, filled - 1]
-        logits_V = (model.head(params).astype(hidden_D.dtype) @ hidden_D).astype(jnp.float32)
+        hidden_D = model.hidden(params, batch)[0][0, filled - 1]
+        logits_V = model.capped((model.head(params).astype(hidden_D.dtype) @ hidden_D).astype(jnp.float32))
         token = choose(jnp.where(usable_V, logits_V, -jnp.inf), jax.random.fold_in(key, count), sampling)
         ended = token == eos_id
         # A full row moves on by one: the model reads its last T tokens.

@@ -12,11 +12,14 @@ from flax import nnx
 
 from capibara import tree
 from capibara.models.decoder import Decoder, DecoderConfig
-from capibara.sharding import Remat
+from capibara.models.stack import Stats
+from capibara.models.transformer import TransformerConfig
+from capibara.sharding import Remat, RematPolicy
 from capibara.types import Batch, Params
 
+__all__ = ["DecoderConfig", "Model", "TransformerConfig", "build"]
 
-__all__ = ["DecoderConfig", "Model", "build"]
+_MODULES = {DecoderConfig: Decoder}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,22 +31,46 @@ class Model:
       abstract_params: nested dict of jax.ShapeDtypeStruct.
       axes: the same nested dict, each leaf a tuple of logical axis names.
       init: PRNG key -> parameters.
-      hidden: (parameters, batch, remat) -> final hidden states [B, T, D].
+      hidden: (parameters, batch, remat, step) -> final hidden states [B, T, D] and the layers' statistics, float32
+        sums over tokens [L, ...], none for dense layers. `remat` is a Remat or RematPolicy; `step` the train step,
+        None outside training.
       head: parameters -> output projection [V, D].
     """
 
-    config: DecoderConfig
+    config: TransformerConfig
     abstract_params: Params
     axes: Params
     init: Callable[[jax.Array], Params]
-    hidden: Callable[..., jax.Array]
+    hidden: Callable[..., tuple[jax.Array, Stats]]
     head: Callable[[Params], jax.Array]
 
     def logits(self, params: Params, batch: Batch) -> jax.Array:
         """Logits [B, T, V] in float32. For sampling and tests: training never makes them whole."""
-        hidden = self.hidden(params, batch, Remat.NONE)
+        hidden, _ = self.hidden(params, batch)
         head = self.head(params).astype(hidden.dtype)
-        return jnp.einsum("BTD,VD->BTV", hidden, head, preferred_element_type=jnp.float32)
+        logits = jnp.einsum("BTD,VD->BTV", hidden, head, preferred_element_type=jnp.float32)
+        return self.capped(logits)
+
+    def capped(self, logits: jax.Array) -> jax.Array:
+        """Logits after the model's soft cap."""
+        cap = self.config.logit_soft_cap
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+    def layer_loss(self, stats: Stats) -> jax.Array | float:
+        """What the layers' statistics add to the loss sum: the balance of experts."""
+        if self.config.moe is None:
+            return 0.0
+        from capibara.models import moe
+
+        return moe.router_loss(stats, self.config.moe)
+
+    def layer_metrics(self, stats: Stats) -> dict[str, jax.Array]:
+        """Scalars that say how the layers fare: how experts are used."""
+        if self.config.moe is None:
+            return {}
+        from capibara.models import moe
+
+        return moe.router_metrics(stats, self.config.moe)
 
     @property
     def param_count(self) -> int:
@@ -67,23 +94,26 @@ class Model:
 
 
 @functools.lru_cache(maxsize=32)
-def build(config: DecoderConfig) -> Model:
+def build(config: TransformerConfig) -> Model:
     """The model of a configuration; nothing is computed or placed on a device."""
-    module = nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0)))
+    make = _MODULES[type(config)]
+    module = nnx.eval_shape(lambda: make(config, nnx.Rngs(0)))
     graphdef, template = nnx.split(module)
     is_variable = lambda x: isinstance(x, nnx.Variable)  # noqa: E731
     axes = nnx.to_pure_dict(jax.tree.map(lambda v: v.replace(_Names(v.axes)), template, is_leaf=is_variable))
 
-    def bind(params: Params) -> Decoder:
+    def bind(params: Params) -> nnx.Module:
         state = jax.tree.map(lambda v: v, template)
         nnx.replace_by_pure_dict(state, params)
         return nnx.merge(graphdef, state)
 
     def init(key: jax.Array) -> Params:
-        return nnx.to_pure_dict(nnx.state(Decoder(config, nnx.Rngs(key))))
+        return nnx.to_pure_dict(nnx.state(make(config, nnx.Rngs(key))))
 
-    def hidden(params: Params, batch: Batch, remat: Remat = Remat.NONE) -> jax.Array:
-        return bind(params)(batch["tokens"], batch["positions"], batch["segment_ids"], remat)
+    def hidden(
+        params: Params, batch: Batch, remat: RematPolicy | Remat = Remat.NONE, step: jax.Array | None = None
+    ) -> tuple[jax.Array, Stats]:
+        return bind(params)(batch, remat if isinstance(remat, RematPolicy) else RematPolicy(remat), step)
 
     return Model(
         config=config,

@@ -1,53 +1,143 @@
-"""Causal self-attention within documents: the projections, and the product of queries, keys and values."""
+"""Self-attention: the projections, and the choice of who multiplies queries, keys and values."""
 
 from __future__ import annotations
+
+import enum
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
-from capibara.models import layers
+from capibara import sharding
+from capibara.models import layers, rope
+from capibara.models.attention_kind import AttentionKind
 from capibara.models.blockwise import block_size, blockwise_attention
 from capibara.sharding import constrain
 
 _MASKED = -1e30  # finite, so that a row with nothing to see stays a number
 
 
-def dot_product_attention(
-    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, segment_ids_BT: jax.Array
+class AttentionBackend(enum.StrEnum):
+    """Who computes attention; the numbers agree.
+
+    auto: splash on TPU, cudnn on GPU, blockwise on CPU, each where it supports the layer, else xla. splash: the Pallas
+    kernel; cudnn: NVIDIA's fused kernel; blockwise: blocks of queries, nothing [T, T] kept; xla: the plain formula.
+    """
+
+    AUTO = "auto"
+    SPLASH = "splash"
+    CUDNN = "cudnn"
+    BLOCKWISE = "blockwise"
+    XLA = "xla"
+
+
+def attend(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    *,
+    kind: AttentionKind,
+    q_segments_BT: jax.Array,
+    kv_segments_BS: jax.Array,
+    q_places_T: jax.Array | None = None,
+    kv_places_S: jax.Array | None = None,
+    bias_NTS: jax.Array | None = None,
+    backend: AttentionBackend = AttentionBackend.AUTO,
 ) -> jax.Array:
-    """softmax(q k^T / sqrt(H)) v, causal by place in the row and within one segment; softmax in float32.
+    """softmax(scores) v by the way that is fastest for the platform and the shape; softmax in float32.
 
     Args:
       q_BTNH: queries, N = K * G heads; query head n reads key/value head n // G.
-      k_BSKH: keys, S = T.
+      k_BSKH: keys.
       v_BSKH: values.
-      segment_ids_BT: document number of each place; a place sees only places of its own number.
+      kind: mask, scale and cap of the scores.
+      q_segments_BT: document number of each query; it sees only keys of its own number.
+      kv_segments_BS: document number of each key.
+      q_places_T: place in the row of each query where rows are not in order (sharding.balanced); None: in order.
+      kv_places_S: the same of keys.
+      bias_NTS: added to the scores (T5's relative positions).
+      backend: who computes it.
 
     Returns:
       [B, T, N, H] in the dtype of the queries.
     """
+    segments = {"q_segments_BT": q_segments_BT, "kv_segments_BS": kv_segments_BS}
+    places = {"q_places_T": q_places_T, "kv_places_S": kv_places_S}
+    match _choose(q_BTNH, k_BSKH, kind, bias_NTS, backend):
+        case AttentionBackend.SPLASH:
+            from capibara.models import splash  # Pallas takes a second to import
+
+            return splash.sharded_splash(q_BTNH, k_BSKH, v_BSKH, kind=kind, **segments, **places)
+        case AttentionBackend.CUDNN:
+            from capibara.models import cudnn
+
+            return cudnn.cudnn_attention(q_BTNH, k_BSKH, v_BSKH, kind=kind, **segments)
+        case AttentionBackend.BLOCKWISE:
+            block = block_size(q_BTNH.shape[1])
+            return blockwise_attention(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, kv_segments_BS, bias_NTS, kind, block)
+    # Each context shard has its queries and everybody's keys.
+    k_BSKH, v_BSKH = (constrain(x, ("batch", None, "act_kv_heads", None)) for x in (k_BSKH, v_BSKH))
+    return dot_product_attention(q_BTNH, k_BSKH, v_BSKH, kind=kind, bias_NTS=bias_NTS, **segments, **places)
+
+
+def _choose(q_BTNH, k_BSKH, kind, bias_NTS, backend: AttentionBackend) -> AttentionBackend:
+    if backend is not AttentionBackend.AUTO:
+        return backend
+    mesh, _ = sharding.active() or (None, None)
+    whole_rows = mesh is None or mesh.shape["context"] == 1
+    platform = sharding.platform()
+    if platform == "tpu":
+        from capibara.models import splash
+
+        supported = splash.supported(q_BTNH, k_BSKH, kind=kind, bias_NTS=bias_NTS)
+        return AttentionBackend.SPLASH if supported else AttentionBackend.XLA
+    if platform == "gpu":
+        from capibara.models import cudnn
+
+        supported = whole_rows and cudnn.supported(q_BTNH, k_BSKH, kind=kind, bias_NTS=bias_NTS)
+        return AttentionBackend.CUDNN if supported else AttentionBackend.XLA
+    if whole_rows and block_size(q_BTNH.shape[1]) is not None:
+        return AttentionBackend.BLOCKWISE
+    return AttentionBackend.XLA
+
+
+def dot_product_attention(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    *,
+    kind: AttentionKind,
+    q_segments_BT: jax.Array,
+    kv_segments_BS: jax.Array,
+    q_places_T: jax.Array | None = None,
+    kv_places_S: jax.Array | None = None,
+    bias_NTS: jax.Array | None = None,
+) -> jax.Array:
+    """The plain formula, with all scores at once; what every other back end must agree with."""
     B, T, N, H = q_BTNH.shape
-    K = k_BSKH.shape[2]
-    q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H) * H**-0.5
+    S, K = k_BSKH.shape[1:3]
+    q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H) * kind.scale
     scores = jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, preferred_element_type=jnp.float32)
-    causal_TS = jnp.arange(T)[:, None] >= jnp.arange(T)[None, :]
-    visible_BTS = causal_TS & (segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :])
+    if bias_NTS is not None:
+        scores = scores + bias_NTS.reshape(K, N // K, T, S).astype(jnp.float32)
+    if kind.soft_cap is not None:
+        scores = kind.soft_cap * jnp.tanh(scores / kind.soft_cap)
+    q_places_T = jnp.arange(T) if q_places_T is None else q_places_T
+    kv_places_S = jnp.arange(S) if kv_places_S is None else kv_places_S
+    back_TS = q_places_T[:, None] - kv_places_S[None, :]
+    visible_BTS = q_segments_BT[:, :, None] == kv_segments_BS[:, None, :]
+    if kind.causal:
+        visible_BTS &= back_TS >= 0
+    if kind.window is not None:
+        visible_BTS &= jnp.abs(back_TS) < kind.window
     scores = jnp.where(visible_BTS[:, None, None], scores, _MASKED)
     probabilities = jax.nn.softmax(scores, axis=-1).astype(v_BSKH.dtype)
     return jnp.einsum("BKGTS,BSKH->BTKGH", probabilities, v_BSKH).reshape(B, T, N, H)
 
 
-def attend(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, segment_ids_BT: jax.Array) -> jax.Array:
-    """`dot_product_attention` by the way that is fastest for the platform and the shape; the numbers agree."""
-    block = block_size(q_BTNH.shape[1])
-    if jax.default_backend() == "cpu" and block is not None:
-        return blockwise_attention(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, block)
-    return dot_product_attention(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT)
-
-
 class Attention(nnx.Module):
-    """Grouped-query attention (Ainslie et al. 2023); multi-head where num_kv_heads equals num_heads."""
+    """Grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245); multi-head where num_kv_heads equals num_heads."""
 
     def __init__(self, config, rngs: nnx.Rngs):
         D, N, K, H = config.embed_dim, config.num_heads, config.kv_heads, config.head_size
@@ -59,26 +149,59 @@ class Attention(nnx.Module):
         # The sum over 2 L residual branches keeps its variance (Radford et al. 2019).
         out = layers.fan_in(0, 1, scale=0.5 / config.num_layers)
         self.out = layers.param(rngs, (N, H, D), ("heads", "head_dim", "embed"), out)
-        if config.bias:
+        if config.bias is not layers.Bias.NONE:
             self.query_bias = layers.param(rngs, (N, H), ("heads", "head_dim"), layers.zeros)
             self.key_bias = layers.param(rngs, (K, H), ("kv_heads", "head_dim"), layers.zeros)
             self.value_bias = layers.param(rngs, (K, H), ("kv_heads", "head_dim"), layers.zeros)
+        if config.bias is layers.Bias.ALL:
             self.out_bias = layers.param(rngs, (D,), ("norm",), layers.zeros)
+        if config.qk_norm is layers.QKNorm.HEAD:
+            norm = {"kind": layers.NormKind.RMS, "eps": config.norm_eps, "rngs": rngs, "scale": config.norm_scale}
+            self.query_norm = layers.Norm(H, **norm)
+            self.key_norm = layers.Norm(H, **norm)
 
-    def __call__(self, x_BTD: jax.Array, angles: tuple[jax.Array, jax.Array] | None, segment_ids_BT: jax.Array):
+    def __call__(
+        self,
+        x_BTD: jax.Array,
+        *,
+        kind: AttentionKind,
+        segment_ids_BT: jax.Array,
+        angles: rope.Angles | None = None,
+        places_T: jax.Array | None = None,
+        bias_NTS: jax.Array | None = None,
+    ) -> jax.Array:
+        """Self-attention of x_BTD; `angles` turn queries and keys, the rest is as in `attend`."""
+        q, k, v = self._projections(x_BTD)
+        if self.config.qk_norm is layers.QKNorm.HEAD:
+            q, k = self.query_norm(q), self.key_norm(k)
+        if angles is not None:
+            q, k = rope.rotate(q, angles), rope.rotate(k, angles)
+        y = attend(
+            checkpoint_name(q, "query"),
+            checkpoint_name(k, "key"),
+            checkpoint_name(v, "value"),
+            kind=kind,
+            q_segments_BT=segment_ids_BT,
+            kv_segments_BS=segment_ids_BT,
+            q_places_T=places_T,
+            kv_places_S=places_T,
+            bias_NTS=bias_NTS,
+            backend=self.config.attention,
+        )
+        y = checkpoint_name(constrain(y, ("batch", "act_time", "act_heads", None)), "attention")
+        y = layers.dense(y, self.out[...], in_dims=2)
+        if self.config.bias is layers.Bias.ALL:
+            y = y + self.out_bias[...].astype(y.dtype)
+        return checkpoint_name(y, "attention_out")
+
+    def _projections(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         dtype = x_BTD.dtype
         q, k, v = (layers.dense(x_BTD, weight[...]) for weight in (self.query, self.key, self.value))
-        if self.config.bias:
-            q, k, v = (
-                q + self.query_bias[...].astype(dtype),
-                k + self.key_bias[...].astype(dtype),
-                v + self.value_bias[...].astype(dtype),
-            )
+        if self.config.bias is not layers.Bias.NONE:
+            q = q + self.query_bias[...].astype(dtype)
+            k = k + self.key_bias[...].astype(dtype)
+            v = v + self.value_bias[...].astype(dtype)
         q = constrain(q, ("batch", "act_time", "act_heads", None))
         k = constrain(k, ("batch", "act_time", "act_kv_heads", None))
         v = constrain(v, ("batch", "act_time", "act_kv_heads", None))
-        if angles is not None:
-            q, k = layers.rotate(q, angles), layers.rotate(k, angles)
-        y = attend(q, k, v, segment_ids_BT)
-        y = layers.dense(y, self.out[...], in_dims=2)
-        return y + self.out_bias[...].astype(dtype) if self.config.bias else y
+        return q, k, v

@@ -1,4 +1,4 @@
-"""Causal attention a block of queries at a time: what lies above the diagonal is never computed, nothing [T, T] kept.
+"""Attention a block of queries at a time: what the mask hides is mostly never computed, nothing [T, T] kept.
 
 For back ends without a fused attention kernel. The backward pass recomputes the probabilities from the saved
 normalisers, as FlashAttention does (Dao et al. 2022, arXiv:2205.14135), and its products are written in the operand
@@ -12,6 +12,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from capibara.models.attention_kind import AttentionKind
+
 _MASKED = -1e30  # finite, so that a row with nothing to see stays a number
 _MIN_BLOCK, _MAX_BLOCKS = 64, 16
 
@@ -22,83 +24,126 @@ def block_size(length: int) -> int | None:
     return size if length % size == 0 else None
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
 def blockwise_attention(
-    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, segment_ids_BT: jax.Array, block: int
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    q_segments_BT: jax.Array,
+    kv_segments_BS: jax.Array,
+    bias_NTS: jax.Array | None,
+    kind: AttentionKind,
+    block: int,
 ) -> jax.Array:
-    """softmax(q k^T / sqrt(H)) v, causal and within segments, softmax in float32.
+    """softmax(scores) v for rows in order; softmax in float32.
 
     Args:
       q_BTNH: queries; head n reads key/value head n // (N / K).
-      k_BSKH: keys, S = T.
+      k_BSKH: keys.
       v_BSKH: values.
-      segment_ids_BT: document number of each place.
+      q_segments_BT: document number of each query.
+      kv_segments_BS: document number of each key.
+      bias_NTS: added to the scores, or None.
+      kind: mask, scale and cap.
       block: queries of a block; divides T.
 
     Returns:
       [B, T, N, H] in the dtype of the queries.
     """
-    return _forward(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, block)[0]
+    return _forward(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, kv_segments_BS, bias_NTS, kind, block)[0]
 
 
-def _forward(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, block):
+def _forward(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, kv_segments_BS, bias_NTS, kind, block):
     K = k_BSKH.shape[2]
-    q_BKGTH = _queries_first(q_BTNH * q_BTNH.shape[-1] ** -0.5, K)
+    q_BKGTH = _queries_first(q_BTNH * kind.scale, K)
     k_BKSH, v_BKSH = jnp.swapaxes(k_BSKH, 1, 2), jnp.swapaxes(v_BSKH, 1, 2)
+    segments = (q_segments_BT, kv_segments_BS)
     outputs, log_z = [], []
     for start in range(0, q_BTNH.shape[1], block):
-        end = start + block
-        scores = _scores(q_BKGTH, k_BKSH, segment_ids_BT, start, end)
+        scores, keys = _scores(q_BKGTH, k_BKSH, segments, bias_NTS, kind, start, block)
         largest = jnp.max(scores, axis=-1, keepdims=True)
         weights = jnp.exp(scores - largest)
         total = jnp.sum(weights, axis=-1, keepdims=True)
-        y = _dot(weights.astype(v_BSKH.dtype), v_BKSH[:, :, :end], 3, 2) / total
+        y = _dot(weights.astype(v_BSKH.dtype), v_BKSH[:, :, keys], 3, 2) / total
         outputs.append(_unfold(y, block))
         log_z.append(largest + jnp.log(total))
     y_BKGTH = jnp.concatenate(outputs, axis=3).astype(q_BTNH.dtype)
-    return _time_first(y_BKGTH), (q_BKGTH, k_BKSH, v_BKSH, segment_ids_BT, y_BKGTH, log_z)
+    return _time_first(y_BKGTH), (q_BKGTH, k_BKSH, v_BKSH, segments, bias_NTS, y_BKGTH, log_z)
 
 
-def _backward(block, saved, dy_BTNH):
-    q_BKGTH, k_BKSH, v_BKSH, segment_ids_BT, y_BKGTH, log_z = saved
-    B, K, _, T, H = q_BKGTH.shape
-    dtype = q_BKGTH.dtype
+def _backward(kind, block, saved, dy_BTNH):
+    q_BKGTH, k_BKSH, v_BKSH, segments, bias_NTS, y_BKGTH, log_z = saved
+    B, K, G, T, H = q_BKGTH.shape
+    S, dtype = k_BKSH.shape[2], q_BKGTH.dtype
     dy_BKGTH = _queries_first(dy_BTNH, K)
     # The gradient through the softmax needs only sum(dy * y) of each query (Dao et al. 2022, section 3.1).
     inner_BKGT1 = jnp.sum(dy_BKGTH.astype(jnp.float32) * y_BKGTH.astype(jnp.float32), axis=-1, keepdims=True)
-    starts = range(0, T, block)
-    dq = []
-    dk, dv = ([jnp.zeros((B, K, H, block), jnp.float32) for _ in starts] for _ in range(2))
-    for index, start in enumerate(starts):
-        end = start + block
-        q, dy, inner = (_fold(x[:, :, :, start:end]) for x in (q_BKGTH, dy_BKGTH, inner_BKGT1))
-        weights = jnp.exp(_scores(q_BKGTH, k_BKSH, segment_ids_BT, start, end) - log_z[index])
-        dweights = _dot(dy, v_BKSH[:, :, :end], 3, 3)
-        dscores = (weights * (dweights - inner)).astype(dtype)
-        dq.append(_unfold(_dot(dscores, k_BKSH[:, :, :end], 3, 2), block))
-        dk_HS = _dot(q, dscores, 2, 2)
-        dv_HS = _dot(dy, weights.astype(dtype), 2, 2)
-        for seen in range(index + 1):
-            columns = slice(seen * block, (seen + 1) * block)
-            dk[seen] += dk_HS[..., columns]
-            dv[seen] += dv_HS[..., columns]
-    dq_BKGTH = jnp.concatenate(dq, axis=3) * H**-0.5
+    # The parts of keys that queries' blocks see begin and end where blocks do, or at the end of the keys.
+    edges = sorted({edge for start in range(0, T, block) for edge in _edges(_seen(kind, start, block, S))} | {0, S})
+    dk, dv = ([jnp.zeros((B, K, H, b - a), jnp.float32) for a, b in zip(edges, edges[1:])] for _ in range(2))
+    dq, dbias = [], []
+    for index, start in enumerate(range(0, T, block)):
+        scores, keys = _scores(q_BKGTH, k_BKSH, segments, bias_NTS, kind, start, block)
+        q, dy, inner = (_fold(x[:, :, :, start : start + block]) for x in (q_BKGTH, dy_BKGTH, inner_BKGT1))
+        weights = jnp.exp(scores - log_z[index])
+        dscores = weights * (_dot(dy, v_BKSH[:, :, keys], 3, 3) - inner)
+        if kind.soft_cap is not None:
+            # Hidden scores are far beyond the cap, but their weights are 0.
+            dscores = dscores * jnp.maximum(1.0 - jnp.square(scores / kind.soft_cap), 0.0)
+        if bias_NTS is not None:
+            rows = jnp.sum(dscores.reshape(B, K * G, block, -1), axis=0)
+            dbias.append(jnp.pad(rows, ((0, 0), (0, 0), (keys.start, S - keys.stop))))
+        dscores = dscores.astype(dtype)
+        dq.append(_unfold(_dot(dscores, k_BKSH[:, :, keys], 3, 2), block))
+        dk_HS, dv_HS = _dot(q, dscores, 2, 2), _dot(dy, weights.astype(dtype), 2, 2)
+        for part, (a, b) in enumerate(zip(edges, edges[1:])):
+            if keys.start <= a and b <= keys.stop:
+                columns = slice(a - keys.start, b - keys.start)
+                dk[part] += dk_HS[..., columns]
+                dv[part] += dv_HS[..., columns]
+    dq_BKGTH = jnp.concatenate(dq, axis=3) * kind.scale
     dk_BSKH, dv_BSKH = (jnp.moveaxis(jnp.concatenate(x, axis=-1), 3, 1).astype(dtype) for x in (dk, dv))
-    return _time_first(dq_BKGTH.astype(dtype)), dk_BSKH, dv_BSKH, None
+    dbias_NTS = None if bias_NTS is None else jnp.concatenate(dbias, axis=1).astype(bias_NTS.dtype)
+    return _time_first(dq_BKGTH.astype(dtype)), dk_BSKH, dv_BSKH, None, None, dbias_NTS
 
 
 blockwise_attention.defvjp(_forward, _backward)
 
 
-def _scores(q_BKGTH, k_BKSH, segment_ids_BT, start, end):
-    """Masked scores [B, K, G * block, end] of the queries from `start` to `end` with all keys before `end`."""
-    B, K, G, _, H = q_BKGTH.shape
-    block = end - start
-    scores = _dot(_fold(q_BKGTH[:, :, :, start:end]), k_BKSH[:, :, :end], 3, 3)
-    causal = jnp.arange(start, end)[:, None] >= jnp.arange(end)[None, :]
-    same_document = segment_ids_BT[:, start:end, None] == segment_ids_BT[:, None, :end]
-    visible = (causal & same_document)[:, None, None]
-    return jnp.where(visible, scores.reshape(B, K, G, block, end), _MASKED).reshape(scores.shape)
+def _seen(kind: AttentionKind, start: int, block: int, key_count: int) -> slice:
+    """The keys that a block of queries may see by its places; from a multiple of the block on."""
+    first, last = 0, key_count
+    if kind.causal:
+        last = min(start + block, key_count)
+    if kind.window is not None:
+        first = max(0, start - kind.window + 1) // block * block
+        if not kind.causal:
+            last = min(-(-(start + block + kind.window - 1) // block) * block, key_count)
+    return slice(min(first, last - 1), last)
+
+
+def _edges(keys: slice) -> tuple[int, int]:
+    return keys.start, keys.stop
+
+
+def _scores(q_BKGTH, k_BKSH, segments, bias_NTS, kind, start, block):
+    """Masked scores [B, K, G * block, keys] of a block of queries, and the slice of keys it may see."""
+    B, K, G, _, _ = q_BKGTH.shape
+    rows, keys = slice(start, start + block), _seen(kind, start, block, k_BKSH.shape[2])
+    scores = _dot(_fold(q_BKGTH[:, :, :, rows]), k_BKSH[:, :, keys], 3, 3)
+    scores = scores.reshape(B, K, G, block, -1)
+    if bias_NTS is not None:
+        scores = scores + bias_NTS[:, rows, keys].reshape(K, G, block, -1).astype(jnp.float32)
+    if kind.soft_cap is not None:
+        scores = kind.soft_cap * jnp.tanh(scores / kind.soft_cap)
+    visible = segments[0][:, rows, None] == segments[1][:, None, keys]
+    back = jnp.arange(start, start + block)[:, None] - jnp.arange(keys.start, keys.stop)[None, :]
+    if kind.causal:
+        visible &= back >= 0
+    if kind.window is not None:
+        visible &= jnp.abs(back) < kind.window
+    scores = jnp.where(visible[:, None, None], scores, _MASKED)
+    return scores.reshape(B, K, G * block, -1), keys
 
 
 def _dot(a, b, contract_a, contract_b):

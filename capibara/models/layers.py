@@ -10,8 +10,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from capibara import sharding
-
 Initializer = Callable[..., jax.Array]
 
 
@@ -63,18 +61,43 @@ def dense(x: jax.Array, weight: jax.Array, in_dims: int = 1) -> jax.Array:
     return y.reshape(*leading, *outer)
 
 
+class Bias(enum.StrEnum):
+    """Which projections have a bias: none; those to queries, keys and values (Qwen 2); all, of the MLP too (GPT-2)."""
+
+    NONE = "none"
+    QKV = "qkv"
+    ALL = "all"
+
+
+class QKNorm(enum.StrEnum):
+    """RMSNorm of every head's queries and keys before they are rotated (Qwen 3, Gemma 3), or none."""
+
+    NONE = "none"
+    HEAD = "head"
+
+
 class NormKind(enum.StrEnum):
     RMS = "rms"
     LAYER = "layer"
 
 
+class NormScale(enum.StrEnum):
+    """What the scale parameter is: the factor itself, or (Gemma) what is added to 1."""
+
+    ONE = "one"
+    OFFSET = "offset"
+
+
 class Norm(nnx.Module):
     """RMSNorm (Zhang & Sennrich 2019) or LayerNorm (Ba et al. 2016) over the last axis, computed in float32."""
 
-    def __init__(self, size: int, *, kind: NormKind, eps: float, rngs: nnx.Rngs):
+    def __init__(
+        self, size: int, *, kind: NormKind, eps: float, rngs: nnx.Rngs, scale: NormScale = NormScale.ONE
+    ):
         self.kind = kind
         self.eps = eps
-        self.scale = param(rngs, (size,), ("norm",), ones)
+        self.offset = 1.0 if scale is NormScale.OFFSET else 0.0
+        self.scale = param(rngs, (size,), ("norm",), zeros if scale is NormScale.OFFSET else ones)
         if kind is NormKind.LAYER:
             self.bias = param(rngs, (size,), ("norm",), zeros)
 
@@ -84,47 +107,33 @@ class Norm(nnx.Module):
         if self.kind is NormKind.LAYER:
             x = x - jnp.mean(x, axis=-1, keepdims=True)
         x = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + self.eps)
-        x = x * self.scale[...]
+        x = x * (self.scale[...] + self.offset)
         if self.kind is NormKind.LAYER:
             x = x + self.bias[...]
         return x.astype(dtype)
 
 
 class Activation(enum.StrEnum):
-    """SwiGLU and GeGLU (Shazeer 2020) are gated: two projections in; GELU has one."""
+    """SwiGLU and GeGLU (Shazeer 2020) are gated: two projections in; the others have one.
+
+    gelu and geglu use the tanh approximation, gelu_exact the error function (BERT, GPT-NeoX).
+    """
 
     SWIGLU = "swiglu"
     GEGLU = "geglu"
     GELU = "gelu"
+    GELU_EXACT = "gelu_exact"
+    RELU = "relu"
 
     @property
     def gated(self) -> bool:
-        return self is not Activation.GELU
+        return self in (Activation.SWIGLU, Activation.GEGLU)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return jax.nn.silu(x) if self is Activation.SWIGLU else jax.nn.gelu(x, approximate=True)
-
-
-def rope_angles(positions_BT: jax.Array, head_dim: int, theta: float) -> tuple[jax.Array, jax.Array]:
-    """Sines and cosines [B, T, 1, H / 2] of rotary position embedding (Su et al. 2021), once for all layers."""
-    half = head_dim // 2
-    frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-
-    def sin_cos(frequency: jax.Array) -> tuple[jax.Array, jax.Array]:
-        angle = positions_BT[:, :, None, None].astype(jnp.float32) * frequency
-        return jnp.sin(angle), jnp.cos(angle)
-
-    if sharding.platform() != "cpu" or half % 2:
-        return sin_cos(frequency)
-    # XLA's CPU back end would compute sines and cosines anew in the fusions of every unrolled layer; what a loop has
-    # computed it keeps (an optimization_barrier is removed before fusion).
-    halves = jax.lax.map(sin_cos, frequency.reshape(2, -1))
-    return tuple(jnp.concatenate([x[0], x[1]], axis=-1) for x in halves)
-
-
-def rotate(x_BTNH: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotates the first half of head_dim against the second, as Llama checkpoints expect."""
-    sin, cos = angles
-    first, second = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
-    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return rotated.astype(x_BTNH.dtype)
+        match self:
+            case Activation.SWIGLU:
+                return jax.nn.silu(x)
+            case Activation.RELU:
+                return jax.nn.relu(x)
+            case _:
+                return jax.nn.gelu(x, approximate=self is not Activation.GELU_EXACT)

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
-from capibara.sharding import Remat
+from capibara import sharding
+from capibara.models import pipeline
+from capibara.sharding import Remat, RematPolicy
+from capibara.types import UserError
+
+Stats = dict[str, Any]  # float32 sums over tokens; of a stack each with a leading axis of layers
+Apply = Callable[[nnx.Module, jax.Array, Any, Any], tuple[jax.Array, Stats]]
+
+# Results of projections: what costs matmuls to make again.
+_PROJECTIONS = (
+    "query", "key", "value", "attention_out", "mlp_gate", "mlp_up", "mlp_down", "expert_gate", "expert_up", "expert_down",
+)  # fmt: skip
 
 
 class LayerLoop(enum.StrEnum):
@@ -37,33 +49,102 @@ def stacked(make: Callable[[nnx.Rngs], nnx.Module], rngs: nnx.Rngs, num_layers: 
 
 
 def run(
-    layers: nnx.Module, x: jax.Array, apply: Callable[[nnx.Module, jax.Array], jax.Array], loop: LayerLoop, remat: Remat
-) -> jax.Array:
-    """Applies a stacked module layer after layer.
+    layers: nnx.Module,
+    x: jax.Array,
+    rows: Any,
+    apply: Apply,
+    pattern: Sequence[Any],
+    loop: LayerLoop,
+    remat: RematPolicy,
+) -> tuple[jax.Array, Stats]:
+    """Applies a stacked module layer after layer; as a pipeline where the active mesh has stages.
 
     Args:
       layers: made by `stacked`.
-      x: input of the first layer; every layer's output has its shape.
-      apply: (one layer's module, x) -> x.
+      x: [B, ...] input of the first layer; every layer's output has its shape.
+      rows: pytree of arrays with the leading axis B that every layer is given.
+      apply: (one layer's module, x, rows, its entry of the pattern) -> (x, statistics of the layer).
+      pattern: what distinguishes layers but is not in their parameters, repeated to the last layer. A scan runs over
+        groups of so many layers, what is left over comes after it.
       loop: scan or unroll.
-      remat: what the backward pass recomputes.
+      remat: what the backward pass recomputes of each layer.
+
+    Returns:
+      The last layer's output, and the statistics, each with a leading axis of layers.
     """
     graphdef, state = nnx.split(layers)
     values = nnx.to_pure_dict(state)
+    count, group = jax.tree.leaves(values)[0].shape[0], len(pattern)
 
-    def body(x: jax.Array, layer: Any) -> tuple[jax.Array, None]:
-        return apply(nnx.merge(graphdef, _as_state(state, layer)), x), None
+    def one(kind: Any):
+        def body(x: jax.Array, layer: Any, rows: Any) -> tuple[jax.Array, Stats]:
+            return apply(nnx.merge(graphdef, _as_state(state, layer)), x, rows, kind)
 
-    if remat is Remat.FULL:
-        body = jax.checkpoint(body, prevent_cse=loop is LayerLoop.UNROLL)
-    elif remat is Remat.DOTS:
-        policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-        body = jax.checkpoint(body, prevent_cse=loop is LayerLoop.UNROLL, policy=policy)
-    if loop is LayerLoop.SCAN:
-        return jax.lax.scan(body, x, values)[0]
-    for index in range(jax.tree.leaves(values)[0].shape[0]):
-        x, _ = body(x, jax.tree.map(lambda v: v[index], values))
-    return x
+        return _recomputed(body, remat, in_scan=loop is LayerLoop.SCAN)
+
+    bodies = [one(kind) for kind in pattern]
+
+    def in_sequence(x: jax.Array, values: Any, rows: Any, size: int) -> tuple[jax.Array, Stats]:
+        """The first `size` layers of `values`, whose first one has the pattern's first kind."""
+        parts: list[Stats] = []
+        whole = size // group if loop is LayerLoop.SCAN else 0
+        if whole:
+            grouped = jax.tree.map(lambda v: v[: whole * group].reshape(whole, group, *v.shape[1:]), values)
+
+            def body(x: jax.Array, layers: Any) -> tuple[jax.Array, Stats]:
+                stats = []
+                for index, layer in enumerate(bodies):
+                    x, of_layer = layer(x, jax.tree.map(lambda v: v[index], layers), rows)
+                    stats.append(of_layer)
+                return x, jax.tree.map(lambda *s: jnp.stack(s), *stats)
+
+            x, stats = jax.lax.scan(body, x, grouped)
+            parts.append(jax.tree.map(lambda s: s.reshape(whole * group, *s.shape[2:]), stats))
+        for index in range(whole * group, size):
+            x, of_layer = bodies[index % group](x, jax.tree.map(lambda v: v[index], values), rows)
+            parts.append(jax.tree.map(lambda s: s[None], of_layer))
+        return x, jax.tree.map(lambda *s: jnp.concatenate(s), *parts)
+
+    shape = sharding.active_pipeline()
+    if shape is None:
+        return in_sequence(x, values, rows, count)
+    _check_stages(count, group, shape)
+    size = count // (shape.stages * shape.repeats)
+    return pipeline.run(lambda x, values, rows: in_sequence(x, values, rows, size), x, rows, values, shape)
+
+
+def _check_stages(count: int, group: int, shape: sharding.Pipeline) -> None:
+    parts = shape.stages * shape.repeats
+    if count % (parts * group):
+        pattern = f" with a layer pattern of {group}" if group > 1 else ""
+        raise UserError(
+            f"num_layers ({count}){pattern} must be a multiple of {parts * group}: Plan.stage ({shape.stages}) x "
+            f"Plan.pipeline_repeats ({shape.repeats}){' x pattern' if group > 1 else ''}: "
+            f"try {max(1, round(count / (parts * group))) * parts * group} layers or fewer stages"
+        )
+
+
+def _recomputed(body: Callable, remat: RematPolicy, *, in_scan: bool) -> Callable:
+    policies = jax.checkpoint_policies
+    match remat.kind:
+        case Remat.NONE:
+            return body
+        case Remat.FULL:
+            policy = None
+        case Remat.DOTS:
+            policy = policies.dots_with_no_batch_dims_saveable
+        case Remat.MINIMAL:
+            policy = policies.save_only_these_names(*_PROJECTIONS)
+        case Remat.SAVE:
+            policy = policies.save_only_these_names(*remat.names)
+        case Remat.OFFLOAD:
+            policy = policies.save_and_offload_only_these_names(
+                names_which_can_be_saved=[],
+                names_which_can_be_offloaded=list(remat.names),
+                offload_src="device",
+                offload_dst="pinned_host",
+            )
+    return jax.checkpoint(body, prevent_cse=not in_scan, policy=policy)
 
 
 def _as_state(template: nnx.State, values: Any) -> nnx.State:

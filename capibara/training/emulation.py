@@ -25,11 +25,12 @@ def shrunk_bindings(trainer: Trainer, device_count: int) -> list[str]:
     factor = model.embed_dim / _WIDTH
     mesh = plan.mesh_shape(device_count)
     batch_shards = int(np.prod([mesh[axis] for axis in plan.rules.batch]))
+    name = type(model).__name__
     values = {
-        "DecoderConfig.embed_dim": (model.embed_dim, _WIDTH),
-        "DecoderConfig.mlp_dim": (model.mlp_dim, _multiple(model.mlp_dim / factor, 64)),
-        "DecoderConfig.head_dim": (model.head_dim, _multiple(model.head_size / factor, 2)),
-        "DecoderConfig.num_layers": (model.num_layers, min(model.num_layers, _LAYERS)),
+        f"{name}.embed_dim": (model.embed_dim, _WIDTH),
+        f"{name}.mlp_dim": (model.mlp_dim, _multiple(model.mlp_dim / factor, 64)),
+        f"{name}.head_dim": (model.head_dim, _multiple(model.head_size / factor, 2)),
+        f"{name}.num_layers": (model.num_layers, min(model.num_layers, _LAYERS)),
         "Dataset.length": (trainer.dataset.length, min(trainer.dataset.length, _LENGTH)),
         "Plan.batch_size": (plan.batch_size, batch_shards * plan.accumulation),
     }

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from capibara import sharding
 from capibara.models.api import Model
-from capibara.sharding import Plan, Remat
+from capibara.sharding import Plan
 from capibara.training.losses import LossSums, cross_entropy
 from capibara.training.metrics import evaluation_metrics
 from capibara.types import Batch, Params, UserError
@@ -30,9 +30,11 @@ def make_eval_step(model: Model, plan: Plan, mesh: Mesh, token_bytes: np.ndarray
     bytes_V[: len(token_bytes)] = token_bytes
 
     def eval_step(params: Params, batch: Batch) -> tuple[LossSums, jax.Array]:
-        with sharding.activate(mesh, plan.rules):
-            hidden = model.hidden(params, batch, Remat.NONE)
-            _, sums = cross_entropy(hidden, model.head(params), batch["targets"], batch["weights"])
+        with sharding.activate(mesh, plan.rules, plan.pipeline(mesh)):
+            batch = sharding.balanced(batch)
+            hidden, _ = model.hidden(params, batch)
+            head, cap = model.head(params), model.config.logit_soft_cap
+            _, sums = cross_entropy(hidden, head, batch["targets"], batch["weights"], soft_cap=cap)
         return sums, jnp.sum(jnp.asarray(bytes_V)[batch["targets"]] * batch["weights"])
 
     return eval_step

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import NamedTuple
 
 import jax
@@ -33,7 +34,13 @@ class LossSums(NamedTuple):
 
 
 def cross_entropy(
-    hidden_BTD: jax.Array, head_VD: jax.Array, targets_BT: jax.Array, weights_BT: jax.Array, *, z_loss: float = 0.0
+    hidden_BTD: jax.Array,
+    head_VD: jax.Array,
+    targets_BT: jax.Array,
+    weights_BT: jax.Array,
+    *,
+    z_loss: float = 0.0,
+    soft_cap: float | None = None,
 ) -> tuple[jax.Array, LossSums]:
     """Cross entropy of softmax(hidden @ head.T) against the targets.
 
@@ -47,6 +54,7 @@ def cross_entropy(
       targets_BT: wanted token ids.
       weights_BT: weight of each target; 0 leaves it out. No gradient.
       z_loss: coefficient of the squared log normaliser in the loss.
+      soft_cap: logits become soft_cap * tanh(logits / soft_cap); None: they stay.
 
     Returns:
       The loss, nll + z_loss * z, to differentiate; and the sums, without gradient.
@@ -54,22 +62,40 @@ def cross_entropy(
 
     def shard_loss(hidden_BTD, head_VD, targets_BT, weights_BT):
         # The cast is in here so that the shards' head gradients are summed in float32.
-        return _blocked_loss(hidden_BTD, head_VD.astype(hidden_BTD.dtype), targets_BT, weights_BT, z_loss)
+        head_VD = head_VD.astype(hidden_BTD.dtype)
+        return _blocked_loss(hidden_BTD, head_VD, targets_BT, weights_BT, z_loss, soft_cap)
 
-    mesh, rules = sharding.active() or (None, None)
-    batch_axes = tuple(axis for axis in rules.batch if mesh.shape[axis] > 1) if mesh else ()
-    if not batch_axes:  # the partitioner cannot do with a manual axis of one device beside a tensor axis
+    row_axes, time_axes = _loss_axes(*targets_BT.shape)
+    if not row_axes + time_axes:
         return _totals(shard_loss(hidden_BTD, head_VD, targets_BT, weights_BT))
-    rows = P(batch_axes)
+    places = P(row_axes or None, time_axes or None)
     local = jax.shard_map(
         lambda *args: jax.tree.map(lambda x: x[None], shard_loss(*args)),
-        mesh=mesh,
-        in_specs=(rows, P(), rows, rows),
-        out_specs=rows,
-        axis_names=set(batch_axes),
+        mesh=sharding.active()[0],
+        in_specs=(places, P(), places, places),
+        out_specs=P(row_axes + time_axes),
+        axis_names=set(row_axes + time_axes),
         check_vma=False,
     )
     return _totals(jax.tree.map(lambda x: jnp.sum(x, 0), local(hidden_BTD, head_VD, targets_BT, weights_BT)))
+
+
+def _loss_axes(rows: int, length: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Mesh axes that share out the rows and the places of the loss.
+
+    Stages have done their work on all rows by then, so they share them too, where the rows divide. Axes of one device
+    are left out: the partitioner cannot do with a manual one beside a tensor axis.
+    """
+    mesh, rules = sharding.active() or (None, None)
+    if mesh is None:
+        return (), ()
+    sizes = {axis: size for axis, size in mesh.shape.items() if size > 1}
+    row_axes = tuple(axis for axis in rules.batch if axis in sizes)
+    stages = tuple(axis for axis in rules.act_stage if axis in sizes)
+    if rows % math.prod(sizes[axis] for axis in row_axes + stages) == 0:
+        row_axes += stages
+    time_axes = tuple(axis for axis in rules.act_time if axis in sizes)
+    return row_axes, time_axes if length % math.prod(sizes[axis] for axis in time_axes) == 0 else ()
 
 
 def _totals(loss_and_sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, LossSums]:
@@ -77,21 +103,23 @@ def _totals(loss_and_sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, Loss
     return loss, LossSums(*jax.lax.stop_gradient(sums))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _blocked_loss(hidden_BTD, head_VD, targets_BT, weights_BT, z_loss: float) -> tuple[jax.Array, jax.Array]:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _blocked_loss(
+    hidden_BTD, head_VD, targets_BT, weights_BT, z_loss: float, soft_cap: float | None
+) -> tuple[jax.Array, jax.Array]:
     """The loss and the four LossSums [4] of one batch shard."""
 
     def add(sums, block):
-        return sums + _block(block, head_VD, z_loss)[0], None
+        return sums + _block(block, head_VD, z_loss, soft_cap)[0], None
 
     sums, _ = _over_blocks(add, jnp.zeros(4), (hidden_BTD, targets_BT, weights_BT), head_VD)
     return sums[0] + z_loss * sums[1], sums
 
 
-def _blocked_loss_forward(hidden_BTD, head_VD, targets_BT, weights_BT, z_loss):
+def _blocked_loss_forward(hidden_BTD, head_VD, targets_BT, weights_BT, z_loss, soft_cap):
     def add(carry, block):
         sums, dhead_DV = carry
-        block_sums, dlogits = _block(block, head_VD, z_loss)
+        block_sums, dlogits = _block(block, head_VD, z_loss, soft_cap)
         hidden = block[0]
         dhidden = _dot(dlogits, head_VD, 1, 0).astype(hidden.dtype)
         return (sums + block_sums, dhead_DV + _dot(hidden, dlogits, 0, 0)), dhidden
@@ -104,8 +132,8 @@ def _blocked_loss_forward(hidden_BTD, head_VD, targets_BT, weights_BT, z_loss):
     return (sums[0] + z_loss * sums[1], sums), (dhidden_BTD, dhead_DV.T.astype(head_VD.dtype))
 
 
-def _blocked_loss_backward(z_loss, gradients, upstream):
-    del z_loss
+def _blocked_loss_backward(z_loss, soft_cap, gradients, upstream):
+    del z_loss, soft_cap
     dloss, _ = upstream  # the sums have no gradient
     dhidden_BTD, dhead_VD = gradients
     return (dhidden_BTD * dloss).astype(dhidden_BTD.dtype), (dhead_VD * dloss).astype(dhead_VD.dtype), None, None
@@ -114,10 +142,12 @@ def _blocked_loss_backward(z_loss, gradients, upstream):
 _blocked_loss.defvjp(_blocked_loss_forward, _blocked_loss_backward)
 
 
-def _block(block, head_VD, z_loss: float) -> tuple[jax.Array, jax.Array]:
+def _block(block, head_VD, z_loss: float, soft_cap: float | None) -> tuple[jax.Array, jax.Array]:
     """Sums [4] of a block of places, and the loss's gradient by its logits [places, V]."""
     hidden, targets, weights = block
     logits = _dot(hidden, head_VD, 1, 1)
+    if soft_cap is not None:
+        logits = soft_cap * jnp.tanh(logits / soft_cap)
     largest = jnp.max(logits, axis=-1, keepdims=True)
     exponentials = jnp.exp(logits - largest)
     total = jnp.sum(exponentials, axis=-1, keepdims=True)
@@ -130,6 +160,8 @@ def _block(block, head_VD, z_loss: float) -> tuple[jax.Array, jax.Array]:
     sums = jnp.stack([jnp.sum(column * weights) for column in columns])
     scale = (weights * (1.0 + 2.0 * z_loss * log_z))[:, None]
     dlogits = exponentials * (scale / total) - jnp.where(is_target, weights[:, None], 0.0)
+    if soft_cap is not None:
+        dlogits = dlogits * (1.0 - jnp.square(logits / soft_cap))
     return sums, dlogits.astype(hidden.dtype)
 
 

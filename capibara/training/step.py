@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from capibara.models.api import Model
-from capibara.sharding import Plan, activate
+from capibara import sharding
+from capibara.models.api import Model, Stats
+from capibara.sharding import Plan
 from capibara.training.losses import LossSums, cross_entropy
 from capibara.training.state import TrainState
-from capibara.types import Batch, Params
+from capibara.types import Batch, Params, PyTree
 
 Metrics = dict[str, jax.Array]
 
@@ -40,13 +41,25 @@ def make_train_step(
       ema_decay: decay of the parameters' moving average, min(ema_decay, (1 + step) / (10 + step)); None: none is kept.
     """
 
-    def loss_sum(params: Params, batch: Batch) -> tuple[jax.Array, LossSums]:
-        hidden = model.hidden(params, batch, plan.remat)
-        return cross_entropy(hidden, model.head(params), batch["targets"], batch["weights"], z_loss=z_loss)
+    pipeline = plan.pipeline(mesh)
+
+    def loss_sum(params: Params, batch: Batch, step: jax.Array) -> tuple[jax.Array, tuple[LossSums, Stats]]:
+        batch = sharding.balanced(batch)
+        hidden, stats = model.hidden(params, batch, plan.remat_policy, step)
+        loss, sums = cross_entropy(
+            hidden,
+            model.head(params),
+            batch["targets"],
+            batch["weights"],
+            z_loss=z_loss,
+            soft_cap=model.config.logit_soft_cap,
+        )
+        return loss + model.layer_loss(stats), (sums, jax.lax.stop_gradient(stats))
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        with activate(mesh, plan.rules):
-            grads, sums = accumulate(jax.grad(loss_sum, has_aux=True), state.params, batch, plan.accumulation)
+        with sharding.activate(mesh, plan.rules, pipeline):
+            grad = lambda params, micro: jax.grad(loss_sum, has_aux=True)(params, micro, state.step)  # noqa: E731
+            grads, (sums, stats) = accumulate(grad, state.params, batch, plan.accumulation)
         tokens = jnp.maximum(sums.weight, 1.0)
         grads = jax.tree.map(lambda g: g / tokens, grads)
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
@@ -63,6 +76,7 @@ def make_train_step(
             "grad_norm": optax.tree.norm(grads),
             "learning_rate": jnp.asarray(schedule(state.step), jnp.float32),
             "tokens": sums.weight,
+            **model.layer_metrics(stats),
         }
         return TrainState(step=state.step + 1, params=params, opt_state=opt_state, ema=ema), metrics
 
@@ -70,8 +84,8 @@ def make_train_step(
 
 
 def accumulate(
-    grad: Callable[[Params, Batch], tuple[Params, LossSums]], params: Params, batch: Batch, micro_batches: int
-) -> tuple[Params, LossSums]:
+    grad: Callable[[Params, Batch], tuple[Params, PyTree]], params: Params, batch: Batch, micro_batches: int
+) -> tuple[Params, PyTree]:
     """Sums gradients and losses over micro-batches, so that each real token weighs the same wherever it lies.
 
     Row r goes to micro-batch r % micro_batches: each device keeps the rows that it has.
@@ -80,7 +94,7 @@ def accumulate(
         return grad(params, batch)
     split = jax.tree.map(lambda x: jnp.moveaxis(x.reshape(-1, micro_batches, *x.shape[1:]), 1, 0), dict(batch))
 
-    def add(total: tuple[Params, LossSums], micro: Mapping[str, jax.Array]) -> tuple[tuple[Params, LossSums], None]:
+    def add(total: tuple[Params, PyTree], micro: Mapping[str, jax.Array]) -> tuple[tuple[Params, PyTree], None]:
         return jax.tree.map(jnp.add, total, grad(params, micro)), None
 
     zeros = jax.tree.map(

@@ -6,7 +6,7 @@ import dataclasses
 
 from capibara.config import configurable
 from capibara.data.loader import Dataset
-from capibara.models.api import DecoderConfig
+from capibara.models.api import TransformerConfig
 from capibara.optim import Optimizer
 from capibara.sharding import Plan
 from capibara.training.checkpoints import Checkpointing
@@ -59,7 +59,7 @@ class Trainer:
 
     model_dir: str
     steps: int
-    model: DecoderConfig
+    model: TransformerConfig
     plan: Plan
     dataset: Dataset
     optimizer: Optimizer
@@ -84,5 +84,5 @@ class Trainer:
         longest = self.model.max_length
         if longest is not None and self.dataset.length > longest:
             raise UserError(
-                f"Dataset.length ({self.dataset.length}) must be at most DecoderConfig.max_length ({longest})"
+                f"Dataset.length ({self.dataset.length}) must be at most {type(self.model).__name__}.max_length ({longest})"
             )

@@ -1,0 +1,87 @@
+"""Pipeline parallelism: stages of layers side by side on the mesh's stage axis, microbatches moving from one to the next.
+
+With repeats it is the circular schedule (Megatron's interleaved one, Narayanan et al. 2021, arXiv:2104.04473): each
+stage holds several runs of layers and a microbatch passes it as often, so a bubble is `stages - 1` short runs long.
+The whole is one program: all stages compute at once (a vmap over the stage axis), then everything moves on by one
+(a roll, which the compiler turns into a collective permute). The backward pass is the reverse by differentiation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from capibara.sharding import Pipeline, constrain
+
+Stage = Callable[[jax.Array, Any, Any], tuple[jax.Array, Any]]
+_STAGE = "stage"
+
+
+def run(stage: Stage, x: jax.Array, rows: Any, values: Any, shape: Pipeline) -> tuple[jax.Array, Any]:
+    """Runs all layers over all rows.
+
+    Args:
+      stage: (x, values of consecutive layers, rows) -> (x, statistics with a leading axis of those layers).
+      x: [B, T, D]; B divides by the microbatches.
+      rows: pytree of [B, ...] arrays.
+      values: pytree of [L, ...] parameters in the order of layers; L divides by stages x repeats.
+      shape: the pipeline.
+
+    Returns:
+      x after the last layer, and the statistics [L, ...] summed over microbatches.
+    """
+    S, M, R = shape.stages, shape.microbatches, shape.repeats
+    # Row r belongs to microbatch r % M, so that each device keeps its rows.
+    split = lambda a: jnp.moveaxis(a.reshape(-1, M, *a.shape[1:]), 1, 0)  # noqa: E731
+    store, rows = split(x), jax.tree.map(split, rows)
+    # Layer l = (repeat * S + stage) * size + i.
+    values = jax.tree.map(lambda v: _on_stages(v.reshape(R, S, -1, *v.shape[1:]).swapaxes(0, 1)), values)
+    vmapped = jax.vmap(stage, spmd_axis_name=_STAGE)
+    stages = jnp.arange(S)
+
+    def tick(carry, t):
+        state, store, totals = carry
+        work = t - stages  # the how-manieth piece of work of each stage; outside [0, M * R) it is a bubble
+        real = (work >= 0) & (work < M * R)
+        microbatch, repeat = work % M, jnp.clip(work // M, 0, R - 1)
+        # The first stage takes a new microbatch, or one that comes round again.
+        state = state.at[0].set(jax.lax.dynamic_index_in_dim(store, t % M, keepdims=False))
+        state = _on_stages(state)
+        mine = values if R == 1 else jax.tree.map(lambda v: jax.vmap(_pick, spmd_axis_name=_STAGE)(v, repeat), values)
+        mine = jax.tree.map(lambda v: v[:, 0], values) if R == 1 else mine
+        state, stats = vmapped(state, mine, jax.tree.map(lambda a: _on_stages(a[microbatch]), rows))
+        state = _on_stages(state)
+        done = (t - (S - 1)) % M
+        kept = jax.lax.dynamic_index_in_dim(store, done, keepdims=False)
+        store = jax.lax.dynamic_update_index_in_dim(store, jnp.where(real[-1], state[-1], kept), done, 0)
+        totals = jax.tree.map(lambda total, s: _add_real(total, s, real, repeat), totals, stats)
+        return (jnp.roll(state, 1, axis=0), store, totals), None
+
+    state = _on_stages(jnp.zeros((S, *store.shape[1:]), x.dtype))
+    one = jax.tree.map(lambda v: v[:, 0], values)
+    of_stats = jax.eval_shape(vmapped, state, one, jax.tree.map(lambda a: a[jnp.zeros(S, jnp.int32)], rows))[1]
+    totals = jax.tree.map(lambda s: jnp.zeros((R, *s.shape), s.dtype), of_stats)
+    (_, store, totals), _ = jax.lax.scan(tick, (state, store, totals), jnp.arange(M * R + S - 1))
+    # [R, S, layers of a stage, ...] is the order of layers.
+    stats = jax.tree.map(lambda s: s.reshape(-1, *s.shape[3:]), totals)
+    return jnp.moveaxis(store, 0, 1).reshape(x.shape), stats
+
+
+def _on_stages(x: jax.Array) -> jax.Array:
+    """Places the leading axis of an array on the stage axis and leaves the others to the compiler."""
+    return constrain(x, ("act_stage", *[jax.sharding.PartitionSpec.UNCONSTRAINED] * (x.ndim - 1)))
+
+
+def _pick(values_R: jax.Array, index: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_index_in_dim(values_R, index, keepdims=False)
+
+
+def _add_real(total, stats, real, repeat):
+    """Adds [S, ...] statistics to total [R, S, ...] at each stage's repeat, bubbles left out."""
+    R, S = total.shape[:2]
+    chosen = (jnp.arange(R)[:, None] == repeat[None, :]) & real[None, :]
+    # A bubble computes on what is lying around: where, not a product, keeps its infinities out.
+    return total + jnp.where(chosen.reshape(R, S, *[1] * (stats.ndim - 1)), stats[None], 0.0)
