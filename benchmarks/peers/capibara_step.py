@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", ".."))
@@ -30,17 +31,20 @@ from capibara.training.step import make_train_step
 _SCHEDULE_STEPS = 1000  # of a constant learning rate
 
 
-def build_model(shape: dict[str, int]) -> api.Model:
-    """The decoder of the given shape in float32."""
-    sizes = {name: shape[name] for name in ("vocab_size", "embed_dim", "num_layers", "num_heads", "mlp_dim")}
-    return api.build(DecoderConfig(**sizes, dtype="float32", layer_loop=shape["layer_loop"]))
+def dense(shape: dict[str, Any], layer_loop: str) -> DecoderConfig:
+    """A Llama-like decoder."""
+    sizes = {name: shape[name] for name in ("vocab_size", "embed_dim", "num_layers", "num_heads", "mlp_dim", "head")}
+    return DecoderConfig(**sizes, dtype="float32", layer_loop=layer_loop)
+
+
+CONFIGS = {"dense": dense}
 
 
 def make_step(model: api.Model, spec: dict) -> Callable[[], float]:
     """One update on the spec's batch, jitted and donated as in a run; returns the loss."""
     shape, options = spec["shape"], dict(spec["optimizer"])
     schedule = Schedule(kind="constant", learning_rate=options.pop("learning_rate"))
-    optimizer = Optimizer(name="adamw", schedule=schedule, **options)
+    optimizer = Optimizer(schedule=schedule, **options)
     plan = Plan(batch_size=shape["batch"])
     mesh = sharding.make_mesh(plan)
     tx = optimizer.build(_SCHEDULE_STEPS, model.axes)
@@ -89,12 +93,13 @@ def sgemm_flops_per_s(size: int = 1024, repeats: int = 8) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--spec", required=True, help="JSON: shape, optimizer, seed")
+    parser.add_argument("--layer_loop", choices=("scan", "unroll"), required=True)
     parser.add_argument("--default_memory", action="store_true", help="leave glibc's malloc as it is")
     args = parser.parse_args()
     if not args.default_memory:
         sharding.keep_freed_memory()
     spec = json.loads(args.spec)
-    model = build_model(spec["shape"])
+    model = api.build(CONFIGS[spec["shape"]["model"]](spec["shape"], args.layer_loop))
     step = make_step(model, spec)
     rows, length = spec["shape"]["batch"], spec["shape"]["length"]
     ready = {

@@ -12,13 +12,14 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 
-def build_model(shape: dict[str, int]) -> LlamaForCausalLM:
+def build_model(shape: dict[str, Any]) -> LlamaForCausalLM:
     """The model of the given shape in float32, with transformers' scaled-dot-product attention."""
     config = LlamaConfig(
         vocab_size=shape["vocab_size"],
@@ -29,7 +30,7 @@ def build_model(shape: dict[str, int]) -> LlamaForCausalLM:
         head_dim=shape["embed_dim"] // shape["num_heads"],
         intermediate_size=shape["mlp_dim"],
         max_position_embeddings=shape["length"],
-        tie_word_embeddings=True,
+        tie_word_embeddings=shape["head"] == "tied",
         rms_norm_eps=1e-6,
         use_cache=False,
         attn_implementation="sdpa",
