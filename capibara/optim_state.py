@@ -21,6 +21,7 @@ Path = tuple[Any, ...]
 _BLOCK = 128
 _SMALLEST_BLOCK, _LARGEST_BLOCK = 16, 1024
 _SIGNED, _UNSIGNED = 127, 255  # largest codes
+_EMBED = ("embed", "expert_embed")
 
 
 class StateDtype(enum.StrEnum):
@@ -99,11 +100,11 @@ def parameter_path(path: Path, parameters: Any) -> Path | None:
 
 
 def block_dimension(axes: tuple[str | None, ...]) -> int:
-    """The dimension along which a weight's blocks lie: the last that is not "embed".
+    """The dimension along which a weight's blocks lie: the last that is not of embeddings.
 
-    Embed is what is sharded over many devices (fsdp, context and expert together); a block must lie on one.
+    That one is sharded over many devices (fsdp, context and expert together), and a block must lie on one.
     """
-    return next((i for i in reversed(range(len(axes))) if axes[i] != "embed"), len(axes) - 1)
+    return next((i for i in reversed(range(len(axes))) if axes[i] not in _EMBED), len(axes) - 1)
 
 
 def block_size(size: int) -> int | None:

@@ -215,6 +215,7 @@ class Checkpoints:
                 part, absent = path.partition("/")[0], "nothing" in (old, new)
                 other = {"opt_state": "another optimizer's state"}
                 other |= {"ema": "another ema_decay's state"} if absent else {}
+                other |= {"loss_scale": "another dtype's state"}
                 raise UserError(
                     f"checkpoint {self._folder}/{step} holds {other.get(part, 'another model')}: {path} is {old} "
                     f"there, {new} in this configuration: restore the configuration of the run, or set another "
@@ -249,7 +250,10 @@ def disk_full_explained(folder: str) -> Iterator[None]:
 
 
 def _as_dict(state: TrainState) -> dict[str, Any]:
-    return {f.name: getattr(state, f.name) for f in dataclasses.fields(state)}
+    parts = {f.name: getattr(state, f.name) for f in dataclasses.fields(state)}
+    if state.loss_scale is None:
+        del parts["loss_scale"]  # as in the checkpoints that were written before there was one
+    return parts
 
 
 def _shapes(arrays: PyTree) -> dict[str, str]:

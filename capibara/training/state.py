@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from capibara import optim, sharding
 from capibara.models.api import Model
+from capibara.training.loss_scale import LossScale, LossScaling
 from capibara.types import Params, PyTree
 
 
@@ -25,12 +26,14 @@ class TrainState:
       params: float32 parameters.
       opt_state: of the optax chain.
       ema: exponential moving average of the parameters, or None.
+      loss_scale: of a float16 run, else None.
     """
 
     step: jax.Array
     params: Params
     opt_state: optax.OptState
     ema: Params | None
+    loss_scale: LossScale | None = None
 
     @property
     def eval_params(self) -> Params:
@@ -38,7 +41,14 @@ class TrainState:
         return self.params if self.ema is None else self.ema
 
 
-def init_state(model: Model, tx: optax.GradientTransformation, key: jax.Array, *, ema: bool) -> TrainState:
+def init_state(
+    model: Model,
+    tx: optax.GradientTransformation,
+    key: jax.Array,
+    *,
+    ema: bool,
+    loss_scaling: LossScaling | None = None,
+) -> TrainState:
     """A new state (traceable: jit it with the shardings of `state_shardings`)."""
     params = model.init(key)
     return TrainState(
@@ -46,11 +56,18 @@ def init_state(model: Model, tx: optax.GradientTransformation, key: jax.Array, *
         params=params,
         opt_state=tx.init(params),
         ema=jax.tree.map(jnp.copy, params) if ema else None,
+        loss_scale=None if loss_scaling is None else loss_scaling.start(),
     )
 
 
 def state_shardings(
-    model: Model, tx: optax.GradientTransformation, mesh: Mesh, rules: sharding.Rules, *, ema: bool
+    model: Model,
+    tx: optax.GradientTransformation,
+    mesh: Mesh,
+    rules: sharding.Rules,
+    *,
+    ema: bool,
+    loss_scaling: LossScaling | None = None,
 ) -> TrainState:
     """The NamedSharding of every leaf: optimizer moments lie where their parameters lie.
 
@@ -60,19 +77,26 @@ def state_shardings(
     params = sharding.shardings(mesh, rules, model.axes, model.abstract_params)
     opt_axes = optim.state_axes(tx, model.abstract_params, model.axes)
     opt_shapes = jax.eval_shape(tx.init, model.abstract_params)
+    everywhere = NamedSharding(mesh, PartitionSpec())
     return TrainState(
-        step=NamedSharding(mesh, PartitionSpec()),
+        step=everywhere,
         params=params,
         opt_state=jax.tree.map(_fitting, sharding.shardings(mesh, rules, opt_axes), opt_shapes),
         ema=params if ema else None,
+        loss_scale=None if loss_scaling is None else LossScale(everywhere, everywhere),
     )
 
 
 def abstract_state(
-    model: Model, tx: optax.GradientTransformation, shardings: TrainState, *, ema: bool
+    model: Model,
+    tx: optax.GradientTransformation,
+    shardings: TrainState,
+    *,
+    ema: bool,
+    loss_scaling: LossScaling | None = None,
 ) -> TrainState:
     """Shapes, dtypes and shardings of the state, for ahead-of-time compilation and for restoring."""
-    shapes = jax.eval_shape(lambda: init_state(model, tx, jax.random.key(0), ema=ema))
+    shapes = jax.eval_shape(lambda: init_state(model, tx, jax.random.key(0), ema=ema, loss_scaling=loss_scaling))
     return with_shardings(shapes, shardings)
 
 

@@ -16,6 +16,7 @@ import pytest
 
 from capibara.training import checkpoints as module
 from capibara.training.checkpoints import Checkpointing, Checkpoints
+from capibara.training.loss_scale import LossScale
 from capibara.training.state import TrainState, with_shardings
 from capibara.types import UserError
 
@@ -47,6 +48,21 @@ def test_what_was_saved_comes_back(tmp_path):
         assert state.params["layer"]["kernel"].devices() == {jax.devices()[1]}
 
 
+def test_a_loss_scale_comes_back_and_is_no_part_of_other_runs(tmp_path):
+    state = dataclasses.replace(state_of(1), loss_scale=LossScale(jnp.float32(1024.0), jnp.int32(7)))
+    with Checkpoints(str(tmp_path), Checkpointing()) as checkpoints:
+        checkpoints.save(1, state, {}, {})
+        checkpoints.save(2, state_of(2), {}, {})
+        restored = checkpoints.restore_state(checkpoints.restore_progress(1), target_of(state))
+        jax.tree.map(np.testing.assert_array_equal, restored, state)
+        assert isinstance(restored.loss_scale, LossScale)
+        # A run without one writes what runs wrote before there was one.
+        assert {path.partition("/")[0] for path in checkpoints.restore_progress(2).shapes} == {
+            "step", "params", "opt_state",
+        }  # fmt: skip
+        assert checkpoints.restore_state(checkpoints.restore_progress(2), target_of(state_of(0))).loss_scale is None
+
+
 @pytest.mark.parametrize("ema", [False, True])
 def test_parameters_alone_are_the_averaged_ones_where_kept(tmp_path, ema):
     with Checkpoints(str(tmp_path), Checkpointing()) as checkpoints:
@@ -69,9 +85,13 @@ def test_retention(tmp_path):
     [
         (state_of(0, width=6), r"holds another model: params/layer/bias is float32\[4\] there, float32\[6\]"),
         (dataclasses.replace(state_of(0), opt_state=()), "holds another optimizer's state: opt_state/0 is"),
+        (
+            dataclasses.replace(state_of(0), loss_scale=LossScale(jnp.float32(1.0), jnp.int32(0))),
+            "holds another dtype's state: loss_scale/good_steps is nothing there",
+        ),
         (state_of(0, ema=True), "holds another ema_decay's state: ema/layer/bias is nothing there"),
     ],
-    ids=["model", "optimizer", "ema"],
+    ids=["model", "optimizer", "loss scale", "ema"],
 )
 def test_another_model_is_refused(tmp_path, other, message):
     with Checkpoints(str(tmp_path), Checkpointing()) as checkpoints:

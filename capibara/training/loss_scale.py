@@ -1,0 +1,70 @@
+"""Dynamic loss scaling: float16 gradients are multiplied out of the range where they vanish (Micikevicius et al. 2018,
+arXiv:1710.03740), by as much as they bear.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from capibara.config import configurable
+from capibara.types import PyTree, UserError
+
+
+class LossScale(NamedTuple):
+    """The part of the train state.
+
+    Attributes:
+      scale: what the next step's mean loss is multiplied by, float32 scalar.
+      good_steps: updates since the scale changed, int32 scalar.
+    """
+
+    scale: jax.Array
+    good_steps: jax.Array
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LossScaling:
+    """How the scale of a float16 run moves; runs in other dtypes have none.
+
+    An update whose gradients are not all finite is left out: parameters, moments and average stay as they are, and the
+    scale halves. The step counts (its batch is used up), but not in the optimizer, whose schedule counts updates.
+
+    Attributes:
+      initial: the scale at the start.
+      growth_steps: updates without an overflow after which the scale doubles.
+      minimum: the scale does not fall below; a run whose updates overflow even there is stopped at its next checkpoint.
+    """
+
+    initial: float = 2.0**15
+    growth_steps: int = 2000
+    minimum: float = 2.0**-10
+
+    def __post_init__(self):
+        if not 0 < self.minimum <= self.initial < float("inf"):
+            raise UserError(
+                f"LossScaling.minimum ({self.minimum}) must be above 0 and at most initial ({self.initial}), both "
+                "finite: try 0.001 and 32768"
+            )
+        if self.growth_steps < 1:
+            raise UserError(f"LossScaling.growth_steps is {self.growth_steps}, must be at least 1: try 2000")
+
+    def start(self) -> LossScale:
+        """Of a new run."""
+        return LossScale(jnp.float32(self.initial), jnp.zeros((), jnp.int32))
+
+    def after(self, state: LossScale, finite: jax.Array) -> LossScale:
+        """The next step's, after gradients that were all finite (bool scalar) or not."""
+        grown = state.good_steps + 1 >= self.growth_steps
+        scale = jnp.where(finite, jnp.where(grown, state.scale * 2, state.scale), state.scale / 2)
+        good_steps = jnp.where(finite & ~grown, state.good_steps + 1, 0)
+        return LossScale(jnp.clip(scale, self.minimum, 2.0**126), good_steps)
+
+
+def select(finite: jax.Array, new: PyTree, old: PyTree) -> PyTree:
+    """`new` where `finite`, else `old`, bit for bit; the same choice on every device, as `finite` is replicated."""
+    return jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
