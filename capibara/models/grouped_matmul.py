@@ -1,0 +1,146 @@
+"""Rows sorted by group, each group times its own matrix: the product of a mixture of experts without a capacity.
+
+Letters: M rows, K inputs and N outputs of a matrix, G groups.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from capibara import sharding
+
+_TPU_TILE = (512, 1024, 1024)  # rows, inputs, outputs: 10 MiB of VMEM in bfloat16
+
+
+def row_tile(rows: int, groups: int) -> int:
+    """How many rows are multiplied at once where `groups` groups share `rows` rows."""
+    # A quarter of a group of mean size: its last tile is half empty on average.
+    quarter = 1 << (max(1, rows // (4 * groups)) - 1).bit_length()
+    smallest, largest = (128, _TPU_TILE[0]) if sharding.platform() == "tpu" else (8, 128)
+    return min(largest, max(smallest, quarter))
+
+
+def padded_rows(rows: int, tile: int) -> int:
+    """Rows that the input of `grouped_matmul` must have so that groups of up to `rows` rows in all fit."""
+    return (-(-rows // tile) + 1) * tile
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def grouped_matmul(x_MK: jax.Array, w_GKN: jax.Array, sizes_G: jax.Array, tile: int) -> jax.Array:
+    """x[rows of group g] @ w[g] for every group, in time proportional to the rows that the groups have.
+
+    On CPU a loop over tiles of rows with a trip count known at run time: XLA's own ragged_dot there multiplies all
+    rows with all matrices. On TPU the grouped kernels of MegaBlocks (Gale et al. 2022, arXiv:2211.15841) that JAX
+    has; on GPU ragged_dot.
+
+    Args:
+      x_MK: the first sizes[0] rows are of group 0, the next sizes[1] of group 1 and so on. M is given by `padded_rows`.
+      w_GKN: in the dtype of x.
+      sizes_G: int32 rows of each group; their sum is at most the `rows` given to `padded_rows`.
+      tile: of `row_tile`.
+
+    Returns:
+      [M, N] in the dtype of x, summed in float32. Rows after the last group are undefined, in the gradient by x too.
+    """
+    return _matmul(x_MK, w_GKN, sizes_G, tile)
+
+
+def _forward(x_MK, w_GKN, sizes_G, tile):
+    return _matmul(x_MK, w_GKN, sizes_G, tile), (x_MK, w_GKN, sizes_G)
+
+
+def _backward(tile, saved, dy_MN):
+    x_MK, w_GKN, sizes_G = saved
+    dw_GKN = _weight_gradient(x_MK, dy_MN, sizes_G, tile)
+    return _matmul(dy_MN, w_GKN, sizes_G, tile, transposed=True), dw_GKN.astype(w_GKN.dtype), None
+
+
+grouped_matmul.defvjp(_forward, _backward)
+
+
+def _matmul(x_MK, w_GKN, sizes_G, tile: int, *, transposed: bool = False) -> jax.Array:
+    """Each group times its matrix, or its matrix transposed."""
+    match sharding.platform():
+        case "cpu":
+            return _cpu_matmul(x_MK, w_GKN, sizes_G, tile, 2 if transposed else 1)
+        case "tpu":
+            from jax.experimental.pallas.ops.tpu.megablox import gmm
+
+            tiling = _tpu_tiling(tile, x_MK.shape[1], w_GKN.shape[1 if transposed else 2])
+            return gmm.gmm(x_MK, w_GKN, sizes_G, x_MK.dtype, tiling, transpose_rhs=transposed)
+        case _:
+            w_GKN = jnp.swapaxes(w_GKN, 1, 2) if transposed else w_GKN
+            y_MN = jax.lax.ragged_dot(x_MK, w_GKN, sizes_G, preferred_element_type=jnp.float32)
+            return y_MN.astype(x_MK.dtype)
+
+
+def _weight_gradient(x_MK, dy_MN, sizes_G, tile: int) -> jax.Array:
+    """Each group's x^T dy: [G, K, N], in float32 or the dtype of x."""
+    match sharding.platform():
+        case "cpu":
+            return _cpu_weight_gradient(x_MK, dy_MN, sizes_G, tile)
+        case "tpu":
+            from jax.experimental.pallas.ops.tpu.megablox import gmm
+
+            tiling = _tpu_tiling(tile, x_MK.shape[1], dy_MN.shape[1])
+            return gmm.tgmm(x_MK.swapaxes(0, 1), dy_MN, sizes_G, x_MK.dtype, tiling)
+        case _:
+            dimensions = jax.lax.RaggedDotDimensionNumbers(
+                dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
+            )
+            return jax.lax.ragged_dot_general(
+                x_MK, dy_MN, sizes_G, dimensions, preferred_element_type=jnp.float32
+            )
+
+
+def _tpu_tiling(tile: int, inputs: int, outputs: int) -> tuple[int, int, int]:
+    return tile, min(_TPU_TILE[1], inputs), min(_TPU_TILE[2], outputs)
+
+
+def _tiles(sizes_G, rows: int, tile: int):
+    """Group, first row and the group's end for each tile, and the number of tiles."""
+    ends = jnp.cumsum(sizes_G)
+    tiles_of_group = -(-sizes_G // tile)
+    last_tile = jnp.cumsum(tiles_of_group)
+    index = jnp.arange(-(-rows // tile) + sizes_G.shape[0], dtype=jnp.int32)
+    group = jnp.sum(index[:, None] >= last_tile[None, :], axis=1, dtype=jnp.int32)
+    group = jnp.minimum(group, sizes_G.shape[0] - 1)
+    place = index - (last_tile - tiles_of_group)[group]
+    return group, (ends - sizes_G)[group] + place * tile, ends[group], last_tile[-1]
+
+
+def _cpu_matmul(x_MK, w_GKN, sizes_G, tile: int, contracted: int) -> jax.Array:
+    group, start, _, count = _tiles(sizes_G, x_MK.shape[0], tile)
+
+    def body(index, y_MN):
+        x = jax.lax.dynamic_slice_in_dim(x_MK, start[index], tile)
+        w = jax.lax.dynamic_index_in_dim(w_GKN, group[index], keepdims=False)
+        y = _dot(x, w, 1, contracted - 1).astype(y_MN.dtype)
+        # What the last tile of a group writes beyond its end, the next group's first tile writes anew.
+        return jax.lax.dynamic_update_slice_in_dim(y_MN, y, start[index], 0)
+
+    return jax.lax.fori_loop(0, count, body, jnp.zeros((x_MK.shape[0], w_GKN.shape[3 - contracted]), x_MK.dtype))
+
+
+def _cpu_weight_gradient(x_MK, dy_MN, sizes_G, tile: int) -> jax.Array:
+    group, start, end, count = _tiles(sizes_G, x_MK.shape[0], tile)
+
+    def body(index, dw_GKN):
+        x = jax.lax.dynamic_slice_in_dim(x_MK, start[index], tile)
+        dy = jax.lax.dynamic_slice_in_dim(dy_MN, start[index], tile)
+        real = (start[index] + jnp.arange(tile, dtype=jnp.int32) < end[index])[:, None]
+        # Both are cut: what lies after the last group is undefined, and 0 times an infinity is none.
+        dw = _dot(jnp.where(real, x, 0), jnp.where(real, dy, 0), 0, 0)
+        total = jax.lax.dynamic_index_in_dim(dw_GKN, group[index], keepdims=False)
+        return jax.lax.dynamic_update_index_in_dim(dw_GKN, total + dw, group[index], 0)
+
+    return jax.lax.fori_loop(
+        0, count, body, jnp.zeros((sizes_G.shape[0], x_MK.shape[1], dy_MN.shape[1]), jnp.float32)
+    )
+
+
+def _dot(a, b, contract_a: int, contract_b: int) -> jax.Array:
+    return jax.lax.dot_general(a, b, (((contract_a,), (contract_b,)), ((), ())), preferred_element_type=jnp.float32)
