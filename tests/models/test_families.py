@@ -1,0 +1,75 @@
+"""The Gin files of published decoders: each builds, and has the published number of parameters."""
+
+import pytest
+
+from capibara import config
+from capibara.models import api
+
+# A tied head counts once. Of Gemma 3 the text part: the published total of 4B, 12B and 27B (4,300,079,472,
+# 12,187,325,040 and 27,432,406,640) less the vision tower (416,866,032) and the projection 1152 -> embed_dim with its
+# norm. Each number is also what transformers counts for the same sizes.
+PUBLISHED = {
+    "gpt2_124m": 124_439_808,
+    "gpt2_355m": 354_823_168,
+    "gpt2_774m": 774_030_080,
+    "gpt2_1558m": 1_557_611_200,
+    "gpt_neox_20b": 20_554_567_680,
+    "pythia_160m": 162_322_944,
+    "llama2_7b": 6_738_415_616,
+    "llama2_13b": 13_015_864_320,
+    "llama2_70b": 68_976_648_192,
+    "llama3_8b": 8_030_261_248,
+    "llama3_70b": 70_553_706_496,
+    "llama3.1_8b": 8_030_261_248,
+    "llama3.2_1b": 1_235_814_400,
+    "mistral_7b": 7_241_732_096,
+    "gemma_2b": 2_506_172_416,
+    "gemma_7b": 8_537_680_896,
+    "gemma2_2b": 2_614_341_888,
+    "gemma2_9b": 9_241_705_984,
+    "gemma2_27b": 27_227_128_320,
+    "gemma3_1b": 999_885_952,
+    "gemma3_4b": 3_880_263_168,
+    "gemma3_12b": 11_766_034_176,
+    "gemma3_27b": 27_009_346_304,
+    "qwen2_0.5b": 494_032_768,
+    "qwen2_1.5b": 1_543_714_304,
+    "qwen2_7b": 7_615_616_512,
+    "qwen2_72b": 72_706_203_648,
+    "qwen3_0.6b": 596_049_920,
+    "qwen3_1.7b": 1_720_574_976,
+    "qwen3_4b": 4_022_468_096,
+    "qwen3_8b": 8_190_735_360,
+    "qwen3_14b": 14_768_307_200,
+    "qwen3_32b": 32_762_123_264,
+    "phi3_mini": 3_821_079_552,
+    "phi3_medium": 13_960_238_080,
+    "smollm2_135m": 134_515_008,
+    "smollm2_360m": 361_821_120,
+    "smollm2_1.7b": 1_711_376_384,
+}
+OURS = {"capibara_125m": 125e6, "capibara_1b": 1e9, "capibara_8b": 8e9, "capibara_20b": 20e9, "capibara_120b": 120e9}
+
+
+def built(name: str) -> api.Model:
+    config.parse([f"models/{name}.gin"])
+    model = api.build(config.build(api.DecoderConfig))
+    assert config.unused() == []
+    return model
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_model_has_its_published_size(name):
+    model = built(name)
+    assert model.param_count == PUBLISHED[name]
+    assert model.config.dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_our_models_are_near_their_names_and_fit_the_matrix_unit(name):
+    model = built(name)
+    assert model.param_count == pytest.approx(OURS[name], rel=0.035)
+    config, tensor = model.config, min(8, model.config.kv_heads)  # tensor-parallel chips
+    heads = (config.num_heads * config.head_size, config.kv_heads * config.head_size)
+    widths = (config.vocab_size, config.embed_dim, config.mlp_dim, *heads)
+    assert not any(width % (128 * tensor) for width in widths)
