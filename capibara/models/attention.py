@@ -189,14 +189,15 @@ class Attention(nnx.Module):
             backend=self.config.attention,
         )
         y = checkpoint_name(constrain(y, ("batch", "act_time", "act_heads", None)), "attention")
-        y = layers.dense(y, self.out[...], in_dims=2)
+        y = layers.dense(y, self.out[...], in_dims=2, quantization=self.config.quantization)
         if self.config.bias is layers.Bias.ALL:
             y = y + self.out_bias[...].astype(y.dtype)
         return checkpoint_name(y, "attention_out")
 
     def _projections(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         dtype = x_BTD.dtype
-        q, k, v = (layers.dense(x_BTD, weight[...]) for weight in (self.query, self.key, self.value))
+        into = (self.query[...], self.key[...], self.value[...])
+        q, k, v = (layers.dense(x_BTD, weight, quantization=self.config.quantization) for weight in into)
         if self.config.bias is not layers.Bias.NONE:
             q = q + self.query_bias[...].astype(dtype)
             k = k + self.key_bias[...].astype(dtype)

@@ -8,7 +8,7 @@ import jax
 from flax import nnx
 
 from capibara.config import configurable
-from capibara.models import layers, stack, transformer
+from capibara.models import embedding, layers, stack, transformer
 from capibara.models.layers import NormScale
 from capibara.models.rope import Rope
 from capibara.models.transformer import (
@@ -101,10 +101,10 @@ class Decoder(nnx.Module):
 
     def _embed(self, batch: Batch) -> jax.Array:
         config = self.config
-        x = self.embedding[...][batch["tokens"]]
+        x = embedding.lookup(self.embedding[...], batch["tokens"], config.dtype.value)
         if config.positions is Positions.LEARNED:
-            x = x + self.position_embedding[...][batch["positions"]]
-        x = transformer.residual(x.astype(config.dtype.value))
+            x = x + self.position_embedding[...][batch["positions"]].astype(x.dtype)
+        x = transformer.residual(x)
         return x * config.embed_dim**0.5 if config.embedding_scale is EmbeddingScale.SQRT_DIM else x
 
     def _rows(self, batch: Batch) -> Rows:

@@ -10,6 +10,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from capibara import sharding
+from capibara.models.quantized import Quantization, quantized_matmul
+
 Initializer = Callable[..., jax.Array]
 
 
@@ -41,24 +44,38 @@ zeros = jax.nn.initializers.zeros
 ones = jax.nn.initializers.ones
 
 
-def dense(x: jax.Array, weight: jax.Array, in_dims: int = 1) -> jax.Array:
+def dense(
+    x: jax.Array, weight: jax.Array, in_dims: int = 1, quantization: Quantization = Quantization.NONE
+) -> jax.Array:
     """Contracts the last `in_dims` dimensions of x with the first of the weight, in x's dtype.
-
-    Written as one product of two matrices: a weight gradient that contracts batch and time as two dimensions costs
-    XLA's CPU back end a transposed copy of the output gradient and its slower matmul.
 
     Args:
       x: [B, T, in ...].
       weight: [in ..., out ...].
       in_dims: how many dimensions `in ...` has.
+      quantization: 8-bit operands, or none.
 
     Returns:
       [B, T, out ...].
     """
+    if quantization is Quantization.NONE and not _as_matrices():
+        dims = tuple(range(x.ndim - in_dims, x.ndim)), tuple(range(in_dims))
+        return jax.lax.dot_general(x, weight.astype(x.dtype), (dims, ((), ())))
     leading, inner, outer = x.shape[:-in_dims], x.shape[x.ndim - in_dims :], weight.shape[in_dims:]
     size = math.prod(inner)
-    y = x.reshape(-1, size) @ weight.astype(x.dtype).reshape(size, -1)
+    y = quantized_matmul(x.reshape(-1, size), weight.reshape(size, -1), quantization)
     return y.reshape(*leading, *outer)
+
+
+def _as_matrices() -> bool:
+    """Whether a product is better written with batch and time as one dimension.
+
+    A weight gradient that contracts them as two costs XLA's CPU back end a transposed copy of the output gradient and
+    its slower matmul. The partitioner, though, cannot join dimensions of which the second is sharded: it would
+    gather every activation.
+    """
+    mesh, rules = sharding.active() or (None, None)
+    return sharding.platform() == "cpu" and (mesh is None or all(mesh.shape[a] == 1 for a in rules.act_residual))
 
 
 class Bias(enum.StrEnum):

@@ -214,17 +214,18 @@ class MLP(nnx.Module):
             self.down_bias = layers.param(rngs, (D,), ("norm",), layers.zeros)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        dtype = x_BTD.dtype
-        h = layers.dense(x_BTD, self.up[...])
+        dtype, quantization = x_BTD.dtype, self.config.quantization
+        h = layers.dense(x_BTD, self.up[...], quantization=quantization)
         if self.config.bias is Bias.ALL:
             h = h + self.up_bias[...].astype(dtype)
         h = checkpoint_name(constrain(h, ("batch", "act_time", "act_mlp")), "mlp_up")
         if self.config.activation.gated:
-            gate = constrain(layers.dense(x_BTD, self.gate[...]), ("batch", "act_time", "act_mlp"))
+            gate = layers.dense(x_BTD, self.gate[...], quantization=quantization)
+            gate = constrain(gate, ("batch", "act_time", "act_mlp"))
             h = self.config.activation(checkpoint_name(gate, "mlp_gate")) * h
         else:
             h = self.config.activation(h)
-        y = layers.dense(h, self.down[...])
+        y = layers.dense(h, self.down[...], quantization=quantization)
         y = y + self.down_bias[...].astype(dtype) if self.config.bias is Bias.ALL else y
         return checkpoint_name(y, "mlp_down")
 
