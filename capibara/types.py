@@ -10,6 +10,16 @@ A Batch is a dict of arrays, numpy on the host and jax.Array on the devices:
   weights     [B, T] float32  1 where a target counts towards the loss, 0 on padding and masked targets
   segment_ids [B, T] int32    1, 2, ... for the documents packed into a row; 0 is padding
   positions   [B, T] int32    0, 1, ... within each document
+
+In a masked batch (an encoder's) `tokens` are the targets themselves, some of them replaced, and `weights` are 1 at the
+places that were chosen to be predicted. An encoder-decoder's batch has more: S places that its encoder reads. Segment i
+of the arrays above, which are the decoder's, is predicted from segment i of these:
+  encoder_tokens      [B, S] int32
+  encoder_segment_ids [B, S] int32    0 is padding
+  encoder_positions   [B, S] int32    0, 1, ... within each input
+
+Where Dataset.domains names some, every batch also has
+  domains     [B, T] int32    i: the document is of the i-th of them, counted from 1; 0: nothing is known
 """
 
 from __future__ import annotations
@@ -21,7 +31,8 @@ Params = Any  # nested dicts whose leaves are arrays
 Batch = Mapping[str, Any]
 PyTree = Any
 
-BATCH_KEYS = ("tokens", "targets", "weights", "segment_ids", "positions")
+BATCH_KEYS = ("tokens", "targets", "weights", "segment_ids", "positions")  # of every batch
+ENCODER_KEYS = ("encoder_tokens", "encoder_segment_ids", "encoder_positions")
 
 
 class UserError(ValueError):

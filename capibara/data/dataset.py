@@ -3,13 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
 
+import numpy as np
+
 from capibara.config import configurable
+from capibara.data import packing as packed
+from capibara.data.objectives import Masking, SpanCorruption
 from capibara.data.packing import Packing
 from capibara.data.sources import Source
 from capibara.data.vocabulary import Vocabulary
 from capibara.types import UserError
+
+
+class Kind(enum.StrEnum):
+    """What a model reads and predicts.
+
+    CAUSAL: every token from those before it; an example's inputs, where it has some, carry no loss.
+    ENCODER_DECODER: an example's targets from its inputs; a text without inputs becomes a pair by span corruption.
+    MASKED: the masked tokens of a text from those around them.
+    """
+
+    CAUSAL = "causal"
+    ENCODER_DECODER = "encoder_decoder"
+    MASKED = "masked"
 
 
 @configurable
@@ -23,7 +41,9 @@ class Dataset:
       task_module: the Python module that registers it.
       vocabulary: the tokenizer. A SeqIO task brings its own: naming it here as well lets the model be compiled before
         SeqIO is imported, and it is checked against the task's.
-      length: positions in a row.
+      kind: what is read and predicted: it must fit the model.
+      length: positions in a row; of an encoder-decoder, of its decoder.
+      encoder_length: positions in a row of its encoder.
       packing: how documents share rows.
       append_eos: whether an end token follows every document (a SeqIO task decides this in its preprocessors).
       shuffle: whether training documents and rows come in a seeded order.
@@ -33,13 +53,18 @@ class Dataset:
       prefetch: batches kept ready; 0 makes each one when it is asked for.
       window_rows: packing looks at so many rows' worth of documents at a time.
       window_documents: and at so many documents of all rows together, whose rows are then mixed.
+      span_corruption: which spans of a text an encoder-decoder is to tell.
+      masking: which tokens of a text are masked.
+      domains: domains whose documents are marked in the batches: number i + 1 is the i-th of these; empty: no marks.
     """
 
     source: Source | None = None
     mixture_or_task_name: str | None = None
     task_module: str | None = None
     vocabulary: Vocabulary | None = None
+    kind: Kind = Kind.CAUSAL
     length: int = 1024
+    encoder_length: int | None = None
     packing: Packing = Packing.BEST_FIT
     append_eos: bool = True
     shuffle: bool = True
@@ -49,6 +74,9 @@ class Dataset:
     prefetch: int = 4
     window_rows: int = 64
     window_documents: int = 128
+    span_corruption: SpanCorruption = SpanCorruption()
+    masking: Masking = Masking()
+    domains: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if (self.source is None) == (self.mixture_or_task_name is None):
@@ -60,10 +88,33 @@ class Dataset:
         for name, least in least_values.items():
             if getattr(self, name) < least:
                 raise UserError(f"Dataset.{name} ({getattr(self, name)}) must be at least {least}")
+        if (self.kind is Kind.ENCODER_DECODER) != (self.encoder_length is not None):
+            fix = f"set it, e.g. to {4 * self.length}" if self.encoder_length is None else "leave it out"
+            raise UserError(f"Dataset.encoder_length ({self.encoder_length}) with kind {str(self.kind)!r}: {fix}")
+        if self.encoder_length is not None and self.encoder_length < 2:
+            raise UserError(f"Dataset.encoder_length ({self.encoder_length}) must be at least 2")
+        if self.kind is Kind.ENCODER_DECODER and self.packing is Packing.CONCAT:
+            raise UserError("Dataset.packing ('concat') would cut pairs of inputs and targets: try 'best_fit' or 'none'")
+        if len(set(self.domains)) != len(self.domains) or not all(self.domains):
+            raise UserError(f"Dataset.domains ({self.domains}) must be different names, none of them empty")
 
     @property
     def is_seqio(self) -> bool:
         return self.mixture_or_task_name is not None
+
+    def batch_spec(self, rows: int) -> dict[str, tuple[tuple[int, int], np.dtype]]:
+        """Shape and dtype of every array of a batch of `rows` rows, by its key."""
+        return packed.batch_spec(rows, self.length, encoder_length=self.encoder_length, domains=bool(self.domains))
+
+    def empty_batch(self, rows: int) -> dict[str, np.ndarray]:
+        """A batch of `rows` rows of padding."""
+        pad_id, domains = self.get_vocabulary().pad_id, bool(self.domains)
+        return packed.empty_batch(rows, self.length, pad_id, encoder_length=self.encoder_length, domains=domains)
+
+    @property
+    def row_tokens(self) -> int:
+        """Positions of a row, those of an encoder included."""
+        return self.length + (self.encoder_length or 0)
 
     def preload(self) -> None:
         """Starts the imports that this dataset needs in a background thread; call it before a long compilation."""

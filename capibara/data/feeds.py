@@ -10,10 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from capibara.data.dataset import Dataset
-from capibara.data.packing import Document, empty_batch
+from capibara.data.dataset import Dataset, Kind
+from capibara.data.examples import Assembler
+from capibara.data.packing import Document
+from capibara.data.pairs import Pairs
 from capibara.data.shuffle import epoch_order
-from capibara.data.sources import Documents
+from capibara.data.sources import Documents, Example
 from capibara.data.stream import Layout, RowStream, State
 from capibara.types import Batch, UserError
 
@@ -78,6 +80,7 @@ class Feed(abc.ABC):
             "window": [dataset.window_rows, dataset.window_documents],
             "vocabulary": dataset.get_vocabulary().fingerprint(),
             "data": self.data_fingerprint(),
+            **_objective_settings(dataset),
         }
 
     @property
@@ -119,6 +122,21 @@ class SourceFeed(Feed):
         return RowStream(reader.read, layout, first_rows=first_rows, state=state)
 
 
+def _objective_settings(dataset: Dataset) -> dict[str, Any]:
+    """What else decides the rows; nothing for a decoder's, whose states are older than the other kinds."""
+    settings: dict[str, Any] = {}
+    if dataset.kind is not Kind.CAUSAL:
+        settings["kind"] = str(dataset.kind)
+    if dataset.kind is Kind.MASKED:
+        settings["masking"] = dataclasses.asdict(dataset.masking)
+        settings["mask_id"] = dataset.get_vocabulary().mask_id
+    if dataset.kind is Kind.ENCODER_DECODER:
+        settings["encoder_length"] = dataset.encoder_length
+        settings["span_corruption"] = dataclasses.asdict(dataset.span_corruption)
+        settings["sentinels"] = [*dataset.get_vocabulary().sentinel_ids[:1]]
+    return settings | ({"domains": list(dataset.domains)} if dataset.domains else {})
+
+
 def layout_of(dataset: Dataset, streams: int, seeds: tuple[int, ...] | None) -> Layout:
     """How each of `streams` streams of a dataset is packed."""
     return Layout(
@@ -128,14 +146,14 @@ def layout_of(dataset: Dataset, streams: int, seeds: tuple[int, ...] | None) -> 
         window_rows=dataset.window_rows,
         window_documents=math.ceil(dataset.window_documents / streams),
         shuffle_seeds=seeds,
+        encoder_length=dataset.encoder_length,
     )
 
 
 def stream_a_row(streams: Sequence[RowStream], dataset: Dataset) -> Iterator[tuple[Batch, Sequence[State]]]:
     """Batches whose rows have a stream each; endless."""
-    pad_id = dataset.get_vocabulary().pad_id
     while True:
-        batch = empty_batch(len(streams), dataset.length, pad_id)
+        batch = dataset.empty_batch(len(streams))
         states = []
         for b, stream in enumerate(streams):
             row = next(stream)
@@ -152,13 +170,12 @@ def one_stream(
     Args:
       stream: the rows.
       share: this host's share.
-      dataset: for length and padding.
+      dataset: for the shapes and padding.
       private: whether the stream is this host's own; if not, every host reads it and takes its rows.
     """
     first, total = (0, share.rows) if private else (share.first_row, share.batch_size)
-    pad_id = dataset.get_vocabulary().pad_id
     while True:
-        batch = empty_batch(share.rows, dataset.length, pad_id)
+        batch = dataset.empty_batch(share.rows)
         state = None
         for i in range(total):
             row = next(stream, None)
@@ -173,51 +190,58 @@ def one_stream(
 
 
 class _Reader:
-    """Tokenized documents of stream `index` of `count`: numbers index, index + count, ... of the epochs in a row."""
+    """Documents of stream `index` of `count`: numbers index, index + count, ... of the epochs in a row."""
 
     def __init__(
         self, documents: Documents, dataset: Dataset, index: int, count: int, shuffles: bool, epochs: int | None
     ):
         self._documents, self._dataset = documents, dataset
         self._index, self._count, self._shuffles, self._epochs = index, count, shuffles, epochs
+        self._need = layout_of(dataset, count, None).need
 
-    def read(self, begin: int) -> Iterator[Document]:
+    def read(self, begin: int) -> Iterator[Document | Pairs]:
         """Documents from the stream's document `begin` on."""
-        vocabulary, size = self._dataset.get_vocabulary(), len(self._documents)
-        bos_id = vocabulary.bos_id
-        end = [vocabulary.eos_id] if self._dataset.append_eos else []
+        assemble, need = Assembler(self._dataset, adds_end=self._dataset.append_eos), self._need
         blank, checked = 0, False
-        for numbers in self._number_groups(begin):
-            for ids in vocabulary.encode_batch([self._documents[i] for i in numbers]):
+        for places in self._place_groups(begin):
+            examples = [self._documents.example(self._number(at)) for at in places]
+            for at, example, (ids, inputs) in zip(places, examples, self._encoded(examples), strict=True):
                 if not len(ids) and not checked:
                     self._check_text()  # before end tokens alone fill the rows
                     checked = True
-                if end:
-                    ids = np.append(ids, np.asarray(end, np.int32))
-                blank = 0 if len(ids) else blank + 1
-                if blank > size and self._epochs is None:
+                document = assemble(ids, inputs, example.domain, (at,))
+                blank = 0 if need(document) else blank + 1
+                if blank > len(self._documents) and self._epochs is None:
                     raise UserError(
                         "none of a row's documents holds text: set Dataset.shuffle = True, or remove the empty ones"
                     )
-                yield Document(ids, None, bos_id)
+                yield document
+
+    def _encoded(self, examples: Sequence[Example]) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
+        """Token ids of each example's text and inputs."""
+        encode = self._dataset.get_vocabulary().encode_batch
+        inputs = iter(encode([example.inputs for example in examples if example.inputs is not None]))
+        for ids, example in zip(encode([example.text for example in examples]), examples, strict=True):
+            yield ids, None if example.inputs is None else next(inputs)
 
     def _check_text(self) -> None:
         """Refuses a corpus whose documents are all empty; where they are not, the first one mostly tells."""
         encode = self._dataset.get_vocabulary().encode_batch
-        if not any(len(encode([self._documents[i]])[0]) for i in range(len(self._documents))):
+        if not any(len(encode([self._documents.example(i).text])[0]) for i in range(len(self._documents))):
             raise UserError("the documents hold no text: the corpus is empty")
 
-    def _number_groups(self, begin: int) -> Iterator[list[int]]:
-        size = len(self._documents)
-        stop = None if self._epochs is None else size * self._epochs
+    def _place_groups(self, begin: int) -> Iterator[range]:
+        """Places of documents in all epochs, one after the other."""
+        stop = None if self._epochs is None else len(self._documents) * self._epochs
         at = self._index + begin * self._count
         group = 1
         while stop is None or at < stop:
             last = at + group * self._count if stop is None else min(at + group * self._count, stop)
-            yield [self._number(i, size) for i in range(at, last, self._count)]
+            yield range(at, last, self._count)
             at += group * self._count
             group = _READ_TOGETHER
 
-    def _number(self, at: int, size: int) -> int:
+    def _number(self, at: int) -> int:
+        size = len(self._documents)
         epoch, i = divmod(at, size)
         return int(epoch_order(size, self._dataset.seed, epoch)[i]) if self._shuffles else i

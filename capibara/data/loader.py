@@ -18,7 +18,7 @@ from capibara.data import feeds
 from capibara.data.baseline import unigram_bits_per_byte
 from capibara.data.dataset import Dataset
 from capibara.data.prefetch import Prefetcher
-from capibara.data.sources import SPLITS
+from capibara.data.disk import SPLITS
 from capibara.data.stream import State
 from capibara.types import Batch, UserError
 
@@ -32,7 +32,11 @@ _PARAMETERS = {
     "batch_size": "Plan.batch_size",
     "data": "Dataset.source's (or task's) data",
     "window": "[Dataset.window_rows, Dataset.window_documents]",
-    **{name: f"Dataset.{name}" for name in ("length", "packing", "append_eos", "shuffle", "seed", "vocabulary")},
+    **{
+        name: f"Dataset.{name}"
+        for name in ("length", "packing", "append_eos", "shuffle", "seed", "vocabulary", "kind", "encoder_length")
+        + ("span_corruption", "masking", "domains")
+    },
 }
 
 
@@ -89,7 +93,7 @@ def _task_feed(dataset: Dataset, share: feeds.Share) -> feeds.Feed:
 class Loader:
     """Iterator of this host's batches [batch_size / shard_count, length], with exact state.
 
-    Batches are made in a background thread from `start` (or the first `next`) on.
+    A batch has the arrays of `Dataset.batch_spec`. Batches are made in a background thread from `start` (or the first `next`) on.
     """
 
     def __init__(self, dataset: Dataset, share: feeds.Share, open_feed: Callable[[], feeds.Feed]):

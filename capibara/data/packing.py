@@ -15,9 +15,10 @@ from typing import NamedTuple
 import numpy as np
 
 from capibara.data.shuffle import permutation
-from capibara.types import Batch
+from capibara.types import BATCH_KEYS, ENCODER_KEYS, Batch
 
 Piece = tuple[int, int]  # start and stop in the window's tokens
+_PADDED = frozenset(("tokens", "targets", "encoder_tokens"))  # what holds the padding id on padding; the rest is 0
 
 
 class Packing(enum.StrEnum):
@@ -38,14 +39,30 @@ class Document(NamedTuple):
     """A tokenized document, or the rest of one.
 
     Attributes:
-      ids: [n] int32.
+      ids: [n] int32, what is to be predicted.
       weights: [n] float32 loss weights; None is 1 everywhere.
       previous: the input at the first position: the beginning token, or the token before a rest.
+      domain: index of its domain, 0 where none is known.
+      read: [n] int32, what the model reads instead of `previous` and the ids before; None: those.
     """
 
     ids: np.ndarray
     weights: np.ndarray | None
     previous: int
+    domain: int = 0
+    read: np.ndarray | None = None
+
+    def cut(self, start: int, stop: int | None = None) -> Document:
+        """Its tokens from `start` to `stop`, as a document."""
+        if not start and stop is None:
+            return self
+        return Document(
+            self.ids[start:stop],
+            None if self.weights is None else self.weights[start:stop],
+            int(self.ids[start - 1]) if start else self.previous,
+            self.domain,
+            None if self.read is None else self.read[start:stop],
+        )
 
 
 class Window:
@@ -67,13 +84,19 @@ class Window:
         self._pad_id = pad_id
         self._iota = np.arange(length, dtype=np.int32)
         self._targets = np.concatenate([document.ids for document in documents] or [np.zeros(0, np.int32)])
-        self._tokens = np.empty_like(self._targets)
-        self._tokens[1:] = self._targets[:-1]
-        self._tokens[starts] = [document.previous for document in documents]
+        if any(document.read is not None for document in documents):
+            self._tokens = np.concatenate([document.read for document in documents])
+        else:
+            self._tokens = np.empty_like(self._targets)
+            self._tokens[1:] = self._targets[:-1]
+            self._tokens[starts] = [document.previous for document in documents]
         self._weights: np.ndarray | None = None
         if any(document.weights is not None for document in documents):
             ones = (np.ones(len(d.ids), np.float32) if d.weights is None else d.weights for d in documents)
             self._weights = np.concatenate(list(ones))
+        self._domains: np.ndarray | None = None
+        if any(document.domain for document in documents):
+            self._domains = np.repeat(np.array([document.domain for document in documents], np.int32), lengths)
         self._rows = _LAYOUTS[packing](starts, stops, length)
 
     def __len__(self) -> int:
@@ -100,21 +123,43 @@ class Window:
             weights[at:end] = 1.0 if self._weights is None else self._weights[start:stop]
             segment_ids[at:end] = segment
             positions[at:end] = self._iota[: stop - start]
+            if self._domains is not None and "domains" in batch:
+                batch["domains"][b, at:end] = self._domains[start:stop]
             at = end
         if self._pad_id:
             tokens[at:] = self._pad_id
             targets[at:] = self._pad_id
 
 
-def empty_batch(rows: int, length: int, pad_id: int = 0) -> dict[str, np.ndarray]:
-    """A batch [rows, length] of padding."""
-    return {
-        "tokens": np.full((rows, length), pad_id, np.int32) if pad_id else np.zeros((rows, length), np.int32),
-        "targets": np.full((rows, length), pad_id, np.int32) if pad_id else np.zeros((rows, length), np.int32),
-        "weights": np.zeros((rows, length), np.float32),
-        "segment_ids": np.zeros((rows, length), np.int32),
-        "positions": np.zeros((rows, length), np.int32),
-    }
+def batch_spec(
+    rows: int, length: int, *, encoder_length: int | None = None, domains: bool = False
+) -> dict[str, tuple[tuple[int, int], np.dtype]]:
+    """Shape and dtype of every array of a batch, by its key.
+
+    Args:
+      rows: of the batch.
+      length: positions of a row that the decoder (or the only stack) reads.
+      encoder_length: positions that the encoder of an encoder-decoder reads; None: there is none.
+      domains: whether documents have domains.
+    """
+    spec = {key: ((rows, length), np.dtype(np.float32 if key == "weights" else np.int32)) for key in BATCH_KEYS}
+    if encoder_length is not None:
+        spec |= {key: ((rows, encoder_length), np.dtype(np.int32)) for key in ENCODER_KEYS}
+    if domains:
+        spec["domains"] = ((rows, length), np.dtype(np.int32))
+    return spec
+
+
+def empty_batch(
+    rows: int, length: int, pad_id: int = 0, *, encoder_length: int | None = None, domains: bool = False
+) -> dict[str, np.ndarray]:
+    """A batch of padding with the arrays of `batch_spec`."""
+    spec = batch_spec(rows, length, encoder_length=encoder_length, domains=domains)
+    batch = {key: np.zeros(shape, dtype) for key, (shape, dtype) in spec.items()}
+    if pad_id:
+        for key in _PADDED & set(batch):
+            batch[key].fill(pad_id)
+    return batch
 
 
 def _best_fit(starts: np.ndarray, stops: np.ndarray, length: int) -> list[list[Piece]]:

@@ -1,4 +1,4 @@
-"""Seeded permutations that are the same on every machine and with every version of NumPy."""
+"""Seeded permutations and uniform draws that are the same on every machine and with every version of NumPy."""
 
 from __future__ import annotations
 
@@ -14,12 +14,22 @@ def mix(keys: np.ndarray) -> np.ndarray:
     return keys ^ (keys >> np.uint64(31))
 
 
-def permutation(n: int, *seeds: int) -> np.ndarray:
-    """[n] int64: a permutation of 0..n-1 chosen by the integers `seeds`."""
+def bits(n: int, *seeds: int) -> np.ndarray:
+    """[n] uint64, chosen by the integers `seeds`."""
     key = np.zeros(1, np.uint64)
     for seed in seeds:
         key = mix(key * np.uint64(0x9E3779B97F4A7C15) + np.array([seed % (1 << 64)], np.uint64) + np.uint64(1))
-    return np.argsort(mix(np.arange(n, dtype=np.uint64) + key), kind="stable")
+    return mix(np.arange(n, dtype=np.uint64) + key)
+
+
+def permutation(n: int, *seeds: int) -> np.ndarray:
+    """[n] int64: a permutation of 0..n-1 chosen by the integers `seeds`."""
+    return np.argsort(bits(n, *seeds), kind="stable")
+
+
+def uniform(n: int, *seeds: int) -> np.ndarray:
+    """[n] float64 from 0 up to 1, chosen by the integers `seeds`."""
+    return (bits(n, *seeds) >> np.uint64(11)) * 2.0**-53
 
 
 @functools.lru_cache(maxsize=4)

@@ -9,33 +9,50 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-import glob
 import hashlib
 import json
 import os
 import sysconfig
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from capibara.config import configurable
+from capibara.data import disk
 from capibara.data.shuffle import mix
 from capibara.types import UserError
 
-SPLITS = ("train", "validation")
-_HASH_WHOLE_BYTES = 256 << 20  # corpora up to this size are fingerprinted by content, larger ones by size and time
 _CHECK_WHOLE_BYTES = 64 << 20  # JSON-lines files up to this size are parsed once before the run starts
 
 
+class Example(NamedTuple):
+    """One document as its source tells it.
+
+    Attributes:
+      text: the document, or what is to be predicted from `inputs`.
+      inputs: what `text` answers, translates, ...; None where there is only text.
+      domain: what it is about ("python", "sql", ...), where the source knows.
+    """
+
+    text: str
+    inputs: str | None = None
+    domain: str | None = None
+
+
 class Documents(abc.ABC):
-    """The documents of one split: `len`, `[i] -> str`, and a fingerprint that a checkpoint can be held against."""
+    """The documents of one split: `len`, `example(i)`, and a fingerprint that a checkpoint can be held against."""
 
     @abc.abstractmethod
     def __len__(self) -> int: ...
 
     @abc.abstractmethod
-    def __getitem__(self, i: int) -> str: ...
+    def example(self, i: int) -> Example: ...
+
+    def __getitem__(self, i: int) -> str:
+        """All text of a document."""
+        example = self.example(i)
+        return example.text if example.inputs is None else f"{example.inputs}\n{example.text}"
 
     @abc.abstractmethod
     def fingerprint(self) -> dict[str, Any]:
@@ -62,18 +79,20 @@ class StdlibSource(Source):
     Attributes:
       validation_fraction: share of the modules held out for validation.
       include_tests: also take the library's own tests, where the machine has them.
+      domain: of all documents.
     """
 
     validation_fraction: float = 0.03
     include_tests: bool = False
+    domain: str | None = "python"
 
     def __post_init__(self) -> None:
-        _check_fraction(self.validation_fraction)
+        disk.check_fraction(self.validation_fraction)
 
     def open(self, split: str) -> Documents:
         root = sysconfig.get_paths()["stdlib"]
         paths = self.paths(split)
-        return _FileDocuments(paths, [os.path.relpath(path, root) for path in paths])
+        return _FileDocuments(paths, [os.path.relpath(path, root) for path in paths], self.domain)
 
     def paths(self, split: str) -> list[str]:
         """Paths of the split's modules, sorted by name."""
@@ -89,7 +108,7 @@ class StdlibSource(Source):
         if not names:
             raise UserError(f"the standard library at {root} has no .py files: use another Dataset.source")
         names.sort()
-        chosen = _split_by_hash(_name_hashes(names), split, self.validation_fraction, "StdlibSource")
+        chosen = disk.split_by_hash(disk.name_hashes(names), split, self.validation_fraction, "StdlibSource")
         return [os.path.join(root, names[i]) for i in chosen]
 
 
@@ -103,34 +122,36 @@ class TextSource(Source):
       validation_files: paths or globs of the validation files; empty holds out a share of `files`.
       validation_fraction: the share held out where no validation files are given.
       document_bytes: a longer file becomes several documents of about this many bytes.
+      domain: of all documents; None: what a file's extension says (.py is "python", .sql is "sql").
     """
 
     files: tuple[str, ...]
     validation_files: tuple[str, ...] = ()
     validation_fraction: float = 0.03
     document_bytes: int = 1 << 16
+    domain: str | None = None
 
     def __post_init__(self) -> None:
-        _check_fraction(self.validation_fraction)
+        disk.check_fraction(self.validation_fraction)
         if self.document_bytes < 1:
             raise UserError(f"document_bytes ({self.document_bytes}) must be at least 1: try 65536")
 
     def open(self, split: str) -> Documents:
-        name, paths, explicit = _choose_files("TextSource", self.files, self.validation_files, split)
+        name, paths, explicit = disk.choose_files("TextSource", self.files, self.validation_files, split)
         file_of, start, stop = [], [], []
         for i, path in enumerate(paths):
-            for first, last in _line_ranges(path, self.document_bytes):
+            for first, last in disk.line_ranges(path, self.document_bytes):
                 file_of.append(i)
                 start.append(first)
                 stop.append(last)
         if not file_of:
-            raise UserError(f"{name} ({_shown(paths)}) hold no text: the corpus is empty")
+            raise UserError(f"{name} ({disk.shown(paths)}) hold no text: the corpus is empty")
         ranges = np.array([file_of, start, stop], np.int64).T
         if not explicit:
-            files = _name_hashes([os.path.basename(path) for path in paths])
+            files = disk.name_hashes([os.path.basename(path) for path in paths])
             keys = files[ranges[:, 0]] + ranges[:, 1].astype(np.uint64)
-            ranges = ranges[_split_by_hash(mix(keys), split, self.validation_fraction, name)]
-        return _RangeDocuments(paths, ranges)
+            ranges = ranges[disk.split_by_hash(mix(keys), split, self.validation_fraction, name)]
+        return _RangeDocuments(paths, ranges, [self.domain or disk.domain_of(path) for path in paths])
 
 
 @configurable
@@ -140,41 +161,47 @@ class JsonlSource(Source):
 
     Attributes:
       files: paths or globs of the training files.
-      field: the field that holds the text.
+      field: the field that holds the text (of pairs, what is to be predicted).
+      inputs_field: the field that holds what the text is to be predicted from; None: there is only text.
+      domain_field: the field that names a document's domain, where a line has it.
       validation_files: paths or globs of the validation files; empty holds out a share of the lines.
       validation_fraction: the share held out where no validation files are given.
+      domain: of the lines that have no `domain_field`.
     """
 
     files: tuple[str, ...]
     field: str = "text"
+    inputs_field: str | None = None
+    domain_field: str = "domain"
     validation_files: tuple[str, ...] = ()
     validation_fraction: float = 0.03
+    domain: str | None = None
 
     def __post_init__(self) -> None:
-        _check_fraction(self.validation_fraction)
+        disk.check_fraction(self.validation_fraction)
 
     def open(self, split: str) -> Documents:
-        name, paths, explicit = _choose_files("JsonlSource", self.files, self.validation_files, split)
+        name, paths, explicit = disk.choose_files("JsonlSource", self.files, self.validation_files, split)
         tables = []
         for i, path in enumerate(paths):
-            starts, stops = _line_bounds(path)
+            starts, stops = disk.line_bounds(path)
             columns = (np.full(len(starts), i), starts, stops, np.arange(1, len(starts) + 1))
             tables.append(np.stack(columns, axis=1)[stops > starts])
         lines = np.concatenate(tables)
         if not len(lines):
-            raise UserError(f"{name} ({_shown(paths)}) hold no lines: the corpus is empty")
+            raise UserError(f"{name} ({disk.shown(paths)}) hold no lines: the corpus is empty")
         # A file that is no JSON shall be called that, not too short to be divided.
-        whole = _JsonlDocuments(paths, lines, self.field)
+        whole = _JsonlDocuments(paths, lines, self)
         for first in np.unique(lines[:, 0], return_index=True)[1]:
-            whole[first]
+            whole.example(first)
         if not explicit:
-            files = _name_hashes([os.path.basename(path) for path in paths])
+            files = disk.name_hashes([os.path.basename(path) for path in paths])
             keys = files[lines[:, 0]] + lines[:, 3].astype(np.uint64)
-            lines = lines[_split_by_hash(mix(keys), split, self.validation_fraction, name)]
-        documents = _JsonlDocuments(paths, lines, self.field)
+            lines = lines[disk.split_by_hash(mix(keys), split, self.validation_fraction, name)]
+        documents = _JsonlDocuments(paths, lines, self)
         if sum(os.path.getsize(path) for path in paths) <= _CHECK_WHOLE_BYTES:
             for i in range(len(documents)):
-                documents[i]
+                documents.example(i)
         return documents
 
 
@@ -186,36 +213,44 @@ class HuggingFaceSource(Source):
     Attributes:
       path: a folder written by `save_to_disk`, or the first argument of `datasets.load_dataset`.
       name: the dataset's configuration, where it has several.
-      field: the column that holds the text.
+      field: the column that holds the text (of pairs, what is to be predicted).
+      inputs_field: the column that holds what the text is to be predicted from; None: there is only text.
+      domain_field: the column that names a document's domain; None: no column does.
       data_files: files for the generic builders ("json", "csv", "parquet", "text").
       train_split: name of the training split.
       validation_split: name of the validation split; None holds out a share of the training split.
       validation_fraction: the share held out where no validation split is named.
+      domain: of all documents, where no column names it.
     """
 
     path: str
     name: str | None = None
     field: str = "text"
+    inputs_field: str | None = None
+    domain_field: str | None = None
     data_files: tuple[str, ...] = ()
     train_split: str = "train"
     validation_split: str | None = None
     validation_fraction: float = 0.03
+    domain: str | None = None
 
     def __post_init__(self) -> None:
-        _check_fraction(self.validation_fraction)
+        disk.check_fraction(self.validation_fraction)
 
     def open(self, split: str) -> Documents:
-        _check_split(split)
+        disk.check_split(split)
         explicit = self.validation_split is not None
         table = self._load(self.validation_split if explicit and split == "validation" else self.train_split)
-        if self.field not in table.column_names:
-            raise UserError(f"HuggingFaceSource.field ({self.field!r}) is not one of {', '.join(table.column_names)}")
+        for name in ("field", "inputs_field", "domain_field"):
+            column = getattr(self, name)
+            if column is not None and column not in table.column_names:
+                raise UserError(f"HuggingFaceSource.{name} ({column!r}) is not one of {', '.join(table.column_names)}")
         if not len(table):
             raise UserError(f"HuggingFaceSource.path ({self.path!r}) has no rows: the corpus is empty")
         rows = np.arange(len(table))
         if not explicit:
-            rows = _split_by_hash(mix(rows.astype(np.uint64)), split, self.validation_fraction, "HuggingFaceSource")
-        return _TableDocuments(table, rows, self.field)
+            rows = disk.split_by_hash(mix(rows.astype(np.uint64)), split, self.validation_fraction, "HuggingFaceSource")
+        return _TableDocuments(table, rows, self)
 
     def _load(self, split: str) -> Any:
         from capibara import extras
@@ -233,34 +268,71 @@ class HuggingFaceSource(Source):
             raise UserError(f"HuggingFaceSource.path ({self.path!r}), split {split!r}: {message}") from error
 
 
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CombinedSource(Source):
+    """Several sources as one: a pass holds each document of each once, and shuffling mixes them.
+
+    Attributes:
+      sources: in Gin, scopes tell sources of one kind apart: (@sql/TextSource(), @js/TextSource()).
+    """
+
+    sources: tuple[Source, ...]
+
+    def __post_init__(self) -> None:
+        if not self.sources:
+            raise UserError("CombinedSource.sources is empty: give at least one source")
+
+    def open(self, split: str) -> Documents:
+        return _CombinedDocuments([source.open(split) for source in self.sources])
+
+
+class _CombinedDocuments(Documents):
+    """The documents of several splits, one after the other."""
+
+    def __init__(self, parts: Sequence[Documents]):
+        self._parts = list(parts)
+        self._stops = np.cumsum([len(part) for part in parts])
+
+    def __len__(self) -> int:
+        return int(self._stops[-1])
+
+    def example(self, i: int) -> Example:
+        at = int(np.searchsorted(self._stops, i, side="right"))
+        return self._parts[at].example(i - int(self._stops[at] - len(self._parts[at])))
+
+    def fingerprint(self) -> dict[str, Any]:
+        return {str(i): part.fingerprint() for i, part in enumerate(self._parts)}
+
+
 class _FileDocuments(Documents):
     """One document a file."""
 
-    def __init__(self, paths: Sequence[str], names: Sequence[str]):
-        self._paths, self._names = list(paths), list(names)
+    def __init__(self, paths: Sequence[str], names: Sequence[str], domain: str | None):
+        self._paths, self._names, self._domain = list(paths), list(names), domain
 
     def __len__(self) -> int:
         return len(self._paths)
 
-    def __getitem__(self, i: int) -> str:
+    def example(self, i: int) -> Example:
         with open(self._paths[i], "rb") as file:
-            return file.read().decode("utf-8", errors="replace")
+            return Example(file.read().decode("utf-8", errors="replace"), domain=self._domain)
 
     def fingerprint(self) -> dict[str, Any]:
-        return _fingerprint(self._paths, self._names, len(self))
+        return disk.fingerprint(self._paths, self._names, len(self))
 
 
 class _RangeDocuments(Documents):
-    """Byte ranges of files: rows of (file, start, stop)."""
+    """Byte ranges of files: rows of (file, start, stop); each file has its domain."""
 
-    def __init__(self, paths: Sequence[str], ranges: np.ndarray):
-        self._paths, self._ranges = list(paths), ranges
+    def __init__(self, paths: Sequence[str], ranges: np.ndarray, domains: Sequence[str | None]):
+        self._paths, self._ranges, self._domains = list(paths), ranges, list(domains)
 
     def __len__(self) -> int:
         return len(self._ranges)
 
-    def __getitem__(self, i: int) -> str:
-        return self._read(i).decode("utf-8", errors="replace")
+    def example(self, i: int) -> Example:
+        return Example(self._read(i).decode("utf-8", errors="replace"), domain=self._domains[int(self._ranges[i][0])])
 
     def _read(self, i: int) -> bytes:
         file_index, start, stop = (int(n) for n in self._ranges[i][:3])
@@ -270,28 +342,39 @@ class _RangeDocuments(Documents):
 
     def fingerprint(self) -> dict[str, Any]:
         names = [os.path.basename(path) for path in self._paths]
-        return _fingerprint(self._paths, names, len(self), self._ranges.tobytes())
+        return disk.fingerprint(self._paths, names, len(self), self._ranges.tobytes())
 
 
 class _JsonlDocuments(_RangeDocuments):
     """Lines of files: rows of (file, start, stop, line number)."""
 
-    def __init__(self, paths: Sequence[str], ranges: np.ndarray, field: str):
-        super().__init__(paths, ranges)
-        self._field = field
+    def __init__(self, paths: Sequence[str], ranges: np.ndarray, source: JsonlSource):
+        super().__init__(paths, ranges, [source.domain] * len(paths))
+        self._source = source
 
-    def __getitem__(self, i: int) -> str:
-        line = self._read(i)
+    def example(self, i: int) -> Example:
+        source, line = self._source, self._read(i)
         try:
             record = json.loads(line)
         except ValueError as error:
-            raise UserError(f"{self._where(i)} is not JSON ({error}): {_excerpt(line)}") from error
-        if not isinstance(record, dict) or self._field not in record:
+            raise UserError(f"{self._where(i)} is not JSON ({error}): {disk.excerpt(line)}") from error
+        domain = source.domain
+        if isinstance(record, dict) and record.get(source.domain_field) is not None:
+            domain = str(record[source.domain_field])
+        inputs = source.inputs_field
+        return Example(
+            self._string(record, source.field, "field", i),
+            None if inputs is None else self._string(record, inputs, "inputs_field", i),
+            domain,
+        )
+
+    def _string(self, record: Any, field: str, parameter: str, i: int) -> str:
+        if not isinstance(record, dict) or field not in record:
             fields = ", ".join(record) if isinstance(record, dict) else type(record).__name__
-            raise UserError(f"{self._where(i)} has no field {self._field!r} (it has: {fields}): set JsonlSource.field")
-        text = record[self._field]
+            raise UserError(f"{self._where(i)} has no field {field!r} (it has: {fields}): set JsonlSource.{parameter}")
+        text = record[field]
         if not isinstance(text, str):
-            raise UserError(f"{self._where(i)}: field {self._field!r} must be a string, not {type(text).__name__}")
+            raise UserError(f"{self._where(i)}: field {field!r} must be a string, not {type(text).__name__}")
         return text
 
     def _where(self, i: int) -> str:
@@ -302,131 +385,26 @@ class _JsonlDocuments(_RangeDocuments):
 class _TableDocuments(Documents):
     """Chosen rows of a Hugging Face dataset."""
 
-    def __init__(self, table: Any, rows: np.ndarray, field: str):
-        self._table, self._rows, self._field = table, rows, field
+    def __init__(self, table: Any, rows: np.ndarray, source: HuggingFaceSource):
+        self._table, self._rows, self._source = table, rows, source
 
     def __len__(self) -> int:
         return len(self._rows)
 
-    def __getitem__(self, i: int) -> str:
-        text = self._table[int(self._rows[i])][self._field]
-        if not isinstance(text, str):
-            raise UserError(f"row {int(self._rows[i])}: field {self._field!r} must be text, not {type(text).__name__}")
-        return text
+    def example(self, i: int) -> Example:
+        source, row = self._source, int(self._rows[i])
+        record = self._table[row]
+        columns = [source.field, *filter(None, (source.inputs_field, source.domain_field))]
+        for column in columns:
+            if not isinstance(record[column], str):
+                kind = type(record[column]).__name__
+                raise UserError(f"row {row}: field {column!r} must be text, not {kind}")
+        return Example(
+            record[source.field],
+            None if source.inputs_field is None else record[source.inputs_field],
+            source.domain if source.domain_field is None else record[source.domain_field],
+        )
 
     def fingerprint(self) -> dict[str, Any]:
         digest = hashlib.blake2b(self._rows.tobytes(), digest_size=8).hexdigest()
         return {"documents": len(self), "table": getattr(self._table, "_fingerprint", ""), "digest": digest}
-
-
-def _fingerprint(paths: Sequence[str], names: Sequence[str], count: int, extra: bytes = b"") -> dict[str, Any]:
-    digest = hashlib.blake2b(extra, digest_size=8)
-    sizes = [os.path.getsize(path) for path in paths]
-    for path, name, size in zip(paths, names, sizes, strict=True):
-        digest.update(f"{name}\0{size}\0".encode())
-        if sum(sizes) <= _HASH_WHOLE_BYTES:
-            with open(path, "rb") as file:
-                digest.update(file.read())
-        else:
-            digest.update(str(os.stat(path).st_mtime_ns).encode())
-    return {"documents": count, "files": len(paths), "bytes": sum(sizes), "digest": digest.hexdigest()}
-
-
-def _check_split(split: str) -> None:
-    if split not in SPLITS:
-        raise UserError(f"split ({split!r}) must be one of {', '.join(SPLITS)}")
-
-
-def _check_fraction(fraction: float) -> None:
-    if not 0 < fraction < 1:
-        raise UserError(f"validation_fraction ({fraction}) must lie between 0 and 1: try 0.03")
-
-
-def _choose_files(
-    name: str, files: Sequence[str], validation_files: Sequence[str], split: str
-) -> tuple[str, list[str], bool]:
-    """The parameter that names the split's files, their paths, and whether nothing is to be held out of them."""
-    _check_split(split)
-    if validation_files and split == "validation":
-        parameter, patterns = f"{name}.validation_files", validation_files
-    else:
-        parameter, patterns = f"{name}.files", files
-    return parameter, _expand(parameter, patterns), bool(validation_files)
-
-
-def _expand(name: str, patterns: Sequence[str]) -> list[str]:
-    if isinstance(patterns, str):
-        patterns = (patterns,)
-    if not patterns:
-        raise UserError(f"{name} is empty: name at least one file or glob")
-    paths: list[str] = []
-    for pattern in patterns:
-        found = [pattern] if os.path.isfile(pattern) else sorted(glob.glob(pattern, recursive=True))
-        found = [path for path in found if os.path.isfile(path)]
-        if not found:
-            raise UserError(f"{name} ({pattern!r}) matches no file")
-        paths += found
-    return list(dict.fromkeys(paths))
-
-
-def _line_ranges(path: str, target_bytes: int) -> list[tuple[int, int]]:
-    """Byte ranges of about `target_bytes` that end at line ends (or, in a file without lines, between characters)."""
-    size = os.path.getsize(path)
-    ranges, start = [], 0
-    with open(path, "rb") as file:
-        while start < size:
-            stop = min(start + target_bytes, size)
-            if stop < size:
-                file.seek(stop)
-                ahead = file.read(target_bytes)
-                newline = ahead.find(b"\n")
-                if newline >= 0:
-                    stop += newline + 1
-                else:
-                    while stop < size and ahead and ahead[0] & 0xC0 == 0x80:
-                        stop, ahead = stop + 1, ahead[1:]
-            ranges.append((start, stop))
-            start = stop
-    return ranges
-
-
-def _line_bounds(path: str) -> tuple[np.ndarray, np.ndarray]:
-    """Starts and stops [lines] of the lines of a file, without their line ends."""
-    size = os.path.getsize(path)
-    if not size:
-        return np.zeros(0, np.int64), np.zeros(0, np.int64)
-    content = np.memmap(path, np.uint8, "r")
-    block = 64 << 20
-    ends = [np.flatnonzero(content[i : i + block] == 0x0A) + i for i in range(0, size, block)]
-    stops = np.concatenate(ends).astype(np.int64)
-    if not len(stops) or stops[-1] != size - 1:
-        stops = np.append(stops, size)
-    starts = np.concatenate([[0], stops[:-1] + 1])
-    # A line of nothing but a carriage return is blank too.
-    lone = (stops - starts == 1) & (content[np.minimum(starts, size - 1)] == 0x0D)
-    return starts, np.where(lone, starts, stops)
-
-
-def _name_hashes(names: Sequence[str]) -> np.ndarray:
-    digests = b"".join(hashlib.blake2b(name.encode("utf-8", "replace"), digest_size=8).digest() for name in names)
-    return np.frombuffer(digests, np.uint64)
-
-
-def _split_by_hash(keys: np.ndarray, split: str, fraction: float, name: str) -> np.ndarray:
-    """Indices of the documents of `split`, in order; both splits have at least one document."""
-    _check_split(split)
-    if len(keys) < 2:
-        raise UserError(f"{name} has {len(keys)} document: none can be held out, give validation data of its own")
-    held_out = keys < np.uint64(int(fraction * 2.0**64))
-    held_out[np.argmin(keys)] = True
-    held_out[np.argmax(keys)] = False
-    return np.flatnonzero(held_out if split == "validation" else ~held_out)
-
-
-def _shown(paths: Sequence[str]) -> str:
-    return paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
-
-
-def _excerpt(line: bytes) -> str:
-    text = line[:60].decode("utf-8", errors="replace").strip()
-    return repr(text + "..." if len(line) > 60 else text)

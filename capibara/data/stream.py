@@ -8,10 +8,11 @@ stream reads that one window again. No buffer is saved, and none is lost.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from capibara.data.packing import Document, Packing, Window
+from capibara.data.pairs import Pairs, PairWindow
 from capibara.types import Batch, UserError
 
 
@@ -34,7 +35,7 @@ class State(NamedTuple):
 class Row(NamedTuple):
     """A packed row that is not copied yet, and the state of its stream after it."""
 
-    window: Window
+    window: Window | PairWindow
     index: int
     state: State
 
@@ -54,6 +55,7 @@ class Layout:
       window_rows: a window holds tokens for at least so many rows; more fill better, fewer start sooner.
       window_documents: and at least so many documents; more mix better.
       shuffle_seeds: integers that choose the order of a window's rows; None keeps the corpus order.
+      encoder_length: positions of a row that an encoder reads, of pairs; None for documents.
     """
 
     length: int
@@ -62,6 +64,20 @@ class Layout:
     window_rows: int
     window_documents: int
     shuffle_seeds: tuple[int, ...] | None
+    encoder_length: int | None = None
+
+    def need(self, document: Document | Pairs) -> int:
+        """Positions of rows that a document takes."""
+        if self.encoder_length is None:
+            return len(document.ids)
+        return document.need(self.encoder_length, self.length)
+
+    def window(self, documents: Sequence[Document | Pairs]) -> Window | PairWindow:
+        """The documents in rows."""
+        sizes = {"length": self.length, "packing": self.packing, "pad_id": self.pad_id}
+        if self.encoder_length is None:
+            return Window(documents, **sizes)
+        return PairWindow(documents, encoder_length=self.encoder_length, **sizes)
 
 
 class RowStream:
@@ -69,7 +85,7 @@ class RowStream:
 
     def __init__(
         self,
-        read: Callable[[int], Iterator[Document]],
+        read: Callable[[int], Iterator[Document | Pairs]],
         layout: Layout,
         *,
         first_rows: int | None = None,
@@ -86,9 +102,9 @@ class RowStream:
         """
         self._read, self._layout, self._first_rows = read, layout, first_rows
         self._state = state
-        self._documents: Iterator[Document] | None = None
-        self._ahead: list[Document] = []  # read, but for the next window
-        self._window: Window | None = None
+        self._documents: Iterator[Document | Pairs] | None = None
+        self._ahead: list[Document | Pairs] = []  # read, but for the next window
+        self._window: Window | PairWindow | None = None
         self._next = State()  # where the next window begins
         self._checksum = 0
 
@@ -110,12 +126,12 @@ class RowStream:
         if self._documents is None:
             self._documents = self._read(begin.document)
             if begin.offset:
-                self._ahead = [_rest(next(self._documents), begin.offset)]
+                self._ahead = [next(self._documents).cut(begin.offset)]
         rows = layout.window_rows
         if begin.document == 0 and begin.offset == 0 and self._first_rows is not None:
             rows = self._first_rows
         documents, self._ahead = self._ahead, []
-        tokens = sum(len(document.ids) for document in documents)
+        tokens = sum(map(layout.need, documents))
         at_end = False
         while tokens < rows * layout.length or len(documents) < layout.window_documents:
             document = next(self._documents, None)
@@ -123,13 +139,13 @@ class RowStream:
                 at_end = True
                 break
             documents.append(document)
-            tokens += len(document.ids)
+            tokens += layout.need(document)
         if not documents:
             raise StopIteration
         self._next = State(document=begin.document + len(documents))
         if layout.packing is Packing.CONCAT and not at_end:
             self._keep_whole_rows(documents, tokens, begin)
-        window = Window(documents, length=layout.length, packing=layout.packing, pad_id=layout.pad_id)
+        window = layout.window(documents)
         if not len(window):
             self._state = self._next
             return
@@ -147,9 +163,9 @@ class RowStream:
             end -= 1
             keep = max(0, len(document.ids) - excess)
             excess -= len(document.ids) - keep
-            self._ahead.insert(0, _rest(document, keep))
+            self._ahead.insert(0, document.cut(keep))
             if keep:
-                documents.append(Document(document.ids[:keep], _head(document, keep), document.previous))
+                documents.append(document.cut(0, keep))
             offset = keep + (begin.offset if end == begin.document else 0)
             self._next = State(document=end, offset=offset)
 
@@ -160,14 +176,3 @@ class RowStream:
                 f"the data has changed since the state was saved: the window at document {begin.document} has checksum "
                 f"{self._checksum}, not {begin.checksum}: restore the data, or start a new run"
             )
-
-
-def _rest(document: Document, offset: int) -> Document:
-    if not offset:
-        return document
-    weights = None if document.weights is None else document.weights[offset:]
-    return Document(document.ids[offset:], weights, int(document.ids[offset - 1]))
-
-
-def _head(document: Document, keep: int):
-    return None if document.weights is None else document.weights[:keep]

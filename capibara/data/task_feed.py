@@ -1,7 +1,9 @@
 """Rows of a SeqIO task or mixture.
 
-As in T5X an example's `inputs`, if it has any, come before its `targets` and carry no loss, and the first input of an
-example is the padding id. Unlike in T5X, an example longer than a row is not trimmed but cut.
+As in T5X a decoder reads an example's `inputs`, if it has any, before its `targets` and without loss, and the first
+input of an example is the padding id. Unlike in T5X, an example longer than a row is not trimmed but cut. For an
+encoder-decoder `inputs` and `targets` are a pair, laid out as by seqio's EncDecFeatureConverter; targets without inputs
+are a text whose spans are to be told. An example's domain is its feature `domain`, or else the task's name.
 """
 
 from __future__ import annotations
@@ -16,8 +18,10 @@ import numpy as np
 
 from capibara.data import tasks
 from capibara.data.dataset import Dataset
+from capibara.data.examples import Assembler
 from capibara.data.feeds import Feed, Share, layout_of, one_stream
 from capibara.data.packing import Document
+from capibara.data.pairs import Pairs
 from capibara.data.stream import RowStream, State
 from capibara.data.vocabulary import Vocabulary
 from capibara.types import Batch, UserError
@@ -34,7 +38,9 @@ class TaskFeed(Feed):
         if share.split not in self._task.splits:
             splits = ", ".join(sorted(self._task.splits))
             raise UserError(f"SeqIO task {self._task.name!r} has no split {share.split!r} (it has: {splits})")
-        _check_same(tasks.vocabulary_of(self._task), dataset.get_vocabulary(), self._task.name)
+        for feature in ("targets", "inputs"):
+            if feature == "targets" or feature in self._task.output_features:
+                _check_same(tasks.vocabulary_of(self._task, feature), dataset.get_vocabulary(), self._task.name)
 
     def initial_state(self) -> list[State]:
         return [State()]
@@ -63,24 +69,26 @@ class TaskFeed(Feed):
         stream = RowStream(self._documents, layout_of(self.dataset, 1, seeds), state=states[0])
         return one_stream(stream, self.share, self.dataset, private=self._endless)
 
-    def _documents(self, begin: int) -> Iterator[Document]:
-        bos_id = self.dataset.get_vocabulary().bos_id
-        for example in self._examples().skip(begin).as_numpy_iterator():
-            targets, inputs = _ids(example, "targets", self._task.name), example.get("inputs")
-            if inputs is None or not len(inputs):
-                yield Document(targets, None, bos_id)
-                continue
-            inputs = _ids(example, "inputs", self._task.name)
-            weights = np.ones(len(inputs) + len(targets), np.float32)
-            weights[: len(inputs)] = 0
-            yield Document(np.concatenate([inputs, targets]), weights, bos_id)
+    def _documents(self, begin: int) -> Iterator[Document | Pairs]:
+        assemble = Assembler(self.dataset, adds_end=False)
+        host = self.share.shard_index if self._endless else 0
+        for number, example in enumerate(self._examples().skip(begin).as_numpy_iterator(), begin):
+            targets = _ids(example, "targets", self._task.name)
+            inputs = _ids(example, "inputs", self._task.name) if "inputs" in example else None
+            domain = example["domain"].decode() if "domain" in example else self._task.name
+            yield assemble(targets, inputs, domain, (host, number))
+
+    def _lengths(self) -> dict[str, int]:
+        dataset = self.dataset
+        longest = {"inputs": dataset.encoder_length or dataset.length}
+        return {name: longest.get(name, dataset.length) for name in self._task.output_features}
 
     def _examples(self) -> Any:
         """The tf.data.Dataset of this host's examples, in an order that depends on the seed alone."""
         seqio, share = tasks.load(), self.share
         by_host = self._endless and share.shard_count > 1
         arguments = dict(
-            sequence_length={name: self.dataset.length for name in self._task.output_features},
+            sequence_length=self._lengths(),
             split=share.split,
             use_cached=self.dataset.use_cached,
             shuffle=self.shuffles,

@@ -108,6 +108,7 @@ class SeqioVocabulary(Vocabulary):
 
     vocabulary: Any
     size_multiple: int = 128
+    extra_ids: int = 0
 
     @property
     def pad_id(self) -> int:
@@ -123,6 +124,12 @@ class SeqioVocabulary(Vocabulary):
         if eos_id is None:
             raise UserError(f"the SeqIO vocabulary {self.vocabulary} has no end token: give it an eos_id")
         return eos_id
+
+    @property
+    def sentinel_ids(self) -> Sequence[int]:
+        """seqio's extra ids from the top, as T5 takes them; the unused ids above them where there are none."""
+        size, extra = self.vocabulary.vocab_size, self.vocabulary.extra_ids
+        return range(size - 1, size - extra - 1, -1) if extra else super().sentinel_ids
 
     def encode(self, text: str) -> list[int]:
         return list(self.vocabulary.encode(text))

@@ -14,6 +14,7 @@ import abc
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 import os
 from collections.abc import Iterable, Sequence
@@ -32,17 +33,39 @@ class Vocabulary(abc.ABC):
 
     Attributes:
       size: number of ids, padded to `size_multiple` so that tensor axes divide the embedding.
+      extra_ids: ids without text that are added at the end; `size` has room for them.
       pad_id, eos_id, bos_id: padding, end of a document, and the first input of every document.
     """
 
     size_multiple: int
+    extra_ids: int
     pad_id: int
     eos_id: int
     bos_id: int
 
     @property
     def size(self) -> int:
-        return -(-len(self._pieces) // self.size_multiple) * self.size_multiple
+        return -(-(len(self._pieces) + self.extra_ids) // self.size_multiple) * self.size_multiple
+
+    @property
+    def sentinel_ids(self) -> Sequence[int]:
+        """Ids free to stand for removed spans, the first span's first: the extra ids, or else the unused, from the top."""
+        text = len(self._pieces)
+        return range((text + self.extra_ids if self.extra_ids else self.size) - 1, text - 1, -1)
+
+    @property
+    def mask_id(self) -> int:
+        """The id that hides a token from a masked language model: the first of `sentinel_ids`, where none is named so.
+
+        Raises:
+          UserError: every id stands for text.
+        """
+        if not self.sentinel_ids:
+            raise UserError(
+                f"{type(self).__name__} has no unused id that could be the mask (size {self.size}): "
+                f"set {type(self).__name__}.extra_ids = 1"
+            )
+        return self.sentinel_ids[0]
 
     @abc.abstractmethod
     def encode(self, text: str) -> list[int]:
@@ -84,9 +107,11 @@ class Vocabulary(abc.ABC):
         self.__dict__.update(state)
 
 
-def _check_multiple(size_multiple: int) -> None:
-    if size_multiple < 1:
-        raise UserError(f"size_multiple ({size_multiple}) must be at least 1: try 128")
+def _check_sizes(vocabulary: Vocabulary) -> None:
+    if vocabulary.size_multiple < 1:
+        raise UserError(f"size_multiple ({vocabulary.size_multiple}) must be at least 1: try 128")
+    if vocabulary.extra_ids < 0:
+        raise UserError(f"extra_ids ({vocabulary.extra_ids}) must be at least 0: try 100")
 
 
 @configurable
@@ -95,6 +120,7 @@ class ByteVocabulary(Vocabulary):
     """UTF-8 bytes: 0 padding and beginning, 1 end, 2 unknown, then the 256 bytes (the ids of seqio.ByteVocabulary)."""
 
     size_multiple: int = 128
+    extra_ids: int = 0
 
     pad_id = 0
     bos_id = 0
@@ -102,7 +128,7 @@ class ByteVocabulary(Vocabulary):
     _OFFSET = 3
 
     def __post_init__(self) -> None:
-        _check_multiple(self.size_multiple)
+        _check_sizes(self)
 
     def encode(self, text: str) -> list[int]:
         return self.encode_batch([text])[0].tolist()
@@ -127,13 +153,15 @@ class SentencePieceVocabulary(Vocabulary):
     Attributes:
       path: the .model file.
       size_multiple: the size is rounded up to a multiple of this.
+      extra_ids: ids without text added after the model's (T5 has 100, for the sentinels of removed spans).
     """
 
     path: str
     size_multiple: int = 128
+    extra_ids: int = 0
 
     def __post_init__(self) -> None:
-        _check_multiple(self.size_multiple)
+        _check_sizes(self)
 
     @functools.cached_property
     def processor(self) -> Any:
@@ -160,6 +188,11 @@ class SentencePieceVocabulary(Vocabulary):
     def bos_id(self) -> int:
         bos = self.processor.bos_id()
         return bos if bos >= 0 else self.pad_id
+
+    @property
+    def mask_id(self) -> int:
+        found = map(self.processor.piece_to_id, ("[MASK]", "<mask>"))
+        return next((i for i in found if i != self.processor.unk_id()), None) or super().mask_id
 
     def encode(self, text: str) -> list[int]:
         if _SPACE not in text:
@@ -196,17 +229,21 @@ class TokenizerJsonVocabulary(Vocabulary):
       eos_token: the end token; None looks for the usual names.
       bos_token: the beginning token; None looks for the usual names, then takes the end token (as GPT-2 does).
       pad_token: the padding token; None looks for the usual names, then takes the end token.
+      mask_token: hides a token from a masked language model; None looks for the usual names, then takes an unused id.
       size_multiple: the size is rounded up to a multiple of this.
+      extra_ids: ids without text added after the tokenizer's.
     """
 
     path: str
     eos_token: str | None = None
     bos_token: str | None = None
     pad_token: str | None = None
+    mask_token: str | None = None
     size_multiple: int = 128
+    extra_ids: int = 0
 
     def __post_init__(self) -> None:
-        _check_multiple(self.size_multiple)
+        _check_sizes(self)
 
     @functools.cached_property
     def tokenizer(self) -> Any:
@@ -238,6 +275,17 @@ class TokenizerJsonVocabulary(Vocabulary):
     def pad_id(self) -> int:
         found = self._special("pad_token", self.pad_token, ("<pad>", "<|pad|>", "<|finetune_right_pad_id|>", "[PAD]"))
         return self.eos_id if found is None else found
+
+    @functools.cached_property
+    def mask_id(self) -> int:
+        found = self._special("mask_token", self.mask_token, ("[MASK]", "<mask>", "<|mask|>"))
+        return super().mask_id if found is None else found
+
+    @functools.cached_property
+    def sentinel_ids(self) -> Sequence[int]:
+        names = map("<extra_id_{}>".format, itertools.count())
+        named = itertools.takewhile(lambda i: i is not None, map(self.tokenizer.token_to_id, names))
+        return tuple(named) or super().sentinel_ids
 
     def _special(self, field: str, name: str | None, usual: Sequence[str]) -> int | None:
         if name is None:

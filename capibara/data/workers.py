@@ -15,7 +15,7 @@ from absl import flags
 
 from capibara.data.feeds import SourceFeed, stream_a_row
 from capibara.data.stream import State
-from capibara.types import BATCH_KEYS, Batch
+from capibara.types import Batch
 
 
 class RowGroups(grain.IterDataset):
@@ -71,14 +71,14 @@ class WorkerFeed(SourceFeed):
     def batches(self, states: Sequence[State]) -> Iterator[tuple[Batch, Sequence[State]]]:
         if not flags.FLAGS.is_parsed():
             flags.FLAGS.mark_as_parsed()  # Grain asks for flags of its own, and our verbs do not use absl's
-        rows = len(states)
+        rows, keys = len(states), self.dataset.batch_spec(1)
         count = max(n for n in range(1, min(rows, self.dataset.workers) + 1) if rows % n == 0)
         options = grain.MultiprocessingOptions(num_workers=count, per_worker_buffer_size=max(1, self.dataset.prefetch))
         iterator = iter(RowGroups(self, states, count).mp_prefetch(options))
         try:
             while True:
                 groups = [next(iterator) for _ in range(count)]
-                batch = {key: np.concatenate([group[key] for group in groups]) for key in BATCH_KEYS}
+                batch = {key: np.concatenate([group[key] for group in groups]) for key in keys}
                 yield batch, [State(*map(int, state)) for group in groups for state in group["state"]]
         finally:
             iterator.close()

@@ -1,0 +1,151 @@
+"""Files on disk: globs, line and byte ranges, fingerprints, the hash that divides documents, and domains by extension."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from capibara.types import UserError
+
+SPLITS = ("train", "validation")
+_HASH_WHOLE_BYTES = 256 << 20  # corpora up to this size are fingerprinted by content, larger ones by size and time
+
+# Extensions whose domain goes by another name; any other extension is a domain of its own name.
+_DOMAINS = {
+    **dict.fromkeys(("py", "pyi", "ipynb"), "python"),
+    **dict.fromkeys(("js", "mjs", "cjs", "jsx"), "javascript"),
+    **dict.fromkeys(("ts", "tsx"), "typescript"),
+    **dict.fromkeys(("c", "h"), "c"),
+    **dict.fromkeys(("cc", "cpp", "cxx", "hpp", "hh"), "cpp"),
+    **dict.fromkeys(("sh", "bash"), "shell"),
+    **dict.fromkeys(("md", "markdown"), "markdown"),
+    **dict.fromkeys(("htm", "html"), "html"),
+    **dict.fromkeys(("yml", "yaml"), "yaml"),
+    "rs": "rust",
+    "rb": "ruby",
+    "kt": "kotlin",
+}
+
+
+def domain_of(path: str) -> str | None:
+    """The domain that a file's extension says: "python" for x.py, "sql" for x.sql; None without an extension."""
+    extension = os.path.splitext(path)[1][1:].lower()
+    return _DOMAINS.get(extension, extension) or None
+
+
+def fingerprint(paths: Sequence[str], names: Sequence[str], count: int, extra: bytes = b"") -> dict[str, Any]:
+    digest = hashlib.blake2b(extra, digest_size=8)
+    sizes = [os.path.getsize(path) for path in paths]
+    for path, name, size in zip(paths, names, sizes, strict=True):
+        digest.update(f"{name}\0{size}\0".encode())
+        if sum(sizes) <= _HASH_WHOLE_BYTES:
+            with open(path, "rb") as file:
+                digest.update(file.read())
+        else:
+            digest.update(str(os.stat(path).st_mtime_ns).encode())
+    return {"documents": count, "files": len(paths), "bytes": sum(sizes), "digest": digest.hexdigest()}
+
+
+def check_split(split: str) -> None:
+    if split not in SPLITS:
+        raise UserError(f"split ({split!r}) must be one of {', '.join(SPLITS)}")
+
+
+def check_fraction(fraction: float) -> None:
+    if not 0 < fraction < 1:
+        raise UserError(f"validation_fraction ({fraction}) must lie between 0 and 1: try 0.03")
+
+
+def choose_files(
+    name: str, files: Sequence[str], validation_files: Sequence[str], split: str
+) -> tuple[str, list[str], bool]:
+    """The parameter that names the split's files, their paths, and whether nothing is to be held out of them."""
+    check_split(split)
+    if validation_files and split == "validation":
+        parameter, patterns = f"{name}.validation_files", validation_files
+    else:
+        parameter, patterns = f"{name}.files", files
+    return parameter, _expand(parameter, patterns), bool(validation_files)
+
+
+def _expand(name: str, patterns: Sequence[str]) -> list[str]:
+    if isinstance(patterns, str):
+        patterns = (patterns,)
+    if not patterns:
+        raise UserError(f"{name} is empty: name at least one file or glob")
+    paths: list[str] = []
+    for pattern in patterns:
+        found = [pattern] if os.path.isfile(pattern) else sorted(glob.glob(pattern, recursive=True))
+        found = [path for path in found if os.path.isfile(path)]
+        if not found:
+            raise UserError(f"{name} ({pattern!r}) matches no file")
+        paths += found
+    return list(dict.fromkeys(paths))
+
+
+def line_ranges(path: str, target_bytes: int) -> list[tuple[int, int]]:
+    """Byte ranges of about `target_bytes` that end at line ends (or, in a file without lines, between characters)."""
+    size = os.path.getsize(path)
+    ranges, start = [], 0
+    with open(path, "rb") as file:
+        while start < size:
+            stop = min(start + target_bytes, size)
+            if stop < size:
+                file.seek(stop)
+                ahead = file.read(target_bytes)
+                newline = ahead.find(b"\n")
+                if newline >= 0:
+                    stop += newline + 1
+                else:
+                    while stop < size and ahead and ahead[0] & 0xC0 == 0x80:
+                        stop, ahead = stop + 1, ahead[1:]
+            ranges.append((start, stop))
+            start = stop
+    return ranges
+
+
+def line_bounds(path: str) -> tuple[np.ndarray, np.ndarray]:
+    """Starts and stops [lines] of the lines of a file, without their line ends."""
+    size = os.path.getsize(path)
+    if not size:
+        return np.zeros(0, np.int64), np.zeros(0, np.int64)
+    content = np.memmap(path, np.uint8, "r")
+    block = 64 << 20
+    ends = [np.flatnonzero(content[i : i + block] == 0x0A) + i for i in range(0, size, block)]
+    stops = np.concatenate(ends).astype(np.int64)
+    if not len(stops) or stops[-1] != size - 1:
+        stops = np.append(stops, size)
+    starts = np.concatenate([[0], stops[:-1] + 1])
+    # A line of nothing but a carriage return is blank too.
+    lone = (stops - starts == 1) & (content[np.minimum(starts, size - 1)] == 0x0D)
+    return starts, np.where(lone, starts, stops)
+
+
+def name_hashes(names: Sequence[str]) -> np.ndarray:
+    digests = b"".join(hashlib.blake2b(name.encode("utf-8", "replace"), digest_size=8).digest() for name in names)
+    return np.frombuffer(digests, np.uint64)
+
+
+def split_by_hash(keys: np.ndarray, split: str, fraction: float, name: str) -> np.ndarray:
+    """Indices of the documents of `split`, in order; both splits have at least one document."""
+    check_split(split)
+    if len(keys) < 2:
+        raise UserError(f"{name} has {len(keys)} document: none can be held out, give validation data of its own")
+    held_out = keys < np.uint64(int(fraction * 2.0**64))
+    held_out[np.argmin(keys)] = True
+    held_out[np.argmax(keys)] = False
+    return np.flatnonzero(held_out if split == "validation" else ~held_out)
+
+
+def shown(paths: Sequence[str]) -> str:
+    return paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
+
+
+def excerpt(line: bytes) -> str:
+    text = line[:60].decode("utf-8", errors="replace").strip()
+    return repr(text + "..." if len(line) > 60 else text)

@@ -1,0 +1,123 @@
+"""From tokenized examples to what is packed: documents for a decoder or an encoder, pairs for an encoder-decoder."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+
+from capibara.data.dataset import Dataset, Kind
+from capibara.data.packing import Document
+from capibara.data.pairs import Pair, Pairs
+from capibara.types import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class Assembler:
+    """Makes documents or pairs of token ids, as `Dataset.kind` says.
+
+    Attributes:
+      dataset: says what is to be predicted.
+      adds_end: whether texts come without their end token and get it here.
+    """
+
+    dataset: Dataset
+    adds_end: bool
+
+    def __call__(
+        self, ids: np.ndarray, inputs: np.ndarray | None, domain: str | None, seeds: Sequence[int]
+    ) -> Document | Pairs:
+        """One example.
+
+        Args:
+          ids: [n] int32, the text, or what is to be predicted from `inputs`.
+          inputs: [m] int32, or None.
+          domain: of the text, where it is known.
+          seeds: the example's place in the data, which chooses spans and masks.
+        """
+        number = self._domains.get(domain, 0)
+        if self.dataset.kind is Kind.CAUSAL:
+            ids, weights = self._joined(self._ended(ids), inputs)
+            return Document(ids, weights, self._vocabulary.bos_id, number)
+        seeds = (self.dataset.seed, *seeds)
+        if self.dataset.kind is Kind.MASKED:
+            return self._masked(self._joined(self._ended(ids), inputs)[0], number, seeds)
+        if inputs is None:
+            return Pairs(self._spans(ids, seeds), number)
+        pair = Pair(self._ended(inputs), self._ended(ids))
+        return Pairs([pair] if len(pair.targets) else [], number)
+
+    @functools.cached_property
+    def _vocabulary(self):
+        return self.dataset.get_vocabulary()
+
+    @functools.cached_property
+    def _domains(self) -> dict[str | None, int]:
+        return {name: number for number, name in enumerate(self.dataset.domains, 1)}
+
+    def _ended(self, ids: np.ndarray) -> np.ndarray:
+        return np.append(ids, np.int32(self._vocabulary.eos_id)) if self.adds_end else ids
+
+    @staticmethod
+    def _joined(ids: np.ndarray, inputs: np.ndarray | None) -> tuple[np.ndarray, np.ndarray | None]:
+        """Inputs and text in one, the inputs without loss."""
+        if inputs is None or not len(inputs):
+            return ids, None
+        weights = np.ones(len(inputs) + len(ids), np.float32)
+        weights[: len(inputs)] = 0
+        return np.concatenate([inputs, ids]), weights
+
+    def _masked(self, ids: np.ndarray, domain: int, seeds: tuple[int, ...]) -> Document:
+        vocabulary = self._vocabulary
+        special = (vocabulary.bos_id, vocabulary.eos_id, vocabulary.pad_id)
+        if len(ids) and vocabulary.bos_id != vocabulary.pad_id and ids[0] != vocabulary.bos_id:
+            ids = np.insert(ids, 0, np.int32(vocabulary.bos_id))  # BERT's [CLS]
+        read, weights = self.dataset.masking.apply(
+            ids, special=special, mask_id=vocabulary.mask_id, random_ids=self._text_ids, seeds=seeds
+        )
+        return Document(ids, weights, vocabulary.bos_id, domain, read)
+
+    @functools.cached_property
+    def _text_ids(self) -> np.ndarray:
+        """The ids that stand for text."""
+        return np.flatnonzero(self._vocabulary.token_bytes()).astype(np.int32)
+
+    def _spans(self, ids: np.ndarray, seeds: tuple[int, ...]) -> list[Pair]:
+        """Chunks of a text, as long as fits the rows once corrupted, each as a pair of its own.
+
+        A single last token makes no chunk: it could not be both kept and told.
+        """
+        end = np.array([self._vocabulary.eos_id] if self.dataset.append_eos else [], np.int32)
+        if len(end) and len(ids) and ids[-1] == end[0]:
+            ids = ids[:-1]  # a task's end of the text: it ends inputs and targets now
+        length, sentinel_ids = self._chunk_length, self._sentinel_ids
+        pairs = []
+        for chunk, start in enumerate(range(0, len(ids) - 1, length)):
+            text = ids[start : start + length]
+            parts = self.dataset.span_corruption.apply(text, sentinel_ids, (*seeds, chunk))
+            pairs.append(Pair(*(np.concatenate([part, end]) for part in parts)))
+        return pairs
+
+    @functools.cached_property
+    def _chunk_length(self) -> int:
+        dataset, end = self.dataset, int(self.dataset.append_eos)
+        length = dataset.span_corruption.longest_text(dataset.encoder_length - end, dataset.length - end)
+        if length < 2:
+            raise UserError(
+                f"Dataset.encoder_length ({dataset.encoder_length}) and length ({dataset.length}) leave no room for "
+                "a removed span: try 512 and 114"
+            )
+        return length
+
+    @functools.cached_property
+    def _sentinel_ids(self) -> Sequence[int]:
+        ids, need = self._vocabulary.sentinel_ids, self.dataset.span_corruption.counts(self._chunk_length)[1]
+        if len(ids) < need:
+            name = type(self._vocabulary).__name__
+            raise UserError(
+                f"{name} has {len(ids)} unused ids, span corruption of {self._chunk_length} tokens needs {need} for its "
+                f"sentinels: set {name}.extra_ids = {max(need, 100)}"
+            )
+        return ids
