@@ -1,0 +1,408 @@
+"""What a compiled step costs, read from the text of its optimised HLO: every number is of one device and one step.
+
+XLA's own cost_analysis counts the body of a loop once; here each computation counts as often as it runs. Nothing is run
+and nothing of JAX is needed. The shapes of instructions are those after partitioning.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator
+
+_DTYPE_BITS = {
+    "pred": 8, "s4": 4, "u4": 4, "s8": 8, "u8": 8, "s16": 16, "u16": 16, "s32": 32, "u32": 32, "s64": 64, "u64": 64,
+    "f16": 16, "bf16": 16, "f32": 32, "f64": 64, "c64": 64, "c128": 128, "f4e2m1fn": 4, "token": 0, "opaque": 0,
+}  # fmt: skip  (all f8 kinds have 8)
+_COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
+# Instructions that move nothing: names for what others made.
+_FREE = frozenset(
+    "parameter constant tuple get-tuple-element bitcast while conditional call after-all partition-id replica-id "
+    "opt-barrier domain async-start async-update async-done".split()
+)
+_ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\](?:\{([^{}]*)\})?")
+_HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
+_NAME = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")
+_WORD = re.compile(r" ?([a-z][\w\-]*)\(")
+
+
+@dataclasses.dataclass(frozen=True)
+class Array:
+    """One array of an instruction's shape.
+
+    Attributes:
+      dtype: XLA's name.
+      dims: sizes.
+      on_chip: in the chip's vector or scalar memory, not in its HBM (TPU memory spaces other than 0).
+    """
+
+    dtype: str
+    dims: tuple[int, ...]
+    on_chip: bool
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.dims)
+
+    @property
+    def bytes(self) -> int:
+        bits = 8 if self.dtype.startswith("f8") else _DTYPE_BITS.get(self.dtype, 32)
+        return (self.size * bits + 7) // 8
+
+    @property
+    def hbm_bytes(self) -> int:
+        return 0 if self.on_chip else self.bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """One line of HLO.
+
+    Attributes:
+      name, opcode: as written.
+      arrays: its results, tuples flattened.
+      operands: names of its operands.
+      attributes: the text behind the operands.
+      is_root: gives the computation's result.
+    """
+
+    name: str
+    opcode: str
+    arrays: tuple[Array, ...]
+    operands: tuple[str, ...]
+    attributes: str
+    is_root: bool
+
+    def called(self, key: str) -> str | None:
+        """The computation that the attribute `key` (calls, body, condition, to_apply) names."""
+        match = re.search(rf"\b{key}=%?([\w.\-]+)", self.attributes)
+        return match[1] if match else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Module:
+    """A parsed module: its computations, each a dict of instructions in the order of the schedule."""
+
+    entry: str
+    computations: dict[str, dict[str, Instruction]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """What one step of one device does.
+
+    Attributes:
+      matmul_flops: of dots and convolutions, 2 per multiply-add.
+      kernel_flops: of the attention kernels as if nothing were masked, blocks that are skipped included.
+      hbm_bytes: read and written by instructions; the insides of fusions and kernels stay on the chip.
+      collective_bytes: kind -> bytes of its larger side (what was gathered, what is reduced).
+      collective_counts: kind -> how often.
+      cycles: sum of the TPU compiler's estimated_cycles, kernels and collectives not in it.
+      kernels: name of a Pallas kernel or other custom call -> how often it runs.
+    """
+
+    matmul_flops: float = 0.0
+    kernel_flops: float = 0.0
+    hbm_bytes: float = 0.0
+    collective_bytes: Counter[str] = dataclasses.field(default_factory=Counter)
+    collective_counts: Counter[str] = dataclasses.field(default_factory=Counter)
+    cycles: float = 0.0
+    kernels: Counter[str] = dataclasses.field(default_factory=Counter)
+
+    def plus(self, other: Costs, times: float = 1) -> Costs:
+        """The sum, with `other` as often as `times`."""
+        scaled = {
+            f.name: Counter({k: v * times for k, v in value.items()}) if isinstance(value, Counter) else value * times
+            for f in dataclasses.fields(self)
+            for value in [getattr(other, f.name)]
+        }
+        return Costs(**{name: getattr(self, name) + value for name, value in scaled.items()})
+
+
+def parse(text: str) -> Module:
+    """Parses compiled.as_text().
+
+    Raises:
+      ValueError: the text has no entry computation.
+    """
+    computations: dict[str, dict[str, Instruction]] = {}
+    current: dict[str, Instruction] | None = None
+    entry = ""
+    for line in _joined(text):
+        if current is None:
+            if header := _HEADER.match(line):
+                current = computations[header[2]] = {}
+                entry = header[2] if header[1] else entry
+        elif line.rstrip() == "}":
+            current = None
+        elif instruction := _instruction(line):
+            current[instruction.name] = instruction
+    if not entry:
+        raise ValueError("this is no HLO text: it has no ENTRY computation")
+    return Module(entry, computations)
+
+
+def costs(module: Module) -> Costs:
+    """The costs of one run of the entry computation, loops as often as they turn."""
+
+    @functools.cache
+    def of(name: str) -> Costs:
+        total = Costs()
+        seen: set[str] = set()
+        for instruction in module.computations[name].values():
+            total = total.plus(_own_costs(module, name, instruction, seen))
+            if instruction.opcode == "while":
+                times = trip_count(module, name, instruction)
+                for key in ("body", "condition"):
+                    total = total.plus(of(instruction.called(key)), times)
+            elif instruction.opcode in ("call", "async-start") and (callee := _callee(instruction)):
+                total = total.plus(of(callee))
+            elif instruction.opcode == "conditional":  # the dearest branch
+                branches = [of(b) for b in re.findall(r"%([\w.\-]+)", _branches(instruction.attributes))]
+                total = total.plus(max(branches, key=lambda c: c.matmul_flops + c.hbm_bytes, default=Costs()))
+        return total
+
+    return of(module.entry)
+
+
+def trip_count(module: Module, computation: str, loop: Instruction) -> int:
+    """How often a while loop turns: what XLA says, else the constant that its condition compares with; else 1."""
+    if known := re.search(r'known_trip_count\W+n\W+(\d+)', loop.attributes):
+        return int(known[1])
+    condition = module.computations[loop.called("condition")]
+    compares = [i for i in _reachable(module, condition) if i.opcode == "compare" and "direction=LT" in i.attributes]
+    limits = [int(n) for i in condition.values() if i.opcode == "constant" for n in re.findall(r"^(\d+)\)", i.attributes)]
+    return max(limits) if compares and limits else 1
+
+
+def _reachable(module: Module, computation: dict[str, Instruction]) -> Iterator[Instruction]:
+    for instruction in computation.values():
+        yield instruction
+        if instruction.opcode == "fusion":
+            yield from _reachable(module, module.computations[instruction.called("calls")])
+
+
+def _own_costs(module: Module, computation: str, instruction: Instruction, seen: set[str]) -> Costs:
+    """Costs of one instruction, loops and calls excepted; `seen` has the collectives that count already."""
+    inside = [instruction]
+    lookup = {instruction.name: module.computations[computation]}
+    if instruction.opcode == "fusion":
+        inside = list(_fused(module, instruction, lookup))
+    flops = sum(_matmul_flops(i, lookup[i.name]) for i in inside)
+    counts, sizes = Counter(), Counter()
+    for i in inside:
+        kind = i.opcode.removesuffix("-start")
+        # A collective that runs beside several fusions stands in each of them, with one channel.
+        channel = re.search(r"channel_id=(\d+)", i.attributes)
+        key = f"{kind} {channel[1] if channel else i.name}"
+        if kind in _COLLECTIVES and key not in seen:
+            seen.add(key)
+            counts[kind] += 1
+            operands = sum(a.bytes for o in i.operands for a in lookup[i.name][o].arrays)
+            results = sum(a.bytes for a in i.arrays)
+            sizes[kind] += max(operands, results - operands if i.opcode.endswith("-start") else results)
+    cycles = re.search(r'"estimated_cycles":"(\d+)"', instruction.attributes)
+    kernels = Counter()
+    kernel_flops = 0.0
+    if instruction.opcode == "custom-call":
+        kernel = _kernel_name(instruction)
+        kernels[kernel] += 1
+        kernel_flops = _kernel_flops(kernel, instruction, module.computations[computation])
+    return Costs(
+        matmul_flops=flops,
+        kernel_flops=kernel_flops,
+        hbm_bytes=_hbm_bytes(module, instruction, module.computations[computation]),
+        collective_bytes=sizes,
+        collective_counts=counts,
+        cycles=float(cycles[1]) if cycles else 0.0,
+        kernels=kernels,
+    )
+
+
+def _fused(module: Module, fusion: Instruction, lookup: dict[str, dict[str, Instruction]]) -> Iterator[Instruction]:
+    inner = module.computations[fusion.called("calls")]
+    for instruction in inner.values():
+        if instruction.opcode == "fusion":
+            yield from _fused(module, instruction, lookup)
+        else:
+            lookup[instruction.name] = inner
+            yield instruction
+
+
+def _matmul_flops(instruction: Instruction, names: dict[str, Instruction]) -> float:
+    if instruction.opcode == "dot":
+        lhs = names[instruction.operands[0]].arrays[0]
+        contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", instruction.attributes)[1]
+        return 2.0 * instruction.arrays[0].size * math.prod(lhs.dims[int(d)] for d in contracted.split(",") if d)
+    if instruction.opcode == "convolution":
+        return 2.0 * _multiply_adds(instruction, names)
+    return 0.0
+
+
+def _multiply_adds(convolution: Instruction, names: dict[str, Instruction]) -> float:
+    """Of a convolution, the TPU's form of every matmul, padding not counted."""
+    lhs, rhs = (names[o].arrays[0].dims for o in convolution.operands[:2])
+    out = convolution.arrays[0].dims
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", convolution.attributes)
+    groups = re.search(r"batch_group_count=(\d+)", convolution.attributes)
+    window = _window(convolution.attributes)
+    positions = 1
+    for axis in (c for c in labels[3] if c.isdigit()):
+        index = int(axis)
+        size = lambda key, default, index=index: window[key][index] if key in window else default  # noqa: E731
+        low, _ = size("pad", (0, 0))
+        stride, base, dilation = size("stride", 1), size("lhs_dilate", 1), size("rhs_dilate", 1)
+        length = (lhs[labels[1].index(axis)] - 1) * base + 1
+        positions *= _valid_positions(length, rhs[labels[2].index(axis)], out[labels[3].index(axis)], low, stride, base, dilation)
+    batch = lhs[labels[1].index("b")] // int(groups[1] if groups else 1)
+    return float(batch * rhs[labels[2].index("i")] * rhs[labels[2].index("o")] * positions)
+
+
+def _valid_positions(length: int, kernel: int, out: int, low: int, stride: int, base: int, dilation: int) -> int:
+    """Pairs of a place in the output and one in the kernel that meet an element of the input along one axis."""
+    if kernel == 1 and base == 1 and stride == 1 and low == 0:
+        return min(length, out)
+    total = 0
+    for k in range(kernel):
+        # place = o * stride + k * dilation - low must be in [0, length) and a multiple of base
+        first = max(0, -(-(low - k * dilation) // stride))
+        last = min(out - 1, (length - 1 + low - k * dilation) // stride)
+        if base == 1:
+            total += max(0, last - first + 1)
+        else:
+            total += sum((o * stride + k * dilation - low) % base == 0 for o in range(first, last + 1))
+    return total
+
+
+def _window(attributes: str) -> dict[str, list]:
+    """window={size=1x16 pad=0_0x15_15 ...} as lists by key; pads as pairs."""
+    match = re.search(r"window=\{([^}]*)\}", attributes)
+    result: dict[str, list] = {}
+    for key, value in (item.split("=") for item in (match[1].split() if match else ())):
+        parts = value.split("x")
+        result[key] = [tuple(int(n) for n in p.split("_")) for p in parts] if key == "pad" else [int(p) for p in parts]
+    return result
+
+
+def _kernel_name(call: Instruction) -> str:
+    target = re.search(r'custom_call_target="([^"]*)"', call.attributes)
+    name = target[1] if target else "custom-call"
+    return re.sub(r"(\.\d+|\.clone)+$", "", call.name) if name == "tpu_custom_call" else name
+
+
+def _kernel_flops(kernel: str, call: Instruction, names: dict[str, Instruction]) -> float:
+    """Of the splash kernels: matmuls [T, H] x [H, S] a head: two forward, three for dq, four for dk and dv."""
+    match = re.match(r"splash_\w*?_(fwd|dq|dkv)", kernel)
+    if not match:
+        return 0.0
+    arrays = [names[o].arrays[0] for o in call.operands]
+    floats = [a for a in arrays if a.dtype in ("bf16", "f32", "f16") and len(a.dims) >= 3]
+    q, k = floats[0].dims, floats[1].dims
+    heads_and_rows = math.prod(q[:-2])
+    return {"fwd": 2, "dq": 3, "dkv": 4}[match[1]] * 2.0 * heads_and_rows * q[-2] * k[-2] * q[-1]
+
+
+def _hbm_bytes(module: Module, instruction: Instruction, names: dict[str, Instruction]) -> float:
+    opcode = instruction.opcode
+    if opcode in _FREE or opcode.endswith("-done") or opcode.endswith("-update"):
+        return 0.0
+    operands = [sum(a.hbm_bytes for a in names[o].arrays) for o in instruction.operands if o in names]
+    result = sum(a.hbm_bytes for a in instruction.arrays)
+    if opcode.endswith("-start"):  # its result repeats the operand
+        return float(max(result, sum(operands)))
+    if opcode == "dynamic-slice":
+        return 2.0 * result
+    if opcode == "dynamic-update-slice":
+        return 2.0 * sum(a.hbm_bytes for a in names[instruction.operands[1]].arrays)
+    if opcode == "fusion":
+        return _fusion_bytes(module.computations[instruction.called("calls")], operands, result)
+    return float(sum(operands) + result)
+
+
+def _fusion_bytes(inner: dict[str, Instruction], operands: list[int], result: int) -> float:
+    """A fusion reads of an operand that it only slices the slices, and writes of a result that it updates the update."""
+    users: dict[str, list[Instruction]] = {}
+    for instruction in inner.values():
+        for operand in instruction.operands:
+            users.setdefault(operand, []).append(instruction)
+    total = 0.0
+    for instruction in inner.values():
+        if instruction.opcode != "parameter":
+            continue
+        number = int(re.match(r"(\d+)\)", instruction.attributes)[1])
+        full = operands[number] if number < len(operands) else 0
+        uses = users.get(instruction.name, [])
+        if full and uses and all(u.opcode in ("dynamic-slice", "slice", "gather") for u in uses):
+            full = min(full, sum(a.bytes for u in uses for a in u.arrays))
+        elif full and uses and all(u.opcode == "dynamic-update-slice" and u.operands[0] == instruction.name for u in uses):
+            updates = sum(a.bytes for u in uses for a in inner[u.operands[1]].arrays)
+            result -= max(0, full - updates)
+            full = 0
+        total += full
+    return total + max(0, result)
+
+
+def _callee(instruction: Instruction) -> str | None:
+    return instruction.called("to_apply") or instruction.called("calls")
+
+
+def _branches(attributes: str) -> str:
+    match = re.search(r"branch_computations=\{([^}]*)\}", attributes)
+    return match[1] if match else " ".join(re.findall(r"(?:true|false)_computation=(%[\w.\-]+)", attributes))
+
+
+def _joined(text: str) -> Iterator[str]:
+    """Lines, those that go on in the next (metadata of kernels) put together."""
+    held = ""
+    for line in text.splitlines():
+        if held and (_NAME.match(line) or line.rstrip() == "}"):
+            yield held
+            held = ""
+        if _NAME.match(line):
+            held = line
+        elif held:
+            held += line
+        else:
+            yield line
+    if held:
+        yield held
+
+
+def _instruction(line: str) -> Instruction | None:
+    head = _NAME.match(line)
+    if not head:
+        return None
+    rest = re.sub(r"/\*.*?\*/", "", line[head.end() :])
+    end = _closing(rest, 0) + 1 if rest.startswith("(") else 0
+    word = _WORD.search(rest, end) if end else re.search(r" ([a-z][\w\-]*)\(", rest)
+    if not word:
+        return None
+    close = _closing(rest, word.end() - 1)
+    arguments = rest[word.end() : close]
+    arrays = tuple(
+        Array(dtype, tuple(int(d) for d in dims.split(",") if d), bool(re.search(r"S\([1-9]\d*\)", layout or "")))
+        for dtype, dims, layout in _ARRAY.findall(rest[: word.start()])
+    )
+    opcode = word[1]
+    literal = opcode in ("parameter", "constant")
+    return Instruction(
+        name=head[2],
+        opcode=opcode,
+        arrays=arrays,
+        operands=() if literal else tuple(re.findall(r"%([\w.\-]+)", arguments)),
+        attributes=(arguments + ")" if literal else "") + rest[close + 1 :],
+        is_root=bool(head[1]),
+    )
+
+
+def _closing(text: str, start: int) -> int:
+    """Index of the parenthesis that closes the one at `start`."""
+    depth = 0
+    for match in re.compile(r"[()]").finditer(text, start):
+        depth += 1 if match[0] == "(" else -1
+        if not depth:
+            return match.start()
+    return len(text)
