@@ -1,0 +1,133 @@
+"""Every way to spread a model over 8 devices gives the loss and the gradients of one device."""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import numpy as np
+import pytest
+
+from capibara import sharding, tree
+from capibara.models import api
+from capibara.models.api import DecoderConfig
+from capibara.sharding import Plan
+from capibara.training.losses import cross_entropy
+from capibara.types import UserError
+
+ROWS, LENGTH, VOCAB = 16, 32, 128
+DENSE = DecoderConfig(
+    vocab_size=VOCAB,
+    embed_dim=32,
+    num_layers=4,
+    num_heads=4,
+    num_kv_heads=2,
+    mlp_dim=64,
+    window=9,
+    layer_pattern=("local", "global"),
+    dtype="float32",
+)
+MODELS = {"dense": DENSE}
+# The six axes alone, then eight products of them.
+MESHES = [
+    dict(data=8, fsdp=1),
+    dict(fsdp=8),
+    dict(tensor=2, fsdp=1),
+    dict(context=4, fsdp=1),
+    dict(expert=8, fsdp=1),
+    dict(stage=2, fsdp=1, pipeline_microbatches=4),
+    dict(data=2, fsdp=2, tensor=2),
+    dict(fsdp=2, tensor=2, context=2),
+    dict(fsdp=2, expert=2, context=2),
+    dict(data=2, expert=4, fsdp=1),
+    dict(expert=2, tensor=2, fsdp=2),
+    dict(stage=2, fsdp=2, tensor=2),
+    dict(stage=2, expert=2, fsdp=2, pipeline_microbatches=2),
+    dict(stage=2, context=2, fsdp=2),
+]
+
+
+def batch_of(model):
+    """Two documents and some padding in each row, and another share of counted tokens in each."""
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, VOCAB, (ROWS, LENGTH)).astype(np.int32)
+    segments = np.repeat([1, 2, 0], [14, 14, 4]).astype(np.int32)
+    batch = {
+        "tokens": tokens,
+        "targets": (tokens * 3 + 1) % VOCAB,
+        "weights": (rng.random((ROWS, LENGTH)) > np.linspace(0, 0.9, ROWS)[:, None]).astype(np.float32),
+        "segment_ids": np.tile(segments, (ROWS, 1)),
+        "positions": np.tile(np.concatenate([np.arange(14), np.arange(14), np.zeros(4)]).astype(np.int32), (ROWS, 1)),
+    }
+    batch["weights"] *= batch["segment_ids"] > 0
+    return batch
+
+
+def loss_and_grads(name, plan, devices):
+    """The mean loss and the gradients of all parameters, on the host."""
+    model = api.build(MODELS[name])
+    mesh = sharding.make_mesh(plan, devices)
+    shardings = sharding.shardings(mesh, plan.rules, model.axes, model.abstract_params)
+    params = jax.jit(model.init, out_shardings=shardings)(jax.random.key(0))
+    # Fresh norms and biases are ones and zeros, which hide mistakes.
+    params = jax.tree.map(lambda p: p + 0.1 * jax.random.normal(jax.random.key(p.size), p.shape), params)
+
+    def loss(params, batch):
+        with sharding.activate(mesh, plan.rules, plan.pipeline(mesh)):
+            batch = sharding.balanced(batch)
+            hidden, stats = model.hidden(params, batch, plan.remat_policy)
+            total, sums = cross_entropy(hidden, model.head(params), batch["targets"], batch["weights"])
+            return (total + model.layer_loss(stats)) / sums.weight
+
+    batch = sharding.global_batch(sharding.batch_sharding(mesh, plan.rules), batch_of(name))
+    params = jax.device_put(params, shardings)
+    return jax.device_get(jax.jit(jax.value_and_grad(loss), out_shardings=(None, shardings))(params, batch))
+
+
+@functools.cache
+def one_device(name):
+    return loss_and_grads(name, Plan(batch_size=ROWS), jax.devices()[:1])
+
+
+def compare(got, want):
+    np.testing.assert_allclose(got[0], want[0], rtol=1e-5)
+    for path, a, b in zip(tree.path_names(want[1]), jax.tree.leaves(got[1]), jax.tree.leaves(want[1])):
+        assert np.abs(b).max() > 1e-6, f"{path} has no gradient"
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5, err_msg=path)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("sizes", MESHES, ids=lambda s: "-".join(f"{k}{v}" for k, v in s.items() if v > 1))
+def test_loss_and_gradients_are_those_of_one_device(name, sizes):
+    devices = math.prod(size for axis, size in sizes.items() if axis in sharding.MESH_AXES)
+    got = loss_and_grads(name, Plan(batch_size=ROWS, **sizes), jax.devices()[:devices])
+    compare(got, one_device(name))
+
+
+def test_a_circular_pipeline_passes_each_stage_again():
+    sizes = dict(stage=2, fsdp=2, pipeline_repeats=2, pipeline_microbatches=2, remat="full")
+    plain = dataclasses.replace(DENSE, window=None, layer_pattern=("global",))
+    MODELS["plain"] = plain
+    try:
+        got = loss_and_grads("plain", Plan(batch_size=ROWS, **sizes), jax.devices()[:4])
+        compare(got, loss_and_grads("plain", Plan(batch_size=ROWS), jax.devices()[:1]))
+    finally:
+        del MODELS["plain"]
+
+
+def test_layers_that_do_not_divide_into_stages_are_named():
+    with pytest.raises(UserError, match=r"num_layers \(4\) with a layer pattern of 2 must be a multiple of 8: Plan.stage"):
+        loss_and_grads("dense", Plan(batch_size=ROWS, stage=4, fsdp=1, pipeline_microbatches=4), jax.devices()[:4])
+
+
+def test_what_is_sharded_is_nowhere_whole():
+    """Each device holds its share of the parameters, on every axis but data."""
+    model = api.build(DENSE)
+    for sizes in (dict(fsdp=8), dict(context=4, fsdp=2), dict(stage=2, fsdp=2, tensor=2), dict(expert=2, fsdp=4)):
+        mesh = sharding.make_mesh(Plan(batch_size=ROWS, **sizes))
+        spread = sharding.shardings(mesh, sharding.Rules(), model.axes, model.abstract_params)
+        local = sum(
+            math.prod(s.shard_shape(leaf.shape))
+            for s, leaf in zip(jax.tree.leaves(spread), jax.tree.leaves(model.abstract_params))
+        )
+        assert local < 1.1 * model.param_count / 8 + 4 * 32 * 3  # norms stay whole
