@@ -129,14 +129,15 @@ def _blocked_loss_forward(hidden_BTD, head_VD, targets_BT, weights_BT, z_loss, s
     (sums, dhead_DV), dhidden = _over_blocks(add, start, (hidden_BTD, targets_BT, weights_BT), head_VD)
     B, T, D = hidden_BTD.shape
     dhidden_BTD = jnp.moveaxis(dhidden.reshape(-1, B, T // dhidden.shape[0], D), 0, 1).reshape(B, T, D)
-    return (sums[0] + z_loss * sums[1], sums), (dhidden_BTD, dhead_DV.T.astype(head_VD.dtype))
+    return (sums[0] + z_loss * sums[1], sums), (dhidden_BTD, dhead_DV.T)
 
 
 def _blocked_loss_backward(z_loss, soft_cap, gradients, upstream):
     del z_loss, soft_cap
     dloss, _ = upstream  # the sums have no gradient
-    dhidden_BTD, dhead_VD = gradients
-    return (dhidden_BTD * dloss).astype(dhidden_BTD.dtype), (dhead_VD * dloss).astype(dhead_VD.dtype), None, None
+    dhidden_BTD, _ = gradients
+    # The head's gradient is rounded after dloss: summed over many tokens it may be more than float16 holds.
+    return tuple((d * dloss).astype(dhidden_BTD.dtype) for d in gradients) + (None, None)
 
 
 _blocked_loss.defvjp(_blocked_loss_forward, _blocked_loss_backward)

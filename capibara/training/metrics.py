@@ -39,7 +39,8 @@ class Meter:
         """Means since the last read: losses weighted by real tokens; speed in positions per second.
 
         Returns:
-          the step's own metrics, and step_s, tokens_per_s (padding included), data_wait_s (a step's share).
+          the last step's own metrics (of tokens and skipped updates the sums), and step_s, tokens_per_s (padding
+          included), data_wait_s (a step's share).
         """
         steps = jax.device_get(self._pending)
         count, tokens = len(steps), sum(float(s["tokens"]) for s in steps)
@@ -48,6 +49,8 @@ class Meter:
         for name in ("loss", "z_loss", "token_accuracy"):
             result[name] = sum(float(s[name]) * float(s["tokens"]) for s in steps) / max(tokens, 1.0)
         result["grad_norm"] = sum(float(s["grad_norm"]) for s in steps) / count
+        if "skipped" in result:
+            result["skipped"] = sum(float(s["skipped"]) for s in steps)
         result["tokens"] = tokens
         result["step_s"] = elapsed / count
         result["tokens_per_s"] = count * self._tokens_per_step / elapsed

@@ -66,9 +66,16 @@ class Run:
         """Hands a checkpoint to the asynchronous writer.
 
         Raises:
-          UserError: the step's loss or gradients (in its `metrics`) are not finite: such a state is not worth keeping.
+          UserError: the step's loss or gradients (in its `metrics`) are not finite, and its update was not left out for
+            that: such a state is not worth keeping. Or no update can be made any more.
         """
-        for name in ("loss", "grad_norm"):
+        if metrics.get("skipped", 0.0) and metrics["loss_scale"] <= self.trainer.loss_scaling.minimum:
+            raise UserError(
+                f"gradients overflow at step {step} even at the smallest loss scale, not saved: earlier checkpoints are "
+                f"kept; float16 does not hold this model's values, set {type(self.trainer.model).__name__}.dtype = "
+                "'bfloat16'"
+            )
+        for name in () if metrics.get("skipped", 0.0) else ("loss", "grad_norm"):
             if not math.isfinite(float(metrics[name])):
                 raise UserError(
                     f"{name} is {float(metrics[name])} at step {step}, not saved: earlier checkpoints are kept; lower "
@@ -190,10 +197,11 @@ def compile_step(trainer: Trainer, model: api.Model, mesh: Mesh) -> dict[str, An
     Returns:
       Run's fields batch_sharding, abstract_state, init and train_step.
     """
-    plan, ema = trainer.plan, trainer.ema_decay is not None
+    plan, scaling = trainer.plan, trainer.loss_scaling if trainer.model.dtype == "float16" else None
+    parts = {"ema": trainer.ema_decay is not None, "loss_scaling": scaling}
     tx = trainer.optimizer.build(trainer.steps, model.axes)
-    shardings = states.state_shardings(model, tx, mesh, plan.rules, ema=ema)
-    abstract_state = states.abstract_state(model, tx, shardings, ema=ema)
+    shardings = states.state_shardings(model, tx, mesh, plan.rules, **parts)
+    abstract_state = states.abstract_state(model, tx, shardings, **parts)
     batch_sharding = sharding.batch_sharding(mesh, plan.rules)
     step = make_train_step(
         model,
@@ -203,10 +211,11 @@ def compile_step(trainer: Trainer, model: api.Model, mesh: Mesh) -> dict[str, An
         mesh,
         z_loss=trainer.z_loss,
         ema_decay=trainer.ema_decay,
+        loss_scaling=scaling,
     )
     jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
     abstract = abstract_batch(plan.batch_size, trainer.dataset.length, batch_sharding)
-    init = functools.partial(states.init_state, model, tx, ema=ema)
+    init = functools.partial(states.init_state, model, tx, **parts)
     return {
         "batch_sharding": batch_sharding,
         "abstract_state": abstract_state,

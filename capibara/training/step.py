@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from capibara import sharding
 from capibara.models.api import Model, Stats
 from capibara.sharding import Plan
+from capibara.training.loss_scale import LossScaling, select
 from capibara.training.losses import LossSums, cross_entropy
 from capibara.training.state import TrainState
 from capibara.types import Batch, Params, PyTree
@@ -28,6 +29,7 @@ def make_train_step(
     *,
     z_loss: float = 0.0,
     ema_decay: float | None = None,
+    loss_scaling: LossScaling | None = None,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """The step of a run, still to be jitted.
 
@@ -39,29 +41,18 @@ def make_train_step(
       mesh: where activations are constrained to.
       z_loss: coefficient of the squared log normaliser (PaLM uses 1e-4).
       ema_decay: decay of the parameters' moving average, min(ema_decay, (1 + step) / (10 + step)); None: none is kept.
+      loss_scaling: for float16: gradients are scaled, and updates with any that is not finite are left out.
     """
-
-    pipeline = plan.pipeline(mesh)
-
-    def loss_sum(params: Params, batch: Batch, step: jax.Array) -> tuple[jax.Array, tuple[LossSums, Stats]]:
-        batch = sharding.balanced(batch)
-        hidden, stats = model.hidden(params, batch, plan.remat_policy, step)
-        loss, sums = cross_entropy(
-            hidden,
-            model.head(params),
-            batch["targets"],
-            batch["weights"],
-            z_loss=z_loss,
-            soft_cap=model.config.logit_soft_cap,
-        )
-        return loss + model.layer_loss(stats), (sums, jax.lax.stop_gradient(stats))
+    pipeline, loss_sum = plan.pipeline(mesh), _loss_sum(model, plan, z_loss)
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        scale = None if loss_scaling is None else state.loss_scale.scale / batch["targets"].size
         with sharding.activate(mesh, plan.rules, pipeline):
-            grad = lambda params, micro: jax.grad(loss_sum, has_aux=True)(params, micro, state.step)  # noqa: E731
+            grad = lambda params, micro: jax.grad(loss_sum, has_aux=True)(params, micro, state.step, scale)  # noqa: E731
             grads, (sums, stats) = accumulate(grad, state.params, batch, plan.accumulation)
         tokens = jnp.maximum(sums.weight, 1.0)
-        grads = jax.tree.map(lambda g: g / tokens, grads)
+        divisor = tokens if scale is None else tokens * scale
+        grads = jax.tree.map(lambda g: g / divisor, grads)
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         ema = None
@@ -78,9 +69,44 @@ def make_train_step(
             "tokens": sums.weight,
             **model.layer_metrics(stats),
         }
-        return TrainState(step=state.step + 1, params=params, opt_state=opt_state, ema=ema), metrics
+        new = TrainState(step=state.step + 1, params=params, opt_state=opt_state, ema=ema)
+        return (new, metrics) if loss_scaling is None else _settled(loss_scaling, state, new, metrics)
 
     return step
+
+
+def _loss_sum(model: Model, plan: Plan, z_loss: float) -> Callable[..., tuple[jax.Array, tuple[LossSums, Stats]]]:
+    """(params, batch, step, scale or None) -> the loss to differentiate, times `scale`; the sums and layer stats."""
+
+    def loss_sum(params: Params, batch: Batch, step: jax.Array, scale: jax.Array | None):
+        batch = sharding.balanced(batch)
+        hidden, stats = model.hidden(params, batch, plan.remat_policy, step)
+        loss, sums = cross_entropy(
+            hidden,
+            model.head(params),
+            batch["targets"],
+            batch["weights"],
+            z_loss=z_loss,
+            soft_cap=model.config.logit_soft_cap,
+        )
+        loss = loss + model.layer_loss(stats)
+        return loss if scale is None else loss * scale, (sums, jax.lax.stop_gradient(stats))
+
+    return loss_sum
+
+
+def _settled(
+    scaling: LossScaling, old: TrainState, new: TrainState, metrics: Metrics
+) -> tuple[TrainState, Metrics]:
+    """The new state where its gradients were finite, else the old one a step later; and the next loss scale."""
+    finite = jnp.isfinite(metrics["grad_norm"])
+    kept = {name: select(finite, getattr(new, name), getattr(old, name)) for name in ("params", "opt_state", "ema")}
+    state = TrainState(step=new.step, loss_scale=scaling.after(old.loss_scale, finite), **kept)
+    return state, metrics | {
+        "grad_norm": jnp.where(finite, metrics["grad_norm"], 0.0),  # of the update that was made: none
+        "loss_scale": old.loss_scale.scale,
+        "skipped": 1.0 - finite.astype(jnp.float32),
+    }
 
 
 def accumulate(

@@ -10,6 +10,7 @@ from capibara.models.api import TransformerConfig
 from capibara.optim import Optimizer
 from capibara.sharding import Plan
 from capibara.training.checkpoints import Checkpointing
+from capibara.training.loss_scale import LossScaling
 from capibara.types import UserError
 
 
@@ -55,6 +56,7 @@ class Trainer:
       log_every: steps between logs; the host waits for the device only then.
       z_loss: coefficient of the squared log normaliser (1e-4 in PaLM); 0: off.
       ema_decay: decay of a moving average of the parameters that evaluation and export use; None: no average.
+      loss_scaling: how a float16 run scales its loss; runs in other dtypes do not.
     """
 
     model_dir: str
@@ -69,6 +71,7 @@ class Trainer:
     log_every: int = 10
     z_loss: float = 0.0
     ema_decay: float | None = None
+    loss_scaling: LossScaling = LossScaling()
 
     def __post_init__(self):
         if not self.model_dir.strip():

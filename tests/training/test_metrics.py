@@ -54,6 +54,15 @@ def test_the_clock_can_leave_out_an_evaluation():
     assert read["tokens_per_s"] == pytest.approx(100 / read["step_s"])
 
 
+def test_skipped_updates_are_counted():
+    meter = Meter(100)
+    for skipped in (1.0, 1.0, 0.0):
+        meter.add(step_metrics(1.0, 100) | {"skipped": skipped}, 0.0)
+    assert meter.read()["skipped"] == 2.0
+    meter.add(step_metrics(1.0, 100), 0.0)
+    assert "skipped" not in meter.read()
+
+
 def test_evaluation_metrics():
     metrics = evaluation_metrics(LossSums(nll=20.0, z=0.0, correct=5.0, weight=10.0), target_bytes=40)
     assert metrics == {
