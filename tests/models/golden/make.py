@@ -1,0 +1,129 @@
+"""Writes decoders.json: what the reference implementations answer with the weights that hf_names.draw gives.
+
+Run by a person who adds a family, in an environment with torch and transformers (5.23 made the committed file), from
+the root of the checkout; commit the file that it writes:
+    python tests/models/golden/make.py
+
+The models are tiny, with every variant active: rows are longer than the windows and the scaled positions' original
+length, scores and logits are beyond the soft caps.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+
+import hf_names
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+HERE = pathlib.Path(__file__).resolve().parent
+VOCAB, ROWS, LENGTH = 96, 2, 24
+POSITIONS, ENTRIES = range(2, LENGTH, 3), range(5, VOCAB, 12)
+
+SIZES = dict(
+    vocab_size=VOCAB,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    tie_word_embeddings=False,
+    max_position_embeddings=64,
+    rms_norm_eps=1e-5,
+    pad_token_id=None,
+    bos_token_id=1,
+    eos_token_id=2,
+)
+GEMMA = dict(SIZES, head_dim=16, tie_word_embeddings=True, rms_norm_eps=1e-6, num_key_value_heads=1)
+LLAMA3 = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16)
+
+
+def rope(kind: str = "default", theta: float = 10_000.0, **rest) -> dict:
+    return {"rope_type": kind, "rope_theta": theta, **rest}
+
+
+CASES = {
+    "gpt2": dict(
+        model_type="gpt2", vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=2
+    ),
+    "gpt_neox": dict(
+        SIZES, model_type="gpt_neox", hidden_size=64, hidden_act="gelu", layer_norm_eps=1e-5, rotary_pct=0.25
+    ),
+    "gpt_neox_tanh": dict(
+        SIZES, model_type="gpt_neox", hidden_size=64, hidden_act="gelu_fast", layer_norm_eps=1e-5, rotary_pct=0.25
+    ),
+    "llama": dict(SIZES, model_type="llama", rope_parameters=rope()),
+    "llama_linear": dict(SIZES, model_type="llama", rope_parameters=rope("linear", factor=4.0)),
+    "llama_llama3": dict(SIZES, model_type="llama", head_dim=16, rope_parameters=rope("llama3", 500.0, **LLAMA3)),
+    "llama_yarn": dict(
+        SIZES,
+        model_type="llama",
+        head_dim=16,
+        rope_parameters=rope(
+            "yarn", 500.0, factor=4.0, original_max_position_embeddings=64, beta_fast=2.0, beta_slow=0.25
+        ),
+    ),
+    "smollm2": dict(SIZES, model_type="llama", tie_word_embeddings=True, rope_parameters=rope(theta=100_000.0)),
+    "mistral": dict(SIZES, model_type="mistral", sliding_window=8, rope_parameters=rope()),
+    "gemma": dict(GEMMA, model_type="gemma", hidden_activation="gelu_pytorch_tanh", rope_parameters=rope()),
+    "gemma2": dict(
+        GEMMA,
+        model_type="gemma2",
+        num_hidden_layers=3,
+        num_key_value_heads=2,
+        sliding_window=8,
+        query_pre_attn_scalar=8,
+        attn_logit_softcapping=2.0,
+        final_logit_softcapping=3.0,
+        rope_parameters=rope(),
+    ),
+    "gemma3": dict(
+        GEMMA,
+        model_type="gemma3_text",
+        num_hidden_layers=8,
+        sliding_window=8,
+        query_pre_attn_scalar=8,
+        rope_parameters={"sliding_attention": rope(), "full_attention": rope("linear", 1e6, factor=8.0)},
+    ),
+    "qwen2": dict(SIZES, model_type="qwen2", tie_word_embeddings=True, rope_parameters=rope(theta=1e6)),
+    "qwen3": dict(SIZES, model_type="qwen3", head_dim=16, rope_parameters=rope(theta=1e6)),
+    "phi3": dict(SIZES, model_type="phi3", pad_token_id=0, sliding_window=7, rope_parameters=rope()),
+}
+
+
+def logits(case: dict) -> np.ndarray:
+    """[ROWS, LENGTH, VOCAB] of the reference, in float32."""
+    config = AutoConfig.for_model(**case)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if case["model_type"] == "gpt_neox":
+                name = name.replace("lm_head", "embed_out")  # what checkpoints call it
+            parameter.copy_(torch.from_numpy(hf_names.draw(name, tuple(parameter.shape))))
+        return model(torch.from_numpy(tokens()), use_cache=False).logits.numpy()
+
+
+def tokens() -> np.ndarray:
+    return np.random.default_rng(0).integers(0, VOCAB, (ROWS, LENGTH))
+
+
+def main() -> None:
+    answers = {}
+    for name, case in CASES.items():
+        got = logits(case)
+        some = got[-1][np.ix_(POSITIONS, ENTRIES)]
+        answers[name] = {
+            "mean": round(float(got.mean()), 6),
+            "std": round(float(got.std()), 6),
+            "logits": [[round(float(x), 5) for x in row] for row in some],
+        }
+        print(f"{name}: mean {answers[name]['mean']}, std {answers[name]['std']}")
+    head = {"tokens": tokens().tolist(), "positions": [*POSITIONS], "entries": [*ENTRIES]}
+    lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in (head | answers).items()]
+    (HERE / "decoders.json").write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+if __name__ == "__main__":
+    main()

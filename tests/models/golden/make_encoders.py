@@ -1,0 +1,97 @@
+"""Writes encoders.json: what transformers' T5 and BERT answer with the weights that hf_names.draw gives.
+
+Run by a person, in an environment with torch and transformers (5.23 made the committed file), from the root of the
+checkout; commit the file that it writes:
+    python tests/models/golden/make_encoders.py
+
+The models are tiny. Rows are longer than the farthest distance that T5 tells apart, and the last one has padding.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+
+import hf_names
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
+
+HERE = pathlib.Path(__file__).resolve().parent
+VOCAB, ROWS, LENGTH, ENCODER_LENGTH, PADDING = 96, 2, 24, 32, 7
+POSITIONS, ENTRIES = range(2, LENGTH, 3), range(5, VOCAB, 12)
+
+T5 = dict(
+    model_type="t5",
+    vocab_size=VOCAB,
+    d_model=32,
+    d_kv=16,
+    d_ff=48,
+    num_layers=3,
+    num_decoder_layers=2,
+    num_heads=4,
+    relative_attention_num_buckets=8,
+    relative_attention_max_distance=20,
+    feed_forward_proj="relu",
+    tie_word_embeddings=True,
+)
+BERT = dict(
+    model_type="bert",
+    vocab_size=VOCAB,
+    hidden_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    intermediate_size=48,
+    max_position_embeddings=40,
+)
+CASES = {"t5": T5, "t5_1_1": T5 | dict(feed_forward_proj="gated-gelu", tie_word_embeddings=False), "bert": BERT}
+
+
+def draw(rows: int, length: int, seed: int, entries: int = VOCAB) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, entries, (rows, length))
+
+
+def batch() -> dict[str, np.ndarray]:
+    """By our names."""
+    return {
+        "tokens": draw(ROWS, LENGTH, 0),
+        "token_types": draw(ROWS, LENGTH, 1, 2),
+        "encoder_tokens": draw(ROWS, ENCODER_LENGTH, 2),
+    }
+
+
+def logits(case: dict) -> np.ndarray:
+    """[ROWS, LENGTH, VOCAB] of the reference, in float32."""
+    config = AutoConfig.for_model(**case)
+    kind = AutoModelForMaskedLM if case["model_type"] == "bert" else AutoModelForSeq2SeqLM
+    model = kind.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    arrays = {name: torch.from_numpy(value) for name, value in batch().items()}
+    mask = torch.ones(ROWS, LENGTH if case is BERT else ENCODER_LENGTH, dtype=torch.long)
+    mask[-1, -PADDING:] = 0
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(torch.from_numpy(hf_names.draw(name, tuple(parameter.shape))))
+        if case is BERT:
+            inputs = dict(input_ids=arrays["tokens"], token_type_ids=arrays["token_types"])
+        else:
+            inputs = dict(input_ids=arrays["encoder_tokens"], decoder_input_ids=arrays["tokens"], use_cache=False)
+        return model(attention_mask=mask, **inputs).logits.numpy()
+
+
+def main() -> None:
+    answers = {}
+    for name, case in CASES.items():
+        got = logits(case)
+        answers[name] = {
+            "mean_square": round(float(np.square(got[:, :-PADDING]).mean()), 6),
+            "logits": [[[round(float(x), 5) for x in row] for row in rows[np.ix_(POSITIONS, ENTRIES)]] for rows in got],
+        }
+        print(f"{name}: mean square {answers[name]['mean_square']}")
+    head = {name: value.tolist() for name, value in batch().items()}
+    head |= {"padding": PADDING, "positions": [*POSITIONS], "entries": [*ENTRIES]}
+    lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in (head | answers).items()]
+    (HERE / "encoders.json").write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""Every decoder family against the reference implementation's logits, committed in golden/ (golden/make.py made them)."""
+
+import json
+import pathlib
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from capibara import tree
+from capibara.models import api
+from capibara.models.decoder import DecoderConfig
+from capibara.models.rope import Rope
+
+GOLDEN = pathlib.Path(__file__).resolve().parent / "golden"
+sys.path.insert(0, str(GOLDEN))
+
+import hf_names  # noqa: E402
+
+ANSWERS = json.loads((GOLDEN / "decoders.json").read_text())
+
+SIZES = dict(
+    vocab_size=96, embed_dim=32, mlp_dim=48, num_layers=2, num_heads=4, num_kv_heads=2, norm_eps=1e-5, dtype="float32"
+)
+LLAMA = dict(SIZES, head="separate")
+GPT2 = dict(
+    SIZES,
+    num_kv_heads=None,
+    mlp_dim=128,
+    norm="layer",
+    bias="all",
+    activation="gelu",
+    positions="learned",
+    max_length=64,
+)
+GPT_NEOX = dict(
+    LLAMA,
+    embed_dim=64,
+    num_kv_heads=None,
+    norm="layer",
+    bias="all",
+    activation="gelu_exact",
+    residual="parallel",
+    rope=Rope(fraction=0.25),
+)
+GEMMA = dict(
+    SIZES,
+    head_dim=16,
+    num_kv_heads=1,
+    norm_eps=1e-6,
+    norm_scale="offset",
+    activation="geglu",
+    embedding_scale="sqrt_dim",
+)
+GEMMA2 = dict(
+    GEMMA,
+    num_layers=3,
+    num_kv_heads=2,
+    norm_placement="sandwich",
+    layer_pattern=("local", "global"),
+    window=8,
+    attention_scale=8**-0.5,
+    attention_soft_cap=2.0,
+    logit_soft_cap=3.0,
+)
+GEMMA3 = dict(
+    GEMMA,
+    num_layers=8,
+    norm_placement="sandwich",
+    qk_norm="head",
+    layer_pattern=(*("local",) * 5, "global"),
+    window=8,
+    attention_scale=8**-0.5,
+    rope=Rope(theta=1e6, local_theta=10_000.0, scaling="linear", factor=8.0),
+)
+LLAMA3_SCALING = Rope(theta=500.0, scaling="llama3", factor=8.0, original_length=16)
+YARN_SCALING = Rope(theta=500.0, scaling="yarn", factor=4.0, original_length=64, beta_fast=2.0, beta_slow=0.25)
+
+FAMILIES = {
+    "gpt2": (hf_names.GPT2, GPT2),
+    "gpt_neox": (hf_names.GPT_NEOX, GPT_NEOX),
+    "gpt_neox_tanh": (hf_names.GPT_NEOX, GPT_NEOX | dict(activation="gelu")),
+    "llama": (hf_names.LLAMA, LLAMA),
+    "llama_linear": (hf_names.LLAMA, LLAMA | dict(rope=Rope(scaling="linear", factor=4.0))),
+    "llama_llama3": (hf_names.LLAMA, LLAMA | dict(head_dim=16, rope=LLAMA3_SCALING)),
+    "llama_yarn": (hf_names.LLAMA, LLAMA | dict(head_dim=16, rope=YARN_SCALING)),
+    "smollm2": (hf_names.LLAMA, SIZES | dict(rope=Rope(theta=100_000.0))),
+    "mistral": (hf_names.LLAMA, LLAMA | dict(layer_pattern=("local",), window=8)),
+    "gemma": (hf_names.LLAMA, GEMMA),
+    "gemma2": (hf_names.GEMMA2, GEMMA2),
+    "gemma3": (hf_names.GEMMA3, GEMMA3),
+    "qwen2": (hf_names.QWEN2, SIZES | dict(bias="qkv", rope=Rope(theta=1e6))),
+    "qwen3": (hf_names.QWEN3, LLAMA | dict(head_dim=16, qk_norm="head", rope=Rope(theta=1e6))),
+    "phi3": (hf_names.PHI3, LLAMA | dict(layer_pattern=("local",), window=7)),
+}
+
+
+def logits(table: tuple[hf_names.Tensor, ...], config: DecoderConfig) -> np.ndarray:
+    """Of the committed tokens, with the weights that the reference had."""
+    model = api.build(config)
+    names = tree.path_names(model.abstract_params)
+    shapes = {name: leaf.shape for name, leaf in zip(names, jax.tree.leaves(model.abstract_params), strict=True)}
+    values = hf_names.read(table, shapes, hf_names.draw)
+    assert values.keys() == shapes.keys()
+    params = tree.map_with_names(lambda name, _: values[name], model.abstract_params)
+    tokens = np.array(ANSWERS["tokens"], np.int32)
+    positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
+    batch = {"tokens": tokens, "positions": positions, "segment_ids": np.ones_like(tokens)}
+    return np.asarray(jax.jit(model.logits)(params, batch))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_equal_the_reference(name):
+    table, config = FAMILIES[name]
+    got, want = logits(table, DecoderConfig(**config)), ANSWERS[name]
+    some = got[-1][np.ix_(ANSWERS["positions"], ANSWERS["entries"])]
+    np.testing.assert_allclose(some, want["logits"], rtol=0, atol=2e-4)
+    np.testing.assert_allclose([got.mean(), got.std()], [want["mean"], want["std"]], rtol=0, atol=2e-4)
