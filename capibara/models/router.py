@@ -18,6 +18,7 @@ from capibara.config import configurable
 from capibara.types import UserError
 
 Stats = dict[str, jax.Array]
+_NEVER = -1e30  # the logarithm of no chance at all, finite so that differences of it are numbers
 
 
 class Dispatch(enum.StrEnum):
@@ -249,41 +250,39 @@ def choose(
       With a hint also: hint (its cross entropy times its weight), hint_weight, hinted (tokens with a known domain) and
       hint_hits (those whose most probable expert is one of their domain's).
     """
-    scores, log_p = _scores(logits_BTE, moe.score)
-    real = real_BT.astype(jnp.float32)
+    if moe.score is Score.SOFTMAX:
+        log_scores = log_p = jax.nn.log_softmax(logits_BTE, axis=-1)
+    else:
+        log_scores = jax.nn.log_sigmoid(logits_BTE)
+        log_p = jax.nn.log_softmax(log_scores, axis=-1)
+    p, real = jnp.exp(log_p), real_BT.astype(jnp.float32)
     stats = {
         "tokens": jnp.sum(real),
         "z": jnp.sum(jnp.square(jax.nn.logsumexp(logits_BTE, axis=-1)) * real),
-        "entropy": -jnp.sum(jnp.exp(log_p) * log_p * real[..., None]),
+        "entropy": -jnp.sum(p * log_p * real[..., None]),
     }
     if hint is not None:
-        scores, of_hint = _hinted(scores, log_p, real, hint)
+        log_scores, of_hint = _hinted(log_scores, log_p, real, hint)
         stats.update(of_hint)
     if moe.routing is Routing.EXPERT_CHOICE:
-        choice, of_choice = _expert_choice(scores, real_BT, moe)
+        choice, of_choice = _expert_choice(log_scores, real_BT, moe)
     else:
-        choice, of_choice = _token_choice(scores, jnp.exp(log_p), real_BT, moe)
+        choice, of_choice = _token_choice(log_scores, p, real_BT, moe)
     return choice, stats | of_choice
 
 
-def _scores(logits_BTE, score: Score) -> tuple[jax.Array, jax.Array]:
-    """The scores, and the logarithm of the scores as probabilities."""
-    if score is Score.SOFTMAX:
-        log_p = jax.nn.log_softmax(logits_BTE, axis=-1)
-        return jnp.exp(log_p), log_p
-    return jax.nn.sigmoid(logits_BTE), jax.nn.log_softmax(jax.nn.log_sigmoid(logits_BTE), axis=-1)
-
-
-def _hinted(scores_BTE, log_p_BTE, real_BT, hint: Hint) -> tuple[jax.Array, Stats]:
-    """Scores with the hint mixed in, and the sums of `choose` about it."""
+def _hinted(log_scores_BTE, log_p_BTE, real_BT, hint: Hint) -> tuple[jax.Array, Stats]:
+    """Logarithms of the scores with the hint mixed in, and the sums of `choose` about it."""
     # Probabilities are mixed, not logits: however sure the router is, a weight of 1 sends a token to its domain, and
     # half the weight is half the say. The hint is the router's own distribution over the domain's experts and not an
     # equal share for each: top-k would always break that tie for the first of them.
-    log_inside_BTE = jnp.where(hint.experts, log_p_BTE, -1e30)
+    log_inside_BTE = jnp.where(hint.experts, log_p_BTE, _NEVER)
     log_share_BT1 = jax.nn.logsumexp(log_inside_BTE, axis=-1, keepdims=True)
-    of_hint = jnp.exp(log_inside_BTE - log_share_BT1)
-    total = jnp.sum(scores_BTE, axis=-1, keepdims=True)  # 1 for softmax
-    mixed = (1.0 - hint.weight) * scores_BTE + hint.weight * total * of_hint
+    log_total_BT1 = jax.nn.logsumexp(log_scores_BTE, axis=-1, keepdims=True)  # 0 for softmax
+    # As logarithms: where the router is sure of another domain, its share for this one can be too small for a float.
+    mixed = log_total_BT1 + jnp.logaddexp(
+        jnp.log1p(-hint.weight) + log_p_BTE, jnp.log(hint.weight) + log_inside_BTE - log_share_BT1
+    )
     hinted = hint.known * real_BT
     best = jnp.argmax(log_p_BTE, axis=-1)[..., None] == jnp.arange(log_p_BTE.shape[-1])
     return mixed, {
@@ -295,8 +294,8 @@ def _hinted(scores_BTE, log_p_BTE, real_BT, hint: Hint) -> tuple[jax.Array, Stat
     }
 
 
-def _token_choice(scores_BTE, p_BTE, real_BT, moe: Moe) -> tuple[Choice, Stats]:
-    rest = jax.lax.stop_gradient(scores_BTE)
+def _token_choice(log_scores_BTE, p_BTE, real_BT, moe: Moe) -> tuple[Choice, Stats]:
+    rest = jax.lax.stop_gradient(log_scores_BTE)
     every = jnp.arange(moe.num_experts, dtype=jnp.int32)
     experts = []
     # Not lax.top_k: it is a call that the partitioner would gather all tokens for.
@@ -306,7 +305,7 @@ def _token_choice(scores_BTE, p_BTE, real_BT, moe: Moe) -> tuple[Choice, Stats]:
         rest = jnp.where(best_BT[..., None] == every, -jnp.inf, rest)
     experts_BTk = jnp.where(real_BT[..., None], jnp.stack(experts, axis=-1), moe.num_experts)
     chosen_BTkE = experts_BTk[..., None] == every
-    gates_BTk = jnp.sum(jnp.where(chosen_BTkE, scores_BTE[..., None, :], 0.0), axis=-1)
+    gates_BTk = jnp.sum(jnp.where(chosen_BTkE, jnp.exp(log_scores_BTE)[..., None, :], 0.0), axis=-1)
     if moe.gates is Gates.NORMALIZED:
         gates_BTk = gates_BTk / jnp.maximum(jnp.sum(gates_BTk, axis=-1, keepdims=True), 1e-20)
     real = real_BT.astype(jnp.float32)
@@ -321,15 +320,15 @@ def _token_choice(scores_BTE, p_BTE, real_BT, moe: Moe) -> tuple[Choice, Stats]:
     return Choice(experts_BTk, gates_BTk), stats
 
 
-def _expert_choice(scores_BTE, real_BT, moe: Moe) -> tuple[ExpertChoice, Stats]:
+def _expert_choice(log_scores_BTE, real_BT, moe: Moe) -> tuple[ExpertChoice, Stats]:
     T = real_BT.shape[1]
     C = moe.capacity(T)
-    scores_BET = jnp.swapaxes(jnp.where(real_BT[..., None], scores_BTE, -1.0), 1, 2)
+    scores_BET = jnp.swapaxes(jnp.where(real_BT[..., None], log_scores_BTE, -jnp.inf), 1, 2)
     order_BET = jnp.argsort(-jax.lax.stop_gradient(scores_BET), axis=-1, stable=True)
     tokens_BEC = order_BET[..., :C].astype(jnp.int32)
-    gates_BEC = jnp.take_along_axis(scores_BET, tokens_BEC, axis=-1)
-    taken = gates_BEC >= 0.0
-    tokens_BEC, gates_BEC = jnp.where(taken, tokens_BEC, T), jnp.where(taken, gates_BEC, 0.0)
+    scores_BEC = jnp.take_along_axis(scores_BET, tokens_BEC, axis=-1)
+    taken = scores_BEC > -jnp.inf
+    tokens_BEC, gates_BEC = jnp.where(taken, tokens_BEC, T), jnp.exp(scores_BEC)
     rows = jnp.arange(len(real_BT))[:, None, None]
     reached_BT = jnp.zeros(real_BT.shape, bool).at[rows, tokens_BEC].set(True, mode="drop")
     stats = {

@@ -276,6 +276,12 @@ MIXTURES = {
 }
 
 
+# Dropless on all meshes; of the others those where something else happens: tokens, rows or experts travel.
+CASES = [(sizes, "dropless") for sizes in MESHES]
+CASES += [(sizes, "capacity") for sizes in MESHES if sizes.get("expert") == 2 or len(sizes) == 3]
+CASES += [(sizes, "expert_choice") for sizes in MESHES if sizes in (dict(expert=8), dict(expert=2, context=2, tensor=2))]
+
+
 def plan(**sizes):
     return Plan(batch_size=ROWS, **({"fsdp": 1} | sizes))
 
@@ -299,8 +305,7 @@ def on_one_device(name):
     return on_mesh(MIXTURES[name], {})
 
 
-@pytest.mark.parametrize("name", MIXTURES)
-@pytest.mark.parametrize("sizes", MESHES, ids=str)
+@pytest.mark.parametrize("sizes, name", CASES, ids=str)
 def test_every_mesh_gives_the_same_numbers(sizes, name):
     assert_close(on_mesh(MIXTURES[name], sizes), on_one_device(name))
 
@@ -313,7 +318,7 @@ def test_rows_that_do_not_divide_over_the_experts_stay_on_all_devices():
 
 def test_biases_on_a_mesh_are_added_once():
     config = dataclasses.replace(CONFIG, activation="gelu", bias="all")
-    for mixture in MIXTURES.values():
+    for mixture in (MIXTURES["dropless"], MIXTURES["capacity"]):
         assert_close(on_mesh(mixture, dict(expert=2, tensor=2), config), on_mesh(mixture, {}, config))
 
 
@@ -413,7 +418,7 @@ def test_the_router_learns_from_the_hint_that_overrules_it():
 
     def plain(params):
         p = jax.nn.softmax(x @ params["router"])
-        return -0.01 * jnp.sum(jnp.log(jnp.sum(p[..., :4], -1)) * (segments > 0))
+        return -0.01 * jnp.sum(jnp.log(jnp.sum(p[..., :4], -1)) * (segments > 0).astype(jnp.float32))
 
     (value, stats), grads = jax.value_and_grad(loss, has_aux=True)(params)
     want, want_grads = jax.value_and_grad(plain)(params)
@@ -435,7 +440,7 @@ def domain_share(hints):
         domain, noise = jax.random.split(key)
         domains = jax.random.randint(domain, (8, 16), 1, 3)
         signs = jnp.where(domains == 1, 1.0, -1.0)[..., None]
-        x = jax.random.normal(noise, (8, 16, 16)) + signs * mark * 8
+        x = jax.random.normal(noise, (8, 16, 16)) + signs * mark * 4
         return x, jnp.where(signs > 0, x @ maps[0], x @ maps[1]), domains
 
     def loss(params, key, step):
@@ -445,7 +450,7 @@ def domain_share(hints):
 
     def update(params, step):
         grads = jax.grad(loss)(params, jax.random.fold_in(jax.random.key(1), step), step)
-        return jax.tree.map(lambda p, g: p - 0.3 * g, params, grads), None
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), None
 
     params, _ = jax.jit(lambda p: jax.lax.scan(update, p, jnp.arange(300, dtype=jnp.int32)))(params)
     x, _, domains = batch(jax.random.key(2))
