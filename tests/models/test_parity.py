@@ -1,4 +1,4 @@
-"""Every decoder family against the reference implementation's logits, committed in golden/ (golden/make.py made them)."""
+"""Every decoder family against the reference logits in golden/, which golden/make.py wrote."""
 
 import json
 import pathlib

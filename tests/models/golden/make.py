@@ -46,7 +46,14 @@ def rope(kind: str = "default", theta: float = 10_000.0, **rest) -> dict:
 
 CASES = {
     "gpt2": dict(
-        model_type="gpt2", vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=2
+        model_type="gpt2",
+        vocab_size=VOCAB,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        n_positions=64,
+        bos_token_id=1,
+        eos_token_id=2,
     ),
     "gpt_neox": dict(
         SIZES, model_type="gpt_neox", hidden_size=64, hidden_act="gelu", layer_norm_eps=1e-5, rotary_pct=0.25
