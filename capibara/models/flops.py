@@ -1,0 +1,63 @@
+"""Model FLOPs: what a trained token costs by arithmetic, whatever the hardware then does (PaLM, appendix B)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from capibara import tree
+from capibara.types import Params
+
+_TRAINED = 3  # forward once, backward twice: for the gradients of inputs and of weights
+
+
+def flops_per_token(config: Any, params: Params, axes: Params, length: int, encoder_length: int | None = None) -> float:
+    """Of a forward and a backward pass, recomputation not counted; for one token of a full row of one document.
+
+    2 a matmul weight that the token meets (of a mixture of experts top_k of num_experts, and the router), and 4 a key,
+    head and dimension in attention: its causal half, or what a local layer's window lets it see.
+
+    Args:
+      config: a TransformerConfig.
+      params: nested dict of arrays or shapes.
+      axes: the same nested dict of logical axes.
+      length: tokens in a row; of an encoder-decoder in the decoder's, whose tokens are counted.
+      encoder_length: tokens in a row of its encoder; their cost is shared out among the decoder's.
+    """
+    weights, of_encoder = config.vocab_size * config.embed_dim, 0.0  # the head, tied or not; the look-up is no matmul
+    parts = zip(tree.path_names(params), jax.tree.leaves(params), jax.tree.leaves(axes, is_leaf=tree.is_axes), strict=True)
+    for name, leaf, names in parts:
+        if name.startswith("encoder/") or name.endswith(("cross_attention/key", "cross_attention/value")):
+            of_encoder += _met(config, name, leaf, names)
+        else:
+            weights += _met(config, name, leaf, names)
+    keys, encoder_keys = _keys(config, length, encoder_length or 0)
+    per_key = 2 * config.num_heads * config.head_size
+    own, encoder = 2 * (weights + per_key * keys), 2 * (of_encoder + per_key * encoder_keys)
+    return float(_TRAINED * (own + encoder * (encoder_length or 0) / length))
+
+
+def _met(config: Any, name: str, leaf: Any, names: tuple[str, ...]) -> float:
+    """Weights of a parameter that a token is multiplied with."""
+    matrix = len([n for n in names if n != "layers"]) > 1 and not name.endswith("bias")
+    if not matrix or "vocab" in names or "position" in names:
+        return 0.0
+    return leaf.size * config.moe.top_k / config.moe.num_experts if "experts" in names else leaf.size
+
+
+def _keys(config: Any, length: int, encoder_length: int) -> tuple[float, float]:
+    """Keys that a token sees, in the mean over a row and summed over layers: of a decoder (or BERT), of its encoder."""
+
+    def causal(window: int | None) -> float:
+        window = length if window is None else min(window, length)
+        return window - window**2 / (2 * length)
+
+    match config.objective:
+        case "masked":
+            return config.num_layers * length, 0
+        case "encoder_decoder":
+            return config.num_layers * (causal(None) + encoder_length), config.encoder_layers * encoder_length
+    pattern = config.layer_pattern
+    kinds = [pattern[index % len(pattern)] for index in range(config.num_layers)]
+    return sum(causal(config.window if kind == "local" else None) for kind in kinds), 0
