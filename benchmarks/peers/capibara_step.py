@@ -6,6 +6,7 @@ Speaks as benchmarks/peers/torch_step.py does: one JSON line when ready, then on
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import json
 import os
@@ -23,6 +24,7 @@ import numpy as np
 from capibara import sharding
 from capibara.models import api
 from capibara.models.api import DecoderConfig
+from capibara.models.moe import Moe
 from capibara.optim import Optimizer, Schedule
 from capibara.sharding import Plan
 from capibara.training import state as states
@@ -37,7 +39,20 @@ def dense(shape: dict[str, Any], layer_loop: str) -> DecoderConfig:
     return DecoderConfig(**sizes, dtype="float32", layer_loop=layer_loop)
 
 
-CONFIGS = {"dense": dense}
+def moe(shape: dict[str, Any], layer_loop: str) -> DecoderConfig:
+    """The same with Mixtral's experts: gates sum to 1; the balance is the mean over layers, as MaxText's."""
+    experts = Moe(
+        num_experts=shape["num_experts"],
+        top_k=shape["top_k"],
+        gates="normalized",
+        balance_loss=shape["load_balance"] / shape["num_layers"],
+        dispatch=shape["dispatch"],
+        capacity_factor=shape.get("capacity_factor", 1.0),
+    )
+    return dataclasses.replace(dense(shape, layer_loop), moe=experts)
+
+
+CONFIGS = {"dense": dense, "moe": moe}
 
 
 def make_step(model: api.Model, spec: dict) -> Callable[[], float]:
