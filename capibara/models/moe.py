@@ -143,7 +143,8 @@ class MoeMLP(nnx.Module):
             mesh=mesh,
             in_specs=(tokens, of_choice, {name: spec["up" if name == "gate" else name] for name in names}),
             out_specs=tokens,
-            axis_names=manual,
+            # All of them, not only `manual`: a stage axis comes in by vmap (pipeline.run).
+            axis_names=set(mesh.axis_names),
             check_vma=False,
         )(x_BTD, of_routing, weights)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 from flax import nnx
@@ -15,6 +15,7 @@ from capibara.models import layers
 from capibara.models.attention import Attention, AttentionBackend
 from capibara.models.attention_kind import AttentionKind
 from capibara.models.layers import Activation, Bias, Norm, NormKind, NormScale, QKNorm
+from capibara.models.moe import Moe, MoeMLP
 from capibara.models.quantized import Quantization
 from capibara.models.rope import Angles, Rope, angles
 from capibara.models.stack import LayerLoop
@@ -95,6 +96,8 @@ class TransformerConfig:
       layer_loop: scan over layers, or unrolled.
     """
 
+    objective: ClassVar[str] = "causal"  # what it is trained for: the Dataset.kind that fits
+
     vocab_size: int
     embed_dim: int
     num_layers: int
@@ -115,7 +118,7 @@ class TransformerConfig:
     logit_soft_cap: float | None = None
     attention: AttentionBackend = AttentionBackend.AUTO
     max_length: int | None = None
-    moe: Any = None
+    moe: Moe | None = None
     embedding_scale: EmbeddingScale = EmbeddingScale.NONE
     head: Head = Head.TIED
     quantization: Quantization = Quantization.NONE
@@ -236,12 +239,7 @@ class Block(nnx.Module):
     def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
         self.config = config
         self.attention = Attention(config, rngs)
-        if config.moe is None:
-            self.mlp = MLP(config, rngs)
-        else:
-            from capibara.models.moe import MoeMLP
-
-            self.mlp = MoeMLP(config, config.moe, rngs)
+        self.mlp = MLP(config, rngs) if config.moe is None else MoeMLP(config, config.moe, rngs)
         self.attention_norm, self.mlp_norm = config.make_norm(rngs), config.make_norm(rngs)
         if config.norm_placement is NormPlacement.SANDWICH:
             self.attention_post_norm, self.mlp_post_norm = config.make_norm(rngs), config.make_norm(rngs)
@@ -266,7 +264,7 @@ class Block(nnx.Module):
         def mlp(x):
             if self.config.moe is None:
                 return self.mlp(x)
-            y, of_experts = self.mlp(x, rows.segment_ids, rows.domains, shared.step)
+            y, of_experts = self.mlp(x, rows.segment_ids, rows.domains, shared.step, shared.places)
             stats.update(of_experts)
             return y
 

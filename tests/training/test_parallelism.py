@@ -11,6 +11,7 @@ import pytest
 from capibara import sharding, tree
 from capibara.models import api
 from capibara.models.api import DecoderConfig
+from capibara.models.moe import Moe
 from capibara.sharding import Plan
 from capibara.training.losses import cross_entropy
 from capibara.types import UserError
@@ -27,7 +28,8 @@ DENSE = DecoderConfig(
     layer_pattern=("local", "global"),
     dtype="float32",
 )
-MODELS = {"dense": DENSE}
+EXPERTS = Moe(num_experts=8, top_k=2, expert_dim=32, balance_loss=0.01, router_z_loss=0.001)
+MODELS = {"dense": DENSE, "experts": dataclasses.replace(DENSE, moe=EXPERTS)}
 # The six axes alone, then eight products of them.
 MESHES = [
     dict(data=8, fsdp=1),
