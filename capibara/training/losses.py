@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from capibara import sharding
+from capibara.sharding import Rules
 
 # Bytes of one block of float32 logits on a device: what stays in a CPU's cache, and little beside an HBM.
 _BLOCK_BYTES = {"cpu": 8 * 2**20}
@@ -45,8 +48,9 @@ def cross_entropy(
     """Cross entropy of softmax(hidden @ head.T) against the targets.
 
     Logits are made and used up in blocks of places. Where gradients are wanted they are made in the same pass, while a
-    block's probabilities are at hand, so the logits are computed once. Each batch shard adds up its own head gradient
-    over the blocks; they are reduced once.
+    block's probabilities are at hand, so the logits are computed once. Each shard adds up its own head gradient over
+    the blocks in float32; they are reduced once, right then, to where the head's shards lie: the whole gradient, for a
+    large vocabulary one of the largest arrays there are, is gone before the layers' backward pass begins.
 
     Args:
       hidden_BTD: final hidden states, in the compute dtype.
@@ -60,24 +64,30 @@ def cross_entropy(
       The loss, nll + z_loss * z, to differentiate; and the sums, without gradient.
     """
 
-    def shard_loss(hidden_BTD, head_VD, targets_BT, weights_BT):
-        # The cast is in here so that the shards' head gradients are summed in float32.
-        head_VD = head_VD.astype(hidden_BTD.dtype)
-        return _blocked_loss(hidden_BTD, head_VD, targets_BT, weights_BT, z_loss, soft_cap)
-
     row_axes, time_axes = _loss_axes(*targets_BT.shape)
-    if not row_axes + time_axes:
-        return _totals(shard_loss(hidden_BTD, head_VD, targets_BT, weights_BT))
-    places = P(row_axes or None, time_axes or None)
-    local = jax.shard_map(
-        lambda *args: jax.tree.map(lambda x: x[None], shard_loss(*args)),
-        mesh=sharding.active()[0],
-        in_specs=(places, P(), places, places),
-        out_specs=P(row_axes + time_axes),
-        axis_names=set(row_axes + time_axes),
-        check_vma=False,
-    )
-    return _totals(jax.tree.map(lambda x: jnp.sum(x, 0), local(hidden_BTD, head_VD, targets_BT, weights_BT)))
+    mesh, rules = sharding.active() or (None, None)
+    layout = _Layout(mesh, row_axes, time_axes, _head_axes(mesh, rules, row_axes + time_axes, head_VD.shape[1]))
+    loss, sums = _loss(hidden_BTD, head_VD, targets_BT, weights_BT, layout, z_loss, soft_cap)
+    return loss, LossSums(*jax.lax.stop_gradient(sums))
+
+
+class _Layout(NamedTuple):
+    """Which mesh axes share out the rows, the places, and the head's D; without any of the first two all is local."""
+
+    mesh: Mesh | None
+    row_axes: tuple[str, ...]
+    time_axes: tuple[str, ...]
+    head_axes: tuple[str, ...]
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return self.row_axes + self.time_axes
+
+
+def _head_axes(mesh: Mesh | None, rules: Rules | None, axes: tuple[str, ...], size: int) -> tuple[str, ...]:
+    """Of the axes that share out the loss, those along which the head's D lies too."""
+    kept = tuple(axis for axis in rules.embed if axis in axes) if mesh else ()
+    return kept if size % math.prod(mesh.shape[axis] for axis in kept) == 0 else ()
 
 
 def _loss_axes(rows: int, length: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -98,49 +108,91 @@ def _loss_axes(rows: int, length: int) -> tuple[tuple[str, ...], tuple[str, ...]
     return row_axes, time_axes if length % math.prod(sizes[axis] for axis in time_axes) == 0 else ()
 
 
-def _totals(loss_and_sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, LossSums]:
-    loss, sums = loss_and_sums
-    return loss, LossSums(*jax.lax.stop_gradient(sums))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+def _loss(hidden_BTD, head_VD, targets_BT, weights_BT, layout: _Layout, z_loss: float, soft_cap: float | None):
+    """The loss and the four LossSums [4]."""
 
+    def local(hidden_BTD, head_VD, targets_BT, weights_BT):
+        head_VD = _gathered(head_VD, hidden_BTD.dtype, layout)
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _blocked_loss(
-    hidden_BTD, head_VD, targets_BT, weights_BT, z_loss: float, soft_cap: float | None
-) -> tuple[jax.Array, jax.Array]:
-    """The loss and the four LossSums [4] of one batch shard."""
+        def add(sums, block):
+            return sums + _block(block, head_VD, z_loss, soft_cap)[0], None
 
-    def add(sums, block):
-        return sums + _block(block, head_VD, z_loss, soft_cap)[0], None
+        return _over_blocks(add, jnp.zeros(4), (hidden_BTD, targets_BT, weights_BT), head_VD)[0][None]
 
-    sums, _ = _over_blocks(add, jnp.zeros(4), (hidden_BTD, targets_BT, weights_BT), head_VD)
+    places, head, per_shard = _specs(layout)
+    sums = _on_shards(local, layout, (places, head, places, places), per_shard)(
+        hidden_BTD, head_VD, targets_BT, weights_BT
+    )
+    sums = jnp.sum(sums, 0)
     return sums[0] + z_loss * sums[1], sums
 
 
-def _blocked_loss_forward(hidden_BTD, head_VD, targets_BT, weights_BT, z_loss, soft_cap):
-    def add(carry, block):
-        sums, dhead_DV = carry
-        block_sums, dlogits = _block(block, head_VD, z_loss, soft_cap)
-        hidden = block[0]
-        dhidden = _dot(dlogits, head_VD, 1, 0).astype(hidden.dtype)
-        return (sums + block_sums, dhead_DV + _dot(hidden, dlogits, 0, 0)), dhidden
+def _loss_forward(hidden_BTD, head_VD, targets_BT, weights_BT, layout, z_loss, soft_cap):
+    def local(hidden_BTD, head_VD, targets_BT, weights_BT):
+        head_VD = _gathered(head_VD, hidden_BTD.dtype, layout)
 
-    # The head's gradient adds up as [D, V]: hidden.T @ dlogits is the order that XLA's CPU matmul runs fastest.
-    start = (jnp.zeros(4), jnp.zeros(head_VD.shape[::-1], jnp.float32))
-    (sums, dhead_DV), dhidden = _over_blocks(add, start, (hidden_BTD, targets_BT, weights_BT), head_VD)
-    B, T, D = hidden_BTD.shape
-    dhidden_BTD = jnp.moveaxis(dhidden.reshape(-1, B, T // dhidden.shape[0], D), 0, 1).reshape(B, T, D)
-    return (sums[0] + z_loss * sums[1], sums), (dhidden_BTD, dhead_DV.T)
+        def add(carry, block):
+            sums, dhead_DV = carry
+            block_sums, dlogits = _block(block, head_VD, z_loss, soft_cap)
+            hidden = block[0]
+            dhidden = _dot(dlogits, head_VD, 1, 0).astype(hidden.dtype)
+            return (sums + block_sums, dhead_DV + _dot(hidden, dlogits, 0, 0)), dhidden
+
+        # The head's gradient adds up as [D, V]: hidden.T @ dlogits is the order that XLA's CPU matmul runs fastest.
+        start = (jnp.zeros(4), jnp.zeros(head_VD.shape[::-1], jnp.float32))
+        (sums, dhead_DV), dhidden = _over_blocks(add, start, (hidden_BTD, targets_BT, weights_BT), head_VD)
+        B, T, D = hidden_BTD.shape
+        dhidden_BTD = jnp.moveaxis(dhidden.reshape(-1, B, T // dhidden.shape[0], D), 0, 1).reshape(B, T, D)
+        if layout.head_axes:
+            dhead_DV = jax.lax.psum_scatter(dhead_DV, layout.head_axes, scatter_dimension=0, tiled=True)
+        if others := tuple(axis for axis in layout.axes if axis not in layout.head_axes):
+            dhead_DV = jax.lax.psum(dhead_DV, others)
+        return sums[None], dhidden_BTD, dhead_DV.T
+
+    places, head, per_shard = _specs(layout)
+    sums, dhidden_BTD, dhead_VD = _on_shards(
+        local, layout, (places, head, places, places), (per_shard, places, head)
+    )(hidden_BTD, head_VD, targets_BT, weights_BT)
+    sums = jnp.sum(sums, 0)
+    return (sums[0] + z_loss * sums[1], sums), (dhidden_BTD, dhead_VD, jnp.zeros(0, head_VD.dtype))
 
 
-def _blocked_loss_backward(z_loss, soft_cap, gradients, upstream):
-    del z_loss, soft_cap
+def _loss_backward(layout, z_loss, soft_cap, gradients, upstream):
+    del layout, z_loss, soft_cap
     dloss, _ = upstream  # the sums have no gradient
-    dhidden_BTD, _ = gradients
-    # The head's gradient is rounded after dloss: summed over many tokens it may be more than float16 holds.
-    return tuple((d * dloss).astype(dhidden_BTD.dtype) for d in gradients) + (None, None)
+    dhidden_BTD, dhead_VD, like_head = gradients
+    # In float32, and rounded only then: dloss is a float16 run's loss scale.
+    dhidden = (dhidden_BTD * dloss).astype(dhidden_BTD.dtype)
+    return dhidden, (dhead_VD * dloss).astype(like_head.dtype), None, None
 
 
-_blocked_loss.defvjp(_blocked_loss_forward, _blocked_loss_backward)
+_loss.defvjp(_loss_forward, _loss_backward)
+
+
+def _specs(layout: _Layout) -> tuple[P, P, P]:
+    """Of arrays [B, T, ...], of the head [V, D], and of results with one row for each shard."""
+    return P(layout.row_axes or None, layout.time_axes or None), P(None, layout.head_axes or None), P(layout.axes)
+
+
+def _on_shards(local: Callable, layout: _Layout, in_specs: tuple[P, ...], out_specs: Any) -> Callable:
+    """`local` on each shard of the loss; vocabulary axes stay with the partitioner."""
+    if not layout.axes:
+        return local
+    return jax.shard_map(
+        local,
+        mesh=layout.mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        axis_names=set(layout.axes),
+        check_vma=False,
+    )
+
+
+def _gathered(head_VD: jax.Array, dtype: jnp.dtype, layout: _Layout) -> jax.Array:
+    """The whole head in the compute dtype; cast before it is sent."""
+    head_VD = head_VD.astype(dtype)
+    return jax.lax.all_gather(head_VD, layout.head_axes, axis=1, tiled=True) if layout.head_axes else head_VD
 
 
 def _block(block, head_VD, z_loss: float, soft_cap: float | None) -> tuple[jax.Array, jax.Array]:
