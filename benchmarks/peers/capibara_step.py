@@ -23,7 +23,7 @@ import numpy as np
 
 from capibara import sharding
 from capibara.models import api
-from capibara.models.api import DecoderConfig
+from capibara.models.api import DecoderConfig, EncoderDecoderConfig
 from capibara.models.moe import Moe
 from capibara.optim import Optimizer, Schedule
 from capibara.sharding import Plan
@@ -52,7 +52,13 @@ def moe(shape: dict[str, Any], layer_loop: str) -> DecoderConfig:
     return dataclasses.replace(dense(shape, layer_loop), moe=experts)
 
 
-CONFIGS = {"dense": dense, "moe": moe}
+def encdec(shape: dict[str, Any], layer_loop: str) -> EncoderDecoderConfig:
+    """T5 1.1 with as many layers in the encoder as in the decoder."""
+    sizes = {name: shape[name] for name in ("vocab_size", "embed_dim", "num_layers", "num_heads", "mlp_dim", "head")}
+    return EncoderDecoderConfig(**sizes, dtype="float32", layer_loop=layer_loop)
+
+
+CONFIGS = {"dense": dense, "moe": moe, "encdec": encdec}
 
 
 def make_step(model: api.Model, spec: dict) -> Callable[[], float]:
@@ -79,17 +85,28 @@ def make_step(model: api.Model, spec: dict) -> Callable[[], float]:
 
 
 def host_batch(spec: dict) -> dict[str, np.ndarray]:
-    """The ids that the peers train on, one document a row."""
+    """The ids that the peers train on, one document a row; of an encoder-decoder `length` are the encoder's."""
     shape = spec["shape"]
     rows, length = shape["batch"], shape["length"]
-    ids = np.random.default_rng(spec["seed"]).integers(0, shape["vocab_size"], (rows, length + 1)).astype(np.int32)
+    random = np.random.default_rng(spec["seed"])
+    encoder = {}
+    if target_length := shape.get("target_length"):
+        inputs = random.integers(0, shape["vocab_size"], (rows, length)).astype(np.int32)
+        encoder = {"tokens": inputs, **_one_document(rows, length)}
+        length = target_length
+    ids = random.integers(0, shape["vocab_size"], (rows, length + 1)).astype(np.int32)
     return {
         "tokens": ids[:, :-1],
         "targets": ids[:, 1:],
         "weights": np.ones((rows, length), np.float32),
-        "segment_ids": np.ones((rows, length), np.int32),
-        "positions": np.tile(np.arange(length, dtype=np.int32), (rows, 1)),
+        **_one_document(rows, length),
+        **{f"encoder_{name}": array for name, array in encoder.items()},
     }
+
+
+def _one_document(rows: int, length: int) -> dict[str, np.ndarray]:
+    positions = np.tile(np.arange(length, dtype=np.int32), (rows, 1))
+    return {"segment_ids": np.ones((rows, length), np.int32), "positions": positions}
 
 
 def sgemm_flops_per_s(size: int = 1024, repeats: int = 8) -> float:
@@ -116,10 +133,15 @@ def main() -> None:
     spec = json.loads(args.spec)
     model = api.build(CONFIGS[spec["shape"]["model"]](spec["shape"], args.layer_loop))
     step = make_step(model, spec)
-    rows, length = spec["shape"]["batch"], spec["shape"]["length"]
+    shape = spec["shape"]
+    length, target_length = shape["length"], shape.get("target_length")
+    if target_length:
+        flops = model.flops_per_token(target_length, length) * shape["batch"] * target_length
+    else:
+        flops = model.flops_per_token(length) * shape["batch"] * length
     ready = {
         "param_count": model.param_count,
-        "flops_per_step": model.flops_per_token(length) * rows * length,
+        "flops_per_step": flops,
         "first_losses": [step() for _ in range(3)],
         "version": f"jax {jax.__version__}",
     }
