@@ -11,15 +11,18 @@ import jax.numpy as jnp
 from flax import nnx
 
 from capibara import tree
+from capibara.models import flops, moe
 from capibara.models.decoder import Decoder, DecoderConfig
+from capibara.models.encdec import EncoderDecoder, EncoderDecoderConfig
+from capibara.models.encoder import Encoder, EncoderConfig
 from capibara.models.stack import Stats
 from capibara.models.transformer import TransformerConfig
 from capibara.sharding import Remat, RematPolicy
 from capibara.types import Batch, Params
 
-__all__ = ["DecoderConfig", "Model", "TransformerConfig", "build"]
+__all__ = ["DecoderConfig", "EncoderConfig", "EncoderDecoderConfig", "Model", "TransformerConfig", "build"]
 
-_MODULES = {DecoderConfig: Decoder}
+_MODULES = {DecoderConfig: Decoder, EncoderDecoderConfig: EncoderDecoder, EncoderConfig: Encoder}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +38,8 @@ class Model:
         sums over tokens [L, ...], none for dense layers. `remat` is a Remat or RematPolicy; `step` the train step,
         None outside training.
       head: parameters -> output projection [V, D].
+      encode: of an encoder-decoder: (parameters, batch) -> what its encoder makes of the batch's encoder entries,
+        [B, S, D]. A batch that has it as the entry `encoded` is not encoded again.
     """
 
     config: TransformerConfig
@@ -43,6 +48,7 @@ class Model:
     init: Callable[[jax.Array], Params]
     hidden: Callable[..., tuple[jax.Array, Stats]]
     head: Callable[[Params], jax.Array]
+    encode: Callable[[Params, Batch], jax.Array] | None = None
 
     def logits(self, params: Params, batch: Batch) -> jax.Array:
         """Logits [B, T, V] in float32. For sampling and tests: training never makes them whole."""
@@ -60,37 +66,21 @@ class Model:
         """What the layers' statistics add to the loss sum: the balance of experts."""
         if self.config.moe is None:
             return 0.0
-        from capibara.models import moe
-
         return moe.router_loss(stats, self.config.moe)
 
     def layer_metrics(self, stats: Stats) -> dict[str, jax.Array]:
         """Scalars that say how the layers fare: how experts are used."""
         if self.config.moe is None:
             return {}
-        from capibara.models import moe
-
         return moe.router_metrics(stats, self.config.moe)
 
     @property
     def param_count(self) -> int:
         return tree.param_count(self.abstract_params)
 
-    def flops_per_token(self, length: int) -> float:
-        """Model FLOPs of one trained token: 6 per matmul weight, plus causal attention (PaLM, appendix B).
-
-        Args:
-          length: tokens in a row; attention is counted for its causal half.
-        """
-        config = self.config
-        embeddings = config.vocab_size * config.embed_dim  # the look-up is no matmul, the head is one
-        matmul_params = sum(
-            leaf.size
-            for leaf, axes in zip(jax.tree.leaves(self.abstract_params), jax.tree.leaves(self.axes, is_leaf=tree.is_axes), strict=True)
-            if len([a for a in axes if a != "layers"]) > 1 and "vocab" not in axes and "position" not in axes
-        )
-        attention = 12 * config.num_layers * config.num_heads * config.head_size * length / 2
-        return 6.0 * (matmul_params + embeddings) + attention
+    def flops_per_token(self, length: int, encoder_length: int | None = None) -> float:
+        """Model FLOPs of one trained token in a row of `length`; `flops.flops_per_token` says what is counted."""
+        return flops.flops_per_token(self.config, self.abstract_params, self.axes, length, encoder_length)
 
 
 @functools.lru_cache(maxsize=32)
@@ -115,6 +105,9 @@ def build(config: TransformerConfig) -> Model:
     ) -> tuple[jax.Array, Stats]:
         return bind(params)(batch, remat if isinstance(remat, RematPolicy) else RematPolicy(remat), step)
 
+    def encode(params: Params, batch: Batch) -> jax.Array:
+        return bind(params).encode(batch, RematPolicy(), None)[0]
+
     return Model(
         config=config,
         abstract_params=nnx.to_pure_dict(template),
@@ -122,6 +115,7 @@ def build(config: TransformerConfig) -> Model:
         init=init,
         hidden=hidden,
         head=lambda params: bind(params).head(),
+        encode=encode if hasattr(make, "encode") else None,
     )
 
 

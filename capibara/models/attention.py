@@ -1,4 +1,4 @@
-"""Self-attention: the projections, and the choice of who multiplies queries, keys and values."""
+"""Attention: the projections, and the choice of who multiplies queries, keys and values."""
 
 from __future__ import annotations
 
@@ -143,7 +143,10 @@ class Attention(nnx.Module):
         D, N, K, H = config.embed_dim, config.num_heads, config.kv_heads, config.head_size
         self.config = config
         into = layers.fan_in(0)
-        self.query = layers.param(rngs, (D, N, H), ("embed", "heads", "head_dim"), into)
+        # Whatever scales the scores (nothing does in T5), they begin with variance 1.
+        scale = H**-0.5 if config.attention_scale is None else config.attention_scale
+        to_queries = layers.fan_in(0, scale=1.0 / (H * scale**2))
+        self.query = layers.param(rngs, (D, N, H), ("embed", "heads", "head_dim"), to_queries)
         self.key = layers.param(rngs, (D, K, H), ("embed", "kv_heads", "head_dim"), into)
         self.value = layers.param(rngs, (D, K, H), ("embed", "kv_heads", "head_dim"), into)
         # The sum over 2 L residual branches keeps its variance (Radford et al. 2019).
@@ -169,9 +172,15 @@ class Attention(nnx.Module):
         angles: rope.Angles | None = None,
         places_T: jax.Array | None = None,
         bias_NTS: jax.Array | None = None,
+        encoded_BSD: jax.Array | None = None,
+        encoded_segments_BS: jax.Array | None = None,
     ) -> jax.Array:
-        """Self-attention of x_BTD; `angles` turn queries and keys, the rest is as in `attend`."""
-        q, k, v = self._projections(x_BTD)
+        """Self-attention of x_BTD, or its attention to `encoded_BSD`.
+
+        `angles` turn queries and keys, the rest is as in `attend`.
+        """
+        itself = encoded_BSD is None
+        q, k, v = self._projections(x_BTD, x_BTD if itself else encoded_BSD)
         if self.config.qk_norm is layers.QKNorm.HEAD:
             q, k = self.query_norm(q), self.key_norm(k)
         if angles is not None:
@@ -182,9 +191,9 @@ class Attention(nnx.Module):
             checkpoint_name(v, "value"),
             kind=kind,
             q_segments_BT=segment_ids_BT,
-            kv_segments_BS=segment_ids_BT,
+            kv_segments_BS=segment_ids_BT if itself else encoded_segments_BS,
             q_places_T=places_T,
-            kv_places_S=places_T,
+            kv_places_S=places_T if itself else None,
             bias_NTS=bias_NTS,
             backend=self.config.attention,
         )
@@ -194,10 +203,11 @@ class Attention(nnx.Module):
             y = y + self.out_bias[...].astype(y.dtype)
         return checkpoint_name(y, "attention_out")
 
-    def _projections(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def _projections(self, x_BTD: jax.Array, y_BSD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries of x, keys and values of y."""
         dtype = x_BTD.dtype
-        into = (self.query[...], self.key[...], self.value[...])
-        q, k, v = (layers.dense(x_BTD, weight, quantization=self.config.quantization) for weight in into)
+        into = ((x_BTD, self.query), (y_BSD, self.key), (y_BSD, self.value))
+        q, k, v = (layers.dense(x, weight[...], quantization=self.config.quantization) for x, weight in into)
         if self.config.bias is not layers.Bias.NONE:
             q = q + self.query_bias[...].astype(dtype)
             k = k + self.key_bias[...].astype(dtype)

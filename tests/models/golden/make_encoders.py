@@ -65,6 +65,9 @@ def logits(case: dict) -> np.ndarray:
     config = AutoConfig.for_model(**case)
     kind = AutoModelForMaskedLM if case["model_type"] == "bert" else AutoModelForSeq2SeqLM
     model = kind.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    if case.get("tie_word_embeddings") is False:
+        # transformers 5 ties them whatever the configuration says; the checkpoints of T5 1.1 have two tables.
+        model.lm_head.weight = torch.nn.Parameter(torch.empty(VOCAB, case["d_model"]))
     arrays = {name: torch.from_numpy(value) for name, value in batch().items()}
     mask = torch.ones(ROWS, LENGTH if case is BERT else ENCODER_LENGTH, dtype=torch.long)
     mask[-1, -PADDING:] = 0

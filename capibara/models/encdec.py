@@ -1,0 +1,195 @@
+"""The encoder-decoder of T5 and T5 1.1 (Raffel et al. 2020, arXiv:1910.10683; Shazeer 2020, arXiv:2002.05202)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from capibara.config import configurable
+from capibara.models import embedding, layers, stack, transformer
+from capibara.models.attention import Attention, AttentionBackend
+from capibara.models.attention_kind import AttentionKind
+from capibara.models.layers import Activation
+from capibara.models.relative import RelativeBias
+from capibara.models.transformer import (
+    Block,
+    EmbeddingScale,
+    Head,
+    LayerKind,
+    Residual,
+    Rows,
+    Shared,
+    TransformerConfig,
+)
+from capibara.sharding import RematPolicy, constrain
+from capibara.types import Batch, UserError
+
+_PATTERN = (LayerKind.GLOBAL,)
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EncoderDecoderConfig(TransformerConfig):
+    """Sizes and variants of an encoder-decoder; the rest is in TransformerConfig, with T5 1.1's variants for defaults.
+
+    T5 itself has activation "relu" and head "tied". The final hidden states before a tied head are multiplied by
+    embed_dim**-0.5, as in T5.
+
+    Attributes:
+      num_layers: of the decoder.
+      num_encoder_layers: of the encoder; None: as many.
+      relative_buckets: of relative positions; half of them are for keys after the query in the encoder.
+      relative_distance: from here on all distances share a bucket.
+    """
+
+    objective: ClassVar[str] = "encoder_decoder"
+
+    activation: Activation = Activation.GEGLU
+    head: Head = Head.SEPARATE
+    attention_scale: float | None = 1.0
+    num_encoder_layers: int | None = None
+    relative_buckets: int = 32
+    relative_distance: int = 128
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.num_encoder_layers is not None and self.num_encoder_layers < 1:
+            raise UserError(
+                f"EncoderDecoderConfig.num_encoder_layers is {self.num_encoder_layers}, must be at least 1, or None: "
+                "as many as num_layers"
+            )
+        if self.relative_buckets < 4 or self.relative_buckets % 4:
+            raise UserError(
+                f"EncoderDecoderConfig.relative_buckets ({self.relative_buckets}) must be a multiple of 4: try 32"
+            )
+        if self.relative_distance <= self.relative_buckets // 2:
+            raise UserError(
+                f"EncoderDecoderConfig.relative_distance ({self.relative_distance}) must be above half of "
+                f"relative_buckets ({self.relative_buckets}): try {4 * self.relative_buckets}"
+            )
+        if self.residual is Residual.PARALLEL:
+            raise UserError("EncoderDecoderConfig.residual ('parallel') is for decoders only: leave it out")
+        if self.attention in (AttentionBackend.SPLASH, AttentionBackend.CUDNN):
+            raise UserError(
+                f"EncoderDecoderConfig.attention ({str(self.attention)!r}) has no relative positions: try 'auto'"
+            )
+
+    @property
+    def encoder_layers(self) -> int:
+        return self.num_layers if self.num_encoder_layers is None else self.num_encoder_layers
+
+
+class CrossBlock(Block):
+    """A layer of the decoder: self-attention, attention to what was encoded, then an MLP or a mixture of experts."""
+
+    def __init__(self, config: EncoderDecoderConfig, rngs: nnx.Rngs):
+        super().__init__(config, rngs)
+        self.cross_attention = Attention(config, rngs)
+        self.cross_attention_norm = config.make_norm(rngs)
+        if config.norm_placement is transformer.NormPlacement.SANDWICH:
+            self.cross_attention_post_norm = config.make_norm(rngs)
+
+    def __call__(
+        self, x_BTD: jax.Array, rows: Rows, shared: Shared, kind: AttentionKind, layer_kind: LayerKind
+    ) -> tuple[jax.Array, dict[str, Any]]:
+        """The layer's output, and its statistics (those of the experts, else none)."""
+        stats: dict[str, Any] = {}
+
+        def attention(x):
+            of_rows = {"segment_ids_BT": rows.segment_ids, "places_T": shared.places}
+            return self.attention(x, kind=kind, bias_NTS=shared.bias, **of_rows)
+
+        def cross_attention(x):
+            return self.cross_attention(
+                x,
+                kind=dataclasses.replace(kind, causal=False),
+                segment_ids_BT=rows.segment_ids,
+                encoded_BSD=rows.encoded,
+                encoded_segments_BS=rows.encoded_segments,
+            )
+
+        def mlp(x):
+            if self.config.moe is None:
+                return self.mlp(x)
+            y, of_experts = self.mlp(x, rows.segment_ids, rows.domains, shared.step)
+            stats.update(of_experts)
+            return y
+
+        x_BTD = self.add(x_BTD, "attention", attention)
+        x_BTD = self.add(x_BTD, "cross_attention", cross_attention)
+        return self.add(x_BTD, "mlp", mlp), stats
+
+
+class Stack(nnx.Module):
+    """Layers that share their relative positions, and the norm after them."""
+
+    def __init__(self, config: EncoderDecoderConfig, rngs: nnx.Rngs, *, block: type[Block], num_layers: int, causal: bool):
+        self.config, self.causal = config, causal
+        self.relative_bias = RelativeBias(config, rngs, bidirectional=not causal)
+        self.layers = stack.stacked(lambda rngs: block(config, rngs), rngs, num_layers)
+        self.norm = config.make_norm(rngs)
+
+    def __call__(
+        self, x_BTD: jax.Array, rows: Rows, remat: RematPolicy, step: jax.Array | None, places: Any = None
+    ) -> tuple[jax.Array, stack.Stats]:
+        """The normalised output [B, T, D], and the layers' statistics [L, ...]."""
+        shared = Shared(places=places, bias=self.relative_bias(x_BTD.shape[1], places), step=step)
+        kind = self.config.attention_kind(causal=self.causal)
+
+        def apply(block: Block, x: jax.Array, rows: Rows, layer_kind: LayerKind) -> tuple[jax.Array, stack.Stats]:
+            return block(x, rows, shared, kind, layer_kind)
+
+        x_BTD, stats = stack.run(self.layers, x_BTD, rows, apply, _PATTERN, self.config.layer_loop, remat)
+        return constrain(self.norm(x_BTD), ("batch", "act_time", "act_embed")), stats
+
+
+class EncoderDecoder(nnx.Module):
+    """One embedding, an encoder, and a decoder that reads what was encoded; `head` gives the output projection."""
+
+    def __init__(self, config: EncoderDecoderConfig, rngs: nnx.Rngs):
+        V, D = config.vocab_size, config.embed_dim
+        self.config = config
+        self.embedding = layers.param(rngs, (V, D), ("vocab", "embed"), layers.normal(1.0))
+        self.encoder = Stack(config, rngs, block=Block, num_layers=config.encoder_layers, causal=False)
+        self.decoder = Stack(config, rngs, block=CrossBlock, num_layers=config.num_layers, causal=True)
+        if config.head is Head.SEPARATE:
+            self.output = layers.param(rngs, (V, D), ("vocab", "embed"), layers.normal(D**-0.5))
+
+    def encode(self, batch: Batch, remat: RematPolicy, step: jax.Array | None) -> tuple[jax.Array, stack.Stats]:
+        """The encoder's output [B, S, D], normalised, in the compute dtype; and its layers' statistics."""
+        rows = Rows(batch["encoder_segment_ids"])
+        return self.encoder(self._embed(batch["encoder_tokens"]), rows, remat, step)
+
+    def __call__(self, batch: Batch, remat: RematPolicy, step: jax.Array | None) -> tuple[jax.Array, stack.Stats]:
+        """The decoder's final hidden states [B, T, D], normalised, in the compute dtype; and the layers' statistics.
+
+        Where the batch has an entry `encoded` [B, S, D], what `encode` gave, nothing is encoded again. Statistics are
+        of the encoder's layers, then of the decoder's.
+        """
+        if "encoded" in batch:
+            encoded, of_encoder = batch["encoded"], {}
+        else:
+            encoded, of_encoder = self.encode(batch, remat, step)
+        rows = Rows(
+            batch["segment_ids"],
+            domains=batch.get("domains"),
+            encoded=encoded,
+            encoded_segments=batch["encoder_segment_ids"],
+        )
+        x, stats = self.decoder(self._embed(batch["tokens"]), rows, remat, step, batch.get("places"))
+        if of_encoder:
+            stats = jax.tree.map(lambda *parts: jnp.concatenate(parts), of_encoder, stats)
+        return (x * self.config.embed_dim**-0.5 if self.config.head is Head.TIED else x), stats
+
+    def head(self) -> jax.Array:
+        """The output projection [V, D]: logits are hidden @ head.T."""
+        return self.embedding[...] if self.config.head is Head.TIED else self.output[...]
+
+    def _embed(self, tokens: jax.Array) -> jax.Array:
+        config = self.config
+        x = transformer.residual(embedding.lookup(self.embedding[...], tokens, config.dtype.value))
+        return x * config.embed_dim**0.5 if config.embedding_scale is EmbeddingScale.SQRT_DIM else x
