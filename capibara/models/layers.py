@@ -58,12 +58,11 @@ def dense(
     Returns:
       [B, T, out ...].
     """
-    if quantization is Quantization.NONE and not _as_matrices():
-        dims = tuple(range(x.ndim - in_dims, x.ndim)), tuple(range(in_dims))
-        return jax.lax.dot_general(x, weight.astype(x.dtype), (dims, ((), ())))
+    if quantization is not Quantization.NONE or not _as_matrices():
+        return quantized_matmul(x, weight, quantization, in_dims)
     leading, inner, outer = x.shape[:-in_dims], x.shape[x.ndim - in_dims :], weight.shape[in_dims:]
     size = math.prod(inner)
-    y = quantized_matmul(x.reshape(-1, size), weight.reshape(size, -1), quantization)
+    y = x.reshape(-1, size) @ weight.astype(x.dtype).reshape(size, -1)
     return y.reshape(*leading, *outer)
 
 

@@ -32,60 +32,74 @@ class Quantization(enum.StrEnum):
     FP8 = "fp8"
 
 
-def quantized_matmul(x: jax.Array, w: jax.Array, quantization: Quantization) -> jax.Array:
-    """x @ w with both operands rounded to 8 bits, one scale for each row of x and each column of w.
+def quantized_matmul(x: jax.Array, w: jax.Array, quantization: Quantization, in_dims: int = 1) -> jax.Array:
+    """Contracts the last `in_dims` dimensions of x with the first of w, both rounded to 8 bits.
+
+    There is one scale for each token (leading place of x) and one for each output of w.
 
     Args:
-      x: [M, K] floating point; M tokens.
-      w: [K, N] in any floating-point dtype.
+      x: [..., in ...] floating point.
+      w: [in ..., out ...] in any floating-point dtype.
       quantization: the format.
+      in_dims: how many dimensions `in ...` has.
 
     Returns:
-      [M, N] in the dtype of x. Gradients are in the dtypes of x and w.
+      [..., out ...] in the dtype of x. Gradients are in the dtypes of x and w.
     """
-    return x @ w.astype(x.dtype) if quantization is Quantization.NONE else _matmul(x, w, quantization)
+    if quantization is Quantization.NONE:
+        return _dot(x, w.astype(x.dtype), *_contracted(x, in_dims), x.dtype)
+    return _matmul(x, w, quantization, in_dims)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _matmul(x, w, quantization: Quantization) -> jax.Array:
+# Dimensions are contracted as they are, not joined first: the partitioner cannot join two of which the second is sharded.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _matmul(x, w, quantization: Quantization, in_dims: int) -> jax.Array:
     kind = jnp.int8 if quantization is Quantization.INT8 else jnp.float8_e4m3fn
-    return _scaled_dot(x, kind, 1, w, kind, 0).astype(x.dtype)
+    x_dims, w_dims = _contracted(x, in_dims)
+    return _scaled_dot(x, kind, x_dims, w, kind, w_dims).astype(x.dtype)
 
 
-def _forward(x, w, quantization):
+def _forward(x, w, quantization, in_dims):
     # The operands are kept as they came, not in 8 bits: projections that share an input share one residual.
-    return _matmul(x, w, quantization), (x, w)
+    return _matmul(x, w, quantization, in_dims), (x, w)
 
 
-def _backward(quantization, residuals, g):
+def _backward(quantization, in_dims, residuals, g):
     x, w = residuals
+    places = tuple(range(x.ndim - in_dims))
+    outputs = tuple(range(len(places), g.ndim)), tuple(range(in_dims, w.ndim))
     if quantization is Quantization.INT8:
-        dx = _scaled_dot(g, jnp.int8, 1, w, jnp.int8, 1)
-        dw = _dot(x, g, 0, 0, x.dtype)
+        dx = _scaled_dot(g, jnp.int8, outputs[0], w, jnp.int8, outputs[1])
+        dw = _dot(x, g, places, places, x.dtype)
     else:
-        dx = _scaled_dot(g, jnp.float8_e5m2, 1, w, jnp.float8_e4m3fn, 1)
-        dw = _scaled_dot(x, jnp.float8_e4m3fn, 0, g, jnp.float8_e5m2, 0)
+        dx = _scaled_dot(g, jnp.float8_e5m2, outputs[0], w, jnp.float8_e4m3fn, outputs[1])
+        dw = _scaled_dot(x, jnp.float8_e4m3fn, places, g, jnp.float8_e5m2, places)
     return dx.astype(x.dtype), dw.astype(w.dtype)
 
 
 _matmul.defvjp(_forward, _backward)
 
 
-def _scaled_dot(a, a_kind, a_dim: int, b, b_kind, b_dim: int) -> jax.Array:
-    """float32 [rows of a, rows of b]: the product over dimension a_dim of a and b_dim of b, both rounded."""
-    a, a_scale = quantize(a, a_kind, a_dim)
-    b, b_scale = quantize(b, b_kind, b_dim)
-    sums = _dot(a, b, a_dim, b_dim, jnp.int32 if a_kind == jnp.int8 else jnp.float32)
-    return sums.astype(jnp.float32) * jnp.squeeze(a_scale, a_dim)[:, None] * jnp.squeeze(b_scale, b_dim)[None, :]
+def _contracted(x: jax.Array, in_dims: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return tuple(range(x.ndim - in_dims, x.ndim)), tuple(range(in_dims))
 
 
-def quantize(x: jax.Array, kind: jax.typing.DTypeLike, dim: int) -> tuple[jax.Array, jax.Array]:
-    """x rounded to `kind`, and float32 scales of size 1 along `dim`: x is about values * scale.
+def _scaled_dot(a, a_kind, a_dims: tuple[int, ...], b, b_kind, b_dims: tuple[int, ...]) -> jax.Array:
+    """float32 [rest of a ..., rest of b ...]: the product over a_dims of a and b_dims of b, both rounded."""
+    a, a_scale = quantize(a, a_kind, a_dims)
+    b, b_scale = quantize(b, b_kind, b_dims)
+    sums = _dot(a, b, a_dims, b_dims, jnp.int32 if a_kind == jnp.int8 else jnp.float32)
+    a_scale, b_scale = jnp.squeeze(a_scale, a_dims), jnp.squeeze(b_scale, b_dims)
+    return sums.astype(jnp.float32) * a_scale.reshape(*a_scale.shape, *([1] * b_scale.ndim)) * b_scale
 
-    The largest magnitude along `dim` becomes the largest number of the format, so nothing is clipped.
+
+def quantize(x: jax.Array, kind: jax.typing.DTypeLike, dims: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+    """x rounded to `kind`, and float32 scales of size 1 along `dims`: x is about values * scale.
+
+    The largest magnitude along `dims` becomes the largest number of the format, so nothing is clipped.
     """
     x = x.astype(jnp.float32)
-    largest = jnp.max(jnp.abs(x), axis=dim, keepdims=True)
+    largest = jnp.max(jnp.abs(x), axis=dims, keepdims=True)
     scale = jnp.where(largest > 0, largest, 1.0) / _LARGEST[kind]
     x = x / scale
     if kind == jnp.int8:
@@ -94,5 +108,5 @@ def quantize(x: jax.Array, kind: jax.typing.DTypeLike, dim: int) -> tuple[jax.Ar
     return jnp.clip(x, -_LARGEST[kind], _LARGEST[kind]).astype(kind), scale
 
 
-def _dot(a, b, a_dim: int, b_dim: int, dtype) -> jax.Array:
-    return jax.lax.dot_general(a, b, (((a_dim,), (b_dim,)), ((), ())), preferred_element_type=dtype)
+def _dot(a, b, a_dims: tuple[int, ...], b_dims: tuple[int, ...], dtype) -> jax.Array:
+    return jax.lax.dot_general(a, b, ((a_dims, b_dims), ((), ())), preferred_element_type=dtype)

@@ -47,6 +47,19 @@ def test_product_and_gradients_are_close(quantization, dtype):
     assert rows.max() < 2 * BOUNDS[quantization][0]  # in every row, also in those that are 4096 times smaller
 
 
+@pytest.mark.parametrize("quantization", list(Quantization))
+def test_several_dimensions_are_as_one(quantization):
+    """[B, T, N, H] with [N, H, D]: values and gradients are those of the joined matrices."""
+    x, w, g = operands(jnp.float32)
+    want = product_and_gradients(quantization, x, w, g)
+    shapes = (4, M // 4, 8, K // 8), (8, K // 8, 2, N // 2), (4, M // 4, 2, N // 2)
+    y, pull = jax.vjp(
+        lambda x, w: quantized_matmul(x, w, quantization, in_dims=2), x.reshape(shapes[0]), w.reshape(shapes[1])
+    )
+    for a, b in zip((y, *pull(g.reshape(shapes[2]))), want, strict=True):
+        assert relative_error(a.reshape(b.shape), b) < 1e-6
+
+
 def test_none_is_the_plain_product():
     x, w, g = operands(jnp.float32)
     for got, want in zip(product_and_gradients(Quantization.NONE, x, w, g), (x @ w, g @ w.T, x.T @ g), strict=True):
@@ -83,7 +96,7 @@ def test_the_compiled_program_multiplies_int8():
 def test_rounding(kind):
     x = jax.random.normal(jax.random.key(1), (16, 64)) * jnp.exp2(jnp.arange(16.0))[:, None]
     x = x.at[3].set(0.0).at[5].set(1e-30)
-    values, scale = quantize(x, kind, 1)
+    values, scale = quantize(x, kind, (1,))
     assert values.dtype == kind and scale.shape == (16, 1)
     restored = values.astype(jnp.float32) * scale
     assert bool(jnp.isfinite(restored).all()) and not restored[3].any()

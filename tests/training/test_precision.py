@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -66,6 +67,9 @@ class Training:
             self.state, metrics = self._step(self.state, batch)
             self.metrics.append(jax.device_get(metrics))
         return self
+
+    def lowered(self):
+        return self._step.lower(self.state, sharding.global_batch(self._rows, batch_of(0))).as_text()
 
     def seen(self, name):
         return np.array([m[name] for m in self.metrics])
@@ -172,6 +176,32 @@ class TestStoredMoments:
         if dtype == "int8":
             query = moments[0]["layers"]["attention"]["query"].scales  # [layers, embed, heads, one block of head_dim]
             assert query.addressable_shards[0].data.shape == (2, 16, 2, 1)
+
+
+class TestQuantized:
+    @pytest.mark.parametrize("quantization", ["int8", "fp8"])
+    def test_learns_nearly_as_float32_does_and_alike_on_every_mesh(self, quantization):
+        """In bfloat16 beside: from a loss of 4.87, steps 51 to 60 differ by less than one percent.
+
+        Measured: 0.16 percent in int8, 0.20 in fp8, and 0.19 in bfloat16 by itself. At the other tests' learning rate
+        two runs that differ in one rounding drift apart by two percent: there it would not be a measurement.
+        """
+        config = dataclasses.replace(CONFIG, quantization=quantization, dtype="bfloat16")
+        steady = dataclasses.replace(OPTIMIZER, schedule=Schedule(learning_rate=3e-3, warmup_steps=5))
+        losses, want = (Training(c, optimizer=steady).run(60).seen("loss") for c in (config, CONFIG))
+        assert losses[-10:].mean() == pytest.approx(want[-10:].mean(), rel=0.01)
+        exact = dataclasses.replace(CONFIG, quantization=quantization)
+        alone = Training(exact).run(5).seen("loss")
+        assert not np.array_equal(alone, float32_losses()[:5])
+        # The scales are those of the whole operands wherever these lie; ties of rounding fall either way.
+        sharded = Training(exact, axes=dict(fsdp=2, tensor=2, context=2)).run(5).seen("loss")
+        np.testing.assert_allclose(sharded, alone, rtol=1e-3)
+
+    def test_projections_and_mlp_are_in_int8_and_nothing_else(self):
+        """A layer has seven weights: their products and the gradients by their inputs."""
+        training = Training(dataclasses.replace(CONFIG, quantization="int8", dtype="bfloat16"))
+        dots = re.findall(r"dot_general.*: \(tensor<\S*x(\w+)>, tensor<\S*x(\w+)>\) ->", training.lowered())
+        assert dots.count(("i8", "i8")) == 14 and dots.count(("bf16", "bf16")) >= 7 + 3  # by the weights; the head's
 
 
 class TestRuns:
