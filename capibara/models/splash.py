@@ -94,25 +94,21 @@ def sharded_splash(
     sharding.balanced makes.
     """
     mesh, rules = sharding.active() or (None, None)
-    arrays = (q_BTNH, k_BSKH, v_BSKH, q_segments_BT, kv_segments_BS)
-    time_axes = _axes(mesh, rules.act_time) if mesh else ()
-    time_shards = _size(mesh, time_axes)
-    q_places_T = _static(q_places_T, q_BTNH.shape[1], time_shards)
-    kv_places_S = _static(kv_places_S, k_BSKH.shape[1], time_shards)
     if mesh is None:
         segments = {"q_segments_BT": q_segments_BT, "kv_segments_BS": kv_segments_BS}
         places = {"q_places_T": q_places_T, "kv_places_S": kv_places_S}
         return splash_attention(q_BTNH, k_BSKH, v_BSKH, kind=kind, **segments, **places, interpret=interpret)
-
     (T, N), (S, K) = q_BTNH.shape[1:3], k_BSKH.shape[1:3]
-    head_axes = _axes(mesh, rules.act_heads, N)
-    if copies := _size(mesh, head_axes) // math.gcd(K, _size(mesh, head_axes)) - 1:
+    time_axes, head_axes = _axes(mesh, rules.act_time), _axes(mesh, rules.act_heads, N)
+    time_shards, head_shards = _size(mesh, time_axes), _size(mesh, head_axes)
+    q_places_T, kv_places_S = _static(q_places_T, T, time_shards), _static(kv_places_S, S, time_shards)
+    if copies := head_shards // math.gcd(K, head_shards) - 1:
         # Fewer key/value heads than shards: each shard gets the ones that its queries read.
-        arrays = (q_BTNH, *(jnp.repeat(x, copies + 1, axis=2) for x in (k_BSKH, v_BSKH)), *arrays[3:])
+        k_BSKH, v_BSKH = (jnp.repeat(x, copies + 1, axis=2) for x in (k_BSKH, v_BSKH))
     if T % (time_shards * _LANES) or S % time_shards:
         time_axes, time_shards = (), 1  # padding would have to go between the shards
     places_T = np.arange(T) if q_places_T is None else q_places_T
-    kernel = _kernel(kind, places_T, S, N // _size(mesh, head_axes), shards=time_shards, interpret=interpret)
+    kernel = _kernel(kind, places_T, S, N // head_shards, shards=time_shards, interpret=interpret)
 
     def local(kernel, q, k, v, q_segments, kv_segments):
         if time_axes:
@@ -126,16 +122,17 @@ def sharded_splash(
     # Inside another shard_map (a pipeline's) the mesh knows which axes are taken already.
     outer = jax.sharding.get_abstract_mesh()
     mesh = outer if outer.manual_axes else mesh
+    masks = kernel.manual_sharding_spec(NamedSharding(mesh, P(None, time_axes)))
     sharded = jax.shard_map(
         local,
         mesh=mesh,
-        in_specs=(kernel.manual_sharding_spec(NamedSharding(mesh, P(None, time_axes))), heads, heads, heads, rows, rows),
+        in_specs=(masks, heads, heads, heads, rows, rows),
         out_specs=heads,
         # All of them, those of one device too: the compiler cannot partition a kernel.
         axis_names=set(mesh.axis_names) - set(outer.manual_axes),
         check_vma=False,
     )
-    return sharded(kernel, *arrays)
+    return sharded(kernel, q_BTNH, k_BSKH, v_BSKH, q_segments_BT, kv_segments_BS)
 
 
 def in_order(x_BS: jax.Array, places_S: np.ndarray) -> jax.Array:
@@ -167,9 +164,7 @@ def _run(kernel, kind, q_BTNH, k_BSKH, v_BSKH, q_segments_BT, kv_segments_BS) ->
     T, H = q_BTNH.shape[1], q_BTNH.shape[3]
     q_BTNH = (q_BTNH.astype(jnp.float32) * kind.scale).astype(q_BTNH.dtype)  # the kernel does not scale
     q, k, v = (_padded(jnp.swapaxes(x, 1, 2), 2) for x in (q_BTNH, k_BSKH, v_BSKH))
-    segments = kernel_lib.SegmentIds(
-        *(_padded(x, 1, _PADDING_SEGMENT) for x in (q_segments_BT, kv_segments_BS))
-    )
+    segments = kernel_lib.SegmentIds(*(_padded(x, 1, _PADDING_SEGMENT) for x in (q_segments_BT, kv_segments_BS)))
     y_BNTH = jax.vmap(kernel)(q, k, v, segments)
     return jnp.swapaxes(y_BNTH, 1, 2)[:, :T, :, :H]
 

@@ -170,11 +170,12 @@ def costs(module: Module) -> Costs:
 
 def trip_count(module: Module, computation: str, loop: Instruction) -> int:
     """How often a while loop turns: what XLA says, else the constant that its condition compares with; else 1."""
-    if known := re.search(r'known_trip_count\W+n\W+(\d+)', loop.attributes):
+    if known := re.search(r"known_trip_count\W+n\W+(\d+)", loop.attributes):
         return int(known[1])
     condition = module.computations[loop.called("condition")]
     compares = [i for i in _reachable(module, condition) if i.opcode == "compare" and "direction=LT" in i.attributes]
-    limits = [int(n) for i in condition.values() if i.opcode == "constant" for n in re.findall(r"^(\d+)\)", i.attributes)]
+    constants = [re.match(r"(\d+)\)", i.attributes) for i in condition.values() if i.opcode == "constant"]
+    limits = [int(match[1]) for match in constants if match]
     return max(limits) if compares and limits else 1
 
 
@@ -256,7 +257,8 @@ def _multiply_adds(convolution: Instruction, names: dict[str, Instruction]) -> f
         low, _ = size("pad", (0, 0))
         stride, base, dilation = size("stride", 1), size("lhs_dilate", 1), size("rhs_dilate", 1)
         length = (lhs[labels[1].index(axis)] - 1) * base + 1
-        positions *= _valid_positions(length, rhs[labels[2].index(axis)], out[labels[3].index(axis)], low, stride, base, dilation)
+        kernel, results = rhs[labels[2].index(axis)], out[labels[3].index(axis)]
+        positions *= _valid_positions(length, kernel, results, low, stride, base, dilation)
     batch = lhs[labels[1].index("b")] // int(groups[1] if groups else 1)
     return float(batch * rhs[labels[2].index("i")] * rhs[labels[2].index("o")] * positions)
 
@@ -323,7 +325,7 @@ def _hbm_bytes(module: Module, instruction: Instruction, names: dict[str, Instru
 
 
 def _fusion_bytes(inner: dict[str, Instruction], operands: list[int], result: int) -> float:
-    """A fusion reads of an operand that it only slices the slices, and writes of a result that it updates the update."""
+    """Of an operand that a fusion only slices it reads the slices, of a result that it updates it writes the update."""
     users: dict[str, list[Instruction]] = {}
     for instruction in inner.values():
         for operand in instruction.operands:
@@ -337,12 +339,16 @@ def _fusion_bytes(inner: dict[str, Instruction], operands: list[int], result: in
         uses = users.get(instruction.name, [])
         if full and uses and all(u.opcode in ("dynamic-slice", "slice", "gather") for u in uses):
             full = min(full, sum(a.bytes for u in uses for a in u.arrays))
-        elif full and uses and all(u.opcode == "dynamic-update-slice" and u.operands[0] == instruction.name for u in uses):
+        elif full and uses and all(_updates(u, instruction.name) for u in uses):
             updates = sum(a.bytes for u in uses for a in inner[u.operands[1]].arrays)
             result -= max(0, full - updates)
             full = 0
         total += full
     return total + max(0, result)
+
+
+def _updates(user: Instruction, name: str) -> bool:
+    return user.opcode == "dynamic-update-slice" and user.operands[0] == name
 
 
 def _callee(instruction: Instruction) -> str | None:

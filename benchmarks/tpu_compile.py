@@ -1,0 +1,270 @@
+"""What the real TPU compiler says of our train step and of MaxText's: same slice, shapes and batch; no TPU needed.
+
+    python benchmarks/tpu_compile.py [--rows=1b-12,7b-4] [--maxtext_python=PATH/bin/python] [--json=OUT]
+
+Needs libtpu (in requirements.lock). Without --maxtext_python MaxText's memory is the recorded one (MaxText 0.2.5, jax
+0.11.1, libtpu 0.0.46); with it (an environment of Python 3.12 with maxtext[tpu]==0.2.5) MaxText is compiled here too,
+with our libtpu, and its HLO is read as ours is. A row takes one to six minutes on two cores for each side.
+
+Everything printed is compiled, nothing is timed on a chip. Of one chip and step: memory as the compiler plans it; FLOPs
+of matmuls with loops as often as they turn, attention kernels apart (both sides call the same ones, their FLOPs stand
+for the unmasked square); bytes that instructions read and write in HBM, and bytes of collectives; "cycles" is the sum
+of the compiler's estimated cycles over the clock, without kernels and collectives. "model / compiled" is 6 x parameters
+x tokens and attention, causal half, over the compiled FLOPs with as much of the kernels: recomputation lowers it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from typing import Any
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+GIB = 2**30
+# Hertz at which the chips reach their published bf16 FLOP/s (197e12 with 4 matrix units of 128 x 128, 918e12 with 4 of
+# 256 x 256, a multiply and an add each).
+CLOCK_HZ = {"v5e": 1.5e9, "v6e": 1.75e9}
+LENGTH = 2048
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One compilation.
+
+    Attributes:
+      model: DecoderConfig's sizes.
+      slice: the TPU slice; all chips are one fsdp axis.
+      rows: rows of LENGTH tokens a chip.
+      remat, names: Plan.remat and remat_names.
+      maxtext: MaxText's remat_policy; None: MaxText is not asked.
+      recorded_gib: MaxText's recorded peak; inf: it ran out of memory.
+      loss: "blocked", or "whole logits" for the plain formula in place of ours.
+    """
+
+    model: dict[str, Any]
+    slice: str
+    rows: int
+    remat: str = "full"
+    names: tuple[str, ...] = ()
+    maxtext: str | None = "full"
+    recorded_gib: float | None = None
+    loss: str = "blocked"
+
+
+_1B = {"vocab_size": 32_000, "embed_dim": 2048, "num_layers": 16, "num_heads": 16, "mlp_dim": 7168}
+_7B = {"vocab_size": 32_000, "embed_dim": 4096, "num_layers": 32, "num_heads": 32, "mlp_dim": 11_008}
+_256K = {"vocab_size": 262_144, "embed_dim": 2048, "num_layers": 2, "num_heads": 16, "mlp_dim": 8192}
+_QKV = {"remat": "save", "names": ("query", "key", "value"), "maxtext": "save_qkv_proj"}
+ROWS = {
+    "1b-1": Row(_1B, "v5e-64", 1, recorded_gib=0.75),
+    "1b-12": Row(_1B, "v5e-64", 12, recorded_gib=3.76),
+    "1b-mlp8192-6": Row(_1B | {"mlp_dim": 8192}, "v5e-64", 6, recorded_gib=2.26),
+    "1b-12-v6e": Row(_1B, "v6e-64", 12, recorded_gib=4.24),
+    "7b-4": Row(_7B, "v5e-64", 4, recorded_gib=11.34, **_QKV),
+    "7b-5": Row(_7B, "v5e-64", 5, **_QKV),
+    "7b-6": Row(_7B, "v5e-64", 6, **_QKV),
+    "7b-7": Row(_7B, "v5e-64", 7, **_QKV),
+    "7b-8": Row(_7B, "v5e-64", 8, recorded_gib=float("inf"), **_QKV),
+    "vocabulary-256k": Row(_256K, "v5e-64", 8, maxtext=None),
+    "vocabulary-256k-whole": Row(_256K, "v5e-64", 8, maxtext=None, loss="whole logits"),
+}
+
+
+def compile_ours(row: Row) -> dict[str, Any]:
+    """Lowers and compiles the train step that `capibara.train` runs; runs in a child process."""
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    from capibara import sharding
+    from capibara.data.loader import Dataset
+    from capibara.models import api
+    from capibara.models.transformer import Head
+    from capibara.optim import Optimizer, Schedule
+    from capibara.planner import compile as planner
+    from capibara.planner import topology
+    from capibara.training import run, step
+    from capibara.training.trainer import Trainer
+
+    if row.loss == "whole logits":
+        step.cross_entropy = _whole_logits
+    devices = topology.slice_devices(row.slice)
+    names = {"remat_names": row.names} if row.names else {}
+    trainer = Trainer(
+        model_dir="unused",
+        steps=1000,
+        model=api.DecoderConfig(**row.model, head=Head.SEPARATE),
+        plan=sharding.Plan(batch_size=row.rows * len(devices), remat=sharding.Remat(row.remat), **names),
+        dataset=Dataset(mixture_or_task_name="unused", length=LENGTH),
+        optimizer=Optimizer(schedule=Schedule(learning_rate=3e-4)),
+    )
+    model = api.build(trainer.model)
+    mesh = sharding.make_mesh(trainer.plan, devices)
+    report = planner.compile_train_step(run.lower_step(trainer, model, mesh)["train_step"])
+    return {
+        **{f.name: getattr(report, f.name) for f in dataclasses.fields(report) if f.name not in ("costs", "text")},
+        "hlo": report.text,
+        "model_flops": model.flops_per_token(LENGTH) * row.rows * LENGTH,
+    }
+
+
+def _whole_logits(hidden_BTD, head_VD, targets_BT, weights_BT, *, z_loss=0.0, soft_cap=None):
+    """Cross entropy as most write it: all logits at once, gradients by JAX."""
+    import jax
+    import jax.numpy as jnp
+
+    from capibara.training.losses import LossSums
+
+    logits = jnp.einsum("BTD,VD->BTV", hidden_BTD, head_VD.astype(hidden_BTD.dtype), preferred_element_type=jnp.float32)
+    log_z_BT = jax.nn.logsumexp(logits, axis=-1)
+    target_BT = jnp.take_along_axis(logits, targets_BT[..., None], axis=-1)[..., 0]
+    nll, z, weight = (jnp.sum(x * weights_BT) for x in (log_z_BT - target_BT, log_z_BT**2, jnp.ones_like(weights_BT)))
+    return nll + z_loss * z, LossSums(nll, z, jnp.zeros(()), weight)
+
+
+def maxtext_settings(row: Row) -> dict[str, Any]:
+    """The row in MaxText's keys."""
+    return {
+        "run_name": "tpu_compile",
+        "base_output_directory": tempfile.gettempdir(),
+        "compile_topology": row.slice,
+        "compile_topology_num_slices": 1,
+        "skip_jax_distributed_system": True,
+        "enable_checkpointing": False,
+        "dataset_type": "synthetic",
+        "decoder_block": "llama2",
+        "dtype": "bfloat16",
+        "weight_dtype": "float32",
+        "vocab_size": row.model["vocab_size"],
+        "base_emb_dim": row.model["embed_dim"],
+        "base_num_decoder_layers": row.model["num_layers"],
+        "base_num_query_heads": row.model["num_heads"],
+        "base_num_kv_heads": row.model["num_heads"],
+        "head_dim": row.model["embed_dim"] // row.model["num_heads"],
+        "base_mlp_dim": row.model["mlp_dim"],
+        "logits_via_embedding": False,
+        "max_target_length": LENGTH,
+        "per_device_batch_size": row.rows,
+        "remat_policy": row.maxtext,
+        "attention": "flash",
+        "scan_layers": True,
+        "ici_fsdp_parallelism": -1,
+    }
+
+
+def run_ours(name: str) -> dict[str, Any]:
+    environment = {**os.environ, "PYTHONPATH": os.path.dirname(HERE) + os.pathsep + os.environ.get("PYTHONPATH", "")}
+    line = _last_line([sys.executable, __file__, f"--child={name}"], environment)
+    return _with_costs(line, line.pop("hlo", ""))
+
+
+def run_maxtext(row: Row, python: str) -> dict[str, Any]:
+    import libtpu
+
+    environment = {**os.environ, "TPU_LIBRARY_PATH": libtpu.get_library_path()}
+    environment.pop("PYTHONPATH", None)
+    with tempfile.TemporaryDirectory() as folder:
+        hlo = os.path.join(folder, "hlo.txt")
+        command = [python, os.path.join(HERE, "peers", "maxtext_compile.py"), f"--hlo={hlo}"]
+        line = _last_line([*command, "--settings=" + json.dumps(maxtext_settings(row))], environment)
+        text = ""
+        if os.path.exists(hlo):
+            with open(hlo, encoding="utf-8") as file:
+                text = file.read()
+    if "error" in line:
+        from capibara.planner.compile import hbm_need, out_of_memory
+
+        if not out_of_memory(line["error"]):
+            raise SystemExit(f"MaxText failed: {line['error']}")
+        return {"fits": False, "peak_bytes": hbm_need(line["error"])[0]}
+    line |= {"fits": True, "peak_bytes": line["peak_memory_in_bytes"]}
+    line |= {"argument_bytes": line["argument_size_in_bytes"], "temporary_bytes": line["temp_size_in_bytes"]}
+    return _with_costs(line, text)
+
+
+def _last_line(command: list[str], environment: dict[str, str]) -> dict[str, Any]:
+    child = subprocess.run(command, env=environment, capture_output=True, text=True)
+    lines = child.stdout.strip().splitlines()
+    if child.returncode or not lines:
+        raise SystemExit(f"{' '.join(command)[:200]} failed:\n{child.stderr[-3000:]}")
+    return json.loads(lines[-1])
+
+
+def _with_costs(line: dict[str, Any], hlo_text: str) -> dict[str, Any]:
+    from capibara.planner import hlo
+
+    return line | ({"costs": dataclasses.asdict(hlo.costs(hlo.parse(hlo_text)))} if hlo_text else {})
+
+
+def show(name: str, row: Row, ours: dict[str, Any], peer: dict[str, Any] | None) -> None:
+    """Prints one row: ours, MaxText's, and the ratio ours / MaxText's."""
+    print(f"\n{name}: {row.slice}, {row.rows} x {LENGTH} a chip, remat {' '.join((row.remat, *row.names))}, {row.loss}")
+    print(f"  {'':32}{'ours':>12}{'MaxText':>12}{'ratio':>8}")
+    mine, theirs = lines(row, ours), lines(row, peer or {})
+    if not peer and row.recorded_gib:
+        theirs["peak HBM, GiB"] = row.recorded_gib
+    for key in mine | theirs:
+        a, b = mine.get(key), theirs.get(key)
+        ratio = f"{a / b:8.3f}" if a and b else ""
+        print(f"  {key:32}{_number(a)}{_number(b)}{ratio}")
+
+
+def lines(row: Row, result: dict[str, Any]) -> dict[str, float | None]:
+    """The figures of one side, in the units they are printed in."""
+    table: dict[str, float | None] = {}
+    if not result:
+        return table
+    table["peak HBM, GiB"] = (result["peak_bytes"] or 0) / GIB or None
+    table["fits (1: yes)"] = float(result["fits"])
+    if not result["fits"]:
+        return table
+    costs = result["costs"]
+    kernel_flops = costs["kernel_flops"] / 2  # the causal half
+    table["arguments, GiB"] = result["argument_bytes"] / GIB
+    table["temporaries, GiB"] = result["temporary_bytes"] / GIB
+    table["matmul TFLOP"] = costs["matmul_flops"] / 1e12
+    table["attention kernels, TFLOP"] = costs["kernel_flops"] / 1e12
+    if "model_flops" in result:
+        table["model TFLOP"] = result["model_flops"] / 1e12
+        table["model / compiled"] = result["model_flops"] / (costs["matmul_flops"] + kernel_flops)
+    table["HBM traffic, GB"] = costs["hbm_bytes"] / 1e9
+    for kind, size in sorted(costs["collective_bytes"].items()):
+        table[f"{kind}, GB"] = size / 1e9
+    table["cycles, s"] = costs["cycles"] / CLOCK_HZ[row.slice.partition("-")[0]]
+    table["compile, s"] = result["compile_s"]
+    return table
+
+
+def _number(value: float | None) -> str:
+    return f"{'' if value is None else f'{value:.3f}':>12}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", default=",".join(ROWS), help=f"comma-separated: {', '.join(ROWS)}")
+    parser.add_argument("--maxtext_python", help="python of an environment with maxtext[tpu]==0.2.5")
+    parser.add_argument("--json", help="write the results there")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        print(json.dumps(compile_ours(ROWS[options.child])), flush=True)
+        return
+    unknown = [name for name in options.rows.split(",") if name not in ROWS]
+    if unknown:
+        parser.error(f"--rows has {unknown[0]!r}: known are {', '.join(ROWS)}")
+    results = {}
+    for name in options.rows.split(","):
+        row = ROWS[name]
+        ours = run_ours(name)
+        peer = run_maxtext(row, options.maxtext_python) if options.maxtext_python and row.maxtext else None
+        show(name, row, ours, peer)
+        results[name] = {"ours": ours, "maxtext": peer}
+    if options.json:
+        with open(options.json, "w", encoding="utf-8") as file:
+            json.dump(results, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()
