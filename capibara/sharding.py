@@ -376,7 +376,7 @@ def host_shards(mesh: Mesh, rules: Rules) -> list[int]:
     for device, index in batch_sharding(mesh, rules).devices_indices_map((rows,)).items():
         held.setdefault(device.process_index, set()).update(range(*index[0].indices(rows)))
     parts = sorted({tuple(sorted(part)) for part in held.values()})
-    if sum(parts, ()) != tuple(range(rows)) or len({len(part) for part in parts}) > 1:
+    if sorted(sum(parts, ())) != list(range(rows)) or len({len(part) for part in parts}) > 1:
         sizes = " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1)
         raise UserError(
             f"Plan ({sizes}) gives the {len(held)} hosts rows that overlap or are no equal runs: each host must hold "
