@@ -67,10 +67,10 @@ def _matmul(x_MK, w_GKN, sizes_G, tile: int, *, transposed: bool = False) -> jax
         case "cpu":
             return _cpu_matmul(x_MK, w_GKN, sizes_G, tile, 2 if transposed else 1)
         case "tpu":
-            from jax.experimental.pallas.ops.tpu.megablox import gmm
+            from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
 
             tiling = _tpu_tiling(tile, x_MK.shape[1], w_GKN.shape[1 if transposed else 2])
-            return gmm.gmm(x_MK, w_GKN, sizes_G, x_MK.dtype, tiling, transpose_rhs=transposed)
+            return gmm(x_MK, w_GKN, sizes_G, x_MK.dtype, tiling, transpose_rhs=transposed)
         case _:
             w_GKN = jnp.swapaxes(w_GKN, 1, 2) if transposed else w_GKN
             y_MN = jax.lax.ragged_dot(x_MK, w_GKN, sizes_G, preferred_element_type=jnp.float32)
@@ -83,10 +83,10 @@ def _weight_gradient(x_MK, dy_MN, sizes_G, tile: int) -> jax.Array:
         case "cpu":
             return _cpu_weight_gradient(x_MK, dy_MN, sizes_G, tile)
         case "tpu":
-            from jax.experimental.pallas.ops.tpu.megablox import gmm
+            from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 
             tiling = _tpu_tiling(tile, x_MK.shape[1], dy_MN.shape[1])
-            return gmm.tgmm(x_MK.swapaxes(0, 1), dy_MN, sizes_G, x_MK.dtype, tiling)
+            return tgmm(x_MK.swapaxes(0, 1), dy_MN, sizes_G, x_MK.dtype, tiling)
         case _:
             dimensions = jax.lax.RaggedDotDimensionNumbers(
                 dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
@@ -100,46 +100,59 @@ def _tpu_tiling(tile: int, inputs: int, outputs: int) -> tuple[int, int, int]:
     return tile, min(_TPU_TILE[1], inputs), min(_TPU_TILE[2], outputs)
 
 
-def _tiles(sizes_G, rows: int, tile: int):
-    """Group, first row and the group's end for each tile, and the number of tiles."""
+def _over_tiles(sizes_G, rows: int, tile: int, body, carry):
+    """Folds `body(group, start, end, tile size, carry)` over tiles that cover every group; `end` is the group's.
+
+    A group is cut into the largest tiles that fit, then smaller ones; only its last one may reach beyond its end, and
+    what it writes there is written anew: the smallest tiles come first, and of one size the groups are in order.
+    """
     ends = jnp.cumsum(sizes_G)
-    tiles_of_group = -(-sizes_G // tile)
-    last_tile = jnp.cumsum(tiles_of_group)
-    index = jnp.arange(-(-rows // tile) + sizes_G.shape[0], dtype=jnp.int32)
-    group = jnp.sum(index[:, None] >= last_tile[None, :], axis=1, dtype=jnp.int32)
-    group = jnp.minimum(group, sizes_G.shape[0] - 1)
-    place = index - (last_tile - tiles_of_group)[group]
-    return group, (ends - sizes_G)[group] + place * tile, ends[group], last_tile[-1]
+    starts = ends - sizes_G
+    levels = [size for size in (4 * tile, tile, tile // 4) if 8 <= size <= rows]
+    loops = []
+    for size in levels:
+        left = ends - starts
+        count_G = -(-left // size) if size == levels[-1] else left // size
+        loops.append((size, starts, count_G))
+        starts = starts + count_G * size
+    for size, starts, count_G in reversed(loops):
+        last_G = jnp.cumsum(count_G)
+        index = jnp.arange(rows // size + len(sizes_G), dtype=jnp.int32)
+        group = jnp.sum((index[:, None] >= last_G[None, :]).astype(jnp.int32), axis=1)
+        group = jnp.minimum(group, len(sizes_G) - 1)
+        start = starts[group] + (index - (last_G - count_G)[group]) * size
+
+        def one(i, carry, size=size, group=group, start=start):
+            return body(group[i], start[i], ends[group[i]], size, carry)
+
+        carry = jax.lax.fori_loop(0, last_G[-1], one, carry)
+    return carry
 
 
 def _cpu_matmul(x_MK, w_GKN, sizes_G, tile: int, contracted: int) -> jax.Array:
-    group, start, _, count = _tiles(sizes_G, x_MK.shape[0], tile)
-
-    def body(index, y_MN):
-        x = jax.lax.dynamic_slice_in_dim(x_MK, start[index], tile)
-        w = jax.lax.dynamic_index_in_dim(w_GKN, group[index], keepdims=False)
+    def body(group, start, end, size, y_MN):
+        x = jax.lax.dynamic_slice_in_dim(x_MK, start, size)
+        w = jax.lax.dynamic_index_in_dim(w_GKN, group, keepdims=False)
         y = _dot(x, w, 1, contracted - 1).astype(y_MN.dtype)
-        # What the last tile of a group writes beyond its end, the next group's first tile writes anew.
-        return jax.lax.dynamic_update_slice_in_dim(y_MN, y, start[index], 0)
+        return jax.lax.dynamic_update_slice_in_dim(y_MN, y, start, 0)
 
-    return jax.lax.fori_loop(0, count, body, jnp.zeros((x_MK.shape[0], w_GKN.shape[3 - contracted]), x_MK.dtype))
+    y_MN = jnp.zeros((x_MK.shape[0], w_GKN.shape[3 - contracted]), x_MK.dtype)
+    return _over_tiles(sizes_G, x_MK.shape[0], tile, body, y_MN)
 
 
 def _cpu_weight_gradient(x_MK, dy_MN, sizes_G, tile: int) -> jax.Array:
-    group, start, end, count = _tiles(sizes_G, x_MK.shape[0], tile)
+    def body(group, start, end, size, dw_GKN):
+        x = jax.lax.dynamic_slice_in_dim(x_MK, start, size)
+        dy = jax.lax.dynamic_slice_in_dim(dy_MN, start, size)
+        if size < 4 * tile:  # the largest tiles end within their group
+            # Both are cut: what lies after the last group is undefined, and 0 times an infinity is none.
+            real = (start + jnp.arange(size, dtype=jnp.int32) < end)[:, None]
+            x, dy = jnp.where(real, x, 0), jnp.where(real, dy, 0)
+        total = jax.lax.dynamic_index_in_dim(dw_GKN, group, keepdims=False)
+        return jax.lax.dynamic_update_index_in_dim(dw_GKN, total + _dot(x, dy, 0, 0), group, 0)
 
-    def body(index, dw_GKN):
-        x = jax.lax.dynamic_slice_in_dim(x_MK, start[index], tile)
-        dy = jax.lax.dynamic_slice_in_dim(dy_MN, start[index], tile)
-        real = (start[index] + jnp.arange(tile, dtype=jnp.int32) < end[index])[:, None]
-        # Both are cut: what lies after the last group is undefined, and 0 times an infinity is none.
-        dw = _dot(jnp.where(real, x, 0), jnp.where(real, dy, 0), 0, 0)
-        total = jax.lax.dynamic_index_in_dim(dw_GKN, group[index], keepdims=False)
-        return jax.lax.dynamic_update_index_in_dim(dw_GKN, total + dw, group[index], 0)
-
-    return jax.lax.fori_loop(
-        0, count, body, jnp.zeros((sizes_G.shape[0], x_MK.shape[1], dy_MN.shape[1]), jnp.float32)
-    )
+    dw_GKN = jnp.zeros((sizes_G.shape[0], x_MK.shape[1], dy_MN.shape[1]), jnp.float32)
+    return _over_tiles(sizes_G, x_MK.shape[0], tile, body, dw_GKN)
 
 
 def _dot(a, b, contract_a: int, contract_b: int) -> jax.Array:

@@ -2,6 +2,9 @@
 
 import dataclasses
 import functools
+import json
+import pathlib
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -9,12 +12,18 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from capibara import sharding
-from capibara.models import dispatch, moe, router
+from capibara import config, sharding, tree
+from capibara.models import api, dispatch, moe, router
 from capibara.models.decoder import DecoderConfig
 from capibara.models.moe import Hints, Moe, MoeMLP
-from capibara.sharding import Plan, Rules
+from capibara.models.rope import Rope
+from capibara.sharding import Plan
 from capibara.types import UserError
+
+GOLDEN = pathlib.Path(__file__).resolve().parent / "golden"
+sys.path.insert(0, str(GOLDEN))
+
+import hf_names  # noqa: E402
 
 CONFIG = DecoderConfig(vocab_size=64, embed_dim=16, num_layers=2, num_heads=2, mlp_dim=32, dtype="float32")
 MOE = Moe(num_experts=8, top_k=2, expert_dim=24, balance_loss=0.1, router_z_loss=0.01)
@@ -480,5 +489,69 @@ def test_mistakes_are_named(changes, message):
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
-def test_rules_name_the_axes_of_experts():
-    assert Rules().spec(("layers", "experts", "expert_embed", "mlp"))[1] == "expert"
+# Each is also what transformers counts for the same sizes.
+PUBLISHED = {
+    "mixtral_8x7b": 46_702_792_704,
+    "mixtral_8x22b": 140_620_634_112,
+    "qwen3_30b_a3b": 30_532_122_624,
+    "qwen3_235b_a22b": 235_093_634_560,
+}
+ACTIVE = {"mixtral_8x7b": 12.9e9, "mixtral_8x22b": 39.2e9, "qwen3_30b_a3b": 3.3e9, "qwen3_235b_a22b": 22.2e9}
+
+
+def built(name):
+    config.parse([f"models/{name}.gin"])
+    model = api.build(config.build(DecoderConfig))
+    assert config.unused() == []
+    return model
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_mixture_has_its_published_size(name):
+    model = built(name)
+    assert model.param_count == PUBLISHED[name]
+    embedding = model.config.vocab_size * model.config.embed_dim
+    assert model.flops_per_token(1) / 6 + embedding == pytest.approx(ACTIVE[name], rel=0.02)
+
+
+def test_the_tiny_mixture_is_as_large_as_it_says_and_costs_what_the_tiny_model_does():
+    model = built("moe_tiny")
+    assert model.param_count == 3_694_208
+    config.reset()
+    assert model.flops_per_token(256) == pytest.approx(built("tiny").flops_per_token(256), rel=0.01)
+
+
+REFERENCE = json.loads((GOLDEN / "moe.json").read_text())
+SIZES = dict(vocab_size=96, embed_dim=32, num_layers=2, num_heads=4, num_kv_heads=2, norm_eps=1e-5, head="separate")
+FAMILIES = {
+    "mixtral": (hf_names.LLAMA, dict(SIZES, mlp_dim=48, moe=Moe(num_experts=8, top_k=2))),
+    "qwen3_moe": (
+        hf_names.QWEN3,
+        dict(SIZES, mlp_dim=24, head_dim=16, qk_norm="head", rope=Rope(theta=1e6), moe=Moe(num_experts=8, top_k=4)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_equal_the_reference(name):
+    """The weights are drawn by their names in the checkpoint, as for golden/moe.json."""
+    table, sizes = FAMILIES[name]
+    model = api.build(DecoderConfig(**sizes, dtype="float32"))
+    leaves = jax.tree.leaves(model.abstract_params)
+    shapes = dict(zip(tree.path_names(model.abstract_params), [leaf.shape for leaf in leaves], strict=True))
+    dense = tuple(tensor for tensor in table if "mlp." not in tensor.name)
+    values = hf_names.read(dense, shapes, hf_names.draw)
+    _, E, D, F = shapes["layers/mlp/up"]
+    drawn = {"router": ("gate.weight", (E, D)), "both": ("experts.gate_up_proj", (E, 2 * F, D))}
+    drawn["down"] = ("experts.down_proj", (E, D, F))
+    for ours, (theirs, shape) in drawn.items():
+        layers = [hf_names.draw(f"model.layers.{layer}.mlp.{theirs}", shape) for layer in range(2)]
+        values[f"layers/mlp/{ours}"] = np.stack(layers).swapaxes(-1, -2)
+    values["layers/mlp/gate"], values["layers/mlp/up"] = np.split(values.pop("layers/mlp/both"), 2, axis=-1)
+    assert values.keys() == shapes.keys()
+    params = tree.map_with_names(lambda path, _: values[path], model.abstract_params)
+    tokens = np.array(REFERENCE["tokens"], np.int32)
+    positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
+    batch = {"tokens": tokens, "positions": positions, "segment_ids": np.ones_like(tokens)}
+    got = np.asarray(jax.jit(model.logits)(params, batch))[-1, 2 : tokens.shape[1] : 3, 5:96:12]
+    np.testing.assert_allclose(got, REFERENCE[name], rtol=0, atol=2e-4)

@@ -1,0 +1,37 @@
+"""Writes moe.json: what the reference mixtures of experts answer with the weights that hf_names.draw gives.
+
+Run as golden/make.py is, in the same environment:
+    python tests/models/golden/make_moe.py
+"""
+
+from __future__ import annotations
+
+import json
+
+from make import ENTRIES, HERE, POSITIONS, SIZES, logits, rope, tokens
+
+CASES = {
+    "mixtral": dict(SIZES, model_type="mixtral", num_local_experts=8, num_experts_per_tok=2, rope_parameters=rope()),
+    "qwen3_moe": dict(
+        SIZES,
+        model_type="qwen3_moe",
+        head_dim=16,
+        num_experts=8,
+        num_experts_per_tok=4,
+        moe_intermediate_size=24,
+        norm_topk_prob=True,
+        rope_parameters=rope(theta=1e6),
+    ),
+}
+
+
+def main() -> None:
+    lines = [f'"tokens": {json.dumps(tokens().tolist())}']
+    for name, case in CASES.items():
+        got = logits(case)[-1].take(POSITIONS, 0).take(ENTRIES, 1)
+        lines.append(f'"{name}": {json.dumps([[round(float(x), 5) for x in row] for row in got])}')
+    (HERE / "moe.json").write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+if __name__ == "__main__":
+    main()
