@@ -77,6 +77,26 @@ def _as_matrices() -> bool:
     return sharding.platform() == "cpu" and (mesh is None or all(mesh.shape[a] == 1 for a in rules.act_residual))
 
 
+def gradients_together(x: jax.Array, *weights: jax.Array) -> tuple[jax.Array, ...]:
+    """Its arguments; on TPU their gradients come out together: none goes on before all of them are there.
+
+    Around a part of a layer it makes the backward pass finish the part's weight gradients before it enters the part
+    below. The TPU's scheduler would leave them for later, to have something to do beside collectives, and keep all that
+    they are made of: for an MLP three arrays [B, T, F].
+    """
+    return _gradients_together((x, *weights)) if sharding.platform() == "tpu" else (x, *weights)
+
+
+@jax.custom_vjp
+def _gradients_together(arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    return arrays
+
+
+_gradients_together.defvjp(
+    lambda arrays: (arrays, None), lambda _, gradients: (jax.lax.optimization_barrier(gradients),)
+)
+
+
 class Bias(enum.StrEnum):
     """Which projections have a bias: none; those to queries, keys and values (Qwen 2); all, of the MLP too (GPT-2)."""
 

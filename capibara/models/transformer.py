@@ -218,17 +218,19 @@ class MLP(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         dtype, quantization = x_BTD.dtype, self.config.quantization
-        h = layers.dense(x_BTD, self.up[...], quantization=quantization)
+        into = [self.up[...], self.gate[...]] if self.config.activation.gated else [self.up[...]]
+        x_BTD, down, *into = layers.gradients_together(x_BTD, self.down[...], *into)
+        h = layers.dense(x_BTD, into[0], quantization=quantization)
         if self.config.bias is Bias.ALL:
             h = h + self.up_bias[...].astype(dtype)
         h = checkpoint_name(constrain(h, ("batch", "act_time", "act_mlp")), "mlp_up")
         if self.config.activation.gated:
-            gate = layers.dense(x_BTD, self.gate[...], quantization=quantization)
+            gate = layers.dense(x_BTD, into[1], quantization=quantization)
             gate = constrain(gate, ("batch", "act_time", "act_mlp"))
             h = self.config.activation(checkpoint_name(gate, "mlp_gate")) * h
         else:
             h = self.config.activation(h)
-        y = layers.dense(h, self.down[...], quantization=quantization)
+        y = layers.dense(h, down, quantization=quantization)
         y = y + self.down_bias[...].astype(dtype) if self.config.bias is Bias.ALL else y
         return checkpoint_name(y, "mlp_down")
 

@@ -155,6 +155,8 @@ def _loss_forward(hidden_BTD, head_VD, targets_BT, weights_BT, layout, z_loss, s
         local, layout, (places, head, places, places), (per_shard, places, head)
     )(hidden_BTD, head_VD, targets_BT, weights_BT)
     sums = jnp.sum(sums, 0)
+    if sharding.platform() == "tpu":  # whose scheduler would reduce the head's gradient last and keep it whole till then
+        dhidden_BTD, dhead_VD = jax.lax.optimization_barrier((dhidden_BTD, dhead_VD))
     return (sums[0] + z_loss * sums[1], sums), (dhidden_BTD, dhead_VD, jnp.zeros(0, head_VD.dtype))
 
 
