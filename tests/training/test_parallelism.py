@@ -10,7 +10,7 @@ import pytest
 
 from capibara import sharding, tree
 from capibara.models import api
-from capibara.models.api import DecoderConfig
+from capibara.models.api import DecoderConfig, EncoderDecoderConfig
 from capibara.models.moe import Moe
 from capibara.sharding import Plan
 from capibara.training.losses import cross_entropy
@@ -29,7 +29,10 @@ DENSE = DecoderConfig(
     dtype="float32",
 )
 EXPERTS = Moe(num_experts=8, top_k=2, expert_dim=32, balance_loss=0.01, router_z_loss=0.001)
-MODELS = {"dense": DENSE, "experts": dataclasses.replace(DENSE, moe=EXPERTS)}
+PAIRS = EncoderDecoderConfig(
+    vocab_size=VOCAB, embed_dim=32, num_layers=2, num_encoder_layers=2, num_heads=4, mlp_dim=64, dtype="float32"
+)
+MODELS = {"dense": DENSE, "experts": dataclasses.replace(DENSE, moe=EXPERTS), "encoder_decoder": PAIRS}
 # The six axes alone, then eight products of them.
 MESHES = [
     dict(data=8, fsdp=1),
@@ -49,7 +52,7 @@ MESHES = [
 ]
 
 
-def batch_of(model):
+def batch_of(name):
     """Two documents and some padding in each row, and another share of counted tokens in each."""
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, VOCAB, (ROWS, LENGTH)).astype(np.int32)
@@ -62,6 +65,12 @@ def batch_of(model):
         "positions": np.tile(np.concatenate([np.arange(14), np.arange(14), np.zeros(4)]).astype(np.int32), (ROWS, 1)),
     }
     batch["weights"] *= batch["segment_ids"] > 0
+    if name == "encoder_decoder":
+        # As long as a context axis of 2 divides, and another length than the targets'.
+        segments = np.repeat([1, 2, 0], [10, 8, 6]).astype(np.int32)
+        batch["encoder_tokens"] = rng.integers(0, VOCAB, (ROWS, 24)).astype(np.int32)
+        batch["encoder_segment_ids"] = np.tile(segments, (ROWS, 1))
+        batch["encoder_positions"] = np.tile(np.arange(24, dtype=np.int32), (ROWS, 1))
     return batch
 
 
