@@ -1,4 +1,4 @@
-"""Continues a prompt with a trained model: `python -m capibara.infer --model_dir=runs/quickstart --prompt="def "`."""
+"""Continues a prompt with a trained model, or answers it: `python -m capibara.infer --model_dir=runs/quickstart --prompt="def "`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from capibara import cli
 from capibara.types import UserError
 
-_DESCRIPTION = """Continue a prompt with a model from a run folder.
+_DESCRIPTION = """Continue a prompt with a model from a run folder; an encoder-decoder answers it.
 
 examples:
   python -m capibara.infer --model_dir=runs/quickstart --prompt="def "
@@ -18,7 +18,7 @@ examples:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parses the command line and prints the prompt with its continuation; returns the exit code."""
+    """Parses the command line and prints the prompt with its continuation, or its answer; returns the exit code."""
     parser = cli.ArgumentParser("capibara infer", _DESCRIPTION)
     parser.add_argument("--model_dir", metavar="DIR", help="run folder: its config.gin and newest checkpoint are used")
     parser.add_argument("--prompt", metavar="TEXT", help="text to continue; default: standard input")
@@ -29,16 +29,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not os.path.exists(recorded):
         raise UserError(f"--model_dir={args.model_dir} is not a run folder: {recorded} is missing; train one first")
     prompt = sys.stdin.read().rstrip("\n") if args.prompt is None else args.prompt
-    print(prompt + continue_prompt(args.model_dir, [recorded, *args.gin_file], args, prompt))
+    print(answer(args.model_dir, [recorded, *args.gin_file], args, prompt))
     return 0
 
 
-def continue_prompt(model_dir: str, gin_files: Sequence[str], args, prompt: str) -> str:
-    """The continuation of `prompt` by the run's newest checkpoint (its averaged parameters where it kept them)."""
+def answer(model_dir: str, gin_files: Sequence[str], args, prompt: str) -> str:
+    """`prompt` continued, or answered, by the run's newest checkpoint (its averaged parameters where it kept them)."""
     import jax
 
     from capibara import config, sharding
-    from capibara.inference.sample import Generator, Sampling
+    from capibara.inference.sample import Generator, Sampling, check_generates
     from capibara.models import api
     from capibara.training.checkpoints import Checkpoints
     from capibara.training.trainer import Trainer
@@ -46,7 +46,8 @@ def continue_prompt(model_dir: str, gin_files: Sequence[str], args, prompt: str)
     config.parse(gin_files, args.gin_bindings, args.gin_search_paths)
     trainer, sampling = config.build(Trainer), config.build(Sampling)
     sharding.use_compilation_cache()
-    model = api.build(trainer.model)
+    model, dataset = api.build(trainer.model), trainer.dataset
+    check_generates(model)
     on_device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     target = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=on_device), model.abstract_params)
     with Checkpoints(model_dir, trainer.checkpointing, read_only=True) as checkpoints:
@@ -54,8 +55,8 @@ def continue_prompt(model_dir: str, gin_files: Sequence[str], args, prompt: str)
         if step is None:
             raise UserError(f"{model_dir} holds no checkpoint yet: train it first")
         params = checkpoints.restore_params(step, target)
-    generate = Generator(model, trainer.dataset.get_vocabulary(), trainer.dataset.length, sampling)
-    return generate(params, prompt)
+    generate = Generator(model, dataset.get_vocabulary(), dataset.length, sampling, dataset.encoder_length)
+    return generate(params, prompt) if dataset.encoder_length else prompt + generate(params, prompt)
 
 
 if __name__ == "__main__":

@@ -61,13 +61,16 @@ def train(gin_files: Sequence[str], bindings: Sequence[str], search_paths: Seque
                 print(f"--emulate={emulate}: {emulation.RULE}\n  " + "\n  ".join(shrunk))
             config.parse(gin_files, [*bindings, *shrunk], search_paths)
             trainer = config.build(Trainer)
-    trainer.dataset.preload()
+    dataset = trainer.dataset
+    dataset.preload()
     texts, callbacks = config.build(SampleText), config.build(Monitoring).build()
     print_changes(trainer.model_dir)
     outcome = loop.train(
         trainer,
         callbacks,
-        sampler=sampler(api.build(trainer.model), trainer.dataset.get_vocabulary, trainer.dataset.length, texts),
+        sampler=sampler(
+            api.build(trainer.model), dataset.get_vocabulary, dataset.length, texts, dataset.encoder_length
+        ),
         peak_flops=peak_flops(jax.devices()[0].device_kind) if trainer.model.dtype == "bfloat16" else None,
         config=config.operative(),
     )

@@ -1,10 +1,12 @@
-"""Continues text: greedy, temperature, top-k and top-p sampling, one row at a time."""
+"""Continues or answers text: greedy, temperature, top-k and top-p sampling, one row at a time."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+import itertools
+import re
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +16,8 @@ from capibara.config import configurable
 from capibara.data.vocabulary import Vocabulary
 from capibara.models.api import Model
 from capibara.types import Params, UserError
+
+_SENTINEL = re.compile(r"<extra_id_(\d+)>")
 
 
 @configurable
@@ -49,7 +53,7 @@ class Sampling:
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SampleText:
-    """Prompts that a training run continues after each evaluation; an empty prompt begins a document."""
+    """Prompts that a training run continues (or answers) after each evaluation; an empty one begins a document."""
 
     prompts: tuple[str, ...] = ()
     sampling: Sampling = Sampling()
@@ -74,54 +78,119 @@ def choose(logits_V: jax.Array, key: jax.Array, sampling: Sampling) -> jax.Array
 
 
 class Generator:
-    """Continues prompts with one model; compiled once for a row length.
+    """Continues prompts with a decoder, or answers them with an encoder-decoder; compiled once for a row length.
+
+    An encoder-decoder's prompts and answers spell the sentinels of removed spans as <extra_id_0>, <extra_id_1>, ...
 
     Args:
       model: the model.
       vocabulary: of its training data.
-      length: the model reads at most this many last tokens, as in training.
+      length: the decoder reads at most this many last tokens, as in training.
       sampling: how tokens are chosen.
+      encoder_length: an encoder reads at most this many first tokens, as in training.
+
+    Raises:
+      UserError: the model is an encoder.
     """
 
-    def __init__(self, model: Model, vocabulary: Vocabulary, length: int, sampling: Sampling):
-        self._model, self._vocabulary = model, vocabulary
-        self._length, self._sampling = length, sampling
+    def __init__(
+        self,
+        model: Model,
+        vocabulary: Vocabulary,
+        length: int,
+        sampling: Sampling,
+        encoder_length: int | None = None,
+    ):
+        check_generates(model)
+        self._vocabulary, self._sampling = vocabulary, sampling
+        self._length, self._encoder_length = length, encoder_length
         self._run = jax.jit(functools.partial(_generate, model, sampling, vocabulary.size, vocabulary.eos_id))
 
     def __call__(self, params: Params, prompt: str) -> str:
-        """The continuation of `prompt`, without it."""
-        ids = [self._vocabulary.bos_id, *self._vocabulary.encode(prompt)][-self._length :]
-        row_T = np.full(self._length, self._vocabulary.pad_id, np.int32)
-        row_T[: len(ids)] = ids
+        """The continuation of `prompt`, without it, or the answer to it."""
+        vocabulary = self._vocabulary
+        if self._encoder_length is None:
+            ids, encoder = [vocabulary.bos_id, *vocabulary.encode(prompt)], {}
+        else:
+            ids, encoder = [vocabulary.pad_id], self._encoder_entries(prompt)
+        ids = ids[-self._length :]
+        row_T = _row(ids, self._length, vocabulary.pad_id)
         key = jax.random.key(self._sampling.seed)
-        tokens, count = jax.device_get(self._run(_on_one_device(params), row_T, np.int32(len(ids)), key))
-        return self._vocabulary.decode(tokens[:count].tolist())
+        tokens, count = jax.device_get(self._run(_on_one_device(params), encoder, row_T, np.int32(len(ids)), key))
+        return self._text(tokens[:count].tolist())
+
+    def _encoder_entries(self, prompt: str) -> dict[str, np.ndarray]:
+        """What the encoder reads, as entries of a batch of one row."""
+        vocabulary, ids = self._vocabulary, []
+        for i, part in enumerate(_SENTINEL.split(prompt)):  # text and the numbers of sentinels in turn
+            if i % 2 and int(part) >= len(vocabulary.sentinel_ids):
+                raise UserError(f"the prompt has <extra_id_{part}>, the vocabulary {len(vocabulary.sentinel_ids)} sentinels")
+            ids += [vocabulary.sentinel_ids[int(part)]] if i % 2 else vocabulary.encode(part)
+        ids = [*ids, vocabulary.eos_id][: self._encoder_length]
+        return {
+            "encoder_tokens": _row(ids, self._encoder_length, vocabulary.pad_id)[None],
+            "encoder_segment_ids": _row([1] * len(ids), self._encoder_length, 0)[None],
+            "encoder_positions": _row(range(len(ids)), self._encoder_length, 0)[None],
+        }
+
+    def _text(self, ids: list[int]) -> str:
+        vocabulary = self._vocabulary
+        if self._encoder_length is None:
+            return vocabulary.decode(ids)
+        numbers = {token: i for i, token in enumerate(vocabulary.sentinel_ids)}
+        parts = itertools.groupby(ids, key=numbers.get)
+        return "".join(
+            vocabulary.decode(part) if number is None else f"<extra_id_{number}>" * len(list(part)) for number, part in parts
+        )
+
+
+def check_generates(model: Model) -> None:
+    """Raises UserError for a model that has no next token."""
+    if model.config.objective == "masked":
+        raise UserError(
+            f"the model ({type(model.config).__name__}) is a masked language model: it fills in tokens of a whole text "
+            "and cannot continue one; sample from a decoder or an encoder-decoder, and leave SampleText.prompts empty"
+        )
 
 
 def sampler(
-    model: Model, get_vocabulary: Callable[[], Vocabulary], length: int, texts: SampleText
+    model: Model,
+    get_vocabulary: Callable[[], Vocabulary],
+    length: int,
+    texts: SampleText,
+    encoder_length: int | None = None,
 ) -> Callable[[Params], list[tuple[str, str]]]:
     """For the training loop: parameters -> (prompt, continuation) pairs."""
+    if texts.prompts:
+        check_generates(model)
 
     @functools.cache
     def generator() -> Generator:
-        return Generator(model, get_vocabulary(), length, texts.sampling)
+        return Generator(model, get_vocabulary(), length, texts.sampling, encoder_length)
 
     return lambda params: [(prompt, generator()(params, prompt)) for prompt in texts.prompts]
 
 
+def _row(ids: Sequence[int], length: int, fill: int) -> np.ndarray:
+    row = np.full(length, fill, np.int32)
+    row[: len(ids)] = ids
+    return row
+
+
 def _generate(
-    model: Model, sampling: Sampling, vocabulary_size: int, eos_id: int, params: Params, row_T, filled, key
+    model: Model, sampling: Sampling, vocabulary_size: int, eos_id: int, params: Params, encoder, row_T, filled, key
 ) -> tuple[jax.Array, jax.Array]:
     """New tokens [max_new_tokens] and how many of them count (the end token is not counted)."""
     (T,) = row_T.shape
+    if encoder:
+        encoder = encoder | {"encoded": model.encode(params, encoder)}
     positions_BT = jnp.arange(T, dtype=jnp.int32)[None]
     usable_V = jnp.arange(model.config.vocab_size) < vocabulary_size
 
     def next_token(carry):
         row_T, filled, out, count, _ = carry
         batch = {"tokens": row_T[None], "positions": positions_BT, "segment_ids": jnp.ones((1, T), jnp.int32)}
-        hidden_D = model.hidden(params, batch)[0][0, filled - 1]
+        hidden_D = model.hidden(params, encoder | batch)[0][0, filled - 1]
         logits_V = model.capped((model.head(params).astype(hidden_D.dtype) @ hidden_D).astype(jnp.float32))
         token = choose(jnp.where(usable_V, logits_V, -jnp.inf), jax.random.fold_in(key, count), sampling)
         ended = token == eos_id

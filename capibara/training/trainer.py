@@ -84,6 +84,11 @@ class Trainer:
             raise UserError(f"Trainer.z_loss is {self.z_loss}, must be at least 0")
         if not 0 <= self.seed < 2**32:
             raise UserError(f"Trainer.seed is {self.seed}, must be from 0 to 4294967295 (32 bits): try 0")
+        if self.model.objective != self.dataset.kind:
+            raise UserError(
+                f"Dataset.kind ({str(self.dataset.kind)!r}) does not fit the model: {type(self.model).__name__} is trained "
+                f"on {self.model.objective!r}: set Dataset.kind, or another Trainer.model"
+            )
         longest = self.model.max_length
         if longest is not None and self.dataset.length > longest:
             raise UserError(
