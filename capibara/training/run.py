@@ -14,12 +14,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from capibara import sharding
-from capibara.data.loader import Loader, make_loader, merge_states, unigram_bits_per_byte
+from capibara.data.loader import Dataset, Loader, make_loader, merge_states, unigram_bits_per_byte
 from capibara.models import api
 from capibara.training import state as states
 from capibara.training.callbacks import RunInfo
@@ -29,7 +28,7 @@ from capibara.training.metrics import EarlyStopping
 from capibara.training.state import TrainState
 from capibara.training.step import make_train_step
 from capibara.training.trainer import Trainer
-from capibara.types import BATCH_KEYS, Batch, Params, UserError
+from capibara.types import Batch, Params, UserError
 
 
 @dataclasses.dataclass
@@ -90,7 +89,7 @@ class Run:
 
     def evaluate(self, params: Params) -> dict[str, float]:
         """Metrics over the validation split, with the unigram baseline where one is asked for."""
-        with contextlib.closing(_validation_loader(self.trainer)) as loader:
+        with contextlib.closing(_validation_loader(self.trainer, self.mesh)) as loader:
             batches = itertools.islice(loader, self.trainer.evaluation.max_batches)
             metrics = evaluate(self.eval_step, params, batches, self.batch_sharding)
         if self.trainer.evaluation.unigram_batches:
@@ -100,8 +99,8 @@ class Run:
     @functools.cached_property
     def _unigram_bits_per_byte(self) -> float:
         evaluation, vocabulary = self.trainer.evaluation, self.trainer.dataset.get_vocabulary()
-        seen = _loader(self.trainer, "train", self.trainer.plan.batch_size)
-        with contextlib.closing(seen), contextlib.closing(_validation_loader(self.trainer)) as unseen:
+        seen = _loader(self.trainer, self.mesh, "train", self.trainer.plan.batch_size)
+        with contextlib.closing(seen), contextlib.closing(_validation_loader(self.trainer, self.mesh)) as unseen:
             return unigram_bits_per_byte(
                 itertools.islice(seen, evaluation.unigram_batches),
                 itertools.islice(unseen, evaluation.max_batches),
@@ -110,14 +109,15 @@ class Run:
 
     def info(self, start_step: int, peak_flops: float | None, config: str) -> RunInfo:
         """What callbacks are told."""
-        tokens = self.trainer.plan.batch_size * self.trainer.dataset.length
+        dataset = self.trainer.dataset
+        tokens = self.trainer.plan.batch_size * dataset.length
         return RunInfo(
             model_dir=self.trainer.model_dir,
             start_step=start_step,
             total_steps=self.trainer.steps,
             param_count=self.model.param_count,
             tokens_per_step=tokens,
-            flops_per_step=self.model.flops_per_token(self.trainer.dataset.length) * tokens,
+            flops_per_step=self.model.flops_per_token(dataset.length, dataset.encoder_length) * tokens,
             device_count=self.mesh.size,
             device_kind=self.mesh.devices.flat[0].device_kind,
             peak_flops=peak_flops,
@@ -141,7 +141,7 @@ def set_up(
         _check_vocabulary(trainer)  # now: that of a SeqIO task is known only once SeqIO is imported
     model = api.build(trainer.model)
     with concurrent.futures.ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as undo:
-        opened = pool.submit(_open_checkpoints_and_data, trainer)
+        opened = pool.submit(_open_checkpoints_and_data, trainer, mesh)
         undo.callback(_close, opened)
         status(f"compiling the train step for {mesh.size} devices")
         begin_s = time.perf_counter()
@@ -167,8 +167,8 @@ def _check_vocabulary(trainer: Trainer) -> None:
     size = trainer.dataset.get_vocabulary().size
     if size > trainer.model.vocab_size:
         raise UserError(
-            f"DecoderConfig.vocab_size ({trainer.model.vocab_size}) must be at least the vocabulary's size ({size}): "
-            f"try {-(-size // 128) * 128}"
+            f"{type(trainer.model).__name__}.vocab_size ({trainer.model.vocab_size}) must be at least the vocabulary's "
+            f"size ({size}): try {-(-size // 128) * 128}"
         )
 
 
@@ -197,6 +197,12 @@ def compile_step(trainer: Trainer, model: api.Model, mesh: Mesh) -> dict[str, An
     Returns:
       Run's fields batch_sharding, abstract_state, init and train_step.
     """
+    parts = lower_step(trainer, model, mesh)
+    return parts | {"train_step": parts["train_step"].compile()}
+
+
+def lower_step(trainer: Trainer, model: api.Model, mesh: Mesh) -> dict[str, Any]:
+    """`compile_step` without its last part: train_step is a jax.stages.Lowered, for the devices of any mesh."""
     plan, scaling = trainer.plan, trainer.loss_scaling if trainer.model.dtype == "float16" else None
     parts = {"ema": trainer.ema_decay is not None, "loss_scaling": scaling}
     tx = trainer.optimizer.build(trainer.steps, model.axes)
@@ -214,50 +220,51 @@ def compile_step(trainer: Trainer, model: api.Model, mesh: Mesh) -> dict[str, An
         loss_scaling=scaling,
     )
     jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
-    abstract = abstract_batch(plan.batch_size, trainer.dataset.length, batch_sharding)
+    abstract = abstract_batch(trainer.dataset, plan.batch_size, batch_sharding)
     init = functools.partial(states.init_state, model, tx, **parts)
     return {
         "batch_sharding": batch_sharding,
         "abstract_state": abstract_state,
         "init": jax.jit(init, out_shardings=shardings),
-        "train_step": jitted.lower(abstract_state, abstract).compile(),
+        "train_step": jitted.lower(abstract_state, abstract),
     }
 
 
-def abstract_batch(rows: int, length: int, batch_sharding: NamedSharding) -> dict[str, jax.ShapeDtypeStruct]:
+def abstract_batch(dataset: Dataset, rows: int, batch_sharding: NamedSharding) -> dict[str, jax.ShapeDtypeStruct]:
     """Shapes of a global batch."""
-    dtypes = {name: jnp.float32 if name == "weights" else jnp.int32 for name in BATCH_KEYS}
-    return {name: jax.ShapeDtypeStruct((rows, length), d, sharding=batch_sharding) for name, d in dtypes.items()}
+    spec = dataset.batch_spec(rows)
+    return {key: jax.ShapeDtypeStruct(shape, d, sharding=batch_sharding) for key, (shape, d) in spec.items()}
 
 
-def _open_checkpoints_and_data(trainer: Trainer) -> tuple[Checkpoints, Restored | None, Loader]:
+def _open_checkpoints_and_data(trainer: Trainer, mesh: Mesh) -> tuple[Checkpoints, Restored | None, Loader]:
     """The data feed starts from the newest checkpoint's state, so the checkpoints are opened first."""
     with contextlib.ExitStack() as undo:
         checkpoints = undo.enter_context(Checkpoints(trainer.model_dir, trainer.checkpointing))
         step = checkpoints.latest_step()
         restored = None if step is None else checkpoints.restore_progress(step)
-        batches = _loader(trainer, "train", trainer.plan.batch_size)
+        batches = _loader(trainer, mesh, "train", trainer.plan.batch_size)
         if restored is not None:
             batches.set_state(restored.data)
         if trainer.evaluation.every:
-            _validation_loader(trainer).close()  # a mistake in these files shows now, not at the first evaluation
+            _validation_loader(trainer, mesh).close()  # a mistake in these files shows now, not at the first evaluation
         batches.start()
         undo.pop_all()
     return checkpoints, restored, batches
 
 
-def _validation_loader(trainer: Trainer) -> Loader:
+def _validation_loader(trainer: Trainer, mesh: Mesh) -> Loader:
     rows = trainer.evaluation.batch_size or trainer.plan.batch_size // trainer.plan.accumulation
-    return _loader(trainer, "validation", rows, epochs=1)
+    return _loader(trainer, mesh, "validation", rows, epochs=1)
 
 
-def _loader(trainer: Trainer, split: str, rows: int, epochs: int | None = None) -> Loader:
+def _loader(trainer: Trainer, mesh: Mesh, split: str, rows: int, epochs: int | None = None) -> Loader:
+    shards = sharding.host_shards(mesh, trainer.plan.rules)
     return make_loader(
         trainer.dataset,
         split=split,
         batch_size=rows,
-        shard_index=jax.process_index(),
-        shard_count=jax.process_count(),
+        shard_index=shards[jax.process_index()],
+        shard_count=max(shards) + 1,
         epochs=epochs,
     )
 
