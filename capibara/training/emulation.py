@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import numpy as np
+import math
 
+from jax.sharding import AbstractMesh
+
+from capibara.models.api import TransformerConfig
 from capibara.training.trainer import Trainer
 
 RULE = (
-    "models wider than 256 shrink: embed_dim to 128, mlp_dim and head_dim by the same factor (to multiples of 64 and "
-    "2), at most 4 layers; rows to at most 128 tokens, one row per batch shard and micro-batch; heads, vocabulary, mesh "
-    "axes and everything else stay"
+    "models wider than 256 shrink: embed_dim to 128, mlp_dim, expert widths and head_dim by the same factor (to "
+    "multiples of 64, 64 and 8), at most 4 layers or one of each pattern and pipeline part; rows to at most 128 tokens, "
+    "windows by the same factor, one row per batch shard and micro-batch; vocabularies beyond 1024 to that of "
+    "the data; heads, experts, mesh axes and everything else stay"
 )
-_WIDEST, _WIDTH, _LAYERS, _LENGTH = 256, 128, 4, 128
+_WIDEST, _WIDTH, _LAYERS, _LENGTH, _VOCABULARY = 256, 128, 4, 128, 1024
 
 
 def shrunk_bindings(trainer: Trainer, device_count: int) -> list[str]:
@@ -19,23 +23,54 @@ def shrunk_bindings(trainer: Trainer, device_count: int) -> list[str]:
 
     They are bound like any other value, so the run folder's config.gin says what really ran.
     """
-    model, plan = trainer.model, trainer.plan
+    model, plan, dataset = trainer.model, trainer.plan, trainer.dataset
     if model.embed_dim <= _WIDEST:
         return []
-    factor = model.embed_dim / _WIDTH
-    mesh = plan.mesh_shape(device_count)
-    batch_shards = int(np.prod([mesh[axis] for axis in plan.rules.batch]))
-    name = type(model).__name__
+    sizes = plan.mesh_shape(device_count)
+    pipeline = plan.pipeline(AbstractMesh(tuple(sizes.values()), tuple(sizes)))
+    parts = pipeline.stages * pipeline.repeats if pipeline else 1
+    rows = math.prod(sizes[axis] for axis in plan.rules.batch) * plan.accumulation
+    length = min(dataset.length, _LENGTH)
     values = {
-        f"{name}.embed_dim": (model.embed_dim, _WIDTH),
-        f"{name}.mlp_dim": (model.mlp_dim, _multiple(model.mlp_dim / factor, 64)),
-        f"{name}.head_dim": (model.head_dim, _multiple(model.head_size / factor, 2)),
-        f"{name}.num_layers": (model.num_layers, min(model.num_layers, _LAYERS)),
-        "Dataset.length": (trainer.dataset.length, min(trainer.dataset.length, _LENGTH)),
-        "Plan.batch_size": (plan.batch_size, batch_shards * plan.accumulation),
+        **_shrunk_model(model, parts, length / dataset.length),
+        f"{type(model).__name__}.vocab_size": (model.vocab_size, _vocabulary(trainer)),
+        "Dataset.length": (dataset.length, length),
+        "Dataset.encoder_length": (dataset.encoder_length, _at_most(dataset.encoder_length, _LENGTH)),
+        "Plan.batch_size": (plan.batch_size, rows * (pipeline.microbatches if pipeline else 1)),
     }
     return [f"{name} = {new}" for name, (old, new) in values.items() if new != old]
 
 
-def _multiple(value: float, unit: int) -> int:
-    return max(unit, round(value / unit) * unit)
+def _shrunk_model(model: TransformerConfig, parts: int, shorter: float) -> dict[str, tuple[int | None, int | None]]:
+    """Name -> old and new value of what changes in a model whose rows become `shorter`, in a pipeline of `parts`."""
+    name, factor = type(model).__name__, _WIDTH / model.embed_dim
+
+    def width(value: int | None, unit: int) -> tuple[int | None, int | None]:
+        return value, None if value is None else max(unit, round(value * factor / unit) * unit)
+
+    unit = parts * len(getattr(model, "layer_pattern", "1"))
+    layers = unit * max(1, _LAYERS // unit)
+    values = {
+        f"{name}.embed_dim": (model.embed_dim, _WIDTH),
+        f"{name}.mlp_dim": width(model.mlp_dim, 64),
+        f"{name}.head_dim": (model.head_dim, width(model.head_size, 8)[1]),
+        f"{name}.num_layers": (model.num_layers, min(model.num_layers, layers)),
+    }
+    if (encoder := getattr(model, "num_encoder_layers", None)) is not None:
+        values[f"{name}.num_encoder_layers"] = (encoder, min(encoder, layers))
+    if (window := getattr(model, "window", None)) is not None:
+        values[f"{name}.window"] = (window, max(1, round(window * shorter)))
+    if model.moe is not None:
+        values["Moe.expert_dim"] = width(model.moe.expert_dim, 64)
+        values["Moe.shared_dim"] = width(model.moe.shared_dim, 64)
+    return values
+
+
+def _vocabulary(trainer: Trainer) -> int:
+    size = trainer.model.vocab_size
+    # Not asked of the data without need: that of a SeqIO task takes the import of SeqIO.
+    return size if size <= _VOCABULARY else min(size, trainer.dataset.get_vocabulary().size)
+
+
+def _at_most(value: int | None, most: int) -> int | None:
+    return None if value is None else min(value, most)

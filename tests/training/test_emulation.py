@@ -25,8 +25,8 @@ def test_the_base_model_shrinks_by_the_rule(devices):
     shrunk = base(bindings)
     model = shrunk.model
     assert (model.embed_dim, model.num_layers, model.num_heads) == (128, 4, trainer.model.num_heads)
-    # 768 wide becomes 128: 2048 / 6 is nearest to 5 x 64, heads of 64 become 10 or 11, rounded to a multiple of 2.
-    assert (model.mlp_dim, model.head_dim) == (320, 10)
+    # 768 wide becomes 128: 2048 / 6 is nearest to 5 x 64, heads of 64 become 10 or 11, nearest to 8.
+    assert (model.mlp_dim, model.head_dim) == (320, 8)
     assert (shrunk.dataset.length, shrunk.plan.batch_size) == (128, devices)
     same = dict(embed_dim=0, num_layers=0, mlp_dim=0, head_dim=0)
     assert dataclasses.replace(model, **{k: 2 for k in same}) == dataclasses.replace(
@@ -48,3 +48,41 @@ def test_a_small_model_is_left_alone():
 def test_short_rows_and_few_layers_stay():
     bindings = emulation.shrunk_bindings(base(["LENGTH = 64", "DecoderConfig.num_layers = 2"]), 8)
     assert not [b for b in bindings if b.startswith(("Dataset.length", "DecoderConfig.num_layers"))]
+
+
+def family(name, *bindings):
+    files = ["runs/pretrain.gin", f"models/{name}.gin", "tasks/stdlib.gin"]
+
+    def parsed(*more):
+        config.parse(files, ['MODEL_DIR = "run"', "TRAIN_STEPS = 2", *bindings, *more])
+        return config.build(Trainer)
+
+    trainer = parsed()
+    return trainer, parsed(*emulation.shrunk_bindings(trainer, 8))
+
+
+def test_a_layer_pattern_is_kept_whole_and_windows_shrink_with_rows():
+    trainer, shrunk = family("gemma3_4b", "LENGTH = 8192")
+    assert (shrunk.model.num_layers, shrunk.model.window) == (6, 16)  # 1024 of 8192 is 16 of 128
+    assert (shrunk.model.head_dim, shrunk.model.mlp_dim) == (16, 512)
+    assert shrunk.model.vocab_size == trainer.dataset.get_vocabulary().size
+    kept = ("layer_pattern", "rope", "num_heads", "num_kv_heads", "norm_placement", "qk_norm")
+    assert [getattr(shrunk.model, name) for name in kept] == [getattr(trainer.model, name) for name in kept]
+
+
+def test_partly_rotated_heads_keep_dimensions_that_turn():
+    _, shrunk = family("gpt_neox_20b")
+    assert shrunk.model.head_dim == 8
+    assert shrunk.model.rope.rotated_dims(8) == 2
+
+
+def test_a_pipeline_keeps_a_layer_of_each_part_and_a_row_of_each_microbatch():
+    _, shrunk = family("llama3_8b", "Plan.stage = 2", "Plan.pipeline_repeats = 4", "Plan.fsdp = -1")
+    assert shrunk.model.num_layers == 8
+    assert shrunk.plan.batch_size == 4 * 4  # fsdp x two microbatches a stage
+
+
+def test_experts_shrink_with_the_model():
+    moe = ["DecoderConfig.moe = @Moe()", "Moe.num_experts = 8", "Moe.expert_dim = 1536", "Moe.shared_experts = 1"]
+    _, shrunk = family("qwen3_8b", *moe)
+    assert (shrunk.model.moe.expert_dim, shrunk.model.moe.shared_dim, shrunk.model.moe.num_experts) == (64, None, 8)
