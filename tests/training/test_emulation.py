@@ -86,3 +86,14 @@ def test_experts_shrink_with_the_model():
     moe = ["DecoderConfig.moe = @Moe()", "Moe.num_experts = 8", "Moe.expert_dim = 1536", "Moe.shared_experts = 1"]
     _, shrunk = family("qwen3_8b", *moe)
     assert (shrunk.model.moe.expert_dim, shrunk.model.moe.shared_dim, shrunk.model.moe.num_experts) == (64, None, 8)
+
+
+def test_both_rows_and_both_stacks_of_an_encoder_decoder_shrink():
+    files = ["runs/pretrain_t5.gin", "models/t5_1_1_xl.gin", "tasks/stdlib.gin"]
+    bindings = ['MODEL_DIR = "run"', "TRAIN_STEPS = 2", "EncoderDecoderConfig.num_encoder_layers = 12"]
+    config.parse(files, bindings)
+    trainer = config.build(Trainer)
+    config.parse(files, [*bindings, *emulation.shrunk_bindings(trainer, 8)])
+    shrunk = config.build(Trainer)
+    assert trainer.dataset.encoder_length > shrunk.dataset.encoder_length == 128
+    assert (shrunk.model.num_layers, shrunk.model.encoder_layers, shrunk.model.mlp_dim) == (4, 4, 320)
