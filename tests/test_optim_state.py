@@ -37,7 +37,7 @@ def make_params():
 
 
 def dynamic_map(signed):
-    """The 8-bit data type of Dettmers et al. (section 1.3): a share of the digits says the decade, the rest lie evenly."""
+    """The 8-bit data type of Dettmers et al. (section 1.3): some digits say the decade, the rest lie evenly."""
     positive = []
     for decade in range(7):
         edges = np.linspace(0.1, 1, (2**decade if signed else 2 ** (decade + 1)) + 1)
@@ -90,7 +90,9 @@ class TestRounding:
         empty = optim_state.quantize(jnp.zeros(4), 0, 0, signed=False)
         np.testing.assert_array_equal(optim_state.dequantize(empty), np.zeros(4))
 
-    @pytest.mark.parametrize(("size", "block"), [(64, 64), (4096, 128), (768, 128), (11008, 128), (50257, 29), (1009, 1009)])
+    @pytest.mark.parametrize(
+        ("size", "block"), [(64, 64), (4096, 128), (768, 128), (11008, 128), (50257, 29), (1009, 1009)]
+    )
     def test_block_size_divides(self, size, block):
         assert optim_state.block_size(size) == block
 

@@ -101,7 +101,7 @@ def abstract_state(
 
 
 def _fitting(wanted: NamedSharding, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
-    """The sharding without the dimensions that do not divide: scales of 8-bit moments may be too few for a mesh axis."""
+    """The sharding where dimensions divide, else whole: scales of 8-bit moments may be too few for a mesh axis."""
     names = [None if name is None else (name,) if isinstance(name, str) else name for name in wanted.spec]
     shards = [math.prod(wanted.mesh.shape[axis] for axis in name or ()) for name in names]
     fits = (n if leaf.shape[i] % shards[i] == 0 else None for i, n in enumerate(wanted.spec))

@@ -48,7 +48,7 @@ def make_train_step(
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         scale = None if loss_scaling is None else state.loss_scale.scale / batch["targets"].size
         with sharding.activate(mesh, plan.rules, pipeline):
-            grad = lambda params, micro: jax.grad(loss_sum, has_aux=True)(params, micro, state.step, scale)  # noqa: E731
+            grad = jax.grad(lambda p, micro: loss_sum(p, micro, state.step, scale), has_aux=True)
             grads, (sums, stats) = accumulate(grad, state.params, batch, plan.accumulation)
         tokens = jnp.maximum(sums.weight, 1.0)
         divisor = tokens if scale is None else tokens * scale

@@ -12,8 +12,8 @@ from capibara.models.quantized import Quantization, quantize, quantized_matmul
 M, K, N = 256, 128, 192
 QUANTIZED = [Quantization.INT8, Quantization.FP8]
 # Relative error (Frobenius) of the product, of the gradient by x and of that by w, for normally distributed operands:
-# int8's step is 1/127 of a row's largest value, e4m3 keeps 3 bits of every value and e5m2 2. (In the gradient by x, a row
-# of w is rounded whose columns differ by 64 times.)
+# int8's step is 1/127 of a row's largest value, e4m3 keeps 3 bits of every value and e5m2 2. (In the gradient by x, a
+# row of w is rounded whose columns differ by 64 times.)
 BOUNDS = {Quantization.INT8: (0.011, 0.016, 0.003), Quantization.FP8: (0.04, 0.065, 0.065)}
 
 

@@ -33,7 +33,9 @@ def test_select_is_one_of_the_two_bit_for_bit(finite):
         assert a.dtype == b.dtype and np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
-@pytest.mark.parametrize("bad", [dict(initial=0.0), dict(minimum=0.0), dict(initial=1.0, minimum=2.0), dict(growth_steps=0)])
+@pytest.mark.parametrize(
+    "bad", [dict(initial=0.0), dict(minimum=0.0), dict(initial=1.0, minimum=2.0), dict(growth_steps=0)]
+)
 def test_bad_settings(bad):
     with pytest.raises(UserError, match="LossScaling"):
         LossScaling(**bad)
