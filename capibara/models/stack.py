@@ -83,34 +83,38 @@ def run(
         return _recomputed(body, remat, in_scan=loop is LayerLoop.SCAN)
 
     bodies = [one(kind) for kind in pattern]
-
-    def in_sequence(x: jax.Array, values: Any, rows: Any, size: int) -> tuple[jax.Array, Stats]:
-        """The first `size` layers of `values`, whose first one has the pattern's first kind."""
-        parts: list[Stats] = []
-        whole = size // group if loop is LayerLoop.SCAN else 0
-        if whole:
-            grouped = jax.tree.map(lambda v: v[: whole * group].reshape(whole, group, *v.shape[1:]), values)
-
-            def body(x: jax.Array, layers: Any) -> tuple[jax.Array, Stats]:
-                stats = []
-                for index, layer in enumerate(bodies):
-                    x, of_layer = layer(x, jax.tree.map(lambda v: v[index], layers), rows)
-                    stats.append(of_layer)
-                return x, jax.tree.map(lambda *s: jnp.stack(s), *stats)
-
-            x, stats = jax.lax.scan(body, x, grouped)
-            parts.append(jax.tree.map(lambda s: s.reshape(whole * group, *s.shape[2:]), stats))
-        for index in range(whole * group, size):
-            x, of_layer = bodies[index % group](x, jax.tree.map(lambda v: v[index], values), rows)
-            parts.append(jax.tree.map(lambda s: s[None], of_layer))
-        return x, jax.tree.map(lambda *s: jnp.concatenate(s), *parts)
-
     shape = sharding.active_pipeline()
     if shape is None:
-        return in_sequence(x, values, rows, count)
+        return _in_sequence(bodies, x, values, rows, count, loop)
     _check_stages(count, group, shape)
     size = count // (shape.stages * shape.repeats)
-    return pipeline.run(lambda x, values, rows: in_sequence(x, values, rows, size), x, rows, values, shape)
+    stage = lambda x, values, rows: _in_sequence(bodies, x, values, rows, size, loop)  # noqa: E731
+    return pipeline.run(stage, x, rows, values, shape)
+
+
+def _in_sequence(
+    bodies: Sequence[Callable], x: jax.Array, values: Any, rows: Any, size: int, loop: LayerLoop
+) -> tuple[jax.Array, Stats]:
+    """The first `size` layers of `values`, of which the first one runs by the first of the bodies."""
+    parts: list[Stats] = []
+    group = len(bodies)
+    whole = size // group if loop is LayerLoop.SCAN else 0
+    if whole:
+        grouped = jax.tree.map(lambda v: v[: whole * group].reshape(whole, group, *v.shape[1:]), values)
+
+        def body(x: jax.Array, layers: Any) -> tuple[jax.Array, Stats]:
+            stats = []
+            for index, layer in enumerate(bodies):
+                x, of_layer = layer(x, jax.tree.map(lambda v: v[index], layers), rows)
+                stats.append(of_layer)
+            return x, jax.tree.map(lambda *s: jnp.stack(s), *stats)
+
+        x, stats = jax.lax.scan(body, x, grouped)
+        parts.append(jax.tree.map(lambda s: s.reshape(whole * group, *s.shape[2:]), stats))
+    for index in range(whole * group, size):
+        x, of_layer = bodies[index % group](x, jax.tree.map(lambda v: v[index], values), rows)
+        parts.append(jax.tree.map(lambda s: s[None], of_layer))
+    return x, jax.tree.map(lambda *s: jnp.concatenate(s), *parts)
 
 
 def _check_stages(count: int, group: int, shape: sharding.Pipeline) -> None:
