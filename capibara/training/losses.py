@@ -18,6 +18,8 @@ from capibara.sharding import Rules
 # Bytes of one block of float32 logits on a device: what stays in a CPU's cache, and little beside an HBM.
 _BLOCK_BYTES = {"cpu": 8 * 2**20}
 _DEFAULT_BLOCK_BYTES = 256 * 2**20
+# Bytes of the head's gradient that are reduced at once.
+_REDUCED_BYTES = 64 * 2**20
 
 
 class LossSums(NamedTuple):
@@ -144,18 +146,14 @@ def _loss_forward(hidden_BTD, head_VD, targets_BT, weights_BT, layout, z_loss, s
         (sums, dhead_DV), dhidden = _over_blocks(add, start, (hidden_BTD, targets_BT, weights_BT), head_VD)
         B, T, D = hidden_BTD.shape
         dhidden_BTD = jnp.moveaxis(dhidden.reshape(-1, B, T // dhidden.shape[0], D), 0, 1).reshape(B, T, D)
-        if layout.head_axes:
-            dhead_DV = jax.lax.psum_scatter(dhead_DV, layout.head_axes, scatter_dimension=0, tiled=True)
-        if others := tuple(axis for axis in layout.axes if axis not in layout.head_axes):
-            dhead_DV = jax.lax.psum(dhead_DV, others)
-        return sums[None], dhidden_BTD, dhead_DV.T
+        return sums[None], dhidden_BTD, _reduced(dhead_DV, layout).T
 
     places, head, per_shard = _specs(layout)
     sums, dhidden_BTD, dhead_VD = _on_shards(
         local, layout, (places, head, places, places), (per_shard, places, head)
     )(hidden_BTD, head_VD, targets_BT, weights_BT)
     sums = jnp.sum(sums, 0)
-    if sharding.platform() == "tpu":  # whose scheduler would reduce the head's gradient last and keep it whole till then
+    if sharding.platform() == "tpu":  # whose scheduler would reduce the head's gradient last and keep it whole
         dhidden_BTD, dhead_VD = jax.lax.optimization_barrier((dhidden_BTD, dhead_VD))
     return (sums[0] + z_loss * sums[1], sums), (dhidden_BTD, dhead_VD, jnp.zeros(0, head_VD.dtype))
 
@@ -189,6 +187,29 @@ def _on_shards(local: Callable, layout: _Layout, in_specs: tuple[P, ...], out_sp
         axis_names=set(layout.axes),
         check_vma=False,
     )
+
+
+def _reduced(dhead_DV: jax.Array, layout: _Layout) -> jax.Array:
+    """The sum of all shards' head gradients, each device's part of D; a large one part after part.
+
+    A TPU reduces into a second buffer and takes its part from that, so it is kept small.
+    """
+    if others := tuple(axis for axis in layout.axes if axis not in layout.head_axes):
+        dhead_DV = jax.lax.psum(dhead_DV, others)
+    if not layout.head_axes:
+        return dhead_DV
+    D, V = dhead_DV.shape
+    shards = math.prod(layout.mesh.shape[axis] for axis in layout.head_axes)
+    wanted = min(-(-D * V * 4 // _REDUCED_BYTES), D // shards)
+    pieces = next(n for n in range(wanted, D // shards + 1) if D // shards % n == 0)
+    size = D // shards // pieces
+    dhead_SXV = dhead_DV.reshape(shards, D // shards, V)
+
+    def piece(index: jax.Array) -> jax.Array:
+        part = jax.lax.dynamic_slice_in_dim(dhead_SXV, index * size, size, axis=1)
+        return jax.lax.psum_scatter(part, layout.head_axes, scatter_dimension=0, tiled=True)[0]
+
+    return jax.lax.map(piece, jnp.arange(pieces)).reshape(D // shards, V) if pieces > 1 else piece(jnp.int32(0))
 
 
 def _gathered(head_VD: jax.Array, dtype: jnp.dtype, layout: _Layout) -> jax.Array:

@@ -8,6 +8,8 @@ import numpy as np
 import optax
 import pytest
 
+from capibara import sharding
+from capibara.sharding import Plan, Rules
 from capibara.training import losses
 from capibara.training.losses import cross_entropy
 
@@ -40,3 +42,27 @@ def test_cross_entropy_and_its_gradients_equal_optax(dtype, blocks, monkeypatch)
     for a, b in zip(got_grads, want_grads):
         scale = np.abs(np.asarray(b, np.float32)).max()
         np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), atol=tolerance * scale)
+
+
+@pytest.mark.parametrize("axes", [{"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 2, "context": 2, "stage": 2}])
+@pytest.mark.parametrize("reduced_bytes", [2**20, 64])
+def test_every_mesh_has_the_gradients_of_one_device(axes, reduced_bytes, monkeypatch):
+    """The head's gradient is reduced to its shards, in one piece or several."""
+    monkeypatch.setattr(losses, "_REDUCED_BYTES", reduced_bytes)
+    rng = np.random.default_rng(0)
+    hidden = jnp.asarray(rng.normal(size=(8, 8, 32)), jnp.float32)
+    head = jnp.asarray(rng.normal(size=(40, 32)), jnp.float32)
+    targets, weights = rng.integers(0, 40, (8, 8)), jnp.asarray(rng.integers(0, 2, (8, 8)), jnp.float32)
+    mesh, rules = sharding.make_mesh(Plan(batch_size=8, **{"fsdp": 1} | axes)), Rules()
+
+    def on_mesh(hidden, head):
+        with sharding.activate(mesh, rules):
+            return cross_entropy(hidden, head, targets, weights, z_loss=0.1)[0]
+
+    def on_one(hidden, head):
+        return cross_entropy(hidden, head, targets, weights, z_loss=0.1)[0]
+
+    want = jax.grad(on_one, (0, 1))(hidden, head)
+    placed = jax.device_put(head, jax.sharding.NamedSharding(mesh, rules.spec(("vocab", "embed"))))
+    for a, b in zip(jax.jit(jax.grad(on_mesh, (0, 1)))(hidden, placed), want):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
