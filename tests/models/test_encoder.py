@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from capibara import config, tree
+from capibara import config, sharding, tree
 from capibara.models import api
 from capibara.models.api import EncoderConfig
-from capibara.sharding import Remat
+from capibara.sharding import Plan, Remat
 from capibara.types import UserError
 
 GOLDEN = pathlib.Path(__file__).resolve().parent / "golden"
@@ -103,6 +103,28 @@ def test_the_output_bias_is_a_column_of_the_head():
     moved = {**params, "output_bias": params["output_bias"] + jnp.arange(96, dtype=jnp.float32)}
     difference = model.logits(moved, batch) - model.logits(params, batch)
     np.testing.assert_allclose(difference, np.broadcast_to(np.arange(96.0), difference.shape), atol=1e-4)
+
+
+def test_a_mesh_gives_the_gradients_of_one_device():
+    batch = batch_of(random_tokens(8), padding=5)
+    model = api.build(TINY)
+
+    def grads(plan, devices):
+        mesh = sharding.make_mesh(plan, devices)
+        spread = sharding.shardings(mesh, plan.rules, model.axes, model.abstract_params)
+
+        def loss(params, batch):
+            with sharding.activate(mesh, plan.rules):
+                logits = model.logits(params, sharding.balanced(batch))
+            return jnp.mean(jax.nn.logsumexp(logits, axis=-1))
+
+        params = jax.device_put(random_params(model), spread)
+        rows = sharding.global_batch(sharding.batch_sharding(mesh, plan.rules), batch)
+        return jax.device_get(jax.jit(jax.value_and_grad(loss))(params, rows))
+
+    want = grads(Plan(batch_size=8), jax.devices()[:1])
+    got = grads(Plan(batch_size=8, fsdp=2, tensor=2, context=2), jax.devices())
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, want)
 
 
 @pytest.mark.parametrize(("name", "count"), [("bert_base", 109_514_298), ("bert_large", 335_174_458)])
