@@ -12,14 +12,13 @@ import jax.numpy as jnp
 
 from capibara import sharding
 
-_TPU_TILE = (512, 1024, 1024)  # rows, inputs, outputs: 10 MiB of VMEM in bfloat16
+_TPU_ROWS, _TPU_WIDTH = 512, 1024  # of a tile; with the width in both directions 10 MiB of VMEM in bfloat16
 
 
 def row_tile(rows: int, groups: int) -> int:
-    """How many rows are multiplied at once where `groups` groups share `rows` rows."""
-    # A quarter of a group of mean size: its last tile is half empty on average.
+    """How many rows are multiplied at once where `groups` groups share `rows` rows: a quarter of a group's mean."""
     quarter = 1 << (max(1, rows // (4 * groups)) - 1).bit_length()
-    smallest, largest = (128, _TPU_TILE[0]) if sharding.platform() == "tpu" else (8, 128)
+    smallest, largest = (128, _TPU_ROWS) if sharding.platform() == "tpu" else (8, 128)
     return min(largest, max(smallest, quarter))
 
 
@@ -28,7 +27,6 @@ def padded_rows(rows: int, tile: int) -> int:
     return (-(-rows // tile) + 1) * tile
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def grouped_matmul(x_MK: jax.Array, w_GKN: jax.Array, sizes_G: jax.Array, tile: int) -> jax.Array:
     """x[rows of group g] @ w[g] for every group, in time proportional to the rows that the groups have.
 
@@ -45,31 +43,37 @@ def grouped_matmul(x_MK: jax.Array, w_GKN: jax.Array, sizes_G: jax.Array, tile: 
     Returns:
       [M, N] in the dtype of x, summed in float32. Rows after the last group are undefined, in the gradient by x too.
     """
-    return _matmul(x_MK, w_GKN, sizes_G, tile)
+    # Asked once: the backward pass may be traced where the mesh is no longer active.
+    return _product(x_MK, w_GKN, sizes_G, tile, sharding.platform())
 
 
-def _forward(x_MK, w_GKN, sizes_G, tile):
-    return _matmul(x_MK, w_GKN, sizes_G, tile), (x_MK, w_GKN, sizes_G)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _product(x_MK, w_GKN, sizes_G, tile: int, platform: str) -> jax.Array:
+    return _matmul(x_MK, w_GKN, sizes_G, tile, platform)
 
 
-def _backward(tile, saved, dy_MN):
+def _forward(x_MK, w_GKN, sizes_G, tile, platform):
+    return _matmul(x_MK, w_GKN, sizes_G, tile, platform), (x_MK, w_GKN, sizes_G)
+
+
+def _backward(tile, platform, saved, dy_MN):
     x_MK, w_GKN, sizes_G = saved
-    dw_GKN = _weight_gradient(x_MK, dy_MN, sizes_G, tile)
-    return _matmul(dy_MN, w_GKN, sizes_G, tile, transposed=True), dw_GKN.astype(w_GKN.dtype), None
+    dw_GKN = _weight_gradient(x_MK, dy_MN, sizes_G, tile, platform)
+    return _matmul(dy_MN, w_GKN, sizes_G, tile, platform, transposed=True), dw_GKN.astype(w_GKN.dtype), None
 
 
-grouped_matmul.defvjp(_forward, _backward)
+_product.defvjp(_forward, _backward)
 
 
-def _matmul(x_MK, w_GKN, sizes_G, tile: int, *, transposed: bool = False) -> jax.Array:
+def _matmul(x_MK, w_GKN, sizes_G, tile: int, platform: str, *, transposed: bool = False) -> jax.Array:
     """Each group times its matrix, or its matrix transposed."""
-    match sharding.platform():
+    match platform:
         case "cpu":
             return _cpu_matmul(x_MK, w_GKN, sizes_G, tile, 2 if transposed else 1)
         case "tpu":
             from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
 
-            tiling = _tpu_tiling(tile, x_MK.shape[1], w_GKN.shape[1 if transposed else 2])
+            tiling = _tpu_tiling(tile, x_MK.shape[1], w_GKN.shape[1 if transposed else 2], x_MK.dtype)
             return gmm(x_MK, w_GKN, sizes_G, x_MK.dtype, tiling, transpose_rhs=transposed)
         case _:
             w_GKN = jnp.swapaxes(w_GKN, 1, 2) if transposed else w_GKN
@@ -77,15 +81,15 @@ def _matmul(x_MK, w_GKN, sizes_G, tile: int, *, transposed: bool = False) -> jax
             return y_MN.astype(x_MK.dtype)
 
 
-def _weight_gradient(x_MK, dy_MN, sizes_G, tile: int) -> jax.Array:
+def _weight_gradient(x_MK, dy_MN, sizes_G, tile: int, platform: str) -> jax.Array:
     """Each group's x^T dy: [G, K, N], in float32 or the dtype of x."""
-    match sharding.platform():
+    match platform:
         case "cpu":
             return _cpu_weight_gradient(x_MK, dy_MN, sizes_G, tile)
         case "tpu":
             from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 
-            tiling = _tpu_tiling(tile, x_MK.shape[1], dy_MN.shape[1])
+            tiling = _tpu_tiling(tile, x_MK.shape[1], dy_MN.shape[1], x_MK.dtype)
             return tgmm(x_MK.swapaxes(0, 1), dy_MN, sizes_G, x_MK.dtype, tiling)
         case _:
             dimensions = jax.lax.RaggedDotDimensionNumbers(
@@ -96,8 +100,9 @@ def _weight_gradient(x_MK, dy_MN, sizes_G, tile: int) -> jax.Array:
             )
 
 
-def _tpu_tiling(tile: int, inputs: int, outputs: int) -> tuple[int, int, int]:
-    return tile, min(_TPU_TILE[1], inputs), min(_TPU_TILE[2], outputs)
+def _tpu_tiling(tile: int, inputs: int, outputs: int, dtype) -> tuple[int, int, int]:
+    width = _TPU_WIDTH * 2 // jnp.dtype(dtype).itemsize
+    return tile, min(width, inputs), min(width, outputs)
 
 
 def _over_tiles(sizes_G, rows: int, tile: int, body, carry):
