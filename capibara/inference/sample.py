@@ -160,7 +160,7 @@ def sampler(
     texts: SampleText,
     encoder_length: int | None = None,
 ) -> Callable[[Params], list[tuple[str, str]]]:
-    """For the training loop: parameters -> (prompt, continuation) pairs."""
+    """For the training loop: parameters -> (prompt, continuation) pairs; answers begin on a new line."""
     if texts.prompts:
         check_generates(model)
 
@@ -168,7 +168,8 @@ def sampler(
     def generator() -> Generator:
         return Generator(model, get_vocabulary(), length, texts.sampling, encoder_length)
 
-    return lambda params: [(prompt, generator()(params, prompt)) for prompt in texts.prompts]
+    begin = "" if encoder_length is None else "\n"
+    return lambda params: [(prompt, begin + generator()(params, prompt)) for prompt in texts.prompts]
 
 
 def _row(ids: Sequence[int], length: int, fill: int) -> np.ndarray:
