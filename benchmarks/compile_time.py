@@ -3,9 +3,8 @@
     python benchmarks/compile_time.py [--rounds=3] [--tpu] [--json=OUT]
 
 Each compilation is a process of its own, in turns, without a compilation cache: seconds of lowering and compiling on
-this
-machine, wall clock and CPU. With --tpu the real TPU compiler compiles for a v5e-4 slice too (libtpu, no TPU needed).
-The goal is at most 1.3 times.
+this machine, wall clock and CPU. With --tpu the real TPU compiler compiles for a v5e-4 slice too (libtpu, no TPU
+needed). The goal is at most 1.3 times.
 """
 
 from __future__ import annotations
