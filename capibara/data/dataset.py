@@ -94,7 +94,7 @@ class Dataset:
         if self.encoder_length is not None and self.encoder_length < 2:
             raise UserError(f"Dataset.encoder_length ({self.encoder_length}) must be at least 2")
         if self.kind is Kind.ENCODER_DECODER and self.packing is Packing.CONCAT:
-            raise UserError("Dataset.packing ('concat') would cut pairs of inputs and targets: try 'best_fit' or 'none'")
+            raise UserError("Dataset.packing ('concat') would cut inputs off their targets: try 'best_fit' or 'none'")
         if len(set(self.domains)) != len(self.domains) or not all(self.domains):
             raise UserError(f"Dataset.domains ({self.domains}) must be different names, none of them empty")
 

@@ -1,4 +1,4 @@
-"""Files on disk: globs, line and byte ranges, fingerprints, the hash that divides documents, and domains by extension."""
+"""Files on disk: globs, line and byte ranges, fingerprints, the hash that divides documents, domains by extension."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ class Assembler:
         if len(ids) < need:
             name = type(self._vocabulary).__name__
             raise UserError(
-                f"{name} has {len(ids)} unused ids, span corruption of {self._chunk_length} tokens needs {need} for its "
-                f"sentinels: set {name}.extra_ids = {max(need, 100)}"
+                f"{name} has {len(ids)} unused ids, span corruption of {self._chunk_length} tokens needs {need} for "
+                f"its sentinels: set {name}.extra_ids = {max(need, 100)}"
             )
         return ids

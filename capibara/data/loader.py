@@ -93,7 +93,8 @@ def _task_feed(dataset: Dataset, share: feeds.Share) -> feeds.Feed:
 class Loader:
     """Iterator of this host's batches [batch_size / shard_count, length], with exact state.
 
-    A batch has the arrays of `Dataset.batch_spec`. Batches are made in a background thread from `start` (or the first `next`) on.
+    A batch has the arrays of `Dataset.batch_spec`. Batches are made in a background thread from `start` (or the first
+    `next`) on.
     """
 
     def __init__(self, dataset: Dataset, share: feeds.Share, open_feed: Callable[[], feeds.Feed]):

@@ -15,7 +15,7 @@ from capibara.types import UserError
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SpanCorruption:
-    """Spans of a text, each replaced by a sentinel, are to be told (Raffel et al. 2020, arXiv:1910.10683, section 3.1.4).
+    """Spans of a text, each replaced by a sentinel, are to be told (Raffel et al. 2020, arXiv:1910.10683).
 
     Attributes:
       noise_density: share of the tokens that is removed.
@@ -46,7 +46,9 @@ class SpanCorruption:
                 return length
             length += 1
 
-    def apply(self, ids: np.ndarray, sentinel_ids: Sequence[int], seeds: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    def apply(
+        self, ids: np.ndarray, sentinel_ids: Sequence[int], seeds: tuple[int, ...]
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Takes spans out of a text.
 
         Args:

@@ -49,7 +49,7 @@ class Vocabulary(abc.ABC):
 
     @property
     def sentinel_ids(self) -> Sequence[int]:
-        """Ids free to stand for removed spans, the first span's first: the extra ids, or else the unused, from the top."""
+        """Ids free to stand for removed spans, the first span's first: the extra ids, else the unused, from the top."""
         text = len(self._pieces)
         return range((text + self.extra_ids if self.extra_ids else self.size) - 1, text - 1, -1)
 

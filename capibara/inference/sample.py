@@ -122,9 +122,10 @@ class Generator:
     def _encoder_entries(self, prompt: str) -> dict[str, np.ndarray]:
         """What the encoder reads, as entries of a batch of one row."""
         vocabulary, ids = self._vocabulary, []
+        count = len(vocabulary.sentinel_ids)
         for i, part in enumerate(_SENTINEL.split(prompt)):  # text and the numbers of sentinels in turn
-            if i % 2 and int(part) >= len(vocabulary.sentinel_ids):
-                raise UserError(f"the prompt has <extra_id_{part}>, the vocabulary {len(vocabulary.sentinel_ids)} sentinels")
+            if i % 2 and int(part) >= count:
+                raise UserError(f"the prompt has <extra_id_{part}>, the vocabulary {count} sentinels: number them from 0")
             ids += [vocabulary.sentinel_ids[int(part)]] if i % 2 else vocabulary.encode(part)
         ids = [*ids, vocabulary.eos_id][: self._encoder_length]
         return {
@@ -138,9 +139,9 @@ class Generator:
         if self._encoder_length is None:
             return vocabulary.decode(ids)
         numbers = {token: i for i, token in enumerate(vocabulary.sentinel_ids)}
-        parts = itertools.groupby(ids, key=numbers.get)
         return "".join(
-            vocabulary.decode(part) if number is None else f"<extra_id_{number}>" * len(list(part)) for number, part in parts
+            vocabulary.decode(part) if number is None else f"<extra_id_{number}>" * len(list(part))
+            for number, part in itertools.groupby(ids, key=numbers.get)
         )
 
 

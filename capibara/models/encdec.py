@@ -127,7 +127,9 @@ class CrossBlock(Block):
 class Stack(nnx.Module):
     """Layers that share their relative positions, and the norm after them."""
 
-    def __init__(self, config: EncoderDecoderConfig, rngs: nnx.Rngs, *, block: type[Block], num_layers: int, causal: bool):
+    def __init__(
+        self, config: EncoderDecoderConfig, rngs: nnx.Rngs, *, block: type[Block], num_layers: int, causal: bool
+    ):
         self.config, self.causal = config, causal
         self.relative_bias = RelativeBias(config, rngs, bidirectional=not causal)
         self.layers = stack.stacked(lambda rngs: block(config, rngs), rngs, num_layers)

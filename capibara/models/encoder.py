@@ -52,7 +52,7 @@ class EncoderConfig(TransformerConfig):
     def __post_init__(self):
         super().__post_init__()
         if self.max_length is None:
-            raise UserError("EncoderConfig.max_length has no value, learned positions need one: set it to the row length")
+            raise UserError("EncoderConfig.max_length has no value, learned positions need one: set the row length")
         if self.token_types < 1:
             raise UserError(f"EncoderConfig.token_types is {self.token_types}, must be at least 1")
 
@@ -110,6 +110,6 @@ class Encoder(nnx.Module):
         x = embedding.lookup(self.embedding[...], batch["tokens"], config.dtype.value)
         if config.embedding_scale is EmbeddingScale.SQRT_DIM:
             x = x * config.embed_dim**0.5
-        types = self.type_embedding[...][batch["token_types"]] if "token_types" in batch else self.type_embedding[...][0]
+        types = self.type_embedding[...][batch["token_types"] if "token_types" in batch else 0]
         x = x + (self.position_embedding[...][batch["positions"]] + types).astype(x.dtype)
         return transformer.residual(self.embedding_norm(x))

@@ -158,7 +158,8 @@ def test_pairs_of_a_file_stay_together(pairs_file):
     batches = list(make_loader(make_dataset(pairs_file), batch_size=4, epochs=1))
     seen = []
     for batch in batches:
-        assert {key: (value.shape, value.dtype) for key, value in batch.items()} == make_dataset(pairs_file).batch_spec(4)
+        shapes = {key: (value.shape, value.dtype) for key, value in batch.items()}
+        assert shapes == make_dataset(pairs_file).batch_spec(4)
         for pair in segments_of(batch).values():
             inputs, targets = decode(pair["encoder_tokens"]), decode(pair["targets"])
             assert inputs.split(":")[0] + "!" == targets
@@ -202,7 +203,7 @@ def test_resume_is_exact(pairs_file, packing):
         ({"encoder_length": None}, r"encoder_length \(None\) with kind 'encoder_decoder': set it, e.g. to 64"),
         ({"kind": "causal"}, r"encoder_length \(64\) with kind 'causal': leave it out"),
         ({"encoder_length": 1}, r"encoder_length \(1\) must be at least 2"),
-        ({"packing": "concat"}, "would cut pairs .* try 'best_fit'"),
+        ({"packing": "concat"}, "would cut inputs off .* try 'best_fit'"),
         ({"domains": ("a", "a")}, "must be different names"),
     ],
 )

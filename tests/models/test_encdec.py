@@ -81,7 +81,7 @@ def test_logits_are_those_of_transformers(name, config, gated):
     assert values.keys() == shapes.keys()
     params = tree.map_with_names(lambda name, _: values[name], model.abstract_params)
     batch = batch_of([[32], [32 - ANSWERS["padding"]]], [[24], [24]])
-    batch["tokens"], batch["encoder_tokens"] = (np.array(ANSWERS[key], np.int32) for key in ("tokens", "encoder_tokens"))
+    batch |= {key: np.array(ANSWERS[key], np.int32) for key in ("tokens", "encoder_tokens")}
     got, want = np.asarray(jax.jit(model.logits)(params, batch)), ANSWERS[name]
     for row, answer in zip(got, want["logits"], strict=True):
         np.testing.assert_allclose(row[np.ix_(ANSWERS["positions"], ANSWERS["entries"])], answer, rtol=0, atol=2e-4)
