@@ -4,7 +4,7 @@ import importlib.util
 
 import pytest
 
-from capibara.planner import topology
+from capibara.planner import slices, topology
 from capibara.types import UserError
 
 
@@ -53,3 +53,17 @@ def test_slices_have_their_chips_and_hosts():
         assert {d.device_kind for d in devices} == {kind} and devices[0].platform == "tpu"
     with pytest.raises(UserError, match="no topology v5e:3x5"):
         topology.slice_devices("v5e:3x5")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
+@pytest.mark.parametrize("name", ["v6e-8", "v5p-128", "tpu7x-2", "v4-8", "2xv5e-16"])
+def test_the_compiler_agrees_with_the_tables(name):
+    devices, want = topology.slice_devices(name), slices.parse(name)
+    assert len(devices) == want.devices and devices[0].device_kind in want.chip.device_kinds
+    assert len({device.process_index for device in devices}) == want.hosts
+    assert len({getattr(device, "slice_index", 0) for device in devices}) == want.count
+
+
+def test_the_compiler_is_not_asked_for_gpus():
+    with pytest.raises(UserError, match="slice 'h100-8' is of no TPUs"):
+        topology.topology_name("h100-8")
