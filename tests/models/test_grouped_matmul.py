@@ -87,7 +87,8 @@ for dtype in ("bfloat16", "float32"):
 
     text = jax.jit(jax.grad(loss, (0, 1))).lower(params, x, segments).compile().as_text()
     kernels = re.findall(r'op_name="jit\\(loss\\)/(\\S+)/pallas_call"', text)
-    print("RESULT", text.count(" ragged-all-to-all-start("), *sorted(set(kernels)))
+    exchanges = re.findall(r" ragged-all-to-all(?:-start)?\\(", text)  # libtpu 0.0.42 leaves them synchronous
+    print("RESULT", len(exchanges), *sorted(set(kernels)))
 """
 
 
