@@ -251,15 +251,34 @@ class Plan:
 def make_mesh(plan: Plan, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """The mesh of a plan; on a TPU slice JAX orders the devices by the slice's real topology.
 
-    Axes are Auto: the compiler propagates shardings from the arguments and the `constrain` calls.
+    Axes are Auto: the compiler propagates shardings from the arguments and the `constrain` calls. Of several slices
+    each has an equal part of the first of the axes data, stage and fsdp that divides.
     """
     devices = list(jax.devices() if devices is None else devices)
     shape = plan.mesh_shape(len(devices))
-    mesh = jax.make_mesh(
-        tuple(shape.values()), tuple(shape), axis_types=(AxisType.Auto,) * len(shape), devices=devices
-    )
+    mesh = Mesh(_arranged(shape, devices), tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
     plan.check_batch(mesh)
     return mesh
+
+
+def _arranged(shape: dict[str, int], devices: Sequence[jax.Device]) -> np.ndarray:
+    """The devices in the mesh's shape, neighbours on the innermost axes."""
+    from jax.experimental import mesh_utils
+
+    # jax.make_mesh lets axes share a torus axis on v5e alone: on a v6e-256 it has no mesh with a tensor axis of 4.
+    sizes, options = tuple(shape.values()), {"allow_split_physical_axes": True}
+    slices = len({getattr(device, "slice_index", 0) for device in devices})
+    if slices == 1:
+        return mesh_utils.create_device_mesh(sizes, devices, **options)
+    outer = next((axis for axis in MESH_AXES[:3] if shape[axis] % slices == 0), None)
+    if outer is None:
+        raise UserError(
+            f"Plan.data ({shape['data']}), Plan.stage ({shape['stage']}) or Plan.fsdp ({shape['fsdp']}) must be a "
+            f"multiple of the {slices} slices: try data={slices}"
+        )
+    across = tuple(slices if axis == outer else 1 for axis in shape)
+    inside = tuple(size // part for size, part in zip(sizes, across))
+    return mesh_utils.create_hybrid_device_mesh(inside, across, devices, **options)
 
 
 def emulate(device_count: int) -> None:

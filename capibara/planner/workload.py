@@ -1,0 +1,251 @@
+"""What a train step works on, as numbers: all that the cost of a plan depends on beside the plan and the chips."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+
+from capibara import optim, tree
+from capibara.models.api import Model
+from capibara.optim import Optimizer, OptimizerName, StateDtype
+from capibara.sharding import Rules
+from capibara.types import PyTree
+
+_COMPUTE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """One array of the state: name, shape, logical axes and bytes of an element."""
+
+    name: str
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+    itemsize: int
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sharded:
+    """An amount, by the mesh axes that share it out.
+
+    Attributes:
+      parts: pairs of an amount and the mesh axes over which it is divided.
+    """
+
+    parts: tuple[tuple[float, tuple[str, ...]], ...] = ()
+
+    def total(self) -> float:
+        return sum(amount for amount, _ in self.parts)
+
+    def on_device(self, mesh: Mapping[str, int], without: Iterable[str] = ()) -> float:
+        """The share of one device of a mesh (axis -> size); axes in `without` are gathered."""
+        return sum(
+            amount / math.prod(mesh[axis] for axis in axes if axis not in without) for amount, axes in self.parts
+        )
+
+    def over(self, axis: str) -> Sharded:
+        """The parts that lie over a mesh axis."""
+        return Sharded(tuple(part for part in self.parts if axis in part[1]))
+
+
+@dataclasses.dataclass(frozen=True)
+class Attention:
+    """One attention of a layer: keys that a query sees, in the mean over a row, and keys that there are."""
+
+    seen_keys: float
+    keys: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Stack:
+    """Equal layers, one after another.
+
+    Attributes:
+      name: "decoder" or "encoder".
+      layers: how many.
+      length: places of a row that go through them.
+      attentions: of one layer, in the mean over the layers where they differ.
+      weights: matmul weights of all layers in elements; those of experts are in `expert_weights`.
+      expert_weights: the same of experts.
+    """
+
+    name: str
+    layers: int
+    length: int
+    attentions: tuple[Attention, ...]
+    weights: Sharded
+    expert_weights: Sharded
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """A train step without its plan.
+
+    Attributes:
+      model: the model; its config has the widths.
+      rules: logical axes -> mesh axes.
+      stacks: its layers.
+      length: places of a row whose tokens are counted.
+      encoder_length: places that an encoder reads; None without one.
+      params, state: bytes of the parameters (and of a gradient, which is as large), and of the optimizer's state.
+      embedding: elements of the token and position embeddings, output head included.
+      constraints: (parameter, logical axis, size, mesh axes): the mesh axes must divide the size.
+      ema: whether the state holds an average of the parameters.
+    """
+
+    model: Model
+    rules: Rules
+    stacks: tuple[Stack, ...]
+    length: int
+    encoder_length: int | None
+    params: Sharded
+    state: Mapping[StateDtype, Sharded]
+    embedding: Sharded
+    head: Sharded
+    constraints: tuple[tuple[str, str, int, tuple[str, ...]], ...]
+    ema: bool
+
+    @property
+    def config(self) -> Any:
+        return self.model.config
+
+    @property
+    def compute_bytes(self) -> int:
+        """Of an element of activations."""
+        return _COMPUTE_BYTES[str(self.config.dtype)]
+
+    @functools.cached_property
+    def model_flops_per_token(self) -> float:
+        """6 a weight and attention, recomputation not counted (models/flops.py)."""
+        return self.model.flops_per_token(self.length, self.encoder_length)
+
+    @property
+    def expert_dim(self) -> int:
+        """Hidden width of one MLP, of an expert where there are some."""
+        moe = self.config.moe
+        return self.config.mlp_dim if moe is None or moe.expert_dim is None else moe.expert_dim
+
+
+def describe(
+    model: Model,
+    optimizer: Optimizer,
+    *,
+    length: int,
+    encoder_length: int | None = None,
+    rules: Rules | None = None,
+    ema: bool = False,
+    state_dtypes: Iterable[StateDtype] | None = None,
+) -> Workload:
+    """The workload of training a model. Nothing is computed but shapes.
+
+    Args:
+      model: models.api.build(config).
+      optimizer: of the run.
+      length: places of a row.
+      encoder_length: of the rows that an encoder reads.
+      rules: logical axes -> mesh axes; None: the default ones.
+      ema: whether a moving average of the parameters is kept.
+      state_dtypes: dtypes of the optimizer's state to weigh; None: the optimizer's own.
+    """
+    rules = rules or Rules()
+    leaves = _leaves(model.abstract_params, model.axes)
+    dtypes = tuple(state_dtypes or (optimizer.state_dtype,))
+    if optimizer.name is OptimizerName.ADAFACTOR:
+        dtypes = (optimizer.state_dtype,)
+    in_layers = ("layers/", "encoder/layers/", "decoder/layers/")
+    embedding = [leaf for leaf in leaves if not leaf.name.startswith(in_layers)]
+    heads = [leaf for leaf in embedding if "vocab" in leaf.axes]
+    return Workload(
+        model=model,
+        rules=rules,
+        stacks=tuple(_stacks(model.config, leaves, rules, length, encoder_length)),
+        length=length,
+        encoder_length=encoder_length,
+        params=_sharded(leaves, rules, by_bytes=True),
+        state={dtype: _state(model, optimizer, dtype, rules) for dtype in dtypes},
+        embedding=_sharded(embedding, rules),
+        head=_sharded(heads[-1:], rules),
+        constraints=_constraints(leaves, rules),
+        ema=ema,
+    )
+
+
+def _leaves(shapes: PyTree, axes: PyTree) -> list[Leaf]:
+    names = tree.path_names(shapes)
+    parts = zip(names, jax.tree.leaves(shapes), jax.tree.leaves(axes, is_leaf=tree.is_axes), strict=True)
+    return [Leaf(name, tuple(leaf.shape), tuple(a), leaf.dtype.itemsize) for name, leaf, a in parts]
+
+
+def _state(model: Model, optimizer: Optimizer, dtype: StateDtype, rules: Rules) -> Sharded:
+    tx = dataclasses.replace(optimizer, state_dtype=dtype).build(1_000_000, model.axes)
+    shapes = jax.eval_shape(tx.init, model.abstract_params)
+    axes = jax.tree.map(lambda _, a: _Axes(a), shapes, optim.state_axes(tx, model.abstract_params, model.axes))
+    pairs = zip(jax.tree.leaves(shapes), jax.tree.leaves(axes), strict=True)
+    leaves = [Leaf("", tuple(leaf.shape), tuple(a.names), leaf.dtype.itemsize) for leaf, a in pairs]
+    return _sharded(leaves, rules, by_bytes=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Axes:
+    """Keeps a tuple of names one leaf."""
+
+    names: tuple[str | None, ...]
+
+
+def _sharded(leaves: Iterable[Leaf], rules: Rules, *, by_bytes: bool = False) -> Sharded:
+    sums: Counter[tuple[str, ...]] = Counter()
+    for leaf in leaves:
+        mesh_axes = sorted(axis for name in leaf.axes if name for axis in getattr(rules, name))
+        sums[tuple(mesh_axes)] += leaf.size * (leaf.itemsize if by_bytes else 1)
+    return Sharded(tuple((float(amount), axes) for axes, amount in sums.items()))
+
+
+def _constraints(leaves: Iterable[Leaf], rules: Rules) -> tuple[tuple[str, str, int, tuple[str, ...]], ...]:
+    found: dict[tuple[str, int], tuple[str, str, int, tuple[str, ...]]] = {}
+    for leaf in leaves:
+        for name, size in zip(leaf.axes, leaf.shape, strict=True):
+            if name and getattr(rules, name):
+                found.setdefault((name, size), (leaf.name, name, size, getattr(rules, name)))
+    return tuple(found.values())
+
+
+def _stacks(
+    config: Any, leaves: list[Leaf], rules: Rules, length: int, encoder_length: int | None
+) -> Iterable[Stack]:
+    def stack(name: str, prefix: str, layers: int, places: int, attentions: tuple[Attention, ...]) -> Stack:
+        own = [leaf for leaf in leaves if leaf.name.startswith(prefix)]
+        experts = [leaf for leaf in own if "experts" in leaf.axes]
+        others = [leaf for leaf in own if "experts" not in leaf.axes]
+        return Stack(
+            name, layers, places, attentions, _sharded(others, rules), _sharded(experts, rules)
+        )
+
+    match config.objective:
+        case "encoder_decoder":
+            S = encoder_length or length
+            yield stack("encoder", "encoder/layers/", config.encoder_layers, S, (Attention(S, S),))
+            cross = (Attention(length / 2, length), Attention(S, S))
+            yield stack("decoder", "decoder/layers/", config.num_layers, length, cross)
+        case "masked":
+            yield stack("encoder", "layers/", config.num_layers, length, (Attention(length, length),))
+        case _:
+            seen = _seen_keys(config, length)
+            yield stack("decoder", "layers/", config.num_layers, length, (Attention(seen, length),))
+
+
+def _seen_keys(config: Any, length: int) -> float:
+    """Keys that a token of a decoder sees, in the mean over its row and over the layers' pattern."""
+    pattern = config.layer_pattern
+    kinds = [pattern[index % len(pattern)] for index in range(config.num_layers)]
+    windows = [min(config.window, length) if kind == "local" else length for kind in kinds]
+    return sum(window - window**2 / (2 * length) for window in windows) / len(windows)
