@@ -1,5 +1,6 @@
 # make quickstart   set up .venv, then train a small language model on 8 emulated devices
 # make test         the same set-up, then the tests
+# make test-heavy   the tests that make test leaves out for their time
 #
 # PYTHON=python3.12 chooses the interpreter (3.11, 3.12 or 3.13); each other version gets a .venv-3.X of its own.
 # TRAIN_STEPS=600 overrides that macro of the quickstart; ARGS="..." is passed on.
@@ -15,17 +16,21 @@ else
 VENV ?= .venv-$(VERSION)
 endif
 BIN := $(VENV)/bin
+PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses=4 --dist=loadfile -q
 # Named after the version, so that a newer python3 makes a new environment instead of using half of the old one.
 STAMP := $(VENV)/.installed-$(VERSION)
 
-.PHONY: quickstart test bench wheel lock setup
+.PHONY: quickstart test test-heavy bench wheel lock setup
 
 quickstart: $(STAMP)
 	$(BIN)/python -m capibara.train --gin_file=quickstart.gin --emulate=8 \
 	  $(if $(TRAIN_STEPS),--gin.TRAIN_STEPS=$(TRAIN_STEPS)) $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n auto --maxprocesses=4 --dist=loadfile -q $(ARGS)
+	$(PYTEST) -m "not heavy" $(ARGS)
+
+test-heavy: $(STAMP)
+	$(PYTEST) -m heavy $(ARGS)
 
 bench: $(STAMP)
 	@set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script $(ARGS); done

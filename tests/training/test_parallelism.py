@@ -107,8 +107,16 @@ def compare(got, want):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5, err_msg=path)
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("sizes", MESHES, ids=lambda s: "-".join(f"{k}{v}" for k, v in s.items() if v > 1))
+def matrix():
+    """Every mesh with every model. The dense decoder and one of the others are in the short suite."""
+    for index, sizes in enumerate(MESHES):
+        mesh = "-".join(f"{axis}{size}" for axis, size in sizes.items() if size > 1)
+        for name in MODELS:
+            short = name in ("dense", ("experts", "encoder_decoder")[index % 2])
+            yield pytest.param(name, sizes, id=f"{mesh}-{name}", marks=() if short else pytest.mark.heavy)
+
+
+@pytest.mark.parametrize("name, sizes", list(matrix()))
 def test_loss_and_gradients_are_those_of_one_device(name, sizes):
     devices = math.prod(size for axis, size in sizes.items() if axis in sharding.MESH_AXES)
     got = loss_and_grads(name, Plan(batch_size=ROWS, **sizes), jax.devices()[:devices])

@@ -154,7 +154,7 @@ class TestAccumulation:
 
 
 class TestStoredMoments:
-    @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+    @pytest.mark.parametrize("dtype", ["int8", pytest.param("bfloat16", marks=pytest.mark.heavy)])
     def test_learns_as_with_float32_and_alike_on_every_mesh(self, dtype):
         optimizer = dataclasses.replace(OPTIMIZER, state_dtype=dtype)
         alone, want = Training(CONFIG, optimizer=optimizer).run(40), float32_losses()
@@ -182,7 +182,7 @@ class TestStoredMoments:
 
 
 class TestQuantized:
-    @pytest.mark.parametrize("quantization", ["int8", "fp8"])
+    @pytest.mark.parametrize("quantization", ["int8", pytest.param("fp8", marks=pytest.mark.heavy)])
     def test_learns_nearly_as_float32_does_and_alike_on_every_mesh(self, quantization):
         """In bfloat16 beside: from a loss of 4.87, steps 51 to 60 differ by less than one percent.
 
