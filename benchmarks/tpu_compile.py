@@ -195,7 +195,11 @@ def _last_line(command: list[str], environment: dict[str, str]) -> dict[str, Any
 def _with_costs(line: dict[str, Any], hlo_text: str) -> dict[str, Any]:
     from capibara.planner import hlo
 
-    return line | ({"costs": dataclasses.asdict(hlo.costs(hlo.parse(hlo_text)))} if hlo_text else {})
+    if not hlo_text:
+        return line
+    costs = hlo.costs(hlo.parse(hlo_text))  # asdict of Python 3.11 spoils a Counter
+    values = {f.name: getattr(costs, f.name) for f in dataclasses.fields(costs)}
+    return line | {"costs": {name: dict(v) if isinstance(v, dict) else v for name, v in values.items()}}
 
 
 def show(name: str, row: Row, ours: dict[str, Any], peer: dict[str, Any] | None) -> None:

@@ -18,6 +18,8 @@ from capibara.sharding import Rules
 # Bytes of one block of float32 logits on a device: what stays in a CPU's cache, and little beside an HBM.
 _BLOCK_BYTES = {"cpu": 8 * 2**20}
 _DEFAULT_BLOCK_BYTES = 256 * 2**20
+# A block is at most this part of all logits: next to those of a small batch the head's gradient is as large.
+_FEWEST_BLOCKS = 4
 # Bytes of the head's gradient that are reduced at once.
 _REDUCED_BYTES = 64 * 2**20
 
@@ -52,7 +54,9 @@ def cross_entropy(
     Logits are made and used up in blocks of places. Where gradients are wanted they are made in the same pass, while a
     block's probabilities are at hand, so the logits are computed once. Each shard adds up its own head gradient over
     the blocks in float32; they are reduced once, right then, to where the head's shards lie: the whole gradient, for a
-    large vocabulary one of the largest arrays there are, is gone before the layers' backward pass begins.
+    large vocabulary one of the largest arrays there are, is gone before the layers' backward pass begins. Of few tokens
+    the gradients by all logits, in the compute dtype, are smaller than that: then these are kept, and the head's
+    gradient is made part after part as it is reduced.
 
     Args:
       hidden_BTD: final hidden states, in the compute dtype.
@@ -133,20 +137,29 @@ def _loss(hidden_BTD, head_VD, targets_BT, weights_BT, layout: _Layout, z_loss: 
 def _loss_forward(hidden_BTD, head_VD, targets_BT, weights_BT, layout, z_loss, soft_cap):
     def local(hidden_BTD, head_VD, targets_BT, weights_BT):
         head_VD = _gathered(head_VD, hidden_BTD.dtype, layout)
+        (B, T, D), V = hidden_BTD.shape, head_VD.shape[0]
+        # What is kept of the blocks for the head's gradient: their sum, or what it is made of where that is smaller.
+        kept_whole = bool(layout.head_axes) and B * T * hidden_BTD.dtype.itemsize < 4 * D
 
         def add(carry, block):
             sums, dhead_DV = carry
             block_sums, dlogits = _block(block, head_VD, z_loss, soft_cap)
             hidden = block[0]
             dhidden = _dot(dlogits, head_VD, 1, 0).astype(hidden.dtype)
-            return (sums + block_sums, dhead_DV + _dot(hidden, dlogits, 0, 0)), dhidden
+            if kept_whole:
+                return (sums + block_sums, dhead_DV), (dhidden, hidden, dlogits)
+            return (sums + block_sums, dhead_DV + _dot(hidden, dlogits, 0, 0)), (dhidden,)
 
         # The head's gradient adds up as [D, V]: hidden.T @ dlogits is the order that XLA's CPU matmul runs fastest.
-        start = (jnp.zeros(4), jnp.zeros(head_VD.shape[::-1], jnp.float32))
-        (sums, dhead_DV), dhidden = _over_blocks(add, start, (hidden_BTD, targets_BT, weights_BT), head_VD)
-        B, T, D = hidden_BTD.shape
+        start = (jnp.zeros(4), jnp.zeros((0,) if kept_whole else (D, V), jnp.float32))
+        (sums, dhead_DV), (dhidden, *factors) = _over_blocks(add, start, (hidden_BTD, targets_BT, weights_BT), head_VD)
         dhidden_BTD = jnp.moveaxis(dhidden.reshape(-1, B, T // dhidden.shape[0], D), 0, 1).reshape(B, T, D)
-        return sums[None], dhidden_BTD, _reduced(dhead_DV, layout).T
+        if kept_whole:
+            hidden_ND, dlogits_NV = (x.reshape(B * T, -1) for x in factors)
+            dhead_DV = functools.partial(_product_part, hidden_ND, dlogits_NV)
+        else:
+            dhead_DV = functools.partial(_sum_part, dhead_DV)
+        return sums[None], dhidden_BTD, _reduced(dhead_DV, D, V, layout).T
 
     places, head, per_shard = _specs(layout)
     sums, dhidden_BTD, dhead_VD = _on_shards(
@@ -189,27 +202,47 @@ def _on_shards(local: Callable, layout: _Layout, in_specs: tuple[P, ...], out_sp
     )
 
 
-def _reduced(dhead_DV: jax.Array, layout: _Layout) -> jax.Array:
+def _sum_part(dhead_DV: jax.Array, shards: int, start: jax.Array | int, size: int) -> jax.Array:
+    """Of each of `shards` parts of D the rows from `start` on: [shards, size, V]."""
+    dhead_SXV = dhead_DV.reshape(shards, -1, dhead_DV.shape[1])
+    return jax.lax.dynamic_slice_in_dim(dhead_SXV, start, size, axis=1)
+
+
+def _product_part(
+    hidden_ND: jax.Array, dlogits_NV: jax.Array, shards: int, start: jax.Array | int, size: int
+) -> jax.Array:
+    """The same of hidden.T @ dlogits."""
+    hidden_NSX = hidden_ND.reshape(len(hidden_ND), shards, -1)
+    return _dot(jax.lax.dynamic_slice_in_dim(hidden_NSX, start, size, axis=2), dlogits_NV, 0, 0)
+
+
+def _reduced(part: Callable[..., jax.Array], D: int, V: int, layout: _Layout) -> jax.Array:
     """The sum of all shards' head gradients, each device's part of D; a large one part after part.
 
     A TPU reduces into a second buffer and takes its part from that, so it is kept small.
+
+    Args:
+      part: (shards of D, start, size) -> these rows of each of the shards of this device's gradient [D, V].
+      D, V: sizes of the gradient.
+      layout: where it goes.
     """
-    if others := tuple(axis for axis in layout.axes if axis not in layout.head_axes):
-        dhead_DV = jax.lax.psum(dhead_DV, others)
+    others = tuple(axis for axis in layout.axes if axis not in layout.head_axes)
+
+    def over_others(x):
+        return jax.lax.psum(x, others) if others else x
+
     if not layout.head_axes:
-        return dhead_DV
-    D, V = dhead_DV.shape
+        return over_others(part(1, 0, D)[0])
     shards = math.prod(layout.mesh.shape[axis] for axis in layout.head_axes)
     wanted = min(-(-D * V * 4 // _REDUCED_BYTES), D // shards)
     pieces = next(n for n in range(wanted, D // shards + 1) if D // shards % n == 0)
     size = D // shards // pieces
-    dhead_SXV = dhead_DV.reshape(shards, D // shards, V)
 
-    def piece(index: jax.Array) -> jax.Array:
-        part = jax.lax.dynamic_slice_in_dim(dhead_SXV, index * size, size, axis=1)
-        return jax.lax.psum_scatter(part, layout.head_axes, scatter_dimension=0, tiled=True)[0]
+    def piece(index: jax.Array | int) -> jax.Array:
+        mine = over_others(part(shards, index * size, size))
+        return jax.lax.psum_scatter(mine, layout.head_axes, scatter_dimension=0, tiled=True)[0]
 
-    return jax.lax.map(piece, jnp.arange(pieces)).reshape(D // shards, V) if pieces > 1 else piece(jnp.int32(0))
+    return jax.lax.map(piece, jnp.arange(pieces)).reshape(D // shards, V) if pieces > 1 else piece(0)
 
 
 def _gathered(head_VD: jax.Array, dtype: jnp.dtype, layout: _Layout) -> jax.Array:
@@ -244,8 +277,9 @@ def _block(block, head_VD, z_loss: float, soft_cap: float | None) -> tuple[jax.A
 def _over_blocks(body, carry, arrays, head_VD):
     """Scans `body` over blocks of places; arrays [B, T, ...] become [blocks, B * T / blocks, ...]."""
     B, T = arrays[1].shape
-    limit = _BLOCK_BYTES.get(sharding.platform(), _DEFAULT_BLOCK_BYTES)
-    wanted = -(-B * T * head_VD.shape[0] * 4 // limit)
+    size = B * T * head_VD.shape[0] * 4
+    limit = _BLOCK_BYTES.get(sharding.platform()) or min(_DEFAULT_BLOCK_BYTES, -(-size // _FEWEST_BLOCKS))
+    wanted = -(-size // limit)
     blocks = next(n for n in range(min(wanted, T), T + 1) if T % n == 0)
 
     def split(x):
@@ -256,7 +290,7 @@ def _over_blocks(body, carry, arrays, head_VD):
     if blocks > 1:
         return jax.lax.scan(body, carry, split_arrays)
     carry, out = body(carry, tuple(x[0] for x in split_arrays))
-    return carry, None if out is None else out[None]
+    return carry, jax.tree.map(lambda x: x[None], out)
 
 
 def _dot(a, b, contract_a: int, contract_b: int) -> jax.Array:

@@ -46,13 +46,15 @@ def test_cross_entropy_and_its_gradients_equal_optax(dtype, blocks, monkeypatch)
 
 @pytest.mark.parametrize("axes", [{"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 2, "context": 2, "stage": 2}])
 @pytest.mark.parametrize("reduced_bytes", [2**20, 64])
-def test_every_mesh_has_the_gradients_of_one_device(axes, reduced_bytes, monkeypatch):
-    """The head's gradient is reduced to its shards, in one piece or several."""
+@pytest.mark.parametrize("length", [8, 32])
+def test_every_mesh_has_the_gradients_of_one_device(axes, reduced_bytes, length, monkeypatch):
+    """The head's gradient is reduced to its shards, in one piece or several; that of few tokens is made then."""
     monkeypatch.setattr(losses, "_REDUCED_BYTES", reduced_bytes)
+    monkeypatch.setattr(losses, "_BLOCK_BYTES", {"cpu": 4 * 40 * 16})
     rng = np.random.default_rng(0)
-    hidden = jnp.asarray(rng.normal(size=(8, 8, 32)), jnp.float32)
+    hidden = jnp.asarray(rng.normal(size=(8, length, 32)), jnp.float32)
     head = jnp.asarray(rng.normal(size=(40, 32)), jnp.float32)
-    targets, weights = rng.integers(0, 40, (8, 8)), jnp.asarray(rng.integers(0, 2, (8, 8)), jnp.float32)
+    targets, weights = rng.integers(0, 40, (8, length)), jnp.asarray(rng.integers(0, 2, (8, length)), jnp.float32)
     mesh, rules = sharding.make_mesh(Plan(batch_size=8, **{"fsdp": 1} | axes)), Rules()
 
     def on_mesh(hidden, head):
