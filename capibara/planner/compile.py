@@ -11,8 +11,12 @@ import jax
 from capibara.planner import hlo
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-# CompileTimeHbmOom says "Used 18.04G of 15.75G hbm."
-_USED = re.compile(r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm", re.IGNORECASE)
+# CompileTimeHbmOom says "Used 18.04G of 15.75G hbm.", or where temporaries alone are too much "the total memory required
+# for HLO temporaries (20.42G) exceeds available HBM (15.75G)".
+_SIZE = r"([\d.]+)([KMGT]?)"
+_USED = re.compile(
+    rf"Used {_SIZE} of {_SIZE} hbm|temporaries \({_SIZE}\) exceeds available HBM \({_SIZE}\)", re.IGNORECASE
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,9 +82,13 @@ def out_of_memory(message: str) -> bool:
 
 
 def hbm_need(message: str) -> tuple[int | None, int | None]:
-    """(bytes needed, bytes there) of an out-of-memory error; None where it does not say."""
+    """(bytes needed, bytes there) of an out-of-memory error; None where it does not say.
+
+    What is needed may be that of temporaries alone: no more than the whole need.
+    """
     match = _USED.search(message)
     if not match:
         return None, None
-    used, limit = (int(float(match[i]) * _UNITS[match[i + 1].upper()]) for i in (1, 3))
+    sizes = [text for text in match.groups() if text is not None]
+    used, limit = (int(float(sizes[i]) * _UNITS[sizes[i + 1].upper()]) for i in (0, 2))
     return used, limit

@@ -133,3 +133,5 @@ def test_out_of_memory_is_a_verdict_with_figures():
     assert used == int(18.04 * 2**30) and limit == int(15.75 * 2**30)
     assert not planner.out_of_memory("INTERNAL: something else")
     assert planner.hbm_need("CompileTimeHbmOom") == (None, None)
+    other = "CompileTimeHbmOom: the total memory required for HLO temporaries (20.42G) exceeds available HBM (15.75G)."
+    assert planner.hbm_need(other) == (int(20.42 * 2**30), int(15.75 * 2**30))
