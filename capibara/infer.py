@@ -37,7 +37,7 @@ def answer(model_dir: str, gin_files: Sequence[str], args, prompt: str) -> str:
     """`prompt` continued, or answered, by the run's newest checkpoint (its averaged parameters where it kept them)."""
     import jax
 
-    from capibara import config, sharding
+    from capibara import config, devices
     from capibara.inference.sample import Generator, Sampling, check_generates
     from capibara.models import api
     from capibara.training.checkpoints import Checkpoints
@@ -45,7 +45,8 @@ def answer(model_dir: str, gin_files: Sequence[str], args, prompt: str) -> str:
 
     config.parse(gin_files, args.gin_bindings, args.gin_search_paths)
     trainer, sampling = config.build(Trainer), config.build(Sampling)
-    sharding.use_compilation_cache()
+    devices.skip_absent_tpu()
+    devices.use_compilation_cache()
     model, dataset = api.build(trainer.model), trainer.dataset
     check_generates(model)
     on_device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])

@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import ctypes
 import dataclasses
 import enum
-import os
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -279,67 +276,6 @@ def _arranged(shape: dict[str, int], devices: Sequence[jax.Device]) -> np.ndarra
     across = tuple(slices if axis == outer else 1 for axis in shape)
     inside = tuple(size // part for size, part in zip(sizes, across))
     return mesh_utils.create_hybrid_device_mesh(inside, across, devices, **options)
-
-
-def emulate(device_count: int) -> None:
-    """Makes this process run on `device_count` emulated CPU devices. Call it before JAX is first used."""
-    if not 1 <= device_count <= 64:
-        raise UserError(f"--emulate is {device_count}, must be from 1 to 64")
-    os.environ["JAX_PLATFORMS"] = "cpu"
-    keep_freed_memory()
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", device_count)
-    # In-process collectives abort when a device thread is starved for long: 64 of them on 2 cores are.
-    flags = os.environ.get("XLA_FLAGS", "")
-    for flag, value in _EMULATION_FLAGS.items():
-        if flag not in flags:
-            flags = f"{flags} --{flag}={value}".strip()
-    os.environ["XLA_FLAGS"] = flags
-
-
-_EMULATION_FLAGS = {
-    "xla_cpu_collective_call_warn_stuck_timeout_seconds": 300,
-    "xla_cpu_collective_call_terminate_timeout_seconds": 1200,
-}
-
-
-def keep_freed_memory() -> None:
-    """Makes glibc's malloc keep what is freed, so that a step on a CPU reuses the pages of the step before.
-
-    By default every large buffer is mapped anew and its pages fault in again, 15% of a small model's step
-    (benchmarks/step_time.py). Call it before JAX is first used; elsewhere than on glibc it does nothing.
-    """
-    if not sys.platform.startswith("linux"):
-        return
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mmap_max, trim_threshold, arena_max = -4, -1, -8  # the names in glibc's malloc.h, in capitals with M_
-        for option, value in ((mmap_max, 0), (trim_threshold, 2**31 - 1), (arena_max, 1)):
-            mallopt(option, value)
-
-
-def use_compilation_cache() -> None:
-    """Keeps compiled programs across starts, in JAX_COMPILATION_CACHE_DIR or the user's cache folder."""
-    if not jax.config.jax_compilation_cache_dir:
-        base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-        jax.config.update("jax_compilation_cache_dir", os.path.join(base, "capibara", "xla"))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
-
-
-def start_distributed(*, emulated: bool = False) -> None:
-    """Joins the other hosts of a slice or cluster where the environment names them; else does nothing.
-
-    Args:
-      emulated: after `emulate`: only processes that JAX_COORDINATOR_ADDRESS names join, each with its own emulated
-        devices; what the environment says of a TPU slice does not count.
-    """
-    hosts = os.environ.get("TPU_WORKER_HOSTNAMES", "")
-    slice_ = not emulated and (hosts.count(",") > 0 or os.environ.get("MEGASCALE_NUM_SLICES"))
-    if os.environ.get("JAX_COORDINATOR_ADDRESS") or slice_:
-        count, index = os.environ.get("JAX_NUM_PROCESSES"), os.environ.get("JAX_PROCESS_ID")
-        jax.distributed.initialize(
-            num_processes=int(count) if count else None, process_id=int(index) if index else None
-        )
 
 
 def shardings(mesh: Mesh, rules: Rules, axes: PyTree, shapes: PyTree | None = None) -> PyTree:

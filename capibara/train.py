@@ -36,7 +36,7 @@ def train(gin_files: Sequence[str], bindings: Sequence[str], search_paths: Seque
     """Trains the run that the Gin files describe; returns the exit code."""
     import jax
 
-    from capibara import config, sharding
+    from capibara import config, devices
     from capibara.inference.sample import SampleText, sampler
     from capibara.models import api
     from capibara.monitoring.defaults import Monitoring
@@ -48,12 +48,13 @@ def train(gin_files: Sequence[str], bindings: Sequence[str], search_paths: Seque
     trainer = config.build(Trainer)
     if "://" in trainer.model_dir:
         raise UserError(f"MODEL_DIR ({trainer.model_dir}) must be a folder: mount the bucket (gcsfuse) and name the mount")
-    sharding.use_compilation_cache()
+    devices.skip_absent_tpu()
+    devices.use_compilation_cache()
     if emulate is not None:
-        sharding.emulate(emulate)
-    elif os.environ.get("JAX_PLATFORMS") == "cpu":
-        sharding.keep_freed_memory()
-    sharding.start_distributed(emulated=emulate is not None)
+        devices.emulate(emulate)
+    elif jax.config.jax_platforms == "cpu":
+        devices.keep_freed_memory()
+    devices.start_distributed(emulated=emulate is not None)
     if emulate is not None:
         shrunk = emulation.shrunk_bindings(trainer, jax.device_count())
         if shrunk:

@@ -15,10 +15,10 @@ PACKAGE = pathlib.Path(__file__).resolve().parent.parent / "capibara"
 
 FOUNDATION = {"types", "tree", "extras", "fields", "gin_search", "cli", "config"}
 # Room -> the rooms it may import, itself apart. "models.api" is that one module of models.
-_BASE = FOUNDATION | {"sharding", "optim", "data", "builders", "consensus", "models.api"}
+_BASE = FOUNDATION | {"devices", "sharding", "optim", "data", "builders", "consensus", "models.api"}
 RULES = {
     **{name: FOUNDATION for name in FOUNDATION},
-    **{name: FOUNDATION for name in ("sharding", "optim_state", "data", "builders", "consensus")},
+    **{name: FOUNDATION for name in ("devices", "sharding", "optim_state", "data", "builders", "consensus")},
     "optim": FOUNDATION | {"optim_state"},
     "models": FOUNDATION | {"sharding"},
     **{name: _BASE for name in ("planner", "interop", "inference", "training")},

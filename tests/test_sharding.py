@@ -83,11 +83,6 @@ def test_global_batch_puts_rows_where_the_rules_say():
     assert {shard.data.shape for shard in array.addressable_shards} == {(2, 3)}
 
 
-def test_emulation_is_bounded():
-    with pytest.raises(UserError, match="must be from 1 to 64"):
-        sharding.emulate(65)
-
-
 def test_platform_is_that_of_the_active_mesh_even_of_one_device():
     class Chip:
         platform = "tpu"

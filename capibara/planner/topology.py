@@ -6,9 +6,19 @@ import os
 
 import jax
 
-from capibara import extras
+from capibara import devices, extras
 from capibara.planner import slices
 from capibara.types import UserError
+
+
+# What libtpu would ask a metadata server that is not there, and complain of on the terminal.
+_WITHOUT_TPU = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "TPU_STDERR_LOG_LEVEL": "3",
+    "TPU_MIN_LOG_LEVEL": "3",
+}
 
 
 def topology_name(name: str) -> str:
@@ -26,7 +36,7 @@ def topology_name(name: str) -> str:
 def slice_devices(name: str) -> list[jax.Device]:
     """The devices of a TPU slice, to make a mesh of and to lower and compile programs for; they hold no arrays.
 
-    Set JAX_PLATFORMS=cpu (or sharding.emulate) before, so that JAX itself looks for no TPU.
+    Set JAX_PLATFORMS=cpu (or devices.emulate) before, so that JAX itself looks for no TPU.
 
     Args:
       name: "v5e-64", or a topology such as "v5e:8x8"; "2xv5e-256" has the devices of both slices, told apart by their
@@ -37,9 +47,9 @@ def slice_devices(name: str) -> list[jax.Device]:
     """
     topology, wanted = topology_name(name), slices.parse(name)
     extras.require("libtpu", extra="tpu", why=f"compiling for {name}")
-    # Neither is there a metadata server to ask, nor is the lock file of a process that was killed of any meaning.
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    for variable, value in ({} if devices.has_tpu() else _WITHOUT_TPU).items():
+        os.environ.setdefault(variable, value)
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # a killed process leaves a lock file that means nothing
     from jax.experimental import topologies
 
     options = {}

@@ -1,0 +1,97 @@
+"""The devices of this process: emulated ones, those of several hosts, what JAX must know before."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import glob
+import importlib.metadata
+import importlib.util
+import os
+import sys
+
+import jax
+
+from capibara.types import UserError
+
+
+def emulate(device_count: int) -> None:
+    """Makes this process run on `device_count` emulated CPU devices. Call it before JAX is first used."""
+    if not 1 <= device_count <= 64:
+        raise UserError(f"--emulate is {device_count}, must be from 1 to 64")
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    keep_freed_memory()
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", device_count)
+    # In-process collectives abort when a device thread is starved for long: 64 of them on 2 cores are.
+    flags = os.environ.get("XLA_FLAGS", "")
+    for flag, value in _EMULATION_FLAGS.items():
+        if flag not in flags:
+            flags = f"{flags} --{flag}={value}".strip()
+    os.environ["XLA_FLAGS"] = flags
+
+
+_EMULATION_FLAGS = {
+    "xla_cpu_collective_call_warn_stuck_timeout_seconds": 300,
+    "xla_cpu_collective_call_terminate_timeout_seconds": 1200,
+}
+
+
+def keep_freed_memory() -> None:
+    """Makes glibc's malloc keep what is freed, so that a step on a CPU reuses the pages of the step before.
+
+    By default every large buffer is mapped anew and its pages fault in again, 15% of a small model's step
+    (benchmarks/step_time.py). Call it before JAX is first used; elsewhere than on glibc it does nothing.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mmap_max, trim_threshold, arena_max = -4, -1, -8  # the names in glibc's malloc.h, in capitals with M_
+        for option, value in ((mmap_max, 0), (trim_threshold, 2**31 - 1), (arena_max, 1)):
+            mallopt(option, value)
+
+
+def has_tpu() -> bool:
+    """Whether this machine has TPU chips: PCI devices of Google's vendor number."""
+    for path in glob.glob("/sys/bus/pci/devices/*/vendor"):
+        with contextlib.suppress(OSError), open(path, encoding="ascii") as file:
+            if file.read().strip() == "0x1ae0":
+                return True
+    return False
+
+
+def skip_absent_tpu() -> None:
+    """Keeps JAX from looking for a TPU that is not there. Call it before JAX is first used.
+
+    With libtpu installed (to compile for slices elsewhere) JAX would load it and ask a metadata server, with seconds of
+    delay and its errors on the terminal. Whoever names JAX_PLATFORMS gets what they name.
+    """
+    libtpu = importlib.util.find_spec("libtpu") is not None
+    others = importlib.metadata.entry_points(group="jax_plugins")
+    if libtpu and not others and not os.environ.get("JAX_PLATFORMS") and not has_tpu():
+        jax.config.update("jax_platforms", "cpu")
+
+
+def use_compilation_cache() -> None:
+    """Keeps compiled programs across starts, in JAX_COMPILATION_CACHE_DIR or the user's cache folder."""
+    if not jax.config.jax_compilation_cache_dir:
+        base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+        jax.config.update("jax_compilation_cache_dir", os.path.join(base, "capibara", "xla"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+def start_distributed(*, emulated: bool = False) -> None:
+    """Joins the other hosts of a slice or cluster where the environment names them; else does nothing.
+
+    Args:
+      emulated: after `emulate`: only processes that JAX_COORDINATOR_ADDRESS names join, each with its own emulated
+        devices; what the environment says of a TPU slice does not count.
+    """
+    hosts = os.environ.get("TPU_WORKER_HOSTNAMES", "")
+    slice_ = not emulated and (hosts.count(",") > 0 or os.environ.get("MEGASCALE_NUM_SLICES"))
+    if os.environ.get("JAX_COORDINATOR_ADDRESS") or slice_:
+        count, index = os.environ.get("JAX_NUM_PROCESSES"), os.environ.get("JAX_PROCESS_ID")
+        jax.distributed.initialize(
+            num_processes=int(count) if count else None, process_id=int(index) if index else None
+        )

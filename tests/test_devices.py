@@ -1,0 +1,40 @@
+"""What JAX is told before it looks for devices; in child processes, which have not used it yet."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from capibara import devices
+from capibara.types import UserError
+
+
+def python(code, **environment):
+    """What a new process that knows nothing of the emulated devices prints, errors included."""
+    clean = {k: v for k, v in os.environ.items() if k not in ("JAX_PLATFORMS", "XLA_FLAGS")}
+    command = [sys.executable, "-c", code]
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "timeout": 120}
+    return subprocess.run(command, env=clean | environment, **options).stdout
+
+
+def test_emulation_is_bounded():
+    with pytest.raises(UserError, match="must be from 1 to 64"):
+        devices.emulate(65)
+
+
+def test_emulated_devices_are_there():
+    code = "import jax; from capibara import devices; devices.emulate(3); print(jax.device_count())"
+    assert python(code).split() == ["3"]
+
+
+@pytest.mark.skipif(devices.has_tpu(), reason="there is a TPU")
+def test_a_tpu_that_is_not_there_is_not_looked_for():
+    """libtpu would be loaded, and would write of its search for a metadata server to the terminal."""
+    code = "import jax; from capibara import devices; devices.skip_absent_tpu(); print(jax.devices()[0].platform)"
+    assert python(code).split() in (["cpu"], ["gpu"])
+
+
+def test_a_platform_that_is_named_is_not_changed():
+    code = "import jax; from capibara import devices; devices.skip_absent_tpu(); print(jax.config.jax_platforms)"
+    assert python(code, JAX_PLATFORMS="cpu,tpu").split() == ["cpu,tpu"]
