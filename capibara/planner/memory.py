@@ -1,0 +1,204 @@
+"""HBM that a train step needs on one device, part by part: a prediction, which a compile of the step proves or mends.
+
+The peak is the largest of three moments: when the loss is made (all saved activations, no gradients of layers yet),
+in the backward pass of the layers (saved activations, all gradients, and what one layer makes again), and in the update.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from capibara.planner.choice import Choice
+from capibara.planner.workload import Stack, Workload
+from capibara.sharding import Remat, RematPolicy
+
+# Logits of one block, as training/losses.py makes them on TPU: at most so many bytes, at least so many blocks.
+_LOGITS_BYTES, _FEWEST_BLOCKS = 256 * 2**20, 4
+_REDUCED_BYTES = 64 * 2**20  # of the head's gradient that is reduced at once
+
+# How many arrays of its size XLA holds at once, counted in compiled programs (benchmarks/planner.py): beside what a
+# policy names, `none` keeps the norms' float32 inputs and products.
+_NONE_HIDDEN = 6.0  # [tokens, F], of gated MLPs; two thirds where there is no gate
+_NONE_RESIDUAL = 14.5  # [tokens, D]
+# What a layer's backward pass holds at once: gradients of the hidden units with what they are made of, and so on.
+_WORK_HIDDEN, _WORK_HEADS, _WORK_RESIDUAL = 5.0, 1.0, 4.0
+_WORK_WEIGHTS = 2.0  # a layer's gathered weights and their gradients, both in the compute dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes on one device.
+
+    Attributes:
+      parameters, optimizer, average: the state: float32 parameters, the optimizer's moments, the moving average.
+      batch: the rows of a step.
+      gradients: of all parameters; their sum too with accumulation.
+      casts: the parameters in the compute dtype, still sharded, which XLA makes once for all layers.
+      saved: what the forward pass keeps of all layers.
+      layer: what the backward pass of one layer holds.
+      weights: of a layer, gathered, and their gradients before they are reduced.
+      loss: gathered head, its gradient, a block of logits, the final hidden states and their gradient.
+      host: saved activations in the host's memory; in none of the sums.
+      scale: what everything but the state is multiplied with, learned from compiles.
+    """
+
+    parameters: float
+    optimizer: float
+    average: float
+    batch: float
+    gradients: float
+    casts: float
+    saved: float
+    layer: float
+    weights: float
+    loss: float
+    host: float = 0.0
+    scale: float = 1.0
+
+    @property
+    def state(self) -> float:
+        return self.parameters + self.optimizer + self.average + self.batch
+
+    @property
+    def moments(self) -> dict[str, float]:
+        """Bytes in use at the moments of a step that can be its peak."""
+        held = self.saved + self.casts
+        return {
+            "loss": self.state + self.scale * (held + self.loss),
+            "backward": self.state + self.scale * (held + self.gradients + self.layer + self.weights),
+            "update": self.state + self.scale * self.gradients,
+        }
+
+    @property
+    def peak(self) -> float:
+        return max(self.moments.values())
+
+    @property
+    def peak_moment(self) -> str:
+        return max(self.moments, key=self.moments.get)
+
+
+def memory(work: Workload, choice: Choice, scale: float = 1.0) -> Memory:
+    """The prediction.
+
+    Args:
+      work: the model and its state.
+      choice: mesh, rows and remat.
+      scale: correction of everything but the state, as compiles of this model have shown it.
+    """
+    mesh, size = choice.mesh, work.compute_bytes
+    parameters = work.params.on_device(mesh)
+    saved = host = layer = weights = 0.0
+    for stack in work.stacks:
+        device, away = saved_bytes(work, stack, choice)
+        layers = stack.layers / mesh["stage"] * _in_flight(choice)
+        saved, host = saved + layers * device, host + layers * away
+        layer = max(layer, _layer_bytes(work, stack, choice))
+        weights = max(weights, _gathered_bytes(work, stack, choice))
+    encoder = work.encoder_length or 0
+    return Memory(
+        parameters=parameters,
+        optimizer=work.state[choice.state_dtype].on_device(mesh),
+        average=parameters if work.ema else 0.0,
+        batch=choice.rows * choice.accumulation * (work.length * 5 + encoder * 3) * 4.0,
+        gradients=parameters * (2 if choice.accumulation > 1 else 1),
+        casts=parameters / 4 * size if size < 4 else 0.0,
+        saved=saved,
+        layer=layer,
+        weights=weights * _WORK_WEIGHTS,
+        loss=_loss_bytes(work, choice),
+        host=host,
+        scale=scale,
+    )
+
+
+def _in_flight(choice: Choice) -> float:
+    """Passes of a micro-batch's rows that wait for their backward pass, in a pipeline with what fills its bubbles."""
+    stages = choice.mesh["stage"]
+    parts = choice.pipeline_microbatches
+    return (parts + stages - 1) / parts
+
+
+def places(work: Workload, stack: Stack, choice: Choice) -> float:
+    """Places of a micro-batch on one device, outside of the parts that the tensor axis shares out by time."""
+    return choice.rows * stack.length / choice.mesh["context"]
+
+
+def saved_bytes(work: Workload, stack: Stack, choice: Choice) -> tuple[float, float]:
+    """What one layer keeps for its backward pass: bytes on the device and in the host's memory."""
+    named, residual, hidden = _results(work, stack, choice)
+    remat = choice.remat
+    if remat.kind is Remat.FULL:
+        return residual, 0.0
+    if remat.kind is Remat.NONE:
+        share = 1.0 if work.config.activation.gated else 2 / 3
+        heads = named["query"] + named["key"] + named["value"] + named["attention"]
+        return _NONE_RESIDUAL * residual + heads + _NONE_HIDDEN * share * hidden, 0.0
+    kept = sum(named.get(name, 0.0) for name in _kept_names(remat))
+    return (residual, kept) if remat.kind is Remat.OFFLOAD else (residual + kept, 0.0)
+
+
+def _kept_names(remat: RematPolicy) -> tuple[str, ...]:
+    if remat.kind in (Remat.SAVE, Remat.OFFLOAD):
+        return remat.names
+    # The last product of a layer is kept by name, but nothing reads it again, so XLA drops it.
+    return ("query", "key", "value", "attention_out", "mlp_up", "mlp_gate", "expert_up", "expert_gate", "expert_down")
+
+
+def _results(work: Workload, stack: Stack, choice: Choice) -> tuple[dict[str, float], float, float]:
+    """Bytes of one layer's results: by name, of the residual stream, and of the hidden units."""
+    c, mesh, size = work.config, choice.mesh, work.compute_bytes
+    n = places(work, stack, choice)
+    tensor = mesh["tensor"]
+    residual = n * c.embed_dim * size / tensor
+    heads = n * c.num_heads * c.head_size * size / tensor
+    kv = n * c.kv_heads * c.head_size * size / tensor
+    attentions = len(stack.attentions)
+    named = {"query": heads, "key": kv, "value": kv, "attention": heads, "attention_out": residual}
+    named = {name: amount * attentions for name, amount in named.items()}
+    routed = _expert_rows(work, stack, choice)
+    hidden = (n if c.moe is None else routed) * work.expert_dim * size / tensor
+    kind = "mlp" if c.moe is None else "expert"
+    named |= {f"{kind}_up": hidden} | ({f"{kind}_gate": hidden} if c.activation.gated else {})
+    return named | ({} if c.moe is None else {"expert_down": routed * c.embed_dim * size}), residual, hidden
+
+
+def _expert_rows(work: Workload, stack: Stack, choice: Choice) -> float:
+    """Rows that one device's experts work on, of the buffer's size."""
+    moe, mesh = work.config.moe, choice.mesh
+    if moe is None:
+        return 0.0
+    n = places(work, stack, choice)
+    if str(moe.dispatch) == "capacity":
+        return n * moe.top_k * moe.capacity_factor
+    # Without a capacity a device must have room for all tokens of its expert axis, whichever experts they choose.
+    return n * mesh["expert"] * min(moe.top_k, moe.num_experts / mesh["expert"])
+
+
+def _layer_bytes(work: Workload, stack: Stack, choice: Choice) -> float:
+    named, residual, hidden = _results(work, stack, choice)
+    heads = named["query"] + named["key"] + named["value"] + named["attention"]
+    moe = named.get("expert_down", 0.0)
+    share = 1.0 if work.config.activation.gated else 2 / 3
+    return _WORK_HIDDEN * share * hidden + _WORK_HEADS * heads + _WORK_RESIDUAL * residual + 2 * moe
+
+
+def _gathered_bytes(work: Workload, stack: Stack, choice: Choice) -> float:
+    """One layer's weights in the compute dtype, whole but for the tensor axis and the experts' own."""
+    mesh, rules = choice.mesh, work.rules
+    own = stack.weights.on_device(mesh, without=(*rules.embed, *rules.layers))
+    experts = stack.expert_weights.on_device(mesh, without=(*rules.expert_embed, *rules.layers))
+    return (own + experts) / stack.layers * work.compute_bytes
+
+
+def _loss_bytes(work: Workload, choice: Choice) -> float:
+    """As training/losses.py goes about it."""
+    c, mesh, size = work.config, choice.mesh, work.compute_bytes
+    n = choice.rows * work.length / mesh["context"] / mesh["stage"]
+    V, D = c.vocab_size / mesh["tensor"], c.embed_dim
+    block = min(_LOGITS_BYTES, n * V * 4 / _FEWEST_BLOCKS)
+    shards = math.prod(mesh[axis] for axis in work.rules.embed)
+    gradient = n * V * size if n * size < 4 * D and shards > 1 else V * D * 4
+    piece = min(_REDUCED_BYTES, V * D * 4) if shards > 1 else 0.0
+    return V * D * size + gradient + max(block * 1.5, 2 * piece) + 2 * n * D * size

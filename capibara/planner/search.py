@@ -1,0 +1,269 @@
+"""All legal ways to train a workload on a slice, weighed by the cost model and ranked. Predictions, in a second."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+
+from capibara.optim import StateDtype
+from capibara.planner import cost, memory, network, slices
+from capibara.planner.choice import Choice
+from capibara.planner.cost import Cost
+from capibara.planner.memory import Memory
+from capibara.planner.slices import Slice
+from capibara.planner.workload import Workload
+from capibara.sharding import MESH_AXES, Remat, RematPolicy
+from capibara.types import UserError
+
+GIB = 2**30
+# Remat policies that are weighed, from the least to the most recomputation.
+REMATS = (
+    RematPolicy(Remat.NONE),
+    RematPolicy(Remat.MINIMAL),
+    RematPolicy(Remat.SAVE, ("query", "key", "value", "attention")),
+    RematPolicy(Remat.SAVE, ("query", "key", "value")),
+    RematPolicy(Remat.FULL),
+)
+# Beyond these an axis only adds traffic: of a chip's neighbours in a torus, and of layers in flight.
+_MOST_TENSOR, _MOST_CONTEXT, _MOST_STAGES = 16, 32, 16
+_FEWEST_PLACES = 512  # of a row on one device of a context axis: less and its kernels are too small
+_MOST_ACCUMULATION = 64
+
+
+class Objective(enum.StrEnum):
+    """What the best plan is best at: most tokens a second, or the most rows a step."""
+
+    THROUGHPUT = "throughput"
+    LARGEST_BATCH = "largest_batch"
+
+
+@dataclasses.dataclass(frozen=True)
+class Ranked:
+    """A choice with its predictions.
+
+    Attributes:
+      choice, memory, cost: what was weighed.
+      limit_bytes: HBM of a device that a plan may use.
+    """
+
+    choice: Choice
+    memory: Memory
+    cost: Cost
+    limit_bytes: float
+
+    @property
+    def fits(self) -> bool:
+        return self.memory.peak <= self.limit_bytes
+
+    @property
+    def missing_bytes(self) -> float:
+        """HBM that it lacks on each device; 0 where it fits."""
+        return max(0.0, self.memory.peak - self.limit_bytes)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Question:
+    """What is asked of the search.
+
+    Attributes:
+      objective: what is best.
+      batch_size: rows of a step; None: as many as are best.
+      headroom: share of the usable HBM that predictions leave free: they err by a few percent.
+      state_dtypes: dtypes of the optimizer's state that are weighed.
+      remats: remat policies that are weighed.
+      fixed: mesh axis -> size that it must have.
+      scale: correction of the memory model (planner.memory), learned from compiles.
+    """
+
+    objective: Objective = Objective.THROUGHPUT
+    batch_size: int | None = None
+    headroom: float = 0.06
+    state_dtypes: tuple[StateDtype, ...] = (StateDtype.FLOAT32,)
+    remats: tuple[RematPolicy, ...] = REMATS
+    fixed: tuple[tuple[str, int], ...] = ()
+    scale: float = 1.0
+
+    def __post_init__(self):
+        if self.batch_size is not None and self.batch_size < 1:
+            raise UserError(f"batch_size is {self.batch_size}, must be at least 1")
+        if not 0 <= self.headroom < 1:
+            raise UserError(f"headroom is {self.headroom}, must be from 0 to below 1: try 0.06")
+
+
+def search(work: Workload, slice_: Slice, question: Question | None = None) -> list[Ranked]:
+    """Plans by their rank, the best first; those that do not fit come last, by what they lack.
+
+    Args:
+      work: what is trained.
+      slice_: the chips.
+      question: objective and limits.
+
+    Raises:
+      UserError: no mesh of the slice suits the model, or none the batch.
+    """
+    question = question or Question()
+    ranked: list[Ranked] = []
+    for sizes in meshes(work, slice_, dict(question.fixed)):
+        ranked += _of_mesh(work, slice_, sizes, question)
+    if not ranked:
+        raise _no_mesh(work, slice_, question)
+    return sorted(ranked, key=functools.partial(_order, question=question))
+
+
+def _order(ranked: Ranked, question: Question) -> tuple:
+    axes = sum(size > 1 for size in ranked.choice.sizes)  # of equals the plainest
+    if not ranked.fits:
+        return 1, ranked.missing_bytes, axes
+    if question.objective is Objective.LARGEST_BATCH:
+        rows = ranked.choice.rows * ranked.choice.accumulation * ranked.choice.devices / ranked.choice.mesh["context"]
+        return 0, -rows, -ranked.cost.tokens_per_s, axes
+    return 0, -ranked.cost.tokens_per_s, axes
+
+
+def meshes(work: Workload, slice_: Slice, fixed: dict[str, int] | None = None) -> Iterator[tuple[int, ...]]:
+    """Sizes of sharding.MESH_AXES that divide the model and multiply to the slice's devices."""
+    fixed, c = fixed or {}, work.config
+    devices = slice_.devices
+    experts = 1 if c.moe is None else c.moe.num_experts
+    longest = max(1, min(_MOST_CONTEXT, work.length // _FEWEST_PLACES))
+    pattern = len(getattr(c, "layer_pattern", (0,)))
+    options = {
+        "tensor": [n for n in _divisors(devices) if n <= _MOST_TENSOR],
+        "context": [n for n in _divisors(devices) if n <= longest and work.length % (2 * n) == 0 or n == 1],
+        "expert": [n for n in _divisors(devices) if experts % n == 0],
+        "stage": [n for n in _divisors(devices) if n <= _MOST_STAGES and c.num_layers % (n * pattern) == 0 or n == 1],
+    }
+    if slice_.count > 1:  # stages over the data centre's network are left to those who ask for them
+        options["stage"] = [1] if "stage" not in fixed else options["stage"]
+    options = {axis: [fixed[axis]] if axis in fixed else sizes for axis, sizes in options.items()}
+    for stage in options["stage"]:
+        for expert in options["expert"]:
+            for context in options["context"]:
+                for tensor in options["tensor"]:
+                    inner = stage * expert * context * tensor
+                    if devices % inner:
+                        continue
+                    for fsdp in _divisors(devices // inner):
+                        sizes = dict(stage=stage, expert=expert, context=context, tensor=tensor, fsdp=fsdp)
+                        sizes["data"] = devices // inner // fsdp
+                        if all(sizes[axis] == size for axis, size in fixed.items()) and _legal(work, slice_, sizes):
+                            yield tuple(sizes[axis] for axis in MESH_AXES)
+
+
+@functools.lru_cache(maxsize=256)
+def _divisors(n: int) -> tuple[int, ...]:
+    return tuple(d for d in range(1, n + 1) if n % d == 0)
+
+
+def _legal(work: Workload, slice_: Slice, mesh: dict[str, int]) -> bool:
+    if slice_.count > 1 and all(mesh[axis] % slice_.count for axis in MESH_AXES[:3]):
+        return False
+    for _, _, size, axes in work.constraints:
+        if size % math.prod(mesh[axis] for axis in axes):
+            return False
+    return True
+
+
+def _of_mesh(work: Workload, slice_: Slice, sizes: tuple[int, ...], question: Question) -> Iterator[Ranked]:
+    """The best rows and accumulation of a mesh for each remat policy and state dtype."""
+    limit = slice_.chip.device_usable_hbm_bytes * (1 - question.headroom)
+    base = Choice(sizes=sizes, rows=1)
+    shards = base.batch_shards(work)
+    stages = base.mesh["stage"]
+    for dtype in question.state_dtypes:
+        for remat in question.remats:
+            weigh = functools.partial(
+                _choice, work, base, remat=remat, state_dtype=dtype, stages=stages
+            )
+            options = _rows(work, weigh, shards, question, limit)
+            for rows, accumulation in options:
+                choice = weigh(rows=rows, accumulation=accumulation)
+                predicted = memory.memory(work, choice, question.scale)
+                yield Ranked(choice, predicted, cost.cost(work, choice, slice_), limit)
+
+
+def _choice(work: Workload, base: Choice, *, rows: int, accumulation: int, stages: int, **parts) -> Choice:
+    """With as many parts in the pipeline as rows allow, up to four for each stage."""
+    parts_of_rows = max((n for n in _divisors(rows) if n <= 4 * stages), default=1) if stages > 1 else 1
+    return dataclasses.replace(
+        base, rows=rows, accumulation=accumulation, pipeline_microbatches=parts_of_rows, **parts
+    )
+
+
+def _rows(work: Workload, weigh, shards: int, question: Question, limit: float) -> Iterable[tuple[int, int]]:
+    """Pairs of rows and accumulation that are worth weighing."""
+
+    def peak(rows: int, accumulation: int) -> float:
+        return memory.memory(work, weigh(rows=rows, accumulation=accumulation), question.scale).peak
+
+    stages = weigh(rows=1, accumulation=1).mesh["stage"]
+    if question.batch_size is not None:
+        if question.batch_size % shards:
+            return []
+        each = question.batch_size // shards
+        pairs = [(each // n, n) for n in _divisors(each) if n <= _MOST_ACCUMULATION and each // n % stages == 0]
+        # Fewer micro-batches gather weights less often: the first that fits, or what comes closest to it.
+        fitting = next((pair for pair in pairs if peak(*pair) <= limit), None)
+        return [fitting] if fitting else pairs[-1:]
+    fewest = stages
+    if peak(fewest, 1) > limit:
+        return [(fewest, 1)]
+    # Peak memory is linear in rows, but for the blocks of logits: one step along the line, then down to what fits.
+    low, high = peak(fewest, 1), peak(2 * fewest, 1)
+    most = fewest + int((limit - low) / max(1.0, high - low) * fewest) if high > low else 1024
+    most = min(1024, max(fewest, most + 4)) // fewest * fewest
+    while most > fewest and peak(most, 1) > limit:
+        most -= fewest
+    return [(rows, 1) for rows in sorted({fewest * max(1, most // fewest // part) for part in (1, 2, 4)})]
+
+
+def _no_mesh(work: Workload, slice_: Slice, question: Question) -> UserError:
+    fixed = " ".join(f"{axis}={size}" for axis, size in question.fixed)
+    if question.batch_size is not None and any(True for _ in meshes(work, slice_, dict(question.fixed))):
+        return UserError(
+            f"batch_size ({question.batch_size}) divides over no mesh of {slice_.name}"
+            f"{f' with {fixed}' if fixed else ''}: try a multiple of {slice_.devices}"
+        )
+    names = ", ".join(f"{name} {axis}={size}" for name, axis, size, _ in work.constraints[:4])
+    return UserError(
+        f"no mesh of {slice_.name} ({slice_.devices} devices){f' with {fixed}' if fixed else ''} divides the model's "
+        f"sizes ({names}): try another slice, or Rules that keep one of them whole"
+    )
+
+
+def fitting_slices(work: Workload, chip: str, question: Question, most: int = 12) -> list[tuple[Slice, Ranked]]:
+    """The slices of a chip that some plan fits, the smallest first, each with its best plan; at most `most` of them."""
+    found = []
+    for slice_ in slices.sizes(chip):
+        if slice_.devices & (slice_.devices - 1) and slice_.devices > 64:
+            continue  # whole numbers of cubes that are no power of two divide few models
+        try:
+            best = search(work, slice_, question)[0]
+        except UserError:
+            continue
+        if best.fits:
+            found.append((slice_, best))
+            if len(found) == most:
+                break
+    return found
+
+
+def too_big(best: Ranked, work: Workload, slice_: Slice, question: Question) -> str:
+    """One line that says what is missing by how much, and where it would fit."""
+    fits = fitting_slices(work, slice_.chip.name, question, most=1)
+    where = f"use {fits[0][0].name}" if fits else "no slice of these chips has enough"
+    usable = slice_.chip.device_usable_hbm_bytes / GIB
+    return (
+        f"no plan fits {slice_.name}: the leanest ({best.choice.describe()}) needs "
+        f"{best.memory.peak / GIB:.1f} GiB a chip, {slice_.chip.name} has {usable:.2f} usable and "
+        f"{100 * question.headroom:.0f}% of it is kept free: {where}"
+    )
+
+
+def layout_lines(ranked: Ranked, slice_: Slice) -> Sequence[str]:
+    """Which mesh axis lies on which torus axis."""
+    layout = network.layout(slice_, ranked.choice.mesh)
+    return [layout.describe(axis) for axis in MESH_AXES if layout.mesh[axis] > 1]
