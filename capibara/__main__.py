@@ -10,6 +10,7 @@ from capibara.fields import did_you_mean
 
 _VERBS = {
     "train": "train or fine-tune a model from a Gin file",
+    "plan": "find mesh, batch and recomputation for a model on a TPU slice",
     "infer": "continue a prompt with a trained model",
     "prepare": "train a vocabulary on a corpus",
 }

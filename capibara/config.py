@@ -405,6 +405,15 @@ def save_operative(path: str | os.PathLike) -> None:
     os.replace(partial, path)
 
 
+def is_bound(name: str) -> bool:
+    """Whether the parsed files or flags give a class ("DecoderConfig") or a field ("Trainer.model") a value."""
+    cls, _, parameter = name.partition(".")
+    return any(
+        selector.rpartition(".")[2] == cls and (not parameter or parameter in values) and values
+        for (_, selector), values in gin_config._CONFIG.items()
+    )
+
+
 def unused() -> list[str]:
     """Bindings that nothing built so far has read, as "Plan.tensor (file.gin:3)"; macros are left out."""
     read = {

@@ -1,6 +1,6 @@
 """Seconds of a train step on a slice: a prediction by roofline, from FLOPs, bytes of HBM and bytes over links.
 
-Nothing here is measured. Compute runs at a share of the peak that `EFFICIENCY` states; HBM and links at their listed
+Nothing here is measured. Compute runs at a stated share of the peak; HBM and links at their listed
 bandwidth. Gathering of weights and reduction of gradients overlap with the compute of layers (XLA's asynchronous
 collectives), what tensor and expert axes exchange stands in the way of it.
 """
@@ -8,7 +8,6 @@ collectives), what tensor and expert axes exchange stands in the way of it.
 from __future__ import annotations
 
 import dataclasses
-import math
 
 from capibara.planner import network
 from capibara.planner.choice import Choice
@@ -17,8 +16,8 @@ from capibara.planner.slices import Slice
 from capibara.planner.workload import Stack, Workload
 from capibara.sharding import Remat
 
-# Share of the peak FLOP/s that matmuls and attention reach. Calibrated on the rows marked so of MaxText's published
-# figures (16 B on v5e-256, Llama 3.1 8B and Mixtral 8x7B on v6e-256): benchmarks/planner.py prints how it does on others.
+# Share of the peak FLOP/s that matmuls and attention reach. To be calibrated on the rows marked so of MaxText's published
+# figures (16 B on v5e-256, Llama 3.1 8B and Mixtral 8x7B on v6e-256); so far they are near those rows, chosen by hand.
 # Chips without a published row have that of the chip most like them.
 _MATMUL = {"v4": 0.66, "v5e": 0.80, "v5p": 0.66, "v6e": 0.66, "tpu7x": 0.66, "h100": 0.60, "h200": 0.60, "cpu": 0.70}
 _EXPERTS = 0.75  # of that in products of experts, which are smaller and padded
@@ -38,7 +37,7 @@ class Flops:
       forward, backward, recompute: of layers, experts included.
       attention: of all three passes, in none of these.
       head: of the output head.
-      router: of the experts' routers, in `forward` and the others too.
+      experts: of products of experts, which are in forward, backward and recompute.
       model: without recomputation: what MFU counts.
     """
 
@@ -290,7 +289,7 @@ def _collectives(work: Workload, choice: Choice, layout: Layout):
     weights = sum(s.weights.on_device(mesh, without=shards) for s in work.stacks)
     experts = sum(s.expert_weights.on_device(mesh, without=expert_shards) for s in work.stacks)
     head = work.head.on_device(mesh, without=shards)
-    gathers = micro * (1 if choice.remat.kind is Remat.NONE else 2) if False else micro * 2
+    gathers = 2 * micro  # the backward pass gathers again: whole weights of all layers would not fit
     for name, amount, axes in (("weights", weights, shards), ("experts' weights", experts, expert_shards)):
         if amount and axes:
             bytes_ = amount * size
@@ -323,7 +322,7 @@ def _activation_collectives(work: Workload, choice: Choice, layout: Layout):
             )  # fmt: skip
         if mesh["context"] > 1:
             amount = 2 * choice.rows * stack.length * c.kv_heads * c.head_size / mesh["tensor"] * size
-            count = layers * len(stack.attentions) * (passes + 0)
+            count = layers * len(stack.attentions) * passes
             yield Collective(
                 f"keys and values of the {stack.name}", "all-gather", ("context",), count * amount,
                 count * layout.gather_s(amount, ["context"]), False,
@@ -351,9 +350,3 @@ def _gathered(name: str, layout: Layout, size: float, axes: list[str], times: fl
 
 def _reduced(name: str, layout: Layout, size: float, axes: list[str], times: float) -> Collective:
     return Collective(name, "reduce-scatter", tuple(axes), times * size, times * layout.gather_s(size, axes), True)
-
-
-def imbalance(tokens: float, experts: int) -> float:
-    """Tokens of the fullest expert over the mean where choices are even at random: 1 + sqrt(2 ln E / tokens)."""
-    mean = max(1.0, tokens / experts)
-    return 1.0 + math.sqrt(2 * math.log(max(2, experts)) / mean)

@@ -17,7 +17,7 @@ from capibara.sharding import Remat, RematPolicy
 _LOGITS_BYTES, _FEWEST_BLOCKS = 256 * 2**20, 4
 _REDUCED_BYTES = 64 * 2**20  # of the head's gradient that is reduced at once
 
-# How many arrays of its size XLA holds at once, counted in compiled programs (benchmarks/planner.py): beside what a
+# How many arrays of its size XLA holds at once, counted in compiled programs: beside what a
 # policy names, `none` keeps the norms' float32 inputs and products.
 _NONE_HIDDEN = 6.0  # [tokens, F], of gated MLPs; two thirds where there is no gate
 _NONE_RESIDUAL = 14.5  # [tokens, D]

@@ -8,6 +8,7 @@ import functools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 
+from capibara.fields import did_you_mean
 from capibara.optim import StateDtype
 from capibara.planner import cost, memory, network, slices
 from capibara.planner.choice import Choice
@@ -91,6 +92,20 @@ class Question:
             raise UserError(f"batch_size is {self.batch_size}, must be at least 1")
         if not 0 <= self.headroom < 1:
             raise UserError(f"headroom is {self.headroom}, must be from 0 to below 1: try 0.06")
+
+
+def parse_axis(text: str) -> tuple[str, int]:
+    """A mesh axis and its size from "tensor=4".
+
+    Raises:
+      UserError: no such axis, or no size.
+    """
+    name, _, size = text.partition("=")
+    if name not in MESH_AXES:
+        raise UserError(f"--axis={text}: no mesh axis {name!r}{did_you_mean(name, MESH_AXES)}")
+    if not size.isdigit() or int(size) < 1:
+        raise UserError(f"--axis={text} must be like {name}=4: a number of at least 1")
+    return name, int(size)
 
 
 def search(work: Workload, slice_: Slice, question: Question | None = None) -> list[Ranked]:

@@ -12,7 +12,7 @@ from capibara.types import UserError
 
 
 # What libtpu would ask a metadata server that is not there, and complain of on the terminal.
-_WITHOUT_TPU = {
+WITHOUT_TPU = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
@@ -47,7 +47,7 @@ def slice_devices(name: str) -> list[jax.Device]:
     """
     topology, wanted = topology_name(name), slices.parse(name)
     extras.require("libtpu", extra="tpu", why=f"compiling for {name}")
-    for variable, value in ({} if devices.has_tpu() else _WITHOUT_TPU).items():
+    for variable, value in ({} if devices.has_tpu() else WITHOUT_TPU).items():
         os.environ.setdefault(variable, value)
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # a killed process leaves a lock file that means nothing
     from jax.experimental import topologies

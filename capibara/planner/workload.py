@@ -11,11 +11,12 @@ from typing import Any
 
 import jax
 
-from capibara import optim, tree
+from capibara import config, optim, tree
+from capibara.models import api
 from capibara.models.api import Model
 from capibara.optim import Optimizer, OptimizerName, StateDtype
 from capibara.sharding import Rules
-from capibara.types import PyTree
+from capibara.types import PyTree, UserError
 
 _COMPUTE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -180,6 +181,40 @@ def describe(
     )
 
 
+def of_run(trainer: Any, length: int | None = None, encoder_length: int | None = None) -> Workload:
+    """The workload of a run.
+
+    Args:
+      trainer: training.trainer.Trainer; its plan's mesh and batch are not looked at.
+      length, encoder_length: in place of the run's.
+    """
+    dataset = trainer.dataset
+    return describe(
+        api.build(trainer.model),
+        trainer.optimizer,
+        length=length or dataset.length,
+        encoder_length=encoder_length or dataset.encoder_length,
+        rules=trainer.plan.rules,
+        ema=trainer.ema_decay is not None,
+    )
+
+
+def of_bound_model(length: int | None = None, encoder_length: int | None = None) -> Workload:
+    """The workload of the model that the parsed Gin files configure, rows of 2048 where no length is given.
+
+    Raises:
+      UserError: they configure none.
+    """
+    kinds = (api.EncoderDecoderConfig, api.EncoderConfig, api.DecoderConfig)
+    kind = next((kind for kind in kinds if config.is_bound(kind.__name__)), None)
+    if kind is None:
+        raise UserError("--gin_file configures no model: add one, e.g. --gin_file=models/capibara_8b.gin")
+    length = length or 2048
+    encoder_length = (encoder_length or length) if kind is api.EncoderDecoderConfig else None
+    model, optimizer = api.build(config.build(kind)), config.build(Optimizer)
+    return describe(model, optimizer, length=length, encoder_length=encoder_length)
+
+
 def _leaves(shapes: PyTree, axes: PyTree) -> list[Leaf]:
     names = tree.path_names(shapes)
     parts = zip(names, jax.tree.leaves(shapes), jax.tree.leaves(axes, is_leaf=tree.is_axes), strict=True)
@@ -220,7 +255,7 @@ def _constraints(leaves: Iterable[Leaf], rules: Rules) -> tuple[tuple[str, str, 
 
 
 def _stacks(
-    config: Any, leaves: list[Leaf], rules: Rules, length: int, encoder_length: int | None
+    sizes: Any, leaves: list[Leaf], rules: Rules, length: int, encoder_length: int | None
 ) -> Iterable[Stack]:
     def stack(name: str, prefix: str, layers: int, places: int, attentions: tuple[Attention, ...]) -> Stack:
         own = [leaf for leaf in leaves if leaf.name.startswith(prefix)]
@@ -230,22 +265,22 @@ def _stacks(
             name, layers, places, attentions, _sharded(others, rules), _sharded(experts, rules)
         )
 
-    match config.objective:
+    match sizes.objective:
         case "encoder_decoder":
             S = encoder_length or length
-            yield stack("encoder", "encoder/layers/", config.encoder_layers, S, (Attention(S, S),))
+            yield stack("encoder", "encoder/layers/", sizes.encoder_layers, S, (Attention(S, S),))
             cross = (Attention(length / 2, length), Attention(S, S))
-            yield stack("decoder", "decoder/layers/", config.num_layers, length, cross)
+            yield stack("decoder", "decoder/layers/", sizes.num_layers, length, cross)
         case "masked":
-            yield stack("encoder", "layers/", config.num_layers, length, (Attention(length, length),))
+            yield stack("encoder", "layers/", sizes.num_layers, length, (Attention(length, length),))
         case _:
-            seen = _seen_keys(config, length)
-            yield stack("decoder", "layers/", config.num_layers, length, (Attention(seen, length),))
+            seen = _seen_keys(sizes, length)
+            yield stack("decoder", "layers/", sizes.num_layers, length, (Attention(seen, length),))
 
 
-def _seen_keys(config: Any, length: int) -> float:
+def _seen_keys(sizes: Any, length: int) -> float:
     """Keys that a token of a decoder sees, in the mean over its row and over the layers' pattern."""
-    pattern = config.layer_pattern
-    kinds = [pattern[index % len(pattern)] for index in range(config.num_layers)]
-    windows = [min(config.window, length) if kind == "local" else length for kind in kinds]
+    pattern = sizes.layer_pattern
+    kinds = [pattern[index % len(pattern)] for index in range(sizes.num_layers)]
+    windows = [min(sizes.window, length) if kind == "local" else length for kind in kinds]
     return sum(window - window**2 / (2 * length) for window in windows) / len(windows)

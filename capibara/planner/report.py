@@ -1,0 +1,186 @@
+"""What the planner found, for a terminal, for machines and as a Gin file that train takes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from capibara.optim import StateDtype
+from capibara.planner import search
+from capibara.planner.search import Ranked
+from capibara.planner.slices import Slice
+from capibara.planner.workload import Workload
+from capibara.sharding import MESH_AXES, Remat
+
+GIB = 2**30
+
+
+def as_json(ranked: Ranked, work: Workload, slice_: Slice, tokens: float | None, usd: float | None) -> dict[str, Any]:
+    """One plan with all of its predictions, plain values only.
+
+    Args:
+      ranked: the plan.
+      work, slice_: what it was made for.
+      tokens: of the whole training, for days and dollars; None: neither.
+      usd: per chip-hour; None: the list price.
+    """
+    choice, memory, cost = ranked.choice, ranked.memory, ranked.cost
+    result = {
+        "slice": slice_.name,
+        "mesh": choice.mesh,
+        "batch_size": choice.batch_size(work),
+        "rows": choice.rows,
+        "accumulation": choice.accumulation,
+        "remat": str(choice.remat.kind),
+        "remat_names": list(choice.remat.names),
+        "state_dtype": str(choice.state_dtype),
+        "fits": ranked.fits,
+        "predicted": {
+            "peak_bytes": memory.peak,
+            "peak_moment": memory.peak_moment,
+            "limit_bytes": ranked.limit_bytes,
+            "memory": {name: getattr(memory, name) for name in MEMORY_PARTS},
+            "step_s": cost.step_s,
+            "compute_s": cost.compute_s,
+            "hbm_s": cost.hbm_s,
+            "links_s": cost.links_s,
+            "blocking_s": cost.blocking_s,
+            "update_s": cost.update_s,
+            "bubble": cost.bubble,
+            "bound": cost.bound,
+            "tokens_per_s": cost.tokens_per_s,
+            "tokens_per_s_chip": cost.tokens_per_s / slice_.chips,
+            "mfu": cost.mfu,
+            "hfu": cost.hfu,
+            "usd_per_hour": slice_.price_per_hour(usd),
+        },
+    }
+    if tokens:
+        result["predicted"] |= {"days": cost.days(tokens), "usd": cost.usd(tokens, usd)}
+    return result
+
+
+MEMORY_PARTS = {
+    "parameters": "float32 parameters",
+    "optimizer": "optimizer state",
+    "average": "average of the parameters",
+    "batch": "the step's rows",
+    "gradients": "float32 gradients",
+    "casts": "parameters in the compute dtype, sharded",
+    "saved": "activations kept of all layers",
+    "layer": "backward pass of one layer",
+    "weights": "gathered weights of a layer and their gradients",
+    "loss": "head, its gradient, a block of logits",
+    "host": "activations in the host's memory",
+}
+
+
+def show(
+    ranked: Sequence[Ranked], work: Workload, slice_: Slice, *, top: int, tokens: float | None, usd: float | None
+) -> None:
+    """Prints the chosen plan and the runners-up."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(width=None if sys.stdout.isatty() else 140, highlight=False, markup=False)
+    best = ranked[0]
+    console.print(f"{slice_.name}: {best.choice.describe()}", style="bold", soft_wrap=True)
+    for line in _summary(best, work, slice_, tokens, usd):
+        console.print(f"  {line}", soft_wrap=True)
+    table = Table(title=f"the first {min(top, len(ranked))} of {len(ranked)} plans, all figures predicted")
+    for name in ("plan", "batch", "HBM GiB", "step s", "tokens/s chip", "MFU", "why not first"):
+        table.add_column(name, justify="left" if name in ("plan", "why not first") else "right")
+    for index, one in enumerate(ranked[:top]):
+        cost = one.cost
+        table.add_row(
+            one.choice.describe(),
+            str(one.choice.batch_size(work)),
+            f"{one.memory.peak / GIB:.2f}",
+            f"{cost.step_s:.2f}",
+            f"{cost.tokens_per_s / slice_.chips:.0f}",
+            f"{cost.mfu:.1%}",
+            why_not(one, best) if index else "",
+        )
+    console.print(table)
+
+
+def _summary(best: Ranked, work: Workload, slice_: Slice, tokens: float | None, usd: float | None) -> Iterable[str]:
+    choice, memory, cost = best.choice, best.memory, best.cost
+    step = f"{cost.step_s:.2f} s a step of {choice.tokens(work):,} tokens"
+    yield f"predicted: {step}, {cost.mfu:.1%} MFU, bound by {cost.bound}"
+    usable = slice_.chip.device_usable_hbm_bytes
+    yield f"predicted peak HBM: {memory.peak / GIB:.2f} of {usable / GIB:.2f} GiB a chip, in the {memory.peak_moment}"
+    yield "on the torus: " + "; ".join(search.layout_lines(best, slice_))
+    hourly = slice_.price_per_hour(usd)
+    if hourly is not None:
+        price = slice_.chip.price
+        source = f"list price of {price.date}, {price.source}" if usd is None and price else "your price"
+        yield f"{hourly:,.2f} USD an hour ({source})"
+    if tokens:
+        spent = cost.usd(tokens, usd)
+        money = "" if spent is None else f" and {spent:,.0f} USD"
+        yield f"predicted for {tokens:.3g} tokens: {cost.days(tokens):.1f} days{money}"
+
+
+def why_not(one: Ranked, best: Ranked) -> str:
+    """Why a plan lost to the first."""
+    if not one.fits:
+        return f"memory: {one.missing_bytes / GIB:.1f} GiB too much"
+    slower = best.cost.tokens_per_s / one.cost.tokens_per_s - 1
+    if one.cost.flops.recompute > 1.05 * best.cost.flops.recompute and one.cost.bound == "compute":
+        return f"{slower:.1%} slower: recomputes more"
+    if one.cost.blocking_s > best.cost.blocking_s * 1.05 + 1e-6:
+        return f"{slower:.1%} slower: ICI in the way of compute"
+    return f"{slower:.1%} slower: bound by {one.cost.bound}"
+
+
+def explain(best: Ranked, work: Workload, slice_: Slice) -> Iterable[str]:
+    """Every term of the prediction: a line each."""
+    memory, cost = best.memory, best.cost
+    yield "memory of a device, GiB (predicted)"
+    for name, text in MEMORY_PARTS.items():
+        yield f"  {name:<12}{getattr(memory, name) / GIB:10.3f}  {text}"
+    for moment, amount in memory.moments.items():
+        yield f"  in the {moment:<9}{amount / GIB:8.3f}  {'<- peak' if moment == memory.peak_moment else ''}".rstrip()
+    flops = cost.flops
+    yield "TFLOP of a device and step (predicted)"
+    for name in ("forward", "backward", "recompute", "attention", "head", "hardware", "model"):
+        yield f"  {name:<12}{getattr(flops, name) / 1e12:10.2f}"
+    yield "traffic of a device and step (predicted)"
+    for part in cost.collectives:
+        overlap = "beside compute" if part.overlaps else "in its way"
+        axes = " ".join(part.axes)
+        yield f"  {part.name:<36}{part.kind:<15}{axes:<22}{part.bytes / 1e9:9.2f} GB {part.seconds:8.3f} s  {overlap}"
+    yield "step, s (predicted) = (max(compute, HBM, links) + blocking) / (1 - bubble) + update"
+    for name in ("compute_s", "hbm_s", "links_s", "blocking_s", "bubble", "update_s", "step_s"):
+        yield f"  {name:<12}{getattr(cost, name):10.4f}"
+
+
+def gin(best: Ranked, work: Workload, slice_: Slice) -> str:
+    """The plan as Gin bindings; include it after a run file, or name it with another --gin_file."""
+    choice = best.choice
+    lines = [
+        f"# {slice_.name}: {choice.describe()}.",
+        f"# Predicted: {best.memory.peak / GIB:.2f} GiB of HBM a chip, {best.cost.step_s:.2f} s a step, "
+        f"{best.cost.mfu:.1%} MFU.",
+        f"Plan.slice = {slice_.name!r}",
+        f"Plan.batch_size = {choice.batch_size(work)}",
+        *(f"Plan.{axis} = {choice.mesh[axis]}" for axis in MESH_AXES),
+        f"Plan.accumulation = {choice.accumulation}",
+        f"Plan.remat = {str(choice.remat.kind)!r}",
+    ]
+    if choice.remat.kind in (Remat.SAVE, Remat.OFFLOAD):
+        lines.append(f"Plan.remat_names = {choice.remat.names!r}")
+    if choice.mesh["stage"] > 1:
+        lines.append(f"Plan.pipeline_microbatches = {choice.pipeline_microbatches}")
+    if choice.state_dtype is not StateDtype.FLOAT32:
+        lines.append(f"Optimizer.state_dtype = {str(choice.state_dtype)!r}")
+    return "\n".join(lines) + "\n"
+
+
+def dump(path: str, plans: Sequence[dict[str, Any]]) -> None:
+    """Writes plans as JSON."""
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump({"plans": list(plans)}, file, indent=1)

@@ -1,0 +1,321 @@
+"""Verdicts of the TPU compiler: a compile in a child process, with a deadline, its progress, and a cache of what it said.
+
+The child is any command. On its standard output it says where it is with `announce`, and what came out with `report`:
+lines of "PHASE lowering", and a last line of JSON, that of planner.compile.Compiled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import enum
+import functools
+import hashlib
+import importlib.metadata
+import json
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import IO, Any
+
+from capibara import devices
+from capibara.planner import topology
+from capibara.planner.compile import Compiled
+from capibara.types import UserError
+
+PHASE = "PHASE "
+_FORMAT = 1  # of cache entries: raise it when what they hold changes
+_STATUS_EVERY_S = 2.0
+_PACKAGES = ("jax", "jaxlib", "libtpu", "flax", "optax")
+# What of our own code decides the program and the figures that are read from it.
+_SOURCES = (
+    "models",
+    "training",
+    "data/dataset.py",
+    "optim.py",
+    "optim_state.py",
+    "sharding.py",
+    "planner/compile.py",
+    "planner/hlo.py",
+)
+# Variables that change what is compiled, or with what.
+_VARIABLES = ("LIBTPU_INIT_ARGS", "TPU_LIBRARY_PATH", "XLA_FLAGS", "JAX_ENABLE_X64", "JAX_DEFAULT_MATMUL_PRECISION")
+# Leads the group of all processes of a compile. Its input ends when we do, however that happens: then it kills them all.
+_GUARD = ("/bin/sh", "-c", "read _; kill -9 0")
+_ERROR = re.compile(r"(?:[\w.]*(?:Error|Exception|Exit|Interrupt)|error)\b.*:")
+# Log lines (glog's "W0000 00:00:17..."), and what JAX puts below its tracebacks.
+_NOISE = re.compile(r"[IWE]\d{4} |-+$|For simplicity, JAX has removed|WARNING|See https?://")
+
+
+class Outcome(enum.StrEnum):
+    """How a compile ended."""
+
+    FITS = "fits"
+    DOES_NOT_FIT = "does not fit"
+    TIMED_OUT = "timed out"
+    FAILED = "failed"
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What is known of one step on one slice.
+
+    Attributes:
+      outcome: how the compile ended.
+      compiled: the compiler's report where it fits or does not fit, without the HLO; else None.
+      elapsed_s: seconds of the child process, or of the one that made the cached verdict.
+      message: why it failed or when it was stopped, in one line.
+      cached: whether it was read from the cache.
+      date: when it was made, as YYYY-MM-DD.
+      versions: package -> version, of those that decide what is compiled.
+    """
+
+    outcome: Outcome
+    compiled: Compiled | None
+    elapsed_s: float
+    message: str | None = None
+    cached: bool = False
+    date: str = ""
+    versions: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
+
+
+def verdict(
+    command: Sequence[str],
+    key: Mapping[str, Any],
+    *,
+    deadline_s: float,
+    cache_dir: str | os.PathLike[str] | None = None,
+    status: Callable[[float, str], None] = lambda elapsed_s, phase: None,
+    fresh: bool = False,
+) -> Verdict:
+    """The cached verdict of `key`, or that of `command`, run until the deadline at most.
+
+    However this ends (return, exception, ctrl-C, or death of this process) no process of the command's stays behind, but
+    for those that leave its process group.
+
+    Args:
+      command: program and arguments; it ends with `report`.
+      key: JSON values that say what the command compiles: the whole configuration, the slice, the XLA options.
+        Versions of packages, our own source code and the environment's compiler flags are added to it.
+      deadline_s: seconds after which the command is killed.
+      cache_dir: where verdicts are kept; None: `default_cache_dir()`.
+      status: told the seconds since the start and the command's phase, every few seconds and at every new phase.
+      fresh: compile even where a verdict is cached; the new one replaces it.
+
+    Raises:
+      UserError: the deadline is not positive.
+    """
+    if deadline_s <= 0:
+        raise UserError(f"deadline ({deadline_s:g} s) must be positive: a compile takes 40 s to some minutes, try 900")
+    identity = _identity(key)
+    path = _entry_path(identity, pathlib.Path(cache_dir) if cache_dir is not None else default_cache_dir())
+    if not fresh and (cached := _read(path, identity)):
+        return cached
+    result = dataclasses.replace(
+        _run(command, deadline_s, status), date=datetime.date.today().isoformat(), versions=identity["versions"]
+    )
+    if result.compiled is not None:
+        _write(path, identity, result)
+    return result
+
+
+def announce(phase: str) -> None:
+    """Says, in the child, what it does now: "lowering", "compiling"."""
+    print(f"{PHASE}{phase}", flush=True)
+
+
+def report(compiled: Compiled) -> None:
+    """Says, in the child and as the last thing it prints, what came out."""
+    print(json.dumps(compiled.to_json()), flush=True)
+
+
+def default_cache_dir() -> pathlib.Path:
+    """capibara/verdicts in XDG_CACHE_HOME, or in ~/.cache."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return pathlib.Path(base) / "capibara" / "verdicts"
+
+
+def source_digest(package: pathlib.Path | None = None) -> str:
+    """SHA-256 of our own source files that decide the program; `package` is the folder of capibara."""
+    return _source_digest(package or pathlib.Path(__file__).resolve().parent.parent)
+
+
+@functools.cache
+def _source_digest(package: pathlib.Path) -> str:
+    digest = hashlib.sha256()
+    for source in _SOURCES:
+        found = package / source
+        for path in sorted(found.rglob("*.py")) if found.is_dir() else [found]:
+            content = path.read_bytes() if path.exists() else b""
+            digest.update(f"{path.relative_to(package).as_posix()} {len(content)}\n".encode() + content)
+    return digest.hexdigest()
+
+
+def _identity(key: Mapping[str, Any]) -> dict[str, Any]:
+    """All that a verdict depends on, as JSON values."""
+    identity = {
+        "format": _FORMAT,
+        "key": dict(key),
+        "versions": {package: _version(package) for package in _PACKAGES},
+        "source": source_digest(),
+        "environment": {name: os.environ[name] for name in _VARIABLES if os.environ.get(name)},
+    }
+    return json.loads(_canonical(identity))  # as it will be read back: tuples are lists
+
+
+def _canonical(values: Mapping[str, Any]) -> str:
+    return json.dumps(values, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _entry_path(identity: Mapping[str, Any], cache_dir: pathlib.Path) -> pathlib.Path:
+    return cache_dir / f"{hashlib.sha256(_canonical(identity).encode()).hexdigest()}.json"
+
+
+def _read(path: pathlib.Path, identity: Mapping[str, Any]) -> Verdict | None:
+    """The entry, or None where there is none that is whole and ours."""
+    try:
+        entry = json.loads(path.read_text(encoding="utf-8"))
+        if entry["identity"] != identity:
+            return None
+        compiled = Compiled.from_json(entry["compiled"])
+        elapsed_s, date = float(entry["elapsed_s"]), str(entry["date"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    versions = identity["versions"]
+    return Verdict(_outcome(compiled), compiled, elapsed_s, cached=True, date=date, versions=versions)
+
+
+def _write(path: pathlib.Path, identity: Mapping[str, Any], result: Verdict) -> None:
+    """Puts the entry in place whole; a cache that cannot be written costs the next compile, not this verdict."""
+    entry = {
+        "identity": identity,
+        "date": result.date,
+        "elapsed_s": result.elapsed_s,
+        "compiled": result.compiled.to_json(),
+    }
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False, encoding="utf-8") as file:
+            try:
+                json.dump(entry, file, indent=1)
+                file.close()
+                os.replace(file.name, path)
+            except BaseException:
+                os.unlink(file.name)
+                raise
+
+
+def _outcome(compiled: Compiled) -> Outcome:
+    return Outcome.FITS if compiled.fits else Outcome.DOES_NOT_FIT
+
+
+def _run(command: Sequence[str], deadline_s: float, status: Callable[[float, str], None]) -> Verdict:
+    begin_s = time.monotonic()
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        try:
+            with _child(command, out, err) as child:
+                ended = _follow(child, out, begin_s, deadline_s, status)
+        except OSError as error:
+            return Verdict(Outcome.FAILED, None, time.monotonic() - begin_s, f"cannot run {command[0]}: {error.strerror}")
+        elapsed_s = time.monotonic() - begin_s
+        if not ended:
+            message = f"stopped after {deadline_s:g} s: allow more time"
+            return Verdict(Outcome.TIMED_OUT, None, elapsed_s, message)
+        lines, errors = _lines(out), _lines(err)
+    if child.returncode:
+        return Verdict(Outcome.FAILED, None, elapsed_s, _why(child.returncode, errors))
+    try:
+        compiled = Compiled.from_json(json.loads(lines[-1]))
+    except (IndexError, TypeError, ValueError):
+        last = f"the command's last line is no report: {lines[-1][:120]!r}" if lines else "the command printed nothing"
+        return Verdict(Outcome.FAILED, None, elapsed_s, last)
+    return Verdict(_outcome(compiled), compiled, elapsed_s)
+
+
+@contextlib.contextmanager
+def _child(command: Sequence[str], out: IO[bytes], err: IO[bytes]) -> Iterator[subprocess.Popen]:
+    """The running command; at the end it and all that it started are killed."""
+    with contextlib.ExitStack() as undo:
+        guard = subprocess.Popen(_GUARD, stdin=subprocess.PIPE, process_group=0)
+        undo.callback(guard.wait)
+        undo.callback(guard.stdin.close)
+        # The group's name is the guard's process id, which is not given to others before the guard is waited for.
+        undo.callback(os.killpg, guard.pid, signal.SIGKILL)
+        child = subprocess.Popen(
+            list(command),
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            env=_environment(),
+            process_group=guard.pid,
+        )
+        undo.pop_all()
+    try:
+        yield child
+    finally:
+        os.killpg(guard.pid, signal.SIGKILL)
+        child.wait()
+        guard.stdin.close()
+        guard.wait()
+
+
+def _environment() -> dict[str, str]:
+    """Ours, with what keeps the compiler from looking for chips, for other processes and for earlier programs."""
+    absent = {} if devices.has_tpu() else topology.WITHOUT_TPU
+    environment = {**absent, **os.environ, "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "JAX_PLATFORMS": "cpu"}
+    environment.pop("JAX_COMPILATION_CACHE_DIR", None)
+    return environment
+
+
+def _follow(
+    child: subprocess.Popen, out: IO[bytes], begin_s: float, deadline_s: float, status: Callable[[float, str], None]
+) -> bool:
+    """Waits for the child and tells of its phases; False where the deadline came first."""
+    phase, told_s, read = "starting", -_STATUS_EVERY_S, 0
+    while True:
+        elapsed_s = time.monotonic() - begin_s
+        # pread: the child writes at the file's own position, which is the same for both.
+        text = os.pread(out.fileno(), 1 << 20, read)
+        whole = text[: text.rfind(b"\n") + 1]
+        read += len(whole)
+        phases = [line for line in whole.decode(errors="replace").splitlines() if line.startswith(PHASE)]
+        if phases or elapsed_s - told_s >= _STATUS_EVERY_S:
+            phase, told_s = phases[-1].removeprefix(PHASE).strip() if phases else phase, elapsed_s
+            status(elapsed_s, phase)
+        if child.poll() is not None:
+            return True
+        if elapsed_s >= deadline_s:
+            return False
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(min(0.2, deadline_s - elapsed_s))
+
+
+def _lines(file: IO[bytes]) -> list[str]:
+    """The last lines of a file that have something on them."""
+    size = os.fstat(file.fileno()).st_size
+    text = os.pread(file.fileno(), 1 << 20, max(0, size - (1 << 20))).decode(errors="replace")
+    return [line.strip() for line in text.splitlines() if line.strip()]
+
+
+def _why(returncode: int, errors: Sequence[str]) -> str:
+    """One line on why a child failed: the last error that it names, else the last line that is no log."""
+    if returncode == -signal.SIGKILL:
+        return "the compiler was killed: this machine may have too little memory for it"
+    useful = [line for line in errors if not _NOISE.match(line)]
+    named = [line for line in useful if _ERROR.match(line)]
+    last = (named or useful or errors or ["it said nothing"])[-1]
+    how = f"signal {signal.Signals(-returncode).name}" if returncode < 0 else f"exit code {returncode}"
+    return last[:300] if named else f"{how}: {last[:300]}"

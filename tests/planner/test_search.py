@@ -1,0 +1,184 @@
+"""The planner's numbers against counts by hand, and its ranking against a plain search over everything."""
+
+import dataclasses
+import math
+
+import jax
+import pytest
+
+from capibara import sharding
+from capibara.models import api
+from capibara.models.moe import Moe
+from capibara.optim import Optimizer, StateDtype
+from capibara.planner import cost, memory, report, search, slices, workload
+from capibara.planner.choice import Choice, of_plan
+from capibara.planner.search import Objective, Question
+from capibara.sharding import MESH_AXES, Plan, Remat, RematPolicy
+from capibara.training import state as states
+from capibara.types import UserError
+
+DENSE = api.DecoderConfig(
+    vocab_size=1024, embed_dim=512, num_layers=4, num_heads=8, num_kv_heads=4, mlp_dim=1024, head="separate"
+)
+EXPERTS = dataclasses.replace(DENSE, moe=Moe(num_experts=8, top_k=2))
+PAIRS = api.EncoderDecoderConfig(
+    vocab_size=1024, embed_dim=512, num_layers=2, num_encoder_layers=4, num_heads=8, mlp_dim=1024
+)
+V5E = slices.parse("v5e-64")
+
+
+def work_of(config=DENSE, *, optimizer=Optimizer(), length=2048, **options):
+    encoder = 1024 if isinstance(config, api.EncoderDecoderConfig) else None
+    return workload.describe(api.build(config), optimizer, length=length, encoder_length=encoder, **options)
+
+
+def choice_of(rows=1, remat="none", accumulation=1, names=RematPolicy.names, **mesh):
+    sizes = tuple(mesh.get(axis, 1) for axis in MESH_AXES)
+    return Choice(sizes=sizes, rows=rows, accumulation=accumulation, remat=RematPolicy(Remat(remat), names))
+
+
+@pytest.mark.parametrize("mesh", [dict(fsdp=8), dict(fsdp=2, tensor=4), dict(fsdp=2, expert=2, tensor=2)], ids=str)
+@pytest.mark.parametrize("dtype", list(StateDtype))
+@pytest.mark.parametrize("config", [DENSE, EXPERTS, PAIRS], ids=["dense", "experts", "pairs"])
+def test_the_state_has_the_bytes_that_its_shards_have(config, dtype, mesh):
+    optimizer = Optimizer(state_dtype=dtype)
+    model = api.build(config)
+    plan = Plan(batch_size=8, **mesh)
+    emulated = sharding.make_mesh(plan, jax.devices())
+    tx = optimizer.build(10, model.axes)
+    shardings = states.state_shardings(model, tx, emulated, plan.rules, ema=False)
+    state = states.abstract_state(model, tx, shardings, ema=False)
+    real = sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves((state.params, state.opt_state))
+    )
+    predicted = memory.memory(work_of(config, optimizer=optimizer), dataclasses.replace(
+        choice_of(**mesh), state_dtype=dtype
+    ))
+    # Scales of 8-bit blocks that do not divide stay whole.
+    assert predicted.parameters + predicted.optimizer == pytest.approx(real, rel=0.02 if dtype == "int8" else 1e-4)
+
+
+def test_flops_are_six_a_weight_and_recomputation_is_the_forward_pass_again():
+    work = work_of()
+    plain, full = (cost.step_flops(work, choice_of(remat=remat, fsdp=8)) for remat in ("none", "full"))
+    weights = sum(stack.weights.total() for stack in work.stacks)
+    tokens = 8 * 2048 / 8
+    assert plain.forward == pytest.approx(2 * weights * tokens)
+    assert plain.forward + plain.backward == pytest.approx(6 * weights * tokens)
+    assert plain.recompute == 0 < full.recompute < full.forward
+    assert full.model == plain.model == pytest.approx(work.model.flops_per_token(2048) * tokens)
+
+
+def test_what_is_kept_by_name_is_not_recomputed():
+    work = work_of()
+    again = {
+        names: cost.recomputed(work, choice_of(remat="save", names=names, fsdp=8))
+        for names in [("query",), ("query", "key", "value"), ("query", "key", "value", "attention")]
+    }
+    matmuls, attention = zip(*again.values())
+    assert matmuls[0] > matmuls[1] == matmuls[2] and attention == (1.0, 1.0, 0.0)
+
+
+def test_experts_cost_what_a_token_meets():
+    dense, experts = (cost.step_flops(work_of(c), choice_of(fsdp=8)) for c in (DENSE, EXPERTS))
+    attention_weights = 4 * 512 * (2 * 8 + 2 * 4) * 64
+    mlp = 4 * 3 * 512 * 1024
+    router = 4 * 512 * 8
+    assert dense.forward / experts.forward == pytest.approx((attention_weights + mlp) / (attention_weights + 2 * mlp + router), rel=0.01)
+
+
+def test_more_recomputation_keeps_less_and_more_rows_need_more():
+    work = work_of()
+    peaks = [memory.memory(work, choice_of(rows=8, remat=remat, fsdp=8)).peak for remat in ("none", "minimal", "full")]
+    assert peaks == sorted(peaks, reverse=True)
+    assert memory.memory(work, choice_of(rows=16, fsdp=8)).peak > memory.memory(work, choice_of(rows=8, fsdp=8)).peak
+
+
+def test_offloaded_results_are_in_the_hosts_memory():
+    work = work_of()
+    kept, away = (memory.memory(work, choice_of(rows=8, remat=remat, fsdp=8)) for remat in ("save", "offload"))
+    assert kept.host == 0 < away.host == pytest.approx(kept.saved - away.saved)
+
+
+@pytest.mark.parametrize("config", [DENSE, EXPERTS, PAIRS], ids=["dense", "experts", "pairs"])
+def test_every_mesh_that_is_found_can_be_made(config):
+    work, model = work_of(config), api.build(config)
+    found = list(search.meshes(work, slices.parse("cpu-8")))
+    assert len(found) > 10
+    for sizes in found[:: max(1, len(found) // 8)]:
+        plan = Choice(sizes=sizes, rows=8, pipeline_microbatches=8).plan(work)
+        mesh = sharding.make_mesh(plan, jax.devices())
+        sharding.shardings(mesh, plan.rules, model.axes, model.abstract_params)
+
+
+def test_the_first_choice_is_the_best_of_all():
+    """Every mesh, rows and recomputation by brute force: none that fits is faster."""
+    work = work_of(length=4096)
+    question = Question(batch_size=256)
+    best = search.search(work, V5E, question)[0]
+    limit = V5E.chip.device_usable_hbm_bytes * (1 - question.headroom)
+    fastest = 0.0
+    for sizes in search.meshes(work, V5E):
+        shards = Choice(sizes=sizes, rows=1).batch_shards(work)
+        stages = dict(zip(MESH_AXES, sizes))["stage"]
+        for accumulation in (1, 2, 4, 8, 16, 32, 64):
+            rows = 256 // shards // accumulation
+            if not rows or rows * shards * accumulation != 256 or rows % stages:
+                continue
+            for remat in search.REMATS:
+                parts = max(n for n in range(1, 4 * stages + 1) if rows % n == 0) if stages > 1 else 1
+                one = Choice(sizes=sizes, rows=rows, accumulation=accumulation, remat=remat, pipeline_microbatches=parts)
+                if memory.memory(work, one).peak <= limit:
+                    fastest = max(fastest, cost.cost(work, one, V5E).tokens_per_s)
+    assert best.cost.tokens_per_s >= 0.999 * fastest
+
+
+def test_the_largest_batch_has_more_rows_than_the_fastest_plan():
+    work = work_of()
+    largest = search.search(work, V5E, Question(objective=Objective.LARGEST_BATCH))[0]
+    fastest = search.search(work, V5E)[0]
+    assert largest.fits and largest.choice.tokens(work) >= fastest.choice.tokens(work)
+
+
+def test_fixed_axes_and_batches_are_kept():
+    work = work_of()
+    ranked = search.search(work, V5E, Question(batch_size=128, fixed=(("tensor", 4),)))
+    assert all(one.choice.mesh["tensor"] == 4 and one.choice.batch_size(work) == 128 for one in ranked)
+    with pytest.raises(UserError, match=r"no mesh of v5e-64 \(64 devices\) with tensor=3"):
+        search.search(work, V5E, Question(fixed=(("tensor", 3),)))
+    with pytest.raises(UserError, match=r"batch_size \(3\) divides over no mesh of v5e-64 .*multiple of 64"):
+        search.search(work, V5E, Question(batch_size=3, fixed=(("fsdp", 64),)))
+
+
+def test_what_does_not_fit_says_by_how_much_and_where_it_would():
+    big = work_of(dataclasses.replace(DENSE, embed_dim=8192, num_layers=64, mlp_dim=32768, head_dim=128))
+    slice_ = slices.parse("v5e-16")
+    best = search.search(big, slice_)[0]
+    assert not best.fits
+    text = search.too_big(best, big, slice_, Question())
+    assert "no plan fits v5e-16" in text and "v5e has 15.75 usable" in text and "use v5e-" in text and "\n" not in text
+
+
+def test_a_plan_in_gin_is_the_plan(tmp_path):
+    from capibara import config
+
+    work = work_of()
+    best = search.search(work, V5E, Question(batch_size=256))[0]
+    path = tmp_path / "plan.gin"
+    path.write_text(report.gin(best, work, V5E))
+    config.parse([str(path)], [], [])
+    plan = config.build(Plan)
+    assert of_plan(plan, work, V5E.devices) == best.choice and plan.slice == "v5e-64"
+
+
+def test_explained_terms_add_up():
+    work = work_of()
+    best = search.search(work, V5E)[0]
+    parts = best.memory
+    backward = parts.state + parts.saved + parts.casts + parts.gradients + parts.layer + parts.weights
+    assert parts.moments["backward"] == pytest.approx(backward)
+    text = "\n".join(report.explain(best, work, V5E))
+    assert f"{parts.saved / 2**30:.3f}" in text and f"{best.cost.step_s:.4f}" in text
+    plain = report.as_json(best, work, V5E, tokens=1e12, usd=1.0)
+    assert plain["predicted"]["usd"] == pytest.approx(64 * 24 * plain["predicted"]["days"])
