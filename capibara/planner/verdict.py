@@ -249,11 +249,9 @@ def _run(command: Sequence[str], deadline_s: float, status: Callable[[float, str
 def _child(command: Sequence[str], out: IO[bytes], err: IO[bytes]) -> Iterator[subprocess.Popen]:
     """The running command; at the end it and all that it started are killed."""
     with contextlib.ExitStack() as undo:
-        guard = subprocess.Popen(_GUARD, stdin=subprocess.PIPE, process_group=0)
-        undo.callback(guard.wait)
-        undo.callback(guard.stdin.close)
-        # The group's name is the guard's process id, which is not given to others before the guard is waited for.
-        undo.callback(os.killpg, guard.pid, signal.SIGKILL)
+        silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        guard = subprocess.Popen(_GUARD, stdin=subprocess.PIPE, process_group=0, **silent)
+        undo.callback(_end, guard)
         child = subprocess.Popen(
             list(command),
             stdin=subprocess.DEVNULL,
@@ -266,10 +264,16 @@ def _child(command: Sequence[str], out: IO[bytes], err: IO[bytes]) -> Iterator[s
     try:
         yield child
     finally:
-        os.killpg(guard.pid, signal.SIGKILL)
+        _end(guard)
         child.wait()
-        guard.stdin.close()
-        guard.wait()
+
+
+def _end(guard: subprocess.Popen) -> None:
+    """Kills the guard's group. Its number is the guard's, which no other process gets before the guard is waited for."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # the latter on macOS, where all have ended
+        os.killpg(guard.pid, signal.SIGKILL)
+    guard.stdin.close()
+    guard.wait()
 
 
 def _environment() -> dict[str, str]:

@@ -1,0 +1,265 @@
+"""Verdicts: how a child can end, what is cached, and that no process stays behind. The children are fakes."""
+
+import concurrent.futures
+import dataclasses
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+
+import pytest
+
+from capibara.planner import hlo
+from capibara.planner import verdict as verdicts
+from capibara.planner.compile import Compiled
+from capibara.planner.verdict import Outcome, verdict
+from capibara.types import UserError
+
+COSTS = hlo.Costs(matmul_flops=2e12, collective_bytes=Counter({"all-gather": 8.0}), cycles=3e6, kernels=Counter(k=1.0))
+FITS = Compiled(True, 3 * 2**30, 41.5, 15 * 2**30, argument_bytes=2**30, chip="v5e", costs=COSTS)
+TOO_BIG = Compiled(False, 20 * 2**30, 3.0, 15 * 2**30)
+KEY = {"model": {"layers": 4}, "slice": "v5e-16", "flags": {"a": "true"}}
+REPOSITORY = pathlib.Path(verdicts.__file__).resolve().parents[2]
+
+
+def python(code):
+    return [sys.executable, "-S", "-c", code]
+
+
+def says(report=FITS, before=""):
+    """A child that ends with a report."""
+    return python(f"{before}\nprint({json.dumps(report.to_json())!r})")
+
+
+NEVER = python("raise SystemExit('ran')")
+
+
+def alive(pid):
+    """Whether a process runs: a zombie that nobody has waited for does not."""
+    try:
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def all_end(*pids):
+    for _ in range(100):
+        if not any(map(alive, pids)):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def sleeper(file):
+    """A child that starts a grandchild, writes down both process ids, and sleeps as it does."""
+    return python(
+        "import os, subprocess, sys, time\n"
+        f"grandchild = subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(60)'])\n"
+        f"open({str(file)!r} + '.tmp', 'w').write(f'{{os.getpid()}} {{grandchild.pid}}')\n"
+        f"os.replace({str(file)!r} + '.tmp', {str(file)!r})\n"
+        "time.sleep(60)"
+    )
+
+
+def pids_of(file):
+    for _ in range(200):
+        if file.exists():
+            return [int(pid) for pid in file.read_text().split()]
+        time.sleep(0.05)
+    raise AssertionError("the child did not start")
+
+
+@pytest.mark.parametrize(("report", "outcome"), [(FITS, Outcome.FITS), (TOO_BIG, Outcome.DOES_NOT_FIT)])
+def test_a_report_is_a_verdict_and_is_cached_whole(tmp_path, report, outcome):
+    first = verdict(says(report), KEY, deadline_s=20, cache_dir=tmp_path)
+    assert (first.outcome, first.compiled, first.cached) == (outcome, report, False)
+    again = verdict(NEVER, KEY, deadline_s=20, cache_dir=tmp_path)
+    assert again == dataclasses.replace(first, cached=True)
+    assert again.versions["jax"] and again.date.startswith("20")
+
+
+def test_what_decides_the_program_decides_the_entry(tmp_path, monkeypatch):
+    verdict(says(), KEY, deadline_s=20, cache_dir=tmp_path)
+    assert verdict(NEVER, dict(reversed(KEY.items())), deadline_s=20, cache_dir=tmp_path).cached
+    assert not verdict(says(), KEY | {"slice": "v5e-32"}, deadline_s=20, cache_dir=tmp_path).cached
+    assert not verdict(says(TOO_BIG), KEY, deadline_s=20, cache_dir=tmp_path, fresh=True).cached
+    replaced = verdict(NEVER, KEY, deadline_s=20, cache_dir=tmp_path)
+    assert replaced.cached and replaced.outcome is Outcome.DOES_NOT_FIT
+    with monkeypatch.context() as changed:
+        changed.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_scoped_vmem_limit_kib=65536")
+        assert not verdict(says(), KEY, deadline_s=20, cache_dir=tmp_path).cached
+    with monkeypatch.context() as changed:
+        changed.setattr(verdicts, "_version", lambda package: "0.0.99")
+        assert not verdict(says(), KEY, deadline_s=20, cache_dir=tmp_path).cached
+
+
+def test_the_digest_of_the_sources_follows_those_that_decide_the_program(tmp_path):
+    def digest(name, **files):
+        for path, text in files.items():
+            file = tmp_path / name / (path.replace("__", "/") + ".py")
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text)
+        return verdicts.source_digest(tmp_path / name)
+
+    base = digest("base", models__decoder="x", sharding="y", planner__search="z")
+    assert digest("same", models__decoder="x", sharding="y", planner__search="other") == base
+    assert digest("model", models__decoder="x2", sharding="y") != base
+    assert digest("moved", models__encoder="x", sharding="y") != base
+    assert digest("step", models__decoder="x", sharding="y", training__step="s") != base
+    assert verdicts.source_digest() == verdicts.source_digest(REPOSITORY / "capibara")
+    assert all((REPOSITORY / "capibara" / source).exists() for source in verdicts._SOURCES)
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "other entry", "no report", "not text"])
+def test_a_spoiled_entry_is_compiled_again(tmp_path, damage):
+    verdict(says(), KEY, deadline_s=20, cache_dir=tmp_path)
+    [path] = tmp_path.iterdir()
+    text = path.read_text()
+    spoiled = {
+        "cut": text[: len(text) // 2],
+        "empty": "",
+        "other entry": text.replace('"v5e-16"', '"v5e-64"'),
+        "no report": text.replace('"fits": true', '"fits": "perhaps"'),
+    }
+    path.write_bytes(b"\xff\xfe\x00" if damage == "not text" else spoiled[damage].encode())
+    again = verdict(says(TOO_BIG), KEY, deadline_s=20, cache_dir=tmp_path)
+    assert again.outcome is Outcome.DOES_NOT_FIT and not again.cached
+    assert verdict(NEVER, KEY, deadline_s=20, cache_dir=tmp_path).cached
+
+
+def test_a_cache_that_cannot_be_written_costs_no_verdict(tmp_path):
+    (tmp_path / "file").touch()
+    assert verdict(says(), KEY, deadline_s=20, cache_dir=tmp_path / "file" / "cache").outcome is Outcome.FITS
+
+
+def test_the_cache_lies_where_the_user_keeps_caches(monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert str(verdicts.default_cache_dir()) == "/somewhere/capibara/verdicts"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert verdicts.default_cache_dir() == pathlib.Path.home() / ".cache/capibara/verdicts"
+
+
+TRACEBACK = """import sys
+print('''Traceback (most recent call last):
+  File "child.py", line 3, in <module>
+jax.errors.JaxRuntimeError: INTERNAL: Mosaic failed to compile the kernel
+The MLIR operation involved:
+W0000 00:00:1 log.cc:1] something
+--------------------
+For simplicity, JAX has removed its internal frames from the traceback.''', file=sys.stderr)
+sys.exit(1)"""
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (python(TRACEBACK), "jax.errors.JaxRuntimeError: INTERNAL: Mosaic failed to compile the kernel"),
+        (python("import sys; print('error: no slice v9', file=sys.stderr); sys.exit(2)"), "error: no slice v9"),
+        (python("import os; os.abort()"), "signal SIGABRT: it said nothing"),
+        (python("import os; os.kill(os.getpid(), 9)"), "the compiler was killed: .*too little memory"),
+        (python("print('good morning')"), "the command's last line is no report: 'good morning'"),
+        (python("print('[1, 2]')"), "the command's last line is no report"),
+        (python("print('{\"fits\": true}')"), "the command's last line is no report"),
+        (python(""), "the command printed nothing"),
+        (says(before="import atexit, os; atexit.register(os._exit, 7)"), "exit code 7: it said nothing"),
+        (["/no/such/program"], "cannot run /no/such/program: No such file"),
+    ],
+)
+def test_a_failure_has_one_line_and_is_not_cached(tmp_path, command, message):
+    found = verdict(command, KEY, deadline_s=20, cache_dir=tmp_path)
+    assert found.outcome is Outcome.FAILED and found.compiled is None and "\n" not in found.message
+    import re
+
+    assert re.match(message, found.message), found.message
+    assert not list(tmp_path.iterdir())
+
+
+def test_at_the_deadline_all_processes_end_and_nothing_is_cached(tmp_path):
+    told = []
+    begin = time.monotonic()
+    cache = tmp_path / "cache"
+    # Time enough for two interpreters to start on a busy machine: the child is killed as it sleeps, not as it starts.
+    found = verdict(
+        sleeper(tmp_path / "pids"), KEY, deadline_s=2.5, cache_dir=cache, status=lambda *what: told.append(what)
+    )
+    assert found.outcome is Outcome.TIMED_OUT and found.compiled is None and "after 2.5 s" in found.message
+    assert time.monotonic() - begin < 20
+    assert len(told) >= 2 and told[0][1] == "starting" and told[-1][0] >= 2
+    assert all_end(*pids_of(tmp_path / "pids"))
+    assert not cache.exists()
+
+
+def test_a_child_that_ends_takes_its_helpers_along(tmp_path):
+    start = "import subprocess, sys; p = subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(60)'])\n"
+    start += f"open({str(tmp_path / 'pid')!r}, 'w').write(str(p.pid))"
+    assert verdict(says(before=start), KEY, deadline_s=20, cache_dir=tmp_path).outcome is Outcome.FITS
+    assert all_end(*pids_of(tmp_path / "pid"))
+
+
+def test_an_interrupt_ends_all_processes(tmp_path):
+    def interrupt(elapsed_s, phase):
+        if (tmp_path / "pids").exists():
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        verdict(sleeper(tmp_path / "pids"), KEY, deadline_s=50, cache_dir=tmp_path, status=interrupt)
+    assert all_end(*pids_of(tmp_path / "pids"))
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL])  # SIGTERM ends Python just as suddenly
+def test_when_the_parent_is_killed_all_processes_end(tmp_path, how):
+    code = (
+        "from capibara.planner.verdict import verdict\n"
+        f"verdict({sleeper(tmp_path / 'pids')!r}, {{}}, deadline_s=50, cache_dir={str(tmp_path)!r})"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    parent = subprocess.Popen([sys.executable, "-c", code], env=environment)
+    try:
+        pids = pids_of(tmp_path / "pids")
+    finally:
+        parent.send_signal(how)
+        parent.wait()
+    assert all_end(*pids)
+
+
+def test_phases_are_told_as_they_come(tmp_path):
+    told = []
+    wait = "import time; print('PHASE lowering', flush=True); time.sleep(0.6); print('PHASE compiling', flush=True)"
+    command = says(before=f"{wait}; time.sleep(0.6)")
+    found = verdict(command, KEY, deadline_s=20, cache_dir=tmp_path, status=lambda *what: told.append(what))
+    assert found.outcome is Outcome.FITS
+    assert [phase for _, phase in told if phase != "starting"] == ["lowering", "compiling"]
+    assert [s for s, _ in told] == sorted(s for s, _ in told)
+
+
+def test_what_a_child_says_is_what_is_read(capsys, tmp_path):
+    verdicts.announce("lowering")
+    verdicts.report(FITS)
+    phase, line = capsys.readouterr().out.splitlines()
+    assert phase == "PHASE lowering" and Compiled.from_json(json.loads(line)) == FITS
+
+
+def test_a_child_sees_no_chips_and_no_lock(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "tpu")
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
+    names = ("ALLOW_MULTIPLE_LIBTPU_LOAD", "JAX_PLATFORMS", "JAX_COMPILATION_CACHE_DIR", "TPU_SKIP_MDS_QUERY")
+    show = python(f"import os; raise SystemExit('error: ' + repr([os.environ.get(n) for n in {names}]))")
+    found = verdict(show, KEY, deadline_s=20, cache_dir=tmp_path)
+    assert found.message == "error: ['1', 'cpu', None, '1']"
+
+
+def test_concurrent_writers_leave_one_whole_entry(tmp_path):
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        runs = [pool.submit(verdict, says(), KEY, deadline_s=50, cache_dir=tmp_path, fresh=True) for _ in range(8)]
+        assert {run.result().outcome for run in runs} == {Outcome.FITS}
+    assert len(list(tmp_path.iterdir())) == 1
+    assert verdict(NEVER, KEY, deadline_s=20, cache_dir=tmp_path).compiled == FITS
+
+
+def test_a_deadline_must_be_positive(tmp_path):
+    with pytest.raises(UserError, match=r"deadline \(0 s\) must be positive"):
+        verdict(NEVER, KEY, deadline_s=0, cache_dir=tmp_path)
