@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import pathlib
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -12,13 +14,12 @@ from capibara.types import UserError
 
 _DESCRIPTION = """Find mesh, batch size and recomputation for a model on a TPU slice, and what it would take.
 
-Everything printed is a prediction of the cost model; nothing is run, and no TPU is needed.
+Everything printed is predicted: nothing is run, and no TPU is needed.
 
 examples:
   python -m capibara.plan --gin_file=models/capibara_8b.gin --slice=v5e-64 --length=4096 --batch_size=512
   python -m capibara.plan --gin_file=base_v5e64.gin --explain
-  python -m capibara.plan --gin_file=models/mixtral_8x7b.gin --slice=v6e-256 --length=4096 --tokens=1e12 \\
-      --output=plan.gin --json=plan.json"""
+  python -m capibara.plan --gin_file=models/mixtral_8x7b.gin --slice=v6e-256 --tokens=1e12 --output=plan.gin"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--top", type=int, default=8, metavar="N", help="plans to show")
     parser.add_argument("--explain", action="store_true", help="print every term of the first plan's prediction")
     parser.add_argument("--json", metavar="FILE", help="write the shown plans there")
+    parser.add_argument("--html", metavar="FILE", help="write a page with memory, time, roofline and ranking there")
     parser.add_argument("--output", metavar="FILE", help="write the first plan there, as a Gin file for train")
     args = cli.parse_arguments(parser, argv)
     if not args.gin_file:
@@ -45,18 +47,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def plan(args: argparse.Namespace) -> int:
     """Searches and reports; returns the exit code."""
-    import os
-
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # shapes are all that is computed
     from capibara import config
-    from capibara.planner import report, search, slices
+    from capibara.planner import page, report, search, slices
     from capibara.planner.search import Objective, Question
 
     asked = slices.parse(args.slice) if args.slice else None  # mistakes show before the model is looked at
     fixed = tuple(search.parse_axis(text) for text in args.axis)
     config.parse(args.gin_file, args.gin_bindings, args.gin_search_paths)
     work, batch_size, slice_name = _workload(args)
-    if asked is None and slice_name is None:
+    if not (asked or slice_name):
         raise UserError("--slice has no value and Plan.slice is not bound: name a slice, e.g. --slice=v5e-64")
     slice_ = asked or slices.parse(slice_name)
     question = Question(
@@ -69,20 +69,21 @@ def plan(args: argparse.Namespace) -> int:
     ranked = search.search(work, slice_, question)
     if not ranked[0].fits:
         raise UserError(search.too_big(ranked[0], work, slice_, question))
-    report.show(ranked, work, slice_, top=args.top, tokens=args.tokens, usd=args.usd_per_chip_hour)
-    if args.explain:
-        print("\n".join(report.explain(ranked[0], work, slice_)))
     if args.json:
         shown = [report.as_json(one, work, slice_, args.tokens, args.usd_per_chip_hour) for one in ranked[: args.top]]
         report.dump(args.json, shown)
-    if args.output:
-        with open(args.output, "w", encoding="utf-8") as file:
-            file.write(report.gin(ranked[0], work, slice_))
+    texts = {args.output: lambda: report.gin(ranked[0], work, slice_), args.html: lambda: page.page(ranked, work, slice_)}
+    for path, text in texts.items():
+        if path:
+            pathlib.Path(path).write_text(text(), encoding="utf-8")
+    report.show(ranked, work, slice_, top=args.top, tokens=args.tokens, usd=args.usd_per_chip_hour)
+    if args.explain:
+        print("\n".join(report.explain(ranked[0], work, slice_)))
     return 0
 
 
 def _workload(args: argparse.Namespace) -> tuple[Any, int | None, str | None]:
-    """What the Gin files train: the workload, the run's batch size and its slice; of a model alone neither."""
+    """The workload of the Gin files, the run's batch size and its slice; of a model alone neither."""
     from capibara import config
     from capibara.planner import workload
 

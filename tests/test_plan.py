@@ -15,14 +15,18 @@ def run(*argv):
 
 def test_a_model_on_a_slice(capsys, tmp_path):
     out = tmp_path / "plan.json"
-    gin = tmp_path / "plan.gin"
-    assert run(MODEL, "--slice=v5e-64", "--batch_size=256", "--explain", f"--json={out}", f"--output={gin}") == 0
+    gin, page = tmp_path / "plan.gin", tmp_path / "plan.html"
+    files = [f"--json={out}", f"--output={gin}", f"--html={page}"]
+    assert run(MODEL, "--slice=v5e-64", "--batch_size=256", "--explain", *files) == 0
     text = capsys.readouterr().out
     assert "predicted" in text and "measured" not in text and "on the torus" in text and "HBM GiB" in text
     plans = json.loads(out.read_text())["plans"]
     assert plans[0]["batch_size"] == 256 and plans[0]["fits"]
     assert [p["predicted"]["step_s"] for p in plans] == sorted(p["predicted"]["step_s"] for p in plans)
     assert "Plan.batch_size = 256" in gin.read_text()
+    text = page.read_text()
+    assert text.count("<svg") == text.count("</svg>") == 3 and "Predictions of the cost model" in text
+    assert "http" not in text and "<script" not in text  # nothing from elsewhere
 
 
 def test_a_run_brings_its_slice_length_and_batch(capsys):

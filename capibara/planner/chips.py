@@ -24,6 +24,7 @@ from capibara.types import UserError
 GIB = 2**30
 # Bytes a second of a network of one gigabit a second.
 _GBIT = 1e9 / 8
+_QUOTED = 'Google\'s price list as quoted in "How to Scale Your Model", chapter 7'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -189,7 +190,7 @@ V5E = Chip(
     gke_accelerator="tpu-v5-lite-podslice",
     api_name="v5litepod",
     on_vertex=True,  # docs.cloud.google.com/vertex-ai/docs/training/training-with-tpu-vm
-    price=Price(usd=1.20, date="2025-02", source="Google's price list as quoted in [book], chapter 7", region="us"),
+    price=Price(usd=1.20, date="2025-02", source=_QUOTED, region="us"),
 )
 
 V5P = Chip(
@@ -295,7 +296,7 @@ H100 = Chip(
     most_chips=8,  # GPUs of one NVLink network; more are several slices
     gke_accelerator="nvidia-h100-80gb",
     on_vertex=True,  # MachineSpec of Vertex AI: NVIDIA_H100_80GB
-    price=Price(usd=10.80, date="2025-02", source="Google's price list as quoted in [book], chapter 7", region="us"),
+    price=Price(usd=10.80, date="2025-02", source=_QUOTED, region="us"),
 )
 
 H200 = dataclasses.replace(
@@ -309,7 +310,7 @@ H200 = dataclasses.replace(
     machines=(Machine(name="a3-ultragpu-8g", chips=8, memory_bytes=2900e9),),  # name: xpk; memory: assumed
     gke_accelerator="nvidia-h200-141gb",
     on_vertex=False,
-    price=Price(usd=10.0, date="2025-08", source='"around $10/hour" in [book gpus]', region="us"),
+    price=Price(usd=10.0, date="2025-08", source='"around $10/hour" in "How to Scale Your Model", chapter 12', region="us"),
 )
 
 CPU = Chip(

@@ -1,0 +1,160 @@
+"""A plan as one HTML page without outside files: memory of a chip, the step's time, the roofline and the ranking."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Sequence
+
+from capibara.planner import report, search
+from capibara.planner.search import Ranked
+from capibara.planner.slices import Slice
+from capibara.planner.workload import Workload
+
+GIB = 2**30
+_COLORS = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951", "#ff8ab7", "#a463f2", "#97bbf5", "#9c6b4e", "#9498a0")
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 62rem; padding: 0 1rem; color: #222; }
+h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
+table { border-collapse: collapse; width: 100%; } td, th { padding: .25rem .6rem; border-bottom: 1px solid #ddd; }
+td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; } th { text-align: left; }
+.note { color: #666; } svg text { font: 12px system-ui, sans-serif; fill: #222; } tr.out { color: #999; }
+@media (prefers-color-scheme: dark) { body { background: #181818; color: #ddd; } svg text { fill: #ddd; } }
+"""
+
+
+def page(ranked: Sequence[Ranked], work: Workload, slice_: Slice, *, top: int = 20) -> str:
+    """The page's text; everything on it is predicted.
+
+    Args:
+      ranked: plans, the chosen one first.
+      work, slice_: what they are for.
+      top: how many of them are listed.
+    """
+    best = ranked[0]
+    title = f"{slice_.name}: {best.choice.describe()}"
+    cost = best.cost
+    facts = [
+        f"{cost.step_s:.3f} s a step of {cost.tokens:,} tokens: {cost.tokens_per_s:,.0f} tokens/s, {cost.mfu:.1%} MFU, "
+        f"{cost.hfu:.1%} with recomputation; bound by {cost.bound}.",
+        f"{work.model.param_count:,} parameters, rows of {work.length:,} places.",
+        "On the torus: " + "; ".join(search.layout_lines(best, slice_)) + ".",
+    ]
+    sections = [
+        f"<h1>{html.escape(title)}</h1>",
+        '<p class="note">Predictions of the cost model. Nothing here was compiled or measured.</p>',
+        *(f"<p>{html.escape(fact)}</p>" for fact in facts),
+        "<h2>HBM of a chip at the peak</h2>",
+        _memory_bar(best, slice_),
+        "<h2>Seconds of a step</h2>",
+        _time_bars(best),
+        "<h2>Roofline</h2>",
+        _roofline(ranked[:top], slice_),
+        f"<h2>The first {min(top, len(ranked))} of {len(ranked)} plans</h2>",
+        _table(ranked[:top], work, slice_),
+    ]
+    head = f'<meta charset="utf-8"><title>{html.escape(title)}</title><style>{_STYLE}</style>'
+    return f"<!doctype html><html lang=\"en\"><head>{head}</head><body>{''.join(sections)}</body></html>\n"
+
+
+def _memory_bar(best: Ranked, slice_: Slice) -> str:
+    memory, usable = best.memory, slice_.chip.device_usable_hbm_bytes
+    at_peak = {"loss": ("saved", "casts", "loss"), "update": ("gradients",)}.get(
+        memory.peak_moment, ("saved", "casts", "gradients", "layer", "weights")
+    )
+    scaled = {name: getattr(memory, name) * memory.scale for name in at_peak}
+    parts = {name: getattr(memory, name) for name in ("parameters", "optimizer", "average", "batch")} | scaled
+    parts = {name: amount for name, amount in parts.items() if amount}
+    full = max(usable, memory.peak)
+    shapes, legend, x = [], [], 0.0
+    for color, (name, amount) in zip(_COLORS, parts.items()):
+        width = 860 * amount / full
+        text = f"{name}: {amount / GIB:.2f} GiB"
+        shapes.append(
+            f'<rect x="{x:.1f}" y="0" width="{width:.1f}" height="40" fill="{color}"><title>{text}</title></rect>'
+        )
+        meaning = html.escape(report.MEMORY_PARTS[name])
+        legend.append(
+            f'<tr><td><span style="color:{color}">&#9632;</span> {meaning}</td><td class="n">{amount / GIB:.3f}</td></tr>'
+        )
+        x += width
+    for amount, label in ((usable, "usable"), (best.limit_bytes, "limit")):
+        place = 860 * amount / full
+        shapes.append(
+            f'<line x1="{place:.1f}" x2="{place:.1f}" y1="-4" y2="46" stroke="currentColor" stroke-dasharray="4 3"/>'
+            f'<text x="{place:.1f}" y="{-8 if label == "usable" else 60}" text-anchor="end">'
+            f"{label} {amount / GIB:.2f} GiB</text>"
+        )
+    total = f"<tr><td>peak, in the {memory.peak_moment}</td><td class=\"n\">{memory.peak / GIB:.3f}</td></tr>"
+    svg = f'<svg viewBox="0 -24 880 92" role="img" aria-label="HBM of a chip">{"".join(shapes)}</svg>'
+    return f'{svg}<table><tr><th>part</th><th class="n">GiB</th></tr>{"".join(legend)}{total}</table>'
+
+
+def _time_bars(best: Ranked) -> str:
+    cost = best.cost
+    rows = {
+        "compute": cost.compute_s,
+        "HBM": cost.hbm_s,
+        "links, beside compute": cost.links_s,
+        "links, in its way": cost.blocking_s,
+        "update": cost.update_s,
+        "step": cost.step_s,
+    }
+    longest = max(rows.values())
+    bars = "".join(
+        f'<text x="150" y="{26 * i + 17}" text-anchor="end">{name}</text>'
+        f'<rect x="160" y="{26 * i + 4}" width="{600 * value / longest:.1f}" height="18" fill="{_COLORS[i]}"/>'
+        f'<text x="{168 + 600 * value / longest:.1f}" y="{26 * i + 17}">{value:.4f}</text>'
+        for i, (name, value) in enumerate(rows.items())
+    )
+    return f'<svg viewBox="0 0 880 {26 * len(rows) + 6}" role="img" aria-label="seconds of a step">{bars}</svg>'
+
+
+def _roofline(ranked: Sequence[Ranked], slice_: Slice) -> str:
+    """FLOP/s over FLOP per byte of HBM, both logarithmic: the chip's roof and the plans under it."""
+    chip = slice_.chip
+    peak, bandwidth = chip.device_flops(), chip.device_hbm_bytes_per_s
+    points = [
+        (one.cost.flops.hardware / one.cost.hbm_bytes, one.cost.flops.hardware / one.cost.step_s, one) for one in ranked
+    ]
+    low = math.log10(min([peak / bandwidth, *(p[0] for p in points)])) - 0.4
+    high = math.log10(max([peak / bandwidth, *(p[0] for p in points)])) + 0.4
+    bottom = math.log10(min([peak / 10, *(p[1] for p in points)])) - 0.1
+    top = math.log10(peak) + 0.15
+
+    def place(intensity: float, speed: float) -> tuple[float, float]:
+        x = 60 + 780 * (math.log10(intensity) - low) / (high - low)
+        return x, 240 - 220 * (math.log10(speed) - bottom) / (top - bottom)
+
+    left = max(10**low, 10**bottom / bandwidth)
+    roof = [place(left, left * bandwidth), place(peak / bandwidth, peak), place(10**high, peak)]
+    line = " ".join(f"{x:.1f},{y:.1f}" for x, y in roof)
+    dots = []
+    for index, (intensity, speed, one) in reversed(list(enumerate(points))):
+        x, y = place(intensity, speed)
+        color = _COLORS[0] if index == 0 else "#aaa"
+        label = html.escape(f"{one.choice.describe()}: {speed / 1e12:.0f} TFLOP/s")
+        dots.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{color}"><title>{label}</title></circle>')
+    return (
+        f'<svg viewBox="0 0 880 280" role="img" aria-label="roofline"><polyline points="{line}" fill="none" '
+        f'stroke="currentColor" stroke-width="2"/>{"".join(dots)}'
+        f'<text x="{roof[1][0]:.0f}" y="{roof[1][1] - 6:.0f}">{peak / 1e12:.0f} TFLOP/s</text>'
+        '<text x="860" y="268" text-anchor="end">FLOP per byte of HBM</text></svg>'
+    )
+
+
+def _table(ranked: Sequence[Ranked], work: Workload, slice_: Slice) -> str:
+    rows = []
+    for index, one in enumerate(ranked):
+        cost = one.cost
+        cells = [
+            one.choice.batch_size(work), f"{one.memory.peak / GIB:.2f}", f"{cost.step_s:.3f}",
+            f"{cost.tokens_per_s / slice_.chips:,.0f}", f"{cost.mfu:.1%}",
+        ]  # fmt: skip
+        numbers = "".join(f'<td class="n">{cell}</td>' for cell in cells)
+        why = html.escape(report.why_not(one, ranked[0])) if index else "the choice"
+        style = "" if one.fits else ' class="out"'
+        rows.append(f"<tr{style}><td>{html.escape(one.choice.describe())}</td>{numbers}<td>{why}</td></tr>")
+    names = ("batch", "HBM GiB", "step s", "tokens/s chip", "MFU")
+    head = "<th>plan</th>" + "".join(f'<th class="n">{name}</th>' for name in names) + "<th>why not first</th>"
+    return f"<table><tr>{head}</tr>{''.join(rows)}</table>"
