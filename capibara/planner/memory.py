@@ -22,8 +22,8 @@ _REDUCED_BYTES = 64 * 2**20  # of the head's gradient that is reduced at once
 _NONE_HIDDEN = 6.0  # [tokens, F], of gated MLPs; two thirds where there is no gate
 _NONE_RESIDUAL = 14.5  # [tokens, D]
 # What a layer's backward pass holds at once: gradients of the hidden units with what they are made of, and so on.
-_WORK_HIDDEN, _WORK_HEADS, _WORK_RESIDUAL = 5.0, 1.0, 4.0
-_WORK_WEIGHTS = 2.0  # a layer's gathered weights and their gradients, both in the compute dtype
+_WORK_HIDDEN, _WORK_HEADS, _WORK_RESIDUAL = 6.0, 1.0, 4.0
+_WORK_WEIGHTS = 0.6  # of a layer's weights in the compute dtype: gathered and dropped, their gradients reduced, in turn
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,6 +140,8 @@ def saved_bytes(work: Workload, stack: Stack, choice: Choice) -> tuple[float, fl
 
 
 def _kept_names(remat: RematPolicy) -> tuple[str, ...]:
+    if remat.kind is Remat.FULL:
+        return ()
     if remat.kind in (Remat.SAVE, Remat.OFFLOAD):
         return remat.names
     # The last product of a layer is kept by name, but nothing reads it again, so XLA drops it.
@@ -181,7 +183,11 @@ def _layer_bytes(work: Workload, stack: Stack, choice: Choice) -> float:
     heads = named["query"] + named["key"] + named["value"] + named["attention"]
     moe = named.get("expert_down", 0.0)
     share = 1.0 if work.config.activation.gated else 2 / 3
-    return _WORK_HIDDEN * share * hidden + _WORK_HEADS * heads + _WORK_RESIDUAL * residual + 2 * moe
+    # What was kept is not made again.
+    kept = _kept_names(choice.remat)
+    again = _WORK_HIDDEN * share * hidden - sum(named.get(name, 0.0) for name in kept if name.endswith(("up", "gate")))
+    again -= 0.5 * sum(named[name] for name in ("query", "key", "value") if name in kept)
+    return again + _WORK_HEADS * heads + _WORK_RESIDUAL * residual + 2 * moe
 
 
 def _gathered_bytes(work: Workload, stack: Stack, choice: Choice) -> float:
