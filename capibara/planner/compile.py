@@ -33,7 +33,7 @@ class Compiled:
     Of a step that does not fit, only fits, peak_bytes, limit_bytes and compile_s say something.
 
     Attributes:
-      fits: whether the step fits the device's HBM. The compiler decides it: no sum of the figures below equals its limit.
+      fits: whether the step fits the device's HBM. The compiler decides it: no sum of the figures below is its limit.
       peak_bytes: most HBM in use at one time, arguments included and host buffers not; of a step that does not fit what
         it would need. The compiler's own figure counts host buffers: all of them are taken off, so that it is too low
         where they are not all alive at the peak. Without host buffers it is the compiler's own.
@@ -84,7 +84,7 @@ class Compiled:
     def compiled_s(self) -> float | None:
         """Seconds that the compiler estimates for what it scheduled; None on a chip without a known clock.
 
-        Pallas kernels and collectives are not in it (planner.cost has terms for them): no measurement, and no whole step.
+        Pallas kernels and collectives are not in it (planner.cost has terms for them): it is no whole step.
         """
         known = chips.find(self.chip) if self.chip else None
         return self.costs.cycles / known.clock_hz if known and self.costs.cycles else None

@@ -1,4 +1,4 @@
-"""Verdicts of the TPU compiler: a compile in a child process, with a deadline, its progress, and a cache of what it said.
+"""Verdicts of the TPU compiler: compiles in a child process, with a deadline and progress, and a cache of them.
 
 The child is any command. On its standard output it says where it is with `announce`, and what came out with `report`:
 lines of "PHASE lowering", and a last line of JSON, that of planner.compile.Compiled.
@@ -46,7 +46,7 @@ _SOURCES = (
 )
 # Variables that change what is compiled, or with what.
 _VARIABLES = ("LIBTPU_INIT_ARGS", "TPU_LIBRARY_PATH", "XLA_FLAGS", "JAX_ENABLE_X64", "JAX_DEFAULT_MATMUL_PRECISION")
-# Leads the group of all processes of a compile. Its input ends when we do, however that happens: then it kills them all.
+# Leads the group of all processes of a compile. Its input ends when we do, however that happens: then it kills all.
 _GUARD = ("/bin/sh", "-c", "read _; kill -9 0")
 _ERROR = re.compile(r"(?:[\w.]*(?:Error|Exception|Exit|Interrupt)|error)\b.*:")
 # Log lines (glog's "W0000 00:00:17..."), and what JAX puts below its tracebacks.
@@ -96,8 +96,8 @@ def verdict(
 ) -> Verdict:
     """The cached verdict of `key`, or that of `command`, run until the deadline at most.
 
-    However this ends (return, exception, ctrl-C, or death of this process) no process of the command's stays behind, but
-    for those that leave its process group.
+    However this ends (return, exception, ctrl-C, or death of this process) no process of the command's stays behind,
+    those apart that leave its process group.
 
     Args:
       command: program and arguments; it ends with `report`.
@@ -229,7 +229,8 @@ def _run(command: Sequence[str], deadline_s: float, status: Callable[[float, str
             with _child(command, out, err) as child:
                 ended = _follow(child, out, begin_s, deadline_s, status)
         except OSError as error:
-            return Verdict(Outcome.FAILED, None, time.monotonic() - begin_s, f"cannot run {command[0]}: {error.strerror}")
+            message = f"cannot run {command[0]}: {error.strerror}"
+            return Verdict(Outcome.FAILED, None, time.monotonic() - begin_s, message)
         elapsed_s = time.monotonic() - begin_s
         if not ended:
             message = f"stopped after {deadline_s:g} s: allow more time"
@@ -269,7 +270,7 @@ def _child(command: Sequence[str], out: IO[bytes], err: IO[bytes]) -> Iterator[s
 
 
 def _end(guard: subprocess.Popen) -> None:
-    """Kills the guard's group. Its number is the guard's, which no other process gets before the guard is waited for."""
+    """Kills the guard's group. Its number is the guard's, which none other gets before the guard is waited for."""
     with contextlib.suppress(ProcessLookupError, PermissionError):  # the latter on macOS, where all have ended
         os.killpg(guard.pid, signal.SIGKILL)
     guard.stdin.close()

@@ -1,4 +1,4 @@
-"""XLA options by TPU generation: one table, used where a step is compiled to be proven and where it is compiled to run."""
+"""XLA options by TPU generation: one table, for steps that are compiled to be proven and those compiled to run."""
 
 from __future__ import annotations
 
@@ -65,11 +65,9 @@ def options(chip_name: str, *, tensor: int = 1) -> dict[str, str]:
       tensor: size of the mesh axis for tensor parallelism.
 
     Returns:
-      name -> value; empty where the compiler's own choices are the best that is known.
-
-    Raises:
-      UserError: no such chip; names the nearest.
+      name -> value; empty where the compiler's own choices are the best that is known, and for devices that are not.
     """
     taken = set(re.findall(r"--(\w+)", os.environ.get("LIBTPU_INIT_ARGS", "")))
-    table = TABLE.get(chips.chip(chip_name).name, ())
+    known = chips.find(chip_name)
+    table = TABLE.get(known.name, ()) if known else ()
     return {o.name: o.value for o in table if o.name not in taken and (o.tensor or tensor == 1)}

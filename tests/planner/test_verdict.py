@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -172,8 +173,6 @@ sys.exit(1)"""
 def test_a_failure_has_one_line_and_is_not_cached(tmp_path, command, message):
     found = verdict(command, KEY, deadline_s=20, cache_dir=tmp_path)
     assert found.outcome is Outcome.FAILED and found.compiled is None and "\n" not in found.message
-    import re
-
     assert re.match(message, found.message), found.message
     assert not list(tmp_path.iterdir())
 
@@ -194,7 +193,8 @@ def test_at_the_deadline_all_processes_end_and_nothing_is_cached(tmp_path):
 
 
 def test_a_child_that_ends_takes_its_helpers_along(tmp_path):
-    start = "import subprocess, sys; p = subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(60)'])\n"
+    start = "import subprocess, sys; sleep = 'import time; time.sleep(60)'\n"
+    start += "p = subprocess.Popen([sys.executable, '-S', '-c', sleep])\n"
     start += f"open({str(tmp_path / 'pid')!r}, 'w').write(str(p.pid))"
     assert verdict(says(before=start), KEY, deadline_s=20, cache_dir=tmp_path).outcome is Outcome.FITS
     assert all_end(*pids_of(tmp_path / "pid"))

@@ -9,7 +9,6 @@ import sys
 import pytest
 
 from capibara.planner import chips, xla_flags
-from capibara.types import UserError
 
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
 
@@ -27,8 +26,7 @@ def test_a_chip_goes_by_any_of_its_names():
     assert xla_flags.options("v6e") == xla_flags.options("trillium") == xla_flags.options("TPU v6 lite")
     assert xla_flags.options("v6e") == {option.name: option.value for option in xla_flags.TABLE["v6e"]}
     assert xla_flags.options("h100") == xla_flags.options("cpu") == xla_flags.options("v4") == {}
-    with pytest.raises(UserError, match="chip 'v66' is not known"):
-        xla_flags.options("v66")
+    assert xla_flags.options("NVIDIA of next year") == {}  # whatever a run is on, it is not the table that stops it
 
 
 def test_with_tensor_parallelism_the_collective_matmul_stays():
