@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -414,6 +415,16 @@ def device_kind() -> str:
     """Of the devices that the traced program is for, JAX's name ("TPU v5 lite"); where as in `platform`."""
     current = _current.get()
     return (jax.devices() if current is None else current.mesh.devices.flat)[0].device_kind
+
+
+def psum(x: jax.Array, axes: Sequence[str]) -> jax.Array:
+    """jax.lax.psum, for shard_map beside axes that the partitioner keeps.
+
+    XLA's CPU compiler dies of such a sum in 16 bits ("Invalid binary instruction opcode copy"): there it is in float32.
+    """
+    if platform() == "cpu" and x.dtype.itemsize < 4:
+        return jax.lax.psum(x.astype(jnp.float32), axes).astype(x.dtype)
+    return jax.lax.psum(x, axes)
 
 
 def constrain(x: jax.Array, axes: Axes) -> jax.Array:

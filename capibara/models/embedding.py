@@ -31,7 +31,7 @@ def lookup(table_VD: jax.Array, tokens_BT: jax.Array, dtype: jnp.dtype) -> jax.A
         here = (index >= 0) & (index < table_VD.shape[0])
         x_BTD = table_VD[jnp.where(here, index, 0)].astype(dtype)
         if vocab:
-            x_BTD = jax.lax.psum(jnp.where(here[..., None], x_BTD, 0), vocab)
+            x_BTD = sharding.psum(jnp.where(here[..., None], x_BTD, 0), vocab)
         if time:
             x_BTD = jax.lax.all_to_all(x_BTD, time, split_axis=1, concat_axis=2, tiled=True)
         if moved:

@@ -157,7 +157,7 @@ class MoeMLP(nnx.Module):
         else:
             flat = (a.reshape(-1, a.shape[-1]) for a in (x_BTD, *of_routing))
             y = dispatch.dropless(*flat, weights, activation, axes).reshape(x_BTD.shape)
-        return jax.lax.psum(y, axes.partial) if axes.partial else y
+        return sharding.psum(y, axes.partial) if axes.partial else y
 
 
 def _axes(mesh: jax.sharding.Mesh, rules: sharding.Rules, rows: int, length: int) -> dispatch.Axes:
