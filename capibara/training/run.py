@@ -90,7 +90,7 @@ class Run:
     def evaluate(self, params: Params) -> dict[str, float]:
         """Metrics over the validation split, with the unigram baseline where one is asked for."""
         with contextlib.closing(_validation_loader(self.trainer, self.mesh)) as loader:
-            batches = itertools.islice(loader, self.trainer.evaluation.max_batches)
+            batches = itertools.islice(loader, _validation_batches(self.trainer))
             metrics = evaluate(self.eval_step, params, batches, self.batch_sharding)
         if self.trainer.evaluation.unigram_batches:
             metrics["unigram_bits_per_byte"] = self._unigram_bits_per_byte
@@ -103,7 +103,7 @@ class Run:
         with contextlib.closing(seen), contextlib.closing(_validation_loader(self.trainer, self.mesh)) as unseen:
             return unigram_bits_per_byte(
                 itertools.islice(seen, evaluation.unigram_batches),
-                itertools.islice(unseen, evaluation.max_batches),
+                itertools.islice(unseen, _validation_batches(self.trainer)),
                 vocabulary.token_bytes(),
             )
 
@@ -250,6 +250,14 @@ def _open_checkpoints_and_data(trainer: Trainer, mesh: Mesh) -> tuple[Checkpoint
         batches.start()
         undo.pop_all()
     return checkpoints, restored, batches
+
+
+def _validation_batches(trainer: Trainer) -> int | None:
+    """Batches of `_validation_loader` in one evaluation: as many rows with accumulation as without."""
+    evaluation = trainer.evaluation
+    if evaluation.max_batches is None or evaluation.batch_size is not None:
+        return evaluation.max_batches
+    return evaluation.max_batches * trainer.plan.accumulation
 
 
 def _validation_loader(trainer: Trainer, mesh: Mesh) -> Loader:

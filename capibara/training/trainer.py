@@ -21,7 +21,7 @@ class Evaluation:
 
     Attributes:
       every: steps between evaluations; 0: never.
-      max_batches: batches of one evaluation; None: the whole split.
+      max_batches: batches of one evaluation, of `batch_size` rows; None: the whole split.
       batch_size: rows of an evaluation batch; None: as in training.
       patience: evaluations without a better loss after which the run stops; None: never.
       unigram_batches: training batches that a unigram model is fitted on, whose bits per byte then stand beside the

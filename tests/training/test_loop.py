@@ -112,6 +112,16 @@ def test_status_lines_say_what_takes_time(make_trainer, train):
     assert statuses[0] == "compiling the train step for 8 devices" and statuses[1].startswith("compiled in ")
 
 
+def test_evaluations_are_as_long_with_accumulation_as_without(make_trainer, train):
+    tokens = []
+    for accumulation in (1, 2):
+        plan = dataclasses.replace(make_trainer().plan, accumulation=accumulation)
+        folder = make_trainer().model_dir + str(accumulation)
+        trainer = make_trainer(steps=2, model_dir=folder, plan=plan, evaluation=Evaluation(every=2, max_batches=2))
+        tokens.append(train(trainer).evaluations[2]["tokens"])
+    assert tokens[1] == pytest.approx(tokens[0], rel=0.05)
+
+
 def test_evaluation_batches_must_divide_over_the_mesh(make_trainer, train):
     with pytest.raises(UserError, match=r"Evaluation.batch_size \(6\) must be a multiple of 4 .*: try 8"):
         train(make_trainer(evaluation=Evaluation(batch_size=6)))
