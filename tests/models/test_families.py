@@ -65,6 +65,60 @@ def test_a_published_model_has_its_published_size(name):
     assert model.config.dtype == "bfloat16"
 
 
+# What a parameter count does not show: the published config.json files' rope_theta, norm epsilon and the rest, by family.
+_LLAMA = dict(activation="swiglu", norm="rms", norm_eps=1e-5, residual="sequential", norm_placement="pre")
+_GEMMA = dict(activation="geglu", norm="rms", norm_eps=1e-6, norm_scale="offset", embedding_scale="sqrt_dim")
+_GEMMA2 = _GEMMA | dict(
+    norm_placement="sandwich", window=4096, attention_soft_cap=50.0, logit_soft_cap=30.0, layer_pattern=("local", "global")
+)
+_GEMMA3 = _GEMMA | dict(
+    norm_placement="sandwich", qk_norm="head", layer_pattern=("local",) * 5 + ("global",), attention_soft_cap=None
+)
+_GPT2 = dict(activation="gelu", norm="layer", norm_eps=1e-5, positions="learned", bias="all")
+_NEOX = dict(norm="layer", norm_eps=1e-5, residual="parallel", bias="all")
+_QWEN2 = _LLAMA | dict(norm_eps=1e-6, bias="qkv")
+_QWEN3 = _LLAMA | dict(norm_eps=1e-6, bias="none", qk_norm="head")
+FACTS = {  # file -> (fields, RoPE's base, its scaling)
+    "gpt2_124m": (_GPT2, None, None),
+    "gpt2_1558m": (_GPT2, None, None),
+    "gpt_neox_20b": (_NEOX | dict(activation="gelu"), 1e4, "none"),
+    "pythia_160m": (_NEOX | dict(activation="gelu_exact"), 1e4, "none"),
+    "llama2_7b": (_LLAMA, 1e4, "none"),
+    "llama2_70b": (_LLAMA, 1e4, "none"),
+    "llama3_8b": (_LLAMA, 5e5, "none"),
+    "llama3.1_8b": (_LLAMA, 5e5, "llama3"),
+    "llama3.2_1b": (_LLAMA | dict(head="tied"), 5e5, "llama3"),
+    "mistral_7b": (_LLAMA | dict(window=4096, layer_pattern=("local",)), 1e4, "none"),
+    "mixtral_8x7b": (_LLAMA | dict(window=None), 1e6, "none"),
+    "mixtral_8x22b": (_LLAMA | dict(window=None), 1e6, "none"),
+    "gemma_2b": (_GEMMA | dict(norm_placement="pre"), 1e4, "none"),
+    "gemma2_2b": (_GEMMA2, 1e4, "none"),
+    "gemma2_27b": (_GEMMA2 | dict(attention_scale=144**-0.5), 1e4, "none"),
+    "gemma3_1b": (_GEMMA3 | dict(window=512), 1e6, "none"),
+    "gemma3_4b": (_GEMMA3 | dict(window=1024), 1e6, "linear"),
+    "gemma3_27b": (_GEMMA3 | dict(window=1024, attention_scale=168**-0.5), 1e6, "linear"),
+    "qwen2_0.5b": (_QWEN2 | dict(head="tied"), 1e6, "none"),
+    "qwen2_7b": (_QWEN2 | dict(head="separate"), 1e6, "none"),
+    "qwen3_0.6b": (_QWEN3 | dict(head="tied"), 1e6, "none"),
+    "qwen3_30b_a3b": (_QWEN3 | dict(head="separate"), 1e6, "none"),
+    "phi3_mini": (_LLAMA | dict(window=2047), 1e4, "none"),
+    "smollm2_135m": (_LLAMA | dict(head="tied"), 1e5, "none"),
+    "smollm2_1.7b": (_LLAMA | dict(head="tied"), 1.3e5, "none"),
+}
+
+
+@pytest.mark.parametrize("name", FACTS)
+def test_a_published_model_is_made_as_published(name):
+    fields, theta, scaling = FACTS[name]
+    config.parse([f"models/{name}.gin"], [], [])
+    model = config.build(api.DecoderConfig)
+    for field, value in fields.items():
+        wanted = pytest.approx(value) if isinstance(value, float) else value
+        assert getattr(model, field) == wanted, field
+    if theta is not None:
+        assert (model.rope.theta, model.rope.scaling) == (theta, scaling)
+
+
 @pytest.mark.parametrize("name", OURS)
 def test_our_models_are_near_their_names_and_fit_the_matrix_unit(name):
     model = built(name)
