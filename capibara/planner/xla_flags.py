@@ -55,7 +55,8 @@ _FSDP = tuple(
 
 # Tried on that step and left out, though recipes have them (libtpu 0.0.42, v6e, with collective matmul):
 # - xla_tpu_scoped_vmem_limit_kib=98304 (MaxText, axlearn; 16384 by default): peak +2.6%, cycles +6.2%, and more than
-#   twice the time to compile. Faster on chips in some reports: worth a try on one, by LIBTPU_INIT_ARGS.
+#   twice the time to compile. With the table's options instead: cycles -4.7%, peak the same; not compiled with libtpu
+#   0.0.50. Faster on chips in some reports: the next to add, once it is compiled more widely.
 # - xla_tpu_enable_async_collective_fusion and its kin for all-gathers (MaxText): cycles -8.7%, but libtpu 0.0.50
 #   refuses a program with them on v6e ("not supported/recommended on platforms other than TPU v5e"); on v5e they are
 #   the default (OpenXLA's guide).
