@@ -31,7 +31,7 @@ if getattr(gin, "__file__", None) is None:
 from gin import config as gin_config
 from gin import config_parser
 
-from capibara import fields
+from capibara import fields, gin_search
 from capibara.cli import ArgumentParser, add_arguments, parse_arguments, run_verb, unwrap
 from capibara.fields import did_you_mean
 from capibara.gin_search import defining_modules, find_file, search_folders
@@ -42,6 +42,7 @@ __all__ = [
     "add_arguments",
     "build",
     "changes",
+    "check_used",
     "configurable",
     "diff",
     "find_file",
@@ -94,6 +95,9 @@ def _has_no_value(name: str, selector: str, parameter: str) -> str:
         macro = _macro_name(parameters.get(parameter)) if bound == selector else None
         if macro:
             return f"{name}.{parameter} has no value: give it with --gin.{macro}=VALUE"
+    others = [bound.rpartition(".")[2] for (_, bound), given in gin_config._CONFIG.items() if parameter in given]
+    if hint := gin_search.other_run(name, others):
+        return f"{name}.{parameter} has no value, {hint}"
     return f"{name}.{parameter} has no value: bind it in a Gin file or with --gin.{name}.{parameter}=VALUE"
 
 
@@ -416,15 +420,21 @@ def is_bound(name: str) -> bool:
 
 def unused() -> list[str]:
     """Bindings that nothing built so far has read, as "Plan.tensor (file.gin:3)"; macros are left out."""
-    read = {
-        (selector, parameter)
-        for (_, selector), parameters in gin_config._OPERATIVE_CONFIG.items()
-        for parameter in parameters
-    }
+    return [f"{name} ({where})" for _, name, where in _unread()]
+
+
+def check_used() -> list[str]:
+    """`gin_search.check_used` of all bindings; call it once everything is built that reads some."""
+    built = [gin_config._REGISTRY[selector].wrapped for _, selector in gin_config._OPERATIVE_CONFIG]
+    return gin_search.check_used(_unread(), built, [found.wrapped for _, found in gin_config._REGISTRY.items()])
+
+
+def _unread() -> list[tuple[Any, str, str]]:
+    read = {(selector, name) for (_, selector), names in gin_config._OPERATIVE_CONFIG.items() for name in names}
     return [
-        f"{_minimal(scope, selector)}.{parameter} ({where})"
-        for (scope, selector, parameter), where in _bound_at.items()
-        if selector != _MACRO and (selector, parameter) not in read
+        (gin_config._REGISTRY[selector].wrapped, f"{_minimal(scope, selector)}.{name}", where)
+        for (scope, selector, name), where in _bound_at.items()
+        if selector != _MACRO and (selector, name) not in read
     ]
 
 

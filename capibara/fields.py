@@ -17,7 +17,7 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 from capibara.types import UserError
 
@@ -35,6 +35,14 @@ class FieldError(UserError):
 
 class _Mismatch(Exception):
     """The value does not fit the annotation; the message is a hint for the user, or empty."""
+
+
+class _WrongChoice(_Mismatch):
+    """A string that is none of the choices: their type is nothing to the user."""
+
+    def __init__(self, value: str, hint: str):
+        super().__init__(hint)
+        self.value = value
 
 
 def nearest(name: str, choices: Iterable[str]) -> list[str]:
@@ -146,14 +154,18 @@ def check(instance: Any) -> None:
         try:
             converted = convert(value, wanted)
         except _Mismatch as mismatch:
-            hint = str(mismatch)
-            message = (
-                f"{cls.__name__}.{field.name} ({_shown(value)}) must be {type_name(wanted)}, "
-                f"not {_kind(value)}{': ' + hint if hint else ''}"
-            )
+            message = _message(f"{cls.__name__}.{field.name}", value, wanted, mismatch)
             raise FieldError(cls.__name__, field.name, message) from None
         if converted is not value:
             object.__setattr__(instance, field.name, converted)
+
+
+def _message(name: str, value: Any, wanted: Any, mismatch: _Mismatch) -> str:
+    hint = str(mismatch)
+    if isinstance(mismatch, _WrongChoice):
+        verb = "is" if isinstance(value, str) else "has"
+        return f"{name} {verb} {short(mismatch.value)}{', must be ' if hint.startswith('one of') else ': '}{hint}"
+    return f"{name} ({_shown(value)}) must be {type_name(wanted)}, not {_kind(value)}{': ' + hint if hint else ''}"
 
 
 def _shown(value: Any) -> str:
@@ -182,7 +194,7 @@ def convert(value: Any, annotation: Any) -> Any:
     if origin in (typing.Union, types.UnionType):
         return _convert_union(value, args)
     if origin is typing.Literal:
-        return _expect(value in args, value, _say_nearest(value, map(str, args)))
+        return value if value in args else _refuse_choice(value, map(str, args))
     if annotation is collections.abc.Callable or origin is collections.abc.Callable:
         return _expect(callable(value), value)
     if origin is type:
@@ -201,19 +213,19 @@ def _expect(fits: bool, value: Any, hint: str = "") -> Any:
 
 
 def _convert_union(value: Any, args: tuple[Any, ...]) -> Any:
-    converted, hints = [], []
+    converted, mismatches = [], []
     for arg in args:
         try:
             candidate = convert(value, arg)
         except _Mismatch as mismatch:
-            hints.append(str(mismatch))
+            mismatches.append(mismatch)
             continue
         if candidate is value:  # fits as it is: better than any conversion
             return value
         converted.append(candidate)
     if converted:
         return converted[0]
-    raise _Mismatch(next(filter(None, hints), ""))
+    raise next(filter(str, mismatches), _Mismatch())
 
 
 def _convert_container(value: Any, origin: type, args: tuple[Any, ...]) -> Any:
@@ -273,14 +285,16 @@ def _convert_enum(value: Any, cls: type[enum.Enum]) -> enum.Enum:
     for member in cls:
         if type(member.value) is type(value) and member.value == value or member.name == value:
             return member
-    raise _Mismatch(_say_nearest(value, (str(member.value) for member in cls)))
+    _refuse_choice(value, (str(member.value) for member in cls))
 
 
-def _say_nearest(value: Any, choices: Iterable[str]) -> str:
+def _refuse_choice(value: Any, choices: Iterable[str]) -> NoReturn:
     choices = list(choices)
-    close = nearest(value, choices) if isinstance(value, str) else []
     listed = f"one of {', '.join(map(repr, choices))}"
-    return f"did you mean {close[0]!r}? ({listed})" if close else listed
+    if not isinstance(value, str):
+        raise _Mismatch(listed)
+    close = nearest(value, choices)
+    raise _WrongChoice(value, f"did you mean {close[0]!r}? ({listed})" if close else listed)
 
 
 def _is_number(text: str) -> bool:

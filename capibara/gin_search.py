@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import pathlib
 import re
+import typing
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from capibara import fields
 from capibara.types import UserError
@@ -57,3 +60,75 @@ def defining_modules() -> dict[str, str]:
         module = ".".join([package.name, *path.relative_to(package).with_suffix("").parts]).removesuffix(".__init__")
         modules.update(dict.fromkeys(marked.findall(path.read_text(encoding="utf-8")), module))
     return modules
+
+
+def other_run(missing: str, bound: Iterable[str]) -> str:
+    """The end of an error about a model of the class `missing` where one of `bound` was given; may be empty.
+
+    The first of capibara's own runs that builds that one in place of the missing is the way out.
+    """
+    paths = sorted((search_folders()[-1] / "runs").glob("*.gin"))
+    model = re.compile(r"^Trainer\.model = @(\w+)\(\)", re.MULTILINE)
+    built = {path.name: model.findall(path.read_text(encoding="utf-8")) for path in paths}
+    for name, classes in built.items():
+        for other in classes if [missing] in built.values() else ():
+            if other in bound and other != missing:
+                return f"but {other} has one: use --gin_file=runs/{name}, which builds @{other}()"
+    return ""
+
+
+def check_used(unread: Iterable[tuple[Any, str, str]], built: Sequence[Any], known: Sequence[Any]) -> list[str]:
+    """Refuses bindings of the command line that have no effect.
+
+    Args:
+      unread: bindings that nothing has read: class, name ("Rope.scaling"), and where they stand.
+      built: classes of the objects that there are.
+      known: all classes that could be.
+
+    Returns:
+      A line on each that stands in a file of the user's. Those of capibara's own are for some runs and not for others.
+
+    Raises:
+      UserError: one stands on the command line; says what would give it an effect.
+    """
+    own, lines = f"{search_folders()[-1]}{os.sep}", []
+    for cls, name, where in unread:
+        if not cls.__module__.startswith("capibara.") or where.startswith(own):
+            continue  # what is the user's may be built at any time
+        line = f"{name} is bound but nothing uses it{way_in(cls, built, known)}"
+        if where.startswith("command line"):
+            raise UserError(line)
+        lines.append(f"{where}: {line}")
+    return lines
+
+
+def way_in(cls: Any, built: Sequence[Any], known: Sequence[Any]) -> str:
+    """The end of a message about a class that nothing uses: ": add --gin.DecoderConfig.rope=@Rope()"; may be empty.
+
+    Args:
+      cls: the class.
+      built: classes of the objects that there are.
+      known: all classes that could be.
+    """
+    paths, seen = [(cls, "")], {cls}
+    while paths and cls not in built:
+        part, bindings = paths.pop(0)
+        for owner, field in _fields_for(part, known):
+            path = f" --gin.{owner.__name__}.{field}=@{part.__name__}(){bindings}"
+            if owner in built:
+                return f": add{path}"
+            if owner not in seen:
+                seen.add(owner)
+                paths.append((owner, path))
+    return ""
+
+
+def _fields_for(part: Any, known: Sequence[Any]) -> Iterable[tuple[Any, str]]:
+    """The classes with a field that takes an object of the class `part`, or None, each with that field's name."""
+    for owner in known:
+        if isinstance(owner, type) and dataclasses.is_dataclass(owner):
+            for name, annotation in fields.annotations(owner).items():
+                choices = typing.get_args(annotation) or (annotation,)
+                bases = part.__mro__[:-1] if isinstance(part, type) else (part,)
+                if typing.get_origin(annotation) is not tuple and any(base in choices for base in bases):
+                    yield owner, name

@@ -45,6 +45,7 @@ def answer(model_dir: str, gin_files: Sequence[str], args, prompt: str) -> str:
 
     config.parse(gin_files, args.gin_bindings, args.gin_search_paths)
     trainer, sampling = config.build(Trainer), config.build(Sampling)
+    config.check_used()
     devices.skip_absent_tpu()
     devices.use_compilation_cache()
     model, dataset = api.build(trainer.model), trainer.dataset

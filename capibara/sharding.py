@@ -9,6 +9,7 @@ import contextlib
 import contextvars
 import dataclasses
 import enum
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -178,6 +179,10 @@ class Plan:
         for name in ("batch_size", "accumulation", "pipeline_repeats"):
             if getattr(self, name) < 1:
                 raise UserError(f"Plan.{name} is {getattr(self, name)}, must be at least 1")
+        if self.pipeline_microbatches is not None and self.pipeline_microbatches < 1:
+            raise UserError(
+                f"Plan.pipeline_microbatches is {self.pipeline_microbatches}, must be at least 1, or None: two a stage"
+            )
         for name in MESH_AXES:
             if getattr(self, name) < 1 and getattr(self, name) != -1:
                 raise UserError(f"Plan.{name} is {getattr(self, name)}, must be at least 1, or -1 for the devices left")
@@ -308,9 +313,14 @@ def _check_divides(mesh: Mesh, rules: Rules, path: str, names: Axes, shape: tupl
         shards = int(np.prod([mesh.shape[a] for a in mesh_axes]))
         if size % shards:
             where = " x ".join(f"{a}={mesh.shape[a]}" for a in mesh_axes)
+            common = math.gcd(size, shards)  # divides the devices too, since the axes of the mesh do
+            if name == "layers":  # a stage without its layers has nothing to do: keeping them whole is no way out
+                raise UserError(
+                    f"num_layers ({size}) must be a multiple of {shards} ({where}): try {-(-size // shards) * shards} "
+                    f"layers, or {' x '.join(mesh_axes)} of {common} ({path})"
+                )
             raise UserError(
-                f"{path}: axis {name!r} ({size}) must be a multiple of {where}: try a mesh axis of "
-                f"{_nearest_divisor(shards, size)}, or Rules.{name} = () to keep it whole on every device"
+                f"{path}: axis {name!r} ({size}) must be a multiple of {where}: try a mesh axis of {common}, or Rules.{name} = () to keep it whole on every device"
             )
 
 

@@ -65,13 +65,13 @@ def train(gin_files: Sequence[str], bindings: Sequence[str], search_paths: Seque
     dataset = trainer.dataset
     dataset.preload()
     texts, callbacks = config.build(SampleText), config.build(Monitoring).build()
+    for line in config.check_used():
+        print(f"note: {line}")
     print_changes(trainer.model_dir)
     outcome = loop.train(
         trainer,
         callbacks,
-        sampler=sampler(
-            api.build(trainer.model), dataset.get_vocabulary, dataset.length, texts, dataset.encoder_length
-        ),
+        sampler=sampler(api.build(trainer.model), dataset.get_vocabulary, dataset.length, texts, dataset.encoder_length),
         peak_flops=peak_flops(jax.devices()[0].device_kind) if trainer.model.dtype == "bfloat16" else None,
         config=config.operative(),
     )

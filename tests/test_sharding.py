@@ -75,6 +75,19 @@ def test_a_dimension_that_does_not_divide_is_named():
     assert sharding.shardings(mesh, Rules(kv_heads=()), axes, shapes)["layer"]["key"].spec == P(("fsdp", "expert", "context"))
 
 
+def test_layers_that_do_not_divide_over_the_stages_name_what_would():
+    mesh = sharding.make_mesh(Plan(batch_size=16, fsdp=2, stage=4))
+    shapes = {"layers": {"scale": jax.ShapeDtypeStruct((6, 8), np.float32)}}
+    with pytest.raises(UserError, match=r"^num_layers \(6\) must be a multiple of 4 \(stage=4\): try 8 layers, or stage of 2"):
+        sharding.shardings(mesh, Rules(), {"layers": {"scale": ("layers", "norm")}}, shapes)
+
+
+def test_an_advised_mesh_axis_divides_the_devices():
+    mesh = sharding.make_mesh(Plan(batch_size=16, fsdp=2, tensor=4))
+    with pytest.raises(UserError, match=r"axis 'mlp' \(6\) must be a multiple of tensor=4: try a mesh axis of 2, or Rules"):
+        sharding.shardings(mesh, Rules(), {"up": ("mlp",)}, {"up": jax.ShapeDtypeStruct((6,), np.float32)})
+
+
 def test_global_batch_puts_rows_where_the_rules_say():
     mesh = sharding.make_mesh(Plan(batch_size=8, data=2, fsdp=2, tensor=2))
     rows = np.arange(8 * 3, dtype=np.int32).reshape(8, 3)
@@ -147,6 +160,12 @@ def test_pipelines():
         Plan(batch_size=16, pipeline_microbatches=2).pipeline(mesh)
     with pytest.raises(UserError, match=r"multiple of 16 \(fsdp=2 x 8 pipeline microbatches\): try 16"):
         Plan(batch_size=12).check_batch(mesh)
+
+
+@pytest.mark.parametrize("microbatches", [0, -2])
+def test_a_pipeline_has_at_least_one_microbatch(microbatches):
+    with pytest.raises(UserError, match=f"Plan.pipeline_microbatches is {microbatches}, must be at least 1, or None"):
+        Plan(batch_size=8, pipeline_microbatches=microbatches)
 
 
 def test_remat_names_are_known():

@@ -47,7 +47,20 @@ class DecoderConfig(TransformerConfig):
     def __post_init__(self):
         super().__post_init__()
         if self.positions is Positions.ROPE and self.head_size % 2:
-            raise UserError(f"DecoderConfig.head_dim ({self.head_size}) must be even for rotary positions")
+            raise UserError(
+                f"DecoderConfig.head_dim ({self.head_size}) must be even for rotary positions: "
+                f"try {max(2, self.head_size - 1)}"
+            )
+        if self.positions is Positions.ROPE and not self.rope.rotated_dims(self.head_size):
+            raise UserError(
+                f"Rope.fraction ({self.rope.fraction}) of head_dim ({self.head_size}) must be at least 2 dimensions, or "
+                "nothing turns: try 0.25, or DecoderConfig.positions = 'none'"
+            )
+        if self.positions is not Positions.ROPE and self.rope != Rope():
+            raise UserError(
+                f"DecoderConfig.rope is set, but positions ({str(self.positions)!r}) are not rotary: leave it out, or set "
+                "DecoderConfig.positions = 'rope'"
+            )
         if self.positions is Positions.LEARNED and self.max_length is None:
             raise UserError("DecoderConfig.max_length has no value, learned positions need one: set it to the row length")
         if not self.layer_pattern:

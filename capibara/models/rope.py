@@ -68,6 +68,8 @@ class Rope:
                 raise UserError(f"Rope.{name} is {value}, must be finite and above 0: try {usual}")
         if not 0 < self.fraction <= 1:
             raise UserError(f"Rope.fraction is {self.fraction}, must be above 0 and at most 1")
+        if self.scaling is not RopeScaling.NONE and self.factor <= 1:
+            raise UserError(f"Rope.factor ({self.factor}) must be above 1 with {self.scaling} scaling: try 8.0")
         if self.scaling in (RopeScaling.LLAMA3, RopeScaling.YARN) and not self.original_length:
             raise UserError(
                 f"Rope.original_length is {self.original_length}, {self.scaling} scaling needs the row length of "

@@ -183,6 +183,17 @@ def _check_evaluation(trainer: Trainer, mesh: Mesh) -> None:
         )
 
 
+def _check_rows(trainer: Trainer, mesh: Mesh) -> None:
+    """Each context shard has two parts of a row (see sharding.balanced), and one of an encoder's."""
+    context = mesh.shape["context"]
+    for name, parts, shown in (("length", 2 * context, "2 x Plan.context"), ("encoder_length", context, "Plan.context")):
+        length = getattr(trainer.dataset, name)
+        if context > 1 and length is not None and length % parts:
+            raise UserError(
+                f"Dataset.{name} ({length}) must be a multiple of {parts} ({shown}): try {-(-length // parts) * parts}"
+            )
+
+
 def _close(opened: concurrent.futures.Future) -> None:
     """After a fault elsewhere: neither the data's threads nor the checkpoints' may outlive it."""
     if opened.exception() is None:
@@ -203,6 +214,7 @@ def compile_step(trainer: Trainer, model: api.Model, mesh: Mesh) -> dict[str, An
 
 def lower_step(trainer: Trainer, model: api.Model, mesh: Mesh) -> dict[str, Any]:
     """`compile_step` without its last part: train_step is a jax.stages.Lowered, for the devices of any mesh."""
+    _check_rows(trainer, mesh)
     plan, scaling = trainer.plan, trainer.loss_scaling if trainer.model.dtype == "float16" else None
     parts = {"ema": trainer.ema_decay is not None, "loss_scaling": scaling}
     tx = trainer.optimizer.build(trainer.steps, model.axes)

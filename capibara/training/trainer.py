@@ -89,6 +89,12 @@ class Trainer:
                 f"Dataset.kind ({str(self.dataset.kind)!r}) does not fit the model: {type(self.model).__name__} is trained "
                 f"on {self.model.objective!r}: set Dataset.kind, or another Trainer.model"
             )
+        hints = None if self.model.moe is None else self.model.moe.hints
+        if hints is not None and hints.domains != self.dataset.domains:
+            raise UserError(
+                f"Hints.domains {hints.domains} must be Dataset.domains {self.dataset.domains}, in the same order: set "
+                f"Dataset.domains = {hints.domains}"
+            )
         longest = self.model.max_length
         if longest is not None and self.dataset.length > longest:
             raise UserError(

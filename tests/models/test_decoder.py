@@ -10,6 +10,7 @@ import pytest
 
 from capibara.models import api
 from capibara.models.decoder import DecoderConfig
+from capibara.models.rope import Rope
 from capibara.sharding import Remat
 from capibara.types import UserError
 
@@ -192,7 +193,9 @@ def test_flops_count_the_matmuls_that_are_there():
     [
         (dict(num_kv_heads=3), r"num_kv_heads \(3\) must divide num_heads \(4\): try 2"),
         (dict(embed_dim=30), r"embed_dim \(30\) must be a multiple of num_heads \(4\)"),
-        (dict(head_dim=7), r"head_dim \(7\) must be even"),
+        (dict(head_dim=7), r"head_dim \(7\) must be even for rotary positions: try 6"),
+        (dict(rope=Rope(fraction=0.01)), r"Rope.fraction \(0.01\) of head_dim \(8\) must be at least 2 dimensions"),
+        (dict(rope=Rope(theta=5.0), positions="none"), r"rope is set, but positions \('none'\) are not rotary"),
         (dict(positions="learned", max_length=None), "max_length has no value"),
         (dict(num_layers=0), "num_layers is 0, must be at least 1"),
         (dict(head_dim=0), "head_dim is 0, must be at least 1, or None"),
@@ -209,6 +212,13 @@ def test_flops_count_the_matmuls_that_are_there():
 def test_impossible_shapes_are_refused(change, message):
     with pytest.raises(UserError, match=message):
         dataclasses.replace(TINY, **change)
+
+
+@pytest.mark.parametrize("scaling", ["linear", "llama3", "yarn"])
+@pytest.mark.parametrize("factor", [1.0, 0.5])
+def test_a_scaling_stretches(scaling, factor):
+    with pytest.raises(UserError, match=rf"Rope.factor \({factor}\) must be above 1 with {scaling} scaling: try 8.0"):
+        Rope(scaling=scaling, factor=factor, original_length=64)
 
 
 @pytest.mark.parametrize("layers, pattern", [(5, ("local", "global")), (2, ("local", "local", "global")), (4, ("local",))])
