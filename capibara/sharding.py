@@ -317,10 +317,11 @@ def _check_divides(mesh: Mesh, rules: Rules, path: str, names: Axes, shape: tupl
             if name == "layers":  # a stage without its layers has nothing to do: keeping them whole is no way out
                 raise UserError(
                     f"num_layers ({size}) must be a multiple of {shards} ({where}): try {-(-size // shards) * shards} "
-                    f"layers, or {' x '.join(mesh_axes)} of {common} ({path})"
+                    f"layers, or Plan.{' x Plan.'.join(mesh_axes)} = {common} ({path})"
                 )
             raise UserError(
-                f"{path}: axis {name!r} ({size}) must be a multiple of {where}: try a mesh axis of {common}, or Rules.{name} = () to keep it whole on every device"
+                f"{path}: axis {name!r} ({size}) must be a multiple of {where}: try a mesh axis of {common}, "
+                f"or Rules.{name} = () to keep it whole on every device"
             )
 
 

@@ -78,7 +78,7 @@ def test_a_dimension_that_does_not_divide_is_named():
 def test_layers_that_do_not_divide_over_the_stages_name_what_would():
     mesh = sharding.make_mesh(Plan(batch_size=16, fsdp=2, stage=4))
     shapes = {"layers": {"scale": jax.ShapeDtypeStruct((6, 8), np.float32)}}
-    with pytest.raises(UserError, match=r"^num_layers \(6\) must be a multiple of 4 \(stage=4\): try 8 layers, or stage of 2"):
+    with pytest.raises(UserError, match=r"^num_layers \(6\) must be a multiple of 4 \(stage=4\): try 8 layers, or Plan.stage = 2"):
         sharding.shardings(mesh, Rules(), {"layers": {"scale": ("layers", "norm")}}, shapes)
 
 
