@@ -14,6 +14,7 @@ from capibara.models import layers, rope
 from capibara.models.attention_kind import AttentionKind
 from capibara.models.blockwise import block_size, blockwise_attention
 from capibara.sharding import constrain
+from capibara.types import UserError
 
 _MASKED = -1e30  # finite, so that a row with nothing to see stays a number
 
@@ -30,6 +31,15 @@ class AttentionBackend(enum.StrEnum):
     CUDNN = "cudnn"
     BLOCKWISE = "blockwise"
     XLA = "xla"
+
+
+# What is fastest where; and where else it does not run.
+_BEST = {
+    "tpu": AttentionBackend.SPLASH,
+    "gpu": AttentionBackend.CUDNN,
+    "cpu": AttentionBackend.BLOCKWISE,
+}
+_PLATFORM = {AttentionBackend.SPLASH: "tpu", AttentionBackend.CUDNN: "gpu"}
 
 
 def attend(
@@ -61,10 +71,14 @@ def attend(
 
     Returns:
       [B, T, N, H] in the dtype of the queries.
+
+    Raises:
+      UserError: the named back end cannot compute this on this platform.
     """
     segments = {"q_segments_BT": q_segments_BT, "kv_segments_BS": kv_segments_BS}
     places = {"q_places_T": q_places_T, "kv_places_S": kv_places_S}
-    match _choose(q_BTNH, k_BSKH, kind, bias_NTS, backend):
+    in_order = q_places_T is None and kv_places_S is None
+    match _choose(q_BTNH, k_BSKH, kind, bias_NTS, in_order, backend):
         case AttentionBackend.SPLASH:
             from capibara.models import splash  # Pallas takes a second to import
 
@@ -81,25 +95,47 @@ def attend(
     return dot_product_attention(q_BTNH, k_BSKH, v_BSKH, kind=kind, bias_NTS=bias_NTS, **segments, **places)
 
 
-def _choose(q_BTNH, k_BSKH, kind, bias_NTS, backend: AttentionBackend) -> AttentionBackend:
-    if backend is not AttentionBackend.AUTO:
-        return backend
+def _choose(q_BTNH, k_BSKH, kind, bias_NTS, in_order: bool, backend: AttentionBackend) -> AttentionBackend:
+    """The back end for AUTO; one that the user named is only checked, so that none computes what it cannot."""
     mesh, _ = sharding.active() or (None, None)
-    whole_rows = mesh is None or mesh.shape["context"] == 1
+    whole_rows = in_order and (mesh is None or mesh.shape["context"] == 1)
     platform = sharding.platform()
-    if platform == "tpu":
-        from capibara.models import splash
+    chosen = _BEST.get(platform, AttentionBackend.BLOCKWISE) if backend is AttentionBackend.AUTO else backend
+    if chosen in _PLATFORM and _PLATFORM[chosen] != platform:
+        objection = f"runs on {_PLATFORM[chosen].upper()} only, not on {platform.upper()}"
+    elif chosen in (AttentionBackend.CUDNN, AttentionBackend.BLOCKWISE) and not whole_rows:
+        objection = "needs whole rows in their order on each device, but Plan.context cuts and reorders them"
+    else:
+        objection = _shape_objection(chosen, q_BTNH, k_BSKH, kind, bias_NTS)
+    if objection is None:
+        return chosen
+    if backend is AttentionBackend.AUTO:
+        return AttentionBackend.XLA
+    raise UserError(f"attention is {str(backend)!r}, which {objection}: set 'auto'")
 
-        supported = splash.supported(q_BTNH, k_BSKH, kind=kind, bias_NTS=bias_NTS)
-        return AttentionBackend.SPLASH if supported else AttentionBackend.XLA
-    if platform == "gpu":
-        from capibara.models import cudnn
 
-        supported = whole_rows and cudnn.supported(q_BTNH, k_BSKH, kind=kind, bias_NTS=bias_NTS)
-        return AttentionBackend.CUDNN if supported else AttentionBackend.XLA
-    if whole_rows and block_size(q_BTNH.shape[1]) is not None:
-        return AttentionBackend.BLOCKWISE
-    return AttentionBackend.XLA
+def _shape_objection(backend: AttentionBackend, q_BTNH, k_BSKH, kind: AttentionKind, bias_NTS) -> str | None:
+    """Why the back end cannot compute this attention; None where it can."""
+    T, H = q_BTNH.shape[1], q_BTNH.shape[-1]
+    given = f"{q_BTNH.dtype}, head_dim {H}, {T} queries, {k_BSKH.shape[1]} keys, {kind}"
+    given += "" if bias_NTS is None else ", relative positions"
+    match backend:
+        case AttentionBackend.SPLASH:
+            from capibara.models import splash  # Pallas takes a second to import
+
+            if not splash.supported(q_BTNH, k_BSKH, kind=kind, bias_NTS=bias_NTS):
+                takes = "head_dim up to 256, no relative positions, as many keys as queries if causal or windowed"
+                return f"takes {takes}, not {given}"
+        case AttentionBackend.CUDNN:
+            from capibara.models import cudnn
+
+            if not cudnn.supported(q_BTNH, k_BSKH, kind=kind, bias_NTS=bias_NTS):
+                takes = "16-bit floats, head_dim up to 128 in eights, even lengths, as many keys as queries if causal"
+                return f"takes {takes}, windows only if causal, no soft cap and no relative positions, not {given}"
+        case AttentionBackend.BLOCKWISE:
+            if block_size(T) is None:
+                return f"takes rows of a multiple of 64 places, or of 16 above 1024, not of {T}"
+    return None
 
 
 def dot_product_attention(

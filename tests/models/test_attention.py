@@ -5,9 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from capibara.models.attention import dot_product_attention
+from capibara import sharding
+from capibara.models.attention import AttentionBackend, attend, dot_product_attention
 from capibara.models.attention_kind import AttentionKind
 from capibara.models.blockwise import block_size, blockwise_attention
+from capibara.sharding import Plan
+from capibara.types import UserError
 
 
 def inputs(B=2, T=128, S=128, N=4, K=2, H=16, dtype=jnp.float32):
@@ -95,3 +98,55 @@ def test_blockwise_in_bfloat16_stays_near():
 @pytest.mark.parametrize("length, block", [(256, 64), (64, 64), (2048, 128), (100, None), (16, None)])
 def test_block_size(length, block):
     assert block_size(length) == block
+
+
+def attended(backend, *, T=128, places=None, kind=None, dtype=jnp.float32, H=16, bias=False):
+    q, k, v, bias_NTS, _, segments, _ = inputs(T=T, S=T, H=H, dtype=dtype)
+    return attend(
+        q,
+        k,
+        v,
+        kind=kind or kind_of(causal=True),
+        q_segments_BT=segments,
+        kv_segments_BS=segments,
+        q_places_T=places,
+        kv_places_S=places,
+        bias_NTS=bias_NTS if bias else None,
+        backend=AttentionBackend(backend),
+    )
+
+
+@pytest.mark.parametrize(
+    "backend, platform, given, message",
+    [
+        ("splash", "cpu", {}, "attention is 'splash', which runs on TPU only, not on CPU: set 'auto'"),
+        ("cudnn", "cpu", {}, "attention is 'cudnn', which runs on GPU only, not on CPU: set 'auto'"),
+        ("cudnn", "tpu", {}, "runs on GPU only, not on TPU"),
+        ("blockwise", "cpu", dict(T=100), "'blockwise', which takes rows of a multiple of 64 places.*not of 100"),
+        ("blockwise", "cpu", dict(places=np.arange(128)[::-1]), "needs whole rows in their order"),
+        ("cudnn", "gpu", dict(places=np.arange(128)[::-1], dtype=jnp.bfloat16), "needs whole rows in their order"),
+        ("cudnn", "gpu", {}, "takes 16-bit floats.*not float32"),
+        ("cudnn", "gpu", dict(dtype=jnp.bfloat16, kind=kind_of(causal=True, soft_cap=2.0)), "soft_cap=2.0"),
+        ("cudnn", "gpu", dict(dtype=jnp.bfloat16, kind=kind_of(causal=False, window=9)), "causal=False, window=9"),
+        ("splash", "tpu", dict(H=320), "takes head_dim up to 256.*head_dim 320"),
+        ("splash", "tpu", dict(bias=True), "no relative positions.*relative positions: set 'auto'"),
+    ],
+)
+def test_a_named_back_end_says_what_it_cannot_do(backend, platform, given, message, monkeypatch):
+    monkeypatch.setattr(sharding, "platform", lambda: platform)
+    with pytest.raises(UserError, match=message) as raised:
+        attended(backend, **given)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_context_axis_takes_no_blocks_of_rows_out_of_order():
+    layout = Plan(batch_size=2, fsdp=1, context=2)
+    with sharding.activate(sharding.make_mesh(layout, jax.devices()[:2]), layout.rules):
+        with pytest.raises(UserError, match="attention is 'blockwise'.*Plan.context"):
+            attended("blockwise", places=sharding.zigzag(128, 2))
+
+
+def test_auto_heeds_the_places():
+    order = np.random.default_rng(1).permutation(128)
+    np.testing.assert_array_equal(attended("auto", places=order), attended("xla", places=order))
+    assert np.abs(attended("auto", places=order) - attended("auto")).max() > 0.1
