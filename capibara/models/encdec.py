@@ -115,7 +115,7 @@ class CrossBlock(Block):
         def mlp(x):
             if self.config.moe is None:
                 return self.mlp(x)
-            y, of_experts = self.mlp(x, rows.segment_ids, rows.domains, shared.step)
+            y, of_experts = self.mlp(x, rows.segment_ids, rows.domains, shared.step, shared.places)
             stats.update(of_experts)
             return y
 

@@ -84,7 +84,8 @@ class Encoder(nnx.Module):
         The last of its D + 1 columns is 1, for the output bias.
         """
         config = self.config
-        rows, shared = Rows(batch["segment_ids"], domains=batch.get("domains")), Shared(step=step)
+        rows = Rows(batch["segment_ids"], domains=batch.get("domains"))
+        shared = Shared(places=batch.get("places"), step=step)
         kind = config.attention_kind(causal=False)
 
         def apply(block: Block, x: jax.Array, rows: Rows, layer_kind: LayerKind) -> tuple[jax.Array, stack.Stats]:

@@ -192,13 +192,11 @@ class Shared(NamedTuple):
     Attributes:
       places: [T] places in the row, where rows are not in order (sharding.balanced).
       bias: [N, T, S] of the attention scores.
-      cross_bias: the same between decoder and encoder.
       step: int32 scalar, the train step; None outside training.
     """
 
     places: jax.Array | None = None
     bias: jax.Array | None = None
-    cross_bias: jax.Array | None = None
     step: jax.Array | None = None
 
 
