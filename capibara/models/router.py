@@ -194,7 +194,7 @@ class Choice(NamedTuple):
     """What tokens chose.
 
     Attributes:
-      experts: [B, T, k] int32; num_experts where there is none (padding).
+      experts: [B, T, k] int32; num_experts where there is none (padding; what a hint of weight 1 rules out).
       gates: [B, T, k] float32.
     """
 
@@ -244,7 +244,7 @@ def choose(
           experts are used alike; with expert choice 0.
         z: squared log normaliser.
         entropy: of the learned probabilities, in nats.
-        load: [E] tokens that go to each expert.
+        load: [E] tokens that go to each expert; fewer than top_k a token where a hint of weight 1 leaves fewer.
         dropped: tokens' choices beyond an expert's capacity (added by whom it concerns); with expert choice, tokens
           that no expert took.
       With a hint also: hint (its cross entropy times its weight), hint_weight, hinted (tokens with a known domain) and
@@ -297,13 +297,16 @@ def _hinted(log_scores_BTE, log_p_BTE, real_BT, hint: Hint) -> tuple[jax.Array, 
 def _token_choice(log_scores_BTE, p_BTE, real_BT, moe: Moe) -> tuple[Choice, Stats]:
     rest = jax.lax.stop_gradient(log_scores_BTE)
     every = jnp.arange(moe.num_experts, dtype=jnp.int32)
-    experts = []
+    experts, possible = [], []
     # Not lax.top_k: it is a call that the partitioner would gather all tokens for.
     for _ in range(moe.top_k):
         best_BT = jnp.argmax(rest, axis=-1).astype(jnp.int32)
         experts.append(best_BT)
+        # At a hint weight of 1 a domain with fewer experts than top_k leaves choices without a chance: they would add
+        # nothing, but take a place from a token that needs the expert. (A NaN is a choice, so that it is seen.)
+        possible.append(real_BT & ~(jnp.max(rest, axis=-1) < _NEVER / 2))
         rest = jnp.where(best_BT[..., None] == every, -jnp.inf, rest)
-    experts_BTk = jnp.where(real_BT[..., None], jnp.stack(experts, axis=-1), moe.num_experts)
+    experts_BTk = jnp.where(jnp.stack(possible, axis=-1), jnp.stack(experts, axis=-1), moe.num_experts)
     chosen_BTkE = experts_BTk[..., None] == every
     gates_BTk = jnp.sum(jnp.where(chosen_BTkE, jnp.exp(log_scores_BTE)[..., None, :], 0.0), axis=-1)
     if moe.gates is Gates.NORMALIZED:
@@ -311,9 +314,9 @@ def _token_choice(log_scores_BTE, p_BTE, real_BT, moe: Moe) -> tuple[Choice, Sta
     real = real_BT.astype(jnp.float32)
     load_BE = jnp.sum(chosen_BTkE.astype(jnp.float32), axis=(1, 2))
     p_BE = jnp.sum(p_BTE * real[..., None], axis=1)
-    balance_B = jnp.sum(load_BE * p_BE, axis=-1) / jnp.maximum(jnp.sum(real, axis=1), 1.0)
+    balance_B = jnp.sum(load_BE * p_BE, axis=-1) / jnp.maximum(jnp.sum(load_BE, axis=-1), 1.0)
     stats = {
-        "balance": moe.num_experts / moe.top_k * jnp.sum(balance_B),
+        "balance": moe.num_experts * jnp.sum(balance_B),
         "load": jnp.sum(load_BE, axis=0),
         "dropped": jnp.zeros((), jnp.float32),
     }
@@ -327,7 +330,7 @@ def _expert_choice(log_scores_BTE, real_BT, moe: Moe) -> tuple[ExpertChoice, Sta
     order_BET = jnp.argsort(-jax.lax.stop_gradient(scores_BET), axis=-1, stable=True)
     tokens_BEC = order_BET[..., :C].astype(jnp.int32)
     scores_BEC = jnp.take_along_axis(scores_BET, tokens_BEC, axis=-1)
-    taken = scores_BEC > -jnp.inf
+    taken = scores_BEC > _NEVER / 2  # neither padding nor what a hint keeps away
     tokens_BEC, gates_BEC = jnp.where(taken, tokens_BEC, T), jnp.exp(scores_BEC)
     rows = jnp.arange(len(real_BT))[:, None, None]
     reached_BT = jnp.zeros(real_BT.shape, bool).at[rows, tokens_BEC].set(True, mode="drop")
@@ -393,13 +396,13 @@ def router_metrics(stats: Stats, moe: Moe) -> dict[str, jax.Array]:
     tokens_L = jnp.maximum(jnp.atleast_1d(stats["tokens"]), 1.0)
     load_LE = stats["load"].reshape(len(tokens_L), moe.num_experts)
     share_LE = load_LE * moe.num_experts / jnp.maximum(jnp.sum(load_LE, axis=-1, keepdims=True), 1.0)
-    choices = 1 if moe.routing is Routing.EXPERT_CHOICE else moe.top_k
     total = jnp.sum(tokens_L)
+    choices = total if moe.routing is Routing.EXPERT_CHOICE else jnp.maximum(jnp.sum(load_LE), 1.0)
     metrics = {
         "balance_loss": moe.balance_loss * jnp.sum(stats["balance"] / tokens_L),
         "router_z_loss": moe.router_z_loss * jnp.sum(stats["z"] / tokens_L),
         "router_entropy": jnp.sum(stats["entropy"]) / total / math.log(max(moe.num_experts, 2)),
-        "dropped_share": jnp.sum(stats["dropped"]) / (total * choices),
+        "dropped_share": jnp.sum(stats["dropped"]) / choices,
         "expert_load_max": jnp.max(share_LE),
         "expert_load_min": jnp.min(share_LE),
     }
