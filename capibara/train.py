@@ -40,7 +40,7 @@ def train(gin_files: Sequence[str], bindings: Sequence[str], search_paths: Seque
     from capibara.inference.sample import SampleText, sampler
     from capibara.models import api
     from capibara.monitoring.defaults import Monitoring
-    from capibara.planner.chips import peak_flops
+    from capibara.planner import chips, xla_flags
     from capibara.training import emulation, loop
     from capibara.training.trainer import Trainer
 
@@ -65,14 +65,14 @@ def train(gin_files: Sequence[str], bindings: Sequence[str], search_paths: Seque
     dataset = trainer.dataset
     dataset.preload()
     texts, callbacks = config.build(SampleText), config.build(Monitoring).build()
-    for line in config.check_used():
-        print(f"note: {line}")
+    print("".join(f"note: {line}\n" for line in config.check_used()), end="")
     print_changes(trainer.model_dir)
     outcome = loop.train(
         trainer,
         callbacks,
         sampler=sampler(api.build(trainer.model), dataset.get_vocabulary, dataset.length, texts, dataset.encoder_length),
-        peak_flops=peak_flops(jax.devices()[0].device_kind) if trainer.model.dtype == "bfloat16" else None,
+        peak_flops=chips.peak_flops(jax.devices()[0].device_kind) if trainer.model.dtype == "bfloat16" else None,
+        compiler_options=xla_flags.options(jax.devices()[0].device_kind, tensor=trainer.plan.tensor),
         config=config.operative(),
     )
     return 128 + outcome.signal_number if outcome.signal_number else 0

@@ -150,7 +150,8 @@ class Moe:
             if value is not None and value < 1:
                 raise UserError(f"Moe.{name} is {value}, must be at least 1")
         if self.top_k > self.num_experts:
-            raise UserError(f"Moe.top_k ({self.top_k}) must be at most num_experts ({self.num_experts})")
+            most = self.num_experts
+            raise UserError(f"Moe.top_k ({self.top_k}) must be at most num_experts ({most}): try {min(2, most)}")
         if self.shared_experts < 0:
             raise UserError(f"Moe.shared_experts is {self.shared_experts}, must be at least 0")
         if not 0 < self.capacity_factor < math.inf:

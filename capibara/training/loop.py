@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import jax
 
@@ -41,6 +41,7 @@ def train(
     *,
     sampler: Sampler | None = None,
     peak_flops: float | None = None,
+    compiler_options: Mapping[str, str] | None = None,
     config: str = "",
 ) -> Outcome:
     """Trains until `trainer.steps`, early stopping or a signal; run again with the same folder to carry on.
@@ -50,10 +51,11 @@ def train(
       callbacks: told of everything that happens, on process 0.
       sampler: parameters -> (prompt, text) pairs, called after each evaluation.
       peak_flops: of one device, for the MFU.
+      compiler_options: XLA's, for the train step; none by default.
       config: the operative configuration, for the callbacks.
     """
     callbacks = callbacks if jax.process_index() == 0 else Callback()
-    run = set_up(trainer, status=callbacks.on_status)
+    run = set_up(trainer, status=callbacks.on_status, compiler_options=compiler_options)
     with contextlib.ExitStack() as stack:
         stack.enter_context(disk_full_explained(trainer.model_dir))
         stop = stack.enter_context(StopRequest(agree_every=trainer.log_every))

@@ -126,7 +126,10 @@ class Run:
 
 
 def set_up(
-    trainer: Trainer, devices: list[jax.Device] | None = None, status: Callable[[str], None] = lambda text: None
+    trainer: Trainer,
+    devices: list[jax.Device] | None = None,
+    status: Callable[[str], None] = lambda text: None,
+    compiler_options: Mapping[str, str] | None = None,
 ) -> Run:
     """Builds everything. The data feed and the checkpoint library start in a thread while the step compiles.
 
@@ -134,6 +137,7 @@ def set_up(
       trainer: the run.
       devices: of the mesh; None: all.
       status: told of what takes time.
+      compiler_options: XLA's, for the train step; None: its own choices.
     """
     mesh = sharding.make_mesh(trainer.plan, devices)
     _check_evaluation(trainer, mesh)
@@ -145,7 +149,7 @@ def set_up(
         undo.callback(_close, opened)
         status(f"compiling the train step for {mesh.size} devices")
         begin_s = time.perf_counter()
-        parts = compile_step(trainer, model, mesh)
+        parts = compile_step(trainer, model, mesh, compiler_options)
         status(f"compiled in {time.perf_counter() - begin_s:.1f} s")
         checkpoints, restored, batches = opened.result()
         _check_vocabulary(trainer)
@@ -202,14 +206,16 @@ def _close(opened: concurrent.futures.Future) -> None:
         checkpoints.close()
 
 
-def compile_step(trainer: Trainer, model: api.Model, mesh: Mesh) -> dict[str, Any]:
+def compile_step(
+    trainer: Trainer, model: api.Model, mesh: Mesh, compiler_options: Mapping[str, str] | None = None
+) -> dict[str, Any]:
     """Compiles the train step ahead of time from shapes alone; nothing is allocated.
 
     Returns:
       Run's fields batch_sharding, abstract_state, init and train_step.
     """
     parts = lower_step(trainer, model, mesh)
-    return parts | {"train_step": parts["train_step"].compile()}
+    return parts | {"train_step": parts["train_step"].compile(compiler_options=dict(compiler_options or {}) or None)}
 
 
 def lower_step(trainer: Trainer, model: api.Model, mesh: Mesh) -> dict[str, Any]:

@@ -10,8 +10,11 @@ import jax
 import numpy as np
 import pytest
 
+from capibara import sharding
+from capibara.models import api
 from capibara.optim import Optimizer, Schedule
 from capibara.sharding import Plan
+from capibara.training import run
 from capibara.training.checkpoints import Checkpointing
 from capibara.training.trainer import Evaluation
 from capibara.types import UserError
@@ -145,3 +148,11 @@ def test_a_state_that_is_not_finite_is_not_saved(make_trainer, train):
     with pytest.raises(UserError, match=r"(loss|grad_norm) is (nan|inf) at step 1, not saved"):
         train(poisoned)
     assert not [name for name in os.listdir(os.path.join(trainer.model_dir, "checkpoints")) if name.isdigit()]
+
+
+def test_compiler_options_reach_the_compiler_of_the_step(make_trainer):
+    trainer = make_trainer()
+    parts = trainer, api.build(trainer.model), sharding.make_mesh(trainer.plan)
+    run.compile_step(*parts, {"xla_backend_optimization_level": "1"})
+    with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
+        run.compile_step(*parts, {"xla_no_such_option": "1"})
