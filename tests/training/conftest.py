@@ -89,8 +89,8 @@ def train(monkeypatch):
     def run_it(trainer, devices=None, evaluate=None, after_step=None, seen=None):
         seen = seen or Seen()
 
-        def watched(trainer, status):
-            run = set_up(trainer, devices, status)
+        def watched(trainer, status, compiler_options):
+            run = set_up(trainer, devices, status, compiler_options)
             step, start, evaluation = run.train_step, run.start, run.evaluate
 
             def started():
