@@ -27,9 +27,6 @@ from typing import Any
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, os.path.dirname(HERE))  # the checkout's package, installed or not
 GIB = 2**30
-# Hertz at which the chips reach their published bf16 FLOP/s (197e12 with 4 matrix units of 128 x 128, 918e12 with 4 of
-# 256 x 256, a multiply and an add each).
-CLOCK_HZ = {"v5e": 1.5e9, "v6e": 1.75e9}
 LENGTH = 2048
 
 
@@ -103,11 +100,7 @@ def compile_ours(row: Row) -> dict[str, Any]:
     model = api.build(trainer.model)
     mesh = sharding.make_mesh(trainer.plan, devices)
     report = planner.compile_train_step(run.lower_step(trainer, model, mesh)["train_step"])
-    return {
-        **{f.name: getattr(report, f.name) for f in dataclasses.fields(report) if f.name not in ("costs", "text")},
-        "hlo": report.text,
-        "model_flops": model.flops_per_token(LENGTH) * row.rows * LENGTH,
-    }
+    return report.to_json() | {"model_flops": model.flops_per_token(LENGTH) * row.rows * LENGTH}
 
 
 def _whole_logits(hidden_BTD, head_VD, targets_BT, weights_BT, *, z_loss=0.0, soft_cap=None):
@@ -156,12 +149,13 @@ def maxtext_settings(row: Row) -> dict[str, Any]:
 
 def run_ours(name: str) -> dict[str, Any]:
     environment = {**os.environ, "PYTHONPATH": os.path.dirname(HERE) + os.pathsep + os.environ.get("PYTHONPATH", "")}
-    line = _last_line([sys.executable, __file__, f"--child={name}"], environment)
-    return _with_costs(line, line.pop("hlo", ""))
+    return _last_line([sys.executable, __file__, f"--child={name}"], environment)
 
 
 def run_maxtext(row: Row, python: str) -> dict[str, Any]:
     import libtpu
+
+    from capibara.planner import hlo
 
     environment = {**os.environ, "TPU_LIBRARY_PATH": libtpu.get_library_path()}
     environment.pop("PYTHONPATH", None)
@@ -181,7 +175,7 @@ def run_maxtext(row: Row, python: str) -> dict[str, Any]:
         return {"fits": False, "peak_bytes": hbm_need(line["error"])[0]}
     line |= {"fits": True, "peak_bytes": line["peak_memory_in_bytes"]}
     line |= {"argument_bytes": line["argument_size_in_bytes"], "temporary_bytes": line["temp_size_in_bytes"]}
-    return _with_costs(line, text)
+    return line | ({"costs": vars(hlo.costs(hlo.parse(text)))} if text else {})
 
 
 def _last_line(command: list[str], environment: dict[str, str]) -> dict[str, Any]:
@@ -190,16 +184,6 @@ def _last_line(command: list[str], environment: dict[str, str]) -> dict[str, Any
     if child.returncode or not lines:
         raise SystemExit(f"{' '.join(command)[:200]} failed:\n{child.stderr[-3000:]}")
     return json.loads(lines[-1])
-
-
-def _with_costs(line: dict[str, Any], hlo_text: str) -> dict[str, Any]:
-    from capibara.planner import hlo
-
-    if not hlo_text:
-        return line
-    costs = hlo.costs(hlo.parse(hlo_text))  # asdict of Python 3.11 spoils a Counter
-    values = {f.name: getattr(costs, f.name) for f in dataclasses.fields(costs)}
-    return line | {"costs": {name: dict(v) if isinstance(v, dict) else v for name, v in values.items()}}
 
 
 def show(name: str, row: Row, ours: dict[str, Any], peer: dict[str, Any] | None) -> None:
@@ -217,6 +201,8 @@ def show(name: str, row: Row, ours: dict[str, Any], peer: dict[str, Any] | None)
 
 def lines(row: Row, result: dict[str, Any]) -> dict[str, float | None]:
     """The figures of one side, in the units they are printed in."""
+    from capibara.planner import slices
+
     table: dict[str, float | None] = {}
     if not result:
         return table
@@ -236,7 +222,7 @@ def lines(row: Row, result: dict[str, Any]) -> dict[str, float | None]:
     table["HBM traffic, GB"] = costs["hbm_bytes"] / 1e9
     for kind, size in sorted(costs["collective_bytes"].items()):
         table[f"{kind}, GB"] = size / 1e9
-    table["cycles, s"] = costs["cycles"] / CLOCK_HZ[row.slice.partition("-")[0]]
+    table["cycles, s"] = costs["cycles"] / slices.parse(row.slice).chip.clock_hz
     table["compile, s"] = result["compile_s"]
     return table
 

@@ -72,10 +72,10 @@ def plan(args: argparse.Namespace) -> int:
     if args.json:
         shown = [report.as_json(one, work, slice_, args.tokens, args.usd_per_chip_hour) for one in ranked[: args.top]]
         report.dump(args.json, shown)
-    texts = {args.output: lambda: report.gin(ranked[0], work, slice_), args.html: lambda: page.page(ranked, work, slice_)}
-    for path, text in texts.items():
-        if path:
-            pathlib.Path(path).write_text(text(), encoding="utf-8")
+    if args.output:
+        pathlib.Path(args.output).write_text(report.gin(ranked[0], work, slice_), encoding="utf-8")
+    if args.html:
+        pathlib.Path(args.html).write_text(page.page(ranked, work, slice_), encoding="utf-8")
     report.show(ranked, work, slice_, top=args.top, tokens=args.tokens, usd=args.usd_per_chip_hour)
     if args.explain:
         print("\n".join(report.explain(ranked[0], work, slice_)))

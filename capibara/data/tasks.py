@@ -29,14 +29,14 @@ _LOCK = threading.RLock()
 def preload(task_module: str | None = None) -> threading.Thread:
     """Imports SeqIO, and `task_module`, in a background thread; import JAX and Flax before.
 
-    A failure is not reported here: whoever needs the task imports again and meets it.
+    A failure goes to the log (level info): whoever needs the task imports again and meets it, then as an error.
     """
 
     def work() -> None:
         try:
             load(task_module)
         except Exception:  # shown, as it deserves, by the call that needs the result
-            pass
+            logging.getLogger(__name__).info("SeqIO or the task module failed to import early", exc_info=True)
 
     thread = threading.Thread(target=work, name="capibara-seqio", daemon=True)
     thread.start()

@@ -112,16 +112,9 @@ class CrossBlock(Block):
                 encoded_segments_BS=rows.encoded_segments,
             )
 
-        def mlp(x):
-            if self.config.moe is None:
-                return self.mlp(x)
-            y, of_experts = self.mlp(x, rows.segment_ids, rows.domains, shared.step, shared.places)
-            stats.update(of_experts)
-            return y
-
         x_BTD = self.add(x_BTD, "attention", attention)
         x_BTD = self.add(x_BTD, "cross_attention", cross_attention)
-        return self.add(x_BTD, "mlp", mlp), stats
+        return self.add(x_BTD, "mlp", self.mlp_part(rows, shared, stats)), stats
 
 
 class Stack(nnx.Module):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
+from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -261,18 +262,24 @@ class Block(nnx.Module):
                 bias_NTS=shared.bias,
             )
 
-        def mlp(x):
+        mlp = self.mlp_part(rows, shared, stats)
+        if self.config.residual is Residual.PARALLEL:
+            y = self._normed(x_BTD, "attention", attention) + self._normed(x_BTD, "mlp", mlp)
+            return residual(x_BTD + y), stats
+        x_BTD = self.add(x_BTD, "attention", attention)
+        return self.add(x_BTD, "mlp", mlp), stats
+
+    def mlp_part(self, rows: Rows, shared: Shared, stats: dict[str, Any]) -> Callable[[jax.Array], jax.Array]:
+        """The MLP or the experts, whose statistics it adds to `stats`, as a part that `add` takes."""
+
+        def part(x):
             if self.config.moe is None:
                 return self.mlp(x)
             y, of_experts = self.mlp(x, rows.segment_ids, rows.domains, shared.step, shared.places)
             stats.update(of_experts)
             return y
 
-        if self.config.residual is Residual.PARALLEL:
-            y = self._normed(x_BTD, "attention", attention) + self._normed(x_BTD, "mlp", mlp)
-            return residual(x_BTD + y), stats
-        x_BTD = self.add(x_BTD, "attention", attention)
-        return self.add(x_BTD, "mlp", mlp), stats
+        return part
 
     def add(self, x: jax.Array, name: str, part) -> jax.Array:
         """x + part(x), with the block's norms of that name."""

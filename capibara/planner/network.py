@@ -51,7 +51,11 @@ class Layout:
 
     def gather_s(self, size: float, axes: Iterable[str]) -> float:
         """Seconds of an all-gather after which each device has `size` bytes; a reduce-scatter of them takes as long."""
-        return self._over_links(tuple(axes), lambda group: size * (group - 1) / group, size)
+        axes = tuple(axes)
+        inside = math.prod(self.mesh[axis] // self.slices[axis] for axis in axes)
+        # Each slice gathers its own part first where several slices share the array.
+        seconds = size * (inside - 1) / inside / self.bandwidth(axes) if inside > 1 else 0.0
+        return seconds + self._dcn_s(size / inside, axes)
 
     def reduce_s(self, size: float, axes: Iterable[str]) -> float:
         """Seconds of an all-reduce of `size` bytes on each device."""
@@ -78,7 +82,8 @@ class Layout:
 
     def bandwidth(self, axes: Iterable[str]) -> float:
         """Bytes a second that reach each device in an all-gather over these axes, within a slice; 0 for one device."""
-        return self._bandwidth(tuple(axes))
+        link = self.slice_.chip.link_bytes_per_s
+        return sum(link * (2 if s.closed else 1) / s.stride for s in self._extents(tuple(axes)) if s.size > 1)
 
     def describe(self, axis: str) -> str:
         """Where an axis lies: "fsdp=64: x 8, y 8"."""
@@ -89,21 +94,9 @@ class Layout:
             parts.append(f"{self.slices[axis]} slices")
         return f"{axis}={self.mesh[axis]}: {' x '.join(parts) or 'one device'}"
 
-    def _over_links(self, axes: tuple[str, ...], share, size: float) -> float:
-        inside = math.prod(self.mesh[axis] // self.slices[axis] for axis in axes)
-        seconds = 0.0
-        if inside > 1:
-            # Each slice gathers its own part first where several slices share the array.
-            seconds = share(inside) / self._bandwidth(axes)
-        return seconds + self._dcn_s(size / max(1, inside), axes)
-
     def _dcn_s(self, size: float, axes: tuple[str, ...]) -> float:
         count = math.prod(self.slices[axis] for axis in axes)
         return 0.0 if count == 1 else size * (count - 1) / count / self.slice_.chip.dcn_bytes_per_s
-
-    def _bandwidth(self, axes: tuple[str, ...]) -> float:
-        link = self.slice_.chip.link_bytes_per_s
-        return sum(link * (2 if s.closed else 1) / s.stride for s in self._extents(axes) if s.size > 1)
 
     def _extents(self, axes: tuple[str, ...]) -> list[Span]:
         """The spans of several mesh axes as one, for each torus axis."""

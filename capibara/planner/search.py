@@ -187,25 +187,20 @@ def _of_mesh(work: Workload, slice_: Slice, sizes: tuple[int, ...], question: Qu
     limit = slice_.chip.device_usable_hbm_bytes * (1 - question.headroom)
     base = Choice(sizes=sizes, rows=1)
     shards = base.batch_shards(work)
-    stages = base.mesh["stage"]
     for dtype in question.state_dtypes:
         for remat in question.remats:
-            weigh = functools.partial(
-                _choice, work, base, remat=remat, state_dtype=dtype, stages=stages
-            )
-            options = _rows(work, weigh, shards, question, limit)
-            for rows, accumulation in options:
+            weigh = functools.partial(_choice, base, remat=remat, state_dtype=dtype)
+            for rows, accumulation in _rows(work, weigh, shards, question, limit):
                 choice = weigh(rows=rows, accumulation=accumulation)
                 predicted = memory.memory(work, choice, question.scale)
                 yield Ranked(choice, predicted, cost.cost(work, choice, slice_), limit)
 
 
-def _choice(work: Workload, base: Choice, *, rows: int, accumulation: int, stages: int, **parts) -> Choice:
+def _choice(base: Choice, *, rows: int, accumulation: int, **parts) -> Choice:
     """With as many parts in the pipeline as rows allow, up to four for each stage."""
+    stages = base.mesh["stage"]
     parts_of_rows = max((n for n in _divisors(rows) if n <= 4 * stages), default=1) if stages > 1 else 1
-    return dataclasses.replace(
-        base, rows=rows, accumulation=accumulation, pipeline_microbatches=parts_of_rows, **parts
-    )
+    return dataclasses.replace(base, rows=rows, accumulation=accumulation, pipeline_microbatches=parts_of_rows, **parts)
 
 
 def _rows(work: Workload, weigh, shards: int, question: Question, limit: float) -> Iterable[tuple[int, int]]:

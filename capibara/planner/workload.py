@@ -54,17 +54,12 @@ class Sharded:
             amount / math.prod(mesh[axis] for axis in axes if axis not in without) for amount, axes in self.parts
         )
 
-    def over(self, axis: str) -> Sharded:
-        """The parts that lie over a mesh axis."""
-        return Sharded(tuple(part for part in self.parts if axis in part[1]))
-
 
 @dataclasses.dataclass(frozen=True)
 class Attention:
-    """One attention of a layer: keys that a query sees, in the mean over a row, and keys that there are."""
+    """One attention of a layer: keys that a query sees, in the mean over a row."""
 
     seen_keys: float
-    keys: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +94,7 @@ class Workload:
       length: places of a row whose tokens are counted.
       encoder_length: places that an encoder reads; None without one.
       params, state: bytes of the parameters (and of a gradient, which is as large), and of the optimizer's state.
-      embedding: elements of the token and position embeddings, output head included.
+      head: elements of the output head.
       constraints: (parameter, logical axis, size, mesh axes): the mesh axes must divide the size.
       ema: whether the state holds an average of the parameters.
     """
@@ -111,7 +106,6 @@ class Workload:
     encoder_length: int | None
     params: Sharded
     state: Mapping[StateDtype, Sharded]
-    embedding: Sharded
     head: Sharded
     constraints: tuple[tuple[str, str, int, tuple[str, ...]], ...]
     ema: bool
@@ -164,8 +158,7 @@ def describe(
     if optimizer.name is OptimizerName.ADAFACTOR:
         dtypes = (optimizer.state_dtype,)
     in_layers = ("layers/", "encoder/layers/", "decoder/layers/")
-    embedding = [leaf for leaf in leaves if not leaf.name.startswith(in_layers)]
-    heads = [leaf for leaf in embedding if "vocab" in leaf.axes]
+    heads = [leaf for leaf in leaves if "vocab" in leaf.axes and not leaf.name.startswith(in_layers)]
     return Workload(
         model=model,
         rules=rules,
@@ -174,7 +167,6 @@ def describe(
         encoder_length=encoder_length,
         params=_sharded(leaves, rules, by_bytes=True),
         state={dtype: _state(model, optimizer, dtype, rules) for dtype in dtypes},
-        embedding=_sharded(embedding, rules),
         head=_sharded(heads[-1:], rules),
         constraints=_constraints(leaves, rules),
         ema=ema,
@@ -261,21 +253,18 @@ def _stacks(
         own = [leaf for leaf in leaves if leaf.name.startswith(prefix)]
         experts = [leaf for leaf in own if "experts" in leaf.axes]
         others = [leaf for leaf in own if "experts" not in leaf.axes]
-        return Stack(
-            name, layers, places, attentions, _sharded(others, rules), _sharded(experts, rules)
-        )
+        return Stack(name, layers, places, attentions, _sharded(others, rules), _sharded(experts, rules))
 
     match sizes.objective:
         case "encoder_decoder":
             S = encoder_length or length
-            yield stack("encoder", "encoder/layers/", sizes.encoder_layers, S, (Attention(S, S),))
-            cross = (Attention(length / 2, length), Attention(S, S))
+            yield stack("encoder", "encoder/layers/", sizes.encoder_layers, S, (Attention(S),))
+            cross = (Attention(length / 2), Attention(S))
             yield stack("decoder", "decoder/layers/", sizes.num_layers, length, cross)
         case "masked":
-            yield stack("encoder", "layers/", sizes.num_layers, length, (Attention(length, length),))
+            yield stack("encoder", "layers/", sizes.num_layers, length, (Attention(length),))
         case _:
-            seen = _seen_keys(sizes, length)
-            yield stack("decoder", "layers/", sizes.num_layers, length, (Attention(seen, length),))
+            yield stack("decoder", "layers/", sizes.num_layers, length, (Attention(_seen_keys(sizes, length)),))
 
 
 def _seen_keys(sizes: Any, length: int) -> float:

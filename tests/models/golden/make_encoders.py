@@ -9,17 +9,13 @@ The models are tiny. Rows are longer than the farthest distance that T5 tells ap
 
 from __future__ import annotations
 
-import json
-import pathlib
-
 import hf_names
 import numpy as np
 import torch
+from answers import LENGTH, ROWS, VOCAB, some, write
 from transformers import AutoConfig, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
-HERE = pathlib.Path(__file__).resolve().parent
-VOCAB, ROWS, LENGTH, ENCODER_LENGTH, PADDING = 96, 2, 24, 32, 7
-POSITIONS, ENTRIES = range(2, LENGTH, 3), range(5, VOCAB, 12)
+ENCODER_LENGTH, PADDING = 32, 7
 
 T5 = dict(
     model_type="t5",
@@ -87,13 +83,11 @@ def main() -> None:
         got = logits(case)
         answers[name] = {
             "mean_square": round(float(np.square(got[:, :-PADDING]).mean()), 6),
-            "logits": [[[round(float(x), 5) for x in row] for row in rows[np.ix_(POSITIONS, ENTRIES)]] for rows in got],
+            "logits": [some(rows) for rows in got],
         }
         print(f"{name}: mean square {answers[name]['mean_square']}")
     head = {name: value.tolist() for name, value in batch().items()}
-    head |= {"padding": PADDING, "positions": [*POSITIONS], "entries": [*ENTRIES]}
-    lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in (head | answers).items()]
-    (HERE / "encoders.json").write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    write("encoders.json", head | {"padding": PADDING}, answers)
 
 
 if __name__ == "__main__":

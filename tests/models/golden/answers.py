@@ -1,0 +1,24 @@
+"""What the scripts that write committed answers share: sizes, the places that are kept, and the file's form."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from typing import Any
+
+import numpy as np
+
+VOCAB, ROWS, LENGTH = 96, 2, 24
+POSITIONS, ENTRIES = range(2, LENGTH, 3), range(5, VOCAB, 12)
+
+
+def some(logits: np.ndarray) -> list[list[float]]:
+    """Of the logits [LENGTH, VOCAB] of a row those that are kept."""
+    return [[round(float(x), 5) for x in row] for row in logits[np.ix_(POSITIONS, ENTRIES)]]
+
+
+def write(name: str, head: dict[str, Any], answers: dict[str, Any]) -> None:
+    """Writes a JSON file next to this one, a line for each entry."""
+    head = head | {"positions": [*POSITIONS], "entries": [*ENTRIES]}
+    lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in (head | answers).items()]
+    (pathlib.Path(__file__).resolve().parent / name).write_text("{\n" + ",\n".join(lines) + "\n}\n")
