@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
-import pathlib
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -71,11 +71,11 @@ def plan(args: argparse.Namespace) -> int:
         raise UserError(search.too_big(ranked[0], work, slice_, question))
     if args.json:
         shown = [report.as_json(one, work, slice_, args.tokens, args.usd_per_chip_hour) for one in ranked[: args.top]]
-        report.dump(args.json, shown)
+        report.save(args.json, json.dumps({"plans": shown}, indent=1))
     if args.output:
-        pathlib.Path(args.output).write_text(report.gin(ranked[0], work, slice_), encoding="utf-8")
+        report.save(args.output, report.gin(ranked[0], work, slice_))
     if args.html:
-        pathlib.Path(args.html).write_text(page.page(ranked, work, slice_), encoding="utf-8")
+        report.save(args.html, page.page(ranked, work, slice_))
     report.show(ranked, work, slice_, top=args.top, tokens=args.tokens, usd=args.usd_per_chip_hour)
     if args.explain:
         print("\n".join(report.explain(ranked[0], work, slice_)))

@@ -14,7 +14,7 @@ def run(*argv):
 
 
 def test_a_model_on_a_slice(capsys, tmp_path):
-    out = tmp_path / "plan.json"
+    out = tmp_path / "new" / "folder" / "plan.json"
     gin, page = tmp_path / "plan.gin", tmp_path / "plan.html"
     files = [f"--json={out}", f"--output={gin}", f"--html={page}"]
     assert run(MODEL, "--slice=v5e-64", "--batch_size=256", "--explain", *files) == 0
@@ -44,6 +44,7 @@ def test_a_run_brings_its_slice_length_and_batch(capsys):
         ([MODEL, "--slice=v5e-64", "--axis=tensor=two"], "must be like tensor=4"),
         ([MODEL, "--slice=v5e-64", "--headroom=1.5"], "headroom is 1.5, must be from 0 to below 1"),
         (["--gin_file=models/capibara_120b.gin", "--slice=v5e-16"], "no plan fits v5e-16"),
+        ([MODEL, "--slice=v5e-64", "--json=/dev/null/plan.json"], "/dev/null/plan.json cannot be written"),
         (["--gin_file=tasks/text.gin", "--slice=v5e-16"], "configures no model"),
     ],
 )

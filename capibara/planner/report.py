@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import pathlib
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -13,6 +13,7 @@ from capibara.planner.search import Ranked
 from capibara.planner.slices import Slice
 from capibara.planner.workload import Workload
 from capibara.sharding import MESH_AXES, Remat
+from capibara.types import UserError
 
 GIB = 2**30
 
@@ -180,7 +181,14 @@ def gin(best: Ranked, work: Workload, slice_: Slice) -> str:
     return "\n".join(lines) + "\n"
 
 
-def dump(path: str, plans: Sequence[dict[str, Any]]) -> None:
-    """Writes plans as JSON."""
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump({"plans": list(plans)}, file, indent=1)
+def save(path: str, text: str) -> None:
+    """Writes a text, and the folders above it.
+
+    Raises:
+      UserError: the file cannot be written.
+    """
+    try:
+        pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
+        pathlib.Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{path} cannot be written ({error.strerror}): name a file in a folder of yours") from error
