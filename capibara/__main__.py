@@ -11,6 +11,7 @@ from capibara.fields import did_you_mean
 _VERBS = {
     "train": "train or fine-tune a model from a Gin file",
     "plan": "find mesh, batch and recomputation for a model on a TPU slice",
+    "prove": "compile a run's train step for a TPU slice that is not there",
     "infer": "continue a prompt with a trained model",
     "prepare": "train a vocabulary on a corpus",
 }

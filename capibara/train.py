@@ -40,7 +40,7 @@ def train(gin_files: Sequence[str], bindings: Sequence[str], search_paths: Seque
     from capibara.inference.sample import SampleText, sampler
     from capibara.models import api
     from capibara.monitoring.defaults import Monitoring
-    from capibara.planner import chips, xla_flags
+    from capibara.planner import automatic, chips, xla_flags
     from capibara.training import emulation, loop
     from capibara.training.trainer import Trainer
 
@@ -62,7 +62,7 @@ def train(gin_files: Sequence[str], bindings: Sequence[str], search_paths: Seque
                 print(f"--emulate={emulate}: {emulation.RULE}\n  " + "\n  ".join(shrunk))
             config.parse(gin_files, [*bindings, *shrunk], search_paths)
             trainer = config.build(Trainer)
-    dataset = trainer.dataset
+    trainer, dataset = trainer if emulate else automatic.planned(trainer), trainer.dataset
     dataset.preload()
     texts, callbacks = config.build(SampleText), config.build(Monitoring).build()
     print("".join(f"note: {line}\n" for line in config.check_used()), end="")

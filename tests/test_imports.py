@@ -26,7 +26,7 @@ RULES = {
     "monitoring": FOUNDATION | {"training.callbacks"},
     "jobs": FOUNDATION | {"sharding", "planner"},
 }
-VERBS = {"train", "plan", "evaluate", "infer", "serve", "convert", "prepare", "dashboard", "launch"}
+VERBS = {"train", "plan", "prove", "evaluate", "infer", "serve", "convert", "prepare", "dashboard", "launch"}
 ANYTHING = VERBS | {"__main__"}
 # Third-party package -> where it may be imported.
 ONLY_IN = {"flax": ("models",), "gin": ("config",)}

@@ -22,7 +22,8 @@ def test_a_model_on_a_slice(capsys, tmp_path):
     assert "predicted" in text and "measured" not in text and "on the torus" in text and "HBM GiB" in text
     plans = json.loads(out.read_text())["plans"]
     assert plans[0]["batch_size"] == 256 and plans[0]["fits"]
-    assert [p["predicted"]["step_s"] for p in plans] == sorted(p["predicted"]["step_s"] for p in plans)
+    steps = [p["predicted"]["step_s"] for p in plans]
+    assert all(after > 0.98 * before for before, after in zip(steps, steps[1:]))
     assert "Plan.batch_size = 256" in gin.read_text()
     text = page.read_text()
     assert text.count("<svg") == text.count("</svg>") == 3 and "Predictions of the cost model" in text

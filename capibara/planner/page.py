@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from capibara.planner import report, search
 from capibara.planner.search import Ranked
 from capibara.planner.slices import Slice
+from capibara.planner.verify import Walk
 from capibara.planner.workload import Workload
 
 GIB = 2**30
@@ -23,15 +24,19 @@ td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; } th { text-
 """
 
 
-def page(ranked: Sequence[Ranked], work: Workload, slice_: Slice, *, top: int = 20) -> str:
-    """The page's text; everything on it is predicted.
+_NOTE_PREDICTED = "Predictions of the cost model. Nothing here was compiled or measured."
+_NOTE = "Predictions of the cost model, but for what the TPU compiler says, which is named so. Nothing was measured."
+
+
+def page(walk: Walk, work: Workload, slice_: Slice, *, top: int = 20) -> str:
+    """The page's text.
 
     Args:
-      ranked: plans, the chosen one first.
+      walk: plans, the chosen one first, and what was compiled of them.
       work, slice_: what they are for.
       top: how many of them are listed.
     """
-    best = ranked[0]
+    ranked, best = walk.ranked, walk.ranked[0]
     title = f"{slice_.name}: {best.choice.describe()}"
     cost = best.cost
     facts = [
@@ -42,9 +47,10 @@ def page(ranked: Sequence[Ranked], work: Workload, slice_: Slice, *, top: int = 
     ]
     sections = [
         f"<h1>{html.escape(title)}</h1>",
-        '<p class="note">Predictions of the cost model. Nothing here was compiled or measured.</p>',
+        f'<p class="note">{_NOTE if walk.tried else _NOTE_PREDICTED}</p>',
         *(f"<p>{html.escape(fact)}</p>" for fact in facts),
-        "<h2>HBM of a chip at the peak</h2>",
+        *_proof(walk, slice_),
+        "<h2>HBM of a chip at the peak, predicted</h2>",
         _memory_bar(best, slice_),
         "<h2>Seconds of a step</h2>",
         _time_bars(best),
@@ -55,6 +61,24 @@ def page(ranked: Sequence[Ranked], work: Workload, slice_: Slice, *, top: int = 
     ]
     head = f'<meta charset="utf-8"><title>{html.escape(title)}</title><style>{_STYLE}</style>'
     return f"<!doctype html><html lang=\"en\"><head>{head}</head><body>{''.join(sections)}</body></html>\n"
+
+
+def _proof(walk: Walk, slice_: Slice) -> Iterator[str]:
+    """What the compiler said: a table, and the proven plan's own figures."""
+    if not walk.tried:
+        return
+    yield "<h2>Compiled</h2>"
+    rows = []
+    for one in walk.tried:
+        compiled, words = one.verdict.compiled, str(one.verdict.outcome)
+        peak = f"{compiled.peak_bytes / GIB:.2f}" if compiled and compiled.peak_bytes else ""
+        cells = f'<td class="n">{peak}</td><td class="n">{one.ranked.memory.peak / GIB:.2f}</td><td>{words}</td>'
+        rows.append(f"<tr><td>{html.escape(one.ranked.choice.describe())}</td>{cells}</tr>")
+    head = '<th>plan</th><th class="n">compiled, GiB</th><th class="n">predicted before, GiB</th><th></th>'
+    yield f"<table><tr>{head}</tr>{''.join(rows)}</table>"
+    if walk.proven:
+        lines = report.verdict_lines(walk.proven.verdict, slice_)
+        yield f"<pre>{html.escape(chr(10).join(lines))}</pre>"
 
 
 def _memory_bar(best: Ranked, slice_: Slice) -> str:

@@ -8,14 +8,31 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from capibara.optim import StateDtype
-from capibara.planner import search
+from capibara.planner import advice, search
+from capibara.planner.choice import Choice
 from capibara.planner.search import Ranked
+from capibara.planner.slice_choice import Offer
 from capibara.planner.slices import Slice
+from capibara.planner.verdict import Verdict
+from capibara.planner.verify import Walk
 from capibara.planner.workload import Workload
 from capibara.sharding import MESH_AXES, Remat
 from capibara.types import UserError
 
 GIB = 2**30
+
+
+def plans_json(
+    walk: Walk, work: Workload, slice_: Slice, *, top: int, tokens: float | None, usd: float | None
+) -> dict[str, Any]:
+    """The first plans and what was compiled of them."""
+    plans = []
+    for one in walk.ranked[:top]:
+        tried = walk.of(one)
+        proof = {"verdict": verdict_json(tried.verdict)} if tried else {}
+        plans.append(as_json(one, work, slice_, tokens, usd) | proof)
+    compiled = [{"plan": one.ranked.choice.describe(), "verdict": verdict_json(one.verdict)} for one in walk.tried]
+    return {"plans": plans, "tried": compiled, "memory_scale": walk.scale}
 
 
 def as_json(ranked: Ranked, work: Workload, slice_: Slice, tokens: float | None, usd: float | None) -> dict[str, Any]:
@@ -79,18 +96,18 @@ MEMORY_PARTS = {
 
 
 def show(
-    ranked: Sequence[Ranked], work: Workload, slice_: Slice, *, top: int, tokens: float | None, usd: float | None
+    walk: Walk, work: Workload, slice_: Slice, *, top: int, tokens: float | None, usd: float | None
 ) -> None:
     """Prints the chosen plan and the runners-up."""
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console(width=None if sys.stdout.isatty() else 140, highlight=False, markup=False)
-    best = ranked[0]
+    console = _console()
+    ranked, best = walk.ranked, walk.ranked[0]
     console.print(f"{slice_.name}: {best.choice.describe()}", style="bold", soft_wrap=True)
-    for line in _summary(best, work, slice_, tokens, usd):
+    for line in (*_summary(best, work, slice_, tokens, usd), *_proof(walk)):
         console.print(f"  {line}", soft_wrap=True)
-    table = Table(title=f"the first {min(top, len(ranked))} of {len(ranked)} plans, all figures predicted")
+    corrected = f", memory corrected by what was compiled (x {walk.scale:.2f})" if walk.tried else ""
+    table = Table(title=f"the first {min(top, len(ranked))} of {len(ranked)} plans, all figures predicted{corrected}")
     for name in ("plan", "batch", "HBM GiB", "step s", "tokens/s chip", "MFU", "why not first"):
         table.add_column(name, justify="left" if name in ("plan", "why not first") else "right")
     for index, one in enumerate(ranked[:top]):
@@ -105,6 +122,39 @@ def show(
             why_not(one, best) if index else "",
         )
     console.print(table)
+
+
+def show_offers(
+    found: Sequence[Offer], chosen: Offer, work: Workload, *, tokens: float | None, usd: float | None
+) -> None:
+    """Prints the slices that were weighed, each with its best plan, and which one it is."""
+    from rich.table import Table
+
+    table = Table(title="slices with their best plans, all figures predicted")
+    for name in ("", "slice", "plan", "HBM GiB", "tokens/s", "MFU", "USD/hour", "USD/M tokens", "days", "USD"):
+        table.add_column(name, justify="left" if name in ("", "slice", "plan") else "right")
+    for offer in found:
+        cost, slice_ = offer.best.cost, offer.slice_
+        hourly, each = slice_.price_per_hour(usd), offer.usd_per_million_tokens(usd)
+        table.add_row(
+            ">" if offer is chosen else "",
+            slice_.name,
+            offer.best.choice.describe(),
+            f"{offer.best.memory.peak / GIB:.2f}",
+            f"{cost.tokens_per_s:,.0f}",
+            f"{cost.mfu:.1%}",
+            "" if hourly is None else f"{hourly:,.2f}",
+            "" if each is None else f"{each:.4f}",
+            f"{cost.days(tokens):.1f}" if tokens else "",
+            f"{cost.usd(tokens, usd):,.0f}" if tokens and hourly is not None else "",
+        )
+    _console().print(table)
+
+
+def _console():
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else 140, highlight=False, markup=False)
 
 
 def _summary(best: Ranked, work: Workload, slice_: Slice, tokens: float | None, usd: float | None) -> Iterable[str]:
@@ -123,6 +173,33 @@ def _summary(best: Ranked, work: Workload, slice_: Slice, tokens: float | None, 
         spent = cost.usd(tokens, usd)
         money = "" if spent is None else f" and {spent:,.0f} USD"
         yield f"predicted for {tokens:.3g} tokens: {cost.days(tokens):.1f} days{money}"
+    yield from _advice(work, tokens)
+
+
+def _advice(work: Workload, tokens: float | None) -> Iterable[str]:
+    """Batch and learning rate by others' rules, for decoders: no other kind of model was in their fits."""
+    if work.config.objective != "causal":
+        return
+    weights = work.active_weights
+    tokens = tokens or advice.CHINCHILLA_TOKENS * weights
+    yield f"suggested for {tokens:.3g} tokens by published scaling rules, to start a search from:"
+    for rule in advice.advice(weights, work.model_flops_per_token, tokens):
+        yield f"  {rule.describe(work.length)}"
+
+
+def _proof(walk: Walk) -> Iterable[str]:
+    """What was compiled, a line for each plan."""
+    for one in walk.tried:
+        plan, predicted, compiled = one.ranked.choice.describe(), one.ranked.memory.peak, one.verdict.compiled
+        before = f"{predicted / GIB:.2f} GiB predicted before"
+        if compiled is None:
+            yield f"not compiled: {plan}: {one.verdict.message}"
+        elif not compiled.fits:
+            yield f"compiled: {plan}: does not fit ({before})"
+        else:
+            spare = "" if one.good else ", less to spare than asked"
+            error = predicted / compiled.peak_bytes - 1
+            yield f"compiled: {plan}: fits, peak {compiled.peak_bytes / GIB:.2f} GiB{spare} ({before}: {error:+.1%})"
 
 
 def why_not(one: Ranked, best: Ranked) -> str:
@@ -159,13 +236,49 @@ def explain(best: Ranked, work: Workload, slice_: Slice) -> Iterable[str]:
         yield f"  {name:<12}{getattr(cost, name):10.4f}"
 
 
-def gin(best: Ranked, work: Workload, slice_: Slice) -> str:
-    """The plan as Gin bindings; include it after a run file, or name it with another --gin_file."""
-    choice = best.choice
+def verdict_lines(verdict: Verdict, slice_: Slice) -> Iterable[str]:
+    """What the compiler says of a step, a line each."""
+    compiled = verdict.compiled
+    if compiled is None:
+        return
+    versions = ", ".join(f"{name} {verdict.versions.get(name)}" for name in ("jax", "libtpu"))
+    when = f"compiled {'earlier, ' if verdict.cached else ''}in {compiled.compile_s:.0f} s with {versions}"
+    usable = slice_.chip.device_usable_hbm_bytes
+    if not compiled.fits:
+        need = f"it needs {compiled.peak_bytes / GIB:.2f} GiB or more" if compiled.peak_bytes else "it needs more HBM"
+        yield f"{slice_.name}: does not fit: {need}, a chip has {usable / GIB:.2f} ({when})"
+        return
+    yield f"{slice_.name}: fits ({when})"
+    share = compiled.peak_bytes / usable
+    yield f"  peak HBM {compiled.peak_bytes / GIB:.2f} of {usable / GIB:.2f} GiB a chip ({share:.0%})"
+    parts = {"arguments": compiled.argument_bytes, "temporaries": compiled.temporary_bytes, "code": compiled.code_bytes}
+    parts |= {"in the host's memory": compiled.host_bytes} if compiled.host_bytes else {}
+    yield "  " + ", ".join(f"{name} {size / GIB:.2f} GiB" for name, size in parts.items())
+    costs = compiled.costs
+    yield f"  {compiled.flops / 1e12:.1f} TFLOP a chip and step, {costs.hbm_bytes / 1e9:.1f} GB over HBM"
+    for kind, size in sorted(costs.collective_bytes.items()):
+        yield f"  {kind}: {size / 1e9:.2f} GB"
+    if compiled.kernels:
+        yield f"  kernels: {', '.join(compiled.kernels)}"
+    if compiled.compiled_s:
+        yield f"  {compiled.compiled_s:.3f} s by the compiler's cycles, without kernels and collectives"
+
+
+def verdict_json(verdict: Verdict) -> dict[str, Any]:
+    """The same as plain values."""
+    compiled = verdict.compiled
+    return {
+        "outcome": str(verdict.outcome),
+        "message": verdict.message,
+        "date": verdict.date,
+        "versions": dict(verdict.versions),
+        "compiled": compiled.to_json() if compiled else None,
+    }
+
+
+def bindings(choice: Choice, work: Workload, slice_: Slice) -> list[str]:
+    """A plan as Gin statements."""
     lines = [
-        f"# {slice_.name}: {choice.describe()}.",
-        f"# Predicted: {best.memory.peak / GIB:.2f} GiB of HBM a chip, {best.cost.step_s:.2f} s a step, "
-        f"{best.cost.mfu:.1%} MFU.",
         f"Plan.slice = {slice_.name!r}",
         f"Plan.batch_size = {choice.batch_size(work)}",
         *(f"Plan.{axis} = {choice.mesh[axis]}" for axis in MESH_AXES),
@@ -178,7 +291,22 @@ def gin(best: Ranked, work: Workload, slice_: Slice) -> str:
         lines.append(f"Plan.pipeline_microbatches = {choice.pipeline_microbatches}")
     if choice.state_dtype is not StateDtype.FLOAT32:
         lines.append(f"Optimizer.state_dtype = {str(choice.state_dtype)!r}")
-    return "\n".join(lines) + "\n"
+    return lines
+
+
+def gin(walk: Walk, work: Workload, slice_: Slice) -> str:
+    """The first plan as a Gin file; include it after a run file, or name it with another --gin_file."""
+    best = walk.ranked[0]
+    verdict = walk.proven.verdict if walk.proven else None
+    lines = [
+        f"# {slice_.name}: {best.choice.describe()}, for rows of {work.length}.",
+        f"# Predicted: {best.memory.peak / GIB:.2f} GiB of HBM a chip, {best.cost.step_s:.2f} s a step, "
+        f"{best.cost.mfu:.1%} MFU.",
+    ]
+    if verdict:
+        versions = " and ".join(f"{name} {verdict.versions.get(name)}" for name in ("jax", "libtpu"))
+        lines.append(f"# Compiled on {verdict.date}, {versions}: {verdict.compiled.peak_bytes / GIB:.2f} GiB.")
+    return "\n".join([*lines, *bindings(best.choice, work, slice_)]) + "\n"
 
 
 def save(path: str, text: str) -> None:

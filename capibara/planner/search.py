@@ -32,6 +32,8 @@ REMATS = (
 _MOST_TENSOR, _MOST_CONTEXT, _MOST_STAGES = 16, 32, 16
 _FEWEST_PLACES = 512  # of a row on one device of a context axis: less and its kernels are too small
 _MOST_ACCUMULATION = 64
+_MOST_ROWS = 8192  # of a micro-batch on one device
+_ALIKE = 1.01  # plans whose speeds differ by less are as good as each other
 
 
 class Objective(enum.StrEnum):
@@ -72,6 +74,7 @@ class Question:
     Attributes:
       objective: what is best.
       batch_size: rows of a step; None: as many as are best.
+      accumulation: micro-batches of a step; None: as few as fit.
       headroom: share of the usable HBM that predictions leave free: they err by a few percent.
       state_dtypes: dtypes of the optimizer's state that are weighed.
       remats: remat policies that are weighed.
@@ -81,6 +84,7 @@ class Question:
 
     objective: Objective = Objective.THROUGHPUT
     batch_size: int | None = None
+    accumulation: int | None = None
     headroom: float = 0.06
     state_dtypes: tuple[StateDtype, ...] = (StateDtype.FLOAT32,)
     remats: tuple[RematPolicy, ...] = REMATS
@@ -129,13 +133,14 @@ def search(work: Workload, slice_: Slice, question: Question | None = None) -> l
 
 
 def _order(ranked: Ranked, question: Question) -> tuple:
-    axes = sum(size > 1 for size in ranked.choice.sizes)  # of equals the plainest
+    axes = sum(size > 1 for size in ranked.choice.sizes)
     if not ranked.fits:
         return 1, ranked.missing_bytes, axes
     if question.objective is Objective.LARGEST_BATCH:
         rows = ranked.choice.rows * ranked.choice.accumulation * ranked.choice.devices / ranked.choice.mesh["context"]
         return 0, -rows, -ranked.cost.tokens_per_s, axes
-    return 0, -ranked.cost.tokens_per_s, axes
+    # Predictions do not tell plans apart that are within a percent: of those the plainest.
+    return 0, -round(math.log(ranked.cost.tokens_per_s) / math.log(_ALIKE)), axes, -ranked.cost.tokens_per_s
 
 
 def meshes(work: Workload, slice_: Slice, fixed: dict[str, int] | None = None) -> Iterator[tuple[int, ...]]:
@@ -214,20 +219,21 @@ def _rows(work: Workload, weigh, shards: int, question: Question, limit: float) 
         if question.batch_size % shards:
             return []
         each = question.batch_size // shards
-        pairs = [(each // n, n) for n in _divisors(each) if n <= _MOST_ACCUMULATION and each // n % stages == 0]
+        counts = [n for n in _divisors(each) if n <= _MOST_ACCUMULATION and each // n % stages == 0]
+        pairs = [(each // n, n) for n in counts if question.accumulation in (None, n)]
         # Fewer micro-batches gather weights less often: the first that fits, or what comes closest to it.
         fitting = next((pair for pair in pairs if peak(*pair) <= limit), None)
         return [fitting] if fitting else pairs[-1:]
-    fewest = stages
-    if peak(fewest, 1) > limit:
-        return [(fewest, 1)]
+    fewest, parts = stages, question.accumulation or 1
+    if peak(fewest, parts) > limit:
+        return [(fewest, parts)]
     # Peak memory is linear in rows, but for the blocks of logits: one step along the line, then down to what fits.
-    low, high = peak(fewest, 1), peak(2 * fewest, 1)
-    most = fewest + int((limit - low) / max(1.0, high - low) * fewest) if high > low else 1024
-    most = min(1024, max(fewest, most + 4)) // fewest * fewest
-    while most > fewest and peak(most, 1) > limit:
+    low, high = peak(fewest, parts), peak(2 * fewest, parts)
+    most = fewest + int((limit - low) / max(1.0, high - low) * fewest) if high > low else _MOST_ROWS
+    most = min(_MOST_ROWS, max(fewest, most + 4)) // fewest * fewest
+    while most > fewest and peak(most, parts) > limit:
         most -= fewest
-    return [(rows, 1) for rows in sorted({fewest * max(1, most // fewest // part) for part in (1, 2, 4)})]
+    return [(rows, parts) for rows in sorted({fewest * max(1, most // fewest // part) for part in (1, 2, 4)})]
 
 
 def _no_mesh(work: Workload, slice_: Slice, question: Question) -> UserError:
@@ -261,12 +267,12 @@ def fitting_slices(work: Workload, chip: str, question: Question, most: int = 12
     return found
 
 
-def too_big(best: Ranked, work: Workload, slice_: Slice, question: Question) -> str:
-    """One line that says what is missing by how much, and where it would fit."""
+def no_plan(best: Ranked, work: Workload, slice_: Slice, question: Question) -> UserError:
+    """One line that says what the leanest plan lacks, and where it would fit."""
     fits = fitting_slices(work, slice_.chip.name, question, most=1)
     where = f"use {fits[0][0].name}" if fits else "no slice of these chips has enough"
     usable = slice_.chip.device_usable_hbm_bytes / GIB
-    return (
+    return UserError(
         f"no plan fits {slice_.name}: the leanest ({best.choice.describe()}) needs "
         f"{best.memory.peak / GIB:.1f} GiB a chip, {slice_.chip.name} has {usable:.2f} usable and "
         f"{100 * question.headroom:.0f}% of it is kept free: {where}"

@@ -11,12 +11,12 @@ from typing import Any
 
 import jax
 
-from capibara import config, optim, tree
+from capibara import optim, tree
 from capibara.models import api
 from capibara.models.api import Model
 from capibara.optim import Optimizer, OptimizerName, StateDtype
 from capibara.sharding import Rules
-from capibara.types import PyTree, UserError
+from capibara.types import PyTree
 
 _COMPUTE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -125,6 +125,13 @@ class Workload:
         return self.model.flops_per_token(self.length, self.encoder_length)
 
     @property
+    def active_weights(self) -> float:
+        """Matmul weights of all layers that a token meets; embedding and head are not in it."""
+        moe = self.config.moe
+        share = 1.0 if moe is None else moe.top_k / moe.num_experts
+        return sum(stack.weights.total() + share * stack.expert_weights.total() for stack in self.stacks)
+
+    @property
     def expert_dim(self) -> int:
         """Hidden width of one MLP, of an expert where there are some."""
         moe = self.config.moe
@@ -173,38 +180,16 @@ def describe(
     )
 
 
-def of_run(trainer: Any, length: int | None = None, encoder_length: int | None = None) -> Workload:
-    """The workload of a run.
-
-    Args:
-      trainer: training.trainer.Trainer; its plan's mesh and batch are not looked at.
-      length, encoder_length: in place of the run's.
-    """
-    dataset = trainer.dataset
+def of_run(trainer: Any) -> Workload:
+    """The workload of a run (training.trainer.Trainer); its plan's mesh and batch are not looked at."""
     return describe(
         api.build(trainer.model),
         trainer.optimizer,
-        length=length or dataset.length,
-        encoder_length=encoder_length or dataset.encoder_length,
+        length=trainer.dataset.length,
+        encoder_length=trainer.dataset.encoder_length,
         rules=trainer.plan.rules,
         ema=trainer.ema_decay is not None,
     )
-
-
-def of_bound_model(length: int | None = None, encoder_length: int | None = None) -> Workload:
-    """The workload of the model that the parsed Gin files configure, rows of 2048 where no length is given.
-
-    Raises:
-      UserError: they configure none.
-    """
-    kinds = (api.EncoderDecoderConfig, api.EncoderConfig, api.DecoderConfig)
-    kind = next((kind for kind in kinds if config.is_bound(kind.__name__)), None)
-    if kind is None:
-        raise UserError("--gin_file configures no model: add one, e.g. --gin_file=models/capibara_8b.gin")
-    length = length or 2048
-    encoder_length = (encoder_length or length) if kind is api.EncoderDecoderConfig else None
-    model, optimizer = api.build(config.build(kind)), config.build(Optimizer)
-    return describe(model, optimizer, length=length, encoder_length=encoder_length)
 
 
 def _leaves(shapes: PyTree, axes: PyTree) -> list[Leaf]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
+from capibara import config
 from capibara.config import configurable
 from capibara.data.loader import Dataset
+from capibara.models import api
 from capibara.models.api import TransformerConfig
 from capibara.optim import Optimizer
 from capibara.sharding import Plan
@@ -100,3 +102,39 @@ class Trainer:
             raise UserError(
                 f"Dataset.length ({self.dataset.length}) must be at most {type(self.model).__name__}.max_length ({longest})"
             )
+
+
+def of_gin(length: int | None = None, encoder_length: int | None = None) -> Trainer:
+    """The run that the parsed Gin files configure, to look at and to compile; its run folder means nothing.
+
+    Of a model file alone it is a run that trains this model on rows of 2048 tokens with what else is bound (Plan,
+    Optimizer) and the default of what is not.
+
+    Args:
+      length, encoder_length: places of a row in place of the run's.
+
+    Raises:
+      UserError: they configure neither a run nor a model.
+    """
+    lengths = {"length": length, "encoder_length": encoder_length}
+    lengths = {name: places for name, places in lengths.items() if places is not None}
+    if config.is_bound("Trainer.model"):
+        run = config.build(Trainer, model_dir="unused")
+        return dataclasses.replace(run, dataset=dataclasses.replace(run.dataset, **lengths)) if lengths else run
+    kinds = (api.EncoderDecoderConfig, api.EncoderConfig, api.DecoderConfig)
+    kind = next((kind for kind in kinds if config.is_bound(kind.__name__)), None)
+    if kind is None:
+        raise UserError("--gin_file configures no model: add one, e.g. --gin_file=models/capibara_8b.gin")
+    model = config.build(kind)
+    lengths.setdefault("length", 2048)
+    if kind is api.EncoderDecoderConfig:
+        lengths.setdefault("encoder_length", lengths["length"])
+    domains = model.moe.hints.domains if model.moe and model.moe.hints else ()
+    return Trainer(
+        model_dir="unused",
+        steps=1_000_000,
+        model=model,
+        plan=config.build(Plan, **({} if config.is_bound("Plan.batch_size") else {"batch_size": 1})),
+        dataset=Dataset(mixture_or_task_name="unused", kind=model.objective, domains=domains, **lengths),
+        optimizer=config.build(Optimizer),
+    )

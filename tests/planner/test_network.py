@@ -88,7 +88,7 @@ def test_an_exchange_waits_for_the_middle_of_the_line():
 def test_several_slices_lie_on_the_outermost_axis_and_talk_over_the_data_centre():
     lay = laid("2xv5e-256", data=2, fsdp=256)
     assert lay.slices["data"] == 2
-    dcn = lay.slice_.chip.dcn_bytes_per_s
+    dcn = lay.slice_.chip.dcn_bytes_per_s * network.DCN_REACHED
     assert lay.reduce_s(1e9, ["data"]) == pytest.approx(2 * 0.5e9 / dcn)
     assert lay.describe("data") == "data=2: 2 slices"
 

@@ -10,7 +10,7 @@ from capibara import sharding
 from capibara.models import api
 from capibara.models.moe import Moe
 from capibara.optim import Optimizer, StateDtype
-from capibara.planner import cost, memory, report, search, slices, workload
+from capibara.planner import cost, memory, report, search, slices, verify, workload
 from capibara.planner.choice import Choice, of_plan
 from capibara.planner.search import Objective, Question
 from capibara.sharding import MESH_AXES, Plan, Remat, RematPolicy
@@ -131,7 +131,7 @@ def test_the_first_choice_is_the_best_of_all():
                 one = Choice(sizes=sizes, rows=rows, accumulation=accumulation, remat=remat, pipeline_microbatches=parts)
                 if memory.memory(work, one).peak <= limit:
                     fastest = max(fastest, cost.cost(work, one, V5E).tokens_per_s)
-    assert best.cost.tokens_per_s >= 0.999 * fastest
+    assert best.cost.tokens_per_s >= 0.98 * fastest  # of plans that are within a percent the plainest is first
 
 
 def test_the_largest_batch_has_more_rows_than_the_fastest_plan():
@@ -156,7 +156,7 @@ def test_what_does_not_fit_says_by_how_much_and_where_it_would():
     slice_ = slices.parse("v5e-16")
     best = search.search(big, slice_)[0]
     assert not best.fits
-    text = search.too_big(best, big, slice_, Question())
+    text = str(search.no_plan(best, big, slice_, Question()))
     assert "no plan fits v5e-16" in text and "v5e has 15.75 usable" in text and "use v5e-" in text and "\n" not in text
 
 
@@ -166,7 +166,7 @@ def test_a_plan_in_gin_is_the_plan(tmp_path):
     work = work_of()
     best = search.search(work, V5E, Question(batch_size=256))[0]
     path = tmp_path / "plan.gin"
-    path.write_text(report.gin(best, work, V5E))
+    path.write_text(report.gin(verify.unproven([best], Question()), work, V5E))
     config.parse([str(path)], [], [])
     plan = config.build(Plan)
     assert of_plan(plan, work, V5E.devices) == best.choice and plan.slice == "v5e-64"

@@ -1,0 +1,40 @@
+"""One line on standard error that says what a long job does; plain lines, few of them, where it is no terminal."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import IO, Self
+
+_PLAIN_EVERY_S = 30.0
+
+
+class StatusLine:
+    """Shows the latest text; a context manager, which leaves the line empty.
+
+    Args:
+      stream: where; None: standard error.
+    """
+
+    def __init__(self, stream: IO[str] | None = None):
+        self._stream = stream or sys.stderr
+        self._live = self._stream.isatty()
+        self._topic, self._said_s = "", 0.0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._write("\r\x1b[K" if self._live else "")
+
+    def show(self, topic: str, detail: str) -> None:
+        """Shows `topic, detail`; without a terminal only a new topic, and the same one every half minute."""
+        if self._live:
+            self._write(f"\r\x1b[K{topic}, {detail}")
+        elif topic != self._topic or time.monotonic() - self._said_s >= _PLAIN_EVERY_S:
+            self._topic, self._said_s = topic, time.monotonic()
+            self._write(f"{topic}, {detail}\n")
+
+    def _write(self, text: str) -> None:
+        self._stream.write(text)
+        self._stream.flush()

@@ -1,0 +1,47 @@
+"""A run that names its slice and leaves the mesh open gets the planner's."""
+
+import math
+
+import pytest
+
+from capibara import config
+from capibara.planner import automatic, slices
+from capibara.sharding import MESH_AXES, Remat
+from capibara.training.trainer import of_gin
+from capibara.types import UserError
+
+FILES = ["runs/pretrain.gin", "models/capibara_1b.gin", "tasks/text.gin"]
+OPEN = ["MODEL_DIR = 'unused'", "TRAIN_STEPS = 10", "BATCH_SIZE = 128", "LENGTH = 2048", "FILES = ('unused',)"]
+OPEN += ["Plan.slice = 'v5e-64'"]
+
+
+def run_of(*bindings):
+    config.reset()
+    config.parse(FILES, [*OPEN, *bindings], [])
+    return of_gin()
+
+
+def test_an_open_mesh_is_chosen_for_the_slice_and_the_batch_kept():
+    said = []
+    planned = automatic.planned(run_of(), said.append)
+    plan = planned.plan
+    assert math.prod(getattr(plan, axis) for axis in MESH_AXES) == slices.parse("v5e-64").devices
+    assert plan.batch_size == 128 and plan.slice == "v5e-64" and plan.rules == run_of().plan.rules
+    assert len(said) == 1 and said[0].startswith("plan for v5e-64: ") and "predicted" in said[0]
+
+
+def test_what_the_files_say_is_kept():
+    plan = automatic.planned(run_of("Plan.remat = 'full'", "Plan.accumulation = 2"), lambda text: None).plan
+    assert plan.remat is Remat.FULL and plan.accumulation == 2
+
+
+@pytest.mark.parametrize("binding", ["Plan.fsdp = -1", "Plan.tensor = 2", "Plan.slice = None"])
+def test_a_mesh_that_is_not_open_stays(binding):
+    run = run_of(binding)
+    assert automatic.planned(run, pytest.fail) is run
+
+
+def test_a_slice_that_is_too_small_is_one_line():
+    run = run_of("Plan.slice = 'v5e-1'")
+    with pytest.raises(UserError, match=r"no plan fits v5e-1: .* use v5e-"):
+        automatic.planned(run, pytest.fail)
