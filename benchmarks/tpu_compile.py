@@ -81,7 +81,7 @@ def compile_ours(row: Row) -> dict[str, Any]:
     from capibara.models.transformer import Head
     from capibara.optim import Optimizer, Schedule
     from capibara.planner import compile as planner
-    from capibara.planner import topology
+    from capibara.planner import topology, xla_flags
     from capibara.training import run, step
     from capibara.training.trainer import Trainer
 
@@ -99,7 +99,8 @@ def compile_ours(row: Row) -> dict[str, Any]:
     )
     model = api.build(trainer.model)
     mesh = sharding.make_mesh(trainer.plan, devices)
-    report = planner.compile_train_step(run.lower_step(trainer, model, mesh)["train_step"])
+    lowered = run.lower_step(trainer, model, mesh)["train_step"]
+    report = planner.compile_train_step(lowered, xla_flags.options(row.slice.partition("-")[0]))
     return report.to_json() | {"model_flops": model.flops_per_token(LENGTH) * row.rows * LENGTH}
 
 

@@ -16,7 +16,6 @@ import pytest
 from capibara.planner import compile as planner
 from capibara.planner import hlo
 from capibara.planner.compile import Compiled
-from capibara.planner.verdict import Outcome, verdict
 
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
 COSTS = hlo.Costs(
@@ -124,60 +123,3 @@ def test_host_buffers_are_apart_and_what_does_not_fit_is_no_crash():
     # On the device are the gradient, the copy and the difference; the compiler's peak has the host's buffer as well.
     assert offloaded.peak_bytes == 3 * buffer
     assert not too_big.fits and too_big.peak_bytes > too_big.limit_bytes == math.floor(15.75 * 2**30)
-
-
-STEP = """
-from capibara import sharding
-from capibara.data.loader import Dataset
-from capibara.models import api
-from capibara.optim import Optimizer, Schedule
-from capibara.planner import compile as planner, topology, verdict, xla_flags
-from capibara.training import run
-from capibara.training.trainer import Trainer
-
-verdict.announce("lowering")
-trainer = Trainer(
-    model_dir="unused",
-    steps=10,
-    model=api.DecoderConfig(vocab_size=1024, embed_dim=256, num_layers=4, num_heads=2, mlp_dim=512),
-    plan=sharding.Plan(batch_size=8, remat=sharding.Remat.FULL),
-    dataset=Dataset(mixture_or_task_name="unused", length=512),
-    optimizer=Optimizer(schedule=Schedule(learning_rate=1e-3)),
-)
-mesh = sharding.make_mesh(trainer.plan, topology.slice_devices("v5e:2x2"))
-model = api.build(trainer.model)
-lowered = run.lower_step(trainer, model, mesh)["train_step"]
-verdict.announce("compiling")
-report = planner.compile_train_step(lowered, xla_flags.options("v5e"))
-verdict.report(report)
-"""
-
-
-@needs_libtpu
-def test_a_small_decoders_train_step_is_proven(tmp_path, monkeypatch):
-    monkeypatch.delenv("XLA_FLAGS", raising=False)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")]))
-    phases = []
-    found = verdict(
-        [sys.executable, "-c", STEP],
-        {"model": "small"},
-        deadline_s=240,  # it takes a tenth of it on an idle machine
-        cache_dir=tmp_path,
-        status=lambda elapsed_s, phase: phases.append(phase),
-    )
-    assert found.outcome is Outcome.FITS, found.message
-    assert list(dict.fromkeys(phases)) == ["starting", "lowering", "compiling"]
-    report = found.compiled
-    # Layers: 4 x (4 x 256 x 256 + 3 x 256 x 512); forward, backward and the recomputed forward are 4 forwards' FLOPs.
-    # The tied head, 1024 x 256, is 3 or 4, and the kernels count apart.
-    tokens = 8 * 512 // 4
-    layers, head = 4 * (4 * 256 * 256 + 3 * 256 * 512), 1024 * 256
-    least, most = 2 * tokens * (4 * layers + 3 * head), 2 * tokens * 4 * (layers + head)
-    assert 0.95 * least < report.costs.matmul_flops < 1.05 * most
-    assert report.chip == "v5e" and report.limit_bytes == math.floor(15.75 * 2**30)
-    # Parameters and two moments in float32 over four chips, and a batch.
-    assert 3 * 4 * (layers + head) / 4 < report.argument_bytes < report.peak_bytes < 2**30
-    assert report.host_bytes == 0 and report.code_bytes > 0
-    assert any(name.startswith("splash") for name in report.kernels)
-    assert report.costs.collective_bytes and 0 < report.compiled_s < 0.1
-    assert verdict(["/no/such/program"], {"model": "small"}, deadline_s=1, cache_dir=tmp_path).compiled == report
