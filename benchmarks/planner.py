@@ -1,7 +1,7 @@
 """The planner's predictions beside what the TPU compiler says and what others published. No TPU is needed.
 
     python benchmarks/planner.py memory [--points=7b-save,8b-tensor] [--json=OUT]
-    python benchmarks/planner.py limit | time | search
+    python benchmarks/planner.py limit | time | search | largest
 
 memory: predicted against compiled peak HBM of a chip, over models, slices, meshes and remat policies. The memory
   model's constants (planner/memory.py) were fitted on the points marked "calibrate"; the others are the test.
@@ -9,8 +9,9 @@ limit: plans around what a chip holds: no plan that is called fitting may be ref
 time: predicted against published step times of MaxText on v5e and v6e. Nothing is measured here: other people's
   measurements are compared with predictions, of our step, on what they ran.
 search: the first plan against all plans, and how long `capibara plan` takes for 120 B parameters on 256 chips.
+largest: how much of the HBM the largest batch of a plan uses that `capibara plan --verify` proves.
 
-memory and limit need libtpu; a compile takes half a minute to some minutes on two cores. Verdicts are kept in
+memory, limit and largest need libtpu; a compile takes half a minute to some minutes on two cores. Verdicts are kept in
 ~/.cache/capibara/verdicts: what was compiled once, with the same code and versions, is not compiled again.
 """
 
@@ -73,7 +74,7 @@ MEMORY = {
     "7b-full": Point("llama2_7b", "v5e-64", {"fsdp": 64}, 8, calibrate=True),
     "8b-full": Point("llama3.1_8b", "v6e-64", {"fsdp": 64}, 2, length=8192),
     "8b-save-attention": Point("llama3.1_8b", "v6e-16", {"fsdp": 16}, 2, "save", (*QKV, "attention"), 4096, calibrate=True),
-    "8b-accumulate": Point("capibara_8b", "v6e-64", {"fsdp": 64}, 2, "save", length=4096, accumulation=4),
+    "8b-accumulate": Point("capibara_8b", "v6e-64", {"fsdp": 64}, 2, "save", length=4096, accumulation=4, calibrate=True),
     "gemma2-9b": Point("gemma2_9b", "v6e-64", {"fsdp": 64}, 2, length=4096),
     # Tensor and context.
     "7b-tensor": Point("llama2_7b", "v5e-64", {"fsdp": 16, "tensor": 4}, 16, calibrate=True),
@@ -90,8 +91,17 @@ MEMORY = {
     "qwen3-30b-expert": Point("qwen3_30b_a3b", "v6e-64", {"fsdp": 16, "expert": 4}, 2, bindings=_CAPACITY),
     # Encoder-decoder.
     "t5-xl": Point("t5_1_1_xl", "v5e-64", {"fsdp": 64}, 8, length=512, encoder_length=1024, calibrate=True),
-    "t5-large-none": Point("t5_1_1_large", "v6e-16", {"fsdp": 16}, 8, "none", length=512, encoder_length=512),
+    "t5-large-none": Point("t5_1_1_large", "v6e-16", {"fsdp": 16}, 8, "none", length=512, encoder_length=512, calibrate=True),
     "t5-xxl-tensor": Point("t5_1_1_xxl", "v6e-64", {"fsdp": 16, "tensor": 4}, 16, length=512, encoder_length=512),
+    # Families, meshes and policies that no constant was fitted on.
+    "qwen3-8b-none": Point("qwen3_8b", "v6e-64", {"fsdp": 64}, 1, "none"),
+    "gpt2-minimal": Point("gpt2_1558m", "v5e-16", {"data": 2, "fsdp": 8}, 4, "minimal", length=1024),
+    "llama3.2-1b-context": Point("llama3.2_1b", "v5e-16", {"fsdp": 8, "context": 2}, 4, "save", length=8192),
+    "gemma3-4b": Point("gemma3_4b", "v6e-64", {"fsdp": 64}, 2, "minimal", length=4096),
+    "t5-large-minimal": Point("t5_large", "v5e-16", {"fsdp": 16}, 8, "minimal", length=256, encoder_length=512),
+    "mixtral-8x22b": Point(
+        "mixtral_8x22b", "v6e-256", {"fsdp": 64, "expert": 4}, 2, length=4096, bindings=_CAPACITY
+    ),
 }
 
 
@@ -394,15 +404,40 @@ def search_(options: argparse.Namespace) -> dict[str, Any]:
     return results
 
 
+def largest(options: argparse.Namespace) -> dict[str, Any]:
+    """The proven plan of the largest batch, as the compiler counts its HBM."""
+    import subprocess
+    import tempfile
+
+    asked = {"capibara_1b": "v5e-16", "llama2_7b": "v5e-64", "llama3.1_8b": "v6e-64"}
+    names = options.points.split(",") if options.points else list(asked)
+    results: dict[str, Any] = {}
+    for model in names:
+        with tempfile.TemporaryDirectory() as folder:
+            out = os.path.join(folder, "plan.json")
+            command = [sys.executable, "-m", "capibara.plan", f"--gin_file=models/{model}.gin", f"--slice={asked[model]}"]
+            command += ["--objective=largest_batch", "--verify", f"--json={out}", "--top=1"]
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+            with open(out, encoding="utf-8") as file:
+                found = json.load(file)
+        compiled = found["plans"][0]["verdict"]["compiled"]
+        share = compiled["peak_bytes"] / compiled["limit_bytes"]
+        results[model] = {"share": share, "batch_size": found["plans"][0]["batch_size"], "tried": len(found["tried"])}
+        print(f"{model:16}{asked[model]:>8}  batch {results[model]['batch_size']:6}  compiled peak {share:.1%} of the usable "
+              f"HBM, after {len(found['tried'])} compiles", flush=True)  # fmt: skip
+    return results
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("memory", "limit", "time", "search"))
+    parser.add_argument("part", nargs="?", default="time", choices=("memory", "limit", "time", "search", "largest"))
     parser.add_argument("--points", help="comma-separated names; default: all")
     parser.add_argument("--deadline", type=float, default=1800.0, help="seconds for a compile")
     parser.add_argument("--headroom", type=float, default=0.0, help="of limit: share of the HBM to keep free")
     parser.add_argument("--json", help="write the results there")
     options = parser.parse_args()
-    results = {"memory": memory, "limit": limit, "time": time_, "search": search_}[options.part](options)
+    parts = {"memory": memory, "limit": limit, "time": time_, "search": search_, "largest": largest}
+    results = parts[options.part](options)
     if options.json:
         with open(options.json, "w", encoding="utf-8") as file:
             json.dump(results, file, indent=1)

@@ -76,7 +76,7 @@ def plan(args: argparse.Namespace) -> int:
     if args.html:
         report.save(args.html, page.page(walk, work, slice_))
     if args.output:
-        report.save(args.output, report.gin(walk, work, slice_))
+        report.save(args.output, report.gin(walk, work, slice_, includes=args.gin_file if args.include else ()))
     report.show(walk, work, slice_, top=args.top, tokens=args.tokens, usd=args.usd_per_chip_hour)
     if args.explain:
         print("\n".join(report.explain(walk.ranked[0], work, slice_)))

@@ -265,6 +265,9 @@ def hbm_bytes(work: Workload, choice: Choice) -> tuple[float, float]:
         hidden = 3 * work.expert_dim * routed / mesh["tensor"]
         residual = 8 * c.embed_dim / mesh["tensor"] + 4 * c.embed_dim * routed
         total += passes * n * (residual + 2 * heads + 2 * hidden) * size
+        # Scores that no kernel keeps on the chip: written, read by the softmax, written, and read as probabilities.
+        scores = sum(a.scores for a in stack.attentions) / stack.length * c.num_heads / mesh["tensor"]
+        total += passes * n * 4 * scores * 4
         weights = stack.weights.on_device(mesh, without=gathered)
         weights += stack.expert_weights.on_device(mesh, without=[a for a in gathered if a != "expert"])
         total += passes * 2 * weights * size * choice.accumulation

@@ -25,6 +25,7 @@ _FREE = frozenset(
 )
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\](?:\{([^{}]*)\})?")
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
+_END = re.compile(r'^\}(, execution_thread="\w+")?\s*$')  # the latter of what a SparseCore does
 _NAME = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")
 _WORD = re.compile(r" ?([a-z][\w\-]*)\(")
 
@@ -136,7 +137,7 @@ def parse(text: str) -> Module:
             if header := _HEADER.match(line):
                 current = computations[header[2]] = {}
                 entry = header[2] if header[1] else entry
-        elif line.rstrip() == "}":
+        elif _END.match(line):
             current = None
         elif instruction := _instruction(line):
             current[instruction.name] = instruction
@@ -364,7 +365,7 @@ def _joined(text: str) -> Iterator[str]:
     """Lines, those that go on in the next (metadata of kernels) put together."""
     held = ""
     for line in text.splitlines():
-        if held and (_NAME.match(line) or line.rstrip() == "}"):
+        if held and (_NAME.match(line) or _END.match(line)):
             yield held
             held = ""
         if _NAME.match(line):

@@ -17,13 +17,21 @@ from capibara.sharding import Remat, RematPolicy
 _LOGITS_BYTES, _FEWEST_BLOCKS = 256 * 2**20, 4
 _REDUCED_BYTES = 64 * 2**20  # of the head's gradient that is reduced at once
 
-# How many arrays of its size XLA holds at once, counted in compiled programs: beside what a
-# policy names, `none` keeps the norms' float32 inputs and products.
+# How many arrays of its size XLA holds at once, counted in compiled programs (benchmarks/planner.py memory). Remat `none`
+# keeps beside what it names the norms' float32 inputs and products, of queries and keys too where these are normed.
 _NONE_HIDDEN = 6.0  # [tokens, F], of gated MLPs; two thirds where there is no gate
 _NONE_RESIDUAL = 14.5  # [tokens, D]
+_NONE_NORMED = 6.0  # queries and keys
 # What a layer's backward pass holds at once: gradients of the hidden units with what they are made of, and so on.
-_WORK_HIDDEN, _WORK_HEADS, _WORK_RESIDUAL = 6.0, 1.0, 4.0
-_WORK_WEIGHTS = 0.6  # of a layer's weights in the compute dtype: gathered and dropped, their gradients reduced, in turn
+_WORK_HIDDEN, _WORK_HEADS, _WORK_RESIDUAL = 4.0, 1.0, 2.0
+_WORK_GATHERED = 4.0  # [tokens, D] of all of a tensor axis, where the residual stream is shared out along it
+_NONE_SCORES = 2.0  # float32 scores of attention that no kernel takes
+_WORK_SCORES = 1.5
+_WORK_KEYS = 3.0  # keys and values of all of a context axis, with their gradients
+# Of a layer's weights in the compute dtype: gathered and dropped, their gradients reduced, in turn. Experts' gradients
+# are fewer and larger arrays.
+_WORK_WEIGHTS, _WORK_EXPERTS = 0.6, 0.9
+_WORK_EXPERT_HIDDEN = 5.0  # in place of _WORK_HIDDEN, with copies in the order of the experts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +41,8 @@ class Memory:
     Attributes:
       parameters, optimizer, average: the state: float32 parameters, the optimizer's moments, the moving average.
       batch: the rows of a step.
-      gradients: of all parameters; their sum too with accumulation.
+      gradients: of all parameters; with accumulation those of a micro-batch and the sum that they are added to.
+      summed: the sum over micro-batches so far.
       casts: the parameters in the compute dtype, still sharded, which XLA makes once for all layers.
       saved: what the forward pass keeps of all layers.
       layer: what the backward pass of one layer holds.
@@ -48,6 +57,7 @@ class Memory:
     average: float
     batch: float
     gradients: float
+    summed: float
     casts: float
     saved: float
     layer: float
@@ -63,7 +73,7 @@ class Memory:
     @property
     def moments(self) -> dict[str, float]:
         """Bytes in use at the moments of a step that can be its peak."""
-        held = self.saved + self.casts
+        held = self.saved + self.casts + self.summed
         return {
             "loss": self.state + self.scale * (held + self.loss),
             "backward": self.state + self.scale * (held + self.gradients + self.layer + self.weights),
@@ -96,17 +106,18 @@ def memory(work: Workload, choice: Choice, scale: float = 1.0) -> Memory:
         saved, host = saved + layers * device, host + layers * away
         layer = max(layer, _layer_bytes(work, stack, choice))
         weights = max(weights, _gathered_bytes(work, stack, choice))
-    encoder = work.encoder_length or 0
+    encoder, summed = work.encoder_length or 0, choice.accumulation > 1
     return Memory(
         parameters=parameters,
         optimizer=work.state[choice.state_dtype].on_device(mesh),
         average=parameters if work.ema else 0.0,
         batch=choice.rows * choice.accumulation * (work.length * 5 + encoder * 3) * 4.0,
-        gradients=parameters * (2 if choice.accumulation > 1 else 1),
+        gradients=parameters * (2 if summed else 1),
+        summed=parameters if summed else 0.0,
         casts=parameters / 4 * size if size < 4 else 0.0,
         saved=saved,
         layer=layer,
-        weights=weights * _WORK_WEIGHTS,
+        weights=weights,
         loss=_loss_bytes(work, choice),
         host=host,
         scale=scale,
@@ -134,7 +145,9 @@ def saved_bytes(work: Workload, stack: Stack, choice: Choice) -> tuple[float, fl
     if remat.kind is Remat.NONE:
         share = 1.0 if work.config.activation.gated else 2 / 3
         heads = named["query"] + named["key"] + named["value"] + named["attention"]
-        return _NONE_RESIDUAL * residual + heads + _NONE_HIDDEN * share * hidden, 0.0
+        normed = _NONE_NORMED * (named["query"] + named["key"]) if str(work.config.qk_norm) != "none" else 0.0
+        scores = _NONE_SCORES * _scores_bytes(work, stack, choice)
+        return _NONE_RESIDUAL * residual + heads + normed + _NONE_HIDDEN * share * hidden + scores, 0.0
     kept = sum(named.get(name, 0.0) for name in _kept_names(remat))
     return (residual, kept) if remat.kind is Remat.OFFLOAD else (residual + kept, 0.0)
 
@@ -166,6 +179,12 @@ def _results(work: Workload, stack: Stack, choice: Choice) -> tuple[dict[str, fl
     return named | ({} if c.moe is None else {"expert_down": routed * c.embed_dim * size}), residual, hidden
 
 
+def _scores_bytes(work: Workload, stack: Stack, choice: Choice) -> float:
+    """Float32 scores of one layer that no kernel keeps from being made."""
+    heads = work.config.num_heads / choice.mesh["tensor"]
+    return choice.rows * heads * sum(a.scores for a in stack.attentions) / choice.mesh["context"] * 4
+
+
 def _expert_rows(work: Workload, stack: Stack, choice: Choice) -> float:
     """Rows that one device's experts work on, of the buffer's size."""
     moe, mesh = work.config.moe, choice.mesh
@@ -185,17 +204,20 @@ def _layer_bytes(work: Workload, stack: Stack, choice: Choice) -> float:
     share = 1.0 if work.config.activation.gated else 2 / 3
     # What was kept is not made again.
     kept = _kept_names(choice.remat)
-    again = _WORK_HIDDEN * share * hidden - sum(named.get(name, 0.0) for name in kept if name.endswith(("up", "gate")))
-    again -= 0.5 * sum(named[name] for name in ("query", "key", "value") if name in kept)
-    return again + _WORK_HEADS * heads + _WORK_RESIDUAL * residual + 2 * moe
+    most = _WORK_HIDDEN if work.config.moe is None else _WORK_EXPERT_HIDDEN
+    again = most * share * hidden - sum(named.get(name, 0.0) for name in kept if name.endswith(("up", "gate")))
+    gathered = _WORK_GATHERED * residual * choice.mesh["tensor"] if choice.mesh["tensor"] > 1 else 0.0
+    keys = (named["key"] + named["value"]) * choice.mesh["context"] if choice.mesh["context"] > 1 else 0.0
+    shared = gathered + _WORK_KEYS * keys + _WORK_SCORES * _scores_bytes(work, stack, choice)
+    return again + _WORK_HEADS * heads + _WORK_RESIDUAL * residual + shared + 2 * moe
 
 
 def _gathered_bytes(work: Workload, stack: Stack, choice: Choice) -> float:
-    """One layer's weights in the compute dtype, whole but for the tensor axis and the experts' own."""
+    """What is held of one layer's weights in the compute dtype, whole but for the tensor axis and the experts' own."""
     mesh, rules = choice.mesh, work.rules
     own = stack.weights.on_device(mesh, without=(*rules.embed, *rules.layers))
     experts = stack.expert_weights.on_device(mesh, without=(*rules.expert_embed, *rules.layers))
-    return (own + experts) / stack.layers * work.compute_bytes
+    return (_WORK_WEIGHTS * own + _WORK_EXPERTS * experts) / stack.layers * work.compute_bytes
 
 
 def _loss_bytes(work: Workload, choice: Choice) -> float:

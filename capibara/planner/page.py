@@ -83,8 +83,8 @@ def _proof(walk: Walk, slice_: Slice) -> Iterator[str]:
 
 def _memory_bar(best: Ranked, slice_: Slice) -> str:
     memory, usable = best.memory, slice_.chip.device_usable_hbm_bytes
-    at_peak = {"loss": ("saved", "casts", "loss"), "update": ("gradients",)}.get(
-        memory.peak_moment, ("saved", "casts", "gradients", "layer", "weights")
+    at_peak = {"loss": ("saved", "casts", "summed", "loss"), "update": ("gradients",)}.get(
+        memory.peak_moment, ("saved", "casts", "summed", "gradients", "layer", "weights")
     )
     scaled = {name: getattr(memory, name) * memory.scale for name in at_peak}
     parts = {name: getattr(memory, name) for name in ("parameters", "optimizer", "average", "batch")} | scaled

@@ -45,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", metavar="FILE", help="write the shown plans there")
     add("--html", metavar="FILE", help="write a page with memory, time, roofline and ranking there")
     add("--output", metavar="FILE", help="write the first plan there, as a Gin file for train")
+    add("--include", action="store_true", help="let --output include the --gin_file, so that it stands alone")
 
 
 def check(args: argparse.Namespace) -> None:

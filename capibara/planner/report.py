@@ -86,6 +86,7 @@ MEMORY_PARTS = {
     "average": "average of the parameters",
     "batch": "the step's rows",
     "gradients": "float32 gradients",
+    "summed": "their sum over micro-batches",
     "casts": "parameters in the compute dtype, sharded",
     "saved": "activations kept of all layers",
     "layer": "backward pass of one layer",
@@ -294,7 +295,7 @@ def bindings(choice: Choice, work: Workload, slice_: Slice) -> list[str]:
     return lines
 
 
-def gin(walk: Walk, work: Workload, slice_: Slice) -> str:
+def gin(walk: Walk, work: Workload, slice_: Slice, includes: Sequence[str] = ()) -> str:
     """The first plan as a Gin file; include it after a run file, or name it with another --gin_file."""
     best = walk.ranked[0]
     verdict = walk.proven.verdict if walk.proven else None
@@ -306,6 +307,9 @@ def gin(walk: Walk, work: Workload, slice_: Slice) -> str:
     if verdict:
         versions = " and ".join(f"{name} {verdict.versions.get(name)}" for name in ("jax", "libtpu"))
         lines.append(f"# Compiled on {verdict.date}, {versions}: {verdict.compiled.peak_bytes / GIB:.2f} GiB.")
+    lines += [f'include "{file}"' for file in includes]
+    lengths = {"length": work.length, "encoder_length": work.encoder_length}
+    lines += [f"Dataset.{name} = {places}" for name, places in lengths.items() if places is not None]
     return "\n".join([*lines, *bindings(best.choice, work, slice_)]) + "\n"
 
 

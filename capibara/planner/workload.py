@@ -57,9 +57,15 @@ class Sharded:
 
 @dataclasses.dataclass(frozen=True)
 class Attention:
-    """One attention of a layer: keys that a query sees, in the mean over a row."""
+    """One attention of a layer.
+
+    Attributes:
+      seen_keys: keys that a query sees, in the mean over a row.
+      scores: scores of a head and row that are made all at once, where no kernel takes them: relative positions; or 0.
+    """
 
     seen_keys: float
+    scores: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -243,8 +249,8 @@ def _stacks(
     match sizes.objective:
         case "encoder_decoder":
             S = encoder_length or length
-            yield stack("encoder", "encoder/layers/", sizes.encoder_layers, S, (Attention(S),))
-            cross = (Attention(length / 2), Attention(S))
+            yield stack("encoder", "encoder/layers/", sizes.encoder_layers, S, (Attention(S, S * S),))
+            cross = (Attention(length / 2, length * length), Attention(S))
             yield stack("decoder", "decoder/layers/", sizes.num_layers, length, cross)
         case "masked":
             yield stack("encoder", "layers/", sizes.num_layers, length, (Attention(length),))

@@ -45,6 +45,12 @@ TPU_TEXT = """HloModule jit_step, is_scheduled=true
   ROOT %t = (s32[], bf16[8,64,256], bf16[256,512]) tuple(%i, %x, %w)
 }
 
+%offloaded (param_0.2: bf16[8,64], param_1.2: s32[4]) -> bf16[4,64] {
+  %param_0.2 = bf16[8,64]{1,0} parameter(0)
+  %param_1.2 = s32[4]{0} parameter(1)
+  ROOT %gather.1 = bf16[4,64]{1,0} gather(%param_0.2, %param_1.2), offset_dims={1}, slice_sizes={1,64}
+}, execution_thread="sparsecore"
+
 %condition (arg.1: (s32[], bf16[8,64,256], bf16[256,512])) -> pred[] {
   %arg.1 = (s32[]{:T(128)}, bf16[8,64,256]{2,1,0}, bf16[256,512]{1,0}) parameter(0)
   %constant.5 = s32[]{:T(128)} constant(12)

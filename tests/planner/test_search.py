@@ -176,7 +176,7 @@ def test_explained_terms_add_up():
     work = work_of()
     best = search.search(work, V5E)[0]
     parts = best.memory
-    backward = parts.state + parts.saved + parts.casts + parts.gradients + parts.layer + parts.weights
+    backward = parts.state + parts.saved + parts.casts + parts.summed + parts.gradients + parts.layer + parts.weights
     assert parts.moments["backward"] == pytest.approx(backward)
     text = "\n".join(report.explain(best, work, V5E))
     assert f"{parts.saved / 2**30:.3f}" in text and f"{best.cost.step_s:.4f}" in text

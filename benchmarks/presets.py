@@ -1,0 +1,79 @@
+"""The plans in gin/slices/: lists their records, or has the planner write those that are missing.
+
+    python benchmarks/presets.py [--write] [--slices=v5e-64,v6e-64] [--models=capibara_1b]
+
+Each is what `capibara plan --verify` found for a model on a slice, with the compiler's record beside it. Writing needs
+libtpu and takes one to some minutes for a plan on two cores; remove a file to have it written anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+FOLDER = ROOT / "gin" / "slices"
+SLICES = ("v5e-64", "v6e-64", "v6e-256", "v5e-256")
+MODELS = ("capibara_125m", "capibara_1b", "capibara_8b", "capibara_20b", "capibara_120b", "mixtral_8x7b")
+LENGTH = 4096
+
+
+def write(model: str, slice_: str) -> None:
+    """Has the planner choose and prove a plan; a model that is too large for the slice has none."""
+    target = FOLDER / slice_ / f"{model}.gin"
+    if target.exists():
+        return
+    raw = target.with_suffix(".partial")
+    command = [sys.executable, "-m", "capibara.plan", f"--gin_file=models/{model}.gin", f"--slice={slice_}"]
+    command += [f"--length={LENGTH}", "--verify", "--include", f"--output={target}", f"--json={raw}", "--top=1"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    child = subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    if child.returncode:
+        print(f"{slice_:8} {model:16} {child.stderr.strip().splitlines()[-1]}", flush=True)
+        return
+    plan = json.loads(raw.read_text(encoding="utf-8"))["plans"][0]
+    raw.unlink()
+    compiled = plan["verdict"]["compiled"]
+    record = {name: plan[name] for name in ("slice", "mesh", "batch_size", "rows", "accumulation", "remat", "remat_names")}
+    record |= {"model": model, "length": LENGTH, "date": plan["verdict"]["date"], "versions": plan["verdict"]["versions"]}
+    predicted = plan["predicted"]
+    record["predicted"] = {name: predicted[name] for name in ("peak_bytes", "step_s", "tokens_per_s_chip", "mfu")}
+    names = ("fits", "peak_bytes", "limit_bytes", "argument_bytes", "temporary_bytes", "host_temporary_bytes", "compile_s")
+    record["compiled"] = {name: compiled[name] for name in names}
+    record["compiled"]["matmul_flops"] = compiled["costs"]["matmul_flops"]
+    record["compiled"]["collective_bytes"] = compiled["costs"]["collective_bytes"]
+    target.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+def show() -> None:
+    """Prints the records."""
+    print(f"{'slice':8} {'model':16}{'batch':>7}  {'mesh':28}{'remat':9}{'peak GiB':>9}{'of HBM':>8}{'predicted':>10}{'MFU':>7}")
+    for path in sorted(FOLDER.glob("*/*.json")):
+        r = json.loads(path.read_text(encoding="utf-8"))
+        mesh = " x ".join(f"{axis}={size}" for axis, size in r["mesh"].items() if size > 1)
+        peak, limit = r["compiled"]["peak_bytes"], r["compiled"]["limit_bytes"]
+        print(
+            f"{r['slice']:8} {r['model']:16}{r['batch_size']:7}  {mesh:28}{r['remat']:9}{peak / 2**30:9.2f}"
+            f"{peak / limit:8.0%}{r['predicted']['peak_bytes'] / 2**30:10.2f}{r['predicted']['mfu']:7.0%}"
+        )
+    print("peak: compiled; predicted: GiB after the correction by what was compiled; MFU: predicted")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="write the plans that are missing")
+    parser.add_argument("--slices", default=",".join(SLICES), help="which slices")
+    parser.add_argument("--models", default=",".join(MODELS), help="which models in gin/models/")
+    options = parser.parse_args()
+    for slice_ in options.slices.split(",") if options.write else ():
+        for model in options.models.split(","):
+            write(model, slice_)
+    show()
+
+
+if __name__ == "__main__":
+    main()
