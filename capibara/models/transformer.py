@@ -282,16 +282,18 @@ class Block(nnx.Module):
         return part
 
     def add(self, x: jax.Array, name: str, part) -> jax.Array:
-        """x + part(x), with the block's norms of that name."""
+        """x + part(x), with the block's norms of that name, which profiles show too."""
         if self.config.norm_placement is NormPlacement.POST:
-            return residual(getattr(self, f"{name}_norm")(x + part(within(x))))
+            with jax.named_scope(name):
+                return residual(getattr(self, f"{name}_norm")(x + part(within(x))))
         return residual(x + self._normed(x, name, part))
 
     def _normed(self, x: jax.Array, name: str, part) -> jax.Array:
-        y = part(within(getattr(self, f"{name}_norm")(x)))
-        if self.config.norm_placement is NormPlacement.SANDWICH:
-            y = getattr(self, f"{name}_post_norm")(y)
-        return y
+        with jax.named_scope(name):
+            y = part(within(getattr(self, f"{name}_norm")(x)))
+            if self.config.norm_placement is NormPlacement.SANDWICH:
+                y = getattr(self, f"{name}_post_norm")(y)
+            return y
 
 
 def residual(x_BTD: jax.Array) -> jax.Array:

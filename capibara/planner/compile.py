@@ -11,8 +11,9 @@ from typing import Any
 
 import jax
 
-from capibara.planner import chips, hlo
+from capibara.planner import chips, hlo, live
 
+_ALIVE = 16  # buffers that a report names
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 # An out-of-memory error says "Used 18.04G of 15.75G hbm.", or where temporaries alone are too much "the total memory
 # required for HLO temporaries (20.42G) exceeds available HBM (15.75G)", or, far beyond, "Requires 3.84T, has 15.75G".
@@ -47,6 +48,7 @@ class Compiled:
         (pinned_host: offloaded optimizer state or activations).
       chip: planner.chips' name of the device; None where it is no TPU or GPU that is known there.
       costs: read from the optimised HLO.
+      alive: the largest buffers in use at the peak, arguments left out, as planner.live reads them from the schedule.
       text: the optimised HLO; not kept in the JSON form.
     """
 
@@ -63,6 +65,7 @@ class Compiled:
     host_temporary_bytes: int = 0
     chip: str | None = None
     costs: hlo.Costs = dataclasses.field(default_factory=hlo.Costs)
+    alive: tuple[live.Buffer, ...] = ()
     text: str = ""
 
     @property
@@ -91,7 +94,9 @@ class Compiled:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, without the HLO's text; `from_json` reads them back."""
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("costs", "text")}
+        apart = ("costs", "alive", "text")
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in apart}
+        values["alive"] = [dataclasses.asdict(buffer) for buffer in self.alive]
         costs = {f.name: getattr(self.costs, f.name) for f in dataclasses.fields(self.costs)}
         return values | {"costs": {name: dict(v) if isinstance(v, Counter) else v for name, v in costs.items()}}
 
@@ -104,7 +109,8 @@ class Compiled:
         """
         try:
             costs = {k: Counter(v) if isinstance(v, Mapping) else float(v) for k, v in values["costs"].items()}
-            report = cls(**{**values, "costs": hlo.Costs(**costs)})
+            alive = tuple(live.Buffer(**buffer) for buffer in values["alive"])
+            report = cls(**{**values, "costs": hlo.Costs(**costs), "alive": alive})
             numbers = [getattr(report, f.name) for f in dataclasses.fields(report) if f.name.endswith(("_bytes", "_s"))]
         except (AttributeError, KeyError, TypeError) as error:
             raise ValueError(f"this is no compiler's report: {error}") from error
@@ -138,6 +144,7 @@ def compile_train_step(lowered: jax.stages.Lowered, flags: Mapping[str, str] | N
         "host_output_bytes": memory.host_output_size_in_bytes - memory.host_alias_size_in_bytes,
         "host_temporary_bytes": memory.host_temp_size_in_bytes,
     }
+    module = hlo.parse(text)
     argument_bytes = memory.argument_size_in_bytes
     output_bytes = memory.output_size_in_bytes - memory.alias_size_in_bytes
     return Compiled(
@@ -151,7 +158,8 @@ def compile_train_step(lowered: jax.stages.Lowered, flags: Mapping[str, str] | N
         code_bytes=memory.generated_code_size_in_bytes,
         **host,
         chip=chip.name if chip else None,
-        costs=hlo.costs(hlo.parse(text)),
+        costs=hlo.costs(module),
+        alive=live.at_peak(module).buffers[:_ALIVE],
         text=text,
     )
 

@@ -159,7 +159,7 @@ def costs(module: Module) -> Costs:
                 times = trip_count(module, name, instruction)
                 for key in ("body", "condition"):
                     total = total.plus(of(instruction.called(key)), times)
-            elif instruction.opcode in ("call", "async-start") and (callee := _callee(instruction)):
+            elif instruction.opcode in ("call", "async-start") and (callee := callee(instruction)):
                 total = total.plus(of(callee))
             elif instruction.opcode == "conditional":  # the dearest branch
                 branches = [of(b) for b in re.findall(r"%([\w.\-]+)", _branches(instruction.attributes))]
@@ -352,7 +352,8 @@ def _updates(user: Instruction, name: str) -> bool:
     return user.opcode == "dynamic-update-slice" and user.operands[0] == name
 
 
-def _callee(instruction: Instruction) -> str | None:
+def callee(instruction: Instruction) -> str | None:
+    """The computation that a call names."""
     return instruction.called("to_apply") or instruction.called("calls")
 
 

@@ -261,6 +261,11 @@ def verdict_lines(verdict: Verdict, slice_: Slice) -> Iterable[str]:
         yield f"  {kind}: {size / 1e9:.2f} GB"
     if compiled.kernels:
         yield f"  kernels: {', '.join(compiled.kernels)}"
+    if compiled.alive:
+        yield "  largest buffers at the peak, beside state and batch, as read from the schedule:"
+        for buffer in compiled.alive[:8]:
+            times = f"{buffer.count} x " if buffer.count > 1 else ""
+            yield f"    {times}{buffer.bytes / buffer.count / GIB:.3f} GiB  {buffer.array}  {buffer.source}"
     if compiled.compiled_s:
         yield f"  {compiled.compiled_s:.3f} s by the compiler's cycles, without kernels and collectives"
 

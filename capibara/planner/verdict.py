@@ -30,7 +30,7 @@ from capibara.planner.compile import Compiled
 from capibara.types import UserError
 
 PHASE = "PHASE "
-_FORMAT = 1  # of cache entries: raise it when what they hold changes
+_FORMAT = 2  # of cache entries: raise it when what they hold changes
 _STATUS_EVERY_S = 2.0
 _PACKAGES = ("jax", "jaxlib", "libtpu", "flax", "optax")
 # What of our own code decides the program and the figures that are read from it.
@@ -43,6 +43,7 @@ _SOURCES = (
     "sharding.py",
     "planner/compile.py",
     "planner/hlo.py",
+    "planner/live.py",
 )
 # Variables that change what is compiled, or with what.
 _VARIABLES = ("LIBTPU_INIT_ARGS", "TPU_LIBRARY_PATH", "XLA_FLAGS", "JAX_ENABLE_X64", "JAX_DEFAULT_MATMUL_PRECISION")

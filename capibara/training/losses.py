@@ -119,12 +119,12 @@ def _loss(hidden_BTD, head_VD, targets_BT, weights_BT, layout: _Layout, z_loss: 
     """The loss and the four LossSums [4]."""
 
     def local(hidden_BTD, head_VD, targets_BT, weights_BT):
-        head_VD = _gathered(head_VD, hidden_BTD.dtype, layout)
+        head_DV = _gathered(head_VD, hidden_BTD.dtype, layout)
 
         def add(sums, block):
-            return sums + _block(block, head_VD, z_loss, soft_cap)[0], None
+            return sums + _block(block, head_DV, z_loss, soft_cap)[0], None
 
-        return _over_blocks(add, jnp.zeros(4), (hidden_BTD, targets_BT, weights_BT), head_VD)[0][None]
+        return _over_blocks(add, jnp.zeros(4), (hidden_BTD, targets_BT, weights_BT), len(head_VD))[0][None]
 
     places, head, per_shard = _specs(layout)
     sums = _on_shards(local, layout, (places, head, places, places), per_shard)(
@@ -136,23 +136,23 @@ def _loss(hidden_BTD, head_VD, targets_BT, weights_BT, layout: _Layout, z_loss: 
 
 def _loss_forward(hidden_BTD, head_VD, targets_BT, weights_BT, layout, z_loss, soft_cap):
     def local(hidden_BTD, head_VD, targets_BT, weights_BT):
-        head_VD = _gathered(head_VD, hidden_BTD.dtype, layout)
-        (B, T, D), V = hidden_BTD.shape, head_VD.shape[0]
+        head_DV = _gathered(head_VD, hidden_BTD.dtype, layout)
+        (B, T, D), V = hidden_BTD.shape, len(head_VD)
         # What is kept of the blocks for the head's gradient: their sum, or what it is made of where that is smaller.
         kept_whole = bool(layout.head_axes) and B * T * hidden_BTD.dtype.itemsize < 4 * D
 
         def add(carry, block):
             sums, dhead_DV = carry
-            block_sums, dlogits = _block(block, head_VD, z_loss, soft_cap)
+            block_sums, dlogits = _block(block, head_DV, z_loss, soft_cap)
             hidden = block[0]
-            dhidden = _dot(dlogits, head_VD, 1, 0).astype(hidden.dtype)
+            dhidden = _dot(dlogits, head_DV, 1, 1).astype(hidden.dtype)
             if kept_whole:
                 return (sums + block_sums, dhead_DV), (dhidden, hidden, dlogits)
             return (sums + block_sums, dhead_DV + _dot(hidden, dlogits, 0, 0)), (dhidden,)
 
         # The head's gradient adds up as [D, V]: hidden.T @ dlogits is the order that XLA's CPU matmul runs fastest.
         start = (jnp.zeros(4), jnp.zeros((0,) if kept_whole else (D, V), jnp.float32))
-        (sums, dhead_DV), (dhidden, *factors) = _over_blocks(add, start, (hidden_BTD, targets_BT, weights_BT), head_VD)
+        (sums, dhead_DV), (dhidden, *factors) = _over_blocks(add, start, (hidden_BTD, targets_BT, weights_BT), V)
         dhidden_BTD = jnp.moveaxis(dhidden.reshape(-1, B, T // dhidden.shape[0], D), 0, 1).reshape(B, T, D)
         if kept_whole:
             hidden_ND, dlogits_NV = (x.reshape(B * T, -1) for x in factors)
@@ -246,15 +246,18 @@ def _reduced(part: Callable[..., jax.Array], D: int, V: int, layout: _Layout) ->
 
 
 def _gathered(head_VD: jax.Array, dtype: jnp.dtype, layout: _Layout) -> jax.Array:
-    """The whole head in the compute dtype; cast before it is sent."""
-    head_VD = head_VD.astype(dtype)
-    return jax.lax.all_gather(head_VD, layout.head_axes, axis=1, tiled=True) if layout.head_axes else head_VD
+    """The whole head [D, V] in the compute dtype; cast before it is sent.
+
+    A TPU puts the gathered dimension outermost: of a head [V, D] that loops over blocks it would make a second copy.
+    """
+    head_DV = head_VD.astype(dtype).T
+    return jax.lax.all_gather(head_DV, layout.head_axes, axis=0, tiled=True) if layout.head_axes else head_DV
 
 
-def _block(block, head_VD, z_loss: float, soft_cap: float | None) -> tuple[jax.Array, jax.Array]:
+def _block(block, head_DV, z_loss: float, soft_cap: float | None) -> tuple[jax.Array, jax.Array]:
     """Sums [4] of a block of places, and the loss's gradient by its logits [places, V]."""
     hidden, targets, weights = block
-    logits = _dot(hidden, head_VD, 1, 1)
+    logits = _dot(hidden, head_DV, 1, 0)
     if soft_cap is not None:
         logits = soft_cap * jnp.tanh(logits / soft_cap)
     largest = jnp.max(logits, axis=-1, keepdims=True)
@@ -274,10 +277,10 @@ def _block(block, head_VD, z_loss: float, soft_cap: float | None) -> tuple[jax.A
     return sums, dlogits.astype(hidden.dtype)
 
 
-def _over_blocks(body, carry, arrays, head_VD):
+def _over_blocks(body, carry, arrays, V: int):
     """Scans `body` over blocks of places; arrays [B, T, ...] become [blocks, B * T / blocks, ...]."""
     B, T = arrays[1].shape
-    size = B * T * head_VD.shape[0] * 4
+    size = B * T * V * 4
     limit = _BLOCK_BYTES.get(sharding.platform()) or min(_DEFAULT_BLOCK_BYTES, -(-size // _FEWEST_BLOCKS))
     wanted = -(-size // limit)
     blocks = next(n for n in range(min(wanted, T), T + 1) if T % n == 0)

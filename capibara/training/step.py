@@ -53,8 +53,9 @@ def make_train_step(
         tokens = jnp.maximum(sums.weight, 1.0)
         divisor = tokens if scale is None else tokens * scale
         grads = jax.tree.map(lambda g: g / divisor, grads)
-        updates, opt_state = tx.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
+        with jax.named_scope("optimizer"):
+            updates, opt_state = tx.update(grads, state.opt_state, state.params)
+            params = optax.apply_updates(state.params, updates)
         ema = None
         if ema_decay is not None:
             # A young average forgets faster, else it is mostly the initial parameters for 1 / (1 - decay) steps.
@@ -81,14 +82,15 @@ def _loss_sum(model: Model, plan: Plan, z_loss: float) -> Callable[..., tuple[ja
     def loss_sum(params: Params, batch: Batch, step: jax.Array, scale: jax.Array | None):
         batch = sharding.balanced(batch)
         hidden, stats = model.hidden(params, batch, plan.remat_policy, step)
-        loss, sums = cross_entropy(
-            hidden,
-            model.head(params),
-            batch["targets"],
-            batch["weights"],
-            z_loss=z_loss,
-            soft_cap=model.config.logit_soft_cap,
-        )
+        with jax.named_scope("loss"):
+            loss, sums = cross_entropy(
+                hidden,
+                model.head(params),
+                batch["targets"],
+                batch["weights"],
+                z_loss=z_loss,
+                soft_cap=model.config.logit_soft_cap,
+            )
         loss = loss + model.layer_loss(stats)
         return loss if scale is None else loss * scale, (sums, jax.lax.stop_gradient(stats))
 
