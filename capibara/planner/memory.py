@@ -124,6 +124,17 @@ def memory(work: Workload, choice: Choice, scale: float = 1.0) -> Memory:
     )
 
 
+def kv_cache_bytes(work: Workload, choice: Choice, rows: int = 1) -> float:
+    """Keys and values of whole rows on one device, as generation keeps them: [layers, rows, length, 2, K, H].
+
+    They are no part of a train step: sampling during training and serving have them beside the parameters.
+    """
+    c, mesh = work.config, choice.mesh
+    layers = sum(stack.layers * len(stack.attentions) for stack in work.stacks if stack.name == "decoder")
+    keys = layers * rows * work.length * 2 * c.kv_heads * c.head_size
+    return keys * work.compute_bytes / (mesh["tensor"] * mesh["stage"])
+
+
 def _in_flight(choice: Choice) -> float:
     """Passes of a micro-batch's rows that wait for their backward pass, in a pipeline with what fills its bubbles."""
     stages = choice.mesh["stage"]

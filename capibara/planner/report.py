@@ -10,6 +10,7 @@ from typing import Any
 from capibara.optim import StateDtype
 from capibara.planner import advice, search
 from capibara.planner.choice import Choice
+from capibara.planner.memory import kv_cache_bytes
 from capibara.planner.search import Ranked
 from capibara.planner.slice_choice import Offer
 from capibara.planner.slices import Slice
@@ -63,10 +64,12 @@ def as_json(ranked: Ranked, work: Workload, slice_: Slice, tokens: float | None,
             "step_s": cost.step_s,
             "compute_s": cost.compute_s,
             "hbm_s": cost.hbm_s,
+            "host_s": cost.host_s,
             "links_s": cost.links_s,
             "blocking_s": cost.blocking_s,
             "update_s": cost.update_s,
             "bubble": cost.bubble,
+            "imbalance": cost.imbalance,
             "bound": cost.bound,
             "tokens_per_s": cost.tokens_per_s,
             "tokens_per_s_chip": cost.tokens_per_s / slice_.chips,
@@ -223,6 +226,8 @@ def explain(best: Ranked, work: Workload, slice_: Slice) -> Iterable[str]:
         yield f"  {name:<12}{getattr(memory, name) / GIB:10.3f}  {text}"
     for moment, amount in memory.moments.items():
         yield f"  in the {moment:<9}{amount / GIB:8.3f}  {'<- peak' if moment == memory.peak_moment else ''}".rstrip()
+    cache = kv_cache_bytes(work, best.choice)
+    yield f"  {'KV cache':<12}{cache / GIB:10.3f}  of one row, were one generated: no part of the step"
     flops = cost.flops
     yield "TFLOP of a device and step (predicted)"
     for name in ("forward", "backward", "recompute", "attention", "head", "hardware", "model"):
@@ -232,8 +237,8 @@ def explain(best: Ranked, work: Workload, slice_: Slice) -> Iterable[str]:
         overlap = "beside compute" if part.overlaps else "in its way"
         axes = " ".join(part.axes)
         yield f"  {part.name:<36}{part.kind:<15}{axes:<22}{part.bytes / 1e9:9.2f} GB {part.seconds:8.3f} s  {overlap}"
-    yield "step, s (predicted) = (max(compute, HBM, links) + blocking) / (1 - bubble) + update"
-    for name in ("compute_s", "hbm_s", "links_s", "blocking_s", "bubble", "update_s", "step_s"):
+    yield "step, s (predicted) = (max(compute, HBM, host) + links + blocking) / (1 - bubble) + update"
+    for name in ("compute_s", "hbm_s", "host_s", "links_s", "blocking_s", "bubble", "imbalance", "update_s", "step_s"):
         yield f"  {name:<12}{getattr(cost, name):10.4f}"
 
 

@@ -182,3 +182,43 @@ def test_explained_terms_add_up():
     assert f"{parts.saved / 2**30:.3f}" in text and f"{best.cost.step_s:.4f}" in text
     plain = report.as_json(best, work, V5E, tokens=1e12, usd=1.0)
     assert plain["predicted"]["usd"] == pytest.approx(64 * 24 * plain["predicted"]["days"])
+
+
+def test_the_step_is_the_sum_of_what_explain_prints():
+    """compute or the like, links, what blocks; stretched by the bubble; then the update."""
+    work = work_of()
+    for mesh in (dict(fsdp=64), dict(fsdp=16, tensor=4), dict(stage=4, fsdp=16), dict(data=8, fsdp=8)):
+        c = cost.cost(work, dataclasses.replace(choice_of(rows=8, **mesh), pipeline_microbatches=8), V5E)
+        busy = max(c.compute_s, c.hbm_s, c.host_s) + cost.EXPOSED * c.links_s + c.blocking_s
+        assert c.step_s == pytest.approx(busy / (1 - c.bubble) + c.update_s)
+        assert (c.bubble > 0) == ("stage" in mesh) and (c.blocking_s > 0) == (mesh != dict(fsdp=64))
+
+
+def test_offloaded_activations_cross_pcie_twice():
+    work = work_of()
+    choice = choice_of(rows=8, remat="offload", fsdp=64)
+    host = memory.memory(work, choice).host
+    assert host > 0 and cost.cost(work, choice, V5E).host_s == pytest.approx(2 * host / V5E.chip.pcie_bytes_per_s)
+
+
+def test_experts_are_uneven_only_across_devices_and_without_a_capacity():
+    capacity = dataclasses.replace(EXPERTS, moe=Moe(num_experts=8, top_k=2, dispatch="capacity", capacity_factor=1.25))
+    shared, alone = choice_of(fsdp=8, expert=8), choice_of(fsdp=64)
+    assert cost.imbalance(work_of(EXPERTS), shared) > 1 == cost.imbalance(work_of(EXPERTS), alone)
+    assert cost.imbalance(work_of(capacity), shared) == cost.imbalance(work_of(), alone) == 1
+
+
+def test_the_cache_of_a_row_is_its_keys_and_values():
+    assert memory.kv_cache_bytes(work_of(), choice_of()) == 4 * 2048 * 2 * 4 * 64 * 2  # bfloat16
+
+
+def test_scores_without_a_kernel_need_memory_and_others_do_not():
+    """Relative positions take no kernel: the encoder-decoder's self-attention makes [rows, N, T, T] in float32."""
+    work = work_of(PAIRS)
+    assert [sum(a.scores for a in stack.attentions) for stack in work.stacks] == [1024**2, 2048**2]
+    scores = 8 * 2048**2 * 4
+    kept = memory.saved_bytes(work, work.stacks[1], choice_of(remat="none"))[0]
+    twice = memory.saved_bytes(work, work.stacks[1], choice_of(rows=2, remat="none"))[0]
+    assert kept > 2 * scores and twice == pytest.approx(2 * kept)
+    assert memory.saved_bytes(work, work.stacks[1], choice_of(remat="full"))[0] < scores / 8
+    assert not any(a.scores for stack in work_of().stacks for a in stack.attentions)
