@@ -82,17 +82,20 @@ def attend(
         case AttentionBackend.SPLASH:
             from capibara.models import splash  # Pallas takes a second to import
 
+            # It names its own output, in the kernel's layout: this one would be kept beside that.
             return splash.sharded_splash(q_BTNH, k_BSKH, v_BSKH, kind=kind, **segments, **places)
         case AttentionBackend.CUDNN:
             from capibara.models import cudnn
 
-            return cudnn.cudnn_attention(q_BTNH, k_BSKH, v_BSKH, kind=kind, **segments)
+            y = cudnn.cudnn_attention(q_BTNH, k_BSKH, v_BSKH, kind=kind, **segments)
         case AttentionBackend.BLOCKWISE:
             block = block_size(q_BTNH.shape[1])
-            return blockwise_attention(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, kv_segments_BS, bias_NTS, kind, block)
-    # Each context shard has its queries and everybody's keys.
-    k_BSKH, v_BSKH = (constrain(x, ("batch", None, "act_kv_heads", None)) for x in (k_BSKH, v_BSKH))
-    return dot_product_attention(q_BTNH, k_BSKH, v_BSKH, kind=kind, bias_NTS=bias_NTS, **segments, **places)
+            y = blockwise_attention(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, kv_segments_BS, bias_NTS, kind, block)
+        case _:
+            # Each context shard has its queries and everybody's keys.
+            k_BSKH, v_BSKH = (constrain(x, ("batch", None, "act_kv_heads", None)) for x in (k_BSKH, v_BSKH))
+            y = dot_product_attention(q_BTNH, k_BSKH, v_BSKH, kind=kind, bias_NTS=bias_NTS, **segments, **places)
+    return checkpoint_name(y, "attention")
 
 
 def _choose(q_BTNH, k_BSKH, kind, bias_NTS, in_order: bool, backend: AttentionBackend) -> AttentionBackend:
@@ -233,7 +236,7 @@ class Attention(nnx.Module):
             bias_NTS=bias_NTS,
             backend=self.config.attention,
         )
-        y = checkpoint_name(constrain(y, ("batch", "act_time", "act_heads", None)), "attention")
+        y = constrain(y, ("batch", "act_time", "act_heads", None))
         y = layers.dense(y, self.out[...], in_dims=2, quantization=self.config.quantization)
         if self.config.bias is layers.Bias.ALL:
             y = y + self.out_bias[...].astype(y.dtype)

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from capibara import sharding
-from capibara.models import splash
+from capibara.models import api, splash
 from capibara.models.attention import dot_product_attention
 from capibara.models.attention_kind import AttentionKind
-from capibara.sharding import Plan, Rules
+from capibara.sharding import Plan, Remat, RematPolicy, Rules
 
 CAUSAL = AttentionKind(causal=True, window=None, soft_cap=None, scale=0.125)
 WINDOW = AttentionKind(causal=True, window=70, soft_cap=None, scale=0.125)
@@ -120,7 +120,7 @@ from capibara import sharding
 from capibara.models.attention import attend
 from capibara.models.attention_kind import AttentionKind
 from capibara.planner import hlo, topology
-from capibara.sharding import Plan, Rules
+from capibara.sharding import Plan, Remat, RematPolicy, Rules
 
 name, cases = sys.argv[1], json.loads(sys.argv[2])
 for axes, T, N, K, H, dtype, kind in cases:
@@ -174,3 +174,22 @@ def test_the_tpu_compiler_takes_the_kernel_forward_and_backward(name, cases):
     for kernels in results:
         phases = [kernel.split("_")[2] for kernel in kernels if kernel.startswith("splash")]
         assert sorted(phases) == ["dkv", "dq", "fwd"]
+
+
+@pytest.mark.parametrize("platform", ["tpu", "cpu"])
+def test_a_policy_that_keeps_attention_keeps_it_once(platform, monkeypatch, capsys):
+    """Kept twice, in the kernel's layout and in the model's, it would be the largest thing that the policy keeps."""
+    monkeypatch.setattr(sharding, "platform", lambda: platform)
+    L, B, T, N, H = 3, 2, 256, 4, 64
+    config = api.DecoderConfig(vocab_size=64, embed_dim=128, num_layers=L, num_heads=N, head_dim=H, mlp_dim=96)
+    model, row = api.build(config), jnp.ones((B, T), jnp.int32)
+    batch = {"tokens": row, "segment_ids": row, "positions": row}
+
+    def loss(params):
+        hidden, _ = model.hidden(params, batch, RematPolicy(Remat.SAVE, ("attention",)))
+        return jnp.sum(jnp.square(hidden.astype(jnp.float32)))
+
+    jax.ad_checkpoint.print_saved_residuals(loss, model.abstract_params)
+    lines = capsys.readouterr().out.splitlines()
+    kept = [line for line in lines if f"[{L},{B},{T},{N},{H}]" in line or f"[{L},{B},{N},{T},{H}]" in line]
+    assert len(kept) == 1, lines
