@@ -182,12 +182,12 @@ def parse(
         parsing.file(name)
     from_files = {scope for scope, selector in gin_config._CONFIG if selector == _MACRO}
     for binding in bindings:
-        parsing.statements(io.StringIO(_quoted(binding)), "command line")
+        parsing.statements(io.StringIO(quoted(binding)), "command line")
     parsing.check_macros(from_files)
 
 
-def _quoted(binding: str) -> str:
-    """`NAME = VALUE`, with VALUE made a string literal where it is no Gin value and does not try to be one."""
+def quoted(binding: str) -> str:
+    """The statement `NAME = VALUE` of a command line, with VALUE made a string literal where it is no Gin value and does not try to be one."""
     name, equals, value = (part.strip() for part in binding.partition("="))
     if not equals or value[:1] in ("@", "%", "(", "[", "{", "'", '"'):
         return binding

@@ -38,25 +38,23 @@ def plan(args: argparse.Namespace) -> int:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # shapes are all that is computed
     from capibara import config
     from capibara.monitoring.status import StatusLine
-    from capibara.planner import page, proof, report, search, slice_choice, slices, verify, workload
+    from capibara.planner import page, proof, report, search, slice_choice, slices, topology, verify, workload
     from capibara.training import trainer
 
     asked = slices.parse(args.slice) if args.slice else None  # mistakes show before the model is looked at
+    for path in filter(None, (args.json, args.html, args.output)):
+        report.check_writable(path)
     given = proof.Configuration(
         args.gin_file, args.gin_bindings, args.gin_search_paths, args.length, args.encoder_length
     )
     config.parse(given.gin_files, given.gin_bindings, given.gin_search_paths)
     run = trainer.of_gin(args.length, args.encoder_length)
     work = workload.of_run(run)
-    question = questions.question(args, work, run.plan.batch_size if config.is_bound("Trainer.model") else None)
+    question = questions.question(args, work, run.plan)
     if args.objective in questions.SLICE_OBJECTIVES:
         with StatusLine() as line:
-            found = slice_choice.offers(work, args.chips.split(","), question, lambda name: line.show("searching", name))
-        chosen = slice_choice.best(
-            found, args.objective, target=args.tokens_per_s, tokens=args.tokens, days=args.max_days,
-            usd=args.usd_per_chip_hour,
-        )  # fmt: skip
-        report.show_offers(found, chosen, work, tokens=args.tokens, usd=args.usd_per_chip_hour)
+            found = slice_choice.offers(work, args, question, lambda name: line.show("searching", name))
+        chosen = slice_choice.best(found, args)
         slice_, ranked = chosen.slice_, chosen.ranked
     else:
         if not (asked or run.plan.slice):
@@ -67,19 +65,25 @@ def plan(args: argparse.Namespace) -> int:
             raise search.no_plan(ranked[0], work, slice_, question)
     walk = verify.unproven(ranked, question)
     if args.verify:
+        topology.check(slice_.name)
         with StatusLine() as line:
             prove = proof.prover(run, given, work, slice_, deadline_s=args.deadline, status=line.show)
             walk = verify.walk(work, slice_, question, prove, most=args.tries)
+    if args.objective in questions.SLICE_OBJECTIVES:
+        report.show_offers(found, chosen, tokens=args.tokens, usd=args.usd_per_chip_hour)
+    report.show(walk, work, slice_, top=args.top, tokens=args.tokens, usd=args.usd_per_chip_hour)
+    if left := questions.not_looked_at():
+        print(f"note: chosen anew, whatever the Gin files say: {', '.join(left)}; --axis=NAME=N keeps a size")
+    if args.explain:
+        print("\n".join(report.explain(walk.ranked[0], work, slice_)))
     if args.json:
         shown = report.plans_json(walk, work, slice_, top=args.top, tokens=args.tokens, usd=args.usd_per_chip_hour)
         report.save(args.json, json.dumps(shown, indent=1))
     if args.html:
         report.save(args.html, page.page(walk, work, slice_))
     if args.output:
-        report.save(args.output, report.gin(walk, work, slice_, includes=args.gin_file if args.include else ()))
-    report.show(walk, work, slice_, top=args.top, tokens=args.tokens, usd=args.usd_per_chip_hour)
-    if args.explain:
-        print("\n".join(report.explain(walk.ranked[0], work, slice_)))
+        before = (args.gin_file, args.gin_bindings) if args.include else ((), ())
+        report.save(args.output, report.gin(walk, work, slice_, *before))
     return 0
 
 

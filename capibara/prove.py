@@ -44,18 +44,26 @@ def prove(args: argparse.Namespace) -> int:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     from capibara import config
     from capibara.monitoring.status import StatusLine
-    from capibara.planner import proof, report, slices, topology
+    from capibara.planner import automatic, proof, report, slices, topology
     from capibara.training import trainer
 
     asked = slices.parse(args.slice) if args.slice else None
     config.parse(args.gin_file, args.gin_bindings, args.gin_search_paths)
     run = trainer.of_gin(args.length, args.encoder_length)
+    chosen, line = automatic.bindings(run)
+    if chosen:  # as `train` does
+        args.gin_bindings = [*args.gin_bindings, *chosen]
+        config.parse(args.gin_file, args.gin_bindings, args.gin_search_paths)
+        run = trainer.of_gin(args.length, args.encoder_length)
+        print(line)
     if not (asked or run.plan.slice):
         raise UserError("--slice has no value and Plan.slice is not bound: name a slice, e.g. --slice=v5e-64")
     slice_ = asked or slices.parse(run.plan.slice)
     if args.child:
         return _compile(run, slice_)
-    topology.topology_name(slice_.name)
+    topology.check(slice_.name)
+    if args.json:
+        report.check_writable(args.json)
     given = proof.Configuration(
         args.gin_file, args.gin_bindings, args.gin_search_paths, args.length, args.encoder_length
     )
@@ -66,9 +74,9 @@ def prove(args: argparse.Namespace) -> int:
         )  # fmt: skip
     if args.json:
         report.save(args.json, json.dumps(report.verdict_json(result), indent=1))
-    print("\n".join(report.verdict_lines(result, slice_)))
     if result.compiled is None:
         raise UserError(result.message)
+    print("\n".join(report.verdict_lines(result, slice_)))
     return 0 if result.compiled.fits else 1
 
 

@@ -55,14 +55,13 @@ def train(gin_files: Sequence[str], bindings: Sequence[str], search_paths: Seque
     elif jax.config.jax_platforms == "cpu":
         devices.keep_freed_memory()
     devices.start_distributed(emulated=emulate is not None)
-    if emulate is not None:
-        shrunk = emulation.shrunk_bindings(trainer, jax.device_count())
-        if shrunk:
-            if jax.process_index() == 0:
-                print(f"--emulate={emulate}: {emulation.RULE}\n  " + "\n  ".join(shrunk))
-            config.parse(gin_files, [*bindings, *shrunk], search_paths)
-            trainer = config.build(Trainer)
-    trainer, dataset = trainer if emulate else automatic.planned(trainer), trainer.dataset
+    more, title = automatic.bindings(trainer) if emulate is None else emulation.bindings(trainer, jax.device_count())
+    if more:
+        if jax.process_index() == 0:
+            print(title, *more, sep="\n  ")
+        config.parse(gin_files, [*bindings, *more], search_paths)
+        trainer = config.build(Trainer)
+    dataset = trainer.dataset
     dataset.preload()
     texts, callbacks = config.build(SampleText), config.build(Monitoring).build()
     print("".join(f"note: {line}\n" for line in config.check_used()), end="")

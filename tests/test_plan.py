@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from capibara import cli, plan
+from capibara import cli, config, plan
+from capibara.training.trainer import of_gin
 
 MODEL = "--gin_file=models/capibara_1b.gin"
 
@@ -47,9 +48,41 @@ def test_a_run_brings_its_slice_length_and_batch(capsys):
         (["--gin_file=models/capibara_120b.gin", "--slice=v5e-16"], "no plan fits v5e-16"),
         ([MODEL, "--slice=v5e-64", "--json=/dev/null/plan.json"], "/dev/null/plan.json cannot be written"),
         (["--gin_file=tasks/text.gin", "--slice=v5e-16"], "configures no model"),
+        ([MODEL, "--slice=v5e-64", "--tokens=inf"], "--tokens is inf, must be above 0 and at most"),
+        ([MODEL, "--slice=v5e-64", "--tries=0"], "--tries is 0, must be above 0"),
+        ([MODEL, "--slice=v5e-64", "--usd_per_chip_hour=nan"], "--usd_per_chip_hour is nan, must be at least 0"),
+        ([MODEL, "--chips=v5e,v6x", "--objective=smallest_slice"], "chip 'v6x' is not known: did you mean v6"),
+        ([MODEL, "--slice=v5e-64", "--axis=fsdp=8", "--axis=fsdp=16"], "--axis=fsdp is given 2 times"),
+        ([MODEL, "--slice=v5e-64", "--objective=largest_batch", "--batch_size=64"], "which looks for it: leave one out"),
+        ([MODEL, "--slice=v5e-64", "--max_days=3", "--tokens=1e9"], "--max_days is for --objective=cheapest"),
+        ([MODEL, "--slice=v5e-64", "--objective=cheapest"], "which looks for one: give --chips instead"),
+        ([MODEL, "--objective=target_throughput"], "needs --tokens_per_s"),
+        ([MODEL, "--slice=h100-8", "--verify"], "is of no TPUs"),
+        ([MODEL, "--slice=v5e-16", "--axis=tensor=32"], "the axes must divide its 16 devices"),
+        ([MODEL, "--slice=2xv5e-256", "--axis=fsdp=1", "--axis=data=1"], "no mesh of 2xv5e-256"),
     ],
 )
 def test_mistakes_are_one_line(argv, message, capsys):
     assert run(*argv) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.count("\n") == 1 and message in captured.err
+
+
+def test_what_is_bound_reaches_the_plan_or_is_named(capsys, tmp_path):
+    """Dataset.length and Plan.batch_size count; what the search chooses anew is said; --include stands alone."""
+    plan_file = tmp_path / "plan.gin"
+    flags = ["--gin.Dataset.length=1024", "--gin.Plan.batch_size=64", "--gin.Plan.remat=full", "--gin.DecoderConfig.num_layers=8"]
+    assert run(MODEL, *flags, "--slice=v5e-16", f"--output={plan_file}", "--include") == 0
+    text = capsys.readouterr().out
+    assert "a step of 65,536 tokens" in text
+    assert "note: chosen anew, whatever the Gin files say: Plan.remat; --axis=NAME=N keeps a size" in text
+    config.reset()
+    config.parse([str(plan_file)], [], [])
+    again = of_gin()
+    assert (again.dataset.length, again.plan.batch_size, again.model.num_layers) == (1024, 64, 8)
+
+
+def test_a_slice_is_chosen(capsys):
+    assert run(MODEL, "--objective=cheapest", "--tokens=1e11", "--chips=v5e", "--top=1") == 0
+    captured = capsys.readouterr()
+    assert "USD/M tokens" in captured.out and "> " in captured.out and "searching" in captured.err

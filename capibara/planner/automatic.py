@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
 from typing import Any
 
-import jax
-
 from capibara import config
-from capibara.planner import search, slices, workload
+from capibara.planner import report, search, slices, workload
 from capibara.planner.search import Question
 from capibara.sharding import MESH_AXES
 
@@ -21,21 +17,20 @@ def is_open(trainer: Any) -> bool:
     return trainer.plan.slice is not None and not any(config.is_bound(f"Plan.{axis}") for axis in MESH_AXES)
 
 
-def planned(trainer: Any, say: Callable[[str], None] = print) -> Any:
-    """The run (training.trainer.Trainer) with a mesh, where it is open; else as it is.
+def bindings(trainer: Any) -> tuple[list[str], str]:
+    """Gin statements that close the mesh of a run (training.trainer.Trainer), and a line that says what was chosen.
 
     The batch is the run's. Remat and accumulation are chosen too where the Gin files leave them open. The prediction is
     not proven: `capibara plan --verify` does that, and writes a Gin file.
 
-    Args:
-      trainer: the run.
-      say: told the choice, in the first process only.
+    Returns:
+      No statements and no line where the mesh is not open.
 
     Raises:
       UserError: no plan fits the slice, or its batch no mesh.
     """
     if not is_open(trainer):
-        return trainer
+        return [], ""
     slice_, work = slices.parse(trainer.plan.slice), workload.of_run(trainer)
     remats = (trainer.plan.remat_policy,) if config.is_bound("Plan.remat") else search.REMATS
     question = Question(
@@ -47,9 +42,8 @@ def planned(trainer: Any, say: Callable[[str], None] = print) -> Any:
     best = search.search(work, slice_, question)[0]
     if not best.fits:
         raise search.no_plan(best, work, slice_, question)
-    if jax.process_index() == 0:
-        say(
-            f"plan for {slice_.name}: {best.choice.describe()}; predicted {best.memory.peak / GIB:.2f} GiB of HBM a chip, "
-            f"{best.cost.step_s:.2f} s a step"
-        )
-    return dataclasses.replace(trainer, plan=best.choice.plan(work, slice_.name))
+    line = (
+        f"plan for {slice_.name}: {best.choice.describe()}; predicted {best.memory.peak / GIB:.2f} GiB of HBM a "
+        f"{slice_.chip.unit}, {report.seconds(best.cost.step_s)} a step"
+    )
+    return best.choice.bindings(work, slice_.name), line

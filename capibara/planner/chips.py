@@ -114,6 +114,11 @@ class Chip:
         return self.ici_axes > 1
 
     @property
+    def unit(self) -> str:
+        """What a JAX device of it is called."""
+        return "chip" if self.devices == 1 else "core"
+
+    @property
     def device_usable_hbm_bytes(self) -> float:
         """Bytes of HBM that a program can have on one JAX device."""
         return self.usable_hbm_bytes / self.devices

@@ -52,9 +52,15 @@ class Choice:
         """Counted tokens of a step."""
         return self.batch_size(work) * work.length
 
-    def plan(self, work: Workload, slice_name: str | None = None) -> Plan:
-        """The sharding.Plan that trains so."""
-        return Plan(
+    @property
+    def kind(self) -> tuple[RematPolicy, tuple[str, ...]]:
+        """Plans of a kind keep and recompute the same things: what the memory model gets wrong of one, it does of all."""
+        return self.remat, tuple(axis for axis in ("stage", "expert", "context", "tensor") if self.mesh[axis] > 1)
+
+    def plan(self, work: Workload, slice_name: str | None = None, base: Plan | None = None) -> Plan:
+        """The sharding.Plan that trains so; what a choice says nothing of is that of `base`."""
+        return dataclasses.replace(
+            base or Plan(batch_size=1),
             batch_size=self.batch_size(work),
             accumulation=self.accumulation,
             pipeline_microbatches=self.pipeline_microbatches if self.mesh["stage"] > 1 else None,
@@ -64,6 +70,23 @@ class Choice:
             slice=slice_name,
             **self.mesh,
         )
+
+    def bindings(self, work: Workload, slice_name: str) -> list[str]:
+        """The plan as Gin statements."""
+        lines = [
+            f"Plan.slice = {slice_name!r}",
+            f"Plan.batch_size = {self.batch_size(work)}",
+            *(f"Plan.{axis} = {self.mesh[axis]}" for axis in MESH_AXES),
+            f"Plan.accumulation = {self.accumulation}",
+            f"Plan.remat = {str(self.remat.kind)!r}",
+        ]
+        if self.remat.kind in (Remat.SAVE, Remat.OFFLOAD):
+            lines.append(f"Plan.remat_names = {self.remat.names!r}")
+        if self.mesh["stage"] > 1:
+            lines.append(f"Plan.pipeline_microbatches = {self.pipeline_microbatches}")
+        if self.state_dtype is not StateDtype.FLOAT32:
+            lines.append(f"Optimizer.state_dtype = {str(self.state_dtype)!r}")
+        return lines
 
     def describe(self) -> str:
         """One line: "fsdp=64, 12 rows, remat full"."""

@@ -27,6 +27,7 @@ _ATTENTION = 0.45  # of _MATMUL in attention kernels, whose softmax runs on the 
 # Balance losses leave single experts about half above the mean, groups of them less (Wang et al. 2024,
 # arXiv:2408.15664, table 2).
 _IMBALANCE = 1.1
+_QUANTIZED = {"int8": "int8", "fp8": "float8"}  # quantization -> dtype of chips.py
 EXPOSED = 1.0  # share of the collectives that could hide behind compute by which the step is longer all the same
 # Share of the HBM's bandwidth that is reached: of the element-wise operations, which only read and write.
 _HBM = 0.85
@@ -70,7 +71,7 @@ class Collective:
       axes: mesh axes.
       bytes: of one device and step, of the larger side.
       seconds: at the bandwidth of the links.
-      overlaps: whether compute goes on meanwhile.
+      overlaps: whether compute could go on meanwhile.
     """
 
     name: str
@@ -86,13 +87,14 @@ class Cost:
     """The predicted step of a choice on a slice.
 
     Attributes:
-      compute_s: matmuls and attention, at the stated efficiency.
+      compute_s: matmuls and attention, each at the rate of its dtype and the stated efficiency.
       hbm_s: bytes over HBM at their bandwidth.
       host_s: offloaded activations to the host's memory and back, over PCIe.
       update_s: the optimizer's update, which is HBM alone.
-      links_s: collectives that overlap; blocking_s: those that do not.
+      links_s: collectives that could hide behind compute, of which EXPOSED counts; blocking_s: those that stand in its way.
       bubble: share of a pipeline's time in which a stage waits.
       imbalance: tokens of the busiest group of experts over the mean, which compute_s has in it.
+      peak_flops: FLOP/s of one device in the dtype of its weight products.
       flops: of one device.
       collectives: all of them.
       hbm_bytes: of one device and step.
@@ -108,6 +110,7 @@ class Cost:
     blocking_s: float
     bubble: float
     imbalance: float
+    peak_flops: float
     flops: Flops
     collectives: tuple[Collective, ...]
     hbm_bytes: float
@@ -122,11 +125,9 @@ class Cost:
     @property
     def bound(self) -> str:
         """What the step waits for most."""
-        parts = {"compute": self.compute_s, "HBM": self.hbm_s, "PCIe": self.host_s, "ICI": self.links_s}
-        name = max(parts, key=parts.get)
-        if self.blocking_s > 0.5 * parts[name]:
-            return "ICI"
-        return "bubble" if self.bubble > 0.2 else name
+        links = EXPOSED * self.links_s + self.blocking_s
+        parts = {"compute": self.compute_s, "HBM": self.hbm_s, "PCIe": self.host_s, "ICI": links}
+        return "bubble" if self.bubble > 0.2 else max(parts, key=parts.get)
 
     @property
     def tokens_per_s(self) -> float:
@@ -134,13 +135,13 @@ class Cost:
 
     @property
     def mfu(self) -> float:
-        """Model FLOP/s over the peak (PaLM, appendix B)."""
-        return self.flops.model / self.step_s / self.slice_.chip.device_flops()
+        """Model FLOP/s over the peak in bfloat16, or in the dtype of quantised products (PaLM, appendix B)."""
+        return self.flops.model / self.step_s / self.peak_flops
 
     @property
     def hfu(self) -> float:
         """The same with recomputation."""
-        return self.flops.hardware / self.step_s / self.slice_.chip.device_flops()
+        return self.flops.hardware / self.step_s / self.peak_flops
 
     def days(self, tokens: float) -> float:
         """Days to train on so many tokens, without interruption."""
@@ -161,11 +162,14 @@ def cost(work: Workload, choice: Choice, slice_: Slice) -> Cost:
     layout = network.layout(slice_, choice.mesh)
     flops = step_flops(work, choice)
     chip = slice_.chip
-    matmul = chip.device_flops(_dtype(work)) * _MATMUL[chip.name]
-    dense = flops.forward + flops.backward + flops.recompute + flops.head - flops.experts
+    # Quantised are the weights' products alone, those of experts and head are not; float32 is multiplied in bfloat16,
+    # which is JAX's default on TPUs.
+    peak = chip.device_flops(_QUANTIZED.get(str(work.config.quantization), "bfloat16"))
+    dense = flops.forward + flops.backward + flops.recompute - flops.experts
     uneven = imbalance(work, choice)
     host = memory.memory(work, choice).host if choice.remat.kind is Remat.OFFLOAD else 0.0
-    compute_s = (dense + uneven * flops.experts / _EXPERTS + flops.attention / _ATTENTION) / matmul
+    others = flops.head + uneven * flops.experts / _EXPERTS + flops.attention / _ATTENTION
+    compute_s = (dense / peak + others / chip.device_flops()) / _MATMUL[chip.name]
     layers_bytes, update_bytes = hbm_bytes(work, choice)
     bandwidth = chip.device_hbm_bytes_per_s * _HBM
     collectives = tuple(_collectives(work, choice, layout))
@@ -178,6 +182,7 @@ def cost(work: Workload, choice: Choice, slice_: Slice) -> Cost:
         blocking_s=sum(c.seconds for c in collectives if not c.overlaps),
         bubble=bubble(choice),
         imbalance=uneven,
+        peak_flops=peak,
         flops=flops,
         collectives=collectives,
         hbm_bytes=layers_bytes + update_bytes,
@@ -296,11 +301,6 @@ def hbm_bytes(work: Workload, choice: Choice) -> tuple[float, float]:
     state = work.params.on_device(mesh)
     moments = work.state[choice.state_dtype].on_device(mesh)
     return total, 2 * (state + moments) + 3 * state + (2 * state if work.ema else 0.0)
-
-
-def _dtype(work: Workload) -> str:
-    quantization = str(work.config.quantization)
-    return {"int8": "int8", "fp8": "float8"}.get(quantization, str(work.config.dtype))
 
 
 def _collectives(work: Workload, choice: Choice, layout: Layout):

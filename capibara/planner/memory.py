@@ -17,6 +17,7 @@ from capibara.sharding import Remat, RematPolicy
 _LOGITS_BYTES, _FEWEST_BLOCKS = 256 * 2**20, 4
 _REDUCED_BYTES = 64 * 2**20  # of the head's gradient that is reduced at once
 
+_LANES = 128  # of a TPU's vector registers
 # How many arrays of its size XLA holds at once, counted in compiled programs (benchmarks/planner.py memory). Remat `none`
 # keeps beside what it names the norms' float32 inputs and products, of queries and keys too where these are normed.
 _NONE_HIDDEN = 6.0  # [tokens, F], of gated MLPs; two thirds where there is no gate
@@ -104,7 +105,8 @@ def memory(work: Workload, choice: Choice, scale: float = 1.0) -> Memory:
         device, away = saved_bytes(work, stack, choice)
         layers = stack.layers / mesh["stage"] * _in_flight(choice)
         saved, host = saved + layers * device, host + layers * away
-        layer = max(layer, _layer_bytes(work, stack, choice))
+        # A stage works on one part of the rows at a time.
+        layer = max(layer, _layer_bytes(work, stack, choice) / choice.pipeline_microbatches)
         weights = max(weights, _gathered_bytes(work, stack, choice))
     encoder, summed = work.encoder_length or 0, choice.accumulation > 1
     return Memory(
@@ -159,7 +161,14 @@ def saved_bytes(work: Workload, stack: Stack, choice: Choice) -> tuple[float, fl
         normed = _NONE_NORMED * (named["query"] + named["key"]) if str(work.config.qk_norm) != "none" else 0.0
         scores = _NONE_SCORES * _scores_bytes(work, stack, choice)
         return _NONE_RESIDUAL * residual + heads + normed + _NONE_HIDDEN * share * hidden + scores, 0.0
-    kept = sum(named.get(name, 0.0) for name in _kept_names(remat))
+    # Arrays [.., heads, head_dim] lie in tiles of 128 lanes: smaller heads are kept with as much padding.
+    padding = -(-work.config.head_size // _LANES) * _LANES / work.config.head_size
+    by_kernel = sum(not a.scores for a in stack.attentions) / len(stack.attentions)
+    padding = 1 + (padding - 1) * by_kernel  # the kernel's operands; XLA lays out its own otherwise
+    padded = {name: named[name] * padding for name in ("query", "key", "value", "attention")}
+    kept = sum((named | padded).get(name, 0.0) for name in _kept_names(remat))
+    if remat.kind in (Remat.DOTS, Remat.MINIMAL) and str(work.config.norm_placement) != "pre":
+        kept += residual  # the last product is read again, by the norm behind it
     return (residual, kept) if remat.kind is Remat.OFFLOAD else (residual + kept, 0.0)
 
 

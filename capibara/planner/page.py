@@ -40,7 +40,7 @@ def page(walk: Walk, work: Workload, slice_: Slice, *, top: int = 20) -> str:
     title = f"{slice_.name}: {best.choice.describe()}"
     cost = best.cost
     facts = [
-        f"{cost.step_s:.3f} s a step of {cost.tokens:,} tokens: {cost.tokens_per_s:,.0f} tokens/s, {cost.mfu:.1%} MFU, "
+        f"{report.seconds(cost.step_s)} a step of {cost.tokens:,} tokens: {cost.tokens_per_s:,.0f} tokens/s, {cost.mfu:.1%} MFU, "
         f"{cost.hfu:.1%} with recomputation; bound by {cost.bound}.",
         f"{work.model.param_count:,} parameters, rows of {work.length:,} places.",
         "On the torus: " + "; ".join(search.layout_lines(best, slice_)) + ".",
@@ -57,7 +57,7 @@ def page(walk: Walk, work: Workload, slice_: Slice, *, top: int = 20) -> str:
         "<h2>Roofline</h2>",
         _roofline(ranked[:top], slice_),
         f"<h2>The first {min(top, len(ranked))} of {len(ranked)} plans</h2>",
-        _table(ranked[:top], work, slice_),
+        _table(walk, work, slice_, top),
     ]
     head = f'<meta charset="utf-8"><title>{html.escape(title)}</title><style>{_STYLE}</style>'
     return f"<!doctype html><html lang=\"en\"><head>{head}</head><body>{''.join(sections)}</body></html>\n"
@@ -119,8 +119,9 @@ def _time_bars(best: Ranked) -> str:
     rows = {
         "compute": cost.compute_s,
         "HBM": cost.hbm_s,
-        "links, beside compute": cost.links_s,
-        "links, in its way": cost.blocking_s,
+        "offloading": cost.host_s,
+        "links, could hide": cost.links_s,
+        "links, in the way": cost.blocking_s,
         "update": cost.update_s,
         "step": cost.step_s,
     }
@@ -167,16 +168,16 @@ def _roofline(ranked: Sequence[Ranked], slice_: Slice) -> str:
     )
 
 
-def _table(ranked: Sequence[Ranked], work: Workload, slice_: Slice) -> str:
+def _table(walk: Walk, work: Workload, slice_: Slice, top: int) -> str:
     rows = []
-    for index, one in enumerate(ranked):
+    for index, one in enumerate(walk.ranked[:top]):
         cost = one.cost
         cells = [
             one.choice.batch_size(work), f"{one.memory.peak / GIB:.2f}", f"{cost.step_s:.3f}",
             f"{cost.tokens_per_s / slice_.chips:,.0f}", f"{cost.mfu:.1%}",
         ]  # fmt: skip
         numbers = "".join(f'<td class="n">{cell}</td>' for cell in cells)
-        why = html.escape(report.why_not(one, ranked[0])) if index else "the choice"
+        why = html.escape(report.why_not(one, walk, work)) if index else "the choice"
         style = "" if one.fits else ' class="out"'
         rows.append(f"<tr{style}><td>{html.escape(one.choice.describe())}</td>{numbers}<td>{why}</td></tr>")
     names = ("batch", "HBM GiB", "step s", "tokens/s chip", "MFU")

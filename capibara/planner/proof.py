@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from capibara.planner import report, verdict, xla_flags
+from capibara.planner import verdict, xla_flags
 from capibara.planner.search import Ranked
 from capibara.planner.slices import Slice
 from capibara.planner.verdict import Verdict
@@ -104,8 +104,8 @@ def prover(
     def prove_plan(ranked: Ranked) -> Verdict:
         choice, topic = ranked.choice, f"proving {ranked.choice.describe()}"
         optimizer = dataclasses.replace(trainer.optimizer, state_dtype=choice.state_dtype)
-        planned = dataclasses.replace(trainer, plan=choice.plan(work, slice_.name), optimizer=optimizer)
-        extra = [*configuration.gin_bindings, *report.bindings(choice, work, slice_)]
+        planned = dataclasses.replace(trainer, plan=choice.plan(work, slice_.name, trainer.plan), optimizer=optimizer)
+        extra = [*configuration.gin_bindings, *choice.bindings(work, slice_.name)]
         child = dataclasses.replace(configuration, gin_bindings=extra)
         return prove(
             planned, child, slice_, deadline_s=deadline_s,

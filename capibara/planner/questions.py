@@ -5,11 +5,15 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
+from capibara.planner import chips
 from capibara.types import UserError
+
+_LARGEST = 1e18  # tokens, seconds, ...: beyond it a number is a slip
 
 if TYPE_CHECKING:
     from capibara.planner.search import Question
     from capibara.planner.workload import Workload
+    from capibara.sharding import Plan
 
 OBJECTIVES = {
     "throughput": "most tokens a second on --slice, at --batch_size where there is one",
@@ -45,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", metavar="FILE", help="write the shown plans there")
     add("--html", metavar="FILE", help="write a page with memory, time, roofline and ranking there")
     add("--output", metavar="FILE", help="write the first plan there, as a Gin file for train")
-    add("--include", action="store_true", help="let --output include the --gin_file, so that it stands alone")
+    add("--include", action="store_true", help="let --output have the --gin_file and --gin.X too, to stand alone")
 
 
 def check(args: argparse.Namespace) -> None:
@@ -54,10 +58,21 @@ def check(args: argparse.Namespace) -> None:
         raise UserError("--gin_file has no value: name a model or a run file, e.g. --gin_file=models/capibara_8b.gin")
     for name in ("length", "encoder_length", "batch_size", "tokens", "tokens_per_s", "max_days", "tries", "deadline", "top"):
         value = getattr(args, name)
-        if value is not None and not value > 0:
-            raise UserError(f"--{name} is {value:g}, must be above 0")
-    if args.usd_per_chip_hour is not None and not args.usd_per_chip_hour >= 0:
-        raise UserError(f"--usd_per_chip_hour is {args.usd_per_chip_hour:g}, must be at least 0")
+        if value is not None and not 0 < value <= _LARGEST:
+            raise UserError(f"--{name} is {value:g}, must be above 0 and at most {_LARGEST:g}")
+    if args.usd_per_chip_hour is not None and not 0 <= args.usd_per_chip_hour <= _LARGEST:
+        raise UserError(f"--usd_per_chip_hour is {args.usd_per_chip_hour:g}, must be at least 0, e.g. 2.7")
+    for name in args.chips.split(","):
+        chips.chip(name)
+    axes = [text.partition("=")[0] for text in args.axis]
+    for axis in axes:
+        if axes.count(axis) > 1:
+            raise UserError(f"--axis={axis} is given {axes.count(axis)} times: give one size")
+    if args.objective == "largest_batch" and args.batch_size is not None:
+        raise UserError(f"--batch_size={args.batch_size} with --objective=largest_batch, which looks for it: leave one out")
+    for name, objective in (("tokens_per_s", "target_throughput"), ("max_days", "cheapest")):
+        if getattr(args, name) is not None and args.objective != objective:
+            raise UserError(f"--{name} is for --objective={objective}, not for {args.objective}: leave one out")
     if args.objective == "target_throughput" and args.tokens_per_s is None:
         raise UserError("--objective=target_throughput needs --tokens_per_s, e.g. --tokens_per_s=1e6")
     if args.max_days is not None and args.tokens is None:
@@ -66,22 +81,33 @@ def check(args: argparse.Namespace) -> None:
         raise UserError(f"--slice={args.slice} with --objective={args.objective}, which looks for one: give --chips instead")
 
 
-def question(args: argparse.Namespace, work: Workload, batch_size: int | None) -> Question:
+def question(args: argparse.Namespace, work: Workload, plan: Plan) -> Question:
     """The search's question.
 
     Args:
       args: the flags.
       work: what is trained.
-      batch_size: of the run; None: it has none.
+      plan: of the run: its batch size counts where it is bound.
     """
+    from capibara import config
     from capibara.planner import search
     from capibara.planner.search import Objective, Question
 
     largest = args.objective == "largest_batch"
+    bound = plan.batch_size if config.is_bound("Plan.batch_size") else None
     return Question(
         objective=Objective.LARGEST_BATCH if largest else Objective.THROUGHPUT,
-        batch_size=None if largest else args.batch_size or batch_size,
+        batch_size=None if largest else args.batch_size or bound,
         headroom=args.headroom,
         state_dtypes=tuple(work.state),
         fixed=tuple(search.parse_axis(text) for text in args.axis),
     )
+
+
+def not_looked_at() -> list[str]:
+    """Fields of Plan that the Gin files or flags bind and the search chooses anew."""
+    from capibara import config
+    from capibara.sharding import MESH_AXES
+
+    names = (*MESH_AXES, "remat", "remat_names", "accumulation", "pipeline_microbatches")
+    return [f"Plan.{name}" for name in names if config.is_bound(f"Plan.{name}")]

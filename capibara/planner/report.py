@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from capibara.optim import StateDtype
+from capibara import config
 from capibara.planner import advice, search
-from capibara.planner.choice import Choice
 from capibara.planner.memory import kv_cache_bytes
-from capibara.planner.search import Ranked
+from capibara.planner.search import Objective, Ranked
 from capibara.planner.slice_choice import Offer
 from capibara.planner.slices import Slice
 from capibara.planner.verdict import Verdict
 from capibara.planner.verify import Walk
 from capibara.planner.workload import Workload
-from capibara.sharding import MESH_AXES, Remat
+from capibara.sharding import Remat
 from capibara.types import UserError
 
 GIB = 2**30
@@ -33,7 +33,14 @@ def plans_json(
         proof = {"verdict": verdict_json(tried.verdict)} if tried else {}
         plans.append(as_json(one, work, slice_, tokens, usd) | proof)
     compiled = [{"plan": one.ranked.choice.describe(), "verdict": verdict_json(one.verdict)} for one in walk.tried]
-    return {"plans": plans, "tried": compiled, "memory_scale": walk.scale}
+    scales = [{"kind": _kind(kind), "scale": scale} for kind, scale in walk.question.scales]
+    return {"plans": plans, "tried": compiled, "memory_scales": scales}
+
+
+def _kind(kind) -> str:
+    remat, axes = kind
+    kept = " ".join((str(remat.kind), *(remat.names if remat.kind in (Remat.SAVE, Remat.OFFLOAD) else ())))
+    return f"remat {kept}, {' x '.join(axes) or 'data and fsdp only'}"
 
 
 def as_json(ranked: Ranked, work: Workload, slice_: Slice, tokens: float | None, usd: float | None) -> dict[str, Any]:
@@ -110,9 +117,8 @@ def show(
     console.print(f"{slice_.name}: {best.choice.describe()}", style="bold", soft_wrap=True)
     for line in (*_summary(best, work, slice_, tokens, usd), *_proof(walk)):
         console.print(f"  {line}", soft_wrap=True)
-    corrected = f", memory corrected by what was compiled (x {walk.scale:.2f})" if walk.tried else ""
-    table = Table(title=f"the first {min(top, len(ranked))} of {len(ranked)} plans, all figures predicted{corrected}")
-    for name in ("plan", "batch", "HBM GiB", "step s", "tokens/s chip", "MFU", "why not first"):
+    table = Table(title=f"the first {min(top, len(ranked))} of {len(ranked)} plans, all figures predicted")
+    for name in ("plan", "batch", "HBM GiB", "step", "tokens/s chip", "MFU", "why not first"):
         table.add_column(name, justify="left" if name in ("plan", "why not first") else "right")
     for index, one in enumerate(ranked[:top]):
         cost = one.cost
@@ -120,16 +126,16 @@ def show(
             one.choice.describe(),
             str(one.choice.batch_size(work)),
             f"{one.memory.peak / GIB:.2f}",
-            f"{cost.step_s:.2f}",
+            seconds(cost.step_s),
             f"{cost.tokens_per_s / slice_.chips:.0f}",
             f"{cost.mfu:.1%}",
-            why_not(one, best) if index else "",
+            why_not(one, walk, work) if index else "",
         )
     console.print(table)
 
 
 def show_offers(
-    found: Sequence[Offer], chosen: Offer, work: Workload, *, tokens: float | None, usd: float | None
+    found: Sequence[Offer], chosen: Offer, *, tokens: float | None, usd: float | None
 ) -> None:
     """Prints the slices that were weighed, each with its best plan, and which one it is."""
     from rich.table import Table
@@ -163,10 +169,10 @@ def _console():
 
 def _summary(best: Ranked, work: Workload, slice_: Slice, tokens: float | None, usd: float | None) -> Iterable[str]:
     choice, memory, cost = best.choice, best.memory, best.cost
-    step = f"{cost.step_s:.2f} s a step of {choice.tokens(work):,} tokens"
+    step = f"{seconds(cost.step_s)} a step of {choice.tokens(work):,} tokens"
     yield f"predicted: {step}, {cost.mfu:.1%} MFU, bound by {cost.bound}"
     usable = slice_.chip.device_usable_hbm_bytes
-    yield f"predicted peak HBM: {memory.peak / GIB:.2f} of {usable / GIB:.2f} GiB a chip, in the {memory.peak_moment}"
+    yield f"predicted peak HBM: {memory.peak / GIB:.2f} of {usable / GIB:.2f} GiB a {slice_.chip.unit}, in the {memory.peak_moment}"
     yield "on the torus: " + "; ".join(search.layout_lines(best, slice_))
     hourly = slice_.price_per_hour(usd)
     if hourly is not None:
@@ -186,7 +192,8 @@ def _advice(work: Workload, tokens: float | None) -> Iterable[str]:
         return
     weights = work.active_weights
     tokens = tokens or advice.CHINCHILLA_TOKENS * weights
-    yield f"suggested for {tokens:.3g} tokens by published scaling rules, to start a search from:"
+    far = ", far from what they were fitted on" if weights > 1e10 or work.config.moe is not None else ""
+    yield f"suggested for {tokens:.3g} tokens by published scaling rules{far}, to start a search from:"
     for rule in advice.advice(weights, work.model_flops_per_token, tokens):
         yield f"  {rule.describe(work.length)}"
 
@@ -204,12 +211,26 @@ def _proof(walk: Walk) -> Iterable[str]:
             spare = "" if one.good else ", less to spare than asked"
             error = predicted / compiled.peak_bytes - 1
             yield f"compiled: {plan}: fits, peak {compiled.peak_bytes / GIB:.2f} GiB{spare} ({before}: {error:+.1%})"
+    for kind, scale in walk.question.scales:
+        yield f"learned: memory of plans with {_kind(kind)}, beside their state, x {scale:.2f}"
 
 
-def why_not(one: Ranked, best: Ranked) -> str:
+def seconds(value: float) -> str:
+    """A time in seconds, short ones in milliseconds."""
+    return f"{value:.2f} s" if value >= 0.1 else f"{1000 * value:.2g} ms"
+
+
+def why_not(one: Ranked, walk: Walk, work: Workload) -> str:
     """Why a plan lost to the first."""
+    best = walk.ranked[0]
     if not one.fits:
         return f"memory: {one.missing_bytes / GIB:.1f} GiB too much"
+    if walk.question.objective is Objective.LARGEST_BATCH:
+        rows, most = one.choice.batch_size(work), best.choice.batch_size(work)
+        if rows > most:
+            return f"{rows} rows are not compiled, {most} are proven"
+        if rows < most:
+            return f"{1 - rows / most:.1%} fewer rows"
     slower = best.cost.tokens_per_s / one.cost.tokens_per_s - 1
     if one.cost.flops.recompute > 1.05 * best.cost.flops.recompute and one.cost.bound == "compute":
         return f"{slower:.1%} slower: recomputes more"
@@ -234,7 +255,7 @@ def explain(best: Ranked, work: Workload, slice_: Slice) -> Iterable[str]:
         yield f"  {name:<12}{getattr(flops, name) / 1e12:10.2f}"
     yield "traffic of a device and step (predicted)"
     for part in cost.collectives:
-        overlap = "beside compute" if part.overlaps else "in its way"
+        overlap = "could hide behind compute" if part.overlaps else "in its way"
         axes = " ".join(part.axes)
         yield f"  {part.name:<36}{part.kind:<15}{axes:<22}{part.bytes / 1e9:9.2f} GB {part.seconds:8.3f} s  {overlap}"
     yield "step, s (predicted) = (max(compute, HBM, host) + links + blocking) / (1 - bubble) + update"
@@ -287,40 +308,35 @@ def verdict_json(verdict: Verdict) -> dict[str, Any]:
     }
 
 
-def bindings(choice: Choice, work: Workload, slice_: Slice) -> list[str]:
-    """A plan as Gin statements."""
-    lines = [
-        f"Plan.slice = {slice_.name!r}",
-        f"Plan.batch_size = {choice.batch_size(work)}",
-        *(f"Plan.{axis} = {choice.mesh[axis]}" for axis in MESH_AXES),
-        f"Plan.accumulation = {choice.accumulation}",
-        f"Plan.remat = {str(choice.remat.kind)!r}",
-    ]
-    if choice.remat.kind in (Remat.SAVE, Remat.OFFLOAD):
-        lines.append(f"Plan.remat_names = {choice.remat.names!r}")
-    if choice.mesh["stage"] > 1:
-        lines.append(f"Plan.pipeline_microbatches = {choice.pipeline_microbatches}")
-    if choice.state_dtype is not StateDtype.FLOAT32:
-        lines.append(f"Optimizer.state_dtype = {str(choice.state_dtype)!r}")
-    return lines
+def gin(walk: Walk, work: Workload, slice_: Slice, includes: Sequence[str] = (), bound: Sequence[str] = ()) -> str:
+    """The first plan as a Gin file; include it after a run file, or name it with another --gin_file.
 
-
-def gin(walk: Walk, work: Workload, slice_: Slice, includes: Sequence[str] = ()) -> str:
-    """The first plan as a Gin file; include it after a run file, or name it with another --gin_file."""
+    Args:
+      walk, work, slice_: what was found.
+      includes, bound: Gin files and statements that the file is to have before the plan, so that it stands alone.
+    """
     best = walk.ranked[0]
     verdict = walk.proven.verdict if walk.proven else None
     lines = [
         f"# {slice_.name}: {best.choice.describe()}, for rows of {work.length}.",
-        f"# Predicted: {best.memory.peak / GIB:.2f} GiB of HBM a chip, {best.cost.step_s:.2f} s a step, "
+        f"# Predicted: {best.memory.peak / GIB:.2f} GiB of HBM a {slice_.chip.unit}, {seconds(best.cost.step_s)} a step, "
         f"{best.cost.mfu:.1%} MFU.",
     ]
     if verdict:
         versions = " and ".join(f"{name} {verdict.versions.get(name)}" for name in ("jax", "libtpu"))
         lines.append(f"# Compiled on {verdict.date}, {versions}: {verdict.compiled.peak_bytes / GIB:.2f} GiB.")
-    lines += [f'include "{file}"' for file in includes]
+    lines += [*(f'include "{file}"' for file in includes), *map(config.quoted, bound)]
     lengths = {"length": work.length, "encoder_length": work.encoder_length}
     lines += [f"Dataset.{name} = {places}" for name, places in lengths.items() if places is not None]
-    return "\n".join([*lines, *bindings(best.choice, work, slice_)]) + "\n"
+    return "\n".join([*lines, *best.choice.bindings(work, slice_.name)]) + "\n"
+
+
+def check_writable(path: str) -> None:
+    """Raises UserError where `save` would: before the long work whose result it is for."""
+    there = os.path.exists(path)
+    _write(path, "", "a")
+    if not there:
+        os.unlink(path)
 
 
 def save(path: str, text: str) -> None:
@@ -329,8 +345,13 @@ def save(path: str, text: str) -> None:
     Raises:
       UserError: the file cannot be written.
     """
+    _write(path, text, "w")
+
+
+def _write(path: str, text: str, mode: str) -> None:
     try:
         pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
-        pathlib.Path(path).write_text(text, encoding="utf-8")
+        with open(path, mode, encoding="utf-8") as file:
+            file.write(text)
     except OSError as error:
         raise UserError(f"{path} cannot be written ({error.strerror}): name a file in a folder of yours") from error

@@ -6,7 +6,9 @@ import dataclasses
 import enum
 import functools
 import math
+import statistics
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from capibara.fields import did_you_mean
 from capibara.optim import StateDtype
@@ -31,7 +33,6 @@ REMATS = (
 # Beyond these an axis only adds traffic: of a chip's neighbours in a torus, and of layers in flight.
 _MOST_TENSOR, _MOST_CONTEXT, _MOST_STAGES = 16, 32, 16
 _FEWEST_PLACES = 512  # of a row on one device of a context axis: less and its kernels are too small
-_MOST_ACCUMULATION = 64
 _MOST_ROWS = 8192  # of a micro-batch on one device
 _ALIKE = 1.01  # plans whose speeds differ by less are as good as each other
 
@@ -79,7 +80,7 @@ class Question:
       state_dtypes: dtypes of the optimizer's state that are weighed.
       remats: remat policies that are weighed.
       fixed: mesh axis -> size that it must have.
-      scale: correction of the memory model (planner.memory), learned from compiles.
+      scales: corrections of the memory model (planner.memory) for kinds of choices, learned from compiles.
     """
 
     objective: Objective = Objective.THROUGHPUT
@@ -89,7 +90,20 @@ class Question:
     state_dtypes: tuple[StateDtype, ...] = (StateDtype.FLOAT32,)
     remats: tuple[RematPolicy, ...] = REMATS
     fixed: tuple[tuple[str, int], ...] = ()
-    scale: float = 1.0
+    scales: tuple[tuple[Any, float], ...] = ()
+
+    def scale(self, choice: Choice) -> float:
+        """The correction for a choice; for kinds that were not compiled the median of the others, and at least 1."""
+        return self._by_kind.get(choice.kind, self._fallback)
+
+    @functools.cached_property
+    def _by_kind(self) -> dict[Any, float]:
+        return dict(self.scales)
+
+    @functools.cached_property
+    def _fallback(self) -> float:
+        # That one kind needs less than predicted says little of others; that it needs more is a warning.
+        return max(1.0, statistics.median(self._by_kind.values())) if self.scales else 1.0
 
     def __post_init__(self):
         if self.batch_size is not None and self.batch_size < 1:
@@ -129,16 +143,15 @@ def search(work: Workload, slice_: Slice, question: Question | None = None) -> l
         ranked += _of_mesh(work, slice_, sizes, question)
     if not ranked:
         raise _no_mesh(work, slice_, question)
-    return sorted(ranked, key=functools.partial(_order, question=question))
+    return sorted(ranked, key=functools.partial(_order, work=work, question=question))
 
 
-def _order(ranked: Ranked, question: Question) -> tuple:
+def _order(ranked: Ranked, work: Workload, question: Question) -> tuple:
     axes = sum(size > 1 for size in ranked.choice.sizes)
     if not ranked.fits:
         return 1, ranked.missing_bytes, axes
     if question.objective is Objective.LARGEST_BATCH:
-        rows = ranked.choice.rows * ranked.choice.accumulation * ranked.choice.devices / ranked.choice.mesh["context"]
-        return 0, -rows, -ranked.cost.tokens_per_s, axes
+        return 0, -ranked.choice.batch_size(work), -ranked.cost.tokens_per_s, axes
     # Predictions do not tell plans apart that are within a percent: of those the plainest.
     return 0, -round(math.log(ranked.cost.tokens_per_s) / math.log(_ALIKE)), axes, -ranked.cost.tokens_per_s
 
@@ -197,7 +210,7 @@ def _of_mesh(work: Workload, slice_: Slice, sizes: tuple[int, ...], question: Qu
             weigh = functools.partial(_choice, base, remat=remat, state_dtype=dtype)
             for rows, accumulation in _rows(work, weigh, shards, question, limit):
                 choice = weigh(rows=rows, accumulation=accumulation)
-                predicted = memory.memory(work, choice, question.scale)
+                predicted = memory.memory(work, choice, question.scale(choice))
                 yield Ranked(choice, predicted, cost.cost(work, choice, slice_), limit)
 
 
@@ -212,18 +225,19 @@ def _rows(work: Workload, weigh, shards: int, question: Question, limit: float) 
     """Pairs of rows and accumulation that are worth weighing."""
 
     def peak(rows: int, accumulation: int) -> float:
-        return memory.memory(work, weigh(rows=rows, accumulation=accumulation), question.scale).peak
+        choice = weigh(rows=rows, accumulation=accumulation)
+        return memory.memory(work, choice, question.scale(choice)).peak
 
     stages = weigh(rows=1, accumulation=1).mesh["stage"]
     if question.batch_size is not None:
         if question.batch_size % shards:
             return []
         each = question.batch_size // shards
-        counts = [n for n in _divisors(each) if n <= _MOST_ACCUMULATION and each // n % stages == 0]
+        counts = [n for n in _divisors(each) if each // n % stages == 0]
         pairs = [(each // n, n) for n in counts if question.accumulation in (None, n)]
         # Fewer micro-batches gather weights less often: the first that fits, or what comes closest to it.
         fitting = next((pair for pair in pairs if peak(*pair) <= limit), None)
-        return [fitting] if fitting else pairs[-1:]
+        return [fitting or min(pairs, key=lambda pair: peak(*pair))] if pairs else []
     fewest, parts = stages, question.accumulation or 1
     if peak(fewest, parts) > limit:
         return [(fewest, parts)]
@@ -237,45 +251,49 @@ def _rows(work: Workload, weigh, shards: int, question: Question, limit: float) 
 
 
 def _no_mesh(work: Workload, slice_: Slice, question: Question) -> UserError:
-    fixed = " ".join(f"{axis}={size}" for axis, size in question.fixed)
-    if question.batch_size is not None and any(True for _ in meshes(work, slice_, dict(question.fixed))):
+    fixed, c, devices = dict(question.fixed), work.config, slice_.devices
+    shown = " ".join(f"{axis}={size}" for axis, size in fixed.items())
+    asked = f"{slice_.name} with {shown}" if fixed else slice_.name
+    if question.batch_size is not None and any(True for _ in meshes(work, slice_, fixed)):
         return UserError(
-            f"batch_size ({question.batch_size}) divides over no mesh of {slice_.name}"
-            f"{f' with {fixed}' if fixed else ''}: try a multiple of {slice_.devices}"
+            f"batch_size ({question.batch_size}) divides over no mesh of {asked}: try a multiple of {devices}"
         )
+    if devices % math.prod(fixed.values()):
+        near = max(d for d in _divisors(devices) if d <= math.prod(fixed.values()))
+        return UserError(f"no mesh of {asked}: the axes must divide its {devices} devices: try axes that multiply to {near}")
+    if c.num_layers % fixed.get("stage", 1):
+        return UserError(f"no mesh of {asked}: stages must divide the {c.num_layers} layers")
+    if slice_.count > 1 and fixed and all(fixed.get(axis, slice_.count) % slice_.count for axis in MESH_AXES[:3]):
+        return UserError(f"no mesh of {asked}: data, stage or fsdp must be a multiple of the {slice_.count} slices")
     names = ", ".join(f"{name} {axis}={size}" for name, axis, size, _ in work.constraints[:4])
     return UserError(
-        f"no mesh of {slice_.name} ({slice_.devices} devices){f' with {fixed}' if fixed else ''} divides the model's "
-        f"sizes ({names}): try another slice, or Rules that keep one of them whole"
+        f"no mesh of {asked} ({devices} devices) divides the model's sizes ({names}): try another slice, or Rules that "
+        "keep one of them whole"
     )
 
 
-def fitting_slices(work: Workload, chip: str, question: Question, most: int = 12) -> list[tuple[Slice, Ranked]]:
-    """The slices of a chip that some plan fits, the smallest first, each with its best plan; at most `most` of them."""
-    found = []
+def smallest_slice(work: Workload, chip: str, question: Question) -> Slice | None:
+    """The smallest slice of a chip that some plan fits."""
     for slice_ in slices.sizes(chip):
-        if slice_.devices & (slice_.devices - 1) and slice_.devices > 64:
-            continue  # whole numbers of cubes that are no power of two divide few models
+        if slice_.devices & (slice_.devices - 1):
+            continue  # numbers of chips that are no power of two divide few models
         try:
-            best = search(work, slice_, question)[0]
-        except UserError:
+            if search(work, slice_, question)[0].fits:
+                return slice_
+        except UserError:  # no mesh of this slice divides the model or the batch
             continue
-        if best.fits:
-            found.append((slice_, best))
-            if len(found) == most:
-                break
-    return found
+    return None
 
 
 def no_plan(best: Ranked, work: Workload, slice_: Slice, question: Question) -> UserError:
     """One line that says what the leanest plan lacks, and where it would fit."""
-    fits = fitting_slices(work, slice_.chip.name, question, most=1)
-    where = f"use {fits[0][0].name}" if fits else "no slice of these chips has enough"
+    fitting = smallest_slice(work, slice_.chip.name, question)
+    where = f"use {fitting.name}" if fitting else "no single slice of these chips has enough: try larger chips, e.g. v5p-128"
     usable = slice_.chip.device_usable_hbm_bytes / GIB
     return UserError(
         f"no plan fits {slice_.name}: the leanest ({best.choice.describe()}) needs "
-        f"{best.memory.peak / GIB:.1f} GiB a chip, {slice_.chip.name} has {usable:.2f} usable and "
-        f"{100 * question.headroom:.0f}% of it is kept free: {where}"
+        f"{best.memory.peak / GIB:.1f} GiB a {slice_.chip.unit}, {slice_.chip.name} has {usable:.2f} usable and "
+        f"{question.headroom:.1%} of it is kept free: {where}"
     )
 
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import enum
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
-from capibara.planner import search, slices
+from capibara.planner import chips, search, slices
 from capibara.planner.search import Question, Ranked
 from capibara.planner.slices import Slice
 from capibara.planner.workload import Workload
 from capibara.types import UserError
 
-KINDS = ("v5e", "v6e")
+_MOST_CHIPS = 1024  # of a slice: larger ones take minutes to search, and are asked for by name
 
 
 class SliceObjective(enum.StrEnum):
@@ -40,66 +41,74 @@ class Offer:
 
 
 def offers(
-    work: Workload,
-    kinds: Iterable[str],
-    question: Question,
-    status: Callable[[str], None] = lambda name: None,
+    work: Workload, args: argparse.Namespace, question: Question, status: Callable[[str], None] = lambda name: None
 ) -> list[Offer]:
-    """The slices of these chips that the model fits, by their number of chips; one slice each, no several."""
-    found = []
-    for kind in kinds:
-        for slice_ in slices.sizes(kind):
-            if slice_.devices & (slice_.devices - 1):
-                continue  # numbers of chips that are no power of two divide few models
-            status(slice_.name)
-            try:
-                ranked = search.search(work, slice_, question)
-            except UserError:  # no mesh of this slice divides the model or the batch
-                continue
-            if ranked[0].fits:
-                found.append(Offer(slice_, ranked))
-    return sorted(found, key=lambda offer: (offer.slice_.chips, offer.slice_.name))
+    """The slices that the model fits, by their number of chips, up to those that the objective needs to see.
+
+    Args:
+      work: what is trained.
+      args: the flags of questions.add_arguments: chips, objective and tokens_per_s are looked at.
+      question: of the search on each of them.
+      status: told the slice that is searched.
+    """
+    kinds = {chips.chip(name).name: None for name in args.chips.split(",")}
+    weighed = [slice_ for kind in kinds for slice_ in slices.sizes(kind) if slice_.chips <= _MOST_CHIPS]
+    # Numbers of chips that are no power of two divide few models.
+    weighed = [slice_ for slice_ in weighed if not slice_.devices & (slice_.devices - 1)]
+    found: list[Offer] = []
+    for slice_ in sorted(weighed, key=lambda slice_: (slice_.chips, slice_.name)):
+        if found and slice_.chips > found[-1].slice_.chips and _enough(found, args):
+            break
+        status(slice_.name)
+        try:
+            ranked = search.search(work, slice_, question)
+        except UserError:  # no mesh of this slice divides the model or the batch
+            continue
+        if ranked[0].fits:
+            found.append(Offer(slice_, ranked))
+    return found
 
 
-def best(
-    found: Sequence[Offer],
-    objective: SliceObjective | str,
-    *,
-    target: float | None = None,
-    tokens: float | None = None,
-    days: float | None = None,
-    usd: float | None = None,
-) -> Offer:
+def _enough(found: Sequence[Offer], args: argparse.Namespace) -> bool:
+    """Whether more chips cannot be what the objective asks for."""
+    if args.objective == SliceObjective.TARGET_THROUGHPUT:
+        return any(offer.best.cost.tokens_per_s >= args.tokens_per_s for offer in found)
+    return args.objective == SliceObjective.SMALLEST_SLICE
+
+
+def best(found: Sequence[Offer], args: argparse.Namespace) -> Offer:
     """The offer that the objective asks for.
 
     Args:
       found: of `offers`.
-      objective: what to look for.
-      target: tokens a second, for the target throughput.
-      tokens, days: of the whole training, and in how many days it must be done; None: in any time.
-      usd: per chip-hour in place of the list prices.
+      args: the flags: objective, tokens_per_s, tokens, max_days, usd_per_chip_hour.
 
     Raises:
       UserError: none does it.
     """
     if not found:
         raise UserError("no slice of these chips has a plan that fits: add larger chips, e.g. --chips=v5p, or shorten --length")
-    match SliceObjective(objective):
+    usd = args.usd_per_chip_hour
+    match SliceObjective(args.objective):
         case SliceObjective.SMALLEST_SLICE:
             return min(found, key=lambda offer: (offer.slice_.chips, -offer.best.cost.tokens_per_s))
-        case SliceObjective.CHEAPEST:
-            priced = [offer for offer in found if offer.usd_per_million_tokens(usd) is not None]
-            if not priced:
-                raise UserError("no list price is known of these chips: give one with --usd_per_chip_hour")
-            if days is not None:
-                quickest = min(offer.best.cost.days(tokens) for offer in priced)
-                priced = [offer for offer in priced if offer.best.cost.days(tokens) <= days]
-                if not priced:
-                    raise UserError(
-                        f"no slice trains {tokens:.3g} tokens in {days:g} days: the quickest takes {quickest:.1f} "
-                        "(predicted); ask for several, e.g. --slice=4xv5e-256, or for more days"
-                    )
-            return min(priced, key=lambda offer: offer.usd_per_million_tokens(usd))
+        case SliceObjective.TARGET_THROUGHPUT:
+            return _fastest_enough(found, args.tokens_per_s)
+    priced = [offer for offer in found if offer.usd_per_million_tokens(usd) is not None]
+    if not priced:
+        raise UserError("no list price is known of these chips: give one with --usd_per_chip_hour")
+    if args.max_days is not None:
+        quickest = min(offer.best.cost.days(args.tokens) for offer in priced)
+        priced = [offer for offer in priced if offer.best.cost.days(args.tokens) <= args.max_days]
+        if not priced:
+            raise UserError(
+                f"no slice trains {args.tokens:.3g} tokens in {args.max_days:g} days: the quickest takes {quickest:.1f} "
+                "(predicted); ask for several, e.g. --slice=4xv5e-256, or for more days"
+            )
+    return min(priced, key=lambda offer: offer.usd_per_million_tokens(usd))
+
+
+def _fastest_enough(found: Sequence[Offer], target: float) -> Offer:
     reached = [offer for offer in found if offer.best.cost.tokens_per_s >= target]
     if not reached:
         most = max(found, key=lambda offer: offer.best.cost.tokens_per_s)

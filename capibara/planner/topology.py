@@ -33,6 +33,12 @@ def topology_name(name: str) -> str:
     return topology
 
 
+def check(name: str) -> None:
+    """Raises UserError where `slice_devices` would for want of TPUs in the slice or of the TPU compiler; loads nothing."""
+    topology_name(name)
+    extras.require("libtpu", extra="tpu", why=f"compiling for {name}")
+
+
 def slice_devices(name: str) -> list[jax.Device]:
     """The devices of a TPU slice, to make a mesh of and to lower and compile programs for; they hold no arrays.
 
@@ -45,8 +51,8 @@ def slice_devices(name: str) -> list[jax.Device]:
     Raises:
       UserError: no such slice, or libtpu is not installed.
     """
+    check(name)
     topology, wanted = topology_name(name), slices.parse(name)
-    extras.require("libtpu", extra="tpu", why=f"compiling for {name}")
     for variable, value in ({} if devices.has_tpu() else WITHOUT_TPU).items():
         os.environ.setdefault(variable, value)
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # a killed process leaves a lock file that means nothing

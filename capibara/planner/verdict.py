@@ -37,16 +37,26 @@ _PACKAGES = ("jax", "jaxlib", "libtpu", "flax", "optax")
 _SOURCES = (
     "models",
     "training",
+    "prove.py",
+    "types.py",
+    "tree.py",
+    "devices.py",
     "data/dataset.py",
+    "data/packing.py",
     "optim.py",
     "optim_state.py",
     "sharding.py",
     "planner/compile.py",
     "planner/hlo.py",
     "planner/live.py",
+    "planner/chips.py",
+    "planner/slices.py",
+    "planner/topology.py",
+    "planner/xla_flags.py",
 )
 # Variables that change what is compiled, or with what.
-_VARIABLES = ("LIBTPU_INIT_ARGS", "TPU_LIBRARY_PATH", "XLA_FLAGS", "JAX_ENABLE_X64", "JAX_DEFAULT_MATMUL_PRECISION")
+_VARIABLES = ("LIBTPU_INIT_ARGS", "TPU_LIBRARY_PATH", "XLA_FLAGS")
+_NOT_OF_PROGRAMS = ("JAX_PLATFORMS", "JAX_COMPILATION_CACHE", "JAX_PERSISTENT")  # beginnings, of JAX options
 # Leads the group of all processes of a compile. Its input ends when we do, however that happens: then it kills all.
 _GUARD = ("/bin/sh", "-c", "read _; kill -9 0")
 _ERROR = re.compile(r"(?:[\w.]*(?:Error|Exception|Exit|Interrupt)|error)\b.*:")
@@ -165,9 +175,13 @@ def _identity(key: Mapping[str, Any]) -> dict[str, Any]:
         "key": dict(key),
         "versions": {package: _version(package) for package in _PACKAGES},
         "source": source_digest(),
-        "environment": {name: os.environ[name] for name in _VARIABLES if os.environ.get(name)},
+        "environment": {name: value for name, value in os.environ.items() if _decides(name) and value},
     }
     return json.loads(_canonical(identity))  # as it will be read back: tuples are lists
+
+
+def _decides(variable: str) -> bool:
+    return variable in _VARIABLES or (variable.startswith("JAX_") and not variable.startswith(_NOT_OF_PROGRAMS))
 
 
 def _canonical(values: Mapping[str, Any]) -> str:
@@ -324,4 +338,4 @@ def _why(returncode: int, errors: Sequence[str]) -> str:
     named = [line for line in useful if _ERROR.match(line)]
     last = (named or useful or errors or ["it said nothing"])[-1]
     how = f"signal {signal.Signals(-returncode).name}" if returncode < 0 else f"exit code {returncode}"
-    return last[:300] if named else f"{how}: {last[:300]}"
+    return last.removeprefix("error: ")[:300] if named else f"{how}: {last[:300]}"

@@ -1,4 +1,7 @@
-"""Walks down a ranking with the TPU compiler until a plan is proven; what it learns corrects the memory model."""
+"""Walks down a ranking with the TPU compiler until a plan is proven; what it learns corrects the memory model.
+
+The correction is of plans of the same kind (Choice.kind): what the model gets wrong of a pipeline says nothing of fsdp.
+"""
 
 from __future__ import annotations
 
@@ -46,14 +49,14 @@ class Walk:
     Attributes:
       ranked: all plans, with what was learned, the proven one first.
       tried: plans that were compiled, in their order.
-      proven: the best of those that are good; None: none is.
-      scale: the learned correction.
+      proven: the best of those that are good; None: nothing was compiled.
+      question: what was asked, with the corrections that were learned.
     """
 
     ranked: list[Ranked]
     tried: list[Tried]
     proven: Tried | None
-    scale: float
+    question: Question
 
     def of(self, ranked: Ranked) -> Tried | None:
         """What was tried of a plan; None: nothing."""
@@ -62,7 +65,7 @@ class Walk:
 
 def unproven(ranked: list[Ranked], question: Question) -> Walk:
     """A ranking of which nothing is compiled."""
-    return Walk(ranked, [], None, question.scale)
+    return Walk(ranked, [], None, question)
 
 
 def walk(
@@ -79,32 +82,28 @@ def walk(
       UserError: no plan was proven, or as search.search does.
     """
     tried: list[Tried] = []
-    scale = question.scale
+
+    def score(ranked: Ranked) -> float:
+        largest = question.objective is Objective.LARGEST_BATCH
+        return ranked.choice.batch_size(work) if largest else ranked.cost.tokens_per_s
+
     while True:
-        ranked = search.search(work, slice_, dataclasses.replace(question, scale=scale))
+        ranked = search.search(work, slice_, question)
         done = {one.ranked.choice for one in tried}
         good = [one for one in tried if one.good]
-        proven = max(good, key=lambda one: score(one.ranked, question), default=None)
+        proven = max(good, key=lambda one: score(one.ranked), default=None)
         new = next((one for one in ranked if one.choice not in done), None)
-        worth = new is not None and new.fits and (
-            proven is None or score(new, question) > _BETTER * score(proven.ranked, question)
-        )
+        worth = new is not None and new.fits and (proven is None or score(new) > _BETTER * score(proven.ranked))
         if not worth or len(tried) == most:
             if proven is None:
                 raise UserError(_nothing_proven(tried, new, slice_, question))
-            return Walk(_with_first(ranked, proven, tried), tried, proven, scale)
+            return Walk(_with_first(ranked, proven, tried), tried, proven, question)
         verdict = prove(new)
         shown = learned(work, new, verdict)
         tried.append(Tried(new, verdict, shown))
-        scale = scale if shown is None else shown
-
-
-def score(ranked: Ranked, question: Question) -> float:
-    """What the objective wants much of."""
-    if question.objective is Objective.LARGEST_BATCH:
-        choice = ranked.choice
-        return choice.rows * choice.accumulation * choice.devices / choice.mesh["context"]
-    return ranked.cost.tokens_per_s
+        if shown is not None:
+            scales = dict(question.scales) | {new.choice.kind: shown}
+            question = dataclasses.replace(question, scales=tuple(scales.items()))
 
 
 def learned(work: Workload, ranked: Ranked, verdict: Verdict) -> float | None:

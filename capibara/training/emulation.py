@@ -18,14 +18,14 @@ RULE = (
 _WIDEST, _WIDTH, _LAYERS, _LENGTH, _VOCABULARY = 256, 128, 4, 128, 1024
 
 
-def shrunk_bindings(trainer: Trainer, device_count: int) -> list[str]:
-    """Gin statements that shrink a run by `RULE`; none where the model is small already.
+def bindings(trainer: Trainer, device_count: int) -> tuple[list[str], str]:
+    """Gin statements that shrink a run by `RULE`, and a line that says why; none where the model is small already.
 
     They are bound like any other value, so the run folder's config.gin says what really ran.
     """
     model, plan, dataset = trainer.model, trainer.plan, trainer.dataset
     if model.embed_dim <= _WIDEST:
-        return []
+        return [], ""
     sizes = plan.mesh_shape(device_count)
     pipeline = plan.pipeline(AbstractMesh(tuple(sizes.values()), tuple(sizes)))
     parts = pipeline.stages * pipeline.repeats if pipeline else 1
@@ -38,7 +38,8 @@ def shrunk_bindings(trainer: Trainer, device_count: int) -> list[str]:
         "Dataset.encoder_length": (dataset.encoder_length, _at_most(dataset.encoder_length, _LENGTH)),
         "Plan.batch_size": (plan.batch_size, rows * (pipeline.microbatches if pipeline else 1)),
     }
-    return [f"{name} = {new}" for name, (old, new) in values.items() if new != old]
+    changed = [f"{name} = {new}" for name, (old, new) in values.items() if new != old]
+    return changed, f"--emulate={device_count}: {RULE}"
 
 
 def _shrunk_model(model: TransformerConfig, parts: int, shorter: float) -> dict[str, tuple[int | None, int | None]]:

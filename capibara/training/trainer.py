@@ -107,8 +107,8 @@ class Trainer:
 def of_gin(length: int | None = None, encoder_length: int | None = None) -> Trainer:
     """The run that the parsed Gin files configure, to look at and to compile; its run folder means nothing.
 
-    Of a model file alone it is a run that trains this model on rows of 2048 tokens with what else is bound (Plan,
-    Optimizer) and the default of what is not.
+    Of a model file alone it is a run that trains this model, with what else is bound (Plan, Optimizer, Dataset.length)
+    and the default of what is not; rows have 2048 places.
 
     Args:
       length, encoder_length: places of a row in place of the run's.
@@ -126,15 +126,20 @@ def of_gin(length: int | None = None, encoder_length: int | None = None) -> Trai
     if kind is None:
         raise UserError("--gin_file configures no model: add one, e.g. --gin_file=models/capibara_8b.gin")
     model = config.build(kind)
-    lengths.setdefault("length", 2048)
-    if kind is api.EncoderDecoderConfig:
-        lengths.setdefault("encoder_length", lengths["length"])
-    domains = model.moe.hints.domains if model.moe and model.moe.hints else ()
-    return Trainer(
+    if not config.is_bound("Dataset.length"):
+        lengths.setdefault("length", 2048)
+    if kind is api.EncoderDecoderConfig and not config.is_bound("Dataset.encoder_length"):
+        lengths.setdefault("encoder_length", lengths.get("length", 2048))
+    fed = config.is_bound("Dataset.source") or config.is_bound("Dataset.mixture_or_task_name")
+    data = lengths | ({} if fed else {"mixture_or_task_name": "unused"}) | {"kind": model.objective}
+    if model.moe and model.moe.hints:
+        data["domains"] = model.moe.hints.domains
+    return config.build(
+        Trainer,
         model_dir="unused",
-        steps=1_000_000,
+        **({} if config.is_bound("Trainer.steps") else {"steps": 1_000_000}),
         model=model,
         plan=config.build(Plan, **({} if config.is_bound("Plan.batch_size") else {"batch_size": 1})),
-        dataset=Dataset(mixture_or_task_name="unused", kind=model.objective, domains=domains, **lengths),
+        dataset=config.build(Dataset, **data),
         optimizer=config.build(Optimizer),
     )

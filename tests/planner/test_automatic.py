@@ -21,27 +21,33 @@ def run_of(*bindings):
     return of_gin()
 
 
+def planned(*bindings):
+    """The run as `train` goes on with it, and the line that it prints."""
+    closing, line = automatic.bindings(run_of(*bindings))
+    return run_of(*bindings, *closing), line
+
+
 def test_an_open_mesh_is_chosen_for_the_slice_and_the_batch_kept():
-    said = []
-    planned = automatic.planned(run_of(), said.append)
-    plan = planned.plan
+    run, line = planned()
+    plan = run.plan
     assert math.prod(getattr(plan, axis) for axis in MESH_AXES) == slices.parse("v5e-64").devices
-    assert plan.batch_size == 128 and plan.slice == "v5e-64" and plan.rules == run_of().plan.rules
-    assert len(said) == 1 and said[0].startswith("plan for v5e-64: ") and "predicted" in said[0]
+    assert plan.batch_size == 128 and plan.slice == "v5e-64"
+    assert line.startswith("plan for v5e-64: ") and "predicted" in line
+    assert "Plan.fsdp = " in config.operative()  # config.gin tells what ran
+    assert automatic.bindings(run) == ([], "")
 
 
 def test_what_the_files_say_is_kept():
-    plan = automatic.planned(run_of("Plan.remat = 'full'", "Plan.accumulation = 2"), lambda text: None).plan
-    assert plan.remat is Remat.FULL and plan.accumulation == 2
+    plan = planned("Plan.remat = 'full'", "Plan.accumulation = 2", "Plan.pipeline_repeats = 2")[0].plan
+    assert plan.remat is Remat.FULL and plan.accumulation == 2 and plan.pipeline_repeats == 2
 
 
 @pytest.mark.parametrize("binding", ["Plan.fsdp = -1", "Plan.tensor = 2", "Plan.slice = None"])
 def test_a_mesh_that_is_not_open_stays(binding):
-    run = run_of(binding)
-    assert automatic.planned(run, pytest.fail) is run
+    assert automatic.bindings(run_of(binding)) == ([], "")
 
 
 def test_a_slice_that_is_too_small_is_one_line():
     run = run_of("Plan.slice = 'v5e-1'")
     with pytest.raises(UserError, match=r"no plan fits v5e-1: .* use v5e-"):
-        automatic.planned(run, pytest.fail)
+        automatic.bindings(run)

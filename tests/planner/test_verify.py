@@ -44,7 +44,10 @@ def test_the_walk_ends_at_a_proven_plan_that_leaves_as_much_as_was_asked_and_no_
     peak = walk.proven.verdict.compiled.peak_bytes
     assert 0.85 * USABLE <= peak <= 0.95 * USABLE
     assert walk.ranked[0].choice == walk.proven.ranked.choice
-    assert walk.scale == pytest.approx(scale, rel=0.03) and len(walk.tried) <= 4
+    assert walk.question.scale(walk.proven.ranked.choice) == pytest.approx(scale, rel=0.03) and len(walk.tried) <= 5
+    # No plan of that kind with more rows fits: the proven one has the largest batch.
+    rows = walk.proven.ranked.choice.batch_size(WORK)
+    assert all(one.choice.batch_size(WORK) <= 1.01 * rows for one in walk.ranked if one.fits)
 
 
 def test_what_is_learned_is_the_correction_of_all_but_the_state():
@@ -91,3 +94,17 @@ def test_a_plan_that_cannot_be_compiled_is_passed_by():
 def test_without_a_proof_one_line_says_why(prove, most, message):
     with pytest.raises(UserError, match=message):
         verify.walk(WORK, V5E, QUESTION, prove, most=most)
+
+
+def test_what_is_learned_of_one_kind_says_nothing_of_another():
+    """Plans with a tensor axis need half of what is predicted, all others what is predicted."""
+
+    def prove(ranked):
+        return compiler(0.5 if ranked.choice.mesh["tensor"] > 1 else 1.0)(ranked)
+
+    walk = verify.walk(WORK, V5E, QUESTION, prove, most=30)
+    for one in walk.ranked:
+        wanted = 0.5 if one.choice.mesh["tensor"] > 1 else 1.0
+        learned = walk.question.scale(one.choice)
+        assert learned == 1.0 or learned == pytest.approx(wanted, rel=0.01)  # 1: not compiled
+    assert walk.proven.verdict.compiled.peak_bytes == pytest.approx(walk.ranked[0].memory.peak, rel=0.01)

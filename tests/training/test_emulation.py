@@ -21,7 +21,7 @@ def base(bindings=()):
 @pytest.mark.parametrize("devices", [8, 64])
 def test_the_base_model_shrinks_by_the_rule(devices):
     trainer = base()
-    bindings = emulation.shrunk_bindings(trainer, devices)
+    bindings, _ = emulation.bindings(trainer, devices)
     shrunk = base(bindings)
     model = shrunk.model
     assert (model.embed_dim, model.num_layers, model.num_heads) == (128, 4, trainer.model.num_heads)
@@ -33,20 +33,20 @@ def test_the_base_model_shrinks_by_the_rule(devices):
         trainer.model, **{k: 2 for k in same}
     )
     assert dataclasses.replace(shrunk.plan, batch_size=1) == dataclasses.replace(trainer.plan, batch_size=1)
-    assert emulation.shrunk_bindings(shrunk, devices) == []
+    assert emulation.bindings(shrunk, devices) == ([], "")
 
 
 def test_each_accumulation_step_keeps_a_row_per_shard():
-    bindings = emulation.shrunk_bindings(base(["Plan.accumulation = 4", "Plan.tensor = 2"]), 8)
+    bindings, _ = emulation.bindings(base(["Plan.accumulation = 4", "Plan.tensor = 2"]), 8)
     assert "Plan.batch_size = 16" in bindings
 
 
 def test_a_small_model_is_left_alone():
-    assert emulation.shrunk_bindings(base(["DecoderConfig.embed_dim = 240"]), 8) == []
+    assert emulation.bindings(base(["DecoderConfig.embed_dim = 240"]), 8) == ([], "")
 
 
 def test_short_rows_and_few_layers_stay():
-    bindings = emulation.shrunk_bindings(base(["LENGTH = 64", "DecoderConfig.num_layers = 2"]), 8)
+    bindings, _ = emulation.bindings(base(["LENGTH = 64", "DecoderConfig.num_layers = 2"]), 8)
     assert not [b for b in bindings if b.startswith(("Dataset.length", "DecoderConfig.num_layers"))]
 
 
@@ -58,7 +58,7 @@ def family(name, *bindings):
         return config.build(Trainer)
 
     trainer = parsed()
-    return trainer, parsed(*emulation.shrunk_bindings(trainer, 8))
+    return trainer, parsed(*emulation.bindings(trainer, 8)[0])
 
 
 def test_a_layer_pattern_is_kept_whole_and_windows_shrink_with_rows():
@@ -93,7 +93,7 @@ def test_both_rows_and_both_stacks_of_an_encoder_decoder_shrink():
     bindings = ['MODEL_DIR = "run"', "TRAIN_STEPS = 2", "EncoderDecoderConfig.num_encoder_layers = 12"]
     config.parse(files, bindings)
     trainer = config.build(Trainer)
-    config.parse(files, [*bindings, *emulation.shrunk_bindings(trainer, 8)])
+    config.parse(files, [*bindings, *emulation.bindings(trainer, 8)[0]])
     shrunk = config.build(Trainer)
     assert trainer.dataset.encoder_length > shrunk.dataset.encoder_length == 128
     assert (shrunk.model.num_layers, shrunk.model.encoder_layers, shrunk.model.mlp_dim) == (4, 4, 320)
