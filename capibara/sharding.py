@@ -157,7 +157,8 @@ class Plan:
       remat: what the backward pass recomputes.
       remat_names: what `save` and `offload` keep.
       rules: logical axes -> mesh axes.
-      slice: the TPU slice the plan is meant for ("v5e-64"), for messages; None for whatever is there.
+      slice: the TPU slice the plan is meant for ("v5e-64"): where the Gin files bind it and no mesh axis, `train` takes
+        the planner's mesh. None for whatever is there.
     """
 
     batch_size: int

@@ -48,7 +48,8 @@ class Compiled:
         (pinned_host: offloaded optimizer state or activations).
       chip: planner.chips' name of the device; None where it is no TPU or GPU that is known there.
       costs: read from the optimised HLO.
-      alive: the largest buffers in use at the peak, arguments left out, as planner.live reads them from the schedule.
+      alive_bytes: the peak as planner.live reads it from the schedule, near the compiler's own.
+      alive: the largest buffers of that moment, arguments left out.
       text: the optimised HLO; not kept in the JSON form.
     """
 
@@ -65,6 +66,7 @@ class Compiled:
     host_temporary_bytes: int = 0
     chip: str | None = None
     costs: hlo.Costs = dataclasses.field(default_factory=hlo.Costs)
+    alive_bytes: int = 0
     alive: tuple[live.Buffer, ...] = ()
     text: str = ""
 
@@ -145,6 +147,7 @@ def compile_train_step(lowered: jax.stages.Lowered, flags: Mapping[str, str] | N
         "host_temporary_bytes": memory.host_temp_size_in_bytes,
     }
     module = hlo.parse(text)
+    moment = live.at_peak(module)
     argument_bytes = memory.argument_size_in_bytes
     output_bytes = memory.output_size_in_bytes - memory.alias_size_in_bytes
     return Compiled(
@@ -159,7 +162,8 @@ def compile_train_step(lowered: jax.stages.Lowered, flags: Mapping[str, str] | N
         **host,
         chip=chip.name if chip else None,
         costs=hlo.costs(module),
-        alive=live.at_peak(module).buffers[:_ALIVE],
+        alive_bytes=moment.bytes,
+        alive=moment.buffers[:_ALIVE],
         text=text,
     )
 

@@ -162,8 +162,8 @@ def costs(module: Module) -> Costs:
             elif instruction.opcode in ("call", "async-start") and (callee := callee(instruction)):
                 total = total.plus(of(callee))
             elif instruction.opcode == "conditional":  # the dearest branch
-                branches = [of(b) for b in re.findall(r"%([\w.\-]+)", _branches(instruction.attributes))]
-                total = total.plus(max(branches, key=lambda c: c.matmul_flops + c.hbm_bytes, default=Costs()))
+                each = [of(name) for name in branches(instruction)]
+                total = total.plus(max(each, key=lambda c: c.matmul_flops + c.hbm_bytes, default=Costs()))
         return total
 
     return of(module.entry)
@@ -357,9 +357,11 @@ def callee(instruction: Instruction) -> str | None:
     return instruction.called("to_apply") or instruction.called("calls")
 
 
-def _branches(attributes: str) -> str:
-    match = re.search(r"branch_computations=\{([^}]*)\}", attributes)
-    return match[1] if match else " ".join(re.findall(r"(?:true|false)_computation=(%[\w.\-]+)", attributes))
+def branches(conditional: Instruction) -> list[str]:
+    """The computations of which one is carried out."""
+    match = re.search(r"branch_computations=\{([^}]*)\}", conditional.attributes)
+    text = match[1] if match else " ".join(re.findall(r"(?:true|false)_computation=(%[\w.\-]+)", conditional.attributes))
+    return re.findall(r"%([\w.\-]+)", text)
 
 
 def _joined(text: str) -> Iterator[str]:

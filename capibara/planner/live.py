@@ -13,7 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
-from capibara.planner.hlo import Instruction, Module, callee
+from capibara.planner.hlo import Instruction, Module, branches, callee
 
 # Results that are no memory of their own: names for operands, and what is in the program itself.
 _NAMES = ("bitcast", "get-tuple-element", "tuple", "optimization-barrier", "while")
@@ -103,10 +103,16 @@ class _Computations:
         return best
 
     def _called(self, instruction: Instruction) -> tuple[int, list[tuple[int, str, str]]]:
-        name = instruction.called("body") if instruction.opcode == "while" else None
-        if instruction.opcode in ("call", "async-start"):
-            name = callee(instruction)
-        return self.largest(name) if name else (0, [])
+        match instruction.opcode:
+            case "while":
+                names = [instruction.called("body")]
+            case "call" | "async-start":
+                names = [callee(instruction)]
+            case "conditional":
+                names = branches(instruction)
+            case _:
+                names = []
+        return max((self.largest(name) for name in names if name), key=lambda moment: moment[0], default=(0, []))
 
 
 def _described(computation: dict[str, Instruction], name: str, size: int) -> tuple[int, str, str]:

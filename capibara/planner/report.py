@@ -288,7 +288,8 @@ def verdict_lines(verdict: Verdict, slice_: Slice) -> Iterable[str]:
     if compiled.kernels:
         yield f"  kernels: {', '.join(compiled.kernels)}"
     if compiled.alive:
-        yield "  largest buffers at the peak, beside state and batch, as read from the schedule:"
+        found = compiled.alive_bytes / GIB
+        yield f"  the peak's largest buffers beside state and batch (the schedule read so has {found:.2f} GiB at its peak):"
         for buffer in compiled.alive[:8]:
             times = f"{buffer.count} x " if buffer.count > 1 else ""
             yield f"    {times}{buffer.bytes / buffer.count / GIB:.3f} GiB  {buffer.array}  {buffer.source}"
