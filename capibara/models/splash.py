@@ -165,8 +165,34 @@ def _run(kernel, kind, q_BTNH, k_BSKH, v_BSKH, q_segments_BT, kv_segments_BS) ->
     q_BTNH = (q_BTNH.astype(jnp.float32) * kind.scale).astype(q_BTNH.dtype)  # the kernel does not scale
     q, k, v = (_padded(jnp.swapaxes(x, 1, 2), 2) for x in (q_BTNH, k_BSKH, v_BSKH))
     segments = kernel_lib.SegmentIds(*(_padded(x, 1, _PADDING_SEGMENT) for x in (q_segments_BT, kv_segments_BS)))
-    y_BNTH = jax.vmap(kernel)(q, k, v, segments)
+    y_BNTH = _with_early_normalisers(kernel, q, k, v, segments)
     return jnp.swapaxes(y_BNTH, 1, 2)[:, :T, :, :H]
+
+
+@jax.custom_vjp
+def _with_early_normalisers(kernel, q_BNTH, k_BKSH, v_BKSH, segments):
+    """The kernel of each row. Its normalisers come 128 times over, and XLA would keep them so until they are read.
+
+    They are as large as the queries in float32. Tied to the output, the one of 128 that counts is taken at once.
+    """
+    return jax.vmap(kernel)(q_BNTH, k_BKSH, v_BKSH, segments)
+
+
+def _early_forward(kernel, q_BNTH, k_BKSH, v_BKSH, segments):
+    y_BNTH, pull = jax.vjp(lambda q, k, v: jax.vmap(kernel)(q, k, v, segments), q_BNTH, k_BKSH, v_BKSH)
+    leaves, tree = jax.tree.flatten(pull)
+    places = [n for n, x in enumerate(leaves) if x.dtype == jnp.float32 and x.shape == y_BNTH.shape[:3]]
+    y_BNTH, *tied = jax.lax.optimization_barrier((y_BNTH, *(leaves[n] for n in places)))
+    for n, x in zip(places, tied):
+        leaves[n] = x
+    return y_BNTH, jax.tree.unflatten(tree, leaves)
+
+
+def _early_backward(pull, dy_BNTH):
+    return None, *pull(dy_BNTH), None
+
+
+_with_early_normalisers.defvjp(_early_forward, _early_backward)
 
 
 def _padded(x: jax.Array, axis: int, value: int = 0) -> jax.Array:

@@ -193,3 +193,16 @@ def test_a_policy_that_keeps_attention_keeps_it_once(platform, monkeypatch, caps
     lines = capsys.readouterr().out.splitlines()
     kept = [line for line in lines if f"[{L},{B},{T},{N},{H}]" in line or f"[{L},{B},{N},{T},{H}]" in line]
     assert len(kept) == 1, lines
+
+
+def test_the_normalisers_are_taken_with_the_output():
+    """The kernel gives each of them 128 times; tied to the output, one is taken at once and the others are free."""
+    (q, k, v), dy, segments = arrays()
+
+    def loss(q, k, v):
+        return jnp.sum(splash.splash_attention(q, k, v, kind=CAUSAL, interpret=True, **segments) * dy)
+
+    equations = [line for line in str(jax.make_jaxpr(jax.grad(loss))(q, k, v)).splitlines() if "optimization_barrier" in line]
+    B, T, N, H = q.shape
+    assert len(equations) == 1
+    assert f"f32[{B},{N},{T}]" in equations[0] and f"f32[{B},{N},{T},{H}]" in equations[0]
