@@ -161,12 +161,12 @@ def run_maxtext(row: Row, python: str) -> dict[str, Any]:
     environment = {**os.environ, "TPU_LIBRARY_PATH": libtpu.get_library_path()}
     environment.pop("PYTHONPATH", None)
     with tempfile.TemporaryDirectory() as folder:
-        hlo = os.path.join(folder, "hlo.txt")
-        command = [python, os.path.join(HERE, "peers", "maxtext_compile.py"), f"--hlo={hlo}"]
+        written = os.path.join(folder, "hlo.txt")
+        command = [python, os.path.join(HERE, "peers", "maxtext_compile.py"), f"--hlo={written}"]
         line = _last_line([*command, "--settings=" + json.dumps(maxtext_settings(row))], environment)
         text = ""
-        if os.path.exists(hlo):
-            with open(hlo, encoding="utf-8") as file:
+        if os.path.exists(written):
+            with open(written, encoding="utf-8") as file:
                 text = file.read()
     if "error" in line:
         from capibara.planner.compile import hbm_need, out_of_memory
