@@ -10,6 +10,8 @@ from capibara.optim import StateDtype
 from capibara.planner.workload import Workload
 from capibara.sharding import MESH_AXES, Plan, Remat, RematPolicy
 
+_FEW = 6  # names of kept results that are listed
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Choice:
@@ -92,7 +94,8 @@ class Choice:
         """One line: "fsdp=64, 12 rows, remat full"."""
         mesh = " x ".join(f"{axis}={size}" for axis, size in self.mesh.items() if size > 1) or "one device"
         parts = [mesh, f"{self.rows} rows" + (f" x {self.accumulation}" if self.accumulation > 1 else "")]
-        kept = f" {' '.join(self.remat.names)}" if self.remat.kind in (Remat.SAVE, Remat.OFFLOAD) else ""
+        names = "all products" if len(self.remat.names) > _FEW else " ".join(self.remat.names)
+        kept = f" {names}" if self.remat.kind in (Remat.SAVE, Remat.OFFLOAD) else ""
         parts.append(f"remat {self.remat.kind}{kept}")
         if self.state_dtype is not StateDtype.FLOAT32:
             parts.append(f"{self.state_dtype} optimizer state")

@@ -252,7 +252,8 @@ def recomputed(work: Workload, choice: Choice) -> tuple[float, float]:
     weights = _weights_by_name(work)
     total = sum(weights.values())
     kept = sum(weights.get(name, 0.0) for name in remat.names)
-    again = 1.0 - kept / total - (0.0 if {"mlp_down", "expert_down"} & set(remat.names) else _last_share(work))
+    last = "mlp_down" if "mlp_down" in weights else "expert_down"
+    again = 1.0 - kept / total - (0.0 if last in remat.names else _last_share(work))
     return max(0.0, again), 0.0 if "attention" in remat.names else 1.0
 
 
