@@ -6,11 +6,9 @@ from typing import Any
 
 from capibara import config
 from capibara.planner import report, search, slices, workload
+from capibara.planner.chips import GIB
 from capibara.planner.search import Question
 from capibara.sharding import MESH_AXES
-
-GIB = 2**30
-
 
 def is_open(trainer: Any) -> bool:
     """Whether the parsed Gin files name a slice for this run, and no mesh axis."""

@@ -23,9 +23,7 @@ from capibara.sharding import Remat
 _MATMUL = {"v4": 0.636, "v5e": 0.857, "v5p": 0.636, "v6e": 0.636, "tpu7x": 0.636, "h100": 0.60, "h200": 0.60, "cpu": 0.70}
 _EXPERTS = 0.79
 _ATTENTION = 0.45  # of _MATMUL in attention kernels, whose softmax runs on the vector units
-# Assumed, not measured: tokens of the busiest group of experts over the mean, without a capacity that cuts them off.
-# Balance losses leave single experts about half above the mean, groups of them less (Wang et al. 2024,
-# arXiv:2408.15664, table 2).
+# Assumed, neither measured nor published: tokens of the busiest group of experts over the mean, without a capacity.
 _IMBALANCE = 1.1
 _QUANTIZED = {"int8": "int8", "fp8": "float8"}  # quantization -> dtype of chips.py
 EXPOSED = 1.0  # share of the collectives that could hide behind compute by which the step is longer all the same

@@ -46,21 +46,18 @@ def flags(trainer: Any, slice_: Slice) -> dict[str, str]:
 
 def key(trainer: Any, slice_: Slice) -> dict[str, Any]:
     """All of a run (training.trainer.Trainer) that decides its compiled step: the key of its verdict."""
+    batch = trainer.dataset.batch_spec(trainer.plan.batch_size)
     return {
         "slice": slice_.name,
         "model": repr(trainer.model),
         "plan": repr(trainer.plan),
         "optimizer": repr(trainer.optimizer),
-        "batch": {name: [shape, str(dtype)] for name, (shape, dtype) in _batch(trainer).items()},
+        "batch": {name: [shape, str(dtype)] for name, (shape, dtype) in batch.items()},
         "z_loss": trainer.z_loss,
         "ema": trainer.ema_decay is not None,
         "loss_scaling": repr(trainer.loss_scaling),
         "flags": flags(trainer, slice_),
     }
-
-
-def _batch(trainer: Any) -> dict[str, Any]:
-    return trainer.dataset.batch_spec(trainer.plan.batch_size)
 
 
 def prove(

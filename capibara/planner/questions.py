@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import enum
 from typing import TYPE_CHECKING
 
 from capibara.planner import chips
@@ -22,7 +23,17 @@ OBJECTIVES = {
     "cheapest": "fewest dollars for --tokens, within --max_days where it is given",
     "target_throughput": "fewest chips that make --tokens_per_s",
 }
-SLICE_OBJECTIVES = ("smallest_slice", "cheapest", "target_throughput")
+
+
+class SliceObjective(enum.StrEnum):
+    """The objectives that look for a slice."""
+
+    SMALLEST_SLICE = "smallest_slice"
+    CHEAPEST = "cheapest"
+    TARGET_THROUGHPUT = "target_throughput"
+
+
+SLICE_OBJECTIVES = tuple(SliceObjective)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

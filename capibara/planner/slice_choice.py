@@ -4,24 +4,16 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import enum
 from collections.abc import Callable, Sequence
 
 from capibara.planner import chips, search, slices
+from capibara.planner.questions import SliceObjective
 from capibara.planner.search import Question, Ranked
 from capibara.planner.slices import Slice
 from capibara.planner.workload import Workload
 from capibara.types import UserError
 
 _MOST_CHIPS = 1024  # of a slice: larger ones take minutes to search, and are asked for by name
-
-
-class SliceObjective(enum.StrEnum):
-    """The fewest chips that train the model, the fewest dollars for the tokens, the fewest chips for the speed."""
-
-    SMALLEST_SLICE = "smallest_slice"
-    CHEAPEST = "cheapest"
-    TARGET_THROUGHPUT = "target_throughput"
 
 
 @dataclasses.dataclass(frozen=True)
