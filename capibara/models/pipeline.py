@@ -18,6 +18,7 @@ from capibara.sharding import Pipeline, constrain
 
 Stage = Callable[[jax.Array, Any, Any], tuple[jax.Array, Any]]
 _STAGE = "stage"
+_FREE = jax.sharding.PartitionSpec.UNCONSTRAINED
 
 
 def run(stage: Stage, x: jax.Array, rows: Any, values: Any, shape: Pipeline) -> tuple[jax.Array, Any]:
@@ -36,7 +37,7 @@ def run(stage: Stage, x: jax.Array, rows: Any, values: Any, shape: Pipeline) -> 
     S, M, R = shape.stages, shape.microbatches, shape.repeats
     # Row r belongs to microbatch r % M, so that each device keeps its rows.
     split = lambda a: jnp.moveaxis(a.reshape(-1, M, *a.shape[1:]), 1, 0)  # noqa: E731
-    store, rows = split(x), jax.tree.map(split, rows)
+    store, rows = _by_microbatch(split(x)), jax.tree.map(lambda a: _by_microbatch(split(a)), rows)
     # Layer l = (repeat * S + stage) * size + i.
     values = jax.tree.map(lambda v: _on_stages(v.reshape(R, S, -1, *v.shape[1:]).swapaxes(0, 1)), values)
     vmapped = jax.vmap(stage, spmd_axis_name=_STAGE)
@@ -48,19 +49,19 @@ def run(stage: Stage, x: jax.Array, rows: Any, values: Any, shape: Pipeline) -> 
         real = (work >= 0) & (work < M * R)
         microbatch, repeat = work % M, jnp.clip(work // M, 0, R - 1)
         # The first stage takes a new microbatch, or one that comes round again.
-        state = state.at[0].set(jax.lax.dynamic_index_in_dim(store, t % M, keepdims=False))
-        state = _on_stages(state)
+        first = (stages == 0).reshape(S, *[1] * (state.ndim - 1))
+        state = _on_stages(jnp.where(first, _piece(store, t % M)[None], state), "batch")
         mine = values if R == 1 else jax.tree.map(lambda v: jax.vmap(_pick, spmd_axis_name=_STAGE)(v, repeat), values)
         mine = jax.tree.map(lambda v: v[:, 0], values) if R == 1 else mine
         state, stats = vmapped(state, mine, jax.tree.map(lambda a: _on_stages(a[microbatch]), rows))
-        state = _on_stages(state)
+        state = _on_stages(state, "batch")
         done = (t - (S - 1)) % M
-        kept = jax.lax.dynamic_index_in_dim(store, done, keepdims=False)
-        store = jax.lax.dynamic_update_index_in_dim(store, jnp.where(real[-1], state[-1], kept), done, 0)
+        last = _by_rows(jnp.where(real[-1], state[-1], _piece(store, done)))
+        store = _by_microbatch(jax.lax.dynamic_update_index_in_dim(store, last, done, 0))
         totals = jax.tree.map(lambda total, s: _add_real(total, s, real, repeat), totals, stats)
         return (jnp.roll(state, 1, axis=0), store, totals), None
 
-    state = _on_stages(jnp.zeros((S, *store.shape[1:]), x.dtype))
+    state = _on_stages(jnp.zeros((S, *store.shape[1:]), x.dtype), "batch")
     one = jax.tree.map(lambda v: v[:, 0], values)
     of_stats = jax.eval_shape(vmapped, state, one, jax.tree.map(lambda a: a[jnp.zeros(S, jnp.int32)], rows))[1]
     totals = jax.tree.map(lambda s: jnp.zeros((R, *s.shape), s.dtype), of_stats)
@@ -70,9 +71,23 @@ def run(stage: Stage, x: jax.Array, rows: Any, values: Any, shape: Pipeline) -> 
     return jnp.moveaxis(store, 0, 1).reshape(x.shape), stats
 
 
-def _on_stages(x: jax.Array) -> jax.Array:
-    """Places the leading axis of an array on the stage axis and leaves the others to the compiler."""
-    return constrain(x, ("act_stage", *[jax.sharding.PartitionSpec.UNCONSTRAINED] * (x.ndim - 1)))
+def _on_stages(x: jax.Array, second: Any = _FREE) -> jax.Array:
+    """Places the leading axis of an array on the stage axis; the second by name, and others as the compiler likes."""
+    return constrain(x, ("act_stage", second, *[_FREE] * (x.ndim - 2)))
+
+
+def _by_microbatch(x: jax.Array) -> jax.Array:
+    """Keeps [M, rows, ...] on the devices that the rows lie on; else the compiler gathers the rows of all of them."""
+    return constrain(x, (None, "batch", *[_FREE] * (x.ndim - 2)))
+
+
+def _piece(store: jax.Array, index: jax.Array) -> jax.Array:
+    """One microbatch [rows, ...] of all."""
+    return _by_rows(jax.lax.dynamic_index_in_dim(store, index, keepdims=False))
+
+
+def _by_rows(piece: jax.Array) -> jax.Array:
+    return constrain(piece, ("batch", *[_FREE] * (piece.ndim - 1)))
 
 
 def _pick(values_R: jax.Array, index: jax.Array) -> jax.Array:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 
@@ -33,7 +34,7 @@ class Choice:
     remat: RematPolicy = RematPolicy()
     state_dtype: StateDtype = StateDtype.FLOAT32
 
-    @property
+    @functools.cached_property  # asked for some twenty times by each prediction
     def mesh(self) -> dict[str, int]:
         """Mesh axis -> size."""
         return dict(zip(MESH_AXES, self.sizes))

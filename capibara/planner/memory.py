@@ -48,6 +48,7 @@ class Memory:
       saved: what the forward pass keeps of all layers.
       layer: what the backward pass of one layer holds.
       weights: of a layer, gathered, and their gradients before they are reduced.
+      pipeline: of stages: all rows between them and their gradient, and the sum of the layers' gradients over ticks.
       loss: gathered head, its gradient, a block of logits, the final hidden states and their gradient.
       host: saved activations in the host's memory; in none of the sums.
       scale: what everything but the state is multiplied with, learned from compiles.
@@ -64,6 +65,7 @@ class Memory:
     layer: float
     weights: float
     loss: float
+    pipeline: float = 0.0
     host: float = 0.0
     scale: float = 1.0
 
@@ -77,7 +79,7 @@ class Memory:
         held = self.saved + self.casts + self.summed
         return {
             "loss": self.state + self.scale * (held + self.loss),
-            "backward": self.state + self.scale * (held + self.gradients + self.layer + self.weights),
+            "backward": self.state + self.scale * (held + self.gradients + self.layer + self.weights + self.pipeline),
             "update": self.state + self.scale * self.gradients,
         }
 
@@ -100,7 +102,7 @@ def memory(work: Workload, choice: Choice, scale: float = 1.0) -> Memory:
     """
     mesh, size = choice.mesh, work.compute_bytes
     parameters = work.params.on_device(mesh)
-    saved = host = layer = weights = 0.0
+    saved = host = layer = weights = pipeline = 0.0
     for stack in work.stacks:
         device, away = saved_bytes(work, stack, choice)
         layers = stack.layers / mesh["stage"] * _in_flight(choice)
@@ -108,6 +110,7 @@ def memory(work: Workload, choice: Choice, scale: float = 1.0) -> Memory:
         # A stage works on one part of the rows at a time.
         layer = max(layer, _layer_bytes(work, stack, choice) / choice.pipeline_microbatches)
         weights = max(weights, _gathered_bytes(work, stack, choice))
+        pipeline = max(pipeline, _pipeline_bytes(work, stack, choice))
     encoder, summed = work.encoder_length or 0, choice.accumulation > 1
     return Memory(
         parameters=parameters,
@@ -121,6 +124,7 @@ def memory(work: Workload, choice: Choice, scale: float = 1.0) -> Memory:
         layer=layer,
         weights=weights,
         loss=_loss_bytes(work, choice),
+        pipeline=pipeline,
         host=host,
         scale=scale,
     )
@@ -238,6 +242,15 @@ def _gathered_bytes(work: Workload, stack: Stack, choice: Choice) -> float:
     own = stack.weights.on_device(mesh, without=(*rules.embed, *rules.layers))
     experts = stack.expert_weights.on_device(mesh, without=(*rules.expert_embed, *rules.layers))
     return (_WORK_WEIGHTS * own + _WORK_EXPERTS * experts) / stack.layers * work.compute_bytes
+
+
+def _pipeline_bytes(work: Workload, stack: Stack, choice: Choice) -> float:
+    """What a pipeline's backward pass holds beside a stage's own work (models/pipeline.py)."""
+    if choice.mesh["stage"] == 1:
+        return 0.0
+    rows = places(work, stack, choice) * work.config.embed_dim * work.compute_bytes / choice.mesh["tensor"]
+    gradients = (stack.weights.on_device(choice.mesh) + stack.expert_weights.on_device(choice.mesh)) * 4
+    return 2 * rows + gradients
 
 
 def _loss_bytes(work: Workload, choice: Choice) -> float:

@@ -103,12 +103,19 @@ class Layout:
 
     def _extents(self, axes: tuple[str, ...]) -> list[Span]:
         """The spans of several mesh axes as one, for each torus axis."""
-        extents = []
+        if axes in self._known_extents:
+            return self._known_extents[axes]
+        extents: list[Span] = []
         for spans in zip(*(self.spans[axis] for axis in axes)):
             used = [span for span in spans if span.size > 1]
             size, stride = math.prod(s.size for s in used), min((s.stride for s in used), default=1)
             extents.append(Span(size, stride, any(s.closed for s in used) or self._closes(len(extents), size)))
+        self._known_extents[axes] = extents
         return extents
+
+    @functools.cached_property  # by mesh axes; a search weighs many plans on each layout
+    def _known_extents(self) -> dict[tuple[str, ...], list[Span]]:
+        return {}
 
     def _closes(self, index: int, size: int) -> bool:
         shape = self.slice_.shape

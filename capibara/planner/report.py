@@ -102,6 +102,7 @@ MEMORY_PARTS = {
     "layer": "backward pass of one layer",
     "weights": "gathered weights of a layer and their gradients",
     "loss": "head, its gradient, a block of logits",
+    "pipeline": "rows between stages, a second sum of gradients",
     "host": "activations in the host's memory",
 }
 

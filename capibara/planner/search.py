@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import enum
 import functools
@@ -240,9 +241,16 @@ def _rows(work: Workload, weigh, shards: int, question: Question, limit: float) 
         each = question.batch_size // shards
         counts = [n for n in _divisors(each) if each // n % stages == 0]
         pairs = [(each // n, n) for n in counts if question.accumulation in (None, n)]
-        # Fewer micro-batches gather weights less often: the first that fits, or what comes closest to it.
-        fitting = next((pair for pair in pairs if peak(*pair) <= limit), None)
-        return [fitting or min(pairs, key=lambda pair: peak(*pair))] if pairs else []
+        if not pairs:
+            return []
+        # Fewer micro-batches gather weights less often: the first that fits, or what comes closest to it. From two on,
+        # where the sum of their gradients is held, the more there are the less each needs.
+        whole, split = pairs[: pairs[0][1] == 1], pairs[pairs[0][1] == 1 :]
+        if any(peak(*pair) <= limit for pair in whole):
+            return whole
+        if not split or peak(*split[-1]) > limit:
+            return [min([*whole, *split[-1:]], key=lambda pair: peak(*pair))]
+        return [split[bisect.bisect_left(split, True, key=lambda pair: peak(*pair) <= limit)]]
     fewest, parts = stages, question.accumulation or 1
     if peak(fewest, parts) > limit:
         return [(fewest, parts)]

@@ -114,7 +114,7 @@ class Slice:
         """What one host sends to other slices in a second."""
         return self.chips_per_host * self.chip.dcn_bytes_per_s
 
-    @property
+    @functools.cached_property
     def wraps(self) -> tuple[bool, ...]:
         """For each axis whether its last chip is linked to its first, so that collectives can go round both ways.
 
