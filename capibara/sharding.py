@@ -9,6 +9,7 @@ import contextlib
 import contextvars
 import dataclasses
 import enum
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -437,6 +438,14 @@ def psum(x: jax.Array, axes: Sequence[str]) -> jax.Array:
     if platform() == "cpu" and x.dtype.itemsize < 4:
         return jax.lax.psum(x.astype(jnp.float32), axes).astype(x.dtype)
     return jax.lax.psum(x, axes)
+
+
+def psum_scatter(x: jax.Array, axes: Sequence[str], dimension: int) -> jax.Array:
+    """jax.lax.psum_scatter, tiled along a dimension; as `psum`."""
+    scatter = functools.partial(jax.lax.psum_scatter, axis_name=axes, scatter_dimension=dimension, tiled=True)
+    if platform() == "cpu" and x.dtype.itemsize < 4:
+        return scatter(x.astype(jnp.float32)).astype(x.dtype)
+    return scatter(x)
 
 
 def constrain(x: jax.Array, axes: Axes) -> jax.Array:

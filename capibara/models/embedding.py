@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,46 +13,78 @@ from jax.sharding import PartitionSpec as P
 from capibara import sharding
 from capibara.sharding import Rules
 
+# Of one all-to-all: TPUs reserve three times as much for it during the whole step.
+_EXCHANGED_BYTES = 64 * 2**20
+
 
 def lookup(table_VD: jax.Array, tokens_BT: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """The rows of `table_VD` (axes vocab, embed) that the tokens name: [B, T, D] in `dtype`.
 
     Each device looks all tokens up in its own columns, then columns are exchanged for rows and places (an all-to-all):
     the table is never gathered, nor its gradient made whole. The partitioner left alone would replicate the result.
+    Where the residual stream is shared out along the vocabulary's axis too, partial rows are summed right into it.
     """
     axes = _axes(table_VD, tokens_BT)
     if axes is None:
         return table_VD[tokens_BT].astype(dtype)
-    mesh, kept, moved, time, vocab, embed = axes
+    mesh, kept, moved, time, vocab, embed, scattered = axes
 
-    def local(table_VD, tokens_BT):
-        index = tokens_BT
-        if vocab:
-            index = index - jax.lax.axis_index(vocab) * table_VD.shape[0]
-        here = (index >= 0) & (index < table_VD.shape[0])
-        x_BTD = table_VD[jnp.where(here, index, 0)].astype(dtype)
-        if vocab:
-            x_BTD = sharding.psum(jnp.where(here[..., None], x_BTD, 0), vocab)
+    def block(table_VD, tokens_BT):
+        V = len(table_VD)
+        index = tokens_BT - (jax.lax.axis_index(vocab) * V if vocab else 0)
+        # Zeros for rows of other devices, without a mask [B, T, D] that would be kept for the backward pass.
+        index = jnp.where((index >= 0) & (index < V), index, V)
+        x_BTD = table_VD.at[index].get(mode="fill", fill_value=0).astype(dtype)
         if time:
             x_BTD = jax.lax.all_to_all(x_BTD, time, split_axis=1, concat_axis=2, tiled=True)
+        if scattered:
+            x_BTD = sharding.psum_scatter(x_BTD, vocab, 1)
+        elif vocab:
+            x_BTD = sharding.psum(x_BTD, vocab)
         if moved:
             x_BTD = jax.lax.all_to_all(x_BTD, moved, split_axis=0, concat_axis=2, tiled=True)
         return x_BTD
+
+    def local(table_VD, tokens_BT):
+        from_devices = math.prod(mesh.shape[axis] for axis in moved)
+        rows, T = len(tokens_BT) // from_devices, tokens_BT.shape[1]
+        exchanged = tokens_BT.size * table_VD.shape[1] * jnp.dtype(dtype).itemsize
+        exchanged //= math.prod(mesh.shape[axis] for axis in vocab) if scattered else 1
+        blocks = next(n for n in range(1, rows + 1) if rows % n == 0 and (exchanged <= n * _EXCHANGED_BYTES or n == rows))
+        if blocks == 1:
+            return block(table_VD, tokens_BT)
+        # Each block has some rows of every device.
+        tokens = jnp.moveaxis(tokens_BT.reshape(from_devices, blocks, -1, T), 1, 0).reshape(blocks, -1, T)
+        x = jax.lax.map(lambda tokens: block(table_VD, tokens), tokens)
+        return x.reshape(rows, *x.shape[2:])
 
     return jax.shard_map(
         local,
         mesh=mesh,
         in_specs=(P(vocab or None, embed or None), P(kept or None)),
-        out_specs=P(kept + moved or None, time or None),
+        out_specs=P(kept + moved or None, time + (vocab if scattered else ()) or None),
         axis_names=set(kept + moved + time + vocab),
         check_vma=False,
     )(table_VD, tokens_BT)
 
 
-def _axes(
-    table_VD: jax.Array, tokens_BT: jax.Array
-) -> tuple[Mesh, tuple[str, ...], tuple[str, ...], tuple[str, ...], tuple[str, ...], tuple[str, ...]] | None:
+class _LookupAxes(NamedTuple):
     """Mesh axes of rows that stay, of rows and of places that columns are exchanged for, of the vocabulary, of columns.
+
+    `scattered`: whether places of the result are shared out along the vocabulary's axes.
+    """
+
+    mesh: Mesh
+    kept: tuple[str, ...]
+    moved: tuple[str, ...]
+    time: tuple[str, ...]
+    vocab: tuple[str, ...]
+    embed: tuple[str, ...]
+    scattered: bool
+
+
+def _axes(table_VD: jax.Array, tokens_BT: jax.Array) -> _LookupAxes | None:
+    """How a lookup goes about the active mesh.
 
     None where there is one device, or where rules or sizes do not allow the exchange.
     """
@@ -68,4 +101,5 @@ def _axes(
     divides = B % count(rows) == 0 and T % count(time) == 0 and V % count(vocab) == 0 and D % count(embed) == 0
     # Columns are sharded by the exchanged axes and no others, in the order in which they are put together again.
     in_order = embed == moved + time and rows == kept + moved and rows + time + vocab
-    return (mesh, kept, moved, time, vocab, embed) if divides and in_order else None
+    scattered = bool(vocab) and used(rules.act_residual) == time + vocab and T % count(time + vocab) == 0
+    return _LookupAxes(mesh, kept, moved, time, vocab, embed, scattered) if divides and in_order else None
