@@ -42,6 +42,7 @@ def plan(args: argparse.Namespace) -> int:
     from capibara.training import trainer
 
     asked = slices.parse(args.slice) if args.slice else None  # mistakes show before the model is looked at
+    dtypes = questions.state_dtypes(args)
     for path in filter(None, (args.json, args.html, args.output)):
         report.check_writable(path)
     given = proof.Configuration(
@@ -49,7 +50,7 @@ def plan(args: argparse.Namespace) -> int:
     )
     config.parse(given.gin_files, given.gin_bindings, given.gin_search_paths)
     run = trainer.of_gin(args.length, args.encoder_length)
-    work = workload.of_run(run)
+    work = workload.of_run(run, dtypes)
     question = questions.question(args, work, run.plan)
     if args.objective in questions.SLICE_OBJECTIVES:
         with StatusLine() as line:

@@ -59,6 +59,7 @@ def test_a_run_brings_its_slice_length_and_batch(capsys):
         ([MODEL, "--objective=target_throughput"], "needs --tokens_per_s"),
         ([MODEL, "--slice=h100-8", "--verify"], "is of no TPUs"),
         ([MODEL, "--slice=v5e-16", "--axis=tensor=32"], "the axes must divide its 16 devices"),
+        ([MODEL, "--slice=v5e-16", "--state_dtypes=float32,bfloat8"], "must be of float32, bfloat16, int8: did you mean bfl"),
         ([MODEL, "--slice=2xv5e-256", "--axis=fsdp=1", "--axis=data=1"], "no mesh of 2xv5e-256"),
     ],
 )
@@ -80,6 +81,18 @@ def test_what_is_bound_reaches_the_plan_or_is_named(capsys, tmp_path):
     config.parse([str(plan_file)], [], [])
     again = of_gin()
     assert (again.dataset.length, again.plan.batch_size, again.model.num_layers) == (1024, 64, 8)
+
+
+def test_narrower_moments_are_weighed_where_asked_for(capsys, tmp_path):
+    """8 B parameters do not fit 8 chips with float32 moments."""
+    model, plan_file = "--gin_file=models/capibara_8b.gin", tmp_path / "plan.gin"
+    assert run(model, "--slice=v5e-8") == 2
+    assert "no plan fits v5e-8" in capsys.readouterr().err
+    assert run(model, "--slice=v5e-8", "--state_dtypes=float32,int8", f"--output={plan_file}", "--include") == 0
+    assert "int8 optimizer state" in capsys.readouterr().out
+    config.reset()
+    config.parse([str(plan_file)], [], [])
+    assert str(of_gin(2048).optimizer.state_dtype) == "int8"
 
 
 def test_a_slice_is_chosen(capsys):

@@ -25,14 +25,34 @@ _NONE_RESIDUAL = 14.5  # [tokens, D]
 _NONE_NORMED = 6.0  # queries and keys
 # What a layer's backward pass holds at once: gradients of the hidden units with what they are made of, and so on.
 _WORK_HIDDEN, _WORK_HEADS, _WORK_RESIDUAL = 4.0, 1.0, 2.0
-_WORK_GATHERED = 4.0  # [tokens, D] of all of a tensor axis, where the residual stream is shared out along it
 _NONE_SCORES = 2.0  # float32 scores of attention that no kernel takes
 _WORK_SCORES = 1.5
 _WORK_KEYS = 3.0  # keys and values of all of a context axis, with their gradients
 # Of a layer's weights in the compute dtype: gathered and dropped, their gradients reduced, in turn. Experts' gradients
 # are fewer and larger arrays.
 _WORK_WEIGHTS, _WORK_EXPERTS = 0.6, 0.9
-_WORK_EXPERT_HIDDEN = 5.0  # in place of _WORK_HIDDEN, with copies in the order of the experts
+# Beyond this share of the HBM, XLA's scheduler gives up hiding collectives for an order of work that holds less.
+_TIGHT = 0.98
+
+
+@dataclasses.dataclass(frozen=True)
+class _Order:
+    """What an order of work holds of a layer's backward pass at once.
+
+    Attributes:
+      gathered: [tokens, D] of all of a tensor axis, where the residual stream is shared out along it.
+      expert_hidden: in place of _WORK_HIDDEN, with copies in the order of the experts.
+      logits: blocks of logits, with what is made of them.
+    """
+
+    gathered: float
+    expert_hidden: float
+    logits: float
+
+
+_USUAL, _LEAN = _Order(4.0, 5.0, 1.5), _Order(2.3, 2.5, 1.0)
+_EXCHANGED_EXPERTS = (3.0, 4.0)  # experts' inputs and outputs, and hidden units, of an expert axis
+_SUBLANES = 8  # rows of experts' buffers, where there are more, are padded to multiples of these
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +72,7 @@ class Memory:
       loss: gathered head, its gradient, a block of logits, the final hidden states and their gradient.
       host: saved activations in the host's memory; in none of the sums.
       scale: what everything but the state is multiplied with, learned from compiles.
+      lean: whether this is of an order of work that holds less, for want of HBM.
     """
 
     parameters: float
@@ -68,6 +89,7 @@ class Memory:
     pipeline: float = 0.0
     host: float = 0.0
     scale: float = 1.0
+    lean: bool = False
 
     @property
     def state(self) -> float:
@@ -92,23 +114,30 @@ class Memory:
         return max(self.moments, key=self.moments.get)
 
 
-def memory(work: Workload, choice: Choice, scale: float = 1.0) -> Memory:
+def memory(work: Workload, choice: Choice, scale: float = 1.0, usable_bytes: float = math.inf) -> Memory:
     """The prediction.
 
     Args:
       work: the model and its state.
       choice: mesh, rows and remat.
       scale: correction of everything but the state, as compiles of this model have shown it.
+      usable_bytes: HBM of a device; XLA holds less at once where its usual order of work does not fit.
     """
+    usual = _usual(work, choice, scale)
+    if usual.peak <= _TIGHT * usable_bytes:
+        return usual
+    layer, loss = _layer_bytes(work, choice, _LEAN), _loss_bytes(work, choice, _LEAN)
+    return dataclasses.replace(usual, layer=layer, loss=loss, lean=True)
+
+
+def _usual(work: Workload, choice: Choice, scale: float) -> Memory:
     mesh, size = choice.mesh, work.compute_bytes
     parameters = work.params.on_device(mesh)
-    saved = host = layer = weights = pipeline = 0.0
+    saved = host = weights = pipeline = 0.0
     for stack in work.stacks:
         device, away = saved_bytes(work, stack, choice)
         layers = stack.layers / mesh["stage"] * _in_flight(choice)
         saved, host = saved + layers * device, host + layers * away
-        # A stage works on one part of the rows at a time.
-        layer = max(layer, _layer_bytes(work, stack, choice) / choice.pipeline_microbatches)
         weights = max(weights, _gathered_bytes(work, stack, choice))
         pipeline = max(pipeline, _pipeline_bytes(work, stack, choice))
     encoder, summed = work.encoder_length or 0, choice.accumulation > 1
@@ -121,9 +150,9 @@ def memory(work: Workload, choice: Choice, scale: float = 1.0) -> Memory:
         summed=parameters if summed else 0.0,
         casts=parameters / 4 * size if size < 4 else 0.0,
         saved=saved,
-        layer=layer,
+        layer=_layer_bytes(work, choice, _USUAL),
         weights=weights,
-        loss=_loss_bytes(work, choice),
+        loss=_loss_bytes(work, choice, _USUAL),
         pipeline=pipeline,
         host=host,
         scale=scale,
@@ -221,19 +250,31 @@ def _expert_rows(work: Workload, stack: Stack, choice: Choice) -> float:
     return n * mesh["expert"] * min(moe.top_k, moe.num_experts / mesh["expert"])
 
 
-def _layer_bytes(work: Workload, stack: Stack, choice: Choice) -> float:
+def _layer_bytes(work: Workload, choice: Choice, order: _Order) -> float:
+    # A stage works on one part of the rows at a time.
+    return max(_stack_layer_bytes(work, stack, choice, order) for stack in work.stacks) / choice.pipeline_microbatches
+
+
+def _stack_layer_bytes(work: Workload, stack: Stack, choice: Choice, order: _Order) -> float:
     named, residual, hidden = _results(work, stack, choice)
     heads = named["query"] + named["key"] + named["value"] + named["attention"]
     moe = named.get("expert_down", 0.0)
     share = 1.0 if work.config.activation.gated else 2 / 3
     # What was kept is not made again.
     kept = _kept_names(choice.remat)
-    most = _WORK_HIDDEN if work.config.moe is None else _WORK_EXPERT_HIDDEN
+    most = _WORK_HIDDEN
+    if work.config.moe is not None:
+        padded = -(-choice.rows // _SUBLANES) * _SUBLANES / choice.rows if choice.rows > _SUBLANES else 1.0
+        hidden, moe, most = hidden * padded, moe * padded, order.expert_hidden
+        if choice.mesh["expert"] > 1:  # what goes to the experts' devices and comes back lies there until it is done
+            moe, most = _EXCHANGED_EXPERTS[0] * moe, _EXCHANGED_EXPERTS[1]
+        else:
+            moe *= 2
     again = most * share * hidden - sum(named.get(name, 0.0) for name in kept if name.endswith(("up", "gate")))
-    gathered = _WORK_GATHERED * residual * choice.mesh["tensor"] if choice.mesh["tensor"] > 1 else 0.0
+    gathered = order.gathered * residual * choice.mesh["tensor"] if choice.mesh["tensor"] > 1 else 0.0
     keys = (named["key"] + named["value"]) * choice.mesh["context"] if choice.mesh["context"] > 1 else 0.0
     shared = gathered + _WORK_KEYS * keys + _WORK_SCORES * _scores_bytes(work, stack, choice)
-    return again + _WORK_HEADS * heads + _WORK_RESIDUAL * residual + shared + 2 * moe
+    return again + _WORK_HEADS * heads + _WORK_RESIDUAL * residual + shared + moe
 
 
 def _gathered_bytes(work: Workload, stack: Stack, choice: Choice) -> float:
@@ -253,7 +294,7 @@ def _pipeline_bytes(work: Workload, stack: Stack, choice: Choice) -> float:
     return 2 * rows + gradients
 
 
-def _loss_bytes(work: Workload, choice: Choice) -> float:
+def _loss_bytes(work: Workload, choice: Choice, order: _Order) -> float:
     """As training/losses.py goes about it."""
     c, mesh, size = work.config, choice.mesh, work.compute_bytes
     n = choice.rows * work.length / mesh["context"] / mesh["stage"]
@@ -262,4 +303,4 @@ def _loss_bytes(work: Workload, choice: Choice) -> float:
     shards = math.prod(mesh[axis] for axis in work.rules.embed)
     gradient = n * V * size if n * size < 4 * D and shards > 1 else V * D * 4
     piece = min(_REDUCED_BYTES, V * D * 4) if shards > 1 else 0.0
-    return V * D * size + gradient + max(block * 1.5, 2 * piece) + 2 * n * D * size
+    return V * D * size + gradient + max(order.logits * block, 2 * piece) + 2 * n * D * size

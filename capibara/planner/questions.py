@@ -12,6 +12,7 @@ from capibara.types import UserError
 _LARGEST = 1e18  # tokens, seconds, ...: beyond it a number is a slip
 
 if TYPE_CHECKING:
+    from capibara.optim import StateDtype
     from capibara.planner.search import Question
     from capibara.planner.workload import Workload
     from capibara.sharding import Plan
@@ -51,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max_days", type=float, metavar="N", help="longest training, for cheapest")
     add("--usd_per_chip_hour", type=float, metavar="X", help="in place of the list price")
     add("--headroom", type=float, default=0.06, metavar="X", help="share of the HBM to keep free")
+    add("--state_dtypes", metavar="A,B", help="of the optimizer's state, to weigh: float32,bfloat16,int8; default: the run's")
     add("--axis", action="append", default=[], metavar="NAME=N", help="a mesh axis of that size")
     add("--verify", action="store_true", help="compile plans until one is proven by the TPU compiler")
     add("--tries", type=int, default=6, metavar="N", help="plans to compile at most")
@@ -113,6 +115,20 @@ def question(args: argparse.Namespace, work: Workload, plan: Plan) -> Question:
         state_dtypes=tuple(work.state),
         fixed=tuple(search.parse_axis(text) for text in args.axis),
     )
+
+
+def state_dtypes(args: argparse.Namespace) -> tuple[StateDtype, ...] | None:
+    """The dtypes that --state_dtypes names; None without it."""
+    from capibara.fields import did_you_mean
+    from capibara.optim import StateDtype
+
+    if args.state_dtypes is None:
+        return None
+    known = [str(dtype) for dtype in StateDtype]
+    for name in args.state_dtypes.split(","):
+        if name not in known:
+            raise UserError(f"--state_dtypes has {name!r}, must be of {', '.join(known)}{did_you_mean(name, known)}")
+    return tuple(StateDtype(name) for name in dict.fromkeys(args.state_dtypes.split(",")))
 
 
 def not_looked_at() -> list[str]:

@@ -233,6 +233,8 @@ def why_not(one: Ranked, walk: Walk, work: Workload) -> str:
         if rows < most:
             return f"{1 - rows / most:.1%} fewer rows"
     slower = best.cost.tokens_per_s / one.cost.tokens_per_s - 1
+    if slower < 0.0005:
+        return "as fast as far as predictions go: the first is plainer"
     if one.cost.flops.recompute > 1.05 * best.cost.flops.recompute and one.cost.bound == "compute":
         return f"{slower:.1%} slower: recomputes more"
     if one.cost.blocking_s > best.cost.blocking_s * 1.05 + 1e-6:

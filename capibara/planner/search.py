@@ -100,7 +100,7 @@ class Question:
 
     def scale(self, choice: Choice) -> float:
         """The correction for a choice; for kinds that were not compiled the median of the others, and at least 1."""
-        return self._by_kind.get(choice.kind, self._fallback)
+        return self._by_kind.get(choice.kind, self._fallback) if self.scales else 1.0
 
     @functools.cached_property
     def _by_kind(self) -> dict[Any, float]:
@@ -158,8 +158,9 @@ def _order(ranked: Ranked, work: Workload, question: Question) -> tuple:
         return 1, ranked.missing_bytes, axes
     if question.objective is Objective.LARGEST_BATCH:
         return 0, -ranked.choice.batch_size(work), -ranked.cost.tokens_per_s, axes
-    # Predictions do not tell plans apart that are within a percent: of those the plainest.
-    return 0, -round(math.log(ranked.cost.tokens_per_s) / math.log(_ALIKE)), axes, -ranked.cost.tokens_per_s
+    # Predictions do not tell plans apart that are within a percent: of those the plainest, moments as exact as can be.
+    rounded = list(StateDtype).index(ranked.choice.state_dtype)
+    return 0, -round(math.log(ranked.cost.tokens_per_s) / math.log(_ALIKE)), rounded, axes, -ranked.cost.tokens_per_s
 
 
 def meshes(work: Workload, slice_: Slice, fixed: dict[str, int] | None = None) -> Iterator[tuple[int, ...]]:
@@ -208,15 +209,16 @@ def _legal(work: Workload, slice_: Slice, mesh: dict[str, int]) -> bool:
 
 def _of_mesh(work: Workload, slice_: Slice, sizes: tuple[int, ...], question: Question) -> Iterator[Ranked]:
     """The best rows and accumulation of a mesh for each remat policy and state dtype."""
-    limit = slice_.chip.device_usable_hbm_bytes * (1 - question.headroom)
+    usable = slice_.chip.device_usable_hbm_bytes
+    limit = usable * (1 - question.headroom)
     base = Choice(sizes=sizes, rows=1)
     shards = base.batch_shards(work)
     for dtype in question.state_dtypes:
         for remat in question.remats:
             weigh = functools.partial(_choice, base, remat=remat, state_dtype=dtype)
-            for rows, accumulation in _rows(work, weigh, shards, question, limit):
+            for rows, accumulation in _rows(work, weigh, shards, question, usable):
                 choice = weigh(rows=rows, accumulation=accumulation)
-                predicted = memory.memory(work, choice, question.scale(choice))
+                predicted = memory.memory(work, choice, question.scale(choice), usable)
                 yield Ranked(choice, predicted, cost.cost(work, choice, slice_), limit)
 
 
@@ -227,12 +229,13 @@ def _choice(base: Choice, *, rows: int, accumulation: int, **parts) -> Choice:
     return dataclasses.replace(base, rows=rows, accumulation=accumulation, pipeline_microbatches=parts_of_rows, **parts)
 
 
-def _rows(work: Workload, weigh, shards: int, question: Question, limit: float) -> Iterable[tuple[int, int]]:
+def _rows(work: Workload, weigh, shards: int, question: Question, usable: float) -> Iterable[tuple[int, int]]:
     """Pairs of rows and accumulation that are worth weighing."""
+    limit = usable * (1 - question.headroom)
 
     def peak(rows: int, accumulation: int) -> float:
         choice = weigh(rows=rows, accumulation=accumulation)
-        return memory.memory(work, choice, question.scale(choice)).peak
+        return memory.memory(work, choice, question.scale(choice), usable).peak
 
     stages = weigh(rows=1, accumulation=1).mesh["stage"]
     if question.batch_size is not None:

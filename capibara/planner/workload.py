@@ -121,11 +121,11 @@ class Workload:
     constraints: tuple[tuple[str, str, int, tuple[str, ...]], ...]
     ema: bool
 
-    @property
+    @functools.cached_property
     def config(self) -> Any:
         return self.model.config
 
-    @property
+    @functools.cached_property
     def compute_bytes(self) -> int:
         """Of an element of activations."""
         return _COMPUTE_BYTES[str(self.config.dtype)]
@@ -191,8 +191,11 @@ def describe(
     )
 
 
-def of_run(trainer: Any) -> Workload:
-    """The workload of a run (training.trainer.Trainer); its plan's mesh and batch are not looked at."""
+def of_run(trainer: Any, state_dtypes: Iterable[StateDtype] | None = None) -> Workload:
+    """The workload of a run (training.trainer.Trainer); its plan's mesh and batch are not looked at.
+
+    `state_dtypes`: of the optimizer's state to weigh; None: the run's own.
+    """
     return describe(
         api.build(trainer.model),
         trainer.optimizer,
@@ -200,6 +203,7 @@ def of_run(trainer: Any) -> Workload:
         encoder_length=trainer.dataset.encoder_length,
         rules=trainer.plan.rules,
         ema=trainer.ema_decay is not None,
+        state_dtypes=state_dtypes,
     )
 
 
