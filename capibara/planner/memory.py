@@ -50,9 +50,9 @@ class _Order:
     logits: float
 
 
-_USUAL, _LEAN = _Order(4.0, 5.0, 1.5), _Order(2.3, 2.5, 1.0)
+_USUAL, _LEAN = _Order(4.0, 5.0, 1.5), _Order(2.3, 3.3, 1.0)
 _EXCHANGED_EXPERTS = (3.0, 4.0)  # experts' inputs and outputs, and hidden units, of an expert axis
-_SUBLANES = 8  # rows of experts' buffers, where there are more, are padded to multiples of these
+_SUBLANES = 8  # rows that are exchanged, where there are more, are padded to multiples of these
 
 
 @dataclasses.dataclass(frozen=True)
@@ -264,12 +264,11 @@ def _stack_layer_bytes(work: Workload, stack: Stack, choice: Choice, order: _Ord
     kept = _kept_names(choice.remat)
     most = _WORK_HIDDEN
     if work.config.moe is not None:
-        padded = -(-choice.rows // _SUBLANES) * _SUBLANES / choice.rows if choice.rows > _SUBLANES else 1.0
-        hidden, moe, most = hidden * padded, moe * padded, order.expert_hidden
+        moe, most = 2 * moe, order.expert_hidden
         if choice.mesh["expert"] > 1:  # what goes to the experts' devices and comes back lies there until it is done
-            moe, most = _EXCHANGED_EXPERTS[0] * moe, _EXCHANGED_EXPERTS[1]
-        else:
-            moe *= 2
+            padded = -(-choice.rows // _SUBLANES) * _SUBLANES / choice.rows if choice.rows > _SUBLANES else 1.0
+            exchanged, most = _EXCHANGED_EXPERTS
+            hidden, moe = hidden * padded, exchanged / 2 * moe * padded
     again = most * share * hidden - sum(named.get(name, 0.0) for name in kept if name.endswith(("up", "gate")))
     gathered = order.gathered * residual * choice.mesh["tensor"] if choice.mesh["tensor"] > 1 else 0.0
     keys = (named["key"] + named["value"]) * choice.mesh["context"] if choice.mesh["context"] > 1 else 0.0
