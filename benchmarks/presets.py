@@ -2,7 +2,8 @@
 
     python benchmarks/presets.py [--write] [--slices=v5e-64,v6e-64] [--models=capibara_1b]
 
-Each is what `capibara plan --verify` found for a model on a slice, with the compiler's record beside it. Writing needs
+Each is what `capibara plan --verify` found for a model on a slice, with the compiler's record beside it; moments are
+narrower than float32 where nothing else fits. Writing needs
 libtpu and takes one to some minutes for a plan on two cores; remove a file to have it written anew.
 """
 
@@ -16,10 +17,12 @@ import subprocess
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+RECORDED = ("slice", "mesh", "batch_size", "rows", "accumulation", "remat", "remat_names", "state_dtype")
 FOLDER = ROOT / "gin" / "slices"
 SLICES = ("v5e-64", "v6e-64", "v6e-256", "v5e-256")
 MODELS = ("capibara_125m", "capibara_1b", "capibara_8b", "capibara_20b", "capibara_120b", "mixtral_8x7b")
 LENGTH = 4096
+STATE_DTYPES = ("float32", "bfloat16", "int8")  # the first with which a plan fits
 
 
 def write(model: str, slice_: str) -> None:
@@ -28,17 +31,24 @@ def write(model: str, slice_: str) -> None:
     if target.exists():
         return
     raw = target.with_suffix(".partial")
+    raw.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "capibara.plan", f"--gin_file=models/{model}.gin", f"--slice={slice_}"]
     command += [f"--length={LENGTH}", "--verify", "--include", f"--output={target}", f"--json={raw}", "--top=1"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    child = subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    if child.returncode:
-        print(f"{slice_:8} {model:16} {child.stderr.strip().splitlines()[-1]}", flush=True)
+    for dtype in STATE_DTYPES:
+        child = subprocess.run(
+            [*command, f"--state_dtypes={dtype}"], env=environment,
+            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        if not child.returncode:
+            break
+        print(f"{slice_:8} {model:16} {dtype} moments: {child.stderr.strip().splitlines()[-1]}", flush=True)
+    else:
         return
     plan = json.loads(raw.read_text(encoding="utf-8"))["plans"][0]
     raw.unlink()
     compiled = plan["verdict"]["compiled"]
-    record = {name: plan[name] for name in ("slice", "mesh", "batch_size", "rows", "accumulation", "remat", "remat_names")}
+    record = {name: plan[name] for name in RECORDED}
     record |= {"model": model, "length": LENGTH, "date": plan["verdict"]["date"], "versions": plan["verdict"]["versions"]}
     predicted = plan["predicted"]
     record["predicted"] = {name: predicted[name] for name in ("peak_bytes", "step_s", "tokens_per_s_chip", "mfu")}
