@@ -277,7 +277,7 @@ def memory(options: argparse.Namespace) -> dict[str, Any]:
     print(f"{'':20}{'slice':>9}  {'mesh, rows, remat':44}{'predicted':>10}{'compiled':>10}{'error':>8}")
     for name in names:
         one = case(MEMORY[name])
-        predicted = model.memory(one.work, one.choice, usable_bytes=one.slice_.chip.device_usable_hbm_bytes)
+        predicted = model.memory(one.work, one.choice, most_bytes=one.slice_.chip.device_usable_hbm_bytes)
         verdict = compiled(one, name, options.deadline)
         line = f"{name:20}{one.point.slice:>9}  {one.choice.describe():44}{predicted.peak / GIB:10.3f}"
         result = {"point": dataclasses.asdict(one.point), "predicted": dataclasses.asdict(predicted)}
@@ -310,7 +310,7 @@ def limit(options: argparse.Namespace) -> dict[str, Any]:
 
         def predicted(rows: int) -> float:
             choice = dataclasses.replace(one.choice, rows=rows)
-            return model.memory(one.work, choice, usable_bytes=usable).peak
+            return model.memory(one.work, choice, most_bytes=usable * (1 - options.headroom)).peak
 
         rows = 1
         while predicted(rows + 1) <= usable * (1 - options.headroom):
@@ -386,8 +386,7 @@ def search_(options: argparse.Namespace) -> dict[str, Any]:
         first = search.search(one.work, one.slice_, Question(batch_size=batch))[0]
         search_s = time.perf_counter() - begin_s
         best, count = 0.0, 0
-        usable = one.slice_.chip.device_usable_hbm_bytes
-        limit_bytes = usable * (1 - Question().headroom)
+        limit_bytes = one.slice_.chip.device_usable_hbm_bytes * (1 - Question().headroom)
         for sizes in search.meshes(one.work, one.slice_):
             stages = sizes[MESH_AXES.index("stage")]
             shards = Choice(sizes=sizes, rows=1).batch_shards(one.work)
@@ -402,7 +401,7 @@ def search_(options: argparse.Namespace) -> dict[str, Any]:
                             sizes=sizes, rows=rows, accumulation=accumulation, remat=remat, pipeline_microbatches=n
                         )
                         count += 1
-                        if memory.memory(one.work, plan, usable_bytes=usable).peak <= limit_bytes:
+                        if memory.memory(one.work, plan, most_bytes=limit_bytes).peak <= limit_bytes:
                             best = max(best, cost.cost(one.work, plan, one.slice_).tokens_per_s)
         share = first.cost.tokens_per_s / best
         results[model] = {"search_s": search_s, "plans": count, "share_of_best": share}

@@ -28,7 +28,7 @@ STATE_DTYPES = ("float32", "bfloat16", "int8")  # the first with which a plan fi
 def write(model: str, slice_: str) -> None:
     """Has the planner choose and prove a plan; a model that is too large for the slice has none."""
     target = FOLDER / slice_ / f"{model}.gin"
-    if target.exists():
+    if target.exists() and target.with_suffix(".json").exists():
         return
     raw = target.with_suffix(".partial")
     raw.parent.mkdir(parents=True, exist_ok=True)

@@ -83,7 +83,7 @@ def plan(args: argparse.Namespace) -> int:
     if args.html:
         report.save(args.html, page.page(walk, work, slice_))
     if args.output:
-        before = (args.gin_file, args.gin_bindings) if args.include else ((), ())
+        before = (questions.included(args), args.gin_bindings) if args.include else ((), ())
         report.save(args.output, report.gin(walk, work, slice_, *before))
     return 0
 

@@ -60,6 +60,11 @@ def test_a_run_brings_its_slice_length_and_batch(capsys):
         ([MODEL, "--slice=h100-8", "--verify"], "is of no TPUs"),
         ([MODEL, "--slice=v5e-16", "--axis=tensor=32"], "the axes must divide its 16 devices"),
         ([MODEL, "--slice=v5e-16", "--state_dtypes=float32,bfloat8"], "must be of float32, bfloat16, int8: did you mean bfl"),
+        ([MODEL, "--slice=v5e-16", "--state_dtypes=int8", "--gin.Optimizer.name='adafactor'"], "with Optimizer.name adafactor"),
+        ([MODEL, "--slice=v5e-16", "--axis=context=4", "--length=100"], "rows of 100 must be a multiple of 8"),
+        ([MODEL, "--slice=v5e-16", "--axis=stage=8"], "stages must divide the 20 layers"),
+        ([MODEL, "--slice=v5e-16", "--axis=expert=2"], "the model has no experts"),
+        (["--gin_file=models/capibara_125m.gin", "--slice=v5e-16", "--axis=tensor=4"], "tensor (4) must divide kv_heads of"),
         ([MODEL, "--slice=2xv5e-256", "--axis=fsdp=1", "--axis=data=1"], "no mesh of 2xv5e-256"),
     ],
 )
@@ -93,6 +98,26 @@ def test_narrower_moments_are_weighed_where_asked_for(capsys, tmp_path):
     config.reset()
     config.parse([str(plan_file)], [], [])
     assert str(of_gin(2048).optimizer.state_dtype) == "int8"
+
+
+def test_a_plan_says_its_moments_where_the_run_has_others(capsys, tmp_path):
+    plan_file = tmp_path / "plan.gin"
+    flags = ["--gin.Optimizer.state_dtype='int8'", "--state_dtypes=float32", f"--output={plan_file}", "--include"]
+    assert run(MODEL, "--slice=v5e-16", *flags) == 0
+    config.reset()
+    config.parse([str(plan_file)], [], [])
+    assert str(of_gin(2048).optimizer.state_dtype) == "float32"
+
+
+def test_a_plan_that_stands_alone_finds_the_users_own_files(capsys, tmp_path):
+    mine, plan_file = tmp_path / "mine", tmp_path / "plan.gin"
+    mine.mkdir()
+    (mine / "model.gin").write_text('include "models/capibara_1b.gin"\nDecoderConfig.num_layers = 8\n')
+    flags = [f"--gin_search_paths={mine}", "--gin_file=model.gin", "--slice=v5e-16", f"--output={plan_file}", "--include"]
+    assert run(*flags) == 0
+    config.reset()
+    config.parse([str(plan_file)], [], [])
+    assert of_gin(2048).model.num_layers == 8
 
 
 def test_a_slice_is_chosen(capsys):

@@ -56,6 +56,11 @@ class Choice:
         return self.batch_size(work) * work.length
 
     @property
+    def ticks(self) -> int:
+        """Times that a stage runs its layers for one micro-batch, bubbles included; 1 without stages."""
+        return self.pipeline_microbatches + self.mesh["stage"] - 1 if self.mesh["stage"] > 1 else 1
+
+    @property
     def kind(self) -> tuple[RematPolicy, tuple[str, ...]]:
         """Plans of a kind keep and recompute the same things: what the memory model gets wrong of one, it does of all."""
         return self.remat, tuple(axis for axis in ("stage", "expert", "context", "tensor") if self.mesh[axis] > 1)
@@ -67,6 +72,7 @@ class Choice:
             batch_size=self.batch_size(work),
             accumulation=self.accumulation,
             pipeline_microbatches=self.pipeline_microbatches if self.mesh["stage"] > 1 else None,
+            pipeline_repeats=1,
             remat=self.remat.kind,
             remat_names=self.remat.names,
             rules=work.rules,
@@ -87,9 +93,8 @@ class Choice:
             lines.append(f"Plan.remat_names = {self.remat.names!r}")
         if self.mesh["stage"] > 1:
             lines.append(f"Plan.pipeline_microbatches = {self.pipeline_microbatches}")
-        if self.state_dtype is not StateDtype.FLOAT32:
-            lines.append(f"Optimizer.state_dtype = {str(self.state_dtype)!r}")
-        return lines
+            lines.append("Plan.pipeline_repeats = 1")
+        return [*lines, f"Optimizer.state_dtype = {str(self.state_dtype)!r}"]
 
     def describe(self) -> str:
         """One line: "fsdp=64, 12 rows, remat full"."""

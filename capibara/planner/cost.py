@@ -293,7 +293,7 @@ def hbm_bytes(work: Workload, choice: Choice) -> tuple[float, float]:
         total += passes * n * 4 * scores * 4
         weights = stack.weights.on_device(mesh, without=gathered)
         weights += stack.expert_weights.on_device(mesh, without=[a for a in gathered if a != "expert"])
-        total += passes * 2 * weights * size * choice.accumulation
+        total += passes * 2 * weights * size * choice.accumulation * choice.ticks
     head = work.head.on_device(mesh, without=gathered)
     places = choice.rows * work.length / mesh["context"] / mesh["stage"] * choice.accumulation
     total += head * size * 3 * choice.accumulation + places * c.vocab_size / mesh["tensor"] * 4 * 4
@@ -312,12 +312,13 @@ def _collectives(work: Workload, choice: Choice, layout: Layout):
     weights = sum(s.weights.on_device(mesh, without=shards) for s in work.stacks)
     experts = sum(s.expert_weights.on_device(mesh, without=expert_shards) for s in work.stacks)
     head = work.head.on_device(mesh, without=shards)
-    gathers = 2 * micro  # the backward pass gathers again: whole weights of all layers would not fit
+    # The backward pass gathers again: whole weights of all layers would not fit. A pipeline does both at every tick.
+    gathers = 2 * micro * choice.ticks
     for name, amount, axes in (("weights", weights, shards), ("experts' weights", experts, expert_shards)):
         if amount and axes:
             bytes_ = amount * size
             yield _gathered(f"gather {name}", layout, bytes_, axes, gathers)
-            yield _reduced(f"reduce gradients of {name}", layout, bytes_, axes, micro)
+            yield _reduced(f"reduce gradients of {name}", layout, bytes_, axes, micro * choice.ticks)
     if shards:
         yield _gathered("gather the head", layout, head * size, shards, micro)
         yield _reduced("reduce the head's gradient", layout, head * 4, shards, micro)

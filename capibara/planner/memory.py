@@ -31,9 +31,6 @@ _WORK_KEYS = 3.0  # keys and values of all of a context axis, with their gradien
 # Of a layer's weights in the compute dtype: gathered and dropped, their gradients reduced, in turn. Experts' gradients
 # are fewer and larger arrays.
 _WORK_WEIGHTS, _WORK_EXPERTS = 0.6, 0.9
-# Beyond this share of the HBM, XLA's scheduler gives up hiding collectives for an order of work that holds less.
-_TIGHT = 0.98
-
 
 @dataclasses.dataclass(frozen=True)
 class _Order:
@@ -114,17 +111,18 @@ class Memory:
         return max(self.moments, key=self.moments.get)
 
 
-def memory(work: Workload, choice: Choice, scale: float = 1.0, usable_bytes: float = math.inf) -> Memory:
+def memory(work: Workload, choice: Choice, scale: float = 1.0, most_bytes: float = math.inf) -> Memory:
     """The prediction.
 
     Args:
       work: the model and its state.
       choice: mesh, rows and remat.
       scale: correction of everything but the state, as compiles of this model have shown it.
-      usable_bytes: HBM of a device; XLA holds less at once where its usual order of work does not fit.
+      most_bytes: what a plan may use of a device's HBM. Where the usual order of work does not fit, XLA's scheduler
+        gives up hiding collectives for one that holds less at once: that one is predicted then.
     """
     usual = _usual(work, choice, scale)
-    if usual.peak <= _TIGHT * usable_bytes:
+    if usual.peak <= most_bytes:
         return usual
     layer, loss = _layer_bytes(work, choice, _LEAN), _loss_bytes(work, choice, _LEAN)
     return dataclasses.replace(usual, layer=layer, loss=loss, lean=True)

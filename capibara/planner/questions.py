@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import enum
+import os
 from typing import TYPE_CHECKING
 
 from capibara.planner import chips
@@ -131,10 +132,16 @@ def state_dtypes(args: argparse.Namespace) -> tuple[StateDtype, ...] | None:
     return tuple(StateDtype(name) for name in dict.fromkeys(args.state_dtypes.split(",")))
 
 
+def included(args: argparse.Namespace) -> list[str]:
+    """The Gin files as a plan includes them that stands alone: those of --gin_search_paths by their whole path."""
+    paths = ([os.path.abspath(os.path.join(folder, file)) for folder in args.gin_search_paths] for file in args.gin_file)
+    return [next(filter(os.path.isfile, there), file) for there, file in zip(paths, args.gin_file)]
+
+
 def not_looked_at() -> list[str]:
     """Fields of Plan that the Gin files or flags bind and the search chooses anew."""
     from capibara import config
     from capibara.sharding import MESH_AXES
 
-    names = (*MESH_AXES, "remat", "remat_names", "accumulation", "pipeline_microbatches")
+    names = (*MESH_AXES, "remat", "remat_names", "accumulation", "pipeline_microbatches", "pipeline_repeats")
     return [f"Plan.{name}" for name in names if config.is_bound(f"Plan.{name}")]

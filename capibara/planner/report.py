@@ -10,6 +10,7 @@ from typing import Any
 
 from capibara import config
 from capibara.planner import advice, search
+from capibara.planner.cost import EXPOSED, Cost
 from capibara.planner.memory import kv_cache_bytes
 from capibara.planner.search import Objective, Ranked
 from capibara.planner.slice_choice import Offer
@@ -235,11 +236,27 @@ def why_not(one: Ranked, walk: Walk, work: Workload) -> str:
     slower = best.cost.tokens_per_s / one.cost.tokens_per_s - 1
     if slower < 0.0005:
         return "as fast as far as predictions go: the first is plainer"
-    if one.cost.flops.recompute > 1.05 * best.cost.flops.recompute and one.cost.bound == "compute":
-        return f"{slower:.1%} slower: recomputes more"
-    if one.cost.blocking_s > best.cost.blocking_s * 1.05 + 1e-6:
-        return f"{slower:.1%} slower: ICI in the way of compute"
-    return f"{slower:.1%} slower: bound by {one.cost.bound}"
+    ours, its = _parts(best.cost), _parts(one.cost)
+    grown = {name: its[name] - ours[name] for name in its}
+    why = max(grown, key=grown.get)
+    if why == "on chip":
+        again = one.cost.flops.recompute / one.cost.tokens > 1.01 * best.cost.flops.recompute / best.cost.tokens
+        on_chip = {one.cost.hbm_s: "more traffic to HBM", one.cost.host_s: "more traffic over PCIe"}
+        on_chip |= {one.cost.compute_s: "recomputes more" if again else "more compute"}
+        why = on_chip[max(on_chip)]
+    return f"{slower:.1%} slower: {why}"
+
+
+def _parts(cost: Cost) -> dict[str, float]:
+    """Seconds of a token by what a plan can be slow by; they add up to its share of the step."""
+    seconds = {
+        "on chip": max(cost.compute_s, cost.hbm_s, cost.host_s),
+        "more traffic over ICI": EXPOSED * cost.links_s,
+        "ICI in the way of compute": cost.blocking_s,
+        "a larger bubble": (cost.step_s - cost.update_s) * cost.bubble,
+        "a longer update": cost.update_s,
+    }
+    return {name: amount / cost.tokens for name, amount in seconds.items()}
 
 
 def explain(best: Ranked, work: Workload, slice_: Slice) -> Iterable[str]:

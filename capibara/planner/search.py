@@ -8,7 +8,7 @@ import enum
 import functools
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from capibara.fields import did_you_mean
@@ -38,6 +38,7 @@ REMATS = (
 )
 # Beyond these an axis only adds traffic: of a chip's neighbours in a torus, and of layers in flight.
 _MOST_TENSOR, _MOST_CONTEXT, _MOST_STAGES = 16, 32, 16
+_PARTS = 4  # of a micro-batch in a pipeline for each stage: more make the bubble shorter, and the products smaller
 _FEWEST_PLACES = 512  # of a row on one device of a context axis: less and its kernels are too small
 _MOST_ROWS = 8192  # of a micro-batch on one device
 _ALIKE = 1.01  # plans whose speeds differ by less are as good as each other
@@ -165,20 +166,16 @@ def _order(ranked: Ranked, work: Workload, question: Question) -> tuple:
 
 def meshes(work: Workload, slice_: Slice, fixed: dict[str, int] | None = None) -> Iterator[tuple[int, ...]]:
     """Sizes of sharding.MESH_AXES that divide the model and multiply to the slice's devices."""
-    fixed, c = fixed or {}, work.config
-    devices = slice_.devices
-    experts = 1 if c.moe is None else c.moe.num_experts
+    fixed, devices = fixed or {}, slice_.devices
     longest = max(1, min(_MOST_CONTEXT, work.length // _FEWEST_PLACES))
-    pattern = len(getattr(c, "layer_pattern", (0,)))
-    options = {
-        "tensor": [n for n in _divisors(devices) if n <= _MOST_TENSOR],
-        "context": [n for n in _divisors(devices) if n <= longest and work.length % (2 * n) == 0 or n == 1],
-        "expert": [n for n in _divisors(devices) if experts % n == 0],
-        "stage": [n for n in _divisors(devices) if n <= _MOST_STAGES and c.num_layers % (n * pattern) == 0 or n == 1],
-    }
+    most = {"tensor": _MOST_TENSOR, "context": longest, "expert": devices, "stage": _MOST_STAGES}
     if slice_.count > 1:  # stages over the data centre's network are left to those who ask for them
-        options["stage"] = [1] if "stage" not in fixed else options["stage"]
-    options = {axis: [fixed[axis]] if axis in fixed else sizes for axis, sizes in options.items()}
+        most["stage"] = 1
+    options = {
+        axis: [n for n in _divisors(devices) if (n == fixed[axis] if axis in fixed else n <= largest)]
+        for axis, largest in most.items()
+    }
+    options = {axis: [n for n in sizes if not _illegal(work, axis, n)] for axis, sizes in options.items()}
     for stage in options["stage"]:
         for expert in options["expert"]:
             for context in options["context"]:
@@ -193,9 +190,27 @@ def meshes(work: Workload, slice_: Slice, fixed: dict[str, int] | None = None) -
                             yield tuple(sizes[axis] for axis in MESH_AXES)
 
 
+def _illegal(work: Workload, axis: str, size: int) -> str | None:
+    """Why the model cannot be trained with an axis of that size; None: it can, as far as this axis goes."""
+    c = work.config
+    experts = 1 if c.moe is None else c.moe.num_experts
+    pattern = len(getattr(c, "layer_pattern", (0,)))
+    if size == 1:
+        return None
+    if axis == "context" and work.length % (2 * size):
+        return f"rows of {work.length} must be a multiple of {2 * size}"
+    if axis == "expert" and experts % size:
+        return f"it must divide the {experts} experts" if c.moe is not None else "the model has no experts"
+    if axis == "stage" and c.num_layers % (size * pattern):
+        of_pattern = f" in patterns of {pattern}" if pattern > 1 else ""
+        return f"stages must divide the {c.num_layers} layers{of_pattern}"
+    return None
+
+
 @functools.lru_cache(maxsize=256)
 def _divisors(n: int) -> tuple[int, ...]:
-    return tuple(d for d in range(1, n + 1) if n % d == 0)
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return tuple(sorted({*small, *(n // d for d in small)}))
 
 
 def _legal(work: Workload, slice_: Slice, mesh: dict[str, int]) -> bool:
@@ -209,33 +224,31 @@ def _legal(work: Workload, slice_: Slice, mesh: dict[str, int]) -> bool:
 
 def _of_mesh(work: Workload, slice_: Slice, sizes: tuple[int, ...], question: Question) -> Iterator[Ranked]:
     """The best rows and accumulation of a mesh for each remat policy and state dtype."""
-    usable = slice_.chip.device_usable_hbm_bytes
-    limit = usable * (1 - question.headroom)
+    limit = slice_.chip.device_usable_hbm_bytes * (1 - question.headroom)
     base = Choice(sizes=sizes, rows=1)
     shards = base.batch_shards(work)
     for dtype in question.state_dtypes:
         for remat in question.remats:
             weigh = functools.partial(_choice, base, remat=remat, state_dtype=dtype)
-            for rows, accumulation in _rows(work, weigh, shards, question, usable):
+            for rows, accumulation in _rows(work, weigh, shards, question, limit):
                 choice = weigh(rows=rows, accumulation=accumulation)
-                predicted = memory.memory(work, choice, question.scale(choice), usable)
+                predicted = memory.memory(work, choice, question.scale(choice), limit)
                 yield Ranked(choice, predicted, cost.cost(work, choice, slice_), limit)
 
 
 def _choice(base: Choice, *, rows: int, accumulation: int, **parts) -> Choice:
     """With as many parts in the pipeline as rows allow, up to four for each stage."""
     stages = base.mesh["stage"]
-    parts_of_rows = max((n for n in _divisors(rows) if n <= 4 * stages), default=1) if stages > 1 else 1
+    parts_of_rows = max((n for n in _divisors(rows) if n <= _PARTS * stages), default=1) if stages > 1 else 1
     return dataclasses.replace(base, rows=rows, accumulation=accumulation, pipeline_microbatches=parts_of_rows, **parts)
 
 
-def _rows(work: Workload, weigh, shards: int, question: Question, usable: float) -> Iterable[tuple[int, int]]:
+def _rows(work: Workload, weigh, shards: int, question: Question, limit: float) -> Iterable[tuple[int, int]]:
     """Pairs of rows and accumulation that are worth weighing."""
-    limit = usable * (1 - question.headroom)
 
     def peak(rows: int, accumulation: int) -> float:
         choice = weigh(rows=rows, accumulation=accumulation)
-        return memory.memory(work, choice, question.scale(choice), usable).peak
+        return memory.memory(work, choice, question.scale(choice), limit).peak
 
     stages = weigh(rows=1, accumulation=1).mesh["stage"]
     if question.batch_size is not None:
@@ -257,17 +270,36 @@ def _rows(work: Workload, weigh, shards: int, question: Question, usable: float)
     fewest, parts = stages, question.accumulation or 1
     if peak(fewest, parts) > limit:
         return [(fewest, parts)]
-    # Peak memory is linear in rows, but for the blocks of logits: one step along the line, then down to what fits.
-    low, high = peak(fewest, parts), peak(2 * fewest, parts)
-    most = fewest + int((limit - low) / max(1.0, high - low) * fewest) if high > low else _MOST_ROWS
-    most = min(_MOST_ROWS, max(fewest, most + 4)) // fewest * fewest
-    while most > fewest and peak(most, parts) > limit:
-        most -= fewest
+    if stages > 1 and peak(_PARTS * stages, parts) <= limit:  # whole pipelines: else fewer parts, which hold more
+        fewest = _PARTS * stages
+    most = _most(lambda n: peak(n * fewest, parts) <= limit, _MOST_ROWS // fewest, _guess(peak, fewest, parts, limit))
+    most *= fewest
     return [(rows, parts) for rows in sorted({fewest * max(1, most // fewest // part) for part in (1, 2, 4)})]
 
 
+def _guess(peak: Callable[[int, int], float], fewest: int, parts: int, limit: float) -> int:
+    """About how many times the fewest rows fit: peak memory is nearly linear in rows."""
+    low, high = peak(fewest, parts), peak(8 * fewest, parts)
+    return int(1 + 7 * (limit - low) / max(1.0, high - low))
+
+
+def _most(fits: Callable[[int], bool], end: int, guess: int) -> int:
+    """The largest n up to `end` that fits, as all below it do, 1 among them; quick where the guess is near."""
+    good, bad, step = 1, end + 1, 1
+    n = min(max(guess, 1), end)
+    while bad - good > 1:
+        if fits(n):
+            good = n
+            n = good + step if bad > end else (good + bad) // 2
+        else:
+            bad = n
+            n = bad - step if good == 1 else (good + bad) // 2
+        n, step = min(max(n, good + 1), bad - 1), 2 * step
+    return good
+
+
 def _no_mesh(work: Workload, slice_: Slice, question: Question) -> UserError:
-    fixed, c, devices = dict(question.fixed), work.config, slice_.devices
+    fixed, devices = dict(question.fixed), slice_.devices
     shown = " ".join(f"{axis}={size}" for axis, size in fixed.items())
     asked = f"{slice_.name} with {shown}" if fixed else slice_.name
     if question.batch_size is not None and any(True for _ in meshes(work, slice_, fixed)):
@@ -277,8 +309,18 @@ def _no_mesh(work: Workload, slice_: Slice, question: Question) -> UserError:
     if devices % math.prod(fixed.values()):
         near = max(d for d in _divisors(devices) if d <= math.prod(fixed.values()))
         return UserError(f"no mesh of {asked}: the axes must divide its {devices} devices: try axes that multiply to {near}")
-    if c.num_layers % fixed.get("stage", 1):
-        return UserError(f"no mesh of {asked}: stages must divide the {c.num_layers} layers")
+    for axis, size in fixed.items():
+        if why := _illegal(work, axis, size):
+            return UserError(f"no mesh of {asked}: {why}")
+    for name, logical, dimension, axes in work.constraints:
+        size = math.prod(fixed.get(axis, 1) for axis in axes)
+        if dimension % size:
+            near = max(n for n in _divisors(size) if dimension % n == 0)
+            product = " x ".join(axis for axis in axes if fixed.get(axis, 1) > 1)
+            return UserError(
+                f"no mesh of {asked}: {product} ({size}) must divide {logical} of {name} ({dimension}): try {near}, or "
+                "Rules that keep it whole"
+            )
     if slice_.count > 1 and fixed and all(fixed.get(axis, slice_.count) % slice_.count for axis in MESH_AXES[:3]):
         return UserError(f"no mesh of {asked}: data, stage or fsdp must be a multiple of the {slice_.count} slices")
     names = ", ".join(f"{name} {axis}={size}" for name, axis, size, _ in work.constraints[:4])
@@ -304,7 +346,7 @@ def smallest_slice(work: Workload, chip: str, question: Question) -> Slice | Non
 def no_plan(best: Ranked, work: Workload, slice_: Slice, question: Question) -> UserError:
     """One line that says what the leanest plan lacks, and where it would fit."""
     fitting = smallest_slice(work, slice_.chip.name, question)
-    where = f"use {fitting.name}" if fitting else "no single slice of these chips has enough: try larger chips, e.g. v5p-128"
+    where = f"use {fitting.name}" if fitting else "no single slice of these chips has enough: use chips with more HBM, shorter rows, or --state_dtypes=int8"
     usable = slice_.chip.device_usable_hbm_bytes / GIB
     return UserError(
         f"no plan fits {slice_.name}: the leanest ({best.choice.describe()}) needs "

@@ -115,7 +115,7 @@ def learned(work: Workload, ranked: Ranked, verdict: Verdict) -> float | None:
         return None
     # What was refused does not fit in the leaner order of work either.
     lean = ranked.memory.lean or verdict.outcome is Outcome.DOES_NOT_FIT
-    plain = memory.memory(work, ranked.choice, usable_bytes=0 if lean else math.inf)
+    plain = memory.memory(work, ranked.choice, most_bytes=0 if lean else math.inf)
     peak = verdict.compiled.peak_bytes or 0
     if verdict.outcome is Outcome.DOES_NOT_FIT:  # what the error names may be a part of the need
         peak = max(peak, _BEYOND * max(ranked.memory.peak, verdict.compiled.limit_bytes or 0))

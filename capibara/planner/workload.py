@@ -16,7 +16,7 @@ from capibara.models import api
 from capibara.models.api import Model
 from capibara.optim import Optimizer, OptimizerName, StateDtype
 from capibara.sharding import Rules
-from capibara.types import PyTree
+from capibara.types import PyTree, UserError
 
 _COMPUTE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -173,8 +173,9 @@ def describe(
     rules = rules or Rules()
     leaves = _leaves(model.abstract_params, model.axes)
     dtypes = tuple(state_dtypes or (optimizer.state_dtype,))
-    if optimizer.name is OptimizerName.ADAFACTOR:
-        dtypes = (optimizer.state_dtype,)
+    if optimizer.name is OptimizerName.ADAFACTOR and any(dtype is not optimizer.state_dtype for dtype in dtypes):
+        shown = ",".join(map(str, dtypes))
+        raise UserError(f"--state_dtypes={shown} with Optimizer.name adafactor, which keeps float32 sums only: leave it out")
     in_layers = ("layers/", "encoder/layers/", "decoder/layers/")
     heads = [leaf for leaf in leaves if "vocab" in leaf.axes and not leaf.name.startswith(in_layers)]
     return Workload(

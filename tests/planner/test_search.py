@@ -143,6 +143,41 @@ def test_the_largest_batch_is_the_largest_of_all_that_fit(config):
     ranked = search.search(work, slices.parse("v5e-16"), Question(objective=Objective.LARGEST_BATCH))
     assert ranked[0].fits
     assert ranked[0].choice.batch_size(work) == max(one.choice.batch_size(work) for one in ranked if one.fits)
+    for sizes in ((1, 1, 16, 1, 1, 1), (1, 1, 4, 1, 1, 4), (1, 1, 8, 1, 2, 1)):
+        of_mesh = [one.choice for one in ranked if one.choice.sizes == sizes and one.fits]
+        if of_mesh:
+            most = max(of_mesh, key=lambda choice: choice.rows)
+            more = dataclasses.replace(most, rows=most.rows + 1)
+            assert memory.memory(work, more, most_bytes=ranked[0].limit_bytes).peak > ranked[0].limit_bytes
+
+
+@pytest.mark.parametrize("most, guess", [(1, 1), (1, 50), (7, 1), (31, 30), (100, 3), (100, 1000), (64, 64)])
+def test_the_most_that_fits_is_found_from_any_guess(most, guess):
+    asked = []
+    assert search._most(lambda n: asked.append(n) or n <= most, 100, guess) == most
+    assert len(asked) <= 14 and len(set(asked)) == len(asked)
+
+
+def test_a_pipeline_gathers_at_every_tick():
+    """All its weights pass through each stage once for each part of the rows, and for the bubbles."""
+    work = work_of(length=4096)
+    plain, staged = (
+        dataclasses.replace(choice_of(rows=16, remat="full", **mesh), pipeline_microbatches=parts)
+        for mesh, parts in ((dict(fsdp=64), 1), (dict(stage=4, fsdp=16), 16))
+    )
+    assert (plain.ticks, staged.ticks) == (1, 19)
+    gathered = [
+        sum(c.bytes for c in cost.cost(work, choice, V5E).collectives if c.name == "gather weights") for choice in (plain, staged)
+    ]
+    assert gathered[1] / gathered[0] == pytest.approx(19 / 4, rel=0.01)
+
+
+def test_why_a_plan_lost_is_what_it_has_more_of():
+    work = work_of(length=4096)
+    walk = verify.unproven(search.search(work, V5E, Question(batch_size=256)), Question(batch_size=256))
+    best = walk.ranked[0]
+    slower = next(one for one in walk.ranked if one.choice.mesh["tensor"] == 4 and one.choice.remat == best.choice.remat)
+    assert "ICI in the way of compute" in report.why_not(slower, walk, work)
 
 
 def test_any_batch_fits_with_enough_accumulation():
