@@ -7,12 +7,12 @@ import math
 from collections.abc import Iterator, Sequence
 
 from capibara.planner import report, search
+from capibara.planner.chips import GIB
 from capibara.planner.search import Ranked
 from capibara.planner.slices import Slice
 from capibara.planner.verify import Walk
 from capibara.planner.workload import Workload
 
-GIB = 2**30
 _COLORS = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951", "#ff8ab7", "#a463f2", "#97bbf5", "#9c6b4e", "#9498a0",
            "#7a8b2e")  # fmt: skip
 _STYLE = """

@@ -10,6 +10,7 @@ from typing import Any
 
 from capibara import config
 from capibara.planner import advice, search
+from capibara.planner.chips import GIB
 from capibara.planner.cost import EXPOSED, Cost
 from capibara.planner.memory import kv_cache_bytes
 from capibara.planner.search import Objective, Ranked
@@ -21,7 +22,6 @@ from capibara.planner.workload import Workload
 from capibara.sharding import Remat
 from capibara.types import UserError
 
-GIB = 2**30
 
 
 def plans_json(

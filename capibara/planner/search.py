@@ -14,6 +14,7 @@ from typing import Any
 from capibara.fields import did_you_mean
 from capibara.optim import StateDtype
 from capibara.planner import cost, memory, network, slices
+from capibara.planner.chips import GIB
 from capibara.planner.choice import Choice
 from capibara.planner.cost import Cost
 from capibara.planner.memory import Memory
@@ -22,7 +23,6 @@ from capibara.planner.workload import Workload
 from capibara.sharding import MESH_AXES, Remat, RematPolicy
 from capibara.types import UserError
 
-GIB = 2**30
 _PRODUCTS = (
     "query", "key", "value", "attention", "attention_out", "mlp_up", "mlp_gate", "expert_up", "expert_gate", "expert_down",
 )  # fmt: skip

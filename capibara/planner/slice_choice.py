@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 
 from capibara.planner import chips, search, slices
@@ -13,6 +14,7 @@ from capibara.planner.slices import Slice
 from capibara.planner.workload import Workload
 from capibara.types import UserError
 
+_MANY = 64  # slices that somebody may have
 _MOST_CHIPS = 1024  # of a slice: larger ones take minutes to search, and are asked for by name
 
 
@@ -104,8 +106,10 @@ def _fastest_enough(found: Sequence[Offer], target: float) -> Offer:
     reached = [offer for offer in found if offer.best.cost.tokens_per_s >= target]
     if not reached:
         most = max(found, key=lambda offer: offer.best.cost.tokens_per_s)
+        count = math.ceil(target / most.best.cost.tokens_per_s)
+        fix = f"several may do it, e.g. --slice={count}x{most.slice_.name}" if count <= _MANY else "ask for fewer"
         raise UserError(
             f"no slice reaches {target:,.0f} tokens/s: {most.slice_.name} is predicted to make "
-            f"{most.best.cost.tokens_per_s:,.0f}; several of them do it, e.g. --slice=2x{most.slice_.name}"
+            f"{most.best.cost.tokens_per_s:,.0f}; {fix}"
         )
     return min(reached, key=lambda offer: (offer.slice_.chips, -offer.best.cost.tokens_per_s))

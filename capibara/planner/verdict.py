@@ -122,7 +122,7 @@ def verdict(
     Raises:
       UserError: the deadline is not positive.
     """
-    if deadline_s <= 0:
+    if not deadline_s > 0:  # not a number neither
         raise UserError(f"deadline ({deadline_s:g} s) must be positive: a compile takes 40 s to some minutes, try 900")
     identity = _identity(key)
     path = _entry_path(identity, pathlib.Path(cache_dir) if cache_dir is not None else default_cache_dir())
