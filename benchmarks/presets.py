@@ -61,13 +61,13 @@ def write(model: str, slice_: str) -> None:
 
 def show() -> None:
     """Prints the records."""
-    print(f"{'slice':8} {'model':16}{'batch':>7}  {'mesh':28}{'remat':9}{'peak GiB':>9}{'of HBM':>8}{'predicted':>10}{'MFU':>7}")
+    print(f"{'slice':8} {'model':16}{'batch':>7}  {'mesh':36}{'remat':9}{'peak GiB':>9}{'of HBM':>8}{'predicted':>10}{'MFU':>7}")
     for path in sorted(FOLDER.glob("*/*.json")):
         r = json.loads(path.read_text(encoding="utf-8"))
         mesh = " x ".join(f"{axis}={size}" for axis, size in r["mesh"].items() if size > 1)
         peak, limit = r["compiled"]["peak_bytes"], r["compiled"]["limit_bytes"]
         print(
-            f"{r['slice']:8} {r['model']:16}{r['batch_size']:7}  {mesh:28}{r['remat']:9}{peak / 2**30:9.2f}"
+            f"{r['slice']:8} {r['model']:16}{r['batch_size']:7}  {mesh:36}{r['remat']:9}{peak / 2**30:9.2f}"
             f"{peak / limit:8.0%}{r['predicted']['peak_bytes'] / 2**30:10.2f}{r['predicted']['mfu']:7.0%}"
         )
     print("peak: compiled; predicted: GiB after the correction by what was compiled; MFU: predicted")
