@@ -88,7 +88,9 @@ MEMORY = {
     "mixtral-capacity": Point(
         "mixtral_8x7b", "v6e-64", {"fsdp": 64}, 2, length=4096, bindings=_CAPACITY, calibrate=True
     ),
-    "qwen3-30b-expert": Point("qwen3_30b_a3b", "v6e-64", {"fsdp": 16, "expert": 4}, 2, bindings=_CAPACITY),
+    "qwen3-30b-expert": Point(
+        "qwen3_30b_a3b", "v6e-64", {"fsdp": 16, "expert": 4}, 2, bindings=_CAPACITY, calibrate=True
+    ),
     # Encoder-decoder.
     "t5-xl": Point("t5_1_1_xl", "v5e-64", {"fsdp": 64}, 8, length=512, encoder_length=1024, calibrate=True),
     "t5-large-none": Point("t5_1_1_large", "v6e-16", {"fsdp": 16}, 8, "none", length=512, encoder_length=512, calibrate=True),
@@ -105,7 +107,7 @@ MEMORY = {
     "1b-stage": Point("capibara_1b", "v5e-16", {"stage": 4, "fsdp": 4}, 16, calibrate=True),
     "smollm2-minimal": Point("smollm2_1.7b", "v5e-16", {"fsdp": 16}, 4, "minimal"),
     "gemma2-2b-save": Point("gemma2_2b", "v5e-64", {"fsdp": 64}, 4, "save", length=4096),
-    "8b-stage": Point("llama3.1_8b", "v6e-64", {"stage": 4, "fsdp": 16}, 16, length=4096),
+    "8b-stage": Point("llama3.1_8b", "v6e-64", {"stage": 4, "fsdp": 16}, 16, length=4096, calibrate=True),
 }
 
 
