@@ -10,8 +10,9 @@ CHECKOUT = pathlib.Path(__file__).resolve().parent.parent
 os.environ["JAX_PLATFORMS"] = "cpu"
 # One thread per XLA operation: the workers of pytest-xdist share the cores, and 8 emulated devices already do. Programs
 # are small and run a few times, so most of the time would go into LLVM's optimisations: without them the suite takes half.
-os.environ["XLA_FLAGS"] = (
-    "--xla_force_host_platform_device_count=8 --xla_cpu_multi_thread_eigen=false --xla_backend_optimization_level=0"
+_XLA_FLAGS = (
+    "--xla_force_host_platform_device_count=8 --xla_cpu_multi_thread_eigen=false --xla_backend_optimization_level=0 "
+    "--xla_cpu_collective_call_terminate_timeout_seconds=240"  # devices that wait for each other for ever end in a trace
 )
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(CHECKOUT / ".jax_cache")
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
@@ -20,7 +21,9 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import pytest  # noqa: E402
 
-from capibara import config  # noqa: E402
+from capibara import config, devices  # noqa: E402
+
+os.environ["XLA_FLAGS"] = devices.with_emulation_flags(_XLA_FLAGS)  # read with the first computation
 
 
 @pytest.fixture(autouse=True)

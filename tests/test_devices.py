@@ -28,6 +28,14 @@ def test_emulated_devices_are_there():
     assert python(code).split() == ["3"]
 
 
+def test_emulated_devices_take_collectives_in_one_order():
+    """XLA's scheduler for concurrency lets them wait for each other for ever (tests/training/test_loop.py showed it)."""
+    code = "import os; from capibara import devices; devices.emulate(2); print(os.environ['XLA_FLAGS'])"
+    flags = python(code, XLA_FLAGS="--xla_cpu_collective_call_terminate_timeout_seconds=7").split()
+    assert "--xla_cpu_enable_concurrency_optimized_scheduler=false" in flags
+    assert [flag for flag in flags if "terminate" in flag] == ["--xla_cpu_collective_call_terminate_timeout_seconds=7"]
+
+
 @pytest.mark.skipif(devices.has_tpu(), reason="there is a TPU")
 def test_a_tpu_that_is_not_there_is_not_looked_for():
     """libtpu would be loaded, and would write of its search for a metadata server to the terminal."""
