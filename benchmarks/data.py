@@ -110,8 +110,10 @@ def grain_packing(pieces: list[np.ndarray], length: int, kind: str) -> Callable[
 
 def files_ours(length: int, task: str | None, token_limit: int) -> Batches:
     """Our loader on the files; a SeqIO task where `task` names one."""
-    where = dict(source=StdlibSource()) if task is None else dict(
-        mixture_or_task_name=task, task_module="capibara.data.builtin_tasks"
+    where = (
+        dict(source=StdlibSource())
+        if task is None
+        else dict(mixture_or_task_name=task, task_module="capibara.data.builtin_tasks")
     )
     loader = make_loader(Dataset(**where, vocabulary=ByteVocabulary(), length=length), batch_size=BATCH_ROWS)
     try:

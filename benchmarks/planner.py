@@ -73,8 +73,12 @@ MEMORY = {
     "7b-save": Point("llama2_7b", "v5e-64", {"fsdp": 64}, 4, "save"),
     "7b-full": Point("llama2_7b", "v5e-64", {"fsdp": 64}, 8, calibrate=True),
     "8b-full": Point("llama3.1_8b", "v6e-64", {"fsdp": 64}, 2, length=8192),
-    "8b-save-attention": Point("llama3.1_8b", "v6e-16", {"fsdp": 16}, 2, "save", (*QKV, "attention"), 4096, calibrate=True),
-    "8b-accumulate": Point("capibara_8b", "v6e-64", {"fsdp": 64}, 2, "save", length=4096, accumulation=4, calibrate=True),
+    "8b-save-attention": Point(
+        "llama3.1_8b", "v6e-16", {"fsdp": 16}, 2, "save", (*QKV, "attention"), 4096, calibrate=True
+    ),
+    "8b-accumulate": Point(
+        "capibara_8b", "v6e-64", {"fsdp": 64}, 2, "save", length=4096, accumulation=4, calibrate=True
+    ),
     "gemma2-9b": Point("gemma2_9b", "v6e-64", {"fsdp": 64}, 2, length=4096),
     # Tensor and context.
     "7b-tensor": Point("llama2_7b", "v5e-64", {"fsdp": 16, "tensor": 4}, 16, calibrate=True),
@@ -93,17 +97,21 @@ MEMORY = {
     ),
     # Encoder-decoder.
     "t5-xl": Point("t5_1_1_xl", "v5e-64", {"fsdp": 64}, 8, length=512, encoder_length=1024, calibrate=True),
-    "t5-large-none": Point("t5_1_1_large", "v6e-16", {"fsdp": 16}, 8, "none", length=512, encoder_length=512, calibrate=True),
+    "t5-large-none": Point(
+        "t5_1_1_large", "v6e-16", {"fsdp": 16}, 8, "none", length=512, encoder_length=512, calibrate=True
+    ),
     "t5-xxl-tensor": Point("t5_1_1_xxl", "v6e-64", {"fsdp": 16, "tensor": 4}, 16, length=512, encoder_length=512),
     # Added when the constants stood; heads of 64 showed with the first two of these that they are kept padded.
     "qwen3-8b-none": Point("qwen3_8b", "v6e-64", {"fsdp": 64}, 1, "none"),
     "gpt2-minimal": Point("gpt2_1558m", "v5e-16", {"data": 2, "fsdp": 8}, 4, "minimal", length=1024, calibrate=True),
-    "llama3.2-1b-context": Point("llama3.2_1b", "v5e-16", {"fsdp": 8, "context": 2}, 4, "save", length=8192, calibrate=True),
-    "gemma3-4b": Point("gemma3_4b", "v6e-64", {"fsdp": 64}, 2, "minimal", length=4096, calibrate=True),
-    "t5-large-minimal": Point("t5_large", "v5e-16", {"fsdp": 16}, 8, "minimal", length=256, encoder_length=512, calibrate=True),
-    "mixtral-8x22b": Point(
-        "mixtral_8x22b", "v6e-256", {"fsdp": 64, "expert": 4}, 2, length=4096, bindings=_CAPACITY
+    "llama3.2-1b-context": Point(
+        "llama3.2_1b", "v5e-16", {"fsdp": 8, "context": 2}, 4, "save", length=8192, calibrate=True
     ),
+    "gemma3-4b": Point("gemma3_4b", "v6e-64", {"fsdp": 64}, 2, "minimal", length=4096, calibrate=True),
+    "t5-large-minimal": Point(
+        "t5_large", "v5e-16", {"fsdp": 16}, 8, "minimal", length=256, encoder_length=512, calibrate=True
+    ),
+    "mixtral-8x22b": Point("mixtral_8x22b", "v6e-256", {"fsdp": 64, "expert": 4}, 2, length=4096, bindings=_CAPACITY),
     "1b-stage": Point("capibara_1b", "v5e-16", {"stage": 4, "fsdp": 4}, 16, calibrate=True),
     "smollm2-minimal": Point("smollm2_1.7b", "v5e-16", {"fsdp": 16}, 4, "minimal"),
     "gemma2-2b-save": Point("gemma2_2b", "v5e-64", {"fsdp": 64}, 4, "save", length=4096),
@@ -325,7 +333,10 @@ def limit(options: argparse.Namespace) -> dict[str, Any]:
             peak = (verdict.compiled.peak_bytes or 0) / usable if verdict.compiled else math.nan
             wrong = "" if said == is_so else "  WRONG: called fitting" if said else "  called too big, compiles"
             results[f"{name}-{n}"] = {"predicted": share, "compiled": peak, "called": said, "fits": is_so}
-            print(f"{name:20}{n:5} rows  predicted {share:6.1%}  compiled {peak:6.1%}  {verdict.outcome}{wrong}", flush=True)
+            print(
+                f"{name:20}{n:5} rows  predicted {share:6.1%}  compiled {peak:6.1%}  {verdict.outcome}{wrong}",
+                flush=True,
+            )
     bad = sum(r["called"] and not r["fits"] for r in results.values())
     small = sum(not r["called"] and bool(r["fits"]) for r in results.values())
     print(f"{len(results)} plans: {bad} called fitting that do not compile, {small} called too big that do")
@@ -427,7 +438,13 @@ def largest(options: argparse.Namespace) -> dict[str, Any]:
     for model in names:
         with tempfile.TemporaryDirectory() as folder:
             out = os.path.join(folder, "plan.json")
-            command = [sys.executable, "-m", "capibara.plan", f"--gin_file=models/{model}.gin", f"--slice={asked[model]}"]
+            command = [
+                sys.executable,
+                "-m",
+                "capibara.plan",
+                f"--gin_file=models/{model}.gin",
+                f"--slice={asked[model]}",
+            ]
             command += ["--objective=largest_batch", "--verify", f"--json={out}", "--top=1"]
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
             with open(out, encoding="utf-8") as file:

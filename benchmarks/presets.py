@@ -49,10 +49,23 @@ def write(model: str, slice_: str) -> None:
     raw.unlink()
     compiled = plan["verdict"]["compiled"]
     record = {name: plan[name] for name in RECORDED}
-    record |= {"model": model, "length": LENGTH, "date": plan["verdict"]["date"], "versions": plan["verdict"]["versions"]}
+    record |= {
+        "model": model,
+        "length": LENGTH,
+        "date": plan["verdict"]["date"],
+        "versions": plan["verdict"]["versions"],
+    }
     predicted = plan["predicted"]
     record["predicted"] = {name: predicted[name] for name in ("peak_bytes", "step_s", "tokens_per_s_chip", "mfu")}
-    names = ("fits", "peak_bytes", "limit_bytes", "argument_bytes", "temporary_bytes", "host_temporary_bytes", "compile_s")
+    names = (
+        "fits",
+        "peak_bytes",
+        "limit_bytes",
+        "argument_bytes",
+        "temporary_bytes",
+        "host_temporary_bytes",
+        "compile_s",
+    )
     record["compiled"] = {name: compiled[name] for name in names}
     record["compiled"]["matmul_flops"] = compiled["costs"]["matmul_flops"]
     record["compiled"]["collective_bytes"] = compiled["costs"]["collective_bytes"]
@@ -61,7 +74,9 @@ def write(model: str, slice_: str) -> None:
 
 def show() -> None:
     """Prints the records."""
-    print(f"{'slice':8} {'model':16}{'batch':>7}  {'mesh':36}{'remat':9}{'peak GiB':>9}{'of HBM':>8}{'predicted':>10}{'MFU':>7}")
+    print(
+        f"{'slice':8} {'model':16}{'batch':>7}  {'mesh':36}{'remat':9}{'peak GiB':>9}{'of HBM':>8}{'predicted':>10}{'MFU':>7}"
+    )
     for path in sorted(FOLDER.glob("*/*.json")):
         r = json.loads(path.read_text(encoding="utf-8"))
         mesh = " x ".join(f"{axis}={size}" for axis, size in r["mesh"].items() if size > 1)

@@ -225,9 +225,7 @@ def summarize(workers: Sequence[Worker], cores: Sequence[int], spec: dict) -> di
         "param_count": workers[0].ready["param_count"],
         "flops_per_step": flops,
         "sgemm_flops_per_s": sgemm,
-        "results": [
-            dataclasses.asdict(r) | {"sgemm_share": flops / r.wall_median_s / sgemm} for r in results
-        ],
+        "results": [dataclasses.asdict(r) | {"sgemm_share": flops / r.wall_median_s / sgemm} for r in results],
         "goal": GOALS[spec["shape"]["model"]],
         "best_peer_over_ours": over_ours(stock),
         "best_peer_with_kept_memory_over_ours": over_ours(peers),

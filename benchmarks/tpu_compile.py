@@ -255,7 +255,9 @@ def main() -> None:
     if {"vocabulary-256k", "vocabulary-256k-whole"} <= results.keys():
         whole, blocked = (results[f"vocabulary-256k{end}"]["ours"]["peak_bytes"] for end in ("-whole", ""))
         if whole and blocked:
-            print(f"\nvocabulary 256k: whole logits need {whole / blocked:.2f} times the peak of ours (goal: at least 3)")
+            print(
+                f"\nvocabulary 256k: whole logits need {whole / blocked:.2f} times the peak of ours (goal: at least 3)"
+            )
     if options.json:
         with open(options.json, "w", encoding="utf-8") as file:
             json.dump(results, file, indent=1)

@@ -28,7 +28,9 @@ def main() -> int:
         print(f"capibara {__version__}")
         return 0
     if verb not in _VERBS:
-        print(f"error: unknown verb {verb!r}{did_you_mean(verb, _VERBS, 'verbs')} (see capibara --help)", file=sys.stderr)
+        print(
+            f"error: unknown verb {verb!r}{did_you_mean(verb, _VERBS, 'verbs')} (see capibara --help)", file=sys.stderr
+        )
         return cli.EXIT_USER_ERROR
     return cli.run_verb(importlib.import_module(f"capibara.{verb}").main, sys.argv[2:])
 

@@ -43,8 +43,7 @@ def plan(args: argparse.Namespace) -> int:
 
     asked = slices.parse(args.slice) if args.slice else None  # mistakes show before the model is looked at
     dtypes = questions.state_dtypes(args)
-    for path in filter(None, (args.json, args.html, args.output)):
-        report.check_writable(path)
+    report.check_writable(*filter(None, (args.json, args.html, args.output)))
     given = proof.Configuration(
         args.gin_file, args.gin_bindings, args.gin_search_paths, args.length, args.encoder_length
     )

@@ -50,15 +50,16 @@ def prove(args: argparse.Namespace) -> int:
     asked = slices.parse(args.slice) if args.slice else None
     config.parse(args.gin_file, args.gin_bindings, args.gin_search_paths)
     run = trainer.of_gin(args.length, args.encoder_length)
-    chosen, line = automatic.bindings(run)
+    if not (asked or run.plan.slice):
+        raise UserError("--slice has no value and Plan.slice is not bound: name a slice, e.g. --slice=v5e-64")
+    slice_ = asked or slices.parse(run.plan.slice)
+    chosen, line = automatic.bindings(run, slice_)
     if chosen:  # as `train` does
         args.gin_bindings = [*args.gin_bindings, *chosen]
         config.parse(args.gin_file, args.gin_bindings, args.gin_search_paths)
         run = trainer.of_gin(args.length, args.encoder_length)
         print(line)
-    if not (asked or run.plan.slice):
-        raise UserError("--slice has no value and Plan.slice is not bound: name a slice, e.g. --slice=v5e-64")
-    slice_ = asked or slices.parse(run.plan.slice)
+    run.plan.mesh_shape(slice_.devices, slice_.name)
     if args.child:
         return _compile(run, slice_)
     topology.check(slice_.name)

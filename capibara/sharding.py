@@ -214,8 +214,12 @@ class Plan:
             )
         return Pipeline(stages=stages, microbatches=microbatches, repeats=self.pipeline_repeats)
 
-    def mesh_shape(self, device_count: int) -> dict[str, int]:
+    def mesh_shape(self, device_count: int, of: str | None = None) -> dict[str, int]:
         """Sizes of the mesh axes on `device_count` devices, -1 resolved.
+
+        Args:
+          device_count: devices of the whole mesh.
+          of: the slice that has them, for errors; None: this run.
 
         Raises:
           UserError: the sizes do not multiply to the number of devices.
@@ -231,10 +235,12 @@ class Plan:
                 )
             return {name: device_count // fixed if size == -1 else size for name, size in sizes.items()}
         if fixed != device_count:
-            raise UserError(
-                f"Plan ({shown}) needs {fixed} devices, {device_count} are here: set one axis to -1, "
-                f"or run with --emulate={fixed}"
+            there, fix = (
+                (f"{of} has {device_count}", "")
+                if of
+                else (f"{device_count} are here", f", or run with --emulate={fixed}")
             )
+            raise UserError(f"Plan ({shown}) needs {fixed} devices, {there}: set one axis to -1{fix}")
         return sizes
 
     def check_batch(self, mesh: Mesh) -> None:

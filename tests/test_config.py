@@ -472,7 +472,9 @@ class TestCommandLine:
             config.run_verb(lambda argv: 1 / 0)
 
     def test_no_traceback_in_a_real_process(self, tmp_path):
-        code = "import sys; from capibara import config; sys.exit(config.run_verb(lambda argv: config.parse(['x.gin'])))"
+        code = (
+            "import sys; from capibara import config; sys.exit(config.run_verb(lambda argv: config.parse(['x.gin'])))"
+        )
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=CHECKOUT)
         assert done.returncode == 2 and done.stdout == ""
         assert done.stderr.startswith("error: no Gin file x.gin in ") and done.stderr.count("\n") == 1

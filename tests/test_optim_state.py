@@ -141,9 +141,7 @@ class TestState:
         block = {"embedding": 128, "layers/query": 16, "layers/out": 16, "layers/up": 128, "layers/down": 128}
         for dtype, size in per_value.items():
             scale = {n: 4 / block[n] if dtype is StateDtype.INT8 else 0 for n in block}
-            want = sum(
-                moments[n] * leaf.size * (4 if n in vectors else size + scale[n]) for n, leaf in leaves.items()
-            )
+            want = sum(moments[n] * leaf.size * (4 if n in vectors else size + scale[n]) for n, leaf in leaves.items())
             assert found[dtype] == want
 
     @pytest.mark.parametrize("name", ["adamw", "lion", "muon", "sgd"])

@@ -47,24 +47,37 @@ def test_a_run_brings_its_slice_length_and_batch(capsys):
         ([MODEL, "--slice=v5e-64", "--headroom=1.5"], "headroom is 1.5, must be from 0 to below 1"),
         (["--gin_file=models/capibara_120b.gin", "--slice=v5e-16"], "no plan fits v5e-16"),
         ([MODEL, "--slice=v5e-64", "--json=/dev/null/plan.json"], "/dev/null/plan.json cannot be written"),
+        ([MODEL, "--slice=v5e-64", "--json=plan.txt", "--html=./plan.txt"], "plan.txt is named for two outputs"),
         (["--gin_file=tasks/text.gin", "--slice=v5e-16"], "configures no model"),
         ([MODEL, "--slice=v5e-64", "--tokens=inf"], "--tokens is inf, must be above 0 and at most"),
         ([MODEL, "--slice=v5e-64", "--tries=0"], "--tries is 0, must be above 0"),
         ([MODEL, "--slice=v5e-64", "--usd_per_chip_hour=nan"], "--usd_per_chip_hour is nan, must be at least 0"),
         ([MODEL, "--chips=v5e,v6x", "--objective=smallest_slice"], "chip 'v6x' is not known: did you mean v6"),
         ([MODEL, "--slice=v5e-64", "--axis=fsdp=8", "--axis=fsdp=16"], "--axis=fsdp is given 2 times"),
-        ([MODEL, "--slice=v5e-64", "--objective=largest_batch", "--batch_size=64"], "which looks for it: leave one out"),
+        (
+            [MODEL, "--slice=v5e-64", "--objective=largest_batch", "--batch_size=64"],
+            "which looks for it: leave one out",
+        ),
         ([MODEL, "--slice=v5e-64", "--max_days=3", "--tokens=1e9"], "--max_days is for --objective=cheapest"),
         ([MODEL, "--slice=v5e-64", "--objective=cheapest"], "which looks for one: give --chips instead"),
         ([MODEL, "--objective=target_throughput"], "needs --tokens_per_s"),
         ([MODEL, "--slice=h100-8", "--verify"], "is of no TPUs"),
         ([MODEL, "--slice=v5e-16", "--axis=tensor=32"], "the axes must divide its 16 devices"),
-        ([MODEL, "--slice=v5e-16", "--state_dtypes=float32,bfloat8"], "must be of float32, bfloat16, int8: did you mean bfl"),
-        ([MODEL, "--slice=v5e-16", "--state_dtypes=int8", "--gin.Optimizer.name='adafactor'"], "with Optimizer.name adafactor"),
+        (
+            [MODEL, "--slice=v5e-16", "--state_dtypes=float32,bfloat8"],
+            "must be of float32, bfloat16, int8: did you mean bfl",
+        ),
+        (
+            [MODEL, "--slice=v5e-16", "--state_dtypes=int8", "--gin.Optimizer.name='adafactor'"],
+            "with Optimizer.name adafactor",
+        ),
         ([MODEL, "--slice=v5e-16", "--axis=context=4", "--length=100"], "rows of 100 must be a multiple of 8"),
         ([MODEL, "--slice=v5e-16", "--axis=stage=8"], "stages must divide the 20 layers"),
         ([MODEL, "--slice=v5e-16", "--axis=expert=2"], "the model has no experts"),
-        (["--gin_file=models/capibara_125m.gin", "--slice=v5e-16", "--axis=tensor=4"], "tensor (4) must divide kv_heads of"),
+        (
+            ["--gin_file=models/capibara_125m.gin", "--slice=v5e-16", "--axis=tensor=4"],
+            "tensor (4) must divide kv_heads of",
+        ),
         ([MODEL, "--slice=2xv5e-256", "--axis=fsdp=1", "--axis=data=1"], "no mesh of 2xv5e-256"),
     ],
 )
@@ -77,7 +90,12 @@ def test_mistakes_are_one_line(argv, message, capsys):
 def test_what_is_bound_reaches_the_plan_or_is_named(capsys, tmp_path):
     """Dataset.length and Plan.batch_size count; what the search chooses anew is said; --include stands alone."""
     plan_file = tmp_path / "plan.gin"
-    flags = ["--gin.Dataset.length=1024", "--gin.Plan.batch_size=64", "--gin.Plan.remat=full", "--gin.DecoderConfig.num_layers=8"]
+    flags = [
+        "--gin.Dataset.length=1024",
+        "--gin.Plan.batch_size=64",
+        "--gin.Plan.remat=full",
+        "--gin.DecoderConfig.num_layers=8",
+    ]
     assert run(MODEL, *flags, "--slice=v5e-16", f"--output={plan_file}", "--include") == 0
     text = capsys.readouterr().out
     assert "a step of 65,536 tokens" in text
@@ -113,11 +131,23 @@ def test_a_plan_that_stands_alone_finds_the_users_own_files(capsys, tmp_path):
     mine, plan_file = tmp_path / "mine", tmp_path / "plan.gin"
     mine.mkdir()
     (mine / "model.gin").write_text('include "models/capibara_1b.gin"\nDecoderConfig.num_layers = 8\n')
-    flags = [f"--gin_search_paths={mine}", "--gin_file=model.gin", "--slice=v5e-16", f"--output={plan_file}", "--include"]
+    flags = [
+        f"--gin_search_paths={mine}",
+        "--gin_file=model.gin",
+        "--slice=v5e-16",
+        f"--output={plan_file}",
+        "--include",
+    ]
     assert run(*flags) == 0
     config.reset()
     config.parse([str(plan_file)], [], [])
     assert of_gin(2048).model.num_layers == 8
+
+
+def test_a_plan_that_fails_leaves_no_folder(capsys, tmp_path):
+    out = tmp_path / "new" / "folder" / "plan.gin"
+    assert run("--gin_file=models/capibara_120b.gin", "--slice=v5e-16", f"--output={out}") == 2
+    assert "no plan fits v5e-16" in capsys.readouterr().err and not list(tmp_path.iterdir())
 
 
 def test_a_slice_is_chosen(capsys):

@@ -66,6 +66,14 @@ def test_a_verified_plan_is_proven_and_what_it_wrote_is_the_same_step(tmp_path, 
         (["--gin_file=models/capibara_1b.gin", "--slice=v5e-63"], "try v5e-64"),
         (["--gin_file=models/capibara_1b.gin", "--slice=h100-8"], "is of no TPUs"),
         (["--gin_file=tasks/text.gin", "--slice=v5e-16"], "configures no model"),
+        (
+            ["--gin_file=models/capibara_1b.gin", "--gin_file=models/t5_base.gin", "--slice=v5e-16"],
+            "configures several models (EncoderDecoderConfig and DecoderConfig): keep one",
+        ),
+        (
+            ["--gin_file=slices/v5e-64/capibara_1b.gin", "--slice=v5e-16"],
+            "needs 64 devices, v5e-16 has 16: set one axis to -1\n",
+        ),
     ],
 )
 def test_mistakes_are_one_line(argv, message, capsys):

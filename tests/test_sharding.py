@@ -72,19 +72,25 @@ def test_a_dimension_that_does_not_divide_is_named():
     shapes = {"layer": {"key": jax.ShapeDtypeStruct((64, 2, 16), np.float32)}}
     with pytest.raises(UserError, match=r"layer/key: axis 'kv_heads' \(2\) must be a multiple of tensor=4"):
         sharding.shardings(mesh, Rules(), axes, shapes)
-    assert sharding.shardings(mesh, Rules(kv_heads=()), axes, shapes)["layer"]["key"].spec == P(("fsdp", "expert", "context"))
+    assert sharding.shardings(mesh, Rules(kv_heads=()), axes, shapes)["layer"]["key"].spec == P(
+        ("fsdp", "expert", "context")
+    )
 
 
 def test_layers_that_do_not_divide_over_the_stages_name_what_would():
     mesh = sharding.make_mesh(Plan(batch_size=16, fsdp=2, stage=4))
     shapes = {"layers": {"scale": jax.ShapeDtypeStruct((6, 8), np.float32)}}
-    with pytest.raises(UserError, match=r"^num_layers \(6\) must be a multiple of 4 \(stage=4\): try 8 layers, or Plan.stage = 2"):
+    with pytest.raises(
+        UserError, match=r"^num_layers \(6\) must be a multiple of 4 \(stage=4\): try 8 layers, or Plan.stage = 2"
+    ):
         sharding.shardings(mesh, Rules(), {"layers": {"scale": ("layers", "norm")}}, shapes)
 
 
 def test_an_advised_mesh_axis_divides_the_devices():
     mesh = sharding.make_mesh(Plan(batch_size=16, fsdp=2, tensor=4))
-    with pytest.raises(UserError, match=r"axis 'mlp' \(6\) must be a multiple of tensor=4: try a mesh axis of 2, or Rules"):
+    with pytest.raises(
+        UserError, match=r"axis 'mlp' \(6\) must be a multiple of tensor=4: try a mesh axis of 2, or Rules"
+    ):
         sharding.shardings(mesh, Rules(), {"up": ("mlp",)}, {"up": jax.ShapeDtypeStruct((6,), np.float32)})
 
 

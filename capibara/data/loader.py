@@ -12,8 +12,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from capibara.data import feeds
 from capibara.data.baseline import unigram_bits_per_byte
 from capibara.data.dataset import Dataset

@@ -47,9 +47,7 @@ class Pairs(NamedTuple):
 class PairWindow:
     """Pairs laid out in rows: `len`, and `fill(batch, b, i)` to copy row `i` into row `b` of a batch."""
 
-    def __init__(
-        self, documents: Sequence[Pairs], *, encoder_length: int, length: int, packing: Packing, pad_id: int
-    ):
+    def __init__(self, documents: Sequence[Pairs], *, encoder_length: int, length: int, packing: Packing, pad_id: int):
         """Lays the pairs out.
 
         Args:

@@ -125,7 +125,9 @@ class Generator:
         count = len(vocabulary.sentinel_ids)
         for i, part in enumerate(_SENTINEL.split(prompt)):  # text and the numbers of sentinels in turn
             if i % 2 and int(part) >= count:
-                raise UserError(f"the prompt has <extra_id_{part}>, the vocabulary {count} sentinels: number them from 0")
+                raise UserError(
+                    f"the prompt has <extra_id_{part}>, the vocabulary {count} sentinels: number them from 0"
+                )
             ids += [vocabulary.sentinel_ids[int(part)]] if i % 2 else vocabulary.encode(part)
         ids = [*ids, vocabulary.eos_id][: self._encoder_length]
         return {

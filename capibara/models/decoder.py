@@ -62,7 +62,9 @@ class DecoderConfig(TransformerConfig):
                 "DecoderConfig.positions = 'rope'"
             )
         if self.positions is Positions.LEARNED and self.max_length is None:
-            raise UserError("DecoderConfig.max_length has no value, learned positions need one: set it to the row length")
+            raise UserError(
+                "DecoderConfig.max_length has no value, learned positions need one: set it to the row length"
+            )
         if not self.layer_pattern:
             raise UserError('DecoderConfig.layer_pattern is empty: try ("global",)')
         if self.window is not None and self.window < 1:

@@ -23,6 +23,7 @@ def lookup(table_VD: jax.Array, tokens_BT: jax.Array, dtype: jnp.dtype) -> jax.A
     Each device looks all tokens up in its own columns, then columns are exchanged for rows and places (an all-to-all):
     the table is never gathered, nor its gradient made whole. The partitioner left alone would replicate the result.
     Where the residual stream is shared out along the vocabulary's axis too, partial rows are summed right into it.
+    Tokens are of the vocabulary: what others give is not defined (zeros on a mesh, some row on one device).
     """
     axes = _axes(table_VD, tokens_BT)
     if axes is None:
@@ -50,7 +51,9 @@ def lookup(table_VD: jax.Array, tokens_BT: jax.Array, dtype: jnp.dtype) -> jax.A
         rows, T = len(tokens_BT) // from_devices, tokens_BT.shape[1]
         exchanged = tokens_BT.size * table_VD.shape[1] * jnp.dtype(dtype).itemsize
         exchanged //= math.prod(mesh.shape[axis] for axis in vocab) if scattered else 1
-        blocks = next(n for n in range(1, rows + 1) if rows % n == 0 and (exchanged <= n * _EXCHANGED_BYTES or n == rows))
+        blocks = next(
+            n for n in range(1, rows + 1) if rows % n == 0 and (exchanged <= n * _EXCHANGED_BYTES or n == rows)
+        )
         if blocks == 1:
             return block(table_VD, tokens_BT)
         # Each block has some rows of every device.

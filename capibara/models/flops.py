@@ -26,7 +26,9 @@ def flops_per_token(config: Any, params: Params, axes: Params, length: int, enco
       encoder_length: tokens in a row of its encoder; their cost is shared out among the decoder's.
     """
     weights, of_encoder = config.vocab_size * config.embed_dim, 0.0  # the head, tied or not; the look-up is no matmul
-    parts = zip(tree.path_names(params), jax.tree.leaves(params), jax.tree.leaves(axes, is_leaf=tree.is_axes), strict=True)
+    parts = zip(
+        tree.path_names(params), jax.tree.leaves(params), jax.tree.leaves(axes, is_leaf=tree.is_axes), strict=True
+    )
     for name, leaf, names in parts:
         if name.startswith("encoder/") or name.endswith(("cross_attention/key", "cross_attention/value")):
             of_encoder += _met(config, name, leaf, names)

@@ -95,9 +95,7 @@ def _weight_gradient(x_MK, dy_MN, sizes_G, tile: int, platform: str) -> jax.Arra
             dimensions = jax.lax.RaggedDotDimensionNumbers(
                 dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
             )
-            return jax.lax.ragged_dot_general(
-                x_MK, dy_MN, sizes_G, dimensions, preferred_element_type=jnp.float32
-            )
+            return jax.lax.ragged_dot_general(x_MK, dy_MN, sizes_G, dimensions, preferred_element_type=jnp.float32)
 
 
 def _tpu_tiling(tile: int, inputs: int, outputs: int, dtype) -> tuple[int, int, int]:

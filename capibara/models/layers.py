@@ -127,9 +127,7 @@ class NormScale(enum.StrEnum):
 class Norm(nnx.Module):
     """RMSNorm (Zhang & Sennrich 2019) or LayerNorm (Ba et al. 2016) over the last axis, computed in float32."""
 
-    def __init__(
-        self, size: int, *, kind: NormKind, eps: float, rngs: nnx.Rngs, scale: NormScale = NormScale.ONE
-    ):
+    def __init__(self, size: int, *, kind: NormKind, eps: float, rngs: nnx.Rngs, scale: NormScale = NormScale.ONE):
         self.kind = kind
         self.eps = eps
         self.offset = 1.0 if scale is NormScale.OFFSET else 0.0

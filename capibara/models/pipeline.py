@@ -51,8 +51,8 @@ def run(stage: Stage, x: jax.Array, rows: Any, values: Any, shape: Pipeline) -> 
         # The first stage takes a new microbatch, or one that comes round again.
         first = (stages == 0).reshape(S, *[1] * (state.ndim - 1))
         state = _on_stages(jnp.where(first, _piece(store, t % M)[None], state), "batch")
-        mine = values if R == 1 else jax.tree.map(lambda v: jax.vmap(_pick, spmd_axis_name=_STAGE)(v, repeat), values)
-        mine = jax.tree.map(lambda v: v[:, 0], values) if R == 1 else mine
+        pick = jax.vmap(_pick, spmd_axis_name=_STAGE)
+        mine = jax.tree.map(lambda v: v[:, 0] if R == 1 else pick(v, repeat), values)
         state, stats = vmapped(state, mine, jax.tree.map(lambda a: _on_stages(a[microbatch]), rows))
         state = _on_stages(state, "batch")
         done = (t - (S - 1)) % M

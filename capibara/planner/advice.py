@@ -41,6 +41,8 @@ def advice(weights: float, flops_per_token: float, tokens: float) -> tuple[Advic
     """
     compute = flops_per_token * tokens
     return (
-        Advice("Step Law (Li et al. 2025, arXiv:2503.04715)", 0.58 * tokens**0.571, 1.79 * weights**-0.713 * tokens**0.307),
+        Advice(
+            "Step Law (Li et al. 2025, arXiv:2503.04715)", 0.58 * tokens**0.571, 1.79 * weights**-0.713 * tokens**0.307
+        ),
         Advice("DeepSeek LLM (Bi et al. 2024, arXiv:2401.02954)", 0.2920 * compute**0.3271, 0.3118 * compute**-0.1250),
     )

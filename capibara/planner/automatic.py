@@ -8,18 +8,24 @@ from capibara import config
 from capibara.planner import report, search, slices, workload
 from capibara.planner.chips import GIB
 from capibara.planner.search import Question
+from capibara.planner.slices import Slice
 from capibara.sharding import MESH_AXES
+
 
 def is_open(trainer: Any) -> bool:
     """Whether the parsed Gin files name a slice for this run, and no mesh axis."""
     return trainer.plan.slice is not None and not any(config.is_bound(f"Plan.{axis}") for axis in MESH_AXES)
 
 
-def bindings(trainer: Any) -> tuple[list[str], str]:
+def bindings(trainer: Any, slice_: Slice | None = None) -> tuple[list[str], str]:
     """Gin statements that close the mesh of a run (training.trainer.Trainer), and a line that says what was chosen.
 
     The batch is the run's. Remat and accumulation are chosen too where the Gin files leave them open. The prediction is
     not proven: `capibara plan --verify` does that, and writes a Gin file.
+
+    Args:
+      trainer: the run.
+      slice_: in place of the one that its Gin files name.
 
     Returns:
       No statements and no line where the mesh is not open.
@@ -29,7 +35,7 @@ def bindings(trainer: Any) -> tuple[list[str], str]:
     """
     if not is_open(trainer):
         return [], ""
-    slice_, work = slices.parse(trainer.plan.slice), workload.of_run(trainer)
+    slice_, work = slice_ or slices.parse(trainer.plan.slice), workload.of_run(trainer)
     remats = (trainer.plan.remat_policy,) if config.is_bound("Plan.remat") else search.REMATS
     question = Question(
         batch_size=trainer.plan.batch_size,

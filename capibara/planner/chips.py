@@ -315,7 +315,9 @@ H200 = dataclasses.replace(
     machines=(Machine(name="a3-ultragpu-8g", chips=8, memory_bytes=2900e9),),  # name: xpk; memory: assumed
     gke_accelerator="nvidia-h200-141gb",
     on_vertex=False,
-    price=Price(usd=10.0, date="2025-08", source='"around $10/hour" in "How to Scale Your Model", chapter 12', region="us"),
+    price=Price(
+        usd=10.0, date="2025-08", source='"around $10/hour" in "How to Scale Your Model", chapter 12', region="us"
+    ),
 )
 
 CPU = Chip(
@@ -336,9 +338,7 @@ CPU = Chip(
 )
 
 CHIPS: dict[str, Chip] = {chip.name: chip for chip in (V4, V5E, V5P, V6E, TPU7X, H100, H200, CPU)}
-_BY_NAME = {
-    name.lower(): chip for chip in CHIPS.values() for name in (chip.name, *chip.aliases, *chip.device_kinds)
-}
+_BY_NAME = {name.lower(): chip for chip in CHIPS.values() for name in (chip.name, *chip.aliases, *chip.device_kinds)}
 
 
 def chip_names() -> list[str]:

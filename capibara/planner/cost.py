@@ -20,7 +20,16 @@ from capibara.sharding import Remat
 # with network.DCN_REACHED, to four published rows of MaxText, one each: 16 B on v5e-256, Llama 3.1 8B on v6e-256,
 # Mixtral 8x7B on v6e-256, 64 B on 16 x v5e-256 (benchmarks/planner.py: its other rows were not fitted to). Chips
 # without a row have the share of the chip most like them.
-_MATMUL = {"v4": 0.636, "v5e": 0.857, "v5p": 0.636, "v6e": 0.636, "tpu7x": 0.636, "h100": 0.60, "h200": 0.60, "cpu": 0.70}
+_MATMUL = {
+    "v4": 0.636,
+    "v5e": 0.857,
+    "v5p": 0.636,
+    "v6e": 0.636,
+    "tpu7x": 0.636,
+    "h100": 0.60,
+    "h200": 0.60,
+    "cpu": 0.70,
+}
 _EXPERTS = 0.79
 _ATTENTION = 0.45  # of _MATMUL in attention kernels, whose softmax runs on the vector units
 # Assumed, neither measured nor published: tokens of the busiest group of experts over the mean, without a capacity.

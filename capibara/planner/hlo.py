@@ -14,8 +14,26 @@ from collections import Counter
 from collections.abc import Iterator
 
 _DTYPE_BITS = {
-    "pred": 8, "s4": 4, "u4": 4, "s8": 8, "u8": 8, "s16": 16, "u16": 16, "s32": 32, "u32": 32, "s64": 64, "u64": 64,
-    "f16": 16, "bf16": 16, "f32": 32, "f64": 64, "c64": 64, "c128": 128, "f4e2m1fn": 4, "token": 0, "opaque": 0,
+    "pred": 8,
+    "s4": 4,
+    "u4": 4,
+    "s8": 8,
+    "u8": 8,
+    "s16": 16,
+    "u16": 16,
+    "s32": 32,
+    "u32": 32,
+    "s64": 64,
+    "u64": 64,
+    "f16": 16,
+    "bf16": 16,
+    "f32": 32,
+    "f64": 64,
+    "c64": 64,
+    "c128": 128,
+    "f4e2m1fn": 4,
+    "token": 0,
+    "opaque": 0,
 }  # fmt: skip  (all f8 kinds have 8)
 _COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
 # Instructions that move nothing: names for what others made.
@@ -159,8 +177,8 @@ def costs(module: Module) -> Costs:
                 times = trip_count(module, name, instruction)
                 for key in ("body", "condition"):
                     total = total.plus(of(instruction.called(key)), times)
-            elif instruction.opcode in ("call", "async-start") and (callee := callee(instruction)):
-                total = total.plus(of(callee))
+            elif instruction.opcode in ("call", "async-start") and (called := callee(instruction)):
+                total = total.plus(of(called))
             elif instruction.opcode == "conditional":  # the dearest branch
                 each = [of(name) for name in branches(instruction)]
                 total = total.plus(max(each, key=lambda c: c.matmul_flops + c.hbm_bytes, default=Costs()))
@@ -360,7 +378,9 @@ def callee(instruction: Instruction) -> str | None:
 def branches(conditional: Instruction) -> list[str]:
     """The computations of which one is carried out."""
     match = re.search(r"branch_computations=\{([^}]*)\}", conditional.attributes)
-    text = match[1] if match else " ".join(re.findall(r"(?:true|false)_computation=(%[\w.\-]+)", conditional.attributes))
+    text = (
+        match[1] if match else " ".join(re.findall(r"(?:true|false)_computation=(%[\w.\-]+)", conditional.attributes))
+    )
     return re.findall(r"%([\w.\-]+)", text)
 
 

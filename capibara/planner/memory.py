@@ -32,6 +32,7 @@ _WORK_KEYS = 3.0  # keys and values of all of a context axis, with their gradien
 # are fewer and larger arrays.
 _WORK_WEIGHTS, _WORK_EXPERTS = 0.6, 0.9
 
+
 @dataclasses.dataclass(frozen=True)
 class _Order:
     """What an order of work holds of a layer's backward pass at once.
@@ -59,8 +60,8 @@ class Memory:
     Attributes:
       parameters, optimizer, average: the state: float32 parameters, the optimizer's moments, the moving average.
       batch: the rows of a step.
-      gradients: of all parameters; with accumulation those of a micro-batch and the sum that they are added to.
-      summed: the sum over micro-batches so far.
+      gradients: of all parameters; with accumulation those of a micro-batch, and the new sum that they are added into.
+      summed: with accumulation the sum over the micro-batches before, which is read until the new one is made.
       casts: the parameters in the compute dtype, still sharded, which XLA makes once for all layers.
       saved: what the forward pass keeps of all layers.
       layer: what the backward pass of one layer holds.

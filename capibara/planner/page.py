@@ -61,7 +61,7 @@ def page(walk: Walk, work: Workload, slice_: Slice, *, top: int = 20) -> str:
         _table(walk, work, slice_, top),
     ]
     head = f'<meta charset="utf-8"><title>{html.escape(title)}</title><style>{_STYLE}</style>'
-    return f"<!doctype html><html lang=\"en\"><head>{head}</head><body>{''.join(sections)}</body></html>\n"
+    return f'<!doctype html><html lang="en"><head>{head}</head><body>{"".join(sections)}</body></html>\n'
 
 
 def _proof(walk: Walk, slice_: Slice) -> Iterator[str]:
@@ -110,7 +110,7 @@ def _memory_bar(best: Ranked, slice_: Slice) -> str:
             f'<text x="{place:.1f}" y="{-8 if label == "usable" else 60}" text-anchor="end">'
             f"{label} {amount / GIB:.2f} GiB</text>"
         )
-    total = f"<tr><td>peak, in the {memory.peak_moment}</td><td class=\"n\">{memory.peak / GIB:.3f}</td></tr>"
+    total = f'<tr><td>peak, in the {memory.peak_moment}</td><td class="n">{memory.peak / GIB:.3f}</td></tr>'
     svg = f'<svg viewBox="0 -24 880 92" role="img" aria-label="HBM of a chip">{"".join(shapes)}</svg>'
     return f'{svg}<table><tr><th>part</th><th class="n">GiB</th></tr>{"".join(legend)}{total}</table>'
 

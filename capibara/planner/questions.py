@@ -53,7 +53,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max_days", type=float, metavar="N", help="longest training, for cheapest")
     add("--usd_per_chip_hour", type=float, metavar="X", help="in place of the list price")
     add("--headroom", type=float, default=0.06, metavar="X", help="share of the HBM to keep free")
-    add("--state_dtypes", metavar="A,B", help="of the optimizer's state, to weigh: float32,bfloat16,int8; default: the run's")
+    add(
+        "--state_dtypes",
+        metavar="A,B",
+        help="of the optimizer's state, to weigh: float32,bfloat16,int8; default: the run's",
+    )
     add("--axis", action="append", default=[], metavar="NAME=N", help="a mesh axis of that size")
     add("--verify", action="store_true", help="compile plans until one is proven by the TPU compiler")
     add("--tries", type=int, default=6, metavar="N", help="plans to compile at most")
@@ -70,7 +74,17 @@ def check(args: argparse.Namespace) -> None:
     """Raises UserError for flags that make no sense, or none together."""
     if not args.gin_file:
         raise UserError("--gin_file has no value: name a model or a run file, e.g. --gin_file=models/capibara_8b.gin")
-    for name in ("length", "encoder_length", "batch_size", "tokens", "tokens_per_s", "max_days", "tries", "deadline", "top"):
+    for name in (
+        "length",
+        "encoder_length",
+        "batch_size",
+        "tokens",
+        "tokens_per_s",
+        "max_days",
+        "tries",
+        "deadline",
+        "top",
+    ):
         value = getattr(args, name)
         if value is not None and not 0 < value <= _LARGEST:
             raise UserError(f"--{name} is {value:g}, must be above 0 and at most {_LARGEST:g}")
@@ -83,7 +97,9 @@ def check(args: argparse.Namespace) -> None:
         if axes.count(axis) > 1:
             raise UserError(f"--axis={axis} is given {axes.count(axis)} times: give one size")
     if args.objective == "largest_batch" and args.batch_size is not None:
-        raise UserError(f"--batch_size={args.batch_size} with --objective=largest_batch, which looks for it: leave one out")
+        raise UserError(
+            f"--batch_size={args.batch_size} with --objective=largest_batch, which looks for it: leave one out"
+        )
     for name, objective in (("tokens_per_s", "target_throughput"), ("max_days", "cheapest")):
         if getattr(args, name) is not None and args.objective != objective:
             raise UserError(f"--{name} is for --objective={objective}, not for {args.objective}: leave one out")
@@ -92,7 +108,9 @@ def check(args: argparse.Namespace) -> None:
     if args.max_days is not None and args.tokens is None:
         raise UserError("--max_days needs --tokens, the length of the training, e.g. --tokens=1e12")
     if args.slice and args.objective in SLICE_OBJECTIVES:
-        raise UserError(f"--slice={args.slice} with --objective={args.objective}, which looks for one: give --chips instead")
+        raise UserError(
+            f"--slice={args.slice} with --objective={args.objective}, which looks for one: give --chips instead"
+        )
 
 
 def question(args: argparse.Namespace, work: Workload, plan: Plan) -> Question:
@@ -134,7 +152,9 @@ def state_dtypes(args: argparse.Namespace) -> tuple[StateDtype, ...] | None:
 
 def included(args: argparse.Namespace) -> list[str]:
     """The Gin files as a plan includes them that stands alone: those of --gin_search_paths by their whole path."""
-    paths = ([os.path.abspath(os.path.join(folder, file)) for folder in args.gin_search_paths] for file in args.gin_file)
+    paths = (
+        [os.path.abspath(os.path.join(folder, file)) for folder in args.gin_search_paths] for file in args.gin_file
+    )
     return [next(filter(os.path.isfile, there), file) for there, file in zip(paths, args.gin_file)]
 
 

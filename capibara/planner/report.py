@@ -23,7 +23,6 @@ from capibara.sharding import Remat
 from capibara.types import UserError
 
 
-
 def plans_json(
     walk: Walk, work: Workload, slice_: Slice, *, top: int, tokens: float | None, usd: float | None
 ) -> dict[str, Any]:
@@ -108,9 +107,7 @@ MEMORY_PARTS = {
 }
 
 
-def show(
-    walk: Walk, work: Workload, slice_: Slice, *, top: int, tokens: float | None, usd: float | None
-) -> None:
+def show(walk: Walk, work: Workload, slice_: Slice, *, top: int, tokens: float | None, usd: float | None) -> None:
     """Prints the chosen plan and the runners-up."""
     from rich.table import Table
 
@@ -136,9 +133,7 @@ def show(
     console.print(table)
 
 
-def show_offers(
-    found: Sequence[Offer], chosen: Offer, *, tokens: float | None, usd: float | None
-) -> None:
+def show_offers(found: Sequence[Offer], chosen: Offer, *, tokens: float | None, usd: float | None) -> None:
     """Prints the slices that were weighed, each with its best plan, and which one it is."""
     from rich.table import Table
 
@@ -241,9 +236,13 @@ def why_not(one: Ranked, walk: Walk, work: Workload) -> str:
     why = max(grown, key=grown.get)
     if why == "on chip":
         again = one.cost.flops.recompute / one.cost.tokens > 1.01 * best.cost.flops.recompute / best.cost.tokens
-        on_chip = {one.cost.hbm_s: "more traffic to HBM", one.cost.host_s: "more traffic over PCIe"}
-        on_chip |= {one.cost.compute_s: "recomputes more" if again else "more compute"}
-        why = on_chip[max(on_chip)]
+        compute = "recomputes more" if again else "more compute"
+        seconds = {
+            compute: one.cost.compute_s,
+            "more traffic to HBM": one.cost.hbm_s,
+            "more traffic over PCIe": one.cost.host_s,
+        }
+        why = max(seconds, key=seconds.get)
     return f"{slower:.1%} slower: {why}"
 
 
@@ -352,12 +351,21 @@ def gin(walk: Walk, work: Workload, slice_: Slice, includes: Sequence[str] = (),
     return "\n".join([*lines, *best.choice.bindings(work, slice_.name)]) + "\n"
 
 
-def check_writable(path: str) -> None:
-    """Raises UserError where `save` would: before the long work whose result it is for."""
-    there = os.path.exists(path)
-    _write(path, "", "a")
-    if not there:
-        os.unlink(path)
+def check_writable(*paths: str) -> None:
+    """Raises UserError where `save` would, or where two are one file: before the long work whose results they are for."""
+    for path in paths:
+        if sum(os.path.abspath(path) == os.path.abspath(other) for other in paths) > 1:
+            raise UserError(
+                f"{path} is named for two outputs, and the second would replace the first: name another file"
+            )
+    for path in paths:
+        there = os.path.exists(path)
+        made = [folder for folder in pathlib.Path(path).parents if not folder.exists()]
+        _write(path, "", "a")
+        if not there:
+            os.unlink(path)
+        for folder in made:  # the innermost first
+            folder.rmdir()
 
 
 def save(path: str, text: str) -> None:

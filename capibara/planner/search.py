@@ -308,7 +308,9 @@ def _no_mesh(work: Workload, slice_: Slice, question: Question) -> UserError:
         )
     if devices % math.prod(fixed.values()):
         near = max(d for d in _divisors(devices) if d <= math.prod(fixed.values()))
-        return UserError(f"no mesh of {asked}: the axes must divide its {devices} devices: try axes that multiply to {near}")
+        return UserError(
+            f"no mesh of {asked}: the axes must divide its {devices} devices: try axes that multiply to {near}"
+        )
     for axis, size in fixed.items():
         if why := _illegal(work, axis, size):
             return UserError(f"no mesh of {asked}: {why}")
@@ -346,7 +348,8 @@ def smallest_slice(work: Workload, chip: str, question: Question) -> Slice | Non
 def no_plan(best: Ranked, work: Workload, slice_: Slice, question: Question) -> UserError:
     """One line that says what the leanest plan lacks, and where it would fit."""
     fitting = smallest_slice(work, slice_.chip.name, question)
-    where = f"use {fitting.name}" if fitting else "no single slice of these chips has enough: use chips with more HBM, shorter rows, or --state_dtypes=int8"
+    nowhere = "no single slice of these chips has enough: use chips with more HBM, shorter rows, or --state_dtypes=int8"
+    where = f"use {fitting.name}" if fitting else nowhere
     usable = slice_.chip.device_usable_hbm_bytes / GIB
     return UserError(
         f"no plan fits {slice_.name}: the leanest ({best.choice.describe()}) needs "

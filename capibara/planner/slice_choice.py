@@ -81,7 +81,9 @@ def best(found: Sequence[Offer], args: argparse.Namespace) -> Offer:
       UserError: none does it.
     """
     if not found:
-        raise UserError("no slice of these chips has a plan that fits: add larger chips, e.g. --chips=v5p, or shorten --length")
+        raise UserError(
+            "no slice of these chips has a plan that fits: add larger chips, e.g. --chips=v5p, or shorten --length"
+        )
     usd = args.usd_per_chip_hour
     match SliceObjective(args.objective):
         case SliceObjective.SMALLEST_SLICE:

@@ -30,6 +30,7 @@ _FLAT = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
 _FULL_TORUS = 16  # chips of an axis that goes round a whole v5e or v6e pod
 _CUBE = 4  # chips along each edge of the cubes that optical switches join, on the three-dimensional chips
 _GPUS = (1, 2, 4, 8)
+_MOST_SLICES = 1024  # that are taken for meant: no cloud region joins as many
 # The sizes that slice_names and errors name of the three-dimensional chips, in cubes; all numbers of cubes are legal.
 _USUAL_CUBES = (1, 2, 4, 8, 16, 32, 64, 96)
 
@@ -189,8 +190,9 @@ def parse(name: str) -> Slice:
     if not match:
         raise _unlike(name)
     count, one = int(match[1] or 1), match[2]
-    if count < 1:
-        raise UserError(f"slice {name!r}: the number of slices ({count}) must be at least 1: try {one}")
+    if not 1 <= count <= _MOST_SLICES:
+        near = one if count < 1 else f"{_MOST_SLICES}x{one}"
+        raise UserError(f"slice {name!r}: the number of slices ({count}) must be from 1 to {_MOST_SLICES}: try {near}")
     shaped = _SHAPE.fullmatch(one)
     if shaped:
         kind = chips.find(shaped[1])

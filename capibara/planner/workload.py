@@ -175,7 +175,9 @@ def describe(
     dtypes = tuple(state_dtypes or (optimizer.state_dtype,))
     if optimizer.name is OptimizerName.ADAFACTOR and any(dtype is not optimizer.state_dtype for dtype in dtypes):
         shown = ",".join(map(str, dtypes))
-        raise UserError(f"--state_dtypes={shown} with Optimizer.name adafactor, which keeps float32 sums only: leave it out")
+        raise UserError(
+            f"--state_dtypes={shown} with Optimizer.name adafactor, which keeps float32 sums only: leave it out"
+        )
     in_layers = ("layers/", "encoder/layers/", "decoder/layers/")
     heads = [leaf for leaf in leaves if "vocab" in leaf.axes and not leaf.name.startswith(in_layers)]
     return Workload(
@@ -247,9 +249,7 @@ def _constraints(leaves: Iterable[Leaf], rules: Rules) -> tuple[tuple[str, str, 
     return tuple(found.values())
 
 
-def _stacks(
-    sizes: Any, leaves: list[Leaf], rules: Rules, length: int, encoder_length: int | None
-) -> Iterable[Stack]:
+def _stacks(sizes: Any, leaves: list[Leaf], rules: Rules, length: int, encoder_length: int | None) -> Iterable[Stack]:
     def stack(name: str, prefix: str, layers: int, places: int, attentions: tuple[Attention, ...]) -> Stack:
         own = [leaf for leaf in leaves if leaf.name.startswith(prefix)]
         experts = [leaf for leaf in own if "experts" in leaf.axes]

@@ -62,7 +62,7 @@ def train(
         stack.enter_context(run.checkpoints)
         stack.enter_context(contextlib.closing(run.batches))
         state, first_step, early = run.start()
-        step, saved = first_step, first_step
+        step, saved, metrics = first_step, first_step, {}
         meter = Meter(trainer.plan.batch_size * trainer.dataset.length)
         callbacks.on_train_begin(run.info(first_step, peak_flops, config))
         while True:

@@ -162,9 +162,9 @@ def _loss_forward(hidden_BTD, head_VD, targets_BT, weights_BT, layout, z_loss, s
         return sums[None], dhidden_BTD, _reduced(dhead_DV, D, V, layout).T
 
     places, head, per_shard = _specs(layout)
-    sums, dhidden_BTD, dhead_VD = _on_shards(
-        local, layout, (places, head, places, places), (per_shard, places, head)
-    )(hidden_BTD, head_VD, targets_BT, weights_BT)
+    sums, dhidden_BTD, dhead_VD = _on_shards(local, layout, (places, head, places, places), (per_shard, places, head))(
+        hidden_BTD, head_VD, targets_BT, weights_BT
+    )
     sums = jnp.sum(sums, 0)
     if sharding.platform() == "tpu":  # whose scheduler would reduce the head's gradient last and keep it whole
         dhidden_BTD, dhead_VD = jax.lax.optimization_barrier((dhidden_BTD, dhead_VD))

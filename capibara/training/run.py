@@ -59,9 +59,7 @@ class Run:
         state = self.checkpoints.restore_state(self.restored, self.abstract_state)
         return state, self.restored.step, EarlyStopping(patience, self.restored.progress["early_stopping"])
 
-    def save(
-        self, step: int, state: TrainState, early: EarlyStopping, metrics: Mapping[str, jax.Array]
-    ) -> None:
+    def save(self, step: int, state: TrainState, early: EarlyStopping, metrics: Mapping[str, jax.Array]) -> None:
         """Hands a checkpoint to the asynchronous writer.
 
         Raises:
@@ -190,7 +188,10 @@ def _check_evaluation(trainer: Trainer, mesh: Mesh) -> None:
 def _check_rows(trainer: Trainer, mesh: Mesh) -> None:
     """Each context shard has two parts of a row (see sharding.balanced), and one of an encoder's."""
     context = mesh.shape["context"]
-    for name, parts, shown in (("length", 2 * context, "2 x Plan.context"), ("encoder_length", context, "Plan.context")):
+    for name, parts, shown in (
+        ("length", 2 * context, "2 x Plan.context"),
+        ("encoder_length", context, "Plan.context"),
+    ):
         length = getattr(trainer.dataset, name)
         if context > 1 and length is not None and length % parts:
             raise UserError(

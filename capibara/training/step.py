@@ -97,9 +97,7 @@ def _loss_sum(model: Model, plan: Plan, z_loss: float) -> Callable[..., tuple[ja
     return loss_sum
 
 
-def _settled(
-    scaling: LossScaling, old: TrainState, new: TrainState, metrics: Metrics
-) -> tuple[TrainState, Metrics]:
+def _settled(scaling: LossScaling, old: TrainState, new: TrainState, metrics: Metrics) -> tuple[TrainState, Metrics]:
     """The new state where its gradients were finite, else the old one a step later; and the next loss scale."""
     finite = jnp.isfinite(metrics["grad_norm"])
     kept = {name: select(finite, getattr(new, name), getattr(old, name)) for name in ("params", "opt_state", "ema")}

@@ -114,7 +114,7 @@ def of_gin(length: int | None = None, encoder_length: int | None = None) -> Trai
       length, encoder_length: places of a row in place of the run's.
 
     Raises:
-      UserError: they configure neither a run nor a model.
+      UserError: they configure neither a run nor a model, or two models.
     """
     lengths = {"length": length, "encoder_length": encoder_length}
     lengths = {name: places for name, places in lengths.items() if places is not None}
@@ -122,9 +122,13 @@ def of_gin(length: int | None = None, encoder_length: int | None = None) -> Trai
         run = config.build(Trainer, model_dir="unused")
         return dataclasses.replace(run, dataset=dataclasses.replace(run.dataset, **lengths)) if lengths else run
     kinds = (api.EncoderDecoderConfig, api.EncoderConfig, api.DecoderConfig)
-    kind = next((kind for kind in kinds if config.is_bound(kind.__name__)), None)
-    if kind is None:
+    bound = [kind for kind in kinds if config.is_bound(kind.__name__)]
+    if not bound:
         raise UserError("--gin_file configures no model: add one, e.g. --gin_file=models/capibara_8b.gin")
+    if len(bound) > 1:
+        named = " and ".join(kind.__name__ for kind in bound)
+        raise UserError(f"--gin_file configures several models ({named}): keep one, or bind Trainer.model")
+    (kind,) = bound
     model = config.build(kind)
     if not config.is_bound("Dataset.length"):
         lengths.setdefault("length", 2048)

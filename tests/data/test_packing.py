@@ -21,9 +21,7 @@ def make_documents(seed: int, count: int = 60, longest: int = 70) -> list[np.nda
 
 
 def layout(packing: Packing, length: int = 16, *, seeds: tuple[int, ...] | None = (3,), rows: int = 8) -> Layout:
-    return Layout(
-        length=length, packing=packing, pad_id=0, window_rows=rows, window_documents=4, shuffle_seeds=seeds
-    )
+    return Layout(length=length, packing=packing, pad_id=0, window_rows=rows, window_documents=4, shuffle_seeds=seeds)
 
 
 def reader(documents: list[np.ndarray]):

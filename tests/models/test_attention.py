@@ -53,8 +53,9 @@ def test_blockwise_equals_plain_attention_and_its_gradients(name, K, block, bias
     q, k, v, bias, dy, *segments = inputs(K=K)
     options = dict(kind=kind_of(**KINDS[name]), q_segments_BT=segments[0], kv_segments_BS=segments[0])
     arrays = (q, k, v, bias if biased else None)
-    ways = (lambda *a, bias: blockwise(*a, **options, bias_NTS=bias, block=block)), (
-        lambda *a, bias: dot_product_attention(*a, **options, bias_NTS=bias)
+    ways = (
+        (lambda *a, bias: blockwise(*a, **options, bias_NTS=bias, block=block)),
+        (lambda *a, bias: dot_product_attention(*a, **options, bias_NTS=bias)),
     )
     got, want = (
         jax.jit(lambda way=way: outputs(lambda q, k, v, bias: way(q, k, v, bias=bias), arrays, dy))() for way in ways

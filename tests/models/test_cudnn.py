@@ -15,7 +15,9 @@ CAUSAL = AttentionKind(causal=True, window=None, soft_cap=None, scale=0.2)
 
 
 @pytest.mark.standard_promotion  # jax.nn's own formula mixes dtypes
-@pytest.mark.parametrize("kind", [CAUSAL, dataclasses.replace(CAUSAL, window=5), dataclasses.replace(CAUSAL, causal=False)])
+@pytest.mark.parametrize(
+    "kind", [CAUSAL, dataclasses.replace(CAUSAL, window=5), dataclasses.replace(CAUSAL, causal=False)]
+)
 def test_the_arguments_mean_the_same_mask(kind):
     keys = jax.random.split(jax.random.key(0), 3)
     q, k, v = (jax.random.normal(key, (2, 16, heads, 8)) for key, heads in zip(keys, (4, 2, 2)))

@@ -221,7 +221,9 @@ def test_a_scaling_stretches(scaling, factor):
         Rope(scaling=scaling, factor=factor, original_length=64)
 
 
-@pytest.mark.parametrize("layers, pattern", [(5, ("local", "global")), (2, ("local", "local", "global")), (4, ("local",))])
+@pytest.mark.parametrize(
+    "layers, pattern", [(5, ("local", "global")), (2, ("local", "local", "global")), (4, ("local",))]
+)
 def test_layer_patterns_run_in_groups_and_what_is_left_over(layers, pattern):
     """The same as unrolled, and a local layer sees no further than its window."""
     config = dataclasses.replace(TINY, num_layers=layers, layer_pattern=pattern, window=3)

@@ -23,9 +23,7 @@ import encoder_names  # noqa: E402
 import hf_names  # noqa: E402
 
 ANSWERS = json.loads((GOLDEN / "encoders.json").read_text())
-TINY = EncoderConfig(
-    vocab_size=96, embed_dim=32, num_layers=2, num_heads=4, mlp_dim=48, max_length=40, dtype="float32"
-)
+TINY = EncoderConfig(vocab_size=96, embed_dim=32, num_layers=2, num_heads=4, mlp_dim=48, max_length=40, dtype="float32")
 
 
 def batch_of(tokens, padding=0):

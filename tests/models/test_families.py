@@ -69,7 +69,11 @@ def test_a_published_model_has_its_published_size(name):
 _LLAMA = dict(activation="swiglu", norm="rms", norm_eps=1e-5, residual="sequential", norm_placement="pre")
 _GEMMA = dict(activation="geglu", norm="rms", norm_eps=1e-6, norm_scale="offset", embedding_scale="sqrt_dim")
 _GEMMA2 = _GEMMA | dict(
-    norm_placement="sandwich", window=4096, attention_soft_cap=50.0, logit_soft_cap=30.0, layer_pattern=("local", "global")
+    norm_placement="sandwich",
+    window=4096,
+    attention_soft_cap=50.0,
+    logit_soft_cap=30.0,
+    layer_pattern=("local", "global"),
 )
 _GEMMA3 = _GEMMA | dict(
     norm_placement="sandwich", qk_norm="head", layer_pattern=("local",) * 5 + ("global",), attention_soft_cap=None

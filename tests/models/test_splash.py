@@ -202,7 +202,9 @@ def test_the_normalisers_are_taken_with_the_output():
     def loss(q, k, v):
         return jnp.sum(splash.splash_attention(q, k, v, kind=CAUSAL, interpret=True, **segments) * dy)
 
-    equations = [line for line in str(jax.make_jaxpr(jax.grad(loss))(q, k, v)).splitlines() if "optimization_barrier" in line]
+    equations = [
+        line for line in str(jax.make_jaxpr(jax.grad(loss))(q, k, v)).splitlines() if "optimization_barrier" in line
+    ]
     B, T, N, H = q.shape
     assert len(equations) == 1
     assert f"f32[{B},{N},{T}]" in equations[0] and f"f32[{B},{N},{T},{H}]" in equations[0]

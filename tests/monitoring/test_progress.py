@@ -123,9 +123,7 @@ def test_duration(seconds, text):
     assert progress.duration(seconds) == text
 
 
-@pytest.mark.parametrize(
-    ("share", "text"), [(0, "····"), (0.5, "██··"), (0.53125, "██▏·"), (1, "████"), (2, "████")]
-)
+@pytest.mark.parametrize(("share", "text"), [(0, "····"), (0.5, "██··"), (0.53125, "██▏·"), (1, "████"), (2, "████")])
 def test_progress_bar(share, text):
     assert progress.progress_bar(share, 4) == text
 

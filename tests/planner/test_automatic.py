@@ -37,6 +37,13 @@ def test_an_open_mesh_is_chosen_for_the_slice_and_the_batch_kept():
     assert automatic.bindings(run) == ([], "")
 
 
+def test_another_slice_than_the_files_name_gets_its_own_mesh():
+    closing, line = automatic.bindings(run_of(), slices.parse("v5e-16"))
+    plan = run_of(*closing).plan
+    assert line.startswith("plan for v5e-16: ") and plan.slice == "v5e-16"
+    assert math.prod(getattr(plan, axis) for axis in MESH_AXES) == 16
+
+
 def test_what_the_files_say_is_kept():
     plan = planned("Plan.remat = 'full'", "Plan.accumulation = 2", "Plan.pipeline_repeats = 2")[0].plan
     assert plan.remat is Remat.FULL and plan.accumulation == 2 and plan.pipeline_repeats == 2

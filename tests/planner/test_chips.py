@@ -90,9 +90,7 @@ def test_figures_are_in_their_units(chip):
     assert chip.machine_chips in {machine.chips for machine in chip.machines}
 
 
-@pytest.mark.parametrize(
-    ("name", "published"), [("v5e", 400e9), ("v6e", 800e9), ("v5p", 1200e9), ("tpu7x", 1200e9)]
-)
+@pytest.mark.parametrize(("name", "published"), [("v5e", 400e9), ("v6e", 800e9), ("v5p", 1200e9), ("tpu7x", 1200e9)])
 def test_links_are_nine_tenths_of_what_the_pages_publish_per_chip(name, published):
     chip = chips.chip(name)
     assert chip.ici_links == 2 * chip.ici_axes

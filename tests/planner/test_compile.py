@@ -25,9 +25,7 @@ COSTS = hlo.Costs(
     cycles=3e6,
     kernels=Counter({"splash_mha_fwd": 4.0, "AllocateBuffer": 2.0}),
 )
-REPORT = Compiled(
-    True, 3 * 2**30, 41.5, 15 * 2**30, 1, 2, 3, 4, 5, 6, 7, chip="v5e", costs=COSTS, text="HloModule m"
-)
+REPORT = Compiled(True, 3 * 2**30, 41.5, 15 * 2**30, 1, 2, 3, 4, 5, 6, 7, chip="v5e", costs=COSTS, text="HloModule m")
 
 
 def test_a_report_survives_its_json_form_but_for_the_text():

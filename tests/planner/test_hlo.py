@@ -86,7 +86,14 @@ def test_a_tpu_loop_counts_as_often_as_it_turns():
     ("window", "labels", "lhs", "rhs", "out", "want"),
     [
         # heads as a spatial dimension of one operand, reversed and padded: each of 16 outputs meets one of 16
-        ("size=1x16 pad=0_0x15_15 rhs_reversal=0x1", "0bf1_1oi0->0b1f", (12, 64, 32, 1), (16, 8, 32, 1), (12, 64, 16, 8), None),
+        (
+            "size=1x16 pad=0_0x15_15 rhs_reversal=0x1",
+            "0bf1_1oi0->0b1f",
+            (12, 64, 32, 1),
+            (16, 8, 32, 1),
+            (12, 64, 16, 8),
+            None,
+        ),
         ("size=12 pad=11_11 rhs_reversal=1", "fb0_0oi->0fb", (32, 64, 1), (12, 8, 32), (12, 8, 64), None),
         ("size=3 pad=1_1", "b0f_0io->b0f", (2, 10, 4), (3, 4, 5), (2, 10, 5), 2 * 2 * 4 * 5 * (9 + 10 + 9)),
         ("size=3 stride=2", "b0f_0io->b0f", (2, 9, 4), (3, 4, 5), (2, 4, 5), 2 * 2 * 4 * 5 * 12),
@@ -122,6 +129,26 @@ def test_a_real_program_has_the_costs_of_its_formula():
     assert report.costs.collective_bytes["all-gather"] == 5 * 64 * 64 * 4
     assert report.argument_bytes == (5 * 64 * 64 + 16 * 64) * 4 // 8
     assert report.costs.hbm_bytes > report.argument_bytes
+
+
+@pytest.mark.parametrize("call", ["call(%a, %b), to_apply=%product", "async-start(%a, %b), calls=%product"])
+def test_what_is_called_counts(call):
+    text = f"""HloModule m
+
+%product (l: f32[8,16], r: f32[16,4]) -> f32[8,4] {{
+  %l = f32[8,16]{{1,0}} parameter(0)
+  %r = f32[16,4]{{1,0}} parameter(1)
+  ROOT %dot = f32[8,4]{{1,0}} dot(%l, %r), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
+}}
+
+ENTRY %main (a: f32[8,16], b: f32[16,4]) -> f32[8,4] {{
+  %a = f32[8,16]{{1,0}} parameter(0)
+  %b = f32[16,4]{{1,0}} parameter(1)
+  %twice = f32[8,4]{{1,0}} {call}
+  ROOT %again = f32[8,4]{{1,0}} {call}
+}}
+"""
+    assert hlo.costs(hlo.parse(text)).matmul_flops == 2 * (2 * 8 * 16 * 4)
 
 
 def test_text_that_is_no_hlo_is_said():

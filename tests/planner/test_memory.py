@@ -1,21 +1,85 @@
-"""What the memory model adds for stages, experts and want of HBM; its parts by count are in test_search.py."""
+"""The memory model's parts against counts by hand; how near the whole is to compiled steps: benchmarks/planner.py memory."""
 
 import dataclasses
+import math
 
+import jax
 import pytest
+from cases import DENSE, EXPERTS, PAIRS, choice_of, work_of
 
+from capibara import sharding
 from capibara.models import api
 from capibara.models.moe import Moe
-from capibara.optim import Optimizer
-from capibara.planner import memory, workload
+from capibara.optim import Optimizer, StateDtype
+from capibara.planner import cost, memory, search, workload
 from capibara.planner.choice import Choice
-from capibara.sharding import MESH_AXES, Remat, RematPolicy
+from capibara.sharding import MESH_AXES, Plan, Remat, RematPolicy
+from capibara.training import state as states
 
-DENSE = api.DecoderConfig(vocab_size=4096, embed_dim=1024, num_layers=8, num_heads=8, mlp_dim=4096)
-EXPERTS = dataclasses.replace(DENSE, moe=Moe(num_experts=8, top_k=2, dispatch="capacity", capacity_factor=1.25))
+LARGE = api.DecoderConfig(vocab_size=4096, embed_dim=1024, num_layers=8, num_heads=8, mlp_dim=4096)
+LARGE_EXPERTS = dataclasses.replace(LARGE, moe=Moe(num_experts=8, top_k=2, dispatch="capacity", capacity_factor=1.25))
 
 
-def memory_of(config=DENSE, rows=16, most_bytes=float("inf"), **mesh):
+@pytest.mark.parametrize("mesh", [dict(fsdp=8), dict(fsdp=2, tensor=4), dict(fsdp=2, expert=2, tensor=2)], ids=str)
+@pytest.mark.parametrize("dtype", list(StateDtype))
+@pytest.mark.parametrize("config", [DENSE, EXPERTS, PAIRS], ids=["dense", "experts", "pairs"])
+def test_the_state_has_the_bytes_that_its_shards_have(config, dtype, mesh):
+    optimizer = Optimizer(state_dtype=dtype)
+    model = api.build(config)
+    plan = Plan(batch_size=8, **mesh)
+    emulated = sharding.make_mesh(plan, jax.devices())
+    tx = optimizer.build(10, model.axes)
+    shardings = states.state_shardings(model, tx, emulated, plan.rules, ema=False)
+    state = states.abstract_state(model, tx, shardings, ema=False)
+    real = sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves((state.params, state.opt_state))
+    )
+    predicted = memory.memory(
+        work_of(config, optimizer=optimizer), dataclasses.replace(choice_of(**mesh), state_dtype=dtype)
+    )
+    # Scales of 8-bit blocks that do not divide stay whole.
+    assert predicted.parameters + predicted.optimizer == pytest.approx(real, rel=0.02 if dtype == "int8" else 1e-4)
+
+
+def test_more_recomputation_keeps_less_and_more_rows_need_more():
+    work = work_of()
+    peaks = [memory.memory(work, choice_of(rows=8, remat=remat, fsdp=8)).peak for remat in ("none", "minimal", "full")]
+    assert peaks == sorted(peaks, reverse=True)
+    assert memory.memory(work, choice_of(rows=16, fsdp=8)).peak > memory.memory(work, choice_of(rows=8, fsdp=8)).peak
+
+
+def test_offloaded_results_are_in_the_hosts_memory():
+    work = work_of()
+    kept, away = (memory.memory(work, choice_of(rows=8, remat=remat, fsdp=8)) for remat in ("save", "offload"))
+    assert kept.host == 0 < away.host == pytest.approx(kept.saved - away.saved)
+
+
+def test_the_cache_of_a_row_is_its_keys_and_values():
+    assert memory.kv_cache_bytes(work_of(), choice_of()) == 4 * 2048 * 2 * 4 * 64 * 2  # bfloat16
+
+
+def test_scores_without_a_kernel_need_memory_and_others_do_not():
+    """Relative positions take no kernel: the encoder-decoder's self-attention makes [rows, N, T, T] in float32."""
+    work = work_of(PAIRS)
+    assert [sum(a.scores for a in stack.attentions) for stack in work.stacks] == [1024**2, 2048**2]
+    scores = 8 * 2048**2 * 4
+    kept = memory.saved_bytes(work, work.stacks[1], choice_of(remat="none"))[0]
+    twice = memory.saved_bytes(work, work.stacks[1], choice_of(rows=2, remat="none"))[0]
+    assert kept > 2 * scores and twice == pytest.approx(2 * kept)
+    assert memory.saved_bytes(work, work.stacks[1], choice_of(remat="full"))[0] < scores / 8
+    assert not any(a.scores for stack in work_of().stacks for a in stack.attentions)
+
+
+def test_keeping_all_products_makes_none_again_in_half_of_the_memory():
+    work = work_of(dataclasses.replace(DENSE, embed_dim=2048, mlp_dim=8192))
+    none, products = (dataclasses.replace(choice_of(rows=8, fsdp=64), remat=remat) for remat in search.REMATS[:2])
+    assert cost.recomputed(work, products) == pytest.approx((0.0, 0.0), abs=1e-12)
+    saved = [memory.memory(work, choice).saved for choice in (none, products)]
+    assert 0.3 < saved[1] / saved[0] < 0.6
+
+
+def memory_of(config=LARGE, rows=16, most_bytes=float("inf"), **mesh):
     work = workload.describe(api.build(config), Optimizer(), length=2048)
     sizes = tuple(mesh.get(axis, 1) for axis in MESH_AXES)
     parts = 2 * mesh["stage"] if "stage" in mesh else 1
@@ -31,7 +95,9 @@ def test_a_pipeline_holds_all_rows_twice_and_a_second_sum_of_gradients():
     assert staged.moments["backward"] > staged.state + staged.saved + staged.pipeline
 
 
-@pytest.mark.parametrize("config, mesh", [(DENSE, dict(fsdp=2, tensor=4)), (EXPERTS, dict(fsdp=8))], ids=["tensor", "experts"])
+@pytest.mark.parametrize(
+    "config, mesh", [(LARGE, dict(fsdp=2, tensor=4)), (LARGE_EXPERTS, dict(fsdp=8))], ids=["tensor", "experts"]
+)
 def test_for_want_of_hbm_less_is_held_at_once(config, mesh):
     usual = memory_of(config, **mesh)
     assert usual == memory_of(config, most_bytes=usual.peak * 1.1, **mesh) and not usual.lean
@@ -40,12 +106,12 @@ def test_for_want_of_hbm_less_is_held_at_once(config, mesh):
 
 
 def test_rows_that_experts_exchange_are_padded():
-    layers = {rows: memory_of(EXPERTS, rows, fsdp=4, expert=2).layer for rows in (8, 9, 15, 16)}
+    layers = {rows: memory_of(LARGE_EXPERTS, rows, fsdp=4, expert=2).layer for rows in (8, 9, 15, 16)}
     assert layers[9] > 1.5 * layers[8] and layers[15] > 0.97 * layers[16]
-    assert memory_of(DENSE, 9, fsdp=8).layer == pytest.approx(memory_of(DENSE, 8, fsdp=8).layer * 9 / 8)
+    assert memory_of(LARGE, 9, fsdp=8).layer == pytest.approx(memory_of(LARGE, 8, fsdp=8).layer * 9 / 8)
 
 
 def test_an_expert_axis_keeps_what_it_exchanges():
-    inside, across = memory_of(EXPERTS, 8, fsdp=8), memory_of(EXPERTS, 8, fsdp=4, expert=2, most_bytes=1)
+    inside, across = memory_of(LARGE_EXPERTS, 8, fsdp=8), memory_of(LARGE_EXPERTS, 8, fsdp=4, expert=2, most_bytes=1)
     tokens = 8 * 2048 * 2 * 1.25 * 1024 * 2
     assert across.layer > 3 * tokens and inside.layer > 2 * tokens

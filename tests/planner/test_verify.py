@@ -14,7 +14,9 @@ from capibara.types import UserError
 
 WORK = workload.describe(
     api.build(
-        api.DecoderConfig(vocab_size=32_000, embed_dim=2048, num_layers=16, num_heads=16, mlp_dim=7168, dtype="bfloat16")
+        api.DecoderConfig(
+            vocab_size=32_000, embed_dim=2048, num_layers=16, num_heads=16, mlp_dim=7168, dtype="bfloat16"
+        )
     ),
     Optimizer(),
     length=2048,

@@ -200,7 +200,9 @@ def test_a_damaged_step_is_named_with_the_one_to_go_on_from(tmp_path, how):
             checkpoints.save(step, state_of(step), {}, {})
     _damage(tmp_path / "checkpoints" / "2", how)
     with Checkpoints(str(tmp_path), Checkpointing()) as checkpoints:
-        with pytest.raises(UserError, match=r"checkpoints/2 is damaged .*move that folder away to carry on from step 1"):
+        with pytest.raises(
+            UserError, match=r"checkpoints/2 is damaged .*move that folder away to carry on from step 1"
+        ):
             checkpoints.restore_state(checkpoints.restore_progress(2), target_of(state_of(0)))
         checkpoints.restore_state(checkpoints.restore_progress(1), target_of(state_of(0)))
 

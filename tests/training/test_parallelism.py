@@ -147,7 +147,9 @@ def test_a_circular_pipeline_passes_each_stage_again():
 
 
 def test_layers_that_do_not_divide_into_stages_are_named():
-    with pytest.raises(UserError, match=r"num_layers \(4\) with a layer pattern of 2 must be a multiple of 8: Plan.stage"):
+    with pytest.raises(
+        UserError, match=r"num_layers \(4\) with a layer pattern of 2 must be a multiple of 8: Plan.stage"
+    ):
         loss_and_grads("dense", Plan(batch_size=ROWS, stage=4, fsdp=1, pipeline_microbatches=4), jax.devices()[:4])
 
 

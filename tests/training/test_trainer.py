@@ -37,7 +37,12 @@ class TestBindings:
 
     @pytest.mark.parametrize("file", ["quickstart.gin", "base_v5e64.gin"])
     def test_the_runs_that_come_along_are_quiet(self, used, file):
-        bindings = ("TASK_MODULE=capibara.data.builtin_tasks", "MODEL_DIR=x", "Sampling.top_k=2", "SampleText.prompts=('a',)")
+        bindings = (
+            "TASK_MODULE=capibara.data.builtin_tasks",
+            "MODEL_DIR=x",
+            "Sampling.top_k=2",
+            "SampleText.prompts=('a',)",
+        )
         assert used(*bindings, files=[file]) == []
 
     def test_what_a_run_advertises_is_built(self, used):
@@ -70,7 +75,9 @@ class TestBindings:
     def test_a_model_of_another_kind_names_its_run(self, used, model, run):
         files = [f"models/{model}.gin", "tasks/text.gin", "runs/pretrain.gin"]
         needed = ("MODEL_DIR=x", "TRAIN_STEPS=1", "FILES=('x',)")
-        with pytest.raises(UserError, match=f"^DecoderConfig.vocab_size has no value, .* use --gin_file=runs/{run}.gin"):
+        with pytest.raises(
+            UserError, match=f"^DecoderConfig.vocab_size has no value, .* use --gin_file=runs/{run}.gin"
+        ):
             used(*needed, files=files)
         assert used(*needed, files=[*files[:2], f"runs/{run}.gin"]) == []
 
@@ -80,7 +87,9 @@ def test_hints_and_data_name_the_same_domains(make_trainer):
     hints = Hints(domains=("code", "prose"), decay_steps=10)
     model = dataclasses.replace(base.model, moe=Moe(num_experts=4, hints=hints))
     for domains in ((), ("prose", "code"), ("code",)):
-        with pytest.raises(UserError, match=r"^Hints.domains .*must be Dataset.domains .*: set Dataset.domains = \('code'"):
+        with pytest.raises(
+            UserError, match=r"^Hints.domains .*must be Dataset.domains .*: set Dataset.domains = \('code'"
+        ):
             make_trainer(model=model, dataset=dataclasses.replace(base.dataset, domains=domains))
     make_trainer(model=model, dataset=dataclasses.replace(base.dataset, domains=("code", "prose")))
 
@@ -106,5 +115,7 @@ def test_an_encoders_rows_divide_too(make_trainer):
     sizes = dict(vocab_size=384, embed_dim=32, num_layers=2, num_heads=2, mlp_dim=64)
     plan = dataclasses.replace(base.plan, fsdp=2, tensor=1, context=4)
     trainer = make_trainer(plan=plan, dataset=dataset, model=api.EncoderDecoderConfig(**sizes))
-    with pytest.raises(UserError, match=r"Dataset.encoder_length \(66\) must be a multiple of 4 \(Plan.context\): try 68"):
+    with pytest.raises(
+        UserError, match=r"Dataset.encoder_length \(66\) must be a multiple of 4 \(Plan.context\): try 68"
+    ):
         run.lower_step(trainer, api.build(trainer.model), sharding.make_mesh(plan))

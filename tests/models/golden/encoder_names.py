@@ -9,7 +9,9 @@ _STACK = {path.removeprefix("layers/"): dims for path, dims in hf_names.OURS.ite
 _CROSS = {f"cross_{path}": dims for path, dims in _STACK.items() if path.startswith("attention")}
 hf_names.OURS.update(
     {
-        **{f"{part}/layers/{path}": dims for part in ("encoder", "decoder") for path, dims in (_STACK | _CROSS).items()},
+        **{
+            f"{part}/layers/{path}": dims for part in ("encoder", "decoder") for path, dims in (_STACK | _CROSS).items()
+        },
         **{f"{side}/relative_bias/table": "rn" for side in ("encoder", "decoder")},
         **{f"{side}/norm/scale": "d" for side in ("encoder", "decoder")},
         **dict.fromkeys(("embedding_norm/scale", "embedding_norm/bias"), "d"),
