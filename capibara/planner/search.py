@@ -110,7 +110,7 @@ class Question:
     @functools.cached_property
     def _fallback(self) -> float:
         # That one kind needs less than predicted says little of others; that it needs more is a warning.
-        return max(1.0, statistics.median(self._by_kind.values())) if self.scales else 1.0
+        return max(1.0, statistics.median(self._by_kind.values()))
 
     def __post_init__(self):
         if self.batch_size is not None and self.batch_size < 1:

@@ -6,6 +6,7 @@ lines of "PHASE lowering", and a last line of JSON, that of planner.compile.Comp
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import dataclasses
 import datetime
@@ -153,7 +154,11 @@ def default_cache_dir() -> pathlib.Path:
 
 
 def source_digest(package: pathlib.Path | None = None) -> str:
-    """SHA-256 of our own source files that decide the program; `package` is the folder of capibara."""
+    """SHA-256 of our own code that decides the program, whatever its comments and layout.
+
+    Args:
+      package: the folder of capibara; None: this one.
+    """
     return _source_digest(package or pathlib.Path(__file__).resolve().parent.parent)
 
 
@@ -163,9 +168,18 @@ def _source_digest(package: pathlib.Path) -> str:
     for source in _SOURCES:
         found = package / source
         for path in sorted(found.rglob("*.py")) if found.is_dir() else [found]:
-            content = path.read_bytes() if path.exists() else b""
+            content = _statements(path.read_text(encoding="utf-8")).encode() if path.exists() else b""
             digest.update(f"{path.relative_to(package).as_posix()} {len(content)}\n".encode() + content)
     return digest.hexdigest()
+
+
+def _statements(source: str) -> str:
+    """A module's code without comments, docstrings and layout."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(body := getattr(node, "body", None), list):
+            node.body = [s for s in body if not (isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant))]
+    return ast.unparse(tree)
 
 
 def _identity(key: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,9 +11,8 @@ from capibara import sharding
 from capibara.models import api
 from capibara.models.moe import Moe
 from capibara.optim import Optimizer, StateDtype
-from capibara.planner import cost, memory, search, workload
-from capibara.planner.choice import Choice
-from capibara.sharding import MESH_AXES, Plan, Remat, RematPolicy
+from capibara.planner import cost, memory, search
+from capibara.sharding import Plan
 from capibara.training import state as states
 
 LARGE = api.DecoderConfig(vocab_size=4096, embed_dim=1024, num_layers=8, num_heads=8, mlp_dim=4096)
@@ -79,12 +78,10 @@ def test_keeping_all_products_makes_none_again_in_half_of_the_memory():
     assert 0.3 < saved[1] / saved[0] < 0.6
 
 
-def memory_of(config=LARGE, rows=16, most_bytes=float("inf"), **mesh):
-    work = workload.describe(api.build(config), Optimizer(), length=2048)
-    sizes = tuple(mesh.get(axis, 1) for axis in MESH_AXES)
+def memory_of(config=LARGE, rows=16, most_bytes=math.inf, **mesh):
     parts = 2 * mesh["stage"] if "stage" in mesh else 1
-    choice = Choice(sizes=sizes, rows=rows, remat=RematPolicy(Remat.FULL), pipeline_microbatches=parts)
-    return memory.memory(work, choice, most_bytes=most_bytes)
+    choice = dataclasses.replace(choice_of(rows, "full", **mesh), pipeline_microbatches=parts)
+    return memory.memory(work_of(config), choice, most_bytes=most_bytes)
 
 
 def test_a_pipeline_holds_all_rows_twice_and_a_second_sum_of_gradients():

@@ -109,6 +109,7 @@ def test_the_digest_of_the_sources_follows_those_that_decide_the_program(tmp_pat
     base = digest("base", models__decoder="x", sharding="y", planner__search="z")
     assert digest("same", models__decoder="x", sharding="y", planner__search="other") == base
     assert digest("model", models__decoder="x2", sharding="y") != base
+    assert digest("told", models__decoder='"""What."""\nx  # why', sharding="(y)", planner__search="z") == base
     assert digest("moved", models__encoder="x", sharding="y") != base
     assert digest("step", models__decoder="x", sharding="y", training__step="s") != base
     assert verdicts.source_digest() == verdicts.source_digest(REPOSITORY / "capibara")
