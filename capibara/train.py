@@ -47,9 +47,7 @@ def train(gin_files: Sequence[str], bindings: Sequence[str], search_paths: Seque
     config.parse(gin_files, bindings, search_paths)
     trainer = config.build(Trainer)
     if "://" in trainer.model_dir:
-        raise UserError(
-            f"MODEL_DIR ({trainer.model_dir}) must be a folder: mount the bucket (gcsfuse) and name the mount"
-        )
+        raise UserError(f"MODEL_DIR ({trainer.model_dir}) must be a folder: mount the bucket (gcsfuse), name the mount")
     devices.skip_absent_tpu()
     devices.use_compilation_cache()
     if emulate is not None:
@@ -63,19 +61,18 @@ def train(gin_files: Sequence[str], bindings: Sequence[str], search_paths: Seque
             print(title, *more, sep="\n  ")
         config.parse(gin_files, [*bindings, *more], search_paths)
         trainer = config.build(Trainer)
-    dataset = trainer.dataset
+    dataset, chip = trainer.dataset, jax.devices()[0].device_kind
     dataset.preload()
     texts, callbacks = config.build(SampleText), config.build(Monitoring).build()
     print("".join(f"note: {line}\n" for line in config.check_used()), end="")
     print_changes(trainer.model_dir)
+    model = api.build(trainer.model)
     outcome = loop.train(
         trainer,
         callbacks,
-        sampler=sampler(
-            api.build(trainer.model), dataset.get_vocabulary, dataset.length, texts, dataset.encoder_length
-        ),
-        peak_flops=chips.peak_flops(jax.devices()[0].device_kind) if trainer.model.dtype == "bfloat16" else None,
-        compiler_options=xla_flags.options(jax.devices()[0].device_kind, tensor=trainer.plan.tensor),
+        sampler=sampler(model, dataset.get_vocabulary, dataset.length, texts, dataset.encoder_length),
+        peak_flops=chips.peak_flops(chip) if trainer.model.dtype == "bfloat16" else None,
+        compiler_options=xla_flags.options(chip, tensor=trainer.plan.tensor),
         config=config.operative(),
     )
     return 128 + outcome.signal_number if outcome.signal_number else 0
@@ -94,9 +91,8 @@ def print_changes(model_dir: str) -> None:
         with open(path, encoding="utf-8") as file:
             lines = config.diff(file.read(), config.operative())
     except (OSError, SyntaxError, ValueError) as error:
-        raise UserError(
-            f"{path} cannot be read ({type(error).__name__}): move it away, or set another MODEL_DIR"
-        ) from error
+        kind = type(error).__name__
+        raise UserError(f"{path} cannot be read ({kind}): move it away, or set another MODEL_DIR") from error
     for line in lines:
         print(f"changed since the last start: {line}")
 
