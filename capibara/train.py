@@ -91,8 +91,7 @@ def print_changes(model_dir: str) -> None:
         with open(path, encoding="utf-8") as file:
             lines = config.diff(file.read(), config.operative())
     except (OSError, SyntaxError, ValueError) as error:
-        kind = type(error).__name__
-        raise UserError(f"{path} cannot be read ({kind}): move it away, or set another MODEL_DIR") from error
+        raise UserError(f"{path} cannot be read ({type(error).__name__}): move it, or set another MODEL_DIR") from error
     for line in lines:
         print(f"changed since the last start: {line}")
 
