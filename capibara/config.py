@@ -163,13 +163,16 @@ def parse(
     gin_files: Sequence[str | os.PathLike],
     bindings: Sequence[str] = (),
     search_paths: Sequence[str | os.PathLike] = (),
-) -> None:
+) -> list[pathlib.Path]:
     """Parses Gin files, then bindings, in place of whatever was parsed before.
 
     Args:
       gin_files: names or paths, searched as `search_folders` says; files they include are searched the same way.
       bindings: "NAME = VALUE" each; a value that is no Gin value (runs/x) is taken as a string.
       search_paths: more folders to search.
+
+    Returns:
+      The files that were read, included ones too.
 
     Raises:
       UserError: a missing file, a syntax error, or an unknown configurable, parameter, macro or module.
@@ -184,6 +187,7 @@ def parse(
     for binding in bindings:
         parsing.statements(io.StringIO(quoted(binding)), "command line")
     parsing.check_macros(from_files)
+    return parsing.read
 
 
 def quoted(binding: str) -> str:
@@ -246,9 +250,10 @@ def _lookup(selector: str, shown: str) -> gin_config.Configurable:
 
 
 class _Parsing:
-    """One run of `parse`: the folders searched and the files being read, outermost first."""
+    """One run of `parse`: the folders searched, the files being read, outermost first, and all that were read."""
 
     def __init__(self, folders: list[pathlib.Path]):
+        self.read: list[pathlib.Path] = []
         self._folders = folders
         self._open: list[pathlib.Path] = []
 
@@ -259,6 +264,7 @@ class _Parsing:
             chain = " -> ".join(str(other) for other in [*self._open, path])
             raise UserError(f"{where}: files include each other: {chain}")
         self._open.append(path)
+        self.read.append(path)
         try:
             self.statements(io.StringIO(path.read_text(encoding="utf-8")), str(path))
         except UnicodeDecodeError:

@@ -14,6 +14,8 @@ from typing import Any
 from capibara import fields
 from capibara.types import UserError
 
+_MOST_HINTS = 3
+
 
 def search_folders(search_paths: Sequence[str | os.PathLike] = ()) -> list[pathlib.Path]:
     """The folders in which Gin files are looked for, in order: here, `search_paths`, capibara's own."""
@@ -40,9 +42,13 @@ def find_file(name: str | os.PathLike, folders: Sequence[pathlib.Path], where: s
     choices = {
         str(found.relative_to(folder)) for folder in folders for found in _gin_files(folder, folder == folders[-1])
     }
-    names = {choice: choice for choice in choices} | {pathlib.Path(choice).name: choice for choice in choices}
-    close = [names[found] for found in fields.nearest(str(path) if str(path) in names else path.name, names)]
-    hint = f", did you mean {' or '.join(dict.fromkeys(close))}?" if close else ""
+    names: dict[str, list[str]] = {}
+    for choice in sorted(choices):
+        names.setdefault(pathlib.Path(choice).name, []).append(choice)
+    # A name with folders is a slip in the whole of it, or the file lies elsewhere.
+    close = fields.nearest(str(path), choices) if path.name != str(path) else []
+    close = [*close, *(choice for name in fields.nearest(path.name, names) for choice in names[name])]
+    hint = f", did you mean {' or '.join(list(dict.fromkeys(close))[:_MOST_HINTS])}?" if close else ""
     raise UserError(f"{prefix}no Gin file {name} in {looked}{hint}")
 
 

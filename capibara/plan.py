@@ -43,11 +43,12 @@ def plan(args: argparse.Namespace) -> int:
 
     asked = slices.parse(args.slice) if args.slice else None  # mistakes show before the model is looked at
     dtypes = questions.state_dtypes(args)
-    report.check_writable(*filter(None, (args.json, args.html, args.output)))
     given = proof.Configuration(
         args.gin_file, args.gin_bindings, args.gin_search_paths, args.length, args.encoder_length
     )
-    config.parse(given.gin_files, given.gin_bindings, given.gin_search_paths)
+    read = config.parse(given.gin_files, given.gin_bindings, given.gin_search_paths)
+    outputs = [path for path in (args.json, args.html, args.output) if path is not None]
+    report.check_writable(*outputs, inputs=read)
     run = trainer.of_gin(args.length, args.encoder_length)
     work = workload.of_run(run, dtypes)
     question = questions.question(args, work, run.plan)
@@ -72,8 +73,7 @@ def plan(args: argparse.Namespace) -> int:
     if args.objective in questions.SLICE_OBJECTIVES:
         report.show_offers(found, chosen, tokens=args.tokens, usd=args.usd_per_chip_hour)
     report.show(walk, work, slice_, top=args.top, tokens=args.tokens, usd=args.usd_per_chip_hour)
-    if left := questions.not_looked_at():
-        print(f"note: chosen anew, whatever the Gin files say: {', '.join(left)}; --axis=NAME=N keeps a size")
+    print("".join(f"note: {line}\n" for line in questions.notes(args, run.plan)), end="")
     if args.explain:
         print("\n".join(report.explain(walk.ranked[0], work, slice_)))
     if args.json:

@@ -48,6 +48,10 @@ def test_a_run_brings_its_slice_length_and_batch(capsys):
         (["--gin_file=models/capibara_120b.gin", "--slice=v5e-16"], "no plan fits v5e-16"),
         ([MODEL, "--slice=v5e-64", "--json=/dev/null/plan.json"], "/dev/null/plan.json cannot be written"),
         ([MODEL, "--slice=v5e-64", "--json=plan.txt", "--html=./plan.txt"], "plan.txt is named for two outputs"),
+        ([MODEL, "--slice=v5e-16", "--headroom=0.99"], "is kept free: it fits with --headroom=0."),
+        ([MODEL, "--slice=v5e-16", "--batch_size=100000000000"], "is kept free: use a smaller --batch_size"),
+        ([MODEL, "--slice=v5e-16", "--include"], "give --output=FILE, or leave it out"),
+        (["--gin_file=models/capibara_1bb.gin", "--slice=v5e-16"], "did you mean models/capibara_1b.gin or"),
         (["--gin_file=tasks/text.gin", "--slice=v5e-16"], "configures no model"),
         ([MODEL, "--slice=v5e-64", "--tokens=inf"], "--tokens is inf, must be above 0 and at most"),
         ([MODEL, "--slice=v5e-64", "--tries=0"], "--tries is 0, must be above 0"),
@@ -144,10 +148,35 @@ def test_a_plan_that_stands_alone_finds_the_users_own_files(capsys, tmp_path):
     assert of_gin(2048).model.num_layers == 8
 
 
-def test_a_plan_that_fails_leaves_no_folder(capsys, tmp_path):
+def test_a_plan_that_fails_leaves_nothing(capsys, tmp_path):
     out = tmp_path / "new" / "folder" / "plan.gin"
     assert run("--gin_file=models/capibara_120b.gin", "--slice=v5e-16", f"--output={out}") == 2
     assert "no plan fits v5e-16" in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "json_, html, message",
+    [
+        ("new/a.json", "new", "cannot be written"),
+        ("new/a.json", "new/a.json/b.html", "cannot be written"),
+        ("new/" + "a" * 300, "b.html", "cannot be written"),
+        ("real.json", "link.json", "is named for two outputs"),
+        ("dangling.json", "model.gin", "is read as a Gin file"),
+        ("dangling.json", "above.gin", "is read as a Gin file"),
+        ("", "b.html", "an output has no name"),
+    ],
+)
+def test_outputs_that_cannot_be_are_seen_first_and_nothing_is_left(json_, html, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "above.gin").write_text('include "models/capibara_1b.gin"\n')
+    (tmp_path / "model.gin").write_text('include "above.gin"\n')
+    (tmp_path / "link.json").symlink_to("real.json")
+    (tmp_path / "dangling.json").symlink_to("nowhere.json")
+    before = {path.name: path.is_symlink() or path.read_text() for path in tmp_path.iterdir()}
+    assert run("--gin_file=model.gin", "--slice=v5e-16", f"--json={json_}", f"--html={html}") == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+    assert {path.name: path.is_symlink() or path.read_text() for path in tmp_path.iterdir()} == before
 
 
 def test_a_slice_is_chosen(capsys):

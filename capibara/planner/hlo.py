@@ -13,28 +13,11 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
+# All kinds of f8 have 8.
 _DTYPE_BITS = {
-    "pred": 8,
-    "s4": 4,
-    "u4": 4,
-    "s8": 8,
-    "u8": 8,
-    "s16": 16,
-    "u16": 16,
-    "s32": 32,
-    "u32": 32,
-    "s64": 64,
-    "u64": 64,
-    "f16": 16,
-    "bf16": 16,
-    "f32": 32,
-    "f64": 64,
-    "c64": 64,
-    "c128": 128,
-    "f4e2m1fn": 4,
-    "token": 0,
-    "opaque": 0,
-}  # fmt: skip  (all f8 kinds have 8)
+    "pred": 8, "s4": 4, "u4": 4, "s8": 8, "u8": 8, "s16": 16, "u16": 16, "s32": 32, "u32": 32, "s64": 64, "u64": 64,
+    "f16": 16, "bf16": 16, "f32": 32, "f64": 64, "c64": 64, "c128": 128, "f4e2m1fn": 4, "token": 0, "opaque": 0,
+}  # fmt: skip
 _COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
 # Instructions that move nothing: names for what others made.
 _FREE = frozenset(

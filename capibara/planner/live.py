@@ -2,8 +2,8 @@
 
 The compiler says how large the peak is, not of what it is made. Here the schedule is gone through with every buffer's
 first and last use, as far as the text tells them: which results share a buffer with an operand (loops, updates in
-place, donated arguments) is taken from HLO's rules. The sum is no second opinion on the peak: it mostly comes near the
-compiler's own, and may miss a fifth of it (base_v5e64.gin). What it is for is the list of what is large.
+place, donated arguments) is taken from HLO's rules. The sum is no second opinion on the peak: `capibara prove` prints
+it beside the compiler's own, of which it may miss a fifth. What it is for is the list of what is large.
 """
 
 from __future__ import annotations

@@ -105,6 +105,8 @@ def check(args: argparse.Namespace) -> None:
             raise UserError(f"--{name} is for --objective={objective}, not for {args.objective}: leave one out")
     if args.objective == "target_throughput" and args.tokens_per_s is None:
         raise UserError("--objective=target_throughput needs --tokens_per_s, e.g. --tokens_per_s=1e6")
+    if args.include and args.output is None:
+        raise UserError("--include is of the Gin file that --output writes: give --output=FILE, or leave it out")
     if args.max_days is not None and args.tokens is None:
         raise UserError("--max_days needs --tokens, the length of the training, e.g. --tokens=1e12")
     if args.slice and args.objective in SLICE_OBJECTIVES:
@@ -138,7 +140,7 @@ def question(args: argparse.Namespace, work: Workload, plan: Plan) -> Question:
 
 def state_dtypes(args: argparse.Namespace) -> tuple[StateDtype, ...] | None:
     """The dtypes that --state_dtypes names; None without it."""
-    from capibara.fields import did_you_mean
+    from capibara import fields
     from capibara.optim import StateDtype
 
     if args.state_dtypes is None:
@@ -146,7 +148,9 @@ def state_dtypes(args: argparse.Namespace) -> tuple[StateDtype, ...] | None:
     known = [str(dtype) for dtype in StateDtype]
     for name in args.state_dtypes.split(","):
         if name not in known:
-            raise UserError(f"--state_dtypes has {name!r}, must be of {', '.join(known)}{did_you_mean(name, known)}")
+            near = fields.nearest(name, known)
+            hint = f": did you mean {near[0]}?" if near else ""
+            raise UserError(f"--state_dtypes has {name!r}, must be of {', '.join(known)}{hint}")
     return tuple(StateDtype(name) for name in dict.fromkeys(args.state_dtypes.split(",")))
 
 
@@ -158,10 +162,17 @@ def included(args: argparse.Namespace) -> list[str]:
     return [next(filter(os.path.isfile, there), file) for there, file in zip(paths, args.gin_file)]
 
 
-def not_looked_at() -> list[str]:
-    """Fields of Plan that the Gin files or flags bind and the search chooses anew."""
+def notes(args: argparse.Namespace, plan: Plan) -> list[str]:
+    """What the search made of fields of Plan that the Gin files bind: lines for the user."""
     from capibara import config
     from capibara.sharding import MESH_AXES
 
     names = (*MESH_AXES, "remat", "remat_names", "accumulation", "pipeline_microbatches", "pipeline_repeats")
-    return [f"Plan.{name}" for name in names if config.is_bound(f"Plan.{name}")]
+    lines = []
+    if anew := [f"Plan.{name}" for name in names if config.is_bound(f"Plan.{name}")]:
+        lines.append(f"chosen anew, whatever the Gin files say: {', '.join(anew)}; --axis=NAME=N keeps a size")
+    if config.is_bound("Plan.batch_size") and args.batch_size is None and args.objective != "largest_batch":
+        lines.append(
+            f"kept: Plan.batch_size = {plan.batch_size}; --batch_size or --objective=largest_batch takes another"
+        )
+    return lines

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import sys
@@ -13,6 +14,7 @@ from capibara.planner import advice, search
 from capibara.planner.chips import GIB
 from capibara.planner.cost import EXPOSED, Cost
 from capibara.planner.memory import kv_cache_bytes
+from capibara.planner.memory import memory as predict
 from capibara.planner.search import Objective, Ranked
 from capibara.planner.slice_choice import Offer
 from capibara.planner.slices import Slice
@@ -60,11 +62,12 @@ def as_json(ranked: Ranked, work: Workload, slice_: Slice, tokens: float | None,
         "rows": choice.rows,
         "accumulation": choice.accumulation,
         "remat": str(choice.remat.kind),
-        "remat_names": list(choice.remat.names),
+        "remat_names": list(choice.remat.names) if choice.remat.kind in (Remat.SAVE, Remat.OFFLOAD) else [],
         "state_dtype": str(choice.state_dtype),
         "fits": ranked.fits,
         "predicted": {
             "peak_bytes": memory.peak,
+            "uncorrected_peak_bytes": _uncorrected_peak(ranked, work),
             "peak_moment": memory.peak_moment,
             "limit_bytes": ranked.limit_bytes,
             "memory": {name: getattr(memory, name) for name in MEMORY_PARTS},
@@ -170,7 +173,8 @@ def _summary(best: Ranked, work: Workload, slice_: Slice, tokens: float | None, 
     yield f"predicted: {step}, {cost.mfu:.1%} MFU, bound by {cost.bound}"
     usable = slice_.chip.device_usable_hbm_bytes
     yield f"predicted peak HBM: {memory.peak / GIB:.2f} of {usable / GIB:.2f} GiB a {slice_.chip.unit}, in the {memory.peak_moment}"
-    yield "on the torus: " + "; ".join(search.layout_lines(best, slice_))
+    if slice_.chip.is_tpu:
+        yield "on the torus: " + "; ".join(search.layout_lines(best, slice_))
     hourly = slice_.price_per_hour(usd)
     if hourly is not None:
         price = slice_.chip.price
@@ -237,25 +241,22 @@ def why_not(one: Ranked, walk: Walk, work: Workload) -> str:
     if why == "on chip":
         again = one.cost.flops.recompute / one.cost.tokens > 1.01 * best.cost.flops.recompute / best.cost.tokens
         compute = "recomputes more" if again else "more compute"
-        seconds = {
-            compute: one.cost.compute_s,
-            "more traffic to HBM": one.cost.hbm_s,
-            "more traffic over PCIe": one.cost.host_s,
-        }
-        why = max(seconds, key=seconds.get)
+        by = {compute: one.cost.compute_s, "more traffic to HBM": one.cost.hbm_s}
+        by["more traffic over PCIe"] = one.cost.host_s
+        why = max(by, key=by.get)
     return f"{slower:.1%} slower: {why}"
 
 
 def _parts(cost: Cost) -> dict[str, float]:
     """Seconds of a token by what a plan can be slow by; they add up to its share of the step."""
-    seconds = {
+    parts = {
         "on chip": max(cost.compute_s, cost.hbm_s, cost.host_s),
         "more traffic over ICI": EXPOSED * cost.links_s,
         "ICI in the way of compute": cost.blocking_s,
         "a larger bubble": (cost.step_s - cost.update_s) * cost.bubble,
         "a longer update": cost.update_s,
     }
-    return {name: amount / cost.tokens for name, amount in seconds.items()}
+    return {name: amount / cost.tokens for name, amount in parts.items()}
 
 
 def explain(best: Ranked, work: Workload, slice_: Slice) -> Iterable[str]:
@@ -277,9 +278,15 @@ def explain(best: Ranked, work: Workload, slice_: Slice) -> Iterable[str]:
         overlap = "could hide behind compute" if part.overlaps else "in its way"
         axes = " ".join(part.axes)
         yield f"  {part.name:<36}{part.kind:<15}{axes:<22}{part.bytes / 1e9:9.2f} GB {part.seconds:8.3f} s  {overlap}"
-    yield "step, s (predicted) = (max(compute, HBM, host) + links + blocking) / (1 - bubble) + update"
+    exposed = f"{EXPOSED:g} x links"  # what could hide, by the share of it that published steps do not hide
+    yield f"step, s (predicted) = (max(compute, HBM, host) + {exposed} + blocking) / (1 - bubble) + update"
     for name in ("compute_s", "hbm_s", "host_s", "links_s", "blocking_s", "bubble", "imbalance", "update_s", "step_s"):
         yield f"  {name:<12}{getattr(cost, name):10.4f}"
+
+
+def _uncorrected_peak(one: Ranked, work: Workload) -> float:
+    """The predicted peak without what compiles have taught, which would make of a prediction what was compiled."""
+    return predict(work, one.choice, most_bytes=one.limit_bytes).peak
 
 
 def verdict_lines(verdict: Verdict, slice_: Slice) -> Iterable[str]:
@@ -339,8 +346,8 @@ def gin(walk: Walk, work: Workload, slice_: Slice, includes: Sequence[str] = (),
     verdict = walk.proven.verdict if walk.proven else None
     lines = [
         f"# {slice_.name}: {best.choice.describe()}, for rows of {work.length}.",
-        f"# Predicted: {best.memory.peak / GIB:.2f} GiB of HBM a {slice_.chip.unit}, {seconds(best.cost.step_s)} a step, "
-        f"{best.cost.mfu:.1%} MFU.",
+        f"# Predicted: {_uncorrected_peak(best, work) / GIB:.2f} GiB of HBM a {slice_.chip.unit}, "
+        f"{seconds(best.cost.step_s)} a step, {best.cost.mfu:.1%} MFU.",
     ]
     if verdict:
         versions = " and ".join(f"{name} {verdict.versions.get(name)}" for name in ("jax", "libtpu"))
@@ -351,21 +358,27 @@ def gin(walk: Walk, work: Workload, slice_: Slice, includes: Sequence[str] = (),
     return "\n".join([*lines, *best.choice.bindings(work, slice_.name)]) + "\n"
 
 
-def check_writable(*paths: str) -> None:
-    """Raises UserError where `save` would, or where two are one file: before the long work whose results they are for."""
-    for path in paths:
-        if sum(os.path.abspath(path) == os.path.abspath(other) for other in paths) > 1:
-            raise UserError(
-                f"{path} is named for two outputs, and the second would replace the first: name another file"
-            )
-    for path in paths:
-        there = os.path.exists(path)
-        made = [folder for folder in pathlib.Path(path).parents if not folder.exists()]
-        _write(path, "", "a")
-        if not there:
-            os.unlink(path)
-        for folder in made:  # the innermost first
-            folder.rmdir()
+def check_writable(*paths: str, inputs: Iterable[str | os.PathLike[str]] = ()) -> None:
+    """Raises UserError where `save` would, or would write over an input or another output.
+
+    To be asked before the long work whose results they are for; it leaves nothing behind.
+    """
+    taken = {os.path.realpath(path): "is read as a Gin file" for path in inputs}
+    made: list[pathlib.Path] = []  # the innermost first
+    try:
+        for path in paths:
+            real = os.path.realpath(path)
+            if not path or real in taken:
+                why = f"{path} {taken[real]}" if path else "an output has no name"
+                raise UserError(f"{why}: name another file for what is written")
+            taken[real] = "is named for two outputs"
+            file = pathlib.Path(real)
+            made = [*(one for one in (file, *file.parents) if not one.exists()), *made]
+            _write(path, "", "a")
+    finally:
+        for one in made:
+            with contextlib.suppress(OSError):
+                one.rmdir() if one.is_dir() else one.unlink()
 
 
 def save(path: str, text: str) -> None:

@@ -347,15 +347,27 @@ def smallest_slice(work: Workload, chip: str, question: Question) -> Slice | Non
 
 def no_plan(best: Ranked, work: Workload, slice_: Slice, question: Question) -> UserError:
     """One line that says what the leanest plan lacks, and where it would fit."""
-    fitting = smallest_slice(work, slice_.chip.name, question)
-    nowhere = "no single slice of these chips has enough: use chips with more HBM, shorter rows, or --state_dtypes=int8"
-    where = f"use {fitting.name}" if fitting else nowhere
     usable = slice_.chip.device_usable_hbm_bytes / GIB
     return UserError(
         f"no plan fits {slice_.name}: the leanest ({best.choice.describe()}) needs "
         f"{best.memory.peak / GIB:.1f} GiB a {slice_.chip.unit}, {slice_.chip.name} has {usable:.2f} usable and "
-        f"{question.headroom:.1%} of it is kept free: {where}"
+        f"{question.headroom:.1%} of it is kept free: {_way_out(best, work, slice_, question)}"
     )
+
+
+def _way_out(best: Ranked, work: Workload, slice_: Slice, question: Question) -> str:
+    """What would make a plan fit."""
+    free = 1 - best.memory.peak / slice_.chip.device_usable_hbm_bytes
+    if free >= 0:
+        return f"it fits with --headroom={math.floor(1000 * free) / 1000:g}"
+    ways = [f"use {fitting.name}"] if (fitting := smallest_slice(work, slice_.chip.name, question)) else []
+    plain = dataclasses.replace(question, batch_size=None, accumulation=None)
+    if question.batch_size is not None and search(work, slice_, plain)[0].fits:
+        ways.append("use a smaller --batch_size")
+    if not ways:
+        ways = ["no single slice of these chips has enough: use chips with more HBM", "shorter rows"]
+        ways += ["--state_dtypes=int8"] if StateDtype.INT8 not in question.state_dtypes else []
+    return ", or ".join(ways)
 
 
 def layout_lines(ranked: Ranked, slice_: Slice) -> Sequence[str]:

@@ -14,7 +14,7 @@ from capibara.planner.slices import Slice
 from capibara.planner.workload import Workload
 from capibara.types import UserError
 
-_MANY = 64  # slices that somebody may have
+_MANY = 64  # slices that are still advised
 _MOST_CHIPS = 1024  # of a slice: larger ones take minutes to search, and are asked for by name
 
 
@@ -99,7 +99,7 @@ def best(found: Sequence[Offer], args: argparse.Namespace) -> Offer:
         if not priced:
             raise UserError(
                 f"no slice trains {args.tokens:.3g} tokens in {args.max_days:g} days: the quickest takes {quickest:.1f} "
-                "(predicted); ask for several, e.g. --slice=4xv5e-256, or for more days"
+                "(predicted); allow more days, or plan for several: --slice=4xv5e-256 without --objective and --max_days"
             )
     return min(priced, key=lambda offer: offer.usd_per_million_tokens(usd))
 
@@ -109,7 +109,8 @@ def _fastest_enough(found: Sequence[Offer], target: float) -> Offer:
     if not reached:
         most = max(found, key=lambda offer: offer.best.cost.tokens_per_s)
         count = math.ceil(target / most.best.cost.tokens_per_s)
-        fix = f"several may do it, e.g. --slice={count}x{most.slice_.name}" if count <= _MANY else "ask for fewer"
+        several = f"several may do it: --slice={count}x{most.slice_.name} without --objective and --tokens_per_s"
+        fix = several if count <= _MANY else "ask for fewer"
         raise UserError(
             f"no slice reaches {target:,.0f} tokens/s: {most.slice_.name} is predicted to make "
             f"{most.best.cost.tokens_per_s:,.0f}; {fix}"

@@ -30,7 +30,7 @@ _FLAT = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
 _FULL_TORUS = 16  # chips of an axis that goes round a whole v5e or v6e pod
 _CUBE = 4  # chips along each edge of the cubes that optical switches join, on the three-dimensional chips
 _GPUS = (1, 2, 4, 8)
-_MOST_SLICES = 1024  # that are taken for meant: no cloud region joins as many
+_MOST_SLICES = 1024  # more is taken for a slip: searches of so many devices would not end
 # The sizes that slice_names and errors name of the three-dimensional chips, in cubes; all numbers of cubes are legal.
 _USUAL_CUBES = (1, 2, 4, 8, 16, 32, 64, 96)
 

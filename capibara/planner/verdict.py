@@ -154,7 +154,7 @@ def default_cache_dir() -> pathlib.Path:
 
 
 def source_digest(package: pathlib.Path | None = None) -> str:
-    """SHA-256 of our own code that decides the program, whatever its comments and layout.
+    """SHA-256 of our own code that decides the program, whatever its comments and layout; of one version of Python.
 
     Args:
       package: the folder of capibara; None: this one.
