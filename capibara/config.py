@@ -24,9 +24,7 @@ from typing import Any, NoReturn, TypeVar
 import gin
 
 if getattr(gin, "__file__", None) is None:
-    raise ImportError(
-        "the gin library is missing: `import gin` found only a folder named gin; run: pip install gin-config"
-    )
+    raise ImportError("no gin library: `import gin` found only a folder named gin; run: pip install gin-config")
 
 from gin import config as gin_config
 from gin import config_parser
@@ -171,8 +169,7 @@ def parse(
       bindings: "NAME = VALUE" each; a value that is no Gin value (runs/x) is taken as a string.
       search_paths: more folders to search.
 
-    Returns:
-      The files that were read, included ones too.
+    Returns the files that were read, included ones too.
 
     Raises:
       UserError: a missing file, a syntax error, or an unknown configurable, parameter, macro or module.
@@ -253,9 +250,8 @@ class _Parsing:
     """One run of `parse`: the folders searched, the files being read, outermost first, and all that were read."""
 
     def __init__(self, folders: list[pathlib.Path]):
-        self.read: list[pathlib.Path] = []
         self._folders = folders
-        self._open: list[pathlib.Path] = []
+        self.read, self._open = [], []
 
     def file(self, name: str | os.PathLike, where: str = "") -> None:
         beside = [self._open[-1].parent] if self._open else []
