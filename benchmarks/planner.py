@@ -116,6 +116,17 @@ MEMORY = {
     "smollm2-minimal": Point("smollm2_1.7b", "v5e-16", {"fsdp": 16}, 4, "minimal"),
     "gemma2-2b-save": Point("gemma2_2b", "v5e-64", {"fsdp": 64}, 4, "save", length=4096),
     "8b-stage": Point("llama3.1_8b", "v6e-64", {"stage": 4, "fsdp": 16}, 16, length=4096, calibrate=True),
+    # Added last, to test: models that no other point has, one of each kind of mesh; nothing was changed after them.
+    "qwen2-7b-tensor": Point("qwen2_7b", "v5e-64", {"fsdp": 16, "tensor": 4}, 8, "save"),
+    "phi3-mini-context": Point("phi3_mini", "v5e-16", {"fsdp": 4, "context": 4}, 2, length=8192),
+    "neox-20b-full": Point("gpt_neox_20b", "v5e-64", {"fsdp": 64}, 4),
+    "mistral-7b-context": Point("mistral_7b", "v6e-16", {"fsdp": 8, "context": 2}, 1, "save", length=16384),
+    "gemma-7b-minimal": Point("gemma_7b", "v6e-64", {"fsdp": 64}, 1, "minimal", length=4096),
+    "qwen3-235b-expert": Point(
+        "qwen3_235b_a22b", "v6e-256", {"fsdp": 64, "expert": 4}, 1, length=4096, bindings=_CAPACITY
+    ),
+    "t5-11b-full": Point("t5_11b", "v6e-64", {"fsdp": 64}, 8, length=256, encoder_length=512),
+    "20b-stage": Point("capibara_20b", "v6e-64", {"stage": 4, "fsdp": 16}, 8, length=4096),
 }
 
 

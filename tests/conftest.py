@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import pathlib
 
@@ -9,11 +10,14 @@ import pathlib
 CHECKOUT = pathlib.Path(__file__).resolve().parent.parent
 os.environ["JAX_PLATFORMS"] = "cpu"
 # One thread per XLA operation: the workers of pytest-xdist share the cores, and 8 emulated devices already do. Programs
-# are small and run a few times, so most of the time would go into LLVM's optimisations: without them the suite takes half.
+# are small and run a few times, so most of the time would go into compiling them well.
 _XLA_FLAGS = (
     "--xla_force_host_platform_device_count=8 --xla_cpu_multi_thread_eigen=false --xla_backend_optimization_level=0 "
+    "--xla_cpu_opt_preset=CPU_OPT_PRESET_FAST_COMPILE "
     "--xla_cpu_collective_call_terminate_timeout_seconds=240"  # devices that wait for each other for ever end in a trace
 )
+if importlib.metadata.version("jaxlib").startswith("0.10."):  # a later XLA ends at a flag that it no longer knows
+    _XLA_FLAGS += " --xla_cpu_use_fusion_emitters=false"  # their MLIR takes half of what is left of compiling
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(CHECKOUT / ".jax_cache")
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
