@@ -6,6 +6,7 @@ import bisect
 import dataclasses
 import enum
 import functools
+import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -227,13 +228,16 @@ def _of_mesh(work: Workload, slice_: Slice, sizes: tuple[int, ...], question: Qu
     limit = slice_.chip.device_usable_hbm_bytes * (1 - question.headroom)
     base = Choice(sizes=sizes, rows=1)
     shards = base.batch_shards(work)
-    for dtype in question.state_dtypes:
-        for remat in question.remats:
-            weigh = functools.partial(_choice, base, remat=remat, state_dtype=dtype)
-            for rows, accumulation in _rows(work, weigh, shards, question, limit):
-                choice = weigh(rows=rows, accumulation=accumulation)
-                predicted = memory.memory(work, choice, question.scale(choice), limit)
-                yield Ranked(choice, predicted, cost.cost(work, choice, slice_), limit)
+    for dtype, remat in itertools.product(question.state_dtypes, question.remats):
+
+        @functools.cache  # most pairs are asked for more than once
+        def weighed(rows: int, accumulation: int, remat=remat, dtype=dtype) -> tuple[Choice, Memory]:
+            choice = _choice(base, rows=rows, accumulation=accumulation, remat=remat, state_dtype=dtype)
+            return choice, memory.memory(work, choice, question.scale(choice), limit)
+
+        for pair in _rows(weighed, base.mesh["stage"], shards, question, limit):
+            choice, predicted = weighed(*pair)
+            yield Ranked(choice, predicted, cost.cost(work, choice, slice_), limit)
 
 
 def _choice(base: Choice, *, rows: int, accumulation: int, **parts) -> Choice:
@@ -243,14 +247,18 @@ def _choice(base: Choice, *, rows: int, accumulation: int, **parts) -> Choice:
     return dataclasses.replace(base, rows=rows, accumulation=accumulation, pipeline_microbatches=parts_of_rows, **parts)
 
 
-def _rows(work: Workload, weigh, shards: int, question: Question, limit: float) -> Iterable[tuple[int, int]]:
-    """Pairs of rows and accumulation that are worth weighing."""
+def _rows(
+    weighed: Callable[[int, int], tuple[Choice, Memory]],
+    stages: int,
+    shards: int,
+    question: Question,
+    limit: float,
+) -> Iterable[tuple[int, int]]:
+    """Pairs of rows and accumulation that are worth a place in the ranking."""
 
     def peak(rows: int, accumulation: int) -> float:
-        choice = weigh(rows=rows, accumulation=accumulation)
-        return memory.memory(work, choice, question.scale(choice), limit).peak
+        return weighed(rows, accumulation)[1].peak
 
-    stages = weigh(rows=1, accumulation=1).mesh["stage"]
     if question.batch_size is not None:
         if question.batch_size % shards:
             return []
