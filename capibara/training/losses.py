@@ -16,7 +16,7 @@ from capibara import sharding
 from capibara.sharding import Rules
 
 # Bytes of one block of float32 logits on a device: what stays in a CPU's cache, and little beside an HBM.
-_BLOCK_BYTES = {"cpu": 8 * 2**20}
+_BLOCK_BYTES = {"cpu": 16 * 2**20}
 _DEFAULT_BLOCK_BYTES = 256 * 2**20
 # A block is at most this part of all logits: next to those of a small batch the head's gradient is as large.
 _FEWEST_BLOCKS = 4
@@ -119,10 +119,10 @@ def _loss(hidden_BTD, head_VD, targets_BT, weights_BT, layout: _Layout, z_loss: 
     """The loss and the four LossSums [4]."""
 
     def local(hidden_BTD, head_VD, targets_BT, weights_BT):
-        head_DV = _gathered(head_VD, hidden_BTD.dtype, layout)
+        head = _gathered(head_VD, hidden_BTD.dtype, layout)
 
         def add(sums, block):
-            return sums + _block(block, head_DV, z_loss, soft_cap)[0], None
+            return sums + _block(block, head, z_loss, soft_cap)[0], None
 
         return _over_blocks(add, jnp.zeros(4), (hidden_BTD, targets_BT, weights_BT), len(head_VD))[0][None]
 
@@ -136,16 +136,16 @@ def _loss(hidden_BTD, head_VD, targets_BT, weights_BT, layout: _Layout, z_loss: 
 
 def _loss_forward(hidden_BTD, head_VD, targets_BT, weights_BT, layout, z_loss, soft_cap):
     def local(hidden_BTD, head_VD, targets_BT, weights_BT):
-        head_DV = _gathered(head_VD, hidden_BTD.dtype, layout)
+        head = _gathered(head_VD, hidden_BTD.dtype, layout)
         (B, T, D), V = hidden_BTD.shape, len(head_VD)
         # What is kept of the blocks for the head's gradient: their sum, or what it is made of where that is smaller.
         kept_whole = bool(layout.head_axes) and B * T * hidden_BTD.dtype.itemsize < 4 * D
 
         def add(carry, block):
             sums, dhead_DV = carry
-            block_sums, dlogits = _block(block, head_DV, z_loss, soft_cap)
+            block_sums, dlogits = _block(block, head, z_loss, soft_cap)
             hidden = block[0]
-            dhidden = _dot(dlogits, head_DV, 1, 1).astype(hidden.dtype)
+            dhidden = _dot(dlogits, head, 1, _vocab_dim()).astype(hidden.dtype)
             if kept_whole:
                 return (sums + block_sums, dhead_DV), (dhidden, hidden, dlogits)
             return (sums + block_sums, dhead_DV + _dot(hidden, dlogits, 0, 0)), (dhidden,)
@@ -159,7 +159,7 @@ def _loss_forward(hidden_BTD, head_VD, targets_BT, weights_BT, layout, z_loss, s
             dhead_DV = functools.partial(_product_part, hidden_ND, dlogits_NV)
         else:
             dhead_DV = functools.partial(_sum_part, dhead_DV)
-        return sums[None], dhidden_BTD, _reduced(dhead_DV, D, V, layout).T
+        return sums[None], dhidden_BTD, _transposed(_reduced(dhead_DV, D, V, layout))
 
     places, head, per_shard = _specs(layout)
     sums, dhidden_BTD, dhead_VD = _on_shards(local, layout, (places, head, places, places), (per_shard, places, head))(
@@ -245,19 +245,39 @@ def _reduced(part: Callable[..., jax.Array], D: int, V: int, layout: _Layout) ->
     return jax.lax.map(piece, jnp.arange(pieces)).reshape(D // shards, V) if pieces > 1 else piece(0)
 
 
-def _gathered(head_VD: jax.Array, dtype: jnp.dtype, layout: _Layout) -> jax.Array:
-    """The whole head [D, V] in the compute dtype; cast before it is sent.
+def _transposed(x: jax.Array) -> jax.Array:
+    """x.T, made once: XLA's CPU back end would transpose it again in each operation that reads it, were it no loop."""
+    rows, columns = x.shape
+    parts = next(n for n in (8, 4, 2, 1) if columns % n == 0)
+    if sharding.platform() != "cpu" or parts == 1:
+        return x.T
+    size = columns // parts
+    return jax.lax.map(
+        lambda index: jax.lax.dynamic_slice_in_dim(x, index * size, size, axis=1).T, jnp.arange(parts)
+    ).reshape(columns, rows)
 
-    A TPU puts the gathered dimension outermost: of a head [V, D] that loops over blocks it would make a second copy.
+
+def _vocab_dim() -> int:
+    """Which dimension of the gathered head is the vocabulary's.
+
+    A TPU puts the gathered dimension outermost: of a head [V, D] that loops over blocks it would make a second copy. A
+    CPU multiplies faster with [V, D], and gathers nothing.
     """
-    head_DV = head_VD.astype(dtype).T
-    return jax.lax.all_gather(head_DV, layout.head_axes, axis=0, tiled=True) if layout.head_axes else head_DV
+    return 0 if sharding.platform() == "cpu" else 1
 
 
-def _block(block, head_DV, z_loss: float, soft_cap: float | None) -> tuple[jax.Array, jax.Array]:
+def _gathered(head_VD: jax.Array, dtype: jnp.dtype, layout: _Layout) -> jax.Array:
+    """The whole head, [V, D] or [D, V] as `_vocab_dim` says, in the compute dtype; cast before it is sent."""
+    vocab = _vocab_dim()
+    head = head_VD.astype(dtype)
+    head = head.T if vocab else head
+    return jax.lax.all_gather(head, layout.head_axes, axis=1 - vocab, tiled=True) if layout.head_axes else head
+
+
+def _block(block, head, z_loss: float, soft_cap: float | None) -> tuple[jax.Array, jax.Array]:
     """Sums [4] of a block of places, and the loss's gradient by its logits [places, V]."""
     hidden, targets, weights = block
-    logits = _dot(hidden, head_DV, 1, 0)
+    logits = _dot(hidden, head, 1, 1 - _vocab_dim())
     if soft_cap is not None:
         logits = soft_cap * jnp.tanh(logits / soft_cap)
     largest = jnp.max(logits, axis=-1, keepdims=True)
