@@ -116,7 +116,7 @@ MEMORY = {
     "smollm2-minimal": Point("smollm2_1.7b", "v5e-16", {"fsdp": 16}, 4, "minimal"),
     "gemma2-2b-save": Point("gemma2_2b", "v5e-64", {"fsdp": 64}, 4, "save", length=4096),
     "8b-stage": Point("llama3.1_8b", "v6e-64", {"stage": 4, "fsdp": 16}, 16, length=4096, calibrate=True),
-    # Added last, to test: models that no other point has, one of each kind of mesh; nothing was changed after them.
+    # Added last, to test: models that no other point has, on all kinds of meshes; the model was not changed after them.
     "qwen2-7b-tensor": Point("qwen2_7b", "v5e-64", {"fsdp": 16, "tensor": 4}, 8, "save"),
     "phi3-mini-context": Point("phi3_mini", "v5e-16", {"fsdp": 4, "context": 4}, 2, length=8192),
     "neox-20b-full": Point("gpt_neox_20b", "v5e-64", {"fsdp": 64}, 4),

@@ -119,10 +119,10 @@ def _loss(hidden_BTD, head_VD, targets_BT, weights_BT, layout: _Layout, z_loss: 
     """The loss and the four LossSums [4]."""
 
     def local(hidden_BTD, head_VD, targets_BT, weights_BT):
-        head = _gathered(head_VD, hidden_BTD.dtype, layout)
+        head_DV = _gathered(head_VD, hidden_BTD.dtype, layout)
 
         def add(sums, block):
-            return sums + _block(block, head, z_loss, soft_cap)[0], None
+            return sums + _block(block, head_DV, z_loss, soft_cap)[0], None
 
         return _over_blocks(add, jnp.zeros(4), (hidden_BTD, targets_BT, weights_BT), len(head_VD))[0][None]
 
@@ -136,16 +136,16 @@ def _loss(hidden_BTD, head_VD, targets_BT, weights_BT, layout: _Layout, z_loss: 
 
 def _loss_forward(hidden_BTD, head_VD, targets_BT, weights_BT, layout, z_loss, soft_cap):
     def local(hidden_BTD, head_VD, targets_BT, weights_BT):
-        head = _gathered(head_VD, hidden_BTD.dtype, layout)
+        head_DV = _gathered(head_VD, hidden_BTD.dtype, layout)
         (B, T, D), V = hidden_BTD.shape, len(head_VD)
         # What is kept of the blocks for the head's gradient: their sum, or what it is made of where that is smaller.
         kept_whole = bool(layout.head_axes) and B * T * hidden_BTD.dtype.itemsize < 4 * D
 
         def add(carry, block):
             sums, dhead_DV = carry
-            block_sums, dlogits = _block(block, head, z_loss, soft_cap)
+            block_sums, dlogits = _block(block, head_DV, z_loss, soft_cap)
             hidden = block[0]
-            dhidden = _dot(dlogits, head, 1, _vocab_dim()).astype(hidden.dtype)
+            dhidden = _dot(dlogits, head_DV, 1, 1).astype(hidden.dtype)
             if kept_whole:
                 return (sums + block_sums, dhead_DV), (dhidden, hidden, dlogits)
             return (sums + block_sums, dhead_DV + _dot(hidden, dlogits, 0, 0)), (dhidden,)
@@ -257,27 +257,19 @@ def _transposed(x: jax.Array) -> jax.Array:
     ).reshape(columns, rows)
 
 
-def _vocab_dim() -> int:
-    """Which dimension of the gathered head is the vocabulary's.
-
-    A TPU puts the gathered dimension outermost: of a head [V, D] that loops over blocks it would make a second copy. A
-    CPU multiplies gradients by logits faster with [V, D].
-    """
-    return 0 if sharding.platform() == "cpu" else 1
-
-
 def _gathered(head_VD: jax.Array, dtype: jnp.dtype, layout: _Layout) -> jax.Array:
-    """The whole head, [V, D] or [D, V] as `_vocab_dim` says, in the compute dtype; cast before it is sent."""
-    vocab = _vocab_dim()
-    head = head_VD.astype(dtype)
-    head = head.T if vocab else head
-    return jax.lax.all_gather(head, layout.head_axes, axis=1 - vocab, tiled=True) if layout.head_axes else head
+    """The whole head [D, V] in the compute dtype; cast before it is sent.
+
+    A TPU puts the gathered dimension outermost: of a head [V, D] that loops over blocks it would make a second copy.
+    """
+    head_DV = head_VD.astype(dtype).T
+    return jax.lax.all_gather(head_DV, layout.head_axes, axis=0, tiled=True) if layout.head_axes else head_DV
 
 
-def _block(block, head, z_loss: float, soft_cap: float | None) -> tuple[jax.Array, jax.Array]:
+def _block(block, head_DV, z_loss: float, soft_cap: float | None) -> tuple[jax.Array, jax.Array]:
     """Sums [4] of a block of places, and the loss's gradient by its logits [places, V]."""
     hidden, targets, weights = block
-    logits = _dot(hidden, head, 1, 1 - _vocab_dim())
+    logits = _dot(hidden, head_DV, 1, 0)
     if soft_cap is not None:
         logits = soft_cap * jnp.tanh(logits / soft_cap)
     largest = jnp.max(logits, axis=-1, keepdims=True)
