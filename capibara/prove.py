@@ -84,15 +84,14 @@ def prove(args: argparse.Namespace) -> int:
 def _compile(run, slice_) -> int:
     from capibara import sharding
     from capibara.models import api
-    from capibara.planner import compile as compiler
     from capibara.planner import proof, topology, verdict
     from capibara.training.run import lower_step
 
     verdict.announce("lowering")
     mesh = sharding.make_mesh(run.plan, topology.slice_devices(slice_.name))
-    lowered = lower_step(run, api.build(run.model), mesh)["train_step"]
-    verdict.announce("compiling")
-    verdict.report(compiler.compile_train_step(lowered, proof.flags(run, slice_)))
+    with proof.without_locations():
+        lowered = lower_step(run, api.build(run.model), mesh)["train_step"]
+    proof.answer(lowered, slice_, mesh, proof.flags(run, slice_))
     return 0
 
 

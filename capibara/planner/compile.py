@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 import re
 import time
 from collections import Counter
@@ -166,6 +168,16 @@ def compile_train_step(lowered: jax.stages.Lowered, flags: Mapping[str, str] | N
         alive=moment.buffers[:_ALIVE],
         text=text,
     )
+
+
+def fingerprint(lowered: jax.stages.Lowered, slice_name: str, mesh: jax.sharding.Mesh, flags: Mapping[str, str]) -> str:
+    """SHA-256 of all that we give the compiler: the program, the devices in the mesh's order and the XLA options.
+
+    The same in every checkout where it was lowered within planner.proof.without_locations.
+    """
+    given = {"slice": slice_name, "devices": [device.id for device in mesh.devices.flat], "flags": dict(flags)}
+    text = json.dumps(given, sort_keys=True) + lowered.as_text()
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _chip(compiled: jax.stages.Compiled) -> chips.Chip | None:

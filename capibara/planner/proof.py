@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
+
+from capibara.planner import compile as compiler
 from capibara.planner import verdict, xla_flags
 from capibara.planner.search import Ranked
 from capibara.planner.slices import Slice
@@ -58,6 +62,27 @@ def key(trainer: Any, slice_: Slice) -> dict[str, Any]:
         "loss_scaling": repr(trainer.loss_scaling),
         "flags": flags(trainer, slice_),
     }
+
+
+@contextlib.contextmanager
+def without_locations() -> Iterator[None]:
+    """Lowers programs without the places in source files that they come from.
+
+    Pallas kernels carry theirs in the payload: the same program would differ from checkout to checkout.
+    """
+    before = jax.config.jax_traceback_in_locations_limit
+    jax.config.update("jax_traceback_in_locations_limit", 0)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_traceback_in_locations_limit", before)
+
+
+def answer(lowered: jax.stages.Lowered, slice_: Slice, mesh: jax.sharding.Mesh, flags: Mapping[str, str]) -> None:
+    """Compiles a step, in the child, and says to the parent which it is and what came out."""
+    verdict.announce_program(compiler.fingerprint(lowered, slice_.name, mesh, flags))
+    verdict.announce("compiling")
+    verdict.report(compiler.compile_train_step(lowered, flags))
 
 
 def prove(

@@ -1,7 +1,12 @@
 """Verdicts of the TPU compiler: compiles in a child process, with a deadline and progress, and a cache of them.
 
-The child is any command. On its standard output it says where it is with `announce`, and what came out with `report`:
-lines of "PHASE lowering", and a last line of JSON, that of planner.compile.Compiled.
+The child is any command. On its standard output it says where it is with `announce`, which program it is about to
+compile with `announce_program`, and what came out with `report`: lines of "PHASE lowering" and "PROGRAM 3f9a..", and a
+last line of JSON, that of planner.compile.Compiled.
+
+A verdict is kept twice: under what was asked (configuration, slice and our source code), which is known before anything
+is done, and under the lowered program, which is known after seconds: code that changed and lowers to the same program
+needs no new compile.
 """
 
 from __future__ import annotations
@@ -31,9 +36,12 @@ from capibara.planner.compile import Compiled
 from capibara.types import UserError
 
 PHASE = "PHASE "
+PROGRAM = "PROGRAM "
 _FORMAT = 2  # of cache entries: raise it when what they hold changes
 _STATUS_EVERY_S = 2.0
 _PACKAGES = ("jax", "jaxlib", "libtpu", "flax", "optax")
+# What decides how a lowered program is compiled.
+_COMPILER_PACKAGES = ("jax", "jaxlib", "libtpu")
 # What of our own code decides the program and the figures that are read from it.
 _SOURCES = (
     "models",
@@ -53,7 +61,17 @@ _SOURCES = (
     "planner/chips.py",
     "planner/slices.py",
     "planner/topology.py",
+    "planner/proof.py",
     "planner/xla_flags.py",
+)
+# What decides the figures that are read from a lowered program: who reads them, and the slice's devices.
+_READERS = (
+    "planner/compile.py",
+    "planner/hlo.py",
+    "planner/live.py",
+    "planner/chips.py",
+    "planner/slices.py",
+    "planner/topology.py",
 )
 # Variables that change what is compiled, or with what.
 _VARIABLES = ("LIBTPU_INIT_ARGS", "TPU_LIBRARY_PATH", "XLA_FLAGS")
@@ -126,15 +144,27 @@ def verdict(
     if not deadline_s > 0:  # not a number neither
         raise UserError(f"deadline ({deadline_s:g} s) must be positive: a compile takes 40 s to some minutes, try 900")
     identity = _identity(key)
-    path = _entry_path(identity, pathlib.Path(cache_dir) if cache_dir is not None else default_cache_dir())
-    if not fresh and (cached := _read(path, identity)):
+    cache = pathlib.Path(cache_dir) if cache_dir is not None else default_cache_dir()
+    if not fresh and (cached := _read(cache, identity)):
         return cached
+
+    def of_program(program: str) -> Verdict | None:
+        return None if fresh else _read(cache, _program_identity(program, identity))
+
+    result, program = _run(command, deadline_s, status, of_program)
     result = dataclasses.replace(
-        _run(command, deadline_s, status), date=datetime.date.today().isoformat(), versions=identity["versions"]
+        result, date=result.date or datetime.date.today().isoformat(), versions=identity["versions"]
     )
     if result.compiled is not None:
-        _write(path, identity, result)
+        _write(cache, identity, result)
+        if program and not result.cached:
+            _write(cache, _program_identity(program, identity), result)
     return result
+
+
+def announce_program(fingerprint: str) -> None:
+    """Says, in the child, which program it compiles next: all that decides it is in the fingerprint."""
+    print(f"{PROGRAM}{fingerprint}", flush=True)
 
 
 def announce(phase: str) -> None:
@@ -159,13 +189,13 @@ def source_digest(package: pathlib.Path | None = None) -> str:
     Args:
       package: the folder of capibara; None: this one.
     """
-    return _source_digest(package or pathlib.Path(__file__).resolve().parent.parent)
+    return _source_digest(package or pathlib.Path(__file__).resolve().parent.parent, _SOURCES)
 
 
 @functools.cache
-def _source_digest(package: pathlib.Path) -> str:
+def _source_digest(package: pathlib.Path, sources: Sequence[str]) -> str:
     digest = hashlib.sha256()
-    for source in _SOURCES:
+    for source in sources:
         found = package / source
         for path in sorted(found.rglob("*.py")) if found.is_dir() else [found]:
             content = _statements(path.read_text(encoding="utf-8")).encode() if path.exists() else b""
@@ -194,6 +224,17 @@ def _identity(key: Mapping[str, Any]) -> dict[str, Any]:
     return json.loads(_canonical(identity))  # as it will be read back: tuples are lists
 
 
+def _program_identity(program: str, asked: Mapping[str, Any]) -> dict[str, Any]:
+    """All that the verdict of a lowered program depends on, whoever asked for it."""
+    return {
+        "format": _FORMAT,
+        "program": program,
+        "versions": {package: asked["versions"][package] for package in _COMPILER_PACKAGES},
+        "source": _source_digest(pathlib.Path(__file__).resolve().parent.parent, _READERS),
+        "environment": asked["environment"],
+    }
+
+
 def _decides(variable: str) -> bool:
     return variable in _VARIABLES or (variable.startswith("JAX_") and not variable.startswith(_NOT_OF_PROGRAMS))
 
@@ -213,10 +254,10 @@ def _entry_path(identity: Mapping[str, Any], cache_dir: pathlib.Path) -> pathlib
     return cache_dir / f"{hashlib.sha256(_canonical(identity).encode()).hexdigest()}.json"
 
 
-def _read(path: pathlib.Path, identity: Mapping[str, Any]) -> Verdict | None:
+def _read(cache_dir: pathlib.Path, identity: Mapping[str, Any]) -> Verdict | None:
     """The entry, or None where there is none that is whole and ours."""
     try:
-        entry = json.loads(path.read_text(encoding="utf-8"))
+        entry = json.loads(_entry_path(identity, cache_dir).read_text(encoding="utf-8"))
         if entry["identity"] != identity:
             return None
         compiled = Compiled.from_json(entry["compiled"])
@@ -227,8 +268,9 @@ def _read(path: pathlib.Path, identity: Mapping[str, Any]) -> Verdict | None:
     return Verdict(_outcome(compiled), compiled, elapsed_s, cached=True, date=date, versions=versions)
 
 
-def _write(path: pathlib.Path, identity: Mapping[str, Any], result: Verdict) -> None:
+def _write(cache_dir: pathlib.Path, identity: Mapping[str, Any], result: Verdict) -> None:
     """Puts the entry in place whole; a cache that cannot be written costs the next compile, not this verdict."""
+    path = _entry_path(identity, cache_dir)
     entry = {
         "identity": identity,
         "date": result.date,
@@ -251,22 +293,39 @@ def _outcome(compiled: Compiled) -> Outcome:
     return Outcome.FITS if compiled.fits else Outcome.DOES_NOT_FIT
 
 
-def _run(command: Sequence[str], deadline_s: float, status: Callable[[float, str], None]) -> Verdict:
+def _run(
+    command: Sequence[str],
+    deadline_s: float,
+    status: Callable[[float, str], None],
+    of_program: Callable[[str], Verdict | None],
+) -> tuple[Verdict, str | None]:
+    """(the verdict, the fingerprint of the program that the child named, if it did).
+
+    A verdict that `of_program` knows ends the child.
+    """
     begin_s = time.monotonic()
+    child_says = _Says(status, of_program)
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         try:
             with _child(command, out, err) as child:
-                ended = _follow(child, out, begin_s, deadline_s, status)
+                ended = _follow(child, out, begin_s, deadline_s, child_says)
         except OSError as error:
             message = f"cannot run {command[0]}: {error.strerror}"
-            return Verdict(Outcome.FAILED, None, time.monotonic() - begin_s, message)
-        elapsed_s = time.monotonic() - begin_s
-        if not ended:
-            message = f"stopped after {deadline_s:g} s: allow more time"
-            return Verdict(Outcome.TIMED_OUT, None, elapsed_s, message)
+            return Verdict(Outcome.FAILED, None, time.monotonic() - begin_s, message), None
         lines, errors = _lines(out), _lines(err)
-    if child.returncode:
-        return Verdict(Outcome.FAILED, None, elapsed_s, _why(child.returncode, errors))
+    elapsed_s = time.monotonic() - begin_s
+    if child_says.known:
+        return child_says.known, child_says.program
+    if not ended:
+        message = f"stopped after {deadline_s:g} s: allow more time"
+        return Verdict(Outcome.TIMED_OUT, None, elapsed_s, message), None
+    return _verdict_of(child.returncode, lines, errors, elapsed_s), child_says.program
+
+
+def _verdict_of(returncode: int, lines: Sequence[str], errors: Sequence[str], elapsed_s: float) -> Verdict:
+    """The verdict of a child that has ended by itself."""
+    if returncode:
+        return Verdict(Outcome.FAILED, None, elapsed_s, _why(returncode, errors))
     try:
         compiled = Compiled.from_json(json.loads(lines[-1]))
     except (IndexError, TypeError, ValueError):
@@ -314,22 +373,43 @@ def _environment() -> dict[str, str]:
     return environment
 
 
-def _follow(
-    child: subprocess.Popen, out: IO[bytes], begin_s: float, deadline_s: float, status: Callable[[float, str], None]
-) -> bool:
-    """Waits for the child and tells of its phases; False where the deadline came first."""
-    phase, told_s, read = "starting", -_STATUS_EVERY_S, 0
+class _Says:
+    """What a child has said so far.
+
+    Attributes:
+      phase: where it is.
+      program: the fingerprint of what it compiles; None: it has not said.
+      known: the verdict of that program, if there is one from before.
+    """
+
+    def __init__(self, status: Callable[[float, str], None], of_program: Callable[[str], Verdict | None]):
+        self.phase, self.program, self.known = "starting", None, None
+        self._status, self._of_program, self._told_s = status, of_program, -_STATUS_EVERY_S
+
+    def hear(self, elapsed_s: float, lines: Sequence[str]) -> None:
+        """Takes in what it printed since, and tells of its phase where that is new or was told some time ago."""
+        phases = [line.removeprefix(PHASE).strip() for line in lines if line.startswith(PHASE)]
+        if phases or elapsed_s - self._told_s >= _STATUS_EVERY_S:
+            self.phase, self._told_s = phases[-1] if phases else self.phase, elapsed_s
+            self._status(elapsed_s, self.phase)
+        for line in lines:
+            if line.startswith(PROGRAM):
+                self.program = line.removeprefix(PROGRAM).strip()
+                self.known = self._of_program(self.program)
+
+
+def _follow(child: subprocess.Popen, out: IO[bytes], begin_s: float, deadline_s: float, says: _Says) -> bool:
+    """Waits until the child has ended or its program's verdict is known; False where the deadline came first."""
+    read = 0
     while True:
         elapsed_s = time.monotonic() - begin_s
+        ended = child.poll() is not None
         # pread: the child writes at the file's own position, which is the same for both.
         text = os.pread(out.fileno(), 1 << 20, read)
         whole = text[: text.rfind(b"\n") + 1]
         read += len(whole)
-        phases = [line for line in whole.decode(errors="replace").splitlines() if line.startswith(PHASE)]
-        if phases or elapsed_s - told_s >= _STATUS_EVERY_S:
-            phase, told_s = phases[-1].removeprefix(PHASE).strip() if phases else phase, elapsed_s
-            status(elapsed_s, phase)
-        if child.poll() is not None:
+        says.hear(elapsed_s, whole.decode(errors="replace").splitlines())
+        if ended or says.known:
             return True
         if elapsed_s >= deadline_s:
             return False

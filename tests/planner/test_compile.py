@@ -54,6 +54,29 @@ def test_figures_that_follow_from_others():
     assert dataclasses.replace(REPORT, costs=hlo.Costs()).compiled_s is None
 
 
+def test_a_fingerprint_follows_all_that_the_compiler_is_given():
+    devices = jax.devices()[:2]
+    mesh = jax.sharding.Mesh(devices, "x")
+
+    def fingerprint(factor=2.0, slice_="v5e-4", mesh=mesh, flags=None):
+        def step(x):
+            return x * factor
+
+        split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+        lowered = jax.jit(step).lower(jax.ShapeDtypeStruct((8,), jnp.float32, sharding=split))
+        return planner.fingerprint(lowered, slice_, mesh, flags or {"a": "true"})
+
+    same = fingerprint()
+    assert same == fingerprint() and len(same) == 64
+    others = [
+        fingerprint(3.0),
+        fingerprint(slice_="v6e-4"),
+        fingerprint(mesh=jax.sharding.Mesh(devices[::-1], "x")),
+        fingerprint(flags={"a": "false"}),
+    ]
+    assert len({same, *others}) == 5
+
+
 @pytest.mark.parametrize(
     ("message", "want"),
     [

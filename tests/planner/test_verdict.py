@@ -98,6 +98,42 @@ def test_what_decides_the_program_decides_the_entry(tmp_path, monkeypatch):
         assert not verdict(says(), KEY, deadline_s=20, cache_dir=tmp_path).cached
 
 
+def compiles(program, report=FITS, code="1"):
+    """A child that names its program, and then takes a while; `code` tells two children apart."""
+    return says(report, f"import time; print('PROGRAM {program}', flush=True); time.sleep(0.8)  # {code}")
+
+
+def test_a_program_that_was_compiled_before_is_not_compiled_again(tmp_path, monkeypatch):
+    def ask(command, key=KEY, **options):
+        return verdict(command, key, deadline_s=20, cache_dir=tmp_path, **options)
+
+    first = ask(compiles("3f9a"))
+    never_ends = python("import time; print('PROGRAM 3f9a', flush=True); time.sleep(60)")
+    with monkeypatch.context() as changed:  # our code, which lowers to the same program
+        changed.setattr(verdicts, "source_digest", lambda: "other")
+        again = ask(never_ends)
+        assert again == dataclasses.replace(first, cached=True)
+        assert ask(NEVER) == again  # kept under what was asked as well
+    assert ask(never_ends, KEY | {"z_loss": 0.0}).cached
+    assert not ask(compiles("77c1", TOO_BIG), KEY | {"z_loss": 1.0}).cached
+    assert not ask(compiles("3f9a", TOO_BIG), KEY | {"z_loss": 2.0}, fresh=True).cached
+    assert ask(never_ends, KEY | {"z_loss": 3.0}).outcome is Outcome.DOES_NOT_FIT  # what fresh found
+    with monkeypatch.context() as changed:
+        changed.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_scoped_vmem_limit_kib=65536")
+        assert not ask(compiles("3f9a")).cached
+    with monkeypatch.context() as changed:  # who reads the compiler's figures
+        changed.setattr(verdicts, "_READERS", ("planner/hlo.py",))
+        assert not ask(compiles("3f9a"), KEY | {"z_loss": 4.0}).cached
+
+
+@pytest.mark.parametrize("end", ["raise SystemExit('error: no such chip')", "import time; time.sleep(60)"])
+def test_the_program_of_a_compile_that_fails_has_no_verdict(tmp_path, end):
+    failing = python(f"print('PROGRAM 3f9a', flush=True)\n{end}")
+    assert verdict(failing, KEY, deadline_s=1, cache_dir=tmp_path).compiled is None
+    assert list(tmp_path.iterdir()) == []
+    assert not verdict(compiles("3f9a"), KEY, deadline_s=20, cache_dir=tmp_path).cached
+
+
 def test_the_digest_of_the_sources_follows_those_that_decide_the_program(tmp_path):
     def digest(name, **files):
         for path, text in files.items():
@@ -114,6 +150,7 @@ def test_the_digest_of_the_sources_follows_those_that_decide_the_program(tmp_pat
     assert digest("step", models__decoder="x", sharding="y", training__step="s") != base
     assert verdicts.source_digest() == verdicts.source_digest(REPOSITORY / "capibara")
     assert all((REPOSITORY / "capibara" / source).exists() for source in verdicts._SOURCES)
+    assert set(verdicts._READERS) < set(verdicts._SOURCES)
 
 
 @pytest.mark.parametrize("damage", ["cut", "empty", "other entry", "no report", "not text"])
@@ -239,9 +276,10 @@ def test_phases_are_told_as_they_come(tmp_path):
 
 def test_what_a_child_says_is_what_is_read(capsys, tmp_path):
     verdicts.announce("lowering")
+    verdicts.announce_program("3f9a")
     verdicts.report(FITS)
-    phase, line = capsys.readouterr().out.splitlines()
-    assert phase == "PHASE lowering" and Compiled.from_json(json.loads(line)) == FITS
+    phase, program, line = capsys.readouterr().out.splitlines()
+    assert (phase, program) == ("PHASE lowering", "PROGRAM 3f9a") and Compiled.from_json(json.loads(line)) == FITS
 
 
 def test_a_child_sees_no_chips_and_no_lock(tmp_path, monkeypatch):
