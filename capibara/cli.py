@@ -14,6 +14,7 @@ from capibara.types import UserError
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -88,6 +89,9 @@ def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str] | None 
         raise UserError(f"unexpected argument {unknown[0]!r} (see --help)")
     args.gin_file = [part for value in args.gin_file for part in value.split(",") if part]
     args.gin_search_paths = [part for value in args.gin_search_paths for part in value.split(",") if part]
+    for folder in args.gin_search_paths:
+        if not os.path.isdir(os.path.expanduser(folder)):
+            raise UserError(f"--gin_search_paths={folder} must be a folder: there is none")
     del args.gin_override_help
     return args
 
@@ -116,6 +120,9 @@ def run_verb(main: Callable[[Sequence[str] | None], int | None], argv: Sequence[
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
+    except BrokenPipeError:  # the reader of our output has had enough, as head has
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains of it at its exit
+        return EXIT_BROKEN_PIPE
     except Exception as error:
         message = _user_message(error)
         if message is None:

@@ -36,11 +36,15 @@ def find_file(name: str | os.PathLike, folders: Sequence[pathlib.Path], where: s
         if (folder / path).is_file():
             return folder / path
     prefix = f"{where}: " if where else ""
+    if any((folder / path).is_dir() for folder in folders):
+        raise UserError(f"{prefix}{name} is a folder: name a Gin file in it")
     if path.is_absolute():
         folders = [path.parent]
     looked = ", ".join(dict.fromkeys(str(folder.resolve()) for folder in folders))
     choices = {
-        str(found.relative_to(folder)) for folder in folders for found in _gin_files(folder, folder == folders[-1])
+        str(found.relative_to(folder))
+        for folder in folders
+        for found in _gin_files(folder, folder == folders[-1] and not path.is_absolute())
     }
     names: dict[str, list[str]] = {}
     for choice in sorted(choices):
@@ -53,7 +57,10 @@ def find_file(name: str | os.PathLike, folders: Sequence[pathlib.Path], where: s
 
 
 def _gin_files(folder: pathlib.Path, deep: bool) -> Iterable[pathlib.Path]:
-    return folder.glob("**/*.gin" if deep else "*.gin")
+    try:
+        return list(folder.glob("**/*.gin" if deep else "*.gin"))
+    except OSError:  # hints are not worth an error
+        return []
 
 
 @functools.cache

@@ -38,10 +38,10 @@ def plan(args: argparse.Namespace) -> int:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # shapes are all that is computed
     from capibara import config
     from capibara.monitoring.status import StatusLine
-    from capibara.planner import page, proof, report, search, slice_choice, slices, topology, verify, workload
+    from capibara.planner import explain, page, proof, report, search, slice_choice, slices, topology, verify, workload
     from capibara.training import trainer
 
-    asked = slices.parse(args.slice) if args.slice else None  # mistakes show before the model is looked at
+    asked = slices.parse(args.slice) if args.slice is not None else None  # mistakes show before the model is looked at
     dtypes = questions.state_dtypes(args)
     given = proof.Configuration(
         args.gin_file, args.gin_bindings, args.gin_search_paths, args.length, args.encoder_length
@@ -52,15 +52,17 @@ def plan(args: argparse.Namespace) -> int:
     run = trainer.of_gin(args.length, args.encoder_length)
     work = workload.of_run(run, dtypes)
     question = questions.question(args, work, run.plan)
+    found, money = [], {"tokens": args.tokens, "usd": args.usd_per_chip_hour}
     if args.objective in questions.SLICE_OBJECTIVES:
         with StatusLine() as line:
             found = slice_choice.offers(work, args, question, lambda name: line.show("searching", name))
         chosen = slice_choice.best(found, args)
         slice_, ranked = chosen.slice_, chosen.ranked
     else:
-        if not (asked or run.plan.slice):
+        bound = slices.parse(run.plan.slice) if run.plan.slice else None
+        if not (asked or bound):
             raise UserError("--slice has no value and Plan.slice is not bound: name a slice, e.g. --slice=v5e-64")
-        slice_ = asked or slices.parse(run.plan.slice)
+        slice_ = asked or bound
         ranked = search.search(work, slice_, question)
         if not ranked[0].fits:
             raise search.no_plan(ranked[0], work, slice_, question)
@@ -70,20 +72,20 @@ def plan(args: argparse.Namespace) -> int:
         with StatusLine() as line:
             prove = proof.prover(run, given, work, slice_, deadline_s=args.deadline, status=line.show)
             walk = verify.walk(work, slice_, question, prove, most=args.tries)
-    if args.objective in questions.SLICE_OBJECTIVES:
-        report.show_offers(found, chosen, tokens=args.tokens, usd=args.usd_per_chip_hour)
-    report.show(walk, work, slice_, top=args.top, tokens=args.tokens, usd=args.usd_per_chip_hour)
-    print("".join(f"note: {line}\n" for line in questions.notes(args, run.plan)), end="")
-    if args.explain:
-        print("\n".join(report.explain(walk.ranked[0], work, slice_)))
     if args.json:
-        shown = report.plans_json(walk, work, slice_, top=args.top, tokens=args.tokens, usd=args.usd_per_chip_hour)
+        shown = report.plans_json(walk, work, slice_, top=args.top, offers=found, **money)
         report.save(args.json, json.dumps(shown, indent=1))
     if args.html:
-        report.save(args.html, page.page(walk, work, slice_))
+        report.save(args.html, page.page(walk, work, slice_, offers=found, **money))
     if args.output:
         before = (questions.included(args), args.gin_bindings) if args.include else ((), ())
         report.save(args.output, report.gin(walk, work, slice_, *before))
+    if found:
+        report.show_offers(found, chosen, **money)
+    report.show(walk, work, slice_, top=args.top, **money)
+    print("".join(f"note: {line}\n" for line in questions.notes(args, run.plan, read)), end="")
+    if args.explain:
+        print("\n".join(explain.lines(walk.ranked[0], work, slice_)))
     return 0
 
 

@@ -47,8 +47,10 @@ def prove(args: argparse.Namespace) -> int:
     from capibara.planner import automatic, proof, report, slices, topology
     from capibara.training import trainer
 
-    asked = slices.parse(args.slice) if args.slice else None
-    config.parse(args.gin_file, args.gin_bindings, args.gin_search_paths)
+    asked = slices.parse(args.slice) if args.slice is not None else None
+    read = config.parse(args.gin_file, args.gin_bindings, args.gin_search_paths)
+    if args.json is not None:
+        report.check_writable(args.json, inputs=read)
     run = trainer.of_gin(args.length, args.encoder_length)
     if not (asked or run.plan.slice):
         raise UserError("--slice has no value and Plan.slice is not bound: name a slice, e.g. --slice=v5e-64")
@@ -63,8 +65,6 @@ def prove(args: argparse.Namespace) -> int:
     if args.child:
         return _compile(run, slice_)
     topology.check(slice_.name)
-    if args.json:
-        report.check_writable(args.json)
     given = proof.Configuration(
         args.gin_file, args.gin_bindings, args.gin_search_paths, args.length, args.encoder_length
     )
@@ -73,7 +73,7 @@ def prove(args: argparse.Namespace) -> int:
             run, given, slice_, deadline_s=args.deadline, fresh=args.fresh,
             status=lambda elapsed_s, phase: line.show(f"{slice_.name}: {phase}", f"{elapsed_s:.0f} s"),
         )  # fmt: skip
-    if args.json:
+    if args.json is not None:
         report.save(args.json, json.dumps(report.verdict_json(result), indent=1))
     if result.compiled is None:
         raise UserError(result.message)

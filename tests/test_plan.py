@@ -1,6 +1,8 @@
 """The verb `plan`, as a user calls it."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -31,6 +33,38 @@ def test_a_model_on_a_slice(capsys, tmp_path):
     assert "http" not in text and "<script" not in text  # nothing from elsewhere
 
 
+def test_slices_that_were_weighed_are_in_all_outputs_and_a_closed_pipe_loses_none(tmp_path):
+    """As `plan ... | head -1`: the reader goes before the table is printed."""
+    out, page = tmp_path / "plan.json", tmp_path / "plan.html"
+    flags = [MODEL, "--objective=cheapest", "--tokens=2e11", "--chips=v5e", f"--json={out}", f"--html={page}"]
+    command = [sys.executable, "-m", "capibara.plan", *flags, "--explain", "--top=900"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+        child.stdout.readline()
+        child.stdout.close()
+        error = child.stderr.read()
+    assert child.returncode == cli.EXIT_BROKEN_PIPE
+    assert [line for line in error.splitlines() if not line.startswith("searching, ")] == []
+    found = json.loads(out.read_text())
+    assert [s["slice"] for s in found["slices"]][-1] == "v5e-256" and all(
+        "usd" in s["predicted"] for s in found["slices"]
+    )
+    assert "days and" in page.read_text() and "USD/M tokens" in page.read_text()
+    assert f'<tr class="chosen"><td>{found["plans"][0]["slice"]}</td>' in page.read_text()
+
+
+def test_models_with_fewer_places_than_the_default_have_as_many_as_they_can(capsys):
+    assert run("--gin_file=models/gpt2_124m.gin", "--slice=v5e-4") == 0
+    assert run("--gin_file=models/gpt2_124m.gin", "--slice=v5e-4", "--length=2048") == 2
+    assert "Dataset.length (2048) must be at most DecoderConfig.max_length (1024): try 1024" in capsys.readouterr().err
+
+
+def test_two_files_of_one_model_are_named(capsys):
+    assert run("--gin_file=models/tiny.gin", MODEL, "--slice=v5e-64") == 0
+    text = capsys.readouterr().out
+    assert "note: one model of several files, in each field what the last of them says: " in text
+    assert run(MODEL, "--slice=v5e-64") == 0 and "several files" not in capsys.readouterr().out
+
+
 def test_a_run_brings_its_slice_length_and_batch(capsys):
     assert run("--gin_file=base_v5e64.gin") == 0
     assert capsys.readouterr().out.startswith("v5e-64: ")
@@ -44,17 +78,46 @@ def test_a_run_brings_its_slice_length_and_batch(capsys):
         ([MODEL, "--slice=v5e-63"], "try v5e-64"),
         ([MODEL, "--slice=v5e-64", "--axis=tensr=2"], "did you mean tensor"),
         ([MODEL, "--slice=v5e-64", "--axis=tensor=two"], "must be like tensor=4"),
-        ([MODEL, "--slice=v5e-64", "--headroom=1.5"], "headroom is 1.5, must be from 0 to below 1"),
+        ([MODEL, "--slice=v5e-64", "--headroom=1.5"], "--headroom=1.5 must be from 0 to below 1: try --headroom=0.06"),
         (["--gin_file=models/capibara_120b.gin", "--slice=v5e-16"], "no plan fits v5e-16"),
         ([MODEL, "--slice=v5e-64", "--json=/dev/null/plan.json"], "/dev/null/plan.json cannot be written"),
         ([MODEL, "--slice=v5e-64", "--json=plan.txt", "--html=./plan.txt"], "plan.txt is named for two outputs"),
         ([MODEL, "--slice=v5e-16", "--headroom=0.99"], "is kept free: it fits with --headroom=0."),
-        ([MODEL, "--slice=v5e-16", "--batch_size=100000000000"], "is kept free: use a smaller --batch_size"),
+        ([MODEL, "--slice=v5e-16", "--batch_size=1000000000"], "is kept free: use a smaller --batch_size"),
         ([MODEL, "--slice=v5e-16", "--include"], "give --output=FILE, or leave it out"),
         (["--gin_file=models/capibara_1bb.gin", "--slice=v5e-16"], "did you mean models/capibara_1b.gin or"),
         (["--gin_file=tasks/text.gin", "--slice=v5e-16"], "configures no model"),
-        ([MODEL, "--slice=v5e-64", "--tokens=inf"], "--tokens is inf, must be above 0 and at most"),
-        ([MODEL, "--slice=v5e-64", "--tries=0"], "--tries is 0, must be above 0"),
+        (
+            [MODEL, "--slice=v5e-64", "--tokens=inf"],
+            "--tokens=inf must be above 0 and at most 1e+18, e.g. --tokens=2e11",
+        ),
+        ([MODEL, "--slice=v5e-64", "--tries=0"], "--tries=0 must be above 0 and at most 1e+18, e.g. --tries=6"),
+        ([MODEL, "--slice=v5e-64", "--tries=3"], "--tries=3 is of --verify: give that too, or leave it out"),
+        ([MODEL, "--slice=v5e-64", "--deadline=30"], "--deadline=30 is of --verify"),
+        ([MODEL, "--slice=v5e-64", "--chips=v5e"], "--chips=v5e is for objectives that look for a slice"),
+        ([MODEL, "--slice=v5e-64", "--tokens=1e-300"], "--tokens=1e-300 must be at least 1, e.g. --tokens=2e11"),
+        ([MODEL, "--slice=v5e-16", "--batch_size=1000000000000000000"], "must be at most 1000000000: try"),
+        ([MODEL, "--slice=v5e-²"], "slice 'v5e-²' must be like v5e-64"),
+        ([MODEL, "--slice=v5e-64", "--axis=tensor=²"], "must be like tensor=4"),
+        ([MODEL, "--slice=v5e-99999999999999999999"], "try v5e-256"),
+        ([MODEL, "--slice="], "slice '' must be like v5e-64"),
+        ([MODEL, "--slice=v5e-64", "--gin.Plan.slice='foo'"], "slice 'foo' must be like v5e-64"),
+        (
+            [MODEL, "--slice=v5e-64", "--gin_search_paths=/nonexistent"],
+            "--gin_search_paths=/nonexistent must be a folder",
+        ),
+        (["--gin_file=/usr", "--slice=v5e-64"], "/usr is a folder: name a Gin file in it"),
+        (["--gin_file=/usr/none.gin", "--slice=v5e-64"], "no Gin file /usr/none.gin in /usr"),
+        ([MODEL, "--objective=smallest_slice", "--axis=tensor=7"], "no mesh of v6e-256 with tensor=7"),
+        (
+            [
+                MODEL,
+                "--slice=v5e-64",
+                *(f"--axis={a}=1" for a in ("data", "stage", "fsdp", "expert", "context", "tensor")),
+            ],
+            "the axes multiply to 1, the slice has 64 devices: leave one of them open",
+        ),
+        ([MODEL, "--slice=v5e-4", "--headroom=0.99999"], "v5e has 15.75 usable and 99.999% of it is kept free"),
         ([MODEL, "--slice=v5e-64", "--usd_per_chip_hour=nan"], "--usd_per_chip_hour is nan, must be at least 0"),
         ([MODEL, "--chips=v5e,v6x", "--objective=smallest_slice"], "chip 'v6x' is not known: did you mean v6"),
         ([MODEL, "--slice=v5e-64", "--axis=fsdp=8", "--axis=fsdp=16"], "--axis=fsdp is given 2 times"),
@@ -163,7 +226,7 @@ def test_a_plan_that_fails_leaves_nothing(capsys, tmp_path):
         ("real.json", "link.json", "is named for two outputs"),
         ("dangling.json", "model.gin", "is read as a Gin file"),
         ("dangling.json", "above.gin", "is read as a Gin file"),
-        ("", "b.html", "an output has no name"),
+        ("", "b.html", "--json, --html or --output has no name"),
     ],
 )
 def test_outputs_that_cannot_be_are_seen_first_and_nothing_is_left(json_, html, message, capsys, tmp_path, monkeypatch):

@@ -18,6 +18,7 @@ DecoderConfig.num_heads = 2
 DecoderConfig.mlp_dim = 512
 DecoderConfig.dtype = "bfloat16"
 """
+OPEN = ("--gin.Plan.slice='v5e-16'", "--length=4096")  # a run whose mesh is open
 
 
 def run(verb, *argv):
@@ -55,7 +56,17 @@ def test_a_verified_plan_is_proven_and_what_it_wrote_is_the_same_step(tmp_path, 
     assert text.startswith("v5e-4: fits (compiled earlier") and "kernels: splash" in text and "all-gather" in text
     # Another batch is another step, for which there is no time.
     assert run(prove, *files, "--length=512", "--gin.Plan.batch_size=12", "--deadline=0.001") == 2
-    assert capsys.readouterr().err.endswith("error: stopped after 0.001 s: allow more time\n")
+    assert capsys.readouterr().err.endswith(
+        "error: stopped after --deadline=0.001 s: a compile takes 40 s to some minutes, try --deadline=1800\n"
+    )
+
+
+def test_the_verdict_is_not_written_over_what_is_read(capsys, tmp_path):
+    model = tmp_path / "mine.gin"
+    model.write_text(SMALL)
+    for name, message in ((str(model), "mine.gin is read as a Gin file"), ("", "has no name")):
+        assert run(prove, f"--gin_file={model}", "--slice=v5e-4", f"--json={name}", "--deadline=1") == 2
+        assert message in capsys.readouterr().err and model.read_text() == SMALL
 
 
 @pytest.mark.parametrize(
@@ -73,6 +84,14 @@ def test_a_verified_plan_is_proven_and_what_it_wrote_is_the_same_step(tmp_path, 
         (
             ["--gin_file=slices/v5e-64/capibara_1b.gin", "--slice=v5e-16"],
             "needs 64 devices, v5e-16 has 16: set one axis to -1\n",
+        ),
+        (
+            ["--gin_file=models/capibara_8b.gin", *OPEN, "--gin.Plan.remat='none'", "--gin.Plan.batch_size=16"],
+            "it fits with a plan that capibara plan --headroom=0.01 --output=plan.gin writes",
+        ),
+        (
+            ["--gin_file=models/capibara_1b.gin", *OPEN, "--gin.Plan.batch_size=64", "--gin.Plan.accumulation=3"],
+            "batch_size (64) must be a multiple of Plan.accumulation (3): try 63",
         ),
     ],
 )

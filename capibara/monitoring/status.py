@@ -6,7 +6,7 @@ import sys
 import time
 from typing import IO, Self
 
-_PLAIN_EVERY_S = 30.0
+_PLAIN_AFTER_S, _PLAIN_EVERY_S = 2.0, 30.0
 
 
 class StatusLine:
@@ -19,7 +19,7 @@ class StatusLine:
     def __init__(self, stream: IO[str] | None = None):
         self._stream = stream or sys.stderr
         self._live = self._stream.isatty()
-        self._topic, self._said_s = "", 0.0
+        self._topic, self._said_s, self._begun_s = "", 0.0, time.monotonic()
 
     def __enter__(self) -> Self:
         return self
@@ -28,11 +28,14 @@ class StatusLine:
         self._write("\r\x1b[K" if self._live else "")
 
     def show(self, topic: str, detail: str) -> None:
-        """Shows `topic, detail`; without a terminal only a new topic, and the same one every half minute."""
+        """Shows `topic, detail`; without a terminal not at once, only a new topic, and the same one every half minute."""
+        now_s = time.monotonic()
         if self._live:
             self._write(f"\r\x1b[K{topic}, {detail}")
-        elif topic != self._topic or time.monotonic() - self._said_s >= _PLAIN_EVERY_S:
-            self._topic, self._said_s = topic, time.monotonic()
+        elif now_s - self._begun_s < _PLAIN_AFTER_S:
+            return  # no long job so far
+        elif topic != self._topic or now_s - self._said_s >= _PLAIN_EVERY_S:
+            self._topic, self._said_s = topic, now_s
             self._write(f"{topic}, {detail}\n")
 
     def _write(self, text: str) -> None:

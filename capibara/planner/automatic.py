@@ -45,7 +45,7 @@ def bindings(trainer: Any, slice_: Slice | None = None) -> tuple[list[str], str]
     )
     best = search.search(work, slice_, question)[0]
     if not best.fits:
-        raise search.no_plan(best, work, slice_, question)
+        raise search.no_plan(best, work, slice_, question, search.BINDINGS)
     line = (
         f"plan for {slice_.name}: {best.choice.describe()}; predicted {best.memory.peak / GIB:.2f} GiB of HBM a "
         f"{slice_.chip.unit}, {report.seconds(best.cost.step_s)} a step"

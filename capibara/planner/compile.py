@@ -120,6 +120,8 @@ class Compiled:
             raise ValueError(f"this is no compiler's report: {error}") from error
         if not isinstance(report.fits, bool) or not all(n is None or isinstance(n, (int, float)) for n in numbers):
             raise ValueError("this is no compiler's report: fits must be true or false, sizes and times numbers")
+        if report.fits and report.peak_bytes is None:
+            raise ValueError("this is no compiler's report: a step that fits has a peak")
         return report
 
 
@@ -173,10 +175,11 @@ def compile_train_step(lowered: jax.stages.Lowered, flags: Mapping[str, str] | N
 def fingerprint(lowered: jax.stages.Lowered, slice_name: str, mesh: jax.sharding.Mesh, flags: Mapping[str, str]) -> str:
     """SHA-256 of all that we give the compiler: the program, the devices in the mesh's order and the XLA options.
 
+    The names of the program's parts count: a report names buffers by them.
     The same in every checkout where it was lowered within planner.proof.without_locations.
     """
     given = {"slice": slice_name, "devices": [device.id for device in mesh.devices.flat], "flags": dict(flags)}
-    text = json.dumps(given, sort_keys=True) + lowered.as_text()
+    text = json.dumps(given, sort_keys=True) + lowered.as_text(debug_info=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 

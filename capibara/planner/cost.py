@@ -8,6 +8,7 @@ other, though XLA starts most gathers early (`EXPOSED`).
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 from capibara.planner import memory, network
 from capibara.planner.choice import Choice
@@ -37,7 +38,7 @@ _IMBALANCE = 1.1
 _QUANTIZED = {"int8": "int8", "fp8": "float8"}  # quantization -> dtype of chips.py
 EXPOSED = 1.0  # share of the collectives that could hide behind compute by which the step is longer all the same
 # Share of the HBM's bandwidth that is reached: of the element-wise operations, which only read and write.
-_HBM = 0.85
+HBM_REACHED = 0.85
 # FLOPs of flash attention's backward pass over those of its forward pass: two kernels, that for the gradients of keys
 # and values makes four products and that for the queries' three, the forward pass two.
 _ATTENTION_BACKWARD = 3.5
@@ -178,7 +179,7 @@ def cost(work: Workload, choice: Choice, slice_: Slice) -> Cost:
     others = flops.head + uneven * flops.experts / _EXPERTS + flops.attention / _ATTENTION
     compute_s = (dense / peak + others / chip.device_flops()) / _MATMUL[chip.name]
     layers_bytes, update_bytes = hbm_bytes(work, choice)
-    bandwidth = chip.device_hbm_bytes_per_s * _HBM
+    bandwidth = chip.device_hbm_bytes_per_s * HBM_REACHED
     collectives = tuple(_collectives(work, choice, layout))
     return Cost(
         compute_s=compute_s,
@@ -196,6 +197,41 @@ def cost(work: Workload, choice: Choice, slice_: Slice) -> Cost:
         tokens=choice.tokens(work),
         slice_=slice_,
     )
+
+
+class Compute(NamedTuple):
+    """A part of the compute: FLOPs of a device and step at a share of its peak.
+
+    Attributes:
+      name: which products.
+      flops: those of the busiest device.
+      share: of the peak that they reach.
+      peak_flops: FLOP/s of the device in their dtype.
+    """
+
+    name: str
+    flops: float
+    share: float
+    peak_flops: float
+
+    @property
+    def seconds(self) -> float:
+        return self.flops / (self.share * self.peak_flops)
+
+
+def compute(work: Workload, choice: Choice, slice_: Slice) -> tuple[Compute, ...]:
+    """The parts of Cost.compute_s, which is the sum of their seconds."""
+    flops, chip = step_flops(work, choice), slice_.chip
+    full, share = chip.device_flops(), _MATMUL[chip.name]
+    quantized = chip.device_flops(_QUANTIZED.get(str(work.config.quantization), "bfloat16"))
+    dense = flops.forward + flops.backward + flops.recompute - flops.experts
+    parts = (
+        Compute("layers", dense, share, quantized),
+        Compute("experts", imbalance(work, choice) * flops.experts, share * _EXPERTS, full),
+        Compute("attention", flops.attention, share * _ATTENTION, full),
+        Compute("head", flops.head, share, full),
+    )
+    return tuple(part for part in parts if part.flops)
 
 
 def bubble(choice: Choice) -> float:

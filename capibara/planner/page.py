@@ -6,9 +6,10 @@ import html
 import math
 from collections.abc import Iterator, Sequence
 
-from capibara.planner import report, search
+from capibara.planner import report
 from capibara.planner.chips import GIB
 from capibara.planner.search import Ranked
+from capibara.planner.slice_choice import Offer
 from capibara.planner.slices import Slice
 from capibara.planner.verify import Walk
 from capibara.planner.workload import Workload
@@ -20,36 +21,49 @@ body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 62rem
 h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
 table { border-collapse: collapse; width: 100%; } td, th { padding: .25rem .6rem; border-bottom: 1px solid #ddd; }
 td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; } th { text-align: left; }
-.note { color: #666; } svg text { font: 12px system-ui, sans-serif; fill: #222; } tr.out { color: #999; }
+.note { color: #666; } svg text { font: 12px system-ui, sans-serif; fill: #222; } tr.out { color: #999; } tr.chosen { font-weight: bold; }
 @media (prefers-color-scheme: dark) { body { background: #181818; color: #ddd; } svg text { fill: #ddd; } }
 """
 
 
+_NUMBER, _CHOSEN = ' class="n"', ' class="chosen"'
 _NOTE_PREDICTED = "Predictions of the cost model. Nothing here was compiled or measured."
 _NOTE = "Predictions of the cost model, but for what the TPU compiler says, which is named so. Nothing was measured."
 
 
-def page(walk: Walk, work: Workload, slice_: Slice, *, top: int = 20) -> str:
+def page(
+    walk: Walk,
+    work: Workload,
+    slice_: Slice,
+    *,
+    top: int = 20,
+    tokens: float | None = None,
+    usd: float | None = None,
+    offers: Sequence[Offer] = (),
+) -> str:
     """The page's text.
 
     Args:
       walk: plans, the chosen one first, and what was compiled of them.
       work, slice_: what they are for.
       top: how many of them are listed.
+      tokens: of the whole training, for days and dollars; None: neither.
+      usd: per chip-hour; None: the list price.
+      offers: slices that were weighed, if some were.
     """
     ranked, best = walk.ranked, walk.ranked[0]
     title = f"{slice_.name}: {best.choice.describe()}"
     cost = best.cost
     facts = [
-        f"{report.seconds(cost.step_s)} a step of {cost.tokens:,} tokens: {cost.tokens_per_s:,.0f} tokens/s, {cost.mfu:.1%} MFU, "
-        f"{cost.hfu:.1%} with recomputation; bound by {cost.bound}.",
-        f"{work.model.param_count:,} parameters, rows of {work.length:,} places.",
-        "On the torus: " + "; ".join(search.layout_lines(best, slice_)) + ".",
+        f"{work.model.param_count:,} parameters, rows of {work.length:,} places: {cost.tokens_per_s:,.0f} tokens/s, "
+        f"{cost.hfu:.1%} of the peak FLOP/s with recomputation",
+        *report.summary(best, work, slice_, tokens, usd),
     ]
     sections = [
         f"<h1>{html.escape(title)}</h1>",
         f'<p class="note">{_NOTE if walk.tried else _NOTE_PREDICTED}</p>',
-        *(f"<p>{html.escape(fact)}</p>" for fact in facts),
+        *(f"<p>{html.escape(fact[:1].upper() + fact[1:])}.</p>" for fact in facts),
+        *_offers(offers, slice_, tokens, usd),
         *_proof(walk, slice_),
         "<h2>HBM of a chip at the peak, predicted</h2>",
         _memory_bar(best, slice_),
@@ -62,6 +76,21 @@ def page(walk: Walk, work: Workload, slice_: Slice, *, top: int = 20) -> str:
     ]
     head = f'<meta charset="utf-8"><title>{html.escape(title)}</title><style>{_STYLE}</style>'
     return f'<!doctype html><html lang="en"><head>{head}</head><body>{"".join(sections)}</body></html>\n'
+
+
+def _offers(offers: Sequence[Offer], chosen: Slice, tokens: float | None, usd: float | None) -> Iterator[str]:
+    """The slices that were weighed."""
+    if not offers:
+        return
+    yield "<h2>Slices with their best plans, predicted</h2>"
+    left = ("slice", "plan")
+    head = "".join(f"<th{'' if name in left else _NUMBER}>{name}</th>" for name in report.OFFER_COLUMNS)
+    rows = []
+    for offer in offers:
+        cells = zip(report.OFFER_COLUMNS, report.offer_cells(offer, tokens, usd))
+        row = "".join(f"<td{'' if name in left else _NUMBER}>{html.escape(cell)}</td>" for name, cell in cells)
+        rows.append(f"<tr{_CHOSEN if offer.slice_ == chosen else ''}>{row}</tr>")
+    yield f"<table><tr>{head}</tr>{''.join(rows)}</table>"
 
 
 def _proof(walk: Walk, slice_: Slice) -> Iterator[str]:
@@ -165,7 +194,8 @@ def _roofline(ranked: Sequence[Ranked], slice_: Slice) -> str:
         f'<svg viewBox="0 0 880 280" role="img" aria-label="roofline"><polyline points="{line}" fill="none" '
         f'stroke="currentColor" stroke-width="2"/>{"".join(dots)}'
         f'<text x="{roof[1][0]:.0f}" y="{roof[1][1] - 6:.0f}">{peak / 1e12:.0f} TFLOP/s</text>'
-        '<text x="860" y="268" text-anchor="end">FLOP per byte of HBM</text></svg>'
+        '<text x="860" y="268" text-anchor="end">FLOP per byte of HBM</text>'
+        '<text x="14" y="130" text-anchor="middle" transform="rotate(-90 14 130)">FLOP/s of a device</text></svg>'
     )
 
 

@@ -57,8 +57,9 @@ def key(trainer: Any, slice_: Slice) -> dict[str, Any]:
         "plan": repr(trainer.plan),
         "optimizer": repr(trainer.optimizer),
         "batch": {name: [shape, str(dtype)] for name, (shape, dtype) in batch.items()},
+        "steps": trainer.steps,
         "z_loss": trainer.z_loss,
-        "ema": trainer.ema_decay is not None,
+        "ema_decay": trainer.ema_decay,
         "loss_scaling": repr(trainer.loss_scaling),
         "flags": flags(trainer, slice_),
     }

@@ -5,12 +5,28 @@ from __future__ import annotations
 import argparse
 import enum
 import os
+import pathlib
+import re
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from capibara.planner import chips
 from capibara.types import UserError
 
 _LARGEST = 1e18  # tokens, seconds, ...: beyond it a number is a slip
+_MOST_ROWS = 10**9  # of a step
+# Flags that are numbers above 0, each with one that makes sense.
+_EXAMPLES = {
+    "length": "4096",
+    "encoder_length": "512",
+    "batch_size": "1024",
+    "tokens": "2e11",
+    "tokens_per_s": "1e6",
+    "max_days": "14",
+    "tries": "6",
+    "deadline": "1800",
+    "top": "8",
+}
 
 if TYPE_CHECKING:
     from capibara.optim import StateDtype
@@ -22,7 +38,7 @@ OBJECTIVES = {
     "throughput": "most tokens a second on --slice, at --batch_size where there is one",
     "largest_batch": "most rows of a step on --slice",
     "smallest_slice": "fewest chips (of --chips) on which the model can be trained",
-    "cheapest": "fewest dollars for --tokens, within --max_days where it is given",
+    "cheapest": "fewest dollars for a token, within --max_days for --tokens where they are given",
     "target_throughput": "fewest chips that make --tokens_per_s",
 }
 
@@ -43,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     goals = "; ".join(f"{name}: {text}" for name, text in OBJECTIVES.items())
     add = parser.add_argument
     add("--slice", metavar="NAME", help="v5e-64, v6e-256, 2xv5e-256, ...; default: Plan.slice")
-    add("--chips", default="v5e,v6e", metavar="A,B", help="whose slices to weigh where the objective is about slices")
+    add("--chips", metavar="A,B", help="whose slices to weigh where the objective is about slices; default: v5e,v6e")
     add("--length", type=int, metavar="N", help="places of a row; default: Dataset.length, or 2048")
     add("--encoder_length", type=int, metavar="N", help="the same of an encoder's rows")
     add("--batch_size", type=int, metavar="N", help="rows of a step; default: the run's, or the best")
@@ -60,8 +76,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--axis", action="append", default=[], metavar="NAME=N", help="a mesh axis of that size")
     add("--verify", action="store_true", help="compile plans until one is proven by the TPU compiler")
-    add("--tries", type=int, default=6, metavar="N", help="plans to compile at most")
-    add("--deadline", type=float, default=1800, metavar="S", help="seconds for each of them")
+    add("--tries", type=int, metavar="N", help="plans that --verify compiles at most; default: 6")
+    add("--deadline", type=float, metavar="S", help="seconds for each of them; default: 1800")
     add("--top", type=int, default=8, metavar="N", help="plans to show")
     add("--explain", action="store_true", help="print every term of the first plan's prediction")
     add("--json", metavar="FILE", help="write the shown plans there")
@@ -74,24 +90,29 @@ def check(args: argparse.Namespace) -> None:
     """Raises UserError for flags that make no sense, or none together."""
     if not args.gin_file:
         raise UserError("--gin_file has no value: name a model or a run file, e.g. --gin_file=models/capibara_8b.gin")
-    for name in (
-        "length",
-        "encoder_length",
-        "batch_size",
-        "tokens",
-        "tokens_per_s",
-        "max_days",
-        "tries",
-        "deadline",
-        "top",
-    ):
+    for name in _EXAMPLES:
         value = getattr(args, name)
         if value is not None and not 0 < value <= _LARGEST:
-            raise UserError(f"--{name} is {value:g}, must be above 0 and at most {_LARGEST:g}")
+            raise UserError(
+                f"--{name}={value:g} must be above 0 and at most {_LARGEST:g}, e.g. --{name}={_EXAMPLES[name]}"
+            )
     if args.usd_per_chip_hour is not None and not 0 <= args.usd_per_chip_hour <= _LARGEST:
         raise UserError(f"--usd_per_chip_hour is {args.usd_per_chip_hour:g}, must be at least 0, e.g. 2.7")
-    for name in args.chips.split(","):
+    if args.batch_size is not None and args.batch_size > _MOST_ROWS:
+        raise UserError(f"--batch_size={args.batch_size} must be at most {_MOST_ROWS}: try --batch_size=1024")
+    if args.tokens is not None and args.tokens < 1:
+        raise UserError(f"--tokens={args.tokens:g} must be at least 1, e.g. --tokens=2e11")
+    for name in (args.chips or "").split(",") if args.chips is not None else ():
         chips.chip(name)
+    if args.chips is not None and args.objective not in SLICE_OBJECTIVES:
+        raise UserError(
+            f"--chips={args.chips} is for objectives that look for a slice ({', '.join(SLICE_OBJECTIVES)}), not for "
+            f"{args.objective}: leave it out"
+        )
+    for name in ("tries", "deadline"):
+        if getattr(args, name) is not None and not args.verify:
+            raise UserError(f"--{name}={getattr(args, name):g} is of --verify: give that too, or leave it out")
+    args.chips, args.tries, args.deadline = args.chips or "v5e,v6e", args.tries or 6, args.deadline or 1800.0
     axes = [text.partition("=")[0] for text in args.axis]
     for axis in axes:
         if axes.count(axis) > 1:
@@ -162,8 +183,14 @@ def included(args: argparse.Namespace) -> list[str]:
     return [next(filter(os.path.isfile, there), file) for there, file in zip(paths, args.gin_file)]
 
 
-def notes(args: argparse.Namespace, plan: Plan) -> list[str]:
-    """What the search made of fields of Plan that the Gin files bind: lines for the user."""
+def notes(args: argparse.Namespace, plan: Plan, read: Iterable[str | os.PathLike[str]] = ()) -> list[str]:
+    """What the search made of fields of Plan that the Gin files bind: lines for the user.
+
+    Args:
+      args: the flags.
+      plan: of the run.
+      read: all Gin files that were read; of two that describe a model the later one's statements count.
+    """
     from capibara import config
     from capibara.sharding import MESH_AXES
 
@@ -175,4 +202,8 @@ def notes(args: argparse.Namespace, plan: Plan) -> list[str]:
         lines.append(
             f"kept: Plan.batch_size = {plan.batch_size}; --batch_size or --objective=largest_batch takes another"
         )
+    sizes = re.compile(r"^\w+Config\.num_layers\s*=", re.MULTILINE)
+    models = [os.fspath(path) for path in read if sizes.search(pathlib.Path(path).read_text(encoding="utf-8"))]
+    if len(models) > 1:
+        lines.append(f"one model of several files, in each field what the last of them says: {', '.join(models)}")
     return lines

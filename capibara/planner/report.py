@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import pathlib
 import sys
@@ -13,7 +14,6 @@ from capibara import config
 from capibara.planner import advice, search
 from capibara.planner.chips import GIB
 from capibara.planner.cost import EXPOSED, Cost
-from capibara.planner.memory import kv_cache_bytes
 from capibara.planner.memory import memory as predict
 from capibara.planner.search import Objective, Ranked
 from capibara.planner.slice_choice import Offer
@@ -26,9 +26,16 @@ from capibara.types import UserError
 
 
 def plans_json(
-    walk: Walk, work: Workload, slice_: Slice, *, top: int, tokens: float | None, usd: float | None
+    walk: Walk,
+    work: Workload,
+    slice_: Slice,
+    *,
+    top: int,
+    tokens: float | None,
+    usd: float | None,
+    offers: Sequence[Offer] = (),
 ) -> dict[str, Any]:
-    """The first plans and what was compiled of them."""
+    """The first plans and what was compiled of them; the best plans of all slices that were weighed, where some were."""
     plans = []
     for one in walk.ranked[:top]:
         tried = walk.of(one)
@@ -36,7 +43,8 @@ def plans_json(
         plans.append(as_json(one, work, slice_, tokens, usd) | proof)
     compiled = [{"plan": one.ranked.choice.describe(), "verdict": verdict_json(one.verdict)} for one in walk.tried]
     scales = [{"kind": _kind(kind), "scale": scale} for kind, scale in walk.question.scales]
-    return {"plans": plans, "tried": compiled, "memory_scales": scales}
+    weighed = [as_json(offer.best, work, offer.slice_, tokens, usd) for offer in offers]
+    return {"plans": plans, "tried": compiled, "memory_scales": scales} | ({"slices": weighed} if offers else {})
 
 
 def _kind(kind) -> str:
@@ -117,7 +125,7 @@ def show(walk: Walk, work: Workload, slice_: Slice, *, top: int, tokens: float |
     console = _console()
     ranked, best = walk.ranked, walk.ranked[0]
     console.print(f"{slice_.name}: {best.choice.describe()}", style="bold", soft_wrap=True)
-    for line in (*_summary(best, work, slice_, tokens, usd), *_proof(walk)):
+    for line in (*summary(best, work, slice_, tokens, usd), *_advice(work, tokens), *_proof(walk)):
         console.print(f"  {line}", soft_wrap=True)
     table = Table(title=f"the first {min(top, len(ranked))} of {len(ranked)} plans, all figures predicted")
     for name in ("plan", "batch", "HBM GiB", "step", "tokens/s chip", "MFU", "why not first"):
@@ -141,33 +149,48 @@ def show_offers(found: Sequence[Offer], chosen: Offer, *, tokens: float | None, 
     from rich.table import Table
 
     table = Table(title="slices with their best plans, all figures predicted")
-    for name in ("", "slice", "plan", "HBM GiB", "tokens/s", "MFU", "USD/hour", "USD/M tokens", "days", "USD"):
-        table.add_column(name, justify="left" if name in ("", "slice", "plan") else "right")
+    table.add_column("")
+    for name in OFFER_COLUMNS:
+        table.add_column(name, justify="left" if name in ("slice", "plan") else "right")
     for offer in found:
-        cost, slice_ = offer.best.cost, offer.slice_
-        hourly, each = slice_.price_per_hour(usd), offer.usd_per_million_tokens(usd)
-        table.add_row(
-            ">" if offer is chosen else "",
-            slice_.name,
-            offer.best.choice.describe(),
-            f"{offer.best.memory.peak / GIB:.2f}",
-            f"{cost.tokens_per_s:,.0f}",
-            f"{cost.mfu:.1%}",
-            "" if hourly is None else f"{hourly:,.2f}",
-            "" if each is None else f"{each:.4f}",
-            f"{cost.days(tokens):.1f}" if tokens else "",
-            f"{cost.usd(tokens, usd):,.0f}" if tokens and hourly is not None else "",
-        )
+        table.add_row(">" if offer is chosen else "", *offer_cells(offer, tokens, usd))
     _console().print(table)
+
+
+OFFER_COLUMNS = ("slice", "plan", "HBM GiB", "tokens/s", "MFU", "USD/hour", "USD/M tokens", "days", "USD")
+
+
+def offer_cells(offer: Offer, tokens: float | None, usd: float | None) -> list[str]:
+    """What there is to say of a slice, for the columns of OFFER_COLUMNS."""
+    cost, slice_ = offer.best.cost, offer.slice_
+    hourly, each = slice_.price_per_hour(usd), offer.usd_per_million_tokens(usd)
+    return [
+        slice_.name,
+        offer.best.choice.describe(),
+        f"{offer.best.memory.peak / GIB:.2f}",
+        f"{cost.tokens_per_s:,.0f}",
+        f"{cost.mfu:.1%}",
+        "" if hourly is None else f"{hourly:,.2f}",
+        "" if each is None else f"{each:.4f}",
+        f"{cost.days(tokens):.1f}" if tokens else "",
+        f"{cost.usd(tokens, usd):,.0f}" if tokens and hourly is not None else "",
+    ]
 
 
 def _console():
     from rich.console import Console
 
-    return Console(width=None if sys.stdout.isatty() else 140, highlight=False, markup=False)
+    console = Console(width=None if sys.stdout.isatty() else 140, highlight=False, markup=False)
+    console.on_broken_pipe = _closed  # its own way is an exit code of 1
+    return console
 
 
-def _summary(best: Ranked, work: Workload, slice_: Slice, tokens: float | None, usd: float | None) -> Iterable[str]:
+def _closed() -> None:
+    raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+
+def summary(best: Ranked, work: Workload, slice_: Slice, tokens: float | None, usd: float | None) -> Iterable[str]:
+    """What is predicted of a plan, a line each: step, memory, layout, and what a training of `tokens` takes."""
     choice, memory, cost = best.choice, best.memory, best.cost
     step = f"{seconds(cost.step_s)} a step of {choice.tokens(work):,} tokens"
     yield f"predicted: {step}, {cost.mfu:.1%} MFU, bound by {cost.bound}"
@@ -184,7 +207,6 @@ def _summary(best: Ranked, work: Workload, slice_: Slice, tokens: float | None, 
         spent = cost.usd(tokens, usd)
         money = "" if spent is None else f" and {spent:,.0f} USD"
         yield f"predicted for {tokens:.3g} tokens: {cost.days(tokens):.1f} days{money}"
-    yield from _advice(work, tokens)
 
 
 def _advice(work: Workload, tokens: float | None) -> Iterable[str]:
@@ -257,31 +279,6 @@ def _parts(cost: Cost) -> dict[str, float]:
         "a longer update": cost.update_s,
     }
     return {name: amount / cost.tokens for name, amount in parts.items()}
-
-
-def explain(best: Ranked, work: Workload, slice_: Slice) -> Iterable[str]:
-    """Every term of the prediction: a line each."""
-    memory, cost = best.memory, best.cost
-    yield "memory of a device, GiB (predicted)"
-    for name, text in MEMORY_PARTS.items():
-        yield f"  {name:<12}{getattr(memory, name) / GIB:10.3f}  {text}"
-    for moment, amount in memory.moments.items():
-        yield f"  in the {moment:<9}{amount / GIB:8.3f}  {'<- peak' if moment == memory.peak_moment else ''}".rstrip()
-    cache = kv_cache_bytes(work, best.choice)
-    yield f"  {'KV cache':<12}{cache / GIB:10.3f}  of one row, were one generated: no part of the step"
-    flops = cost.flops
-    yield "TFLOP of a device and step (predicted)"
-    for name in ("forward", "backward", "recompute", "attention", "head", "hardware", "model"):
-        yield f"  {name:<12}{getattr(flops, name) / 1e12:10.2f}"
-    yield "traffic of a device and step (predicted)"
-    for part in cost.collectives:
-        overlap = "could hide behind compute" if part.overlaps else "in its way"
-        axes = " ".join(part.axes)
-        yield f"  {part.name:<36}{part.kind:<15}{axes:<22}{part.bytes / 1e9:9.2f} GB {part.seconds:8.3f} s  {overlap}"
-    exposed = f"{EXPOSED:g} x links"  # what could hide, by the share of it that published steps do not hide
-    yield f"step, s (predicted) = (max(compute, HBM, host) + {exposed} + blocking) / (1 - bubble) + update"
-    for name in ("compute_s", "hbm_s", "host_s", "links_s", "blocking_s", "bubble", "imbalance", "update_s", "step_s"):
-        yield f"  {name:<12}{getattr(cost, name):10.4f}"
 
 
 def _uncorrected_peak(one: Ranked, work: Workload) -> float:
@@ -369,7 +366,7 @@ def check_writable(*paths: str, inputs: Iterable[str | os.PathLike[str]] = ()) -
         for path in paths:
             real = os.path.realpath(path)
             if not path or real in taken:
-                why = f"{path} {taken[real]}" if path else "an output has no name"
+                why = f"{path} {taken[real]}" if path else "--json, --html or --output has no name"
                 raise UserError(f"{why}: name another file for what is written")
             taken[real] = "is named for two outputs"
             file = pathlib.Path(real)

@@ -9,7 +9,7 @@ import functools
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from capibara.fields import did_you_mean
@@ -117,7 +117,7 @@ class Question:
         if self.batch_size is not None and self.batch_size < 1:
             raise UserError(f"batch_size is {self.batch_size}, must be at least 1")
         if not 0 <= self.headroom < 1:
-            raise UserError(f"headroom is {self.headroom}, must be from 0 to below 1: try 0.06")
+            raise UserError(f"--headroom={self.headroom} must be from 0 to below 1: try --headroom=0.06")
 
 
 def parse_axis(text: str) -> tuple[str, int]:
@@ -129,7 +129,7 @@ def parse_axis(text: str) -> tuple[str, int]:
     name, _, size = text.partition("=")
     if name not in MESH_AXES:
         raise UserError(f"--axis={text}: no mesh axis {name!r}{did_you_mean(name, MESH_AXES)}")
-    if not size.isdigit() or int(size) < 1:
+    if not (size.isascii() and size.isdigit()) or int(size) < 1:
         raise UserError(f"--axis={text} must be like {name}=4: a number of at least 1")
     return name, int(size)
 
@@ -311,6 +311,11 @@ def _no_mesh(work: Workload, slice_: Slice, question: Question) -> UserError:
     shown = " ".join(f"{axis}={size}" for axis, size in fixed.items())
     asked = f"{slice_.name} with {shown}" if fixed else slice_.name
     if question.batch_size is not None and any(True for _ in meshes(work, slice_, fixed)):
+        if question.accumulation is not None and question.batch_size % question.accumulation:
+            return UserError(
+                f"batch_size ({question.batch_size}) must be a multiple of Plan.accumulation ({question.accumulation}): "
+                f"try {max(1, round(question.batch_size / question.accumulation)) * question.accumulation}"
+            )
         return UserError(
             f"batch_size ({question.batch_size}) divides over no mesh of {asked}: try a multiple of {devices}"
         )
@@ -318,6 +323,11 @@ def _no_mesh(work: Workload, slice_: Slice, question: Question) -> UserError:
         near = max(d for d in _divisors(devices) if d <= math.prod(fixed.values()))
         return UserError(
             f"no mesh of {asked}: the axes must divide its {devices} devices: try axes that multiply to {near}"
+        )
+    if len(fixed) == len(MESH_AXES) and math.prod(fixed.values()) != devices:
+        return UserError(
+            f"no mesh of {asked}: the axes multiply to {math.prod(fixed.values())}, the slice has {devices} devices: leave "
+            "one of them open"
         )
     for axis, size in fixed.items():
         if why := _illegal(work, axis, size):
@@ -353,28 +363,48 @@ def smallest_slice(work: Workload, chip: str, question: Question) -> Slice | Non
     return None
 
 
-def no_plan(best: Ranked, work: Workload, slice_: Slice, question: Question) -> UserError:
-    """One line that says what the leanest plan lacks, and where it would fit."""
-    usable = slice_.chip.device_usable_hbm_bytes / GIB
+# How the way out is worded for `plan`, and for runs whose mesh is open, which have other flags.
+FLAGS = {
+    "headroom": "it fits with --headroom={free:g}",
+    "batch_size": "use a smaller --batch_size",
+    "state_dtype": "--state_dtypes=int8",
+}
+BINDINGS = {
+    "headroom": "it fits with a plan that capibara plan --headroom={free:g} --output=plan.gin writes",
+    "batch_size": "use a smaller Plan.batch_size",
+    "state_dtype": "Optimizer.state_dtype = 'int8'",
+}
+
+
+def no_plan(
+    best: Ranked, work: Workload, slice_: Slice, question: Question, words: Mapping[str, str] = FLAGS
+) -> UserError:
+    """One line that says what the leanest plan lacks, and where it would fit.
+
+    Args:
+      best, work, slice_, question: what was found of what was asked.
+      words: FLAGS or BINDINGS: what the user can set.
+    """
+    usable, need = slice_.chip.device_usable_hbm_bytes / GIB, best.memory.peak / GIB
     return UserError(
         f"no plan fits {slice_.name}: the leanest ({best.choice.describe()}) needs "
-        f"{best.memory.peak / GIB:.1f} GiB a {slice_.chip.unit}, {slice_.chip.name} has {usable:.2f} usable and "
-        f"{question.headroom:.1%} of it is kept free: {_way_out(best, work, slice_, question)}"
+        f"{f'{need:.1f}' if need >= 0.1 else f'{need:.2g}'} GiB a {slice_.chip.unit}, {slice_.chip.name} has {usable:.2f} "
+        f"usable and {100 * question.headroom:.5g}% of it is kept free: {_way_out(best, work, slice_, question, words)}"
     )
 
 
-def _way_out(best: Ranked, work: Workload, slice_: Slice, question: Question) -> str:
+def _way_out(best: Ranked, work: Workload, slice_: Slice, question: Question, words: Mapping[str, str]) -> str:
     """What would make a plan fit."""
     free = 1 - best.memory.peak / slice_.chip.device_usable_hbm_bytes
     if free >= 0:
-        return f"it fits with --headroom={math.floor(1000 * free) / 1000:g}"
+        return words["headroom"].format(free=math.floor(1000 * free) / 1000)
     ways = [f"use {fitting.name}"] if (fitting := smallest_slice(work, slice_.chip.name, question)) else []
     plain = dataclasses.replace(question, batch_size=None, accumulation=None)
     if question.batch_size is not None and search(work, slice_, plain)[0].fits:
-        ways.append("use a smaller --batch_size")
+        ways.append(words["batch_size"])
     if not ways:
         ways = ["no single slice of these chips has enough: use chips with more HBM", "shorter rows"]
-        ways += ["--state_dtypes=int8"] if StateDtype.INT8 not in question.state_dtypes else []
+        ways += [words["state_dtype"]] if StateDtype.INT8 not in question.state_dtypes else []
     return ", or ".join(ways)
 
 

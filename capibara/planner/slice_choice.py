@@ -44,22 +44,30 @@ def offers(
       args: the flags of questions.add_arguments: chips, objective and tokens_per_s are looked at.
       question: of the search on each of them.
       status: told the slice that is searched.
+
+    Raises:
+      UserError: the model, the batch or the mesh axes that were asked for suit none of them.
     """
     kinds = {chips.chip(name).name: None for name in args.chips.split(",")}
     weighed = [slice_ for kind in kinds for slice_ in slices.sizes(kind) if slice_.chips <= _MOST_CHIPS]
     # Numbers of chips that are no power of two divide few models.
     weighed = [slice_ for slice_ in weighed if not slice_.devices & (slice_.devices - 1)]
     found: list[Offer] = []
+    objection: UserError | None = None  # of the largest slice, unless it has a mesh
     for slice_ in sorted(weighed, key=lambda slice_: (slice_.chips, slice_.name)):
         if found and slice_.chips > found[-1].slice_.chips and _enough(found, args):
             break
         status(slice_.name)
         try:
             ranked = search.search(work, slice_, question)
-        except UserError:  # no mesh of this slice divides the model or the batch
+        except UserError as error:  # no mesh of this slice divides the model or the batch
+            objection = error
             continue
+        objection = None
         if ranked[0].fits:
             found.append(Offer(slice_, ranked))
+    if not found and objection is not None:
+        raise objection
     return found
 
 

@@ -202,7 +202,7 @@ def parse(name: str) -> Slice:
         return Slice(kind, _checked_shape(name, kind, shaped[2]), count)
     generation, _, size = one.rpartition("-")
     kind = chips.find(generation)
-    if kind is None or not size.isdigit():
+    if kind is None or not (size.isascii() and size.isdigit()):
         raise _unlike(name)
     chips_per_slice, rest = divmod(int(size), kind.name_units)
     shape = None if rest else _usual_shape(kind, chips_per_slice)
@@ -287,8 +287,9 @@ def _is_shape(kind: Chip, shape: tuple[int, ...]) -> bool:
     return shape in kind.sub_cubes or (whole_cubes and math.prod(shape) <= kind.most_chips)
 
 
-def _nearest_size(kind: Chip, size: float) -> tuple[int, ...]:
-    return _usual_shape(kind, min(_all_sizes(kind), key=lambda known: (abs(known - size), known)))
+def _nearest_size(kind: Chip, size: int, units: int = 1) -> tuple[int, ...]:
+    """The usual shape of the size nearest to `size`, which counts in units of which a chip has `units`."""
+    return _usual_shape(kind, min(_all_sizes(kind), key=lambda known: (abs(known * units - size), known)))
 
 
 def _unlike(name: str) -> UserError:
@@ -312,5 +313,5 @@ def _no_size(name: str, kind: Chip, generation: str, size: int) -> UserError:
         known += f" and the other multiples of {cube} up to {kind.most_chips * units}"
     elif not kind.machines:
         known = f"1 to {kind.most_chips}"
-    nearest = math.prod(_nearest_size(kind, size / units)) * units
+    nearest = math.prod(_nearest_size(kind, size, units)) * units
     return UserError(f"slice {name!r}: {generation} has the sizes {known}: try {generation}-{nearest}")

@@ -19,6 +19,7 @@ import enum
 import functools
 import hashlib
 import importlib.metadata
+import importlib.util
 import json
 import os
 import pathlib
@@ -142,7 +143,9 @@ def verdict(
       UserError: the deadline is not positive.
     """
     if not deadline_s > 0:  # not a number neither
-        raise UserError(f"deadline ({deadline_s:g} s) must be positive: a compile takes 40 s to some minutes, try 900")
+        raise UserError(
+            f"--deadline={deadline_s:g} must be positive: a compile takes 40 s to some minutes, try --deadline=1800"
+        )
     identity = _identity(key)
     cache = pathlib.Path(cache_dir) if cache_dir is not None else default_cache_dir()
     if not fresh and (cached := _read(cache, identity)):
@@ -152,9 +155,9 @@ def verdict(
         return None if fresh else _read(cache, _program_identity(program, identity))
 
     result, program = _run(command, deadline_s, status, of_program)
-    result = dataclasses.replace(
-        result, date=result.date or datetime.date.today().isoformat(), versions=identity["versions"]
-    )
+    if not result.cached:
+        today = datetime.date.today().isoformat()
+        result = dataclasses.replace(result, date=today, versions=identity["versions"])
     if result.compiled is not None:
         _write(cache, identity, result)
         if program and not result.cached:
@@ -217,9 +220,13 @@ def _identity(key: Mapping[str, Any]) -> dict[str, Any]:
     identity = {
         "format": _FORMAT,
         "key": dict(key),
-        "versions": {package: _version(package) for package in _PACKAGES},
+        "versions": {package: _version(package) for package in _PACKAGES} | _own_library(),
         "source": source_digest(),
-        "environment": {name: value for name, value in os.environ.items() if _decides(name) and value},
+        "environment": {
+            name: value
+            for name, value in os.environ.items()
+            if _decides(name) and value and (name != "TPU_LIBRARY_PATH" or _own_library())
+        },
     }
     return json.loads(_canonical(identity))  # as it will be read back: tuples are lists
 
@@ -237,6 +244,20 @@ def _program_identity(program: str, asked: Mapping[str, Any]) -> dict[str, Any]:
 
 def _decides(variable: str) -> bool:
     return variable in _VARIABLES or (variable.startswith("JAX_") and not variable.startswith(_NOT_OF_PROGRAMS))
+
+
+def _own_library() -> dict[str, str]:
+    """The version of a TPU compiler that the user names by its file, in place of the package's: the file as it is now."""
+    path = os.environ.get("TPU_LIBRARY_PATH")
+    package = importlib.util.find_spec("libtpu")
+    # libtpu sets the variable itself, to its own file.
+    if not path or (package and os.path.dirname(path) in package.submodule_search_locations):
+        return {}
+    try:
+        found = os.stat(path)
+    except OSError:
+        return {"libtpu": path}
+    return {"libtpu": f"{path} ({found.st_size} bytes, changed {found.st_mtime_ns})"}
 
 
 def _canonical(values: Mapping[str, Any]) -> str:
@@ -261,10 +282,9 @@ def _read(cache_dir: pathlib.Path, identity: Mapping[str, Any]) -> Verdict | Non
         if entry["identity"] != identity:
             return None
         compiled = Compiled.from_json(entry["compiled"])
-        elapsed_s, date = float(entry["elapsed_s"]), str(entry["date"])
-    except (OSError, ValueError, TypeError, KeyError):
+        elapsed_s, date, versions = float(entry["elapsed_s"]), str(entry["date"]), dict(entry["versions"])
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
-    versions = identity["versions"]
     return Verdict(_outcome(compiled), compiled, elapsed_s, cached=True, date=date, versions=versions)
 
 
@@ -275,6 +295,7 @@ def _write(cache_dir: pathlib.Path, identity: Mapping[str, Any], result: Verdict
         "identity": identity,
         "date": result.date,
         "elapsed_s": result.elapsed_s,
+        "versions": dict(result.versions),
         "compiled": result.compiled.to_json(),
     }
     with contextlib.suppress(OSError):
@@ -306,18 +327,21 @@ def _run(
     begin_s = time.monotonic()
     child_says = _Says(status, of_program)
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        try:
-            with _child(command, out, err) as child:
-                ended = _follow(child, out, begin_s, deadline_s, child_says)
-        except OSError as error:
-            message = f"cannot run {command[0]}: {error.strerror}"
-            return Verdict(Outcome.FAILED, None, time.monotonic() - begin_s, message), None
+        with contextlib.ExitStack() as running:
+            try:
+                child = running.enter_context(_child(command, out, err))
+            except OSError as error:
+                message = f"cannot run {command[0]}: {error.strerror}"
+                return Verdict(Outcome.FAILED, None, time.monotonic() - begin_s, message), None
+            ended = _follow(child, out, begin_s, deadline_s, child_says)
         lines, errors = _lines(out), _lines(err)
     elapsed_s = time.monotonic() - begin_s
     if child_says.known:
         return child_says.known, child_says.program
     if not ended:
-        message = f"stopped after {deadline_s:g} s: allow more time"
+        message = (
+            f"stopped after --deadline={deadline_s:g} s: a compile takes 40 s to some minutes, try --deadline=1800"
+        )
         return Verdict(Outcome.TIMED_OUT, None, elapsed_s, message), None
     return _verdict_of(child.returncode, lines, errors, elapsed_s), child_says.program
 

@@ -100,7 +100,8 @@ class Trainer:
         longest = self.model.max_length
         if longest is not None and self.dataset.length > longest:
             raise UserError(
-                f"Dataset.length ({self.dataset.length}) must be at most {type(self.model).__name__}.max_length ({longest})"
+                f"Dataset.length ({self.dataset.length}) must be at most {type(self.model).__name__}.max_length "
+                f"({longest}): try {longest}"
             )
 
 
@@ -108,7 +109,7 @@ def of_gin(length: int | None = None, encoder_length: int | None = None) -> Trai
     """The run that the parsed Gin files configure, to look at and to compile; its run folder means nothing.
 
     Of a model file alone it is a run that trains this model, with what else is bound (Plan, Optimizer, Dataset.length)
-    and the default of what is not; rows have 2048 places.
+    and the default of what is not; rows have 2048 places, or as many as the model can have.
 
     Args:
       length, encoder_length: places of a row in place of the run's.
@@ -131,7 +132,7 @@ def of_gin(length: int | None = None, encoder_length: int | None = None) -> Trai
     (kind,) = bound
     model = config.build(kind)
     if not config.is_bound("Dataset.length"):
-        lengths.setdefault("length", 2048)
+        lengths.setdefault("length", min(2048, model.max_length or 2048))
     if kind is api.EncoderDecoderConfig and not config.is_bound("Dataset.encoder_length"):
         lengths.setdefault("encoder_length", lengths.get("length", 2048))
     fed = config.is_bound("Dataset.source") or config.is_bound("Dataset.mixture_or_task_name")

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import pytest
 
 from capibara.planner import compile as planner
-from capibara.planner import hlo
+from capibara.planner import hlo, proof
 from capibara.planner.compile import Compiled
 
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
@@ -43,6 +43,8 @@ def test_what_is_no_report_is_refused(change):
         Compiled.from_json(REPORT.to_json() | change)
     with pytest.raises(ValueError, match="no compiler's report"):
         Compiled.from_json({"fits": True})
+    with pytest.raises(ValueError, match="no compiler's report: a step that fits has a peak"):
+        Compiled.from_json(REPORT.to_json() | {"peak_bytes": None})
 
 
 def test_figures_that_follow_from_others():
@@ -58,12 +60,14 @@ def test_a_fingerprint_follows_all_that_the_compiler_is_given():
     devices = jax.devices()[:2]
     mesh = jax.sharding.Mesh(devices, "x")
 
-    def fingerprint(factor=2.0, slice_="v5e-4", mesh=mesh, flags=None):
+    def fingerprint(factor=2.0, slice_="v5e-4", mesh=mesh, flags=None, part="loss"):
         def step(x):
-            return x * factor
+            with jax.named_scope(part):  # reports name buffers by it
+                return x * factor
 
         split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
-        lowered = jax.jit(step).lower(jax.ShapeDtypeStruct((8,), jnp.float32, sharding=split))
+        with proof.without_locations():
+            lowered = jax.jit(step).lower(jax.ShapeDtypeStruct((8,), jnp.float32, sharding=split))
         return planner.fingerprint(lowered, slice_, mesh, flags or {"a": "true"})
 
     same = fingerprint()
@@ -73,8 +77,9 @@ def test_a_fingerprint_follows_all_that_the_compiler_is_given():
         fingerprint(slice_="v6e-4"),
         fingerprint(mesh=jax.sharding.Mesh(devices[::-1], "x")),
         fingerprint(flags={"a": "false"}),
+        fingerprint(part="head"),
     ]
-    assert len({same, *others}) == 5
+    assert len({same, *others}) == 6
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,15 @@ def test_the_step_is_the_sum_of_what_explain_prints():
         assert (c.bubble > 0) == ("stage" in mesh) and (c.blocking_s > 0) == (mesh != dict(fsdp=64))
 
 
+@pytest.mark.parametrize("config", [DENSE, EXPERTS, dataclasses.replace(DENSE, quantization="int8")])
+def test_compute_is_the_sum_of_its_parts(config):
+    work = work_of(config)
+    for choice in (choice_of(rows=8, remat="full", fsdp=64), choice_of(rows=8, fsdp=16, context=4)):
+        parts = cost.compute(work, choice, V5E)
+        assert sum(part.seconds for part in parts) == pytest.approx(cost.cost(work, choice, V5E).compute_s)
+        assert ("experts" in {part.name for part in parts}) == (config is EXPERTS)
+
+
 def test_offloaded_activations_cross_pcie_twice():
     work = work_of()
     choice = choice_of(rows=8, remat="offload", fsdp=64)

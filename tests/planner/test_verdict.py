@@ -98,9 +98,9 @@ def test_what_decides_the_program_decides_the_entry(tmp_path, monkeypatch):
         assert not verdict(says(), KEY, deadline_s=20, cache_dir=tmp_path).cached
 
 
-def compiles(program, report=FITS, code="1"):
-    """A child that names its program, and then takes a while; `code` tells two children apart."""
-    return says(report, f"import time; print('PROGRAM {program}', flush=True); time.sleep(0.8)  # {code}")
+def compiles(program, report=FITS):
+    """A child that names its program, and then takes a while."""
+    return says(report, f"import time; print('PROGRAM {program}', flush=True); time.sleep(0.8)")
 
 
 def test_a_program_that_was_compiled_before_is_not_compiled_again(tmp_path, monkeypatch):
@@ -124,6 +124,45 @@ def test_a_program_that_was_compiled_before_is_not_compiled_again(tmp_path, monk
     with monkeypatch.context() as changed:  # who reads the compiler's figures
         changed.setattr(verdicts, "_READERS", ("planner/hlo.py",))
         assert not ask(compiles("3f9a"), KEY | {"z_loss": 4.0}).cached
+    for package in ("jax", "jaxlib", "libtpu"):
+        with monkeypatch.context() as changed:
+            other = {package: "0.0.99"}
+            changed.setattr(verdicts, "_version", lambda name, other=other: other.get(name, "1.0"))
+            assert not ask(compiles("3f9a")).cached
+    with monkeypatch.context() as changed:
+        changed.setattr(verdicts, "_FORMAT", 99)
+        assert not ask(compiles("3f9a")).cached
+
+
+def test_a_verdict_keeps_the_date_and_the_versions_of_its_compile(tmp_path, monkeypatch):
+    verdict(compiles("3f9a"), KEY, deadline_s=20, cache_dir=tmp_path)
+    for path in tmp_path.iterdir():
+        entry = json.loads(path.read_text())
+        entry["date"], entry["versions"]["flax"] = "2026-01-02", "0.0.1"
+        path.write_text(json.dumps(entry))
+    monkeypatch.setattr(verdicts, "source_digest", lambda: "other")
+    for command in (compiles("3f9a", TOO_BIG), NEVER):
+        again = verdict(command, KEY, deadline_s=20, cache_dir=tmp_path)
+        assert (again.cached, again.date, again.versions["flax"]) == (True, "2026-01-02", "0.0.1")
+
+
+def test_a_compiler_that_the_user_names_is_known_by_its_file(tmp_path, monkeypatch):
+    library, cache = tmp_path / "libtpu.so", tmp_path / "cache"
+    library.write_bytes(b"one")
+    monkeypatch.setenv("TPU_LIBRARY_PATH", str(library))
+    found = verdict(says(), KEY, deadline_s=20, cache_dir=cache)
+    assert found.versions["libtpu"].startswith(f"{library} (3 bytes, changed ")
+    assert verdict(NEVER, KEY, deadline_s=20, cache_dir=cache).cached
+    library.write_bytes(b"another")
+    assert not verdict(says(), KEY, deadline_s=20, cache_dir=cache).cached
+
+
+def test_a_status_that_cannot_be_told_is_no_fault_of_the_compiler(tmp_path):
+    def gone(*_):
+        raise BrokenPipeError(32, "Broken pipe")
+
+    with pytest.raises(BrokenPipeError):
+        verdict(says(), KEY, deadline_s=20, cache_dir=tmp_path, status=gone)
 
 
 @pytest.mark.parametrize("end", ["raise SystemExit('error: no such chip')", "import time; time.sleep(60)"])
@@ -153,7 +192,7 @@ def test_the_digest_of_the_sources_follows_those_that_decide_the_program(tmp_pat
     assert set(verdicts._READERS) < set(verdicts._SOURCES)
 
 
-@pytest.mark.parametrize("damage", ["cut", "empty", "other entry", "no report", "not text"])
+@pytest.mark.parametrize("damage", ["cut", "empty", "other entry", "no report", "no peak", "not text", "deep"])
 def test_a_spoiled_entry_is_compiled_again(tmp_path, damage):
     verdict(says(), KEY, deadline_s=20, cache_dir=tmp_path)
     [path] = tmp_path.iterdir()
@@ -163,6 +202,8 @@ def test_a_spoiled_entry_is_compiled_again(tmp_path, damage):
         "empty": "",
         "other entry": text.replace('"v5e-16"', '"v5e-64"'),
         "no report": text.replace('"fits": true', '"fits": "perhaps"'),
+        "no peak": text.replace(f'"peak_bytes": {FITS.peak_bytes}', '"peak_bytes": null'),
+        "deep": "[" * 200_000,
     }
     path.write_bytes(b"\xff\xfe\x00" if damage == "not text" else spoiled[damage].encode())
     again = verdict(says(TOO_BIG), KEY, deadline_s=20, cache_dir=tmp_path)
@@ -223,7 +264,7 @@ def test_at_the_deadline_all_processes_end_and_nothing_is_cached(tmp_path):
     found = verdict(
         sleeper(tmp_path / "pids"), KEY, deadline_s=2.5, cache_dir=cache, status=lambda *what: told.append(what)
     )
-    assert found.outcome is Outcome.TIMED_OUT and found.compiled is None and "after 2.5 s" in found.message
+    assert found.outcome is Outcome.TIMED_OUT and found.compiled is None and "after --deadline=2.5 s" in found.message
     assert time.monotonic() - begin < 20
     assert len(told) >= 2 and told[0][1] == "starting" and told[-1][0] >= 2
     assert all_end(*pids_of(tmp_path / "pids"))
@@ -300,5 +341,5 @@ def test_concurrent_writers_leave_one_whole_entry(tmp_path):
 
 
 def test_a_deadline_must_be_positive(tmp_path):
-    with pytest.raises(UserError, match=r"deadline \(0 s\) must be positive"):
+    with pytest.raises(UserError, match=r"--deadline=0 must be positive: .* try --deadline=1800"):
         verdict(NEVER, KEY, deadline_s=0, cache_dir=tmp_path)

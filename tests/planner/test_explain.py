@@ -1,0 +1,44 @@
+"""What --explain prints can be added up by hand."""
+
+import re
+
+import pytest
+from cases import EXPERTS, V5E, work_of
+
+from capibara.planner import explain, search
+
+
+def numbers(lines):
+    """The first word of each line -> the number after it."""
+    found = {}
+    for line in lines:
+        if match := re.match(r"\s+(?:in the )?([\w ]*?\w)\s+(\d+\.\d+)", line):
+            found.setdefault(match[1], float(match[2]))
+    return found
+
+
+def test_the_terms_make_the_step_and_the_peak():
+    work = work_of(EXPERTS)
+    best = search.search(work, V5E)[0]
+    found = numbers(explain.lines(best, work, V5E))
+    state = sum(found[name] for name in ("parameters", "optimizer", "average", "batch"))
+    assert found["state"] == pytest.approx(state, abs=0.002)
+    held = ("saved", "casts", "summed", "gradients", "layer", "weights", "pipeline")
+    assert found["backward"] > 0 and best.memory.moments["backward"] / 2**30 == pytest.approx(
+        state + sum(found[name] for name in held), abs=0.005
+    )
+    compute = sum(found[name] for name in ("layers", "experts", "attention", "head") if name in found)
+    assert compute > 0
+    busy = max(found["compute_s"], found["hbm_s"], found["host_s"]) + found["links_s"] + found["blocking_s"]
+    assert found["step_s"] == pytest.approx(busy / (1 - found["bubble"]) + found["update_s"], abs=0.002)
+
+
+def test_shares_of_the_peak_are_said():
+    work = work_of()
+    best = search.search(work, V5E)[0]
+    text = "\n".join(explain.lines(best, work, V5E))
+    assert f"{best.memory.saved / 2**30:.3f}" in text and f"{best.cost.step_s:.4f}" in text
+    for part, seconds, flops, share, peak in re.findall(
+        r"(\w+) +([\d.]+)  = ([\d.]+) TFLOP / \(([\d.]+)% of (\d+) TFLOP/s\)", text
+    ):
+        assert float(seconds) == pytest.approx(float(flops) / (float(share) / 100 * float(peak)), rel=0.01), part
