@@ -1,51 +1,98 @@
-"""Checkpoints of a run: Orbax for the arrays, JSON for the rest, one folder a step."""
+"""Checkpoints of a run, verified: Orbax writes the arrays, a manifest says what they must be.
+
+    checkpoints/1000/state/...       the arrays (array_files)
+    checkpoints/1000/run.json        the data iterator, the progress, the operative configuration
+    checkpoints/1000/manifest.json   every file with its size and hash; without it there is no step 1000
+    checkpoints/1200.damaged/        a step that was not what had been saved, moved aside
+    checkpoints/lease.json           who may write here
+
+A save is asynchronous: the arrays are copied, and a thread writes them, has them put on the disk, writes the manifest,
+and removes the steps that no rule keeps. It fails loudly or it is there.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import datetime
+import enum
 import errno
 import functools
+import json
 import logging
 import os
-import shutil
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import jax
+import numpy as np
 
+import capibara
 from capibara import tree
 from capibara.config import configurable
+from capibara.training import array_files, manifest, storage
+from capibara.training.background import Task, before_exit
+from capibara.training.disk import disk_full_explained, free_bytes, is_disk_full
+from capibara.training.lease import Lease
+from capibara.training.manifest import Damaged, File, Manifest
+from capibara.training.retention import expendable
+from capibara.training.snapshot import snapshot
 from capibara.training.state import TrainState
 from capibara.tree import byte_count
 from capibara.types import PyTree, UserError
 
-
-_COMPRESSED = 0.9  # bytes on disk of a byte of trained float32, at best
+_RUN = "run.json"
+_HASHES = "hashes."  # begins the name of a process's list of chunks, until process 0 has read it
+_DAMAGED = ".damaged"
+_ATTEMPTS, _PAUSE_S = 3, 0.5  # of a save that fails for another reason than a full disk; the pause doubles
 _NOT_WRITABLE = (NotADirectoryError, FileExistsError, PermissionError, FileNotFoundError)
+
+
+class Verify(enum.StrEnum):
+    """When the files of the step that a run carries on from are compared with its manifest.
+
+    before: anything is restored. background: while training goes on; what has changed since it was saved stops the run
+    at its next checkpoint, and is moved aside. off: never.
+    """
+
+    BEFORE = "before"
+    BACKGROUND = "background"
+    OFF = "off"
 
 
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Checkpointing:
-    """When to save and what to keep.
+    """When to save and what to keep. The newest step that is what was saved is never removed.
 
     Attributes:
       every: steps between saves; 0: only at the end and when interrupted.
       keep: newest steps that are kept.
       keep_every: steps that are multiples of it are kept for ever; None: none.
+      keep_best: how many of those with the lowest validation loss are kept besides; 0: none.
+      milestones: steps that are kept for ever.
+      verify: when a step's files are compared with its manifest.
     """
 
     every: int = 1000
     keep: int = 3
     keep_every: int | None = None
+    keep_best: int = 0
+    milestones: tuple[int, ...] = ()
+    verify: Verify = Verify.BEFORE
 
     def __post_init__(self):
         if self.every < 0 or self.keep < 1:
             raise UserError(f"Checkpointing.every ({self.every}) must be at least 0, keep ({self.keep}) at least 1")
         if self.keep_every is not None and self.keep_every < 1:
             raise UserError(f"Checkpointing.keep_every is {self.keep_every}, must be at least 1, or None")
+        if self.keep_best < 0:
+            raise UserError(f"Checkpointing.keep_best is {self.keep_best}, must be at least 0 (0: none)")
+        if any(step < 1 for step in self.milestones):
+            raise UserError(f"Checkpointing.milestones {self.milestones} must be steps, from 1")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,76 +108,139 @@ class Restored:
 class Checkpoints:
     """The `checkpoints` folder of a run. Saves are asynchronous; `close` (or leaving a `with`) waits for the last.
 
+    A program that ends without `close` waits too, and with exit code 1 where the save fails.
+
     Args:
       model_dir: the run folder.
       config: what to keep.
       read_only: changes nothing in the folder, where another process may be saving.
+      about: what manifests say of the run beside our version and the date, as JSON values.
+
+    Raises:
+      UserError: another process writes there, or the folder cannot be written.
     """
 
-    def __init__(self, model_dir: str, config: Checkpointing, *, read_only: bool = False):
-        import orbax.checkpoint as ocp
-
-        self._ocp = ocp
-        self._folder = os.path.join(os.path.abspath(model_dir) if "://" not in model_dir else model_dir, "checkpoints")
+    def __init__(
+        self,
+        model_dir: str,
+        config: Checkpointing,
+        *,
+        read_only: bool = False,
+        about: Mapping[str, Any] | None = None,
+    ):
+        self._folder, self._config, self._about = (
+            storage.folder_of(model_dir) / "checkpoints",
+            config,
+            dict(about or {}),
+        )
+        self._read_only, self._lease = read_only, None
+        self._saving: Task | None = None
+        self._verifying: Task | None = None
+        self._open = contextlib.ExitStack()
+        self.damaged: dict[int, str] = {}  # step -> why it was passed over
         if read_only:
-            options = ocp.CheckpointManagerOptions(save_interval_steps=0, create=False, read_only=True)
-        else:
-            options = ocp.CheckpointManagerOptions(
-                max_to_keep=config.keep,
-                keep_period=config.keep_every,
-                enable_async_checkpointing=True,
-                cleanup_tmp_directories=True,  # a save that failed may be what fills the disk
-            )
-        for logger in ("absl", "asyncio"):
-            logging.getLogger(logger).addFilter(_is_news)
-        if getattr(sys.unraisablehook, "func", None) is not _without_orphans:
-            sys.unraisablehook = functools.partial(_without_orphans, sys.unraisablehook)
-        with self._disk_errors():
-            self._manager = ocp.CheckpointManager(self._folder, options=options)
+            return
+        array_files.hush()
+        with self._disk_errors(), contextlib.ExitStack() as undo:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            if jax.process_index() == 0:
+                self._lease = Lease(self._folder)
+                undo.callback(self._lease.release)
+                self._remove_leftovers()
+            undo.enter_context(before_exit(self._at_exit))
+            self._open = undo.pop_all()
 
     def __enter__(self) -> Checkpoints:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        try:
+            self.close()
+        except Exception as failed:
+            if error is None:
+                raise
+            error.add_note(f"the save in flight failed too: {failed}")
+
+    def steps(self) -> list[int]:
+        """All committed steps, oldest first; nothing is said of what has become of their files since."""
+        try:
+            names = [path.name for path in self._folder.iterdir()]
+        except FileNotFoundError:
+            return []
+        return sorted(int(name) for name in names if _is_step(name) and manifest.exists(self._folder / name))
 
     def latest_step(self) -> int | None:
-        """The newest saved step, None in a new run folder."""
-        return self._manager.latest_step()
+        """The newest committed step, None in a new run folder."""
+        return max(self.steps(), default=None)
 
-    def save(self, step: int, state: TrainState, data: dict[str, Any], progress: dict[str, Any]) -> None:
-        """Starts saving; returns when the arrays are copied off the devices.
+    def verified_step(self) -> int | None:
+        """The newest step whose files are those that were saved; None in a new run folder.
+
+        Newer ones that are not are named in `damaged`, and moved aside unless this is read only.
+
+        Raises:
+          UserError: there are steps, and not one of them is whole.
+        """
+        check = manifest.read if self._config.verify is not Verify.BEFORE else manifest.verify
+        for step in reversed(self.steps()):
+            try:
+                check(self._folder / str(step))
+            except Damaged as fault:
+                self._pass_over(step, str(fault))
+                continue
+            if self._config.verify is Verify.BACKGROUND:
+                self._verifying = Task(functools.partial(self._verify_later, step), "capibara-verify")
+            return step
+        if self.damaged:
+            last = max(self.damaged)
+            raise UserError(
+                f"{self._folder} holds no step that is what was saved: {last}: {self.damaged[last]}: restore the folder "
+                "from a copy, or set another MODEL_DIR to start anew"
+            )
+        return None
+
+    def save(
+        self,
+        step: int,
+        state: TrainState,
+        data: dict[str, Any],
+        progress: dict[str, Any],
+        score: float | None = None,
+    ) -> None:
+        """Starts saving; the state may be changed or donated when this returns.
 
         Args:
-          step: names the checkpoint.
+          step: names the checkpoint; must come after all that are there.
           state: arrays of all hosts.
           data: the data iterator's state, as JSON values.
           progress: what else resuming needs, as JSON values.
+          score: the lowest are kept longest (keep_best).
 
         Raises:
-          UserError: the disk is full (also when an earlier asynchronous save met that).
+          UserError: the disk is full (also when an earlier asynchronous save met that), or the step is not new.
         """
-        args = self._ocp.args
-        with self._disk_errors():
-            self._manager.wait_until_finished()  # as save would, but the room is to be seen after it
-            self._check_room(byte_count(_as_dict(state)))
-            self._manager.save(
-                step,
-                args=args.Composite(
-                    state=args.StandardSave(_as_dict(state)),
-                    data=args.JsonSave(data),
-                    progress=args.JsonSave({**progress, "shapes": _shapes(_as_dict(state))}),
-                ),
+        self.wait()
+        newest = self.latest_step()
+        if newest is not None and step <= newest:
+            raise UserError(
+                f"step {step} cannot be saved: {self._folder} holds step {newest} already; set another MODEL_DIR"
             )
+        arrays = _as_dict(state)
+        with self._disk_errors():
+            self._check_room(byte_count(arrays))
+        values = {"data": data, "progress": progress, "shapes": _shapes(arrays)}
+        run = json.dumps(values).encode()  # now: what it is made of may change
+        about = self._about | {"capibara": capibara.__version__, "date": _now(), "score": score}
+        copies, finite = snapshot(arrays)
+        write = functools.partial(self._write, step, copies, finite, run, about)
+        self._saving = Task(write, "capibara-save")
 
     def restore_progress(self, step: int) -> Restored:
-        """Reads the JSON parts of a step that `latest_step` gave; the arrays come with `restore_state`."""
-        args = self._ocp.args
-        wanted = args.Composite(data=args.JsonRestore(), progress=args.JsonRestore())
+        """Reads the JSON parts of a committed step; the arrays come with `restore_state`."""
+        self.wait()  # it may be the step that is being saved
         with self._damage_explained(step):
-            parts = self._manager.restore(step, args=wanted)
-            progress = dict(parts["progress"])
-            return Restored(step=step, data=parts["data"], shapes=progress.pop("shapes"), progress=progress)
+            values = json.loads((self._folder / str(step) / _RUN).read_bytes())
+            return Restored(step=step, **values)
 
     def restore_state(self, restored: Restored, target: TrainState) -> TrainState:
         """Reads the arrays of a step onto the devices.
@@ -142,52 +252,175 @@ class Checkpoints:
         Raises:
           UserError: the checkpoint holds another model: names the first array that differs.
         """
-        args = self._ocp.args
         self._check_shapes(restored.step, restored.shapes, _shapes(_as_dict(target)))
         with self._damage_explained(restored.step):
-            parts = self._manager.restore(
-                restored.step, args=args.Composite(state=args.StandardRestore(_as_dict(target)))
-            )
-        return TrainState(**parts["state"])
+            return TrainState(**array_files.read(self._folder / str(restored.step), _as_dict(target)))
 
     def restore_params(self, step: int, target: PyTree) -> PyTree:
         """Reads only the parameters of a step, their moving average where one was kept: for inference and export.
 
         Args:
-          step: from `latest_step`.
+          step: a committed one.
           target: ShapeDtypeStructs with the shardings wanted.
 
         Raises:
           UserError: the checkpoint holds another model: names the first array that differs.
         """
-        ocp, saved = self._ocp, self.restore_progress(step).shapes
+        saved = self.restore_progress(step).shapes
         name = "ema" if any(path.startswith("ema/") for path in saved) else "params"
         self._check_shapes(step, {p: s for p, s in saved.items() if p.startswith(f"{name}/")}, _shapes({name: target}))
-        restore_args = ocp.checkpoint_utils.construct_restore_args({name: target})
-        # A reader of its own: the manager's reads whole states once it has saved one.
-        with self._damage_explained(step), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
-            restored = reader.restore(
-                os.path.join(self._folder, str(step), "state"),
-                args=ocp.args.PyTreeRestore(item={name: target}, restore_args=restore_args, partial_restore=True),
-            )
-        return restored[name]
+        with self._damage_explained(step):
+            return array_files.read(self._folder / str(step), {name: target}, partial=True)[name]
 
     def wait(self) -> None:
-        """Waits until every save is on disk; raises UserError where the disk was full."""
+        """Waits until every save is on disk.
+
+        Raises:
+          UserError: the disk was full, or what this run was restored from is not what was saved.
+        """
         with self._disk_errors():
-            self._manager.wait_until_finished()
+            for name in ("_saving", "_verifying"):
+                task: Task | None = getattr(self, name)
+                if task is not None and (name == "_saving" or task.done):
+                    setattr(self, name, None)
+                    task.wait()
 
     def close(self) -> None:
-        """Waits, then releases the manager's threads."""
-        with self._disk_errors():
+        """Waits, then gives the folder back."""
+        with self._open:
+            if self._verifying is not None:
+                self._verifying.join()
+            self.wait()
+
+    def _at_exit(self) -> None:
+        try:
+            self.close()
+        except BaseException as error:
+            # The exit code is settled already: a save that is lost must not look like success.
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            os._exit(1)
+
+    def _write(self, step: int, arrays: PyTree, finite: jax.Array, run: bytes, about: dict[str, Any]) -> None:
+        """Writes and commits a step, in the thread of a save."""
+        good = np.asarray(finite.addressable_data(0))
+        for name in (name for name, ok in zip(tree.path_names(arrays), good, strict=True) if not ok):
+            raise UserError(
+                f"{name} is not finite at step {step}, not saved: earlier checkpoints are kept; lower "
+                "Schedule.learning_rate or set Optimizer.clip_norm, and run the command again"
+            )
+        folder = self._folder / str(step)
+        for attempt in range(_ATTEMPTS):
             try:
-                self._manager.wait_until_finished()
-            finally:
-                self._manager.close()
+                files = self._write_files(folder, arrays, run)
+                if jax.process_index() == 0:
+                    self._check_lease()
+                    manifest.write(folder, Manifest(step, tuple(files), about))
+                break
+            except Exception as error:
+                with contextlib.suppress(OSError):
+                    self._remove_step(step)
+                last = attempt == _ATTEMPTS - 1 or jax.process_count() > 1  # the others would wait for ever
+                if last or isinstance(error, UserError) or is_disk_full(error):
+                    raise
+                logging.getLogger(__name__).warning("saving step %d failed (%s): trying again", step, error)
+                time.sleep(_PAUSE_S * 2**attempt)
+        if jax.process_index() == 0:
+            self._retain()
+        _together("committed")
+
+    def _write_files(self, folder: Any, arrays: PyTree, run: bytes) -> list[File]:
+        """Everything but the manifest, on the disk when this returns; the files, on process 0."""
+        if jax.process_index() == 0:
+            self._check_lease()
+            self._remove_step(int(folder.name))
+            folder.mkdir()
+            storage.write(folder / _RUN, run)
+        _together("begun")
+        files = array_files.write(folder, arrays)
+        storage.sync(folder)
+        if jax.process_count() > 1:
+            described = json.dumps([dataclasses.asdict(file) for file in files]).encode()
+            storage.write(folder / f"{_HASHES}{jax.process_index()}", described)
+        _together("written")
+        if jax.process_index() > 0:
+            return []
+        for path in folder.glob(f"{_HASHES}*"):
+            files += [File(**values) for values in json.loads(path.read_bytes())]
+            path.unlink()
+        known = {file.path: file for file in files}
+        for path, file in known.items():
+            if (size := (folder / path).stat().length) != file.size:
+                raise Damaged(f"{path} has {size} bytes, not {file.size}")
+        others = [path for path in storage.files_below(folder) if path not in known]
+        return [*known.values(), *manifest.of_disk(folder, others)]
+
+    def _retain(self) -> None:
+        """Removes the steps that no rule keeps, provided that a step which is kept is what was saved."""
+        config, steps = self._config, self.steps()
+        scores = {}
+        for step in steps if config.keep_best else ():
+            with contextlib.suppress(Damaged):
+                scores[step] = manifest.read(self._folder / str(step)).about.get("score")
+        drop = expendable(
+            steps,
+            keep=config.keep,
+            keep_every=config.keep_every,
+            milestones=config.milestones,
+            keep_best=config.keep_best,
+            scores={step: score for step, score in scores.items() if score is not None},
+        )
+        if drop and any(self._is_whole(step) for step in reversed(steps) if step not in drop):
+            for step in drop:
+                self._remove_step(step)
+
+    def _is_whole(self, step: int) -> bool:
+        try:
+            manifest.verify(self._folder / str(step))
+        except Damaged as fault:
+            logging.getLogger(__name__).warning("%s/%d is damaged: %s: older steps are kept", self._folder, step, fault)
+            return False
+        return True
+
+    def _remove_step(self, step: int) -> None:
+        folder = self._folder / str(step)
+        if folder.exists():
+            storage.remove(folder / manifest.NAME)  # first: half a step is none
+            folder.rmtree()
+
+    def _remove_leftovers(self) -> None:
+        """What a save left that did not come to its end: it may be what fills the disk."""
+        for path in self._folder.iterdir():
+            if _is_step(path.name) and not manifest.exists(path):
+                path.rmtree()
+            elif path.name.endswith(storage.PARTIAL):
+                path.unlink()
+
+    def _pass_over(self, step: int, why: str) -> None:
+        self.damaged[step] = why
+        logging.getLogger(__name__).warning("%s/%d is damaged: %s", self._folder, step, why)
+        if not self._read_only and jax.process_index() == 0:
+            aside = self._folder / f"{step}{_DAMAGED}"
+            if aside.exists():
+                aside.rmtree()
+            (self._folder / str(step)).rename(aside)
+
+    def _verify_later(self, step: int) -> None:
+        try:
+            manifest.verify(self._folder / str(step))
+        except Damaged as fault:
+            self._pass_over(step, str(fault))
+            raise UserError(
+                f"{self._folder}/{step}, from which this run was restored, is damaged: {fault}: run the command again to "
+                "carry on from the step before"
+            ) from None
+
+    def _check_lease(self) -> None:
+        if self._lease is not None:
+            self._lease.check()
 
     @contextmanager
     def _damage_explained(self, step: int) -> Iterator[None]:
-        """Within it, whatever fails in reading a step becomes one line that says how to go on without it."""
+        """Within it, whatever fails in reading a step becomes one line."""
         try:
             yield
         except UserError:
@@ -195,16 +428,15 @@ class Checkpoints:
         except Exception as error:
             if "Out of memory" in str(error):
                 raise
-            older = [other for other in self._manager.all_steps() if other < step]
-            go_on = f"to carry on from step {max(older)}" if older else "to start anew: there is no older one"
             what = (str(error).strip() or type(error).__name__).split("\n")[0][:160]
             raise UserError(
-                f"checkpoint {self._folder}/{step} is damaged ({what}): move that folder away {go_on}"
+                f"checkpoint {self._folder}/{step} cannot be read ({what}): move that folder away to carry on from an "
+                "older step"
             ) from error
 
     def _check_room(self, state_bytes: int) -> None:
         """Refuses a save that cannot end well: one that fails half-way takes the rest of the disk with it."""
-        if "://" not in self._folder and _free_bytes(self._folder) < _COMPRESSED * state_bytes:
+        if not storage.is_remote(self._folder) and free_bytes(os.fspath(self._folder)) < state_bytes:
             raise OSError(errno.ENOSPC, f"a checkpoint takes about {state_bytes / 2**20:.0f} MiB")
 
     def _check_shapes(self, step: int, saved: dict[str, Any], wanted: dict[str, Any]) -> None:
@@ -233,20 +465,21 @@ class Checkpoints:
             ) from error
 
 
-@contextmanager
-def disk_full_explained(folder: str) -> Iterator[None]:
-    """Within it, whatever fails because the disk is full raises a UserError that names `folder`."""
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:
-        if not _is_disk_full(error):
-            raise
-        raise UserError(
-            f"disk full while saving to {folder} ({_free_bytes(folder) / 2**20:.0f} MiB free): make room, lower "
-            "Checkpointing.keep, or set another MODEL_DIR; run the command again to carry on"
-        ) from error
+def _together(point: str) -> None:
+    """Waits for all processes to come here; by the coordinator, not by the devices, which are training."""
+    if jax.process_count() > 1:
+        import orbax.checkpoint as ocp
+
+        name = ocp.multihost.unique_barrier_key(f"capibara:{point}")
+        ocp.multihost.sync_global_processes(name, processes=set(range(jax.process_count())))
+
+
+def _is_step(name: str) -> bool:
+    return name.isdecimal() and str(int(name)) == name
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 
 
 def _as_dict(state: TrainState) -> dict[str, Any]:
@@ -260,33 +493,3 @@ def _shapes(arrays: PyTree) -> dict[str, str]:
     """Name -> "float32[2,3]" for every array, so that two models can be told apart before anything is read."""
     described = (f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]" for leaf in jax.tree.leaves(arrays))
     return dict(zip(tree.path_names(arrays), described, strict=True))
-
-
-def _is_news(record: logging.LogRecord) -> bool:
-    # Orbax and asyncio log a failed write with its traceback; it is raised where we wait as well: once is enough.
-    # That a folder which we asked to read only is read only is no news either.
-    return not (record.exc_info and _is_disk_full(record.exc_info[1])) and "is read only" not in str(record.msg)
-
-
-def _without_orphans(report: Callable[[Any], None], unraisable: Any) -> None:
-    """A sys.unraisablehook: where a write of a save fails, TensorStore's threads report that nobody awaits the rest."""
-    error = unraisable.exc_value
-    if not (isinstance(error, RuntimeError) and str(error) == "Event loop is closed"):
-        report(unraisable)
-
-
-def _is_disk_full(error: BaseException | None) -> bool:
-    while error is not None:
-        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-            return True
-        if "No space left on device" in str(error):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
-
-
-def _free_bytes(folder: str) -> int:
-    folder = os.path.abspath(folder)
-    while not os.path.exists(folder):
-        folder = os.path.dirname(folder)
-    return shutil.disk_usage(folder).free

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 import jax
 
 from capibara.training.callbacks import Callback
-from capibara.training.checkpoints import disk_full_explained
+from capibara.training.disk import disk_full_explained
 from capibara.training.interrupt import StopRequest
 from capibara.training.metrics import Meter
 from capibara.training.run import Run, set_up

@@ -259,7 +259,7 @@ def _open_checkpoints_and_data(trainer: Trainer, mesh: Mesh) -> tuple[Checkpoint
     """The data feed starts from the newest checkpoint's state, so the checkpoints are opened first."""
     with contextlib.ExitStack() as undo:
         checkpoints = undo.enter_context(Checkpoints(trainer.model_dir, trainer.checkpointing))
-        step = checkpoints.latest_step()
+        step = checkpoints.verified_step()
         restored = None if step is None else checkpoints.restore_progress(step)
         batches = _loader(trainer, mesh, "train", trainer.plan.batch_size)
         if restored is not None:

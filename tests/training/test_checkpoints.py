@@ -1,20 +1,21 @@
-"""Checkpoints: what comes back, what is kept, other models refused, full disks explained."""
+"""Checkpoints: what comes back, what is kept, what is passed over, other models refused, full disks explained."""
 
 from __future__ import annotations
 
 import dataclasses
-import logging
+import errno
+import hashlib
 import os
-import shutil
 import subprocess
-import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from etils import epath
 
-from capibara.training import checkpoints as module
+import capibara
+from capibara.training import array_files, disk, manifest
 from capibara.training.checkpoints import Checkpointing, Checkpoints
 from capibara.training.loss_scale import LossScale
 from capibara.training.state import TrainState, with_shardings
@@ -80,6 +81,28 @@ def test_retention(tmp_path):
     assert sorted(int(p.name) for p in (tmp_path / "checkpoints").iterdir()) == [10, 20, 30, 35]
 
 
+def test_nothing_is_removed_unless_a_step_that_is_kept_is_whole(tmp_path, monkeypatch, caplog):
+    """Each newer step is damaged as soon as it is committed: the last whole one stays, whatever `keep` says."""
+    with Checkpoints(str(tmp_path), Checkpointing(keep=1)) as checkpoints:
+        checkpoints.save(1, state_of(1), {}, {})
+        checkpoints.wait()
+        commit = manifest.write
+
+        def damaging(folder, written):
+            commit(folder, written)
+            _damage(tmp_path / "checkpoints" / folder.name, "truncated")
+
+        monkeypatch.setattr(manifest, "write", damaging)
+        for step in (2, 3):
+            checkpoints.save(step, state_of(step), {}, {})
+        checkpoints.wait()
+        assert checkpoints.steps() == [1, 2, 3] and "older steps are kept" in caplog.text
+        assert checkpoints.verified_step() == 1
+        monkeypatch.setattr(manifest, "write", commit)
+        checkpoints.save(4, state_of(4), {}, {})
+    assert checkpoints.steps() == [4]
+
+
 @pytest.mark.parametrize(
     "other, message",
     [
@@ -104,7 +127,7 @@ def test_another_model_is_refused(tmp_path, other, message):
                 checkpoints.restore_params(1, target_of(other.params))
 
 
-@pytest.mark.parametrize("bad", [dict(every=-1), dict(keep=0)])
+@pytest.mark.parametrize("bad", [dict(every=-1), dict(keep=0), dict(keep_best=-1), dict(milestones=(0,))])
 def test_bad_settings(bad):
     with pytest.raises(UserError, match=next(iter(bad))):
         Checkpointing(**bad)
@@ -145,81 +168,135 @@ def test_a_full_disk_is_one_clear_mistake_and_older_checkpoints_stay(small_disk)
 
 
 def test_a_save_that_fails_in_the_background_is_raised_where_it_is_waited_for(tmp_path, monkeypatch):
-    full = OSError(28, "No space left on device")
+    def full(folder, arrays):
+        raise RuntimeError("save") from OSError(errno.ENOSPC, "No space left on device")
+
     with pytest.raises(UserError, match="disk full while saving"):
         with Checkpoints(str(tmp_path), Checkpointing()) as checkpoints:
-            monkeypatch.setattr(checkpoints._manager, "wait_until_finished", lambda: _raise(RuntimeError("save"), full))
-
-
-def _raise(error, cause):
-    raise error from cause
-
-
-def test_orbax_does_not_log_a_full_disk_with_its_traceback():
-    def record(error):
-        return logging.LogRecord("absl", logging.ERROR, "f", 1, "failed", (), (type(error), error, None))
-
-    assert not module._is_news(record(OSError(28, "No space left on device")))
-    assert module._is_news(record(ValueError("another fault")))
+            monkeypatch.setattr(array_files, "write", full)
+            checkpoints.save(1, state_of(1), {}, {})
+    assert not (tmp_path / "checkpoints" / "1").exists()
 
 
 def test_leftovers_of_a_failed_save_are_removed(tmp_path):
     with Checkpoints(str(tmp_path), Checkpointing()) as checkpoints:
         for step in (1, 2):
             checkpoints.save(step, state_of(step), {}, {})
-    leftover = tmp_path / "checkpoints" / "2.orbax-checkpoint-tmp"
-    (tmp_path / "checkpoints" / "2").rename(leftover)
+    folder = tmp_path / "checkpoints"
+    (folder / "2" / "manifest.json").rename(folder / "2" / "manifest.json.partial")
+    with Checkpoints(str(tmp_path), Checkpointing(), read_only=True) as reader:
+        assert reader.latest_step() == 1 and (folder / "2").exists()
     with Checkpoints(str(tmp_path), Checkpointing()) as checkpoints:
-        assert checkpoints.latest_step() == 1
-        checkpoints.save(3, state_of(3), {}, {})
-    assert not leftover.exists()
-
-
-def test_only_the_orphans_of_a_failed_save_are_dropped():
-    reported = []
-    for error in (RuntimeError("Event loop is closed"), RuntimeError("another"), ValueError("Event loop is closed")):
-        module._without_orphans(reported.append, types.SimpleNamespace(exc_value=error))
-    assert [str(unraisable.exc_value) for unraisable in reported] == ["another", "Event loop is closed"]
+        assert checkpoints.latest_step() == 1 and not (folder / "2").exists()
+        checkpoints.save(2, state_of(2), {}, {})
+    assert reader.steps() == [1, 2]
 
 
 def _damage(step_folder, how):
-    if how == "progress":
-        shutil.rmtree(step_folder / "progress")
-    elif how == "empty":
-        for part in step_folder.iterdir():
-            shutil.rmtree(part) if part.is_dir() else part.unlink()
+    if how == "run":
+        (step_folder / "run.json").unlink()
+    elif how == "manifest":
+        text = (step_folder / "manifest.json").read_text()
+        (step_folder / "manifest.json").write_text(text.replace('"step": 3', '"step": 4'))
+    elif how == "added":
+        (step_folder / "state" / "params.layer.bias" / "1").write_bytes(b"1234")
     else:
         largest = max((f for f in (step_folder / "state").rglob("*") if f.is_file()), key=lambda f: f.stat().st_size)
         os.truncate(largest, largest.stat().st_size // 2)
 
 
-@pytest.mark.parametrize("how", ["progress", "empty", "truncated"])
-def test_a_damaged_step_is_named_with_the_one_to_go_on_from(tmp_path, how):
+@pytest.mark.parametrize("how", ["run", "manifest", "added", "truncated"])
+def test_a_damaged_step_is_passed_over_and_moved_aside(tmp_path, how, caplog):
     with Checkpoints(str(tmp_path), Checkpointing()) as checkpoints:
-        for step in (1, 2):
+        for step in (1, 2, 3):
             checkpoints.save(step, state_of(step), {}, {})
-    _damage(tmp_path / "checkpoints" / "2", how)
-    with Checkpoints(str(tmp_path), Checkpointing()) as checkpoints:
-        with pytest.raises(
-            UserError, match=r"checkpoints/2 is damaged .*move that folder away to carry on from step 1"
-        ):
-            checkpoints.restore_state(checkpoints.restore_progress(2), target_of(state_of(0)))
-        checkpoints.restore_state(checkpoints.restore_progress(1), target_of(state_of(0)))
+    folder = tmp_path / "checkpoints"
+    _damage(folder / "3", how)
+    for read_only in (True, False):
+        with Checkpoints(str(tmp_path), Checkpointing(), read_only=read_only) as checkpoints:
+            assert checkpoints.verified_step() == 2
+            assert list(checkpoints.damaged) == [3] and "checkpoints/3 is damaged: " in caplog.text
+            state = checkpoints.restore_state(checkpoints.restore_progress(2), target_of(state_of(0)))
+            jax.tree.map(np.testing.assert_array_equal, state, state_of(2))
+            assert (folder / "3").exists() == read_only and (folder / "3.damaged").exists() != read_only
+            if not read_only:
+                checkpoints.save(3, state_of(3), {}, {})
+    assert checkpoints.steps() == [1, 2, 3]
 
 
-def test_a_reader_leaves_a_save_in_flight_alone(tmp_path):
+def test_where_no_step_is_whole_nothing_is_started_anew(tmp_path):
     with Checkpoints(str(tmp_path), Checkpointing()) as checkpoints:
         checkpoints.save(1, state_of(1), {}, {})
-    in_flight = tmp_path / "checkpoints" / "2.orbax-checkpoint-tmp" / "state"
-    in_flight.mkdir(parents=True)
-    with Checkpoints(str(tmp_path), Checkpointing(), read_only=True) as reader:
-        assert reader.latest_step() == 1
-        reader.restore_params(1, target_of(state_of(0).params))
-    assert in_flight.exists()
+    _damage(tmp_path / "checkpoints" / "1", "truncated")
+    with Checkpoints(str(tmp_path), Checkpointing()) as checkpoints:
+        with pytest.raises(
+            UserError, match=r"holds no step that is what was saved: 1: state/.* bytes, not .*MODEL_DIR"
+        ):
+            checkpoints.verified_step()
+
+
+def test_verification_beside_training_stops_it(tmp_path):
+    beside = Checkpointing(verify="background")
+    with Checkpoints(str(tmp_path), beside) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, state_of(step), {}, {})
+    _damage(tmp_path / "checkpoints" / "2", "truncated")
+    with pytest.raises(UserError, match="checkpoints/2, from which this run was restored, is damaged: .*again"):
+        with Checkpoints(str(tmp_path), beside) as checkpoints:
+            assert checkpoints.verified_step() == 2
+    with Checkpoints(str(tmp_path), beside) as checkpoints:
+        assert checkpoints.verified_step() == 1
+    with Checkpoints(str(tmp_path), Checkpointing(verify="off")) as checkpoints:
+        assert checkpoints.verified_step() == 1
+
+
+def test_a_state_that_holds_no_numbers_is_not_saved(tmp_path):
+    state = state_of(2)
+    poisoned = dataclasses.replace(state, params=jax.tree.map(lambda x: x.at[0].set(jnp.nan), state.params))
+    with pytest.raises(UserError, match=r"params/layer/bias is not finite at step 2, not saved"):
+        with Checkpoints(str(tmp_path), Checkpointing()) as checkpoints:
+            checkpoints.save(1, state_of(1), {}, {})
+            checkpoints.save(2, poisoned, {}, {})
+    assert checkpoints.steps() == [1]
+
+
+def test_steps_are_saved_once_and_in_order(tmp_path):
+    with Checkpoints(str(tmp_path), Checkpointing()) as checkpoints:
+        checkpoints.save(5, state_of(5), {}, {})
+        for step in (5, 4):
+            with pytest.raises(UserError, match=f"step {step} cannot be saved: .*checkpoints holds step 5 already"):
+                checkpoints.save(step, state_of(step), {}, {})
+
+
+def test_the_manifest_names_arrays_and_hashes_what_was_meant(tmp_path):
+    with Checkpoints(str(tmp_path), Checkpointing(), about={"config": "a = 1"}) as checkpoints:
+        checkpoints.save(5, state_of(5), {}, {}, score=1.5)
+    folder = epath.Path(tmp_path / "checkpoints" / "5")
+    found = manifest.read(folder)
+    assert (found.about["config"], found.about["score"], found.about["capibara"]) == (
+        "a = 1",
+        1.5,
+        capibara.__version__,
+    )
+    [kernel] = [file for file in found.files if file.array == "params/layer/kernel"]
+    content = np.asarray(state_of(5).params["layer"]["kernel"]).tobytes()
+    assert (kernel.size, kernel.chunk, kernel.sha256) == (128, (0, 0), hashlib.sha256(content).hexdigest())
+    assert (folder / kernel.path).read_bytes() == content
+    for file in found.files:  # as anybody can check them
+        assert (
+            file.sha256 == subprocess.run(["sha256sum", folder / file.path], capture_output=True, text=True).stdout[:64]
+        )
+
+
+def test_the_best_and_milestones_are_kept(tmp_path):
+    with Checkpoints(str(tmp_path), Checkpointing(keep=1, keep_best=1, milestones=(10,))) as checkpoints:
+        for step, score in ((5, 3.0), (10, 4.0), (15, 1.0), (20, 2.0), (25, None)):
+            checkpoints.save(step, state_of(step), {}, {}, score=score)
+    assert checkpoints.steps() == [10, 15, 25]
 
 
 def test_a_device_out_of_memory_is_no_full_disk(tmp_path):
-    with pytest.raises(RuntimeError, match="Out of memory"), module.disk_full_explained(str(tmp_path)):
+    with pytest.raises(RuntimeError, match="Out of memory"), disk.disk_full_explained(str(tmp_path)):
         raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1 byte")
 
 

@@ -1,0 +1,138 @@
+"""One writer at a time: the lease on a checkpoints folder."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from etils import epath
+
+from capibara.training import storage
+from capibara.types import UserError
+
+NAME = "lease.json"
+_STALE_AFTER_S = 90.0  # without a sign of life from another host
+_RENEWALS = 6  # in that time
+
+
+class Lease:
+    """The right to change a folder, held from here to `release`.
+
+    The file names its holder: process, host and a random nonce. That of a process that has died is taken over at once
+    on the same host; one of another host when it has not been renewed for `stale_after_s`.
+
+    Args:
+      folder: exists.
+      stale_after_s: seconds without a renewal after which another host's lease counts for nothing.
+
+    Raises:
+      UserError: another process holds it.
+    """
+
+    def __init__(self, folder: epath.Path, stale_after_s: float = _STALE_AFTER_S):
+        self._folder, self._path, self._stale_after_s = folder, folder / NAME, stale_after_s
+        self._nonce = secrets.token_hex(8)
+        self._ended = threading.Event()
+        with _alone(folder):
+            holder = _read(self._path)
+            if holder is not None and not self._is_stale(holder):
+                raise UserError(
+                    f"{folder} is being written by process {holder.get('pid')} on {holder.get('host')}: stop it first, "
+                    f"or set another MODEL_DIR (or remove {NAME} there, if you are sure that it has ended)"
+                )
+            storage.write(self._path, json.dumps(self._record()).encode())
+        self._renewing = threading.Thread(target=self._renew, name="capibara-lease", daemon=True)
+        self._renewing.start()
+
+    def check(self) -> None:
+        """Raises UserError where another process has taken the lease over: what we would write now is its to write."""
+        holder = _read(self._path) or {}
+        if holder.get("nonce") != self._nonce:
+            by = f"process {holder.get('pid')} on {holder.get('host')}" if holder else "nobody"
+            raise UserError(f"{self._folder} was taken over by {by} meanwhile: only one run may write to a MODEL_DIR")
+
+    def release(self) -> None:
+        """Gives it back; another holder's is left alone."""
+        self._ended.set()
+        self._renewing.join()
+        with _alone(self._folder), contextlib.suppress(OSError):
+            if (_read(self._path) or {}).get("nonce") == self._nonce:
+                self._path.unlink()
+
+    def _record(self) -> dict[str, Any]:
+        pid = os.getpid()
+        return {
+            "pid": pid,
+            "process_start": _process_start(pid),
+            "host": socket.gethostname(),
+            "nonce": self._nonce,
+            "renewed": time.time(),
+        }
+
+    def _renew(self) -> None:
+        while not self._ended.wait(self._stale_after_s / _RENEWALS):
+            with contextlib.suppress(OSError), _alone(self._folder):
+                if (_read(self._path) or {}).get("nonce") == self._nonce:
+                    storage.write(self._path, json.dumps(self._record()).encode())
+
+    def _is_stale(self, holder: dict[str, Any]) -> bool:
+        if holder.get("host") == socket.gethostname():
+            # A process id is used again after a while; with the time of its start it is not.
+            return _process_start(holder.get("pid")) != holder.get("process_start")
+        try:
+            return abs(time.time() - float(holder["renewed"])) > self._stale_after_s
+        except (KeyError, TypeError, ValueError):
+            return True
+
+
+@contextlib.contextmanager
+def _alone(folder: epath.Path) -> Iterator[None]:
+    """Within it no other process of this host (or of those that share the disk's locks) is within it."""
+    if storage.is_remote(folder):
+        yield
+        return
+    import fcntl
+
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks: the lease's nonce is all there is
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _read(path: epath.Path) -> dict[str, Any] | None:
+    """The record of a lease; None where there is none that can be read."""
+    try:
+        record = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def _process_start(pid: Any) -> str | None:
+    """When a process of this host started, in the kernel's ticks; None: there is none."""
+    try:
+        with open(f"/proc/{int(pid)}/stat", encoding="ascii", errors="replace") as file:
+            fields = file.read().rpartition(")")[2].split()
+    except (OSError, TypeError, ValueError):
+        return _alive_without_proc(pid)
+    return None if fields[0] == "Z" else fields[19]
+
+
+def _alive_without_proc(pid: Any) -> str | None:
+    if os.path.isdir("/proc/self"):
+        return None
+    try:  # macOS
+        os.kill(int(pid), 0)
+    except (OSError, TypeError, ValueError):
+        return None
+    return "unknown"
