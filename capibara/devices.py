@@ -86,17 +86,20 @@ def use_compilation_cache() -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
-def start_distributed(*, emulated: bool = False) -> None:
+def start_distributed(*, emulated: bool = False, heartbeat_s: int = 100) -> None:
     """Joins the other hosts of a slice or cluster where the environment names them; else does nothing.
 
     Args:
       emulated: after `emulate`: only processes that JAX_COORDINATOR_ADDRESS names join, each with its own emulated
         devices; what the environment says of a TPU slice does not count.
+      heartbeat_s: seconds without a sign of life after which a process counts as dead, and the others end.
     """
     hosts = os.environ.get("TPU_WORKER_HOSTNAMES", "")
     slice_ = not emulated and (hosts.count(",") > 0 or os.environ.get("MEGASCALE_NUM_SLICES"))
     if os.environ.get("JAX_COORDINATOR_ADDRESS") or slice_:
         count, index = os.environ.get("JAX_NUM_PROCESSES"), os.environ.get("JAX_PROCESS_ID")
         jax.distributed.initialize(
-            num_processes=int(count) if count else None, process_id=int(index) if index else None
+            num_processes=int(count) if count else None,
+            process_id=int(index) if index else None,
+            heartbeat_timeout_seconds=heartbeat_s,
         )

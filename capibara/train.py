@@ -19,7 +19,8 @@ examples:
   python -m capibara.train --gin_file=base_v5e64.gin --emulate=8 --gin.TRAIN_STEPS=3
   python -m capibara.train --gin_file=my_run.gin --gin.MODEL_DIR=runs/mine --gin.TRAIN_STEPS=20000
 
-exit codes: 0 finished, 2 a mistake in what was given, 130 / 143 stopped by ctrl-C / SIGTERM after a checkpoint"""
+exit codes: 0 finished, 2 a mistake in what was given, 75 a step hung, 130 / 143 stopped by ctrl-C / SIGTERM after a
+checkpoint; with all but 2 the same command carries on"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,7 +55,7 @@ def train(gin_files: Sequence[str], bindings: Sequence[str], search_paths: Seque
         devices.emulate(emulate)
     elif jax.config.jax_platforms == "cpu":
         devices.keep_freed_memory()
-    devices.start_distributed(emulated=emulate is not None)
+    devices.start_distributed(emulated=emulate is not None, heartbeat_s=trainer.heartbeat_s)
     more, title = automatic.bindings(trainer) if emulate is None else emulation.bindings(trainer, jax.device_count())
     if more:
         if jax.process_index() == 0:

@@ -113,8 +113,9 @@ def _region(array: jax.Array, starts: Sequence[int], stops: Sequence[int]) -> np
 
 def _is_news(record: logging.LogRecord) -> bool:
     # Orbax and asyncio log a failed write with its traceback; it is raised where we wait as well: once is enough.
-    # That a folder which we asked to read only is read only is no news either.
-    return not (record.exc_info and disk.is_disk_full(record.exc_info[1])) and "is read only" not in str(record.msg)
+    # That files which we did not ask for are not there is no news either.
+    full = record.exc_info and disk.is_disk_full(record.exc_info[1])
+    return not full and "Skipping merge of OCDBT" not in str(record.msg)
 
 
 def _without_orphans(report: Callable[[Any], None], unraisable: Any) -> None:

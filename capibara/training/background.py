@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures.thread  # noqa: F401  its hook at the interpreter's end must be older than ours: the newest runs first
 import contextlib
 import threading
 from collections.abc import Callable, Iterator

@@ -30,7 +30,6 @@ from typing import Any
 import jax
 import numpy as np
 
-import capibara
 from capibara import tree
 from capibara.config import configurable
 from capibara.training import array_files, manifest, storage
@@ -114,7 +113,7 @@ class Checkpoints:
       model_dir: the run folder.
       config: what to keep.
       read_only: changes nothing in the folder, where another process may be saving.
-      about: what manifests say of the run beside our version and the date, as JSON values.
+      about: what manifests say of the run beside the date, the score and the step before, as JSON values.
 
     Raises:
       UserError: another process writes there, or the folder cannot be written.
@@ -137,6 +136,7 @@ class Checkpoints:
         self._saving: Task | None = None
         self._verifying: Task | None = None
         self._open = contextlib.ExitStack()
+        self._parent: int | None = None  # the step that the next one comes after
         self.damaged: dict[int, str] = {}  # step -> why it was passed over
         if read_only:
             return
@@ -230,7 +230,8 @@ class Checkpoints:
             self._check_room(byte_count(arrays))
         values = {"data": data, "progress": progress, "shapes": _shapes(arrays)}
         run = json.dumps(values).encode()  # now: what it is made of may change
-        about = self._about | {"capibara": capibara.__version__, "date": _now(), "score": score}
+        about = self._about | {"date": _now(), "score": score, "parent": self._parent}
+        self._parent = step
         copies, finite = snapshot(arrays)
         write = functools.partial(self._write, step, copies, finite, run, about)
         self._saving = Task(write, "capibara-save")
@@ -240,6 +241,7 @@ class Checkpoints:
         self.wait()  # it may be the step that is being saved
         with self._damage_explained(step):
             values = json.loads((self._folder / str(step) / _RUN).read_bytes())
+            self._parent = step
             return Restored(step=step, **values)
 
     def restore_state(self, restored: Restored, target: TrainState) -> TrainState:

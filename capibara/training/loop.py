@@ -9,12 +9,14 @@ from collections.abc import Callable, Iterable, Mapping
 
 import jax
 
+from capibara.training import provenance
 from capibara.training.callbacks import Callback
 from capibara.training.disk import disk_full_explained
 from capibara.training.interrupt import StopRequest
 from capibara.training.metrics import Meter
 from capibara.training.run import Run, set_up
 from capibara.training.trainer import Trainer
+from capibara.training.watchdog import Watchdog
 from capibara.types import Params
 
 Sampler = Callable[[Params], Iterable[tuple[str, str]]]
@@ -55,10 +57,12 @@ def train(
       config: the operative configuration, for the callbacks.
     """
     callbacks = callbacks if jax.process_index() == 0 else Callback()
-    run = set_up(trainer, status=callbacks.on_status, compiler_options=compiler_options)
+    about = provenance.about(config) if jax.process_index() == 0 else None
+    run = set_up(trainer, status=callbacks.on_status, compiler_options=compiler_options, about=about)
     with contextlib.ExitStack() as stack:
         stack.enter_context(disk_full_explained(trainer.model_dir))
         stop = stack.enter_context(StopRequest(agree_every=trainer.log_every))
+        dog = stack.enter_context(Watchdog(trainer.watch, trainer.log_every))
         stack.enter_context(run.checkpoints)
         stack.enter_context(contextlib.closing(run.batches))
         state, first_step, early = run.start()
@@ -68,14 +72,16 @@ def train(
         while True:
             signal_number = stop.agreed(step)
             done = step >= trainer.steps or signal_number is not None
+            score = None
             # Who is told to stop may have seconds: the checkpoint comes first then, and there is no evaluation.
             if step > first_step and signal_number is None and _due(step, trainer.evaluation.every, done):
-                with meter.paused():
-                    early.update(_evaluate(run, step, state.eval_params, callbacks, sampler))
+                with meter.paused(), dog.paused():
+                    score = _evaluate(run, step, state.eval_params, callbacks, sampler)
+                early.update(score)
             done = done or early.stop
             if step > saved and (done or _due(step, trainer.checkpointing.every)):
-                with meter.paused():
-                    run.save(step, state, early, metrics)
+                with meter.paused(), dog.paused():
+                    run.save(step, state, early, metrics, score)
                     callbacks.on_checkpoint(step)
                 saved = step
             if done:
@@ -88,7 +94,8 @@ def train(
             step += 1
             meter.add(metrics, data_wait_s)
             if step % trainer.log_every == 0 or step == trainer.steps:
-                callbacks.on_step(step, meter.read())
+                callbacks.on_step(step, meter.read() | run.counters())
+            dog.beat(step)
         run.checkpoints.wait()
         reason = "interrupted" if signal_number else "early_stopping" if early.stop else "finished"
         callbacks.on_train_end(step, reason)

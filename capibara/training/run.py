@@ -59,8 +59,20 @@ class Run:
         state = self.checkpoints.restore_state(self.restored, self.abstract_state)
         return state, self.restored.step, EarlyStopping(patience, self.restored.progress["early_stopping"])
 
-    def save(self, step: int, state: TrainState, early: EarlyStopping, metrics: Mapping[str, jax.Array]) -> None:
+    def save(
+        self,
+        step: int,
+        state: TrainState,
+        early: EarlyStopping,
+        metrics: Mapping[str, jax.Array],
+        score: float | None = None,
+    ) -> None:
         """Hands a checkpoint to the asynchronous writer.
+
+        Args:
+          step, state, early: what there is to save.
+          metrics: of the step.
+          score: the loss of its evaluation, if there was one.
 
         Raises:
           UserError: the step's loss or gradients (in its `metrics`) are not finite, and its update was not left out for
@@ -79,7 +91,12 @@ class Run:
                     "Schedule.learning_rate or set Optimizer.clip_norm, and run the command again"
                 )
         data = merge_states(_of_all_hosts(self.batches.get_state()))
-        self.checkpoints.save(step, state, data, {"early_stopping": early.state()})
+        self.checkpoints.save(step, state, data, {"early_stopping": early.state()}, score)
+
+    def counters(self) -> dict[str, float]:
+        """What went wrong and was survived, for the metrics; nothing where nothing did."""
+        damaged = len(self.checkpoints.damaged)
+        return {"checkpoints_damaged": float(damaged)} if damaged else {}
 
     def next_batch(self) -> dict[str, jax.Array]:
         """The next batch of the run, on its devices."""
@@ -128,6 +145,7 @@ def set_up(
     devices: list[jax.Device] | None = None,
     status: Callable[[str], None] = lambda text: None,
     compiler_options: Mapping[str, str] | None = None,
+    about: Mapping[str, Any] | None = None,
 ) -> Run:
     """Builds everything. The data feed and the checkpoint library start in a thread while the step compiles.
 
@@ -136,6 +154,7 @@ def set_up(
       devices: of the mesh; None: all.
       status: told of what takes time.
       compiler_options: XLA's, for the train step; None: its own choices.
+      about: what the manifests of checkpoints say of the run (training.provenance).
     """
     mesh = sharding.make_mesh(trainer.plan, devices)
     _check_evaluation(trainer, mesh)
@@ -143,7 +162,7 @@ def set_up(
         _check_vocabulary(trainer)  # now: that of a SeqIO task is known only once SeqIO is imported
     model = api.build(trainer.model)
     with concurrent.futures.ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as undo:
-        opened = pool.submit(_open_checkpoints_and_data, trainer, mesh)
+        opened = pool.submit(_open_checkpoints_and_data, trainer, mesh, about)
         undo.callback(_close, opened)
         status(f"compiling the train step for {mesh.size} devices")
         begin_s = time.perf_counter()
@@ -255,10 +274,12 @@ def abstract_batch(dataset: Dataset, rows: int, batch_sharding: NamedSharding) -
     return {key: jax.ShapeDtypeStruct(shape, d, sharding=batch_sharding) for key, (shape, d) in spec.items()}
 
 
-def _open_checkpoints_and_data(trainer: Trainer, mesh: Mesh) -> tuple[Checkpoints, Restored | None, Loader]:
+def _open_checkpoints_and_data(
+    trainer: Trainer, mesh: Mesh, about: Mapping[str, Any] | None
+) -> tuple[Checkpoints, Restored | None, Loader]:
     """The data feed starts from the newest checkpoint's state, so the checkpoints are opened first."""
     with contextlib.ExitStack() as undo:
-        checkpoints = undo.enter_context(Checkpoints(trainer.model_dir, trainer.checkpointing))
+        checkpoints = undo.enter_context(Checkpoints(trainer.model_dir, trainer.checkpointing, about=about))
         step = checkpoints.verified_step()
         restored = None if step is None else checkpoints.restore_progress(step)
         batches = _loader(trainer, mesh, "train", trainer.plan.batch_size)

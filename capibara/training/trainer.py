@@ -13,6 +13,7 @@ from capibara.optim import Optimizer
 from capibara.sharding import Plan
 from capibara.training.checkpoints import Checkpointing
 from capibara.training.loss_scale import LossScaling
+from capibara.training.watchdog import Watch
 from capibara.types import UserError
 
 
@@ -59,6 +60,8 @@ class Trainer:
       z_loss: coefficient of the squared log normaliser (1e-4 in PaLM); 0: off.
       ema_decay: decay of a moving average of the parameters that evaluation and export use; None: no average.
       loss_scaling: how a float16 run scales its loss; runs in other dtypes do not.
+      watch: when a step counts as hung.
+      heartbeat_s: seconds without a sign of life after which the other processes take one for dead, and end.
     """
 
     model_dir: str
@@ -74,6 +77,8 @@ class Trainer:
     z_loss: float = 0.0
     ema_decay: float | None = None
     loss_scaling: LossScaling = LossScaling()
+    watch: Watch = Watch()
+    heartbeat_s: int = 100
 
     def __post_init__(self):
         if not self.model_dir.strip():
@@ -82,6 +87,8 @@ class Trainer:
             raise UserError(f"Trainer.steps ({self.steps}) and log_every ({self.log_every}) must be at least 1")
         if self.ema_decay is not None and not 0.0 < self.ema_decay < 1.0:
             raise UserError(f"Trainer.ema_decay is {self.ema_decay}, must be between 0 and 1, or None")
+        if self.heartbeat_s < 5:
+            raise UserError(f"Trainer.heartbeat_s is {self.heartbeat_s}, must be at least 5")
         if self.z_loss < 0:
             raise UserError(f"Trainer.z_loss is {self.z_loss}, must be at least 0")
         if not 0 <= self.seed < 2**32:

@@ -58,6 +58,7 @@ class Seen(Callback):
 
     def __init__(self) -> None:
         self.losses: dict[int, float] = {}
+        self.metrics: dict[int, dict[str, float]] = {}
         self.evaluations: dict[int, dict[str, float]] = {}
         self.batches: list[str] = []
         self.checkpoints: list[int] = []
@@ -72,6 +73,7 @@ class Seen(Callback):
 
     def on_step(self, step, metrics):
         self.losses[step] = metrics["loss"]
+        self.metrics[step] = dict(metrics)
 
     def on_evaluate(self, step, metrics):
         self.evaluations[step] = dict(metrics)
@@ -89,8 +91,8 @@ def train(monkeypatch):
     def run_it(trainer, devices=None, evaluate=None, after_step=None, seen=None):
         seen = seen or Seen()
 
-        def watched(trainer, status, compiler_options):
-            run = set_up(trainer, devices, status, compiler_options)
+        def watched(trainer, **options):
+            run = set_up(trainer, devices, **options)
             step, start, evaluation = run.train_step, run.start, run.evaluate
 
             def started():

@@ -1,0 +1,245 @@
+"""Verified checkpoints beside np.save with fsync and Orbax as it comes; and 500 random bit flips.
+
+    python benchmarks/checkpoint.py [--mib=1024] [--rounds=5] [--folder=DIR] [--json=OUT]
+    python benchmarks/checkpoint.py --flips=500
+    python benchmarks/checkpoint.py --training [--rounds=3]
+
+The state is float32, in eight arrays. All contenders write it in turn, to the same disk, and read it back from the page
+cache; ratios are of medians. save: until it is on the disk, by our manifest's reckoning or fsync; Orbax does not sync.
+blocking: what a save takes of the training loop's time. load: until the arrays are on the device, ours verified.
+--flips: one bit of a random file of a checkpoint at a time, as often as is said: each must be found out, or have changed
+  nothing that is read. --training: a small run that saves every 20 steps beside one that never does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pathlib
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+sys.path.insert(0, os.path.dirname(HERE))  # the checkout's package, installed or not
+os.environ["JAX_PLATFORMS"] = "cpu"
+ARRAYS = 8
+GOALS = {"save": 1.6, "load": 1.5, "blocking": 0.05, "training": 1.03}
+
+
+class NumPy:
+    """One file an array, synced."""
+
+    def __init__(self, folder: pathlib.Path, arrays):
+        import numpy as np
+
+        self._np, self._folder, self._arrays = np, folder, {name: np.asarray(x) for name, x in arrays.items()}
+
+    def save(self, step: int) -> float:
+        (self._folder / str(step)).mkdir(parents=True)
+        for name, array in self._arrays.items():
+            with open(self._folder / str(step) / f"{name}.npy", "wb") as file:
+                self._np.save(file, array)
+                file.flush()
+                os.fsync(file.fileno())
+        return 1.0
+
+    def load(self, step: int) -> None:
+        for name in self._arrays:
+            self._np.load(self._folder / str(step) / f"{name}.npy")
+
+
+class Ours:
+    """A run's checkpoints, as train has them."""
+
+    def __init__(self, folder: pathlib.Path, arrays):
+        from capibara.training.checkpoints import Checkpointing, Checkpoints
+        from capibara.training.state import TrainState, with_shardings
+
+        import jax
+        import jax.numpy as jnp
+
+        self._open = lambda **options: Checkpoints(str(folder), Checkpointing(keep=1), **options)
+        self._checkpoints = self._open()
+        self._state = TrainState(step=jnp.int32(0), params=arrays, opt_state=(), ema=None)
+        self._target = with_shardings(self._state, jax.tree.map(lambda x: x.sharding, self._state))
+
+    def save(self, step: int) -> float:
+        """Returns the share of the time for which the caller was held up."""
+        begin_s = time.perf_counter()
+        self._checkpoints.save(step + 1, self._state, {}, {})
+        blocked_s = time.perf_counter() - begin_s
+        self._checkpoints.wait()
+        return blocked_s / (time.perf_counter() - begin_s)
+
+    def load(self, step: int) -> None:
+        import jax
+
+        reader = self._open(read_only=True)
+        restored = reader.restore_progress(reader.verified_step())
+        jax.block_until_ready(reader.restore_state(restored, self._target))
+
+
+class Orbax:
+    """A CheckpointManager as it comes."""
+
+    def __init__(self, folder: pathlib.Path, arrays):
+        import orbax.checkpoint as ocp
+
+        import jax
+
+        self._ocp, self._arrays = ocp, arrays
+        self._target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), arrays)
+        self._manager = ocp.CheckpointManager(folder, options=ocp.CheckpointManagerOptions(max_to_keep=1))
+
+    def save(self, step: int) -> float:
+        begin_s = time.perf_counter()
+        self._manager.save(step, args=self._ocp.args.StandardSave(self._arrays))
+        blocked_s = time.perf_counter() - begin_s
+        self._manager.wait_until_finished()
+        return blocked_s / (time.perf_counter() - begin_s)
+
+    def load(self, step: int) -> None:
+        import jax
+
+        jax.block_until_ready(self._manager.restore(step, args=self._ocp.args.StandardRestore(self._target)))
+
+
+def speed(mib: int, rounds: int, folder: str) -> dict:
+    """Medians of seconds by contender."""
+    import jax
+
+    rows = mib * 2**20 // 4 // 1024 // ARRAYS
+    arrays = {f"layer_{i}": jax.random.normal(jax.random.key(i), (rows, 1024)) for i in range(ARRAYS)}
+    jax.block_until_ready(arrays)
+    root = pathlib.Path(tempfile.mkdtemp(prefix="capibara-checkpoint-", dir=folder))
+    try:
+        contenders = {
+            name: make(root / name, arrays) for name, make in (("numpy", NumPy), ("capibara", Ours), ("orbax", Orbax))
+        }
+        found = {name: {"save": [], "load": [], "blocking": []} for name in contenders}
+        for step in range(rounds + 1):  # the first is not counted: imports, page faults
+            for name in [*contenders][step % 3 :] + [*contenders][: step % 3]:
+                os.sync()
+                begin_s = time.perf_counter()
+                blocking = contenders[name].save(step)
+                saved_s = time.perf_counter()
+                contenders[name].load(step)
+                figures = (saved_s - begin_s, time.perf_counter() - saved_s, blocking)
+                if step:
+                    for what, figure in zip(("save", "load", "blocking"), figures):
+                        found[name][what].append(figure)
+                if name == "numpy":
+                    shutil.rmtree(root / name / str(step))
+            print(f"round {step} of {rounds}", file=sys.stderr)
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+    return {name: {what: statistics.median(s) for what, s in figures.items()} for name, figures in found.items()}
+
+
+def show_speed(mib: int, found: dict) -> None:
+    """Prints the table."""
+    print(f"{mib} MiB of float32 in {ARRAYS} arrays; medians; x: of np.save with fsync, np.load")
+    print(f"{'':10}{'save s':>9}{'x':>7}{'load s':>9}{'x':>7}{'blocking':>10}")
+    for name, figures in found.items():
+        save, load = (figures[what] / found["numpy"][what] for what in ("save", "load"))
+        blocking = "" if name == "numpy" else f"{figures['blocking']:.1%}"
+        print(f"{name:10}{figures['save']:9.2f}{save:7.2f}{figures['load']:9.2f}{load:7.2f}{blocking:>10}")
+    print(f"goals: save {GOALS['save']}x, load {GOALS['load']}x, blocking {GOALS['blocking']:.0%}")
+
+
+def flips(count: int, folder: str) -> dict:
+    """How many of `count` flipped bits were found out, and how many changed nothing that is read."""
+    import jax
+    import jax.numpy as jnp
+    from etils import epath
+
+    from capibara.training import manifest
+    from capibara.training.checkpoints import Checkpointing, Checkpoints
+    from capibara.training.state import TrainState
+
+    root = pathlib.Path(tempfile.mkdtemp(prefix="capibara-flips-", dir=folder))
+    try:
+        arrays = {f"layer_{i}": jax.random.normal(jax.random.key(i), (64, 64)) for i in range(ARRAYS)}
+        moments = jax.tree.map(lambda x: (x * 0.1).astype(jnp.bfloat16), arrays)
+        with Checkpoints(str(root), Checkpointing()) as checkpoints:
+            checkpoints.save(1, TrainState(jnp.int32(1), arrays, (moments,), None), {"rows": [[1, 2]]}, {})
+        step, rng = root / "checkpoints" / "1", random.Random(0)
+        files = sorted(path for path in step.rglob("*") if path.is_file())
+        found = {"files": len(files), "flips": count, "detected": 0, "harmless": 0, "silent": 0}
+        for index in range(count):
+            path = files[index % len(files)]
+            before = path.read_bytes()
+            after = bytearray(before)
+            after[rng.randrange(len(after))] ^= 1 << rng.randrange(8)
+            path.write_bytes(after)
+            try:
+                manifest.verify(epath.Path(step))
+                same = path.name == manifest.NAME and json.loads(after) == json.loads(before)  # white space
+                found["harmless" if same else "silent"] += 1
+            except manifest.Damaged:
+                found["detected"] += 1
+            path.write_bytes(before)
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+    return found
+
+
+
+
+def training(rounds: int, folder: str) -> dict:
+    """Seconds of 100 steps of a small run that saves every 20, and of one that never does, in turn."""
+    seconds: dict[str, list[float]] = {"saves": [], "never": []}
+    for index in range(rounds):
+        for name in ("saves", "never") if index % 2 else ("never", "saves"):
+            run = tempfile.mkdtemp(prefix="capibara-training-", dir=folder)
+            try:
+                seconds[name].append(_train(run, 20 if name == "saves" else 0))
+            finally:
+                shutil.rmtree(run, ignore_errors=True)
+        print(f"round {index + 1} of {rounds}: {seconds}", file=sys.stderr)
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def _train(run: str, every: int) -> float:
+    """Seconds from step 20 to step 120, by the clock of the metrics file."""
+    command = [sys.executable, "-m", "capibara.train", "--gin_file=quickstart.gin", "--emulate=1"]
+    command += [f"--gin.MODEL_DIR={run}", "--gin.TRAIN_STEPS=121", f"--gin.Checkpointing.every={every}"]
+    command += ["--gin.Evaluation.every=0", "--gin.Trainer.log_every=20"]
+    environment = {**os.environ, "PYTHONPATH": os.path.dirname(HERE)}
+    subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
+    with open(os.path.join(run, "metrics.jsonl"), encoding="utf-8") as file:
+        times = {r["step"]: r["time"] for r in map(json.loads, file) if r["kind"] == "train"}
+    return times[120] - times[20]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mib", type=int, default=1024)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--folder", default=tempfile.gettempdir(), help="on the disk that is measured")
+    parser.add_argument("--flips", type=int, default=0)
+    parser.add_argument("--training", action="store_true")
+    parser.add_argument("--json")
+    options = parser.parse_args()
+    if options.flips:
+        found = flips(options.flips, options.folder)
+        print(", ".join(f"{value} {name}" for name, value in found.items()))
+    elif options.training:
+        found = training(options.rounds, options.folder)
+        print(f"100 steps: {found['saves']:.2f} s with a save every 20, {found['never']:.2f} s without: "
+              f"{found['saves'] / found['never']:.3f}x (goal {GOALS['training']}x)")  # fmt: skip
+    else:
+        found = speed(options.mib, options.rounds, options.folder)
+        show_speed(options.mib, found)
+    if options.json:
+        pathlib.Path(options.json).write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()
