@@ -45,7 +45,6 @@ from capibara.types import PyTree, UserError
 
 _RUN = "run.json"
 _HASHES = "hashes."  # begins the name of a process's list of chunks, until process 0 has read it
-_DAMAGED = ".damaged"
 _ATTEMPTS, _PAUSE_S = 3, 0.5  # of a save that fails for another reason than a full disk; the pause doubles
 _NOT_WRITABLE = (NotADirectoryError, FileExistsError, PermissionError, FileNotFoundError)
 
@@ -167,7 +166,7 @@ class Checkpoints:
             names = [path.name for path in self._folder.iterdir()]
         except FileNotFoundError:
             return []
-        return sorted(int(name) for name in names if _is_step(name) and manifest.exists(self._folder / name))
+        return sorted(int(name) for name in names if manifest.is_step(name) and manifest.exists(self._folder / name))
 
     def latest_step(self) -> int | None:
         """The newest committed step, None in a new run folder."""
@@ -320,7 +319,7 @@ class Checkpoints:
                 break
             except Exception as error:
                 with contextlib.suppress(OSError):
-                    self._remove_step(step)
+                    manifest.remove(self._folder / str(step))
                 last = attempt == _ATTEMPTS - 1 or jax.process_count() > 1  # the others would wait for ever
                 if last or isinstance(error, UserError) or is_disk_full(error):
                     raise
@@ -334,7 +333,7 @@ class Checkpoints:
         """Everything but the manifest, on the disk when this returns; the files, on process 0."""
         if jax.process_index() == 0:
             self._check_lease()
-            self._remove_step(int(folder.name))
+            manifest.remove(folder)
             folder.mkdir()
             storage.write(folder / _RUN, run)
         _together("begun")
@@ -373,7 +372,7 @@ class Checkpoints:
         )
         if drop and any(self._is_whole(step) for step in reversed(steps) if step not in drop):
             for step in drop:
-                self._remove_step(step)
+                manifest.remove(self._folder / str(step))
 
     def _is_whole(self, step: int) -> bool:
         try:
@@ -383,16 +382,10 @@ class Checkpoints:
             return False
         return True
 
-    def _remove_step(self, step: int) -> None:
-        folder = self._folder / str(step)
-        if folder.exists():
-            storage.remove(folder / manifest.NAME)  # first: half a step is none
-            folder.rmtree()
-
     def _remove_leftovers(self) -> None:
         """What a save left that did not come to its end: it may be what fills the disk."""
         for path in self._folder.iterdir():
-            if _is_step(path.name) and not manifest.exists(path):
+            if manifest.is_step(path.name) and not manifest.exists(path):
                 path.rmtree()
             elif path.name.endswith(storage.PARTIAL):
                 path.unlink()
@@ -401,7 +394,7 @@ class Checkpoints:
         self.damaged[step] = why
         logging.getLogger(__name__).warning("%s/%d is damaged: %s", self._folder, step, why)
         if not self._read_only and jax.process_index() == 0:
-            aside = self._folder / f"{step}{_DAMAGED}"
+            aside = self._folder / f"{step}{manifest.DAMAGED}"
             if aside.exists():
                 aside.rmtree()
             (self._folder / str(step)).rename(aside)
@@ -474,10 +467,6 @@ def _together(point: str) -> None:
 
         name = ocp.multihost.unique_barrier_key(f"capibara:{point}")
         ocp.multihost.sync_global_processes(name, processes=set(range(jax.process_count())))
-
-
-def _is_step(name: str) -> bool:
-    return name.isdecimal() and str(int(name)) == name
 
 
 def _now() -> str:

@@ -17,6 +17,7 @@ from etils import epath
 from capibara.training import storage
 
 NAME = "manifest.json"
+DAMAGED = ".damaged"  # ends the name of a step's folder that was moved aside
 _FORMAT = 1
 _SHOWN = 3  # damaged files that a message names
 
@@ -72,6 +73,18 @@ def write(folder: epath.Path, manifest: Manifest) -> None:
     ]
     values["sha256"] = _digest(values)
     storage.write(folder / NAME, json.dumps(values, indent=1).encode())
+
+
+def is_step(name: str) -> bool:
+    """Whether a folder's name is that of a step."""
+    return name.isascii() and name.isdecimal() and str(int(name)) == name
+
+
+def remove(folder: epath.Path) -> None:
+    """Removes a step's folder, if it is there; no half of it is taken for a step, whenever this is stopped."""
+    if folder.exists():
+        storage.remove(folder / NAME)
+        folder.rmtree()
 
 
 def exists(folder: epath.Path) -> bool:

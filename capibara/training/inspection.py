@@ -1,0 +1,156 @@
+"""The checkpoints of a run folder looked at from outside: what there is, whether it is whole, what may go."""
+
+from __future__ import annotations
+
+import contextlib
+import pathlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from capibara.training import manifest, storage
+from capibara.training.lease import Lease
+from capibara.training.manifest import Damaged, Manifest
+from capibara.training.retention import expendable
+from capibara.types import UserError
+
+_HOLDER = "checkpoints"
+Row = dict[str, Any]
+
+
+class Inspection:
+    """The steps of a run folder.
+
+    Args:
+      model_dir: the run folder.
+      step: only this one; None: all.
+
+    Raises:
+      UserError: there is no run, or no such step.
+    """
+
+    def __init__(self, model_dir: str, step: int | None = None):
+        self._folder = storage.folder_of(model_dir) / _HOLDER
+        try:
+            names = [path.name for path in self._folder.iterdir()]
+        except OSError as error:
+            raise UserError(f"{model_dir} is no run folder: it has no folder {_HOLDER} that can be read") from error
+        self._steps = sorted(
+            int(name) for name in names if manifest.is_step(name) and manifest.exists(self._folder / name)
+        )
+        self._damaged = sorted(name for name in names if name.endswith(manifest.DAMAGED))
+        if step is not None:
+            if step not in self._steps:
+                have = ", ".join(map(str, self._steps[-5:])) or "none"
+                raise UserError(f"--step={step} must be a step of {self._folder}: the newest there are {have}")
+            self._steps = [step]
+
+    def listed(self) -> list[Row]:
+        """A row for every step, by its manifest alone."""
+        return [self._row(step) for step in self._steps] + [
+            {"step": name, "faults": ["moved aside by a run that found it damaged"]} for name in self._damaged
+        ]
+
+    def verified(self, status: Callable[[int], None] = lambda step: None) -> list[Row]:
+        """The same, with what is wrong with the files of each.
+
+        Args:
+          status: told the step that is read.
+        """
+        rows = []
+        for step in self._steps:
+            status(step)
+            row = self._row(step)
+            with contextlib.suppress(Damaged):  # _row has said so
+                found = manifest.read(self._folder / str(step))
+                row["faults"] = manifest.faults(self._folder / str(step), found)
+            rows.append(row)
+        return rows
+
+    def pruned(self, keep: int, keep_every: int | None, *, damaged: bool, dry_run: bool) -> list[Row]:
+        """Removes the steps that no rule keeps; a row for every one that went, or would.
+
+        Args:
+          keep, keep_every: as of retention.expendable.
+          damaged: remove what was moved aside, too.
+          dry_run: remove nothing.
+
+        Raises:
+          UserError: a run is writing there, or no step that would stay is what was saved.
+        """
+        drop = expendable(self._steps, keep=keep, keep_every=keep_every)
+        stay = [step for step in self._steps if step not in drop]
+        with self._held(dry_run):
+            if drop and not any(self._whole(step) for step in reversed(stay)):
+                raise UserError(
+                    f"none of the steps that would stay ({', '.join(map(str, stay))}) is what was saved: nothing is removed; "
+                    "capibara convert verify says what is wrong with them"
+                )
+            rows = [self._row(step) for step in drop]
+            rows += [{"step": name, "faults": []} for name in self._damaged if damaged]
+            for row in rows if not dry_run else ():
+                manifest.remove(self._folder / str(row["step"]))
+        return rows
+
+    def _whole(self, step: int) -> bool:
+        with contextlib.suppress(Damaged):
+            manifest.verify(self._folder / str(step))
+            return True
+        return False
+
+    @contextlib.contextmanager
+    def _held(self, dry_run: bool) -> Iterator[None]:
+        """Within it no run writes there; to look needs no such thing."""
+        if dry_run:
+            yield
+            return
+        lease = Lease(self._folder)
+        try:
+            yield
+        finally:
+            lease.release()
+
+    def _row(self, step: int) -> Row:
+        try:
+            return _described(manifest.read(self._folder / str(step)))
+        except Damaged as fault:
+            return {"step": step, "faults": [str(fault)]}
+
+
+def _described(found: Manifest) -> Row:
+    about = found.about
+    return {
+        "step": found.step,
+        "files": len(found.files),
+        "bytes": sum(file.size for file in found.files),
+        "faults": [],
+        **{name: about.get(name) for name in ("date", "score", "parent", "commit", "capibara")},
+    }
+
+
+def lines(rows: Sequence[Row]) -> Iterator[str]:
+    """The rows for a terminal."""
+    if not rows:
+        yield "no steps"
+    for row in rows:
+        if "bytes" not in row:
+            yield f"{row['step']:>10}  {'; '.join(row['faults']) or 'moved aside'}"
+            continue
+        score = "" if row["score"] is None else f", loss {row['score']:.4f}"
+        commit = "" if not row["commit"] else f", commit {row['commit'][:12]}"
+        yield f"{row['step']:>10}  {row['bytes'] / 2**20:10.1f} MiB in {row['files']} files, {row['date']}{score}{commit}"
+        for fault in row["faults"]:
+            yield f"{'':12}damaged: {fault}"
+
+
+def save(path: str, text: str) -> None:
+    """Writes a text.
+
+    Raises:
+      UserError: the file cannot be written.
+    """
+    try:
+        pathlib.Path(path).write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UserError(
+            f"--json={path} cannot be written ({error.strerror}): name a file in a folder of yours"
+        ) from error
