@@ -190,8 +190,6 @@ def flips(count: int, folder: str) -> dict:
     return found
 
 
-
-
 def training(rounds: int, folder: str) -> dict:
     """Seconds of 100 steps of a small run that saves every 20, and of one that never does, in turn."""
     seconds: dict[str, list[float]] = {"saves": [], "never": []}

@@ -43,4 +43,4 @@ class ConfigFile(Callback):
 
 def usual() -> list[Callback]:
     """What a run has when its Gin file says nothing."""
-    return [MetricsFile(), TensorBoard(), ProgressLine(), LossCurve()]
+    return [MetricsFile(), TensorBoard(), ProgressLine(), LossCurve()]  # the metrics first: the others read them

@@ -33,8 +33,8 @@ class MetricsFile(Callback):
     """Appends everything to metrics.jsonl in the run folder, one JSON object a line.
 
     Each line has `kind` ("train", "eval", "sample" or "event"), `step` and `time` (seconds since 1970); train and eval
-    lines have the metrics beside them, samples `prompt` and `text`, events `event` ("start", "checkpoint" or "end")
-    and what belongs to it. Numbers that are not finite are null. Nothing is ever rewritten: a run that resumes from
+    lines have the metrics beside them, samples `prompt` and `text`, events `event` ("start", "spent", "checkpoint" or
+    "end") and what belongs to it. Numbers that are not finite are null. Nothing is ever rewritten: a run that resumes from
     its last checkpoint repeats the steps after it, and `read_metrics` keeps the newer lines.
     """
 
@@ -47,6 +47,9 @@ class MetricsFile(Callback):
         self._lines = (_RemoteLines if "://" in run.model_dir else _LocalLines)(metrics_path(run.model_dir))
         names = "total_steps param_count tokens_per_step flops_per_step device_count device_kind peak_flops".split()
         self._write("event", run.start_step, event="start", **{name: getattr(run, name) for name in names})
+
+    def on_spent(self, step: int, seconds: Mapping[str, float]) -> None:
+        self._write("event", step, event="spent", **seconds)
 
     def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
         utilisation = mfu(self._run, metrics.get("step_s", 0.0))
@@ -100,7 +103,7 @@ def read_metrics(path: str) -> list[dict[str, Any]]:
     """
     path = path if path.endswith(".jsonl") else metrics_path(path)
     kept: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for record in filter(None, map(_parse, _read_text(path).split("\n"))):
+    for record in all_records(path):
         kind, step = record["kind"], record["step"]
         if kind == "event" and record.get("event") == "start":
             kept = {key: old for key, old in kept.items() if old["step"] <= step}
@@ -108,6 +111,11 @@ def read_metrics(path: str) -> list[dict[str, Any]]:
         kept.pop(key, None)
         kept[key] = record
     return sorted(kept.values(), key=lambda record: record["step"])
+
+
+def all_records(path: str) -> list[dict[str, Any]]:
+    """Every whole line of a metrics.jsonl, in the order in which they were written; as of `read_metrics`."""
+    return list(filter(None, map(_parse, _read_text(path).split("\n"))))
 
 
 @configurable

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from capibara.config import configurable
-from capibara.monitoring.loggers import mfu
+from capibara.monitoring import goodput
+from capibara.monitoring.loggers import all_records, metrics_path, mfu
 from capibara.training.callbacks import Callback, RunInfo
+from capibara.types import UserError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -89,6 +92,9 @@ class ProgressLine(Callback):
             self._print(_nothing_left(self._run, reason), style="bold")
             return
         words = {"finished": "finished", "early_stopping": "stopped early", "interrupted": "interrupted"}
+        with contextlib.suppress(UserError):  # a run without a metrics file
+            if shares := goodput.line(goodput.account(all_records(metrics_path(self._run.model_dir)))):
+                self._print(shares, style="dim")
         self._print(
             f"{words.get(reason, reason)} at step {step}: {_count(done, 'step')} in {duration(seconds)}; "
             f"run folder {self._run.model_dir}",

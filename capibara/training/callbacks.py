@@ -49,6 +49,12 @@ class Callback:
     def on_train_begin(self, run: RunInfo) -> None:
         """Before the first step, after a checkpoint was restored."""
 
+    def on_spent(self, step: int, seconds: Mapping[str, float]) -> None:
+        """After `on_train_begin` and before `on_train_end`: seconds that no step's metrics have, by what took them.
+
+        At the beginning "start" (from the start of the process), "set_up" (compiling, opening the data) and "restore".
+        """
+
     def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """After every `log_every`-th step, when its metrics have reached the host."""
 
@@ -76,6 +82,9 @@ class Callbacks(Callback):
 
     def on_train_begin(self, run: RunInfo) -> None:
         self._each("on_train_begin", run)
+
+    def on_spent(self, step: int, seconds: Mapping[str, float]) -> None:
+        self._each("on_spent", step, seconds)
 
     def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
         self._each("on_step", step, metrics)

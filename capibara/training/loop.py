@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import time
 from collections.abc import Callable, Iterable, Mapping
 
 import jax
 
-from capibara.training import provenance
 from capibara.training.callbacks import Callback
 from capibara.training.disk import disk_full_explained
 from capibara.training.interrupt import StopRequest
@@ -57,49 +55,52 @@ def train(
       config: the operative configuration, for the callbacks.
     """
     callbacks = callbacks if jax.process_index() == 0 else Callback()
-    about = provenance.about(config) if jax.process_index() == 0 else None
-    run = set_up(trainer, status=callbacks.on_status, compiler_options=compiler_options, about=about)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(disk_full_explained(trainer.model_dir))
+    run = set_up(trainer, status=callbacks.on_status, compiler_options=compiler_options, config=config)
+    with disk_full_explained(trainer.model_dir), contextlib.ExitStack() as stack:
         stop = stack.enter_context(StopRequest(agree_every=trainer.log_every))
         dog = stack.enter_context(Watchdog(trainer.watch, trainer.log_every))
-        stack.enter_context(run.checkpoints)
-        stack.enter_context(contextlib.closing(run.batches))
+        stack.enter_context(run)
         state, first_step, early = run.start()
         step, saved, metrics = first_step, first_step, {}
         meter = Meter(trainer.plan.batch_size * trainer.dataset.length)
         callbacks.on_train_begin(run.info(first_step, peak_flops, config))
+        callbacks.on_spent(first_step, run.spent)
         while True:
             signal_number = stop.agreed(step)
             done = step >= trainer.steps or signal_number is not None
-            score = None
-            # Who is told to stop may have seconds: the checkpoint comes first then, and there is no evaluation.
+            score = None  # who is told to stop may have seconds: then the checkpoint comes first, with no evaluation
             if step > first_step and signal_number is None and _due(step, trainer.evaluation.every, done):
-                with meter.paused(), dog.paused():
+                with meter.paused("evaluate"), dog.paused():
                     score = _evaluate(run, step, state.eval_params, callbacks, sampler)
                 early.update(score)
             done = done or early.stop
             if step > saved and (done or _due(step, trainer.checkpointing.every)):
-                with meter.paused(), dog.paused():
+                with meter.paused("save"), dog.paused():
                     run.save(step, state, early, metrics, score)
                     callbacks.on_checkpoint(step)
                 saved = step
             if done:
                 break
-            asked = time.perf_counter()
-            batch = run.next_batch()
-            data_wait_s = time.perf_counter() - asked
+            with meter.waiting():
+                batch = run.next_batch()
             with jax.transfer_guard("disallow"):
                 state, metrics = run.train_step(state, batch)
             step += 1
-            meter.add(metrics, data_wait_s)
+            meter.add(metrics)
             if step % trainer.log_every == 0 or step == trainer.steps:
                 callbacks.on_step(step, meter.read() | run.counters())
             dog.beat(step)
-        run.checkpoints.wait()
+        with meter.paused("save"):
+            run.checkpoints.wait()
         reason = "interrupted" if signal_number else "early_stopping" if early.stop else "finished"
-        callbacks.on_train_end(step, reason)
-    return Outcome(step, reason, signal_number)
+        return _ended(callbacks, meter, Outcome(step, reason, signal_number))
+
+
+def _ended(callbacks: Callback, meter: Meter, outcome: Outcome) -> Outcome:
+    """Tells the callbacks, and returns the outcome."""
+    callbacks.on_spent(outcome.step, meter.spent())
+    callbacks.on_train_end(outcome.step, outcome.reason)
+    return outcome
 
 
 def _evaluate(run: Run, step: int, params: Params, callbacks: Callback, sampler: Sampler | None) -> float:

@@ -20,27 +20,41 @@ class Meter:
         self._tokens_per_step = tokens_per_step
         self._pending: list[Mapping[str, jax.Array]] = []
         self._data_wait_s = 0.0
+        self._spent: dict[str, float] = {}
         self._since = time.perf_counter()
 
     @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """What is done within (evaluation, sampling, saving) is no part of the steps' time."""
+    def paused(self, name: str) -> Iterator[None]:
+        """What is done within ("evaluate", "save") is no part of the steps' time, and is told apart by its name."""
         jax.block_until_ready(self._pending)  # the steps before it are
         began = time.perf_counter()
         yield
-        self._since += time.perf_counter() - began
+        spent_s = time.perf_counter() - began
+        self._since += spent_s
+        self._spent[name] = self._spent.get(name, 0.0) + spent_s
 
-    def add(self, metrics: Mapping[str, jax.Array], data_wait_s: float) -> None:
-        """Takes one step's metrics, still on the device, and the seconds its batch was waited for."""
+    def spent(self) -> dict[str, float]:
+        """Seconds of what it was paused for since this was last asked, by name."""
+        spent, self._spent = self._spent, {}
+        return spent
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Within it a batch is waited for."""
+        began = time.perf_counter()
+        yield
+        self._data_wait_s += time.perf_counter() - began
+
+    def add(self, metrics: Mapping[str, jax.Array]) -> None:
+        """Takes one step's metrics, still on the device."""
         self._pending.append(metrics)
-        self._data_wait_s += data_wait_s
 
     def read(self) -> dict[str, float]:
         """Means since the last read: losses weighted by real tokens; speed in positions per second.
 
         Returns:
           the last step's own metrics (of tokens and skipped updates the sums), and step_s, tokens_per_s (padding
-          included), data_wait_s (a step's share).
+          included), data_wait_s (a step's share), evaluate_s and save_s (what that took since the last read, if it did).
         """
         steps = jax.device_get(self._pending)
         count, tokens = len(steps), sum(float(s["tokens"]) for s in steps)
@@ -55,6 +69,7 @@ class Meter:
         result["step_s"] = elapsed / count
         result["tokens_per_s"] = count * self._tokens_per_step / elapsed
         result["data_wait_s"] = self._data_wait_s / count
+        result |= {f"{name}_s": seconds for name, seconds in self.spent().items()}
         self._pending, self._data_wait_s = [], 0.0
         self._since = time.perf_counter()
         return result

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import platform
 import subprocess
 from typing import Any
@@ -38,6 +39,17 @@ def commit() -> str | None:
     if not found:
         return None
     return found + ("+" if _git("status", "--porcelain", "--untracked-files=no") else "")
+
+
+def process_age_s() -> float:
+    """Seconds since this process was started; 0 where the system does not say."""
+    try:
+        with open("/proc/self/stat", encoding="ascii") as file:
+            started = float(file.read().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+        with open("/proc/uptime", encoding="ascii") as file:
+            return max(0.0, float(file.read().split()[0]) - started)
+    except (OSError, ValueError, IndexError):
+        return 0.0
 
 
 def _git(*command: str) -> str | None:

@@ -20,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from capibara import sharding
 from capibara.data.loader import Dataset, Loader, make_loader, merge_states, unigram_bits_per_byte
 from capibara.models import api
+from capibara.training import provenance
 from capibara.training import state as states
 from capibara.training.callbacks import RunInfo
 from capibara.training.checkpoints import Checkpoints, Restored
@@ -46,6 +47,16 @@ class Run:
     batches: Loader
     checkpoints: Checkpoints
     restored: Restored | None
+    spent: dict[str, float]  # seconds by what took them, before the first step
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        try:
+            self.batches.close()
+        finally:
+            self.checkpoints.__exit__(*error)
 
     def start(self) -> tuple[TrainState, int, EarlyStopping]:
         """The newest checkpoint's state on the mesh, or a new one.
@@ -56,7 +67,9 @@ class Run:
         patience = self.trainer.evaluation.patience
         if self.restored is None:
             return self.init(jax.random.key(self.trainer.seed)), 0, EarlyStopping(patience)
+        begin_s = time.perf_counter()
         state = self.checkpoints.restore_state(self.restored, self.abstract_state)
+        self.spent["restore"] = time.perf_counter() - begin_s
         return state, self.restored.step, EarlyStopping(patience, self.restored.progress["early_stopping"])
 
     def save(
@@ -145,7 +158,7 @@ def set_up(
     devices: list[jax.Device] | None = None,
     status: Callable[[str], None] = lambda text: None,
     compiler_options: Mapping[str, str] | None = None,
-    about: Mapping[str, Any] | None = None,
+    config: str = "",
 ) -> Run:
     """Builds everything. The data feed and the checkpoint library start in a thread while the step compiles.
 
@@ -154,15 +167,16 @@ def set_up(
       devices: of the mesh; None: all.
       status: told of what takes time.
       compiler_options: XLA's, for the train step; None: its own choices.
-      about: what the manifests of checkpoints say of the run (training.provenance).
+      config: the operative configuration, for the manifests of checkpoints.
     """
+    spent, set_up_s = {"start": provenance.process_age_s()}, time.perf_counter()
     mesh = sharding.make_mesh(trainer.plan, devices)
     _check_evaluation(trainer, mesh)
     if trainer.dataset.vocabulary is not None:
         _check_vocabulary(trainer)  # now: that of a SeqIO task is known only once SeqIO is imported
     model = api.build(trainer.model)
     with concurrent.futures.ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as undo:
-        opened = pool.submit(_open_checkpoints_and_data, trainer, mesh, about)
+        opened = pool.submit(_open_checkpoints_and_data, trainer, mesh, config)
         undo.callback(_close, opened)
         status(f"compiling the train step for {mesh.size} devices")
         begin_s = time.perf_counter()
@@ -172,6 +186,7 @@ def set_up(
         _check_vocabulary(trainer)
         eval_step = make_eval_step(model, trainer.plan, mesh, trainer.dataset.get_vocabulary().token_bytes())
         undo.pop_all()
+    spent["set_up"] = time.perf_counter() - set_up_s
     return Run(
         trainer=trainer,
         mesh=mesh,
@@ -180,6 +195,7 @@ def set_up(
         batches=batches,
         checkpoints=checkpoints,
         restored=restored,
+        spent=spent,
         **parts,
     )
 
@@ -275,9 +291,10 @@ def abstract_batch(dataset: Dataset, rows: int, batch_sharding: NamedSharding) -
 
 
 def _open_checkpoints_and_data(
-    trainer: Trainer, mesh: Mesh, about: Mapping[str, Any] | None
+    trainer: Trainer, mesh: Mesh, config: str
 ) -> tuple[Checkpoints, Restored | None, Loader]:
     """The data feed starts from the newest checkpoint's state, so the checkpoints are opened first."""
+    about = provenance.about(config) if jax.process_index() == 0 else None
     with contextlib.ExitStack() as undo:
         checkpoints = undo.enter_context(Checkpoints(trainer.model_dir, trainer.checkpointing, about=about))
         step = checkpoints.verified_step()

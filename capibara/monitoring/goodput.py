@@ -1,0 +1,93 @@
+"""Goodput: the share of a run's time in which it made progress, and what took the rest, over all its starts.
+
+The categories follow what Google Cloud's ML productivity goodput counts as badput: start, set-up, restore, data, saves,
+steps that were lost to an interruption.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+# The order in which they are shown.
+CATEGORIES = ("productive", "data_wait", "evaluate", "save", "start", "set_up", "restore", "lost", "down", "other")
+
+
+@dataclasses.dataclass
+class _Life:
+    """One start of a run: its records, from the event "start" to the last before the next."""
+
+    records: list[Mapping[str, Any]]
+
+    @property
+    def first_step(self) -> int:
+        return self.records[0]["step"]
+
+    @property
+    def begin_s(self) -> float:
+        """When the process was started: seconds since 1970."""
+        before = next((r for r in self.records if r.get("event") == "spent" and r["step"] == self.first_step), {})
+        return self.records[0]["time"] - sum(before.get(name) or 0.0 for name in ("start", "set_up", "restore"))
+
+    @property
+    def end_s(self) -> float:
+        return max(record["time"] for record in self.records)
+
+
+def account(records: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """Seconds by category, and all of them as "total".
+
+    Args:
+      records: all lines of metrics.jsonl in the order in which they were written (loggers.all_records).
+
+    Returns:
+      Nothing where no run was started.
+    """
+    lives: list[_Life] = []
+    for record in records:
+        if record["kind"] == "event" and record.get("event") == "start":
+            lives.append(_Life([]))
+        if lives:
+            lives[-1].records.append(record)
+    if not lives:
+        return {}
+    spent = dict.fromkeys(CATEGORIES, 0.0)
+    for index, life in enumerate(lives):
+        following = lives[index + 1] if index + 1 < len(lives) else None
+        _add(spent, life, following.first_step if following else None)
+        if following:
+            spent["down"] += max(0.0, following.begin_s - life.end_s)
+    total = lives[-1].end_s - lives[0].begin_s
+    spent["other"] = max(0.0, total - sum(spent.values()))
+    return spent | {"total": total}
+
+
+def _add(spent: dict[str, float], life: _Life, kept_steps: int | None) -> None:
+    """Adds a life's seconds; of its steps those after `kept_steps` were lost: the next life made them again."""
+    step = life.first_step
+    for record in life.records:
+        if record["kind"] == "train":
+            count, before = max(0, record["step"] - step), step
+            step = record["step"]
+            kept = count if kept_steps is None else min(count, max(0, kept_steps - before))
+            waited_s = record.get("data_wait_s") or 0.0
+            spent["productive"] += kept * ((record.get("step_s") or 0.0) - waited_s)
+            spent["data_wait"] += kept * waited_s
+            spent["lost"] += (count - kept) * (record.get("step_s") or 0.0)
+        if record["kind"] == "train" or record.get("event") == "spent":
+            for name in ("evaluate", "save", "start", "set_up", "restore"):
+                spent[name] += record.get(name if record["kind"] == "event" else f"{name}_s") or 0.0
+
+
+def line(spent: Mapping[str, float]) -> str | None:
+    """The account in one line; None where there is none."""
+    if not spent or spent["total"] <= 0:
+        return None
+    shares: Sequence[str] = [
+        f"{name.replace('_', ' ')} {spent[name] / spent['total']:.1%}"
+        for name in CATEGORIES[1:]
+        if spent[name] >= 0.0005 * spent["total"]
+    ]
+    rest = f" ({', '.join(shares)})" if shares else ""
+    return f"goodput {spent['productive'] / spent['total']:.1%} of {spent['total']:.0f} s{rest}"
