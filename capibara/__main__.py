@@ -8,11 +8,12 @@ import sys
 from capibara import __version__, cli
 from capibara.fields import did_you_mean
 
-_VERBS = {
+VERBS = {
     "train": "train or fine-tune a model from a Gin file",
     "plan": "find mesh, batch and recomputation for a model on a TPU slice",
     "prove": "compile a run's train step for a TPU slice that is not there",
     "infer": "continue a prompt with a trained model",
+    "launch": "run a verb, and start it again when it dies",
     "convert": "list, verify and prune the checkpoints of a run",
     "prepare": "train a vocabulary on a corpus",
 }
@@ -23,14 +24,14 @@ def main() -> int:
     verb = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if verb in ("-h", "--help"):
         print("usage: capibara VERB [--help] ...\n\nverbs:")
-        print("\n".join(f"  {name:<10}{text}" for name, text in _VERBS.items()))
+        print("\n".join(f"  {name:<10}{text}" for name, text in VERBS.items()))
         return 0
     if verb == "--version":
         print(f"capibara {__version__}")
         return 0
-    if verb not in _VERBS:
+    if verb not in VERBS:
         print(
-            f"error: unknown verb {verb!r}{did_you_mean(verb, _VERBS, 'verbs')} (see capibara --help)", file=sys.stderr
+            f"error: unknown verb {verb!r}{did_you_mean(verb, VERBS, 'verbs')} (see capibara --help)", file=sys.stderr
         )
         return cli.EXIT_USER_ERROR
     return cli.run_verb(importlib.import_module(f"capibara.{verb}").main, sys.argv[2:])

@@ -1,0 +1,1 @@
+"""Starting runs, and starting them again."""

@@ -1,0 +1,130 @@
+"""The supervisor: what is started again, what is not, and that nothing stays behind."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from capibara import cli, launch
+from capibara.jobs.local import Supervisor
+
+CHECKOUT = pathlib.Path(__file__).resolve().parents[2]
+
+
+def child(code):
+    return [sys.executable, "-S", "-c", code]
+
+
+def supervise(code, **options):
+    lines = []
+    supervisor = Supervisor(command=child(code), pauses_s=(0.01,), say=lines.append, **options)
+    return supervisor.run(), lines
+
+
+def counting(file, ends):
+    """A child that ends as `ends` says for its first, second, ... start."""
+    return (
+        f"import os, pathlib, signal, time\nfile = pathlib.Path({str(file)!r})\n"
+        "with open(file, 'a') as f: f.write('x')\n"
+        f"end = {ends!r}[len(file.read_text()) - 1]\n"
+        "if end < 0: os.kill(os.getpid(), -end)\n"
+        "raise SystemExit(end)"
+    )
+
+
+def test_it_is_started_again_until_it_ends_well(tmp_path):
+    code, lines = supervise(counting(tmp_path / "n", [1, -9, 75, 0]), restarts=5)
+    assert code == 0 and (tmp_path / "n").read_text() == "xxxx"
+    assert [line.partition(" s ")[2] for line in lines] == [
+        "with exit code 1; restart 1 of 5 in 0.01 s",
+        "with signal SIGKILL; restart 2 of 5 in 0.01 s",
+        "with exit code 75 (it hung); restart 3 of 5 in 0.01 s",
+    ]
+
+
+def test_a_mistake_is_not_tried_again(tmp_path):
+    assert supervise(counting(tmp_path / "n", [2]), restarts=5) == (2, [])
+
+
+@pytest.mark.parametrize(("end", "code"), [(1, 1), (-9, 137)])
+def test_restarts_are_used_up(tmp_path, end, code):
+    found, lines = supervise(counting(tmp_path / "n", [end] * 9), restarts=2)
+    assert found == code and (tmp_path / "n").read_text() == "xxx"
+    assert lines[-1].endswith("not started again: --restarts=2 are used up")
+
+
+def test_where_one_of_several_ends_all_are_started_again(tmp_path):
+    code = (
+        "import os, pathlib, time\n"
+        f"folder = pathlib.Path({str(tmp_path)!r})\n"
+        "index, address = os.environ['JAX_PROCESS_ID'], os.environ['JAX_COORDINATOR_ADDRESS']\n"
+        "assert os.environ['JAX_NUM_PROCESSES'] == '2' and address.startswith('127.0.0.1:')\n"
+        "with open(folder / index, 'a') as f: f.write('x')\n"
+        "first = len((folder / index).read_text()) == 1\n"
+        "time.sleep(60 if first and index == '0' else 0.3)\n"
+        "raise SystemExit(5 if first else 0)"
+    )
+    found, lines = supervise(code, processes=2, restarts=1)
+    assert found == 0 and len(lines) == 1 and "with exit code 5; restart 1 of 1" in lines[0]
+    assert (tmp_path / "0").read_text() == (tmp_path / "1").read_text() == "xx"
+
+
+SAVES_AT_SIGTERM = (
+    "import os, pathlib, signal, time\n"
+    "folder = pathlib.Path(os.environ['FOLDER'])\n"
+    "def stop(*_):\n"
+    "    (folder / 'saved').write_text('x')\n"
+    "    os._exit(143)\n"
+    "signal.signal(signal.SIGTERM, stop)\n"
+    "(folder / 'pid').write_text(str(os.getpid()))\n"
+    "time.sleep(60)"
+)
+
+
+@pytest.mark.fault(49)
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_whoever_ends_the_supervisor_the_run_saves_and_ends(tmp_path, how):
+    """Nothing runs on by itself that a second supervisor would start once more."""
+    code = (
+        "import sys; from capibara.jobs.local import Supervisor\n"
+        f"sys.exit(Supervisor(command={child(SAVES_AT_SIGTERM)!r}).run())"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(CHECKOUT), "FOLDER": str(tmp_path)}
+    supervisor = subprocess.Popen([sys.executable, "-c", code], env=environment)
+    for _ in range(200):
+        if (tmp_path / "pid").exists() and (tmp_path / "pid").read_text():
+            break
+        time.sleep(0.05)
+    supervisor.send_signal(how)
+    assert supervisor.wait(30) == (143 if how == signal.SIGTERM else -signal.SIGKILL)
+    for _ in range(200):
+        if (tmp_path / "saved").exists():
+            break
+        time.sleep(0.05)
+    assert (tmp_path / "saved").exists()
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["local"], "launch needs a verb after --"),
+        (["local", "--", "trian"], "unknown verb 'trian' after --: did you mean train?"),
+        (["cloud", "--", "train"], "invalid choice: 'cloud'"),
+        (["local", "--restarts=-1", "--", "train"], "--restarts (-1) and --grace (300) must be at least 0"),
+        (["local", "--processes=0", "--", "train"], "--processes (0) at least 1"),
+        (["local", "--", "launch", "local"], "unknown verb 'launch' after --"),
+    ],
+)
+def test_mistakes_are_one_line(argv, message, capsys):
+    assert cli.run_verb(launch.main, argv) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1 and message in captured.err
+
+
+def test_a_verb_is_run(capfd):
+    assert cli.run_verb(launch.main, ["local", "--", "train", "--gin_file=none.gin"]) == 2
+    assert "no Gin file none.gin" in capfd.readouterr().err
