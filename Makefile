@@ -1,6 +1,7 @@
 # make quickstart   set up .venv, then train a small language model on 8 emulated devices
 # make test         the same set-up, then the tests
 # make test-heavy   the tests that make test leaves out for their time
+# make test-faults  the faults that a run must survive, injected, and a table of what became of them
 # make format       the layout of the code, by ruff; tests/test_style.py runs its checks
 #
 # PYTHON=python3.12 chooses the interpreter (3.11, 3.12 or 3.13); each other version gets a .venv-3.X of its own.
@@ -21,7 +22,7 @@ PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses=4 --dist=loadfile -q
 # Named after the version, so that a newer python3 makes a new environment instead of using half of the old one.
 STAMP := $(VENV)/.installed-$(VERSION)
 
-.PHONY: quickstart test test-heavy format bench wheel lock setup
+.PHONY: quickstart test test-heavy test-faults format bench wheel lock setup
 
 quickstart: $(STAMP)
 	$(BIN)/python -m capibara.train --gin_file=quickstart.gin --emulate=8 \
@@ -32,6 +33,9 @@ test: $(STAMP)
 
 test-heavy: $(STAMP)
 	$(PYTEST) -m heavy $(ARGS)
+
+test-faults: $(STAMP)
+	$(PYTEST) tests/faults $(ARGS)
 
 format: $(STAMP)
 	$(BIN)/ruff format capibara benchmarks tests

@@ -85,7 +85,6 @@ SAVES_AT_SIGTERM = (
 )
 
 
-@pytest.mark.fault(49)
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
 def test_whoever_ends_the_supervisor_the_run_saves_and_ends(tmp_path, how):
     """Nothing runs on by itself that a second supervisor would start once more."""
