@@ -83,9 +83,8 @@ def train(
                 break
             with meter.waiting():
                 batch = run.next_batch()
-            with jax.transfer_guard("disallow"):
-                state, metrics = run.train_step(state, batch)
             step += 1
+            state, metrics = run.step(step, state, batch)
             meter.add(metrics)
             if step % trainer.log_every == 0 or step == trainer.steps:
                 callbacks.on_step(step, meter.read() | run.counters())

@@ -26,6 +26,7 @@ from capibara.training.callbacks import RunInfo
 from capibara.training.checkpoints import Checkpoints, Restored
 from capibara.training.evaluate import EvalStep, evaluate, make_eval_step
 from capibara.training.metrics import EarlyStopping
+from capibara.training.replicas import ReplicaCheck
 from capibara.training.state import TrainState
 from capibara.training.step import make_train_step
 from capibara.training.trainer import Trainer
@@ -105,6 +106,23 @@ class Run:
                 )
         data = merge_states(_of_all_hosts(self.batches.get_state()))
         self.checkpoints.save(step, state, data, {"early_stopping": early.state()}, score)
+
+    def step(self, step: int, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
+        """Makes a step; no array crosses to or from the devices unseen.
+
+        Raises:
+          SilentCorruption: every `replica_check_every` steps: devices hold different bits of what they must hold alike.
+        """
+        with jax.transfer_guard("disallow"):
+            state, metrics = self.train_step(state, batch)
+        every = self.trainer.replica_check_every
+        if every and step % every == 0 and self._replicas.copies > 1:
+            self._replicas.check(state.params)
+        return state, metrics
+
+    @functools.cached_property
+    def _replicas(self) -> ReplicaCheck:
+        return ReplicaCheck(self.abstract_state.params, self.mesh)
 
     def counters(self) -> dict[str, float]:
         """What went wrong and was survived, for the metrics; nothing where nothing did."""

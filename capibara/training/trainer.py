@@ -61,6 +61,7 @@ class Trainer:
       ema_decay: decay of a moving average of the parameters that evaluation and export use; None: no average.
       loss_scaling: how a float16 run scales its loss; runs in other dtypes do not.
       watch: when a step counts as hung.
+      replica_check_every: steps between comparisons of the devices' copies of the parameters, bit by bit; 0: never.
       heartbeat_s: seconds without a sign of life after which the other processes take one for dead, and end.
     """
 
@@ -78,6 +79,7 @@ class Trainer:
     ema_decay: float | None = None
     loss_scaling: LossScaling = LossScaling()
     watch: Watch = Watch()
+    replica_check_every: int = 1000
     heartbeat_s: int = 100
 
     def __post_init__(self):
@@ -87,6 +89,8 @@ class Trainer:
             raise UserError(f"Trainer.steps ({self.steps}) and log_every ({self.log_every}) must be at least 1")
         if self.ema_decay is not None and not 0.0 < self.ema_decay < 1.0:
             raise UserError(f"Trainer.ema_decay is {self.ema_decay}, must be between 0 and 1, or None")
+        if self.replica_check_every < 0:
+            raise UserError(f"Trainer.replica_check_every is {self.replica_check_every}, must be at least 0 (0: never)")
         if self.heartbeat_s < 5:
             raise UserError(f"Trainer.heartbeat_s is {self.heartbeat_s}, must be at least 5")
         if self.z_loss < 0:

@@ -172,6 +172,47 @@ def test_data_that_changed_since_the_save_is_refused(make_trainer, train, tmp_pa
         train(dataclasses.replace(trainer, steps=5))
 
 
+def with_flipped_bit(array, device):
+    """The array with one bit of its first element changed in the copy of one device."""
+    parts = []
+    for shard in array.addressable_shards:
+        data = np.array(jax.device_get(shard.data))
+        if shard.device == device:
+            data.reshape(-1)[:1].view(np.uint32)[0] ^= 1 << 12
+        parts.append(jax.device_put(data, shard.device))
+    return jax.make_array_from_single_device_arrays(array.shape, array.sharding, parts)
+
+
+@pytest.mark.fault(42)
+def test_a_bit_that_flips_in_one_replica_ends_the_run(make_trainer, train, monkeypatch):
+    """In the first device's copy, in step 4; compared every third step."""
+    from capibara.training import run as run_module
+    from capibara.training.replicas import SilentCorruption
+
+    compile_step = run_module.compile_step
+
+    def broken(*args):
+        parts = compile_step(*args)
+        step = parts["train_step"]
+
+        def flipping(state, batch):
+            state, metrics = step(state, batch)
+            if jax.device_get(state.step) == 4:
+                leaves, tree = jax.tree.flatten(state.params)
+                leaves[0] = with_flipped_bit(leaves[0], jax.devices()[0])
+                state = dataclasses.replace(state, params=jax.tree.unflatten(tree, leaves))
+            return state, metrics
+
+        return parts | {"train_step": flipping}
+
+    monkeypatch.setattr(run_module, "compile_step", broken)
+    trainer = make_trainer(steps=20, plan=Plan(batch_size=8, data=8), replica_check_every=3)
+    trainer = dataclasses.replace(trainer, checkpointing=Checkpointing(every=2))
+    with pytest.raises(SilentCorruption, match=r"silent data corruption: \S+ differs on \S*0 from the other copies"):
+        train(trainer)
+    assert steps_of(pathlib.Path(trainer.model_dir)) == [2, 4]
+
+
 @pytest.mark.fault(47)
 def test_a_changed_configuration_is_shown_or_refused(shell):
     args = (*TRAIN, "--gin.MODEL_DIR=config")
