@@ -34,7 +34,11 @@ LAYOUTS = {
 }
 
 
-@pytest.fixture(scope="module", params=LAYOUTS)
+QUICK = ("two", "copies")
+EACH = [name if name in QUICK else pytest.param(name, marks=pytest.mark.heavy) for name in LAYOUTS]
+
+
+@pytest.fixture(scope="module", params=EACH)
 def saved(request, tmp_path_factory):
     """The folder of a run with steps 1 and 2, its arrays split in one of several ways."""
     layout = dict(LAYOUTS[request.param])
@@ -221,7 +225,7 @@ def test_the_last_whole_step_is_not_removed(run):
 
 
 @pytest.mark.fault(27)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", EACH)
 def test_arrays_are_the_same_on_every_mesh(saved, layout):
     layout = LAYOUTS[layout]
     target = saver.target_of(saver.sharded(saver.state_of(0), layout["devices"], **_axes(layout)))
