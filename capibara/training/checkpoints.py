@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
-import enum
 import errno
 import functools
 import json
@@ -31,9 +30,9 @@ import jax
 import numpy as np
 
 from capibara import tree
-from capibara.config import configurable
 from capibara.training import array_files, manifest, storage
 from capibara.training.background import Task, before_exit
+from capibara.training.checkpointing import Checkpointing, Verify
 from capibara.training.disk import disk_full_explained, free_bytes, is_disk_full
 from capibara.training.lease import Lease
 from capibara.training.manifest import Damaged, File, Manifest
@@ -43,54 +42,9 @@ from capibara.training.state import TrainState
 from capibara.tree import byte_count
 from capibara.types import PyTree, UserError
 
-_RUN = "run.json"
 _HASHES = "hashes."  # begins the name of a process's list of chunks, until process 0 has read it
 _ATTEMPTS, _PAUSE_S = 3, 0.5  # of a save that fails for another reason than a full disk; the pause doubles
 _NOT_WRITABLE = (NotADirectoryError, FileExistsError, PermissionError, FileNotFoundError)
-
-
-class Verify(enum.StrEnum):
-    """When the files of the step that a run carries on from are compared with its manifest.
-
-    before: anything is restored. background: while training goes on; what has changed since it was saved stops the run
-    at its next checkpoint, and is moved aside. off: never.
-    """
-
-    BEFORE = "before"
-    BACKGROUND = "background"
-    OFF = "off"
-
-
-@configurable
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Checkpointing:
-    """When to save and what to keep. The newest step that is what was saved is never removed.
-
-    Attributes:
-      every: steps between saves; 0: only at the end and when interrupted.
-      keep: newest steps that are kept.
-      keep_every: steps that are multiples of it are kept for ever; None: none.
-      keep_best: how many of those with the lowest validation loss are kept besides; 0: none.
-      milestones: steps that are kept for ever.
-      verify: when a step's files are compared with its manifest.
-    """
-
-    every: int = 1000
-    keep: int = 3
-    keep_every: int | None = None
-    keep_best: int = 0
-    milestones: tuple[int, ...] = ()
-    verify: Verify = Verify.BEFORE
-
-    def __post_init__(self):
-        if self.every < 0 or self.keep < 1:
-            raise UserError(f"Checkpointing.every ({self.every}) must be at least 0, keep ({self.keep}) at least 1")
-        if self.keep_every is not None and self.keep_every < 1:
-            raise UserError(f"Checkpointing.keep_every is {self.keep_every}, must be at least 1, or None")
-        if self.keep_best < 0:
-            raise UserError(f"Checkpointing.keep_best is {self.keep_best}, must be at least 0 (0: none)")
-        if any(step < 1 for step in self.milestones):
-            raise UserError(f"Checkpointing.milestones {self.milestones} must be steps, from 1")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,6 +55,10 @@ class Restored:
     data: dict[str, Any]
     progress: dict[str, Any]
     shapes: dict[str, str]
+
+
+class RestoredFromDamage(RuntimeError):
+    """What a run was restored from turned out not to be what was saved: it must be started again."""
 
 
 class Checkpoints:
@@ -180,6 +138,7 @@ class Checkpoints:
         Raises:
           UserError: there are steps, and not one of them is whole.
         """
+        self._check_foreign()
         check = manifest.read if self._config.verify is not Verify.BEFORE else manifest.verify
         for step in reversed(self.steps()):
             try:
@@ -239,7 +198,7 @@ class Checkpoints:
         """Reads the JSON parts of a committed step; the arrays come with `restore_state`."""
         self.wait()  # it may be the step that is being saved
         with self._damage_explained(step):
-            values = json.loads((self._folder / str(step) / _RUN).read_bytes())
+            values = json.loads((self._folder / str(step) / manifest.RUN).read_bytes())
             self._parent = step
             return Restored(step=step, **values)
 
@@ -318,10 +277,12 @@ class Checkpoints:
                     manifest.write(folder, Manifest(step, tuple(files), about))
                 break
             except Exception as error:
+                if isinstance(error, UserError):  # the lease is another's now, and so is what lies there
+                    raise
                 with contextlib.suppress(OSError):
-                    manifest.remove(self._folder / str(step))
+                    manifest.remove(folder)
                 last = attempt == _ATTEMPTS - 1 or jax.process_count() > 1  # the others would wait for ever
-                if last or isinstance(error, UserError) or is_disk_full(error):
+                if last or is_disk_full(error):
                     raise
                 logging.getLogger(__name__).warning("saving step %d failed (%s): trying again", step, error)
                 time.sleep(_PAUSE_S * 2**attempt)
@@ -335,7 +296,7 @@ class Checkpoints:
             self._check_lease()
             manifest.remove(folder)
             folder.mkdir()
-            storage.write(folder / _RUN, run)
+            storage.write(folder / manifest.RUN, run)
         _together("begun")
         files = array_files.write(folder, arrays)
         storage.sync(folder)
@@ -370,9 +331,13 @@ class Checkpoints:
             keep_best=config.keep_best,
             scores={step: score for step, score in scores.items() if score is not None},
         )
-        if drop and any(self._is_whole(step) for step in reversed(steps) if step not in drop):
-            for step in drop:
-                manifest.remove(self._folder / str(step))
+        try:
+            if drop and any(self._is_whole(step) for step in reversed(steps) if step not in drop):
+                for step in drop:
+                    manifest.remove(self._folder / str(step))
+            self._remove_leftovers()
+        except OSError as error:  # the step is there all the same
+            logging.getLogger(__name__).warning("%s: old steps cannot be removed: %s", self._folder, error)
 
     def _is_whole(self, step: int) -> bool:
         try:
@@ -383,31 +348,55 @@ class Checkpoints:
         return True
 
     def _remove_leftovers(self) -> None:
-        """What a save left that did not come to its end: it may be what fills the disk."""
+        """Removes what saves left that did not come to their end: it may be what fills the disk.
+
+        Where it is all there is, it stays until a step is committed: somebody may want to look at it.
+        """
+        committed = bool(self.steps())
         for path in self._folder.iterdir():
-            if manifest.is_step(path.name) and not manifest.exists(path):
+            if manifest.is_step(path.name) and manifest.is_unfinished(path):
+                if committed:
+                    path.rmtree()
+                else:
+                    path.rename(self._aside(path.name, manifest.UNFINISHED))
+            elif committed and path.name.endswith(manifest.UNFINISHED):
                 path.rmtree()
             elif path.name.endswith(storage.PARTIAL):
                 path.unlink()
+
+    def _aside(self, name: str, ending: str) -> Any:
+        """Where a step's folder is moved to; what was moved there before makes room."""
+        aside = self._folder / f"{name}{ending}"
+        if aside.exists():
+            aside.rmtree()
+        return aside
 
     def _pass_over(self, step: int, why: str) -> None:
         self.damaged[step] = why
         logging.getLogger(__name__).warning("%s/%d is damaged: %s", self._folder, step, why)
         if not self._read_only and jax.process_index() == 0:
-            aside = self._folder / f"{step}{manifest.DAMAGED}"
-            if aside.exists():
-                aside.rmtree()
-            (self._folder / str(step)).rename(aside)
+            (self._folder / str(step)).rename(self._aside(str(step), manifest.DAMAGED))
 
     def _verify_later(self, step: int) -> None:
         try:
             manifest.verify(self._folder / str(step))
         except Damaged as fault:
             self._pass_over(step, str(fault))
-            raise UserError(
+            raise RestoredFromDamage(
                 f"{self._folder}/{step}, from which this run was restored, is damaged: {fault}: run the command again to "
                 "carry on from the step before"
             ) from None
+
+    def _check_foreign(self) -> None:
+        """Raises UserError where the folder has steps, and none of them is ours: to start anew would lose them."""
+        if self._folder.exists() and not self.steps():
+            for path in self._folder.iterdir():
+                if manifest.is_step(path.name) and path.is_dir() and any(path.iterdir()):
+                    if not manifest.is_unfinished(path):
+                        raise UserError(
+                            f"{path} has no {manifest.NAME}: another program wrote it, or capibara before it had them; "
+                            "move it away, or set another MODEL_DIR"
+                        )
 
     def _check_lease(self) -> None:
         if self._lease is not None:

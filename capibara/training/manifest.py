@@ -17,7 +17,8 @@ from etils import epath
 from capibara.training import storage
 
 NAME = "manifest.json"
-DAMAGED = ".damaged"  # ends the name of a step's folder that was moved aside
+RUN = "run.json"  # the first file of a step that is written, as the manifest is the last
+DAMAGED, UNFINISHED = ".damaged", ".unfinished"  # end the names of steps' folders that were moved aside
 _FORMAT = 1
 _SHOWN = 3  # damaged files that a message names
 
@@ -78,6 +79,14 @@ def write(folder: epath.Path, manifest: Manifest) -> None:
 def is_step(name: str) -> bool:
     """Whether a folder's name is that of a step."""
     return name.isascii() and name.isdecimal() and str(int(name)) == name
+
+
+def is_unfinished(folder: epath.Path) -> bool:
+    """Whether a step's folder is what a save of ours left that did not come to its end."""
+    if not folder.is_dir() or exists(folder):
+        return False
+    names = {path.name for path in folder.iterdir()}
+    return not names or any(name.startswith(RUN) for name in names)
 
 
 def remove(folder: epath.Path) -> None:

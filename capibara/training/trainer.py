@@ -11,7 +11,7 @@ from capibara.models import api
 from capibara.models.api import TransformerConfig
 from capibara.optim import Optimizer
 from capibara.sharding import Plan
-from capibara.training.checkpoints import Checkpointing
+from capibara.training.checkpointing import Checkpointing
 from capibara.training.loss_scale import LossScaling
 from capibara.training.watchdog import Watch
 from capibara.types import UserError

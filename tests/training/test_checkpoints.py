@@ -15,7 +15,7 @@ import pytest
 from etils import epath
 
 from capibara.training import array_files, disk, manifest
-from capibara.training.checkpoints import Checkpointing, Checkpoints
+from capibara.training.checkpoints import Checkpointing, Checkpoints, RestoredFromDamage
 from capibara.training.loss_scale import LossScale
 from capibara.training.state import TrainState, with_shardings
 from capibara.types import UserError
@@ -191,6 +191,28 @@ def test_leftovers_of_a_failed_save_are_removed(tmp_path):
     assert reader.steps() == [1, 2]
 
 
+def test_what_is_all_there_is_stays_until_a_step_is_committed(tmp_path):
+    with Checkpoints(str(tmp_path), Checkpointing()) as checkpoints:
+        checkpoints.save(1, state_of(1), {}, {})
+    folder = tmp_path / "checkpoints"
+    (folder / "1" / "manifest.json").unlink()
+    with Checkpoints(str(tmp_path), Checkpointing()) as checkpoints:
+        assert checkpoints.verified_step() is None and (folder / "1.unfinished" / "state").exists()
+        checkpoints.save(1, state_of(1), {}, {})
+    assert [path.name for path in folder.iterdir()] == ["1"]
+
+
+def test_steps_of_others_are_left_alone_and_no_run_starts_anew_over_them(tmp_path):
+    theirs = tmp_path / "checkpoints" / "9"
+    (theirs / "state").mkdir(parents=True)
+    (theirs / "_CHECKPOINT_METADATA").write_text("{}")
+    for read_only in (True, False):
+        with Checkpoints(str(tmp_path), Checkpointing(), read_only=read_only) as checkpoints:
+            with pytest.raises(UserError, match=r"checkpoints/9 has no manifest.json: another program wrote it"):
+                checkpoints.verified_step()
+    assert (theirs / "_CHECKPOINT_METADATA").exists()
+
+
 def _damage(step_folder, how):
     if how == "run":
         (step_folder / "run.json").unlink()
@@ -240,7 +262,9 @@ def test_verification_beside_training_stops_it(tmp_path):
         for step in (1, 2):
             checkpoints.save(step, state_of(step), {}, {})
     _damage(tmp_path / "checkpoints" / "2", "truncated")
-    with pytest.raises(UserError, match="checkpoints/2, from which this run was restored, is damaged: .*again"):
+    with pytest.raises(
+        RestoredFromDamage, match="checkpoints/2, from which this run was restored, is damaged: .*again"
+    ):
         with Checkpoints(str(tmp_path), beside) as checkpoints:
             assert checkpoints.verified_step() == 2
     with Checkpoints(str(tmp_path), beside) as checkpoints:
