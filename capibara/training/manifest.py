@@ -91,9 +91,15 @@ def is_unfinished(folder: epath.Path) -> bool:
 
 def remove(folder: epath.Path) -> None:
     """Removes a step's folder, if it is there; no half of it is taken for a step, whenever this is stopped."""
-    if folder.exists():
-        storage.remove(folder / NAME)
-        folder.rmtree()
+    if not folder.exists():
+        return
+    storage.remove(folder / NAME)
+    if not storage.is_remote(folder):  # half of it could be taken for what another program wrote
+        gone = folder.with_name(folder.name + UNFINISHED)
+        if gone.exists():
+            gone.rmtree()
+        folder = folder.rename(gone)
+    folder.rmtree()
 
 
 def exists(folder: epath.Path) -> bool:

@@ -53,7 +53,7 @@ def main(folder: str, scenario: str, argument: int = 0) -> None:
     checkpoints.save(step, state_of(step, LARGE), {}, {})
     checkpoints.wait()
     if scenario in ("rename", "retention"):
-        _kill_at(("replace", "rename") if scenario == "rename" else ("unlink", "rmdir"), argument)
+        _kill_at(("replace", "rename") if scenario == "rename" else ("unlink", "rmdir", "rename"), argument)
     if scenario == "many":
         for more in range(step + 1, step + 50):
             print("saving", more, flush=True)
