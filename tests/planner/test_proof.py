@@ -27,16 +27,17 @@ import jax.numpy as jnp
 from capibara.planner import compile as planner, proof
 from jax.experimental import pallas as pl
 
-def double(x_ref, y_ref):
-    y_ref[...] = 2 * x_ref[...]
-
-def step(x):
-    return pl.pallas_call(double, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
-
-mesh = jax.sharding.Mesh(jax.devices(), "x")
 def fingerprint():
+    def double(x_ref, y_ref):  # anew each time: what was traced and lowered once is kept
+        y_ref[...] = 2 * x_ref[...]
+
+    def step(x):
+        return pl.pallas_call(double, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
+
     traced = jax.jit(step).trace(jax.ShapeDtypeStruct((8, 128), jnp.float32))
     return planner.fingerprint(traced.lower(lowering_platforms=("tpu",)), "v5e-4", mesh, {})
+
+mesh = jax.sharding.Mesh(jax.devices(), "x")
 with proof.without_locations():
     without = fingerprint()
 print(without, fingerprint())
