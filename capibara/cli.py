@@ -13,6 +13,7 @@ from capibara.fields import did_you_mean
 from capibara.types import UserError
 
 EXIT_USER_ERROR = 2
+EXIT_HUNG = 75  # EX_TEMPFAIL of sysexits.h: the same may work when it is tried again
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)

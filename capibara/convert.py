@@ -55,10 +55,13 @@ def _check(args: argparse.Namespace) -> None:
 
 def convert(args: argparse.Namespace) -> int:
     """Does what was asked; returns the exit code."""
+    from capibara import outputs
     from capibara.monitoring.status import StatusLine
     from capibara.training import inspection
 
     found = inspection.Inspection(args.run, args.step)
+    if args.json is not None:
+        outputs.check_writable(args.json)
     match args.action:
         case "list":
             table, code = found.listed(), 0
@@ -71,7 +74,7 @@ def convert(args: argparse.Namespace) -> int:
             code = 0
     print("\n".join(inspection.lines(table)))
     if args.json is not None:
-        inspection.save(args.json, json.dumps(table, indent=1))
+        outputs.save(args.json, json.dumps(table, indent=1))
     return code
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import types
 
 from capibara.types import UserError
@@ -30,3 +31,11 @@ def require(package: str, *, extra: str | None = None, why: str = "") -> types.M
         target = f'"capibara[{extra}]"' if extra else top
         needed = f" (needed for {why})" if why else ""
         raise UserError(f"{package} is not installed{needed}: pip install {target}") from None
+
+
+def version(package: str) -> str | None:
+    """The installed version of a distribution; None where it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def plan(args: argparse.Namespace) -> int:
     """Searches, verifies and reports; returns the exit code."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # shapes are all that is computed
-    from capibara import config
+    from capibara import config, outputs
     from capibara.monitoring.status import StatusLine
     from capibara.planner import explain, page, proof, report, search, slice_choice, slices, topology, verify, workload
     from capibara.training import trainer
@@ -47,8 +47,8 @@ def plan(args: argparse.Namespace) -> int:
         args.gin_file, args.gin_bindings, args.gin_search_paths, args.length, args.encoder_length
     )
     read = config.parse(given.gin_files, given.gin_bindings, given.gin_search_paths)
-    outputs = [path for path in (args.json, args.html, args.output) if path is not None]
-    report.check_writable(*outputs, inputs=read)
+    written = [path for path in (args.json, args.html, args.output) if path is not None]
+    outputs.check_writable(*written, inputs=read)
     run = trainer.of_gin(args.length, args.encoder_length)
     work = workload.of_run(run, dtypes)
     question = questions.question(args, work, run.plan)
@@ -74,12 +74,12 @@ def plan(args: argparse.Namespace) -> int:
             walk = verify.walk(work, slice_, question, prove, most=args.tries)
     if args.json:
         shown = report.plans_json(walk, work, slice_, top=args.top, offers=found, **money)
-        report.save(args.json, json.dumps(shown, indent=1))
+        outputs.save(args.json, json.dumps(shown, indent=1))
     if args.html:
-        report.save(args.html, page.page(walk, work, slice_, offers=found, **money))
+        outputs.save(args.html, page.page(walk, work, slice_, offers=found, **money))
     if args.output:
         before = (questions.included(args), args.gin_bindings) if args.include else ((), ())
-        report.save(args.output, report.gin(walk, work, slice_, *before))
+        outputs.save(args.output, report.gin(walk, work, slice_, *before))
     if found:
         report.show_offers(found, chosen, **money)
     report.show(walk, work, slice_, top=args.top, **money)

@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def prove(args: argparse.Namespace) -> int:
     """Compiles, or asks a child to; returns the exit code."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    from capibara import config
+    from capibara import config, outputs
     from capibara.monitoring.status import StatusLine
     from capibara.planner import automatic, proof, report, slices, topology
     from capibara.training import trainer
@@ -50,7 +50,7 @@ def prove(args: argparse.Namespace) -> int:
     asked = slices.parse(args.slice) if args.slice is not None else None
     read = config.parse(args.gin_file, args.gin_bindings, args.gin_search_paths)
     if args.json is not None:
-        report.check_writable(args.json, inputs=read)
+        outputs.check_writable(args.json, inputs=read)
     run = trainer.of_gin(args.length, args.encoder_length)
     if not (asked or run.plan.slice):
         raise UserError("--slice has no value and Plan.slice is not bound: name a slice, e.g. --slice=v5e-64")
@@ -74,7 +74,7 @@ def prove(args: argparse.Namespace) -> int:
             status=lambda elapsed_s, phase: line.show(f"{slice_.name}: {phase}", f"{elapsed_s:.0f} s"),
         )  # fmt: skip
     if args.json is not None:
-        report.save(args.json, json.dumps(report.verdict_json(result), indent=1))
+        outputs.save(args.json, json.dumps(report.verdict_json(result), indent=1))
     if result.compiled is None:
         raise UserError(result.message)
     print("\n".join(report.verdict_lines(result, slice_)))

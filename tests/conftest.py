@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import pathlib
+import subprocess
 
 # All of this is read when JAX starts, so it is set before any test module imports it; child processes inherit it.
 CHECKOUT = pathlib.Path(__file__).resolve().parent.parent
@@ -52,3 +53,15 @@ def _strict_promotion(request):
 
     with jax.numpy_dtype_promotion("strict"):
         yield
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 4 MB; skips where this user may not mount one."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", folder], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"no tmpfs can be mounted here: {done.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)

@@ -242,7 +242,8 @@ def test_outputs_that_cannot_be_are_seen_first_and_nothing_is_left(json_, html, 
     assert {path.name: path.is_symlink() or path.read_text() for path in tmp_path.iterdir()} == before
 
 
-def test_a_slice_is_chosen(capsys):
+def test_a_slice_is_chosen(capsys, monkeypatch):
+    monkeypatch.setattr("capibara.monitoring.status._PLAIN_AFTER_S", 0.0)  # a fast machine says nothing of a short search
     assert run(MODEL, "--objective=cheapest", "--tokens=1e11", "--chips=v5e", "--top=1") == 0
     captured = capsys.readouterr()
     assert "USD/M tokens" in captured.out and "> " in captured.out and "searching" in captured.err

@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 
 from capibara import cli
 
-_HUNG = 75  # training.watchdog.EXIT_HUNG
 _PAUSES_S = (1.0, 2.0, 5.0, 15.0, 60.0)  # before a restart; the last one for all further ones
 _LOOK_S = 0.1
 _PR_SET_PDEATHSIG = 1
@@ -71,7 +70,7 @@ class Supervisor:
         """Runs all processes until one has failed, all have ended or we are told to stop; the exit code that counts."""
         children: list[subprocess.Popen] = []
         try:
-            address = _free_address() if self.processes > 1 else None
+            address = free_address() if self.processes > 1 else None
             for index in range(self.processes):
                 children.append(self._start(index, address))
             while not stop.wait(_LOOK_S):
@@ -151,10 +150,11 @@ def _die_with_parent(parent: int) -> Callable[[], None] | None:
 def _meaning(code: int) -> str:
     if code < 0:
         return f"signal {signal.Signals(-code).name}"
-    return f"exit code {code}{' (it hung)' if code == _HUNG else ''}"
+    return f"exit code {code}{' (it hung)' if code == cli.EXIT_HUNG else ''}"
 
 
-def _free_address() -> str:
+def free_address() -> str:
+    """An address on loopback that nobody listens on."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return f"127.0.0.1:{free.getsockname()[1]}"

@@ -170,27 +170,20 @@ def cost(work: Workload, choice: Choice, slice_: Slice) -> Cost:
     layout = network.layout(slice_, choice.mesh)
     flops = step_flops(work, choice)
     chip = slice_.chip
-    # Quantised are the weights' products alone, those of experts and head are not; float32 is multiplied in bfloat16,
-    # which is JAX's default on TPUs.
-    peak = chip.device_flops(_QUANTIZED.get(str(work.config.quantization), "bfloat16"))
-    dense = flops.forward + flops.backward + flops.recompute - flops.experts
-    uneven = imbalance(work, choice)
     host = memory.memory(work, choice).host if choice.remat.kind is Remat.OFFLOAD else 0.0
-    others = flops.head + uneven * flops.experts / _EXPERTS + flops.attention / _ATTENTION
-    compute_s = (dense / peak + others / chip.device_flops()) / _MATMUL[chip.name]
     layers_bytes, update_bytes = hbm_bytes(work, choice)
     bandwidth = chip.device_hbm_bytes_per_s * HBM_REACHED
     collectives = tuple(_collectives(work, choice, layout))
     return Cost(
-        compute_s=compute_s,
+        compute_s=sum(part.seconds for part in compute(work, choice, slice_, flops)),
         hbm_s=layers_bytes / bandwidth,
         host_s=2 * choice.accumulation * host * chip.devices / chip.pcie_bytes_per_s,
         update_s=update_bytes / bandwidth,
         links_s=sum(c.seconds for c in collectives if c.overlaps),
         blocking_s=sum(c.seconds for c in collectives if not c.overlaps),
         bubble=bubble(choice),
-        imbalance=uneven,
-        peak_flops=peak,
+        imbalance=imbalance(work, choice),
+        peak_flops=_weights_peak(work, slice_),
         flops=flops,
         collectives=collectives,
         hbm_bytes=layers_bytes + update_bytes,
@@ -219,19 +212,25 @@ class Compute(NamedTuple):
         return self.flops / (self.share * self.peak_flops)
 
 
-def compute(work: Workload, choice: Choice, slice_: Slice) -> tuple[Compute, ...]:
-    """The parts of Cost.compute_s, which is the sum of their seconds."""
-    flops, chip = step_flops(work, choice), slice_.chip
-    full, share = chip.device_flops(), _MATMUL[chip.name]
-    quantized = chip.device_flops(_QUANTIZED.get(str(work.config.quantization), "bfloat16"))
+def compute(work: Workload, choice: Choice, slice_: Slice, flops: Flops) -> tuple[Compute, ...]:
+    """The parts of Cost.compute_s, which is the sum of their seconds.
+
+    Quantised are the weights' products alone, those of experts and head are not.
+    """
+    full, share = slice_.chip.device_flops(), _MATMUL[slice_.chip.name]
     dense = flops.forward + flops.backward + flops.recompute - flops.experts
     parts = (
-        Compute("layers", dense, share, quantized),
+        Compute("layers", dense, share, _weights_peak(work, slice_)),
         Compute("experts", imbalance(work, choice) * flops.experts, share * _EXPERTS, full),
         Compute("attention", flops.attention, share * _ATTENTION, full),
         Compute("head", flops.head, share, full),
     )
     return tuple(part for part in parts if part.flops)
+
+
+def _weights_peak(work: Workload, slice_: Slice) -> float:
+    """FLOP/s of a device in the dtype of the weights' products; float32 is multiplied in bfloat16, JAX's default on TPUs."""
+    return slice_.chip.device_flops(_QUANTIZED.get(str(work.config.quantization), "bfloat16"))
 
 
 def bubble(choice: Choice) -> float:

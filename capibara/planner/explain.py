@@ -79,7 +79,7 @@ def _step(best: Ranked, work: Workload, slice_: Slice) -> Iterator[str]:
     exposed = f"{EXPOSED:g} x links"  # what could hide, by the share of it that published steps do not hide
     yield f"step, s (predicted) = (max(compute, HBM, host) + {exposed} + blocking) / (1 - bubble) + update"
     yield f"  {'compute_s':<12}{cost.compute_s:10.4f}  the sum of"
-    for part in costs.compute(work, best.choice, slice_):
+    for part in costs.compute(work, best.choice, slice_, cost.flops):
         speed = f"{part.share:.1%} of {part.peak_flops / 1e12:.0f} TFLOP/s"
         yield f"    {part.name:<10}{part.seconds:10.4f}  = {part.flops / 1e12:.2f} TFLOP / ({speed})"
     layers, update = costs.hbm_bytes(work, best.choice)

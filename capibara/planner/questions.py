@@ -102,7 +102,7 @@ def check(args: argparse.Namespace) -> None:
         raise UserError(f"--batch_size={args.batch_size} must be at most {_MOST_ROWS}: try --batch_size=1024")
     if args.tokens is not None and args.tokens < 1:
         raise UserError(f"--tokens={args.tokens:g} must be at least 1, e.g. --tokens=2e11")
-    for name in (args.chips or "").split(",") if args.chips is not None else ():
+    for name in args.chips.split(",") if args.chips is not None else ():
         chips.chip(name)
     if args.chips is not None and args.objective not in SLICE_OBJECTIVES:
         raise UserError(

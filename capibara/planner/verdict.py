@@ -18,7 +18,6 @@ import datetime
 import enum
 import functools
 import hashlib
-import importlib.metadata
 import importlib.util
 import json
 import os
@@ -31,7 +30,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO, Any
 
-from capibara import devices
+from capibara import devices, extras
 from capibara.planner import topology
 from capibara.planner.compile import Compiled
 from capibara.types import UserError
@@ -43,6 +42,15 @@ _STATUS_EVERY_S = 2.0
 _PACKAGES = ("jax", "jaxlib", "libtpu", "flax", "optax")
 # What decides how a lowered program is compiled.
 _COMPILER_PACKAGES = ("jax", "jaxlib", "libtpu")
+# What decides the figures that are read from a lowered program: who reads them, and the slice's devices.
+_READERS = (
+    "planner/compile.py",
+    "planner/hlo.py",
+    "planner/live.py",
+    "planner/chips.py",
+    "planner/slices.py",
+    "planner/topology.py",
+)
 # What of our own code decides the program and the figures that are read from it.
 _SOURCES = (
     "models",
@@ -56,23 +64,9 @@ _SOURCES = (
     "optim.py",
     "optim_state.py",
     "sharding.py",
-    "planner/compile.py",
-    "planner/hlo.py",
-    "planner/live.py",
-    "planner/chips.py",
-    "planner/slices.py",
-    "planner/topology.py",
     "planner/proof.py",
     "planner/xla_flags.py",
-)
-# What decides the figures that are read from a lowered program: who reads them, and the slice's devices.
-_READERS = (
-    "planner/compile.py",
-    "planner/hlo.py",
-    "planner/live.py",
-    "planner/chips.py",
-    "planner/slices.py",
-    "planner/topology.py",
+    *_READERS,
 )
 # Variables that change what is compiled, or with what.
 _VARIABLES = ("LIBTPU_INIT_ARGS", "TPU_LIBRARY_PATH", "XLA_FLAGS")
@@ -217,15 +211,16 @@ def _statements(source: str) -> str:
 
 def _identity(key: Mapping[str, Any]) -> dict[str, Any]:
     """All that a verdict depends on, as JSON values."""
+    library = _own_library()
     identity = {
         "format": _FORMAT,
         "key": dict(key),
-        "versions": {package: _version(package) for package in _PACKAGES} | _own_library(),
+        "versions": {package: extras.version(package) for package in _PACKAGES} | library,
         "source": source_digest(),
         "environment": {
             name: value
             for name, value in os.environ.items()
-            if _decides(name) and value and (name != "TPU_LIBRARY_PATH" or _own_library())
+            if _decides(name) and value and (library or name != "TPU_LIBRARY_PATH")
         },
     }
     return json.loads(_canonical(identity))  # as it will be read back: tuples are lists
@@ -262,13 +257,6 @@ def _own_library() -> dict[str, str]:
 
 def _canonical(values: Mapping[str, Any]) -> str:
     return json.dumps(values, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _entry_path(identity: Mapping[str, Any], cache_dir: pathlib.Path) -> pathlib.Path:

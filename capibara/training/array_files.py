@@ -39,13 +39,11 @@ def write(folder: epath.Path, arrays: PyTree) -> list[File]:
         writer.save(folder / FOLDER, args=ocp.args.PyTreeSave(arrays))
     names, leaves = tree.path_names(arrays), jax.tree.leaves(arrays)
     named = {name.replace("/", "."): (name, leaf) for name, leaf in zip(names, leaves, strict=True)}
-    jobs = [
-        (folder, path.name, chunk.name, *named[path.name])
-        for path in (folder / FOLDER).iterdir()
-        if path.name in named
-        for chunk in path.iterdir()
-        if not chunk.name.startswith(".")
-    ]
+    jobs = []
+    for path in (folder / FOLDER).iterdir():
+        if path.name in named:
+            layout = json.loads((path / ".zarray").read_bytes())
+            jobs += [(layout, chunk, *named[path.name]) for chunk in path.iterdir() if not chunk.name.startswith(".")]
     return [file for file in storage.each(lambda job: _chunk(*job), jobs) if file is not None]
 
 
@@ -84,10 +82,9 @@ def _checkpointer(ocp: Any) -> Any:
     return ocp.Checkpointer(handler, multiprocessing_options=together)
 
 
-def _chunk(folder: epath.Path, array_folder: str, chunk: str, name: str, array: jax.Array) -> File | None:
+def _chunk(layout: dict[str, Any], chunk: epath.Path, name: str, array: jax.Array) -> File | None:
     """One chunk, hashed in memory; None where this process has not all of it, or it is not stored as it is."""
-    layout = json.loads((folder / FOLDER / array_folder / ".zarray").read_bytes())
-    index = tuple(map(int, chunk.split("."))) if array.ndim else ()
+    index = tuple(map(int, chunk.name.split("."))) if array.ndim else ()
     starts = [i * size for i, size in zip(index, layout["chunks"], strict=True)]
     stops = [start + size for start, size in zip(starts, layout["chunks"], strict=True)]
     if layout["compressor"] or any(stop > size for stop, size in zip(stops, array.shape, strict=True)):
@@ -95,7 +92,7 @@ def _chunk(folder: epath.Path, array_folder: str, chunk: str, name: str, array: 
     content = _region(array, starts, stops)
     if content is None:
         return None
-    path = f"{FOLDER}/{array_folder}/{chunk}"
+    path = f"{FOLDER}/{chunk.parent.name}/{chunk.name}"
     digest = hashlib.sha256(np.ascontiguousarray(content).reshape(-1).view(np.uint8)).hexdigest()
     return File(path, content.nbytes, digest, array=name, chunk=index)
 

@@ -84,11 +84,8 @@ class Checkpoints:
         read_only: bool = False,
         about: Mapping[str, Any] | None = None,
     ):
-        self._folder, self._config, self._about = (
-            storage.folder_of(model_dir) / "checkpoints",
-            config,
-            dict(about or {}),
-        )
+        self._folder = manifest.folder_of(model_dir)
+        self._config, self._about = config, dict(about or {})
         self._read_only, self._lease = read_only, None
         self._saving: Task | None = None
         self._verifying: Task | None = None
@@ -120,11 +117,7 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """All committed steps, oldest first; nothing is said of what has become of their files since."""
-        try:
-            names = [path.name for path in self._folder.iterdir()]
-        except FileNotFoundError:
-            return []
-        return sorted(int(name) for name in names if manifest.is_step(name) and manifest.exists(self._folder / name))
+        return manifest.steps(self._folder) if self._folder.exists() else []
 
     def latest_step(self) -> int | None:
         """The newest committed step, None in a new run folder."""
@@ -263,9 +256,9 @@ class Checkpoints:
     def _write(self, step: int, arrays: PyTree, finite: jax.Array, run: bytes, about: dict[str, Any]) -> None:
         """Writes and commits a step, in the thread of a save."""
         good = np.asarray(finite.addressable_data(0))
-        for name in (name for name, ok in zip(tree.path_names(arrays), good, strict=True) if not ok):
+        if bad := [name for name, ok in zip(tree.path_names(arrays), good, strict=True) if not ok]:
             raise UserError(
-                f"{name} is not finite at step {step}, not saved: earlier checkpoints are kept; lower "
+                f"{bad[0]} is not finite at step {step}, not saved: earlier checkpoints are kept; lower "
                 "Schedule.learning_rate or set Optimizer.clip_norm, and run the command again"
             )
         folder = self._folder / str(step)
@@ -332,20 +325,11 @@ class Checkpoints:
             scores={step: score for step, score in scores.items() if score is not None},
         )
         try:
-            if drop and any(self._is_whole(step) for step in reversed(steps) if step not in drop):
-                for step in drop:
-                    manifest.remove(self._folder / str(step))
+            if drop and not manifest.prune(self._folder, [step for step in steps if step not in drop], drop):
+                logging.getLogger(__name__).warning("%s: older steps are kept", self._folder)
             self._remove_leftovers()
         except OSError as error:  # the step is there all the same
             logging.getLogger(__name__).warning("%s: old steps cannot be removed: %s", self._folder, error)
-
-    def _is_whole(self, step: int) -> bool:
-        try:
-            manifest.verify(self._folder / str(step))
-        except Damaged as fault:
-            logging.getLogger(__name__).warning("%s/%d is damaged: %s: older steps are kept", self._folder, step, fault)
-            return False
-        return True
 
     def _remove_leftovers(self) -> None:
         """Removes what saves left that did not come to their end: it may be what fills the disk.

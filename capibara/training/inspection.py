@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from capibara.training import manifest, storage
+from capibara.training import manifest
 from capibara.training.lease import Lease
 from capibara.training.manifest import Damaged, Manifest
 from capibara.training.retention import expendable
 from capibara.types import UserError
 
-_HOLDER = "checkpoints"
 Row = dict[str, Any]
 
 
@@ -29,14 +27,14 @@ class Inspection:
     """
 
     def __init__(self, model_dir: str, step: int | None = None):
-        self._folder = storage.folder_of(model_dir) / _HOLDER
+        self._folder = manifest.folder_of(model_dir)
         try:
+            self._steps = manifest.steps(self._folder)
             names = [path.name for path in self._folder.iterdir()]
         except OSError as error:
-            raise UserError(f"{model_dir} is no run folder: it has no folder {_HOLDER} that can be read") from error
-        self._steps = sorted(
-            int(name) for name in names if manifest.is_step(name) and manifest.exists(self._folder / name)
-        )
+            raise UserError(
+                f"{model_dir} is no run folder: it has no folder {self._folder.name} that can be read"
+            ) from error
         self._damaged = sorted(name for name in names if name.endswith(manifest.DAMAGED))
         if step is not None:
             if step not in self._steps:
@@ -46,7 +44,7 @@ class Inspection:
 
     def listed(self) -> list[Row]:
         """A row for every step, by its manifest alone."""
-        return [self._row(step) for step in self._steps] + [
+        return [self._row(step)[0] for step in self._steps] + [
             {"step": name, "faults": ["moved aside by a run that found it damaged"]} for name in self._damaged
         ]
 
@@ -59,9 +57,8 @@ class Inspection:
         rows = []
         for step in self._steps:
             status(step)
-            row = self._row(step)
-            with contextlib.suppress(Damaged):  # _row has said so
-                found = manifest.read(self._folder / str(step))
+            row, found = self._row(step)
+            if found is not None:
                 row["faults"] = manifest.faults(self._folder / str(step), found)
             rows.append(row)
         return rows
@@ -79,23 +76,17 @@ class Inspection:
         """
         drop = expendable(self._steps, keep=keep, keep_every=keep_every)
         stay = [step for step in self._steps if step not in drop]
+        rows = [self._row(step)[0] for step in drop]
+        rows += [{"step": name, "faults": []} for name in self._damaged if damaged]
         with self._held(dry_run):
-            if drop and not any(self._whole(step) for step in reversed(stay)):
+            if drop and not manifest.prune(self._folder, stay, () if dry_run else drop):
                 raise UserError(
                     f"none of the steps that would stay ({', '.join(map(str, stay))}) is what was saved: nothing is removed; "
                     "capibara convert verify says what is wrong with them"
                 )
-            rows = [self._row(step) for step in drop]
-            rows += [{"step": name, "faults": []} for name in self._damaged if damaged]
-            for row in rows if not dry_run else ():
-                manifest.remove(self._folder / str(row["step"]))
+            for name in self._damaged if damaged and not dry_run else ():
+                manifest.remove(self._folder / name)
         return rows
-
-    def _whole(self, step: int) -> bool:
-        with contextlib.suppress(Damaged):
-            manifest.verify(self._folder / str(step))
-            return True
-        return False
 
     @contextlib.contextmanager
     def _held(self, dry_run: bool) -> Iterator[None]:
@@ -109,11 +100,13 @@ class Inspection:
         finally:
             lease.release()
 
-    def _row(self, step: int) -> Row:
+    def _row(self, step: int) -> tuple[Row, Manifest | None]:
+        """A step's row, and its manifest where that can be read."""
         try:
-            return _described(manifest.read(self._folder / str(step)))
+            found = manifest.read(self._folder / str(step))
         except Damaged as fault:
-            return {"step": step, "faults": [str(fault)]}
+            return {"step": step, "faults": [str(fault)]}, None
+        return _described(found), found
 
 
 def _described(found: Manifest) -> Row:
@@ -140,17 +133,3 @@ def lines(rows: Sequence[Row]) -> Iterator[str]:
         yield f"{row['step']:>10}  {row['bytes'] / 2**20:10.1f} MiB in {row['files']} files, {row['date']}{score}{commit}"
         for fault in row["faults"]:
             yield f"{'':12}damaged: {fault}"
-
-
-def save(path: str, text: str) -> None:
-    """Writes a text.
-
-    Raises:
-      UserError: the file cannot be written.
-    """
-    try:
-        pathlib.Path(path).write_text(text + "\n", encoding="utf-8")
-    except OSError as error:
-        raise UserError(
-            f"--json={path} cannot be written ({error.strerror}): name a file in a folder of yours"
-        ) from error

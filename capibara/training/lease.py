@@ -14,7 +14,7 @@ from typing import Any
 
 from etils import epath
 
-from capibara.training import storage
+from capibara.training import processes, storage
 from capibara.types import UserError
 
 NAME = "lease.json"
@@ -70,7 +70,7 @@ class Lease:
         pid = os.getpid()
         return {
             "pid": pid,
-            "process_start": _process_start(pid),
+            "process_start": processes.start_of(pid),
             "host": socket.gethostname(),
             "nonce": self._nonce,
             "renewed": time.time(),
@@ -85,7 +85,7 @@ class Lease:
     def _is_stale(self, holder: dict[str, Any]) -> bool:
         if holder.get("host") == socket.gethostname():
             # A process id is used again after a while; with the time of its start it is not.
-            return _process_start(holder.get("pid")) != holder.get("process_start")
+            return processes.start_of(holder.get("pid")) != holder.get("process_start")
         try:
             return abs(time.time() - float(holder["renewed"])) > self._stale_after_s
         except (KeyError, TypeError, ValueError):
@@ -116,23 +116,3 @@ def _read(path: epath.Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return record if isinstance(record, dict) else None
-
-
-def _process_start(pid: Any) -> str | None:
-    """When a process of this host started, in the kernel's ticks; None: there is none."""
-    try:
-        with open(f"/proc/{int(pid)}/stat", encoding="ascii", errors="replace") as file:
-            fields = file.read().rpartition(")")[2].split()
-    except (OSError, TypeError, ValueError):
-        return _alive_without_proc(pid)
-    return None if fields[0] == "Z" else fields[19]
-
-
-def _alive_without_proc(pid: Any) -> str | None:
-    if os.path.isdir("/proc/self"):
-        return None
-    try:  # macOS
-        os.kill(int(pid), 0)
-    except (OSError, TypeError, ValueError):
-        return None
-    return "unknown"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -79,6 +80,35 @@ def write(folder: epath.Path, manifest: Manifest) -> None:
 def is_step(name: str) -> bool:
     """Whether a folder's name is that of a step."""
     return name.isascii() and name.isdecimal() and str(int(name)) == name
+
+
+def folder_of(model_dir: str) -> epath.Path:
+    """Where a run folder has its steps."""
+    return storage.folder_of(model_dir) / "checkpoints"
+
+
+def steps(folder: epath.Path) -> list[int]:
+    """The committed steps of a folder, oldest first; of what has become of their files since nothing is said."""
+    return sorted(int(path.name) for path in folder.iterdir() if is_step(path.name) and exists(path))
+
+
+def prune(folder: epath.Path, kept: Sequence[int], dropped: Sequence[int]) -> bool:
+    """Removes steps, provided that the newest or another of those that are kept is what was saved; whether it did."""
+    if not any(is_whole(folder / str(step)) for step in sorted(kept, reverse=True)):
+        return False
+    for step in dropped:
+        remove(folder / str(step))
+    return True
+
+
+def is_whole(folder: epath.Path) -> bool:
+    """Whether a step's files are those that were saved; where they are not the log says why."""
+    try:
+        verify(folder)
+    except Damaged as fault:
+        logging.getLogger(__name__).warning("%s is damaged: %s", folder, fault)
+        return False
+    return True
 
 
 def is_unfinished(folder: epath.Path) -> bool:

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from capibara import sharding
 from capibara.data.loader import Dataset, Loader, make_loader, merge_states, unigram_bits_per_byte
 from capibara.models import api
-from capibara.training import provenance
+from capibara.training import processes, provenance
 from capibara.training import state as states
 from capibara.training.callbacks import RunInfo
 from capibara.training.checkpoints import Checkpoints, Restored
@@ -187,7 +187,7 @@ def set_up(
       compiler_options: XLA's, for the train step; None: its own choices.
       config: the operative configuration, for the manifests of checkpoints.
     """
-    spent, set_up_s = {"start": provenance.process_age_s()}, time.perf_counter()
+    spent, set_up_s = {"start": processes.age_s()}, time.perf_counter()
     mesh = sharding.make_mesh(trainer.plan, devices)
     _check_evaluation(trainer, mesh)
     if trainer.dataset.vocabulary is not None:

@@ -13,10 +13,10 @@ import threading
 import time
 from collections.abc import Iterator
 
+from capibara.cli import EXIT_HUNG
 from capibara.config import configurable
 from capibara.types import UserError
 
-EXIT_HUNG = 75  # EX_TEMPFAIL of sysexits.h: the same may work when it is tried again
 _WINDOW = 64  # steps whose times count
 _FEWEST = 5  # steps before there is a usual time
 _LOOKS = 10  # in the shortest time that can pass before a step counts as hung

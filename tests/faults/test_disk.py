@@ -23,18 +23,6 @@ sys.path.insert(0, str(HERE))
 import saver  # noqa: E402
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system of 4 MB; skips where this user may not mount one."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", folder], capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"no tmpfs can be mounted here: {done.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", "-l", folder], check=True)
-
-
 def fill(folder, leave=0):
     found = os.statvfs(folder)
     (folder / "filler").write_bytes(b"x" * max(0, found.f_bavail * found.f_frsize - leave))
@@ -48,7 +36,7 @@ def read(checkpoints, step, width=64):
 @pytest.mark.fault(8)
 @pytest.mark.parametrize("room", [0, 80_000, 200_000])
 def test_a_full_disk(small_disk, room, monkeypatch):
-    """The state takes about 120 KB in 4 KB blocks; that there is no room is found out by the write itself."""
+    """That there is no room is found out by the write itself."""
     monkeypatch.setattr(Checkpoints, "_check_room", lambda self, state_bytes: None)
     width = 16_384
     with Checkpoints(str(small_disk), Checkpointing()) as checkpoints:

@@ -6,23 +6,17 @@ import json
 import os
 import pathlib
 import signal
-import socket
 import subprocess
 import sys
 import time
 
 import pytest
 
+from capibara.jobs.local import free_address
 from capibara.training.checkpoints import Checkpointing, Checkpoints
 
 HERE = pathlib.Path(__file__).parent
 TRAIN = ("train", "--gin_file=tiny.gin", "--gin.Trainer.heartbeat_s=10", "--gin.Checkpointing.every=2")
-
-
-def free_address():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{free.getsockname()[1]}"
 
 
 def joined(address, index, count=2):

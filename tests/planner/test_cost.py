@@ -69,8 +69,12 @@ def test_the_step_is_the_sum_of_what_explain_prints():
 def test_compute_is_the_sum_of_its_parts(config):
     work = work_of(config)
     for choice in (choice_of(rows=8, remat="full", fsdp=64), choice_of(rows=8, fsdp=16, context=4)):
-        parts = cost.compute(work, choice, V5E)
-        assert sum(part.seconds for part in parts) == pytest.approx(cost.cost(work, choice, V5E).compute_s)
+        found = cost.cost(work, choice, V5E)
+        parts = cost.compute(work, choice, V5E, found.flops)
+        assert sum(part.seconds for part in parts) == pytest.approx(found.compute_s)
+        flops = {part.name: part.flops for part in parts}
+        flops["experts"] = flops.get("experts", 0.0) / found.imbalance
+        assert sum(flops.values()) == pytest.approx(found.flops.hardware)
         assert ("experts" in {part.name for part in parts}) == (config is EXPERTS)
 
 

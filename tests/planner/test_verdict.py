@@ -94,7 +94,7 @@ def test_what_decides_the_program_decides_the_entry(tmp_path, monkeypatch):
         changed.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_scoped_vmem_limit_kib=65536")
         assert not verdict(says(), KEY, deadline_s=20, cache_dir=tmp_path).cached
     with monkeypatch.context() as changed:
-        changed.setattr(verdicts, "_version", lambda package: "0.0.99")
+        changed.setattr(verdicts.extras, "version", lambda package: "0.0.99")
         assert not verdict(says(), KEY, deadline_s=20, cache_dir=tmp_path).cached
 
 
@@ -127,7 +127,7 @@ def test_a_program_that_was_compiled_before_is_not_compiled_again(tmp_path, monk
     for package in ("jax", "jaxlib", "libtpu"):
         with monkeypatch.context() as changed:
             other = {package: "0.0.99"}
-            changed.setattr(verdicts, "_version", lambda name, other=other: other.get(name, "1.0"))
+            changed.setattr(verdicts.extras, "version", lambda name, other=other: other.get(name, "1.0"))
             assert not ask(compiles("3f9a")).cached
     with monkeypatch.context() as changed:
         changed.setattr(verdicts, "_FORMAT", 99)

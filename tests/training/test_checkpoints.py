@@ -138,18 +138,6 @@ def test_a_folder_that_is_a_file(tmp_path):
         Checkpoints(str(tmp_path / "file"), Checkpointing())
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    """A 1 MB file system; skips where this user may not mount one."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"no tmpfs can be mounted here: {done.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", "-l", folder], check=True)
-
-
 def test_a_full_disk_is_one_clear_mistake_and_older_checkpoints_stay(small_disk):
     with Checkpoints(str(small_disk), Checkpointing()) as checkpoints:
         checkpoints.save(1, state_of(1), {}, {})

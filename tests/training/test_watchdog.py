@@ -6,8 +6,9 @@ import time
 
 import pytest
 
+from capibara.cli import EXIT_HUNG
 from capibara.training import watchdog
-from capibara.training.watchdog import EXIT_HUNG, Watch, Watchdog
+from capibara.training.watchdog import Watch, Watchdog
 from capibara.types import UserError
 
 HANGS = """

@@ -1,0 +1,51 @@
+"""Files that a verb writes its results to: checked before the long work, written after it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+from collections.abc import Iterable
+
+from capibara.types import UserError
+
+
+def check_writable(*paths: str, inputs: Iterable[str | os.PathLike[str]] = ()) -> None:
+    """Raises UserError where `save` would, or would write over an input or another output.
+
+    To be asked before the long work whose results they are for; it leaves nothing behind.
+    """
+    taken = {os.path.realpath(path): "is read as a Gin file" for path in inputs}
+    made: list[pathlib.Path] = []  # the innermost first
+    try:
+        for path in paths:
+            real = os.path.realpath(path)
+            if not path or real in taken:
+                why = f"{path} {taken[real]}" if path else "--json, --html or --output has no name"
+                raise UserError(f"{why}: name another file for what is written")
+            taken[real] = "is named for two outputs"
+            file = pathlib.Path(real)
+            made = [*(one for one in (file, *file.parents) if not one.exists()), *made]
+            _write(path, "", "a")
+    finally:
+        for one in made:
+            with contextlib.suppress(OSError):
+                one.rmdir() if one.is_dir() else one.unlink()
+
+
+def save(path: str, text: str) -> None:
+    """Writes a text, and the folders above it.
+
+    Raises:
+      UserError: the file cannot be written.
+    """
+    _write(path, text, "w")
+
+
+def _write(path: str, text: str, mode: str) -> None:
+    try:
+        pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
+        with open(path, mode, encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise UserError(f"{path} cannot be written ({error.strerror}): name a file in a folder of yours") from error
