@@ -243,7 +243,9 @@ def test_outputs_that_cannot_be_are_seen_first_and_nothing_is_left(json_, html, 
 
 
 def test_a_slice_is_chosen(capsys, monkeypatch):
-    monkeypatch.setattr("capibara.monitoring.status._PLAIN_AFTER_S", 0.0)  # a fast machine says nothing of a short search
+    monkeypatch.setattr(
+        "capibara.monitoring.status._PLAIN_AFTER_S", 0.0
+    )  # a fast machine says nothing of a short search
     assert run(MODEL, "--objective=cheapest", "--tokens=1e11", "--chips=v5e", "--top=1") == 0
     captured = capsys.readouterr()
     assert "USD/M tokens" in captured.out and "> " in captured.out and "searching" in captured.err
