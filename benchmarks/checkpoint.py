@@ -77,12 +77,14 @@ class Ours:
         self._checkpoints.wait()
         return blocked_s / (time.perf_counter() - begin_s)
 
+    def close(self) -> None:
+        self._checkpoints.close()
+
     def load(self, step: int) -> None:
         import jax
 
         reader = self._open(read_only=True)
-        restored = reader.restore_progress(reader.verified_step())
-        jax.block_until_ready(reader.restore_state(restored, self._target))
+        jax.block_until_ready(reader.restore(self._target)[1])
 
 
 class Orbax:
@@ -103,6 +105,9 @@ class Orbax:
         blocked_s = time.perf_counter() - begin_s
         self._manager.wait_until_finished()
         return blocked_s / (time.perf_counter() - begin_s)
+
+    def close(self) -> None:
+        self._manager.close()
 
     def load(self, step: int) -> None:
         import jax
@@ -138,6 +143,8 @@ def speed(mib: int, rounds: int, folder: str) -> dict:
                     shutil.rmtree(root / name / str(step))
             print(f"round {step} of {rounds}", file=sys.stderr)
     finally:
+        for name in ("capibara", "orbax"):
+            contenders[name].close()
         shutil.rmtree(root, ignore_errors=True)
     return {name: {what: statistics.median(s) for what, s in figures.items()} for name, figures in found.items()}
 

@@ -53,10 +53,9 @@ def answer(model_dir: str, gin_files: Sequence[str], args, prompt: str) -> str:
     on_device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     target = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=on_device), model.abstract_params)
     with Checkpoints(model_dir, trainer.checkpointing, read_only=True) as checkpoints:
-        step = checkpoints.verified_step()
-        if step is None:
+        params = checkpoints.restore_newest_params(target)
+        if params is None:
             raise UserError(f"{model_dir} holds no checkpoint yet: train it first")
-        params = checkpoints.restore_params(step, target)
     generate = Generator(model, dataset.get_vocabulary(), dataset.length, sampling, dataset.encoder_length)
     return generate(params, prompt) if dataset.encoder_length else prompt + generate(params, prompt)
 

@@ -6,6 +6,7 @@ import dataclasses
 import enum
 
 from capibara.config import configurable
+from capibara.training.encryption import Encryption
 from capibara.types import UserError
 
 
@@ -21,6 +22,13 @@ class Verify(enum.StrEnum):
     OFF = "off"
 
 
+class Compression(enum.StrEnum):
+    """Of the arrays' files. zstd makes trained weights little smaller and the save a few times as long."""
+
+    NONE = "none"
+    ZSTD = "zstd"
+
+
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Checkpointing:
@@ -33,6 +41,10 @@ class Checkpointing:
       keep_best: how many of those with the lowest validation loss are kept besides; 0: none.
       milestones: steps that are kept for ever.
       verify: when a step's files are compared with its manifest.
+      incremental: arrays that have not changed since the step before (frozen ones, those beside LoRA) are not written
+        again: a step refers to the older one that holds them, which stays as long as it is needed.
+      compression: of the arrays' files.
+      encryption: where the key is that all files but the manifest are encrypted with; None: they are not encrypted.
     """
 
     every: int = 1000
@@ -41,6 +53,9 @@ class Checkpointing:
     keep_best: int = 0
     milestones: tuple[int, ...] = ()
     verify: Verify = Verify.BEFORE
+    incremental: bool = False
+    compression: Compression = Compression.NONE
+    encryption: Encryption | None = None
 
     def __post_init__(self):
         if self.every < 0 or self.keep < 1:

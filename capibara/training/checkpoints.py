@@ -1,6 +1,6 @@
 """Checkpoints of a run, verified: Orbax writes the arrays, a manifest says what they must be.
 
-    checkpoints/1000/state/...       the arrays (array_files)
+    checkpoints/1000/state/...       the arrays (array_files, chunks)
     checkpoints/1000/run.json        the data iterator, the progress, the operative configuration
     checkpoints/1000/manifest.json   every file with its size and hash; without it there is no step 1000
     checkpoints/1200.damaged/        a step that was not what had been saved, moved aside
@@ -22,28 +22,29 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 
 from capibara import tree
-from capibara.training import array_files, manifest, storage
+from capibara.training import array_files, chunks, hosts, manifest, storage
 from capibara.training.background import Task, before_exit
-from capibara.training.checkpointing import Checkpointing, Verify
+from capibara.training.checkpointing import Checkpointing, Compression, Verify
 from capibara.training.disk import disk_full_explained, free_bytes, is_disk_full
 from capibara.training.lease import Lease
 from capibara.training.manifest import Damaged, File, Manifest
 from capibara.training.retention import expendable
 from capibara.training.snapshot import snapshot
 from capibara.training.state import TrainState
+from capibara.training.step_files import Writer, together
 from capibara.tree import byte_count
 from capibara.types import PyTree, UserError
 
-_HASHES = "hashes."  # begins the name of a process's list of chunks, until process 0 has read it
 _ATTEMPTS, _PAUSE_S = 3, 0.5  # of a save that fails for another reason than a full disk; the pause doubles
+_T = TypeVar("_T")
 _NOT_WRITABLE = (NotADirectoryError, FileExistsError, PermissionError, FileNotFoundError)
 
 
@@ -87,6 +88,8 @@ class Checkpoints:
         self._folder = manifest.folder_of(model_dir)
         self._config, self._about = config, dict(about or {})
         self._read_only, self._lease = read_only, None
+        self._key = None if config.encryption is None else config.encryption.key()
+        self._writer = Writer(compress=config.compression is Compression.ZSTD, key=self._key)
         self._saving: Task | None = None
         self._verifying: Task | None = None
         self._open = contextlib.ExitStack()
@@ -123,25 +126,55 @@ class Checkpoints:
         """The newest committed step, None in a new run folder."""
         return max(self.steps(), default=None)
 
-    def verified_step(self) -> int | None:
-        """The newest step whose files are those that were saved; None in a new run folder.
+    def restore(self, target: TrainState) -> tuple[Restored, TrainState] | None:
+        """The newest step that is what was saved, read onto the devices; None in a new run folder.
 
-        Newer ones that are not are named in `damaged`, and moved aside unless this is read only.
+        Newer ones that are not are named in `damaged`, and moved aside unless this is read only. Every process calls it.
+
+        Args:
+          target: as of `restore_state`.
 
         Raises:
-          UserError: there are steps, and not one of them is whole.
+          UserError: there are steps and not one of them is whole, or they hold another model.
         """
-        self._check_foreign()
-        check = manifest.read if self._config.verify is not Verify.BEFORE else manifest.verify
-        for step in reversed(self.steps()):
-            try:
-                check(self._folder / str(step))
-            except Damaged as fault:
-                self._pass_over(step, str(fault))
-                continue
-            if self._config.verify is Verify.BACKGROUND:
-                self._verifying = Task(functools.partial(self._verify_later, step), "capibara-verify")
+
+        def attempt(step: int) -> tuple[Restored, TrainState]:
+            self._check_rest(step)
+            restored = self.restore_progress(step)
+            return restored, self.restore_state(restored, target)
+
+        return self._newest(attempt)
+
+    def restore_newest_params(self, target: PyTree) -> PyTree | None:
+        """`restore` of the parameters alone, as `restore_params` gives them."""
+        return self._newest(lambda step: self.restore_params(step, target))
+
+    def verified_step(self) -> int | None:
+        """The newest step whose files are those that were saved; as `restore`, without reading it."""
+
+        def attempt(step: int) -> int:
+            self._check_rest(step)
+            if self._config.verify is Verify.BEFORE:
+                manifest.verify(self._folder / str(step), _is_ours)
             return step
+
+        return self._newest(attempt)
+
+    def _newest(self, attempt: Callable[[int], _T]) -> _T | None:
+        """What `attempt` gives of the newest step that it finds undamaged, on all processes; None: there is no step."""
+        self._check_foreign()
+        for step in hosts.gathered(self.steps()[::-1])[0]:
+            found, fault = None, None
+            try:
+                found = attempt(step)
+            except Damaged as error:
+                fault = str(error)
+            fault = next(filter(None, hosts.gathered(fault)), None)
+            if fault is None:
+                if self._config.verify is Verify.BACKGROUND:
+                    self._verifying = Task(functools.partial(self._verify_later, step), "capibara-verify")
+                return found
+            self._pass_over(step, fault)
         if self.damaged:
             last = max(self.damaged)
             raise UserError(
@@ -149,6 +182,17 @@ class Checkpoints:
                 "from a copy, or set another MODEL_DIR to start anew"
             )
         return None
+
+    def _check_rest(self, step: int) -> None:
+        """Raises Damaged where a step has no manifest; where it is to be verified, also for files that are no chunks.
+
+        Chunks are compared as they are read.
+        """
+        folder = self._folder / str(step)
+        if self._config.verify is Verify.BEFORE:
+            manifest.verify(folder, lambda file: file.array is None and _is_ours(file))
+        else:
+            manifest.read(folder)
 
     def save(
         self,
@@ -180,20 +224,30 @@ class Checkpoints:
         with self._disk_errors():
             self._check_room(byte_count(arrays))
         values = {"data": data, "progress": progress, "shapes": _shapes(arrays)}
-        run = json.dumps(values).encode()  # now: what it is made of may change
         about = self._about | {"date": _now(), "score": score, "parent": self._parent}
+        if self._key is not None:  # the manifest is not encrypted
+            values["config"] = about.pop("config", None)
+        run = json.dumps(values).encode()  # now: what it is made of may change
         self._parent = step
         copies, finite = snapshot(arrays)
         write = functools.partial(self._write, step, copies, finite, run, about)
         self._saving = Task(write, "capibara-save")
 
     def restore_progress(self, step: int) -> Restored:
-        """Reads the JSON parts of a committed step; the arrays come with `restore_state`."""
+        """Reads the JSON parts of a committed step; the arrays come with `restore_state`.
+
+        Raises:
+          Damaged: they are not what was saved.
+        """
         self.wait()  # it may be the step that is being saved
-        with self._damage_explained(step):
-            values = json.loads((self._folder / str(step) / manifest.RUN).read_bytes())
-            self._parent = step
-            return Restored(step=step, **values)
+        found = self._manifest(step)
+        file = found.by_path.get(manifest.RUN)
+        if file is None:
+            raise Damaged(f"{manifest.RUN} is gone")
+        content = manifest.contents(self._folder / str(step), file, check=self._checks)
+        values = json.loads(chunks.opened(content, found, file, self._key).tobytes())
+        self._parent = step
+        return Restored(step=step, **{name: values[name] for name in ("data", "progress", "shapes")})
 
     def restore_state(self, restored: Restored, target: TrainState) -> TrainState:
         """Reads the arrays of a step onto the devices.
@@ -204,10 +258,10 @@ class Checkpoints:
 
         Raises:
           UserError: the checkpoint holds another model: names the first array that differs.
+          Damaged: it is not what was saved.
         """
         self._check_shapes(restored.step, restored.shapes, _shapes(_as_dict(target)))
-        with self._damage_explained(restored.step):
-            return TrainState(**array_files.read(self._folder / str(restored.step), _as_dict(target)))
+        return TrainState(**self._read(restored.step, _as_dict(target)))
 
     def restore_params(self, step: int, target: PyTree) -> PyTree:
         """Reads only the parameters of a step, their moving average where one was kept: for inference and export.
@@ -218,12 +272,12 @@ class Checkpoints:
 
         Raises:
           UserError: the checkpoint holds another model: names the first array that differs.
+          Damaged: it is not what was saved.
         """
         saved = self.restore_progress(step).shapes
         name = "ema" if any(path.startswith("ema/") for path in saved) else "params"
         self._check_shapes(step, {p: s for p, s in saved.items() if p.startswith(f"{name}/")}, _shapes({name: target}))
-        with self._damage_explained(step):
-            return array_files.read(self._folder / str(step), {name: target}, partial=True)[name]
+        return self._read(step, {name: target})[name]
 
     def wait(self) -> None:
         """Waits until every save is on disk.
@@ -261,13 +315,13 @@ class Checkpoints:
                 f"{bad[0]} is not finite at step {step}, not saved: earlier checkpoints are kept; lower "
                 "Schedule.learning_rate or set Optimizer.clip_norm, and run the command again"
             )
-        folder = self._folder / str(step)
+        folder, base = self._folder / str(step), self._base(about["parent"])
         for attempt in range(_ATTEMPTS):
             try:
-                files = self._write_files(folder, arrays, run)
+                files = self._writer.write(folder, arrays, run, base, self._check_lease)
                 if jax.process_index() == 0:
                     self._check_lease()
-                    manifest.write(folder, Manifest(step, tuple(files), about))
+                    manifest.write(folder, Manifest(step, tuple(files), about, self._writer.encryption()))
                 break
             except Exception as error:
                 if isinstance(error, UserError):  # the lease is another's now, and so is what lies there
@@ -281,33 +335,35 @@ class Checkpoints:
                 time.sleep(_PAUSE_S * 2**attempt)
         if jax.process_index() == 0:
             self._retain()
-        _together("committed")
+        together("committed")
 
-    def _write_files(self, folder: Any, arrays: PyTree, run: bytes) -> list[File]:
-        """Everything but the manifest, on the disk when this returns; the files, on process 0."""
-        if jax.process_index() == 0:
-            self._check_lease()
-            manifest.remove(folder)
-            folder.mkdir()
-            storage.write(folder / manifest.RUN, run)
-        _together("begun")
-        files = array_files.write(folder, arrays)
-        storage.sync(folder)
-        if jax.process_count() > 1:
-            described = json.dumps([dataclasses.asdict(file) for file in files]).encode()
-            storage.write(folder / f"{_HASHES}{jax.process_index()}", described)
-        _together("written")
-        if jax.process_index() > 0:
-            return []
-        for path in folder.glob(f"{_HASHES}*"):
-            files += [File(**values) for values in json.loads(path.read_bytes())]
-            path.unlink()
-        known = {file.path: file for file in files}
-        for path, file in known.items():
-            if (size := (folder / path).stat().length) != file.size:
-                raise Damaged(f"{path} has {size} bytes, not {file.size}")
-        others = [path for path in storage.files_below(folder) if path not in known]
-        return [*known.values(), *manifest.of_disk(folder, others)]
+    def _base(self, parent: int | None) -> Manifest | None:
+        """What an incremental step refers to; None: nothing."""
+        if not self._config.incremental or parent is None:
+            return None
+        with contextlib.suppress(Damaged):
+            return manifest.read(self._folder / str(parent))
+
+    def _manifest(self, step: int) -> Manifest:
+        """Of a step that we have the key of."""
+        found = manifest.read(self._folder / str(step))
+        if found.encryption is not None:
+            wanted = found.encryption.get("key")
+            if self._key is None or self._key.id != wanted:
+                given = "no key is" if self._key is None else f"the key {self._key.id} is"
+                raise UserError(
+                    f"checkpoint {self._folder}/{step} is encrypted with the key {wanted}, {given} given: set "
+                    "Checkpointing.encryption = @Encryption(), and what holds that key"
+                )
+        return found
+
+    @property
+    def _checks(self) -> bool:
+        return self._config.verify is Verify.BEFORE
+
+    def _read(self, step: int, target: PyTree) -> PyTree:
+        found = self._manifest(step)
+        return chunks.read(self._folder / str(step), found, target, check=self._checks, key=self._key)
 
     def _retain(self) -> None:
         """Removes the steps that no rule keeps, provided that a step which is kept is what was saved."""
@@ -363,7 +419,7 @@ class Checkpoints:
 
     def _verify_later(self, step: int) -> None:
         try:
-            manifest.verify(self._folder / str(step))
+            manifest.verify(self._folder / str(step), _is_ours)
         except Damaged as fault:
             self._pass_over(step, str(fault))
             raise RestoredFromDamage(
@@ -385,22 +441,6 @@ class Checkpoints:
     def _check_lease(self) -> None:
         if self._lease is not None:
             self._lease.check()
-
-    @contextmanager
-    def _damage_explained(self, step: int) -> Iterator[None]:
-        """Within it, whatever fails in reading a step becomes one line."""
-        try:
-            yield
-        except UserError:
-            raise
-        except Exception as error:
-            if "Out of memory" in str(error):
-                raise
-            what = (str(error).strip() or type(error).__name__).split("\n")[0][:160]
-            raise UserError(
-                f"checkpoint {self._folder}/{step} cannot be read ({what}): move that folder away to carry on from an "
-                "older step"
-            ) from error
 
     def _check_room(self, state_bytes: int) -> None:
         """Refuses a save that cannot end well: one that fails half-way takes the rest of the disk with it."""
@@ -433,13 +473,9 @@ class Checkpoints:
             ) from error
 
 
-def _together(point: str) -> None:
-    """Waits for all processes to come here; by the coordinator, not by the devices, which are training."""
-    if jax.process_count() > 1:
-        import orbax.checkpoint as ocp
-
-        name = ocp.multihost.unique_barrier_key(f"capibara:{point}")
-        ocp.multihost.sync_global_processes(name, processes=set(range(jax.process_count())))
+def _is_ours(file: File) -> bool:
+    """Whether this process verifies a file: each has its share."""
+    return int(file.xxh128, 16) % jax.process_count() == jax.process_index()
 
 
 def _now() -> str:

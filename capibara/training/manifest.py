@@ -1,18 +1,21 @@
 """The manifest of a checkpoint: each of its files with its size and hash. A step without one does not exist.
 
 It is written last, when all other files are on the disk, and removed first: so a step is there whole or not at all,
-whenever the program or the machine stops. The hashes are those that sha256sum prints.
+whenever the program or the machine stops. The hashes are those that xxh128sum prints: they find what chance does to a file;
+against people who change files there is encryption.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import hashlib
+import functools
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from etils import epath
 
 from capibara.training import storage
@@ -20,7 +23,7 @@ from capibara.training import storage
 NAME = "manifest.json"
 RUN = "run.json"  # the first file of a step that is written, as the manifest is the last
 DAMAGED, UNFINISHED = ".damaged", ".unfinished"  # end the names of steps' folders that were moved aside
-_FORMAT = 1
+_FORMAT = 2
 _SHOWN = 3  # damaged files that a message names
 
 
@@ -35,20 +38,26 @@ class File:
     Attributes:
       path: relative to the step's folder.
       size: bytes.
-      sha256: of the bytes that were meant to be written: those of an array are hashed in memory.
+      xxh128: of the bytes that were meant to be written: those of an array are hashed in memory.
       array: the array that the file is a chunk of; None: it is none.
       chunk: which, counted in chunks along each dimension.
+      step: the older step in whose folder it lies; None: in that of its own.
+      content: of a chunk that is not written as it is (compressed, encrypted), the hash of what it holds; with a key that
+        hash depends on it.
     """
 
     path: str
     size: int
-    sha256: str
+    xxh128: str
     array: str | None = None
     chunk: tuple[int, ...] | None = None
+    step: int | None = None
+    content: str | None = None
 
     def describe(self) -> str:
         """The file with what it holds."""
-        return self.path if self.array is None else f"{self.path} (array {self.array})"
+        path = self.path if self.step is None else f"{self.path} of step {self.step}"
+        return path if self.array is None else f"{path} (array {self.array})"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,21 +68,38 @@ class Manifest:
       step: the step that it is of.
       files: all files but the manifest.
       about: who wrote it, with what, as JSON values.
+      encryption: the cipher and the id of the key of all files but this; None: they are not encrypted.
     """
 
     step: int
     files: tuple[File, ...]
     about: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    encryption: Mapping[str, str] | None = None
+
+    @functools.cached_property
+    def by_path(self) -> dict[str, File]:
+        """The files by their paths."""
+        return {file.path: file for file in self.files}
+
+    @functools.cached_property
+    def by_folder(self) -> dict[str, list[File]]:
+        """The files by the folders that they are in, relative to the step's."""
+        found: dict[str, list[File]] = {}
+        for file in self.files:
+            found.setdefault(file.path.rpartition("/")[0], []).append(file)
+        return found
 
 
 def write(folder: epath.Path, manifest: Manifest) -> None:
     """Makes a step exist: its files must be on the disk already."""
     values = {"format": _FORMAT, "step": manifest.step, "about": dict(manifest.about)}
+    if manifest.encryption is not None:
+        values["encryption"] = dict(manifest.encryption)
     values["files"] = [
         {name: value for name, value in dataclasses.asdict(file).items() if value is not None}
         for file in sorted(manifest.files, key=lambda file: file.path)
     ]
-    values["sha256"] = _digest(values)
+    values["xxh128"] = _digest(values)
     storage.write(folder / NAME, json.dumps(values, indent=1).encode())
 
 
@@ -93,10 +119,13 @@ def steps(folder: epath.Path) -> list[int]:
 
 
 def prune(folder: epath.Path, kept: Sequence[int], dropped: Sequence[int]) -> bool:
-    """Removes steps, provided that the newest or another of those that are kept is what was saved; whether it did."""
+    """Removes steps, provided that the newest or another of those that are kept is what was saved; whether it did.
+
+    Those that hold files of the kept ones stay. The newest go first: none is without its base, whenever this is stopped.
+    """
     if not any(is_whole(folder / str(step)) for step in sorted(kept, reverse=True)):
         return False
-    for step in dropped:
+    for step in sorted(set(dropped) - bases(folder, kept), reverse=True):
         remove(folder / str(step))
     return True
 
@@ -145,17 +174,17 @@ def read(folder: epath.Path) -> Manifest:
     """
     try:
         values = json.loads((folder / NAME).read_bytes())
-        digest = values.pop("sha256")
+        digest = values.pop("xxh128")
         if digest != _digest(values):
             raise Damaged(f"{NAME} has changed since it was written")
         if values["format"] != _FORMAT:
             raise Damaged(f"{NAME} is of format {values['format']}, this version of capibara reads {_FORMAT}")
         files = tuple(File(**{**file, "chunk": _tuple(file.get("chunk"))}) for file in values["files"])
-        manifest = Manifest(step=values["step"], files=files, about=values["about"])
+        manifest = Manifest(values["step"], files, values["about"], values.get("encryption"))
     except FileNotFoundError as error:
         raise Damaged(f"it has no {NAME}") from error
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise Damaged(f"{NAME} cannot be read ({_one_line(error)})") from error
+        raise Damaged(f"{NAME} cannot be read ({one_line(error)})") from error
     if str(manifest.step) != folder.name:
         raise Damaged(f"{NAME} is of step {manifest.step}")
     return manifest
@@ -164,22 +193,21 @@ def read(folder: epath.Path) -> Manifest:
 def faults(folder: epath.Path, manifest: Manifest, wanted: Callable[[File], bool] = lambda file: True) -> list[str]:
     """What is wrong with the files of a step, a line each; nothing where they are those that were saved.
 
-    All files are read and hashed, in threads.
+    The files are read and hashed, in threads.
 
     Args:
       folder: of the step.
       manifest: its manifest.
-      wanted: the files to look at; where it leaves some out, files that do not belong there are not looked for.
+      wanted: the files to look at; whether there are others that do not belong there is looked for all the same.
     """
     try:
         present = set(storage.files_below(folder)) - {NAME}
     except OSError as error:
-        return [f"{folder} cannot be read ({_one_line(error)})"]
+        return [f"{folder} cannot be read ({one_line(error)})"]
     files = [file for file in manifest.files if wanted(file)]
     found = [line for line in storage.each(lambda file: _fault(folder, file), files) if line]
-    if len(files) == len(manifest.files):
-        found += [f"{path} does not belong there" for path in sorted(present - {file.path for file in files})]
-    return found
+    own = {file.path for file in manifest.files if file.step is None}
+    return found + [f"{path} does not belong there" for path in sorted(present - own)]
 
 
 def verify(folder: epath.Path, wanted: Callable[[File], bool] = lambda file: True) -> Manifest:
@@ -197,29 +225,85 @@ def verify(folder: epath.Path, wanted: Callable[[File], bool] = lambda file: Tru
 
 def of_disk(folder: epath.Path, paths: Sequence[str]) -> list[File]:
     """Files as they are on the disk."""
-    return storage.each(lambda path: File(path, (folder / path).stat().length, storage.sha256(folder / path)), paths)
+    return storage.each(lambda path: File(path, (folder / path).stat().length, storage.file_hash(folder / path)), paths)
+
+
+def place(folder: epath.Path, file: File) -> epath.Path:
+    """Where a file of a step's folder lies."""
+    return (folder if file.step is None else folder.parent / str(file.step)) / file.path
+
+
+def is_there(folder: epath.Path, file: File) -> bool:
+    """Whether a file of a step's folder exists in its size; says nothing of what it holds."""
+    try:
+        return place(folder, file).stat().length == file.size
+    except OSError:
+        return False
+
+
+def contents(folder: epath.Path, file: File, *, check: bool = True) -> np.ndarray:
+    """The bytes of a file, uint8 [size], compared with its hash in the same pass.
+
+    Args:
+      folder: of the step.
+      file: of its manifest.
+      check: compare the hash; the size is always.
+
+    Raises:
+      Damaged: they are not those that were saved.
+    """
+    with explained(file):
+        path = place(folder, file)
+        if (size := path.stat().length) != file.size:
+            raise Damaged(f"{file.describe()} has {size} bytes, not {file.size}")
+        found, digest = storage.read_hashed(path, file.size)
+        if check and digest != file.xxh128:
+            raise Damaged(f"{file.describe()} has changed since it was saved")
+        return found
+
+
+def bases(folder: epath.Path, steps: Iterable[int]) -> set[int]:
+    """The older steps of a folder that hold files of these."""
+    found: set[int] = set()
+    for step in steps:
+        with contextlib.suppress(Damaged):
+            found |= {file.step for file in read(folder / str(step)).files if file.step is not None}
+    return found
 
 
 def _fault(folder: epath.Path, file: File) -> str | None:
-    path = folder / file.path
     try:
-        size = path.stat().length
-        if size != file.size:
-            return f"{file.describe()} has {size} bytes, not {file.size}"
-        return None if storage.sha256(path) == file.sha256 else f"{file.describe()} has changed since it was saved"
-    except FileNotFoundError:
-        return f"{file.describe()} is gone"
+        with explained(file):
+            path = place(folder, file)
+            size = path.stat().length
+            if size != file.size:
+                return f"{file.describe()} has {size} bytes, not {file.size}"
+            return (
+                None if storage.file_hash(path) == file.xxh128 else f"{file.describe()} has changed since it was saved"
+            )
+    except Damaged as fault:
+        return str(fault)
+
+
+@contextlib.contextmanager
+def explained(file: File) -> Iterator[None]:
+    """Within it, a file that cannot be read is Damaged."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise Damaged(f"{file.describe()} is gone") from error
     except OSError as error:
-        return f"{file.describe()} cannot be read ({_one_line(error)})"
+        raise Damaged(f"{file.describe()} cannot be read ({one_line(error)})") from error
 
 
 def _digest(values: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(values, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    return storage.hash_of(json.dumps(values, sort_keys=True, separators=(",", ":")).encode())
 
 
 def _tuple(values: Sequence[int] | None) -> tuple[int, ...] | None:
     return None if values is None else tuple(values)
 
 
-def _one_line(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
+    """What an error says, short."""
     return (str(error).strip() or type(error).__name__).split("\n")[0][:160]

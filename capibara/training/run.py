@@ -7,20 +7,19 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import json
 import math
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import numpy as np
+import optax
 from jax.sharding import Mesh, NamedSharding
 
 from capibara import sharding
 from capibara.data.loader import Dataset, Loader, make_loader, merge_states, unigram_bits_per_byte
 from capibara.models import api
-from capibara.training import processes, provenance
+from capibara.training import hosts, processes, provenance
 from capibara.training import state as states
 from capibara.training.callbacks import RunInfo
 from capibara.training.checkpoints import Checkpoints, Restored
@@ -48,6 +47,7 @@ class Run:
     batches: Loader
     checkpoints: Checkpoints
     restored: Restored | None
+    restored_state: TrainState | None
     spent: dict[str, float]  # seconds by what took them, before the first step
 
     def __enter__(self) -> Run:
@@ -68,9 +68,7 @@ class Run:
         patience = self.trainer.evaluation.patience
         if self.restored is None:
             return self.init(jax.random.key(self.trainer.seed)), 0, EarlyStopping(patience)
-        begin_s = time.perf_counter()
-        state = self.checkpoints.restore_state(self.restored, self.abstract_state)
-        self.spent["restore"] = time.perf_counter() - begin_s
+        state, self.restored_state = self.restored_state, None
         return state, self.restored.step, EarlyStopping(patience, self.restored.progress["early_stopping"])
 
     def save(
@@ -104,7 +102,7 @@ class Run:
                     f"{name} is {float(metrics[name])} at step {step}, not saved: earlier checkpoints are kept; lower "
                     "Schedule.learning_rate or set Optimizer.clip_norm, and run the command again"
                 )
-        data = merge_states(_of_all_hosts(self.batches.get_state()))
+        data = merge_states(hosts.gathered(self.batches.get_state()))
         self.checkpoints.save(step, state, data, {"early_stopping": early.state()}, score)
 
     def step(self, step: int, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
@@ -178,7 +176,7 @@ def set_up(
     compiler_options: Mapping[str, str] | None = None,
     config: str = "",
 ) -> Run:
-    """Builds everything. The data feed and the checkpoint library start in a thread while the step compiles.
+    """Builds everything. While the step compiles, a thread reads the newest checkpoint and starts the data feed.
 
     Args:
       trainer: the run.
@@ -193,18 +191,22 @@ def set_up(
     if trainer.dataset.vocabulary is not None:
         _check_vocabulary(trainer)  # now: that of a SeqIO task is known only once SeqIO is imported
     model = api.build(trainer.model)
+    state = describe_state(trainer, model, mesh)
     with concurrent.futures.ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as undo:
-        opened = pool.submit(_open_checkpoints_and_data, trainer, mesh, config)
+        opened = pool.submit(_open_checkpoints_and_data, trainer, mesh, config, state.abstract)
         undo.callback(_close, opened)
         status(f"compiling the train step for {mesh.size} devices")
         begin_s = time.perf_counter()
-        parts = compile_step(trainer, model, mesh, compiler_options)
-        status(f"compiled in {time.perf_counter() - begin_s:.1f} s")
+        parts = compile_step(trainer, model, mesh, compiler_options, state)
+        compiled_s = time.perf_counter()
+        status(f"compiled in {compiled_s - begin_s:.1f} s")
         checkpoints, restored, batches = opened.result()
+        if restored is not None:
+            spent["restore"] = time.perf_counter() - compiled_s
         _check_vocabulary(trainer)
         eval_step = make_eval_step(model, trainer.plan, mesh, trainer.dataset.get_vocabulary().token_bytes())
         undo.pop_all()
-    spent["set_up"] = time.perf_counter() - set_up_s
+    spent["set_up"] = time.perf_counter() - set_up_s - spent.get("restore", 0.0)
     return Run(
         trainer=trainer,
         mesh=mesh,
@@ -212,7 +214,8 @@ def set_up(
         eval_step=jax.jit(eval_step),
         batches=batches,
         checkpoints=checkpoints,
-        restored=restored,
+        restored=None if restored is None else restored[0],
+        restored_state=None if restored is None else restored[1],
         spent=spent,
         **parts,
     )
@@ -260,45 +263,69 @@ def _close(opened: concurrent.futures.Future) -> None:
         checkpoints.close()
 
 
+@dataclasses.dataclass(frozen=True)
+class StateSpec:
+    """The train state before there is one: how it is made, where it lies."""
+
+    tx: optax.GradientTransformation
+    shardings: TrainState
+    abstract: TrainState
+    options: dict[str, Any]  # of states.init_state
+
+    def init(self, model: api.Model) -> Callable[[jax.Array], TrainState]:
+        """key -> a new state."""
+        return jax.jit(
+            functools.partial(states.init_state, model, self.tx, **self.options), out_shardings=self.shardings
+        )
+
+
+def describe_state(trainer: Trainer, model: api.Model, mesh: Mesh) -> StateSpec:
+    """From shapes alone; nothing is allocated."""
+    scaling = trainer.loss_scaling if trainer.model.dtype == "float16" else None
+    options = {"ema": trainer.ema_decay is not None, "loss_scaling": scaling}
+    tx = trainer.optimizer.build(trainer.steps, model.axes)
+    shardings = states.state_shardings(model, tx, mesh, trainer.plan.rules, **options)
+    return StateSpec(tx, shardings, states.abstract_state(model, tx, shardings, **options), options)
+
+
 def compile_step(
-    trainer: Trainer, model: api.Model, mesh: Mesh, compiler_options: Mapping[str, str] | None = None
+    trainer: Trainer,
+    model: api.Model,
+    mesh: Mesh,
+    compiler_options: Mapping[str, str] | None = None,
+    state: StateSpec | None = None,
 ) -> dict[str, Any]:
     """Compiles the train step ahead of time from shapes alone; nothing is allocated.
 
     Returns:
       Run's fields batch_sharding, abstract_state, init and train_step.
     """
-    parts = lower_step(trainer, model, mesh)
+    parts = lower_step(trainer, model, mesh, state)
     return parts | {"train_step": parts["train_step"].compile(compiler_options=dict(compiler_options or {}) or None)}
 
 
-def lower_step(trainer: Trainer, model: api.Model, mesh: Mesh) -> dict[str, Any]:
+def lower_step(trainer: Trainer, model: api.Model, mesh: Mesh, state: StateSpec | None = None) -> dict[str, Any]:
     """`compile_step` without its last part: train_step is a jax.stages.Lowered, for the devices of any mesh."""
     _check_rows(trainer, mesh)
-    plan, scaling = trainer.plan, trainer.loss_scaling if trainer.model.dtype == "float16" else None
-    parts = {"ema": trainer.ema_decay is not None, "loss_scaling": scaling}
-    tx = trainer.optimizer.build(trainer.steps, model.axes)
-    shardings = states.state_shardings(model, tx, mesh, plan.rules, **parts)
-    abstract_state = states.abstract_state(model, tx, shardings, **parts)
+    plan, state = trainer.plan, state or describe_state(trainer, model, mesh)
     batch_sharding = sharding.batch_sharding(mesh, plan.rules)
     step = make_train_step(
         model,
-        tx,
+        state.tx,
         trainer.optimizer.schedule.build(trainer.steps),
         plan,
         mesh,
         z_loss=trainer.z_loss,
         ema_decay=trainer.ema_decay,
-        loss_scaling=scaling,
+        loss_scaling=state.options["loss_scaling"],
     )
-    jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
+    jitted = jax.jit(step, donate_argnums=0, out_shardings=(state.shardings, None))
     abstract = abstract_batch(trainer.dataset, plan.batch_size, batch_sharding)
-    init = functools.partial(states.init_state, model, tx, **parts)
     return {
         "batch_sharding": batch_sharding,
-        "abstract_state": abstract_state,
-        "init": jax.jit(init, out_shardings=shardings),
-        "train_step": jitted.lower(abstract_state, abstract),
+        "abstract_state": state.abstract,
+        "init": state.init(model),
+        "train_step": jitted.lower(state.abstract, abstract),
     }
 
 
@@ -309,17 +336,16 @@ def abstract_batch(dataset: Dataset, rows: int, batch_sharding: NamedSharding) -
 
 
 def _open_checkpoints_and_data(
-    trainer: Trainer, mesh: Mesh, config: str
-) -> tuple[Checkpoints, Restored | None, Loader]:
+    trainer: Trainer, mesh: Mesh, config: str, target: TrainState
+) -> tuple[Checkpoints, tuple[Restored, TrainState] | None, Loader]:
     """The data feed starts from the newest checkpoint's state, so the checkpoints are opened first."""
     about = provenance.about(config) if jax.process_index() == 0 else None
     with contextlib.ExitStack() as undo:
         checkpoints = undo.enter_context(Checkpoints(trainer.model_dir, trainer.checkpointing, about=about))
-        step = checkpoints.verified_step()
-        restored = None if step is None else checkpoints.restore_progress(step)
+        restored = checkpoints.restore(target)
         batches = _loader(trainer, mesh, "train", trainer.plan.batch_size)
         if restored is not None:
-            batches.set_state(restored.data)
+            batches.set_state(restored[0].data)
         if trainer.evaluation.every:
             _validation_loader(trainer, mesh).close()  # a mistake in these files shows now, not at the first evaluation
         batches.start()
@@ -350,15 +376,3 @@ def _loader(trainer: Trainer, mesh: Mesh, split: str, rows: int, epochs: int | N
         shard_count=max(shards) + 1,
         epochs=epochs,
     )
-
-
-def _of_all_hosts(state: dict[str, Any]) -> list[dict[str, Any]]:
-    """Every host's JSON value, in the order of the hosts."""
-    if jax.process_count() == 1:
-        return [state]
-    from jax.experimental import multihost_utils
-
-    text = np.frombuffer(json.dumps(state).encode(), np.uint8)
-    size = int(np.max(multihost_utils.process_allgather(np.array(len(text)))))
-    padded = np.pad(text, (0, size - len(text)), constant_values=ord(" "))
-    return [json.loads(bytes(row)) for row in multihost_utils.process_allgather(padded)]

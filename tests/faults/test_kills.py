@@ -107,7 +107,7 @@ def test_an_exception_beside_a_save(tmp_path):
 
 @pytest.mark.fault(7)
 def test_an_exception_beside_a_save_that_fails_is_the_one_that_is_raised(tmp_path, monkeypatch):
-    def fail(folder, arrays):
+    def fail(folder, arrays, **options):
         raise ValueError("the disk")
 
     monkeypatch.setattr(saver.module.array_files, "write", fail)

@@ -1,19 +1,20 @@
 """Arrays as files: which chunks are hashed in memory; what Orbax says of failed writes."""
 
-import hashlib
 import logging
 import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from etils import epath
 from jax.sharding import NamedSharding, PartitionSpec
 
 from capibara import sharding
 from capibara.sharding import Plan
-from capibara.training import array_files
+from capibara.training import array_files, chunks, manifest, storage
+from capibara.training.manifest import Manifest
 
 MESH = {"fsdp": 4, "tensor": 2}
 
@@ -45,24 +46,41 @@ def test_all_chunks_are_hashed_in_memory_and_are_the_files(mesh, tmp_path):
     assert {tmp_path / file.path for file in files} == on_disk
     for file in files:
         content = (tmp_path / file.path).read_bytes()
-        assert (len(content), hashlib.sha256(content).hexdigest()) == (file.size, file.sha256)
+        assert (len(content), storage.hash_of(content)) == (file.size, file.xxh128)
     by_array = {name: [f for f in files if f.array == name] for name in {f.array for f in files}}
     assert set(by_array) == {"step", "params/kernel", "params/norm", "opt_state/0", "opt_state/2/flag"}
     assert len(by_array["params/kernel"]) == 8 and {f.chunk for f in by_array["step"]} == {()}
 
 
-def test_they_come_back_on_another_mesh_and_in_part(mesh, tmp_path):
-    folder, saved = epath.Path(tmp_path), arrays(mesh)
-    array_files.write(folder, saved)
+def found(folder, files):
+    """A manifest of what was written."""
+    known = {file.path for file in files}
+    others = [path for path in storage.files_below(folder) if path not in known]
+    return Manifest(int(folder.name), (*files, *manifest.of_disk(folder, others)))
+
+
+@pytest.mark.parametrize("compress", [False, True])
+def test_they_come_back_on_another_mesh_and_in_part(mesh, tmp_path, compress):
+    folder, saved = epath.Path(tmp_path) / "7", arrays(mesh)
+    whole = found(folder, array_files.write(folder, saved, compress=compress))
     other = sharding.make_mesh(Plan(batch_size=8, fsdp=2), jax.devices()[:2])
     target = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(other, PartitionSpec())), saved
     )
-    back = array_files.read(folder, target)
+    back = chunks.read(folder, whole, target)
     jax.tree.map(np.testing.assert_array_equal, back, saved)
     assert back["params"]["kernel"].sharding.mesh == other
-    params = array_files.read(folder, {"params": target["params"]}, partial=True)
+    params = chunks.read(folder, whole, {"params": target["params"]})
     jax.tree.map(np.testing.assert_array_equal, params, {"params": saved["params"]})
+
+
+def test_orbax_reads_them_too(mesh, tmp_path):
+    saved = arrays(mesh)
+    array_files.write(epath.Path(tmp_path), saved)
+    with ocp.PyTreeCheckpointer() as reader:
+        back = reader.restore(tmp_path / "state")
+    np.testing.assert_array_equal(back["params"]["kernel"], saved["params"]["kernel"])
+    assert back["params"]["norm"].dtype == jnp.bfloat16 and back["step"] == 3
 
 
 def test_orbax_does_not_log_a_full_disk_with_its_traceback():
