@@ -30,13 +30,12 @@ import jax
 import numpy as np
 
 from capibara import tree
-from capibara.training import array_files, chunks, hosts, manifest, storage
+from capibara.training import array_files, chunks, hosts, manifest, step_folders, storage
 from capibara.training.background import Task, before_exit
 from capibara.training.checkpointing import Checkpointing, Compression, Verify
 from capibara.training.disk import disk_full_explained, free_bytes, is_disk_full
 from capibara.training.lease import Lease
 from capibara.training.manifest import Damaged, File, Manifest
-from capibara.training.retention import expendable
 from capibara.training.snapshot import snapshot
 from capibara.training.state import TrainState
 from capibara.training.step_files import Writer, together
@@ -85,7 +84,7 @@ class Checkpoints:
         read_only: bool = False,
         about: Mapping[str, Any] | None = None,
     ):
-        self._folder = manifest.folder_of(model_dir)
+        self._folder = step_folders.folder_of(model_dir)
         self._config, self._about = config, dict(about or {})
         self._read_only, self._lease = read_only, None
         self._key = None if config.encryption is None else config.encryption.key()
@@ -103,7 +102,7 @@ class Checkpoints:
             if jax.process_index() == 0:
                 self._lease = Lease(self._folder)
                 undo.callback(self._lease.release)
-                self._remove_leftovers()
+                step_folders.remove_leftovers(self._folder)
             undo.enter_context(before_exit(self._at_exit))
             self._open = undo.pop_all()
 
@@ -120,7 +119,7 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """All committed steps, oldest first; nothing is said of what has become of their files since."""
-        return manifest.steps(self._folder) if self._folder.exists() else []
+        return step_folders.steps(self._folder) if self._folder.exists() else []
 
     def latest_step(self) -> int | None:
         """The newest committed step, None in a new run folder."""
@@ -162,7 +161,7 @@ class Checkpoints:
 
     def _newest(self, attempt: Callable[[int], _T]) -> _T | None:
         """What `attempt` gives of the newest step that it finds undamaged, on all processes; None: there is no step."""
-        self._check_foreign()
+        step_folders.check_foreign(self._folder)
         for step in hosts.gathered(self.steps()[::-1])[0]:
             found, fault = None, None
             try:
@@ -327,14 +326,14 @@ class Checkpoints:
                 if isinstance(error, UserError):  # the lease is another's now, and so is what lies there
                     raise
                 with contextlib.suppress(OSError):
-                    manifest.remove(folder)
+                    step_folders.remove(folder)
                 last = attempt == _ATTEMPTS - 1 or jax.process_count() > 1  # the others would wait for ever
                 if last or is_disk_full(error):
                     raise
                 logging.getLogger(__name__).warning("saving step %d failed (%s): trying again", step, error)
                 time.sleep(_PAUSE_S * 2**attempt)
         if jax.process_index() == 0:
-            self._retain()
+            step_folders.retain(self._folder, self._config)
         together("committed")
 
     def _base(self, parent: int | None) -> Manifest | None:
@@ -365,57 +364,11 @@ class Checkpoints:
         found = self._manifest(step)
         return chunks.read(self._folder / str(step), found, target, check=self._checks, key=self._key)
 
-    def _retain(self) -> None:
-        """Removes the steps that no rule keeps, provided that a step which is kept is what was saved."""
-        config, steps = self._config, self.steps()
-        scores = {}
-        for step in steps if config.keep_best else ():
-            with contextlib.suppress(Damaged):
-                scores[step] = manifest.read(self._folder / str(step)).about.get("score")
-        drop = expendable(
-            steps,
-            keep=config.keep,
-            keep_every=config.keep_every,
-            milestones=config.milestones,
-            keep_best=config.keep_best,
-            scores={step: score for step, score in scores.items() if score is not None},
-        )
-        try:
-            if drop and not manifest.prune(self._folder, [step for step in steps if step not in drop], drop):
-                logging.getLogger(__name__).warning("%s: older steps are kept", self._folder)
-            self._remove_leftovers()
-        except OSError as error:  # the step is there all the same
-            logging.getLogger(__name__).warning("%s: old steps cannot be removed: %s", self._folder, error)
-
-    def _remove_leftovers(self) -> None:
-        """Removes what saves left that did not come to their end: it may be what fills the disk.
-
-        Where it is all there is, it stays until a step is committed: somebody may want to look at it.
-        """
-        committed = bool(self.steps())
-        for path in self._folder.iterdir():
-            if manifest.is_step(path.name) and manifest.is_unfinished(path):
-                if committed:
-                    path.rmtree()
-                else:
-                    path.rename(self._aside(path.name, manifest.UNFINISHED))
-            elif committed and path.name.endswith(manifest.UNFINISHED):
-                path.rmtree()
-            elif path.name.endswith(storage.PARTIAL):
-                path.unlink()
-
-    def _aside(self, name: str, ending: str) -> Any:
-        """Where a step's folder is moved to; what was moved there before makes room."""
-        aside = self._folder / f"{name}{ending}"
-        if aside.exists():
-            aside.rmtree()
-        return aside
-
     def _pass_over(self, step: int, why: str) -> None:
         self.damaged[step] = why
         logging.getLogger(__name__).warning("%s/%d is damaged: %s", self._folder, step, why)
         if not self._read_only and jax.process_index() == 0:
-            (self._folder / str(step)).rename(self._aside(str(step), manifest.DAMAGED))
+            step_folders.move_aside(self._folder / str(step), step_folders.DAMAGED)
 
     def _verify_later(self, step: int) -> None:
         try:
@@ -426,17 +379,6 @@ class Checkpoints:
                 f"{self._folder}/{step}, from which this run was restored, is damaged: {fault}: run the command again to "
                 "carry on from the step before"
             ) from None
-
-    def _check_foreign(self) -> None:
-        """Raises UserError where the folder has steps, and none of them is ours: to start anew would lose them."""
-        if self._folder.exists() and not self.steps():
-            for path in self._folder.iterdir():
-                if manifest.is_step(path.name) and path.is_dir() and any(path.iterdir()):
-                    if not manifest.is_unfinished(path):
-                        raise UserError(
-                            f"{path} has no {manifest.NAME}: another program wrote it, or capibara before it had them; "
-                            "move it away, or set another MODEL_DIR"
-                        )
 
     def _check_lease(self) -> None:
         if self._lease is not None:

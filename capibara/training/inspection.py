@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from capibara.training import manifest
+from capibara.training import manifest, step_folders
 from capibara.training.lease import Lease
 from capibara.training.manifest import Damaged, Manifest
 from capibara.training.retention import expendable
@@ -27,15 +27,15 @@ class Inspection:
     """
 
     def __init__(self, model_dir: str, step: int | None = None):
-        self._folder = manifest.folder_of(model_dir)
+        self._folder = step_folders.folder_of(model_dir)
         try:
-            self._steps = manifest.steps(self._folder)
+            self._steps = step_folders.steps(self._folder)
             names = [path.name for path in self._folder.iterdir()]
         except OSError as error:
             raise UserError(
                 f"{model_dir} is no run folder: it has no folder {self._folder.name} that can be read"
             ) from error
-        self._damaged = sorted(name for name in names if name.endswith(manifest.DAMAGED))
+        self._damaged = sorted(name for name in names if name.endswith(step_folders.DAMAGED))
         if step is not None:
             if step not in self._steps:
                 have = ", ".join(map(str, self._steps[-5:])) or "none"
@@ -79,13 +79,13 @@ class Inspection:
         rows = [self._row(step)[0] for step in drop]
         rows += [{"step": name, "faults": []} for name in self._damaged if damaged]
         with self._held(dry_run):
-            if drop and not manifest.prune(self._folder, stay, () if dry_run else drop):
+            if drop and not step_folders.prune(self._folder, stay, () if dry_run else drop):
                 raise UserError(
                     f"none of the steps that would stay ({', '.join(map(str, stay))}) is what was saved: nothing is removed; "
                     "capibara convert verify says what is wrong with them"
                 )
             for name in self._damaged if damaged and not dry_run else ():
-                manifest.remove(self._folder / name)
+                step_folders.remove(self._folder / name)
         return rows
 
     @contextlib.contextmanager

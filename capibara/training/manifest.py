@@ -11,8 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import json
-import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,6 @@ from capibara.training import storage
 
 NAME = "manifest.json"
 RUN = "run.json"  # the first file of a step that is written, as the manifest is the last
-DAMAGED, UNFINISHED = ".damaged", ".unfinished"  # end the names of steps' folders that were moved aside
 _FORMAT = 2
 _SHOWN = 3  # damaged files that a message names
 
@@ -101,64 +99,6 @@ def write(folder: epath.Path, manifest: Manifest) -> None:
     ]
     values["xxh128"] = _digest(values)
     storage.write(folder / NAME, json.dumps(values, indent=1).encode())
-
-
-def is_step(name: str) -> bool:
-    """Whether a folder's name is that of a step."""
-    return name.isascii() and name.isdecimal() and str(int(name)) == name
-
-
-def folder_of(model_dir: str) -> epath.Path:
-    """Where a run folder has its steps."""
-    return storage.folder_of(model_dir) / "checkpoints"
-
-
-def steps(folder: epath.Path) -> list[int]:
-    """The committed steps of a folder, oldest first; of what has become of their files since nothing is said."""
-    return sorted(int(path.name) for path in folder.iterdir() if is_step(path.name) and exists(path))
-
-
-def prune(folder: epath.Path, kept: Sequence[int], dropped: Sequence[int]) -> bool:
-    """Removes steps, provided that the newest or another of those that are kept is what was saved; whether it did.
-
-    Those that hold files of the kept ones stay. The newest go first: none is without its base, whenever this is stopped.
-    """
-    if not any(is_whole(folder / str(step)) for step in sorted(kept, reverse=True)):
-        return False
-    for step in sorted(set(dropped) - bases(folder, kept), reverse=True):
-        remove(folder / str(step))
-    return True
-
-
-def is_whole(folder: epath.Path) -> bool:
-    """Whether a step's files are those that were saved; where they are not the log says why."""
-    try:
-        verify(folder)
-    except Damaged as fault:
-        logging.getLogger(__name__).warning("%s is damaged: %s", folder, fault)
-        return False
-    return True
-
-
-def is_unfinished(folder: epath.Path) -> bool:
-    """Whether a step's folder is what a save of ours left that did not come to its end."""
-    if not folder.is_dir() or exists(folder):
-        return False
-    names = {path.name for path in folder.iterdir()}
-    return not names or any(name.startswith(RUN) for name in names)
-
-
-def remove(folder: epath.Path) -> None:
-    """Removes a step's folder, if it is there; no half of it is taken for a step, whenever this is stopped."""
-    if not folder.exists():
-        return
-    storage.remove(folder / NAME)
-    if not storage.is_remote(folder):  # half of it could be taken for what another program wrote
-        gone = folder.with_name(folder.name + UNFINISHED)
-        if gone.exists():
-            gone.rmtree()
-        folder = folder.rename(gone)
-    folder.rmtree()
 
 
 def exists(folder: epath.Path) -> bool:
@@ -260,15 +200,6 @@ def contents(folder: epath.Path, file: File, *, check: bool = True) -> np.ndarra
         if check and digest != file.xxh128:
             raise Damaged(f"{file.describe()} has changed since it was saved")
         return found
-
-
-def bases(folder: epath.Path, steps: Iterable[int]) -> set[int]:
-    """The older steps of a folder that hold files of these."""
-    found: set[int] = set()
-    for step in steps:
-        with contextlib.suppress(Damaged):
-            found |= {file.step for file in read(folder / str(step)).files if file.step is not None}
-    return found
 
 
 def _fault(folder: epath.Path, file: File) -> str | None:

@@ -12,7 +12,7 @@ import numpy as np
 from etils import epath
 
 from capibara import tree
-from capibara.training import array_files, chunks, manifest, storage
+from capibara.training import array_files, chunks, manifest, step_folders, storage
 from capibara.training.encryption import CIPHER, Key
 from capibara.training.manifest import Damaged, File, Manifest
 from capibara.types import PyTree
@@ -49,7 +49,7 @@ class Writer:
         """
         if jax.process_index() == 0:
             check()
-            manifest.remove(folder)
+            step_folders.remove(folder)
             folder.mkdir()
             sealed = run if self.key is None else chunks.seal_run(int(folder.name), run, self.key)
             storage.write(folder / manifest.RUN, sealed)

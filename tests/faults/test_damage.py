@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from etils import epath
 
-from capibara.training import manifest
+from capibara.training import manifest, step_folders
 from capibara.training.checkpoints import Checkpointing, Checkpoints
 from capibara.training.manifest import Damaged
 from capibara.types import UserError
@@ -218,7 +218,7 @@ def test_the_last_whole_step_is_not_removed(run):
     content = path.read_bytes()
     path.write_bytes(bytes([content[0] ^ 1]) + content[1:])
     with Checkpoints(str(run), Checkpointing(keep=1)) as checkpoints:
-        checkpoints._retain()
+        step_folders.retain(checkpoints._folder, checkpoints._config)
         assert checkpoints.steps() == [1, 2] and checkpoints.verified_step() == 1
         checkpoints.save(2, saver.state_of(2), {}, {})
     assert checkpoints.steps() == [2] and fault_of(run / "checkpoints" / "2") is None

@@ -18,7 +18,7 @@ import pytest
 from etils import epath
 
 from capibara import cli, convert
-from capibara.training import encryption, manifest, storage
+from capibara.training import encryption, manifest, step_folders, storage
 from capibara.training.checkpoints import Checkpointing, Checkpoints
 from capibara.training.encryption import Encryption
 from capibara.types import UserError
@@ -158,7 +158,7 @@ def test_ciphertexts_that_were_changed_are_found_out(tmp_path, key, how, monkeyp
         dataclasses.replace(f, size=now.size, xxh128=now.xxh128) if f.path == changed else f for f in old.files
     ]  # fmt: skip
     manifest.write(folder, dataclasses.replace(old, files=tuple(forged)))
-    assert manifest.is_whole(folder)
+    assert step_folders.is_whole(folder)
     assert newest(tmp_path, options) == (
         1, {2: f"{changed} of step 2 is not authentic: it has changed since it was encrypted"}
     )  # fmt: skip
@@ -229,7 +229,7 @@ def test_a_base_that_is_in_use_is_not_removed(tmp_path):
     """Neither by retention nor by prune; and it goes with the last step that needs it."""
     options = Checkpointing(incremental=True, keep=1)
     save(tmp_path, options, steps=(1, 2, 3), state=frozen)
-    steps = lambda: manifest.steps(manifest.folder_of(str(tmp_path)))
+    steps = lambda: step_folders.steps(step_folders.folder_of(str(tmp_path)))
     assert steps() == [1, 3]
     assert cli.run_verb(convert.main, ["prune", str(tmp_path), "--keep=1"]) == 0
     assert steps() == [1, 3] and newest(tmp_path, options, frozen) == (3, {})
@@ -256,7 +256,7 @@ def test_removal_that_is_stopped_leaves_no_step_without_its_base(tmp_path, monke
     """After each removal of a file or folder in turn."""
     save(tmp_path / "whole", OPTIONS["incremental"], steps=(1, 2), state=frozen)
     save(tmp_path / "whole", OPTIONS["incremental"], steps=(3,))
-    remove, ended = manifest.remove, False
+    remove, ended = step_folders.remove, False
     for most in itertools.count():
         run = tmp_path / str(most)
         shutil.copytree(tmp_path / "whole", run)
@@ -269,13 +269,13 @@ def test_removal_that_is_stopped_leaves_no_step_without_its_base(tmp_path, monke
             remove(folder)
 
         with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
-            patch.setattr(manifest, "remove", counted)
-            ended = manifest.prune(manifest.folder_of(str(run)), [3], [1, 2])
-        folder = manifest.folder_of(str(run))
-        assert all(manifest.is_whole(folder / str(step)) for step in manifest.steps(folder))
+            patch.setattr(step_folders, "remove", counted)
+            ended = step_folders.prune(step_folders.folder_of(str(run)), [3], [1, 2])
+        folder = step_folders.folder_of(str(run))
+        assert all(step_folders.is_whole(folder / str(step)) for step in step_folders.steps(folder))
         if ended:
             break
-    assert most == 2 and manifest.steps(folder) == [3]
+    assert most == 2 and step_folders.steps(folder) == [3]
 
 
 def test_an_old_step_of_another_form_is_read_and_not_referred_to(tmp_path, key):

@@ -1,0 +1,140 @@
+"""The folders of a run's steps: which there are, which go, and what becomes of those that are not whole."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterable, Sequence
+
+from etils import epath
+
+from capibara.training import manifest, storage
+from capibara.training.checkpointing import Checkpointing
+from capibara.training.manifest import Damaged
+from capibara.training.retention import expendable
+from capibara.types import UserError
+
+DAMAGED, UNFINISHED = ".damaged", ".unfinished"  # end the names of folders that were moved aside
+
+
+def folder_of(model_dir: str) -> epath.Path:
+    """Where a run folder has its steps."""
+    return storage.folder_of(model_dir) / "checkpoints"
+
+
+def is_step(name: str) -> bool:
+    """Whether a folder's name is that of a step."""
+    return name.isascii() and name.isdecimal() and str(int(name)) == name
+
+
+def steps(folder: epath.Path) -> list[int]:
+    """The committed steps of a folder, oldest first; of what has become of their files since nothing is said."""
+    return sorted(int(path.name) for path in folder.iterdir() if is_step(path.name) and manifest.exists(path))
+
+
+def is_whole(folder: epath.Path) -> bool:
+    """Whether a step's files are those that were saved; where they are not the log says why."""
+    try:
+        manifest.verify(folder)
+    except Damaged as fault:
+        logging.getLogger(__name__).warning("%s is damaged: %s", folder, fault)
+        return False
+    return True
+
+
+def is_unfinished(folder: epath.Path) -> bool:
+    """Whether a step's folder is what a save of ours left that did not come to its end."""
+    if not folder.is_dir() or manifest.exists(folder):
+        return False
+    names = {path.name for path in folder.iterdir()}
+    return not names or any(name.startswith(manifest.RUN) for name in names)
+
+
+def bases(folder: epath.Path, steps: Iterable[int]) -> set[int]:
+    """The older steps of a folder that hold files of these."""
+    found: set[int] = set()
+    for step in steps:
+        with contextlib.suppress(Damaged):
+            found |= {file.step for file in manifest.read(folder / str(step)).files if file.step is not None}
+    return found
+
+
+def prune(folder: epath.Path, kept: Sequence[int], dropped: Sequence[int]) -> bool:
+    """Removes steps, provided that the newest or another of those that are kept is what was saved; whether it did.
+
+    Those that hold files of the kept ones stay. The newest go first: none is without its base, whenever this is stopped.
+    """
+    if not any(is_whole(folder / str(step)) for step in sorted(kept, reverse=True)):
+        return False
+    for step in sorted(set(dropped) - bases(folder, kept), reverse=True):
+        remove(folder / str(step))
+    return True
+
+
+def retain(folder: epath.Path, config: Checkpointing) -> None:
+    """Removes the steps that no rule keeps, provided that a step which is kept is what was saved, and leftovers."""
+    there, scores = steps(folder), {}
+    for step in there if config.keep_best else ():
+        with contextlib.suppress(Damaged):
+            scores[step] = manifest.read(folder / str(step)).about.get("score")
+    drop = expendable(
+        there,
+        keep=config.keep,
+        keep_every=config.keep_every,
+        milestones=config.milestones,
+        keep_best=config.keep_best,
+        scores={step: score for step, score in scores.items() if score is not None},
+    )
+    try:
+        if drop and not prune(folder, [step for step in there if step not in drop], drop):
+            logging.getLogger(__name__).warning("%s: older steps are kept", folder)
+        remove_leftovers(folder)
+    except OSError as error:  # the step that was saved is there all the same
+        logging.getLogger(__name__).warning("%s: old steps cannot be removed: %s", folder, error)
+
+
+def remove(folder: epath.Path) -> None:
+    """Removes a step's folder, if it is there; no half of it is taken for a step, whenever this is stopped."""
+    if not folder.exists():
+        return
+    storage.remove(folder / manifest.NAME)
+    if not storage.is_remote(folder):  # half of it could be taken for what another program wrote
+        folder = move_aside(folder, UNFINISHED)
+    folder.rmtree()
+
+
+def move_aside(folder: epath.Path, ending: str) -> epath.Path:
+    """Gives a step's folder another name, and returns it; what had that name before makes room."""
+    aside = folder.with_name(f"{folder.name}{ending}")
+    if aside.exists():
+        aside.rmtree()
+    return folder.rename(aside)
+
+
+def remove_leftovers(folder: epath.Path) -> None:
+    """Removes what saves left that did not come to their end: it may be what fills the disk.
+
+    Where it is all there is, it stays until a step is committed: somebody may want to look at it.
+    """
+    committed = bool(steps(folder))
+    for path in folder.iterdir():
+        if is_step(path.name) and is_unfinished(path):
+            if committed:
+                path.rmtree()
+            else:
+                move_aside(path, UNFINISHED)
+        elif committed and path.name.endswith(UNFINISHED):
+            path.rmtree()
+        elif path.name.endswith(storage.PARTIAL):
+            path.unlink()
+
+
+def check_foreign(folder: epath.Path) -> None:
+    """Raises UserError where a folder has steps, and none of them is ours: to start anew would lose them."""
+    if folder.exists() and not steps(folder):
+        for path in folder.iterdir():
+            if is_step(path.name) and path.is_dir() and any(path.iterdir()) and not is_unfinished(path):
+                raise UserError(
+                    f"{path} has no {manifest.NAME}: another program wrote it, or capibara before it had them; move it "
+                    "away, or set another MODEL_DIR"
+                )
