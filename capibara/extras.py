@@ -14,7 +14,7 @@ def require(package: str, *, extra: str | None = None, why: str = "") -> types.M
 
     Args:
       package: what to import, such as "datasets" or "jax.experimental.topologies".
-      extra: the extra of capibara that brings it ("hf", "seqio", "tpu", "gpu", "dashboard", "dev"); None for the
+      extra: the extra of capibara that brings it ("hf", "seqio", "tpu", "gcs", "encryption", ...); None for the
         base install, or where no extra does.
       why: what needs it, for the message: "a Hugging Face source".
 

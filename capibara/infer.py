@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from collections.abc import Sequence
 
-from capibara import cli
+from capibara import cli, outputs
 from capibara.types import UserError
 
 _DESCRIPTION = """Continue a prompt with a model from a run folder; an encoder-decoder answers it.
@@ -26,10 +27,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not args.model_dir:
         raise UserError("--model_dir has no value: name a run folder, e.g. --model_dir=runs/quickstart")
     recorded = os.path.join(args.model_dir, "config.gin")
-    if not os.path.exists(recorded):
+    if (configuration := outputs.read(recorded)) is None:
         raise UserError(f"--model_dir={args.model_dir} is not a run folder: {recorded} is missing; train one first")
     prompt = sys.stdin.read().rstrip("\n") if args.prompt is None else args.prompt
-    print(answer(args.model_dir, [recorded, *args.gin_file], args, prompt))
+    with tempfile.NamedTemporaryFile("w", suffix=".gin") as copy:  # Gin reads no buckets
+        copy.write(configuration)
+        copy.flush()
+        print(answer(args.model_dir, [copy.name, *args.gin_file], args, prompt))
     return 0
 
 

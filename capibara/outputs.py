@@ -1,4 +1,4 @@
-"""Files that a verb writes its results to: checked before the long work, written after it."""
+"""Files that a verb writes its results to: checked before the long work, written after it; and those of run folders."""
 
 from __future__ import annotations
 
@@ -40,6 +40,32 @@ def save(path: str, text: str) -> None:
       UserError: the file cannot be written.
     """
     _write(path, text, "w")
+
+
+def read(path: str) -> str | None:
+    """The text of a file, also of one in a bucket (gs://); None where there is none."""
+    try:
+        if "://" in path:
+            from etils import epath
+
+            return epath.Path(path).read_text()
+        with open(path, encoding="utf-8") as file:
+            return file.read()
+    except FileNotFoundError:
+        return None
+
+
+def replace(path: str, text: str) -> None:
+    """Puts a whole file in place of what was there, also in a bucket."""
+    if "://" in path:
+        from etils import epath
+
+        epath.Path(path).write_text(text)
+        return
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    with open(f"{path}.partial", "w", encoding="utf-8") as file:
+        file.write(text)
+    os.replace(f"{path}.partial", path)
 
 
 def _write(path: str, text: str, mode: str) -> None:

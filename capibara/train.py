@@ -46,8 +46,6 @@ def train(gin_files: Sequence[str], bindings: Sequence[str], search_paths: Seque
 
     config.parse(gin_files, bindings, search_paths)
     trainer = config.build(Trainer)
-    if "://" in trainer.model_dir:
-        raise UserError(f"MODEL_DIR ({trainer.model_dir}) must be a folder: mount the bucket (gcsfuse), name the mount")
     devices.skip_absent_tpu()
     devices.use_compilation_cache()
     if emulate is not None:
@@ -82,14 +80,12 @@ def print_changes(model_dir: str) -> None:
     """Prints how the configuration differs from the one that the run folder records."""
     import jax
 
-    from capibara import config
+    from capibara import config, outputs
 
     path = os.path.join(model_dir, "config.gin")
-    if jax.process_index() != 0 or not os.path.exists(path):
-        return
     try:
-        with open(path, encoding="utf-8") as file:
-            lines = config.diff(file.read(), config.operative())
+        before = outputs.read(path) if jax.process_index() == 0 else None
+        lines = [] if before is None else config.diff(before, config.operative())
     except (OSError, SyntaxError, ValueError) as error:
         raise UserError(f"{path} cannot be read ({type(error).__name__}): move it, or set another MODEL_DIR") from error
     for line in lines:

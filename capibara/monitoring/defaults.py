@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 
+from capibara import outputs
 from capibara.config import configurable
 from capibara.monitoring.curve import LossCurve
 from capibara.monitoring.loggers import MetricsFile, TensorBoard
@@ -34,11 +35,7 @@ class ConfigFile(Callback):
     """Writes config.gin into the run folder: only once the run has started, so a refused change leaves it as it was."""
 
     def on_train_begin(self, run: RunInfo) -> None:
-        os.makedirs(run.model_dir, exist_ok=True)
-        path = os.path.join(run.model_dir, "config.gin")
-        with open(f"{path}.partial", "w", encoding="utf-8") as file:
-            file.write(run.config)
-        os.replace(f"{path}.partial", path)
+        outputs.replace(os.path.join(run.model_dir, "config.gin"), run.config)
 
 
 def usual() -> list[Callback]:

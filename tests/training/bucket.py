@@ -1,0 +1,75 @@
+"""What a run does in a bucket, each part as a user's program would: python bucket.py FOLDER PART."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import sys
+
+import fsspec
+import jax
+import numpy as np
+
+from capibara.training.checkpoints import Checkpointing, Checkpoints
+from capibara.training.encryption import Encryption
+from capibara.types import UserError
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "faults"))
+import saver  # noqa: E402
+
+
+def save(folder, steps, **options):
+    with Checkpoints(folder, Checkpointing(keep=2, **options)) as checkpoints:
+        for step in steps:
+            checkpoints.save(step, saver.sharded(saver.state_of(step)), {}, {})
+            checkpoints.wait()
+        return checkpoints.steps()
+
+
+def newest(folder, **options):
+    target = saver.target_of(saver.sharded(saver.state_of(0), 2))
+    with Checkpoints(folder, Checkpointing(keep=2, **options)) as checkpoints:
+        restored, state = checkpoints.restore(target)
+        jax.tree.map(np.testing.assert_array_equal, state, saver.state_of(restored.step))
+        return restored.step, dict(checkpoints.damaged), checkpoints.steps()
+
+
+def main(folder: str, part: str) -> None:
+    files = fsspec.filesystem("gs")
+    match part:
+        case "save":
+            assert save(folder, (1, 2, 3)) == [2, 3]
+            assert newest(folder) == (3, {}, [2, 3])
+            names = {path.rpartition("/")[2] for path in files.ls(f"{folder}/checkpoints")}
+            assert names == {"2", "3"}, names  # the lease is given back
+        case "damage":
+            path = f"{folder}/checkpoints/3/state/params.layer.kernel/0.0"
+            content = files.cat_file(path)
+            files.pipe_file(path, content[:-1] + bytes([content[-1] ^ 1]))
+            step, damaged, steps = newest(folder)
+            assert (step, list(damaged), steps) == (2, [3], [2]), (step, damaged, steps)
+            assert "state/params.layer.kernel/0.0 (array params/layer/kernel) has changed" in damaged[3]
+            assert save(folder, (3,)) == [2, 3]
+        case "two writers":
+            with Checkpoints(folder, Checkpointing()):
+                try:
+                    Checkpoints(folder, Checkpointing())
+                except UserError as error:
+                    assert f"is being written by process {os.getpid()} on " in str(error)
+                else:
+                    raise AssertionError("two writers")
+        case "options":
+            os.environ["CAPIBARA_CHECKPOINT_KEY"] = "01" * 32
+            options = {"encryption": Encryption(), "incremental": True, "compression": "zstd"}
+            assert save(folder, (4, 5), **options) == [4, 5]
+            assert newest(folder, **options) == (5, {}, [4, 5])
+        case "killed":
+            checkpoints = Checkpoints(folder, Checkpointing())
+            checkpoints.save(6, saver.state_of(6, saver.LARGE), {}, {})
+            print("saving", flush=True)
+            checkpoints.wait()
+            print("saved", flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

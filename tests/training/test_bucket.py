@@ -1,0 +1,90 @@
+"""Checkpoints in Google Cloud Storage, as its emulator has it."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import time
+
+import pytest
+
+from capibara.jobs.local import free_address
+
+HERE = pathlib.Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def bucket():
+    """The environment of a program whose bucket gs://bucket is the emulator's."""
+    server = pytest.importorskip("gcp_storage_emulator.server")
+    host, _, port = free_address().partition(":")
+    running = server.create_server(host, int(port), in_memory=True, default_bucket="bucket")
+    running.start()
+    url = f"http://{host}:{port}"
+    yield {
+        **os.environ,
+        "STORAGE_EMULATOR_HOST": url,  # gcsfs
+        "TENSORSTORE_GCS_HTTP_URL": url,
+        "GCE_METADATA_HOST": "127.0.0.1:1",  # nobody to ask for credentials
+        "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",  # nor for the kind of the bucket
+        "PYTHONPATH": str(HERE.parents[1]),
+    }
+    running.stop()
+
+
+def run(bucket, *command):
+    return subprocess.run([sys.executable, *command], env=bucket, capture_output=True, text=True, timeout=300)
+
+
+def part(bucket, name):
+    done = run(bucket, str(HERE / "bucket.py"), "gs://bucket/run", name)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_a_bucket_is_as_good_as_a_disk(bucket):
+    for name in ("save", "damage", "two writers", "options"):
+        part(bucket, name)
+
+
+@pytest.mark.fault(1)
+@pytest.mark.heavy
+def test_a_save_that_is_killed_leaves_no_step_in_the_bucket(bucket):
+    for delay_s in (0.0, 0.1, 0.3):
+        child = subprocess.Popen(
+            [sys.executable, str(HERE / "bucket.py"), "gs://bucket/run", "killed"],
+            env=bucket, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        )  # fmt: skip
+        assert child.stdout.readline() == "saving\n"
+        time.sleep(delay_s)
+        child.kill()
+        saved = "saved" in child.communicate()[0]
+        done = run(bucket, "-m", "capibara", "convert", "verify", "gs://bucket/run", "--json=/dev/stdout")
+        assert done.returncode == 0 and ("\n         6" in f"\n{done.stdout}") <= saved, done.stdout
+
+
+@pytest.mark.heavy
+def test_a_run_lives_in_a_bucket(bucket, corpus, tmp_path):
+    """Trained, stopped, carried on, listed, pruned and asked; a folder is read where there is no bucket's library."""
+    train = (
+        "-m",
+        "capibara",
+        "train",
+        "--gin_file=quickstart.gin",
+        "--emulate=2",
+        "--gin.MODEL_DIR='gs://bucket/tiny'",
+    )
+    small = ("--gin.Trainer.log_every=1", "--gin.DecoderConfig.num_layers=1", "--gin.DecoderConfig.embed_dim=64")
+    for steps in (2, 4):
+        done = run(bucket, *train, *small, f"--gin.TRAIN_STEPS={steps}", "--gin.Checkpointing.every=1")
+        assert done.returncode == 0, done.stderr[-3000:]
+    assert "carrying on from step 2" in done.stdout
+    done = run(bucket, "-m", "capibara", "convert", "list", "gs://bucket/tiny", f"--json={tmp_path / 'list.json'}")
+    assert done.returncode == 0, done.stderr
+    assert [row["step"] for row in json.loads((tmp_path / "list.json").read_text())] == [2, 3, 4]
+    done = run(bucket, "-m", "capibara", "convert", "prune", "gs://bucket/tiny", "--keep=1")
+    assert done.returncode == 0, done.stderr
+    done = run(bucket, "-m", "capibara", "convert", "verify", "gs://bucket/tiny")
+    assert done.returncode == 0 and done.stdout.split()[0] == "4", done.stdout + done.stderr
