@@ -140,3 +140,54 @@ def test_other_processes_read_the_same_bits(tmp_path, before, after):
     assert_ended_well(start_peers(tmp_path, "read", after), "read 1")
     assert_ended_well(start_peers(tmp_path, "save", after), "saved 2")
     assert_ended_well(start_peers(tmp_path, "read", before), "read 2")
+
+
+LEDGER = """
+import hashlib, json, os
+from capibara import sharding
+
+global_batch = sharding.global_batch
+
+def recording(place, batch):
+    with open(f"{os.environ['LEDGER']}.{os.environ.get('JAX_PROCESS_ID', '0')}", "a") as file:
+        print(json.dumps([hashlib.sha256(row.tobytes()).hexdigest() for row in batch["tokens"]]), file=file)
+    return global_batch(place, batch)
+
+sharding.global_batch = recording
+"""
+
+
+def train_in(shell, run, processes, steps):
+    """Trains to `steps` with four devices; returns the rows of each batch, hashed, those of all processes in order."""
+    (shell.folder / "hooks").mkdir(exist_ok=True)
+    (shell.folder / "hooks" / "sitecustomize.py").write_text(LEDGER)  # Python imports it when it starts
+    ledger = shell.folder / f"{run}.{steps}"
+    flags = ("--gin_file=tiny.gin", f"--emulate={4 // processes}", f"--gin.MODEL_DIR={run}")
+    done = shell.run(
+        *("launch", "local", f"--processes={processes}", "--restarts=0", "--", "train", *flags),
+        *(f"--gin.TRAIN_STEPS={steps}", "--gin.Trainer.ema_decay=0.9"),
+        PYTHONPATH=f"{shell.folder / 'hooks'}{os.pathsep}{HERE.parents[1]}",
+        LEDGER=str(ledger),
+    )
+    assert done.code == 0, done.err
+    parts = [pathlib.Path(f"{ledger}.{index}").read_text().splitlines() for index in range(processes)]
+    return [sum(map(json.loads, rows), []) for rows in zip(*parts, strict=True)]
+
+
+@pytest.mark.heavy
+@pytest.mark.fault(28)
+def test_a_run_goes_on_in_two_processes_and_in_one(shell):
+    """Two processes to step 3, one to 6, two to 9, against one from beginning to end."""
+    whole = train_in(shell, "whole", 1, 9)
+    batches = [
+        rows for processes, steps in ((2, 3), (1, 6), (2, 9)) for rows in train_in(shell, "parts", processes, steps)
+    ]
+    assert batches == whole and len(set(map(tuple, whole))) == 9 and {len(rows) for rows in whole} == {8}
+    assert steps_of(shell.folder / "parts") == [3, 6, 9]
+    losses, state = {}, {}
+    for run in ("whole", "parts"):
+        records = [json.loads(line) for line in (shell.folder / run / "metrics.jsonl").read_text().splitlines()]
+        losses[run] = {record["step"]: record["loss"] for record in records if record["kind"] == "train"}
+        state[run] = json.loads((shell.folder / run / "checkpoints" / "9" / "run.json").read_text())["data"]
+    assert list(losses["parts"]) == list(range(1, 10)) and losses["parts"] == pytest.approx(losses["whole"], rel=1e-5)
+    assert state["parts"] == state["whole"]
