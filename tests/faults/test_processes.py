@@ -157,17 +157,38 @@ sharding.global_batch = recording
 """
 
 
+FAILING = """
+import os
+from capibara.training import array_files
+
+write = array_files.write
+
+def failing(folder, arrays):
+    if folder.name == "4" and os.environ.get("JAX_PROCESS_ID") == "1" and not os.path.exists("failed"):
+        open("failed", "w").close()
+        raise OSError(5, "Input/output error")
+    return write(folder, arrays)
+
+array_files.write = failing
+"""
+
+
+def hooked(shell, code):
+    """The environment in which all processes run this code when they start."""
+    (shell.folder / "hooks").mkdir(exist_ok=True)
+    (shell.folder / "hooks" / "sitecustomize.py").write_text(code)
+    return {"PYTHONPATH": f"{shell.folder / 'hooks'}{os.pathsep}{HERE.parents[1]}"}
+
+
 def train_in(shell, run, processes, steps):
     """Trains to `steps` with four devices; returns the rows of each batch, hashed, those of all processes in order."""
-    (shell.folder / "hooks").mkdir(exist_ok=True)
-    (shell.folder / "hooks" / "sitecustomize.py").write_text(LEDGER)  # Python imports it when it starts
     ledger = shell.folder / f"{run}.{steps}"
     flags = ("--gin_file=tiny.gin", f"--emulate={4 // processes}", f"--gin.MODEL_DIR={run}")
     done = shell.run(
         *("launch", "local", f"--processes={processes}", "--restarts=0", "--", "train", *flags),
         *(f"--gin.TRAIN_STEPS={steps}", "--gin.Trainer.ema_decay=0.9"),
-        PYTHONPATH=f"{shell.folder / 'hooks'}{os.pathsep}{HERE.parents[1]}",
         LEDGER=str(ledger),
+        **hooked(shell, LEDGER),
     )
     assert done.code == 0, done.err
     parts = [pathlib.Path(f"{ledger}.{index}").read_text().splitlines() for index in range(processes)]
@@ -191,3 +212,24 @@ def test_a_run_goes_on_in_two_processes_and_in_one(shell):
         state[run] = json.loads((shell.folder / run / "checkpoints" / "9" / "run.json").read_text())["data"]
     assert list(losses["parts"]) == list(range(1, 10)) and losses["parts"] == pytest.approx(losses["whole"], rel=1e-5)
     assert state["parts"] == state["whole"]
+
+
+@pytest.mark.heavy
+@pytest.mark.fault(10)
+def test_one_of_two_processes_that_cannot_write_ends_both_and_they_start_again(shell):
+    """JAX's own exit would wait 5 minutes for the other, which waits for it."""
+    began_s = time.monotonic()
+    flags = (*TRAIN, "--emulate=2", "--gin.MODEL_DIR=failing", "--gin.TRAIN_STEPS=40")
+    done = shell.run("launch", "local", "--processes=2", "--restarts=1", "--", *flags, **hooked(shell, FAILING))
+    assert done.code == 0 and "exit code 1; restart 1 of 1" in done.err, done.err
+    assert "OSError: [Errno 5] Input/output error" in done.err and "carrying on from step 2;" in done.out
+    assert steps_of(shell.folder / "failing") == [36, 38, 40] and time.monotonic() - began_s < 120
+
+
+@pytest.mark.heavy
+@pytest.mark.fault(25)
+def test_a_second_run_of_two_processes_is_refused(shell):
+    processes = start_two(shell, "first")
+    refused = start_two(shell, "first")
+    assert ends(refused, within_s=60)[0] == 2 and processes[0].poll() is None
+    ends(processes, within_s=0)
