@@ -272,8 +272,9 @@ class Checkpoints:
             except Exception as error:
                 if isinstance(error, UserError):  # the lease is another's now, and so is what lies there
                     raise
-                with contextlib.suppress(OSError):
-                    manifest.remove(folder)
+                if jax.process_index() == 0:  # the others do not know whether it has been committed meanwhile
+                    with contextlib.suppress(OSError):
+                        manifest.remove(folder)
                 last = attempt == _ATTEMPTS - 1 or jax.process_count() > 1  # the others would wait for ever
                 if last or is_disk_full(error):
                     raise

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import sys
+import time
 
 import jax
 import numpy as np
@@ -22,6 +24,7 @@ def main(folder: str, scenario: str) -> None:
     import saver
 
     from capibara.training import array_files
+    from capibara.training import checkpoints as module
     from capibara.training.checkpoints import Checkpointing, Checkpoints
 
     def state(step):
@@ -42,6 +45,22 @@ def main(folder: str, scenario: str) -> None:
             if jax.process_index() == 1:
                 array_files.write = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
             checkpoints.save(step + 1, state(step + 1), {}, {})
+        if scenario == "lost":
+            if jax.process_index() == 1:
+                module._together = functools.partial(lose_answer, module._together)
+            checkpoints.save(step + 1, state(step + 1), {}, {})
+            try:
+                checkpoints.wait()
+            finally:
+                os._exit(1)
+
+
+def lose_answer(together, point):
+    """All have written, and process 0 commits the step meanwhile; of that this process hears nothing but an error."""
+    together(point)
+    if point == "written":
+        time.sleep(2)
+        raise RuntimeError("the connection is lost")
 
 
 def assert_equal(one, other):

@@ -129,6 +129,15 @@ def test_a_peer_that_is_killed_in_a_save_leaves_no_step(tmp_path):
 
 
 @pytest.mark.heavy
+@pytest.mark.fault(36)
+def test_a_process_that_loses_the_coordinator_leaves_what_that_has_committed(tmp_path):
+    codes = ends(start_peers(tmp_path, "lost", 2), within_s=60)
+    assert codes[1] == 1 and codes[0] not in (None, 0)
+    assert steps_of(tmp_path) == [1, 2]
+    assert_ended_well(start_peers(tmp_path, "read", 1), "read 2")
+
+
+@pytest.mark.heavy
 @pytest.mark.fault(28)
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
 def test_other_processes_read_the_same_bits(tmp_path, before, after):
