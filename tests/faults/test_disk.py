@@ -171,26 +171,27 @@ def test_a_disk_that_cannot_sync(tmp_path, monkeypatch):
     assert checkpoints.steps() == [1] and not (tmp_path / "checkpoints" / "2").exists()
 
 
+@pytest.mark.heavy
 @pytest.mark.fault(37)
 def test_a_slow_disk(shell, faulty_library):
     """One save may be under way: the steps beside it take as long as before, the next save waits for it, and says so."""
-    access_ms = 16  # a save without moments has some 170 accesses
-    flags = ("--gin_file=tiny.gin", "--emulate=1", "--gin.Checkpointing.every=40", "--gin.TRAIN_STEPS=81")
+    access_ms = 20  # a save without moments has some 170 accesses
+    flags = ("--gin_file=tiny.gin", "--emulate=1", "--gin.Checkpointing.every=30", "--gin.TRAIN_STEPS=61")
     flags += ("--gin.Optimizer.name='sgd'",)
     disk = {"FAULTY_FOLDER": "/checkpoints/", "SLOW_MS": str(access_ms)}
     done = shell.run("train", *flags, LD_PRELOAD=str(faulty_library), **disk)
     assert (done.code, done.err) == (0, "")
     records = [json.loads(line) for line in (shell.folder / "run" / "metrics.jsonl").read_text().splitlines()]
     found = {record["step"]: record for record in records if record["kind"] == "train"}
-    assert [step for step, record in found.items() if "save_s" in record] == [41, 81]
-    before, meanwhile = ([found[step]["step_s"] for step in range(first, first + 40)] for first in (1, 41))
-    handed_over_s, waited_s = found[41]["save_s"], found[81]["save_s"]
+    assert [step for step, record in found.items() if "save_s" in record] == [31, 61]
+    before, meanwhile = ([found[step]["step_s"] for step in range(first, first + 30)] for first in (1, 31))
+    handed_over_s, waited_s = found[31]["save_s"], found[61]["save_s"]
     assert waited_s > 1  # so the first save was under way during all of these steps
-    assert handed_over_s < waited_s / 2 and sum(meanwhile) < 1
-    # With one access a step it would be more.
-    assert statistics.median(meanwhile) < 2 * statistics.median(before) + access_ms / 2000
+    assert handed_over_s < waited_s / 2 and sum(meanwhile) < waited_s  # they took less than half of its time
+    # With one access a step it would be more; the half is for the save's own work on the same processors.
+    assert statistics.median(meanwhile) < 1.5 * statistics.median(before) + access_ms / 2000
     with Checkpoints(str(shell.folder / "run"), Checkpointing(), read_only=True) as reader:
-        assert reader.steps() == [40, 80, 81] and reader.verified_step() == 81
+        assert reader.steps() == [30, 60, 61] and reader.verified_step() == 61
 
 
 @pytest.mark.fault(12)
