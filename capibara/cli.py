@@ -6,6 +6,7 @@ import argparse
 import errno
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
@@ -17,6 +18,7 @@ EXIT_HUNG = 75  # EX_TEMPFAIL of sysexits.h: the same may work when it is tried 
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+_LEAVE_S = 10.0  # that one process of several has for its exit after a fault
 
 
 class ArgumentParser(argparse.ArgumentParser):
@@ -110,7 +112,7 @@ def run_verb(main: Callable[[Sequence[str] | None], int | None], argv: Sequence[
     """Runs a verb and returns its exit code: `sys.exit(run_verb(main))`.
 
     A UserError and a full disk become one line on stderr and exit code 2, ctrl-C exit code 130; every other
-    exception is a fault of ours and keeps its traceback.
+    exception is a fault of ours and keeps its traceback. One process of several that ends so does not wait for the rest.
 
     Args:
       main: the verb, given the arguments after its name (None: sys.argv); returns an exit code or None for 0.
@@ -120,17 +122,33 @@ def run_verb(main: Callable[[Sequence[str] | None], int | None], argv: Sequence[
         return main(argv) or 0
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED
+        return _leaving_peers(EXIT_INTERRUPTED)
     except BrokenPipeError:  # the reader of our output has had enough, as head has
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains of it at its exit
         return EXIT_BROKEN_PIPE
     except Exception as error:
         message = _user_message(error)
         if message is None:
+            _leaving_peers(1)
             raise
         sys.stdout.flush()
         print(f"error: {message}", file=sys.stderr)
-        return EXIT_USER_ERROR
+        return _leaving_peers(EXIT_USER_ERROR)
+
+
+def _leaving_peers(code: int) -> int:
+    """The exit code; where this is one process of several it ends with that soon, whatever its exit waits for.
+
+    JAX's own exit waits minutes for all processes to come to theirs, while they wait for this one in the midst of a step.
+    In the end it aborts them all, and the exit code is lost.
+    """
+    jax = sys.modules.get("jax")
+    if jax is not None and jax.distributed.is_initialized():
+        sys.stdout.flush()
+        timer = threading.Timer(_LEAVE_S, os._exit, [code])
+        timer.daemon = True
+        timer.start()
+    return code
 
 
 def _user_message(error: BaseException) -> str | None:

@@ -278,6 +278,11 @@ class Checkpoints:
         self._check_shapes(step, {p: s for p, s in saved.items() if p.startswith(f"{name}/")}, _shapes({name: target}))
         return self._read(step, {name: target})[name]
 
+    def check(self) -> None:
+        """Raises what a save has failed with, if one has; waits for nothing."""
+        if self._saving is not None and self._saving.done:
+            self.wait()
+
     def wait(self) -> None:
         """Waits until every save is on disk.
 
@@ -325,16 +330,17 @@ class Checkpoints:
             except Exception as error:
                 if isinstance(error, UserError):  # the lease is another's now, and so is what lies there
                     raise
-                with contextlib.suppress(OSError):
-                    step_folders.remove(folder)
+                if jax.process_index() == 0:  # the others do not know whether it has been committed meanwhile
+                    with contextlib.suppress(OSError):
+                        step_folders.remove(folder)
                 last = attempt == _ATTEMPTS - 1 or jax.process_count() > 1  # the others would wait for ever
                 if last or is_disk_full(error):
                     raise
                 logging.getLogger(__name__).warning("saving step %d failed (%s): trying again", step, error)
                 time.sleep(_PAUSE_S * 2**attempt)
+        together("committed")
         if jax.process_index() == 0:
             step_folders.retain(self._folder, self._config)
-        together("committed")
 
     def _base(self, parent: int | None) -> Manifest | None:
         """What an incremental step refers to; None: nothing."""

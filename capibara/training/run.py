@@ -111,6 +111,7 @@ class Run:
         Raises:
           SilentCorruption: every `replica_check_every` steps: devices hold different bits of what they must hold alike.
         """
+        self.checkpoints.check()
         with jax.transfer_guard("disallow"):
             state, metrics = self.train_step(state, batch)
         every = self.trainer.replica_check_every

@@ -15,8 +15,10 @@ from capibara import tree
 from capibara.training import array_files, chunks, manifest, step_folders, storage
 from capibara.training.encryption import CIPHER, Key
 from capibara.training.manifest import Damaged, File, Manifest
+from capibara.training.replicas import SilentCorruption
 from capibara.types import PyTree
 
+_PATIENCE_S = 3600  # one host's disk may be slower than the others'; of a process that is dead the heartbeat tells
 _WORD = "word."  # begins the name of what a process tells the others, until they have read it
 
 
@@ -75,7 +77,13 @@ class Writer:
     def _all(self, folder: epath.Path, files: list[File], carried: list[File]) -> list[File]:
         for path in folder.glob(f"{_WORD}*"):
             path.unlink()
-        known = {file.path: file for file in files}
+        known: dict[str, File] = {}
+        for file in files:
+            if known.setdefault(file.path, file) != file:
+                raise SilentCorruption(
+                    f"silent data corruption: two processes hold {file.describe()}, and they differ: this run's state is "
+                    "not worth keeping; start it again from its last checkpoint"
+                )
         for path, file in known.items():
             if (size := (folder / path).stat().length) != file.size:
                 raise Damaged(f"{path} has {size} bytes, not {file.size}")
@@ -126,7 +134,7 @@ def together(point: str) -> None:
         import orbax.checkpoint as ocp
 
         name = ocp.multihost.unique_barrier_key(f"capibara:{point}")
-        ocp.multihost.sync_global_processes(name, processes=set(range(jax.process_count())))
+        ocp.multihost.sync_global_processes(name, timeout=_PATIENCE_S, processes=set(range(jax.process_count())))
 
 
 def _told(folder: epath.Path, topic: str, value: Any) -> list[Any]:

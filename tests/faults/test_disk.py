@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pathlib
+import statistics
 import subprocess
 import sys
 import time
@@ -76,13 +78,16 @@ PRELOADED = r"""
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
+#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
-/* Fails writes to files below FAULTY_FOLDER with EIO: FAULTY_COUNT of them, from the FAULTY_FROM-th on. */
-static int faulty(int fd) {
-  static int seen = 0;
+/* What is done to the files below FAULTY_FOLDER takes SLOW_MS each time, one after the other, as a disk would; of the
+   writes FAULTY_COUNT fail with EIO, from the FAULTY_FROM-th on. */
+static int number(const char *name) { return getenv(name) ? atoi(getenv(name)) : 0; }
+static int meant(int fd) {
+  static pthread_mutex_t disk = PTHREAD_MUTEX_INITIALIZER;
   char link[64], path[4096];
   const char *folder = getenv("FAULTY_FOLDER");
   snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
@@ -90,20 +95,30 @@ static int faulty(int fd) {
   if (!folder || n < 0) return 0;
   path[n] = 0;
   if (!strstr(path, folder)) return 0;
-  int from = atoi(getenv("FAULTY_FROM")), count = atoi(getenv("FAULTY_COUNT"));
-  int index = __sync_fetch_and_add(&seen, 1);
-  return index >= from && index < from + count;
+  if (number("SLOW_MS")) {
+    pthread_mutex_lock(&disk);
+    usleep(1000 * number("SLOW_MS"));
+    pthread_mutex_unlock(&disk);
+  }
+  return 1;
 }
-#define FAULTY(type, name, params, args) \
+static int faulty(int fd) {
+  static int seen = 0;
+  if (!meant(fd)) return 0;
+  int index = __sync_fetch_and_add(&seen, 1) - number("FAULTY_FROM");
+  return index >= 0 && index < number("FAULTY_COUNT");
+}
+#define CALL(type, name, params, args, fails) \
   type name params { \
     static type (*real) params; \
     if (!real) real = dlsym(RTLD_NEXT, #name); \
-    if (faulty(fd)) { errno = EIO; return -1; } \
+    if (fails) { errno = EIO; return -1; } \
     return real args; \
   }
-FAULTY(ssize_t, write, (int fd, const void *data, size_t size), (fd, data, size))
-FAULTY(ssize_t, pwrite, (int fd, const void *data, size_t size, off_t at), (fd, data, size, at))
-FAULTY(ssize_t, pwrite64, (int fd, const void *data, size_t size, off64_t at), (fd, data, size, at))
+CALL(ssize_t, write, (int fd, const void *data, size_t size), (fd, data, size), faulty(fd))
+CALL(ssize_t, pwrite, (int fd, const void *data, size_t size, off_t at), (fd, data, size, at), faulty(fd))
+CALL(ssize_t, pwrite64, (int fd, const void *data, size_t size, off64_t at), (fd, data, size, at), faulty(fd))
+CALL(int, fsync, (int fd), (fd), meant(fd) < 0)
 """
 
 
@@ -154,6 +169,29 @@ def test_a_disk_that_cannot_sync(tmp_path, monkeypatch):
             monkeypatch.setattr(os, "fsync", failing)
             checkpoints.save(2, saver.state_of(2), {}, {})
     assert checkpoints.steps() == [1] and not (tmp_path / "checkpoints" / "2").exists()
+
+
+@pytest.mark.heavy
+@pytest.mark.fault(37)
+def test_a_slow_disk(shell, faulty_library):
+    """One save may be under way: the steps beside it take as long as before, the next save waits for it, and says so."""
+    access_ms = 20  # a save without moments has some 170 accesses
+    flags = ("--gin_file=tiny.gin", "--emulate=1", "--gin.Checkpointing.every=30", "--gin.TRAIN_STEPS=61")
+    flags += ("--gin.Optimizer.name='sgd'",)
+    disk = {"FAULTY_FOLDER": "/checkpoints/", "SLOW_MS": str(access_ms)}
+    done = shell.run("train", *flags, LD_PRELOAD=str(faulty_library), **disk)
+    assert (done.code, done.err) == (0, "")
+    records = [json.loads(line) for line in (shell.folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    found = {record["step"]: record for record in records if record["kind"] == "train"}
+    assert [step for step, record in found.items() if "save_s" in record] == [31, 61]
+    before, meanwhile = ([found[step]["step_s"] for step in range(first, first + 30)] for first in (1, 31))
+    handed_over_s, waited_s = found[31]["save_s"], found[61]["save_s"]
+    assert waited_s > 1  # so the first save was under way during all of these steps
+    assert handed_over_s < waited_s / 2 and sum(meanwhile) < waited_s  # they took less than half of its time
+    # With one access a step it would be more; the half is for the save's own work on the same processors.
+    assert statistics.median(meanwhile) < 1.5 * statistics.median(before) + access_ms / 2000
+    with Checkpoints(str(shell.folder / "run"), Checkpointing(), read_only=True) as reader:
+        assert reader.steps() == [30, 60, 61] and reader.verified_step() == 61
 
 
 @pytest.mark.fault(12)
