@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import secrets
 import socket
@@ -18,15 +19,17 @@ from capibara.training import processes, storage
 from capibara.types import UserError
 
 NAME = "lease.json"
-_STALE_AFTER_S = 90.0  # without a sign of life from another host
+_STALE_AFTER_S = 60.0  # without a sign of life from another host
 _RENEWALS = 6  # in that time
+_LOOK_S = 1.0
 
 
 class Lease:
     """The right to change a folder, held from here to `release`.
 
     The file names its holder: process, host and a random nonce. That of a process that has died is taken over at once
-    on the same host; one of another host when it has not been renewed for `stale_after_s`.
+    on the same host; one of another host when it is not renewed within `stale_after_s`, for which this waits: the clocks of
+    hosts differ.
 
     Args:
       folder: exists.
@@ -39,15 +42,8 @@ class Lease:
     def __init__(self, folder: epath.Path, stale_after_s: float = _STALE_AFTER_S):
         self._folder, self._path, self._stale_after_s = folder, folder / NAME, stale_after_s
         self._nonce = secrets.token_hex(8)
-        self._ended = threading.Event()
-        with _alone(folder):
-            holder = _read(self._path)
-            if holder is not None and not self._is_stale(holder):
-                raise UserError(
-                    f"{folder} is being written by process {holder.get('pid')} on {holder.get('host')}: stop it first, "
-                    f"or set another MODEL_DIR (or remove {NAME} there, if you are sure that it has ended)"
-                )
-            storage.write(self._path, json.dumps(self._record()).encode())
+        self._ended, self._said = threading.Event(), False
+        self._take()
         self._renewing = threading.Thread(target=self._renew, name="capibara-lease", daemon=True)
         self._renewing.start()
 
@@ -66,6 +62,31 @@ class Lease:
             if (_read(self._path) or {}).get("nonce") == self._nonce:
                 self._path.unlink()
 
+    def _take(self) -> None:
+        begin_s, first = time.monotonic(), _read(self._path)
+        while True:
+            with _alone(self._folder):
+                holder = _read(self._path)
+                unchanged = holder == first and time.monotonic() - begin_s >= self._stale_after_s
+                if holder is None or unchanged or self._is_dead(holder):
+                    storage.write(self._path, json.dumps(self._record()).encode())
+                    return
+            if holder != first or holder["host"] == socket.gethostname():
+                raise UserError(
+                    f"{self._folder} is being written by process {holder.get('pid')} on {holder.get('host')}: stop it first, "
+                    f"or set another MODEL_DIR (or remove {NAME} there, if you are sure that it has ended)"
+                )
+            if not self._ended.wait(min(_LOOK_S, self._stale_after_s / _RENEWALS)):
+                self._say_once(holder)
+
+    def _say_once(self, holder: dict[str, Any]) -> None:
+        if not self._said:
+            self._said = True
+            logging.getLogger(__name__).warning(
+                "%s was being written by process %s on %s: waiting up to %.0f s for a sign of life",
+                self._folder, holder.get("pid"), holder["host"], self._stale_after_s,
+            )  # fmt: skip
+
     def _record(self) -> dict[str, Any]:
         pid = os.getpid()
         return {
@@ -82,14 +103,12 @@ class Lease:
                 if (_read(self._path) or {}).get("nonce") == self._nonce:
                     storage.write(self._path, json.dumps(self._record()).encode())
 
-    def _is_stale(self, holder: dict[str, Any]) -> bool:
+    def _is_dead(self, holder: dict[str, Any]) -> bool:
+        """Whether nobody can be behind it, as far as can be told at once."""
         if holder.get("host") == socket.gethostname():
             # A process id is used again after a while; with the time of its start it is not.
             return processes.start_of(holder.get("pid")) != holder.get("process_start")
-        try:
-            return abs(time.time() - float(holder["renewed"])) > self._stale_after_s
-        except (KeyError, TypeError, ValueError):
-            return True
+        return not {"host", "nonce", "renewed"} <= holder.keys()
 
 
 @contextlib.contextmanager

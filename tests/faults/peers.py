@@ -23,8 +23,7 @@ def main(folder: str, scenario: str) -> None:
         jax.distributed.initialize(heartbeat_timeout_seconds=10, num_processes=count, process_id=index)
     import saver
 
-    from capibara.training import array_files
-    from capibara.training import checkpoints as module
+    from capibara.training import array_files, step_files
     from capibara.training.checkpoints import Checkpointing, Checkpoints
 
     def state(step):
@@ -47,7 +46,7 @@ def main(folder: str, scenario: str) -> None:
             checkpoints.save(step + 1, state(step + 1), {}, {})
         if scenario == "lost":
             if jax.process_index() == 1:
-                module._together = functools.partial(lose_answer, module._together)
+                step_files.together = functools.partial(lose_answer, step_files.together)
             checkpoints.save(step + 1, state(step + 1), {}, {})
             try:
                 checkpoints.wait()
@@ -58,7 +57,7 @@ def main(folder: str, scenario: str) -> None:
 def lose_answer(together, point):
     """All have written, and process 0 commits the step meanwhile; of that this process hears nothing but an error."""
     together(point)
-    if point == "written":
+    if point == "files read":
         time.sleep(2)
         raise RuntimeError("the connection is lost")
 

@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -48,11 +49,18 @@ def test_a_process_with_the_number_of_one_that_died_does_not_hold_it(folder):
     Lease(folder).release()
 
 
-def test_that_of_another_host_holds_as_long_as_it_is_renewed(folder):
-    forge(folder, renewed=time.time() - 60)
+@pytest.mark.parametrize("clock_s", [-1000, 0, 1000])
+def test_that_of_another_host_holds_as_long_as_it_is_renewed(folder, clock_s, caplog):
+    """Whatever its clock says."""
+    forge(folder, renewed=time.time() + clock_s)
+    renewing = threading.Timer(0.3, forge, [folder], {"renewed": time.time() + clock_s + 0.3})
+    renewing.start()
     with pytest.raises(UserError, match="process 1 on elsewhere"):
-        Lease(folder, stale_after_s=90)
-    Lease(folder, stale_after_s=30).release()
+        Lease(folder, stale_after_s=30)
+    renewing.join()
+    begin_s = time.monotonic()
+    Lease(folder, stale_after_s=0.6).release()
+    assert time.monotonic() - begin_s >= 0.6 and "for a sign of life" in caplog.text
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"host": "elsewhere"}'])
