@@ -41,6 +41,7 @@ class Checkpointing:
       keep_best: how many of those with the lowest validation loss are kept besides; 0: none.
       milestones: steps that are kept for ever.
       verify: when a step's files are compared with its manifest.
+      cast: arrays that were saved in another floating-point dtype are converted where a run carries on; else refused.
       incremental: arrays that have not changed since the step before (frozen ones, those beside LoRA) are not written
         again: a step refers to the older one that holds them, which stays as long as it is needed.
       compression: of the arrays' files.
@@ -53,6 +54,7 @@ class Checkpointing:
     keep_best: int = 0
     milestones: tuple[int, ...] = ()
     verify: Verify = Verify.BEFORE
+    cast: bool = False
     incremental: bool = False
     compression: Compression = Compression.NONE
     encryption: Encryption | None = None

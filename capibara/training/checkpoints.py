@@ -224,6 +224,7 @@ class Checkpoints:
             self._check_room(byte_count(arrays))
         values = {"data": data, "progress": progress, "shapes": _shapes(arrays)}
         about = self._about | {"date": _now(), "score": score, "parent": self._parent}
+        about["data"] = storage.hash_of(json.dumps(data.get("settings"), sort_keys=True).encode())
         if self._key is not None:  # the manifest is not encrypted
             values["config"] = about.pop("config", None)
         run = json.dumps(values).encode()  # now: what it is made of may change
@@ -399,14 +400,15 @@ class Checkpoints:
         # Parameters first: the moments of the optimizer differ only because they do.
         for path in sorted(saved.keys() | wanted.keys(), key=lambda p: (not p.startswith("params/"), p)):
             old, new = saved.get(path, "nothing"), wanted.get(path, "nothing")
-            if old != new:
+            if old != new and not (self._config.cast and _differ_in_precision(old, new)):
                 part, absent = path.partition("/")[0], "nothing" in (old, new)
                 other = {"opt_state": "another optimizer's state"}
                 other |= {"ema": "another ema_decay's state"} if absent else {}
                 other |= {"loss_scale": "another dtype's state"}
+                cast = ", set Checkpointing.cast = True" if _differ_in_precision(old, new) else ""
                 raise UserError(
                     f"checkpoint {self._folder}/{step} holds {other.get(part, 'another model')}: {path} is {old} "
-                    f"there, {new} in this configuration: restore the configuration of the run, or set another "
+                    f"there, {new} in this configuration: restore the configuration of the run{cast}, or set another "
                     "MODEL_DIR"
                 )
 
@@ -424,6 +426,12 @@ class Checkpoints:
 def _is_ours(file: File) -> bool:
     """Whether this process verifies a file: each has its share."""
     return int(file.xxh128, 16) % jax.process_count() == jax.process_index()
+
+
+def _differ_in_precision(old: str, new: str) -> bool:
+    """Whether two of `_shapes` differ in their floating-point dtype alone."""
+    (old_dtype, old_shape), (new_dtype, new_shape) = (text.partition("[")[::2] for text in (old, new))
+    return old_shape == new_shape and all("float" in dtype for dtype in (old_dtype, new_dtype))
 
 
 def _now() -> str:

@@ -105,7 +105,7 @@ def read(folder: epath.Path, found: Manifest, target: PyTree, *, check: bool = T
     Args:
       folder: of the step.
       found: its manifest.
-      target: ShapeDtypeStructs with the shardings wanted, which may differ from those that were saved.
+      target: ShapeDtypeStructs with the shardings and dtypes wanted, which may differ from those that were saved.
       check: compare each chunk that is read with its hash.
       key: of an encrypted step.
 
@@ -252,7 +252,10 @@ class _Array:
         """The array on the devices; to be asked once."""
         parts, self._parts = self._parts, {}
         shape, sharding = self._target.shape, self._target.sharding
-        return jax.make_array_from_callback(shape, sharding, lambda index: parts[_bounds(index, shape)])
+        dtype = self._target.dtype
+        return jax.make_array_from_callback(
+            shape, sharding, lambda index: parts[_bounds(index, shape)].astype(dtype, copy=False)
+        )
 
     def _decoded(self, content: np.ndarray, path: str) -> np.ndarray:
         if self._cut.compressor is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import pathlib
@@ -261,6 +262,25 @@ def test_another_state_is_refused(saved, change, message):
     with Checkpoints(str(saved), Checkpointing(), read_only=True) as reader:
         with pytest.raises(UserError, match=message):
             reader.restore_state(reader.restore_progress(2), target)
+
+
+@pytest.mark.fault(45)
+def test_another_precision_is_taken_where_that_is_asked_for(saved):
+    """Of floating-point numbers; nothing else."""
+    as_asked = Checkpointing(cast=True)
+    state = saver.state_of(0)
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x, state.params)
+    other = dataclasses.replace(state, params=half)
+    with Checkpoints(str(saved), Checkpointing(), read_only=True) as reader:
+        with pytest.raises(UserError, match=r"the configuration of the run, set Checkpointing.cast = True, or set"):
+            reader.restore(saver.target_of(other))
+    with Checkpoints(str(saved), as_asked, read_only=True) as reader:
+        _, back = reader.restore(saver.target_of(other))
+        right = jax.tree.map(lambda x, like: x.astype(like.dtype), saver.state_of(2), other)
+        jax.tree.map(np.testing.assert_array_equal, back, right)
+        whole = dataclasses.replace(state, params={**state.params, "embedding": jnp.zeros((8, 8), jnp.int32)})
+        with pytest.raises(UserError, match=r"embedding is bfloat16\[8,8\] there, int32\[8,8\] .* of the run, or set"):
+            reader.restore(saver.target_of(whole))
 
 
 @pytest.mark.fault(40)

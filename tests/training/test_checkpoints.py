@@ -283,6 +283,7 @@ def test_the_manifest_names_arrays_and_hashes_what_was_meant(tmp_path):
         checkpoints.save(5, state_of(5), {}, {}, score=1.5)
     folder = epath.Path(tmp_path / "checkpoints" / "5")
     found = manifest.read(folder)
+    assert len(found.about["data"]) == 32
     assert (found.about["config"], found.about["score"], found.about["parent"]) == ("a = 1", 1.5, None)
     [kernel] = [file for file in found.files if file.array == "params/layer/kernel"]
     content = np.asarray(state_of(5).params["layer"]["kernel"]).tobytes()
