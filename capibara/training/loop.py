@@ -88,6 +88,10 @@ def train(
             meter.add(metrics)
             if step % trainer.log_every == 0 or step == trainer.steps:
                 callbacks.on_step(step, meter.read() | run.counters())
+                if (spike := run.spike()) is not None:
+                    with meter.paused("roll_back"), dog.paused():
+                        state, first_step, early = run.roll_back(spike, state)
+                    step = saved = first_step
             dog.beat(step)
         with meter.paused("save"):
             run.checkpoints.wait()

@@ -19,7 +19,7 @@ from capibara.training import storage
 
 NAME = "manifest.json"
 RUN = "run.json"  # the first file of a step that is written, as the manifest is the last
-DAMAGED, UNFINISHED = ".damaged", ".unfinished"  # end the names of steps' folders that were moved aside
+DAMAGED, UNFINISHED, ROLLED_BACK = ".damaged", ".unfinished", ".rolled_back"  # end names of steps moved aside
 _FORMAT = 1
 _SHOWN = 3  # damaged files that a message names
 
