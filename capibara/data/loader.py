@@ -21,7 +21,7 @@ from capibara.data.stream import State
 from capibara.types import Batch, UserError
 
 # The one door to this room: what a training program needs.
-__all__ = ["Dataset", "Loader", "make_loader", "merge_states", "unigram_bits_per_byte"]
+__all__ = ["Dataset", "Loader", "Position", "make_loader", "merge_states", "unigram_bits_per_byte"]
 
 _VERSION = 1
 Position = Sequence[State] | None  # of a loader, None before its first batch

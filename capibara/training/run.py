@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from capibara import sharding
-from capibara.data.loader import Dataset, Loader, make_loader, merge_states, unigram_bits_per_byte
+from capibara.data.loader import Dataset, Loader, Position, make_loader, merge_states, unigram_bits_per_byte
 from capibara.models import api
 from capibara.training import processes, provenance
 from capibara.training import state as states
@@ -54,6 +54,7 @@ class Run:
     bad_batches: BadBatches
     spent: dict[str, float]  # seconds by what took them, before the first step
     roll_backs: Counter[int] = dataclasses.field(default_factory=Counter)  # by the step that it went back to
+    before_batch: Position = None  # where the data stood before the batch at hand
 
     def __enter__(self) -> Run:
         return self
@@ -123,7 +124,7 @@ class Run:
         """
         with jax.transfer_guard("disallow"):
             state, metrics = self.train_step(state, batch)
-        self.bad_batches.add(step, self._before_batch, metrics)
+        self.bad_batches.add(step, self.before_batch, metrics)
         every = self.trainer.replica_check_every
         if every and step % every == 0 and self._replicas.copies > 1:
             self._replicas.check(state.params)
@@ -192,7 +193,7 @@ class Run:
 
     def next_batch(self) -> dict[str, jax.Array]:
         """The next batch of the run, on its devices."""
-        self._before_batch = self.batches.position
+        self.before_batch = self.batches.position
         return sharding.global_batch(self.batch_sharding, next(self.batches))
 
     def evaluate(self, params: Params) -> dict[str, float]:
