@@ -27,7 +27,7 @@ class Assembler:
     adds_end: bool
 
     def __call__(
-        self, ids: np.ndarray, inputs: np.ndarray | None, domain: str | None, seeds: Sequence[int]
+        self, ids: np.ndarray, inputs: np.ndarray | None, domain: str | None, place: tuple[int, ...]
     ) -> Document | Pairs:
         """One example.
 
@@ -35,19 +35,20 @@ class Assembler:
           ids: [n] int32, the text, or what is to be predicted from `inputs`.
           inputs: [m] int32, or None.
           domain: of the text, where it is known.
-          seeds: the example's place in the data, which chooses spans and masks.
+          place: where the example is in the data, which chooses spans and masks.
         """
         number = self._domains.get(domain, 0)
         if self.dataset.kind is Kind.CAUSAL:
             ids, weights = self._joined(self._ended(ids), inputs)
-            return Document(ids, weights, self._vocabulary.bos_id, number)
-        seeds = (self.dataset.seed, *seeds)
+            return Document(ids, weights, self._vocabulary.bos_id, number, place=place)
+        seeds = (self.dataset.seed, *place)
         if self.dataset.kind is Kind.MASKED:
-            return self._masked(self._joined(self._ended(ids), inputs)[0], number, seeds)
+            document = self._masked(self._joined(self._ended(ids), inputs)[0], number, seeds)
+            return document._replace(place=place)
         if inputs is None:
-            return Pairs(self._spans(ids, seeds), number)
+            return Pairs(self._spans(ids, seeds), number, place)
         pair = Pair(self._ended(inputs), self._ended(ids))
-        return Pairs([pair] if len(pair.targets) else [], number)
+        return Pairs([pair] if len(pair.targets) else [], number, place)
 
     @functools.cached_property
     def _vocabulary(self):

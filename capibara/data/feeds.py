@@ -16,7 +16,7 @@ from capibara.data.packing import Document
 from capibara.data.pairs import Pairs
 from capibara.data.shuffle import epoch_order
 from capibara.data.sources import Documents, Example
-from capibara.data.stream import Layout, RowStream, State
+from capibara.data.stream import Layout, Row, RowStream, State
 from capibara.types import Batch, UserError
 
 _READ_TOGETHER = 16  # documents tokenized at a time: tokenizers are faster on several
@@ -60,6 +60,14 @@ class Feed(abc.ABC):
     @abc.abstractmethod
     def batches(self, states: Sequence[State]) -> Iterator[tuple[Batch, Sequence[State]]]:
         """Batches after `states`, each with the states after it."""
+
+    @abc.abstractmethod
+    def next_rows(self, states: Sequence[State]) -> list[Row]:
+        """This host's rows of the batch after `states`, of an endless feed; read anew, from any thread."""
+
+    @abc.abstractmethod
+    def name(self, place: tuple[int, ...]) -> dict[str, int]:
+        """How a person finds the document of a row's `places` again."""
 
     @abc.abstractmethod
     def data_fingerprint(self) -> dict[str, Any]:
@@ -108,6 +116,13 @@ class SourceFeed(Feed):
         if not self._endless:
             return one_stream(self.stream(0, 1, states[0]), self.share, self.dataset)
         return stream_a_row(self.row_streams(self.first_row, states), self.dataset)
+
+    def next_rows(self, states: Sequence[State]) -> list[Row]:
+        return [next(stream) for stream in self.row_streams(self.first_row, states)]
+
+    def name(self, place: tuple[int, ...]) -> dict[str, int]:
+        epoch, number = place_in_epoch(len(self.documents), place[0], self.dataset.seed if self.shuffles else None)
+        return {"document": number, "epoch": epoch}
 
     def row_streams(self, first: int, states: Sequence[State]) -> list[RowStream]:
         """Streams of the global rows from `first` on, at `states`."""
@@ -242,6 +257,10 @@ class _Reader:
             group = _READ_TOGETHER
 
     def _number(self, at: int) -> int:
-        size = len(self._documents)
-        epoch, i = divmod(at, size)
-        return int(epoch_order(size, self._dataset.seed, epoch)[i]) if self._shuffles else i
+        return place_in_epoch(len(self._documents), at, self._dataset.seed if self._shuffles else None)[1]
+
+
+def place_in_epoch(size: int, at: int, seed: int | None) -> tuple[int, int]:
+    """The epoch and the number of the document at place `at` of all epochs in a row, shuffled where there is a seed."""
+    epoch, i = divmod(at, size)
+    return epoch, i if seed is None else int(epoch_order(size, seed, epoch)[i])

@@ -21,9 +21,10 @@ from capibara.data.stream import State
 from capibara.types import Batch, UserError
 
 # The one door to this room: what a training program needs.
-__all__ = ["Dataset", "Loader", "make_loader", "merge_states", "unigram_bits_per_byte"]
+__all__ = ["Dataset", "Loader", "Position", "make_loader", "merge_states", "unigram_bits_per_byte"]
 
 _VERSION = 1
+Position = Sequence[State] | None  # of a loader, None before its first batch
 
 # What each of a feed's settings is called in Gin.
 _PARAMETERS = {
@@ -93,6 +94,9 @@ class Loader:
 
     A batch has the arrays of `Dataset.batch_spec`. Batches are made in a background thread from `start` (or the first
     `next`) on.
+
+    Attributes:
+      batches: how many were handed out, over all starts.
     """
 
     def __init__(self, dataset: Dataset, share: feeds.Share, open_feed: Callable[[], feeds.Feed]):
@@ -102,7 +106,7 @@ class Loader:
         self._prefetcher: Prefetcher | None = None
         self._restored: Mapping[str, Any] | None = None
         self._rows: Sequence[State] | None = None
-        self._batches = 0
+        self.batches = 0
         self._wait_s = 0.0
 
     def __iter__(self) -> Iterator[Batch]:
@@ -120,13 +124,32 @@ class Loader:
             batch, self._rows = next(self._prefetcher)
         finally:
             self._wait_s += time.perf_counter() - begin_s
-        self._batches += 1
+        self.batches += 1
         return batch
 
     def wait_s(self) -> float:
         """Seconds the consumer has waited for batches since this was last asked."""
         waited_s, self._wait_s = self._wait_s, 0.0
         return waited_s
+
+    @property
+    def position(self) -> Position:
+        """Where the batches handed out end, for `documents_after`; it costs nothing to keep."""
+        return self._rows
+
+    def documents_after(self, position: Position) -> dict[str, Any]:
+        """The documents of this host's rows in the batch after a `position`; from any thread.
+
+        They are read again, as much of them as a start from there would.
+
+        Returns:
+          JSON-able: `first_row`, the first of these rows in the global batch, and `rows`, of each its documents: of a
+          source by their number in the split and the epoch, of a SeqIO task by the host and the number of its example.
+        """
+        feed = self._opened()
+        rows = feed.next_rows(self._first_rows(feed) if position is None else position)
+        named = [[feed.name(place) for place in row.places()] for row in rows]
+        return {"first_row": self._share.first_row, "rows": named}
 
     def get_state(self) -> dict[str, Any]:
         """JSON-able; stands for exactly the batches handed out, whatever was prefetched."""
@@ -136,7 +159,7 @@ class Loader:
         rows = feed.initial_state() if self._rows is None else self._rows
         return {
             "version": _VERSION,
-            "batches": self._batches,
+            "batches": self.batches,
             "first_row": feed.first_row,
             "rows": [list(map(int, row)) for row in rows],
             "settings": feed.settings(),
@@ -157,7 +180,7 @@ class Loader:
             raise UserError("the data state is not one that this version of capibara wrote: start a new run")
         self.close()
         self._restored = dict(state)
-        self._rows, self._batches = None, int(state["batches"])
+        self._rows, self.batches = None, int(state["batches"])
         if self._feed is not None:
             _restored_rows(self._feed, state)
 
@@ -177,8 +200,11 @@ class Loader:
 
     def _produce(self) -> Iterator[tuple[Batch, Sequence[State]]]:
         feed = self._opened()
-        rows = feed.initial_state() if self._restored is None else _restored_rows(feed, self._restored)
-        return feed.batches(rows)
+        return feed.batches(self._first_rows(feed))
+
+    def _first_rows(self, feed: feeds.Feed) -> list[State]:
+        """Before the first batch of this start."""
+        return feed.initial_state() if self._restored is None else _restored_rows(feed, self._restored)
 
 
 def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

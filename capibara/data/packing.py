@@ -44,6 +44,7 @@ class Document(NamedTuple):
       previous: the input at the first position: the beginning token, or the token before a rest.
       domain: index of its domain, 0 where none is known.
       read: [n] int32, what the model reads instead of `previous` and the ids before; None: those.
+      place: where it is in the data.
     """
 
     ids: np.ndarray
@@ -51,6 +52,7 @@ class Document(NamedTuple):
     previous: int
     domain: int = 0
     read: np.ndarray | None = None
+    place: tuple[int, ...] = ()
 
     def cut(self, start: int, stop: int | None = None) -> Document:
         """Its tokens from `start` to `stop`, as a document."""
@@ -62,6 +64,7 @@ class Document(NamedTuple):
             int(self.ids[start - 1]) if start else self.previous,
             self.domain,
             None if self.read is None else self.read[start:stop],
+            self.place,
         )
 
 
@@ -82,6 +85,7 @@ class Window:
         stops = np.cumsum(lengths)
         starts = stops - lengths
         self._pad_id = pad_id
+        self._starts, self._places = starts, [document.place for document in documents]
         self._iota = np.arange(length, dtype=np.int32)
         self._targets = np.concatenate([document.ids for document in documents] or [np.zeros(0, np.int32)])
         if any(document.read is not None for document in documents):
@@ -110,6 +114,11 @@ class Window:
     def shuffle(self, *seeds: int) -> None:
         """Permutes the rows."""
         self._rows = [self._rows[i] for i in permutation(len(self._rows), *seeds)]
+
+    def places(self, i: int) -> list[tuple[int, ...]]:
+        """Of the documents that row `i` has tokens of."""
+        firsts = [start for start, _ in self._rows[i]]
+        return [self._places[n] for n in np.searchsorted(self._starts, firsts, side="right") - 1]
 
     def fill(self, batch: Batch, b: int, i: int) -> None:
         """Copies row `i` into row `b` of an `empty_batch`."""

@@ -31,10 +31,12 @@ class Pairs(NamedTuple):
     Attributes:
       pairs: none of them without targets.
       domain: index of the document's domain, 0 where none is known.
+      place: where the document is in the data.
     """
 
     pairs: Sequence[Pair]
     domain: int = 0
+    place: tuple[int, ...] = ()
 
     def need(self, encoder_length: int, length: int) -> int:
         """Decoder positions that the pairs take, counting an encoder position as length / encoder_length of one."""
@@ -64,6 +66,7 @@ class PairWindow:
             for pair in document.pairs
         ]
         self._domains = [document.domain for document in documents for _ in document.pairs]
+        self._places = [document.place for document in documents for _ in document.pairs]
         self._pad_id, self._packing = pad_id, packing
         if packing is Packing.NONE:
             self._rows = [[i] for i in range(len(self._pairs))]
@@ -85,6 +88,10 @@ class PairWindow:
     def shuffle(self, *seeds: int) -> None:
         """Permutes the rows."""
         self._rows = [self._rows[i] for i in permutation(len(self._rows), *seeds)]
+
+    def places(self, i: int) -> list[tuple[int, ...]]:
+        """Of the documents that row `i` has pairs of."""
+        return list(dict.fromkeys(self._places[index] for index in self._rows[i]))
 
     def fill(self, batch: Batch, b: int, i: int) -> None:
         """Copies row `i` into row `b` of an `empty_batch`."""

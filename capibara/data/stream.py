@@ -39,6 +39,10 @@ class Row(NamedTuple):
     index: int
     state: State
 
+    def places(self) -> list[tuple[int, ...]]:
+        """Where the row's documents are in the data."""
+        return self.window.places(self.index)
+
     def fill(self, batch: Batch, b: int) -> None:
         """Copies the row into row `b` of a batch."""
         self.window.fill(batch, b, self.index)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -22,7 +23,7 @@ from capibara.data.examples import Assembler
 from capibara.data.feeds import Feed, Share, layout_of, one_stream
 from capibara.data.packing import Document
 from capibara.data.pairs import Pairs
-from capibara.data.stream import RowStream, State
+from capibara.data.stream import Row, RowStream, State
 from capibara.data.vocabulary import Vocabulary
 from capibara.types import Batch, UserError
 
@@ -65,9 +66,18 @@ class TaskFeed(Feed):
         return {"examples": task.num_input_examples(split), "shards": digest.hexdigest()}
 
     def batches(self, states: Sequence[State]) -> Iterator[tuple[Batch, Sequence[State]]]:
+        return one_stream(self._stream(states[0]), self.share, self.dataset, private=self._endless)
+
+    def next_rows(self, states: Sequence[State]) -> list[Row]:
+        return list(itertools.islice(self._stream(states[0]), self.share.rows))
+
+    def name(self, place: tuple[int, ...]) -> dict[str, int]:
+        host, number = place
+        return {"host": host, "example": number}
+
+    def _stream(self, state: State) -> RowStream:
         seeds = (self.dataset.seed, self.share.shard_index) if self.shuffles else None
-        stream = RowStream(self._documents, layout_of(self.dataset, 1, seeds), state=states[0])
-        return one_stream(stream, self.share, self.dataset, private=self._endless)
+        return RowStream(self._documents, layout_of(self.dataset, 1, seeds), state=state)
 
     def _documents(self, begin: int) -> Iterator[Document | Pairs]:
         assemble = Assembler(self.dataset, adds_end=False)

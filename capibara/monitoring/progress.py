@@ -108,6 +108,8 @@ class ProgressLine(Callback):
             parts.append(f"lr {metrics['learning_rate']:.2e}")
         if "grad_norm" in metrics:
             parts.append(f"grad {metrics['grad_norm']:.3g}")
+        if metrics.get("skipped"):
+            parts.append(f"{_count(int(metrics['skipped']), 'update')} left out")
         if "tokens_per_s" in metrics:
             parts.append(f"{quantity(metrics['tokens_per_s'])} tokens/s")
         step_s = metrics.get("step_s", 0.0)

@@ -256,12 +256,36 @@ class Checkpoints:
           restored: from `restore_progress`.
           target: ShapeDtypeStructs with the shardings wanted now (they may differ from those of the save).
 
+        Returns:
+          The state, without `losses` where the save had none, or others: this may be switched from start to start.
+
         Raises:
           UserError: the checkpoint holds another model: names the first array that differs.
           Damaged: it is not what was saved.
         """
-        self._check_shapes(restored.step, restored.shapes, _shapes(_as_dict(target)))
-        return TrainState(**self._read(restored.step, _as_dict(target)))
+        saved, wanted = restored.shapes, _as_dict(target)
+        if _window(saved) != _window(_shapes(wanted)):
+            saved = {path: shape for path, shape in saved.items() if path not in _window(saved)}
+            wanted.pop("losses", None)
+        self._check_shapes(restored.step, saved, _shapes(wanted))
+        return TrainState(**self._read(restored.step, wanted))
+
+    def step_before(self, spike: int, at_most: int) -> int | None:
+        """The newest whole step up to `at_most`, else the oldest before `spike`; None: there is none."""
+        older = [step for step in self.steps() if step < spike]
+        wanted = [s for s in reversed(older) if s <= at_most] + [s for s in older if s > at_most]
+        return next((step for step in wanted if step_folders.is_whole(self._folder / str(step))), None)
+
+    def go_back(self, step: int) -> Restored:
+        """Moves the steps after `step` aside: they are not resumed from, and can be saved again. All processes call it."""
+        if self._verifying is not None:
+            self._verifying.join()  # it may look at one of them
+        together("going back")
+        for newer in reversed(self.steps()) if jax.process_index() == 0 else ():
+            if newer > step:
+                step_folders.move_aside(self._folder / str(newer), step_folders.ROLLED_BACK)
+        together("gone back")
+        return self.restore_progress(step)
 
     def restore_params(self, step: int, target: PyTree) -> PyTree:
         """Reads only the parameters of a step, their moving average where one was kept: for inference and export.
@@ -440,9 +464,14 @@ def _now() -> str:
 
 def _as_dict(state: TrainState) -> dict[str, Any]:
     parts = {f.name: getattr(state, f.name) for f in dataclasses.fields(state)}
-    if state.loss_scale is None:
-        del parts["loss_scale"]  # as in the checkpoints that were written before there was one
+    for name in ("loss_scale", "losses"):
+        if parts[name] is None:
+            del parts[name]  # as in the checkpoints that were written before there was one
     return parts
+
+
+def _window(shapes: Mapping[str, str]) -> dict[str, str]:
+    return {path: shape for path, shape in shapes.items() if path.startswith("losses/")}
 
 
 def _shapes(arrays: PyTree) -> dict[str, str]:

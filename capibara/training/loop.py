@@ -88,15 +88,20 @@ def train(
             meter.add(metrics)
             if step % trainer.log_every == 0 or step == trainer.steps:
                 callbacks.on_step(step, meter.read() | run.counters())
+                if (spike := run.spike()) is not None:
+                    with meter.paused("roll_back"), dog.paused():
+                        state, first_step, early = run.roll_back(spike, state)
+                    step = saved = first_step
             dog.beat(step)
-        with meter.paused("save"):
-            run.checkpoints.wait()
-        reason = "interrupted" if signal_number else "early_stopping" if early.stop else "finished"
-        return _ended(callbacks, meter, Outcome(step, reason, signal_number))
+        return _ended(run, callbacks, meter, step, early.stop, signal_number)
 
 
-def _ended(callbacks: Callback, meter: Meter, outcome: Outcome) -> Outcome:
-    """Tells the callbacks, and returns the outcome."""
+def _ended(run: Run, callbacks: Callback, meter: Meter, step: int, stopped: bool, signal_number: int | None) -> Outcome:
+    """Waits for the last save, tells the callbacks, and returns the outcome."""
+    with meter.paused("save"):
+        run.checkpoints.wait()
+    reason = "interrupted" if signal_number else "early_stopping" if stopped else "finished"
+    outcome = Outcome(step, reason, signal_number)
     callbacks.on_spent(outcome.step, meter.spent())
     callbacks.on_train_end(outcome.step, outcome.reason)
     return outcome

@@ -65,6 +65,6 @@ class LossScaling:
         return LossScale(jnp.clip(scale, self.minimum, 2.0**126), good_steps)
 
 
-def select(finite: jax.Array, new: PyTree, old: PyTree) -> PyTree:
-    """`new` where `finite`, else `old`, bit for bit; the same choice on every device, as `finite` is replicated."""
-    return jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
+def select(made: jax.Array, new: PyTree, old: PyTree) -> PyTree:
+    """`new` where `made`, else `old`, bit for bit; the same choice on every device, as `made` is replicated."""
+    return jax.tree.map(lambda n, o: jnp.where(made, n, o), new, old)

@@ -13,6 +13,9 @@ import jax
 from capibara.training.losses import LossSums
 
 
+_COUNTS = {"skipped", "loss_spikes"}  # of a step 0 or 1
+
+
 class Meter:
     """Collects the metrics of the steps between two logs; reading them is the only wait for the device."""
 
@@ -52,20 +55,24 @@ class Meter:
     def read(self) -> dict[str, float]:
         """Means since the last read: losses weighted by real tokens; speed in positions per second.
 
+        Steps whose update was left out have no part in the means, unless there are no others.
+
         Returns:
-          the last step's own metrics (of tokens and skipped updates the sums), and step_s, tokens_per_s (padding
+          the last step's own metrics (of tokens, skipped updates and loss spikes the sums), and step_s, tokens_per_s (padding
           included), data_wait_s (a step's share), evaluate_s and save_s (what that took since the last read, if it did).
         """
         steps = jax.device_get(self._pending)
-        count, tokens = len(steps), sum(float(s["tokens"]) for s in steps)
+        count = len(steps)
+        made = [s for s in steps if not s.get("skipped")] or steps
+        tokens = sum(float(s["tokens"]) for s in made)
         elapsed = time.perf_counter() - self._since
         result = {name: float(value) for name, value in steps[-1].items()}
         for name in ("loss", "z_loss", "token_accuracy"):
-            result[name] = sum(float(s[name]) * float(s["tokens"]) for s in steps) / max(tokens, 1.0)
-        result["grad_norm"] = sum(float(s["grad_norm"]) for s in steps) / count
-        if "skipped" in result:
-            result["skipped"] = sum(float(s["skipped"]) for s in steps)
-        result["tokens"] = tokens
+            result[name] = sum(float(s[name]) * float(s["tokens"]) for s in made) / max(tokens, 1.0)
+        result["grad_norm"] = sum(float(s["grad_norm"]) for s in made) / len(made)
+        for name in _COUNTS & result.keys():
+            result[name] = sum(float(s[name]) for s in steps)
+        result["tokens"] = sum(filter(math.isfinite, (float(s["tokens"]) for s in steps)))
         result["step_s"] = elapsed / count
         result["tokens_per_s"] = count * self._tokens_per_step / elapsed
         result["data_wait_s"] = self._data_wait_s / count

@@ -7,8 +7,10 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,10 +19,11 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 
 from capibara import sharding
-from capibara.data.loader import Dataset, Loader, make_loader, merge_states, unigram_bits_per_byte
+from capibara.data.loader import Dataset, Loader, Position, make_loader, merge_states, unigram_bits_per_byte
 from capibara.models import api
 from capibara.training import hosts, processes, provenance
 from capibara.training import state as states
+from capibara.training.bad_batches import BadBatches
 from capibara.training.callbacks import RunInfo
 from capibara.training.checkpoints import Checkpoints, Restored
 from capibara.training.evaluate import EvalStep, evaluate, make_eval_step
@@ -48,13 +51,17 @@ class Run:
     checkpoints: Checkpoints
     restored: Restored | None
     restored_state: TrainState | None
+    bad_batches: BadBatches
     spent: dict[str, float]  # seconds by what took them, before the first step
+    roll_backs: Counter[int] = dataclasses.field(default_factory=Counter)  # by the step that it went back to
+    before_batch: Position = None  # where the data stood before the batch at hand
 
     def __enter__(self) -> Run:
         return self
 
     def __exit__(self, *error: Any) -> None:
         try:
+            self.bad_batches.close()
             self.batches.close()
         finally:
             self.checkpoints.__exit__(*error)
@@ -69,6 +76,7 @@ class Run:
         if self.restored is None:
             return self.init(jax.random.key(self.trainer.seed)), 0, EarlyStopping(patience)
         state, self.restored_state = self.restored_state, None
+        state = states.with_new_window(state, self.abstract_state, self.trainer.anomalies)
         return state, self.restored.step, EarlyStopping(patience, self.restored.progress["early_stopping"])
 
     def save(
@@ -90,7 +98,8 @@ class Run:
           UserError: the step's loss or gradients (in its `metrics`) are not finite, and its update was not left out for
             that: such a state is not worth keeping. Or no update can be made any more.
         """
-        if metrics.get("skipped", 0.0) and metrics["loss_scale"] <= self.trainer.loss_scaling.minimum:
+        self.bad_batches.read()
+        if metrics.get("skipped", 0.0) and metrics.get("loss_scale", math.inf) <= self.trainer.loss_scaling.minimum:
             raise UserError(
                 f"gradients overflow at step {step} even at the smallest loss scale, not saved: earlier checkpoints are "
                 f"kept; float16 does not hold this model's values, set {type(self.trainer.model).__name__}.dtype = "
@@ -114,6 +123,7 @@ class Run:
         self.checkpoints.check()
         with jax.transfer_guard("disallow"):
             state, metrics = self.train_step(state, batch)
+        self.bad_batches.add(step, self.before_batch, metrics)
         every = self.trainer.replica_check_every
         if every and step % every == 0 and self._replicas.copies > 1:
             self._replicas.check(state.params)
@@ -123,13 +133,68 @@ class Run:
     def _replicas(self) -> ReplicaCheck:
         return ReplicaCheck(self.abstract_state.params, self.mesh)
 
+    def spike(self) -> int | None:
+        """The step of a loss spike that the run is to go back for; all steps must have reached the host, as in a log.
+
+        Raises:
+          UserError: too many updates were left out one after the other.
+        """
+        self.bad_batches.read()
+        return self.bad_batches.spike
+
+    def roll_back(self, spike: int, state: TrainState) -> tuple[TrainState, int, EarlyStopping]:
+        """Goes back to a checkpoint from well before a spike, and leaves out the batches that led to it.
+
+        Every process comes here, and to the same step, as all have read the same metrics.
+
+        Args:
+          spike: its step.
+          state: the one at hand, which makes room for the other.
+
+        Returns:
+          as of `start`.
+
+        Raises:
+          UserError: there is no such checkpoint, or it went back there often enough.
+        """
+        anomalies, batches = self.trainer.anomalies, self.batches
+        self.checkpoints.wait()
+        step = hosts.gathered(
+            self.checkpoints.step_before(spike, spike - anomalies.roll_back_steps) if jax.process_index() == 0 else None
+        )[0]
+        if step is None:
+            raise UserError(
+                f"loss spike at step {spike}, and no checkpoint from before it to go back to: set Checkpointing.every "
+                f"({self.trainer.checkpointing.every}) below that, or Anomalies.on_spike = 'skip'"
+            )
+        self.roll_backs[step] += 1
+        if self.roll_backs[step] > anomalies.most_roll_backs:
+            raise UserError(
+                f"loss spike at step {spike}, after going back to step {step} {anomalies.most_roll_backs} times: earlier "
+                "checkpoints are kept; lower Schedule.learning_rate, or raise Anomalies.sigmas or skip_batches"
+            )
+        jax.tree.map(lambda x: x.delete(), state)  # the devices have no room for two
+        self.restored = self.checkpoints.go_back(step)
+        self.restored_state = self.checkpoints.restore_state(self.restored, self.abstract_state)
+        first = self.restored.data["batches"]
+        while batches.batches < first + anomalies.skip_batches:
+            next(batches)
+        self.bad_batches.rolled_back()
+        if jax.process_index() == 0:
+            logging.getLogger(__name__).warning(
+                "loss spike at step %d: back to step %d, without the %d batches after it (see bad_batches.jsonl)",
+                *(spike, step, batches.batches - first),
+            )
+        return self.start()
+
     def counters(self) -> dict[str, float]:
         """What went wrong and was survived, for the metrics; nothing where nothing did."""
-        damaged = len(self.checkpoints.damaged)
-        return {"checkpoints_damaged": float(damaged)} if damaged else {}
+        counts = {"checkpoints_damaged": len(self.checkpoints.damaged), "roll_backs": self.roll_backs.total()}
+        return {name: float(count) for name, count in counts.items() if count}
 
     def next_batch(self) -> dict[str, jax.Array]:
         """The next batch of the run, on its devices."""
+        self.before_batch = self.batches.position
         return sharding.global_batch(self.batch_sharding, next(self.batches))
 
     def evaluate(self, params: Params) -> dict[str, float]:
@@ -214,6 +279,7 @@ def set_up(
         model=model,
         eval_step=jax.jit(eval_step),
         batches=batches,
+        bad_batches=BadBatches(trainer.model_dir, trainer.anomalies, trainer.float16_scaling, batches),
         checkpoints=checkpoints,
         restored=None if restored is None else restored[0],
         restored_state=None if restored is None else restored[1],
@@ -282,8 +348,11 @@ class StateSpec:
 
 def describe_state(trainer: Trainer, model: api.Model, mesh: Mesh) -> StateSpec:
     """From shapes alone; nothing is allocated."""
-    scaling = trainer.loss_scaling if trainer.model.dtype == "float16" else None
-    options = {"ema": trainer.ema_decay is not None, "loss_scaling": scaling}
+    options = {
+        "ema": trainer.ema_decay is not None,
+        "loss_scaling": trainer.float16_scaling,
+        "anomalies": trainer.anomalies,
+    }
     tx = trainer.optimizer.build(trainer.steps, model.axes)
     shardings = states.state_shardings(model, tx, mesh, trainer.plan.rules, **options)
     return StateSpec(tx, shardings, states.abstract_state(model, tx, shardings, **options), options)
@@ -319,6 +388,7 @@ def lower_step(trainer: Trainer, model: api.Model, mesh: Mesh, state: StateSpec 
         z_loss=trainer.z_loss,
         ema_decay=trainer.ema_decay,
         loss_scaling=state.options["loss_scaling"],
+        anomalies=trainer.anomalies,
     )
     jitted = jax.jit(step, donate_argnums=0, out_shardings=(state.shardings, None))
     abstract = abstract_batch(trainer.dataset, plan.batch_size, batch_sharding)

@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from capibara import optim, sharding
 from capibara.models.api import Model
+from capibara.training.anomalies import Anomalies, LossWindow
 from capibara.training.loss_scale import LossScale, LossScaling
 from capibara.types import Params, PyTree
 
@@ -27,6 +28,7 @@ class TrainState:
       opt_state: of the optax chain.
       ema: exponential moving average of the parameters, or None.
       loss_scale: of a float16 run, else None.
+      losses: of a run that looks for spikes, else None.
     """
 
     step: jax.Array
@@ -34,6 +36,7 @@ class TrainState:
     opt_state: optax.OptState
     ema: Params | None
     loss_scale: LossScale | None = None
+    losses: LossWindow | None = None
 
     @property
     def eval_params(self) -> Params:
@@ -48,6 +51,7 @@ def init_state(
     *,
     ema: bool,
     loss_scaling: LossScaling | None = None,
+    anomalies: Anomalies | None = None,
 ) -> TrainState:
     """A new state (traceable: jit it with the shardings of `state_shardings`)."""
     params = model.init(key)
@@ -57,6 +61,7 @@ def init_state(
         opt_state=tx.init(params),
         ema=jax.tree.map(jnp.copy, params) if ema else None,
         loss_scale=None if loss_scaling is None else loss_scaling.start(),
+        losses=None if anomalies is None else anomalies.start(),
     )
 
 
@@ -68,6 +73,7 @@ def state_shardings(
     *,
     ema: bool,
     loss_scaling: LossScaling | None = None,
+    anomalies: Anomalies | None = None,
 ) -> TrainState:
     """The NamedSharding of every leaf: optimizer moments lie where their parameters lie.
 
@@ -84,6 +90,7 @@ def state_shardings(
         opt_state=jax.tree.map(_fitting, sharding.shardings(mesh, rules, opt_axes), opt_shapes),
         ema=params if ema else None,
         loss_scale=None if loss_scaling is None else LossScale(everywhere, everywhere),
+        losses=None if anomalies is None or not anomalies.keep_losses else LossWindow(everywhere, everywhere),
     )
 
 
@@ -94,10 +101,20 @@ def abstract_state(
     *,
     ema: bool,
     loss_scaling: LossScaling | None = None,
+    anomalies: Anomalies | None = None,
 ) -> TrainState:
     """Shapes, dtypes and shardings of the state, for ahead-of-time compilation and for restoring."""
-    shapes = jax.eval_shape(lambda: init_state(model, tx, jax.random.key(0), ema=ema, loss_scaling=loss_scaling))
+    parts = {"ema": ema, "loss_scaling": loss_scaling, "anomalies": anomalies}
+    shapes = jax.eval_shape(lambda: init_state(model, tx, jax.random.key(0), **parts))
     return with_shardings(shapes, shardings)
+
+
+def with_new_window(state: TrainState, target: TrainState, anomalies: Anomalies) -> TrainState:
+    """A state as it was restored, with an empty window of losses where `target` wants one that was not saved."""
+    if state.losses is not None or target.losses is None:
+        return state
+    put = jax.tree.map(lambda new, wanted: jax.device_put(new, wanted.sharding), anomalies.start(), target.losses)
+    return dataclasses.replace(state, losses=put)
 
 
 def _fitting(wanted: NamedSharding, leaf: jax.ShapeDtypeStruct) -> NamedSharding:

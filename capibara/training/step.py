@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 
 import jax
@@ -12,6 +13,7 @@ from jax.sharding import Mesh
 from capibara import sharding
 from capibara.models.api import Model, Stats
 from capibara.sharding import Plan
+from capibara.training.anomalies import Anomalies
 from capibara.training.loss_scale import LossScaling, select
 from capibara.training.losses import LossSums, cross_entropy
 from capibara.training.state import TrainState
@@ -30,6 +32,7 @@ def make_train_step(
     z_loss: float = 0.0,
     ema_decay: float | None = None,
     loss_scaling: LossScaling | None = None,
+    anomalies: Anomalies | None = None,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """The step of a run, still to be jitted.
 
@@ -42,6 +45,7 @@ def make_train_step(
       z_loss: coefficient of the squared log normaliser (PaLM uses 1e-4).
       ema_decay: decay of the parameters' moving average, min(ema_decay, (1 + step) / (10 + step)); None: none is kept.
       loss_scaling: for float16: gradients are scaled, and updates with any that is not finite are left out.
+      anomalies: which updates are left out besides; None: none.
     """
     pipeline, loss_sum = plan.pipeline(mesh), _loss_sum(model, plan, z_loss)
 
@@ -71,7 +75,7 @@ def make_train_step(
             **model.layer_metrics(stats),
         }
         new = TrainState(step=state.step + 1, params=params, opt_state=opt_state, ema=ema)
-        return (new, metrics) if loss_scaling is None else _settled(loss_scaling, state, new, metrics)
+        return _settled(state, new, metrics, anomalies or Anomalies(skip_nonfinite=False), loss_scaling)
 
     return step
 
@@ -97,16 +101,31 @@ def _loss_sum(model: Model, plan: Plan, z_loss: float) -> Callable[..., tuple[ja
     return loss_sum
 
 
-def _settled(scaling: LossScaling, old: TrainState, new: TrainState, metrics: Metrics) -> tuple[TrainState, Metrics]:
-    """The new state where its gradients were finite, else the old one a step later; and the next loss scale."""
-    finite = jnp.isfinite(metrics["grad_norm"])
-    kept = {name: select(finite, getattr(new, name), getattr(old, name)) for name in ("params", "opt_state", "ema")}
-    state = TrainState(step=new.step, loss_scale=scaling.after(old.loss_scale, finite), **kept)
-    return state, metrics | {
-        "grad_norm": jnp.where(finite, metrics["grad_norm"], 0.0),  # of the update that was made: none
-        "loss_scale": old.loss_scale.scale,
-        "skipped": 1.0 - finite.astype(jnp.float32),
-    }
+def _settled(
+    old: TrainState, new: TrainState, metrics: Metrics, anomalies: Anomalies, scaling: LossScaling | None
+) -> tuple[TrainState, Metrics]:
+    """The new state where its numbers are good, else the old one a step later; with the next loss scale and window.
+
+    What every device decides is decided from scalars that all of them hold alike.
+    """
+    finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
+    guards, parts = [], {}
+    if anomalies.skip_nonfinite or scaling is not None:
+        guards.append(finite)
+    if scaling is not None:
+        parts["loss_scale"] = scaling.after(old.loss_scale, finite)
+        metrics |= {"loss_scale": old.loss_scale.scale}
+    if anomalies.keep_losses:
+        spike, told = anomalies.spike(old.losses, metrics["loss"])
+        guards.append(~spike)
+        good = finite & ~spike & (metrics["tokens"] > 0)
+        parts["losses"] = anomalies.after(old.losses, metrics["loss"], good)
+        metrics |= told
+    if not guards:
+        return new, metrics
+    made = functools.reduce(jnp.logical_and, guards)
+    parts |= {name: select(made, getattr(new, name), getattr(old, name)) for name in ("params", "opt_state", "ema")}
+    return TrainState(step=new.step, **parts), metrics | {"skipped": 1.0 - made.astype(jnp.float32)}
 
 
 def accumulate(

@@ -14,7 +14,7 @@ from capibara.training.manifest import Damaged
 from capibara.training.retention import expendable
 from capibara.types import UserError
 
-DAMAGED, UNFINISHED = ".damaged", ".unfinished"  # end the names of folders that were moved aside
+DAMAGED, UNFINISHED, ROLLED_BACK = ".damaged", ".unfinished", ".rolled_back"  # end the names of what was moved aside
 
 
 def folder_of(model_dir: str) -> epath.Path:

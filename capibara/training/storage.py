@@ -83,7 +83,8 @@ def sync(folder: epath.Path) -> None:
     folders, files = [os.fspath(folder.parent)], []
     for root, _, names in os.walk(folder, onerror=_raise):
         folders.append(root)
-        files += [os.path.join(root, name) for name in names]
+        # Another process may be writing one: it syncs it itself, and under that name it is gone in a moment.
+        files += [os.path.join(root, name) for name in names if not name.endswith(PARTIAL)]
     each(_sync, files)
     each(_sync, folders[::-1])
 

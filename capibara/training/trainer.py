@@ -11,6 +11,7 @@ from capibara.models import api
 from capibara.models.api import TransformerConfig
 from capibara.optim import Optimizer
 from capibara.sharding import Plan
+from capibara.training.anomalies import Anomalies, OnSpike
 from capibara.training.checkpointing import Checkpointing
 from capibara.training.loss_scale import LossScaling
 from capibara.training.watchdog import Watch
@@ -60,6 +61,7 @@ class Trainer:
       z_loss: coefficient of the squared log normaliser (1e-4 in PaLM); 0: off.
       ema_decay: decay of a moving average of the parameters that evaluation and export use; None: no average.
       loss_scaling: how a float16 run scales its loss; runs in other dtypes do not.
+      anomalies: what to do about numbers that are not finite, and about loss spikes.
       watch: when a step counts as hung.
       replica_check_every: steps between comparisons of the devices' copies of the parameters, bit by bit; 0: never.
       heartbeat_s: seconds without a sign of life after which the other processes take one for dead, and end.
@@ -78,6 +80,7 @@ class Trainer:
     z_loss: float = 0.0
     ema_decay: float | None = None
     loss_scaling: LossScaling = LossScaling()
+    anomalies: Anomalies = Anomalies()
     watch: Watch = Watch()
     replica_check_every: int = 1000
     heartbeat_s: int = 100
@@ -93,6 +96,11 @@ class Trainer:
             raise UserError(f"Trainer.replica_check_every is {self.replica_check_every}, must be at least 0 (0: never)")
         if self.heartbeat_s < 5:
             raise UserError(f"Trainer.heartbeat_s is {self.heartbeat_s}, must be at least 5")
+        if self.anomalies.on_spike is OnSpike.ROLL_BACK and not self.checkpointing.every:
+            raise UserError(
+                "Anomalies.on_spike ('roll_back') needs checkpoints to go back to, and Checkpointing.every is 0: set it, "
+                f"e.g. to {self.anomalies.roll_back_steps}"
+            )
         if self.z_loss < 0:
             raise UserError(f"Trainer.z_loss is {self.z_loss}, must be at least 0")
         if not 0 <= self.seed < 2**32:
@@ -114,6 +122,11 @@ class Trainer:
                 f"Dataset.length ({self.dataset.length}) must be at most {type(self.model).__name__}.max_length "
                 f"({longest}): try {longest}"
             )
+
+    @property
+    def float16_scaling(self) -> LossScaling | None:
+        """How the loss is scaled, if it is."""
+        return self.loss_scaling if self.model.dtype == "float16" else None
 
 
 def of_gin(length: int | None = None, encoder_length: int | None = None) -> Trainer:

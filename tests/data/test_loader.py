@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from capibara.data.baseline import unigram_bits_per_byte
-from capibara.data.dataset import Dataset
+from capibara.data.dataset import Dataset, Kind
 from capibara.data.loader import make_loader, merge_states
 from capibara.data.packing import Packing
 from capibara.data.sources import JsonlSource
@@ -306,6 +306,66 @@ def test_a_few_documents_without_text_do_no_harm(tmp_path):
     loader = make_loader(make_dataset(path, source=source, shuffle=False, append_eos=False), batch_size=2)
     with pytest.raises(UserError, match="none of a row's documents holds text"):
         next(loader)
+
+
+def row_texts(batch):
+    """Of each row the texts that it has parts of."""
+    for row, segments in zip(batch["targets"], batch["segment_ids"], strict=True):
+        yield [ByteVocabulary().decode(row[segments == n]) for n in range(1, segments.max(initial=0) + 1)]
+
+
+@pytest.mark.parametrize("packing", list(Packing))
+def test_the_documents_of_a_batch_can_be_told_afterwards(corpus, packing):
+    """Of any batch, whatever was prefetched since, in any epoch, before and after a stop."""
+    dataset = make_dataset(corpus, packing=packing, shuffle=True)
+    documents = dataset.source.open("train")
+    loader = make_loader(dataset, batch_size=BATCH)
+    told = []
+    for number in range(60):
+        position = loader.position
+        batch = next(loader)
+        if number == 30:
+            loader.set_state(loader.get_state())
+        if number % 5 == 0:
+            told.append((batch, position, loader.documents_after(position)))
+    assert loader.documents_after(told[-1][1]) == told[-1][2]
+    epochs = set()
+    for batch, _, found in told:
+        assert found["first_row"] == 0 and len(found["rows"]) == BATCH
+        for texts, names in zip(row_texts(batch), found["rows"], strict=True):
+            assert len(texts) == len(names) > 0
+            for text, name in zip(texts, names, strict=True):
+                assert text in documents.example(name["document"]).text
+            epochs |= {name["epoch"] for name in names}
+    assert epochs == set(range(max(epochs) + 1)) and len(epochs) > 1
+
+
+def test_each_host_tells_the_documents_of_its_rows(corpus):
+    dataset = make_dataset(corpus)
+    alone = make_loader(dataset, batch_size=BATCH)
+    hosts = [make_loader(dataset, batch_size=BATCH, shard_index=i, shard_count=2) for i in range(2)]
+    whole = alone.documents_after(alone.position)
+    parts = [host.documents_after(host.position) for host in hosts]
+    assert parts[0]["rows"] + parts[1]["rows"] == whole["rows"]
+    assert [part["first_row"] for part in parts] == [0, 2]
+
+
+def test_the_documents_of_pairs_are_told_once_a_row(corpus):
+    """Span corruption cuts a document into pairs; what was not corrupted of each stands in its row."""
+    vocabulary = ByteVocabulary(extra_ids=100)
+    dataset = make_dataset(corpus, kind=Kind.ENCODER_DECODER, encoder_length=64, length=32, vocabulary=vocabulary)
+    documents = dataset.source.open("train")
+    loader = make_loader(dataset, batch_size=BATCH)
+    position = loader.position
+    batch = next(loader)
+    for row, (ids, names) in enumerate(
+        zip(batch["encoder_tokens"], loader.documents_after(position)["rows"], strict=True)
+    ):
+        assert 0 < len(names) <= batch["encoder_segment_ids"][row].max()
+        assert len({tuple(name.items()) for name in names}) == len(names)
+        begun = {text.split(">")[0] for text in vocabulary.decode(ids).split("<")[1:]}
+        named = {documents.example(name["document"]).text[1:].split(">")[0] for name in names}
+        assert {number for number in begun if number.isdecimal()} <= named
 
 
 def test_unigram_bits_per_byte():

@@ -44,6 +44,22 @@ def test_same_documents_as_the_direct_feed():
     assert_same(*batches)
 
 
+def test_the_documents_of_a_batch_can_be_told_afterwards():
+    """Not shuffled, a task's examples are the documents of the source in their order."""
+    loader = make_loader(make_dataset(shuffle=False), batch_size=4)
+    documents, vocabulary = StdlibSource().open("train"), ByteVocabulary()
+    take(loader, 20)
+    position = loader.position
+    batch = next(loader)
+    found = loader.documents_after(position)
+    assert found["first_row"] == 0 and len(found["rows"]) == 4
+    for ids, segments, names in zip(batch["targets"], batch["segment_ids"], found["rows"], strict=True):
+        assert len(names) == segments.max() > 0
+        for segment, name in enumerate(names, 1):
+            assert name["host"] == 0
+            assert vocabulary.decode(ids[segments == segment]) in documents.example(name["example"]).text
+
+
 @pytest.mark.parametrize("name", ["python_stdlib", "python_stdlib_mix"])
 def test_resume_is_exact(name):
     dataset = make_dataset(name)

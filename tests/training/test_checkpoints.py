@@ -14,6 +14,7 @@ import xxhash
 from etils import epath
 
 from capibara.training import array_files, disk, manifest
+from capibara.training.anomalies import LossWindow
 from capibara.training.checkpoints import Checkpointing, Checkpoints, RestoredFromDamage
 from capibara.training.loss_scale import LossScale
 from capibara.training.state import TrainState, with_shardings
@@ -60,6 +61,41 @@ def test_a_loss_scale_comes_back_and_is_no_part_of_other_runs(tmp_path):
             "step", "params", "opt_state",
         }  # fmt: skip
         assert checkpoints.restore_state(checkpoints.restore_progress(2), target_of(state_of(0))).loss_scale is None
+
+
+def test_a_window_of_losses_comes_back_where_it_is_wanted_as_it_was(tmp_path):
+    """Switched off, on, or to another length between two starts, all else comes back."""
+    none = state_of(1)
+    four = dataclasses.replace(none, losses=LossWindow(jnp.arange(4.0), jnp.int32(7)))
+    six = dataclasses.replace(none, losses=LossWindow(jnp.zeros(6), jnp.int32(0)))
+    with Checkpoints(str(tmp_path), Checkpointing()) as checkpoints:
+        checkpoints.save(1, none, {}, {})
+        checkpoints.save(2, four, {}, {})
+        for step, target, want in ((2, four, four), (1, four, none), (2, none, none), (2, six, none)):
+            state = checkpoints.restore_state(checkpoints.restore_progress(step), target_of(target))
+            jax.tree.map(np.testing.assert_array_equal, state, want)
+        with pytest.raises(UserError, match="holds another model: params/layer/bias is"):
+            other = dataclasses.replace(state_of(1, width=5), losses=six.losses)
+            checkpoints.restore_state(checkpoints.restore_progress(2), target_of(other))
+
+
+def test_going_back_moves_newer_steps_aside(tmp_path, caplog):
+    with Checkpoints(str(tmp_path), Checkpointing(keep=9)) as checkpoints:
+        for step in (2, 4, 6, 8):
+            checkpoints.save(step, state_of(step), {"batches": step}, {})
+        checkpoints.wait()
+        assert [checkpoints.step_before(7, most) for most in (7, 5, 4, 1)] == [6, 4, 4, 2]
+        assert checkpoints.step_before(2, 1) is None
+        os.truncate(tmp_path / "checkpoints" / "4" / "run.json", 3)
+        assert checkpoints.step_before(7, 5) == 2 and "4 is damaged: run.json has 3 bytes" in caplog.text
+        assert checkpoints.go_back(2).data == {"batches": 2}
+        assert checkpoints.steps() == [2]
+        checkpoints.save(4, state_of(4), {"batches": 9}, {})
+        checkpoints.wait()
+        assert checkpoints.steps() == [2, 4] and checkpoints.restore_progress(4).data == {"batches": 9}
+        about = manifest.read(epath.Path(tmp_path) / "checkpoints" / "4").about
+        assert about["parent"] == 2
+        assert (tmp_path / "checkpoints" / "8.rolled_back" / "manifest.json").exists()
 
 
 @pytest.mark.parametrize("ema", [False, True])

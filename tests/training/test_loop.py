@@ -15,6 +15,7 @@ from capibara.models import api
 from capibara.optim import Optimizer, Schedule
 from capibara.sharding import Plan
 from capibara.training import run
+from capibara.training.anomalies import Anomalies
 from capibara.training.checkpoints import Checkpointing
 from capibara.training.trainer import Evaluation
 from capibara.types import UserError
@@ -144,7 +145,7 @@ def test_other_data_than_before_is_refused_and_leaves_no_threads(make_trainer, t
 def test_a_state_that_is_not_finite_is_not_saved(make_trainer, train):
     optimizer = Optimizer(schedule=Schedule(kind="constant", learning_rate=10.0), weight_decay=0.0, clip_norm=None)
     trainer = make_trainer(optimizer=optimizer, checkpointing=Checkpointing(every=1), steps=3)
-    poisoned = dataclasses.replace(trainer, z_loss=1e38)
+    poisoned = dataclasses.replace(trainer, z_loss=1e38, anomalies=Anomalies(skip_nonfinite=False))
     with pytest.raises(UserError, match=r"(loss|grad_norm) is (nan|inf) at step 1, not saved"):
         train(poisoned)
     assert not [name for name in os.listdir(os.path.join(trainer.model_dir, "checkpoints")) if name.isdigit()]

@@ -65,6 +65,19 @@ def test_skipped_updates_are_counted():
     assert "skipped" not in meter.read()
 
 
+def test_a_step_that_was_left_out_has_no_part_in_the_means():
+    """Also where its weights, and with them its tokens, are no numbers."""
+    meter, nan = Meter(100), float("nan")
+    for loss, tokens, skipped in ((4.0, 10, 0.0), (nan, nan, 1.0), (2.0, 30, 0.0), (9.0, 50, 1.0)):
+        spike = {"skipped": skipped, "loss_spikes": float(loss == 9.0)}
+        meter.add(step_metrics(loss, tokens, grad_norm=loss) | spike)
+    read = meter.read()
+    assert (read["loss"], read["grad_norm"], read["z_loss"]) == (2.5, 3.0, pytest.approx(0.25))
+    assert (read["skipped"], read["loss_spikes"], read["tokens"]) == (2.0, 1.0, 90.0)
+    meter.add(step_metrics(nan, 10) | {"skipped": 1.0})
+    assert math.isnan(meter.read()["loss"])
+
+
 def test_evaluation_metrics():
     metrics = evaluation_metrics(LossSums(nll=20.0, z=0.0, correct=5.0, weight=10.0), target_bytes=40)
     assert metrics == {
