@@ -44,8 +44,13 @@ def part(bucket, name):
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+def test_what_is_saved_in_a_bucket_comes_back(bucket):
+    part(bucket, "save")
+
+
+@pytest.mark.heavy
 def test_a_bucket_is_as_good_as_a_disk(bucket):
-    for name in ("save", "damage", "two writers", "options"):
+    for name in ("damage", "two writers", "options"):
         part(bucket, name)
 
 
