@@ -2,13 +2,13 @@
 
     python benchmarks/checkpoint.py [--mib=1024] [--rounds=5] [--folder=DIR] [--json=OUT]
     python benchmarks/checkpoint.py --flips=500
-    python benchmarks/checkpoint.py --training [--rounds=3]
+    python benchmarks/checkpoint.py --training [--rounds=15]
 
 The state is float32, in eight arrays. All contenders write it in turn, to the same disk, and read it back from the page
 cache; ratios are of medians. save: until it is on the disk, by our manifest's reckoning or fsync; Orbax does not sync.
 blocking: what a save takes of the training loop's time. load: until the arrays are on the device, ours verified.
 --flips: one bit of a random file of a checkpoint at a time, as often as is said: each must be found out, or have changed
-  nothing that is read. --training: a small run that saves every 20 steps beside one that never does.
+  nothing that is read. --training: blocks of 20 steps of a run, with a save at the beginning and without, in turn.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import pathlib
 import random
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -29,6 +28,7 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, os.path.dirname(HERE))  # the checkout's package, installed or not
 os.environ["JAX_PLATFORMS"] = "cpu"
 ARRAYS = 8
+STEPS = 20
 GOALS = {"save": 1.6, "load": 1.5, "blocking": 0.05, "training": 1.03}
 
 
@@ -198,29 +198,39 @@ def flips(count: int, folder: str) -> dict:
 
 
 def training(rounds: int, folder: str) -> dict:
-    """Seconds of 100 steps of a small run that saves every 20, and of one that never does, in turn."""
+    """Seconds of blocks of 20 steps of the quickstart's run on one device, every other one with a save, in one process."""
+    import logging
+
+    import jax
+
+    from capibara import config
+    from capibara.training.run import set_up
+    from capibara.training.trainer import Trainer
+
+    logging.disable(logging.WARNING)
+    model_dir = tempfile.mkdtemp(prefix="capibara-training-", dir=folder)
+    bindings = [f"MODEL_DIR={model_dir}", "Plan.fsdp=1", "Plan.tensor=1", "Evaluation.every=0", "Checkpointing.keep=1"]
+    config.parse(["quickstart.gin"], bindings)
     seconds: dict[str, list[float]] = {"saves": [], "never": []}
-    for index in range(rounds):
-        for name in ("saves", "never") if index % 2 else ("never", "saves"):
-            run = tempfile.mkdtemp(prefix="capibara-training-", dir=folder)
-            try:
-                seconds[name].append(_train(run, 20 if name == "saves" else 0))
-            finally:
-                shutil.rmtree(run, ignore_errors=True)
-        print(f"round {index + 1} of {rounds}: {seconds}", file=sys.stderr)
+    try:
+        with set_up(config.build(Trainer), jax.devices()[:1]) as run:
+            (state, step, early), metrics = run.start(), {}
+            for block in range(2 * rounds + 1):
+                name = "saves" if block % 2 else "never"
+                begin_s = time.perf_counter()
+                if name == "saves":
+                    run.save(step, state, early, metrics)
+                for _ in range(STEPS):
+                    step += 1
+                    state, metrics = run.step(step, state, run.next_batch())
+                jax.block_until_ready(state)
+                if block:  # the first warms up
+                    seconds[name].append(time.perf_counter() - begin_s)
+                run.checkpoints.wait()
+                print(f"{block} of {2 * rounds}: {time.perf_counter() - begin_s:.2f} s, {name}", file=sys.stderr)
+    finally:
+        shutil.rmtree(model_dir, ignore_errors=True)
     return {name: statistics.median(values) for name, values in seconds.items()}
-
-
-def _train(run: str, every: int) -> float:
-    """Seconds from step 20 to step 120, by the clock of the metrics file."""
-    command = [sys.executable, "-m", "capibara.train", "--gin_file=quickstart.gin", "--emulate=1"]
-    command += [f"--gin.MODEL_DIR={run}", "--gin.TRAIN_STEPS=121", f"--gin.Checkpointing.every={every}"]
-    command += ["--gin.Evaluation.every=0", "--gin.Trainer.log_every=20"]
-    environment = {**os.environ, "PYTHONPATH": os.path.dirname(HERE)}
-    subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
-    with open(os.path.join(run, "metrics.jsonl"), encoding="utf-8") as file:
-        times = {r["step"]: r["time"] for r in map(json.loads, file) if r["kind"] == "train"}
-    return times[120] - times[20]
 
 
 def main() -> None:
@@ -237,7 +247,7 @@ def main() -> None:
         print(", ".join(f"{value} {name}" for name, value in found.items()))
     elif options.training:
         found = training(options.rounds, options.folder)
-        print(f"100 steps: {found['saves']:.2f} s with a save every 20, {found['never']:.2f} s without: "
+        print(f"{STEPS} steps: {found['saves']:.2f} s with a save, {found['never']:.2f} s without: "
               f"{found['saves'] / found['never']:.3f}x (goal {GOALS['training']}x)")  # fmt: skip
     else:
         found = speed(options.mib, options.rounds, options.folder)

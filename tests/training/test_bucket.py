@@ -93,3 +93,5 @@ def test_a_run_lives_in_a_bucket(bucket, corpus, tmp_path):
     assert done.returncode == 0, done.stderr
     done = run(bucket, "-m", "capibara", "convert", "verify", "gs://bucket/tiny")
     assert done.returncode == 0 and done.stdout.split()[0] == "4", done.stdout + done.stderr
+    done = run(bucket, "-m", "capibara", "infer", "--model_dir=gs://bucket/tiny", "--prompt=def ")
+    assert done.returncode == 0 and done.stdout.startswith("def "), done.stdout + done.stderr
