@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--step", type=int, metavar="N", help="of list and verify: this one alone")
     parser.add_argument("--keep", type=int, metavar="N", help="of prune: newest steps that stay")
     parser.add_argument("--keep_every", type=int, metavar="N", help="of prune: multiples of it stay")
-    parser.add_argument("--damaged", action="store_true", help="of prune: remove what was moved aside as damaged, too")
+    parser.add_argument("--damaged", action="store_true", help="of prune: remove what was moved aside, too")
     parser.add_argument("--dry_run", action="store_true", help="of prune: say what would go, and remove nothing")
     parser.add_argument("--json", metavar="FILE", help="write what is printed there")
     args = cli.parse_arguments(parser, argv)

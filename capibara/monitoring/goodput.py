@@ -10,13 +10,15 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from capibara.monitoring.loggers import AGAIN
+
 # The order in which they are shown.
 CATEGORIES = ("productive", "data_wait", "evaluate", "save", "start", "set_up", "restore", "lost", "down", "other")
 
 
 @dataclasses.dataclass
 class _Life:
-    """One start of a run: its records, from the event "start" to the last before the next."""
+    """One start of a run, or what follows going back: its records, to the last before the next."""
 
     records: list[Mapping[str, Any]]
 
@@ -46,7 +48,7 @@ def account(records: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     """
     lives: list[_Life] = []
     for record in records:
-        if record["kind"] == "event" and record.get("event") == "start":
+        if record["kind"] == "event" and record.get("event") in AGAIN:
             lives.append(_Life([]))
         if lives:
             lives[-1].records.append(record)
@@ -57,7 +59,8 @@ def account(records: Iterable[Mapping[str, Any]]) -> dict[str, float]:
         following = lives[index + 1] if index + 1 < len(lives) else None
         _add(spent, life, following.first_step if following else None)
         if following:
-            spent["down"] += max(0.0, following.begin_s - life.end_s)
+            between_s = max(0.0, following.begin_s - life.end_s)
+            spent["down" if following.records[0]["event"] == "start" else "restore"] += between_s
     total = lives[-1].end_s - lives[0].begin_s
     spent["other"] = max(0.0, total - sum(spent.values()))
     return spent | {"total": total}

@@ -16,6 +16,7 @@ from capibara.training.callbacks import Callback, RunInfo
 from capibara.types import UserError
 
 METRICS_FILE = "metrics.jsonl"
+AGAIN = ("start", "roll_back")  # events after which the steps that follow theirs are made again
 
 
 def mfu(run: RunInfo, step_s: float) -> float | None:
@@ -33,9 +34,9 @@ class MetricsFile(Callback):
     """Appends everything to metrics.jsonl in the run folder, one JSON object a line.
 
     Each line has `kind` ("train", "eval", "sample" or "event"), `step` and `time` (seconds since 1970); train and eval
-    lines have the metrics beside them, samples `prompt` and `text`, events `event` ("start", "spent", "checkpoint" or
-    "end") and what belongs to it. Numbers that are not finite are null. Nothing is ever rewritten: a run that resumes from
-    its last checkpoint repeats the steps after it, and `read_metrics` keeps the newer lines.
+    lines have the metrics beside them, samples `prompt` and `text`, events `event` ("start", "spent", "checkpoint",
+    "roll_back" or "end") and what belongs to it. Numbers that are not finite are null. Nothing is ever rewritten: a run
+    that resumes from its last checkpoint repeats the steps after it, and `read_metrics` keeps the newer lines.
     """
 
     def __init__(self) -> None:
@@ -65,6 +66,9 @@ class MetricsFile(Callback):
         self._write("event", step, event="checkpoint")
         self._lines.flush()
 
+    def on_roll_back(self, step: int) -> None:
+        self._write("event", step, event="roll_back")
+
     def on_train_end(self, step: int, reason: str) -> None:
         self._write("event", step, event="end", reason=reason)
         self._lines.close()
@@ -88,7 +92,7 @@ def folder_error(path: str) -> UserError:
 def read_metrics(path: str) -> list[dict[str, Any]]:
     """The records of a metrics.jsonl as if the run had never been stopped.
 
-    A start at step k makes everything recorded before of later steps void; of several lines of one kind and step
+    A start at step k, or going back to it, makes everything recorded before of later steps void; of several lines of one kind and step
     (for samples: and prompt; for events: and event) the last counts. A torn line, from a run that was killed, is
     left out.
 
@@ -105,7 +109,7 @@ def read_metrics(path: str) -> list[dict[str, Any]]:
     kept: dict[tuple[Any, ...], dict[str, Any]] = {}
     for record in all_records(path):
         kind, step = record["kind"], record["step"]
-        if kind == "event" and record.get("event") == "start":
+        if kind == "event" and record.get("event") in AGAIN:
             kept = {key: old for key, old in kept.items() if old["step"] <= step}
         key = (kind, step, record.get("prompt") if kind == "sample" else record.get("event"))
         kept.pop(key, None)

@@ -67,6 +67,9 @@ class Callback:
     def on_checkpoint(self, step: int) -> None:
         """After a checkpoint of `step` was handed to the writer."""
 
+    def on_roll_back(self, step: int) -> None:
+        """After the run went back to `step` because of a loss spike: what was told of later steps is void."""
+
     def on_train_end(self, step: int, reason: str) -> None:
         """After the last step; `reason` is "finished", "early_stopping" or "interrupted"."""
 
@@ -97,6 +100,9 @@ class Callbacks(Callback):
 
     def on_checkpoint(self, step: int) -> None:
         self._each("on_checkpoint", step)
+
+    def on_roll_back(self, step: int) -> None:
+        self._each("on_roll_back", step)
 
     def on_train_end(self, step: int, reason: str) -> None:
         self._each("on_train_end", step, reason)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from capibara.training.retention import expendable
 from capibara.types import UserError
 
 Row = dict[str, Any]
+_ASIDE = {step_folders.DAMAGED: "found it damaged", step_folders.ROLLED_BACK: "went back before it"}
 
 
 class Inspection:
@@ -35,7 +37,7 @@ class Inspection:
             raise UserError(
                 f"{model_dir} is no run folder: it has no folder {self._folder.name} that can be read"
             ) from error
-        self._damaged = sorted(name for name in names if name.endswith(step_folders.DAMAGED))
+        self._aside = sorted(name for name in names if name.endswith(tuple(_ASIDE)))
         if step is not None:
             if step not in self._steps:
                 have = ", ".join(map(str, self._steps[-5:])) or "none"
@@ -45,7 +47,8 @@ class Inspection:
     def listed(self) -> list[Row]:
         """A row for every step, by its manifest alone."""
         return [self._row(step)[0] for step in self._steps] + [
-            {"step": name, "faults": ["moved aside by a run that found it damaged"]} for name in self._damaged
+            {"step": name, "faults": [f"moved aside by a run that {_ASIDE[pathlib.PurePath(name).suffix]}"]}
+            for name in self._aside
         ]
 
     def verified(self, status: Callable[[int], None] = lambda step: None) -> list[Row]:
@@ -77,14 +80,14 @@ class Inspection:
         drop = expendable(self._steps, keep=keep, keep_every=keep_every)
         stay = [step for step in self._steps if step not in drop]
         rows = [self._row(step)[0] for step in drop]
-        rows += [{"step": name, "faults": []} for name in self._damaged if damaged]
+        rows += [{"step": name, "faults": []} for name in self._aside if damaged]
         with self._held(dry_run):
             if drop and not step_folders.prune(self._folder, stay, () if dry_run else drop):
                 raise UserError(
                     f"none of the steps that would stay ({', '.join(map(str, stay))}) is what was saved: nothing is removed; "
                     "capibara convert verify says what is wrong with them"
                 )
-            for name in self._damaged if damaged and not dry_run else ():
+            for name in self._aside if damaged and not dry_run else ():
                 step_folders.remove(self._folder / name)
         return rows
 

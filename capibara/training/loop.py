@@ -11,8 +11,9 @@ import jax
 from capibara.training.callbacks import Callback
 from capibara.training.disk import disk_full_explained
 from capibara.training.interrupt import StopRequest
-from capibara.training.metrics import Meter
+from capibara.training.metrics import EarlyStopping, Meter
 from capibara.training.run import Run, set_up
+from capibara.training.state import TrainState
 from capibara.training.trainer import Trainer
 from capibara.training.watchdog import Watchdog
 from capibara.types import Params
@@ -90,7 +91,7 @@ def train(
                 callbacks.on_step(step, meter.read() | run.counters())
                 if (spike := run.spike()) is not None:
                     with meter.paused("roll_back"), dog.paused():
-                        state, first_step, early = run.roll_back(spike, state)
+                        state, first_step, early = _gone_back(run, spike, state, callbacks)
                     step = saved = first_step
             dog.beat(step)
         return _ended(run, callbacks, meter, step, early.stop, signal_number)
@@ -105,6 +106,13 @@ def _ended(run: Run, callbacks: Callback, meter: Meter, step: int, stopped: bool
     callbacks.on_spent(outcome.step, meter.spent())
     callbacks.on_train_end(outcome.step, outcome.reason)
     return outcome
+
+
+def _gone_back(run: Run, spike: int, state: TrainState, callbacks: Callback) -> tuple[TrainState, int, EarlyStopping]:
+    """Goes back from a loss spike, tells the callbacks, and returns what `Run.start` does."""
+    state, step, early = run.roll_back(spike, state)
+    callbacks.on_roll_back(step)
+    return state, step, early
 
 
 def _evaluate(run: Run, step: int, params: Params, callbacks: Callback, sampler: Sampler | None) -> float:

@@ -75,6 +75,21 @@ def test_a_process_that_is_killed_ends_the_others(shell, killed):
 
 
 @pytest.mark.heavy
+@pytest.mark.fault(4, 5)
+def test_one_signal_to_one_process_saves_one_step_on_all(shell):
+    processes = start_two(shell, "signalled")
+    for _ in range(3):  # the second and third do no harm
+        processes[1].send_signal(signal.SIGTERM)
+        time.sleep(0.05)
+    assert ends(processes, within_s=60) == [128 + signal.SIGTERM] * 2
+    with Checkpoints(str(shell.folder / "signalled"), Checkpointing(), read_only=True) as reader:
+        step = reader.verified_step()
+        assert step == max(reader.steps()) and not reader.damaged
+    done = shell.run(*TRAIN, "--emulate=4", "--gin.MODEL_DIR=signalled", f"--gin.TRAIN_STEPS={step + 2}")
+    assert done.code == 0 and f"carrying on from step {step};" in done.out, done.err
+
+
+@pytest.mark.heavy
 @pytest.mark.fault(35)
 def test_a_process_that_is_stopped_ends_the_others(shell):
     """It neither answers nor closes its connections: the heartbeat or the watchdog, whichever comes first."""

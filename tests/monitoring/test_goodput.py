@@ -41,6 +41,16 @@ def test_steps_that_the_next_life_makes_again_are_lost():
     assert sum(found[name] for name in goodput.CATEGORIES) == pytest.approx(found["total"]) == pytest.approx(37.0)
 
 
+def test_steps_that_a_run_goes_back_over_are_lost():
+    """In one start: 7 steps again after a loss spike, and 2 seconds until it had gone back."""
+    records = [*start(0, 10.0, start=1.0), train(10, 20.0, 1.0), train(17, 27.0, 1.0)]
+    records += [{"kind": "event", "event": "roll_back", "step": 10, "time": 29.0}, train(20, 39.0, 1.0)]
+    found = goodput.account(records)
+    assert found["lost"] == pytest.approx(7.0) and found["productive"] == pytest.approx(20.0)
+    assert found["restore"] == pytest.approx(2.0) and found["down"] == 0.0
+    assert sum(found[name] for name in goodput.CATEGORIES) == pytest.approx(found["total"]) == pytest.approx(30.0)
+
+
 def test_a_life_without_steps_and_numbers_that_are_null():
     assert goodput.account([]) == {} and goodput.line({}) is None
     assert goodput.account([train(1, 1.0, 1.0)]) == {}

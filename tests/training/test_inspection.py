@@ -41,6 +41,18 @@ def test_steps_are_listed_with_what_they_are(model_dir, capsys):
     assert rows[1]["step"] == 2 and rows[1]["parent"] == 1 and rows[1]["bytes"] > 400 and rows[1]["faults"] == []
 
 
+def test_what_was_moved_aside_is_listed_and_goes_when_asked(model_dir, capsys):
+    folder = model_dir / "checkpoints"
+    (folder / "3").rename(folder / "3.rolled_back")
+    (folder / "2").rename(folder / "2.damaged")
+    assert run("list", model_dir) == 0
+    out = capsys.readouterr().out
+    assert "2.damaged  moved aside by a run that found it damaged" in out
+    assert "3.rolled_back  moved aside by a run that went back before it" in out
+    assert run("prune", model_dir, "--keep=1", "--damaged") == 0
+    assert [path.name for path in folder.iterdir()] == ["1"]
+
+
 def test_every_file_is_verified(model_dir, capsys):
     assert run("verify", model_dir) == 0
     damage(model_dir, 2)
