@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
 from capibara.fields import did_you_mean
-from capibara.types import UserError
+from capibara.types import TryAgain, UserError
 
 EXIT_USER_ERROR = 2
 EXIT_HUNG = 75  # EX_TEMPFAIL of sysexits.h: the same may work when it is tried again
@@ -126,6 +126,10 @@ def run_verb(main: Callable[[Sequence[str] | None], int | None], argv: Sequence[
     except BrokenPipeError:  # the reader of our output has had enough, as head has
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains of it at its exit
         return EXIT_BROKEN_PIPE
+    except TryAgain as error:
+        sys.stdout.flush()
+        print(f"error: {error}", file=sys.stderr)
+        return _leaving_peers(EXIT_HUNG)
     except Exception as error:
         message = _user_message(error)
         if message is None:

@@ -51,7 +51,7 @@ def read(path: str) -> str | None:
             return epath.Path(path).read_text()
         with open(path, encoding="utf-8") as file:
             return file.read()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
 
 

@@ -35,6 +35,10 @@ BATCH_KEYS = ("tokens", "targets", "weights", "segment_ids", "positions")  # of 
 ENCODER_KEYS = ("encoder_tokens", "encoder_segment_ids", "encoder_positions")
 
 
+class TryAgain(Exception):
+    """What has happened is over: the same command, run again, goes on; one line."""
+
+
 class UserError(ValueError):
     """A mistake in what the user gave us.
 

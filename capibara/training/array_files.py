@@ -12,8 +12,8 @@ import jax
 from etils import epath
 
 from capibara import tree
-from capibara.training import chunks, disk, manifest, storage
-from capibara.training.manifest import File
+from capibara.training import chunks, disk, storage
+from capibara.training.manifest import Damaged, File
 from capibara.types import PyTree
 
 
@@ -27,18 +27,21 @@ def write(folder: epath.Path, arrays: PyTree, *, compress: bool = False) -> list
 
     Returns:
       Those of the files that are chunks of which this process holds the contents, with the hashes of what it holds; of
-      compressed ones with those of what the disk holds.
+      compressed ones, which are decoded and compared with that, of what the disk does.
     """
     import orbax.checkpoint as ocp
 
     with _checkpointer(ocp, compress) as writer:
         writer.save(folder / chunks.FOLDER, args=ocp.args.PyTreeSave(arrays))
-    jobs = []
-    for name, leaf in zip(tree.path_names(arrays), jax.tree.leaves(arrays), strict=True):
-        inner = folder / chunks.folder_of(name)
+
+    def written(named: tuple[str, jax.Array]) -> list[tuple[chunks.Layout, epath.Path, str, jax.Array]]:
+        inner = folder / chunks.folder_of(named[0])
         cut = chunks.Layout.parse((inner / chunks.LAYOUT).read_bytes())
-        jobs += [(cut, chunk, name, leaf) for chunk in inner.iterdir() if not chunk.name.startswith(".")]
-    return [file for file in storage.each(lambda job: _chunk(*job), jobs) if file is not None]
+        return [(cut, chunk, *named) for chunk in inner.iterdir() if not chunk.name.startswith(".")]
+
+    jobs = storage.each(written, zip(tree.path_names(arrays), jax.tree.leaves(arrays), strict=True))
+    found = storage.each(lambda job: _chunk(*job), [job for of_array in jobs for job in of_array])
+    return [file for file in found if file is not None]
 
 
 def hush() -> None:
@@ -71,8 +74,11 @@ def _chunk(cut: chunks.Layout, path: epath.Path, name: str, array: jax.Array) ->
     inner = f"{chunks.folder_of(name)}/{path.name}"
     if cut.compressor is None:
         return File(inner, content.nbytes, digest, array=name, chunk=index)
-    on_disk = manifest.of_disk(path.parent, [path.name])[0]
-    return File(inner, on_disk.size, on_disk.xxh128, array=name, chunk=index, content=digest)
+    data, on_disk = storage.read_hashed(path, path.stat().length)
+    file = File(inner, len(data), on_disk, array=name, chunk=index, content=digest)
+    if chunks.content_hash(chunks.decode(data, cut, file), None) != digest:
+        raise Damaged(f"{file.describe()} does not hold what was to be saved")
+    return file
 
 
 def _is_news(record: logging.LogRecord) -> bool:

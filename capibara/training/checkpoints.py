@@ -30,21 +30,21 @@ import jax
 import numpy as np
 
 from capibara import tree
-from capibara.training import array_files, chunks, hosts, manifest, step_folders, storage
+from capibara.training import array_files, chunks, hosts, manifest, shapes, step_folders, storage
 from capibara.training.background import Task, before_exit
 from capibara.training.checkpointing import Checkpointing, Compression, Verify
-from capibara.training.disk import disk_full_explained, free_bytes, is_disk_full
+from capibara.training.disk import disk_full_explained, free_bytes, is_disk_full, not_writable_explained
 from capibara.training.lease import Lease
+from capibara.training.encryption import Key
 from capibara.training.manifest import Damaged, File, Manifest
 from capibara.training.snapshot import snapshot
 from capibara.training.state import TrainState
 from capibara.training.step_files import Writer, together
 from capibara.tree import byte_count
-from capibara.types import PyTree, UserError
+from capibara.types import PyTree, TryAgain, UserError
 
 _ATTEMPTS, _PAUSE_S = 3, 0.5  # of a save that fails for another reason than a full disk; the pause doubles
 _T = TypeVar("_T")
-_NOT_WRITABLE = (NotADirectoryError, FileExistsError, PermissionError, FileNotFoundError)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Restored:
     shapes: dict[str, str]
 
 
-class RestoredFromDamage(RuntimeError):
+class RestoredFromDamage(TryAgain):
     """What a run was restored from turned out not to be what was saved: it must be started again."""
 
 
@@ -87,8 +87,9 @@ class Checkpoints:
         self._folder = step_folders.folder_of(model_dir)
         self._config, self._about = config, dict(about or {})
         self._read_only, self._lease = read_only, None
-        self._key = None if config.encryption is None else config.encryption.key()
-        self._writer = Writer(compress=config.compression is Compression.ZSTD, key=self._key)
+        self._keys = {} if config.encryption is None else config.encryption.keys()
+        key = config.encryption.key() if config.encryption is not None and config.encryption.encrypt else None
+        self._writer = Writer(compress=config.compression is Compression.ZSTD, key=key)
         self._saving: Task | None = None
         self._verifying: Task | None = None
         self._open = contextlib.ExitStack()
@@ -162,6 +163,7 @@ class Checkpoints:
     def _newest(self, attempt: Callable[[int], _T]) -> _T | None:
         """What `attempt` gives of the newest step that it finds undamaged, on all processes; None: there is no step."""
         step_folders.check_foreign(self._folder)
+        passed: list[int] = []  # moved aside only when there is one to carry on from
         for step in hosts.gathered(self.steps()[::-1])[0]:
             found, fault = None, None
             try:
@@ -170,10 +172,14 @@ class Checkpoints:
                 fault = str(error)
             fault = next(filter(None, hosts.gathered(fault)), None)
             if fault is None:
+                for other in passed if not self._read_only and jax.process_index() == 0 else ():
+                    step_folders.move_aside(self._folder / str(other), step_folders.DAMAGED)
                 if self._config.verify is Verify.BACKGROUND:
                     self._verifying = Task(functools.partial(self._verify_later, step), "capibara-verify")
                 return found
-            self._pass_over(step, fault)
+            passed.append(step)
+            self.damaged[step] = fault
+            logging.getLogger(__name__).warning("%s/%d is damaged: %s", self._folder, step, fault)
         if self.damaged:
             last = max(self.damaged)
             raise UserError(
@@ -222,15 +228,15 @@ class Checkpoints:
         arrays = _as_dict(state)
         with self._disk_errors():
             self._check_room(byte_count(arrays))
-        values = {"data": data, "progress": progress, "shapes": _shapes(arrays)}
+        values = {"data": data, "progress": progress, "shapes": shapes.of(arrays)}
         about = self._about | {"date": _now(), "score": score, "parent": self._parent}
         about["data"] = storage.hash_of(json.dumps(data.get("settings"), sort_keys=True).encode())
-        if self._key is not None:  # the manifest is not encrypted
+        if self._writer.key is not None:  # the manifest is not encrypted
             values["config"] = about.pop("config", None)
         run = json.dumps(values).encode()  # now: what it is made of may change
         self._parent = step
         copies, finite = snapshot(arrays)
-        write = functools.partial(self._write, step, copies, finite, run, about)
+        write = functools.partial(self._write, step, copies, finite, run, about, self._verifying)
         self._saving = Task(write, "capibara-save")
 
     def restore_progress(self, step: int) -> Restored:
@@ -244,10 +250,14 @@ class Checkpoints:
         file = found.by_path.get(manifest.RUN)
         if file is None:
             raise Damaged(f"{manifest.RUN} is gone")
-        content = manifest.contents(self._folder / str(step), file, check=self._checks)
-        values = json.loads(chunks.opened(content, found, file, self._key).tobytes())
+        content = manifest.contents(self._folder / str(step), file)
+        try:
+            values = json.loads(chunks.opened(content, found, file, self._key_of(found)).tobytes())
+            restored = Restored(step=step, **{name: values[name] for name in ("data", "progress", "shapes")})
+        except (ValueError, KeyError, TypeError) as error:
+            raise Damaged(f"{manifest.RUN} cannot be read ({manifest.one_line(error)})") from error
         self._parent = step
-        return Restored(step=step, **{name: values[name] for name in ("data", "progress", "shapes")})
+        return restored
 
     def restore_state(self, restored: Restored, target: TrainState) -> TrainState:
         """Reads the arrays of a step onto the devices.
@@ -264,10 +274,10 @@ class Checkpoints:
           Damaged: it is not what was saved.
         """
         saved, wanted = restored.shapes, _as_dict(target)
-        if _window(saved) != _window(_shapes(wanted)):
+        if _window(saved) != _window(shapes.of(wanted)):
             saved = {path: shape for path, shape in saved.items() if path not in _window(saved)}
             wanted.pop("losses", None)
-        self._check_shapes(restored.step, saved, _shapes(wanted))
+        shapes.check(self._folder / str(restored.step), saved, shapes.of(wanted), cast=self._config.cast)
         return TrainState(**self._read(restored.step, wanted))
 
     def step_before(self, spike: int, at_most: int) -> int | None:
@@ -300,13 +310,14 @@ class Checkpoints:
         """
         saved = self.restore_progress(step).shapes
         name = "ema" if any(path.startswith("ema/") for path in saved) else "params"
-        self._check_shapes(step, {p: s for p, s in saved.items() if p.startswith(f"{name}/")}, _shapes({name: target}))
+        saved = {path: shape for path, shape in saved.items() if path.startswith(f"{name}/")}
+        shapes.check(self._folder / str(step), saved, shapes.of({name: target}), cast=self._config.cast)
         return self._read(step, {name: target})[name]
 
     def check(self) -> None:
-        """Raises what a save has failed with, if one has; waits for nothing."""
-        if self._saving is not None and self._saving.done:
-            self.wait()
+        """Raises what a save has failed with, or a verification beside training, if one has; waits for nothing."""
+        if (self._saving is not None and self._saving.done) or (self._verifying is not None and self._verifying.done):
+            self._raise_ended(waits=False)
 
     def wait(self) -> None:
         """Waits until every save is on disk.
@@ -314,10 +325,13 @@ class Checkpoints:
         Raises:
           UserError: the disk was full, or what this run was restored from is not what was saved.
         """
+        self._raise_ended(waits=True)
+
+    def _raise_ended(self, waits: bool) -> None:
         with self._disk_errors():
             for name in ("_saving", "_verifying"):
                 task: Task | None = getattr(self, name)
-                if task is not None and (name == "_saving" or task.done):
+                if task is not None and (task.done or (waits and name == "_saving")):
                     setattr(self, name, None)
                     task.wait()
 
@@ -336,8 +350,16 @@ class Checkpoints:
             print(f"error: {error}", file=sys.stderr, flush=True)
             os._exit(1)
 
-    def _write(self, step: int, arrays: PyTree, finite: jax.Array, run: bytes, about: dict[str, Any]) -> None:
-        """Writes and commits a step, in the thread of a save."""
+    def _write(
+        self,
+        step: int,
+        arrays: PyTree,
+        finite: jax.Array,
+        run: bytes,
+        about: dict[str, Any],
+        verifying: Task | None,
+    ) -> None:
+        """Writes and commits a step, in the thread of a save; not where what the run was restored from is damaged."""
         good = np.asarray(finite.addressable_data(0))
         if bad := [name for name, ok in zip(tree.path_names(arrays), good, strict=True) if not ok]:
             raise UserError(
@@ -348,64 +370,73 @@ class Checkpoints:
         for attempt in range(_ATTEMPTS):
             try:
                 files = self._writer.write(folder, arrays, run, base, self._check_lease)
+                if verifying is not None:
+                    verifying.wait()
                 if jax.process_index() == 0:
                     self._check_lease()
-                    manifest.write(folder, Manifest(step, tuple(files), about, self._writer.encryption()))
+                    manifest.write(folder, self._writer.signed(Manifest(step, tuple(files), about)))
                 break
             except Exception as error:
-                if isinstance(error, UserError):  # the lease is another's now, and so is what lies there
-                    raise
                 if jax.process_index() == 0:  # the others do not know whether it has been committed meanwhile
-                    with contextlib.suppress(OSError):
+                    with contextlib.suppress(OSError, UserError):
+                        self._check_lease()  # where it is another's now, so is what lies there
                         step_folders.remove(folder)
                 last = attempt == _ATTEMPTS - 1 or jax.process_count() > 1  # the others would wait for ever
-                if last or is_disk_full(error):
+                if last or is_disk_full(error) or isinstance(error, (UserError, TryAgain)):
                     raise
                 logging.getLogger(__name__).warning("saving step %d failed (%s): trying again", step, error)
                 time.sleep(_PAUSE_S * 2**attempt)
         together("committed")
         if jax.process_index() == 0:
-            step_folders.retain(self._folder, self._config)
+            self._check_lease()
+            step_folders.retain(self._folder, self._config, written=step)
 
     def _base(self, parent: int | None) -> Manifest | None:
         """What an incremental step refers to; None: nothing."""
         if not self._config.incremental or parent is None:
             return None
         with contextlib.suppress(Damaged):
-            return manifest.read(self._folder / str(parent))
+            return self._manifest(parent)
 
     def _manifest(self, step: int) -> Manifest:
         """Of a step that we have the key of."""
         found = manifest.read(self._folder / str(step))
-        if found.encryption is not None:
+        key, encryption = self._key_of(found), self._config.encryption
+        if key is not None:
+            key.check_mac(found.signed(), found.mac)
+        elif found.encryption is not None:
             wanted = found.encryption.get("key")
-            if self._key is None or self._key.id != wanted:
-                given = "no key is" if self._key is None else f"the key {self._key.id} is"
-                raise UserError(
-                    f"checkpoint {self._folder}/{step} is encrypted with the key {wanted}, {given} given: set "
-                    "Checkpointing.encryption = @Encryption(), and what holds that key"
+            raise UserError(
+                f"checkpoint {self._folder}/{step} is encrypted with the key {wanted}, "
+                + (
+                    f"{' and '.join(self._keys)} given: give that key, as Encryption.old_key_file where it was replaced"
+                    if self._keys
+                    else "no key is given: set Checkpointing.encryption = @Encryption(), and what holds that key"
                 )
+            )
+        elif encryption is not None and encryption.encrypt and not encryption.plain_steps:
+            raise UserError(
+                f"checkpoint {self._folder}/{step} is not encrypted, and Checkpointing.encryption is set: where it is your "
+                "own, set Encryption.plain_steps = True to carry on from it"
+            )
         return found
 
-    @property
-    def _checks(self) -> bool:
-        return self._config.verify is Verify.BEFORE
+    def _key_of(self, found: Manifest) -> Key | None:
+        """The key of an encrypted step, if we have it."""
+        return None if found.encryption is None else self._keys.get(found.encryption.get("key", ""))
 
     def _read(self, step: int, target: PyTree) -> PyTree:
-        found = self._manifest(step)
-        return chunks.read(self._folder / str(step), found, target, check=self._checks, key=self._key)
-
-    def _pass_over(self, step: int, why: str) -> None:
-        self.damaged[step] = why
-        logging.getLogger(__name__).warning("%s/%d is damaged: %s", self._folder, step, why)
-        if not self._read_only and jax.process_index() == 0:
-            step_folders.move_aside(self._folder / str(step), step_folders.DAMAGED)
+        found, check = self._manifest(step), self._config.verify is Verify.BEFORE
+        return chunks.read(self._folder / str(step), found, target, check=check, key=self._key_of(found))
 
     def _verify_later(self, step: int) -> None:
         try:
             manifest.verify(self._folder / str(step), _is_ours)
         except Damaged as fault:
-            self._pass_over(step, str(fault))
+            self.damaged[step] = str(fault)
+            if not self._read_only:  # whichever process has found it
+                with contextlib.suppress(FileNotFoundError):
+                    step_folders.move_aside(self._folder / str(step), step_folders.DAMAGED)
             raise RestoredFromDamage(
                 f"{self._folder}/{step}, from which this run was restored, is damaged: {fault}: run the command again to "
                 "carry on from the step before"
@@ -417,45 +448,20 @@ class Checkpoints:
 
     def _check_room(self, state_bytes: int) -> None:
         """Refuses a save that cannot end well: one that fails half-way takes the rest of the disk with it."""
+        if self._config.incremental:
+            return  # what is written is known only when it has been compared
         if not storage.is_remote(self._folder) and free_bytes(os.fspath(self._folder)) < state_bytes:
             raise OSError(errno.ENOSPC, f"a checkpoint takes about {state_bytes / 2**20:.0f} MiB")
 
-    def _check_shapes(self, step: int, saved: dict[str, Any], wanted: dict[str, Any]) -> None:
-        # Parameters first: the moments of the optimizer differ only because they do.
-        for path in sorted(saved.keys() | wanted.keys(), key=lambda p: (not p.startswith("params/"), p)):
-            old, new = saved.get(path, "nothing"), wanted.get(path, "nothing")
-            if old != new and not (self._config.cast and _differ_in_precision(old, new)):
-                part, absent = path.partition("/")[0], "nothing" in (old, new)
-                other = {"opt_state": "another optimizer's state"}
-                other |= {"ema": "another ema_decay's state"} if absent else {}
-                other |= {"loss_scale": "another dtype's state"}
-                cast = ", set Checkpointing.cast = True" if _differ_in_precision(old, new) else ""
-                raise UserError(
-                    f"checkpoint {self._folder}/{step} holds {other.get(part, 'another model')}: {path} is {old} "
-                    f"there, {new} in this configuration: restore the configuration of the run{cast}, or set another "
-                    "MODEL_DIR"
-                )
-
     @contextmanager
     def _disk_errors(self) -> Iterator[None]:
-        try:
-            with disk_full_explained(self._folder):
-                yield
-        except _NOT_WRITABLE as error:
-            raise UserError(
-                f"{self._folder} cannot be written ({error.strerror}: {error.filename}): set another MODEL_DIR"
-            ) from error
+        with not_writable_explained(self._folder), disk_full_explained(self._folder):
+            yield
 
 
 def _is_ours(file: File) -> bool:
     """Whether this process verifies a file: each has its share."""
     return int(file.xxh128, 16) % jax.process_count() == jax.process_index()
-
-
-def _differ_in_precision(old: str, new: str) -> bool:
-    """Whether two of `_shapes` differ in their floating-point dtype alone."""
-    (old_dtype, old_shape), (new_dtype, new_shape) = (text.partition("[")[::2] for text in (old, new))
-    return old_shape == new_shape and all("float" in dtype for dtype in (old_dtype, new_dtype))
 
 
 def _now() -> str:
@@ -472,9 +478,3 @@ def _as_dict(state: TrainState) -> dict[str, Any]:
 
 def _window(shapes: Mapping[str, str]) -> dict[str, str]:
     return {path: shape for path, shape in shapes.items() if path.startswith("losses/")}
-
-
-def _shapes(arrays: PyTree) -> dict[str, str]:
-    """Name -> "float32[2,3]" for every array, so that two models can be told apart before anything is read."""
-    described = (f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]" for leaf in jax.tree.leaves(arrays))
-    return dict(zip(tree.path_names(arrays), described, strict=True))

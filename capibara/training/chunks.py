@@ -11,8 +11,8 @@ import functools
 import itertools
 import json
 import math
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,7 @@ from capibara.types import PyTree
 FOLDER, LAYOUT = "state", ".zarray"
 COMPRESSOR = {"id": "zstd", "level": 1}
 _TOGETHER_BYTES = 4 << 30  # of arrays that are in the host's memory at a time
+_T = TypeVar("_T")
 Bounds = tuple[tuple[int, int], ...]  # (start, stop) along each dimension
 
 
@@ -87,7 +88,7 @@ def folder_of(array: str) -> str:
     return f"{FOLDER}/{array.replace('/', '.')}"
 
 
-def layout(folder: epath.Path, found: Manifest, array: str, *, check: bool = True) -> Layout:
+def layout(folder: epath.Path, found: Manifest, array: str) -> Layout:
     """How an array of a step is cut.
 
     Raises:
@@ -96,7 +97,10 @@ def layout(folder: epath.Path, found: Manifest, array: str, *, check: bool = Tru
     path = f"{folder_of(array)}/{LAYOUT}"
     if path not in found.by_path:
         raise Damaged(f"{path} is gone")
-    return Layout.parse(manifest.contents(folder, found.by_path[path], check=check).tobytes())
+    try:
+        return Layout.parse(manifest.contents(folder, found.by_path[path]).tobytes())
+    except (ValueError, KeyError, TypeError) as error:
+        raise Damaged(f"{path} cannot be read ({manifest.one_line(error)})") from error
 
 
 def read(folder: epath.Path, found: Manifest, target: PyTree, *, check: bool = True, key: Key | None = None) -> PyTree:
@@ -115,7 +119,7 @@ def read(folder: epath.Path, found: Manifest, target: PyTree, *, check: bool = T
     names, leaves = tree.path_names(target), jax.tree.leaves(target)
     arrays = storage.each(lambda pair: _Array(folder, found, *pair, check, key), list(zip(names, leaves, strict=True)))
     placed = []
-    for together in _by_bytes(arrays):
+    for together in _by_bytes(arrays, lambda array: array.bytes):
         storage.each(lambda job: job[0].read(job[1]), [(array, index) for array in together for index in array.needed])
         placed += [array.placed() for array in together]
     return jax.tree.unflatten(jax.tree.structure(target), placed)
@@ -155,14 +159,15 @@ def write(folder: epath.Path, arrays: PyTree, key: Key, compressor: dict[str, An
         content = key.content_hash(_bytes(plain))
         return File(path, len(data), storage.hash_of(data), array=name, chunk=index, content=content)
 
-    return storage.each(sealed, jobs)
+    together = _by_bytes(jobs, lambda job: 3 * job[2].data.nbytes)  # as it is, encrypted, and its pieces joined
+    return [file for group in together for file in storage.each(sealed, group)]
 
 
 def opened(content: np.ndarray, found: Manifest, file: File, key: Key | None) -> np.ndarray:
     """The bytes of a file of a step, decrypted where they are encrypted."""
     if found.encryption is None or file.path.endswith(LAYOUT):
         return content
-    assert key is not None, "Checkpoints asks for the key first"
+    assert key is not None, "who reads an encrypted step has its key"
     at = found.step if file.step is None else file.step
     return np.frombuffer(key.open(content.data, _seal(at, file.path)), np.uint8)
 
@@ -196,7 +201,7 @@ def encode(chunk: np.ndarray, cut: Layout) -> bytes:
     return kvstore.read(name).result().value
 
 
-def decode(data: np.ndarray, cut: Layout) -> np.ndarray:
+def decode(data: np.ndarray, cut: Layout, file: File) -> np.ndarray:
     """The chunk of a compressed file.
 
     Raises:
@@ -206,7 +211,7 @@ def decode(data: np.ndarray, cut: Layout) -> np.ndarray:
         store, _, _ = _in_memory(cut, data.tobytes())
         return store.read().result()
     except ValueError as error:
-        raise Damaged(f"a chunk cannot be decoded ({manifest.one_line(error)})") from error
+        raise Damaged(f"{file.describe()} cannot be decoded ({manifest.one_line(error)})") from error
 
 
 class _Array:
@@ -216,7 +221,7 @@ class _Array:
         self, folder: epath.Path, found: Manifest, name: str, target: jax.ShapeDtypeStruct, check: bool, key: Any
     ):
         self._folder, self._found, self._name, self._check, self._key = folder, found, name, check, key
-        self._target, self._cut = target, layout(folder, found, name, check=check)
+        self._target, self._cut = target, layout(folder, found, name)
         parts = target.sharding.addressable_devices_indices_map(target.shape).values()
         self._parts: dict[Bounds, np.ndarray | None] = dict.fromkeys(_bounds(part, target.shape) for part in parts)
         self.needed = sorted({index for part in self._parts for index in self._cut.touched(part)})
@@ -236,7 +241,9 @@ class _Array:
         if file is None:
             raise Damaged(f"{path} (array {self._name}) is gone")
         content = opened(manifest.contents(self._folder, file, check=self._check), self._found, file, self._key)
-        chunk = self._decoded(content, path)
+        chunk = self._decoded(content, file)
+        if self._check and file.content is not None and content_hash(chunk, self._key) != file.content:
+            raise Damaged(f"{file.describe()} does not hold what was saved")
         at = self._cut.bounds(index)
         if self._parts.get(at, 0) is None:  # the whole of a part: taken as it is
             self._parts[at] = chunk
@@ -257,11 +264,11 @@ class _Array:
             shape, sharding, lambda index: parts[_bounds(index, shape)].astype(dtype, copy=False)
         )
 
-    def _decoded(self, content: np.ndarray, path: str) -> np.ndarray:
+    def _decoded(self, content: np.ndarray, file: File) -> np.ndarray:
         if self._cut.compressor is not None:
-            return decode(content, self._cut)
+            return decode(content, self._cut, file)
         if len(content) != math.prod(self._cut.chunks) * self._cut.dtype.itemsize:
-            raise Damaged(f"{path} (array {self._name}) is not a chunk of {self._cut.chunks} {self._cut.dtype}")
+            raise Damaged(f"{file.describe()} is not a chunk of {self._cut.chunks} {self._cut.dtype}")
         return content.view(self._cut.dtype).reshape(self._cut.chunks)
 
     def _is_chunk(self, part: Bounds) -> bool:
@@ -272,14 +279,15 @@ class _Array:
         return storage.empty(math.prod(shape) * self._cut.dtype.itemsize).view(self._cut.dtype).reshape(shape)
 
 
-def _by_bytes(arrays: Iterable[_Array]) -> Iterator[list[_Array]]:
-    """The arrays in groups that the host's memory has room for."""
-    group: list[_Array] = []
-    for array in arrays:
-        if group and sum(one.bytes for one in group) + array.bytes > _TOGETHER_BYTES:
+def _by_bytes(items: Iterable[_T], size: Callable[[_T], int]) -> Iterator[list[_T]]:
+    """The items in groups that the host's memory has room for."""
+    group, held = [], 0
+    for item in items:
+        if group and held + size(item) > _TOGETHER_BYTES:
             yield group
-            group = []
-        group.append(array)
+            group, held = [], 0
+        group.append(item)
+        held += size(item)
     yield group
 
 

@@ -10,6 +10,11 @@ from contextlib import contextmanager
 
 from capibara.types import UserError
 
+_NOT_WRITABLE = {
+    getattr(errno, name)
+    for name in ("EACCES", "EEXIST", "EISDIR", "ELOOP", "ENAMETOOLONG", "ENOENT", "ENOTDIR", "EPERM", "EROFS")
+}
+
 
 @contextmanager
 def disk_full_explained(folder: str) -> Iterator[None]:
@@ -24,6 +29,20 @@ def disk_full_explained(folder: str) -> Iterator[None]:
         raise UserError(
             f"disk full while saving to {folder} ({free_bytes(folder) / 2**20:.0f} MiB free): make room, lower "
             "Checkpointing.keep, or set another MODEL_DIR; run the command again to carry on"
+        ) from error
+
+
+@contextmanager
+def not_writable_explained(folder: os.PathLike[str] | str) -> Iterator[None]:
+    """Within it, what fails because a run folder cannot be written raises a UserError that names `folder`."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _NOT_WRITABLE:
+            raise
+        raise UserError(
+            f"{os.fspath(folder)} cannot be written ({error.strerror}: {error.filename}): make it a folder that you may "
+            "write to, or set another MODEL_DIR"
         ) from error
 
 

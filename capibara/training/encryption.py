@@ -1,4 +1,8 @@
-"""Checkpoints that nobody can read or forge without a key: AES-256-GCM (NIST SP 800-38D), by the package cryptography."""
+"""Checkpoints that nobody can read or forge without a key: AES-256-GCM (NIST SP 800-38D), by the package cryptography.
+
+The manifest is not encrypted but signed (keyed BLAKE2b), with the hashes of all files: a file of another place, step or run
+is told from the right one. A whole step of another run with the same key is not.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +11,12 @@ import binascii
 import dataclasses
 import functools
 import hashlib
+import hmac
 import json
 import os
 import secrets
 import struct
 from typing import Any
-
-import xxhash
 
 from capibara import extras
 from capibara.config import configurable
@@ -37,10 +40,16 @@ class Encryption:
     Attributes:
       key_env: the environment variable that holds it.
       key_file: a file that holds it instead, in these forms or as bare bytes; None: none.
+      old_key_file: holds the key before this one, with which steps are still read; None: none.
+      encrypt: new steps are encrypted; False: encrypted ones are read, and new ones are not.
+      plain_steps: a run may carry on from a step that is not encrypted: anybody may have written that.
     """
 
     key_env: str = "CAPIBARA_CHECKPOINT_KEY"
     key_file: str | None = None
+    old_key_file: str | None = None
+    encrypt: bool = True
+    plain_steps: bool = False
 
     def key(self) -> Key:
         """The key.
@@ -49,25 +58,22 @@ class Encryption:
           UserError: there is none, or it is no such key; or cryptography is not installed.
         """
         if self.key_file is not None:
-            name = f"Encryption.key_file ({self.key_file})"
-            try:
-                with open(self.key_file, "rb") as file:
-                    given = file.read()
-            except OSError as error:
-                raise UserError(
-                    f"{name} cannot be read ({error.strerror}): name a file of yours with the key"
-                ) from error
-        else:
-            name = f"the environment variable {self.key_env}"
-            if self.key_env not in os.environ:
-                raise UserError(f"{name} is not set: it must hold the checkpoints' key, e.g. of `openssl rand -hex 32`")
-            given = os.environ[self.key_env].encode()
-        secret = _parse(given)
-        if secret is None:
-            raise UserError(
-                f"{name} must hold 32 bytes, as 64 hexadecimal digits or in base64, e.g. `openssl rand -hex 32`"
-            )
-        return Key(secret)
+            return _of_file("key_file", self.key_file)
+        name = f"the environment variable {self.key_env}"
+        if self.key_env not in os.environ:
+            raise UserError(f"{name} is not set: it must hold the checkpoints' key, e.g. of `openssl rand -hex 32`")
+        return _key(name, os.environ[self.key_env].encode())
+
+    def keys(self) -> dict[str, Key]:
+        """All keys that steps are read with, by their ids.
+
+        Raises:
+          UserError: as of `key`.
+        """
+        found = [self.key()]
+        if self.old_key_file is not None:
+            found.append(_of_file("old_key_file", self.old_key_file))
+        return {key.id: key for key in found}
 
 
 class Key:
@@ -83,7 +89,7 @@ class Key:
         )
         self._cipher: Any = cryptography.AESGCM(secret)
         self.id = _derived(secret, "id")[:8].hex()
-        self._seed = int.from_bytes(_derived(secret, "content")[:8], "little")
+        self._content, self._manifest = _derived(secret, "content"), _derived(secret, "manifest")
 
     def seal(self, data: bytes | memoryview, name: str) -> bytes:
         """Data encrypted as what `name` says: under another name it does not open."""
@@ -107,8 +113,8 @@ class Key:
         view = memoryview(sealed).cast("B")
         try:
             magic, count = _HEAD.unpack_from(view)
-            if magic != _MAGIC:
-                raise ValueError("no magic number")
+            if magic != _MAGIC or not count:
+                raise ValueError("no magic number, or nothing in it")
             step, parts = _NONCE + _SEGMENT + _TAG, []
             for index in range(count):
                 begin = _HEAD.size + index * step
@@ -121,7 +127,16 @@ class Key:
 
     def content_hash(self, data: Any) -> str:
         """The hash of what is encrypted; without the key nobody can compare it with that of a guess."""
-        return xxhash.xxh3_128_hexdigest(data, seed=self._seed)
+        return hashlib.blake2b(data, key=self._content, digest_size=16).hexdigest()
+
+    def mac(self, manifest: bytes) -> str:
+        """The signature of a manifest."""
+        return hashlib.blake2b(manifest, key=self._manifest, digest_size=32).hexdigest()
+
+    def check_mac(self, manifest: bytes, mac: str | None) -> None:
+        """Raises Damaged where a manifest was not signed with this key."""
+        if not hmac.compare_digest(self.mac(manifest), mac or ""):
+            raise Damaged("its manifest is not authentic: it was not signed with this key")
 
 
 def _bound_to(name: str, index: int, count: int) -> bytes:
@@ -132,15 +147,26 @@ def _derived(secret: bytes, purpose: str) -> bytes:
     return hashlib.blake2b(f"capibara checkpoint {purpose}".encode(), key=secret).digest()
 
 
-@functools.cache
-def _parse(given: bytes) -> bytes | None:
-    if len(given) == 32:
-        return given
+def _of_file(field: str, path: str) -> Key:
+    try:
+        with open(path, "rb") as file:
+            given = file.read()
+    except OSError as error:
+        raise UserError(
+            f"Encryption.{field} ({path}) cannot be read ({error.strerror}): name a file of yours with the key"
+        ) from error
+    return _key(f"Encryption.{field} ({path})", given, bare=True)
+
+
+def _key(name: str, given: bytes, bare: bool = False) -> Key:
+    """The key that is given in one of its forms; 32 characters that one can type are a password, and too weak for one."""
+    if bare and len(given) == 32 and not all(32 <= byte < 127 for byte in given):
+        return Key(given)
     text = given.strip()
     for decode in (binascii.unhexlify, functools.partial(base64.b64decode, validate=True)):
         try:
-            if len(found := decode(text)) == 32:
-                return found
+            if len(secret := decode(text)) == 32:
+                return Key(secret)
         except ValueError:
             continue
-    return None
+    raise UserError(f"{name} must hold 32 bytes, as 64 hexadecimal digits or in base64, e.g. `openssl rand -hex 32`")

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from capibara.training import manifest, step_folders
+from capibara.training.disk import not_writable_explained
 from capibara.training.lease import Lease
 from capibara.training.manifest import Damaged, Manifest
 from capibara.training.retention import expendable
@@ -63,6 +64,7 @@ class Inspection:
             row, found = self._row(step)
             if found is not None:
                 row["faults"] = manifest.faults(self._folder / str(step), found)
+                row["strays"] = manifest.strays(self._folder / str(step), found)
             rows.append(row)
         return rows
 
@@ -79,15 +81,16 @@ class Inspection:
         """
         drop = expendable(self._steps, keep=keep, keep_every=keep_every)
         stay = [step for step in self._steps if step not in drop]
-        rows = [self._row(step)[0] for step in drop]
-        rows += [{"step": name, "faults": []} for name in self._aside if damaged]
-        with self._held(dry_run):
-            if drop and not step_folders.prune(self._folder, stay, () if dry_run else drop):
+        with not_writable_explained(self._folder), self._held(dry_run):
+            gone = step_folders.prunable(self._folder, stay, drop) if drop else []
+            if gone is None:
                 raise UserError(
                     f"none of the steps that would stay ({', '.join(map(str, stay))}) is what was saved: nothing is removed; "
                     "capibara convert verify says what is wrong with them"
                 )
-            for name in self._aside if damaged and not dry_run else ():
+            names = [*map(str, gone), *(self._aside if damaged else ())]  # in the order in which they go
+            rows = [self._row(int(name))[0] if name.isdecimal() else {"step": name, "faults": []} for name in names]
+            for name in () if dry_run else names:
                 step_folders.remove(self._folder / name)
         return rows
 
@@ -136,3 +139,5 @@ def lines(rows: Sequence[Row]) -> Iterator[str]:
         yield f"{row['step']:>10}  {row['bytes'] / 2**20:10.1f} MiB in {row['files']} files, {row['date']}{score}{commit}"
         for fault in row["faults"]:
             yield f"{'':12}damaged: {fault}"
+        for path in row.get("strays", ()):
+            yield f"{'':12}no part of it: {path}"

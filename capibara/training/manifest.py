@@ -7,26 +7,36 @@ against people who change files there is encryption.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import errno
 import functools
+import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 from etils import epath
 
 from capibara.training import storage
+from capibara.types import UserError
 
 NAME = "manifest.json"
 RUN = "run.json"  # the first file of a step that is written, as the manifest is the last
 _FORMAT = 2
 _SHOWN = 3  # damaged files that a message names
+_TRIES, _PAUSE_S = 3, 0.5  # of a read that the disk refuses
+
+T = TypeVar("T")
 
 
 class Damaged(Exception):
     """A step's files are not those that were saved; one line."""
+
+
+class Unreadable(UserError):
+    """A step's files cannot be read now: whether they are those that were saved is not known."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +46,7 @@ class File:
     Attributes:
       path: relative to the step's folder.
       size: bytes.
-      xxh128: of the bytes that were meant to be written: those of an array are hashed in memory.
+      xxh128: of the bytes that were meant to be written: those of an array are hashed in memory, where it has its own.
       array: the array that the file is a chunk of; None: it is none.
       chunk: which, counted in chunks along each dimension.
       step: the older step in whose folder it lies; None: in that of its own.
@@ -66,13 +76,19 @@ class Manifest:
       step: the step that it is of.
       files: all files but the manifest.
       about: who wrote it, with what, as JSON values.
-      encryption: the cipher and the id of the key of all files but this; None: they are not encrypted.
+      encryption: the cipher and the id of the key of all files but this and the arrays' layouts; None: not encrypted.
+      mac: what the key makes of all this: nobody else can write it; None: not encrypted.
     """
 
     step: int
     files: tuple[File, ...]
     about: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     encryption: Mapping[str, str] | None = None
+    mac: str | None = None
+
+    def signed(self) -> bytes:
+        """What `mac` is of: all but itself."""
+        return _canonical({name: value for name, value in _values(self).items() if name != "mac"})
 
     @functools.cached_property
     def by_path(self) -> dict[str, File]:
@@ -90,14 +106,8 @@ class Manifest:
 
 def write(folder: epath.Path, manifest: Manifest) -> None:
     """Makes a step exist: its files must be on the disk already."""
-    values = {"format": _FORMAT, "step": manifest.step, "about": dict(manifest.about)}
-    if manifest.encryption is not None:
-        values["encryption"] = dict(manifest.encryption)
-    values["files"] = [
-        {name: value for name, value in dataclasses.asdict(file).items() if value is not None}
-        for file in sorted(manifest.files, key=lambda file: file.path)
-    ]
-    values["xxh128"] = _digest(values)
+    values = _values(manifest)
+    values["xxh128"] = storage.hash_of(_canonical(values))
     storage.write(folder / NAME, json.dumps(values, indent=1).encode())
 
 
@@ -111,19 +121,19 @@ def read(folder: epath.Path) -> Manifest:
 
     Raises:
       Damaged: there is none, it has changed since it was written, or it is of another step.
+      Unreadable: the disk does not give it.
     """
+    text = _patiently(NAME, folder / NAME, lambda: (folder / NAME).read_bytes())
     try:
-        values = json.loads((folder / NAME).read_bytes())
+        values = json.loads(text)
         digest = values.pop("xxh128")
-        if digest != _digest(values):
+        if digest != storage.hash_of(_canonical(values)):
             raise Damaged(f"{NAME} has changed since it was written")
         if values["format"] != _FORMAT:
             raise Damaged(f"{NAME} is of format {values['format']}, this version of capibara reads {_FORMAT}")
         files = tuple(File(**{**file, "chunk": _tuple(file.get("chunk"))}) for file in values["files"])
-        manifest = Manifest(values["step"], files, values["about"], values.get("encryption"))
-    except FileNotFoundError as error:
-        raise Damaged(f"it has no {NAME}") from error
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        manifest = Manifest(values["step"], files, values["about"], values.get("encryption"), values.get("mac"))
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise Damaged(f"{NAME} cannot be read ({one_line(error)})") from error
     if str(manifest.step) != folder.name:
         raise Damaged(f"{NAME} is of step {manifest.step}")
@@ -138,16 +148,19 @@ def faults(folder: epath.Path, manifest: Manifest, wanted: Callable[[File], bool
     Args:
       folder: of the step.
       manifest: its manifest.
-      wanted: the files to look at; whether there are others that do not belong there is looked for all the same.
+      wanted: the files to look at.
+
+    Raises:
+      Unreadable: the disk does not give them.
     """
-    try:
-        present = set(storage.files_below(folder)) - {NAME}
-    except OSError as error:
-        return [f"{folder} cannot be read ({one_line(error)})"]
     files = [file for file in manifest.files if wanted(file)]
-    found = [line for line in storage.each(lambda file: _fault(folder, file), files) if line]
+    return [line for line in storage.each(lambda file: _fault(folder, file), files) if line]
+
+
+def strays(folder: epath.Path, manifest: Manifest) -> list[str]:
+    """Files in a step's folder that are none of it, and harm it no more than that (.DS_Store, .nfs...)."""
     own = {file.path for file in manifest.files if file.step is None}
-    return found + [f"{path} does not belong there" for path in sorted(present - own)]
+    return [path for path in storage.files_below(folder) if path not in own and path != NAME]
 
 
 def verify(folder: epath.Path, wanted: Callable[[File], bool] = lambda file: True) -> Manifest:
@@ -192,8 +205,9 @@ def contents(folder: epath.Path, file: File, *, check: bool = True) -> np.ndarra
     Raises:
       Damaged: they are not those that were saved.
     """
-    with explained(file):
-        path = place(folder, file)
+    path = place(folder, file)
+
+    def once() -> np.ndarray:
         if (size := path.stat().length) != file.size:
             raise Damaged(f"{file.describe()} has {size} bytes, not {file.size}")
         found, digest = storage.read_hashed(path, file.size)
@@ -201,34 +215,56 @@ def contents(folder: epath.Path, file: File, *, check: bool = True) -> np.ndarra
             raise Damaged(f"{file.describe()} has changed since it was saved")
         return found
 
+    return _patiently(file.describe(), path, once)
+
 
 def _fault(folder: epath.Path, file: File) -> str | None:
+    path = place(folder, file)
+
+    def once() -> str | None:
+        size = path.stat().length
+        if size != file.size:
+            return f"{file.describe()} has {size} bytes, not {file.size}"
+        return None if storage.file_hash(path) == file.xxh128 else f"{file.describe()} has changed since it was saved"
+
     try:
-        with explained(file):
-            path = place(folder, file)
-            size = path.stat().length
-            if size != file.size:
-                return f"{file.describe()} has {size} bytes, not {file.size}"
-            return (
-                None if storage.file_hash(path) == file.xxh128 else f"{file.describe()} has changed since it was saved"
-            )
+        return _patiently(file.describe(), path, once)
     except Damaged as fault:
         return str(fault)
 
 
-@contextlib.contextmanager
-def explained(file: File) -> Iterator[None]:
-    """Within it, a file that cannot be read is Damaged."""
-    try:
-        yield
-    except FileNotFoundError as error:
-        raise Damaged(f"{file.describe()} is gone") from error
-    except OSError as error:
-        raise Damaged(f"{file.describe()} cannot be read ({one_line(error)})") from error
+def _patiently(what: str, path: epath.Path, read: Callable[[], T]) -> T:
+    """What `read` gives, asked again after a moment where the disk refuses: only what is known to be damaged is."""
+    for attempt in itertools.count(1):
+        try:
+            return read()
+        except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
+            raise Damaged(f"{what} is gone") from error
+        except OSError as error:
+            if attempt < _TRIES:
+                time.sleep(_PAUSE_S)
+            elif error.errno == errno.EIO:
+                raise Damaged(f"{what} cannot be read ({one_line(error)})") from error
+            else:
+                raise Unreadable(
+                    f"{path} cannot be read ({error.strerror or one_line(error)}): nothing was changed; see to it that it "
+                    "can be, and run the command again"
+                ) from error
 
 
-def _digest(values: Mapping[str, Any]) -> str:
-    return storage.hash_of(json.dumps(values, sort_keys=True, separators=(",", ":")).encode())
+def _values(manifest: Manifest) -> dict[str, Any]:
+    values = {"format": _FORMAT, "step": manifest.step, "about": dict(manifest.about)}
+    if manifest.encryption is not None:
+        values |= {"encryption": dict(manifest.encryption), "mac": manifest.mac}
+    values["files"] = [
+        {name: value for name, value in dataclasses.asdict(file).items() if value is not None}
+        for file in sorted(manifest.files, key=lambda file: file.path)
+    ]
+    return values
+
+
+def _canonical(values: Mapping[str, Any]) -> bytes:
+    return json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
 
 
 def _tuple(values: Sequence[int] | None) -> tuple[int, ...] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections.abc import Callable
 from typing import Any
@@ -70,8 +71,15 @@ class Writer:
             return []
         return self._all(folder, [File(**values) for files in told for values in files], carried)
 
-    def encryption(self) -> dict[str, str] | None:
-        """What the manifest says of it."""
+    def signed(self, plain: Manifest) -> Manifest:
+        """The manifest as it is written: signed, where files are encrypted."""
+        if self.key is None:
+            return plain
+        told = dataclasses.replace(plain, encryption=self._encryption)
+        return dataclasses.replace(told, mac=self.key.mac(told.signed()))
+
+    @property
+    def _encryption(self) -> dict[str, str] | None:
         return None if self.key is None else {"cipher": CIPHER, "key": self.key.id}
 
     def _all(self, folder: epath.Path, files: list[File], carried: list[File]) -> list[File]:
@@ -84,15 +92,16 @@ class Writer:
                     f"silent data corruption: two processes hold {file.describe()}, and they differ: this run's state is "
                     "not worth keeping; start it again from its last checkpoint"
                 )
-        for path, file in known.items():
-            if (size := (folder / path).stat().length) != file.size:
-                raise Damaged(f"{path} has {size} bytes, not {file.size}")
+        there = storage.each(functools.partial(manifest.is_there, folder), known.values())
+        for file, whole in zip(known.values(), there, strict=True):
+            if not whole:
+                raise Damaged(f"{file.describe()} was not written whole")
         others = [path for path in storage.files_below(folder) if path not in known]
         return [*known.values(), *manifest.of_disk(folder, others), *carried]
 
     def _carried(self, folder: epath.Path, base: Manifest, arrays: PyTree) -> list[File]:
         """The files of `base` that hold what these arrays do: of an array all, or none."""
-        if base.encryption != self.encryption():
+        if base.encryption != self._encryption:
             return []
         mine = [
             file.path
@@ -108,7 +117,7 @@ class Writer:
         return found
 
     def _same(self, folder: epath.Path, base: Manifest, name: str, leaf: jax.Array) -> list[File]:
-        """Those of the chunks of an array in `base` that are there and hold what this process does."""
+        """Those of the chunks of an array in `base` that hold what this process does, and whose files still do."""
         try:
             cut = chunks.layout(folder, base, name)
         except Damaged:
@@ -123,9 +132,11 @@ class Writer:
         for file in base.by_folder[chunks.folder_of(name)]:
             content = None if file.chunk is None else chunks.region(leaf, cut.bounds(file.chunk))
             if content is not None and chunks.content_hash(content, self.key) == (file.content or file.xxh128):
-                if manifest.is_there(folder, file):
-                    found.append(file)
-        return found
+                found.append(file)
+        # What a step refers to is as good as what it writes. A bucket keeps what it has taken.
+        if storage.is_remote(folder):
+            return [file for file in found if manifest.is_there(folder, file)]
+        return [] if manifest.faults(folder, base, set(found).__contains__) else found
 
 
 def together(point: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Iterable, Sequence
 
@@ -59,20 +60,47 @@ def bases(folder: epath.Path, steps: Iterable[int]) -> set[int]:
     return found
 
 
-def prune(folder: epath.Path, kept: Sequence[int], dropped: Sequence[int]) -> bool:
+def prunable(
+    folder: epath.Path, kept: Sequence[int], dropped: Sequence[int], written: int | None = None
+) -> list[int] | None:
+    """Which of the steps that are dropped may go, in that order; None: none, as none of those that are kept is whole.
+
+    Args:
+      folder: of the steps.
+      kept, dropped: steps.
+      written: the one that this process has just written: what a bucket has taken of it is not fetched again.
+    """
+    sent = written if storage.is_remote(folder) else None
+    if not any(
+        _is_sent(folder / str(s)) if s == sent else is_whole(folder / str(s)) for s in sorted(kept, reverse=True)
+    ):
+        return None
+    return sorted(set(dropped) - bases(folder, kept), reverse=True)
+
+
+def _is_sent(folder: epath.Path) -> bool:
+    return all(storage.each(functools.partial(manifest.is_there, folder), manifest.read(folder).files))
+
+
+def prune(folder: epath.Path, kept: Sequence[int], dropped: Sequence[int], written: int | None = None) -> bool:
     """Removes steps, provided that the newest or another of those that are kept is what was saved; whether it did.
 
     Those that hold files of the kept ones stay. The newest go first: none is without its base, whenever this is stopped.
     """
-    if not any(is_whole(folder / str(step)) for step in sorted(kept, reverse=True)):
-        return False
-    for step in sorted(set(dropped) - bases(folder, kept), reverse=True):
+    gone = prunable(folder, kept, dropped, written)
+    for step in gone or ():
         remove(folder / str(step))
-    return True
+    return gone is not None
 
 
-def retain(folder: epath.Path, config: Checkpointing) -> None:
-    """Removes the steps that no rule keeps, provided that a step which is kept is what was saved, and leftovers."""
+def retain(folder: epath.Path, config: Checkpointing, written: int | None = None) -> None:
+    """Removes the steps that no rule keeps, provided that a step which is kept is what was saved, and leftovers.
+
+    Args:
+      folder: of the steps.
+      config: the rules.
+      written: as of `prunable`.
+    """
     there, scores = steps(folder), {}
     for step in there if config.keep_best else ():
         with contextlib.suppress(Damaged):
@@ -86,10 +114,10 @@ def retain(folder: epath.Path, config: Checkpointing) -> None:
         scores={step: score for step, score in scores.items() if score is not None},
     )
     try:
-        if drop and not prune(folder, [step for step in there if step not in drop], drop):
+        if drop and not prune(folder, [step for step in there if step not in drop], drop, written):
             logging.getLogger(__name__).warning("%s: older steps are kept", folder)
         remove_leftovers(folder)
-    except OSError as error:  # the step that was saved is there all the same
+    except (OSError, manifest.Unreadable) as error:  # the step that was saved is there all the same
         logging.getLogger(__name__).warning("%s: old steps cannot be removed: %s", folder, error)
 
 
@@ -98,7 +126,12 @@ def remove(folder: epath.Path) -> None:
     if not folder.exists():
         return
     storage.remove(folder / manifest.NAME)
-    if not storage.is_remote(folder):  # half of it could be taken for what another program wrote
+    # Half of it must not be taken for what another program wrote.
+    if storage.is_remote(folder):
+        storage.each(
+            lambda path: (folder / path).unlink(), [p for p in storage.files_below(folder) if p != manifest.RUN]
+        )
+    else:
         folder = move_aside(folder, UNFINISHED)
     folder.rmtree()
 
@@ -130,9 +163,14 @@ def remove_leftovers(folder: epath.Path) -> None:
 
 
 def check_foreign(folder: epath.Path) -> None:
-    """Raises UserError where a folder has steps, and none of them is ours: to start anew would lose them."""
+    """Raises UserError where a folder has steps, but none to carry on from: to start anew would lose them."""
     if folder.exists() and not steps(folder):
         for path in folder.iterdir():
+            if path.name.endswith(DAMAGED):
+                raise UserError(
+                    f"{folder} holds no step but {path.name}, which was found damaged: restore the folder from a copy, or "
+                    f"set another MODEL_DIR to start anew"
+                )
             if is_step(path.name) and path.is_dir() and any(path.iterdir()) and not is_unfinished(path):
                 raise UserError(
                     f"{path} has no {manifest.NAME}: another program wrote it, or capibara before it had them; move it "

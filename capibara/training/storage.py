@@ -13,6 +13,7 @@ import xxhash
 from etils import epath
 
 from capibara import extras
+from capibara.types import UserError
 
 _PIECE = 1 << 18  # bytes that are hashed at a time: still in the processor's cache when they are
 _ALIGNED = 64  # bytes: what JAX takes over on a CPU without a copy
@@ -34,6 +35,10 @@ def folder_of(path: str) -> epath.Path:
     """
     if path.startswith("gs://"):
         extras.require("gcsfs", extra="gcs", why=path)
+    elif is_remote(path):
+        raise UserError(
+            f"{path} must be a local folder, or one in Google Cloud Storage: name that, e.g. gs://bucket/run"
+        )
     return epath.Path(path if is_remote(path) else os.path.abspath(path))
 
 

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from etils import epath
 
+from capibara import cli, convert
 from capibara.training import manifest, step_folders
 from capibara.training.checkpoints import Checkpointing, Checkpoints
 from capibara.training.manifest import Damaged
@@ -175,11 +176,19 @@ def test_files_of_another_step(run):
 
 
 @pytest.mark.fault(19)
-def test_files_that_were_added(run):
+def test_files_that_were_added_harm_nothing(run, capsys):
+    """Whatever programs leave in folders; and what Orbax would take for the arrays, which are not read by it."""
     step = run / "checkpoints" / "2"
-    (step / "state" / "ocdbt.process_0").mkdir()
-    (step / "state" / "ocdbt.process_0" / "manifest.ocdbt").write_bytes(b"x")
-    assert fault_of(step) == "state/ocdbt.process_0/manifest.ocdbt does not belong there"
+    added = ("state/.DS_Store", "state/ocdbt.process_0/manifest.ocdbt", "state/params.layer.kernel/9.9")
+    for name in added:
+        (step / name).parent.mkdir(exist_ok=True)
+        (step / name).write_bytes(b"x")
+    assert fault_of(step) is None
+    with Checkpoints(str(run), Checkpointing(), read_only=True) as reader:
+        restored, state = reader.restore(saver.target_of(saver.sharded(saver.state_of(0), 2)))
+    jax.tree.map(np.testing.assert_array_equal, state, saver.state_of(2))
+    assert restored.step == 2 and cli.run_verb(convert.main, ["verify", str(run)]) == 0
+    assert all(f"no part of it: {name}" in capsys.readouterr().out for name in added[:1])
 
 
 @pytest.mark.fault(20, 21)

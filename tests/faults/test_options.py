@@ -86,7 +86,7 @@ def test_what_was_saved_comes_back_on_another_mesh(tmp_path, key, options, state
 @pytest.mark.fault(44)
 @pytest.mark.parametrize("compression", ["none", "zstd"])
 def test_nothing_on_the_disk_can_be_read_without_the_key(tmp_path, key, compression):
-    """Neither parameters nor the configuration nor the data's state, in no file that there is at any time."""
+    """Neither parameters nor the configuration nor the data's state, in no file that Python opens at any time."""
     state = saver.state_of(1, 4096)
     plain = np.asarray(state.params["layer"]["kernel"]).tobytes()
     written, watching = set(), [True]
@@ -122,9 +122,10 @@ def test_the_wrong_key_is_told_from_the_right_one(tmp_path, key, monkeypatch):
     with pytest.raises(UserError, match=f"checkpoints/2 is encrypted with the key {right}, no key is given: set Check"):
         newest(tmp_path, Checkpointing())
     monkeypatch.setenv(NAME, "f" * 64)
-    with pytest.raises(UserError, match=f"is encrypted with the key {right}, the key [0-9a-f]{{16}} is given"):
+    with pytest.raises(UserError, match=f"encrypted with the key {right}, [0-9a-f]{{16}} given: give that key, as"):
         newest(tmp_path, options)
-    for bad, message in ((None, f"variable {NAME} is not set"), ("abc", "must hold 32 bytes"), ("", "must hold 32")):
+    bads = ("abc", "", "a password of 32 characters, ha!", "0123456789abcdef" * 2)
+    for bad, message in ((None, f"variable {NAME} is not set"), *((bad, "must hold 32 bytes") for bad in bads)):
         monkeypatch.setenv(NAME, bad) if bad is not None else monkeypatch.delenv(NAME)
         with pytest.raises(UserError, match=message):
             Checkpoints(str(tmp_path), options)
@@ -157,8 +158,12 @@ def test_ciphertexts_that_were_changed_are_found_out(tmp_path, key, how, monkeyp
     forged = [
         dataclasses.replace(f, size=now.size, xxh128=now.xxh128) if f.path == changed else f for f in old.files
     ]  # fmt: skip
-    manifest.write(folder, dataclasses.replace(old, files=tuple(forged)))
+    forged = dataclasses.replace(old, files=tuple(forged))
+    manifest.write(folder, forged)
     assert step_folders.is_whole(folder)
+    unsigned = {2: "its manifest is not authentic: it was not signed with this key"}
+    assert newest(tmp_path, options) == (1, unsigned)
+    manifest.write(folder, dataclasses.replace(forged, mac=Encryption().key().mac(forged.signed())))
     assert newest(tmp_path, options) == (
         1, {2: f"{changed} of step 2 is not authentic: it has changed since it was encrypted"}
     )  # fmt: skip
@@ -174,6 +179,8 @@ def test_long_contents_are_encrypted_piece_by_piece_in_their_order(key, monkeypa
         assert found.seal(content, "it") != sealed  # a nonce of its own
         with pytest.raises(manifest.Damaged, match="other is not authentic"):
             found.open(sealed, "other")
+    with pytest.raises(manifest.Damaged):
+        found.open(sealed[:8] + bytes(4), "it")  # of no pieces
     head, piece = len(sealed) - 10 * 128, 128
     pieces = [sealed[head + i * piece : head + (i + 1) * piece] for i in range(10)]
     for order in ((1, 0, *range(2, 10)), range(9)):
@@ -253,7 +260,7 @@ def test_a_base_that_vanished_is_not_referred_to(tmp_path):
 
 @pytest.mark.fault(46)
 def test_removal_that_is_stopped_leaves_no_step_without_its_base(tmp_path, monkeypatch):
-    """After each removal of a file or folder in turn."""
+    """Before each removal of a step in turn."""
     save(tmp_path / "whole", OPTIONS["incremental"], steps=(1, 2), state=frozen)
     save(tmp_path / "whole", OPTIONS["incremental"], steps=(3,))
     remove, ended = step_folders.remove, False
@@ -281,9 +288,58 @@ def test_removal_that_is_stopped_leaves_no_step_without_its_base(tmp_path, monke
 def test_an_old_step_of_another_form_is_read_and_not_referred_to(tmp_path, key):
     """Encryption that is switched on in the midst of a run, with incremental steps."""
     save(tmp_path, OPTIONS["incremental"], steps=(1,), state=frozen)
-    with Checkpoints(str(tmp_path), OPTIONS["all"]) as checkpoints:
+    with pytest.raises(UserError, match="1 is not encrypted, and .*: where it is your own, set Encryption.plain_steps"):
+        newest(tmp_path, OPTIONS["all"], frozen)
+    once = dataclasses.replace(OPTIONS["all"], encryption=Encryption(plain_steps=True))
+    with Checkpoints(str(tmp_path), once) as checkpoints:
         checkpoints.restore(saver.target_of(saver.sharded(frozen(0))))
         checkpoints.save(2, saver.sharded(frozen(2)), {"rows": ["the data"]}, {})
     assert {file.step for file in manifest.read(epath.Path(tmp_path / "checkpoints" / "2")).files} == {None}
     assert newest(tmp_path, OPTIONS["all"], frozen) == (2, {})
     assert storage.files_below(epath.Path(tmp_path / "checkpoints" / "2"))
+
+
+def test_keys_are_replaced_and_encryption_ends(tmp_path, key, monkeypatch):
+    """From one start of a run to the next."""
+    save(tmp_path, Checkpointing(encryption=Encryption()), steps=(1,))
+    (tmp_path / "old").write_text("0123456789abcdef" * 4)
+    monkeypatch.setenv(NAME, "ab" * 32)
+    rotated = Checkpointing(encryption=Encryption(old_key_file=str(tmp_path / "old")))
+    plain = Checkpointing(encryption=Encryption(encrypt=False))
+    for step, options in ((2, rotated), (3, plain)):
+        with Checkpoints(str(tmp_path), options) as checkpoints:
+            restored, _ = checkpoints.restore(saver.target_of(saver.sharded(saver.state_of(0))))
+            assert restored.step == step - 1
+            checkpoints.save(step, saver.sharded(saver.state_of(step)), {"rows": ["the data"]}, {})
+    assert newest(tmp_path, Checkpointing()) == (3, {})
+
+
+def test_a_base_that_rots_is_written_anew(tmp_path):
+    """While good bytes are in memory no step refers to bad ones."""
+    options = OPTIONS["incremental"]
+    save(tmp_path, options, steps=(1, 2), state=frozen)
+    with Checkpoints(str(tmp_path), options) as checkpoints:
+        checkpoints.restore(saver.target_of(saver.sharded(frozen(0))))
+        path = files_of(tmp_path, 1)["state/params.layer.kernel/0.0"]
+        path.write_bytes(path.read_bytes()[::-1])
+        checkpoints.save(3, saver.sharded(frozen(3)), {"rows": ["the data"]}, {})
+    assert "state/params.layer.kernel/0.0" in files_of(tmp_path, 3)
+    assert newest(tmp_path, options, frozen) == (3, {})
+
+
+def test_a_compressed_chunk_that_reached_the_disk_wrong_is_written_again(tmp_path, monkeypatch):
+    """Whole, by its own measure, but of other numbers."""
+    from capibara.training import storage
+
+    read, left = storage.read_hashed, [1]
+
+    def wrong(path, size):
+        if path.name == "0.0" and left[0]:
+            left[0] -= 1
+            path.write_bytes((path.parent / "1.0").read_bytes())
+            size = path.stat().length
+        return read(path, size)
+
+    monkeypatch.setattr(storage, "read_hashed", wrong)
+    save(tmp_path, OPTIONS["compressed"], steps=(1,))
+    assert not left[0] and newest(tmp_path, OPTIONS["compressed"]) == (1, {})

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import errno
 import os
+import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +15,7 @@ import pytest
 import xxhash
 from etils import epath
 
-from capibara.training import array_files, disk, manifest
+from capibara.training import array_files, disk, manifest, storage
 from capibara.training.anomalies import LossWindow
 from capibara.training.checkpoints import Checkpointing, Checkpoints, RestoredFromDamage
 from capibara.training.loss_scale import LossScale
@@ -169,7 +171,7 @@ def test_bad_settings(bad):
 
 def test_a_folder_that_is_a_file(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="file/checkpoints cannot be written .*: set another MODEL_DIR"):
+    with pytest.raises(UserError, match="file/checkpoints cannot be written .*, or set another MODEL_DIR"):
         Checkpoints(str(tmp_path / "file"), Checkpointing())
 
 
@@ -242,14 +244,12 @@ def _damage(step_folder, how):
     elif how == "manifest":
         text = (step_folder / "manifest.json").read_text()
         (step_folder / "manifest.json").write_text(text.replace('"step": 3', '"step": 4'))
-    elif how == "added":
-        (step_folder / "state" / "params.layer.bias" / "1").write_bytes(b"1234")
     else:
         largest = max((f for f in (step_folder / "state").rglob("*") if f.is_file()), key=lambda f: f.stat().st_size)
         os.truncate(largest, largest.stat().st_size // 2)
 
 
-@pytest.mark.parametrize("how", ["run", "manifest", "added", "truncated"])
+@pytest.mark.parametrize("how", ["run", "manifest", "truncated"])
 def test_a_damaged_step_is_passed_over_and_moved_aside(tmp_path, how, caplog):
     with Checkpoints(str(tmp_path), Checkpointing()) as checkpoints:
         for step in (1, 2, 3):
@@ -277,6 +277,93 @@ def test_where_no_step_is_whole_nothing_is_started_anew(tmp_path):
             UserError, match=r"holds no step that is what was saved: 1: state/.* bytes, not .*MODEL_DIR"
         ):
             checkpoints.verified_step()
+    assert (tmp_path / "checkpoints" / "1").exists()  # and does not look like a new folder at the next start
+
+
+def test_what_is_left_of_a_run_with_damaged_steps_alone_is_no_new_run(tmp_path):
+    (tmp_path / "checkpoints" / "4.damaged").mkdir(parents=True)
+    with Checkpoints(str(tmp_path), Checkpointing()) as checkpoints:
+        with pytest.raises(UserError, match="holds no step but 4.damaged, which was found damaged: restore the folder"):
+            checkpoints.restore(target_of(state_of(0)))
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EACCES, errno.ESTALE, errno.EIO])
+@pytest.mark.parametrize("times", [1, 99])
+def test_a_disk_that_refuses_is_asked_again_and_is_no_damage(tmp_path, monkeypatch, number, times):
+    """But for EIO that stays: of such a step nothing more will come."""
+    with Checkpoints(str(tmp_path), Checkpointing()) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, state_of(step), {}, {})
+    monkeypatch.setattr(manifest, "_PAUSE_S", 0.0)
+    left, read = [times], storage.read_hashed
+
+    def refusing(path, size):
+        if "/2/" in str(path) and left[0]:
+            left[0] -= 1
+            raise OSError(number, os.strerror(number), str(path))
+        return read(path, size)
+
+    monkeypatch.setattr(storage, "read_hashed", refusing)
+    with Checkpoints(str(tmp_path), Checkpointing()) as checkpoints:
+        if times == 1 or number == errno.EIO:
+            restored, _ = checkpoints.restore(target_of(state_of(0)))
+            assert restored.step == (2 if times == 1 else 1)
+        else:
+            with pytest.raises(UserError, match="checkpoints/2/.* cannot be read .*: nothing was changed"):
+                checkpoints.restore(target_of(state_of(0)))
+            assert checkpoints.steps() == [1, 2]
+
+
+@pytest.mark.parametrize("verify", ["background", "off"])
+@pytest.mark.parametrize("name", ["run.json", ".zarray"])
+def test_small_files_are_always_verified(tmp_path, verify, name):
+    """One digit that changes makes no sense of another kind: it would be believed."""
+    with Checkpoints(str(tmp_path), Checkpointing()) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, state_of(step), {"rows": [7]}, {})
+    path = next((tmp_path / "checkpoints" / "2").rglob(name))
+    path.write_text(path.read_text().replace("7", "3").replace("4", "5"))
+    with Checkpoints(str(tmp_path), Checkpointing(verify=verify)) as checkpoints:
+        restored, state = checkpoints.restore(target_of(state_of(0)))
+    assert (restored.step, restored.data) == (1, {"rows": [7]})
+    jax.tree.map(np.testing.assert_array_equal, state, state_of(1))
+
+
+def test_what_was_trained_from_damage_is_not_committed(tmp_path, monkeypatch):
+    """Verified beside training, and found damaged while the next step is being saved."""
+    beside = Checkpointing(verify="background")
+    with Checkpoints(str(tmp_path), beside) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, state_of(step), {}, {})
+    largest = max((tmp_path / "checkpoints" / "2" / "state").rglob("[0-9]*"), key=lambda f: f.stat().st_size)
+    content = largest.read_bytes()
+    largest.write_bytes(bytes([content[0] ^ 1]) + content[1:])
+    saving, verify = threading.Event(), manifest.verify
+    monkeypatch.setattr(manifest, "verify", lambda *args: (saving.wait(10), verify(*args))[1])
+    with pytest.raises(RestoredFromDamage):
+        with Checkpoints(str(tmp_path), beside) as checkpoints:
+            restored, _ = checkpoints.restore(target_of(state_of(0)))
+            assert restored.step == 2
+            checkpoints.save(3, state_of(3), {}, {})
+            time.sleep(0.5)
+            saving.set()
+            checkpoints.wait()
+    assert Checkpoints(str(tmp_path), beside, read_only=True).steps() == [1]
+
+
+def test_a_save_that_fails_after_the_lease_was_lost_removes_nothing(tmp_path, monkeypatch):
+    """The step is the other writer's."""
+
+    def lost(folder, arrays, **options):
+        (tmp_path / "checkpoints" / "lease.json").write_text('{"nonce": "another", "pid": 1, "host": "elsewhere"}')
+        (folder / manifest.NAME).write_text("theirs")
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(array_files, "write", lost)
+    with pytest.raises((OSError, UserError)):
+        with Checkpoints(str(tmp_path), Checkpointing()) as checkpoints:
+            checkpoints.save(1, state_of(1), {}, {})
+    assert (tmp_path / "checkpoints" / "1" / manifest.NAME).read_text() == "theirs"
 
 
 def test_verification_beside_training_stops_it(tmp_path):

@@ -68,7 +68,7 @@ def test_every_file_is_verified(model_dir, capsys):
 def test_pruning_keeps_what_is_asked_for_and_the_last_whole_step(model_dir, capsys):
     folder = model_dir / "checkpoints"
     assert run("prune", model_dir, "--keep=1", "--dry_run") == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["1", "2"] and (folder / "1").exists()
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["2", "1"] and (folder / "1").exists()
     damage(model_dir, 3)
     assert run("prune", model_dir, "--keep=1") == 2
     assert "none of the steps that would stay (3) is what was saved: nothing is removed" in capsys.readouterr().err

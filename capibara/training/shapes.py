@@ -1,0 +1,49 @@
+"""The shapes of a checkpoint's arrays as text, so that two models can be told apart before anything is read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import jax
+from etils import epath
+
+from capibara import tree
+from capibara.types import PyTree, UserError
+
+
+def of(arrays: PyTree) -> dict[str, str]:
+    """Name -> "float32[2,3]" for every array."""
+    described = (f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]" for leaf in jax.tree.leaves(arrays))
+    return dict(zip(tree.path_names(arrays), described, strict=True))
+
+
+def check(folder: epath.Path, saved: Mapping[str, str], wanted: Mapping[str, str], *, cast: bool) -> None:
+    """Compares a step's arrays with those wanted.
+
+    Args:
+      folder: of the step.
+      saved, wanted: of `of`.
+      cast: another floating-point dtype is no difference.
+
+    Raises:
+      UserError: they differ: names the first array that does.
+    """
+    # Parameters first: the moments of the optimizer differ only because they do.
+    for path in sorted(saved.keys() | wanted.keys(), key=lambda p: (not p.startswith("params/"), p)):
+        old, new = saved.get(path, "nothing"), wanted.get(path, "nothing")
+        if old == new or (cast and _differ_in_precision(old, new)):
+            continue
+        part, absent = path.partition("/")[0], "nothing" in (old, new)
+        other = {"opt_state": "another optimizer's state"}
+        other |= {"ema": "another ema_decay's state"} if absent else {}
+        other |= {"loss_scale": "another dtype's state"}
+        hint = ", set Checkpointing.cast = True" if _differ_in_precision(old, new) else ""
+        raise UserError(
+            f"checkpoint {folder} holds {other.get(part, 'another model')}: {path} is {old} there, {new} in this "
+            f"configuration: restore the configuration of the run{hint}, or set another MODEL_DIR"
+        )
+
+
+def _differ_in_precision(old: str, new: str) -> bool:
+    (old_dtype, old_shape), (new_dtype, new_shape) = (text.partition("[")[::2] for text in (old, new))
+    return old_shape == new_shape and all("float" in dtype for dtype in (old_dtype, new_dtype))
