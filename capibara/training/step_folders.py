@@ -15,6 +15,7 @@ from capibara.training.manifest import Damaged
 from capibara.training.retention import expendable
 from capibara.types import UserError
 
+_ARRAYS = "state"  # begins the name of their folder, as of the one that Orbax renames to it
 DAMAGED, UNFINISHED, ROLLED_BACK = ".damaged", ".unfinished", ".rolled_back"  # end the names of what was moved aside
 
 
@@ -48,7 +49,9 @@ def is_unfinished(folder: epath.Path) -> bool:
     if not folder.is_dir() or manifest.exists(folder):
         return False
     names = {path.name for path in folder.iterdir()}
-    return not names or any(name.startswith(manifest.RUN) for name in names)
+    # Arrays alone: a write that was still under way when the save failed has made its folder anew.
+    ours = all(name.startswith(_ARRAYS) for name in names)
+    return ours or any(name.startswith(manifest.RUN) for name in names)
 
 
 def bases(folder: epath.Path, steps: Iterable[int]) -> set[int]:

@@ -227,6 +227,15 @@ def test_what_is_all_there_is_stays_until_a_step_is_committed(tmp_path):
     assert [path.name for path in folder.iterdir()] == ["1"]
 
 
+def test_a_write_that_outlived_its_save_is_a_leftover(tmp_path):
+    """It makes the folder anew that the failed save has removed."""
+    (tmp_path / "checkpoints" / "1" / "state.orbax-checkpoint-tmp" / "params.layer.bias").mkdir(parents=True)
+    with Checkpoints(str(tmp_path), Checkpointing()) as checkpoints:
+        assert checkpoints.restore(target_of(state_of(0))) is None
+        checkpoints.save(1, state_of(1), {}, {})
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["1"]
+
+
 def test_steps_of_others_are_left_alone_and_no_run_starts_anew_over_them(tmp_path):
     theirs = tmp_path / "checkpoints" / "9"
     (theirs / "state").mkdir(parents=True)
