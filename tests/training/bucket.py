@@ -1,4 +1,4 @@
-"""What a run does in a bucket, each part as a user's program would: python bucket.py FOLDER PART."""
+"""What a run does in a bucket, each part as a user's program would: python bucket.py FOLDER PART [STEP]."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def newest(folder, **options):
         return restored.step, dict(checkpoints.damaged), checkpoints.steps()
 
 
-def main(folder: str, part: str) -> None:
+def main(folder: str, part: str, step: str = "") -> None:
     files = fsspec.filesystem("gs")
     match part:
         case "save":
@@ -46,8 +46,8 @@ def main(folder: str, part: str) -> None:
             path = f"{folder}/checkpoints/3/state/params.layer.kernel/0.0"
             content = files.cat_file(path)
             files.pipe_file(path, content[:-1] + bytes([content[-1] ^ 1]))
-            step, damaged, steps = newest(folder)
-            assert (step, list(damaged), steps) == (2, [3], [2]), (step, damaged, steps)
+            restored, damaged, steps = newest(folder)
+            assert (restored, list(damaged), steps) == (2, [3], [2]), (restored, damaged, steps)
             assert "state/params.layer.kernel/0.0 (array params/layer/kernel) has changed" in damaged[3]
             assert save(folder, (3,)) == [2, 3]
         case "two writers":
@@ -65,7 +65,7 @@ def main(folder: str, part: str) -> None:
             assert newest(folder, **options) == (5, {}, [4, 5])
         case "killed":
             checkpoints = Checkpoints(folder, Checkpointing())
-            checkpoints.save(6, saver.state_of(6, saver.LARGE), {}, {})
+            checkpoints.save(int(step), saver.state_of(int(step), saver.LARGE), {}, {})
             print("saving", flush=True)
             checkpoints.wait()
             print("saved", flush=True)
