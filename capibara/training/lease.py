@@ -119,7 +119,8 @@ class Lease:
 
     def _renew(self) -> None:
         while not self._ended.wait(self._stale_after_s / _RENEWALS):
-            with contextlib.suppress(OSError), _alone(self._folder):
+            # Whatever is wrong, and buckets have errors of their own, the next renewal may succeed.
+            with contextlib.suppress(Exception), _alone(self._folder):
                 if (_read(self._path) or {}).get("nonce") == self._nonce:
                     self._write()
 
@@ -159,7 +160,17 @@ def _alone(folder: epath.Path) -> Iterator[None]:
 def _read(path: epath.Path) -> dict[str, Any] | None:
     """The record of a lease; None where there is none that can be read."""
     try:
-        record = json.loads(path.read_bytes())
+        record = json.loads(_bytes_of(path))
     except (OSError, ValueError):
         return None
     return record if isinstance(record, dict) else None
+
+
+def _bytes_of(path: epath.Path) -> bytes:
+    if not storage.is_remote(path):
+        return path.read_bytes()
+    import fsspec
+
+    # Opened as a file it has the size that it had when its folder was last listed here, whoever has written it since.
+    files, name = fsspec.core.url_to_fs(os.fspath(path))
+    return files.cat_file(name)

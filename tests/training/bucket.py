@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import subprocess
 import sys
 
 import fsspec
@@ -58,6 +59,22 @@ def main(folder: str, part: str, step: str = "") -> None:
                     assert f"is being written by process {os.getpid()} on " in str(error)
                 else:
                     raise AssertionError("two writers")
+        case "taken over":
+            path = f"{folder}/checkpoints/lease.json"
+            with Checkpoints(folder, Checkpointing()) as checkpoints:
+                checkpoints.steps()  # gcsfs remembers the size of what it lists
+                record = '{"pid": 1, "host": "elsewhere", "nonce": "another"}'.ljust(1000)
+                code = "import sys, fsspec; fsspec.filesystem('gs').pipe_file(sys.argv[1], sys.argv[2].encode())"
+                subprocess.run([sys.executable, "-c", code, path, record], check=True)
+                checkpoints.save(9, saver.state_of(9), {}, {})
+                try:
+                    checkpoints.wait()
+                except UserError as error:
+                    assert "was taken over by process 1 on elsewhere" in str(error), error
+                else:
+                    raise AssertionError("two writers")
+            assert 9 not in checkpoints.steps()
+            files.rm(path)
         case "options":
             os.environ["CAPIBARA_CHECKPOINT_KEY"] = "01" * 32
             options = {"encryption": Encryption(), "incremental": True, "compression": "zstd"}

@@ -50,7 +50,7 @@ def test_what_is_saved_in_a_bucket_comes_back(bucket):
 
 @pytest.mark.heavy
 def test_a_bucket_is_as_good_as_a_disk(bucket):
-    for name in ("damage", "two writers", "options"):
+    for name in ("damage", "two writers", "taken over", "options"):
         part(bucket, name)
 
 
