@@ -7,8 +7,9 @@
 The state is float32, in eight arrays. All contenders write it in turn, to the same disk, and read it back from the page
 cache; ratios are of medians. save: until it is on the disk, by our manifest's reckoning or fsync; Orbax does not sync.
 blocking: what a save takes of the training loop's time. load: until the arrays are on the device, ours verified.
---flips: one bit of a random file of a checkpoint at a time, as often as is said: each must be found out, or have changed
-  nothing that is read. --training: blocks of 20 steps of a run, with a save at the beginning and without, in turn.
+--flips: one bit of a file of a checkpoint at a time, as often as is said, the step plain, compressed and encrypted in turn.
+  `convert verify` must find each out, and restoring must refuse the step or (unread) give back every bit; what only
+  changed the manifest's white space is harmless. Exit code 1 where one is silent. --training: blocks of 20 steps of a run, with a save at the beginning and without, in turn.
 """
 
 from __future__ import annotations
@@ -160,38 +161,97 @@ def show_speed(mib: int, found: dict) -> None:
     print(f"goals: save {GOALS['save']}x, load {GOALS['load']}x, blocking {GOALS['blocking']:.0%}")
 
 
-def flips(count: int, folder: str) -> dict:
-    """How many of `count` flipped bits were found out, and how many changed nothing that is read."""
-    import jax
-    import jax.numpy as jnp
-    from etils import epath
+class Flipped:
+    """A small checkpoint whose bits are flipped, one at a time.
 
-    from capibara.training import manifest
-    from capibara.training.checkpoints import Checkpointing, Checkpoints
-    from capibara.training.state import TrainState
+    Args:
+      root: an empty folder.
+      options: of Checkpointing.
+    """
 
-    root = pathlib.Path(tempfile.mkdtemp(prefix="capibara-flips-", dir=folder))
-    try:
+    def __init__(self, root: pathlib.Path, **options):
+        from capibara.training.checkpoints import Checkpointing, Checkpoints
+        from capibara.training.state import TrainState, with_shardings
+
+        import jax
+        import jax.numpy as jnp
+
+        self._open = lambda **more: Checkpoints(str(root), Checkpointing(**options), **more)
         arrays = {f"layer_{i}": jax.random.normal(jax.random.key(i), (64, 64)) for i in range(ARRAYS)}
         moments = jax.tree.map(lambda x: (x * 0.1).astype(jnp.bfloat16), arrays)
-        with Checkpoints(str(root), Checkpointing()) as checkpoints:
-            checkpoints.save(1, TrainState(jnp.int32(1), arrays, (moments,), None), {"rows": [[1, 2]]}, {})
-        step, rng = root / "checkpoints" / "1", random.Random(0)
-        files = sorted(path for path in step.rglob("*") if path.is_file())
-        found = {"files": len(files), "flips": count, "detected": 0, "harmless": 0, "silent": 0}
-        for index in range(count):
-            path = files[index % len(files)]
-            before = path.read_bytes()
-            after = bytearray(before)
-            after[rng.randrange(len(after))] ^= 1 << rng.randrange(8)
-            path.write_bytes(after)
+        self._state = TrainState(jnp.int32(1), arrays, (moments,), None)
+        self._target = with_shardings(self._state, jax.tree.map(lambda x: x.sharding, self._state))
+        self._about = 1, {"rows": [[1, 2]]}, {"early_stopping": {"best": 0.5}}
+        with self._open() as checkpoints:
+            checkpoints.save(self._about[0], self._state, *self._about[1:])
+        self._step = root / "checkpoints" / "1"
+        self._files = sorted(path for path in self._step.rglob("*") if path.is_file())
+        if self.restored() is not True:
+            raise AssertionError("a step that nothing was done to does not come back")
+
+    def flip(self, index: int, rng: random.Random) -> str:
+        """Flips a bit of the file of that index, looks, and flips it back; what became of it."""
+        from etils import epath
+
+        from capibara.training import manifest
+
+        path = self._files[index % len(self._files)]
+        before = path.read_bytes()
+        after = bytearray(before)
+        after[rng.randrange(len(after))] ^= 1 << rng.randrange(8)
+        path.write_bytes(after)
+        try:
+            restored = self.restored()
             try:
-                manifest.verify(epath.Path(step))
-                same = path.name == manifest.NAME and json.loads(after) == json.loads(before)  # white space
-                found["harmless" if same else "silent"] += 1
+                manifest.verify(epath.Path(self._step))
+                found = False
             except manifest.Damaged:
-                found["detected"] += 1
+                found = True
+            if restored is not False and found:
+                return "refused" if restored is None else "unread"
+            if restored and path.name == manifest.NAME and json.loads(after) == json.loads(before):
+                return "harmless"
+            print(f"silent: {path.relative_to(self._step)}, restored {restored}, found {found}", file=sys.stderr)
+            return "silent"
+        finally:
             path.write_bytes(before)
+
+    def restored(self) -> bool | None:
+        """Whether restoring gives back what was saved, to the bit; None: it refuses to."""
+        from capibara.types import UserError
+
+        import jax
+        import numpy as np
+
+        try:
+            found, state = self._open(read_only=True).restore(self._target)
+        except UserError:
+            return None
+        if (found.step, found.data, found.progress) != self._about:
+            return False
+        leaves, saved = jax.tree.leaves(state), jax.tree.leaves(self._state)
+        return len(leaves) == len(saved) and all(
+            x.dtype == y.dtype and x.shape == y.shape and np.asarray(x).tobytes() == np.asarray(y).tobytes()
+            for x, y in zip(leaves, saved)
+        )
+
+
+def flips(count: int, folder: str) -> dict:
+    """What became of `count` flipped bits, by kind of checkpoint."""
+    import logging
+
+    from capibara.training.encryption import Encryption
+
+    logging.disable(logging.WARNING)
+    os.environ["CAPIBARA_CHECKPOINT_KEY"] = "01" * 32
+    kinds = {"plain": {}, "compressed": {"compression": "zstd"}, "encrypted": {"encryption": Encryption()}}
+    root, rng = pathlib.Path(tempfile.mkdtemp(prefix="capibara-flips-", dir=folder)), random.Random(0)
+    try:
+        steps = {name: Flipped(root / name, **options) for name, options in kinds.items()}
+        found = {name: dict.fromkeys(("refused", "unread", "harmless", "silent"), 0) for name in kinds}
+        for index in range(count):
+            name = [*kinds][index % len(kinds)]
+            found[name][steps[name].flip(index // len(kinds), rng)] += 1
     finally:
         shutil.rmtree(root, ignore_errors=True)
     return found
@@ -224,16 +284,16 @@ def training(rounds: int, folder: str) -> dict:
                     step += 1
                     state, metrics = run.step(step, state, run.next_batch())
                 jax.block_until_ready(state)
+                run.checkpoints.wait()  # what of a save is not done by then is paid for, too
                 if block:  # the first warms up
                     seconds[name].append(time.perf_counter() - begin_s)
-                run.checkpoints.wait()
                 print(f"{block} of {2 * rounds}: {time.perf_counter() - begin_s:.2f} s, {name}", file=sys.stderr)
     finally:
         shutil.rmtree(model_dir, ignore_errors=True)
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mib", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=5)
@@ -244,7 +304,10 @@ def main() -> None:
     options = parser.parse_args()
     if options.flips:
         found = flips(options.flips, options.folder)
-        print(", ".join(f"{value} {name}" for name, value in found.items()))
+        for kind, figures in found.items():
+            print(
+                f"{kind:10}  {sum(figures.values())} flips: " + ", ".join(f"{n} {name}" for name, n in figures.items())
+            )
     elif options.training:
         found = training(options.rounds, options.folder)
         print(f"{STEPS} steps: {found['saves']:.2f} s with a save, {found['never']:.2f} s without: "
@@ -254,7 +317,8 @@ def main() -> None:
         show_speed(options.mib, found)
     if options.json:
         pathlib.Path(options.json).write_text(json.dumps(found, indent=1))
+    return int(bool(options.flips) and any(figures["silent"] for figures in found.values()))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

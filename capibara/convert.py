@@ -41,6 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
+    if not args.run:
+        raise UserError(f"{args.action} has '' for RUN, must be a run folder: name one, e.g. runs/mine")
     if args.action == "prune" and args.keep is None:
         raise UserError("prune needs --keep, how many of the newest steps stay, e.g. --keep=1")
     for name in ("keep", "keep_every"):

@@ -116,7 +116,7 @@ def check_used(unread: Iterable[tuple[Any, str, str]], built: Sequence[Any], kno
 
 
 def way_in(cls: Any, built: Sequence[Any], known: Sequence[Any]) -> str:
-    """The end of a message about a class that nothing uses: ": add --gin.DecoderConfig.rope=@Rope()"; may be empty.
+    """The end of a message about a class that nothing uses: ": add '--gin.DecoderConfig.rope=@Rope()'"; may be empty.
 
     Args:
       cls: the class.
@@ -127,7 +127,7 @@ def way_in(cls: Any, built: Sequence[Any], known: Sequence[Any]) -> str:
     while paths and cls not in built:
         part, bindings = paths.pop(0)
         for owner, field in _fields_for(part, known):
-            path = f" --gin.{owner.__name__}.{field}=@{part.__name__}(){bindings}"
+            path = f" '--gin.{owner.__name__}.{field}=@{part.__name__}()'{bindings}"
             if owner in built:
                 return f": add{path}"
             if owner not in seen:

@@ -42,10 +42,15 @@ def save(path: str, text: str) -> None:
     _write(path, text, "w")
 
 
+def is_remote(path: str | os.PathLike[str]) -> bool:
+    """Whether a path is in a bucket (gs://), not on a disk."""
+    return "://" in os.fspath(path)
+
+
 def read(path: str) -> str | None:
     """The text of a file, also of one in a bucket (gs://); None where there is none."""
     try:
-        if "://" in path:
+        if is_remote(path):
             from etils import epath
 
             return epath.Path(path).read_text()
@@ -57,7 +62,7 @@ def read(path: str) -> str | None:
 
 def replace(path: str, text: str) -> None:
     """Puts a whole file in place of what was there, also in a bucket."""
-    if "://" in path:
+    if is_remote(path):
         from etils import epath
 
         epath.Path(path).write_text(text)

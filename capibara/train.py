@@ -19,7 +19,8 @@ examples:
   python -m capibara.train --gin_file=base_v5e64.gin --emulate=8 --gin.TRAIN_STEPS=3
   python -m capibara.train --gin_file=my_run.gin --gin.MODEL_DIR=runs/mine --gin.TRAIN_STEPS=20000
 
-exit codes: 0 finished, 2 a mistake in what was given, 75 hung, 130 / 143 stopped by ctrl-C / SIGTERM after a checkpoint"""
+exit codes: 0 finished, 1 a crash, damage or silent corruption, 2 a mistake in what was given, 75 hung, or to be run
+again, 130 / 143 stopped by ctrl-C / SIGTERM after a checkpoint"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -15,6 +15,7 @@ from capibara.config import configurable
 from capibara.monitoring import chart
 from capibara.monitoring.loggers import folder_error, metrics_path, read_metrics
 from capibara.monitoring.progress import make_console, quantity
+from capibara.outputs import is_remote
 from capibara.training.callbacks import Callback, RunInfo
 from capibara.types import UserError
 
@@ -150,7 +151,7 @@ def save_png(curves: Curves, path: str) -> None:
 
     picture = io.BytesIO()
     FigureCanvasAgg(_figure(curves)).print_png(picture)
-    if "://" in path:
+    if is_remote(path):
         from etils import epath
 
         epath.Path(path).write_bytes(picture.getvalue())

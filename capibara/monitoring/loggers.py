@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from capibara.config import configurable
+from capibara.outputs import is_remote
 from capibara.training.callbacks import Callback, RunInfo
 from capibara.types import UserError
 
@@ -45,7 +46,7 @@ class MetricsFile(Callback):
 
     def on_train_begin(self, run: RunInfo) -> None:
         self._run = run
-        self._lines = (_RemoteLines if "://" in run.model_dir else _LocalLines)(metrics_path(run.model_dir))
+        self._lines = (_RemoteLines if is_remote(run.model_dir) else _LocalLines)(metrics_path(run.model_dir))
         names = "total_steps param_count tokens_per_step flops_per_step device_count device_kind peak_flops".split()
         self._write("event", run.start_step, event="start", **{name: getattr(run, name) for name in names})
 
@@ -245,7 +246,7 @@ def _ends_with_newline(path: str) -> bool:
 
 def _read_text(path: str) -> str:
     try:
-        if "://" in path:
+        if is_remote(path):
             from etils import epath
 
             return epath.Path(path).read_text()

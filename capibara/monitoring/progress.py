@@ -81,7 +81,7 @@ class ProgressLine(Callback):
         self._console.print(Text("\n").join(Text.assemble(("  | ", "dim"), line) for line in lines), soft_wrap=True)
 
     def on_checkpoint(self, step: int) -> None:
-        self._print(f"step {step} checkpoint", style="dim")
+        self._print(f"step {step} saving", style="dim")
 
     def on_train_end(self, step: int, reason: str) -> None:
         if self._live is not None:

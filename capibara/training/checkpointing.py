@@ -60,8 +60,10 @@ class Checkpointing:
     encryption: Encryption | None = None
 
     def __post_init__(self):
-        if self.every < 0 or self.keep < 1:
-            raise UserError(f"Checkpointing.every ({self.every}) must be at least 0, keep ({self.keep}) at least 1")
+        if self.every < 0:
+            raise UserError(f"Checkpointing.every is {self.every}, must be at least 0 (0: only at the end): try 1000")
+        if self.keep < 1:
+            raise UserError(f"Checkpointing.keep is {self.keep}, must be at least 1: try 3")
         if self.keep_every is not None and self.keep_every < 1:
             raise UserError(f"Checkpointing.keep_every is {self.keep_every}, must be at least 1, or None")
         if self.keep_best < 0:

@@ -22,21 +22,23 @@ NAME = "lease.json"
 _STALE_AFTER_S = 60.0  # without a sign of life from another host
 _RENEWALS = 6  # in that time
 _LOOK_S = 1.0
+_SETTLE_S = 2.0  # in a bucket, which has no locks: longer than from another's look to its write
 
 
 class Lease:
     """The right to change a folder, held from here to `release`.
 
-    The file names its holder: process, host and a random nonce. That of a process that has died is taken over at once
-    on the same host; one of another host when it is not renewed within `stale_after_s`, for which this waits: the clocks of
-    hosts differ.
+    The file names its holder: process, host and a random nonce. Where process ids mean the same to it and to us (one
+    host, one boot, one pid namespace), that of a process that has died is taken over at once. Any other, such as that of
+    another host or container, is taken over when it is not renewed within `stale_after_s`, for which this waits: the
+    clocks of hosts differ.
 
     Args:
       folder: exists.
       stale_after_s: seconds without a renewal after which another host's lease counts for nothing.
 
     Raises:
-      UserError: another process holds it.
+      UserError: another process holds it, or a folder has its name.
     """
 
     def __init__(self, folder: epath.Path, stale_after_s: float = _STALE_AFTER_S):
@@ -58,7 +60,7 @@ class Lease:
         """Gives it back; another holder's is left alone."""
         self._ended.set()
         self._renewing.join()
-        with _alone(self._folder), contextlib.suppress(OSError):
+        with contextlib.suppress(OSError), _alone(self._folder):  # the folder may be gone by now
             if (_read(self._path) or {}).get("nonce") == self._nonce:
                 self._path.unlink()
 
@@ -68,16 +70,34 @@ class Lease:
             with _alone(self._folder):
                 holder = _read(self._path)
                 unchanged = holder == first and time.monotonic() - begin_s >= self._stale_after_s
-                if holder is None or unchanged or self._is_dead(holder):
-                    storage.write(self._path, json.dumps(self._record()).encode())
+                if free := holder is None or unchanged or self._is_dead(holder):
+                    self._write()
+            if free:
+                holder = self._settled()
+                if holder is None:
+                    continue
+                if holder.get("nonce") == self._nonce:
                     return
-            if holder != first or holder["host"] == socket.gethostname():
+            if free or holder != first or self._is_here(holder):
                 raise UserError(
                     f"{self._folder} is being written by process {holder.get('pid')} on {holder.get('host')}: stop it first, "
                     f"or set another MODEL_DIR (or remove {NAME} there, if you are sure that it has ended)"
                 )
             if not self._ended.wait(min(_LOOK_S, self._stale_after_s / _RENEWALS)):
                 self._say_once(holder)
+
+    def _settled(self) -> dict[str, Any] | None:
+        """Who holds what we have just written; in a bucket another may have looked before that, and written after us."""
+        if not storage.is_remote(self._folder):
+            return self._record()
+        time.sleep(_SETTLE_S)
+        return _read(self._path)
+
+    def _write(self) -> None:
+        try:
+            storage.write(self._path, json.dumps(self._record()).encode())
+        except IsADirectoryError:
+            raise UserError(f"{self._path} is a folder, must be a file or not there: remove it") from None
 
     def _say_once(self, holder: dict[str, Any]) -> None:
         if not self._said:
@@ -92,23 +112,32 @@ class Lease:
         return {
             "pid": pid,
             "process_start": processes.start_of(pid),
-            "host": socket.gethostname(),
+            **_here(),
             "nonce": self._nonce,
             "renewed": time.time(),
         }
 
     def _renew(self) -> None:
         while not self._ended.wait(self._stale_after_s / _RENEWALS):
-            with contextlib.suppress(OSError), _alone(self._folder):
+            # Whatever is wrong, and buckets have errors of their own, the next renewal may succeed.
+            with contextlib.suppress(Exception), _alone(self._folder):
                 if (_read(self._path) or {}).get("nonce") == self._nonce:
-                    storage.write(self._path, json.dumps(self._record()).encode())
+                    self._write()
+
+    def _is_here(self, holder: dict[str, Any]) -> bool:
+        """Whether its process id means the same to us: containers may share a host name, and have a process 1 each."""
+        return all(value is not None and holder.get(name) == value for name, value in _here().items())
 
     def _is_dead(self, holder: dict[str, Any]) -> bool:
         """Whether nobody can be behind it, as far as can be told at once."""
-        if holder.get("host") == socket.gethostname():
+        if self._is_here(holder):
             # A process id is used again after a while; with the time of its start it is not.
             return processes.start_of(holder.get("pid")) != holder.get("process_start")
         return not {"host", "nonce", "renewed"} <= holder.keys()
+
+
+def _here() -> dict[str, str | None]:
+    return {"host": socket.gethostname(), "boot": processes.boot_id(), "pid_namespace": processes.pid_namespace()}
 
 
 @contextlib.contextmanager
@@ -131,7 +160,17 @@ def _alone(folder: epath.Path) -> Iterator[None]:
 def _read(path: epath.Path) -> dict[str, Any] | None:
     """The record of a lease; None where there is none that can be read."""
     try:
-        record = json.loads(path.read_bytes())
+        record = json.loads(_bytes_of(path))
     except (OSError, ValueError):
         return None
     return record if isinstance(record, dict) else None
+
+
+def _bytes_of(path: epath.Path) -> bytes:
+    if not storage.is_remote(path):
+        return path.read_bytes()
+    import fsspec
+
+    # Opened as a file it has the size that it had when its folder was last listed here, whoever has written it since.
+    files, name = fsspec.core.url_to_fs(os.fspath(path))
+    return files.cat_file(name)

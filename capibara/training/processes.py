@@ -1,8 +1,9 @@
-"""When the processes of this machine started."""
+"""The processes of this machine: when they started, and where their ids mean the same."""
 
 from __future__ import annotations
 
 import os
+import sys
 from typing import Any
 
 
@@ -23,6 +24,30 @@ def start_of(pid: Any) -> str | None:
     except (OSError, TypeError, ValueError):
         return _alive_without_proc(pid)
     return None if fields[0] == "Z" else fields[19]
+
+
+def boot_id() -> str | None:
+    """Names this boot of this machine's kernel, alike in all its containers; "" on macOS, None: it cannot be told."""
+    if not sys.platform.startswith("linux"):
+        return ""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return file.read().strip() or None
+    except (OSError, ValueError):
+        return None
+
+
+def pid_namespace() -> str | None:
+    """Names what a process id counts in, the container as a rule; "" on macOS, None: it cannot be told."""
+    if not sys.platform.startswith("linux"):
+        return ""
+    try:
+        # A /proc that was mounted outside has other ids than ours: `start_of` would tell of another's process.
+        if os.readlink("/proc/self") != str(os.getpid()):
+            return None
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return None
 
 
 def _alive_without_proc(pid: Any) -> str | None:

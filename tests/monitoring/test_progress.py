@@ -57,7 +57,7 @@ def test_plain_lines():
     assert lines[2] == "step 10 evaluation: loss 3.0000, perplexity 20.10, 1.5000 bits per byte"
     assert lines[3:5] == ["step 10 sample:", "  | def main():"]
     assert lines[5].startswith(r"  | \x1b[31m[red]passxxx") and lines[5].endswith("x ...")
-    assert lines[6] == "step 10 checkpoint"
+    assert lines[6] == "step 10 saving"
     assert re.fullmatch(r"interrupted at step 10: 10 steps in \d+s; run folder /runs/\[bold\]mine", lines[7])
     assert len(lines) == 8 and "\x1b" not in show()
 

@@ -1,9 +1,10 @@
-"""What a run does in a bucket, each part as a user's program would: python bucket.py FOLDER PART."""
+"""What a run does in a bucket, each part as a user's program would: python bucket.py FOLDER PART [STEP]."""
 
 from __future__ import annotations
 
 import os
 import pathlib
+import subprocess
 import sys
 
 import fsspec
@@ -34,7 +35,7 @@ def newest(folder, **options):
         return restored.step, dict(checkpoints.damaged), checkpoints.steps()
 
 
-def main(folder: str, part: str) -> None:
+def main(folder: str, part: str, step: str = "") -> None:
     files = fsspec.filesystem("gs")
     match part:
         case "save":
@@ -46,8 +47,8 @@ def main(folder: str, part: str) -> None:
             path = f"{folder}/checkpoints/3/state/params.layer.kernel/0.0"
             content = files.cat_file(path)
             files.pipe_file(path, content[:-1] + bytes([content[-1] ^ 1]))
-            step, damaged, steps = newest(folder)
-            assert (step, list(damaged), steps) == (2, [3], [2]), (step, damaged, steps)
+            restored, damaged, steps = newest(folder)
+            assert (restored, list(damaged), steps) == (2, [3], [2]), (restored, damaged, steps)
             assert "state/params.layer.kernel/0.0 (array params/layer/kernel) has changed" in damaged[3]
             assert save(folder, (3,)) == [2, 3]
         case "two writers":
@@ -58,6 +59,22 @@ def main(folder: str, part: str) -> None:
                     assert f"is being written by process {os.getpid()} on " in str(error)
                 else:
                     raise AssertionError("two writers")
+        case "taken over":
+            path = f"{folder}/checkpoints/lease.json"
+            with Checkpoints(folder, Checkpointing()) as checkpoints:
+                checkpoints.steps()  # gcsfs remembers the size of what it lists
+                record = '{"pid": 1, "host": "elsewhere", "nonce": "another"}'.ljust(1000)
+                code = "import sys, fsspec; fsspec.filesystem('gs').pipe_file(sys.argv[1], sys.argv[2].encode())"
+                subprocess.run([sys.executable, "-c", code, path, record], check=True)
+                checkpoints.save(9, saver.state_of(9), {}, {})
+                try:
+                    checkpoints.wait()
+                except UserError as error:
+                    assert "was taken over by process 1 on elsewhere" in str(error), error
+                else:
+                    raise AssertionError("two writers")
+            assert 9 not in checkpoints.steps()
+            files.rm(path)
         case "options":
             os.environ["CAPIBARA_CHECKPOINT_KEY"] = "01" * 32
             options = {"encryption": Encryption(), "incremental": True, "compression": "zstd"}
@@ -65,7 +82,7 @@ def main(folder: str, part: str) -> None:
             assert newest(folder, **options) == (5, {}, [4, 5])
         case "killed":
             checkpoints = Checkpoints(folder, Checkpointing())
-            checkpoints.save(6, saver.state_of(6, saver.LARGE), {}, {})
+            checkpoints.save(int(step), saver.state_of(int(step), saver.LARGE), {}, {})
             print("saving", flush=True)
             checkpoints.wait()
             print("saved", flush=True)

@@ -90,6 +90,7 @@ def test_a_run_that_is_writing_is_left_alone(model_dir, capsys):
     ("argv", "message"),
     [
         (["list", "nowhere"], "nowhere is no run folder"),
+        (["list", ""], "list has '' for RUN, must be a run folder: name one"),
         (["lst", "x"], "invalid choice: 'lst'"),
         (["prune", "x"], "prune needs --keep"),
         (["prune", "x", "--keep=0"], "--keep=0 is of prune, and at least 1"),

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -11,6 +12,8 @@ import time
 import pytest
 from etils import epath
 
+from capibara.training import lease as lease_module
+from capibara.training import processes, storage
 from capibara.training.lease import NAME, Lease
 from capibara.types import UserError
 
@@ -18,6 +21,19 @@ from capibara.types import UserError
 @pytest.fixture
 def folder(tmp_path):
     return epath.Path(tmp_path)
+
+
+HERE = {"host": socket.gethostname(), "boot": processes.boot_id(), "pid_namespace": processes.pid_namespace()}
+UNSHARE = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
+HOLDING = """
+import os, sys
+from etils import epath
+from capibara.training.lease import Lease
+lease = Lease(epath.Path(sys.argv[1]), float(sys.argv[2]))
+print(os.getpid(), flush=True)
+sys.stdin.read()
+lease.release()
+"""
 
 
 def forge(folder, **changes):
@@ -45,8 +61,100 @@ def test_that_of_a_process_that_died_is_taken_over_at_once(folder):
 
 
 def test_a_process_with_the_number_of_one_that_died_does_not_hold_it(folder):
-    forge(folder, pid=os.getpid(), process_start="1", host=socket.gethostname())
+    forge(folder, **HERE, pid=os.getpid(), process_start="1")
     Lease(folder).release()
+
+
+def test_that_of_a_live_process_is_refused_at_once(folder):
+    forge(folder, **HERE, pid=os.getpid(), process_start=processes.start_of(os.getpid()))
+    begin_s = time.monotonic()
+    with pytest.raises(UserError, match=f"process {os.getpid()} on {socket.gethostname()}"):
+        Lease(folder, stale_after_s=30)
+    assert time.monotonic() - begin_s < 1
+
+
+@pytest.mark.parametrize("other", [{"boot": "b"}, {"pid_namespace": "pid:[7]"}, {"boot": None}])
+def test_another_container_with_our_host_name_is_another_host(folder, other):
+    """Its process id is nobody's here, or somebody else's: neither says anything."""
+    for pid in (0, os.getpid()):
+        record = {**HERE, "pid": pid, "process_start": processes.start_of(pid)} | other
+        forge(folder, **record)
+        renewing = threading.Timer(0.3, forge, [folder], record)
+        renewing.start()
+        with pytest.raises(UserError, match=f"process {pid} on {socket.gethostname()}"):
+            Lease(folder, stale_after_s=30)
+        renewing.join()
+        begin_s = time.monotonic()
+        Lease(folder, stale_after_s=0.6).release()
+        assert time.monotonic() - begin_s >= 0.6
+
+
+def test_where_the_system_does_not_say_where_we_are_no_process_id_decides(folder, monkeypatch):
+    monkeypatch.setattr(processes, "pid_namespace", lambda: None)
+    forge(folder, **HERE | {"pid_namespace": None}, pid=0)
+    begin_s = time.monotonic()
+    Lease(folder, stale_after_s=0.6).release()
+    assert time.monotonic() - begin_s >= 0.6
+
+
+def test_a_live_process_in_another_pid_namespace_keeps_it(folder):
+    try:
+        tried = subprocess.run([*UNSHARE, "true"], capture_output=True, text=True)
+    except FileNotFoundError:
+        pytest.skip("there is no command unshare here")
+    if tried.returncode:
+        pytest.skip(f"no pid namespace can be made here: {tried.stderr.strip()}")
+    holder = subprocess.Popen(
+        [*UNSHARE, sys.executable, "-c", HOLDING, str(folder), "3"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert holder.stdout.readline() == "1\n"
+    assert json.loads((folder / NAME).read_text())["host"] == socket.gethostname()
+    with pytest.raises(UserError, match=f"process 1 on {socket.gethostname()}"):
+        Lease(folder, stale_after_s=3)
+    holder.communicate()
+    assert holder.returncode == 0 and not (folder / NAME).exists()
+
+
+@pytest.fixture
+def bucket(folder, monkeypatch):
+    """A folder that is taken for one of a bucket: no locks, no renaming."""
+    monkeypatch.setattr(storage, "is_remote", lambda path: True)
+    monkeypatch.setattr(lease_module, "_SETTLE_S", 0.4)
+    return folder
+
+
+def test_in_a_bucket_the_last_of_two_that_write_at_once_has_it(bucket):
+    writing = threading.Timer(0.2, forge, [bucket])
+    writing.start()
+    with pytest.raises(UserError, match=f"{bucket} is being written by process 1 on elsewhere"):
+        Lease(bucket)
+    writing.join()
+    assert json.loads((bucket / NAME).read_text())["nonce"] == "n"
+
+
+def test_in_a_bucket_it_is_written_again_where_it_has_gone_meanwhile(bucket):
+    removing = threading.Timer(0.2, (bucket / NAME).unlink)
+    removing.start()
+    lease = Lease(bucket)
+    removing.join()
+    lease.check()
+    lease.release()
+    assert not (bucket / NAME).exists()
+
+
+def test_release_after_the_folder_has_gone(folder):
+    inner = folder / "checkpoints"
+    inner.mkdir()
+    lease = Lease(inner)
+    shutil.rmtree(inner)
+    lease.release()
+
+
+def test_a_folder_with_its_name_is_one_line(folder):
+    (folder / NAME).mkdir()
+    with pytest.raises(UserError, match=rf"^{folder}/lease.json is a folder, must be .*: remove it$"):
+        Lease(folder)
 
 
 @pytest.mark.parametrize("clock_s", [-1000, 0, 1000])

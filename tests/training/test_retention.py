@@ -2,7 +2,9 @@
 
 import pytest
 
+from capibara.training.checkpointing import Checkpointing
 from capibara.training.retention import expendable
+from capibara.types import UserError
 
 STEPS = [30, 10, 20, 40, 50]
 
@@ -25,3 +27,9 @@ def test_what_goes(rules, gone):
 
 def test_of_nothing_nothing_goes():
     assert expendable([], keep=1) == []
+
+
+@pytest.mark.parametrize("name", ["keep", "keep_every", "every"])
+def test_a_number_out_of_its_range_is_named_alone(name):
+    with pytest.raises(UserError, match=rf"^Checkpointing\.{name} is -1, must be at least [01]"):
+        Checkpointing(**{name: -1})

@@ -53,10 +53,13 @@ class TestBindings:
     @pytest.mark.parametrize(
         ("binding", "message"),
         [
-            ("Moe.num_experts=4", "Moe.num_experts is bound but nothing uses it: add --gin.DecoderConfig.moe=@Moe()"),
-            ("Hints.loss=0.1", "uses it: add --gin.DecoderConfig.moe=@Moe() --gin.Moe.hints=@Hints()"),
-            ("EncoderConfig.vocab_size=384", "add --gin.Trainer.model=@EncoderConfig()"),
-            ("Masking.chosen=0.2", "Masking.chosen is bound but nothing uses it: add --gin.Dataset.masking=@Masking()"),
+            ("Moe.num_experts=4", "Moe.num_experts is bound but nothing uses it: add '--gin.DecoderConfig.moe=@Moe()'"),
+            ("Hints.loss=0.1", "uses it: add '--gin.DecoderConfig.moe=@Moe()' '--gin.Moe.hints=@Hints()'"),
+            ("EncoderConfig.vocab_size=384", "add '--gin.Trainer.model=@EncoderConfig()'"),
+            (
+                "Masking.chosen=0.2",
+                "Masking.chosen is bound but nothing uses it: add '--gin.Dataset.masking=@Masking()'",
+            ),
             ("Rope.scaling=yarn", "Rope.factor (1.0) must be above 1 with yarn scaling: try 8.0"),
             ("LossScaling.initial=-1.0", "at most initial (-1.0)"),
         ],
