@@ -43,7 +43,7 @@ def save(path: str, text: str) -> None:
 
 
 def is_remote(path: str | os.PathLike[str]) -> bool:
-    """Whether a path is in a bucket (gs://), not on a disk."""
+    """Whether a path is in a bucket (gs://): there a file is there whole or not at all, and nothing can be locked."""
     return "://" in os.fspath(path)
 
 

@@ -45,7 +45,7 @@ class Checkpointing:
       incremental: arrays that have not changed since the step before (frozen ones, those beside LoRA) are not written
         again: a step refers to the older one that holds them, which stays as long as it is needed.
       compression: of the arrays' files.
-      encryption: where the key is that all files but the manifest are encrypted with; None: they are not encrypted.
+      encryption: where the key is that all files but the manifest and layouts are encrypted with; None: they are not encrypted.
     """
 
     every: int = 1000

@@ -34,8 +34,8 @@ from capibara.training import array_files, chunks, hosts, manifest, shapes, step
 from capibara.training.background import Task, before_exit
 from capibara.training.checkpointing import Checkpointing, Compression, Verify
 from capibara.training.disk import disk_full_explained, free_bytes, is_disk_full, not_writable_explained
-from capibara.training.lease import Lease
 from capibara.training.encryption import Key
+from capibara.training.lease import Lease
 from capibara.training.manifest import Damaged, File, Manifest
 from capibara.training.snapshot import snapshot
 from capibara.training.state import TrainState
@@ -316,8 +316,7 @@ class Checkpoints:
 
     def check(self) -> None:
         """Raises what a save has failed with, or a verification beside training, if one has; waits for nothing."""
-        if (self._saving is not None and self._saving.done) or (self._verifying is not None and self._verifying.done):
-            self._raise_ended(waits=False)
+        self._raise_ended(waits=False)
 
     def wait(self) -> None:
         """Waits until every save is on disk.

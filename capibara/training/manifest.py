@@ -208,11 +208,9 @@ def contents(folder: epath.Path, file: File, *, check: bool = True) -> np.ndarra
     path = place(folder, file)
 
     def once() -> np.ndarray:
-        if (size := path.stat().length) != file.size:
-            raise Damaged(f"{file.describe()} has {size} bytes, not {file.size}")
+        _check_size(path, file)
         found, digest = storage.read_hashed(path, file.size)
-        if check and digest != file.xxh128:
-            raise Damaged(f"{file.describe()} has changed since it was saved")
+        _check_hash(digest if check else file.xxh128, file)
         return found
 
     return _patiently(file.describe(), path, once)
@@ -221,16 +219,24 @@ def contents(folder: epath.Path, file: File, *, check: bool = True) -> np.ndarra
 def _fault(folder: epath.Path, file: File) -> str | None:
     path = place(folder, file)
 
-    def once() -> str | None:
-        size = path.stat().length
-        if size != file.size:
-            return f"{file.describe()} has {size} bytes, not {file.size}"
-        return None if storage.file_hash(path) == file.xxh128 else f"{file.describe()} has changed since it was saved"
+    def once() -> None:
+        _check_size(path, file)
+        _check_hash(storage.file_hash(path), file)
 
     try:
         return _patiently(file.describe(), path, once)
     except Damaged as fault:
         return str(fault)
+
+
+def _check_size(path: epath.Path, file: File) -> None:
+    if (size := path.stat().length) != file.size:
+        raise Damaged(f"{file.describe()} has {size} bytes, not {file.size}")
+
+
+def _check_hash(digest: str, file: File) -> None:
+    if digest != file.xxh128:
+        raise Damaged(f"{file.describe()} has changed since it was saved")
 
 
 def _patiently(what: str, path: epath.Path, read: Callable[[], T]) -> T:

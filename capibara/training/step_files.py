@@ -29,7 +29,7 @@ class Writer:
 
     Attributes:
       compress: chunks are compressed.
-      key: encrypts all files but the manifest; None: they are not encrypted.
+      key: encrypts all files but the manifest and the arrays' layouts; None: they are not encrypted.
     """
 
     compress: bool = False

@@ -13,6 +13,7 @@ import xxhash
 from etils import epath
 
 from capibara import extras
+from capibara.outputs import is_remote
 from capibara.types import UserError
 
 _PIECE = 1 << 18  # bytes that are hashed at a time: still in the processor's cache when they are
@@ -40,11 +41,6 @@ def folder_of(path: str) -> epath.Path:
             f"{path} must be a local folder, or one in Google Cloud Storage: name that, e.g. gs://bucket/run"
         )
     return epath.Path(path if is_remote(path) else os.path.abspath(path))
-
-
-def is_remote(path: epath.PathLike) -> bool:
-    """Whether a path is in a bucket: there a file is there whole or not at all, and nothing is renamed."""
-    return "://" in os.fspath(path)
 
 
 def write(path: epath.Path, data: bytes) -> None:
