@@ -10,7 +10,8 @@ blocking: what a save takes of the training loop's time. load: until all arrays 
 --flips: one bit of a file of a checkpoint at a time, as often as is said, the step plain, compressed and encrypted in turn.
   `convert verify` must find each out, and restoring must refuse the step or (unread) give back every bit; what only
   changed the manifest's white space is harmless. Exit code 1 where one is silent.
---training: blocks of 20 steps of a run, with a save at the beginning and without, in turn.
+--training: blocks of 20 steps of a run, with a save at the beginning and without, in turn. The ratio is the median of each
+  block with a save over the mean of the two around it, so that a machine that gets slower counts for neither.
 """
 
 from __future__ import annotations
@@ -285,7 +286,7 @@ def training(rounds: int, folder: str) -> dict:
     model_dir = tempfile.mkdtemp(prefix="capibara-training-", dir=folder)
     bindings = [f"MODEL_DIR={model_dir}", "Plan.fsdp=1", "Plan.tensor=1", "Evaluation.every=0", "Checkpointing.keep=1"]
     config.parse(["quickstart.gin"], bindings)
-    seconds: dict[str, list[float]] = {"saves": [], "never": []}
+    seconds: list[float] = []  # of the blocks; those with odd numbers have a save
     try:
         with set_up(config.build(Trainer), jax.devices()[:1]) as run:
             (state, step, early), metrics = run.start(), {}
@@ -299,12 +300,16 @@ def training(rounds: int, folder: str) -> dict:
                     state, metrics = run.step(step, state, run.next_batch())
                 jax.block_until_ready(state)
                 run.checkpoints.wait()  # what of a save is not done by then is paid for, too
-                if block:  # the first warms up
-                    seconds[name].append(time.perf_counter() - begin_s)
-                print(f"{block} of {2 * rounds}: {time.perf_counter() - begin_s:.2f} s, {name}", file=sys.stderr)
+                seconds.append(time.perf_counter() - begin_s)
+                print(f"{block} of {2 * rounds}: {seconds[-1]:.2f} s, {name}", file=sys.stderr)
     finally:
         shutil.rmtree(model_dir, ignore_errors=True)
-    return {name: statistics.median(values) for name, values in seconds.items()}
+    # The first block warms up: the first save has one neighbour that counts.
+    ratios = [2 * seconds[i] / (seconds[i - 1] + seconds[i + 1]) for i in range(3, 2 * rounds, 2)]
+    low, ratio, high = statistics.quantiles(ratios, n=4)
+    error = 0.93 * (high - low) / len(ratios) ** 0.5  # of a median, from the quartiles of what it is of
+    medians = {"saves": statistics.median(seconds[1::2]), "never": statistics.median(seconds[2::2])}
+    return medians | {"ratio": ratio, "standard_error": error, "blocks": seconds}
 
 
 def main() -> int:
@@ -324,8 +329,8 @@ def main() -> int:
             )
     elif options.training:
         found = training(options.rounds, options.folder)
-        print(f"{STEPS} steps: {found['saves']:.2f} s with a save, {found['never']:.2f} s without: "
-              f"{found['saves'] / found['never']:.3f}x (goal {GOALS['training']}x)")  # fmt: skip
+        print(f"{STEPS} steps: {found['saves']:.2f} s with a save, {found['never']:.2f} s without: {found['ratio']:.3f}x, "
+              f"standard error {found['standard_error']:.3f} (goal {GOALS['training']}x)")  # fmt: skip
     else:
         found = speed(options.mib, options.rounds, options.folder)
         show_speed(options.mib, found)

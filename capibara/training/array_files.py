@@ -34,14 +34,18 @@ def write(folder: epath.Path, arrays: PyTree, *, compress: bool = False) -> list
     with _checkpointer(ocp, compress) as writer:
         writer.save(folder / chunks.FOLDER, args=ocp.args.PyTreeSave(arrays))
 
-    def written(named: tuple[str, jax.Array]) -> list[tuple[chunks.Layout, epath.Path, str, jax.Array]]:
-        inner = folder / chunks.folder_of(named[0])
+    names: dict[str, list[str]] = {}  # of each array's chunks
+    for path in storage.files_below(folder / chunks.FOLDER):
+        inner, _, name = path.rpartition("/")
+        if not name.startswith("."):
+            names.setdefault(inner, []).append(name)
+    jobs = []
+    for array, leaf in zip(tree.path_names(arrays), jax.tree.leaves(arrays), strict=True):
+        inner = folder / chunks.folder_of(array)
         cut = chunks.Layout.parse((inner / chunks.LAYOUT).read_bytes())
-        return [(cut, chunk, *named) for chunk in inner.iterdir() if not chunk.name.startswith(".")]
-
-    jobs = storage.each(written, zip(tree.path_names(arrays), jax.tree.leaves(arrays), strict=True))
-    found = storage.each(lambda job: _chunk(*job), [job for of_array in jobs for job in of_array])
-    return [file for file in found if file is not None]
+        jobs += [(cut, inner / name, array, leaf) for name in names.get(inner.name, ())]
+    files = storage.each(lambda job: _chunk(*job), jobs)
+    return [file for file in files if file is not None]
 
 
 def hush() -> None:
@@ -74,7 +78,7 @@ def _chunk(cut: chunks.Layout, path: epath.Path, name: str, array: jax.Array) ->
     inner = f"{chunks.folder_of(name)}/{path.name}"
     if cut.compressor is None:
         return File(inner, content.nbytes, digest, array=name, chunk=index)
-    data, on_disk = storage.read_hashed(path, path.stat().length)
+    data, on_disk = storage.read_hashed(path, storage.size_of(path))
     file = File(inner, len(data), on_disk, array=name, chunk=index, content=digest)
     if chunks.content_hash(chunks.decode(data, cut, file), None) != digest:
         raise Damaged(f"{file.describe()} does not hold what was to be saved")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 from collections.abc import Callable
 from typing import Any
@@ -92,11 +91,11 @@ class Writer:
                     f"silent data corruption: two processes hold {file.describe()}, and they differ: this run's state is "
                     "not worth keeping; start it again from its last checkpoint"
                 )
-        there = storage.each(functools.partial(manifest.is_there, folder), known.values())
-        for file, whole in zip(known.values(), there, strict=True):
-            if not whole:
+        there = storage.files_below(folder)
+        for file in known.values():
+            if there.get(file.path) != file.size:
                 raise Damaged(f"{file.describe()} was not written whole")
-        others = [path for path in storage.files_below(folder) if path not in known]
+        others = [path for path in there if path not in known]
         return [*known.values(), *manifest.of_disk(folder, others), *carried]
 
     def _carried(self, folder: epath.Path, base: Manifest, arrays: PyTree) -> list[File]:

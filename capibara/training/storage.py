@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import functools
 import os
+import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import xxhash
@@ -90,23 +92,39 @@ def sync(folder: epath.Path) -> None:
     each(_sync, folders[::-1])
 
 
-def files_below(folder: epath.Path) -> list[str]:
-    """The paths of all files below a folder, relative to it, sorted.
+def files_below(folder: epath.Path) -> dict[str, int]:
+    """The bytes of all files below a folder, by their paths relative to it, sorted.
 
     Raises:
       OSError: the folder cannot be read.
     """
-    found = []
+    found: dict[str, int] = {}
 
     def walk(inner: epath.Path, prefix: str) -> None:
         for path in inner.iterdir():
             if path.is_dir():
                 walk(path, f"{prefix}{path.name}/")
             else:
-                found.append(f"{prefix}{path.name}")
+                found[f"{prefix}{path.name}"] = size_of(path)
 
-    walk(folder, "")
-    return sorted(found)
+    def walk_local(inner: str, prefix: str) -> None:
+        with os.scandir(inner) as entries:
+            for entry in entries:
+                if entry.is_dir():
+                    walk_local(entry.path, f"{prefix}{entry.name}/")
+                else:
+                    found[f"{prefix}{entry.name}"] = entry.stat().st_size
+
+    if is_remote(folder):
+        walk(folder, "")
+    else:
+        walk_local(os.fspath(folder), "")
+    return dict(sorted(found.items()))
+
+
+def size_of(path: epath.Path) -> int:
+    """The bytes of a file."""
+    return path.stat().length if is_remote(path) else os.stat(path).st_size
 
 
 def hash_of(data: bytes | memoryview | np.ndarray) -> str:
@@ -116,8 +134,8 @@ def hash_of(data: bytes | memoryview | np.ndarray) -> str:
 
 def file_hash(path: epath.Path) -> str:
     """`hash_of` a file's bytes."""
-    digest, piece = xxhash.xxh3_128(), memoryview(bytearray(_PIECE))
-    with path.open("rb") as file:
+    digest, piece = xxhash.xxh3_128(), memoryview(np.empty(_PIECE, np.uint8))
+    with _unbuffered(path) as file:
         while count := file.readinto(piece):
             digest.update(piece[:count])
     return digest.hexdigest()
@@ -135,7 +153,7 @@ def read_hashed(path: epath.Path, size: int) -> tuple[np.ndarray, str]:
     """
     content, digest, begin = empty(size), xxhash.xxh3_128(), 0
     view = memoryview(content)
-    with path.open("rb") if is_remote(path) else open(path, "rb", buffering=0) as file:
+    with _unbuffered(path) as file:
         while begin < size and (count := file.readinto(view[begin : begin + _PIECE])):
             digest.update(view[begin : begin + count])
             begin += count
@@ -150,13 +168,41 @@ def empty(size: int) -> np.ndarray:
 
 
 def each(fn: Callable[[T], R], items: Sequence[T] | Iterable[T]) -> list[R]:
-    """`fn` of every item, in threads; the first fault is raised when all have ended."""
+    """`fn` of every item, in threads; a fault is raised when all that were under way have ended, and no more begin."""
     items = list(items)
-    if len(items) < 2:
-        return [fn(item) for item in items]
-    threads = min(_MOST_THREADS, 2 * (os.cpu_count() or 1), len(items))
-    with concurrent.futures.ThreadPoolExecutor(threads, "capibara-files") as pool:
-        return list(pool.map(fn, items))
+    found: list[R | None] = [None] * len(items)
+    left, failed = iter(range(len(items))), threading.Event()
+
+    def some() -> None:
+        # A job a thread, not one an item: beside training, the handing out of small ones costs more than they do.
+        for index in left:
+            if failed.is_set():
+                return
+            try:
+                found[index] = fn(items[index])
+            except BaseException:
+                failed.set()
+                raise
+
+    helpers = [_pool().submit(some) for _ in range(min(_MOST_THREADS, 2 * (os.cpu_count() or 1), len(items)) - 1)]
+    try:
+        some()
+    finally:
+        # What has not begun finds nothing left; to wait for it could be for ever, where `fn` comes here as well.
+        begun = [helper for helper in helpers if not helper.cancel()]
+        concurrent.futures.wait(begun)
+    for helper in begun:
+        helper.result()
+    return found
+
+
+def _unbuffered(path: epath.Path) -> Any:
+    return path.open("rb") if is_remote(path) else open(path, "rb", buffering=0)
+
+
+@functools.cache
+def _pool() -> concurrent.futures.ThreadPoolExecutor:
+    return concurrent.futures.ThreadPoolExecutor(_MOST_THREADS, "capibara-files")
 
 
 def _sync(path: epath.PathLike) -> None:
