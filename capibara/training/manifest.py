@@ -108,9 +108,9 @@ def write(folder: epath.Path, manifest: Manifest) -> None:
     """Makes a step exist: its files must be on the disk already."""
     values = _values(manifest)
     values["xxh128"] = storage.hash_of(_canonical(values))
-    # A line a file; indent= would leave the C encoder aside.
+    # A line a file: indent= would leave the C encoder aside. No byte follows the last brace: each that is cut off counts.
     files = ",\n".join(map(json.dumps, values.pop("files")))
-    storage.write(folder / NAME, f'{json.dumps(values)[:-1]},\n"files": [\n{files}\n]}}\n'.encode())
+    storage.write(folder / NAME, f'{json.dumps(values)[:-1]},\n"files": [\n{files}\n]}}'.encode())
 
 
 def exists(folder: epath.Path) -> bool:
