@@ -1,4 +1,4 @@
-"""Writes decoders.json: what the reference implementations answer with the weights that hf_names.draw gives.
+"""Writes decoders.json: what the reference implementations answer with the weights that answers.draw gives.
 
 Run by a person who adds a family, in an environment with torch and transformers (5.23 made the committed file), from
 the root of the checkout; commit the file that it writes:
@@ -10,10 +10,9 @@ length, scores and logits are beyond the soft caps.
 
 from __future__ import annotations
 
-import hf_names
 import numpy as np
 import torch
-from answers import LENGTH, ROWS, VOCAB, some, write
+from answers import LENGTH, ROWS, VOCAB, draw, some, write
 from transformers import AutoConfig, AutoModelForCausalLM
 
 SIZES = dict(
@@ -102,7 +101,7 @@ def logits(case: dict) -> np.ndarray:
         for name, parameter in model.named_parameters():
             if case["model_type"] == "gpt_neox":
                 name = name.replace("lm_head", "embed_out")  # what checkpoints call it
-            parameter.copy_(torch.from_numpy(hf_names.draw(name, tuple(parameter.shape))))
+            parameter.copy_(torch.from_numpy(draw(name, tuple(parameter.shape))))
         return model(torch.from_numpy(tokens()), use_cache=False).logits.numpy()
 
 

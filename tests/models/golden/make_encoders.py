@@ -1,4 +1,4 @@
-"""Writes encoders.json: what transformers' T5 and BERT answer with the weights that hf_names.draw gives.
+"""Writes encoders.json: what transformers' T5 and BERT answer with the weights that answers.draw gives.
 
 Run by a person, in an environment with torch and transformers (5.23 made the committed file), from the root of the
 checkout; commit the file that it writes:
@@ -9,7 +9,7 @@ The models are tiny. Rows are longer than the farthest distance that T5 tells ap
 
 from __future__ import annotations
 
-import hf_names
+import answers
 import numpy as np
 import torch
 from answers import LENGTH, ROWS, VOCAB, some, write
@@ -69,7 +69,7 @@ def logits(case: dict) -> np.ndarray:
     mask[-1, -PADDING:] = 0
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(torch.from_numpy(hf_names.draw(name, tuple(parameter.shape))))
+            parameter.copy_(torch.from_numpy(answers.draw(name, tuple(parameter.shape))))
         if case is BERT:
             inputs = dict(input_ids=arrays["tokens"], token_type_ids=arrays["token_types"])
         else:
