@@ -101,6 +101,37 @@ def hf_tensors(params: Params, model: Model, model_type: str) -> Iterator[tuple[
             yield name, row.join({path: value[at] for path, value in ours.items()}, shapes)
 
 
+def foreign_tensors(foreign: ForeignModel, model: Model, model_type: str) -> Iterator[tuple[str, np.ndarray]]:
+    """The tensors of a foreign model under the names and in the order of `hf_shapes`, as they are stored.
+
+    Args:
+      foreign: of a model of the same configuration.
+      model: api.build(hf_config.from_hf(foreign.config)).
+      model_type: of the tensors.
+
+    Raises:
+      UserError: as load_params.
+    """
+    abstract = model.abstract_params
+    shapes = dict(zip(tree.path_names(abstract), (leaf.shape for leaf in jax.tree.leaves(abstract)), strict=True))
+    rows, stored = _matched(foreign, shapes, model)
+    if rows == tables.of(model_type, shapes):
+        for row in rows:
+            for name, _ in row.names(shapes):
+                yield name, foreign.read(stored[name])
+        return
+    # The experts of a layer in one tensor, which is taken apart.
+    last: tuple[str, np.ndarray | None] = ("", None)
+    for row in tables.of(model_type, shapes):
+        (source,) = (other for other in rows if set(other.ours) & set(row.ours))
+        for name, at in row.names(shapes):
+            held = stored[source.name.format(**dict(zip(row.numbered, at)))]
+            if held != last[0]:
+                last = held, foreign.read(held)
+            parts = source.split(last[1], shapes)
+            yield name, row.join({path: parts[path][at[len(source.numbered) :]] for path in row.ours}, shapes)
+
+
 def hf_shapes(model: Model, model_type: str) -> dict[str, Shape]:
     """Names and shapes of what `hf_tensors` gives."""
     abstract = model.abstract_params

@@ -40,10 +40,7 @@ class HfFolder:
         self._path = path
         self._safetensors = extras.require("safetensors", why="Hugging Face folders")
         self.config: dict[str, Any] = _json(os.path.join(path, CONFIG))
-        self.tokenizer: dict[str, bytes] = {}
-        for name in _CARRIED:
-            with contextlib.suppress(FileNotFoundError), open(os.path.join(path, name), "rb") as file:
-                self.tokenizer[name] = file.read()
+        self.tokenizer = carried(path)
         self._opened: dict[str, Any] = {}
         self._files = self._where()
 
@@ -90,6 +87,15 @@ class HfFolder:
 
     def _slice(self, name: str) -> Any:
         return self._open(self._files[name]).get_slice(name)
+
+
+def carried(folder: str) -> dict[str, bytes]:
+    """The files of a folder that go with a model, above all its tokenizer's, by name."""
+    files = {}
+    for name in _CARRIED:
+        with contextlib.suppress(FileNotFoundError), open(os.path.join(folder, name), "rb") as file:
+            files[name] = file.read()
+    return files
 
 
 def save_hf(
