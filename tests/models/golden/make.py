@@ -93,8 +93,8 @@ CASES = {
 }
 
 
-def logits(case: dict) -> np.ndarray:
-    """[ROWS, LENGTH, VOCAB] of the reference, in float32."""
+def model_of(case: dict) -> torch.nn.Module:
+    """The reference, in float32."""
     config = AutoConfig.for_model(**case)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
     with torch.no_grad():
@@ -102,7 +102,13 @@ def logits(case: dict) -> np.ndarray:
             if case["model_type"] == "gpt_neox":
                 name = name.replace("lm_head", "embed_out")  # what checkpoints call it
             parameter.copy_(torch.from_numpy(draw(name, tuple(parameter.shape))))
-        return model(torch.from_numpy(tokens()), use_cache=False).logits.numpy()
+    return model
+
+
+def logits(case: dict) -> np.ndarray:
+    """[ROWS, LENGTH, VOCAB] of the reference."""
+    with torch.no_grad():
+        return model_of(case)(torch.from_numpy(tokens()), use_cache=False).logits.numpy()
 
 
 def tokens() -> np.ndarray:
