@@ -1,6 +1,7 @@
 # make quickstart   set up .venv, then train a small language model on 8 emulated devices
 # make test         the same set-up, then the tests
 # make test-heavy   the tests that make test leaves out for their time
+# make test-transformers TORCH_PYTHON=PATH   every family against transformers, which is in the environment of that python
 # make test-faults  the faults that a run must survive, injected, and a table of what became of them
 # make format       the layout of the code, by ruff; tests/test_style.py runs its checks
 #
@@ -22,7 +23,7 @@ PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses=4 --dist=loadfile -q
 # Named after the version, so that a newer python3 makes a new environment instead of using half of the old one.
 STAMP := $(VENV)/.installed-$(VERSION)
 
-.PHONY: quickstart test test-heavy test-faults format bench wheel lock setup
+.PHONY: quickstart test test-heavy test-transformers test-faults format bench wheel lock setup
 
 quickstart: $(STAMP)
 	$(BIN)/python -m capibara.train --gin_file=quickstart.gin --emulate=8 \
@@ -33,6 +34,9 @@ test: $(STAMP)
 
 test-heavy: $(STAMP)
 	$(PYTEST) -m heavy $(ARGS)
+
+test-transformers: $(STAMP)
+	TORCH_PYTHON=$(TORCH_PYTHON) $(BIN)/python -m pytest -q -s tests/interop/test_transformers.py $(ARGS)
 
 test-faults: $(STAMP)
 	$(PYTEST) tests/faults $(ARGS)

@@ -1,4 +1,4 @@
-"""Looks after the checkpoints of a run: `python -m capibara.convert verify runs/mine`."""
+"""Takes models in and out, and looks after the checkpoints of a run: `python -m capibara.convert --from=... --to=...`."""
 
 from __future__ import annotations
 
@@ -10,74 +10,90 @@ from collections.abc import Sequence
 from capibara import cli
 from capibara.types import UserError
 
-_DESCRIPTION = """Look after the checkpoints of a run folder.
+_DESCRIPTION = """Convert a model from one form to another, or look after the checkpoints of a run folder.
 
+  --from  a Hugging Face folder, a .gguf file, or a run folder (its newest checkpoint)
+  --to    what is not there yet: --format=hf a Hugging Face folder, gguf a file, capibara a run folder to begin from
   list    the steps that there are, with their size, date, score and where they come from
   verify  read every file of every step and compare it with the step's manifest
   prune   remove steps: --keep=N newest and --keep_every=N stay, and the last that is what was saved
 
 examples:
-  python -m capibara.convert list runs/mine
-  python -m capibara.convert verify runs/mine --json=verdict.json
+  python -m capibara.convert --from=runs/mine --to=mine-hf --dtype=bf16
+  python -m capibara.convert --from=Qwen3-0.6B --to=models/qwen3 --format=capibara
   python -m capibara.convert prune runs/mine --keep=1 --dry_run
 
 exit codes: 0 done, all steps are what was saved; 1 some are not; 2 a mistake in what was given"""
+_OF = dict.fromkeys(("source", "target", "format", "dtype"), ("a model",)) | {"step": ("list", "verify")}
+_OF |= dict.fromkeys(("keep", "keep_every", "damaged", "dry_run"), ("prune",))  # flags -> what they are of
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parses the command line and does it; returns the exit code."""
     parser = cli.ArgumentParser("capibara convert", _DESCRIPTION)
-    parser.add_argument("action", choices=("list", "verify", "prune"), metavar="list|verify|prune")
-    parser.add_argument("run", metavar="RUN", help="the run folder, MODEL_DIR")
+    parser.add_argument("action", nargs="?", choices=("list", "verify", "prune"), metavar="list|verify|prune")
+    parser.add_argument("run", nargs="?", metavar="RUN", help="of these: the run folder, MODEL_DIR")
+    parser.add_argument("--from", dest="source", metavar="PATH", help="the model to convert")
+    parser.add_argument("--to", dest="target", metavar="PATH", help="where it is written")
+    parser.add_argument("--format", choices=("hf", "gguf", "capibara"), help="of --to; default: hf, gguf for x.gguf")
+    parser.add_argument("--dtype", choices=("f32", "bf16", "f16", "q8_0", "q4_0"), help="default: as stored, else bf16")
     parser.add_argument("--step", type=int, metavar="N", help="of list and verify: this one alone")
     parser.add_argument("--keep", type=int, metavar="N", help="of prune: newest steps that stay")
     parser.add_argument("--keep_every", type=int, metavar="N", help="of prune: multiples of it stay")
-    parser.add_argument("--damaged", action="store_true", help="of prune: remove what was moved aside, too")
-    parser.add_argument("--dry_run", action="store_true", help="of prune: say what would go, and remove nothing")
+    for name, what in (("damaged", "remove what was moved aside, too"), ("dry_run", "only say what would go")):
+        parser.add_argument(f"--{name}", action="store_true", help=f"of prune: {what}")
     parser.add_argument("--json", metavar="FILE", help="write what is printed there")
     args = cli.parse_arguments(parser, argv)
-    _check(args)
-    return convert(args)
+    _check(args, args.action or "a model")
+    return _model(args) if args.action is None else convert(args)
 
 
-def _check(args: argparse.Namespace) -> None:
-    if not args.run:
-        raise UserError(f"{args.action} has '' for RUN, must be a run folder: name one, e.g. runs/mine")
-    if args.action == "prune" and args.keep is None:
+def _model(args: argparse.Namespace) -> int:
+    from capibara import devices
+    from capibara.interop import checkpoint, conversion
+    from capibara.training import run_folder
+
+    devices.skip_absent_tpu()
+    if run_folder.is_run(args.source):
+        run = run_folder.load(args.source, args.gin_file, args.gin_bindings, args.gin_search_paths)
+        source = conversion.of_run(run.model, run.params, run.trainer.dataset)
+    else:
+        source = checkpoint.open_model(args.source)
+    print(conversion.write(source, args.target, args.format, args.dtype, run_folder.save))
+    return 0
+
+
+def _check(args: argparse.Namespace, action: str) -> None:
+    given = {name: value for name, value in vars(args).items() if value is not None and value is not False}
+    for name, value in ((name, given[name]) for name in _OF if name in given):
+        flag = "--" + {"source": "from", "target": "to"}.get(name, name) + ("" if value is True else f"={value}")
+        if action not in _OF[name]:
+            raise UserError(f"{flag} is of {' and '.join(_OF[name])}, not of {action}: leave it out")
+        if name.startswith("keep") and value < 1:
+            raise UserError(f"{flag} is of prune, and at least 1")
+    if action == "prune" and args.keep is None:
         raise UserError("prune needs --keep, how many of the newest steps stay, e.g. --keep=1")
-    for name in ("keep", "keep_every"):
-        value = getattr(args, name)
-        if value is not None and (args.action != "prune" or value < 1):
-            raise UserError(f"--{name}={value} is of prune, and at least 1")
-    if (args.damaged or args.dry_run) and args.action != "prune":
-        raise UserError(f"--{'damaged' if args.damaged else 'dry_run'} is of prune, not of {args.action}: leave it out")
-    if args.step is not None and args.action == "prune":
-        raise UserError(f"--step={args.step} is of list and verify, not of prune: leave it out")
+    if not args.action and not (args.source and args.target):
+        raise UserError("convert needs --from=PATH and --to=PATH, or list, verify or prune with a run folder")
+    if args.action and not args.run:
+        raise UserError(f"{action} has {args.run or ''!r} for RUN, must be a run folder: name one, e.g. runs/mine")
 
 
 def convert(args: argparse.Namespace) -> int:
-    """Does what was asked; returns the exit code."""
+    """Does what was asked of a run's checkpoints; returns the exit code."""
     from capibara import outputs
     from capibara.monitoring.status import StatusLine
     from capibara.training import inspection
 
+    outputs.check_writable(*filter(None, [args.json]))
+    options = {name: getattr(args, name) for name in ("keep", "keep_every", "damaged", "dry_run")}
     found = inspection.Inspection(args.run, args.step)
-    if args.json is not None:
-        outputs.check_writable(args.json)
-    match args.action:
-        case "list":
-            table, code = found.listed(), 0
-        case "verify":
-            with StatusLine() as line:
-                table = found.verified(lambda step: line.show("verifying", f"step {step}"))
-            code = int(any(row["faults"] for row in table))
-        case _:
-            table = found.pruned(args.keep, args.keep_every, damaged=args.damaged, dry_run=args.dry_run)
-            code = 0
+    with StatusLine() as line:
+        table = found.done(args.action, lambda step: line.show("verifying", f"step {step}"), **options)
     print("\n".join(inspection.lines(table)))
     if args.json is not None:
         outputs.save(args.json, json.dumps(table, indent=1))
-    return code
+    return int(args.action == "verify" and any(row["faults"] for row in table))
 
 
 if __name__ == "__main__":

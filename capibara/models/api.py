@@ -15,12 +15,23 @@ from capibara.models import flops, moe
 from capibara.models.decoder import Decoder, DecoderConfig
 from capibara.models.encdec import EncoderDecoder, EncoderDecoderConfig
 from capibara.models.encoder import Encoder, EncoderConfig
+from capibara.models.moe import Moe
+from capibara.models.rope import Rope
 from capibara.models.stack import Stats
 from capibara.models.transformer import TransformerConfig
 from capibara.sharding import Remat, RematPolicy
 from capibara.types import Batch, Params
 
-__all__ = ["DecoderConfig", "EncoderConfig", "EncoderDecoderConfig", "Model", "TransformerConfig", "build"]
+__all__ = [
+    "DecoderConfig",
+    "EncoderConfig",
+    "EncoderDecoderConfig",
+    "Model",
+    "Moe",
+    "Rope",
+    "TransformerConfig",
+    "build",
+]
 
 _MODULES = {DecoderConfig: Decoder, EncoderDecoderConfig: EncoderDecoder, EncoderConfig: Encoder}
 

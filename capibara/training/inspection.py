@@ -45,6 +45,16 @@ class Inspection:
                 raise UserError(f"--step={step} must be a step of {self._folder}: the newest there are {have}")
             self._steps = [step]
 
+    def done(self, action: str, status: Callable[[int], None], **options: Any) -> list[Row]:
+        """What `listed`, `verified` or `pruned` (with its options) give, by the verb's name for them."""
+        match action:
+            case "list":
+                return self.listed()
+            case "verify":
+                return self.verified(status)
+            case _:
+                return self.pruned(**options)
+
     def listed(self) -> list[Row]:
         """A row for every step, by its manifest alone."""
         return [self._row(step)[0] for step in self._steps] + [
@@ -68,7 +78,7 @@ class Inspection:
             rows.append(row)
         return rows
 
-    def pruned(self, keep: int, keep_every: int | None, *, damaged: bool, dry_run: bool) -> list[Row]:
+    def pruned(self, *, keep: int, keep_every: int | None, damaged: bool, dry_run: bool) -> list[Row]:
         """Removes the steps that no rule keeps; a row for every one that went, or would.
 
         Args:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from capibara import config, sharding, tree
+from capibara.interop import tables, tensors
 from capibara.models import api
 from capibara.models.api import EncoderConfig
 from capibara.sharding import Plan, Remat
@@ -19,8 +20,7 @@ from capibara.types import UserError
 GOLDEN = pathlib.Path(__file__).resolve().parent / "golden"
 sys.path.insert(0, str(GOLDEN))
 
-import encoder_names  # noqa: E402
-import hf_names  # noqa: E402
+import answers  # noqa: E402
 
 ANSWERS = json.loads((GOLDEN / "encoders.json").read_text())
 TINY = EncoderConfig(vocab_size=96, embed_dim=32, num_layers=2, num_heads=4, mlp_dim=48, max_length=40, dtype="float32")
@@ -47,7 +47,7 @@ def test_logits_are_those_of_transformers():
     model = api.build(TINY)
     names = tree.path_names(model.abstract_params)
     shapes = {name: leaf.shape for name, leaf in zip(names, jax.tree.leaves(model.abstract_params), strict=True)}
-    values = hf_names.read(encoder_names.BERT, shapes, hf_names.draw)
+    values = tensors.read(tables.of("bert", shapes), shapes, answers.draw)
     assert values.keys() == shapes.keys()
     params = tree.map_with_names(lambda name, _: values[name], model.abstract_params)
     batch = batch_of(np.array(ANSWERS["tokens"], np.int32), ANSWERS["padding"])

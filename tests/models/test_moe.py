@@ -13,6 +13,7 @@ import pytest
 from flax import nnx
 
 from capibara import config, sharding, tree
+from capibara.interop import tables, tensors
 from capibara.models import api, dispatch, grouped_matmul, moe, router
 from capibara.models.decoder import DecoderConfig
 from capibara.models.moe import Hints, Moe, MoeMLP
@@ -23,7 +24,7 @@ from capibara.types import UserError
 GOLDEN = pathlib.Path(__file__).resolve().parent / "golden"
 sys.path.insert(0, str(GOLDEN))
 
-import hf_names  # noqa: E402
+import answers  # noqa: E402
 
 CONFIG = DecoderConfig(vocab_size=64, embed_dim=16, num_layers=2, num_heads=2, mlp_dim=32, dtype="float32")
 MOE = Moe(num_experts=8, top_k=2, expert_dim=24, balance_loss=0.1, router_z_loss=0.01)
@@ -519,30 +520,20 @@ def test_the_tiny_mixture_is_as_large_as_it_says_and_costs_what_the_tiny_model_d
 REFERENCE = json.loads((GOLDEN / "moe.json").read_text())
 SIZES = dict(vocab_size=96, embed_dim=32, num_layers=2, num_heads=4, num_kv_heads=2, norm_eps=1e-5, head="separate")
 FAMILIES = {
-    "mixtral": (hf_names.LLAMA, dict(SIZES, mlp_dim=48, moe=Moe(num_experts=8, top_k=2))),
-    "qwen3_moe": (
-        hf_names.QWEN3,
-        dict(SIZES, mlp_dim=24, head_dim=16, qk_norm="head", rope=Rope(theta=1e6), moe=Moe(num_experts=8, top_k=4)),
+    "mixtral": dict(SIZES, mlp_dim=48, moe=Moe(num_experts=8, top_k=2)),
+    "qwen3_moe": dict(
+        SIZES, mlp_dim=24, head_dim=16, qk_norm="head", rope=Rope(theta=1e6), moe=Moe(num_experts=8, top_k=4)
     ),
 }
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_logits_equal_the_reference(name):
-    """The weights are drawn by their names in the checkpoint, as for golden/moe.json."""
-    table, sizes = FAMILIES[name]
-    model = api.build(DecoderConfig(**sizes, dtype="float32"))
+    """The weights are drawn by their names in memory, as for golden/moe.json."""
+    model = api.build(DecoderConfig(**FAMILIES[name], dtype="float32"))
     leaves = jax.tree.leaves(model.abstract_params)
     shapes = dict(zip(tree.path_names(model.abstract_params), [leaf.shape for leaf in leaves], strict=True))
-    dense = tuple(tensor for tensor in table if "mlp." not in tensor.name)
-    values = hf_names.read(dense, shapes, hf_names.draw)
-    _, E, D, F = shapes["layers/mlp/up"]
-    drawn = {"router": ("gate.weight", (E, D)), "both": ("experts.gate_up_proj", (E, 2 * F, D))}
-    drawn["down"] = ("experts.down_proj", (E, D, F))
-    for ours, (theirs, shape) in drawn.items():
-        layers = [hf_names.draw(f"model.layers.{layer}.mlp.{theirs}", shape) for layer in range(2)]
-        values[f"layers/mlp/{ours}"] = np.stack(layers).swapaxes(-1, -2)
-    values["layers/mlp/gate"], values["layers/mlp/up"] = np.split(values.pop("layers/mlp/both"), 2, axis=-1)
+    values = tensors.read(tables.of(name, shapes, fused_experts=True), shapes, answers.draw)
     assert values.keys() == shapes.keys()
     params = tree.map_with_names(lambda path, _: values[path], model.abstract_params)
     tokens = np.array(REFERENCE["tokens"], np.int32)

@@ -1,9 +1,10 @@
-"""What the scripts that write committed answers share: sizes, the places that are kept, and the file's form."""
+"""What the scripts that write committed answers share: sizes, weights, the places that are kept, the file's form."""
 
 from __future__ import annotations
 
 import json
 import pathlib
+import zlib
 from typing import Any
 
 import numpy as np
@@ -22,3 +23,10 @@ def write(name: str, head: dict[str, Any], answers: dict[str, Any]) -> None:
     head = head | {"positions": [*POSITIONS], "entries": [*ENTRIES]}
     lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in (head | answers).items()]
     (pathlib.Path(__file__).resolve().parent / name).write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def draw(name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """A tensor's value where there is no checkpoint: its name is the seed. Scales of norms lie around 1."""
+    values = 0.25 * np.random.default_rng(zlib.crc32(name.encode())).normal(size=shape)
+    is_scale = name.endswith("weight") and ("norm" in name or ".ln_" in name)
+    return (values + is_scale).astype(np.float32)

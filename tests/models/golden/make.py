@@ -1,4 +1,4 @@
-"""Writes decoders.json: what the reference implementations answer with the weights that hf_names.draw gives.
+"""Writes decoders.json: what the reference implementations answer with the weights that answers.draw gives.
 
 Run by a person who adds a family, in an environment with torch and transformers (5.23 made the committed file), from
 the root of the checkout; commit the file that it writes:
@@ -10,10 +10,9 @@ length, scores and logits are beyond the soft caps.
 
 from __future__ import annotations
 
-import hf_names
 import numpy as np
 import torch
-from answers import LENGTH, ROWS, VOCAB, some, write
+from answers import LENGTH, ROWS, VOCAB, draw, some, write
 from transformers import AutoConfig, AutoModelForCausalLM
 
 SIZES = dict(
@@ -94,16 +93,22 @@ CASES = {
 }
 
 
-def logits(case: dict) -> np.ndarray:
-    """[ROWS, LENGTH, VOCAB] of the reference, in float32."""
+def model_of(case: dict) -> torch.nn.Module:
+    """The reference, in float32."""
     config = AutoConfig.for_model(**case)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if case["model_type"] == "gpt_neox":
                 name = name.replace("lm_head", "embed_out")  # what checkpoints call it
-            parameter.copy_(torch.from_numpy(hf_names.draw(name, tuple(parameter.shape))))
-        return model(torch.from_numpy(tokens()), use_cache=False).logits.numpy()
+            parameter.copy_(torch.from_numpy(draw(name, tuple(parameter.shape))))
+    return model
+
+
+def logits(case: dict) -> np.ndarray:
+    """[ROWS, LENGTH, VOCAB] of the reference."""
+    with torch.no_grad():
+        return model_of(case)(torch.from_numpy(tokens()), use_cache=False).logits.numpy()
 
 
 def tokens() -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Writes encoders.json: what transformers' T5 and BERT answer with the weights that hf_names.draw gives.
+"""Writes encoders.json: what transformers' T5 and BERT answer with the weights that answers.draw gives.
 
 Run by a person, in an environment with torch and transformers (5.23 made the committed file), from the root of the
 checkout; commit the file that it writes:
@@ -9,7 +9,7 @@ The models are tiny. Rows are longer than the farthest distance that T5 tells ap
 
 from __future__ import annotations
 
-import hf_names
+import answers
 import numpy as np
 import torch
 from answers import LENGTH, ROWS, VOCAB, some, write
@@ -56,38 +56,45 @@ def batch() -> dict[str, np.ndarray]:
     }
 
 
-def logits(case: dict) -> np.ndarray:
-    """[ROWS, LENGTH, VOCAB] of the reference, in float32."""
+def model_of(case: dict) -> torch.nn.Module:
+    """The reference, in float32."""
     config = AutoConfig.for_model(**case)
     kind = AutoModelForMaskedLM if case["model_type"] == "bert" else AutoModelForSeq2SeqLM
     model = kind.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
     if case.get("tie_word_embeddings") is False:
         # transformers 5 ties them whatever the configuration says; the checkpoints of T5 1.1 have two tables.
         model.lm_head.weight = torch.nn.Parameter(torch.empty(VOCAB, case["d_model"]))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(torch.from_numpy(answers.draw(name, tuple(parameter.shape))))
+    return model
+
+
+def logits(case: dict, model: torch.nn.Module | None = None) -> np.ndarray:
+    """[ROWS, LENGTH, VOCAB] of the reference, or of another model."""
+    model = model_of(case) if model is None else model
     arrays = {name: torch.from_numpy(value) for name, value in batch().items()}
     mask = torch.ones(ROWS, LENGTH if case is BERT else ENCODER_LENGTH, dtype=torch.long)
     mask[-1, -PADDING:] = 0
+    if case is BERT:
+        inputs = dict(input_ids=arrays["tokens"], token_type_ids=arrays["token_types"])
+    else:
+        inputs = dict(input_ids=arrays["encoder_tokens"], decoder_input_ids=arrays["tokens"], use_cache=False)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(torch.from_numpy(hf_names.draw(name, tuple(parameter.shape))))
-        if case is BERT:
-            inputs = dict(input_ids=arrays["tokens"], token_type_ids=arrays["token_types"])
-        else:
-            inputs = dict(input_ids=arrays["encoder_tokens"], decoder_input_ids=arrays["tokens"], use_cache=False)
         return model(attention_mask=mask, **inputs).logits.numpy()
 
 
 def main() -> None:
-    answers = {}
+    found = {}
     for name, case in CASES.items():
         got = logits(case)
-        answers[name] = {
+        found[name] = {
             "mean_square": round(float(np.square(got[:, :-PADDING]).mean()), 6),
             "logits": [some(rows) for rows in got],
         }
-        print(f"{name}: mean square {answers[name]['mean_square']}")
+        print(f"{name}: mean square {found[name]['mean_square']}")
     head = {name: value.tolist() for name, value in batch().items()}
-    write("encoders.json", head | {"padding": PADDING}, answers)
+    write("encoders.json", head | {"padding": PADDING}, found)
 
 
 if __name__ == "__main__":

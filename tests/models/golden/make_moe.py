@@ -1,4 +1,4 @@
-"""Writes moe.json: what the reference mixtures of experts answer with the weights that hf_names.draw gives.
+"""Writes moe.json: what the reference mixtures of experts answer with the weights that answers.draw gives.
 
 Run as golden/make.py is, in the same environment:
     python tests/models/golden/make_moe.py
@@ -7,8 +7,10 @@ Run as golden/make.py is, in the same environment:
 from __future__ import annotations
 
 import json
+import pathlib
 
-from make import ENTRIES, HERE, POSITIONS, SIZES, logits, rope, tokens
+from answers import some
+from make import SIZES, logits, rope, tokens
 
 CASES = {
     "mixtral": dict(SIZES, model_type="mixtral", num_local_experts=8, num_experts_per_tok=2, rope_parameters=rope()),
@@ -28,9 +30,8 @@ CASES = {
 def main() -> None:
     lines = [f'"tokens": {json.dumps(tokens().tolist())}']
     for name, case in CASES.items():
-        got = logits(case)[-1].take(POSITIONS, 0).take(ENTRIES, 1)
-        lines.append(f'"{name}": {json.dumps([[round(float(x), 5) for x in row] for row in got])}')
-    (HERE / "moe.json").write_text("{\n" + ",\n".join(lines) + "\n}\n")
+        lines.append(f'"{name}": {json.dumps(some(logits(case)[-1]))}')
+    pathlib.Path(__file__).with_name("moe.json").write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,246 @@
+"""Foreign models in and out: one view of them whatever file they come in, and their tensors on our mesh."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from capibara import tree
+from capibara.interop import hf_config, tables
+from capibara.interop.tensors import Shape, Tensor
+from capibara.models.api import Model
+from capibara.types import Params, PyTree, UserError
+
+# Of the buffers that are filled at a time. A shard is never cut, so one that is larger has them to itself.
+_BUFFER_BYTES = 4 * 2**30
+
+Index = tuple[slice, ...]
+
+
+class ForeignModel(Protocol):
+    """A model as Hugging Face transformers would say it, from whatever file.
+
+    Attributes:
+      config: as in config.json.
+      tokenizer: files that come with it, by name: tokenizer.json, tokenizer_config.json, chat_template.jinja,
+        generation_config.json and the like, those that there are.
+    """
+
+    config: dict[str, Any]
+    tokenizer: dict[str, bytes]
+
+    def shapes(self) -> dict[str, Shape]:
+        """The shape of every tensor, by its name in a Hugging Face checkpoint."""
+
+    def read(self, name: str) -> np.ndarray:
+        """A tensor on the host, in f32, f16 or bf16: as it is stored, or dequantised."""
+
+
+def open_model(path: str) -> ForeignModel:
+    """A Hugging Face folder, or a .gguf file; nothing of its tensors is read yet.
+
+    Raises:
+      UserError: it is neither, or cannot be read.
+    """
+    if path.endswith(".gguf"):
+        from capibara.interop import gguf_read
+
+        return gguf_read.open_gguf(path)
+    from capibara.interop import hf_folder
+
+    if not os.path.exists(path):
+        raise UserError(f"{path} does not exist: name a Hugging Face folder, or a .gguf file")
+    return hf_folder.HfFolder(path)
+
+
+def load_params(foreign: ForeignModel, model: Model, shardings: PyTree, *, dtype: Any = None) -> Params:
+    """The parameters of a foreign model, each read, cast and put where it belongs.
+
+    The host holds the buffers of some shards, 4 GiB or one shard, and one tensor of the file: never the model. Where a
+    parameter's shards on this host come to more, its tensors are read once for each 4 GiB.
+
+    Args:
+      foreign: of a model of the same configuration.
+      model: ours: api.build(hf_config.from_hf(foreign.config)).
+      shardings: like model.abstract_params: the sharding of each parameter.
+      dtype: of the parameters; None: float32, as training wants them.
+
+    Raises:
+      UserError: tensors are missing, or of another shape, or there are some that the model does not have.
+    """
+    abstract = model.abstract_params
+    paths = tree.path_names(abstract)
+    shapes = dict(zip(paths, (leaf.shape for leaf in jax.tree.leaves(abstract)), strict=True))
+    targets = dict(zip(paths, jax.tree.leaves(shardings), strict=True))
+    rows, stored = _matched(foreign, shapes, model)
+    params: dict[str, jax.Array] = {}
+    for row in rows:
+        params |= _assembled(row, foreign, stored, shapes, targets, np.dtype(dtype or np.float32))
+    return tree.map_with_names(lambda path, _: params[path], abstract)
+
+
+def hf_tensors(params: Params, model: Model, model_type: str) -> Iterator[tuple[str, np.ndarray]]:
+    """Our parameters as the tensors of a Hugging Face checkpoint, one at a time, in their own dtype.
+
+    The host holds the parameters of one row of the table and one tensor.
+
+    Args:
+      params: host or device arrays, all of each on this host.
+      model_type: of hf_config.to_hf(model.config).
+    """
+    values = dict(zip(tree.path_names(params), jax.tree.leaves(params), strict=True))
+    shapes = {path: tuple(value.shape) for path, value in values.items()}
+    for row in tables.of(model_type, shapes):
+        ours = {path: np.asarray(values[path]) for path in row.ours}
+        for name, at in row.names(shapes):
+            yield name, row.join({path: value[at] for path, value in ours.items()}, shapes)
+
+
+def foreign_tensors(foreign: ForeignModel, model: Model, model_type: str) -> Iterator[tuple[str, np.ndarray]]:
+    """The tensors of a foreign model under the names and in the order of `hf_shapes`, as they are stored.
+
+    Args:
+      foreign: of a model of the same configuration.
+      model: api.build(hf_config.from_hf(foreign.config)).
+      model_type: of the tensors.
+
+    Raises:
+      UserError: as load_params.
+    """
+    abstract = model.abstract_params
+    shapes = dict(zip(tree.path_names(abstract), (leaf.shape for leaf in jax.tree.leaves(abstract)), strict=True))
+    rows, stored = _matched(foreign, shapes, model)
+    if rows == tables.of(model_type, shapes):
+        for row in rows:
+            for name, _ in row.names(shapes):
+                yield name, foreign.read(stored[name])
+        return
+    # The experts of a layer in one tensor, which is taken apart.
+    last: tuple[str, np.ndarray | None] = ("", None)
+    for row in tables.of(model_type, shapes):
+        (source,) = (other for other in rows if set(other.ours) & set(row.ours))
+        for name, at in row.names(shapes):
+            held = stored[source.name.format(**dict(zip(row.numbered, at)))]
+            if held != last[0]:
+                last = held, foreign.read(held)
+            parts = source.split(last[1], shapes)
+            yield name, row.join({path: parts[path][at[len(source.numbered) :]] for path in row.ours}, shapes)
+
+
+def hf_shapes(model: Model, model_type: str) -> dict[str, Shape]:
+    """Names and shapes of what `hf_tensors` gives."""
+    abstract = model.abstract_params
+    shapes = dict(zip(tree.path_names(abstract), (leaf.shape for leaf in jax.tree.leaves(abstract)), strict=True))
+    rows = tables.of(model_type, shapes)
+    return {name: row.shape(shapes) for row in rows for name, _ in row.names(shapes)}
+
+
+def _matched(
+    foreign: ForeignModel, shapes: Mapping[str, Shape], model: Model
+) -> tuple[tuple[Tensor, ...], dict[str, str]]:
+    """The rows of the table that the model has, and where each of their tensors is: our name of it -> its own."""
+    model_type = hf_config.text_part(foreign.config)["model_type"]
+    names, found = tables.NAMES[model_type], foreign.shapes()
+    stored = {ours: name for name in found if (ours := names.canonical(name)) is not None}
+    fused = any(name.endswith(".experts.gate_up_proj") for name in stored)
+    rows = tables.of(model_type, shapes, fused_experts=fused)
+    if "output" in shapes and (head := _absent_head(rows, stored)) is not None:
+        stored[head] = stored[rows[0].name]
+    wanted = {name: row.shape(shapes) for row in rows for name, _ in row.names(shapes)}
+    tied = {row.name for row in names.rows if row.ours == ("output",)}  # some write a tied head all the same
+    _check_names(wanted, stored, set() if "output" in shapes else tied)
+    for name, shape in wanted.items():
+        if tuple(found[stored[name]]) != shape:
+            raise UserError(
+                f"{stored[name]} has the shape {list(found[stored[name]])}, must be {list(shape)} by its config.json"
+            )
+    return rows, stored
+
+
+def _absent_head(rows: tuple[Tensor, ...], stored: Mapping[str, str]) -> str | None:
+    """The name of T5 1.1's output table where a file has none: transformers 5 shares the embedding, unscaled."""
+    (head,) = (row.name for row in rows if row.ours == ("output",))
+    return head if rows[0].name == "shared.weight" in stored and head not in stored else None
+
+
+def _check_names(wanted: Mapping[str, Shape], stored: Mapping[str, str], passed_over: set[str]) -> None:
+    missing = [name for name in wanted if name not in stored]
+    unexpected = [stored[name] for name in stored if name not in wanted and name not in passed_over]
+    if missing:
+        raise UserError(f"{_some(missing)} missing in the checkpoint: it is not whole, or config.json is not its own")
+    if unexpected:
+        raise UserError(f"{_some(unexpected)} in the checkpoint, not in the model that config.json describes")
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return f"{shown} {'is' if len(names) == 1 else 'are'}"
+
+
+def _assembled(
+    row: Tensor,
+    foreign: ForeignModel,
+    stored: Mapping[str, str],
+    shapes: Mapping[str, Shape],
+    targets: Mapping[str, jax.sharding.Sharding],
+    dtype: np.dtype,
+) -> dict[str, jax.Array]:
+    """The parameters that a row's tensors hold, by name."""
+    placed: dict[str, list[jax.Array]] = {path: [] for path in row.ours}
+    for group in _groups(_shards(row, shapes, targets), shapes, dtype):
+        buffers = [np.empty(_extent(index, shapes[path]), dtype) for path, index, _ in group]
+        for name, at in row.names(shapes):
+            held = [i for i, (_, index, _) in enumerate(group) if all(map(_within, at, index))]
+            if not held:
+                continue
+            parts = row.split(foreign.read(stored[name]), shapes)
+            for i in held:
+                path, index, _ = group[i]
+                own = tuple(number - (part.start or 0) for number, part in zip(at, index))
+                buffers[i][own] = parts[path][index[len(at) :]]
+        for buffer, (path, _, devices) in zip(buffers, group):
+            placed[path] += jax.block_until_ready([jax.device_put(buffer, device) for device in devices])
+    return {
+        path: jax.make_array_from_single_device_arrays(shapes[path], targets[path], arrays)
+        for path, arrays in placed.items()
+    }
+
+
+Shard = tuple[str, Index, list[jax.Device]]  # of which parameter, where in it, and who holds it
+
+
+def _shards(row: Tensor, shapes: Mapping[str, Shape], targets: Mapping[str, jax.sharding.Sharding]) -> Iterator[Shard]:
+    """The different shards of this host."""
+    for path in row.ours:
+        holders: dict[tuple[tuple[int, int], ...], Shard] = {}
+        for device, index in targets[path].addressable_devices_indices_map(shapes[path]).items():
+            key = tuple(part.indices(size)[:2] for part, size in zip(index, shapes[path], strict=True))
+            holders.setdefault(key, (path, index, []))[2].append(device)
+        yield from holders.values()
+
+
+def _groups(shards: Iterator[Shard], shapes: Mapping[str, Shape], dtype: np.dtype) -> Iterator[list[Shard]]:
+    """Shards whose buffers are filled together."""
+    group: list[Shard] = []
+    size = 0
+    for shard in shards:
+        own = math.prod(_extent(shard[1], shapes[shard[0]])) * dtype.itemsize
+        if group and size + own > _BUFFER_BYTES:
+            yield group
+            group, size = [], 0
+        group.append(shard)
+        size += own
+    yield group
+
+
+def _extent(index: Index, shape: Shape) -> Shape:
+    return tuple(len(range(*part.indices(size))) for part, size in zip(index, shape, strict=True))
+
+
+def _within(number: int, part: slice) -> bool:
+    return (part.start or 0) <= number and (part.stop is None or number < part.stop)

@@ -1,0 +1,161 @@
+"""From one form of a model to another: what `capibara convert --from --to` does."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+from capibara.data.dataset import Dataset
+from capibara.data.vocabulary import SentencePieceVocabulary, TokenizerJsonVocabulary, Vocabulary
+from capibara.interop import checkpoint, gin_of, hf_config, hf_folder
+from capibara.interop.checkpoint import ForeignModel
+from capibara.interop.tensors import Shape
+from capibara.models import api
+from capibara.types import Params, UserError
+
+FORMATS = ("hf", "gguf", "capibara")
+_FLOATS = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
+DTYPES = (*_FLOATS, "q8_0", "q4_0")
+_SPECIAL = ("bos", "eos", "pad")
+
+
+@dataclasses.dataclass(frozen=True)
+class OurModel:
+    """A trained model of ours as a ForeignModel: what its parameters are in a Hugging Face checkpoint.
+
+    Attributes:
+      config: of config.json.
+      tokenizer: files, by name.
+    """
+
+    model: api.Model
+    params: Params
+    config: dict[str, Any]
+    tokenizer: dict[str, bytes]
+
+    def shapes(self) -> dict[str, Shape]:
+        return checkpoint.hf_shapes(self.model, self.config["model_type"])
+
+    def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
+        """All of them, in the order of `shapes`."""
+        return checkpoint.hf_tensors(self.params, self.model, self.config["model_type"])
+
+
+def of_run(model: api.Model, params: Params, dataset: Dataset) -> OurModel:
+    """A run's model with its tokenizer.
+
+    Args:
+      dataset: of the run: its vocabulary, and the length of its rows.
+
+    Raises:
+      UserError: transformers has no such architecture.
+    """
+    vocabulary, length = dataset.get_vocabulary(), dataset.length
+    ids = {f"{name}_token_id": getattr(vocabulary, f"{name}_id") for name in _SPECIAL}
+    like = ids | {"max_position_embeddings": model.config.max_length or length}
+    if isinstance(model.config, api.EncoderDecoderConfig):
+        like["decoder_start_token_id"] = vocabulary.bos_id
+    return OurModel(model, params, hf_config.to_hf(model.config, like), _tokenizer(vocabulary, length))
+
+
+def write(
+    source: ForeignModel | OurModel,
+    target: str,
+    form: str | None,
+    dtype: str | None,
+    save: Callable[[str, Params, str], None],
+) -> str:
+    """Writes a model; returns a line that says what is there now.
+
+    Args:
+      source: the model.
+      target: the folder or file, a new one.
+      form: one of FORMATS; None: gguf where the target is called so, else hf.
+      dtype: one of DTYPES, of the stored tensors; None: as they are, bf16 of a run of ours.
+      save: (folder, parameters, Gin text) -> writes a run folder.
+
+    Raises:
+      UserError: the target is there already, or the form cannot hold this model.
+    """
+    if os.path.lexists(target) and (not os.path.isdir(target) or os.listdir(target)):
+        raise UserError(f"--to={target} is there already: name another, or remove it")
+    form = form or ("gguf" if target.endswith(".gguf") else "hf")
+    if form == "capibara":
+        if dtype not in (None, "f32"):
+            raise UserError(f"--dtype={dtype} is of hf and gguf: a run folder has f32")
+        return _as_run(source, target, save)
+    if dtype is None:
+        dtype = _stored(source)
+    if form == "hf" and dtype not in _FLOATS:
+        raise UserError(f"--dtype={dtype} is of gguf, must be one of {', '.join(_FLOATS)} for hf")
+    view = source if isinstance(source, OurModel) else _Checked(source)
+    shapes = view.shapes()
+    config = dict(view.config) | {name: _FLOATS.get(dtype, "float32") for name in ("dtype", "torch_dtype")}
+    if form == "gguf":
+        from capibara.interop import gguf_write
+
+        gguf_write.write_gguf(target, config, view.tensors(), source.tokenizer, dtype=dtype)
+    else:
+        hf_folder.save_hf(target, config, shapes, view.tensors(), source.tokenizer, dtype=_FLOATS[dtype])
+    return f"{target}: {config['model_type']}, {len(shapes)} tensors in {dtype}"
+
+
+class _Checked:
+    """A foreign model whose tensors are those that its configuration asks for, under the names that we write."""
+
+    def __init__(self, foreign: ForeignModel):
+        self._foreign, self._model = foreign, api.build(hf_config.from_hf(foreign.config))
+        self.config = hf_config.to_hf(self._model.config, foreign.config)
+
+    def shapes(self) -> dict[str, Shape]:
+        return checkpoint.hf_shapes(self._model, self.config["model_type"])
+
+    def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
+        return checkpoint.foreign_tensors(self._foreign, self._model, self.config["model_type"])
+
+
+def _as_run(source: ForeignModel | OurModel, target: str, save: Callable[[str, Params, str], None]) -> str:
+    if isinstance(source, OurModel):
+        raise UserError("--from is a run folder already: --format=capibara is for foreign models")
+    model = api.build(hf_config.from_hf(source.config))
+    here = jax.tree.map(lambda _: SingleDeviceSharding(jax.local_devices()[0]), model.abstract_params)
+    params = checkpoint.load_params(source, model, here)
+    os.makedirs(target, exist_ok=True)
+    for name, content in source.tokenizer.items():
+        with open(os.path.join(target, name), "wb") as file:
+            file.write(content)
+    save(target, params, gin_of.run(model.config, target, source.tokenizer))
+    return f"{target}: {model.param_count:,} parameters, config.gin: train with Trainer.init_from = {target!r}"
+
+
+def _stored(source: ForeignModel | OurModel) -> str:
+    """The dtype of most of a model's numbers."""
+    if isinstance(source, OurModel):
+        return "bf16"
+    shapes = source.shapes()
+    largest = max(shapes, key=lambda name: np.prod(shapes[name], dtype=np.int64))
+    return {"float32": "f32", "float16": "f16"}.get(source.read(largest).dtype.name, "bf16")
+
+
+def _tokenizer(vocabulary: Vocabulary, length: int) -> dict[str, bytes]:
+    """The files of a run's tokenizer, those that lie beside it included."""
+    if isinstance(vocabulary, SentencePieceVocabulary):
+        with open(vocabulary.path, "rb") as file:
+            return {"tokenizer.model": file.read()}
+    if not isinstance(vocabulary, TokenizerJsonVocabulary):
+        return {}
+    files = hf_folder.carried(os.path.dirname(vocabulary.path))
+    files.pop("generation_config.json", None)  # of the model that was there
+    with open(vocabulary.path, "rb") as file:
+        files["tokenizer.json"] = file.read()
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": length}
+    about |= {f"{name}_token": vocabulary.tokenizer.id_to_token(getattr(vocabulary, f"{name}_id")) for name in _SPECIAL}
+    files.setdefault("tokenizer_config.json", (json.dumps(about, indent=2) + "\n").encode())
+    return files

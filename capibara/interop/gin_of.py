@@ -1,0 +1,81 @@
+"""A model's configuration as Gin text."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from capibara.models.api import EncoderConfig, EncoderDecoderConfig, TransformerConfig
+
+
+def bindings(config: Any) -> list[str]:
+    """The lines that bind a config dataclass: what differs from its defaults, those inside it included."""
+    own, lines, inner = type(config).__name__, [], []
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if value == field.default:
+            continue
+        if dataclasses.is_dataclass(value):
+            lines.append(f"{own}.{field.name} = @{type(value).__name__}()")
+            inner += ["", *bindings(value)]
+        else:
+            lines.append(f"{own}.{field.name} = {_literal(value)}")
+    return lines + inner
+
+
+def run(config: TransformerConfig, folder: str, tokenizer: Mapping[str, bytes]) -> str:
+    """A run file for a model that lies in `folder`: enough to sample from it, and to begin a run of one's own with.
+
+    Args:
+      tokenizer: files in the folder.
+    """
+    own = type(config).__name__
+    length = min(1024, config.max_length or 1024)
+    data = [f'Dataset.kind = "{config.objective}"', f"Dataset.length = {length}", "Dataset.source = @StdlibSource()"]
+    if isinstance(config, EncoderDecoderConfig):
+        data.append(f"Dataset.encoder_length = {length}")
+    parts = [
+        [
+            "# The model alone, in checkpoints/0. A run of yours begins from it with",
+            f'#   Trainer.init_from = "{folder}"',
+        ],
+        bindings(config),
+        [f"Trainer.model_dir = {json.dumps(folder)}", "Trainer.steps = 1", f"Trainer.model = @{own}()"],
+        ["Trainer.plan = @Plan()", "Plan.batch_size = 8", "Trainer.optimizer = @Optimizer()"],
+        ["Trainer.dataset = @Dataset()", *data],
+        _vocabulary(folder, tokenizer, isinstance(config, EncoderConfig)),
+    ]
+    return "\n\n".join("\n".join(part) for part in parts) + "\n"
+
+
+def _vocabulary(folder: str, tokenizer: Mapping[str, bytes], masked: bool) -> list[str]:
+    if "tokenizer.json" not in tokenizer:
+        for name in ("tokenizer.model", "spiece.model"):
+            if name in tokenizer:
+                path = json.dumps(os.path.join(os.path.abspath(folder), name))
+                return _bound("SentencePieceVocabulary", {"path": path, "size_multiple": "1"})
+        return ["Dataset.vocabulary = @ByteVocabulary()  # the model came without a tokenizer"]
+    values = {"path": json.dumps(os.path.join(os.path.abspath(folder), "tokenizer.json")), "size_multiple": "1"}
+    about: dict[str, Any] = {}
+    with contextlib.suppress(ValueError):
+        about = json.loads(tokenizer.get("tokenizer_config.json", b"{}"))
+    for name in ("bos_token", "eos_token", "pad_token", *(["mask_token"] if masked else [])):
+        token = about.get(name)
+        token = token.get("content") if isinstance(token, dict) else token
+        if token:
+            values[name] = json.dumps(token)
+    return _bound("TokenizerJsonVocabulary", values)
+
+
+def _bound(kind: str, values: Mapping[str, str]) -> list[str]:
+    return [f"Dataset.vocabulary = @{kind}()", *(f"{kind}.{name} = {value}" for name, value in values.items())]
+
+
+def _literal(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_literal, value))}{',' if len(value) == 1 else ''})"
+    return json.dumps(str(value)) if isinstance(value, str) else repr(value)

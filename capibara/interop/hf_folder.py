@@ -1,0 +1,226 @@
+"""Folders of Hugging Face transformers: config.json, safetensors and the tokenizer's files, read and written."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from capibara import extras
+from capibara.interop.tensors import Shape
+from capibara.types import UserError
+
+WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+# Files that come with a model and are carried along. Those of a tokenizer are many, by its kind.
+_CARRIED = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "chat_template.jinja", "chat_template.json",
+    "generation_config.json",
+)  # fmt: skip
+_SHARD_BYTES = 5 * 10**9
+_WHOLE = {"F32", "F16", "BF16"}
+
+
+class HfFolder:
+    """A model in a folder, read tensor by tensor: a checkpoint.ForeignModel.
+
+    Raises:
+      UserError: the folder has no config.json or no safetensors, or they cannot be read.
+    """
+
+    def __init__(self, path: str):
+        self._path = path
+        self._safetensors = extras.require("safetensors", why="Hugging Face folders")
+        self.config: dict[str, Any] = _json(os.path.join(path, CONFIG))
+        self.tokenizer = carried(path)
+        self._opened: dict[str, Any] = {}
+        self._files = self._where()
+
+    def shapes(self) -> dict[str, Shape]:
+        return {name: tuple(self._slice(name).get_shape()) for name in self._files}
+
+    def read(self, name: str) -> np.ndarray:
+        stored = self._slice(name).get_dtype()
+        if stored not in _WHOLE:
+            raise UserError(
+                f"{self._path}: {name} is stored as {stored}, must be one of {', '.join(sorted(_WHOLE))}: "
+                "quantised tensors are not read"
+            )
+        return self._open(self._files[name]).get_tensor(name)
+
+    def _where(self) -> dict[str, str]:
+        """The file of every tensor."""
+        index = os.path.join(self._path, INDEX)
+        if os.path.exists(index):
+            named = _json(index).get("weight_map", {})
+            held = {file: frozenset(self._open(file).keys()) for file in set(named.values())}
+            for name, file in named.items():
+                if name not in held[file]:
+                    raise UserError(f"{self._path}/{file} has no {name}, which {INDEX} says: copy the folder again")
+            return named
+        if not os.path.exists(os.path.join(self._path, WEIGHTS)):
+            old = [name for name in sorted(os.listdir(self._path)) if name.endswith((".bin", ".pt", ".pth"))]
+            instead = f", {old[0]} is not read: save it with safe_serialization" if old else ""
+            raise UserError(f"{self._path} has neither {WEIGHTS} nor {INDEX}{instead}")
+        return dict.fromkeys(self._open(WEIGHTS).keys(), WEIGHTS)
+
+    def _open(self, file: str) -> Any:
+        if file in self._opened:
+            return self._opened[file]
+        path = os.path.join(self._path, file)
+        try:
+            self._opened[file] = self._safetensors.safe_open(path, framework="numpy")
+            return self._opened[file]
+        except FileNotFoundError:
+            raise UserError(f"{path} is missing, {INDEX} names it: copy the folder again") from None
+        except (self._safetensors.SafetensorError, OSError) as error:
+            cause = " ".join(str(error).split())
+            raise UserError(f"{path} is cut short or damaged ({cause}): copy it again") from error
+
+    def _slice(self, name: str) -> Any:
+        return self._open(self._files[name]).get_slice(name)
+
+
+def carried(folder: str) -> dict[str, bytes]:
+    """The files of a folder that go with a model, above all its tokenizer's, by name."""
+    files = {}
+    for name in _CARRIED:
+        with contextlib.suppress(FileNotFoundError), open(os.path.join(folder, name), "rb") as file:
+            files[name] = file.read()
+    return files
+
+
+def save_hf(
+    folder: str,
+    config: Mapping[str, Any],
+    shapes: Mapping[str, Shape],
+    tensors: Iterable[tuple[str, np.ndarray]],
+    tokenizer: Mapping[str, bytes],
+    *,
+    dtype: str = "bfloat16",
+    shard_bytes: int = _SHARD_BYTES,
+) -> None:
+    """Writes a folder that transformers loads. It is there whole when this returns, or not at all.
+
+    The host holds one file's tensors, `shard_bytes`.
+
+    Args:
+      folder: a new one, or one that is empty.
+      config: of config.json.
+      shapes: of all tensors, by name, in the order in which they come.
+      tensors: the tensors.
+      tokenizer: further files, by name.
+      dtype: of the stored tensors: "float32", "bfloat16" or "float16".
+      shard_bytes: the largest file; of a larger model there are several, and an index.
+
+    Raises:
+      UserError: the folder is there already, or a value is too large for float16.
+    """
+    if os.path.exists(folder) and (not os.path.isdir(folder) or os.listdir(folder)):
+        raise UserError(f"{folder} must be a new folder: it is there already, name another or remove it")
+    partial = f"{os.path.normpath(folder)}.partial"
+    shutil.rmtree(partial, ignore_errors=True)  # of an attempt that did not come to its end
+    try:
+        os.makedirs(partial)
+        _write_weights(partial, shapes, tensors, dtype, shard_bytes)
+        files = {CONFIG: _text(config), **tokenizer}
+        files.setdefault("generation_config.json", _text(_generation(config)))
+        for name, content in files.items():
+            with open(os.path.join(partial, name), "wb") as file:
+                file.write(content)
+        for name in os.listdir(partial):
+            _sync(os.path.join(partial, name))
+        _sync(partial)
+        with contextlib.suppress(FileNotFoundError):
+            os.rmdir(folder)
+        os.rename(partial, folder)
+        _sync(os.path.dirname(os.path.abspath(folder)))
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _write_weights(
+    folder: str, shapes: Mapping[str, Shape], tensors: Iterable[tuple[str, np.ndarray]], dtype: str, shard_bytes: int
+) -> None:
+    extras.require("safetensors", why="Hugging Face folders")
+    from safetensors import numpy as safetensors
+
+    kind = np.dtype(DTYPES[dtype])
+    files = _planned({name: math.prod(shape) * kind.itemsize for name, shape in shapes.items()}, shard_bytes)
+    given = iter(tensors)
+    where: dict[str, str] = {}
+    for number, names in enumerate(files, 1):
+        file = WEIGHTS if len(files) == 1 else f"model-{number:05}-of-{len(files):05}.safetensors"
+        held = {}
+        for expected in names:
+            name, value = next(given)
+            assert name == expected and value.shape == shapes[name], (name, expected)
+            held[name] = _cast(name, value, kind)
+        safetensors.save_file(held, os.path.join(folder, file), metadata={"format": "pt"})
+        where |= dict.fromkeys(names, file)
+    if len(files) > 1:
+        total = sum(math.prod(shape) for shape in shapes.values()) * kind.itemsize
+        with open(os.path.join(folder, INDEX), "wb") as index:
+            index.write(_text({"metadata": {"total_size": total}, "weight_map": where}))
+
+
+def _planned(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
+    """The tensors of each file."""
+    files: list[list[str]] = [[]]
+    used = 0
+    for name, size in sizes.items():
+        if files[-1] and used + size > limit:
+            files.append([])
+            used = 0
+        files[-1].append(name)
+        used += size
+    return files
+
+
+def _cast(name: str, value: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        cast = np.ascontiguousarray(value.astype(dtype, copy=False))
+    if dtype == np.float16 and not np.isfinite(cast).all() and np.isfinite(value.astype(np.float32)).all():
+        largest = float(np.abs(value.astype(np.float32)).max())
+        raise UserError(f"{name} has values to {largest:g}, float16 ends at 65504: try --dtype=bf16")
+    return cast
+
+
+def _generation(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What transformers' generate starts from: the token ids of config.json."""
+    names = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
+    return {name: config[name] for name in names if config.get(name) is not None}
+
+
+def _json(path: str) -> dict[str, Any]:
+    try:
+        with open(path, encoding="utf-8") as file:
+            values = json.load(file)
+    except (FileNotFoundError, NotADirectoryError):
+        raise UserError(f"{path} does not exist: a Hugging Face folder has one") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read ({error}): copy it again") from error
+    if not isinstance(values, dict):
+        raise UserError(f"{path} is no JSON object: copy it again")
+    return values
+
+
+def _text(values: Mapping[str, Any]) -> bytes:
+    return (json.dumps(values, indent=2) + "\n").encode()
+
+
+def _sync(path: str) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

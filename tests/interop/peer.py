@@ -1,0 +1,100 @@
+"""What transformers does with the models of tests/models/golden: the other side of test_transformers.py.
+
+Run by that test in an environment with torch, transformers and safetensors:
+    python tests/interop/peer.py write FOLDER    every model saved in FOLDER/NAME/theirs, what it answers in answers.npz
+    python tests/interop/peer.py read FOLDER     what transformers answers with FOLDER/NAME/ours, in read.npz
+    python tests/interop/peer.py record FILE     config.json and the tensors' names and shapes of every model, as JSON
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import sys
+import tempfile
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "models" / "golden"))
+
+import make  # noqa: E402
+import make_encoders  # noqa: E402
+import make_moe  # noqa: E402
+
+DECODERS = make.CASES | make_moe.CASES
+NEW_TOKENS, STEPS = 8, 5
+KINDS = {"t5": AutoModelForSeq2SeqLM, "bert": AutoModelForMaskedLM}
+
+
+def answer(name: str, model: torch.nn.Module) -> dict[str, np.ndarray]:
+    """Logits of the golden tokens, and of a decoder the tokens that it continues the first places with."""
+    if name not in DECODERS:
+        return {"logits": make_encoders.logits(make_encoders.CASES[name], model)}
+    tokens = torch.from_numpy(make.tokens())
+    with torch.no_grad():
+        logits, ids = model(tokens, use_cache=False).logits.numpy(), tokens[:, :8]
+        for _ in range(NEW_TOKENS):
+            ids = torch.cat([ids, model(ids, use_cache=False).logits[:, -1:].argmax(-1)], dim=1)
+    return {"logits": logits, "greedy": ids.numpy()}
+
+
+def losses(model: torch.nn.Module) -> np.ndarray:
+    """Of the first steps of AdamW on the golden tokens, without dropout."""
+    tokens = torch.from_numpy(make.tokens())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+    found = []
+    for _ in range(STEPS):
+        logits = model(tokens[:, :-1], use_cache=False).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        found.append(loss.item())
+    return np.array(found)
+
+
+def models():
+    for name, case in DECODERS.items():
+        yield name, make.model_of(case)
+    for name, case in make_encoders.CASES.items():
+        yield name, make_encoders.model_of(case)
+
+
+def write(folder: pathlib.Path) -> None:
+    for name, model in models():
+        model.save_pretrained(folder / name / "theirs")
+        found = answer(name, model) | ({"losses": losses(model)} if name in DECODERS else {})
+        np.savez(folder / name / "answers.npz", **found)
+        print(name, flush=True)
+
+
+def read(folder: pathlib.Path) -> None:
+    for path in sorted(folder.glob("*/ours")):
+        name = path.parent.name
+        kind = KINDS.get(name.partition("_")[0], AutoModelForCausalLM)
+        options = dict(attn_implementation="eager", dtype=torch.float32, output_loading_info=True)
+        model, info = kind.from_pretrained(path, **options)
+        strange = {key: sorted(map(str, value)) for key, value in info.items() if value}
+        np.savez(path.parent / "read.npz", **answer(name, model.eval()), strange=json.dumps(strange))
+        print(name, flush=True)
+
+
+def record(file: pathlib.Path) -> None:
+    """Of every model what a folder that save_pretrained writes says of it."""
+    lines = []
+    for name, model in models():
+        with tempfile.TemporaryDirectory() as folder:
+            model.save_pretrained(folder)
+            values = json.loads((pathlib.Path(folder) / "config.json").read_text())
+            with safe_open(pathlib.Path(folder) / "model.safetensors", framework="numpy") as stored:
+                shapes = {key: stored.get_slice(key).get_shape() for key in sorted(stored.keys())}
+        lines.append(f"{json.dumps(name)}: {json.dumps({'config': values, 'shapes': shapes})}")
+    file.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+if __name__ == "__main__":
+    {"write": write, "read": read, "record": record}[sys.argv[1]](pathlib.Path(sys.argv[2]))

@@ -1,0 +1,192 @@
+"""config.json and our configurations: the published files say what gin/models/ says, and what is written is read back."""
+
+import dataclasses
+
+import pytest
+
+from capibara import config
+from capibara.interop import hf_config
+from capibara.models.api import DecoderConfig, EncoderConfig, EncoderDecoderConfig, Moe, Rope
+from capibara.types import UserError
+
+
+def sizes(vocab, width, mlp, layers, heads, kv=None, **rest):
+    named = dict(vocab_size=vocab, hidden_size=width, intermediate_size=mlp, num_hidden_layers=layers)
+    named |= dict(num_attention_heads=heads, **({} if kv is None else {"num_key_value_heads": kv}))
+    return named | rest
+
+
+def llama(*args, **rest):
+    base = dict(model_type="llama", architectures=["LlamaForCausalLM"], hidden_act="silu", rms_norm_eps=1e-5)
+    return base | dict(torch_dtype="bfloat16", pretraining_tp=1) | sizes(*args, **rest)
+
+
+LLAMA3 = dict(rope_type="llama3", low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
+GEMMA3_TEXT = dict(model_type="gemma3_text", rope_scaling={"factor": 8.0, "rope_type": "linear"}, sliding_window=1024)
+BLOCK = dict(rope_theta=1e6, rms_norm_eps=1e-6, hidden_act="silu", vocab_size=151936)
+T5 = dict(model_type="t5", vocab_size=32128, relative_attention_num_buckets=32, layer_norm_epsilon=1e-6, d_kv=64)
+
+# What the published files say, where it matters.
+PUBLISHED = {
+    "llama2_7b": llama(32000, 4096, 11008, 32, 32, 32, max_position_embeddings=4096, rope_scaling=None),
+    "llama3.1_8b": llama(
+        128256, 4096, 14336, 32, 32, 8, rope_theta=5e5, rope_scaling=LLAMA3 | {"factor": 8.0}, mlp_bias=False
+    ),
+    "llama3.2_1b": llama(
+        128256, 2048, 8192, 16, 32, 8, rope_theta=5e5, rope_scaling=LLAMA3 | {"factor": 32.0}, head_dim=64
+    )
+    | {"tie_word_embeddings": True},
+    "smollm2_135m": llama(49152, 576, 1536, 30, 9, 3, rope_theta=100000, tie_word_embeddings=True),
+    "mistral_7b": llama(32000, 4096, 14336, 32, 32, 8, rope_theta=10000.0, sliding_window=4096)
+    | dict(model_type="mistral", architectures=["MistralForCausalLM"]),
+    "mixtral_8x7b": llama(32000, 4096, 14336, 32, 32, 8, rope_theta=1e6, sliding_window=None)
+    | dict(model_type="mixtral", architectures=["MixtralForCausalLM"], num_local_experts=8, num_experts_per_tok=2)
+    | dict(router_aux_loss_coef=0.02, output_router_logits=False),
+    "gemma_2b": sizes(256000, 2048, 16384, 18, 8, 1, head_dim=256, model_type="gemma", hidden_act="gelu")
+    | dict(rms_norm_eps=1e-6, rope_theta=10000.0, attention_bias=False),
+    "gemma2_27b": sizes(256000, 4608, 36864, 46, 32, 16, head_dim=128, model_type="gemma2", query_pre_attn_scalar=144)
+    | dict(hidden_act="gelu_pytorch_tanh", hidden_activation="gelu_pytorch_tanh", sliding_window=4096)
+    | dict(attn_logit_softcapping=50.0, final_logit_softcapping=30.0, architectures=["Gemma2ForCausalLM"]),
+    "gemma3_1b": sizes(262144, 1152, 6912, 26, 4, 1, head_dim=256, model_type="gemma3_text", sliding_window_pattern=6)
+    | dict(query_pre_attn_scalar=256, rope_theta=1000000, rope_local_base_freq=10000, rope_scaling=None)
+    | dict(sliding_window=512, attn_logit_softcapping=None, architectures=["Gemma3ForCausalLM"]),
+    "gemma3_4b": dict(
+        model_type="gemma3",
+        architectures=["Gemma3ForConditionalGeneration"],
+        vision_config={"hidden_size": 1152},
+        text_config=GEMMA3_TEXT | dict(hidden_size=2560, intermediate_size=10240, num_hidden_layers=34),
+    ),
+    "gemma3_27b": dict(
+        model_type="gemma3",
+        architectures=["Gemma3ForConditionalGeneration"],
+        text_config=GEMMA3_TEXT
+        | dict(hidden_size=5376, intermediate_size=21504, num_hidden_layers=62, num_attention_heads=32)
+        | dict(num_key_value_heads=16, head_dim=128, query_pre_attn_scalar=168),
+    ),
+    "qwen2_0.5b": BLOCK
+    | sizes(151936, 896, 4864, 24, 14, 2, model_type="qwen2", tie_word_embeddings=True, sliding_window=131072)
+    | dict(use_sliding_window=False, max_window_layers=24),
+    "qwen3_0.6b": BLOCK
+    | sizes(151936, 1024, 3072, 28, 16, 8, model_type="qwen3", head_dim=128, tie_word_embeddings=True)
+    | dict(use_sliding_window=False, sliding_window=None, max_window_layers=28, attention_bias=False),
+    "qwen3_30b_a3b": BLOCK
+    | sizes(151936, 2048, 6144, 48, 32, 4, model_type="qwen3_moe", head_dim=128, num_experts=128)
+    | dict(num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True, mlp_only_layers=[]),
+    "phi3_mini": sizes(32064, 3072, 8192, 32, 32, 32, model_type="phi3", sliding_window=2047, rms_norm_eps=1e-5)
+    | dict(rope_scaling=None, rope_theta=10000.0, original_max_position_embeddings=4096),
+    "gpt2_124m": dict(model_type="gpt2", vocab_size=50257, n_embd=768, n_layer=12, n_head=12, n_positions=1024)
+    | dict(n_ctx=1024, activation_function="gelu_new", layer_norm_epsilon=1e-5, architectures=["GPT2LMHeadModel"]),
+    "gpt_neox_20b": sizes(50432, 6144, 24576, 44, 64, model_type="gpt_neox", hidden_act="gelu_fast")
+    | dict(rotary_pct=0.25, rotary_emb_base=10000, layer_norm_eps=1e-5, torch_dtype="float16"),
+    "pythia_160m": sizes(50304, 768, 3072, 12, 12, model_type="gpt_neox", hidden_act="gelu", rotary_pct=0.25)
+    | dict(use_parallel_residual=True, architectures=["GPTNeoXForCausalLM"]),
+    "t5_base": T5 | dict(d_model=768, d_ff=3072, num_layers=12, num_heads=12),
+    "t5_1_1_small": T5
+    | dict(d_model=512, d_ff=1024, num_layers=8, num_heads=6, num_decoder_layers=8)
+    | dict(feed_forward_proj="gated-gelu", tie_word_embeddings=False),
+    "bert_base": sizes(30522, 768, 3072, 12, 12, model_type="bert", hidden_act="gelu", layer_norm_eps=1e-12)
+    | dict(max_position_embeddings=512, type_vocab_size=2, architectures=["BertForMaskedLM"]),
+}
+PRESETS = [*PUBLISHED, "gpt2_1558m", "gemma_7b", "gemma2_9b", "gemma3_12b", "mixtral_8x22b", "t5_11b", "capibara_1b"]
+
+
+def preset(name):
+    config.parse([f"models/{name}.gin"])
+    kind = {"t": EncoderDecoderConfig, "b": EncoderConfig}.get(name[0], DecoderConfig)
+    return config.build(kind)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_file_says_what_the_preset_says(name):
+    assert hf_config.resolved(hf_config.from_hf(PUBLISHED[name])) == hf_config.resolved(preset(name))
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_what_is_written_of_a_preset_is_read_back(name):
+    values = hf_config.to_hf(preset(name))
+    assert hf_config.resolved(hf_config.from_hf(values)) == hf_config.resolved(preset(name))
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_an_architecture_keeps_its_name_where_it_is_known(name):
+    values = hf_config.to_hf(preset(name), PUBLISHED[name])
+    known = PUBLISHED[name]["model_type"]
+    assert values["model_type"] == ("gemma3_text" if known == "gemma3" else known)
+    assert hf_config.resolved(hf_config.from_hf(values)) == hf_config.resolved(preset(name))
+
+
+def test_both_ways_to_say_rope_are_one():
+    old = PUBLISHED["llama3.1_8b"]
+    new = {key: value for key, value in old.items() if not key.startswith("rope")}
+    new["rope_parameters"] = old["rope_scaling"] | {"rope_theta": 5e5}
+    assert hf_config.from_hf(new) == hf_config.from_hf(old)
+    assert hf_config.from_hf(new).rope == Rope(
+        theta=5e5, scaling="llama3", factor=8.0, original_length=8192, low_frequency_factor=1.0
+    )
+    nested = {
+        key: value for key, value in PUBLISHED["gemma3_1b"].items() if key not in ("rope_theta", "rope_local_base_freq")
+    }
+    nested["rope_parameters"] = {
+        "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    }
+    assert hf_config.from_hf(nested | {"rope_scaling": None}) == hf_config.from_hf(PUBLISHED["gemma3_1b"])
+
+
+def test_token_ids_and_the_like_are_kept():
+    like = PUBLISHED["llama3.1_8b"] | dict(eos_token_id=[7, 8], max_position_embeddings=131072)
+    values = hf_config.to_hf(hf_config.from_hf(like), like, dtype="bfloat16")
+    assert values["eos_token_id"] == [7, 8] and values["max_position_embeddings"] == 131072
+    assert values["dtype"] == values["torch_dtype"] == "bfloat16" and values["pretraining_tp"] == 1
+    other = hf_config.to_hf(hf_config.from_hf(PUBLISHED["qwen3_0.6b"]), like)
+    assert other["model_type"] == "qwen3" and other["eos_token_id"] == [7, 8] and "pretraining_tp" not in other
+
+
+REFUSED = {
+    "model_type 'mamba', must be one of llama, mistral": dict(model_type="mamba"),
+    "architectures ['LlamaForSequenceClassification']": PUBLISHED["llama2_7b"]
+    | dict(architectures=["LlamaForSequenceClassification"]),
+    "attention_bias = True": PUBLISHED["llama2_7b"] | dict(attention_bias=True),
+    "mlp_bias = True": PUBLISHED["llama2_7b"] | dict(mlp_bias=True),
+    "RoPE scaling 'longrope'": PUBLISHED["phi3_mini"] | dict(rope_scaling={"type": "longrope", "long_factor": [1.0]}),
+    "RoPE scaling 'dynamic'": PUBLISHED["llama2_7b"] | dict(rope_scaling={"type": "dynamic", "factor": 2.0}),
+    "YaRN with mscale": PUBLISHED["llama2_7b"]
+    | dict(rope_scaling={"rope_type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0}),
+    "hidden_act = 'relu2'": PUBLISHED["llama2_7b"] | dict(hidden_act="relu2"),
+    "layer_types 'linear_attention'": PUBLISHED["gemma2_27b"] | dict(layer_types=["linear_attention"] * 46),
+    "3 layer_types": PUBLISHED["gemma2_27b"] | dict(layer_types=["full_attention"] * 3),
+    "decoder_sparse_step = 2": PUBLISHED["qwen3_30b_a3b"] | dict(decoder_sparse_step=2),
+    "quantization_config": PUBLISHED["llama2_7b"] | dict(quantization_config={"quant_method": "gptq"}),
+    "scale_attn_by_inverse_layer_idx = True": PUBLISHED["gpt2_124m"] | dict(scale_attn_by_inverse_layer_idx=True),
+    "has no hidden_size": {key: v for key, v in PUBLISHED["llama2_7b"].items() if key != "hidden_size"},
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_we_do_not_have_is_refused_by_name(message):
+    with pytest.raises(UserError) as error:
+        hf_config.from_hf(REFUSED[message])
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+TINY = DecoderConfig(vocab_size=96, embed_dim=32, num_layers=2, num_heads=4, mlp_dim=48)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(positions="none"), "positions = 'none'"),
+        (dict(moe=Moe(num_experts=4, shared_experts=1)), "moe = "),
+        (dict(bias="all"), "bias = 'all'"),
+        (dict(logit_soft_cap=30.0), "logit_soft_cap = 30.0"),
+    ],
+)
+def test_a_model_that_transformers_does_not_have_is_refused_by_name(changes, message):
+    with pytest.raises(UserError, match="no Hugging Face architecture has this model") as error:
+        hf_config.to_hf(dataclasses.replace(TINY, **changes))
+    assert message in str(error.value)
+
+
+def test_how_a_model_is_trained_does_not_matter():
+    moe = Moe(num_experts=4, dispatch="capacity", balance_loss=0.5, router_z_loss=0.1)
+    assert hf_config.to_hf(dataclasses.replace(TINY, moe=moe, max_length=64))["model_type"] == "mixtral"

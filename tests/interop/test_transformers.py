@@ -1,0 +1,156 @@
+"""Every family against transformers itself, both ways; needs an environment with torch:
+
+make test-transformers TORCH_PYTHON=PATH/bin/python    (pip install torch "transformers==5.*" safetensors)
+"""
+
+import dataclasses
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import SingleDeviceSharding
+
+from capibara import sharding
+from capibara.interop import checkpoint, hf_config, hf_folder
+from capibara.models import api
+from capibara.optim import Optimizer, Schedule
+from capibara.sharding import Plan
+from capibara.training import state as states
+from capibara.training.step import make_train_step
+
+HERE = pathlib.Path(__file__).resolve().parent
+PYTHON = os.environ.get("TORCH_PYTHON")
+DECODERS = (
+    "gpt2", "gpt_neox", "gpt_neox_tanh", "llama", "llama_linear", "llama_llama3", "llama_yarn", "smollm2", "mistral",
+    "gemma", "gemma2", "gemma3", "qwen2", "qwen3", "phi3", "mixtral", "qwen3_moe",
+)  # fmt: skip
+OTHERS = ("t5", "t5_1_1", "bert")
+ATOL = 2e-4
+
+pytestmark = [
+    pytest.mark.skipif(not PYTHON, reason="TORCH_PYTHON names no python with torch"),
+    pytest.mark.strict_promotion,
+]
+
+
+def peer(*argv):
+    env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "XLA_FLAGS")}
+    done = subprocess.run(
+        [PYTHON, HERE / "peer.py", *map(str, argv)],
+        env=env,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Of every family what transformers writes, what we write of that, and what transformers answers with either."""
+    folder = tmp_path_factory.mktemp("transformers")
+    peer("write", folder)
+    for name in (*DECODERS, *OTHERS):
+        model, params, foreign = loaded(folder / name / "theirs")
+        values = hf_config.to_hf(model.config, foreign.config)
+        shapes = checkpoint.hf_shapes(model, values["model_type"])
+        tensors = checkpoint.hf_tensors(params, model, values["model_type"])
+        hf_folder.save_hf(str(folder / name / "ours"), values, shapes, tensors, {}, dtype="float32")
+    peer("read", folder)
+    return folder
+
+
+def loaded(path):
+    foreign = checkpoint.open_model(str(path))
+    model = api.build(hf_config.from_hf(foreign.config, dtype="float32"))
+    here = SingleDeviceSharding(jax.devices()[0])
+    return model, checkpoint.load_params(foreign, model, jax.tree.map(lambda _: here, model.abstract_params)), foreign
+
+
+def batch_of(tokens, padding=0):
+    segments = np.ones(tokens.shape, np.int32)
+    segments[-1, tokens.shape[1] - padding :] = 0
+    positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
+    return {"tokens": tokens.astype(np.int32), "segment_ids": segments, "positions": positions}
+
+
+def golden_tokens(rows=2, length=24, seed=0, entries=96):
+    return np.random.default_rng(seed).integers(0, entries, (rows, length))
+
+
+def report(name, what, value):
+    print(f"\n{name:>14}: {what} {value:.2e}", file=sys.stderr)
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_a_decoder_answers_as_transformers_does(name, folder):
+    model, params, _ = loaded(folder / name / "theirs")
+    want = np.load(folder / name / "answers.npz")
+    logits = jax.jit(model.logits)
+    got = np.asarray(logits(params, batch_of(golden_tokens())))
+    report(name, "logits differ by", np.abs(got - want["logits"]).max())
+    np.testing.assert_allclose(got, want["logits"], rtol=0, atol=ATOL)
+    ids = want["greedy"][:, :8]
+    while ids.shape[1] < want["greedy"].shape[1]:
+        padded = np.pad(ids, ((0, 0), (0, 16 - ids.shape[1])))
+        best = np.asarray(logits(params, batch_of(padded)))[:, ids.shape[1] - 1].argmax(-1)
+        ids = np.concatenate([ids, best[:, None]], axis=1)
+    np.testing.assert_array_equal(ids, want["greedy"])
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_an_encoder_answers_as_transformers_does(name, folder):
+    model, params, _ = loaded(folder / name / "theirs")
+    want, padding = np.load(folder / name / "answers.npz")["logits"], 7
+    if name == "bert":
+        batch = batch_of(golden_tokens(), padding) | {"token_types": golden_tokens(seed=1, entries=2).astype(np.int32)}
+        kept = np.s_[:, : 24 - padding]
+    else:
+        encoder = batch_of(golden_tokens(length=32, seed=2), padding)
+        batch = batch_of(golden_tokens()) | {f"encoder_{key}": value for key, value in encoder.items()}
+        kept = np.s_[:]
+    got = np.asarray(jax.jit(model.logits)(params, batch))
+    report(name, "logits differ by", np.abs(got - want)[kept].max())
+    np.testing.assert_allclose(got[kept], want[kept], rtol=0, atol=ATOL)
+
+
+@pytest.mark.parametrize("name", (*DECODERS, *OTHERS))
+def test_transformers_answers_alike_with_what_we_write(name, folder):
+    want, got = np.load(folder / name / "answers.npz"), np.load(folder / name / "read.npz")
+    assert str(got["strange"]) == "{}"  # keys that are missing, unexpected or of another shape
+    report(name, "transformers with our folder differs by", np.abs(got["logits"] - want["logits"]).max())
+    np.testing.assert_allclose(got["logits"], want["logits"], rtol=0, atol=ATOL)
+    if name in DECODERS:
+        np.testing.assert_array_equal(got["greedy"], want["greedy"])
+
+
+@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.standard_promotion
+def test_the_first_losses_are_those_of_torch(name, folder):
+    model, params, _ = loaded(folder / name / "theirs")
+    if model.config.moe is not None:  # transformers adds no balance loss unless it is asked for
+        moe = dataclasses.replace(model.config.moe, balance_loss=0.0)
+        model = api.build(dataclasses.replace(model.config, moe=moe))
+    plan, tokens = Plan(batch_size=2), golden_tokens()
+    mesh = sharding.make_mesh(plan, jax.devices()[:1])
+    optimizer = Optimizer(schedule=Schedule(kind="constant", learning_rate=1e-3), weight_decay=0.0, b2=0.95)
+    tx = optimizer.build(100, model.axes)
+    shardings = states.state_shardings(model, tx, mesh, plan.rules, ema=False)
+    state = states.init_state(model, tx, jax.random.key(0), ema=False)
+    state = jax.device_put(dataclasses.replace(state, params=params), shardings)
+    step = make_train_step(model, tx, optimizer.schedule.build(100), plan, mesh)
+    step = jax.jit(step, out_shardings=(shardings, None))
+    batch = batch_of(tokens[:, :-1]) | {"targets": tokens[:, 1:].astype(np.int32)}
+    batch["weights"] = np.ones(batch["targets"].shape, np.float32)
+    batch = sharding.global_batch(sharding.batch_sharding(mesh, plan.rules), batch)
+    losses = []
+    want = np.load(folder / name / "answers.npz")["losses"]
+    for _ in want:
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    report(name, "losses differ by", np.abs(np.array(losses) - want).max())
+    np.testing.assert_allclose(losses, want, rtol=0, atol=1e-4)
