@@ -288,11 +288,7 @@ _GPT2 = _rows(
 _G = "gpt_neox.layers.{layer}."
 _GPT_NEOX = _rows(
     ("gpt_neox.embed_in.weight", "v d"),
-    *(
-        (_G + f"{norm}_layernorm.{part}", "d")
-        for norm in ("input", "post_attention")
-        for part in ("weight", "bias")
-    ),
+    *((_G + f"{norm}_layernorm.{part}", "d") for norm in ("input", "post_attention") for part in ("weight", "bias")),
     (_G + "attention.query_key_value.weight", "c d", "interleaved"),
     (_G + "attention.query_key_value.bias", "c", "interleaved"),
     (_G + "attention.dense.weight", "d q"),
@@ -328,9 +324,7 @@ FAMILIES = {
             _SILU,
             {"num_experts": "num_local_experts"},
         ),
-        Family(
-            "qwen2", "Qwen2ForCausalLM", "qwen2", _PLAIN + _QKV_BIAS, _ROPED, _SILU | {"use_sliding_window": False}
-        ),
+        Family("qwen2", "Qwen2ForCausalLM", "qwen2", _PLAIN + _QKV_BIAS, _ROPED, _SILU | {"use_sliding_window": False}),
         Family(
             "qwen3",
             "Qwen3ForCausalLM",

@@ -14,7 +14,8 @@ from capibara.types import UserError
 FACTORS = "rope_freqs.weight"  # what llama.cpp divides each frequency by: the llama3 scaling has no metadata
 # llama.cpp's, for the layers of Gemma 3 with a window, in files that do not say it.
 _LOCAL_THETA = 10_000.0
-_YARN = {"beta_fast": (32.0, "rope.scaling.yarn_beta_fast"), "beta_slow": (1.0, "rope.scaling.yarn_beta_slow")}
+# The only ones that it knows for these families: it reads no metadata of them.
+_BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
 
 
 def to_metadata(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
@@ -27,7 +28,9 @@ def to_metadata(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     }
     if local is not None:
         if _kind(local) != "default":
-            raise UserError(f"rope_parameters scale the local layers by {_kind(local)}, GGUF scales the global ones alone")
+            raise UserError(
+                f"rope_parameters scale the local layers by {_kind(local)}, GGUF scales the global ones alone"
+            )
         values["rope.freq_base_swa"] = float(local.get("rope_theta", _LOCAL_THETA))
     match _kind(rope):
         case "default":
@@ -39,7 +42,9 @@ def to_metadata(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
         case "yarn":
             values |= _yarn(rope, config)
         case other:
-            raise UserError(f"rope_type {other!r} of a {family.model_type} model has no GGUF form here: try linear or yarn")
+            raise UserError(
+                f"rope_type {other!r} of a {family.model_type} model has no GGUF form here: try linear or yarn"
+            )
     return values
 
 
@@ -51,7 +56,11 @@ def _yarn(rope: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
         "rope.scaling.factor": factor,
         "rope.scaling.original_context_length": int(original),
     }
-    values |= {key: float(rope[name]) for name, (_, key) in _YARN.items() if rope.get(name) is not None}
+    for name, usual in _BETAS.items():
+        if rope.get(name) not in (usual, None):
+            raise UserError(
+                f"{name} of the yarn scaling is {rope[name]}, llama.cpp computes it with {usual}: no GGUF form"
+            )
     if rope.get("attention_factor") is not None:
         # llama.cpp multiplies the usual factor by it.
         values["rope.scaling.attn_factor"] = float(rope["attention_factor"]) / (0.1 * math.log(factor) + 1)
@@ -101,7 +110,9 @@ def _turns(theta: float, head_dim: int, length: float) -> np.ndarray:
     return length * float(theta) ** (-np.arange(0, head_dim, 2) / head_dim) / (2 * math.pi)
 
 
-def from_metadata(values: Mapping[str, Any], family: Family, head_dim: int, divided: np.ndarray | None) -> dict[str, Any]:
+def from_metadata(
+    values: Mapping[str, Any], family: Family, head_dim: int, divided: np.ndarray | None
+) -> dict[str, Any]:
     """The rope_parameters (and what goes with them) of the metadata; `divided` are the factors of the file."""
     theta = values.get("rope.freq_base", 10_000.0)
     kind = values.get("rope.scaling.type", "none")
@@ -116,7 +127,6 @@ def from_metadata(values: Mapping[str, Any], family: Family, head_dim: int, divi
     elif kind == "yarn":
         factor = values["rope.scaling.factor"]
         rope |= {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
-        rope |= {name: values.get(key, usual) for name, (usual, key) in _YARN.items()}
         if "rope.scaling.attn_factor" in values:
             rope["attention_factor"] = tidy(values["rope.scaling.attn_factor"] * (0.1 * math.log(factor) + 1))
     elif kind != "none":
@@ -154,7 +164,9 @@ def _llama3_of(divided: np.ndarray, theta: float, head_dim: int, original: int |
         rope |= {"high_freq_factor": high, "original_max_position_embeddings": length}
         if divided.shape == (head_dim // 2,) and np.allclose(llama3_factors(rope, head_dim), divided, rtol=1e-4):
             return rope
-    raise UserError(f"{FACTORS} holds factors that no llama3 scaling has: this file's rotary positions are not known here")
+    raise UserError(
+        f"{FACTORS} holds factors that no llama3 scaling has: this file's rotary positions are not known here"
+    )
 
 
 def tidy(value: float) -> float:

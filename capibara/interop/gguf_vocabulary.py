@@ -165,9 +165,7 @@ def _vocab(values: Mapping[str, Any]) -> dict[str, int]:
     """Token -> id, without what only fills the embedding's rows."""
     tokens = values["ggml.tokens"]
     kinds = values.get("ggml.token_type") or [NORMAL] * len(tokens)
-    return {
-        token: i for i, token in enumerate(tokens) if not (kinds[i] == UNUSED and token == PADDING.format(i))
-    }
+    return {token: i for i, token in enumerate(tokens) if not (kinds[i] == UNUSED and token == PADDING.format(i))}
 
 
 def _add_special(made: tokenizers.Tokenizer, tokens: Sequence[str], kinds: Sequence[int]) -> None:
@@ -269,7 +267,9 @@ def _sentencepiece_pieces(spec: Mapping[str, Any], tokens: Mapping[int, str], si
             f"tokenizer.json prepares text by {', '.join(steps) or 'nothing'}: neither byte-level nor as SentencePiece does "
             "it, it has no GGUF form here"
         )
-    metaspace = [part.get("prepend_scheme") != "never" for part in _parts(spec, "pre_tokenizer") if part["type"] == "Metaspace"]
+    metaspace = [
+        part.get("prepend_scheme") != "never" for part in _parts(spec, "pre_tokenizer") if part["type"] == "Metaspace"
+    ]
     rank: dict[str, int] = {}
     for left, right in _pairs(spec):
         rank.setdefault(left + right, len(rank))

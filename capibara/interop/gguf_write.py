@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 from collections.abc import Iterable, Mapping
@@ -63,9 +64,12 @@ def write_gguf(
         _File(partial, family, config, wanted, values, dtype).write(tensors)
         os.replace(partial, path)
     except OSError as error:
-        raise UserError(f"{os.fspath(path)} cannot be written ({error.strerror}): name a file in a folder of yours") from None
+        raise UserError(
+            f"{os.fspath(path)} cannot be written ({error.strerror}): name a file in a folder of yours"
+        ) from None
     finally:
-        pathlib.Path(partial).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            os.unlink(partial)
 
 
 class _File:
@@ -127,7 +131,9 @@ class _File:
                 file.seek(start + self._places[tensor.stored] + (tensor.expert or 0) * data.nbytes)
                 file.write(data)
             if missing:
-                raise UserError(f"the tensor {next(iter(missing))} is missing ({len(missing)} in all): the model is not whole")
+                raise UserError(
+                    f"the tensor {next(iter(missing))} is missing ({len(missing)} in all): the model is not whole"
+                )
         finally:
             if writer.fout is not None:
                 writer.close()
