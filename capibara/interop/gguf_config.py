@@ -39,6 +39,20 @@ _PERIODS = {"gemma2": 2, "gemma3_text": 6}
 # Layers of the one model whose scores are scaled by the mean width of its heads.
 _ODD_SCALE = {"gemma2": 46, "gemma3_text": 62}
 _WINDOW_LOST = ("mistral", "mixtral", "phi3")
+# Metadata that change what is computed and that none of the families here has, unless it is one of its fields.
+_FOREIGN = (
+    "attention.scale",
+    "attention.clamp_kqv",
+    "attention.max_alibi_bias",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "router_logit_softcapping",
+    "logit_scale",
+    "residual_scale",
+    "embedding_scale",
+    "expert_shared_count",
+    "leading_dense_block_count",
+)
 
 
 def to_metadata(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -142,6 +156,7 @@ def from_metadata(
         if value is None and name not in (*_NULL, "num_key_value_heads", "head_dim"):
             raise UserError(f"the file has no {arch}.{FIELDS[name]}: it is damaged, or no {arch} model")
         config[family.renamed.get(name, name)] = value or None if name in _NULL else value
+    _check_foreign(arch, values, config, family)
     heads, kv_heads = family.heads(config)
     head_dim = family.head_dim(config)
     config |= {"num_key_value_heads": kv_heads} if "num_key_value_heads" in family.fields else {}
@@ -158,3 +173,16 @@ def from_metadata(
     if family.model_type != "gpt2":
         config |= gguf_rope.from_metadata(values, family, head_dim, divided)
     return config
+
+
+def _check_foreign(arch: Any, values: Mapping[str, Any], config: Mapping[str, Any], family: Family) -> None:
+    """Raises where the metadata say something that the family's config.json cannot."""
+    own = {FIELDS[name] for name in family.fields}
+    for key in _FOREIGN:
+        if values.get(key) and key not in own:
+            raise UserError(f"{arch}.{key} is {values[key]}, {family.model_type} models here have none")
+    said = values.get("attention.sliding_window_pattern")
+    if said is not None and family.model_type in _PERIODS:
+        local = [kind == "sliding_attention" for kind in _layer_types(config, family)]
+        if said not in (_PERIODS[family.model_type], local):
+            raise UserError(f"{arch}.attention.sliding_window_pattern is {said}, must be {_PERIODS[family.model_type]}")

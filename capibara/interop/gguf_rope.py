@@ -14,6 +14,7 @@ from capibara.types import UserError
 FACTORS = "rope_freqs.weight"  # what llama.cpp divides each frequency by: the llama3 scaling has no metadata
 # llama.cpp's, for the layers of Gemma 3 with a window, in files that do not say it.
 _LOCAL_THETA = 10_000.0
+_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 # The only ones that it knows for these families: it reads no metadata of them.
 _BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
 
@@ -36,9 +37,10 @@ def to_metadata(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
         case "default":
             pass
         case "linear":
-            values |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(rope["factor"])}
+            values |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(_needed(rope, "factor"))}
         case "llama3" if family.arch == "llama":
-            values["rope.scaling.original_context_length"] = int(rope["original_max_position_embeddings"])
+            original = [_needed(rope, name) for name in _LLAMA3][-1]
+            values["rope.scaling.original_context_length"] = int(original)
         case "yarn":
             values |= _yarn(rope, config)
         case other:
@@ -49,7 +51,7 @@ def to_metadata(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
 
 
 def _yarn(rope: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    factor = float(rope["factor"])
+    factor = float(_needed(rope, "factor"))
     original = rope.get("original_max_position_embeddings") or config["max_position_embeddings"]
     values: dict[str, Any] = {
         "rope.scaling.type": "yarn",
@@ -79,6 +81,12 @@ def parameters(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[st
     if "full_attention" in rope:
         return rope["full_attention"] or {}, rope.get("sliding_attention")
     return rope, None
+
+
+def _needed(rope: Mapping[str, Any], name: str) -> Any:
+    if not isinstance(rope.get(name), int | float):
+        raise UserError(f"rope_parameters of config.json have no {name}, which {_kind(rope)} scaling needs")
+    return rope[name]
 
 
 def _kind(rope: Mapping[str, Any]) -> str:

@@ -95,6 +95,9 @@ def files(values: Mapping[str, Any], path: str) -> dict[str, bytes]:
     config |= {f"{name}_token": token for name, token in special.items()}
     found["tokenizer_config.json"] = _json(config)
     ids = {f"{name}_token_id": values.get(f"ggml.{KEYS[name]}_token_id") for name in ("bos", "eos", "pad")}
+    turn = values.get("ggml.eot_token_id")  # ends an answer in a conversation
+    if turn is not None and ids["eos_token_id"] not in (turn, None):
+        ids["eos_token_id"] = [ids["eos_token_id"], turn]
     found["generation_config.json"] = _json({name: token for name, token in ids.items() if token is not None})
     if values.get("chat_template"):
         found["chat_template.jinja"] = values["chat_template"].encode()
@@ -259,17 +262,17 @@ def _split_of(part: Mapping[str, Any]) -> str | None:
 
 
 def _sentencepiece_pieces(spec: Mapping[str, Any], tokens: Mapping[int, str], size: int) -> dict[str, Any]:
-    steps = [part["type"] for name in ("normalizer", "pre_tokenizer") for part in _parts(spec, name)]
-    spaces = [part for part in _parts(spec, "normalizer") if part["type"] == "Replace" and part["content"] == SPACE]
+    parts = [part for name in ("normalizer", "pre_tokenizer") for part in _parts(spec, name)]
+    steps = [part["type"] for part in parts]
     odd = [step for step in steps if step not in ("Prepend", "Replace", "Metaspace", "Split")]
-    if odd or not (spaces or "Metaspace" in steps):
+    replaced = [part["content"] for part in parts if part["type"] == "Replace"]
+    odd += ["Replace" for content in replaced if content != SPACE]
+    if odd or not {"Replace", "Metaspace"} & set(steps):
         raise UserError(
             f"tokenizer.json prepares text by {', '.join(steps) or 'nothing'}: neither byte-level nor as SentencePiece does "
             "it, it has no GGUF form here"
         )
-    metaspace = [
-        part.get("prepend_scheme") != "never" for part in _parts(spec, "pre_tokenizer") if part["type"] == "Metaspace"
-    ]
+    metaspace = [part.get("prepend_scheme") != "never" for part in parts if part["type"] == "Metaspace"]
     rank: dict[str, int] = {}
     for left, right in _pairs(spec):
         rank.setdefault(left + right, len(rank))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pathlib
-import subprocess
 import sys
 
 import jax
@@ -12,9 +11,13 @@ import numpy as np
 import pytest
 import tokenizers
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
+sys.path += [
+    str(pathlib.Path(__file__).resolve().parent),
+    str(pathlib.Path(__file__).resolve().parents[2] / "benchmarks"),
+]
 import gguf  # noqa: E402
 import gguf_cases as cases  # noqa: E402
+from gguf_files import LlamaCpp  # noqa: E402
 
 from capibara import tree  # noqa: E402
 from capibara.interop import gguf_names, gguf_rope, gguf_vocabulary  # noqa: E402
@@ -23,7 +26,6 @@ from capibara.interop.gguf_write import write_gguf  # noqa: E402
 from capibara.models import api  # noqa: E402
 from capibara.types import UserError  # noqa: E402
 
-PEER = pathlib.Path(__file__).resolve().parents[2] / "benchmarks" / "peers" / "llama_cpp.py"
 TEXTS = (
     "Hello world, it's 2026!",
     "  two  spaces\n\n\tand a tab\r\n",
@@ -218,6 +220,11 @@ def test_what_encloses_a_text_is_kept(tmp_path):
     assert encode(found, "the", special=True) == [0, *encode(files, "the"), 1]
 
 
+def test_the_end_of_an_answer_ends_the_generation_too(tmp_path):
+    path = copy(write(tmp_path / "a.gguf"), tmp_path / "b.gguf", values={"tokenizer.ggml.eot_token_id": 7})
+    assert json.loads(open_gguf(path).tokenizer["generation_config.json"])["eos_token_id"] == [1, 7]
+
+
 def test_without_a_tokenizer_there_is_none(tmp_path):
     config = config_of("llama")
     write_gguf(tmp_path / "model.gguf", config, cases.tensors(config), {}, dtype="f32")
@@ -268,6 +275,12 @@ def test_bad_files(tmp_path):
         open_gguf(copy(path, other, values={"split.count": 3}))
     with one_line("must be none, linear or yarn"):
         open_gguf(copy(path, other, values={"llama.rope.scaling.type": "longrope"}))
+    with one_line("llama.attention.scale is 0.5, llama models here have none"):
+        open_gguf(copy(path, other, values={"llama.attention.scale": 0.5}))
+    with one_line("sliding_window_pattern is 3, must be 2"):
+        gemma2 = write(tmp_path / "gemma2.gguf", "gemma2")
+        values = {"general.architecture": "gemma2", "gemma2.attention.sliding_window_pattern": 3}
+        open_gguf(copy(gemma2, other, values=values))
     assert open_gguf(copy(path, other)).config == open_gguf(path).config
 
 
@@ -278,6 +291,11 @@ def test_bad_files(tmp_path):
         ("llama", {"hidden_act": "gelu"}, "hidden_act of the llama model is 'gelu'"),
         ("llama", {"rms_norm_eps": None}, "has no rms_norm_eps"),
         ("llama", {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "'longrope' of a llama model"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}},
+            "have no factor, which linear scaling",
+        ),
         ("llama", {"num_hidden_layers": 0}, "num_hidden_layers of config.json is 0"),
         ("llama", {"vocab_size": 300}, "must be above the tokenizer's last id"),
         (
@@ -342,29 +360,6 @@ def test_tokenizers_without_a_gguf_form(tmp_path):
             write(tmp_path / "model.gguf", tokenizer=files)
 
 
-class LlamaCpp:
-    """llama.cpp with a file, in a process of its own."""
-
-    def __init__(self, path: pathlib.Path):
-        command = [sys.executable, str(PEER), str(path)]
-        pipe = subprocess.PIPE
-        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True)
-        assert self._process.stdout.readline(), "llama.cpp does not load the file"
-
-    def ask(self, **request) -> dict:
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        return json.loads(self._process.stdout.readline())
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self._process.stdin.close()
-        self._process.wait()
-        self._process.stdout.close()
-
-
 def our_logits(name: str, found, ids: list[int]) -> np.ndarray:
     """Logits [T, V] in float32 of our model with the weights of a file."""
     model = api.build(api.DecoderConfig(**cases.CASES[name][2]))
@@ -384,9 +379,9 @@ def test_llama_cpp_goes_on_as_we_do(name, tmp_path):
     pytest.importorskip("xllamacpp")
     path = write(tmp_path / "model.gguf", name)
     prompt = [int(i) for i in np.random.default_rng(0).integers(2, 300, 12)]
-    with LlamaCpp(path) as peer:
-        theirs = peer.ask(op="continue", ids=prompt, count=24)["ids"]
-        best = peer.ask(op="continue", ids=prompt, count=1, best=cases.VOCAB)["best"]
+    with LlamaCpp(sys.executable, path) as peer:
+        theirs = peer.ask("continue", ids=prompt, count=24)["ids"]
+        best = peer.ask("continue", ids=prompt, count=1, best=cases.VOCAB)["best"]
     logits = our_logits(name, open_gguf(path), prompt + theirs)
     assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == theirs
     # ggml looks the tanh of GELU up in a table of float16.
@@ -401,6 +396,6 @@ def test_llama_cpp_goes_on_as_we_do(name, tmp_path):
 def test_llama_cpp_tokenizes_as_the_tokenizer_does(name, tmp_path):
     pytest.importorskip("xllamacpp")
     files = TOKENIZERS[name]()
-    with LlamaCpp(write(tmp_path / "model.gguf", tokenizer=files)) as peer:
+    with LlamaCpp(sys.executable, write(tmp_path / "model.gguf", tokenizer=files)) as peer:
         for text in (*TEXTS, *(cases.TEXT[i : i + 97] for i in range(0, 6000, 97))):
-            assert peer.ask(op="tokenize", text=text)["ids"] == encode(files, text), text
+            assert peer.ask("tokenize", text=text)["ids"] == encode(files, text), text
