@@ -1,0 +1,184 @@
+"""Writes a GGUF file, which llama.cpp loads, of a model in the Hugging Face view."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+from collections.abc import Iterable, Mapping
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from capibara.interop import gguf_config, gguf_names, gguf_rope, gguf_vocabulary
+from capibara.interop.gguf_names import Family, Tensor
+from capibara.interop.gguf_read import stored_shape
+from capibara.types import UserError
+
+# What --dtype may say -> the types of matrices, and of the two whose rows are tokens, as the gguf package calls them.
+_TYPES = {
+    "f32": ("F32", "F32"),
+    "f16": ("F16", "F16"),
+    "bf16": ("BF16", "BF16"),
+    "q8_0": ("Q8_0", "Q8_0"),
+    "q4_0": ("Q4_0", "Q8_0"),
+}
+_FILE_TYPES = {"f32": "ALL_F32"}
+_BY_TOKEN = ("token_embd.weight", "output.weight")
+# llama.cpp computes with these in float32 only.
+_EXACT = ("ffn_gate_inp.weight", "position_embd.weight")
+_MOST_F16 = 65504.0
+
+
+def write_gguf(
+    path: str | os.PathLike[str],
+    config: Mapping[str, Any],
+    tensors: Iterable[tuple[str, np.ndarray]],
+    tokenizer: Mapping[str, bytes],
+    *,
+    dtype: str = "f16",
+) -> None:
+    """Writes a model, tensor by tensor; under the name `path` there is the whole file or what was there before.
+
+    Args:
+      path: ends in .gguf.
+      config: config.json.
+      tensors: all tensors of the checkpoint, in any order, each in any floating-point dtype.
+      tokenizer: the files of the tokenizer; without tokenizer.json llama.cpp takes and gives ids alone.
+      dtype: f32, f16, bf16, q8_0 or q4_0: of matrices. Vectors, routers and learned positions stay f32; with q4_0 the
+        embedding and the head are q8_0; what has rows that are no multiple of a block (32 values) is f16.
+
+    Raises:
+      UserError: llama.cpp has no such model or tokenizer, a tensor is missing, unknown, of another shape or beyond
+        float16, or the file cannot be written.
+    """
+    if dtype not in _TYPES:
+        raise UserError(f"dtype {dtype!r} is none that GGUF files are written in, must be one of {', '.join(_TYPES)}")
+    family = gguf_names.of_model_type(config.get("model_type"))
+    wanted = family.tensors(config)
+    values = {f"{family.arch}.{key}": value for key, value in gguf_config.to_metadata(config).items()}
+    values |= {f"tokenizer.{key}": value for key, value in gguf_vocabulary.metadata(tokenizer, config).items()}
+    partial = f"{os.fspath(path)}.partial"
+    try:
+        pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
+        _File(partial, family, config, wanted, values, dtype).write(tensors)
+        os.replace(partial, path)
+    except OSError as error:
+        raise UserError(
+            f"{os.fspath(path)} cannot be written ({error.strerror}): name a file in a folder of yours"
+        ) from None
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(partial)
+
+
+class _File:
+    """A GGUF file whose tensors come in any order: each has its place before the first comes."""
+
+    def __init__(
+        self,
+        path: str,
+        family: Family,
+        config: Mapping[str, Any],
+        wanted: list[Tensor],
+        values: Mapping[str, Any],
+        dtype: str,
+    ):
+        gguf = gguf_names.package()
+        self._gguf, self._family, self._heads = gguf, family, family.heads(config)
+        self._wanted = {tensor.name: tensor for tensor in wanted}
+        self._tied = gguf_names.tied(config)
+        self._writer = gguf.GGUFWriter(path, family.arch)
+        self._types: dict[str, Any] = {}
+        self._places: dict[str, int] = {}
+        experts = gguf_names.expert_count(wanted)
+        shapes = {tensor.stored: stored_shape(tensor, experts) for tensor in wanted}
+        factors = gguf_rope.factors(config, family)
+        self._factors = None if factors is None else factors.astype(np.float32)
+        if factors is not None:
+            shapes[gguf_rope.FACTORS] = factors.shape
+        self._add_values(values, dtype)
+        place = 0
+        for name, shape in shapes.items():
+            kind = self._type(name, shape, dtype)
+            size = _bytes_of(gguf, shape, kind)
+            self._types[name], self._places[name] = kind, place
+            self._writer.add_tensor_info(name, shape, np.dtype(np.float32), size, raw_dtype=kind)
+            place += gguf.GGUFWriter.ggml_pad(size, self._writer.data_alignment)
+        self._size = place
+
+    def write(self, tensors: Iterable[tuple[str, np.ndarray]]) -> None:
+        """Writes the file."""
+        writer, missing = self._writer, dict(self._wanted)
+        try:
+            writer.write_header_to_file()
+            writer.write_kv_data_to_file()
+            writer.write_ti_data_to_file()
+            file: BinaryIO = writer.fout[0]
+            start = self._gguf.GGUFWriter.ggml_pad(file.tell(), writer.data_alignment)
+            file.truncate(start + self._size)
+            if self._factors is not None:
+                file.seek(start + self._places[gguf_rope.FACTORS])
+                file.write(self._factors.tobytes())
+            for name, value in tensors:
+                if name == "lm_head.weight" and self._tied:
+                    continue  # some checkpoints hold the embedding twice
+                tensor = missing.pop(name, None)
+                if tensor is None:
+                    why = "came twice" if name in self._wanted else f"is not known in {self._family.model_type} models"
+                    raise UserError(f"the tensor {name} {why}: it cannot be written to a GGUF file")
+                data = self._data(tensor, np.asarray(value))
+                file.seek(start + self._places[tensor.stored] + (tensor.expert or 0) * data.nbytes)
+                file.write(data)
+            if missing:
+                raise UserError(
+                    f"the tensor {next(iter(missing))} is missing ({len(missing)} in all): the model is not whole"
+                )
+        finally:
+            if writer.fout is not None:
+                writer.close()
+
+    def _data(self, tensor: Tensor, value: np.ndarray) -> np.ndarray:
+        """A tensor as it stands in the file, in one piece of memory."""
+        if value.shape != tensor.shape:
+            raise UserError(f"{tensor.name} has shape {value.shape}, must have {tensor.shape} by config.json")
+        value = gguf_names.to_gguf(value, tensor.change, self._heads)
+        value = np.ascontiguousarray(value, dtype=np.float32)
+        kind = self._types[tensor.stored]
+        if kind.name == "F16" and not np.abs(value).max(initial=0) <= _MOST_F16:
+            raise UserError(f"{tensor.name} has values beyond {_MOST_F16:g}, float16 cannot hold them: try bf16 or f32")
+        return np.ascontiguousarray(self._gguf.quantize(value, kind))
+
+    def _type(self, name: str, shape: tuple[int, ...], dtype: str) -> Any:
+        """The type of a tensor of the file."""
+        types = self._gguf.GGMLQuantizationType
+        if len(shape) == 1 or name.endswith(_EXACT):
+            return types.F32
+        kind = types[_TYPES[dtype][name in _BY_TOKEN]]
+        block, _ = self._gguf.GGML_QUANT_SIZES[kind]
+        return types.F16 if shape[-1] % block else kind
+
+    def _add_values(self, values: Mapping[str, Any], dtype: str) -> None:
+        """The metadata: a number that is a float in Python is a float32, a whole number a uint32."""
+        writer = self._writer
+        writer.add_type("model")
+        writer.add_file_type(self._gguf.LlamaFileType[_FILE_TYPES.get(dtype, f"MOSTLY_{dtype.upper()}")])
+        if dtype.startswith("q"):
+            writer.add_quantization_version(self._gguf.GGML_QUANT_VERSION)
+        for key, value in values.items():
+            match value:
+                case bool():
+                    writer.add_bool(key, value)
+                case int():
+                    writer.add_uint32(key, value)
+                case float():
+                    writer.add_float32(key, value)
+                case str():
+                    writer.add_string(key, value)
+                case _:
+                    writer.add_array(key, value)
+
+
+def _bytes_of(gguf: Any, shape: tuple[int, ...], kind: Any) -> int:
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    return int(np.prod(shape)) // block * size

@@ -1,0 +1,424 @@
+"""GGUF files: what is written is read again, and llama.cpp computes with it what we do."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import sys
+
+import jax
+import numpy as np
+import pytest
+import tokenizers
+
+sys.path += [
+    str(pathlib.Path(__file__).resolve().parent),
+    str(pathlib.Path(__file__).resolve().parents[2] / "benchmarks"),
+]
+import gguf  # noqa: E402
+import gguf_cases as cases  # noqa: E402
+
+from capibara.interop import gguf_names, gguf_rope, gguf_vocabulary  # noqa: E402
+from capibara.interop.gguf_read import GgufModel, open_gguf  # noqa: E402
+from capibara.interop.gguf_write import write_gguf  # noqa: E402
+from capibara.models import api  # noqa: E402
+from capibara.types import UserError  # noqa: E402
+
+TEXTS = (
+    "Hello world, it's 2026!",
+    "  two  spaces\n\n\tand a tab\r\n",
+    "def f(x):\n    return x ** 2  # Größe",
+    "Привет 日本語 हिन्दी 😀 e\u0301 ٣٤ ²",
+    "<s>the tin</s> and <|bos|>the<|eos|> end",
+)
+
+
+def config_of(name: str) -> dict:
+    return dict(cases.CASES[name])
+
+
+def write(path, name: str = "llama", dtype: str = "f32", tokenizer=None, **changes) -> pathlib.Path:
+    """The tiny model of a case as a GGUF file."""
+    config = config_of(name) | changes
+    write_gguf(path, config, cases.tensors(config), tokenizer or cases.byte_level(), dtype=dtype)
+    return path
+
+
+def copy(source, target, *, values=None, drop=(), more=None, kinds=None) -> pathlib.Path:
+    """A GGUF file with other metadata (None: without), without or with more tensors, or some of other types."""
+    reader, values, kinds = gguf.GGUFReader(source), values or {}, kinds or {}
+    writer = gguf.GGUFWriter(target, values.get("general.architecture") or "llama")
+    for key, field in reader.fields.items():
+        if not key.startswith("GGUF.") and key not in values and key != "general.architecture":
+            kind = field.types[0]
+            writer.add_key_value(key, field.contents(), kind, field.types[-1] if len(field.types) > 1 else None)
+    for key, value in values.items():
+        if value is not None and key != "general.architecture":
+            writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
+    for tensor in reader.tensors:
+        if tensor.name in kinds:
+            data = gguf.quantize(tensor.data, kinds[tensor.name])
+            writer.add_tensor(tensor.name, data, raw_dtype=kinds[tensor.name])
+        elif tensor.name not in drop:
+            writer.add_tensor(tensor.name, tensor.data)
+    for name, value in (more or {}).items():
+        writer.add_tensor(name, value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return target
+
+
+@pytest.mark.parametrize("name", cases.CASES)
+def test_float32_comes_back_as_it_was(name, tmp_path):
+    config, found = config_of(name), open_gguf(write(tmp_path / "model.gguf", name))
+    assert {key: found.config[key] for key in config} == config
+    values = dict(cases.tensors(config))
+    assert found.shapes() == {key: value.shape for key, value in values.items()}
+    for key, value in values.items():
+        got = found.read(key)
+        assert got.dtype == np.float32
+        np.testing.assert_array_equal(got, value, err_msg=key)
+
+
+def test_queries_and_keys_of_llama_are_paired(tmp_path):
+    path = write(tmp_path / "model.gguf", "llama")
+    values = dict(cases.tensors(config_of("llama")))
+    stored = {tensor.name: tensor.data for tensor in gguf.GGUFReader(path).tensors}
+    for name, part, heads in (("attn_q", "q_proj", 4), ("attn_k", "k_proj", 2)):
+        want, got = values[f"model.layers.1.self_attn.{part}.weight"], stored[f"blk.1.{name}.weight"]
+        for head in range(heads):
+            for half in range(2):
+                for i in range(4):  # half of head_dim
+                    np.testing.assert_array_equal(got[8 * head + 2 * i + half], want[8 * head + 4 * half + i])
+
+
+def test_norms_of_gemma_have_one_added_and_experts_are_stacked(tmp_path):
+    stored = {tensor.name: tensor.data for tensor in gguf.GGUFReader(write(tmp_path / "g.gguf", "gemma2")).tensors}
+    values = dict(cases.tensors(config_of("gemma2")))
+    np.testing.assert_array_equal(stored["output_norm.weight"], values["model.norm.weight"] + 1)
+    stored = {tensor.name: tensor.data for tensor in gguf.GGUFReader(write(tmp_path / "m.gguf", "mixtral")).tensors}
+    values = dict(cases.tensors(config_of("mixtral")))
+    want = values["model.layers.1.block_sparse_moe.experts.2.w3.weight"]
+    np.testing.assert_array_equal(stored["blk.1.ffn_up_exps.weight"][2], want)
+
+
+# Largest error of a value in a block of 32, as a share of the block's largest: half a step (4-bit: a whole one at the end
+# that -8 has and 8 has not), and float16's rounding of the step.
+@pytest.mark.parametrize("dtype, share", [("f16", 2**-11), ("bf16", 2**-8), ("q8_0", 0.57 / 127), ("q4_0", 1.01 / 8)])
+@pytest.mark.parametrize("name", ["llama", "mixtral", "gpt2"])
+def test_smaller_types_are_within_their_step(name, dtype, share, tmp_path):
+    config = config_of(name)
+    path = write(tmp_path / "model.gguf", name, dtype)
+    found, vectors = open_gguf(path), 0
+    for key, value in cases.tensors(config):
+        got = found.read(key).astype(np.float32)
+        if value.ndim == 1 or "gate.weight" in key or "wpe" in key:
+            np.testing.assert_array_equal(got, value)
+            vectors += 1
+            continue
+        blocks = lambda x: (x.T if "c_" in key else x).reshape(-1, 32)  # noqa: E731
+        largest = np.abs(blocks(value)).max(-1, keepdims=True)
+        assert (np.abs(blocks(got) - blocks(value)) <= share * largest).all(), key
+        assert dtype == "f32" or not np.array_equal(got, value)
+    assert vectors > 3
+    kinds = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(path).tensors}
+    assert kinds["blk.0.attn_output.weight"] == dtype.upper()
+    assert kinds["token_embd.weight"] == {"q4_0": "Q8_0"}.get(dtype, dtype.upper())
+
+
+def test_rows_that_are_no_blocks_are_float16(tmp_path):
+    path = write(tmp_path / "model.gguf", "llama", "q4_0", intermediate_size=48)
+    kinds = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(path).tensors}
+    assert kinds["blk.0.ffn_down.weight"] == "F16" and kinds["blk.0.ffn_up.weight"] == "Q4_0"
+
+
+@pytest.mark.parametrize("kind", ["Q4_1", "Q5_0", "Q5_1", "Q8_0"])
+def test_other_quantisations_are_undone(kind, tmp_path):
+    source = write(tmp_path / "f32.gguf")
+    kinds = {
+        "blk.0.ffn_up.weight": gguf.GGMLQuantizationType[kind],
+        "blk.1.attn_q.weight": gguf.GGMLQuantizationType[kind],
+    }
+    found = open_gguf(copy(source, tmp_path / "model.gguf", kinds=kinds))
+    values = dict(cases.tensors(config_of("llama")))
+    for key in ("model.layers.0.mlp.up_proj.weight", "model.layers.1.self_attn.q_proj.weight"):
+        error = np.abs(found.read(key) - values[key]).max()
+        assert 0 < error < np.abs(values[key]).max() / (6 if "4" in kind else 12)
+
+
+def test_tensors_may_come_in_any_order(tmp_path):
+    config = config_of("mixtral")
+    values = list(cases.tensors(config))
+    for name, ordered in (("a", values), ("b", values[::-1])):
+        write_gguf(tmp_path / name, config, iter(ordered), cases.byte_level(), dtype="q8_0")
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+def test_the_head_of_a_tied_model_is_left_out(tmp_path):
+    config = config_of("smollm2")
+    values = [*cases.tensors(config), ("lm_head.weight", np.zeros((cases.VOCAB, 32), np.float32))]
+    write_gguf(tmp_path / "model.gguf", config, values, cases.byte_level(), dtype="f32")
+    assert "lm_head.weight" not in open_gguf(tmp_path / "model.gguf").shapes()
+
+
+@pytest.mark.parametrize("theta, head_dim", [(500_000.0, 128), (500_000.0, 64), (10_000.0, 16)])
+def test_llama3_factors_tell_their_scaling(theta, head_dim):
+    rope = dict(rope_type="llama3", rope_theta=theta, factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0)
+    rope["original_max_position_embeddings"] = 8192
+    factors = gguf_rope.llama3_factors(rope, head_dim)
+    values = {"rope.freq_base": theta, "rope.dimension_count": head_dim}
+    family = gguf_names.FAMILIES["llama"]
+    assert gguf_rope.from_metadata(values, family, head_dim, factors) == {"rope_parameters": rope}
+    odd = rope | {"high_freq_factor": 5.0, "original_max_position_embeddings": 4096}
+    if head_dim > 16:  # with fewer frequencies between the two ends there is nothing to tell it by
+        got = gguf_rope.from_metadata(values, family, head_dim, gguf_rope.llama3_factors(odd, head_dim))
+        assert got == {"rope_parameters": odd}
+    with pytest.raises(UserError, match="no llama3 scaling"):
+        gguf_rope.from_metadata(values, family, head_dim, np.linspace(1, 9, head_dim // 2, dtype=np.float32))
+
+
+def encode(files: dict[str, bytes], text: str, special: bool = False) -> list[int]:
+    tokenizer = tokenizers.Tokenizer.from_str(files["tokenizer.json"].decode())
+    return tokenizer.encode(text, add_special_tokens=special).ids
+
+
+TOKENIZERS = {pre: lambda pre=pre: cases.byte_level(pre) for pre in gguf_vocabulary.PRES} | {
+    "llama": cases.sentencepiece
+}
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_tokenizers_come_back(name, tmp_path):
+    files = TOKENIZERS[name]()
+    found = open_gguf(write(tmp_path / "model.gguf", tokenizer=files)).tokenizer
+    for text in TEXTS:
+        assert encode(found, text) == encode(files, text), text
+    tokenizer = tokenizers.Tokenizer.from_str(found["tokenizer.json"].decode())
+    assert tokenizer.decode(encode(found, TEXTS[3])) == TEXTS[3]
+    said, before = json.loads(found["tokenizer_config.json"]), json.loads(files["tokenizer_config.json"])
+    assert (said["bos_token"], said["eos_token"]) == (before["bos_token"], before["eos_token"]["content"])
+    assert found["chat_template.jinja"] == files["chat_template.jinja"]
+    assert json.loads(found["generation_config.json"])["eos_token_id"] == tokenizer.token_to_id(said["eos_token"])
+    assert not any(token.startswith("[PAD") for token in tokenizer.get_vocab())
+    # Once more: nothing is lost on the way.
+    again = open_gguf(write(tmp_path / "again.gguf", tokenizer=found)).tokenizer
+    assert again == found
+
+
+def test_what_encloses_a_text_is_kept(tmp_path):
+    files = dict(cases.byte_level("llama-bpe"))
+    made = tokenizers.Tokenizer.from_str(files["tokenizer.json"].decode())
+    made.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<|bos|> $A <|eos|>", special_tokens=[("<|bos|>", 0), ("<|eos|>", 1)]
+    )
+    files["tokenizer.json"] = made.to_str().encode()
+    found = open_gguf(write(tmp_path / "model.gguf", tokenizer=files)).tokenizer
+    assert encode(found, "the", special=True) == [0, *encode(files, "the"), 1]
+
+
+def test_the_end_of_an_answer_ends_the_generation_too(tmp_path):
+    path = copy(write(tmp_path / "a.gguf"), tmp_path / "b.gguf", values={"tokenizer.ggml.eot_token_id": 7})
+    assert json.loads(open_gguf(path).tokenizer["generation_config.json"])["eos_token_id"] == [1, 7]
+
+
+def test_without_a_tokenizer_there_is_none(tmp_path):
+    config = config_of("llama")
+    write_gguf(tmp_path / "model.gguf", config, cases.tensors(config), {}, dtype="f32")
+    assert open_gguf(tmp_path / "model.gguf").tokenizer == {}
+
+
+def test_a_tokenizer_that_is_not_known_is_warned_about(tmp_path):
+    path = copy(write(tmp_path / "a.gguf"), tmp_path / "b.gguf", values={"tokenizer.ggml.pre": "viking"})
+    with pytest.warns(UserWarning, match="'viking' is not known here"):
+        assert open_gguf(path).tokenizer == {}
+
+
+def test_a_window_that_llama_cpp_lacks_is_warned_about(tmp_path):
+    with pytest.warns(UserWarning, match="longer than 8 tokens"):
+        path = write(tmp_path / "model.gguf", "mistral", sliding_window=8)
+    assert open_gguf(path).config["sliding_window"] == 8
+
+
+def one_line(match: str):
+    return pytest.raises(UserError, match=rf"^[^\n]*{match}[^\n]*$")
+
+
+def test_bad_files(tmp_path):
+    path, other = write(tmp_path / "good.gguf"), tmp_path / "bad.gguf"
+    whole = path.read_bytes()
+    for size in (10, 500, 9000, len(whole) - 100):
+        other.write_bytes(whole[:size])
+        with one_line("cut short or damaged"):
+            open_gguf(other)
+    other.write_bytes(b"PK\x03\x04" + whole[4:])
+    with one_line("no GGUF file"):
+        open_gguf(other)
+    with one_line("cannot be read"):
+        open_gguf(tmp_path / "none.gguf")
+    with one_line("'mamba' is not known here, must be one of gemma"):
+        open_gguf(copy(path, other, values={"general.architecture": "mamba"}))
+    with one_line("tensor blk.1.attn_k.weight is missing"):
+        open_gguf(copy(path, other, drop=("blk.1.attn_k.weight",)))
+    with one_line("tensor blk.0.ffn_up.bias is not known in llama models"):
+        open_gguf(copy(path, other, more={"blk.0.ffn_up.bias": np.zeros(64, np.float32)}))
+    with one_line("blk.0.ffn_gate.weight has shape .64, 32., must have .96, 32."):
+        open_gguf(copy(path, other, values={"llama.feed_forward_length": 96}))
+    with one_line("no llama.embedding_length"):
+        open_gguf(copy(path, other, values={"llama.embedding_length": None}))
+    with one_line("varies from layer to layer"):
+        open_gguf(copy(path, other, values={"llama.feed_forward_length": [64, 64]}))
+    with one_line("one of 3 parts"):
+        open_gguf(copy(path, other, values={"split.count": 3}))
+    with one_line("must be none, linear or yarn"):
+        open_gguf(copy(path, other, values={"llama.rope.scaling.type": "longrope"}))
+    with one_line("llama.attention.scale is 0.5, llama models here have none"):
+        open_gguf(copy(path, other, values={"llama.attention.scale": 0.5}))
+    with one_line("sliding_window_pattern is 3, must be 2"):
+        gemma2 = write(tmp_path / "gemma2.gguf", "gemma2")
+        values = {"general.architecture": "gemma2", "gemma2.attention.sliding_window_pattern": 3}
+        open_gguf(copy(gemma2, other, values=values))
+    assert open_gguf(copy(path, other)).config == open_gguf(path).config
+
+
+@pytest.mark.parametrize(
+    "name, changes, match",
+    [
+        ("llama", {"model_type": "bloom"}, "'bloom' has no GGUF form here"),
+        ("llama", {"hidden_act": "gelu"}, "hidden_act of the llama model is 'gelu'"),
+        ("llama", {"rms_norm_eps": None}, "has no rms_norm_eps"),
+        ("llama", {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "'longrope' of a llama model"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}},
+            "have no factor, which linear scaling",
+        ),
+        ("llama", {"num_hidden_layers": 0}, "num_hidden_layers of config.json is 0"),
+        ("llama", {"vocab_size": 300}, "must be above the tokenizer's last id"),
+        (
+            "llama_yarn",
+            {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 2.0}},
+            "beta_fast of the yarn",
+        ),
+        ("qwen3", {"attention_bias": True}, "attention_bias of the qwen3 model is True"),
+        ("qwen3_moe", {"norm_topk_prob": False}, "norm_topk_prob of the qwen3_moe model is False"),
+        ("gemma2", {"query_pre_attn_scalar": 8}, "llama.cpp computes it with 16"),
+        ("gemma3", {"layer_types": ["full_attention"] * 7}, "layer_types of the gemma3_text model"),
+    ],
+)
+def test_models_without_a_gguf_form(name, changes, match, tmp_path):
+    with one_line(match):
+        write(tmp_path / "model.gguf", name, **changes)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_tensors_that_do_not_fit(tmp_path):
+    config, path = config_of("llama"), tmp_path / "model.gguf"
+    path.write_bytes(b"before")
+    values = dict(cases.tensors(config))
+    first, norm = "model.layers.0.mlp.up_proj.weight", "model.norm.weight"
+    for match, changed, dtype in (
+        ("model.norm.weight is missing", {key: value for key, value in values.items() if key != norm}, "f32"),
+        ("tensor model.extra.weight is not known", values | {"model.extra.weight": values[norm]}, "f32"),
+        ("must have .64, 32. by config.json", values | {first: values[first].T}, "f32"),
+        ("float16 cannot hold them", values | {first: values[first] * 1e6}, "f16"),
+        ("dtype 'q5_k' is none", values, "q5_k"),
+    ):
+        with one_line(match):
+            write_gguf(path, config, changed.items(), cases.byte_level(), dtype=dtype)
+        assert [*tmp_path.iterdir()] == [path] and path.read_bytes() == b"before"
+    with one_line("came twice"):
+        write_gguf(path, config, [(norm, values[norm])] * 2, cases.byte_level())
+    with one_line("cannot be written"):
+        write_gguf(path / "in_a_file.gguf", config, values.items(), cases.byte_level())
+
+
+def test_tokenizers_without_a_gguf_form(tmp_path):
+    for match, change in (
+        ("has a Unigram model", {"model": {"type": "Unigram", "vocab": [["a", 0.0]]}}),
+        ("prepares text by Lowercase", {"pre_tokenizer": None, "normalizer": {"type": "Lowercase"}}),
+        ("a normalizer Lowercase", {"normalizer": {"type": "Lowercase"}}),
+        (
+            "splits by .*Whitespace",
+            {
+                "pre_tokenizer": {
+                    "type": "Sequence",
+                    "pretokenizers": [
+                        {"type": "Whitespace"},
+                        {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True},
+                    ],
+                }
+            },
+        ),
+    ):
+        files = dict(cases.byte_level())
+        files["tokenizer.json"] = json.dumps(json.loads(files["tokenizer.json"]) | change).encode()
+        with one_line(match):
+            write(tmp_path / "model.gguf", tokenizer=files)
+
+
+@pytest.fixture
+def llama_cpp():
+    """A file -> llama.cpp with it, in a process of its own."""
+    pytest.importorskip("xllamacpp")
+    from gguf_files import LlamaCpp
+
+    return lambda path: LlamaCpp(sys.executable, path)
+
+
+def our_model(found: GgufModel):
+    """Our model of a file, and its parameters."""
+    from capibara.interop import checkpoint, hf_config
+
+    model = api.build(hf_config.from_hf(found.config, dtype="float32"))
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return model, checkpoint.load_params(found, model, jax.tree.map(lambda _: here, model.abstract_params))
+
+
+def our_logits(found: GgufModel, ids: list[int]) -> np.ndarray:
+    """Logits [T, V] in float32 of our model with the weights of a file."""
+    model, params = our_model(found)
+    tokens = np.array([ids], np.int32)
+    positions = np.arange(len(ids), dtype=np.int32)[None]
+    batch = {"tokens": tokens, "positions": positions, "segment_ids": np.ones_like(tokens)}
+    return np.asarray(jax.jit(model.logits)(params, batch))[0]
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("name", cases.CASES)
+def test_a_file_is_the_same_after_it_was_our_model(name, tmp_path):
+    from capibara.interop import checkpoint, hf_config
+
+    path, again = write(tmp_path / "model.gguf", name), tmp_path / "again.gguf"
+    found = open_gguf(path)
+    model, params = our_model(found)
+    config = hf_config.to_hf(model.config, found.config)
+    write_gguf(again, config, checkpoint.hf_tensors(params, model, config["model_type"]), found.tokenizer, dtype="f32")
+    assert again.read_bytes() == path.read_bytes()
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("name", cases.CASES)
+def test_llama_cpp_goes_on_as_we_do(name, llama_cpp, tmp_path):
+    path = write(tmp_path / "model.gguf", name)
+    prompt = [int(i) for i in np.random.default_rng(0).integers(2, 300, 12)]
+    with llama_cpp(path) as peer:
+        theirs = peer.ask("continue", ids=prompt, count=24)["ids"]
+        best = peer.ask("continue", ids=prompt, count=1, best=cases.VOCAB)["best"]
+    logits = our_logits(open_gguf(path), prompt + theirs)
+    assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == theirs
+    # ggml looks the tanh of GELU up in a table of float16.
+    tolerance = 2e-2 if name.startswith(("gemma", "gpt")) else 1e-4
+    ours = np.asarray(jax.nn.log_softmax(logits[len(prompt) - 1]))
+    for token, log_probability in best[0] if best else ():  # none where the token is a part of a character
+        assert abs(ours[token] - log_probability) < tolerance
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_llama_cpp_tokenizes_as_the_tokenizer_does(name, llama_cpp, tmp_path):
+    files = TOKENIZERS[name]()
+    with llama_cpp(write(tmp_path / "model.gguf", tokenizer=files)) as peer:
+        for text in (*TEXTS, *(cases.TEXT[i : i + 97] for i in range(0, 6000, 97))):
+            assert peer.ask("tokenize", text=text)["ids"] == encode(files, text), text
