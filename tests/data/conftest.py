@@ -60,7 +60,7 @@ def tokenizer_folder(tokenizer_file, tmp_path_factory):
         folder = tmp_path_factory.mktemp(name)
         (folder / "tokenizer.json").write_bytes(tokenizer_file.read_bytes())
         bos, eos = TOKENS.get(name, (None, "<|im_end|>"))
-        names = {"bos_token": bos, "eos_token": {"content": eos, "special": True}}
+        names = {"bos_token": bos, "eos_token": {"__type": "AddedToken", "content": eos, "special": True}}
         (folder / "tokenizer_config.json").write_text(json.dumps(names))
         text = (TEMPLATES / f"{name}.jinja").read_text().removesuffix("\n") if template is None else template
         (folder / "chat_template.jinja").write_text(text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import pathlib
 
 import pytest
 
@@ -351,3 +352,43 @@ def test_other_vocabularies_cannot_read_templates():
 
     with pytest.raises(UserError, match="ByteVocabulary.* use @TokenizerJsonVocabulary"):
         ByteVocabulary().encode_rendered("x")
+
+
+def spaces_as_marks(kind: str):
+    """A tokenizer that writes spaces as ▁, as Llama 2 does: by its normalizer, or before it cuts text into words."""
+    import tokenizers
+    from tokenizers import models, normalizers, pre_tokenizers, trainers
+
+    tokenizer = tokenizers.Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
+    if kind == "normalizer":
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    fallback = [f"<0x{i:02X}>" for i in range(256)]
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=["<unk>", "<s>", "</s>", *fallback])
+    tokenizer.train_from_iterator("It is 4. [INST] What is 2+2? [/INST] 6, of course".split() * 5, trainer)
+    spec = json.loads(tokenizer.to_str())
+    spec["added_tokens"] = [token for token in spec["added_tokens"] if not token["content"].startswith("<0x")]
+    return tokenizers.Tokenizer.from_str(json.dumps(spec))
+
+
+@pytest.mark.parametrize("kind", ["normalizer", "pre_tokenizer"])
+@pytest.mark.parametrize("name", ["llama2", "zephyr"])
+def test_tokenizers_that_mark_spaces(tokenizer_folder, tmp_path, kind, name):
+    text = pathlib.Path(tokenizer_folder(name), "chat_template.jinja").read_text()
+    spaces_as_marks(kind).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
+    (tmp_path / "chat_template.jinja").write_text(text)
+    messages = plain()
+    messages[2]["content"] += "</s> <s>"
+    template = ChatTemplate(tokenizer=str(tmp_path))
+    example = render_example(template, Conversation(messages), TrainOn.ASSISTANT, "a.jsonl:1")
+    vocabulary = TokenizerJsonVocabulary(path=str(tmp_path))
+    document = Assembler(Dataset(source=StdlibSource(), vocabulary=vocabulary), adds_end=True).conversation(
+        example, (0,)
+    )
+    ids, weights = document.ids, document.weights
+    assert (weights[ids == vocabulary.eos_id] == 1).sum() == 3, "one end a turn, none that the user spelled"
+    said = ids[(weights == 1) & (ids != vocabulary.eos_id)]
+    assert vocabulary.decode(said).replace(" ", "") == "".join(STRIPPED).replace(" ", "")
+    assert "</s> <s>" in vocabulary.decode(ids)
