@@ -30,6 +30,17 @@ class Kind(enum.StrEnum):
     MASKED = "masked"
 
 
+class TooLong(enum.StrEnum):
+    """What becomes of a conversation that is longer than a row.
+
+    DROP: it is left out.
+    CUT: its end is; what is left is left out as well if nothing in it carries loss.
+    """
+
+    DROP = "drop"
+    CUT = "cut"
+
+
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Dataset:
@@ -45,7 +56,8 @@ class Dataset:
       length: positions in a row; of an encoder-decoder, of its decoder.
       encoder_length: positions in a row of its encoder.
       packing: how documents share rows.
-      append_eos: whether an end token follows every document (a SeqIO task decides this in its preprocessors).
+      append_eos: whether an end token follows every document (a SeqIO task decides this in its preprocessors, a chat
+        template by what it writes).
       shuffle: whether training documents and rows come in a seeded order.
       seed: the seed.
       use_cached: take a SeqIO task's examples from its offline cache.
@@ -55,6 +67,7 @@ class Dataset:
       window_documents: and at so many documents of all rows together, whose rows are then mixed.
       span_corruption: which spans of a text an encoder-decoder is to tell.
       masking: which tokens of a text are masked.
+      too_long: what becomes of a conversation longer than a row; other documents are cut as `packing` says.
       domains: domains whose documents are marked in the batches: number i + 1 is the i-th of these; empty: no marks.
     """
 
@@ -76,6 +89,7 @@ class Dataset:
     window_documents: int = 128
     span_corruption: SpanCorruption = SpanCorruption()
     masking: Masking = Masking()
+    too_long: TooLong = TooLong.DROP
     domains: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -95,6 +109,13 @@ class Dataset:
             raise UserError(f"Dataset.encoder_length ({self.encoder_length}) must be at least 2")
         if self.kind is Kind.ENCODER_DECODER and self.packing is Packing.CONCAT:
             raise UserError("Dataset.packing ('concat') would cut inputs off their targets: try 'best_fit' or 'none'")
+        if self.source is not None and self.source.has_conversations:
+            if self.kind is not Kind.CAUSAL:
+                raise UserError(
+                    f"Dataset.kind ({str(self.kind)!r}) cannot be trained on conversations: only 'causal' can"
+                )
+            if self.packing is Packing.CONCAT:
+                raise UserError("Dataset.packing ('concat') would cut conversations: try 'best_fit' or 'none'")
         if len(set(self.domains)) != len(self.domains) or not all(self.domains):
             raise UserError(f"Dataset.domains ({self.domains}) must be different names, none of them empty")
 

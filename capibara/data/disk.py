@@ -70,10 +70,11 @@ def choose_files(
         parameter, patterns = f"{name}.validation_files", validation_files
     else:
         parameter, patterns = f"{name}.files", files
-    return parameter, _expand(parameter, patterns), bool(validation_files)
+    return parameter, expand(parameter, patterns), bool(validation_files)
 
 
-def _expand(name: str, patterns: Sequence[str]) -> list[str]:
+def expand(name: str, patterns: Sequence[str]) -> list[str]:
+    """The files that paths and globs name, each once; `name` is the parameter that gives them."""
     if isinstance(patterns, str):
         patterns = (patterns,)
     if not patterns:

@@ -4,14 +4,58 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 from collections.abc import Sequence
 
 import numpy as np
 
-from capibara.data.dataset import Dataset, Kind
+from capibara.data.dataset import Dataset, Kind, TooLong
 from capibara.data.packing import Document
 from capibara.data.pairs import Pair, Pairs
+from capibara.data.sources import Example
 from capibara.types import UserError
+
+
+class Tally:
+    """Conversations read in this process since its start; says in the log how many of them were not taken whole.
+
+    Attributes:
+      read: how many there were.
+      long: of these, longer than a row.
+      longest: tokens of the longest.
+      silent: of these, without loss although they are not too long.
+    """
+
+    def __init__(self) -> None:
+        self.read = self.long = self.longest = self.silent = 0
+
+    def add(self, tokens: int, dataset: Dataset, *, carries_loss: bool) -> None:
+        """Counts a conversation; the log has the 1st, 10th, 100th, ... that is not as it was."""
+        self.read += 1
+        self.longest = max(self.longest, tokens)
+        if tokens > dataset.length:
+            self.long += 1
+            if _is_power_of_ten(self.long):
+                fate = {TooLong.DROP: "left out", TooLong.CUT: "cut"}[dataset.too_long]
+                said = f"of {self.read} conversations read so far {self.long} longer than Dataset.length"
+                logging.getLogger(__name__).warning("%s (%d) were %s, see Dataset.too_long", said, dataset.length, fate)
+        elif not carries_loss:
+            self.silent += 1
+            if _is_power_of_ten(self.silent):
+                said = f"of {self.read} conversations read so far {self.silent} without loss were left out"
+                logging.getLogger(__name__).warning(said)
+
+    def nothing_left(self, dataset: Dataset) -> UserError:
+        """Where no conversation is left."""
+        reason = f"of {self.read} conversations {self.long} are longer than Dataset.length ({dataset.length})"
+        fix = f"raise Dataset.length to {self.longest} or set Dataset.too_long = 'cut'"
+        if not self.long:
+            reason, fix = f"{self.read} conversations carry no loss", "give messages of the assistant a weight of 1"
+        return UserError(f"no conversation of a row can be trained on ({reason}): {fix}")
+
+
+def _is_power_of_ten(count: int) -> bool:
+    return count == 10 ** (len(str(count)) - 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,10 +65,12 @@ class Assembler:
     Attributes:
       dataset: says what is to be predicted.
       adds_end: whether texts come without their end token and get it here.
+      tally: counts conversations.
     """
 
     dataset: Dataset
     adds_end: bool
+    tally: Tally = dataclasses.field(default_factory=Tally)
 
     def __call__(
         self, ids: np.ndarray, inputs: np.ndarray | None, domain: str | None, place: tuple[int, ...]
@@ -49,6 +95,30 @@ class Assembler:
             return Pairs(self._spans(ids, seeds), number, place)
         pair = Pair(self._ended(inputs), self._ended(ids))
         return Pairs([pair] if len(pair.targets) else [], number, place)
+
+    def conversation(self, example: Example, place: tuple[int, ...]) -> Document:
+        """One rendered conversation; without tokens where it is longer than a row and such are left out.
+
+        The model reads its tokens as they are, the first one included, which nothing predicts: so does `transformers`.
+        A token carries loss if any of its characters do. One that begins in the prompt and ends in the answer (" It",
+        where the generation prompt ends with a space) is the answer's first word, and there is no other to learn.
+        """
+        ids, offsets = self._vocabulary.encode_rendered(example.text)
+        if not len(ids):
+            return Document(ids, None, self._vocabulary.bos_id, place=place)
+        begins = np.array([first for first, _ in example.loss], np.int64)
+        ends = np.array([last for _, last in example.loss], np.int64)
+        # Ranges are ascending: a token is within one if more have begun before its end than have ended at its start.
+        begun, ended = np.searchsorted(begins, offsets[:, 1]), np.searchsorted(ends, offsets[:, 0], "right")
+        weights = ((begun > ended) & (offsets[:, 0] < offsets[:, 1])).astype(np.float32)[1:]
+        first, ids = int(ids[0]), ids[1:]
+        self.tally.add(len(ids), self.dataset, carries_loss=weights.any())
+        if len(ids) > self.dataset.length:
+            kept = self.dataset.length if self.dataset.too_long is TooLong.CUT else 0
+            ids, weights = ids[:kept], weights[:kept]
+        if not weights.any():
+            ids, weights = ids[:0], weights[:0]
+        return Document(ids, weights, first, self._domains.get(example.domain, 0), place=place)
 
     @functools.cached_property
     def _vocabulary(self):

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 
 from capibara.data.dataset import Dataset, Kind
-from capibara.data.examples import Assembler
+from capibara.data.examples import Assembler, Tally
 from capibara.data.packing import Document
 from capibara.data.pairs import Pairs
 from capibara.data.shuffle import epoch_order
-from capibara.data.sources import Documents, Example
+from capibara.data.sources import Example
 from capibara.data.stream import Layout, Row, RowStream, State
 from capibara.types import Batch, UserError
 
@@ -103,6 +103,7 @@ class SourceFeed(Feed):
         super().__init__(dataset, share)
         self.documents = dataset.source.open(share.split)
         self._fingerprint = self.documents.fingerprint()
+        self.tally = Tally()
         self._endless = share.epochs is None
         self.first_row = share.first_row if self._endless else 0
 
@@ -131,7 +132,7 @@ class SourceFeed(Feed):
     def stream(self, index: int, count: int, state: State) -> RowStream:
         """Stream `index` of `count`."""
         dataset = self.dataset
-        reader = _Reader(self.documents, dataset, index, count, self.shuffles, self.share.epochs)
+        reader = _Reader(self, index, count, self.shuffles)
         layout = layout_of(dataset, count, (dataset.seed, index) if self.shuffles else None)
         first_rows = math.ceil(layout.window_rows * (index + 1) / count)
         return RowStream(reader.read, layout, first_rows=first_rows, state=state)
@@ -149,6 +150,8 @@ def _objective_settings(dataset: Dataset) -> dict[str, Any]:
         settings["encoder_length"] = dataset.encoder_length
         settings["span_corruption"] = dataclasses.asdict(dataset.span_corruption)
         settings["sentinels"] = [*dataset.get_vocabulary().sentinel_ids[:1]]
+    if dataset.source is not None and dataset.source.has_conversations:
+        settings["too_long"] = str(dataset.too_long)
     return settings | ({"domains": list(dataset.domains)} if dataset.domains else {})
 
 
@@ -207,30 +210,43 @@ def one_stream(
 class _Reader:
     """Documents of stream `index` of `count`: numbers index, index + count, ... of the epochs in a row."""
 
-    def __init__(
-        self, documents: Documents, dataset: Dataset, index: int, count: int, shuffles: bool, epochs: int | None
-    ):
-        self._documents, self._dataset = documents, dataset
-        self._index, self._count, self._shuffles, self._epochs = index, count, shuffles, epochs
-        self._need = layout_of(dataset, count, None).need
+    def __init__(self, feed: SourceFeed, index: int, count: int, shuffles: bool):
+        self._documents, self._dataset, self._tally = feed.documents, feed.dataset, feed.tally
+        self._index, self._count, self._shuffles, self._epochs = index, count, shuffles, feed.share.epochs
+        self._need = layout_of(feed.dataset, count, None).need
 
     def read(self, begin: int) -> Iterator[Document | Pairs]:
         """Documents from the stream's document `begin` on."""
-        assemble, need = Assembler(self._dataset, adds_end=self._dataset.append_eos), self._need
-        blank, checked = 0, False
+        blank, any_text = 0, False
+        for document in self._assembled(begin):
+            text = self._need(document) > 0
+            blank, any_text = (0, True) if text else (blank + 1, any_text)
+            if blank > len(self._documents) and self._epochs is None:
+                raise self._nothing_left()
+            yield document
+        if not begin and not any_text and self._tally.read:
+            raise self._nothing_left()  # else an evaluation would go over no rows without a word
+
+    def _nothing_left(self) -> UserError:
+        if self._tally.read:
+            return self._tally.nothing_left(self._dataset)
+        return UserError("none of a row's documents holds text: set Dataset.shuffle = True, or remove the empty ones")
+
+    def _assembled(self, begin: int) -> Iterator[Document | Pairs]:
+        assemble = Assembler(self._dataset, adds_end=self._dataset.append_eos, tally=self._tally)
+        checked = False
         for places in self._place_groups(begin):
             examples = [self._documents.example(self._number(at)) for at in places]
-            for at, example, (ids, inputs) in zip(places, examples, self._encoded(examples), strict=True):
+            encoded = self._encoded([example for example in examples if example.loss is None])
+            for at, example in zip(places, examples, strict=True):
+                if example.loss is not None:
+                    yield assemble.conversation(example, (at,))
+                    continue
+                ids, inputs = next(encoded)
                 if not len(ids) and not checked:
                     self._check_text()  # before end tokens alone fill the rows
                     checked = True
-                document = assemble(ids, inputs, example.domain, (at,))
-                blank = 0 if need(document) else blank + 1
-                if blank > len(self._documents) and self._epochs is None:
-                    raise UserError(
-                        "none of a row's documents holds text: set Dataset.shuffle = True, or remove the empty ones"
-                    )
-                yield document
+                yield assemble(ids, inputs, example.domain, (at,))
 
     def _encoded(self, examples: Sequence[Example]) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
         """Token ids of each example's text and inputs."""

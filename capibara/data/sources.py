@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,11 +33,13 @@ class Example(NamedTuple):
       text: the document, or what is to be predicted from `inputs`.
       inputs: what `text` answers, translates, ...; None where there is only text.
       domain: what it is about ("python", "sql", ...), where the source knows.
+      loss: ranges of characters of a rendered conversation that carry loss; None: `text` is no such thing.
     """
 
     text: str
     inputs: str | None = None
     domain: str | None = None
+    loss: tuple[tuple[int, int], ...] | None = None
 
 
 class Documents(abc.ABC):
@@ -61,6 +63,11 @@ class Documents(abc.ABC):
 
 class Source(abc.ABC):
     """Configuration of a corpus."""
+
+    @property
+    def has_conversations(self) -> bool:
+        """Whether documents are rendered conversations (`Example.loss`), which must not be cut anywhere."""
+        return False
 
     @abc.abstractmethod
     def open(self, split: str) -> Documents:
@@ -181,28 +188,8 @@ class JsonlSource(Source):
         disk.check_fraction(self.validation_fraction)
 
     def open(self, split: str) -> Documents:
-        name, paths, explicit = disk.choose_files("JsonlSource", self.files, self.validation_files, split)
-        tables = []
-        for i, path in enumerate(paths):
-            starts, stops = disk.line_bounds(path)
-            columns = (np.full(len(starts), i), starts, stops, np.arange(1, len(starts) + 1))
-            tables.append(np.stack(columns, axis=1)[stops > starts])
-        lines = np.concatenate(tables)
-        if not len(lines):
-            raise UserError(f"{name} ({disk.shown(paths)}) hold no lines: the corpus is empty")
-        # A file that is no JSON shall be called that, not too short to be divided.
-        whole = _JsonlDocuments(paths, lines, self)
-        for first in np.unique(lines[:, 0], return_index=True)[1]:
-            whole.example(first)
-        if not explicit:
-            files = disk.name_hashes([os.path.basename(path) for path in paths])
-            keys = files[lines[:, 0]] + lines[:, 3].astype(np.uint64)
-            lines = lines[disk.split_by_hash(mix(keys), split, self.validation_fraction, name)]
-        documents = _JsonlDocuments(paths, lines, self)
-        if sum(os.path.getsize(path) for path in paths) <= _CHECK_WHOLE_BYTES:
-            for i in range(len(documents)):
-                documents.example(i)
-        return documents
+        files, fraction = (self.files, self.validation_files), self.validation_fraction
+        return open_lines("JsonlSource", files, fraction, split, lambda *lines: _JsonlDocuments(*lines, self))
 
 
 @configurable
@@ -283,6 +270,10 @@ class CombinedSource(Source):
         if not self.sources:
             raise UserError("CombinedSource.sources is empty: give at least one source")
 
+    @property
+    def has_conversations(self) -> bool:
+        return any(source.has_conversations for source in self.sources)
+
     def open(self, split: str) -> Documents:
         return _CombinedDocuments([source.open(split) for source in self.sources])
 
@@ -345,19 +336,76 @@ class _RangeDocuments(Documents):
         return disk.fingerprint(self._paths, names, len(self), self._ranges.tobytes())
 
 
-class _JsonlDocuments(_RangeDocuments):
-    """Lines of files: rows of (file, start, stop, line number)."""
+class LineDocuments(_RangeDocuments):
+    """Lines of JSON: rows of (file, start, stop, line number)."""
+
+    def check(self, i: int) -> None:
+        """Raises a UserError where line `i` cannot be read; quicker than making an example of it, where that takes long."""
+        self.example(i)
+
+    def record(self, i: int) -> Any:
+        """What the JSON of line `i` says."""
+        line = self._read(i)
+        try:
+            return json.loads(line)
+        except ValueError as error:
+            raise UserError(f"{self.where(i)} is not JSON ({error}): {disk.excerpt(line)}") from error
+
+    def where(self, i: int) -> str:
+        """The file and the line's number in it."""
+        file_index, _, _, line = (int(n) for n in self._ranges[i])
+        return f"{self._paths[file_index]}:{line}"
+
+
+def open_lines(
+    source: str,
+    files: tuple[Sequence[str], Sequence[str]],
+    fraction: float,
+    split: str,
+    make: Callable[[Sequence[str], np.ndarray], LineDocuments],
+) -> LineDocuments:
+    """The lines of a split of JSON-lines files; small files are read through before the run starts.
+
+    Args:
+      source: what the source is called, for errors.
+      files: paths or globs of the training files, and of the validation files.
+      fraction: the share of the lines held out where there are no validation files.
+      split: "train" or "validation".
+      make: documents of paths and of rows of (file, start, stop, line number).
+    """
+    name, paths, explicit = disk.choose_files(source, *files, split)
+    tables = []
+    for i, path in enumerate(paths):
+        starts, stops = disk.line_bounds(path)
+        columns = (np.full(len(starts), i), starts, stops, np.arange(1, len(starts) + 1))
+        tables.append(np.stack(columns, axis=1)[stops > starts])
+    lines = np.concatenate(tables)
+    if not len(lines):
+        raise UserError(f"{name} ({disk.shown(paths)}) hold no lines: the corpus is empty")
+    # A file that is no JSON shall be called that, not too short to be divided.
+    whole = make(paths, lines)
+    for first in np.unique(lines[:, 0], return_index=True)[1]:
+        whole.check(first)
+    if not explicit:
+        hashes = disk.name_hashes([os.path.basename(path) for path in paths])
+        keys = hashes[lines[:, 0]] + lines[:, 3].astype(np.uint64)
+        lines = lines[disk.split_by_hash(mix(keys), split, fraction, name)]
+    documents = make(paths, lines)
+    if sum(os.path.getsize(path) for path in paths) <= _CHECK_WHOLE_BYTES:
+        for i in range(len(documents)):
+            documents.check(i)
+    return documents
+
+
+class _JsonlDocuments(LineDocuments):
+    """One document a line."""
 
     def __init__(self, paths: Sequence[str], ranges: np.ndarray, source: JsonlSource):
         super().__init__(paths, ranges, [source.domain] * len(paths))
         self._source = source
 
     def example(self, i: int) -> Example:
-        source, line = self._source, self._read(i)
-        try:
-            record = json.loads(line)
-        except ValueError as error:
-            raise UserError(f"{self._where(i)} is not JSON ({error}): {disk.excerpt(line)}") from error
+        source, record = self._source, self.record(i)
         domain = source.domain
         if isinstance(record, dict) and record.get(source.domain_field) is not None:
             domain = str(record[source.domain_field])
@@ -371,15 +419,11 @@ class _JsonlDocuments(_RangeDocuments):
     def _string(self, record: Any, field: str, parameter: str, i: int) -> str:
         if not isinstance(record, dict) or field not in record:
             fields = ", ".join(record) if isinstance(record, dict) else type(record).__name__
-            raise UserError(f"{self._where(i)} has no field {field!r} (it has: {fields}): set JsonlSource.{parameter}")
+            raise UserError(f"{self.where(i)} has no field {field!r} (it has: {fields}): set JsonlSource.{parameter}")
         text = record[field]
         if not isinstance(text, str):
-            raise UserError(f"{self._where(i)}: field {field!r} must be a string, not {type(text).__name__}")
+            raise UserError(f"{self.where(i)}: field {field!r} must be a string, not {type(text).__name__}")
         return text
-
-    def _where(self, i: int) -> str:
-        file_index, _, _, line = (int(n) for n in self._ranges[i])
-        return f"{self._paths[file_index]}:{line}"
 
 
 class _TableDocuments(Documents):

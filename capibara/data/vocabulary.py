@@ -26,6 +26,9 @@ from capibara.config import configurable
 from capibara.types import UserError
 
 _SPACE = "\u2581"  # what SentencePiece writes for a space
+TOKENIZER_FILE = "tokenizer.json"
+# A Unicode noncharacter, which no text may hold: within the spelling of a special token it keeps this from being one.
+GUARD = "\ufdd0"
 
 
 class Vocabulary(abc.ABC):
@@ -74,6 +77,24 @@ class Vocabulary(abc.ABC):
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Ids of every text, each an int32 array."""
         return [np.asarray(self.encode(text), np.int32) for text in texts]
+
+    def encode_rendered(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """A conversation that a chat template rendered.
+
+        Args:
+          text: special tokens in it become their ids, but for those that a `GUARD` breaks up; guards vanish.
+
+        Returns:
+          ids [n] int32, and [n, 2] int64, the characters of `text` where each token begins and ends; tokens that hold
+          the bytes of one character share it.
+
+        Raises:
+          UserError: a vocabulary without special tokens in its text.
+        """
+        raise UserError(
+            f"Dataset.vocabulary ({type(self).__name__}) does not read the special tokens of chat templates: "
+            "use @TokenizerJsonVocabulary()"
+        )
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of `ids`; special and unused ids stand for nothing, broken UTF-8 becomes U+FFFD."""
@@ -225,7 +246,7 @@ class TokenizerJsonVocabulary(Vocabulary):
     """A tokenizer.json file of Hugging Face `tokenizers`.
 
     Attributes:
-      path: the tokenizer.json file.
+      path: the tokenizer.json file, or the folder that holds it.
       eos_token: the end token; None looks for the usual names.
       bos_token: the beginning token; None looks for the usual names, then takes the end token (as GPT-2 does).
       pad_token: the padding token; None looks for the usual names, then takes the end token.
@@ -249,9 +270,10 @@ class TokenizerJsonVocabulary(Vocabulary):
     def tokenizer(self) -> Any:
         import tokenizers
 
-        _require_file(self.path, "TokenizerJsonVocabulary.path")
+        path = os.path.join(self.path, TOKENIZER_FILE) if os.path.isdir(self.path) else self.path
+        _require_file(path, "TokenizerJsonVocabulary.path")
         try:
-            tokenizer = tokenizers.Tokenizer.from_file(self.path)
+            tokenizer = tokenizers.Tokenizer.from_file(path)
         except Exception as error:  # the library raises bare Exception
             raise UserError(f"{self.path} is not a tokenizer.json: {_one_line(error)}") from error
         tokenizer.no_padding()
@@ -301,6 +323,37 @@ class TokenizerJsonVocabulary(Vocabulary):
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         encodings = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.asarray(encoding.ids, np.int32) for encoding in encodings]
+
+    def encode_rendered(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        encoding = self._rendered_tokenizer.encode(text, add_special_tokens=False)
+        offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
+        for at, token in enumerate(encoding.ids):
+            if token in self._greedy:  # the white space that it takes along may be another's
+                name, start = self._greedy[token], offsets[at, 0]
+                start += text[start : offsets[at, 1]].index(name)
+                offsets[at] = start, start + len(name)
+        return np.asarray(encoding.ids, np.int32), offsets
+
+    @functools.cached_property
+    def _greedy(self) -> dict[int, str]:
+        """The added tokens that swallow white space beside them."""
+        added = json.loads(self.tokenizer.to_str()).get("added_tokens", [])
+        return {token["id"]: token["content"] for token in added if token["lstrip"] or token["rstrip"]}
+
+    @functools.cached_property
+    def _rendered_tokenizer(self) -> Any:
+        """The tokenizer with a normalizer that drops guards: it runs after the special tokens were found."""
+        import tokenizers
+
+        spec = json.loads(self.tokenizer.to_str())
+        unguard = {"type": "Replace", "pattern": {"String": GUARD}, "content": ""}
+        before = spec.get("normalizer")
+        spec["normalizer"] = {"type": "Sequence", "normalizers": [unguard, *([before] if before else [])]}
+        spec["post_processor"] = None  # some take the space before a word out of its token's offsets
+        for token in spec.get("added_tokens", []):
+            if token.get("special"):
+                token["normalized"] = False  # looked for in the text as it is, guards and all
+        return tokenizers.Tokenizer.from_str(json.dumps(spec))
 
     @functools.cached_property
     def _pieces(self) -> Sequence[bytes]:
