@@ -353,7 +353,7 @@ def describe_state(trainer: Trainer, model: api.Model, mesh: Mesh) -> StateSpec:
         "loss_scaling": trainer.float16_scaling,
         "anomalies": trainer.anomalies,
     }
-    tx = trainer.optimizer.build(trainer.steps, model.axes)
+    tx = trainer.optimizer.build(trainer.steps, model.trained(model.axes))
     shardings = states.state_shardings(model, tx, mesh, trainer.plan.rules, **options)
     return StateSpec(tx, shardings, states.abstract_state(model, tx, shardings, **options), options)
 

@@ -1,0 +1,110 @@
+"""Training adapters: what changes, what does not, what is kept of it, and the same numbers on every mesh."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from capibara import sharding, tree
+from capibara.models import api
+from capibara.models.api import DecoderConfig, Lora
+from capibara.optim import Optimizer, Schedule
+from capibara.sharding import Plan
+from capibara.training import state as states
+from capibara.training.step import make_train_step
+
+LORA = Lora(rank=4, targets=("all-linear",))
+CONFIG = DecoderConfig(
+    vocab_size=64,
+    embed_dim=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    mlp_dim=64,
+    dtype="float32",
+    head="separate",
+    lora=LORA,
+)
+OPTIMIZER = Optimizer(schedule=Schedule(learning_rate=1e-2, warmup_steps=2))
+ONE = Plan(batch_size=8)
+
+
+def batch_of(rows=8, length=16):
+    tokens = np.random.default_rng(0).integers(0, 64, (rows, length)).astype(np.int32)
+    return {
+        "tokens": tokens,
+        "targets": (tokens * 3 + 1) % 64,
+        "weights": np.ones((rows, length), np.float32),
+        "segment_ids": np.ones_like(tokens),
+        "positions": np.tile(np.arange(length, dtype=np.int32), (rows, 1)),
+    }
+
+
+def run(config, plan, steps, devices=None, **options):
+    """Losses of the first steps, the first state and the last one."""
+    model, mesh = api.build(config), sharding.make_mesh(plan, devices)
+    tx = OPTIMIZER.build(100, model.trained(model.axes))
+    ema = options.get("ema_decay") is not None
+    shardings = states.state_shardings(model, tx, mesh, plan.rules, ema=ema)
+    step = make_train_step(model, tx, OPTIMIZER.schedule.build(100), plan, mesh, **options)
+    step = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
+    init = jax.jit(functools.partial(states.init_state, model, tx, ema=ema), out_shardings=shardings)
+    state, losses = init(jax.random.key(0)), []
+    first = jax.device_get(state)
+    rows = sharding.batch_sharding(mesh, plan.rules)
+    batch = sharding.global_batch(rows, batch_of())
+    for _ in range(steps):
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    return np.array(losses), first, jax.device_get(state)
+
+
+@functools.cache
+def one_device():
+    return run(CONFIG, ONE, 6, jax.devices()[:1])
+
+
+def test_adapters_learn_and_the_base_stays_bit_by_bit():
+    losses, first, last = one_device()
+    model = api.build(CONFIG)
+    assert losses[-1] < 0.95 * losses[0]
+    jax.tree.map(np.testing.assert_array_equal, model.frozen(first.params), model.frozen(last.params))
+    changed = jax.tree.map(
+        lambda a, b: not np.array_equal(a, b), model.trained(first.params), model.trained(last.params)
+    )
+    assert all(jax.tree.leaves(changed)) and len(jax.tree.leaves(changed)) == 14
+
+
+def test_the_optimizer_keeps_nothing_of_the_base():
+    _, first, _ = one_device()
+    trained = tree.byte_count(api.build(CONFIG).trained(first.params))
+    assert tree.byte_count(first.opt_state) <= 2 * trained + 16
+    assert not any("mlp/up/" in f"{name}/" for name in tree.path_names(first.opt_state))
+
+
+@pytest.mark.parametrize(
+    ("changes", "sizes"),
+    [
+        (dict(), dict(fsdp=4, tensor=2, accumulation=2)),
+        (dict(layer_loop="unroll"), dict(fsdp=2, tensor=2, context=2, remat="minimal")),
+        pytest.param(dict(), dict(stage=2, fsdp=2, pipeline_microbatches=2, tensor=2), marks=pytest.mark.heavy),
+        pytest.param(dict(), dict(fsdp=8), marks=pytest.mark.heavy),
+    ],
+    ids=str,
+)
+def test_every_mesh_and_loop_learn_alike(changes, sizes):
+    losses, _, last = run(dataclasses.replace(CONFIG, **changes), Plan(**{"batch_size": 8, **sizes}), 6)
+    want, _, want_last = one_device()
+    np.testing.assert_allclose(losses, want, rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), last.params, want_last.params)
+
+
+def test_the_average_is_of_the_adapters_and_evaluation_sees_it_beside_the_base():
+    _, first, last = run(CONFIG, ONE, 1, jax.devices()[:1], ema_decay=0.9)
+    model = api.build(CONFIG)
+    assert tree.path_names(last.ema) == tree.path_names(model.trained(last.params))
+    assert jax.tree.structure(last.eval_params) == jax.tree.structure(last.params)
+    jax.tree.map(np.testing.assert_array_equal, model.frozen(last.eval_params), model.frozen(first.params))
+    jax.tree.map(np.testing.assert_array_equal, model.trained(last.eval_params), last.ema)
