@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import pathlib
+import shutil
 
 import jax
 import numpy as np
@@ -13,7 +15,10 @@ from capibara.models.api import DecoderConfig, Lora
 from capibara.optim import Optimizer, Schedule
 from capibara.sharding import Plan
 from capibara.training import state as states
+from capibara.training.checkpoints import Checkpointing, Checkpoints
+from capibara.training.run import set_up
 from capibara.training.step import make_train_step
+from capibara.types import UserError
 
 LORA = Lora(rank=4, targets=("all-linear",))
 CONFIG = DecoderConfig(
@@ -108,3 +113,73 @@ def test_the_average_is_of_the_adapters_and_evaluation_sees_it_beside_the_base()
     assert jax.tree.structure(last.eval_params) == jax.tree.structure(last.params)
     jax.tree.map(np.testing.assert_array_equal, model.frozen(last.eval_params), model.frozen(first.params))
     jax.tree.map(np.testing.assert_array_equal, model.trained(last.eval_params), last.ema)
+
+
+@pytest.fixture
+def make_lora_trainer(make_trainer):
+    """(changes of Trainer's fields) -> a run of adapters that saves at every second step."""
+    base = make_trainer()
+    model = dataclasses.replace(base.model, lora=LORA)
+    changes = dict(model=model, checkpointing=dataclasses.replace(base.checkpointing, every=2))
+    return lambda **more: make_trainer(**{**changes, **more})
+
+
+def files_written(model_dir, step):
+    """Array -> bytes of the chunks that the folder of a step holds itself."""
+    folder = pathlib.Path(model_dir) / "checkpoints" / str(step) / "state"
+    arrays = (path for path in folder.iterdir() if path.is_dir())
+    return {path.name: sum(f.stat().st_size for f in path.iterdir()) for path in arrays}
+
+
+def test_a_run_from_given_weights_resumes_bit_for_bit_without_them(make_trainer, make_lora_trainer, train, tmp_path):
+    source = str(tmp_path / "base")
+    base = train(make_trainer(model_dir=source, steps=2)).state
+    options = dict(steps=4, init_from=source, ema_decay=0.5)
+    whole = train(make_lora_trainer(model_dir=str(tmp_path / "whole"), **options))
+    model = api.build(make_lora_trainer().model)
+    jax.tree.map(np.testing.assert_array_equal, model.frozen(whole.started.params), base.params)
+    jax.tree.map(np.testing.assert_array_equal, model.frozen(whole.state.params), base.params)
+    halves = dict(options, model_dir=str(tmp_path / "halves"))
+    train(make_lora_trainer(**dict(halves, steps=2)))
+    shutil.rmtree(source)
+    resumed = train(make_lora_trainer(**halves))
+    assert resumed.start_step == 2
+    jax.tree.map(np.testing.assert_array_equal, resumed.state, whole.state)
+    assert [resumed.losses[step] for step in (3, 4)] == [whole.losses[step] for step in (3, 4)]
+    first, second = (files_written(halves["model_dir"], step) for step in (2, 4))
+    frozen = {f"params.{name.replace('/', '.')}" for name in tree.path_names(base.params)}
+    assert frozen <= first.keys() and not frozen & second.keys()
+    assert sum(second.values()) < 0.6 * sum(first.values())
+    check_inference_restores(halves["model_dir"], resumed.state)
+
+
+def check_inference_restores(model_dir, state):
+    one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one), state.params)
+    with Checkpoints(model_dir, Checkpointing(), read_only=True) as checkpoints:
+        params = checkpoints.restore_newest_params(target)
+    jax.tree.map(np.testing.assert_array_equal, params, state.eval_params)
+
+
+def test_full_fine_tuning_begins_from_what_a_function_reads(make_trainer):
+    trainer = make_trainer(init_from="elsewhere")
+    made = jax.jit(api.build(trainer.model).init)(jax.random.key(5))
+    told = []
+
+    def load(target):
+        told.extend(jax.tree.leaves(target))
+        return jax.tree.map(lambda s, x: jax.device_put(np.asarray(x), s.sharding), target, made)
+
+    with set_up(trainer, load=load) as run:
+        state, step, _ = run.start()
+        assert step == 0 and len(told) == len(jax.tree.leaves(made))
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.params), made)
+        assert jax.tree.leaves(state.params)[0].sharding == told[0].sharding
+
+
+@pytest.mark.parametrize(
+    ("where", "told"), [("nowhere", "'nowhere'.* holds no checkpoint"), ("", "init_from is empty")]
+)
+def test_a_source_without_a_checkpoint_is_refused(make_trainer, where, told):
+    with pytest.raises(UserError, match=told):
+        set_up(make_trainer(init_from=where))
