@@ -66,6 +66,14 @@ class Model:
         """The rest of them."""
         return {} if self.config.lora is None else tree.part(params, lambda name: not self.config.lora.trains(name))
 
+    def merge(self, params: Params) -> Params:
+        """The plain model's parameters that compute the same."""
+        return params if self.config.lora is None else lora.merge(params, self.config.lora, self.axes)
+
+    def unmerge(self, merged: Params, adapters: Params) -> Params:
+        """The plain model's parameters before `merge`; `adapters`: what `trained` gives of those that were merged."""
+        return lora.unmerge(merged, adapters, self.config.lora, self.axes)
+
     def logits(self, params: Params, batch: Batch) -> jax.Array:
         """Logits [B, T, V] in float32. For sampling and tests: training never makes them whole."""
         hidden, _ = self.hidden(params, batch)

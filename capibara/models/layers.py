@@ -12,6 +12,7 @@ from flax import nnx
 
 from capibara import sharding
 from capibara.models.quantized import Quantization, quantized_matmul
+from capibara.models.stored import Blocks, Whole, frozen_matmul
 
 Initializer = Callable[..., jax.Array]
 
@@ -51,7 +52,7 @@ def adapter_of(module: nnx.Module, name: str) -> Callable[..., jax.Array] | None
 
 def dense(
     x: jax.Array,
-    weight: jax.Array,
+    weight: jax.Array | Whole | Blocks,
     in_dims: int = 1,
     quantization: Quantization = Quantization.NONE,
     adapter: Callable[..., jax.Array] | None = None,
@@ -60,16 +61,17 @@ def dense(
 
     Args:
       x: [B, T, in ...].
-      weight: [in ..., out ...].
+      weight: [in ..., out ...]; one that is frozen has no gradient, and its product is not in 8 bits.
       in_dims: how many dimensions `in ...` has.
       quantization: 8-bit operands, or none.
-      adapter: (x, the product) -> what it makes of it; None: the product it is.
+      adapter: (x, the product, weight) -> what it makes of it; None: the product it is.
 
     Returns:
       [B, T, out ...].
     """
-    y = _product(x, weight, in_dims, quantization)
-    return y if adapter is None else adapter(x, y)
+    frozen = isinstance(weight, Whole | Blocks)
+    y = frozen_matmul(x, weight, in_dims) if frozen else _product(x, weight, in_dims, quantization)
+    return y if adapter is None else adapter(x, y, weight)
 
 
 def _product(x: jax.Array, weight: jax.Array, in_dims: int, quantization: Quantization) -> jax.Array:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
+import jax
 from jax.sharding import Mesh
 
-from capibara import sharding
+from capibara import sharding, tree
 from capibara.models.api import Model
 from capibara.training import state as states
 from capibara.training.checkpoints import Checkpoints
@@ -32,7 +33,14 @@ def load_params(trainer: Trainer, model: Model, mesh: Mesh, load: Load | None) -
     """
     plain = model.plain
     shardings = sharding.shardings(mesh, trainer.plan.rules, plain.axes, plain.abstract_params)
-    target = states.with_shardings(plain.abstract_params, shardings)
+    # In the precision that the model keeps them in; what it stores in blocks it makes of float32.
+    dtypes = dict(
+        zip(tree.path_names(model.abstract_params), (x.dtype for x in jax.tree.leaves(model.abstract_params)))
+    )
+    shapes = tree.map_with_names(
+        lambda name, leaf: jax.ShapeDtypeStruct(leaf.shape, dtypes.get(name, leaf.dtype)), plain.abstract_params
+    )
+    target = states.with_shardings(shapes, shardings)
     return _of_run_folder(trainer, target) if load is None else load(target)
 
 

@@ -54,13 +54,10 @@ def train(
       callbacks: told of everything that happens, on process 0.
       sampler: parameters -> (prompt, text) pairs, called after each evaluation.
       peak_flops: of one device, for the MFU.
-      compiler_options: XLA's, for the train step; none by default.
-      config: the operative configuration, for the callbacks.
-      load: reads what is at `trainer.init_from`, where that is no run folder.
+      compiler_options, config, load: as for `set_up`.
     """
     callbacks = callbacks if jax.process_index() == 0 else Callback()
-    options = {"compiler_options": compiler_options, "config": config, "load": load}
-    run = set_up(trainer, status=callbacks.on_status, **options)
+    run = set_up(trainer, status=callbacks.on_status, compiler_options=compiler_options, config=config, load=load)
     with disk_full_explained(trainer.model_dir), contextlib.ExitStack() as stack:
         stop = stack.enter_context(StopRequest(agree_every=trainer.log_every))
         dog = stack.enter_context(Watchdog(trainer.watch, trainer.log_every))

@@ -358,7 +358,9 @@ class StateSpec:
     def init(self, model: api.Model) -> Callable[..., TrainState]:
         """key, given=None -> a new state."""
         make = functools.partial(states.init_state, model, self.tx, **self.options)
-        return jax.jit(make, out_shardings=self.shardings, donate_argnames="given")
+        in_blocks = model.config.lora is not None and model.config.lora.base_dtype.in_blocks
+        donated = () if in_blocks else "given"  # what is rounded to blocks has no buffer to give
+        return jax.jit(make, out_shardings=self.shardings, donate_argnames=donated)
 
 
 def describe_state(trainer: Trainer, model: api.Model, mesh: Mesh) -> StateSpec:

@@ -7,8 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from flax import nnx
+
 from capibara import tree
-from capibara.models import api, lora
+from capibara.models import api, layers, lora
 from capibara.models.api import DecoderConfig, EncoderConfig, EncoderDecoderConfig, Lora
 from capibara.models.moe import Moe
 from capibara.types import UserError
@@ -17,7 +19,12 @@ SIZES = dict(vocab_size=64, embed_dim=32, num_layers=2, num_heads=4, num_kv_head
 LORA = Lora(rank=4, alpha=8.0, targets=("all-linear",))
 CONFIG = DecoderConfig(**SIZES, lora=LORA)
 ROWS, LENGTH = 2, 8
+MOE = Moe(num_experts=4, top_k=2, shared_experts=1)
 DENSE = ["attention/key", "attention/out", "attention/query", "attention/value", "mlp/down", "mlp/gate", "mlp/up"]
+
+
+def variant(**changes):
+    return dataclasses.replace(CONFIG, lora=dataclasses.replace(LORA, **changes))
 
 
 def batch_of(length=LENGTH):
@@ -29,10 +36,6 @@ def batch_of(length=LENGTH):
 
 def logits(model, params):
     return jax.jit(model.logits)(params, batch_of())
-
-
-def merged_of(params, of):
-    return jax.jit(lora.merge, static_argnums=1)(params, of)
 
 
 def drawn(model, seed=1):
@@ -60,18 +63,23 @@ def adapted(config):
         (dataclasses.replace(CONFIG, layer_loop="unroll", activation="gelu", bias="all"), 6),
         (EncoderConfig(**SIZES, lora=LORA), 6),
         (EncoderDecoderConfig(**SIZES, lora=LORA), 7 + 11),
+        (variant(dora=True, rslora=True), 7),
+        (variant(base_dtype="bfloat16", dora=True, modules_to_save=("*norm/scale",)), 7),
+        (variant(base_dtype="nf4", double_quantization=True, dora=True, modules_to_save=("embedding",)), 7),
+        (dataclasses.replace(variant(base_dtype="int4"), moe=MOE), 4 + 3),
+        (dataclasses.replace(variant(base_dtype="int8"), layer_loop="unroll"), 7),
     ],
-    ids=["decoder", "unrolled", "encoder", "encoder_decoder"],
+    ids=["decoder", "unrolled", "encoder", "encoder_decoder", "dora", "bfloat16", "nf4", "int4_moe", "int8"],
 )
 def test_adapters_compute_what_the_merged_weights_do(config, count):
     model = api.build(config)
     assert len(adapted(config)) == count
-    params = drawn(model)
-    merged = merged_of(params, config.lora)
+    params, new = drawn(model), jax.jit(model.init)(jax.random.key(1))
+    merged = jax.jit(model.merge)(params)
     assert jax.tree.structure(merged) == jax.tree.structure(model.plain.abstract_params)
     want = logits(model.plain, merged)
     got = logits(model, params)
-    assert np.abs(want - logits(model.plain, model.frozen(params))).max() > 0.01  # they do something
+    assert np.abs(want - logits(model, new)).max() > 0.01  # they do something
     np.testing.assert_allclose(got, want, atol=1e-5 * np.abs(want).max())
 
 
@@ -89,7 +97,7 @@ def test_new_adapters_change_nothing_and_leave_the_base_as_it_is():
 def test_unmerging_gives_the_base_back():
     model = api.build(CONFIG)
     params = drawn(model)
-    base = jax.jit(lora.unmerge, static_argnums=2)(merged_of(params, LORA), params, LORA)
+    base = jax.jit(model.unmerge)(jax.jit(model.merge)(params), model.trained(params))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), base, model.frozen(params))
 
 
@@ -105,8 +113,33 @@ def test_gradients_are_those_of_the_merged_formula():
         return jax.jit(jax.grad(loss))(trained)
 
     got = gradients(model.logits)
-    want = gradients(lambda params, batch: model.plain.logits(merged_of(params, LORA), batch))
+    want = gradients(lambda params, batch: model.plain.logits(model.merge(params), batch))
     assert tree.path_names(got) == [f"layers/{name}_lora/{part}" for name in DENSE for part in "ab"]
+    jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, atol=1e-5 * np.abs(w).max()), got, want)
+
+
+def test_dora_divides_by_a_length_without_gradient():
+    """The gradients of m, a and b of y = m x V / |V| with V = W + scale a b and |V| a constant."""
+    config = dataclasses.replace(variant(dora=True, targets=("up",)), num_layers=1)
+    model = api.build(config)
+    params = drawn(model)
+    mlp = params["layers"]["mlp"]
+    x, dy = np.random.default_rng(0).normal(size=(2, 5, 32)), np.random.default_rng(1).normal(size=(2, 5, 48))
+    x, dy = x.astype(np.float32), dy.astype(np.float32)
+    weight, scale = mlp["up"][0], LORA.alpha / LORA.rank
+    lengths = jnp.linalg.norm(weight + scale * mlp["up_lora"]["a"][0] @ mlp["up_lora"]["b"][0], axis=0)
+
+    def formula(adapter):
+        a, b, m = (adapter[name][0] for name in ("a", "b", "magnitude"))
+        return jnp.sum(dy * (x @ (weight + scale * a @ b) * m / lengths))
+
+    def ours(adapter):
+        one = nnx.eval_shape(lambda: lora.Adapter("up", config.lora, weight, ("embed", "mlp"), nnx.Rngs(0)))
+        graphdef, state = nnx.split(one)
+        nnx.replace_by_pure_dict(state, {name: value[0] for name, value in adapter.items()})
+        return jnp.sum(dy * layers.dense(x, weight, adapter=nnx.merge(graphdef, state)))
+
+    got, want = jax.jit(jax.grad(ours))(mlp["up_lora"]), jax.jit(jax.grad(formula))(mlp["up_lora"])
     jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, atol=1e-5 * np.abs(w).max()), got, want)
 
 
@@ -124,23 +157,13 @@ def test_targets(targets, want):
     assert adapted(dataclasses.replace(CONFIG, lora=Lora(targets=targets))) == want
 
 
-def test_experts_have_no_adapter_but_shared_ones_do():
-    config = dataclasses.replace(CONFIG, moe=Moe(num_experts=4, top_k=2, shared_experts=1))
-    shared = ["mlp/shared_down", "mlp/shared_gate", "mlp/shared_up"]
-    assert adapted(config) == DENSE[:4] + shared
-    model = api.build(config)
-    params = drawn(model)
-    want = logits(model.plain, merged_of(params, LORA))
-    np.testing.assert_allclose(logits(model, params), want, atol=1e-5 * np.abs(want).max())
-
-
 def test_ranks_and_scales_by_pattern():
     of = Lora(rank=4, alpha=8.0, targets=("query", "up"), rank_pattern=(("up", 2),), alpha_pattern=(("*/mlp/*", 3.0),))
     model = api.build(dataclasses.replace(CONFIG, lora=of))
     assert model.abstract_params["layers"]["mlp"]["up_lora"]["b"].shape == (2, 2, 48)
     assert (of.scale_of("layers/mlp/up"), of.scale_of("layers/attention/query")) == (1.5, 2.0)
     params = drawn(model)
-    want = logits(model.plain, merged_of(params, of))
+    want = logits(model.plain, jax.jit(model.merge)(params))
     np.testing.assert_allclose(logits(model, params), want, atol=1e-5 * np.abs(want).max())
 
 
@@ -155,6 +178,9 @@ def test_ranks_and_scales_by_pattern():
         (dict(rank=0), "Lora.rank is 0, must be at least 1: try 16"),
         (dict(alpha_pattern=(("up", -1.0),)), "alpha_pattern 'up' is -1.0, must be finite and above 0"),
         (dict(targets=()), "Lora.targets is empty"),
+        (dict(modules_to_save=("query",)), "modules_to_save has layers/attention/query, which has an adapter"),
+        (dict(modules_to_save=("lm_head",)), "modules_to_save has 'lm_head', which must match one of embedding, "),
+        (dict(double_quantization=True), "base_dtype is 'float32': set 'nf4'"),
     ],
     ids=str,
 )

@@ -33,7 +33,7 @@ CONFIG = DecoderConfig(
     lora=LORA,
 )
 OPTIMIZER = Optimizer(schedule=Schedule(learning_rate=1e-2, warmup_steps=2))
-ONE = Plan(batch_size=8)
+ONE = Plan(batch_size=8, fsdp=1)
 
 
 def batch_of(rows=8, length=16):
@@ -113,6 +113,50 @@ def test_the_average_is_of_the_adapters_and_evaluation_sees_it_beside_the_base()
     assert jax.tree.structure(last.eval_params) == jax.tree.structure(last.params)
     jax.tree.map(np.testing.assert_array_equal, model.frozen(last.eval_params), model.frozen(first.params))
     jax.tree.map(np.testing.assert_array_equal, model.trained(last.eval_params), last.ema)
+
+
+@functools.cache
+def qlora():
+    config = dataclasses.replace(CONFIG, lora=dataclasses.replace(LORA, base_dtype="nf4", double_quantization=True))
+    return config, run(config, ONE, 6, jax.devices()[:1])
+
+
+def test_adapters_learn_beside_a_base_in_four_bits():
+    config, (losses, first, last) = qlora()
+    model = api.build(config)
+    assert losses[-1] < 0.95 * losses[0]
+    jax.tree.map(np.testing.assert_array_equal, model.frozen(first.params), model.frozen(last.params))
+    sharded, *_ = run(config, Plan(batch_size=8, fsdp=1, tensor=2), 6, jax.devices()[:2])
+    np.testing.assert_allclose(sharded, losses, rtol=1e-5)
+    full = api.build(dataclasses.replace(CONFIG, embed_dim=128, mlp_dim=512, lora=None)).abstract_params
+    small = api.build(dataclasses.replace(config, embed_dim=128, mlp_dim=512)).abstract_params
+    assert tree.byte_count(small) <= 0.35 * 4 * tree.byte_count(full)
+
+
+def backward_bytes(config):
+    """What the compiled gradient of a row needs beside its arguments."""
+    model, mesh = api.build(config), sharding.make_mesh(ONE, jax.devices()[:1])
+    batch = {k: jax.ShapeDtypeStruct(v.shape, v.dtype) for k, v in batch_of(rows=1, length=8).items()}
+
+    def grad(params, batch):
+        frozen = model.frozen(params)
+        with sharding.activate(mesh, ONE.rules):
+            loss = lambda p: (model.hidden(tree.joined(p, frozen), batch)[0] ** 2).sum()  # noqa: E731
+            return jax.grad(loss)(model.trained(params))
+
+    compiled = jax.jit(grad).lower(model.abstract_params, batch).compile()
+    return compiled.memory_analysis().temp_size_in_bytes, tree.byte_count(model.plain.abstract_params["layers"])
+
+
+def test_a_base_in_blocks_is_never_floating_point_all_at_once():
+    """Eight layers more cost the backward pass less than a quarter of their weights in float32: activations."""
+    config, _ = qlora()
+    lora = dataclasses.replace(config.lora, targets=("query",))
+    few, many = (
+        backward_bytes(dataclasses.replace(config, embed_dim=128, mlp_dim=512, num_layers=count, lora=lora))
+        for count in (4, 12)
+    )
+    assert many[0] - few[0] < (many[1] - few[1]) / 4
 
 
 @pytest.fixture
