@@ -68,6 +68,23 @@ def mask_by_pattern(tree: PyTree, patterns: str | Sequence[str]) -> PyTree:
     return map_with_names(lambda name, _: any(fnmatch.fnmatchcase(name, p) for p in patterns), tree)
 
 
+def part(tree: Any, keep: Callable[[str], bool], prefix: str = "") -> dict[str, Any]:
+    """The entries of nested dicts whose whole name is kept, without the dicts that are left empty."""
+    inner = {
+        key: part(value, keep, f"{prefix}{key}/") if isinstance(value, dict) else value
+        for key, value in tree.items()
+        if isinstance(value, dict) or keep(prefix + key)
+    }
+    return {key: value for key, value in inner.items() if not isinstance(value, dict) or value}
+
+
+def joined(first: Any, second: Any) -> Any:
+    """Two nested dicts as one; of an entry that both have, the first one's."""
+    if not isinstance(first, dict) or not second:
+        return first
+    return {key: joined(first[key], second.get(key)) if key in first else second[key] for key in {**first, **second}}
+
+
 def _name(path: tuple[Any, ...]) -> str:
     import jax
 

@@ -11,10 +11,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from capibara import tree
-from capibara.models import flops, moe
+from capibara.models import flops, lora, moe
 from capibara.models.decoder import Decoder, DecoderConfig
 from capibara.models.encdec import EncoderDecoder, EncoderDecoderConfig
 from capibara.models.encoder import Encoder, EncoderConfig
+from capibara.models.lora import Lora
 from capibara.models.moe import Moe
 from capibara.models.rope import Rope
 from capibara.models.stack import Stats
@@ -26,6 +27,7 @@ __all__ = [
     "DecoderConfig",
     "EncoderConfig",
     "EncoderDecoderConfig",
+    "Lora",
     "Model",
     "Moe",
     "Rope",
@@ -49,6 +51,7 @@ class Model:
         sums over tokens [L, ...], none for dense layers. `remat` is a Remat or RematPolicy; `step` the train step,
         None outside training.
       head: parameters -> output projection [V, D].
+      adapt: (parameters of the plain model, PRNG key) -> parameters: with new adapters, where there are some.
       encode: of an encoder-decoder: (parameters, batch) -> what its encoder makes of the batch's encoder entries,
         [B, S, D]. A batch that has it as the entry `encoded` is not encoded again.
     """
@@ -59,7 +62,29 @@ class Model:
     init: Callable[[jax.Array], Params]
     hidden: Callable[..., tuple[jax.Array, Stats]]
     head: Callable[[Params], jax.Array]
+    adapt: Callable[[Params, jax.Array], Params]
     encode: Callable[[Params, Batch], jax.Array] | None = None
+
+    @property
+    def plain(self) -> Model:
+        """The model without adapters, all of which is trained."""
+        return build(dataclasses.replace(self.config, lora=None))
+
+    def trained(self, params: Params) -> Params:
+        """The part of the parameters, or of a tree like them, that training changes."""
+        return params if self.config.lora is None else tree.part(params, self.config.lora.trains)
+
+    def frozen(self, params: Params) -> Params:
+        """The rest of them."""
+        return {} if self.config.lora is None else tree.part(params, lambda name: not self.config.lora.trains(name))
+
+    def merge(self, params: Params) -> Params:
+        """The plain model's parameters that compute the same."""
+        return params if self.config.lora is None else lora.merge(params, self.config.lora, self.axes)
+
+    def unmerge(self, merged: Params, adapters: Params) -> Params:
+        """The plain model's parameters before `merge`; `adapters`: what `trained` gives of those that were merged."""
+        return lora.unmerge(merged, adapters, self.config.lora, self.axes)
 
     def logits(self, params: Params, batch: Batch) -> jax.Array:
         """Logits [B, T, V] in float32. For sampling and tests: training never makes them whole."""
@@ -98,18 +123,24 @@ class Model:
 def build(config: TransformerConfig) -> Model:
     """The model of a configuration; nothing is computed or placed on a device."""
     make = _MODULES[type(config)]
-    module = nnx.eval_shape(lambda: make(config, nnx.Rngs(0)))
-    graphdef, template = nnx.split(module)
+    of_plain = nnx.split(nnx.eval_shape(lambda: make(config, nnx.Rngs(0))))
+    graphdef, template = (
+        of_plain
+        if config.lora is None
+        else nnx.split(nnx.eval_shape(lambda: _adapted(make(config, nnx.Rngs(0)), config, jax.random.key(0))))
+    )
     is_variable = lambda x: isinstance(x, nnx.Variable)  # noqa: E731
     axes = nnx.to_pure_dict(jax.tree.map(lambda v: v.replace(_Names(v.axes)), template, is_leaf=is_variable))
 
     def bind(params: Params) -> nnx.Module:
-        state = jax.tree.map(lambda v: v, template)
-        nnx.replace_by_pure_dict(state, params)
-        return nnx.merge(graphdef, state)
+        return _bound(graphdef, template, params)
 
     def init(key: jax.Array) -> Params:
-        return nnx.to_pure_dict(nnx.state(make(config, nnx.Rngs(key))))
+        module = _adapted(make(config, nnx.Rngs(key)), config, jax.random.fold_in(key, 1))
+        return nnx.to_pure_dict(nnx.state(module))
+
+    def adapt(params: Params, key: jax.Array) -> Params:
+        return nnx.to_pure_dict(nnx.state(_adapted(_bound(*of_plain, params), config, key)))
 
     def hidden(
         params: Params, batch: Batch, remat: RematPolicy | Remat = Remat.NONE, step: jax.Array | None = None
@@ -126,8 +157,21 @@ def build(config: TransformerConfig) -> Model:
         init=init,
         hidden=hidden,
         head=lambda params: bind(params).head(),
+        adapt=adapt,
         encode=encode if hasattr(make, "encode") else None,
     )
+
+
+def _bound(graphdef: nnx.GraphDef, template: nnx.State, params: Params) -> nnx.Module:
+    state = jax.tree.map(lambda v: v, template)
+    nnx.replace_by_pure_dict(state, params)
+    return nnx.merge(graphdef, state)
+
+
+def _adapted(module: nnx.Module, config: TransformerConfig, key: jax.Array) -> nnx.Module:
+    if config.lora is not None:
+        lora.attach(module, config.lora, nnx.Rngs(key))
+    return module
 
 
 @dataclasses.dataclass(frozen=True)

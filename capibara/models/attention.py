@@ -237,16 +237,20 @@ class Attention(nnx.Module):
             backend=self.config.attention,
         )
         y = constrain(y, ("batch", "act_time", "act_heads", None))
-        y = layers.dense(y, self.out[...], in_dims=2, quantization=self.config.quantization)
+        y = self._dense("out", y, in_dims=2)
         if self.config.bias is layers.Bias.ALL:
             y = y + self.out_bias[...].astype(y.dtype)
         return checkpoint_name(y, "attention_out")
 
+    def _dense(self, name: str, x: jax.Array, in_dims: int = 1) -> jax.Array:
+        weight, adapter = getattr(self, name)[...], layers.adapter_of(self, name)
+        return layers.dense(x, weight, in_dims, self.config.quantization, adapter)
+
     def _projections(self, x_BTD: jax.Array, y_BSD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries of x, keys and values of y."""
         dtype = x_BTD.dtype
-        into = ((x_BTD, self.query), (y_BSD, self.key), (y_BSD, self.value))
-        q, k, v = (layers.dense(x, weight[...], quantization=self.config.quantization) for x, weight in into)
+        into = (("query", x_BTD), ("key", y_BSD), ("value", y_BSD))
+        q, k, v = (self._dense(name, x) for name, x in into)
         if self.config.bias is not layers.Bias.NONE:
             q = q + self.query_bias[...].astype(dtype)
             k = k + self.key_bias[...].astype(dtype)

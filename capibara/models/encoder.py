@@ -104,7 +104,7 @@ class Encoder(nnx.Module):
     def head(self) -> jax.Array:
         """The output projection [V, D + 1], its last column the bias: logits are hidden @ head.T."""
         head_VD = self.embedding[...] if self.config.head is Head.TIED else self.output[...]
-        return jnp.concatenate([head_VD, self.output_bias[...][:, None]], axis=1)
+        return jnp.concatenate([head_VD, self.output_bias[...][:, None].astype(head_VD.dtype)], axis=1)
 
     def _embed(self, batch: Batch) -> jax.Array:
         config = self.config

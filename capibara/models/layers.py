@@ -12,6 +12,7 @@ from flax import nnx
 
 from capibara import sharding
 from capibara.models.quantized import Quantization, quantized_matmul
+from capibara.models.stored import Blocks, Whole, frozen_matmul
 
 Initializer = Callable[..., jax.Array]
 
@@ -44,20 +45,36 @@ zeros = jax.nn.initializers.zeros
 ones = jax.nn.initializers.ones
 
 
+def adapter_of(module: nnx.Module, name: str) -> Callable[..., jax.Array] | None:
+    """What `dense` adds to the product with a module's weight of this name (models/lora.py)."""
+    return getattr(module, f"{name}_lora", None)
+
+
 def dense(
-    x: jax.Array, weight: jax.Array, in_dims: int = 1, quantization: Quantization = Quantization.NONE
+    x: jax.Array,
+    weight: jax.Array | Whole | Blocks,
+    in_dims: int = 1,
+    quantization: Quantization = Quantization.NONE,
+    adapter: Callable[..., jax.Array] | None = None,
 ) -> jax.Array:
     """Contracts the last `in_dims` dimensions of x with the first of the weight, in x's dtype.
 
     Args:
       x: [B, T, in ...].
-      weight: [in ..., out ...].
+      weight: [in ..., out ...]; one that is frozen has no gradient, and its product is not in 8 bits.
       in_dims: how many dimensions `in ...` has.
       quantization: 8-bit operands, or none.
+      adapter: (x, the product, weight) -> what it makes of it; None: the product it is.
 
     Returns:
       [B, T, out ...].
     """
+    frozen = isinstance(weight, Whole | Blocks)
+    y = frozen_matmul(x, weight, in_dims) if frozen else _product(x, weight, in_dims, quantization)
+    return y if adapter is None else adapter(x, y, weight)
+
+
+def _product(x: jax.Array, weight: jax.Array, in_dims: int, quantization: Quantization) -> jax.Array:
     if quantization is not Quantization.NONE or not _as_matrices():
         return quantized_matmul(x, weight, quantization, in_dims)
     leading, inner, outer = x.shape[:-in_dims], x.shape[x.ndim - in_dims :], weight.shape[in_dims:]

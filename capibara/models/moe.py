@@ -111,13 +111,16 @@ class MoeMLP(nnx.Module):
         return constrain(y, ("batch", "act_time", "act_embed")), stats
 
     def _shared(self, x_BTD: jax.Array) -> jax.Array:
-        h = constrain(layers.dense(x_BTD, self.shared_up[...]), ("batch", "act_time", "act_mlp"))
+        dense = lambda name, x: layers.dense(  # noqa: E731
+            x, getattr(self, name)[...], adapter=layers.adapter_of(self, name)
+        )
+        h = constrain(dense("shared_up", x_BTD), ("batch", "act_time", "act_mlp"))
         if self.config.activation.gated:
-            gate = constrain(layers.dense(x_BTD, self.shared_gate[...]), ("batch", "act_time", "act_mlp"))
+            gate = constrain(dense("shared_gate", x_BTD), ("batch", "act_time", "act_mlp"))
             h = self.config.activation(gate) * h
         else:
             h = self.config.activation(h)
-        return layers.dense(h, self.shared_down[...])
+        return dense("shared_down", h)
 
     def _experts(self, x_BTD: jax.Array, choice: Choice | ExpertChoice, places_BTk: jax.Array | None) -> jax.Array:
         """The experts' weighted outputs [B, T, D], on the active mesh where there is one."""

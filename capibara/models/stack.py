@@ -12,6 +12,7 @@ from flax import nnx
 
 from capibara import sharding
 from capibara.models import pipeline
+from capibara.models.stored import Frozen
 from capibara.sharding import Remat, RematPolicy
 from capibara.types import UserError
 
@@ -83,19 +84,23 @@ def run(
         return _recomputed(body, remat, in_scan=loop is LayerLoop.SCAN)
 
     bodies = [one(kind) for kind in pattern]
+    frozen = any(isinstance(v, Frozen) for v in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, nnx.Variable)))
     shape = sharding.active_pipeline()
     if shape is None:
-        return _in_sequence(bodies, x, values, rows, count, loop)
+        return _in_sequence(bodies, x, values, rows, count, loop, frozen)
     _check_stages(count, group, shape)
     size = count // (shape.stages * shape.repeats)
-    stage = lambda x, values, rows: _in_sequence(bodies, x, values, rows, size, loop)  # noqa: E731
+    stage = lambda x, values, rows: _in_sequence(bodies, x, values, rows, size, loop, frozen)  # noqa: E731
     return pipeline.run(stage, x, rows, values, shape)
 
 
 def _in_sequence(
-    bodies: Sequence[Callable], x: jax.Array, values: Any, rows: Any, size: int, loop: LayerLoop
+    bodies: Sequence[Callable], x: jax.Array, values: Any, rows: Any, size: int, loop: LayerLoop, frozen: bool
 ) -> tuple[jax.Array, Stats]:
     """The first `size` layers of `values`, of which the first one runs by the first of the bodies."""
+    if frozen and len(bodies) == 1 and loop is LayerLoop.SCAN:
+        # What a layer keeps for its backward pass is not copied where it is the scan's own slice of its input.
+        return jax.lax.scan(lambda x, layer: bodies[0](x, layer, rows), x, values)
     parts: list[Stats] = []
     group = len(bodies)
     whole = size // group if loop is LayerLoop.SCAN else 0

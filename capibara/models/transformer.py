@@ -16,6 +16,7 @@ from capibara.models import layers
 from capibara.models.attention import Attention, AttentionBackend
 from capibara.models.attention_kind import AttentionKind
 from capibara.models.layers import Activation, Bias, Norm, NormKind, NormScale, QKNorm
+from capibara.models.lora import Lora
 from capibara.models.moe import Moe, MoeMLP
 from capibara.models.quantized import Quantization
 from capibara.models.rope import Angles, Rope, angles
@@ -93,6 +94,7 @@ class TransformerConfig:
       moe: a mixture of experts in place of every MLP; None: none.
       embedding_scale, head: token embeddings on the way in, and the output projection.
       quantization: of the matmuls with weights, in training too.
+      lora: adapters, which are then all that is trained; None: everything is.
       dtype: compute dtype.
       layer_loop: scan over layers, or unrolled.
     """
@@ -123,6 +125,7 @@ class TransformerConfig:
     embedding_scale: EmbeddingScale = EmbeddingScale.NONE
     head: Head = Head.TIED
     quantization: Quantization = Quantization.NONE
+    lora: Lora | None = None
     dtype: ComputeDtype = ComputeDtype.BFLOAT16
     layer_loop: LayerLoop = LayerLoop.SCAN
 
@@ -218,18 +221,23 @@ class MLP(nnx.Module):
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         dtype, quantization = x_BTD.dtype, self.config.quantization
         into = [self.up[...], self.gate[...]] if self.config.activation.gated else [self.up[...]]
-        x_BTD, down, *into = layers.gradients_together(x_BTD, self.down[...], *into)
-        h = layers.dense(x_BTD, into[0], quantization=quantization)
+        down, up_lora, gate_lora, down_lora = (
+            self.down[...],
+            *(layers.adapter_of(self, n) for n in ("up", "gate", "down")),
+        )
+        if self.config.lora is None:  # else they have no gradients
+            x_BTD, down, *into = layers.gradients_together(x_BTD, down, *into)
+        h = layers.dense(x_BTD, into[0], quantization=quantization, adapter=up_lora)
         if self.config.bias is Bias.ALL:
             h = h + self.up_bias[...].astype(dtype)
         h = checkpoint_name(constrain(h, ("batch", "act_time", "act_mlp")), "mlp_up")
         if self.config.activation.gated:
-            gate = layers.dense(x_BTD, into[1], quantization=quantization)
+            gate = layers.dense(x_BTD, into[1], quantization=quantization, adapter=gate_lora)
             gate = constrain(gate, ("batch", "act_time", "act_mlp"))
             h = self.config.activation(checkpoint_name(gate, "mlp_gate")) * h
         else:
             h = self.config.activation(h)
-        y = layers.dense(h, down, quantization=quantization)
+        y = layers.dense(h, down, quantization=quantization, adapter=down_lora)
         y = y + self.down_bias[...].astype(dtype) if self.config.bias is Bias.ALL else y
         return checkpoint_name(y, "mlp_down")
 

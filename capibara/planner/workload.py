@@ -217,9 +217,10 @@ def _leaves(shapes: PyTree, axes: PyTree) -> list[Leaf]:
 
 
 def _state(model: Model, optimizer: Optimizer, dtype: StateDtype, rules: Rules) -> Sharded:
-    tx = dataclasses.replace(optimizer, state_dtype=dtype).build(1_000_000, model.axes)
-    shapes = jax.eval_shape(tx.init, model.abstract_params)
-    axes = jax.tree.map(lambda _, a: _Axes(a), shapes, optim.state_axes(tx, model.abstract_params, model.axes))
+    trained, trained_axes = model.trained(model.abstract_params), model.trained(model.axes)
+    tx = dataclasses.replace(optimizer, state_dtype=dtype).build(1_000_000, trained_axes)
+    shapes = jax.eval_shape(tx.init, trained)
+    axes = jax.tree.map(lambda _, a: _Axes(a), shapes, optim.state_axes(tx, trained, trained_axes))
     pairs = zip(jax.tree.leaves(shapes), jax.tree.leaves(axes), strict=True)
     leaves = [Leaf("", tuple(leaf.shape), tuple(a.names), leaf.dtype.itemsize) for leaf, a in pairs]
     return _sharded(leaves, rules, by_bytes=True)

@@ -298,7 +298,7 @@ class Checkpoints:
         return self.restore_progress(step)
 
     def restore_params(self, step: int, target: PyTree) -> PyTree:
-        """Reads only the parameters of a step, their moving average where one was kept: for inference and export.
+        """Reads only the parameters of a step, of each its moving average where one was kept: for inference and export.
 
         Args:
           step: a committed one.
@@ -309,10 +309,19 @@ class Checkpoints:
           Damaged: it is not what was saved.
         """
         saved = self.restore_progress(step).shapes
-        name = "ema" if any(path.startswith("ema/") for path in saved) else "params"
-        saved = {path: shape for path, shape in saved.items() if path.startswith(f"{name}/")}
-        shapes.check(self._folder / str(step), saved, shapes.of({name: target}), cast=self._config.cast)
-        return self._read(step, {name: target})[name]
+        averaged = {path.partition("/")[2] for path in saved if path.startswith("ema/")}
+        wanted = {
+            "ema": tree.part(target, lambda name: name in averaged),
+            "params": tree.part(target, lambda name: name not in averaged),
+        }
+        saved = {
+            path: shape
+            for path, shape in saved.items()
+            if path.startswith("ema/") or (path.startswith("params/") and path.partition("/")[2] not in averaged)
+        }
+        shapes.check(self._folder / str(step), saved, shapes.of(wanted), cast=self._config.cast)
+        found = self._read(step, wanted)
+        return tree.joined(found["ema"], found["params"]) if averaged else found["params"]
 
     def check(self) -> None:
         """Raises what a save has failed with, or a verification beside training, if one has; waits for nothing."""

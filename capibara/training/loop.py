@@ -10,6 +10,7 @@ import jax
 
 from capibara.training.callbacks import Callback
 from capibara.training.disk import disk_full_explained
+from capibara.training.given import Load
 from capibara.training.interrupt import StopRequest
 from capibara.training.metrics import EarlyStopping, Meter
 from capibara.training.run import Run, set_up
@@ -44,6 +45,7 @@ def train(
     peak_flops: float | None = None,
     compiler_options: Mapping[str, str] | None = None,
     config: str = "",
+    load: Load | None = None,
 ) -> Outcome:
     """Trains until `trainer.steps`, early stopping or a signal; run again with the same folder to carry on.
 
@@ -52,11 +54,10 @@ def train(
       callbacks: told of everything that happens, on process 0.
       sampler: parameters -> (prompt, text) pairs, called after each evaluation.
       peak_flops: of one device, for the MFU.
-      compiler_options: XLA's, for the train step; none by default.
-      config: the operative configuration, for the callbacks.
+      compiler_options, config, load: as for `set_up`.
     """
     callbacks = callbacks if jax.process_index() == 0 else Callback()
-    run = set_up(trainer, status=callbacks.on_status, compiler_options=compiler_options, config=config)
+    run = set_up(trainer, status=callbacks.on_status, compiler_options=compiler_options, config=config, load=load)
     with disk_full_explained(trainer.model_dir), contextlib.ExitStack() as stack:
         stop = stack.enter_context(StopRequest(agree_every=trainer.log_every))
         dog = stack.enter_context(Watchdog(trainer.watch, trainer.log_every))

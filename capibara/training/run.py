@@ -27,6 +27,7 @@ from capibara.training.bad_batches import BadBatches
 from capibara.training.callbacks import RunInfo
 from capibara.training.checkpoints import Checkpoints, Restored
 from capibara.training.evaluate import EvalStep, evaluate, make_eval_step
+from capibara.training.given import Load, load_params
 from capibara.training.metrics import EarlyStopping
 from capibara.training.replicas import ReplicaCheck
 from capibara.training.state import TrainState
@@ -44,13 +45,14 @@ class Run:
     model: api.Model
     batch_sharding: NamedSharding
     abstract_state: TrainState
-    init: Callable[[jax.Array], TrainState]
+    init: Callable[..., TrainState]
     train_step: Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]
     eval_step: EvalStep
     batches: Loader
     checkpoints: Checkpoints
     restored: Restored | None
     restored_state: TrainState | None
+    given: Params | None  # those that a new run begins from, of the model without adapters
     bad_batches: BadBatches
     spent: dict[str, float]  # seconds by what took them, before the first step
     roll_backs: Counter[int] = dataclasses.field(default_factory=Counter)  # by the step that it went back to
@@ -74,7 +76,8 @@ class Run:
         """
         patience = self.trainer.evaluation.patience
         if self.restored is None:
-            return self.init(jax.random.key(self.trainer.seed)), 0, EarlyStopping(patience)
+            given, self.given = self.given, None
+            return self.init(jax.random.key(self.trainer.seed), given=given), 0, EarlyStopping(patience)
         state, self.restored_state = self.restored_state, None
         state = states.with_new_window(state, self.abstract_state, self.trainer.anomalies)
         return state, self.restored.step, EarlyStopping(patience, self.restored.progress["early_stopping"])
@@ -241,6 +244,7 @@ def set_up(
     status: Callable[[str], None] = lambda text: None,
     compiler_options: Mapping[str, str] | None = None,
     config: str = "",
+    load: Load | None = None,
 ) -> Run:
     """Builds everything. While the step compiles, a thread reads the newest checkpoint and starts the data feed.
 
@@ -250,6 +254,7 @@ def set_up(
       status: told of what takes time.
       compiler_options: XLA's, for the train step; None: its own choices.
       config: the operative configuration, for the manifests of checkpoints.
+      load: reads what is at `trainer.init_from`, where that is no run folder.
     """
     spent, set_up_s = {"start": processes.age_s()}, time.perf_counter()
     mesh = sharding.make_mesh(trainer.plan, devices)
@@ -260,6 +265,7 @@ def set_up(
     state = describe_state(trainer, model, mesh)
     with concurrent.futures.ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as undo:
         opened = pool.submit(_open_checkpoints_and_data, trainer, mesh, config, state.abstract)
+        loaded = pool.submit(_given, opened, trainer, model, mesh, load)
         undo.callback(_close, opened)
         status(f"compiling the train step for {mesh.size} devices")
         begin_s = time.perf_counter()
@@ -267,6 +273,7 @@ def set_up(
         compiled_s = time.perf_counter()
         status(f"compiled in {compiled_s - begin_s:.1f} s")
         checkpoints, restored, batches = opened.result()
+        given = loaded.result()
         if restored is not None:
             spent["restore"] = time.perf_counter() - compiled_s
         _check_vocabulary(trainer)
@@ -283,9 +290,18 @@ def set_up(
         checkpoints=checkpoints,
         restored=None if restored is None else restored[0],
         restored_state=None if restored is None else restored[1],
+        given=given,
         spent=spent,
         **parts,
     )
+
+
+def _given(
+    opened: concurrent.futures.Future, trainer: Trainer, model: api.Model, mesh: Mesh, load: Load | None
+) -> Params | None:
+    """The parameters that the run begins from; None: new ones, or those of its checkpoint."""
+    _, restored, _ = opened.result()
+    return None if trainer.init_from is None or restored is not None else load_params(trainer, model, mesh, load)
 
 
 def _check_vocabulary(trainer: Trainer) -> None:
@@ -339,11 +355,12 @@ class StateSpec:
     abstract: TrainState
     options: dict[str, Any]  # of states.init_state
 
-    def init(self, model: api.Model) -> Callable[[jax.Array], TrainState]:
-        """key -> a new state."""
-        return jax.jit(
-            functools.partial(states.init_state, model, self.tx, **self.options), out_shardings=self.shardings
-        )
+    def init(self, model: api.Model) -> Callable[..., TrainState]:
+        """key, given=None -> a new state."""
+        make = functools.partial(states.init_state, model, self.tx, **self.options)
+        in_blocks = model.config.lora is not None and model.config.lora.base_dtype.in_blocks
+        donated = () if in_blocks else "given"  # what is rounded to blocks has no buffer to give
+        return jax.jit(make, out_shardings=self.shardings, donate_argnames=donated)
 
 
 def describe_state(trainer: Trainer, model: api.Model, mesh: Mesh) -> StateSpec:
@@ -353,7 +370,7 @@ def describe_state(trainer: Trainer, model: api.Model, mesh: Mesh) -> StateSpec:
         "loss_scaling": trainer.float16_scaling,
         "anomalies": trainer.anomalies,
     }
-    tx = trainer.optimizer.build(trainer.steps, model.axes)
+    tx = trainer.optimizer.build(trainer.steps, model.trained(model.axes))
     shardings = states.state_shardings(model, tx, mesh, trainer.plan.rules, **options)
     return StateSpec(tx, shardings, states.abstract_state(model, tx, shardings, **options), options)
 
@@ -412,7 +429,7 @@ def _open_checkpoints_and_data(
     """The data feed starts from the newest checkpoint's state, so the checkpoints are opened first."""
     about = provenance.about(config) if jax.process_index() == 0 else None
     with contextlib.ExitStack() as undo:
-        checkpoints = undo.enter_context(Checkpoints(trainer.model_dir, trainer.checkpointing, about=about))
+        checkpoints = undo.enter_context(Checkpoints(trainer.model_dir, trainer.saves, about=about))
         restored = checkpoints.restore(target)
         batches = _loader(trainer, mesh, "train", trainer.plan.batch_size)
         if restored is not None:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from capibara import optim, sharding
+from capibara import optim, sharding, tree
 from capibara.models.api import Model
 from capibara.training.anomalies import Anomalies, LossWindow
 from capibara.training.loss_scale import LossScale, LossScaling
@@ -24,9 +24,9 @@ class TrainState:
 
     Attributes:
       step: steps done, int32 scalar.
-      params: float32 parameters.
-      opt_state: of the optax chain.
-      ema: exponential moving average of the parameters, or None.
+      params: parameters; those that are trained in float32.
+      opt_state: of the optax chain, for those that are trained.
+      ema: exponential moving average of those that are trained, or None.
       loss_scale: of a float16 run, else None.
       losses: of a run that looks for spikes, else None.
     """
@@ -41,7 +41,9 @@ class TrainState:
     @property
     def eval_params(self) -> Params:
         """What evaluation, sampling and export use: the average where one is kept."""
-        return self.params if self.ema is None else self.ema
+        if self.ema is None or jax.tree.structure(self.ema) == jax.tree.structure(self.params):
+            return self.params if self.ema is None else self.ema
+        return tree.joined(self.ema, self.params)
 
 
 def init_state(
@@ -52,14 +54,19 @@ def init_state(
     ema: bool,
     loss_scaling: LossScaling | None = None,
     anomalies: Anomalies | None = None,
+    given: Params | None = None,
 ) -> TrainState:
-    """A new state (traceable: jit it with the shardings of `state_shardings`)."""
-    params = model.init(key)
+    """A new state (traceable: jit it with the shardings of `state_shardings`).
+
+    `given`: parameters of the plain model to begin with; None: new ones.
+    """
+    params = model.init(key) if given is None else model.adapt(given, key)
+    trained = model.trained(params)
     return TrainState(
         step=jnp.zeros((), jnp.int32),
         params=params,
-        opt_state=tx.init(params),
-        ema=jax.tree.map(jnp.copy, params) if ema else None,
+        opt_state=tx.init(trained),
+        ema=jax.tree.map(jnp.copy, trained) if ema else None,
         loss_scale=None if loss_scaling is None else loss_scaling.start(),
         losses=None if anomalies is None else anomalies.start(),
     )
@@ -81,14 +88,15 @@ def state_shardings(
       UserError: a dimension does not divide over its mesh axes.
     """
     params = sharding.shardings(mesh, rules, model.axes, model.abstract_params)
-    opt_axes = optim.state_axes(tx, model.abstract_params, model.axes)
-    opt_shapes = jax.eval_shape(tx.init, model.abstract_params)
+    trained = model.trained(model.abstract_params)
+    opt_axes = optim.state_axes(tx, trained, model.trained(model.axes))
+    opt_shapes = jax.eval_shape(tx.init, trained)
     everywhere = NamedSharding(mesh, PartitionSpec())
     return TrainState(
         step=everywhere,
         params=params,
         opt_state=jax.tree.map(_fitting, sharding.shardings(mesh, rules, opt_axes), opt_shapes),
-        ema=params if ema else None,
+        ema=model.trained(params) if ema else None,
         loss_scale=None if loss_scaling is None else LossScale(everywhere, everywhere),
         losses=None if anomalies is None or not anomalies.keep_losses else LossWindow(everywhere, everywhere),
     )

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from capibara import sharding
+from capibara import sharding, tree
 from capibara.models.api import Model, Stats
 from capibara.sharding import Plan
 from capibara.training.anomalies import Anomalies
@@ -37,8 +37,8 @@ def make_train_step(
     """The step of a run, still to be jitted.
 
     Args:
-      model: gives hidden states and head.
-      tx: optax chain, clipping included.
+      model: gives hidden states and head, and says which of its parameters are trained.
+      tx: optax chain, clipping included, for these.
       schedule: step -> learning rate, for the metrics.
       plan: accumulation, remat and rules.
       mesh: where activations are constrained to.
@@ -50,21 +50,22 @@ def make_train_step(
     pipeline, loss_sum = plan.pipeline(mesh), _loss_sum(model, plan, z_loss)
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        trained, frozen = model.trained(state.params), model.frozen(state.params)
         scale = None if loss_scaling is None else state.loss_scale.scale / batch["targets"].size
         with sharding.activate(mesh, plan.rules, pipeline):
-            grad = jax.grad(lambda p, micro: loss_sum(p, micro, state.step, scale), has_aux=True)
-            grads, (sums, stats) = accumulate(grad, state.params, batch, plan.accumulation)
+            grad = jax.grad(lambda p, micro: loss_sum(tree.joined(p, frozen), micro, state.step, scale), has_aux=True)
+            grads, (sums, stats) = accumulate(grad, trained, batch, plan.accumulation)
         tokens = jnp.maximum(sums.weight, 1.0)
         divisor = tokens if scale is None else tokens * scale
         grads = jax.tree.map(lambda g: g / divisor, grads)
         with jax.named_scope("optimizer"):
-            updates, opt_state = tx.update(grads, state.opt_state, state.params)
-            params = optax.apply_updates(state.params, updates)
+            updates, opt_state = tx.update(grads, state.opt_state, trained)
+            trained = optax.apply_updates(trained, updates)
         ema = None
         if ema_decay is not None:
             # A young average forgets faster, else it is mostly the initial parameters for 1 / (1 - decay) steps.
             decay = jnp.minimum(ema_decay, (1.0 + state.step) / (10.0 + state.step))
-            ema = optax.incremental_update(params, state.ema, 1.0 - decay)
+            ema = optax.incremental_update(trained, state.ema, 1.0 - decay)
         metrics = {
             "loss": sums.nll / tokens,
             "z_loss": z_loss * sums.z / tokens,
@@ -74,6 +75,7 @@ def make_train_step(
             "tokens": sums.weight,
             **model.layer_metrics(stats),
         }
+        params = tree.joined(trained, frozen)
         new = TrainState(step=state.step + 1, params=params, opt_state=opt_state, ema=ema)
         return _settled(state, new, metrics, anomalies or Anomalies(skip_nonfinite=False), loss_scaling)
 

@@ -56,6 +56,8 @@ class Trainer:
       model_dir: run folder: checkpoints, metrics.jsonl, config.gin, curves. Running again with it resumes.
       steps: the step at which the run ends, counted from its very beginning.
       seed: of the parameters, from 0 to 2**32 - 1; the data has its own.
+      init_from: where the parameters of a run that starts anew come from; None: they are drawn. A run folder, whose
+        newest step is read. With TransformerConfig.lora they are the base's. A run that carries on does not look there.
       model, plan, dataset, optimizer, evaluation, checkpointing: the parts.
       log_every: steps between logs; the host waits for the device only then.
       z_loss: coefficient of the squared log normaliser (1e-4 in PaLM); 0: off.
@@ -75,6 +77,7 @@ class Trainer:
     optimizer: Optimizer
     evaluation: Evaluation = Evaluation()
     checkpointing: Checkpointing = Checkpointing()
+    init_from: str | None = None
     seed: int = 0
     log_every: int = 10
     z_loss: float = 0.0
@@ -88,6 +91,8 @@ class Trainer:
     def __post_init__(self):
         if not self.model_dir.strip():
             raise UserError("Trainer.model_dir is empty: name a folder, e.g. --gin.MODEL_DIR=runs/mine")
+        if self.init_from is not None and not self.init_from.strip():
+            raise UserError("Trainer.init_from is empty: name a run folder, or None to begin with new parameters")
         if self.steps < 1 or self.log_every < 1:
             raise UserError(f"Trainer.steps ({self.steps}) and log_every ({self.log_every}) must be at least 1")
         if self.ema_decay is not None and not 0.0 < self.ema_decay < 1.0:
@@ -122,6 +127,13 @@ class Trainer:
                 f"Dataset.length ({self.dataset.length}) must be at most {type(self.model).__name__}.max_length "
                 f"({longest}): try {longest}"
             )
+
+    @property
+    def saves(self) -> Checkpointing:
+        """How checkpoints are written: a frozen base once, and then referred to."""
+        if self.model.lora is None:
+            return self.checkpointing
+        return dataclasses.replace(self.checkpointing, incremental=True)
 
     @property
     def float16_scaling(self) -> LossScaling | None:

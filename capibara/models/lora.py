@@ -1,0 +1,295 @@
+"""Low-rank adapters beside a frozen base (Hu et al. 2021, arXiv:2106.09685), and the merged model that they make.
+
+The adapter of the weight "layers/attention/query" is "layers/attention/query_lora": its factors `a` [in ..., r] and `b`
+[r, out ...] are parameters of their own, stacked along the layers as the weight is, and sharded as its dimensions are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from capibara.config import configurable
+from capibara.models import layers
+from capibara.models.stored import BaseDtype, Blocks, FrozenWeight, StoredWeight, Whole
+from capibara.types import Params, UserError
+
+SUFFIX = "_lora"
+ALL_LINEAR = "all-linear"
+# Weights of layers that are used by `layers.dense`, which is where an adapter adds to them; experts have others.
+_LINEAR = ("query", "key", "value", "out", "up", "gate", "down", "shared_up", "shared_gate", "shared_down")
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Lora:
+    """Adapters of rank r: y = x W + scale (x a) b, where `b` begins as zero and W is not trained.
+
+    A pattern is a shell pattern over parameters' names, in which `*` also matches slashes ("*attention/query",
+    "decoder/*"), or the last part of a name alone ("query").
+
+    Attributes:
+      rank: r.
+      alpha: scale is alpha / r.
+      rslora: scale is alpha / sqrt(r) instead, so that ever larger ranks learn alike (Kalajdzievski 2023,
+        arXiv:2312.03732).
+      dora: the columns of W + scale a b have a length of their own, which is trained too (Liu et al. 2024,
+        arXiv:2402.09353). As there, the length that they are divided by has no gradient.
+      targets: patterns of the weights that have an adapter; "all-linear" is every projection of the layers. The default
+        is PEFT's for models whose queries and values are weights of their own.
+      rank_pattern, alpha_pattern: pairs of a pattern and what those weights have instead; the first that matches counts.
+      modules_to_save: patterns of other parameters, which are trained as they are.
+      base_dtype: how the frozen parameters are stored. With nf4 it is QLoRA (Dettmers et al. 2023, arXiv:2305.14314).
+      double_quantization: the scales of blocks are in 8 bits too.
+    """
+
+    rank: int = 16
+    alpha: float = 32.0
+    rslora: bool = False
+    dora: bool = False
+    targets: tuple[str, ...] = ("query", "value")
+    rank_pattern: tuple[tuple[str, int], ...] = ()
+    alpha_pattern: tuple[tuple[str, float], ...] = ()
+    modules_to_save: tuple[str, ...] = ()
+    base_dtype: BaseDtype = BaseDtype.FLOAT32
+    double_quantization: bool = False
+
+    def __post_init__(self):
+        for name, rank in (("rank", self.rank), *((f"rank_pattern {p!r}", r) for p, r in self.rank_pattern)):
+            if rank < 1:
+                raise UserError(f"Lora.{name} is {rank}, must be at least 1: try 16")
+        for name, alpha in (("alpha", self.alpha), *((f"alpha_pattern {p!r}", a) for p, a in self.alpha_pattern)):
+            if not 0 < alpha < math.inf:
+                raise UserError(f"Lora.{name} is {alpha}, must be finite and above 0: try twice the rank")
+        if not self.targets:
+            raise UserError(f'Lora.targets is empty: try ("query", "value"), or ("{ALL_LINEAR}",)')
+        if self.double_quantization and not self.base_dtype.in_blocks:
+            raise UserError(
+                f"Lora.double_quantization is for a base in blocks, and base_dtype is {str(self.base_dtype)!r}: set 'nf4', "
+                "or leave it out"
+            )
+
+    def rank_of(self, name: str) -> int:
+        """Of the adapter of the weight of this name."""
+        return next((rank for pattern, rank in self.rank_pattern if _matches(name, pattern)), self.rank)
+
+    def scale_of(self, name: str) -> float:
+        """What the adapter's product is multiplied by."""
+        alpha = next((alpha for pattern, alpha in self.alpha_pattern if _matches(name, pattern)), self.alpha)
+        rank = self.rank_of(name)
+        return alpha / (rank**0.5 if self.rslora else rank)
+
+    def chosen(self, names: Sequence[str]) -> list[str]:
+        """Those of the weights that have an adapter.
+
+        Raises:
+          UserError: a pattern matches none of them.
+        """
+        targets = ["*" if pattern == ALL_LINEAR else pattern for pattern in self.targets]
+        found = [name for name in names if any(_matches(name, pattern) for pattern in targets)]
+        _check_patterns("targets", targets, names)
+        _check_patterns("rank_pattern", [pattern for pattern, _ in self.rank_pattern], found)
+        _check_patterns("alpha_pattern", [pattern for pattern, _ in self.alpha_pattern], found)
+        return found
+
+    def trains(self, name: str) -> bool:
+        """Whether training changes the parameter of this name."""
+        adapter = any(part.endswith(SUFFIX) for part in name.split("/")[:-1])
+        return adapter or any(_matches(name, pattern) for pattern in self.modules_to_save)
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return fnmatch.fnmatchcase(name, pattern) or name.rpartition("/")[2] == pattern
+
+
+def _check_patterns(field: str, patterns: Sequence[str], names: Sequence[str]) -> None:
+    for pattern in patterns:
+        if not any(_matches(name, pattern) for name in names):
+            raise UserError(f"Lora.{field} has {pattern!r}, which must match one of {', '.join(names) or 'no weights'}")
+
+
+class Adapter(nnx.Module):
+    """The factors of one weight's adapter.
+
+    `a` is drawn from the uniform distribution of variance 1 / (3 fan-in) (as in PEFT and Microsoft's loralib), `b` is 0.
+    """
+
+    def __init__(self, name: str, lora: Lora, weight: jax.Array, axes: tuple[str | None, ...], rngs: nnx.Rngs):
+        stacked, inputs, rank = stack_dims(axes), input_dims(axes), lora.rank_of(name)
+        shape, split = weight.shape, stacked + inputs
+        self.scale, self.inputs = lora.scale_of(name), inputs
+        bound = math.prod(shape[stacked:split]) ** -0.5
+        a = jax.random.uniform(rngs.params(), (*shape[:split], rank), jnp.float32, -bound, bound)
+        self.a = nnx.Param(a, axes=(*axes[:split], None))
+        b = jnp.zeros((*shape[:stacked], rank, *shape[split:]), jnp.float32)
+        self.b = nnx.Param(b, axes=(*axes[:stacked], None, *axes[split:]))
+        lengths = jnp.sqrt(jnp.sum(jnp.square(weight), axis=tuple(range(stacked, split))))
+        self.magnitude = nnx.Param(lengths, axes=(*axes[:stacked], *axes[split:])) if lora.dora else None
+
+    def __call__(self, x: jax.Array, y: jax.Array, weight: jax.Array | Whole | Blocks) -> jax.Array:
+        """What the weight with its adapter makes of x [B, T, in ...], given what it makes of it alone."""
+        h_BTR = layers.dense(x, self.a[...], self.inputs)
+        y = y + self.scale * layers.dense(h_BTR, self.b[...])
+        if self.magnitude is None:
+            return y
+        lengths = _lengths(weight.astype(jnp.float32), self.a[...], self.b[...], self.scale, self.inputs)
+        return y * (self.magnitude[...] / jax.lax.stop_gradient(lengths)).astype(y.dtype)
+
+
+def _lengths(weight: jax.Array, a: jax.Array, b: jax.Array, scale: float, inputs: int) -> jax.Array:
+    """Of the columns of W + scale a b, one for each output; the sum is not made."""
+    dims, precision = tuple(range(inputs)), jax.lax.Precision.HIGHEST
+    aw = jnp.tensordot(a, weight, (dims, dims), precision=precision)
+    aab = jnp.tensordot(jnp.tensordot(a, a, (dims, dims), precision=precision), b, 1, precision=precision)
+    squares = jnp.sum(jnp.square(weight), dims) + jnp.sum(b * (2 * scale * aw + scale**2 * aab), 0)
+    return jnp.sqrt(squares)
+
+
+def stack_dims(axes: tuple[str | None, ...]) -> int:
+    """Leading dimensions along which independent weights are stacked."""
+    return next((index for index, name in enumerate(axes) if name not in ("layers", "experts")), len(axes))
+
+
+def input_dims(axes: tuple[str | None, ...]) -> int:
+    """Dimensions that a weight contracts, after those it is stacked along: the heads' features, or one."""
+    return 2 if axes[stack_dims(axes)] == "heads" else 1
+
+
+def attach(model: nnx.Module, lora: Lora, rngs: nnx.Rngs) -> None:
+    """Gives a model with plain parameters its adapters, and stores the others as they are to be stored.
+
+    Raises:
+      UserError: a pattern of `lora` matches nothing, or weights are not stored so.
+    """
+    found = {name: (owner, key) for name, owner, key in _params(model)}
+    _check_patterns("modules_to_save", lora.modules_to_save, list(found))
+    adaptable = [name for name, (owner, key) in found.items() if _adaptable(name, getattr(owner, key))]
+    chosen = lora.chosen(adaptable)
+    for name, (owner, key) in found.items():
+        param = getattr(owner, key)
+        if not lora.trains(name):
+            setattr(owner, key, _stored(name, param, lora))
+        elif name in chosen:
+            raise UserError(f"Lora.modules_to_save has {name}, which has an adapter: leave it out of one of the two")
+        if name in chosen:
+            weight = getattr(owner, key)[...].astype(jnp.float32)
+            setattr(owner, key + SUFFIX, Adapter(name, lora, weight, param.axes, rngs))
+
+
+def _stored(name: str, param: nnx.Param, lora: Lora) -> nnx.Param | StoredWeight:
+    """A frozen parameter as `lora.base_dtype` wants it."""
+    axes = param.axes
+    *owner, last = name.split("/")
+    linear = "layers" in owner and last in _LINEAR
+    if linear and lora.base_dtype.in_blocks:
+        return StoredWeight(param, lora.base_dtype, _block_dim(axes), double=lora.double_quantization)
+    wide = len(axes) - stack_dims(axes) > 1 and {"embed", "expert_embed"} & set(axes)
+    value = param[...].astype(jnp.bfloat16 if wide and lora.base_dtype is not BaseDtype.FLOAT32 else jnp.float32)
+    return FrozenWeight(value, axes=axes) if linear else nnx.Param(value, axes=axes)
+
+
+def _block_dim(axes: tuple[str | None, ...]) -> int:
+    """The last of the dimensions that a weight contracts, counted from the end."""
+    return stack_dims(axes) + input_dims(axes) - 1 - len(axes)
+
+
+def _params(module: nnx.Module, prefix: str = "") -> Iterator[tuple[str, nnx.Module, str]]:
+    """(name, the module that has it, its attribute) of every parameter."""
+    for key, value in sorted(vars(module).items()):
+        if isinstance(value, nnx.Param):
+            yield prefix + key, module, key
+        elif isinstance(value, nnx.Module):
+            yield from _params(value, f"{prefix}{key}/")
+
+
+def _adaptable(name: str, weight: nnx.Param) -> bool:
+    *owner, last = name.split("/")
+    return "layers" in owner and last in _LINEAR and "experts" not in weight.axes
+
+
+def merge(params: Params, lora: Lora, axes: Params) -> Params:
+    """The plain model's parameters, float32, that compute the same: every adapter added to its weight.
+
+    Args:
+      params: of a model with these adapters.
+      lora: their configuration.
+      axes: of the parameters.
+    """
+
+    def one(name: str, weight: jax.Array, adapter: Params | None, axes: tuple[str | None, ...]) -> jax.Array:
+        if adapter is None:
+            return weight
+        stacked, inputs = stack_dims(axes), input_dims(axes)
+        weight = weight + _product(adapter, weight.shape, stacked, lora.scale_of(name))
+        if "magnitude" not in adapter:
+            return weight
+        dims = tuple(range(stacked, stacked + inputs))
+        lengths = jnp.sqrt(jnp.sum(jnp.square(weight), dims))
+        return weight * jnp.expand_dims(adapter["magnitude"] / lengths, dims)
+
+    return _over_weights(_as_arrays(params, axes, lora), axes, one)
+
+
+def unmerge(merged: Params, adapters: Params, lora: Lora, axes: Params) -> Params:
+    """The plain model's parameters before `merge`, but for rounding.
+
+    Args:
+      merged: what `merge` gave.
+      adapters: parameters that have the adapters; the others of them are not looked at.
+      lora, axes: as for `merge`.
+
+    Raises:
+      UserError: the lengths of DoRA's columns before it are not known any more.
+    """
+    if lora.dora:
+        raise UserError("Lora.dora is set, and a weight that was merged so cannot be had back: keep the base beside it")
+
+    def one(name: str, weight: jax.Array, adapter: Params | None, axes: tuple[str | None, ...]) -> jax.Array:
+        if adapter is None:
+            return weight
+        return weight - _product(adapter, weight.shape, stack_dims(axes), lora.scale_of(name))
+
+    return _over_weights(_with_adapters(merged, adapters), axes, one)
+
+
+def _over_weights(params: Params, axes: Params, one: Callable[..., jax.Array], prefix: str = "") -> Params:
+    """`one(name, weight, its adapter or None, its axes)` in place of each parameter, without the adapters."""
+    plain = {}
+    for key, value in params.items():
+        if key.endswith(SUFFIX):
+            continue
+        if isinstance(value, dict):
+            plain[key] = _over_weights(value, axes[key], one, f"{prefix}{key}/")
+        else:
+            of_weight = axes[key]["codes"] if isinstance(axes[key], dict) else axes[key]
+            plain[key] = one(prefix + key, value, params.get(key + SUFFIX), of_weight)
+    return plain
+
+
+def _as_arrays(params: Params, axes: Params, lora: Lora) -> Params:
+    """The parameters with an array in place of what is stored in blocks, all in float32."""
+    if not isinstance(params, dict):
+        return params.astype(jnp.float32)
+    if "codes" in params:
+        parts = (params.get(name) for name in ("codes", "scales", "means", "steps"))
+        return Blocks(*parts, lora.base_dtype, _block_dim(axes["codes"])).astype(jnp.float32)
+    return {key: _as_arrays(value, axes[key], lora) for key, value in params.items()}
+
+
+def _with_adapters(params: Params, adapters: Params) -> Params:
+    inner = {k: _with_adapters(v, adapters.get(k, {})) if isinstance(v, dict) else v for k, v in params.items()}
+    return inner | {k: v for k, v in adapters.items() if k.endswith(SUFFIX)}
+
+
+def _product(adapter: Params, shape: tuple[int, ...], stacked: int, scale: float) -> jax.Array:
+    """scale * a b, of the weight's shape."""
+    a, b = adapter["a"], adapter["b"]
+    rank, count = a.shape[-1], math.prod(shape[:stacked])
+    flat = jnp.einsum("lir,lro->lio", a.reshape(count, -1, rank), b.reshape(count, rank, -1))
+    return scale * flat.reshape(shape)

@@ -1,0 +1,189 @@
+"""Adapters: what they compute, which weights have one, and the merged model."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from flax import nnx
+
+from capibara import tree
+from capibara.models import api, layers, lora
+from capibara.models.api import DecoderConfig, EncoderConfig, EncoderDecoderConfig, Lora
+from capibara.models.moe import Moe
+from capibara.types import UserError
+
+SIZES = dict(vocab_size=64, embed_dim=32, num_layers=2, num_heads=4, num_kv_heads=2, mlp_dim=48, dtype="float32")
+LORA = Lora(rank=4, alpha=8.0, targets=("all-linear",))
+CONFIG = DecoderConfig(**SIZES, lora=LORA)
+ROWS, LENGTH = 2, 8
+MOE = Moe(num_experts=4, top_k=2, shared_experts=1)
+DENSE = ["attention/key", "attention/out", "attention/query", "attention/value", "mlp/down", "mlp/gate", "mlp/up"]
+
+
+def variant(**changes):
+    return dataclasses.replace(CONFIG, lora=dataclasses.replace(LORA, **changes))
+
+
+def batch_of(length=LENGTH):
+    tokens = np.random.default_rng(0).integers(1, 64, (ROWS, length)).astype(np.int32)
+    positions = np.tile(np.arange(length, dtype=np.int32), (ROWS, 1))
+    batch = {"tokens": tokens, "segment_ids": np.ones_like(tokens), "positions": positions}
+    return batch | {f"encoder_{name}": value for name, value in batch.items()}
+
+
+def logits(model, params):
+    return jax.jit(model.logits)(params, batch_of())
+
+
+def drawn(model, seed=1):
+    """Parameters whose adapters all do something."""
+    params = jax.jit(model.init)(jax.random.key(seed))
+    rng = np.random.default_rng(seed)
+
+    def one(name, leaf):
+        new = name.endswith("_lora/b")
+        return jnp.asarray(0.1 * rng.normal(size=leaf.shape), jnp.float32) if new else leaf
+
+    return tree.map_with_names(one, params)
+
+
+def adapted(config):
+    """The names of the weights with an adapter."""
+    names = tree.path_names(api.build(config).abstract_params)
+    return [name.removesuffix("_lora/a").removeprefix("layers/") for name in names if name.endswith("_lora/a")]
+
+
+@pytest.mark.parametrize(
+    ("config", "count"),
+    [
+        (CONFIG, 7),
+        (dataclasses.replace(CONFIG, layer_loop="unroll", activation="gelu", bias="all"), 6),
+        (EncoderConfig(**SIZES, lora=LORA), 6),
+        (EncoderDecoderConfig(**SIZES, lora=LORA), 7 + 11),
+        (variant(dora=True, rslora=True), 7),
+        (variant(base_dtype="bfloat16", dora=True, modules_to_save=("*norm/scale",)), 7),
+        (variant(base_dtype="nf4", double_quantization=True, dora=True, modules_to_save=("embedding",)), 7),
+        (dataclasses.replace(variant(base_dtype="int4"), moe=MOE), 4 + 3),
+        (dataclasses.replace(variant(base_dtype="int8"), layer_loop="unroll"), 7),
+    ],
+    ids=["decoder", "unrolled", "encoder", "encoder_decoder", "dora", "bfloat16", "nf4", "int4_moe", "int8"],
+)
+def test_adapters_compute_what_the_merged_weights_do(config, count):
+    model = api.build(config)
+    assert len(adapted(config)) == count
+    params, new = drawn(model), jax.jit(model.init)(jax.random.key(1))
+    merged = jax.jit(model.merge)(params)
+    assert jax.tree.structure(merged) == jax.tree.structure(model.plain.abstract_params)
+    want = logits(model.plain, merged)
+    got = logits(model, params)
+    assert np.abs(want - logits(model, new)).max() > 0.01  # they do something
+    np.testing.assert_allclose(got, want, atol=1e-5 * np.abs(want).max())
+
+
+def test_new_adapters_change_nothing_and_leave_the_base_as_it_is():
+    model, key = api.build(CONFIG), jax.random.key(3)
+    params, base = jax.jit(model.init)(key), jax.jit(model.plain.init)(key)
+    jax.tree.map(np.testing.assert_array_equal, model.frozen(params), base)
+    np.testing.assert_array_equal(logits(model, params), logits(model.plain, base))
+    given = jax.jit(model.adapt)(base, jax.random.key(9))
+    jax.tree.map(np.testing.assert_array_equal, model.frozen(given), base)
+    a = given["layers"]["attention"]["query_lora"]["a"]
+    assert a.shape == (2, 32, 4) and abs(np.std(a) / (3 * 32) ** -0.5 - 1) < 0.2 and not np.allclose(a[0], a[1])
+
+
+def test_unmerging_gives_the_base_back():
+    model = api.build(CONFIG)
+    params = drawn(model)
+    base = jax.jit(model.unmerge)(jax.jit(model.merge)(params), model.trained(params))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), base, model.frozen(params))
+
+
+def test_gradients_are_those_of_the_merged_formula():
+    """dL/da = scale x^T (dy b^T) and dL/db = scale (x a)^T dy, as differentiating W + scale a b gives them."""
+    model = api.build(CONFIG)
+    params, batch = drawn(model), batch_of()
+    weights = np.random.default_rng(2).normal(size=(ROWS, LENGTH, 64)).astype(np.float32)
+    trained, frozen = model.trained(params), model.frozen(params)
+
+    def gradients(logits):
+        loss = lambda trained: jnp.sum(logits(tree.joined(trained, frozen), batch) * weights)  # noqa: E731
+        return jax.jit(jax.grad(loss))(trained)
+
+    got = gradients(model.logits)
+    want = gradients(lambda params, batch: model.plain.logits(model.merge(params), batch))
+    assert tree.path_names(got) == [f"layers/{name}_lora/{part}" for name in DENSE for part in "ab"]
+    jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, atol=1e-5 * np.abs(w).max()), got, want)
+
+
+def test_dora_divides_by_a_length_without_gradient():
+    """The gradients of m, a and b of y = m x V / |V| with V = W + scale a b and |V| a constant."""
+    config = dataclasses.replace(variant(dora=True, targets=("up",)), num_layers=1)
+    model = api.build(config)
+    params = drawn(model)
+    mlp = params["layers"]["mlp"]
+    x, dy = np.random.default_rng(0).normal(size=(2, 5, 32)), np.random.default_rng(1).normal(size=(2, 5, 48))
+    x, dy = x.astype(np.float32), dy.astype(np.float32)
+    weight, scale = mlp["up"][0], LORA.alpha / LORA.rank
+    lengths = jnp.linalg.norm(weight + scale * mlp["up_lora"]["a"][0] @ mlp["up_lora"]["b"][0], axis=0)
+
+    def formula(adapter):
+        a, b, m = (adapter[name][0] for name in ("a", "b", "magnitude"))
+        return jnp.sum(dy * (x @ (weight + scale * a @ b) * m / lengths))
+
+    def ours(adapter):
+        one = nnx.eval_shape(lambda: lora.Adapter("up", config.lora, weight, ("embed", "mlp"), nnx.Rngs(0)))
+        graphdef, state = nnx.split(one)
+        nnx.replace_by_pure_dict(state, {name: value[0] for name, value in adapter.items()})
+        return jnp.sum(dy * layers.dense(x, weight, adapter=nnx.merge(graphdef, state)))
+
+    got, want = jax.jit(jax.grad(ours))(mlp["up_lora"]), jax.jit(jax.grad(formula))(mlp["up_lora"])
+    jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, atol=1e-5 * np.abs(w).max()), got, want)
+
+
+@pytest.mark.parametrize(
+    ("targets", "want"),
+    [
+        (("query", "value"), ["attention/query", "attention/value"]),
+        (("*attention*",), DENSE[:4]),
+        (("*/mlp/up", "out"), ["attention/out", "mlp/up"]),
+        (("all-linear",), DENSE),
+    ],
+    ids=str,
+)
+def test_targets(targets, want):
+    assert adapted(dataclasses.replace(CONFIG, lora=Lora(targets=targets))) == want
+
+
+def test_ranks_and_scales_by_pattern():
+    of = Lora(rank=4, alpha=8.0, targets=("query", "up"), rank_pattern=(("up", 2),), alpha_pattern=(("*/mlp/*", 3.0),))
+    model = api.build(dataclasses.replace(CONFIG, lora=of))
+    assert model.abstract_params["layers"]["mlp"]["up_lora"]["b"].shape == (2, 2, 48)
+    assert (of.scale_of("layers/mlp/up"), of.scale_of("layers/attention/query")) == (1.5, 2.0)
+    params = drawn(model)
+    want = logits(model.plain, jax.jit(model.merge)(params))
+    np.testing.assert_allclose(logits(model, params), want, atol=1e-5 * np.abs(want).max())
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        (dict(targets=("q_proj",)), r"targets has 'q_proj', which must match one of layers/attention/key, .*mlp/up"),
+        (
+            dict(targets=("query",), rank_pattern=(("up", 2),)),
+            "rank_pattern has 'up', .* one of layers/attention/query",
+        ),
+        (dict(rank=0), "Lora.rank is 0, must be at least 1: try 16"),
+        (dict(alpha_pattern=(("up", -1.0),)), "alpha_pattern 'up' is -1.0, must be finite and above 0"),
+        (dict(targets=()), "Lora.targets is empty"),
+        (dict(modules_to_save=("query",)), "modules_to_save has layers/attention/query, which has an adapter"),
+        (dict(modules_to_save=("lm_head",)), "modules_to_save has 'lm_head', which must match one of embedding, "),
+        (dict(double_quantization=True), "base_dtype is 'float32': set 'nf4'"),
+    ],
+    ids=str,
+)
+def test_mistakes_are_named(changes, told):
+    with pytest.raises(UserError, match=told):
+        api.build(dataclasses.replace(CONFIG, lora=Lora(**changes)))

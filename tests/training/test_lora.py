@@ -1,0 +1,229 @@
+"""Training adapters: what changes, what does not, what is kept of it, and the same numbers on every mesh."""
+
+import dataclasses
+import functools
+import pathlib
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+from capibara import sharding, tree
+from capibara.models import api
+from capibara.models.api import DecoderConfig, Lora
+from capibara.optim import Optimizer, Schedule
+from capibara.sharding import Plan
+from capibara.training import state as states
+from capibara.training.checkpoints import Checkpointing, Checkpoints
+from capibara.training.run import set_up
+from capibara.training.step import make_train_step
+from capibara.types import UserError
+
+LORA = Lora(rank=4, targets=("all-linear",))
+CONFIG = DecoderConfig(
+    vocab_size=64,
+    embed_dim=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    mlp_dim=64,
+    dtype="float32",
+    head="separate",
+    lora=LORA,
+)
+OPTIMIZER = Optimizer(schedule=Schedule(learning_rate=1e-2, warmup_steps=2))
+ONE = Plan(batch_size=8, fsdp=1)
+
+
+def batch_of(rows=8, length=16):
+    tokens = np.random.default_rng(0).integers(0, 64, (rows, length)).astype(np.int32)
+    return {
+        "tokens": tokens,
+        "targets": (tokens * 3 + 1) % 64,
+        "weights": np.ones((rows, length), np.float32),
+        "segment_ids": np.ones_like(tokens),
+        "positions": np.tile(np.arange(length, dtype=np.int32), (rows, 1)),
+    }
+
+
+def run(config, plan, steps, devices=None, **options):
+    """Losses of the first steps, the first state and the last one."""
+    model, mesh = api.build(config), sharding.make_mesh(plan, devices)
+    tx = OPTIMIZER.build(100, model.trained(model.axes))
+    ema = options.get("ema_decay") is not None
+    shardings = states.state_shardings(model, tx, mesh, plan.rules, ema=ema)
+    step = make_train_step(model, tx, OPTIMIZER.schedule.build(100), plan, mesh, **options)
+    step = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
+    init = jax.jit(functools.partial(states.init_state, model, tx, ema=ema), out_shardings=shardings)
+    state, losses = init(jax.random.key(0)), []
+    first = jax.device_get(state)
+    rows = sharding.batch_sharding(mesh, plan.rules)
+    batch = sharding.global_batch(rows, batch_of())
+    for _ in range(steps):
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    return np.array(losses), first, jax.device_get(state)
+
+
+@functools.cache
+def one_device():
+    return run(CONFIG, ONE, 6, jax.devices()[:1])
+
+
+def test_adapters_learn_and_the_base_stays_bit_by_bit():
+    losses, first, last = one_device()
+    model = api.build(CONFIG)
+    assert losses[-1] < 0.95 * losses[0]
+    jax.tree.map(np.testing.assert_array_equal, model.frozen(first.params), model.frozen(last.params))
+    changed = jax.tree.map(
+        lambda a, b: not np.array_equal(a, b), model.trained(first.params), model.trained(last.params)
+    )
+    assert all(jax.tree.leaves(changed)) and len(jax.tree.leaves(changed)) == 14
+
+
+def test_the_optimizer_keeps_nothing_of_the_base():
+    _, first, _ = one_device()
+    trained = tree.byte_count(api.build(CONFIG).trained(first.params))
+    assert tree.byte_count(first.opt_state) <= 2 * trained + 16
+    assert not any("mlp/up/" in f"{name}/" for name in tree.path_names(first.opt_state))
+
+
+@pytest.mark.parametrize(
+    ("changes", "sizes"),
+    [
+        (dict(), dict(fsdp=4, tensor=2, accumulation=2)),
+        (dict(layer_loop="unroll"), dict(fsdp=2, tensor=2, context=2, remat="minimal")),
+        pytest.param(dict(), dict(stage=2, fsdp=2, pipeline_microbatches=2, tensor=2), marks=pytest.mark.heavy),
+        pytest.param(dict(), dict(fsdp=8), marks=pytest.mark.heavy),
+    ],
+    ids=str,
+)
+def test_every_mesh_and_loop_learn_alike(changes, sizes):
+    losses, _, last = run(dataclasses.replace(CONFIG, **changes), Plan(**{"batch_size": 8, **sizes}), 6)
+    want, _, want_last = one_device()
+    np.testing.assert_allclose(losses, want, rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), last.params, want_last.params)
+
+
+def test_the_average_is_of_the_adapters_and_evaluation_sees_it_beside_the_base():
+    _, first, last = run(CONFIG, ONE, 1, jax.devices()[:1], ema_decay=0.9)
+    model = api.build(CONFIG)
+    assert tree.path_names(last.ema) == tree.path_names(model.trained(last.params))
+    assert jax.tree.structure(last.eval_params) == jax.tree.structure(last.params)
+    jax.tree.map(np.testing.assert_array_equal, model.frozen(last.eval_params), model.frozen(first.params))
+    jax.tree.map(np.testing.assert_array_equal, model.trained(last.eval_params), last.ema)
+
+
+@functools.cache
+def qlora():
+    config = dataclasses.replace(CONFIG, lora=dataclasses.replace(LORA, base_dtype="nf4", double_quantization=True))
+    return config, run(config, ONE, 6, jax.devices()[:1])
+
+
+def test_adapters_learn_beside_a_base_in_four_bits():
+    config, (losses, first, last) = qlora()
+    model = api.build(config)
+    assert losses[-1] < 0.95 * losses[0]
+    jax.tree.map(np.testing.assert_array_equal, model.frozen(first.params), model.frozen(last.params))
+    sharded, *_ = run(config, Plan(batch_size=8, fsdp=1, tensor=2), 6, jax.devices()[:2])
+    np.testing.assert_allclose(sharded, losses, rtol=1e-5)
+    full = api.build(dataclasses.replace(CONFIG, embed_dim=128, mlp_dim=512, lora=None)).abstract_params
+    small = api.build(dataclasses.replace(config, embed_dim=128, mlp_dim=512)).abstract_params
+    assert tree.byte_count(small) <= 0.35 * 4 * tree.byte_count(full)
+
+
+def backward_bytes(config):
+    """What the compiled gradient of a row needs beside its arguments."""
+    model, mesh = api.build(config), sharding.make_mesh(ONE, jax.devices()[:1])
+    batch = {k: jax.ShapeDtypeStruct(v.shape, v.dtype) for k, v in batch_of(rows=1, length=8).items()}
+
+    def grad(params, batch):
+        frozen = model.frozen(params)
+        with sharding.activate(mesh, ONE.rules):
+            loss = lambda p: (model.hidden(tree.joined(p, frozen), batch)[0] ** 2).sum()  # noqa: E731
+            return jax.grad(loss)(model.trained(params))
+
+    compiled = jax.jit(grad).lower(model.abstract_params, batch).compile()
+    return compiled.memory_analysis().temp_size_in_bytes, tree.byte_count(model.plain.abstract_params["layers"])
+
+
+def test_a_base_in_blocks_is_never_floating_point_all_at_once():
+    """Eight layers more cost the backward pass less than a quarter of their weights in float32: activations."""
+    config, _ = qlora()
+    lora = dataclasses.replace(config.lora, targets=("query",))
+    few, many = (
+        backward_bytes(dataclasses.replace(config, embed_dim=128, mlp_dim=512, num_layers=count, lora=lora))
+        for count in (4, 12)
+    )
+    assert many[0] - few[0] < (many[1] - few[1]) / 4
+
+
+@pytest.fixture
+def make_lora_trainer(make_trainer):
+    """(changes of Trainer's fields) -> a run of adapters that saves at every second step."""
+    base = make_trainer()
+    model = dataclasses.replace(base.model, lora=LORA)
+    changes = dict(model=model, checkpointing=dataclasses.replace(base.checkpointing, every=2))
+    return lambda **more: make_trainer(**{**changes, **more})
+
+
+def files_written(model_dir, step):
+    """Array -> bytes of the chunks that the folder of a step holds itself."""
+    folder = pathlib.Path(model_dir) / "checkpoints" / str(step) / "state"
+    arrays = (path for path in folder.iterdir() if path.is_dir())
+    return {path.name: sum(f.stat().st_size for f in path.iterdir()) for path in arrays}
+
+
+def test_a_run_from_given_weights_resumes_bit_for_bit_without_them(make_trainer, make_lora_trainer, train, tmp_path):
+    source = str(tmp_path / "base")
+    base = train(make_trainer(model_dir=source, steps=2)).state
+    options = dict(steps=4, init_from=source, ema_decay=0.5)
+    whole = train(make_lora_trainer(model_dir=str(tmp_path / "whole"), **options))
+    model = api.build(make_lora_trainer().model)
+    jax.tree.map(np.testing.assert_array_equal, model.frozen(whole.started.params), base.params)
+    jax.tree.map(np.testing.assert_array_equal, model.frozen(whole.state.params), base.params)
+    halves = dict(options, model_dir=str(tmp_path / "halves"))
+    train(make_lora_trainer(**dict(halves, steps=2)))
+    shutil.rmtree(source)
+    resumed = train(make_lora_trainer(**halves))
+    assert resumed.start_step == 2
+    jax.tree.map(np.testing.assert_array_equal, resumed.state, whole.state)
+    assert [resumed.losses[step] for step in (3, 4)] == [whole.losses[step] for step in (3, 4)]
+    first, second = (files_written(halves["model_dir"], step) for step in (2, 4))
+    frozen = {f"params.{name.replace('/', '.')}" for name in tree.path_names(base.params)}
+    assert frozen <= first.keys() and not frozen & second.keys()
+    assert sum(second.values()) < 0.6 * sum(first.values())
+    check_inference_restores(halves["model_dir"], resumed.state)
+
+
+def check_inference_restores(model_dir, state):
+    one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one), state.params)
+    with Checkpoints(model_dir, Checkpointing(), read_only=True) as checkpoints:
+        params = checkpoints.restore_newest_params(target)
+    jax.tree.map(np.testing.assert_array_equal, params, state.eval_params)
+
+
+def test_full_fine_tuning_begins_from_what_a_function_reads(make_trainer):
+    trainer = make_trainer(init_from="elsewhere")
+    made = jax.jit(api.build(trainer.model).init)(jax.random.key(5))
+    told = []
+
+    def load(target):
+        told.extend(jax.tree.leaves(target))
+        return jax.tree.map(lambda s, x: jax.device_put(np.asarray(x), s.sharding), target, made)
+
+    with set_up(trainer, load=load) as run:
+        state, step, _ = run.start()
+        assert step == 0 and len(told) == len(jax.tree.leaves(made))
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.params), made)
+        assert jax.tree.leaves(state.params)[0].sharding == told[0].sharding
+
+
+@pytest.mark.parametrize(
+    ("where", "told"), [("nowhere", "'nowhere'.* holds no checkpoint"), ("", "init_from is empty")]
+)
+def test_a_source_without_a_checkpoint_is_refused(make_trainer, where, told):
+    with pytest.raises(UserError, match=told):
+        set_up(make_trainer(init_from=where))
