@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from capibara.data.vocabulary import ByteVocabulary
-from capibara.inference.sample import Generator, Sampling, SampleText, choose, sampler
+from capibara.inference.choose import choose, settings_of
+from capibara.inference.sample import Generator, Sampling, SampleText, sampler
 from capibara.models import api
 from capibara.models.api import DecoderConfig
 from capibara.types import UserError
@@ -31,8 +32,8 @@ def text_of(prompt="def ", length=LENGTH, **sampling):
 
 
 def draws(logits, **sampling):
-    keys = jax.random.split(jax.random.key(0), 5000)
-    return np.asarray(jax.jit(jax.vmap(lambda key: choose(jnp.asarray(logits), key, Sampling(**sampling))))(keys))
+    rows = settings_of([Sampling(**sampling)] * 5000)
+    return np.asarray(jax.jit(choose)(jnp.tile(logits, (5000, 1)), rows, np.arange(5000, dtype=np.int32)))
 
 
 LOGITS = np.log(np.array([0.05, 0.4, 0.1, 0.25, 0.15, 0.05], np.float32))
