@@ -58,9 +58,12 @@ def choose(logits_BV: jax.Array, settings: Settings, index_B: jax.Array, seen_BV
       seen_BV: bool, the tokens that the row's penalty is for; None: no row has one.
     """
     if seen_BV is not None:
-        penalty_B1 = settings.penalty[:, None]
-        penalised = jnp.where(logits_BV > 0, logits_BV / penalty_B1, logits_BV * penalty_B1)
-        logits_BV = jnp.where(seen_BV, penalised, logits_BV)
+
+        def penalised() -> jax.Array:
+            penalty_B1 = jnp.where(seen_BV, settings.penalty[:, None], 1.0)
+            return jnp.where(logits_BV > 0, logits_BV / penalty_B1, logits_BV * penalty_B1)
+
+        logits_BV = jax.lax.cond(jnp.any(settings.penalty != 1), penalised, lambda: logits_BV)
     greedy_B = jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
     draws_B = jnp.asarray(settings.temperature) > 0
 

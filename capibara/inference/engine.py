@@ -113,6 +113,10 @@ class Engine:
         self._thread: threading.Thread | None = None
         self._closing = False
 
+    @property
+    def slots(self) -> int:
+        return self._config.slots
+
     def submit(
         self,
         prompt: str | Sequence[int],
@@ -299,15 +303,10 @@ class Engine:
         )
         self._begun(chosen, [(0, request)])
 
-    def _seen(self, request: Request) -> np.ndarray | None:
-        """The tokens [1, V] that the request's penalty is for; from the first such request on of every one."""
-        if request.sampling.repetition_penalty != 1 and "seen" not in self._state:
-            empty = np.zeros((self._config.slots, self._vocab_size), bool)
-            self._state["seen"] = jax.device_put(empty)
-        if "seen" not in self._state:
-            return None
+    def _seen(self, request: Request) -> np.ndarray:
+        """The tokens [1, V] that the request's penalty is for."""
         seen = np.zeros((1, self._vocab_size), bool)
-        seen[0, request.tokens] = True
+        seen[0, request.tokens] = request.sampling.repetition_penalty != 1
         return seen
 
     def _decode(self, active: list[tuple[int, Request]]) -> None:

@@ -11,12 +11,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from capibara.inference.choose import Settings, choose, log_probability
-from capibara.models.api import Model
-from capibara.models.cache import Cache, put_rows
+from capibara.models.api import Cache, Model, put_rows
 from capibara.types import Params
 
 State = dict[str, Any]
-"""On the devices, of B slots: `cache`; `tokens` [B], the last of each; `seen` [B, V] bool where a row has a penalty."""
+"""On the devices, of B slots: `cache`; `tokens` [B], the last of each; `seen` [B, V] bool, the tokens of each text."""
 
 
 class Chosen(NamedTuple):
@@ -86,7 +85,8 @@ def _build(same: _Same, usable: int, slots: int, length: int, encoder_length: in
 
     def start() -> State:
         cache = model.start_cache(slots, length, encoder_length=encoder_length)
-        return {"cache": cache, "tokens": jnp.zeros(slots, jnp.int32)}
+        seen = jnp.zeros((slots, model.config.vocab_size), bool)
+        return {"cache": cache, "tokens": jnp.zeros(slots, jnp.int32), "seen": seen}
 
     def begin(params: Params, batch: dict) -> tuple[jax.Array, Cache]:
         row = model.start_cache(1, batch["tokens"].shape[1], encoder_length=encoder_length)
@@ -106,20 +106,18 @@ def _build(same: _Same, usable: int, slots: int, length: int, encoder_length: in
 
     def admit(state, row, logits, slot, settings, index, forced, seen, alternatives: int) -> tuple[State, Chosen]:
         chosen = pick(logits, settings, index, forced, seen, alternatives)
-        new = {"cache": put_rows(state["cache"], row, slot), "tokens": state["tokens"].at[slot].set(chosen.tokens[0])}
-        if seen is not None:
-            new["seen"] = state["seen"].at[slot].set(seen[0].at[chosen.tokens[0]].set(True))
-        elif "seen" in state:
-            new["seen"] = state["seen"]
+        new = {
+            "cache": put_rows(state["cache"], row, slot),
+            "tokens": state["tokens"].at[slot].set(chosen.tokens[0]),
+            "seen": state["seen"].at[slot].set(seen[0].at[chosen.tokens[0]].set(True)),
+        }
         return new, chosen
 
     def step(params, state, settings, index, forced, alternatives: int) -> tuple[State, Chosen]:
         logits, cache = model.decode(params, state["tokens"], state["cache"])
-        chosen = pick(logits, settings, index, forced, state.get("seen"), alternatives)
-        new = {"cache": cache, "tokens": chosen.tokens}
-        if "seen" in state:
-            new["seen"] = state["seen"].at[jnp.arange(slots, dtype=jnp.int32), chosen.tokens].set(True)
-        return new, chosen
+        chosen = pick(logits, settings, index, forced, state["seen"], alternatives)
+        seen = state["seen"].at[jnp.arange(slots, dtype=jnp.int32), chosen.tokens].set(True)
+        return {"cache": cache, "tokens": chosen.tokens, "seen": seen}, chosen
 
     def row(state: State, slot: jax.Array, places: int) -> Cache:
         one = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, slot, 1), state["cache"])

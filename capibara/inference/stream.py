@@ -26,12 +26,14 @@ class Piece:
       token: its id; None: what was held back of the text before it ended.
       log_probability: natural logarithm, of the model itself: before temperature, limits and penalty.
       likeliest: (id, log probability) of the likeliest tokens, as many as were asked for.
+      at_s: when it came, by time.monotonic.
     """
 
     text: str
     token: int | None
     log_probability: float = 0.0
     likeliest: tuple[tuple[int, float], ...] = ()
+    at_s: float = dataclasses.field(default_factory=time.monotonic, compare=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +75,7 @@ class Stream:
         self._arrived: queue.SimpleQueue[Piece | Completion | BaseException] = queue.SimpleQueue()
         self._pieces: list[Piece] = []
         self._end: Completion | BaseException | None = None
-        self._began_s, self._first_s = time.monotonic(), None
+        self._began_s = time.monotonic()
         self.cancelled = False
 
     def __iter__(self) -> Iterator[Piece]:
@@ -108,8 +110,6 @@ class Stream:
 
     def put(self, piece: Piece) -> None:
         """For the engine: one more."""
-        if self._first_s is None:
-            self._first_s = time.monotonic()
         self._pieces.append(piece)
         self._arrived.put(piece)
 
@@ -123,7 +123,7 @@ class Stream:
                 finish=finish,
                 prompt_tokens=prompt_tokens,
                 cached_tokens=cached_tokens,
-                waited_s=(now if self._first_s is None else self._first_s) - self._began_s,
+                waited_s=(self._pieces[0].at_s if self._pieces else now) - self._began_s,
                 elapsed_s=now - self._began_s,
             )
         )

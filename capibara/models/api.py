@@ -15,14 +15,23 @@ from capibara.models import flops, moe, stack
 from capibara.models.decoder import Decoder, DecoderConfig
 from capibara.models.encdec import EncoderDecoder, EncoderDecoderConfig
 from capibara.models.encoder import Encoder, EncoderConfig
-from capibara.models.cache import Cache
+from capibara.models.cache import Cache, put_rows
 from capibara.models.quantized import Quantization
 from capibara.models.stack import Stats
 from capibara.models.transformer import TransformerConfig
 from capibara.sharding import Remat, RematPolicy
 from capibara.types import Batch, Params
 
-__all__ = ["DecoderConfig", "EncoderConfig", "EncoderDecoderConfig", "Model", "TransformerConfig", "build"]
+__all__ = [
+    "Cache",
+    "DecoderConfig",
+    "EncoderConfig",
+    "EncoderDecoderConfig",
+    "Model",
+    "TransformerConfig",
+    "build",
+    "put_rows",
+]
 
 _MODULES = {DecoderConfig: Decoder, EncoderDecoderConfig: EncoderDecoder, EncoderConfig: Encoder}
 
