@@ -15,7 +15,9 @@ _DESCRIPTION = """Continue a prompt with a model from a run folder; an encoder-d
 examples:
   python -m capibara.infer --model_dir=runs/quickstart --prompt="def "
   python -m capibara.infer --model_dir=runs/quickstart --prompt="import " --gin.Sampling.temperature=0
-  echo "class " | python -m capibara.infer --model_dir=runs/quickstart --gin.Sampling.top_p=0.9"""
+  echo "class " | python -m capibara.infer --model_dir=runs/quickstart --gin.Sampling.top_p=0.9
+  python -m capibara.infer --model_dir=runs/quickstart --prompts=prompts.jsonl --out=texts.jsonl
+  python -m capibara.infer --model_dir=runs/quickstart --benchmark --gin.EngineConfig.slots=8"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,45 +25,65 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = cli.ArgumentParser("capibara infer", _DESCRIPTION)
     parser.add_argument("--model_dir", metavar="DIR", help="run folder: its config.gin and newest checkpoint are used")
     parser.add_argument("--prompt", metavar="TEXT", help="text to continue; default: standard input")
+    parser.add_argument("--prompts", metavar="FILE", help='a prompt a line, or .jsonl of {"prompt": ..., "seed": ...}')
+    parser.add_argument("--out", metavar="FILE", help="jsonl file for the texts of --prompts; goes on where it ends")
+    parser.add_argument("--benchmark", action="store_true", help="print tokens a second and latencies, no text")
     args = cli.parse_arguments(parser, argv)
     if not args.model_dir:
         raise UserError("--model_dir has no value: name a run folder, e.g. --model_dir=runs/quickstart")
+    if bool(args.prompts) != bool(args.out):
+        raise UserError("--prompts and --out go together: name both files, e.g. --prompts=in.jsonl --out=out.jsonl")
     recorded = os.path.join(args.model_dir, "config.gin")
     if (configuration := outputs.read(recorded)) is None:
         raise UserError(f"--model_dir={args.model_dir} is not a run folder: {recorded} is missing; train one first")
-    prompt = sys.stdin.read().rstrip("\n") if args.prompt is None else args.prompt
     with tempfile.NamedTemporaryFile("w", suffix=".gin") as copy:  # Gin reads no buckets
         copy.write(configuration)
         copy.flush()
-        print(answer(args.model_dir, [copy.name, *args.gin_file], args, prompt))
+        run(args, [copy.name, *args.gin_file])
     return 0
 
 
-def answer(model_dir: str, gin_files: Sequence[str], args, prompt: str) -> str:
-    """`prompt` continued, or answered, by the run's newest checkpoint (its averaged parameters where it kept them)."""
+def run(args, gin_files: Sequence[str]) -> None:
+    """Does what the flags say with the run's newest checkpoint (its averaged parameters where it kept them)."""
     import jax
 
     from capibara import config, devices
+    from capibara.inference import files, speed
+    from capibara.inference.engine import Engine, EngineConfig
     from capibara.inference.sample import Generator, Sampling, check_generates
     from capibara.models import api
     from capibara.training.checkpoints import Checkpoints
     from capibara.training.trainer import Trainer
 
     config.parse(gin_files, args.gin_bindings, args.gin_search_paths)
-    trainer, sampling = config.build(Trainer), config.build(Sampling)
+    trainer, sampling, batching = config.build(Trainer), config.build(Sampling), config.build(EngineConfig)
     config.check_used()
+    prompts = files.read_prompts(args.prompts, sampling) if args.prompts else []
     devices.skip_absent_tpu()
     devices.use_compilation_cache()
     model, dataset = api.build(trainer.model), trainer.dataset
     check_generates(model)
     on_device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     target = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=on_device), model.abstract_params)
-    with Checkpoints(model_dir, trainer.checkpointing, read_only=True) as checkpoints:
+    with Checkpoints(args.model_dir, trainer.checkpointing, read_only=True) as checkpoints:
         params = checkpoints.restore_newest_params(target)
         if params is None:
-            raise UserError(f"{model_dir} holds no checkpoint yet: train it first")
-    generate = Generator(model, dataset.get_vocabulary(), dataset.length, sampling, dataset.encoder_length)
-    return generate(params, prompt) if dataset.encoder_length else prompt + generate(params, prompt)
+            raise UserError(f"{args.model_dir} holds no checkpoint yet: train it first")
+    vocabulary, lengths = dataset.get_vocabulary(), (dataset.length, dataset.encoder_length)
+    if not (prompts or args.benchmark):
+        prompt = sys.stdin.read().rstrip("\n") if args.prompt is None else args.prompt
+        text = Generator(model, vocabulary, lengths[0], sampling, lengths[1])(params, prompt)
+        print(text if lengths[1] else prompt + text)
+        return
+    engine = Engine(model, params, vocabulary, lengths[0], batching, lengths[1])
+    del params
+    if args.benchmark:
+        for name, value in speed.measure(engine, sampling, (lengths[1] or lengths[0]) // 2, vocabulary.size).items():
+            print(f"{name:32} {value:12.1f}")
+        return
+    for done in files.complete(engine, prompts, args.out):
+        print(f"\r{done} of {len(prompts)} texts in {args.out}", end="", file=sys.stderr)
+    print(file=sys.stderr)
 
 
 if __name__ == "__main__":

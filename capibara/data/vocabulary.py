@@ -98,9 +98,13 @@ class Vocabulary(abc.ABC):
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of `ids`; special and unused ids stand for nothing, broken UTF-8 becomes U+FFFD."""
+        return self.bytes_of(ids).decode("utf-8", errors="replace")
+
+    def bytes_of(self, ids: Iterable[int]) -> bytes:
+        """What `ids` stand for in UTF-8, which a single one of them may break; special and unused ids: nothing."""
         pieces = self._pieces
         known = len(pieces)
-        return b"".join(pieces[i] for i in map(int, ids) if 0 <= i < known).decode("utf-8", errors="replace")
+        return b"".join(pieces[i] for i in map(int, ids) if 0 <= i < known)
 
     def token_bytes(self) -> np.ndarray:
         """[V] int32: the UTF-8 bytes each id stands for, 0 for special and unused ids."""

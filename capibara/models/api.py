@@ -11,12 +11,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 from capibara import tree
-from capibara.models import flops, lora, moe
+from capibara.models import flops, lora, moe, stack
+from capibara.models.cache import Cache, put_rows
 from capibara.models.decoder import Decoder, DecoderConfig
 from capibara.models.encdec import EncoderDecoder, EncoderDecoderConfig
 from capibara.models.encoder import Encoder, EncoderConfig
 from capibara.models.lora import Lora
 from capibara.models.moe import Moe
+from capibara.models.quantized import Quantization
 from capibara.models.rope import Rope
 from capibara.models.stack import Stats
 from capibara.models.transformer import TransformerConfig
@@ -24,6 +26,7 @@ from capibara.sharding import Remat, RematPolicy
 from capibara.types import Batch, Params
 
 __all__ = [
+    "Cache",
     "DecoderConfig",
     "EncoderConfig",
     "EncoderDecoderConfig",
@@ -33,6 +36,7 @@ __all__ = [
     "Rope",
     "TransformerConfig",
     "build",
+    "put_rows",
 ]
 
 _MODULES = {DecoderConfig: Decoder, EncoderDecoderConfig: EncoderDecoder, EncoderConfig: Encoder}
@@ -54,6 +58,9 @@ class Model:
       adapt: (parameters of the plain model, PRNG key) -> parameters: with new adapters, where there are some.
       encode: of an encoder-decoder: (parameters, batch) -> what its encoder makes of the batch's encoder entries,
         [B, S, D]. A batch that has it as the entry `encoded` is not encoded again.
+      read: (parameters, batch, cache, fresh) -> final hidden states [B, T, D] of more tokens and the cache with them;
+        `prefill`, `extend` and `decode` say the rest. None for a model that has no next token.
+      empty_cache: (batch, length, dtype, encoder_length) -> cache.
     """
 
     config: TransformerConfig
@@ -64,6 +71,8 @@ class Model:
     head: Callable[[Params], jax.Array]
     adapt: Callable[[Params, jax.Array], Params]
     encode: Callable[[Params, Batch], jax.Array] | None = None
+    read: Callable[..., tuple[jax.Array, Cache]] | None = None
+    empty_cache: Callable[..., Cache] | None = None
 
     @property
     def plain(self) -> Model:
@@ -89,9 +98,72 @@ class Model:
     def logits(self, params: Params, batch: Batch) -> jax.Array:
         """Logits [B, T, V] in float32. For sampling and tests: training never makes them whole."""
         hidden, _ = self.hidden(params, batch)
+        return self.logits_of(params, hidden)
+
+    def logits_of(self, params: Params, hidden: jax.Array) -> jax.Array:
+        """Logits [B, T, V] in float32 of final hidden states [B, T, D]."""
         head = self.head(params).astype(hidden.dtype)
         logits = jnp.einsum("BTD,VD->BTV", hidden, head, preferred_element_type=jnp.float32)
         return self.capped(logits)
+
+    def start_cache(
+        self, batch: int, length: int, dtype: jnp.dtype | None = None, encoder_length: int | None = None
+    ) -> Cache:
+        """A cache for `batch` rows of up to `length` tokens (then of their last ones), of which none was read.
+
+        Args:
+          batch: rows.
+          length: places of a row; layers with a window have no more than that.
+          dtype: of keys and values; None: the compute dtype.
+          encoder_length: places of the encoder's input, where there is an encoder.
+        """
+        return self.empty_cache(batch, length, self.config.dtype.value if dtype is None else dtype, encoder_length)
+
+    def prefill(self, params: Params, batch: Batch, cache: Cache) -> tuple[jax.Array, Cache]:
+        """Reads the beginning of rows into a new cache.
+
+        Args:
+          params: parameters, or what `serving` made of them.
+          batch: `tokens` [B, T] right-padded, `counts` [B] how many of them are real (at least 1), and of an
+            encoder-decoder the encoder's entries.
+          cache: from `start_cache`.
+
+        Returns:
+          Logits [B, V] in float32 after each row's last token, and the cache.
+        """
+        return self._last(params, batch, cache, fresh=True)
+
+    def resume(self, params: Params, batch: Batch, cache: Cache) -> tuple[jax.Array, Cache]:
+        """As `prefill`, of rows whose first tokens are in the cache already."""
+        return self._last(params, batch, cache, fresh=False)
+
+    def extend(self, params: Params, batch: Batch, cache: Cache) -> tuple[jax.Array, Cache]:
+        """As `resume`, with the logits [B, T, V] after every token."""
+        hidden, cache = self.read(params, batch, cache, False)
+        return self.logits_of(params, hidden), cache
+
+    def decode(self, params: Params, tokens: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+        """Reads one more token [B] of each row: logits [B, V] in float32 after it, and the cache."""
+        return self.resume(params, {"tokens": tokens[:, None], "counts": jnp.ones_like(tokens)}, cache)
+
+    def _last(self, params: Params, batch: Batch, cache: Cache, *, fresh: bool) -> tuple[jax.Array, Cache]:
+        hidden, cache = self.read(params, batch, cache, fresh)
+        if hidden.shape[1] > 1:
+            last_B11 = (jnp.asarray(batch["counts"]) - 1)[:, None, None]
+            hidden = jnp.take_along_axis(hidden, last_B11, axis=1)
+        return self.logits_of(params, hidden)[:, 0], cache
+
+    def serving(self, params: Params) -> Params:
+        """The parameters as generation reads them fastest: layers apart, matrices in the compute dtype.
+
+        A program that runs the layers one by one would copy each of a stack. Under jit with donated parameters the
+        stacked ones are gone after it. The results are those of the parameters themselves.
+        """
+        if self.config.quantization is Quantization.NONE:
+            dtype = self.config.dtype.value
+            cast = lambda axes, x: x.astype(dtype) if _is_cast(axes) else x  # noqa: E731
+            params = jax.tree.map(cast, self.axes, params, is_leaf=tree.is_axes)
+        return _with_layers(params, stack.unstacked)
 
     def capped(self, logits: jax.Array) -> jax.Array:
         """Logits after the model's soft cap."""
@@ -150,15 +222,30 @@ def build(config: TransformerConfig) -> Model:
     def encode(params: Params, batch: Batch) -> jax.Array:
         return bind(params).encode(batch, RematPolicy(), None)[0]
 
+    def head(params: Params) -> jax.Array:
+        # Of what `serving` made the layers do not fit the template; the head is none of them.
+        return bind({name: value for name, value in params.items() if name not in ("layers", "decoder")}).head()
+
+    def read(params: Params, batch: Batch, cache: Cache, fresh: bool) -> tuple[jax.Array, Cache]:
+        values = []
+        rest = _with_layers(params, lambda layers: values.extend(stack.unstacked(layers)))
+        return bind(rest).read(values, batch, cache, fresh)
+
+    def empty_cache(*sizes) -> Cache:
+        return bind({}).start_cache(*sizes)
+
+    generates = hasattr(make, "read")
     return Model(
         config=config,
         abstract_params=nnx.to_pure_dict(template),
         axes=jax.tree.map(lambda n: n.names, axes, is_leaf=lambda x: isinstance(x, _Names)),
         init=init,
         hidden=hidden,
-        head=lambda params: bind(params).head(),
+        head=head,
         adapt=adapt,
         encode=encode if hasattr(make, "encode") else None,
+        read=read if generates else None,
+        empty_cache=empty_cache if generates else None,
     )
 
 
@@ -172,6 +259,20 @@ def _adapted(module: nnx.Module, config: TransformerConfig, key: jax.Array) -> n
     if config.lora is not None:
         lora.attach(module, config.lora, nnx.Rngs(key))
     return module
+
+
+def _with_layers(params: Params, fn: Callable[[Params], Params | None]) -> Params:
+    """The parameters with `fn` of those of the decoder's layers; without them where it gives None."""
+    if "decoder" in params:
+        return params | {"decoder": _with_layers(params["decoder"], fn)}
+    rest = {name: value for name, value in params.items() if name != "layers"}
+    layers = fn(params["layers"])
+    return rest if layers is None else rest | {"layers": layers}
+
+
+def _is_cast(axes: tuple[str, ...]) -> bool:
+    """Whether a parameter with these axes is cast to the compute dtype wherever it is used."""
+    return not {"norm", "router"} & set(axes) and axes[-2:] != ("position", "heads")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from capibara import sharding
-from capibara.models import layers, rope
+from capibara.models import cache, layers, rope
 from capibara.models.attention_kind import AttentionKind
 from capibara.models.blockwise import block_size, blockwise_attention
 from capibara.sharding import constrain
@@ -219,11 +219,7 @@ class Attention(nnx.Module):
         `angles` turn queries and keys, the rest is as in `attend`.
         """
         itself = encoded_BSD is None
-        q, k, v = self._projections(x_BTD, x_BTD if itself else encoded_BSD)
-        if self.config.qk_norm is layers.QKNorm.HEAD:
-            q, k = self.query_norm(q), self.key_norm(k)
-        if angles is not None:
-            q, k = rope.rotate(q, angles), rope.rotate(k, angles)
+        q, k, v = self._heads(x_BTD, x_BTD if itself else encoded_BSD, angles)
         y = attend(
             checkpoint_name(q, "query"),
             checkpoint_name(k, "key"),
@@ -236,6 +232,45 @@ class Attention(nnx.Module):
             bias_NTS=bias_NTS,
             backend=self.config.attention,
         )
+        return self._output(y)
+
+    def cached(
+        self,
+        x_BTD: jax.Array,
+        layer: cache.LayerCache,
+        now: cache.Reading,
+        *,
+        kind: AttentionKind,
+        angles: rope.Angles | None = None,
+        bias_NTS: jax.Array | None = None,
+        bias_at=None,
+    ) -> tuple[jax.Array, cache.LayerCache]:
+        """Self-attention of the tokens that are read now to themselves and to those in the cache; and the new cache.
+
+        Of rows that have read nothing before `bias_NTS` is added to the scores, of others `bias_at` (`cache.attend`).
+        """
+        q, k, v = self._heads(x_BTD, x_BTD, angles)
+        written = cache.write(layer, k, v, now)
+        if now.fresh:
+            segments = now.real.astype(jnp.int32)
+            of_rows = {"q_segments_BT": segments, "kv_segments_BS": segments, "bias_NTS": bias_NTS}
+            y = attend(q, k, v, kind=kind, **of_rows, backend=self.config.attention)
+        else:
+            y = cache.attend(q, written, layer, (k, v), kind, now, bias_at)
+        return self._output(y), written
+
+    def keys_values(self, encoded_BSD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Keys and values [B, K, S, H] of what was encoded, for `to_encoded`."""
+        _, k, v = self._heads(encoded_BSD, encoded_BSD, None)
+        return jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
+
+    def to_encoded(self, x_BTD: jax.Array, k_BKSH, v_BKSH, segments_BS: jax.Array, kind: AttentionKind) -> jax.Array:
+        """Attention of x_BTD, each row one document, to the keys and values of what was encoded."""
+        q, _, _ = self._heads(x_BTD, x_BTD, None)
+        visible = jnp.broadcast_to((segments_BS == 1)[:, None], (*x_BTD.shape[:2], segments_BS.shape[1]))
+        return self._output(cache.attend_to(q, k_BKSH, v_BKSH, visible, kind))
+
+    def _output(self, y: jax.Array) -> jax.Array:
         y = constrain(y, ("batch", "act_time", "act_heads", None))
         y = self._dense("out", y, in_dims=2)
         if self.config.bias is layers.Bias.ALL:
@@ -245,6 +280,17 @@ class Attention(nnx.Module):
     def _dense(self, name: str, x: jax.Array, in_dims: int = 1) -> jax.Array:
         weight, adapter = getattr(self, name)[...], layers.adapter_of(self, name)
         return layers.dense(x, weight, in_dims, self.config.quantization, adapter)
+
+    def _heads(
+        self, x_BTD: jax.Array, y_BSD: jax.Array, angles: rope.Angles | None
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries of x, keys and values of y, normalised and turned."""
+        q, k, v = self._projections(x_BTD, y_BSD)
+        if self.config.qk_norm is layers.QKNorm.HEAD:
+            q, k = self.query_norm(q), self.key_norm(k)
+        if angles is not None:
+            q, k = rope.rotate(q, angles), rope.rotate(k, angles)
+        return q, k, v
 
     def _projections(self, x_BTD: jax.Array, y_BSD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries of x, keys and values of y."""

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from capibara.config import configurable
-from capibara.models import embedding, layers, stack, transformer
+from capibara.models import cache, embedding, layers, stack, transformer
+from capibara.models.attention_kind import AttentionKind
 from capibara.models.layers import NormScale
 from capibara.models.rope import Rope
 from capibara.models.transformer import (
@@ -97,10 +101,7 @@ class Decoder(nnx.Module):
         """The final hidden states [B, T, D], normalised, in the compute dtype; and statistics [L, ...] of the layers."""
         config = self.config
         rows, shared = self._rows(batch), Shared(places=batch.get("places"), step=step)
-        kinds = {
-            LayerKind.GLOBAL: config.attention_kind(causal=True),
-            LayerKind.LOCAL: config.attention_kind(causal=True, window=config.window),
-        }
+        kinds = self._kinds()
 
         def apply(block: Block, x: jax.Array, rows: Rows, kind: LayerKind) -> tuple[jax.Array, stack.Stats]:
             return block(x, rows, shared, kinds[kind], kind)
@@ -110,9 +111,46 @@ class Decoder(nnx.Module):
         )
         return constrain(self.final_norm(x), ("batch", "act_time", "act_embed")), stats
 
+    def start_cache(self, batch: int, length: int, dtype: jnp.dtype, encoder_length: int | None = None) -> cache.Cache:
+        """A cache for rows of up to `length` tokens, of which none was read."""
+        config = self.config
+        windows = {LayerKind.GLOBAL: None, LayerKind.LOCAL: config.window}
+        kinds = [config.layer_pattern[i % len(config.layer_pattern)] for i in range(config.num_layers)]
+        of_layers = tuple(cache.empty_layer(config, batch, length, dtype, windows[kind]) for kind in kinds)
+        return {"lengths": jnp.zeros(batch, jnp.int32), "layers": of_layers}
+
+    def read(
+        self, values: Sequence[Any], batch: Batch, kept: cache.Cache, fresh: bool
+    ) -> tuple[jax.Array, cache.Cache]:
+        """The final hidden states [B, T, D] of `counts` more tokens, and the cache with them.
+
+        Args:
+          values: parameters of the layers, from `stack.unstacked`.
+          batch: `tokens` [B, T] and `counts` [B], how many of them are no padding.
+          kept: the cache.
+          fresh: no row has read any before.
+        """
+        config = self.config
+        now = cache.reading(batch["tokens"], batch["counts"], kept, fresh)
+        whole = {"tokens": batch["tokens"], "positions": now.positions, "segment_ids": now.real.astype(jnp.int32)}
+        rows, kinds, x, of_layers = self._rows(whole), self._kinds(), self._embed(whole), []
+        for index, block in enumerate(stack.each(self.layers, values)):
+            kind = config.layer_pattern[index % len(config.layer_pattern)]
+            x, layer = block.cached(x, kept["layers"][index], now, rows, Shared(), kinds[kind], kind)
+            of_layers.append(layer)
+        kept = kept | {"lengths": now.lengths + now.counts, "layers": tuple(of_layers)}
+        return constrain(self.final_norm(x), ("batch", "act_time", "act_embed")), kept
+
     def head(self) -> jax.Array:
         """The output projection [V, D]: logits are hidden @ head.T."""
         return self.embedding[...] if self.config.head is Head.TIED else self.output[...]
+
+    def _kinds(self) -> dict[LayerKind, AttentionKind]:
+        config = self.config
+        return {
+            LayerKind.GLOBAL: config.attention_kind(causal=True),
+            LayerKind.LOCAL: config.attention_kind(causal=True, window=config.window),
+        }
 
     def _embed(self, batch: Batch) -> jax.Array:
         config = self.config

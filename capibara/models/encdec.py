@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from capibara.config import configurable
-from capibara.models import embedding, layers, stack, transformer
+from capibara.models import cache, embedding, layers, stack, transformer
 from capibara.models.attention import Attention, AttentionBackend
 from capibara.models.attention_kind import AttentionKind
 from capibara.models.layers import Activation
@@ -116,6 +117,36 @@ class CrossBlock(Block):
         x_BTD = self.add(x_BTD, "cross_attention", cross_attention)
         return self.add(x_BTD, "mlp", self.mlp_part(rows, shared, stats)), stats
 
+    def cached(
+        self,
+        x_BTD: jax.Array,
+        layer: cache.LayerCache,
+        now: cache.Reading,
+        rows: Rows,
+        shared: Shared,
+        kind: AttentionKind,
+        bias_at: Any,
+    ) -> tuple[jax.Array, cache.LayerCache]:
+        """As of `Block`; `bias_at` gives the relative positions of rows that have read tokens before."""
+        written = dict(layer)
+        if rows.encoded is not None:
+            across = self.cross_attention.keys_values(rows.encoded)
+            for name, x in zip(("cross_key", "cross_value"), across, strict=True):
+                written[name] = x.astype(layer[name].dtype)
+
+        def attention(x):
+            y, new = self.attention.cached(x, layer, now, kind=kind, bias_NTS=shared.bias, bias_at=bias_at)
+            written.update({name: new[name] for name in ("key", "value")})
+            return y
+
+        def cross_attention(x):
+            keys, values = written["cross_key"], written["cross_value"]
+            return self.cross_attention.to_encoded(x, keys, values, rows.encoded_segments, kind)
+
+        x_BTD = self.add(x_BTD, "attention", attention)
+        x_BTD = self.add(x_BTD, "cross_attention", cross_attention)
+        return self.add(x_BTD, "mlp", self.mlp_part(rows, shared, {})), written
+
 
 class Stack(nnx.Module):
     """Layers that share their relative positions, and the norm after them."""
@@ -140,6 +171,17 @@ class Stack(nnx.Module):
 
         x_BTD, stats = stack.run(self.layers, x_BTD, rows, apply, _PATTERN, self.config.layer_loop, remat)
         return constrain(self.norm(x_BTD), ("batch", "act_time", "act_embed")), stats
+
+    def read(
+        self, values: Sequence[Any], x_BTD: jax.Array, rows: Rows, kept: cache.Cache, now: cache.Reading
+    ) -> tuple[jax.Array, list[cache.LayerCache]]:
+        """The normalised output [B, T, D] for the tokens that are read now, and the layers' cache with them."""
+        shared = Shared(bias=self.relative_bias(x_BTD.shape[1])) if now.fresh else Shared()
+        kind, of_layers = self.config.attention_kind(causal=True), []
+        for block, layer in zip(stack.each(self.layers, values), kept["layers"], strict=True):
+            x_BTD, layer = block.cached(x_BTD, layer, now, rows, shared, kind, self.relative_bias.at)
+            of_layers.append(layer)
+        return constrain(self.norm(x_BTD), ("batch", "act_time", "act_embed")), of_layers
 
 
 class EncoderDecoder(nnx.Module):
@@ -179,6 +221,36 @@ class EncoderDecoder(nnx.Module):
         if of_encoder:
             stats = jax.tree.map(lambda *parts: jnp.concatenate(parts), of_encoder, stats)
         return (x * self.config.embed_dim**-0.5 if self.config.head is Head.TIED else x), stats
+
+    def start_cache(self, batch: int, length: int, dtype: jnp.dtype, encoder_length: int | None = None) -> cache.Cache:
+        """A cache for decoder rows of up to `length` tokens, of which none was read, and so long an encoder's output."""
+        if encoder_length is None:
+            raise ValueError("an encoder-decoder's cache needs encoder_length")
+
+        def layer() -> cache.LayerCache:
+            across = cache.empty_layer(self.config, batch, encoder_length, dtype)
+            own = cache.empty_layer(self.config, batch, length, dtype)
+            return own | {f"cross_{name}": x for name, x in across.items()}
+
+        return {
+            "lengths": jnp.zeros(batch, jnp.int32),
+            "encoder_segment_ids": jnp.zeros((batch, encoder_length), jnp.int32),
+            "layers": tuple(layer() for _ in range(self.config.num_layers)),
+        }
+
+    def read(
+        self, values: Sequence[Any], batch: Batch, kept: cache.Cache, fresh: bool
+    ) -> tuple[jax.Array, cache.Cache]:
+        """As of a decoder; a fresh batch has the encoder's entries too, and what it says is encoded."""
+        now = cache.reading(batch["tokens"], batch["counts"], kept, fresh)
+        encoded, segments = None, kept["encoder_segment_ids"]
+        if fresh:
+            encoded = batch["encoded"] if "encoded" in batch else self.encode(batch, RematPolicy(), None)[0]
+            segments = jnp.asarray(batch["encoder_segment_ids"])
+        rows = Rows(now.real.astype(jnp.int32), encoded=encoded, encoded_segments=segments)
+        x, of_layers = self.decoder.read(values, self._embed(batch["tokens"]), rows, kept, now)
+        kept = {"lengths": now.lengths + now.counts, "encoder_segment_ids": segments, "layers": tuple(of_layers)}
+        return (x * self.config.embed_dim**-0.5 if self.config.head is Head.TIED else x), kept
 
     def head(self) -> jax.Array:
         """The output projection [V, D]: logits are hidden @ head.T."""

@@ -60,3 +60,10 @@ class RelativeBias(nnx.Module):
         if places_T is not None:
             bias_NTT = bias_NTT[:, places_T][:, :, places_T]
         return constrain(bias_NTT, ("act_heads", "act_time", None))
+
+    def at(self, q_positions_BT: jax.Array, kv_positions_BS: jax.Array) -> jax.Array:
+        """Biases [B, N, T, S] in float32 of a causal stack, by position; what no query sees has any."""
+        back = np.arange(self.longest + 1)  # from the last of them on all distances share a bucket
+        index = jnp.asarray(buckets(-back, count=self.count, longest=self.longest, bidirectional=False))
+        back_BTS = jnp.clip(q_positions_BT[:, :, None] - kv_positions_BS[:, None, :], 0, self.longest)
+        return jnp.moveaxis(self.table[...][index[back_BTS]], -1, 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -47,6 +47,24 @@ def stacked(make: Callable[[nnx.Rngs], nnx.Module], rngs: nnx.Rngs, num_layers: 
     ]
     structure = jax.tree.structure(template, is_leaf=lambda x: isinstance(x, nnx.Variable))
     return nnx.merge(graphdef, jax.tree.unflatten(structure, stacked_variables))
+
+
+def unstacked(values: Any) -> tuple[Any, ...]:
+    """A stack's parameters as a tuple of one nested dict a layer; what is a tuple stays as it is.
+
+    A program that runs the layers one by one reads these where they lie; of stacked ones it would make a copy.
+    """
+    if isinstance(values, tuple):
+        return values
+    count = len(jax.tree.leaves(values)[0])
+    return tuple(jax.tree.map(lambda v: v[index], values) for index in range(count))
+
+
+def each(layers: nnx.Module, values: Sequence[Any]) -> Iterator[nnx.Module]:
+    """The layers of a stacked module one by one, with the parameters that `unstacked` gave."""
+    graphdef, state = nnx.split(layers)
+    for layer in values:
+        yield nnx.merge(graphdef, _as_state(state, layer))
 
 
 def run(

@@ -12,7 +12,7 @@ import jax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from capibara.models import layers
+from capibara.models import cache, layers
 from capibara.models.attention import Attention, AttentionBackend
 from capibara.models.attention_kind import AttentionKind
 from capibara.models.layers import Activation, Bias, Norm, NormKind, NormScale, QKNorm
@@ -270,12 +270,35 @@ class Block(nnx.Module):
                 bias_NTS=shared.bias,
             )
 
-        mlp = self.mlp_part(rows, shared, stats)
+        return self._joined(x_BTD, attention, self.mlp_part(rows, shared, stats)), stats
+
+    def cached(
+        self,
+        x_BTD: jax.Array,
+        layer: cache.LayerCache,
+        now: cache.Reading,
+        rows: Rows,
+        shared: Shared,
+        kind: AttentionKind,
+        layer_kind: LayerKind,
+    ) -> tuple[jax.Array, cache.LayerCache]:
+        """The layer's output for the tokens that are read now, and its part of the cache with them."""
+        written: cache.LayerCache = {}
+
+        def attention(x):
+            angles = None if rows.angles is None else rows.angles[layer_kind]
+            y, new = self.attention.cached(x, layer, now, kind=kind, angles=angles)
+            written.update(new)
+            return y
+
+        return self._joined(x_BTD, attention, self.mlp_part(rows, shared, {})), written
+
+    def _joined(self, x_BTD: jax.Array, attention, mlp) -> jax.Array:
         if self.config.residual is Residual.PARALLEL:
             y = self._normed(x_BTD, "attention", attention) + self._normed(x_BTD, "mlp", mlp)
-            return residual(x_BTD + y), stats
+            return residual(x_BTD + y)
         x_BTD = self.add(x_BTD, "attention", attention)
-        return self.add(x_BTD, "mlp", mlp), stats
+        return self.add(x_BTD, "mlp", mlp)
 
     def mlp_part(self, rows: Rows, shared: Shared, stats: dict[str, Any]) -> Callable[[jax.Array], jax.Array]:
         """The MLP or the experts, whose statistics it adds to `stats`, as a part that `add` takes."""

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from capibara.data.vocabulary import ByteVocabulary
-from capibara.inference.sample import Generator, Sampling, SampleText, choose, sampler
+from capibara.inference.choose import Settings, choose, settings_of
+from capibara.inference.sample import Generator, Sampling, SampleText, sampler
 from capibara.models import api
 from capibara.models.api import DecoderConfig
 from capibara.types import UserError
@@ -31,8 +32,8 @@ def text_of(prompt="def ", length=LENGTH, **sampling):
 
 
 def draws(logits, **sampling):
-    keys = jax.random.split(jax.random.key(0), 5000)
-    return np.asarray(jax.jit(jax.vmap(lambda key: choose(jnp.asarray(logits), key, Sampling(**sampling))))(keys))
+    rows = Settings(*(np.repeat(x, 5000, axis=0) for x in settings_of([Sampling(**sampling)])))
+    return np.asarray(jax.jit(choose)(jnp.tile(logits, (5000, 1)), rows, np.arange(5000, dtype=np.int32)))
 
 
 LOGITS = np.log(np.array([0.05, 0.4, 0.1, 0.25, 0.15, 0.05], np.float32))
@@ -61,6 +62,9 @@ def test_temperature_sharpens():
         (dict(top_p=0.75), {1, 3, 4}),
         (dict(top_p=1.0), {0, 1, 2, 3, 4, 5}),
         (dict(top_k=3, top_p=0.75), {1, 3}),  # of what top_k left, 0.5 and 0.31: they reach 0.75
+        (dict(min_p=0.3), {1, 3, 4}),
+        (dict(min_p=1.0), {1}),
+        (dict(min_p=0.0), {0, 1, 2, 3, 4, 5}),
         (dict(temperature=0), {1}),
     ],
     ids=str,
@@ -73,6 +77,25 @@ def test_impossible_tokens_are_never_drawn():
     masked = np.where(np.arange(6) < 2, LOGITS, -np.inf)
     for limits in (dict(), dict(top_k=4), dict(top_p=0.999999), dict(temperature=0)):
         assert set(draws(masked, **{"temperature": 1.0, **limits}).tolist()) <= {0, 1}
+
+
+def test_every_row_has_its_own_settings():
+    each = [dict(temperature=0), dict(top_k=3), dict(top_p=0.5, seed=5), dict(min_p=0.3), dict(seed=7), dict(seed=8)]
+    each = [Sampling(**{"temperature": 1.0, **one}) for one in each]
+    logits = np.random.default_rng(0).normal(size=(len(each), 50)).astype(np.float32)
+    index = np.array([0, 3, 4, 5, 3, 3], np.int32)
+    together = np.asarray(jax.jit(choose)(logits, settings_of(each), index))
+    for row, one in enumerate(each):
+        alone = jax.jit(choose)(logits[row : row + 1], settings_of([one]), index[row : row + 1])
+        assert together[row] == int(alone[0])
+
+
+def test_a_repeated_token_loses_by_its_sign():
+    logits = jnp.asarray([[2.0, 1.5, -1.0], [-1.0, -1.5, -3.0]])
+    rows = settings_of([Sampling(temperature=0, repetition_penalty=2.0)] * 2)
+    seen = jnp.asarray([[True, False, True], [True, False, False]])
+    assert choose(logits, rows, jnp.zeros(2, jnp.int32), seen).tolist() == [1, 1]
+    assert choose(logits, rows, jnp.zeros(2, jnp.int32), ~seen).tolist() == [0, 0]
 
 
 def test_limits_of_one_token_are_greedy():
@@ -129,7 +152,21 @@ def test_the_loop_samples_each_prompt():
 
 
 @pytest.mark.parametrize(
-    "bad", [dict(max_new_tokens=0), dict(temperature=-0.1), dict(top_k=0), dict(top_p=0.0), dict(top_p=1.1)], ids=str
+    "bad",
+    [
+        dict(max_new_tokens=0),
+        dict(temperature=-0.1),
+        dict(top_k=0),
+        dict(top_p=0.0),
+        dict(top_p=1.1),
+        dict(min_p=1.5),
+        dict(repetition_penalty=0.0),
+        dict(stop=("",)),
+        dict(stop="end"),
+        dict(thinking_tokens=0),
+        dict(thinking_tags=("<think>",)),
+    ],
+    ids=str,
 )
 def test_bad_settings(bad):
     with pytest.raises(UserError, match=next(iter(bad))):

@@ -1,0 +1,115 @@
+"""One request on its way through an engine: its tokens, its text, and what is forced into it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from capibara.data.vocabulary import Vocabulary
+from capibara.inference.sampling import Sampling
+from capibara.inference.stream import Finish, Piece, Stream
+from capibara.inference.text import TextStream
+from capibara.types import Batch
+
+LIKELIEST = 20  # most tokens that a piece may name
+
+
+class Request:
+    """A prompt and the text after it, of which the engine may have begun more tokens than have come back.
+
+    Attributes:
+      tokens: of the prompt and, as they come back, of the text.
+      prompt_tokens: how many are the prompt's.
+      limit: most tokens of the text.
+      likeliest: how many of the likeliest tokens each piece names.
+      encoder: what an encoder reads, as entries of a batch.
+      begun: tokens of the text that the devices were asked for.
+      received: those that have come back.
+      forced: index in the text -> token that is put there.
+      cached_tokens: tokens of the prompt that were read before.
+      slot: where its row is; None: nowhere.
+      row: its row's cache, copied for later prompts that begin so, and how many tokens that has read.
+      finished: whether its stream has ended.
+    """
+
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        vocabulary: Vocabulary,
+        stream: Stream,
+        *,
+        limit: int,
+        ends: Sequence[int],
+        likeliest: int = 0,
+        encoder: Batch | None = None,
+        names: Mapping[int, bytes] | None = None,
+    ):
+        self.tokens, self.prompt_tokens = list(prompt), len(prompt)
+        self.sampling, self.stream, self.limit, self.likeliest = sampling, stream, limit, likeliest
+        self.encoder = encoder
+        self.begun = self.received = self.cached_tokens = 0
+        self.forced: dict[int, int] = {}
+        self.slot: int | None = None
+        self.row: tuple[Any, int] | None = None
+        self.finished = False
+        self._ends = frozenset(ends)
+        self._text = TextStream(vocabulary, sampling.stop, names)
+        self._tags = ([], [])
+        if sampling.thinking_tokens is not None:
+            self._tags = tuple(vocabulary.encode(tag) for tag in sampling.thinking_tags)
+            self._thinks = False
+            if self._open_in_prompt():
+                self._think(0)
+
+    @property
+    def places(self) -> int:
+        """Of its row: tokens that have to be read before the next one is chosen."""
+        return self.prompt_tokens + self.begun
+
+    def receive(self, token: int, log_probability: float, likeliest: tuple[tuple[int, float], ...]) -> None:
+        """Takes the next token of the text, and ends it where that is the last."""
+        if self.finished:
+            return
+        if token in self._ends:
+            self.finish(Finish.STOP)
+            return
+        self.tokens.append(token)
+        self.received += 1
+        self.stream.put(Piece(self._text.feed(token), token, log_probability, likeliest))
+        if self._text.stopped:
+            self.finish(Finish.STOP)
+        elif self.received == self.limit:
+            self.finish(Finish.LENGTH)
+        elif self.sampling.thinking_tokens is not None:
+            self._follow_thought()
+
+    def finish(self, why: Finish) -> None:
+        """Ends the stream."""
+        self.finished = True
+        if rest := self._text.close():
+            self.stream.put(Piece(rest, None))
+        self.stream.end(why, self.prompt_tokens, self.cached_tokens)
+
+    def _open_in_prompt(self) -> bool:
+        opened, closed = (_last(self.tokens, tag) for tag in self._tags)
+        return opened > closed
+
+    def _follow_thought(self) -> None:
+        opened, closed = self._tags
+        if not self._thinks and self.tokens[-len(opened) :] == opened:
+            self._think(self.received)
+        elif self._thinks and self.tokens[-len(closed) :] == closed:
+            self._thinks, self.forced = False, {}
+
+    def _think(self, first: int) -> None:
+        """A thought begins at this index of the text."""
+        self._thinks = True
+        end = first + self.sampling.thinking_tokens
+        self.forced = {end + i: token for i, token in enumerate(self._tags[1])}
+
+
+def _last(tokens: list[int], part: list[int]) -> int:
+    """Where the last occurrence of `part` begins; -1: nowhere."""
+    places = range(len(tokens) - len(part), -1, -1)
+    return next((i for i in places if tokens[i : i + len(part)] == part), -1)

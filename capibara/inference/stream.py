@@ -1,0 +1,133 @@
+"""What a request gives back: pieces of text as they come, and in the end the whole."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import queue
+import time
+from collections.abc import Callable, Iterator
+
+
+class Finish(enum.StrEnum):
+    """Why a text ended: an end token or a stop string came, it became as long as it may, or nobody wants it."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """One token more.
+
+    Attributes:
+      text: what it makes certain of the text; may be empty.
+      token: its id; None: what was held back of the text before it ended.
+      log_probability: natural logarithm, of the model itself: before temperature, limits and penalty.
+      likeliest: (id, log probability) of the likeliest tokens, as many as were asked for.
+      at_s: when it came, by time.monotonic.
+    """
+
+    text: str
+    token: int | None
+    log_probability: float = 0.0
+    likeliest: tuple[tuple[int, float], ...] = ()
+    at_s: float = dataclasses.field(default_factory=time.monotonic, compare=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+    """A whole text.
+
+    Attributes:
+      text: without the prompt.
+      pieces: one for each token (the end token is none of them).
+      finish: why it ended.
+      prompt_tokens: tokens of the prompt that the model read.
+      cached_tokens: those of them that were read before, for another request.
+      waited_s: from the request to its first token.
+      elapsed_s: from the request to its end.
+    """
+
+    text: str
+    pieces: tuple[Piece, ...]
+    finish: Finish
+    prompt_tokens: int
+    cached_tokens: int
+    waited_s: float
+    elapsed_s: float
+
+    @property
+    def tokens(self) -> list[int]:
+        return [piece.token for piece in self.pieces if piece.token is not None]
+
+
+class Stream:
+    """The pieces of one request, as an iterator; `result` waits for the whole.
+
+    Args:
+      drive: makes the engine go on where nobody else does; gives False where it goes on by itself.
+    """
+
+    def __init__(self, drive: Callable[[], bool]):
+        self._drive = drive
+        self._arrived: queue.SimpleQueue[Piece | Completion | BaseException] = queue.SimpleQueue()
+        self._pieces: list[Piece] = []
+        self._end: Completion | BaseException | None = None
+        self._began_s = time.monotonic()
+        self.cancelled = False
+
+    def __iter__(self) -> Iterator[Piece]:
+        while True:
+            while self._arrived.empty() and self._end is None and self._drive():
+                pass
+            if self._end is not None:
+                return
+            item = self._arrived.get()
+            if not isinstance(item, Piece):
+                self._end = item
+                if isinstance(item, BaseException):
+                    raise item
+                return
+            yield item
+
+    def cancel(self) -> None:
+        """Ends the text where it is, soon; from any thread."""
+        self.cancelled = True
+
+    def result(self) -> Completion:
+        """The whole text, when it is there.
+
+        Raises:
+          Exception: what stopped the engine.
+        """
+        for _ in self:
+            pass
+        if isinstance(self._end, BaseException):
+            raise self._end
+        return self._end
+
+    def put(self, piece: Piece) -> None:
+        """For the engine: one more."""
+        self._pieces.append(piece)
+        self._arrived.put(piece)
+
+    def end(self, finish: Finish, prompt_tokens: int, cached_tokens: int) -> None:
+        """For the engine: that was all."""
+        now = time.monotonic()
+        self._arrived.put(
+            Completion(
+                text="".join(piece.text for piece in self._pieces),
+                pieces=tuple(self._pieces),
+                finish=finish,
+                prompt_tokens=prompt_tokens,
+                cached_tokens=cached_tokens,
+                waited_s=(self._pieces[0].at_s if self._pieces else now) - self._began_s,
+                elapsed_s=now - self._began_s,
+            )
+        )
+
+    def fail(self, error: BaseException) -> None:
+        """For the engine: nothing comes any more."""
+        self._arrived.put(error)

@@ -1,0 +1,181 @@
+"""Keys and values of the tokens that a model has read, so that the next token costs the work of one token.
+
+A cache is a dict, a pytree: `lengths` [B] int32, the tokens that each row has read; `layers`, for each layer a dict of
+`key` and `value` [B, K, S, H]. The token at position p lies at place p % S: a layer whose queries see a window has no
+more places than that, and of a row that is longer than its cache the last S tokens are there. Each layer has arrays of
+its own, not a part of one array of all layers: a donated cache is then written in place, and read without a copy.
+
+An encoder-decoder's layers also have `cross_key` and `cross_value` of what was encoded, and the cache
+`encoder_segment_ids` [B, S] (0: padding).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from capibara import sharding
+from capibara.models.attention_kind import AttentionKind
+from capibara.sharding import constrain
+
+Cache = dict[str, Any]
+LayerCache = dict[str, jax.Array]
+
+_MASKED = -1e30  # finite, so that a row with nothing to see stays a number
+_KEYS = ("batch", "act_kv_heads", None, None)
+_ROWS_WRITTEN_APART = 32  # most rows that a CPU writes one by one: XLA makes a slow loop of its scatter there
+
+
+class Reading(NamedTuple):
+    """The tokens that are read now, right-padded to T.
+
+    Attributes:
+      lengths: [B] tokens that each row has read before.
+      counts: [B] tokens that are read now.
+      positions: [B, T] of these tokens.
+      fresh: whether no row has read any before; a Python bool, since it decides what is compiled.
+    """
+
+    lengths: jax.Array
+    counts: jax.Array
+    positions: jax.Array
+    fresh: bool
+
+    @property
+    def real(self) -> jax.Array:
+        """[B, T] bool: no padding."""
+        return jnp.arange(self.positions.shape[1], dtype=jnp.int32) < self.counts[:, None]
+
+
+def reading(tokens_BT: jax.Array, counts_B: jax.Array, cache: Cache, fresh: bool) -> Reading:
+    """What is read when the rows of a cache are given so many more tokens."""
+    steps = jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)
+    return Reading(cache["lengths"], counts_B, cache["lengths"][:, None] + steps, fresh)
+
+
+def empty_layer(config, batch: int, length: int, dtype: jnp.dtype, window: int | None = None) -> LayerCache:
+    """A layer's part of a cache in which nothing was read."""
+    places = length if window is None else min(length, window)
+    shape = (batch, config.kv_heads, places, config.head_size)
+    return {"key": jnp.zeros(shape, dtype), "value": jnp.zeros(shape, dtype)}
+
+
+def axes(cache: Cache) -> Any:
+    """The logical axes of every array of a cache."""
+    return jax.tree.map(lambda x: _KEYS if x.ndim == 4 else ("batch",) + (None,) * (x.ndim - 1), cache)
+
+
+def places(lengths_B: jax.Array, count: int) -> jax.Array:
+    """[B, count]: the position of the token at each place of rows that have read `lengths`; negative: none."""
+    last_B1 = lengths_B[:, None] - 1
+    return last_B1 - (last_B1 - jnp.arange(count, dtype=jnp.int32)) % count
+
+
+def write(layer: LayerCache, k_BTKH: jax.Array, v_BTKH: jax.Array, now: Reading) -> LayerCache:
+    """The layer's cache with the keys and values of the tokens that are read now."""
+    new = {"key": k_BTKH, "value": v_BTKH}
+    written = {
+        name: constrain(_written(layer[name], x.astype(layer[name].dtype), now), _KEYS) for name, x in new.items()
+    }
+    return layer | written
+
+
+def _written(old_BKSH: jax.Array, new_BTKH: jax.Array, now: Reading) -> jax.Array:
+    T, S = new_BTKH.shape[1], old_BKSH.shape[2]
+    if T == 1:
+        return _append(old_BKSH, new_BTKH[:, 0], now.lengths % S)
+    new_BKTH = jnp.swapaxes(new_BTKH, 1, 2)
+    if now.fresh and T <= S:  # padding lies at places that no position has yet
+        return jax.lax.dynamic_update_slice(old_BKSH, new_BKTH, (0, 0, 0, 0))
+    index_BS = places(now.lengths + now.counts, S) - now.lengths[:, None]
+    taken = jnp.take_along_axis(new_BKTH, jnp.clip(index_BS, 0, T - 1)[:, None, :, None], axis=2)
+    return jnp.where((index_BS >= 0)[:, None, :, None], taken, old_BKSH)
+
+
+def _append(old_BKSH: jax.Array, new_BKH: jax.Array, place_B: jax.Array) -> jax.Array:
+    B = len(place_B)
+    if sharding.platform() != "cpu" or sharding.active() or B > _ROWS_WRITTEN_APART:
+        return old_BKSH.at[jnp.arange(B, dtype=jnp.int32), :, place_B].set(new_BKH)
+    for row in range(B):
+        one = new_BKH[row][None, :, None]
+        old_BKSH = jax.lax.dynamic_update_slice(old_BKSH, one, (row, 0, place_B[row], 0))
+    return old_BKSH
+
+
+def attend(
+    q_BTNH: jax.Array, layer: LayerCache, before: LayerCache | None, new, kind: AttentionKind, now: Reading, bias=None
+) -> jax.Array:
+    """Self-attention of the tokens that are read now, after the cache.
+
+    Args:
+      q_BTNH: queries.
+      layer: the cache with these tokens: all that a single token (T = 1) needs.
+      before: the cache without them: several tokens could have overwritten what the first of them sees.
+      new: their keys and values [B, T, K, H].
+      kind: mask, scale and cap.
+      now: the tokens.
+      bias: (positions of queries [B, T], of keys [B, S]) -> [B, N, T, S], added to the scores; None: nothing.
+
+    Returns:
+      [B, T, N, H] in the dtype of the queries.
+    """
+    if q_BTNH.shape[1] == 1:
+        keys, values = layer["key"], layer["value"]
+        positions_BS = places(now.lengths + now.counts, keys.shape[2])
+    else:
+        new_k, new_v = (jnp.swapaxes(x, 1, 2).astype(layer["key"].dtype) for x in new)
+        keys = jnp.concatenate([before["key"], new_k], axis=2)
+        values = jnp.concatenate([before["value"], new_v], axis=2)
+        old_BS = places(now.lengths, before["key"].shape[2])
+        positions_BS = jnp.concatenate([old_BS, jnp.where(now.real, now.positions, -1)], axis=1)
+    back_BTS = now.positions[:, :, None] - positions_BS[:, None, :]
+    visible_BTS = (positions_BS[:, None, :] >= 0) & (back_BTS >= 0)
+    if kind.window is not None:
+        visible_BTS &= back_BTS < kind.window
+    bias_BNTS = None if bias is None else bias(now.positions, positions_BS)
+    return attend_to(q_BTNH, keys, values, visible_BTS, kind, bias_BNTS)
+
+
+def attend_to(
+    q_BTNH: jax.Array,
+    k_BKSH: jax.Array,
+    v_BKSH: jax.Array,
+    visible_BTS: jax.Array,
+    kind: AttentionKind,
+    bias_BNTS: jax.Array | None = None,
+) -> jax.Array:
+    """softmax(scores) v over keys in the order of a cache; softmax in float32.
+
+    Args:
+      q_BTNH: queries; query head n reads key/value head n // (N / K).
+      k_BKSH: keys.
+      v_BKSH: values.
+      visible_BTS: which keys (places) each query sees.
+      kind: scale and cap; its mask is in `visible_BTS`.
+      bias_BNTS: added to the scores.
+
+    Returns:
+      [B, T, N, H] in the dtype of the queries.
+    """
+    (B, T, N, H), (K, S) = q_BTNH.shape, k_BKSH.shape[1:3]
+    G = N // K
+    q_BKXH = jnp.moveaxis((q_BTNH * kind.scale).reshape(B, T, K, G, H), 1, 3).reshape(B, K, G * T, H)
+    k_BKSH, v_BKSH = k_BKSH.astype(q_BTNH.dtype), v_BKSH.astype(q_BTNH.dtype)
+    batched = ((0, 1), (0, 1))
+    scores = jax.lax.dot_general(q_BKXH, k_BKSH, (((3,), (3,)), batched), preferred_element_type=jnp.float32)
+    scores = scores.reshape(B, K, G, T, S)
+    if bias_BNTS is not None:
+        scores = scores + bias_BNTS.reshape(B, K, G, T, S).astype(jnp.float32)
+    if kind.soft_cap is not None:
+        scores = kind.soft_cap * jnp.tanh(scores / kind.soft_cap)
+    scores = jnp.where(visible_BTS[:, None, None], scores, _MASKED)
+    weights = jax.nn.softmax(scores, axis=-1).astype(v_BKSH.dtype).reshape(B, K, G * T, S)
+    y_BKXH = jax.lax.dot_general(weights, v_BKSH, (((3,), (2,)), batched))
+    return jnp.moveaxis(y_BKXH.reshape(B, K, G, T, H), 3, 1).reshape(B, T, N, H)
+
+
+def put_rows(cache: Cache, rows: Cache, index: jax.Array) -> Cache:
+    """The cache with `rows`, a cache of fewer rows and as many places, in place of those from `index` on."""
+    return jax.tree.map(lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new, index, axis=0), cache, rows)

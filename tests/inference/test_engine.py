@@ -1,0 +1,238 @@
+"""Many requests at a time give what each gives alone; they stop where they should, and stream whole characters."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import threading
+
+import jax
+import numpy as np
+import pytest
+
+from capibara.data.vocabulary import ByteVocabulary
+from capibara.inference import files, speed
+from capibara.inference.engine import Engine, EngineConfig
+from capibara.inference.prefix import PrefixCache
+from capibara.inference.sampling import Sampling
+from capibara.inference.text import TextStream
+from capibara.models import api
+from capibara.models.api import DecoderConfig
+from capibara.types import UserError
+
+MODEL = api.build(DecoderConfig(vocab_size=384, embed_dim=32, num_layers=2, num_heads=2, mlp_dim=64, dtype="float32"))
+VOCABULARY = ByteVocabulary()
+LENGTH = 64
+GREEDY = Sampling(temperature=0.0, max_new_tokens=12)
+
+
+@functools.cache
+def params():
+    # Large weights, so that one token stands out and equal texts are no accident.
+    return jax.tree.map(lambda x: x * 3, jax.jit(MODEL.init)(jax.random.key(1)))
+
+
+def engine(slots=3, prefix_cache_mib=0, **config):
+    return Engine(
+        MODEL, params(), VOCABULARY, LENGTH, EngineConfig(slots=slots, prefix_cache_mib=prefix_cache_mib, **config)
+    )
+
+
+REQUESTS = [
+    ("def f", GREEDY),
+    ("a longer prompt, of many words", Sampling(temperature=1.5, seed=3, max_new_tokens=20)),
+    ("", Sampling(temperature=1.0, top_k=5, seed=4, max_new_tokens=3)),
+    ("x", Sampling(temperature=1.2, top_p=0.8, seed=5, max_new_tokens=9)),
+    ("import numpy", Sampling(temperature=0.9, min_p=0.05, seed=6, max_new_tokens=1)),
+    ("class A", Sampling(temperature=0.7, repetition_penalty=1.5, seed=7, max_new_tokens=15)),
+    ("def f", Sampling(temperature=1.5, seed=8, max_new_tokens=12)),
+]
+
+
+@functools.cache
+def alone():
+    return [engine(slots=3).submit(*request).result().tokens for request in REQUESTS]
+
+
+@pytest.mark.parametrize("order", [range(7), [6, 5, 4, 3, 2, 1, 0], [3, 0, 6, 2, 5, 1, 4]], ids=str)
+def test_a_text_does_not_depend_on_what_else_there_is(order):
+    one, streams = engine(), {}
+    for place, number in enumerate(order):
+        streams[number] = one.submit(*REQUESTS[number])
+        for _ in range(place % 3):
+            one.step()
+    assert [streams[number].result().tokens for number in range(7)] == alone()
+    assert len({tuple(tokens) for tokens in alone()}) == 7
+
+
+def test_streams_are_read_from_many_threads():
+    got = {}
+    with engine().start() as one:
+
+        def ask(number):
+            got[number] = [piece.token for piece in one.submit(*REQUESTS[number]) if piece.token is not None]
+
+        threads = [threading.Thread(target=ask, args=(number,)) for number in range(7)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    assert [got[number] for number in range(7)] == alone()
+    with pytest.raises(RuntimeError, match="closed"):
+        one.submit("a")
+
+
+def test_log_probabilities_are_those_of_the_model():
+    result = engine().submit("def f", dataclasses.replace(REQUESTS[1][1], max_new_tokens=6), likeliest=3).result()
+    ids = [VOCABULARY.bos_id, *VOCABULARY.encode("def f"), *result.tokens]
+    row = np.array([ids], np.int32)
+    batch = {"tokens": row, "positions": np.arange(row.size, dtype=np.int32)[None], "segment_ids": np.ones_like(row)}
+    logits = np.asarray(jax.jit(MODEL.logits)(params(), batch))[0, :, : VOCABULARY.size]
+    want = np.asarray(jax.nn.log_softmax(logits, axis=-1))[-1 - len(result.tokens) : -1]
+    for step, piece in enumerate(piece for piece in result.pieces if piece.token is not None):
+        assert piece.log_probability == pytest.approx(want[step, piece.token], abs=2e-4)
+        best = np.argsort(-want[step])[:3]
+        assert [token for token, _ in piece.likeliest] == best.tolist()
+        np.testing.assert_allclose([value for _, value in piece.likeliest], want[step, best], atol=2e-4)
+
+
+def test_a_cancelled_request_leaves_its_slot_to_the_next():
+    one = engine(slots=1)
+    first, second, third = (one.submit(*REQUESTS[number]) for number in (1, 0, 3))
+    pieces = iter(first)
+    next(pieces), next(pieces)
+    first.cancel()
+    second.cancel()  # still waiting
+    assert first.result().finish == "cancelled" and 2 <= len(first.result().tokens) < 20
+    assert second.result().finish == "cancelled" and second.result().tokens == []
+    assert third.result().tokens == alone()[3] and third.result().finish == "length"
+
+
+def test_a_stop_string_ends_the_text_before_it():
+    whole = engine().submit(*REQUESTS[0]).result()
+    assert len(whole.text) > 8
+    stop = whole.text[4:7]  # of several tokens: the vocabulary's are bytes
+    request = dataclasses.replace(GREEDY, stop=("never", stop))
+    cut = engine().submit("def f", request).result()
+    assert cut.text == whole.text[: whole.text.index(stop)] and cut.finish == "stop"
+    assert "".join(piece.text for piece in cut.pieces) == cut.text
+
+
+def test_a_token_ends_the_text_too():
+    whole = engine().submit(*REQUESTS[0]).result()
+    end = whole.tokens[5]
+    cut = engine().submit("def f", GREEDY, ends=[end]).result()
+    assert cut.tokens == whole.tokens[: whole.tokens.index(end)] and cut.finish == "stop"
+
+
+def test_a_full_row_ends_or_moves_on():
+    prompt, many = list(range(10, 10 + LENGTH - 4)), dataclasses.replace(GREEDY, max_new_tokens=9)
+    ended = engine().submit(prompt, many).result()
+    assert (ended.finish, len(ended.tokens)) == ("length", 5)
+    moved = engine(when_full="slide").submit(prompt, many).result()
+    assert len(moved.tokens) == 9 and moved.tokens[:5] == ended.tokens
+    with pytest.raises(UserError, match="65 tokens, must have at most 64"):
+        engine().submit([5] * 65)
+
+
+@pytest.mark.parametrize("layer_pattern", [("global",), ("local", "global")])
+def test_a_prompt_that_begins_like_another_is_read_from_there(layer_pattern):
+    window = 24 if "local" in layer_pattern else None
+    model = api.build(dataclasses.replace(MODEL.config, layer_pattern=layer_pattern, window=window))
+    make = functools.partial(Engine, model, params(), VOCABULARY, LENGTH)
+    begun, plain = make(EngineConfig(slots=2)), make(EngineConfig(slots=2, prefix_cache_mib=0))
+    system = "a system prompt that all share. "
+    first = begun.submit(system, GREEDY).result()
+    ids = [VOCABULARY.bos_id, *VOCABULARY.encode(system)]
+    turn = [*ids, *first.tokens, *VOCABULARY.encode(" next")]  # the conversation goes on
+    for prompt, cached in ((turn, len(ids) + len(first.tokens) - 1), ([*ids, 70, 71, 72], len(ids)), ([70, *ids], 0)):
+        result = begun.submit(prompt, GREEDY).result()
+        assert result.cached_tokens == cached
+        assert result.tokens == plain.submit(prompt, GREEDY).result().tokens
+
+
+def test_the_prefix_cache_keeps_to_its_bytes():
+    row = {"key": np.zeros(1000, np.float32)}
+    kept = PrefixCache(9000, None, shortest=2)
+    for number in range(3):
+        kept.keep([number, 1, 2, 3], row)
+    assert kept.find([0, 1, 2, 3, 4]) is None and kept.find([1, 1, 2, 9])[1] == 3
+    kept.keep([5, 1, 2, 3], row)
+    assert kept.find([2, 1, 2, 3]) is None and kept.find([1, 1, 2, 3])[1] == 3  # the one used last stays
+
+
+def test_a_thought_has_no_more_tokens_than_its_budget():
+    tags = ("<", ">")
+    thinking = Sampling(temperature=1.0, seed=1, max_new_tokens=30, thinking_tokens=7, thinking_tags=tags)
+    for prompt in ("question <", "question <old> <"):
+        text = engine().submit(prompt, thinking).result().tokens
+        closed = text.index(VOCABULARY.encode(">")[0])
+        assert closed <= 7 and len(text) == 30
+    free = engine().submit("question", thinking).result().tokens
+    assert free == engine().submit("question", dataclasses.replace(thinking, thinking_tokens=None)).result().tokens
+    # A thought that begins in the text: some character of it is taken for the tag.
+    begins = next(i for i, token in enumerate(free[:20]) if 3 <= token < 131 and token not in free[:i])
+    again = dataclasses.replace(thinking, thinking_tags=(VOCABULARY.decode([free[begins]]), "</t>"))
+    text = engine().submit("question", again).result().tokens
+    assert text[: begins + 8] == free[: begins + 8]
+    assert text[begins + 8 : begins + 12] == VOCABULARY.encode("</t>")
+
+
+def test_characters_come_whole_and_stop_strings_never():
+    text = "naïve 🙂👩‍🚀 end"
+    stream = TextStream(VOCABULARY)
+    pieces = [stream.feed(token) for token in VOCABULARY.encode(text)]
+    assert "".join(pieces) + stream.close() == text and "\ufffd" not in "".join(pieces)
+    assert "🙂" in pieces and len(pieces) == len(text.encode())
+    cut = TextStream(VOCABULARY)
+    got = [cut.feed(token) for token in VOCABULARY.encode(text)[:8]]
+    assert "".join(got) + cut.close() == "naïve \ufffd"
+    stream = TextStream(VOCABULARY, stop=("</end>", "###"))
+    got = "".join(stream.feed(token) for token in VOCABULARY.encode("a </e> ## b</end> c"))
+    assert got + stream.close() == "a </e> ## b" and stream.stopped
+    stream = TextStream(VOCABULARY, stop=("</end>",))
+    assert "".join(stream.feed(token) for token in VOCABULARY.encode("a </en")) == "a " and stream.close() == "</en"
+
+
+def test_a_file_of_prompts_goes_on_where_it_was_stopped(tmp_path):
+    lines = [
+        {"prompt": prompt, "id": number, "max_new_tokens": 4 + number} for number, (prompt, _) in enumerate(REQUESTS)
+    ]
+    path, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    prompts = files.read_prompts(str(path), GREEDY)
+    assert list(files.complete(engine(), prompts, str(out))) == list(range(8))
+    whole = out.read_text()
+    found = [json.loads(line) for line in whole.splitlines()]
+    assert [(line["id"], line["prompt"]) for line in found] == [(line["id"], line["prompt"]) for line in lines]
+    assert found[0]["text"] == engine().submit("def f", prompts[0].sampling).result().text
+    out.write_text("".join(whole.splitlines(keepends=True)[:3]) + '{"prompt": "cut o')
+    assert list(files.complete(engine(), prompts, str(out))) == [3, 4, 5, 6, 7]
+    assert out.read_text() == whole
+    with pytest.raises(UserError, match="line 1 is not of the prompt"):
+        list(files.complete(engine(), prompts[1:], str(out)))
+
+
+@pytest.mark.parametrize(
+    "line, says",
+    [
+        ("[1]", 'a string "prompt"'),
+        ('{"prompt": 1}', 'a string "prompt"'),
+        ('{"prompt": "a", "temperatur": 1}', "did you mean temperature"),
+        ('{"prompt": "a", "top_k": 0}', "Sampling.top_k is 0"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path, line, says):
+    path = tmp_path / "in.jsonl"
+    path.write_text('{"prompt": "good"}\n' + line + "\n")
+    with pytest.raises(UserError, match=f"in.jsonl:2.*{says}"):
+        files.read_prompts(str(path), GREEDY)
+    with pytest.raises(UserError, match="cannot be read"):
+        files.read_prompts(str(tmp_path / "none.txt"), GREEDY)
+
+
+def test_speeds_are_measured():
+    found = speed.measure(engine(slots=2), dataclasses.replace(GREEDY, max_new_tokens=6), 20, VOCABULARY.size)
+    assert all(value > 0 for value in found.values())
+    assert found["between_tokens_ms_p50"] <= found["between_tokens_ms_p99"]

@@ -1,0 +1,198 @@
+"""Token by token through a cache, every model says what it says of the whole row."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from capibara import sharding
+from capibara.models import api
+from capibara.models import cache as caches
+from capibara.models.api import DecoderConfig, EncoderDecoderConfig
+from capibara.models.moe import Moe
+from capibara.models.rope import Rope
+from capibara.sharding import Plan
+
+TINY = DecoderConfig(
+    vocab_size=64, embed_dim=32, num_layers=2, num_heads=4, num_kv_heads=2, mlp_dim=48, dtype="float32", max_length=64
+)
+LENGTH, PROMPTS = 24, (9, 5)  # of a row; of each row's prompt
+VARIANTS = {
+    "llama": {},
+    "gpt2": dict(norm="layer", activation="gelu", positions="learned", bias="all", num_kv_heads=None),
+    "neox": dict(residual="parallel", norm="layer", activation="gelu", rope=Rope(fraction=0.5), head="separate"),
+    "qwen": dict(bias="qkv", qk_norm="head", rope=Rope(theta=1e6)),
+    "mistral": dict(window=6, layer_pattern=("local",)),
+    "gemma2": dict(
+        window=4,
+        layer_pattern=("local", "global"),
+        num_layers=3,
+        attention_soft_cap=5.0,
+        logit_soft_cap=3.0,
+        norm_placement="sandwich",
+        norm_scale="offset",
+        embedding_scale="sqrt_dim",
+    ),
+    "gemma3": dict(window=5, layer_pattern=("local", "local", "global"), num_layers=4, rope=Rope(local_theta=100.0)),
+    "llama3": dict(rope=Rope(scaling="llama3", factor=4.0, original_length=8)),
+    "yarn": dict(rope=Rope(scaling="yarn", factor=4.0, original_length=8), norm_placement="post"),
+    "none": dict(positions="none", attention_scale=0.5, layer_loop="unroll"),
+    "mixture": dict(moe=Moe(num_experts=4, top_k=2, shared_experts=1), bias="all"),
+    "capacity": dict(moe=Moe(num_experts=4, top_k=2, dispatch="capacity", capacity_factor=4.0)),
+    "int8": dict(quantization="int8"),
+}
+ENCODER_DECODER = EncoderDecoderConfig(
+    vocab_size=64, embed_dim=32, num_layers=2, num_heads=4, mlp_dim=48, dtype="float32", relative_distance=24
+)
+
+
+@functools.cache
+def made(config):
+    model = api.build(config)
+    keys = iter(jax.random.split(jax.random.key(0), 100))
+    # All parameters random: zero biases and unit scales would hide mistakes.
+    return model, jax.tree.map(lambda s: jax.random.normal(next(keys), s.shape) * 0.3, model.abstract_params)
+
+
+def rows_of(vocab=64):
+    return np.random.default_rng(0).integers(0, vocab, (len(PROMPTS), LENGTH)).astype(np.int32)
+
+
+def encoder_entries():
+    segments = (np.arange(10) < np.array([[10], [7]])).astype(np.int32)
+    tokens = np.random.default_rng(1).integers(0, 64, (2, 10)).astype(np.int32)
+    return {
+        "encoder_tokens": tokens,
+        "encoder_segment_ids": segments,
+        "encoder_positions": np.arange(10)[None] * segments,
+    }
+
+
+def of_whole_rows(model, params, tokens, encoder):
+    positions = np.broadcast_to(np.arange(LENGTH, dtype=np.int32), tokens.shape)
+    batch = {"tokens": tokens, "positions": positions, "segment_ids": np.ones_like(tokens)}
+    return np.asarray(jax.jit(model.logits)(params, batch | encoder))
+
+
+def step_by_step(model, params, tokens, encoder, capacity=LENGTH, padded=12):
+    """Logits [B, steps, V] after each row's prompt and each token after it, of rows that go on from different lengths."""
+    cache = model.start_cache(len(tokens), capacity, encoder_length=10 if encoder else None)
+    prompts = np.zeros((len(tokens), padded), np.int32)
+    for row, count in enumerate(PROMPTS):
+        prompts[row, :count] = tokens[row, :count]
+    logits, cache = jax.jit(model.prefill)(params, {"tokens": prompts, "counts": np.array(PROMPTS)} | encoder, cache)
+    found, decode = [logits], jax.jit(model.decode, donate_argnums=2)
+    for step in range(LENGTH - max(PROMPTS)):
+        given = np.array([row[count + step] for row, count in zip(tokens, PROMPTS)])
+        logits, cache = decode(params, jnp.asarray(given), cache)
+        found.append(logits)
+    return np.stack(found, axis=1), cache
+
+
+def compare(config, encoder, **how):
+    model, params = made(config)
+    want = of_whole_rows(model, params, rows_of(), encoder)
+    got, cache = step_by_step(model, jax.jit(model.serving)(params), rows_of(), encoder, **how)
+    assert np.std(want) > 0.05
+    for row, count in enumerate(PROMPTS):
+        np.testing.assert_allclose(got[row], want[row, count - 1 :][: got.shape[1]], rtol=2e-4, atol=2e-4)
+    np.testing.assert_array_equal(got.argmax(-1)[0], want[0, PROMPTS[0] - 1 :].argmax(-1))
+    return cache
+
+
+QUICK = ("gpt2", "neox", "gemma2", "mixture")  # what the others have is in these, or differs outside the cache
+
+
+@pytest.mark.parametrize(
+    "name", [*QUICK, *(pytest.param(name, marks=pytest.mark.heavy) for name in VARIANTS if name not in QUICK)]
+)
+def test_a_decoder(name):
+    config = dataclasses.replace(TINY, **VARIANTS[name])
+    cache = compare(config, {})
+    kinds = [config.layer_pattern[i % len(config.layer_pattern)] for i in range(config.num_layers)]
+    places = [layer["key"].shape[2] for layer in cache["layers"]]
+    assert places == [config.window if kind == "local" else LENGTH for kind in kinds]
+
+
+@pytest.mark.parametrize("head", [pytest.param("separate", marks=pytest.mark.heavy), "tied"])
+def test_an_encoder_decoder(head):
+    compare(dataclasses.replace(ENCODER_DECODER, head=head), encoder_entries())
+
+
+def test_a_row_longer_than_its_cache_sees_its_last_tokens():
+    config = dataclasses.replace(TINY, num_layers=1)
+    model, params = made(config)
+    windowed = api.build(dataclasses.replace(config, window=8, layer_pattern=("local",)))
+    want = of_whole_rows(windowed, params, rows_of(), {})
+    got, cache = step_by_step(model, params, rows_of(), {}, capacity=8)
+    for row, count in enumerate(PROMPTS):  # from the first token after the prompt, which is read whole
+        np.testing.assert_allclose(got[row, 1:], want[row, count:][: got.shape[1] - 1], rtol=2e-4, atol=2e-4)
+    np.testing.assert_array_equal(caches.places(cache["lengths"], 8)[0], [24 - 8, 17, 18, 19, 20, 21, 22, 23])
+
+
+def test_rows_go_on_by_several_tokens_at_once():
+    model, params = made(dataclasses.replace(TINY, **VARIANTS["gemma2"]))
+    tokens = rows_of()
+    want = of_whole_rows(model, params, tokens, {})
+    cache = model.start_cache(2, LENGTH)
+    _, cache = jax.jit(model.prefill)(params, {"tokens": tokens[:, :4], "counts": np.array([4, 2])}, cache)
+    pieces = np.stack([tokens[0, 4:12], tokens[1, 2:10]])  # more than the window; of the second row three are padding
+    batch = {"tokens": pieces, "counts": np.array([8, 5])}
+    every, extended = jax.jit(model.extend)(params, batch, cache)
+    last, resumed = jax.jit(model.resume)(params, batch, cache)
+    np.testing.assert_allclose(every[0], want[0, 4:12], rtol=2e-4, atol=2e-4)
+    np.testing.assert_allclose(every[1, :5], want[1, 2:7], rtol=2e-4, atol=2e-4)
+    np.testing.assert_array_equal(last, np.stack([every[0, 7], every[1, 4]]))
+    jax.tree.map(np.testing.assert_array_equal, extended, resumed)
+    logits, _ = jax.jit(model.decode)(params, jnp.asarray([tokens[0, 12], tokens[1, 7]]), extended)
+    np.testing.assert_allclose(logits, np.stack([want[0, 12], want[1, 7]]), rtol=2e-4, atol=2e-4)
+
+
+def test_a_row_takes_another_ones_place():
+    model, params = made(TINY)
+    tokens = rows_of()
+    _, cache = step_by_step(model, params, tokens, {})
+    alone = model.start_cache(1, LENGTH)
+    _, alone = jax.jit(model.prefill)(params, {"tokens": tokens[:1, :6], "counts": np.array([6])}, alone)
+    cache = jax.jit(caches.put_rows)(cache, alone, jnp.int32(1))
+    logits, cache = jax.jit(model.decode)(params, jnp.asarray(tokens[[0, 0], 6]), cache)
+    np.testing.assert_array_equal(cache["lengths"], [LENGTH - max(PROMPTS) + PROMPTS[0] + 1, 7])
+    np.testing.assert_allclose(logits[1], of_whole_rows(model, params, tokens, {})[0, 6], rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("sizes", [dict(fsdp=2, tensor=2, data=2)], ids=str)
+def test_on_a_mesh(sizes):
+    config = dataclasses.replace(TINY, **VARIANTS["gemma2"])
+    model, params = made(config)
+    tokens, plan = rows_of(), Plan(batch_size=4, **sizes)
+    mesh = sharding.make_mesh(plan)
+    shardings = sharding.shardings(mesh, plan.rules, model.axes)
+    with sharding.activate(mesh, plan.rules):
+        cache = jax.tree.map(
+            jax.device_put,
+            model.start_cache(4, LENGTH),
+            sharding.shardings(mesh, plan.rules, caches.axes(model.start_cache(4, LENGTH))),
+        )
+        serving = jax.jit(model.serving)(jax.device_put(params, shardings))
+        batch = {"tokens": np.tile(tokens[:, :9], (2, 1)), "counts": np.array([9, 5, 9, 5])}
+        _, cache = jax.jit(model.prefill, donate_argnums=2)(serving, batch, cache)
+        given = jnp.asarray(np.tile([tokens[0, 9], tokens[1, 5]], 2))
+        logits, cache = jax.jit(model.decode, donate_argnums=2)(serving, given, cache)
+    want = of_whole_rows(model, params, tokens, {})
+    np.testing.assert_allclose(logits, np.tile(np.stack([want[0, 9], want[1, 5]]), (2, 1)), rtol=2e-4, atol=2e-4)
+    # Rows over data and fsdp, key/value heads over tensor: each device holds a quarter of the rows and one of two heads.
+    assert cache["layers"][0]["key"].sharding.shard_shape((4, 2, 4, 8)) == (1, 1, 4, 8)
+
+
+def test_the_cache_is_updated_in_place():
+    model, params = made(TINY)
+    compiled = jax.jit(model.decode, donate_argnums=2).lower(params, jnp.zeros(2, jnp.int32), model.start_cache(2, 64))
+    memory = compiled.compile().memory_analysis()
+    cache_bytes = sum(x.nbytes for x in jax.tree.leaves(model.start_cache(2, 64)))
+    assert memory.alias_size_in_bytes >= cache_bytes
+    assert memory.temp_size_in_bytes < cache_bytes
