@@ -71,8 +71,8 @@ def text_part(values: Values) -> dict[str, Any]:
     """
     model_type = values.get("model_type")
     if model_type == "gemma3":
-        values = {"tie_word_embeddings": values.get("tie_word_embeddings", True), **values.get("text_config", {})}
-        values["model_type"], model_type = "gemma3_text", "gemma3_text"
+        around = {"tie_word_embeddings": values.get("tie_word_embeddings", True)} | _kept(values)
+        values, model_type = around | values.get("text_config", {}) | {"model_type": "gemma3_text"}, "gemma3_text"
     names = values.get("architectures") or []
     known = ", ".join([*FAMILIES, "gemma3 (its text)"])
     if model_type not in FAMILIES:
