@@ -49,11 +49,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _model(args: argparse.Namespace) -> int:
-    from capibara import devices
+    import jax
     from capibara.interop import checkpoint, conversion
     from capibara.training import run_folder
 
-    devices.skip_absent_tpu()
+    jax.config.update("jax_platforms", "cpu")  # a chip's memory is smaller than its host's
     if run_folder.is_run(args.source):
         run = run_folder.load(args.source, args.gin_file, args.gin_bindings, args.gin_search_paths)
         source = conversion.of_run(run.model, run.params, run.trainer.dataset)

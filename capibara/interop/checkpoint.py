@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import jax
@@ -56,6 +57,35 @@ def open_model(path: str) -> ForeignModel:
     if not os.path.exists(path):
         raise UserError(f"{path} does not exist: name a Hugging Face folder, or a .gguf file")
     return hf_folder.HfFolder(path)
+
+
+def loader(path: str, model: Model) -> Callable[[Params], Params]:
+    """What a run of ours begins from a foreign model with: (ShapeDtypeStructs with shardings) -> parameters, lying so.
+
+    Args:
+      path: as of open_model.
+      model: of the run, without adapters.
+
+    Raises:
+      UserError: it is another model. Only how far it sees may differ (RoPE, windows): that is told, and left to the run.
+    """
+    foreign = open_model(path)
+    for name, (ours, theirs) in hf_config.differences(foreign.config, model.config).items():
+        if name in ("rope", "window", "layer_pattern"):
+            logging.getLogger(__name__).warning("%s was trained with another %s than this run's", path, name)
+            continue
+        own = type(model.config).__name__
+        raise UserError(f"{own}.{name} is {_plain(ours)}, {path} was trained with {_plain(theirs)}: set it to that")
+
+    def load(target: Params) -> Params:
+        (dtype,) = {leaf.dtype for leaf in jax.tree.leaves(target)}
+        return load_params(foreign, model, jax.tree.map(lambda leaf: leaf.sharding, target), dtype=dtype)
+
+    return load
+
+
+def _plain(value: Any) -> str:
+    return repr(str(value) if isinstance(value, str) else value)
 
 
 def load_params(foreign: ForeignModel, model: Model, shardings: PyTree, *, dtype: Any = None) -> Params:
@@ -165,7 +195,8 @@ def _matched(
 def _absent_head(rows: tuple[Tensor, ...], stored: Mapping[str, str]) -> str | None:
     """The name of T5 1.1's output table where a file has none: transformers 5 shares the embedding, unscaled."""
     (head,) = (row.name for row in rows if row.ours == ("output",))
-    return head if rows[0].name == "shared.weight" in stored and head not in stored else None
+    shared = rows[0].name
+    return head if shared == "shared.weight" and shared in stored and head not in stored else None
 
 
 def _check_names(wanted: Mapping[str, Shape], stored: Mapping[str, str], passed_over: set[str]) -> None:

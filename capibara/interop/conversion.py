@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
+from capibara import outputs
 from capibara.data.dataset import Dataset
 from capibara.data.vocabulary import SentencePieceVocabulary, TokenizerJsonVocabulary, Vocabulary
 from capibara.interop import checkpoint, gin_of, hf_config, hf_folder
@@ -84,6 +85,8 @@ def write(
     Raises:
       UserError: the target is there already, or the form cannot hold this model.
     """
+    if outputs.is_remote(target):
+        raise UserError(f"--to={target} must be a local path: copy what is written there")
     if os.path.lexists(target) and (not os.path.isdir(target) or os.listdir(target)):
         raise UserError(f"--to={target} is there already: name another, or remove it")
     form = form or ("gguf" if target.endswith(".gguf") else "hf")

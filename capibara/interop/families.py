@@ -14,9 +14,11 @@ Values = Mapping[str, Any]
 DECODER, ENCODER, ENCODER_DECODER = "decoder", "encoder", "encoder_decoder"
 # May be missing in a config.json: then ours is None.
 OPTIONAL = ("num_key_value_heads", "head_dim", "n_inner", "attn_logit_softcapping", "final_logit_softcapping")
-ROPE_KEYS = (
+# Keys that say in one version of transformers what others say in another.
+OTHER_NAMES = (
     "rope_parameters", "rope_theta", "rope_scaling", "rope_local_base_freq", "partial_rotary_factor", "rotary_pct",
-    "rotary_emb_base",
+    "rotary_emb_base", "layer_types", "sliding_window_pattern", "_sliding_window_pattern", "num_local_experts",
+    "scale_decoder_outputs", "dense_act_fn", "is_gated_act", "hidden_activation",
 )  # fmt: skip
 
 _KINDS = {"full_attention": "global", "sliding_attention": "local"}
@@ -286,7 +288,7 @@ def head(values: Values, family: Family) -> str:
     return "tied" if tied else "separate"
 
 
-def write_head(config: TransformerConfig, family: Family) -> dict[str, Any]:
+def write_head(config: TransformerConfig) -> dict[str, Any]:
     return {"tie_word_embeddings": config.head == "tied"}
 
 

@@ -41,7 +41,7 @@ def run(config: TransformerConfig, folder: str, tokenizer: Mapping[str, bytes]) 
     parts = [
         [
             "# The model alone, in checkpoints/0. A run of yours begins from it with",
-            f'#   Trainer.init_from = "{folder}"',
+            f"#   Trainer.init_from = {json.dumps(folder)}",
         ],
         bindings(config),
         [f"Trainer.model_dir = {json.dumps(folder)}", "Trainer.steps = 1", f"Trainer.model = @{own}()"],

@@ -71,8 +71,8 @@ def text_part(values: Values) -> dict[str, Any]:
     """
     model_type = values.get("model_type")
     if model_type == "gemma3":
-        values = {"tie_word_embeddings": values.get("tie_word_embeddings", True), **values.get("text_config", {})}
-        values["model_type"], model_type = "gemma3_text", "gemma3_text"
+        around = {"tie_word_embeddings": values.get("tie_word_embeddings", True)} | _kept(values)
+        values, model_type = around | values.get("text_config", {}) | {"model_type": "gemma3_text"}, "gemma3_text"
     names = values.get("architectures") or []
     known = ", ".join([*FAMILIES, "gemma3 (its text)"])
     if model_type not in FAMILIES:
@@ -110,12 +110,19 @@ def to_hf(config: TransformerConfig, like: Values | None = None, *, dtype: str =
             kept = like if like.get("model_type") == family.model_type else _kept(like)
             about = {"architectures": [family.architectures[0]], "dtype": dtype, "torch_dtype": dtype}
             defaults = families.written_defaults(config, family)
-            return defaults | _without_rope(kept) | values | about | {"model_type": family.model_type}
+            return defaults | _without_old(kept) | values | about | {"model_type": family.model_type}
         if best is None or len(different) < len(best[1]):
             best = (family.model_type, different)
     nearest, fields = best
     shown = ", ".join(f"{name} = {_shown(wanted.get(name))}" for name in fields)
     raise UserError(f"no Hugging Face architecture has this model: {nearest} is the nearest, without {shown}")
+
+
+def differences(values: Values, config: TransformerConfig) -> dict[str, tuple[Any, Any]]:
+    """Where a config.json says another thing than our configuration: field -> (ours, what it would be)."""
+    ours, theirs = resolved(config), resolved(from_hf(values))
+    names = [name for name in ours if ours[name] != theirs.get(name)]
+    return {name: (ours[name], theirs.get(name)) for name in names}
 
 
 def resolved(config: TransformerConfig) -> dict[str, Any]:
@@ -166,7 +173,9 @@ def _decoder(values: Values, family: Family, num_layers: int) -> dict[str, Any]:
     if family.model_type == "gpt_neox":
         fields["residual"] = "parallel" if values.get("use_parallel_residual", True) else "sequential"
     if family.experts:
-        count = values.get(family.experts) or values.get("num_local_experts")
+        count = values.get(family.experts) or values.get("num_local_experts")  # either, by the version
+        if not count:
+            raise UserError(f"config.json of a {family.model_type} has no {family.experts}: it is cut short")
         fields["moe"] = Moe(
             num_experts=count,
             top_k=values["num_experts_per_tok"],
@@ -181,7 +190,7 @@ def _written(config: TransformerConfig, family: Family) -> dict[str, Any]:
     values = {theirs: getattr(config, ours) for ours, theirs in family.keys.items()}
     values |= {key: allowed[0] for key, allowed in family.only.items()}
     values |= {family.keys[name]: getattr(config, own) for name, own in _SIZES if name in family.keys}
-    values |= families.write_head(config, family) | families.write_activation(config, family)
+    values |= families.write_head(config) | families.write_activation(config, family)
     if family.kind == families.ENCODER_DECODER:
         return values | {"num_layers": config.encoder_layers, "num_decoder_layers": config.num_layers}
     if family.kind == families.ENCODER:
@@ -219,9 +228,9 @@ def _kept(like: Values) -> dict[str, Any]:
     return {key: like[key] for key in _CARRIED if key in like}
 
 
-def _without_rope(values: Values) -> dict[str, Any]:
-    """What is written anew must not stand beside what it was."""
-    return {key: value for key, value in values.items() if key not in families.ROPE_KEYS}
+def _without_old(values: Values) -> dict[str, Any]:
+    """Without other names for what is written anew."""
+    return {key: value for key, value in values.items() if key not in families.OTHER_NAMES}
 
 
 def _shown(value: Any) -> str:

@@ -138,6 +138,8 @@ def test_token_ids_and_the_like_are_kept():
     values = hf_config.to_hf(hf_config.from_hf(like), like, dtype="bfloat16")
     assert values["eos_token_id"] == [7, 8] and values["max_position_embeddings"] == 131072
     assert values["dtype"] == values["torch_dtype"] == "bfloat16" and values["pretraining_tp"] == 1
+    images = PUBLISHED["gemma3_4b"] | dict(eos_token_id=[1, 106])
+    assert hf_config.to_hf(hf_config.from_hf(images), images)["eos_token_id"] == [1, 106]
     other = hf_config.to_hf(hf_config.from_hf(PUBLISHED["qwen3_0.6b"]), like)
     assert other["model_type"] == "qwen3" and other["eos_token_id"] == [7, 8] and "pretraining_tp" not in other
 

@@ -184,6 +184,34 @@ def test_names_of_other_versions_are_known(name, tmp_path):
     assert_equal(checkpoint.load_params(other, model, on_one(model)), params)
 
 
+def test_a_t5_1_1_without_a_head_of_its_own_shares_the_embedding_unscaled(tmp_path):
+    """As transformers 5 makes one anew; one of older versions has two tables."""
+    model = api.build(T5)
+    params = host_params(model)
+    foreign = checkpoint.open_model(written(tmp_path / "model", model, params))
+    assert "lm_head.weight" in foreign.shapes()
+    headless = Renamed(foreign, str)
+    del headless._names["lm_head.weight"]
+    assert_equal(checkpoint.load_params(headless, model, on_one(model)), params | {"output": params["embedding"]})
+
+
+def test_a_run_begins_from_a_folder_of_its_model(tmp_path, caplog):
+    model, plan = api.build(LLAMA), MESHES["fsdp=4 x tensor=2"]
+    params = host_params(model)
+    folder = written(tmp_path / "model", model, params)
+    targets = sharding.shardings(sharding.make_mesh(plan), plan.rules, model.axes, model.abstract_params)
+    as_in_run = lambda s, n: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=n)  # noqa: E731
+    target = jax.tree.map(as_in_run, model.abstract_params, targets)
+    assert_equal(checkpoint.loader(folder, model)(target), params)
+    assert not caplog.records
+    longer = api.build(dataclasses.replace(LLAMA, rope=Rope(theta=5e5), dtype="bfloat16"))
+    assert_equal(checkpoint.loader(folder, longer)(target), params)
+    assert "another rope than this run's" in caplog.text
+    other = api.build(dataclasses.replace(LLAMA, norm_eps=1e-6))
+    with pytest.raises(UserError, match=r"DecoderConfig.norm_eps is 1e-06, .*model was trained with 1e-05: set it"):
+        checkpoint.loader(folder, other)
+
+
 def test_what_does_not_fit_is_named(tmp_path):
     model = api.build(LLAMA)
     foreign = checkpoint.open_model(written(tmp_path / "model", model, host_params(model)))
