@@ -1,1 +1,1 @@
-"""Models of other frameworks, in and out."""
+"""Foreign models: their names, configurations and files, both ways."""

@@ -56,9 +56,8 @@ class GgufModel:
             self._check()
         except UserError as error:
             raise UserError(f"{path}: {error}") from None
-        for name in ("bos", "eos", "pad"):
-            if (token := _value(reader, f"tokenizer.ggml.{gguf_vocabulary.KEYS[name]}_token_id")) is not None:
-                self.config[f"{name}_token_id"] = token
+        for name in ("bos", "eos", "pad"):  # None too: where it is not said, transformers takes another model's
+            self.config[f"{name}_token_id"] = _value(reader, f"tokenizer.ggml.{gguf_vocabulary.KEYS[name]}_token_id")
 
     @functools.cached_property
     def tokenizer(self) -> dict[str, bytes]:
