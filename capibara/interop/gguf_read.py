@@ -83,7 +83,7 @@ class GgufModel:
 
     def _plain(self, data: np.ndarray, stored: Any) -> np.ndarray:
         match stored.tensor_type.name:
-            case "F32" | "F16" | "F64":
+            case "F32" | "F16":
                 return data
             case "BF16":
                 return data.view(ml_dtypes.bfloat16)
@@ -156,5 +156,8 @@ def _value(reader: Any, key: str) -> Any:
     field = reader.fields.get(key)
     if field is None:
         return None
-    value = field.contents()
+    try:
+        value = field.contents()
+    except UnicodeDecodeError:
+        raise UserError(f"{key} of the GGUF file is no UTF-8 text: it is damaged") from None
     return gguf_rope.tidy(value) if isinstance(value, float) else value

@@ -293,6 +293,16 @@ def test_bad_files(tmp_path):
         gemma2 = write(tmp_path / "gemma2.gguf", "gemma2")
         values = {"general.architecture": "gemma2", "gemma2.attention.sliding_window_pattern": 3}
         open_gguf(copy(gemma2, other, values=values))
+    with one_line("llama.block_count is 5000000, must be 1 to"):
+        open_gguf(copy(path, other, values={"llama.block_count": 5_000_000}))
+    with one_line("rope.scaling.factor is None"):
+        open_gguf(copy(path, other, values={"llama.rope.scaling.type": "linear"}))
+    with one_line("has not all of tokens, merges"):
+        open_gguf(copy(path, other, values={"tokenizer.ggml.merges": None})).tokenizer  # noqa: B018
+    with one_line("merges do not fit"):
+        open_gguf(copy(path, other, values={"tokenizer.ggml.merges": ["no such"]})).tokenizer  # noqa: B018
+    with one_line("more tokens than scores or types"):
+        open_gguf(copy(path, other, values={"tokenizer.ggml.token_type": [1, 1]})).tokenizer  # noqa: B018
     assert open_gguf(copy(path, other)).config == open_gguf(path).config
 
 
