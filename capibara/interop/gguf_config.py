@@ -157,6 +157,7 @@ def from_metadata(
         if value is None and name not in (*_NULL, "num_key_value_heads", "head_dim"):
             raise UserError(f"the file has no {arch}.{FIELDS[name]}: it is damaged, or no {arch} model")
         config[family.renamed.get(name, name)] = value or None if name in _NULL else value
+    _check_counts(arch, config, shapes, family)
     _check_foreign(arch, values, config, family)
     heads, kv_heads = family.heads(config)
     head_dim = family.head_dim(config)
@@ -174,6 +175,15 @@ def from_metadata(
     if family.model_type != "gpt2":
         config |= gguf_rope.from_metadata(values, family, head_dim, divided)
     return config
+
+
+def _check_counts(arch: Any, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], family: Family) -> None:
+    """Raises where a number is damaged so that all the tensors that it promises could not be named."""
+    most = {"num_hidden_layers": len(shapes), "num_experts": max((shape[0] for shape in shapes.values()), default=0)}
+    for name, largest in most.items():
+        value = family.get(config, name)
+        if value is not None and not 0 < value <= largest:
+            raise UserError(f"{arch}.{FIELDS[name]} is {value}, must be 1 to {largest} by the tensors of the file")
 
 
 def _check_foreign(arch: Any, values: Mapping[str, Any], config: Mapping[str, Any], family: Family) -> None:

@@ -56,9 +56,8 @@ class GgufModel:
             self._check()
         except UserError as error:
             raise UserError(f"{path}: {error}") from None
-        for name in ("bos", "eos", "pad"):
-            if (token := _value(reader, f"tokenizer.ggml.{gguf_vocabulary.KEYS[name]}_token_id")) is not None:
-                self.config[f"{name}_token_id"] = token
+        for name in ("bos", "eos", "pad"):  # None too: where it is not said, transformers takes another model's
+            self.config[f"{name}_token_id"] = _value(reader, f"tokenizer.ggml.{gguf_vocabulary.KEYS[name]}_token_id")
 
     @functools.cached_property
     def tokenizer(self) -> dict[str, bytes]:
@@ -84,7 +83,7 @@ class GgufModel:
 
     def _plain(self, data: np.ndarray, stored: Any) -> np.ndarray:
         match stored.tensor_type.name:
-            case "F32" | "F16" | "F64":
+            case "F32" | "F16":
                 return data
             case "BF16":
                 return data.view(ml_dtypes.bfloat16)
@@ -157,5 +156,8 @@ def _value(reader: Any, key: str) -> Any:
     field = reader.fields.get(key)
     if field is None:
         return None
-    value = field.contents()
+    try:
+        value = field.contents()
+    except UnicodeDecodeError:
+        raise UserError(f"{key} of the GGUF file is no UTF-8 text: it is damaged") from None
     return gguf_rope.tidy(value) if isinstance(value, float) else value

@@ -131,9 +131,9 @@ def from_metadata(
     if divided is not None and not np.all(divided == 1):
         rope |= _llama3_of(divided, theta, head_dim, original)
     elif kind == "linear":
-        rope |= {"rope_type": "linear", "factor": values["rope.scaling.factor"]}
+        rope |= {"rope_type": "linear", "factor": _factor(values, family)}
     elif kind == "yarn":
-        factor = values["rope.scaling.factor"]
+        factor = _factor(values, family)
         rope |= {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
         if "rope.scaling.attn_factor" in values:
             rope["attention_factor"] = tidy(values["rope.scaling.attn_factor"] * (0.1 * math.log(factor) + 1))
@@ -149,6 +149,13 @@ def from_metadata(
         local = {"rope_type": "default", "rope_theta": values.get("rope.freq_base_swa", _LOCAL_THETA)}
         return {"rope_parameters": {"sliding_attention": local, "full_attention": rope}}
     return {"rope_parameters": rope} | more
+
+
+def _factor(values: Mapping[str, Any], family: Family) -> float:
+    factor = values.get("rope.scaling.factor")
+    if not isinstance(factor, int | float) or not 0 < factor < math.inf:
+        raise UserError(f"{family.arch}.rope.scaling.factor is {factor}, must be a number above 0")
+    return factor
 
 
 def _llama3_of(divided: np.ndarray, theta: float, head_dim: int, original: int | None) -> dict[str, Any]:

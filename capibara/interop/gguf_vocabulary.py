@@ -72,6 +72,11 @@ def files(values: Mapping[str, Any], path: str) -> dict[str, bytes]:
     model, pre = values.get("ggml.model"), values.get("ggml.pre", "default")
     pre = _SAME.get(pre, pre)
     tokens = values.get("ggml.tokens", [])
+    needed = {"llama": ("scores", "token_type"), "gpt2": ("merges",)}.get(model, ())
+    if needed and (not tokens or any(f"ggml.{name}" not in values for name in needed)):
+        raise UserError(f"{path}: tokenizer.ggml has not all of tokens, {', '.join(needed)}: the file is damaged")
+    if any(len(values.get(f"ggml.{name}", tokens)) != len(tokens) for name in ("scores", "token_type")):
+        raise UserError(f"{path}: tokenizer.ggml has more tokens than scores or types, or fewer: the file is damaged")
     if model == "llama":
         made, adds_bos = _sentencepiece(values), values.get("ggml.add_bos_token", True)
     elif model == "gpt2" and pre in PRES:
@@ -105,7 +110,7 @@ def files(values: Mapping[str, Any], path: str) -> dict[str, bytes]:
 
 
 def _byte_level(values: Mapping[str, Any], pre: Pre, path: str) -> tokenizers.Tokenizer:
-    merges = [tuple(merge.split(" ", 1)) for merge in values.get("ggml.merges", ())]
+    merges = [tuple(merge.split(" ", 1)) for merge in values["ggml.merges"]]
     try:
         model = models.BPE(vocab=_vocab(values), merges=merges, ignore_merges=pre.ignore_merges)
     except Exception as error:  # the library raises bare Exception
@@ -127,9 +132,7 @@ def _splitter(split: str) -> Any:
 def _sentencepiece(values: Mapping[str, Any]) -> tokenizers.Tokenizer:
     """llama.cpp joins the pair whose piece has the best score, which merges in the order of scores do too."""
     vocab, tokens = _vocab(values), values["ggml.tokens"]
-    kinds, scores = values.get("ggml.token_type"), values.get("ggml.scores")
-    if scores is None or kinds is None or len(scores) != len(tokens):
-        raise UserError("tokenizer.ggml.scores or token_type are missing: the file is damaged")
+    kinds, scores = values["ggml.token_type"], values["ggml.scores"]
     unknown = next((token for token, kind in zip(tokens, kinds) if kind == UNKNOWN), None)
     made = tokenizers.Tokenizer(
         models.BPE(

@@ -27,7 +27,8 @@ _FILE_TYPES = {"f32": "ALL_F32"}
 _BY_TOKEN = ("token_embd.weight", "output.weight")
 # llama.cpp computes with these in float32 only.
 _EXACT = ("ffn_gate_inp.weight", "position_embd.weight")
-_MOST_F16 = 65504.0
+# The largest values that the types hold: blocks have a step in float16.
+_MOST = {"F16": 65504.0, "Q8_0": 127 * 65504.0, "Q4_0": 8 * 65504.0}
 
 
 def write_gguf(
@@ -50,7 +51,7 @@ def write_gguf(
 
     Raises:
       UserError: llama.cpp has no such model or tokenizer, a tensor is missing, unknown, of another shape or beyond
-        float16, or the file cannot be written.
+        what the dtype holds, or the file cannot be written.
     """
     if dtype not in _TYPES:
         raise UserError(f"dtype {dtype!r} is none that GGUF files are written in, must be one of {', '.join(_TYPES)}")
@@ -145,8 +146,9 @@ class _File:
         value = gguf_names.to_gguf(value, tensor.change, self._heads)
         value = np.ascontiguousarray(value, dtype=np.float32)
         kind = self._types[tensor.stored]
-        if kind.name == "F16" and not np.abs(value).max(initial=0) <= _MOST_F16:
-            raise UserError(f"{tensor.name} has values beyond {_MOST_F16:g}, float16 cannot hold them: try bf16 or f32")
+        most = _MOST.get(kind.name)
+        if most is not None and not np.abs(value).max(initial=0) <= most:
+            raise UserError(f"{tensor.name} has values beyond {most:g}, {kind.name} cannot hold them: try bf16 or f32")
         return np.ascontiguousarray(self._gguf.quantize(value, kind))
 
     def _type(self, name: str, shape: tuple[int, ...], dtype: str) -> Any:

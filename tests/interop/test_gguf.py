@@ -44,9 +44,9 @@ def write(path, name: str = "llama", dtype: str = "f32", tokenizer=None, **chang
     return path
 
 
-def copy(source, target, *, values=None, drop=(), more=None, kinds=None) -> pathlib.Path:
-    """A GGUF file with other metadata (None: without), without or with more tensors, or some of other types."""
-    reader, values, kinds = gguf.GGUFReader(source), values or {}, kinds or {}
+def copy(source, target, *, values=None, drop=(), more=None, stored=None) -> pathlib.Path:
+    """A GGUF file with other metadata (None: without), without or with more tensors, or some (bytes, type) of others."""
+    reader, values, stored = gguf.GGUFReader(source), values or {}, stored or {}
     writer = gguf.GGUFWriter(target, values.get("general.architecture") or "llama")
     for key, field in reader.fields.items():
         if not key.startswith("GGUF.") and key not in values and key != "general.architecture":
@@ -56,9 +56,9 @@ def copy(source, target, *, values=None, drop=(), more=None, kinds=None) -> path
         if value is not None and key != "general.architecture":
             writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
     for tensor in reader.tensors:
-        if tensor.name in kinds:
-            data = gguf.quantize(tensor.data, kinds[tensor.name])
-            writer.add_tensor(tensor.name, data, raw_dtype=kinds[tensor.name])
+        if tensor.name in stored:
+            data, kind = stored[tensor.name]
+            writer.add_tensor(tensor.name, data, raw_dtype=kind)
         elif tensor.name not in drop:
             writer.add_tensor(tensor.name, tensor.data)
     for name, value in (more or {}).items():
@@ -136,16 +136,30 @@ def test_rows_that_are_no_blocks_are_float16(tmp_path):
 
 @pytest.mark.parametrize("kind", ["Q4_1", "Q5_0", "Q5_1", "Q8_0"])
 def test_other_quantisations_are_undone(kind, tmp_path):
-    source = write(tmp_path / "f32.gguf")
-    kinds = {
-        "blk.0.ffn_up.weight": gguf.GGMLQuantizationType[kind],
-        "blk.1.attn_q.weight": gguf.GGMLQuantizationType[kind],
+    values, kind = dict(cases.tensors(config_of("llama"))), gguf.GGMLQuantizationType[kind]
+    source, key = write(tmp_path / "f32.gguf"), "model.layers.0.mlp.up_proj.weight"
+    stored = {"blk.0.ffn_up.weight": (gguf.quantize(values[key], kind), kind)}
+    error = np.abs(open_gguf(copy(source, tmp_path / "model.gguf", stored=stored)).read(key) - values[key]).max()
+    assert 0 < error < np.abs(values[key]).max() / (6 if "4" in kind.name else 12)
+
+
+def test_k_quantisations_are_undone(tmp_path):
+    step = np.frombuffer(np.float16(0.5).tobytes(), np.uint8)
+    # 256 values each: low bits, high bits, 16 scales, step; and step, no offset, 8 scales in 6 bits, values.
+    q6 = np.concatenate([np.zeros(192, np.uint8), np.full(16, 2, np.uint8), step])
+    q4 = np.concatenate(
+        [step, np.zeros(2, np.uint8), np.repeat([1, 0, 1], 4).astype(np.uint8), np.full(128, 0x33, np.uint8)]
+    )
+    types = gguf.GGMLQuantizationType
+    stored = {
+        "blk.0.ffn_down.weight": (np.tile(q6, (32, 1)), types.Q6_K),
+        "blk.1.ffn_down.weight": (np.tile(q4, (32, 1)), types.Q4_K),
     }
-    found = open_gguf(copy(source, tmp_path / "model.gguf", kinds=kinds))
-    values = dict(cases.tensors(config_of("llama")))
-    for key in ("model.layers.0.mlp.up_proj.weight", "model.layers.1.self_attn.q_proj.weight"):
-        error = np.abs(found.read(key) - values[key]).max()
-        assert 0 < error < np.abs(values[key]).max() / (6 if "4" in kind else 12)
+    source = write(tmp_path / "f32.gguf", intermediate_size=256)
+    found = open_gguf(copy(source, tmp_path / "model.gguf", stored=stored))
+    for layer, value in ((0, 0.5 * 2 * -32), (1, 0.5 * 3)):
+        got = found.read(f"model.layers.{layer}.mlp.down_proj.weight")
+        np.testing.assert_array_equal(got, np.full((32, 256), value, np.float32))
 
 
 def test_tensors_may_come_in_any_order(tmp_path):
@@ -279,6 +293,16 @@ def test_bad_files(tmp_path):
         gemma2 = write(tmp_path / "gemma2.gguf", "gemma2")
         values = {"general.architecture": "gemma2", "gemma2.attention.sliding_window_pattern": 3}
         open_gguf(copy(gemma2, other, values=values))
+    with one_line("llama.block_count is 5000000, must be 1 to"):
+        open_gguf(copy(path, other, values={"llama.block_count": 5_000_000}))
+    with one_line("rope.scaling.factor is None"):
+        open_gguf(copy(path, other, values={"llama.rope.scaling.type": "linear"}))
+    with one_line("has not all of tokens, merges"):
+        open_gguf(copy(path, other, values={"tokenizer.ggml.merges": None})).tokenizer  # noqa: B018
+    with one_line("merges do not fit"):
+        open_gguf(copy(path, other, values={"tokenizer.ggml.merges": ["no such"]})).tokenizer  # noqa: B018
+    with one_line("more tokens than scores or types"):
+        open_gguf(copy(path, other, values={"tokenizer.ggml.token_type": [1, 1]})).tokenizer  # noqa: B018
     assert open_gguf(copy(path, other)).config == open_gguf(path).config
 
 
@@ -322,7 +346,8 @@ def test_tensors_that_do_not_fit(tmp_path):
         ("model.norm.weight is missing", {key: value for key, value in values.items() if key != norm}, "f32"),
         ("tensor model.extra.weight is not known", values | {"model.extra.weight": values[norm]}, "f32"),
         ("must have .64, 32. by config.json", values | {first: values[first].T}, "f32"),
-        ("float16 cannot hold them", values | {first: values[first] * 1e6}, "f16"),
+        ("F16 cannot hold them", values | {first: values[first] * 1e6}, "f16"),
+        ("Q8_0 cannot hold them", values | {first: values[first] * np.float32(np.nan)}, "q8_0"),
         ("dtype 'q5_k' is none", values, "q5_k"),
     ):
         with one_line(match):
