@@ -302,6 +302,16 @@ def test_ranges_are_of_the_chosen_messages(tokenizer_folder):
     assert [rendered.text[first:last] for first, last in ranges] == ["It is 4.<|im_end|>", "?<|im_end|>"]
 
 
+def test_white_space_around_what_is_said_and_characters_that_are_none(tokenizer_folder):
+    messages = [{"role": "user", "content": " q\n"}, {"role": "assistant", "content": "\n a \ud800\ufdd1\n"}] * 2
+    assert tokens_of(tokenizer_folder("smollm2"), messages).said == ["\n a \n<|im_end|>"] * 2
+    assert tokens_of(tokenizer_folder("llama3.1"), messages).said == ["a<|eot_id|>"] * 2
+    assert tokens_of(tokenizer_folder("generation"), messages).said == ["\n a \n<|im_end|>"] * 2
+    silent = [messages[0], {"role": "assistant", "content": ""}, messages[0], {"role": "assistant", "content": " "}]
+    assert tokens_of(tokenizer_folder("smollm2"), silent).said == ["<|im_end|>", " <|im_end|>"]
+    assert tokens_of(tokenizer_folder("gemma"), silent).said == ["<end_of_turn>"] * 2
+
+
 def test_a_conversation_that_the_assistant_begins(tokenizer_folder):
     with pytest.raises(UserError, match="a.jsonl:1 begins with the assistant, who answers nothing"):
         tokens_of(tokenizer_folder("zephyr"), plain()[1:])
@@ -331,6 +341,12 @@ def test_where_templates_are_found(tokenizer_folder, tmp_path, tokenizer_file):
     (folder / "mine.jinja").write_text("mine")
     assert text(template=str(folder / "mine.jinja")) == "mine"
     assert text(template="{{ answer }}{{ messages[0].content }}", variables={"answer": 42}) == "42x"
+    settings.unlink()
+    assert text(template="{{ eos_token }}", variables={"eos_token": "<end>"}) == "<end>"
+    with pytest.raises(
+        UserError, match="asks for eos_token, and there is no tokenizer_config.json .*: set ChatTemplate.var"
+    ):
+        text(template="{{ eos_token }}")
     with pytest.raises(UserError, match="ChatTemplate.template .*none.jinja.* cannot be read"):
         text(template=str(folder / "none.jinja"))
     with pytest.raises(UserError, match="ChatTemplate.tokenizer .* has no tokenizer.json"):
