@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import pathlib
+import random
 
 import pytest
 
@@ -16,7 +17,7 @@ from capibara.data.chat_template import ChatTemplate
 from capibara.data.dataset import Dataset
 from capibara.data.examples import Assembler
 from capibara.data.sources import StdlibSource
-from capibara.data.vocabulary import TokenizerJsonVocabulary
+from capibara.data.vocabulary import GUARD, TokenizerJsonVocabulary
 from capibara.types import UserError
 
 QUESTIONS = [("What is 2+2?", "It is 4."), ("And 3+3?", "6,\n\n  of course  (é, 漢字)!"), (" so ", "?")]
@@ -408,3 +409,45 @@ def test_tokenizers_that_mark_spaces(tokenizer_folder, tmp_path, kind, name):
     said = ids[(weights == 1) & (ids != vocabulary.eos_id)]
     assert vocabulary.decode(said).replace(" ", "") == "".join(STRIPPED).replace(" ", "")
     assert "</s> <s>" in vocabulary.decode(ids)
+
+
+WORDS = [
+    "a",
+    "assistant",
+    "user",
+    "\n",
+    "  ",
+    "9",
+    "<|im_end|>",
+    "</s>",
+    "[/INST]",
+    " ",
+    "}}]",
+    "é",
+    "model\n",
+    "<|end|>\n",
+]
+WORDS += ["<|im_start|>assistant\n", "<think>", "</think>", '{"x": 1}', "Qz1000000qYw1000000"]
+
+
+@pytest.mark.parametrize("name", ENDED)
+def test_whatever_is_said(tokenizer_folder, name):
+    """Conversations made of what is hard to tell from a template's own text, and that repeat themselves."""
+    rng = random.Random(0)
+    template = ChatTemplate(tokenizer=tokenizer_folder(name))
+    strips = name in ("llama2", "llama3.1", "mistral", "gemma")
+
+    def text():
+        return "".join(rng.choice(WORDS) for _ in range(rng.randint(0, 5)))
+
+    for _ in range(100):
+        again = text()
+        messages = [
+            {"role": role, "content": rng.choice([again, text()])}
+            for _ in range(rng.randint(1, 3))
+            for role in ("user", "assistant")
+        ]
+        example = render_example(template, Conversation(messages), TrainOn.ASSISTANT, "a.jsonl:1")
+        answers = [message["content"] for message in messages[1::2]]
+        expected = [ENDED[name].format(answer.strip() if strips else answer) for answer in answers]
+        assert [example.text[a:b].replace(GUARD, "") for a, b in example.loss] == expected
