@@ -22,6 +22,8 @@ _ROLES = {
     **dict.fromkeys(("observation", "tool", "function_response"), "tool"),
     "system": "system",
 }
+# What data sets call an assistant's reasoning; templates read the first or the second.
+_REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 class Format(enum.StrEnum):
@@ -238,6 +240,9 @@ def _message(value: Any, where: str) -> Message:
     content = value["content"] if "content" in value else value.get("value")
     if role == "function_call":
         message["tool_calls"], content = _json(content, where, "a call"), ""
+    reasoning = next((value[key] for key in _REASONING if isinstance(value.get(key), str)), None)
+    if reasoning is not None:
+        message |= {"thinking": reasoning, "reasoning_content": reasoning}
     calls = message.pop("tool_calls", None)
     if calls:
         message["tool_calls"] = [_call(call, where) for call in (calls if isinstance(calls, list) else [calls])]

@@ -18,6 +18,7 @@ to a turn (the <think></think> of Qwen3) is the assistant's if the generation pr
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 from capibara.data.chat_formats import Conversation, Message
@@ -26,7 +27,6 @@ from capibara.types import UserError
 
 Range = tuple[int, int]
 _FIX = "mark what the assistant says with {% generation %} blocks in ChatTemplate.template"
-_PROBES = ("Qz7qYw3", "Xk5xJv9")  # one of them ends otherwise than any given text
 
 
 def assistant_ranges(
@@ -67,6 +67,8 @@ class _Finder:
         self._template, self._where = template, where
         self._messages, self._tools = conversation
         self._rendered, self._text = rendered, rendered.text
+        words = map("Qz{0}qYw{0}".format, range(10**6, 10**7))
+        self._probes = list(itertools.islice((word for word in words if word not in self._text), 2))
 
     def generated(self, chosen: Sequence[int]) -> list[Range]:
         """The {% generation %} blocks of the chosen messages."""
@@ -104,7 +106,7 @@ class _Finder:
         before = self._messages[k - 1]
         if before.get("tool_calls"):
             raise self._lost(k, "its generation prompt is no beginning of the text")
-        changed, probe = _with_probe(before)
+        changed, probe = _with_probe(before, self._probes)
         whole = self._render(_replaced(self._messages, k - 1, changed)).text
         alone = self._render(_replaced(self._messages[:k], k - 1, changed), add_generation_prompt=True).text
         if whole.count(probe) != 1 or alone.count(probe) != 1:
@@ -122,7 +124,7 @@ class _Finder:
     def _unchanged(self, messages: Sequence[Message], k: int, text: str) -> int:
         """The length of what `text`, made of `messages`, ends with whatever message `k` says last."""
         lengths = []
-        for changed in _variants(messages[k]):
+        for changed in _variants(messages[k], self._probes):
             other = self._render(_replaced(messages, k, changed)).text
             if other != text:
                 lengths.append(_common_end(text, other))
@@ -135,8 +137,10 @@ class _Finder:
         content = message["content"]
         # A reasoning template takes the content apart, and may write the parts elsewhere or leave out the first.
         parts = [content.strip(), content.rpartition("</think>")[2].strip()]
-        names = [call["function"]["name"] for call in message.get("tool_calls", ())]
-        if not any(part in said for part in parts) or not all(name in said for name in names):
+        calls = message.get("tool_calls", ())
+        if calls:
+            parts = [""]  # Llama 3.1's template leaves out what is said with a call
+        if not any(part in said for part in parts) or not all(call["function"]["name"] in said for call in calls):
             raise self._lost(k, f"the text has {_shown(said)} instead")
 
     def _end(self, k: int, said: int) -> int:
@@ -169,21 +173,21 @@ class _Finder:
         return UserError(f"{self._where}: what the assistant says in message {k} cannot be told ({reason}): {_FIX}")
 
 
-def _variants(message: Message) -> list[Message]:
+def _variants(message: Message, probes: Sequence[str]) -> list[Message]:
     """The message with other last words: of its content, or of its last call, which may end with its id."""
     if not message.get("tool_calls"):
-        return [_with_probe(message)[0]]
+        return [_with_probe(message, probes)[0]]
     *calls, last = message["tool_calls"]
-    other = {"function": {**last["function"], "arguments": {_PROBES[0]: _PROBES[1]}}}
-    renamed = {"id": f"{_PROBES[0]}00"}  # 9 letters and digits
+    other = {"function": {**last["function"], "arguments": {probes[0]: probes[1]}}}
+    renamed = {"id": probes[0][:9]}  # of 9 letters and digits, as Mistral's templates want
     variants = [{**message, "tool_calls": [*calls, {**last, **change}]} for change in (other, renamed)]
-    return [*variants, _with_probe(message)[0]] if message["content"] else variants
+    return [*variants, _with_probe(message, probes)[0]] if message["content"] else variants
 
 
-def _with_probe(message: Message) -> tuple[Message, str]:
+def _with_probe(message: Message, probes: Sequence[str]) -> tuple[Message, str]:
     """The message with a word at the end of its content that ends otherwise than the content, and the word."""
     content = message["content"].rstrip()
-    probe = next(probe for probe in _PROBES if not content.endswith(probe[-1]))
+    probe = next(probe for probe in probes if not content.endswith(probe[-1]))
     return {**message, "content": content + probe}, probe
 
 

@@ -23,8 +23,11 @@ from capibara.data.chat_formats import Conversation
 from capibara.data.vocabulary import GUARD, TOKENIZER_FILE
 from capibara.types import UserError
 
-# Unicode noncharacters (no text may hold them; where one does, they are dropped): around a {% generation %} block.
+# Unicode noncharacters, around a {% generation %} block.
 _BEGIN, _END = "\ufdd1", "\ufdd2"
+# What no text may hold, and would not come through: these and lone surrogates are dropped from messages.
+_NO_TEXT = f"[{GUARD}{_BEGIN}{_END}\ud800-\udfff]"
+_TOKEN_FILES = ("special_tokens_map.json", "tokenizer_config.json")
 _REASONING = ("<think>", "</think>")
 _SHOWN = "<template>"  # the file name that Jinja gives to a template's code
 
@@ -124,7 +127,7 @@ class ChatTemplate:
         tokens = () if self.spelled_tokens else self.special_tokens
         # Tokens of one character cannot be broken up; there are none in use.
         names = [re.escape(token) for token in tokens if len(token) > 1 and token not in _REASONING]
-        return re.compile(f"({'|'.join(names) or '(?!)'})|[{GUARD}{_BEGIN}{_END}]")
+        return re.compile(f"({'|'.join(names) or '(?!)'})|{_NO_TEXT}")
 
     @functools.cached_property
     def turn_ends(self) -> re.Pattern:
@@ -163,7 +166,7 @@ class ChatTemplate:
     def _token_names(self) -> dict[str, str]:
         """bos_token, eos_token, ...: what templates call them."""
         names = {}
-        for file in ("special_tokens_map.json", "tokenizer_config.json"):
+        for file in _TOKEN_FILES:
             for key, value in self._file(file).items():
                 value = value.get("content") if isinstance(value, Mapping) else value
                 if key.endswith("_token") and isinstance(value, str):
@@ -226,13 +229,25 @@ class ChatTemplate:
 
     def _compiled(self, name: str) -> Any:
         if name not in self._compiled_templates:
-            import jinja2
+            import jinja2.meta
 
+            environment, source = self._environment, self._sources[name][1]
             try:
-                self._compiled_templates[name] = self._environment.from_string(self._sources[name][1])
+                asked = jinja2.meta.find_undeclared_variables(environment.parse(source))
+                self._compiled_templates[name] = environment.from_string(source)
             except jinja2.TemplateSyntaxError as error:
                 raise UserError(f"{self._where(name)}:{error.lineno} is no Jinja template: {_said(error)}") from None
+            self._check_tokens(asked, name)
         return self._compiled_templates[name]
+
+    def _check_tokens(self, asked: set[str], name: str) -> None:
+        """A template without the names of its tokens would silently leave them out."""
+        missing = sorted(({"bos_token", "eos_token"} & asked) - {*self._token_names, *self.variables})
+        if missing and not any(os.path.isfile(os.path.join(self._folder, file)) for file in _TOKEN_FILES):
+            raise UserError(
+                f"{self._where(name)} asks for {' and '.join(missing)}, and there is no tokenizer_config.json beside the "
+                f"tokenizer to say: set ChatTemplate.variables = {{{', '.join(f'{one!r}: ...' for one in missing)}}}"
+            )
 
     @functools.cached_property
     def _compiled_templates(self) -> dict[str, Any]:

@@ -11,9 +11,9 @@ from capibara.training.trainer import Trainer
 
 RULE = (
     "models wider than 256 shrink: embed_dim to 128, mlp_dim, expert widths and head_dim by the same factor (to "
-    "multiples of 64, 64 and 8), at most 4 layers or one of each pattern and pipeline part; rows to at most 128 tokens, "
-    "windows by the same factor, one row per batch shard and micro-batch; vocabularies beyond 1024 to that of "
-    "the data; heads, experts, mesh axes and everything else stay"
+    "multiples of 64, 64 and 8), at most 4 layers or one of each pattern and pipeline part; rows to at most 128 tokens "
+    "(longer conversations are cut), windows by the same factor, one row per batch shard and micro-batch; vocabularies "
+    "beyond 1024 to that of the data; heads, experts, mesh axes and everything else stay"
 )
 _WIDEST, _WIDTH, _LAYERS, _LENGTH, _VOCABULARY = 256, 128, 4, 128, 1024
 
@@ -38,6 +38,8 @@ def bindings(trainer: Trainer, device_count: int) -> tuple[list[str], str]:
         "Dataset.encoder_length": (dataset.encoder_length, _at_most(dataset.encoder_length, _LENGTH)),
         "Plan.batch_size": (plan.batch_size, rows * (pipeline.microbatches if pipeline else 1)),
     }
+    if length < dataset.length and dataset.source is not None and dataset.source.has_conversations:
+        values["Dataset.too_long"] = (str(dataset.too_long), "'cut'")  # as data sets go, hardly any would be left
     changed = [f"{name} = {new}" for name, (old, new) in values.items() if new != old]
     return changed, f"--emulate={device_count}: {RULE}"
 

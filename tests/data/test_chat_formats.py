@@ -84,8 +84,14 @@ def test_tool_calls_of_sharegpt_and_openai_are_the_same():
 
 
 def test_what_else_a_message_has_is_kept():
-    messages = [TALK[0], {**TALK[1], "weight": 0, "reasoning_content": "r"}]
+    messages = [TALK[0], {**TALK[1], "weight": 0, "name": "n"}]
     assert read_conversation({"messages": messages, "tools": ""}, "a:1") == Conversation(messages, None)
+
+
+@pytest.mark.parametrize("key", ["reasoning", "reasoning_content", "thinking"])
+def test_reasoning_goes_by_the_names_that_templates_know(key):
+    message = read_conversation({"messages": [TALK[0], {**TALK[1], key: "r"}]}, "a:1").messages[1]
+    assert message["reasoning_content"] == message["thinking"] == "r" and message["content"] == "a"
 
 
 @pytest.mark.parametrize(

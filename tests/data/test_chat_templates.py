@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import pathlib
+import random
 
 import pytest
 
@@ -16,7 +17,7 @@ from capibara.data.chat_template import ChatTemplate
 from capibara.data.dataset import Dataset
 from capibara.data.examples import Assembler
 from capibara.data.sources import StdlibSource
-from capibara.data.vocabulary import TokenizerJsonVocabulary
+from capibara.data.vocabulary import GUARD, TokenizerJsonVocabulary
 from capibara.types import UserError
 
 QUESTIONS = [("What is 2+2?", "It is 4."), ("And 3+3?", "6,\n\n  of course  (é, 漢字)!"), (" so ", "?")]
@@ -302,6 +303,16 @@ def test_ranges_are_of_the_chosen_messages(tokenizer_folder):
     assert [rendered.text[first:last] for first, last in ranges] == ["It is 4.<|im_end|>", "?<|im_end|>"]
 
 
+def test_white_space_around_what_is_said_and_characters_that_are_none(tokenizer_folder):
+    messages = [{"role": "user", "content": " q\n"}, {"role": "assistant", "content": "\n a \ud800\ufdd1\n"}] * 2
+    assert tokens_of(tokenizer_folder("smollm2"), messages).said == ["\n a \n<|im_end|>"] * 2
+    assert tokens_of(tokenizer_folder("llama3.1"), messages).said == ["a<|eot_id|>"] * 2
+    assert tokens_of(tokenizer_folder("generation"), messages).said == ["\n a \n<|im_end|>"] * 2
+    silent = [messages[0], {"role": "assistant", "content": ""}, messages[0], {"role": "assistant", "content": " "}]
+    assert tokens_of(tokenizer_folder("smollm2"), silent).said == ["<|im_end|>", " <|im_end|>"]
+    assert tokens_of(tokenizer_folder("gemma"), silent).said == ["<end_of_turn>"] * 2
+
+
 def test_a_conversation_that_the_assistant_begins(tokenizer_folder):
     with pytest.raises(UserError, match="a.jsonl:1 begins with the assistant, who answers nothing"):
         tokens_of(tokenizer_folder("zephyr"), plain()[1:])
@@ -331,6 +342,12 @@ def test_where_templates_are_found(tokenizer_folder, tmp_path, tokenizer_file):
     (folder / "mine.jinja").write_text("mine")
     assert text(template=str(folder / "mine.jinja")) == "mine"
     assert text(template="{{ answer }}{{ messages[0].content }}", variables={"answer": 42}) == "42x"
+    settings.unlink()
+    assert text(template="{{ eos_token }}", variables={"eos_token": "<end>"}) == "<end>"
+    with pytest.raises(
+        UserError, match="asks for eos_token, and there is no tokenizer_config.json .*: set ChatTemplate.var"
+    ):
+        text(template="{{ eos_token }}")
     with pytest.raises(UserError, match="ChatTemplate.template .*none.jinja.* cannot be read"):
         text(template=str(folder / "none.jinja"))
     with pytest.raises(UserError, match="ChatTemplate.tokenizer .* has no tokenizer.json"):
@@ -392,3 +409,45 @@ def test_tokenizers_that_mark_spaces(tokenizer_folder, tmp_path, kind, name):
     said = ids[(weights == 1) & (ids != vocabulary.eos_id)]
     assert vocabulary.decode(said).replace(" ", "") == "".join(STRIPPED).replace(" ", "")
     assert "</s> <s>" in vocabulary.decode(ids)
+
+
+WORDS = [
+    "a",
+    "assistant",
+    "user",
+    "\n",
+    "  ",
+    "9",
+    "<|im_end|>",
+    "</s>",
+    "[/INST]",
+    " ",
+    "}}]",
+    "é",
+    "model\n",
+    "<|end|>\n",
+]
+WORDS += ["<|im_start|>assistant\n", "<think>", "</think>", '{"x": 1}', "Qz1000000qYw1000000"]
+
+
+@pytest.mark.parametrize("name", ENDED)
+def test_whatever_is_said(tokenizer_folder, name):
+    """Conversations made of what is hard to tell from a template's own text, and that repeat themselves."""
+    rng = random.Random(0)
+    template = ChatTemplate(tokenizer=tokenizer_folder(name))
+    strips = name in ("llama2", "llama3.1", "mistral", "gemma")
+
+    def text():
+        return "".join(rng.choice(WORDS) for _ in range(rng.randint(0, 5)))
+
+    for _ in range(100):
+        again = text()
+        messages = [
+            {"role": role, "content": rng.choice([again, text()])}
+            for _ in range(rng.randint(1, 3))
+            for role in ("user", "assistant")
+        ]
+        example = render_example(template, Conversation(messages), TrainOn.ASSISTANT, "a.jsonl:1")
+        answers = [message["content"] for message in messages[1::2]]
+        expected = [ENDED[name].format(answer.strip() if strips else answer) for answer in answers]
+        assert [example.text[a:b].replace(GUARD, "") for a, b in example.loss] == expected

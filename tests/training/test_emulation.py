@@ -50,6 +50,19 @@ def test_short_rows_and_few_layers_stay():
     assert not [b for b in bindings if b.startswith(("Dataset.length", "DecoderConfig.num_layers"))]
 
 
+@pytest.mark.parametrize(("length", "fate"), [(2048, "cut"), (128, "drop")])
+def test_conversations_are_cut_with_their_rows(length, fate):
+    """Else hardly any would be left."""
+    files = ["runs/pretrain.gin", "models/smollm2_135m.gin", "tasks/chat.gin"]
+    bindings = ["MODEL_DIR = 'run'", "TRAIN_STEPS = 2", "FILES = ('chats.jsonl',)", "TOKENIZER = 'model'"]
+    bindings += [f"LENGTH = {length}", "Dataset.vocabulary = @ByteVocabulary()"]
+    config.parse(files, bindings)
+    changes, _ = emulation.bindings(config.build(Trainer), 8)
+    config.parse(files, [*bindings, *changes])
+    dataset = config.build(Trainer).dataset
+    assert (dataset.length, dataset.too_long) == (128, fate)
+
+
 def family(name, *bindings):
     files = ["runs/pretrain.gin", f"models/{name}.gin", "tasks/stdlib.gin"]
 
