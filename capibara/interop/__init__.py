@@ -1,0 +1,1 @@
+"""Foreign models: their names, configurations and files, both ways."""
