@@ -1,0 +1,138 @@
+"""Adapters of PEFT against its own answers in models/golden/peft.json, which golden/make_peft.py wrote; and back."""
+
+import dataclasses
+import json
+import pathlib
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from capibara import tree
+from capibara.interop import peft, tables, tensors
+from capibara.models import api
+from capibara.models.api import DecoderConfig, Lora
+from capibara.models.rope import Rope
+from capibara.types import UserError
+
+safetensors = pytest.importorskip("safetensors.numpy")
+GOLDEN = pathlib.Path(__file__).resolve().parent.parent / "models" / "golden"
+ANSWERS = json.loads((GOLDEN / "peft.json").read_text())
+sys.path.insert(0, str(GOLDEN))
+import answers  # noqa: E402
+
+SIZES = dict(vocab_size=96, embed_dim=32, num_layers=2, num_heads=4, mlp_dim=48, dtype="float32", norm_eps=1e-5)
+LLAMA = SIZES | dict(num_kv_heads=2, head="separate")
+NORMS = dict(norm="layer", bias="all")
+FAMILIES = {
+    "llama": LLAMA,
+    "qwen3": LLAMA | dict(head_dim=16, qk_norm="head", rope=Rope(theta=1e6)),
+    "gpt2": SIZES | NORMS | dict(mlp_dim=128, activation="gelu", positions="learned", max_length=64),
+    "gpt_neox": SIZES
+    | NORMS
+    | dict(embed_dim=64, activation="gelu_exact", residual="parallel", head="separate", rope=Rope(fraction=0.25)),
+    "phi3": LLAMA | dict(layer_pattern=("local",), window=7),
+}
+
+
+def base_of(name):
+    """The plain model, and its parameters as the reference has them."""
+    model = api.build(DecoderConfig(**FAMILIES[name]))
+    names = tree.path_names(model.abstract_params)
+    shapes = {name: leaf.shape for name, leaf in zip(names, jax.tree.leaves(model.abstract_params), strict=True)}
+    values = tensors.read(tables.of(name, shapes), shapes, answers.draw)
+    return model, tree.map_with_names(lambda name, _: values[name], model.abstract_params)
+
+
+@pytest.fixture
+def folder(request, tmp_path):
+    """The folder that PEFT had written."""
+    answer = ANSWERS[request.param]
+    drawn = {name: answers.draw(name, tuple(shape)) for name, shape in answer["tensors"].items()}
+    safetensors.save_file(drawn, tmp_path / peft.WEIGHTS)
+    (tmp_path / peft.CONFIG).write_text(json.dumps(answer["config"]))
+    return tmp_path
+
+
+@pytest.mark.parametrize(("folder", "name"), [(name, name) for name in FAMILIES], indirect=["folder"], ids=FAMILIES)
+def test_adapters_of_peft_answer_as_there_and_are_written_as_they_were(folder, name):
+    plain, base = base_of(name)
+    lora, adapters = peft.read_peft(str(folder), plain, name)
+    model = api.build(dataclasses.replace(plain.config, lora=lora))
+    assert tree.path_names(adapters) == tree.path_names(model.trained(model.abstract_params))
+    params = tree.joined(adapters, base)
+    tokens = np.array(ANSWERS["tokens"], np.int32)
+    positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
+    batch = {"tokens": tokens, "positions": positions, "segment_ids": np.ones_like(tokens)}
+    got = np.asarray(jax.jit(model.logits)(params, batch))[-1]
+    some = got[np.ix_(ANSWERS["positions"], ANSWERS["entries"])]
+    np.testing.assert_allclose(some, ANSWERS[name]["logits"], rtol=0, atol=2e-4)
+    again = folder / "again"
+    peft.write_peft(str(again), params, model, name)
+    first, second = (safetensors.load_file(path / peft.WEIGHTS) for path in (folder, again))
+    assert first.keys() == second.keys()
+    for key, value in first.items():
+        np.testing.assert_array_equal(second[key], value)
+    config, want = json.loads((again / peft.CONFIG).read_text()), ANSWERS[name]["config"]
+    assert sorted(config.pop("target_modules")) == sorted(want["target_modules"])
+    assert config["modules_to_save"] == want["modules_to_save"]
+    for field in ("peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_dora", "use_rslora", "bias"):
+        assert config[field] == want[field], field
+    assert config["fan_in_fan_out"] == want["fan_in_fan_out"]
+
+
+@pytest.mark.parametrize(("name", "rslora"), [("gpt2", False), ("phi3", True), ("gpt_neox", False)])
+def test_adapters_of_parts_of_a_fused_tensor_become_one(tmp_path, name, rslora):
+    """Ours of query and value, each with its rank, are one of theirs; what is read back computes the same."""
+    plain, base = base_of(name)
+    lora = Lora(rank=2, alpha=4.0, targets=("query", "value"), rank_pattern=(("value", 3),), rslora=rslora)
+    model = api.build(dataclasses.replace(plain.config, lora=lora))
+    new = jax.jit(model.adapt)(base, jax.random.key(0))
+    params = tree.map_with_names(lambda n, x: answers.draw(n, x.shape) if n.endswith("_lora/b") else x, new)
+    peft.write_peft(str(tmp_path / "adapter"), params, model, name)
+    read, adapters = peft.read_peft(str(tmp_path / "adapter"), plain, name)
+    assert read.rank == 5 and len(read.targets) == 3
+    theirs = api.build(dataclasses.replace(plain.config, lora=read))
+    want, got = model.merge(params), theirs.merge(tree.joined(adapters, base))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), got, want)
+
+
+@pytest.mark.parametrize("folder", ["llama"], indirect=True)
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (dict(peft_type="IA3"), "has peft_type = 'IA3', of which we have nothing"),
+        (dict(bias="all"), "has bias = 'all'"),
+        (dict(layers_to_transform=[0]), r"has layers_to_transform = \[0\]"),
+        ("gone", r"layers\.1\.self_attn\.q_proj\.lora_B\.weight is missing in the adapter"),
+        ("other", "embed_tokens.lora_embedding_A.* is of no weight that has adapters in this llama model"),
+        ("shape", r"has the shape \[4, 31\], must be \[4, 32\] in this model"),
+    ],
+    ids=str,
+)
+def test_what_is_no_adapter_of_ours_is_refused(folder, change, told):
+    config, weights = folder / peft.CONFIG, folder / peft.WEIGHTS
+    values, layer = safetensors.load_file(weights), "base_model.model.model.layers.1.self_attn.q_proj.lora_"
+    if isinstance(change, dict):
+        config.write_text(json.dumps(json.loads(config.read_text()) | change))
+    elif change == "gone":
+        del values[layer + "B.weight"]
+    elif change == "other":
+        values["base_model.model.model.embed_tokens.lora_embedding_A"] = np.zeros((4, 96), np.float32)
+    else:
+        values[layer + "A.weight"] = np.zeros((4, 31), np.float32)
+    safetensors.save_file(values, weights)
+    with pytest.raises(UserError, match=told):
+        peft.read_peft(str(folder), base_of("llama")[0], "llama")
+
+
+def test_folders_that_are_there_or_not_there_are_refused(tmp_path):
+    plain, base = base_of("llama")
+    with pytest.raises(UserError, match="adapter_config.json cannot be read"):
+        peft.read_peft(str(tmp_path), plain, "llama")
+    with pytest.raises(UserError, match="DecoderConfig.lora is None"):
+        peft.write_peft(str(tmp_path / "new"), base, plain, "llama")
+    model = api.build(dataclasses.replace(plain.config, lora=Lora(rank=2)))
+    with pytest.raises(UserError, match="must be a new folder"):
+        peft.write_peft(str(tmp_path), base, model, "llama")

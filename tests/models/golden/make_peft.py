@@ -1,0 +1,54 @@
+"""Writes peft.json: what PEFT answers with the weights and adapters that answers.draw gives.
+
+Run by a person who adds a case, in an environment with torch, transformers and peft (0.21.2 made the committed file), from
+the root of the checkout; commit the file that it writes:
+  PYTHONPATH=. python tests/models/golden/make_peft.py
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import tempfile
+
+import peft
+import safetensors.torch
+import torch
+from answers import draw, some, write
+from make import CASES, model_of, tokens
+
+WEIGHTS = "adapter_model.safetensors"
+# Of the case of this name in make.py: what PEFT's LoraConfig is given beside r and lora_alpha.
+ADAPTERS = {
+    "llama": dict(
+        target_modules=["q_proj", "v_proj", "up_proj"], rank_pattern={"up_proj": 2}, alpha_pattern={"up_proj": 3}
+    ),
+    "qwen3": dict(target_modules=["q_proj", "o_proj", "down_proj"], use_dora=True, modules_to_save=["input_layernorm"]),
+    "gpt2": dict(target_modules=["c_attn", "mlp.c_proj"], use_dora=True, fan_in_fan_out=True),
+    "gpt_neox": dict(target_modules=["query_key_value", "dense_4h_to_h"], use_rslora=True),
+    "phi3": dict(target_modules=["qkv_proj", "gate_up_proj"]),
+}
+FIELDS = (
+    "peft_type", "r", "lora_alpha", "target_modules", "rank_pattern", "alpha_pattern", "use_dora", "use_rslora",
+    "modules_to_save", "fan_in_fan_out", "bias",
+)  # fmt: skip
+
+
+def answer(name: str, options: dict) -> dict:
+    """The files' contents, but for the tensors' values, and logits."""
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, **options)
+    with tempfile.TemporaryDirectory() as folder:
+        peft.get_peft_model(model_of(CASES[name]), config).save_pretrained(folder)
+        path = pathlib.Path(folder)
+        stored = {key: tuple(value.shape) for key, value in safetensors.torch.load_file(path / WEIGHTS).items()}
+        drawn = {key: torch.from_numpy(draw(key, shape)) for key, shape in stored.items()}
+        safetensors.torch.save_file(drawn, path / WEIGHTS, metadata={"format": "pt"})
+        config = json.loads((path / "adapter_config.json").read_text())
+        model = peft.PeftModel.from_pretrained(model_of(CASES[name]), folder).eval()
+        with torch.no_grad():
+            logits = model(torch.from_numpy(tokens()), use_cache=False).logits.numpy()
+    return {"config": {key: config[key] for key in FIELDS}, "tensors": stored, "logits": some(logits[-1])}
+
+
+if __name__ == "__main__":
+    write("peft.json", {"tokens": tokens().tolist()}, {name: answer(name, more) for name, more in ADAPTERS.items()})
