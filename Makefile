@@ -3,6 +3,7 @@
 # make test-heavy   the tests that make test leaves out for their time
 # make test-transformers TORCH_PYTHON=PATH   every family against transformers, which is in the environment of that python
 # make test-faults  the faults that a run must survive, injected, and a table of what became of them
+# make finetune     an open model in, adapters trained on conversations, answers before and after, a GGUF file out
 # make format       the layout of the code, by ruff; tests/test_style.py runs its checks
 #
 # PYTHON=python3.12 chooses the interpreter (3.11, 3.12 or 3.13); each other version gets a .venv-3.X of its own.
@@ -41,12 +42,15 @@ test-transformers: $(STAMP)
 test-faults: $(STAMP)
 	$(PYTEST) tests/faults $(ARGS)
 
+finetune: $(STAMP)
+	$(BIN)/python benchmarks/finetune.py $(ARGS)
+
 format: $(STAMP)
 	$(BIN)/ruff format capibara benchmarks tests
 	$(BIN)/ruff check --fix capibara benchmarks tests
 
 bench: $(STAMP)
-	@set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script $(ARGS); done
+	@set -e; for script in $(filter-out benchmarks/finetune.py,$(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python $$script $(ARGS); done
 
 wheel: $(STAMP)
 	$(BIN)/python -m hatchling build -t wheel

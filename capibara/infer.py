@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 from collections.abc import Sequence
 
 from capibara import cli, outputs
@@ -17,6 +16,7 @@ examples:
   python -m capibara.infer --model_dir=runs/quickstart --prompt="import " --gin.Sampling.temperature=0
   echo "class " | python -m capibara.infer --model_dir=runs/quickstart --gin.Sampling.top_p=0.9
   python -m capibara.infer --model_dir=runs/quickstart --prompts=prompts.jsonl --out=texts.jsonl
+  python -m capibara.infer --model_dir=runs/finetune --chat --prompt="What is a capybara?"
   python -m capibara.infer --model_dir=runs/quickstart --benchmark --gin.EngineConfig.slots=8"""
 
 
@@ -27,53 +27,42 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--prompt", metavar="TEXT", help="text to continue; default: standard input")
     parser.add_argument("--prompts", metavar="FILE", help='a prompt a line, or .jsonl of {"prompt": ..., "seed": ...}')
     parser.add_argument("--out", metavar="FILE", help="jsonl file for the texts of --prompts; goes on where it ends")
+    parser.add_argument("--chat", action="store_true", help="prompts are a user's turns, put into the chat template")
     parser.add_argument("--benchmark", action="store_true", help="print tokens a second and latencies, no text")
     args = cli.parse_arguments(parser, argv)
     if not args.model_dir:
         raise UserError("--model_dir has no value: name a run folder, e.g. --model_dir=runs/quickstart")
     if bool(args.prompts) != bool(args.out):
         raise UserError("--prompts and --out go together: name both files, e.g. --prompts=in.jsonl --out=out.jsonl")
-    recorded = os.path.join(args.model_dir, "config.gin")
-    if (configuration := outputs.read(recorded)) is None:
+    if outputs.read(recorded := os.path.join(args.model_dir, "config.gin")) is None:
         raise UserError(f"--model_dir={args.model_dir} is not a run folder: {recorded} is missing; train one first")
-    with tempfile.NamedTemporaryFile("w", suffix=".gin") as copy:  # Gin reads no buckets
-        copy.write(configuration)
-        copy.flush()
-        run(args, [copy.name, *args.gin_file])
+    run(args)
     return 0
 
 
-def run(args, gin_files: Sequence[str]) -> None:
+def run(args) -> None:
     """Does what the flags say with the run's newest checkpoint (its averaged parameters where it kept them)."""
-    import jax
-
     from capibara import config, devices
-    from capibara.inference import files, speed
+    from capibara.inference import chat, files, speed
     from capibara.inference.engine import Engine, EngineConfig
     from capibara.inference.sample import Generator, Sampling, check_generates
-    from capibara.models import api
-    from capibara.training.checkpoints import Checkpoints
-    from capibara.training.trainer import Trainer
+    from capibara.training import run_folder
 
-    config.parse(gin_files, args.gin_bindings, args.gin_search_paths)
-    trainer, sampling, batching = config.build(Trainer), config.build(Sampling), config.build(EngineConfig)
-    config.check_used()
-    prompts = files.read_prompts(args.prompts, sampling) if args.prompts else []
     devices.skip_absent_tpu()
     devices.use_compilation_cache()
-    model, dataset = api.build(trainer.model), trainer.dataset
+    trainer, model, params = run_folder.load(args.model_dir, args.gin_file, args.gin_bindings, args.gin_search_paths)
+    sampling, batching = config.build(Sampling), config.build(EngineConfig)
+    vocabulary, lengths = trainer.dataset.get_vocabulary(), (trainer.dataset.length, trainer.dataset.encoder_length)
+    as_turn = chat.renderer(trainer.dataset) if args.chat else None
+    config.check_used()
     check_generates(model)
-    on_device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    target = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=on_device), model.abstract_params)
-    with Checkpoints(args.model_dir, trainer.checkpointing, read_only=True) as checkpoints:
-        params = checkpoints.restore_newest_params(target)
-        if params is None:
-            raise UserError(f"{args.model_dir} holds no checkpoint yet: train it first")
-    vocabulary, lengths = dataset.get_vocabulary(), (dataset.length, dataset.encoder_length)
+    prompts = files.read_prompts(args.prompts, sampling) if args.prompts else []
     if not (prompts or args.benchmark):
         prompt = sys.stdin.read().rstrip("\n") if args.prompt is None else args.prompt
-        text = Generator(model, vocabulary, lengths[0], sampling, lengths[1])(params, prompt)
-        print(text if lengths[1] else prompt + text)
+        text = Generator(model, vocabulary, lengths[0], sampling, lengths[1])(
+            params, as_turn(prompt) if as_turn else prompt
+        )
+        print(text if lengths[1] or as_turn else prompt + text)
         return
     engine = Engine(model, params, vocabulary, lengths[0], batching, lengths[1])
     del params
@@ -81,7 +70,7 @@ def run(args, gin_files: Sequence[str]) -> None:
         for name, value in speed.measure(engine, sampling, (lengths[1] or lengths[0]) // 2, vocabulary.size).items():
             print(f"{name:32} {value:12.1f}")
         return
-    for done in files.complete(engine, prompts, args.out):
+    for done in files.complete(engine, prompts, args.out, as_turn):
         print(f"\r{done} of {len(prompts)} texts in {args.out}", end="", file=sys.stderr)
     print(file=sys.stderr)
 

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from capibara.fields import did_you_mean, nearest
@@ -66,8 +66,16 @@ def _of_json(where: str, line: str, sampling: Sampling) -> Prompt:
         raise UserError(f"{where}: {error}") from None
 
 
-def complete(engine: Engine, prompts: list[Prompt], path: str) -> Iterator[int]:
+def complete(
+    engine: Engine, prompts: list[Prompt], path: str, encode: Callable[[str], Sequence[int]] | None = None
+) -> Iterator[int]:
     """Writes a line {"prompt", "text", "finish", "tokens", ...} for every prompt, in their order; gives how many are done.
+
+    Args:
+      engine: generates.
+      prompts: what to.
+      path: of the output.
+      encode: makes ids of a prompt; None: it is text to go on with.
 
     Raises:
       UserError: the output has lines that belong to other prompts.
@@ -79,7 +87,7 @@ def complete(engine: Engine, prompts: list[Prompt], path: str) -> Iterator[int]:
     with open(path, "a", encoding="utf-8") as out:
         for prompt in prompts[done:]:
             while len(streams) < _AHEAD * engine.slots and (more := next(left, None)) is not None:
-                streams.append(engine.submit(more.text, more.sampling))
+                streams.append(engine.submit(encode(more.text) if encode else more.text, more.sampling))
             result = streams.popleft().result()
             line = prompt.rest | {
                 "prompt": prompt.text,

@@ -57,8 +57,8 @@ class Generator:
         self._model, self._vocabulary, self._sampling = model, vocabulary, sampling
         self._lengths = length, encoder_length
 
-    def __call__(self, params: Params, prompt: str) -> str:
-        """The continuation of `prompt`, without it, or the answer to it."""
+    def __call__(self, params: Params, prompt: str | Sequence[int]) -> str:
+        """The continuation of `prompt` (text, or ids as they are), without it, or the answer to it."""
         length, encoder_length = self._lengths
         engine = Engine(self._model, on_one_device(params), self._vocabulary, length, _ONE_ROW, encoder_length)
         return engine.submit(prompt, self._sampling).result().text

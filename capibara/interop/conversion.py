@@ -154,10 +154,12 @@ def _tokenizer(vocabulary: Vocabulary, length: int) -> dict[str, bytes]:
             return {"tokenizer.model": file.read()}
     if not isinstance(vocabulary, TokenizerJsonVocabulary):
         return {}
-    files = hf_folder.carried(os.path.dirname(vocabulary.path))
+    folder = vocabulary.path if os.path.isdir(vocabulary.path) else os.path.dirname(vocabulary.path)
+    files = hf_folder.carried(folder)
     files.pop("generation_config.json", None)  # of the model that was there
-    with open(vocabulary.path, "rb") as file:
-        files["tokenizer.json"] = file.read()
+    if folder != vocabulary.path:  # a file, of any name
+        with open(vocabulary.path, "rb") as file:
+            files["tokenizer.json"] = file.read()
     about = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": length}
     about |= {f"{name}_token": vocabulary.tokenizer.id_to_token(getattr(vocabulary, f"{name}_id")) for name in _SPECIAL}
     files.setdefault("tokenizer_config.json", (json.dumps(about, indent=2) + "\n").encode())

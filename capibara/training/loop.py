@@ -71,7 +71,9 @@ def train(
             signal_number = stop.agreed(step)
             done = step >= trainer.steps or signal_number is not None
             score = None  # who is told to stop may have seconds: then the checkpoint comes first, with no evaluation
-            if step > first_step and signal_number is None and _due(step, trainer.evaluation.every, done):
+            # Of a run that begins with given weights these are evaluated, too.
+            new = step > first_step or (step == 0 and trainer.init_from is not None)
+            if new and signal_number is None and _due(step, trainer.evaluation.every, done):
                 with meter.paused("evaluate"), dog.paused():
                     score = _evaluate(run, step, state.eval_params, callbacks, sampler)
                 early.update(score)

