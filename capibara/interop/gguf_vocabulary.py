@@ -21,6 +21,7 @@ from capibara.types import UserError
 KEYS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # ggml's types of tokens
 SPACE = "\u2581"  # stands for a space in SentencePiece's pieces
+_ODD = "\uff21  \ufb01"  # a text that usual normalisations change
 PADDING = "[PAD{}]"  # the name of a token that only fills the embedding's rows
 
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -202,7 +203,8 @@ def metadata(files: Mapping[str, bytes], config: Mapping[str, Any]) -> dict[str,
       UserError: llama.cpp has no such tokenizer, or the model has fewer tokens than it.
     """
     if "tokenizer.json" not in files:
-        return {"ggml.model": "no_vocab"}
+        model = files.get("tokenizer.model")
+        return {"ggml.model": "no_vocab"} if model is None else _of_sentencepiece(model, files, config)
     spec = json.loads(files["tokenizer.json"])
     model = spec["model"]
     if model.get("type", "BPE") != "BPE":
@@ -220,7 +222,45 @@ def metadata(files: Mapping[str, bytes], config: Mapping[str, Any]) -> dict[str,
         **pieces,
     }
     values |= _special(files, config, {token: i for i, token in tokens.items()})
+    around = tokenizers.Tokenizer.from_str(files["tokenizer.json"].decode()).encode("").ids
+    values["ggml.add_bos_token"] = bool(around) and around[0] == values.get("ggml.bos_token_id")
+    values["ggml.add_eos_token"] = len(around) > values["ggml.add_bos_token"]
     return values
+
+
+def _of_sentencepiece(data: bytes, files: Mapping[str, bytes], config: Mapping[str, Any]) -> dict[str, Any]:
+    """The metadata of a SentencePiece model file, such as runs of ours have."""
+    import sentencepiece
+
+    model, size = sentencepiece.SentencePieceProcessor(model_proto=data), config["vocab_size"]
+    ids = range(len(model))
+    if len(model) > size:
+        raise UserError(f"vocab_size of config.json ({size}) must be at least the tokenizer's ({len(model)})")
+    checks = (
+        (UNKNOWN, model.is_unknown),
+        (CONTROL, model.is_control),
+        (BYTE, model.is_byte),
+        (UNUSED, model.is_unused),
+    )
+    kinds = [next((kind for kind, check in checks if check(i)), NORMAL) for i in ids]
+    scores = [model.get_score(i) for i in ids]
+    # Merges are numbered, a unigram model has log probabilities.
+    if any(kind == NORMAL and not score.is_integer() for kind, score in zip(kinds, scores)):
+        raise UserError("tokenizer.model is a unigram model, GGUF files are written of BPE models alone")
+    if model.normalize(_ODD).lstrip(SPACE) != _ODD.replace(" ", SPACE):
+        raise UserError("tokenizer.model changes the text's characters, llama.cpp does not: it has no GGUF form")
+    rest = range(len(model), size)
+    values: dict[str, Any] = {
+        "ggml.model": "llama",
+        "ggml.pre": "default",
+        "ggml.tokens": [model.id_to_piece(i) for i in ids] + [PADDING.format(i) for i in rest],
+        "ggml.token_type": kinds + [UNUSED] * len(rest),
+        "ggml.scores": scores + [0.0] * len(rest),
+        "ggml.add_space_prefix": model.encode_as_pieces("a")[0].startswith(SPACE),
+    }
+    values |= _special(files, config, {model.id_to_piece(i): i for i in ids})
+    # What our models read begins with it.
+    return values | {"ggml.add_bos_token": "ggml.bos_token_id" in values, "ggml.add_eos_token": False}
 
 
 def _is_byte_level(spec: Mapping[str, Any]) -> bool:
@@ -305,7 +345,7 @@ def _kind(
 
 
 def _special(files: Mapping[str, bytes], config: Mapping[str, Any], ids: Mapping[str, int]) -> dict[str, Any]:
-    """The special tokens, what encloses a text, and the chat template."""
+    """The special tokens and the chat template."""
     said = json.loads(files.get("tokenizer_config.json", b"{}"))
     values: dict[str, Any] = {}
     for name, key in KEYS.items():
@@ -315,9 +355,6 @@ def _special(files: Mapping[str, bytes], config: Mapping[str, Any], ids: Mapping
         found = found[0] if isinstance(found, list) else found
         if found is not None:
             values[f"ggml.{key}_token_id"] = found
-    around = tokenizers.Tokenizer.from_str(files["tokenizer.json"].decode()).encode("").ids
-    values["ggml.add_bos_token"] = bool(around) and around[0] == values.get("ggml.bos_token_id")
-    values["ggml.add_eos_token"] = len(around) > values["ggml.add_bos_token"]
     template = said.get("chat_template")
     if isinstance(template, list):
         template = next((one["template"] for one in template if one["name"] == "default"), None)

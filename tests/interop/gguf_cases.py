@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 import json
 import pathlib
 import zlib
@@ -10,9 +11,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
+import sentencepiece as sentencepiece_library
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
+from capibara.data import train_vocabulary
 from capibara.interop import gguf_names, gguf_vocabulary
 
 VOCAB = 320
@@ -142,6 +145,18 @@ def sentencepiece() -> dict[str, bytes]:
     )
     made.add_special_tokens(["<unk>", "<s>", "</s>"])
     return _files(made, "<s>", "</s>", "<unk>")
+
+
+@functools.cache
+def sentencepiece_model(model_type: str = "bpe", rule: str = "identity") -> bytes:
+    """A small SentencePiece model file, as `capibara prepare vocabulary` trains it."""
+    settings = train_vocabulary._TRAINER | dict(model_type=model_type, normalization_rule_name=rule)
+    written = io.BytesIO()
+    lines = iter(TEXT.splitlines())
+    sentencepiece_library.SentencePieceTrainer.train(
+        sentence_iterator=lines, model_writer=written, vocab_size=420, hard_vocab_limit=False, **settings
+    )
+    return written.getvalue()
 
 
 def _files(made: tokenizers.Tokenizer, bos: str, eos: str, unknown: str | None) -> dict[str, bytes]:

@@ -9,6 +9,7 @@ import sys
 import jax
 import numpy as np
 import pytest
+import sentencepiece
 import tokenizers
 
 sys.path += [
@@ -237,6 +238,21 @@ def test_the_end_of_an_answer_ends_the_generation_too(tmp_path):
     assert json.loads(open_gguf(path).tokenizer["generation_config.json"])["eos_token_id"] == [1, 7]
 
 
+def test_a_sentencepiece_model_becomes_a_tokenizer(tmp_path):
+    data = cases.sentencepiece_model()
+    model, files = sentencepiece.SentencePieceProcessor(model_proto=data), {"tokenizer.model": data}
+    path = write(tmp_path / "model.gguf", tokenizer=files, vocab_size=432, bos_token_id=0, eos_token_id=1)
+    found = open_gguf(path).tokenizer
+    for text in (*TEXTS[:4], cases.TEXT):
+        assert encode(found, text) == model.encode(text), text
+    assert encode(found, "a", special=True) == [0, *model.encode("a")]
+    tokenizer = tokenizers.Tokenizer.from_str(found["tokenizer.json"].decode())
+    assert tokenizer.decode(encode(found, TEXTS[1])) == TEXTS[1]
+    for match, changes in (("unigram model", {"model_type": "unigram"}), ("changes the text", {"rule": "nmt_nfkc"})):
+        with one_line(match):
+            write(path, tokenizer={"tokenizer.model": cases.sentencepiece_model(**changes)}, vocab_size=432)
+
+
 def test_without_a_tokenizer_there_is_none(tmp_path):
     config = config_of("llama")
     write_gguf(tmp_path / "model.gguf", config, cases.tensors(config), {}, dtype="f32")
@@ -438,6 +454,15 @@ def test_llama_cpp_goes_on_as_we_do(name, llama_cpp, tmp_path):
     ours = np.asarray(jax.nn.log_softmax(logits[len(prompt) - 1]))
     for token, log_probability in best[0] if best else ():  # none where the token is a part of a character
         assert abs(ours[token] - log_probability) < tolerance
+
+
+@pytest.mark.heavy
+def test_llama_cpp_tokenizes_as_a_sentencepiece_model_does(llama_cpp, tmp_path):
+    data = cases.sentencepiece_model()
+    model = sentencepiece.SentencePieceProcessor(model_proto=data)
+    with llama_cpp(write(tmp_path / "model.gguf", tokenizer={"tokenizer.model": data}, vocab_size=432)) as peer:
+        for text in (*TEXTS[:4], *(cases.TEXT[i : i + 97] for i in range(0, 6000, 97))):
+            assert peer.ask("tokenize", text=text)["ids"] == model.encode(text), text
 
 
 @pytest.mark.heavy
