@@ -10,7 +10,6 @@ import logging
 import numpy as np
 import pytest
 
-from capibara import config
 from capibara.data.chat import ChatJsonlSource, TrainOn, render_example
 from capibara.data.chat_formats import read_preference
 from capibara.data.chat_template import ChatTemplate
@@ -145,7 +144,7 @@ def test_resume_with_workers(corpus, folder):
     whole = take(loader, 12)
     loader.close()
     resumed, state = [], None
-    for workers, count in ((2, 5), (0, 3), (2, 4)):
+    for workers, count in ((0, 3), (2, 4), (0, 5)):
         loader = make_loader(make_dataset(corpus, folder, workers=workers), batch_size=BATCH)
         if state is not None:
             loader.set_state(state)
@@ -325,6 +324,3 @@ def test_a_run_from_chat_gin(corpus, folder, tmp_path, monkeypatch, capfd):
     records = list(read_metrics("run"))
     losses = [record["loss"] for record in records if record["kind"] == "train"]
     assert len(losses) == 3 and np.isfinite(losses).all() and losses[2] < losses[0]
-    config.reset()
-    assert cli.run_verb(train.main, [*arguments, "--gin.TRAIN_ON=all"]) == 2
-    assert "data.train_on was 'assistant', is 'all'" in capfd.readouterr().err

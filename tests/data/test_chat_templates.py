@@ -342,6 +342,7 @@ def test_where_templates_are_found(tokenizer_folder, tmp_path, tokenizer_file):
     (folder / "mine.jinja").write_text("mine")
     assert text(template=str(folder / "mine.jinja")) == "mine"
     assert text(template="{{ answer }}{{ messages[0].content }}", variables={"answer": 42}) == "42x"
+    assert text(template="{{ eos_token }}", variables={"eos_token": "mine"}) == "mine"
     settings.unlink()
     assert text(template="{{ eos_token }}", variables={"eos_token": "<end>"}) == "<end>"
     with pytest.raises(
