@@ -253,6 +253,10 @@ PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif 
         ("{% for m in messages[::-1] %}" + CHATML.partition("%}")[2] + PROMPT, r"message 1 cannot be told"),
         (CHATML + "{{ messages[-1].content }}" + PROMPT, r"before it is 1 times in the text, 2 times in its prompt"),
         (CHATML + "{% generation %}{% endgeneration %}", r"blocks hold nothing: put them around"),
+        (
+            CHATML.replace("+ m.content +", "}}{% generation %}{{ m.content }}{% endgeneration %}{{"),
+            r"block ends before the end of the turn, which is '<|im_end|>.* move {% endgeneration %} behind it",
+        ),
         ("{% for m in messages %}\n{{ m.content.nothing() }}\n{% endfor %}", r"jinja:2 fails for a.jsonl:1: .*nothing"),
         ("{{ bos_token }}\n{{ raise_exception('no\nway') }}", r"chat_template.jinja:2 fails for a.jsonl:1: no way$"),
         ("\n\n{% for %}", r"chat_template.jinja:3 is no Jinja template"),
