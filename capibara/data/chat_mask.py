@@ -134,6 +134,11 @@ class _Finder:
             other = self._render(_replaced(messages, k, changed)).text
             if other != text:
                 lengths.append(_common_end(text, other))
+        if not lengths and messages[k].get("tool_calls"):
+            raise UserError(
+                f"{self._where}: the template leaves out the tool calls of message {k}: set ChatTemplate.template to one "
+                "that writes them, or take conversations without tools"
+            )
         if not lengths:
             raise self._lost(k, "the template leaves it out")
         return min(lengths)

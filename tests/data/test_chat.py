@@ -271,10 +271,11 @@ def test_bad_lines_are_found_before_the_run(tmp_path, folder, line, message):
     assert "\n" not in str(caught.value)
 
 
-def test_a_template_that_refuses_the_first_conversation_stops_the_run(tmp_path, tokenizer_folder):
-    (tmp_path / "a.jsonl").write_text(json.dumps({"question": "q", "answer": "a", "system": "s"}) + "\n")
+def test_a_template_that_refuses_a_conversation_stops_the_run_before_it_begins(tmp_path, tokenizer_folder):
+    talk = {"question": "q", "answer": "a"}
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(one) + "\n" for one in (talk, {**talk, "system": "s"}, talk)))
     source = {"validation_files": (str(tmp_path / "a.jsonl"),)}
-    with pytest.raises(UserError, match=r"jinja:1 fails for .*a.jsonl:1: System role not supported"):
+    with pytest.raises(UserError, match=r"jinja:1 fails for .*a.jsonl:2: System role not supported"):
         make_dataset(tmp_path / "a.jsonl", tokenizer_folder("gemma"), source).source.open("train")
 
 

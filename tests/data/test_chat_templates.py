@@ -271,6 +271,13 @@ def test_templates_that_do_not_tell_are_refused(tokenizer_folder, template, mess
     assert "\n" not in str(caught.value) and "a.jsonl:1" in str(caught.value) or "is no Jinja" in message
 
 
+def test_a_template_without_tool_calls(tokenizer_folder):
+    with pytest.raises(
+        UserError, match="a.jsonl:1: the template leaves out the tool calls of message 1: set ChatTemplate"
+    ):
+        tokens_of(tokenizer_folder("smollm2"), with_tools(), TOOLS)
+
+
 def test_an_end_of_turn_that_is_no_special_token(tokenizer_folder):
     folder = tokenizer_folder(
         "alpaca",
