@@ -18,6 +18,8 @@ from capibara.data.sources import Documents, Example, LineDocuments, Source, ope
 from capibara.data.vocabulary import GUARD
 from capibara.types import UserError
 
+_RENDERED_FIRST = 500  # so many conversations of a split are rendered before the run starts
+
 
 class TrainOn(enum.StrEnum):
     """What of a conversation carries loss.
@@ -66,7 +68,8 @@ class ChatJsonlSource(Source):
     def open(self, split: str) -> Documents:
         files, fraction = (self.files, self.validation_files), self.validation_fraction
         documents = open_lines("ChatJsonlSource", files, fraction, split, lambda *lines: _Chats(*lines, self))
-        documents.example(0)  # a template that cannot be used is found before the run starts
+        for i in np.unique(np.linspace(0, len(documents) - 1, _RENDERED_FIRST).astype(int)):
+            documents.example(i)  # a template that cannot write them is found before the run starts
         return documents
 
 

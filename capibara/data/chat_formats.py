@@ -320,7 +320,9 @@ def _json(text: Any, where: str, what: str) -> Any:
 
 def _object(record: Any, where: str) -> Mapping[str, Any]:
     if not isinstance(record, Mapping):
-        raise UserError(f"{where} must hold a JSON object, not {type(record).__name__}")
+        kind = type(record).__name__
+        hint = ": of a file that is one list `capibara prepare instructions` makes lines" if kind == "list" else ""
+        raise UserError(f"{where} must hold a JSON object, not {kind}{hint}")
     return record
 
 

@@ -2,7 +2,7 @@
 
 An assistant is given what comes before its turn together with the template's generation prompt, and has to say the
 rest of the turn up to the special tokens that end it. Where the template marks this with {% generation %} blocks they
-are taken as they are. Otherwise both ends are found by rendering the conversation again, and whatever does not agree
+are taken as they are, if the last one has such an end. Otherwise both ends are found by rendering the conversation again, and whatever does not agree
 with the text at hand is refused:
 
 - The turn begins where the generation prompt ends. It is what the template makes of the messages before the turn. Where
@@ -84,6 +84,12 @@ class _Finder:
                 f"{self._where}: the template's {{% generation %}} blocks hold nothing: put them around what the "
                 "assistant says"
             )
+        if self._template.turn_ends.search(self._text, *ranges[-1]) is None:
+            raise UserError(
+                f"{self._where}: the template's {{% generation %}} block ends before the end of the turn, which is "
+                f"{_shown(self._text[ranges[-1][1] :])}: a model that learns this never stops; move {{% endgeneration %}} "
+                "behind it, or set ChatTemplate.end_of_turn"
+            )
         return ranges
 
     def _blocks(self, count: int) -> int:
@@ -128,6 +134,11 @@ class _Finder:
             other = self._render(_replaced(messages, k, changed)).text
             if other != text:
                 lengths.append(_common_end(text, other))
+        if not lengths and messages[k].get("tool_calls"):
+            raise UserError(
+                f"{self._where}: the template leaves out the tool calls of message {k}: set ChatTemplate.template to one "
+                "that writes them, or take conversations without tools"
+            )
         if not lengths:
             raise self._lost(k, "the template leaves it out")
         return min(lengths)

@@ -95,15 +95,9 @@ class ChatTemplate:
 
         conversation = self.guarded(conversation) if guard else conversation
         name, template = self._template_for(conversation)
+        given = {**self._token_names, **self.variables, **conversation._asdict(), "documents": None}
         try:
-            text = template.render(
-                messages=conversation.messages,
-                tools=conversation.tools,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **self._token_names,
-                **self.variables,
-            )
+            text = template.render(given, add_generation_prompt=add_generation_prompt)
         except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
             line = _line_of(error)
             raise UserError(

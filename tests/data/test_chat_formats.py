@@ -102,7 +102,7 @@ def test_reasoning_goes_by_the_names_that_templates_know(key):
             r"a.jsonl:7 holds no conversation \(it has: text\): known are messages; conversations/.*; prompt \+",
         ),
         ({}, r"a.jsonl:7 holds no conversation \(it has: nothing\)"),
-        ([TALK], r"a.jsonl:7 must hold a JSON object, not list"),
+        ([TALK], r"a.jsonl:7 must hold a JSON object, not list: .* `capibara prepare instructions` makes lines"),
         (
             {"prompt": "x", "chosen": "y", "rejected": "z"},
             r"is a preference pair: set ChatJsonlSource.format = 'chosen'",

@@ -253,6 +253,10 @@ PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif 
         ("{% for m in messages[::-1] %}" + CHATML.partition("%}")[2] + PROMPT, r"message 1 cannot be told"),
         (CHATML + "{{ messages[-1].content }}" + PROMPT, r"before it is 1 times in the text, 2 times in its prompt"),
         (CHATML + "{% generation %}{% endgeneration %}", r"blocks hold nothing: put them around"),
+        (
+            CHATML.replace("+ m.content +", "}}{% generation %}{{ m.content }}{% endgeneration %}{{"),
+            r"block ends before the end of the turn, which is '<|im_end|>.* move {% endgeneration %} behind it",
+        ),
         ("{% for m in messages %}\n{{ m.content.nothing() }}\n{% endfor %}", r"jinja:2 fails for a.jsonl:1: .*nothing"),
         ("{{ bos_token }}\n{{ raise_exception('no\nway') }}", r"chat_template.jinja:2 fails for a.jsonl:1: no way$"),
         ("\n\n{% for %}", r"chat_template.jinja:3 is no Jinja template"),
@@ -265,6 +269,13 @@ def test_templates_that_do_not_tell_are_refused(tokenizer_folder, template, mess
     with pytest.raises(UserError, match=message) as caught:
         tokens_of(folder, plain())
     assert "\n" not in str(caught.value) and "a.jsonl:1" in str(caught.value) or "is no Jinja" in message
+
+
+def test_a_template_without_tool_calls(tokenizer_folder):
+    with pytest.raises(
+        UserError, match="a.jsonl:1: the template leaves out the tool calls of message 1: set ChatTemplate"
+    ):
+        tokens_of(tokenizer_folder("smollm2"), with_tools(), TOOLS)
 
 
 def test_an_end_of_turn_that_is_no_special_token(tokenizer_folder):
@@ -342,6 +353,7 @@ def test_where_templates_are_found(tokenizer_folder, tmp_path, tokenizer_file):
     (folder / "mine.jinja").write_text("mine")
     assert text(template=str(folder / "mine.jinja")) == "mine"
     assert text(template="{{ answer }}{{ messages[0].content }}", variables={"answer": 42}) == "42x"
+    assert text(template="{{ eos_token }}", variables={"eos_token": "mine"}) == "mine"
     settings.unlink()
     assert text(template="{{ eos_token }}", variables={"eos_token": "<end>"}) == "<end>"
     with pytest.raises(
