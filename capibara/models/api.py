@@ -17,7 +17,7 @@ from capibara.models.encdec import EncoderDecoder, EncoderDecoderConfig
 from capibara.models.encoder import Encoder, EncoderConfig
 from capibara.models.lora import Lora
 from capibara.models.stack import Stats
-from capibara.models.transformer import TransformerConfig
+from capibara.models.transformer import Head, TransformerConfig
 from capibara.sharding import Remat, RematPolicy
 from capibara.types import Batch, Params
 
@@ -66,6 +66,12 @@ class Model:
         """The rest of them."""
         return {} if self.config.lora is None else tree.part(params, lambda name: not self.config.lora.trains(name))
 
+    @property
+    def trains_head(self) -> bool:
+        """Whether training changes the output projection."""
+        name = "embedding" if self.config.head is Head.TIED else "output"
+        return self.config.lora is None or any(self.config.lora.trains(part) for part in (name, "output_bias"))
+
     def merge(self, params: Params) -> Params:
         """The plain model's parameters that compute the same."""
         return params if self.config.lora is None else lora.merge(params, self.config.lora, self.axes)
@@ -100,11 +106,25 @@ class Model:
 
     @property
     def param_count(self) -> int:
-        return tree.param_count(self.abstract_params)
+        """Of the plain model and the adapters, however they are stored."""
+        return tree.param_count(self.whole_params)
+
+    @property
+    def whole_params(self) -> Params:
+        """The abstract parameters of the plain model and the adapters, as if nothing was stored in blocks."""
+        return tree.joined(self.trained(self.abstract_params), self._plain_part(lambda plain: plain.abstract_params))
+
+    @property
+    def whole_axes(self) -> Params:
+        """The axes of `whole_params`."""
+        return tree.joined(self.trained(self.axes), self._plain_part(lambda plain: plain.axes))
+
+    def _plain_part(self, of: Callable[[Model], Params]) -> Params:
+        return {} if self.config.lora is None else of(self.plain)
 
     def flops_per_token(self, length: int, encoder_length: int | None = None) -> float:
         """Model FLOPs of one trained token in a row of `length`; `flops.flops_per_token` says what is counted."""
-        return flops.flops_per_token(self.config, self.abstract_params, self.axes, length, encoder_length)
+        return flops.flops_per_token(self.config, self.whole_params, self.whole_axes, length, encoder_length)
 
 
 @functools.lru_cache(maxsize=32)
