@@ -153,7 +153,8 @@ def build(config: TransformerConfig) -> Model:
     def hidden(
         params: Params, batch: Batch, remat: RematPolicy | Remat = Remat.NONE, step: jax.Array | None = None
     ) -> tuple[jax.Array, Stats]:
-        return bind(params)(batch, remat if isinstance(remat, RematPolicy) else RematPolicy(remat), step)
+        with lora.at_step(step):
+            return bind(params)(batch, remat if isinstance(remat, RematPolicy) else RematPolicy(remat), step)
 
     def encode(params: Params, batch: Batch) -> jax.Array:
         return bind(params).encode(batch, RematPolicy(), None)[0]
