@@ -229,7 +229,7 @@ def _config(modules: Sequence[_Module], rows: Sequence[Tensor], lora: Lora, mode
         "alpha_pattern": {names[m.row.name]: m.alpha for m in modules if m.alpha != alpha},
         "use_rslora": lora.rslora,
         "use_dora": lora.dora,
-        "lora_dropout": 0.0,
+        "lora_dropout": lora.dropout,
         # GPT-2's layers have their weights the other way round.
         "fan_in_fan_out": any(m.row.dims.split()[0] == _groups(m.row)[0] for m in modules),
         "bias": "none",
@@ -343,6 +343,7 @@ def _lora_of(modules: Sequence[_Module], saved: Iterable[str], config: Mapping[s
         alpha=alpha,
         rslora=bool(config.get("use_rslora")),
         dora=bool(config.get("use_dora")),
+        dropout=float(config.get("lora_dropout") or 0.0),
         targets=tuple(path for module in modules for path in module.row.ours),
         rank_pattern=tuple((path, m.rank) for m in modules for path in m.row.ours if m.rank != rank),
         alpha_pattern=tuple((path, m.alpha) for m in modules for path in m.row.ours if m.alpha != alpha),

@@ -21,7 +21,7 @@ from capibara.models.moe import Moe
 from capibara.models.quantized import Quantization
 from capibara.models.rope import Rope
 from capibara.models.stack import Stats
-from capibara.models.transformer import TransformerConfig
+from capibara.models.transformer import Head, TransformerConfig
 from capibara.sharding import Remat, RematPolicy
 from capibara.types import Batch, Params
 
@@ -86,6 +86,12 @@ class Model:
     def frozen(self, params: Params) -> Params:
         """The rest of them."""
         return {} if self.config.lora is None else tree.part(params, lambda name: not self.config.lora.trains(name))
+
+    @property
+    def trains_head(self) -> bool:
+        """Whether training changes the output projection."""
+        name = "embedding" if self.config.head is Head.TIED else "output"
+        return self.config.lora is None or any(self.config.lora.trains(part) for part in (name, "output_bias"))
 
     def merge(self, params: Params) -> Params:
         """The plain model's parameters that compute the same."""
@@ -184,11 +190,25 @@ class Model:
 
     @property
     def param_count(self) -> int:
-        return tree.param_count(self.abstract_params)
+        """Of the plain model and the adapters, however they are stored."""
+        return tree.param_count(self.whole_params)
+
+    @property
+    def whole_params(self) -> Params:
+        """The abstract parameters of the plain model and the adapters, as if nothing was stored in blocks."""
+        return tree.joined(self.trained(self.abstract_params), self._plain_part(lambda plain: plain.abstract_params))
+
+    @property
+    def whole_axes(self) -> Params:
+        """The axes of `whole_params`."""
+        return tree.joined(self.trained(self.axes), self._plain_part(lambda plain: plain.axes))
+
+    def _plain_part(self, of: Callable[[Model], Params]) -> Params:
+        return {} if self.config.lora is None else of(self.plain)
 
     def flops_per_token(self, length: int, encoder_length: int | None = None) -> float:
         """Model FLOPs of one trained token in a row of `length`; `flops.flops_per_token` says what is counted."""
-        return flops.flops_per_token(self.config, self.abstract_params, self.axes, length, encoder_length)
+        return flops.flops_per_token(self.config, self.whole_params, self.whole_axes, length, encoder_length)
 
 
 @functools.lru_cache(maxsize=32)
@@ -217,7 +237,8 @@ def build(config: TransformerConfig) -> Model:
     def hidden(
         params: Params, batch: Batch, remat: RematPolicy | Remat = Remat.NONE, step: jax.Array | None = None
     ) -> tuple[jax.Array, Stats]:
-        return bind(params)(batch, remat if isinstance(remat, RematPolicy) else RematPolicy(remat), step)
+        with lora.at_step(step):
+            return bind(params)(batch, remat if isinstance(remat, RematPolicy) else RematPolicy(remat), step)
 
     def encode(params: Params, batch: Batch) -> jax.Array:
         return bind(params).encode(batch, RematPolicy(), None)[0]

@@ -16,7 +16,8 @@ def flops_per_token(config: Any, params: Params, axes: Params, length: int, enco
     """Of a forward and a backward pass, recomputation not counted; for one token of a full row of one document.
 
     2 a matmul weight that the token meets (of a mixture of experts top_k of num_experts, and the router), and 4 a key,
-    head and dimension in attention: its causal half, or what a local layer's window lets it see.
+    head and dimension in attention: its causal half, or what a local layer's window lets it see. The gradient of a weight
+    that adapters keep frozen is not made.
 
     Args:
       config: a TransformerConfig.
@@ -25,7 +26,9 @@ def flops_per_token(config: Any, params: Params, axes: Params, length: int, enco
       length: tokens in a row; of an encoder-decoder in the decoder's, whose tokens are counted.
       encoder_length: tokens in a row of its encoder; their cost is shared out among the decoder's.
     """
-    weights, of_encoder = config.vocab_size * config.embed_dim, 0.0  # the head, tied or not; the look-up is no matmul
+    head = "embedding" if config.head == "tied" else "output"
+    weights = config.vocab_size * config.embed_dim * _share(config, head)  # tied or not; the look-up is no matmul
+    of_encoder = 0.0
     parts = zip(
         tree.path_names(params), jax.tree.leaves(params), jax.tree.leaves(axes, is_leaf=tree.is_axes), strict=True
     )
@@ -42,10 +45,16 @@ def flops_per_token(config: Any, params: Params, axes: Params, length: int, enco
 
 def _met(config: Any, name: str, leaf: Any, names: tuple[str, ...]) -> float:
     """Weights of a parameter that a token is multiplied with."""
-    matrix = len([n for n in names if n != "layers"]) > 1 and not name.endswith("bias")
+    matrix = len([n for n in names if n != "layers"]) > 1 and not name.endswith(("bias", "magnitude"))
     if not matrix or "vocab" in names or "position" in names:
         return 0.0
-    return leaf.size * config.moe.top_k / config.moe.num_experts if "experts" in names else leaf.size
+    size = leaf.size * _share(config, name)
+    return size * config.moe.top_k / config.moe.num_experts if "experts" in names else size
+
+
+def _share(config: Any, name: str) -> float:
+    """Of the passes through a weight: all three, or two where it is frozen."""
+    return 1 if config.lora is None or config.lora.trains(name) else (_TRAINED - 1) / _TRAINED
 
 
 def _keys(config: Any, length: int, encoder_length: int) -> tuple[float, float]:

@@ -6,6 +6,8 @@ The adapter of the weight "layers/attention/query" is "layers/attention/query_lo
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
 import fnmatch
 import math
@@ -44,6 +46,7 @@ class Lora:
       targets: patterns of the weights that have an adapter; "all-linear" is every projection of the layers. The default
         is PEFT's for models whose queries and values are weights of their own.
       rank_pattern, alpha_pattern: pairs of a pattern and what those weights have instead; the first that matches counts.
+      dropout: share of an adapter's inputs that a train step leaves out; micro-batches of a step leave out the same places.
       modules_to_save: patterns of other parameters, which are trained as they are.
       base_dtype: how the frozen parameters are stored. With nf4 it is QLoRA (Dettmers et al. 2023, arXiv:2305.14314).
       double_quantization: the scales of blocks are in 8 bits too.
@@ -56,6 +59,7 @@ class Lora:
     targets: tuple[str, ...] = ("query", "value")
     rank_pattern: tuple[tuple[str, int], ...] = ()
     alpha_pattern: tuple[tuple[str, float], ...] = ()
+    dropout: float = 0.0
     modules_to_save: tuple[str, ...] = ()
     base_dtype: BaseDtype = BaseDtype.FLOAT32
     double_quantization: bool = False
@@ -67,6 +71,8 @@ class Lora:
         for name, alpha in (("alpha", self.alpha), *((f"alpha_pattern {p!r}", a) for p, a in self.alpha_pattern)):
             if not 0 < alpha < math.inf:
                 raise UserError(f"Lora.{name} is {alpha}, must be finite and above 0: try twice the rank")
+        if not 0 <= self.dropout < 1:
+            raise UserError(f"Lora.dropout is {self.dropout}, must be from 0 to below 1: try 0.05")
         if not self.targets:
             raise UserError(f'Lora.targets is empty: try ("query", "value"), or ("{ALL_LINEAR}",)')
         if self.double_quantization and not self.base_dtype.in_blocks:
@@ -100,7 +106,8 @@ class Lora:
 
     def trains(self, name: str) -> bool:
         """Whether training changes the parameter of this name."""
-        adapter = any(part.endswith(SUFFIX) for part in name.split("/")[:-1])
+        *owners, last = name.split("/")
+        adapter = any(owner.endswith(SUFFIX) for owner in owners) and last != "seed"
         return adapter or any(_matches(name, pattern) for pattern in self.modules_to_save)
 
 
@@ -114,6 +121,19 @@ def _check_patterns(field: str, patterns: Sequence[str], names: Sequence[str]) -
             raise UserError(f"Lora.{field} has {pattern!r}, which must match one of {', '.join(names) or 'no weights'}")
 
 
+_current_step: contextvars.ContextVar[jax.Array | None] = contextvars.ContextVar("lora_step", default=None)
+
+
+@contextlib.contextmanager
+def at_step(step: jax.Array | None) -> Iterator[None]:
+    """Within this context (at trace time) adapters drop inputs as this train step does; None: they drop none."""
+    token = _current_step.set(step)
+    try:
+        yield
+    finally:
+        _current_step.reset(token)
+
+
 class Adapter(nnx.Module):
     """The factors of one weight's adapter.
 
@@ -123,23 +143,35 @@ class Adapter(nnx.Module):
     def __init__(self, name: str, lora: Lora, weight: jax.Array, axes: tuple[str | None, ...], rngs: nnx.Rngs):
         stacked, inputs, rank = stack_dims(axes), input_dims(axes), lora.rank_of(name)
         shape, split = weight.shape, stacked + inputs
-        self.scale, self.inputs = lora.scale_of(name), inputs
+        self.scale, self.inputs, self.dropout = lora.scale_of(name), inputs, lora.dropout
         bound = math.prod(shape[stacked:split]) ** -0.5
         a = jax.random.uniform(rngs.params(), (*shape[:split], rank), jnp.float32, -bound, bound)
         self.a = nnx.Param(a, axes=(*axes[:split], None))
         b = jnp.zeros((*shape[:stacked], rank, *shape[split:]), jnp.float32)
         self.b = nnx.Param(b, axes=(*axes[:stacked], None, *axes[split:]))
+        # Of each layer its own, as a scan runs the same program for all of them.
+        seed = jax.random.bits(rngs.params(), shape[:stacked], jnp.uint32) if lora.dropout else None
+        self.seed = None if seed is None else nnx.Param(seed, axes=axes[:stacked])
         lengths = jnp.sqrt(jnp.sum(jnp.square(weight), axis=tuple(range(stacked, split))))
         self.magnitude = nnx.Param(lengths, axes=(*axes[:stacked], *axes[split:])) if lora.dora else None
 
     def __call__(self, x: jax.Array, y: jax.Array, weight: jax.Array | Whole | Blocks) -> jax.Array:
         """What the weight with its adapter makes of x [B, T, in ...], given what it makes of it alone."""
-        h_BTR = layers.dense(x, self.a[...], self.inputs)
+        h_BTR = layers.dense(self._dropped(x), self.a[...], self.inputs)
         y = y + self.scale * layers.dense(h_BTR, self.b[...])
         if self.magnitude is None:
             return y
         lengths = _lengths(weight.astype(jnp.float32), self.a[...], self.b[...], self.scale, self.inputs)
         return y * (self.magnitude[...] / jax.lax.stop_gradient(lengths)).astype(y.dtype)
+
+    def _dropped(self, x: jax.Array) -> jax.Array:
+        """x without some of its values, the others larger in proportion; x itself outside a train step."""
+        step = _current_step.get()
+        if self.seed is None or step is None:
+            return x
+        key = jax.random.fold_in(jax.random.key(self.seed[...]), step)
+        kept = jax.random.bernoulli(key, 1 - self.dropout, x.shape)
+        return jnp.where(kept, x / (1 - self.dropout), jnp.zeros((), x.dtype))
 
 
 def _lengths(weight: jax.Array, a: jax.Array, b: jax.Array, scale: float, inputs: int) -> jax.Array:

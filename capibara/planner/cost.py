@@ -259,14 +259,15 @@ def step_flops(work: Workload, choice: Choice) -> Flops:
         seen = sum(a.seen_keys for a in stack.attentions)
         attention += stack.layers * tokens * 4 * config.num_heads * config.head_size * seen
     head = 2 * config.vocab_size * config.embed_dim * rows * work.length
+    by_weights = 1 if config.lora is None else 0  # passes that make their gradients; those of adapters are little
     again, attention_again = recomputed(work, choice)
     return Flops(
         forward=forward / devices,
-        backward=2 * forward / devices,
+        backward=(1 + by_weights) * forward / devices,
         recompute=again * forward / devices,
         attention=attention * (1 + _ATTENTION_BACKWARD + attention_again) / devices,
-        head=3 * head / devices,
-        experts=experts * (3 + again) / devices,
+        head=(2 + work.model.trains_head) * head / devices,
+        experts=experts * (2 + by_weights + again) / devices,
         model=work.model_flops_per_token * choice.tokens(work) / devices,
     )
 
@@ -341,7 +342,7 @@ def hbm_bytes(work: Workload, choice: Choice) -> tuple[float, float]:
     head = work.head.on_device(mesh, without=gathered)
     places = choice.rows * work.length / mesh["context"] / mesh["stage"] * choice.accumulation
     total += head * size * 3 * choice.accumulation + places * c.vocab_size / mesh["tensor"] * 4 * 4
-    state = work.params.on_device(mesh)
+    state = work.trained.on_device(mesh)
     moments = work.state[choice.state_dtype].on_device(mesh)
     return total, 2 * (state + moments) + 3 * state + (2 * state if work.ema else 0.0)
 
@@ -362,12 +363,14 @@ def _collectives(work: Workload, choice: Choice, layout: Layout):
         if amount and axes:
             bytes_ = amount * size
             yield _gathered(f"gather {name}", layout, bytes_, axes, gathers)
-            yield _reduced(f"reduce gradients of {name}", layout, bytes_, axes, micro * choice.ticks)
+            if work.config.lora is None:
+                yield _reduced(f"reduce gradients of {name}", layout, bytes_, axes, micro * choice.ticks)
     if shards:
         yield _gathered("gather the head", layout, head * size, shards, micro)
+    if shards and work.model.trains_head:
         yield _reduced("reduce the head's gradient", layout, head * 4, shards, micro)
     if copies:
-        state = work.params.on_device(mesh)
+        state = work.trained.on_device(mesh)
         yield Collective(
             "reduce gradients of copies", "all-reduce", tuple(copies), micro * state,
             micro * layout.reduce_s(state, copies), False,

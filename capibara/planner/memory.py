@@ -58,9 +58,9 @@ class Memory:
     """Bytes on one device.
 
     Attributes:
-      parameters, optimizer, average: the state: float32 parameters, the optimizer's moments, the moving average.
+      parameters, optimizer, average: the state: parameters as they are stored, the optimizer's moments, the average.
       batch: the rows of a step.
-      gradients: of all parameters; with accumulation those of a micro-batch, and the new sum that they are added into.
+      gradients: of all that is trained; with accumulation those of a micro-batch, and the new sum that they are added into.
       summed: with accumulation the sum over the micro-batches before, which is read until the new one is made.
       casts: the parameters in the compute dtype, still sharded, which XLA makes once for all layers.
       saved: what the forward pass keeps of all layers.
@@ -131,7 +131,7 @@ def memory(work: Workload, choice: Choice, scale: float = 1.0, most_bytes: float
 
 def _usual(work: Workload, choice: Choice, scale: float) -> Memory:
     mesh, size = choice.mesh, work.compute_bytes
-    parameters = work.params.on_device(mesh)
+    parameters, trained = work.params.on_device(mesh), work.trained.on_device(mesh)
     saved = host = weights = pipeline = 0.0
     for stack in work.stacks:
         device, away = saved_bytes(work, stack, choice)
@@ -143,11 +143,11 @@ def _usual(work: Workload, choice: Choice, scale: float) -> Memory:
     return Memory(
         parameters=parameters,
         optimizer=work.state[choice.state_dtype].on_device(mesh),
-        average=parameters if work.ema else 0.0,
+        average=trained if work.ema else 0.0,
         batch=choice.rows * choice.accumulation * (work.length * 5 + encoder * 3) * 4.0,
-        gradients=parameters * (2 if summed else 1),
-        summed=parameters if summed else 0.0,
-        casts=parameters / 4 * size if size < 4 else 0.0,
+        gradients=trained * (2 if summed else 1),
+        summed=trained if summed else 0.0,
+        casts=work.casts.on_device(mesh) / 4 * size if size < 4 else 0.0,
         saved=saved,
         layer=_layer_bytes(work, choice, _USUAL),
         weights=weights,
@@ -289,7 +289,7 @@ def _pipeline_bytes(work: Workload, stack: Stack, choice: Choice) -> float:
         return 0.0
     rows = places(work, stack, choice) * work.config.embed_dim * work.compute_bytes / choice.mesh["tensor"]
     gradients = (stack.weights.on_device(choice.mesh) + stack.expert_weights.on_device(choice.mesh)) * 4
-    return 2 * rows + gradients
+    return 2 * rows + (gradients if work.config.lora is None else work.trained.on_device(choice.mesh))
 
 
 def _loss_bytes(work: Workload, choice: Choice, order: _Order) -> float:
@@ -301,4 +301,6 @@ def _loss_bytes(work: Workload, choice: Choice, order: _Order) -> float:
     shards = math.prod(mesh[axis] for axis in work.rules.embed)
     gradient = n * V * size if n * size < 4 * D and shards > 1 else V * D * 4
     piece = min(_REDUCED_BYTES, V * D * 4) if shards > 1 else 0.0
+    if not work.model.trains_head:
+        gradient = piece = 0.0
     return V * D * size + gradient + max(order.logits * block, 2 * piece) + 2 * n * D * size

@@ -104,7 +104,9 @@ class Workload:
       stacks: its layers.
       length: places of a row whose tokens are counted.
       encoder_length: places that an encoder reads; None without one.
-      params, state: bytes of the parameters (and of a gradient, which is as large), and of the optimizer's state.
+      params, state: bytes of the parameters, and of the optimizer's state.
+      trained: bytes of the parameters that are trained, and of their gradients.
+      casts: bytes of the parameters that are stored in float32.
       head: elements of the output head.
       constraints: (parameter, logical axis, size, mesh axes): the mesh axes must divide the size.
       ema: whether the state holds an average of the parameters.
@@ -117,6 +119,8 @@ class Workload:
     encoder_length: int | None
     params: Sharded
     state: Mapping[StateDtype, Sharded]
+    trained: Sharded
+    casts: Sharded
     head: Sharded
     constraints: tuple[tuple[str, str, int, tuple[str, ...]], ...]
     ema: bool
@@ -171,7 +175,8 @@ def describe(
       state_dtypes: dtypes of the optimizer's state to weigh; None: the optimizer's own.
     """
     rules = rules or Rules()
-    leaves = _leaves(model.abstract_params, model.axes)
+    leaves, stored = _leaves(model.whole_params, model.whole_axes), _leaves(model.abstract_params, model.axes)
+    trained = _leaves(model.trained(model.abstract_params), model.trained(model.axes))
     dtypes = tuple(state_dtypes or (optimizer.state_dtype,))
     if optimizer.name is OptimizerName.ADAFACTOR and any(dtype is not optimizer.state_dtype for dtype in dtypes):
         shown = ",".join(map(str, dtypes))
@@ -186,10 +191,12 @@ def describe(
         stacks=tuple(_stacks(model.config, leaves, rules, length, encoder_length)),
         length=length,
         encoder_length=encoder_length,
-        params=_sharded(leaves, rules, by_bytes=True),
+        params=_sharded(stored, rules, by_bytes=True),
         state={dtype: _state(model, optimizer, dtype, rules) for dtype in dtypes},
+        trained=_sharded(trained, rules, by_bytes=True),
+        casts=_sharded([leaf for leaf in stored if leaf.itemsize == 4], rules, by_bytes=True),
         head=_sharded(heads[-1:], rules),
-        constraints=_constraints(leaves, rules),
+        constraints=_constraints(stored, rules),
         ema=ema,
     )
 

@@ -48,6 +48,7 @@ def cross_entropy(
     *,
     z_loss: float = 0.0,
     soft_cap: float | None = None,
+    trains_head: bool = True,
 ) -> tuple[jax.Array, LossSums]:
     """Cross entropy of softmax(hidden @ head.T) against the targets.
 
@@ -65,6 +66,7 @@ def cross_entropy(
       weights_BT: weight of each target; 0 leaves it out. No gradient.
       z_loss: coefficient of the squared log normaliser in the loss.
       soft_cap: logits become soft_cap * tanh(logits / soft_cap); None: they stay.
+      trains_head: else the head has no gradient, and none is made.
 
     Returns:
       The loss, nll + z_loss * z, to differentiate; and the sums, without gradient.
@@ -72,18 +74,23 @@ def cross_entropy(
 
     row_axes, time_axes = _loss_axes(*targets_BT.shape)
     mesh, rules = sharding.active() or (None, None)
-    layout = _Layout(mesh, row_axes, time_axes, _head_axes(mesh, rules, row_axes + time_axes, head_VD.shape[1]))
+    head_axes = _head_axes(mesh, rules, row_axes + time_axes, head_VD.shape[1])
+    layout = _Layout(mesh, row_axes, time_axes, head_axes, trains_head)
     loss, sums = _loss(hidden_BTD, head_VD, targets_BT, weights_BT, layout, z_loss, soft_cap)
     return loss, LossSums(*jax.lax.stop_gradient(sums))
 
 
 class _Layout(NamedTuple):
-    """Which mesh axes share out the rows, the places, and the head's D; without any of the first two all is local."""
+    """Which mesh axes share out the rows, the places, and the head's D; without any of the first two all is local.
+
+    `trains_head`: whether the head has a gradient.
+    """
 
     mesh: Mesh | None
     row_axes: tuple[str, ...]
     time_axes: tuple[str, ...]
     head_axes: tuple[str, ...]
+    trains_head: bool
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -146,14 +153,18 @@ def _loss_forward(hidden_BTD, head_VD, targets_BT, weights_BT, layout, z_loss, s
             block_sums, dlogits = _block(block, head_DV, z_loss, soft_cap)
             hidden = block[0]
             dhidden = _dot(dlogits, head_DV, 1, 1).astype(hidden.dtype)
+            if not layout.trains_head:
+                return (sums + block_sums, dhead_DV), (dhidden,)
             if kept_whole:
                 return (sums + block_sums, dhead_DV), (dhidden, hidden, dlogits)
             return (sums + block_sums, dhead_DV + _dot(hidden, dlogits, 0, 0)), (dhidden,)
 
         # The head's gradient adds up as [D, V]: hidden.T @ dlogits is the order that XLA's CPU matmul runs fastest.
-        start = (jnp.zeros(4), jnp.zeros((0,) if kept_whole else (D, V), jnp.float32))
+        start = (jnp.zeros(4), jnp.zeros((D, V) if layout.trains_head and not kept_whole else (0,), jnp.float32))
         (sums, dhead_DV), (dhidden, *factors) = _over_blocks(add, start, (hidden_BTD, targets_BT, weights_BT), V)
         dhidden_BTD = jnp.moveaxis(dhidden.reshape(-1, B, T // dhidden.shape[0], D), 0, 1).reshape(B, T, D)
+        if not layout.trains_head:
+            return sums[None], dhidden_BTD, None
         if kept_whole:
             hidden_ND, dlogits_NV = (x.reshape(B * T, -1) for x in factors)
             dhead_DV = functools.partial(_product_part, hidden_ND, dlogits_NV)
@@ -162,11 +173,13 @@ def _loss_forward(hidden_BTD, head_VD, targets_BT, weights_BT, layout, z_loss, s
         return sums[None], dhidden_BTD, _transposed(_reduced(dhead_DV, D, V, layout))
 
     places, head, per_shard = _specs(layout)
-    sums, dhidden_BTD, dhead_VD = _on_shards(local, layout, (places, head, places, places), (per_shard, places, head))(
-        hidden_BTD, head_VD, targets_BT, weights_BT
-    )
+    sums, dhidden_BTD, dhead_VD = _on_shards(
+        local, layout, (places, head, places, places), (per_shard, places, head if layout.trains_head else None)
+    )(hidden_BTD, head_VD, targets_BT, weights_BT)
     sums = jnp.sum(sums, 0)
-    if sharding.platform() == "tpu":  # whose scheduler would reduce the head's gradient last and keep it whole
+    if (
+        layout.trains_head and sharding.platform() == "tpu"
+    ):  # whose scheduler would reduce the head's gradient last and keep it whole
         dhidden_BTD, dhead_VD = jax.lax.optimization_barrier((dhidden_BTD, dhead_VD))
     return (sums[0] + z_loss * sums[1], sums), (dhidden_BTD, dhead_VD, jnp.zeros(0, head_VD.dtype))
 
@@ -177,7 +190,8 @@ def _loss_backward(layout, z_loss, soft_cap, gradients, upstream):
     dhidden_BTD, dhead_VD, like_head = gradients
     # In float32, and rounded only then: dloss is a float16 run's loss scale.
     dhidden = (dhidden_BTD * dloss).astype(dhidden_BTD.dtype)
-    return dhidden, (dhead_VD * dloss).astype(like_head.dtype), None, None
+    dhead = None if dhead_VD is None else (dhead_VD * dloss).astype(like_head.dtype)
+    return dhidden, dhead, None, None
 
 
 _loss.defvjp(_loss_forward, _loss_backward)

@@ -96,6 +96,7 @@ def _loss_sum(model: Model, plan: Plan, z_loss: float) -> Callable[..., tuple[ja
                 batch["weights"],
                 z_loss=z_loss,
                 soft_cap=model.config.logit_soft_cap,
+                trains_head=model.trains_head,
             )
         loss = loss + model.layer_loss(stats)
         return loss if scale is None else loss * scale, (sums, jax.lax.stop_gradient(stats))

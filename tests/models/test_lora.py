@@ -143,6 +143,34 @@ def test_dora_divides_by_a_length_without_gradient():
     jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, atol=1e-5 * np.abs(w).max()), got, want)
 
 
+def test_dropout_is_of_the_step_and_the_layer_and_of_nothing_else():
+    config = variant(dropout=0.5)
+    model, batch = api.build(config), batch_of()
+    params = drawn(model)
+    hidden = jax.jit(lambda params, step: model.hidden(params, batch, "none", step)[0])
+    first, again, second = (hidden(params, jnp.int32(step)) for step in (3, 3, 4))
+    np.testing.assert_array_equal(first, again)
+    assert np.abs(first - second).max() > 0.01
+    outside = jax.jit(model.hidden)(params, batch)[0]
+    without = api.build(CONFIG)
+    np.testing.assert_array_equal(outside, jax.jit(without.hidden)(without_seeds(params), batch)[0])
+    seeds = params["layers"]["mlp"]["up_lora"]["seed"]
+    assert seeds[0] != seeds[1] and not model.config.lora.trains("layers/mlp/up_lora/seed")
+
+
+def test_dropped_inputs_are_a_share_and_the_mean_stays():
+    of = dataclasses.replace(LORA, dropout=0.25)
+    one = lora.Adapter("up", of, jnp.zeros((32, 48)), ("embed", "mlp"), nnx.Rngs(0))
+    with lora.at_step(jnp.int32(1)):
+        dropped = np.asarray(one._dropped(jnp.ones((8, 64, 32))))
+    assert sorted(np.unique(dropped)) == pytest.approx([0.0, 1 / 0.75])
+    assert abs(dropped.mean() - 1) < 0.02
+
+
+def without_seeds(params):
+    return tree.part(params, lambda name: not name.endswith("/seed"))
+
+
 @pytest.mark.parametrize(
     ("targets", "want"),
     [
@@ -180,6 +208,7 @@ def test_ranks_and_scales_by_pattern():
         (dict(targets=()), "Lora.targets is empty"),
         (dict(modules_to_save=("query",)), "modules_to_save has layers/attention/query, which has an adapter"),
         (dict(modules_to_save=("lm_head",)), "modules_to_save has 'lm_head', which must match one of embedding, "),
+        (dict(dropout=1.0), "Lora.dropout is 1.0, must be from 0 to below 1"),
         (dict(double_quantization=True), "base_dtype is 'float32': set 'nf4'"),
     ],
     ids=str,

@@ -15,19 +15,20 @@ from capibara.planner import cost, memory, search
 from capibara.sharding import Plan
 from capibara.training import state as states
 
+QLORA = dataclasses.replace(DENSE, lora=api.Lora(targets=("all-linear",), base_dtype="nf4"))
 LARGE = api.DecoderConfig(vocab_size=4096, embed_dim=1024, num_layers=8, num_heads=8, mlp_dim=4096)
 LARGE_EXPERTS = dataclasses.replace(LARGE, moe=Moe(num_experts=8, top_k=2, dispatch="capacity", capacity_factor=1.25))
 
 
 @pytest.mark.parametrize("mesh", [dict(fsdp=8), dict(fsdp=2, tensor=4), dict(fsdp=2, expert=2, tensor=2)], ids=str)
 @pytest.mark.parametrize("dtype", list(StateDtype))
-@pytest.mark.parametrize("config", [DENSE, EXPERTS, PAIRS], ids=["dense", "experts", "pairs"])
+@pytest.mark.parametrize("config", [DENSE, EXPERTS, PAIRS, QLORA], ids=["dense", "experts", "pairs", "qlora"])
 def test_the_state_has_the_bytes_that_its_shards_have(config, dtype, mesh):
     optimizer = Optimizer(state_dtype=dtype)
     model = api.build(config)
     plan = Plan(batch_size=8, **mesh)
     emulated = sharding.make_mesh(plan, jax.devices())
-    tx = optimizer.build(10, model.axes)
+    tx = optimizer.build(10, model.trained(model.axes))
     shardings = states.state_shardings(model, tx, emulated, plan.rules, ema=False)
     state = states.abstract_state(model, tx, shardings, ema=False)
     real = sum(
@@ -39,6 +40,18 @@ def test_the_state_has_the_bytes_that_its_shards_have(config, dtype, mesh):
     )
     # Scales of 8-bit blocks that do not divide stay whole.
     assert predicted.parameters + predicted.optimizer == pytest.approx(real, rel=0.02 if dtype == "int8" else 1e-4)
+
+
+def test_a_frozen_base_has_no_gradients():
+    plain, lora, qlora = (
+        work_of(dataclasses.replace(QLORA, lora=of)) for of in (None, api.Lora(), api.Lora(base_dtype="nf4"))
+    )
+    full, adapters, in_blocks = (memory.memory(work, choice_of(rows=8, fsdp=8)) for work in (plain, lora, qlora))
+    assert adapters.gradients < 0.05 * full.gradients and adapters.optimizer < 0.05 * full.optimizer
+    assert 1.0 < adapters.parameters / full.parameters < 1.06 and in_blocks.parameters < 0.4 * full.parameters
+    assert in_blocks.peak < adapters.peak < full.peak
+    assert 0.66 < lora.model_flops_per_token / plain.model_flops_per_token < 0.8
+    assert plain.model.param_count < lora.model.param_count == qlora.model.param_count
 
 
 def test_more_recomputation_keeps_less_and_more_rows_need_more():

@@ -9,15 +9,17 @@ import jax
 import numpy as np
 import pytest
 
-from capibara import sharding, tree
+from capibara import config, sharding, tree
 from capibara.models import api
 from capibara.models.api import DecoderConfig, Lora
 from capibara.optim import Optimizer, Schedule
 from capibara.sharding import Plan
 from capibara.training import state as states
 from capibara.training.checkpoints import Checkpointing, Checkpoints
+from capibara.training.losses import cross_entropy
 from capibara.training.run import set_up
 from capibara.training.step import make_train_step
+from capibara.training.trainer import Trainer
 from capibara.types import UserError
 
 LORA = Lora(rank=4, targets=("all-linear",))
@@ -47,9 +49,9 @@ def batch_of(rows=8, length=16):
     }
 
 
-def run(config, plan, steps, devices=None, **options):
+def run(of, plan, steps, devices=None, **options):
     """Losses of the first steps, the first state and the last one."""
-    model, mesh = api.build(config), sharding.make_mesh(plan, devices)
+    model, mesh = api.build(of), sharding.make_mesh(plan, devices)
     tx = OPTIMIZER.build(100, model.trained(model.axes))
     ema = options.get("ema_decay") is not None
     shardings = states.state_shardings(model, tx, mesh, plan.rules, ema=ema)
@@ -117,25 +119,25 @@ def test_the_average_is_of_the_adapters_and_evaluation_sees_it_beside_the_base()
 
 @functools.cache
 def qlora():
-    config = dataclasses.replace(CONFIG, lora=dataclasses.replace(LORA, base_dtype="nf4", double_quantization=True))
-    return config, run(config, ONE, 6, jax.devices()[:1])
+    model = dataclasses.replace(CONFIG, lora=dataclasses.replace(LORA, base_dtype="nf4", double_quantization=True))
+    return model, run(model, ONE, 6, jax.devices()[:1])
 
 
 def test_adapters_learn_beside_a_base_in_four_bits():
-    config, (losses, first, last) = qlora()
-    model = api.build(config)
+    small, (losses, first, last) = qlora()
+    model = api.build(small)
     assert losses[-1] < 0.95 * losses[0]
     jax.tree.map(np.testing.assert_array_equal, model.frozen(first.params), model.frozen(last.params))
-    sharded, *_ = run(config, Plan(batch_size=8, fsdp=1, tensor=2), 6, jax.devices()[:2])
+    sharded, *_ = run(small, Plan(batch_size=8, fsdp=1, tensor=2), 6, jax.devices()[:2])
     np.testing.assert_allclose(sharded, losses, rtol=1e-5)
     full = api.build(dataclasses.replace(CONFIG, embed_dim=128, mlp_dim=512, lora=None)).abstract_params
-    small = api.build(dataclasses.replace(config, embed_dim=128, mlp_dim=512)).abstract_params
-    assert tree.byte_count(small) <= 0.35 * 4 * tree.byte_count(full)
+    wide = api.build(dataclasses.replace(small, embed_dim=128, mlp_dim=512)).abstract_params
+    assert tree.byte_count(wide) <= 0.35 * 4 * tree.byte_count(full)
 
 
-def backward_bytes(config):
+def backward_bytes(of):
     """What the compiled gradient of a row needs beside its arguments."""
-    model, mesh = api.build(config), sharding.make_mesh(ONE, jax.devices()[:1])
+    model, mesh = api.build(of), sharding.make_mesh(ONE, jax.devices()[:1])
     batch = {k: jax.ShapeDtypeStruct(v.shape, v.dtype) for k, v in batch_of(rows=1, length=8).items()}
 
     def grad(params, batch):
@@ -150,10 +152,10 @@ def backward_bytes(config):
 
 def test_a_base_in_blocks_is_never_floating_point_all_at_once():
     """Eight layers more cost the backward pass less than a quarter of their weights in float32: activations."""
-    config, _ = qlora()
-    lora = dataclasses.replace(config.lora, targets=("query",))
+    small, _ = qlora()
+    lora = dataclasses.replace(small.lora, targets=("query",))
     few, many = (
-        backward_bytes(dataclasses.replace(config, embed_dim=128, mlp_dim=512, num_layers=count, lora=lora))
+        backward_bytes(dataclasses.replace(small, embed_dim=128, mlp_dim=512, num_layers=count, lora=lora))
         for count in (4, 12)
     )
     assert many[0] - few[0] < (many[1] - few[1]) / 4
@@ -227,3 +229,26 @@ def test_full_fine_tuning_begins_from_what_a_function_reads(make_trainer):
 def test_a_source_without_a_checkpoint_is_refused(make_trainer, where, told):
     with pytest.raises(UserError, match=told):
         set_up(make_trainer(init_from=where))
+
+
+def test_a_frozen_head_has_no_gradient_and_the_hidden_states_the_same():
+    rng = np.random.default_rng(0)
+    hidden, head = (rng.normal(size=shape).astype(np.float32) for shape in ((2, 8, 16), (32, 16)))
+    targets, weights = rng.integers(0, 32, (2, 8)), np.ones((2, 8), np.float32)
+
+    def gradients(trains_head):
+        loss = lambda h, w: cross_entropy(h, w, targets, weights, z_loss=1e-3, trains_head=trains_head)[0]  # noqa: E731
+        return jax.jit(jax.grad(loss, (0, 1)))(hidden, head)
+
+    (want, of_head), (got, none) = gradients(True), gradients(False)
+    np.testing.assert_array_equal(got, want)
+    assert np.abs(of_head).max() > 0 and not np.any(none)
+
+
+def test_the_run_file_configures_adapters_beside_given_weights():
+    files = ["models/tiny.gin", "tasks/text.gin", "runs/lora.gin"]
+    given = ["MODEL_DIR='x'", "TRAIN_STEPS=1", "FILES=('x',)", "INIT_FROM='runs/base'", "Lora.base_dtype='nf4'"]
+    config.parse(files, given, [])
+    trainer = config.build(Trainer)
+    assert (trainer.init_from, trainer.model.lora.base_dtype) == ("runs/base", "nf4")
+    assert trainer.saves.incremental and api.build(trainer.model).trained(api.build(trainer.model).axes)
