@@ -75,30 +75,30 @@ def prompts_of(shape: dict[str, Any], lengths: list[int]) -> list[list[int]]:
 
 
 class Runner:
-    """Engines of the batch sizes that are asked for, with one set of weights each."""
+    """One engine at a time, of the slots and places that are asked for."""
 
     def __init__(self, shape: dict[str, Any], weights: str):
         self._shape, self._model = shape, build(shape)
         self._params = jax.jit(self._model.init)(jax.random.key(0))
         write_weights(self._params, weights)
-        self._engines: dict[int, Engine] = {}
+        self._engines: dict[tuple[int, int], Engine] = {}  # the one used last
 
-    def _engine(self, slots: int) -> Engine:
-        if slots not in self._engines:
+    def _engine(self, slots: int, length: int) -> Engine:
+        if (slots, length) not in self._engines:
             config = EngineConfig(slots=slots, prefix_cache_mib=0)
             vocabulary = Ids(self._shape["vocab_size"])
-            self._engines = {slots: Engine(self._model, self._params, vocabulary, self._shape["length"], config)}
-        return self._engines[slots]
+            self._engines = {(slots, length): Engine(self._model, self._params, vocabulary, length, config)}
+        return self._engines[slots, length]
 
     def decode(self, batch: int, new: int) -> list[list[int]]:
-        engine = self._engine(batch)
+        engine = self._engine(batch, self._shape["prompt"] + new)
         asked = Sampling(temperature=0.0, max_new_tokens=new)
         prompts = prompts_of(self._shape, [self._shape["prompt"]] * batch)
         streams = [engine.submit(prompt, asked) for prompt in prompts]
         return [stream.result().tokens for stream in streams]
 
     def mixed(self, requests: list[list[int]], continuous: bool, batch: int) -> list[list[int]]:
-        engine, prompts = self._engine(batch), prompts_of(self._shape, [length for length, _ in requests])
+        engine, prompts = self._engine(batch, self._shape["length"]), prompts_of(self._shape, [length for length, _ in requests])
         streams = []
         for number, (prompt, (_, new)) in enumerate(zip(prompts, requests)):
             if not continuous and number % batch == 0:
