@@ -10,12 +10,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from capibara import tree
+from capibara import sharding, tree
 from capibara.models import flops, lora, moe, stack
 from capibara.models.cache import Cache, put_rows
 from capibara.models.decoder import Decoder, DecoderConfig
 from capibara.models.encdec import EncoderDecoder, EncoderDecoderConfig
 from capibara.models.encoder import Encoder, EncoderConfig
+from capibara.models.layers import OutputFirst
 from capibara.models.lora import Lora
 from capibara.models.moe import Moe
 from capibara.models.quantized import Quantization
@@ -109,6 +110,9 @@ class Model:
     def logits_of(self, params: Params, hidden: jax.Array) -> jax.Array:
         """Logits [B, T, V] in float32 of final hidden states [B, T, D]."""
         head = self.head(params).astype(hidden.dtype)
+        if hidden.shape[1] == 1 and sharding.platform() == "cpu":  # as OutputFirst
+            logits = jnp.einsum("VD,BTD->VBT", head, hidden, preferred_element_type=jnp.float32)
+            return self.capped(jnp.moveaxis(logits, 0, -1))
         logits = jnp.einsum("BTD,VD->BTV", hidden, head, preferred_element_type=jnp.float32)
         return self.capped(logits)
 
@@ -162,14 +166,22 @@ class Model:
     def serving(self, params: Params) -> Params:
         """The parameters as generation reads them fastest: layers apart, matrices in the compute dtype.
 
-        A program that runs the layers one by one would copy each of a stack. Under jit with donated parameters the
-        stacked ones are gone after it. The results are those of the parameters themselves.
+        A program that runs the layers one by one would copy each of a stack. On a CPU matrices have their outputs first
+        (`layers.OutputFirst`). The results are those of the parameters themselves.
         """
-        if self.config.quantization is Quantization.NONE:
+        plain = self.config.quantization is Quantization.NONE
+        if plain:
             dtype = self.config.dtype.value
             cast = lambda axes, x: x.astype(dtype) if _is_cast(axes) else x  # noqa: E731
             params = jax.tree.map(cast, self.axes, params, is_leaf=tree.is_axes)
-        return _with_layers(params, stack.unstacked)
+        params = _with_layers(params, stack.unstacked)
+        if not plain or sharding.platform() != "cpu" or sharding.active():
+            return params
+        axes = []
+        _with_layers(self.axes, axes.append)
+        turned = lambda names, x: _output_first(names[1:], x)  # noqa: E731
+        turn = lambda layer: jax.tree.map(turned, axes[0], layer, is_leaf=tree.is_axes)  # noqa: E731
+        return _with_layers(params, lambda layers: tuple(map(turn, layers)))
 
     def capped(self, logits: jax.Array) -> jax.Array:
         """Logits after the model's soft cap."""
@@ -289,6 +301,13 @@ def _with_layers(params: Params, fn: Callable[[Params], Params | None]) -> Param
     rest = {name: value for name, value in params.items() if name != "layers"}
     layers = fn(params["layers"])
     return rest if layers is None else rest | {"layers": layers}
+
+
+def _output_first(axes: tuple[str, ...], x: jax.Array) -> jax.Array | OutputFirst:
+    """A matrix of a projection turned, all else as it is."""
+    if axes in (("embed", "heads", "head_dim"), ("embed", "kv_heads", "head_dim"), ("embed", "mlp")):
+        return OutputFirst.of(x, 1)
+    return OutputFirst.of(x, x.ndim - 1) if axes in (("heads", "head_dim", "embed"), ("mlp", "embed")) else x
 
 
 def _is_cast(axes: tuple[str, ...]) -> bool:

@@ -163,8 +163,13 @@ def attend_to(
     G = N // K
     q_BKXH = jnp.moveaxis((q_BTNH * kind.scale).reshape(B, T, K, G, H), 1, 3).reshape(B, K, G * T, H)
     k_BKSH, v_BKSH = k_BKSH.astype(q_BTNH.dtype), v_BKSH.astype(q_BTNH.dtype)
+    # XLA's CPU back end drops the batch of one row from a product, and then updates the cache twice, in copies of it.
+    apart = sharding.platform() == "cpu" and B == T == 1
     batched = ((0, 1), (0, 1))
-    scores = jax.lax.dot_general(q_BKXH, k_BKSH, (((3,), (3,)), batched), preferred_element_type=jnp.float32)
+    if apart:
+        scores = jnp.sum((q_BKXH[:, :, :, None] * k_BKSH[:, :, None]).astype(jnp.float32), axis=-1)
+    else:
+        scores = jax.lax.dot_general(q_BKXH, k_BKSH, (((3,), (3,)), batched), preferred_element_type=jnp.float32)
     scores = scores.reshape(B, K, G, T, S)
     if bias_BNTS is not None:
         scores = scores + bias_BNTS.reshape(B, K, G, T, S).astype(jnp.float32)
@@ -172,7 +177,10 @@ def attend_to(
         scores = kind.soft_cap * jnp.tanh(scores / kind.soft_cap)
     scores = jnp.where(visible_BTS[:, None, None], scores, _MASKED)
     weights = jax.nn.softmax(scores, axis=-1).astype(v_BKSH.dtype).reshape(B, K, G * T, S)
-    y_BKXH = jax.lax.dot_general(weights, v_BKSH, (((3,), (2,)), batched))
+    if apart:
+        y_BKXH = jnp.sum(weights[..., None] * v_BKSH[:, :, None], axis=3, dtype=jnp.float32).astype(v_BKSH.dtype)
+    else:
+        y_BKXH = jax.lax.dot_general(weights, v_BKSH, (((3,), (2,)), batched))
     return jnp.moveaxis(y_BKXH.reshape(B, K, G, T, H), 3, 1).reshape(B, T, N, H)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -50,9 +51,53 @@ def adapter_of(module: nnx.Module, name: str) -> Callable[..., jax.Array] | None
     return getattr(module, f"{name}_lora", None)
 
 
+@jax.tree_util.register_pytree_node_class
+class OutputFirst:
+    """A weight [in ..., out ...] that lies in memory as a matrix [out, in].
+
+    XLA's CPU back end copies the second operand of a product into blocks. Of few tokens it multiplies fastest with the
+    weight as the first one: 8 tokens in 70% of the time.
+    """
+
+    def __init__(self, matrix_OI: jax.Array, outer: tuple[int, ...]):
+        self.matrix_OI, self.outer = matrix_OI, outer
+
+    @classmethod
+    def of(cls, weight: jax.Array, in_dims: int) -> OutputFirst:
+        """From a weight as parameters hold it."""
+        inner = math.prod(weight.shape[:in_dims])
+        return cls(weight.reshape(inner, -1).T, weight.shape[in_dims:])
+
+    def product(self, x: jax.Array, in_dims: int) -> jax.Array:
+        """As of `dense`."""
+        leading = x.shape[:-in_dims]
+        x_NI = x.reshape(math.prod(leading), -1)
+        weight_OI = self.matrix_OI.astype(x.dtype)
+        if 1 < len(x_NI) <= _FEW_TOKENS:  # without the barrier XLA would swap the operands
+            y = jax.lax.optimization_barrier(weight_OI @ x_NI.T).T
+        else:
+            y = x_NI @ weight_OI.T
+        return y.reshape(*leading, *self.outer)
+
+    def __getitem__(self, index: Any) -> OutputFirst:
+        if index is not Ellipsis:
+            raise TypeError("a weight with its outputs first has no parts")
+        return self
+
+    def tree_flatten(self):
+        return (self.matrix_OI,), self.outer
+
+    @classmethod
+    def tree_unflatten(cls, outer, children):
+        return cls(*children, outer)
+
+
+_FEW_TOKENS = 32
+
+
 def dense(
     x: jax.Array,
-    weight: jax.Array | Whole | Blocks,
+    weight: jax.Array | Whole | Blocks | OutputFirst,
     in_dims: int = 1,
     quantization: Quantization = Quantization.NONE,
     adapter: Callable[..., jax.Array] | None = None,
@@ -74,7 +119,9 @@ def dense(
     return y if adapter is None else adapter(x, y, weight)
 
 
-def _product(x: jax.Array, weight: jax.Array, in_dims: int, quantization: Quantization) -> jax.Array:
+def _product(x: jax.Array, weight: jax.Array | OutputFirst, in_dims: int, quantization: Quantization) -> jax.Array:
+    if isinstance(weight, OutputFirst):
+        return weight.product(x, in_dims)
     if quantization is not Quantization.NONE or not _as_matrices():
         return quantized_matmul(x, weight, quantization, in_dims)
     leading, inner, outer = x.shape[:-in_dims], x.shape[x.ndim - in_dims :], weight.shape[in_dims:]

@@ -136,7 +136,9 @@ def test_a_full_row_ends_or_moves_on():
         engine().submit([5] * 65)
 
 
-@pytest.mark.parametrize("layer_pattern", [("global",), ("local", "global")])
+@pytest.mark.parametrize(
+    "layer_pattern", [pytest.param(("global",), marks=pytest.mark.heavy), ("local", "global")], ids=str
+)
 def test_a_prompt_that_begins_like_another_is_read_from_there(layer_pattern):
     window = 24 if "local" in layer_pattern else None
     model = api.build(dataclasses.replace(MODEL.config, layer_pattern=layer_pattern, window=window))
@@ -233,6 +235,6 @@ def test_a_bad_line_is_named(tmp_path, line, says):
 
 
 def test_speeds_are_measured():
-    found = speed.measure(engine(slots=2), dataclasses.replace(GREEDY, max_new_tokens=6), 20, VOCABULARY.size)
+    found = speed.measure(engine(), dataclasses.replace(GREEDY, max_new_tokens=6), 20, VOCABULARY.size)
     assert all(value > 0 for value in found.values())
     assert found["between_tokens_ms_p50"] <= found["between_tokens_ms_p99"]

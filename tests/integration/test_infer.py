@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 RUN = "--model_dir=run"
@@ -37,6 +39,27 @@ def test_a_process_of_its_own_reads_the_prompt_from_standard_input(trained):
     process = trained.start("infer", RUN, "--prompt=river gr", "--gin.Sampling.temperature=0")
     out, err = process.communicate(timeout=100)
     assert (process.returncode, err) == (0, "") and out.startswith("river gr")
+
+
+def test_a_file_of_prompts_becomes_a_file_of_texts(here, infer, shell):
+    (shell.folder / "in.txt").write_text("river gr\ngrass \nriver gr\n")
+    asked = ("infer", RUN, "--prompts=in.txt", "--out=out.jsonl", "--gin.Sampling.temperature=0")
+    assert here(*asked, "--gin.Sampling.max_new_tokens=16", "--gin.EngineConfig.slots=2").code == 0
+    lines = [json.loads(line) for line in (shell.folder / "out.jsonl").read_text().splitlines()]
+    assert [line["prompt"] for line in lines] == ["river gr", "grass ", "river gr"]
+    assert lines[0] == lines[2] and len({line["text"] for line in lines}) == 2
+    assert infer("--gin.Sampling.temperature=0").out == "river gr" + lines[0]["text"] + "\n"
+    done = here(*asked, "--gin.Sampling.max_new_tokens=16")
+    assert done.code == 0 and "3 of 3" in done.err
+    assert "go together" in mistake(here("infer", RUN, "--prompts=in.txt"))
+
+
+def test_the_benchmark_prints_speeds(here):
+    done = here("infer", RUN, "--benchmark", "--gin.EngineConfig.slots=2", "--gin.Sampling.max_new_tokens=4")
+    assert done.code == 0, done.err
+    speeds = {name: float(value) for name, value in (line.split() for line in done.out.splitlines())}
+    assert {"prefill_tokens_per_s", "decode_tokens_per_s", "between_tokens_ms_p99"} < speeds.keys()
+    assert all(value > 0 for value in speeds.values())
 
 
 def test_the_averaged_parameters_are_used(infer, trained, monkeypatch):

@@ -42,7 +42,13 @@ VARIANTS = {
     "llama3": dict(rope=Rope(scaling="llama3", factor=4.0, original_length=8)),
     "yarn": dict(rope=Rope(scaling="yarn", factor=4.0, original_length=8), norm_placement="post"),
     "none": dict(positions="none", attention_scale=0.5, layer_loop="unroll"),
-    "mixture": dict(moe=Moe(num_experts=4, top_k=2, shared_experts=1), bias="all"),
+    "mixture": dict(
+        moe=Moe(num_experts=4, top_k=2, shared_experts=1),
+        bias="all",
+        positions="learned",
+        norm="layer",
+        residual="parallel",
+    ),
     "capacity": dict(moe=Moe(num_experts=4, top_k=2, dispatch="capacity", capacity_factor=4.0)),
     "int8": dict(quantization="int8"),
 }
@@ -105,7 +111,7 @@ def compare(config, encoder, **how):
     return cache
 
 
-QUICK = ("gpt2", "neox", "gemma2", "mixture")  # what the others have is in these, or differs outside the cache
+QUICK = ("gemma2", "mixture")  # what the others have is in these, or differs outside the cache
 
 
 @pytest.mark.parametrize(
@@ -147,7 +153,7 @@ def test_rows_go_on_by_several_tokens_at_once():
     last, resumed = jax.jit(model.resume)(params, batch, cache)
     np.testing.assert_allclose(every[0], want[0, 4:12], rtol=2e-4, atol=2e-4)
     np.testing.assert_allclose(every[1, :5], want[1, 2:7], rtol=2e-4, atol=2e-4)
-    np.testing.assert_array_equal(last, np.stack([every[0, 7], every[1, 4]]))
+    np.testing.assert_allclose(last, np.stack([every[0, 7], every[1, 4]]), rtol=2e-4, atol=2e-4)
     jax.tree.map(np.testing.assert_array_equal, extended, resumed)
     logits, _ = jax.jit(model.decode)(params, jnp.asarray([tokens[0, 12], tokens[1, 7]]), extended)
     np.testing.assert_allclose(logits, np.stack([want[0, 12], want[1, 7]]), rtol=2e-4, atol=2e-4)
