@@ -71,9 +71,11 @@ def train(
             signal_number = stop.agreed(step)
             done = step >= trainer.steps or signal_number is not None
             score = None  # who is told to stop may have seconds: then the checkpoint comes first, with no evaluation
-            # Of a run that begins with given weights these are evaluated, too.
-            new = step > first_step or (step == 0 and trainer.init_from is not None)
-            if new and signal_number is None and _due(step, trainer.evaluation.every, done):
+            if (
+                (step > first_step or _is_given(trainer, step))
+                and signal_number is None
+                and _due(step, trainer.evaluation.every, done)
+            ):
                 with meter.paused("evaluate"), dog.paused():
                     score = _evaluate(run, step, state.eval_params, callbacks, sampler)
                 early.update(score)
@@ -98,6 +100,11 @@ def train(
                     step = saved = first_step
             dog.beat(step)
         return _ended(run, callbacks, meter, step, early.stop, signal_number)
+
+
+def _is_given(trainer: Trainer, step: int) -> bool:
+    """Whether the parameters are those that the run began with: they are evaluated for what becomes of them."""
+    return step == 0 and trainer.init_from is not None
 
 
 def _ended(run: Run, callbacks: Callback, meter: Meter, step: int, stopped: bool, signal_number: int | None) -> Outcome:
