@@ -71,11 +71,7 @@ def train(
             signal_number = stop.agreed(step)
             done = step >= trainer.steps or signal_number is not None
             score = None  # who is told to stop may have seconds: then the checkpoint comes first, with no evaluation
-            if (
-                (step > first_step or _is_given(trainer, step))
-                and signal_number is None
-                and _due(step, trainer.evaluation.every, done)
-            ):
+            if signal_number is None and _evaluates(trainer, step, first_step, done):
                 with meter.paused("evaluate"), dog.paused():
                     score = _evaluate(run, step, state.eval_params, callbacks, sampler)
                 early.update(score)
@@ -102,9 +98,10 @@ def train(
         return _ended(run, callbacks, meter, step, early.stop, signal_number)
 
 
-def _is_given(trainer: Trainer, step: int) -> bool:
-    """Whether the parameters are those that the run began with: they are evaluated for what becomes of them."""
-    return step == 0 and trainer.init_from is not None
+def _evaluates(trainer: Trainer, step: int, first_step: int, done: bool) -> bool:
+    """Whether parameters are to be evaluated: new ones, and those that were given, for what becomes of them."""
+    given = step == 0 and trainer.init_from is not None
+    return (step > first_step or given) and _due(step, trainer.evaluation.every, done)
 
 
 def _ended(run: Run, callbacks: Callback, meter: Meter, step: int, stopped: bool, signal_number: int | None) -> Outcome:
