@@ -127,7 +127,11 @@ class _Checked:
 def _as_run(source: ForeignModel | OurModel, target: str, save: Callable[[str, Params, str], None]) -> str:
     if isinstance(source, OurModel):
         raise UserError("--from is a run folder already: --format=capibara is for foreign models")
-    model = api.build(hf_config.from_hf(source.config))
+    config = hf_config.from_hf(source.config)
+    longest = hf_config.text_part(source.config).get("max_position_embeddings")
+    if isinstance(config, api.DecoderConfig) and config.max_length is None:
+        config = dataclasses.replace(config, max_length=longest)  # so that the way back says it again
+    model = api.build(config)
     here = jax.tree.map(lambda _: SingleDeviceSharding(jax.local_devices()[0]), model.abstract_params)
     params = checkpoint.load_params(source, model, here)
     os.makedirs(target, exist_ok=True)

@@ -137,6 +137,9 @@ def save_hf(
             with open(os.path.join(partial, name), "wb") as file:
                 file.write(content)
         for name in os.listdir(partial):
+            shutil.copymode(
+                os.path.join(partial, CONFIG), os.path.join(partial, name)
+            )  # safetensors: its owner's alone
             _sync(os.path.join(partial, name))
         _sync(partial)
         with contextlib.suppress(FileNotFoundError):

@@ -83,6 +83,14 @@ def test_a_run_goes_out_and_comes_back(model_dir, params, tokenizer, tmp_path, c
     vocabulary = trainer.dataset.get_vocabulary()
     assert vocabulary.path == f"{tmp_path}/ours/tokenizer.json" and vocabulary.eos_token == "<eos>"
     assert vocabulary.size == 257
+    config.reset()
+    assert run(f"--from={tmp_path}/ours", f"--to={tmp_path}/again", "--dtype=f32", "--gin.Dataset.length=64") == 0
+    assert checkpoint.open_model(f"{tmp_path}/again").config == foreign.config  # its longest row included
+    with (
+        open(f"{tmp_path}/again/model.safetensors", "rb") as one,
+        open(f"{tmp_path}/hf/model.safetensors", "rb") as two,
+    ):
+        assert one.read() == two.read()
 
 
 def test_a_folder_goes_to_a_folder_of_another_dtype(model_dir, params, tmp_path):
