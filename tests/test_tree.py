@@ -76,3 +76,18 @@ def test_a_pattern_that_matches_nothing(patterns, hint):
 def test_import_is_light():
     code = "import sys, capibara.tree; sys.exit('jax' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+NESTED = {"a": {"b": 1, "c": {"d": 2}}, "e": 3}
+
+
+def test_a_part_has_no_empty_dicts():
+    assert tree.part(NESTED, lambda name: name in ("a/b", "e")) == {"a": {"b": 1}, "e": 3}
+    assert tree.part(NESTED, lambda name: False) == {}
+
+
+def test_a_part_and_the_rest_join_to_the_whole():
+    first, rest = (tree.part(NESTED, lambda name, of=of: (name == "a/c/d") is of) for of in (True, False))
+    assert tree.joined(first, rest) == tree.joined(rest, first) == NESTED
+    assert tree.joined({"e": 4}, NESTED) == {**NESTED, "e": 4}  # the first one's counts
+    assert tree.joined(NESTED, {}) is NESTED

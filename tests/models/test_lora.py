@@ -59,15 +59,19 @@ def adapted(config):
 @pytest.mark.parametrize(
     ("config", "count"),
     [
-        (CONFIG, 7),
-        (dataclasses.replace(CONFIG, layer_loop="unroll", activation="gelu", bias="all"), 6),
-        (EncoderConfig(**SIZES, lora=LORA), 6),
-        (EncoderDecoderConfig(**SIZES, lora=LORA), 7 + 11),
-        (variant(dora=True, rslora=True), 7),
-        (variant(base_dtype="bfloat16", dora=True, modules_to_save=("*norm/scale",)), 7),
+        pytest.param(CONFIG, 7, marks=pytest.mark.heavy),
+        pytest.param(
+            dataclasses.replace(CONFIG, layer_loop="unroll", activation="gelu", bias="all"), 6, marks=pytest.mark.heavy
+        ),
+        pytest.param(EncoderConfig(**SIZES, lora=LORA), 6, marks=pytest.mark.heavy),
+        pytest.param(EncoderDecoderConfig(**SIZES, lora=LORA), 7 + 11, marks=pytest.mark.heavy),
+        pytest.param(variant(dora=True, rslora=True), 7, marks=pytest.mark.heavy),
+        pytest.param(
+            variant(base_dtype="bfloat16", dora=True, modules_to_save=("*norm/scale",)), 7, marks=pytest.mark.heavy
+        ),
         (variant(base_dtype="nf4", double_quantization=True, dora=True, modules_to_save=("embedding",)), 7),
-        (dataclasses.replace(variant(base_dtype="int4"), moe=MOE), 4 + 3),
-        (dataclasses.replace(variant(base_dtype="int8"), layer_loop="unroll"), 7),
+        pytest.param(dataclasses.replace(variant(base_dtype="int4"), moe=MOE), 4 + 3, marks=pytest.mark.heavy),
+        pytest.param(dataclasses.replace(variant(base_dtype="int8"), layer_loop="unroll"), 7, marks=pytest.mark.heavy),
     ],
     ids=["decoder", "unrolled", "encoder", "encoder_decoder", "dora", "bfloat16", "nf4", "int4_moe", "int8"],
 )
@@ -190,6 +194,7 @@ def test_ranks_and_scales_by_pattern():
     model = api.build(dataclasses.replace(CONFIG, lora=of))
     assert model.abstract_params["layers"]["mlp"]["up_lora"]["b"].shape == (2, 2, 48)
     assert (of.scale_of("layers/mlp/up"), of.scale_of("layers/attention/query")) == (1.5, 2.0)
+    assert dataclasses.replace(of, rslora=True).scale_of("layers/attention/query") == 4.0
     params = drawn(model)
     want = logits(model.plain, jax.jit(model.merge)(params))
     np.testing.assert_allclose(logits(model, params), want, atol=1e-5 * np.abs(want).max())
