@@ -98,7 +98,10 @@ class Runner:
         return [stream.result().tokens for stream in streams]
 
     def mixed(self, requests: list[list[int]], continuous: bool, batch: int) -> list[list[int]]:
-        engine, prompts = self._engine(batch, self._shape["length"]), prompts_of(self._shape, [length for length, _ in requests])
+        engine, prompts = (
+            self._engine(batch, self._shape["length"]),
+            prompts_of(self._shape, [length for length, _ in requests]),
+        )
         streams = []
         for number, (prompt, (_, new)) in enumerate(zip(prompts, requests)):
             if not continuous and number % batch == 0:
