@@ -85,21 +85,28 @@ def mixed_requests(count: int, shape: dict, mean: int) -> list[list[int]]:
     return [[int(prompt), int(text)] for prompt, text in zip(prompts, texts)]
 
 
-def compare(contenders: dict[str, tuple[Worker, dict]], rounds: int) -> dict[str, dict]:
+def compare(contenders: dict[str, tuple[Worker, dict]], rounds: int, warm_up: dict | None = None) -> dict[str, dict]:
     """Lets everyone answer in turn, once to warm up and `rounds` times; medians of seconds by name.
+
+    Args:
+      contenders: name -> who is asked what.
+      rounds: timed answers of each.
+      warm_up: what the first request has instead; None: the same.
 
     Raises:
       RuntimeError: their texts differ.
     """
-    texts = {name: worker.ask(**request)["tokens"] for name, (worker, request) in contenders.items()}
-    first = next(iter(texts.values()))
-    if any(text != first for text in texts.values()):
-        raise RuntimeError(f"the texts of {', '.join(texts)} differ")
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
-    for _ in range(rounds):
+    for turn in range(rounds + 1):
+        texts = {}
         for name, (worker, request) in contenders.items():
-            answer = worker.ask(**request)
-            seconds[name].append((answer["wall_s"], answer["cpu_s"]))
+            answer = worker.ask(**request | (warm_up or {} if turn == 0 else {}))
+            texts[name] = answer["tokens"]
+            if turn:
+                seconds[name].append((answer["wall_s"], answer["cpu_s"]))
+        first = next(iter(texts.values()))
+        if any(text != first for text in texts.values()):
+            raise RuntimeError(f"the texts of {', '.join(texts)} differ")
     count = sum(map(len, first))
     return {
         name: {
@@ -131,7 +138,7 @@ def main() -> None:
     parser.add_argument("--torch_python", help="python of an environment with torch and transformers")
     parser.add_argument("--cores", default="0", help="comma-separated numbers of the cores that everyone is pinned to")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--requests", type=int, default=32, help="of the mixed comparison; 0: leave it out")
+    parser.add_argument("--requests", type=int, default=64, help="of the mixed comparison; 0: leave it out")
     parser.add_argument("--json", help="file to write the figures to")
     args = parser.parse_args()
     cores, shape, new = [int(core) for core in args.cores.split(",")], MODELS[args.model], NEW[args.model]
@@ -151,10 +158,12 @@ def main() -> None:
                 summary[f"decode_{batch}"] = found
                 show(f"decode: {batch} x {new} tokens after {shape['prompt']}", found, GOALS["decode"])
             if args.requests:
-                request = {"op": "mixed", "requests": mixed_requests(args.requests, shape, new // 2), "batch": 8}
+                requests = mixed_requests(args.requests, shape, new)
+                request = {"op": "mixed", "requests": requests, "batch": 8}
                 contenders = {f"{OURS}, continuous": (workers[OURS], request | {"continuous": True})}
                 contenders |= {f"{name}, static": (w, request | {"continuous": False}) for name, w in workers.items()}
-                summary["mixed"] = compare(contenders, max(1, args.rounds // 2))
+                warm_up = {"requests": requests[:8]}
+                summary["mixed"] = compare(contenders, max(1, args.rounds // 3), warm_up)
                 show(f"mixed: {args.requests} requests", summary["mixed"], GOALS["mixed"])
         finally:
             for worker in workers.values():
