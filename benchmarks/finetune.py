@@ -37,7 +37,7 @@ QUESTIONS = (
 def run(*command: str, stdin: str | None = None, path: str | None = None) -> None:
     """Prints a command and runs it; its output goes to the terminal."""
     shown = " ".join(f"'{word}'" if set(word) & set('()" ;') else word for word in command)
-    print(f"\n$ {shown}", flush=True)
+    print(f"\n$ python {shown}", flush=True)
     paths = [str(HERE.parent), *([path] if path else []), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     subprocess.run([sys.executable, *command], check=True, input=stdin, text=True, env=environment)
