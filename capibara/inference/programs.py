@@ -99,7 +99,7 @@ def _build(same: _Same, usable: int, slots: int, length: int, encoder_length: in
     def pick(logits, settings: Settings, index, forced, seen, alternatives: int) -> Chosen:
         logits = jnp.where(jnp.arange(logits.shape[-1]) < usable, logits, -jnp.inf)
         tokens = jnp.where(forced >= 0, forced, choose(logits, settings, index, seen))
-        likeliest = jax.lax.top_k(logits, alternatives)
+        likeliest = jax.lax.top_k(logits, min(alternatives, logits.shape[-1]))
         normaliser = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
         chosen = Chosen(tokens, log_probability(logits, tokens), likeliest[1], likeliest[0] - normaliser)
         return jax.lax.with_sharding_constraint(chosen, everywhere) if mesh else chosen

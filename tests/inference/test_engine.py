@@ -19,6 +19,7 @@ from capibara.inference.sampling import Sampling
 from capibara.inference.text import TextStream
 from capibara.models import api
 from capibara.models.api import DecoderConfig
+from capibara.models.moe import Moe
 from capibara.types import UserError
 
 MODEL = api.build(DecoderConfig(vocab_size=384, embed_dim=32, num_layers=2, num_heads=2, mlp_dim=64, dtype="float32"))
@@ -95,6 +96,12 @@ def test_log_probabilities_are_those_of_the_model():
         best = np.argsort(-want[step])[:3]
         assert [token for token, _ in piece.likeliest] == best.tolist()
         np.testing.assert_allclose([value for _, value in piece.likeliest], want[step, best], atol=2e-4)
+
+
+def test_experts_that_choose_cannot_generate():
+    mixture = dataclasses.replace(MODEL.config, moe=Moe(num_experts=4, routing="expert_choice"))
+    with pytest.raises(UserError, match="Moe.routing is 'expert_choice'"):
+        Engine(api.build(mixture), {}, VOCABULARY, LENGTH)
 
 
 def test_a_cancelled_request_leaves_its_slot_to_the_next():
