@@ -5,6 +5,7 @@ Run the same command again to carry on where the run folder's last checkpoint st
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Sequence
@@ -39,6 +40,7 @@ def train(gin_files: Sequence[str], bindings: Sequence[str], search_paths: Seque
 
     from capibara import config, devices
     from capibara.inference.sample import SampleText, sampler
+    from capibara.interop import weights
     from capibara.models import api
     from capibara.monitoring.defaults import Monitoring
     from capibara.planner import automatic, chips, xla_flags
@@ -73,6 +75,7 @@ def train(gin_files: Sequence[str], bindings: Sequence[str], search_paths: Seque
         peak_flops=chips.peak_flops(chip) if trainer.model.dtype == "bfloat16" else None,
         compiler_options=xla_flags.options(chip, tensor=trainer.plan.tensor),
         config=config.operative(),
+        load=functools.partial(weights.load, trainer.init_from, trainer.model),
     )
     return 128 + outcome.signal_number if outcome.signal_number else 0
 
