@@ -43,7 +43,7 @@ def train(gin_files: Sequence[str], bindings: Sequence[str], search_paths: Seque
     from capibara.models import api
     from capibara.monitoring.defaults import Monitoring
     from capibara.planner import automatic, chips, xla_flags
-    from capibara.training import emulation, loop, run_folder
+    from capibara.training import emulation, loop
     from capibara.training.trainer import Trainer
 
     config.parse(gin_files, bindings, search_paths)
@@ -66,8 +66,7 @@ def train(gin_files: Sequence[str], bindings: Sequence[str], search_paths: Seque
     texts, callbacks = config.build(SampleText), config.build(Monitoring).build()
     print("".join(f"note: {line}\n" for line in config.check_used()), end="")
     print_changes(trainer.model_dir)
-    model, origin = api.build(trainer.model), trainer.init_from
-    foreign = origin is not None and not run_folder.is_run(origin)
+    model = api.build(trainer.model)
     outcome = loop.train(
         trainer,
         callbacks,
@@ -75,7 +74,7 @@ def train(gin_files: Sequence[str], bindings: Sequence[str], search_paths: Seque
         peak_flops=chips.peak_flops(chip) if trainer.model.dtype == "bfloat16" else None,
         compiler_options=xla_flags.options(chip, tensor=trainer.plan.tensor),
         config=config.operative(),
-        load=(lambda target: checkpoint.loader(origin, model.plain)(target)) if foreign else None,
+        load=lambda target: checkpoint.loader(trainer.init_from, model.plain)(target),
     )
     return 128 + outcome.signal_number if outcome.signal_number else 0
 

@@ -78,8 +78,9 @@ def loader(path: str, model: Model) -> Callable[[Params], Params]:
         raise UserError(f"{own}.{name} is {_plain(ours)}, {path} was trained with {_plain(theirs)}: set it to that")
 
     def load(target: Params) -> Params:
-        (dtype,) = {leaf.dtype for leaf in jax.tree.leaves(target)}
-        return load_params(foreign, model, jax.tree.map(lambda leaf: leaf.sharding, target), dtype=dtype)
+        dtype = jax.numpy.result_type(*{leaf.dtype for leaf in jax.tree.leaves(target)})  # the widest of them
+        params = load_params(foreign, model, jax.tree.map(lambda leaf: leaf.sharding, target), dtype=dtype)
+        return jax.tree.map(lambda x, wanted: x.astype(wanted.dtype), params, target)
 
     return load
 

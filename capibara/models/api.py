@@ -100,7 +100,7 @@ class Model:
 
     def unmerge(self, merged: Params, adapters: Params) -> Params:
         """The plain model's parameters before `merge`; `adapters`: what `trained` gives of those that were merged."""
-        return lora.unmerge(merged, adapters, self.config.lora, self.axes)
+        return merged if self.config.lora is None else lora.unmerge(merged, adapters, self.config.lora, self.axes)
 
     def logits(self, params: Params, batch: Batch) -> jax.Array:
         """Logits [B, T, V] in float32. For sampling and tests: training never makes them whole."""

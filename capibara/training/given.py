@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from capibara import sharding, tree
 from capibara.models.api import Model
 from capibara.training import state as states
+from capibara.training import step_folders
 from capibara.training.checkpoints import Checkpoints
 from capibara.training.trainer import Trainer
 from capibara.types import Params, UserError
@@ -26,7 +27,7 @@ def load_params(trainer: Trainer, model: Model, mesh: Mesh, load: Load | None) -
       trainer: the run.
       model: of the run.
       mesh: where they are to lie.
-      load: reads what is there; None: it is the run folder of another run, whose newest step is read.
+      load: reads what is there where that is not the folder of another run, whose newest step is read otherwise.
 
     Raises:
       UserError: nothing is there, or another model.
@@ -41,7 +42,8 @@ def load_params(trainer: Trainer, model: Model, mesh: Mesh, load: Load | None) -
         lambda name, leaf: jax.ShapeDtypeStruct(leaf.shape, dtypes.get(name, leaf.dtype)), plain.abstract_params
     )
     target = states.with_shardings(shapes, shardings)
-    return _of_run_folder(trainer, target) if load is None else load(target)
+    of_run = load is None or step_folders.folder_of(trainer.init_from).exists()
+    return _of_run_folder(trainer, target) if of_run else load(target)
 
 
 def _of_run_folder(trainer: Trainer, target: Params) -> Params:

@@ -203,6 +203,9 @@ def test_a_run_begins_from_a_folder_of_its_model(tmp_path, caplog):
     as_in_run = lambda s, n: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=n)  # noqa: E731
     target = jax.tree.map(as_in_run, model.abstract_params, targets)
     assert_equal(checkpoint.loader(folder, model)(target), params)
+    mixed = target | {"output": jax.ShapeDtypeStruct(params["output"].shape, "bfloat16", sharding=targets["output"])}
+    read = checkpoint.loader(folder, model)(mixed)
+    assert_equal(read, params | {"output": params["output"].astype("bfloat16")})
     assert not caplog.records
     longer = api.build(dataclasses.replace(LLAMA, rope=Rope(theta=5e5), dtype="bfloat16"))
     assert_equal(checkpoint.loader(folder, longer)(target), params)
