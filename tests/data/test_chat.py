@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import itertools
 import json
 import logging
 
+import jax
 import numpy as np
 import pytest
 
@@ -325,3 +327,33 @@ def test_a_run_from_chat_gin(corpus, folder, tmp_path, monkeypatch, capfd):
     records = list(read_metrics("run"))
     losses = [record["loss"] for record in records if record["kind"] == "train"]
     assert len(losses) == 3 and np.isfinite(losses).all() and losses[2] < losses[0]
+    check_adapters(arguments, capfd)
+
+
+def check_adapters(arguments, capfd):
+    """Adapters beside what the run has come to: asked in the chat template, and merged."""
+    from capibara import cli, infer, train
+    from capibara.models import api
+    from capibara.monitoring.loggers import read_metrics
+    from capibara.training import run_folder
+
+    more = [
+        "--gin.MODEL_DIR=tuned",
+        "--gin.Trainer.init_from=run",
+        "--gin.DecoderConfig.lora=@Lora()",
+        "--gin.Lora.rank=2",
+    ]
+    assert cli.run_verb(train.main, [*arguments, *more]) == 0, capfd.readouterr()
+    evaluated = [record["step"] for record in read_metrics("tuned") if record["kind"] == "eval"]
+    assert evaluated[0] == 0  # what was given
+    capfd.readouterr()
+    asked = ["--model_dir=tuned", "--chat", "--prompt=How many?", "--gin.Sampling.max_new_tokens=8"]
+    assert cli.run_verb(infer.main, asked) == 0, capfd.readouterr()
+    assert "How many?" not in capfd.readouterr().out
+    loaded = run_folder.load("tuned")
+    plain = api.build(dataclasses.replace(loaded.trainer.model, lora=None))
+    assert loaded.model is plain and jax.tree.structure(loaded.params) == jax.tree.structure(plain.abstract_params)
+    query, begun = (run.params["layers"]["attention"]["query"] for run in (loaded, run_folder.load("run")))
+    key, begun_key = (run.params["layers"]["attention"]["key"] for run in (loaded, run_folder.load("run")))
+    assert np.abs(query - begun).max() > 0  # the adapter is in it
+    np.testing.assert_array_equal(key, begun_key)  # this one has none
