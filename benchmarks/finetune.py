@@ -135,7 +135,7 @@ def main() -> int:
         f"--output={chats}",
     )
     ask(base)
-    macros = {"BASE": f'"{base}"', "MODEL_DIR": f'"{adapted}"', "FILES": f'("{chats}/train.jsonl",)'}
+    macros = {"INIT_FROM": f'"{base}"', "MODEL_DIR": f'"{adapted}"', "FILES": f'("{chats}/train.jsonl",)'}
     macros |= {"VALIDATION_FILES": f'("{chats}/held_out.jsonl",)', "TRAIN_STEPS": str(args.steps)}
     given = [f"--gin.{name}={value}" for name, value in macros.items()]
     run("-m", "capibara.train", "--gin_file=finetune_smollm2.gin", *given)

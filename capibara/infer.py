@@ -53,16 +53,15 @@ def run(args) -> None:
     trainer, model, params = run_folder.load(args.model_dir, args.gin_file, args.gin_bindings, args.gin_search_paths)
     sampling, batching = config.build(Sampling), config.build(EngineConfig)
     vocabulary, lengths = trainer.dataset.get_vocabulary(), (trainer.dataset.length, trainer.dataset.encoder_length)
-    as_turn = chat.renderer(trainer.dataset) if args.chat else None
+    talk = chat.of_run(trainer.dataset) if args.chat else None
     config.check_used()
     check_generates(model)
     prompts = files.read_prompts(args.prompts, sampling) if args.prompts else []
     if not (prompts or args.benchmark):
         prompt = sys.stdin.read().rstrip("\n") if args.prompt is None else args.prompt
-        text = Generator(model, vocabulary, lengths[0], sampling, lengths[1])(
-            params, as_turn(prompt) if as_turn else prompt
-        )
-        print(text if lengths[1] or as_turn else prompt + text)
+        generate = Generator(model, vocabulary, lengths[0], sampling, lengths[1])
+        text = generate(params, talk.ids(prompt), talk.ends) if talk else generate(params, prompt)
+        print(text if lengths[1] or talk else prompt + text)
         return
     engine = Engine(model, params, vocabulary, lengths[0], batching, lengths[1])
     del params
@@ -70,7 +69,7 @@ def run(args) -> None:
         for name, value in speed.measure(engine, sampling, (lengths[1] or lengths[0]) // 2, vocabulary.size).items():
             print(f"{name:32} {value:12.1f}")
         return
-    for done in files.complete(engine, prompts, args.out, as_turn):
+    for done in files.complete(engine, prompts, args.out, talk):
         print(f"\r{done} of {len(prompts)} texts in {args.out}", end="", file=sys.stderr)
     print(file=sys.stderr)
 

@@ -251,7 +251,8 @@ class TokenizerJsonVocabulary(Vocabulary):
 
     Attributes:
       path: the tokenizer.json file, or the folder that holds it.
-      eos_token: the end token; None looks for the usual names.
+      eos_token: the end token; None: what tokenizer_config.json in that folder says, else one of the usual names; the
+        same for the others, where a file is given the usual names alone.
       bos_token: the beginning token; None looks for the usual names, then takes the end token (as GPT-2 does).
       pad_token: the padding token; None looks for the usual names, then takes the end token.
       mask_token: hides a token from a masked language model; None looks for the usual names, then takes an unused id.
@@ -315,11 +316,27 @@ class TokenizerJsonVocabulary(Vocabulary):
 
     def _special(self, field: str, name: str | None, usual: Sequence[str]) -> int | None:
         if name is None:
+            name = self._told.get(field)
+        if name is None:
             return next((i for i in map(self.tokenizer.token_to_id, usual) if i is not None), None)
         token_id = self.tokenizer.token_to_id(name)
         if token_id is None:
             raise UserError(f"{field} ({name!r}) is not a token of {self.path}")
         return token_id
+
+    @functools.cached_property
+    def _told(self) -> dict[str, str]:
+        """Special tokens by their fields, as the folder's tokenizer_config.json says."""
+        path = os.path.join(self.path, "tokenizer_config.json")
+        if not os.path.isfile(path):
+            return {}
+        try:
+            with open(path, encoding="utf-8") as file:
+                values = json.load(file).items()
+        except (OSError, ValueError, AttributeError) as error:
+            raise UserError(f"{path} cannot be read: {_one_line(error)}") from None
+        told = {field: value.get("content") if isinstance(value, dict) else value for field, value in values}
+        return {field: token for field, token in told.items() if field.endswith("_token") and isinstance(token, str)}
 
     def encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False).ids

@@ -1,47 +1,63 @@
-"""A user's turn as a model that was trained on conversations reads it."""
+"""A user's turn as a model that was trained on conversations reads it, and where its answer ends."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import functools
 import os
-from collections.abc import Callable
+
+import numpy as np
 
 from capibara import config
-from capibara.data.chat import ChatJsonlSource
+from capibara.data.chat import ChatJsonlSource, TrainOn, render_example
 from capibara.data.chat_formats import Conversation
 from capibara.data.chat_template import ChatTemplate
 from capibara.data.dataset import Dataset
-from capibara.data.vocabulary import TokenizerJsonVocabulary
+from capibara.data.vocabulary import TokenizerJsonVocabulary, Vocabulary
 from capibara.types import UserError
 
 
-def renderer(dataset: Dataset) -> Callable[[str], list[int]]:
-    """What makes ids of a user's turn: the template that the run was trained with, or that beside its tokenizer.
+@dataclasses.dataclass(frozen=True)
+class Chat:
+    """A tokenizer with its chat template."""
 
-    A turn that spells a special token has its letters, not its id.
+    vocabulary: Vocabulary
+    template: ChatTemplate
 
-    Args:
-      dataset: of the run.
+    def ids(self, turn: str) -> list[int]:
+        """The prompt for an answer to a user's turn; where the turn spells a special token it has its letters."""
+        conversation = Conversation([{"role": "user", "content": turn}])
+        text = self.template.render(conversation, "the prompt", add_generation_prompt=True).text
+        return self.vocabulary.encode_rendered(text)[0].tolist()
+
+    @functools.cached_property
+    def ends(self) -> tuple[int, ...]:
+        """The special tokens with which the template ends an answer; models have an end token besides, or the same."""
+        said = Conversation([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}])
+        with contextlib.suppress(UserError):  # a template that answers cannot be told in: there is the end token
+            example = render_example(self.template, said, TrainOn.ASSISTANT, "an answer")
+            ids, offsets = self.vocabulary.encode_rendered(example.text)
+            begin, end = example.loss[-1]
+            inside = ids[(offsets[:, 1] > begin) & (offsets[:, 0] < end)]
+            return tuple(int(i) for i in np.unique(inside) if not self.vocabulary.bytes_of([i]))
+        return ()
+
+
+def of_run(dataset: Dataset) -> Chat:
+    """With the template that a run was trained with, or that beside its tokenizer.
 
     Raises:
-      UserError: the run has no chat template.
+      UserError: the run has none.
     """
     vocabulary, source = dataset.get_vocabulary(), dataset.source
     if isinstance(source, ChatJsonlSource):
-        template = source.template
-    elif isinstance(vocabulary, TokenizerJsonVocabulary):
-        folder = vocabulary.path if os.path.isdir(vocabulary.path) else os.path.dirname(vocabulary.path)
-        template = config.build(
-            ChatTemplate, **({} if config.is_bound("ChatTemplate.tokenizer") else {"tokenizer": folder})
-        )
-    else:
+        return Chat(vocabulary, source.template)
+    if not isinstance(vocabulary, TokenizerJsonVocabulary):
         raise UserError(
             f"--chat needs a tokenizer with a chat template, and Dataset.vocabulary is {type(vocabulary).__name__}: leave "
             "--chat out, or use a model whose tokenizer has one"
         )
-
-    def ids(turn: str) -> list[int]:
-        conversation = Conversation([{"role": "user", "content": turn}])
-        text = template.render(conversation, "the prompt", add_generation_prompt=True).text
-        return vocabulary.encode_rendered(text)[0].tolist()
-
-    return ids
+    folder = vocabulary.path if os.path.isdir(vocabulary.path) else os.path.dirname(vocabulary.path)
+    given = {} if config.is_bound("ChatTemplate.tokenizer") else {"tokenizer": folder}
+    return Chat(vocabulary, config.build(ChatTemplate, **given))

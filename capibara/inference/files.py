@@ -6,10 +6,11 @@ import dataclasses
 import json
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from capibara.fields import did_you_mean, nearest
+from capibara.inference.chat import Chat
 from capibara.inference.engine import Engine
 from capibara.inference.sampling import Sampling
 from capibara.types import UserError
@@ -66,16 +67,14 @@ def _of_json(where: str, line: str, sampling: Sampling) -> Prompt:
         raise UserError(f"{where}: {error}") from None
 
 
-def complete(
-    engine: Engine, prompts: list[Prompt], path: str, encode: Callable[[str], Sequence[int]] | None = None
-) -> Iterator[int]:
+def complete(engine: Engine, prompts: list[Prompt], path: str, chat: Chat | None = None) -> Iterator[int]:
     """Writes a line {"prompt", "text", "finish", "tokens", ...} for every prompt, in their order; gives how many are done.
 
     Args:
       engine: generates.
       prompts: what to.
       path: of the output.
-      encode: makes ids of a prompt; None: it is text to go on with.
+      chat: for prompts that are turns of a user; None: they are texts to go on with.
 
     Raises:
       UserError: the output has lines that belong to other prompts.
@@ -87,7 +86,8 @@ def complete(
     with open(path, "a", encoding="utf-8") as out:
         for prompt in prompts[done:]:
             while len(streams) < _AHEAD * engine.slots and (more := next(left, None)) is not None:
-                streams.append(engine.submit(encode(more.text) if encode else more.text, more.sampling))
+                asked, ends = (chat.ids(more.text), chat.ends) if chat else (more.text, ())
+                streams.append(engine.submit(asked, more.sampling, ends=ends))
             result = streams.popleft().result()
             line = prompt.rest | {
                 "prompt": prompt.text,

@@ -57,11 +57,14 @@ class Generator:
         self._model, self._vocabulary, self._sampling = model, vocabulary, sampling
         self._lengths = length, encoder_length
 
-    def __call__(self, params: Params, prompt: str | Sequence[int]) -> str:
-        """The continuation of `prompt` (text, or ids as they are), without it, or the answer to it."""
+    def __call__(self, params: Params, prompt: str | Sequence[int], ends: Sequence[int] = ()) -> str:
+        """The continuation of `prompt` (text, or ids as they are), without it, or the answer to it.
+
+        `ends`: ids that end it, beside the vocabulary's end token.
+        """
         length, encoder_length = self._lengths
         engine = Engine(self._model, on_one_device(params), self._vocabulary, length, _ONE_ROW, encoder_length)
-        return engine.submit(prompt, self._sampling).result().text
+        return engine.submit(prompt, self._sampling, ends=ends).result().text
 
 
 def sampler(

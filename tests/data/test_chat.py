@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from capibara.data.chat import ChatJsonlSource, TrainOn, render_example
-from capibara.data.chat_formats import read_preference
+from capibara.data.chat_formats import Conversation, read_preference
 from capibara.data.chat_template import ChatTemplate
 from capibara.data.dataset import Dataset, Kind, TooLong
 from capibara.data.loader import make_loader
@@ -297,6 +297,32 @@ def test_both_sides_of_a_preference_are_rendered(folder):
     (begin, end), (other_begin, other_end) = sides[0].loss[0], sides[1].loss[0]
     assert sides[0].text[begin:end] == "good<|im_end|>" and sides[1].text[other_begin:other_end] == "bad<|im_end|>"
     assert sides[0].text[:begin] == sides[1].text[:other_begin]
+
+
+@pytest.mark.parametrize(
+    "name,end", [("smollm2", "<|im_end|>"), ("gemma", "<end_of_turn>"), ("llama3.1", "<|eot_id|>")]
+)
+def test_a_prompt_is_what_answers_were_learned_after_and_ends_as_they_do(tokenizer_folder, name, end):
+    from capibara.inference.chat import Chat
+
+    template = ChatTemplate(tokenizer=tokenizer_folder(name))
+    vocabulary = TokenizerJsonVocabulary(path=template.tokenizer)
+    chat = Chat(vocabulary, template)
+    turns = Conversation([{"role": "user", "content": f"Hi {end}"}, {"role": "assistant", "content": "Hello"}])
+    example = render_example(template, turns, TrainOn.ASSISTANT, "here")
+    ids, offsets = vocabulary.encode_rendered(example.text)
+    prompt = chat.ids(f"Hi {end}")
+    assert prompt == ids[: len(prompt)].tolist()
+    assert offsets[len(prompt), 0] == example.loss[0][0]  # the first that carries loss
+    end_id = vocabulary.tokenizer.token_to_id(end)
+    assert chat.ends == (end_id,)
+    assert prompt.count(end_id) == chat.ids("Hi").count(end_id)  # what the user spells is text
+
+
+def test_a_tokenizer_folder_says_its_special_tokens(tokenizer_folder):
+    vocabulary = TokenizerJsonVocabulary(path=tokenizer_folder("smollm2"))
+    names = [vocabulary.tokenizer.id_to_token(i) for i in (vocabulary.bos_id, vocabulary.eos_id)]
+    assert names == ["<|im_start|>", "<|im_end|>"]
 
 
 RUN = """
