@@ -14,6 +14,7 @@ not fall or QLoRA takes more than 35%.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import glob
 import json
 import os
@@ -22,6 +23,7 @@ import subprocess
 import sys
 import time
 import zipfile
+from typing import Any
 
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))  # the checkout's package, installed or not
@@ -78,39 +80,38 @@ def losses(adapted: pathlib.Path) -> tuple[float, float]:
     return found[0], found[-1]
 
 
-def conversations_read(adapted: pathlib.Path) -> int:
-    """How many the steps have trained on: in one epoch all different."""
+def trainer_of(adapted: pathlib.Path) -> Any:
+    """The run as it was configured, a Trainer."""
     from capibara import config
-    from capibara.data.loader import make_loader
     from capibara.training.trainer import Trainer
 
     config.parse([str(adapted / "config.gin")], [])
-    trainer = config.build(Trainer)
-    read = 0
+    return config.build(Trainer)
+
+
+def conversations_read(trainer: Any) -> int:
+    """How many the steps have trained on: in one epoch all different."""
+    from capibara.data.loader import make_loader
+
     loader = make_loader(trainer.dataset, batch_size=trainer.plan.batch_size)
-    for _ in range(trainer.steps):
-        read += int(next(loader)["segment_ids"].max(axis=1).sum())
-    return read
+    return sum(int(next(loader)["segment_ids"].max(axis=1).sum()) for _ in range(trainer.steps))
 
 
-def training_bytes() -> tuple[int, int]:
-    """Of parameters, gradients and AdamW's state: of all parameters in float32, and as QLoRA."""
+def training_bytes(trained: Any) -> tuple[int, int]:
+    """Of parameters, gradients and AdamW's state: of all parameters in float32, and with the run's adapters as QLoRA."""
     import jax
     import optax
 
     from capibara import tree
     from capibara.models import api
 
-    sizes = dict(vocab_size=49152, embed_dim=576, num_layers=30, num_heads=9, num_kv_heads=3, mlp_dim=1536)
-    adapters = api.Lora(rank=8, targets=("all-linear",), base_dtype="nf4")
-
     def count(lora: api.Lora | None) -> int:
-        model = api.build(api.DecoderConfig(**sizes, lora=lora))
-        trained = model.trained(model.abstract_params)
-        state = jax.eval_shape(optax.adamw(1e-3).init, trained)
-        return sum(map(tree.byte_count, (model.abstract_params, trained, state)))
+        model = api.build(dataclasses.replace(trained, lora=lora))
+        part = model.trained(model.abstract_params)
+        state = jax.eval_shape(optax.adamw(1e-3).init, part)
+        return sum(map(tree.byte_count, (model.abstract_params, part, state)))
 
-    return count(None), count(adapters)
+    return count(None), count(dataclasses.replace(trained.lora, base_dtype="nf4"))
 
 
 def main() -> int:
@@ -147,9 +148,10 @@ def main() -> int:
         stdin="\n".join(QUESTIONS), path=str(args.folder / "packages" / "llama_cpp"),
     )  # fmt: skip
     seconds = time.monotonic() - begin_s
-    (before, after), (full, qlora) = losses(adapted), training_bytes()
+    trainer = trainer_of(adapted)
+    (before, after), (full, qlora) = losses(adapted), training_bytes(trainer.model)
     result = {
-        "held_out_loss": [before, after], "conversations": conversations_read(adapted), "seconds": seconds,
+        "held_out_loss": [before, after], "conversations": conversations_read(trainer), "seconds": seconds,
         "full_bytes": full, "qlora_bytes": qlora,
     }  # fmt: skip
     print(

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from capibara.config import configurable
 from capibara.data.chat_formats import Conversation
-from capibara.data.vocabulary import GUARD, TOKENIZER_FILE
+from capibara.data.vocabulary import GUARD, TOKENIZER_FILE, folder_of
 from capibara.types import UserError
 
 # Unicode noncharacters, around a {% generation %} block.
@@ -169,7 +169,7 @@ class ChatTemplate:
 
     @property
     def _folder(self) -> str:
-        return self.tokenizer if os.path.isdir(self.tokenizer) else os.path.dirname(self.tokenizer)
+        return folder_of(self.tokenizer)
 
     def _file(self, name: str) -> Mapping[str, Any]:
         """A JSON file beside the tokenizer; empty where there is none, but for the tokenizer itself."""

@@ -132,6 +132,11 @@ class Vocabulary(abc.ABC):
         self.__dict__.update(state)
 
 
+def folder_of(tokenizer: str) -> str:
+    """The folder of a tokenizer, given that or the file in it."""
+    return tokenizer if os.path.isdir(tokenizer) else os.path.dirname(tokenizer)
+
+
 def _check_sizes(vocabulary: Vocabulary) -> None:
     if vocabulary.size_multiple < 1:
         raise UserError(f"size_multiple ({vocabulary.size_multiple}) must be at least 1: try 128")
@@ -270,6 +275,11 @@ class TokenizerJsonVocabulary(Vocabulary):
 
     def __post_init__(self) -> None:
         _check_sizes(self)
+
+    @property
+    def folder(self) -> str:
+        """Where the tokenizer's files lie."""
+        return folder_of(self.path)
 
     @functools.cached_property
     def tokenizer(self) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import os
 
 import numpy as np
 
@@ -58,6 +57,5 @@ def of_run(dataset: Dataset) -> Chat:
             f"--chat needs a tokenizer with a chat template, and Dataset.vocabulary is {type(vocabulary).__name__}: leave "
             "--chat out, or use a model whose tokenizer has one"
         )
-    folder = vocabulary.path if os.path.isdir(vocabulary.path) else os.path.dirname(vocabulary.path)
-    given = {} if config.is_bound("ChatTemplate.tokenizer") else {"tokenizer": folder}
+    given = {} if config.is_bound("ChatTemplate.tokenizer") else {"tokenizer": vocabulary.folder}
     return Chat(vocabulary, config.build(ChatTemplate, **given))

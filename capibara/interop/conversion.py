@@ -158,10 +158,9 @@ def _tokenizer(vocabulary: Vocabulary, length: int) -> dict[str, bytes]:
             return {"tokenizer.model": file.read()}
     if not isinstance(vocabulary, TokenizerJsonVocabulary):
         return {}
-    folder = vocabulary.path if os.path.isdir(vocabulary.path) else os.path.dirname(vocabulary.path)
-    files = hf_folder.carried(folder)
+    files = hf_folder.carried(vocabulary.folder)
     files.pop("generation_config.json", None)  # of the model that was there
-    if folder != vocabulary.path:  # a file, of any name
+    if vocabulary.folder != vocabulary.path:  # a file, of any name
         with open(vocabulary.path, "rb") as file:
             files["tokenizer.json"] = file.read()
     about = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": length}
