@@ -16,7 +16,8 @@ from capibara.data.answers import PreferenceJsonlSource
 from capibara.data.chat_template import ChatTemplate
 from capibara.data.dataset import Dataset
 from capibara.data.vocabulary import TokenizerJsonVocabulary
-from capibara.models.api import DecoderConfig
+from capibara.models import api
+from capibara.models.api import DecoderConfig, Lora
 from capibara.optim import Optimizer, Schedule
 from capibara.sharding import Plan, Rules
 from capibara.training import losses, reference
@@ -24,6 +25,7 @@ from capibara.training.checkpoints import Checkpointing
 from capibara.training.losses import token_log_probabilities
 from capibara.training.preference import Dpo
 from capibara.training.trainer import Evaluation, Trainer
+from capibara.types import UserError
 
 MODEL = DecoderConfig(vocab_size=384, embed_dim=32, num_layers=1, num_heads=2, mlp_dim=64, dtype="float32")
 
@@ -244,13 +246,13 @@ def test_packed_pairs_have_the_log_probabilities_of_pairs_alone(make_trainer, tr
 @pytest.mark.parametrize("init_from", [False, True])
 def test_adapters_have_their_base_for_reference(make_trainer, train, init_from):
     trainer = make_trainer(steps=4, plan=Plan(batch_size=8, fsdp=2), checkpointing=Checkpointing(every=4))
+    base = api.build(MODEL)
+    params = jax.jit(base.init)(jax.random.key(0))
     if init_from:
-        train(trainer, jax.devices()[:2])
+        params = train(trainer, jax.devices()[:2]).state.params
         trainer = dataclasses.replace(trainer, init_from=trainer.model_dir, model_dir=f"{trainer.model_dir}_adapted")
     adapted = dataclasses.replace(trainer.model, lora=Lora(rank=4, targets=("all-linear",)))
     seen = train(dataclasses.replace(trainer, model=adapted, steps=4), jax.devices()[:2])
-    base = api.build(MODEL)
-    params = run_folder.load(trainer.init_from).params if init_from else base.init(jax.random.key(0))
     table = np.load(f"{trainer.model_dir}/reference.train.npz")["table"]
     source, vocabulary = trainer.dataset.source, trainer.dataset.vocabulary
     documents = source.open("train")
