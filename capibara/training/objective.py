@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from capibara import sharding
-from capibara.data.dataset import Dataset
+from capibara.data.loader import Dataset, Loader, make_loader
 from capibara.models.api import Model, Stats
 from capibara.sharding import RematPolicy
 from capibara.training.losses import LossSums, cross_entropy, token_log_probabilities
@@ -100,6 +100,11 @@ class Loss(abc.ABC):
 
     means: tuple[str, ...] = ()
 
+    @property
+    def rows_of_a_prompt(self) -> int:
+        """Rows of a batch that belong together."""
+        return 1
+
     @abc.abstractmethod
     def check(self, trainer: Any) -> None:
         """Raises UserError where a run (a `training.trainer.Trainer`) cannot be trained so."""
@@ -107,6 +112,10 @@ class Loss(abc.ABC):
     @abc.abstractmethod
     def batch_spec(self, dataset: Dataset, rows: int) -> dict[str, tuple[tuple[int, int], np.dtype]]:
         """Shape and dtype of every array of the step's batch."""
+
+    def open(self, dataset: Dataset, **options: Any) -> Loader:
+        """A loader of the data; `options` are those of `make_loader`."""
+        return make_loader(dataset, **options)
 
     @abc.abstractmethod
     def objective(self, model: Model, dataset: Dataset) -> Objective:

@@ -213,9 +213,12 @@ class Run:
 
     def next_batch(self, step: int, params: Params) -> dict[str, jax.Array]:
         """The batch of a step, on its devices; `params`: of the state before it."""
-        self.before_batch = self.batches.position
         if self.supply is not None:
-            return self.supply.next_batch(step, params)
+            before, count = self.batches.position, self.batches.batches
+            batch = self.supply.next_batch(step, params)
+            self.before_batch = before if self.batches.batches > count else self.before_batch
+            return batch
+        self.before_batch = self.batches.position
         return sharding.global_batch(self.batch_sharding, next(self.batches))
 
     def evaluate(self, params: Params) -> dict[str, float]:
@@ -480,7 +483,8 @@ def validation_loader(trainer: Trainer, mesh: Mesh) -> Loader:
 def open_loader(trainer: Trainer, mesh: Mesh, split: str, rows: int, epochs: int | None = None) -> Loader:
     """This process's share of a split."""
     shards = sharding.host_shards(mesh, trainer.plan.rules)
-    return make_loader(
+    open_one = make_loader if trainer.loss is None else trainer.loss.open
+    return open_one(
         trainer.dataset,
         split=split,
         batch_size=rows,

@@ -223,7 +223,10 @@ def test_a_resumed_run_ends_bit_by_bit_as_one_that_was_not_stopped(make_trainer,
 
 def test_the_mesh_accumulation_and_packing_change_nothing(make_trainer, train):
     want = train(make_trainer(steps=3, plan=Plan(batch_size=8)), jax.devices()[:1])
-    plans = {"mesh": Plan(batch_size=8, fsdp=2, tensor=2, data=2), "accumulated": Plan(batch_size=8, accumulation=2)}
+    plans = {
+        "mesh": Plan(batch_size=8, fsdp=2, tensor=2, data=2),
+        "accumulated": Plan(batch_size=8, fsdp=4, tensor=2, accumulation=2),
+    }
     for name, plan in plans.items():
         got = train(make_trainer(steps=3, plan=plan, model_dir=make_trainer().model_dir + name))
         for step in (1, 2, 3):
