@@ -297,7 +297,7 @@ def training(rounds: int, folder: str) -> dict:
                     run.save(step, state, early, metrics)
                 for _ in range(STEPS):
                     step += 1
-                    state, metrics = run.step(step, state, run.next_batch())
+                    state, metrics = run.step(step, state, run.next_batch(step, state.params))
                 jax.block_until_ready(state)
                 run.checkpoints.wait()  # what of a save is not done by then is paid for, too
                 seconds.append(time.perf_counter() - begin_s)

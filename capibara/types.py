@@ -20,6 +20,11 @@ of the arrays above, which are the decoder's, is predicted from segment i of the
 
 Where Dataset.domains names some, every batch also has
   domains     [B, T] int32    i: the document is of the i-th of them, counted from 1; 0: nothing is known
+
+A batch of preference pairs has both answers of each pair in one row, segment 2i + 1 the chosen one and 2i + 2 the
+rejected one of the row's pair i; `weights` are 1 on the answers. A batch of prompts has one a row. Both also have
+  numbers     [B, T] int32    n: the first place of what the split's document n - 1 tells; 0: another place
+A pair's answers have two documents' worth of numbers: pair p has 2p + 1 for the chosen one and 2p + 2 for the other.
 """
 
 from __future__ import annotations

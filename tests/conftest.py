@@ -65,3 +65,27 @@ def small_disk(tmp_path):
         pytest.skip(f"no tmpfs can be mounted here: {done.stderr.strip()}")
     yield folder
     subprocess.run(["umount", "-l", folder], check=True)
+
+
+@pytest.fixture(scope="session")
+def toy_tokenizer(tmp_path_factory):
+    """The folder of a tokenizer of bytes with a short chat template."""
+    import json
+
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers
+
+    special = ["<|end|>", "<|turn|>"]
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = tokenizers.Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(special)
+    folder = tmp_path_factory.mktemp("toy_tokenizer")
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>"}))
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}<|turn|>{{ m['role'][0] }}:{{ m['content'] }}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|turn|>a:{% endif %}"
+    )
+    return str(folder)

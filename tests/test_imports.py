@@ -22,7 +22,7 @@ RULES = {
     "optim": FOUNDATION | {"optim_state"},
     "models": FOUNDATION | {"sharding"},
     **{name: _BASE for name in ("planner", "interop", "inference", "training")},
-    "strategies": _BASE | {"training"},
+    "strategies": _BASE | {"training", "inference"},
     "monitoring": FOUNDATION | {"training.callbacks"},
     "jobs": FOUNDATION | {"sharding", "planner"},
 }

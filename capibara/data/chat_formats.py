@@ -116,6 +116,34 @@ def read_preference(record: Any, where: str) -> Preference:
     return Preference(chosen, rejected)
 
 
+def read_prompt(record: Any, where: str) -> Conversation:
+    """What one JSON object asks: its "messages", "conversations" or "prompt" (text or messages), "instruction" and "input", or
+    "question"; an assistant's message at the end is left out, what the record has besides is not looked at.
+
+    Raises:
+      UserError: it asks nothing.
+    """
+    record = _object(record, where)
+    for key in ("messages", "conversations", "prompt"):
+        if isinstance(record.get(key), list):
+            messages = _messages(record[key], where, key)
+            break
+    else:
+        if "prompt" in record or "question" in record:
+            key = "prompt" if "prompt" in record else "question"
+            messages = [_said("user", record[key], where, key)]
+        elif "instruction" in record:
+            messages = _alpaca_prompt(record, where)
+        else:
+            known = "messages, conversations, prompt, instruction, question"
+            raise UserError(f"{where} holds no prompt (it has: {_keys(record)}): known are {known}")
+    if messages[-1]["role"] == "assistant":
+        messages = messages[:-1]
+    if not messages or not any(message["role"] != "system" for message in messages):
+        raise UserError(f"{where} asks nothing: give a message of the user")
+    return _conversation(record, messages, where)
+
+
 def _detected(record: Mapping[str, Any], where: str) -> Format:
     for format, needed in _KEYS.items():
         if all(any(key in record for key in keys) for keys in needed):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+from typing import Any
 
 import numpy as np
 
@@ -12,7 +13,7 @@ from capibara.config import configurable
 from capibara.data import packing as packed
 from capibara.data.objectives import Masking, SpanCorruption
 from capibara.data.packing import Packing
-from capibara.data.sources import Source
+from capibara.data.sources import Holds, Source
 from capibara.data.vocabulary import Vocabulary
 from capibara.types import UserError
 
@@ -67,7 +68,9 @@ class Dataset:
       window_documents: and at so many documents of all rows together, whose rows are then mixed.
       span_corruption: which spans of a text an encoder-decoder is to tell.
       masking: which tokens of a text are masked.
-      too_long: what becomes of a conversation longer than a row; other documents are cut as `packing` says.
+      too_long: what becomes of a conversation longer than a row; other documents are cut as `packing` says. Preference
+        pairs, of which a row holds both answers, and prompts are never cut.
+      pairs_per_row: preference pairs that may share a row, at most.
       domains: domains whose documents are marked in the batches: number i + 1 is the i-th of these; empty: no marks.
     """
 
@@ -90,6 +93,7 @@ class Dataset:
     span_corruption: SpanCorruption = SpanCorruption()
     masking: Masking = Masking()
     too_long: TooLong = TooLong.DROP
+    pairs_per_row: int = 8
     domains: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -99,6 +103,7 @@ class Dataset:
         if self.source is not None and self.vocabulary is None:
             raise UserError("Dataset.vocabulary is not set: a source needs one, such as @ByteVocabulary()")
         least_values = {"length": 2, "workers": 0, "prefetch": 0, "window_rows": 1, "window_documents": 1}
+        least_values["pairs_per_row"] = 1
         for name, least in least_values.items():
             if getattr(self, name) < least:
                 raise UserError(f"Dataset.{name} ({getattr(self, name)}) must be at least {least}")
@@ -116,6 +121,8 @@ class Dataset:
                 )
             if self.packing is Packing.CONCAT:
                 raise UserError("Dataset.packing ('concat') would cut conversations: try 'best_fit' or 'none'")
+        if self.holds is not Holds.TEXTS and self.too_long is TooLong.CUT:
+            raise UserError(f"Dataset.too_long ('cut') cannot be done with {self.holds}: only 'drop' can")
         if len(set(self.domains)) != len(self.domains) or not all(self.domains):
             raise UserError(f"Dataset.domains ({self.domains}) must be different names, none of them empty")
 
@@ -123,14 +130,29 @@ class Dataset:
     def is_seqio(self) -> bool:
         return self.mixture_or_task_name is not None
 
+    @property
+    def holds(self) -> Holds:
+        """What the documents are for."""
+        return Holds.TEXTS if self.source is None else self.source.holds
+
+    @property
+    def most_pairs(self) -> int:
+        """Preference pairs in a row, at most."""
+        return 1 if self.packing is Packing.NONE else self.pairs_per_row
+
     def batch_spec(self, rows: int) -> dict[str, tuple[tuple[int, int], np.dtype]]:
         """Shape and dtype of every array of a batch of `rows` rows, by its key."""
-        return packed.batch_spec(rows, self.length, encoder_length=self.encoder_length, domains=bool(self.domains))
+        return packed.batch_spec(rows, self.length, **self._entries)
 
     def empty_batch(self, rows: int) -> dict[str, np.ndarray]:
         """A batch of `rows` rows of padding."""
-        pad_id, domains = self.get_vocabulary().pad_id, bool(self.domains)
-        return packed.empty_batch(rows, self.length, pad_id, encoder_length=self.encoder_length, domains=domains)
+        return packed.empty_batch(rows, self.length, self.get_vocabulary().pad_id, **self._entries)
+
+    @property
+    def _entries(self) -> dict[str, Any]:
+        """What batches have besides."""
+        numbers = self.holds is not Holds.TEXTS
+        return {"encoder_length": self.encoder_length, "domains": bool(self.domains), "numbers": numbers}
 
     @property
     def row_tokens(self) -> int:

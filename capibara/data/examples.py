@@ -12,7 +12,8 @@ import numpy as np
 from capibara.data.dataset import Dataset, Kind, TooLong
 from capibara.data.packing import Document
 from capibara.data.pairs import Pair, Pairs
-from capibara.data.sources import Example
+from capibara.data.preferences import Answers
+from capibara.data.sources import Example, Holds
 from capibara.types import UserError
 
 
@@ -20,13 +21,15 @@ class Tally:
     """Conversations read in this process since its start; says in the log how many of them were not taken whole.
 
     Attributes:
+      noun: what they are called.
       read: how many there were.
       long: of these, longer than a row.
       longest: tokens of the longest.
       silent: of these, without loss although they are not too long.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, noun: str = "conversations") -> None:
+        self.noun = noun
         self.read = self.long = self.longest = self.silent = 0
 
     def add(self, tokens: int, dataset: Dataset, *, carries_loss: bool) -> None:
@@ -37,21 +40,23 @@ class Tally:
             self.long += 1
             if _is_power_of_ten(self.long):
                 fate = {TooLong.DROP: "left out", TooLong.CUT: "cut"}[dataset.too_long]
-                said = f"of {self.read} conversations read so far {self.long} longer than Dataset.length"
+                said = f"of {self.read} {self.noun} read so far {self.long} longer than Dataset.length"
                 logging.getLogger(__name__).warning("%s (%d) were %s, see Dataset.too_long", said, dataset.length, fate)
         elif not carries_loss:
             self.silent += 1
             if _is_power_of_ten(self.silent):
-                said = f"of {self.read} conversations read so far {self.silent} without loss were left out"
+                said = f"of {self.read} {self.noun} read so far {self.silent} without loss were left out"
                 logging.getLogger(__name__).warning(said)
 
     def nothing_left(self, dataset: Dataset) -> UserError:
         """Where no conversation is left."""
-        reason = f"of {self.read} conversations {self.long} are longer than Dataset.length ({dataset.length})"
-        fix = f"raise Dataset.length to {self.longest} or set Dataset.too_long = 'cut'"
+        reason = f"of {self.read} {self.noun} {self.long} are longer than Dataset.length ({dataset.length})"
+        fix = f"raise Dataset.length to {self.longest}"
+        if dataset.holds is Holds.TEXTS:
+            fix += " or set Dataset.too_long = 'cut'"
         if not self.long:
-            reason, fix = f"{self.read} conversations carry no loss", "give messages of the assistant a weight of 1"
-        return UserError(f"no conversation of a row can be trained on ({reason}): {fix}")
+            reason, fix = f"{self.read} {self.noun} carry no loss", "give messages of the assistant a weight of 1"
+        return UserError(f"no {self.noun.rstrip('s')} of a row can be trained on ({reason}): {fix}")
 
 
 def _is_power_of_ten(count: int) -> bool:
@@ -96,22 +101,26 @@ class Assembler:
         pair = Pair(self._ended(inputs), self._ended(ids))
         return Pairs([pair] if len(pair.targets) else [], number, place)
 
-    def conversation(self, example: Example, place: tuple[int, ...]) -> Document:
-        """One rendered conversation; without tokens where it is longer than a row and such are left out.
+    def rendered(self, example: Example, number: int, place: tuple[int, ...]) -> Document | Answers:
+        """One example of what a chat template rendered: a conversation, a preference pair or a prompt.
 
-        The model reads its tokens as they are, the first one included, which nothing predicts: so does `transformers`.
-        A token carries loss if any of its characters do. One that begins in the prompt and ends in the answer (" It",
-        where the generation prompt ends with a space) is the answer's first word, and there is no other to learn.
+        Args:
+          example: of the source.
+          number: of the example in its split, counted from 1.
+          place: as in a call.
         """
-        ids, offsets = self._vocabulary.encode_rendered(example.text)
-        if not len(ids):
+        match self.dataset.holds:
+            case Holds.PREFERENCES:
+                return self._answers(example, number, place)
+            case Holds.PROMPTS:
+                return self._prompt(example, number, place)
+        return self.conversation(example, place)
+
+    def conversation(self, example: Example, place: tuple[int, ...]) -> Document:
+        """One rendered conversation; without tokens where it is longer than a row and such are left out."""
+        first, ids, weights = self._read(example)
+        if first is None:
             return Document(ids, None, self._vocabulary.bos_id, place=place)
-        begins = np.array([first for first, _ in example.loss], np.int64)
-        ends = np.array([last for _, last in example.loss], np.int64)
-        # Ranges are ascending: a token is within one if more have begun before its end than have ended at its start.
-        begun, ended = np.searchsorted(begins, offsets[:, 1]), np.searchsorted(ends, offsets[:, 0], "right")
-        weights = ((begun > ended) & (offsets[:, 0] < offsets[:, 1])).astype(np.float32)[1:]
-        first, ids = int(ids[0]), ids[1:]
         self.tally.add(len(ids), self.dataset, carries_loss=weights.any())
         if len(ids) > self.dataset.length:
             kept = self.dataset.length if self.dataset.too_long is TooLong.CUT else 0
@@ -119,6 +128,39 @@ class Assembler:
         if not weights.any():
             ids, weights = ids[:0], weights[:0]
         return Document(ids, weights, first, self._domains.get(example.domain, 0), place=place)
+
+    def _answers(self, example: Example, number: int, place: tuple[int, ...]) -> Answers:
+        """Both answers of a preference pair; without tokens where a row does not hold them, or one carries no loss."""
+        read = [self._read(side) for side in (example, example.rejected)]
+        size, counts = sum(len(ids) for _, ids, _ in read), all(weights.any() for _, _, weights in read)
+        self.tally.add(size, self.dataset, carries_loss=counts)
+        kept = size if counts and size <= self.dataset.length else 0
+        sides = (Document(ids[:kept], weights[:kept], first, place=place) for first, ids, weights in read)
+        return Answers(*sides, number, place)
+
+    def _prompt(self, example: Example, number: int, place: tuple[int, ...]) -> Document:
+        """A prompt's own tokens; none where a row does not hold them."""
+        ids, _ = self._vocabulary.encode_rendered(example.text)
+        self.tally.add(len(ids), self.dataset, carries_loss=bool(len(ids)))
+        kept = ids if len(ids) <= self.dataset.length else ids[:0]
+        return Document(kept, None, self._vocabulary.bos_id, place=place, number=number)
+
+    def _read(self, example: Example) -> tuple[int | None, np.ndarray, np.ndarray]:
+        """Of a rendered conversation the first token, which nothing predicts, the others, and their weights.
+
+        The model reads its tokens as they are, the first one included: so does `transformers`.
+        A token carries loss if any of its characters do. One that begins in the prompt and ends in the answer (" It",
+        where the generation prompt ends with a space) is the answer's first word, and there is no other to learn.
+        """
+        ids, offsets = self._vocabulary.encode_rendered(example.text)
+        if not len(ids):
+            return None, ids, np.zeros(0, np.float32)
+        begins = np.array([first for first, _ in example.loss], np.int64)
+        ends = np.array([last for _, last in example.loss], np.int64)
+        # Ranges are ascending: a token is within one if more have begun before its end than have ended at its start.
+        begun, ended = np.searchsorted(begins, offsets[:, 1]), np.searchsorted(ends, offsets[:, 0], "right")
+        weights = ((begun > ended) & (offsets[:, 0] < offsets[:, 1])).astype(np.float32)[1:]
+        return int(ids[0]), ids[1:], weights
 
     @functools.cached_property
     def _vocabulary(self):

@@ -15,11 +15,13 @@ from capibara.data.examples import Assembler, Tally
 from capibara.data.packing import Document
 from capibara.data.pairs import Pairs
 from capibara.data.shuffle import epoch_order
-from capibara.data.sources import Example
+from capibara.data.preferences import Answers
+from capibara.data.sources import Example, Holds
 from capibara.data.stream import Layout, Row, RowStream, State
 from capibara.types import Batch, UserError
 
 _READ_TOGETHER = 16  # documents tokenized at a time: tokenizers are faster on several
+_NOUNS = {Holds.TEXTS: "conversations", Holds.PREFERENCES: "preference pairs", Holds.PROMPTS: "prompts"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,7 +105,7 @@ class SourceFeed(Feed):
         super().__init__(dataset, share)
         self.documents = dataset.source.open(share.split)
         self._fingerprint = self.documents.fingerprint()
-        self.tally = Tally()
+        self.tally = Tally(_NOUNS[dataset.holds])
         self._endless = share.epochs is None
         self.first_row = share.first_row if self._endless else 0
 
@@ -152,6 +154,8 @@ def _objective_settings(dataset: Dataset) -> dict[str, Any]:
         settings["sentinels"] = [*dataset.get_vocabulary().sentinel_ids[:1]]
     if dataset.source is not None and dataset.source.has_conversations:
         settings["too_long"] = str(dataset.too_long)
+    if dataset.holds is Holds.PREFERENCES:
+        settings["pairs_per_row"] = dataset.most_pairs
     return settings | ({"domains": list(dataset.domains)} if dataset.domains else {})
 
 
@@ -165,6 +169,7 @@ def layout_of(dataset: Dataset, streams: int, seeds: tuple[int, ...] | None) -> 
         window_documents=math.ceil(dataset.window_documents / streams),
         shuffle_seeds=seeds,
         encoder_length=dataset.encoder_length,
+        most_pairs=dataset.most_pairs if dataset.holds is Holds.PREFERENCES else None,
     )
 
 
@@ -215,7 +220,7 @@ class _Reader:
         self._index, self._count, self._shuffles, self._epochs = index, count, shuffles, feed.share.epochs
         self._need = layout_of(feed.dataset, count, None).need
 
-    def read(self, begin: int) -> Iterator[Document | Pairs]:
+    def read(self, begin: int) -> Iterator[Document | Pairs | Answers]:
         """Documents from the stream's document `begin` on."""
         blank, any_text = 0, False
         for document in self._assembled(begin):
@@ -232,7 +237,7 @@ class _Reader:
             return self._tally.nothing_left(self._dataset)
         return UserError("none of a row's documents holds text: set Dataset.shuffle = True, or remove the empty ones")
 
-    def _assembled(self, begin: int) -> Iterator[Document | Pairs]:
+    def _assembled(self, begin: int) -> Iterator[Document | Pairs | Answers]:
         assemble = Assembler(self._dataset, adds_end=self._dataset.append_eos, tally=self._tally)
         checked = False
         for places in self._place_groups(begin):
@@ -240,7 +245,7 @@ class _Reader:
             encoded = self._encoded([example for example in examples if example.loss is None])
             for at, example in zip(places, examples, strict=True):
                 if example.loss is not None:
-                    yield assemble.conversation(example, (at,))
+                    yield assemble.rendered(example, self._number(at) + 1, (at,))
                     continue
                 ids, inputs = next(encoded)
                 if not len(ids) and not checked:

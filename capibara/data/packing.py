@@ -10,7 +10,7 @@ import bisect
 import enum
 import zlib
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -45,6 +45,7 @@ class Document(NamedTuple):
       domain: index of its domain, 0 where none is known.
       read: [n] int32, what the model reads instead of `previous` and the ids before; None: those.
       place: where it is in the data.
+      number: its own in the split, counted from 1, where batches tell it.
     """
 
     ids: np.ndarray
@@ -53,6 +54,7 @@ class Document(NamedTuple):
     domain: int = 0
     read: np.ndarray | None = None
     place: tuple[int, ...] = ()
+    number: int = 0
 
     def cut(self, start: int, stop: int | None = None) -> Document:
         """Its tokens from `start` to `stop`, as a document."""
@@ -65,6 +67,7 @@ class Document(NamedTuple):
             self.domain,
             None if self.read is None else self.read[start:stop],
             self.place,
+            self.number,
         )
 
 
@@ -86,6 +89,7 @@ class Window:
         starts = stops - lengths
         self._pad_id = pad_id
         self._starts, self._places = starts, [document.place for document in documents]
+        self._numbers = [document.number for document in documents]
         self._iota = np.arange(length, dtype=np.int32)
         self._targets = np.concatenate([document.ids for document in documents] or [np.zeros(0, np.int32)])
         if any(document.read is not None for document in documents):
@@ -134,6 +138,8 @@ class Window:
             positions[at:end] = self._iota[: stop - start]
             if self._domains is not None and "domains" in batch:
                 batch["domains"][b, at:end] = self._domains[start:stop]
+            if "numbers" in batch:
+                batch["numbers"][b, at] = self._numbers[int(np.searchsorted(self._starts, start))]
             at = end
         if self._pad_id:
             tokens[at:] = self._pad_id
@@ -141,7 +147,7 @@ class Window:
 
 
 def batch_spec(
-    rows: int, length: int, *, encoder_length: int | None = None, domains: bool = False
+    rows: int, length: int, *, encoder_length: int | None = None, domains: bool = False, numbers: bool = False
 ) -> dict[str, tuple[tuple[int, int], np.dtype]]:
     """Shape and dtype of every array of a batch, by its key.
 
@@ -150,20 +156,19 @@ def batch_spec(
       length: positions of a row that the decoder (or the only stack) reads.
       encoder_length: positions that the encoder of an encoder-decoder reads; None: there is none.
       domains: whether documents have domains.
+      numbers: whether documents are told by their number.
     """
     spec = {key: ((rows, length), np.dtype(np.float32 if key == "weights" else np.int32)) for key in BATCH_KEYS}
     if encoder_length is not None:
         spec |= {key: ((rows, encoder_length), np.dtype(np.int32)) for key in ENCODER_KEYS}
-    if domains:
-        spec["domains"] = ((rows, length), np.dtype(np.int32))
+    more = {"domains": domains, "numbers": numbers}
+    spec |= {key: ((rows, length), np.dtype(np.int32)) for key, wanted in more.items() if wanted}
     return spec
 
 
-def empty_batch(
-    rows: int, length: int, pad_id: int = 0, *, encoder_length: int | None = None, domains: bool = False
-) -> dict[str, np.ndarray]:
+def empty_batch(rows: int, length: int, pad_id: int = 0, **more: Any) -> dict[str, np.ndarray]:
     """A batch of padding with the arrays of `batch_spec`."""
-    spec = batch_spec(rows, length, encoder_length=encoder_length, domains=domains)
+    spec = batch_spec(rows, length, **more)
     batch = {key: np.zeros(shape, dtype) for key, (shape, dtype) in spec.items()}
     if pad_id:
         for key in _PADDED & set(batch):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import enum
 import hashlib
 import json
 import os
@@ -26,6 +27,19 @@ from capibara.types import UserError
 _CHECK_WHOLE_BYTES = 64 << 20  # JSON-lines files up to this size are parsed once before the run starts
 
 
+class Holds(enum.StrEnum):
+    """What the documents of a source are for.
+
+    TEXTS: to be predicted.
+    PREFERENCES: of two answers the first is to become likelier than the second.
+    PROMPTS: to be answered in training, by the model itself.
+    """
+
+    TEXTS = "texts"
+    PREFERENCES = "preferences"
+    PROMPTS = "prompts"
+
+
 class Example(NamedTuple):
     """One document as its source tells it.
 
@@ -34,12 +48,14 @@ class Example(NamedTuple):
       inputs: what `text` answers, translates, ...; None where there is only text.
       domain: what it is about ("python", "sql", ...), where the source knows.
       loss: ranges of characters of a rendered conversation that carry loss; None: `text` is no such thing.
+      rejected: of a preference pair, whose chosen answer this is.
     """
 
     text: str
     inputs: str | None = None
     domain: str | None = None
     loss: tuple[tuple[int, int], ...] | None = None
+    rejected: Example | None = None
 
 
 class Documents(abc.ABC):
@@ -68,6 +84,11 @@ class Source(abc.ABC):
     def has_conversations(self) -> bool:
         """Whether documents are rendered conversations (`Example.loss`), which must not be cut anywhere."""
         return False
+
+    @property
+    def holds(self) -> Holds:
+        """What the documents are for."""
+        return Holds.TEXTS
 
     @abc.abstractmethod
     def open(self, split: str) -> Documents:
@@ -269,10 +290,17 @@ class CombinedSource(Source):
     def __post_init__(self) -> None:
         if not self.sources:
             raise UserError("CombinedSource.sources is empty: give at least one source")
+        if len({source.holds for source in self.sources}) > 1:
+            kinds = ", ".join(sorted({str(source.holds) for source in self.sources}))
+            raise UserError(f"CombinedSource.sources hold different things ({kinds}): give sources of one of these")
 
     @property
     def has_conversations(self) -> bool:
         return any(source.has_conversations for source in self.sources)
+
+    @property
+    def holds(self) -> Holds:
+        return self.sources[0].holds
 
     def open(self, split: str) -> Documents:
         return _CombinedDocuments([source.open(split) for source in self.sources])

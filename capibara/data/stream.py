@@ -13,7 +13,11 @@ from typing import NamedTuple
 
 from capibara.data.packing import Document, Packing, Window
 from capibara.data.pairs import Pairs, PairWindow
+from capibara.data.preferences import Answers, PreferenceWindow
 from capibara.types import Batch, UserError
+
+AnyDocument = Document | Pairs | Answers
+AnyWindow = Window | PairWindow | PreferenceWindow
 
 
 class State(NamedTuple):
@@ -35,7 +39,7 @@ class State(NamedTuple):
 class Row(NamedTuple):
     """A packed row that is not copied yet, and the state of its stream after it."""
 
-    window: Window | PairWindow
+    window: AnyWindow
     index: int
     state: State
 
@@ -60,6 +64,7 @@ class Layout:
       window_documents: and at least so many documents; more mix better.
       shuffle_seeds: integers that choose the order of a window's rows; None keeps the corpus order.
       encoder_length: positions of a row that an encoder reads, of pairs; None for documents.
+      most_pairs: preference pairs in a row; None for other documents.
     """
 
     length: int
@@ -69,16 +74,21 @@ class Layout:
     window_documents: int
     shuffle_seeds: tuple[int, ...] | None
     encoder_length: int | None = None
+    most_pairs: int | None = None
 
-    def need(self, document: Document | Pairs) -> int:
+    def need(self, document: AnyDocument) -> int:
         """Positions of rows that a document takes."""
+        if self.most_pairs is not None:
+            return document.need
         if self.encoder_length is None:
             return len(document.ids)
         return document.need(self.encoder_length, self.length)
 
-    def window(self, documents: Sequence[Document | Pairs]) -> Window | PairWindow:
+    def window(self, documents: Sequence[AnyDocument]) -> AnyWindow:
         """The documents in rows."""
         sizes = {"length": self.length, "packing": self.packing, "pad_id": self.pad_id}
+        if self.most_pairs is not None:
+            return PreferenceWindow(documents, length=self.length, most_pairs=self.most_pairs, pad_id=self.pad_id)
         if self.encoder_length is None:
             return Window(documents, **sizes)
         return PairWindow(documents, encoder_length=self.encoder_length, **sizes)
@@ -89,7 +99,7 @@ class RowStream:
 
     def __init__(
         self,
-        read: Callable[[int], Iterator[Document | Pairs]],
+        read: Callable[[int], Iterator[AnyDocument]],
         layout: Layout,
         *,
         first_rows: int | None = None,
@@ -106,9 +116,9 @@ class RowStream:
         """
         self._read, self._layout, self._first_rows = read, layout, first_rows
         self._state = state
-        self._documents: Iterator[Document | Pairs] | None = None
-        self._ahead: list[Document | Pairs] = []  # read, but for the next window
-        self._window: Window | PairWindow | None = None
+        self._documents: Iterator[AnyDocument] | None = None
+        self._ahead: list[AnyDocument] = []  # read, but for the next window
+        self._window: AnyWindow | None = None
         self._next = State()  # where the next window begins
         self._checksum = 0
 
@@ -173,7 +183,7 @@ class RowStream:
             offset = keep + (begin.offset if end == begin.document else 0)
             self._next = State(document=end, offset=offset)
 
-    def _check(self, window: Window, begin: State) -> None:
+    def _check(self, window: AnyWindow, begin: State) -> None:
         self._checksum = window.checksum
         if begin.row and (begin.checksum != self._checksum or begin.row >= len(window)):
             raise UserError(

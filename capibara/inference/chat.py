@@ -9,6 +9,7 @@ import functools
 import numpy as np
 
 from capibara import config
+from capibara.data.answers import PreferenceJsonlSource, PromptJsonlSource
 from capibara.data.chat import ChatJsonlSource, TrainOn, render_example
 from capibara.data.chat_formats import Conversation
 from capibara.data.chat_template import ChatTemplate
@@ -50,7 +51,7 @@ def of_run(dataset: Dataset) -> Chat:
       UserError: the run has none.
     """
     vocabulary, source = dataset.get_vocabulary(), dataset.source
-    if isinstance(source, ChatJsonlSource):
+    if isinstance(source, (ChatJsonlSource, PreferenceJsonlSource, PromptJsonlSource)):
         return Chat(vocabulary, source.template)
     if not isinstance(vocabulary, TokenizerJsonVocabulary):
         raise UserError(

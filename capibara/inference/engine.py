@@ -117,6 +117,20 @@ class Engine:
     def slots(self) -> int:
         return self._config.slots
 
+    def load(self, params: Params) -> None:
+        """Takes other parameters of the same model, between requests; nothing is compiled for that.
+
+        Args:
+          params: lying as those that the engine was made with. What was kept of prompts goes with the old ones.
+        """
+        with self._changed:
+            if self._waiting or self._pending or any(self._requests):
+                raise RuntimeError("the engine has requests at work: read their streams to the end first")
+        self._params = None  # no room for two
+        self._params = self._programs.serving(params)
+        if self._prefixes is not None:
+            self._prefixes.clear()
+
     def submit(
         self,
         prompt: str | Sequence[int],

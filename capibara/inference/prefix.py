@@ -47,6 +47,10 @@ class PrefixCache:
         self._entries.sort(key=lambda entry: entry is best)
         return best, most
 
+    def clear(self) -> None:
+        """Forgets all: what was read belongs to other parameters."""
+        self._entries = []
+
     def keep(self, tokens: Sequence[int], row: Any) -> None:
         """Remembers a row that has read these tokens; what else begins them is no longer needed."""
         if tree.byte_count(row) > self._max_bytes:

@@ -31,7 +31,7 @@ class Programs(NamedTuple):
     """Jitted functions; a state that is given to one is gone.
 
     Attributes:
-      serving: parameters -> what the others take.
+      serving: parameters -> what the others take; adapters are merged.
       start: () -> state in which no slot has read anything.
       begin: (params, batch) -> logits [1, V] and the cache of one row, of as many places as the batch has.
       resume: (params, batch, row, places) -> the same after more tokens, the row grown to so many places.
@@ -80,7 +80,7 @@ def build(
 
 @functools.lru_cache(maxsize=16)
 def _build(same: _Same, usable: int, slots: int, length: int, encoder_length: int | None, mesh) -> Programs:
-    model = same.model
+    model, adapted = same.model.plain, same.model
     everywhere = NamedSharding(mesh, PartitionSpec()) if mesh else None
 
     def start() -> State:
@@ -124,7 +124,7 @@ def _build(same: _Same, usable: int, slots: int, length: int, encoder_length: in
         return jax.tree.map(lambda x: x[:, :, :places] if x.ndim == 4 else x, one)
 
     return Programs(
-        serving=jax.jit(model.serving),
+        serving=jax.jit(lambda params: model.serving(adapted.merge(params))),
         start=jax.jit(start, out_shardings=everywhere),
         begin=jax.jit(begin),
         resume=jax.jit(resume, static_argnums=3),

@@ -72,7 +72,7 @@ class Request:
         if self.finished:
             return
         if token in self._ends:
-            self.finish(Finish.STOP)
+            self.finish(Finish.STOP, token)
             return
         self.tokens.append(token)
         self.received += 1
@@ -84,12 +84,12 @@ class Request:
         elif self.sampling.thinking_tokens is not None:
             self._follow_thought()
 
-    def finish(self, why: Finish) -> None:
-        """Ends the stream."""
+    def finish(self, why: Finish, end: int | None = None) -> None:
+        """Ends the stream; `end`: the token that ended the text."""
         self.finished = True
         if rest := self._text.close():
             self.stream.put(Piece(rest, None))
-        self.stream.end(why, self.prompt_tokens, self.cached_tokens)
+        self.stream.end(why, self.prompt_tokens, self.cached_tokens, end)
 
     def _open_in_prompt(self) -> bool:
         opened, closed = (_last(self.tokens, tag) for tag in self._tags)

@@ -48,6 +48,7 @@ class Completion:
       cached_tokens: those of them that were read before, for another request.
       waited_s: from the request to its first token.
       elapsed_s: from the request to its end.
+      end: the end token that came; None: none did.
     """
 
     text: str
@@ -57,6 +58,7 @@ class Completion:
     cached_tokens: int
     waited_s: float
     elapsed_s: float
+    end: int | None = None
 
     @property
     def tokens(self) -> list[int]:
@@ -113,7 +115,7 @@ class Stream:
         self._pieces.append(piece)
         self._arrived.put(piece)
 
-    def end(self, finish: Finish, prompt_tokens: int, cached_tokens: int) -> None:
+    def end(self, finish: Finish, prompt_tokens: int, cached_tokens: int, end: int | None = None) -> None:
         """For the engine: that was all."""
         now = time.monotonic()
         self._arrived.put(
@@ -125,6 +127,7 @@ class Stream:
                 cached_tokens=cached_tokens,
                 waited_s=(self._pieces[0].at_s if self._pieces else now) - self._began_s,
                 elapsed_s=now - self._began_s,
+                end=end,
             )
         )
 

@@ -13,7 +13,10 @@ from typing import Any
 from capibara.monitoring.loggers import AGAIN
 
 # The order in which they are shown.
-CATEGORIES = ("productive", "data_wait", "evaluate", "save", "start", "set_up", "restore", "lost", "down", "other")
+CATEGORIES = (
+    *("productive", "data_wait", "rollout", "evaluate", "save", "start", "set_up", "restore", "reference"),
+    *("lost", "down", "other"),
+)
 
 
 @dataclasses.dataclass
@@ -30,7 +33,9 @@ class _Life:
     def begin_s(self) -> float:
         """When the process was started: seconds since 1970."""
         before = next((r for r in self.records if r.get("event") == "spent" and r["step"] == self.first_step), {})
-        return self.records[0]["time"] - sum(before.get(name) or 0.0 for name in ("start", "set_up", "restore"))
+        return self.records[0]["time"] - sum(
+            before.get(name) or 0.0 for name in ("start", "set_up", "restore", "reference")
+        )
 
     @property
     def end_s(self) -> float:
@@ -79,7 +84,7 @@ def _add(spent: dict[str, float], life: _Life, kept_steps: int | None) -> None:
             spent["data_wait"] += kept * waited_s
             spent["lost"] += (count - kept) * (record.get("step_s") or 0.0)
         if record["kind"] == "train" or record.get("event") == "spent":
-            for name in ("evaluate", "save", "start", "set_up", "restore"):
+            for name in ("rollout", "evaluate", "save", "start", "set_up", "restore", "reference"):
                 spent[name] += record.get(name if record["kind"] == "event" else f"{name}_s") or 0.0
 
 

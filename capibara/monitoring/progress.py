@@ -218,6 +218,9 @@ def _evaluation(metrics: Mapping[str, float]) -> str:
         "perplexity": "perplexity {:.2f}",
         "bits_per_byte": "{:.4f} bits per byte",
         "token_accuracy": "token accuracy {:.1%}",
+        "reward_accuracy": "reward accuracy {:.1%}",
+        "reward_margin": "reward margin {:.4f}",
+        "reward": "reward {:.4f}",
     }
     shown = [text.format(metrics[name]) for name, text in formats.items() if name in metrics]
     if "unigram_bits_per_byte" in metrics:

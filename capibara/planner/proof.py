@@ -50,7 +50,7 @@ def flags(trainer: Any, slice_: Slice) -> dict[str, str]:
 
 def key(trainer: Any, slice_: Slice) -> dict[str, Any]:
     """All of a run (training.trainer.Trainer) that decides its compiled step: the key of its verdict."""
-    batch = trainer.dataset.batch_spec(trainer.plan.batch_size)
+    batch = trainer.batch_spec
     return {
         "slice": slice_.name,
         "model": repr(trainer.model),
@@ -62,6 +62,7 @@ def key(trainer: Any, slice_: Slice) -> dict[str, Any]:
         "ema_decay": trainer.ema_decay,
         "loss_scaling": repr(trainer.loss_scaling),
         "flags": flags(trainer, slice_),
+        **({} if trainer.loss is None else {"loss": repr(trainer.loss)}),
     }
 
 

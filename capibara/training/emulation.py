@@ -6,13 +6,14 @@ import math
 
 from jax.sharding import AbstractMesh
 
+from capibara.data.sources import Holds
 from capibara.models.api import TransformerConfig
 from capibara.training.trainer import Trainer
 
 RULE = (
     "models wider than 256 shrink: embed_dim to 128, mlp_dim, expert widths and head_dim by the same factor (to "
     "multiples of 64, 64 and 8), at most 4 layers or one of each pattern and pipeline part; rows to at most 128 tokens "
-    "(longer conversations are cut), windows by the same factor, one row per batch shard and micro-batch; vocabularies "
+    "(longer conversations are cut; those of pairs and prompts stay), windows by the same factor, one row per batch shard and micro-batch; vocabularies "
     "beyond 1024 to that of the data; heads, experts, mesh axes and everything else stay"
 )
 _WIDEST, _WIDTH, _LAYERS, _LENGTH, _VOCABULARY = 256, 128, 4, 128, 1024
@@ -30,7 +31,9 @@ def bindings(trainer: Trainer, device_count: int) -> tuple[list[str], str]:
     pipeline = plan.pipeline(AbstractMesh(tuple(sizes.values()), tuple(sizes)))
     parts = pipeline.stages * pipeline.repeats if pipeline else 1
     rows = math.prod(sizes[axis] for axis in plan.rules.batch) * plan.accumulation
-    length = min(dataset.length, _LENGTH)
+    # Both answers of a preference pair, or a prompt and its answer, would have no place in a shorter row.
+    length = min(dataset.length, _LENGTH) if dataset.holds is Holds.TEXTS else dataset.length
+    rows *= 1 if trainer.loss is None else trainer.loss.rows_of_a_prompt
     values = {
         **_shrunk_model(model, parts, length / dataset.length),
         f"{type(model).__name__}.vocab_size": (model.vocab_size, _vocabulary(trainer)),

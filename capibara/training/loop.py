@@ -17,7 +17,7 @@ from capibara.training.run import Run, set_up
 from capibara.training.state import TrainState
 from capibara.training.trainer import Trainer
 from capibara.training.watchdog import Watchdog
-from capibara.types import Params
+from capibara.types import Batch, Params
 
 Sampler = Callable[[Params], Iterable[tuple[str, str]]]
 
@@ -64,7 +64,8 @@ def train(
         stack.enter_context(run)
         state, first_step, early = run.start()
         step, saved, metrics = first_step, first_step, {}
-        meter = Meter(trainer.plan.batch_size * trainer.dataset.length)
+        means = () if trainer.loss is None else trainer.loss.means
+        meter = Meter(trainer.plan.batch_size * trainer.dataset.length, means)
         callbacks.on_train_begin(run.info(first_step, peak_flops, config))
         callbacks.on_spent(first_step, run.spent)
         while True:
@@ -83,9 +84,8 @@ def train(
                 saved = step
             if done:
                 break
-            with meter.waiting():
-                batch = run.next_batch()
             step += 1
+            batch = _next_batch(run, step, state.params, meter, dog)
             state, metrics = run.step(step, state, batch)
             meter.add(metrics)
             if step % trainer.log_every == 0 or step == trainer.steps:
@@ -96,6 +96,15 @@ def train(
                     step = saved = first_step
             dog.beat(step)
         return _ended(run, callbacks, meter, step, early.stop, signal_number)
+
+
+def _next_batch(run: Run, step: int, params: Params, meter: Meter, dog: Watchdog) -> Batch:
+    """The batch of a step; where the model makes it, that is no part of the step's time."""
+    if run.batch_takes_long(step):
+        with meter.paused("rollout"), dog.left_out():
+            return run.next_batch(step, params)
+    with meter.waiting():
+        return run.next_batch(step, params)
 
 
 def _evaluates(trainer: Trainer, step: int, first_step: int, done: bool) -> bool:

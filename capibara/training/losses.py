@@ -72,12 +72,29 @@ def cross_entropy(
       The loss, nll + z_loss * z, to differentiate; and the sums, without gradient.
     """
 
-    row_axes, time_axes = _loss_axes(*targets_BT.shape)
-    mesh, rules = sharding.active() or (None, None)
-    head_axes = _head_axes(mesh, rules, row_axes + time_axes, head_VD.shape[1])
-    layout = _Layout(mesh, row_axes, time_axes, head_axes, trains_head)
+    layout = _layout_of(targets_BT, head_VD, trains_head)
     loss, sums = _loss(hidden_BTD, head_VD, targets_BT, weights_BT, layout, z_loss, soft_cap)
     return loss, LossSums(*jax.lax.stop_gradient(sums))
+
+
+def token_log_probabilities(
+    hidden_BTD: jax.Array,
+    head_VD: jax.Array,
+    targets_BT: jax.Array,
+    *,
+    soft_cap: float | None = None,
+    trains_head: bool = True,
+) -> jax.Array:
+    """Log-probability of each target under softmax(hidden @ head.T), float32 [B, T], to differentiate.
+
+    For losses that are no sum over tokens. What each of them weighs is known only when all are there, so the logits are
+    made again, block by block, in the backward pass, which is that of `cross_entropy` with these weights.
+
+    Args:
+      hidden_BTD, head_VD, targets_BT, soft_cap, trains_head: as for `cross_entropy`.
+    """
+    layout = _layout_of(targets_BT, head_VD, trains_head)
+    return _log_probabilities(hidden_BTD, head_VD, targets_BT, layout, soft_cap)
 
 
 class _Layout(NamedTuple):
@@ -95,6 +112,14 @@ class _Layout(NamedTuple):
     @property
     def axes(self) -> tuple[str, ...]:
         return self.row_axes + self.time_axes
+
+
+def _layout_of(targets_BT: jax.Array, head_VD: jax.Array, trains_head: bool) -> _Layout:
+    """On the active mesh."""
+    row_axes, time_axes = _loss_axes(*targets_BT.shape)
+    mesh, rules = sharding.active() or (None, None)
+    head_axes = _head_axes(mesh, rules, row_axes + time_axes, head_VD.shape[1])
+    return _Layout(mesh, row_axes, time_axes, head_axes, trains_head)
 
 
 def _head_axes(mesh: Mesh | None, rules: Rules | None, axes: tuple[str, ...], size: int) -> tuple[str, ...]:
@@ -195,6 +220,34 @@ def _loss_backward(layout, z_loss, soft_cap, gradients, upstream):
 
 
 _loss.defvjp(_loss_forward, _loss_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _log_probabilities(hidden_BTD, head_VD, targets_BT, layout: _Layout, soft_cap: float | None) -> jax.Array:
+    def local(hidden_BTD, head_VD, targets_BT):
+        head_DV, (B, T) = _gathered(head_VD, hidden_BTD.dtype, layout), targets_BT.shape
+
+        def add(carry, block):
+            return carry, _log_probabilities_of_block(block, head_DV, soft_cap)
+
+        _, found = _over_blocks(add, (), (hidden_BTD, targets_BT), len(head_VD))
+        return jnp.moveaxis(found.reshape(-1, B, T // len(found)), 0, 1).reshape(B, T)
+
+    places, head, _ = _specs(layout)
+    return _on_shards(local, layout, (places, head, places), places)(hidden_BTD, head_VD, targets_BT)
+
+
+def _log_probabilities_forward(hidden_BTD, head_VD, targets_BT, layout, soft_cap):
+    kept = hidden_BTD, head_VD, targets_BT
+    return _log_probabilities(*kept, layout, soft_cap), kept
+
+
+def _log_probabilities_backward(layout, soft_cap, kept, upstream_BT):
+    _, (dhidden_BTD, dhead_VD, _) = _loss_forward(*kept, -upstream_BT, layout, 0.0, soft_cap)
+    return dhidden_BTD, None if dhead_VD is None else dhead_VD.astype(kept[1].dtype), None
+
+
+_log_probabilities.defvjp(_log_probabilities_forward, _log_probabilities_backward)
 
 
 def _specs(layout: _Layout) -> tuple[P, P, P]:
@@ -301,6 +354,16 @@ def _block(block, head_DV, z_loss: float, soft_cap: float | None) -> tuple[jax.A
     if soft_cap is not None:
         dlogits = dlogits * (1.0 - jnp.square(logits / soft_cap))
     return sums, dlogits.astype(hidden.dtype)
+
+
+def _log_probabilities_of_block(block, head_DV, soft_cap: float | None) -> jax.Array:
+    """Of the targets of a block of places, [places]."""
+    hidden, targets = block
+    logits = _dot(hidden, head_DV, 1, 0)
+    if soft_cap is not None:
+        logits = soft_cap * jnp.tanh(logits / soft_cap)
+    is_target = targets[:, None] == jax.lax.broadcasted_iota(targets.dtype, logits.shape, 1)
+    return jnp.sum(jnp.where(is_target, logits, 0.0), axis=-1) - jax.nn.logsumexp(logits, axis=-1)
 
 
 def _over_blocks(body, carry, arrays, V: int):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,14 +13,20 @@ import jax
 from capibara.training.losses import LossSums
 
 
+_MEANS = ("loss", "z_loss", "token_accuracy")
 _COUNTS = {"skipped", "loss_spikes"}  # of a step 0 or 1
 
 
 class Meter:
-    """Collects the metrics of the steps between two logs; reading them is the only wait for the device."""
+    """Collects the metrics of the steps between two logs; reading them is the only wait for the device.
 
-    def __init__(self, tokens_per_step: int):
-        self._tokens_per_step = tokens_per_step
+    Args:
+      tokens_per_step: positions of a batch.
+      means: more metrics of which there are to be means.
+    """
+
+    def __init__(self, tokens_per_step: int, means: Sequence[str] = ()):
+        self._tokens_per_step, self._means = tokens_per_step, (*_MEANS, *means)
         self._pending: list[Mapping[str, jax.Array]] = []
         self._data_wait_s = 0.0
         self._spent: dict[str, float] = {}
@@ -53,7 +59,7 @@ class Meter:
         self._pending.append(metrics)
 
     def read(self) -> dict[str, float]:
-        """Means since the last read: losses weighted by real tokens; speed in positions per second.
+        """Means since the last read: losses weighted by real tokens, or pairs; speed in positions per second.
 
         Steps whose update was left out have no part in the means, unless there are no others.
 
@@ -64,15 +70,17 @@ class Meter:
         steps = jax.device_get(self._pending)
         count = len(steps)
         made = [s for s in steps if not s.get("skipped")] or steps
-        tokens = sum(float(s["tokens"]) for s in made)
+        weight = "pairs" if "pairs" in steps[-1] else "tokens"
+        total = sum(float(s[weight]) for s in made)
         elapsed = time.perf_counter() - self._since
         result = {name: float(value) for name, value in steps[-1].items()}
-        for name in ("loss", "z_loss", "token_accuracy"):
-            result[name] = sum(float(s[name]) * float(s["tokens"]) for s in made) / max(tokens, 1.0)
+        for name in (name for name in self._means if name in result):
+            result[name] = sum(float(s[name]) * float(s[weight]) for s in made) / max(total, 1.0)
         result["grad_norm"] = sum(float(s["grad_norm"]) for s in made) / len(made)
         for name in _COUNTS & result.keys():
             result[name] = sum(float(s[name]) for s in steps)
-        result["tokens"] = sum(filter(math.isfinite, (float(s["tokens"]) for s in steps)))
+        for name in {"tokens", weight}:
+            result[name] = sum(filter(math.isfinite, (float(s[name]) for s in steps)))
         result["step_s"] = elapsed / count
         result["tokens_per_s"] = count * self._tokens_per_step / elapsed
         result["data_wait_s"] = self._data_wait_s / count

@@ -19,7 +19,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 
 from capibara import sharding
-from capibara.data.loader import Dataset, Loader, Position, make_loader, merge_states, unigram_bits_per_byte
+from capibara.data.loader import Loader, Position, make_loader, merge_states, unigram_bits_per_byte
 from capibara.models import api
 from capibara.training import hosts, processes, provenance
 from capibara.training import state as states
@@ -29,6 +29,7 @@ from capibara.training.checkpoints import Checkpoints, Restored
 from capibara.training.evaluate import EvalStep, evaluate, make_eval_step
 from capibara.training.given import Load, load_params
 from capibara.training.metrics import EarlyStopping
+from capibara.training.objective import Supply
 from capibara.training.replicas import ReplicaCheck
 from capibara.training.state import TrainState
 from capibara.training.step import make_train_step
@@ -57,6 +58,9 @@ class Run:
     spent: dict[str, float]  # seconds by what took them, before the first step
     roll_backs: Counter[int] = dataclasses.field(default_factory=Counter)  # by the step that it went back to
     before_batch: Position = None  # where the data stood before the batch at hand
+    load: Load | None = None
+    status: Callable[[str], None] = lambda text: None
+    supply: Supply | None = None  # of a loss that asks for more than the loader's batches
 
     def __enter__(self) -> Run:
         return self
@@ -77,10 +81,14 @@ class Run:
         patience = self.trainer.evaluation.patience
         if self.restored is None:
             given, self.given = self.given, None
-            return self.init(jax.random.key(self.trainer.seed), given=given), 0, EarlyStopping(patience)
-        state, self.restored_state = self.restored_state, None
-        state = states.with_new_window(state, self.abstract_state, self.trainer.anomalies)
-        return state, self.restored.step, EarlyStopping(patience, self.restored.progress["early_stopping"])
+            state, step, progress = self.init(jax.random.key(self.trainer.seed), given=given), 0, {}
+        else:
+            state, self.restored_state = self.restored_state, None
+            state = states.with_new_window(state, self.abstract_state, self.trainer.anomalies)
+            step, progress = self.restored.step, self.restored.progress
+        if self.supply is not None:
+            self.supply.begin(state.params, step, progress.get("supply"))
+        return state, step, EarlyStopping(patience, progress.get("early_stopping"))
 
     def save(
         self,
@@ -115,7 +123,10 @@ class Run:
                     "Schedule.learning_rate or set Optimizer.clip_norm, and run the command again"
                 )
         data = merge_states(hosts.gathered(self.batches.get_state()))
-        self.checkpoints.save(step, state, data, {"early_stopping": early.state()}, score)
+        progress = {"early_stopping": early.state()}
+        if self.supply is not None:
+            progress["supply"] = self.supply.state()
+        self.checkpoints.save(step, state, data, progress, score)
 
     def step(self, step: int, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         """Makes a step; no array crosses to or from the devices unseen.
@@ -191,19 +202,31 @@ class Run:
         return self.start()
 
     def counters(self) -> dict[str, float]:
-        """What went wrong and was survived, for the metrics; nothing where nothing did."""
+        """What went wrong and was survived, where something did, and what there is to tell of batches; for the metrics."""
         counts = {"checkpoints_damaged": len(self.checkpoints.damaged), "roll_backs": self.roll_backs.total()}
-        return {name: float(count) for name, count in counts.items() if count}
+        told = {} if self.supply is None else self.supply.metrics()
+        return {name: float(count) for name, count in counts.items() if count} | told
 
-    def next_batch(self) -> dict[str, jax.Array]:
-        """The next batch of the run, on its devices."""
+    def batch_takes_long(self, step: int) -> bool:
+        """Whether the devices make the batch of a step."""
+        return self.supply is not None and self.supply.takes_long(step)
+
+    def next_batch(self, step: int, params: Params) -> dict[str, jax.Array]:
+        """The batch of a step, on its devices; `params`: of the state before it."""
+        if self.supply is not None:
+            before, count = self.batches.position, self.batches.batches
+            batch = self.supply.next_batch(step, params)
+            self.before_batch = before if self.batches.batches > count else self.before_batch
+            return batch
         self.before_batch = self.batches.position
         return sharding.global_batch(self.batch_sharding, next(self.batches))
 
     def evaluate(self, params: Params) -> dict[str, float]:
         """Metrics over the validation split, with the unigram baseline where one is asked for."""
-        with contextlib.closing(_validation_loader(self.trainer, self.mesh)) as loader:
-            batches = itertools.islice(loader, _validation_batches(self.trainer))
+        if self.supply is not None:
+            return self.supply.evaluate(params)
+        with contextlib.closing(validation_loader(self.trainer, self.mesh)) as loader:
+            batches = itertools.islice(loader, validation_batches(self.trainer))
             metrics = evaluate(self.eval_step, params, batches, self.batch_sharding)
         if self.trainer.evaluation.unigram_batches:
             metrics["unigram_bits_per_byte"] = self._unigram_bits_per_byte
@@ -212,11 +235,11 @@ class Run:
     @functools.cached_property
     def _unigram_bits_per_byte(self) -> float:
         evaluation, vocabulary = self.trainer.evaluation, self.trainer.dataset.get_vocabulary()
-        seen = _loader(self.trainer, self.mesh, "train", self.trainer.plan.batch_size)
-        with contextlib.closing(seen), contextlib.closing(_validation_loader(self.trainer, self.mesh)) as unseen:
+        seen = open_loader(self.trainer, self.mesh, "train", self.trainer.plan.batch_size)
+        with contextlib.closing(seen), contextlib.closing(validation_loader(self.trainer, self.mesh)) as unseen:
             return unigram_bits_per_byte(
                 itertools.islice(seen, evaluation.unigram_batches),
-                itertools.islice(unseen, _validation_batches(self.trainer)),
+                itertools.islice(unseen, validation_batches(self.trainer)),
                 vocabulary.token_bytes(),
             )
 
@@ -280,7 +303,7 @@ def set_up(
         eval_step = make_eval_step(model, trainer.plan, mesh, trainer.dataset.get_vocabulary().token_bytes())
         undo.pop_all()
     spent["set_up"] = time.perf_counter() - set_up_s - spent.get("restore", 0.0)
-    return Run(
+    run = Run(
         trainer=trainer,
         mesh=mesh,
         model=model,
@@ -292,8 +315,12 @@ def set_up(
         restored_state=None if restored is None else restored[1],
         given=given,
         spent=spent,
+        load=load,
+        status=status,
         **parts,
     )
+    run.supply = None if trainer.loss is None else trainer.loss.supply(run)
+    return run
 
 
 def _given(
@@ -406,21 +433,19 @@ def lower_step(trainer: Trainer, model: api.Model, mesh: Mesh, state: StateSpec 
         ema_decay=trainer.ema_decay,
         loss_scaling=state.options["loss_scaling"],
         anomalies=trainer.anomalies,
+        objective=None if trainer.loss is None else trainer.loss.objective(model, trainer.dataset),
     )
     jitted = jax.jit(step, donate_argnums=0, out_shardings=(state.shardings, None))
-    abstract = abstract_batch(trainer.dataset, plan.batch_size, batch_sharding)
+    abstract = {
+        key: jax.ShapeDtypeStruct(shape, dtype, sharding=batch_sharding)
+        for key, (shape, dtype) in trainer.batch_spec.items()
+    }
     return {
         "batch_sharding": batch_sharding,
         "abstract_state": state.abstract,
         "init": state.init(model),
         "train_step": jitted.lower(state.abstract, abstract),
     }
-
-
-def abstract_batch(dataset: Dataset, rows: int, batch_sharding: NamedSharding) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes of a global batch."""
-    spec = dataset.batch_spec(rows)
-    return {key: jax.ShapeDtypeStruct(shape, d, sharding=batch_sharding) for key, (shape, d) in spec.items()}
 
 
 def _open_checkpoints_and_data(
@@ -431,17 +456,17 @@ def _open_checkpoints_and_data(
     with contextlib.ExitStack() as undo:
         checkpoints = undo.enter_context(Checkpoints(trainer.model_dir, trainer.saves, about=about))
         restored = checkpoints.restore(target)
-        batches = _loader(trainer, mesh, "train", trainer.plan.batch_size)
+        batches = open_loader(trainer, mesh, "train", trainer.plan.batch_size)
         if restored is not None:
             batches.set_state(restored[0].data)
         if trainer.evaluation.every:
-            _validation_loader(trainer, mesh).close()  # a mistake in these files shows now, not at the first evaluation
+            validation_loader(trainer, mesh).close()  # a mistake in these files shows now, not at the first evaluation
         batches.start()
         undo.pop_all()
     return checkpoints, restored, batches
 
 
-def _validation_batches(trainer: Trainer) -> int | None:
+def validation_batches(trainer: Trainer) -> int | None:
     """Batches of `_validation_loader` in one evaluation: as many rows with accumulation as without."""
     evaluation = trainer.evaluation
     if evaluation.max_batches is None or evaluation.batch_size is not None:
@@ -449,14 +474,17 @@ def _validation_batches(trainer: Trainer) -> int | None:
     return evaluation.max_batches * trainer.plan.accumulation
 
 
-def _validation_loader(trainer: Trainer, mesh: Mesh) -> Loader:
+def validation_loader(trainer: Trainer, mesh: Mesh) -> Loader:
+    """Once over the validation split."""
     rows = trainer.evaluation.batch_size or trainer.plan.batch_size // trainer.plan.accumulation
-    return _loader(trainer, mesh, "validation", rows, epochs=1)
+    return open_loader(trainer, mesh, "validation", rows, epochs=1)
 
 
-def _loader(trainer: Trainer, mesh: Mesh, split: str, rows: int, epochs: int | None = None) -> Loader:
+def open_loader(trainer: Trainer, mesh: Mesh, split: str, rows: int, epochs: int | None = None) -> Loader:
+    """This process's share of a split."""
     shards = sharding.host_shards(mesh, trainer.plan.rules)
-    return make_loader(
+    open_one = make_loader if trainer.loss is None else trainer.loss.open
+    return open_one(
         trainer.dataset,
         split=split,
         batch_size=rows,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +16,9 @@ from capibara.models.api import Model, Stats
 from capibara.sharding import Plan
 from capibara.training.anomalies import Anomalies
 from capibara.training.loss_scale import LossScaling, select
-from capibara.training.losses import LossSums, cross_entropy
+from capibara.training.objective import Metrics, Objective, of_cross_entropy
 from capibara.training.state import TrainState
 from capibara.types import Batch, Params, PyTree
-
-Metrics = dict[str, jax.Array]
 
 
 def make_train_step(
@@ -33,6 +32,7 @@ def make_train_step(
     ema_decay: float | None = None,
     loss_scaling: LossScaling | None = None,
     anomalies: Anomalies | None = None,
+    objective: Objective | None = None,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """The step of a run, still to be jitted.
 
@@ -46,8 +46,10 @@ def make_train_step(
       ema_decay: decay of the parameters' moving average, min(ema_decay, (1 + step) / (10 + step)); None: none is kept.
       loss_scaling: for float16: gradients are scaled, and updates with any that is not finite are left out.
       anomalies: which updates are left out besides; None: none.
+      objective: what is minimised; None: the cross entropy.
     """
-    pipeline, loss_sum = plan.pipeline(mesh), _loss_sum(model, plan, z_loss)
+    objective = of_cross_entropy(model, z_loss) if objective is None else objective
+    pipeline, loss_sum = plan.pipeline(mesh), _differentiated(objective, plan)
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         trained, frozen = model.trained(state.params), model.frozen(state.params)
@@ -55,8 +57,8 @@ def make_train_step(
         with sharding.activate(mesh, plan.rules, pipeline):
             grad = jax.grad(lambda p, micro: loss_sum(tree.joined(p, frozen), micro, state.step, scale), has_aux=True)
             grads, (sums, stats) = accumulate(grad, trained, batch, plan.accumulation)
-        tokens = jnp.maximum(sums.weight, 1.0)
-        divisor = tokens if scale is None else tokens * scale
+        weight = jnp.maximum(sums.weight, 1.0)
+        divisor = weight if scale is None else weight * scale
         grads = jax.tree.map(lambda g: g / divisor, grads)
         with jax.named_scope("optimizer"):
             updates, opt_state = tx.update(grads, state.opt_state, trained)
@@ -67,12 +69,9 @@ def make_train_step(
             decay = jnp.minimum(ema_decay, (1.0 + state.step) / (10.0 + state.step))
             ema = optax.incremental_update(trained, state.ema, 1.0 - decay)
         metrics = {
-            "loss": sums.nll / tokens,
-            "z_loss": z_loss * sums.z / tokens,
-            "token_accuracy": sums.correct / tokens,
+            **objective.metrics(sums, weight),
             "grad_norm": optax.tree.norm(grads),
             "learning_rate": jnp.asarray(schedule(state.step), jnp.float32),
-            "tokens": sums.weight,
             **model.layer_metrics(stats),
         }
         params = tree.joined(trained, frozen)
@@ -82,23 +81,11 @@ def make_train_step(
     return step
 
 
-def _loss_sum(model: Model, plan: Plan, z_loss: float) -> Callable[..., tuple[jax.Array, tuple[LossSums, Stats]]]:
+def _differentiated(objective: Objective, plan: Plan) -> Callable[..., tuple[jax.Array, tuple[Any, Stats]]]:
     """(params, batch, step, scale or None) -> the loss to differentiate, times `scale`; the sums and layer stats."""
 
     def loss_sum(params: Params, batch: Batch, step: jax.Array, scale: jax.Array | None):
-        batch = sharding.balanced(batch)
-        hidden, stats = model.hidden(params, batch, plan.remat_policy, step)
-        with jax.named_scope("loss"):
-            loss, sums = cross_entropy(
-                hidden,
-                model.head(params),
-                batch["targets"],
-                batch["weights"],
-                z_loss=z_loss,
-                soft_cap=model.config.logit_soft_cap,
-                trains_head=model.trains_head,
-            )
-        loss = loss + model.layer_loss(stats)
+        loss, sums, stats = objective.sums(params, batch, plan.remat_policy, step)
         return loss if scale is None else loss * scale, (sums, jax.lax.stop_gradient(stats))
 
     return loss_sum

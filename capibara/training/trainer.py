@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
+
 from capibara import config
 from capibara.config import configurable
 from capibara.data.loader import Dataset
+from capibara.data.sources import Holds
 from capibara.models import api
 from capibara.models.api import TransformerConfig
 from capibara.optim import Optimizer
@@ -14,6 +17,7 @@ from capibara.sharding import Plan
 from capibara.training.anomalies import Anomalies, OnSpike
 from capibara.training.checkpointing import Checkpointing
 from capibara.training.loss_scale import LossScaling
+from capibara.training.objective import Loss
 from capibara.training.watchdog import Watch
 from capibara.types import UserError
 
@@ -59,6 +63,7 @@ class Trainer:
       init_from: where the parameters of a run that starts anew come from; None: they are drawn. Of a run folder the
         newest step is read. With TransformerConfig.lora they are the base's. A run that carries on does not look there.
       model, plan, dataset, optimizer, evaluation, checkpointing: the parts.
+      loss: what is minimised, such as @Dpo() on preference pairs; None: the cross entropy of the texts.
       log_every: steps between logs; the host waits for the device only then.
       z_loss: coefficient of the squared log normaliser (1e-4 in PaLM); 0: off.
       ema_decay: decay of a moving average of the parameters that evaluation and export use; None: no average.
@@ -78,6 +83,7 @@ class Trainer:
     evaluation: Evaluation = Evaluation()
     checkpointing: Checkpointing = Checkpointing()
     init_from: str | None = None
+    loss: Loss | None = None
     seed: int = 0
     log_every: int = 10
     z_loss: float = 0.0
@@ -115,6 +121,7 @@ class Trainer:
                 f"Dataset.kind ({str(self.dataset.kind)!r}) does not fit the model: {type(self.model).__name__} is trained "
                 f"on {self.model.objective!r}: set Dataset.kind, or another Trainer.model"
             )
+        self._check_loss()
         hints = None if self.model.moe is None else self.model.moe.hints
         if hints is not None and hints.domains != self.dataset.domains:
             raise UserError(
@@ -127,6 +134,29 @@ class Trainer:
                 f"Dataset.length ({self.dataset.length}) must be at most {type(self.model).__name__}.max_length "
                 f"({longest}): try {longest}"
             )
+
+    def _check_loss(self) -> None:
+        holds = self.dataset.holds
+        if self.loss is None:
+            if holds is not Holds.TEXTS:
+                wanted = {Holds.PREFERENCES: "@Dpo()", Holds.PROMPTS: "@Grpo()"}[holds]
+                raise UserError(f"Dataset.source holds {holds} and Trainer.loss is None: set Trainer.loss = {wanted}")
+            return
+        name = type(self.loss).__name__
+        if self.z_loss:
+            raise UserError(f"Trainer.z_loss is {self.z_loss}, and Trainer.loss (@{name}()) has none: leave it out")
+        if self.evaluation.unigram_batches:
+            raise UserError(
+                f"Evaluation.unigram_batches is {self.evaluation.unigram_batches}, and there are no bits per byte with "
+                f"Trainer.loss (@{name}()): leave it out"
+            )
+        self.loss.check(self)
+
+    @property
+    def batch_spec(self) -> dict[str, tuple[tuple[int, int], np.dtype]]:
+        """Shape and dtype of every array that a step reads."""
+        rows = self.plan.batch_size
+        return self.dataset.batch_spec(rows) if self.loss is None else self.loss.batch_spec(self.dataset, rows)
 
     @property
     def saves(self) -> Checkpointing:

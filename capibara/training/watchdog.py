@@ -86,6 +86,15 @@ class Watchdog:
         finally:
             self._steps = 0
 
+    @contextlib.contextmanager
+    def left_out(self) -> Iterator[None]:
+        """As `paused`, between two steps: what it takes is no part of their time, and the watch goes on after it."""
+        since_s, self._since_s = self._since_s, None
+        began_s = time.monotonic()
+        yield
+        if since_s is not None:
+            self._since_s = since_s + time.monotonic() - began_s
+
     @property
     def limit_s(self) -> float | None:
         """Seconds after which the steps at hand count as hung; None: it is not known yet what is usual."""

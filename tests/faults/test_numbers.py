@@ -77,10 +77,10 @@ class Watched:
 def watched(monkeypatch):
     next_batch, step, this = Run.next_batch, Run.step, Watched()
 
-    def changing(run):
-        batch = next_batch(run)
+    def changing(run, *state):
+        batch = next_batch(run, *state)
         while run.batches.batches in this.without:
-            batch = next_batch(run)
+            batch = next_batch(run, *state)
         number = run.batches.batches
         this.batches[number] = jax.device_get(batch)
         return this.changes[number](batch) if number in this.changes else batch

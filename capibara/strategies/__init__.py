@@ -1,0 +1,1 @@
+"""Ways to train that are more than steps on given batches."""

@@ -1,0 +1,199 @@
+"""Group relative policy optimisation: answers that the model gives itself, judged within the group of their prompt.
+
+There is no value model and no reward model: rewards are functions that can be verified (`strategies.rewards`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from capibara import sharding
+from capibara.config import configurable
+from capibara.data.dataset import Dataset
+from capibara.data.loader import Loader, make_loader
+from capibara.data.packing import Packing
+from capibara.data.sources import Holds
+from capibara.inference.engine import EngineConfig
+from capibara.inference.sampling import Sampling
+from capibara.models.api import Model
+from capibara.sharding import RematPolicy
+from capibara.strategies.rollouts import Rollouts
+from capibara.training.objective import Loss, Metrics, Objective, Totals, log_probabilities
+from capibara.types import Batch, Params, UserError
+
+ENTRIES = ("advantages", "old", "reference")  # of a batch of answers, float32 [B, T], besides the usual ones
+
+
+class Variant(enum.StrEnum):
+    """What an answer's advantage and its tokens' shares are.
+
+    GRPO: the reward less its group's mean, over the group's standard deviation; every token has an equal share of its
+      answer (Shao et al. 2024, arXiv:2402.03300).
+    DR_GRPO: the reward less its group's mean; every token counts alike, in whatever answer (Liu et al. 2025,
+      arXiv:2503.20783): neither easy prompts nor short wrong answers gain.
+    """
+
+    GRPO = "grpo"
+    DR_GRPO = "dr_grpo"
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Grpo(Loss):
+    """Trains on the model's own answers to prompts; a batch of the plan has `group` answers to each of its prompts.
+
+    A sample depends on Trainer.seed, the step and the prompt's place in the batch alone.
+
+    Attributes:
+      rewards: functions of (prompt, answer, record) -> a number; in Gin (@exact_answer, ...), without ().
+      reward_weights: of their sum; None: 1 each.
+      group: answers to a prompt.
+      sampling: how they are drawn; its seed does not count. Temperature 1 without limits draws from the model itself.
+      variant: what advantages and shares are.
+      clip_low, clip_high: the ratio of a token's probabilities, new to old, counts up to 1 - clip_low and 1 + clip_high.
+      kl: coefficient of the divergence from the reference, what the run begins from (Schulman's k3 estimator); 0: none,
+        and no reference is kept.
+      updates: steps on the answers of one rollout.
+      engine: how answers are batched.
+    """
+
+    rewards: tuple[Callable, ...] = dataclasses.field(default=(), repr=False)
+    reward_weights: tuple[float, ...] | None = None
+    group: int = 8
+    sampling: Sampling = Sampling(max_new_tokens=256, temperature=1.0)
+    variant: Variant = Variant.GRPO
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    kl: float = 0.0
+    updates: int = 1
+    engine: EngineConfig = EngineConfig(slots=16)
+
+    means = ("kl", "clip_fraction", "ratio")
+
+    def __post_init__(self):
+        if not self.rewards:
+            raise UserError("Grpo.rewards is empty: name functions, e.g. Grpo.rewards = (@exact_answer,)")
+        if self.reward_weights is not None and len(self.reward_weights) != len(self.rewards):
+            raise UserError(
+                f"Grpo.reward_weights {self.reward_weights} must be as many as Grpo.rewards ({len(self.rewards)})"
+            )
+        if self.group < 2:
+            raise UserError(
+                f"Grpo.group is {self.group}, must be at least 2: one answer has nothing to be compared with"
+            )
+        if self.updates < 1:
+            raise UserError(f"Grpo.updates is {self.updates}, must be at least 1")
+        if not 0 < self.clip_low < 1 or not 0 < self.clip_high < float("inf"):
+            raise UserError(
+                f"Grpo.clip_low ({self.clip_low}) must lie between 0 and 1, and clip_high ({self.clip_high}) be above 0: "
+                "try 0.2"
+            )
+        if not 0 <= self.kl < float("inf"):
+            raise UserError(f"Grpo.kl is {self.kl}, must be at least 0 (0: none)")
+        if self.sampling.temperature == 0:
+            raise UserError("Grpo's Sampling.temperature is 0, which gives a group one answer: try 1.0")
+
+    def check(self, trainer: Any) -> None:
+        dataset, rows = trainer.dataset, trainer.plan.batch_size
+        if dataset.holds is not Holds.PROMPTS:
+            raise UserError(
+                f"Trainer.loss (@Grpo()) is for prompts, and Dataset.source holds {dataset.holds}: set Dataset.source = "
+                "@PromptJsonlSource(), or leave Trainer.loss out"
+            )
+        if dataset.packing is not Packing.NONE:
+            raise UserError(f"Dataset.packing ({str(dataset.packing)!r}) cannot be with @Grpo(): set it to 'none'")
+        if rows % self.group:
+            raise UserError(
+                f"Plan.batch_size ({rows}) must be a multiple of Grpo.group ({self.group}): try "
+                f"{max(1, round(rows / self.group)) * self.group}"
+            )
+        if self.prompt_length(dataset) < 2:
+            raise UserError(
+                f"Dataset.length ({dataset.length}) leaves prompts no room beside Sampling.max_new_tokens "
+                f"({self.sampling.max_new_tokens}): try {2 * self.sampling.max_new_tokens}"
+            )
+
+    @property
+    def rows_of_a_prompt(self) -> int:
+        return self.group
+
+    def prompt_length(self, dataset: Dataset) -> int:
+        """Tokens of the longest prompt."""
+        return dataset.length - self.sampling.max_new_tokens
+
+    def batch_spec(self, dataset: Dataset, rows: int) -> dict[str, tuple[tuple[int, int], np.dtype]]:
+        spec = {key: value for key, value in dataset.batch_spec(rows).items() if key != "numbers"}
+        return spec | {key: ((rows, dataset.length), np.dtype(np.float32)) for key in self.entries}
+
+    def open(self, dataset: Dataset, *, batch_size: int, **options: Any) -> Loader:
+        # Every process reads all prompts.
+        options |= {"shard_index": 0, "shard_count": 1, "batch_size": max(1, batch_size // self.group)}
+        return make_loader(dataclasses.replace(dataset, length=self.prompt_length(dataset)), **options)
+
+    @property
+    def entries(self) -> tuple[str, ...]:
+        """What batches have besides the usual."""
+        left_out = {*(() if self.updates > 1 else ("old",)), *(() if self.kl else ("reference",))}
+        return tuple(name for name in ENTRIES if name not in left_out)
+
+    def objective(self, model: Model, dataset: Dataset) -> Objective:
+        def sums(params: Params, batch: Batch, remat: RematPolicy | None, step: jax.Array | None):
+            batch = sharding.balanced(batch)
+            log_p_BT, stats = log_probabilities(model, params, batch, remat, step)
+            loss, totals = self.totals(log_p_BT, batch)
+            # What balances experts is a sum over tokens, and the loss one over answers.
+            loss = loss + model.layer_loss(stats) * (totals.weight / jnp.maximum(totals.tokens, 1.0))
+            return loss, jax.lax.stop_gradient(totals), stats
+
+        def metrics(totals: Totals, weight: jax.Array) -> Metrics:
+            return totals.means(weight)
+
+        return Objective(sums, metrics)
+
+    def supply(self, run: Any) -> Rollouts:
+        return Rollouts(run, self)
+
+    def totals(self, log_p_BT: jax.Array, batch: Batch) -> tuple[jax.Array, Totals]:
+        """The loss as a sum over answers, and the metrics' sums.
+
+        Args:
+          log_p_BT: log-probability of every target.
+          batch: rows of one answer each, with `advantages` and the log-probabilities `old`, of the model that gave the
+            answers (where that is not the one at hand), and `reference` (where there is a divergence to count).
+        """
+        weights_BT, advantages_BT = batch["weights"], batch["advantages"]
+        tokens_B1 = jnp.sum(weights_BT, axis=1, keepdims=True)
+        old_BT = batch["old"] if "old" in batch else jax.lax.stop_gradient(log_p_BT)
+        ratio_BT = jnp.exp(jnp.where(weights_BT > 0, log_p_BT - old_BT, 0.0))
+        clipped_BT = jnp.clip(ratio_BT, 1 - self.clip_low, 1 + self.clip_high)
+        gain_BT = jnp.minimum(ratio_BT * advantages_BT, clipped_BT * advantages_BT)
+        is_clipped_BT = (gain_BT < ratio_BT * advantages_BT).astype(jnp.float32)
+        loss_BT, kl_BT = -gain_BT, jnp.zeros_like(gain_BT)
+        if self.kl:
+            further_BT = jnp.where(weights_BT > 0, batch["reference"] - log_p_BT, 0.0)
+            kl_BT = jnp.exp(further_BT) - further_BT - 1
+            loss_BT = loss_BT + self.kl * kl_BT
+        mean_BT = weights_BT / jnp.maximum(tokens_B1, 1.0)
+        longest = self.sampling.max_new_tokens
+        share_BT = mean_BT if self.variant is Variant.GRPO else weights_BT / longest
+        loss = jnp.sum(loss_BT * share_BT)
+        values = {"loss": loss, "clip_fraction": jnp.sum(is_clipped_BT * mean_BT), "ratio": jnp.sum(ratio_BT * mean_BT)}
+        if self.kl:
+            values["kl"] = jnp.sum(kl_BT * mean_BT)
+        answers = jnp.sum((tokens_B1 > 0).astype(jnp.float32))
+        return loss, Totals(values, answers, jnp.sum(weights_BT))
+
+    def advantages(self, rewards: np.ndarray) -> np.ndarray:
+        """Of rewards [prompts, group] how much better than their group each is, float32; 0 where all are equal."""
+        gain = rewards - rewards.mean(axis=1, keepdims=True)
+        gain[np.ptp(rewards, axis=1) == 0] = 0.0  # not what rounding leaves of a mean
+        if self.variant is Variant.GRPO:
+            gain = gain / (rewards.std(axis=1, ddof=1, keepdims=True) + 1e-4)
+        return gain.astype(np.float32)

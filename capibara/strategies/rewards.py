@@ -1,0 +1,88 @@
+"""Rewards that can be verified: functions of (prompt, answer, record) that Grpo.rewards names.
+
+    Grpo.rewards = (@exact_answer, @matches_pattern)
+    matches_pattern.pattern = r"<think>.*</think>.+"
+
+One of your own is such a function with `capibara.config.configurable` before it, in a module that the Gin file imports.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from capibara.config import configurable
+from capibara.types import UserError
+
+
+@configurable
+def exact_answer(
+    prompt: str, answer: str, record: Mapping[str, Any], *, field: str = "answer", pattern: str | None = None
+) -> float:
+    """1 where the answer is the record's, but for case and white space; else 0.
+
+    Args:
+      prompt, answer, record: what was asked, what the model said, the line of the data.
+      field: of the record, its answer.
+      pattern: regular expression that finds the answer in what was said, its first group where it has one; None: all
+        that was said.
+    """
+    del prompt
+    said = answer if pattern is None else found(pattern, answer)
+    return float(said is not None and _plain(said) == _plain(str(_of(record, field))))
+
+
+@configurable
+def numeric_answer(
+    prompt: str,
+    answer: str,
+    record: Mapping[str, Any],
+    *,
+    field: str = "answer",
+    pattern: str | None = None,
+    tolerance: float = 1e-6,
+) -> float:
+    """1 where the last number of the answer is the last one of the record's, else 0.
+
+    Args:
+      prompt, answer, record, field, pattern: as of `exact_answer`.
+      tolerance: of the difference, as a share of the wanted number.
+    """
+    del prompt
+    said = answer if pattern is None else found(pattern, answer) or ""
+    number, wanted = _last_number(said), _last_number(str(_of(record, field)))
+    if wanted is None:
+        raise UserError(f"numeric_answer.field ({field!r}) of a record is {record[field]!r}: it must hold a number")
+    return float(number is not None and math.isclose(number, wanted, rel_tol=tolerance, abs_tol=tolerance))
+
+
+@configurable
+def matches_pattern(prompt: str, answer: str, record: Mapping[str, Any], *, pattern: str) -> float:
+    """1 where the whole answer has the form of a regular expression (. is any character), else 0."""
+    del prompt, record
+    return float(re.fullmatch(pattern, answer.strip(), re.DOTALL) is not None)
+
+
+def found(pattern: str, text: str) -> str | None:
+    """What a pattern finds last in a text: its first group where it has one."""
+    matches = list(re.finditer(pattern, text, re.DOTALL))
+    if not matches:
+        return None
+    return matches[-1][1] if matches[-1].re.groups else matches[-1][0]
+
+
+def _of(record: Mapping[str, Any], field: str) -> Any:
+    if field not in record:
+        raise UserError(f"a record has no field {field!r} (it has: {', '.join(record)}): set the reward's field")
+    return record[field]
+
+
+def _plain(text: str) -> str:
+    return " ".join(text.split()).casefold()
+
+
+def _last_number(text: str) -> float | None:
+    numbers = re.findall(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?", text)
+    return float(numbers[-1].replace(",", "")) if numbers else None

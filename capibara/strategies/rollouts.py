@@ -1,0 +1,268 @@
+"""Rollouts: batches of prompts become batches of the model's own answers, with their rewards."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import itertools
+import math
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from capibara import sharding, tree
+from capibara.inference import chat
+from capibara.inference.engine import Engine, check_generates
+from capibara.inference.sample import on_one_device
+from capibara.inference.sampling import Sampling
+from capibara.inference.stream import Completion, Finish
+from capibara.training.objective import Supply, log_probabilities
+from capibara.training.reference import first_params, weights_fingerprint
+from capibara.training.run import Run, validation_batches, validation_loader
+from capibara.types import Batch, Params, UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """One answer to a prompt.
+
+    Attributes:
+      prompt, tokens: ids of both; the answer's with the token that ended it.
+      reward: the sum of its rewards.
+      parts: each of them.
+      truncated: whether it was cut off.
+    """
+
+    prompt: list[int]
+    tokens: list[int]
+    reward: float
+    parts: tuple[float, ...]
+    truncated: bool
+
+
+class Rollouts(Supply):
+    """Answers prompts with the parameters at hand, and makes the step's batch of the answers.
+
+    In a run of several processes all of them answer all prompts, alike, and each takes its rows.
+
+    Args:
+      run: of prompts.
+      grpo: a `grpo.Grpo`, what is done with the answers.
+    """
+
+    def __init__(self, run: Run, grpo: Any):
+        check_generates(run.model)
+        dataset = run.trainer.dataset
+        self._run, self._grpo, self._chat = run, grpo, chat.of_run(dataset)
+        self._documents = {
+            split: dataset.source.open(split) for split in ("train", "validation")[: 1 + self._evaluates]
+        }
+        self._engine: Engine | None = None
+        self._step, self._rows = 0, None  # the step at hand, and what its batch is made of
+        self._reference: Params | None = None  # the trained part of it
+        self._weights: str | None = None
+        self._told: list[dict[str, float]] = []
+        self._log_p = self._log_probabilities()
+
+    @property
+    def _evaluates(self) -> bool:
+        return bool(self._run.trainer.evaluation.every)
+
+    def begin(self, params: Params, step: int, saved: Mapping[str, Any] | None) -> None:
+        rows = (saved or {}).get("rows")
+        self._step = step
+        self._rows = rows and {name: _array(value, self._run.trainer.dataset.length) for name, value in rows.items()}
+        if not self._grpo.kl or self._reference is not None:
+            return
+        begin_s, run = time.perf_counter(), self._run
+        if step:
+            run.status("reading what the run began from, its reference")
+        first = jax.tree.map(jnp.copy, params) if step == 0 else first_params(run)
+        self._weights = weights_fingerprint(first)
+        if saved is not None and saved["weights"] != self._weights:
+            raise UserError(
+                f"Trainer.init_from ({run.trainer.init_from!r}) no longer holds the weights that this run began from, its "
+                "reference: restore them, set Grpo.kl = 0, or set another MODEL_DIR for a new run"
+            )
+        self._reference = run.model.trained(first)
+        run.spent["reference"] = time.perf_counter() - begin_s
+
+    def state(self) -> dict[str, Any]:
+        state: dict[str, Any] = {"weights": self._weights}
+        if self._step % self._grpo.updates:  # the parameters that gave these answers are gone
+            state["rows"] = {name: _packed(value) for name, value in self._rows.items()}
+        return state
+
+    def takes_long(self, step: int) -> bool:
+        return (step - 1) % self._grpo.updates == 0
+
+    def next_batch(self, step: int, params: Params) -> dict[str, jax.Array]:
+        if self.takes_long(step):
+            self._rows = self._rolled_out(step, params)
+        self._step = step
+        return sharding.global_batch(self._run.batch_sharding, {k: self._own(v) for k, v in self._rows.items()})
+
+    def evaluate(self, params: Params) -> dict[str, float]:
+        run, answers = self._run, []
+        greedy = dataclasses.replace(self._grpo.sampling, temperature=0.0)
+        with contextlib.closing(validation_loader(run.trainer, run.mesh)) as loader:
+            self._load(params)
+            for batch in itertools.islice(loader, validation_batches(run.trainer)):
+                answers += self._answered("validation", batch, lambda prompt: [greedy])
+        if not answers:
+            raise UserError("the validation split has no prompt: give it more, or set Evaluation.every = 0")
+        told = self._summary(np.array([[answer.reward] for (answer,) in answers]), [one for (one,) in answers])
+        del told["reward_std"], told["groups_without_signal"]
+        return {"loss": -told["reward"], **told, "answers": float(len(answers))}
+
+    def metrics(self) -> dict[str, float]:
+        told, self._told = self._told, []
+        return {name: sum(one[name] for one in told) / len(told) for name in (told[0] if told else ())}
+
+    def _rolled_out(self, step: int, params: Params) -> dict[str, np.ndarray]:
+        """The whole batch of a step, on the host."""
+        grpo, seed = self._grpo, self._run.trainer.seed
+        self._load(params)
+
+        def samplings(prompt: int) -> list[Sampling]:
+            seeds = (_seed(seed, step, prompt, sample) for sample in range(grpo.group))
+            return [dataclasses.replace(grpo.sampling, seed=seed) for seed in seeds]
+
+        groups = self._answered("train", next(self._run.batches), samplings)
+        rewards = np.array([[answer.reward for answer in group] for group in groups])
+        answers = [answer for group in groups for answer in group]
+        self._told.append(self._summary(rewards, answers))
+        rows = self._laid_out(answers, grpo.advantages(rewards).reshape(-1))
+        if "old" in grpo.entries:
+            rows["old"] = self._log_p_of(params, rows)
+        if "reference" in grpo.entries:
+            reference = tree.joined(self._reference, self._run.model.frozen(params))
+            rows["reference"] = self._log_p_of(reference, rows)
+        return rows
+
+    def _load(self, params: Params) -> None:
+        """Gives the engine these parameters, on one device where this process has them all."""
+        params = on_one_device(params)
+        if self._engine is None:
+            run = self._run
+            dataset = run.trainer.dataset
+            vocabulary = dataset.get_vocabulary()
+            self._engine = Engine(run.model, params, vocabulary, dataset.length, self._grpo.engine)
+        else:
+            self._engine.load(params)
+
+    def _answered(self, split: str, batch: Batch, samplings: Any) -> list[list[Answer]]:
+        """The answers to each prompt of a batch, by number of the prompt in it -> how each of its answers is drawn."""
+        asked = []
+        for row in np.flatnonzero(batch["numbers"][:, 0]).tolist():
+            ids = batch["targets"][row][batch["segment_ids"][row] > 0].tolist()
+            streams = [self._engine.submit(ids, one, ends=self._chat.ends) for one in samplings(row)]
+            asked.append((int(batch["numbers"][row, 0]) - 1, ids, streams))
+        return [[self._judged(split, number, ids, s.result()) for s in streams] for number, ids, streams in asked]
+
+    def _judged(self, split: str, number: int, prompt: list[int], said: Completion) -> Answer:
+        grpo, documents = self._grpo, self._documents[split]
+        record, text = documents.record(number), documents[number]
+        parts = []
+        for reward in grpo.rewards:
+            value = reward(text, said.text, record)
+            if not isinstance(value, (int, float, np.number)) or not math.isfinite(value):
+                raise UserError(
+                    f"Grpo.rewards: {_name(reward)} gave {value!r} for an answer to {documents.where(number)}: it must give "
+                    "a finite number"
+                )
+            parts.append(float(value))
+        weights = grpo.reward_weights or (1.0,) * len(parts)
+        tokens = [*said.tokens, *([] if said.end is None else [said.end])]
+        total = sum(weight * part for weight, part in zip(weights, parts))
+        return Answer(prompt, tokens, total, tuple(parts), said.finish is Finish.LENGTH)
+
+    def _summary(self, rewards: np.ndarray, answers: Sequence[Answer]) -> dict[str, float]:
+        """What there is to tell of rewards [prompts, group] and their answers."""
+        told = {
+            "reward": float(rewards.mean()),
+            "reward_std": float(rewards.std()),
+            "groups_without_signal": float(np.mean(np.ptp(rewards, axis=1) == 0)),
+            "answer_length": float(np.mean([len(answer.tokens) for answer in answers])),
+            "answers_cut_off": float(np.mean([answer.truncated for answer in answers])),
+        }
+        if len(self._grpo.rewards) > 1:
+            parts = np.mean([answer.parts for answer in answers], axis=0)
+            told |= {f"reward_{_name(one)}": float(part) for one, part in zip(self._grpo.rewards, parts)}
+        return told
+
+    def _laid_out(self, answers: Sequence[Answer], advantages: np.ndarray) -> dict[str, np.ndarray]:
+        """A row for each answer, after its prompt."""
+        dataset = self._run.trainer.dataset
+        rows = {key: value for key, value in dataset.empty_batch(len(answers)).items() if key != "numbers"}
+        rows["advantages"] = np.zeros((len(answers), dataset.length), np.float32)
+        for row, (answer, advantage) in enumerate(zip(answers, advantages, strict=True)):
+            ids, first = np.array([*answer.prompt, *answer.tokens], np.int32), len(answer.prompt) - 1
+            end = len(ids) - 1
+            rows["tokens"][row, :end], rows["targets"][row, :end] = ids[:-1], ids[1:]
+            rows["weights"][row, first:end], rows["advantages"][row, first:end] = 1.0, advantage
+            rows["segment_ids"][row, :end], rows["positions"][row, :end] = 1, np.arange(end)
+        return rows
+
+    def _log_probabilities(self) -> Any:
+        """(params, batch) -> the log-probability of every target, whole on every process."""
+        run, plan = self._run, self._run.trainer.plan
+
+        def log_p(params: Params, batch: Batch) -> jax.Array:
+            with sharding.activate(run.mesh, plan.rules, plan.pipeline(run.mesh)):
+                batch = sharding.balanced(batch)
+                found, _ = log_probabilities(run.model, params, batch)
+            return found[:, np.argsort(batch["places"])] if "places" in batch else found
+
+        return jax.jit(log_p, out_shardings=NamedSharding(run.mesh, PartitionSpec()))
+
+    def _log_p_of(self, params: Params, rows: Mapping[str, np.ndarray]) -> np.ndarray:
+        """The log-probability of the answers' tokens, 0 elsewhere; as many rows at a time as in a step."""
+        names, parts = self._run.trainer.dataset.batch_spec(1).keys() - {"numbers"}, self._run.trainer.plan.accumulation
+        found = np.zeros_like(rows["weights"])
+        for part in range(parts):
+            batch = {name: self._own(rows[name][part::parts]) for name in names}
+            found[part::parts] = self._log_p(params, sharding.global_batch(self._run.batch_sharding, batch))
+        return np.where(rows["weights"] > 0, found, np.float32(0))
+
+    def _own(self, rows: np.ndarray) -> np.ndarray:
+        """This process's part of the rows of all."""
+        index, count = self._share
+        return rows[index * len(rows) // count : (index + 1) * len(rows) // count]
+
+    @functools.cached_property
+    def _share(self) -> tuple[int, int]:
+        shards = sharding.host_shards(self._run.mesh, self._run.trainer.plan.rules)
+        return shards[jax.process_index()], max(shards) + 1
+
+
+def _seed(*numbers: int) -> int:
+    """32 bits that depend on all of the numbers."""
+    digest = hashlib.blake2b(repr(numbers).encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little")
+
+
+def _name(reward: Any) -> str:
+    return getattr(reward, "__name__", type(reward).__name__)
+
+
+def _packed(rows: np.ndarray) -> dict[str, Any]:
+    """Rows as JSON values, without the zeros at their ends."""
+    return {
+        "dtype": str(rows.dtype),
+        "rows": [np.trim_zeros(row, "b").tolist() for row in rows],
+    }
+
+
+def _array(packed: Mapping[str, Any], length: int) -> np.ndarray:
+    rows = np.zeros((len(packed["rows"]), length), packed["dtype"])
+    for row, values in zip(rows, packed["rows"], strict=True):
+        row[: len(values)] = values
+    return rows

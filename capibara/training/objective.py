@@ -1,0 +1,176 @@
+"""What a run minimises: the cross entropy of its texts, or what `Trainer.loss` names in its place."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from capibara import sharding
+from capibara.data.loader import Dataset, Loader, make_loader
+from capibara.models.api import Model, Stats
+from capibara.sharding import RematPolicy
+from capibara.training.losses import LossSums, cross_entropy, token_log_probabilities
+from capibara.types import Batch, Params
+
+Metrics = dict[str, jax.Array]
+
+
+class Objective(NamedTuple):
+    """What the train step differentiates, and what it tells.
+
+    Attributes:
+      sums: (params, batch, remat, step) -> the loss as a sum over what a batch holds; sums without gradient that have a
+        `weight`, by which the gradient is divided; the layers' statistics.
+      metrics: (these sums, added up over micro-batches; their weight, at least 1) -> metrics, `loss` and `tokens` among
+        them.
+    """
+
+    sums: Callable[..., tuple[jax.Array, Any, Stats]]
+    metrics: Callable[[Any, jax.Array], Metrics]
+
+
+class Totals(NamedTuple):
+    """Sums over a batch, float32 scalars.
+
+    Attributes:
+      values: of each metric, weighted as the loss is.
+      weight: pairs or answers.
+      tokens: of the answers.
+    """
+
+    values: dict[str, jax.Array]
+    weight: jax.Array
+    tokens: jax.Array
+
+    def means(self, weight: jax.Array) -> Metrics:
+        """The metrics of what the sums are over, and how many tokens that was."""
+        return {name: value / weight for name, value in self.values.items()} | {"tokens": self.tokens}
+
+
+class Supply(abc.ABC):
+    """What stands between the loader of a run and its steps, where batches take more than the data."""
+
+    @abc.abstractmethod
+    def begin(self, params: Params, step: int, saved: Mapping[str, Any] | None) -> None:
+        """Before the first step of this start, and after the run went back.
+
+        Args:
+          params: of the state at hand.
+          step: steps done.
+          saved: what `state` gave for the checkpoint that the run carries on from; None: a new run.
+        """
+
+    @abc.abstractmethod
+    def next_batch(self, step: int, params: Params) -> dict[str, jax.Array]:
+        """The batch of a step, on its devices.
+
+        Args:
+          step: its number; that of the first is 1.
+          params: that it is made with.
+        """
+
+    @abc.abstractmethod
+    def evaluate(self, params: Params) -> dict[str, float]:
+        """Metrics of the validation split, `loss` among them."""
+
+    @abc.abstractmethod
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps of it, JSON-able; alike on all processes."""
+
+    def takes_long(self, step: int) -> bool:
+        """Whether the batch of a step is made by the devices, which is time of its own."""
+        del step
+        return False
+
+    def metrics(self) -> dict[str, float]:
+        """What there is to tell of the batches since this was last asked."""
+        return {}
+
+
+class Loss(abc.ABC):
+    """Configuration of what a run minimises.
+
+    Attributes:
+      means: metrics of a step of which a log has the mean over its steps.
+    """
+
+    means: tuple[str, ...] = ()
+
+    @property
+    def rows_of_a_prompt(self) -> int:
+        """Rows of a batch that belong together."""
+        return 1
+
+    @abc.abstractmethod
+    def check(self, trainer: Any) -> None:
+        """Raises UserError where a run (a `training.trainer.Trainer`) cannot be trained so."""
+
+    @abc.abstractmethod
+    def batch_spec(self, dataset: Dataset, rows: int) -> dict[str, tuple[tuple[int, int], np.dtype]]:
+        """Shape and dtype of every array of the step's batch."""
+
+    def open(self, dataset: Dataset, **options: Any) -> Loader:
+        """A loader of the data; `options` are those of `make_loader`."""
+        return make_loader(dataset, **options)
+
+    @abc.abstractmethod
+    def objective(self, model: Model, dataset: Dataset) -> Objective:
+        """For the train step of a model."""
+
+    @abc.abstractmethod
+    def supply(self, run: Any) -> Supply:
+        """What makes the batches of a `training.run.Run`."""
+
+
+def of_cross_entropy(model: Model, z_loss: float) -> Objective:
+    """The mean cross entropy of the targets, and how experts are balanced."""
+
+    def sums(params: Params, batch: Batch, remat: RematPolicy, step: jax.Array):
+        batch = sharding.balanced(batch)
+        hidden, stats = model.hidden(params, batch, remat, step)
+        with jax.named_scope("loss"):
+            loss, sums = cross_entropy(
+                hidden,
+                model.head(params),
+                batch["targets"],
+                batch["weights"],
+                z_loss=z_loss,
+                soft_cap=model.config.logit_soft_cap,
+                trains_head=model.trains_head,
+            )
+        return loss + model.layer_loss(stats), sums, stats
+
+    def metrics(sums: LossSums, tokens: jax.Array) -> Metrics:
+        return {
+            "loss": sums.nll / tokens,
+            "z_loss": z_loss * sums.z / tokens,
+            "token_accuracy": sums.correct / tokens,
+            "tokens": sums.weight,
+        }
+
+    return Objective(sums, metrics)
+
+
+def log_probabilities(
+    model: Model, params: Params, batch: Batch, remat: RematPolicy | None = None, step: jax.Array | None = None
+) -> tuple[jax.Array, Stats]:
+    """Log-probability of every target of a `sharding.balanced` batch, float32 [B, T], and the layers' statistics.
+
+    Args:
+      model: gives hidden states and head.
+      params: its parameters.
+      batch: what it reads and predicts.
+      remat, step: of training, else None.
+    """
+    options = () if remat is None else (remat, step)
+    hidden, stats = model.hidden(params, batch, *options)
+    with jax.named_scope("loss"):
+        cap = model.config.logit_soft_cap
+        found = token_log_probabilities(
+            hidden, model.head(params), batch["targets"], soft_cap=cap, trains_head=model.trains_head
+        )
+    return found, stats

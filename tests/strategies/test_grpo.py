@@ -1,0 +1,304 @@
+"""Answers of the model's own, rewarded: the loss against a plain formula, rewards, and runs whose reward rises."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from capibara.data.answers import PromptJsonlSource
+from capibara.data.chat_template import ChatTemplate
+from capibara.data.dataset import Dataset
+from capibara.data.vocabulary import TokenizerJsonVocabulary
+from capibara.inference.engine import EngineConfig
+from capibara.inference.sampling import Sampling
+from capibara.models.api import DecoderConfig, Lora
+from capibara.optim import Optimizer, Schedule
+from capibara.sharding import Plan
+from capibara.strategies import rewards
+from capibara.strategies.grpo import Grpo
+from capibara.training import loop
+from capibara.training.callbacks import Callback
+from capibara.training.checkpoints import Checkpointing
+from capibara.training.run import Run
+from capibara.training.trainer import Evaluation, Trainer
+from capibara.types import UserError
+
+LENGTH, NEW = 24, 8
+
+
+def has_digit(prompt, answer, record):
+    assert prompt == f"<|turn|>u:{record['prompt']}<|end|><|turn|>a:"
+    return float(any(letter.isdigit() for letter in answer))
+
+
+@pytest.fixture
+def make_trainer(tmp_path, toy_tokenizer):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"{i}?"}) + "\n" for i in range(40)))
+    source = PromptJsonlSource(files=(str(path),), template=ChatTemplate(tokenizer=toy_tokenizer))
+    base = Trainer(
+        model_dir=str(tmp_path / "run"),
+        steps=4,
+        model=DecoderConfig(vocab_size=384, embed_dim=32, num_layers=1, num_heads=2, mlp_dim=64, dtype="float32"),
+        plan=Plan(batch_size=32, fsdp=2, data=2),
+        dataset=Dataset(
+            source=dataclasses.replace(source, validation_fraction=0.2),
+            vocabulary=TokenizerJsonVocabulary(path=toy_tokenizer),
+            length=LENGTH,
+            packing="none",
+        ),
+        optimizer=Optimizer(schedule=Schedule(kind="rsqrt", learning_rate=1e-2, warmup_steps=1), weight_decay=0.0),
+        evaluation=Evaluation(every=0),
+        checkpointing=Checkpointing(every=0),
+        loss=Grpo(
+            rewards=(has_digit,),
+            group=8,
+            sampling=Sampling(max_new_tokens=NEW, temperature=1.0),
+            engine=EngineConfig(slots=16, prefix_cache_mib=1),
+        ),
+        log_every=1,
+    )
+
+    def make(grpo=(), **changes):
+        return dataclasses.replace(base, loss=dataclasses.replace(base.loss, **dict(grpo)), **changes)
+
+    return make
+
+
+class Seen(Callback):
+    def __init__(self):
+        self.metrics, self.evaluations, self.batches, self.spent = {}, {}, {}, {}
+
+    def on_step(self, step, metrics):
+        self.metrics[step] = dict(metrics)
+
+    def on_evaluate(self, step, metrics):
+        self.evaluations[step] = dict(metrics)
+
+
+@pytest.fixture
+def train(monkeypatch):
+    """(trainer, number of devices) -> metrics and batches by step, the last state."""
+    set_up, step = loop.set_up, Run.step
+
+    def run_it(trainer, devices=4):
+        seen = Seen()
+
+        def stepping(run, number, state, batch):
+            seen.batches[number] = jax.device_get(batch)
+            state, metrics = step(run, number, state, batch)
+            seen.state = jax.device_get(state)
+            return state, metrics
+
+        monkeypatch.setattr(Run, "step", stepping)
+        monkeypatch.setattr(loop, "set_up", lambda t, **options: set_up(t, jax.devices()[:devices], **options))
+        seen.outcome = loop.train(trainer, seen)
+        return seen
+
+    return run_it
+
+
+def same(a, b):
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+# The loss.
+
+
+@pytest.mark.parametrize("variant", ["grpo", "dr_grpo"])
+def test_the_loss_and_its_gradient_equal_the_formula_in_float64(variant):
+    rng, (rows, length) = np.random.default_rng(0), (6, 10)
+    grpo = Grpo(
+        rewards=(has_digit,), variant=variant, clip_low=0.2, clip_high=0.3, kl=0.1, updates=2,
+        sampling=Sampling(max_new_tokens=16, temperature=1.0),
+    )  # fmt: skip
+    weights = (np.arange(length) >= 3) & (np.arange(length) < rng.integers(5, 10, (rows, 1)))
+    old, reference = -rng.uniform(1, 4, (2, rows, length))
+    log_p = old + rng.normal(0, 0.3, (rows, length))
+    gains = rng.normal(size=rows)
+    want, want_gradient, clipped = 0.0, np.zeros_like(log_p), []
+    for b in range(rows):
+        places = np.flatnonzero(weights[b])
+        share = 1 / len(places) if variant == "grpo" else 1 / 16
+        part = 0
+        for t in places:
+            ratio, away = np.exp(log_p[b, t] - old[b, t]), reference[b, t] - log_p[b, t]
+            bounded = min(max(ratio, 0.8), 1.3)
+            held = bounded * gains[b] < ratio * gains[b]
+            part += held / len(places)
+            want += share * (-min(ratio * gains[b], bounded * gains[b]) + 0.1 * (np.exp(away) - away - 1))
+            want_gradient[b, t] = share * (-(not held) * ratio * gains[b] + 0.1 * (1 - np.exp(away)))
+        clipped.append(part)
+    batch = {"weights": weights, "advantages": weights * gains[:, None], "old": old, "reference": reference}
+    batch = {name: jnp.asarray(value, jnp.float32) for name, value in batch.items()}
+    (got, totals), gradient = jax.value_and_grad(grpo.totals, has_aux=True)(jnp.asarray(log_p, jnp.float32), batch)
+    assert float(got) == pytest.approx(want, rel=1e-5) and float(totals.weight) == rows
+    np.testing.assert_allclose(gradient, want_gradient, atol=1e-5)
+    assert 0 < sum(clipped) < rows and float(totals.values["clip_fraction"]) == pytest.approx(sum(clipped), rel=1e-5)
+
+
+def test_advantages_are_of_the_group_and_zero_where_all_are_equal():
+    rewards = np.array([[1.0, 0.0, 0.0, 1.0], [0.1, 0.1, 0.1, 0.1], [3.0, 1.0, 1.0, 1.0]])
+    got = Grpo(rewards=(has_digit,)).advantages(rewards)
+    np.testing.assert_allclose(got[0], np.array([0.5, -0.5, -0.5, 0.5]) / np.std([1, 0, 0, 1], ddof=1), rtol=1e-3)
+    assert (got[1] == 0).all() and got.dtype == np.float32
+    np.testing.assert_array_equal(
+        Grpo(rewards=(has_digit,), variant="dr_grpo").advantages(rewards)[2], [1.5, -0.5, -0.5, -0.5]
+    )
+
+
+# Whole runs.
+
+
+def test_the_reward_rises(make_trainer, train):
+    schedule = Schedule(kind="rsqrt", learning_rate=3e-2, warmup_steps=1)
+    trainer = make_trainer(steps=24, optimizer=Optimizer(schedule=schedule, weight_decay=0.0))
+    seen = train(dataclasses.replace(trainer, evaluation=Evaluation(every=24)))
+    first, last = (np.mean([seen.metrics[step]["reward"] for step in steps]) for steps in (range(1, 4), range(22, 25)))
+    assert first < 0.4 and last > first + 0.4, (first, last)
+    for metrics in seen.metrics.values():
+        assert metrics["ratio"] == 1.0 and metrics["clip_fraction"] == 0.0 and "kl" not in metrics
+        assert 0 <= metrics["groups_without_signal"] <= 1 and 1 <= metrics["answer_length"] <= NEW
+        assert metrics["rollout_s"] > 0 and 0 <= metrics["reward_std"] <= 0.5
+    assert seen.evaluations[24]["loss"] == -seen.evaluations[24]["reward"]
+    assert seen.evaluations[24]["answers"] > 3
+
+
+def test_batches_are_the_answers_with_their_prompts(make_trainer, train, toy_tokenizer):
+    batch = train(make_trainer(steps=1)).batches[1]
+    vocabulary, (end,) = (
+        TokenizerJsonVocabulary(path=toy_tokenizer),
+        TokenizerJsonVocabulary(path=toy_tokenizer).encode("<|end|>")[-1:],
+    )
+    texts = []
+    for row in range(32):
+        part = {key: value[row] for key, value in batch.items()}
+        count, answered = int(part["segment_ids"].sum()), part["weights"] > 0
+        assert (part["tokens"][1:count] == part["targets"][: count - 1]).all()
+        prompt, answer = part["tokens"][: np.argmax(answered) + 1], part["targets"][answered]
+        assert vocabulary.decode(prompt).startswith("u:") and vocabulary.decode(prompt).endswith("?a:")
+        assert len(answer) == NEW or answer[-1] == end
+        assert (part["advantages"][answered] == part["advantages"][answered][0]).all()
+        texts.append((vocabulary.decode(prompt), vocabulary.decode(answer)))
+    prompts = [prompt for prompt, _ in texts]
+    assert [prompts[i] for i in range(0, 32, 8)] == list(dict.fromkeys(prompts)) and len(set(prompts)) == 4
+    assert len({answer for _, answer in texts}) > 24  # samples of a group differ
+    for first in range(0, 32, 8):
+        gains = [
+            (batch["advantages"][row].max() if has_digit_in(text) else batch["advantages"][row].min())
+            for row, (_, text) in zip(range(first, first + 8), texts[first : first + 8])
+        ]
+        given = [has_digit_in(text) for _, text in texts[first : first + 8]]
+        if 0 < sum(given) < 8:
+            assert all((gain > 0) == good for gain, good in zip(gains, given))
+
+
+def has_digit_in(text):
+    return any(letter.isdigit() for letter in text)
+
+
+@pytest.mark.parametrize("stop", [2, 3])
+def test_a_resumed_run_ends_bit_by_bit_as_one_that_was_not_stopped(make_trainer, train, stop):
+    """Also within the steps on one rollout, whose parameters are gone by then."""
+    options = dict(grpo={"updates": 2, "kl": 0.1})
+    whole = train(make_trainer(**options, model_dir=make_trainer().model_dir + "_whole"))
+    train(make_trainer(**options, steps=stop))
+    resumed = train(make_trainer(**options))
+    assert sorted(resumed.batches) == list(range(stop + 1, 5))
+    for step, batch in resumed.batches.items():
+        same(batch, whole.batches[step])
+    same(whole.state.params, resumed.state.params)
+    assert whole.metrics[1]["ratio"] == pytest.approx(1.0, abs=1e-5) and whole.metrics[1]["kl"] < 1e-5
+    assert whole.metrics[2]["ratio"] != whole.metrics[1]["ratio"] and whole.metrics[4]["kl"] > 1e-4
+    same(whole.batches[1]["tokens"], whole.batches[2]["tokens"])
+    assert (whole.batches[3]["tokens"] != whole.batches[2]["tokens"]).any()
+    assert "reward" in whole.metrics[1] and "reward" not in whole.metrics[2] and "rollout_s" not in whole.metrics[2]
+
+
+def test_a_mesh_and_one_device_train_alike(make_trainer, train):
+    options = dict(grpo={"kl": 0.1, "updates": 2}, steps=2)
+    want = train(make_trainer(**options, plan=Plan(batch_size=32)), 1)
+    plan = Plan(batch_size=32, fsdp=2, tensor=2, accumulation=2)
+    got = train(make_trainer(**options, plan=plan, model_dir=make_trainer().model_dir + "_mesh"))
+    same(got.batches[1]["tokens"], want.batches[1]["tokens"])
+    for name in ("old", "reference"):
+        np.testing.assert_allclose(got.batches[1][name], want.batches[1][name], atol=1e-5)
+    for step in (1, 2):
+        for key in ("loss", "grad_norm", "kl", "ratio"):
+            assert got.metrics[step][key] == pytest.approx(want.metrics[step][key], rel=1e-3, abs=1e-5), (step, key)
+
+
+def test_adapters_are_rewarded_and_their_base_is_the_reference(make_trainer, train):
+    model = dataclasses.replace(make_trainer().model, lora=Lora(rank=4, targets=("all-linear",)))
+    seen = train(make_trainer({"kl": 0.1}, model=model, steps=3))
+    assert seen.metrics[1]["kl"] < 1e-6 < seen.metrics[3]["kl"]
+
+
+# Mistakes.
+
+
+def test_rewards_must_be_finite_numbers(make_trainer, train):
+    for value in (float("nan"), None, "1"):
+
+        def broken(prompt, answer, record):
+            return value
+
+        with pytest.raises(
+            UserError, match=r"broken gave .* for an answer to .*prompts.jsonl:\d+: it must give a finite"
+        ):
+            train(make_trainer({"rewards": (broken,)}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"rewards": ()}, "Grpo.rewards is empty"),
+        ({"group": 1}, "Grpo.group is 1, must be at least 2"),
+        ({"group": 5}, r"Plan.batch_size \(32\) must be a multiple of Grpo.group \(5\): try 30"),
+        ({"reward_weights": (1.0, 2.0)}, "as many as Grpo.rewards"),
+        ({"sampling": Sampling(temperature=0.0)}, "temperature is 0"),
+        ({"sampling": Sampling(max_new_tokens=LENGTH)}, "leaves prompts no room"),
+        ({"clip_low": 1.5}, "Grpo.clip_low"),
+    ],
+)
+def test_mistakes_in_the_configuration_are_named(make_trainer, changes, said):
+    with pytest.raises(UserError, match=said):
+        make_trainer(changes)
+
+
+def test_prompts_that_leave_no_room_for_an_answer_are_refused(make_trainer, train):
+    with pytest.raises(UserError, match="no prompt of a row"):
+        train(make_trainer({"sampling": Sampling(max_new_tokens=LENGTH - 4)}))
+
+
+def test_a_run_of_texts_asks_for_a_source_of_prompts(make_trainer):
+    with pytest.raises(UserError, match="set Trainer.loss = @Grpo()"):
+        dataclasses.replace(make_trainer(), loss=None)
+    with pytest.raises(UserError, match="set it to 'none'"):
+        make_trainer(dataset=dataclasses.replace(make_trainer().dataset, packing="best_fit"))
+
+
+# Ready rewards.
+
+
+def test_ready_rewards():
+    record = {"answer": "The  Capybara", "n": "#### 1,250", "m": 0.5}
+    assert rewards.exact_answer("", " the capybara ", record) == 1.0
+    assert rewards.exact_answer("", "a capybara", record) == 0.0
+    assert rewards.exact_answer("", "so <a>x</a> <a>the capybara</a>.", record, pattern="<a>(.*?)</a>") == 1.0
+    assert rewards.exact_answer("", "the capybara", record, pattern="<a>(.*?)</a>") == 0.0
+    assert rewards.numeric_answer("", "12 and so 1250.", record, field="n") == 1.0
+    assert rewards.numeric_answer("", "1250 or 12", record, field="n") == 0.0
+    assert rewards.numeric_answer("", "nothing", record, field="n") == 0.0
+    assert rewards.numeric_answer("", "it is .5", record, field="m") == 1.0
+    assert rewards.matches_pattern("", "<think>a\nb</think> 4\n", record, pattern="<think>.*</think>.+") == 1.0
+    assert rewards.matches_pattern("", "4", record, pattern="<think>.*</think>.+") == 0.0
+    with pytest.raises(UserError, match="no field 'x'"):
+        rewards.exact_answer("", "", record, field="x")
+    with pytest.raises(UserError, match="must hold a number"):
+        rewards.numeric_answer("", "", record)

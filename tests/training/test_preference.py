@@ -1,0 +1,307 @@
+"""Preference pairs: the loss and its gradients against plain formulas, what the reference is, and whole runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from capibara import sharding
+from capibara.data.answers import PreferenceJsonlSource
+from capibara.data.chat_template import ChatTemplate
+from capibara.data.dataset import Dataset
+from capibara.data.vocabulary import TokenizerJsonVocabulary
+from capibara.models import api
+from capibara.models.api import DecoderConfig, Lora
+from capibara.optim import Optimizer, Schedule
+from capibara.sharding import Plan, Rules
+from capibara.training import losses, reference
+from capibara.training.checkpoints import Checkpointing
+from capibara.training.losses import token_log_probabilities
+from capibara.training.preference import Dpo
+from capibara.training.trainer import Evaluation, Trainer
+from capibara.types import UserError
+
+MODEL = DecoderConfig(vocab_size=384, embed_dim=32, num_layers=1, num_heads=2, mlp_dim=64, dtype="float32")
+
+
+# The loss.
+
+
+@pytest.mark.parametrize("cap", [None, 5.0])
+@pytest.mark.parametrize("blocks", [1, 4])
+def test_log_probabilities_and_their_gradients_equal_those_of_whole_logits(cap, blocks, monkeypatch):
+    monkeypatch.setattr(losses, "_BLOCK_BYTES", {"cpu": 3 * 8 * 40 * 4 // blocks})
+    rng = np.random.default_rng(0)
+    hidden = jnp.asarray(rng.normal(size=(3, 8, 16)), jnp.float32)
+    head = jnp.asarray(rng.normal(size=(40, 16)), jnp.float32)
+    targets, upstream = rng.integers(0, 40, (3, 8)), rng.normal(size=(3, 8)).astype(np.float32)
+
+    def plain(hidden, head):
+        logits = hidden @ head.T
+        logits = logits if cap is None else cap * jnp.tanh(logits / cap)
+        return jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], -1)[..., 0]
+
+    ours = functools.partial(token_log_probabilities, targets_BT=targets, soft_cap=cap)
+    np.testing.assert_allclose(ours(hidden, head), plain(hidden, head), atol=1e-5)
+    got = jax.grad(lambda *a: jnp.vdot(jnp.sin(ours(*a)), upstream), (0, 1))(hidden, head)
+    want = jax.grad(lambda *a: jnp.vdot(jnp.sin(plain(*a)), upstream), (0, 1))(hidden, head)
+    for a, b in zip(got, want):
+        np.testing.assert_allclose(a, b, atol=2e-5)
+
+
+@pytest.mark.parametrize("axes", [{"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 2, "context": 2, "stage": 2}])
+def test_log_probabilities_on_every_mesh(axes):
+    rng = np.random.default_rng(0)
+    hidden = jnp.asarray(rng.normal(size=(8, 8, 32)), jnp.float32)
+    head = jnp.asarray(rng.normal(size=(40, 32)), jnp.float32)
+    targets, upstream = rng.integers(0, 40, (8, 8)), rng.normal(size=(8, 8)).astype(np.float32)
+    mesh, rules = sharding.make_mesh(Plan(batch_size=8, **{"fsdp": 1} | axes)), Rules()
+
+    def weighed(hidden, head):
+        found = token_log_probabilities(hidden, head, targets)
+        return jnp.vdot(found, upstream), found
+
+    def on_mesh(hidden, head):
+        with sharding.activate(mesh, rules):
+            return weighed(hidden, head)
+
+    (want_grads, want), (got_grads, got) = (
+        jax.jit(jax.grad(loss, (0, 1), has_aux=True))(hidden, head) for loss in (weighed, on_mesh)
+    )
+    for a, b in zip((got, *got_grads), (want, *want_grads)):
+        np.testing.assert_allclose(a, b, atol=2e-5)
+
+
+def rows_of_pairs(rng, rows=3, length=24, pairs=2):
+    """Targets, weights, segment ids and reference of rows of two pairs, and of each answer (row, begin, end, reference)."""
+    targets = rng.integers(0, 40, (rows, length))
+    weights, segments, reference = (np.zeros((rows, length), np.float32) for _ in range(3))
+    answers = []
+    for row in range(rows):
+        cuts = np.sort(rng.choice(np.arange(1, 10), 2 * pairs - 1, replace=False)) * 2
+        bounds = [0, *cuts.tolist(), 22]
+        for k in range(2 * pairs - 2 * (row == 1)):  # the second row has one pair
+            begin, end = bounds[k] + 1, bounds[k + 1]
+            segments[row, bounds[k] : end], weights[row, begin:end] = k + 1, 1
+            reference[row, begin] = -rng.uniform(3, 30)
+            answers.append((row, begin, end, reference[row, begin]))
+    return {
+        "targets": targets,
+        "weights": weights,
+        "segment_ids": segments.astype(np.int32),
+        "reference": reference,
+    }, answers
+
+
+def plain_loss(log_p, answers, dpo):
+    """Of a matrix of log-probabilities, in its precision: the mean over pairs, pair by pair, and its gradient."""
+    loss, gradient, count = 0.0, np.zeros_like(log_p), len(answers) // 2
+    for (row, first, last, ref), (_, begin, end, other) in zip(answers[::2], answers[1::2]):
+        h = (log_p[row, first:last].sum() - ref) - (log_p[row, begin:end].sum() - other)
+        slope = 0.0
+        for share, sign in ((1 - dpo.label_smoothing, 1.0), (dpo.label_smoothing, -1.0)):
+            if dpo.kind == "ipo":
+                loss += share * (sign * h - 0.5 / dpo.beta) ** 2
+                slope += share * 2 * sign * (sign * h - 0.5 / dpo.beta)
+            else:
+                loss += share * np.log1p(np.exp(-sign * dpo.beta * h))
+                slope -= share * sign * dpo.beta / (1 + np.exp(sign * dpo.beta * h))
+        loss -= dpo.sft_weight * log_p[row, first:last].mean()
+        gradient[row, first:last] += slope - dpo.sft_weight / (last - first)
+        gradient[row, begin:end] -= slope
+    return loss / count, gradient / count
+
+
+LOSSES = [
+    Dpo(),
+    Dpo(beta=0.5, label_smoothing=0.2),
+    Dpo(beta=0.3, sft_weight=0.7),
+    Dpo(kind="ipo", beta=0.2),
+    Dpo(kind="ipo", beta=0.1, label_smoothing=0.1),
+]
+
+
+@pytest.mark.parametrize("dpo", LOSSES, ids=str)
+def test_the_loss_and_its_gradient_equal_the_formula_in_float64(dpo):
+    rng = np.random.default_rng(1)
+    batch, answers = rows_of_pairs(rng)
+    log_p = -rng.uniform(0.1, 4, batch["targets"].shape)
+    want, want_gradient = plain_loss(log_p, answers, dpo)
+
+    def mean(log_p):
+        loss, totals = dpo.totals(log_p, batch, 2)
+        return loss / totals.weight, totals
+
+    (got, totals), gradient = jax.value_and_grad(mean, has_aux=True)(jnp.asarray(log_p, jnp.float32))
+    assert float(got) == pytest.approx(want, rel=1e-5)
+    np.testing.assert_allclose(gradient, want_gradient, atol=1e-5 * np.abs(want_gradient).max())
+    ratios = np.array([log_p[row, begin:end].sum() - ref for row, begin, end, ref in answers]).reshape(-1, 2)
+    assert float(totals.weight) == 5 and float(totals.tokens) == batch["weights"].sum()
+    want_values = {
+        "reward_chosen": dpo.beta * ratios[:, 0],
+        "reward_rejected": dpo.beta * ratios[:, 1],
+        "reward_margin": dpo.beta * (ratios[:, 0] - ratios[:, 1]),
+        "reward_accuracy": ratios[:, 0] > ratios[:, 1],
+    }
+    for name, values in want_values.items():
+        assert float(totals.values[name]) == pytest.approx(values.sum(), rel=1e-4), name
+
+
+# Whole runs.
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    """Pairs whose chosen answers are in capitals."""
+    rng, path = np.random.default_rng(0), tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
+    words = ["river", "grass", "fish", "sun"]
+    lines = []
+    for i in range(60):
+        word = str(rng.choice(words))
+        lines.append({"prompt": f"{i}?", "chosen": word.upper() + "!" * (i % 4), "rejected": word})
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+@pytest.fixture
+def make_trainer(pairs, toy_tokenizer, tmp_path):
+    base = Trainer(
+        model_dir=str(tmp_path / "run"),
+        steps=12,
+        model=MODEL,
+        plan=Plan(batch_size=8, fsdp=4, tensor=2),
+        dataset=Dataset(
+            source=PreferenceJsonlSource(
+                files=(str(pairs),), template=ChatTemplate(tokenizer=toy_tokenizer), validation_fraction=0.3
+            ),
+            vocabulary=TokenizerJsonVocabulary(path=toy_tokenizer),
+            length=96,
+            window_rows=2,
+            window_documents=16,
+        ),
+        optimizer=Optimizer(schedule=Schedule(kind="rsqrt", learning_rate=3e-3, warmup_steps=1), weight_decay=0.0),
+        evaluation=Evaluation(every=0),
+        checkpointing=Checkpointing(every=0),
+        loss=Dpo(beta=0.3),
+        log_every=1,
+    )
+    return lambda **changes: dataclasses.replace(base, **changes)
+
+
+def same_state(a, b):
+    jax.tree.map(np.testing.assert_array_equal, (a.params, a.opt_state), (b.params, b.opt_state))
+
+
+def test_the_margin_rises_and_held_out_pairs_are_told_apart(make_trainer, train, tmp_path):
+    seen = train(make_trainer(steps=12, evaluation=Evaluation(every=12)))
+    first, last = seen.metrics[1], seen.metrics[12]
+    assert first["loss"] == pytest.approx(np.log(2), abs=1e-4)  # the model is its own reference
+    assert abs(first["reward_margin"]) < 1e-3 and abs(first["log_ratio"]) < 1e-4
+    assert last["loss"] < 0.8 * first["loss"] and last["reward_margin"] > 0.3
+    held_out = seen.evaluations[12]
+    assert held_out["reward_accuracy"] > 0.9 and held_out["reward_margin"] > 0.3 and held_out["pairs"] > 5
+    assert held_out["loss"] < 0.6
+    spent = [text for text in seen.statuses if text.startswith("reference log-prob")]
+    assert any(" train pairs" in text for text in spent) and any(" validation pairs" in text for text in spent)
+    assert (tmp_path / "run" / "reference.train.npz").exists()
+
+
+def test_a_resumed_run_ends_bit_by_bit_as_one_that_was_not_stopped(make_trainer, train, monkeypatch):
+    whole = train(make_trainer(steps=6, model_dir="whole" and make_trainer().model_dir + "_whole"))
+    train(make_trainer(steps=3))
+    monkeypatch.setattr(reference.ReferenceTables, "_computed", None)  # it has its tables
+    resumed = train(make_trainer(steps=6))
+    assert resumed.start_step == 3 and whole.batches[3:] == resumed.batches
+    same_state(whole.state, resumed.state)
+
+
+def test_the_mesh_accumulation_and_packing_change_nothing(make_trainer, train):
+    want = train(make_trainer(steps=3, plan=Plan(batch_size=8)), jax.devices()[:1])
+    plans = {
+        "mesh": Plan(batch_size=8, fsdp=2, tensor=2, data=2),
+        "accumulated": Plan(batch_size=8, fsdp=4, tensor=2, accumulation=2),
+    }
+    for name, plan in plans.items():
+        got = train(make_trainer(steps=3, plan=plan, model_dir=make_trainer().model_dir + name))
+        for step in (1, 2, 3):
+            for key in ("loss", "grad_norm", "reward_margin", "log_prob_chosen"):
+                assert got.metrics[step][key] == pytest.approx(want.metrics[step][key], rel=2e-4, abs=1e-5), (name, key)
+
+
+def test_packed_pairs_have_the_log_probabilities_of_pairs_alone(make_trainer, train):
+    tables = []
+    for packing in ("best_fit", "none"):
+        dataset = dataclasses.replace(make_trainer().dataset, packing=packing)
+        folder = f"{make_trainer().model_dir}_{packing}"
+        seen = train(make_trainer(steps=1, dataset=dataset, model_dir=folder))
+        assert seen.metrics[1]["pairs"] == 8 if packing == "none" else seen.metrics[1]["pairs"] > 8
+        tables.append(np.load(f"{folder}/reference.train.npz")["table"])
+    np.testing.assert_allclose(*tables, rtol=1e-5)
+    assert np.isfinite(tables[0]).all() and len(tables[0]) > 30
+
+
+@pytest.mark.parametrize("init_from", [False, True])
+def test_adapters_have_their_base_for_reference(make_trainer, train, init_from):
+    trainer = make_trainer(steps=4, plan=Plan(batch_size=8, fsdp=2), checkpointing=Checkpointing(every=4))
+    base = api.build(MODEL)
+    params = jax.jit(base.init)(jax.random.key(0))
+    if init_from:
+        params = train(trainer, jax.devices()[:2]).state.params
+        trainer = dataclasses.replace(trainer, init_from=trainer.model_dir, model_dir=f"{trainer.model_dir}_adapted")
+    adapted = dataclasses.replace(trainer.model, lora=Lora(rank=4, targets=("all-linear",)))
+    seen = train(dataclasses.replace(trainer, model=adapted, steps=4), jax.devices()[:2])
+    table = np.load(f"{trainer.model_dir}/reference.train.npz")["table"]
+    source, vocabulary = trainer.dataset.source, trainer.dataset.vocabulary
+    documents = source.open("train")
+    for number in (0, 7):
+        example = documents.example(number)
+        for side, one in enumerate((example, example.rejected)):
+            ids, offsets = vocabulary.encode_rendered(one.text)
+            row = ids[None]
+            batch = {"tokens": row, "positions": np.arange(row.size)[None], "segment_ids": np.ones_like(row)}
+            log_p = jax.nn.log_softmax(base.logits(params, batch)[0, :-1])[np.arange(row.size - 1), ids[1:]]
+            (begin, end), said = one.loss[-1], offsets[1:]
+            want = log_p[(said[:, 1] > begin) & (said[:, 0] < end)].sum()
+            np.testing.assert_allclose(table[number, side], want, rtol=1e-5)
+    assert abs(seen.metrics[1]["log_ratio"]) < 1e-4 and seen.metrics[4]["reward_margin"] > 0.01
+    frozen = api.build(adapted).frozen
+    jax.tree.map(np.testing.assert_array_equal, frozen(seen.started.params), frozen(seen.state.params))
+
+
+def test_a_reference_is_computed_anew_where_it_is_not_of_this_run(make_trainer, train):
+    trainer = make_trainer(steps=2, evaluation=Evaluation(every=0))
+    train(trainer)
+    path = f"{trainer.model_dir}/reference.train.npz"
+    first = np.load(path)["table"]
+    with open(path, "wb") as file:
+        file.write(b"cut off")
+    seen = train(dataclasses.replace(trainer, steps=3))  # the weights at its beginning are made again
+    assert seen.start_step == 2 and any("train pairs" in text for text in seen.statuses)
+    np.testing.assert_array_equal(np.load(path)["table"], first)
+    assert not any("pairs" in text for text in train(dataclasses.replace(trainer, steps=4)).statuses)
+    with open(path, "wb") as file:
+        file.write(b"cut off")
+    with pytest.raises(UserError, match="no longer holds the weights that this run began from"):
+        train(dataclasses.replace(trainer, steps=5, seed=1))
+
+
+def test_mistakes_in_the_configuration_are_named(make_trainer, pairs):
+    for values, said in [
+        ({"beta": 0.0}, "Dpo.beta is 0.0"),
+        ({"label_smoothing": 0.5}, "Dpo.label_smoothing is 0.5"),
+        ({"sft_weight": -1.0}, "Dpo.sft_weight is -1.0"),
+    ]:
+        with pytest.raises(UserError, match=said):
+            Dpo(**values)
+    with pytest.raises(UserError, match="set Trainer.loss = @Dpo()"):
+        make_trainer(loss=None)
+    with pytest.raises(UserError, match="z_loss"):
+        make_trainer(z_loss=0.1)
+    with pytest.raises(UserError, match="'cut'"):
+        dataclasses.replace(make_trainer().dataset, too_long="cut")
