@@ -214,7 +214,7 @@ def test_full_fine_tuning_begins_from_what_a_function_reads(make_trainer):
         told.extend(jax.tree.leaves(target))
         return jax.tree.map(lambda s, x: jax.device_put(np.asarray(x), s.sharding), target, made)
 
-    with set_up(trainer, load=load) as run:
+    with set_up(trainer, load=lambda: load) as run:
         state, step, _ = run.start()
         assert step == 0 and len(told) == len(jax.tree.leaves(made))
         jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.params), made)
