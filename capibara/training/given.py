@@ -95,7 +95,7 @@ def _merged(trainer: Trainer, plain: Model, lora: Lora, mesh: Mesh, target: Para
     def merge(params: Params) -> Params:
         return jax.tree.map(lambda x, wanted: x.astype(wanted.dtype), adapted.merge(params), target)
 
-    return jax.jit(merge, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, target), donate_argnums=0)(params)
+    return jax.jit(merge, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, target))(params)
 
 
 def _of_run_folder(trainer: Trainer, target: Params) -> Params:
