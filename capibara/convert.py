@@ -12,8 +12,9 @@ from capibara.types import UserError
 
 _DESCRIPTION = """Convert a model from one form to another, or look after the checkpoints of a run folder.
 
-  --from  a Hugging Face folder, a .gguf file, or a run folder (its newest checkpoint)
-  --to    what is not there yet: --format=hf a Hugging Face folder, gguf a file, capibara a run folder to begin from
+  --from  a run folder (its newest checkpoint), a folder of Hugging Face, PEFT or T5X, or a .gguf file
+  --to    what is not there yet. --format=hf: a Hugging Face folder, pytorch: the same with pytorch_model.bin, gguf: a file,
+          t5x: a T5X checkpoint, peft: the adapters of a run, capibara: a run folder to begin from
   list    the steps that there are, with their size, date, score and where they come from
   verify  read every file of every step and compare it with the step's manifest
   prune   remove steps: --keep=N newest and --keep_every=N stay, and the last that is what was saved
@@ -21,10 +22,12 @@ _DESCRIPTION = """Convert a model from one form to another, or look after the ch
 examples:
   python -m capibara.convert --from=runs/mine --to=mine-hf --dtype=bf16
   python -m capibara.convert --from=Qwen3-0.6B --to=models/qwen3 --format=capibara
+  python -m capibara.convert --from=runs/lora --to=adapter --format=peft
   python -m capibara.convert prune runs/mine --keep=1 --dry_run
 
 exit codes: 0 done, all steps are what was saved; 1 some are not; 2 a mistake in what was given"""
-_OF = dict.fromkeys(("source", "target", "format", "dtype"), ("a model",)) | {"step": ("list", "verify")}
+_FORMATS = ("hf", "pytorch", "gguf", "t5x", "peft", "capibara")
+_OF = dict.fromkeys(("source", "target", "format", "dtype", "base"), ("a model",)) | {"step": ("list", "verify")}
 _OF |= dict.fromkeys(("keep", "keep_every", "damaged", "dry_run"), ("prune",))  # flags -> what they are of
 
 
@@ -35,7 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("run", nargs="?", metavar="RUN", help="of these: the run folder, MODEL_DIR")
     parser.add_argument("--from", dest="source", metavar="PATH", help="the model to convert")
     parser.add_argument("--to", dest="target", metavar="PATH", help="where it is written")
-    parser.add_argument("--format", choices=("hf", "gguf", "capibara"), help="of --to; default: hf, gguf for x.gguf")
+    parser.add_argument("--format", choices=_FORMATS, help="of --to; default: hf, gguf for x.gguf")
+    parser.add_argument("--base", metavar="PATH", help="of an adapter: its model; default: what it names")
     parser.add_argument("--dtype", choices=("f32", "bf16", "f16", "q8_0", "q4_0"), help="default: as stored, else bf16")
     parser.add_argument("--step", type=int, metavar="N", help="of list and verify: this one alone")
     parser.add_argument("--keep", type=int, metavar="N", help="of prune: newest steps that stay")
@@ -50,16 +54,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _model(args: argparse.Namespace) -> int:
     import jax
-    from capibara.interop import checkpoint, conversion
+    from capibara.interop import conversion
     from capibara.training import run_folder
 
     jax.config.update("jax_platforms", "cpu")  # a chip's memory is smaller than its host's
-    if run_folder.is_run(args.source):
-        run = run_folder.load(args.source, args.gin_file, args.gin_bindings, args.gin_search_paths)
-        source = conversion.of_run(run.model, run.params, run.trainer.dataset)
-    else:
-        source = checkpoint.open_model(args.source)
-    print(conversion.write(source, args.target, args.format, args.dtype, run_folder.save))
+    gin = (args.gin_file, args.gin_bindings, args.gin_search_paths)
+    print(conversion.convert(args.source, args.target, args.format, args.dtype, args.base, gin, run_folder))
     return 0
 
 

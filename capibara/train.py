@@ -74,7 +74,7 @@ def train(gin_files: Sequence[str], bindings: Sequence[str], search_paths: Seque
         peak_flops=chips.peak_flops(chip) if trainer.model.dtype == "bfloat16" else None,
         compiler_options=xla_flags.options(chip, tensor=trainer.plan.tensor),
         config=config.operative(),
-        load=lambda target: checkpoint.loader(trainer.init_from, model.plain)(target),
+        load=lambda: checkpoint.loader(trainer.init_from, model.plain),
     )
     return 128 + outcome.signal_number if outcome.signal_number else 0
 

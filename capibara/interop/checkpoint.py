@@ -43,24 +43,26 @@ class ForeignModel(Protocol):
 
 
 def open_model(path: str) -> ForeignModel:
-    """A Hugging Face folder, or a .gguf file; nothing of its tensors is read yet.
+    """A Hugging Face folder, a T5X checkpoint, or a .gguf file; nothing of its large tensors is read yet.
 
     Raises:
-      UserError: it is neither, or cannot be read.
+      UserError: it is none of them, or cannot be read.
     """
     if path.endswith(".gguf"):
         from capibara.interop import gguf_read
 
         return gguf_read.open_gguf(path)
-    from capibara.interop import hf_folder
+    from capibara.interop import hf_folder, t5x_read
 
     if not os.path.exists(path):
-        raise UserError(f"{path} does not exist: name a Hugging Face folder, or a .gguf file")
-    return hf_folder.HfFolder(path)
+        raise UserError(f"{path} does not exist: name a Hugging Face folder, a T5X checkpoint, or a .gguf file")
+    return t5x_read.T5xModel(path) if t5x_read.is_t5x(path) else hf_folder.HfFolder(path)
 
 
 def loader(path: str, model: Model) -> Callable[[Params], Params]:
     """What a run of ours begins from a foreign model with: (ShapeDtypeStructs with shardings) -> parameters, lying so.
+
+    Its configuration and its tensors' names and shapes are looked at now; they are read then.
 
     Args:
       path: as of open_model.
@@ -70,12 +72,17 @@ def loader(path: str, model: Model) -> Callable[[Params], Params]:
       UserError: it is another model. Only how far it sees may differ (RoPE, windows): that is told, and left to the run.
     """
     foreign = open_model(path)
+    guessed = getattr(foreign, "guessed", frozenset())
     for name, (ours, theirs) in hf_config.differences(foreign.config, model.config).items():
+        if name in guessed:
+            continue
         if name in ("rope", "window", "layer_pattern"):
             logging.getLogger(__name__).warning("%s was trained with another %s than this run's", path, name)
             continue
         own = type(model.config).__name__
         raise UserError(f"{own}.{name} is {_plain(ours)}, {path} was trained with {_plain(theirs)}: set it to that")
+
+    _matched(foreign, _shapes(model), model)
 
     def load(target: Params) -> Params:
         dtype = jax.numpy.result_type(*{leaf.dtype for leaf in jax.tree.leaves(target)})  # the widest of them
@@ -104,15 +111,13 @@ def load_params(foreign: ForeignModel, model: Model, shardings: PyTree, *, dtype
     Raises:
       UserError: tensors are missing, or of another shape, or there are some that the model does not have.
     """
-    abstract = model.abstract_params
-    paths = tree.path_names(abstract)
-    shapes = dict(zip(paths, (leaf.shape for leaf in jax.tree.leaves(abstract)), strict=True))
-    targets = dict(zip(paths, jax.tree.leaves(shardings), strict=True))
+    shapes = _shapes(model)
+    targets = dict(zip(shapes, jax.tree.leaves(shardings), strict=True))
     rows, stored = _matched(foreign, shapes, model)
     params: dict[str, jax.Array] = {}
     for row in rows:
         params |= _assembled(row, foreign, stored, shapes, targets, np.dtype(dtype or np.float32))
-    return tree.map_with_names(lambda path, _: params[path], abstract)
+    return tree.map_with_names(lambda path, _: params[path], model.abstract_params)
 
 
 def hf_tensors(params: Params, model: Model, model_type: str) -> Iterator[tuple[str, np.ndarray]]:
@@ -143,8 +148,7 @@ def foreign_tensors(foreign: ForeignModel, model: Model, model_type: str) -> Ite
     Raises:
       UserError: as load_params.
     """
-    abstract = model.abstract_params
-    shapes = dict(zip(tree.path_names(abstract), (leaf.shape for leaf in jax.tree.leaves(abstract)), strict=True))
+    shapes = _shapes(model)
     rows, stored = _matched(foreign, shapes, model)
     if rows == tables.of(model_type, shapes):
         for row in rows:
@@ -165,10 +169,15 @@ def foreign_tensors(foreign: ForeignModel, model: Model, model_type: str) -> Ite
 
 def hf_shapes(model: Model, model_type: str) -> dict[str, Shape]:
     """Names and shapes of what `hf_tensors` gives."""
-    abstract = model.abstract_params
-    shapes = dict(zip(tree.path_names(abstract), (leaf.shape for leaf in jax.tree.leaves(abstract)), strict=True))
+    shapes = _shapes(model)
     rows = tables.of(model_type, shapes)
     return {name: row.shape(shapes) for row in rows for name, _ in row.names(shapes)}
+
+
+def _shapes(model: Model) -> dict[str, Shape]:
+    """Of its parameters, by name, in the order of the tree."""
+    abstract = model.abstract_params
+    return dict(zip(tree.path_names(abstract), (leaf.shape for leaf in jax.tree.leaves(abstract)), strict=True))
 
 
 def _matched(
@@ -188,7 +197,7 @@ def _matched(
     for name, shape in wanted.items():
         if tuple(found[stored[name]]) != shape:
             raise UserError(
-                f"{stored[name]} has the shape {list(found[stored[name]])}, must be {list(shape)} by its config.json"
+                f"{stored[name]} has the shape {list(found[stored[name]])}, must be {list(shape)} by its configuration"
             )
     return rows, stored
 

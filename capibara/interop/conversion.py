@@ -5,26 +5,49 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Iterator
-from typing import Any
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
 
 import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
+from capibara import config as gin_config
 from capibara import outputs
 from capibara.data.dataset import Dataset
 from capibara.data.vocabulary import SentencePieceVocabulary, TokenizerJsonVocabulary, Vocabulary
-from capibara.interop import checkpoint, gin_of, hf_config, hf_folder
+from capibara.interop import adapters, checkpoint, gin_of, hf_config, hf_folder, t5x_read, t5x_write
 from capibara.interop.checkpoint import ForeignModel
 from capibara.interop.tensors import Shape
 from capibara.models import api
 from capibara.types import Params, UserError
 
-FORMATS = ("hf", "gguf", "capibara")
+_STORED = ("hf", "gguf", "pytorch", "t5x")
+FORMATS = (*_STORED, "peft", "capibara")
 _FLOATS = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
 DTYPES = (*_FLOATS, "q8_0", "q4_0")
 _SPECIAL = ("bos", "eos", "pad")
+
+Gin = tuple[Sequence[str], Sequence[str], Sequence[str]]  # files, bindings, search paths
+
+
+class RunFolders(Protocol):
+    """training.run_folder, which this room does not import."""
+
+    def is_run(self, folder: str) -> bool: ...
+
+    def load(
+        self,
+        folder: str,
+        gin_files: Sequence[str],
+        bindings: Sequence[str],
+        search_paths: Sequence[str],
+        *,
+        merge: bool,
+    ) -> adapters.Run: ...
+
+    def save(self, folder: str, params: Params, gin: str) -> None: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,38 +89,110 @@ def of_run(model: api.Model, params: Params, dataset: Dataset) -> OurModel:
     return OurModel(model, params, hf_config.to_hf(model.config, like), _tokenizer(vocabulary, length))
 
 
-def write(
-    source: ForeignModel | OurModel,
-    target: str,
-    form: str | None,
-    dtype: str | None,
-    save: Callable[[str, Params, str], None],
+def convert(
+    path: str, target: str, form: str | None, dtype: str | None, base: str | None, gin: Gin, runs: RunFolders
 ) -> str:
-    """Writes a model; returns a line that says what is there now.
+    """Writes a model in another form; returns a line that says what is there now.
 
     Args:
-      source: the model.
+      path: a run folder, a folder of PEFT, of Hugging Face or of T5X, or a .gguf file.
       target: the folder or file, a new one.
       form: one of FORMATS; None: gguf where the target is called so, else hf.
       dtype: one of DTYPES, of the stored tensors; None: as they are, bf16 of a run of ours.
-      save: (folder, parameters, Gin text) -> writes a run folder.
+      base: the model that an adapter is of; None: the one that it names.
+      gin: of the command line; it says of a model what its own files do not, or something else.
+      runs: training.run_folder.
 
     Raises:
-      UserError: the target is there already, or the form cannot hold this model.
+      UserError: the target is there already, the model cannot be read, or the form cannot hold it.
     """
+    form = form or ("gguf" if target.endswith(".gguf") else "hf")
+    _check_target(target, form, dtype)
+    if adapters.is_adapter(path):
+        if form == "peft":
+            raise UserError(f"--from={path} is an adapter of PEFT already: take hf, gguf, pytorch or capibara")
+        of = _source(adapters.base_of(path, base), gin, runs)
+        model, params = adapters.merged(path, *_loaded(of), of.config)
+        made = OurModel(model, params, hf_config.to_hf(model.config, of.config), of.tokenizer | hf_folder.carried(path))
+        return _written(made, target, form, dtype, runs.save)
+    run = _run(path, gin, runs)
+    if form == "peft":
+        if run is None:
+            raise UserError(f"--format=peft is of a run with adapters, and --from={path} is no run folder")
+        return adapters.write_run(run, target, base)
+    if base is not None:
+        raise UserError(f"--base={base} is of adapters, and --from={path} is none: leave it out")
+    if run is not None and form == "capibara" and run.model.config.lora is None:
+        raise UserError("--from is a run folder already: --format=capibara is for foreign models and for adapters")
+    source = _foreign(path, gin) if run is None else _merged(run)
+    return _written(source, target, form, dtype, runs.save)
+
+
+def _check_target(target: str, form: str, dtype: str | None) -> None:
     if outputs.is_remote(target):
         raise UserError(f"--to={target} must be a local path: copy what is written there")
     if os.path.lexists(target) and (not os.path.isdir(target) or os.listdir(target)):
         raise UserError(f"--to={target} is there already: name another, or remove it")
-    form = form or ("gguf" if target.endswith(".gguf") else "hf")
+    if form in ("capibara", "peft") and dtype not in (None, "f32"):
+        what = {"capibara": "a run folder", "peft": "an adapter"}[form]
+        raise UserError(f"--dtype={dtype} is of {', '.join(_STORED)}: {what} has f32")
+    if form != "gguf" and dtype not in (None, *_FLOATS):
+        raise UserError(f"--dtype={dtype} is of gguf, must be one of {', '.join(_FLOATS)} for {form}")
+
+
+def _source(path: str, gin: Gin, runs: RunFolders) -> ForeignModel | OurModel:
+    run = _run(path, gin, runs)
+    return _foreign(path, gin) if run is None else _merged(run)
+
+
+def _run(path: str, gin: Gin, runs: RunFolders) -> adapters.Run | None:
+    """A run of ours, its adapters beside the base; None: it is another model."""
+    # T5X's run folders have a config.gin, too.
+    return runs.load(path, *gin, merge=False) if runs.is_run(path) and not t5x_read.is_t5x(path) else None
+
+
+def _merged(run: adapters.Run) -> OurModel:
+    params = run.params if run.model.config.lora is None else jax.jit(run.model.merge)(run.params)
+    return of_run(run.model.plain, params, run.trainer.dataset)
+
+
+def _foreign(path: str, gin: Gin) -> ForeignModel:
+    foreign = checkpoint.open_model(path)
+    if gin[0] or gin[1]:
+        _rebind(foreign, gin)
+    return foreign
+
+
+def _rebind(foreign: ForeignModel, gin: Gin) -> None:
+    """Puts what Gin says in place of what a foreign model says of itself."""
+    files, bindings, search_paths = gin
+    found = hf_config.from_hf(foreign.config)
+    with tempfile.NamedTemporaryFile("w", suffix=".gin") as own:
+        own.write("\n".join(gin_of.bindings(found)) + "\n")
+        own.flush()
+        gin_config.parse([own.name, *files], bindings, search_paths)
+    foreign.config = hf_config.to_hf(gin_config.build(type(found)), foreign.config)
+    if gin_config.is_bound("SentencePieceVocabulary.path"):
+        vocabulary = gin_config.build(SentencePieceVocabulary)
+        with open(vocabulary.path, "rb") as file:
+            foreign.tokenizer = {**foreign.tokenizer, "spiece.model": file.read()}
+
+
+def _loaded(source: ForeignModel | OurModel) -> tuple[api.Model, Params]:
+    """A model and its parameters, on one device."""
+    if isinstance(source, OurModel):
+        return source.model, source.params
+    model = api.build(hf_config.from_hf(source.config))
+    here = jax.tree.map(lambda _: SingleDeviceSharding(jax.local_devices()[0]), model.abstract_params)
+    return model, checkpoint.load_params(source, model, here)
+
+
+def _written(
+    source: ForeignModel | OurModel, target: str, form: str, dtype: str | None, save: Callable[[str, Params, str], None]
+) -> str:
     if form == "capibara":
-        if dtype not in (None, "f32"):
-            raise UserError(f"--dtype={dtype} is of hf and gguf: a run folder has f32")
         return _as_run(source, target, save)
-    if dtype is None:
-        dtype = _stored(source)
-    if form == "hf" and dtype not in _FLOATS:
-        raise UserError(f"--dtype={dtype} is of gguf, must be one of {', '.join(_FLOATS)} for hf")
+    dtype = dtype or _stored(source)
     view = source if isinstance(source, OurModel) else _Checked(source)
     shapes = view.shapes()
     config = dict(view.config) | {name: _FLOATS.get(dtype, "float32") for name in ("dtype", "torch_dtype")}
@@ -105,8 +200,11 @@ def write(
         from capibara.interop import gguf_write
 
         gguf_write.write_gguf(target, config, view.tensors(), source.tokenizer, dtype=dtype)
+    elif form == "t5x":
+        t5x_write.save_t5x(target, config, shapes, view.tensors(), source.tokenizer, dtype=_FLOATS[dtype])
     else:
-        hf_folder.save_hf(target, config, shapes, view.tensors(), source.tokenizer, dtype=_FLOATS[dtype])
+        how = {"dtype": _FLOATS[dtype], "state_dict": form == "pytorch"}
+        hf_folder.save_hf(target, config, shapes, view.tensors(), source.tokenizer, **how)
     return f"{target}: {config['model_type']}, {len(shapes)} tensors in {dtype}"
 
 
@@ -125,20 +223,16 @@ class _Checked:
 
 
 def _as_run(source: ForeignModel | OurModel, target: str, save: Callable[[str, Params, str], None]) -> str:
-    if isinstance(source, OurModel):
-        raise UserError("--from is a run folder already: --format=capibara is for foreign models")
-    config = hf_config.from_hf(source.config)
+    model, params = _loaded(source)
     longest = hf_config.text_part(source.config).get("max_position_embeddings")
+    config = model.config
     if isinstance(config, api.DecoderConfig) and config.max_length is None:
         config = dataclasses.replace(config, max_length=longest)  # so that the way back says it again
-    model = api.build(config)
-    here = jax.tree.map(lambda _: SingleDeviceSharding(jax.local_devices()[0]), model.abstract_params)
-    params = checkpoint.load_params(source, model, here)
     os.makedirs(target, exist_ok=True)
     for name, content in source.tokenizer.items():
         with open(os.path.join(target, name), "wb") as file:
             file.write(content)
-    save(target, params, gin_of.run(model.config, target, source.tokenizer))
+    save(target, params, gin_of.run(config, target, source.tokenizer))
     return f"{target}: {model.param_count:,} parameters, config.gin: train with Trainer.init_from = {target!r}"
 
 

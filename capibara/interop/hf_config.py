@@ -45,7 +45,7 @@ def from_hf(values: Values, *, dtype: str = "bfloat16") -> TransformerConfig:
             raise UserError(
                 f"config.json has {key} = {values[key]!r}, capibara's {family.model_type} has {allowed[0]!r} alone"
             )
-    missing = [theirs for theirs in family.keys.values() if theirs not in values and theirs not in families.OPTIONAL]
+    missing = [key for key in family.keys.values() if values.get(key) is None and key not in families.OPTIONAL]
     if missing:
         raise UserError(f"config.json of a {family.model_type} has no {missing[0]}: it is cut short, or another file")
     fields = {ours: values[theirs] for ours, theirs in family.keys.items() if theirs in values} | family.fixed

@@ -1,4 +1,7 @@
-"""Folders of Hugging Face transformers: config.json, safetensors and the tokenizer's files, read and written."""
+"""Folders of Hugging Face transformers: config.json, tensors and the tokenizer's files, read and written.
+
+The tensors are in safetensors files, or in those of torch.save.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +10,19 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 from capibara import extras
+from capibara.interop import tables, torch_file
 from capibara.interop.tensors import Shape
 from capibara.types import UserError
 
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+TORCH_WEIGHTS, TORCH_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 # Files that come with a model and are carried along. Those of a tokenizer are many, by its kind.
 _CARRIED = (
@@ -39,7 +44,7 @@ class HfFolder:
     def __init__(self, path: str):
         self._path = path
         self._safetensors = extras.require("safetensors", why="Hugging Face folders")
-        self.config: dict[str, Any] = _json(os.path.join(path, CONFIG))
+        self.config = config_of(path)
         self.tokenizer = carried(path)
         self._opened: dict[str, Any] = {}
         self._files = self._where()
@@ -54,39 +59,60 @@ class HfFolder:
                 f"{self._path}: {name} is stored as {stored}, must be one of {', '.join(sorted(_WHOLE))}: "
                 "quantised tensors are not read"
             )
-        return self._open(self._files[name]).get_tensor(name)
+        with self._damage_told(self._files[name]):
+            return self._open(self._files[name]).get_tensor(name)
 
     def _where(self) -> dict[str, str]:
         """The file of every tensor."""
-        index = os.path.join(self._path, INDEX)
-        if os.path.exists(index):
-            named = _json(index).get("weight_map", {})
-            held = {file: frozenset(self._open(file).keys()) for file in set(named.values())}
-            for name, file in named.items():
-                if name not in held[file]:
-                    raise UserError(f"{self._path}/{file} has no {name}, which {INDEX} says: copy the folder again")
-            return named
-        if not os.path.exists(os.path.join(self._path, WEIGHTS)):
-            old = [name for name in sorted(os.listdir(self._path)) if name.endswith((".bin", ".pt", ".pth"))]
-            instead = f", {old[0]} is not read: save it with safe_serialization" if old else ""
-            raise UserError(f"{self._path} has neither {WEIGHTS} nor {INDEX}{instead}")
-        return dict.fromkeys(self._open(WEIGHTS).keys(), WEIGHTS)
+        for weights, index in ((WEIGHTS, INDEX), (TORCH_WEIGHTS, TORCH_INDEX)):
+            if os.path.exists(os.path.join(self._path, index)):
+                return self._of_index(index)
+            if os.path.exists(os.path.join(self._path, weights)):
+                return dict.fromkeys(self._open(weights).keys(), weights)
+        raise UserError(f"{self._path} has neither {WEIGHTS} nor {TORCH_WEIGHTS}, and no index of several")
+
+    def _of_index(self, index: str) -> dict[str, str]:
+        named = _json(os.path.join(self._path, index)).get("weight_map")
+        if not isinstance(named, dict) or not all(isinstance(file, str) for file in named.values()):
+            raise UserError(f"{self._path}/{index} has no weight_map: copy it again")
+        held = {file: frozenset(self._open(file).keys()) for file in set(named.values())}
+        for name, file in named.items():
+            if name not in held[file]:
+                raise UserError(f"{self._path}/{file} has no {name}, which {index} says: copy the folder again")
+        return named
 
     def _open(self, file: str) -> Any:
-        if file in self._opened:
-            return self._opened[file]
+        if file not in self._opened:
+            path = os.path.join(self._path, file)
+            with self._damage_told(file):
+                of_torch = file.endswith(".bin")
+                self._opened[file] = (
+                    torch_file.TorchFile(path) if of_torch else self._safetensors.safe_open(path, framework="numpy")
+                )
+        return self._opened[file]
+
+    @contextlib.contextmanager
+    def _damage_told(self, file: str) -> Iterator[None]:
         path = os.path.join(self._path, file)
         try:
-            self._opened[file] = self._safetensors.safe_open(path, framework="numpy")
-            return self._opened[file]
+            yield
         except FileNotFoundError:
-            raise UserError(f"{path} is missing, {INDEX} names it: copy the folder again") from None
-        except (self._safetensors.SafetensorError, OSError) as error:
+            raise UserError(f"{path} is missing, the index names it: copy the folder again") from None
+        except (self._safetensors.SafetensorError, torch_file.Refused, OSError) as error:
             cause = " ".join(str(error).split())
             raise UserError(f"{path} is cut short or damaged ({cause}): copy it again") from error
 
     def _slice(self, name: str) -> Any:
         return self._open(self._files[name]).get_slice(name)
+
+
+def config_of(folder: str) -> dict[str, Any]:
+    """What config.json says in a folder.
+
+    Raises:
+      UserError: there is none, or it cannot be read.
+    """
+    return _json(os.path.join(folder, CONFIG))
 
 
 def carried(folder: str) -> dict[str, bytes]:
@@ -107,6 +133,7 @@ def save_hf(
     *,
     dtype: str = "bfloat16",
     shard_bytes: int = _SHARD_BYTES,
+    state_dict: bool = False,
 ) -> None:
     """Writes a folder that transformers loads. It is there whole when this returns, or not at all.
 
@@ -120,9 +147,29 @@ def save_hf(
       tokenizer: further files, by name.
       dtype: of the stored tensors: "float32", "bfloat16" or "float16".
       shard_bytes: the largest file; of a larger model there are several, and an index.
+      state_dict: pytorch_model.bin, as torch.save writes the model's state_dict(), in place of safetensors.
 
     Raises:
       UserError: the folder is there already, or a value is too large for float16.
+    """
+    with whole(folder) as partial:
+        tied = tables.aliases(config["model_type"], shapes) if state_dict else None
+        _write_weights(partial, shapes, tensors, dtype, shard_bytes, tied)
+        files = {CONFIG: _text(config), **tokenizer}
+        files.setdefault("generation_config.json", _text(_generation(config)))
+        for name, content in files.items():
+            with open(os.path.join(partial, name), "wb") as file:
+                file.write(content)
+        for name in os.listdir(partial):  # safetensors: its owner's alone
+            shutil.copymode(os.path.join(partial, CONFIG), os.path.join(partial, name))
+
+
+@contextlib.contextmanager
+def whole(folder: str) -> Iterator[str]:
+    """A folder to write into that becomes this one, on the disk, when the context ends, and is gone if it fails.
+
+    Raises:
+      UserError: the folder is there already, and not empty.
     """
     if os.path.exists(folder) and (not os.path.isdir(folder) or os.listdir(folder)):
         raise UserError(f"{folder} must be a new folder: it is there already, name another or remove it")
@@ -130,18 +177,10 @@ def save_hf(
     shutil.rmtree(partial, ignore_errors=True)  # of an attempt that did not come to its end
     try:
         os.makedirs(partial)
-        _write_weights(partial, shapes, tensors, dtype, shard_bytes)
-        files = {CONFIG: _text(config), **tokenizer}
-        files.setdefault("generation_config.json", _text(_generation(config)))
-        for name, content in files.items():
-            with open(os.path.join(partial, name), "wb") as file:
-                file.write(content)
-        for name in os.listdir(partial):
-            shutil.copymode(
-                os.path.join(partial, CONFIG), os.path.join(partial, name)
-            )  # safetensors: its owner's alone
-            _sync(os.path.join(partial, name))
-        _sync(partial)
+        yield partial
+        for above, _, names in os.walk(partial):
+            for path in (above, *(os.path.join(above, name) for name in names)):
+                _sync(path)
         with contextlib.suppress(FileNotFoundError):
             os.rmdir(folder)
         os.rename(partial, folder)
@@ -152,8 +191,14 @@ def save_hf(
 
 
 def _write_weights(
-    folder: str, shapes: Mapping[str, Shape], tensors: Iterable[tuple[str, np.ndarray]], dtype: str, shard_bytes: int
+    folder: str,
+    shapes: Mapping[str, Shape],
+    tensors: Iterable[tuple[str, np.ndarray]],
+    dtype: str,
+    shard_bytes: int,
+    tied: Mapping[str, str] | None,
 ) -> None:
+    """Args beyond those of `save_hf`: tied: of a state dict, further names of tensors; None: safetensors."""
     extras.require("safetensors", why="Hugging Face folders")
     from safetensors import numpy as safetensors
 
@@ -161,19 +206,26 @@ def _write_weights(
     files = _planned({name: math.prod(shape) * kind.itemsize for name, shape in shapes.items()}, shard_bytes)
     given = iter(tensors)
     where: dict[str, str] = {}
+    single, index = (WEIGHTS, INDEX) if tied is None else (TORCH_WEIGHTS, TORCH_INDEX)
+    stem, ending = os.path.splitext(single)
     for number, names in enumerate(files, 1):
-        file = WEIGHTS if len(files) == 1 else f"model-{number:05}-of-{len(files):05}.safetensors"
+        file = single if len(files) == 1 else f"{stem}-{number:05}-of-{len(files):05}{ending}"
         held = {}
         for expected in names:
             name, value = next(given)
             assert name == expected and value.shape == shapes[name], (name, expected)
-            held[name] = _cast(name, value, kind)
-        safetensors.save_file(held, os.path.join(folder, file), metadata={"format": "pt"})
+            held[name] = cast(name, value, kind)
+        if tied is None:
+            safetensors.save_file(held, os.path.join(folder, file), metadata={"format": "pt"})
+        else:
+            shared = {alias: name for alias, name in tied.items() if name in held}
+            torch_file.save_torch(os.path.join(folder, file), held, shared)
+            names = [*names, *shared]
         where |= dict.fromkeys(names, file)
     if len(files) > 1:
         total = sum(math.prod(shape) for shape in shapes.values()) * kind.itemsize
-        with open(os.path.join(folder, INDEX), "wb") as index:
-            index.write(_text({"metadata": {"total_size": total}, "weight_map": where}))
+        with open(os.path.join(folder, index), "wb") as opened:
+            opened.write(_text({"metadata": {"total_size": total}, "weight_map": where}))
 
 
 def _planned(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
@@ -189,7 +241,12 @@ def _planned(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
     return files
 
 
-def _cast(name: str, value: np.ndarray, dtype: np.dtype) -> np.ndarray:
+def cast(name: str, value: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """A tensor in the dtype that is stored.
+
+    Raises:
+      UserError: it has values that float16 does not.
+    """
     with np.errstate(over="ignore"):
         cast = np.ascontiguousarray(value.astype(dtype, copy=False))
     if dtype == np.float16 and not np.isfinite(cast).all() and np.isfinite(value.astype(np.float32)).all():

@@ -129,7 +129,7 @@ def read_peft(folder: str, model: Model, model_type: str) -> tuple[Lora, Params]
     Raises:
       UserError: they cannot be read, are of another kind or another model.
     """
-    config = _read_config(folder)
+    config = read_config(folder)
     stored = _read_tensors(folder, tables.NAMES[model_type])
     shapes = _plain_shapes(model)
     rows = tables.of(model_type, shapes)
@@ -250,7 +250,7 @@ def _suffix(row: Tensor, modules: Sequence[_Module], rows: Sequence[Tensor]) -> 
     raise UserError(f"PEFT cannot name {row.name} without others: give them an adapter too (Lora.targets)")
 
 
-def _read_config(folder: str) -> dict[str, Any]:
+def read_config(folder: str) -> dict[str, Any]:
     path = os.path.join(folder, CONFIG)
     try:
         with open(path, encoding="utf-8") as file:

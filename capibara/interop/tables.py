@@ -312,6 +312,12 @@ NAMES = {
 }
 
 
+_ALIASES = {
+    "t5": {f"{side}.embed_tokens.weight": "shared.weight" for side in ("encoder", "decoder")},
+    "bert": {_P + "decoder.bias": _P + "bias"},
+}
+
+
 def of(model_type: str, paths: Collection[str], *, fused_experts: bool = False) -> Rows:
     """The rows of an architecture's table that a model has.
 
@@ -326,3 +332,16 @@ def of(model_type: str, paths: Collection[str], *, fused_experts: bool = False) 
     if fused_experts and "layers/mlp/router" in paths:
         rows = tuple(row for row in rows if not row.ours[0].startswith(_M)) + FUSED_EXPERTS
     return tuple(row for row in rows if row.ours[0] in paths)
+
+
+def aliases(model_type: str, names: Collection[str]) -> dict[str, str]:
+    """Further names in a PyTorch state dict, of tensors that several modules share -> that tensor.
+
+    Args:
+      model_type: a key of NAMES.
+      names: of the tensors that the checkpoint has.
+    """
+    rows = NAMES[model_type].rows
+    head = next(row.name for row in rows if row.ours == ("output",))
+    tied = {} if head in names else {head: rows[0].name}
+    return tied | _ALIASES.get(model_type, {})

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import os
 from collections.abc import Callable
 
 import jax
 from jax.sharding import Mesh
 
-from capibara import sharding, tree
-from capibara.models.api import Model
+from capibara import config, outputs, sharding, tree
+from capibara.models import api
+from capibara.models.api import Lora, Model
 from capibara.training import state as states
 from capibara.training import step_folders
 from capibara.training.checkpoints import Checkpoints
@@ -17,17 +20,37 @@ from capibara.training.trainer import Trainer
 from capibara.types import Params, UserError
 
 # (jax.ShapeDtypeStructs with shardings, of the model without adapters) -> its parameters, lying so.
-Load = Callable[[Params], Params]
+Read = Callable[[Params], Params]
+Load = Callable[[], Read]  # looks whether it is that model
 
 
-def load_params(trainer: Trainer, model: Model, mesh: Mesh, load: Load | None) -> Params:
+def reader(trainer: Trainer, load: Load | None) -> Read | None:
+    """What reads the parameters at `trainer.init_from` where that is no run folder; it is looked at here, not read.
+
+    None where it is one, and for a run that begins with other parameters or carries on.
+
+    Args:
+      trainer: the run.
+      load: looks at what is there.
+
+    Raises:
+      UserError: nothing is there, or another model.
+    """
+    own = step_folders.folder_of(trainer.model_dir)
+    carries_on = own.exists() and bool(step_folders.steps(own))
+    if load is None or trainer.init_from is None or carries_on or step_folders.folder_of(trainer.init_from).exists():
+        return None
+    return load()
+
+
+def load_params(trainer: Trainer, model: Model, mesh: Mesh, read: Read | None) -> Params:
     """The parameters at `trainer.init_from`, of the model without adapters, on the mesh.
 
     Args:
       trainer: the run.
       model: of the run.
       mesh: where they are to lie.
-      load: reads what is there where that is not the folder of another run, whose newest step is read otherwise.
+      read: of `reader`.
 
     Raises:
       UserError: nothing is there, or another model.
@@ -42,8 +65,37 @@ def load_params(trainer: Trainer, model: Model, mesh: Mesh, load: Load | None) -
         lambda name, leaf: jax.ShapeDtypeStruct(leaf.shape, dtypes.get(name, leaf.dtype)), plain.abstract_params
     )
     target = states.with_shardings(shapes, shardings)
-    of_run = load is None or step_folders.folder_of(trainer.init_from).exists()
-    return _of_run_folder(trainer, target) if of_run else load(target)
+    if read is not None:
+        return read(target)
+    lora = _adapters_at(trainer.init_from)
+    return _of_run_folder(trainer, target) if lora is None else _merged(trainer, plain, lora, mesh, target)
+
+
+def _adapters_at(folder: str) -> Lora | None:
+    """The adapters of a run, as its config.gin has them."""
+    bound = config.changes("", outputs.read(os.path.join(folder, "config.gin")) or "")
+    values = {name: value for name, (_, value) in bound.items()}
+    if not any(name.endswith("Config.lora") and value == "@Lora()" for name, value in values.items()):
+        return None
+    return Lora(
+        **{
+            name.partition(".")[2]: ast.literal_eval(value)
+            for name, value in values.items()
+            if name.startswith("Lora.")
+        }
+    )
+
+
+def _merged(trainer: Trainer, plain: Model, lora: Lora, mesh: Mesh, target: Params) -> Params:
+    """The parameters of a run with adapters, which are added to its base."""
+    adapted = api.build(dataclasses.replace(plain.config, lora=lora))
+    shardings = sharding.shardings(mesh, trainer.plan.rules, adapted.axes, adapted.abstract_params)
+    params = _of_run_folder(trainer, states.with_shardings(adapted.abstract_params, shardings))
+
+    def merge(params: Params) -> Params:
+        return jax.tree.map(lambda x, wanted: x.astype(wanted.dtype), adapted.merge(params), target)
+
+    return jax.jit(merge, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, target))(params)
 
 
 def _of_run_folder(trainer: Trainer, target: Params) -> Params:

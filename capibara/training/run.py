@@ -27,7 +27,7 @@ from capibara.training.bad_batches import BadBatches
 from capibara.training.callbacks import RunInfo
 from capibara.training.checkpoints import Checkpoints, Restored
 from capibara.training.evaluate import EvalStep, evaluate, make_eval_step
-from capibara.training.given import Load, load_params
+from capibara.training.given import Load, Read, load_params, reader
 from capibara.training.metrics import EarlyStopping
 from capibara.training.objective import Supply
 from capibara.training.replicas import ReplicaCheck
@@ -277,7 +277,7 @@ def set_up(
       status: told of what takes time.
       compiler_options: XLA's, for the train step; None: its own choices.
       config: the operative configuration, for the manifests of checkpoints.
-      load: reads what is at `trainer.init_from`, where that is no run folder.
+      load: looks at what is at `trainer.init_from`, where that is no run folder, and gives what reads it.
     """
     spent, set_up_s = {"start": processes.age_s()}, time.perf_counter()
     mesh = sharding.make_mesh(trainer.plan, devices)
@@ -286,9 +286,10 @@ def set_up(
         _check_vocabulary(trainer)  # now: that of a SeqIO task is known only once SeqIO is imported
     model = api.build(trainer.model)
     state = describe_state(trainer, model, mesh)
+    read = reader(trainer, load)  # now: compiling takes long
     with concurrent.futures.ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as undo:
         opened = pool.submit(_open_checkpoints_and_data, trainer, mesh, config, state.abstract)
-        loaded = pool.submit(_given, opened, trainer, model, mesh, load)
+        loaded = pool.submit(_given, opened, trainer, model, mesh, read)
         undo.callback(_close, opened)
         status(f"compiling the train step for {mesh.size} devices")
         begin_s = time.perf_counter()
@@ -324,11 +325,11 @@ def set_up(
 
 
 def _given(
-    opened: concurrent.futures.Future, trainer: Trainer, model: api.Model, mesh: Mesh, load: Load | None
+    opened: concurrent.futures.Future, trainer: Trainer, model: api.Model, mesh: Mesh, read: Read | None
 ) -> Params | None:
     """The parameters that the run begins from; None: new ones, or those of its checkpoint."""
     _, restored, _ = opened.result()
-    return None if trainer.init_from is None or restored is not None else load_params(trainer, model, mesh, load)
+    return None if trainer.init_from is None or restored is not None else load_params(trainer, model, mesh, read)
 
 
 def _check_vocabulary(trainer: Trainer) -> None:

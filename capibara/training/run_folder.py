@@ -23,9 +23,9 @@ CONFIG = "config.gin"
 
 
 class Loaded(NamedTuple):
-    """A run, its model without adapters, and the parameters of its newest whole checkpoint.
+    """A run, its model, and the parameters of its newest whole checkpoint, the average where one is kept.
 
-    They are the average where one is kept, with the adapters merged into them where there are some.
+    The model has no adapters: they are merged into the parameters, unless it was asked for them.
     """
 
     trainer: Trainer
@@ -39,12 +39,18 @@ def is_run(folder: str) -> bool:
 
 
 def load(
-    folder: str, gin_files: Sequence[str] = (), bindings: Sequence[str] = (), search_paths: Sequence[str] = ()
+    folder: str,
+    gin_files: Sequence[str] = (),
+    bindings: Sequence[str] = (),
+    search_paths: Sequence[str] = (),
+    *,
+    merge: bool = True,
 ) -> Loaded:
     """What a run has come to, on a device.
 
     Args:
       folder: of the run; its config.gin is parsed, then `gin_files` and `bindings`.
+      merge: adapters into the parameters, where there are some.
 
     Raises:
       UserError: it is no run folder, or holds no checkpoint.
@@ -64,7 +70,9 @@ def load(
         params = checkpoints.restore_newest_params(target)
     if params is None:
         raise UserError(f"{folder} holds no checkpoint yet: train it first")
-    return Loaded(trainer, model.plain, jax.jit(model.merge)(params) if model.config.lora else params)
+    if not merge or model.config.lora is None:
+        return Loaded(trainer, model, params)
+    return Loaded(trainer, model.plain, jax.jit(model.merge)(params))
 
 
 def save(folder: str, params: Params, gin: str) -> None:

@@ -59,7 +59,10 @@ def folder(tmp_path_factory):
         values = hf_config.to_hf(model.config, foreign.config)
         shapes = checkpoint.hf_shapes(model, values["model_type"])
         tensors = checkpoint.hf_tensors(params, model, values["model_type"])
-        hf_folder.save_hf(str(folder / name / "ours"), values, shapes, tensors, {}, dtype="float32")
+        tensors = dict(tensors)
+        for where, state_dict in (("ours", False), ("state_dict", True)):
+            how = {"dtype": "float32", "state_dict": state_dict}
+            hf_folder.save_hf(str(folder / name / where), values, shapes, tensors.items(), {}, **how)
     peer("read", folder)
     return folder
 
@@ -121,11 +124,19 @@ def test_an_encoder_answers_as_transformers_does(name, folder):
 @pytest.mark.parametrize("name", (*DECODERS, *OTHERS))
 def test_transformers_answers_alike_with_what_we_write(name, folder):
     want, got = np.load(folder / name / "answers.npz"), np.load(folder / name / "read.npz")
-    assert str(got["strange"]) == "{}"  # keys that are missing, unexpected or of another shape
+    assert (
+        str(got["strange"]) == "{}"
+    )  # keys that are missing, unexpected or of another shape, or another in a state dict
     report(name, "transformers with our folder differs by", np.abs(got["logits"] - want["logits"]).max())
     np.testing.assert_allclose(got["logits"], want["logits"], rtol=0, atol=ATOL)
     if name in DECODERS:
         np.testing.assert_array_equal(got["greedy"], want["greedy"])
+
+
+@pytest.mark.parametrize("name", (*DECODERS, *OTHERS))
+def test_what_torch_saves_is_what_transformers_saves(name, folder):
+    _, params, _ = loaded(folder / name / "pickled")
+    jax.tree.map(np.testing.assert_array_equal, params, loaded(folder / name / "theirs")[1])
 
 
 @pytest.mark.parametrize("name", DECODERS)

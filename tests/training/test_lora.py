@@ -14,6 +14,7 @@ from capibara.models import api
 from capibara.models.api import DecoderConfig, Lora
 from capibara.optim import Optimizer, Schedule
 from capibara.sharding import Plan
+from capibara.training import given, run_folder
 from capibara.training import state as states
 from capibara.training.checkpoints import Checkpointing, Checkpoints
 from capibara.training.losses import cross_entropy
@@ -214,11 +215,45 @@ def test_full_fine_tuning_begins_from_what_a_function_reads(make_trainer):
         told.extend(jax.tree.leaves(target))
         return jax.tree.map(lambda s, x: jax.device_put(np.asarray(x), s.sharding), target, made)
 
-    with set_up(trainer, load=load) as run:
+    with set_up(trainer, load=lambda: load) as run:
         state, step, _ = run.start()
         assert step == 0 and len(told) == len(jax.tree.leaves(made))
         jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.params), made)
         assert jax.tree.leaves(state.params)[0].sharding == told[0].sharding
+
+
+def test_a_foreign_model_is_looked_at_before_the_step_is_compiled(make_trainer):
+    asked = []
+
+    def load():
+        asked.append("looked at")
+        raise UserError("another model")
+
+    status = lambda text: asked.append(text)  # noqa: E731
+    with pytest.raises(UserError, match="another model"):
+        set_up(make_trainer(init_from="elsewhere"), load=load, status=status)
+    assert asked == ["looked at"]
+    params = jax.jit(api.build(make_trainer().model).init)(jax.random.key(0))
+    run_folder.save(make_trainer().model_dir, params, "")
+    assert given.reader(make_trainer(init_from="elsewhere"), load) is None  # it carries on
+
+
+def test_a_run_begins_from_one_with_adapters_merged(make_trainer, tmp_path):
+    source, plain = str(tmp_path / "source"), make_trainer().model
+    lora = Lora(rank=3, alpha=5.0, targets=("query", "down"), dora=True, modules_to_save=("final_norm/scale",))
+    model = api.build(dataclasses.replace(plain, lora=lora))
+    drawn = tree.map_with_names(
+        lambda name, x: jax.random.normal(jax.random.key(len(name)), x.shape) if model.config.lora.trains(name) else x,
+        jax.jit(model.init)(jax.random.key(5)),
+    )
+    gin = ["Lora.dora = True", "DecoderConfig.lora = @Lora()", "Lora.rank = 3", "Lora.alpha = 5.0"]
+    gin += ['Lora.targets = ("query", "down")', 'Lora.modules_to_save = ("final_norm/scale",)']
+    run_folder.save(source, drawn, "\n".join(gin) + "\n")
+    want = jax.jit(model.merge)(drawn)
+    with set_up(make_trainer(init_from=source, model_dir=str(tmp_path / "run"))) as run:
+        params = run.start()[0].params
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6, atol=1e-6), jax.device_get(params), want)
+        assert {len(x.sharding.device_set) for x in jax.tree.leaves(params)} == {8}
 
 
 @pytest.mark.parametrize(

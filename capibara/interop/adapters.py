@@ -1,0 +1,88 @@
+"""PEFT's adapters from runs of ours, and merged into the models that they are of."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import jax
+
+from capibara import tree
+from capibara.interop import hf_config, hf_folder, peft
+from capibara.models import api
+from capibara.types import Params, UserError
+
+
+class Run(Protocol):
+    """What training.run_folder.load gives.
+
+    Attributes:
+      trainer: of the run.
+      model: with adapters or without.
+      params: its parameters.
+    """
+
+    trainer: Any
+    model: api.Model
+    params: Params
+
+
+def is_adapter(path: str) -> bool:
+    """Whether a path is a folder of PEFT."""
+    return os.path.exists(os.path.join(path, peft.CONFIG))
+
+
+def base_of(folder: str, given: str | None) -> str:
+    """Where the model is that an adapter is of.
+
+    Args:
+      folder: the adapter's.
+      given: by the user, before what the adapter names.
+
+    Raises:
+      UserError: it is not here.
+    """
+    named = given or peft.read_config(folder).get("base_model_name_or_path")
+    if not named or not os.path.exists(named):
+        raise UserError(f"{folder} is an adapter of {named!r}, which is not here: name its folder with --base=PATH")
+    return named
+
+
+def merged(folder: str, model: api.Model, params: Params, like: Mapping[str, Any]) -> tuple[api.Model, Params]:
+    """A model with the adapters of a folder in its parameters.
+
+    Args:
+      folder: of PEFT.
+      model, params: what they are of, on one device.
+      like: the model's config.json.
+    """
+    lora, values = peft.read_peft(folder, model, hf_config.to_hf(model.config, like)["model_type"])
+    adapted = api.build(dataclasses.replace(model.config, lora=lora))
+    return model, jax.jit(adapted.merge)(tree.joined(values, params))
+
+
+def write_run(run: Run, target: str, base: str | None) -> str:
+    """Writes the adapters of a run; returns a line that says what is there now.
+
+    Args:
+      run: with adapters that are not merged.
+      target: the folder, a new one.
+      base: where PEFT finds the model without them; None: where the run began, if PEFT can read that.
+
+    Raises:
+      UserError: the run has no adapters, or PEFT has no such ones.
+    """
+    lora, began = run.model.config.lora, run.trainer.init_from
+    if lora is None:
+        raise UserError("--format=peft is of a run with adapters, and this one has none: take hf")
+    if base is None and began is not None and os.path.exists(os.path.join(began, hf_folder.CONFIG)):
+        base = os.path.abspath(began)
+    # Names are those of the base's architecture: some are another's with other tensors, Phi 3 is Llama so.
+    like = hf_folder.config_of(base) if base is not None and os.path.isdir(base) else None
+    values = hf_config.to_hf(run.model.plain.config, like)
+    peft.write_peft(target, run.params, run.model, values["model_type"], base)
+    of = "a model that PEFT is told of when it loads" if base is None else base
+    count = tree.param_count(run.model.trained(run.model.abstract_params))
+    return f"{target}: adapters of {values['model_type']}, {count:,} parameters, of {of}"

@@ -1,0 +1,185 @@
+"""T5X's names of an encoder-decoder's parameters, and its Gin file of the network.
+
+Facts: github.com/google-research/t5x, t5x/checkpoints.py, t5x/examples/t5/network.py, t5x/examples/scalable_t5/network.py.
+Where layers are scanned their parameters are in "encoder/encoder" and "decoder/decoder" ("layers" in the first versions),
+stacked along the second dimension. Kernels have heads and their features in one dimension, or in two.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from capibara.interop import tables
+from capibara.interop.tensors import Shape, Tensor
+from capibara.types import UserError
+
+_HEADS_IN, _HEADS_OUT = "d nh", "nh d"
+_ATTENTION = {"query": _HEADS_IN, "key": _HEADS_IN, "value": _HEADS_IN, "out": _HEADS_OUT}
+
+
+def _side(side: str, attentions: Mapping[str, str], gated: bool) -> dict[str, tuple[str, str]]:
+    """Our parameter -> (its name, its dimensions), of the encoder or of the decoder."""
+    theirs, ours = f"{side}/layers_{{l}}/", f"{side}/layers/"
+    found = {}
+    for own, (name, norm) in zip(("attention", "cross_attention"), attentions.items()):
+        found[f"{ours}{own}_norm/scale"] = (f"{theirs}{norm}/scale", "d")
+        found |= {f"{ours}{own}/{part}": (f"{theirs}{name}/{part}/kernel", dims) for part, dims in _ATTENTION.items()}
+    into = {"gate": "wi_0", "up": "wi_1"} if gated else {"up": "wi"}
+    found |= {f"{ours}mlp/{own}": (f"{theirs}mlp/{name}/kernel", "d f") for own, name in into.items()}
+    found[f"{ours}mlp/down"] = (f"{theirs}mlp/wo/kernel", "f d")
+    found[f"{ours}mlp_norm/scale"] = (f"{theirs}pre_mlp_layer_norm/scale", "d")
+    found[f"{side}/relative_bias/table"] = (f"{side}/relpos_bias/rel_embedding", "n r")
+    found[f"{side}/norm/scale"] = (f"{side}/{side}_norm/scale", "d")
+    return found
+
+
+def _names(gated: bool) -> dict[str, tuple[str, str]]:
+    of_decoder = {"self_attention": "pre_self_attention_layer_norm"}
+    of_decoder["encoder_decoder_attention"] = "pre_cross_attention_layer_norm"
+    ends = {"embedding": ("token_embedder/embedding", "v d"), "output": ("decoder/logits_dense/kernel", "d v")}
+    return (
+        ends | _side("encoder", {"attention": "pre_attention_layer_norm"}, gated) | _side("decoder", of_decoder, gated)
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One tensor, or one of each layer, here and in a Hugging Face checkpoint; both have the same dimensions.
+
+    Attributes:
+      theirs: T5X's.
+      hf: Hugging Face's.
+    """
+
+    theirs: Tensor
+    hf: Tensor
+
+    @property
+    def order(self) -> list[int]:
+        """Of T5X's dimensions, so that they are Hugging Face's."""
+        groups = self.theirs.dims.split()
+        return [groups.index(group) for group in self.hf.dims.split()]
+
+
+def rows(gated: bool) -> dict[str, Row]:
+    """T5X's name, with {l} for the layer's number -> its row."""
+    names, made = _names(gated), {}
+    for row in tables.T5_GATED if gated else tables.T5:
+        name, dims = names[row.ours[0]]
+        made[name] = Row(dataclasses.replace(row, name=name, dims=dims), row)
+    return made
+
+
+def grouped(shape: Shape, dims: str) -> Shape | None:
+    """A kernel's shape with one size for each group of dimensions, whichever way it is stored; None: it is another."""
+    groups = dims.split()
+    if len(shape) == len(groups):
+        return tuple(shape)
+    if len(shape) != sum(map(len, groups)):
+        return None
+    sizes, rest = [], list(shape)
+    for group in groups:
+        size = 1
+        for _ in group:
+            size *= rest.pop(0)
+        sizes.append(size)
+    return tuple(sizes)
+
+
+_ACTIVATIONS = {
+    ("relu",): "relu",
+    ("gelu",): "gelu_new",  # Flax's is the approximation
+    ("gelu", "linear"): "gated-gelu",
+    ("silu", "linear"): "gated-silu",
+    ("swish", "linear"): "gated-silu",
+}
+_KEYS = {
+    "vocab_size": "vocab_size",
+    "emb_dim": "d_model",
+    "num_heads": "num_heads",
+    "num_encoder_layers": "num_layers",
+    "num_decoder_layers": "num_decoder_layers",
+    "head_dim": "d_kv",
+    "mlp_dim": "d_ff",
+}
+
+
+def config_of(network: Mapping[str, Any]) -> dict[str, Any]:
+    """What config.json would say of a T5Config, as far as it says anything.
+
+    Raises:
+      UserError: activations that we do not have.
+    """
+    values = {theirs: network[name] for name, theirs in _KEYS.items() if name in network}
+    if "mlp_activations" in network:
+        given = network["mlp_activations"]
+        activations = (given,) if isinstance(given, str) else tuple(given)
+        if activations not in _ACTIVATIONS:
+            known = ", ".join(map(str, _ACTIVATIONS))
+            raise UserError(f"config.gin has T5Config.mlp_activations = {activations}, must be one of {known}")
+        values["feed_forward_proj"] = _ACTIVATIONS[activations]
+    return values
+
+
+def network_of(text: str) -> dict[str, Any]:
+    """The values of T5Config in T5X's Gin text, which names modules that are not here; macros are put in.
+
+    Values that are no literals are left out.
+    """
+    values: dict[str, Any] = {}
+    macros: dict[str, Any] = {}
+    for owner, name, value in _bindings(text):
+        if not owner and name.isupper():
+            macros[name] = value
+        elif owner.rpartition(".")[2] == "T5Config":
+            values[name] = value
+    for name, value in list(values.items()):
+        while isinstance(value, str) and value.startswith("%"):
+            value = macros.get(value[1:])
+        values[name] = value
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def vocabulary_of(text: str) -> str | None:
+    """The path of the SentencePiece model in T5X's Gin text."""
+    named = [value for _, name, value in _bindings(text) if name == "sentencepiece_model_file"]
+    return next((value for value in reversed(named) if isinstance(value, str) and not value.startswith("%")), None)
+
+
+def _bindings(text: str) -> Iterator[tuple[str, str, Any]]:
+    """(what is configured, parameter, value or "%MACRO") of each line that binds one, in blocks too."""
+    block = ""
+    for line in re.sub(r"\\\n", " ", text).splitlines():
+        if match := re.match(r"([\w./]+):\s*(?:#.*)?$", line):
+            block = match[1]
+            continue
+        match = re.match(r"(\s*)(?:([\w./]+)\.)?(\w+)\s*=\s*(.*)$", line)
+        if match is None:
+            continue
+        indented, owner, name, value = match.groups()
+        value = value.strip()
+        if value.startswith("%"):
+            yield owner or (block if indented else ""), name, value.split("#")[0].strip()
+            continue
+        try:
+            yield owner or (block if indented else ""), name, ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            continue  # a reference, or a value that goes on below: of no interest here
+
+
+def gin_text(config: Mapping[str, Any]) -> str:
+    """T5X's Gin text of a network.
+
+    Args:
+      config: of config.json.
+    """
+    named = {values: name for name, values in reversed(_ACTIVATIONS.items())}
+    values: dict[str, Any] = {name: config[theirs] for name, theirs in _KEYS.items()}
+    values["mlp_activations"] = named[config["feed_forward_proj"]]
+    values["logits_via_embedding"] = bool(config["tie_word_embeddings"])
+    lines = ["from __gin__ import dynamic_registration", "from t5x.examples.t5 import network", "", "network.T5Config:"]
+    return "\n".join([*lines, *(f"  {name} = {value!r}" for name, value in values.items())]) + "\n"

@@ -1,0 +1,352 @@
+"""T5X's checkpoints of T5, read as a Hugging Face T5: those of its own format (msgpack and zarr), and those of Orbax.
+
+checkpoint_N/checkpoint          msgpack: the state as a tree, arrays inside it or told where they are
+checkpoint_N/target.encoder...   zarr: an array
+checkpoint_N/state/...           Orbax: the same, or all arrays in one OCDBT store
+config.gin                       of the run, here or above
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import glob
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import ml_dtypes
+import msgpack
+import numpy as np
+
+from capibara.interop import t5x_names
+from capibara.interop.tensors import Shape
+from capibara.types import UserError
+
+INDEX = "checkpoint"
+_TF = b"model_checkpoint_path"  # how TensorFlow's file of this name begins
+_CHUNKED = "__msgpack_chunked_array__"
+_PLACEHOLDER = "PLACEHOLDER://"
+_SPEC = {"driver", "kvstore"}
+_VOCABULARIES = ("spiece.model", "sentencepiece.model")
+
+Leaf = np.ndarray | dict[str, Any]  # an array, or TensorStore's specification of one
+
+
+def is_t5x(path: str) -> bool:
+    """Whether a path is a T5X checkpoint, or the folder of a T5X run."""
+    return os.path.isdir(path) and (_root(path) is not None or bool(_steps(path)))
+
+
+class T5xModel:
+    """An encoder-decoder of T5X: a checkpoint.ForeignModel.
+
+    Attributes:
+      config: what its config.json would say: as config.gin has it, else as the shapes do.
+      tokenizer: the SentencePiece model that config.gin names or that lies beside it, if it is here.
+      guessed: fields of EncoderDecoderConfig that nothing here says: they are T5's, or those of T5 1.1.
+
+    Raises:
+      UserError: it cannot be read, or is no T5.
+    """
+
+    def __init__(self, path: str):
+        if (root := _root(path)) is None:
+            root = _root(_steps(path)[-1])
+        if root is None:
+            raise UserError(f"{_steps(path)[-1]} is not whole: it has no {INDEX} file and no arrays: copy it again")
+        self.path = root
+        self._leaves = _leaves(root)
+        self._gated = any("/mlp/wi_0/" in name for name in self._leaves)
+        text = self._gin()
+        network = {} if text is None else t5x_names.network_of(text)
+        self._layer_axis = network.get("param_scan_axis", 1)
+        self._shared_positions()
+        self._tensors = self._found()
+        said = t5x_names.config_of(network)
+        self.guessed = frozenset() if "feed_forward_proj" in said else frozenset({"activation"})
+        self.config: dict[str, Any] = self._from_shapes() | said
+        self.tokenizer = self._vocabulary(text)
+
+    def shapes(self) -> dict[str, Shape]:
+        return {name: shape for name, (_, _, shape) in self._tensors.items()}
+
+    def read(self, name: str) -> np.ndarray:
+        stored, layer, _ = self._tensors[name]
+        value = self._value(stored, layer)
+        row = t5x_names.rows(self._gated)[_pattern(stored)[0]]
+        return np.ascontiguousarray(value.reshape(t5x_names.grouped(value.shape, row.theirs.dims)).transpose(row.order))
+
+    def _value(self, stored: str, layer: int | None = None) -> np.ndarray:
+        leaf, axis = self._leaves[stored], self._layer_axis
+        index = (slice(None),) if layer is None else (*(slice(None),) * axis, layer)
+        if isinstance(leaf, np.ndarray):
+            return leaf[index]
+        store = _opened(leaf, self.path, stored)
+        with _damage_told(self.path, stored):
+            value = store[index].read().result()
+        return value.view(ml_dtypes.bfloat16) if value.dtype == np.uint16 else value  # how T5X's version 2 has it
+
+    def _shape(self, stored: str) -> Shape:
+        leaf = self._leaves[stored]
+        return tuple(leaf.shape if isinstance(leaf, np.ndarray) else _opened(leaf, self.path, stored).shape)
+
+    def _found(self) -> dict[str, tuple[str, int | None, Shape]]:
+        """Hugging Face's name -> (the tensor, the layer in it, the shape of that in Hugging Face's order)."""
+        rows, found = t5x_names.rows(self._gated), {}
+        if not any(name.startswith("encoder/") for name in self._leaves):
+            raise UserError(
+                f"{self.path} has no encoder: of T5X's models T5 and T5 1.1 are read, capibara's decoders have no "
+                "relative positions"
+            )
+        for stored in self._leaves:
+            pattern, number = _pattern(stored)
+            shape = self._shape(stored)
+            if pattern not in rows:
+                found[stored] = (stored, None, shape)  # is told to be of no model
+                continue
+            row, layers = rows[pattern], [number]
+            if "{l}" in pattern and number is None:
+                if len(shape) <= self._layer_axis:
+                    raise UserError(f"{self.path}: {stored} has the shape {list(shape)}, which has no layers")
+                layers = list(range(shape[self._layer_axis]))
+                shape = (*shape[: self._layer_axis], *shape[self._layer_axis + 1 :])
+            flat = t5x_names.grouped(shape, row.theirs.dims)
+            if flat is None:
+                raise UserError(f"{self.path}: {stored} has the shape {list(shape)}, must have {row.theirs.dims!r}")
+            for layer in layers:
+                part = None if number is not None else layer
+                found[row.hf.name.format(l=layer)] = (stored, part, tuple(flat[i] for i in row.order))
+        return found
+
+    def _shared_positions(self) -> None:
+        """One table of relative positions for a side's layers, where each has its own and they are the same."""
+        for side in ("encoder", "decoder"):
+            each = re.compile(rf"{side}/(?:layers_\d+|layers|{side})/(?:relpos_bias|relative_posemb)/rel_embedding")
+            own = [name for name in self._leaves if each.fullmatch(name)]
+            tables = [self._value(name) for name in own]
+            if len(tables) == 1 and tables[0].ndim == 3:
+                tables = list(np.moveaxis(tables[0], self._layer_axis, 0))
+            if any(not np.array_equal(table, tables[0]) for table in tables):
+                raise UserError(
+                    f"{self.path}: each layer of the {side} has relative positions of its own ({own[0]}), must be those "
+                    "of T5, whose layers share a table"
+                )
+            for name in own:
+                del self._leaves[name]
+            if tables:
+                self._leaves[f"{side}/relpos_bias/rel_embedding"] = tables[0]
+
+    def _from_shapes(self) -> dict[str, Any]:
+        shapes = self.shapes()
+        table, query = f"{_SELF}relative_attention_bias.weight", f"{_SELF}q.weight"
+        up = f"encoder.block.0.layer.1.DenseReluDense.{'wi_0' if self._gated else 'wi'}.weight"
+        for name, what in (
+            ("shared.weight", "token_embedder/embedding"),
+            (table, "encoder/relpos_bias/rel_embedding"),
+            (query, "attention/query/kernel of the first layer"),
+            (up, "mlp/wi of the first layer"),
+        ):
+            if name not in shapes:
+                raise UserError(f"{self.path} has no {what}: it is not whole, or no T5")
+        buckets, heads = shapes[table]
+        count = lambda side: len({name.split(".")[2] for name in shapes if name.startswith(f"{side}.block.")})  # noqa: E731
+        return {
+            "model_type": "t5",
+            "architectures": ["T5ForConditionalGeneration"],
+            "vocab_size": shapes["shared.weight"][0],
+            "d_model": shapes["shared.weight"][1],
+            "num_layers": count("encoder"),
+            "num_decoder_layers": count("decoder"),
+            "num_heads": heads,
+            "d_kv": shapes[query][0] // heads,
+            "d_ff": shapes[up][0],
+            "relative_attention_num_buckets": buckets,
+            "relative_attention_max_distance": 128,
+            "layer_norm_epsilon": 1e-6,
+            "feed_forward_proj": "gated-gelu" if self._gated else "relu",
+            "tie_word_embeddings": "lm_head.weight" not in shapes,
+            "scale_decoder_outputs": "lm_head.weight" not in shapes,
+            "pad_token_id": 0,
+            "eos_token_id": 1,
+            "decoder_start_token_id": 0,
+        }
+
+    def _gin(self) -> str | None:
+        """T5X's configuration, of the folder of the checkpoint or of the run's."""
+        folder = os.path.abspath(self.path)
+        levels = [folder, os.path.dirname(folder), os.path.dirname(os.path.dirname(folder))]
+        for level in levels if os.path.basename(folder) == "state" else levels[:2]:
+            path = os.path.join(level, "config.gin")
+            if os.path.exists(path):
+                with open(path, encoding="utf-8") as file:
+                    return file.read()
+        return None
+
+    def _vocabulary(self, text: str | None) -> dict[str, bytes]:
+        folder = os.path.abspath(self.path)
+        named = None if text is None else t5x_names.vocabulary_of(text)
+        beside = [os.path.join(folder, *up, name) for up in ((), (os.pardir,)) for name in _VOCABULARIES]
+        for path in filter(None, [named, *beside]):
+            if os.path.isfile(path):
+                with open(path, "rb") as file:
+                    return {"spiece.model": file.read()}
+        return {}
+
+
+_SELF = "encoder.block.0.layer.0.SelfAttention."
+
+
+def _pattern(stored: str) -> tuple[str, int | None]:
+    """A tensor's name with {l} for its layer, and the layer; None: of all, or of none."""
+    if match := re.fullmatch(r"(encoder|decoder)/layers_(\d+)/(.*)", stored):
+        return f"{match[1]}/layers_{{l}}/{match[3]}", int(match[2])
+    if match := re.fullmatch(r"(encoder|decoder)/(?:\1|layers)/(.*)", stored):
+        return f"{match[1]}/layers_{{l}}/{match[2]}", None
+    return stored, None
+
+
+def _steps(path: str) -> list[str]:
+    """The checkpoints of a T5X run, oldest first."""
+    found = [name for name in glob.glob(os.path.join(glob.escape(path), "checkpoint_*")) if _number(name) is not None]
+    return sorted(found, key=_number)
+
+
+def _number(path: str) -> int | None:
+    match = re.fullmatch(r"checkpoint_(\d+)", os.path.basename(path))
+    return int(match[1]) if match else None
+
+
+def _root(path: str) -> str | None:
+    """The folder that has a checkpoint's arrays; None: it is no checkpoint."""
+    for folder in (path, os.path.join(path, "state")):
+        index = os.path.join(folder, INDEX)
+        if os.path.isfile(index):
+            with open(index, "rb") as file:
+                if file.read(len(_TF)) == _TF:
+                    raise UserError(f"{index} is TensorFlow's: convert it to T5X's own format first")
+            return folder
+        if glob.glob(os.path.join(glob.escape(folder), "target.*")):
+            return folder
+        if os.path.isfile(os.path.join(folder, "manifest.ocdbt")) and _in_store(folder):
+            return folder
+    return None
+
+
+def _leaves(root: str) -> dict[str, Leaf]:
+    """The arrays of the model, by T5X's names; not those of the optimizer."""
+    index = os.path.join(root, INDEX)
+    if os.path.isfile(index):
+        return _of_index(index)
+    if names := _in_store(root):
+        base = {"driver": "file", "path": os.path.join(os.path.abspath(root), "")}
+        of = lambda name: {"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": base, "path": f"{name}/"}}  # noqa: E731
+    else:
+        names = [os.path.basename(path) for path in glob.glob(os.path.join(glob.escape(root), "target.*"))]
+        of = _zarr
+    return {name.removeprefix("target.").replace(".", "/"): of(name) for name in sorted(names)}
+
+
+def _zarr(path: str) -> dict[str, Any]:
+    return {"driver": "zarr", "kvstore": {"driver": "file", "path": path}}
+
+
+@functools.lru_cache(maxsize=4)
+def _in_store(root: str) -> tuple[str, ...]:
+    """The arrays of the model in Orbax's OCDBT store."""
+    import tensorstore
+
+    if not os.path.isfile(os.path.join(root, "manifest.ocdbt")):
+        return ()
+    base = {"driver": "file", "path": os.path.join(os.path.abspath(root), "")}
+    keys = tensorstore.KvStore.open({"driver": "ocdbt", "base": base}).result().list().result()
+    found = (key.decode().removesuffix("/.zarray") for key in keys if key.endswith(b"/.zarray"))
+    return tuple(name for name in found if name.startswith("target."))
+
+
+def _of_index(index: str) -> dict[str, Leaf]:
+    """The leaves under `target` in a msgpack file."""
+    with open(index, "rb") as file:
+        content = file.read()
+    try:
+        tree = msgpack.unpackb(content, ext_hook=_extension, raw=False, strict_map_key=False)
+        state = tree.get("optimizer", tree)["target"]
+        leaves: dict[str, Leaf] = {}
+        _collect(state, "", leaves.__setitem__)
+    except (ValueError, KeyError, TypeError, AttributeError, msgpack.exceptions.UnpackException) as error:
+        cause = " ".join(str(error).split())[:120] or type(error).__name__
+        raise UserError(f"{index} is no T5X checkpoint, cut short or damaged ({cause}): copy it again") from error
+    return leaves
+
+
+def _collect(node: Any, prefix: str, put: Callable[[str, Leaf], None]) -> None:
+    if isinstance(node, str) and node.startswith(_PLACEHOLDER):
+        put(prefix, _zarr(node.removeprefix(_PLACEHOLDER)))
+    elif isinstance(node, Mapping) and _CHUNKED in node:
+        parts = [node["chunks"][str(i)] for i in range(len(node["chunks"]))]
+        shape = [node["shape"][str(i)] for i in range(len(node["shape"]))]
+        put(prefix, np.concatenate(parts).reshape(shape))
+    elif isinstance(node, Mapping) and node.keys() >= _SPEC:
+        path = node["kvstore"].get("path", node.get("path"))  # until TensorStore 0.1.14 it was outside
+        put(prefix, _zarr(path))
+    elif isinstance(node, Mapping):
+        for name, inner in node.items():
+            _collect(inner, f"{prefix}/{name}" if prefix else str(name), put)
+    elif isinstance(node, np.ndarray):
+        put(prefix, node)
+    elif node is not None:
+        raise ValueError(f"{prefix} is {type(node).__name__}, no array")
+
+
+def _extension(code: int, data: bytes) -> Any:
+    """What Flax writes with msgpack's extension types: 1 an array, 2 a complex number, 3 a scalar."""
+    if code == 2:
+        return complex(*msgpack.unpackb(data))
+    if code not in (1, 3):
+        return msgpack.ExtType(code, data)
+    shape, dtype, values = msgpack.unpackb(data, raw=True)
+    kind = ml_dtypes.bfloat16 if dtype == b"bfloat16" else np.dtype(dtype.decode())
+    return np.frombuffer(values, kind).reshape(shape)
+
+
+def _opened(spec: dict[str, Any], root: str, name: str) -> Any:
+    """A TensorStore of an array.
+
+    Raises:
+      UserError: it is missing or cannot be read.
+    """
+    return _open_store(json.dumps(spec), root, name)
+
+
+@functools.lru_cache(maxsize=4096)
+def _open_store(text: str, root: str, name: str) -> Any:
+    import tensorstore
+
+    spec = json.loads(text)
+    with _damage_told(root, name):
+        if spec["kvstore"]["driver"] == "file":
+            spec["kvstore"]["path"] = path = os.path.join(os.path.abspath(root), spec["kvstore"]["path"], "")
+            _check_chunks(path)
+        return tensorstore.open(spec, open=True, read=True).result()
+
+
+def _check_chunks(folder: str) -> None:
+    """Raises where a file is missing: zarr reads zeros then."""
+    with open(os.path.join(folder, ".zarray"), encoding="utf-8") as file:
+        about = json.load(file)
+    grid = [-(-size // chunk) for size, chunk in zip(about["shape"], about["chunks"], strict=True)]
+    for at in np.ndindex(*grid):
+        chunk = about.get("dimension_separator", ".").join(map(str, at)) or "0"
+        if not os.path.exists(os.path.join(folder, chunk)):
+            raise ValueError(f"its chunk {chunk} is not there")
+
+
+@contextlib.contextmanager
+def _damage_told(root: str, name: str) -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, KeyError, OSError) as error:
+        cause = " ".join(str(error).split())[:160]
+        raise UserError(f"{root}: {name} is missing or damaged ({cause}): copy the checkpoint again") from error

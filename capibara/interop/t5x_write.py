@@ -1,0 +1,116 @@
+"""Checkpoints that T5X reads: msgpack and zarr, of its format's version 3, with layers that are not scanned."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgpack
+import numpy as np
+
+from capibara.interop import hf_folder, t5x_names
+from capibara.interop.t5x_read import INDEX
+from capibara.interop.tensors import Shape
+from capibara.types import UserError
+
+_VERSION = 3
+_CHUNK_BYTES = 64 * 2**20
+
+
+def save_t5x(
+    folder: str,
+    config: Mapping[str, Any],
+    shapes: Mapping[str, Shape],
+    tensors: Iterable[tuple[str, np.ndarray]],
+    tokenizer: Mapping[str, bytes],
+    *,
+    dtype: str,
+) -> None:
+    """Writes the folder of a T5X run whose only checkpoint, of step 0, has parameters alone. Whole, or not at all.
+
+    The host holds one tensor.
+
+    Args:
+      folder: a new one, or one that is empty.
+      config: of config.json.
+      shapes: of all tensors, by Hugging Face's names.
+      tensors: the tensors, in that order.
+      tokenizer: files; T5X has a SentencePiece model.
+      dtype: of the stored tensors: "float32", "bfloat16" or "float16".
+
+    Raises:
+      UserError: the model is no T5, the folder is there already, or a value is too large for float16.
+    """
+    if config["model_type"] != "t5":
+        raise UserError(f"T5X's form is that of its T5, and this model is a {config['model_type']}: take hf or gguf")
+    rows = {row.hf.name: row for row in t5x_names.rows(config["feed_forward_proj"].startswith("gated-")).values()}
+    kind = np.dtype(hf_folder.DTYPES[dtype])
+    with hf_folder.whole(folder) as partial:
+        target: dict[str, Any] = {}
+        step = os.path.join(partial, "checkpoint_0")
+        os.makedirs(step)
+        for name, value in tensors:
+            assert value.shape == shapes[name], name
+            row, layer = _row(name, rows)
+            theirs = row.theirs.name.format(l=layer)
+            value = hf_folder.cast(name, value, kind).transpose(np.argsort(row.order))
+            _put(target, theirs.split("/"), _written(step, f"target.{theirs.replace('/', '.')}", value))
+        state = {"step": _array(np.zeros((), np.int32)), "param_states": {}}
+        contents = {"version": _VERSION, "optimizer": {"target": target, "state": state}}
+        with open(os.path.join(step, INDEX), "wb") as file:
+            file.write(msgpack.packb(contents, use_bin_type=True))
+        files = {"config.gin": t5x_names.gin_text(config).encode()}
+        files |= {name: content for name, content in tokenizer.items() if name.endswith(".model")}
+        for name, content in files.items():
+            with open(os.path.join(partial, name), "wb") as file:
+                file.write(content)
+
+
+def _row(name: str, rows: Mapping[str, t5x_names.Row]) -> tuple[t5x_names.Row, str]:
+    if name in rows:
+        return rows[name], ""
+    layer = re.match(r"\w+\.block\.(\d+)\.", name)[1]
+    return rows[name.replace(f".block.{layer}.", ".block.{l}.", 1)], layer
+
+
+def _put(tree: dict[str, Any], path: list[str], value: Any) -> None:
+    *owners, last = path
+    for owner in owners:
+        tree = tree.setdefault(owner, {})
+    tree[last] = value
+
+
+def _written(folder: str, name: str, value: np.ndarray) -> dict[str, Any]:
+    """Writes an array; returns its specification, whose path is relative to the checkpoint."""
+    import tensorstore
+
+    spec = {
+        "driver": "zarr",
+        "dtype": value.dtype.name,
+        "kvstore": {"driver": "file", "path": name},
+        "metadata": {
+            "shape": list(value.shape),
+            "chunks": _chunks(value.shape, _CHUNK_BYTES // value.itemsize),
+            "compressor": {"id": "gzip"},
+        },
+    }
+    here = spec | {"kvstore": {"driver": "file", "path": os.path.join(folder, name, "")}}
+    # A chunk of zeros is written too: one that is missing is then one that was lost.
+    store = tensorstore.open(here | {"store_data_equal_to_fill_value": True}, create=True).result()
+    store.write(np.ascontiguousarray(value)).result()
+    return tensorstore.Spec(spec).to_json()
+
+
+def _chunks(shape: Shape, most: int) -> list[int]:
+    """The largest chunk of up to so many numbers whose sizes divide the shape's, the longest dimension cut first."""
+    sizes = [[size for size in range(1, whole + 1) if whole % size == 0] for whole in shape]
+    while int(np.prod([of[-1] for of in sizes], dtype=np.int64)) > most:
+        max(sizes, key=lambda of: of[-1]).pop()
+    return [of[-1] for of in sizes]
+
+
+def _array(value: np.ndarray) -> msgpack.ExtType:
+    """As Flax writes an array."""
+    return msgpack.ExtType(1, msgpack.packb((value.shape, value.dtype.name, value.tobytes()), use_bin_type=True))

@@ -1,0 +1,156 @@
+"""capibara convert of adapters: a run's to a folder of PEFT, and one of PEFT into the model that it is of."""
+
+import dataclasses
+import json
+import os
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from capibara import cli, config, convert, tree
+from capibara.interop import checkpoint, gin_of, hf_config, hf_folder, peft
+from capibara.models import api
+from capibara.models.api import DecoderConfig, Lora
+from capibara.training import run_folder
+
+SIZES = dict(vocab_size=272, embed_dim=32, num_layers=2, num_heads=4, mlp_dim=48, dtype="float32")
+LLAMA = DecoderConfig(**SIZES, num_kv_heads=2, norm_eps=1e-5, head="separate")
+GPT2 = DecoderConfig(
+    **SIZES | dict(mlp_dim=128, norm="layer", bias="all", activation="gelu", positions="learned", max_length=64)
+)
+LORAS = {
+    "llama": Lora(rank=2, alpha=4.0, targets=("query", "down"), rank_pattern=(("down", 3),)),
+    "saved": Lora(rank=2, alpha=4.0, modules_to_save=("layers/mlp_norm/scale", "output")),
+    "dora": Lora(rank=2, alpha=4.0, dora=True, targets=("all-linear",)),
+    "rslora": Lora(rank=4, alpha=4.0, rslora=True),
+    "phi3": Lora(rank=2, alpha=4.0),  # of parts of a fused weight, in the names of another architecture
+    "gpt2": Lora(rank=2, alpha=4.0, targets=("query", "key", "value", "down")),
+}
+
+
+def run(*argv):
+    config.reset()
+    return cli.run_verb(convert.main, [str(arg) for arg in argv])
+
+
+def drawn(shapes):
+    rng = np.random.default_rng(0)
+    return jax.tree.map(lambda s: jax.numpy.asarray(0.3 * rng.standard_normal(s.shape, np.float32)), shapes)
+
+
+def made(folder, name):
+    """A Hugging Face folder, and a run folder with adapters that began from it: its model and what they are merged."""
+    plain = api.build(GPT2 if name == "gpt2" else LLAMA)
+    base = drawn(plain.abstract_params)
+    like = {"model_type": name, "pad_token_id": 0}
+    values = hf_config.to_hf(plain.config, like if name in ("phi3", "gpt2") else None, dtype="float32")
+    shapes = checkpoint.hf_shapes(plain, values["model_type"])
+    tensors = checkpoint.hf_tensors(base, plain, values["model_type"])
+    hf_folder.save_hf(f"{folder}/base", values, shapes, tensors, {}, dtype="float32")
+    model = api.build(dataclasses.replace(plain.config, lora=LORAS[name]))
+    params = tree.joined(drawn(model.trained(jax.jit(model.adapt)(base, jax.random.key(0)))), base)
+    os.makedirs(f"{folder}/run")
+    own = gin_of.run(model.config, f"{folder}/run", {}) + f'\nTrainer.init_from = "{folder}/base"\n'
+    run_folder.save(f"{folder}/run", params, own.replace("Dataset.length = 1024", "Dataset.length = 64"))
+    return plain, jax.jit(model.merge)(params)
+
+
+def read(path):
+    foreign = checkpoint.open_model(str(path))
+    return {name: foreign.read(name) for name in foreign.shapes()}
+
+
+@pytest.mark.parametrize("name", LORAS)
+def test_adapters_of_a_run_go_out_and_are_merged_to_the_same(name, tmp_path, capsys):
+    plain, want = made(tmp_path, name)
+    assert run(f"--from={tmp_path}/run", f"--to={tmp_path}/adapter", "--format=peft") == 0
+    about = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert about["base_model_name_or_path"] == f"{tmp_path}/base"
+    assert about["base_model_name_or_path"] in capsys.readouterr().out
+    assert (about["use_dora"], about["use_rslora"]) == (name == "dora", name == "rslora")
+    assert about["modules_to_save"] == (["lm_head", "post_attention_layernorm"] if name == "saved" else None)
+    if name == "phi3":
+        assert about["target_modules"] == ["qkv_proj"]
+    # Its base is found, or given; either way the parameters are those of the run, merged.
+    assert run(f"--from={tmp_path}/adapter", f"--to={tmp_path}/ours", "--format=capibara") == 0
+    config.reset()
+    _, model, got = run_folder.load(f"{tmp_path}/ours")
+    assert hf_config.resolved(model.config) == hf_config.resolved(plain.config) and model.config.lora is None
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-6), got, want)
+    os.rename(tmp_path / "base", tmp_path / "elsewhere")
+    argv = [f"--from={tmp_path}/adapter", f"--base={tmp_path}/elsewhere", "--dtype=f32"]
+    assert run(*argv, f"--to={tmp_path}/hf") == 0
+    values = hf_folder.config_of(str(tmp_path / "hf"))
+    assert values["model_type"] == hf_folder.config_of(str(tmp_path / "elsewhere"))["model_type"]
+    wanted = dict(checkpoint.hf_tensors(got, plain, values["model_type"]))
+    merged = read(tmp_path / "hf")
+    assert merged.keys() == wanted.keys()
+    for key, value in wanted.items():
+        np.testing.assert_array_equal(merged[key], value)
+
+
+def test_a_run_with_adapters_goes_out_merged_and_can_be_a_base(tmp_path):
+    _, want = made(tmp_path, "llama")
+    assert run(f"--from={tmp_path}/run", f"--to={tmp_path}/merged", "--format=capibara") == 0
+    config.reset()
+    again = run_folder.load(f"{tmp_path}/merged")
+    assert again.model.config.lora is None
+    jax.tree.map(np.testing.assert_array_equal, again.params, want)
+    assert run(f"--from={tmp_path}/run", f"--to={tmp_path}/adapter", "--format=peft") == 0
+    argv = [f"--from={tmp_path}/adapter", f"--base={tmp_path}/merged", "--format=pytorch", "--dtype=f32"]
+    assert run(*argv, f"--to={tmp_path}/twice") == 0  # a run folder, with the same adapters on top of it
+    base, once, twice = (read(tmp_path / "base"), dict(hf(want)), read(tmp_path / "twice"))
+    key = "model.layers.0.self_attn.q_proj.weight"
+    np.testing.assert_allclose(twice[key] - once[key], once[key] - base[key], rtol=0, atol=1e-6)
+
+
+def hf(params):
+    return checkpoint.hf_tensors(params, api.build(LLAMA), "llama")
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--from=base", "--format=peft"], "--format=peft is of a run with adapters, and --from=base is no run folder"),
+        (["--from=plain", "--format=peft"], "this one has none: take hf"),
+        (["--from=plain", "--format=capibara"], "--from is a run folder already"),
+        (["--from=run", "--base=base"], "--base=base is of adapters, and --from=run is none"),
+        (["--from=run", "--format=peft", "--dtype=bf16"], "an adapter has f32"),
+        (["--from=adapter", "--format=peft"], "is an adapter of PEFT already"),
+        (["--from=adapter", "--base=nowhere"], "is an adapter of 'nowhere', which is not here"),
+        (["--from=adapter", "--base=other"], r"has the shape \[2, 32\], must be \[2, 64\]"),
+        (["--from=cut"], "adapter_model.safetensors cannot be read"),
+        (["--from=nameless"], "is an adapter of None, which is not here: name its folder with --base=PATH"),
+        (["--from=run", "--format=t5x"], "T5X's form is that of its T5, and this model is a llama"),
+    ],
+)
+def test_mistakes_are_one_line(argv, message, folders, monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(folders)
+    capsys.readouterr()
+    assert run(*argv, f"--to={tmp_path}/to") == 2
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1
+
+    assert re.search(message, told), told
+    assert not (tmp_path / "to").exists()
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("adapters")
+    plain, want = made(folder, "llama")
+    assert run(f"--from={folder}/run", f"--to={folder}/adapter", "--format=peft") == 0
+    os.makedirs(folder / "plain")
+    run_folder.save(f"{folder}/plain", want, gin_of.run(LLAMA, f"{folder}/plain", {}))
+    for name, weights, base in (("cut", b"\x10", f"{folder}/base"), ("nameless", None, None)):
+        os.makedirs(folder / name)
+        about = json.loads((folder / "adapter" / peft.CONFIG).read_text()) | {"base_model_name_or_path": base}
+        (folder / name / peft.CONFIG).write_text(json.dumps(about))
+        (folder / name / peft.WEIGHTS).write_bytes(weights or (folder / "adapter" / peft.WEIGHTS).read_bytes())
+    wide = api.build(dataclasses.replace(LLAMA, embed_dim=64))
+    tensors = checkpoint.hf_tensors(drawn(wide.abstract_params), wide, "llama")
+    values = hf_config.to_hf(wide.config)
+    hf_folder.save_hf(f"{folder}/other", values, checkpoint.hf_shapes(wide, "llama"), tensors, {}, dtype="float32")
+    return folder

@@ -1,0 +1,250 @@
+"""Models that are damaged, not whole, or no such model: told in one line by convert and by a run that begins from one."""
+
+import dataclasses
+import json
+import os
+import re
+import shutil
+import struct
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import SingleDeviceSharding
+
+from capibara import cli, config, convert
+from capibara.interop import checkpoint, hf_config, hf_folder
+from capibara.models import api
+from capibara.models.api import DecoderConfig
+from capibara.types import UserError
+
+LLAMA = DecoderConfig(
+    **dict(vocab_size=96, embed_dim=32, num_layers=2, num_heads=4, num_kv_heads=2, mlp_dim=64, norm_eps=1e-5),
+    head="separate",
+    dtype="float32",
+)
+MODEL = api.build(LLAMA)
+QUERY = "model.layers.0.self_attn.q_proj.weight"
+
+
+def run(*argv):
+    config.reset()
+    return cli.run_verb(convert.main, [str(arg) for arg in argv])
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory):
+    """A folder with one file, one with several, and a GGUF file."""
+    folder = tmp_path_factory.mktemp("good")
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(lambda s: rng.standard_normal(s.shape, np.float32), MODEL.abstract_params)
+    tensors = dict(checkpoint.hf_tensors(params, MODEL, "llama"))
+    shapes, values = checkpoint.hf_shapes(MODEL, "llama"), hf_config.to_hf(LLAMA, {"max_position_embeddings": 64})
+    for name, size in (("one", 10**9), ("several", 20_000)):
+        hf_folder.save_hf(str(folder / name), values, shapes, tensors.items(), {}, dtype="float32", shard_bytes=size)
+    assert run(f"--from={folder}/one", f"--to={folder}/model.gguf", "--dtype=q8_0") == 0
+    return folder
+
+
+def cut(path, end):
+    os.truncate(path, end if end >= 0 else os.path.getsize(path) + end)
+
+
+def header_of(path):
+    content = path.read_bytes()
+    (size,) = struct.unpack("<Q", content[:8])
+    return json.loads(content[8 : 8 + size]), content[8 + size :]
+
+
+def with_header(change):
+    """The header of the safetensors file changed, as a value or as text; what follows stays."""
+
+    def damage(folder):
+        path = folder / "model.safetensors"
+        header, data = header_of(path)
+        header = change(header)
+        text = header if isinstance(header, bytes) else json.dumps(header).encode()
+        path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+    return damage
+
+
+def with_config(**values):
+    def damage(folder):
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+    return damage
+
+
+def with_index(change):
+    def damage(folder):
+        path = folder / "model.safetensors.index.json"
+        path.write_text(json.dumps(change(json.loads(path.read_text()))))
+
+    return damage
+
+
+def renamed(old, new):
+    return lambda header: {new if name == old else name: value for name, value in header.items()}
+
+
+def a_shard_is_gone(folder):
+    os.unlink(sorted(folder.glob("model-00002-of-*"))[0])
+
+
+def a_shard_is_cut(folder):
+    cut(sorted(folder.glob("model-00002-of-*"))[0], -100)
+
+
+def written_over(name, content):
+    return lambda folder: (folder / name).write_bytes(content)
+
+
+FILE = "is cut short or damaged"
+DAMAGES = {
+    "header cut": ("one", lambda folder: cut(folder / "model.safetensors", 5), FILE),
+    "header length": ("one", written_over("model.safetensors", struct.pack("<Q", 2**60) + b"{}"), FILE),
+    "header cut inside": ("one", lambda folder: cut(folder / "model.safetensors", 300), FILE),
+    "header of NaN": ("one", with_header(lambda header: b'{"a": NaN}'), FILE),
+    "header is no object": ("one", with_header(lambda header: b"[1, 2]"), FILE),
+    "data cut": ("one", lambda folder: cut(folder / "model.safetensors", -100), FILE),
+    "no data": ("one", written_over("model.safetensors", b""), FILE),
+    "tensor renamed": ("one", with_header(renamed(QUERY, "q")), "q_proj.weight is missing in the checkpoint"),
+    "tensor of integers": (
+        "one",
+        with_header(lambda header: header | {QUERY: header[QUERY] | {"dtype": "I32"}}),
+        "q_proj.weight is stored as I32, must be one of",
+    ),
+    "shape turned": (
+        "one",
+        with_header(lambda header: header | {QUERY: header[QUERY] | {"shape": [16, 64]}}),
+        r"q_proj.weight has the shape \[16, 64\], must be \[32, 32\]",
+    ),
+    "a shard is gone": ("several", a_shard_is_gone, r"00002-of-\d+.safetensors is missing, the index names it"),
+    "a shard is cut": ("several", a_shard_is_cut, rf"00002-of-\d+.safetensors {FILE}"),
+    "index names more": (
+        "several",
+        with_index(lambda index: {"weight_map": index["weight_map"] | {"more": index["weight_map"][QUERY]}}),
+        r"of-\d+.safetensors has no more, which model.safetensors.index.json says",
+    ),
+    "index names less": (
+        "several",
+        with_index(lambda index: {"weight_map": {k: v for k, v in index["weight_map"].items() if k != QUERY}}),
+        "q_proj.weight is missing in the checkpoint",
+    ),
+    "index without a map": ("several", with_index(lambda index: {}), "has no weight_map"),
+    "index is no JSON": ("several", written_over("model.safetensors.index.json", b"{"), "cannot be read"),
+    "config is no JSON": ("one", written_over("config.json", b'{"model_type": '), "config.json cannot be read"),
+    "config is a list": ("one", written_over("config.json", b"[]"), "config.json is no JSON object"),
+    "config is not text": ("one", written_over("config.json", b"\xff\xfe\x00"), "config.json cannot be read"),
+    "no config": ("one", lambda folder: os.unlink(folder / "config.json"), "config.json does not exist"),
+    "no weights": ("one", lambda folder: os.unlink(folder / "model.safetensors"), "has neither model.safetensors nor"),
+    "unknown architecture": (
+        "one",
+        with_config(model_type="mamba"),
+        "has model_type 'mamba', must be one of gpt2|llama",
+    ),
+    "another head": (
+        "one",
+        with_config(architectures=["LlamaForSequenceClassification"]),
+        "must be LlamaForCausalLM for llama",
+    ),
+    "a size is missing": ("one", with_config(hidden_size=None), "config.json of a llama has no hidden_size"),
+    "a size is text": ("one", with_config(num_hidden_layers="two"), "num_hidden_layers|num_layers"),
+    "a size is negative": ("one", with_config(num_attention_heads=-4), "num_heads is -4, must be at least 1"),
+    "a size is another": ("one", with_config(intermediate_size=48), r"must be \[48, 32\]|mlp_dim is 64"),
+    "fewer layers": ("one", with_config(num_hidden_layers=1), "layers.1.* not in the model|num_layers is 2"),
+    "gguf magic": (
+        "gguf",
+        lambda path: path.write_bytes(b"GGML" + path.read_bytes()[4:]),
+        "is no GGUF file|cannot be read",
+    ),
+    "gguf cut in its tensors": ("gguf", lambda path: cut(path, -5000), "cannot be read|cut short"),
+    "gguf cut in its metadata": ("gguf", lambda path: cut(path, 100), "cannot be read|cut short"),
+    "gguf is empty": ("gguf", lambda path: path.write_bytes(b""), "cannot be read|cut short|no GGUF"),
+    "gguf of an unknown type": ("gguf", lambda path: unknown_type(path), "250.* is not a valid GGMLQuantizationType"),
+    "gguf of another architecture": (
+        "gguf",
+        lambda path: path.write_bytes(path.read_bytes().replace(b"llama", b"mamba")),
+        "mamba",
+    ),
+    "gguf without a tensor": (
+        "gguf",
+        lambda path: path.write_bytes(path.read_bytes().replace(b"blk.1.attn_q.weight", b"blk.1.attn_z.weight")),
+        "attn_",
+    ),
+}
+
+
+def unknown_type(path):
+    """The quantisation of the first tensor becomes number 250."""
+    content = path.read_bytes()
+    at = content.index(b"token_embd.weight") + len("token_embd.weight")
+    (dims,) = struct.unpack_from("<I", content, at)
+    at += 4 + 8 * dims
+    path.write_bytes(content[:at] + struct.pack("<I", 250) + content[at + 4 :])
+
+
+def damaged(good, tmp_path, kind, damage):
+    path = tmp_path / ("model.gguf" if kind == "gguf" else "model")
+    (shutil.copy if kind == "gguf" else shutil.copytree)(good / ("model.gguf" if kind == "gguf" else kind), path)
+    damage(path)
+    return path
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_convert_tells_it_in_a_line_and_writes_nothing(name, good, tmp_path, capsys):
+    kind, damage, told = DAMAGES[name]
+    path = damaged(good, tmp_path, kind, damage)
+    for target in ("to", "to.gguf"):
+        capsys.readouterr()
+        assert run(f"--from={path}", f"--to={tmp_path}/{target}") == 2
+        error = capsys.readouterr().err
+        assert error.startswith("error: ") and error.count("\n") == 1
+        assert re.search(told, error), error
+    assert os.listdir(tmp_path) == [path.name]
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_run_that_begins_from_it_tells_it_in_a_line(name, good, tmp_path):
+    kind, damage, told = DAMAGES[name]
+    path = damaged(good, tmp_path, kind, damage)
+    here = SingleDeviceSharding(jax.devices()[0])
+    target = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=here), MODEL.abstract_params)
+    with pytest.raises(UserError, match=told) as error:
+        checkpoint.loader(str(path), MODEL)(target)
+    assert "\n" not in str(error.value)
+
+
+def test_what_is_whole_is_read(good):
+    for name in ("one", "several", "model.gguf"):
+        model = api.build(dataclasses.replace(LLAMA, max_length=64)) if name == "model.gguf" else MODEL
+        checkpoint.loader(str(good / name), model)
+
+
+def test_extra_tensors_are_refused_and_known_buffers_are_not(good, tmp_path):
+    for name, fine in (("model.layers.0.self_attn.rotary_emb.inv_freq", True), ("model.more.weight", False)):
+        path = tmp_path / name
+        shutil.copytree(good / "one", path)
+        header, data = header_of(path / "model.safetensors")
+        end = max(value["data_offsets"][1] for key, value in header.items() if key != "__metadata__")
+        header[name] = {"dtype": "F32", "shape": [2], "data_offsets": [end, end + 8]}
+        text = json.dumps(header).encode()
+        (path / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + data + bytes(8))
+        if fine:
+            checkpoint.loader(str(path), MODEL)
+            continue
+        with pytest.raises(UserError, match="model.more.weight is in the checkpoint, not in the model"):
+            checkpoint.loader(str(path), MODEL)
+
+
+def test_the_verb_that_trains_tells_it_before_it_compiles(good, tmp_path):
+    path = damaged(good, tmp_path, "several", a_shard_is_gone)
+    argv = ["--gin_file=runs/pretrain.gin", "--gin_file=models/tiny.gin", "--gin_file=tasks/stdlib.gin", "--emulate=1"]
+    argv += [f"--gin.MODEL_DIR={tmp_path}/run", f"--gin.Trainer.init_from={path}", "--gin.TRAIN_STEPS=1"]
+    done = subprocess.run([sys.executable, "-m", "capibara.train", *argv], text=True, capture_output=True)
+    assert done.returncode == 2 and "compiling" not in done.stdout
+    assert re.search(r"error: .*00002-of-\d+.safetensors is missing, the index names it", done.stderr)
