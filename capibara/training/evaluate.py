@@ -10,10 +10,12 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from capibara import sharding
+from capibara.data.loader import Loader, make_loader
 from capibara.models.api import Model
 from capibara.sharding import Plan
 from capibara.training.losses import LossSums, cross_entropy
 from capibara.training.metrics import evaluation_metrics
+from capibara.training.trainer import Trainer
 from capibara.types import Batch, Params, UserError
 
 _AHEAD = 8  # batches that may wait on the devices at a time
@@ -48,6 +50,17 @@ def evaluate(
     Raises:
       UserError: there is no batch.
     """
+    return metrics_of(sums_of(eval_step, params, batches, batch_sharding))
+
+
+def sums_of(
+    eval_step: EvalStep, params: Params, batches: Iterable[Batch], batch_sharding: NamedSharding
+) -> list[tuple[LossSums, jax.Array]]:
+    """What the step gives of each batch, on the host.
+
+    Raises:
+      UserError: there is no batch.
+    """
     results: list[tuple[LossSums, jax.Array]] = []
     for batch in batches:
         results.append(eval_step(params, sharding.global_batch(batch_sharding, batch)))
@@ -55,5 +68,40 @@ def evaluate(
             jax.block_until_ready(results[-1])
     if not results:
         raise UserError("the validation split has no document: give it more text, or set Evaluation.every = 0")
-    totals = [sum(float(x) for x in column) for column in zip(*((*s, b) for s, b in jax.device_get(results)))]
+    return jax.device_get(results)
+
+
+def metrics_of(sums: list[tuple[LossSums, jax.Array]]) -> dict[str, float]:
+    """The metrics of all batches together."""
+    totals = [sum(float(x) for x in column) for column in zip(*((*s, b) for s, b in sums))]
     return evaluation_metrics(LossSums(*totals[:4]), totals[4])
+
+
+# Its data.
+
+
+def validation_batches(trainer: Trainer) -> int | None:
+    """Batches of `validation_loader` in one evaluation: as many rows with accumulation as without."""
+    evaluation = trainer.evaluation
+    if evaluation.max_batches is None or evaluation.batch_size is not None:
+        return evaluation.max_batches
+    return evaluation.max_batches * trainer.plan.accumulation
+
+
+def validation_loader(trainer: Trainer, mesh: Mesh) -> Loader:
+    """The validation split, once."""
+    rows = trainer.evaluation.batch_size or trainer.plan.batch_size // trainer.plan.accumulation
+    return split_loader(trainer, mesh, "validation", rows, epochs=1)
+
+
+def split_loader(trainer: Trainer, mesh: Mesh, split: str, rows: int, epochs: int | None = None) -> Loader:
+    """This host's share of a split, in global batches of so many rows."""
+    shards = sharding.host_shards(mesh, trainer.plan.rules)
+    return make_loader(
+        trainer.dataset,
+        split=split,
+        batch_size=rows,
+        shard_index=shards[jax.process_index()],
+        shard_count=max(shards) + 1,
+        epochs=epochs,
+    )

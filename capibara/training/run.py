@@ -19,14 +19,21 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 
 from capibara import sharding
-from capibara.data.loader import Dataset, Loader, Position, make_loader, merge_states, unigram_bits_per_byte
+from capibara.data.loader import Dataset, Loader, Position, merge_states, unigram_bits_per_byte
 from capibara.models import api
 from capibara.training import hosts, processes, provenance
 from capibara.training import state as states
 from capibara.training.bad_batches import BadBatches
 from capibara.training.callbacks import RunInfo
 from capibara.training.checkpoints import Checkpoints, Restored
-from capibara.training.evaluate import EvalStep, evaluate, make_eval_step
+from capibara.training.evaluate import (
+    EvalStep,
+    evaluate,
+    make_eval_step,
+    split_loader,
+    validation_batches,
+    validation_loader,
+)
 from capibara.training.given import Load, load_params
 from capibara.training.metrics import EarlyStopping
 from capibara.training.replicas import ReplicaCheck
@@ -202,8 +209,8 @@ class Run:
 
     def evaluate(self, params: Params) -> dict[str, float]:
         """Metrics over the validation split, with the unigram baseline where one is asked for."""
-        with contextlib.closing(_validation_loader(self.trainer, self.mesh)) as loader:
-            batches = itertools.islice(loader, _validation_batches(self.trainer))
+        with contextlib.closing(validation_loader(self.trainer, self.mesh)) as loader:
+            batches = itertools.islice(loader, validation_batches(self.trainer))
             metrics = evaluate(self.eval_step, params, batches, self.batch_sharding)
         if self.trainer.evaluation.unigram_batches:
             metrics["unigram_bits_per_byte"] = self._unigram_bits_per_byte
@@ -212,11 +219,11 @@ class Run:
     @functools.cached_property
     def _unigram_bits_per_byte(self) -> float:
         evaluation, vocabulary = self.trainer.evaluation, self.trainer.dataset.get_vocabulary()
-        seen = _loader(self.trainer, self.mesh, "train", self.trainer.plan.batch_size)
-        with contextlib.closing(seen), contextlib.closing(_validation_loader(self.trainer, self.mesh)) as unseen:
+        seen = split_loader(self.trainer, self.mesh, "train", self.trainer.plan.batch_size)
+        with contextlib.closing(seen), contextlib.closing(validation_loader(self.trainer, self.mesh)) as unseen:
             return unigram_bits_per_byte(
                 itertools.islice(seen, evaluation.unigram_batches),
-                itertools.islice(unseen, _validation_batches(self.trainer)),
+                itertools.islice(unseen, validation_batches(self.trainer)),
                 vocabulary.token_bytes(),
             )
 
@@ -431,36 +438,11 @@ def _open_checkpoints_and_data(
     with contextlib.ExitStack() as undo:
         checkpoints = undo.enter_context(Checkpoints(trainer.model_dir, trainer.saves, about=about))
         restored = checkpoints.restore(target)
-        batches = _loader(trainer, mesh, "train", trainer.plan.batch_size)
+        batches = split_loader(trainer, mesh, "train", trainer.plan.batch_size)
         if restored is not None:
             batches.set_state(restored[0].data)
         if trainer.evaluation.every:
-            _validation_loader(trainer, mesh).close()  # a mistake in these files shows now, not at the first evaluation
+            validation_loader(trainer, mesh).close()  # a mistake in these files shows now, not at the first evaluation
         batches.start()
         undo.pop_all()
     return checkpoints, restored, batches
-
-
-def _validation_batches(trainer: Trainer) -> int | None:
-    """Batches of `_validation_loader` in one evaluation: as many rows with accumulation as without."""
-    evaluation = trainer.evaluation
-    if evaluation.max_batches is None or evaluation.batch_size is not None:
-        return evaluation.max_batches
-    return evaluation.max_batches * trainer.plan.accumulation
-
-
-def _validation_loader(trainer: Trainer, mesh: Mesh) -> Loader:
-    rows = trainer.evaluation.batch_size or trainer.plan.batch_size // trainer.plan.accumulation
-    return _loader(trainer, mesh, "validation", rows, epochs=1)
-
-
-def _loader(trainer: Trainer, mesh: Mesh, split: str, rows: int, epochs: int | None = None) -> Loader:
-    shards = sharding.host_shards(mesh, trainer.plan.rules)
-    return make_loader(
-        trainer.dataset,
-        split=split,
-        batch_size=rows,
-        shard_index=shards[jax.process_index()],
-        shard_count=max(shards) + 1,
-        epochs=epochs,
-    )
