@@ -422,10 +422,11 @@ def unused() -> list[str]:
     return [f"{name} ({where})" for _, name, where in _unread()]
 
 
-def check_used() -> list[str]:
-    """`gin_search.check_used` of all bindings; call it once everything is built that reads some."""
+def check_used(later: Sequence[Callable[..., Any]] = ()) -> list[str]:
+    """`gin_search.check_used` of all bindings but those of functions called `later`; call it once all is built that reads some."""
     built = [gin_config._REGISTRY[selector].wrapped for _, selector in gin_config._OPERATIVE_CONFIG]
-    return gin_search.check_used(_unread(), built, [found.wrapped for _, found in gin_config._REGISTRY.items()])
+    unread = [one for one in _unread() if one[0] not in map(inspect.unwrap, later)]
+    return gin_search.check_used(unread, built, [found.wrapped for _, found in gin_config._REGISTRY.items()])
 
 
 def _unread() -> list[tuple[Any, str, str]]:

@@ -76,7 +76,6 @@ def run(args) -> None:
         else:
             names = [name for value in args.task for name in value.split(",") if name]
             tasks = evaluation.chosen(names, args.limit)
-            config.check_used()
             options = {"limit": args.limit, "predictions": args.predictions, "show": line.show}
             found = evaluation.evaluate(subject, tasks, **options)
             lines = evaluation.table(found)

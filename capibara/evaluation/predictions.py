@@ -30,19 +30,17 @@ class Predictions:
         if path is None:
             return
         head = {"predictions_of": dict(model)}
-        if os.path.exists(path) and os.path.getsize(path):
-            self._old = self._read()
-            if self._old.pop(0) != json.loads(json.dumps(head)):
-                raise UserError(
-                    f"--predictions={path} is there already, of another model or settings: name another file"
-                )
         try:
+            if os.path.exists(path):
+                self._old = self._read()
             os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
             self._file = open(path, "a", encoding="utf-8", errors="surrogatepass")
         except OSError as error:
             raise UserError(f"--predictions={path} cannot be written ({error.strerror}): name another file") from None
-        if not self._file.tell():
+        if not self._old:
             self._write(head)
+        elif self._old.pop(0) != json.loads(json.dumps(head)):
+            raise UserError(f"--predictions={path} is there already, of another model: name another file")
 
     def __enter__(self) -> Predictions:
         return self
@@ -85,7 +83,7 @@ class Predictions:
                 found = [json.loads(line) for line in lines]
             except ValueError:
                 found = []
-            if not found or not all(isinstance(line, dict) for line in found) or "predictions_of" not in found[0]:
+            if lines and not (all(isinstance(line, dict) for line in found) and found and "predictions_of" in found[0]):
                 raise UserError(
                     f"--predictions={self._path} is there already, and no file of predictions: name another"
                 )

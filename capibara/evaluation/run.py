@@ -36,10 +36,11 @@ def chosen(names: Sequence[str], limit: int | None) -> list[str | Asked | seqio_
     """What the names stand for, read and checked; without names all tasks that the Gin files have, or the validation split.
 
     Raises:
-      UserError: there is no such task, or something is wrong with it.
+      UserError: there is no such task, or something is wrong with it, or a flag binds what nothing uses.
     """
     bound = [scope for scope in dict.fromkeys(config.scopes("EvalTask")) if scope]
     found: list[Any] = []
+    called: list[Any] = []
     for name in dict.fromkeys(names or bound or [validation.NAME]):
         if name == validation.NAME:
             found.append(name)
@@ -48,6 +49,7 @@ def chosen(names: Sequence[str], limit: int | None) -> list[str | Asked | seqio_
         elif name in bound:
             with config.in_scope(name):
                 task = config.build(EvalTask)
+            called += [metric for metric in task.scored_by if not isinstance(metric, type)]
             found.append(Asked(name, task, read_items(name, task, limit)))
         else:
             known = [*bound, validation.NAME]
@@ -55,6 +57,7 @@ def chosen(names: Sequence[str], limit: int | None) -> list[str | Asked | seqio_
                 f"--task={name} is bound nowhere{did_you_mean(name, known)} (a Gin file binds {name}/EvalTask.files; a SeqIO "
                 f"task is seqio:{name})"
             )
+    config.check_used(called)
     return found
 
 
@@ -104,7 +107,8 @@ def _of(subject: Subject, task: Any, limit: int | None, told: Predictions, show:
     found: dict[str, Estimate] = {}
     for metric in config_.scored_by:
         show(name, "metrics")
-        new = metrics.computed(metric, [item.target for item in items], given)
+        with config.in_scope(name):  # what is bound for this task's calls of the metric
+            new = metrics.computed(metric, [item.target for item in items], given)
         if both := found.keys() & new.keys():
             raise UserError(f"{name}/EvalTask.metrics give {both.pop()!r} twice: leave one out")
         found |= new

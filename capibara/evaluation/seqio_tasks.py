@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -52,10 +53,7 @@ def evaluated(
     seqio = tasks.load(module)
     if tasks.vocabulary_of(task).fingerprint() != subject.vocabulary.fingerprint():
         raise UserError(f"SeqIO task {name!r} has another vocabulary than the model: give the task the model's")
-    evaluator = seqio.Evaluator(
-        name, seqio.PassThroughFeatureConverter(), eval_split=options.split, use_cached=options.use_cached,
-        num_examples=limit, async_compute_metrics=False,
-    )  # fmt: skip
+    evaluator = _evaluator(seqio, name, options, limit, _lengths(subject, task))
     if not evaluator.eval_tasks:
         raise UserError(
             f"SeqIO task {name!r} has no metric_fns or no split {options.split!r}: there is nothing to evaluate"
@@ -72,6 +70,28 @@ def evaluated(
     found, _ = evaluator.evaluate(compute_metrics=True, model_fns=known)
     counts = {one.name: len(evaluator.cached_task_datasets[one.name]) for one in evaluator.eval_tasks}
     return {key: ({m: _estimate(v) for m, v in values.items()}, counts[key]) for key, values in found.result().items()}
+
+
+def _lengths(subject: Subject, task: Any) -> dict[str, int]:
+    """What is cut off the features, as in training."""
+    dataset = subject.trainer.dataset
+    long = {"inputs": dataset.encoder_length or dataset.length}
+    return {feature: long.get(feature, dataset.length) for feature in task.output_features}
+
+
+def _evaluator(seqio: Any, name: str, options: SeqioEvaluation, limit: int | None, lengths: dict[str, int]) -> Any:
+    # Examples as the task has them: what a converter makes of them for a model is made here when they are asked.
+    plain = type("Plain", (seqio.PassThroughFeatureConverter,), {"TASK_FEATURES": {}, "pack": False})
+    log = logging.getLogger("absl")
+    before = log.level
+    log.setLevel(logging.ERROR)  # that there is no logger, and that rows are long
+    try:
+        return seqio.Evaluator(
+            name, plain(), eval_split=options.split, use_cached=options.use_cached, num_examples=limit,
+            sequence_length=lengths, async_compute_metrics=False,
+        )  # fmt: skip
+    finally:
+        log.setLevel(before)
 
 
 def _estimate(value: Any) -> Estimate:
