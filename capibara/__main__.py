@@ -13,6 +13,7 @@ VERBS = {
     "plan": "find mesh, batch and recomputation for a model on a TPU slice",
     "prove": "compile a run's train step for a TPU slice that is not there",
     "infer": "continue a prompt with a trained model",
+    "evaluate": "score a model: its loss, its answers, or the tasks of lm-eval",
     "launch": "run a verb, and start it again when it dies",
     "convert": "list, verify and prune the checkpoints of a run",
     "prepare": "train a vocabulary on a corpus",

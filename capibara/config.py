@@ -49,12 +49,12 @@ __all__ = [
     "parse_arguments",
     "reset",
     "run_verb",
-    "save_operative",
     "search_folders",
     "unused",
 ]
 
 T = TypeVar("T")
+in_scope = gin.config_scope  # a context in which `build` takes the bindings of a scope, and else those of none
 
 _MACRO = "gin.macro"
 _BUILTINS = ("gin.macro", "gin.constant", "gin.singleton")
@@ -402,22 +402,19 @@ def operative() -> str:
     return gin.operative_config_str(max_line_length=100)
 
 
-def save_operative(path: str | os.PathLike) -> None:
-    """Writes the operative configuration to `path`, all of it or nothing."""
-    path = pathlib.Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    partial.write_text(operative(), encoding="utf-8")
-    os.replace(partial, path)
-
-
 def is_bound(name: str) -> bool:
     """Whether the parsed files or flags give a class ("DecoderConfig") or a field ("Trainer.model") a value."""
+    return bool(scopes(name))
+
+
+def scopes(name: str) -> list[str]:
+    """The scopes in which a class or a field (as of `is_bound`) has a value: "qa" for qa/EvalTask.files; "" for none."""
     cls, _, parameter = name.partition(".")
-    return any(
-        selector.rpartition(".")[2] == cls and (not parameter or parameter in values) and values
-        for (_, selector), values in gin_config._CONFIG.items()
-    )
+    return [
+        scope
+        for (scope, selector), values in gin_config._CONFIG.items()
+        if selector.rpartition(".")[2] == cls and (not parameter or parameter in values) and values
+    ]
 
 
 def unused() -> list[str]:
@@ -425,10 +422,11 @@ def unused() -> list[str]:
     return [f"{name} ({where})" for _, name, where in _unread()]
 
 
-def check_used() -> list[str]:
-    """`gin_search.check_used` of all bindings; call it once everything is built that reads some."""
+def check_used(later: Sequence[Callable[..., Any]] = ()) -> list[str]:
+    """`gin_search.check_used` of all bindings but those of functions called `later`; call it once all is built that reads some."""
     built = [gin_config._REGISTRY[selector].wrapped for _, selector in gin_config._OPERATIVE_CONFIG]
-    return gin_search.check_used(_unread(), built, [found.wrapped for _, found in gin_config._REGISTRY.items()])
+    unread = [one for one in _unread() if one[0] not in map(inspect.unwrap, later)]
+    return gin_search.check_used(unread, built, [found.wrapped for _, found in gin_config._REGISTRY.items()])
 
 
 def _unread() -> list[tuple[Any, str, str]]:

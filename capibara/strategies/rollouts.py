@@ -25,7 +25,8 @@ from capibara.inference.sampling import Sampling
 from capibara.inference.stream import Completion, Finish
 from capibara.training.objective import Supply, log_probabilities
 from capibara.training.reference import first_params, weights_fingerprint
-from capibara.training.run import Run, validation_batches, validation_loader
+from capibara.training.loaders import validation_batches, validation_loader
+from capibara.training.run import Run
 from capibara.types import Batch, Params, UserError
 
 

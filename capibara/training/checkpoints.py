@@ -147,7 +147,12 @@ class Checkpoints:
 
     def restore_newest_params(self, target: PyTree) -> PyTree | None:
         """`restore` of the parameters alone, as `restore_params` gives them."""
-        return self._newest(lambda step: self.restore_params(step, target))
+        found = self.newest_params(target)
+        return None if found is None else found[1]
+
+    def newest_params(self, target: PyTree, *, average: bool = True) -> tuple[int, PyTree] | None:
+        """The newest whole step with its parameters, as `restore_params` gives them; None: there is none."""
+        return self._newest(lambda step: (step, self.restore_params(step, target, average=average)))
 
     def verified_step(self) -> int | None:
         """The newest step whose files are those that were saved; as `restore`, without reading it."""
@@ -297,19 +302,20 @@ class Checkpoints:
         together("gone back")
         return self.restore_progress(step)
 
-    def restore_params(self, step: int, target: PyTree) -> PyTree:
+    def restore_params(self, step: int, target: PyTree, *, average: bool = True) -> PyTree:
         """Reads only the parameters of a step, of each its moving average where one was kept: for inference and export.
 
         Args:
           step: a committed one.
           target: ShapeDtypeStructs with the shardings wanted.
+          average: False: not their averages, but they themselves.
 
         Raises:
           UserError: the checkpoint holds another model: names the first array that differs.
           Damaged: it is not what was saved.
         """
         saved = self.restore_progress(step).shapes
-        averaged = {path.partition("/")[2] for path in saved if path.startswith("ema/")}
+        averaged = {path.partition("/")[2] for path in saved if average and path.startswith("ema/")}
         wanted = {
             "ema": tree.part(target, lambda name: name in averaged),
             "params": tree.part(target, lambda name: name not in averaged),
@@ -317,7 +323,8 @@ class Checkpoints:
         saved = {
             path: shape
             for path, shape in saved.items()
-            if path.startswith("ema/") or (path.startswith("params/") and path.partition("/")[2] not in averaged)
+            if path.startswith("params/") != (path.partition("/")[2] in averaged)
+            and path.startswith(("ema/", "params/"))
         }
         shapes.check(self._folder / str(step), saved, shapes.of(wanted), cast=self._config.cast)
         found = self._read(step, wanted)

@@ -48,6 +48,17 @@ def evaluate(
     Raises:
       UserError: there is no batch.
     """
+    return metrics_of(sums_of(eval_step, params, batches, batch_sharding))
+
+
+def sums_of(
+    eval_step: EvalStep, params: Params, batches: Iterable[Batch], batch_sharding: NamedSharding
+) -> list[tuple[LossSums, jax.Array]]:
+    """What the step gives of each batch, on the host.
+
+    Raises:
+      UserError: there is no batch.
+    """
     results: list[tuple[LossSums, jax.Array]] = []
     for batch in batches:
         results.append(eval_step(params, sharding.global_batch(batch_sharding, batch)))
@@ -55,5 +66,10 @@ def evaluate(
             jax.block_until_ready(results[-1])
     if not results:
         raise UserError("the validation split has no document: give it more text, or set Evaluation.every = 0")
-    totals = [sum(float(x) for x in column) for column in zip(*((*s, b) for s, b in jax.device_get(results)))]
+    return jax.device_get(results)
+
+
+def metrics_of(sums: list[tuple[LossSums, jax.Array]]) -> dict[str, float]:
+    """The metrics of all batches together."""
+    totals = [sum(float(x) for x in column) for column in zip(*((*s, b) for s, b in sums))]
     return evaluation_metrics(LossSums(*totals[:4]), totals[4])

@@ -25,7 +25,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from capibara import sharding, tree
 from capibara.training import given, hosts, storage
 from capibara.training.objective import Objective, Supply, Totals, log_probabilities
-from capibara.training.run import Run, open_loader, validation_batches, validation_loader
+from capibara.training.loaders import open_loader, validation_batches, validation_loader
+from capibara.training.run import Run
 from capibara.types import Batch, Params, UserError
 
 _AHEAD = 8  # batches that may wait on the devices at a time

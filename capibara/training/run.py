@@ -19,7 +19,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 
 from capibara import sharding
-from capibara.data.loader import Loader, Position, make_loader, merge_states, unigram_bits_per_byte
+from capibara.data.loader import Loader, Position, merge_states, unigram_bits_per_byte
 from capibara.models import api
 from capibara.training import hosts, processes, provenance
 from capibara.training import state as states
@@ -28,6 +28,7 @@ from capibara.training.callbacks import RunInfo
 from capibara.training.checkpoints import Checkpoints, Restored
 from capibara.training.evaluate import EvalStep, evaluate, make_eval_step
 from capibara.training.given import Load, Read, load_params, reader
+from capibara.training.loaders import open_loader, validation_batches, validation_loader
 from capibara.training.metrics import EarlyStopping
 from capibara.training.objective import Supply
 from capibara.training.replicas import ReplicaCheck
@@ -465,31 +466,3 @@ def _open_checkpoints_and_data(
         batches.start()
         undo.pop_all()
     return checkpoints, restored, batches
-
-
-def validation_batches(trainer: Trainer) -> int | None:
-    """Batches of `_validation_loader` in one evaluation: as many rows with accumulation as without."""
-    evaluation = trainer.evaluation
-    if evaluation.max_batches is None or evaluation.batch_size is not None:
-        return evaluation.max_batches
-    return evaluation.max_batches * trainer.plan.accumulation
-
-
-def validation_loader(trainer: Trainer, mesh: Mesh) -> Loader:
-    """Once over the validation split."""
-    rows = trainer.evaluation.batch_size or trainer.plan.batch_size // trainer.plan.accumulation
-    return open_loader(trainer, mesh, "validation", rows, epochs=1)
-
-
-def open_loader(trainer: Trainer, mesh: Mesh, split: str, rows: int, epochs: int | None = None) -> Loader:
-    """This process's share of a split."""
-    shards = sharding.host_shards(mesh, trainer.plan.rules)
-    open_one = make_loader if trainer.loss is None else trainer.loss.open
-    return open_one(
-        trainer.dataset,
-        split=split,
-        batch_size=rows,
-        shard_index=shards[jax.process_index()],
-        shard_count=max(shards) + 1,
-        epochs=epochs,
-    )

@@ -1,0 +1,139 @@
+"""A model's answers to the items of a task: texts that the engine writes, or the probabilities of given ones."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from capibara.evaluation.metrics import Choice
+from capibara.evaluation.predictions import Predictions
+from capibara.evaluation.scoring import Pair
+from capibara.evaluation.subject import Subject
+from capibara.evaluation.tasks import EvalTask, Item, PromptFormat
+from capibara.inference import spelling
+from capibara.inference.sampling import Sampling
+from capibara.types import UserError
+
+_AHEAD = 4  # requests that wait for each slot
+Show = Callable[[str, str], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """One text that is asked for.
+
+    Attributes:
+      about: what the file of predictions says of it.
+      prompt: its tokens, or the text of an encoder-decoder's.
+      sampling: how it is made.
+      ends: ids that end it.
+    """
+
+    about: dict[str, Any]
+    prompt: Sequence[int] | str
+    sampling: Sampling
+    ends: Sequence[int] = ()
+
+
+def changed(sampling: Sampling) -> dict[str, Any]:
+    """What differs from the defaults, as JSON values."""
+    fields = {field.name: getattr(sampling, field.name) for field in dataclasses.fields(sampling)}
+    default = Sampling()
+    return json.loads(json.dumps({name: x for name, x in fields.items() if x != getattr(default, name)}))
+
+
+def generated(
+    subject: Subject, name: str, task: EvalTask, items: Sequence[Item], told: Predictions, show: Show
+) -> list:
+    """The predictions of a task, as its metrics take them: a text each, or lists of them."""
+    questions = [
+        _question(subject, name, task, i, item, n) for i, item in enumerate(items) for n in range(task.num_samples)
+    ]
+    texts = [line["prediction"] for line in ask(subject, name, questions, told, show)]
+    if task.num_samples == 1:
+        return texts
+    return [texts[i : i + task.num_samples] for i in range(0, len(texts), task.num_samples)]
+
+
+def ask(
+    subject: Subject, name: str, questions: Sequence[Question], told: Predictions, show: Show
+) -> Iterator[dict[str, Any]]:
+    """Asks all questions, and gives the line on each, {"prediction", "finish", "tokens", ...}, in their order."""
+    waiting: deque = deque()
+    left = iter(questions)
+    for done in range(len(questions)):
+        while len(waiting) < _AHEAD * subject.slots and (more := next(left, None)) is not None:
+            line = told.known(more.about)
+            asked = subject.engine.submit(more.prompt, more.sampling, ends=more.ends) if line is None else None
+            waiting.append((more, line, asked))
+        question, line, asked = waiting.popleft()
+        if line is None:
+            result = asked.result()
+            answer = {"prediction": result.text, "finish": str(result.finish), "tokens": result.tokens}
+            line = told.add(question.about, answer)
+        show(name, f"{done + 1} of {len(questions)} answers")
+        yield line
+
+
+def _question(subject: Subject, name: str, task: EvalTask, number: int, item: Item, sample: int) -> Question:
+    sampling = dataclasses.replace(task.sampling, seed=task.sampling.seed + sample)
+    target = item.target if isinstance(item.target, (str, list)) else None
+    about = {"task": name, "example": number, "sample": sample, "prompt": item.prompt, "target": target}
+    about |= {"format": str(task.format), "sampling": changed(sampling)}
+    prompt, ends = prompt_of(subject, task.format, item.prompt)
+    if not isinstance(prompt, str) and len(prompt) > subject.trainer.dataset.length:
+        raise UserError(
+            f"{name}, example {number}: its prompt has {len(prompt)} tokens, rows have {subject.trainer.dataset.length}: "
+            "raise Dataset.length, or leave it out"
+        )
+    return Question(about, prompt, sampling, ends)
+
+
+def prompt_of(subject: Subject, form: PromptFormat, text: str) -> tuple[Sequence[int] | str, Sequence[int]]:
+    """What the engine is given for a prompt, and the ids that end the answer."""
+    if form is PromptFormat.CHAT:
+        return subject.chat.ids(text), subject.chat.ends
+    if subject.trainer.dataset.encoder_length is not None:
+        return text, ()
+    return [subject.vocabulary.bos_id, *subject.vocabulary.encode(text)], ()
+
+
+def ranked(
+    subject: Subject, name: str, task: EvalTask, items: Sequence[Item], told: Predictions, show: Show
+) -> list[list[Choice]]:
+    """The choices of each item with their probabilities."""
+    abouts = [
+        {"task": name, "example": i, "prompt": item.prompt, "choices": list(item.choices), "target": item.target}
+        | {"format": str(task.format), "before_choice": task.before_choice}
+        for i, item in enumerate(items)
+    ]
+    lines = []
+    for about in abouts:
+        if (line := told.known(about)) is None:
+            break
+        lines.append(line)
+    left = range(len(lines), len(items))
+    pairs = [pair for i in left for pair in _pairs(subject, task, items[i])]
+    scores = iter(subject.scorer(pairs, lambda count: show(name, f"{count} of {len(pairs)} choices")))
+    lengths = iter([len(pair.continuation) for pair in pairs])
+    for i in left:
+        found = [[next(scores).log_probability, next(lengths), len(one.encode())] for one in items[i].choices]
+        lines.append(told.add(abouts[i], {"log_probability_tokens_bytes": found}))
+    return [[Choice(*one) for one in line["log_probability_tokens_bytes"]] for line in lines]
+
+
+def _pairs(subject: Subject, task: EvalTask, item: Item) -> Iterator[Pair]:
+    vocabulary = subject.vocabulary
+    prompt, _ = prompt_of(subject, task.format, item.prompt)
+    for choice in item.choices:
+        if isinstance(prompt, str):  # an encoder's
+            yield Pair(spelling.ids_of(prompt, vocabulary), vocabulary.encode(choice) or [vocabulary.eos_id])
+        elif task.format is PromptFormat.CHAT:
+            yield Pair(prompt, vocabulary.encode(choice))
+        else:
+            # Words may be cut otherwise together than apart: the model has seen them together.
+            whole = [vocabulary.bos_id, *vocabulary.encode(item.prompt + task.before_choice + choice)]
+            yield Pair(whole[: len(prompt)], whole[len(prompt) :])

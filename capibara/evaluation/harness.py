@@ -1,0 +1,235 @@
+"""EleutherAI's lm-evaluation-harness on our models: its tasks ask, this answers (package lm-eval, extra `harness`)."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from capibara import config, extras
+from capibara.config import configurable
+from capibara.data.chat_formats import Conversation
+from capibara.evaluation.scoring import Pair
+from capibara.evaluation.subject import Subject
+from capibara.fields import did_you_mean
+from capibara.inference import spelling
+from capibara.inference.sampling import Sampling
+from capibara.types import UserError
+
+extras.require("lm_eval", extra="harness", why="--harness")
+from lm_eval import evaluator, utils  # noqa: E402
+from lm_eval.api.model import TemplateLM  # noqa: E402
+from lm_eval.tasks import TaskManager  # noqa: E402
+from tqdm import tqdm  # noqa: E402
+
+_AHEAD = 4  # requests that wait for each slot
+_NEW_TOKENS = 256  # where a task does not say how many
+_SEED = 1234  # the harness's own
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Harness:
+    """How the harness asks.
+
+    Attributes:
+      chat: put prompts into the model's chat template.
+      system: what the system says there; None: nothing.
+      num_fewshot: examples before each question; None: as the task says.
+      begin_token: put the beginning token before every text, as our runs have it. Hugging Face's tokenizers of some
+        models (GPT-2, Qwen, SmolLM) do not: their published figures are without it.
+      unsafe_code: run tasks that run a model's programs (by the harness's own means, without our sandbox).
+    """
+
+    chat: bool = False
+    system: str | None = None
+    num_fewshot: int | None = None
+    begin_token: bool = True
+    unsafe_code: bool = False
+
+
+class CapibaraLM(TemplateLM):
+    """A subject as the harness sees a model.
+
+    Args:
+      subject: the model.
+      options: how its texts are written.
+    """
+
+    def __init__(self, subject: Subject, options: Harness = Harness()):
+        super().__init__()
+        self._subject, self._options, self._vocabulary = subject, options, subject.vocabulary
+        dataset = subject.trainer.dataset
+        self.max_length = dataset.length
+        self._reads = dataset.encoder_length
+        self.backend = "causal" if self._reads is None else "seq2seq"
+
+    @property
+    def eot_token_id(self) -> int:
+        return self._vocabulary.eos_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        return self._vocabulary.bos_id
+
+    @property
+    def tokenizer_name(self) -> str:
+        return self._vocabulary.fingerprint().replace(":", "-")
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        return self._subject.chat.template.fingerprint() if chat_template else None
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """The conversation as text; without a generation prompt the end of its last message is left out."""
+        chat = self._subject.chat
+        said = Conversation(list(chat_history))
+        text = chat.template.render(
+            said, "the harness's prompt", add_generation_prompt=add_generation_prompt, guard=False
+        ).text
+        last = chat_history[-1]["content"].rstrip()
+        return text if add_generation_prompt else text[: text.rindex(last) + len(last)]
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        """Ids, special tokens that the text spells among them; the beginning token unless it is there or not wanted."""
+        if self._reads is not None:
+            ids = spelling.ids_of(string, self._vocabulary)
+            return ids[:-1] if add_special_tokens is False else ids
+        ids, begin = self._vocabulary.encode(string), self._vocabulary.bos_id
+        wanted = self._options.begin_token if add_special_tokens is None else add_special_tokens
+        return [begin, *ids] if wanted and ids[:1] != [begin] else ids
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
+    ) -> list[tuple[float, bool]]:
+        prefix = [self.prefix_token_id]
+        pairs = [Pair(context or prefix, continuation) for _, context, continuation in requests]
+        with tqdm(total=len(pairs), disable=disable_tqdm, desc="Scoring") as bar:
+            scores = self._subject.scorer(pairs, lambda count: bar.update(count - bar.n))
+        for (asked, _, _), score in zip(requests, scores):
+            if asked is not None:
+                self.cache_hook.add_partial("loglikelihood", asked, tuple(score))
+        return [tuple(score) for score in scores]
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        """Of whole texts, of each token after as many as fit a row."""
+        windows: list[tuple[int, Any]] = []
+        for number, request in enumerate(requests):
+            ids = self.tok_encode(request.args[0], add_special_tokens=False)
+            rolled = utils.get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, context_len=1)
+            windows += [(number, (None, *utils.make_disjoint_window(window))) for window in rolled]
+        scores = self._loglikelihood_tokens([window for _, window in windows], disable_tqdm=disable_tqdm)
+        sums = [0.0] * len(requests)
+        for (number, _), (log_probability, _) in zip(windows, scores):
+            sums[number] += log_probability
+        return sums
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """Texts, greedy unless a task says do_sample."""
+        texts: list[str] = []
+        waiting: list[Any] = []
+        with tqdm(total=len(requests), disable=disable_tqdm, desc="Generating") as bar:
+            for number in range(len(requests)):
+                while len(waiting) < min(len(requests), number + _AHEAD * self._subject.slots):
+                    waiting.append(self._asked(*requests[len(waiting)].args))
+                texts.append(waiting[number].result().text)
+                self.cache_hook.add_partial("generate_until", requests[number].args, texts[-1])
+                bar.update()
+        return texts
+
+    def _asked(self, context: str, kwargs: dict[str, Any]) -> Any:
+        sampling = self._sampling(kwargs)
+        engine, ends = self._subject.engine, self._subject.chat.ends if self._options.chat else ()
+        if self._reads is not None:
+            return engine.submit(context, sampling)
+        room = max(self.max_length - sampling.max_new_tokens, 1)
+        return engine.submit(self.tok_encode(context)[-room:] or [self.prefix_token_id], sampling, ends=ends)
+
+    def _sampling(self, kwargs: dict[str, Any]) -> Sampling:
+        known = {name: kwargs[name] for name in ("top_k", "top_p", "min_p") if kwargs.get(name)}
+        until = kwargs.get("until") or ()
+        draws = kwargs.get("do_sample", False)
+        tokens = next((kwargs[k] for k in ("max_gen_toks", "max_new_tokens", "max_tokens") if k in kwargs), _NEW_TOKENS)
+        return Sampling(
+            max_new_tokens=tokens,
+            temperature=float(kwargs.get("temperature", 1.0)) if draws else 0.0,
+            stop=tuple(part for part in ([until] if isinstance(until, str) else until) if part),
+            **(known if draws else {}),
+        )
+
+
+def evaluate(
+    subject: Subject,
+    tasks: Sequence[str],
+    path: str | None = None,
+    limit: int | None = None,
+    built: Callable[[], Any] = lambda: None,
+) -> dict[str, Any]:
+    """Runs tasks of the harness; gives its results as it writes them, with the model under "capibara".
+
+    Args:
+      subject: the model.
+      tasks: their names.
+      path: a folder of YAML tasks; the harness's own are known as well.
+      limit: most documents of a task.
+      built: called when all that is configured has been made.
+
+    Raises:
+      UserError: a task is not known, or its data cannot be had.
+    """
+    options = config.build(Harness)
+    built()
+    if path is not None and not os.path.isdir(path):
+        raise UserError(f"--harness_path={path} must be a folder of YAML tasks: there is none")
+    manager = _manager(tasks, path)
+    if options.chat:
+        _ = subject.chat  # that there is none is said now
+    with _quiet():
+        found = evaluator.simple_evaluate(
+            CapibaraLM(subject, options),
+            tasks=list(tasks),
+            num_fewshot=options.num_fewshot,
+            limit=limit,
+            task_manager=manager,
+            system_instruction=options.system,
+            apply_chat_template=options.chat,
+            log_samples=False,
+            torch_random_seed=None,
+            fewshot_random_seed=_SEED,
+            confirm_run_unsafe_code=options.unsafe_code,
+        )
+    return {"capibara": subject.about | {"harness": dataclasses.asdict(options)}, **found}
+
+
+def _manager(tasks: Sequence[str], path: str | None) -> TaskManager:
+    """Knows the tasks; the harness's own thousands are read only where they are asked for."""
+    if path is not None:
+        manager = TaskManager(include_path=path, include_defaults=False)
+        if all(manager.match_tasks([name]) for name in tasks):
+            return manager
+    manager = TaskManager(include_path=path)
+    for name in tasks:
+        if not manager.match_tasks([name]):
+            where = "" if path is None else f" nor in {path}"
+            raise UserError(f"--harness={name} is no task of lm-eval{where}{did_you_mean(name, manager.all_tasks)}")
+    return manager
+
+
+@contextlib.contextmanager
+def _quiet():
+    """Without the harness's notes of what it is about to do."""
+    log = logging.getLogger("lm_eval")
+    before = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
+
+
+def table(found: dict[str, Any]) -> list[str]:
+    """The results as the harness prints them."""
+    lines = utils.make_table(found).rstrip().splitlines()
+    return lines + (utils.make_table(found, "groups").rstrip().splitlines() if found.get("groups") else [])

@@ -1,0 +1,91 @@
+"""The file of what a model answered, one JSON line for each answer: with it an evaluation that was stopped goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from typing import IO, Any
+
+from capibara.types import UserError
+
+
+class Predictions:
+    """Lines in the order in which they are asked for; those that the file has already are taken from there.
+
+    The first line tells the model. Every other has what was asked (`asked`: task, example, prompt, ...) and what came of it.
+
+    Args:
+      path: of the file; None: nothing is written.
+      model: what it is of; as JSON values.
+
+    Raises:
+      UserError: the file is of another model, or no such file.
+    """
+
+    def __init__(self, path: str | None, model: Mapping[str, Any]):
+        self._path, self._number = path, 1
+        self._old: list[dict[str, Any]] = []
+        self._file: IO[str] | None = None
+        if path is None:
+            return
+        head = {"predictions_of": dict(model)}
+        try:
+            if os.path.exists(path):
+                self._old = self._read()
+            os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+            self._file = open(path, "a", encoding="utf-8", errors="surrogatepass")
+        except OSError as error:
+            raise UserError(f"--predictions={path} cannot be written ({error.strerror}): name another file") from None
+        if not self._old:
+            self._write(head)
+        elif self._old.pop(0) != json.loads(json.dumps(head)):
+            raise UserError(f"--predictions={path} is there already, of another model: name another file")
+
+    def __enter__(self) -> Predictions:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def known(self, asked: Mapping[str, Any]) -> dict[str, Any] | None:
+        """What the file has of the next line, if it goes so far; None: it is to be made, and given to `add`.
+
+        Raises:
+          UserError: the line is of something else.
+        """
+        if not self._old:
+            return None
+        line, self._number = self._old.pop(0), self._number + 1
+        if any(line.get(key) != value for key, value in asked.items()):
+            raise UserError(
+                f"--predictions={self._path}: line {self._number} is not of what is asked there now: name another file"
+            )
+        return line
+
+    def add(self, asked: Mapping[str, Any], answer: Mapping[str, Any]) -> dict[str, Any]:
+        """Writes the next line, and returns it."""
+        line = {**asked, **answer}
+        if self._file is not None:
+            self._write(line)
+        return line
+
+    def _write(self, line: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps(line, ensure_ascii=False) + "\n")
+        self._file.flush()
+
+    def _read(self) -> list[dict[str, Any]]:
+        """The whole lines; one that was cut off is removed."""
+        with open(self._path, "rb+") as file:
+            lines = file.read().split(b"\n")[:-1]
+            try:
+                found = [json.loads(line) for line in lines]
+            except ValueError:
+                found = []
+            if lines and not (all(isinstance(line, dict) for line in found) and found and "predictions_of" in found[0]):
+                raise UserError(
+                    f"--predictions={self._path} is there already, and no file of predictions: name another"
+                )
+            file.truncate(sum(len(line) + 1 for line in lines))
+        return found

@@ -1,0 +1,81 @@
+"""pass@k: how often one of k programs passes the tests."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from capibara.config import configurable
+from capibara.evaluation import sandbox
+from capibara.evaluation.sandbox import Sandbox
+from capibara.types import UserError
+
+_FENCED = re.compile(r"```[ \t]*(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
+
+
+def pass_at_k(samples: int, passed: int, k: int) -> float:
+    """The unbiased estimate 1 - C(n - c, k) / C(n, k), of n programs of which c pass (Chen et al. 2021, arXiv:2107.03374)."""
+    if not 1 <= k <= samples:
+        raise UserError(f"k ({k}) must be from 1 to the samples of a problem ({samples}): raise EvalTask.num_samples")
+    return 1.0 - math.comb(samples - passed, k) / math.comb(samples, k)
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PassAtK:
+    """The metric, for EvalTask.metrics = (@PassAtK(),): each prediction runs with its tests in a `sandbox`.
+
+    A target has the keys of HumanEval's records that it needs: "test", and perhaps "prompt", "entry_point" and "setup".
+    The program is: setup, prompt and prediction, test (a text, or a list of statements), check(entry_point). Of an answer
+    with code in a fence (as chat models give) that code is the prediction, without the prompt where it defines the entry
+    point itself.
+
+    Attributes:
+      k: which pass@k; at most EvalTask.num_samples.
+      sandbox: limits of a program.
+    """
+
+    k: tuple[int, ...] = (1,)
+    sandbox: Sandbox = Sandbox()
+
+    def __post_init__(self) -> None:
+        if not self.k or min(self.k) < 1:
+            raise UserError(f"PassAtK.k is {self.k}, must be numbers from 1 up: try (1, 10)")
+
+    def check(self, num_samples: int) -> None:
+        """Raises UserError where a k is more than there will be samples."""
+        if max(self.k) > num_samples:
+            raise UserError(
+                f"PassAtK.k has {max(self.k)}, EvalTask.num_samples is {num_samples}: k must be at most that, raise it"
+            )
+
+    def __call__(self, targets: Sequence[Any], predictions: Sequence[Any]) -> dict[str, Any]:
+        several = [[given] if isinstance(given, str) else list(given) for given in predictions]
+        programs = [program(target, text) for target, texts in zip(targets, several) for text in texts]
+        outcomes = iter(sandbox.run_all(programs, self.sandbox))
+        passed = [sum(next(outcomes).passed for _ in texts) for texts in several]
+        return {f"pass@{k}": [pass_at_k(len(texts), c, k) for texts, c in zip(several, passed)] for k in self.k}
+
+
+def program(target: Any, prediction: str) -> str:
+    """What is run to see whether a prediction passes.
+
+    Raises:
+      UserError: the target has no test.
+    """
+    if not isinstance(target, Mapping) or "test" not in target:
+        raise UserError(
+            "PassAtK needs the key 'test' in its targets: EvalTask.target = ('prompt', 'test', 'entry_point') takes it "
+            "from each line"
+        )
+    prompt, entry = target.get("prompt", ""), target.get("entry_point")
+    if fenced := _FENCED.search(prediction):
+        prediction = fenced[1]
+        if entry is None or re.search(rf"^(?:async )?def\s+{re.escape(entry)}\b", prediction, re.MULTILINE):
+            prompt = ""
+    test = target["test"]
+    parts = [target.get("setup", ""), prompt + prediction, test if isinstance(test, str) else "\n".join(test)]
+    return "\n".join([*(part for part in parts if part), *([f"check({entry})"] if entry else [])]) + "\n"

@@ -1,0 +1,135 @@
+"""One evaluation: every task that is asked for, its results as JSON values and as a table."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from capibara import __version__, config, extras
+from capibara.evaluation import answers, metrics, seqio_tasks, validation
+from capibara.evaluation.answers import Show
+from capibara.evaluation.metrics import Estimate
+from capibara.evaluation.predictions import Predictions
+from capibara.evaluation.subject import Subject
+from capibara.evaluation.tasks import EvalTask, Item, read_items
+from capibara.fields import did_you_mean
+from capibara.types import UserError
+
+_PACKAGES = ("jax", "flax", "numpy", "sacrebleu", "rouge-score", "seqio", "lm_eval")
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """A task of ours with its items."""
+
+    name: str
+    task: EvalTask
+    items: list[Item]
+
+
+def chosen(names: Sequence[str], limit: int | None) -> list[str | Asked | seqio_tasks.SeqioEvaluation]:
+    """What the names stand for, read and checked; without names all tasks that the Gin files have, or the validation split.
+
+    Raises:
+      UserError: there is no such task, or something is wrong with it, or a flag binds what nothing uses.
+    """
+    bound = [scope for scope in dict.fromkeys(config.scopes("EvalTask")) if scope]
+    found: list[Any] = []
+    called: list[Any] = []
+    for name in dict.fromkeys(names or bound or [validation.NAME]):
+        if name == validation.NAME:
+            found.append(name)
+        elif name.startswith(seqio_tasks.PREFIX):
+            found.append((name, config.build(seqio_tasks.SeqioEvaluation)))
+        elif name in bound:
+            with config.in_scope(name):
+                task = config.build(EvalTask)
+            called += [metric for metric in task.scored_by if not isinstance(metric, type)]
+            found.append(Asked(name, task, read_items(name, task, limit)))
+        else:
+            known = [*bound, validation.NAME]
+            raise UserError(
+                f"--task={name} is bound nowhere{did_you_mean(name, known)} (a Gin file binds {name}/EvalTask.files; a SeqIO "
+                f"task is seqio:{name})"
+            )
+    config.check_used(called)
+    return found
+
+
+def evaluate(
+    subject: Subject, tasks: Sequence[Any], *, limit: int | None, predictions: str | None, show: Show
+) -> dict[str, Any]:
+    """The results of all tasks, as JSON values.
+
+    Args:
+      subject: the model.
+      tasks: of `chosen`.
+      limit: most examples of a task, and batches of the validation split.
+      predictions: a file for the answers; where it has some already, they are taken from there.
+      show: told of what goes on.
+    """
+    results: dict[str, Any] = {}
+    with Predictions(predictions, subject.about) as told:
+        for task in tasks:
+            began = time.perf_counter()
+            for name, result in _of(subject, task, limit, told, show).items():
+                results[name] = result | {"seconds": round(time.perf_counter() - began, 3)}
+    return subject.about | {
+        "tasks": results,
+        "versions": {"capibara": __version__} | {p: v for p in _PACKAGES if (v := extras.version(p)) is not None},
+        "device": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def _of(subject: Subject, task: Any, limit: int | None, told: Predictions, show: Show) -> dict[str, dict[str, Any]]:
+    """The result of each task that one name stands for."""
+    if task == validation.NAME:
+        found, batches = validation.validated(subject, limit, show)
+        return {task: _result(found, batches=batches)}
+    if isinstance(task, tuple):
+        name, options = task
+        parts = seqio_tasks.evaluated(subject, name.removeprefix(seqio_tasks.PREFIX), options, limit, told, show)
+        asked = {"split": options.split, "sampling": answers.changed(options.sampling)}
+        return {seqio_tasks.PREFIX + part: _result(found, examples=n, **asked) for part, (found, n) in parts.items()}
+    name, config_, items = task.name, task.task, task.items
+    how: dict[str, Any] = {"examples": len(items), "format": str(config_.format), "files": list(config_.files)}
+    if config_.choices is None:
+        given = answers.generated(subject, name, config_, items, told, show)
+        how |= {"num_samples": config_.num_samples, "sampling": answers.changed(config_.sampling)}
+    else:
+        given = answers.ranked(subject, name, config_, items, told, show)
+    found: dict[str, Estimate] = {}
+    for metric in config_.scored_by:
+        show(name, "metrics")
+        with config.in_scope(name):  # what is bound for this task's calls of the metric
+            new = metrics.computed(metric, [item.target for item in items], given)
+        if both := found.keys() & new.keys():
+            raise UserError(f"{name}/EvalTask.metrics give {both.pop()!r} twice: leave one out")
+        found |= new
+    return {name: _result(found, **how)}
+
+
+def _result(found: dict[str, Estimate], **how: Any) -> dict[str, Any]:
+    values = {name: {"value": one.value, "standard_error": one.standard_error} for name, one in found.items()}
+    return {"metrics": values, **how}
+
+
+def table(results: dict[str, Any]) -> list[str]:
+    """The results as lines of text."""
+    rows = [("task", "metric", "value", "+-", "of")]
+    for name, result in results["tasks"].items():
+        size = f"{result['examples']} examples" if "examples" in result else f"{result['batches']} batches"
+        for metric, one in result["metrics"].items():
+            error = "" if one["standard_error"] is None else f"{one['standard_error']:.4f}"
+            rows.append((name, metric, f"{one['value']:.4f}", error, size))
+    widths = [max(len(row[i]) for row in rows) for i in range(5)]
+    return [
+        f"{row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]:>{widths[2]}}  {row[3]:>{widths[3]}}  {row[4]}".rstrip()
+        for row in rows
+    ]

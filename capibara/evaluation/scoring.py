@@ -1,0 +1,170 @@
+"""The probability of given texts: ln p(continuation | context) of many pairs, in few compiled programs."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from capibara import sharding
+from capibara.models.api import Model
+from capibara.sharding import Plan
+from capibara.types import Batch, Params, UserError
+
+_PLACES = 4096  # of a batch, about
+_MOST_ROWS = 32
+_SMALLEST = 32
+_BLOCK_LOGITS = 2**24  # at a time, float32
+
+
+class Pair(NamedTuple):
+    """Token ids: what the model has read, with the beginning token, and what comes then."""
+
+    context: Sequence[int]
+    continuation: Sequence[int]
+
+
+class Score(NamedTuple):
+    """Of a continuation: ln p given its context, and whether each of its tokens is the likeliest where it stands."""
+
+    log_probability: float
+    greedy: bool
+
+
+class Scorer:
+    """Scores pairs in batches of pairs of about the same length.
+
+    Args:
+      model: a decoder or an encoder-decoder, whose encoder reads the context.
+      params: its parameters.
+      length: places of a row; a longer context loses its beginning.
+      encoder_length: of an encoder-decoder, places of its encoder.
+      pad_id: what an encoder-decoder's text begins with.
+      plan: of parameters that are spread over the devices of `mesh`.
+      mesh: theirs; None: they lie on one.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        params: Params,
+        length: int,
+        *,
+        encoder_length: int | None = None,
+        pad_id: int = 0,
+        plan: Plan | None = None,
+        mesh: Mesh | None = None,
+    ):
+        self._params, self._length, self._encoder_length, self._pad_id = params, length, encoder_length, pad_id
+        self._unit = 1
+        self._program = jax.jit(functools.partial(_score, model))
+        if mesh is not None and mesh.size > 1:
+            pipeline = plan.pipeline(mesh)
+            shards = math.prod(mesh.shape[axis] for axis in plan.rules.batch)
+            self._unit = shards * (pipeline.microbatches if pipeline else 1)
+            placed = sharding.batch_sharding(mesh, plan.rules)
+
+            def on_mesh(params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
+                with sharding.activate(mesh, plan.rules, pipeline):
+                    return _score(model, params, sharding.balanced(batch))
+
+            program = jax.jit(on_mesh)
+            self._program = lambda params, batch: program(params, sharding.global_batch(placed, batch))
+
+    def __call__(self, pairs: Sequence[Pair], done: Callable[[int], None] = lambda count: None) -> list[Score]:
+        """The score of each pair; `done` is told how many there are so far.
+
+        Raises:
+          UserError: a pair has no context or no continuation, or the continuation does not fit a row.
+        """
+        scores: list[Score | None] = [None] * len(pairs)
+        count = 0
+        for numbers, places in self._batches(pairs):
+            batch = self._batch([pairs[i] for i in numbers], places)
+            sums, hits = jax.device_get(self._program(self._params, batch))
+            for i, log_probability, greedy in zip(numbers, sums.tolist(), hits.tolist()):
+                scores[i] = Score(log_probability, bool(greedy))
+            count += len(numbers)
+            done(count)
+        return scores
+
+    def _batches(self, pairs: Sequence[Pair]) -> Iterator[tuple[list[int], int]]:
+        """Numbers of pairs, the longest first, with the places of their rows."""
+        needs = [self._need(pair) for pair in pairs]
+        order = sorted(range(len(pairs)), key=lambda i: needs[i], reverse=True)
+        at = 0
+        while at < len(order):
+            places = min(max(_SMALLEST, 2 ** math.ceil(math.log2(max(needs[order[at]], 1)))), self._length)
+            yield order[at : at + self._rows(places)], places
+            at += self._rows(places)
+
+    def _rows(self, places: int) -> int:
+        """Of a batch: one number for each number of places, so that few programs are compiled."""
+        rows = min(max(_PLACES // (places + (self._encoder_length or 0)), 1), _MOST_ROWS)
+        return -(-rows // self._unit) * self._unit
+
+    def _need(self, pair: Pair) -> int:
+        """Places of a row that it takes."""
+        own = len(pair.continuation)
+        if not len(pair.context) or not own:
+            raise UserError("a context and a continuation must have at least one token each")
+        if own > self._length:
+            raise UserError(f"a continuation has {own} tokens, rows have {self._length}: raise Dataset.length")
+        return own if self._encoder_length is not None else min(len(pair.context) + own - 1, self._length)
+
+    def _batch(self, pairs: Sequence[Pair], length: int) -> Batch:
+        rows = self._rows(length)
+        names = ("tokens", "targets", "segment_ids", "positions")
+        batch = {name: np.zeros((rows, length), np.int32) for name in names}
+        batch["weights"] = np.zeros((rows, length), np.float32)
+        if self._encoder_length is not None:
+            for name in ("encoder_tokens", "encoder_segment_ids", "encoder_positions"):
+                batch[name] = np.zeros((rows, self._encoder_length), np.int32)
+        for row, (context, continuation) in enumerate(pairs):
+            if self._encoder_length is not None:
+                encoder = "encoder_tokens", "encoder_segment_ids", "encoder_positions"
+                _fill(batch, row, context[: self._encoder_length], *encoder)
+                whole = [self._pad_id, *continuation]
+            else:
+                whole = [*context, *continuation][-(length + 1) :]
+            _fill(batch, row, whole[:-1], "tokens", "segment_ids", "positions")
+            end = len(whole) - 1
+            batch["targets"][row, :end] = whole[1:]
+            batch["weights"][row, end - len(continuation) : end] = 1
+        return batch
+
+
+def _fill(
+    batch: dict[str, np.ndarray], row: int, ids: Sequence[int], tokens: str, segments: str, positions: str
+) -> None:
+    batch[tokens][row, : len(ids)] = ids
+    batch[segments][row, : len(ids)] = 1
+    batch[positions][row, : len(ids)] = np.arange(len(ids))
+
+
+def _score(model: Model, params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
+    """Sums of the log-probabilities of each row's weighted targets [B], and whether all of these are the likeliest [B]."""
+    hidden_BTD, _ = model.hidden(params, batch)
+    B, T, D = hidden_BTD.shape
+    wanted = -(-B * T * model.config.vocab_size // _BLOCK_LOGITS)
+    blocks = next(n for n in range(min(wanted, T), T + 1) if T % n == 0)
+
+    def of_block(block: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        hidden, targets = block
+        logits = model.logits_of(params, hidden)
+        chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+        return chosen - jax.nn.logsumexp(logits, axis=-1), jnp.argmax(logits, axis=-1).astype(jnp.int32) == targets
+
+    def apart(x: jax.Array) -> jax.Array:
+        return jnp.moveaxis(x.reshape(B, blocks, T // blocks, *x.shape[2:]), 1, 0)
+
+    found, hits = jax.lax.map(of_block, (apart(hidden_BTD), apart(jnp.asarray(batch["targets"]))))
+    found, hits = (jnp.moveaxis(x, 0, 1).reshape(B, T) for x in (found, hits))
+    weights = jnp.asarray(batch["weights"])
+    return jnp.sum(jnp.where(weights > 0, found, 0.0), axis=1), jnp.all(hits | (weights == 0), axis=1)

@@ -1,0 +1,161 @@
+"""A task in Gin: lines of JSON, what is asked of each, and by which metrics the answers are judged."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+import string
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from capibara.config import configurable
+from capibara.data import disk
+from capibara.evaluation.metrics import choice_accuracy
+from capibara.fields import did_you_mean
+from capibara.inference.sampling import Sampling
+from capibara.types import UserError
+
+
+class PromptFormat(enum.StrEnum):
+    """How a prompt is put to the model: as a text to go on with, or as a user's turn in its chat template."""
+
+    PLAIN = "plain"
+    CHAT = "chat"
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvalTask:
+    """A task, bound under its name as a scope: `qa/EvalTask.files = (...)` is the task qa.
+
+    Attributes:
+      files: paths or globs of .jsonl files, one JSON object a line.
+      metrics: functions of (targets, predictions), see `metrics`. None for choices: their accuracy.
+      prompt: with the keys of a line in braces: "Question: {question}\\nAnswer:". A brace itself is {{ or }}.
+      target: the key that has the right answer, or a list of right ones; a tuple of keys: the target is a dict of those
+        that the line has.
+      choices: the key of a list of answers: they are ranked by their probability, nothing is generated. The target is
+        then the number of the right one from 0, its letter from A, or its text.
+      before_choice: what stands between prompt and choice.
+      format: plain or chat.
+      num_samples: answers to each prompt, of seeds from Sampling.seed on.
+      sampling: how they are made.
+    """
+
+    files: tuple[str, ...]
+    metrics: tuple[Callable[..., Any], ...] | None = None
+    prompt: str = "{prompt}"
+    target: str | tuple[str, ...] = "target"
+    choices: str | None = None
+    before_choice: str = " "
+    format: PromptFormat = PromptFormat.PLAIN
+    num_samples: int = 1
+    sampling: Sampling = Sampling(temperature=0.0)
+
+    def __post_init__(self) -> None:
+        if self.num_samples < 1:
+            raise UserError(f"EvalTask.num_samples is {self.num_samples}, must be at least 1")
+        if not self.scored_by:
+            raise UserError("EvalTask.metrics is empty: name some, e.g. (@exact_match, @token_f1)")
+        if self.choices is not None and self.num_samples > 1:
+            raise UserError(f"EvalTask.num_samples ({self.num_samples}) is of generated answers: choices take 1")
+        if self.num_samples > 1 and self.sampling.temperature == 0:
+            raise UserError(
+                f"EvalTask.num_samples is {self.num_samples} and Sampling.temperature 0: all answers would be the same, set "
+                "a temperature above 0"
+            )
+        try:
+            fields = [name for _, name, _, _ in string.Formatter().parse(self.prompt) if name is not None]
+        except ValueError as error:
+            raise UserError(
+                f"EvalTask.prompt ({self.prompt!r}) cannot be read ({error}): write {{{{ for a brace"
+            ) from None
+        if not all(name.isidentifier() for name in fields):
+            raise UserError(f"EvalTask.prompt ({self.prompt!r}) must have names of keys in its braces")
+        for metric in self.scored_by:
+            if hasattr(metric, "check"):
+                metric.check(self.num_samples)
+
+    @property
+    def scored_by(self) -> tuple[Callable[..., Any], ...]:
+        if self.metrics is not None:
+            return self.metrics
+        return () if self.choices is None else (choice_accuracy,)
+
+
+@dataclasses.dataclass(frozen=True)
+class Item:
+    """A line of a task: the prompt, the target, and what there is to choose from (empty: nothing, it is generated)."""
+
+    prompt: str
+    target: Any
+    choices: tuple[str, ...] = ()
+
+
+def read_items(name: str, task: EvalTask, limit: int | None = None) -> list[Item]:
+    """The lines of a task, the first `limit` of them.
+
+    Raises:
+      UserError: a file is missing, empty or cut off, or a line lacks what the task asks for.
+    """
+    items: list[Item] = []
+    paths = disk.expand(f"{name}/EvalTask.files", task.files)
+    for path in paths:
+        try:
+            with open(path, encoding="utf-8") as file:
+                lines = file.read().split("\n")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"{path} cannot be read ({type(error).__name__}): name a .jsonl file in UTF-8") from None
+        for number, line in enumerate(lines, 1):
+            if line.strip() and (limit is None or len(items) < limit):
+                items.append(_item(task, line, f"{path}:{number}"))
+    if not items:
+        raise UserError(f"{name}/EvalTask.files ({disk.shown(paths)}) hold no line: give at least one")
+    return items
+
+
+def _item(task: EvalTask, line: str, where: str) -> Item:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise UserError(f"{where} is no JSON ({error}): {line[:60]}") from None
+    if not isinstance(record, Mapping):
+        raise UserError(f"{where} must hold a JSON object, not {type(record).__name__}")
+    used = {name for _, name, _, _ in string.Formatter().parse(task.prompt) if name is not None}
+    values = {name: _value(record, name, "EvalTask.prompt", where) for name in used}
+    prompt = task.prompt.format(**values)
+    if task.choices is not None:
+        choices = _value(record, task.choices, "EvalTask.choices", where)
+        if not isinstance(choices, list) or len(choices) < 2 or not all(isinstance(one, str) for one in choices):
+            raise UserError(f"{where}: {task.choices!r} must be a list of at least two texts, not {str(choices)[:60]}")
+        right = _value(record, task.target, "EvalTask.target", where) if isinstance(task.target, str) else None
+        return Item(prompt, _number(right, choices, where), tuple(choices))
+    if isinstance(task.target, str):
+        return Item(prompt, _value(record, task.target, "EvalTask.target", where))
+    target = {key: record[key] for key in task.target if key in record}
+    if not target:
+        _value(record, task.target[0], "EvalTask.target", where)
+    return Item(prompt, target)
+
+
+def _value(record: Mapping[str, Any], key: str, asks: str, where: str) -> Any:
+    if key not in record:
+        raise UserError(
+            f"{where} has no {key!r}, which {asks} asks for{did_you_mean(key, map(str, record), 'its keys')}"
+        )
+    return record[key]
+
+
+def _number(right: Any, choices: list[str], where: str) -> int:
+    """Which of the choices is right."""
+    if isinstance(right, str):
+        if right in choices:
+            return choices.index(right)
+        letter = right.strip().upper()
+        right = string.ascii_uppercase.find(letter) if len(letter) == 1 else right
+    if isinstance(right, int) and 0 <= right < len(choices):
+        return int(right)
+    raise UserError(
+        f"{where}: the right choice is {right!r}, must be a number from 0 to {len(choices) - 1}, a letter or one of them"
+    )

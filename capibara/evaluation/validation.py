@@ -1,0 +1,52 @@
+"""Loss, perplexity, bits per byte and token accuracy over a run's validation split."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import math
+
+import jax
+
+from capibara import sharding
+from capibara.evaluation.answers import Show
+from capibara.evaluation.metrics import Estimate
+from capibara.evaluation.subject import Subject
+from capibara.training import evaluate, loaders
+
+NAME = "validation"
+
+
+def validated(subject: Subject, limit: int | None, show: Show) -> tuple[dict[str, Estimate], int]:
+    """The metrics, and how many batches there were, at most `limit`.
+
+    Standard errors are those of a ratio of sums over batches, which have about as many tokens each: documents are not
+    told apart any more once they share rows.
+    """
+    trainer, mesh = subject.trainer, subject.mesh
+    if trainer.evaluation.max_batches is not None:  # of the evaluations within training
+        trainer = dataclasses.replace(trainer, evaluation=dataclasses.replace(trainer.evaluation, max_batches=None))
+    step = jax.jit(evaluate.make_eval_step(subject.model, trainer.plan, mesh, subject.vocabulary.token_bytes()))
+    placed = sharding.batch_sharding(mesh, trainer.plan.rules)
+    with contextlib.closing(loaders.validation_loader(trainer, mesh)) as loader:
+        batches = (
+            (show(NAME, f"batch {number}"), batch)[1] for number, batch in enumerate(itertools.islice(loader, limit), 1)
+        )
+        sums = evaluate.sums_of(step, subject.params, batches, placed)
+    metrics = evaluate.metrics_of(sums)
+    loss = _error([float(s.nll) for s, _ in sums], [float(s.weight) for s, _ in sums])
+    errors = {"loss": loss, "perplexity": loss and metrics["perplexity"] * loss}
+    errors["token_accuracy"] = _error([float(s.correct) for s, _ in sums], [float(s.weight) for s, _ in sums])
+    errors["bits_per_byte"] = _error([float(s.nll) / math.log(2) for s, _ in sums], [float(count) for _, count in sums])
+    return {name: Estimate(value, errors.get(name)) for name, value in metrics.items()}, len(sums)
+
+
+def _error(numerators: list[float], denominators: list[float]) -> float | None:
+    """The standard error of sum / sum."""
+    count, total = len(numerators), sum(denominators)
+    if count < 2 or not total:
+        return None
+    ratio = sum(numerators) / total
+    squares = sum((x - ratio * y) ** 2 for x, y in zip(numerators, denominators))
+    return math.sqrt(count / (count - 1) * squares) / total

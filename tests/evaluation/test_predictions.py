@@ -1,0 +1,48 @@
+"""The file of predictions: goes on where it ends, and belongs to one model and one list of questions."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from capibara.evaluation.predictions import Predictions
+from capibara.types import UserError
+
+MODEL = {"model": "m", "step": 3}
+
+
+def fill(path, asked, model=MODEL):
+    made = []
+    with Predictions(str(path), model) as told:
+        for about in asked:
+            if told.known(about) is None:
+                made.append(about["n"])
+                told.add(about, {"prediction": f"p{about['n']}"})
+    return made
+
+
+def test_it_goes_on_where_it_ends(tmp_path):
+    path, asked = tmp_path / "deep" / "p.jsonl", [{"n": n} for n in range(4)]
+    assert fill(path, asked[:2]) == [0, 1]
+    with path.open("a") as file:
+        file.write('{"n": 2, "predic')  # cut off
+    assert fill(path, asked) == [2, 3] and fill(path, asked) == []
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert lines == [{"predictions_of": MODEL}, *({"n": n, "prediction": f"p{n}"} for n in range(4))]
+    with Predictions(None, MODEL) as told:
+        assert told.known({"n": 0}) is None and told.add({"n": 0}, {"x": 1}) == {"n": 0, "x": 1}
+
+
+def test_others_are_refused(tmp_path):
+    path = tmp_path / "p.jsonl"
+    fill(path, [{"n": 0}])
+    with pytest.raises(UserError, match="of another model"):
+        fill(path, [{"n": 0}], MODEL | {"step": 4})
+    with pytest.raises(UserError, match="line 2 is not of what is asked"):
+        fill(path, [{"n": 1}])
+    (tmp_path / "text").write_text("hello\n")
+    with pytest.raises(UserError, match="no file of predictions"):
+        fill(tmp_path / "text", [])
+    with pytest.raises(UserError, match="cannot be written"):
+        fill(tmp_path, [])

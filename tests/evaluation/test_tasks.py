@@ -1,0 +1,104 @@
+"""Tasks from Gin and their files: what is asked of each line, and every mistake in one line."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from capibara import config
+from capibara.evaluation import run
+from capibara.evaluation.metrics import exact_match
+from capibara.evaluation.tasks import EvalTask, Item, read_items
+from capibara.inference.sampling import Sampling
+from capibara.types import UserError
+
+
+@pytest.fixture
+def lines(tmp_path):
+    def write(*records, name="qa.jsonl"):
+        (tmp_path / name).write_text("".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in records))
+        return str(tmp_path / name)
+
+    return write
+
+
+def items(path, limit=None, **fields):
+    return read_items("qa", EvalTask(**{"files": (path,), "metrics": (exact_match,)} | fields), limit)
+
+
+def test_lines_become_items(lines):
+    path = lines({"q": "1+1?", "a": "2", "n": 3}, "", {"q": "{x}", "a": ["b", "c"]})
+    assert items(path, prompt="Q: {q}\n{{A}}:", target="a") == [
+        Item("Q: 1+1?\n{A}:", "2"),
+        Item("Q: {x}\n{A}:", ["b", "c"]),
+    ]
+    assert items(path, 1, prompt="{q}", target=("a", "n")) == [Item("1+1?", {"a": "2", "n": 3})]
+
+
+@pytest.mark.parametrize("answer, number", [(1, 1), ("B", 1), ("b", 1), ("two", 1), (0, 0), ("A", 0)])
+def test_the_right_choice_is_a_number_a_letter_or_a_text(lines, answer, number):
+    path = lines({"q": "?", "c": ["one", "two"], "a": answer})
+    assert items(path, prompt="{q}", target="a", choices="c", metrics=None) == [Item("?", number, ("one", "two"))]
+
+
+def test_mistakes_in_files_name_the_line(lines, tmp_path):
+    good = {"prompt": "?", "target": "!"}
+    with pytest.raises(
+        UserError, match=r"qa.jsonl:2 has no 'target', which EvalTask.target asks for: did you mean targe"
+    ):
+        items(lines(good, {"prompt": "?", "targe": "!"}))
+    with pytest.raises(UserError, match=r"qa.jsonl:1 has no 'q', which EvalTask.prompt asks for"):
+        items(lines(good), prompt="{q}")
+    with pytest.raises(UserError, match=r"qa.jsonl:2 is no JSON"):
+        items(lines(good, '{"prompt": '))
+    with pytest.raises(UserError, match="must hold a JSON object, not list"):
+        items(lines("[1]"))
+    with pytest.raises(UserError, match=r"qa/EvalTask.files \(.*\) hold no line"):
+        items(lines(""))
+    with pytest.raises(UserError, match="matches no file"):
+        items(str(tmp_path / "none.jsonl"))
+    for choices, answer, why in ((["a"], 0, "at least two texts"), (["a", "b"], 2, "from 0 to 1"), ("ab", 0, "a list")):
+        with pytest.raises(UserError, match=why):
+            items(lines(good | {"c": choices, "target": answer}), choices="c")
+
+
+def test_mistakes_in_a_task():
+    for fields, why in (
+        ({"metrics": ()}, "EvalTask.metrics is empty"),
+        ({"metrics": None}, "EvalTask.metrics is empty"),
+        ({"num_samples": 0}, "num_samples is 0"),
+        ({"num_samples": 2}, "all answers would be the same"),
+        ({"choices": "c", "num_samples": 2, "sampling": Sampling()}, "choices take 1"),
+        ({"prompt": "{a"}, "cannot be read"),
+        ({"prompt": "{a.b}"}, "names of keys"),
+        ({"prompt": "{}"}, "names of keys"),
+    ):
+        with pytest.raises(UserError, match=why):
+            EvalTask(**{"files": ("x",), "metrics": (exact_match,)} | fields)
+
+
+def test_tasks_are_scopes(lines):
+    path = lines({"prompt": "?", "target": "!"})
+    bindings = [
+        f"a/EvalTask.files = ('{path}',)", f"b/EvalTask.files = ('{path}',)", "EvalTask.metrics = (@exact_match,)",
+        "b/EvalTask.prompt = 'So: {prompt}'", "EvalTask.sampling = @Sampling()", "Sampling.temperature = 0.0",
+        "b/Sampling.max_new_tokens = 7", "exact_match.normalise = False",
+    ]  # fmt: skip
+    config.parse([], bindings)
+    a, b = run.chosen([], None)
+    assert (a.name, b.name) == ("a", "b") and [b.items, a.items] == [[Item("So: ?", "!")], [Item("?", "!")]]
+    assert (a.task.sampling.max_new_tokens, b.task.sampling.max_new_tokens) == (128, 7)
+    assert a.task.metrics[0](["Yes"], ["yes"]) == {"exact_match": [0.0]}  # as it is bound
+    assert [one.name for one in run.chosen(["b"], None)] == ["b"]
+    assert run.chosen(["validation"], None) == ["validation"]
+    config.parse([], [*bindings, "bleu.tokenize = 'char'"])
+    with pytest.raises(UserError, match="bleu.tokenize is bound but nothing uses it"):
+        run.chosen([], None)
+    config.parse([], bindings)
+    with pytest.raises(UserError, match="--task=validaton is bound nowhere: did you mean validation?"):
+        run.chosen(["validaton"], None)
+    config.parse([], [])
+    assert run.chosen([], None) == ["validation"]
+    with pytest.raises(UserError, match="no configurable named @exact_mach: did you mean exact_match?"):
+        config.parse([], ["qa/EvalTask.metrics = (@exact_mach,)"])
