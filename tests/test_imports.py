@@ -25,6 +25,7 @@ RULES = {
     "strategies": _BASE | {"training"},
     "monitoring": FOUNDATION | {"training.callbacks"},
     "jobs": FOUNDATION | {"sharding", "planner"},
+    "loading": _BASE | {"training", "interop"},
 }
 VERBS = {"train", "plan", "prove", "evaluate", "infer", "serve", "convert", "prepare", "dashboard", "launch"}
 ANYTHING = VERBS | {"__main__"}

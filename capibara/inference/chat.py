@@ -1,4 +1,4 @@
-"""A user's turn as a model that was trained on conversations reads it, and where its answer ends."""
+"""A conversation as a model that was trained on some reads it, and where its answer ends."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ import functools
 
 import numpy as np
 
-from capibara import config
-from capibara.data.chat import ChatJsonlSource, TrainOn, render_example
+from capibara.data.chat import TrainOn, render_example
 from capibara.data.chat_formats import Conversation
 from capibara.data.chat_template import ChatTemplate
-from capibara.data.dataset import Dataset
-from capibara.data.vocabulary import TokenizerJsonVocabulary, Vocabulary
+from capibara.data.vocabulary import Vocabulary
 from capibara.types import UserError
 
 
@@ -26,8 +24,15 @@ class Chat:
 
     def ids(self, turn: str) -> list[int]:
         """The prompt for an answer to a user's turn; where the turn spells a special token it has its letters."""
-        conversation = Conversation([{"role": "user", "content": turn}])
-        text = self.template.render(conversation, "the prompt", add_generation_prompt=True).text
+        return self.ids_after(Conversation([{"role": "user", "content": turn}]), "the prompt")
+
+    def ids_after(self, conversation: Conversation, where: str) -> list[int]:
+        """The prompt for the answer that follows a conversation; `where` names it in errors.
+
+        Raises:
+          UserError: the template refuses it.
+        """
+        text = self.template.render(conversation, where, add_generation_prompt=True).text
         return self.vocabulary.encode_rendered(text)[0].tolist()
 
     @functools.cached_property
@@ -43,19 +48,16 @@ class Chat:
         return ()
 
 
-def of_run(dataset: Dataset) -> Chat:
-    """With the template that a run was trained with, or that beside its tokenizer.
+def of(vocabulary: Vocabulary, template: ChatTemplate | None) -> Chat:
+    """A model's own.
 
     Raises:
-      UserError: the run has none.
+      UserError: it has no template.
     """
-    vocabulary, source = dataset.get_vocabulary(), dataset.source
-    if isinstance(source, ChatJsonlSource):
-        return Chat(vocabulary, source.template)
-    if not isinstance(vocabulary, TokenizerJsonVocabulary):
+    if template is None:
+        kind = type(vocabulary).__name__
         raise UserError(
-            f"--chat needs a tokenizer with a chat template, and Dataset.vocabulary is {type(vocabulary).__name__}: leave "
-            "--chat out, or use a model whose tokenizer has one"
+            f"chat needs a tokenizer with a chat template, and the model's ({kind}) has none: use a model whose tokenizer "
+            "has one, or set ChatTemplate.template"
         )
-    given = {} if config.is_bound("ChatTemplate.tokenizer") else {"tokenizer": vocabulary.folder}
-    return Chat(vocabulary, config.build(ChatTemplate, **given))
+    return Chat(vocabulary, template)
