@@ -30,7 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--prompt", metavar="TEXT", help="text to continue; default: standard input")
     parser.add_argument("--prompts", metavar="FILE", help='a prompt a line, or .jsonl of {"prompt": ..., "seed": ...}')
     parser.add_argument("--out", metavar="FILE", help="jsonl file for the texts of --prompts; goes on where it ends")
-    parser.add_argument("--chat", action="store_true", help="prompts are a user's turns; of a terminal one after the other")
+    parser.add_argument(
+        "--chat", action="store_true", help="prompts are a user's turns; of a terminal one after the other"
+    )
     parser.add_argument("--benchmark", action="store_true", help="print tokens a second and latencies, no text")
     args = cli.parse_arguments(parser, argv)
     if not (args.model_dir or args.model):

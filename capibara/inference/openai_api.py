@@ -258,7 +258,9 @@ def _sampling(asked: Asked, served: Served, config: ServerConfig, room: int) -> 
 
 def _stops(value: Any, config: ServerConfig) -> tuple[str, ...]:
     stops = [value] if isinstance(value, str) else value or []
-    if not isinstance(stops, list) or not all(isinstance(stop, str) and 0 < len(stop) <= _LONGEST_STOP for stop in stops):
+    if not isinstance(stops, list) or not all(
+        isinstance(stop, str) and 0 < len(stop) <= _LONGEST_STOP for stop in stops
+    ):
         raise Refusal(
             400,
             f"stop is {short(value)}, must be a string or a list of strings, each of 1 to {_LONGEST_STOP} characters",

@@ -110,7 +110,9 @@ def _authorised(keys: Sequence[str]) -> Callable[[Request], None]:
 # Answers.
 
 
-async def _answer(service: Service, request: Request, kind: type[Asked], asks_of: Asks, reply_of: type[Reply]) -> Response:
+async def _answer(
+    service: Service, request: Request, kind: type[Asked], asks_of: Asks, reply_of: type[Reply]
+) -> Response:
     began_s = time.monotonic()
     served, config = service.check_room(), service.config
     body = await _body(request, config)
@@ -128,7 +130,9 @@ async def _answer(service: Service, request: Request, kind: type[Asked], asks_of
 async def _body(request: Request, config: ServerConfig) -> bytes:
     content = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if content != "application/json":  # which a web page of others cannot send without asking
-        raise Refusal(415, f"Content-Type is {content[:60]!r}, must be 'application/json'", code="unsupported_media_type")
+        raise Refusal(
+            415, f"Content-Type is {content[:60]!r}, must be 'application/json'", code="unsupported_media_type"
+        )
     most, size, parts = config.max_body_kib * 1024, 0, []
     try:
         async with asyncio.timeout(config.timeout_s):

@@ -112,9 +112,7 @@ class CompletionReply(Reply):
         return self._asked.logprobs is not None
 
     def _choice(self, index: int, text: str, pieces: Iterable[Piece], finish: str) -> Json:
-        return {"index": index, "finish_reason": finish} | self._part(
-            self._echoed[index] + text, pieces, finish, index
-        )
+        return {"index": index, "finish_reason": finish} | self._part(self._echoed[index] + text, pieces, finish, index)
 
     def _part(self, text: str, pieces: Iterable[Piece], finish: str | None, index: int) -> Json:
         return {"text": text, "logprobs": self._logprobs(index, pieces) if self._names_tokens else None}

@@ -137,7 +137,9 @@ class Talk:
             dropped += turns[1] - turns[0]
             del self.messages[turns[0] : turns[1]]
         if len(ids) > self._length:
-            raise UserError(f"that has {len(ids)} tokens with the template, must have at most {self._length}: shorten it")
+            raise UserError(
+                f"that has {len(ids)} tokens with the template, must have at most {self._length}: shorten it"
+            )
         if dropped:
             self._write(f"[the first {dropped} messages are forgotten: the context of {self._length} tokens is full]\n")
         return ids
