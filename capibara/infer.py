@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import sys
@@ -83,6 +84,8 @@ def run(args) -> None:
             print(f"\r{done} of {len(prompts)} texts in {args.out}", end="", file=sys.stderr)
         print(file=sys.stderr)
     else:
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401 - with it input() has a line that can be edited
         with engine.start():
             terminal.Talk(engine, talk, lengths[0], sampling, terminal.write).run()
 

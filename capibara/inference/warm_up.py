@@ -22,6 +22,7 @@ def warm_up(engine: Engine, vocab_size: int) -> Iterator[tuple[int, int]]:
     sampling = Sampling(max_new_tokens=2, temperature=1.0)
     for done, (size, likeliest) in enumerate(asked):
         yield done, len(asked)
-        # Each of another token: none begins as another does.
-        engine.submit([done % vocab_size] * size, sampling, likeliest=likeliest).result()
+        # Each of another token: none begins as another does. With the text it is as long as the size.
+        prompt = [done % vocab_size] * max(size - 1, 1)
+        engine.submit(prompt, sampling, likeliest=likeliest).result()
     yield len(asked), len(asked)

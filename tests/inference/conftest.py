@@ -27,7 +27,7 @@ def folder(tmp_path_factory) -> str:
 
     letters = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = tokenizers.Tokenizer(models.BPE(vocab=letters, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     tokenizer.add_special_tokens([tokenizers.AddedToken(token, special=True) for token in special])
@@ -48,3 +48,21 @@ def folder(tmp_path_factory) -> str:
         dtype="float32",
     )
     return str(path)
+
+
+@pytest.fixture(scope="session")
+def served(folder):
+    """It in an engine with two slots, and its chat."""
+    from capibara import config, loading
+    from capibara.inference.chat import Chat
+    from capibara.inference.engine import Engine, EngineConfig
+    from capibara.inference.sampling import Sampling
+    from capibara.inference.service import Served
+
+    config.reset()
+    found = loading.load(folder)
+    batching = EngineConfig(slots=2, prefix_cache_mib=1)
+    engine = Engine(found.model, found.params, found.vocabulary, LENGTH, batching)
+    chat = Chat(found.vocabulary, found.template)
+    with engine.start():
+        yield Served(engine, found.vocabulary, chat, LENGTH, None, "tiny", Sampling(max_new_tokens=8))

@@ -15,14 +15,13 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from capibara import config, loading
+from capibara import loading
 from capibara.data.chat_formats import Conversation
 from capibara.inference import server
-from capibara.inference.chat import Chat
 from capibara.inference.engine import Engine, EngineConfig
 from capibara.inference.openai_app import app_of
 from capibara.inference.sampling import Sampling
-from capibara.inference.service import Served, ServerConfig, Service
+from capibara.inference.service import ServerConfig, Service
 from capibara.inference.serving_metrics import ServingMetrics
 from capibara.inference.warm_up import warm_up
 from capibara.types import UserError
@@ -70,18 +69,6 @@ class Running:
         assert status == 200
         families = text_string_to_metric_families(page.decode())
         return {(one.name, *one.labels.values()): one.value for family in families for one in family.samples}
-
-
-@pytest.fixture(scope="module")
-def served(folder):
-    config.reset()
-    found = loading.load(folder)
-    assert (found.length, found.encoder_length, found.name) == (LENGTH, None, "tiny")
-    batching = EngineConfig(slots=SLOTS, prefix_cache_mib=1)
-    engine = Engine(found.model, found.params, found.vocabulary, LENGTH, batching)
-    chat = Chat(found.vocabulary, found.template)
-    with engine.start():
-        yield Served(engine, found.vocabulary, chat, LENGTH, None, "tiny", Sampling(max_new_tokens=8))
 
 
 @pytest.fixture(scope="module")
@@ -480,6 +467,12 @@ def test_a_configuration_that_makes_no_sense():
         ServerConfig(timeout_s=0.0)
     with pytest.raises(UserError, match="has no key"):
         server.keys_of("/dev/null", "NONE")
+
+
+def test_a_folder_is_loaded_with_its_tokenizer(folder):
+    found = loading.load(folder)
+    assert (found.length, found.encoder_length, found.name) == (LENGTH, None, "tiny")
+    assert found.vocabulary.size == 259 and found.template is not None and found.model.config.vocab_size == 260
 
 
 def test_a_folder_that_is_no_model(tmp_path):
