@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import os
 import sys
 from collections.abc import Sequence
@@ -9,7 +11,7 @@ from collections.abc import Sequence
 from capibara import cli, outputs
 from capibara.types import UserError
 
-_DESCRIPTION = """Continue a prompt with a model from a run folder; an encoder-decoder answers it.
+_DESCRIPTION = """Continue a prompt with a model; an encoder-decoder answers it.
 
 examples:
   python -m capibara.infer --model_dir=runs/quickstart --prompt="def "
@@ -17,6 +19,7 @@ examples:
   echo "class " | python -m capibara.infer --model_dir=runs/quickstart --gin.Sampling.top_p=0.9
   python -m capibara.infer --model_dir=runs/quickstart --prompts=prompts.jsonl --out=texts.jsonl
   python -m capibara.infer --model_dir=runs/finetune --chat --prompt="What is a capybara?"
+  python -m capibara.infer --model=SmolLM2-135M-Instruct.gguf --chat
   python -m capibara.infer --model_dir=runs/quickstart --benchmark --gin.EngineConfig.slots=8"""
 
 
@@ -24,17 +27,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Parses the command line and prints the prompt with its continuation, or its answer; returns the exit code."""
     parser = cli.ArgumentParser("capibara infer", _DESCRIPTION)
     parser.add_argument("--model_dir", metavar="DIR", help="run folder: its config.gin and newest checkpoint are used")
+    parser.add_argument("--model", metavar="PATH", help="instead: a Hugging Face folder or a .gguf file")
     parser.add_argument("--prompt", metavar="TEXT", help="text to continue; default: standard input")
     parser.add_argument("--prompts", metavar="FILE", help='a prompt a line, or .jsonl of {"prompt": ..., "seed": ...}')
     parser.add_argument("--out", metavar="FILE", help="jsonl file for the texts of --prompts; goes on where it ends")
-    parser.add_argument("--chat", action="store_true", help="prompts are a user's turns, put into the chat template")
+    parser.add_argument(
+        "--chat", action="store_true", help="prompts are a user's turns; of a terminal one after the other"
+    )
     parser.add_argument("--benchmark", action="store_true", help="print tokens a second and latencies, no text")
     args = cli.parse_arguments(parser, argv)
-    if not args.model_dir:
+    if not (args.model_dir or args.model):
         raise UserError("--model_dir has no value: name a run folder, e.g. --model_dir=runs/quickstart")
+    if args.model_dir and args.model:
+        raise UserError(f"--model_dir={args.model_dir} and --model={args.model}: leave one out")
     if bool(args.prompts) != bool(args.out):
         raise UserError("--prompts and --out go together: name both files, e.g. --prompts=in.jsonl --out=out.jsonl")
-    if outputs.read(recorded := os.path.join(args.model_dir, "config.gin")) is None:
+    if args.model_dir and outputs.read(recorded := os.path.join(args.model_dir, "config.gin")) is None:
         raise UserError(f"--model_dir={args.model_dir} is not a run folder: {recorded} is missing; train one first")
     run(args)
     return 0
@@ -42,36 +50,44 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(args) -> None:
     """Does what the flags say with the run's newest checkpoint (its averaged parameters where it kept them)."""
-    from capibara import config, devices
-    from capibara.inference import chat, files, speed
+    from capibara import config, devices, loading
+    from capibara.inference import chat, files, speed, terminal
     from capibara.inference.engine import Engine, EngineConfig
     from capibara.inference.sample import Generator, Sampling, check_generates
-    from capibara.training import run_folder
 
     devices.skip_absent_tpu()
     devices.use_compilation_cache()
-    trainer, model, params = run_folder.load(args.model_dir, args.gin_file, args.gin_bindings, args.gin_search_paths)
+    path = args.model_dir or args.model
+    found = loading.load(path, args.gin_file, args.gin_bindings, args.gin_search_paths)
+    model, vocabulary, lengths = found.model, found.vocabulary, (found.length, found.encoder_length)
     sampling, batching = config.build(Sampling), config.build(EngineConfig)
-    vocabulary, lengths = trainer.dataset.get_vocabulary(), (trainer.dataset.length, trainer.dataset.encoder_length)
-    talk = chat.of_run(trainer.dataset) if args.chat else None
+    talk = chat.of(vocabulary, found.template) if args.chat else None
     config.check_used()
     check_generates(model)
     prompts = files.read_prompts(args.prompts, sampling) if args.prompts else []
-    if not (prompts or args.benchmark):
+    typed = talk and args.prompt is None and sys.stdin.isatty()
+    if not (prompts or args.benchmark or typed):
         prompt = sys.stdin.read().rstrip("\n") if args.prompt is None else args.prompt
         generate = Generator(model, vocabulary, lengths[0], sampling, lengths[1])
-        text = generate(params, talk.ids(prompt), talk.ends) if talk else generate(params, prompt)
+        text = generate(found.params, talk.ids(prompt), talk.ends) if talk else generate(found.params, prompt)
         print(text if lengths[1] or talk else prompt + text)
         return
-    engine = Engine(model, params, vocabulary, lengths[0], batching, lengths[1])
-    del params
+    if typed and not (prompts or args.benchmark):
+        batching = dataclasses.replace(batching, slots=1)
+    engine = Engine(model, found.params, vocabulary, lengths[0], batching, lengths[1])
+    del found
     if args.benchmark:
         for name, value in speed.measure(engine, sampling, (lengths[1] or lengths[0]) // 2, vocabulary.size).items():
             print(f"{name:32} {value:12.1f}")
-        return
-    for done in files.complete(engine, prompts, args.out, talk):
-        print(f"\r{done} of {len(prompts)} texts in {args.out}", end="", file=sys.stderr)
-    print(file=sys.stderr)
+    elif prompts:
+        for done in files.complete(engine, prompts, args.out, talk):
+            print(f"\r{done} of {len(prompts)} texts in {args.out}", end="", file=sys.stderr)
+        print(file=sys.stderr)
+    else:
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401 - with it input() has a line that can be edited
+        with engine.start():
+            terminal.Talk(engine, talk, lengths[0], sampling, terminal.write).run()
 
 
 if __name__ == "__main__":

@@ -23,8 +23,8 @@ RULES = {
     "models": FOUNDATION | {"sharding"},
     **{name: _BASE for name in ("planner", "interop", "inference", "training")},
     "strategies": _BASE | {"training", "inference"},
-    "any_model": _BASE | {"training", "interop"},
-    "evaluation": _BASE | {"training", "interop", "inference", "any_model"},
+    "loading": _BASE | {"training", "interop", "inference"},
+    "evaluation": _BASE | {"training", "interop", "inference", "loading"},
     "monitoring": FOUNDATION | {"training.callbacks"},
     "jobs": FOUNDATION | {"sharding", "planner"},
 }

@@ -10,12 +10,12 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from capibara import any_model, config, sharding
-from capibara.any_model import Opened
+from capibara import config, loading, sharding
 from capibara.inference import chat
 from capibara.inference.engine import Engine, EngineConfig, check_generates
 from capibara.inference.sample import on_one_device
 from capibara.evaluation.scoring import Scorer
+from capibara.loading import Opened
 from capibara.models.api import Model
 from capibara.sharding import MESH_AXES, Plan
 from capibara.training.trainer import Trainer
@@ -71,7 +71,7 @@ class Subject:
 
     @functools.cached_property
     def chat(self) -> chat.Chat:
-        return chat.of_run(self.trainer.dataset)
+        return chat.of(self._opened.vocabulary, self._opened.template)
 
     @property
     def _for_rows(self) -> Params:
@@ -92,14 +92,14 @@ def open_subject(
     step: int | None = None,
     weights: str | None = None,
 ) -> Subject:
-    """Reads a model onto all devices; arguments as of `any_model.load`."""
+    """Reads a model onto all devices; arguments as of `loading.load`."""
     chosen = any(binding.startswith("Plan.") for binding in bindings)
 
     def placed(trainer: Trainer, model: Model) -> PyTree:
         plan, mesh = _laid_out(trainer.plan, chosen)
         return sharding.shardings(mesh, plan.rules, model.axes, model.abstract_params)
 
-    opened = any_model.load(path, gin_files, bindings, search_paths, step=step, weights=weights, placed=placed)
+    opened = loading.load(path, gin_files, bindings, search_paths, step=step, weights=weights, placed=placed)
     plan, mesh = _laid_out(opened.run.trainer.plan, chosen)
     trainer = dataclasses.replace(opened.run.trainer, plan=plan)
     return Subject(opened, trainer, mesh, config.build(EngineConfig))

@@ -1,20 +1,20 @@
-"""A user's turn as a model that was trained on conversations reads it, and where its answer ends."""
+"""A conversation as a model that was trained on some reads it, and where its answer ends."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import functools
+import os
 
 import numpy as np
 
 from capibara import config
-from capibara.data.answers import PreferenceJsonlSource, PromptJsonlSource
-from capibara.data.chat import ChatJsonlSource, TrainOn, render_example
+from capibara.data.chat import TrainOn, render_example
 from capibara.data.chat_formats import Conversation
 from capibara.data.chat_template import ChatTemplate
 from capibara.data.dataset import Dataset
-from capibara.data.vocabulary import TokenizerJsonVocabulary, Vocabulary
+from capibara.data.vocabulary import TOKENIZER_FILE, TokenizerJsonVocabulary, Vocabulary
 from capibara.types import UserError
 
 
@@ -27,8 +27,15 @@ class Chat:
 
     def ids(self, turn: str) -> list[int]:
         """The prompt for an answer to a user's turn; where the turn spells a special token it has its letters."""
-        conversation = Conversation([{"role": "user", "content": turn}])
-        text = self.template.render(conversation, "the prompt", add_generation_prompt=True).text
+        return self.ids_after(Conversation([{"role": "user", "content": turn}]), "the prompt")
+
+    def ids_after(self, conversation: Conversation, where: str) -> list[int]:
+        """The prompt for the answer that follows a conversation; `where` names it in errors.
+
+        Raises:
+          UserError: the template refuses it.
+        """
+        text = self.template.render(conversation, where, add_generation_prompt=True).text
         return self.vocabulary.encode_rendered(text)[0].tolist()
 
     @functools.cached_property
@@ -44,19 +51,28 @@ class Chat:
         return ()
 
 
-def of_run(dataset: Dataset) -> Chat:
-    """With the template that a run was trained with, or that beside its tokenizer.
+def template_of(dataset: Dataset) -> ChatTemplate | None:
+    """The template that a run was trained with, or that beside its tokenizer; None: there is none."""
+    template, vocabulary = getattr(dataset.source, "template", None), dataset.get_vocabulary()
+    if template is not None or not isinstance(vocabulary, TokenizerJsonVocabulary):
+        return template
+    given = {} if config.is_bound("ChatTemplate.tokenizer") else {"tokenizer": vocabulary.folder}
+    if given and not os.path.exists(os.path.join(vocabulary.folder, TOKENIZER_FILE)):
+        return None
+    template = config.build(ChatTemplate, **given)
+    return template if template.is_there else None
+
+
+def of(vocabulary: Vocabulary, template: ChatTemplate | None) -> Chat:
+    """A model's own.
 
     Raises:
-      UserError: the run has none.
+      UserError: it has no template.
     """
-    vocabulary, source = dataset.get_vocabulary(), dataset.source
-    if isinstance(source, (ChatJsonlSource, PreferenceJsonlSource, PromptJsonlSource)):
-        return Chat(vocabulary, source.template)
-    if not isinstance(vocabulary, TokenizerJsonVocabulary):
+    if template is None:
+        kind = type(vocabulary).__name__
         raise UserError(
-            f"--chat needs a tokenizer with a chat template, and Dataset.vocabulary is {type(vocabulary).__name__}: leave "
-            "--chat out, or use a model whose tokenizer has one"
+            f"chat needs a tokenizer with a chat template, and the model's ({kind}) has none: use a model whose tokenizer "
+            "has one, or set ChatTemplate.template"
         )
-    given = {} if config.is_bound("ChatTemplate.tokenizer") else {"tokenizer": vocabulary.folder}
-    return Chat(vocabulary, config.build(ChatTemplate, **given))
+    return Chat(vocabulary, template)

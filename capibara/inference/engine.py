@@ -111,13 +111,13 @@ class Engine:
         self._pending: deque[tuple[programs.Chosen, list[tuple[int, Request]]]] = deque()
         self._changed, self._working = threading.Condition(), threading.Lock()
         self._thread: threading.Thread | None = None
-        self._closing = False
+        self._closing = self._failed = False
 
     @property
     def slots(self) -> int:
         return self._config.slots
 
-    def load(self, params: Params) -> None:
+    def update(self, params: Params) -> None:
         """Takes other parameters of the same model, between requests; nothing is compiled for that.
 
         Args:
@@ -130,6 +130,23 @@ class Engine:
         self._params = self._programs.serving(params)
         if self._prefixes is not None:
             self._prefixes.clear()
+
+    @property
+    def load(self) -> tuple[int, int]:
+        """Requests that wait for a slot, and slots that are taken."""
+        return len(self._waiting), sum(request is not None for request in self._requests)
+
+    @property
+    def failed(self) -> bool:
+        """Whether its thread has ended with an error: it does no more work."""
+        return self._failed
+
+    @property
+    def prompt_sizes(self) -> list[int]:
+        """The numbers of places for which prompts are read: a program is compiled for each when it is first needed."""
+        if self._encoder_length is not None:
+            return [1]
+        return sorted({self._bucket(count) for count in range(2, self._length + 1)})
 
     def submit(
         self,
@@ -244,7 +261,7 @@ class Engine:
                         self._changed.wait()
         except BaseException as error:
             with self._changed:
-                self._closing = True
+                self._closing = self._failed = True
                 left = {
                     id(r): r for r in (*self._waiting, *self._requests, *(r for _, p in self._pending for _, r in p))
                 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import queue
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -65,6 +66,10 @@ class Completion:
         return [piece.token for piece in self.pieces if piece.token is not None]
 
 
+Item = Piece | Completion | BaseException
+"""Of a stream: pieces, then the whole text, or what stopped the engine."""
+
+
 class Stream:
     """The pieces of one request, as an iterator; `result` waits for the whole.
 
@@ -74,7 +79,9 @@ class Stream:
 
     def __init__(self, drive: Callable[[], bool]):
         self._drive = drive
-        self._arrived: queue.SimpleQueue[Piece | Completion | BaseException] = queue.SimpleQueue()
+        self._arrived: queue.SimpleQueue[Item] = queue.SimpleQueue()
+        self._give: Callable[[Item], None] = self._arrived.put
+        self._giving = threading.Lock()
         self._pieces: list[Piece] = []
         self._end: Completion | BaseException | None = None
         self._began_s = time.monotonic()
@@ -110,15 +117,25 @@ class Stream:
             raise self._end
         return self._end
 
+    def forward(self, to: Callable[[Item], None]) -> None:
+        """Calls `to` with all that has come and, from the engine's thread, all that comes, in place of the iterator.
+
+        It must not wait: nobody's text goes on meanwhile.
+        """
+        with self._giving:
+            while not self._arrived.empty():
+                to(self._arrived.get())
+            self._give = to
+
     def put(self, piece: Piece) -> None:
         """For the engine: one more."""
         self._pieces.append(piece)
-        self._arrived.put(piece)
+        self._hand_on(piece)
 
     def end(self, finish: Finish, prompt_tokens: int, cached_tokens: int, end: int | None = None) -> None:
         """For the engine: that was all."""
         now = time.monotonic()
-        self._arrived.put(
+        self._hand_on(
             Completion(
                 text="".join(piece.text for piece in self._pieces),
                 pieces=tuple(self._pieces),
@@ -133,4 +150,8 @@ class Stream:
 
     def fail(self, error: BaseException) -> None:
         """For the engine: nothing comes any more."""
-        self._arrived.put(error)
+        self._hand_on(error)
+
+    def _hand_on(self, item: Item) -> None:
+        with self._giving:
+            self._give(item)

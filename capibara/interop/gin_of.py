@@ -27,14 +27,15 @@ def bindings(config: Any) -> list[str]:
     return lines + inner
 
 
-def run(config: TransformerConfig, folder: str, tokenizer: Mapping[str, bytes]) -> str:
+def run(config: TransformerConfig, folder: str, tokenizer: Mapping[str, bytes], length: int = 1024) -> str:
     """A run file for a model that lies in `folder`: enough to sample from it, and to begin a run of one's own with.
 
     Args:
       tokenizer: files in the folder.
+      length: places of a row, as far as the model has so many.
     """
     own = type(config).__name__
-    length = min(1024, config.max_length or 1024)
+    length = min(length, config.max_length or length)
     data = [f'Dataset.kind = "{config.objective}"', f"Dataset.length = {length}", "Dataset.source = @StdlibSource()"]
     if isinstance(config, EncoderDecoderConfig):
         data.append(f"Dataset.encoder_length = {length}")

@@ -61,7 +61,7 @@ class Rollouts(Supply):
     def __init__(self, run: Run, grpo: Any):
         check_generates(run.model)
         dataset = run.trainer.dataset
-        self._run, self._grpo, self._chat = run, grpo, chat.of_run(dataset)
+        self._run, self._grpo, self._chat = run, grpo, chat.of(dataset.get_vocabulary(), chat.template_of(dataset))
         self._documents = {
             split: dataset.source.open(split) for split in ("train", "validation")[: 1 + self._evaluates]
         }
@@ -157,7 +157,7 @@ class Rollouts(Supply):
             vocabulary = dataset.get_vocabulary()
             self._engine = Engine(run.model, params, vocabulary, dataset.length, self._grpo.engine)
         else:
-            self._engine.load(params)
+            self._engine.update(params)
 
     def _answered(self, split: str, batch: Batch, samplings: Any) -> list[list[Answer]]:
         """The answers to each prompt of a batch, by number of the prompt in it -> how each of its answers is drawn."""

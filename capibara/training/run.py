@@ -282,9 +282,7 @@ def set_up(
     """
     spent, set_up_s = {"start": processes.age_s()}, time.perf_counter()
     mesh = sharding.make_mesh(trainer.plan, devices)
-    _check_evaluation(trainer, mesh)
-    if trainer.dataset.vocabulary is not None:
-        _check_vocabulary(trainer)  # now: that of a SeqIO task is known only once SeqIO is imported
+    _check(trainer, mesh)
     model = api.build(trainer.model)
     state = describe_state(trainer, model, mesh)
     read = reader(trainer, load)  # now: compiling takes long
@@ -295,8 +293,7 @@ def set_up(
         status(f"compiling the train step for {mesh.size} devices")
         begin_s = time.perf_counter()
         parts = compile_step(trainer, model, mesh, compiler_options, state)
-        compiled_s = time.perf_counter()
-        status(f"compiled in {compiled_s - begin_s:.1f} s")
+        status(f"compiled in {(compiled_s := time.perf_counter()) - begin_s:.1f} s")
         checkpoints, restored, batches = opened.result()
         given = loaded.result()
         if restored is not None:
@@ -340,6 +337,13 @@ def _check_vocabulary(trainer: Trainer) -> None:
             f"{type(trainer.model).__name__}.vocab_size ({trainer.model.vocab_size}) must be at least the vocabulary's "
             f"size ({size}): try {-(-size // 128) * 128}"
         )
+
+
+def _check(trainer: Trainer, mesh: Mesh) -> None:
+    """What can be known before anything is compiled."""
+    _check_evaluation(trainer, mesh)
+    if trainer.dataset.vocabulary is not None:  # that of a SeqIO task is known only once SeqIO is imported
+        _check_vocabulary(trainer)
 
 
 def _check_evaluation(trainer: Trainer, mesh: Mesh) -> None:

@@ -1,0 +1,132 @@
+"""The process of an HTTP server: it listens at once, loads its model, and ends when it is told to.
+
+Needs FastAPI, uvicorn and prometheus_client: the extra `serve`.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from types import FrameType
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from capibara.inference.openai_app import app_of
+from capibara.inference.service import Served, ServerConfig, Service, State
+from capibara.inference.serving_metrics import ServingMetrics
+from capibara.types import UserError
+
+_KILLED = 130
+_LAST_WRITES_S = 2  # for those who are still being written to when the grace is over
+_CLOSE_S = 3.0
+
+
+class Server(uvicorn.Server):
+    """uvicorn, which after the first signal lets the texts at hand end; a second one ends the process at once."""
+
+    def __init__(self, app: ASGIApp, service: Service):
+        config = uvicorn.Config(
+            app,
+            log_config=None,
+            log_level="error",
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            server_header=False,
+            timeout_graceful_shutdown=_LAST_WRITES_S,
+        )
+        super().__init__(config)
+        self._service = service
+
+    async def on_tick(self, counter: int) -> bool:
+        return await super().on_tick(counter) or self._service.drained()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self._service.state is State.DRAINING:
+            os._exit(_KILLED)
+        self._service.drain()
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that takes connections; they wait until the server runs.
+
+    Raises:
+      OSError: there is no such address, or another process has it.
+    """
+    family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    return socket.create_server(address[:2], family=family, backlog=2048)
+
+
+def keys_of(path: str | None, variable: str) -> list[str]:
+    """The keys of clients: the lines of a file, or what an environment variable holds; none of them may be empty.
+
+    Raises:
+      UserError: the file cannot be read, or has none.
+    """
+    if path is None:
+        return list(filter(None, [os.environ.get(variable, "").strip()]))
+    try:
+        with open(path, encoding="utf-8") as file:
+            keys = list(filter(None, map(str.strip, file)))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--api_key_file={path} cannot be read ({error}): name a text file with a key a line") from None
+    if not keys:
+        raise UserError(f"--api_key_file={path} has no key: write one a line")
+    return keys
+
+
+def run(
+    listening: socket.socket,
+    keys: Sequence[str],
+    load: Callable[[], tuple[Served, ServerConfig]],
+    tell: Callable[[Served], None],
+) -> None:
+    """Serves until a signal comes.
+
+    Args:
+      listening: of `listen`.
+      keys: of clients; empty: none is needed.
+      load: loads the model, in a thread of its own: until then requests are told to wait.
+      tell: called when it is ready.
+
+    Raises:
+      Exception: what `load` raised.
+    """
+    metrics = ServingMetrics(lambda: service.load)
+    service = Service(metrics)
+    server = Server(app_of(service, metrics, keys), service)
+    faults: list[BaseException] = []
+
+    def make_ready() -> None:
+        try:
+            served, config = load()
+            service.ready(served, config)
+            tell(served)
+        except BaseException as error:
+            faults.append(error)
+            server.should_exit = True
+
+    loading = threading.Thread(target=make_ready, name="loading", daemon=True)
+    loading.start()
+    server.run(sockets=[listening])
+    _end(loading, service)
+    if faults:
+        raise faults[0]
+
+
+def _end(loading: threading.Thread, service: Service) -> None:
+    """Stops the threads. One that is inside XLA cannot be stopped, and would crash the interpreter's own end."""
+    threads = [loading]
+    if service.served is not None:
+        threads.append(threading.Thread(target=service.served.engine.close, name="closing", daemon=True))
+        threads[-1].start()
+    for thread in threads:
+        thread.join(_CLOSE_S)
+    if any(thread.is_alive() for thread in threads):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)

@@ -1,0 +1,273 @@
+"""What stands between an HTTP server and the engine: who is let in, and whose texts come to an end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import enum
+import functools
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Protocol
+
+from capibara.config import configurable
+from capibara.data.vocabulary import Vocabulary
+from capibara.inference.chat import Chat
+from capibara.inference.engine import Engine
+from capibara.inference.refusal import Refusal
+from capibara.inference.sampling import Sampling
+from capibara.inference.stream import Completion, Finish, Item, Piece, Stream
+from capibara.types import UserError
+
+_SOON = {"Retry-After": "1"}
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """What a server takes on.
+
+    Attributes:
+      queue: texts that may wait for a slot; one more is refused with 429.
+      max_tokens: longest text that may be asked for; None: what a slot holds.
+      max_prompt_tokens: longest prompt; None: what a slot holds.
+      max_texts: most texts of one request: prompts times n.
+      max_stops: most stop strings of one request.
+      max_body_kib: largest body of a request.
+      timeout_s: seconds from a request to the end of its texts.
+      grace_s: seconds that texts have to end in after a signal to stop.
+      warm_up: whether programs for prompts of all lengths are compiled before the first request.
+      access_log: whether each request is a line on standard error.
+    """
+
+    queue: int = 64
+    max_tokens: int | None = None
+    max_prompt_tokens: int | None = None
+    max_texts: int = 16
+    max_stops: int = 4
+    max_body_kib: int = 1024
+    timeout_s: float = 600.0
+    grace_s: float = 30.0
+    warm_up: bool = True
+    access_log: bool = False
+
+    def __post_init__(self):
+        least = {"queue": 0, "max_tokens": 1, "max_prompt_tokens": 1, "max_texts": 1, "max_stops": 0, "max_body_kib": 1}
+        for name, smallest in (least | {"grace_s": 0}).items():
+            value = getattr(self, name)
+            if value is not None and not value >= smallest:
+                raise UserError(f"ServerConfig.{name} is {value}, must be at least {smallest}")
+        if not self.timeout_s > 0:
+            raise UserError(f"ServerConfig.timeout_s is {self.timeout_s}, must be above 0")
+
+
+class State(enum.StrEnum):
+    """LOADING: not yet; DRAINING: no more; FAILED: the engine has ended with an error."""
+
+    LOADING = "loading"
+    READY = "ready"
+    DRAINING = "draining"
+    FAILED = "failed"
+
+
+@dataclasses.dataclass(frozen=True)
+class Served:
+    """A model that is ready.
+
+    Attributes:
+      engine: with a thread of its own.
+      vocabulary: of the model.
+      chat: with its template; None: it has none.
+      length: tokens of a slot.
+      encoder_length: tokens that an encoder reads; None: there is no encoder.
+      name: what clients call the model.
+      sampling: where a request says nothing.
+      created_s: when it was loaded, by time.time.
+    """
+
+    engine: Engine
+    vocabulary: Vocabulary
+    chat: Chat | None
+    length: int
+    encoder_length: int | None
+    name: str
+    sampling: Sampling
+    created_s: float = dataclasses.field(default_factory=time.time)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ask:
+    """One text that is wanted: the prompt's ids, the sampling, the ids that end it, how many likeliest tokens to name."""
+
+    ids: Sequence[int]
+    sampling: Sampling
+    ends: tuple[int, ...] = ()
+    likeliest: int = 0
+
+
+class Watch(Protocol):
+    """Is told what became of each text."""
+
+    def text(self, completion: Completion) -> None: ...
+
+
+class Answers:
+    """The texts of one request, as they come: iterate over (index, piece) and, last of each text, (index, completion).
+
+    It lives in an event loop; the engine's thread puts things in.
+
+    Args:
+      streams: one of each text.
+      deadline_s: by time.monotonic.
+      ended: called as each text comes to its end, of whatever kind.
+
+    Raises (while it is iterated over):
+      Refusal: the deadline has passed, or the texts were cancelled.
+      Exception: what stopped the engine.
+    """
+
+    def __init__(self, streams: Sequence[Stream], deadline_s: float, ended: Callable[[Answers, Item], None]):
+        self.deadline_s, self.left = deadline_s, len(streams)
+        self._streams, self._ended = streams, ended
+        self._arrived: asyncio.Queue[tuple[int, Item]] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+        for index, stream in enumerate(streams):
+            stream.forward(functools.partial(self._from_engine, loop, index))
+
+    async def __aiter__(self) -> AsyncIterator[tuple[int, Piece | Completion]]:
+        left = len(self._streams)
+        while left:
+            try:
+                async with asyncio.timeout(self.deadline_s - time.monotonic()):
+                    index, item = await self._arrived.get()
+            except TimeoutError:
+                self.cancel()
+                raise Refusal(504, "the text took too long: ask for fewer tokens", code="timeout") from None
+            if isinstance(item, BaseException):
+                self.cancel()
+                raise item
+            if isinstance(item, Completion):
+                if item.finish is Finish.CANCELLED:
+                    raise Refusal(503, "the server is shutting down", code="shutting_down", headers=_SOON)
+                left -= 1
+            yield index, item
+
+    async def all(self) -> list[Completion]:
+        """The whole texts, in order."""
+        completions = {index: item async for index, item in self if isinstance(item, Completion)}
+        return [completions[index] for index in range(len(completions))]
+
+    def cancel(self) -> None:
+        """Ends the texts where they are; their slots become free."""
+        for stream in self._streams:
+            stream.cancel()
+
+    def _from_engine(self, loop: asyncio.AbstractEventLoop, index: int, item: Item) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(self._take, index, item)
+
+    def _take(self, index: int, item: Item) -> None:
+        self._arrived.put_nowait((index, item))
+        if not isinstance(item, Piece):
+            self.left -= 1
+            self._ended(self, item)
+
+
+class Service:
+    """Lets requests in while there is room; all but `ready` in one event loop.
+
+    Args:
+      watch: is told what became of each text.
+
+    Attributes:
+      config: what it takes on; the defaults until it is ready.
+      served: the model; None: it is not loaded yet.
+      texts: that are being written or wait.
+    """
+
+    def __init__(self, watch: Watch):
+        self.config = ServerConfig()
+        self.served: Served | None = None
+        self.texts = 0
+        self._watch = watch
+        self._answers: set[Answers] = set()
+        self._draining_since_s: float | None = None
+
+    @property
+    def state(self) -> State:
+        if self.served is not None and self.served.engine.failed:
+            return State.FAILED
+        if self._draining_since_s is not None:
+            return State.DRAINING
+        return State.LOADING if self.served is None else State.READY
+
+    @property
+    def load(self) -> tuple[int, int, int]:
+        """Texts that wait for a slot, slots that are taken, and all slots."""
+        return (*self.served.engine.load, self.served.engine.slots) if self.served else (0, 0, 0)
+
+    def ready(self, served: Served, config: ServerConfig) -> None:
+        """The model is there; from any thread."""
+        self.config, self.served = config, served
+
+    def check_room(self, texts: int = 1) -> Served:
+        """The model, if it would take so many texts more now.
+
+        Raises:
+          Refusal: it would not.
+        """
+        match self.state:
+            case State.LOADING:
+                raise Refusal(503, "the model is being loaded: try again", code="loading", headers=_SOON)
+            case State.DRAINING:
+                raise Refusal(503, "the server is shutting down", code="shutting_down", headers=_SOON)
+            case State.FAILED:
+                raise Refusal(503, "the model has failed: the server must be started again", code="model_failed")
+        most = self.served.engine.slots + self.config.queue
+        if texts > most:
+            raise Refusal(400, f"{texts} texts are asked for, there is room for {most}: ask for fewer", param="n")
+        if self.texts + texts > most:
+            raise Refusal(429, f"{self.texts} texts are waited for: try again", code="queue_full", headers=_SOON)
+        return self.served
+
+    def ask(self, asks: Sequence[Ask], began_s: float) -> Answers:
+        """Asks for the texts of one request, which came at `began_s` by time.monotonic.
+
+        Raises:
+          Refusal: there is no room.
+          UserError: a prompt has no place in a slot.
+        """
+        engine, streams = self.check_room(len(asks)).engine, []
+        try:
+            for ask in asks:
+                streams.append(engine.submit(ask.ids, ask.sampling, ends=ask.ends, likeliest=ask.likeliest))
+        except BaseException:
+            for stream in streams:
+                stream.cancel()
+            raise
+        answers = Answers(streams, began_s + self.config.timeout_s, self._ended)
+        self._answers.add(answers)
+        self.texts += len(streams)
+        return answers
+
+    def drain(self) -> None:
+        """Lets nobody in any more."""
+        self._draining_since_s = self._draining_since_s or time.monotonic()
+
+    def drained(self) -> bool:
+        """Whether `drain` was called and no text is left, or none has time any more: those are cancelled."""
+        if self._draining_since_s is None:
+            return False
+        if time.monotonic() - self._draining_since_s < self.config.grace_s:
+            return not self._answers
+        for answers in self._answers:
+            answers.cancel()
+        return True
+
+    def _ended(self, answers: Answers, item: Item) -> None:
+        self.texts -= 1
+        if not answers.left:
+            self._answers.discard(answers)
+        if isinstance(item, Completion):
+            self._watch.text(item)

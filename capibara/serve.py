@@ -1,0 +1,91 @@
+"""Serves a model over HTTP with OpenAI's API: `python -m capibara.serve --model_dir=runs/quickstart`."""
+
+from __future__ import annotations
+
+import ipaddress
+import sys
+from collections.abc import Sequence
+
+from capibara import cli
+from capibara.types import UserError
+
+_KEY = "CAPIBARA_API_KEY"
+_DESCRIPTION = f"""Serve a model over HTTP with OpenAI's API: /v1/completions, /v1/chat/completions (both also as streams),
+/v1/models, /health, /ready and /metrics.
+
+examples:
+  python -m capibara.serve --model_dir=runs/finetune
+  python -m capibara.serve --model=SmolLM2-135M-Instruct.gguf --gin.EngineConfig.slots=16
+  {_KEY}=... python -m capibara.serve --model_dir=runs/finetune --host=0.0.0.0 --gin.ServerConfig.queue=200
+
+Without a key only this machine is served. SIGTERM or ctrl-C lets the texts at hand end, a second one does not.
+exit codes: 0 ended by a signal; 2 a mistake in what was given"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parses the command line and serves until a signal comes; returns the exit code."""
+    parser = cli.ArgumentParser("capibara serve", _DESCRIPTION)
+    parser.add_argument("--model_dir", metavar="DIR", help="run folder: its config.gin and newest checkpoint are used")
+    parser.add_argument("--model", metavar="PATH", help="instead: a Hugging Face folder or a .gguf file")
+    parser.add_argument("--name", metavar="NAME", help="what clients call the model; default: the folder's name")
+    parser.add_argument("--length", type=int, metavar="N", help="tokens of prompt and text; default: as trained")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen at; default: this machine's own")
+    parser.add_argument("--port", type=int, default=8000, help="0: any that is free; default: 8000")
+    parser.add_argument("--api_key_file", metavar="FILE", help=f"keys of clients, one a line; or one in {_KEY}")
+    args = cli.parse_arguments(parser, argv)
+    if bool(args.model_dir) == bool(args.model):
+        raise UserError("one of --model_dir and --model is needed: name a run folder, e.g. --model_dir=runs/quickstart")
+    if not 0 <= args.port < 65536:
+        raise UserError(f"--port={args.port} must be from 0 to 65535")
+    return serve(args)
+
+
+def serve(args) -> int:
+    """Listens at once, loads the model, and answers; returns when a signal has come and the texts at hand have ended."""
+    from capibara import devices, extras
+
+    for package in ("fastapi", "uvicorn", "prometheus_client"):
+        extras.require(package, extra="serve", why="capibara serve")
+    from capibara.inference import server
+
+    keys = server.keys_of(args.api_key_file, _KEY)
+    try:
+        listening = server.listen(args.host, args.port)
+    except OSError as error:
+        raise UserError(f"--host={args.host} --port={args.port} cannot be listened at ({error}): try others") from None
+    address, port = listening.getsockname()[:2]
+    if not keys and not ipaddress.ip_address(address).is_loopback:
+        raise UserError(f"--host={args.host} lets other machines in: set {_KEY} or --api_key_file, or leave --host out")
+    devices.skip_absent_tpu()
+    devices.use_compilation_cache()
+    url = f"http://{f'[{address}]' if ':' in address else address}:{port}/v1"
+    server.run(listening, keys, lambda: _load(args), lambda served: print(f"{served.name} is at {url}", flush=True))
+    return 0
+
+
+def _load(args):
+    """The model with its engine, and what the server takes on."""
+    from capibara import config, loading
+    from capibara.inference.chat import Chat
+    from capibara.inference.engine import Engine, EngineConfig
+    from capibara.inference.sampling import Sampling
+    from capibara.inference.service import Served, ServerConfig
+    from capibara.inference.warm_up import warm_up
+    from capibara.monitoring.status import StatusLine
+
+    found = loading.load(args.model_dir or args.model, args.gin_file, args.gin_bindings, args.gin_search_paths)
+    takes, sampling, batching = config.build(ServerConfig), config.build(Sampling), config.build(EngineConfig)
+    config.check_used()
+    length, vocabulary = args.length or found.length, found.vocabulary
+    chat = Chat(vocabulary, found.template) if found.template else None
+    engine = Engine(found.model, found.params, vocabulary, length, batching, found.encoder_length)
+    if takes.warm_up:
+        with StatusLine() as line:
+            for done, count in warm_up(engine, vocabulary.size):
+                line.show("compiling", f"{done} of {count} programs")
+    name = args.name or found.name
+    return Served(engine.start(), vocabulary, chat, length, found.encoder_length, name, sampling), takes
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run_verb(main))

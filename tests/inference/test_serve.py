@@ -1,0 +1,110 @@
+"""`python -m capibara.serve`: a process that is asked, and ends when it is told to; mistakes are one line."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+
+import openai
+import pytest
+
+from capibara import cli, infer, serve
+from capibara.inference import server
+from capibara.inference.service import Service, State
+
+CHECKOUT = pathlib.Path(__file__).resolve().parents[2]
+QUICK = ("--port=0", "--gin.ServerConfig.warm_up=False", "--gin.EngineConfig.slots=1")
+
+
+def test_a_process_ends_its_texts_after_a_signal(folder):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "capibara.serve", f"--model={folder}", "--name=mine", *QUICK],
+        env=os.environ | {"PYTHONPATH": str(CHECKOUT), "CAPIBARA_API_KEY": "secret"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        name, _, _, url = process.stdout.readline().split()
+        assert name == "mine" and url.startswith("http://127.0.0.1:")
+        with pytest.raises(openai.AuthenticationError):
+            openai.OpenAI(base_url=url, api_key="guessed", max_retries=0).models.list()
+        client = openai.OpenAI(base_url=url, api_key="secret", max_retries=0, timeout=60)
+        long = dict(model="mine", prompt="The river", temperature=0, max_tokens=150, n=5, stream=True)
+        stream = client.completions.create(**long)
+        next(iter(stream))
+        process.send_signal(signal.SIGTERM)
+        chunks = list(stream)
+        ended = {chunk.choices[0].index: chunk.choices[0].finish_reason for chunk in chunks}
+        assert ended == dict.fromkeys(range(5), "length")
+        assert process.wait(20) == 0
+        assert process.stdout.read() == process.stderr.read() == ""
+    finally:
+        process.kill()
+
+
+def test_a_second_signal_ends_it_at_once(monkeypatch):
+    codes = []
+    monkeypatch.setattr(server.os, "_exit", codes.append)
+    service = Service(None)
+    one = server.Server(None, service)
+    one.handle_exit(signal.SIGINT, None)
+    assert service.state is State.DRAINING and codes == []
+    one.handle_exit(signal.SIGTERM, None)
+    assert codes == [130]
+
+
+def mistake(capfd, main, *argv):
+    capfd.readouterr()
+    code = cli.run_verb(main, list(argv))
+    out, err = capfd.readouterr()
+    assert (code, out, err.count("\n")) == (2, "", 1) and err.startswith("error: "), (code, out, err)
+    return err
+
+
+def test_mistakes_are_one_line(capfd, folder, tmp_path, monkeypatch):
+    monkeypatch.delenv("CAPIBARA_API_KEY", raising=False)
+    model = f"--model={folder}"
+    assert "one of --model_dir and --model" in mistake(capfd, serve.main)
+    assert "one of --model_dir and --model" in mistake(capfd, serve.main, model, "--model_dir=x")
+    assert "lets other machines in: set CAPIBARA_API_KEY" in mistake(capfd, serve.main, model, "--host=0.0.0.0", *QUICK)
+    assert "--port=70000" in mistake(capfd, serve.main, model, "--port=70000")
+    assert "cannot be listened at" in mistake(capfd, serve.main, model, "--host=no.such.host.invalid", *QUICK)
+    with server.listen("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        assert "cannot be listened at" in mistake(capfd, serve.main, model, f"--port={port}")
+    assert "--api_key_file=/none cannot be read" in mistake(capfd, serve.main, model, "--api_key_file=/none", *QUICK)
+    # What is wrong with the model is found while the server listens already.
+    assert "does not exist: name a Hugging Face folder" in mistake(capfd, serve.main, "--model=/none", *QUICK)
+    assert "ServerConfig.queue is -1" in mistake(capfd, serve.main, model, "--gin.ServerConfig.queue=-1", *QUICK)
+    assert "did you mean queue?" in mistake(capfd, serve.main, model, "--gin.ServerConfig.quue=1", *QUICK)
+    assert "leave one out" in mistake(capfd, infer.main, model, "--model_dir=x", "--prompt=a")
+
+
+def test_infer_takes_a_foreign_model(capfd, folder, served):
+    asked = [f"--model={folder}", "--gin.Sampling.temperature=0", "--gin.Sampling.max_new_tokens=12"]
+    assert cli.run_verb(infer.main, [*asked, "--prompt=The river"]) == 0
+    from capibara.inference.sampling import Sampling
+
+    greedy = Sampling(temperature=0.0, max_new_tokens=12)
+    assert capfd.readouterr().out == "The river" + served.engine.submit("The river", greedy).result().text + "\n"
+    assert cli.run_verb(infer.main, [*asked, "--prompt=Hello", "--chat"]) == 0
+    want = served.engine.submit(served.chat.ids("Hello"), greedy, ends=served.chat.ends).result().text
+    assert capfd.readouterr().out == want + "\n"
+
+
+def test_a_gguf_file_is_loaded(folder, tmp_path, capfd):
+    from capibara import convert
+
+    path = tmp_path / "tiny.gguf"
+    assert cli.run_verb(convert.main, [f"--from={folder}", f"--to={path}", "--dtype=f32"]) == 0
+    capfd.readouterr()
+    asked = ["--gin.Sampling.temperature=0", "--gin.Sampling.max_new_tokens=12", "--prompt=Hello", "--chat"]
+    texts = []
+    for model in (folder, path):
+        assert cli.run_verb(infer.main, [f"--model={model}", *asked]) == 0
+        texts.append(capfd.readouterr().out)
+    assert texts[0] == texts[1]
