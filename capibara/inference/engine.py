@@ -118,14 +118,20 @@ class Engine:
         return self._config.slots
 
     def update(self, params: Params) -> None:
-        """Takes other parameters of the same model, between requests; nothing is compiled for that.
+        """Takes other parameters of the same model; nothing is compiled for that.
+
+        What was asked for is finished first. What was kept of prompts goes with the old ones.
 
         Args:
-          params: lying as those that the engine was made with. What was kept of prompts goes with the old ones.
+          params: lying as those that the engine was made with.
+
+        Raises:
+          RuntimeError: a thread is at work on requests.
         """
-        with self._changed:
-            if self._waiting or self._pending or any(self._requests):
-                raise RuntimeError("the engine has requests at work: read their streams to the end first")
+        if self._thread is None:
+            self.run()
+        elif self._waiting or any(self._requests):
+            raise RuntimeError("the engine has requests at work: read their streams to the end first")
         self._params = None  # no room for two
         self._params = self._programs.serving(params)
         if self._prefixes is not None:

@@ -104,6 +104,8 @@ class ProgressLine(Callback):
     def _step_line(self, step: int, metrics: Mapping[str, float]) -> str:
         total = self._run.total_steps
         parts = [f"step {step:>{len(str(total))}}/{total}", f"loss {metrics['loss']:.4f}"]
+        rewards = ("reward", "reward_margin")
+        parts += [f"{name.replace('_', ' ')} {metrics[name]:.3f}" for name in rewards if name in metrics]
         if "learning_rate" in metrics:
             parts.append(f"lr {metrics['learning_rate']:.2e}")
         if "grad_norm" in metrics:

@@ -61,7 +61,11 @@ class Run:
     before_batch: Position = None  # where the data stood before the batch at hand
     load: Load | None = None
     status: Callable[[str], None] = lambda text: None
-    supply: Supply | None = None  # of a loss that asks for more than the loader's batches
+    supply: Supply | None = dataclasses.field(default=None, init=False)  # where a loss takes more than the loader's
+
+    def __post_init__(self):
+        if self.trainer.loss is not None:
+            self.supply = self.trainer.loss.supply(self)
 
     def __enter__(self) -> Run:
         return self
@@ -302,7 +306,7 @@ def set_up(
         eval_step = make_eval_step(model, trainer.plan, mesh, trainer.dataset.get_vocabulary().token_bytes())
         undo.pop_all()
     spent["set_up"] = time.perf_counter() - set_up_s - spent.get("restore", 0.0)
-    run = Run(
+    return Run(
         trainer=trainer,
         mesh=mesh,
         model=model,
@@ -318,8 +322,6 @@ def set_up(
         status=status,
         **parts,
     )
-    run.supply = None if trainer.loss is None else trainer.loss.supply(run)
-    return run
 
 
 def _given(

@@ -18,7 +18,7 @@ from capibara.inference.prefix import PrefixCache
 from capibara.inference.sampling import Sampling
 from capibara.inference.text import TextStream
 from capibara.models import api
-from capibara.models.api import DecoderConfig
+from capibara.models.api import DecoderConfig, Lora
 from capibara.models.moe import Moe
 from capibara.types import UserError
 
@@ -245,3 +245,37 @@ def test_speeds_are_measured():
     found = speed.measure(engine(), dataclasses.replace(GREEDY, max_new_tokens=6), 20, VOCABULARY.size)
     assert all(value > 0 for value in found.values())
     assert found["between_tokens_ms_p50"] <= found["between_tokens_ms_p99"]
+
+
+def test_other_parameters_are_taken_without_a_new_program():
+    one, others = engine(prefix_cache_mib=4), jax.tree.map(lambda x: x * 1.5, params())
+    prompt, want = "a prompt that is long enough to be kept", {}
+    for name, given in (("first", params()), ("others", others)):
+        fresh = Engine(MODEL, given, VOCABULARY, LENGTH, EngineConfig(slots=3, prefix_cache_mib=4))
+        want[name] = fresh.submit(prompt, GREEDY).result().tokens
+    assert want["first"] != want["others"]
+    assert one.submit(prompt, GREEDY).result().tokens == want["first"]
+    compiled = one._programs.step._cache_size(), one._programs.begin._cache_size()
+    for name, given in (("others", others), ("first", params())):
+        one.load(given)
+        result = one.submit(prompt, GREEDY).result()
+        assert result.tokens == want[name] and result.cached_tokens == 0
+    assert (one._programs.step._cache_size(), one._programs.begin._cache_size()) == compiled
+
+
+def test_a_completion_names_the_token_that_ended_it():
+    result = engine().submit("def f", GREEDY).result()
+    assert result.end is None
+    first, *_ = result.tokens
+    ended = engine().submit("def f", GREEDY, ends=(first,)).result()
+    assert ended.tokens == [] and ended.end == first
+
+
+def test_a_model_with_adapters_generates_as_the_merged_one():
+    adapted = api.build(dataclasses.replace(MODEL.config, lora=Lora(rank=2, targets=("all-linear",))))
+    values = jax.tree.map(lambda x: x + 0.1, adapted.adapt(params(), jax.random.key(2)))
+    texts = [
+        Engine(model, given, VOCABULARY, LENGTH, EngineConfig(slots=2)).submit("def f", GREEDY).result().tokens
+        for model, given in ((adapted, values), (MODEL, jax.jit(adapted.merge)(values)))
+    ]
+    assert texts[0] == texts[1] != engine().submit("def f", GREEDY).result().tokens

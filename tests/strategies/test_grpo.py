@@ -45,7 +45,7 @@ def make_trainer(tmp_path, toy_tokenizer):
         model_dir=str(tmp_path / "run"),
         steps=4,
         model=DecoderConfig(vocab_size=384, embed_dim=32, num_layers=1, num_heads=2, mlp_dim=64, dtype="float32"),
-        plan=Plan(batch_size=32, fsdp=2, data=2),
+        plan=Plan(batch_size=32, fsdp=2),
         dataset=Dataset(
             source=dataclasses.replace(source, validation_fraction=0.2),
             vocabulary=TokenizerJsonVocabulary(path=toy_tokenizer),
@@ -86,7 +86,7 @@ def train(monkeypatch):
     """(trainer, number of devices) -> metrics and batches by step, the last state."""
     set_up, step = loop.set_up, Run.step
 
-    def run_it(trainer, devices=4):
+    def run_it(trainer, devices=2):
         seen = Seen()
 
         def stepping(run, number, state, batch):
@@ -162,7 +162,9 @@ def test_the_reward_rises(make_trainer, train):
     first, last = (np.mean([seen.metrics[step]["reward"] for step in steps]) for steps in (range(1, 4), range(22, 25)))
     assert first < 0.4 and last > first + 0.4, (first, last)
     for metrics in seen.metrics.values():
-        assert metrics["ratio"] == 1.0 and metrics["clip_fraction"] == 0.0 and "kl" not in metrics
+        assert (
+            metrics["ratio"] == pytest.approx(1.0, abs=1e-6) and metrics["clip_fraction"] == 0.0 and "kl" not in metrics
+        )
         assert 0 <= metrics["groups_without_signal"] <= 1 and 1 <= metrics["answer_length"] <= NEW
         assert metrics["rollout_s"] > 0 and 0 <= metrics["reward_std"] <= 0.5
     assert seen.evaluations[24]["loss"] == -seen.evaluations[24]["reward"]
@@ -202,7 +204,7 @@ def has_digit_in(text):
     return any(letter.isdigit() for letter in text)
 
 
-@pytest.mark.parametrize("stop", [2, 3])
+@pytest.mark.parametrize("stop", [pytest.param(2, marks=pytest.mark.heavy), 3])
 def test_a_resumed_run_ends_bit_by_bit_as_one_that_was_not_stopped(make_trainer, train, stop):
     """Also within the steps on one rollout, whose parameters are gone by then."""
     options = dict(grpo={"updates": 2, "kl": 0.1})
@@ -220,11 +222,12 @@ def test_a_resumed_run_ends_bit_by_bit_as_one_that_was_not_stopped(make_trainer,
     assert "reward" in whole.metrics[1] and "reward" not in whole.metrics[2] and "rollout_s" not in whole.metrics[2]
 
 
+@pytest.mark.heavy
 def test_a_mesh_and_one_device_train_alike(make_trainer, train):
     options = dict(grpo={"kl": 0.1, "updates": 2}, steps=2)
     want = train(make_trainer(**options, plan=Plan(batch_size=32)), 1)
     plan = Plan(batch_size=32, fsdp=2, tensor=2, accumulation=2)
-    got = train(make_trainer(**options, plan=plan, model_dir=make_trainer().model_dir + "_mesh"))
+    got = train(make_trainer(**options, plan=plan, model_dir=make_trainer().model_dir + "_mesh"), 4)
     same(got.batches[1]["tokens"], want.batches[1]["tokens"])
     for name in ("old", "reference"):
         np.testing.assert_allclose(got.batches[1][name], want.batches[1][name], atol=1e-5)
@@ -233,6 +236,7 @@ def test_a_mesh_and_one_device_train_alike(make_trainer, train):
             assert got.metrics[step][key] == pytest.approx(want.metrics[step][key], rel=1e-3, abs=1e-5), (step, key)
 
 
+@pytest.mark.heavy
 def test_adapters_are_rewarded_and_their_base_is_the_reference(make_trainer, train):
     model = dataclasses.replace(make_trainer().model, lora=Lora(rank=4, targets=("all-linear",)))
     seen = train(make_trainer({"kl": 0.1}, model=model, steps=3))

@@ -175,7 +175,7 @@ def make_trainer(pairs, toy_tokenizer, tmp_path):
         model_dir=str(tmp_path / "run"),
         steps=12,
         model=MODEL,
-        plan=Plan(batch_size=8, fsdp=4, tensor=2),
+        plan=Plan(batch_size=8, fsdp=2),
         dataset=Dataset(
             source=PreferenceJsonlSource(
                 files=(str(pairs),), template=ChatTemplate(tokenizer=toy_tokenizer), validation_fraction=0.3
@@ -199,7 +199,9 @@ def same_state(a, b):
 
 
 def test_the_margin_rises_and_held_out_pairs_are_told_apart(make_trainer, train, tmp_path):
-    seen = train(make_trainer(steps=12, evaluation=Evaluation(every=12)))
+    """On a mesh with a tensor axis."""
+    plan = Plan(batch_size=8, fsdp=2, tensor=2)
+    seen = train(make_trainer(steps=12, plan=plan, evaluation=Evaluation(every=12)), jax.devices()[:4])
     first, last = seen.metrics[1], seen.metrics[12]
     assert first["loss"] == pytest.approx(np.log(2), abs=1e-4)  # the model is its own reference
     assert abs(first["reward_margin"]) < 1e-3 and abs(first["log_ratio"]) < 1e-4
@@ -213,14 +215,16 @@ def test_the_margin_rises_and_held_out_pairs_are_told_apart(make_trainer, train,
 
 
 def test_a_resumed_run_ends_bit_by_bit_as_one_that_was_not_stopped(make_trainer, train, monkeypatch):
-    whole = train(make_trainer(steps=6, model_dir="whole" and make_trainer().model_dir + "_whole"))
-    train(make_trainer(steps=3))
+    two = jax.devices()[:2]
+    whole = train(make_trainer(steps=6, model_dir=make_trainer().model_dir + "_whole"), two)
+    train(make_trainer(steps=3), two)
     monkeypatch.setattr(reference.ReferenceTables, "_computed", None)  # it has its tables
-    resumed = train(make_trainer(steps=6))
+    resumed = train(make_trainer(steps=6), two)
     assert resumed.start_step == 3 and whole.batches[3:] == resumed.batches
     same_state(whole.state, resumed.state)
 
 
+@pytest.mark.heavy
 def test_the_mesh_accumulation_and_packing_change_nothing(make_trainer, train):
     want = train(make_trainer(steps=3, plan=Plan(batch_size=8)), jax.devices()[:1])
     plans = {
@@ -234,19 +238,21 @@ def test_the_mesh_accumulation_and_packing_change_nothing(make_trainer, train):
                 assert got.metrics[step][key] == pytest.approx(want.metrics[step][key], rel=2e-4, abs=1e-5), (name, key)
 
 
+@pytest.mark.heavy
 def test_packed_pairs_have_the_log_probabilities_of_pairs_alone(make_trainer, train):
+    """On one device."""
     tables = []
     for packing in ("best_fit", "none"):
         dataset = dataclasses.replace(make_trainer().dataset, packing=packing)
         folder = f"{make_trainer().model_dir}_{packing}"
-        seen = train(make_trainer(steps=1, dataset=dataset, model_dir=folder))
+        seen = train(make_trainer(steps=1, dataset=dataset, model_dir=folder), jax.devices()[:1])
         assert seen.metrics[1]["pairs"] == 8 if packing == "none" else seen.metrics[1]["pairs"] > 8
         tables.append(np.load(f"{folder}/reference.train.npz")["table"])
     np.testing.assert_allclose(*tables, rtol=1e-5)
     assert np.isfinite(tables[0]).all() and len(tables[0]) > 30
 
 
-@pytest.mark.parametrize("init_from", [False, True])
+@pytest.mark.parametrize("init_from", [pytest.param(False, marks=pytest.mark.heavy), True])
 def test_adapters_have_their_base_for_reference(make_trainer, train, init_from):
     trainer = make_trainer(steps=4, plan=Plan(batch_size=8, fsdp=2), checkpointing=Checkpointing(every=4))
     base = api.build(MODEL)
@@ -276,19 +282,20 @@ def test_adapters_have_their_base_for_reference(make_trainer, train, init_from):
 
 def test_a_reference_is_computed_anew_where_it_is_not_of_this_run(make_trainer, train):
     trainer = make_trainer(steps=2, evaluation=Evaluation(every=0))
-    train(trainer)
+    two = jax.devices()[:2]
+    train(trainer, two)
     path = f"{trainer.model_dir}/reference.train.npz"
     first = np.load(path)["table"]
     with open(path, "wb") as file:
         file.write(b"cut off")
-    seen = train(dataclasses.replace(trainer, steps=3))  # the weights at its beginning are made again
+    seen = train(dataclasses.replace(trainer, steps=3), two)  # the weights at its beginning are made again
     assert seen.start_step == 2 and any("train pairs" in text for text in seen.statuses)
     np.testing.assert_array_equal(np.load(path)["table"], first)
-    assert not any("pairs" in text for text in train(dataclasses.replace(trainer, steps=4)).statuses)
+    assert not any("pairs" in text for text in train(dataclasses.replace(trainer, steps=4), two).statuses)
     with open(path, "wb") as file:
         file.write(b"cut off")
     with pytest.raises(UserError, match="no longer holds the weights that this run began from"):
-        train(dataclasses.replace(trainer, steps=5, seed=1))
+        train(dataclasses.replace(trainer, steps=5, seed=1), two)
 
 
 def test_mistakes_in_the_configuration_are_named(make_trainer, pairs):

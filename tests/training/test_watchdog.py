@@ -64,3 +64,15 @@ def test_what_is_usual_is_the_median_of_whole_intervals(monkeypatch):
 def test_bad_settings(bad):
     with pytest.raises(UserError, match=f"Watch.{next(iter(bad))}"):
         Watch(**bad)
+
+
+def test_what_is_left_out_between_steps_is_neither_a_hang_nor_their_time():
+    """Rollouts between the steps, longer than the limit: the watch goes on, and the steps' usual time stays."""
+    with Watchdog(Watch(factor=5.0, at_least_s=0.3)) as dog:
+        for step in range(10):
+            time.sleep(0.01)
+            if step in (7, 8):
+                with dog.left_out():
+                    time.sleep(0.5)
+            dog.beat(step)
+        assert dog.limit_s == 0.3 and max(dog._times) < 0.3
