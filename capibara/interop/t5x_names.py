@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -65,6 +66,7 @@ class Row:
         return [groups.index(group) for group in self.hf.dims.split()]
 
 
+@functools.cache
 def rows(gated: bool) -> dict[str, Row]:
     """T5X's name, with {l} for the layer's number -> its row."""
     names, made = _names(gated), {}

@@ -30,6 +30,7 @@ _TF = b"model_checkpoint_path"  # how TensorFlow's file of this name begins
 _CHUNKED = "__msgpack_chunked_array__"
 _PLACEHOLDER = "PLACEHOLDER://"
 _SPEC = {"driver", "kvstore"}
+_CACHE_BYTES = 2**30
 _VOCABULARIES = ("spiece.model", "sentencepiece.model")
 
 Leaf = np.ndarray | dict[str, Any]  # an array, or TensorStore's specification of one
@@ -329,7 +330,15 @@ def _open_store(text: str, root: str, name: str) -> Any:
         if spec["kvstore"]["driver"] == "file":
             spec["kvstore"]["path"] = path = os.path.join(os.path.abspath(root), spec["kvstore"]["path"], "")
             _check_chunks(path)
-        return tensorstore.open(spec, open=True, read=True).result()
+        return tensorstore.open(spec, open=True, read=True, context=_cache()).result()
+
+
+@functools.cache
+def _cache() -> Any:
+    """So that a chunk in which several layers are is decompressed once, while they are read one after the other."""
+    import tensorstore
+
+    return tensorstore.Context({"cache_pool": {"total_bytes_limit": _CACHE_BYTES}})
 
 
 def _check_chunks(folder: str) -> None:

@@ -1,9 +1,10 @@
 """What transformers does with the models of tests/models/golden: the other side of test_transformers.py.
 
-Run by that test in an environment with torch, transformers and safetensors:
+Run by that test in an environment with torch, transformers, peft and safetensors:
     python tests/interop/peer.py write FOLDER    every model saved in FOLDER/NAME/theirs, what it answers in answers.npz
     python tests/interop/peer.py read FOLDER     what transformers answers with FOLDER/NAME/state_dict, in read.npz, and
-                                                 what is not the same as in FOLDER/NAME/ours
+                                                 what is not the same as in FOLDER/NAME/ours; and what PEFT answers with
+                                                 FOLDER/NAME/adapter, in adapted.npz
     python tests/interop/peer.py record FILE     config.json and the tensors' names and shapes of every model, as JSON
 """
 
@@ -15,6 +16,7 @@ import sys
 import tempfile
 
 import numpy as np
+import peft
 import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
@@ -99,6 +101,19 @@ def read(folder: pathlib.Path) -> None:
             model.load_state_dict(state, strict=True)
         np.savez(path.parent / "read.npz", **answer(name, model.eval()), strange=json.dumps(strange))
         print(name, flush=True)
+    adapted(folder)
+
+
+def adapted(folder: pathlib.Path) -> None:
+    """Logits of the golden tokens with each FOLDER/NAME/adapter on top of FOLDER/NAME/theirs, in adapted.npz."""
+    tokens, options = torch.from_numpy(make.tokens()), dict(attn_implementation="eager", dtype=torch.float32)
+    for path in sorted(folder.glob("*/adapter")):
+        base = AutoModelForCausalLM.from_pretrained(path.parent / "theirs", **options)
+        model = peft.PeftModel.from_pretrained(base, path, torch_device="cpu").eval()
+        with torch.no_grad():
+            found = {"float32": model(tokens, use_cache=False).logits.numpy()}
+            found["float64"] = model.double()(tokens, use_cache=False).logits.numpy()
+        np.savez(path.parent / "adapted.npz", **found)
 
 
 def record(file: pathlib.Path) -> None:

@@ -106,6 +106,21 @@ def test_a_run_with_adapters_goes_out_merged_and_can_be_a_base(tmp_path):
     np.testing.assert_allclose(twice[key] - once[key], once[key] - base[key], rtol=0, atol=1e-6)
 
 
+def test_adapters_beside_a_base_in_four_bits_go_out_as_they_are(tmp_path):
+    lora = Lora(rank=2, alpha=4.0, base_dtype="nf4")
+    plain = api.build(dataclasses.replace(LLAMA, embed_dim=64, mlp_dim=64))
+    model = api.build(dataclasses.replace(plain.config, lora=lora))
+    params = jax.jit(model.adapt)(drawn(plain.abstract_params), jax.random.key(0))
+    params = tree.joined(drawn(model.trained(params)), model.frozen(params))
+    os.makedirs(tmp_path / "run")
+    own = gin_of.run(model.config, f"{tmp_path}/run", {}).replace("Dataset.length = 1024", "Dataset.length = 64")
+    run_folder.save(f"{tmp_path}/run", params, own)
+    assert run(f"--from={tmp_path}/run", f"--to={tmp_path}/adapter", "--format=peft") == 0
+    read_as, values = peft.read_peft(str(tmp_path / "adapter"), plain, "llama")
+    assert read_as.rank == 2 and read_as.alpha == 4.0
+    jax.tree.map(np.testing.assert_array_equal, values, model.trained(params))
+
+
 def hf(params):
     return checkpoint.hf_tensors(params, api.build(LLAMA), "llama")
 

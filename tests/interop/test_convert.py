@@ -176,6 +176,10 @@ def test_mistakes_are_one_line(argv, message, model_dir, tmp_path, monkeypatch, 
     assert sorted(os.listdir(tmp_path)) == before
 
 
+def test_the_verb_offers_every_form():
+    assert set(convert._FORMATS) == set(conversion.FORMATS)
+
+
 def test_a_run_of_bytes_has_no_tokenizer_file(params):
     dataset = Dataset(source=StdlibSource(), vocabulary=ByteVocabulary(), length=64)
     source = conversion.of_run(api.build(TINY), params, dataset)

@@ -1,6 +1,6 @@
 """Every family against transformers itself, both ways; needs an environment with torch:
 
-make test-transformers TORCH_PYTHON=PATH/bin/python    (pip install torch "transformers==5.*" safetensors)
+make test-transformers TORCH_PYTHON=PATH/bin/python    (pip install torch "transformers==5.*" peft safetensors)
 """
 
 import dataclasses
@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from capibara import sharding
-from capibara.interop import checkpoint, hf_config, hf_folder
+from capibara import sharding, tree
+from capibara.interop import checkpoint, hf_config, hf_folder, peft
 from capibara.models import api
+from capibara.models.api import Lora
 from capibara.optim import Optimizer, Schedule
 from capibara.sharding import Plan
 from capibara.training import state as states
@@ -30,6 +31,13 @@ DECODERS = (
 )  # fmt: skip
 OTHERS = ("t5", "t5_1_1", "bert")
 ATOL = 2e-4
+ADAPTERS = {
+    "llama": Lora(rank=4, alpha=8.0, targets=("query", "value", "up"), modules_to_save=("layers/mlp_norm/scale",)),
+    "qwen3": Lora(rank=4, alpha=8.0, targets=("query", "out", "down"), dora=True),
+    "gpt2": Lora(rank=4, alpha=8.0, targets=("all-linear",), rank_pattern=(("value", 3),)),
+    "gpt_neox": Lora(rank=4, alpha=8.0, targets=("query", "key", "value", "down"), rslora=True),
+    "phi3": Lora(rank=4, alpha=8.0, rank_pattern=(("value", 3),)),
+}
 
 pytestmark = [
     pytest.mark.skipif(not PYTHON, reason="TORCH_PYTHON names no python with torch"),
@@ -63,8 +71,19 @@ def folder(tmp_path_factory):
         for where, state_dict in (("ours", False), ("state_dict", True)):
             how = {"dtype": "float32", "state_dict": state_dict}
             hf_folder.save_hf(str(folder / name / where), values, shapes, tensors.items(), {}, **how)
+        if name in ADAPTERS:
+            model, params = adapted(name, model, params)
+            peft.write_peft(str(folder / name / "adapter"), params, model, values["model_type"])
     peer("read", folder)
     return folder
+
+
+def adapted(name, plain, base):
+    """A model with adapters that say something, and its parameters."""
+    model = api.build(dataclasses.replace(plain.config, lora=ADAPTERS[name]))
+    params, rng = jax.jit(model.adapt)(base, jax.random.key(0)), np.random.default_rng(0)
+    drawn = lambda x: jax.numpy.asarray(0.25 * rng.standard_normal(x.shape, np.float32))  # noqa: E731
+    return model, tree.map_with_names(lambda n, x: drawn(x) if n.endswith(("_lora/a", "_lora/b")) else x, params)
 
 
 def loaded(path):
@@ -131,6 +150,20 @@ def test_transformers_answers_alike_with_what_we_write(name, folder):
     np.testing.assert_allclose(got["logits"], want["logits"], rtol=0, atol=ATOL)
     if name in DECODERS:
         np.testing.assert_array_equal(got["greedy"], want["greedy"])
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_peft_answers_alike_with_our_adapters(name, folder):
+    """Against PEFT in float64: how far its float32 is from that is its own rounding."""
+    plain, base, _ = loaded(folder / name / "theirs")
+    model, params = adapted(name, plain, base)
+    want = np.load(folder / name / "adapted.npz")
+    got = np.asarray(jax.jit(model.logits)(params, batch_of(golden_tokens())))
+    assert np.abs(got - np.asarray(jax.jit(plain.logits)(base, batch_of(golden_tokens())))).max() > 0.1
+    report(name, "PEFT's float32 differs from its float64 by", np.abs(want["float32"] - want["float64"]).max())
+    report(name, "logits with adapters differ by", np.abs(got - want["float64"]).max())
+    np.testing.assert_allclose(got, want["float64"], rtol=0, atol=ATOL)
+    np.testing.assert_allclose(got, want["float32"], rtol=0, atol=ATOL)
 
 
 @pytest.mark.parametrize("name", (*DECODERS, *OTHERS))
