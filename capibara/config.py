@@ -175,8 +175,9 @@ def parse(
       UserError: a missing file, a syntax error, or an unknown configurable, parameter, macro or module.
     """
     reset()
-    if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.append(os.getcwd())  # so that `import my_tasks` finds the user's file under the console script too
+    # So that `import my_tasks` finds the user's file, under the console script too.
+    known, folders = {*map(os.path.abspath, sys.path)}, (".", *map(os.path.expanduser, search_paths))
+    sys.path += [path for path in dict.fromkeys(map(os.path.abspath, folders)) if path not in known]
     parsing = _Parsing(search_folders(search_paths))
     for name in gin_files:
         parsing.file(name)

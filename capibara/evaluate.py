@@ -54,6 +54,8 @@ def _check(args) -> None:
 
 def run(args) -> None:
     """Evaluates what the flags say."""
+    import jax
+
     from capibara import config, devices, outputs
     from capibara.evaluation import run as evaluation
     from capibara.evaluation.subject import open_subject
@@ -64,6 +66,7 @@ def run(args) -> None:
     devices.use_compilation_cache()
     if args.emulate is not None:
         devices.emulate(args.emulate)
+    devices.start_distributed(emulated=args.emulate is not None)
     given = (args.model_dir or args.model, args.gin_file, args.gin_bindings, args.gin_search_paths)
     with StatusLine() as line:
         line.show("reading", given[0])
@@ -79,6 +82,8 @@ def run(args) -> None:
             options = {"limit": args.limit, "predictions": args.predictions, "show": line.show}
             found = evaluation.evaluate(subject, tasks, **options)
             lines = evaluation.table(found)
+    if jax.process_index() > 0:
+        return
     print(*lines, sep="\n")
     if args.out:
         outputs.save(args.out, json.dumps(found, indent=1, ensure_ascii=False, default=str) + "\n")

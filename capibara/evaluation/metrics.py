@@ -190,7 +190,7 @@ def _several(target: Any) -> list[str]:
 def choice_accuracy(targets: Sequence[int], predictions: Sequence[Sequence[Choice]]) -> dict[str, Any]:
     """Whether the right answer is the likeliest: by its probability, and by that to the power of 1 / its length.
 
-    Lengths in bytes (acc_norm of lm-eval) and in tokens. Of several that are equally likely the first counts.
+    Lengths in bytes (of ASCII acc_norm of lm-eval) and in tokens. Of several that are equally likely the first counts.
     """
     lengths = {
         "accuracy": lambda choice: 1,

@@ -13,7 +13,7 @@ from capibara.evaluation import sandbox
 from capibara.evaluation.sandbox import Sandbox
 from capibara.types import UserError
 
-_FENCED = re.compile(r"```[ \t]*(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
+_FENCED = re.compile(r"```[ \t]*\w*[ \t]*\n(.*?)```", re.DOTALL)
 
 
 def pass_at_k(samples: int, passed: int, k: int) -> float:
@@ -30,8 +30,8 @@ class PassAtK:
 
     A target has the keys of HumanEval's records that it needs: "test", and perhaps "prompt", "entry_point" and "setup".
     The program is: setup, prompt and prediction, test (a text, or a list of statements), check(entry_point). Of an answer
-    with code in a fence (as chat models give) that code is the prediction, without the prompt where it defines the entry
-    point itself.
+    that has the entry point's definition in a fence, as chat models give it, that code stands in place of prompt and
+    prediction.
 
     Attributes:
       k: which pass@k; at most EvalTask.num_samples.
@@ -71,11 +71,18 @@ def program(target: Any, prediction: str) -> str:
             "PassAtK needs the key 'test' in its targets: EvalTask.target = ('prompt', 'test', 'entry_point') takes it "
             "from each line"
         )
-    prompt, entry = target.get("prompt", ""), target.get("entry_point")
-    if fenced := _FENCED.search(prediction):
-        prediction = fenced[1]
-        if entry is None or re.search(rf"^(?:async )?def\s+{re.escape(entry)}\b", prediction, re.MULTILINE):
-            prompt = ""
-    test = target["test"]
-    parts = [target.get("setup", ""), prompt + prediction, test if isinstance(test, str) else "\n".join(test)]
+    entry, test = target.get("entry_point"), target["test"]
+    code = _code(target.get("prompt", ""), prediction, entry)
+    parts = [target.get("setup", ""), code, test if isinstance(test, str) else "\n".join(test)]
     return "\n".join([*(part for part in parts if part), *([f"check({entry})"] if entry else [])]) + "\n"
+
+
+def _code(prompt: str, prediction: str, entry: str | None) -> str:
+    """The prompt with what goes on from it, or what an answer has in a fence."""
+    blocks = _FENCED.findall(prediction)
+    defines = re.compile(r"" if entry is None else rf"^(?:async )?def\s+{re.escape(entry)}\b", re.MULTILINE)
+    if whole := next((block for block in blocks if defines.search(block)), None):
+        return whole
+    if blocks and prediction.lstrip().startswith("```"):
+        return prompt + blocks[0]
+    return prompt + prediction.partition("```")[0]  # a lone fence ends the code that was asked for

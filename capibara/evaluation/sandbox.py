@@ -15,6 +15,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import json
+import logging
 import os
 import shutil
 import signal
@@ -97,7 +98,16 @@ def run(program: str, limits: Sandbox = Sandbox()) -> Outcome:
 
 
 def run_all(programs: Sequence[str], limits: Sandbox = Sandbox()) -> list[Outcome]:
-    """Runs programs side by side."""
+    """Runs programs side by side.
+
+    Raises:
+      UserError: not even an empty one comes to its end.
+    """
+    empty = run("", limits)
+    if not empty.passed:
+        raise UserError(f"no program runs in the sandbox ({empty.reason}): raise Sandbox.seconds or Sandbox.memory_mib")
+    if empty.network:
+        logging.getLogger(__name__).warning("this machine does not let programs be cut off from its network")
     with concurrent.futures.ThreadPoolExecutor(limits.workers or os.cpu_count()) as pool:
         return list(pool.map(lambda program: run(program, limits), programs))
 

@@ -53,7 +53,7 @@ class Subject:
     @functools.cached_property
     def engine(self) -> Engine:
         """Generates. Where no device could hold the parameters alone they stay spread over all."""
-        check_generates(self.model)
+        self._check_answers()
         dataset = self.trainer.dataset
         return Engine(
             self.model, self._for_rows, self.vocabulary, dataset.length, self._batching, dataset.encoder_length
@@ -62,7 +62,7 @@ class Subject:
     @functools.cached_property
     def scorer(self) -> Scorer:
         """Scores given texts, spread over the mesh."""
-        check_generates(self.model)
+        self._check_answers()
         dataset, vocabulary = self.trainer.dataset, self.vocabulary
         return Scorer(
             self.model, self.params, dataset.length, encoder_length=dataset.encoder_length, pad_id=vocabulary.pad_id,
@@ -73,11 +73,14 @@ class Subject:
     def chat(self) -> chat.Chat:
         return chat.of(self._opened.vocabulary, self._opened.template)
 
+    def _check_answers(self) -> None:
+        check_generates(self.model)
+        if jax.process_count() > 1:
+            raise UserError("only --task=validation runs in several processes: evaluate other tasks on one host")
+
     @property
     def _for_rows(self) -> Params:
         """Emulated devices are one processor: what they would share out is quicker done at once."""
-        if jax.process_count() > 1:
-            raise UserError("tasks that ask for answers run in one process: evaluate those on one host")
         emulated = self.mesh.devices.flat[0].platform == "cpu"
         whole = all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(self.params))
         return on_one_device(self.params) if emulated or whole else self.params

@@ -45,6 +45,9 @@ def test_code_in_a_fence_is_the_program():
     assert program(ADD, whole) == "import math\n\ndef add(a, b):\n    return a + b\n\n" + ADD["test"] + "\ncheck(add)\n"
     body = program(ADD, "```\n    return a + b\n```")
     assert body.startswith("def add(a, b):\n    return a + b\n") and body.endswith("check(add)\n")
+    cut = program(ADD, "    return a + b\n```\nIt adds:\n```python\nadd(1, 2)\n```\n")
+    assert cut == "def add(a, b):\n    return a + b\n\n" + ADD["test"] + "\ncheck(add)\n"
+    assert program({"test": "t"}, "So:\n```\nx = 1\n```") == "x = 1\n\nt\n"
     assert program({"test": ["assert x", "assert y"], "setup": "z = 1"}, "x = y = z") == (
         "z = 1\nx = y = z\nassert x\nassert y\n"
     )

@@ -130,3 +130,8 @@ def test_limits_are_checked():
     for name, value in {"seconds": 0.0, "memory_mib": 0, "processes": -1, "workers": 0}.items():
         with pytest.raises(UserError, match=f"Sandbox.{name} is"):
             Sandbox(**{name: value})
+
+
+def test_limits_that_let_nothing_run_are_told():
+    with pytest.raises(UserError, match="no program runs in the sandbox"):
+        sandbox.run_all(["x = 1"], Sandbox(seconds=0.001))

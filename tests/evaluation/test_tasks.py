@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 
@@ -102,3 +103,19 @@ def test_tasks_are_scopes(lines):
     assert run.chosen([], None) == ["validation"]
     with pytest.raises(UserError, match="no configurable named @exact_mach: did you mean exact_match?"):
         config.parse([], ["qa/EvalTask.metrics = (@exact_mach,)"])
+
+
+def test_a_metric_of_ones_own_is_a_function_in_a_module_beside_the_gin_file(lines, tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.path", [*sys.path])
+    path = lines({"prompt": "?", "target": "!"})
+    (tmp_path / "metrics_of_mine.py").write_text(
+        "from capibara.config import configurable\n\n"
+        "@configurable\ndef longer(targets, predictions, than=1):\n"
+        "    return {'longer': [len(text) > than for text in predictions]}\n"
+    )
+    (tmp_path / "mine.gin").write_text(
+        f"import metrics_of_mine\nmine/EvalTask.files = ('{path}',)\nmine/EvalTask.metrics = (@longer,)\nlonger.than = 2\n"
+    )
+    config.parse(["mine.gin"], [], [tmp_path])
+    [asked] = run.chosen([], None)
+    assert asked.task.metrics[0](["!"] * 2, ["abc", "ab"]) == {"longer": [True, False]}
