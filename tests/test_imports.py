@@ -23,9 +23,9 @@ RULES = {
     "models": FOUNDATION | {"sharding"},
     **{name: _BASE for name in ("planner", "interop", "inference", "training")},
     "strategies": _BASE | {"training"},
+    "any_model": _BASE | {"training", "interop"},
     "monitoring": FOUNDATION | {"training.callbacks"},
     "jobs": FOUNDATION | {"sharding", "planner"},
-    "loading": _BASE | {"training", "interop"},
 }
 VERBS = {"train", "plan", "prove", "evaluate", "infer", "serve", "convert", "prepare", "dashboard", "launch"}
 ANYTHING = VERBS | {"__main__"}

@@ -8,10 +8,12 @@ import functools
 
 import numpy as np
 
-from capibara.data.chat import TrainOn, render_example
+from capibara import config
+from capibara.data.chat import ChatJsonlSource, TrainOn, render_example
 from capibara.data.chat_formats import Conversation
 from capibara.data.chat_template import ChatTemplate
-from capibara.data.vocabulary import Vocabulary
+from capibara.data.dataset import Dataset
+from capibara.data.vocabulary import TokenizerJsonVocabulary, Vocabulary
 from capibara.types import UserError
 
 
@@ -48,16 +50,19 @@ class Chat:
         return ()
 
 
-def of(vocabulary: Vocabulary, template: ChatTemplate | None) -> Chat:
-    """A model's own.
+def of_run(dataset: Dataset) -> Chat:
+    """With the template that a run was trained with, or that beside its tokenizer.
 
     Raises:
-      UserError: it has no template.
+      UserError: the run has none.
     """
-    if template is None:
-        kind = type(vocabulary).__name__
+    vocabulary, source = dataset.get_vocabulary(), dataset.source
+    if isinstance(source, ChatJsonlSource):
+        return Chat(vocabulary, source.template)
+    if not isinstance(vocabulary, TokenizerJsonVocabulary):
         raise UserError(
-            f"chat needs a tokenizer with a chat template, and the model's ({kind}) has none: use a model whose tokenizer "
-            "has one, or set ChatTemplate.template"
+            f"--chat needs a tokenizer with a chat template, and Dataset.vocabulary is {type(vocabulary).__name__}: leave "
+            "--chat out, or use a model whose tokenizer has one"
         )
-    return Chat(vocabulary, template)
+    given = {} if config.is_bound("ChatTemplate.tokenizer") else {"tokenizer": vocabulary.folder}
+    return Chat(vocabulary, config.build(ChatTemplate, **given))
