@@ -11,6 +11,8 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import jax
+import numpy as np
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -427,13 +429,16 @@ def test_what_does_not_end_in_the_grace_is_cancelled(served, slow):
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_an_engine_that_fails_is_told(served, run, monkeypatch):
-    engine = Engine(run.model, run.params, served.vocabulary, LENGTH, EngineConfig(slots=1)).start()
+    engine = Engine(run.model, run.params, served.vocabulary, LENGTH, EngineConfig(slots=1))
+    step = engine.step
 
-    def broken(*_):
-        raise FloatingPointError("planted")
+    def broken():
+        if engine.load[0]:
+            raise FloatingPointError("planted")
+        return step()
 
-    monkeypatch.setattr(engine, "_read", broken)
-    with Running(dataclasses.replace(served, engine=engine)) as running:
+    monkeypatch.setattr(engine, "step", broken)
+    with Running(dataclasses.replace(served, engine=engine.start())) as running:
         with pytest.raises(openai.InternalServerError, match="FloatingPointError") as error:
             running.client().completions.create(prompt="a", **GREEDY)
         assert error.value.status_code == 500
@@ -443,19 +448,28 @@ def test_an_engine_that_fails_is_told(served, run, monkeypatch):
     engine.close()
 
 
+def test_a_fault_in_one_request_is_that_requests_alone(running, served, monkeypatch):
+    with monkeypatch.context() as planted:
+        planted.setattr(served.engine, "submit", lambda *_, **__: 1 / 0)
+        for stream in (False, True):
+            with pytest.raises(openai.InternalServerError, match="ZeroDivisionError"):
+                running.client().completions.create(prompt="a", stream=stream, **GREEDY)
+    assert running.client().completions.create(prompt="a", **GREEDY).choices and running.service.texts == 0
+
+
 # What it is made of.
 
 
-def test_programs_are_compiled_before_the_first_request(run, served):
+def test_programs_are_compiled_before_the_first_request(run, served, caplog):
     engine = Engine(run.model, run.params, served.vocabulary, 48, EngineConfig(slots=3, prefix_cache_mib=0))
     steps = list(warm_up(engine, served.vocabulary.size))
     assert engine.prompt_sizes == [32, 48] and steps == [(0, 3), (1, 3), (2, 3), (3, 3)]
-    sizes = [one._cache_size() for one in (engine._programs.begin, engine._programs.admit, engine._programs.step)]
-    engine.submit("x" * 40, Sampling(max_new_tokens=4)).result()
-    engine.submit("x", Sampling(max_new_tokens=4), likeliest=3).result()
-    assert sizes == [
-        one._cache_size() for one in (engine._programs.begin, engine._programs.admit, engine._programs.step)
-    ]
+    with jax.log_compiles(), caplog.at_level("WARNING"):
+        engine.submit("x" * 40, Sampling(max_new_tokens=4)).result()
+        engine.submit("x", Sampling(max_new_tokens=4), likeliest=3).result()
+        assert not [record for record in caplog.records if "Compiling" in record.getMessage()]
+        jax.jit(lambda x: x + 1)(np.ones(7, np.float32))
+        assert [record for record in caplog.records if "Compiling" in record.getMessage()]
 
 
 def test_a_configuration_that_makes_no_sense():
