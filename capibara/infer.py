@@ -58,10 +58,10 @@ def run(args) -> None:
     devices.skip_absent_tpu()
     devices.use_compilation_cache()
     path = args.model_dir or args.model
-    found = loading.load(path, args.gin_file, args.gin_bindings, args.gin_search_paths)
-    model, vocabulary, lengths = found.model, found.vocabulary, (found.length, found.encoder_length)
+    trainer, model, params = loading.load(path, args.gin_file, args.gin_bindings, args.gin_search_paths).run
+    vocabulary, lengths = trainer.dataset.get_vocabulary(), (trainer.dataset.length, trainer.dataset.encoder_length)
     sampling, batching = config.build(Sampling), config.build(EngineConfig)
-    talk = chat.of(vocabulary, found.template) if args.chat else None
+    talk = chat.of_run(trainer.dataset) if args.chat else None
     config.check_used()
     check_generates(model)
     prompts = files.read_prompts(args.prompts, sampling) if args.prompts else []
@@ -69,13 +69,13 @@ def run(args) -> None:
     if not (prompts or args.benchmark or typed):
         prompt = sys.stdin.read().rstrip("\n") if args.prompt is None else args.prompt
         generate = Generator(model, vocabulary, lengths[0], sampling, lengths[1])
-        text = generate(found.params, talk.ids(prompt), talk.ends) if talk else generate(found.params, prompt)
+        text = generate(params, talk.ids(prompt), talk.ends) if talk else generate(params, prompt)
         print(text if lengths[1] or talk else prompt + text)
         return
     if typed and not (prompts or args.benchmark):
         batching = dataclasses.replace(batching, slots=1)
-    engine = Engine(model, found.params, vocabulary, lengths[0], batching, lengths[1])
-    del found
+    engine = Engine(model, params, vocabulary, lengths[0], batching, lengths[1])
+    del params
     if args.benchmark:
         for name, value in speed.measure(engine, sampling, (lengths[1] or lengths[0]) // 2, vocabulary.size).items():
             print(f"{name:32} {value:12.1f}")

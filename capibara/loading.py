@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
-import functools
 import os
 import shutil
 import tempfile
@@ -16,15 +15,13 @@ from collections.abc import Mapping, Sequence
 import jax
 
 from capibara import config
-from capibara.data.chat_template import ChatTemplate
-from capibara.data.vocabulary import TOKENIZER_FILE, Vocabulary
-from capibara.inference import chat
+from capibara.data.vocabulary import TOKENIZER_FILE
 from capibara.interop import checkpoint, gin_of, hf_config
 from capibara.models import api
 from capibara.training import run_folder
 from capibara.training.run_folder import Loaded, Placed
 from capibara.training.trainer import Trainer
-from capibara.types import Params, UserError
+from capibara.types import UserError
 
 # A foreign model may see much more; each row that is answered takes memory for all of it.
 _LENGTHS = {api.EncoderDecoderConfig: 512}
@@ -47,38 +44,6 @@ class Opened:
     path: str
     step: int | None
     weights: str
-
-    @property
-    def model(self) -> api.Model:
-        return self.run.model
-
-    @property
-    def params(self) -> Params:
-        return self.run.params
-
-    @functools.cached_property
-    def vocabulary(self) -> Vocabulary:
-        return self.run.trainer.dataset.get_vocabulary()
-
-    @functools.cached_property
-    def template(self) -> ChatTemplate | None:
-        """What it was trained with, or lies beside its tokenizer; None: it has none."""
-        return chat.template_of(self.run.trainer.dataset)
-
-    @property
-    def length(self) -> int:
-        """Tokens of a row: as in training, or of a foreign model at most 2048."""
-        return self.run.trainer.dataset.length
-
-    @property
-    def encoder_length(self) -> int | None:
-        """The same of an encoder-decoder's encoder; else None."""
-        return self.run.trainer.dataset.encoder_length
-
-    @property
-    def name(self) -> str:
-        """Of the folder or file."""
-        return os.path.basename(os.path.normpath(self.path)).removesuffix(".gguf")
 
 
 def load(

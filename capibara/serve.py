@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
+import os
 import sys
 from collections.abc import Sequence
 
@@ -18,7 +20,7 @@ examples:
   python -m capibara.serve --model=SmolLM2-135M-Instruct.gguf --gin.EngineConfig.slots=16
   {_KEY}=... python -m capibara.serve --model_dir=runs/finetune --host=0.0.0.0 --gin.ServerConfig.queue=200
 
-Without a key only this machine is served. SIGTERM or ctrl-C lets the texts at hand end, a second one does not.
+A request has as many tokens, prompt and text, as Dataset.length. Without a key only this machine is served. SIGTERM or ctrl-C lets the texts at hand end, a second one does not.
 exit codes: 0 ended by a signal; 2 a mistake in what was given"""
 
 
@@ -28,7 +30,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model_dir", metavar="DIR", help="run folder: its config.gin and newest checkpoint are used")
     parser.add_argument("--model", metavar="PATH", help="instead: a Hugging Face folder or a .gguf file")
     parser.add_argument("--name", metavar="NAME", help="what clients call the model; default: the folder's name")
-    parser.add_argument("--length", type=int, metavar="N", help="tokens of prompt and text; default: as trained")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at; default: this machine's own")
     parser.add_argument("--port", type=int, default=8000, help="0: any that is free; default: 8000")
     parser.add_argument("--api_key_file", metavar="FILE", help=f"keys of clients, one a line; or one in {_KEY}")
@@ -66,25 +67,29 @@ def serve(args) -> int:
 def _load(args):
     """The model with its engine, and what the server takes on."""
     from capibara import config, loading
-    from capibara.inference.chat import Chat
+    from capibara.inference import chat
     from capibara.inference.engine import Engine, EngineConfig
     from capibara.inference.sampling import Sampling
     from capibara.inference.service import Served, ServerConfig
     from capibara.inference.warm_up import warm_up
     from capibara.monitoring.status import StatusLine
 
-    found = loading.load(args.model_dir or args.model, args.gin_file, args.gin_bindings, args.gin_search_paths)
+    path = args.model_dir or args.model
+    trainer, model, params = loading.load(path, args.gin_file, args.gin_bindings, args.gin_search_paths).run
     takes, sampling, batching = config.build(ServerConfig), config.build(Sampling), config.build(EngineConfig)
+    data, talk = trainer.dataset, None
+    with contextlib.suppress(UserError):  # it has no template: then there are completions alone
+        talk = chat.of_run(data)
+        talk.ids("Hello")
     config.check_used()
-    length, vocabulary = args.length or found.length, found.vocabulary
-    chat = Chat(vocabulary, found.template) if found.template else None
-    engine = Engine(found.model, found.params, vocabulary, length, batching, found.encoder_length)
+    vocabulary, lengths = data.get_vocabulary(), (data.length, data.encoder_length)
+    engine = Engine(model, params, vocabulary, lengths[0], batching, lengths[1])
     if takes.warm_up:
         with StatusLine() as line:
             for done, count in warm_up(engine, vocabulary.size):
                 line.show("compiling", f"{done} of {count} programs")
-    name = args.name or found.name
-    return Served(engine.start(), vocabulary, chat, length, found.encoder_length, name, sampling), takes
+    name = args.name or os.path.basename(os.path.normpath(path)).removesuffix(".gguf")
+    return Served(engine.start(), vocabulary, talk, *lengths, name, sampling), takes
 
 
 if __name__ == "__main__":

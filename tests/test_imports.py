@@ -23,7 +23,7 @@ RULES = {
     "models": FOUNDATION | {"sharding"},
     **{name: _BASE for name in ("planner", "interop", "inference", "training")},
     "strategies": _BASE | {"training", "inference"},
-    "loading": _BASE | {"training", "interop", "inference"},
+    "loading": _BASE | {"training", "interop"},
     "evaluation": _BASE | {"training", "interop", "inference", "loading"},
     "monitoring": FOUNDATION | {"training.callbacks"},
     "jobs": FOUNDATION | {"sharding", "planner"},

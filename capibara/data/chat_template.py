@@ -148,13 +148,6 @@ class ChatTemplate:
 
     # Files.
 
-    @property
-    def is_there(self) -> bool:
-        """Whether there is a template: a tokenizer may come without one."""
-        beside = os.path.join(self._folder, "chat_template.jinja")
-        told = self._file("tokenizer_config.json").get("chat_template")
-        return bool(self.template is not None or told or os.path.isfile(beside))
-
     @functools.cached_property
     def special_tokens(self) -> tuple[str, ...]:
         """The tokenizer's special tokens, longest first."""

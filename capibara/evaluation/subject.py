@@ -71,7 +71,7 @@ class Subject:
 
     @functools.cached_property
     def chat(self) -> chat.Chat:
-        return chat.of(self._opened.vocabulary, self._opened.template)
+        return chat.of_run(self.trainer.dataset)
 
     def _check_answers(self) -> None:
         check_generates(self.model)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import os
 
 import numpy as np
 
@@ -14,7 +13,7 @@ from capibara.data.chat import TrainOn, render_example
 from capibara.data.chat_formats import Conversation
 from capibara.data.chat_template import ChatTemplate
 from capibara.data.dataset import Dataset
-from capibara.data.vocabulary import TOKENIZER_FILE, TokenizerJsonVocabulary, Vocabulary
+from capibara.data.vocabulary import TokenizerJsonVocabulary, Vocabulary
 from capibara.types import UserError
 
 
@@ -51,28 +50,19 @@ class Chat:
         return ()
 
 
-def template_of(dataset: Dataset) -> ChatTemplate | None:
-    """The template that a run was trained with, or that beside its tokenizer; None: there is none."""
-    template, vocabulary = getattr(dataset.source, "template", None), dataset.get_vocabulary()
-    if template is not None or not isinstance(vocabulary, TokenizerJsonVocabulary):
-        return template
-    given = {} if config.is_bound("ChatTemplate.tokenizer") else {"tokenizer": vocabulary.folder}
-    if given and not os.path.exists(os.path.join(vocabulary.folder, TOKENIZER_FILE)):
-        return None
-    template = config.build(ChatTemplate, **given)
-    return template if template.is_there else None
-
-
-def of(vocabulary: Vocabulary, template: ChatTemplate | None) -> Chat:
-    """A model's own.
+def of_run(dataset: Dataset) -> Chat:
+    """With the template that a run was trained with, or that beside its tokenizer.
 
     Raises:
-      UserError: it has no template.
+      UserError: the run has none.
     """
-    if template is None:
-        kind = type(vocabulary).__name__
+    vocabulary, template = dataset.get_vocabulary(), getattr(dataset.source, "template", None)
+    if template is not None:
+        return Chat(vocabulary, template)
+    if not isinstance(vocabulary, TokenizerJsonVocabulary):
         raise UserError(
-            f"chat needs a tokenizer with a chat template, and the model's ({kind}) has none: use a model whose tokenizer "
-            "has one, or set ChatTemplate.template"
+            f"--chat needs a tokenizer with a chat template, and Dataset.vocabulary is {type(vocabulary).__name__}: leave "
+            "--chat out, or use a model whose tokenizer has one"
         )
-    return Chat(vocabulary, template)
+    given = {} if config.is_bound("ChatTemplate.tokenizer") else {"tokenizer": vocabulary.folder}
+    return Chat(vocabulary, config.build(ChatTemplate, **given))

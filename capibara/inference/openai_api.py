@@ -15,7 +15,7 @@ import pydantic_core
 
 from capibara.data.chat_formats import Format, read_conversation
 from capibara.fields import did_you_mean, short
-from capibara.inference import chat, spelling
+from capibara.inference import spelling
 from capibara.inference.refusal import Refusal
 from capibara.inference.request import LIKELIEST
 from capibara.inference.sampling import Sampling
@@ -195,8 +195,10 @@ def asks_of_chat(asked: ChatAsked, served: Served, config: ServerConfig) -> list
             code="unsupported_value",
         )
     _check_count(asked, 1, config)
+    talk = served.chat
+    if talk is None:
+        raise Refusal(400, f"{served.name} has no chat template: ask for completions", code="no_chat_template")
     try:
-        talk = served.chat or chat.of(served.vocabulary, None)
         record = {"messages": asked.messages, "tools": asked.tools if asked.tool_choice != "none" else None}
         ids = talk.ids_after(read_conversation(record, "the request", Format.MESSAGES), "the request")
     except UserError as error:

@@ -26,7 +26,7 @@ def folder(tmp_path_factory) -> str:
     from capibara.models import api
 
     letters = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=letters, merges=[]))
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=letters | {"th": 256}, merges=[("t", "h")]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -51,18 +51,25 @@ def folder(tmp_path_factory) -> str:
 
 
 @pytest.fixture(scope="session")
-def served(folder):
-    """It in an engine with two slots, and its chat."""
+def run(folder):
+    """It as a run, in float32."""
     from capibara import config, loading
-    from capibara.inference.chat import Chat
+
+    config.reset()
+    return loading.load(folder, bindings=["DecoderConfig.dtype = 'float32'"]).run
+
+
+@pytest.fixture(scope="session")
+def served(run):
+    """It in an engine with two slots, and its chat."""
+    from capibara.inference import chat
     from capibara.inference.engine import Engine, EngineConfig
     from capibara.inference.sampling import Sampling
     from capibara.inference.service import Served
 
-    config.reset()
-    found = loading.load(folder)
-    batching = EngineConfig(slots=2, prefix_cache_mib=1)
-    engine = Engine(found.model, found.params, found.vocabulary, LENGTH, batching)
-    chat = Chat(found.vocabulary, found.template)
+    vocabulary, batching = run.trainer.dataset.get_vocabulary(), EngineConfig(slots=2, prefix_cache_mib=1)
+    engine = Engine(run.model, run.params, vocabulary, LENGTH, batching)
     with engine.start():
-        yield Served(engine, found.vocabulary, chat, LENGTH, None, "tiny", Sampling(max_new_tokens=8))
+        yield Served(
+            engine, vocabulary, chat.of_run(run.trainer.dataset), LENGTH, None, "tiny", Sampling(max_new_tokens=8)
+        )

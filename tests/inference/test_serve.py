@@ -16,6 +16,7 @@ from capibara.inference import server
 from capibara.inference.service import Service, State
 
 CHECKOUT = pathlib.Path(__file__).resolve().parents[2]
+F32 = "--gin.DecoderConfig.dtype=float32"
 QUICK = ("--port=0", "--gin.ServerConfig.warm_up=False", "--gin.EngineConfig.slots=1")
 
 
@@ -38,8 +39,8 @@ def test_a_process_ends_its_texts_after_a_signal(folder):
         next(iter(stream))
         process.send_signal(signal.SIGTERM)
         chunks = list(stream)
-        ended = {chunk.choices[0].index: chunk.choices[0].finish_reason for chunk in chunks}
-        assert ended == dict.fromkeys(range(5), "length")
+        ended = {chunk.choices[0].index for chunk in chunks if chunk.choices[0].finish_reason in ("stop", "length")}
+        assert ended == {*range(5)}
         assert process.wait(20) == 0
         assert process.stdout.read() == process.stderr.read() == ""
     finally:
@@ -85,7 +86,7 @@ def test_mistakes_are_one_line(capfd, folder, tmp_path, monkeypatch):
 
 
 def test_infer_takes_a_foreign_model(capfd, folder, served):
-    asked = [f"--model={folder}", "--gin.Sampling.temperature=0", "--gin.Sampling.max_new_tokens=12"]
+    asked = [f"--model={folder}", F32, "--gin.Sampling.temperature=0", "--gin.Sampling.max_new_tokens=12"]
     assert cli.run_verb(infer.main, [*asked, "--prompt=The river"]) == 0
     from capibara.inference.sampling import Sampling
 
@@ -102,7 +103,7 @@ def test_a_gguf_file_is_loaded(folder, tmp_path, capfd):
     path = tmp_path / "tiny.gguf"
     assert cli.run_verb(convert.main, [f"--from={folder}", f"--to={path}", "--dtype=f32"]) == 0
     capfd.readouterr()
-    asked = ["--gin.Sampling.temperature=0", "--gin.Sampling.max_new_tokens=12", "--prompt=Hello", "--chat"]
+    asked = [F32, "--gin.Sampling.temperature=0", "--gin.Sampling.max_new_tokens=12", "--prompt=Hello", "--chat"]
     texts = []
     for model in (folder, path):
         assert cli.run_verb(infer.main, [f"--model={model}", *asked]) == 0

@@ -11,11 +11,12 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import jax
+import numpy as np
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from capibara import loading
 from capibara.data.chat_formats import Conversation
 from capibara.inference import server
 from capibara.inference.engine import Engine, EngineConfig
@@ -90,9 +91,10 @@ def slow(served, monkeypatch):
 
 
 def expected(served, prompt, **sampling):
-    """The engine's own text."""
+    """The engine's own text after a prompt, or after the ids of a conversation."""
     sampling = Sampling(**{"temperature": 0.0, "max_new_tokens": 12, **sampling})
-    return served.engine.submit(prompt, sampling, ends=served.chat.ends).result()
+    ends = () if isinstance(prompt, str) else served.chat.ends
+    return served.engine.submit(prompt, sampling, ends=ends).result()
 
 
 def until(condition, seconds=20):
@@ -219,8 +221,8 @@ REFUSED = {
     "no prompt": ({}, "prompt", "missing"),
     "a prompt of numbers": ({"prompt": [1.5]}, "prompt", "must be a string, a list"),
     "an empty list": ({"prompt": []}, "prompt", "must be a string, a list"),
-    "a token that is not there": ({"prompt": [5, 10**12]}, "prompt", "must be from 0 to 258"),
-    "a negative token": ({"prompt": [-1]}, "prompt", "must be from 0 to 258"),
+    "a token that is not there": ({"prompt": [5, 10**12]}, "prompt", "must be from 0 to 259"),
+    "a negative token": ({"prompt": [-1]}, "prompt", "must be from 0 to 259"),
     "a prompt too long": ({"prompt": "x" * 300}, "prompt", "has 301 tokens, must have at most 256"),
     "too many tokens": ({"prompt": "abc", "max_tokens": 254}, "max_tokens", "at most 253"),
     "tokens beyond number": ({"prompt": "abc", "max_tokens": 10**30}, "max_tokens", "at most 253"),
@@ -301,7 +303,7 @@ def test_what_is_not_there_is_told_in_the_same_shape(running):
 
 def test_a_model_without_a_template_has_no_chat(served):
     with Running(dataclasses.replace(served, chat=None)) as running:
-        with pytest.raises(openai.BadRequestError, match="needs a tokenizer with a chat template"):
+        with pytest.raises(openai.BadRequestError, match="tiny has no chat template: ask for completions"):
             running.client().chat.completions.create(messages=HELLO, **GREEDY)
         assert running.client().completions.create(prompt="a", **GREEDY).choices
 
@@ -426,15 +428,17 @@ def test_what_does_not_end_in_the_grace_is_cancelled(served, slow):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_an_engine_that_fails_is_told(served, folder, monkeypatch):
-    found = loading.load(folder)
-    engine = Engine(found.model, found.params, found.vocabulary, LENGTH, EngineConfig(slots=1)).start()
+def test_an_engine_that_fails_is_told(served, run, monkeypatch):
+    engine = Engine(run.model, run.params, served.vocabulary, LENGTH, EngineConfig(slots=1))
+    step = engine.step
 
-    def broken(*_):
-        raise FloatingPointError("planted")
+    def broken():
+        if engine.load[0]:
+            raise FloatingPointError("planted")
+        return step()
 
-    monkeypatch.setattr(engine, "_read", broken)
-    with Running(dataclasses.replace(served, engine=engine)) as running:
+    monkeypatch.setattr(engine, "step", broken)
+    with Running(dataclasses.replace(served, engine=engine.start())) as running:
         with pytest.raises(openai.InternalServerError, match="FloatingPointError") as error:
             running.client().completions.create(prompt="a", **GREEDY)
         assert error.value.status_code == 500
@@ -444,20 +448,28 @@ def test_an_engine_that_fails_is_told(served, folder, monkeypatch):
     engine.close()
 
 
+def test_a_fault_in_one_request_is_that_requests_alone(running, served, monkeypatch):
+    with monkeypatch.context() as planted:
+        planted.setattr(served.engine, "submit", lambda *_, **__: 1 / 0)
+        for stream in (False, True):
+            with pytest.raises(openai.InternalServerError, match="ZeroDivisionError"):
+                running.client().completions.create(prompt="a", stream=stream, **GREEDY)
+    assert running.client().completions.create(prompt="a", **GREEDY).choices and running.service.texts == 0
+
+
 # What it is made of.
 
 
-def test_programs_are_compiled_before_the_first_request(folder):
-    found = loading.load(folder)
-    engine = Engine(found.model, found.params, found.vocabulary, 48, EngineConfig(slots=3, prefix_cache_mib=0))
-    steps = list(warm_up(engine, found.vocabulary.size))
+def test_programs_are_compiled_before_the_first_request(run, served, caplog):
+    engine = Engine(run.model, run.params, served.vocabulary, 48, EngineConfig(slots=3, prefix_cache_mib=0))
+    steps = list(warm_up(engine, served.vocabulary.size))
     assert engine.prompt_sizes == [32, 48] and steps == [(0, 3), (1, 3), (2, 3), (3, 3)]
-    sizes = [one._cache_size() for one in (engine._programs.begin, engine._programs.admit, engine._programs.step)]
-    engine.submit("x" * 40, Sampling(max_new_tokens=4)).result()
-    engine.submit("x", Sampling(max_new_tokens=4), likeliest=3).result()
-    assert sizes == [
-        one._cache_size() for one in (engine._programs.begin, engine._programs.admit, engine._programs.step)
-    ]
+    with jax.log_compiles(), caplog.at_level("WARNING"):
+        engine.submit("x" * 40, Sampling(max_new_tokens=4)).result()
+        engine.submit("x", Sampling(max_new_tokens=4), likeliest=3).result()
+        assert not [record for record in caplog.records if "Compiling" in record.getMessage()]
+        jax.jit(lambda x: x + 1)(np.ones(7, np.float32))
+        assert [record for record in caplog.records if "Compiling" in record.getMessage()]
 
 
 def test_a_configuration_that_makes_no_sense():
@@ -467,16 +479,3 @@ def test_a_configuration_that_makes_no_sense():
         ServerConfig(timeout_s=0.0)
     with pytest.raises(UserError, match="has no key"):
         server.keys_of("/dev/null", "NONE")
-
-
-def test_a_folder_is_loaded_with_its_tokenizer(folder):
-    found = loading.load(folder)
-    assert (found.length, found.encoder_length, found.name) == (LENGTH, None, "tiny")
-    assert found.vocabulary.size == 259 and found.template is not None and found.model.config.vocab_size == 260
-
-
-def test_a_folder_that_is_no_model(tmp_path):
-    with pytest.raises(UserError, match="neither a run folder"):
-        loading.load(str(tmp_path))
-    with pytest.raises(UserError, match="does not exist"):
-        loading.load(str(tmp_path / "none"))
