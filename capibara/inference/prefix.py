@@ -36,9 +36,7 @@ class PrefixCache:
         wanted = np.asarray(tokens)
         best, most = None, self._shortest - 1
         for entry in self._entries:
-            size = min(len(entry.tokens), len(wanted) - 1)
-            equal = entry.tokens[:size] == wanted[:size]
-            common = size if equal.all() else int(np.argmin(equal))
+            common = min(common_beginning(entry.tokens, wanted), len(wanted) - 1)
             whole = self._window is None or len(entry.tokens) <= self._window or common == len(entry.tokens)
             if whole and common > most:
                 best, most = entry, common
@@ -61,3 +59,14 @@ class PrefixCache:
         self._entries.append(Prefix(new, row))
         while sum(tree.byte_count(entry.row) for entry in self._entries) > self._max_bytes:
             del self._entries[0]
+
+    def clear(self) -> None:
+        """Forgets everything: what was read was read with other parameters."""
+        self._entries = []
+
+
+def common_beginning(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many first tokens two texts share."""
+    size = min(len(one), len(other))
+    equal = np.asarray(one[:size]) == np.asarray(other[:size])
+    return size if equal.all() else int(np.argmin(equal))
