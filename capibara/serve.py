@@ -71,7 +71,6 @@ def _load(args):
     from capibara.inference.engine import Engine, EngineConfig
     from capibara.inference.sampling import Sampling
     from capibara.inference.service import Served, ServerConfig
-    from capibara.inference.warm_up import warm_up
     from capibara.monitoring.status import StatusLine
 
     path = args.model_dir or args.model
@@ -86,8 +85,7 @@ def _load(args):
     engine = Engine(model, params, vocabulary, lengths[0], batching, lengths[1])
     if takes.warm_up:
         with StatusLine() as line:
-            for done, count in warm_up(engine, vocabulary.size):
-                line.show("compiling", f"{done} of {count} programs")
+            engine.warm_up(lambda done, count: line.show("compiling", f"{done} of {count} programs"))
     name = args.name or os.path.basename(os.path.normpath(path)).removesuffix(".gguf")
     return Served(engine.start(), vocabulary, talk, *lengths, name, sampling), takes
 

@@ -1,74 +1,45 @@
 """Continuous batching: requests come and go while a batch of slots is decoded.
 
-Every slot is a row of one cache of fixed length. A request waits for a slot, its prompt is read alone and put there, and
-from then on it gets a token with every step of all slots. The host looks at the tokens of one step while the devices
-make the next.
+Every slot is a row of one cache of fixed length. A request waits for a slot, its prompt is read and put there, and from
+then on it gets a token with every step of all slots. The host looks at the tokens of one step while the devices make the
+next; where tokens are guessed it looks first.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import enum
 import threading
 from collections import deque
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import numpy as np
 
-from capibara.config import configurable
 from capibara.data.vocabulary import Vocabulary
-from capibara.inference import programs, spelling
+from capibara.inference import batching, programs, spelling
+from capibara.inference.batching import CacheDtype, EngineConfig, Statistics, WhenFull
 from capibara.inference.choose import Settings, settings_of
+from capibara.inference.drafts import Drafter
 from capibara.inference.prefix import PrefixCache
+from capibara.inference.reading import Read, Reader
 from capibara.inference.request import LIKELIEST, Request
 from capibara.inference.sampling import Sampling
 from capibara.inference.stream import Finish, Stream
 from capibara.models.api import Model
 from capibara.types import Params, UserError
 
+__all__ = ["Engine", "EngineConfig", "WhenFull", "check_generates"]
+
 _GREEDY = Settings(
     *(np.array([x], dtype) for x, dtype in zip((0, 0, 1, 0, 1), ("f4", "i4", "f4", "f4", "f4"))), np.zeros((1, 2), "u4")
 )
-_SMALLEST_BUCKET = 32
-
-
-class WhenFull(enum.StrEnum):
-    """What happens to a row that is as long as its slot: it ends, or its last tokens are read again for every new one."""
-
-    STOP = "stop"
-    SLIDE = "slide"
-
-
-@configurable
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class EngineConfig:
-    """How requests are batched.
-
-    Attributes:
-      slots: requests that are decoded together.
-      when_full: what happens when a row is full.
-      prefix_cache_mib: memory for rows whose beginnings later prompts may share; 0: none. A prompt that was read in two
-        parts differs in the last bits of its numbers from one that was read at once.
-    """
-
-    slots: int = 8
-    when_full: WhenFull = WhenFull.STOP
-    prefix_cache_mib: int = 256
-
-    def __post_init__(self):
-        if self.slots < 1:
-            raise UserError(f"EngineConfig.slots is {self.slots}, must be at least 1")
-        if self.prefix_cache_mib < 0:
-            raise UserError(f"EngineConfig.prefix_cache_mib is {self.prefix_cache_mib}, must be at least 0 (0: none)")
 
 
 class Engine:
     """Generates text for many requests at a time; `submit` and streams may be used from any thread.
 
-    A request's text depends on its prompt, its sampling and its seed, not on what else there is to do. After `start` a
-    thread of its own does the work; without it whoever reads a stream does, or calls `run`.
+    A request's text depends on its prompt, its sampling and its seed, not on what else there is to do (but for the last
+    bits of numbers, which products of other sizes round otherwise). After `start` a thread of its own does the work;
+    without it whoever reads a stream does, or calls `run`.
 
     Args:
       model: a decoder or an encoder-decoder.
@@ -98,14 +69,20 @@ class Engine:
         self._vocabulary, self._length, self._config = vocabulary, length, config
         self._vocab_size, self._encoder_length = model.config.vocab_size, encoder_length
         self._names = None if encoder_length is None else spelling.names(vocabulary)
+        dtype = None if config.cache_dtype is CacheDtype.COMPUTE else str(config.cache_dtype)
+        sizes = programs.Sizes(config.slots, length, encoder_length, dtype, config.draft_tokens)
         mesh = _mesh_of(params)
-        self._programs = programs.build(model, vocabulary.size, config.slots, length, encoder_length, mesh)
-        self._params = self._programs.serving(params)
-        self._state = self._programs.start()
+        self._programs = programs.build(model, vocabulary.size, sizes, mesh)
+        self._params, self._updated = self._programs.serving(params), None
+        # Put there by name: else the first request's programs are compiled again for the second.
+        here = None if mesh else jax.tree.leaves(self._params)[0].sharding
+        self._state = jax.device_put(self._programs.start(), here)
         window = getattr(model.config, "window", None)
         kept = config.prefix_cache_mib * 2**20 if encoder_length is None else 0
         self._prefixes = PrefixCache(kept, window) if kept else None
+        self._reader = Reader(self._programs, length, config.slots, config.prefill_tokens, self._prefixes)
         self._settings = Settings(*(np.repeat(x, config.slots, axis=0) for x in _GREEDY))
+        self.statistics = Statistics()
         self._requests: list[Request | None] = [None] * config.slots
         self._waiting: deque[Request] = deque()
         self._pending: deque[tuple[programs.Chosen, list[tuple[int, Request]]]] = deque()
@@ -118,24 +95,13 @@ class Engine:
         return self._config.slots
 
     def update(self, params: Params) -> None:
-        """Takes other parameters of the same model; nothing is compiled for that.
+        """Goes on with other parameters of the same shapes, from the next step on; nothing is compiled again.
 
-        What was asked for is finished first. What was kept of prompts goes with the old ones.
-
-        Args:
-          params: lying as those that the engine was made with.
-
-        Raises:
-          RuntimeError: a thread is at work on requests.
+        What was read of the texts that are under way was read with the old ones. From any thread; drop yours.
         """
-        if self._thread is None:
-            self.run()
-        elif self._waiting or any(self._requests):
-            raise RuntimeError("the engine has requests at work: read their streams to the end first")
-        self._params = None  # no room for two
-        self._params = self._programs.serving(params)
-        if self._prefixes is not None:
-            self._prefixes.clear()
+        if self._thread is None and not (self._waiting or self._pending or any(self._requests)):
+            self._params = None  # no room for two
+        self._updated = self._programs.serving(params)
 
     @property
     def load(self) -> tuple[int, int]:
@@ -147,12 +113,40 @@ class Engine:
         """Whether its thread has ended with an error: it does no more work."""
         return self._failed
 
-    @property
-    def prompt_sizes(self) -> list[int]:
-        """The numbers of places for which prompts are read: a program is compiled for each when it is first needed."""
-        if self._encoder_length is not None:
-            return [1]
-        return sorted({self._bucket(count) for count in range(2, self._length + 1)})
+    def warm_up(self, show: Callable[[int, int], None] = lambda done, count: None) -> None:
+        """Compiles what prompts of all lengths need, and the steps, before anybody waits for it. Before `start`.
+
+        Args:
+          show: told how many programs are ready, of how many.
+        """
+        prefixes, self._reader.prefixes = self._reader.prefixes, None
+        asked = Sampling(temperature=0.0, max_new_tokens=1)
+        prompts = list(self._prompt_shapes())
+        for done, (rows, size, likeliest) in enumerate(prompts):
+            show(done, len(prompts) + 2)
+            tokens = [[(row + 1) % self._vocab_size] * size for row in range(rows)]
+            for stream in [self.submit(prompt, asked, likeliest=likeliest) for prompt in tokens]:
+                stream.result()
+        self._reader.prefixes, self.statistics = prefixes, Statistics()
+        zeros, drafts = np.zeros(self.slots, np.int32), self._config.draft_tokens
+        for done, alternatives in enumerate((0, LIKELIEST), len(prompts)):
+            show(done, len(prompts) + 2)
+            given = self._params, self._state, self._settings, zeros, zeros
+            self._state, chosen = self._programs.step(*given, alternatives)
+            if drafts:
+                given = self._params, self._state, *given[2:], np.zeros((self.slots, drafts), np.int32), zeros
+                self._state, chosen = self._programs.verify(*given, alternatives)
+            jax.block_until_ready(chosen)
+        show(len(prompts) + 2, len(prompts) + 2)
+
+    def _prompt_shapes(self) -> Iterator[tuple[int, int, int]]:
+        """(prompts that are read together, places of each, whether likeliest tokens are asked for) of all programs."""
+        sizes = batching.buckets(self._length) if self._encoder_length is None else [1]
+        yield from ((1, size, likeliest) for likeliest in (1, 0) for size in sizes)
+        count = 2
+        while count <= self.slots:
+            yield from ((count, size, 0) for size in sizes if count * size <= self._config.prefill_tokens)
+            count *= 2
 
     def submit(
         self,
@@ -234,20 +228,28 @@ class Engine:
 
     def step(self) -> bool:
         """Gives free slots to waiting requests and every slot a token; False where there was nothing to do."""
+        if self._updated is not None:
+            self._params, self._updated = self._updated, None
+            if self._prefixes:
+                self._prefixes.clear()
         self._drop_cancelled()
         admitted = self._admit_waiting()
-        active = [(slot, request) for slot, request in enumerate(self._requests) if request is not None]
-        if any(request.begun in request.forced or request.places > self._length for _, request in active):
-            # Both depend on what the tokens before say.
+        if self._config.draft_tokens or any(
+            request.begun in request.forced or request.places > self._length for _, request in self._active()
+        ):
+            # All of these depend on what the tokens before say.
             self._receive(0)
             admitted |= self._refill()
-        active = [(slot, request) for slot, request in enumerate(self._requests) if request is not None]
-        active = [(slot, request) for slot, request in active if request.places <= self._length]
+        active = [(slot, request) for slot, request in self._active() if request.places <= self._length]
         if active:
             self._decode(active)
         had = bool(self._pending)
         self._receive(1 if active else 0)
         return bool(admitted or active or had)
+
+    def _active(self) -> list[tuple[int, Request]]:
+        """The slots whose text has begun."""
+        return [(slot, request) for slot, request in enumerate(self._requests) if request is not None and request.begun]
 
     def _drive(self) -> bool:
         if self._thread is not None:
@@ -288,8 +290,7 @@ class Engine:
             self._free(request)
 
     def _admit_waiting(self) -> bool:
-        """Whether a request was given a slot."""
-        admitted = False
+        """Gives free slots to requests, and reads some of their prompts; whether there was anything to read."""
         for slot, taken in enumerate(self._requests):
             if taken is not None:
                 continue
@@ -297,46 +298,33 @@ class Engine:
                 request = self._waiting.popleft() if self._waiting else None
             if request is None:
                 break
-            self._requests[slot], request.slot, admitted = request, slot, True
+            self._requests[slot], request.slot = request, slot
             one = settings_of([request.sampling])
             self._settings = Settings(*map(lambda old, new: _with_row(old, slot, new), self._settings, one))
-            self._read(request, *self._beginning(request))
-        return admitted
+            self._reader.add(request)
+        waits = self._reader.waits
+        for read in self._reader.read(self._params):
+            self._begin(read)
+        return waits
 
     def _refill(self) -> bool:
         """Reads the last tokens of full rows anew, for one token more each; whether there are any."""
-        full = [request for request in self._requests if request is not None and request.places > self._length]
+        full = [request for _, request in self._active() if request.places > self._length]
         for request in full:
-            self._read(request, request.tokens[-self._length :], None, 0)
+            tokens = request.tokens[-self._length :]
+            logits, row = self._reader.go_on(self._params, tokens, None, 0, len(tokens), request.encoder)
+            self._begin(Read(request, row, logits))
         return bool(full)
 
-    def _beginning(self, request: Request) -> tuple[list[int], Any, int]:
-        """The prompt, and of what was read before of it the row's cache and the number of tokens."""
-        found = self._prefixes.find(request.tokens) if self._prefixes else None
-        if found is None:
-            return request.tokens, None, 0
-        prefix, common = found
-        request.cached_tokens = common
-        return request.tokens, prefix.row | {"lengths": np.array([common], np.int32)}, common
-
-    def _read(self, request: Request, tokens: Sequence[int], row: Any, known: int) -> None:
-        """Reads the tokens after the first `known`, which `row` has, puts the row into the slot and begins a token."""
-        places, rest = self._bucket(len(tokens)), tokens[known:]
-        size = places if row is None else self._bucket(len(rest))
-        batch = {"tokens": _padded(rest, size), "counts": np.array([len(rest)], np.int32)} | (request.encoder or {})
-        if row is None:
-            logits, row = self._programs.begin(self._params, batch)
-        else:
-            places = max(places, max(layer["key"].shape[2] for layer in row["layers"]))
-            logits, row = self._programs.resume(self._params, batch, row, places)
-        if self._prefixes and request.begun == 0:
-            self._prefixes.keep(tokens, row)
+    def _begin(self, read: Read) -> None:
+        """Puts a row that was read into its slot and begins a token."""
+        request = read.request
         seen, index = self._seen(request), np.array([request.begun], np.int32)
         slot, forced = np.int32(request.slot), np.array([request.forced.get(request.begun, -1)], np.int32)
         settings = Settings(*(x[request.slot : request.slot + 1] for x in self._settings))
         alternatives = LIKELIEST if request.likeliest else 0
         self._state, chosen = self._programs.admit(
-            self._state, row, logits, slot, settings, index, forced, seen, alternatives
+            self._state, read.row, read.logits, slot, settings, index, forced, seen, alternatives
         )
         self._begun(chosen, [(0, request)])
 
@@ -347,19 +335,49 @@ class Engine:
         return seen
 
     def _decode(self, active: list[tuple[int, Request]]) -> None:
+        guesses = {slot: self._guess(request) for slot, request in active} if self._config.draft_tokens else {}
         index, forced = np.zeros(self._config.slots, np.int32), np.full(self._config.slots, -1, np.int32)
         for slot, request in active:
             index[slot], forced[slot] = request.begun, request.forced.get(request.begun, -1)
         alternatives = LIKELIEST if any(request.likeliest for _, request in active) else 0
+        self.statistics.steps += 1
+        if any(guesses.values()):
+            self._verify(active, guesses, index, forced, alternatives)
+            return
         self._state, chosen = self._programs.step(
             self._params, self._state, self._settings, index, forced, alternatives
         )
         self._begun(chosen, active)
 
-    def _begun(self, chosen: programs.Chosen, rows: list[tuple[int, Request]]) -> None:
+    def _guess(self, request: Request) -> list[int]:
+        """Its next tokens but the last, as many as it may still have and its place allows, and none that is forced."""
+        most = min(self._config.draft_tokens, request.limit - request.begun - 1, self._length - request.places)
+        if request.sampling.thinking_tokens is not None:  # a thought that begins among them must not end there
+            most = min(most, request.sampling.thinking_tokens, *(f - request.begun - 1 for f in request.forced))
+        if request.drafter is None:
+            request.drafter = Drafter(request.tokens)
+        return request.drafter.guess(most) if most > 0 else []
+
+    def _verify(self, active, guesses: dict[int, list[int]], index, forced, alternatives: int) -> None:
+        guessed = np.zeros((self._config.slots, self._config.draft_tokens), np.int32)
+        counts = np.zeros(self._config.slots, np.int32)
+        for slot, tokens in guesses.items():
+            counts[slot], guessed[slot, : len(tokens)] = len(tokens), tokens
+        self._state, chosen = self._programs.verify(
+            self._params, self._state, self._settings, index, forced, guessed, counts, alternatives
+        )
+        held = jax.device_get(chosen.counts)
+        self.statistics.drafted += int(counts.sum())
+        self.statistics.accepted += sum(int(held[slot]) - 1 for slot, _ in active)
+        self._begun(chosen, active, held)
+
+    def _begun(self, chosen: programs.Chosen, rows: list[tuple[int, Request]], counts=None) -> None:
+        """The devices were asked for `counts` tokens of each row; None: for one."""
         self._pending.append((chosen, rows))
-        for _, request in rows:
-            request.begun += 1
+        for place, request in rows:
+            count = 1 if counts is None else int(counts[place])
+            request.begun += count
+            self.statistics.tokens += count
             if request.begun == request.limit:  # the slot is free before the last token is back
                 self._free(request)
 
@@ -367,11 +385,12 @@ class Engine:
         """Takes the tokens of all but the last `left` programs."""
         while len(self._pending) > left:
             chosen, rows = self._pending.popleft()
-            tokens, log_probabilities, likeliest, theirs = jax.device_get(chosen)
+            tokens, log_probabilities, likeliest, theirs, counts = jax.device_get(chosen)
             for place, request in rows:
-                count = min(request.likeliest, likeliest.shape[1])
-                named = zip(likeliest[place, :count].tolist(), theirs[place, :count].tolist())
-                request.receive(int(tokens[place]), float(log_probabilities[place]), tuple(named))
+                for step in range(counts[place]):
+                    count = min(request.likeliest, likeliest.shape[2])
+                    named = zip(likeliest[place, step, :count].tolist(), theirs[place, step, :count].tolist())
+                    request.receive(int(tokens[place, step]), float(log_probabilities[place, step]), tuple(named))
                 if request.finished:
                     self._free(request)
                     self._remember(request)
@@ -382,9 +401,11 @@ class Engine:
         if slot is None:
             return
         self._requests[slot] = None
+        self._reader.drop(request)
         read = request.places - 1
         if self._prefixes and read <= self._length and not request.stream.cancelled:
-            request.row = self._programs.row(self._state, np.int32(slot), self._bucket(read)), read
+            places = batching.bucket(read, self._length)
+            request.row = self._programs.row(self._state, np.int32(slot), places), read
         self._settings = Settings(*map(lambda old, new: _with_row(old, slot, new), self._settings, _GREEDY))
 
     def _remember(self, request: Request) -> None:
@@ -393,15 +414,6 @@ class Engine:
             (row, read), request.row = request.row, None
             known = min(read, len(request.tokens))
             self._prefixes.keep(request.tokens[:known], row | {"lengths": np.array([known], np.int32)})
-
-    def _bucket(self, count: int) -> int:
-        """Places for so many tokens: few sizes, so that few programs are compiled."""
-        if count == 1:  # what an encoder-decoder's text begins with
-            return 1
-        size = _SMALLEST_BUCKET
-        while size < count:
-            size = size * 3 // 2 if size & (size - 1) == 0 else size * 4 // 3
-        return min(size, self._length)
 
 
 def check_generates(model: Model) -> None:
@@ -422,12 +434,6 @@ def _mesh_of(params: Params) -> jax.sharding.Mesh | None:
     """Of parameters that are spread over devices."""
     sharding = getattr(jax.tree.leaves(params)[0], "sharding", None)
     return sharding.mesh if isinstance(sharding, jax.sharding.NamedSharding) and sharding.mesh.size > 1 else None
-
-
-def _padded(tokens: Sequence[int], size: int) -> np.ndarray:
-    row = np.zeros((1, size), np.int32)
-    row[0, : len(tokens)] = tokens
-    return row
 
 
 def _with_row(old: np.ndarray, index: int, new: np.ndarray) -> np.ndarray:

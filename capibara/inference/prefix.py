@@ -36,9 +36,7 @@ class PrefixCache:
         wanted = np.asarray(tokens)
         best, most = None, self._shortest - 1
         for entry in self._entries:
-            size = min(len(entry.tokens), len(wanted) - 1)
-            equal = entry.tokens[:size] == wanted[:size]
-            common = size if equal.all() else int(np.argmin(equal))
+            common = min(common_beginning(entry.tokens, wanted), len(wanted) - 1)
             whole = self._window is None or len(entry.tokens) <= self._window or common == len(entry.tokens)
             if whole and common > most:
                 best, most = entry, common
@@ -46,10 +44,6 @@ class PrefixCache:
             return None
         self._entries.sort(key=lambda entry: entry is best)
         return best, most
-
-    def clear(self) -> None:
-        """Forgets all: what was read belongs to other parameters."""
-        self._entries = []
 
     def keep(self, tokens: Sequence[int], row: Any) -> None:
         """Remembers a row that has read these tokens; what else begins them is no longer needed."""
@@ -65,3 +59,14 @@ class PrefixCache:
         self._entries.append(Prefix(new, row))
         while sum(tree.byte_count(entry.row) for entry in self._entries) > self._max_bytes:
             del self._entries[0]
+
+    def clear(self) -> None:
+        """Forgets everything: what was read was read with other parameters."""
+        self._entries = []
+
+
+def common_beginning(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many first tokens two texts share."""
+    size = min(len(one), len(other))
+    equal = np.asarray(one[:size]) == np.asarray(other[:size])
+    return size if equal.all() else int(np.argmin(equal))

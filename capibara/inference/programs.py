@@ -19,12 +19,29 @@ State = dict[str, Any]
 
 
 class Chosen(NamedTuple):
-    """Tokens [B], their log probabilities [B] and, where asked for, the likeliest tokens and theirs [B, n]."""
+    """Tokens [B, T], their log probabilities [B, T] and, where asked for, the likeliest tokens and theirs [B, T, n].
+
+    `counts` [B]: how many of the tokens hold, at least one.
+    """
 
     tokens: jax.Array
     log_probabilities: jax.Array
     likeliest: jax.Array
     their_log_probabilities: jax.Array
+    counts: jax.Array
+
+
+class Sizes(NamedTuple):
+    """What programs are compiled for: so many slots of `length` places in `dtype` (None: the compute dtype).
+
+    An encoder reads `encoder_length` tokens; `drafts` tokens are guessed for a row and may have to be taken back.
+    """
+
+    slots: int
+    length: int
+    encoder_length: int | None = None
+    dtype: str | None = None
+    drafts: int = 0
 
 
 class Programs(NamedTuple):
@@ -33,11 +50,14 @@ class Programs(NamedTuple):
     Attributes:
       serving: parameters -> what the others take; adapters are merged.
       start: () -> state in which no slot has read anything.
-      begin: (params, batch) -> logits [1, V] and the cache of one row, of as many places as the batch has.
+      begin: (params, batch of n rows) -> logits [n, V] and the cache of these rows, of as many places as the batch has.
       resume: (params, batch, row, places) -> the same after more tokens, the row grown to so many places.
+      one: (rows of any tree, place) -> the tree of that row alone.
       admit: (state, row, logits, slot, settings, index, forced, seen, alternatives) -> state with the row in the slot,
         and its next token.
       step: (params, state, settings, index, forced, alternatives) -> state, and every slot's next token.
+      verify: (params, state, settings, index, forced, guesses, counts, alternatives) -> state, and every slot's next
+        tokens: of its first `counts` guesses those that are right, and one more. What is forced is the first of them.
       row: (state, slot, places) -> the cache of that slot, cut to its first places.
     """
 
@@ -45,8 +65,10 @@ class Programs(NamedTuple):
     start: Callable[[], State]
     begin: Callable[..., tuple[jax.Array, Cache]]
     resume: Callable[..., tuple[jax.Array, Cache]]
+    one: Callable[..., Any]
     admit: Callable[..., tuple[State, Chosen]]
     step: Callable[..., tuple[State, Chosen]]
+    verify: Callable[..., tuple[State, Chosen]]
     row: Callable[..., Cache]
 
 
@@ -63,72 +85,115 @@ class _Same:
         return isinstance(other, _Same) and other.model is self.model
 
 
-def build(
-    model: Model,
-    usable: int,
-    slots: int,
-    length: int,
-    encoder_length: int | None = None,
-    mesh: Mesh | None = None,
-) -> Programs:
-    """The programs for a model, `usable` ids of a vocabulary, and so many slots of `length` places; made once.
+def build(model: Model, usable: int, sizes: Sizes, mesh: Mesh | None = None) -> Programs:
+    """The programs for a model and `usable` ids of a vocabulary; made once.
 
     `mesh` is that of parameters which are spread over devices: all of them then know what was chosen.
     """
-    return _build(_Same(model), usable, slots, length, encoder_length, mesh)
+    return _build(_Same(model), usable, sizes, mesh)
 
 
 @functools.lru_cache(maxsize=16)
-def _build(same: _Same, usable: int, slots: int, length: int, encoder_length: int | None, mesh) -> Programs:
+def _build(same: _Same, usable: int, sizes: Sizes, mesh: Mesh | None) -> Programs:
     model, adapted = same.model.plain, same.model
     everywhere = NamedSharding(mesh, PartitionSpec()) if mesh else None
+    empty = functools.partial(
+        model.start_cache, dtype=sizes.dtype, encoder_length=sizes.encoder_length, spare=sizes.drafts
+    )
 
     def start() -> State:
-        cache = model.start_cache(slots, length, encoder_length=encoder_length)
-        seen = jnp.zeros((slots, model.config.vocab_size), bool)
-        return {"cache": cache, "tokens": jnp.zeros(slots, jnp.int32), "seen": seen}
+        seen = jnp.zeros((sizes.slots, model.config.vocab_size), bool)
+        tokens = jnp.zeros(sizes.slots, jnp.int32)
+        return {"cache": empty(sizes.slots, sizes.length), "tokens": tokens, "seen": seen}
 
     def begin(params: Params, batch: dict) -> tuple[jax.Array, Cache]:
-        row = model.start_cache(1, batch["tokens"].shape[1], encoder_length=encoder_length)
-        return model.prefill(params, batch, row)
+        return model.prefill(params, batch, empty(*batch["tokens"].shape))
 
     def resume(params: Params, batch: dict, row: Cache, places: int) -> tuple[jax.Array, Cache]:
-        empty = model.start_cache(1, places, encoder_length=encoder_length)
-        return model.resume(params, batch, put_rows(empty, row, jnp.int32(0)))
-
-    def pick(logits, settings: Settings, index, forced, seen, alternatives: int) -> Chosen:
-        logits = jnp.where(jnp.arange(logits.shape[-1]) < usable, logits, -jnp.inf)
-        tokens = jnp.where(forced >= 0, forced, choose(logits, settings, index, seen))
-        likeliest = jax.lax.top_k(logits, min(alternatives, logits.shape[-1]))
-        normaliser = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-        chosen = Chosen(tokens, log_probability(logits, tokens), likeliest[1], likeliest[0] - normaliser)
-        return jax.lax.with_sharding_constraint(chosen, everywhere) if mesh else chosen
+        return model.resume(params, batch, put_rows(empty(1, places), row, jnp.int32(0)))
 
     def admit(state, row, logits, slot, settings, index, forced, seen, alternatives: int) -> tuple[State, Chosen]:
-        chosen = pick(logits, settings, index, forced, seen, alternatives)
+        chosen = _pick(logits, usable, settings, index, forced, seen, alternatives)
+        token = chosen.tokens[0, 0]
         new = {
             "cache": put_rows(state["cache"], row, slot),
-            "tokens": state["tokens"].at[slot].set(chosen.tokens[0]),
-            "seen": state["seen"].at[slot].set(seen[0].at[chosen.tokens[0]].set(True)),
+            "tokens": state["tokens"].at[slot].set(token),
+            "seen": state["seen"].at[slot].set(seen[0].at[token].set(True)),
         }
-        return new, chosen
+        return new, known(chosen)
 
     def step(params, state, settings, index, forced, alternatives: int) -> tuple[State, Chosen]:
         logits, cache = model.decode(params, state["tokens"], state["cache"])
-        chosen = pick(logits, settings, index, forced, state["seen"], alternatives)
-        seen = state["seen"].at[jnp.arange(slots, dtype=jnp.int32), chosen.tokens].set(True)
-        return {"cache": cache, "tokens": chosen.tokens, "seen": seen}, chosen
+        chosen = _pick(logits, usable, settings, index, forced, state["seen"], alternatives)
+        tokens = chosen.tokens[:, 0]
+        return {"cache": cache, "tokens": tokens, "seen": _with_seen(state["seen"], tokens)}, known(chosen)
+
+    def verify(params, state, settings, index, forced, guesses, counts, alternatives: int) -> tuple[State, Chosen]:
+        return _verify(model, usable, params, state, settings, index, forced, guesses, counts, alternatives, known)
+
+    def known(chosen: Chosen) -> Chosen:
+        return jax.lax.with_sharding_constraint(chosen, everywhere) if mesh else chosen
 
     def row(state: State, slot: jax.Array, places: int) -> Cache:
-        one = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, slot, 1), state["cache"])
-        return jax.tree.map(lambda x: x[:, :, :places] if x.ndim == 4 else x, one)
+        return jax.tree.map(lambda x: x[:, :, :places] if x.ndim > 2 else x, one(state["cache"], slot))
+
+    def one(rows: Any, place: jax.Array) -> Any:
+        return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, place, 1), rows)
 
     return Programs(
         serving=jax.jit(lambda params: model.serving(adapted.merge(params))),
         start=jax.jit(start, out_shardings=everywhere),
         begin=jax.jit(begin),
         resume=jax.jit(resume, static_argnums=3),
+        one=jax.jit(one),
         admit=jax.jit(admit, donate_argnums=0, static_argnums=8),
         step=jax.jit(step, donate_argnums=1, static_argnums=5),
+        verify=jax.jit(verify, donate_argnums=1, static_argnums=7),
         row=jax.jit(row, static_argnums=2),
     )
+
+
+def _pick(logits_BV, usable: int, settings: Settings, index_B, forced_B, seen_BV, alternatives: int) -> Chosen:
+    """The next token of every row."""
+    logits_BV = jnp.where(jnp.arange(logits_BV.shape[-1]) < usable, logits_BV, -jnp.inf)
+    tokens_B = jnp.where(forced_B >= 0, forced_B, choose(logits_BV, settings, index_B, seen_BV))
+    likeliest = jax.lax.top_k(logits_BV, min(alternatives, logits_BV.shape[-1]))
+    normaliser_B1 = jax.nn.logsumexp(logits_BV, axis=-1, keepdims=True)
+    log_probability_B = log_probability(logits_BV, tokens_B)
+    counts_B = jnp.ones_like(tokens_B)
+    of_one = (tokens_B, log_probability_B, likeliest[1], likeliest[0] - normaliser_B1)
+    return Chosen(*(x[:, None] for x in of_one), counts_B)
+
+
+def _with_seen(seen_BV: jax.Array, tokens_B: jax.Array) -> jax.Array:
+    return seen_BV.at[jnp.arange(len(tokens_B), dtype=jnp.int32), tokens_B].set(True)
+
+
+def _verify(model, usable, params, state, settings, index_B, forced_B, guesses, counts_B, alternatives, known):
+    """Reads the guesses as if they were right, and chooses a token after each: those hold until a guess is wrong."""
+    B, T = len(forced_B), 1 + guesses.shape[1]
+    forced_BT = jnp.pad(forced_B[:, None], ((0, 0), (0, T - 1)), constant_values=-1)
+    given_BT = jnp.concatenate([state["tokens"][:, None], guesses], axis=1)
+    read = {"tokens": given_BT, "counts": counts_B + 1}
+    logits_BTV, cache = model.extend(params, read, state["cache"])
+    seen = [state["seen"]]
+    for place in range(T - 1):
+        seen.append(_with_seen(seen[-1], guesses[:, place]))
+    seen_BTV = jnp.stack(seen, axis=1)
+    index_BT = index_B[:, None] + jnp.arange(T, dtype=jnp.int32)
+    of_tokens = Settings(*(jnp.repeat(jnp.asarray(x), T, axis=0) for x in settings))
+    together = [x.reshape(B * T, *x.shape[2:]) for x in (logits_BTV, index_BT, forced_BT, seen_BTV)]
+    logits, index, forced, seen = together
+    chosen = _pick(logits, usable, of_tokens, index, forced, seen, alternatives)
+    *of_one, _ = (x.reshape(B, T, *x.shape[2:]) if x.ndim > 1 else x for x in chosen)
+    tokens_BT = of_one[0]
+    right = (tokens_BT[:, :-1] == guesses) & (jnp.arange(T - 1, dtype=jnp.int32) < counts_B[:, None])
+    accepted_B = jnp.sum(jnp.cumprod(right.astype(jnp.int32), axis=1), axis=1)
+    at_end = lambda x: jnp.take_along_axis(x, accepted_B.reshape(B, *(1,) * (x.ndim - 1)), axis=1)[:, 0]  # noqa: E731
+    tokens_B = at_end(tokens_BT)
+    new = {
+        "cache": cache | {"lengths": state["cache"]["lengths"] + 1 + accepted_B},
+        "tokens": tokens_B,
+        "seen": _with_seen(at_end(seen_BTV), tokens_B),
+    }
+    return new, known(Chosen(*of_one, accepted_B + 1))

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from capibara.data.vocabulary import Vocabulary
+from capibara.inference.drafts import Drafter
 from capibara.inference.sampling import Sampling
 from capibara.inference.stream import Finish, Piece, Stream
 from capibara.inference.text import TextStream
@@ -29,6 +30,7 @@ class Request:
       cached_tokens: tokens of the prompt that were read before.
       slot: where its row is; None: nowhere.
       row: its row's cache, copied for later prompts that begin so, and how many tokens that has read.
+      drafter: guesses its next tokens; None: nobody asked yet.
       finished: whether its stream has ended.
     """
 
@@ -52,6 +54,7 @@ class Request:
         self.forced: dict[int, int] = {}
         self.slot: int | None = None
         self.row: tuple[Any, int] | None = None
+        self.drafter: Drafter | None = None
         self.finished = False
         self._ends = frozenset(ends)
         self._text = TextStream(vocabulary, sampling.stop, names)

@@ -61,7 +61,7 @@ class Model:
         [B, S, D]. A batch that has it as the entry `encoded` is not encoded again.
       read: (parameters, batch, cache, fresh) -> final hidden states [B, T, D] of more tokens and the cache with them;
         `prefill`, `extend` and `decode` say the rest. None for a model that has no next token.
-      empty_cache: (batch, length, dtype, encoder_length) -> cache.
+      empty_cache: (batch, length, dtype, encoder_length, spare) -> cache.
     """
 
     config: TransformerConfig
@@ -117,17 +117,25 @@ class Model:
         return self.capped(logits)
 
     def start_cache(
-        self, batch: int, length: int, dtype: jnp.dtype | None = None, encoder_length: int | None = None
+        self,
+        batch: int,
+        length: int,
+        dtype: jnp.dtype | None = None,
+        encoder_length: int | None = None,
+        spare: int = 0,
     ) -> Cache:
         """A cache for `batch` rows of up to `length` tokens (then of their last ones), of which none was read.
 
         Args:
           batch: rows.
           length: places of a row; layers with a window have no more than that.
-          dtype: of keys and values; None: the compute dtype.
+          dtype: of keys and values; None: the compute dtype; int8: in 8 bits, with a scale for each token and head.
           encoder_length: places of the encoder's input, where there is an encoder.
+          spare: places more than their window of layers that have one, so that as many tokens may be taken back (by
+            smaller `lengths`) after they were read.
         """
-        return self.empty_cache(batch, length, self.config.dtype.value if dtype is None else dtype, encoder_length)
+        dtype = self.config.dtype.value if dtype is None else dtype
+        return self.empty_cache(batch, length, dtype, encoder_length, spare)
 
     def prefill(self, params: Params, batch: Batch, cache: Cache) -> tuple[jax.Array, Cache]:
         """Reads the beginning of rows into a new cache.

@@ -56,15 +56,18 @@ def reading(tokens_BT: jax.Array, counts_B: jax.Array, cache: Cache, fresh: bool
 
 
 def empty_layer(config, batch: int, length: int, dtype: jnp.dtype, window: int | None = None) -> LayerCache:
-    """A layer's part of a cache in which nothing was read."""
+    """A layer's part of a cache in which nothing was read; `dtype` int8: with scales."""
     places = length if window is None else min(length, window)
     shape = (batch, config.kv_heads, places, config.head_size)
-    return {"key": jnp.zeros(shape, dtype), "value": jnp.zeros(shape, dtype)}
+    layer = {"key": jnp.zeros(shape, dtype), "value": jnp.zeros(shape, dtype)}
+    if jnp.dtype(dtype) == jnp.int8:
+        layer |= {"key_scale": jnp.zeros(shape[:3], jnp.float32), "value_scale": jnp.zeros(shape[:3], jnp.float32)}
+    return layer
 
 
 def axes(cache: Cache) -> Any:
     """The logical axes of every array of a cache."""
-    return jax.tree.map(lambda x: _KEYS if x.ndim == 4 else ("batch",) + (None,) * (x.ndim - 1), cache)
+    return jax.tree.map(lambda x: _KEYS[: x.ndim] if x.ndim > 2 else ("batch",) + (None,) * (x.ndim - 1), cache)
 
 
 def places(lengths_B: jax.Array, count: int) -> jax.Array:
@@ -75,33 +78,48 @@ def places(lengths_B: jax.Array, count: int) -> jax.Array:
 
 def write(layer: LayerCache, k_BTKH: jax.Array, v_BTKH: jax.Array, now: Reading) -> LayerCache:
     """The layer's cache with the keys and values of the tokens that are read now."""
-    new = {"key": k_BTKH, "value": v_BTKH}
-    written = {
-        name: constrain(_written(layer[name], x.astype(layer[name].dtype), now), _KEYS) for name, x in new.items()
-    }
-    return layer | written
+    new = _as_stored(layer, k_BTKH, v_BTKH)
+    return layer | {name: constrain(_written(layer[name], x, now), _KEYS[: x.ndim]) for name, x in new.items()}
 
 
-def _written(old_BKSH: jax.Array, new_BTKH: jax.Array, now: Reading) -> jax.Array:
-    T, S = new_BTKH.shape[1], old_BKSH.shape[2]
+def _as_stored(layer: LayerCache, k_BTKH: jax.Array, v_BTKH: jax.Array) -> LayerCache:
+    """Keys and values as the layer's cache holds them, but [B, T, K, ...]."""
+    dtype = layer["key"].dtype
+    if dtype != jnp.int8:
+        return {"key": k_BTKH.astype(dtype), "value": v_BTKH.astype(dtype)}
+    (key, key_scale), (value, value_scale) = _in_8_bits(k_BTKH), _in_8_bits(v_BTKH)
+    return {"key": key, "value": value, "key_scale": key_scale, "value_scale": value_scale}
+
+
+def _in_8_bits(x_BTKH: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Symmetric int8 numbers, the largest of a token's head being 127, and the scale [B, T, K] of each."""
+    x_BTKH = x_BTKH.astype(jnp.float32)
+    scale_BTK = jnp.max(jnp.abs(x_BTKH), axis=-1) / 127
+    divisor_BTK = jnp.where(scale_BTK > 0, scale_BTK, 1.0)
+    return jnp.round(x_BTKH / divisor_BTK[..., None]).astype(jnp.int8), scale_BTK
+
+
+def _written(old_BKSx: jax.Array, new_BTKx: jax.Array, now: Reading) -> jax.Array:
+    T, S = new_BTKx.shape[1], old_BKSx.shape[2]
     if T == 1:
-        return _append(old_BKSH, new_BTKH[:, 0], now.lengths % S)
-    new_BKTH = jnp.swapaxes(new_BTKH, 1, 2)
+        return _append(old_BKSx, new_BTKx[:, 0], now.lengths % S)
+    new_BKTx = jnp.swapaxes(new_BTKx, 1, 2)
     if now.fresh and T <= S:  # padding lies at places that no position has yet
-        return jax.lax.dynamic_update_slice(old_BKSH, new_BKTH, (0, 0, 0, 0))
+        return jax.lax.dynamic_update_slice(old_BKSx, new_BKTx, (0,) * old_BKSx.ndim)
     index_BS = places(now.lengths + now.counts, S) - now.lengths[:, None]
-    taken = jnp.take_along_axis(new_BKTH, jnp.clip(index_BS, 0, T - 1)[:, None, :, None], axis=2)
-    return jnp.where((index_BS >= 0)[:, None, :, None], taken, old_BKSH)
+    index_B1Sx = jnp.expand_dims(index_BS, (1, *range(3, old_BKSx.ndim)))
+    taken = jnp.take_along_axis(new_BKTx, jnp.clip(index_B1Sx, 0, T - 1), axis=2)
+    return jnp.where(index_B1Sx >= 0, taken, old_BKSx)
 
 
-def _append(old_BKSH: jax.Array, new_BKH: jax.Array, place_B: jax.Array) -> jax.Array:
+def _append(old_BKSx: jax.Array, new_BKx: jax.Array, place_B: jax.Array) -> jax.Array:
     B = len(place_B)
     if sharding.platform() != "cpu" or sharding.active() or B > _ROWS_WRITTEN_APART:
-        return old_BKSH.at[jnp.arange(B, dtype=jnp.int32), :, place_B].set(new_BKH)
+        return old_BKSx.at[jnp.arange(B, dtype=jnp.int32), :, place_B].set(new_BKx)
     for row in range(B):
-        one = new_BKH[row][None, :, None]
-        old_BKSH = jax.lax.dynamic_update_slice(old_BKSH, one, (row, 0, place_B[row], 0))
-    return old_BKSH
+        one, rest = new_BKx[row][None, :, None], (0,) * (old_BKSx.ndim - 3)
+        old_BKSx = jax.lax.dynamic_update_slice(old_BKSx, one, (row, 0, place_B[row], *rest))
+    return old_BKSx
 
 
 def attend(
@@ -122,12 +140,10 @@ def attend(
       [B, T, N, H] in the dtype of the queries.
     """
     if q_BTNH.shape[1] == 1:
-        keys, values = layer["key"], layer["value"]
-        positions_BS = places(now.lengths + now.counts, keys.shape[2])
+        positions_BS = places(now.lengths + now.counts, layer["key"].shape[2])
     else:
-        new_k, new_v = (jnp.swapaxes(x, 1, 2).astype(layer["key"].dtype) for x in new)
-        keys = jnp.concatenate([before["key"], new_k], axis=2)
-        values = jnp.concatenate([before["value"], new_v], axis=2)
+        stored = _as_stored(before, *new)
+        layer = {n: jnp.concatenate([before[n], jnp.swapaxes(x, 1, 2)], axis=2) for n, x in stored.items()}
         old_BS = places(now.lengths, before["key"].shape[2])
         positions_BS = jnp.concatenate([old_BS, jnp.where(now.real, now.positions, -1)], axis=1)
     back_BTS = now.positions[:, :, None] - positions_BS[:, None, :]
@@ -135,7 +151,8 @@ def attend(
     if kind.window is not None:
         visible_BTS &= back_BTS < kind.window
     bias_BNTS = None if bias is None else bias(now.positions, positions_BS)
-    return attend_to(q_BTNH, keys, values, visible_BTS, kind, bias_BNTS)
+    scales = (layer["key_scale"], layer["value_scale"]) if "key_scale" in layer else None
+    return attend_to(q_BTNH, layer["key"], layer["value"], visible_BTS, kind, bias_BNTS, scales)
 
 
 def attend_to(
@@ -145,6 +162,7 @@ def attend_to(
     visible_BTS: jax.Array,
     kind: AttentionKind,
     bias_BNTS: jax.Array | None = None,
+    scales: tuple[jax.Array, jax.Array] | None = None,
 ) -> jax.Array:
     """softmax(scores) v over keys in the order of a cache; softmax in float32.
 
@@ -155,6 +173,7 @@ def attend_to(
       visible_BTS: which keys (places) each query sees.
       kind: scale and cap; its mask is in `visible_BTS`.
       bias_BNTS: added to the scores.
+      scales: [B, K, S] of keys and of values in 8 bits; None: they are as they are.
 
     Returns:
       [B, T, N, H] in the dtype of the queries.
@@ -171,12 +190,17 @@ def attend_to(
     else:
         scores = jax.lax.dot_general(q_BKXH, k_BKSH, (((3,), (3,)), batched), preferred_element_type=jnp.float32)
     scores = scores.reshape(B, K, G, T, S)
+    if scales is not None:
+        scores = scores * scales[0][:, :, None, None]
     if bias_BNTS is not None:
         scores = scores + bias_BNTS.reshape(B, K, G, T, S).astype(jnp.float32)
     if kind.soft_cap is not None:
         scores = kind.soft_cap * jnp.tanh(scores / kind.soft_cap)
     scores = jnp.where(visible_BTS[:, None, None], scores, _MASKED)
-    weights = jax.nn.softmax(scores, axis=-1).astype(v_BKSH.dtype).reshape(B, K, G * T, S)
+    weights = jax.nn.softmax(scores, axis=-1)
+    if scales is not None:
+        weights = weights * scales[1][:, :, None, None]
+    weights = weights.astype(v_BKSH.dtype).reshape(B, K, G * T, S)
     if apart:
         y_BKXH = jnp.sum(weights[..., None] * v_BKSH[:, :, None], axis=3, dtype=jnp.float32).astype(v_BKSH.dtype)
     else:

@@ -111,10 +111,12 @@ class Decoder(nnx.Module):
         )
         return constrain(self.final_norm(x), ("batch", "act_time", "act_embed")), stats
 
-    def start_cache(self, batch: int, length: int, dtype: jnp.dtype, encoder_length: int | None = None) -> cache.Cache:
-        """A cache for rows of up to `length` tokens, of which none was read."""
+    def start_cache(
+        self, batch: int, length: int, dtype: jnp.dtype, encoder_length: int | None = None, spare: int = 0
+    ) -> cache.Cache:
+        """A cache for rows of up to `length` tokens, of which none was read; api.Model.start_cache says the rest."""
         config = self.config
-        windows = {LayerKind.GLOBAL: None, LayerKind.LOCAL: config.window}
+        windows = {LayerKind.GLOBAL: None, LayerKind.LOCAL: None if config.window is None else config.window + spare}
         kinds = [config.layer_pattern[i % len(config.layer_pattern)] for i in range(config.num_layers)]
         of_layers = tuple(cache.empty_layer(config, batch, length, dtype, windows[kind]) for kind in kinds)
         return {"lengths": jnp.zeros(batch, jnp.int32), "layers": of_layers}

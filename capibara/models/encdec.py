@@ -222,13 +222,20 @@ class EncoderDecoder(nnx.Module):
             stats = jax.tree.map(lambda *parts: jnp.concatenate(parts), of_encoder, stats)
         return (x * self.config.embed_dim**-0.5 if self.config.head is Head.TIED else x), stats
 
-    def start_cache(self, batch: int, length: int, dtype: jnp.dtype, encoder_length: int | None = None) -> cache.Cache:
-        """A cache for decoder rows of up to `length` tokens, of which none was read, and so long an encoder's output."""
+    def start_cache(
+        self, batch: int, length: int, dtype: jnp.dtype, encoder_length: int | None = None, spare: int = 0
+    ) -> cache.Cache:
+        """A cache for decoder rows of up to `length` tokens, of which none was read, and so long an encoder's output.
+
+        `spare` is of layers with a window, and here are none.
+        """
         if encoder_length is None:
             raise ValueError("an encoder-decoder's cache needs encoder_length")
 
         def layer() -> cache.LayerCache:
-            across = cache.empty_layer(self.config, batch, encoder_length, dtype)
+            # What was encoded is not in 8 bits: it is there once, and no longer than the encoder's input.
+            exact = self.config.dtype.value if jnp.dtype(dtype) == jnp.int8 else dtype
+            across = cache.empty_layer(self.config, batch, encoder_length, exact)
             own = cache.empty_layer(self.config, batch, length, dtype)
             return own | {f"cross_{name}": x for name, x in across.items()}
 

@@ -247,22 +247,6 @@ def test_speeds_are_measured():
     assert found["between_tokens_ms_p50"] <= found["between_tokens_ms_p99"]
 
 
-def test_other_parameters_are_taken_without_a_new_program():
-    one, others = engine(prefix_cache_mib=4), jax.tree.map(lambda x: x * 1.5, params())
-    prompt, want = "a prompt that is long enough to be kept", {}
-    for name, given in (("first", params()), ("others", others)):
-        fresh = Engine(MODEL, given, VOCABULARY, LENGTH, EngineConfig(slots=3, prefix_cache_mib=4))
-        want[name] = fresh.submit(prompt, GREEDY).result().tokens
-    assert want["first"] != want["others"]
-    assert one.submit(prompt, GREEDY).result().tokens == want["first"]
-    compiled = one._programs.step._cache_size(), one._programs.begin._cache_size()
-    for name, given in (("others", others), ("first", params())):
-        one.load(given)
-        result = one.submit(prompt, GREEDY).result()
-        assert result.tokens == want[name] and result.cached_tokens == 0
-    assert (one._programs.step._cache_size(), one._programs.begin._cache_size()) == compiled
-
-
 def test_a_completion_names_the_token_that_ended_it():
     result = engine().submit("def f", GREEDY).result()
     assert result.end is None

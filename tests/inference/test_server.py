@@ -24,7 +24,6 @@ from capibara.inference.openai_app import app_of
 from capibara.inference.sampling import Sampling
 from capibara.inference.service import ServerConfig, Service
 from capibara.inference.serving_metrics import ServingMetrics
-from capibara.inference.warm_up import warm_up
 from capibara.types import UserError
 
 SLOTS, LENGTH = 2, 256
@@ -462,8 +461,9 @@ def test_a_fault_in_one_request_is_that_requests_alone(running, served, monkeypa
 
 def test_programs_are_compiled_before_the_first_request(run, served, caplog):
     engine = Engine(run.model, run.params, served.vocabulary, 48, EngineConfig(slots=3, prefix_cache_mib=0))
-    steps = list(warm_up(engine, served.vocabulary.size))
-    assert engine.prompt_sizes == [32, 48] and steps == [(0, 3), (1, 3), (2, 3), (3, 3)]
+    steps = []
+    engine.warm_up(lambda *step: steps.append(step))
+    assert steps == [(done, len(steps) - 1) for done in range(len(steps))]
     with jax.log_compiles(), caplog.at_level("WARNING"):
         engine.submit("x" * 40, Sampling(max_new_tokens=4)).result()
         engine.submit("x", Sampling(max_new_tokens=4), likeliest=3).result()

@@ -202,3 +202,48 @@ def test_the_cache_is_updated_in_place():
     cache_bytes = sum(x.nbytes for x in jax.tree.leaves(model.start_cache(2, 64)))
     assert memory.alias_size_in_bytes >= cache_bytes
     assert memory.temp_size_in_bytes < cache_bytes
+
+
+@pytest.mark.parametrize("name", ["gemma2", pytest.param("qwen", marks=pytest.mark.heavy)])
+def test_a_cache_in_8_bits(name):
+    config = dataclasses.replace(TINY, **VARIANTS[name])
+    model, params = made(config)
+    tokens = rows_of()
+    want = of_whole_rows(model, params, tokens, {})
+    cache = model.start_cache(2, LENGTH, jnp.int8)
+    prompts = {"tokens": tokens[:, : max(PROMPTS)], "counts": np.array(PROMPTS)}
+    first, cache = jax.jit(model.prefill)(params, prompts, cache)
+    np.testing.assert_allclose(first[0], want[0, PROMPTS[0] - 1], rtol=2e-4, atol=2e-4)  # rounded for later tokens only
+    apart, decode = cache, jax.jit(model.decode)
+    for step in range(6):
+        given = np.array([row[count + step] for row, count in zip(tokens, PROMPTS)])
+        logits, apart = decode(params, jnp.asarray(given), apart)
+        for row, count in enumerate(PROMPTS):
+            error = np.abs(logits[row] - want[row, count + step])
+            assert error.max() < 0.03 * np.abs(want).max() and error.max() > 0
+    pieces = np.stack([row[count : count + 6] for row, count in zip(tokens, PROMPTS)])
+    together, at_once = jax.jit(model.extend)(params, {"tokens": pieces, "counts": np.array([6, 6])}, cache)
+    np.testing.assert_allclose(together[:, -1], logits, rtol=1e-3, atol=1e-3)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1.01), at_once, apart)  # int8: the last bit
+
+
+def test_8_bits_of_a_token_and_head_are_close():
+    x = np.random.default_rng(0).normal(size=(2, 3, 2, 8)).astype(np.float32) * np.array([1e-6, 1, 1e4])[:, None, None]
+    x[0, 0] = 0
+    numbers, scales = caches._in_8_bits(jnp.asarray(x, jnp.float32))
+    assert numbers.dtype == jnp.int8 and np.abs(numbers).max() == 127
+    np.testing.assert_array_equal(numbers[0, 0], 0)
+    error = np.abs(np.asarray(numbers, np.float32) * np.asarray(scales)[..., None] - x)
+    assert (error <= np.abs(x).max(axis=-1, keepdims=True) / 254 * 1.001).all()
+
+
+def test_8_bits_take_half_the_memory():
+    config = dataclasses.replace(TINY, embed_dim=256, dtype="bfloat16")  # heads of 64
+    model = api.build(config)
+
+    def needs(dtype):
+        cache = jax.eval_shape(lambda: model.start_cache(2, 64, dtype))
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache["layers"]))
+
+    assert needs(jnp.int8) / needs(None) == (64 + 4) / 128
+    assert needs(jnp.int8) / needs(jnp.float32) == (64 + 4) / 256

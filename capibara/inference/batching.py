@@ -1,0 +1,101 @@
+"""How requests are batched, and the sizes that programs are compiled for."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+from capibara.config import configurable
+from capibara.types import UserError
+
+_SMALLEST_BUCKET = 32
+
+
+class WhenFull(enum.StrEnum):
+    """What happens to a row that is as long as its slot: it ends, or its last tokens are read again for every new one."""
+
+    STOP = "stop"
+    SLIDE = "slide"
+
+
+class CacheDtype(enum.StrEnum):
+    """Of keys and values in slots: that of the model's products, bfloat16, or 8 bits with a scale for each token's head."""
+
+    COMPUTE = "compute"
+    BFLOAT16 = "bfloat16"
+    INT8 = "int8"
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """How requests are batched.
+
+    Attributes:
+      slots: requests that are decoded together.
+      when_full: what happens when a row is full.
+      prefix_cache_mib: memory for rows whose beginnings later prompts may share; 0: none. A prompt that was read in two
+        parts differs in the last bits of its numbers from one that was read at once.
+      prefill_tokens: about how many tokens of prompts are read before the rows that have begun get their next token: a
+        longer prompt is read in parts, and short ones together up to so many.
+      cache_dtype: of the keys and values that are kept.
+      draft_tokens: how many tokens a step guesses for each row, by what followed the row's last tokens where they stood
+        before in it (prompt look-up; Saxena 2023, Leviathan et al. 2023, arXiv:2211.17192), and verifies at once. The
+        text stays what it is without, with temperature too: a guess counts where it is what the row's seed draws. 0:
+        none. It is worth it where texts repeat their prompts, and rows are few.
+    """
+
+    slots: int = 8
+    when_full: WhenFull = WhenFull.STOP
+    prefix_cache_mib: int = 256
+    prefill_tokens: int = 1024
+    cache_dtype: CacheDtype = CacheDtype.COMPUTE
+    draft_tokens: int = 0
+
+    def __post_init__(self):
+        for name in ("slots", "prefill_tokens"):
+            if getattr(self, name) < 1:
+                raise UserError(f"EngineConfig.{name} is {getattr(self, name)}, must be at least 1")
+        for name in ("prefix_cache_mib", "draft_tokens"):
+            if getattr(self, name) < 0:
+                raise UserError(f"EngineConfig.{name} is {getattr(self, name)}, must be at least 0 (0: none)")
+
+
+@dataclasses.dataclass
+class Statistics:
+    """What an engine has done so far.
+
+    Attributes:
+      steps: programs that gave every row a token or more.
+      tokens: of texts, those after an end that was not known yet too.
+      drafted: tokens that were guessed.
+      accepted: those of them that were right.
+    """
+
+    steps: int = 0
+    tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+    @property
+    def acceptance(self) -> float:
+        """Share of the guesses that were right; 0 where there were none."""
+        return self.accepted / max(1, self.drafted)
+
+
+def bucket(count: int, length: int) -> int:
+    """Places for so many tokens of rows of up to `length`: few sizes, so that few programs are compiled."""
+    if count == 1:  # what an encoder-decoder's text begins with
+        return 1
+    size = _SMALLEST_BUCKET
+    while size < count:
+        size = size * 3 // 2 if size & (size - 1) == 0 else size * 4 // 3
+    return min(size, length)
+
+
+def buckets(length: int) -> list[int]:
+    """All that `bucket` gives for prompts of rows of up to `length`, but 1."""
+    sizes = [bucket(2, length)]
+    while sizes[-1] < length:
+        sizes.append(bucket(sizes[-1] + 1, length))
+    return sizes

@@ -1,0 +1,38 @@
+"""Guesses of a text's next tokens by prompt look-up: what followed its last tokens where they stood before in it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+_SIZES = (4, 3, 2)  # of the runs of tokens that are looked up, the longest first
+
+
+class Drafter:
+    """Guesses for one text, which only grows.
+
+    Args:
+      tokens: of the text; others append to them.
+    """
+
+    def __init__(self, tokens: Sequence[int]):
+        self._tokens = tokens
+        self._known = 0  # tokens of which it is known where runs end
+        self._after: dict[tuple[int, ...], int] = {}  # run -> the place after its last occurrence
+
+    def guess(self, most: int) -> list[int]:
+        """So many tokens, or none: the last run of tokens has not been there before."""
+        tokens = self._tokens
+        for end in range(self._known + 1, len(tokens)):  # the last run has nothing after it yet
+            for size in _SIZES:
+                if size <= end:
+                    self._after[tuple(tokens[end - size : end])] = end
+        self._known = max(self._known, len(tokens) - 1)
+        for size in _SIZES:
+            place = self._after.get(tuple(tokens[-size:])) if size < len(tokens) else None
+            if place is not None:
+                text = list(tokens[place : place + most])
+                period = len(tokens) - place  # a text that repeats itself goes on so
+                while len(text) < most:
+                    text.append(text[len(text) - period])
+                return text
+        return []

@@ -1,0 +1,164 @@
+"""Reading prompts: those of one size together, long ones in parts, what was read before not again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from capibara.inference.batching import bucket
+from capibara.inference.prefix import PrefixCache, common_beginning
+from capibara.inference.programs import Programs
+from capibara.inference.request import Request
+from capibara.types import Params
+
+
+class Read(NamedTuple):
+    """A request whose prompt is read: the cache of its row and the logits [1, V] after it."""
+
+    request: Request
+    row: Any
+    logits: jax.Array
+
+
+class Reader:
+    """Prompts that wait to be read, in their order.
+
+    Args:
+      programs: of the engine.
+      length: places of a slot.
+      together: most rows that are read at once.
+      tokens: about how many are read at a time; a longer prompt is read in parts.
+      prefixes: beginnings that were read before; None: none are kept.
+    """
+
+    def __init__(self, programs: Programs, length: int, together: int, tokens: int, prefixes: PrefixCache | None):
+        self._programs, self._length, self._together, self._most = programs, length, together, tokens
+        self.prefixes = prefixes
+        self._waiting: list[Request] = []
+        self._part: tuple[Any, int] | None = None  # of the first of them: its row, and tokens that this has read
+
+    @property
+    def waits(self) -> bool:
+        """Whether there is anything to read."""
+        return bool(self._waiting)
+
+    def add(self, request: Request) -> None:
+        self._waiting.append(request)
+
+    def drop(self, request: Request) -> None:
+        """Forgets a request, if it waits here."""
+        if request in self._waiting:
+            if self._waiting[0] is request:
+                self._part = None
+            self._waiting.remove(request)
+
+    def read(self, params: Params) -> Iterator[Read]:
+        """Reads about as many tokens as are read at a time; gives the requests of which that was the end."""
+        left = self._most
+        while self._waiting and left > 0:
+            first = self._waiting[0]
+            if self._part is None:
+                self._part = self._read_before(first)
+            if self._part is None and len(first.tokens) <= self._most:
+                group = self._alike(first, left)
+                prompts = _unlike(group)
+                left -= len(prompts) * bucket(len(first.tokens), self._length)
+                yield from self._read_group(params, group, prompts)
+                continue
+            row, known = self._part or (None, 0)
+            tokens = first.tokens[: known + self._most]
+            left -= bucket(len(tokens) - known, self._length)
+            logits, row = self.go_on(params, tokens, row, known, len(first.tokens), first.encoder)
+            self._part = row, len(tokens)
+            if len(tokens) == len(first.tokens):
+                self._waiting.pop(0)
+                self._part = None
+                self._keep(first, row)
+                yield Read(first, row, logits)
+
+    def go_on(
+        self, params: Params, tokens: Sequence[int], row: Any, known: int, whole: int, encoder: Any = None
+    ) -> tuple[jax.Array, Any]:
+        """Reads the tokens after the first `known`, which `row` has: the logits, and a row with them.
+
+        It has places for `whole` tokens, or more where the row had; None: there was no row.
+        """
+        rest = tokens[known:]
+        size = bucket(len(rest), self._length)
+        batch = _batch([rest], size, [encoder])
+        if row is None:
+            return self._programs.begin(params, batch)
+        places = max(bucket(whole, self._length), max(layer["key"].shape[2] for layer in row["layers"]))
+        return self._programs.resume(params, batch, row, places)
+
+    def _read_before(self, request: Request) -> tuple[Any, int] | None:
+        found = self.prefixes.find(request.tokens) if self.prefixes else None
+        if found is None:
+            return None
+        prefix, request.cached_tokens = found
+        return prefix.row | {"lengths": np.array([request.cached_tokens], np.int32)}, request.cached_tokens
+
+    def _alike(self, first: Request, left: int) -> list[Request]:
+        """Requests to read together with the first that waits; their different prompts are a power of two."""
+        size = bucket(len(first.tokens), self._length)
+        most = max(1, min(self._together, left // size))
+        most = 1 << (most.bit_length() - 1)  # few sizes, so that few programs are compiled
+        group, shared = [first], self.prefixes is not None
+        for request in self._waiting[1:]:
+            if bucket(len(request.tokens), self._length) != size:
+                continue
+            again = request.encoder is None and any(request.tokens == other.tokens for other in group)
+            if not again and shared and (self._shares(request, group) or self.prefixes.find(request.tokens)):
+                continue  # the beginning need not be read twice
+            if again or len(_unlike(group)) < most:
+                group.append(request)
+        count = len(_unlike(group))
+        kept = _unlike(group)[: 1 << (count.bit_length() - 1)]
+        return [request for request in group if any(_same(request, other) for other in kept)]
+
+    def _shares(self, request: Request, group: list[Request]) -> bool:
+        return any(2 * common_beginning(request.tokens, other.tokens) >= len(request.tokens) for other in group)
+
+    def _read_group(self, params: Params, group: list[Request], prompts: list[Request]) -> Iterator[Read]:
+        size = bucket(len(group[0].tokens), self._length)
+        batch = _batch([r.tokens for r in prompts], size, [r.encoder for r in prompts])
+        logits, rows = self._programs.begin(params, batch)
+        self._waiting = [request for request in self._waiting if request not in group]
+        read: list[tuple[Any, jax.Array]] = []
+        for place, request in enumerate(prompts):
+            row = (rows, logits) if len(prompts) == 1 else self._programs.one((rows, logits), np.int32(place))
+            self._keep(request, row[0])
+            read.append(row)
+        for request in group:
+            place = next(i for i, other in enumerate(prompts) if _same(request, other))
+            if request is not prompts[place]:
+                request.cached_tokens = len(request.tokens)
+            yield Read(request, *read[place])
+
+    def _keep(self, request: Request, row: Any) -> None:
+        if self.prefixes:
+            self.prefixes.keep(request.tokens, row)
+
+
+def _same(one: Request, other: Request) -> bool:
+    """Whether what is read for one serves the other."""
+    return one is other or (one.encoder is None and other.encoder is None and one.tokens == other.tokens)
+
+
+def _unlike(group: list[Request]) -> list[Request]:
+    """The first request of each prompt."""
+    return [request for place, request in enumerate(group) if not any(_same(request, o) for o in group[:place])]
+
+
+def _batch(prompts: Sequence[Sequence[int]], size: int, encoders: Sequence[Any]) -> dict[str, Any]:
+    """Rows, padded to a size, with the encoder's entries of each."""
+    tokens = np.zeros((len(prompts), size), np.int32)
+    for row, prompt in enumerate(prompts):
+        tokens[row, : len(prompt)] = prompt
+    batch = {"tokens": tokens, "counts": np.array([len(prompt) for prompt in prompts], np.int32)}
+    if encoders[0] is not None:
+        batch |= {name: np.concatenate([entries[name] for entries in encoders]) for name in encoders[0]}
+    return batch
