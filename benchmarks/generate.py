@@ -85,13 +85,12 @@ def mixed_requests(count: int, shape: dict, mean: int) -> list[list[int]]:
     return [[int(prompt), int(text)] for prompt, text in zip(prompts, texts)]
 
 
-def compare(contenders: dict[str, tuple[Worker, dict]], rounds: int, warm_up: dict | None = None) -> dict[str, dict]:
+def compare(contenders: dict[str, tuple[Worker, dict]], rounds: int) -> dict[str, dict]:
     """Lets everyone answer in turn, once to warm up and `rounds` times; medians of seconds by name.
 
     Args:
       contenders: name -> who is asked what.
       rounds: timed answers of each.
-      warm_up: what the first request has instead; None: the same.
 
     Raises:
       RuntimeError: their texts differ.
@@ -100,7 +99,7 @@ def compare(contenders: dict[str, tuple[Worker, dict]], rounds: int, warm_up: di
     for turn in range(rounds + 1):
         texts = {}
         for name, (worker, request) in contenders.items():
-            answer = worker.ask(**request | (warm_up or {} if turn == 0 else {}))
+            answer = worker.ask(**request)
             texts[name] = answer["tokens"]
             if turn:
                 seconds[name].append((answer["wall_s"], answer["cpu_s"]))
@@ -162,8 +161,8 @@ def main() -> None:
                 request = {"op": "mixed", "requests": requests, "batch": 8}
                 contenders = {f"{OURS}, continuous": (workers[OURS], request | {"continuous": True})}
                 contenders |= {f"{name}, static": (w, request | {"continuous": False}) for name, w in workers.items()}
-                warm_up = {"requests": requests[:8]}
-                summary["mixed"] = compare(contenders, max(1, args.rounds // 3), warm_up)
+                # All of them once to warm up: which prompts are read together decides what is compiled.
+                summary["mixed"] = compare(contenders, max(1, args.rounds // 3))
                 show(f"mixed: {args.requests} requests", summary["mixed"], GOALS["mixed"])
         finally:
             for worker in workers.values():

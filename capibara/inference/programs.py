@@ -102,9 +102,8 @@ def _build(same: _Same, usable: int, sizes: Sizes, mesh: Mesh | None) -> Program
     )
 
     def start() -> State:
-        seen = jnp.zeros((sizes.slots, model.config.vocab_size), bool)
-        tokens = jnp.zeros(sizes.slots, jnp.int32)
-        return {"cache": empty(sizes.slots, sizes.length), "tokens": tokens, "seen": seen}
+        B, seen = sizes.slots, jnp.zeros((sizes.slots, model.config.vocab_size), bool)
+        return {"cache": empty(B, sizes.length), "tokens": jnp.zeros(B, jnp.int32), "seen": seen}
 
     def begin(params: Params, batch: dict) -> tuple[jax.Array, Cache]:
         return model.prefill(params, batch, empty(*batch["tokens"].shape))
