@@ -415,11 +415,9 @@ def save_operative(path: str | os.PathLike) -> None:
 def is_bound(name: str) -> bool:
     """Whether the parsed files or flags give a class ("DecoderConfig") or a field ("Trainer.model") a value."""
     cls, _, parameter = name.partition(".")
-    without = {
-        m: repr(v["value"]) == "%gin.REQUIRED" for (m, selector), v in gin_config._CONFIG.items() if selector == _MACRO
-    }
+    unset = {m: repr(v["value"]) == "%gin.REQUIRED" for (m, kind), v in gin_config._CONFIG.items() if kind == _MACRO}
     found = [v for (_, selector), v in gin_config._CONFIG.items() if selector.rpartition(".")[2] == cls]
-    return any(not without.get(_macro_name(v[parameter])) if parameter in v else v and not parameter for v in found)
+    return any(not unset.get(_macro_name(v[parameter])) if parameter in v else v and not parameter for v in found)
 
 
 def unused() -> list[str]:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from capibara import cli
+from capibara.interop import quantize
 from capibara.types import UserError
 
 _DESCRIPTION = """Convert a model from one form to another, or look after the checkpoints of a run folder.
@@ -21,11 +22,12 @@ _DESCRIPTION = """Convert a model from one form to another, or look after the ch
 examples:
   python -m capibara.convert --from=runs/mine --to=mine-hf --dtype=bf16
   python -m capibara.convert --from=Qwen3-0.6B --to=models/qwen3 --format=capibara
+  python -m capibara.convert --from=runs/mine --to=mine.gguf --quantize=gptq --calibration=chats.jsonl
   python -m capibara.convert prune runs/mine --keep=1 --dry_run
 
 exit codes: 0 done, all steps are what was saved; 1 some are not; 2 a mistake in what was given"""
-_OF = dict.fromkeys(("source", "target", "format", "dtype"), ("a model",)) | {"step": ("list", "verify")}
-_OF |= dict.fromkeys(("keep", "keep_every", "damaged", "dry_run"), ("prune",))  # flags -> what they are of
+_OF = dict.fromkeys(("source", "target", "format", "dtype", *quantize.FLAGS), ("a model",))  # flags -> what they are of
+_OF |= {"step": ("list", "verify")} | dict.fromkeys(("keep", "keep_every", "damaged", "dry_run"), ("prune",))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -37,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--to", dest="target", metavar="PATH", help="where it is written")
     parser.add_argument("--format", choices=("hf", "gguf", "capibara"), help="of --to; default: hf, gguf for x.gguf")
     parser.add_argument("--dtype", choices=("f32", "bf16", "f16", "q8_0", "q4_0"), help="default: as stored, else bf16")
+    quantize.add_arguments(parser)
     parser.add_argument("--step", type=int, metavar="N", help="of list and verify: this one alone")
     parser.add_argument("--keep", type=int, metavar="N", help="of prune: newest steps that stay")
     parser.add_argument("--keep_every", type=int, metavar="N", help="of prune: multiples of it stay")
@@ -59,7 +62,7 @@ def _model(args: argparse.Namespace) -> int:
         source = conversion.of_run(run.model, run.params, run.trainer.dataset)
     else:
         source = checkpoint.open_model(args.source)
-    print(conversion.write(source, args.target, args.format, args.dtype, run_folder.save))
+    print(conversion.write(source, args.target, args.format, args.dtype, run_folder.save, quantize.asked(args)))
     return 0
 
 
@@ -69,10 +72,6 @@ def _check(args: argparse.Namespace, action: str) -> None:
         flag = "--" + {"source": "from", "target": "to"}.get(name, name) + ("" if value is True else f"={value}")
         if action not in _OF[name]:
             raise UserError(f"{flag} is of {' and '.join(_OF[name])}, not of {action}: leave it out")
-        if name.startswith("keep") and value < 1:
-            raise UserError(f"{flag} is of prune, and at least 1")
-    if action == "prune" and args.keep is None:
-        raise UserError("prune needs --keep, how many of the newest steps stay, e.g. --keep=1")
     if not args.action and not (args.source and args.target):
         raise UserError("convert needs --from=PATH and --to=PATH, or list, verify or prune with a run folder")
     if args.action and not args.run:
@@ -85,6 +84,7 @@ def convert(args: argparse.Namespace) -> int:
     from capibara.monitoring.status import StatusLine
     from capibara.training import inspection
 
+    inspection.check(args.action, args.keep, args.keep_every)
     outputs.check_writable(*filter(None, [args.json]))
     options = {name: getattr(args, name) for name in ("keep", "keep_every", "damaged", "dry_run")}
     found = inspection.Inspection(args.run, args.step)

@@ -15,8 +15,9 @@ from jax.sharding import SingleDeviceSharding
 from capibara import outputs
 from capibara.data.dataset import Dataset
 from capibara.data.vocabulary import SentencePieceVocabulary, TokenizerJsonVocabulary, Vocabulary
-from capibara.interop import checkpoint, gin_of, hf_config, hf_folder
+from capibara.interop import checkpoint, gin_of, hf_config, hf_folder, quantization
 from capibara.interop.checkpoint import ForeignModel
+from capibara.interop.quantize import Quantize
 from capibara.interop.tensors import Shape
 from capibara.models import api
 from capibara.types import Params, UserError
@@ -34,12 +35,14 @@ class OurModel:
     Attributes:
       config: of config.json.
       tokenizer: files, by name.
+      vocabulary: of the run; None: that of the tokenizer.
     """
 
     model: api.Model
     params: Params
     config: dict[str, Any]
     tokenizer: dict[str, bytes]
+    vocabulary: Vocabulary | None = None
 
     def shapes(self) -> dict[str, Shape]:
         return checkpoint.hf_shapes(self.model, self.config["model_type"])
@@ -63,7 +66,7 @@ def of_run(model: api.Model, params: Params, dataset: Dataset) -> OurModel:
     like = ids | {"max_position_embeddings": model.config.max_length or length}
     if isinstance(model.config, api.EncoderDecoderConfig):
         like["decoder_start_token_id"] = vocabulary.bos_id
-    return OurModel(model, params, hf_config.to_hf(model.config, like), _tokenizer(vocabulary, length))
+    return OurModel(model, params, hf_config.to_hf(model.config, like), _tokenizer(vocabulary, length), vocabulary)
 
 
 def write(
@@ -72,6 +75,7 @@ def write(
     form: str | None,
     dtype: str | None,
     save: Callable[[str, Params, str], None],
+    how: Quantize | None = None,
 ) -> str:
     """Writes a model; returns a line that says what is there now.
 
@@ -81,6 +85,7 @@ def write(
       form: one of FORMATS; None: gguf where the target is called so, else hf.
       dtype: one of DTYPES, of the stored tensors; None: as they are, bf16 of a run of ours.
       save: (folder, parameters, Gin text) -> writes a run folder.
+      how: the layers' weights are written in 4 bits; None: they are not.
 
     Raises:
       UserError: the target is there already, or the form cannot hold this model.
@@ -90,6 +95,8 @@ def write(
     if os.path.lexists(target) and (not os.path.isdir(target) or os.listdir(target)):
         raise UserError(f"--to={target} is there already: name another, or remove it")
     form = form or ("gguf" if target.endswith(".gguf") else "hf")
+    if how is not None:
+        return _in_4_bits(source, target, form, dtype, how)
     if form == "capibara":
         if dtype not in (None, "f32"):
             raise UserError(f"--dtype={dtype} is of hf and gguf: a run folder has f32")
@@ -108,6 +115,41 @@ def write(
     else:
         hf_folder.save_hf(target, config, shapes, view.tensors(), source.tokenizer, dtype=_FLOATS[dtype])
     return f"{target}: {config['model_type']}, {len(shapes)} tensors in {dtype}"
+
+
+def _in_4_bits(source: ForeignModel | OurModel, target: str, form: str, dtype: str | None, how: Quantize) -> str:
+    if form == "capibara":
+        raise UserError(f"--quantize={how.method} is of hf and gguf: a run folder has f32")
+    fixed = "q4_0" if form == "gguf" else "f16"
+    if dtype not in (None, fixed):
+        raise UserError(f"--dtype={dtype} with --quantize={how.method}, whose {form} has {fixed}: leave it out")
+    if not isinstance(source, OurModel):
+        model = api.build(hf_config.from_hf(source.config))
+        config = hf_config.to_hf(model.config, source.config)
+        stored = hf_folder.DTYPES[_FLOATS[_stored(source)]]
+        source = OurModel(model, _here(source, model, stored), config, source.tokenizer)
+    made = quantization.quantize(
+        source.model, source.params, source.config, source.tokenizer, how,
+        q4_0=form == "gguf", vocabulary=source.vocabulary,
+    )  # fmt: skip
+    if form == "gguf":
+        from capibara.interop import gguf_write
+
+        gguf_write.write_gguf(target, made.config, made.tensors(), source.tokenizer, dtype=fixed)
+    else:
+        hf_folder.save_hf(
+            target, made.words_config, made.word_shapes(), made.in_words(), source.tokenizer, dtype=_FLOATS[fixed]
+        )
+    size = made.grid.group_size
+    return (
+        f"{target}: {made.config['model_type']}, {len(made.packed)} weights in 4 bits by {how.method}, groups of {size}"
+    )
+
+
+def _here(source: ForeignModel, model: api.Model, dtype: Any = None) -> Params:
+    """A foreign model's parameters on this host."""
+    here = jax.tree.map(lambda _: SingleDeviceSharding(jax.local_devices()[0]), model.abstract_params)
+    return checkpoint.load_params(source, model, here, dtype=dtype)
 
 
 class _Checked:
@@ -132,8 +174,7 @@ def _as_run(source: ForeignModel | OurModel, target: str, save: Callable[[str, P
     if isinstance(config, api.DecoderConfig) and config.max_length is None:
         config = dataclasses.replace(config, max_length=longest)  # so that the way back says it again
     model = api.build(config)
-    here = jax.tree.map(lambda _: SingleDeviceSharding(jax.local_devices()[0]), model.abstract_params)
-    params = checkpoint.load_params(source, model, here)
+    params = _here(source, model)
     os.makedirs(target, exist_ok=True)
     for name, content in source.tokenizer.items():
         with open(os.path.join(target, name), "wb") as file:

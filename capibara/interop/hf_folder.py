@@ -26,6 +26,7 @@ _CARRIED = (
     "generation_config.json",
 )  # fmt: skip
 _SHARD_BYTES = 5 * 10**9
+_WORDS = (".qweight", ".qzeros", ".g_idx")  # int32, of weights in 4 bits: they stay what they are
 _WHOLE = {"F32", "F16", "BF16"}
 
 
@@ -158,7 +159,9 @@ def _write_weights(
     from safetensors import numpy as safetensors
 
     kind = np.dtype(DTYPES[dtype])
-    files = _planned({name: math.prod(shape) * kind.itemsize for name, shape in shapes.items()}, shard_bytes)
+    itemsizes = {name: 4 if name.endswith(_WORDS) else kind.itemsize for name in shapes}
+    sizes = {name: math.prod(shape) * itemsizes[name] for name, shape in shapes.items()}
+    files = _planned(sizes, shard_bytes)
     given = iter(tensors)
     where: dict[str, str] = {}
     for number, names in enumerate(files, 1):
@@ -167,11 +170,11 @@ def _write_weights(
         for expected in names:
             name, value = next(given)
             assert name == expected and value.shape == shapes[name], (name, expected)
-            held[name] = _cast(name, value, kind)
+            held[name] = value if name.endswith(_WORDS) else _cast(name, value, kind)
         safetensors.save_file(held, os.path.join(folder, file), metadata={"format": "pt"})
         where |= dict.fromkeys(names, file)
     if len(files) > 1:
-        total = sum(math.prod(shape) for shape in shapes.values()) * kind.itemsize
+        total = sum(sizes.values())
         with open(os.path.join(folder, INDEX), "wb") as index:
             index.write(_text({"metadata": {"total_size": total}, "weight_map": where}))
 
