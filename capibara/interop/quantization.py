@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from capibara import tree
+from capibara.data.vocabulary import Vocabulary
 from capibara.interop import awq, calibration, grid, tables
 from capibara.interop.gptq import gptq
 from capibara.interop.grid import Grid, Packed
@@ -147,8 +148,7 @@ def quantize(
     how: Quantize,
     *,
     q4_0: bool,
-    vocabulary: Any = None,
-    progress: Callable[[int, int], None] = lambda done, layers: None,
+    vocabulary: Vocabulary | None = None,
 ) -> QuantizedModel:
     """The model with its layers' weights in 4 bits.
 
@@ -160,7 +160,6 @@ def quantize(
       how: what is asked for.
       q4_0: whether the weights must be what GGUF's Q4_0 holds.
       vocabulary: of the calibration text; None: that of the tokenizer.
-      progress: is told how many layers of how many are done.
 
     Raises:
       UserError: it is no such model, the group size does not suit it, or the calibration text cannot be used.
@@ -175,7 +174,7 @@ def quantize(
         rows = calibration.rows(how.calibration, tokenizer, vocabulary, length=length, most=how.rows)
         batches = [_batch(rows[i : i + _BATCH]) for i in range(0, len(rows), _BATCH)]
     work = _Layers(model, config["model_type"], how, chosen, batches)
-    packed, rest = work.run(params, progress)
+    packed, rest = work.run(params)
     return QuantizedModel(model, rest, packed, config, tokenizer, how.method, chosen)
 
 
@@ -191,7 +190,7 @@ class _Layers:
         self._seen = jax.jit(functools.partial(_seen, model), static_argnums=3)
         self._after = jax.jit(lambda *given: model.layer(*given)[0], static_argnums=3)
 
-    def run(self, params: Params, progress: Callable[[int, int], None]) -> tuple[dict[str, Packed], Params]:
+    def run(self, params: Params) -> tuple[dict[str, Packed], Params]:
         """The weights in 4 bits, by name, and the parameters with the others."""
         count = self._model.config.num_layers
         xs = [np.asarray(self._model.begin(params, batch)) for batch in self._batches]
@@ -202,7 +201,6 @@ class _Layers:
             layer, of_layer, xs = self._layer(layer, xs, index)
             packed |= of_layer
             others.append(tree.map_with_names(lambda name, x: np.zeros(()) if _last(name) in _LETTERS else x, layer))
-            progress(index + 1, count)
         return packed, params | {"layers": jax.tree.map(lambda *of_layers: np.stack(of_layers), *others)}
 
     def _layer(

@@ -38,7 +38,7 @@ class Quantize:
     calibration: str | None = None
     group_size: int | None = None
     symmetric: bool | None = None
-    rows: int = 128
+    rows: int = 64
     length: int = 512
     act_order: bool = True
 

@@ -299,3 +299,29 @@ def test_mistakes_are_one_line(argv, message, tmp_path, capsys):
 def test_other_models_are_refused(text):
     with pytest.raises(ValueError, match="is for decoders without experts, not for mixtral"):
         made_of(Source("mixtral"), asked("gptq", text), q4_0=True)
+
+
+@pytest.mark.heavy
+def test_llama_cpp_answers_as_the_model_that_was_made(text, tmp_path):
+    """But for the inputs of products, which it rounds to 8 bits."""
+    pytest.importorskip("xllamacpp")
+    sys.path.append(str(pathlib.Path(__file__).resolve().parents[2] / "benchmarks"))
+    from gguf_files import LlamaCpp
+
+    source, path = Source("llama"), str(tmp_path / "model.gguf")
+    conversion.write(source, path, None, None, lambda *given: None, asked("gptq", text))
+    ids = [int(i) for i in np.random.default_rng(0).integers(2, 300, 12)]
+    with LlamaCpp(sys.executable, path) as peer:
+        best = peer.ask("continue", ids=ids, count=1, best=cases.VOCAB)["best"][0]
+    batch = {
+        "tokens": np.asarray([ids], np.int32),
+        "positions": np.arange(12)[None],
+        "segment_ids": np.ones((1, 12), int),
+    }
+    told = {}
+    for name, foreign in (("made", open_gguf(path)), ("before", source)):
+        model, params = ours(foreign)
+        logits = np.asarray(model.logits(params, batch))[0, -1]
+        ours_of = logits - np.log(np.sum(np.exp(logits)))
+        told[name] = np.sqrt(np.mean([np.square(ours_of[token] - theirs) for token, theirs in best]))
+    assert told["made"] < 0.2 * told["before"], told
