@@ -63,6 +63,8 @@ class Point:
     calibrate: bool = False
 
 
+_LORA = ("DecoderConfig.lora = @Lora()", 'Lora.targets = ("all-linear",)', 'Lora.base_dtype = "bfloat16"')
+_QLORA = (*_LORA[:2], 'Lora.base_dtype = "nf4"', "Lora.double_quantization = True")
 _CAPACITY = ('Moe.dispatch = "capacity"', "Moe.capacity_factor = 1.25")
 MEMORY = {
     # Dense, fsdp.
@@ -127,6 +129,11 @@ MEMORY = {
     ),
     "t5-11b-full": Point("t5_11b", "v6e-64", {"fsdp": 64}, 8, length=256, encoder_length=512),
     "20b-stage": Point("capibara_20b", "v6e-64", {"stage": 4, "fsdp": 16}, 8, length=4096),
+    # Adapters beside a frozen base.
+    "1b-lora": Point("capibara_1b", "v5e-4", {"fsdp": 4}, 4, bindings=_LORA, calibrate=True),
+    "1b-qlora": Point("capibara_1b", "v5e-4", {"fsdp": 4}, 4, bindings=_QLORA, calibrate=True),
+    "8b-lora": Point("capibara_8b", "v5e-8", {"fsdp": 8}, 2, length=4096, bindings=_LORA, calibrate=True),
+    "8b-qlora": Point("capibara_8b", "v5e-8", {"fsdp": 8}, 2, length=4096, bindings=_QLORA, calibrate=True),
 }
 
 

@@ -288,7 +288,7 @@ class _Parsing:
             _located(where, _lookup, statement.selector, statement.selector)
         elif not statement.arg_name:
             name = f"{statement.scope}/{statement.selector}" if statement.scope else statement.selector
-            _bind(name, _MACRO, "value", statement.value, where)
+            bind(name, _MACRO, "value", statement.value, where)
         else:
             found = _located(where, _lookup, statement.selector, statement.selector)
             known = _parameters(found.wrapped)
@@ -297,7 +297,7 @@ class _Parsing:
                     f"{where}: {found.name} has no parameter {statement.arg_name}"
                     f"{did_you_mean(statement.arg_name, known, 'its parameters')}"
                 )
-            _bind(statement.scope, found.selector, statement.arg_name, statement.value, where, statement.selector)
+            bind(statement.scope, found.selector, statement.arg_name, statement.value, where, statement.selector)
 
     def check_macros(self, from_files: set[str]) -> None:
         """Every macro used is defined, and every macro of the command line is used or defined in a file."""
@@ -320,7 +320,8 @@ class _Parsing:
             raise UserError(f"--gin.{macro}: no Gin file uses {macro}{did_you_mean(macro, choices, 'macros')}")
 
 
-def _bind(scope: str, selector: str, parameter: str, value: Any, where: str, written: str = "") -> None:
+def bind(scope: str, selector: str, parameter: str, value: Any, where: str, written: str = "") -> None:
+    """Gives a parameter a value, as a statement of a Gin file does; `where` says where in errors."""
     # `written` is the selector as the file has it: under dynamic registration Gin knows no other.
     _located(where, gin.bind_parameter, (scope, written or selector, parameter), value)
     _bound_at[scope, selector, parameter] = where
@@ -411,11 +412,10 @@ def is_bound(name: str) -> bool:
 def scopes(name: str) -> list[str]:
     """The scopes in which a class or a field (as of `is_bound`) has a value: "qa" for qa/EvalTask.files; "" for none."""
     cls, _, parameter = name.partition(".")
-    return [
-        scope
-        for (scope, selector), values in gin_config._CONFIG.items()
-        if selector.rpartition(".")[2] == cls and (not parameter or parameter in values) and values
-    ]
+    unset = {m: repr(v["value"]) == "%gin.REQUIRED" for (m, kind), v in gin_config._CONFIG.items() if kind == _MACRO}
+    found = [(scope, v) for (scope, kind), v in gin_config._CONFIG.items() if kind.rpartition(".")[2] == cls]
+    given = lambda v: not unset.get(_macro_name(v[parameter])) if parameter in v else v and not parameter  # noqa: E731
+    return [scope for scope, v in found if given(v)]
 
 
 def unused() -> list[str]:

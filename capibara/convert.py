@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from capibara import cli
+from capibara.interop import quantize
 from capibara.types import UserError
 
 _DESCRIPTION = """Convert a model from one form to another, or look after the checkpoints of a run folder.
@@ -23,12 +24,13 @@ examples:
   python -m capibara.convert --from=runs/mine --to=mine-hf --dtype=bf16
   python -m capibara.convert --from=Qwen3-0.6B --to=models/qwen3 --format=capibara
   python -m capibara.convert --from=runs/lora --to=adapter --format=peft
+  python -m capibara.convert --from=runs/mine --to=mine.gguf --quantize=gptq --calibration=chats.jsonl
   python -m capibara.convert prune runs/mine --keep=1 --dry_run
 
 exit codes: 0 done, all steps are what was saved; 1 some are not; 2 a mistake in what was given"""
 _FORMATS = ("hf", "pytorch", "gguf", "t5x", "peft", "capibara")
-_OF = dict.fromkeys(("source", "target", "format", "dtype", "base"), ("a model",)) | {"step": ("list", "verify")}
-_OF |= dict.fromkeys(("keep", "keep_every", "damaged", "dry_run"), ("prune",))  # flags -> what they are of
+_OF = dict.fromkeys(("source", "target", "format", "dtype", "base", *quantize.FLAGS), ("a model",))  # flags -> of what
+_OF |= {"step": ("list", "verify")} | dict.fromkeys(("keep", "keep_every", "damaged", "dry_run"), ("prune",))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--format", choices=_FORMATS, help="of --to; default: hf, gguf for x.gguf")
     parser.add_argument("--base", metavar="PATH", help="of an adapter: its model; default: what it names")
     parser.add_argument("--dtype", choices=("f32", "bf16", "f16", "q8_0", "q4_0"), help="default: as stored, else bf16")
+    quantize.add_arguments(parser)
     parser.add_argument("--step", type=int, metavar="N", help="of list and verify: this one alone")
     parser.add_argument("--keep", type=int, metavar="N", help="of prune: newest steps that stay")
     parser.add_argument("--keep_every", type=int, metavar="N", help="of prune: multiples of it stay")
@@ -58,8 +61,8 @@ def _model(args: argparse.Namespace) -> int:
     from capibara.training import run_folder
 
     jax.config.update("jax_platforms", "cpu")  # a chip's memory is smaller than its host's
-    gin = (args.gin_file, args.gin_bindings, args.gin_search_paths)
-    print(conversion.convert(args.source, args.target, args.format, args.dtype, args.base, gin, run_folder))
+    gin, how = (args.gin_file, args.gin_bindings, args.gin_search_paths), quantize.asked(args)
+    print(conversion.convert(args.source, args.target, args.format, args.dtype, args.base, gin, run_folder, how))
     return 0
 
 
@@ -69,10 +72,6 @@ def _check(args: argparse.Namespace, action: str) -> None:
         flag = "--" + {"source": "from", "target": "to"}.get(name, name) + ("" if value is True else f"={value}")
         if action not in _OF[name]:
             raise UserError(f"{flag} is of {' and '.join(_OF[name])}, not of {action}: leave it out")
-        if name.startswith("keep") and value < 1:
-            raise UserError(f"{flag} is of prune, and at least 1")
-    if action == "prune" and args.keep is None:
-        raise UserError("prune needs --keep, how many of the newest steps stay, e.g. --keep=1")
     if not args.action and not (args.source and args.target):
         raise UserError("convert needs --from=PATH and --to=PATH, or list, verify or prune with a run folder")
     if args.action and not args.run:
@@ -85,6 +84,7 @@ def convert(args: argparse.Namespace) -> int:
     from capibara.monitoring.status import StatusLine
     from capibara.training import inspection
 
+    inspection.check(args.action, args.keep, args.keep_every)
     outputs.check_writable(*filter(None, [args.json]))
     options = {name: getattr(args, name) for name in ("keep", "keep_every", "damaged", "dry_run")}
     found = inspection.Inspection(args.run, args.step)

@@ -58,6 +58,21 @@ def test_models_with_fewer_places_than_the_default_have_as_many_as_they_can(caps
     assert "Dataset.length (2048) must be at most DecoderConfig.max_length (1024): try 1024" in capsys.readouterr().err
 
 
+def test_a_run_whose_user_still_has_to_name_its_files_is_planned(capsys):
+    """runs/lora.gin without the run to begin from, a task and steps."""
+    argv = [
+        "--gin_file=models/capibara_8b.gin",
+        "--gin_file=runs/lora.gin",
+        "--slice=v5e-8",
+        "--gin.Lora.base_dtype=nf4",
+    ]
+    assert run(*argv, "--batch_size=32", "--length=4096", "--explain") == 0
+    text = capsys.readouterr().out
+    assert "no gradients" not in text and "1 x forward: the base is frozen" in text and "scaling rules" not in text
+    assert run("--gin_file=models/capibara_8b.gin", "--slice=v5e-8", "--batch_size=32", "--length=4096") == 2
+    assert "no plan fits v5e-8" in capsys.readouterr().err  # all of it trained
+
+
 def test_two_files_of_one_model_are_named(capsys):
     assert run("--gin_file=models/tiny.gin", MODEL, "--slice=v5e-64") == 0
     text = capsys.readouterr().out

@@ -17,8 +17,9 @@ from capibara import config as gin_config
 from capibara import outputs
 from capibara.data.dataset import Dataset
 from capibara.data.vocabulary import SentencePieceVocabulary, TokenizerJsonVocabulary, Vocabulary
-from capibara.interop import adapters, checkpoint, gin_of, hf_config, hf_folder, t5x_read, t5x_write
+from capibara.interop import adapters, checkpoint, gin_of, hf_config, hf_folder, quantization, t5x_read, t5x_write
 from capibara.interop.checkpoint import ForeignModel
+from capibara.interop.quantize import Quantize
 from capibara.interop.tensors import Shape
 from capibara.models import api
 from capibara.types import Params, UserError
@@ -57,12 +58,14 @@ class OurModel:
     Attributes:
       config: of config.json.
       tokenizer: files, by name.
+      vocabulary: of the run; None: that of the tokenizer.
     """
 
     model: api.Model
     params: Params
     config: dict[str, Any]
     tokenizer: dict[str, bytes]
+    vocabulary: Vocabulary | None = None
 
     def shapes(self) -> dict[str, Shape]:
         return checkpoint.hf_shapes(self.model, self.config["model_type"])
@@ -86,11 +89,18 @@ def of_run(model: api.Model, params: Params, dataset: Dataset) -> OurModel:
     like = ids | {"max_position_embeddings": model.config.max_length or length}
     if isinstance(model.config, api.EncoderDecoderConfig):
         like["decoder_start_token_id"] = vocabulary.bos_id
-    return OurModel(model, params, hf_config.to_hf(model.config, like), _tokenizer(vocabulary, length))
+    return OurModel(model, params, hf_config.to_hf(model.config, like), _tokenizer(vocabulary, length), vocabulary)
 
 
 def convert(
-    path: str, target: str, form: str | None, dtype: str | None, base: str | None, gin: Gin, runs: RunFolders
+    path: str,
+    target: str,
+    form: str | None,
+    dtype: str | None,
+    base: str | None,
+    gin: Gin,
+    runs: RunFolders,
+    how: Quantize | None = None,
 ) -> str:
     """Writes a model in another form; returns a line that says what is there now.
 
@@ -102,6 +112,7 @@ def convert(
       base: the model that an adapter is of; None: the one that it names.
       gin: of the command line; it says of a model what its own files do not, or something else.
       runs: training.run_folder.
+      how: the layers' weights are written in 4 bits; None: they are not.
 
     Raises:
       UserError: the target is there already, the model cannot be read, or the form cannot hold it.
@@ -114,9 +125,11 @@ def convert(
         of = _source(adapters.base_of(path, base), gin, runs)
         model, params = adapters.merged(path, *_loaded(of), of.config)
         made = OurModel(model, params, hf_config.to_hf(model.config, of.config), of.tokenizer | hf_folder.carried(path))
-        return _written(made, target, form, dtype, runs.save)
+        return write(made, target, form, dtype, runs.save, how)
     run = _run(path, gin, runs)
     if form == "peft":
+        if how is not None:
+            raise UserError(f"--quantize={how.method} is of hf and gguf: adapters have f32")
         if run is None:
             raise UserError(f"--format=peft is of a run with adapters, and --from={path} is no run folder")
         return adapters.write_run(run, target, base)
@@ -125,7 +138,7 @@ def convert(
     if run is not None and form == "capibara" and run.model.config.lora is None:
         raise UserError("--from is a run folder already: --format=capibara is for foreign models and for adapters")
     source = _foreign(path, gin) if run is None else _merged(run)
-    return _written(source, target, form, dtype, runs.save)
+    return write(source, target, form, dtype, runs.save, how)
 
 
 def _check_target(target: str, form: str, dtype: str | None) -> None:
@@ -183,13 +196,20 @@ def _loaded(source: ForeignModel | OurModel) -> tuple[api.Model, Params]:
     if isinstance(source, OurModel):
         return source.model, source.params
     model = api.build(hf_config.from_hf(source.config))
-    here = jax.tree.map(lambda _: SingleDeviceSharding(jax.local_devices()[0]), model.abstract_params)
-    return model, checkpoint.load_params(source, model, here)
+    return model, _here(source, model)
 
 
-def _written(
-    source: ForeignModel | OurModel, target: str, form: str, dtype: str | None, save: Callable[[str, Params, str], None]
+def write(
+    source: ForeignModel | OurModel,
+    target: str,
+    form: str,
+    dtype: str | None,
+    save: Callable[[str, Params, str], None],
+    how: Quantize | None = None,
 ) -> str:
+    """`convert` of a model that was read, to a target that is not there."""
+    if how is not None:
+        return _in_4_bits(source, target, form, dtype, how)
     if form == "capibara":
         return _as_run(source, target, save)
     dtype = dtype or _stored(source)
@@ -206,6 +226,41 @@ def _written(
         how = {"dtype": _FLOATS[dtype], "state_dict": form == "pytorch"}
         hf_folder.save_hf(target, config, shapes, view.tensors(), source.tokenizer, **how)
     return f"{target}: {config['model_type']}, {len(shapes)} tensors in {dtype}"
+
+
+def _in_4_bits(source: ForeignModel | OurModel, target: str, form: str, dtype: str | None, how: Quantize) -> str:
+    if form not in ("hf", "gguf"):
+        raise UserError(f"--quantize={how.method} is of hf and gguf, not of {form}: take one of these")
+    fixed = "q4_0" if form == "gguf" else "f16"
+    if dtype not in (None, fixed):
+        raise UserError(f"--dtype={dtype} with --quantize={how.method}, whose {form} has {fixed}: leave it out")
+    if not isinstance(source, OurModel):
+        model = api.build(hf_config.from_hf(source.config))
+        config = hf_config.to_hf(model.config, source.config)
+        stored = hf_folder.DTYPES[_FLOATS[_stored(source)]]
+        source = OurModel(model, _here(source, model, stored), config, source.tokenizer)
+    made = quantization.quantize(
+        source.model, source.params, source.config, source.tokenizer, how,
+        q4_0=form == "gguf", vocabulary=source.vocabulary,
+    )  # fmt: skip
+    if form == "gguf":
+        from capibara.interop import gguf_write
+
+        gguf_write.write_gguf(target, made.config, made.tensors(), source.tokenizer, dtype=fixed)
+    else:
+        hf_folder.save_hf(
+            target, made.words_config, made.word_shapes(), made.in_words(), source.tokenizer, dtype=_FLOATS[fixed]
+        )
+    size = made.grid.group_size
+    return (
+        f"{target}: {made.config['model_type']}, {len(made.packed)} weights in 4 bits by {how.method}, groups of {size}"
+    )
+
+
+def _here(source: ForeignModel, model: api.Model, dtype: Any = None) -> Params:
+    """A foreign model's parameters on this host."""
+    here = jax.tree.map(lambda _: SingleDeviceSharding(jax.local_devices()[0]), model.abstract_params)
+    return checkpoint.load_params(source, model, here, dtype=dtype)
 
 
 class _Checked:

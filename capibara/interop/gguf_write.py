@@ -11,8 +11,9 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from capibara.interop import gguf_config, gguf_names, gguf_rope, gguf_vocabulary
-from capibara.interop.gguf_names import Family, Tensor
+from capibara.interop.gguf_names import Change, Family, Tensor
 from capibara.interop.gguf_read import stored_shape
+from capibara.interop.grid import Packed
 from capibara.types import UserError
 
 # What --dtype may say -> the types of matrices, and of the two whose rows are tokens, as the gguf package calls them.
@@ -34,7 +35,7 @@ _MOST = {"F16": 65504.0, "Q8_0": 127 * 65504.0, "Q4_0": 8 * 65504.0}
 def write_gguf(
     path: str | os.PathLike[str],
     config: Mapping[str, Any],
-    tensors: Iterable[tuple[str, np.ndarray]],
+    tensors: Iterable[tuple[str, np.ndarray | Packed]],
     tokenizer: Mapping[str, bytes],
     *,
     dtype: str = "f16",
@@ -44,7 +45,7 @@ def write_gguf(
     Args:
       path: ends in .gguf.
       config: config.json.
-      tensors: all tensors of the checkpoint, in any order, each in any floating-point dtype.
+      tensors: all tensors of the checkpoint, in any order, each in any floating-point dtype, or on a grid of q4_0.
       tokenizer: the files of the tokenizer; without tokenizer.json llama.cpp takes and gives ids alone.
       dtype: f32, f16, bf16, q8_0 or q4_0: of matrices. Vectors, routers and learned positions stay f32; with q4_0 the
         embedding and the head are q8_0; what has rows that are no multiple of a block (32 values) is f16.
@@ -108,7 +109,7 @@ class _File:
             place += gguf.GGUFWriter.ggml_pad(size, self._writer.data_alignment)
         self._size = place
 
-    def write(self, tensors: Iterable[tuple[str, np.ndarray]]) -> None:
+    def write(self, tensors: Iterable[tuple[str, np.ndarray | Packed]]) -> None:
         """Writes the file."""
         writer, missing = self._writer, dict(self._wanted)
         try:
@@ -128,7 +129,7 @@ class _File:
                 if tensor is None:
                     why = "came twice" if name in self._wanted else f"is not known in {self._family.model_type} models"
                     raise UserError(f"the tensor {name} {why}: it cannot be written to a GGUF file")
-                data = self._data(tensor, np.asarray(value))
+                data = self._data(tensor, value)
                 file.seek(start + self._places[tensor.stored] + (tensor.expert or 0) * data.nbytes)
                 file.write(data)
             if missing:
@@ -139,11 +140,22 @@ class _File:
             if writer.fout is not None:
                 writer.close()
 
-    def _data(self, tensor: Tensor, value: np.ndarray) -> np.ndarray:
+    def _data(self, tensor: Tensor, value: np.ndarray | Packed) -> np.ndarray:
         """A tensor as it stands in the file, in one piece of memory."""
+        if isinstance(value, Packed):
+            turned = tensor.change is Change.TRANSPOSED  # to outputs first, which this is already
+            change = Change.NONE if turned else tensor.change
+            value = value.moved(lambda x: gguf_names.to_gguf(x, change, self._heads))
+            return (
+                value.q4_0() if self._types[tensor.stored].name == "Q4_0" else self._quantized(tensor, value.values())
+            )
+        value = np.asarray(value)
         if value.shape != tensor.shape:
             raise UserError(f"{tensor.name} has shape {value.shape}, must have {tensor.shape} by config.json")
-        value = gguf_names.to_gguf(value, tensor.change, self._heads)
+        return self._quantized(tensor, gguf_names.to_gguf(value, tensor.change, self._heads))
+
+    def _quantized(self, tensor: Tensor, value: np.ndarray) -> np.ndarray:
+        """What is in the file's order, in its type."""
         value = np.ascontiguousarray(value, dtype=np.float32)
         kind = self._types[tensor.stored]
         most = _MOST.get(kind.name)

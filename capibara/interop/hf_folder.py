@@ -31,6 +31,7 @@ _CARRIED = (
     "generation_config.json",
 )  # fmt: skip
 _SHARD_BYTES = 5 * 10**9
+_WORDS = (".qweight", ".qzeros", ".g_idx")  # int32, of weights in 4 bits: they stay what they are
 _WHOLE = {"F32", "F16", "BF16"}
 
 
@@ -203,7 +204,9 @@ def _write_weights(
     from safetensors import numpy as safetensors
 
     kind = np.dtype(DTYPES[dtype])
-    files = _planned({name: math.prod(shape) * kind.itemsize for name, shape in shapes.items()}, shard_bytes)
+    itemsizes = {name: 4 if name.endswith(_WORDS) else kind.itemsize for name in shapes}
+    sizes = {name: math.prod(shape) * itemsizes[name] for name, shape in shapes.items()}
+    files = _planned(sizes, shard_bytes)
     given = iter(tensors)
     where: dict[str, str] = {}
     single, index = (WEIGHTS, INDEX) if tied is None else (TORCH_WEIGHTS, TORCH_INDEX)
@@ -214,7 +217,7 @@ def _write_weights(
         for expected in names:
             name, value = next(given)
             assert name == expected and value.shape == shapes[name], (name, expected)
-            held[name] = cast(name, value, kind)
+            held[name] = value if name.endswith(_WORDS) else cast(name, value, kind)
         if tied is None:
             safetensors.save_file(held, os.path.join(folder, file), metadata={"format": "pt"})
         else:
@@ -223,9 +226,8 @@ def _write_weights(
             names = [*names, *shared]
         where |= dict.fromkeys(names, file)
     if len(files) > 1:
-        total = sum(math.prod(shape) for shape in shapes.values()) * kind.itemsize
         with open(os.path.join(folder, index), "wb") as opened:
-            opened.write(_text({"metadata": {"total_size": total}, "weight_map": where}))
+            opened.write(_text({"metadata": {"total_size": sum(sizes.values())}, "weight_map": where}))
 
 
 def _planned(sizes: Mapping[str, int], limit: int) -> list[list[str]]:

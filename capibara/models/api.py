@@ -62,6 +62,9 @@ class Model:
       read: (parameters, batch, cache, fresh) -> final hidden states [B, T, D] of more tokens and the cache with them;
         `prefill`, `extend` and `decode` say the rest. None for a model that has no next token.
       empty_cache: (batch, length, dtype, encoder_length, spare) -> cache.
+      begin: of a decoder: (parameters, batch) -> what goes into its first layer, [B, T, D].
+      layer: of a decoder, without adapters: (parameters of one layer, what goes into it, batch, its place in
+        layer_pattern) -> what comes out, and what goes into each of its projections, by the weight's name.
     """
 
     config: TransformerConfig
@@ -74,6 +77,8 @@ class Model:
     encode: Callable[[Params, Batch], jax.Array] | None = None
     read: Callable[..., tuple[jax.Array, Cache]] | None = None
     empty_cache: Callable[..., Cache] | None = None
+    begin: Callable[[Params, Batch], jax.Array] | None = None
+    layer: Callable[..., tuple[jax.Array, dict[str, jax.Array]]] | None = None
 
     @property
     def plain(self) -> Model:
@@ -287,7 +292,20 @@ def build(config: TransformerConfig) -> Model:
         encode=encode if hasattr(make, "encode") else None,
         read=read if generates else None,
         empty_cache=empty_cache if generates else None,
+        **(_layerwise(bind) if hasattr(make, "layer") else {}),
     )
+
+
+def _layerwise(bind: Callable[[Params], nnx.Module]) -> dict[str, Callable]:
+    """`begin` and `layer` of a Model."""
+
+    def begin(params: Params, batch: Batch) -> jax.Array:
+        return bind({name: value for name, value in params.items() if name != "layers"}).begin(batch)
+
+    def layer(values: Params, x: jax.Array, batch: Batch, place: int) -> tuple[jax.Array, dict[str, jax.Array]]:
+        return bind({}).layer(values, x, batch, place)
+
+    return {"begin": begin, "layer": layer}
 
 
 def _bound(graphdef: nnx.GraphDef, template: nnx.State, params: Params) -> nnx.Module:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from capibara.config import configurable
-from capibara.models import cache, embedding, layers, stack, transformer
+from capibara.models import cache, embedding, layers, lora, stack, transformer
 from capibara.models.attention_kind import AttentionKind
 from capibara.models.layers import NormScale
 from capibara.models.rope import Rope
@@ -142,6 +142,25 @@ class Decoder(nnx.Module):
             of_layers.append(layer)
         kept = kept | {"lengths": now.lengths + now.counts, "layers": tuple(of_layers)}
         return constrain(self.final_norm(x), ("batch", "act_time", "act_embed")), kept
+
+    def begin(self, batch: Batch) -> jax.Array:
+        """What goes into the first layer, [B, T, D]."""
+        return self._embed(batch)
+
+    def layer(self, values: Any, x: jax.Array, batch: Batch, place: int) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """The output of one layer, and what goes into each of its projections, by the weight's name in the layer.
+
+        Args:
+          values: its parameters.
+          x: what goes into it, [B, T, D].
+          batch: the rows.
+          place: which entry of layer_pattern it has.
+        """
+        (block,) = stack.each(self.layers, [values])
+        inputs = lora.tap(block)
+        kind = self.config.layer_pattern[place]
+        x, _ = block(x, self._rows(batch), Shared(), self._kinds()[kind], kind)
+        return x, inputs
 
     def head(self) -> jax.Array:
         """The output projection [V, D]: logits are hidden @ head.T."""

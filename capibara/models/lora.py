@@ -183,6 +183,26 @@ def _lengths(weight: jax.Array, a: jax.Array, b: jax.Array, scale: float, inputs
     return jnp.sqrt(squares)
 
 
+class _Tap:
+    """In the place of an adapter: keeps what goes into the weight, and adds nothing."""
+
+    def __init__(self, name: str, seen: dict[str, jax.Array]):
+        self._name, self._seen = name, seen
+
+    def __call__(self, x: jax.Array, y: jax.Array, weight: jax.Array) -> jax.Array:
+        self._seen[self._name] = x
+        return y
+
+
+def tap(module: nnx.Module) -> dict[str, jax.Array]:
+    """Has a module without adapters tell what goes into its projections: their names -> inputs, once it has run."""
+    seen: dict[str, jax.Array] = {}
+    for name, owner, key in list(_params(module)):
+        if key in _LINEAR:
+            setattr(owner, key + SUFFIX, _Tap(name, seen))
+    return seen
+
+
 def stack_dims(axes: tuple[str | None, ...]) -> int:
     """Leading dimensions along which independent weights are stacked."""
     return next((index for index, name in enumerate(axes) if name not in ("layers", "experts")), len(axes))

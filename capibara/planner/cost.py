@@ -319,11 +319,12 @@ def _last_share(work: Workload) -> float:
 def hbm_bytes(work: Workload, choice: Choice) -> tuple[float, float]:
     """Bytes of one device and step that layers and head read and write, and that the update does.
 
-    A weight is written when gathered and read by each pass; of activations each product reads its input and writes its
+    A weight is written when gathered, or made floating-point, and read by each pass, of which one makes its gradient;
+    what frozen weights are made from is read besides. Of activations each product reads its input and writes its
     result, and norms and activations read and write once more.
     """
     c, mesh, size = work.config, choice.mesh, work.compute_bytes
-    passes = 3 + (choice.remat.kind is not Remat.NONE)
+    passes = 2 + (c.lora is None) + (choice.remat.kind is not Remat.NONE)
     gathered = ("fsdp", "expert", "context", "data")
     total = 0.0
     for stack in work.stacks:
@@ -342,6 +343,8 @@ def hbm_bytes(work: Workload, choice: Choice) -> tuple[float, float]:
     head = work.head.on_device(mesh, without=gathered)
     places = choice.rows * work.length / mesh["context"] / mesh["stage"] * choice.accumulation
     total += head * size * 3 * choice.accumulation + places * c.vocab_size / mesh["tensor"] * 4 * 4
+    if c.lora is not None and c.lora.base_dtype.in_blocks:
+        total += passes * work.params.on_device(mesh) * choice.accumulation
     state = work.trained.on_device(mesh)
     moments = work.state[choice.state_dtype].on_device(mesh)
     return total, 2 * (state + moments) + 3 * state + (2 * state if work.ema else 0.0)

@@ -21,10 +21,10 @@ _MOMENTS = {
 }
 _FLOPS = {
     "forward": "2 x weights of the layers x tokens, of experts top_k of them",
-    "backward": "2 x forward",
+    "backward": "{backward}",
     "recompute": "share of forward that the remat policy does again",
     "attention": "scores and values under the mask: forward, 3.5 times that backward, and what is done again",
-    "head": "6 x vocabulary x embedding x tokens",
+    "head": "{head} x vocabulary x embedding x tokens",
     "hardware": "all of them",
     "model": "without recomputation: what MFU counts",
 }
@@ -44,7 +44,7 @@ def lines(best: Ranked, work: Workload, slice_: Slice) -> Iterator[str]:
       work, slice_: what it was made for.
     """
     yield from _memory(best, work)
-    yield from _flops(best)
+    yield from _flops(best, work)
     yield "traffic of a device and step (predicted)"
     for part in best.cost.collectives:
         overlap = "could hide behind compute" if part.overlaps else "in its way"
@@ -68,9 +68,15 @@ def _memory(best: Ranked, work: Workload) -> Iterator[str]:
     yield f"  {'KV cache':<12}{cache / GIB:10.3f}  of one row, were one generated: no part of the step"
 
 
-def _flops(best: Ranked) -> Iterator[str]:
+def _flops(best: Ranked, work: Workload) -> Iterator[str]:
     yield "TFLOP of a device and step (predicted)"
+    frozen = "1 x forward: the base is frozen, and of the adapters nothing is counted"
+    factors = {
+        "backward": "2 x forward" if work.config.lora is None else frozen,
+        "head": 4 + 2 * work.model.trains_head,
+    }
     for name, text in _FLOPS.items():
+        text = text.format(**factors)
         yield f"  {name:<12}{getattr(best.cost.flops, name) / 1e12:10.2f}  {text}"
 
 

@@ -15,6 +15,7 @@ from capibara.sharding import Remat, RematPolicy
 
 # Logits of one block, as training/losses.py makes them on TPU: at most so many bytes, at least so many blocks.
 _LOGITS_BYTES, _FEWEST_BLOCKS = 256 * 2**20, 4
+_FROZEN_HEAD_LOGITS = 2.0  # blocks of logits where the head has no gradient, with what is made of them
 _REDUCED_BYTES = 64 * 2**20  # of the head's gradient that is reduced at once
 
 _LANES = 128  # of a TPU's vector registers
@@ -31,6 +32,7 @@ _WORK_KEYS = 3.0  # keys and values of all of a context axis, with their gradien
 # Of a layer's weights in the compute dtype: gathered and dropped, their gradients reduced, in turn. Experts' gradients
 # are fewer and larger arrays.
 _WORK_WEIGHTS, _WORK_EXPERTS = 0.6, 0.9
+_WORK_FROZEN = 1.3  # of weights without gradients: both passes of a layer over them are in the backward pass
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +64,8 @@ class Memory:
       batch: the rows of a step.
       gradients: of all that is trained; with accumulation those of a micro-batch, and the new sum that they are added into.
       summed: with accumulation the sum over the micro-batches before, which is read until the new one is made.
-      casts: the parameters in the compute dtype, still sharded, which XLA makes once for all layers.
+      casts: the parameters in the compute dtype, still sharded, which XLA makes once for all layers, and copies of
+        frozen ones in another layout.
       saved: what the forward pass keeps of all layers.
       layer: what the backward pass of one layer holds.
       weights: of a layer, gathered, and their gradients before they are reduced.
@@ -147,7 +150,7 @@ def _usual(work: Workload, choice: Choice, scale: float) -> Memory:
         batch=choice.rows * choice.accumulation * (work.length * 5 + encoder * 3) * 4.0,
         gradients=trained * (2 if summed else 1),
         summed=trained if summed else 0.0,
-        casts=work.casts.on_device(mesh) / 4 * size if size < 4 else 0.0,
+        casts=work.relaid.on_device(mesh) + (work.casts.on_device(mesh) / 4 * size if size < 4 else 0.0),
         saved=saved,
         layer=_layer_bytes(work, choice, _USUAL),
         weights=weights,
@@ -280,7 +283,8 @@ def _gathered_bytes(work: Workload, stack: Stack, choice: Choice) -> float:
     mesh, rules = choice.mesh, work.rules
     own = stack.weights.on_device(mesh, without=(*rules.embed, *rules.layers))
     experts = stack.expert_weights.on_device(mesh, without=(*rules.expert_embed, *rules.layers))
-    return (_WORK_WEIGHTS * own + _WORK_EXPERTS * experts) / stack.layers * work.compute_bytes
+    share = _WORK_WEIGHTS if work.config.lora is None else _WORK_FROZEN
+    return (share * own + _WORK_EXPERTS * experts) / stack.layers * work.compute_bytes
 
 
 def _pipeline_bytes(work: Workload, stack: Stack, choice: Choice) -> float:
@@ -301,6 +305,8 @@ def _loss_bytes(work: Workload, choice: Choice, order: _Order) -> float:
     shards = math.prod(mesh[axis] for axis in work.rules.embed)
     gradient = n * V * size if n * size < 4 * D and shards > 1 else V * D * 4
     piece = min(_REDUCED_BYTES, V * D * 4) if shards > 1 else 0.0
+    logits = order.logits
     if not work.model.trains_head:
         gradient = piece = 0.0
-    return V * D * size + gradient + max(order.logits * block, 2 * piece) + 2 * n * D * size
+        logits = max(logits, _FROZEN_HEAD_LOGITS)
+    return V * D * size + gradient + max(logits * block, 2 * piece) + 2 * n * D * size

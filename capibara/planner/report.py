@@ -99,17 +99,17 @@ def as_json(ranked: Ranked, work: Workload, slice_: Slice, tokens: float | None,
 
 
 MEMORY_PARTS = {
-    "parameters": "float32 parameters",
+    "parameters": "parameters, as they are stored",
     "optimizer": "optimizer state",
     "average": "average of the parameters",
     "batch": "the step's rows",
-    "gradients": "float32 gradients",
+    "gradients": "float32 gradients of what is trained",
     "summed": "their sum over micro-batches",
-    "casts": "parameters in the compute dtype, sharded",
+    "casts": "parameters in the compute dtype or another layout, sharded",
     "saved": "activations kept of all layers",
     "layer": "backward pass of one layer",
-    "weights": "gathered weights of a layer and their gradients",
-    "loss": "head, its gradient, a block of logits",
+    "weights": "gathered weights of a layer, and the gradients of those that are trained",
+    "loss": "head, its gradient where it is trained, a block of logits",
     "pipeline": "rows between stages, a second sum of gradients",
     "host": "activations in the host's memory",
 }
@@ -207,8 +207,8 @@ def summary(best: Ranked, work: Workload, slice_: Slice, tokens: float | None, u
 
 
 def _advice(work: Workload, tokens: float | None) -> Iterable[str]:
-    """Batch and learning rate by others' rules, for decoders: no other kind of model was in their fits."""
-    if work.config.objective != "causal":
+    """Batch and learning rate by others' rules, for decoders that are trained whole: nothing else was in their fits."""
+    if work.config.objective != "causal" or work.config.lora is not None:
         return
     weights = work.active_weights
     tokens = tokens or advice.CHINCHILLA_TOKENS * weights

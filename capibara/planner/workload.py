@@ -18,6 +18,8 @@ from capibara.optim import Optimizer, OptimizerName, StateDtype
 from capibara.sharding import Rules
 from capibara.types import PyTree, UserError
 
+# Parts of a weight that is stored in blocks: made floating-point where they are used, never all at once.
+_OF_BLOCKS = ("/codes", "/scales", "/means", "/steps")
 _COMPUTE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -107,6 +109,8 @@ class Workload:
       params, state: bytes of the parameters, and of the optimizer's state.
       trained: bytes of the parameters that are trained, and of their gradients.
       casts: bytes of the parameters that are stored in float32.
+      relaid: bytes of frozen attention weights in 16 bits, of which XLA makes copies in its products' layout. Those in
+        float32 it copies when it casts them, those in blocks are small.
       head: elements of the output head.
       constraints: (parameter, logical axis, size, mesh axes): the mesh axes must divide the size.
       ema: whether the state holds an average of the parameters.
@@ -121,6 +125,7 @@ class Workload:
     state: Mapping[StateDtype, Sharded]
     trained: Sharded
     casts: Sharded
+    relaid: Sharded
     head: Sharded
     constraints: tuple[tuple[str, str, int, tuple[str, ...]], ...]
     ema: bool
@@ -194,7 +199,10 @@ def describe(
         params=_sharded(stored, rules, by_bytes=True),
         state={dtype: _state(model, optimizer, dtype, rules) for dtype in dtypes},
         trained=_sharded(trained, rules, by_bytes=True),
-        casts=_sharded([leaf for leaf in stored if leaf.itemsize == 4], rules, by_bytes=True),
+        casts=_sharded(
+            [x for x in stored if x.itemsize == 4 and not x.name.endswith(_OF_BLOCKS)], rules, by_bytes=True
+        ),
+        relaid=_sharded([x for x in stored if _is_relaid(model, x)], rules, by_bytes=True),
         head=_sharded(heads[-1:], rules),
         constraints=_constraints(stored, rules),
         ema=ema,
@@ -221,6 +229,11 @@ def _leaves(shapes: PyTree, axes: PyTree) -> list[Leaf]:
     names = tree.path_names(shapes)
     parts = zip(names, jax.tree.leaves(shapes), jax.tree.leaves(axes, is_leaf=tree.is_axes), strict=True)
     return [Leaf(name, tuple(leaf.shape), tuple(a), leaf.dtype.itemsize) for name, leaf, a in parts]
+
+
+def _is_relaid(model: Model, leaf: Leaf) -> bool:
+    by_heads = leaf.axes[:1] == ("layers",) and {"heads", "kv_heads"} & set(leaf.axes)
+    return bool(by_heads) and leaf.itemsize == 2 and not model.config.lora.trains(leaf.name)
 
 
 def _state(model: Model, optimizer: Optimizer, dtype: StateDtype, rules: Rules) -> Sharded:

@@ -18,6 +18,15 @@ Row = dict[str, Any]
 _ASIDE = {step_folders.DAMAGED: "found it damaged", step_folders.ROLLED_BACK: "went back before it"}
 
 
+def check(action: str, keep: int | None, keep_every: int | None) -> None:
+    """Raises UserError where the flags of `prune` make no sense."""
+    for name, value in (("keep", keep), ("keep_every", keep_every)):
+        if value is not None and value < 1:
+            raise UserError(f"--{name}={value} is of prune, and at least 1")
+    if action == "prune" and keep is None:
+        raise UserError("prune needs --keep, how many of the newest steps stay, e.g. --keep=1")
+
+
 class Inspection:
     """The steps of a run folder.
 

@@ -175,7 +175,8 @@ def of_gin(length: int | None = None, encoder_length: int | None = None) -> Trai
     """The run that the parsed Gin files configure, to look at and to compile; its run folder means nothing.
 
     Of a model file alone it is a run that trains this model, with what else is bound (Plan, Optimizer, Dataset.length)
-    and the default of what is not; rows have 2048 places, or as many as the model can have.
+    and the default of what is not; rows have 2048 places, or as many as the model can have. What else a run file leaves
+    to its user (steps, the run to begin from, what is read) need not be given.
 
     Args:
       length, encoder_length: places of a row in place of the run's.
@@ -185,8 +186,13 @@ def of_gin(length: int | None = None, encoder_length: int | None = None) -> Trai
     """
     lengths = {"length": length, "encoder_length": encoder_length}
     lengths = {name: places for name, places in lengths.items() if places is not None}
+    fed = config.is_bound("Dataset.source") or config.is_bound("Dataset.mixture_or_task_name")
+    if not fed:
+        config.bind("", "Dataset", "mixture_or_task_name", "unused", "of_gin")
+    steps = {} if config.is_bound("Trainer.steps") else {"steps": 1_000_000}
     if config.is_bound("Trainer.model"):
-        run = config.build(Trainer, model_dir="unused")
+        given = steps | ({} if config.is_bound("Trainer.init_from") else {"init_from": None})
+        run = config.build(Trainer, model_dir="unused", **given)
         return dataclasses.replace(run, dataset=dataclasses.replace(run.dataset, **lengths)) if lengths else run
     kinds = (api.EncoderDecoderConfig, api.EncoderConfig, api.DecoderConfig)
     bound = [kind for kind in kinds if config.is_bound(kind.__name__)]
@@ -201,14 +207,13 @@ def of_gin(length: int | None = None, encoder_length: int | None = None) -> Trai
         lengths.setdefault("length", min(2048, model.max_length or 2048))
     if kind is api.EncoderDecoderConfig and not config.is_bound("Dataset.encoder_length"):
         lengths.setdefault("encoder_length", lengths.get("length", 2048))
-    fed = config.is_bound("Dataset.source") or config.is_bound("Dataset.mixture_or_task_name")
-    data = lengths | ({} if fed else {"mixture_or_task_name": "unused"}) | {"kind": model.objective}
+    data = lengths | {"kind": model.objective}
     if model.moe and model.moe.hints:
         data["domains"] = model.moe.hints.domains
     return config.build(
         Trainer,
         model_dir="unused",
-        **({} if config.is_bound("Trainer.steps") else {"steps": 1_000_000}),
+        **steps,
         model=model,
         plan=config.build(Plan, **({} if config.is_bound("Plan.batch_size") else {"batch_size": 1})),
         dataset=config.build(Dataset, **data),

@@ -1,10 +1,12 @@
 """What --explain prints can be added up by hand."""
 
+import dataclasses
 import re
 
 import pytest
-from cases import EXPERTS, V5E, work_of
+from cases import DENSE, EXPERTS, V5E, work_of
 
+from capibara.models import api
 from capibara.planner import explain, search
 
 
@@ -40,3 +42,13 @@ def test_shares_of_the_peak_are_said():
     for part, seconds, flops, share, peak in parts:
         assert float(seconds) == pytest.approx(float(flops) / (float(share) / 100 * float(peak)), rel=0.01), part
     assert sum(float(part[1]) for part in parts) == pytest.approx(best.cost.compute_s, abs=0.001)
+
+
+def test_a_frozen_base_has_no_gradients_in_the_explanation():
+    adapted = dataclasses.replace(DENSE, lora=api.Lora(base_dtype="nf4"))
+    for config, backward, head in ((DENSE, "2 x forward", 6), (adapted, "1 x forward: the base is frozen", 4)):
+        work = work_of(config)
+        best = search.search(work, V5E)[0]
+        text, flops = "\n".join(explain.lines(best, work, V5E)), best.cost.flops
+        assert backward in text and f"{head} x vocabulary x embedding x tokens" in text
+        assert flops.backward == pytest.approx(int(backward[0]) * flops.forward)

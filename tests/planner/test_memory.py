@@ -7,13 +7,15 @@ import jax
 import pytest
 from cases import DENSE, EXPERTS, PAIRS, choice_of, work_of
 
+from capibara import config as gin
 from capibara import sharding
 from capibara.models import api
 from capibara.models.moe import Moe
 from capibara.optim import Optimizer, StateDtype
-from capibara.planner import cost, memory, search
+from capibara.planner import cost, memory, search, workload
 from capibara.sharding import Plan
 from capibara.training import state as states
+from capibara.training import trainer
 
 QLORA = dataclasses.replace(DENSE, lora=api.Lora(targets=("all-linear",), base_dtype="nf4"))
 LARGE = api.DecoderConfig(vocab_size=4096, embed_dim=1024, num_layers=8, num_heads=8, mlp_dim=4096)
@@ -52,6 +54,21 @@ def test_a_frozen_base_has_no_gradients():
     assert in_blocks.peak < adapters.peak < full.peak
     assert 0.66 < lora.model_flops_per_token / plain.model_flops_per_token < 0.8
     assert plain.model.param_count < lora.model.param_count == qlora.model.param_count
+
+
+def test_what_a_frozen_base_is_stored_in_is_all_that_is_held_of_it():
+    """No cast of the scales; of bfloat16 attention weights there is a copy in another layout."""
+    dtypes = {name: api.Lora(targets=("all-linear",), base_dtype=name) for name in ("bfloat16", "int8", "int4", "nf4")}
+    held = {name: work_of(dataclasses.replace(LARGE, lora=lora)) for name, lora in dtypes.items()}
+    of = {name: memory.memory(work, choice_of(rows=8, fsdp=8)) for name, work in held.items()}
+    weights = 8 * (4 * 1024 * 1024 + 3 * 1024 * 4096)
+    # Factors lie whole where the weight's other dimension is not shared out, norms do everywhere.
+    whole = held["nf4"].trained.on_device(choice_of(fsdp=8).mesh) + 17 * 1024 * 4
+    for name, bytes_of_one in (("bfloat16", 2), ("int8", 1 + 4 / 64), ("int4", 0.5 + 4 / 64), ("nf4", 0.5 + 4 / 64)):
+        expected = (bytes_of_one * weights + 2 * 4096 * 1024) / 8 + whole
+        assert of[name].parameters == pytest.approx(expected, rel=1e-3)
+    assert of["nf4"].casts == pytest.approx(whole / 2, rel=1e-3)
+    assert of["bfloat16"].casts - of["nf4"].casts == pytest.approx(8 * 4 * 1024 * 1024 * 2 / 8)
 
 
 def test_more_recomputation_keeps_less_and_more_rows_need_more():
@@ -125,3 +142,19 @@ def test_an_expert_axis_keeps_what_it_exchanges():
     inside, across = memory_of(LARGE_EXPERTS, 8, fsdp=8), memory_of(LARGE_EXPERTS, 8, fsdp=4, expert=2, most_bytes=1)
     tokens = 8 * 2048 * 2 * 1.25 * 1024 * 2
     assert across.layer > 3 * tokens and inside.layer > 2 * tokens
+
+
+@pytest.mark.parametrize(
+    "name, base, rows, length, devices, compiled_gib",
+    [("1b", "bfloat16", 4, 2048, 4, 2.042), ("1b", "nf4", 4, 2048, 4, 1.620)]
+    + [("8b", "bfloat16", 2, 4096, 8, 6.772), ("8b", "nf4", 2, 4096, 8, 5.081)],
+    ids=["1b-lora", "1b-qlora", "8b-lora", "8b-qlora"],
+)
+def test_adapters_need_what_the_tpu_compiler_said(name, base, rows, length, devices, compiled_gib):
+    """Points of benchmarks/planner.py, compiled for v5e by libtpu 0.0.42.1 (jax 0.10.2); the constants were fitted on them."""
+    double = f"Lora.double_quantization = {base == 'nf4'}"
+    lora = ["DecoderConfig.lora = @Lora()", 'Lora.targets = ("all-linear",)', f'Lora.base_dtype = "{base}"', double]
+    gin.parse([f"models/capibara_{name}.gin"], lora)
+    work = workload.of_run(trainer.of_gin(length))
+    predicted = memory.memory(work, choice_of(rows=rows, remat="full", fsdp=devices))
+    assert predicted.peak == pytest.approx(compiled_gib * 2**30, rel=0.03)

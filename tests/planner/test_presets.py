@@ -11,12 +11,14 @@ from capibara.planner.choice import of_plan
 from capibara.training import trainer
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-RECORDS = sorted((ROOT / "gin" / "slices").glob("*/*.json"))
+ALL = sorted((ROOT / "gin" / "slices").glob("*/*.json"))
+FINETUNING = [path for path in ALL if path.stem.endswith("lora")]
+RECORDS = [path for path in ALL if path not in FINETUNING]
 
 
 def test_every_plan_has_its_record():
     plans = {path.with_suffix("") for path in (ROOT / "gin" / "slices").glob("*/*.gin")}
-    assert RECORDS and plans == {path.with_suffix("") for path in RECORDS}
+    assert RECORDS and plans == {path.with_suffix("") for path in ALL}
 
 
 def records():
@@ -26,11 +28,8 @@ def records():
         yield pytest.param(path, id=f"{path.parent.name}-{path.stem}", marks=() if short else pytest.mark.heavy)
 
 
-@pytest.mark.parametrize("path", list(records()))
-def test_a_plan_is_what_was_compiled(path):
-    record = json.loads(path.read_text(encoding="utf-8"))
-    compiled = record["compiled"]
-    assert compiled["fits"] and compiled["peak_bytes"] <= compiled["limit_bytes"] and record["versions"]["libtpu"]
+def as_read(path, record):
+    """The run, slice, workload and choice of a plan, which are those of its record."""
     config.parse([f"slices/{path.parent.name}/{path.stem}.gin"], [], [])
     run = trainer.of_gin()
     slice_ = slices.parse(run.plan.slice)
@@ -41,5 +40,36 @@ def test_a_plan_is_what_was_compiled(path):
     assert choice.accumulation == record["accumulation"] and str(choice.remat.kind) == record["remat"]
     assert record["remat"] != "save" or list(choice.remat.names) == record["remat_names"]
     assert str(choice.state_dtype) == record["state_dtype"]
+    return run, slice_, work, choice
+
+
+@pytest.mark.parametrize("path", list(records()))
+def test_a_plan_is_what_was_compiled(path):
+    record = json.loads(path.read_text(encoding="utf-8"))
+    compiled = record["compiled"]
+    assert compiled["fits"] and compiled["peak_bytes"] <= compiled["limit_bytes"] and record["versions"]["libtpu"]
+    _, slice_, work, choice = as_read(path, record)
     predicted = memory.memory(work, choice, most_bytes=slice_.chip.device_usable_hbm_bytes)
     assert predicted.peak == pytest.approx(compiled["peak_bytes"], rel=0.15)
+
+
+@pytest.mark.parametrize("path", FINETUNING, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_a_plan_for_fine_tuning_fits_with_a_tenth_to_spare(path):
+    record = json.loads(path.read_text(encoding="utf-8"))
+    run, slice_, work, choice = as_read(path, record)
+    dtype = {"lora": "bfloat16", "qlora": "nf4"}[record["base"]]
+    assert slice_.name == path.parent.name and str(run.model.lora.base_dtype) == dtype
+    predicted = memory.memory(work, choice, most_bytes=0.9 * slice_.chip.device_usable_hbm_bytes)
+    assert predicted.peak == pytest.approx(record["predicted"]["peak_bytes"], rel=0.001)
+    assert predicted.peak <= 0.9 * slice_.chip.device_usable_hbm_bytes
+    whole = (
+        16 * sum(stack.weights.total() for stack in work.stacks) / slice_.devices
+    )  # training all of it, without rows
+    assert predicted.gradients + predicted.optimizer < 0.05 * whole
+    assert predicted.parameters < (0.18 if record["base"] == "lora" else 0.1) * whole
+
+
+def test_both_bases_of_three_models_have_a_plan_on_two_kinds_of_chips():
+    found = {(path.parent.name.partition("-")[0], path.stem) for path in FINETUNING}
+    models = [f"capibara_{size}_{base}" for size in ("8b", "20b", "120b") for base in ("lora", "qlora")]
+    assert found == {(chip, model) for chip in ("v5e", "v6e") for model in models}

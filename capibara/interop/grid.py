@@ -1,0 +1,176 @@
+"""Weights in 4 bits: how they are rounded, and how GGUF, GPTQ and AWQ files hold them.
+
+A weight is a matrix [O, I] of outputs and inputs. Of each output, groups of neighbouring inputs share a float16 scale
+and a zero: value = scale * (code - zero), the code from 0 to 15.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+_LAST = 15  # of the codes
+_MIDDLE = 8  # the zero of a symmetric grid
+# Ranges that are tried, as shares of the whole one: cutting off the largest values makes the steps of all others smaller.
+_RANGES = tuple(float(share) for share in np.linspace(1.1, 0.6, 21))
+_Q4_0 = 32  # values in a block of GGUF's Q4_0
+_IN_A_WORD = 8  # codes in 32 bits
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of eight outputs each place of a word of AWQ's has
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """The values that weights are rounded to.
+
+    Attributes:
+      group_size: inputs that share a scale.
+      symmetric: the zero is code 8; else each group has its own.
+      signed: scales may be negative, so that code 0, the farthest from zero, is on the side of the largest value (Q4_0).
+    """
+
+    group_size: int
+    symmetric: bool = True
+    signed: bool = False
+
+    def nearest(self, weight_OI: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Scales and zeros [O, G] of round-to-nearest: the whole range of every group is on the grid."""
+        return _host(_scales(self, jnp.asarray(weight_OI), 1.0, 1.0))
+
+    def fit(self, weight_OI: np.ndarray, importance_I: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Scales and zeros [O, G] of the range with the least squared error, each input's weighted by its importance."""
+        return _host(_fit(self, jnp.asarray(weight_OI), jnp.asarray(importance_I, jnp.float32)))
+
+
+def _host(arrays: tuple[jax.Array, jax.Array]) -> tuple[np.ndarray, np.ndarray]:
+    return np.asarray(arrays[0]), np.asarray(arrays[1])
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _scales(grid: Grid, weight_OI: jax.Array, share: jax.Array, sign: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Of a share of the range. The sign is that of symmetric scales which may be negative."""
+    groups = weight_OI.reshape(weight_OI.shape[0], -1, grid.group_size)
+    if grid.symmetric:
+        most = jnp.max(jnp.abs(groups), -1)
+        largest = jnp.where(most == jnp.max(groups, -1), most, -most)
+        scales = -largest / _MIDDLE * sign if grid.signed else 2 * most / _LAST
+        scales = (scales * share).astype(jnp.float16)
+        return scales, jnp.full(scales.shape, _MIDDLE, jnp.uint8)
+    low, high = jnp.minimum(jnp.min(groups, -1), 0), jnp.maximum(jnp.max(groups, -1), 0)
+    scales = ((high - low) * jnp.minimum(share, 1.0) / _LAST).astype(jnp.float16)
+    step = scales.astype(jnp.float32)
+    zeros = jnp.round(-low * jnp.minimum(share, 1.0) / jnp.where(step > 0, step, 1.0))
+    return scales, jnp.clip(zeros, 0, _LAST).astype(jnp.uint8)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _fit(grid: Grid, weight_OI: jax.Array, importance_I: jax.Array) -> tuple[jax.Array, jax.Array]:
+    shape = (weight_OI.shape[0], -1, grid.group_size)
+    groups, importance = weight_OI.reshape(shape), importance_I.reshape(1, -1, grid.group_size)
+
+    def better(best, candidate):
+        scales, zeros = _scales(grid, weight_OI, *candidate)
+        rounded = _values(_codes(groups, scales[..., None], zeros[..., None]), scales[..., None], zeros[..., None])
+        error = jnp.sum(importance * jnp.square(rounded - groups), -1)
+        chosen = error < best[0]
+        return tuple(jnp.where(chosen, new, old) for new, old in zip((error, scales, zeros), best)), None
+
+    signs = (1.0, -1.0) if grid.symmetric and grid.signed else (1.0,)
+    candidates = jnp.asarray([(share, sign) for sign in signs for share in _RANGES], jnp.float32).T
+    first = (jnp.full(groups.shape[:2], jnp.inf), *_scales(grid, weight_OI, 1.0, 1.0))
+    return jax.lax.scan(better, first, tuple(candidates))[0][1:]
+
+
+def _codes(values: jax.Array, scales: jax.Array, zeros: jax.Array) -> jax.Array:
+    scales = scales.astype(jnp.float32)
+    share = values / jnp.where(scales != 0, scales, 1.0)
+    return jnp.clip(jnp.round(share) + zeros, 0, _LAST)
+
+
+def _values(codes: jax.Array, scales: jax.Array, zeros: jax.Array) -> jax.Array:
+    return scales.astype(jnp.float32) * (codes - zeros.astype(jnp.float32))
+
+
+@dataclasses.dataclass(frozen=True)
+class Packed:
+    """A weight in 4 bits.
+
+    Attributes:
+      codes: uint8 [O, I].
+      scales: float16 [O, G].
+      zeros: uint8 [O, G].
+    """
+
+    codes: np.ndarray
+    scales: np.ndarray
+    zeros: np.ndarray
+
+    @property
+    def group_size(self) -> int:
+        return self.codes.shape[1] // self.scales.shape[1]
+
+    def values(self) -> np.ndarray:
+        """The weight, float32 [O, I]."""
+        scales, zeros = (np.repeat(x.astype(np.float32), self.group_size, 1) for x in (self.scales, self.zeros))
+        return scales * (self.codes.astype(np.float32) - zeros)
+
+    def moved(self, change: Callable[[np.ndarray], np.ndarray]) -> Packed:
+        """The same weight with its outputs in another order.
+
+        Args:
+          change: matrix [O, I] -> matrix; what it does to inputs must leave groups as they are.
+        """
+        group = self.group_size
+        wide = (np.repeat(x, group, 1) for x in (self.scales, self.zeros))
+        return Packed(np.ascontiguousarray(change(self.codes)), *(change(x)[:, ::group] for x in wide))
+
+    def q4_0(self) -> np.ndarray:
+        """As GGUF's Q4_0 has it, bytes [O, I / 32 * 18]: a block is its scale and 16 bytes of two codes each."""
+        assert self.group_size % _Q4_0 == 0 and (self.zeros == _MIDDLE).all()
+        outputs = len(self.codes)
+        blocks = self.codes.reshape(outputs, -1, 2, _Q4_0 // 2)
+        scales = np.repeat(self.scales, self.group_size // _Q4_0, 1)
+        both = [scales.astype("<f2")[..., None].view(np.uint8), blocks[:, :, 0] | (blocks[:, :, 1] << 4)]
+        return np.concatenate(both, -1).reshape(outputs, -1)
+
+    def gptq(self, *, zero_offset: int) -> dict[str, np.ndarray]:
+        """As GPTQ's checkpoints have it: eight inputs of an output in a word, eight outputs of a group's zeros.
+
+        Args:
+          zero_offset: what is taken off the zeros: 1 in the format "gptq", 0 in "gptq_v2".
+        """
+        inputs = np.arange(self.codes.shape[1], dtype=np.int32)
+        return {
+            "qweight": np.ascontiguousarray(_words(self.codes).T),
+            "qzeros": _words(np.ascontiguousarray(self.zeros.T) - np.uint8(zero_offset)),
+            "scales": np.ascontiguousarray(self.scales.T),
+            "g_idx": inputs // np.int32(self.group_size),
+        }
+
+    def awq(self) -> dict[str, np.ndarray]:
+        """As AWQ's checkpoints ("gemm") have it: eight outputs of an input in a word, in an order of their own."""
+        return {
+            "qweight": _words(np.ascontiguousarray(self.codes.T), _AWQ_ORDER),
+            "qzeros": _words(np.ascontiguousarray(self.zeros.T), _AWQ_ORDER),
+            "scales": np.ascontiguousarray(self.scales.T),
+        }
+
+
+def rounded(weight_OI: np.ndarray, scales: np.ndarray, zeros: np.ndarray) -> Packed:
+    """Every value at the nearest place of its group's grid."""
+    group = weight_OI.shape[1] // scales.shape[1]
+    codes = _codes(jnp.asarray(weight_OI), *(jnp.repeat(jnp.asarray(x), group, 1) for x in (scales, zeros)))
+    return Packed(np.asarray(codes.astype(jnp.uint8)), scales, zeros)
+
+
+def _words(codes: np.ndarray, order: tuple[int, ...] = tuple(range(_IN_A_WORD))) -> np.ndarray:
+    """Eight neighbours along the last axis in an int32, the first of `order` in its lowest bits."""
+    codes = codes.reshape(len(codes), -1, _IN_A_WORD).astype(np.uint32)
+    words = np.zeros(codes.shape[:2], np.uint32)
+    for place, of_eight in enumerate(order):
+        words |= (codes[..., of_eight] & np.uint32(_LAST)) << np.uint32(4 * place)
+    return words.view(np.int32)
