@@ -8,6 +8,7 @@ import pytest
 
 from capibara import config
 from capibara.data.answers import PreferenceJsonlSource, PromptJsonlSource
+from capibara.training import emulation
 from capibara.training.preference import Dpo
 from capibara.training.trainer import Trainer
 from capibara.types import UserError
@@ -18,9 +19,9 @@ GIVEN = ["MODEL_DIR=runs/new", "INIT_FROM=runs/base", "TRAIN_STEPS=10", "FILES=(
 
 @pytest.fixture
 def build(toy_tokenizer):
-    def build(task, run, *bindings, before=()):
+    def build(task, run, *bindings, before=(), files=FILES):
         config.parse(
-            [*before, *FILES, f"tasks/{task}.gin", f"runs/{run}.gin"], [*GIVEN, f"TOKENIZER={toy_tokenizer}", *bindings]
+            [*before, *files, f"tasks/{task}.gin", f"runs/{run}.gin"], [*GIVEN, f"TOKENIZER={toy_tokenizer}", *bindings]
         )
         return config.build(Trainer)
 
@@ -63,3 +64,16 @@ def test_grpo_with_rewards_of_ones_own(build, tmp_path, monkeypatch):
         build("prompts", "grpo")
     with pytest.raises(UserError, match="no configurable named @exact_anser.*did you mean exact_answer"):
         build("prompts", "grpo", "REWARDS=(@exact_anser,)")
+
+
+@pytest.mark.parametrize(
+    ("task", "run", "more"), [("preferences", "dpo", []), ("prompts", "grpo", ["REWARDS=(@exact_answer,)"])]
+)
+def test_an_emulated_run_keeps_pairs_and_groups_whole(build, task, run, more):
+    files = ["models/smollm2_135m.gin"]
+    trainer = build(task, run, *more, files=files)
+    shrunk, _ = emulation.bindings(trainer, 8)
+    emulated = build(task, run, *more, *shrunk, files=files)
+    assert emulated.model.embed_dim == 128 < trainer.model.embed_dim
+    assert emulated.dataset.length == trainer.dataset.length and emulated.dataset.too_long == "drop"
+    assert emulated.plan.batch_size == 8 * emulated.loss.rows_of_a_prompt
