@@ -317,8 +317,23 @@ class _CombinedDocuments(Documents):
         return int(self._stops[-1])
 
     def example(self, i: int) -> Example:
+        part, inner = self._part(i)
+        return part.example(inner)
+
+    def record(self, i: int) -> Any:
+        """What the JSON of a document's line says, where the parts are `LineDocuments`."""
+        part, inner = self._part(i)
+        return part.record(inner)
+
+    def where(self, i: int) -> str:
+        """The file and the line's number in it, as `record`."""
+        part, inner = self._part(i)
+        return part.where(inner)
+
+    def _part(self, i: int) -> tuple[Any, int]:
+        """The part that a document is in, and its number there."""
         at = int(np.searchsorted(self._stops, i, side="right"))
-        return self._parts[at].example(i - int(self._stops[at] - len(self._parts[at])))
+        return self._parts[at], i - int(self._stops[at] - len(self._parts[at]))
 
     def fingerprint(self) -> dict[str, Any]:
         return {str(i): part.fingerprint() for i, part in enumerate(self._parts)}

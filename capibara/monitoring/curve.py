@@ -73,7 +73,7 @@ class LossCurve(Callback):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Curves:
-    """What is drawn: finite losses in nats per token by step, and what the title says.
+    """What is drawn: finite losses by step, as a rule in nats per token, and what the title says.
 
     Attributes:
       train_steps, train_loss, eval_steps, eval_loss: [points] each.
@@ -83,6 +83,7 @@ class Curves:
       baseline_label: what it is.
       resumed: steps at which the run carried on.
       param_count, tokens: of the model, and read in training so far; None where the file does not say.
+      unit: what is said of the loss's; nothing of one that is no cross entropy.
     """
 
     train_steps: np.ndarray
@@ -96,6 +97,7 @@ class Curves:
     resumed: tuple[int, ...] = ()
     param_count: int | None = None
     tokens: int | None = None
+    unit: str = ", nats per token"
 
 
 def read_curves(path: str, baseline_bits_per_byte: float | None = None, baseline_label: str = "unigram") -> Curves:
@@ -117,7 +119,9 @@ def read_curves(path: str, baseline_bits_per_byte: float | None = None, baseline
     baseline = baseline_bits_per_byte or last.get("unigram_bits_per_byte")
     final_step = max([*train_steps, *eval_steps], default=0)
     tokens = starts[-1].get("tokens_per_step") if starts else None
+    rewarded = any(name in record for record in records for name in ("reward", "reward_margin"))
     return Curves(
+        unit="" if rewarded else Curves.unit,
         train_steps=train_steps,
         train_loss=train_loss,
         eval_steps=eval_steps,
@@ -171,7 +175,7 @@ def print_chart(curves: Curves, console: Console) -> None:
     width = max(20, min(72, console.width - 14))
     train = (curves.train_steps, smooth(curves.train_loss))
     rows = chart.draw(train, (curves.eval_steps, curves.eval_loss), level=curves.baseline, width=width)
-    legend = Text.assemble("loss, nats per token:  ", ("⠤⠤ training", _TERMINAL_TRAIN))
+    legend = Text.assemble(f"loss{curves.unit}:  ", ("⠤⠤ training", _TERMINAL_TRAIN))
     if len(curves.eval_loss):
         legend.append("  ").append(f"{chart.MARK} validation", _TERMINAL_EVAL)
     if curves.baseline is not None:
@@ -224,7 +228,7 @@ def _figure(curves: Curves) -> Any:
     left = 0 if left <= 0.1 * right else left
     axes.set_xlim(left, max(right, left + 1))  # a single point after a resumption has no width of its own
     _label_ends(axes, curves)
-    figure.text(0.075, 0.93, "Loss, nats per token", fontsize=13, color=_INK, weight="bold", va="center")
+    figure.text(0.075, 0.93, f"Loss{curves.unit}", fontsize=13, color=_INK, weight="bold", va="center")
     figure.text(0.075, 0.878, _subtitle(curves), fontsize=9.5, color=_FAINT, va="center")
     return figure
 

@@ -87,7 +87,7 @@ class Rollouts(Supply):
             run.status("reading what the run began from, its reference")
         first = jax.tree.map(jnp.copy, params) if step == 0 else first_params(run)
         self._weights = weights_fingerprint(first)
-        if saved is not None and saved["weights"] != self._weights:
+        if saved is not None and saved["weights"] not in (None, self._weights):
             raise UserError(
                 f"Trainer.init_from ({run.trainer.init_from!r}) no longer holds the weights that this run began from, its "
                 "reference: restore them, set Grpo.kl = 0, or set another MODEL_DIR for a new run"

@@ -153,3 +153,13 @@ def test_sources_of_different_things_are_not_combined(make_dataset):
     sources = make_dataset().source, make_dataset([{"prompt": "a"}] * 9, PromptJsonlSource).source
     with pytest.raises(UserError, match="hold different things"):
         CombinedSource(sources=sources)
+
+
+def test_combined_sources_tell_the_record_of_each_line(make_dataset, tmp_path):
+    one = make_dataset([{"prompt": f"a{i}"} for i in range(9)], PromptJsonlSource).source
+    other = write(tmp_path / "others.jsonl", [{"prompt": f"b{i}"} for i in range(9)])
+    documents = CombinedSource(sources=(one, dataclasses.replace(one, files=(str(other),)))).open("train")
+    for i in range(len(documents)):
+        name = "lines" if i < len(one.open("train")) else "others"
+        assert documents.where(i).startswith(str(tmp_path / f"{name}.jsonl:"))
+        assert documents.example(i).text == f"<|turn|>u:{documents.record(i)['prompt']}<|end|><|turn|>a:"

@@ -70,6 +70,14 @@ class TestLossCurve:
         callback.on_evaluate(1, {"loss": 2.0, "bits_per_byte": 4.0, "unigram_bits_per_byte": 6.0})
         assert curve.read_curves(str(tmp_path / "metrics.jsonl")).baseline == pytest.approx(3.0)
 
+    def test_a_loss_on_rewards_is_not_said_to_be_of_tokens(self, run, tmp_path):
+        callback = MetricsFile()
+        callback.on_train_begin(run)
+        callback.on_step(1, {"loss": 0.6})
+        assert curve.read_curves(str(tmp_path / "metrics.jsonl")).unit == ", nats per token"
+        callback.on_step(2, {"loss": 0.6, "reward_margin": 0.1})
+        assert curve.read_curves(str(tmp_path / "metrics.jsonl")).unit == ""
+
     def test_nothing_recorded_draws_nothing(self, run, tmp_path):
         train_callbacks = Callbacks([MetricsFile(), LossCurve()])
         train_callbacks.on_train_begin(run)

@@ -56,3 +56,11 @@ def test_a_life_without_steps_and_numbers_that_are_null():
     assert goodput.account([train(1, 1.0, 1.0)]) == {}
     found = goodput.account([*start(0, 5.0, start=5.0), train(1, 6.0, None, None)])
     assert found["productive"] == 0.0 and goodput.line(found) == "goodput 0.0% of 6 s (start 83.3%, other 16.7%)"
+
+
+def test_rollouts_and_the_reference_are_told_apart_from_steps():
+    records = start(0, 15.0, start=4.0, set_up=5.0, reference=6.0)
+    records += [train(10, 30.0, 1.0, rollout_s=5.0)]
+    found = goodput.account(records)
+    assert (found["reference"], found["rollout"], found["productive"]) == (6.0, 5.0, 10.0)
+    assert found["total"] == pytest.approx(30.0) and found["other"] == 0.0

@@ -223,10 +223,11 @@ def test_a_resumed_run_ends_bit_by_bit_as_one_that_was_not_stopped(make_trainer,
 
 
 @pytest.mark.heavy
-def test_a_mesh_and_one_device_train_alike(make_trainer, train):
+@pytest.mark.parametrize("axes", [{"tensor": 2, "accumulation": 2}, {"context": 2}], ids=str)
+def test_a_mesh_and_one_device_train_alike(make_trainer, train, axes):
     options = dict(grpo={"kl": 0.1, "updates": 2}, steps=2)
     want = train(make_trainer(**options, plan=Plan(batch_size=32)), 1)
-    plan = Plan(batch_size=32, fsdp=2, tensor=2, accumulation=2)
+    plan = Plan(batch_size=32, fsdp=2, **axes)
     got = train(make_trainer(**options, plan=plan, model_dir=make_trainer().model_dir + "_mesh"), 4)
     same(got.batches[1]["tokens"], want.batches[1]["tokens"])
     for name in ("old", "reference"):

@@ -109,3 +109,13 @@ def test_without_patience_nothing_stops():
         early.update(1.0)
     assert not early.stop
     assert EarlyStopping(None, EarlyStopping(None).state()).state()["best"] is None
+
+
+def test_metrics_of_pairs_are_weighted_by_pairs():
+    meter = Meter(64, ("reward_margin",))
+    for loss, margin, pairs in ((1.0, 4.0, 1.0), (2.0, 8.0, 3.0)):
+        numbers = {"loss": loss, "reward_margin": margin, "pairs": pairs, "tokens": 10.0, "grad_norm": 1.0, "kl": loss}
+        meter.add({name: jnp.asarray(number) for name, number in numbers.items()})
+    read = meter.read()
+    assert (read["loss"], read["reward_margin"], read["pairs"], read["tokens"]) == (1.75, 7.0, 4.0, 20.0)
+    assert read["kl"] == 2.0 and "z_loss" not in read  # of the last step

@@ -1,0 +1,79 @@
+"""The Gin files of preferences and rewards build the runs that they promise."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from capibara import config
+from capibara.data.answers import PreferenceJsonlSource, PromptJsonlSource
+from capibara.training import emulation
+from capibara.training.preference import Dpo
+from capibara.training.trainer import Trainer
+from capibara.types import UserError
+
+FILES = ["models/tiny.gin", "runs/lora.gin"]
+GIVEN = ["MODEL_DIR=runs/new", "INIT_FROM=runs/base", "TRAIN_STEPS=10", "FILES=('a.jsonl',)"]
+
+
+@pytest.fixture
+def build(toy_tokenizer):
+    def build(task, run, *bindings, before=(), files=FILES):
+        config.parse(
+            [*before, *files, f"tasks/{task}.gin", f"runs/{run}.gin"], [*GIVEN, f"TOKENIZER={toy_tokenizer}", *bindings]
+        )
+        return config.build(Trainer)
+
+    return build
+
+
+def test_dpo(build):
+    trainer = build("preferences", "dpo", "Dpo.kind=ipo", "BETA=0.2")
+    assert trainer.loss == Dpo(kind="ipo", beta=0.2) and isinstance(trainer.dataset.source, PreferenceJsonlSource)
+    assert trainer.init_from == "runs/base" and trainer.dataset.length == 1024 and trainer.model.lora is not None
+    with pytest.raises(UserError, match="Dpo.kind"):
+        build("preferences", "dpo", "Dpo.kind=hinge")
+    with pytest.raises(UserError, match="set Dataset.source = @PreferenceJsonlSource()"):
+        build("chat", "dpo")
+
+
+def test_grpo_with_rewards_of_ones_own(build, tmp_path, monkeypatch):
+    (tmp_path / "my_rewards.py").write_text(
+        "from capibara.config import configurable\n\n"
+        "@configurable\ndef short(prompt, answer, record, *, most=10):\n    return float(len(answer) <= most)\n"
+    )
+    (tmp_path / "mine.gin").write_text("import my_rewards\nshort.most = 3\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "my_rewards", raising=False)
+    wanted = ["REWARDS=(@short, @exact_answer)", "Grpo.reward_weights=(1.0, 0.5)", "exact_answer.field=result"]
+    trainer = build("prompts", "grpo", *wanted, before=[str(tmp_path / "mine.gin")])
+    short, exact = trainer.loss.rewards
+    assert (short("", "abc", {}), short("", "abcd", {})) == (1.0, 0.0)
+    assert exact("", "4", {"result": 4}) == 1.0
+    assert (
+        trainer.loss.group == 8
+        and trainer.loss.sampling.max_new_tokens == 512
+        and trainer.loss.sampling.temperature == 1
+    )
+    assert isinstance(trainer.dataset.source, PromptJsonlSource) and trainer.dataset.packing == "none"
+    assert "Grpo.rewards = (@short, @exact_answer)" in " ".join(config.operative().split()).replace(
+        "%REWARDS", "(@short, @exact_answer)"
+    )
+    with pytest.raises(UserError, match="REWARDS"):
+        build("prompts", "grpo")
+    with pytest.raises(UserError, match="no configurable named @exact_anser.*did you mean exact_answer"):
+        build("prompts", "grpo", "REWARDS=(@exact_anser,)")
+
+
+@pytest.mark.parametrize(
+    ("task", "run", "more"), [("preferences", "dpo", []), ("prompts", "grpo", ["REWARDS=(@exact_answer,)"])]
+)
+def test_an_emulated_run_keeps_pairs_and_groups_whole(build, task, run, more):
+    files = ["models/smollm2_135m.gin"]
+    trainer = build(task, run, *more, files=files)
+    shrunk, _ = emulation.bindings(trainer, 8)
+    emulated = build(task, run, *more, *shrunk, files=files)
+    assert emulated.model.embed_dim == 128 < trainer.model.embed_dim
+    assert emulated.dataset.length == trainer.dataset.length and emulated.dataset.too_long == "drop"
+    assert emulated.plan.batch_size == 8 * emulated.loss.rows_of_a_prompt
