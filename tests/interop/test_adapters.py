@@ -70,6 +70,8 @@ def test_adapters_of_a_run_go_out_and_are_merged_to_the_same(name, tmp_path, cap
     about = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert about["base_model_name_or_path"] == f"{tmp_path}/base"
     assert about["base_model_name_or_path"] in capsys.readouterr().out
+    modes = {os.stat(tmp_path / "adapter" / file).st_mode for file in (peft.CONFIG, peft.WEIGHTS)}
+    assert len(modes) == 1
     assert (about["use_dora"], about["use_rslora"]) == (name == "dora", name == "rslora")
     assert about["modules_to_save"] == (["lm_head", "post_attention_layernorm"] if name == "saved" else None)
     if name == "phi3":
