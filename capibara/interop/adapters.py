@@ -78,7 +78,9 @@ def write_run(run: Run, target: str, base: str | None) -> str:
     if lora is None:
         raise UserError("--format=peft is of a run with adapters, and this one has none: take hf")
     if base is None and began is not None and os.path.exists(os.path.join(began, hf_folder.CONFIG)):
-        base = os.path.abspath(began)
+        base = began
+    if base is not None and os.path.exists(base):  # else a name of the Hub
+        base = os.path.abspath(base)
     # Names are those of the base's architecture: some are another's with other tensors, Phi 3 is Llama so.
     like = hf_folder.config_of(base) if base is not None and os.path.isdir(base) else None
     values = hf_config.to_hf(run.model.plain.config, like)

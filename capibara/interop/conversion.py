@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -173,6 +174,14 @@ def _foreign(path: str, gin: Gin) -> ForeignModel:
     foreign = checkpoint.open_model(path)
     if gin[0] or gin[1]:
         _rebind(foreign, gin)
+    elif guessed := getattr(foreign, "guessed", None):
+        fields = ", ".join(f"{name} = {getattr(hf_config.from_hf(foreign.config), name)!s}" for name in sorted(guessed))
+        logging.getLogger(__name__).warning(
+            "%s does not say all of its model: %s is taken, as in T5 and T5 1.1; or set --gin.EncoderDecoderConfig.%s",
+            path,
+            fields,
+            min(guessed),
+        )
     return foreign
 
 
@@ -187,6 +196,7 @@ def _rebind(foreign: ForeignModel, gin: Gin) -> None:
     foreign.config = hf_config.to_hf(gin_config.build(type(found)), foreign.config)
     if gin_config.is_bound("SentencePieceVocabulary.path"):
         vocabulary = gin_config.build(SentencePieceVocabulary)
+        vocabulary.processor.get_piece_size()  # it is there, and one
         with open(vocabulary.path, "rb") as file:
             foreign.tokenizer = {**foreign.tokenizer, "spiece.model": file.read()}
 

@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from capibara import extras, tree
-from capibara.interop import tables
+from capibara.interop import hf_folder, tables
 from capibara.interop.tensors import Shape, Tensor
 from capibara.models.api import Lora, Model
 from capibara.types import Params, UserError
@@ -105,13 +105,12 @@ def write_peft(folder: str, params: Params, model: Model, model_type: str, base:
     extras.require("safetensors", why="PEFT folders")
     from safetensors.numpy import save_file
 
-    partial = f"{os.path.normpath(folder)}.partial"
-    shutil.rmtree(partial, ignore_errors=True)  # of an attempt that did not come to its end
-    os.makedirs(partial)
-    save_file(tensors, os.path.join(partial, WEIGHTS), metadata={"format": "pt"})
-    with open(os.path.join(partial, CONFIG), "w", encoding="utf-8") as file:
-        file.write(json.dumps(config, indent=2) + "\n")
-    os.rename(partial, folder)
+    with hf_folder.whole(folder) as partial:
+        config_path, weights_path = os.path.join(partial, CONFIG), os.path.join(partial, WEIGHTS)
+        save_file(tensors, weights_path, metadata={"format": "pt"})
+        with open(config_path, "w", encoding="utf-8") as file:
+            file.write(json.dumps(config, indent=2) + "\n")
+        shutil.copymode(config_path, weights_path)  # safetensors: its owner's alone
 
 
 def read_peft(folder: str, model: Model, model_type: str) -> tuple[Lora, Params]:

@@ -21,7 +21,7 @@ import ml_dtypes
 import msgpack
 import numpy as np
 
-from capibara.interop import t5x_names
+from capibara.interop import hf_folder, t5x_names
 from capibara.interop.tensors import Shape
 from capibara.types import UserError
 
@@ -38,7 +38,9 @@ Leaf = np.ndarray | dict[str, Any]  # an array, or TensorStore's specification o
 
 def is_t5x(path: str) -> bool:
     """Whether a path is a T5X checkpoint, or the folder of a T5X run."""
-    return os.path.isdir(path) and (_root(path) is not None or bool(_steps(path)))
+    if not os.path.isdir(path) or os.path.exists(os.path.join(path, hf_folder.CONFIG)):
+        return False
+    return _root(path) is not None or bool(_steps(path))
 
 
 class T5xModel:

@@ -17,6 +17,8 @@ from capibara.types import UserError
 
 _VERSION = 3
 _CHUNK_BYTES = 64 * 2**20
+# Written into its network.
+_FIXED = {"relative_attention_num_buckets": 32, "relative_attention_max_distance": 128, "layer_norm_epsilon": 1e-6}
 
 
 def save_t5x(
@@ -45,6 +47,9 @@ def save_t5x(
     """
     if config["model_type"] != "t5":
         raise UserError(f"T5X's form is that of its T5, and this model is a {config['model_type']}: take hf or gguf")
+    for key, value in _FIXED.items():
+        if config[key] != value:
+            raise UserError(f"T5X's T5 has {key} = {value}, and this model {config[key]}: take hf or gguf")
     rows = {row.hf.name: row for row in t5x_names.rows(config["feed_forward_proj"].startswith("gated-")).values()}
     kind = np.dtype(hf_folder.DTYPES[dtype])
     with hf_folder.whole(folder) as partial:

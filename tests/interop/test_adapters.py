@@ -14,6 +14,7 @@ from capibara.interop import checkpoint, gin_of, hf_config, hf_folder, peft
 from capibara.models import api
 from capibara.models.api import DecoderConfig, Lora
 from capibara.training import run_folder
+from capibara.types import UserError
 
 SIZES = dict(vocab_size=272, embed_dim=32, num_layers=2, num_heads=4, mlp_dim=48, dtype="float32")
 LLAMA = DecoderConfig(**SIZES, num_kv_heads=2, norm_eps=1e-5, head="separate")
@@ -69,6 +70,8 @@ def test_adapters_of_a_run_go_out_and_are_merged_to_the_same(name, tmp_path, cap
     about = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert about["base_model_name_or_path"] == f"{tmp_path}/base"
     assert about["base_model_name_or_path"] in capsys.readouterr().out
+    modes = {os.stat(tmp_path / "adapter" / file).st_mode for file in (peft.CONFIG, peft.WEIGHTS)}
+    assert len(modes) == 1
     assert (about["use_dora"], about["use_rslora"]) == (name == "dora", name == "rslora")
     assert about["modules_to_save"] == (["lm_head", "post_attention_layernorm"] if name == "saved" else None)
     if name == "phi3":
@@ -150,6 +153,11 @@ def test_mistakes_are_one_line(argv, message, folders, monkeypatch, tmp_path, ca
 
     assert re.search(message, told), told
     assert not (tmp_path / "to").exists()
+
+
+def test_a_run_does_not_begin_from_an_adapter(folders):
+    with pytest.raises(UserError, match="adapter is an adapter of PEFT: merge it first"):
+        checkpoint.loader(str(folders / "adapter"), api.build(LLAMA))
 
 
 @pytest.fixture(scope="module")

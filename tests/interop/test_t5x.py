@@ -18,7 +18,7 @@ import tensorstore
 from jax.sharding import SingleDeviceSharding
 
 from capibara import cli, config, convert, tree
-from capibara.interop import checkpoint, hf_config, t5x_names, t5x_read
+from capibara.interop import checkpoint, hf_config, t5x_names, t5x_read, t5x_write
 from capibara.models import api
 from capibara.models.api import EncoderDecoderConfig
 from capibara.training import run_folder
@@ -301,16 +301,44 @@ def test_out_and_in_again_to_the_bit_and_as_tensorstore_reads_it(params, tmp_pat
     assert (tmp_path / "out2" / "spiece.model").read_bytes() == b"a model"
 
 
-def test_gin_says_what_a_checkpoint_does_not(params, tmp_path, capsys):
+def test_gin_says_what_a_checkpoint_does_not(params, tmp_path, capsys, caplog):
     path = write_legacy(tmp_path / "checkpoint_7", arrays_of(params["t5_1_1"]))
+    assert run(f"--from={path}", f"--to={tmp_path}/told") == 0
+    assert (
+        "activation = geglu is taken, as in T5 and T5 1.1; or set --gin.EncoderDecoderConfig.activation" in caplog.text
+    )
+    caplog.clear()
     gin = "--gin.EncoderDecoderConfig.activation=swiglu"
     assert run(f"--from={path}", f"--to={tmp_path}/hf", gin, "--dtype=f32") == 0
     values = json.loads((tmp_path / "hf" / "config.json").read_text())
     assert (values["feed_forward_proj"], values["num_heads"], values["d_kv"]) == ("gated-silu", 4, 8)
+    assert not caplog.records
     capsys.readouterr()
     assert run(f"--from={path}", f"--to={tmp_path}/no", "--gin.EncoderDecoderConfig.num_heads=8") == 2
     assert "has the shape [32, 16], must be [64, 16]" in capsys.readouterr().err
     assert not (tmp_path / "no").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        (dict(relative_buckets=16, relative_distance=64), "relative_attention_num_buckets = 32, and this model 16"),
+        (dict(norm_eps=1e-5), "layer_norm_epsilon = 1e-06, and this model 1e-05"),
+    ],
+)
+def test_what_t5x_does_not_compute_is_not_written(changes, told, tmp_path):
+    model = api.build(dataclasses.replace(T5_1_1, **changes))
+    values = hf_config.to_hf(model.config)
+    shapes, tensors = checkpoint.hf_shapes(model, "t5"), checkpoint.hf_tensors(drawn(model), model, "t5")
+    with pytest.raises(UserError, match=told):
+        t5x_write.save_t5x(str(tmp_path / "out"), values, shapes, tensors, {}, dtype="float32")
+    assert not os.listdir(tmp_path)
+
+
+def test_a_folder_of_hugging_face_with_tensorflows_index_is_none_of_t5x(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    tensorflow_made_it(tmp_path)
+    assert not t5x_read.is_t5x(str(tmp_path))
 
 
 def chunks_are_lost(folder):
