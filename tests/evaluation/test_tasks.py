@@ -92,7 +92,7 @@ def test_tasks_are_scopes(lines):
     assert (a.task.sampling.max_new_tokens, b.task.sampling.max_new_tokens) == (128, 7)
     assert a.task.metrics[0](["Yes"], ["yes"]) == {"exact_match": [0.0]}  # as it is bound
     assert [one.name for one in run.chosen(["b"], None)] == ["b"]
-    assert run.chosen(["validation"], None) == ["validation"]
+    assert run.chosen(["validation"], None) == [run.Validation()]
     config.parse([], [*bindings, "bleu.tokenize = 'char'"])
     with pytest.raises(UserError, match="bleu.tokenize is bound but nothing uses it"):
         run.chosen([], None)
@@ -100,7 +100,7 @@ def test_tasks_are_scopes(lines):
     with pytest.raises(UserError, match="--task=validaton is bound nowhere: did you mean validation?"):
         run.chosen(["validaton"], None)
     config.parse([], [])
-    assert run.chosen([], None) == ["validation"]
+    assert run.chosen([], None) == [run.Validation()]
     with pytest.raises(UserError, match="no configurable named @exact_mach: did you mean exact_match?"):
         config.parse([], ["qa/EvalTask.metrics = (@exact_mach,)"])
 
