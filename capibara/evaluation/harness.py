@@ -186,7 +186,7 @@ def evaluate(
     manager = _manager(tasks, path)
     if options.chat:
         _ = subject.chat  # that there is none is said now
-    with _quiet():
+    with _quiet(), _data_explained(tasks):
         found = evaluator.simple_evaluate(
             CapibaraLM(subject, options),
             tasks=list(tasks),
@@ -227,6 +227,18 @@ def _quiet():
         yield
     finally:
         log.setLevel(before)
+
+
+@contextlib.contextmanager
+def _data_explained(tasks: Sequence[str]):
+    try:
+        yield
+    except (FileNotFoundError, ConnectionError) as error:
+        said = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"--harness={','.join(tasks)}: its data cannot be had ({said}): name tasks whose files are on this machine, or "
+            "run where Hugging Face's hub can be reached"
+        ) from error
 
 
 def table(found: dict[str, Any]) -> list[str]:

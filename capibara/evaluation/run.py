@@ -15,6 +15,7 @@ from capibara.evaluation import answers, metrics, seqio_tasks, validation
 from capibara.evaluation.answers import Show
 from capibara.evaluation.metrics import Estimate
 from capibara.evaluation.predictions import Predictions
+from capibara.evaluation.seqio_tasks import SeqioEvaluation
 from capibara.evaluation.subject import Subject
 from capibara.evaluation.tasks import EvalTask, Item, read_items
 from capibara.fields import did_you_mean
@@ -24,7 +25,7 @@ _PACKAGES = ("jax", "flax", "numpy", "sacrebleu", "rouge-score", "seqio", "lm_ev
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class Ours:
     """A task of ours with its items."""
 
     name: str
@@ -32,37 +33,50 @@ class Asked:
     items: list[Item]
 
 
-def chosen(names: Sequence[str], limit: int | None) -> list[str | Asked | seqio_tasks.SeqioEvaluation]:
+@dataclasses.dataclass(frozen=True)
+class Seqio:
+    """A SeqIO task or mixture."""
+
+    name: str
+    options: SeqioEvaluation
+
+
+@dataclasses.dataclass(frozen=True)
+class Validation:
+    """The run's validation split."""
+
+
+Task = Ours | Seqio | Validation
+
+
+def chosen(names: Sequence[str], limit: int | None) -> list[Task]:
     """What the names stand for, read and checked; without names all tasks that the Gin files have, or the validation split.
 
     Raises:
       UserError: there is no such task, or something is wrong with it, or a flag binds what nothing uses.
     """
     bound = [scope for scope in dict.fromkeys(config.scopes("EvalTask")) if scope]
-    found: list[Any] = []
-    called: list[Any] = []
+    found: list[Task] = []
     for name in dict.fromkeys(names or bound or [validation.NAME]):
         if name == validation.NAME:
-            found.append(name)
+            found.append(Validation())
         elif name.startswith(seqio_tasks.PREFIX):
-            found.append((name, config.build(seqio_tasks.SeqioEvaluation)))
+            found.append(Seqio(name.removeprefix(seqio_tasks.PREFIX), config.build(SeqioEvaluation)))
         elif name in bound:
             with config.in_scope(name):
                 task = config.build(EvalTask)
-            called += [metric for metric in task.scored_by if not isinstance(metric, type)]
-            found.append(Asked(name, task, read_items(name, task, limit)))
+            found.append(Ours(name, task, read_items(name, task, limit)))
         else:
-            known = [*bound, validation.NAME]
             raise UserError(
-                f"--task={name} is bound nowhere{did_you_mean(name, known)} (a Gin file binds {name}/EvalTask.files; a SeqIO "
-                f"task is seqio:{name})"
+                f"--task={name} is bound nowhere{did_you_mean(name, [*bound, validation.NAME])} (a Gin file binds "
+                f"{name}/EvalTask.files; a SeqIO task is seqio:{name})"
             )
-    config.check_used(called)
+    config.check_used([metric for one in found if isinstance(one, Ours) for metric in one.task.scored_by])
     return found
 
 
 def evaluate(
-    subject: Subject, tasks: Sequence[Any], *, limit: int | None, predictions: str | None, show: Show
+    subject: Subject, tasks: Sequence[Task], *, limit: int | None, predictions: str | None, show: Show
 ) -> dict[str, Any]:
     """The results of all tasks, as JSON values.
 
@@ -87,32 +101,37 @@ def evaluate(
     }
 
 
-def _of(subject: Subject, task: Any, limit: int | None, told: Predictions, show: Show) -> dict[str, dict[str, Any]]:
-    """The result of each task that one name stands for."""
-    if task == validation.NAME:
-        found, batches = validation.validated(subject, limit, show)
-        return {task: _result(found, batches=batches)}
-    if isinstance(task, tuple):
-        name, options = task
-        parts = seqio_tasks.evaluated(subject, name.removeprefix(seqio_tasks.PREFIX), options, limit, told, show)
-        asked = {"split": options.split, "sampling": answers.changed(options.sampling)}
-        return {seqio_tasks.PREFIX + part: _result(found, examples=n, **asked) for part, (found, n) in parts.items()}
-    name, config_, items = task.name, task.task, task.items
-    how: dict[str, Any] = {"examples": len(items), "format": str(config_.format), "files": list(config_.files)}
-    if config_.choices is None:
-        given = answers.generated(subject, name, config_, items, told, show)
-        how |= {"num_samples": config_.num_samples, "sampling": answers.changed(config_.sampling)}
+def _of(subject: Subject, task: Task, limit: int | None, told: Predictions, show: Show) -> dict[str, dict[str, Any]]:
+    """The result of each task that one name stands for: a mixture stands for several."""
+    match task:
+        case Validation():
+            found, batches = validation.validated(subject, limit, show)
+            return {validation.NAME: _result(found, batches=batches)}
+        case Seqio(name, options):
+            how = {"split": options.split, "sampling": answers.changed(options.sampling)}
+            parts = seqio_tasks.evaluated(subject, name, options, limit, told, show)
+            return {seqio_tasks.PREFIX + part: _result(found, examples=n, **how) for part, (found, n) in parts.items()}
+        case Ours(name):
+            return {name: _of_ours(subject, task, told, show)}
+
+
+def _of_ours(subject: Subject, ours: Ours, told: Predictions, show: Show) -> dict[str, Any]:
+    name, task, items = ours.name, ours.task, ours.items
+    how: dict[str, Any] = {"examples": len(items), "format": str(task.format), "files": list(task.files)}
+    if task.choices is None:
+        given = answers.generated(subject, name, task, items, told, show)
+        how |= {"num_samples": task.num_samples, "sampling": answers.changed(task.sampling)}
     else:
-        given = answers.ranked(subject, name, config_, items, told, show)
+        given = answers.ranked(subject, name, task, items, told, show)
     found: dict[str, Estimate] = {}
-    for metric in config_.scored_by:
+    for metric in task.scored_by:
         show(name, "metrics")
         with config.in_scope(name):  # what is bound for this task's calls of the metric
             new = metrics.computed(metric, [item.target for item in items], given)
         if both := found.keys() & new.keys():
             raise UserError(f"{name}/EvalTask.metrics give {both.pop()!r} twice: leave one out")
         found |= new
-    return {name: _result(found, **how)}
+    return _result(found, **how)
 
 
 def _result(found: dict[str, Estimate], **how: Any) -> dict[str, Any]:

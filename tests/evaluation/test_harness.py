@@ -109,9 +109,11 @@ def test_the_harness_runs_local_tasks(subject, lm, tmp_path):
 def test_mistakes(subject, tmp_path):
     with pytest.raises(UserError, match="must be a folder of YAML tasks"):
         harness.evaluate(subject, ["mc"], str(tmp_path / "none"))
+    (tmp_path / "mc.yaml").write_text(CHOICES.format(path=tmp_path / "none.jsonl"))
+    with pytest.raises(UserError, match="--harness=mc: its data cannot be had"):
+        harness.evaluate(subject, ["mc"], str(tmp_path))
     with pytest.raises(UserError, match="--chat needs a tokenizer"):
         config.parse([], ["Harness.chat = True"])
-        (tmp_path / "mc.yaml").write_text(CHOICES.format(path="x"))
         harness.evaluate(subject, ["mc"], str(tmp_path))
 
 

@@ -92,7 +92,7 @@ def test_tasks_are_scopes(lines):
     assert (a.task.sampling.max_new_tokens, b.task.sampling.max_new_tokens) == (128, 7)
     assert a.task.metrics[0](["Yes"], ["yes"]) == {"exact_match": [0.0]}  # as it is bound
     assert [one.name for one in run.chosen(["b"], None)] == ["b"]
-    assert run.chosen(["validation"], None) == ["validation"]
+    assert run.chosen(["validation"], None) == [run.Validation()]
     config.parse([], [*bindings, "bleu.tokenize = 'char'"])
     with pytest.raises(UserError, match="bleu.tokenize is bound but nothing uses it"):
         run.chosen([], None)
@@ -100,7 +100,7 @@ def test_tasks_are_scopes(lines):
     with pytest.raises(UserError, match="--task=validaton is bound nowhere: did you mean validation?"):
         run.chosen(["validaton"], None)
     config.parse([], [])
-    assert run.chosen([], None) == ["validation"]
+    assert run.chosen([], None) == [run.Validation()]
     with pytest.raises(UserError, match="no configurable named @exact_mach: did you mean exact_match?"):
         config.parse([], ["qa/EvalTask.metrics = (@exact_mach,)"])
 
@@ -119,3 +119,25 @@ def test_a_metric_of_ones_own_is_a_function_in_a_module_beside_the_gin_file(line
     config.parse(["mine.gin"], [], [tmp_path])
     [asked] = run.chosen([], None)
     assert asked.task.metrics[0](["!"] * 2, ["abc", "ab"]) == {"longer": [True, False]}
+
+
+READY = {
+    "questions": ("QUESTIONS", {"question": "1+1?", "answer": ["2", "two"]}, "Question: 1+1?\nAnswer:"),
+    "choices": ("CHOICES", {"question": "1+1?", "choices": ["1", "2"], "answer": "B"}, "Question: 1+1?\nAnswer:"),
+    "humaneval": ("PROBLEMS", {"prompt": "def f", "test": "", "entry_point": "f", "task_id": "0"}, "def f"),
+    "texts": ("TEXTS", {"source": "long", "target": "short"}, "long"),
+}
+
+
+@pytest.mark.parametrize("name", READY)
+def test_the_ready_files_take_their_formats(lines, name):
+    macro, record, prompt = READY[name]
+    assert READY.keys() == {path.stem for path in (config.search_folders()[-1] / "evaluation").glob("*.gin")}
+    config.parse([f"evaluation/{name}.gin"], [f"{macro} = ('{lines(record)}',)"])
+    [asked] = run.chosen([], None)
+    assert asked.name == name and asked.items[0].prompt == prompt
+    if name == "humaneval":
+        assert asked.task.num_samples == 10 and asked.task.sampling.temperature == 0.2
+        config.parse([f"evaluation/{name}.gin"], [f"{macro} = ('{lines(record)}',)", "K = (1, 20)"])
+        with pytest.raises(UserError, match="PassAtK.k has 20, EvalTask.num_samples is 10"):
+            run.chosen([], None)
