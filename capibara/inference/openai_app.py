@@ -15,7 +15,6 @@ from typing import Any
 
 import fastapi
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
-from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -29,6 +28,7 @@ from capibara.inference.serving_metrics import ServingMetrics
 from capibara.inference.stream import Completion
 from capibara.types import UserError
 
+_PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 _CLIENT_GONE = 499  # as nginx says it; nobody reads it but the metrics
 _DISCARDED = 8  # times the largest body: so much is read and thrown away, so that the client comes to read the refusal
 _LAST_WRITES_S = 5.0  # for a client that is slow to read, after its texts' time is over
@@ -77,7 +77,7 @@ def app_of(service: Service, metrics: ServingMetrics, keys: Sequence[str] = ()) 
 
     @app.get("/metrics", dependencies=checked)
     async def page() -> Response:
-        return Response(metrics.page(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+        return Response(metrics.page(), media_type=_PROMETHEUS)
 
     app.add_exception_handler(Refusal, _refused)
     app.add_exception_handler(UserError, _mistaken)

@@ -200,6 +200,10 @@ def test_stop_strings_and_our_own_parameters(running, served):
     assert (
         running.client().completions.create(prompt="The river", extra_body=own, **asked).choices[0].text == want != text
     )
+    thought = dict(asked, prompt="<think>a", extra_body={"thinking_tokens": 2})
+    text_after = running.client().completions.create(**thought).choices[0].text
+    assert text_after == expected(served, "<think>a", max_new_tokens=30, thinking_tokens=2).text
+    assert "</think>" in text_after[:12]
     assert running.client().completions.create(prompt="a", model="tiny").usage.completion_tokens <= 8
     greedy = dict(GREEDY, temperature=2.0)
     for near in ({"temperature": 1e-30}, {"top_p": 0}):
