@@ -482,6 +482,7 @@ def test_programs_are_compiled_before_the_first_request(run, served, caplog):
     assert engine.prompt_sizes == [32, 48] and steps == [(0, 3), (1, 3), (2, 3), (3, 3)]
     with jax.log_compiles(), caplog.at_level("WARNING"):
         engine.submit("x" * 40, Sampling(max_new_tokens=4)).result()
+        engine.submit("x", Sampling(max_new_tokens=4)).result()
         engine.submit("x", Sampling(max_new_tokens=4), likeliest=3).result()
         assert not [record for record in caplog.records if "Compiling" in record.getMessage()]
         jax.jit(lambda x: x + 1)(np.ones(7, np.float32))
