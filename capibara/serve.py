@@ -20,7 +20,8 @@ examples:
   python -m capibara.serve --model=SmolLM2-135M-Instruct.gguf --gin.EngineConfig.slots=16
   {_KEY}=... python -m capibara.serve --model_dir=runs/finetune --host=0.0.0.0 --gin.ServerConfig.queue=200
 
-A request has as many tokens, prompt and text, as Dataset.length. Without a key only this machine is served. SIGTERM or ctrl-C lets the texts at hand end, a second one does not.
+A slot holds Dataset.length tokens of prompt and text. Without a key only this machine is served. SIGTERM or ctrl-C lets
+the texts at hand end, a second one does not.
 exit codes: 0 ended by a signal; 2 a mistake in what was given"""
 
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import fastapi
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
-from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -24,10 +23,12 @@ from capibara.inference import openai_api
 from capibara.inference.openai_api import Asked, ChatAsked, CompletionAsked
 from capibara.inference.openai_replies import ChatReply, CompletionReply, Reply
 from capibara.inference.refusal import Refusal
-from capibara.inference.service import Answers, Ask, Served, ServerConfig, Service, State
+from capibara.inference.service import Answers, Ask, Served, ServerConfig, Service, State, shutting_down
 from capibara.inference.serving_metrics import ServingMetrics
 from capibara.inference.stream import Completion
+from capibara.types import UserError
 
+_PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 _CLIENT_GONE = 499  # as nginx says it; nobody reads it but the metrics
 _DISCARDED = 8  # times the largest body: so much is read and thrown away, so that the client comes to read the refusal
 _LAST_WRITES_S = 5.0  # for a client that is slow to read, after its texts' time is over
@@ -76,9 +77,10 @@ def app_of(service: Service, metrics: ServingMetrics, keys: Sequence[str] = ()) 
 
     @app.get("/metrics", dependencies=checked)
     async def page() -> Response:
-        return Response(metrics.page(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+        return Response(metrics.page(), media_type=_PROMETHEUS)
 
     app.add_exception_handler(Refusal, _refused)
+    app.add_exception_handler(UserError, _mistaken)
     app.add_exception_handler(HTTPException, _not_found)
     app.add_exception_handler(ClientDisconnect, _gone)
     app.add_exception_handler(Exception, _failed)
@@ -120,7 +122,7 @@ async def _answer(
     openai_api.check_model(asked, served)
     # Templates and tokenizers may take long, others' tokens must not wait for them.
     asks = await asyncio.to_thread(asks_of, asked, served, config)
-    answers, reply = service.ask(asks, began_s), reply_of(asked, served, asks)
+    reply, answers = reply_of(asked, served, asks), service.ask(asks, began_s)
     if asked.stream:
         return _Events(answers, reply)
     completions = await _unless_gone(request, answers)
@@ -128,7 +130,7 @@ async def _answer(
 
 
 async def _body(request: Request, config: ServerConfig) -> bytes:
-    content = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    content = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content != "application/json":  # which a web page of others cannot send without asking
         raise Refusal(
             415, f"Content-Type is {content[:60]!r}, must be 'application/json'", code="unsupported_media_type"
@@ -216,6 +218,10 @@ async def _refused(_: Request, refusal: Refusal) -> Response:
     return JSONResponse(refusal.body, refusal.status, refusal.headers)
 
 
+async def _mistaken(_: Request, error: UserError) -> Response:
+    return JSONResponse(Refusal(400, str(error), code="invalid_value").body, 400)
+
+
 async def _not_found(request: Request, error: HTTPException) -> Response:
     refusal = Refusal(error.status_code, f"{request.method} {request.url.path}: {error.detail}", code="no_such_url")
     return JSONResponse(refusal.body, error.status_code, error.headers)
@@ -243,10 +249,12 @@ class _Counted:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        path, began_s = scope["path"], time.monotonic()
+        path, began_s, answered = scope["path"], time.monotonic(), False
 
         async def watched(message: Message) -> None:
+            nonlocal answered
             if message["type"] == "http.response.start":
+                answered = True
                 # What anyone may make up is no label: there would be a number for each.
                 self._metrics.request(path if path in self._paths else "other", message["status"])
                 if self._service.config.access_log:
@@ -255,4 +263,8 @@ class _Counted:
                     print(line, file=sys.stderr, flush=True)
             await send(message)
 
-        await self._app(scope, receive, watched)
+        try:
+            await self._app(scope, receive, watched)
+        except asyncio.CancelledError:  # the process ends, and this client has not even sent its request whole
+            if not answered:
+                await JSONResponse(shutting_down().body, 503)(scope, receive, watched)

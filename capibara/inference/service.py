@@ -106,6 +106,11 @@ class Ask:
     likeliest: int = 0
 
 
+def shutting_down() -> Refusal:
+    """What those are told who come after a signal, or whose texts have not ended in time."""
+    return Refusal(503, "the server is shutting down", code="shutting_down", headers=_SOON)
+
+
 class Watch(Protocol):
     """Is told what became of each text."""
 
@@ -149,7 +154,7 @@ class Answers:
                 raise item
             if isinstance(item, Completion):
                 if item.finish is Finish.CANCELLED:
-                    raise Refusal(503, "the server is shutting down", code="shutting_down", headers=_SOON)
+                    raise shutting_down()
                 left -= 1
             yield index, item
 
@@ -221,7 +226,7 @@ class Service:
             case State.LOADING:
                 raise Refusal(503, "the model is being loaded: try again", code="loading", headers=_SOON)
             case State.DRAINING:
-                raise Refusal(503, "the server is shutting down", code="shutting_down", headers=_SOON)
+                raise shutting_down()
             case State.FAILED:
                 raise Refusal(503, "the model has failed: the server must be started again", code="model_failed")
         most = self.served.engine.slots + self.config.queue

@@ -199,6 +199,10 @@ def test_stop_strings_and_our_own_parameters(running, served):
     assert (
         running.client().completions.create(prompt="The river", extra_body=own, **asked).choices[0].text == want != text
     )
+    thought = dict(asked, prompt="<think>a", extra_body={"thinking_tokens": 2})
+    text_after = running.client().completions.create(**thought).choices[0].text
+    assert text_after == expected(served, "<think>a", max_new_tokens=30, thinking_tokens=2).text
+    assert "</think>" in text_after[:12]
     assert running.client().completions.create(prompt="a", model="tiny").usage.completion_tokens <= 8
     greedy = dict(GREEDY, temperature=2.0)
     for near in ({"temperature": 1e-30}, {"top_p": 0}):
@@ -296,8 +300,9 @@ def test_what_is_not_there_is_told_in_the_same_shape(running):
     for method, path, want in (("GET", "/v1/nothing", 404), ("GET", "/v1/completions", 405)):
         status, answer, _ = running.http(method, path)
         assert status == want and json.loads(answer)["error"]["code"] == "no_such_url"
-    status, answer, _ = running.http("POST", "/v1/completions", b"a=b", {"Content-Type": "text/plain"})
-    assert status == 415 and b"application/json" in answer
+    for kind in ("text/plain", ""):  # what a web page of others may send without asking
+        status, answer, _ = running.http("POST", "/v1/completions", b"{}", {"Content-Type": kind})
+        assert status == 415 and b"application/json" in answer
 
 
 def test_a_model_without_a_template_has_no_chat(served):
@@ -417,11 +422,18 @@ def test_it_ends_when_its_texts_have(served, slow):
 
 def test_what_does_not_end_in_the_grace_is_cancelled(served, slow):
     with Running(served, ServerConfig(grace_s=0.2)) as running:
+        half = http.client.HTTPConnection(*running.address, timeout=30)
+        half.putrequest("POST", "/v1/completions")
+        half.putheader("Content-Type", "application/json")
+        half.putheader("Content-Length", "100")
+        half.endheaders(b"{")
         stream = running.client().completions.create(prompt="The river", stream=True, **dict(GREEDY, max_tokens=240))
         next(iter(stream))
         running.service.drain()
         with pytest.raises(openai.APIError, match="shutting down"):
             list(stream)
+        assert half.getresponse().status == 503  # who has not said yet what is wanted
+        half.close()
         running.thread.join(10)
         assert not running.thread.is_alive()
 
@@ -453,6 +465,10 @@ def test_a_fault_in_one_request_is_that_requests_alone(running, served, monkeypa
         for stream in (False, True):
             with pytest.raises(openai.InternalServerError, match="ZeroDivisionError"):
                 running.client().completions.create(prompt="a", stream=stream, **GREEDY)
+    with monkeypatch.context() as planted:
+        planted.setattr(served.engine, "submit", lambda *_, **__: Sampling(max_new_tokens=0))
+        with pytest.raises(openai.BadRequestError, match="Sampling.max_new_tokens is 0, must be at least 1"):
+            running.client().completions.create(prompt="a", **GREEDY)
     assert running.client().completions.create(prompt="a", **GREEDY).choices and running.service.texts == 0
 
 
@@ -466,6 +482,7 @@ def test_programs_are_compiled_before_the_first_request(run, served, caplog):
     assert steps == [(done, len(steps) - 1) for done in range(len(steps))]
     with jax.log_compiles(), caplog.at_level("WARNING"):
         engine.submit("x" * 40, Sampling(max_new_tokens=4)).result()
+        engine.submit("x", Sampling(max_new_tokens=4)).result()
         engine.submit("x", Sampling(max_new_tokens=4), likeliest=3).result()
         assert not [record for record in caplog.records if "Compiling" in record.getMessage()]
         jax.jit(lambda x: x + 1)(np.ones(7, np.float32))
