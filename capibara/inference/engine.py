@@ -102,9 +102,8 @@ class Engine:
         self._programs = programs.build(model, vocabulary.size, config.slots, length, encoder_length, mesh)
         self._params = self._programs.serving(params)
         self._state = self._programs.start()
-        if (
-            mesh is None
-        ):  # said to lie where the parameters do: else what the first request compiles is of no use to others
+        if _mesh_of(params) is None:
+            # Said to lie where the parameters do: else the program that is called first is compiled twice.
             self._state = jax.device_put(self._state, *jax.tree.leaves(self._params)[0].devices())
         window = getattr(model.config, "window", None)
         kept = config.prefix_cache_mib * 2**20 if encoder_length is None else 0
