@@ -368,7 +368,10 @@ class Engine:
         )
         held = jax.device_get(chosen.counts)
         self.statistics.drafted += int(counts.sum())
-        self.statistics.accepted += sum(int(held[slot]) - 1 for slot, _ in active)
+        for slot, request in active:
+            self.statistics.accepted += int(held[slot]) - 1
+            if guesses[slot]:
+                request.drafter.told(int(held[slot]) - 1)
         self._begun(chosen, active, held)
 
     def _begun(self, chosen: programs.Chosen, rows: list[tuple[int, Request]], counts=None) -> None:

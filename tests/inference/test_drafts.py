@@ -64,7 +64,10 @@ def test_texts_are_the_same(copies, variant):
         want = [piece.log_probability for piece in other.pieces]
         np.testing.assert_allclose([piece.log_probability for piece in one.pieces], want, atol=1e-4)
     # Some guesses were right and some wrong: both ways were gone.
-    assert 0 < found.accepted < found.drafted and found.steps < alone.steps and alone.drafted == 0
+    assert 0 < found.accepted < found.drafted and alone.drafted == 0
+    assert found.steps < alone.steps or (
+        variant and found.steps == alone.steps
+    )  # the longest row may have repeated nothing
     assert found.acceptance == found.accepted / found.drafted
 
 
@@ -100,3 +103,17 @@ def test_guesses_go_on_as_the_text_did():
     tokens += [7, 7, 7]
     assert drafter.guess(4) == [7, 7, 7, 7]
     assert Drafter([1]).guess(4) == []
+
+
+def test_wrong_guesses_make_it_rest():
+    drafter, rests = Drafter([1, 2, 3, 1, 2]), []
+    for _ in range(6):
+        assert drafter.guess(1) == [3]
+        drafter.told(0)
+        rests.append(0)
+        while drafter._rests:
+            assert drafter.guess(1) == []
+            rests[-1] += 1
+    assert rests == [2, 4, 8, 16, 16, 16]
+    drafter.told(1)
+    assert drafter.guess(1) == [3]
