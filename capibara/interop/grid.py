@@ -41,6 +41,11 @@ class Grid:
         """Scales and zeros [O, G] of round-to-nearest: the whole range of every group is on the grid."""
         return _host(_scales(self, jnp.asarray(weight_OI), 1.0, 1.0))
 
+    def nearest_values(self, weight_OI: jax.Array) -> jax.Array:
+        """What round-to-nearest makes of a weight [O, I]."""
+        scales, zeros = (jnp.repeat(x, self.group_size, 1) for x in _scales(self, weight_OI, 1.0, 1.0))
+        return _values(_codes(weight_OI, scales, zeros), scales, zeros)
+
     def fit(self, weight_OI: np.ndarray, importance_I: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Scales and zeros [O, G] of the range with the least squared error, each input's weighted by its importance."""
         return _host(_fit(self, jnp.asarray(weight_OI), jnp.asarray(importance_I, jnp.float32)))
