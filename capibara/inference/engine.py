@@ -74,9 +74,10 @@ class Engine:
         mesh = _mesh_of(params)
         self._programs = programs.build(model, vocabulary.size, sizes, mesh)
         self._params, self._updated = self._programs.serving(params), None
-        # Put there by name: else the first request's programs are compiled again for the second.
-        here = None if mesh else jax.tree.leaves(self._params)[0].sharding
-        self._state = jax.device_put(self._programs.start(), here)
+        self._state = self._programs.start()
+        if mesh is None:
+            # Said to lie where the parameters do: else the program that is called first is compiled twice.
+            self._state = jax.device_put(self._state, *jax.tree.leaves(self._params)[0].devices())
         window = getattr(model.config, "window", None)
         kept = config.prefix_cache_mib * 2**20 if encoder_length is None else 0
         self._prefixes = PrefixCache(kept, window) if kept else None
