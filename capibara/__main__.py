@@ -16,8 +16,8 @@ VERBS = {
     "serve": "serve a model over HTTP with OpenAI's API",
     "evaluate": "score a model: its loss, its answers, or the tasks of lm-eval",
     "launch": "run a verb, and start it again when it dies",
-    "convert": "list, verify and prune the checkpoints of a run",
-    "prepare": "train a vocabulary on a corpus",
+    "convert": "take models in and out; list, verify and prune checkpoints",
+    "prepare": "train a vocabulary, or make conversations of instructions",
 }
 
 
