@@ -14,6 +14,7 @@ from capibara.evaluation.answers import Show
 from capibara.evaluation.metrics import Estimate
 from capibara.evaluation.subject import Subject
 from capibara.training import evaluate, loaders
+from capibara.types import UserError
 
 NAME = "validation"
 
@@ -23,8 +24,16 @@ def validated(subject: Subject, limit: int | None, show: Show) -> tuple[dict[str
 
     Standard errors are those of a ratio of sums over batches, which have about as many tokens each: documents are not
     told apart any more once they share rows.
+
+    Raises:
+      UserError: the run was trained on something else than the tokens of texts.
     """
     trainer, mesh = subject.trainer, subject.mesh
+    if trainer.loss is not None:
+        raise UserError(
+            f"{subject.about['model']} was trained with {type(trainer.loss).__name__}, whose validation needs its reference "
+            "or its rewards: train prints it; here name tasks, e.g. --gin_file=evaluation/questions.gin"
+        )
     if trainer.evaluation.max_batches is not None:  # of the evaluations within training
         trainer = dataclasses.replace(trainer, evaluation=dataclasses.replace(trainer.evaluation, max_batches=None))
     step = jax.jit(evaluate.make_eval_step(subject.model, trainer.plan, mesh, subject.vocabulary.token_bytes()))
