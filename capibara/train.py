@@ -64,7 +64,7 @@ def train(gin_files: Sequence[str], bindings: Sequence[str], search_paths: Seque
     dataset, chip = trainer.dataset, jax.devices()[0].device_kind
     dataset.preload()
     texts, callbacks = config.build(SampleText), config.build(Monitoring).build()
-    print("".join(f"note: {line}\n" for line in config.check_used()), end="")
+    print("".join(f"note: {line}\n" for line in config.check_used(trainer.later)), end="")
     print_changes(trainer.model_dir)
     model = api.build(trainer.model)
     outcome = loop.train(

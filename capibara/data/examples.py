@@ -50,8 +50,11 @@ class Tally:
 
     def nothing_left(self, dataset: Dataset) -> UserError:
         """Where no conversation is left."""
-        reason = f"of {self.read} {self.noun} {self.long} are longer than Dataset.length ({dataset.length})"
-        fix = f"raise Dataset.length to {self.longest}"
+        room, fix = f"Dataset.length ({dataset.length})", f"raise Dataset.length to {self.longest}"
+        if dataset.holds is Holds.PROMPTS:
+            room = f"what Dataset.length leaves them beside the answer's max_new_tokens ({dataset.length})"
+            fix = f"raise Dataset.length by {self.longest - dataset.length}"
+        reason = f"of {self.read} {self.noun} {self.long} are longer than {room}"
         if dataset.holds is Holds.TEXTS:
             fix += " or set Dataset.too_long = 'cut'"
         if not self.long:

@@ -24,6 +24,7 @@ from capibara.inference.engine import EngineConfig
 from capibara.inference.sampling import Sampling
 from capibara.models.api import Model
 from capibara.sharding import RematPolicy
+from capibara.strategies.rewards import check_reward
 from capibara.strategies.rollouts import Rollouts
 from capibara.training.objective import Loss, Metrics, Objective, Totals, log_probabilities
 from capibara.types import Batch, Params, UserError
@@ -100,7 +101,18 @@ class Grpo(Loss):
         if self.sampling.temperature == 0:
             raise UserError("Grpo's Sampling.temperature is 0, which gives a group one answer: try 1.0")
 
+    @property
+    def later(self) -> tuple[Callable[..., Any], ...]:
+        return self.rewards
+
     def check(self, trainer: Any) -> None:
+        for reward in self.rewards:
+            check_reward(reward)
+        if self.sampling.thinking_tokens is not None:
+            raise UserError(
+                "Sampling.thinking_tokens forces tokens that the policy did not choose, which GRPO would reward: leave it "
+                "out, or reward short thoughts"
+            )
         dataset, rows = trainer.dataset, trainer.plan.batch_size
         if dataset.holds is not Holds.PROMPTS:
             raise UserError(

@@ -8,6 +8,7 @@ One of your own is such a function with `capibara.config.configurable` before it
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
 from collections.abc import Mapping
@@ -59,18 +60,49 @@ def numeric_answer(
 
 
 @configurable
-def matches_pattern(prompt: str, answer: str, record: Mapping[str, Any], *, pattern: str) -> float:
+def matches_pattern(prompt: str, answer: str, record: Mapping[str, Any], *, pattern: str | None = None) -> float:
     """1 where the whole answer has the form of a regular expression (. is any character), else 0."""
     del prompt, record
-    return float(re.fullmatch(pattern, answer.strip(), re.DOTALL) is not None)
+    if pattern is None:
+        raise UserError(
+            'matches_pattern.pattern has no value: set it, e.g. matches_pattern.pattern = "<think>.*</think>.+"'
+        )
+    return float(_compiled(pattern).fullmatch(answer.strip()) is not None)
+
+
+def check_reward(reward: Any) -> None:
+    """Raises UserError unless it can be called with a prompt, an answer and a record, and its patterns are some."""
+    name = getattr(reward, "__name__", repr(reward))
+    if not callable(reward):
+        raise UserError(f"Grpo.rewards has {reward!r}, must have functions, in Gin (@exact_answer, ...) without ()")
+    kinds = inspect.Parameter
+    try:
+        given = inspect.signature(inspect.unwrap(reward)).parameters.values()
+    except (TypeError, ValueError):
+        return  # nothing is known of it
+    places = [one for one in given if one.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)]
+    needed = [one for one in places if one.default is kinds.empty]
+    if len(needed) > 3 or (len(places) < 3 and not any(one.kind is kinds.VAR_POSITIONAL for one in given)):
+        raise UserError(
+            f"Grpo.rewards has {name}, which does not take (prompt, answer, record): name a reward function"
+        )
+    if inspect.unwrap(reward) is inspect.unwrap(matches_pattern):
+        reward("", "", {})
 
 
 def found(pattern: str, text: str) -> str | None:
     """What a pattern finds last in a text: its first group where it has one."""
-    matches = list(re.finditer(pattern, text, re.DOTALL))
+    matches = list(_compiled(pattern).finditer(text))
     if not matches:
         return None
     return matches[-1][1] if matches[-1].re.groups else matches[-1][0]
+
+
+def _compiled(pattern: str) -> re.Pattern:
+    try:
+        return re.compile(pattern, re.DOTALL)
+    except re.error as error:
+        raise UserError(f"the reward's pattern {pattern!r} is no regular expression ({error}): mend it") from None
 
 
 def _of(record: Mapping[str, Any], field: str) -> Any:

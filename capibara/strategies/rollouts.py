@@ -80,6 +80,11 @@ class Rollouts(Supply):
         rows = (saved or {}).get("rows")
         self._step = step
         self._rows = rows and {name: _array(value, self._run.trainer.dataset.length) for name, value in rows.items()}
+        if step % self._grpo.updates and not {*self._grpo.entries} <= (self._rows or {}).keys():
+            raise UserError(
+                f"Grpo.updates ({self._grpo.updates}) or Grpo.kl ({self._grpo.kl}) is not what it was when the answers of "
+                f"step {step} were given, which are not used up: set both back until a step that Grpo.updates divides"
+            )
         if not self._grpo.kl or self._reference is not None:
             return
         begin_s, run = time.perf_counter(), self._run

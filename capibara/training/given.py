@@ -38,7 +38,12 @@ def reader(trainer: Trainer, load: Load | None) -> Read | None:
     """
     own = step_folders.folder_of(trainer.model_dir)
     carries_on = own.exists() and bool(step_folders.steps(own))
-    if load is None or trainer.init_from is None or carries_on or step_folders.folder_of(trainer.init_from).exists():
+    return None if carries_on else reader_again(trainer, load)
+
+
+def reader_again(trainer: Trainer, load: Load | None) -> Read | None:
+    """As `reader`, for a run that carries on and needs what it began from once more."""
+    if load is None or trainer.init_from is None or step_folders.folder_of(trainer.init_from).exists():
         return None
     return load()
 
@@ -50,7 +55,7 @@ def load_params(trainer: Trainer, model: Model, mesh: Mesh, read: Read | None) -
       trainer: the run.
       model: of the run.
       mesh: where they are to lie.
-      read: of `reader`.
+      read: of `reader` or `reader_again`.
 
     Raises:
       UserError: nothing is there, or another model.

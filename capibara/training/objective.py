@@ -105,6 +105,11 @@ class Loss(abc.ABC):
         """Rows of a batch that belong together."""
         return 1
 
+    @property
+    def later(self) -> tuple[Callable[..., Any], ...]:
+        """Functions that Gin names and that are called only in training: what is bound for them is used then."""
+        return ()
+
     @abc.abstractmethod
     def check(self, trainer: Any) -> None:
         """Raises UserError where a run (a `training.trainer.Trainer`) cannot be trained so."""

@@ -144,7 +144,8 @@ def answer_sums(values_BT: jax.Array, segment_ids_BT: jax.Array, pairs: int) -> 
 def first_params(run: Run) -> Params:
     """The parameters that a run began from, made again: of adapters those without effect."""
     trainer = run.trainer
-    loaded = None if trainer.init_from is None else given.load_params(trainer, run.model, run.mesh, run.load)
+    read = given.reader_again(trainer, run.load)
+    loaded = None if trainer.init_from is None else given.load_params(trainer, run.model, run.mesh, read)
     return run.init(jax.random.key(trainer.seed), given=loaded).params
 
 

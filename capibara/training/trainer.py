@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -157,6 +159,11 @@ class Trainer:
         """Shape and dtype of every array that a step reads."""
         rows = self.plan.batch_size
         return self.dataset.batch_spec(rows) if self.loss is None else self.loss.batch_spec(self.dataset, rows)
+
+    @property
+    def later(self) -> tuple[Callable[..., Any], ...]:
+        """Functions that Gin names and that only training calls."""
+        return () if self.loss is None else self.loss.later
 
     @property
     def saves(self) -> Checkpointing:

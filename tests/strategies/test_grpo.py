@@ -269,6 +269,9 @@ def test_rewards_must_be_finite_numbers(make_trainer, train):
         ({"sampling": Sampling(temperature=0.0)}, "temperature is 0"),
         ({"sampling": Sampling(max_new_tokens=LENGTH)}, "leaves prompts no room"),
         ({"clip_low": 1.5}, "Grpo.clip_low"),
+        ({"sampling": Sampling(max_new_tokens=NEW, thinking_tokens=2)}, "Sampling.thinking_tokens forces tokens"),
+        ({"rewards": (Plan,)}, r"has Plan, which does not take \(prompt, answer, record\)"),
+        ({"rewards": (rewards.matches_pattern,)}, "matches_pattern.pattern has no value"),
     ],
 )
 def test_mistakes_in_the_configuration_are_named(make_trainer, changes, said):
@@ -276,8 +279,14 @@ def test_mistakes_in_the_configuration_are_named(make_trainer, changes, said):
         make_trainer(changes)
 
 
+def test_answers_that_are_not_used_up_are_not_answers_of_other_options(make_trainer, train):
+    train(make_trainer(steps=1))
+    with pytest.raises(UserError, match=r"Grpo.updates \(2\) or Grpo.kl .* is not what it was .* of step 1"):
+        train(make_trainer({"updates": 2}, steps=2))
+
+
 def test_prompts_that_leave_no_room_for_an_answer_are_refused(make_trainer, train):
-    with pytest.raises(UserError, match="no prompt of a row"):
+    with pytest.raises(UserError, match="no prompt of a row .* raise Dataset.length by [1-9]"):
         train(make_trainer({"sampling": Sampling(max_new_tokens=LENGTH - 4)}))
 
 
@@ -303,6 +312,8 @@ def test_ready_rewards():
     assert rewards.numeric_answer("", "it is .5", record, field="m") == 1.0
     assert rewards.matches_pattern("", "<think>a\nb</think> 4\n", record, pattern="<think>.*</think>.+") == 1.0
     assert rewards.matches_pattern("", "4", record, pattern="<think>.*</think>.+") == 0.0
+    with pytest.raises(UserError, match="is no regular expression"):
+        rewards.exact_answer("", "", record, pattern="(")
     with pytest.raises(UserError, match="no field 'x'"):
         rewards.exact_answer("", "", record, field="x")
     with pytest.raises(UserError, match="must hold a number"):
