@@ -76,7 +76,8 @@ def load(
         average = None if weights is None else weights == "ema"
         found, run, averaged = run_folder.load_step(path, *given, step=step, average=average, placed=placed)
         return Opened(run, path, found, "ema" if averaged else "raw")
-    if os.path.isdir(path) and not os.path.exists(os.path.join(path, "config.json")):
+    known = ("config.json", "adapter_config.json")  # open_model says how an adapter is merged
+    if os.path.isdir(path) and not any(os.path.exists(os.path.join(path, name)) for name in known):
         raise UserError(f"{path} is neither a run folder (config.gin) nor a Hugging Face folder (config.json)")
     for flag, value in (("--step", step), ("--weights", weights)):
         if value is not None:

@@ -16,9 +16,9 @@ _DESCRIPTION = f"""Serve a model over HTTP with OpenAI's API: /v1/completions, /
 /v1/models, /health, /ready and /metrics.
 
 examples:
-  python -m capibara.serve --model_dir=runs/finetune
+  python -m capibara.serve --model_dir=runs/finetune/adapted
   python -m capibara.serve --model=SmolLM2-135M-Instruct.gguf --gin.EngineConfig.slots=16
-  {_KEY}=... python -m capibara.serve --model_dir=runs/finetune --host=0.0.0.0 --gin.ServerConfig.queue=200
+  {_KEY}=... python -m capibara.serve --model_dir=runs/finetune/adapted --host=0.0.0.0 --gin.ServerConfig.queue=200
 
 A slot holds Dataset.length tokens of prompt and text. Without a key only this machine is served. SIGTERM or ctrl-C lets
 the texts at hand end, a second one does not.

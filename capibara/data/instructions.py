@@ -61,12 +61,15 @@ def prepare_instructions(
     if not all(sides):
         train, apart = map(len, sides)
         raise UserError(f"{train} conversations to train on and {apart} held out: give more, or another --held_out")
-    os.makedirs(output, exist_ok=True)
     for name, lines in zip((TRAIN_FILE, HELD_OUT_FILE), sides):
         path = os.path.join(output, name)
-        with open(f"{path}.part", "w", encoding="utf-8", errors="surrogatepass") as file:
-            file.writelines(f"{line}\n" for line in lines)
-        os.replace(f"{path}.part", path)
+        try:
+            os.makedirs(output, exist_ok=True)
+            with open(f"{path}.part", "w", encoding="utf-8", errors="surrogatepass") as file:
+                file.writelines(f"{line}\n" for line in lines)
+            os.replace(f"{path}.part", path)
+        except OSError as error:
+            raise UserError(f"--output={output} cannot be written ({error.strerror}): name a folder of yours") from None
         report(f"wrote {path}: {len(lines)} lines")
     return len(sides[0]), len(sides[1])
 

@@ -436,7 +436,8 @@ _BYTE_OF_CHARACTER = _byte_of_character()
 
 def _require_file(path: str, name: str) -> None:
     if not os.path.isfile(path):
-        raise UserError(f"{name} ({path!r}) does not exist or is not a file")
+        where = "" if os.path.isabs(path) else f" in {os.getcwd()}, from which it is looked for"
+        raise UserError(f"{name} ({path!r}) does not exist or is not a file{where}")
 
 
 def _one_line(error: BaseException) -> str:

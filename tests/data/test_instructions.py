@@ -105,3 +105,11 @@ def test_mistakes(archive, tmp_path, monkeypatch, files, options, message):
     with pytest.raises(UserError, match=message) as caught:
         prepare_instructions(files, "out", report=len, **options)
     assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()
+
+
+def test_an_output_that_cannot_be_written_is_told(archive, tmp_path):
+    (tmp_path / "file").write_text("mine")
+    options = {"members": ("alpaca.json",), "held_out": 0.5}
+    with pytest.raises(UserError, match="--output=.*file cannot be written"):
+        prepare_instructions((str(archive),), str(tmp_path / "file"), report=len, **options)
+    assert (tmp_path / "file").read_text() == "mine"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 
-from capibara.training import given, reference
+from capibara.training import given, manifest, reference
 
 
 def run_of(init_from, own, load=None):
@@ -18,6 +18,7 @@ def test_run_folders_are_read_by_ourselves_and_other_models_by_what_is_given(tmp
 
     (tmp_path / "base" / "checkpoints").mkdir(parents=True)
     (tmp_path / "own" / "checkpoints" / "3").mkdir(parents=True)
+    (tmp_path / "own" / "checkpoints" / "3" / manifest.NAME).touch()
     for init_from, want in ((None, None), (tmp_path / "base", None), (tmp_path / "model.gguf", "a reader")):
         trainer = run_of(init_from and str(init_from), tmp_path / "new").trainer
         assert given.reader(trainer, load) == given.reader_again(trainer, load) == want
