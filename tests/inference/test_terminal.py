@@ -153,7 +153,7 @@ def test_a_terminal(folder):
         start_new_session=True,
     )
     os.close(side)
-    shown, end = b"", time.monotonic() + 90
+    shown, end = b"", time.monotonic() + 240
 
     def until(pattern):
         nonlocal shown

@@ -183,7 +183,9 @@ def test_folded_scales_change_no_answer(name):
     np.testing.assert_allclose(np.asarray(model.logits(folded, batch)), before, atol=2e-4 * np.abs(before).max())
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "gpt_neox", "phi3"])  # with every change of order
+@pytest.mark.parametrize(
+    "name", ["llama", *(pytest.param(name, marks=pytest.mark.heavy) for name in ("gpt2", "gpt_neox", "phi3"))]
+)  # with every change of order
 def test_a_gguf_file_has_exactly_the_weights_that_were_made(name, text, tmp_path):
     source, how = Source(name), asked("gptq", text)
     path = str(tmp_path / "model.gguf")

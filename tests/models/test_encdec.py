@@ -152,6 +152,7 @@ def test_what_was_encoded_before_is_not_encoded_again():
     np.testing.assert_allclose(model.logits(params, without), model.logits(params, batch), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.heavy
 def test_scan_unroll_and_remat_give_the_same_loss_and_gradients():
     batch = batch_of([[32], [12, 9]], [[24], [7, 9]])
 

@@ -78,7 +78,10 @@ def test_every_token_sees_its_whole_document_and_no_other():
     assert (change[:10] > 1e-3).all() and (change[10:] == 0).all()
 
 
-@pytest.mark.parametrize("placement", ["pre", "post", "sandwich"])
+@pytest.mark.parametrize(
+    "placement",
+    ["pre", pytest.param("post", marks=pytest.mark.heavy), pytest.param("sandwich", marks=pytest.mark.heavy)],
+)
 def test_scan_unroll_and_remat_give_the_same_loss_and_gradients(placement):
     batch = batch_of(random_tokens(), padding=5)
 

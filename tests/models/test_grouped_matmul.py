@@ -92,6 +92,7 @@ for dtype in ("bfloat16", "float32"):
 """
 
 
+@pytest.mark.heavy
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
 def test_the_tpu_compiler_takes_experts_on_several_chips():
     """Tokens travel by ragged all-to-all, and experts are the grouped kernels, forward and backward."""

@@ -350,7 +350,15 @@ def ragged_all_to_all(operand, output, input_offsets, send_sizes, output_offsets
     return output
 
 
-@pytest.mark.parametrize("sizes", [dict(expert=4), dict(expert=4, tensor=2), dict(expert=8)], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param(dict(expert=4), marks=pytest.mark.heavy),
+        dict(expert=4, tensor=2),
+        pytest.param(dict(expert=8), marks=pytest.mark.heavy),
+    ],
+    ids=str,
+)
 def test_tokens_that_travel_by_ragged_all_to_all(sizes, monkeypatch):
     """The path of TPUs, with a stand-in for the collective that XLA's CPU back end does not have."""
     calls = []
@@ -463,6 +471,7 @@ def domain_share(hints):
     return float(np.mean(np.array(choice.experts)[..., 0] // 2 + 1 == np.array(domains)))
 
 
+@pytest.mark.heavy
 def test_domain_experts_form_under_hints_and_then_route_themselves():
     hints = Hints(domains=("python", "sql"), hold_steps=100, decay_steps=100, loss=0.1)
     assert domain_share(hints) > 0.9

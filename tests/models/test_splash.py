@@ -159,7 +159,11 @@ CAPPED_WINDOW = {"causal": True, "window": 700, "soft_cap": 30.0, "scale": 0.1}
                 [{"fsdp": 2, "tensor": 2}, 2048, 2, 2, 256, "float32", CAPPED_WINDOW],
             ],
         ),
-        ("v6e:2x2", [[{"context": 2, "tensor": 2}, 2048, 2, 2, 256, "float32", CAPPED_WINDOW]]),
+        pytest.param(
+            "v6e:2x2",
+            [[{"context": 2, "tensor": 2}, 2048, 2, 2, 256, "float32", CAPPED_WINDOW]],
+            marks=pytest.mark.heavy,
+        ),
     ],
 )
 def test_the_tpu_compiler_takes_the_kernel_forward_and_backward(name, cases):

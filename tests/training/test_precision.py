@@ -81,7 +81,7 @@ def float32_losses():
 
 
 class TestFloat16:
-    @pytest.mark.parametrize("accumulation", [1, 2])
+    @pytest.mark.parametrize("accumulation", [1, pytest.param(2, marks=pytest.mark.heavy)])
     def test_learns_as_float32_does(self, accumulation):
         training = Training(HALF, accumulation=accumulation, scaling=LossScaling()).run(40)
         losses, want = training.seen("loss"), float32_losses()
@@ -184,7 +184,9 @@ class TestStoredMoments:
 
 
 class TestQuantized:
-    @pytest.mark.parametrize("quantization", ["int8", pytest.param("fp8", marks=pytest.mark.heavy)])
+    @pytest.mark.parametrize(
+        "quantization", [pytest.param("int8", marks=pytest.mark.heavy), pytest.param("fp8", marks=pytest.mark.heavy)]
+    )
     def test_learns_nearly_as_float32_does_and_alike_on_every_mesh(self, quantization):
         """In bfloat16 beside: from a loss of 4.87, steps 51 to 60 differ by less than one percent.
 
