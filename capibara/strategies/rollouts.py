@@ -138,8 +138,8 @@ class Rollouts(Supply):
         self._load(params)
 
         def samplings(prompt: int) -> list[Sampling]:
-            seeds = (_seed(seed, step, prompt, sample) for sample in range(grpo.group))
-            return [dataclasses.replace(grpo.sampling, seed=seed) for seed in seeds]
+            own = (_seed(seed, step, prompt, sample) for sample in range(grpo.group))
+            return [dataclasses.replace(grpo.sampling, seed=one) for one in own]
 
         groups = self._answered("train", next(self._run.batches), samplings)
         rewards = np.array([[answer.reward for answer in group] for group in groups])
