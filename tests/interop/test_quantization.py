@@ -37,6 +37,9 @@ class Source:
     def shapes(self):
         return {name: value.shape for name, value in self.values.items()}
 
+    def dtype(self, name):
+        return self.values[name].dtype.name
+
     def read(self, name):
         return self.values[name]
 
