@@ -7,8 +7,9 @@ import json
 import sys
 from collections.abc import Sequence
 
-from capibara import cli
+from capibara import cli, outputs
 from capibara.interop import quantize
+from capibara.monitoring.status import StatusLine
 from capibara.types import UserError
 
 _DESCRIPTION = """Convert a model from one form to another, or look after the checkpoints of a run folder.
@@ -58,19 +59,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _model(args: argparse.Namespace) -> int:
     import jax
     from capibara.interop import conversion
-    from capibara.training import run_folder
+    from capibara.training import run_folder as runs
 
     jax.config.update("jax_platforms", "cpu")  # a chip's memory is smaller than its host's
     gin, how = (args.gin_file, args.gin_bindings, args.gin_search_paths), quantize.asked(args)
-    print(conversion.convert(args.source, args.target, args.format, args.dtype, args.base, gin, run_folder, how))
+    with StatusLine() as bar:
+        now = conversion.convert(args.source, args.target, args.format, args.dtype, args.base, gin, runs, how, bar.show)
+    print(now)
     return 0
 
 
 def _check(args: argparse.Namespace, action: str) -> None:
-    given = {name: value for name, value in vars(args).items() if value is not None and value is not False}
-    for name, value in ((name, given[name]) for name in _OF if name in given):
-        flag = "--" + {"source": "from", "target": "to"}.get(name, name) + ("" if value is True else f"={value}")
-        if action not in _OF[name]:
+    for name, value in vars(args).items():
+        if action not in _OF.get(name, (action,)) and value is not None and value is not False:
+            flag = "--" + {"source": "from", "target": "to"}.get(name, name) + ("" if value is True else f"={value}")
             raise UserError(f"{flag} is of {' and '.join(_OF[name])}, not of {action}: leave it out")
     if not args.action and not (args.source and args.target):
         raise UserError("convert needs --from=PATH and --to=PATH, or list, verify or prune with a run folder")
@@ -80,8 +82,6 @@ def _check(args: argparse.Namespace, action: str) -> None:
 
 def convert(args: argparse.Namespace) -> int:
     """Does what was asked of a run's checkpoints; returns the exit code."""
-    from capibara import outputs
-    from capibara.monitoring.status import StatusLine
     from capibara.training import inspection
 
     inspection.check(args.action, args.keep, args.keep_every)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from capibara.types import UserError
 
@@ -33,6 +33,16 @@ def check_writable(*paths: str, inputs: Iterable[str | os.PathLike[str]] = ()) -
                 one.rmdir() if one.is_dir() else one.unlink()
 
 
+@contextlib.contextmanager
+def unwritable_told(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Raises UserError where the system does not let a path be written."""
+    try:
+        yield
+    except OSError as error:
+        cause = error.strerror or error
+        raise UserError(f"{os.fspath(path)} cannot be written ({cause}): name a file in a folder of yours") from error
+
+
 def save(path: str, text: str) -> None:
     """Writes a text, and the folders above it.
 
@@ -58,6 +68,8 @@ def read(path: str) -> str | None:
             return file.read()
     except (FileNotFoundError, NotADirectoryError):
         return None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is no text in UTF-8 ({error.reason} at byte {error.start}): copy it again") from None
 
 
 def replace(path: str, text: str) -> None:
@@ -74,9 +86,7 @@ def replace(path: str, text: str) -> None:
 
 
 def _write(path: str, text: str, mode: str) -> None:
-    try:
+    with unwritable_told(path):
         pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
         with open(path, mode, encoding="utf-8") as file:
             file.write(text)
-    except OSError as error:
-        raise UserError(f"{path} cannot be written ({error.strerror}): name a file in a folder of yours") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import tempfile
@@ -40,18 +41,34 @@ def rows(
         if vocabulary is None:
             if TOKENIZER_FILE not in tokenizer:
                 raise UserError(f"--calibration={path} needs the model's tokenizer: put {TOKENIZER_FILE} beside it")
-            vocabulary = TokenizerJsonVocabulary(path=folder)
+            with _tokenizer_told(folder):
+                vocabulary = TokenizerJsonVocabulary(path=folder)
         tokens: list[int] = []
-        for document in _documents(path, folder, vocabulary, length * most * _CHARACTERS_PER_TOKEN):
-            tokens += [*document, vocabulary.eos_id]
-            if len(tokens) >= length * most:
-                break
+        with _tokenizer_told(folder):
+            for document in _documents(path, folder, vocabulary, length * most * _CHARACTERS_PER_TOKEN):
+                tokens += [*document, vocabulary.eos_id]
+                if len(tokens) >= length * most:
+                    break
     count = min(len(tokens) // length, most)
     if not count:
         raise UserError(
             f"--calibration={path} has {len(tokens)} tokens, must have at least {length}, better {length * most}: add text"
         )
     return np.asarray(tokens[: count * length], np.int32).reshape(count, length)
+
+
+@contextlib.contextmanager
+def _tokenizer_told(folder: str) -> Iterator[None]:
+    """Says what is wrong with a copy of the tokenizer as of the model that it is of."""
+    try:
+        yield
+    except UserError as error:
+        if folder not in str(error):
+            raise
+        what, _, _ = str(error).replace(folder, TOKENIZER_FILE).partition(": name it with")
+        raise UserError(
+            f"the tokenizer of --from cannot be used: {what}: put the model's own files beside it"
+        ) from None
 
 
 def _documents(path: str, folder: str, vocabulary: Vocabulary, characters: int) -> Iterator[list[int]]:
@@ -76,5 +93,7 @@ def _of_record(line: str, where: str, folder: str, vocabulary: Vocabulary) -> li
         raise UserError(f"{where} is no JSON ({error}): each line must be an object") from None
     if isinstance(record, dict) and isinstance(record.get("text"), str):
         return vocabulary.encode(record["text"])
+    if not os.path.exists(os.path.join(folder, TOKENIZER_FILE)):
+        raise UserError(f"{where} is a conversation, and --from has no {TOKENIZER_FILE} with a template: give it texts")
     rendered = ChatTemplate(tokenizer=folder).render(read_conversation(record, where), where)
     return vocabulary.encode_rendered(rendered.text)[0].tolist()

@@ -38,6 +38,9 @@ class ForeignModel(Protocol):
     def shapes(self) -> dict[str, Shape]:
         """The shape of every tensor, by its name in a Hugging Face checkpoint."""
 
+    def dtype(self, name: str) -> str:
+        """Of what `read` gives: float32, float16 or bfloat16; anything else: it cannot be read."""
+
     def read(self, name: str) -> np.ndarray:
         """A tensor on the host, in f32, f16 or bf16: as it is stored, or dequantised."""
 
@@ -167,6 +170,13 @@ def foreign_tensors(foreign: ForeignModel, model: Model, model_type: str) -> Ite
                 last = held, foreign.read(held)
             parts = source.split(last[1], shapes)
             yield name, row.join({path: parts[path][at[len(source.numbered) :]] for path in row.ours}, shapes)
+
+
+def stored_dtype(foreign: ForeignModel) -> str:
+    """The dtype that holds every value of a model's tensors: float32, float16 or bfloat16."""
+    names = tables.NAMES[hf_config.text_part(foreign.config)["model_type"]]
+    found = {foreign.dtype(name) for name in foreign.shapes() if names.canonical(name) is not None}
+    return found.pop() if len(found) == 1 else "float32"
 
 
 def hf_shapes(model: Model, model_type: str) -> dict[str, Shape]:

@@ -31,7 +31,11 @@ _FLOATS = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
 DTYPES = (*_FLOATS, "q8_0", "q4_0")
 _SPECIAL = ("bos", "eos", "pad")
 
+Show = Callable[[str, str], None]  # (what is done, how far it is)
 Gin = tuple[Sequence[str], Sequence[str], Sequence[str]]  # files, bindings, search paths
+
+
+def _silent(topic: str, detail: str) -> None: ...
 
 
 class RunFolders(Protocol):
@@ -60,6 +64,7 @@ class OurModel:
       config: of config.json.
       tokenizer: files, by name.
       vocabulary: of the run; None: that of the tokenizer.
+      stored: the dtype that it is written in where none is asked for, one of DTYPES.
     """
 
     model: api.Model
@@ -67,6 +72,7 @@ class OurModel:
     config: dict[str, Any]
     tokenizer: dict[str, bytes]
     vocabulary: Vocabulary | None = None
+    stored: str = "bf16"
 
     def shapes(self) -> dict[str, Shape]:
         return checkpoint.hf_shapes(self.model, self.config["model_type"])
@@ -102,6 +108,7 @@ def convert(
     gin: Gin,
     runs: RunFolders,
     how: Quantize | None = None,
+    show: Show = _silent,
 ) -> str:
     """Writes a model in another form; returns a line that says what is there now.
 
@@ -114,6 +121,7 @@ def convert(
       gin: of the command line; it says of a model what its own files do not, or something else.
       runs: training.run_folder.
       how: the layers' weights are written in 4 bits; None: they are not.
+      show: is told what a long work does now.
 
     Raises:
       UserError: the target is there already, the model cannot be read, or the form cannot hold it.
@@ -125,8 +133,11 @@ def convert(
             raise UserError(f"--from={path} is an adapter of PEFT already: take hf, gguf, pytorch or capibara")
         of = _source(adapters.base_of(path, base), gin, runs)
         model, params = adapters.merged(path, *_loaded(of), of.config)
-        made = OurModel(model, params, hf_config.to_hf(model.config, of.config), of.tokenizer | hf_folder.carried(path))
-        return write(made, target, form, dtype, runs.save, how)
+        made = OurModel(
+            model, params, hf_config.to_hf(model.config, of.config), of.tokenizer | hf_folder.carried(path),
+            stored=_stored(of),
+        )  # fmt: skip
+        return write(made, target, form, dtype, runs.save, how, show)
     run = _run(path, gin, runs)
     if form == "peft":
         if how is not None:
@@ -139,14 +150,20 @@ def convert(
     if run is not None and form == "capibara" and run.model.config.lora is None:
         raise UserError("--from is a run folder already: --format=capibara is for foreign models and for adapters")
     source = _foreign(path, gin) if run is None else _merged(run)
-    return write(source, target, form, dtype, runs.save, how)
+    return write(source, target, form, dtype, runs.save, how, show)
 
 
 def _check_target(target: str, form: str, dtype: str | None) -> None:
     if outputs.is_remote(target):
         raise UserError(f"--to={target} must be a local path: copy what is written there")
+    if (form == "gguf") != os.path.normpath(target).endswith(".gguf"):
+        must = "must end in .gguf" if form == "gguf" else "must not end in .gguf, which is read as a file"
+        raise UserError(f"--to={target} with --format={form} {must}")
     if os.path.lexists(target) and (not os.path.isdir(target) or os.listdir(target)):
         raise UserError(f"--to={target} is there already: name another, or remove it")
+    if os.path.isdir(target) and os.path.samefile(target, os.curdir):
+        raise UserError(f"--to={target} is the folder that you are in: name a new one")
+    outputs.check_writable(target if form == "gguf" else os.path.join(target, hf_folder.CONFIG))
     if form in ("capibara", "peft") and dtype not in (None, "f32"):
         what = {"capibara": "a run folder", "peft": "an adapter"}[form]
         raise UserError(f"--dtype={dtype} is of {', '.join(_STORED)}: {what} has f32")
@@ -216,10 +233,11 @@ def write(
     dtype: str | None,
     save: Callable[[str, Params, str], None],
     how: Quantize | None = None,
+    show: Show = _silent,
 ) -> str:
     """`convert` of a model that was read, to a target that is not there."""
     if how is not None:
-        return _in_4_bits(source, target, form, dtype, how)
+        return _in_4_bits(source, target, form, dtype, how, show)
     if form == "capibara":
         return _as_run(source, target, save)
     dtype = dtype or _stored(source)
@@ -238,7 +256,9 @@ def write(
     return f"{target}: {config['model_type']}, {len(shapes)} tensors in {dtype}"
 
 
-def _in_4_bits(source: ForeignModel | OurModel, target: str, form: str, dtype: str | None, how: Quantize) -> str:
+def _in_4_bits(
+    source: ForeignModel | OurModel, target: str, form: str, dtype: str | None, how: Quantize, show: Show
+) -> str:
     if form not in ("hf", "gguf"):
         raise UserError(f"--quantize={how.method} is of hf and gguf, not of {form}: take one of these")
     fixed = "q4_0" if form == "gguf" else "f16"
@@ -251,7 +271,7 @@ def _in_4_bits(source: ForeignModel | OurModel, target: str, form: str, dtype: s
         source = OurModel(model, _here(source, model, stored), config, source.tokenizer)
     made = quantization.quantize(
         source.model, source.params, source.config, source.tokenizer, how,
-        q4_0=form == "gguf", vocabulary=source.vocabulary,
+        q4_0=form == "gguf", vocabulary=source.vocabulary, show=show,
     )  # fmt: skip
     if form == "gguf":
         from capibara.interop import gguf_write
@@ -293,21 +313,20 @@ def _as_run(source: ForeignModel | OurModel, target: str, save: Callable[[str, P
     config = model.config
     if isinstance(config, api.DecoderConfig) and config.max_length is None:
         config = dataclasses.replace(config, max_length=longest)  # so that the way back says it again
-    os.makedirs(target, exist_ok=True)
-    for name, content in source.tokenizer.items():
-        with open(os.path.join(target, name), "wb") as file:
-            file.write(content)
-    save(target, params, gin_of.run(config, target, source.tokenizer))
+    with outputs.unwritable_told(target):
+        os.makedirs(target, exist_ok=True)
+        for name, content in source.tokenizer.items():
+            with open(os.path.join(target, name), "wb") as file:
+                file.write(content)
+        save(target, params, gin_of.run(config, target, source.tokenizer))
     return f"{target}: {model.param_count:,} parameters, config.gin: train with Trainer.init_from = {target!r}"
 
 
 def _stored(source: ForeignModel | OurModel) -> str:
-    """The dtype of most of a model's numbers."""
+    """The dtype that loses nothing of a model, of a run of ours the one that it is for."""
     if isinstance(source, OurModel):
-        return "bf16"
-    shapes = source.shapes()
-    largest = max(shapes, key=lambda name: np.prod(shapes[name], dtype=np.int64))
-    return {"float32": "f32", "float16": "f16"}.get(source.read(largest).dtype.name, "bf16")
+        return source.stored
+    return {name: short for short, name in _FLOATS.items()}[checkpoint.stored_dtype(source)]
 
 
 def _tokenizer(vocabulary: Vocabulary, length: int) -> dict[str, bytes]:

@@ -19,6 +19,8 @@ from capibara import extras
 from capibara.types import UserError
 
 Shape = tuple[int, ...]
+# llama.cpp computes with these in float32 only.
+EXACT = ("ffn_gate_inp.weight", "position_embd.weight")
 
 
 def package() -> Any:

@@ -54,6 +54,7 @@ class GgufModel:
             self._family = gguf_names.of_model_type(self.config["model_type"])
             self._tensors = {tensor.name: tensor for tensor in self._family.tensors(self.config)}
             self._check()
+            self._matrices = max(self._stored.values(), key=lambda stored: stored.n_elements)
         except UserError as error:
             raise UserError(f"{path}: {error}") from None
         for name in ("bos", "eos", "pad"):  # None too: where it is not said, transformers takes another model's
@@ -72,6 +73,13 @@ class GgufModel:
     def shapes(self) -> dict[str, Shape]:
         """Checkpoint name -> shape."""
         return {name: tensor.shape for name, tensor in self._tensors.items()}
+
+    def dtype(self, name: str) -> str:
+        """Of its matrices: vectors, routers and positions are float32 in every GGUF file, whatever the model had."""
+        stored = self._stored[self._tensors[name].stored]
+        exact = len(stored.shape) == 1 or stored.name.endswith(gguf_names.EXACT)
+        kind = (self._matrices if exact else stored).tensor_type.name
+        return {"F16": "float16", "BF16": "bfloat16"}.get(kind, "float32")
 
     def read(self, name: str) -> np.ndarray:
         """A tensor as it is stored (float32, float16, bfloat16), in float32 where it was quantised."""

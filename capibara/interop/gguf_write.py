@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import pathlib
 from collections.abc import Iterable, Mapping
 from typing import Any, BinaryIO
 
 import numpy as np
 
-from capibara.interop import gguf_config, gguf_names, gguf_rope, gguf_vocabulary
+from capibara import outputs
+from capibara.interop import gguf_config, gguf_names, gguf_rope, gguf_vocabulary, hf_folder
 from capibara.interop.gguf_names import Change, Family, Tensor
 from capibara.interop.gguf_read import stored_shape
 from capibara.interop.grid import Packed
@@ -26,8 +25,6 @@ _TYPES = {
 }
 _FILE_TYPES = {"f32": "ALL_F32"}
 _BY_TOKEN = ("token_embd.weight", "output.weight")
-# llama.cpp computes with these in float32 only.
-_EXACT = ("ffn_gate_inp.weight", "position_embd.weight")
 # The largest values that the types hold: blocks have a step in float16.
 _MOST = {"F16": 65504.0, "Q8_0": 127 * 65504.0, "Q4_0": 8 * 65504.0}
 
@@ -60,18 +57,9 @@ def write_gguf(
     wanted = family.tensors(config)
     values = {f"{family.arch}.{key}": value for key, value in gguf_config.to_metadata(config).items()}
     values |= {f"tokenizer.{key}": value for key, value in gguf_vocabulary.metadata(tokenizer, config).items()}
-    partial = f"{os.fspath(path)}.partial"
-    try:
-        pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
+    with outputs.unwritable_told(path), hf_folder.beside(os.fspath(path)) as partial:
         _File(partial, family, config, wanted, values, dtype).write(tensors)
         os.replace(partial, path)
-    except OSError as error:
-        raise UserError(
-            f"{os.fspath(path)} cannot be written ({error.strerror}): name a file in a folder of yours"
-        ) from None
-    finally:
-        with contextlib.suppress(OSError):
-            os.unlink(partial)
 
 
 class _File:
@@ -166,7 +154,7 @@ class _File:
     def _type(self, name: str, shape: tuple[int, ...], dtype: str) -> Any:
         """The type of a tensor of the file."""
         types = self._gguf.GGMLQuantizationType
-        if len(shape) == 1 or name.endswith(_EXACT):
+        if len(shape) == 1 or name.endswith(gguf_names.EXACT):
             return types.F32
         kind = types[_TYPES[dtype][name in _BY_TOKEN]]
         block, _ = self._gguf.GGML_QUANT_SIZES[kind]

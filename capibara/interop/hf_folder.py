@@ -10,13 +10,14 @@ import json
 import math
 import os
 import shutil
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-from capibara import extras
+from capibara import extras, outputs
 from capibara.interop import tables, torch_file
 from capibara.interop.tensors import Shape
 from capibara.types import UserError
@@ -32,7 +33,7 @@ _CARRIED = (
 )  # fmt: skip
 _SHARD_BYTES = 5 * 10**9
 _WORDS = (".qweight", ".qzeros", ".g_idx")  # int32, of weights in 4 bits: they stay what they are
-_WHOLE = {"F32", "F16", "BF16"}
+_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 class HfFolder:
@@ -49,15 +50,20 @@ class HfFolder:
         self.tokenizer = carried(path)
         self._opened: dict[str, Any] = {}
         self._files = self._where()
+        if not self._files:
+            raise UserError(f"{path} holds no tensors: copy it again")
 
     def shapes(self) -> dict[str, Shape]:
         return {name: tuple(self._slice(name).get_shape()) for name in self._files}
 
+    def dtype(self, name: str) -> str:
+        return _DTYPES.get(self._slice(name).get_dtype(), "")
+
     def read(self, name: str) -> np.ndarray:
         stored = self._slice(name).get_dtype()
-        if stored not in _WHOLE:
+        if stored not in _DTYPES:
             raise UserError(
-                f"{self._path}: {name} is stored as {stored}, must be one of {', '.join(sorted(_WHOLE))}: "
+                f"{self._path}: {name} is stored as {stored}, must be one of {', '.join(sorted(_DTYPES))}: "
                 "quantised tensors are not read"
             )
         with self._damage_told(self._files[name]):
@@ -170,14 +176,12 @@ def whole(folder: str) -> Iterator[str]:
     """A folder to write into that becomes this one, on the disk, when the context ends, and is gone if it fails.
 
     Raises:
-      UserError: the folder is there already, and not empty.
+      UserError: the folder is there already, and not empty, or cannot be written.
     """
     if os.path.exists(folder) and (not os.path.isdir(folder) or os.listdir(folder)):
         raise UserError(f"{folder} must be a new folder: it is there already, name another or remove it")
-    partial = f"{os.path.normpath(folder)}.partial"
-    shutil.rmtree(partial, ignore_errors=True)  # of an attempt that did not come to its end
-    try:
-        os.makedirs(partial)
+    with outputs.unwritable_told(folder), beside(folder) as partial:
+        os.mkdir(partial)
         yield partial
         for above, _, names in os.walk(partial):
             for path in (above, *(os.path.join(above, name) for name in names)):
@@ -186,9 +190,15 @@ def whole(folder: str) -> Iterator[str]:
             os.rmdir(folder)
         os.rename(partial, folder)
         _sync(os.path.dirname(os.path.abspath(folder)))
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+
+
+@contextlib.contextmanager
+def beside(path: str) -> Iterator[str]:
+    """A name that nothing has, on the same disk as a path that is to be written; what is there in the end goes."""
+    above, name = os.path.split(os.path.abspath(path))
+    os.makedirs(above, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f"{name[:40]}.", suffix=".partial", dir=above) as folder:
+        yield os.path.join(folder, name)
 
 
 def _write_weights(

@@ -8,8 +8,10 @@ weight's own, unless their `a` are the same.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import math
 import os
 import re
 import shutil
@@ -250,12 +252,19 @@ def _suffix(row: Tensor, modules: Sequence[_Module], rows: Sequence[Tensor]) -> 
 
 
 def read_config(folder: str) -> dict[str, Any]:
+    """What adapter_config.json says.
+
+    Raises:
+      UserError: it cannot be read, says what PEFT does not write, or something that we do not have.
+    """
     path = os.path.join(folder, CONFIG)
     try:
         with open(path, encoding="utf-8") as file:
             config = json.load(file)
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read ({error}): name a folder that PEFT has written") from error
+    if not isinstance(config, dict):
+        raise UserError(f"{path} is no JSON object: name a folder that PEFT has written")
     wrong = [name for name in _NOT_OURS if config.get(name)]
     for name, wanted in (("peft_type", "LORA"), ("bias", "none"), ("lora_bias", False), ("use_bdlora", None)):
         wrong += [name] if config.get(name, wanted) not in (wanted, None) else []
@@ -263,7 +272,27 @@ def read_config(folder: str) -> dict[str, Any]:
         raise UserError(
             f"{path} has {wrong[0]} = {config[wrong[0]]!r}, of which we have nothing: merge it with PEFT first"
         )
+    for name, must, fine in (
+        ("r", "a whole number of at least 1", lambda value: type(value) is int and value > 0),
+        ("lora_alpha", "a number", _is_number),
+        ("lora_dropout", "a number", lambda value: value is None or _is_number(value)),
+        ("alpha_pattern", "an object of regular expressions with numbers", _is_pattern),
+        ("base_model_name_or_path", "a name", lambda value: value is None or isinstance(value, str)),
+    ):
+        if not fine(config.get(name)):
+            raise UserError(f"{path} has {name} = {config.get(name)!r}, must be {must}: name a folder that PEFT wrote")
     return config
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def _is_pattern(values: Any) -> bool:
+    with contextlib.suppress(re.error):
+        named = values is None or isinstance(values, dict) and all(map(re.compile, values))
+        return named and all(map(_is_number, (values or {}).values()))
+    return False
 
 
 def _read_tensors(folder: str, names: tables.Names) -> Values:

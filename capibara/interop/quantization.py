@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -149,6 +149,7 @@ def quantize(
     *,
     q4_0: bool,
     vocabulary: Vocabulary | None = None,
+    show: Callable[[str, str], None] = lambda topic, detail: None,
 ) -> QuantizedModel:
     """The model with its layers' weights in 4 bits.
 
@@ -160,9 +161,11 @@ def quantize(
       how: what is asked for.
       q4_0: whether the weights must be what GGUF's Q4_0 holds.
       vocabulary: of the calibration text; None: that of the tokenizer.
+      show: is told which layer it is at.
 
     Raises:
-      UserError: it is no such model, the group size does not suit it, or the calibration text cannot be used.
+      UserError: it is no such model, has values that are not finite, the group size or the form does not suit it, or
+        the calibration text cannot be used.
     """
     if not isinstance(model.config, api.DecoderConfig) or model.config.moe is not None:
         raise UserError(f"--quantize={how.method} is for decoders without experts, not for {config['model_type']}")
@@ -172,9 +175,16 @@ def quantize(
     if how.method is not Method.RTN:
         length = min(how.length, model.config.max_length or how.length)
         rows = calibration.rows(how.calibration, tokenizer, vocabulary, length=length, most=how.rows)
+        if (largest := int(rows.max())) >= model.config.vocab_size:
+            raise UserError(
+                f"the tokenizer gives the id {largest} for --calibration={how.calibration}, and the model has "
+                f"vocab_size = {model.config.vocab_size}: put the model's own tokenizer beside it"
+            )
         batches = [_batch(rows[i : i + _BATCH]) for i in range(0, len(rows), _BATCH)]
     work = _Layers(model, config["model_type"], how, chosen, batches)
-    packed, rest = work.run(params)
+    if not q4_0:
+        work.check_words()
+    packed, rest = work.run(params, show)
     return QuantizedModel(model, rest, packed, config, tokenizer, how.method, chosen)
 
 
@@ -186,22 +196,42 @@ class _Layers:
     ):
         self._model, self._how, self._grid, self._batches = model, how, chosen, batches
         self._shapes = _shapes(model)
-        self._rows = [row for row in tables.of(model_type, self._shapes) if _is_projection(row)]
+        self._all = tables.of(model_type, self._shapes)
+        self._rows = [row for row in self._all if _is_projection(row)]
         self._seen = jax.jit(functools.partial(_seen, model), static_argnums=3)
         self._after = jax.jit(lambda *given: model.layer(*given)[0], static_argnums=3)
 
-    def run(self, params: Params) -> tuple[dict[str, Packed], Params]:
+    def check_words(self) -> None:
+        """Raises UserError where eight outputs do not make a word."""
+        for row in self._rows:
+            shape = row.shape(self._shapes)
+            outputs = shape[1 if _inputs_first(row) else 0]
+            if outputs % 8:
+                raise UserError(
+                    f"{row.name.format(l=0)} has {outputs} outputs, hf in 4 bits must have a multiple of 8: take gguf"
+                )
+
+    def run(self, params: Params, show: Callable[[str, str], None]) -> tuple[dict[str, Packed], Params]:
         """The weights in 4 bits, by name, and the parameters with the others."""
         count = self._model.config.num_layers
+        self._check_finite(params | {"layers": {}})
         xs = [np.asarray(self._model.begin(params, batch)) for batch in self._batches]
         packed: dict[str, Packed] = {}
         others: list[Params] = []
         for index in range(count):
+            show("quantizing", f"layer {index + 1} of {count}")
             layer = jax.tree.map(lambda x: np.asarray(x[index], np.float32), params["layers"])
+            self._check_finite({"layers": layer}, index)
             layer, of_layer, xs = self._layer(layer, xs, index)
             packed |= of_layer
             others.append(tree.map_with_names(lambda name, x: np.zeros(()) if _last(name) in _LETTERS else x, layer))
         return packed, params | {"layers": jax.tree.map(lambda *of_layers: np.stack(of_layers), *others)}
+
+    def _check_finite(self, params: Params, index: int = 0) -> None:
+        for path, value in zip(tree.path_names(params), jax.tree.leaves(params), strict=True):
+            if not np.isfinite(np.asarray(value, np.float32)).all():
+                name = next((row.name for row in self._all if path in row.ours), path).format(l=index)
+                raise UserError(f"{name} has values that are not finite: copy the model again, or take a sound one")
 
     def _layer(
         self, layer: Params, xs: list[np.ndarray], index: int
@@ -245,6 +275,8 @@ class _Layers:
         if self._how.method is Method.RTN:
             return grid.rounded(weight, *self._grid.nearest(weight))
         products = sums[_READS.get(names[0], names[0])].products
+        if not np.isfinite(products).all():
+            raise UserError(f"{row.name}: its inputs are not finite on the calibration text: take another, or rtn")
         if self._how.method is Method.GPTQ:
             return gptq(weight, products, self._grid, act_order=self._how.act_order)
         return grid.rounded(weight, *self._grid.fit(weight, np.diagonal(products)))

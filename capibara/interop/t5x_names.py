@@ -119,8 +119,8 @@ def config_of(network: Mapping[str, Any]) -> dict[str, Any]:
     values = {theirs: network[name] for name, theirs in _KEYS.items() if name in network}
     if "mlp_activations" in network:
         given = network["mlp_activations"]
-        activations = (given,) if isinstance(given, str) else tuple(given)
-        if activations not in _ACTIVATIONS:
+        activations = tuple(given) if isinstance(given, (list, tuple)) else (given,)
+        if not all(isinstance(name, str) for name in activations) or activations not in _ACTIVATIONS:
             known = ", ".join(map(str, _ACTIVATIONS))
             raise UserError(f"config.gin has T5Config.mlp_activations = {activations}, must be one of {known}")
         values["feed_forward_proj"] = _ACTIVATIONS[activations]
@@ -131,6 +131,9 @@ def network_of(text: str) -> dict[str, Any]:
     """The values of T5Config in T5X's Gin text, which names modules that are not here; macros are put in.
 
     Values that are no literals are left out.
+
+    Raises:
+      UserError: macros that are each other's values.
     """
     values: dict[str, Any] = {}
     macros: dict[str, Any] = {}
@@ -140,7 +143,11 @@ def network_of(text: str) -> dict[str, Any]:
         elif owner.rpartition(".")[2] == "T5Config":
             values[name] = value
     for name, value in list(values.items()):
+        seen: set[str] = set()
         while isinstance(value, str) and value.startswith("%"):
+            if value in seen:
+                raise UserError(f"config.gin: {value} of T5Config.{name} is a macro of itself: give it a value")
+            seen.add(value)
             value = macros.get(value[1:])
         values[name] = value
     return {name: value for name, value in values.items() if value is not None}
@@ -178,9 +185,17 @@ def gin_text(config: Mapping[str, Any]) -> str:
 
     Args:
       config: of config.json.
+
+    Raises:
+      UserError: T5X has no such activation.
     """
     named = {values: name for name, values in reversed(_ACTIVATIONS.items())}
     values: dict[str, Any] = {name: config[theirs] for name, theirs in _KEYS.items()}
+    if config["feed_forward_proj"] not in named:
+        known = ", ".join(sorted(named))
+        raise UserError(
+            f"T5X has no feed_forward_proj = {config['feed_forward_proj']!r}, must be one of {known}: take hf or gguf"
+        )
     values["mlp_activations"] = named[config["feed_forward_proj"]]
     values["logits_via_embedding"] = bool(config["tie_word_embeddings"])
     lines = ["from __gin__ import dynamic_registration", "from t5x.examples.t5 import network", "", "network.T5Config:"]

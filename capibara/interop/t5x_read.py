@@ -21,6 +21,7 @@ import ml_dtypes
 import msgpack
 import numpy as np
 
+from capibara import outputs
 from capibara.interop import hf_folder, t5x_names
 from capibara.interop.tensors import Shape
 from capibara.types import UserError
@@ -66,6 +67,8 @@ class T5xModel:
         text = self._gin()
         network = {} if text is None else t5x_names.network_of(text)
         self._layer_axis = network.get("param_scan_axis", 1)
+        if type(self._layer_axis) is not int or self._layer_axis < 0:
+            raise UserError(f"config.gin has T5Config.param_scan_axis = {self._layer_axis!r}, must be an axis, e.g. 1")
         self._shared_positions()
         self._tensors = self._found()
         said = t5x_names.config_of(network)
@@ -76,6 +79,9 @@ class T5xModel:
     def shapes(self) -> dict[str, Shape]:
         return {name: shape for name, (_, _, shape) in self._tensors.items()}
 
+    def dtype(self, name: str) -> str:
+        return self._dtype(self._tensors[name][0])
+
     def read(self, name: str) -> np.ndarray:
         stored, layer, _ = self._tensors[name]
         value = self._value(stored, layer)
@@ -84,6 +90,7 @@ class T5xModel:
 
     def _value(self, stored: str, layer: int | None = None) -> np.ndarray:
         leaf, axis = self._leaves[stored], self._layer_axis
+        self._dtype(stored)
         index = (slice(None),) if layer is None else (*(slice(None),) * axis, layer)
         if isinstance(leaf, np.ndarray):
             return leaf[index]
@@ -91,6 +98,16 @@ class T5xModel:
         with _damage_told(self.path, stored):
             value = store[index].read().result()
         return value.view(ml_dtypes.bfloat16) if value.dtype == np.uint16 else value  # how T5X's version 2 has it
+
+    def _dtype(self, stored: str) -> str:
+        """Raises UserError where it is none of a weight."""
+        leaf = self._leaves[stored]
+        kind = leaf.dtype if isinstance(leaf, np.ndarray) else _opened(leaf, self.path, stored).dtype.numpy_dtype
+        if not isinstance(leaf, np.ndarray) and kind == np.uint16:
+            return "bfloat16"
+        if kind.name not in hf_folder.DTYPES:
+            raise UserError(f"{self.path}: {stored} is stored as {kind}, must be one of {', '.join(hf_folder.DTYPES)}")
+        return kind.name
 
     def _shape(self, stored: str) -> Shape:
         leaf = self._leaves[stored]
@@ -184,8 +201,7 @@ class T5xModel:
         for level in levels if os.path.basename(folder) == "state" else levels[:2]:
             path = os.path.join(level, "config.gin")
             if os.path.exists(path):
-                with open(path, encoding="utf-8") as file:
-                    return file.read()
+                return outputs.read(path)
         return None
 
     def _vocabulary(self, text: str | None) -> dict[str, bytes]:
@@ -293,6 +309,8 @@ def _collect(node: Any, prefix: str, put: Callable[[str, Leaf], None]) -> None:
         put(prefix, np.concatenate(parts).reshape(shape))
     elif isinstance(node, Mapping) and node.keys() >= _SPEC:
         path = node["kvstore"].get("path", node.get("path"))  # until TensorStore 0.1.14 it was outside
+        if not isinstance(path, str):
+            raise ValueError(f"{prefix} has the path {path!r}")
         put(prefix, _zarr(path))
     elif isinstance(node, Mapping):
         for name, inner in node.items():
@@ -347,6 +365,8 @@ def _check_chunks(folder: str) -> None:
     """Raises where a file is missing: zarr reads zeros then."""
     with open(os.path.join(folder, ".zarray"), encoding="utf-8") as file:
         about = json.load(file)
+    if not isinstance(about, dict):
+        raise ValueError("its .zarray is no object")
     grid = [-(-size // chunk) for size, chunk in zip(about["shape"], about["chunks"], strict=True)]
     for at in np.ndindex(*grid):
         chunk = about.get("dimension_separator", ".").join(map(str, at)) or "0"
@@ -358,6 +378,6 @@ def _check_chunks(folder: str) -> None:
 def _damage_told(root: str, name: str) -> Iterator[None]:
     try:
         yield
-    except (ValueError, KeyError, OSError) as error:
+    except (ValueError, KeyError, OSError, TypeError, ArithmeticError) as error:
         cause = " ".join(str(error).split())[:160]
         raise UserError(f"{root}: {name} is missing or damaged ({cause}): copy the checkpoint again") from error

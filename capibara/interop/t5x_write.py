@@ -52,6 +52,7 @@ def save_t5x(
             raise UserError(f"T5X's T5 has {key} = {value}, and this model {config[key]}: take hf or gguf")
     rows = {row.hf.name: row for row in t5x_names.rows(config["feed_forward_proj"].startswith("gated-")).values()}
     kind = np.dtype(hf_folder.DTYPES[dtype])
+    files = {"config.gin": t5x_names.gin_text(config).encode()}
     with hf_folder.whole(folder) as partial:
         target: dict[str, Any] = {}
         step = os.path.join(partial, "checkpoint_0")
@@ -66,7 +67,6 @@ def save_t5x(
         contents = {"version": _VERSION, "optimizer": {"target": target, "state": state}}
         with open(os.path.join(step, INDEX), "wb") as file:
             file.write(msgpack.packb(contents, use_bin_type=True))
-        files = {"config.gin": t5x_names.gin_text(config).encode()}
         files |= {name: content for name, content in tokenizer.items() if name.endswith(".model")}
         for name, content in files.items():
             with open(os.path.join(partial, name), "wb") as file:

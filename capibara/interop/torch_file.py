@@ -10,8 +10,10 @@ from __future__ import annotations
 import collections
 import os
 import pickle
+import pickletools
 import struct
 import zipfile
+import zlib
 from collections.abc import Mapping
 from typing import Any, BinaryIO, NamedTuple
 
@@ -118,14 +120,14 @@ class TorchFile:
 
     def _of_pickles(self, file: BinaryIO) -> Mapping[str, Any]:
         file.seek(0)
-        if _Unpickler(file).load() != _MAGIC or _Unpickler(file).load() != _PROTOCOL:
+        if _loaded(file) != _MAGIC or _loaded(file) != _PROTOCOL:
             raise Refused("it is no file of torch.save")
-        if not _Unpickler(file).load().get("little_endian", True):
+        if not _loaded(file).get("little_endian", True):
             raise Refused("it was written on a big-endian machine")
         found = _state_dict(file)
         sizes = {value.storage.key: np.dtype(_KINDS[value.storage.kind][1]).itemsize for value in _slices(found)}
         end = os.fstat(file.fileno()).st_size
-        for key in _Unpickler(file).load():
+        for key in _loaded(file):
             (count,) = struct.unpack("<q", file.read(8))
             self._starts[key] = file.tell()
             if file.seek(count * sizes[key], os.SEEK_CUR) > end:
@@ -143,16 +145,19 @@ class TorchFile:
                     else:
                         with zipfile.ZipFile(file) as archive:
                             content = archive.read(f"{self._prefix}data/{storage.key}")  # compares its checksum
-            except (zipfile.BadZipFile, KeyError, EOFError, OSError) as error:
+            # RuntimeError: it is encrypted, or compressed in a way that is not known.
+            except (zipfile.BadZipFile, zlib.error, KeyError, EOFError, OSError, RuntimeError) as error:
                 raise Refused(_cause(error)) from error
             if len(content) < size:
                 raise Refused("it ends before its tensors do")
+            if len(content) > size:
+                raise Refused(f"the storage {storage.key} has {len(content)} bytes, its tensors have {size}")
             self._held = storage.key, content
         return self._held[1]
 
 
 def _state_dict(file: BinaryIO) -> Mapping[str, Any]:
-    found = _Unpickler(file).load()
+    found = _loaded(file)
     if not isinstance(found, Mapping):
         raise Refused(f"it holds a {type(found).__name__}, must be a state dict")
     return found
@@ -169,6 +174,8 @@ def _cause(error: BaseException) -> str:
 def _rebuild(storage: _Storage, offset: int, shape: Shape, strides: tuple[int, ...], *_: Any) -> _Slice:
     if not isinstance(storage, _Storage):
         raise pickle.UnpicklingError("a tensor without a storage")
+    if len(shape) != len(strides) or min(map(int, shape), default=0) < 0:
+        raise pickle.UnpicklingError(f"a tensor with {len(shape)} dimensions, {len(strides)} strides")
     return _Slice(storage, int(offset), tuple(map(int, shape)), tuple(map(int, strides)))
 
 
@@ -178,6 +185,16 @@ _CALLABLE = {
     ("torch._utils", "_rebuild_tensor_v2"): _rebuild,
     ("torch._utils", "_rebuild_parameter"): lambda tensor, *_: tensor,
 }
+
+
+def _loaded(file: BinaryIO) -> Any:
+    """The next pickle of a file, after a look at it: a large index makes the memory for all below it, 16 times as large."""
+    begin = file.tell()
+    for opcode, argument, at in pickletools.genops(file):
+        if "PUT" in opcode.name and argument > at - begin:
+            raise Refused(f"its pickle has place for {argument} values and fewer bytes")
+    file.seek(begin)
+    return _Unpickler(file).load()
 
 
 class _Unpickler(pickle.Unpickler):
@@ -191,7 +208,9 @@ class _Unpickler(pickle.Unpickler):
             return name  # no tensor comes of calling it
         if (module, name) not in _CALLABLE:
             raise Refused(f"it would run {module}.{name}, must hold tensors alone: save its state_dict()")
-        return _CALLABLE[module, name]
+        call = _CALLABLE[module, name]
+        # A pickle may set attributes of what it names (BUILD): of a function it gets one of its own.
+        return call if isinstance(call, type) else lambda *given: call(*given)
 
     def persistent_load(self, pid: Any) -> _Storage:
         what, kind, key, _, count, *view = pid

@@ -83,7 +83,7 @@ def test_adapters_of_a_run_go_out_and_are_merged_to_the_same(name, tmp_path, cap
     assert hf_config.resolved(model.config) == hf_config.resolved(plain.config) and model.config.lora is None
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-6), got, want)
     os.rename(tmp_path / "base", tmp_path / "elsewhere")
-    argv = [f"--from={tmp_path}/adapter", f"--base={tmp_path}/elsewhere", "--dtype=f32"]
+    argv = [f"--from={tmp_path}/adapter", f"--base={tmp_path}/elsewhere"]  # in f32, as the base
     assert run(*argv, f"--to={tmp_path}/hf") == 0
     values = hf_folder.config_of(str(tmp_path / "hf"))
     assert values["model_type"] == hf_folder.config_of(str(tmp_path / "elsewhere"))["model_type"]

@@ -136,6 +136,8 @@ DAMAGES = {
         "q_proj.weight is missing in the checkpoint",
     ),
     "index without a map": ("several", with_index(lambda index: {}), "has no weight_map"),
+    "index of no tensors": ("several", with_index(lambda index: {"weight_map": {}}), "holds no tensors"),
+    "no tensors": ("one", written_over("model.safetensors", struct.pack("<Q", 2) + b"{}"), "holds no tensors"),
     "index is no JSON": ("several", written_over("model.safetensors.index.json", b"{"), "cannot be read"),
     "config is no JSON": ("one", written_over("config.json", b'{"model_type": '), "config.json cannot be read"),
     "config is a list": ("one", written_over("config.json", b"[]"), "config.json is no JSON object"),

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 import tokenizers
+from safetensors import numpy as safetensors
 
 from capibara import cli, config, convert
 from capibara.data.dataset import Dataset
@@ -106,6 +107,22 @@ def test_a_folder_goes_to_a_folder_of_another_dtype(model_dir, params, tmp_path)
     assert all(np.array_equal(same.read(name), half.read(name)) for name in full.shapes())
 
 
+def test_tensors_of_several_dtypes_lose_nothing(model_dir, tmp_path):
+    assert run(f"--from={model_dir}", f"--to={tmp_path}/mixed", "--dtype=bf16") == 0
+    path = str(tmp_path / "mixed" / "model.safetensors")
+    values = {name: value.astype(np.float32) for name, value in safetensors.load_file(path).items() if value.ndim == 1}
+    values = {name: value + np.float32(1e-5) for name, value in values.items()}
+    safetensors.save_file(safetensors.load_file(path) | values, path)
+    (tmp_path / "mixed.gguf.partial").write_text("mine")
+    assert run(f"--from={tmp_path}/mixed", f"--to={tmp_path}/out") == 0
+    assert run(f"--from={tmp_path}/mixed", f"--to={tmp_path}/mixed.gguf", "--dtype=f16") == 0
+    out = safetensors.load_file(str(tmp_path / "out" / "model.safetensors"))
+    assert all(np.array_equal(out[name], value) for name, value in values.items())
+    # Vectors of a GGUF file are f32, whatever the model was.
+    assert checkpoint.stored_dtype(checkpoint.open_model(f"{tmp_path}/mixed.gguf")) == "float16"
+    assert (tmp_path / "mixed.gguf.partial").read_text() == "mine"
+
+
 def test_experts_of_a_layer_in_one_tensor_are_written_one_by_one(tmp_path):
     model = api.build(
         DecoderConfig(
@@ -162,6 +179,12 @@ def test_a_configuration_is_the_same_as_gin_text():
         (["--from=HF", "--to=HF"], "is there already"),
         (["--from=HF", "--to=y", "--dtype=q8_0"], "--dtype=q8_0 is of gguf"),
         (["--from=HF", "--to=y", "--format=capibara", "--dtype=bf16"], "a run folder has f32"),
+        (["--from=HF", "--to=y", "--format=gguf"], "--to=y with --format=gguf must end in .gguf"),
+        (["--from=HF", "--to=y.gguf", "--format=hf"], "--to=y.gguf with --format=hf must not end in .gguf"),
+        (["--from=HF", "--to=HF/config.json/y"], "cannot be written (Not a directory)"),
+        (["--from=HF", "--to=HF/config.json/y", "--format=capibara"], "cannot be written (Not a directory)"),
+        (["--from=HF", "--to=HF/config.json/y.gguf"], "cannot be written (File exists)"),
+        (["--from=nowhere", "--to=."], "is the folder that you are in"),
     ],
 )
 def test_mistakes_are_one_line(argv, message, model_dir, tmp_path, monkeypatch, capsys):

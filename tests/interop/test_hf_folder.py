@@ -275,3 +275,15 @@ def test_a_write_that_fails_leaves_nothing_and_nothing_is_written_over(tmp_path)
         assert json.load(file) == {}
     with pytest.raises(UserError, match="must be a new folder"):
         written(folder, model, host_params(model))
+
+
+def test_a_write_leaves_alone_what_has_a_name_like_it(tmp_path):
+    (tmp_path / "model.partial").mkdir()
+    (tmp_path / "model.partial" / "mine.txt").write_text("mine")
+    model = api.build(LLAMA)
+    folder = written(tmp_path / "model", model, host_params(model))
+    assert sorted(os.listdir(tmp_path)) == ["model", "model.partial"] and os.listdir(tmp_path / "model.partial")
+    (tmp_path / "like").mkdir()
+    assert os.stat(folder).st_mode == os.stat(tmp_path / "like").st_mode
+    with pytest.raises(UserError, match="cannot be written"):
+        written(tmp_path / "model" / "config.json" / "below", model, host_params(model))

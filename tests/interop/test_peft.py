@@ -105,6 +105,15 @@ def test_adapters_of_parts_of_a_fused_tensor_become_one(tmp_path, name, rslora):
         (dict(peft_type="IA3"), "has peft_type = 'IA3', of which we have nothing"),
         (dict(bias="all"), "has bias = 'all'"),
         (dict(layers_to_transform=[0]), r"has layers_to_transform = \[0\]"),
+        ("list", "is no JSON object"),
+        (dict(r=None), "has r = None, must be a whole number"),
+        (dict(r="x"), "has r = 'x', must be a whole number"),
+        (dict(lora_alpha=None), "has lora_alpha = None, must be a number"),
+        (dict(lora_alpha="x"), "has lora_alpha = 'x', must be a number"),
+        (dict(alpha_pattern=["a"]), r"has alpha_pattern = \['a'\], must be an object"),
+        (dict(alpha_pattern={"(": 3}), "has alpha_pattern = "),
+        (dict(alpha_pattern={"q": "x"}), "has alpha_pattern = "),
+        (dict(base_model_name_or_path=5), "has base_model_name_or_path = 5, must be a name"),
         ("gone", r"layers\.1\.self_attn\.q_proj\.lora_B\.weight is missing in the adapter"),
         ("other", "embed_tokens.lora_embedding_A.* is of no weight that has adapters in this llama model"),
         ("shape", r"has the shape \[4, 31\], must be \[4, 32\] in this model"),
@@ -116,6 +125,8 @@ def test_what_is_no_adapter_of_ours_is_refused(folder, change, told):
     values, layer = safetensors.load_file(weights), "base_model.model.model.layers.1.self_attn.q_proj.lora_"
     if isinstance(change, dict):
         config.write_text(json.dumps(json.loads(config.read_text()) | change))
+    elif change == "list":
+        config.write_text("[]")
     elif change == "gone":
         del values[layer + "B.weight"]
     elif change == "other":

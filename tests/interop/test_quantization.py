@@ -37,6 +37,9 @@ class Source:
     def shapes(self):
         return {name: value.shape for name, value in self.values.items()}
 
+    def dtype(self, name):
+        return self.values[name].dtype.name
+
     def read(self, name):
         return self.values[name]
 
@@ -271,6 +274,56 @@ def test_conversations_are_calibration_text_too(tmp_path):
     file.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
     made = made_of(Source("llama"), asked("gptq", str(file)), q4_0=True)
     assert len(made.packed) == 14
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "rtn"])
+@pytest.mark.parametrize(
+    "name", ["layers.1.mlp.up_proj.weight", "layers.0.input_layernorm.weight", "embed_tokens.weight"]
+)
+def test_values_that_are_not_finite_are_told(name, method, text):
+    source = Source("llama")
+    value = source.values[f"model.{name}"] = source.values[f"model.{name}"].copy()
+    value[..., 0] = np.nan
+    with pytest.raises(ValueError, match=f"model.{name} has values that are not finite"):
+        made_of(source, asked(method, text), q4_0=True)
+
+
+def test_layers_are_told_as_they_are_reached(text):
+    source, seen = Source("llama"), []
+    model, params = ours(source)
+    how, show = asked("rtn", text), lambda *given: seen.append(given)
+    quantization.quantize(model, params, source.config, source.tokenizer, how, q4_0=True, show=show)
+    assert seen == [("quantizing", "layer 1 of 2"), ("quantizing", "layer 2 of 2")]
+
+
+def test_outputs_that_make_no_word_are_told(text):
+    c = api.DecoderConfig(
+        vocab_size=96, embed_dim=32, num_layers=1, num_heads=8, num_kv_heads=1, head_dim=4, mlp_dim=32
+    )
+    model = api.build(c)
+    params = jax.tree.map(lambda s: np.ones(s.shape, np.float32), model.abstract_params)
+    values = hf_config.to_hf(c)
+    with pytest.raises(
+        ValueError, match=r"layers.0.self_attn.k_proj.weight has 4 outputs, .* multiple of 8: take gguf"
+    ):
+        quantization.quantize(model, params, values, {}, asked("rtn", text), q4_0=False)
+    assert quantization.quantize(model, params, values, {}, asked("rtn", text), q4_0=True).packed
+
+
+def test_a_tokenizer_of_another_model_is_told(text):
+    source = Source("llama")
+    model, params = ours(source)
+    files = {"tokenizer.json": b"{", "tokenizer_config.json": b"{}"}
+    for tokenizer, told in ((files, "the tokenizer of --from cannot be used: tokenizer.json is not a tokenizer.json"),):
+        with pytest.raises(ValueError, match=told) as error:
+            quantization.quantize(model, params, source.config, tokenizer, asked("gptq", text), q4_0=True)
+        assert "/tmp" not in str(error.value)
+    more = json.loads(source.tokenizer["tokenizer.json"])
+    size = model.config.vocab_size
+    more["model"]["vocab"] = {piece: i + size * (piece == "e") for piece, i in more["model"]["vocab"].items()}
+    tokenizer = source.tokenizer | {"tokenizer.json": json.dumps(more).encode()}
+    with pytest.raises(ValueError, match="the tokenizer gives the id .*, and the model has vocab_size"):
+        quantization.quantize(model, params, source.config, tokenizer, asked("gptq", text), q4_0=True)
 
 
 @pytest.mark.parametrize(

@@ -324,6 +324,7 @@ def test_gin_says_what_a_checkpoint_does_not(params, tmp_path, capsys, caplog):
     [
         (dict(relative_buckets=16, relative_distance=64), "relative_attention_num_buckets = 32, and this model 16"),
         (dict(norm_eps=1e-5), "layer_norm_epsilon = 1e-06, and this model 1e-05"),
+        (dict(activation="gelu_exact"), "T5X has no feed_forward_proj = 'gelu', must be one of"),
     ],
 )
 def test_what_t5x_does_not_compute_is_not_written(changes, told, tmp_path):
@@ -368,6 +369,44 @@ def it_is_nothing_of_the_kind(folder):
         file.write(msgpack.packb({"version": 3, "optimizer": [1, 2]}))
 
 
+def index_with(change):
+    """The specification of the embedding in the index is changed."""
+
+    def damage(folder):
+        with open(f"{folder}/checkpoint", "rb") as file:
+            content = msgpack.unpackb(file.read(), strict_map_key=False)
+        change(content["optimizer"]["target"]["token_embedder"])
+        with open(f"{folder}/checkpoint", "wb") as file:
+            file.write(msgpack.packb(content))
+
+    return damage
+
+
+def about_with(**values):
+    """The .zarray of the embedding is changed."""
+
+    def damage(folder):
+        path = f"{folder}/target.token_embedder.embedding/.zarray"
+        with open(path) as file:
+            about = json.load(file)
+        with open(path, "w") as file:
+            json.dump(about | values if values else [], file)
+
+    return damage
+
+
+def gin_says(content):
+    def damage(folder):
+        with open(f"{folder}/config.gin", "wb") as file:
+            file.write(content)
+
+    return damage
+
+
+INTEGERS = packed(np.ones((96, 16), np.int32))
+ARRAY = "token_embedder/embedding is missing or damaged"
+
+
 @pytest.mark.parametrize(
     ("damage", "told"),
     [
@@ -377,6 +416,17 @@ def it_is_nothing_of_the_kind(folder):
         (chunk_is_damaged, "encoder/layers_0/mlp/wi_0/kernel is missing or damaged"),
         (tensorflow_made_it, "is TensorFlow's"),
         (it_is_nothing_of_the_kind, "is no T5X checkpoint, cut short or damaged"),
+        (index_with(lambda of: of["embedding"]["kvstore"].pop("path")), "token_embedder/embedding has the path None"),
+        (index_with(lambda of: of["embedding"]["kvstore"].update(path=5)), "token_embedder/embedding has the path 5"),
+        (index_with(lambda of: of.update(embedding=INTEGERS)), "embedding is stored as int32, must be one of float32"),
+        (about_with(), ARRAY),
+        (about_with(chunks=[0, 0]), ARRAY),
+        (about_with(shape=None), ARRAY),
+        (gin_says(b"network.T5Config.mlp_activations = 5"), r"mlp_activations = \(5,\), must be one of"),
+        (gin_says(b"network.T5Config.mlp_activations = ([1], 2)"), "mlp_activations = .*, must be one of"),
+        (gin_says(b"network.T5Config.param_scan_axis = 'x'"), "param_scan_axis = 'x', must be an axis"),
+        (gin_says(b"A = %B\nB = %A\nnetwork.T5Config.num_heads = %A\n"), "is a macro of itself"),
+        (gin_says(b"\xff\xfe"), "config.gin is no text in UTF-8"),
     ],
 )
 def test_what_is_damaged_is_told_in_a_line(damage, told, params, tmp_path):

@@ -97,6 +97,13 @@ class Evil:
         return self.call
 
 
+# {"a": a tensor [2, 2] in the storage 0}
+TENSOR = (
+    b"\x80\x02}(X\x01\x00\x00\x00actorch._utils\n_rebuild_tensor_v2\n((X\x07\x00\x00\x00storagectorch\nFloatStorage\n"
+    b"X\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x04tQK\x00(K\x02K\x02t(K\x02K\x01ttRu."
+)
+
+
 def zipped(content):
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w") as archive:
@@ -120,6 +127,8 @@ def test_a_pickle_is_never_run(call, around, tmp_path, monkeypatch):
         (zipped(pickle.dumps([1, 2])), "holds a list, must be a state dict"),
         (zipped(pickle.dumps({"model": {"a": 1}})), "it has 'model', a dict, must be tensors alone"),
         (zipped(b"\x80\x02}q"), "."),
+        (zipped(b"\x80\x02}r\xff\xff\xff\x0f."), "has place for 268435455 values"),
+        (zipped(TENSOR.replace(b"(K\x02K\x02t", b"(K\x02t", 1)), "a tensor with 1 dimensions, 2 strides"),
         (b"PK\x03\x04 and no more", "not a zip file"),
         (b"", "."),
         (pickle.dumps(5), "no file of torch.save"),
@@ -147,6 +156,29 @@ def test_a_file_cut_anywhere_or_with_a_changed_byte_is_refused(form, tmp_path):
         path.write_bytes(whole[: at + 5] + bytes([whole[at + 5] ^ 1]) + whole[at + 6 :])
         with pytest.raises(torch_file.Refused, match="CRC"):
             read_all(path)
+
+
+def test_a_pickle_leaves_nothing_behind(tmp_path):
+    build = b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n(N}(X\x04\x00\x00\x00evilK\x01utb."
+    (tmp_path / "model.bin").write_bytes(zipped(build))
+    with pytest.raises(torch_file.Refused, match="must be a state dict"):
+        torch_file.TorchFile(str(tmp_path / "model.bin"))
+    assert not hasattr(torch_file._rebuild, "evil")
+
+
+@pytest.mark.parametrize(("damage", "told"), [("more", "has 17 bytes, its tensors have 16"), ("locked", "encrypted")])
+def test_storages_that_cannot_be_read_are_refused(damage, told, tmp_path):
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w") as archive:
+        archive.writestr("archive/data.pkl", TENSOR)
+        archive.writestr("archive/data/0", bytes(17 if damage == "more" else 16))
+    content = bytearray(out.getvalue())
+    if damage == "locked":
+        content[content.rindex(b"PK\x01\x02") + 8] |= 1
+        content[content.rindex(b"PK\x03\x04") + 6] |= 1
+    (tmp_path / "model.bin").write_bytes(content)
+    with pytest.raises(torch_file.Refused, match=told):
+        read_all(tmp_path / "model.bin")
 
 
 def read_all(path):
