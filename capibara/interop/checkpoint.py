@@ -176,7 +176,7 @@ def stored_dtype(foreign: ForeignModel) -> str:
     """The dtype that holds every value of a model's tensors: float32, float16 or bfloat16."""
     names = tables.NAMES[hf_config.text_part(foreign.config)["model_type"]]
     found = {foreign.dtype(name) for name in foreign.shapes() if names.canonical(name) is not None}
-    return found.pop() if len(found) == 1 else "float32"
+    return found.pop() if found in ({"bfloat16"}, {"float16"}) else "float32"
 
 
 def hf_shapes(model: Model, model_type: str) -> dict[str, Shape]:

@@ -240,8 +240,8 @@ def write(
         return _in_4_bits(source, target, form, dtype, how, show)
     if form == "capibara":
         return _as_run(source, target, save)
-    dtype = dtype or _stored(source)
     view = source if isinstance(source, OurModel) else _Checked(source)
+    dtype = dtype or _stored(source)
     shapes = view.shapes()
     config = dict(view.config) | {name: _FLOATS.get(dtype, "float32") for name in ("dtype", "torch_dtype")}
     if form == "gguf":

@@ -118,6 +118,11 @@ DAMAGES = {
         with_header(lambda header: header | {QUERY: header[QUERY] | {"dtype": "I32"}}),
         "q_proj.weight is stored as I32, must be one of",
     ),
+    "all tensors of integers": (
+        "one",
+        with_header(lambda header: {name: value | {"dtype": "I32"} for name, value in header.items() if "." in name}),
+        "is stored as I32, must be one of",
+    ),
     "shape turned": (
         "one",
         with_header(lambda header: header | {QUERY: header[QUERY] | {"shape": [16, 64]}}),

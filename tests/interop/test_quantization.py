@@ -16,6 +16,7 @@ import gguf_cases as cases  # noqa: E402
 from safetensors.numpy import load_file  # noqa: E402
 
 from capibara import cli, convert  # noqa: E402
+from capibara.data.vocabulary import ByteVocabulary  # noqa: E402
 from capibara.interop import awq, calibration, checkpoint, conversion, grid, hf_config, quantization  # noqa: E402
 from capibara.interop.gguf_read import open_gguf  # noqa: E402
 from capibara.interop.gptq import gptq  # noqa: E402
@@ -314,16 +315,23 @@ def test_a_tokenizer_of_another_model_is_told(text):
     source = Source("llama")
     model, params = ours(source)
     files = {"tokenizer.json": b"{", "tokenizer_config.json": b"{}"}
-    for tokenizer, told in ((files, "the tokenizer of --from cannot be used: tokenizer.json is not a tokenizer.json"),):
-        with pytest.raises(ValueError, match=told) as error:
-            quantization.quantize(model, params, source.config, tokenizer, asked("gptq", text), q4_0=True)
-        assert "/tmp" not in str(error.value)
+    with pytest.raises(
+        ValueError, match="the tokenizer of --from cannot be used: tokenizer.json is not a tok"
+    ) as error:
+        quantization.quantize(model, params, source.config, files, asked("gptq", text), q4_0=True)
+    assert "/tmp" not in str(error.value)
     more = json.loads(source.tokenizer["tokenizer.json"])
     size = model.config.vocab_size
     more["model"]["vocab"] = {piece: i + size * (piece == "e") for piece, i in more["model"]["vocab"].items()}
     tokenizer = source.tokenizer | {"tokenizer.json": json.dumps(more).encode()}
     with pytest.raises(ValueError, match="the tokenizer gives the id .*, and the model has vocab_size"):
         quantization.quantize(model, params, source.config, tokenizer, asked("gptq", text), q4_0=True)
+
+
+def test_conversations_need_a_template(tmp_path):
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "hi"}]}) + "\n")
+    with pytest.raises(ValueError, match="chats.jsonl:1 is a conversation, and --from has no tokenizer.json"):
+        calibration.rows(str(tmp_path / "chats.jsonl"), {}, ByteVocabulary(), length=32, most=8)
 
 
 @pytest.mark.parametrize(
