@@ -66,20 +66,20 @@ def run(args) -> None:
     check_generates(model)
     prompts = files.read_prompts(args.prompts, sampling) if args.prompts else []
     typed = talk and args.prompt is None and sys.stdin.isatty()
-    if not (prompts or args.benchmark or typed):
-        prompt = sys.stdin.read().rstrip("\n") if args.prompt is None else args.prompt
+    if not (args.prompts or args.benchmark or typed):
+        prompt = files.read_standard_input() if args.prompt is None else args.prompt
         generate = Generator(model, vocabulary, lengths[0], sampling, lengths[1])
         text = generate(params, talk.ids(prompt), talk.ends) if talk else generate(params, prompt)
         print(text if lengths[1] or talk else prompt + text)
         return
-    if typed and not (prompts or args.benchmark):
+    if typed and not (args.prompts or args.benchmark):
         batching = dataclasses.replace(batching, slots=1)
     engine = Engine(model, params, vocabulary, lengths[0], batching, lengths[1])
     del params
     if args.benchmark:
         for name, value in speed.measure(engine, sampling, (lengths[1] or lengths[0]) // 2, vocabulary.size).items():
             print(f"{name:32} {value:12.1f}")
-    elif prompts:
+    elif args.prompts:
         for done in files.complete(engine, prompts, args.out, talk):
             print(f"\r{done} of {len(prompts)} texts in {args.out}", end="", file=sys.stderr)
         print(file=sys.stderr)

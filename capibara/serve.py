@@ -53,7 +53,7 @@ def serve(args) -> int:
     keys = server.keys_of(args.api_key_file, _KEY)
     try:
         listening = server.listen(args.host, args.port)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # the latter: a name that no host may have
         raise UserError(f"--host={args.host} --port={args.port} cannot be listened at ({error}): try others") from None
     address, port = listening.getsockname()[:2]
     if not keys and not ipaddress.ip_address(address).is_loopback:

@@ -32,6 +32,19 @@ _REASONING = ("<think>", "</think>")
 _SHOWN = "<template>"  # the file name that Jinja gives to a template's code
 
 
+class TemplateFails(UserError):
+    """A template failed for a conversation.
+
+    Args:
+      message: names the template's file and line.
+      why: what the template said, without them.
+    """
+
+    def __init__(self, message: str, why: str):
+        super().__init__(message)
+        self.why = why
+
+
 class Rendered(NamedTuple):
     """A conversation as text.
 
@@ -89,7 +102,7 @@ class ChatTemplate:
           guard: put guards into special tokens that messages spell; not again where that was done.
 
         Raises:
-          UserError: the template has a mistake, or refuses the conversation; it names the template's line.
+          TemplateFails: the template has a mistake, or refuses the conversation; it names the template's line.
         """
         import jinja2
 
@@ -100,9 +113,8 @@ class ChatTemplate:
             text = template.render(given, add_generation_prompt=add_generation_prompt)
         except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
             line = _line_of(error)
-            raise UserError(
-                f"{self._where(name)}{f':{line}' if line else ''} fails for {where}: {_said(error)}"
-            ) from None
+            place = f"{self._where(name)}{f':{line}' if line else ''}"
+            raise TemplateFails(f"{place} fails for {where}: {_said(error)}", _said(error)) from None
         return _without_marks(text) if self.has_generation_blocks(name) else Rendered(text, None)
 
     def guarded(self, conversation: Conversation) -> Conversation:

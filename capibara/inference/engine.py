@@ -73,7 +73,7 @@ class Engine:
         sizes = programs.Sizes(config.slots, length, encoder_length, dtype, config.draft_tokens)
         mesh = _mesh_of(params)
         self._programs = programs.build(model, vocabulary.size, sizes, mesh)
-        self._params, self._updated = self._programs.serving(params), None
+        self._params, self._updated, self._generation = self._programs.serving(params), None, 0
         self._state = self._programs.start()
         if mesh is None:
             # Said to lie where the parameters do: else the program that is called first is compiled twice.
@@ -102,7 +102,9 @@ class Engine:
         """
         if self._thread is None and not (self._waiting or self._pending or any(self._requests)):
             self._params = None  # no room for two
-        self._updated = self._programs.serving(params)
+        updated = self._programs.serving(params)
+        with self._changed:
+            self._updated = updated
 
     @property
     def load(self) -> tuple[int, int]:
@@ -229,10 +231,7 @@ class Engine:
 
     def step(self) -> bool:
         """Gives free slots to waiting requests and every slot a token; False where there was nothing to do."""
-        if self._updated is not None:
-            self._params, self._updated = self._updated, None
-            if self._prefixes:
-                self._prefixes.clear()
+        self._take_updated()
         self._drop_cancelled()
         admitted = self._admit_waiting()
         if self._config.draft_tokens or any(
@@ -247,6 +246,16 @@ class Engine:
         had = bool(self._pending)
         self._receive(1 if active else 0)
         return bool(admitted or active or had)
+
+    def _take_updated(self) -> None:
+        with self._changed:
+            updated, self._updated = self._updated, None
+        if updated is not None:
+            self._params = updated
+            self._generation += 1
+            self._reader.begin_anew(self._generation)
+            if self._prefixes:
+                self._prefixes.clear()
 
     def _active(self) -> list[tuple[int, Request]]:
         """The slots whose text has begun."""
@@ -299,7 +308,7 @@ class Engine:
                 request = self._waiting.popleft() if self._waiting else None
             if request is None:
                 break
-            self._requests[slot], request.slot = request, slot
+            self._requests[slot], request.slot, request.generation = request, slot, self._generation
             one = settings_of([request.sampling])
             self._settings = Settings(*map(lambda old, new: _with_row(old, slot, new), self._settings, one))
             self._reader.add(request)
@@ -407,7 +416,8 @@ class Engine:
         self._requests[slot] = None
         self._reader.drop(request)
         read = request.places - 1
-        if self._prefixes and read <= self._length and not request.stream.cancelled:
+        current = request.generation == self._generation
+        if self._prefixes and current and read <= self._length and not request.stream.cancelled:
             places = batching.bucket(read, self._length)
             request.row = self._programs.row(self._state, np.int32(slot), places), read
         self._settings = Settings(*map(lambda old, new: _with_row(old, slot, new), self._settings, _GREEDY))
@@ -417,7 +427,8 @@ class Engine:
         if request.row is not None:
             (row, read), request.row = request.row, None
             known = min(read, len(request.tokens))
-            self._prefixes.keep(request.tokens[:known], row | {"lengths": np.array([known], np.int32)})
+            if request.generation == self._generation:
+                self._prefixes.keep(request.tokens[:known], row | {"lengths": np.array([known], np.int32)})
 
 
 def check_generates(model: Model) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import sys
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
@@ -25,6 +26,18 @@ class Prompt:
     text: str
     sampling: Sampling
     rest: dict[str, Any]
+
+
+def read_standard_input() -> str:
+    """The prompt that it is, without the line's end.
+
+    Raises:
+      UserError: it is not in UTF-8.
+    """
+    try:
+        return sys.stdin.read().rstrip("\n")
+    except UnicodeDecodeError as error:
+        raise UserError(f"standard input is not text in UTF-8 ({error}): convert it, or give --prompt") from None
 
 
 def read_prompts(path: str, sampling: Sampling) -> list[Prompt]:

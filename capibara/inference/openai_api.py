@@ -14,6 +14,7 @@ import pydantic
 import pydantic_core
 
 from capibara.data.chat_formats import Format, read_conversation
+from capibara.data.chat_template import TemplateFails
 from capibara.fields import did_you_mean, short
 from capibara.inference import spelling
 from capibara.inference.refusal import Refusal
@@ -200,9 +201,14 @@ def asks_of_chat(asked: ChatAsked, served: Served, config: ServerConfig) -> list
         raise Refusal(400, f"{served.name} has no chat template: ask for completions", code="no_chat_template")
     try:
         record = {"messages": asked.messages, "tools": asked.tools if asked.tool_choice != "none" else None}
-        ids = talk.ids_after(read_conversation(record, "the request", Format.MESSAGES), "the request")
+        conversation = read_conversation(record, "the request", Format.MESSAGES)
     except UserError as error:
         raise Refusal(400, str(error), param="messages", code="invalid_messages") from None
+    try:
+        ids = talk.ids_after(conversation, "the request")
+    except UserError as error:  # whose message has paths of this machine, which are not for clients
+        why = f": {error.why}" if isinstance(error, TemplateFails) else ""
+        raise Refusal(400, f"the chat template fails{why}", param="messages", code="invalid_messages") from None
     return _asks(asked, ids, talk.ends, served, config, "messages")
 
 
@@ -259,7 +265,7 @@ def _sampling(asked: Asked, served: Served, config: ServerConfig, room: int) -> 
 
 
 def _stops(value: Any, config: ServerConfig) -> tuple[str, ...]:
-    stops = [value] if isinstance(value, str) else value or []
+    stops = [value] if isinstance(value, str) else [] if value is None else value
     if not isinstance(stops, list) or not all(
         isinstance(stop, str) and 0 < len(stop) <= _LONGEST_STOP for stop in stops
     ):

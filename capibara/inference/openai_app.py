@@ -97,7 +97,7 @@ def _authorised(keys: Sequence[str]) -> Callable[[Request], None]:
     async def check(request: Request) -> None:
         kind, _, given = request.headers.get("authorization", "").partition(" ")
         # All are compared, each in a time that does not tell how much of it is right.
-        right = [hmac.compare_digest(given.strip().encode("latin-1"), key) for key in known]
+        right = [hmac.compare_digest(given.strip(" \t").encode("latin-1"), key) for key in known]
         if known and not (kind.lower() == "bearer" and any(right)):
             raise Refusal(
                 401,

@@ -121,9 +121,9 @@ class CompletionReply(Reply):
         found: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for piece in pieces:
             if piece.token is not None:
-                found["tokens"].append(_spelled(self._served.vocabulary, piece.token))
+                found["tokens"].append(_named(self._served.vocabulary, piece.token))
                 found["token_logprobs"].append(max(_LEAST_LOGPROB, piece.log_probability))
-                best = {_spelled(self._served.vocabulary, token): value for token, value in reversed(piece.likeliest)}
+                best = {_named(self._served.vocabulary, token): value for token, value in reversed(piece.likeliest)}
                 found["top_logprobs"].append({token: max(_LEAST_LOGPROB, value) for token, value in best.items()})
                 found["text_offset"].append(self._offsets[index])
             self._offsets[index] += len(piece.text)
@@ -173,6 +173,15 @@ class ChatReply(Reply):
             "bytes": [*vocabulary.bytes_of([token])],
             "logprob": max(_LEAST_LOGPROB, log_probability),
         }
+
+
+def _named(vocabulary: Vocabulary, token: int) -> str:
+    """Its text; its bytes where it is a part of characters: as text, many tokens would have one name."""
+    spelled = vocabulary.bytes_of([token])
+    try:
+        return spelled.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
 
 
 def _spelled(vocabulary: Vocabulary, token: int) -> str:

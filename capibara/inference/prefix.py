@@ -37,7 +37,8 @@ class PrefixCache:
         best, most = None, self._shortest - 1
         for entry in self._entries:
             common = min(common_beginning(entry.tokens, wanted), len(wanted) - 1)
-            whole = self._window is None or len(entry.tokens) <= self._window or common == len(entry.tokens)
+            # A row that an end token ended has read that too: with as many tokens as the window its first is gone.
+            whole = self._window is None or len(entry.tokens) < self._window or common == len(entry.tokens)
             if whole and common > most:
                 best, most = entry, common
         if best is None:

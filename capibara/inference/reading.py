@@ -55,6 +55,12 @@ class Reader:
                 self._part = None
             self._waiting.remove(request)
 
+    def begin_anew(self, generation: int) -> None:
+        """There are other parameters: what waits is read with them from its first token."""
+        self._part = None
+        for request in self._waiting:
+            request.generation, request.cached_tokens = generation, 0
+
     def read(self, params: Params) -> Iterator[Read]:
         """Reads about as many tokens as are read at a time; gives the requests of which that was the end."""
         left = self._most

@@ -29,6 +29,7 @@ class Request:
       forced: index in the text -> token that is put there.
       cached_tokens: tokens of the prompt that were read before.
       slot: where its row is; None: nowhere.
+      generation: of the parameters that its row was begun with.
       row: its row's cache, copied for later prompts that begin so, and how many tokens that has read.
       drafter: guesses its next tokens; None: nobody asked yet.
       finished: whether its stream has ended.
@@ -50,7 +51,7 @@ class Request:
         self.tokens, self.prompt_tokens = list(prompt), len(prompt)
         self.sampling, self.stream, self.limit, self.likeliest = sampling, stream, limit, likeliest
         self.encoder = encoder
-        self.begun = self.received = self.cached_tokens = 0
+        self.begun = self.received = self.cached_tokens = self.generation = 0
         self.forced: dict[int, int] = {}
         self.slot: int | None = None
         self.row: tuple[Any, int] | None = None

@@ -42,16 +42,18 @@ class Sampling:
     def __post_init__(self):
         if self.max_new_tokens < 1:
             raise UserError(f"Sampling.max_new_tokens is {self.max_new_tokens}, must be at least 1")
-        if self.temperature < 0:
+        if not self.temperature >= 0:  # as NaN is not
             raise UserError(f"Sampling.temperature is {self.temperature}, must be at least 0 (0: greedy)")
-        if self.top_k is not None and self.top_k < 1:
-            raise UserError(f"Sampling.top_k is {self.top_k}, must be at least 1, or None for all tokens")
+        if self.top_k is not None and not 1 <= self.top_k < 2**31:
+            raise UserError(f"Sampling.top_k is {self.top_k}, must be from 1 to 2**31 - 1, or None for all tokens")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise UserError(f"Sampling.top_p is {self.top_p}, must be above 0 and at most 1, or None for all tokens")
         if self.min_p is not None and not 0 <= self.min_p <= 1:
             raise UserError(f"Sampling.min_p is {self.min_p}, must be from 0 to 1, or None for all tokens")
         if not self.repetition_penalty > 0:
             raise UserError(f"Sampling.repetition_penalty is {self.repetition_penalty}, must be above 0 (1: nothing)")
+        if not -(2**63) <= self.seed < 2**63:
+            raise UserError(f"Sampling.seed is {self.seed}, must be from -2**63 to 2**63 - 1")
         if isinstance(self.stop, str) or not all(self.stop):
             raise UserError(f'Sampling.stop is {self.stop!r}, must be a tuple of strings with text: try ("\\n\\n",)')
         if self.thinking_tokens is not None and self.thinking_tokens < 1:

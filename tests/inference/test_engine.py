@@ -171,6 +171,23 @@ def test_the_prefix_cache_keeps_to_its_bytes():
     assert kept.find([2, 1, 2, 3]) is None and kept.find([1, 1, 2, 3])[1] == 3  # the one used last stays
 
 
+def test_a_row_that_an_end_token_ended_at_its_window_is_not_cut():
+    model = api.build(dataclasses.replace(MODEL.config, num_layers=2, layer_pattern=("local",), window=32))
+    make = functools.partial(Engine, model, params(), VOCABULARY, LENGTH)
+    one, plain = make(EngineConfig(slots=1)), make(EngineConfig(slots=1, prefix_cache_mib=0))
+    prompt = list(range(10, 34))
+    drawn = Sampling(temperature=1.0, seed=1, max_new_tokens=20)
+    tokens = plain.submit(prompt, drawn).result().tokens
+    assert tokens[8] not in tokens[:8]
+    assert one.submit(prompt, drawn, ends=tokens[8:9]).result().tokens == tokens[:8]  # 32 in all; its end is read too
+    other = [*prompt, *tokens[:4], 70, 71]
+    found, want = one.submit(other, GREEDY).result(), plain.submit(other, GREEDY).result()
+    np.testing.assert_allclose(
+        *([p.log_probability for p in r.pieces if p.token is not None] for r in (found, want)), atol=1e-4
+    )
+    assert found.tokens == want.tokens and found.cached_tokens == len(prompt)
+
+
 def test_a_thought_has_no_more_tokens_than_its_budget():
     tags = ("<", ">")
     thinking = Sampling(temperature=1.0, seed=1, max_new_tokens=30, thinking_tokens=7, thinking_tags=tags)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 
 import jax
 import pytest
@@ -112,6 +113,47 @@ def test_parameters_are_replaced(params):
     after = one.submit("a prompt that is kept", GREEDY).result()
     assert after.tokens == want != before and after.cached_tokens == 0
     assert compiled == (one._programs.serving._cache_size(), one._programs.step._cache_size())
+
+
+@pytest.mark.parametrize("steps, parts", [(4, 1024), (1, 32)], ids=["a text under way", "a prompt half read"])
+def test_what_was_read_with_old_parameters_is_not_kept(params, steps, parts):
+    others = jax.tree.map(lambda x: x * 3, jax.jit(MODEL.init)(jax.random.key(2)))
+    prompt = list(range(10, 60))
+    one = made(params, slots=2, prefix_cache_mib=16, prefill_tokens=parts)
+    under_way = one.submit(prompt, GREEDY)
+    for _ in range(steps):
+        one.step()
+    one.update(others)
+    first, plain = under_way.result(), made(others)
+    if parts == 32:
+        assert first.tokens == plain.submit(prompt, GREEDY).result().tokens
+    again = one.submit([*prompt, 7], GREEDY).result()
+    assert again.tokens == plain.submit([*prompt, 7], GREEDY).result().tokens
+    assert again.cached_tokens == (len(prompt) if parts == 32 else 0)
+
+
+def test_parameters_that_come_while_others_are_taken_are_not_lost(params):
+    one = made(params)
+
+    class Slow(type(one)):
+        """Gives another thread all the time there is between looking and taking."""
+
+        def __setattr__(self, name, value):
+            if name == "_updated" and value is None:
+                other.start()
+                other.join(0.5)
+            super().__setattr__(name, value)
+
+    last = jax.tree.map(lambda x: x * 2, params)
+    other = threading.Thread(target=lambda: one.update(last))
+    one.update(params)
+    one.__class__ = Slow
+    one.step()
+    one.__class__ = Engine
+    other.join()
+    one.step()
+    want = one._programs.serving(last)
+    assert all((a == b).all() for a, b in zip(jax.tree.leaves(one._params), jax.tree.leaves(want)))
 
 
 @pytest.mark.heavy

@@ -156,7 +156,14 @@ def test_the_loop_samples_each_prompt():
     [
         dict(max_new_tokens=0),
         dict(temperature=-0.1),
+        dict(temperature=float("nan")),
         dict(top_k=0),
+        dict(top_k=2**31),
+        dict(seed=2**63),
+        dict(seed=-(2**63) - 1),
+        dict(top_p=float("nan")),
+        dict(min_p=float("nan")),
+        dict(repetition_penalty=float("nan")),
         dict(top_p=0.0),
         dict(top_p=1.1),
         dict(min_p=1.5),
@@ -171,3 +178,7 @@ def test_the_loop_samples_each_prompt():
 def test_bad_settings(bad):
     with pytest.raises(UserError, match=next(iter(bad))):
         Sampling(**bad)
+
+
+def test_the_largest_settings_are_drawn_with():
+    assert len(draws(LOGITS, seed=2**63 - 1, top_k=2**31 - 1)) == len(draws(LOGITS, seed=-(2**63)))

@@ -74,6 +74,7 @@ def test_mistakes_are_one_line(capfd, folder, tmp_path, monkeypatch):
     assert "lets other machines in: set CAPIBARA_API_KEY" in mistake(capfd, serve.main, model, "--host=0.0.0.0", *QUICK)
     assert "--port=70000" in mistake(capfd, serve.main, model, "--port=70000")
     assert "cannot be listened at" in mistake(capfd, serve.main, model, "--host=no.such.host.invalid", *QUICK)
+    assert "cannot be listened at" in mistake(capfd, serve.main, model, "--host=" + "a" * 64, *QUICK)
     with server.listen("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
         assert "cannot be listened at" in mistake(capfd, serve.main, model, f"--port={port}")

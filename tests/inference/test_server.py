@@ -186,6 +186,10 @@ def test_completions_name_likely_tokens(running):
     assert len(named.tokens) == len(named.token_logprobs) == len(named.top_logprobs) == len(named.text_offset) == 12
     assert all(max(best.values()) == value for best, value in zip(named.top_logprobs, named.token_logprobs))
     assert named.text_offset[0] == 0 and named.text_offset == sorted(named.text_offset)
+    many = running.client().completions.create(prompt="The", logprobs=20, **GREEDY).choices[0].logprobs
+    assert any(name.startswith("bytes:\\x") for best in many.top_logprobs for name in best)
+    assert not any("\ufffd" in name for best in many.top_logprobs for name in best)
+    assert all(name in best for best, name in zip(many.top_logprobs, many.tokens))
 
 
 def test_stop_strings_and_our_own_parameters(running, served):
@@ -237,6 +241,8 @@ REFUSED = {
     "a bias": ({"prompt": "a", "logit_bias": {"5": 1}}, "logit_bias", "not supported"),
     "too many texts": ({"prompt": ["a"] * 5, "n": 4}, "n", "5 prompts, n = 4: at most 16"),
     "too many stops": ({"prompt": "a", "stop": ["a"] * 5}, "stop", "at most 4"),
+    "a stop of zero": ({"prompt": "a", "stop": 0}, "stop", "stop is 0, must be a string or a list"),
+    "a stop of no kind": ({"prompt": "a", "stop": {}}, "stop", "must be a string or a list"),
     "an empty stop": ({"prompt": "a", "stop": [""]}, "stop", "1 to 1000 characters"),
     "echo with logprobs": ({"prompt": "a", "echo": True, "logprobs": 1}, "echo", "not supported"),
     "too many likely": ({"prompt": "a", "logprobs": 21}, "logprobs", "less than or equal to 20"),
@@ -249,7 +255,7 @@ REFUSED = {
     "an image": (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages", "type text"
     ),
-    "a template's refusal": ({"messages": [{"role": "judge", "content": "x"}]}, "messages", "role judge is not known"),
+    "a template's refusal": ({"messages": [{"role": "judge", "content": "x"}]}, "messages", "^[^/]*template fails: the role judge is not known[^/]*$"),
     "a conversation too long": ({"messages": [{"role": "user", "content": "x" * 300}]}, "messages", "at most 256"),
     "likely without logprobs": (CHAT | {"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
     "a tool that must be": (CHAT | {"tool_choice": "required"}, "tool_choice", "must be 'auto' or 'none'"),
@@ -321,6 +327,8 @@ def test_a_key_is_asked_for(served):
         assert running.client("first").completions.create(prompt="a", **GREEDY).choices
         second = {"Authorization": "Bearer zweiter-schlüssel".encode()}
         assert running.http("GET", "/v1/models", headers=second)[0] == 200
+        for key, want in ((b"first\t ", 200), (b"first\xa0", 401), (b"first\x85", 401)):
+            assert running.http("GET", "/v1/models", headers={"Authorization": b"Bearer " + key})[0] == want, key
         for path, want in (("/metrics", 401), ("/v1/models", 401), ("/health", 200), ("/ready", 200)):
             assert running.http("GET", path)[0] == want, path
         # Without a key not even a mistake in the body is told.

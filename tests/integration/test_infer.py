@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 
 import pytest
@@ -39,6 +40,18 @@ def test_a_process_of_its_own_reads_the_prompt_from_standard_input(trained):
     process = trained.start("infer", RUN, "--prompt=river gr", "--gin.Sampling.temperature=0")
     out, err = process.communicate(timeout=100)
     assert (process.returncode, err) == (0, "") and out.startswith("river gr")
+
+
+def test_standard_input_must_be_text(trained, here, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"river \xff"), encoding="utf-8"))
+    assert "standard input is not text in UTF-8" in mistake(here("infer", RUN))
+
+
+def test_no_prompts_are_no_texts(trained, here, monkeypatch):
+    (trained.folder / "none.txt").write_text("")
+    monkeypatch.setattr("sys.stdin", None)
+    assert here("infer", RUN, "--prompts=none.txt", "--out=none.jsonl").code == 0
+    assert (trained.folder / "none.jsonl").read_text() == ""
 
 
 def test_a_file_of_prompts_becomes_a_file_of_texts(here, infer, shell):
@@ -117,3 +130,4 @@ def test_mistakes_are_one_line(infer, here, shell):
     assert "holds another model" in mistake(infer("--gin.DecoderConfig.mlp_dim=96"))
     assert "Sampling.temperature is -1" in mistake(infer("--gin.Sampling.temperature=-1"))
     assert "did you mean temperature?" in mistake(infer("--gin.Sampling.temprature=1"))
+    assert "Sampling.seed is 1180591620717411303424" in mistake(infer("--gin.Sampling.seed=1180591620717411303424"))
