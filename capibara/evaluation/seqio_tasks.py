@@ -11,12 +11,12 @@ import numpy as np
 
 from capibara.config import configurable
 from capibara.data import tasks
-from capibara.evaluation.answers import Question, Show, ask, changed
+from capibara.evaluation.answers import Question, Show, ask
 from capibara.evaluation.metrics import Estimate
 from capibara.evaluation.predictions import Predictions
 from capibara.evaluation.scoring import Pair
 from capibara.evaluation.subject import Subject
-from capibara.inference.sampling import Sampling
+from capibara.inference.sampling import Sampling, changed
 from capibara.types import UserError
 
 PREFIX = "seqio:"
