@@ -109,6 +109,13 @@ def ranked(
         lines.append(line)
     left = range(len(lines), len(items))
     pairs = [pair for i in left for pair in _pairs(subject, task, items[i])]
+    owners = [(i, choice) for i in left for choice in items[i].choices]
+    for (i, choice), pair in zip(owners, pairs):
+        if not 0 < len(pair.continuation) <= subject.trainer.dataset.length:
+            raise UserError(
+                f"{name}, example {i}: the choice {choice[:40]!r} has {len(pair.continuation)} tokens, must have from 1 to "
+                f"Dataset.length ({subject.trainer.dataset.length}): raise that, or leave it out"
+            )
     scores = iter(subject.scorer(pairs, lambda count: show(name, f"{count} of {len(pairs)} choices")))
     lengths = iter([len(pair.continuation) for pair in pairs])
     for i in left:

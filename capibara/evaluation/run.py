@@ -67,7 +67,10 @@ def chosen(names: Sequence[str], limit: int | None) -> list[Task]:
         elif name in bound:
             with config.in_scope(name):
                 task = config.build(EvalTask)
-            found.append(Ours(name, task, read_items(name, task, limit)))
+            items = read_items(name, task, limit)
+            for metric in task.scored_by:
+                metrics.check_targets(metric, [item.target for item in items], name)
+            found.append(Ours(name, task, items))
         else:
             raise UserError(
                 f"--task={name} is bound nowhere{did_you_mean(name, [*bound, validation.NAME])} (a Gin file binds "
