@@ -61,7 +61,8 @@ def run(args) -> None:
     from capibara.evaluation.subject import open_subject
     from capibara.monitoring.status import StatusLine
 
-    outputs.check_writable(*filter(None, [args.out]), inputs=args.gin_file)
+    written = [path for path in (args.out, args.predictions) if path]
+    outputs.check_writable(*written, inputs=args.gin_file)
     devices.skip_absent_tpu()
     devices.use_compilation_cache()
     if args.emulate is not None:
@@ -79,6 +80,7 @@ def run(args) -> None:
         else:
             names = [name for value in args.task for name in value.split(",") if name]
             tasks = evaluation.chosen(names, args.limit)
+            outputs.check_writable(*written, inputs=evaluation.files_of(tasks))
             options = {"limit": args.limit, "predictions": args.predictions, "show": line.show}
             found = evaluation.evaluate(subject, tasks, **options)
             lines = evaluation.table(found)

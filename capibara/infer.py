@@ -18,7 +18,7 @@ examples:
   python -m capibara.infer --model_dir=runs/quickstart --prompt="import " --gin.Sampling.temperature=0
   echo "class " | python -m capibara.infer --model_dir=runs/quickstart --gin.Sampling.top_p=0.9
   python -m capibara.infer --model_dir=runs/quickstart --prompts=prompts.jsonl --out=texts.jsonl
-  python -m capibara.infer --model_dir=runs/finetune --chat --prompt="What is a capybara?"
+  python -m capibara.infer --model_dir=runs/finetune/adapted --chat --prompt="What is a capybara?"
   python -m capibara.infer --model=SmolLM2-135M-Instruct.gguf --chat
   python -m capibara.infer --model_dir=runs/quickstart --benchmark --gin.EngineConfig.slots=8"""
 
@@ -43,7 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if bool(args.prompts) != bool(args.out):
         raise UserError("--prompts and --out go together: name both files, e.g. --prompts=in.jsonl --out=out.jsonl")
     if args.model_dir and outputs.read(recorded := os.path.join(args.model_dir, "config.gin")) is None:
-        raise UserError(f"--model_dir={args.model_dir} is not a run folder: {recorded} is missing; train one first")
+        raise UserError(f"--model_dir={args.model_dir} is not a run folder: {recorded} is missing; train one, or name a model with --model=")
+    if args.out:
+        outputs.check_writable(args.out, inputs=[*args.gin_file, args.prompts])
     run(args)
     return 0
 
@@ -58,7 +60,9 @@ def run(args) -> None:
     devices.skip_absent_tpu()
     devices.use_compilation_cache()
     path = args.model_dir or args.model
-    trainer, model, params = loading.load(path, args.gin_file, args.gin_bindings, args.gin_search_paths).run
+    opened = loading.load(path, args.gin_file, args.gin_bindings, args.gin_search_paths)
+    (trainer, model, params), about = opened.run, opened.about
+    del opened  # the engine has a copy of the parameters
     vocabulary, lengths = trainer.dataset.get_vocabulary(), (trainer.dataset.length, trainer.dataset.encoder_length)
     sampling, batching = config.build(Sampling), config.build(EngineConfig)
     talk = chat.of_run(trainer.dataset) if args.chat else None
@@ -80,7 +84,8 @@ def run(args) -> None:
         for name, value in speed.measure(engine, sampling, (lengths[1] or lengths[0]) // 2, vocabulary.size).items():
             print(f"{name:32} {value:12.1f}")
     elif args.prompts:
-        for done in files.complete(engine, prompts, args.out, talk):
+        about |= {"cache_dtype": str(batching.cache_dtype), "length": lengths[0], "chat": args.chat}
+        for done in files.complete(engine, prompts, args.out, talk, about):
             print(f"\r{done} of {len(prompts)} texts in {args.out}", end="", file=sys.stderr)
         print(file=sys.stderr)
     else:

@@ -11,6 +11,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 
@@ -44,6 +45,11 @@ class Opened:
     path: str
     step: int | None
     weights: str
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """Which model it is, as JSON values."""
+        return {"model": self.path, "step": self.step, "weights": self.weights}
 
 
 def load(

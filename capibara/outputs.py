@@ -15,7 +15,10 @@ def check_writable(*paths: str, inputs: Iterable[str | os.PathLike[str]] = ()) -
 
     To be asked before the long work whose results they are for; it leaves nothing behind.
     """
-    taken = {os.path.realpath(path): "is read as a Gin file" for path in inputs}
+    taken = {
+        os.path.realpath(path): "is read as a Gin file" if os.fspath(path).endswith(".gin") else "is an input"
+        for path in inputs
+    }
     made: list[pathlib.Path] = []  # the innermost first
     try:
         for path in paths:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -14,7 +13,7 @@ from capibara.evaluation.scoring import Pair
 from capibara.evaluation.subject import Subject
 from capibara.evaluation.tasks import EvalTask, Item, PromptFormat
 from capibara.inference import spelling
-from capibara.inference.sampling import Sampling
+from capibara.inference.sampling import Sampling, changed
 from capibara.types import UserError
 
 _AHEAD = 4  # requests that wait for each slot
@@ -36,13 +35,6 @@ class Question:
     prompt: Sequence[int] | str
     sampling: Sampling
     ends: Sequence[int] = ()
-
-
-def changed(sampling: Sampling) -> dict[str, Any]:
-    """What differs from the defaults, as JSON values."""
-    fields = {field.name: getattr(sampling, field.name) for field in dataclasses.fields(sampling)}
-    default = Sampling()
-    return json.loads(json.dumps({name: x for name, x in fields.items() if x != getattr(default, name)}))
 
 
 def generated(
@@ -117,6 +109,13 @@ def ranked(
         lines.append(line)
     left = range(len(lines), len(items))
     pairs = [pair for i in left for pair in _pairs(subject, task, items[i])]
+    owners = [(i, choice) for i in left for choice in items[i].choices]
+    for (i, choice), pair in zip(owners, pairs):
+        if not 0 < len(pair.continuation) <= subject.trainer.dataset.length:
+            raise UserError(
+                f"{name}, example {i}: the choice {choice[:40]!r} has {len(pair.continuation)} tokens, must have from 1 to "
+                f"Dataset.length ({subject.trainer.dataset.length}): raise that, or leave it out"
+            )
     scores = iter(subject.scorer(pairs, lambda count: show(name, f"{count} of {len(pairs)} choices")))
     lengths = iter([len(pair.continuation) for pair in pairs])
     for i in left:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import logging
@@ -39,7 +40,7 @@ class Harness:
       chat: put prompts into the model's chat template.
       system: what the system says there; None: nothing.
       num_fewshot: examples before each question; None: as the task says.
-      begin_token: put the beginning token before every text, as our runs have it. Hugging Face's tokenizers of some
+      begin_token: put the beginning token before every text but a chat, as our runs have it. Hugging Face's tokenizers of some
         models (GPT-2, Qwen, SmolLM) do not: their published figures are without it.
       unsafe_code: run tasks that run a model's programs (by the harness's own means, without our sandbox).
     """
@@ -98,7 +99,8 @@ class CapibaraLM(TemplateLM):
             ids = spelling.ids_of(string, self._vocabulary)
             return ids[:-1] if add_special_tokens is False else ids
         ids, begin = self._vocabulary.encode(string), self._vocabulary.bos_id
-        wanted = self._options.begin_token if add_special_tokens is None else add_special_tokens
+        begins = self._options.begin_token and not self._options.chat  # a template has all that a chat begins with
+        wanted = begins if add_special_tokens is None else add_special_tokens
         return [begin, *ids] if wanted and ids[:1] != [begin] else ids
 
     def _loglikelihood_tokens(
@@ -127,34 +129,49 @@ class CapibaraLM(TemplateLM):
         return sums
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Texts, greedy unless a task says do_sample."""
+        """Texts, greedy unless a task says do_sample; one that is asked for again has another seed each time."""
+        asked = [request.args for request in requests]
+        came: collections.Counter = collections.Counter()
+        samplings = []
+        for context, kwargs in asked:
+            same = (context, repr(kwargs))
+            samplings.append(self._sampling(kwargs, seed=came[same]))
+            came[same] += 1
         texts: list[str] = []
         waiting: list[Any] = []
         with tqdm(total=len(requests), disable=disable_tqdm, desc="Generating") as bar:
             for number in range(len(requests)):
                 while len(waiting) < min(len(requests), number + _AHEAD * self._subject.slots):
-                    waiting.append(self._asked(*requests[len(waiting)].args))
+                    waiting.append(self._asked(asked[len(waiting)][0], samplings[len(waiting)]))
                 texts.append(waiting[number].result().text)
-                self.cache_hook.add_partial("generate_until", requests[number].args, texts[-1])
+                self.cache_hook.add_partial("generate_until", asked[number], texts[-1])
                 bar.update()
         return texts
 
-    def _asked(self, context: str, kwargs: dict[str, Any]) -> Any:
-        sampling = self._sampling(kwargs)
+    def _asked(self, context: str, sampling: Sampling) -> Any:
         engine, ends = self._subject.engine, self._subject.chat.ends if self._options.chat else ()
         if self._reads is not None:
             return engine.submit(context, sampling)
-        room = max(self.max_length - sampling.max_new_tokens, 1)
+        room = self.max_length - sampling.max_new_tokens
         return engine.submit(self.tok_encode(context)[-room:] or [self.prefix_token_id], sampling, ends=ends)
 
-    def _sampling(self, kwargs: dict[str, Any]) -> Sampling:
+    def _sampling(self, kwargs: dict[str, Any], seed: int = 0) -> Sampling:
         known = {name: kwargs[name] for name in ("top_k", "top_p", "min_p") if kwargs.get(name)}
         until = kwargs.get("until") or ()
         draws = kwargs.get("do_sample", False)
-        tokens = next((kwargs[k] for k in ("max_gen_toks", "max_new_tokens", "max_tokens") if k in kwargs), _NEW_TOKENS)
+        named = next((name for name in ("max_gen_toks", "max_new_tokens", "max_tokens") if name in kwargs), None)
+        tokens = _NEW_TOKENS if named is None else kwargs[named]
+        if self._reads is None and named is None:
+            tokens = max(min(tokens, self.max_length // 2), 1)
+        elif self._reads is None and tokens >= self.max_length:
+            raise UserError(
+                f"a task's {named} is {tokens}, rows (Dataset.length) have {self.max_length} tokens, prompt and answer "
+                f"together: raise Dataset.length, or lower the task's {named}"
+            )
         return Sampling(
             max_new_tokens=tokens,
             temperature=float(kwargs.get("temperature", 1.0)) if draws else 0.0,
+            seed=seed,
             stop=tuple(part for part in ([until] if isinstance(until, str) else until) if part),
             **(known if draws else {}),
         )

@@ -61,7 +61,7 @@ def computed(metric: Metric, targets: Sequence[Any], predictions: Sequence[Any])
     Raises:
       UserError: it gives something else than numbers, or not one for each example.
     """
-    name, found = _name(metric), metric(targets, predictions)
+    name, found = name_of(metric), metric(targets, predictions)
     if not isinstance(found, Mapping):
         raise UserError(f"the metric {name} gives {type(found).__name__}, must give a dict of numbers")
     return {str(key): _estimate(name, str(key), value, len(targets)) for key, value in found.items()}
@@ -84,8 +84,36 @@ def _estimate(metric: str, key: str, value: Any, count: int) -> Estimate:
     return mean(values.tolist())
 
 
-def _name(metric: Metric) -> str:
+def name_of(metric: Metric) -> str:
+    """As Gin knows it."""
     return getattr(metric, "__name__", None) or type(metric).__name__
+
+
+def check_targets(metric: Metric, targets: Sequence[Any], where: str) -> None:
+    """Raises UserError where a metric of ours can do nothing with a target; to be asked before anything is answered."""
+    for number, target in enumerate(targets):
+        try:
+            getattr(metric, "check_target", lambda target: None)(target)
+        except UserError as error:
+            raise UserError(f"{where}, example {number}: {error}") from None
+
+
+def _several(target: Any) -> list[str]:
+    """A target as the list of right answers."""
+    several = target if isinstance(target, (list, tuple)) else [target]
+    if not several or isinstance(target, Mapping):
+        raise UserError(f"the target {target!r} is no text: EvalTask.target must name one key, with a text or texts")
+    return [one if isinstance(one, str) else str(one) for one in several]
+
+
+def _of_texts(metric: Metric) -> Metric:
+    metric.judges, metric.check_target = "texts", _several
+    return metric
+
+
+def _of_choices(metric: Metric) -> Metric:
+    metric.judges = "choices"
+    return metric
 
 
 # Text.
@@ -98,6 +126,7 @@ def normalised(text: str) -> str:
 
 
 @configurable
+@_of_texts
 def exact_match(targets: Sequence[Any], predictions: Sequence[Any], normalise: bool = True) -> dict[str, Any]:
     """Whether the answer is one of the right ones; `normalise`: as `normalised`, else but for white space around it."""
     same = normalised if normalise else str.strip
@@ -105,6 +134,7 @@ def exact_match(targets: Sequence[Any], predictions: Sequence[Any], normalise: b
 
 
 @configurable
+@_of_texts
 def token_f1(targets: Sequence[Any], predictions: Sequence[Any]) -> dict[str, Any]:
     """F1 of the words in common with the right answer, of several with the nearest, as SQuAD's."""
     return {"f1": _each(targets, predictions, _f1)}
@@ -119,6 +149,7 @@ def _f1(target: str, text: str) -> float:
 
 
 @configurable
+@_of_texts
 def rouge(
     targets: Sequence[Any],
     predictions: Sequence[Any],
@@ -140,6 +171,7 @@ def rouge(
 
 
 @configurable
+@_of_texts
 def bleu(
     targets: Sequence[Any], predictions: Sequence[Any], tokenize: str = "13a", lowercase: bool = False
 ) -> dict[str, Any]:
@@ -171,22 +203,17 @@ def _each(targets: Sequence[Any], predictions: Sequence[Any], score: Callable[[s
     for target, given in zip(targets, predictions, strict=True):
         right = _several(target)
         texts = [given] if isinstance(given, str) else given
+        if not all(isinstance(text, str) for text in texts):
+            raise UserError(f"the prediction {str(given)[:60]} is no text: EvalTask.choices needs metrics of choices")
         found.append(statistics.fmean(max(score(one, text) for one in right) for text in texts))
     return found
-
-
-def _several(target: Any) -> list[str]:
-    """A target as the list of right answers."""
-    several = target if isinstance(target, (list, tuple)) else [target]
-    if not several or isinstance(target, Mapping):
-        raise UserError(f"the target {target!r} is no text: EvalTask.target must name one key, with a text or texts")
-    return [one if isinstance(one, str) else str(one) for one in several]
 
 
 # Choices.
 
 
 @configurable
+@_of_choices
 def choice_accuracy(targets: Sequence[int], predictions: Sequence[Sequence[Choice]]) -> dict[str, Any]:
     """Whether the right answer is the likeliest: by its probability, and by that to the power of 1 / its length.
 

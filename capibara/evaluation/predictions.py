@@ -9,6 +9,8 @@ from typing import IO, Any
 
 from capibara.types import UserError
 
+_BEGINS = b'{"predictions_of"'
+
 
 class Predictions:
     """Lines in the order in which they are asked for; those that the file has already are taken from there.
@@ -32,15 +34,15 @@ class Predictions:
         head = {"predictions_of": dict(model)}
         try:
             if os.path.exists(path):
-                self._old = self._read()
+                self._old = self._read(json.loads(json.dumps(head)))
             os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
             self._file = open(path, "a", encoding="utf-8", errors="surrogatepass")
         except OSError as error:
             raise UserError(f"--predictions={path} cannot be written ({error.strerror}): name another file") from None
         if not self._old:
             self._write(head)
-        elif self._old.pop(0) != json.loads(json.dumps(head)):
-            raise UserError(f"--predictions={path} is there already, of another model: name another file")
+        else:
+            self._old.pop(0)
 
     def __enter__(self) -> Predictions:
         return self
@@ -75,17 +77,23 @@ class Predictions:
         self._file.write(json.dumps(line, ensure_ascii=False) + "\n")
         self._file.flush()
 
-    def _read(self) -> list[dict[str, Any]]:
-        """The whole lines; one that was cut off is removed."""
+    def _read(self, head: dict[str, Any]) -> list[dict[str, Any]]:
+        """The whole lines; one that was cut off is removed, once the file is known as one of ours."""
         with open(self._path, "rb+") as file:
-            lines = file.read().split(b"\n")[:-1]
+            *lines, rest = file.read().split(b"\n")
             try:
                 found = [json.loads(line) for line in lines]
-            except ValueError:
+            except (ValueError, RecursionError):
                 found = []
-            if lines and not (all(isinstance(line, dict) for line in found) and found and "predictions_of" in found[0]):
+            if lines:
+                ours = found and all(isinstance(line, dict) for line in found) and "predictions_of" in found[0]
+            else:
+                ours = rest[: len(_BEGINS)] == _BEGINS[: len(rest)]  # not even the first line was written to its end
+            if not ours:
                 raise UserError(
                     f"--predictions={self._path} is there already, and no file of predictions: name another"
                 )
+            if found and found[0] != head:
+                raise UserError(f"--predictions={self._path} is there already, of another model: name another file")
             file.truncate(sum(len(line) + 1 for line in lines))
         return found

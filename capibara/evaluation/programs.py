@@ -6,7 +6,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from capibara.config import configurable
 from capibara.evaluation import sandbox
@@ -38,6 +38,7 @@ class PassAtK:
       sandbox: limits of a program.
     """
 
+    judges: ClassVar[str] = "texts"
     k: tuple[int, ...] = (1,)
     sandbox: Sandbox = Sandbox()
 
@@ -52,6 +53,10 @@ class PassAtK:
                 f"PassAtK.k has {max(self.k)}, EvalTask.num_samples is {num_samples}: k must be at most that, raise it"
             )
 
+    def check_target(self, target: Any) -> None:
+        """Raises UserError where a target is none of a program."""
+        program(target, "")
+
     def __call__(self, targets: Sequence[Any], predictions: Sequence[Any]) -> dict[str, Any]:
         several = [[given] if isinstance(given, str) else list(given) for given in predictions]
         programs = [program(target, text) for target, texts in zip(targets, several) for text in texts]
@@ -64,13 +69,18 @@ def program(target: Any, prediction: str) -> str:
     """What is run to see whether a prediction passes.
 
     Raises:
-      UserError: the target has no test.
+      UserError: the target has no test, or what is no text in it.
     """
     if not isinstance(target, Mapping) or "test" not in target:
         raise UserError(
             "PassAtK needs the key 'test' in its targets: EvalTask.target = ('prompt', 'test', 'entry_point') takes it "
             "from each line"
         )
+    for key in ("setup", "prompt", "entry_point", "test"):
+        value = target.get(key)
+        parts = value if key == "test" and isinstance(value, list) else [value]
+        if not all(isinstance(part, str) or (part is None and key != "test") for part in parts):
+            raise UserError(f"PassAtK takes a text for the target's {key!r}, not {str(value)[:60]}")
     entry, test = target.get("entry_point"), target["test"]
     code = _code(target.get("prompt", ""), prediction, entry)
     parts = [target.get("setup", ""), code, test if isinstance(test, str) else "\n".join(test)]

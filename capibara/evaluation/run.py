@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from capibara import __version__, config, extras
+from capibara.data import disk
 from capibara.evaluation import answers, metrics, seqio_tasks, validation
 from capibara.evaluation.answers import Show
 from capibara.evaluation.metrics import Estimate
@@ -19,6 +20,7 @@ from capibara.evaluation.seqio_tasks import SeqioEvaluation
 from capibara.evaluation.subject import Subject
 from capibara.evaluation.tasks import EvalTask, Item, read_items
 from capibara.fields import did_you_mean
+from capibara.inference.sampling import changed
 from capibara.types import UserError
 
 _PACKAGES = ("jax", "flax", "numpy", "sacrebleu", "rouge-score", "seqio", "lm_eval")
@@ -65,7 +67,10 @@ def chosen(names: Sequence[str], limit: int | None) -> list[Task]:
         elif name in bound:
             with config.in_scope(name):
                 task = config.build(EvalTask)
-            found.append(Ours(name, task, read_items(name, task, limit)))
+            items = read_items(name, task, limit)
+            for metric in task.scored_by:
+                metrics.check_targets(metric, [item.target for item in items], name)
+            found.append(Ours(name, task, items))
         else:
             raise UserError(
                 f"--task={name} is bound nowhere{did_you_mean(name, [*bound, validation.NAME])} (a Gin file binds "
@@ -73,6 +78,12 @@ def chosen(names: Sequence[str], limit: int | None) -> list[Task]:
             )
     config.check_used([metric for one in found if isinstance(one, Ours) for metric in one.task.scored_by])
     return found
+
+
+def files_of(tasks: Sequence[Task]) -> list[str]:
+    """What the tasks have read."""
+    ours = [one for one in tasks if isinstance(one, Ours)]
+    return [path for one in ours for path in disk.expand(f"{one.name}/EvalTask.files", one.task.files)]
 
 
 def evaluate(
@@ -108,7 +119,7 @@ def _of(subject: Subject, task: Task, limit: int | None, told: Predictions, show
             found, batches = validation.validated(subject, limit, show)
             return {validation.NAME: _result(found, batches=batches)}
         case Seqio(name, options):
-            how = {"split": options.split, "sampling": answers.changed(options.sampling)}
+            how = {"split": options.split, "sampling": changed(options.sampling)}
             parts = seqio_tasks.evaluated(subject, name, options, limit, told, show)
             return {seqio_tasks.PREFIX + part: _result(found, examples=n, **how) for part, (found, n) in parts.items()}
         case Ours(name):
@@ -120,7 +131,7 @@ def _of_ours(subject: Subject, ours: Ours, told: Predictions, show: Show) -> dic
     how: dict[str, Any] = {"examples": len(items), "format": str(task.format), "files": list(task.files)}
     if task.choices is None:
         given = answers.generated(subject, name, task, items, told, show)
-        how |= {"num_samples": task.num_samples, "sampling": answers.changed(task.sampling)}
+        how |= {"num_samples": task.num_samples, "sampling": changed(task.sampling)}
     else:
         given = answers.ranked(subject, name, task, items, told, show)
     found: dict[str, Estimate] = {}

@@ -5,9 +5,11 @@ and other processes where the machine lets us, gives it an empty folder, no inpu
 another user for it where we are root.
 
 What it does not promise: to hold whoever attacks it. The kernel is the same; a program reads what its user may read
-(ours, unless we are root); where we are not root it may also write and remove what is ours; the limit of memory is one of each
-process; many small files fill a disk; on systems other than Linux there are only the limits. For programs of a model
-that you do not trust use a virtual machine or a container with nothing in it.
+(ours, unless we are root). Where we are root and Python's library lies where root alone may read (under /root, say),
+the program keeps the right to read, and so it reads ALL files of the machine, secrets among them. Where we are not root
+it may also write and remove what is ours. The limit of memory is one of each process; many small files fill a disk; on
+systems other than Linux there are only the limits. For programs of a model that you do not trust use a virtual machine
+or a container with nothing in it.
 """
 
 from __future__ import annotations

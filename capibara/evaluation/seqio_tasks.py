@@ -11,12 +11,12 @@ import numpy as np
 
 from capibara.config import configurable
 from capibara.data import tasks
-from capibara.evaluation.answers import Question, Show, ask, changed
+from capibara.evaluation.answers import Question, Show, ask
 from capibara.evaluation.metrics import Estimate
 from capibara.evaluation.predictions import Predictions
 from capibara.evaluation.scoring import Pair
 from capibara.evaluation.subject import Subject
-from capibara.inference.sampling import Sampling
+from capibara.inference.sampling import Sampling, changed
 from capibara.types import UserError
 
 PREFIX = "seqio:"
@@ -128,7 +128,10 @@ class _Asking:
     def scores(self, dataset: Any) -> list[tuple[int, float]]:
         examples = list(dataset.as_numpy_iterator())
         pairs = [Pair(self._prompt(list(e.get("inputs", ()))), e["targets"].tolist()) for _, e in examples]
-        found = self.subject.scorer(pairs, lambda count: self.show(self.name, f"{count} of {len(pairs)} scores"))
+        try:
+            found = self.subject.scorer(pairs, lambda count: self.show(self.name, f"{count} of {len(pairs)} scores"))
+        except UserError as error:
+            raise UserError(f"SeqIO task {self.name!r}: {error}") from None
         return [(int(number), score.log_probability) for (number, _), score in zip(examples, found)]
 
     def _prompt(self, inputs: Sequence[int]) -> list[int]:

@@ -38,8 +38,11 @@ class Subject:
 
     @property
     def about(self) -> dict[str, Any]:
-        """Which model it is, as JSON values."""
-        return {"model": self._opened.path, "step": self._opened.step, "weights": self._opened.weights}
+        """Which model it is and what else its answers depend on, as JSON values."""
+        return self._opened.about | {
+            "cache_dtype": str(self._batching.cache_dtype),
+            "length": self.trainer.dataset.length,
+        }
 
     @property
     def vocabulary(self):
@@ -71,7 +74,7 @@ class Subject:
 
     @functools.cached_property
     def chat(self) -> chat.Chat:
-        return chat.of_run(self.trainer.dataset)
+        return chat.of_run(self.trainer.dataset, "EvalTask.format = 'chat' (or Harness.chat)")
 
     def _check_answers(self) -> None:
         check_generates(self.model)

@@ -11,7 +11,7 @@ from typing import Any
 
 from capibara.config import configurable
 from capibara.data import disk
-from capibara.evaluation.metrics import choice_accuracy
+from capibara.evaluation.metrics import choice_accuracy, name_of
 from capibara.fields import did_you_mean
 from capibara.inference.sampling import Sampling
 from capibara.types import UserError
@@ -66,14 +66,20 @@ class EvalTask:
                 "a temperature above 0"
             )
         try:
-            fields = [name for _, name, _, _ in string.Formatter().parse(self.prompt) if name is not None]
+            fields = [part[1:] for part in string.Formatter().parse(self.prompt) if part[1] is not None]
         except ValueError as error:
             raise UserError(
                 f"EvalTask.prompt ({self.prompt!r}) cannot be read ({error}): write {{{{ for a brace"
             ) from None
-        if not all(name.isidentifier() for name in fields):
-            raise UserError(f"EvalTask.prompt ({self.prompt!r}) must have names of keys in its braces")
+        if not all(name.isidentifier() and not form and not conversion for name, form, conversion in fields):
+            raise UserError(f"EvalTask.prompt ({self.prompt!r}) must have names of keys in its braces, and no more")
+        judged = "texts" if self.choices is None else "choices"
         for metric in self.scored_by:
+            if (takes := getattr(metric, "judges", judged)) != judged:
+                raise UserError(
+                    f"EvalTask.metrics has {name_of(metric)}, which judges {takes}, and EvalTask.choices is "
+                    f"{self.choices!r}: {'set it to their key' if takes == 'choices' else 'leave one of both out'}"
+                )
             if hasattr(metric, "check"):
                 metric.check(self.num_samples)
 
@@ -118,7 +124,7 @@ def read_items(name: str, task: EvalTask, limit: int | None = None) -> list[Item
 def _item(task: EvalTask, line: str, where: str) -> Item:
     try:
         record = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{where} is no JSON ({error}): {line[:60]}") from None
     if not isinstance(record, Mapping):
         raise UserError(f"{where} must hold a JSON object, not {type(record).__name__}")

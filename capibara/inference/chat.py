@@ -50,8 +50,8 @@ class Chat:
         return ()
 
 
-def of_run(dataset: Dataset) -> Chat:
-    """With the template that a run was trained with, or that beside its tokenizer.
+def of_run(dataset: Dataset, asked: str = "--chat") -> Chat:
+    """With the template that a run was trained with, or that beside its tokenizer; `asked`: by what, for errors.
 
     Raises:
       UserError: the run has none.
@@ -61,8 +61,8 @@ def of_run(dataset: Dataset) -> Chat:
         return Chat(vocabulary, template)
     if not isinstance(vocabulary, TokenizerJsonVocabulary):
         raise UserError(
-            f"--chat needs a tokenizer with a chat template, and Dataset.vocabulary is {type(vocabulary).__name__}: leave "
-            "--chat out, or use a model whose tokenizer has one"
+            f"{asked} needs a tokenizer with a chat template, and Dataset.vocabulary is {type(vocabulary).__name__}: leave "
+            "that out, or use a model whose tokenizer has one"
         )
     given = {} if config.is_bound("ChatTemplate.tokenizer") else {"tokenizer": vocabulary.folder}
     return Chat(vocabulary, config.build(ChatTemplate, **given))

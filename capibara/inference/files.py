@@ -7,25 +7,28 @@ import json
 import os
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from capibara.fields import did_you_mean, nearest
 from capibara.inference.chat import Chat
 from capibara.inference.engine import Engine
-from capibara.inference.sampling import Sampling
+from capibara.inference.sampling import Sampling, changed
+from capibara.inference.stream import Stream
 from capibara.types import UserError
 
+_BEGINS = b'{"prompt": '  # every line of an output
 _AHEAD = 4  # requests that wait for each slot, so that none is idle while an earlier text is not finished yet
 
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """A line of the file: the prompt, its sampling, and what else the line says, which is copied to the output."""
+    """A line of the file: the prompt, its sampling, what else the line says, which is copied to the output, its place."""
 
     text: str
     sampling: Sampling
     rest: dict[str, Any]
+    where: str
 
 
 def read_standard_input() -> str:
@@ -56,7 +59,7 @@ def read_prompts(path: str, sampling: Sampling) -> list[Prompt]:
     if lines[-1] == "":
         lines.pop()
     if not path.endswith(".jsonl"):
-        return [Prompt(line, sampling, {}) for line in lines]
+        return [Prompt(line, sampling, {}, f"{path}:{number}") for number, line in enumerate(lines, 1)]
     return [_of_json(f"{path}:{number}", line, sampling) for number, line in enumerate(lines, 1)]
 
 
@@ -66,7 +69,7 @@ def _of_json(where: str, line: str, sampling: Sampling) -> Prompt:
         text = values.pop("prompt")
         if not isinstance(text, str):
             raise TypeError
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise UserError(f'{where} must be a JSON object with a string "prompt": {line[:80]}') from None
     fields = {field.name for field in dataclasses.fields(Sampling)}
     own = {name: values.pop(name) for name in fields & values.keys()}
@@ -75,57 +78,92 @@ def _of_json(where: str, line: str, sampling: Sampling) -> Prompt:
     if close is not None:
         raise UserError(f"{where} has {close!r}, which no sampling has{did_you_mean(close, fields)}")
     try:
-        return Prompt(text, dataclasses.replace(sampling, **own), values)
+        return Prompt(text, dataclasses.replace(sampling, **own), values, where)
     except (UserError, TypeError) as error:
         raise UserError(f"{where}: {error}") from None
 
 
-def complete(engine: Engine, prompts: list[Prompt], path: str, chat: Chat | None = None) -> Iterator[int]:
-    """Writes a line {"prompt", "text", "finish", "tokens", ...} for every prompt, in their order; gives how many are done.
+def complete(
+    engine: Engine, prompts: list[Prompt], path: str, chat: Chat | None = None, made_by: Mapping[str, Any] | None = None
+) -> Iterator[int]:
+    """Writes a line {"prompt", "text", "sampling", ...} for every prompt, in their order; gives how many are done.
 
     Args:
       engine: generates.
       prompts: what to.
       path: of the output.
       chat: for prompts that are turns of a user; None: they are texts to go on with.
+      made_by: the model, as JSON values: each line has it, so that no file goes on with another.
 
     Raises:
-      UserError: the output has lines that belong to other prompts.
+      UserError: the output has lines of other prompts, another sampling or another model, or cannot be written, or a
+        prompt has no place.
     """
-    done = _resume(path, prompts)
+    made_by = json.loads(json.dumps(dict(made_by or {})))
+    try:
+        done = _resume(path, prompts, made_by)
+        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out={path} cannot be written ({error.strerror}): name another file") from None
     yield done
     streams: deque = deque()
     left = iter(prompts[done:])
-    with open(path, "a", encoding="utf-8") as out:
+    with open(path, "a", encoding="utf-8", errors="surrogatepass") as out:
         for prompt in prompts[done:]:
             while len(streams) < _AHEAD * engine.slots and (more := next(left, None)) is not None:
-                asked, ends = (chat.ids(more.text), chat.ends) if chat else (more.text, ())
-                streams.append(engine.submit(asked, more.sampling, ends=ends))
+                streams.append(_submitted(engine, more, chat))
             result = streams.popleft().result()
-            line = prompt.rest | {
-                "prompt": prompt.text,
-                "text": result.text,
-                "finish": str(result.finish),
-                "tokens": len(result.tokens),
-            }
+            line = _asked(prompt, made_by) | prompt.rest | _asked(prompt, made_by)  # first in the line, and ours win
+            line |= {"text": result.text, "finish": str(result.finish), "tokens": len(result.tokens)}
             out.write(json.dumps(line, ensure_ascii=False) + "\n")
             out.flush()
             done += 1
             yield done
 
 
-def _resume(path: str, prompts: list[Prompt]) -> int:
-    """How many whole lines the output has; what follows them (a line cut off) is removed."""
+def _submitted(engine: Engine, prompt: Prompt, chat: Chat | None) -> Stream:
+    try:
+        asked, ends = (chat.ids(prompt.text), chat.ends) if chat else (prompt.text, ())
+        return engine.submit(asked, prompt.sampling, ends=ends)
+    except UserError as error:
+        raise UserError(f"{prompt.where}: {error}") from None
+
+
+def _asked(prompt: Prompt, made_by: Mapping[str, Any]) -> dict[str, Any]:
+    """What a line says of how its text came to be; the prompt first."""
+    return {"prompt": prompt.text, "sampling": changed(prompt.sampling), "made_by": made_by}
+
+
+def _resume(path: str, prompts: list[Prompt], made_by: Mapping[str, Any]) -> int:
+    """How many whole lines the output has; what follows them (a line cut off) is removed, once all are known as ours."""
     if not os.path.exists(path):
         return 0
     with open(path, "rb+") as file:
-        lines = file.read().split(b"\n")[:-1]
+        *lines, rest = file.read().split(b"\n")
+        for number, line in enumerate(lines, 1):
+            _check_line(f"--out={path}: line {number}", line, prompts[number - 1 : number], made_by)
+        if rest[: len(_BEGINS)] != _BEGINS[: len(rest)]:
+            raise UserError(f"--out={path}: line {len(lines) + 1} is none that was cut off: name another file")
+        if _values(rest):  # it is whole, and may be somebody's
+            _check_line(f"--out={path}: line {len(lines) + 1}", rest, prompts[len(lines) : len(lines) + 1], made_by)
         file.truncate(sum(len(line) + 1 for line in lines))
-    for number, line in enumerate(lines, 1):
-        try:
-            text = json.loads(line)["prompt"]
-        except (ValueError, KeyError, TypeError):
-            text = None
-        if number > len(prompts) or text != prompts[number - 1].text:
-            raise UserError(f"--out={path}: line {number} is not of the prompt in that line: name another file")
     return len(lines)
+
+
+def _values(line: bytes) -> dict[str, Any]:
+    """Of a line; none where it is no JSON object."""
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _check_line(where: str, line: bytes, prompt: list[Prompt], made_by: Mapping[str, Any]) -> None:
+    """Raises UserError unless a line of the output is of this prompt, and made as its text would be made now."""
+    found = _values(line)
+    if not prompt or found.get("prompt") != prompt[0].text:
+        raise UserError(f"{where} is not of the prompt in that line: name another file")
+    for name, now in _asked(prompt[0], made_by).items():
+        if found.get(name) != now:
+            raise UserError(f"{where} has another {name} ({found.get(name)}) than now ({now}): name another file")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from typing import Any
 
 from capibara.config import configurable
 from capibara.types import UserError
@@ -60,3 +62,10 @@ class Sampling:
             raise UserError(f"Sampling.thinking_tokens is {self.thinking_tokens}, must be at least 1, or None")
         if len(self.thinking_tags) != 2 or not all(self.thinking_tags):
             raise UserError(f"Sampling.thinking_tags is {self.thinking_tags!r}, must be two strings with text")
+
+
+def changed(sampling: Sampling) -> dict[str, Any]:
+    """What differs from the defaults, as JSON values."""
+    fields = {field.name: getattr(sampling, field.name) for field in dataclasses.fields(sampling)}
+    default = Sampling()
+    return json.loads(json.dumps({name: x for name, x in fields.items() if x != getattr(default, name)}))

@@ -61,7 +61,7 @@ class Rollouts(Supply):
     def __init__(self, run: Run, grpo: Any):
         check_generates(run.model)
         dataset = run.trainer.dataset
-        self._run, self._grpo, self._chat = run, grpo, chat.of_run(dataset)
+        self._run, self._grpo, self._chat = run, grpo, chat.of_run(dataset, type(grpo).__name__)
         self._documents = {
             split: dataset.source.open(split) for split in ("train", "validation")[: 1 + self._evaluates]
         }

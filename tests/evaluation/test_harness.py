@@ -84,7 +84,23 @@ def test_texts_are_those_of_the_engine(lm, subject):
     first = greedy[0][:2]
     assert lm.generate_until(asked("generate_until", ("def f", kwargs | {"until": first[1]})))[0] == first[:1]
     drawn = lm._sampling({"do_sample": True, "temperature": 0.7, "top_p": 0.9})
-    assert (drawn.temperature, drawn.top_p, drawn.max_new_tokens) == (0.7, 0.9, 256)
+    assert (drawn.temperature, drawn.top_p, drawn.max_new_tokens) == (0.7, 0.9, 32)  # half a row
+
+
+def test_what_is_asked_again_is_drawn_again(lm):
+    kwargs = {"max_gen_toks": 12, "do_sample": True, "temperature": 1.5}
+    requests = asked("generate_until", *[("def f", kwargs)] * 3)
+    texts = lm.generate_until(requests, disable_tqdm=True)
+    assert len(set(texts)) == 3 and lm.generate_until(requests, disable_tqdm=True) == texts
+
+
+def test_no_prompt_is_cut_to_a_single_token_unsaid(lm, subject, monkeypatch):
+    given, submit = [], subject.engine.submit
+    monkeypatch.setattr(subject.engine, "submit", lambda ids, *a, **k: (given.append(ids), submit(ids, *a, **k))[1])
+    lm.generate_until(asked("generate_until", ("0123456789" * 2, {"until": ["\n"]})), disable_tqdm=True)
+    assert len(given[0]) == 21
+    with pytest.raises(UserError, match=r"max_gen_toks is 64, rows \(Dataset.length\) have 64"):
+        lm.generate_until(asked("generate_until", ("a", {"max_gen_toks": 64})))
 
 
 def test_the_harness_runs_local_tasks(subject, lm, tmp_path):
@@ -112,7 +128,7 @@ def test_mistakes(subject, tmp_path):
     (tmp_path / "mc.yaml").write_text(CHOICES.format(path=tmp_path / "none.jsonl"))
     with pytest.raises(UserError, match="--harness=mc: its data cannot be had"):
         harness.evaluate(subject, ["mc"], str(tmp_path))
-    with pytest.raises(UserError, match="--chat needs a tokenizer"):
+    with pytest.raises(UserError, match=r"\(or Harness.chat\) needs a tokenizer"):
         config.parse([], ["Harness.chat = True"])
         harness.evaluate(subject, ["mc"], str(tmp_path))
 
@@ -120,5 +136,7 @@ def test_mistakes(subject, tmp_path):
 def test_begin_tokens(subject):
     bare = CapibaraLM(subject, Harness(begin_token=False))
     assert bare.tok_encode("a") == [100] and bare.tok_encode("a", add_special_tokens=True) == [0, 100]
+    chat = CapibaraLM(subject, Harness(chat=True))
+    assert chat.tok_encode("a") == [100] and chat.tok_encode("a", add_special_tokens=True) == [0, 100]
     with_begin = CapibaraLM(subject)
     assert with_begin.tok_encode("a") == [0, 100] and with_begin.tok_encode("a", add_special_tokens=False) == [100]

@@ -90,3 +90,5 @@ def test_what_a_metric_may_give():
         computed(lambda t, p: 1.0, "a", "a")
     with pytest.raises(UserError, match="is no text"):
         metrics.exact_match([{"test": ""}], ["a"])
+    with pytest.raises(UserError, match="is no text"):
+        metrics.exact_match(["a"], [[Choice(-1.0, 1, 1)]])

@@ -41,8 +41,12 @@ def test_others_are_refused(tmp_path):
         fill(path, [{"n": 0}], MODEL | {"step": 4})
     with pytest.raises(UserError, match="line 2 is not of what is asked"):
         fill(path, [{"n": 1}])
-    (tmp_path / "text").write_text("hello\n")
-    with pytest.raises(UserError, match="no file of predictions"):
-        fill(tmp_path / "text", [])
+    for text in ("hello\n", "hello", '{"important": 1}', "[" * 50000 + "\n"):
+        (tmp_path / "text").write_text(text)
+        with pytest.raises(UserError, match="no file of predictions"):
+            fill(tmp_path / "text", [])
+        assert (tmp_path / "text").read_text() == text
+    (tmp_path / "cut").write_text('{"predictions_of": {"mod')
+    assert fill(tmp_path / "cut", [{"n": 0}]) == [0]
     with pytest.raises(UserError, match="cannot be written"):
         fill(tmp_path, [])

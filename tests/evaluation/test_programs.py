@@ -61,3 +61,5 @@ def test_mistakes_are_said_before_anything_is_generated():
         PassAtK(k=())
     with pytest.raises(UserError, match="needs the key 'test'"):
         PassAtK()(["a text"], ["x"])
+    with pytest.raises(UserError, match="a text for the target's 'entry_point', not 5"):
+        PassAtK().check_target({"test": "x", "entry_point": 5})

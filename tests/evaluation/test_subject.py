@@ -16,7 +16,7 @@ def test_the_plan_of_another_machine_gives_way(run_dir, tmp_path, subject):
     found = open_subject(run_dir, [str(tmp_path / "two.gin")], SMALL_ROWS[:1])
     assert found.mesh.shape["fsdp"] == 8 and found.trainer.plan.batch_size == 8
     assert {leaf.sharding.mesh.size for leaf in jax.tree.leaves(found.params)} == {8}
-    assert found.about == {"model": run_dir, "step": 0, "weights": "raw"}
+    assert found.about == {"model": run_dir, "step": 0, "weights": "raw"} | {"cache_dtype": "compute", "length": 64}
     with pytest.raises(UserError, match="needs 2 devices"):  # whoever says so now means it
         open_subject(run_dir, bindings=[*SMALL_ROWS, "Plan.fsdp = 2"])
 

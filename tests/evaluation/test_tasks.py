@@ -9,7 +9,8 @@ import pytest
 
 from capibara import config
 from capibara.evaluation import run
-from capibara.evaluation.metrics import exact_match
+from capibara.evaluation.metrics import choice_accuracy, exact_match
+from capibara.evaluation.programs import PassAtK
 from capibara.evaluation.tasks import EvalTask, Item, read_items
 from capibara.inference.sampling import Sampling
 from capibara.types import UserError
@@ -61,7 +62,9 @@ def test_mistakes_in_files_name_the_line(lines, tmp_path):
         items(str(tmp_path / "none.jsonl"))
     for choices, answer, why in ((["a"], 0, "at least two texts"), (["a", "b"], 2, "from 0 to 1"), ("ab", 0, "a list")):
         with pytest.raises(UserError, match=why):
-            items(lines(good | {"c": choices, "target": answer}), choices="c")
+            items(lines(good | {"c": choices, "target": answer}), choices="c", metrics=None)
+    with pytest.raises(UserError, match=r"qa.jsonl:1 is no JSON"):
+        items(lines("[" * 50000))
 
 
 def test_mistakes_in_a_task():
@@ -74,9 +77,29 @@ def test_mistakes_in_a_task():
         ({"prompt": "{a"}, "cannot be read"),
         ({"prompt": "{a.b}"}, "names of keys"),
         ({"prompt": "{}"}, "names of keys"),
+        ({"prompt": "{a:d}"}, "names of keys"),
+        ({"prompt": "{a:{w}}"}, "names of keys"),
+        ({"prompt": "{a!r}"}, "names of keys"),
+        ({"choices": "c"}, "has exact_match, which judges texts"),
+        ({"choices": "c", "metrics": (PassAtK(),)}, "has PassAtK, which judges texts"),
+        ({"metrics": (choice_accuracy,)}, "has choice_accuracy, which judges choices"),
     ):
         with pytest.raises(UserError, match=why):
             EvalTask(**{"files": ("x",), "metrics": (exact_match,)} | fields)
+
+
+def test_targets_are_looked_at_before_anything_is_answered(lines):
+    path = lines({"prompt": "?", "target": "!"}, {"prompt": "?", "target": []})
+    for metric, why in (
+        ("exact_match", r"qa, example 1: the target \[\]"),
+        ("PassAtK()", "qa, example 0: PassAtK needs"),
+    ):
+        config.parse([], [f"qa/EvalTask.files = ('{path}',)", f"qa/EvalTask.metrics = (@{metric},)"])
+        with pytest.raises(UserError, match=why):
+            run.chosen([], None)
+    config.parse([], [f"qa/EvalTask.files = ('{path}',)", "qa/EvalTask.metrics = (@exact_match,)"])
+    tasks = run.chosen([], 1)
+    assert len(tasks[0].items) == 1 and run.files_of(tasks) == [path]
 
 
 def test_tasks_are_scopes(lines):

@@ -236,14 +236,45 @@ def test_a_file_of_prompts_goes_on_where_it_was_stopped(tmp_path):
     out.write_text("".join(whole.splitlines(keepends=True)[:3]) + '{"prompt": "cut o')
     assert list(files.complete(engine(), prompts, str(out))) == [3, 4, 5, 6, 7]
     assert out.read_text() == whole
+    out.write_text(whole[: whole.index("}") + 1])
+    assert list(files.complete(engine(), prompts, str(out)))[0] == 0 and out.read_text() == whole
     with pytest.raises(UserError, match="line 1 is not of the prompt"):
         list(files.complete(engine(), prompts[1:], str(out)))
+    other = [dataclasses.replace(one, sampling=dataclasses.replace(one.sampling, seed=1)) for one in prompts]
+    with pytest.raises(UserError, match="line 1 has another sampling"):
+        list(files.complete(engine(), other, str(out)))
+    with pytest.raises(UserError, match="line 1 has another made_by"):
+        list(files.complete(engine(), prompts, str(out), made_by={"step": 3}))
+    assert out.read_text() == whole
+
+
+@pytest.mark.parametrize("text", ["notes", "a\nb", '{"x": 1}', '{"prompt": "a"}', '{"prompt": "a"}\n{"prompt": "b"}'])
+def test_a_file_of_somebody_else_is_left_as_it_is(tmp_path, text):
+    out = tmp_path / "out.jsonl"
+    out.write_text(text)
+    prompts = [files.Prompt(text, GREEDY, {}, "in.txt:1") for text in ("a", "b")]
+    with pytest.raises(UserError, match="name another file"):
+        list(files.complete(engine(), prompts, str(out)))
+    assert out.read_text() == text
+
+
+def test_odd_prompts_and_outputs(tmp_path):
+    path, out = tmp_path / "in.jsonl", tmp_path / "new" / "out.jsonl"
+    path.write_text('{"prompt": "\\ud800"}\n' + json.dumps({"prompt": "x" * 70}) + "\n")
+    prompts = files.read_prompts(str(path), GREEDY)
+    for _ in range(2):
+        assert list(files.complete(engine(), prompts[:1], str(out)))[-1] == 1
+    with pytest.raises(UserError, match="in.jsonl:2: the prompt has 71 tokens"):
+        list(files.complete(engine(), prompts, str(out)))
+    with pytest.raises(UserError, match="cannot be written"):
+        list(files.complete(engine(), prompts, str(tmp_path)))
 
 
 @pytest.mark.parametrize(
     "line, says",
     [
         ("[1]", 'a string "prompt"'),
+        ("[" * 50000, 'a string "prompt"'),
         ('{"prompt": 1}', 'a string "prompt"'),
         ('{"prompt": "a", "temperatur": 1}', "did you mean temperature"),
         ('{"prompt": "a", "top_k": 0}', "Sampling.top_k is 0"),

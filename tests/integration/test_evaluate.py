@@ -117,6 +117,11 @@ def test_mistakes_are_one_line(here, trained):
     assert "--task=qa is bound nowhere" in mistake(here("evaluate", RUN, "--task=qa"))
     assert "x does not exist" in mistake(here("evaluate", "--model=x"))
     assert "--limit=0 must be" in mistake(here("evaluate", RUN, "--limit=0"))
+    tasks = (RUN, "--gin_file=tasks.gin", "--out=qa.jsonl")
+    before = (trained.folder / "qa.jsonl").read_text()
+    assert "qa.jsonl is an input" in mistake(here("evaluate", *tasks))
+    assert "is named for two outputs" in mistake(here("evaluate", *tasks, "--predictions=./qa.jsonl"))
+    assert (trained.folder / "qa.jsonl").read_text() == before
     assert "--harness stands alone" in mistake(here("evaluate", RUN, "--harness=x", "--task=y"))
     wrong = here("evaluate", RUN, "--gin_file=tasks.gin", "--gin.qa/EvalTask.metrics=(@exact_mach,)")
     assert "did you mean exact_match?" in mistake(wrong)

@@ -64,6 +64,11 @@ def test_a_file_of_prompts_becomes_a_file_of_texts(here, infer, shell):
     assert infer("--gin.Sampling.temperature=0").out == "river gr" + lines[0]["text"] + "\n"
     done = here(*asked, "--gin.Sampling.max_new_tokens=16")
     assert done.code == 0 and "3 of 3" in done.err
+    said = mistake(here(*asked, "--gin.Sampling.max_new_tokens=16", "--gin.Sampling.seed=1"))
+    assert "line 1 has another sampling" in said
+    for name, why in (("in.txt", "in.txt is an input"), (".", "cannot be written")):
+        assert why in mistake(here(*asked[:3], f"--out={name}"))
+    assert (shell.folder / "in.txt").read_text() == "river gr\ngrass \nriver gr\n"
     assert "go together" in mistake(here("infer", RUN, "--prompts=in.txt"))
 
 
