@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if bool(args.prompts) != bool(args.out):
         raise UserError("--prompts and --out go together: name both files, e.g. --prompts=in.jsonl --out=out.jsonl")
     if args.model_dir and outputs.read(recorded := os.path.join(args.model_dir, "config.gin")) is None:
-        raise UserError(f"--model_dir={args.model_dir} is not a run folder: {recorded} is missing; train one, or name a model with --model=")
+        raise UserError(f"--model_dir={args.model_dir} is not a run folder: no {recorded}; other models: --model")
     if args.out:
         outputs.check_writable(args.out, inputs=[*args.gin_file, args.prompts])
     run(args)

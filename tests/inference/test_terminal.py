@@ -20,8 +20,10 @@ from capibara.inference.sampling import Sampling
 
 CHECKOUT = pathlib.Path(__file__).resolve().parents[2]
 # The terminal sends ctrl-C to whom it controls.
+# Workers of pytest-xdist ignore ctrl-C, and their children would with them.
 ON_A_TERMINAL = (
-    "import fcntl, runpy, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+    "import fcntl, runpy, signal, termios; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    "fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
     "runpy.run_module('capibara.infer', run_name='__main__')"
 )
 GREEDY = Sampling(temperature=0.0, max_new_tokens=12)
