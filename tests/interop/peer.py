@@ -28,15 +28,16 @@ import make_encoders  # noqa: E402
 import make_moe  # noqa: E402
 
 DECODERS = make.CASES | make_moe.CASES
-NEW_TOKENS, STEPS = 8, 5
+NEW_TOKENS, ANSWER_TOKENS, STEPS = 8, 16, 5
 RENAMED = ("gpt_neox", "mixtral", "qwen3_moe")  # have other names in memory than in files, since transformers 5
 KINDS = {"t5": AutoModelForSeq2SeqLM, "bert": AutoModelForMaskedLM}
 
 
 def answer(name: str, model: torch.nn.Module) -> dict[str, np.ndarray]:
-    """Logits of the golden tokens, and of a decoder the tokens that it continues the first places with."""
+    """Logits of the golden tokens; what a decoder continues the first places with, and an encoder-decoder answers."""
     if name not in DECODERS:
-        return {"logits": make_encoders.logits(make_encoders.CASES[name], model)}
+        found = {"logits": make_encoders.logits(make_encoders.CASES[name], model)}
+        return found | ({} if name == "bert" else generated(model))
     tokens = torch.from_numpy(make.tokens())
     with torch.no_grad():
         logits, ids = model(tokens, use_cache=False).logits.numpy(), tokens[:, :8]
@@ -45,18 +46,64 @@ def answer(name: str, model: torch.nn.Module) -> dict[str, np.ndarray]:
     return {"logits": logits, "greedy": ids.numpy()}
 
 
-def losses(model: torch.nn.Module) -> np.ndarray:
-    """Of the first steps of AdamW on the golden tokens, without dropout.
+def encoder_inputs(draw_tokens: str) -> dict[str, torch.Tensor]:
+    """Golden tokens as a text for an encoder, the last row shorter than the others."""
+    tokens = torch.from_numpy(make_encoders.batch()[draw_tokens].clip(1))
+    mask = torch.ones_like(tokens)
+    mask[-1, -make_encoders.PADDING :] = 0
+    return {"input_ids": tokens * mask, "attention_mask": mask}
+
+
+def generated(model: torch.nn.Module) -> dict[str, np.ndarray]:
+    """What an encoder-decoder answers greedily, padded after its end, behind the padding that it begins with.
+
+    With random weights that is one token again and again, so there is an answer with a penalty on that too.
+    """
+    options = dict(do_sample=False, num_beams=1, max_new_tokens=ANSWER_TOKENS, decoder_start_token_id=0)
+    penalties = {"greedy": 1.0, "penalized": 4.0}
+    inputs = encoder_inputs("encoder_tokens")
+    return {key: model.generate(**inputs, **options, repetition_penalty=x).numpy() for key, x in penalties.items()}
+
+
+def labelled(name: str) -> dict[str, torch.Tensor]:
+    """What a model learns from, as transformers takes it: a label of -100 is left out.
+
+    Targets of T5 are shorter than a row in the last one. BERT predicts every fifth token, and reads one and the same
+    instead.
+    """
+    if name in DECODERS:
+        tokens = torch.from_numpy(make.tokens().clip(1))
+        return {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]}
+    inputs = encoder_inputs("tokens" if name == "bert" else "encoder_tokens")
+    if name == "bert":
+        tokens, hidden = inputs["input_ids"], inputs["attention_mask"].bool()
+        hidden = hidden & (torch.arange(tokens.shape[1]) % 5 == 1)
+        types = torch.from_numpy(make_encoders.batch()["token_types"])
+        given = {"input_ids": tokens.where(~hidden, 2), "token_type_ids": types, "labels": tokens.where(hidden, -100)}
+        return inputs | given
+    labels = encoder_inputs("tokens")["input_ids"]
+    return inputs | {"labels": labels.where(labels != 0, -100)}
+
+
+def losses(name: str, model: torch.nn.Module) -> np.ndarray:
+    """Of the first steps of AdamW, without dropout.
 
     Token 0 is left out: Phi 3 has it for padding, whose embedding torch does not train. With ten times the learning rate
     the rounding of float32 alone moves the losses of the deepest model by more than 1e-4.
     """
-    tokens = torch.from_numpy(make.tokens().clip(1))
+    given = labelled(name)
+    if name in DECODERS:
+        labels, given = given["labels"], {"input_ids": given["input_ids"], "use_cache": False}
+    else:
+        model.config.decoder_start_token_id = model.config.pad_token_id  # as every published T5 says
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
     found = []
     for _ in range(STEPS):
-        logits = model(tokens[:, :-1], use_cache=False).logits
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        answered = model(**given)
+        if name in DECODERS:  # their own loss moves the labels, which are moved already
+            loss = torch.nn.functional.cross_entropy(answered.logits.flatten(0, 1), labels.flatten())
+        else:
+            loss = answered.loss
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -78,8 +125,8 @@ def write(folder: pathlib.Path) -> None:
         (folder / name / "pickled").mkdir()
         model.config.save_pretrained(folder / name / "pickled")
         torch.save(model.state_dict(), folder / name / "pickled" / "pytorch_model.bin")
-        found = answer(name, model) | ({"losses": losses(model)} if name in DECODERS else {})
-        np.savez(folder / name / "answers.npz", **found)
+        np.savez(folder / name / "answers.npz", **answer(name, model), losses=losses(name, model))
+        np.savez(folder / name / "labelled.npz", **{key: value.numpy() for key, value in labelled(name).items()})
         print(name, flush=True)
 
 

@@ -15,6 +15,11 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 from capibara import sharding, tree
+from capibara.data.packing import Document, Packing, Window, empty_batch
+from capibara.data.pairs import Pair, Pairs, PairWindow
+from capibara.data.vocabulary import ByteVocabulary
+from capibara.inference.engine import Engine, EngineConfig
+from capibara.inference.sampling import Sampling
 from capibara.interop import checkpoint, hf_config, hf_folder, peft
 from capibara.models import api
 from capibara.models.api import Lora
@@ -104,6 +109,32 @@ def golden_tokens(rows=2, length=24, seed=0, entries=96):
     return np.random.default_rng(seed).integers(0, entries, (rows, length))
 
 
+def batch_to_learn(name, given):
+    """What transformers learned from, laid out as training data is."""
+    tokens, labels = given["input_ids"].astype(np.int32), given["labels"].astype(np.int32)
+    if name in DECODERS:
+        return batch_of(tokens) | {"targets": labels, "weights": np.ones(labels.shape, np.float32)}
+    sizes = {"length": labels.shape[1], "packing": Packing.NONE, "pad_id": 0}
+    real = given["attention_mask"] == 1
+    if name == "bert":
+        rows = zip(tokens, labels, real, strict=True)
+        texts = [(np.where(row < 0, read, row)[m], (row >= 0)[m], read[m]) for read, row, m in rows]
+        window = Window(
+            [Document(ids, hidden.astype(np.float32), 0, read=read) for ids, hidden, read in texts], **sizes
+        )
+        batch, more = empty_batch(2, labels.shape[1]), {"token_types": given["token_type_ids"].astype(np.int32)}
+    else:
+        rows = zip(tokens, labels, real, strict=True)
+        pairs = [Pair(read[m], row[row >= 0]) for read, row, m in rows]
+        window = PairWindow([Pairs(pairs)], encoder_length=tokens.shape[1], **sizes)
+        batch, more = empty_batch(2, labels.shape[1], encoder_length=tokens.shape[1]), {}
+    for row in range(2):
+        window.fill(batch, row, row)
+    assert batch["weights"].sum() == (labels >= 0).sum() < labels.size
+    np.testing.assert_array_equal(batch["targets"][labels >= 0], labels[labels >= 0])
+    return batch | more
+
+
 def report(name, what, value):
     print(f"\n{name:>14}: {what} {value:.2e}", file=sys.stderr)
 
@@ -140,6 +171,25 @@ def test_an_encoder_answers_as_transformers_does(name, folder):
     np.testing.assert_allclose(got[kept], want[kept], rtol=0, atol=ATOL)
 
 
+@pytest.mark.parametrize("what, penalty", [("greedy", 1.0), ("penalized", 4.0)])
+@pytest.mark.parametrize("name", ("t5", "t5_1_1"))
+def test_an_engine_generates_what_transformers_does(name, what, penalty, folder):
+    model, params, _ = loaded(folder / name / "theirs")
+    want, given = np.load(folder / name / "answers.npz")[what], np.load(folder / name / "labelled.npz")
+    vocabulary, length = ByteVocabulary(), given["input_ids"].shape[1]  # its padding and end are T5's: 0 and 1
+    engine = Engine(model, params, vocabulary, want.shape[1], EngineConfig(slots=2), encoder_length=length)
+    texts = [row[mask == 1].tolist() for row, mask in zip(given["input_ids"], given["attention_mask"], strict=True)]
+    assert [len(text) for text in texts] == [32, 32 - 7]
+    asked = Sampling(temperature=0.0, max_new_tokens=want.shape[1] - 1, repetition_penalty=penalty)
+    streams = [engine.submit(text, asked) for text in texts]
+    for stream, (start, *row) in zip(streams, want.tolist(), strict=True):
+        row = row[: row.index(vocabulary.eos_id)] if vocabulary.eos_id in row else row
+        print(f"\n{name:>14}: {what}: {len(row)} tokens, {len(set(row))} different ones", file=sys.stderr)
+        assert start == vocabulary.pad_id and len(row) >= 4
+        assert what == "greedy" or len(set(row)) >= 4
+        assert stream.result().tokens == row
+
+
 @pytest.mark.parametrize("name", (*DECODERS, *OTHERS))
 def test_transformers_answers_alike_with_what_we_write(name, folder):
     want, got = np.load(folder / name / "answers.npz"), np.load(folder / name / "read.npz")
@@ -148,7 +198,7 @@ def test_transformers_answers_alike_with_what_we_write(name, folder):
     )  # keys that are missing, unexpected or of another shape, or another in a state dict
     report(name, "transformers with our folder differs by", np.abs(got["logits"] - want["logits"]).max())
     np.testing.assert_allclose(got["logits"], want["logits"], rtol=0, atol=ATOL)
-    if name in DECODERS:
+    if name != "bert":
         np.testing.assert_array_equal(got["greedy"], want["greedy"])
 
 
@@ -172,14 +222,14 @@ def test_what_torch_saves_is_what_transformers_saves(name, folder):
     jax.tree.map(np.testing.assert_array_equal, params, loaded(folder / name / "theirs")[1])
 
 
-@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize("name", (*DECODERS, *OTHERS))
 @pytest.mark.standard_promotion
 def test_the_first_losses_are_those_of_torch(name, folder):
     model, params, _ = loaded(folder / name / "theirs")
     if model.config.moe is not None:  # transformers adds no balance loss unless it is asked for
         moe = dataclasses.replace(model.config.moe, balance_loss=0.0)
         model = api.build(dataclasses.replace(model.config, moe=moe))
-    plan, tokens = Plan(batch_size=2), golden_tokens().clip(1)
+    plan, batch = Plan(batch_size=2), batch_to_learn(name, np.load(folder / name / "labelled.npz"))
     mesh = sharding.make_mesh(plan, jax.devices()[:1])
     optimizer = Optimizer(schedule=Schedule(kind="constant", learning_rate=1e-4), weight_decay=0.0, b2=0.95)
     tx = optimizer.build(100, model.axes)
@@ -188,8 +238,6 @@ def test_the_first_losses_are_those_of_torch(name, folder):
     state = jax.device_put(dataclasses.replace(state, params=params), shardings)
     step = make_train_step(model, tx, optimizer.schedule.build(100), plan, mesh)
     step = jax.jit(step, out_shardings=(shardings, None))
-    batch = batch_of(tokens[:, :-1]) | {"targets": tokens[:, 1:].astype(np.int32)}
-    batch["weights"] = np.ones(batch["targets"].shape, np.float32)
     batch = sharding.global_batch(sharding.batch_sharding(mesh, plan.rules), batch)
     losses = []
     want = np.load(folder / name / "answers.npz")["losses"]
