@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import time
 import uuid
 from collections.abc import Iterable, Sequence
@@ -17,7 +18,7 @@ _LEAST_LOGPROB = -9999.0  # JSON has no infinity; OpenAI says the same
 Json = dict[str, Any]
 
 
-class Reply:
+class Reply(abc.ABC):
     """The response to one request.
 
     Args:
@@ -69,11 +70,13 @@ class Reply:
     def _names_tokens(self) -> bool:
         return False
 
+    @abc.abstractmethod
     def _choice(self, index: int, text: str, pieces: Iterable[Piece], finish: str) -> Json:
-        raise NotImplementedError
+        """A whole text."""
 
+    @abc.abstractmethod
     def _part(self, text: str, pieces: Iterable[Piece], finish: str | None, index: int) -> Json:
-        raise NotImplementedError
+        """What a chunk tells of a text, beside its number and how it ended."""
 
     def _chunk(self, index: int, text: str, pieces: Iterable[Piece], finish: str | None) -> Json:
         choice = {"index": index, "finish_reason": finish} | self._part(text, pieces, finish, index)
