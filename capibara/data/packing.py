@@ -71,7 +71,20 @@ class Document(NamedTuple):
         )
 
 
-class Window:
+class Rows:
+    """What every window is: rows that can be counted and shuffled; `_rows` says what lies in each."""
+
+    _rows: list
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def shuffle(self, *seeds: int) -> None:
+        """Permutes the rows."""
+        self._rows = [self._rows[i] for i in permutation(len(self._rows), *seeds)]
+
+
+class Window(Rows):
     """Documents laid out in rows: `len`, and `fill(batch, b, i)` to copy row `i` into row `b` of a batch."""
 
     def __init__(self, documents: Sequence[Document], *, length: int, packing: Packing, pad_id: int):
@@ -107,17 +120,10 @@ class Window:
             self._domains = np.repeat(np.array([document.domain for document in documents], np.int32), lengths)
         self._rows = _LAYOUTS[packing](starts, stops, length)
 
-    def __len__(self) -> int:
-        return len(self._rows)
-
     @property
     def checksum(self) -> int:
         """CRC-32 of the window's tokens, by which a restored stream knows that the data is still the same."""
         return zlib.crc32(self._targets)
-
-    def shuffle(self, *seeds: int) -> None:
-        """Permutes the rows."""
-        self._rows = [self._rows[i] for i in permutation(len(self._rows), *seeds)]
 
     def places(self, i: int) -> list[tuple[int, ...]]:
         """Of the documents that row `i` has tokens of."""
@@ -176,6 +182,24 @@ def empty_batch(rows: int, length: int, pad_id: int = 0, **more: Any) -> dict[st
     return batch
 
 
+def best_fit(sizes: Sequence[int], length: int, most: int | None = None) -> list[list[int]]:
+    """Rows of the indices of `sizes`: the largest first, each where it leaves the least space, up to `most` in a row."""
+    rows: list[list[int]] = []
+    open_rows: list[tuple[int, int]] = []  # (free positions, row), sorted
+    for index in sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True):
+        need = sizes[index]
+        at = bisect.bisect_left(open_rows, (need, -1))
+        if at < len(open_rows):
+            free, row = open_rows.pop(at)
+            rows[row].append(index)
+        else:
+            free, row = length, len(rows)
+            rows.append([index])
+        if free > need and len(rows[row]) != most:
+            bisect.insort(open_rows, (free - need, row))
+    return rows
+
+
 def _best_fit(starts: np.ndarray, stops: np.ndarray, length: int) -> list[list[Piece]]:
     rows: list[list[Piece]] = []
     rests: list[Piece] = []
@@ -185,19 +209,7 @@ def _best_fit(starts: np.ndarray, stops: np.ndarray, length: int) -> list[list[P
             start += length
         if start < stop:
             rests.append((start, stop))
-    rests.sort(key=lambda piece: piece[0] - piece[1])
-    open_rows: list[tuple[int, int]] = []  # (free positions, row), sorted
-    for start, stop in rests:
-        need = stop - start
-        at = bisect.bisect_left(open_rows, (need, -1))
-        if at < len(open_rows):
-            free, row = open_rows.pop(at)
-            rows[row].append((start, stop))
-        else:
-            free, row = length, len(rows)
-            rows.append([(start, stop)])
-        if free > need:
-            bisect.insort(open_rows, (free - need, row))
+    rows += [[rests[i] for i in row] for row in best_fit([stop - start for start, stop in rests], length)]
     # Back into the order of the corpus, for whoever does not shuffle.
     rows.sort(key=lambda pieces: pieces[0][0])
     return rows

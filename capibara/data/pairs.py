@@ -13,8 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from capibara.data.packing import Packing
-from capibara.data.shuffle import permutation
+from capibara.data.packing import Packing, Rows
 from capibara.types import Batch
 
 
@@ -46,7 +45,7 @@ class Pairs(NamedTuple):
         )
 
 
-class PairWindow:
+class PairWindow(Rows):
     """Pairs laid out in rows: `len`, and `fill(batch, b, i)` to copy row `i` into row `b` of a batch."""
 
     def __init__(self, documents: Sequence[Pairs], *, encoder_length: int, length: int, packing: Packing, pad_id: int):
@@ -74,9 +73,6 @@ class PairWindow:
             sizes = np.array([[len(pair.inputs), len(pair.targets)] for pair in self._pairs]).reshape(-1, 2)
             self._rows = _best_fit(sizes, np.array([encoder_length, length]))
 
-    def __len__(self) -> int:
-        return len(self._rows)
-
     @property
     def checksum(self) -> int:
         """CRC-32 of the window's tokens, by which a restored stream knows that the data is still the same."""
@@ -84,10 +80,6 @@ class PairWindow:
         for pair in self._pairs:
             checksum = zlib.crc32(pair.targets, zlib.crc32(pair.inputs, checksum))
         return checksum
-
-    def shuffle(self, *seeds: int) -> None:
-        """Permutes the rows."""
-        self._rows = [self._rows[i] for i in permutation(len(self._rows), *seeds)]
 
     def places(self, i: int) -> list[tuple[int, ...]]:
         """Of the documents that row `i` has pairs of."""

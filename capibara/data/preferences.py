@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import bisect
 import zlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from capibara.data.packing import Document
-from capibara.data.shuffle import permutation
+from capibara.data.packing import Document, Rows, best_fit
 from capibara.types import Batch
 
 
@@ -35,7 +33,7 @@ class Answers(NamedTuple):
         return len(self.chosen.ids) + len(self.rejected.ids)
 
 
-class PreferenceWindow:
+class PreferenceWindow(Rows):
     """Pairs laid out in rows: `len`, and `fill(batch, b, i)` to copy row `i` into row `b` of a batch."""
 
     def __init__(self, pairs: Sequence[Answers], *, length: int, most_pairs: int, pad_id: int):
@@ -49,10 +47,9 @@ class PreferenceWindow:
         """
         self._pairs = [pair for pair in pairs if pair.need]
         self._pad_id = pad_id
-        self._rows = _best_fit([pair.need for pair in self._pairs], length, most_pairs)
-
-    def __len__(self) -> int:
-        return len(self._rows)
+        rows = best_fit([pair.need for pair in self._pairs], length, most_pairs)
+        # Back into the order of the corpus, for whoever does not shuffle.
+        self._rows = sorted(sorted(row) for row in rows)
 
     @property
     def checksum(self) -> int:
@@ -61,10 +58,6 @@ class PreferenceWindow:
         for pair in self._pairs:
             checksum = zlib.crc32(pair.rejected.ids, zlib.crc32(pair.chosen.ids, checksum))
         return checksum
-
-    def shuffle(self, *seeds: int) -> None:
-        """Permutes the rows."""
-        self._rows = [self._rows[i] for i in permutation(len(self._rows), *seeds)]
 
     def places(self, i: int) -> list[tuple[int, ...]]:
         """Of the pairs of row `i`."""
@@ -87,24 +80,3 @@ class PreferenceWindow:
             row["numbers"][begin + int(np.argmax(answer.weights > 0))] = 2 * pair.number - 1 + side
         row["tokens"][end:] = self._pad_id
         row["targets"][end:] = self._pad_id
-
-
-def _best_fit(sizes: Sequence[int], length: int, most: int) -> list[list[int]]:
-    """Rows of the indices of `sizes`: the largest first, each where it leaves the least space, up to `most` in a row."""
-    rows: list[list[int]] = []
-    open_rows: list[tuple[int, int]] = []  # (free positions, row), sorted
-    for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        at = bisect.bisect_left(open_rows, (sizes[index], -1))
-        if at < len(open_rows):
-            free, row = open_rows.pop(at)
-        else:
-            free, row = length, len(rows)
-            rows.append([])
-        rows[row].append(index)
-        if free > sizes[index] and len(rows[row]) < most:
-            bisect.insort(open_rows, (free - sizes[index], row))
-    # Back into the order of the corpus, for whoever does not shuffle.
-    for row in rows:
-        row.sort()
-    rows.sort(key=lambda row: row[0])
-    return rows
