@@ -395,7 +395,7 @@ class Checkpoints:
                 if jax.process_index() == 0:  # the others do not know whether it has been committed meanwhile
                     with contextlib.suppress(OSError, UserError):
                         self._check_lease()  # where it is another's now, so is what lies there
-                        step_folders.remove(folder)
+                        step_folders.remove_failed(folder)
                 last = attempt == _ATTEMPTS - 1 or jax.process_count() > 1  # the others would wait for ever
                 if last or is_disk_full(error) or isinstance(error, (UserError, TryAgain)):
                     raise

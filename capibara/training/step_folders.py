@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import time
 from collections.abc import Iterable, Sequence
 
 from etils import epath
@@ -17,6 +18,7 @@ from capibara.types import UserError
 
 _ARRAYS = "state"  # begins the name of their folder, as of the one that Orbax renames to it
 DAMAGED, UNFINISHED, ROLLED_BACK = ".damaged", ".unfinished", ".rolled_back"  # end the names of what was moved aside
+_LOOK_S, _GONE_LOOKS, _MOST_LOOKS = 0.05, 4, 40
 
 
 def folder_of(model_dir: str) -> epath.Path:
@@ -137,6 +139,21 @@ def remove(folder: epath.Path) -> None:
     else:
         folder = move_aside(folder, UNFINISHED)
     folder.rmtree()
+
+
+def remove_failed(folder: epath.Path) -> None:
+    """Removes what a save left that failed just now, and what its writes leave that have not heard of it yet.
+
+    Where one write fails TensorStore does not wait for the others, which make the folder anew that is gone.
+    """
+    gone = 0
+    for _ in range(_MOST_LOOKS):
+        if folder.exists():
+            remove(folder)
+            gone = 0
+        elif (gone := gone + 1) == _GONE_LOOKS:
+            return
+        time.sleep(_LOOK_S)
 
 
 def move_aside(folder: epath.Path, ending: str) -> epath.Path:

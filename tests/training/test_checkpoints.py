@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import os
@@ -200,6 +201,32 @@ def test_a_save_that_fails_in_the_background_is_raised_where_it_is_waited_for(tm
             monkeypatch.setattr(array_files, "write", full)
             checkpoints.save(1, state_of(1), {}, {})
     assert not (tmp_path / "checkpoints" / "1").exists()
+
+
+def test_what_a_failed_save_still_writes_is_removed_as_well(tmp_path, monkeypatch):
+    """One failed write does not stop the others, and these make their folders anew."""
+    late = []
+
+    def full(folder, arrays, **options):
+        def write():
+            begin = time.monotonic()
+            for _ in range(3):
+                while folder.exists() and time.monotonic() < begin + 5:  # until what lay there has been removed
+                    time.sleep(0.001)
+                with contextlib.suppress(FileNotFoundError):  # removed in between
+                    (folder / "state" / "params").mkdir(parents=True)
+                    (folder / "state" / "params" / "0.0").write_text("late")
+
+        late.append(threading.Thread(target=write))
+        late[0].start()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(UserError, match="disk full while saving"):
+        with Checkpoints(str(tmp_path), Checkpointing()) as checkpoints:
+            monkeypatch.setattr(array_files, "write", full)
+            checkpoints.save(1, state_of(1), {}, {})
+    late[0].join()
+    assert not list((tmp_path / "checkpoints").glob("1*"))
 
 
 def test_leftovers_of_a_failed_save_are_removed(tmp_path):
