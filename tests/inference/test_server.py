@@ -424,7 +424,7 @@ def test_it_ends_when_its_texts_have(served, slow):
         assert error.value.status_code == 503 and running.http("GET", "/ready")[0] == 503
         text = "".join(chunk.choices[0].text for chunk in stream)
         assert whole.result().choices[0].text.endswith(text) and len(text) > 40
-        running.thread.join(10)
+        running.thread.join(60)
         assert not running.thread.is_alive()
 
 
@@ -442,7 +442,7 @@ def test_what_does_not_end_in_the_grace_is_cancelled(served, slow):
             list(stream)
         assert half.getresponse().status == 503  # who has not said yet what is wanted
         half.close()
-        running.thread.join(10)
+        running.thread.join(60)
         assert not running.thread.is_alive()
 
 

@@ -70,7 +70,7 @@ def test_that_of_a_live_process_is_refused_at_once(folder):
     begin_s = time.monotonic()
     with pytest.raises(UserError, match=f"process {os.getpid()} on {socket.gethostname()}"):
         Lease(folder, stale_after_s=30)
-    assert time.monotonic() - begin_s < 1
+    assert time.monotonic() - begin_s < 15
 
 
 @pytest.mark.parametrize("other", [{"boot": "b"}, {"pid_namespace": "pid:[7]"}, {"boot": None}])

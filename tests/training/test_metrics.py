@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-import time
 
 import jax.numpy as jnp
 import pytest
 
+from capibara.training import metrics as module
 from capibara.training.losses import LossSums
 from capibara.training.metrics import EarlyStopping, Meter, evaluation_metrics
 
@@ -17,20 +17,34 @@ def step_metrics(loss, tokens, grad_norm=1.0):
     return {name: jnp.float32(value) for name, value in {**values, "learning_rate": grad_norm / 100}.items()}
 
 
-def test_the_meter_weighs_losses_by_tokens_and_starts_anew_after_each_read():
+@pytest.fixture
+def pass_time(monkeypatch):
+    """Makes the meter's clock go on by so many seconds; by itself it stands still."""
+    now_s = [100.0]
+    monkeypatch.setattr(module.time, "perf_counter", lambda: now_s[0])
+
+    def go_on(seconds):
+        now_s[0] += seconds
+
+    return go_on
+
+
+def test_the_meter_weighs_losses_by_tokens_and_starts_anew_after_each_read(pass_time):
     meter = Meter(tokens_per_step=100)
     for metrics in (step_metrics(4.0, 10, 1.0), step_metrics(2.0, 30, 3.0)):
         with meter.waiting():
-            time.sleep(0.1)
+            pass_time(0.1)
+        pass_time(0.4)
         meter.add(metrics)
     read = meter.read()
     assert read["loss"] == pytest.approx(2.5) and read["z_loss"] == pytest.approx(0.25)
     assert read["token_accuracy"] == pytest.approx(2.5 / 8)
-    assert (read["tokens"], read["grad_norm"]) == (40.0, 2.0) and 0.1 <= read["data_wait_s"] < 0.2
+    assert (read["tokens"], read["grad_norm"]) == (40.0, 2.0) and read["data_wait_s"] == pytest.approx(0.1)
     assert read["learning_rate"] == pytest.approx(0.03)  # of the last step
-    assert read["tokens_per_s"] == pytest.approx(100 / read["step_s"])
+    assert read["step_s"] == pytest.approx(0.5) and read["tokens_per_s"] == pytest.approx(200)
     assert all(type(value) is float for value in read.values())
 
+    pass_time(0.1)
     meter.add(step_metrics(7.0, 5))
     assert meter.read()["loss"] == 7.0
 
@@ -41,19 +55,18 @@ def test_a_meter_without_any_token_gives_no_nan():
     assert meter.read()["loss"] == 0.0
 
 
-def test_the_clock_can_leave_out_an_evaluation():
+def test_the_clock_can_leave_out_an_evaluation(pass_time):
     """Between two logs: one step before the pause, one after; only their own time counts, for both of them."""
     meter = Meter(100)
     step = step_metrics(1.0, 100)
-    time.sleep(0.05)
+    pass_time(0.05)
     meter.add(step)
     with meter.paused("save"):
-        time.sleep(0.3)
-    time.sleep(0.05)
+        pass_time(0.3)
+    pass_time(0.05)
     meter.add(step)
     read = meter.read()
-    assert 0.05 <= read["step_s"] < 0.15
-    assert read["tokens_per_s"] == pytest.approx(100 / read["step_s"])
+    assert read["step_s"] == pytest.approx(0.05) and read["tokens_per_s"] == pytest.approx(2000)
 
 
 def test_skipped_updates_are_counted():

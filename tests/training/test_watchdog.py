@@ -1,5 +1,6 @@
 """The watchdog: what counts as hung, and how such a run ends."""
 
+import re
 import subprocess
 import sys
 import time
@@ -36,7 +37,10 @@ def test_a_run_that_hangs_prints_all_stacks_and_ends():
     begin_s = time.monotonic()
     done = subprocess.run([sys.executable, "-c", HANGS, "hangs"], capture_output=True, text=True, timeout=60)
     assert done.returncode == EXIT_HUNG == 75 and time.monotonic() - begin_s < 30
-    assert "after step 9, where 0.01" in done.stderr and "this run hangs and ends; start it again" in done.stderr
+    assert (
+        re.search(r"after step 9, where 0\.[01]\d", done.stderr)
+        and "this run hangs and ends; start it again" in done.stderr
+    )
     assert "in a_peer_that_never_answers" in done.stderr and "capibara-watchdog" not in done.stdout
 
 
@@ -68,11 +72,11 @@ def test_bad_settings(bad):
 
 def test_what_is_left_out_between_steps_is_neither_a_hang_nor_their_time():
     """Rollouts between the steps, longer than the limit: the watch goes on, and the steps' usual time stays."""
-    with Watchdog(Watch(factor=5.0, at_least_s=0.3)) as dog:
+    with Watchdog(Watch(factor=5.0, at_least_s=1.5)) as dog:
         for step in range(10):
             time.sleep(0.01)
-            if step in (7, 8):
+            if step == 8:
                 with dog.left_out():
-                    time.sleep(0.5)
+                    time.sleep(2.0)
             dog.beat(step)
-        assert dog.limit_s == 0.3 and max(dog._times) < 0.3
+        assert dog.limit_s == 1.5 and max(dog._times) < 1.5
