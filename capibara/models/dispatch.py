@@ -137,7 +137,7 @@ def mlp(x: jax.Array, weights: Weights, activation: Activation, product, bias) -
         h = h + bias(weights["up_bias"])
     h = checkpoint_name(h, "expert_up")
     if activation.gated:
-        h = activation(checkpoint_name(product(x, weights["gate"]), "expert_gate")) * h
+        h = activation.gate(checkpoint_name(product(x, weights["gate"]), "expert_gate"), h)
     else:
         h = activation(h)
     return checkpoint_name(product(h, weights["down"]), "expert_down")

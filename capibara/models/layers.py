@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,7 @@ from flax import nnx
 from capibara import sharding
 from capibara.models.quantized import Quantization, quantized_matmul
 from capibara.models.stored import Blocks, Whole, frozen_matmul
+from capibara.transposition import transposed
 
 Initializer = Callable[..., jax.Array]
 
@@ -142,7 +144,7 @@ def _matmul(x_NI: jax.Array, weight_IO: jax.Array) -> jax.Array:
 def _matmul_backward(operands: tuple[jax.Array, jax.Array], dy_NO: jax.Array) -> tuple[jax.Array, jax.Array]:
     x_NI, weight_IO = operands
     if x_NI.shape[1] > dy_NO.shape[1]:  # without the barrier XLA would fold the transposition into the product
-        dweight_IO = jax.lax.optimization_barrier(dy_NO.T @ x_NI).T
+        dweight_IO = transposed(jax.lax.optimization_barrier(dy_NO.T @ x_NI))
     else:
         dweight_IO = x_NI.T @ dy_NO
     return dy_NO @ weight_IO.T, dweight_IO
@@ -256,3 +258,29 @@ class Activation(enum.StrEnum):
                 return jax.nn.relu(x)
             case _:
                 return jax.nn.gelu(x, approximate=self is not Activation.GELU_EXACT)
+
+    def gate(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+        """activation(gate) * up, of a gated one.
+
+        XLA's CPU back end would make and keep its parts one by one, each in a pass over memory; there the two alone are
+        kept for the backward pass.
+        """
+        return _gated(self, gate, up) if sharding.platform() == "cpu" else self(gate) * up
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gated(activation: Activation, gate: jax.Array, up: jax.Array) -> jax.Array:
+    return activation(gate) * up
+
+
+def _gated_forward(activation: Activation, gate: jax.Array, up: jax.Array):
+    return _gated(activation, gate, up), (gate, up)
+
+
+def _gated_backward(activation: Activation, kept, upstream: jax.Array):
+    # Without the barrier XLA would find what both passes compute, and keep that.
+    _, pull = jax.vjp(lambda gate, up: activation(gate) * up, *jax.lax.optimization_barrier(kept))
+    return pull(upstream)
+
+
+_gated.defvjp(_gated_forward, _gated_backward)

@@ -117,7 +117,7 @@ class MoeMLP(nnx.Module):
         h = constrain(dense("shared_up", x_BTD), ("batch", "act_time", "act_mlp"))
         if self.config.activation.gated:
             gate = constrain(dense("shared_gate", x_BTD), ("batch", "act_time", "act_mlp"))
-            h = self.config.activation(gate) * h
+            h = self.config.activation.gate(gate, h)
         else:
             h = self.config.activation(h)
         return dense("shared_down", h)

@@ -234,7 +234,7 @@ class MLP(nnx.Module):
         if self.config.activation.gated:
             gate = layers.dense(x_BTD, into[1], quantization=quantization, adapter=gate_lora)
             gate = constrain(gate, ("batch", "act_time", "act_mlp"))
-            h = self.config.activation(checkpoint_name(gate, "mlp_gate")) * h
+            h = self.config.activation.gate(checkpoint_name(gate, "mlp_gate"), h)
         else:
             h = self.config.activation(h)
         y = layers.dense(h, down, quantization=quantization, adapter=down_lora)

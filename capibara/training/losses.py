@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from capibara import sharding
 from capibara.sharding import Rules
+from capibara.transposition import transposed
 
 # Bytes of one block of float32 logits on a device: what stays in a CPU's cache, and little beside an HBM.
 _BLOCK_BYTES = {"cpu": 16 * 2**20}
@@ -195,7 +196,7 @@ def _loss_forward(hidden_BTD, head_VD, targets_BT, weights_BT, layout, z_loss, s
             dhead_DV = functools.partial(_product_part, hidden_ND, dlogits_NV)
         else:
             dhead_DV = functools.partial(_sum_part, dhead_DV)
-        return sums[None], dhidden_BTD, _transposed(_reduced(dhead_DV, D, V, layout))
+        return sums[None], dhidden_BTD, transposed(_reduced(dhead_DV, D, V, layout))
 
     places, head, per_shard = _specs(layout)
     sums, dhidden_BTD, dhead_VD = _on_shards(
@@ -312,18 +313,6 @@ def _reduced(part: Callable[..., jax.Array], D: int, V: int, layout: _Layout) ->
     return jax.lax.map(piece, jnp.arange(pieces)).reshape(D // shards, V) if pieces > 1 else piece(0)
 
 
-def _transposed(x: jax.Array) -> jax.Array:
-    """x.T, made once: XLA's CPU back end would transpose it again in each operation that reads it, were it no loop."""
-    rows, columns = x.shape
-    parts = next(n for n in (8, 4, 2, 1) if columns % n == 0)
-    if sharding.platform() != "cpu" or parts == 1:
-        return x.T
-    size = columns // parts
-    return jax.lax.map(
-        lambda index: jax.lax.dynamic_slice_in_dim(x, index * size, size, axis=1).T, jnp.arange(parts)
-    ).reshape(columns, rows)
-
-
 def _gathered(head_VD: jax.Array, dtype: jnp.dtype, layout: _Layout) -> jax.Array:
     """The whole head [D, V] in the compute dtype; cast before it is sent.
 
@@ -343,9 +332,8 @@ def _block(block, head_DV, z_loss: float, soft_cap: float | None) -> tuple[jax.A
     exponentials = jnp.exp(logits - largest)
     total = jnp.sum(exponentials, axis=-1, keepdims=True)
     log_z = (jnp.log(total) + largest)[:, 0]
-    # Comparing with the ids, not indexing, keeps a vocabulary that is sharded where it is.
     is_target = targets[:, None] == jax.lax.broadcasted_iota(targets.dtype, logits.shape, 1)
-    target = jnp.sum(jnp.where(is_target, logits, 0.0), axis=-1)
+    target = _of_targets(logits, targets, is_target)
     correct = (target >= largest[:, 0]).astype(jnp.float32)
     columns = (log_z - target, jnp.square(log_z), correct, jnp.ones_like(weights))
     sums = jnp.stack([jnp.sum(column * weights) for column in columns])
@@ -363,7 +351,15 @@ def _log_probabilities_of_block(block, head_DV, soft_cap: float | None) -> jax.A
     if soft_cap is not None:
         logits = soft_cap * jnp.tanh(logits / soft_cap)
     is_target = targets[:, None] == jax.lax.broadcasted_iota(targets.dtype, logits.shape, 1)
-    return jnp.sum(jnp.where(is_target, logits, 0.0), axis=-1) - jax.nn.logsumexp(logits, axis=-1)
+    return _of_targets(logits, targets, is_target) - jax.nn.logsumexp(logits, axis=-1)
+
+
+def _of_targets(logits: jax.Array, targets: jax.Array, is_target: jax.Array) -> jax.Array:
+    """The logit of each place's target, [places]."""
+    if sharding.platform() == "cpu" and not sharding.active():
+        return jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
+    # Comparing with the ids keeps a vocabulary that is sharded where it is; XLA's CPU back end makes two passes of it.
+    return jnp.sum(jnp.where(is_target, logits, 0.0), axis=-1)
 
 
 def _over_blocks(body, carry, arrays, V: int):
