@@ -332,13 +332,12 @@ def _block(block, head_DV, z_loss: float, soft_cap: float | None) -> tuple[jax.A
     exponentials = jnp.exp(logits - largest)
     total = jnp.sum(exponentials, axis=-1, keepdims=True)
     log_z = (jnp.log(total) + largest)[:, 0]
-    is_target = targets[:, None] == jax.lax.broadcasted_iota(targets.dtype, logits.shape, 1)
-    target = _of_targets(logits, targets, is_target)
+    target = _of_targets(logits, targets)
     correct = (target >= largest[:, 0]).astype(jnp.float32)
     columns = (log_z - target, jnp.square(log_z), correct, jnp.ones_like(weights))
     sums = jnp.stack([jnp.sum(column * weights) for column in columns])
     scale = (weights * (1.0 + 2.0 * z_loss * log_z))[:, None]
-    dlogits = exponentials * (scale / total) - jnp.where(is_target, weights[:, None], 0.0)
+    dlogits = exponentials * (scale / total) - jnp.where(_is_target(logits, targets), weights[:, None], 0.0)
     if soft_cap is not None:
         dlogits = dlogits * (1.0 - jnp.square(logits / soft_cap))
     return sums, dlogits.astype(hidden.dtype)
@@ -350,16 +349,20 @@ def _log_probabilities_of_block(block, head_DV, soft_cap: float | None) -> jax.A
     logits = _dot(hidden, head_DV, 1, 0)
     if soft_cap is not None:
         logits = soft_cap * jnp.tanh(logits / soft_cap)
-    is_target = targets[:, None] == jax.lax.broadcasted_iota(targets.dtype, logits.shape, 1)
-    return _of_targets(logits, targets, is_target) - jax.nn.logsumexp(logits, axis=-1)
+    return _of_targets(logits, targets) - jax.nn.logsumexp(logits, axis=-1)
 
 
-def _of_targets(logits: jax.Array, targets: jax.Array, is_target: jax.Array) -> jax.Array:
-    """The logit of each place's target, [places]."""
+def _is_target(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    """[places, V] bool."""
+    return targets[:, None] == jax.lax.broadcasted_iota(targets.dtype, logits.shape, 1)
+
+
+def _of_targets(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    """The logit of each place's target, [places]; some number where that is no id: its weight is 0."""
     if sharding.platform() == "cpu" and not sharding.active():
-        return jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
+        return jnp.take_along_axis(logits, targets[:, None], axis=-1, mode="clip")[:, 0]
     # Comparing with the ids keeps a vocabulary that is sharded where it is; XLA's CPU back end makes two passes of it.
-    return jnp.sum(jnp.where(is_target, logits, 0.0), axis=-1)
+    return jnp.sum(jnp.where(_is_target(logits, targets), logits, 0.0), axis=-1)
 
 
 def _over_blocks(body, carry, arrays, V: int):

@@ -18,6 +18,7 @@ from capibara.types import UserError
 
 _ARRAYS = "state"  # begins the name of their folder, as of the one that Orbax renames to it
 DAMAGED, UNFINISHED, ROLLED_BACK = ".damaged", ".unfinished", ".rolled_back"  # end the names of what was moved aside
+# A failed save is looked after in these intervals until it was gone so many times in a row, or that many in all.
 _LOOK_S, _GONE_LOOKS, _MOST_LOOKS = 0.05, 4, 40
 
 
@@ -149,7 +150,8 @@ def remove_failed(folder: epath.Path) -> None:
     gone = 0
     for _ in range(_MOST_LOOKS):
         if folder.exists():
-            remove(folder)
+            with contextlib.suppress(OSError):  # one of these writes came in between
+                remove(folder)
             gone = 0
         elif (gone := gone + 1) == _GONE_LOOKS:
             return

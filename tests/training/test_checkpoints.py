@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import errno
 import os
 import threading
 import time
+import types
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ import pytest
 import xxhash
 from etils import epath
 
-from capibara.training import array_files, disk, manifest, storage
+from capibara.training import array_files, disk, manifest, step_folders, storage
 from capibara.training.anomalies import LossWindow
 from capibara.training.checkpoints import Checkpointing, Checkpoints, RestoredFromDamage
 from capibara.training.loss_scale import LossScale
@@ -205,28 +205,23 @@ def test_a_save_that_fails_in_the_background_is_raised_where_it_is_waited_for(tm
 
 def test_what_a_failed_save_still_writes_is_removed_as_well(tmp_path, monkeypatch):
     """One failed write does not stop the others, and these make their folders anew."""
-    late = []
+    folder, late = tmp_path / "checkpoints" / "1", []
 
-    def full(folder, arrays, **options):
-        def write():
-            begin = time.monotonic()
-            for _ in range(3):
-                while folder.exists() and time.monotonic() < begin + 5:  # until what lay there has been removed
-                    time.sleep(0.001)
-                with contextlib.suppress(FileNotFoundError):  # removed in between
-                    (folder / "state" / "params").mkdir(parents=True)
-                    (folder / "state" / "params" / "0.0").write_text("late")
-
-        late.append(threading.Thread(target=write))
-        late[0].start()
+    def full(*args, **options):
         raise OSError(errno.ENOSPC, "No space left on device")
+
+    def write(seconds):
+        if len(late) < 3:
+            late.append(folder.exists())
+            (folder / "state" / "params").mkdir(parents=True)
+            (folder / "state" / "params" / "0.0").write_text("late")
 
     with pytest.raises(UserError, match="disk full while saving"):
         with Checkpoints(str(tmp_path), Checkpointing()) as checkpoints:
             monkeypatch.setattr(array_files, "write", full)
+            monkeypatch.setattr(step_folders, "time", types.SimpleNamespace(sleep=write))
             checkpoints.save(1, state_of(1), {}, {})
-    late[0].join()
-    assert not list((tmp_path / "checkpoints").glob("1*"))
+    assert late == [False] * 3 and not list((tmp_path / "checkpoints").glob("1*"))
 
 
 def test_leftovers_of_a_failed_save_are_removed(tmp_path):

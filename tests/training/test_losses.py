@@ -44,6 +44,17 @@ def test_cross_entropy_and_its_gradients_equal_optax(dtype, blocks, monkeypatch)
         np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), atol=tolerance * scale)
 
 
+def test_what_has_no_weight_may_have_no_id():
+    rng = np.random.default_rng(0)
+    hidden, head = (jnp.asarray(rng.normal(size=size), jnp.float32) for size in ((1, 4, 16), (40, 16)))
+    targets, weights = np.array([[3, -100, 7, 40]]), jnp.asarray([[1.0, 0.0, 1.0, 0.0]])
+
+    def loss(targets):
+        return jax.value_and_grad(lambda *x: cross_entropy(*x, targets, weights)[0], (0, 1))(hidden, head)
+
+    jax.tree.map(np.testing.assert_array_equal, loss(targets), loss(np.array([[3, 0, 7, 0]])))
+
+
 @pytest.mark.parametrize("axes", [{"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 2, "context": 2, "stage": 2}])
 @pytest.mark.parametrize("reduced_bytes", [2**20, 64])
 @pytest.mark.parametrize("length", [8, 32])

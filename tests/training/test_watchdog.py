@@ -38,7 +38,7 @@ def test_a_run_that_hangs_prints_all_stacks_and_ends():
     done = subprocess.run([sys.executable, "-c", HANGS, "hangs"], capture_output=True, text=True, timeout=60)
     assert done.returncode == EXIT_HUNG == 75 and time.monotonic() - begin_s < 30
     assert (
-        re.search(r"after step 9, where 0\.[01]\d", done.stderr)
+        re.search(r"after step 9, where 0\.(0[1-9]|1\d)", done.stderr)
         and "this run hangs and ends; start it again" in done.stderr
     )
     assert "in a_peer_that_never_answers" in done.stderr and "capibara-watchdog" not in done.stdout
@@ -75,8 +75,8 @@ def test_what_is_left_out_between_steps_is_neither_a_hang_nor_their_time():
     with Watchdog(Watch(factor=5.0, at_least_s=1.5)) as dog:
         for step in range(10):
             time.sleep(0.01)
-            if step == 8:
+            if step in (7, 8):
                 with dog.left_out():
-                    time.sleep(2.0)
+                    time.sleep(1.8)
             dog.beat(step)
         assert dog.limit_s == 1.5 and max(dog._times) < 1.5
