@@ -5,7 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from capibara import transposition
 from capibara.transposition import transposed
+
+
+@pytest.fixture(autouse=True, params=[0, 2**20], ids=["large", "small"])
+def large(request, monkeypatch):
+    """Each test with all matrices taken for large ones, and none."""
+    monkeypatch.setattr(transposition, "_LARGE_BYTES", request.param)
 
 
 @pytest.mark.parametrize("shape", [(1, 5), (7, 3), (8, 16), (20, 9), (512, 4), (515, 2), (1000, 3)])
