@@ -16,8 +16,10 @@ from jax.ad_checkpoint import checkpoint_name
 from capibara import sharding
 from capibara.models.grouped_matmul import grouped_matmul, padded_rows, row_tile
 from capibara.models.layers import Activation
+from capibara.models.lora_experts import Factors, Rows, Weight, batched_matmul
 
-Weights = dict[str, jax.Array]  # up, gate [G, D, F], down [G, F, D], up_bias [G, F]; in the compute dtype
+# up, gate [G, D, F], down [G, F, D], up_bias [G, F] in the compute dtype, and up_lora and so on: adapters of them.
+Weights = dict[str, Weight | Factors]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,40 +124,56 @@ def sorted_by_expert(experts_Nk: jax.Array, num_experts: int, rows: int) -> tupl
     return Layout(choice, jnp.where(flat < num_experts, row, rows).reshape(experts_Nk.shape)), sizes
 
 
-def mlp(x: jax.Array, weights: Weights, activation: Activation, product, bias) -> jax.Array:
+def mlp(x: jax.Array, weights: Weights, activation: Activation, rows: Rows, axes: Axes) -> jax.Array:
     """The experts' own work.
 
     Args:
       x: rows of all experts.
       weights: of the experts.
       activation: of the hidden layer.
-      product: (rows, weight) -> rows.
-      bias: bias [G, F] -> what is added to the rows.
+      rows: how they are multiplied.
+      axes: of the mesh.
     """
-    h = product(x, weights["up"])
+
+    def dense(name: str, x: jax.Array) -> jax.Array:
+        y, adapter = rows.product(x, weights[name]), weights.get(f"{name}_lora")
+        if adapter is None:
+            return y
+        shared = name == "down" and axes.hidden
+        start = x.shape[-1] * jax.lax.axis_index(axes.hidden).astype(jnp.int32) if shared else 0
+        return adapter(x, y, rows, start)
+
+    h = dense("up", x)
     if "up_bias" in weights:
-        h = h + bias(weights["up_bias"])
+        h = h + rows.of_experts(weights["up_bias"])
     h = checkpoint_name(h, "expert_up")
     if activation.gated:
-        h = activation.gate(checkpoint_name(product(x, weights["gate"]), "expert_gate"), h)
+        h = activation.gate(checkpoint_name(dense("gate", x), "expert_gate"), h)
     else:
         h = activation(h)
-    return checkpoint_name(product(h, weights["down"]), "expert_down")
+    return checkpoint_name(dense("down", h), "expert_down")
 
 
-def _grouped_mlp(x_MD, sizes_G, tile: int, weights: Weights, activation: Activation) -> jax.Array:
-    def bias(bias_GF):
-        ends = jnp.cumsum(sizes_G)
-        row = jnp.arange(len(x_MD), dtype=jnp.int32)[:, None]
+def _grouped_mlp(x_MD, tokens_M1, sizes_G, tile: int, weights: Weights, activation: Activation, axes: Axes):
+    ends, row = jnp.cumsum(sizes_G), jnp.arange(len(x_MD), dtype=jnp.int32)[:, None]
+
+    def of_experts(values_GN):
         # A product, not a look-up: its gradient is one as well.
-        return ((row >= ends - sizes_G) & (row < ends)).astype(bias_GF.dtype) @ bias_GF
+        return ((row >= ends - sizes_G) & (row < ends)).astype(values_GN.dtype) @ values_GN
 
-    return mlp(x_MD, weights, activation, lambda x, w: grouped_matmul(x, w, sizes_G, tile), bias)
+    product = lambda x, w: grouped_matmul(x, w, sizes_G, tile)  # noqa: E731
+    return mlp(x_MD, weights, activation, Rows(product, of_experts, row < ends[-1], tokens_M1), axes)
+
+
+def _count(weights: Weights) -> int:
+    """G."""
+    return jax.tree.leaves(weights["up"])[0].shape[0]
 
 
 def dropless(
-    x_ND: jax.Array, experts_Nk: jax.Array, gates_Nk: jax.Array, weights: Weights, activation: Activation, axes: Axes
-) -> jax.Array:
+    x_ND: jax.Array, experts_Nk: jax.Array, gates_Nk: jax.Array,
+    weights: Weights, activation: Activation, axes: Axes, tokens_N1: jax.Array | None = None,
+) -> jax.Array:  # fmt: skip
     """Every token through all of its experts.
 
     Over an axis of experts either the tokens themselves travel (ragged all-to-all: k rows a token), or all devices of
@@ -168,17 +186,18 @@ def dropless(
       weights: of this device's experts; E is their number times the size of the axis.
       activation: of the experts.
       axes: of the mesh.
+      tokens_N1: int32 numbers of the tokens among those of all devices; None: adapters drop nothing.
 
     Returns:
       [N, D], to be summed over `axes.partial`.
     """
-    G, k = len(weights["up"]), experts_Nk.shape[1]
+    G, k = _count(weights), experts_Nk.shape[1]
     parts = jax.lax.axis_size(axes.experts) if axes.experts else 1
     if axes.tokens_travel and k < parts and sharding.platform() == "tpu":
-        return _exchanged(x_ND, experts_Nk, gates_Nk, weights, activation, axes.experts)
+        return _exchanged(x_ND, experts_Nk, gates_Nk, weights, activation, axes, tokens_N1)
     if axes.tokens_travel:
-        x_ND, experts_Nk, gates_Nk = (
-            jax.lax.all_gather(a, axes.experts, tiled=True) for a in (x_ND, experts_Nk, gates_Nk)
+        x_ND, experts_Nk, gates_Nk, tokens_N1 = jax.tree.map(
+            lambda a: jax.lax.all_gather(a, axes.experts, tiled=True), (x_ND, experts_Nk, gates_Nk, tokens_N1)
         )
     if axes.experts:
         experts_Nk = experts_Nk - G * jax.lax.axis_index(axes.experts).astype(jnp.int32)
@@ -186,14 +205,15 @@ def dropless(
     N = len(x_ND)
     tile = row_tile(N * k // parts, G)
     layout, sizes_G = sorted_by_expert(experts_Nk, G, padded_rows(N * min(k, G), tile))
-    y_MD = _grouped_mlp(to_rows(x_ND, layout), sizes_G, tile, weights, activation)
+    tokens_M1 = None if tokens_N1 is None else _take(tokens_N1, layout.choice // k)
+    y_MD = _grouped_mlp(to_rows(x_ND, layout), tokens_M1, sizes_G, tile, weights, activation, axes)
     y_ND = from_rows(y_MD, gates_Nk, layout)
     return jax.lax.psum_scatter(y_ND, axes.experts, tiled=True) if axes.tokens_travel else y_ND
 
 
-def _exchanged(x_ND, experts_Nk, gates_Nk, weights: Weights, activation: Activation, axis) -> jax.Array:
+def _exchanged(x_ND, experts_Nk, gates_Nk, weights: Weights, activation: Activation, axes: Axes, tokens_N1):
     """`dropless` by ragged all-to-all: rows sorted by expert go to the experts' devices and come back."""
-    (N, k), G = experts_Nk.shape, len(weights["up"])
+    (N, k), G, axis = experts_Nk.shape, _count(weights), axes.experts
     parts, me = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
     layout, sizes_E = sorted_by_expert(experts_Nk, parts * G, N * k)
     sizes_SPG = jax.lax.all_gather(sizes_E, axis).reshape(parts, parts, G)  # sender, receiver, expert
@@ -202,16 +222,21 @@ def _exchanged(x_ND, experts_Nk, gates_Nk, weights: Weights, activation: Activat
     starts_SP = jnp.cumsum(sizes_SP, axis=1) - sizes_SP  # where a receiver's rows begin at the sender
     tile = row_tile(N * k, G)
     R = padded_rows(parts * N * min(k, G), tile)
-    received_RD = jax.lax.ragged_all_to_all(
-        to_rows(x_ND, layout), jnp.zeros((R, x_ND.shape[1]), x_ND.dtype),
-        starts_SP[me], sizes_SP[me], before_SP[me], sizes_SP[:, me], axis_name=axis,
-    )  # fmt: skip
+
+    def sent(rows):
+        return jax.lax.ragged_all_to_all(
+            rows, jnp.zeros((R, rows.shape[1]), rows.dtype),
+            starts_SP[me], sizes_SP[me], before_SP[me], sizes_SP[:, me], axis_name=axis,
+        )  # fmt: skip
+
+    received_RD = sent(to_rows(x_ND, layout))
     # What came is sorted by sender, then by expert; experts want theirs together.
     ends = jnp.cumsum(sizes_SPG[:, me].reshape(-1))
     piece_R = jnp.sum((jnp.arange(R, dtype=jnp.int32)[:, None] >= ends).astype(jnp.int32), axis=1)
     expert_R = jnp.where(piece_R < parts * G, piece_R % G, G)
     by_expert, sizes_G = sorted_by_expert(expert_R[:, None], G, R)
-    y_RD = _grouped_mlp(to_rows(received_RD, by_expert), sizes_G, tile, weights, activation)
+    tokens_R1 = None if tokens_N1 is None else _take(sent(_take(tokens_N1, layout.choice // k)), by_expert.choice)
+    y_RD = _grouped_mlp(to_rows(received_RD, by_expert), tokens_R1, sizes_G, tile, weights, activation, axes)
     back = Layout(by_expert.row[:, 0], by_expert.choice[:, None])
     y_MD = jax.lax.ragged_all_to_all(
         to_rows(y_RD, back), jnp.zeros((N * k, x_ND.shape[1]), x_ND.dtype),
@@ -222,7 +247,7 @@ def _exchanged(x_ND, experts_Nk, gates_Nk, weights: Weights, activation: Activat
 
 def with_capacity(
     x_BTD: jax.Array, experts_BTk: jax.Array, places_BTk: jax.Array, gates_BTk: jax.Array,
-    weights: Weights, activation: Activation, capacity: int, axes: Axes,
+    weights: Weights, activation: Activation, capacity: int, axes: Axes, tokens_BT1: jax.Array | None = None,
 ) -> jax.Array:  # fmt: skip
     """Tokens through those of their experts that have a place for them.
 
@@ -233,6 +258,7 @@ def with_capacity(
       gates_BTk: float32.
       weights, activation, axes: as for `dropless`.
       capacity: C.
+      tokens_BT1: as for `dropless`.
 
     Returns:
       [B, T, D], to be summed over `axes.partial`.
@@ -247,20 +273,22 @@ def with_capacity(
     choice = jnp.full(M, B * T * k, jnp.int32).at[row.reshape(-1)].set(every, mode="drop")
     layout = Layout(choice, row)
     x_MD = to_rows(x_BTD.reshape(B * T, -1), layout)
-    y_MD = _buffered(x_MD.reshape(B, E, C, -1), weights, activation, axes).reshape(M, -1)
+    tokens_M1 = None if tokens_BT1 is None else _take(tokens_BT1.reshape(-1, 1), choice // k)
+    y_MD = _buffered((x_MD, tokens_M1), (B, E, C), weights, activation, axes).reshape(M, -1)
     return from_rows(y_MD, gates_BTk.reshape(-1, k), layout).reshape(x_BTD.shape)
 
 
 def by_expert_choice(
-    x_BTD: jax.Array, tokens_BEC: jax.Array, gates_BEC: jax.Array, weights: Weights, activation: Activation, axes: Axes
-) -> jax.Array:
+    x_BTD: jax.Array, tokens_BEC: jax.Array, gates_BEC: jax.Array,
+    weights: Weights, activation: Activation, axes: Axes, tokens_BT1: jax.Array | None = None,
+) -> jax.Array:  # fmt: skip
     """The tokens that experts chose through these experts.
 
     Args:
       x_BTD: tokens of this device.
       tokens_BEC: places in the rows as they are on all devices; T or more: none.
       gates_BEC: float32.
-      weights, activation, axes: as for `dropless`.
+      weights, activation, axes, tokens_BT1: as for `dropless`.
 
     Returns:
       [B, T, D], to be summed over `axes.partial`.
@@ -275,7 +303,8 @@ def by_expert_choice(
     tokens_BEC = jnp.where(here, tokens_BEC + T * jnp.arange(B, dtype=jnp.int32)[:, None, None], B * T)
     tokens_M = jnp.pad(tokens_BEC, missing, constant_values=B * T).reshape(-1)
     x_MD = _take(x_BTD.reshape(-1, D), tokens_M)
-    y_MD = _buffered(x_MD.reshape(B, E, C, D), weights, activation, axes).reshape(-1, D)
+    numbers_M1 = None if tokens_BT1 is None else _take(tokens_BT1.reshape(-1, 1), tokens_M)
+    y_MD = _buffered((x_MD, numbers_M1), (B, E, C), weights, activation, axes).reshape(-1, D)
     y_MD = y_MD.astype(jnp.float32) * gates_BEC.reshape(-1, 1)
     y_ND = jnp.zeros((B * T, D), jnp.float32).at[tokens_M].add(y_MD, mode="drop")
     return y_ND.astype(x_BTD.dtype).reshape(x_BTD.shape)
@@ -283,32 +312,45 @@ def by_expert_choice(
 
 def _buffer(weights: Weights, capacity: int, axes: Axes) -> tuple[int, int]:
     """E, and the capacity rounded up to what the axes of time divide."""
-    E = len(weights["up"]) * (jax.lax.axis_size(axes.experts) if axes.experts else 1)
+    E = _count(weights) * (jax.lax.axis_size(axes.experts) if axes.experts else 1)
     shards = jax.lax.axis_size(axes.time) if axes.time else 1
     return E, -(-capacity // shards) * shards
 
 
-def _buffered(x_BECD, weights: Weights, activation: Activation, axes: Axes) -> jax.Array:
-    """The rows of every expert through it; on each device those of its own tokens."""
-    B, E, C, D = x_BECD.shape
-    G = len(weights["up"])
-    if axes.time:  # each device has some of a row's tokens; they share out the places of the row's experts
-        x_BECD = jax.lax.psum_scatter(x_BECD, axes.time, scatter_dimension=2, tiled=True)
-    if axes.tokens_travel:
-        x_BECD = jax.lax.all_to_all(x_BECD, axes.experts, split_axis=1, concat_axis=0, tiled=True)
-    elif axes.experts:
-        x_BECD = jax.lax.dynamic_slice_in_dim(x_BECD, G * jax.lax.axis_index(axes.experts), G, axis=1)
-    rows, here = x_BECD.shape[0], x_BECD.shape[2]
-    x_GMD = jnp.swapaxes(x_BECD, 0, 1).reshape(G, rows * here, D)
+def _buffered(rows, shape: tuple[int, int, int], weights: Weights, activation: Activation, axes: Axes) -> jax.Array:
+    """The rows of every expert through it; on each device those of its own tokens.
+
+    Args:
+      rows: [M, D], and [M, 1] the tokens' numbers or None.
+      shape: [B, E, C] of them.
+      weights, activation, axes: as for `dropless`.
+    """
+    (B, E, C), G = shape, _count(weights)
+
+    def to_experts(x_MD):
+        x_BECD = x_MD.reshape(B, E, C, -1)
+        if axes.time:  # each device has some of a row's tokens; they share out the places of the row's experts
+            x_BECD = jax.lax.psum_scatter(x_BECD, axes.time, scatter_dimension=2, tiled=True)
+        if axes.tokens_travel:
+            x_BECD = jax.lax.all_to_all(x_BECD, axes.experts, split_axis=1, concat_axis=0, tiled=True)
+        elif axes.experts:
+            x_BECD = jax.lax.dynamic_slice_in_dim(x_BECD, G * jax.lax.axis_index(axes.experts), G, axis=1)
+        return jnp.swapaxes(x_BECD, 0, 1).reshape(G, -1, x_BECD.shape[-1])
+
+    x_GMD, tokens_GM1 = jax.tree.map(to_experts, rows)
 
     def product(x_GMD, w_GDF):
+        if not isinstance(w_GDF, jax.Array):
+            return batched_matmul(x_GMD, w_GDF)
         return jnp.einsum("GMD,GDF->GMF", x_GMD, w_GDF)
 
-    y_GMD = mlp(x_GMD, weights, activation, product, lambda bias_GF: bias_GF[:, None])
-    y_BECD = jnp.swapaxes(y_GMD.reshape(G, rows, here, D), 0, 1)
+    of_experts = lambda values_GN: values_GN[:, None]  # noqa: E731
+    y_GMD = mlp(x_GMD, weights, activation, Rows(product, of_experts, True, tokens_GM1), axes)
+    here = C // (jax.lax.axis_size(axes.time) if axes.time else 1)
+    y_BECD = jnp.swapaxes(y_GMD.reshape(G, -1, here, y_GMD.shape[-1]), 0, 1)
     if axes.tokens_travel:
         y_BECD = jax.lax.all_to_all(y_BECD, axes.experts, split_axis=0, concat_axis=1, tiled=True)
     elif axes.experts:
-        others = jnp.zeros((rows, E, here, D), y_BECD.dtype)
+        others = jnp.zeros((len(y_BECD), E, here, y_BECD.shape[-1]), y_BECD.dtype)
         y_BECD = jax.lax.dynamic_update_slice_in_dim(others, y_BECD, G * jax.lax.axis_index(axes.experts), axis=1)
     return jax.lax.all_gather(y_BECD, axes.time, axis=2, tiled=True) if axes.time else y_BECD

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from capibara import sharding
+from capibara.models.lora_experts import Weight
 
 _TPU_ROWS, _TPU_WIDTH = 512, 1024  # of a tile; with the width in both directions 10 MiB of VMEM in bfloat16
 
@@ -27,7 +28,7 @@ def padded_rows(rows: int, tile: int) -> int:
     return (-(-rows // tile) + 1) * tile
 
 
-def grouped_matmul(x_MK: jax.Array, w_GKN: jax.Array, sizes_G: jax.Array, tile: int) -> jax.Array:
+def grouped_matmul(x_MK: jax.Array, w_GKN: Weight, sizes_G: jax.Array, tile: int) -> jax.Array:
     """x[rows of group g] @ w[g] for every group, in time proportional to the rows that the groups have.
 
     On CPU a loop over tiles of rows with a trip count known at run time: XLA's own ragged_dot there multiplies all
@@ -36,7 +37,7 @@ def grouped_matmul(x_MK: jax.Array, w_GKN: jax.Array, sizes_G: jax.Array, tile: 
 
     Args:
       x_MK: the first sizes[0] rows are of group 0, the next sizes[1] of group 1 and so on. M is given by `padded_rows`.
-      w_GKN: in the dtype of x.
+      w_GKN: in the dtype of x; or one that has no gradient, of which the backward pass keeps only what is stored.
       sizes_G: int32 rows of each group; their sum is at most the `rows` given to `padded_rows`.
       tile: of `row_tile`.
 
@@ -44,6 +45,8 @@ def grouped_matmul(x_MK: jax.Array, w_GKN: jax.Array, sizes_G: jax.Array, tile: 
       [M, N] in the dtype of x, summed in float32. Rows after the last group are undefined, in the gradient by x too.
     """
     # Asked once: the backward pass may be traced where the mesh is no longer active.
+    if not isinstance(w_GKN, jax.Array):
+        return _frozen_product(x_MK, w_GKN, sizes_G, tile, sharding.platform())
     return _product(x_MK, w_GKN, sizes_G, tile, sharding.platform())
 
 
@@ -63,6 +66,23 @@ def _backward(tile, platform, saved, dy_MN):
 
 
 _product.defvjp(_forward, _backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _frozen_product(x_MK, weight, sizes_G, tile: int, platform: str) -> jax.Array:
+    return _matmul(x_MK, weight.astype(x_MK.dtype), sizes_G, tile, platform)
+
+
+def _frozen_forward(x_MK, weight, sizes_G, tile, platform):
+    return _frozen_product(x_MK, weight, sizes_G, tile, platform), (weight, sizes_G)
+
+
+def _frozen_backward(tile, platform, saved, dy_MN):
+    weight, sizes_G = saved
+    return _matmul(dy_MN, weight.astype(dy_MN.dtype), sizes_G, tile, platform, transposed=True), None, None
+
+
+_frozen_product.defvjp(_frozen_forward, _frozen_backward)
 
 
 def _matmul(x_MK, w_GKN, sizes_G, tile: int, platform: str, *, transposed: bool = False) -> jax.Array:

@@ -1,7 +1,7 @@
 """Low-rank adapters beside a frozen base (Hu et al. 2021, arXiv:2106.09685), and the merged model that they make.
 
 The adapter of the weight "layers/attention/query" is "layers/attention/query_lora": its factors `a` [in ..., r] and `b`
-[r, out ...] are parameters of their own, stacked along the layers as the weight is, and sharded as its dimensions are.
+[r, out ...] are parameters of their own, stacked along the layers as the weight is, and sharded as its dimensions are. Every expert has an adapter of its own, "layers/mlp/up_lora" [layers, experts, in, r].
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 import contextvars
 import dataclasses
 import fnmatch
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 
@@ -19,12 +20,14 @@ from flax import nnx
 
 from capibara.config import configurable
 from capibara.models import layers
+from capibara.models.lora_experts import Factors
 from capibara.models.stored import BaseDtype, Blocks, FrozenWeight, StoredWeight, Whole
 from capibara.types import Params, UserError
 
 SUFFIX = "_lora"
 ALL_LINEAR = "all-linear"
-# Weights of layers that are used by `layers.dense`, which is where an adapter adds to them; experts have others.
+# Weights of layers that are used by `layers.dense` or by experts, which is where an adapter adds to them. A router has
+# one too, but is stored in float32.
 _LINEAR = ("query", "key", "value", "out", "up", "gate", "down", "shared_up", "shared_gate", "shared_down")
 
 
@@ -43,8 +46,9 @@ class Lora:
         arXiv:2312.03732).
       dora: the columns of W + scale a b have a length of their own, which is trained too (Liu et al. 2024,
         arXiv:2402.09353). As there, the length that they are divided by has no gradient.
-      targets: patterns of the weights that have an adapter; "all-linear" is every projection of the layers. The default
-        is PEFT's for models whose queries and values are weights of their own.
+      targets: patterns of the weights that have an adapter; "all-linear" is every projection of the layers, of their
+        experts and, as in PEFT, routers too. The default is PEFT's for models whose queries and values are weights of
+        their own.
       rank_pattern, alpha_pattern: pairs of a pattern and what those weights have instead; the first that matches counts.
       dropout: share of an adapter's inputs that a train step leaves out; micro-batches of a step leave out the same places.
       modules_to_save: patterns of other parameters, which are trained as they are.
@@ -149,7 +153,7 @@ class Adapter(nnx.Module):
         self.a = nnx.Param(a, axes=(*axes[:split], None))
         b = jnp.zeros((*shape[:stacked], rank, *shape[split:]), jnp.float32)
         self.b = nnx.Param(b, axes=(*axes[:stacked], None, *axes[split:]))
-        # Of each layer its own, as a scan runs the same program for all of them.
+        # Of each layer and expert its own, as a scan runs the same program for all of them.
         seed = jax.random.bits(rngs.params(), shape[:stacked], jnp.uint32) if lora.dropout else None
         self.seed = None if seed is None else nnx.Param(seed, axes=axes[:stacked])
         lengths = jnp.sqrt(jnp.sum(jnp.square(weight), axis=tuple(range(stacked, split))))
@@ -163,6 +167,16 @@ class Adapter(nnx.Module):
             return y
         lengths = _lengths(weight.astype(jnp.float32), self.a[...], self.b[...], self.scale, self.inputs)
         return y * (self.magnitude[...] / jax.lax.stop_gradient(lengths)).astype(y.dtype)
+
+    def of_experts(self, weight: jax.Array | Whole | Blocks, dtype: jax.typing.DTypeLike) -> Factors:
+        """The adapters of one weight of all experts, [E, in, out], as dispatching takes them."""
+        a, b, share, step = self.a[...], self.b[...], None, _current_step.get()
+        if self.magnitude is not None:
+            lengths = jax.vmap(functools.partial(_lengths, scale=self.scale, inputs=self.inputs))
+            share = self.magnitude[...] / jax.lax.stop_gradient(lengths(weight.astype(jnp.float32), a, b))
+        seeds = None if self.seed is None or step is None else self.seed[...]
+        of_step = None if seeds is None else step
+        return Factors(a.astype(dtype), b.astype(dtype), share, seeds, of_step, self.scale, self.dropout)
 
     def _dropped(self, x: jax.Array) -> jax.Array:
         """x without some of its values, the others larger in proportion; x itself outside a train step."""
@@ -198,7 +212,7 @@ def tap(module: nnx.Module) -> dict[str, jax.Array]:
     """Has a module without adapters tell what goes into its projections: their names -> inputs, once it has run."""
     seen: dict[str, jax.Array] = {}
     for name, owner, key in list(_params(module)):
-        if key in _LINEAR:
+        if key in _LINEAR and "experts" not in getattr(owner, key).axes:
             setattr(owner, key + SUFFIX, _Tap(name, seen))
     return seen
 
@@ -221,7 +235,7 @@ def attach(model: nnx.Module, lora: Lora, rngs: nnx.Rngs) -> None:
     """
     found = {name: (owner, key) for name, owner, key in _params(model)}
     _check_patterns("modules_to_save", lora.modules_to_save, list(found))
-    adaptable = [name for name, (owner, key) in found.items() if _adaptable(name, getattr(owner, key))]
+    adaptable = [name for name, (owner, key) in found.items() if _adaptable(name)]
     chosen = lora.chosen(adaptable)
     for name, (owner, key) in found.items():
         param = getattr(owner, key)
@@ -260,9 +274,9 @@ def _params(module: nnx.Module, prefix: str = "") -> Iterator[tuple[str, nnx.Mod
             yield from _params(value, f"{prefix}{key}/")
 
 
-def _adaptable(name: str, weight: nnx.Param) -> bool:
+def _adaptable(name: str) -> bool:
     *owner, last = name.split("/")
-    return "layers" in owner and last in _LINEAR and "experts" not in weight.axes
+    return "layers" in owner and last in (*_LINEAR, "router")
 
 
 def merge(params: Params, lora: Lora, axes: Params) -> Params:

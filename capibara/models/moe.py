@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from capibara import sharding
 from capibara.models import dispatch, layers, router
 from capibara.models.layers import Bias
+from capibara.models.lora_experts import Factors, in_compute_dtype, placed
 from capibara.models.router import (
     Choice,
     Dispatch,
@@ -90,9 +91,11 @@ class MoeMLP(nnx.Module):
         """
         moe = self.moe
         # In float32 on TPU too, where a product's default is bfloat16: a choice flips on little.
-        logits = jnp.einsum(
-            "BTD,DE->BTE", x_BTD.astype(jnp.float32), self.router[...], precision=jax.lax.Precision.HIGHEST
-        )
+        with jax.default_matmul_precision("highest"):
+            x32_BTD, router_lora = x_BTD.astype(jnp.float32), layers.adapter_of(self, "router")
+            logits = jnp.einsum("BTD,DE->BTE", x32_BTD, self.router[...])
+            if router_lora is not None:
+                logits = router_lora(x32_BTD, logits, self.router[...])
         logits = constrain(logits, ("batch", "act_time", None))
         choice, stats = router.choose(logits, segment_ids_BT > 0, moe, router.hint_of(moe, domains_BT, step))
         if isinstance(choice, Choice) and moe.has_capacity:
@@ -126,41 +129,61 @@ class MoeMLP(nnx.Module):
         """The experts' weighted outputs [B, T, D], on the active mesh where there is one."""
         names = [name for name in ("up", "gate", "down", "up_bias") if hasattr(self, name)]
         # Cast out here, so that what is gathered from the other devices is in the compute dtype.
-        weights = {name: getattr(self, name)[...].astype(x_BTD.dtype) for name in names}
+        weights = {name: in_compute_dtype(getattr(self, name)[...], x_BTD.dtype) for name in names}
+        for name in names:
+            if (adapter := layers.adapter_of(self, name)) is not None:
+                weights[f"{name}_lora"] = adapter.of_experts(getattr(self, name)[...], x_BTD.dtype)
         of_routing = tuple(choice) if places_BTk is None else (choice.experts, places_BTk, choice.gates)
         run = functools.partial(self._on_device, isinstance(choice, ExpertChoice), x_BTD.shape[1])
+        dropped = any(weight.seeds is not None for weight in weights.values() if isinstance(weight, Factors))
+        numbers = jnp.arange(x_BTD.shape[0] * x_BTD.shape[1], dtype=jnp.int32).reshape(*x_BTD.shape[:2], 1)
+        tokens_BT1 = numbers if dropped else None
         current = sharding.active()
         if current is None:
-            return run(dispatch.Axes(), x_BTD, of_routing, weights)
+            return run(dispatch.Axes(), x_BTD, of_routing, weights, tokens_BT1)
         mesh, rules = current
         axes = _axes(mesh, rules, *x_BTD.shape[:2])
         tokens = P(axes.batch or None, axes.time or None)
-        experts, hidden = axes.experts or None, axes.hidden or None
-        spec = {"up": P(experts, None, hidden), "down": P(experts, hidden), "up_bias": P(experts, hidden)}
         manual = {*axes.batch, *axes.time, *axes.experts, *axes.hidden}
         if not manual:
-            return run(axes, x_BTD, of_routing, weights)
+            return run(axes, x_BTD, of_routing, weights, tokens_BT1)
+        weights, specs = _placed(weights, mesh, axes)
         of_choice = P(axes.batch or None) if isinstance(choice, ExpertChoice) else tokens
         return jax.shard_map(
             functools.partial(run, axes),
             mesh=mesh,
-            in_specs=(tokens, of_choice, {name: spec["up" if name == "gate" else name] for name in names}),
+            in_specs=(tokens, of_choice, specs, tokens),
             out_specs=tokens,
             # All of them, not only `manual`: a stage axis comes in by vmap (pipeline.run).
             axis_names=set(mesh.axis_names),
             check_vma=False,
-        )(x_BTD, of_routing, weights)
+        )(x_BTD, of_routing, weights, tokens_BT1)
 
-    def _on_device(self, by_experts: bool, length: int, axes: dispatch.Axes, x_BTD, of_routing, weights) -> jax.Array:
+    def _on_device(self, by_experts: bool, length: int, axes: dispatch.Axes, x_BTD, of_routing, weights, tokens_BT1):
         moe, activation = self.moe, self.config.activation
         if by_experts:
-            y = dispatch.by_expert_choice(x_BTD, *of_routing, weights, activation, axes)
+            y = dispatch.by_expert_choice(x_BTD, *of_routing, weights, activation, axes, tokens_BT1)
         elif moe.has_capacity:
-            y = dispatch.with_capacity(x_BTD, *of_routing, weights, activation, moe.capacity(length), axes)
+            y = dispatch.with_capacity(x_BTD, *of_routing, weights, activation, moe.capacity(length), axes, tokens_BT1)
         else:
-            flat = (a.reshape(-1, a.shape[-1]) for a in (x_BTD, *of_routing))
-            y = dispatch.dropless(*flat, weights, activation, axes).reshape(x_BTD.shape)
+            flat = jax.tree.map(lambda a: a.reshape(-1, a.shape[-1]), (x_BTD, *of_routing, tokens_BT1))
+            y = dispatch.dropless(*flat[:-1], weights, activation, axes, flat[-1]).reshape(x_BTD.shape)
         return sharding.psum(y, axes.partial) if axes.partial else y
+
+
+def _placed(weights: dispatch.Weights, mesh: jax.sharding.Mesh, axes: dispatch.Axes):
+    """The weights of experts for shard_map, and their specs."""
+    experts, hidden = axes.experts or None, axes.hidden or None
+    shards = int(np.prod([mesh.shape[axis] for axis in axes.hidden]))
+    of_weights, specs = {}, {}
+    for name, weight in weights.items():
+        down = name.startswith("down")
+        if isinstance(weight, Factors):
+            of_weights[name], specs[name] = weight, weight.specs(experts, hidden, hidden_inputs=down)
+            continue
+        spec = P(experts, hidden) if down or name == "up_bias" else P(experts, None, hidden)
+        of_weights[name], specs[name] = placed(weight, spec, axes.hidden, shards, hidden_inputs=down)
+    return of_weights, specs
 
 
 def _axes(mesh: jax.sharding.Mesh, rules: sharding.Rules, rows: int, length: int) -> dispatch.Axes:

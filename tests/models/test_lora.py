@@ -70,7 +70,7 @@ def adapted(config):
             variant(base_dtype="bfloat16", dora=True, modules_to_save=("*norm/scale",)), 7, marks=pytest.mark.heavy
         ),
         (variant(base_dtype="nf4", double_quantization=True, dora=True, modules_to_save=("embedding",)), 7),
-        pytest.param(dataclasses.replace(variant(base_dtype="int4"), moe=MOE), 4 + 3, marks=pytest.mark.heavy),
+        pytest.param(dataclasses.replace(variant(base_dtype="int4"), moe=MOE), 4 + 3 + 3 + 1, marks=pytest.mark.heavy),
         pytest.param(dataclasses.replace(variant(base_dtype="int8"), layer_loop="unroll"), 7, marks=pytest.mark.heavy),
     ],
     ids=["decoder", "unrolled", "encoder", "encoder_decoder", "dora", "bfloat16", "nf4", "int4_moe", "int8"],
