@@ -254,6 +254,7 @@ class Attention(nnx.Module):
         if now.fresh:
             segments = now.real.astype(jnp.int32)
             of_rows = {"q_segments_BT": segments, "kv_segments_BS": segments, "bias_NTS": bias_NTS}
+            k, v = cache.as_kept(layer, k, v)
             y = attend(q, k, v, kind=kind, **of_rows, backend=self.config.attention)
         else:
             y = cache.attend(q, written, layer, (k, v), kind, now, bias_at)

@@ -82,6 +82,24 @@ def write(layer: LayerCache, k_BTKH: jax.Array, v_BTKH: jax.Array, now: Reading)
     return layer | {name: constrain(_written(layer[name], x, now), _KEYS[: x.ndim]) for name, x in new.items()}
 
 
+def as_kept(layer: LayerCache, k_BTKH: jax.Array, v_BTKH: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Keys and values as the layer's cache will give them back, in their own dtypes.
+
+    What tokens that are read together say to each other is then what they say to later ones: a text does not depend on
+    how its prompt was cut.
+    """
+    dtype = layer["key"].dtype
+    if dtype == jnp.int8:
+        new = _as_stored(layer, k_BTKH, v_BTKH)
+        kept = [new[name].astype(jnp.float32) * new[f"{name}_scale"][..., None] for name in ("key", "value")]
+        return kept[0].astype(k_BTKH.dtype), kept[1].astype(v_BTKH.dtype)
+    if dtype == k_BTKH.dtype:
+        return k_BTKH, v_BTKH
+    # XLA may drop a cast and its inverse: it computes in more precision than was asked for.
+    bits = {"exponent_bits": jnp.finfo(dtype).nexp, "mantissa_bits": jnp.finfo(dtype).nmant}
+    return jax.lax.reduce_precision(k_BTKH, **bits), jax.lax.reduce_precision(v_BTKH, **bits)
+
+
 def _as_stored(layer: LayerCache, k_BTKH: jax.Array, v_BTKH: jax.Array) -> LayerCache:
     """Keys and values as the layer's cache holds them, but [B, T, K, ...]."""
     dtype = layer["key"].dtype

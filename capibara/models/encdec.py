@@ -136,7 +136,7 @@ class CrossBlock(Block):
 
         def attention(x):
             y, new = self.attention.cached(x, layer, now, kind=kind, bias_NTS=shared.bias, bias_at=bias_at)
-            written.update({name: new[name] for name in ("key", "value")})
+            written.update({name: x for name, x in new.items() if not name.startswith("cross_")})
             return y
 
         def cross_attention(x):

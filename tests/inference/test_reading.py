@@ -6,6 +6,7 @@ import dataclasses
 import threading
 
 import jax
+import numpy as np
 import pytest
 
 from capibara.data.vocabulary import ByteVocabulary
@@ -101,6 +102,23 @@ def test_a_long_prompt_is_read_in_parts_while_others_go_on(params):
     after = one.submit(long[::-1], GREEDY)
     assert after.result().tokens == made(params).submit(long[::-1], GREEDY).result().tokens
     assert dropped.result().finish == "cancelled"
+
+
+@pytest.mark.parametrize("dtype", ["int8", "bfloat16"])
+def test_a_rounded_cache_gives_one_text_however_its_prompt_was_cut(params, dtype):
+    long = list(range(10, 90))
+    ways = ({}, {"prefill_tokens": 32}, {"draft_tokens": 3, "prefill_tokens": 32}, {"prefix_cache_mib": 16})
+    found = []
+    for way in ways:
+        one = made(params, slots=2, cache_dtype=dtype, **way)
+        if "prefix_cache_mib" in way:
+            one.submit(long[:41], dataclasses.replace(GREEDY, max_new_tokens=1)).result()
+        found.append(one.submit(long, dataclasses.replace(GREEDY, max_new_tokens=16)).result())
+    assert found[-1].cached_tokens == 41
+    for one in found[1:]:
+        assert one.tokens == found[0].tokens
+        want = [piece.log_probability for piece in found[0].pieces]
+        np.testing.assert_allclose([piece.log_probability for piece in one.pieces], want, atol=1e-4)
 
 
 def test_parameters_are_replaced(params):
