@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from capibara import config
-from capibara.data.vocabulary import TOKENIZER_FILE
+from capibara.data.tokenizer_files import TOKENIZER_FILE
 from capibara.interop import checkpoint, gin_of, hf_config
 from capibara.models import api
 from capibara.training import run_folder

@@ -20,14 +20,15 @@ from typing import Any, NamedTuple
 
 from capibara.config import configurable
 from capibara.data.chat_formats import Conversation
-from capibara.data.vocabulary import GUARD, TOKENIZER_FILE, folder_of
+from capibara.data.tokenizer_files import CONFIG_FILE, MAP_FILE, TOKENIZER_FILE, folder_of, read_json, special_tokens
+from capibara.data.tokenizer_files import one_line as _said
+from capibara.data.vocabulary import GUARD
 from capibara.types import UserError
 
 # Unicode noncharacters, around a {% generation %} block.
 _BEGIN, _END = "\ufdd1", "\ufdd2"
 # What no text may hold, and would not come through: these and lone surrogates are dropped from messages.
 _NO_TEXT = f"[{GUARD}{_BEGIN}{_END}\ud800-\udfff]"
-_TOKEN_FILES = ("special_tokens_map.json", "tokenizer_config.json")
 _REASONING = ("<think>", "</think>")
 _SHOWN = "<template>"  # the file name that Jinja gives to a template's code
 
@@ -171,13 +172,7 @@ class ChatTemplate:
     @functools.cached_property
     def _token_names(self) -> dict[str, str]:
         """bos_token, eos_token, ...: what templates call them."""
-        names = {}
-        for file in _TOKEN_FILES:
-            for key, value in self._file(file).items():
-                value = value.get("content") if isinstance(value, Mapping) else value
-                if key.endswith("_token") and isinstance(value, str):
-                    names[key] = value
-        return names
+        return special_tokens(self._folder)
 
     @property
     def _folder(self) -> str:
@@ -187,16 +182,10 @@ class ChatTemplate:
         """A JSON file beside the tokenizer; empty where there is none, but for the tokenizer itself."""
         is_tokenizer = name == TOKENIZER_FILE and not os.path.isdir(self.tokenizer)
         path = self.tokenizer if is_tokenizer else os.path.join(self._folder, name)
-        try:
-            with open(path, encoding="utf-8") as file:
-                content = json.load(file)
-        except FileNotFoundError:
-            if name == TOKENIZER_FILE:
-                raise UserError(f"ChatTemplate.tokenizer ({self.tokenizer!r}) has no {name}") from None
-            return {}
-        except (OSError, ValueError) as error:
-            raise UserError(f"{path} cannot be read: {_said(error)}") from None
-        return content if isinstance(content, Mapping) else {}
+        content = read_json(path)
+        if content is None and name == TOKENIZER_FILE:
+            raise UserError(f"ChatTemplate.tokenizer ({self.tokenizer!r}) has no {name}")
+        return content or {}
 
     # Templates.
 
@@ -210,7 +199,7 @@ class ChatTemplate:
         path = os.path.join(self._folder, "chat_template.jinja")
         if os.path.isfile(path):
             return {"default": (path, _read(path, "chat_template.jinja"))}
-        path, found = os.path.join(self._folder, "tokenizer_config.json"), self._file("tokenizer_config.json")
+        path, found = os.path.join(self._folder, CONFIG_FILE), self._file(CONFIG_FILE)
         given = found.get("chat_template")
         if isinstance(given, str):
             return {"default": (f"the template of {path}", given)}
@@ -249,7 +238,7 @@ class ChatTemplate:
     def _check_tokens(self, asked: set[str], name: str) -> None:
         """A template without the names of its tokens would silently leave them out."""
         missing = sorted(({"bos_token", "eos_token"} & asked) - {*self._token_names, *self.variables})
-        if missing and not any(os.path.isfile(os.path.join(self._folder, file)) for file in _TOKEN_FILES):
+        if missing and not any(os.path.isfile(os.path.join(self._folder, file)) for file in (CONFIG_FILE, MAP_FILE)):
             raise UserError(
                 f"{self._where(name)} asks for {' and '.join(missing)}, and there is no tokenizer_config.json beside the "
                 f"tokenizer to say: set ChatTemplate.variables = {{{', '.join(f'{one!r}: ...' for one in missing)}}}"
@@ -330,7 +319,3 @@ def _read(path: str, name: str) -> str:
             return file.read()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{name} ({path!r}) cannot be read: {_said(error)}") from None
-
-
-def _said(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__

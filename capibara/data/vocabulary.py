@@ -23,10 +23,10 @@ from typing import Any
 import numpy as np
 
 from capibara.config import configurable
+from capibara.data.tokenizer_files import TOKENIZER_FILE, folder_of, one_line, special_tokens
 from capibara.types import UserError
 
 _SPACE = "\u2581"  # what SentencePiece writes for a space
-TOKENIZER_FILE = "tokenizer.json"
 # A Unicode noncharacter, which no text may hold: within the spelling of a special token it keeps this from being one.
 GUARD = "\ufdd0"
 
@@ -132,11 +132,6 @@ class Vocabulary(abc.ABC):
         self.__dict__.update(state)
 
 
-def folder_of(tokenizer: str) -> str:
-    """The folder of a tokenizer, given that or the file in it."""
-    return tokenizer if os.path.isdir(tokenizer) else os.path.dirname(tokenizer)
-
-
 def _check_sizes(vocabulary: Vocabulary) -> None:
     if vocabulary.size_multiple < 1:
         raise UserError(f"size_multiple ({vocabulary.size_multiple}) must be at least 1: try 128")
@@ -201,7 +196,7 @@ class SentencePieceVocabulary(Vocabulary):
         try:
             return sentencepiece.SentencePieceProcessor(model_file=self.path)
         except (RuntimeError, OSError) as error:
-            raise UserError(f"{self.path} is not a SentencePiece model: {_one_line(error)}") from error
+            raise UserError(f"{self.path} is not a SentencePiece model: {one_line(error)}") from error
 
     @property
     def pad_id(self) -> int:
@@ -256,8 +251,9 @@ class TokenizerJsonVocabulary(Vocabulary):
 
     Attributes:
       path: the tokenizer.json file, or the folder that holds it.
-      eos_token: the end token; None: what tokenizer_config.json in that folder says, else one of the usual names; the
-        same for the others, where a file is given the usual names alone.
+      eos_token: the end token; None: what tokenizer_config.json in that folder says (or special_tokens_map.json, as of
+        tokenizer_files.special_tokens), else one of the usual names; the same for the others, where a file is given
+        the usual names alone.
       bos_token: the beginning token; None looks for the usual names, then takes the end token (as GPT-2 does).
       pad_token: the padding token; None looks for the usual names, then takes the end token.
       mask_token: hides a token from a masked language model; None looks for the usual names, then takes an unused id.
@@ -290,7 +286,7 @@ class TokenizerJsonVocabulary(Vocabulary):
         try:
             tokenizer = tokenizers.Tokenizer.from_file(path)
         except Exception as error:  # the library raises bare Exception
-            raise UserError(f"{self.path} is not a tokenizer.json: {_one_line(error)}") from error
+            raise UserError(f"{self.path} is not a tokenizer.json: {one_line(error)}") from error
         tokenizer.no_padding()
         tokenizer.no_truncation()
         return tokenizer
@@ -336,17 +332,8 @@ class TokenizerJsonVocabulary(Vocabulary):
 
     @functools.cached_property
     def _told(self) -> dict[str, str]:
-        """Special tokens by their fields, as the folder's tokenizer_config.json says."""
-        path = os.path.join(self.path, "tokenizer_config.json")
-        if not os.path.isfile(path):
-            return {}
-        try:
-            with open(path, encoding="utf-8") as file:
-                values = json.load(file).items()
-        except (OSError, ValueError, AttributeError) as error:
-            raise UserError(f"{path} cannot be read: {_one_line(error)}") from None
-        told = {field: value.get("content") if isinstance(value, dict) else value for field, value in values}
-        return {field: token for field, token in told.items() if field.endswith("_token") and isinstance(token, str)}
+        """Special tokens by their fields, as the files of the folder say; a file alone says none."""
+        return special_tokens(self.path) if os.path.isdir(self.path) else {}
 
     def encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False).ids
@@ -438,7 +425,3 @@ def _require_file(path: str, name: str) -> None:
     if not os.path.isfile(path):
         where = "" if os.path.isabs(path) else f" in {os.getcwd()}, from which it is looked for"
         raise UserError(f"{name} ({path!r}) does not exist or is not a file{where}")
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200]

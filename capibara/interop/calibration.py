@@ -12,7 +12,8 @@ import numpy as np
 
 from capibara.data.chat_formats import read_conversation
 from capibara.data.chat_template import ChatTemplate
-from capibara.data.vocabulary import TOKENIZER_FILE, TokenizerJsonVocabulary, Vocabulary
+from capibara.data.tokenizer_files import TOKENIZER_FILE
+from capibara.data.vocabulary import TokenizerJsonVocabulary, Vocabulary
 from capibara.types import UserError
 
 _CHARACTERS_PER_TOKEN = 16  # more than any tokenizer has in the mean: so much text is enough

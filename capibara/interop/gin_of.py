@@ -9,6 +9,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from capibara.data.tokenizer_files import CONFIG_FILE, named
 from capibara.models.api import EncoderConfig, EncoderDecoderConfig, TransformerConfig
 
 
@@ -61,13 +62,11 @@ def _vocabulary(folder: str, tokenizer: Mapping[str, bytes], masked: bool) -> li
                 return _bound("SentencePieceVocabulary", {"path": path, "size_multiple": "1"})
         return ["Dataset.vocabulary = @ByteVocabulary()  # the model came without a tokenizer"]
     values = {"path": json.dumps(os.path.join(os.path.abspath(folder), "tokenizer.json")), "size_multiple": "1"}
-    about: dict[str, Any] = {}
+    about: dict[str, str] = {}
     with contextlib.suppress(ValueError):
-        about = json.loads(tokenizer.get("tokenizer_config.json", b"{}"))
+        about = named(json.loads(tokenizer.get(CONFIG_FILE, b"{}")))
     for name in ("bos_token", "eos_token", "pad_token", *(["mask_token"] if masked else [])):
-        token = about.get(name)
-        token = token.get("content") if isinstance(token, dict) else token
-        if token:
+        if token := about.get(name):
             values[name] = json.dumps(token)
     return _bound("TokenizerJsonVocabulary", values)
 
