@@ -67,6 +67,7 @@ class CapibaraLM(TemplateLM):
         self.max_length = dataset.length
         self._reads = dataset.encoder_length
         self.backend = "causal" if self._reads is None else "seq2seq"
+        self._owners: Sequence[Any] = ()  # of what `_loglikelihood_tokens` is given next: the harness's requests
 
     @property
     def eot_token_id(self) -> int:
@@ -103,11 +104,26 @@ class CapibaraLM(TemplateLM):
         wanted = begins if add_special_tokens is None else add_special_tokens
         return [begin, *ids] if wanted and ids[:1] != [begin] else ids
 
+    def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """Of continuations, each after its context."""
+        for request in requests:
+            with _named(request):
+                if not request.args[1]:
+                    raise UserError("its continuation is empty, must have at least one token: mend the task's file")
+        self._owners = requests
+        return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
+
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
-        prefix = [self.prefix_token_id]
+        prefix, cut = [self.prefix_token_id], []
         pairs = [Pair(context or prefix, continuation) for _, context, continuation in requests]
+        for owner, pair in zip(self._owners, pairs, strict=True):
+            with _named(owner):
+                self._subject.scorer.check(pair)
+            room = self.max_length + 1 - len(pair.continuation) if self._reads is None else self._reads
+            cut += [owner] if len(pair.context) > room else []
+        _tell_cut(cut, len(pairs))
         with tqdm(total=len(pairs), disable=disable_tqdm, desc="Scoring") as bar:
             scores = self._subject.scorer(pairs, lambda count: bar.update(count - bar.n))
         for (asked, _, _), score in zip(requests, scores):
@@ -122,6 +138,7 @@ class CapibaraLM(TemplateLM):
             ids = self.tok_encode(request.args[0], add_special_tokens=False)
             rolled = utils.get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, context_len=1)
             windows += [(number, (None, *utils.make_disjoint_window(window))) for window in rolled]
+        self._owners = [requests[number] for number, _ in windows]
         scores = self._loglikelihood_tokens([window for _, window in windows], disable_tqdm=disable_tqdm)
         sums = [0.0] * len(requests)
         for (number, _), (log_probability, _) in zip(windows, scores):
@@ -133,27 +150,35 @@ class CapibaraLM(TemplateLM):
         asked = [request.args for request in requests]
         came: collections.Counter = collections.Counter()
         samplings = []
-        for context, kwargs in asked:
+        for request, (context, kwargs) in zip(requests, asked):
             same = (context, repr(kwargs))
-            samplings.append(self._sampling(kwargs, seed=came[same]))
+            with _named(request):
+                samplings.append(self._sampling(kwargs, seed=came[same]))
             came[same] += 1
         texts: list[str] = []
         waiting: list[Any] = []
+        cut: list[Any] = []
         with tqdm(total=len(requests), disable=disable_tqdm, desc="Generating") as bar:
             for number in range(len(requests)):
                 while len(waiting) < min(len(requests), number + _AHEAD * self._subject.slots):
-                    waiting.append(self._asked(asked[len(waiting)][0], samplings[len(waiting)]))
+                    request = requests[len(waiting)]
+                    with _named(request):
+                        stream, whole = self._asked(asked[len(waiting)][0], samplings[len(waiting)])
+                    waiting.append(stream)
+                    cut += [] if whole else [request]
                 texts.append(waiting[number].result().text)
                 self.cache_hook.add_partial("generate_until", asked[number], texts[-1])
                 bar.update()
+        _tell_cut(cut, len(requests))
         return texts
 
-    def _asked(self, context: str, sampling: Sampling) -> Any:
+    def _asked(self, context: str, sampling: Sampling) -> tuple[Any, bool]:
+        """The stream of a text, and whether the prompt is whole: a row has room for both, and the prompt's end counts."""
         engine, ends = self._subject.engine, self._subject.chat.ends if self._options.chat else ()
         if self._reads is not None:
-            return engine.submit(context, sampling)
-        room = self.max_length - sampling.max_new_tokens
-        return engine.submit(self.tok_encode(context)[-room:] or [self.prefix_token_id], sampling, ends=ends)
+            return engine.submit(context, sampling), len(self.tok_encode(context)) <= self._reads
+        room, ids = self.max_length - sampling.max_new_tokens, self.tok_encode(context)
+        return engine.submit(ids[-room:] or [self.prefix_token_id], sampling, ends=ends), len(ids) <= room
 
     def _sampling(self, kwargs: dict[str, Any], seed: int = 0) -> Sampling:
         known = {name: kwargs[name] for name in ("top_k", "top_p", "min_p") if kwargs.get(name)}
@@ -165,8 +190,8 @@ class CapibaraLM(TemplateLM):
             tokens = max(min(tokens, self.max_length // 2), 1)
         elif self._reads is None and tokens >= self.max_length:
             raise UserError(
-                f"a task's {named} is {tokens}, rows (Dataset.length) have {self.max_length} tokens, prompt and answer "
-                f"together: raise Dataset.length, or lower the task's {named}"
+                f"its {named} is {tokens}, rows (Dataset.length) have {self.max_length} tokens, prompt and answer together: "
+                f"raise Dataset.length, or lower the task's {named}"
             )
         return Sampling(
             max_new_tokens=tokens,
@@ -232,6 +257,27 @@ def _manager(tasks: Sequence[str], path: str | None) -> TaskManager:
             where = "" if path is None else f" nor in {path}"
             raise UserError(f"--harness={name} is no task of lm-eval{where}{did_you_mean(name, manager.all_tasks)}")
     return manager
+
+
+@contextlib.contextmanager
+def _named(request: Any):
+    """Says of a mistake which document of which task has it."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{_place(request)}: {error}") from None
+
+
+def _place(request: Any) -> str:
+    return f"--harness={request.task_name}, document {request.doc_id}"
+
+
+def _tell_cut(requests: Sequence[Any], count: int) -> None:
+    if requests:
+        logging.getLogger(__name__).warning(
+            "%d of %d prompts are longer than a row has room for, and are cut; the first is %s: raise Dataset.length",
+            *(len(requests), count, _place(requests[0])),
+        )
 
 
 @contextlib.contextmanager

@@ -111,6 +111,16 @@ def _of_texts(metric: Metric) -> Metric:
     return metric
 
 
+def _checked(check: Callable[[int], None]) -> Callable[[Metric], Metric]:
+    """A decorator: `check` is told EvalTask.num_samples before anything is answered, and raises where that is for nothing."""
+
+    def marked(metric: Metric) -> Metric:
+        metric.check = check
+        return metric
+
+    return marked
+
+
 def _of_choices(metric: Metric) -> Metric:
     metric.judges = "choices"
     return metric
@@ -148,7 +158,13 @@ def _f1(target: str, text: str) -> float:
     return 2 * common / (len(wanted) + len(given))
 
 
+def _check_rouge(num_samples: int) -> None:
+    del num_samples
+    extras.require("rouge_score", extra="evaluation", why="ROUGE")
+
+
 @configurable
+@_checked(_check_rouge)
 @_of_texts
 def rouge(
     targets: Sequence[Any],
@@ -170,7 +186,14 @@ def rouge(
     return {kind: _each(targets, predictions, score) for kind, score in found.items()}
 
 
+def _check_bleu(num_samples: int) -> None:
+    if num_samples > 1:
+        raise UserError(f"bleu compares one text an example, EvalTask.num_samples is {num_samples}: set it to 1")
+    extras.require("sacrebleu", extra="evaluation", why="BLEU")
+
+
 @configurable
+@_checked(_check_bleu)
 @_of_texts
 def bleu(
     targets: Sequence[Any], predictions: Sequence[Any], tokenize: str = "13a", lowercase: bool = False

@@ -94,6 +94,10 @@ class Scorer:
             done(count)
         return scores
 
+    def check(self, pair: Pair) -> None:
+        """Raises UserError where `__call__` would."""
+        self._need(pair)
+
     def _batches(self, pairs: Sequence[Pair]) -> Iterator[tuple[list[int], int]]:
         """Numbers of pairs, the longest first, with the places of their rows."""
         needs = [self._need(pair) for pair in pairs]

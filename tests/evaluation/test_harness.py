@@ -122,6 +122,38 @@ def test_the_harness_runs_local_tasks(subject, lm, tmp_path):
     assert harness.evaluate(subject, ["mc"], str(tmp_path), limit=1)["n-samples"]["mc"]["effective"] == 1
 
 
+def test_what_cannot_be_asked_names_its_document(subject, tmp_path, monkeypatch, caplog):
+    lines = [{"q": "a", "choices": ["x", "y"], "answer": 0, "text": "x"} for _ in range(3)]
+
+    def run(name, yaml):
+        (tmp_path / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        (tmp_path / f"{name}.yaml").write_text(yaml.format(path=tmp_path / "data.jsonl"))
+        config.reset()
+        config.parse([], ["Harness.num_fewshot = 0"])
+        return harness.evaluate(subject, [name], str(tmp_path))
+
+    scored = []
+    monkeypatch.setattr(type(subject.scorer), "__call__", lambda *_: scored.append(1))
+    lines[2]["choices"] = ["x", "y" * 65]
+    with pytest.raises(UserError, match="^--harness=mc, document 2: a continuation has 65 tokens, rows have 64: raise"):
+        run("mc", CHOICES)
+    lines[2]["choices"], lines[1]["choices"] = ["x", "y"], ["", "y"]
+    with pytest.raises(UserError, match="^--harness=mc, document 1: its continuation is empty, must have"):
+        run("mc", CHOICES)
+    assert not scored  # said before any is looked at
+    with pytest.raises(UserError, match=r"^--harness=gen, document 0: its max_gen_toks is 64, rows .* have 64"):
+        run("gen", GENERATED.replace("max_gen_toks: 6", "max_gen_toks: 64"))
+    monkeypatch.undo()
+    lines[1]["q"] = "long " * 20
+    with caplog.at_level("WARNING", logger="capibara"):
+        run("gen", GENERATED)
+    told = [record.getMessage() for record in caplog.records if "cut" in record.getMessage()]
+    assert told == [
+        "1 of 3 prompts are longer than a row has room for, and are cut; the first is --harness=gen, document 1: raise "
+        "Dataset.length"
+    ]
+
+
 def test_mistakes(subject, tmp_path):
     with pytest.raises(UserError, match="must be a folder of YAML tasks"):
         harness.evaluate(subject, ["mc"], str(tmp_path / "none"))

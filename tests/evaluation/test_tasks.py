@@ -128,6 +128,26 @@ def test_tasks_are_scopes(lines):
         config.parse([], ["qa/EvalTask.metrics = (@exact_mach,)"])
 
 
+@pytest.mark.parametrize("metric, package", [("bleu", "sacrebleu"), ("rouge", "rouge_score")])
+def test_what_a_metric_needs_is_said_before_anything_is_answered(lines, monkeypatch, metric, package):
+    path = lines({"prompt": "?", "target": "!"})
+    bindings = [f"qa/EvalTask.files = ('{path}',)", f"qa/EvalTask.metrics = (@{metric},)"]
+    config.parse([], bindings)
+    assert len(run.chosen([], None)) == 1
+    monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
+    config.parse([], bindings)
+    with pytest.raises(UserError, match=rf'{package} is not installed .*: pip install "capibara\[evaluation\]"'):
+        run.chosen([], None)
+
+
+def test_bleu_takes_one_text_an_example(lines):
+    more = ["qa/EvalTask.num_samples = 2", "EvalTask.sampling = @Sampling()", "Sampling.temperature = 1.0"]
+    path = lines({"prompt": "?", "target": "!"})
+    config.parse([], [f"qa/EvalTask.files = ('{path}',)", "qa/EvalTask.metrics = (@bleu,)", *more])
+    with pytest.raises(UserError, match="EvalTask.num_samples is 2: set it to 1"):
+        run.chosen([], None)
+
+
 def test_a_metric_of_ones_own_is_a_function_in_a_module_beside_the_gin_file(lines, tmp_path, monkeypatch):
     monkeypatch.setattr("sys.path", [*sys.path])
     path = lines({"prompt": "?", "target": "!"})
