@@ -18,7 +18,8 @@ from capibara import config as gin_config
 from capibara import outputs
 from capibara.data.dataset import Dataset
 from capibara.data.vocabulary import SentencePieceVocabulary, TokenizerJsonVocabulary, Vocabulary
-from capibara.interop import adapters, checkpoint, gin_of, hf_config, hf_folder, quantization, t5x_read, t5x_write
+from capibara.interop import adapters, checkpoint, gin_of, hf_config, hf_folder, partial, quantization, t5x_read
+from capibara.interop import t5x_write
 from capibara.interop.checkpoint import ForeignModel
 from capibara.interop.quantize import Quantize
 from capibara.interop.tensors import Shape
@@ -313,12 +314,11 @@ def _as_run(source: ForeignModel | OurModel, target: str, save: Callable[[str, P
     config = model.config
     if isinstance(config, api.DecoderConfig) and config.max_length is None:
         config = dataclasses.replace(config, max_length=longest)  # so that the way back says it again
-    with outputs.unwritable_told(target):
-        os.makedirs(target, exist_ok=True)
+    with partial.whole(target) as unfinished:
         for name, content in source.tokenizer.items():
-            with open(os.path.join(target, name), "wb") as file:
+            with open(os.path.join(unfinished, name), "wb") as file:
                 file.write(content)
-        save(target, params, gin_of.run(config, target, source.tokenizer))
+        save(unfinished, params, gin_of.run(config, target, source.tokenizer))
     return f"{target}: {model.param_count:,} parameters, config.gin: train with Trainer.init_from = {target!r}"
 
 

@@ -9,7 +9,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from capibara import outputs
-from capibara.interop import gguf_config, gguf_names, gguf_rope, gguf_vocabulary, hf_folder
+from capibara.interop import gguf_config, gguf_names, gguf_rope, gguf_vocabulary, partial
 from capibara.interop.gguf_names import Change, Family, Tensor
 from capibara.interop.gguf_read import stored_shape
 from capibara.interop.grid import Packed
@@ -57,9 +57,9 @@ def write_gguf(
     wanted = family.tensors(config)
     values = {f"{family.arch}.{key}": value for key, value in gguf_config.to_metadata(config).items()}
     values |= {f"tokenizer.{key}": value for key, value in gguf_vocabulary.metadata(tokenizer, config).items()}
-    with outputs.unwritable_told(path), hf_folder.beside(os.fspath(path)) as partial:
-        _File(partial, family, config, wanted, values, dtype).write(tensors)
-        os.replace(partial, path)
+    with outputs.unwritable_told(path), partial.beside(os.fspath(path)) as unfinished:
+        _File(unfinished, family, config, wanted, values, dtype).write(tensors)
+        os.replace(unfinished, path)
 
 
 class _File:

@@ -10,15 +10,14 @@ import json
 import math
 import os
 import shutil
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-from capibara import extras, outputs
-from capibara.interop import tables, torch_file
+from capibara import extras
+from capibara.interop import partial, tables, torch_file
 from capibara.interop.tensors import Shape
 from capibara.types import UserError
 
@@ -159,46 +158,16 @@ def save_hf(
     Raises:
       UserError: the folder is there already, or a value is too large for float16.
     """
-    with whole(folder) as partial:
+    with partial.whole(folder) as unfinished:
         tied = tables.aliases(config["model_type"], shapes) if state_dict else None
-        _write_weights(partial, shapes, tensors, dtype, shard_bytes, tied)
+        _write_weights(unfinished, shapes, tensors, dtype, shard_bytes, tied)
         files = {CONFIG: _text(config), **tokenizer}
         files.setdefault("generation_config.json", _text(_generation(config)))
         for name, content in files.items():
-            with open(os.path.join(partial, name), "wb") as file:
+            with open(os.path.join(unfinished, name), "wb") as file:
                 file.write(content)
-        for name in os.listdir(partial):  # safetensors: its owner's alone
-            shutil.copymode(os.path.join(partial, CONFIG), os.path.join(partial, name))
-
-
-@contextlib.contextmanager
-def whole(folder: str) -> Iterator[str]:
-    """A folder to write into that becomes this one, on the disk, when the context ends, and is gone if it fails.
-
-    Raises:
-      UserError: the folder is there already, and not empty, or cannot be written.
-    """
-    if os.path.exists(folder) and (not os.path.isdir(folder) or os.listdir(folder)):
-        raise UserError(f"{folder} must be a new folder: it is there already, name another or remove it")
-    with outputs.unwritable_told(folder), beside(folder) as partial:
-        os.mkdir(partial)
-        yield partial
-        for above, _, names in os.walk(partial):
-            for path in (above, *(os.path.join(above, name) for name in names)):
-                _sync(path)
-        with contextlib.suppress(FileNotFoundError):
-            os.rmdir(folder)
-        os.rename(partial, folder)
-        _sync(os.path.dirname(os.path.abspath(folder)))
-
-
-@contextlib.contextmanager
-def beside(path: str) -> Iterator[str]:
-    """A name that nothing has, on the same disk as a path that is to be written; what is there in the end goes."""
-    above, name = os.path.split(os.path.abspath(path))
-    os.makedirs(above, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f"{name[:40]}.", suffix=".partial", dir=above) as folder:
-        yield os.path.join(folder, name)
+        for name in os.listdir(unfinished):  # safetensors: its owner's alone
+            shutil.copymode(os.path.join(unfinished, CONFIG), os.path.join(unfinished, name))
 
 
 def _write_weights(
@@ -288,11 +257,3 @@ def _json(path: str) -> dict[str, Any]:
 
 def _text(values: Mapping[str, Any]) -> bytes:
     return (json.dumps(values, indent=2) + "\n").encode()
-
-
-def _sync(path: str) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -22,7 +22,7 @@ import jax
 import numpy as np
 
 from capibara import extras, tree
-from capibara.interop import hf_folder, tables
+from capibara.interop import partial, tables
 from capibara.interop.tensors import Shape, Tensor
 from capibara.models.api import Lora, Model
 from capibara.types import Params, UserError
@@ -107,8 +107,8 @@ def write_peft(folder: str, params: Params, model: Model, model_type: str, base:
     extras.require("safetensors", why="PEFT folders")
     from safetensors.numpy import save_file
 
-    with hf_folder.whole(folder) as partial:
-        config_path, weights_path = os.path.join(partial, CONFIG), os.path.join(partial, WEIGHTS)
+    with partial.whole(folder) as unfinished:
+        config_path, weights_path = os.path.join(unfinished, CONFIG), os.path.join(unfinished, WEIGHTS)
         save_file(tensors, weights_path, metadata={"format": "pt"})
         with open(config_path, "w", encoding="utf-8") as file:
             file.write(json.dumps(config, indent=2) + "\n")

@@ -10,7 +10,7 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from capibara.interop import hf_folder, t5x_names
+from capibara.interop import hf_folder, partial, t5x_names
 from capibara.interop.t5x_read import INDEX
 from capibara.interop.tensors import Shape
 from capibara.types import UserError
@@ -53,9 +53,9 @@ def save_t5x(
     rows = {row.hf.name: row for row in t5x_names.rows(config["feed_forward_proj"].startswith("gated-")).values()}
     kind = np.dtype(hf_folder.DTYPES[dtype])
     files = {"config.gin": t5x_names.gin_text(config).encode()}
-    with hf_folder.whole(folder) as partial:
+    with partial.whole(folder) as unfinished:
         target: dict[str, Any] = {}
-        step = os.path.join(partial, "checkpoint_0")
+        step = os.path.join(unfinished, "checkpoint_0")
         os.makedirs(step)
         for name, value in tensors:
             assert value.shape == shapes[name], name
@@ -69,7 +69,7 @@ def save_t5x(
             file.write(msgpack.packb(contents, use_bin_type=True))
         files |= {name: content for name, content in tokenizer.items() if name.endswith(".model")}
         for name, content in files.items():
-            with open(os.path.join(partial, name), "wb") as file:
+            with open(os.path.join(unfinished, name), "wb") as file:
                 file.write(content)
 
 
