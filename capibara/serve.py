@@ -22,7 +22,7 @@ examples:
 
 A slot holds Dataset.length tokens of prompt and text. Without a key only this machine is served. SIGTERM or ctrl-C lets
 the texts at hand end, a second one does not.
-exit codes: 0 ended by a signal; 2 a mistake in what was given"""
+exit codes: 0 ended by a signal; 1 the engine failed, all who waited were told; 2 a mistake in what was given"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def serve(args) -> int:
-    """Listens at once, loads the model, and answers; returns when a signal has come and the texts at hand have ended."""
+    """Listens at once, loads the model, and answers until a signal comes or the engine fails; returns the exit code."""
     from capibara import devices, extras
 
     for package in ("fastapi", "uvicorn", "prometheus_client"):
@@ -61,8 +61,8 @@ def serve(args) -> int:
     devices.skip_absent_tpu()
     devices.use_compilation_cache()
     url = f"http://{f'[{address}]' if ':' in address else address}:{port}/v1"
-    server.run(listening, keys, lambda: _load(args), lambda served: print(f"{served.name} is at {url}", flush=True))
-    return 0
+    tell = lambda served: print(f"{served.name} is at {url}", flush=True)  # noqa: E731
+    return server.run(listening, keys, lambda: _load(args), tell)
 
 
 def _load(args):

@@ -397,7 +397,7 @@ class Engine:
     def _receive(self, left: int) -> None:
         """Takes the tokens of all but the last `left` programs."""
         while len(self._pending) > left:
-            chosen, rows = self._pending.popleft()
+            chosen, rows = self._pending[0]  # still there if they fail: some of its requests may have no slot any more
             tokens, log_probabilities, likeliest, theirs, counts = jax.device_get(chosen)
             for place, request in rows:
                 for step in range(counts[place]):
@@ -407,6 +407,7 @@ class Engine:
                 if request.finished:
                     self._free(request)
                     self._remember(request)
+            self._pending.popleft()
 
     def _free(self, request: Request) -> None:
         """Takes the request's slot away, with a copy of its row where later prompts may begin so."""

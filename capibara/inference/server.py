@@ -23,10 +23,14 @@ from capibara.types import UserError
 _KILLED = 130
 _LAST_WRITES_S = 2  # for those who are still being written to when the grace is over
 _CLOSE_S = 3.0
+_FAILED_S = 5.0  # in which those who ask still hear that the engine has failed
 
 
 class Server(uvicorn.Server):
-    """uvicorn, which after the first signal lets the texts at hand end; a second one ends the process at once."""
+    """uvicorn, which after the first signal lets the texts at hand end; a second one ends the process at once.
+
+    It ends soon after its engine has failed, too.
+    """
 
     def __init__(self, app: ASGIApp, service: Service):
         config = uvicorn.Config(
@@ -43,7 +47,7 @@ class Server(uvicorn.Server):
         self._service = service
 
     async def on_tick(self, counter: int) -> bool:
-        return await super().on_tick(counter) or self._service.drained()
+        return await super().on_tick(counter) or self._service.drained() or self._service.failed_for(_FAILED_S)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._service.state is State.DRAINING:
@@ -84,8 +88,8 @@ def run(
     keys: Sequence[str],
     load: Callable[[], tuple[Served, ServerConfig]],
     tell: Callable[[Served], None],
-) -> None:
-    """Serves until a signal comes.
+) -> int:
+    """Serves until a signal comes, or the engine fails: all who wait are told then. Returns the exit code.
 
     Args:
       listening: of `listen`.
@@ -113,12 +117,14 @@ def run(
     loading = threading.Thread(target=make_ready, name="loading", daemon=True)
     loading.start()
     server.run(sockets=[listening])
-    _end(loading, service)
+    code = int(service.state is State.FAILED)
+    _end(loading, service, code)
     if faults:
         raise faults[0]
+    return code
 
 
-def _end(loading: threading.Thread, service: Service) -> None:
+def _end(loading: threading.Thread, service: Service, code: int) -> None:
     """Stops the threads. One that is inside XLA cannot be stopped, and would crash the interpreter's own end."""
     threads = [loading]
     if service.served is not None:
@@ -129,4 +135,4 @@ def _end(loading: threading.Thread, service: Service) -> None:
     if any(thread.is_alive() for thread in threads):
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(0)
+        os._exit(code)

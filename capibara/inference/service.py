@@ -198,6 +198,7 @@ class Service:
         self._watch = watch
         self._answers: set[Answers] = set()
         self._draining_since_s: float | None = None
+        self._failed_since_s: float | None = None
 
     @property
     def state(self) -> State:
@@ -269,6 +270,13 @@ class Service:
         for answers in self._answers:
             answers.cancel()
         return True
+
+    def failed_for(self, seconds: float) -> bool:
+        """Whether it is so long ago that this was first asked after the engine had ended with an error."""
+        if self.state is not State.FAILED:
+            return False
+        self._failed_since_s = self._failed_since_s or time.monotonic()
+        return time.monotonic() - self._failed_since_s >= seconds
 
     def _ended(self, answers: Answers, item: Item) -> None:
         self.texts -= 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import queue
 import threading
 
 import jax
@@ -12,10 +13,12 @@ import numpy as np
 import pytest
 
 from capibara.data.vocabulary import ByteVocabulary
+from capibara.inference import engine as engine_module
 from capibara.inference import files, speed
 from capibara.inference.engine import Engine, EngineConfig
 from capibara.inference.prefix import PrefixCache
 from capibara.inference.sampling import Sampling
+from capibara.inference.stream import Piece
 from capibara.inference.text import TextStream
 from capibara.models import api
 from capibara.models.api import DecoderConfig, Lora
@@ -80,6 +83,23 @@ def test_streams_are_read_from_many_threads():
         for thread in threads:
             thread.join(60)
     assert [got[number] for number in range(7)] == alone()
+    with pytest.raises(RuntimeError, match="closed"):
+        one.submit("a")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_who_waits_when_its_thread_fails_is_told(monkeypatch):
+    """Those whose slot is free already included: the token that is lost is their last."""
+    one, ended = engine(slots=2), queue.SimpleQueue()
+    streams = [one.submit(*REQUESTS[0]), one.submit(REQUESTS[1][0], Sampling(max_new_tokens=1))]
+    streams += [one.submit(*REQUESTS[number]) for number in (2, 3)]  # these have none yet
+    for stream in streams:
+        stream.forward(lambda item, stream=stream: None if isinstance(item, Piece) else ended.put((stream, item)))
+    monkeypatch.setattr(engine_module.jax, "device_get", lambda _: 1 / 0)
+    one.start()
+    found = [ended.get(timeout=60) for _ in streams]
+    assert {id(stream) for stream, _ in found} == {id(stream) for stream in streams}
+    assert all(isinstance(error, ZeroDivisionError) for _, error in found) and one.failed
     with pytest.raises(RuntimeError, match="closed"):
         one.submit("a")
 

@@ -7,6 +7,9 @@ import pathlib
 import signal
 import subprocess
 import sys
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
@@ -43,6 +46,53 @@ def test_a_process_ends_its_texts_after_a_signal(folder):
         assert ended == {*range(5)}
         assert process.wait(60) == 0
         assert process.stdout.read() == process.stderr.read() == ""
+    finally:
+        process.kill()
+
+
+FAILING = """
+import sys
+from capibara import cli, serve
+from capibara.inference.engine import Engine
+
+receive, left = Engine._receive, [20]
+
+def failing(self, count):
+    left[0] -= 1
+    if self.failed or left[0] > 0:
+        return receive(self, count)
+    raise FloatingPointError("planted")
+
+Engine._receive = failing
+sys.exit(cli.run_verb(serve.main, sys.argv[1:]))
+"""
+
+
+def test_a_process_whose_engine_fails_tells_all_and_ends(folder):
+    process = subprocess.Popen(
+        [sys.executable, "-c", FAILING, f"--model={folder}", "--name=mine", *QUICK],
+        env=os.environ | {"PYTHONPATH": str(CHECKOUT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        url = process.stdout.readline().split()[-1]
+        client = openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60)
+        asked = dict(model="mine", prompt="The river", temperature=0, max_tokens=200)
+        stream = client.completions.create(**asked, stream=True)
+        with ThreadPoolExecutor(3) as pool:  # one slot: the others wait for it
+            waiting = [pool.submit(client.completions.create, **asked) for _ in range(3)]
+            with pytest.raises(openai.APIError, match="FloatingPointError"):
+                list(stream)
+            for one in waiting:
+                with pytest.raises(openai.InternalServerError):
+                    one.result()
+        with pytest.raises(urllib.error.HTTPError, match="503") as health:
+            urllib.request.urlopen(url.removesuffix("/v1") + "/health", timeout=60)
+        assert health.value.read() == b'{"status":"failed"}'
+        assert process.wait(60) == 1
+        assert "FloatingPointError: planted" in process.stderr.read()
     finally:
         process.kill()
 

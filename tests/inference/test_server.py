@@ -457,6 +457,7 @@ def test_an_engine_that_fails_is_told(served, run, monkeypatch):
         return step()
 
     monkeypatch.setattr(engine, "step", broken)
+    monkeypatch.setattr(server, "_FAILED_S", 600.0)
     with Running(dataclasses.replace(served, engine=engine.start())) as running:
         with pytest.raises(openai.InternalServerError, match="FloatingPointError") as error:
             running.client().completions.create(prompt="a", **GREEDY)
