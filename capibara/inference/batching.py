@@ -43,6 +43,11 @@ class EngineConfig:
         before in it (prompt look-up; Saxena 2023, Leviathan et al. 2023, arXiv:2211.17192), and verifies at once. The
         text stays what it is without, with temperature too: a guess counts where it is what the row's seed draws. 0:
         none. It is worth it where texts repeat their prompts, and rows are few.
+      page_size: tokens of a page of the cache (Kwon et al. 2023, arXiv:2309.06180): a row has as many pages as its tokens
+        need, and takes more as it grows. 0: none; each slot has the memory of its whole length.
+      pages: of the pool, from which all slots take theirs; None: as many as all slots could need. With fewer, slots may be
+        more than memory would hold of whole rows: where no page is left, the request that came last goes back to the
+        queue and is read again later, and its text is the same.
     """
 
     slots: int = 8
@@ -51,14 +56,29 @@ class EngineConfig:
     prefill_tokens: int = 1024
     cache_dtype: CacheDtype = CacheDtype.COMPUTE
     draft_tokens: int = 0
+    page_size: int = 0
+    pages: int | None = None
 
     def __post_init__(self):
         for name in ("slots", "prefill_tokens"):
             if getattr(self, name) < 1:
                 raise UserError(f"EngineConfig.{name} is {getattr(self, name)}, must be at least 1")
-        for name in ("prefix_cache_mib", "draft_tokens"):
+        for name in ("prefix_cache_mib", "draft_tokens", "page_size"):
             if getattr(self, name) < 0:
                 raise UserError(f"EngineConfig.{name} is {getattr(self, name)}, must be at least 0 (0: none)")
+        if self.pages is not None and self.pages < 1:
+            raise UserError(
+                f"EngineConfig.pages is {self.pages}, must be at least 1, or None: as many as slots could need"
+            )
+        if self.pages is not None and not self.page_size:
+            raise UserError(
+                f"EngineConfig.pages is {self.pages}, but page_size is 0 (no pages): set EngineConfig.page_size = 32"
+            )
+        if self.page_size and self.when_full is WhenFull.SLIDE:
+            raise UserError(
+                f"EngineConfig.when_full ('slide') reads whole rows anew, which pages (page_size {self.page_size}) are not "
+                "for: set it to 'stop', or EngineConfig.page_size = 0"
+            )
 
 
 @dataclasses.dataclass
@@ -70,12 +90,14 @@ class Statistics:
       tokens: of texts, those after an end that was not known yet too.
       drafted: tokens that were guessed.
       accepted: those of them that were right.
+      put_back: requests that went back to the queue, for want of a page.
     """
 
     steps: int = 0
     tokens: int = 0
     drafted: int = 0
     accepted: int = 0
+    put_back: int = 0
 
     @property
     def acceptance(self) -> float:
@@ -99,3 +121,15 @@ def buckets(length: int) -> list[int]:
     while sizes[-1] < length:
         sizes.append(bucket(sizes[-1] + 1, length))
     return sizes
+
+
+def prompt_shapes(config: EngineConfig, length: int, encoder: bool) -> list[tuple[int, int, int]]:
+    """(prompts that are read together, fewest tokens of each, whether likeliest tokens are asked for) of all programs."""
+    sizes = [1] if encoder else buckets(length)
+    fewest = dict(zip(sizes, (min(2, length), *(size + 1 for size in sizes))))
+    shapes = [(1, fewest[size], likeliest) for likeliest in (1, 0) for size in sizes]
+    count = 2
+    while count <= config.slots:
+        shapes += [(count, fewest[size], 0) for size in sizes if count * size <= config.prefill_tokens]
+        count *= 2
+    return shapes

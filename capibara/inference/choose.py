@@ -30,6 +30,18 @@ class Settings(NamedTuple):
     key: np.ndarray
 
 
+GREEDY = Settings(
+    *(np.array([x], dtype) for x, dtype in zip((0, 0, 1, 0, 1), ("f4", "i4", "f4", "f4", "f4"))), np.zeros((1, 2), "u4")
+)
+
+
+def with_row(old: np.ndarray, index: int, new: np.ndarray) -> np.ndarray:
+    """A copy with one row changed: the devices may still read the old one."""
+    changed = old.copy()
+    changed[index] = new[0]
+    return changed
+
+
 def settings_of(samplings: Sequence[Sampling]) -> Settings:
     """The settings of one row for each of them."""
 

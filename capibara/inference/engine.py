@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
@@ -17,8 +17,9 @@ import numpy as np
 from capibara.data.vocabulary import Vocabulary
 from capibara.inference import batching, programs, spelling
 from capibara.inference.batching import CacheDtype, EngineConfig, Statistics, WhenFull
-from capibara.inference.choose import Settings, settings_of
+from capibara.inference.choose import GREEDY, Settings, settings_of, with_row
 from capibara.inference.drafts import Drafter
+from capibara.inference.pages import Pages, sizes_of
 from capibara.inference.prefix import PrefixCache
 from capibara.inference.reading import Read, Reader
 from capibara.inference.request import LIKELIEST, Request
@@ -28,10 +29,6 @@ from capibara.models.api import Model
 from capibara.types import Params, UserError
 
 __all__ = ["Engine", "EngineConfig", "WhenFull", "check_generates"]
-
-_GREEDY = Settings(
-    *(np.array([x], dtype) for x, dtype in zip((0, 0, 1, 0, 1), ("f4", "i4", "f4", "f4", "f4"))), np.zeros((1, 2), "u4")
-)
 
 
 class Engine:
@@ -70,8 +67,10 @@ class Engine:
         self._vocab_size, self._encoder_length = model.config.vocab_size, encoder_length
         self._names = None if encoder_length is None else spelling.names(vocabulary)
         dtype = None if config.cache_dtype is CacheDtype.COMPUTE else str(config.cache_dtype)
-        sizes = programs.Sizes(config.slots, length, encoder_length, dtype, config.draft_tokens)
-        mesh = _mesh_of(params)
+        pool = sizes_of(model, config, length, encoder_length)
+        self._pages = pool and Pages(config.slots, length, pool)
+        sizes = programs.Sizes(config.slots, length, encoder_length, dtype, config.draft_tokens, pool)
+        mesh = programs.mesh_of(params)
         self._programs = programs.build(model, vocabulary.size, sizes, mesh)
         self._params, self._updated, self._generation = self._programs.serving(params), None, 0
         self._state = self._programs.start()
@@ -82,7 +81,7 @@ class Engine:
         kept = config.prefix_cache_mib * 2**20 if encoder_length is None else 0
         self._prefixes = PrefixCache(kept, window) if kept else None
         self._reader = Reader(self._programs, length, config.slots, config.prefill_tokens, self._prefixes)
-        self._settings = Settings(*(np.repeat(x, config.slots, axis=0) for x in _GREEDY))
+        self._settings = Settings(*(np.repeat(x, config.slots, axis=0) for x in GREEDY))
         self.statistics = Statistics()
         self._requests: list[Request | None] = [None] * config.slots
         self._waiting: deque[Request] = deque()
@@ -90,6 +89,7 @@ class Engine:
         self._changed, self._working = threading.Condition(), threading.Lock()
         self._thread: threading.Thread | None = None
         self._closing = self._failed = False
+        self._asked = 0  # requests so far
 
     @property
     def slots(self) -> int:
@@ -112,6 +112,11 @@ class Engine:
         return len(self._waiting), sum(request is not None for request in self._requests)
 
     @property
+    def pages(self) -> tuple[int, int]:
+        """Pages in all, and those that are taken; none where slots have the memory of their whole length."""
+        return (self._pages.sizes.pages, self._pages.busy) if self._pages else (0, 0)
+
+    @property
     def failed(self) -> bool:
         """Whether its thread has ended with an error: it does no more work."""
         return self._failed
@@ -124,7 +129,8 @@ class Engine:
         """
         prefixes, self._reader.prefixes = self._reader.prefixes, None
         asked = Sampling(temperature=0.0, max_new_tokens=1)
-        prompts = list(self._prompt_shapes())
+        sizes = batching.prompt_shapes(self._config, self._length, self._encoder_length is not None)
+        prompts = [one for one in sizes if not self._pages or self._pages.fits(one[0], one[1])]
         for done, (rows, size, likeliest) in enumerate(prompts):
             show(done, len(prompts) + 2)
             tokens = [[(row + 1) % self._vocab_size] * size for row in range(rows)]
@@ -134,22 +140,20 @@ class Engine:
         zeros, drafts = np.zeros(self.slots, np.int32), self._config.draft_tokens
         for done, alternatives in enumerate((0, LIKELIEST), len(prompts)):
             show(done, len(prompts) + 2)
-            given = self._params, self._state, self._settings, zeros, zeros
+            given = self._params, self._state, self._settings, zeros, zeros, self._table
             self._state, chosen = self._programs.step(*given, alternatives)
             if drafts:
-                given = self._params, self._state, *given[2:], np.zeros((self.slots, drafts), np.int32), zeros
+                given = (
+                    self._params,
+                    self._state,
+                    *given[2:5],
+                    np.zeros((self.slots, drafts), np.int32),
+                    zeros,
+                    self._table,
+                )
                 self._state, chosen = self._programs.verify(*given, alternatives)
             jax.block_until_ready(chosen)
         show(len(prompts) + 2, len(prompts) + 2)
-
-    def _prompt_shapes(self) -> Iterator[tuple[int, int, int]]:
-        """(prompts that are read together, places of each, whether likeliest tokens are asked for) of all programs."""
-        sizes = batching.buckets(self._length) if self._encoder_length is None else [1]
-        yield from ((1, size, likeliest) for likeliest in (1, 0) for size in sizes)
-        count = 2
-        while count <= self.slots:
-            yield from ((count, size, 0) for size in sizes if count * size <= self._config.prefill_tokens)
-            count *= 2
 
     def submit(
         self,
@@ -187,6 +191,8 @@ class Engine:
             raise UserError(f"the prompt has {len(ids)} tokens, must have at most {self._length}: shorten it")
         else:
             limit = min(limit, self._length - len(ids) + 1)
+        if self._pages:
+            self._pages.check(len(ids), limit)
         stream, ends = Stream(self._drive), (vocabulary.eos_id, *ends)
         request = Request(
             ids, sampling, vocabulary, stream,
@@ -195,6 +201,7 @@ class Engine:
         with self._changed:
             if self._closing:
                 raise RuntimeError("the engine is closed")
+            self._asked, request.number = self._asked + 1, self._asked
             self._waiting.append(request)
             self._changed.notify_all()
         return stream
@@ -241,6 +248,8 @@ class Engine:
             self._receive(0)
             admitted |= self._refill()
         active = [(slot, request) for slot, request in self._active() if request.places <= self._length]
+        if self._pages:
+            active = self._with_pages(active)
         if active:
             self._decode(active)
         had = bool(self._pending)
@@ -258,8 +267,8 @@ class Engine:
                 self._prefixes.clear()
 
     def _active(self) -> list[tuple[int, Request]]:
-        """The slots whose text has begun."""
-        return [(slot, request) for slot, request in enumerate(self._requests) if request is not None and request.begun]
+        """The slots whose row is read."""
+        return [(slot, one) for slot, one in enumerate(self._requests) if one is not None and one.written]
 
     def _drive(self) -> bool:
         if self._thread is not None:
@@ -286,6 +295,8 @@ class Engine:
             for request in left.values():
                 if request is not None and not request.finished:
                     request.stream.fail(error)
+            for slot in range(self.slots if self._pages else 0):
+                self._pages.release(slot)
             raise
 
     def _drop_cancelled(self) -> None:
@@ -305,12 +316,13 @@ class Engine:
             if taken is not None:
                 continue
             with self._changed:
-                request = self._waiting.popleft() if self._waiting else None
-            if request is None:
-                break
+                request = self._waiting[0] if self._waiting else None
+                if request is None or (self._pages and not self._pages.grow(slot, len(request.tokens))):
+                    break
+                self._waiting.popleft()
             self._requests[slot], request.slot, request.generation = request, slot, self._generation
             one = settings_of([request.sampling])
-            self._settings = Settings(*map(lambda old, new: _with_row(old, slot, new), self._settings, one))
+            self._settings = Settings(*map(lambda old, new: with_row(old, slot, new), self._settings, one))
             self._reader.add(request)
         waits = self._reader.waits
         for read in self._reader.read(self._params):
@@ -334,8 +346,9 @@ class Engine:
         settings = Settings(*(x[request.slot : request.slot + 1] for x in self._settings))
         alternatives = LIKELIEST if request.likeliest else 0
         self._state, chosen = self._programs.admit(
-            self._state, read.row, read.logits, slot, settings, index, forced, seen, alternatives
+            self._state, read.row, read.logits, slot, settings, index, forced, seen, self._table, alternatives
         )
+        request.written = True
         self._begun(chosen, [(0, request)])
 
     def _seen(self, request: Request) -> np.ndarray:
@@ -343,6 +356,32 @@ class Engine:
         seen = np.zeros((1, self._vocab_size), bool)
         seen[0, request.tokens] = request.sampling.repetition_penalty != 1
         return seen
+
+    @property
+    def _table(self) -> np.ndarray | None:
+        return self._pages and self._pages.table
+
+    def _with_pages(self, active: list[tuple[int, Request]]) -> list[tuple[int, Request]]:
+        """Gives slots the pages that the next step writes to, the first requests first; those that go on.
+
+        Where there is none the request that came last goes back to the queue. The first of all never does: it goes on,
+        and alone it has a place.
+        """
+        for slot, request in sorted(active, key=lambda one: one[1].number):
+            while request.slot is not None and not self._pages.grow(slot, request.places):
+                if self._pending:
+                    self._receive(0)  # texts that have ended make room, and of the others all tokens are known
+                else:
+                    self._put_back(max(filter(None, self._requests), key=lambda one: one.number))
+        return [(slot, request) for slot, request in active if request.slot is not None]
+
+    def _put_back(self, request: Request) -> None:
+        """Takes the slot of a request of which all tokens are known, and lets it wait in front of the others."""
+        self.statistics.put_back += 1
+        self._free(request)
+        self._remember(request)
+        with self._changed:
+            self._waiting.appendleft(request)
 
     def _decode(self, active: list[tuple[int, Request]]) -> None:
         guesses = {slot: self._guess(request) for slot, request in active} if self._config.draft_tokens else {}
@@ -355,7 +394,7 @@ class Engine:
             self._verify(active, guesses, index, forced, alternatives)
             return
         self._state, chosen = self._programs.step(
-            self._params, self._state, self._settings, index, forced, alternatives
+            self._params, self._state, self._settings, index, forced, self._table, alternatives
         )
         self._begun(chosen, active)
 
@@ -366,7 +405,10 @@ class Engine:
             most = min(most, request.sampling.thinking_tokens, *(f - request.begun - 1 for f in request.forced))
         if request.drafter is None:
             request.drafter = Drafter(request.tokens)
-        return request.drafter.guess(most) if most > 0 else []
+        tokens = request.drafter.guess(most) if most > 0 else []
+        if self._pages and tokens and not self._pages.grow(request.slot, request.places + len(tokens)):
+            return tokens[: self._pages.room(request.slot) - request.places]  # for guesses nobody has to wait
+        return tokens
 
     def _verify(self, active, guesses: dict[int, list[int]], index, forced, alternatives: int) -> None:
         guessed = np.zeros((self._config.slots, self._config.draft_tokens), np.int32)
@@ -374,7 +416,7 @@ class Engine:
         for slot, tokens in guesses.items():
             counts[slot], guessed[slot, : len(tokens)] = len(tokens), tokens
         self._state, chosen = self._programs.verify(
-            self._params, self._state, self._settings, index, forced, guessed, counts, alternatives
+            self._params, self._state, self._settings, index, forced, guessed, counts, self._table, alternatives
         )
         held = jax.device_get(chosen.counts)
         self.statistics.drafted += int(counts.sum())
@@ -416,12 +458,14 @@ class Engine:
             return
         self._requests[slot] = None
         self._reader.drop(request)
-        read = request.places - 1
-        current = request.generation == self._generation
+        read, written, request.written = request.places - 1, request.written, False
+        current = written and request.generation == self._generation
         if self._prefixes and current and read <= self._length and not request.stream.cancelled:
             places = batching.bucket(read, self._length)
-            request.row = self._programs.row(self._state, np.int32(slot), places), read
-        self._settings = Settings(*map(lambda old, new: _with_row(old, slot, new), self._settings, _GREEDY))
+            request.row = self._programs.row(self._state, np.int32(slot), self._table, places), read
+        if self._pages:
+            self._pages.release(slot)
+        self._settings = Settings(*map(lambda old, new: with_row(old, slot, new), self._settings, GREEDY))
 
     def _remember(self, request: Request) -> None:
         """Keeps the row of a finished request, with the tokens of it that are known."""
@@ -444,16 +488,3 @@ def check_generates(model: Model) -> None:
             "Moe.routing is 'expert_choice': experts compare a token with later ones, which are not there yet while a text "
             "is written; train with 'token_choice' to generate, or leave SampleText.prompts empty"
         )
-
-
-def _mesh_of(params: Params) -> jax.sharding.Mesh | None:
-    """Of parameters that are spread over devices."""
-    sharding = getattr(jax.tree.leaves(params)[0], "sharding", None)
-    return sharding.mesh if isinstance(sharding, jax.sharding.NamedSharding) and sharding.mesh.size > 1 else None
-
-
-def _with_row(old: np.ndarray, index: int, new: np.ndarray) -> np.ndarray:
-    """A copy with one row changed: the devices may still read the old one."""
-    changed = old.copy()
-    changed[index] = new[0]
-    return changed

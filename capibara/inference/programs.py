@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from capibara.inference.choose import Settings, choose, log_probability
-from capibara.models.api import Cache, Model, put_rows
+from capibara.models.api import Cache, Model, paged, put_rows
 from capibara.types import Params
 
 State = dict[str, Any]
@@ -34,7 +34,8 @@ class Chosen(NamedTuple):
 class Sizes(NamedTuple):
     """What programs are compiled for: so many slots of `length` places in `dtype` (None: the compute dtype).
 
-    An encoder reads `encoder_length` tokens; `drafts` tokens are guessed for a row and may have to be taken back.
+    An encoder reads `encoder_length` tokens; `drafts` tokens are guessed for a row and may have to be taken back. Of
+    `pool` are the pages that slots take as they grow; None: each has all its places.
     """
 
     slots: int
@@ -42,10 +43,11 @@ class Sizes(NamedTuple):
     encoder_length: int | None = None
     dtype: str | None = None
     drafts: int = 0
+    pool: paged.Sizes | None = None
 
 
 class Programs(NamedTuple):
-    """Jitted functions; a state that is given to one is gone.
+    """Jitted functions; a state that is given to one is gone. `table`: which pages each slot has; None: there are none.
 
     Attributes:
       serving: parameters -> what the others take; adapters are merged.
@@ -53,12 +55,12 @@ class Programs(NamedTuple):
       begin: (params, batch of n rows) -> logits [n, V] and the cache of these rows, of as many places as the batch has.
       resume: (params, batch, row, places) -> the same after more tokens, the row grown to so many places.
       one: (rows of any tree, place) -> the tree of that row alone.
-      admit: (state, row, logits, slot, settings, index, forced, seen, alternatives) -> state with the row in the slot,
-        and its next token.
-      step: (params, state, settings, index, forced, alternatives) -> state, and every slot's next token.
-      verify: (params, state, settings, index, forced, guesses, counts, alternatives) -> state, and every slot's next
-        tokens: of its first `counts` guesses those that are right, and one more. What is forced is the first of them.
-      row: (state, slot, places) -> the cache of that slot, cut to its first places.
+      admit: (state, row, logits, slot, settings, index, forced, seen, table, alternatives) -> state with the row in the
+        slot, and its next token.
+      step: (params, state, settings, index, forced, table, alternatives) -> state, and every slot's next token.
+      verify: (params, state, settings, index, forced, guesses, counts, table, alternatives) -> state, and every slot's
+        next tokens: of its first `counts` guesses those that are right, and one more. What is forced is the first of them.
+      row: (state, slot, table, places) -> the cache of that slot, cut to its first places.
     """
 
     serving: Callable[[Params], Params]
@@ -85,6 +87,12 @@ class _Same:
         return isinstance(other, _Same) and other.model is self.model
 
 
+def mesh_of(params: Params) -> jax.sharding.Mesh | None:
+    """Of parameters that are spread over devices."""
+    sharding = getattr(jax.tree.leaves(params)[0], "sharding", None)
+    return sharding.mesh if isinstance(sharding, jax.sharding.NamedSharding) and sharding.mesh.size > 1 else None
+
+
 def build(model: Model, usable: int, sizes: Sizes, mesh: Mesh | None = None) -> Programs:
     """The programs for a model and `usable` ids of a vocabulary; made once.
 
@@ -101,55 +109,61 @@ def _build(same: _Same, usable: int, sizes: Sizes, mesh: Mesh | None) -> Program
         model.start_cache, dtype=sizes.dtype, encoder_length=sizes.encoder_length, spare=sizes.drafts
     )
 
-    def start() -> State:
-        B, seen = sizes.slots, jnp.zeros((sizes.slots, model.config.vocab_size), bool)
-        return {"cache": empty(B, sizes.length), "tokens": jnp.zeros(B, jnp.int32), "seen": seen}
-
     def begin(params: Params, batch: dict) -> tuple[jax.Array, Cache]:
         return model.prefill(params, batch, empty(*batch["tokens"].shape))
 
     def resume(params: Params, batch: dict, row: Cache, places: int) -> tuple[jax.Array, Cache]:
         return model.resume(params, batch, put_rows(empty(1, places), row, jnp.int32(0)))
 
-    def admit(state, row, logits, slot, settings, index, forced, seen, alternatives: int) -> tuple[State, Chosen]:
+    def admit(state, row, logits, slot, settings, index, forced, seen, table, alternatives: int):
         chosen = _pick(logits, usable, settings, index, forced, seen, alternatives)
         token = chosen.tokens[0, 0]
         new = {
-            "cache": put_rows(state["cache"], row, slot),
+            "cache": paged.put_row(state["cache"], row, slot, table),
             "tokens": state["tokens"].at[slot].set(token),
             "seen": state["seen"].at[slot].set(seen[0].at[token].set(True)),
         }
         return new, known(chosen)
 
-    def step(params, state, settings, index, forced, alternatives: int) -> tuple[State, Chosen]:
-        logits, cache = model.decode(params, state["tokens"], state["cache"])
+    def step(params, state, settings, index, forced, table, alternatives: int) -> tuple[State, Chosen]:
+        logits, cache = model.decode(params, state["tokens"], paged.with_table(state["cache"], table))
         chosen = _pick(logits, usable, settings, index, forced, state["seen"], alternatives)
         tokens = chosen.tokens[:, 0]
-        return {"cache": cache, "tokens": tokens, "seen": _with_seen(state["seen"], tokens)}, known(chosen)
+        new = {"cache": paged.without_table(cache), "tokens": tokens, "seen": _with_seen(state["seen"], tokens)}
+        return new, known(chosen)
 
-    def verify(params, state, settings, index, forced, guesses, counts, alternatives: int) -> tuple[State, Chosen]:
-        return _verify(model, usable, params, state, settings, index, forced, guesses, counts, alternatives, known)
+    def verify(params, state, settings, index, forced, guesses, counts, table, alternatives: int):
+        state = state | {"cache": paged.with_table(state["cache"], table)}
+        new, chosen = _verify(model, usable, params, state, settings, index, forced, guesses, counts, alternatives)
+        return new | {"cache": paged.without_table(new["cache"])}, known(chosen)
 
     def known(chosen: Chosen) -> Chosen:
         return jax.lax.with_sharding_constraint(chosen, everywhere) if mesh else chosen
 
-    def row(state: State, slot: jax.Array, places: int) -> Cache:
-        return jax.tree.map(lambda x: x[:, :, :places] if x.ndim > 2 else x, one(state["cache"], slot))
+    def row(state: State, slot: jax.Array, table: jax.Array | None, places: int) -> Cache:
+        return paged.row(state["cache"], slot, places, table)
 
     def one(rows: Any, place: jax.Array) -> Any:
         return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, place, 1), rows)
 
     return Programs(
         serving=jax.jit(lambda params: model.serving(adapted.merge(params))),
-        start=jax.jit(start, out_shardings=everywhere),
+        start=jax.jit(lambda: _nothing_read(model.config.vocab_size, sizes, empty), out_shardings=everywhere),
         begin=jax.jit(begin),
         resume=jax.jit(resume, static_argnums=3),
         one=jax.jit(one),
-        admit=jax.jit(admit, donate_argnums=0, static_argnums=8),
-        step=jax.jit(step, donate_argnums=1, static_argnums=5),
-        verify=jax.jit(verify, donate_argnums=1, static_argnums=7),
-        row=jax.jit(row, static_argnums=2),
+        admit=jax.jit(admit, donate_argnums=0, static_argnums=9),
+        step=jax.jit(step, donate_argnums=1, static_argnums=6),
+        verify=jax.jit(verify, donate_argnums=1, static_argnums=8),
+        row=jax.jit(row, static_argnums=3),
     )
+
+
+def _nothing_read(vocab_size: int, sizes: Sizes, empty: Callable[[int, int], Cache]) -> State:
+    """A state, of caches that `empty` gives."""
+    B, rows = sizes.slots, lambda: empty(sizes.slots, sizes.length)
+    kept = rows() if sizes.pool is None else paged.empty(jax.eval_shape(rows), sizes.length, sizes.pool)
+    return {"cache": kept, "tokens": jnp.zeros(B, jnp.int32), "seen": jnp.zeros((B, vocab_size), bool)}
 
 
 def _pick(logits_BV, usable: int, settings: Settings, index_B, forced_B, seen_BV, alternatives: int) -> Chosen:
@@ -168,7 +182,7 @@ def _with_seen(seen_BV: jax.Array, tokens_B: jax.Array) -> jax.Array:
     return seen_BV.at[jnp.arange(len(tokens_B), dtype=jnp.int32), tokens_B].set(True)
 
 
-def _verify(model, usable, params, state, settings, index_B, forced_B, guesses, counts_B, alternatives, known):
+def _verify(model, usable, params, state, settings, index_B, forced_B, guesses, counts_B, alternatives):
     """Reads the guesses as if they were right, and chooses a token after each: those hold until a guess is wrong."""
     B, T = len(forced_B), 1 + guesses.shape[1]
     forced_BT = jnp.pad(forced_B[:, None], ((0, 0), (0, T - 1)), constant_values=-1)
@@ -195,4 +209,4 @@ def _verify(model, usable, params, state, settings, index_B, forced_B, guesses, 
         "tokens": tokens_B,
         "seen": _with_seen(at_end(seen_BTV), tokens_B),
     }
-    return new, known(Chosen(*of_one, accepted_B + 1))
+    return new, Chosen(*of_one, accepted_B + 1)

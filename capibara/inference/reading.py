@@ -59,7 +59,8 @@ class Reader:
         """There are other parameters: what waits is read with them from its first token."""
         self._part = None
         for request in self._waiting:
-            request.generation, request.cached_tokens = generation, 0
+            request.generation = generation
+            self._was_read(request, 0)
 
     def read(self, params: Params) -> Iterator[Read]:
         """Reads about as many tokens as are read at a time; gives the requests of which that was the end."""
@@ -104,8 +105,14 @@ class Reader:
         found = self.prefixes.find(request.tokens) if self.prefixes else None
         if found is None:
             return None
-        prefix, request.cached_tokens = found
-        return prefix.row | {"lengths": np.array([request.cached_tokens], np.int32)}, request.cached_tokens
+        prefix, known = found
+        self._was_read(request, known)
+        return prefix.row | {"lengths": np.array([known], np.int32)}, known
+
+    def _was_read(self, request: Request, known: int) -> None:
+        """So many of its first tokens were read before; of a text that is read again that says nothing of its prompt."""
+        if not request.begun:
+            request.cached_tokens = known
 
     def _alike(self, first: Request, left: int) -> list[Request]:
         """Requests to read together with the first that waits; their different prompts are a power of two."""
@@ -141,7 +148,7 @@ class Reader:
         for request in group:
             place = next(i for i, other in enumerate(prompts) if _same(request, other))
             if request is not prompts[place]:
-                request.cached_tokens = len(request.tokens)
+                self._was_read(request, len(request.tokens))
             yield Read(request, *read[place])
 
     def _keep(self, request: Request, row: Any) -> None:

@@ -28,7 +28,9 @@ class Request:
       received: those that have come back.
       forced: index in the text -> token that is put there.
       cached_tokens: tokens of the prompt that were read before.
-      slot: where its row is; None: nowhere.
+      number: of requests, in the order in which they came.
+      slot: that it has; None: none.
+      written: whether its row is in that slot; else it is being read.
       generation: of the parameters that its row was begun with.
       row: its row's cache, copied for later prompts that begin so, and how many tokens that has read.
       drafter: guesses its next tokens; None: nobody asked yet.
@@ -51,9 +53,10 @@ class Request:
         self.tokens, self.prompt_tokens = list(prompt), len(prompt)
         self.sampling, self.stream, self.limit, self.likeliest = sampling, stream, limit, likeliest
         self.encoder = encoder
-        self.begun = self.received = self.cached_tokens = self.generation = 0
+        self.begun = self.received = self.cached_tokens = self.generation = self.number = 0
         self.forced: dict[int, int] = {}
         self.slot: int | None = None
+        self.written = False
         self.row: tuple[Any, int] | None = None
         self.drafter: Drafter | None = None
         self.finished = False

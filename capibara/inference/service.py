@@ -209,9 +209,12 @@ class Service:
         return State.LOADING if self.served is None else State.READY
 
     @property
-    def load(self) -> tuple[int, int, int]:
-        """Texts that wait for a slot, slots that are taken, and all slots."""
-        return (*self.served.engine.load, self.served.engine.slots) if self.served else (0, 0, 0)
+    def load(self) -> tuple[int, int, int, int, int, int]:
+        """Texts that wait for a slot, slots that are taken, all slots; all pages, pages that are taken, texts put back."""
+        if self.served is None:
+            return (0,) * 6
+        engine = self.served.engine
+        return (*engine.load, engine.slots, *engine.pages, engine.statistics.put_back)
 
     def ready(self, served: Served, config: ServerConfig) -> None:
         """The model is there; from any thread."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
 
 from capibara.inference.stream import Completion, Finish
 
@@ -16,10 +18,11 @@ class ServingMetrics:
     """Counts requests and texts.
 
     Args:
-      load: gives the texts that wait for a slot, the slots that are taken, and how many there are.
+      load: gives the texts that wait for a slot, the slots that are taken, and how many there are; the pages of the
+        cache, those that are taken, and how many texts were put back into the queue for want of one.
     """
 
-    def __init__(self, load: Callable[[], tuple[int, int, int]]):
+    def __init__(self, load: Callable[[], tuple[int, int, int, int, int, int]]):
         self._registry = CollectorRegistry()
         own = {"namespace": "capibara", "registry": self._registry}
         self._requests = Counter("requests", "Requests, by path and status of HTTP.", ["path", "status"], **own)
@@ -37,9 +40,12 @@ class ServingMetrics:
             ("queue_depth", "Texts that wait for a slot."),
             ("slots_busy", "Slots that are taken."),
             ("slots", "Slots."),
+            ("pages", "Pages of the cache; 0: slots have none."),
+            ("pages_busy", "Pages that are taken."),
         )
         for place, (name, about) in enumerate(gauges):
             Gauge(name, about, **own).set_function(lambda place=place: load()[place])
+        self._registry.register(_PutBack(load))
 
     def request(self, path: str, status: int) -> None:
         """A request has its answer, or the beginning of one."""
@@ -60,3 +66,14 @@ class ServingMetrics:
     def page(self) -> bytes:
         """All of it in Prometheus' text format."""
         return generate_latest(self._registry)
+
+
+class _PutBack(Collector):
+    """Reads what the engine counts itself."""
+
+    def __init__(self, load: Callable[[], Sequence[int]]):
+        self._load = load
+
+    def collect(self) -> Iterator[Metric]:
+        about = "Texts that went back to the queue for want of a page."
+        yield CounterMetricFamily("capibara_put_back_texts", about, value=self._load()[5])

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from capibara import sharding, tree
-from capibara.models import flops, lora, moe, stack
+from capibara.models import flops, lora, moe, paged, stack
 from capibara.models.cache import Cache, put_rows
 from capibara.models.decoder import Decoder, DecoderConfig
 from capibara.models.encdec import EncoderDecoder, EncoderDecoderConfig
@@ -37,6 +37,7 @@ __all__ = [
     "Rope",
     "TransformerConfig",
     "build",
+    "paged",
     "put_rows",
 ]
 

@@ -10,7 +10,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from capibara import sharding
-from capibara.models import cache, layers, rope
+from capibara.models import cache, layers, paged, rope
 from capibara.models.attention_kind import AttentionKind
 from capibara.models.blockwise import block_size, blockwise_attention
 from capibara.sharding import constrain
@@ -250,12 +250,15 @@ class Attention(nnx.Module):
         Of rows that have read nothing before `bias_NTS` is added to the scores, of others `bias_at` (`cache.attend`).
         """
         q, k, v = self._heads(x_BTD, x_BTD, angles)
-        written = cache.write(layer, k, v, now)
+        in_pages = paged.is_paged(layer)
+        written = (paged if in_pages else cache).write(layer, k, v, now)
         if now.fresh:
             segments = now.real.astype(jnp.int32)
             of_rows = {"q_segments_BT": segments, "kv_segments_BS": segments, "bias_NTS": bias_NTS}
             k, v = cache.as_kept(layer, k, v)
             y = attend(q, k, v, kind=kind, **of_rows, backend=self.config.attention)
+        elif in_pages:
+            y = paged.attend(q, written, kind, now, bias_at)
         else:
             y = cache.attend(q, written, layer, (k, v), kind, now, bias_at)
         return self._output(y), written

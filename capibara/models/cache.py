@@ -11,6 +11,7 @@ An encoder-decoder's layers also have `cross_key` and `cross_value` of what was 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -78,7 +79,7 @@ def places(lengths_B: jax.Array, count: int) -> jax.Array:
 
 def write(layer: LayerCache, k_BTKH: jax.Array, v_BTKH: jax.Array, now: Reading) -> LayerCache:
     """The layer's cache with the keys and values of the tokens that are read now."""
-    new = _as_stored(layer, k_BTKH, v_BTKH)
+    new = as_stored(layer["key"].dtype, k_BTKH, v_BTKH)
     return layer | {name: constrain(_written(layer[name], x, now), _KEYS[: x.ndim]) for name, x in new.items()}
 
 
@@ -90,7 +91,7 @@ def as_kept(layer: LayerCache, k_BTKH: jax.Array, v_BTKH: jax.Array) -> tuple[ja
     """
     dtype = layer["key"].dtype
     if dtype == jnp.int8:
-        new = _as_stored(layer, k_BTKH, v_BTKH)
+        new = as_stored(dtype, k_BTKH, v_BTKH)
         kept = [new[name].astype(jnp.float32) * new[f"{name}_scale"][..., None] for name in ("key", "value")]
         return kept[0].astype(k_BTKH.dtype), kept[1].astype(v_BTKH.dtype)
     if dtype == k_BTKH.dtype:
@@ -100,9 +101,8 @@ def as_kept(layer: LayerCache, k_BTKH: jax.Array, v_BTKH: jax.Array) -> tuple[ja
     return jax.lax.reduce_precision(k_BTKH, **bits), jax.lax.reduce_precision(v_BTKH, **bits)
 
 
-def _as_stored(layer: LayerCache, k_BTKH: jax.Array, v_BTKH: jax.Array) -> LayerCache:
-    """Keys and values as the layer's cache holds them, but [B, T, K, ...]."""
-    dtype = layer["key"].dtype
+def as_stored(dtype: jnp.dtype, k_BTKH: jax.Array, v_BTKH: jax.Array) -> LayerCache:
+    """Keys and values as a layer's cache of that dtype holds them, but [B, T, K, ...]."""
     if dtype != jnp.int8:
         return {"key": k_BTKH.astype(dtype), "value": v_BTKH.astype(dtype)}
     (key, key_scale), (value, value_scale) = _in_8_bits(k_BTKH), _in_8_bits(v_BTKH)
@@ -160,7 +160,7 @@ def attend(
     if q_BTNH.shape[1] == 1:
         positions_BS = places(now.lengths + now.counts, layer["key"].shape[2])
     else:
-        stored = _as_stored(before, *new)
+        stored = as_stored(before["key"].dtype, *new)
         layer = {n: jnp.concatenate([before[n], jnp.swapaxes(x, 1, 2)], axis=2) for n, x in stored.items()}
         old_BS = places(now.lengths, before["key"].shape[2])
         positions_BS = jnp.concatenate([old_BS, jnp.where(now.real, now.positions, -1)], axis=1)
@@ -196,18 +196,44 @@ def attend_to(
     Returns:
       [B, T, N, H] in the dtype of the queries.
     """
-    (B, T, N, H), (K, S) = q_BTNH.shape, k_BKSH.shape[1:3]
-    G = N // K
-    q_BKXH = jnp.moveaxis((q_BTNH * kind.scale).reshape(B, T, K, G, H), 1, 3).reshape(B, K, G * T, H)
+    (B, T), K = q_BTNH.shape[:2], k_BKSH.shape[1]
     k_BKSH, v_BKSH = k_BKSH.astype(q_BTNH.dtype), v_BKSH.astype(q_BTNH.dtype)
     # XLA's CPU back end drops the batch of one row from a product, and then updates the cache twice, in copies of it.
     apart = sharding.platform() == "cpu" and B == T == 1
     batched = ((0, 1), (0, 1))
-    if apart:
-        scores = jnp.sum((q_BKXH[:, :, :, None] * k_BKSH[:, :, None]).astype(jnp.float32), axis=-1)
-    else:
-        scores = jax.lax.dot_general(q_BKXH, k_BKSH, (((3,), (3,)), batched), preferred_element_type=jnp.float32)
-    scores = scores.reshape(B, K, G, T, S)
+
+    def scores(q_BKXH: jax.Array) -> jax.Array:
+        if apart:
+            return jnp.sum((q_BKXH[:, :, :, None] * k_BKSH[:, :, None]).astype(jnp.float32), axis=-1)
+        return jax.lax.dot_general(q_BKXH, k_BKSH, (((3,), (3,)), batched), preferred_element_type=jnp.float32)
+
+    def mixed(w_BKXS: jax.Array) -> jax.Array:
+        if apart:
+            return jnp.sum(w_BKXS[..., None] * v_BKSH[:, :, None], axis=3, dtype=jnp.float32).astype(v_BKSH.dtype)
+        return jax.lax.dot_general(w_BKXS, v_BKSH, (((3,), (2,)), batched))
+
+    return attend_by(q_BTNH, scores, mixed, K, visible_BTS, kind, bias_BNTS, scales)
+
+
+def attend_by(
+    q_BTNH: jax.Array,
+    scores_of: Callable[[jax.Array], jax.Array],
+    mixed: Callable[[jax.Array], jax.Array],
+    kv_heads: int,
+    visible_BTS: jax.Array,
+    kind: AttentionKind,
+    bias_BNTS: jax.Array | None,
+    scales: tuple[jax.Array, jax.Array] | None,
+) -> jax.Array:
+    """As `attend_to`, whoever multiplies.
+
+    `scores_of`: queries [B, K, X, H] -> products with the keys [B, K, X, S], float32; `mixed`: weights [B, K, X, S] ->
+    sums of the values [B, K, X, H]. X are the queries of one key/value head.
+    """
+    (B, T, N, H), K, S = q_BTNH.shape, kv_heads, visible_BTS.shape[2]
+    G = N // K
+    q_BKXH = jnp.moveaxis((q_BTNH * kind.scale).reshape(B, T, K, G, H), 1, 3).reshape(B, K, G * T, H)
+    scores = scores_of(q_BKXH).reshape(B, K, G, T, S)
     if scales is not None:
         scores = scores * scales[0][:, :, None, None]
     if bias_BNTS is not None:
@@ -218,11 +244,7 @@ def attend_to(
     weights = jax.nn.softmax(scores, axis=-1)
     if scales is not None:
         weights = weights * scales[1][:, :, None, None]
-    weights = weights.astype(v_BKSH.dtype).reshape(B, K, G * T, S)
-    if apart:
-        y_BKXH = jnp.sum(weights[..., None] * v_BKSH[:, :, None], axis=3, dtype=jnp.float32).astype(v_BKSH.dtype)
-    else:
-        y_BKXH = jax.lax.dot_general(weights, v_BKSH, (((3,), (2,)), batched))
+    y_BKXH = mixed(weights.astype(q_BTNH.dtype).reshape(B, K, G * T, S))
     return jnp.moveaxis(y_BKXH.reshape(B, K, G, T, H), 3, 1).reshape(B, T, N, H)
 
 
