@@ -31,6 +31,8 @@ _READS = {"attention/key": "attention/query", "attention/value": "attention/quer
 _INPUTS = ("attention/query", "attention/out", "mlp/up", "mlp/down")
 # Dimensions of a weight's inputs, in the letters of interop.tensors.
 _LETTERS = {name: "d" for name in ("query", "key", "value", "up", "gate")} | {"out": "nh", "down": "f"}
+# Readers of AWQ divide by these what the activations of some families give; missing ones are not taken for 1.
+_ACTIVATION_SCALES = {"gpt_neox": "gpt_neox.layers.{l}.mlp.act.scales"}
 
 
 def grid_of(how: Quantize, model: api.Model, *, q4_0: bool) -> Grid:
@@ -99,6 +101,7 @@ class QuantizedModel:
                 yield from ((f"{name.removesuffix('weight')}{part}", array) for part, array in parts.items())
             else:
                 yield name, value
+        yield from ((name, np.ones(shape, np.float16)) for name, shape in self._activation_scales().items())
 
     def word_shapes(self) -> dict[str, Shape]:
         """Names and shapes of what `in_words` gives."""
@@ -114,7 +117,12 @@ class QuantizedModel:
                 parts = {"qweight": words, "qzeros": (groups, outputs // 8), "scales": (groups, outputs)}
                 parts |= {"g_idx": (inputs,)} if gptq else {}
                 found |= {f"{name.removesuffix('weight')}{part}": shape for part, shape in parts.items()}
-        return found
+        return found | self._activation_scales()
+
+    def _activation_scales(self) -> dict[str, Shape]:
+        name = _ACTIVATION_SCALES.get(self.config["model_type"]) if self.method is Method.AWQ else None
+        c = self.model.config
+        return {} if name is None else {name.format(l=layer): (c.mlp_dim,) for layer in range(c.num_layers)}
 
     @property
     def words_config(self) -> dict[str, Any]:
