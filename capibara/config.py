@@ -19,7 +19,7 @@ import re
 import sys
 import tokenize
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import gin
 
@@ -32,7 +32,7 @@ from gin import config_parser
 from capibara import fields, gin_search
 from capibara.cli import ArgumentParser, add_arguments, parse_arguments, run_verb, unwrap
 from capibara.fields import did_you_mean
-from capibara.gin_search import defining_modules, find_file, search_folders
+from capibara.gin_search import Text, defining_modules, find_file, search_folders, without_macros
 from capibara.types import UserError
 
 __all__ = [
@@ -206,17 +206,10 @@ class _Literals(config_parser.ParserDelegate):
     """Keeps references as the text they were written as."""
 
     def configurable_reference(self, scoped_configurable_name: str, evaluate: bool) -> Any:
-        return _Text(f"@{scoped_configurable_name}{'()' if evaluate else ''}")
+        return Text(f"@{scoped_configurable_name}{'()' if evaluate else ''}")
 
     def macro(self, macro_name: str) -> Any:
-        return _Text(f"%{macro_name}")
-
-
-class _Text(str):
-    """A reference in a parsed value; prints without quotes."""
-
-    def __repr__(self) -> str:
-        return str(self)
+        return Text(f"%{macro_name}")
 
 
 class _References(gin_config.ParserDelegate):
@@ -291,7 +284,7 @@ class _Parsing:
             bind(name, _MACRO, "value", statement.value, where)
         else:
             found = _located(where, _lookup, statement.selector, statement.selector)
-            known = _parameters(found.wrapped)
+            known = gin_search.parameters_of(found.wrapped)
             if known is not None and statement.arg_name not in known:
                 raise UserError(
                     f"{where}: {found.name} has no parameter {statement.arg_name}"
@@ -339,33 +332,11 @@ def _guard(parse_next: Callable[[], T], name: str, lines: list[str]) -> T:
     try:
         return parse_next()
     except (SyntaxError, tokenize.TokenError) as error:
-        _raise_syntax_error(error, name, lines)
+        gin_search.raise_syntax_error(error, name, lines)
     except ValueError as error:
         match = re.search(r"line (\d+)\n", str(error).removeprefix(str(unwrap(error))))
         where = f"{name}:{match[1]}" if match and name != "command line" else name
         raise UserError(f"{where}: {str(unwrap(error)).splitlines()[0]}") from None
-
-
-def _raise_syntax_error(error: Exception, name: str, lines: list[str]) -> NoReturn:
-    if isinstance(error, SyntaxError):
-        reason, number = error.msg or "syntax error", error.lineno or 1
-    else:
-        reason, (number, _) = error.args
-    number = max(1, min(number, len(lines) or 1))
-    text = lines[number - 1].strip() if lines else ""
-    literal = re.search(r"Failed to parse token '(.*)'", reason)
-    if literal:
-        reason = f'{literal[1]} is not a value; if it is a string, quote it: "{literal[1]}"'
-    where = f"{name}:{number}" if name != "command line" else name
-    raise UserError(f"{where}: {reason.splitlines()[0].strip().rstrip('.')} in: {text}") from None
-
-
-def _parameters(wrapped: Callable[..., Any]) -> list[str] | None:
-    """The names that may be bound, None where any may (**kwargs)."""
-    parameters = inspect.signature(wrapped).parameters.values()
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return None
-    return [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_POSITIONAL]
 
 
 def _import(statement: config_parser.ImportStatement, where: str, context: gin_config.ParseContext) -> None:
@@ -393,7 +364,11 @@ def _import(statement: config_parser.ImportStatement, where: str, context: gin_c
 
 
 def operative() -> str:
-    """Every parameter that was used so far, defaults included, as a Gin file that parses back."""
+    """Every parameter that was used so far, defaults included, as a Gin file that parses back.
+
+    Those of functions that were given on (`Grpo.rewards = (@exact_answer,)`) count as used: they are called later.
+    """
+    _add_called_later()
     for (_, selector), parameters in gin_config._OPERATIVE_CONFIG.items():
         wrapped = gin_config._REGISTRY[selector].wrapped
         if isinstance(wrapped, type) and dataclasses.is_dataclass(wrapped):
@@ -402,6 +377,25 @@ def operative() -> str:
                 if field.init and isinstance(field.default, enum.Enum):
                     parameters.setdefault(field.name, field.default.value)
     return gin.operative_config_str(max_line_length=100)
+
+
+def _add_called_later() -> None:
+    """Notes the parameters of functions that objects hold, as Gin does once they are called, and of what these hold."""
+    noted = gin_config._OPERATIVE_CONFIG
+    waiting = [one for one in gin_config.iterate_references(noted) if not one.evaluate]
+    while waiting:
+        reference = waiting.pop()
+        found, key = reference.configurable, ("/".join(reference.scopes), reference.configurable.selector)
+        if key in noted:
+            continue
+        called = (
+            gin_config._find_class_construction_fn(found.wrapped) if inspect.isclass(found.wrapped) else found.wrapped
+        )
+        listed = (called, found.allowlist, found.denylist)
+        with gin.config_scope(key[0] or None):
+            bound = gin_config._get_bindings(found.selector)
+        noted[key] = gin_config._get_default_configurable_parameter_values(*listed) | bound
+        waiting += gin_config.iterate_references(bound)
 
 
 def is_bound(name: str) -> bool:
@@ -483,16 +477,5 @@ def _values(text: str) -> Mapping[str, str]:
             matches = gin_config._REGISTRY.matching_selectors(statement.selector)
             selector = _minimal("", matches[0]) if len(matches) == 1 else statement.selector
             name = f"{'/'.join(filter(None, (statement.scope, selector)))}.{statement.arg_name}"
-            values[name] = repr(_without_macros(statement.value, macros))
+            values[name] = repr(without_macros(statement.value, macros))
     return values
-
-
-def _without_macros(value: Any, macros: Mapping[str, Any]) -> Any:
-    if isinstance(value, _Text) and value.startswith("%") and value[1:] in macros:
-        remaining = {name: other for name, other in macros.items() if name != value[1:]}
-        return _without_macros(macros[value[1:]], remaining)
-    if isinstance(value, dict):
-        return {_without_macros(key, macros): _without_macros(item, macros) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_without_macros(item, macros) for item in value)
-    return value

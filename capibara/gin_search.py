@@ -1,15 +1,16 @@
-"""Where Gin files are found (here, in the user's folders, in capibara's gin/) and which modules define their names."""
+"""What `config` does without the Gin library: finds Gin files and the modules that define their names, words mistakes."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import os
 import pathlib
 import re
 import typing
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NoReturn
 
 from capibara import fields
 from capibara.types import UserError
@@ -145,3 +146,45 @@ def _fields_for(part: Any, known: Sequence[Any]) -> Iterable[tuple[Any, str]]:
                 bases = part.__mro__[:-1] if isinstance(part, type) else (part,)
                 if typing.get_origin(annotation) is not tuple and any(base in choices for base in bases):
                     yield owner, name
+
+
+def parameters_of(wrapped: Callable[..., Any]) -> list[str] | None:
+    """The names that may be bound, None where any may (**kwargs)."""
+    parameters = inspect.signature(wrapped).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return None
+    return [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_POSITIONAL]
+
+
+class Text(str):
+    """A reference in a parsed value; prints without quotes."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def without_macros(value: Any, macros: Mapping[str, Any]) -> Any:
+    """A parsed value with the macros' values in place of `Text("%NAME")`, by their names."""
+    if isinstance(value, Text) and value.startswith("%") and value[1:] in macros:
+        remaining = {name: other for name, other in macros.items() if name != value[1:]}
+        return without_macros(macros[value[1:]], remaining)
+    if isinstance(value, dict):
+        return {without_macros(key, macros): without_macros(item, macros) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(without_macros(item, macros) for item in value)
+    return value
+
+
+def raise_syntax_error(error: Exception, name: str, lines: list[str]) -> NoReturn:
+    """Raises a parser's error as a UserError of one line, with the text of the line that has it."""
+    if isinstance(error, SyntaxError):
+        reason, number = error.msg or "syntax error", error.lineno or 1
+    else:
+        reason, (number, _) = error.args
+    number = max(1, min(number, len(lines) or 1))
+    text = lines[number - 1].strip() if lines else ""
+    literal = re.search(r"Failed to parse token '(.*)'", reason)
+    if literal:
+        reason = f'{literal[1]} is not a value; if it is a string, quote it: "{literal[1]}"'
+    where = f"{name}:{number}" if name != "command line" else name
+    raise UserError(f"{where}: {reason.splitlines()[0].strip().rstrip('.')} in: {text}") from None

@@ -367,6 +367,23 @@ class TestOperative:
         lines = config.operative().splitlines()
         assert "Pond.season = 'dry'" in lines and "Pond.depth = 1.5" in lines and "Herd.size = %N" in lines
 
+    def test_holds_what_functions_are_called_with_later(self, parse):
+        text = "Herd.folder = 'a'\nHerd.greet = {}\nwhistle.tone = 2\nsad/whistle.tone = 5\nmad/whistle.loud = True"
+        befores = []
+        for reference, lines in (("@whistle", {"whistle.tone = 2", "whistle.loud = False"}),
+                                 ("@sad/whistle", {"sad/whistle.tone = 5", "sad/whistle.loud = False"})):  # fmt: skip
+            parse(text.format(reference))
+            herd = config.build(Herd)
+            told = {line for line in config.operative().splitlines() if "whistle." in line}
+            assert told == lines
+            befores.append(config.operative())
+            herd.greet()  # Gin notes the same then
+            assert config.operative() == befores[-1]
+        parse(text.format("%GREET"), "GREET = @whistle", "whistle.loud = True")
+        config.build(Herd)
+        assert config.diff(befores[0], config.operative()) == ["whistle.loud: False -> True"]
+        assert not any("sad/" in line or "mad/" in line for line in config.operative().splitlines())
+
     def test_diff_is_by_parameter(self, parse):
         parse(self.TEXT)
         config.build(Herd)

@@ -66,6 +66,21 @@ def test_grpo_with_rewards_of_ones_own(build, tmp_path, monkeypatch):
         build("prompts", "grpo", "REWARDS=(@exact_anser,)")
 
 
+def test_another_reward_is_another_configuration(build, tmp_path):
+    """Its parameters are in the run folder's config.gin before it is first called, and parse back."""
+    build("prompts", "grpo", "REWARDS=(@exact_answer,)", "exact_answer.field=result")
+    before = config.operative()
+    build("prompts", "grpo", "REWARDS=(@exact_answer,)", "exact_answer.pattern='= (.*)'")
+    assert config.diff(before, config.operative()) == [
+        "exact_answer.field: 'result' -> 'answer'",
+        "exact_answer.pattern: None -> '= (.*)'",
+    ]
+    (tmp_path / "config.gin").write_text(before)
+    config.parse([str(tmp_path / "config.gin")])
+    assert config.build(Trainer).loss.rewards[0]("", "4", {"result": 4}) == 1.0
+    assert config.diff(before, config.operative()) == []
+
+
 @pytest.mark.parametrize(
     ("task", "run", "more"), [("preferences", "dpo", []), ("prompts", "grpo", ["REWARDS=(@exact_answer,)"])]
 )
