@@ -43,11 +43,11 @@ def train(gin_files: Sequence[str], bindings: Sequence[str], search_paths: Seque
     from capibara.models import api
     from capibara.monitoring.defaults import Monitoring
     from capibara.planner import automatic, chips, xla_flags
-    from capibara.training import emulation, loop
+    from capibara.training import emulation, loop, own_tokenizer
     from capibara.training.trainer import Trainer
 
     config.parse(gin_files, bindings, search_paths)
-    trainer = config.build(Trainer)
+    trainer = own_tokenizer.of_run(config.build(Trainer))
     devices.skip_absent_tpu()
     devices.use_compilation_cache()
     if emulate is not None:
@@ -60,7 +60,7 @@ def train(gin_files: Sequence[str], bindings: Sequence[str], search_paths: Seque
         if jax.process_index() == 0:
             print(title, *more, sep="\n  ")
         config.parse(gin_files, [*bindings, *more], search_paths)
-        trainer = config.build(Trainer)
+        trainer = own_tokenizer.of_run(config.build(Trainer))
     dataset, chip = trainer.dataset, jax.devices()[0].device_kind
     dataset.preload()
     texts, callbacks = config.build(SampleText), config.build(Monitoring).build()

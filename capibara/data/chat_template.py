@@ -20,7 +20,15 @@ from typing import Any, NamedTuple
 
 from capibara.config import configurable
 from capibara.data.chat_formats import Conversation
-from capibara.data.tokenizer_files import CONFIG_FILE, MAP_FILE, TOKENIZER_FILE, folder_of, read_json, special_tokens
+from capibara.data.tokenizer_files import (
+    CONFIG_FILE,
+    MAP_FILE,
+    TEMPLATE_FILE,
+    TOKENIZER_FILE,
+    folder_of,
+    read_json,
+    special_tokens,
+)
 from capibara.data.tokenizer_files import one_line as _said
 from capibara.data.vocabulary import GUARD
 from capibara.types import UserError
@@ -64,7 +72,8 @@ class ChatTemplate:
     """A tokenizer's chat template.
 
     Attributes:
-      tokenizer: the folder of a model's tokenizer, or a tokenizer.json file; the files beside it are read as well.
+      tokenizer: the folder of a model's tokenizer, a tokenizer.json file (the files beside it are read as well), or a run
+        folder that carries one.
       template: a .jinja file, or the template itself; None: chat_template.jinja beside the tokenizer, or what
         tokenizer_config.json holds.
       name: which of several templates; None is "tool_use" for conversations with tools where there is one of that
@@ -148,7 +157,8 @@ class ChatTemplate:
 
     def fingerprint(self) -> str:
         """Changes with everything that decides a text."""
-        parts = [self._sources, self._token_names, sorted(self.special_tokens), self.variables, self.name, self.date]
+        texts = {name: text for name, (_, text) in self._sources.items()}  # wherever they are
+        parts = [texts, self._token_names, sorted(self.special_tokens), self.variables, self.name, self.date]
         parts += [self.end_of_turn, self.spelled_tokens]
         return hashlib.blake2b(repr(parts).encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
@@ -196,9 +206,9 @@ class ChatTemplate:
             if "{" in self.template:
                 return {"default": ("ChatTemplate.template", self.template)}
             return {"default": (self.template, _read(self.template, "ChatTemplate.template"))}
-        path = os.path.join(self._folder, "chat_template.jinja")
+        path = os.path.join(self._folder, TEMPLATE_FILE)
         if os.path.isfile(path):
-            return {"default": (path, _read(path, "chat_template.jinja"))}
+            return {"default": (path, _read(path, TEMPLATE_FILE))}
         path, found = os.path.join(self._folder, CONFIG_FILE), self._file(CONFIG_FILE)
         given = found.get("chat_template")
         if isinstance(given, str):

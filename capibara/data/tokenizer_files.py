@@ -1,7 +1,8 @@
-"""The files of a Hugging Face tokenizer, and what those beside tokenizer.json call its special tokens."""
+"""The files of a tokenizer: where they are, and what those beside tokenizer.json call its special tokens."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Mapping
@@ -12,11 +13,55 @@ from capibara.types import UserError
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
 MAP_FILE = "special_tokens_map.json"  # older tokenizers' own file of special tokens
+TEMPLATE_FILE = "chat_template.jinja"
+SENTENCEPIECE_FILES = ("tokenizer.model", "spiece.model")
+# All that a tokenizer may come in, by its kind.
+FILES = (
+    TOKENIZER_FILE, CONFIG_FILE, MAP_FILE, "added_tokens.json", "vocab.json", "merges.txt", "vocab.txt",
+    *SENTENCEPIECE_FILES, TEMPLATE_FILE, "chat_template.json",
+)  # fmt: skip
+OWN = "tokenizer"  # the folder in a run folder that has the run's tokenizer
+PATHS = "paths.json"  # in a run folder: {path that Gin gives: where the run folder has what was there}
+
+
+def located(tokenizer: str) -> str:
+    """A tokenizer's folder or file, given that or a run folder that has one."""
+    own = os.path.join(tokenizer, OWN)
+    is_run = os.path.isdir(own) and not any(map(os.path.isfile, _main_files(tokenizer)))
+    return own if is_run else tokenizer
+
+
+def is_there(tokenizer: str) -> bool:
+    """Whether a path, as Gin gives it, leads to a tokenizer, or is any file."""
+    return os.path.isfile(tokenizer) or any(map(os.path.isfile, _main_files(located(tokenizer))))
+
+
+def _main_files(folder: str) -> list[str]:
+    return [os.path.join(folder, name) for name in (TOKENIZER_FILE, *SENTENCEPIECE_FILES)]
 
 
 def folder_of(tokenizer: str) -> str:
-    """The folder of a tokenizer, given that or the file in it."""
+    """The folder of a tokenizer, given that, the file in it, or a run folder."""
+    tokenizer = located(tokenizer)
     return tokenizer if os.path.isdir(tokenizer) else os.path.dirname(tokenizer)
+
+
+def file_of(tokenizer: str, *names: str) -> str:
+    """The main file of a tokenizer, given as of `folder_of`: in a folder the first of `names` that it has."""
+    tokenizer = located(tokenizer)
+    if not os.path.isdir(tokenizer):
+        return tokenizer
+    paths = [os.path.join(tokenizer, name) for name in names]
+    return next(filter(os.path.isfile, paths), paths[0])
+
+
+def carried(folder: str) -> dict[str, bytes]:
+    """The files of a folder that are a tokenizer's, by name."""
+    files = {}
+    for name in FILES:
+        with contextlib.suppress(FileNotFoundError), open(os.path.join(folder, name), "rb") as file:
+            files[name] = file.read()
+    return files
 
 
 def read_json(path: str) -> Mapping[str, Any] | None:

@@ -23,7 +23,8 @@ from typing import Any
 import numpy as np
 
 from capibara.config import configurable
-from capibara.data.tokenizer_files import TOKENIZER_FILE, folder_of, one_line, special_tokens
+from capibara.data.tokenizer_files import SENTENCEPIECE_FILES, TOKENIZER_FILE, file_of, folder_of, one_line
+from capibara.data.tokenizer_files import special_tokens
 from capibara.types import UserError
 
 _SPACE = "\u2581"  # what SentencePiece writes for a space
@@ -176,7 +177,7 @@ class SentencePieceVocabulary(Vocabulary):
     """A SentencePiece model file, such as `python -m capibara.prepare vocabulary` writes.
 
     Attributes:
-      path: the .model file.
+      path: the .model file, a folder that holds tokenizer.model or spiece.model, or a run folder with such a tokenizer.
       size_multiple: the size is rounded up to a multiple of this.
       extra_ids: ids without text added after the model's (T5 has 100, for the sentinels of removed spans).
     """
@@ -188,13 +189,18 @@ class SentencePieceVocabulary(Vocabulary):
     def __post_init__(self) -> None:
         _check_sizes(self)
 
+    @property
+    def file(self) -> str:
+        """The .model file."""
+        return file_of(self.path, *SENTENCEPIECE_FILES)
+
     @functools.cached_property
     def processor(self) -> Any:
         import sentencepiece
 
-        _require_file(self.path, "SentencePieceVocabulary.path")
+        _require_file(self.file, "SentencePieceVocabulary.path")
         try:
-            return sentencepiece.SentencePieceProcessor(model_file=self.path)
+            return sentencepiece.SentencePieceProcessor(model_file=self.file)
         except (RuntimeError, OSError) as error:
             raise UserError(f"{self.path} is not a SentencePiece model: {one_line(error)}") from error
 
@@ -250,7 +256,7 @@ class TokenizerJsonVocabulary(Vocabulary):
     """A tokenizer.json file of Hugging Face `tokenizers`.
 
     Attributes:
-      path: the tokenizer.json file, or the folder that holds it.
+      path: the tokenizer.json file, the folder that holds it, or a run folder that carries one.
       eos_token: the end token; None: what tokenizer_config.json in that folder says (or special_tokens_map.json, as of
         tokenizer_files.special_tokens), else one of the usual names; the same for the others, where a file is given
         the usual names alone.
@@ -277,14 +283,18 @@ class TokenizerJsonVocabulary(Vocabulary):
         """Where the tokenizer's files lie."""
         return folder_of(self.path)
 
+    @property
+    def file(self) -> str:
+        """The tokenizer.json file."""
+        return file_of(self.path, TOKENIZER_FILE)
+
     @functools.cached_property
     def tokenizer(self) -> Any:
         import tokenizers
 
-        path = os.path.join(self.path, TOKENIZER_FILE) if os.path.isdir(self.path) else self.path
-        _require_file(path, "TokenizerJsonVocabulary.path")
+        _require_file(self.file, "TokenizerJsonVocabulary.path")
         try:
-            tokenizer = tokenizers.Tokenizer.from_file(path)
+            tokenizer = tokenizers.Tokenizer.from_file(self.file)
         except Exception as error:  # the library raises bare Exception
             raise UserError(f"{self.path} is not a tokenizer.json: {one_line(error)}") from error
         tokenizer.no_padding()
@@ -333,7 +343,7 @@ class TokenizerJsonVocabulary(Vocabulary):
     @functools.cached_property
     def _told(self) -> dict[str, str]:
         """Special tokens by their fields, as the files of the folder say; a file alone says none."""
-        return special_tokens(self.path) if os.path.isdir(self.path) else {}
+        return special_tokens(self.folder) if os.path.isdir(self.path) else {}
 
     def encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False).ids

@@ -16,6 +16,7 @@ from jax.sharding import SingleDeviceSharding
 
 from capibara import config as gin_config
 from capibara import outputs
+from capibara.data import tokenizer_files
 from capibara.data.dataset import Dataset
 from capibara.data.vocabulary import SentencePieceVocabulary, TokenizerJsonVocabulary, Vocabulary
 from capibara.interop import adapters, checkpoint, gin_of, hf_config, hf_folder, partial, quantization, t5x_read
@@ -215,7 +216,7 @@ def _rebind(foreign: ForeignModel, gin: Gin) -> None:
     if gin_config.is_bound("SentencePieceVocabulary.path"):
         vocabulary = gin_config.build(SentencePieceVocabulary)
         vocabulary.processor.get_piece_size()  # it is there, and one
-        with open(vocabulary.path, "rb") as file:
+        with open(vocabulary.file, "rb") as file:
             foreign.tokenizer = {**foreign.tokenizer, "spiece.model": file.read()}
 
 
@@ -318,6 +319,8 @@ def _as_run(source: ForeignModel | OurModel, target: str, save: Callable[[str, P
         for name, content in source.tokenizer.items():
             with open(os.path.join(unfinished, name), "wb") as file:
                 file.write(content)
+        own = {os.path.join(os.path.abspath(target), name): name for name in source.tokenizer}  # it may be moved
+        outputs.replace(os.path.join(unfinished, tokenizer_files.PATHS), json.dumps(own, indent=1) + "\n")
         save(unfinished, params, gin_of.run(config, target, source.tokenizer))
     return f"{target}: {model.param_count:,} parameters, config.gin: train with Trainer.init_from = {target!r}"
 
@@ -332,15 +335,13 @@ def _stored(source: ForeignModel | OurModel) -> str:
 def _tokenizer(vocabulary: Vocabulary, length: int) -> dict[str, bytes]:
     """The files of a run's tokenizer, those that lie beside it included."""
     if isinstance(vocabulary, SentencePieceVocabulary):
-        with open(vocabulary.path, "rb") as file:
+        with open(vocabulary.file, "rb") as file:
             return {"tokenizer.model": file.read()}
     if not isinstance(vocabulary, TokenizerJsonVocabulary):
         return {}
-    files = hf_folder.carried(vocabulary.folder)
-    files.pop("generation_config.json", None)  # of the model that was there
-    if vocabulary.folder != vocabulary.path:  # a file, of any name
-        with open(vocabulary.path, "rb") as file:
-            files["tokenizer.json"] = file.read()
+    files = tokenizer_files.carried(vocabulary.folder)
+    with open(vocabulary.file, "rb") as file:  # of any name
+        files[tokenizer_files.TOKENIZER_FILE] = file.read()
     about = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": length}
     about |= {f"{name}_token": vocabulary.tokenizer.id_to_token(getattr(vocabulary, f"{name}_id")) for name in _SPECIAL}
     files.setdefault("tokenizer_config.json", (json.dumps(about, indent=2) + "\n").encode())

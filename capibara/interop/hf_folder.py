@@ -17,6 +17,7 @@ import ml_dtypes
 import numpy as np
 
 from capibara import extras
+from capibara.data import tokenizer_files
 from capibara.interop import partial, tables, torch_file
 from capibara.interop.tensors import Shape
 from capibara.types import UserError
@@ -24,12 +25,7 @@ from capibara.types import UserError
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 TORCH_WEIGHTS, TORCH_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
-# Files that come with a model and are carried along. Those of a tokenizer are many, by its kind.
-_CARRIED = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "chat_template.jinja", "chat_template.json",
-    "generation_config.json",
-)  # fmt: skip
+_GENERATION = "generation_config.json"
 _SHARD_BYTES = 5 * 10**9
 _WORDS = (".qweight", ".qzeros", ".g_idx")  # int32, of weights in 4 bits: they stay what they are
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -123,10 +119,9 @@ def config_of(folder: str) -> dict[str, Any]:
 
 def carried(folder: str) -> dict[str, bytes]:
     """The files of a folder that go with a model, above all its tokenizer's, by name."""
-    files = {}
-    for name in _CARRIED:
-        with contextlib.suppress(FileNotFoundError), open(os.path.join(folder, name), "rb") as file:
-            files[name] = file.read()
+    files = tokenizer_files.carried(folder)
+    with contextlib.suppress(FileNotFoundError), open(os.path.join(folder, _GENERATION), "rb") as file:
+        files[_GENERATION] = file.read()
     return files
 
 
@@ -162,7 +157,7 @@ def save_hf(
         tied = tables.aliases(config["model_type"], shapes) if state_dict else None
         _write_weights(unfinished, shapes, tensors, dtype, shard_bytes, tied)
         files = {CONFIG: _text(config), **tokenizer}
-        files.setdefault("generation_config.json", _text(_generation(config)))
+        files.setdefault(_GENERATION, _text(_generation(config)))
         for name, content in files.items():
             with open(os.path.join(unfinished, name), "wb") as file:
                 file.write(content)

@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding
 from capibara import sharding
 from capibara.data.loader import Loader, Position, merge_states, unigram_bits_per_byte
 from capibara.models import api
-from capibara.training import hosts, processes, provenance
+from capibara.training import hosts, own_tokenizer, processes, provenance
 from capibara.training import state as states
 from capibara.training.bad_batches import BadBatches
 from capibara.training.callbacks import RunInfo
@@ -469,6 +469,9 @@ def _open_checkpoints_and_data(
             batches.set_state(restored[0].data)
         if trainer.evaluation.every:
             validation_loader(trainer, mesh).close()  # a mistake in these files shows now, not at the first evaluation
+        if jax.process_index() == 0:
+            for line in own_tokenizer.keep(trainer.dataset, trainer.model_dir):
+                logging.getLogger(__name__).warning("%s", line)
         batches.start()
         undo.pop_all()
     return checkpoints, restored, batches

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from capibara import config, outputs
 from capibara.models import api
+from capibara.training import own_tokenizer
 from capibara.training.checkpointing import Checkpointing
 from capibara.training.checkpoints import Checkpoints
 from capibara.training.manifest import Damaged
@@ -101,7 +102,7 @@ def load_step(
         copy.write(recorded)
         copy.flush()
         config.parse([copy.name, *gin_files], bindings, search_paths)
-    trainer = config.build(Trainer)
+    trainer = own_tokenizer.of_run(config.build(Trainer), folder)
     model = api.build(trainer.model)
     target = with_shardings(model.abstract_params, placed(trainer, model))
     with Checkpoints(folder, trainer.checkpointing, read_only=True) as checkpoints:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import pathlib
+import shutil
 
 import pytest
 
@@ -136,3 +139,41 @@ def test_mistakes_are_one_line(infer, here, shell):
     assert "Sampling.temperature is -1" in mistake(infer("--gin.Sampling.temperature=-1"))
     assert "did you mean temperature?" in mistake(infer("--gin.Sampling.temprature=1"))
     assert "Sampling.seed is 1180591620717411303424" in mistake(infer("--gin.Sampling.seed=1180591620717411303424"))
+
+
+def test_a_run_folder_that_was_moved_has_its_tokenizer(here, shell, toy_tokenizer):
+    """infer, evaluate, convert and a resume need nothing of where it was trained, and it is a path to its tokenizer."""
+    shutil.copytree(toy_tokenizer, shell.folder / "tok")
+    given = ("--gin.Dataset.vocabulary=@TokenizerJsonVocabulary()", "--gin.TokenizerJsonVocabulary.path=tok")
+    short = ("--emulate=2", "--gin.TRAIN_STEPS=2")
+    done = shell.run("train", "--gin_file=tiny.gin", *short, *given, "--gin.MODEL_DIR=first")
+    assert done.code == 0, done.err
+    asked = ("--chat", "--prompt=river", "--gin.Sampling.temperature=0", "--gin.Sampling.max_new_tokens=6")
+    text = here("infer", "--model_dir=first", *asked)
+    assert text.code == 0, text.err
+    os.rename(shell.folder / "first", shell.folder / "moved")
+    shutil.rmtree(shell.folder / "tok")
+    again = here("infer", "--model_dir=moved", *asked)
+    assert (again.code, again.out, again.err) == (0, text.out, "")
+    assert here("evaluate", "--model_dir=moved", "--limit=1").code == 0
+    assert here("convert", "--from=moved", "--to=hf").code == 0
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        own = (shell.folder / "moved" / "tokenizer" / name).read_bytes()
+        assert own == (shell.folder / "hf" / name).read_bytes() == pathlib.Path(toy_tokenizer, name).read_bytes()
+    mistake(here("infer", "--model_dir=moved", *asked, "--gin.TokenizerJsonVocabulary.path=tik"))
+    named = here("infer", "--model_dir=moved", *asked, "--gin.TokenizerJsonVocabulary.path=moved")
+    assert (named.code, named.out) == (0, text.out)
+    more = shell.run("train", "--gin_file=tiny.gin", *short, *given, "--gin.MODEL_DIR=moved", "--gin.TRAIN_STEPS=3")
+    assert more.code == 0, more.err
+    assert json.loads((shell.folder / "moved" / "paths.json").read_text())["tok"] == "tokenizer"
+
+
+def test_a_model_that_convert_took_in_may_be_moved(here, trained, toy_tokenizer, tmp_path):
+    hf = tmp_path / "hf"
+    assert here("convert", RUN.replace("--model_dir", "--from"), f"--to={hf}").code == 0
+    for name in os.listdir(toy_tokenizer):
+        shutil.copy(pathlib.Path(toy_tokenizer, name), hf)
+    assert here("convert", f"--from={hf}", f"--to={tmp_path}/base", "--format=capibara").code == 0
+    os.rename(tmp_path / "base", tmp_path / "elsewhere")
+    done = here("infer", f"--model_dir={tmp_path}/elsewhere", "--prompt=river", "--gin.Sampling.max_new_tokens=2")
+    assert (done.code, done.err) == (0, "")

@@ -1,0 +1,161 @@
+"""The tokenizer that a run folder carries, so that it can be moved: copied when the run starts, taken where the first is gone.
+
+tokenizer/     the files of the vocabulary, with its chat template
+paths.json     {path that Gin gives: where the run folder has what was there}
+"""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import functools
+import json
+import os
+import shutil
+import tempfile
+from typing import Any
+
+from etils import epath
+
+from capibara import outputs
+from capibara.data import tokenizer_files
+from capibara.data.chat_template import ChatTemplate
+from capibara.data.dataset import Dataset
+from capibara.data.tokenizer_files import OWN, PATHS, TEMPLATE_FILE, TOKENIZER_FILE
+from capibara.data.vocabulary import SentencePieceVocabulary, TokenizerJsonVocabulary
+from capibara.training import storage
+from capibara.training.trainer import Trainer
+from capibara.types import UserError
+
+
+def keep(dataset: Dataset, model_dir: str) -> list[str]:
+    """Copies the tokenizer of a run's data into its folder, once; the copy of an earlier start is compared.
+
+    Returns:
+      A line on each path whose tokenizer is not the one that the run began with.
+
+    Raises:
+      OSError: the folder cannot be written.
+    """
+    files, places = _taken(dataset)
+    if not files:
+        return []
+    folder, known = storage.folder_of(model_dir), _paths(model_dir)
+    own = folder / OWN
+    if not any(place.split("/")[0] == OWN for place in known.values()):
+        own.mkdir(parents=True, exist_ok=True)
+        for name, content in files.items():
+            storage.write(own / name, content)
+    elif changed := [name for name in tokenizer_files.FILES if _read(own / name) != files.get(name)]:
+        given, names = " and ".join(places), ", ".join(changed)
+        return [f"the tokenizer of {given} is another than this run began with ({names}): {own} keeps the first"]
+    if not {*places.items()} <= {*known.items()}:  # last: with it the copy is whole
+        storage.write(folder / PATHS, (json.dumps(known | places, indent=1) + "\n").encode())
+    return []
+
+
+def of_run(trainer: Trainer, model_dir: str | None = None) -> Trainer:
+    """A run with its own tokenizer wherever that which Gin names is gone.
+
+    Args:
+      trainer: the run.
+      model_dir: where its folder is now; None: where Gin says.
+
+    Raises:
+      UserError: the run folder's paths.json cannot be read.
+    """
+    dataset, model_dir = trainer.dataset, model_dir or trainer.model_dir
+    vocabulary, template = dataset.vocabulary, getattr(dataset.source, "template", None)
+    known = functools.cache(lambda: _paths(model_dir))
+
+    def moved(value: Any, *names: str) -> Any:
+        """A vocabulary or template with its paths led to the run's own files, where they are gone."""
+        paths = {name: path for name in names if _is_path(path := getattr(value, name))}
+        gone = {name: path for name, path in paths.items() if not tokenizer_files.is_there(path) and path in known()}
+        own = {name: _local(model_dir, known()[path]) for name, path in gone.items()}
+        return dataclasses.replace(value, **own) if own else value
+
+    if isinstance(vocabulary, (SentencePieceVocabulary, TokenizerJsonVocabulary)):
+        vocabulary = moved(vocabulary, "path")
+    source = dataset.source
+    if isinstance(template, ChatTemplate) and (own := moved(template, "tokenizer", "template")) is not template:
+        source = dataclasses.replace(source, template=own)
+    if vocabulary is dataset.vocabulary and source is dataset.source:
+        return trainer
+    return dataclasses.replace(trainer, dataset=dataclasses.replace(dataset, vocabulary=vocabulary, source=source))
+
+
+def _taken(dataset: Dataset) -> tuple[dict[str, bytes], dict[str, str]]:
+    """The files of a run's tokenizer, by the names that they have in its folder, and where each given path leads there."""
+    vocabulary, template = dataset.vocabulary, getattr(dataset.source, "template", None)
+    files: dict[str, bytes] = {}
+    places: dict[str, str] = {}
+    if isinstance(vocabulary, SentencePieceVocabulary):
+        name = tokenizer_files.SENTENCEPIECE_FILES[0]
+        files[name] = _bytes(vocabulary.file)
+        places[vocabulary.path] = f"{OWN}/{name}"
+    elif isinstance(vocabulary, TokenizerJsonVocabulary):
+        files = _beside(vocabulary.path)
+        places[vocabulary.path] = _place(vocabulary.path)
+    if isinstance(template, ChatTemplate):
+        beside = _beside(template.tokenizer)
+        if all(files.get(name, content) == content for name, content in beside.items()):  # it is the vocabulary's
+            files |= beside
+            places[template.tokenizer] = _place(template.tokenizer)
+        if _is_path(template.template):  # in place of the one beside
+            files[TEMPLATE_FILE] = _bytes(template.template)
+            places[template.template] = f"{OWN}/{TEMPLATE_FILE}"
+    return files, places
+
+
+def _beside(tokenizer: str) -> dict[str, bytes]:
+    """The files of a tokenizer.json, which may have any name, and those beside it."""
+    files = tokenizer_files.carried(tokenizer_files.folder_of(tokenizer))
+    return files | {TOKENIZER_FILE: _bytes(tokenizer_files.file_of(tokenizer, TOKENIZER_FILE))}
+
+
+def _place(tokenizer: str) -> str:
+    return OWN if os.path.isdir(tokenizer) else f"{OWN}/{TOKENIZER_FILE}"
+
+
+def _is_path(value: str | None) -> bool:
+    return value is not None and "{" not in value  # ChatTemplate.template may be the template itself
+
+
+def _bytes(path: str) -> bytes:
+    with open(path, "rb") as file:
+        return file.read()
+
+
+def _read(path: epath.Path) -> bytes | None:
+    return path.read_bytes() if path.exists() else None
+
+
+def _paths(model_dir: str) -> dict[str, str]:
+    path = os.path.join(model_dir, PATHS)
+    try:
+        return dict(json.loads(outputs.read(path) or "{}"))
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{path} cannot be read ({error}): copy the run folder again, or remove that file") from None
+
+
+def _local(model_dir: str, place: str) -> str:
+    """A path that tokenizers are read from, of what a run folder has."""
+    if not outputs.is_remote(model_dir):
+        return os.path.join(model_dir, place)
+    inner, name = os.path.split(place)
+    return os.path.join(_fetched(model_dir, inner if name in tokenizer_files.FILES else place), place)
+
+
+@functools.cache
+def _fetched(model_dir: str, inner: str) -> str:
+    """A folder on this disk with a bucket's own tokenizer, until this process ends."""
+    target = tempfile.mkdtemp(prefix="capibara-tokenizer-")
+    atexit.register(shutil.rmtree, target, ignore_errors=True)
+    os.makedirs(os.path.join(target, inner), exist_ok=True)
+    for name in tokenizer_files.FILES:
+        content = _read(storage.folder_of(model_dir) / inner / name)
+        if content is not None:
+            with open(os.path.join(target, inner, name), "wb") as file:
+                file.write(content)
+    return target

@@ -1,0 +1,136 @@
+"""A run folder carries its tokenizer: copied once, compared later, and taken where the first is gone."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+
+import pytest
+
+from capibara.data.chat import ChatJsonlSource
+from capibara.data.chat_formats import Conversation
+from capibara.data.chat_template import ChatTemplate
+from capibara.data.dataset import Dataset
+from capibara.data.sources import StdlibSource
+from capibara.data.vocabulary import ByteVocabulary, SentencePieceVocabulary, TokenizerJsonVocabulary
+from capibara.models.api import DecoderConfig
+from capibara.optim import Optimizer
+from capibara.sharding import Plan
+from capibara.training import own_tokenizer
+from capibara.training.trainer import Trainer
+from capibara.types import UserError
+
+TALK = Conversation([{"role": "user", "content": "Hi"}])
+
+
+@pytest.fixture
+def folder(toy_tokenizer, tmp_path):
+    """A tokenizer that may go."""
+    return shutil.copytree(toy_tokenizer, tmp_path / "tokenizer_of_mine")
+
+
+@pytest.fixture
+def run(tmp_path):
+    return str(tmp_path / "run")
+
+
+def chats(path, template=None):
+    source = ChatJsonlSource(files=("a.jsonl",), template=ChatTemplate(tokenizer=str(path), template=template))
+    end = "<|end|>" if str(path).endswith(".json") else None  # which the folder says, and a file does not
+    return Dataset(source=source, vocabulary=TokenizerJsonVocabulary(path=str(path), eos_token=end), length=64)
+
+
+def texts(vocabulary):
+    return Dataset(source=StdlibSource(), vocabulary=vocabulary, length=64)
+
+
+def moved(dataset, run):
+    """The data of the run when its folder is elsewhere."""
+    if not os.path.exists(f"{run}_moved"):
+        shutil.move(run, f"{run}_moved")
+    small = DecoderConfig(vocab_size=384, embed_dim=32, num_layers=1, num_heads=2, mlp_dim=64)
+    trainer = Trainer(
+        model_dir=run, steps=1, model=small, plan=Plan(batch_size=8), optimizer=Optimizer(), dataset=dataset
+    )
+    return own_tokenizer.of_run(trainer, f"{run}_moved").dataset
+
+
+@pytest.mark.parametrize("kind", ["folder", "file"])
+def test_a_moved_run_has_its_tokenizer_and_template(folder, run, kind):
+    path = folder if kind == "folder" else folder / "mine.json"
+    if kind == "file":
+        os.rename(folder / "tokenizer.json", path)
+    dataset = chats(path)
+    said, ids = dataset.source.template.render(TALK, "a:1").text, dataset.vocabulary.encode_rendered("<|turn|>é<|end|>")
+    prints = dataset.vocabulary.fingerprint(), dataset.source.template.fingerprint()
+    assert own_tokenizer.keep(dataset, run) == []
+    assert moved(dataset, run) is dataset  # the first is still there
+    shutil.rmtree(folder)
+    own = moved(chats(path), run)
+    place = f"{run}_moved/tokenizer" + ("/tokenizer.json" if kind == "file" else "")
+    assert own.vocabulary.path == own.source.template.tokenizer == place
+    assert own.source.template.render(TALK, "a:1").text == said
+    assert own.vocabulary.encode_rendered("<|turn|>é<|end|>")[0].tolist() == ids[0].tolist()
+    assert (own.vocabulary.fingerprint(), own.source.template.fingerprint()) == prints  # a resume finds no difference
+    other = chats(folder / "another")  # what the user names now, and is not there, is not the run's
+    assert moved(other, run) == other
+
+
+def test_a_run_folder_is_a_tokenizer(folder, run):
+    template = folder.parent / "mine.jinja"
+    template.write_text("mine {{ messages[0].content }}")
+    own_tokenizer.keep(chats(folder, str(template)), run)
+    vocabulary, chat = TokenizerJsonVocabulary(path=run), ChatTemplate(tokenizer=run)
+    assert vocabulary.fingerprint() == TokenizerJsonVocabulary(path=str(folder)).fingerprint()
+    assert chat.render(TALK, "a:1").text == "mine Hi"  # the template that it was trained with
+    shutil.rmtree(folder)
+    template.unlink()
+    assert moved(chats(folder, str(template)), run).source.template.render(TALK, "a:1").text == "mine Hi"
+
+
+def test_a_sentencepiece_model_goes_along(tmp_path, run):
+    import sentencepiece
+
+    path = tmp_path / "some.model"
+    lines = iter(["the river and the grass", "a capybara swims"] * 20)
+    with open(path, "wb") as file:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=lines, model_writer=file, vocab_size=24, minloglevel=2, pad_id=3
+        )
+    vocabulary = SentencePieceVocabulary(path=str(path))
+    own_tokenizer.keep(texts(vocabulary), run)
+    expected = vocabulary.encode("the river"), vocabulary.fingerprint()
+    path.unlink()
+    for own in (moved(texts(vocabulary), run).vocabulary, SentencePieceVocabulary(path=f"{run}_moved")):
+        fresh = SentencePieceVocabulary(path=own.path)  # nothing was cached
+        assert (fresh.encode("the river"), fresh.fingerprint()) == expected
+    with pytest.raises(UserError, match="TokenizerJsonVocabulary.path .*tokenizer.json.* does not exist"):
+        TokenizerJsonVocabulary(path=f"{run}_moved").encode("x")
+
+
+def test_it_is_copied_once_and_a_change_is_told(folder, run):
+    assert own_tokenizer.keep(texts(ByteVocabulary()), run) == [] and not os.path.exists(run)
+    dataset = chats(folder)
+    own_tokenizer.keep(dataset, run)
+    first = {name: os.stat(f"{run}/tokenizer/{name}").st_mtime_ns for name in os.listdir(f"{run}/tokenizer")}
+    assert first.keys() == {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
+    (folder / "chat_template.jinja").write_text("another")
+    (folder / "tokenizer_config.json").unlink()
+    [line] = own_tokenizer.keep(dataset, run)
+    assert f"{folder} is another than this run began with (tokenizer_config.json, chat_template.jinja)" in line
+    assert {name: os.stat(f"{run}/tokenizer/{name}").st_mtime_ns for name in os.listdir(f"{run}/tokenizer")} == first
+    elsewhere = shutil.copytree(f"{run}/tokenizer", folder.parent / "elsewhere")  # the same under another name
+    assert own_tokenizer.keep(chats(elsewhere), run) == []
+    assert json.loads(open(f"{run}/paths.json").read()) == {str(folder): "tokenizer", str(elsewhere): "tokenizer"}
+
+
+def test_a_copy_that_was_not_finished_is_made_again(folder, run):
+    own_tokenizer.keep(chats(folder), run)
+    os.unlink(f"{run}/paths.json")
+    open(f"{run}/tokenizer/tokenizer.json", "w").close()
+    assert own_tokenizer.keep(chats(folder), run) == []
+    assert open(f"{run}/tokenizer/tokenizer.json").read() == (folder / "tokenizer.json").read_text()
+    open(f"{run}/paths.json", "w").write("[1")
+    with pytest.raises(UserError, match="paths.json cannot be read"):
+        own_tokenizer.keep(chats(folder), run)
