@@ -16,20 +16,20 @@ _DESCRIPTION = """Convert a model from one form to another, or look after the ch
 
   --from  a run folder (its newest checkpoint), a folder of Hugging Face, PEFT or T5X, or a .gguf file
   --to    what is not there yet. --format=hf: a Hugging Face folder, pytorch: the same with pytorch_model.bin, gguf: a file,
-          t5x: a T5X checkpoint, peft: the adapters of a run, capibara: a run folder to begin from
+          t5x: a T5X checkpoint, peft: a run's adapters, peft_fused: the same, a layer's experts in one as
+          transformers 5 has them, capibara: a run folder to begin from
   list    the steps that there are, with their size, date, score and where they come from
   verify  read every file of every step and compare it with the step's manifest
   prune   remove steps: --keep=N newest and --keep_every=N stay, and the last that is what was saved
 
 examples:
   python -m capibara.convert --from=runs/mine --to=mine-hf --dtype=bf16
-  python -m capibara.convert --from=Qwen3-0.6B --to=models/qwen3 --format=capibara
   python -m capibara.convert --from=runs/lora --to=adapter --format=peft
   python -m capibara.convert --from=runs/mine --to=mine.gguf --quantize=gptq --calibration=chats.jsonl
   python -m capibara.convert prune runs/mine --keep=1 --dry_run
 
 exit codes: 0 done, all steps are what was saved; 1 some are not; 2 a mistake in what was given"""
-_FORMATS = ("hf", "pytorch", "gguf", "t5x", "peft", "capibara")
+_FORMATS = ("hf", "pytorch", "gguf", "t5x", "peft", "peft_fused", "capibara")
 _OF = dict.fromkeys(("source", "target", "format", "dtype", "base", *quantize.FLAGS), ("a model",))  # flags -> of what
 _OF |= {"step": ("list", "verify")} | dict.fromkeys(("keep", "keep_every", "damaged", "dry_run"), ("prune",))
 

@@ -63,13 +63,14 @@ def merged(folder: str, model: api.Model, params: Params, like: Mapping[str, Any
     return model, jax.jit(adapted.merge)(tree.joined(values, params))
 
 
-def write_run(run: Run, target: str, base: str | None) -> str:
+def write_run(run: Run, target: str, base: str | None, *, fused_experts: bool = False) -> str:
     """Writes the adapters of a run; returns a line that says what is there now.
 
     Args:
       run: with adapters that are not merged.
       target: the folder, a new one.
       base: where PEFT finds the model without them; None: where the run began, if PEFT can read that.
+      fused_experts: as in peft.write_peft.
 
     Raises:
       UserError: the run has no adapters, or PEFT has no such ones.
@@ -84,7 +85,7 @@ def write_run(run: Run, target: str, base: str | None) -> str:
     # Names are those of the base's architecture: some are another's with other tensors, Phi 3 is Llama so.
     like = hf_folder.config_of(base) if base is not None and os.path.isdir(base) else None
     values = hf_config.to_hf(run.model.plain.config, like)
-    peft.write_peft(target, run.params, run.model, values["model_type"], base)
+    peft.write_peft(target, run.params, run.model, values["model_type"], base, fused_experts=fused_experts)
     of = "a model that PEFT is told of when it loads" if base is None else base
     count = tree.param_count(run.model.trained(run.model.abstract_params))
     return f"{target}: adapters of {values['model_type']}, {count:,} parameters, of {of}"

@@ -28,7 +28,8 @@ from capibara.models import api
 from capibara.types import Params, UserError
 
 _STORED = ("hf", "gguf", "pytorch", "t5x")
-FORMATS = (*_STORED, "peft", "capibara")
+_ADAPTERS = ("peft", "peft_fused")
+FORMATS = (*_STORED, *_ADAPTERS, "capibara")
 _FLOATS = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
 DTYPES = (*_FLOATS, "q8_0", "q4_0")
 _SPECIAL = ("bos", "eos", "pad")
@@ -131,7 +132,7 @@ def convert(
     form = form or ("gguf" if target.endswith(".gguf") else "hf")
     _check_target(target, form, dtype)
     if adapters.is_adapter(path):
-        if form == "peft":
+        if form in _ADAPTERS:
             raise UserError(f"--from={path} is an adapter of PEFT already: take hf, gguf, pytorch or capibara")
         of = _source(adapters.base_of(path, base), gin, runs)
         model, params = adapters.merged(path, *_loaded(of), of.config)
@@ -141,12 +142,12 @@ def convert(
         )  # fmt: skip
         return write(made, target, form, dtype, runs.save, how, show)
     run = _run(path, gin, runs)
-    if form == "peft":
+    if form in _ADAPTERS:
         if how is not None:
             raise UserError(f"--quantize={how.method} is of hf and gguf: adapters have f32")
         if run is None:
-            raise UserError(f"--format=peft is of a run with adapters, and --from={path} is no run folder")
-        return adapters.write_run(run, target, base)
+            raise UserError(f"--format={form} is of a run with adapters, and --from={path} is no run folder")
+        return adapters.write_run(run, target, base, fused_experts=form == "peft_fused")
     if base is not None:
         raise UserError(f"--base={base} is of adapters, and --from={path} is none: leave it out")
     if run is not None and form == "capibara" and run.model.config.lora is None:
@@ -166,8 +167,8 @@ def _check_target(target: str, form: str, dtype: str | None) -> None:
     if os.path.isdir(target) and os.path.samefile(target, os.curdir):
         raise UserError(f"--to={target} is the folder that you are in: name a new one")
     outputs.check_writable(target if form == "gguf" else os.path.join(target, hf_folder.CONFIG))
-    if form in ("capibara", "peft") and dtype not in (None, "f32"):
-        what = {"capibara": "a run folder", "peft": "an adapter"}[form]
+    if form in ("capibara", *_ADAPTERS) and dtype not in (None, "f32"):
+        what = "a run folder" if form == "capibara" else "an adapter"
         raise UserError(f"--dtype={dtype} is of {', '.join(_STORED)}: {what} has f32")
     if form != "gguf" and dtype not in (None, *_FLOATS):
         raise UserError(f"--dtype={dtype} is of gguf, must be one of {', '.join(_FLOATS)} for {form}")

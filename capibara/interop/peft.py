@@ -3,7 +3,7 @@
 Where Hugging Face has one tensor for several of our weights (query, key and value of GPT-2, GPT-NeoX and Phi-3, gate and
 up of Phi-3), PEFT's adapter is of that tensor. One that is read becomes an adapter of each of our weights, all with the
 same `a`. One that is written has one rank for them all: theirs added up, with zeros in `lora_B` where a rank is not a
-weight's own, unless their `a` are the same.
+weight's own, unless their `a` are the same. interop.peft_experts says how experts' are written.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import jax
 import numpy as np
 
 from capibara import extras, tree
-from capibara.interop import partial, tables
+from capibara.interop import partial, peft_experts, tables
 from capibara.interop.tensors import Shape, Tensor
 from capibara.models.api import Lora, Model
 from capibara.types import Params, UserError
@@ -31,7 +31,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _PARTS = {"a": ".lora_A.weight", "b": ".lora_B.weight", "magnitude": ".lora_magnitude_vector"}
 _TASKS = {"causal": "CAUSAL_LM", "encoder_decoder": "SEQ_2_SEQ_LM"}
-_NOT_OURS = ("layers_to_transform", "target_parameters", "trainable_token_indices", "layer_replication")
+_NOT_OURS = ("layers_to_transform", "trainable_token_indices", "layer_replication")
 
 Values = dict[str, np.ndarray]
 
@@ -54,6 +54,9 @@ class _Module(NamedTuple):
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """The parts, and each as a row of a table of its own."""
         inputs, outputs = _groups(self.row)
+        if peft_experts.is_stacked(self.row):
+            yield from ((part, peft_experts.stacked(self.row, part, inputs, outputs)) for part in "ab")
+            return
         numbered, letters = self.row.numbered, self.row.layout[len(self.row.numbered) :]
         ours_in = "".join(letter for letter in letters if letter in inputs)
         ours_out = "".join(letter for letter in letters if letter in outputs)
@@ -76,7 +79,9 @@ class _Module(NamedTuple):
                 yield _PREFIX + name.removesuffix(".weight") + _PARTS[part], joined
 
 
-def write_peft(folder: str, params: Params, model: Model, model_type: str, base: str | None = None) -> None:
+def write_peft(
+    folder: str, params: Params, model: Model, model_type: str, base: str | None = None, *, fused_experts: bool = False
+) -> None:
     """Writes the adapters of a model, and the other parameters that were trained, as PEFT does. Whole, or not at all.
 
     Args:
@@ -85,6 +90,8 @@ def write_peft(folder: str, params: Params, model: Model, model_type: str, base:
       model: theirs.
       model_type: Hugging Face's name of the architecture (interop.tables.NAMES).
       base: where PEFT finds the model without adapters; None: PEFT is told when it loads.
+      fused_experts: adapters of the experts of a layer together, as PEFT has them with transformers 5; else of each by
+        itself, which it reads with transformers 4 and 5.
 
     Raises:
       UserError: the folder is there, the model has no adapters, or PEFT has no such ones.
@@ -96,14 +103,17 @@ def write_peft(folder: str, params: Params, model: Model, model_type: str, base:
         raise UserError(f"{folder} must be a new folder: it is there already, name another or remove it")
     values = dict(zip(tree.path_names(params), jax.tree.leaves(params), strict=True))
     shapes = _plain_shapes(model)
-    rows = tables.of(model_type, shapes)
-    modules = [
-        _module(row, values, shapes, lora) for row in rows if any(f"{path}_lora/a" in values for path in row.ours)
-    ]
+    rows = tables.of(model_type, shapes, fused_experts=fused_experts)
+    held = [row for row in rows if any(f"{path}_lora/a" in values for path in row.ours)]
+    if any(map(peft_experts.is_stacked, held)):
+        peft_experts.check_fused(lora)
+    modules = [_module(row, values, shapes, lora) for row in held]
+    if not fused_experts:
+        modules = peft_experts.loadable(modules, rows, shapes, lora, _Module)
     saved = dict(_saved(rows, values, shapes, lora))
-    config = _config(modules, rows, lora, model, base) | {"modules_to_save": _modules_of(saved) or None}
+    config = _config(modules, rows, lora, model, base, fused_experts) | {"modules_to_save": _modules_of(saved) or None}
     tensors = {name: value for module in modules for name, value in module.written()}
-    tensors |= {_PREFIX + name: value for name, value in saved.items()}
+    tensors = peft_experts.wrapped(tensors) | {_PREFIX + name: value for name, value in saved.items()}
     extras.require("safetensors", why="PEFT folders")
     from safetensors.numpy import save_file
 
@@ -131,10 +141,13 @@ def read_peft(folder: str, model: Model, model_type: str) -> tuple[Lora, Params]
       UserError: they cannot be read, are of another kind or another model.
     """
     config = read_config(folder)
+    fused = peft_experts.is_fused(config, os.path.join(folder, CONFIG))
     stored = _read_tensors(folder, tables.NAMES[model_type])
+    if fused:
+        stored = peft_experts.named(stored, config["target_parameters"])
     shapes = _plain_shapes(model)
-    rows = tables.of(model_type, shapes)
-    modules = [_read_module(row, stored, shapes, config) for row in rows if _first(row, "a") in stored]
+    rows = tables.of(model_type, shapes, fused_experts=fused)
+    modules = [_read_module(row, stored, shapes, config, fused) for row in rows if _first(row, "a") in stored]
     saved: Values = {}
     for row in rows:
         if row.name.format(**dict.fromkeys(row.numbered, 0)) in stored:
@@ -159,9 +172,15 @@ def _plain_shapes(model: Model) -> dict[str, Shape]:
 
 def _groups(row: Tensor) -> tuple[str, str]:
     """The letters of a weight's inputs and of its outputs, in the checkpoint's order."""
-    first = row.layout[len(row.numbered)]
-    groups = sorted(row.dims.split(), key=lambda group: first not in group)
+    stacked = peft_experts.is_stacked(row)
+    first = row.layout[_stacked(row)]
+    groups = sorted(row.dims.split()[stacked:], key=lambda group: first not in group)
     return groups[0], groups[1]
+
+
+def _stacked(row: Tensor) -> int:
+    """Leading dimensions of our weights along which adapters are stacked: layers and experts."""
+    return len(row.numbered) + peft_experts.is_stacked(row)
 
 
 def _module(row: Tensor, values: Mapping[str, Any], shapes: Mapping[str, Shape], lora: Lora) -> _Module:
@@ -188,7 +207,7 @@ def _module(row: Tensor, values: Mapping[str, Any], shapes: Mapping[str, Shape],
 def _widen(parts: dict[str, Values], held: Sequence[str], rank: int, scale: float, row: Tensor, shapes, lora) -> None:
     """Gives all weights of a row the same `a`, which has the ranks of all, and each a `b` that uses its own."""
     a = np.concatenate([parts[path]["a"] for path in held], axis=-1)
-    stacked, outputs = len(row.numbered), len(_groups(row)[1])
+    stacked, outputs = _stacked(row), len(_groups(row)[1])
     start = 0
     for path in row.ours:
         shape = shapes[path]
@@ -216,21 +235,27 @@ def _modules_of(saved: Iterable[str]) -> list[str]:
     return sorted({name.rpartition(".")[0].rpartition(".")[2] for name in saved})
 
 
-def _config(modules: Sequence[_Module], rows: Sequence[Tensor], lora: Lora, model: Model, base: str | None) -> dict:
-    names = {module.row.name: _suffix(module.row, modules, rows) for module in modules}
-    rank, alpha = modules[0].rank, modules[0].alpha
-    return {
+def _config(
+    modules: Sequence[_Module], rows: Sequence[Tensor], lora: Lora, model: Model, base: str | None, fused: bool
+) -> dict:
+    parameters = {m.row.name: peft_experts.parameter(m.row) for m in modules if fused and peft_experts.parameter(m.row)}
+    names = {m.row.name: parameters.get(m.row.name) or _suffix(m.row, modules, rows) for m in modules}
+    keys = {m.row.name: peft_experts.pattern_names(m.row, names[m.row.name]) for m in modules}
+    rank, alpha = peft_experts.first(modules).rank, peft_experts.first(modules).alpha
+    routed = any(peft_experts.is_routed(m.row) for m in modules)
+    more = {"target_parameters": list(parameters.values())} if parameters else {}
+    return more | {
         "peft_type": "LORA",
         "task_type": _TASKS.get(model.config.objective),
         "base_model_name_or_path": base,
         "r": rank,
         "lora_alpha": alpha,
-        "target_modules": list(names.values()),
-        "rank_pattern": {names[m.row.name]: m.rank for m in modules if m.rank != rank},
-        "alpha_pattern": {names[m.row.name]: m.alpha for m in modules if m.alpha != alpha},
-        "use_rslora": lora.rslora,
+        "target_modules": [name for row, name in names.items() if row not in parameters],
+        "rank_pattern": {key: m.rank for m in modules if m.rank != rank for key in keys[m.row.name]},
+        "alpha_pattern": {key: m.alpha for m in modules if m.alpha != alpha for key in keys[m.row.name]},
+        "use_rslora": lora.rslora and (fused or lora.dora or not routed),
         "use_dora": lora.dora,
-        "lora_dropout": lora.dropout,
+        "lora_dropout": 0.0 if routed else lora.dropout,  # PEFT refuses another for parameters
         # GPT-2's layers have their weights the other way round.
         "fan_in_fan_out": any(m.row.dims.split()[0] == _groups(m.row)[0] for m in modules),
         "bias": "none",
@@ -319,16 +344,19 @@ def _first(row: Tensor, part: str) -> str:
     return row.name.format(**dict.fromkeys(row.numbered, 0)).removesuffix(".weight") + _PARTS[part]
 
 
-def _read_module(row: Tensor, stored: Values, shapes: Mapping[str, Shape], config: Mapping[str, Any]) -> _Module:
+def _read_module(
+    row: Tensor, stored: Values, shapes: Mapping[str, Shape], config: Mapping[str, Any], fused: bool
+) -> _Module:
     """The adapter of a module in every layer, whose tensors go out of `stored`."""
-    rank = stored[_first(row, "a")].shape[0]
+    count, inputs = _stacked(row), len(_groups(row)[0])
+    rank = stored[_first(row, "a")].shape[0] // math.prod(shapes[row.ours[0]][len(row.numbered) : count])
     name = _first(row, "a").removesuffix(_PARTS["a"])
+    name += ".weight" if fused and peft_experts.is_router(row) else ""
     alpha = next(
         (alpha for key, alpha in (config.get("alpha_pattern") or {}).items() if re.match(rf"(.*\.)?({key})$", name)),
         config["lora_alpha"],
     )
     module = _Module(row, rank, float(alpha), {path: {} for path in row.ours})
-    count, inputs = len(row.numbered), len(_groups(row)[0])
     for part, tensor in module.tensors:
         if _first(row, part) not in stored:
             continue

@@ -4,7 +4,7 @@ Run by that test in an environment with torch, transformers, peft and safetensor
     python tests/interop/peer.py write FOLDER    every model saved in FOLDER/NAME/theirs, what it answers in answers.npz
     python tests/interop/peer.py read FOLDER     what transformers answers with FOLDER/NAME/state_dict, in read.npz, and
                                                  what is not the same as in FOLDER/NAME/ours; and what PEFT answers with
-                                                 FOLDER/NAME/adapter, in adapted.npz
+                                                 FOLDER/NAME/adapter, in adapted.npz, and so with adapter_fused
     python tests/interop/peer.py record FILE     config.json and the tensors' names and shapes of every model, as JSON
 """
 
@@ -29,6 +29,7 @@ import make_moe  # noqa: E402
 
 DECODERS = make.CASES | make_moe.CASES
 NEW_TOKENS, ANSWER_TOKENS, STEPS = 8, 16, 5
+EXPERTS = ("mixtral", "qwen3_moe")
 RENAMED = ("gpt_neox", "mixtral", "qwen3_moe")  # have other names in memory than in files, since transformers 5
 KINDS = {"t5": AutoModelForSeq2SeqLM, "bert": AutoModelForMaskedLM}
 
@@ -127,7 +128,24 @@ def write(folder: pathlib.Path) -> None:
         torch.save(model.state_dict(), folder / name / "pickled" / "pytorch_model.bin")
         np.savez(folder / name / "answers.npz", **answer(name, model), losses=losses(name, model))
         np.savez(folder / name / "labelled.npz", **{key: value.numpy() for key, value in labelled(name).items()})
+        if name in EXPERTS:
+            write_adapter(folder / name / "theirs", folder / name / "of_peft")
         print(name, flush=True)
+
+
+def write_adapter(base: pathlib.Path, folder: pathlib.Path) -> None:
+    """An adapter of all that PEFT takes for linear, as it saves that, and the logits with it, in FOLDER.npz."""
+    model = AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager", dtype=torch.float32)
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=3, lora_alpha=6, target_modules="all-linear")
+    model = peft.get_peft_model(model, config).eval()
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            if ".lora_" in name:
+                value.normal_(0, 0.25)
+        logits = model(torch.from_numpy(make.tokens()), use_cache=False).logits.numpy()
+    model.save_pretrained(folder)
+    np.savez(folder.with_suffix(".npz"), logits=logits)
 
 
 def read(folder: pathlib.Path) -> None:
@@ -152,15 +170,16 @@ def read(folder: pathlib.Path) -> None:
 
 
 def adapted(folder: pathlib.Path) -> None:
-    """Logits of the golden tokens with each FOLDER/NAME/adapter on top of FOLDER/NAME/theirs, in adapted.npz."""
+    """Logits of the golden tokens with each FOLDER/NAME/adapter* on top of FOLDER/NAME/theirs, in adapted*.npz."""
     tokens, options = torch.from_numpy(make.tokens()), dict(attn_implementation="eager", dtype=torch.float32)
-    for path in sorted(folder.glob("*/adapter")):
-        base = AutoModelForCausalLM.from_pretrained(path.parent / "theirs", **options)
+    for path in sorted(folder.glob("*/adapter*")):
+        eager = {"experts_implementation": "eager"} if path.parent.name in EXPERTS else {}  # has float64
+        base = AutoModelForCausalLM.from_pretrained(path.parent / "theirs", **options, **eager)
         model = peft.PeftModel.from_pretrained(base, path, torch_device="cpu").eval()
         with torch.no_grad():
             found = {"float32": model(tokens, use_cache=False).logits.numpy()}
             found["float64"] = model.double()(tokens, use_cache=False).logits.numpy()
-        np.savez(path.parent / "adapted.npz", **found)
+        np.savez(path.parent / f"{path.name.replace('adapter', 'adapted')}.npz", **found)
 
 
 def record(file: pathlib.Path) -> None:

@@ -42,7 +42,10 @@ ADAPTERS = {
     "gpt2": Lora(rank=4, alpha=8.0, targets=("all-linear",), rank_pattern=(("value", 3),)),
     "gpt_neox": Lora(rank=4, alpha=8.0, targets=("query", "key", "value", "down"), rslora=True),
     "phi3": Lora(rank=4, alpha=8.0, rank_pattern=(("value", 3),)),
+    "mixtral": Lora(rank=4, alpha=8.0, targets=("all-linear",), rank_pattern=(("up", 3), ("down", 2)), rslora=True),
+    "qwen3_moe": Lora(rank=4, alpha=8.0, targets=("query", "up", "router"), alpha_pattern=(("router", 3.0),)),
 }
+EXPERTS = ("mixtral", "qwen3_moe")
 
 pytestmark = [
     pytest.mark.skipif(not PYTHON, reason="TORCH_PYTHON names no python with torch"),
@@ -79,6 +82,9 @@ def folder(tmp_path_factory):
         if name in ADAPTERS:
             model, params = adapted(name, model, params)
             peft.write_peft(str(folder / name / "adapter"), params, model, values["model_type"])
+        if name in EXPERTS:
+            fused = str(folder / name / "adapter_fused")
+            peft.write_peft(fused, params, model, values["model_type"], fused_experts=True)
     peer("read", folder)
     return folder
 
@@ -202,18 +208,30 @@ def test_transformers_answers_alike_with_what_we_write(name, folder):
         np.testing.assert_array_equal(got["greedy"], want["greedy"])
 
 
-@pytest.mark.parametrize("name", ADAPTERS)
-def test_peft_answers_alike_with_our_adapters(name, folder):
+@pytest.mark.parametrize(("name", "layout"), [(name, "") for name in ADAPTERS] + [(name, "_fused") for name in EXPERTS])
+def test_peft_answers_alike_with_our_adapters(name, layout, folder):
     """Against PEFT in float64: how far its float32 is from that is its own rounding."""
     plain, base, _ = loaded(folder / name / "theirs")
     model, params = adapted(name, plain, base)
-    want = np.load(folder / name / "adapted.npz")
+    want = np.load(folder / name / f"adapted{layout}.npz")
     got = np.asarray(jax.jit(model.logits)(params, batch_of(golden_tokens())))
     assert np.abs(got - np.asarray(jax.jit(plain.logits)(base, batch_of(golden_tokens())))).max() > 0.1
     report(name, "PEFT's float32 differs from its float64 by", np.abs(want["float32"] - want["float64"]).max())
     report(name, "logits with adapters differ by", np.abs(got - want["float64"]).max())
     np.testing.assert_allclose(got, want["float64"], rtol=0, atol=ATOL)
     np.testing.assert_allclose(got, want["float32"], rtol=0, atol=ATOL)
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_adapters_of_experts_that_peft_saves_answer_alike(name, folder):
+    plain, base, _ = loaded(folder / name / "theirs")
+    lora, adapters = peft.read_peft(str(folder / name / "of_peft"), plain, name)
+    model = api.build(dataclasses.replace(plain.config, lora=lora))
+    got = np.asarray(jax.jit(model.logits)(tree.joined(adapters, base), batch_of(golden_tokens())))
+    want = np.load(folder / name / "of_peft.npz")["logits"]
+    assert len(lora.targets) == 4 + 3 + 1
+    report(name, "logits with adapters of PEFT differ by", np.abs(got - want).max())
+    np.testing.assert_allclose(got, want, rtol=0, atol=ATOL)
 
 
 @pytest.mark.parametrize("name", (*DECODERS, *OTHERS))
