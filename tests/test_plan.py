@@ -1,5 +1,6 @@
 """The verb `plan`, as a user calls it."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -7,6 +8,7 @@ import sys
 import pytest
 
 from capibara import cli, config, plan
+from capibara.planner import compile, proof, slices, verdict
 from capibara.training.trainer import of_gin
 
 MODEL = "--gin_file=models/capibara_1b.gin"
@@ -71,6 +73,35 @@ def test_a_run_whose_user_still_has_to_name_its_files_is_planned(capsys):
     assert "no gradients" not in text and "1 x forward: the base is frozen" in text and "scaling rules" not in text
     assert run("--gin_file=models/capibara_8b.gin", "--slice=v5e-8", "--batch_size=32", "--length=4096") == 2
     assert "no plan fits v5e-8" in capsys.readouterr().err  # all of it trained
+
+
+GRPO = (
+    *(f"--gin_file={name}" for name in ("models/smollm2_1.7b.gin", "tasks/prompts.gin", "runs/grpo.gin")),
+    *("--gin.REWARDS=(@exact_answer,)", "--gin.TOKENIZER=unused", "--gin.FILES=('a.jsonl',)", "--gin.MODEL_DIR=unused"),
+    *("--slice=v5e-8", "--batch_size=64"),
+)
+
+
+def test_a_run_that_learns_from_rewards_holds_its_reference_and_its_engine(capsys, tmp_path, monkeypatch):
+    found = []
+    for kl in ("0.0", "0.1"):
+        assert run(*GRPO, f"--gin.Grpo.kl={kl}", f"--json={tmp_path}/plan.json", "--axis=fsdp=8", "--explain") == 0
+        assert "reference and engine" in capsys.readouterr().out
+        memory = json.loads((tmp_path / "plan.json").read_text())["plans"][0]["predicted"]["memory"]
+        found.append((memory["held"], memory["parameters"]))
+    (alone, parameters), (both, _) = found
+    # On one host a device has the engine's parameters whole, in bfloat16; its share of the reference is in float32.
+    assert both - alone == pytest.approx(parameters, rel=1e-6)
+    length, layers, heads, size, slots, prefixes = 768, 24, 32, 64, 16, 256 * 2**20
+    cache = slots * layers * length * 2 * heads * size * 2
+    assert alone - prefixes == pytest.approx(8 * parameters / 2 + cache, rel=0.01)
+    # As `prove` counts it.
+    trainer, v5e = of_gin(), slices.parse("v5e-8")
+    step = verdict.Verdict(verdict.Outcome.FITS, compile.Compiled(True, 2**30, 1.0, 15 * 2**30), 1.0)
+    monkeypatch.setattr(verdict, "verdict", lambda *_, **__: step)
+    trainer = dataclasses.replace(trainer, plan=dataclasses.replace(trainer.plan, fsdp=8))
+    proven = proof.prove(trainer, proof.Configuration([]), v5e, deadline_s=1.0)
+    assert proven.held_bytes == pytest.approx(both, rel=1e-6)
 
 
 def test_two_files_of_one_model_are_named(capsys):

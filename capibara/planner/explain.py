@@ -13,7 +13,7 @@ from capibara.planner.search import Ranked
 from capibara.planner.slices import Slice
 from capibara.planner.workload import Workload
 
-_STATE = "parameters + optimizer + average + batch"
+_STATE = "parameters + optimizer + average + batch + held"
 _MOMENTS = {
     "loss": "{scale}(saved + casts + summed + loss)",
     "backward": "{scale}(saved + casts + summed + gradients + layer + weights + pipeline)",

@@ -60,7 +60,7 @@ class Memory:
     """Bytes on one device.
 
     Attributes:
-      parameters, optimizer, average: the state: parameters as they are stored, the optimizer's moments, the average.
+      parameters, optimizer, average: the state, with batch and held: parameters as they are stored, the optimizer's moments, the average.
       batch: the rows of a step.
       gradients: of all that is trained; with accumulation those of a micro-batch, and the new sum that they are added into.
       summed: with accumulation the sum over the micro-batches before, which is read until the new one is made.
@@ -71,6 +71,7 @@ class Memory:
       weights: of a layer, gathered, and their gradients before they are reduced.
       pipeline: of stages: all rows between them and their gradient, and the sum of the layers' gradients over ticks.
       loss: gathered head, its gradient, a block of logits, the final hidden states and their gradient.
+      held: what a run's loss keeps beside all that: the reference and the engine of one that learns from rewards.
       host: saved activations in the host's memory; in none of the sums.
       scale: what everything but the state is multiplied with, learned from compiles.
       lean: whether this is of an order of work that holds less, for want of HBM.
@@ -88,13 +89,14 @@ class Memory:
     weights: float
     loss: float
     pipeline: float = 0.0
+    held: float = 0.0
     host: float = 0.0
     scale: float = 1.0
     lean: bool = False
 
     @property
     def state(self) -> float:
-        return self.parameters + self.optimizer + self.average + self.batch
+        return self.parameters + self.optimizer + self.average + self.batch + self.held
 
     @property
     def moments(self) -> dict[str, float]:
@@ -156,6 +158,7 @@ def _usual(work: Workload, choice: Choice, scale: float) -> Memory:
         weights=weights,
         loss=_loss_bytes(work, choice, _USUAL),
         pipeline=pipeline,
+        held=work.held.on_device(mesh),
         host=host,
         scale=scale,
     )

@@ -15,7 +15,7 @@ from capibara.planner.verify import Walk
 from capibara.planner.workload import Workload
 
 _COLORS = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951", "#ff8ab7", "#a463f2", "#97bbf5", "#9c6b4e", "#9498a0",
-           "#7a8b2e")  # fmt: skip
+           "#7a8b2e", "#c44e52")  # fmt: skip
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 62rem; padding: 0 1rem; color: #222; }
 h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
@@ -117,7 +117,7 @@ def _memory_bar(best: Ranked, slice_: Slice) -> str:
         memory.peak_moment, ("saved", "casts", "summed", "gradients", "layer", "weights", "pipeline")
     )
     scaled = {name: getattr(memory, name) * memory.scale for name in at_peak}
-    parts = {name: getattr(memory, name) for name in ("parameters", "optimizer", "average", "batch")} | scaled
+    parts = {name: getattr(memory, name) for name in ("parameters", "optimizer", "average", "batch", "held")} | scaled
     parts = {name: amount for name, amount in parts.items() if amount}
     full = max(usable, memory.peak)
     shapes, legend, x = [], [], 0.0

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from capibara.planner import compile as compiler
-from capibara.planner import verdict, xla_flags
+from capibara.planner import verdict, workload, xla_flags
 from capibara.planner.search import Ranked
 from capibara.planner.slices import Slice
 from capibara.planner.verdict import Verdict
@@ -96,7 +96,7 @@ def prove(
     status: Callable[[float, str], None] = lambda elapsed_s, phase: None,
     fresh: bool = False,
 ) -> Verdict:
-    """The compiler's verdict of a run's step, from the cache or from a child process.
+    """The compiler's verdict of a run's step, from the cache or from a child process, with what the run holds beside it.
 
     Args:
       trainer: the run (training.trainer.Trainer) that `configuration` describes.
@@ -105,7 +105,11 @@ def prove(
       deadline_s, status, fresh: as of verdict.verdict.
     """
     command = configuration.command(slice_)
-    return verdict.verdict(command, key(trainer, slice_), deadline_s=deadline_s, status=status, fresh=fresh)
+    found = verdict.verdict(command, key(trainer, slice_), deadline_s=deadline_s, status=status, fresh=fresh)
+    if trainer.loss is None:
+        return found
+    held = workload.of_run(trainer).on_hosts(slice_.hosts).held
+    return found.beside(round(held.on_device(trainer.plan.mesh_shape(slice_.devices, slice_.name))))
 
 
 def prover(

@@ -103,6 +103,7 @@ MEMORY_PARTS = {
     "optimizer": "optimizer state",
     "average": "average of the parameters",
     "batch": "the step's rows",
+    "held": "reference and engine of a run that learns from rewards",
     "gradients": "float32 gradients of what is trained",
     "summed": "their sum over micro-batches",
     "casts": "parameters in the compute dtype or another layout, sharded",
@@ -291,12 +292,16 @@ def verdict_lines(verdict: Verdict, slice_: Slice) -> Iterable[str]:
     versions = ", ".join(f"{name} {verdict.versions.get(name)}" for name in ("jax", "libtpu"))
     when = f"compiled {'earlier, ' if verdict.cached else ''}in {compiled.compile_s:.0f} s with {versions}"
     usable = slice_.chip.device_usable_hbm_bytes
+    beside = f"  {verdict.held_bytes / GIB:.2f} GiB of that are held beside the step: {MEMORY_PARTS['held']}"
+    held = [beside] if verdict.held_bytes else []
     if not compiled.fits:
         need = f"it needs {compiled.peak_bytes / GIB:.2f} GiB or more" if compiled.peak_bytes else "it needs more HBM"
         yield f"{slice_.name}: does not fit: {need}, a chip has {usable / GIB:.2f} ({when})"
+        yield from held
         return
     yield f"{slice_.name}: fits ({when})"
     share = compiled.peak_bytes / usable
+    yield from held
     yield f"  peak HBM {compiled.peak_bytes / GIB:.2f} of {usable / GIB:.2f} GiB a chip ({share:.0%})"
     parts = {"arguments": compiled.argument_bytes, "temporaries": compiled.temporary_bytes, "code": compiled.code_bytes}
     parts |= {"in the host's memory": compiled.host_bytes} if compiled.host_bytes else {}
@@ -325,6 +330,7 @@ def verdict_json(verdict: Verdict) -> dict[str, Any]:
         "message": verdict.message,
         "date": verdict.date,
         "versions": dict(verdict.versions),
+        "held_bytes": verdict.held_bytes,
         "compiled": compiled.to_json() if compiled else None,
     }
 

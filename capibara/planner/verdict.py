@@ -20,6 +20,7 @@ import functools
 import hashlib
 import importlib.util
 import json
+import math
 import os
 import pathlib
 import re
@@ -99,6 +100,7 @@ class Verdict:
       cached: whether it was read from the cache.
       date: when it was made, as YYYY-MM-DD.
       versions: package -> version, of those that decide what is compiled.
+      held_bytes: of `compiled.peak_bytes` what a device holds beside the step.
     """
 
     outcome: Outcome
@@ -108,6 +110,16 @@ class Verdict:
     cached: bool = False
     date: str = ""
     versions: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
+    held_bytes: int = 0
+
+    def beside(self, held_bytes: int) -> Verdict:
+        """The verdict where a device holds so many bytes beside the step."""
+        if self.compiled is None or not held_bytes:
+            return self
+        peak = None if self.compiled.peak_bytes is None else self.compiled.peak_bytes + held_bytes
+        fits = self.compiled.fits and peak <= (self.compiled.limit_bytes or math.inf)
+        compiled = dataclasses.replace(self.compiled, peak_bytes=peak, fits=fits)
+        return dataclasses.replace(self, outcome=_outcome(compiled), compiled=compiled, held_bytes=held_bytes)
 
 
 def verdict(

@@ -47,6 +47,13 @@ class Sharded:
 
     parts: tuple[tuple[float, tuple[str, ...]], ...] = ()
 
+    def __add__(self, other: Sharded) -> Sharded:
+        return Sharded(self.parts + other.parts)
+
+    def scaled_to(self, total: float) -> Sharded:
+        """Divided alike, but so much in all."""
+        return Sharded(tuple((amount * total / self.total(), axes) for amount, axes in self.parts))
+
     def total(self) -> float:
         return sum(amount for amount, _ in self.parts)
 
@@ -114,6 +121,8 @@ class Workload:
       head: elements of the output head.
       constraints: (parameter, logical axis, size, mesh axes): the mesh axes must divide the size.
       ema: whether the state holds an average of the parameters.
+      held: bytes that training holds beside the state: of rewards the reference and the engine.
+      held_by_one: the same where one host has all devices.
     """
 
     model: Model
@@ -129,6 +138,12 @@ class Workload:
     head: Sharded
     constraints: tuple[tuple[str, str, int, tuple[str, ...]], ...]
     ema: bool
+    held: Sharded = Sharded()
+    held_by_one: Sharded = Sharded()
+
+    def on_hosts(self, hosts: int) -> Workload:
+        """It on so many hosts."""
+        return dataclasses.replace(self, held=self.held_by_one) if hosts == 1 and self.held.parts else self
 
     @functools.cached_property
     def config(self) -> Any:
@@ -167,6 +182,7 @@ def describe(
     rules: Rules | None = None,
     ema: bool = False,
     state_dtypes: Iterable[StateDtype] | None = None,
+    held: Iterable[Any] = (),
 ) -> Workload:
     """The workload of training a model. Nothing is computed but shapes.
 
@@ -178,7 +194,9 @@ def describe(
       rules: logical axes -> mesh axes; None: the default ones.
       ema: whether a moving average of the parameters is kept.
       state_dtypes: dtypes of the optimizer's state to weigh; None: the optimizer's own.
+      held: what the run's loss holds beside the state (training.objective.Held).
     """
+    held = tuple(held)
     rules = rules or Rules()
     leaves, stored = _leaves(model.whole_params, model.whole_axes), _leaves(model.abstract_params, model.axes)
     trained = _leaves(model.trained(model.abstract_params), model.trained(model.axes))
@@ -206,6 +224,8 @@ def describe(
         head=_sharded(heads[-1:], rules),
         constraints=_constraints(stored, rules),
         ema=ema,
+        held=_held(held, rules, one_host=False),
+        held_by_one=_held(held, rules, one_host=True),
     )
 
 
@@ -214,15 +234,27 @@ def of_run(trainer: Any, state_dtypes: Iterable[StateDtype] | None = None) -> Wo
 
     `state_dtypes`: of the optimizer's state to weigh; None: the run's own.
     """
+    model = api.build(trainer.model)
     return describe(
-        api.build(trainer.model),
+        model,
         trainer.optimizer,
         length=trainer.dataset.length,
         encoder_length=trainer.dataset.encoder_length,
         rules=trainer.plan.rules,
         ema=trainer.ema_decay is not None,
         state_dtypes=state_dtypes,
+        held=() if trainer.loss is None else trainer.loss.held(model, trainer.dataset),
     )
+
+
+def _held(held: Iterable[Any], rules: Rules, *, one_host: bool) -> Sharded:
+    total = Sharded()
+    for one in held:
+        if one.spread_as is None or (one.alone and one_host):
+            total += Sharded(((float(one.bytes), ()),))
+        else:
+            total += _sharded(_leaves(*one.spread_as), rules, by_bytes=True).scaled_to(one.bytes)
+    return total
 
 
 def _leaves(shapes: PyTree, axes: PyTree) -> list[Leaf]:

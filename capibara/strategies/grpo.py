@@ -14,19 +14,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from capibara import sharding
+from capibara import sharding, tree
 from capibara.config import configurable
 from capibara.data.dataset import Dataset
 from capibara.data.loader import Loader, make_loader
 from capibara.data.packing import Packing
 from capibara.data.sources import Holds
+from capibara.inference import footprint
 from capibara.inference.engine import EngineConfig
 from capibara.inference.sampling import Sampling
 from capibara.models.api import Model
 from capibara.sharding import RematPolicy
 from capibara.strategies.rewards import check_reward
 from capibara.strategies.rollouts import Rollouts
-from capibara.training.objective import Loss, Metrics, Objective, Totals, log_probabilities
+from capibara.training.objective import Held, Loss, Metrics, Objective, Totals, log_probabilities
 from capibara.types import Batch, Params, UserError
 
 ENTRIES = ("advantages", "old", "reference")  # of a batch of answers, float32 [B, T], besides the usual ones
@@ -135,6 +136,17 @@ class Grpo(Loss):
     @property
     def rows_of_a_prompt(self) -> int:
         return self.group
+
+    def held(self, model: Model, dataset: Dataset) -> tuple[Held, ...]:
+        """The reference, where there is one, and the engine with its copy of the parameters."""
+        trained, whole = (model.trained(model.abstract_params), model.trained(model.axes)), model.plain
+        reference = [Held("reference", tree.byte_count(trained[0]), trained)] if self.kl else []
+        spread_as = whole.abstract_params, whole.axes
+        return (
+            *reference,
+            Held("engine's parameters", footprint.parameters_bytes(model), spread_as, alone=True),
+            Held("engine's keys and values", footprint.state_bytes(model, self.engine, dataset.length)),
+        )
 
     def prompt_length(self, dataset: Dataset) -> int:
         """Tokens of the longest prompt."""

@@ -51,6 +51,22 @@ class Totals(NamedTuple):
         return {name: value / weight for name, value in self.values.items()} | {"tokens": self.tokens}
 
 
+class Held(NamedTuple):
+    """Arrays that training holds on the devices beside the state and what its step makes.
+
+    Attributes:
+      name: what they are.
+      bytes: of all of them.
+      spread_as: parameters by which they are spread over the mesh, as (shapes, logical axes); None: each device has all.
+      alone: whether one device has all of them where one host has all devices.
+    """
+
+    name: str
+    bytes: int
+    spread_as: tuple[Params, Params] | None = None
+    alone: bool = False
+
+
 class Supply(abc.ABC):
     """What stands between the loader of a run and its steps, where batches take more than the data."""
 
@@ -108,6 +124,11 @@ class Loss(abc.ABC):
     @property
     def later(self) -> tuple[Callable[..., Any], ...]:
         """Functions that Gin names and that are called only in training: what is bound for them is used then."""
+        return ()
+
+    def held(self, model: Model, dataset: Dataset) -> tuple[Held, ...]:
+        """What training holds beside the state, between the steps too."""
+        del model, dataset
         return ()
 
     @abc.abstractmethod

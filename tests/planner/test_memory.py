@@ -8,14 +8,15 @@ import pytest
 from cases import DENSE, EXPERTS, PAIRS, choice_of, work_of
 
 from capibara import config as gin
-from capibara import sharding
+from capibara import sharding, tree
 from capibara.models import api
 from capibara.models.moe import Moe
 from capibara.optim import Optimizer, StateDtype
-from capibara.planner import cost, memory, search, workload
+from capibara.planner import cost, memory, search, slices, workload
 from capibara.sharding import Plan
 from capibara.training import state as states
 from capibara.training import trainer
+from capibara.training.objective import Held
 
 QLORA = dataclasses.replace(DENSE, lora=api.Lora(targets=("all-linear",), base_dtype="nf4"))
 LARGE = api.DecoderConfig(vocab_size=4096, embed_dim=1024, num_layers=8, num_heads=8, mlp_dim=4096)
@@ -42,6 +43,26 @@ def test_the_state_has_the_bytes_that_its_shards_have(config, dtype, mesh):
     )
     # Scales of 8-bit blocks that do not divide stay whole.
     assert predicted.parameters + predicted.optimizer == pytest.approx(real, rel=0.02 if dtype == "int8" else 1e-4)
+
+
+def test_what_a_loss_holds_is_in_the_state_of_all_moments():
+    model, choice = api.build(DENSE), choice_of(fsdp=4, tensor=2)
+    spread_as = model.abstract_params, model.axes
+    size = tree.byte_count(model.abstract_params)
+    held = [Held("reference", size, spread_as), Held("engine", size // 2, spread_as, alone=True), Held("cache", 1000)]
+    none, many = work_of(), work_of(held=held)
+    on_device = none.params.on_device(choice.mesh)
+    found = memory.memory(many, choice)
+    assert found.held == pytest.approx(on_device * 1.5 + 1000)
+    # One device of a single host has all of the engine.
+    assert memory.memory(many.on_hosts(1), choice).held == pytest.approx(on_device + size // 2 + 1000)
+    assert none.on_hosts(1) is none and many.on_hosts(2) is many
+    assert memory.memory(none, choice).held == 0
+    for moment, amount in memory.memory(none, choice).moments.items():
+        assert found.moments[moment] == pytest.approx(amount + found.held)
+    v5e = slices.parse("v5e-16")
+    smaller, larger = (search.search(work, v5e)[0].memory for work in (many, none))
+    assert smaller.held > 0 == larger.held
 
 
 def test_a_frozen_base_has_no_gradients():

@@ -14,7 +14,7 @@ from collections import Counter
 
 import pytest
 
-from capibara.planner import hlo
+from capibara.planner import hlo, report, slices
 from capibara.planner import verdict as verdicts
 from capibara.planner.compile import Compiled
 from capibara.planner.verdict import Outcome, verdict
@@ -72,6 +72,22 @@ def pids_of(file):
             return [int(pid) for pid in file.read_text().split()]
         time.sleep(0.05)
     raise AssertionError("the child did not start")
+
+
+def test_what_is_held_beside_the_step_counts_and_is_not_cached(tmp_path):
+    first = verdict(says(), KEY, deadline_s=60, cache_dir=tmp_path)
+    assert first.beside(0) is first
+    more = first.beside(2**30)
+    assert (more.outcome, more.compiled.peak_bytes, more.held_bytes) == (Outcome.FITS, 4 * 2**30, 2**30)
+    much = first.beside(12 * 2**30 + 1)
+    assert much.outcome is Outcome.DOES_NOT_FIT and not much.compiled.fits
+    lines = list(report.verdict_lines(much, slices.parse("v5e-16")))
+    assert "does not fit: it needs 15.00 GiB" in lines[0] and "12.00 GiB of that are held beside the step" in lines[1]
+    assert any("1.00 GiB of that are held" in line for line in report.verdict_lines(more, slices.parse("v5e-16")))
+    again = verdict(NEVER, KEY, deadline_s=60, cache_dir=tmp_path)
+    assert again.cached and again.held_bytes == 0 and again.compiled.peak_bytes == 3 * 2**30
+    failed = dataclasses.replace(first, compiled=None)
+    assert failed.beside(1) is failed
 
 
 @pytest.mark.parametrize(("report", "outcome"), [(FITS, Outcome.FITS), (TOO_BIG, Outcome.DOES_NOT_FIT)])

@@ -91,6 +91,7 @@ def train(monkeypatch):
 
         def stepping(run, number, state, batch):
             seen.batches[number] = jax.device_get(batch)
+            seen.run = run
             state, metrics = step(run, number, state, batch)
             seen.state = jax.device_get(state)
             return state, metrics
@@ -240,8 +241,20 @@ def test_a_mesh_and_one_device_train_alike(make_trainer, train, axes):
 @pytest.mark.heavy
 def test_adapters_are_rewarded_and_their_base_is_the_reference(make_trainer, train):
     model = dataclasses.replace(make_trainer().model, lora=Lora(rank=4, targets=("all-linear",)))
-    seen = train(make_trainer({"kl": 0.1}, model=model, steps=3))
+    seen = train(trainer := make_trainer({"kl": 0.1}, model=model, steps=3))
     assert seen.metrics[1]["kl"] < 1e-6 < seen.metrics[3]["kl"]
+    # What is held beside the state is what the planner is told.
+    supply, size = seen.run.supply, lambda arrays: sum(x.nbytes for x in jax.tree.leaves(arrays))  # noqa: E731
+    held = {one.name: one for one in trainer.loss.held(seen.run.model, trainer.dataset)}
+    assert held["reference"].bytes == size(supply._reference) < held["engine's parameters"].bytes
+    assert held["engine's parameters"].bytes == size(supply._engine._params)
+    assert held["engine's keys and values"].bytes == size(supply._engine._state) + 2**20  # and prefix_cache_mib
+    devices = [
+        {len(leaf.devices()) for leaf in jax.tree.leaves(x)} for x in (supply._engine._params, supply._reference)
+    ]
+    assert devices == [{1}, {2}] and held["engine's parameters"].alone
+    without = dataclasses.replace(trainer.loss, kl=0.0)
+    assert "reference" not in [one.name for one in without.held(seen.run.model, trainer.dataset)]
 
 
 # Mistakes.

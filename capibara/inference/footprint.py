@@ -1,0 +1,27 @@
+"""What an engine holds on the devices, in bytes, before there is one."""
+
+from __future__ import annotations
+
+import jax
+
+from capibara import tree
+from capibara.inference import programs
+from capibara.inference.batching import CacheDtype, EngineConfig
+from capibara.inference.pages import sizes_of
+from capibara.models.api import Model
+
+
+def parameters_bytes(model: Model) -> int:
+    """Of its own copy of the parameters, as it reads them; adapters are merged into them."""
+    return tree.byte_count(
+        jax.eval_shape(lambda params: model.plain.serving(model.merge(params)), model.abstract_params)
+    )
+
+
+def state_bytes(model: Model, config: EngineConfig, length: int, encoder_length: int | None = None) -> int:
+    """Of the rows of all slots, and of what is kept of earlier prompts when that is full; arguments as of `Engine`."""
+    dtype = None if config.cache_dtype is CacheDtype.COMPUTE else str(config.cache_dtype)
+    pool = sizes_of(model, config, length, encoder_length)
+    sizes = programs.Sizes(config.slots, length, encoder_length, dtype, config.draft_tokens, pool)
+    state = jax.eval_shape(programs.build(model, model.config.vocab_size, sizes).start)
+    return tree.byte_count(state) + (config.prefix_cache_mib * 2**20 if encoder_length is None else 0)
