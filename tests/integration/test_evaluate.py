@@ -131,3 +131,9 @@ def test_mistakes_are_one_line(here, trained):
     )
     missing = here("evaluate", RUN, "--gin_file=tasks.gin", "--gin.qa/EvalTask.target='answer'")
     assert "qa.jsonl:1 has no 'answer'" in mistake(missing)
+
+
+@pytest.mark.parametrize("count", ["0", "-1", "65"])
+def test_devices_that_cannot_be_are_refused_before_a_model_is_looked_at(here, count):
+    done = here("evaluate", "--model_dir=none", f"--emulate={count}")
+    assert (done.code, done.err) == (2, f"error: --emulate is {count}, must be from 1 to 64\n")
