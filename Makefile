@@ -2,6 +2,7 @@
 # make test         the same set-up, then the tests
 # make test-heavy   the tests that make test leaves out for their time
 # make test-transformers TORCH_PYTHON=PATH   every family against transformers, which is in the environment of that python
+# make test-quantized QUANT_PYTHON=PATH      folders in 4 bits against gptqmodel, transformers and ONNX Runtime GenAI
 # make test-faults  the faults that a run must survive, injected, and a table of what became of them
 # make finetune     an open model in, adapters trained on conversations, answers before and after, a GGUF file out
 # make format       the layout of the code, by ruff; tests/test_style.py runs its checks
@@ -24,7 +25,7 @@ PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses=4 --dist=loadfile -q
 # Named after the version, so that a newer python3 makes a new environment instead of using half of the old one.
 STAMP := $(VENV)/.installed-$(VERSION)
 
-.PHONY: quickstart test test-heavy test-transformers test-faults finetune format bench wheel lock setup
+.PHONY: quickstart test test-heavy test-transformers test-quantized test-faults finetune format bench wheel lock setup
 
 quickstart: $(STAMP)
 	$(BIN)/python -m capibara.train --gin_file=quickstart.gin --emulate=8 \
@@ -38,6 +39,9 @@ test-heavy: $(STAMP)
 
 test-transformers: $(STAMP)
 	TORCH_PYTHON=$(TORCH_PYTHON) $(BIN)/python -m pytest -q -s tests/interop/test_transformers.py $(ARGS)
+
+test-quantized: $(STAMP)
+	QUANT_PYTHON=$(QUANT_PYTHON) $(BIN)/python -m pytest -q -s tests/interop/test_quantized_folders.py $(ARGS)
 
 test-faults: $(STAMP)
 	$(PYTEST) tests/faults $(ARGS)
