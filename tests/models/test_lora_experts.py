@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import pathlib
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -10,12 +12,15 @@ import pytest
 from flax import nnx
 
 from capibara import sharding, tree
-from capibara.models import api, grouped_matmul, lora, lora_experts
+from capibara.models import api, dispatch, grouped_matmul, lora, lora_experts
 from capibara.models.api import DecoderConfig, Lora
 from capibara.models.moe import Moe, MoeMLP
 from capibara.models.stored import BaseDtype, Blocks, quantize
 from capibara.sharding import Plan
 from capibara.types import UserError
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
+from test_moe import ragged_all_to_all  # noqa: E402
 
 CONFIG = DecoderConfig(vocab_size=64, embed_dim=32, num_layers=2, num_heads=2, mlp_dim=32, dtype="float32")
 LORA = Lora(rank=4, alpha=8.0, targets=("all-linear",))
@@ -145,6 +150,20 @@ def with_others(pairs, meshes=()):
 def test_every_mesh_gives_the_same_loss_and_gradients(mixture, of, sizes):
     step = 3 if of == "qlora" else None  # which drops inputs
     assert_close(on_mesh(mixture, of, sizes, step), on_one_device(mixture, of, step))
+
+
+@pytest.mark.heavy
+def test_rows_that_travel_by_ragged_all_to_all_take_their_tokens_numbers_along(monkeypatch):
+    """The path of TPUs, with test_moe's stand-in for the collective that XLA's CPU back end does not have."""
+    want = on_one_device("dropless", "qlora", 3)
+    monkeypatch.setattr(dispatch.jax.lax, "ragged_all_to_all", ragged_all_to_all)
+    monkeypatch.setattr(dispatch.sharding, "platform", lambda: "tpu")
+    for name in ("_product", "_frozen_product"):
+        product = getattr(grouped_matmul, name)
+        monkeypatch.setattr(grouped_matmul, name, lambda *args, of=product: of(*args[:-1], "cpu"))
+    got = on_mesh("dropless", "qlora", (("expert", 4), ("tensor", 2)), 3)
+    monkeypatch.undo()
+    assert_close(got, want)
 
 
 @pytest.mark.parametrize(
