@@ -134,6 +134,9 @@ MEMORY = {
     "1b-qlora": Point("capibara_1b", "v5e-4", {"fsdp": 4}, 4, bindings=_QLORA, calibrate=True),
     "8b-lora": Point("capibara_8b", "v5e-8", {"fsdp": 8}, 2, length=4096, bindings=_LORA, calibrate=True),
     "8b-qlora": Point("capibara_8b", "v5e-8", {"fsdp": 8}, 2, length=4096, bindings=_QLORA, calibrate=True),
+    "mixtral-lora": Point("mixtral_8x7b", "v6e-16", {"fsdp": 16}, 1, length=4096, bindings=_LORA, calibrate=True),
+    "mixtral-qlora": Point("mixtral_8x7b", "v6e-8", {"fsdp": 8}, 1, length=4096, bindings=_QLORA),
+    "qwen3-30b-qlora": Point("qwen3_30b_a3b", "v6e-8", {"fsdp": 2, "expert": 4}, 2, bindings=(*_QLORA, *_CAPACITY)),
 }
 
 

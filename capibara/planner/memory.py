@@ -51,6 +51,7 @@ class _Order:
 
 
 _USUAL, _LEAN = _Order(4.0, 5.0, 1.5), _Order(2.3, 3.3, 1.0)
+_ADAPTED_HIDDEN = 2.0  # [rows, F] more for each weight of experts with an adapter: what either made, and its gradient
 _EXCHANGED_EXPERTS = (3.0, 4.0)  # experts' inputs and outputs, and hidden units, of an expert axis
 _SUBLANES = 8  # rows that are exchanged, where there are more, are padded to multiples of these
 
@@ -274,6 +275,7 @@ def _stack_layer_bytes(work: Workload, stack: Stack, choice: Choice, order: _Ord
             padded = -(-choice.rows // _SUBLANES) * _SUBLANES / choice.rows if choice.rows > _SUBLANES else 1.0
             exchanged, most = _EXCHANGED_EXPERTS
             hidden, moe = hidden * padded, exchanged / 2 * moe * padded
+        most += _ADAPTED_HIDDEN * stack.adapted_experts
     again = most * share * hidden - sum(named.get(name, 0.0) for name in kept if name.endswith(("up", "gate")))
     gathered = order.gathered * residual * choice.mesh["tensor"] if choice.mesh["tensor"] > 1 else 0.0
     keys = (named["key"] + named["value"]) * choice.mesh["context"] if choice.mesh["context"] > 1 else 0.0

@@ -93,6 +93,7 @@ class Stack:
       attentions: of one layer, in the mean over the layers where they differ.
       weights: matmul weights of all layers in elements; those of experts are in `expert_weights`.
       expert_weights: the same of experts.
+      adapted_experts: weights of a layer's experts that have adapters.
     """
 
     name: str
@@ -101,6 +102,7 @@ class Stack:
     attentions: tuple[Attention, ...]
     weights: Sharded
     expert_weights: Sharded
+    adapted_experts: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -307,7 +309,8 @@ def _stacks(sizes: Any, leaves: list[Leaf], rules: Rules, length: int, encoder_l
         own = [leaf for leaf in leaves if leaf.name.startswith(prefix)]
         experts = [leaf for leaf in own if "experts" in leaf.axes]
         others = [leaf for leaf in own if "experts" not in leaf.axes]
-        return Stack(name, layers, places, attentions, _sharded(others, rules), _sharded(experts, rules))
+        adapted = sum(leaf.name.endswith("_lora/a") for leaf in experts)
+        return Stack(name, layers, places, attentions, _sharded(others, rules), _sharded(experts, rules), adapted)
 
     match sizes.objective:
         case "encoder_decoder":
