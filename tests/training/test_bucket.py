@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 import time
@@ -98,3 +99,38 @@ def test_a_run_lives_in_a_bucket(bucket, corpus, tmp_path):
     assert done.returncode == 0 and done.stdout.split()[0] == "4", done.stdout + done.stderr
     done = run(bucket, "-m", "capibara", "infer", "--model_dir=gs://bucket/tiny", "--prompt=def ")
     assert done.returncode == 0 and done.stdout.startswith("def "), done.stdout + done.stderr
+
+
+TOKENIZER = """
+import shutil, sys
+from capibara.data.chat import ChatJsonlSource
+from capibara.data.chat_formats import Conversation
+from capibara.data.chat_template import ChatTemplate
+from capibara.data.dataset import Dataset
+from capibara.data.vocabulary import TokenizerJsonVocabulary
+from capibara.models.api import DecoderConfig
+from capibara.optim import Optimizer
+from capibara.sharding import Plan
+from capibara.training import own_tokenizer
+from capibara.training.trainer import Trainer
+
+path, run = sys.argv[1], "gs://bucket/chats"
+source = ChatJsonlSource(files=("a.jsonl",), template=ChatTemplate(tokenizer=path))
+dataset = Dataset(source=source, vocabulary=TokenizerJsonVocabulary(path=path), length=64)
+prints = dataset.vocabulary.fingerprint(), source.template.fingerprint()
+assert own_tokenizer.keep(dataset, run) == [] == own_tokenizer.keep(dataset, run)
+with open(f"{path}/chat_template.jinja", "a") as file:
+    file.write("more")
+[line] = own_tokenizer.keep(Dataset(source=source, vocabulary=dataset.vocabulary, length=64), run)
+assert "(chat_template.jinja)" in line, line
+shutil.rmtree(path)
+small = DecoderConfig(vocab_size=384, embed_dim=32, num_layers=1, num_heads=2, mlp_dim=64)
+trainer = Trainer(model_dir=run, steps=1, model=small, plan=Plan(batch_size=8), optimizer=Optimizer(), dataset=dataset)
+own = own_tokenizer.of_run(trainer).dataset
+assert (own.vocabulary.fingerprint(), own.source.template.fingerprint()) == prints
+"""
+
+
+def test_a_tokenizer_is_carried_in_a_bucket_too(bucket, toy_tokenizer, tmp_path):
+    done = run(bucket, "-c", TOKENIZER, shutil.copytree(toy_tokenizer, tmp_path / "tokenizer"))
+    assert done.returncode == 0, done.stderr[-3000:]
