@@ -238,6 +238,7 @@ class Engine:
 
     def step(self) -> bool:
         """Gives free slots to waiting requests and every slot a token; False where there was nothing to do."""
+        had = bool(self._pending)
         self._take_updated()
         self._drop_cancelled()
         admitted = self._admit_waiting()
@@ -252,7 +253,6 @@ class Engine:
             active = self._with_pages(active)
         if active:
             self._decode(active)
-        had = bool(self._pending)
         self._receive(1 if active else 0)
         return bool(admitted or active or had)
 
@@ -317,7 +317,7 @@ class Engine:
                 continue
             with self._changed:
                 request = self._waiting[0] if self._waiting else None
-                if request is None or (self._pages and not self._pages.grow(slot, len(request.tokens))):
+                if request is None or (self._pages and not self._pages.begin(slot, len(request.tokens))):
                     break
                 self._waiting.popleft()
             self._requests[slot], request.slot, request.generation = request, slot, self._generation

@@ -43,10 +43,15 @@ class Pages:
         """Whether all pages would do for so many rows of so many tokens."""
         return rows * self.sizes.of_slot(tokens) <= self.sizes.pages
 
-    def grow(self, slot: int, tokens: int) -> bool:
-        """Gives the slot the pages that so many tokens need; False, and none of them, where too few are free."""
+    def begin(self, slot: int, tokens: int) -> bool:
+        """As `grow`, of a slot that has none yet; some are left to those that run, or one of these is soon put back."""
+        running = sum(taken > 0 for taken in self._taken)
+        return self.grow(slot, tokens, spare=-(-running // 4))
+
+    def grow(self, slot: int, tokens: int, spare: int = 0) -> bool:
+        """Gives the slot the pages that so many tokens need; False, and none, where fewer and `spare` more are free."""
         taken, needed = self._taken[slot], self.sizes.of_slot(tokens)
-        if needed - taken > len(self._free):
+        if needed > taken and needed - taken + spare > len(self._free):
             return False
         if needed > taken:
             self.table = self.table.copy()

@@ -92,6 +92,17 @@ def test_an_end_among_the_guesses_ends_the_text(copies):
     assert again.tokens == fresh.submit(prompt, GREEDY).result().tokens
 
 
+def test_those_who_wait_go_on_after_an_end_that_nobody_foresaw(copies):
+    prompt, asked = REQUESTS[2]
+    [whole], _ = texts(copies, 5, REQUESTS[2:3])
+    end = next(token for place, token in enumerate(whole.tokens) if place > 3 and token not in whole.tokens[:place])
+    one = Engine(api.build(CONFIG), copies, VOCABULARY, 64, EngineConfig(slots=1, draft_tokens=5))
+    streams = [one.submit(prompt, asked, ends=[end]) for _ in range(3)]
+    one.run()
+    assert one.load == (0, 0)
+    assert all(stream.result().tokens == whole.tokens[: whole.tokens.index(end)] for stream in streams)
+
+
 def test_guesses_go_on_as_the_text_did():
     tokens = [1, 2, 3, 4, 5, 1, 2]
     drafter = Drafter(tokens)

@@ -150,6 +150,17 @@ def test_a_stop_string_and_a_cancelled_request_give_their_pages_back():
     assert one.pages[1] == 0
 
 
+def test_those_who_wait_go_on_where_all_end_for_want_of_a_page():
+    asked, prompt = dataclasses.replace(GREEDY, max_new_tokens=11), [5] * 6
+    tokens = engine().submit(prompt, asked).result().tokens
+    assert tokens[2] not in tokens[:2]
+    one = engine(slots=2, page_size=8, pages=2)
+    streams = [one.submit(prompt, asked, ends=tokens[2:3]) for _ in range(5)]
+    one.run()
+    assert one.load == (0, 0) and one.pages == (2, 0) and one.statistics.put_back == 0
+    assert all(stream.result().tokens == tokens[:2] for stream in streams)
+
+
 def test_a_failed_engine_has_no_page():
     one = engine(**SMALL)
     stream = one.submit("def f", GREEDY)
@@ -203,6 +214,14 @@ def test_no_page_belongs_to_two(seed):
     for slot in range(4):
         pages.release(slot)
     assert pages.busy == 0 and not pages.table.any()
+
+
+def test_who_begins_leaves_some_to_those_that_run():
+    pages = Pages(3, 40, paged.Sizes(5, 8))
+    assert pages.begin(0, 40) and not pages.begin(1, 1)  # alone it may have all
+    pages.release(0)
+    assert pages.begin(0, 24) and not pages.begin(1, 16) and pages.begin(1, 8)
+    assert not pages.begin(2, 1) and pages.grow(0, 32)
 
 
 def test_the_largest_request_that_fits_is_taken_and_no_larger_one():
