@@ -91,7 +91,7 @@ def test_streams_are_read_from_many_threads():
 def test_who_waits_when_its_thread_fails_is_told(monkeypatch):
     """Those whose slot is free already included: the token that is lost is their last."""
     one, ended = engine(slots=2), queue.SimpleQueue()
-    streams = [one.submit(*REQUESTS[0]), one.submit(REQUESTS[1][0], Sampling(max_new_tokens=1))]
+    streams = [one.submit(REQUESTS[1][0], Sampling(max_new_tokens=1)), one.submit(*REQUESTS[0])]
     streams += [one.submit(*REQUESTS[number]) for number in (2, 3)]  # these have none yet
     for stream in streams:
         stream.forward(lambda item, stream=stream: None if isinstance(item, Piece) else ended.put((stream, item)))
@@ -102,6 +102,7 @@ def test_who_waits_when_its_thread_fails_is_told(monkeypatch):
     assert all(isinstance(error, ZeroDivisionError) for _, error in found) and one.failed
     with pytest.raises(RuntimeError, match="closed"):
         one.submit("a")
+    one.close()  # its thread says why it ended: in here
 
 
 def test_log_probabilities_are_those_of_the_model():
