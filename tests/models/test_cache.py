@@ -282,3 +282,28 @@ def test_8_bits_take_half_the_memory():
 
     assert needs(jnp.int8) / needs(None) == (64 + 4) / 128
     assert needs(jnp.int8) / needs(jnp.float32) == (64 + 4) / 256
+
+
+@pytest.mark.parametrize("vocab_size", [64, 63])
+@pytest.mark.parametrize("rows", [1, 3, 4, 7, 8, 9])
+def test_logits_of_single_tokens_are_the_product_for_every_number_of_rows(rows, vocab_size):
+    model = api.build(dataclasses.replace(TINY, vocab_size=vocab_size, head="separate", logit_soft_cap=3.0))
+    params = model.init(jax.random.key(0))
+    hidden = jax.random.normal(jax.random.key(1), (rows, 1, TINY.embed_dim))
+    hidden = hidden.at[-1].set(0.0)
+    got = jax.jit(model.logits_of)(params, hidden)
+    exact = np.asarray(hidden, np.float64) @ np.asarray(params["output"], np.float64).T
+    assert got.shape == (rows, 1, vocab_size) and got.dtype == jnp.float32
+    np.testing.assert_allclose(got, 3 * np.tanh(exact / 3), rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(got[-1], 0.0)
+
+
+def test_a_row_that_is_no_number_leaves_the_logits_of_others():
+    model = api.build(TINY)
+    params = model.init(jax.random.key(0))
+    hidden = jax.random.normal(jax.random.key(1), (8, 1, TINY.embed_dim))
+    want = model.logits_of(params, hidden)
+    got = model.logits_of(params, hidden.at[2].set(jnp.nan))
+    others = np.arange(8) != 2
+    np.testing.assert_array_equal(got[others], want[others])
+    assert np.isnan(got[2]).all()
