@@ -130,9 +130,9 @@ def speed(mib: int, rounds: int, folder: str) -> dict:
     """Medians of seconds by contender."""
     import jax
 
-    from capibara import devices
+    from capibara import allocator
 
-    devices.keep_freed_memory()  # as train does on CPUs; for all contenders
+    allocator.keep_freed_memory()  # as train does on CPUs; for all contenders
 
     rows = mib * 2**20 // 4 // 1024 // ARRAYS
     arrays = {f"layer_{i}": jax.random.normal(jax.random.key(i), (rows, 1024)) for i in range(ARRAYS)}
@@ -277,11 +277,11 @@ def training(rounds: int, folder: str) -> dict:
 
     import jax
 
-    from capibara import config, devices
+    from capibara import allocator, config
     from capibara.training.run import set_up
     from capibara.training.trainer import Trainer
 
-    devices.keep_freed_memory()  # as train does on CPUs
+    allocator.keep_freed_memory()  # as train does on CPUs
     logging.disable(logging.WARNING)
     model_dir = tempfile.mkdtemp(prefix="capibara-training-", dir=folder)
     bindings = [f"MODEL_DIR={model_dir}", "Plan.fsdp=1", "Plan.tensor=1", "Evaluation.every=0", "Checkpointing.keep=1"]

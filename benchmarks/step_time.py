@@ -16,7 +16,7 @@ each, then the next.
 The peers run in virtual environments of their own: torch and transformers in one, maxtext[tpu]==0.2.5 (Python 3.12) in
 the other; the peers whose python is not given are left out. MaxText runs as it comes, and with the settings that were
 the fastest of those tried (MAXTEXT). "kept memory" is a peer with the C allocator set as we set ours
-(devices.keep_freed_memory): no peer does that by itself, so these lines have a ratio of their own.
+(allocator.keep_freed_memory): no peer does that by itself, so these lines have a ratio of their own.
 
 A ratio is the best peer's time over ours. On a machine that does other work too, CPU seconds say more than wall
 seconds. The sgemm rate is the best that any of the frameworks reached in the run, the share is the model's FLOPs

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import glob
 import importlib.metadata
-import importlib.util
 import os
-import sys
 
 import jax
 
+from capibara import allocator
 from capibara.types import UserError
+
+
+def start(device_count: int | None = None) -> None:
+    """What a verb that computes does before JAX is first used: on `device_count` emulated devices, or on what there is."""
+    skip_absent_tpu()
+    use_compilation_cache()
+    if device_count is not None:
+        emulate(device_count)
+    elif jax.config.jax_platforms == "cpu":
+        allocator.keep_freed_memory()
 
 
 def emulate(device_count: int) -> None:
@@ -20,7 +28,7 @@ def emulate(device_count: int) -> None:
     if not 1 <= device_count <= 64:
         raise UserError(f"--emulate is {device_count}, must be from 1 to 64")
     os.environ["JAX_PLATFORMS"] = "cpu"
-    keep_freed_memory()
+    allocator.keep_freed_memory()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", device_count)
     os.environ["XLA_FLAGS"] = with_emulation_flags(os.environ.get("XLA_FLAGS", ""))
@@ -42,21 +50,6 @@ def with_emulation_flags(flags: str) -> str:
     return " ".join([*flags.split(), *missing])
 
 
-def keep_freed_memory() -> None:
-    """Makes glibc's malloc keep what is freed, so that a step on a CPU reuses the pages of the step before.
-
-    By default every large buffer is mapped anew and its pages fault in again, 15% of a small model's step
-    (benchmarks/step_time.py). Call it before JAX is first used; elsewhere than on glibc it does nothing.
-    """
-    if not sys.platform.startswith("linux"):
-        return
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mmap_max, trim_threshold, arena_max = -4, -1, -8  # the names in glibc's malloc.h, in capitals with M_
-        for option, value in ((mmap_max, 0), (trim_threshold, 2**31 - 1), (arena_max, 1)):
-            mallopt(option, value)
-
-
 def has_tpu() -> bool:
     """Whether this machine has TPU chips: PCI devices of Google's vendor number."""
     for path in glob.glob("/sys/bus/pci/devices/*/vendor"):
@@ -72,9 +65,8 @@ def skip_absent_tpu() -> None:
     With libtpu installed (to compile for slices elsewhere) JAX would load it and ask a metadata server, with seconds of
     delay and its errors on the terminal. Whoever names JAX_PLATFORMS gets what they name.
     """
-    libtpu = importlib.util.find_spec("libtpu") is not None
     others = importlib.metadata.entry_points(group="jax_plugins")
-    if libtpu and not others and not os.environ.get("JAX_PLATFORMS") and not has_tpu():
+    if not others and not os.environ.get("JAX_PLATFORMS") and not has_tpu():
         jax.config.update("jax_platforms", "cpu")
 
 

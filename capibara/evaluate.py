@@ -63,10 +63,7 @@ def run(args) -> None:
 
     written = [path for path in (args.out, args.predictions) if path]
     outputs.check_writable(*written, inputs=args.gin_file)
-    devices.skip_absent_tpu()
-    devices.use_compilation_cache()
-    if args.emulate is not None:
-        devices.emulate(args.emulate)
+    devices.start(args.emulate)
     devices.start_distributed(emulated=args.emulate is not None)
     given = (args.model_dir or args.model, args.gin_file, args.gin_bindings, args.gin_search_paths)
     with StatusLine() as line:

@@ -57,8 +57,7 @@ def run(args) -> None:
     from capibara.inference.engine import Engine, EngineConfig
     from capibara.inference.sample import Generator, Sampling, check_generates
 
-    devices.skip_absent_tpu()
-    devices.use_compilation_cache()
+    devices.start()
     path = args.model_dir or args.model
     opened = loading.load(path, args.gin_file, args.gin_bindings, args.gin_search_paths)
     (trainer, model, params), about = opened.run, opened.about

@@ -58,8 +58,7 @@ def serve(args) -> int:
     address, port = listening.getsockname()[:2]
     if not keys and not ipaddress.ip_address(address).is_loopback:
         raise UserError(f"--host={args.host} lets other machines in: set {_KEY} or --api_key_file, or leave --host out")
-    devices.skip_absent_tpu()
-    devices.use_compilation_cache()
+    devices.start()
     url = f"http://{f'[{address}]' if ':' in address else address}:{port}/v1"
     tell = lambda served: print(f"{served.name} is at {url}", flush=True)  # noqa: E731
     return server.run(listening, keys, lambda: _load(args), tell)

@@ -48,12 +48,7 @@ def train(gin_files: Sequence[str], bindings: Sequence[str], search_paths: Seque
 
     config.parse(gin_files, bindings, search_paths)
     trainer = own_tokenizer.of_run(config.build(Trainer))
-    devices.skip_absent_tpu()
-    devices.use_compilation_cache()
-    if emulate is not None:
-        devices.emulate(emulate)
-    elif jax.config.jax_platforms == "cpu":
-        devices.keep_freed_memory()
+    devices.start(emulate)
     devices.start_distributed(emulated=emulate is not None, heartbeat_s=trainer.heartbeat_s)
     more, title = automatic.bindings(trainer) if emulate is None else emulation.bindings(trainer, jax.device_count())
     if more:

@@ -20,7 +20,7 @@ sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."
 import jax
 import numpy as np
 
-from capibara import devices
+from capibara import allocator
 from capibara.data.vocabulary import Vocabulary
 from capibara.inference.engine import Engine, EngineConfig
 from capibara.inference.sampling import Sampling
@@ -116,7 +116,7 @@ def main() -> None:
     parser.add_argument("--shape", required=True, help="JSON")
     parser.add_argument("--weights", required=True, help="file to write the weights to")
     args = parser.parse_args()
-    devices.keep_freed_memory()
+    allocator.keep_freed_memory()
     runner = Runner(json.loads(args.shape), args.weights)
     print(json.dumps({"ready": {"version": f"jax {jax.__version__}"}}), flush=True)
     for line in sys.stdin:

@@ -21,7 +21,7 @@ sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."
 import jax
 import numpy as np
 
-from capibara import devices, sharding
+from capibara import allocator, sharding
 from capibara.models import api
 from capibara.models.api import DecoderConfig, EncoderDecoderConfig
 from capibara.models.moe import Moe
@@ -129,7 +129,7 @@ def main() -> None:
     parser.add_argument("--default_memory", action="store_true", help="leave glibc's malloc as it is")
     args = parser.parse_args()
     if not args.default_memory:
-        devices.keep_freed_memory()
+        allocator.keep_freed_memory()
     spec = json.loads(args.spec)
     model = api.build(CONFIGS[spec["shape"]["model"]](spec["shape"], args.layer_loop))
     step = make_step(model, spec)

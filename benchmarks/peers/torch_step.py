@@ -7,7 +7,7 @@ line, then answers each line of standard input, {"op": "step", "count": N} or {"
 from __future__ import annotations
 
 import argparse
-import ctypes
+import os
 import json
 import sys
 import time
@@ -90,8 +90,10 @@ def main() -> None:
     parser.add_argument("--keep_freed_memory", action="store_true", help="glibc's malloc set as capibara sets it")
     args = parser.parse_args()
     if args.keep_freed_memory:
-        for option, value in ((-4, 0), (-1, 2**31 - 1), (-8, 1)):  # M_MMAP_MAX, M_TRIM_THRESHOLD, M_ARENA_MAX
-            ctypes.CDLL(None).mallopt(option, value)
+        sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", ".."))
+        from capibara import allocator  # the standard library is all that it imports
+
+        allocator.keep_freed_memory()
     spec = json.loads(args.spec)
     torch.set_num_threads(args.threads)
     torch.manual_seed(spec["seed"])
