@@ -117,10 +117,10 @@ def row(kept: Cache, slot: jax.Array, places: int, table: jax.Array | None) -> C
     def of_layer(layer: LayerCache) -> LayerCache:
         if not is_paged(layer):
             return jax.tree.map(of_slot, layer)
-        pages = jax.lax.dynamic_slice_in_dim(table, slot, 1)
-        return {
-            name: _gathered(layer[f"{name}_pages"], pages)[:, :, :places] for name in _NAMES if f"{name}_pages" in layer
-        }
+        needed = -(-places // layer["key_pages"].shape[2])
+        pages = jax.lax.dynamic_slice(table, (slot, 0), (1, needed))
+        pools = {name: layer[f"{name}_pages"] for name in _NAMES if f"{name}_pages" in layer}
+        return {name: _gathered(pool, pages)[:, :, :places] for name, pool in pools.items()}
 
     rest = {name: of_slot(x) for name, x in kept.items() if name != "layers"}
     return rest | {"layers": tuple(map(of_layer, kept["layers"]))}

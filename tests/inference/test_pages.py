@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from capibara import sharding
+from capibara import sharding, tree
 from capibara.data.vocabulary import ByteVocabulary
+from capibara.inference import footprint
 from capibara.inference.engine import Engine, EngineConfig
 from capibara.inference.pages import Pages
 from capibara.inference.sampling import Sampling
@@ -250,6 +251,17 @@ def test_the_largest_request_that_fits_is_taken_and_no_larger_one():
 def test_settings_that_do_not_go_together(settings, says):
     with pytest.raises(UserError, match=says):
         EngineConfig(**settings)
+
+
+def test_memory_is_that_of_the_pool():
+    model, _ = made()
+    per_token = 2 * 2 * 8 * 4 * CONFIG.num_layers  # keys and values of two heads of 8, float32
+    needs = {}
+    for pages in (10, 20):
+        one = engine(page_size=8, pages=pages)
+        needs[pages] = footprint.state_bytes(model, one._config, LENGTH)
+        assert needs[pages] == tree.byte_count(one._state)
+    assert needs[20] - needs[10] == 10 * 8 * per_token
 
 
 def test_models_that_have_nothing_to_share():
