@@ -16,7 +16,7 @@ from capibara.models.cache import Cache, put_rows
 from capibara.models.decoder import Decoder, DecoderConfig
 from capibara.models.encdec import EncoderDecoder, EncoderDecoderConfig
 from capibara.models.encoder import Encoder, EncoderConfig
-from capibara.models.layers import OutputFirst
+from capibara.models.layers import OutputFirst, pays_in_pairs, product_in_pairs
 from capibara.models.lora import Lora
 from capibara.models.moe import Moe
 from capibara.models.quantized import Quantization
@@ -116,9 +116,9 @@ class Model:
     def logits_of(self, params: Params, hidden: jax.Array) -> jax.Array:
         """Logits [B, T, V] in float32 of final hidden states [B, T, D]."""
         head = self.head(params).astype(hidden.dtype)
-        if _pays_in_pairs(head, hidden):
-            return self.capped(_logits_in_pairs(head, hidden))
         if hidden.shape[1] == 1 and sharding.platform() == "cpu":  # as OutputFirst
+            if not sharding.active() and pays_in_pairs(head, hidden[:, 0]):
+                return self.capped(product_in_pairs(head, hidden[:, 0])[:, None])
             logits = jnp.einsum("VD,BTD->VBT", head, hidden, preferred_element_type=jnp.float32)
             return self.capped(jnp.moveaxis(logits, 0, -1))
         logits = jnp.einsum("BTD,VD->BTV", hidden, head, preferred_element_type=jnp.float32)
@@ -337,25 +337,6 @@ def _output_first(axes: tuple[str, ...], x: jax.Array) -> jax.Array | OutputFirs
     if axes in (("embed", "heads", "head_dim"), ("embed", "kv_heads", "head_dim"), ("embed", "mlp")):
         return OutputFirst.of(x, 1)
     return OutputFirst.of(x, x.ndim - 1) if axes in (("heads", "head_dim", "embed"), ("mlp", "embed")) else x
-
-
-def _pays_in_pairs(head_VD: jax.Array, hidden_BTD: jax.Array) -> bool:
-    """Whether `_logits_in_pairs` is quicker: from 4 to 8 rows of one token, in float32 on one CPU device."""
-    one_device = sharding.platform() == "cpu" and not sharding.active()
-    sizes = 4 <= hidden_BTD.shape[0] <= 8 and hidden_BTD.shape[1] == 1 and head_VD.shape[0] % 2 == 0
-    return one_device and sizes and hidden_BTD.dtype == jnp.float32
-
-
-def _logits_in_pairs(head_VD: jax.Array, hidden_B1D: jax.Array) -> jax.Array:
-    """Logits [B, 1, V] with the head as the first operand (as OutputFirst), two of its rows as one.
-
-    XLA's CPU product has vectors of 16 columns: of 8 rows half of each lies idle. Two rows of the head that lie one after
-    the other, times the hidden states beside zeros, fill it, in half as many parts; the zeros change no sum.
-    """
-    V, D = head_VD.shape
-    columns = jnp.kron(jnp.eye(2, dtype=hidden_B1D.dtype), hidden_B1D[:, 0].T)
-    pairs = head_VD.reshape(V // 2, 2 * D) @ jax.lax.optimization_barrier(columns)
-    return jax.lax.optimization_barrier(pairs).reshape(V, -1).T[:, None]
 
 
 def _is_cast(axes: tuple[str, ...]) -> bool:

@@ -75,7 +75,9 @@ class OutputFirst:
         leading = x.shape[:-in_dims]
         x_NI = x.reshape(math.prod(leading), -1)
         weight_OI = self.matrix_OI.astype(x.dtype)
-        if 1 < len(x_NI) <= _FEW_TOKENS:  # without the barrier XLA would swap the operands
+        if len(weight_OI) > weight_OI.shape[1] and pays_in_pairs(weight_OI, x_NI):
+            y = product_in_pairs(weight_OI, x_NI)
+        elif 1 < len(x_NI) <= _FEW_TOKENS:  # without the barrier XLA would swap the operands
             y = jax.lax.optimization_barrier(weight_OI @ x_NI.T).T
         else:
             y = x_NI @ weight_OI.T
@@ -95,6 +97,24 @@ class OutputFirst:
 
 
 _FEW_TOKENS = 32
+_PAIRED_TOKENS = range(4, 9)
+
+
+def pays_in_pairs(weight_OI: jax.Array, x_NI: jax.Array) -> bool:
+    """Whether `product_in_pairs` is quicker on a CPU: of 4 to 8 tokens in float32, where outputs are many."""
+    return len(x_NI) in _PAIRED_TOKENS and len(weight_OI) % 2 == 0 and x_NI.dtype == weight_OI.dtype == jnp.float32
+
+
+def product_in_pairs(weight_OI: jax.Array, x_NI: jax.Array) -> jax.Array:
+    """x @ weight.T [N, O], with the weight as the first operand and two of its rows as one.
+
+    XLA's CPU product has vectors of 16 columns: of 8 tokens half of each lies idle. Two rows of the weight that lie one
+    after the other, times the tokens beside zeros, fill it, in half as many parts; the zeros change no sum.
+    """
+    (O, I), zeros_NI = weight_OI.shape, jnp.zeros_like(x_NI)
+    columns = jax.lax.optimization_barrier(jnp.block([[x_NI, zeros_NI], [zeros_NI, x_NI]]))
+    pairs = weight_OI.reshape(O // 2, 2 * I) @ columns.T
+    return jax.lax.optimization_barrier(pairs).reshape(O, -1).T
 
 
 def dense(

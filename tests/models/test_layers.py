@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from capibara.models.layers import Activation
+from capibara.models.layers import Activation, OutputFirst, dense
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -28,3 +28,15 @@ def test_of_a_gate_only_its_two_operands_are_kept():
     gate, up = jnp.ones((8, 16)), jnp.ones((8, 16))
     _, pull = jax.vjp(Activation.SWIGLU.gate, gate, up)
     assert [x.shape for x in jax.tree.leaves(pull) if x.ndim] == [(8, 16)] * 2
+
+
+@pytest.mark.parametrize("rows", [1, 3, 4, 5, 8, 9, 33])
+@pytest.mark.parametrize("outer", [(64,), (4, 24), (63,), (16,)])
+def test_a_weight_with_its_outputs_first_gives_the_product_of_every_number_of_rows(rows, outer):
+    rng = np.random.default_rng(0)
+    x, weight = rng.normal(size=(rows, 1, 4, 8)), rng.normal(size=(4, 8, *outer))
+    turned = OutputFirst.of(jnp.asarray(weight, jnp.float32), 2)
+    got = jax.jit(dense, static_argnums=2)(jnp.asarray(x, jnp.float32), turned, 2)
+    want = np.tensordot(x, weight, 2)
+    assert got.shape == (rows, 1, *outer) and got.dtype == jnp.float32
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
