@@ -252,7 +252,7 @@ class Attention(nnx.Module):
         q, k, v = self._heads(x_BTD, x_BTD, angles)
         in_pages = paged.is_paged(layer)
         written = (paged if in_pages else cache).write(layer, k, v, now)
-        if now.fresh:
+        if now.fresh and not cache.multiplied_as_kept(layer, q):
             segments = now.real.astype(jnp.int32)
             of_rows = {"q_segments_BT": segments, "kv_segments_BS": segments, "bias_NTS": bias_NTS}
             k, v = cache.as_kept(layer, k, v)

@@ -26,6 +26,7 @@ LayerCache = dict[str, jax.Array]
 
 _MASKED = -1e30  # finite, so that a row with nothing to see stays a number
 _KEYS = ("batch", "act_kv_heads", None, None)
+_AT_ONCE = 2048  # most tokens whose scores are all made at once, where another way is as good
 _ROWS_WRITTEN_APART = 32  # most rows that a CPU writes one by one: XLA makes a slow loop of its scatter there
 
 
@@ -99,6 +100,15 @@ def as_kept(layer: LayerCache, k_BTKH: jax.Array, v_BTKH: jax.Array) -> tuple[ja
     # XLA may drop a cast and its inverse: it computes in more precision than was asked for.
     bits = {"exponent_bits": jnp.finfo(dtype).nexp, "mantissa_bits": jnp.finfo(dtype).nmant}
     return jax.lax.reduce_precision(k_BTKH, **bits), jax.lax.reduce_precision(v_BTKH, **bits)
+
+
+def multiplied_as_kept(layer: LayerCache, q_BTNH: jax.Array) -> bool:
+    """Whether `attend` is for tokens of rows that have read nothing, too.
+
+    In 16 bits `as_kept` would round what `attend` does not: numbers in 8 bits with their scales. Of a longer piece than an
+    engine reads at once all scores would take too much memory.
+    """
+    return "key_scale" in layer and q_BTNH.dtype.itemsize < 4 and q_BTNH.shape[1] <= _AT_ONCE
 
 
 def as_stored(dtype: jnp.dtype, k_BTKH: jax.Array, v_BTKH: jax.Array) -> LayerCache:

@@ -208,7 +208,8 @@ def model_of(name):
     """Its model, parameters and encoder's entries."""
     if name == "t5":
         return *made(ENCODER_DECODER), encoder_entries()
-    return *made(dataclasses.replace(TINY, **VARIANTS[name])), {}
+    name, _, dtype = name.partition(" in ")
+    return *made(dataclasses.replace(TINY, **VARIANTS[name], dtype=dtype or TINY.dtype)), {}
 
 
 def cut(name, dtype, pieces):
@@ -227,8 +228,14 @@ def cut(name, dtype, pieces):
     return np.concatenate([logits[:, None], more], axis=1), cache
 
 
-@pytest.mark.parametrize("dtype", [jnp.int8, jnp.bfloat16], ids=["int8", "bfloat16"])
-@pytest.mark.parametrize("name", ["gemma2", "t5", pytest.param("gpt2", marks=pytest.mark.heavy)])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *((name, dtype) for name in ("gemma2", "t5") for dtype in (jnp.int8, jnp.bfloat16)),
+        ("qwen in bfloat16", jnp.int8),
+        *(pytest.param("gpt2", dtype, marks=pytest.mark.heavy) for dtype in (jnp.int8, jnp.bfloat16)),
+    ],
+)
 def test_nothing_depends_on_how_a_prompt_was_cut(name, dtype):
     want, kept = cut(name, dtype, [12])
     for pieces in ([5, 7], [1, 6, 1, 4]):
