@@ -81,7 +81,8 @@ SAVES_AT_SIGTERM = (
     "    os._exit(143)\n"
     "signal.signal(signal.SIGTERM, stop)\n"
     "(folder / 'pid').write_text(str(os.getpid()))\n"
-    "time.sleep(60)"
+    "for _ in range(1200):\n"  # one long sleep would begin anew after a signal that came just before it
+    "    time.sleep(0.05)"
 )
 
 
