@@ -319,8 +319,8 @@ class Engine:
                 request = self._waiting[0] if self._waiting else None
                 if request is None or (self._pages and not self._pages.begin(slot, len(request.tokens))):
                     break
-                self._waiting.popleft()
-            self._requests[slot], request.slot, request.generation = request, slot, self._generation
+                self._requests[slot] = self._waiting.popleft()
+            request.slot, request.generation = slot, self._generation
             one = settings_of([request.sampling])
             self._settings = Settings(*map(lambda old, new: with_row(old, slot, new), self._settings, one))
             self._reader.add(request)
@@ -378,10 +378,10 @@ class Engine:
     def _put_back(self, request: Request) -> None:
         """Takes the slot of a request of which all tokens are known, and lets it wait in front of the others."""
         self.statistics.put_back += 1
+        with self._changed:  # first: whoever closes, or fails, finds it here or in its slot
+            self._waiting.appendleft(request)
         self._free(request)
         self._remember(request)
-        with self._changed:
-            self._waiting.appendleft(request)
 
     def _decode(self, active: list[tuple[int, Request]]) -> None:
         guesses = {slot: self._guess(request) for slot, request in active} if self._config.draft_tokens else {}

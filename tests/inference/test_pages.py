@@ -18,6 +18,7 @@ from capibara.inference.pages import Pages
 from capibara.inference.sampling import Sampling
 from capibara.inference.service import Served, ServerConfig, Service
 from capibara.inference.serving_metrics import ServingMetrics
+from capibara.inference.stream import Piece
 from capibara.models import api, cache, paged
 from capibara.models.api import DecoderConfig, EncoderDecoderConfig
 from capibara.models.attention_kind import AttentionKind
@@ -177,6 +178,21 @@ def test_a_failed_engine_has_no_page():
     with pytest.raises(RuntimeError, match="no device"):
         stream.result()
     assert one.pages[1] == 0
+
+
+def test_who_is_put_back_is_told_where_that_fails():
+    one, ended = engine(slots=2, page_size=8, pages=5, prefix_cache_mib=16), []
+    for _ in range(2):
+        stream = one.submit([5] * 10, dataclasses.replace(GREEDY, max_new_tokens=30))
+        stream.forward(lambda item: None if isinstance(item, Piece) else ended.append(str(item)))
+
+    def fails(*_):
+        raise RuntimeError("no device")
+
+    one._programs = one._programs._replace(row=fails)  # the copy of what it has read
+    with pytest.raises(RuntimeError, match="no device"):
+        one._work()
+    assert one.statistics.put_back == 1 and ended == ["no device"] * 2
 
 
 def test_a_server_tells_of_pages():
