@@ -105,7 +105,7 @@ def write_peft(
     shapes = _plain_shapes(model)
     rows = tables.of(model_type, shapes, fused_experts=fused_experts)
     held = [row for row in rows if any(f"{path}_lora/a" in values for path in row.ours)]
-    if any(map(peft_experts.is_stacked, held)):
+    if fused_experts and any(map(peft_experts.parameter, held)):
         peft_experts.check_fused(lora)
     modules = [_module(row, values, shapes, lora) for row in held]
     if not fused_experts:
@@ -243,6 +243,7 @@ def _config(
     keys = {m.row.name: peft_experts.pattern_names(m.row, names[m.row.name]) for m in modules}
     rank, alpha = peft_experts.first(modules).rank, peft_experts.first(modules).alpha
     routed = any(peft_experts.is_routed(m.row) for m in modules)
+    turned = routed or any(peft_experts.is_router(m.row) for m in modules)  # into parameters, by transformers 5
     more = {"target_parameters": list(parameters.values())} if parameters else {}
     return more | {
         "peft_type": "LORA",
@@ -255,7 +256,7 @@ def _config(
         "alpha_pattern": {key: m.alpha for m in modules if m.alpha != alpha for key in keys[m.row.name]},
         "use_rslora": lora.rslora and (fused or lora.dora or not routed),
         "use_dora": lora.dora,
-        "lora_dropout": 0.0 if routed else lora.dropout,  # PEFT refuses another for parameters
+        "lora_dropout": 0.0 if turned else lora.dropout,  # PEFT refuses another for parameters
         # GPT-2's layers have their weights the other way round.
         "fan_in_fan_out": any(m.row.dims.split()[0] == _groups(m.row)[0] for m in modules),
         "bias": "none",

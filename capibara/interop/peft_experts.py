@@ -103,8 +103,8 @@ def check_fused(lora: Lora) -> None:
     """
     if lora.dora:
         raise UserError(
-            "Lora.dora is set, and PEFT has no DoRA of experts in one parameter: take --format=peft, which "
-            "PEFT reads with transformers 4, or write the merged model"
+            "Lora.dora is set, and PEFT has no DoRA of a parameter, as experts and routers are in transformers 5: take "
+            "--format=peft, which PEFT reads with transformers 4, or write the merged model"
         )
 
 

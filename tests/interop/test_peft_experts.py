@@ -119,12 +119,33 @@ def test_what_is_written_computes_the_same_in_both_layouts(fused, tmp_path):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), got, want)
 
 
+def test_a_router_alone_is_a_parameter_too(tmp_path):
+    """With transformers 5 PEFT refuses dropout and DoRA of it, as of experts."""
+    plain, base = base_of("mixtral")
+    for kind, lora in {
+        "dropped": Lora(rank=2, targets=("router", "query"), dropout=0.1),
+        "dora": Lora(rank=2, targets=("router", "query"), dora=True),
+    }.items():
+        model = api.build(dataclasses.replace(plain.config, lora=lora))
+        params = jax.jit(model.adapt)(base, jax.random.key(0))
+        for fused in (False, True):
+            target = tmp_path / f"{kind}_{fused}"
+            if fused and lora.dora:
+                with pytest.raises(UserError, match="PEFT has no DoRA of a parameter"):
+                    peft.write_peft(str(target), params, model, "mixtral", fused_experts=True)
+                continue
+            peft.write_peft(str(target), params, model, "mixtral", fused_experts=fused)
+            config = json.loads((target / peft.CONFIG).read_text())
+            assert config["lora_dropout"] == 0.0 and config["use_dora"] == lora.dora
+            assert config.get("target_parameters") == (["gate.weight"] if fused else None)
+
+
 def test_what_peft_does_not_have_is_refused(tmp_path):
     plain, base = base_of("mixtral")
     lora = Lora(rank=2, targets=("down",), dora=True)
     model = api.build(dataclasses.replace(plain.config, lora=lora))
     params = jax.jit(model.adapt)(base, jax.random.key(0))
-    with pytest.raises(UserError, match="PEFT has no DoRA of experts in one parameter: take --format=peft"):
+    with pytest.raises(UserError, match="PEFT has no DoRA of a parameter, .* take --format=peft"):
         peft.write_peft(str(tmp_path / "fused"), params, model, "mixtral", fused_experts=True)
     peft.write_peft(str(tmp_path / "single"), params, model, "mixtral")
     read, adapters = peft.read_peft(str(tmp_path / "single"), plain, "mixtral")
