@@ -148,9 +148,9 @@ def main() -> None:
     import jax
     from capibara_generate import build
 
-    from capibara import devices
+    from capibara import allocator
 
-    devices.keep_freed_memory()
+    allocator.keep_freed_memory()
     shape = generate.MODELS[args.model]
     model = build(shape)
     params = jax.jit(model.init)(jax.random.key(0))

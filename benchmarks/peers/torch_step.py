@@ -7,8 +7,8 @@ line, then answers each line of standard input, {"op": "step", "count": N} or {"
 from __future__ import annotations
 
 import argparse
-import os
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
