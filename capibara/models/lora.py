@@ -1,7 +1,8 @@
 """Low-rank adapters beside a frozen base (Hu et al. 2021, arXiv:2106.09685), and the merged model that they make.
 
 The adapter of the weight "layers/attention/query" is "layers/attention/query_lora": its factors `a` [in ..., r] and `b`
-[r, out ...] are parameters of their own, stacked along the layers as the weight is, and sharded as its dimensions are. Every expert has an adapter of its own, "layers/mlp/up_lora" [layers, experts, in, r].
+[r, out ...] are parameters of their own, stacked along the layers as the weight is, and sharded as its dimensions are.
+Every expert has an adapter of its own: `a` of "layers/mlp/up_lora" is [layers, experts, in, r].
 """
 
 from __future__ import annotations

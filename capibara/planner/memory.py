@@ -61,7 +61,8 @@ class Memory:
     """Bytes on one device.
 
     Attributes:
-      parameters, optimizer, average: the state, with batch and held: parameters as they are stored, the optimizer's moments, the average.
+      parameters, optimizer, average: the state, with batch and held: parameters as they are stored, the optimizer's
+        moments, the average.
       batch: the rows of a step.
       gradients: of all that is trained; with accumulation those of a micro-batch, and the new sum that they are added into.
       summed: with accumulation the sum over the micro-batches before, which is read until the new one is made.
