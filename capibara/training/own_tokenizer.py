@@ -134,9 +134,12 @@ def _read(path: epath.Path) -> bytes | None:
 def _paths(model_dir: str) -> dict[str, str]:
     path = os.path.join(model_dir, PATHS)
     try:
-        return dict(json.loads(outputs.read(path) or "{}"))
-    except (ValueError, TypeError) as error:
+        found = json.loads(outputs.read(path) or "{}")
+        if not isinstance(found, dict) or not all(isinstance(place, str) for place in found.values()):
+            raise ValueError("it is no object of paths")
+    except ValueError as error:
         raise UserError(f"{path} cannot be read ({error}): copy the run folder again, or remove that file") from None
+    return found
 
 
 def _local(model_dir: str, place: str) -> str:

@@ -131,6 +131,7 @@ def test_a_copy_that_was_not_finished_is_made_again(folder, run):
     open(f"{run}/tokenizer/tokenizer.json", "w").close()
     assert own_tokenizer.keep(chats(folder), run) == []
     assert open(f"{run}/tokenizer/tokenizer.json").read() == (folder / "tokenizer.json").read_text()
-    open(f"{run}/paths.json", "w").write("[1")
-    with pytest.raises(UserError, match="paths.json cannot be read"):
-        own_tokenizer.keep(chats(folder), run)
+    for spoilt in ("[1", "[1]", "[]", '{"a": 1}', "\0"):
+        open(f"{run}/paths.json", "w").write(spoilt)
+        with pytest.raises(UserError, match="paths.json cannot be read"):
+            own_tokenizer.keep(chats(folder), run)
