@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import pathlib
 import tempfile
+from collections.abc import Sequence
 
 import peft
 import safetensors.torch
@@ -39,15 +40,20 @@ def answer(name: str, options: dict) -> dict:
     config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, **options)
     with tempfile.TemporaryDirectory() as folder:
         peft.get_peft_model(model_of(CASES[name]), config).save_pretrained(folder)
-        path = pathlib.Path(folder)
-        stored = {key: tuple(value.shape) for key, value in safetensors.torch.load_file(path / WEIGHTS).items()}
-        drawn = {key: torch.from_numpy(draw(key, shape)) for key, shape in stored.items()}
-        safetensors.torch.save_file(drawn, path / WEIGHTS, metadata={"format": "pt"})
-        config = json.loads((path / "adapter_config.json").read_text())
-        model = peft.PeftModel.from_pretrained(model_of(CASES[name]), folder).eval()
-        with torch.no_grad():
-            logits = model(torch.from_numpy(tokens()), use_cache=False).logits.numpy()
-    return {"config": {key: config[key] for key in FIELDS}, "tensors": stored, "logits": some(logits[-1])}
+        return answer_of(CASES[name], folder, FIELDS)
+
+
+def answer_of(case: dict, folder: str, fields: Sequence[str]) -> dict:
+    """The files' contents of an adapter of the case, but for the tensors' values, and logits with drawn ones."""
+    path = pathlib.Path(folder)
+    stored = {key: tuple(value.shape) for key, value in safetensors.torch.load_file(path / WEIGHTS).items()}
+    drawn = {key: torch.from_numpy(draw(key, shape)) for key, shape in stored.items()}
+    safetensors.torch.save_file(drawn, path / WEIGHTS, metadata={"format": "pt"})
+    config = json.loads((path / "adapter_config.json").read_text())
+    model = peft.PeftModel.from_pretrained(model_of(case), folder).eval()
+    with torch.no_grad():
+        logits = model(torch.from_numpy(tokens()), use_cache=False).logits.numpy()
+    return {"config": {key: config.get(key) for key in fields}, "tensors": stored, "logits": some(logits[-1])}
 
 
 if __name__ == "__main__":

@@ -6,17 +6,16 @@ Run as golden/make_peft.py is, in the same environment (transformers 5.23 and PE
 
 from __future__ import annotations
 
-import json
 import pathlib
 import tempfile
 
 import peft
 import safetensors.torch
 import torch
-from answers import draw, some, write
+from answers import write
 from make import model_of, tokens
 from make_moe import CASES
-from make_peft import FIELDS, WEIGHTS
+from make_peft import FIELDS, WEIGHTS, answer_of
 
 RANK = 4
 # What PEFT's LoraConfig is given beside r and lora_alpha; the experts of a layer are one parameter.
@@ -36,26 +35,12 @@ MODULES = {
 }
 
 
-def answer(name: str, folder: str) -> dict:
-    """The files' contents, but for the tensors' values, and logits."""
-    path = pathlib.Path(folder)
-    stored = {key: tuple(value.shape) for key, value in safetensors.torch.load_file(path / WEIGHTS).items()}
-    drawn = {key: torch.from_numpy(draw(key, shape)) for key, shape in stored.items()}
-    safetensors.torch.save_file(drawn, path / WEIGHTS, metadata={"format": "pt"})
-    config = json.loads((path / "adapter_config.json").read_text())
-    model = peft.PeftModel.from_pretrained(model_of(CASES[name]), folder).eval()
-    with torch.no_grad():
-        logits = model(torch.from_numpy(tokens()), use_cache=False).logits.numpy()
-    fields = {key: config.get(key) for key in (*FIELDS, "target_parameters")}
-    return {"config": fields, "tensors": stored, "logits": some(logits[-1])}
-
-
 def fused(name: str) -> dict:
     """As PEFT saves it."""
     config = peft.LoraConfig(task_type="CAUSAL_LM", r=RANK, lora_alpha=8, **FUSED[name])
     with tempfile.TemporaryDirectory() as folder:
         peft.get_peft_model(model_of(CASES[name]), config).save_pretrained(folder)
-        return answer(name, folder)
+        return answer_of(CASES[name], folder, (*FIELDS, "target_parameters"))
 
 
 def single(name: str) -> dict:
@@ -74,7 +59,7 @@ def single(name: str) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
         safetensors.torch.save_file(stored, pathlib.Path(folder) / WEIGHTS, metadata={"format": "pt"})
-        return answer(name, folder)
+        return answer_of(CASES[name], folder, (*FIELDS, "target_parameters"))
 
 
 if __name__ == "__main__":
