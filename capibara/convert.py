@@ -90,7 +90,7 @@ def convert(args: argparse.Namespace) -> int:
     found = inspection.Inspection(args.run, args.step)
     with StatusLine() as line:
         table = found.done(args.action, lambda step: line.show("verifying", f"step {step}"), **options)
-    print("\n".join(inspection.lines(table)))
+    print("\n".join(inspection.lines(table, args.action)))
     if args.json is not None:
         outputs.save(args.json, json.dumps(table, indent=1))
     return int(args.action == "verify" and any(row["faults"] for row in table))

@@ -145,17 +145,19 @@ def _described(found: Manifest) -> Row:
     }
 
 
-def lines(rows: Sequence[Row]) -> Iterator[str]:
-    """The rows for a terminal."""
+def lines(rows: Sequence[Row], action: str) -> Iterator[str]:
+    """The rows of an action for a terminal."""
     if not rows:
-        yield "no steps"
+        yield "nothing to remove" if action == "prune" else "no steps"
     for row in rows:
         if "bytes" not in row:
             yield f"{row['step']:>10}  {'; '.join(row['faults']) or 'moved aside'}"
             continue
         score = "" if row["score"] is None else f", loss {row['score']:.4f}"
         commit = "" if not row["commit"] else f", commit {row['commit'][:12]}"
-        yield f"{row['step']:>10}  {row['bytes'] / 2**20:10.1f} MiB in {row['files']} files, {row['date']}{score}{commit}"
+        whole = ", whole" if action == "verify" and not row["faults"] else ""
+        size = f"{row['bytes'] / 2**20:10.1f} MiB in {row['files']} files"
+        yield f"{row['step']:>10}  {size}, {row['date']}{score}{commit}{whole}"
         for fault in row["faults"]:
             yield f"{'':12}damaged: {fault}"
         for path in row.get("strays", ()):

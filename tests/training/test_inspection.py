@@ -62,7 +62,8 @@ def test_every_file_is_verified(model_dir, capsys):
     text = capsys.readouterr().out
     assert "damaged: state/params.w/0 (array params/w) has 7 bytes, not 400" in text
     assert "3  manifest.json cannot be read ('xxh128')" in text
-    assert run("verify", model_dir, "--step=1") == 0 and "damaged" not in capsys.readouterr().out
+    assert run("verify", model_dir, "--step=1") == 0
+    assert capsys.readouterr().out.endswith(", whole\n") and "whole" not in text.splitlines()[-1]
 
 
 def test_pruning_keeps_what_is_asked_for_and_the_last_whole_step(model_dir, capsys):
@@ -77,6 +78,8 @@ def test_pruning_keeps_what_is_asked_for_and_the_last_whole_step(model_dir, caps
     (folder / "3").rename(folder / "3.damaged")
     assert run("prune", model_dir, "--keep=1", "--damaged") == 0
     assert [p.name for p in folder.iterdir()] == ["2"]
+    capsys.readouterr()
+    assert run("prune", model_dir, "--keep=1") == 0 and capsys.readouterr().out == "nothing to remove\n"
 
 
 def test_a_run_that_is_writing_is_left_alone(model_dir, capsys):
