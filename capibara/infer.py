@@ -56,6 +56,7 @@ def run(args) -> None:
     from capibara.inference import chat, files, speed, terminal
     from capibara.inference.engine import Engine, EngineConfig
     from capibara.inference.sample import Generator, Sampling, check_generates
+    from capibara.monitoring.status import StatusLine
 
     devices.start()
     path = args.model_dir or args.model
@@ -84,9 +85,10 @@ def run(args) -> None:
             print(f"{name:32} {value:12.1f}")
     elif args.prompts:
         about |= {"cache_dtype": str(batching.cache_dtype), "length": lengths[0], "chat": args.chat}
-        for done in files.complete(engine, prompts, args.out, talk, about):
-            print(f"\r{done} of {len(prompts)} texts in {args.out}", end="", file=sys.stderr)
-        print(file=sys.stderr)
+        with StatusLine() as line:
+            for done in files.complete(engine, prompts, args.out, talk, about):
+                line.show("generating", f"{done} of {len(prompts)} texts in {args.out}")
+        print(f"{len(prompts)} texts in {args.out}", file=sys.stderr)
     else:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401 - with it input() has a line that can be edited

@@ -66,13 +66,15 @@ def test_a_file_of_prompts_becomes_a_file_of_texts(here, infer, shell):
     assert lines[0] == lines[2] and len({line["text"] for line in lines}) == 2
     assert infer("--gin.Sampling.temperature=0").out == "river gr" + lines[0]["text"] + "\n"
     done = here(*asked, "--gin.Sampling.max_new_tokens=16")
-    assert done.code == 0 and "3 of 3" in done.err
+    assert done.code == 0 and done.err.endswith("3 texts in out.jsonl\n")
     said = mistake(here(*asked, "--gin.Sampling.max_new_tokens=16", "--gin.Sampling.seed=1"))
     assert "line 1 has another sampling" in said
     for name, why in (("in.txt", "in.txt is an input"), (".", "cannot be written")):
         assert why in mistake(here(*asked[:3], f"--out={name}"))
     assert (shell.folder / "in.txt").read_text() == "river gr\ngrass \nriver gr\n"
     assert "go together" in mistake(here("infer", RUN, "--prompts=in.txt"))
+    (shell.folder / "in.txt").write_text("river gr\n" + "grass " * 100 + "\n")
+    assert "in.txt:2: " in mistake(here("infer", RUN, "--prompts=in.txt", "--out=long.jsonl"))
 
 
 def test_the_benchmark_prints_speeds(here):
