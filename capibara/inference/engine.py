@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from capibara.data.vocabulary import Vocabulary
-from capibara.inference import batching, programs, spelling
+from capibara.inference import batching, footprint, programs, spelling
 from capibara.inference.batching import CacheDtype, EngineConfig, Statistics, WhenFull
 from capibara.inference.choose import GREEDY, Settings, settings_of, with_row
 from capibara.inference.drafts import Drafter
@@ -47,7 +47,7 @@ class Engine:
       encoder_length: an encoder reads at most this many tokens.
 
     Raises:
-      UserError: the model has no next token, or no positions for so long rows.
+      UserError: the model has no next token, or no positions for so long rows, or the memory has no room for the slots.
     """
 
     def __init__(
@@ -68,12 +68,12 @@ class Engine:
         self._names = None if encoder_length is None else spelling.names(vocabulary)
         dtype = None if config.cache_dtype is CacheDtype.COMPUTE else str(config.cache_dtype)
         pool = sizes_of(model, config, length, encoder_length)
-        self._pages = pool and Pages(config.slots, length, pool)
         sizes = programs.Sizes(config.slots, length, encoder_length, dtype, config.draft_tokens, pool)
         mesh = programs.mesh_of(params)
         self._programs = programs.build(model, vocabulary.size, sizes, mesh)
         self._params, self._updated, self._generation = self._programs.serving(params), None, 0
-        self._state = self._programs.start()
+        self._state = footprint.allocated(self._programs.start, config, length)
+        self._pages = pool and Pages(config.slots, length, pool)
         if mesh is None:
             # Said to lie where the parameters do: else the program that is called first is compiled twice.
             self._state = jax.device_put(self._state, *jax.tree.leaves(self._params)[0].devices())

@@ -1,6 +1,8 @@
-"""What an engine holds on the devices, in bytes, before there is one."""
+"""What an engine holds on the devices, in bytes, before there is one; and whether there is room for it."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import jax
 
@@ -9,6 +11,7 @@ from capibara.inference import programs
 from capibara.inference.batching import CacheDtype, EngineConfig
 from capibara.inference.pages import sizes_of
 from capibara.models.api import Model
+from capibara.types import UserError
 
 
 def parameters_bytes(model: Model) -> int:
@@ -25,3 +28,25 @@ def state_bytes(model: Model, config: EngineConfig, length: int, encoder_length:
     sizes = programs.Sizes(config.slots, length, encoder_length, dtype, config.draft_tokens, pool)
     state = jax.eval_shape(programs.build(model, model.config.vocab_size, sizes).start)
     return tree.byte_count(state) + (config.prefix_cache_mib * 2**20 if encoder_length is None else 0)
+
+
+def allocated(start: Callable[[], programs.State], config: EngineConfig, length: int) -> programs.State:
+    """What `start` gives, an engine's state of slots of so many tokens.
+
+    Raises:
+      UserError: there is no memory for it.
+    """
+    try:
+        return start()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        asked, fewer = f"EngineConfig.slots ({config.slots}) of {length} tokens", "fewer slots"
+        if config.page_size:
+            pages = "" if config.pages is None else f"EngineConfig.pages ({config.pages}), "
+            asked += f" with {pages}EngineConfig.page_size ({config.page_size})"
+            fewer += " or pages"
+        raise UserError(
+            f"{asked} need {tree.byte_count(jax.eval_shape(start)) / 2**30:,.1f} GiB, more memory than there is: ask for "
+            f"{fewer}, or a shorter Dataset.length"
+        ) from None

@@ -58,7 +58,9 @@ def open_model(path: str) -> ForeignModel:
     from capibara.interop import hf_folder, t5x_read
 
     if not os.path.exists(path):
-        raise UserError(f"{path} does not exist: name a Hugging Face folder, a T5X checkpoint, or a .gguf file")
+        raise UserError(
+            f"{path} does not exist: name a run folder, a Hugging Face folder, a T5X checkpoint, or a .gguf file"
+        )
     if os.path.exists(os.path.join(path, "adapter_config.json")):
         raise UserError(f"{path} is an adapter of PEFT: merge it first, capibara convert --from={path} --to=NEW")
     return t5x_read.T5xModel(path) if t5x_read.is_t5x(path) else hf_folder.HfFolder(path)

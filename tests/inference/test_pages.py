@@ -280,6 +280,25 @@ def test_memory_is_that_of_the_pool():
     assert needs[20] - needs[10] == 10 * 8 * per_token
 
 
+@pytest.mark.parametrize(
+    "settings, says",
+    [
+        (dict(slots=10**12), r"^EngineConfig.slots \(1000000000000\) of 64 tokens need .* GiB, .* fewer slots, or"),
+        (
+            dict(page_size=32, pages=10**13),
+            r"with EngineConfig.pages \(10000000000000\), EngineConfig.page_size \(32\)",
+        ),
+        (
+            dict(page_size=10**14),
+            r"EngineConfig.page_size \(100000000000000\) need .* fewer slots or pages, or a shorter",
+        ),
+    ],
+)
+def test_more_memory_than_there_is(settings, says):
+    with pytest.raises(UserError, match=says):
+        engine(**settings)
+
+
 def test_models_that_have_nothing_to_share():
     settings = EngineConfig(page_size=8)
     windowed = api.build(dataclasses.replace(CONFIG, layer_pattern=("local",), window=16))

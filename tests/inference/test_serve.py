@@ -130,7 +130,9 @@ def test_mistakes_are_one_line(capfd, folder, tmp_path, monkeypatch):
         assert "cannot be listened at" in mistake(capfd, serve.main, model, f"--port={port}")
     assert "--api_key_file=/none cannot be read" in mistake(capfd, serve.main, model, "--api_key_file=/none", *QUICK)
     # What is wrong with the model is found while the server listens already.
-    assert "does not exist: name a Hugging Face folder" in mistake(capfd, serve.main, "--model=/none", *QUICK)
+    assert "does not exist: name a run folder, a Hugging Face folder" in mistake(
+        capfd, serve.main, "--model=/none", *QUICK
+    )
     assert "ServerConfig.queue is -1" in mistake(capfd, serve.main, model, "--gin.ServerConfig.queue=-1", *QUICK)
     assert "did you mean queue?" in mistake(capfd, serve.main, model, "--gin.ServerConfig.quue=1", *QUICK)
     assert "leave one out" in mistake(capfd, infer.main, model, "--model_dir=x", "--prompt=a")
