@@ -132,6 +132,12 @@ class Grpo(Loss):
                 f"Dataset.length ({dataset.length}) leaves prompts no room beside Sampling.max_new_tokens "
                 f"({self.sampling.max_new_tokens}): try {2 * self.sampling.max_new_tokens}"
             )
+        pages, size = self.engine.pages, self.engine.page_size
+        if pages is not None and pages * size < dataset.length - 1:  # a row's last token is not read
+            raise UserError(
+                f"EngineConfig.pages ({pages}) of {size} tokens have no place for a row of Dataset.length ({dataset.length}), "
+                f"prompt and answer: set EngineConfig.pages = {-(-(dataset.length - 1) // size)} or more"
+            )
 
     @property
     def rows_of_a_prompt(self) -> int:

@@ -282,6 +282,10 @@ def test_rewards_must_be_finite_numbers(make_trainer, train):
         ({"sampling": Sampling(temperature=0.0)}, "temperature is 0"),
         ({"sampling": Sampling(max_new_tokens=LENGTH)}, "leaves prompts no room"),
         ({"clip_low": 1.5}, "Grpo.clip_low"),
+        (
+            {"engine": EngineConfig(page_size=8, pages=(LENGTH - 1) // 8)},
+            rf"EngineConfig.pages .*no place for a row .* set EngineConfig.pages = {-(-(LENGTH - 1) // 8)} or more",
+        ),
         ({"sampling": Sampling(max_new_tokens=NEW, thinking_tokens=2)}, "Sampling.thinking_tokens forces tokens"),
         ({"rewards": (Plan,)}, r"has Plan, which does not take \(prompt, answer, record\)"),
         ({"rewards": (rewards.matches_pattern,)}, "matches_pattern.pattern has no value"),
