@@ -194,7 +194,10 @@ class ChatTemplate:
         path = self.tokenizer if is_tokenizer else os.path.join(self._folder, name)
         content = read_json(path)
         if content is None and name == TOKENIZER_FILE:
-            raise UserError(f"ChatTemplate.tokenizer ({self.tokenizer!r}) has no {name}")
+            raise UserError(
+                f"ChatTemplate.tokenizer ({self.tokenizer!r}) has no {name}: name a tokenizer's folder, or that of a run, "
+                "as TOKENIZER"
+            )
         return content or {}
 
     # Templates.

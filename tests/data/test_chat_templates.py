@@ -362,7 +362,7 @@ def test_where_templates_are_found(tokenizer_folder, tmp_path, tokenizer_file):
         text(template="{{ eos_token }}")
     with pytest.raises(UserError, match="ChatTemplate.template .*none.jinja.* cannot be read"):
         text(template=str(folder / "none.jinja"))
-    with pytest.raises(UserError, match="ChatTemplate.tokenizer .* has no tokenizer.json"):
+    with pytest.raises(UserError, match="ChatTemplate.tokenizer .* has no tokenizer.json: name a tokenizer's folder"):
         ChatTemplate(tokenizer=str(tmp_path)).render(talk, "a:1")
     with pytest.raises(UserError, match="ChatTemplate.date .* must be a day: try"):
         ChatTemplate(tokenizer=str(folder), date="today")
