@@ -6,6 +6,7 @@ Imports nothing but the standard library, so that the peers of benchmarks/ can b
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import sys
 
@@ -17,6 +18,7 @@ _GUARD = 16 * 2**20  # larger than any hole of a heap that only modules were loa
 _LARGEST_HEAP = 2**38
 
 
+@functools.cache  # settings hold for the process, and addresses are reserved once
 def keep_freed_memory() -> None:
     """Makes malloc keep what is freed, and have it in huge pages. Call it before JAX is first used.
 

@@ -63,7 +63,8 @@ def skip_absent_tpu() -> None:
     """Keeps JAX from looking for a TPU that is not there. Call it before JAX is first used.
 
     With libtpu installed (to compile for slices elsewhere) JAX would load it and ask a metadata server, with seconds of
-    delay and its errors on the terminal. Whoever names JAX_PLATFORMS gets what they name.
+    delay and its errors on the terminal. Without it the CPU is named, too: that is how `start` knows that there is no
+    other. Whoever names JAX_PLATFORMS gets what they name.
     """
     others = importlib.metadata.entry_points(group="jax_plugins")
     if not others and not os.environ.get("JAX_PLATFORMS") and not has_tpu():

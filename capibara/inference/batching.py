@@ -47,7 +47,7 @@ class EngineConfig:
         need, and takes more as it grows. 0: none; each slot has the memory of its whole length.
       pages: of the pool, from which all slots take theirs; None: as many as all slots could need. With fewer, slots may be
         more than memory would hold of whole rows: where no page is left, the request that came last goes back to the
-        queue and is read again later, and its text is the same.
+        queue and is read again later, and its text is the same. A text ends where it would need more than all pages.
     """
 
     slots: int = 8

@@ -192,7 +192,7 @@ class Engine:
         else:
             limit = min(limit, self._length - len(ids) + 1)
         if self._pages:
-            self._pages.check(len(ids), limit)
+            limit = min(limit, self._pages.most_new(len(ids)))  # as a slot's length does
         stream, ends = Stream(self._drive), (vocabulary.eos_id, *ends)
         request = Request(
             ids, sampling, vocabulary, stream,

@@ -66,16 +66,19 @@ class Pages:
             self.table = self.table.copy()
             self.table[slot], self._taken[slot] = 0, 0
 
-    def check(self, prompt: int, limit: int) -> None:
-        """Raises UserError for a request that has no place even if it is alone: its last token is not read."""
-        if not self.fits(1, prompt + limit - 1):
-            room = self.sizes.pages * self.sizes.page_size
-            asks = "a shorter prompt" if prompt > room else f"at most {room - prompt + 1} new tokens"
+    def most_new(self, prompt: int) -> int:
+        """How many tokens a text alone may get after a prompt of so many: the last is not read.
+
+        Raises:
+          UserError: the prompt itself has no place.
+        """
+        room = self.sizes.pages * self.sizes.page_size
+        if prompt > room:
             raise UserError(
-                f"a prompt of {prompt} tokens with {limit} new ones has no place in EngineConfig.pages "
-                f"({self.sizes.pages}) of {self.sizes.page_size} tokens: ask for {asks}, or set EngineConfig.pages = "
-                f"{self.sizes.of_slot(prompt + limit - 1)}"
+                f"a prompt of {prompt} tokens has no place in EngineConfig.pages ({self.sizes.pages}) of "
+                f"{self.sizes.page_size} tokens: shorten it, or set EngineConfig.pages = {self.sizes.of_slot(prompt)}"
             )
+        return room - prompt + 1
 
 
 def sizes_of(model: Model, config: EngineConfig, length: int, encoder_length: int | None) -> paged.Sizes | None:

@@ -241,16 +241,13 @@ def test_who_begins_leaves_some_to_those_that_run():
     assert not pages.begin(2, 1) and pages.grow(0, 32)
 
 
-def test_the_largest_request_that_fits_is_taken_and_no_larger_one():
+def test_a_text_ends_where_the_pool_does_and_a_larger_prompt_is_refused():
     one = engine(page_size=8, pages=5)
     others = [one.submit("other", GREEDY) for _ in range(3)]
     assert len(one.submit([5] * 30, dataclasses.replace(GREEDY, max_new_tokens=11)).result().tokens) == 11
     assert all(len(stream.result().tokens) == 24 for stream in others)
-    with pytest.raises(
-        UserError, match=r"30 tokens with 12 new .* at most 11 new tokens, or set EngineConfig.pages = 6"
-    ):
-        one.submit([5] * 30, dataclasses.replace(GREEDY, max_new_tokens=12))
-    with pytest.raises(UserError, match="ask for a shorter prompt, or set EngineConfig.pages = 6"):
+    assert len(one.submit([5] * 30, dataclasses.replace(GREEDY, max_new_tokens=12)).result().tokens) == 11
+    with pytest.raises(UserError, match=r"41 tokens .* EngineConfig.pages .5. of 8 .*: shorten it, or set .* = 6"):
         one.submit([5] * 41, dataclasses.replace(GREEDY, max_new_tokens=1))
     assert one.load == (0, 0) and one.pages == (5, 0)
 
