@@ -22,9 +22,8 @@ _LARGEST_HEAP = 2**38
 def keep_freed_memory() -> None:
     """Makes malloc keep what is freed, and have it in huge pages. Call it before JAX is first used.
 
-    By default every large buffer is mapped anew and its pages fault in again, 15% of a small model's step; in pages of
-    4 KiB products wait for the translation of their addresses, and a core reads weights at two thirds of the rate
-    (benchmarks/step_time.py, benchmarks/generate.py).
+    By default every large buffer is mapped anew and its pages fault in again, 15% of a small model's step
+    (benchmarks/step_time.py); and in pages of 4 KiB products that stream weights wait for their addresses' translation.
     """
     libc = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
     if libc is None or not hasattr(libc, "mallopt"):

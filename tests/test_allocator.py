@@ -1,22 +1,14 @@
 """glibc's malloc after keep_freed_memory, in child processes: settings of the allocator cannot be taken back."""
 
 import pathlib
+import platform
 import subprocess
 import sys
 
 import pytest
 
 ENABLED = pathlib.Path("/sys/kernel/mm/transparent_hugepage/enabled")
-GLIBC = (
-    sys.platform.startswith("linux")
-    and "glibc"
-    in subprocess.run(
-        [sys.executable, "-c", "import platform; print(platform.libc_ver()[0])"],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
-)
+GLIBC = platform.libc_ver()[0] == "glibc"
 
 
 def after_setting(code: str) -> list[int]:

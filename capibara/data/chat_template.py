@@ -26,10 +26,10 @@ from capibara.data.tokenizer_files import (
     TEMPLATE_FILE,
     TOKENIZER_FILE,
     folder_of,
+    one_line,
     read_json,
     special_tokens,
 )
-from capibara.data.tokenizer_files import one_line as _said
 from capibara.data.vocabulary import GUARD
 from capibara.types import UserError
 
@@ -124,7 +124,7 @@ class ChatTemplate:
         except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
             line = _line_of(error)
             place = f"{self._where(name)}{f':{line}' if line else ''}"
-            raise TemplateFails(f"{place} fails for {where}: {_said(error)}", _said(error)) from None
+            raise TemplateFails(f"{place} fails for {where}: {one_line(error)}", one_line(error)) from None
         return _without_marks(text) if self.has_generation_blocks(name) else Rendered(text, None)
 
     def guarded(self, conversation: Conversation) -> Conversation:
@@ -244,7 +244,7 @@ class ChatTemplate:
                 asked = jinja2.meta.find_undeclared_variables(environment.parse(source))
                 self._compiled_templates[name] = environment.from_string(source)
             except jinja2.TemplateSyntaxError as error:
-                raise UserError(f"{self._where(name)}:{error.lineno} is no Jinja template: {_said(error)}") from None
+                raise UserError(f"{self._where(name)}:{error.lineno} is no Jinja template: {one_line(error)}") from None
             self._check_tokens(asked, name)
         return self._compiled_templates[name]
 
@@ -331,4 +331,4 @@ def _read(path: str, name: str) -> str:
         with open(path, encoding="utf-8") as file:
             return file.read()
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{name} ({path!r}) cannot be read: {_said(error)}") from None
+        raise UserError(f"{name} ({path!r}) cannot be read: {one_line(error)}") from None

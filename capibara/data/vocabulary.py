@@ -23,8 +23,14 @@ from typing import Any
 import numpy as np
 
 from capibara.config import configurable
-from capibara.data.tokenizer_files import SENTENCEPIECE_FILES, TOKENIZER_FILE, file_of, folder_of, one_line
-from capibara.data.tokenizer_files import special_tokens
+from capibara.data.tokenizer_files import (
+    SENTENCEPIECE_FILES,
+    TOKENIZER_FILE,
+    file_of,
+    folder_of,
+    one_line,
+    special_tokens,
+)
 from capibara.types import UserError
 
 _SPACE = "\u2581"  # what SentencePiece writes for a space

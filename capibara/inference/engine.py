@@ -16,10 +16,10 @@ import numpy as np
 
 from capibara.data.vocabulary import Vocabulary
 from capibara.inference import batching, footprint, programs, spelling
-from capibara.inference.batching import CacheDtype, EngineConfig, Statistics, WhenFull
+from capibara.inference.batching import EngineConfig, Statistics, WhenFull
 from capibara.inference.choose import GREEDY, Settings, settings_of, with_row
 from capibara.inference.drafts import Drafter
-from capibara.inference.pages import Pages, sizes_of
+from capibara.inference.pages import Pages
 from capibara.inference.prefix import PrefixCache
 from capibara.inference.reading import Read, Reader
 from capibara.inference.request import LIKELIEST, Request
@@ -66,14 +66,12 @@ class Engine:
         self._vocabulary, self._length, self._config = vocabulary, length, config
         self._vocab_size, self._encoder_length = model.config.vocab_size, encoder_length
         self._names = None if encoder_length is None else spelling.names(vocabulary)
-        dtype = None if config.cache_dtype is CacheDtype.COMPUTE else str(config.cache_dtype)
-        pool = sizes_of(model, config, length, encoder_length)
-        sizes = programs.Sizes(config.slots, length, encoder_length, dtype, config.draft_tokens, pool)
+        sizes = footprint.sizes_of(model, config, length, encoder_length)
         mesh = programs.mesh_of(params)
         self._programs = programs.build(model, vocabulary.size, sizes, mesh)
         self._params, self._updated, self._generation = self._programs.serving(params), None, 0
         self._state = footprint.allocated(self._programs.start, config, length)
-        self._pages = pool and Pages(config.slots, length, pool)
+        self._pages = sizes.pool and Pages(config.slots, length, sizes.pool)
         if mesh is None:
             # Said to lie where the parameters do: else the program that is called first is compiled twice.
             self._state = jax.device_put(self._state, *jax.tree.leaves(self._params)[0].devices())

@@ -7,11 +7,21 @@ from collections.abc import Callable
 import jax
 
 from capibara import tree
-from capibara.inference import programs
+from capibara.inference import pages, programs
 from capibara.inference.batching import CacheDtype, EngineConfig
-from capibara.inference.pages import sizes_of
 from capibara.models.api import Model
 from capibara.types import UserError
+
+
+def sizes_of(model: Model, config: EngineConfig, length: int, encoder_length: int | None) -> programs.Sizes:
+    """What an engine's programs are compiled for; arguments as of `Engine`.
+
+    Raises:
+      UserError: pages are asked for, and there is nothing in the model to share.
+    """
+    dtype = None if config.cache_dtype is CacheDtype.COMPUTE else str(config.cache_dtype)
+    pool = pages.sizes_of(model, config, length, encoder_length)
+    return programs.Sizes(config.slots, length, encoder_length, dtype, config.draft_tokens, pool)
 
 
 def parameters_bytes(model: Model) -> int:
@@ -23,9 +33,7 @@ def parameters_bytes(model: Model) -> int:
 
 def state_bytes(model: Model, config: EngineConfig, length: int, encoder_length: int | None = None) -> int:
     """Of the rows of all slots, and of what is kept of earlier prompts when that is full; arguments as of `Engine`."""
-    dtype = None if config.cache_dtype is CacheDtype.COMPUTE else str(config.cache_dtype)
-    pool = sizes_of(model, config, length, encoder_length)
-    sizes = programs.Sizes(config.slots, length, encoder_length, dtype, config.draft_tokens, pool)
+    sizes = sizes_of(model, config, length, encoder_length)
     state = jax.eval_shape(programs.build(model, model.config.vocab_size, sizes).start)
     return tree.byte_count(state) + (config.prefix_cache_mib * 2**20 if encoder_length is None else 0)
 
@@ -43,8 +51,8 @@ def allocated(start: Callable[[], programs.State], config: EngineConfig, length:
             raise
         asked, fewer = f"EngineConfig.slots ({config.slots}) of {length} tokens", "fewer slots"
         if config.page_size:
-            pages = "" if config.pages is None else f"EngineConfig.pages ({config.pages}), "
-            asked += f" with {pages}EngineConfig.page_size ({config.page_size})"
+            number = "" if config.pages is None else f"EngineConfig.pages ({config.pages}), "
+            asked += f" with {number}EngineConfig.page_size ({config.page_size})"
             fewer += " or pages"
         raise UserError(
             f"{asked} need {tree.byte_count(jax.eval_shape(start)) / 2**30:,.1f} GiB, more memory than there is: ask for "
