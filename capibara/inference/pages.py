@@ -45,8 +45,9 @@ class Pages:
 
     def begin(self, slot: int, tokens: int) -> bool:
         """As `grow`, of a slot that has none yet; some are left to those that run, or one of these is soon put back."""
-        running = sum(taken > 0 for taken in self._taken)
-        return self.grow(slot, tokens, spare=-(-running // 4))
+        running = [taken for taken in self._taken if taken]
+        may_take = len(running) * self.table.shape[1] - sum(running)  # until they are as long as a slot
+        return self.grow(slot, tokens, spare=min(-(-len(running) // 4), may_take))
 
     def grow(self, slot: int, tokens: int, spare: int = 0) -> bool:
         """Gives the slot the pages that so many tokens need; False, and none, where fewer and `spare` more are free."""

@@ -241,6 +241,12 @@ def test_who_begins_leaves_some_to_those_that_run():
     assert not pages.begin(2, 1) and pages.grow(0, 32)
 
 
+def test_rows_that_are_full_leave_the_last_page_to_who_begins():
+    """A pool for all slots takes a prompt of a slot's length in each: none of them grows any more."""
+    pages = Pages(4, 32, paged.Sizes(16, 8))
+    assert all(pages.begin(slot, 32) for slot in range(4)) and pages.busy == 16
+
+
 def test_a_text_ends_where_the_pool_does_and_a_larger_prompt_is_refused():
     one = engine(page_size=8, pages=5)
     others = [one.submit("other", GREEDY) for _ in range(3)]
