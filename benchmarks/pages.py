@@ -5,7 +5,8 @@
 
 Both engines have the same random weights in float32 and answer greedily in turns; their texts must agree.
 
-  step    one token more of eight slots of 256 places that hold 32, 128 and 240 tokens each, with a pool for all of them.
+  step    the next tokens (EngineConfig.decode_steps) of eight slots of 256 places that hold 32, 128 and 240 tokens each,
+          with a pool for all of them.
   mixed   the mixed requests of generate.py: eight slots of whole rows against sixteen slots on a pool of the same bytes
           (the page that is nobody's is one of it).
 
@@ -40,6 +41,7 @@ class Contender:
 
         settings = EngineConfig(prefix_cache_mib=0, **config)
         self.name, self.engine = name, Engine(model, params, Ids(shape["vocab_size"]), shape["length"], settings)
+        self.each = settings.decode_steps  # tokens that a row gets in one step
         self.seconds: list[tuple[float, float]] = []
 
     def timed(self, call, *args, counts: bool) -> Any:
@@ -58,7 +60,7 @@ class Contender:
             streams = [self.engine.submit(prompt, asked) for prompt in prompts]
             while any(request is None or not request.written for request in self.engine._requests):
                 self.engine.step()
-            for _ in range(STEPS // 2):
+            for _ in range(STEPS // 2 // self.each):
                 self.timed(self.engine.step, counts=turn > 0)
             texts = [stream.result().tokens for stream in streams]
         return texts
@@ -98,7 +100,9 @@ def steps(contenders: list[Contender], shape: dict, rounds: int) -> dict[str, An
         compared([one.steps(prompts, rounds) for one in contenders])
         results[f"step_{filled}"] = {one.name: one.medians() for one in contenders}
         show(
-            f"a step of {SLOTS} slots that hold {filled} of {shape['length']} tokens", results[f"step_{filled}"], SLOTS
+            f"a step of {SLOTS} slots that hold {filled} of {shape['length']} tokens",
+            results[f"step_{filled}"],
+            SLOTS * contenders[0].each,
         )
     return results
 

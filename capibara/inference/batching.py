@@ -43,6 +43,9 @@ class EngineConfig:
         before in it (prompt look-up; Saxena 2023, Leviathan et al. 2023, arXiv:2211.17192), and verifies at once. The
         text stays what it is without, with temperature too: a guess counts where it is what the row's seed draws. 0:
         none. It is worth it where texts repeat their prompts, and rows are few.
+      decode_steps: how many tokens a row gets in one program, at most: the host's work is done once for all of them, and
+        a stream has them together. It is one where a prompt is being read, where tokens are guessed and where thoughts
+        have a limit; no row goes beyond its last token.
       page_size: tokens of a page of the cache (Kwon et al. 2023, arXiv:2309.06180): a row has as many pages as its tokens
         need, and takes more as it grows. 0: none; each slot has the memory of its whole length.
       pages: of the pool, from which all slots take theirs; None: as many as all slots could need. With fewer, slots may be
@@ -56,11 +59,18 @@ class EngineConfig:
     prefill_tokens: int = 1024
     cache_dtype: CacheDtype = CacheDtype.COMPUTE
     draft_tokens: int = 0
+    decode_steps: int = 4
     page_size: int = 0
     pages: int | None = None
 
+    @property
+    def spare(self) -> int:
+        """Most tokens of a row that are read and then taken back: wrong guesses, or what was read beyond an end."""
+        # The end is seen when the program after its own has begun; only rows that are kept have to be whole then.
+        return self.draft_tokens or (2 * (self.decode_steps - 1) if self.prefix_cache_mib else 0)
+
     def __post_init__(self):
-        for name in ("slots", "prefill_tokens"):
+        for name in ("slots", "prefill_tokens", "decode_steps"):
             if getattr(self, name) < 1:
                 raise UserError(f"EngineConfig.{name} is {getattr(self, name)}, must be at least 1")
         for name in ("prefix_cache_mib", "draft_tokens", "page_size"):

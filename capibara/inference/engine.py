@@ -138,17 +138,12 @@ class Engine:
         zeros, drafts = np.zeros(self.slots, np.int32), self._config.draft_tokens
         for done, alternatives in enumerate((0, LIKELIEST), len(prompts)):
             show(done, len(prompts) + 2)
-            given = self._params, self._state, self._settings, zeros, zeros, self._table
+            common = self._settings, zeros, zeros
+            given = self._params, self._state, *common, np.int32(1), self._table
             self._state, chosen = self._programs.step(*given, alternatives)
             if drafts:
-                given = (
-                    self._params,
-                    self._state,
-                    *given[2:5],
-                    np.zeros((self.slots, drafts), np.int32),
-                    zeros,
-                    self._table,
-                )
+                guessed = np.zeros((self.slots, drafts), np.int32)
+                given = self._params, self._state, *common, guessed, zeros, self._table
                 self._state, chosen = self._programs.verify(*given, alternatives)
             jax.block_until_ready(chosen)
         show(len(prompts) + 2, len(prompts) + 2)
@@ -247,10 +242,11 @@ class Engine:
             self._receive(0)
             admitted |= self._refill()
         active = [(slot, request) for slot, request in self._active() if request.places <= self._length]
+        count = self._steps_ahead([request for _, request in active])
         if self._pages:
-            active = self._with_pages(active)
+            active, count = self._with_pages(active, count)
         if active:
-            self._decode(active)
+            self._decode(active, count)
         self._receive(1 if active else 0)
         return bool(admitted or active or had)
 
@@ -359,8 +355,16 @@ class Engine:
     def _table(self) -> np.ndarray | None:
         return self._pages and self._pages.table
 
-    def _with_pages(self, active: list[tuple[int, Request]]) -> list[tuple[int, Request]]:
-        """Gives slots the pages that the next step writes to, the first requests first; those that go on.
+    def _steps_ahead(self, active: list[Request]) -> int:
+        """How many tokens these may be given before anybody looks at them."""
+        one = not active or self._config.draft_tokens or self._reader.waits
+        if one or any(request.sampling.thinking_tokens is not None for request in active):
+            return 1
+        left = (min(r.limit - r.begun, self._length - r.places + 1) for r in active)
+        return min(self._config.decode_steps, *left)
+
+    def _with_pages(self, active: list[tuple[int, Request]], count: int) -> tuple[list[tuple[int, Request]], int]:
+        """Gives slots the pages that the next steps write to, the first requests first; those that go on, and the steps.
 
         Where there is none the request that came last goes back to the queue. The first of all never does: it goes on,
         and alone it has a place.
@@ -371,7 +375,11 @@ class Engine:
                     self._receive(0)  # texts that have ended make room, and of the others all tokens are known
                 else:
                     self._put_back(max(filter(None, self._requests), key=lambda one: one.number))
-        return [(slot, request) for slot, request in active if request.slot is not None]
+        active = [(slot, request) for slot, request in active if request.slot is not None]
+        for slot, request in active:
+            if not self._pages.grow(slot, request.places + count - 1):  # nobody is put back for more than one
+                count = self._pages.room(slot) - request.places + 1
+        return active, count
 
     def _put_back(self, request: Request) -> None:
         """Takes the slot of a request of which all tokens are known, and lets it wait in front of the others."""
@@ -381,7 +389,7 @@ class Engine:
         self._free(request)
         self._remember(request)
 
-    def _decode(self, active: list[tuple[int, Request]]) -> None:
+    def _decode(self, active: list[tuple[int, Request]], count: int) -> None:
         guesses = {slot: self._guess(request) for slot, request in active} if self._config.draft_tokens else {}
         index, forced = np.zeros(self._config.slots, np.int32), np.full(self._config.slots, -1, np.int32)
         for slot, request in active:
@@ -392,9 +400,9 @@ class Engine:
             self._verify(active, guesses, index, forced, alternatives)
             return
         self._state, chosen = self._programs.step(
-            self._params, self._state, self._settings, index, forced, self._table, alternatives
+            self._params, self._state, self._settings, index, forced, np.int32(count), self._table, alternatives
         )
-        self._begun(chosen, active)
+        self._begun(chosen, active, [count] * self._config.slots)
 
     def _guess(self, request: Request) -> list[int]:
         """Its next tokens but the last, as many as it may still have and its place allows, and none that is forced."""

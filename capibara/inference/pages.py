@@ -95,7 +95,7 @@ def sizes_of(model: Model, config: EngineConfig, length: int, encoder_length: in
         raise UserError(
             f"EngineConfig.page_size is {config.page_size}, but pages are for decoders, not for encoder-decoders: {leave_out}"
         )
-    rows = jax.eval_shape(lambda: model.start_cache(1, length, spare=config.draft_tokens))
+    rows = jax.eval_shape(lambda: model.start_cache(1, length, spare=config.spare))
     if not paged.shares(rows, length):
         raise UserError(
             f"EngineConfig.page_size is {config.page_size}, but every layer of the model has a window "

@@ -34,15 +34,16 @@ class Chosen(NamedTuple):
 class Sizes(NamedTuple):
     """What programs are compiled for: so many slots of `length` places in `dtype` (None: the compute dtype).
 
-    An encoder reads `encoder_length` tokens; `drafts` tokens are guessed for a row and may have to be taken back. Of
-    `pool` are the pages that slots take as they grow; None: each has all its places.
+    An encoder reads `encoder_length` tokens; of a row up to `spare` tokens may have to be taken back; a program gives it
+    at most `steps`. Of `pool` are the pages that slots take as they grow; None: each has all its places.
     """
 
     slots: int
     length: int
     encoder_length: int | None = None
     dtype: str | None = None
-    drafts: int = 0
+    spare: int = 0
+    steps: int = 1
     pool: paged.Sizes | None = None
 
 
@@ -57,7 +58,8 @@ class Programs(NamedTuple):
       one: (rows of any tree, place) -> the tree of that row alone.
       admit: (state, row, logits, slot, settings, index, forced, seen, table, alternatives) -> state with the row in the
         slot, and its next token.
-      step: (params, state, settings, index, forced, table, alternatives) -> state, and every slot's next token.
+      step: (params, state, settings, index, forced, count, table, alternatives) -> state, and every slot's next `count`
+        tokens, at most Sizes.steps; what is forced is the first of them.
       verify: (params, state, settings, index, forced, guesses, counts, table, alternatives) -> state, and every slot's
         next tokens: of its first `counts` guesses those that are right, and one more. What is forced is the first of them.
       row: (state, slot, table, places) -> the cache of that slot, cut to its first places.
@@ -106,7 +108,7 @@ def _build(same: _Same, usable: int, sizes: Sizes, mesh: Mesh | None) -> Program
     model, adapted = same.model.plain, same.model
     everywhere = NamedSharding(mesh, PartitionSpec()) if mesh else None
     empty = functools.partial(
-        model.start_cache, dtype=sizes.dtype, encoder_length=sizes.encoder_length, spare=sizes.drafts
+        model.start_cache, dtype=sizes.dtype, encoder_length=sizes.encoder_length, spare=sizes.spare
     )
 
     def begin(params: Params, batch: dict) -> tuple[jax.Array, Cache]:
@@ -125,12 +127,13 @@ def _build(same: _Same, usable: int, sizes: Sizes, mesh: Mesh | None) -> Program
         }
         return new, known(chosen)
 
-    def step(params, state, settings, index, forced, table, alternatives: int) -> tuple[State, Chosen]:
-        logits, cache = model.decode(params, state["tokens"], paged.with_table(state["cache"], table))
-        chosen = _pick(logits, usable, settings, index, forced, state["seen"], alternatives)
-        tokens = chosen.tokens[:, 0]
-        new = {"cache": paged.without_table(cache), "tokens": tokens, "seen": _with_seen(state["seen"], tokens)}
-        return new, known(chosen)
+    def step(params, state, settings, index, forced, count, table, alternatives: int) -> tuple[State, Chosen]:
+        def next_of(state: State, done: jax.Array) -> tuple[State, Chosen]:
+            put = jnp.where(done == 0, forced, -1)
+            return _next(model, usable, params, state, settings, index + done, put, table, alternatives)
+
+        state, chosen = next_of(state, jnp.int32(0)) if sizes.steps == 1 else _repeated(next_of, state, count, sizes)
+        return state, known(chosen)
 
     def verify(params, state, settings, index, forced, guesses, counts, table, alternatives: int):
         state = state | {"cache": paged.with_table(state["cache"], table)}
@@ -153,10 +156,33 @@ def _build(same: _Same, usable: int, sizes: Sizes, mesh: Mesh | None) -> Program
         resume=jax.jit(resume, static_argnums=3),
         one=jax.jit(one),
         admit=jax.jit(admit, donate_argnums=0, static_argnums=9),
-        step=jax.jit(step, donate_argnums=1, static_argnums=6),
+        step=jax.jit(step, donate_argnums=1, static_argnums=7),
         verify=jax.jit(verify, donate_argnums=1, static_argnums=8),
         row=jax.jit(row, static_argnums=3),
     )
+
+
+def _next(model, usable: int, params, state: State, settings, index_B, forced_B, table, alternatives: int):
+    """State, and the next token of every row."""
+    logits, cache = model.decode(params, state["tokens"], paged.with_table(state["cache"], table))
+    chosen = _pick(logits, usable, settings, index_B, forced_B, state["seen"], alternatives)
+    tokens_B = chosen.tokens[:, 0]
+    new = {"cache": paged.without_table(cache), "tokens": tokens_B, "seen": _with_seen(state["seen"], tokens_B)}
+    return new, chosen
+
+
+def _repeated(next_of: Callable, state: State, count: jax.Array, sizes: Sizes) -> tuple[State, Chosen]:
+    """`next_of` (state, tokens before) so often. The count is not compiled in: one program does for all."""
+
+    def more(done: jax.Array, so_far: tuple[State, Chosen]) -> tuple[State, Chosen]:
+        state, chosen = so_far
+        state, one = next_of(state, done)
+        place = lambda all_, new: jax.lax.dynamic_update_slice_in_dim(all_, new, done, axis=1)  # noqa: E731
+        return state, Chosen(*map(place, chosen[:-1], one[:-1]), chosen.counts + 1)
+
+    _, one = jax.eval_shape(next_of, state, jnp.int32(0))
+    none = [jnp.zeros((sizes.slots, sizes.steps, *x.shape[2:]), x.dtype) for x in one[:-1]]
+    return jax.lax.fori_loop(0, count, more, (state, Chosen(*none, jnp.zeros(sizes.slots, jnp.int32))))
 
 
 def _nothing_read(vocab_size: int, sizes: Sizes, empty: Callable[[int, int], Cache]) -> State:

@@ -24,8 +24,8 @@ def measure(engine: Engine, sampling: Sampling, prompt_tokens: int, vocab_size: 
 
     Returns:
       `prefill_tokens_per_s` of one prompt; `decode_tokens_per_s` of one row alone and `_all_slots` of as many as there
-      are slots; percentiles of the milliseconds to a first token (all slots asked at once) and between tokens; where the
-      engine guesses tokens, how many percent of the guesses were right.
+      are slots; percentiles of the milliseconds to a first token (all slots asked at once) and between tokens, of which
+      EngineConfig.decode_steps come together; where the engine guesses tokens, how many percent of the guesses were right.
     """
     random = np.random.default_rng(0)
 
@@ -50,7 +50,7 @@ def measure(engine: Engine, sampling: Sampling, prompt_tokens: int, vocab_size: 
     gaps_ms = [1e3 * gap for completion in everyone for gap in _gaps(completion)]
     found = {
         "prefill_tokens_per_s": prompt_tokens / statistics.median(readings),
-        "decode_tokens_per_s": 1 / statistics.median(_gaps(alone)) if len(alone.pieces) > 1 else 0.0,
+        "decode_tokens_per_s": len(gaps) / max(sum(gaps), 1e-9) if (gaps := _gaps(alone)) else 0.0,
     }
     times = [piece.at_s for completion in everyone for piece in completion.pieces]
     began = max(completion.pieces[0].at_s for completion in everyone if completion.pieces)

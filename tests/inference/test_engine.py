@@ -70,6 +70,60 @@ def test_a_text_does_not_depend_on_what_else_there_is(order):
     assert len({tuple(tokens) for tokens in alone()}) == 7
 
 
+@pytest.mark.parametrize("pool", [{}, {"page_size": 8, "pages": 20}], ids=["rows", "pages"])
+def test_texts_do_not_depend_on_how_many_tokens_a_program_gives(pool):
+    """Penalties, seeds, stop strings and ends within the tokens of one program included."""
+    stop = dataclasses.replace(REQUESTS[1][1], stop=(VOCABULARY.decode(alone()[1][5:7]),))
+    ends = alone()[0][5:6]
+    found, steps = {}, {}
+    for most in (1, 3, 8):
+        one = engine(decode_steps=most, **pool)
+        streams = [one.submit(*request, likeliest=2) for request in REQUESTS]
+        streams += [one.submit(REQUESTS[1][0], stop), one.submit(*REQUESTS[0], ends=ends)]
+        results = [stream.result() for stream in streams]
+        found[most], steps[most] = [(r.tokens, r.text, r.finish) for r in results], one.statistics.steps
+        named = [[piece.likeliest[0][0] for piece in r.pieces if piece.likeliest] for r in results]
+        assert named[0] == alone()[0]  # greedy: the likeliest of each
+        assert one._programs.step._cache_size() <= 2  # however many tokens: with and without likeliest
+    assert found[1] == found[3] == found[8]
+    assert [tokens for tokens, _, _ in found[8][:7]] == alone()
+    assert [finish for *_, finish in found[8][7:]] == ["stop", "stop"]
+    assert steps[8] < steps[3] < steps[1]
+
+
+def test_a_program_gives_no_row_more_than_its_last_token():
+    one = engine(decode_steps=8)
+    given = []
+    step = one._programs.step
+    one._programs = one._programs._replace(step=lambda *a: given.append(int(a[5])) or step(*a))
+    long = one.submit("a" * (LENGTH - 14), dataclasses.replace(GREEDY, max_new_tokens=30))  # its slot ends first
+    short = one.submit("b", dataclasses.replace(GREEDY, max_new_tokens=6))
+    assert len(short.result().tokens) == 6
+    assert given[0] == 5  # one came with the prompt
+    assert len(long.result().tokens) == 14 and sum(given) == 13
+    assert one.statistics.tokens == 13 + 1 + 6
+    thinking = Sampling(temperature=0.0, max_new_tokens=20, thinking_tokens=4)
+    given.clear()
+    one.submit("c", thinking).result()
+    assert set(given) == {1}  # what is forced depends on the tokens before
+
+
+def test_a_row_waits_for_no_more_than_one_token_while_a_prompt_is_read():
+    one = engine(slots=2, decode_steps=8, prefill_tokens=32)
+    given = []
+    step = one._programs.step
+    one._programs = one._programs._replace(step=lambda *a: given.append(int(a[5])) or step(*a))
+    one.submit("x", dataclasses.replace(GREEDY, max_new_tokens=40))
+    one.step()
+    one.step()
+    assert given == [8, 8]
+    one.submit("y" * 60, GREEDY)  # two parts
+    one.step()
+    assert given == [8, 8, 1] and one._reader.waits
+    one.run()
+    assert max(given[3:]) == 8
+
+
 def test_streams_are_read_from_many_threads():
     got = {}
     with engine().start() as one:
@@ -207,6 +261,25 @@ def test_a_row_that_an_end_token_ended_at_its_window_is_not_cut():
         *([p.log_probability for p in r.pieces if p.token is not None] for r in (found, want)), atol=1e-4
     )
     assert found.tokens == want.tokens and found.cached_tokens == len(prompt)
+
+
+@pytest.mark.parametrize("end", [0, 1, 2, 5, 8, 14], ids="end at {}".format)
+def test_what_was_read_beyond_an_end_is_taken_back(end):
+    """A layer with a window keeps its last places: they still must have what the next turn of a conversation sees."""
+    model = api.build(dataclasses.replace(MODEL.config, num_layers=2, layer_pattern=("local",), window=32))
+    make = functools.partial(Engine, model, params(), VOCABULARY, 96)
+    config = EngineConfig(slots=1, decode_steps=8)
+    one, plain = make(config), make(dataclasses.replace(config, prefix_cache_mib=0))
+    prompt, drawn = list(range(10, 40)), Sampling(temperature=1.0, seed=1, max_new_tokens=40)
+    tokens = plain.submit(prompt, drawn).result().tokens
+    assert tokens[end] not in tokens[:end]
+    assert one.submit(prompt, drawn, ends=tokens[end : end + 1]).result().tokens == tokens[:end]
+    turn = [*prompt, *tokens[:end], 70, 71]
+    found, want = one.submit(turn, GREEDY).result(), plain.submit(turn, GREEDY).result()
+    assert found.cached_tokens == len(prompt) + end and found.tokens == want.tokens
+    np.testing.assert_allclose(
+        *([p.log_probability for p in r.pieces if p.token is not None] for r in (found, want)), atol=1e-4
+    )
 
 
 def test_a_thought_has_no_more_tokens_than_its_budget():

@@ -167,7 +167,7 @@ def test_a_failed_engine_has_no_page():
     one = engine(**SMALL)
     stream = one.submit("def f", GREEDY)
     one.step()
-    assert one.pages[1] == 1
+    assert one.pages[1] == 2  # for the tokens of the next program too
 
     def fails(*_):
         raise RuntimeError("no device")
@@ -199,7 +199,7 @@ def test_a_server_tells_of_pages():
     service = Service(None)
     metrics = ServingMetrics(lambda: service.load)
     assert b"capibara_pages 0.0" in metrics.page()
-    one = engine(**SMALL)
+    one = engine(**SMALL, decode_steps=1)
     service.ready(Served(one, VOCABULARY, None, LENGTH, None, "tiny", GREEDY), ServerConfig())
     texts(one)
     streams = [one.submit("y" * 30, GREEDY) for _ in range(2)]
@@ -350,7 +350,7 @@ def test_attention_is_that_to_rows_whoever_computes_it(monkeypatch, tokens, dtyp
 def test_the_pool_is_updated_in_place(program):
     one = engine(slots=4, page_size=32, pages=400)
     zeros = np.zeros(4, np.int32)
-    given = (one._params, one._state, one._settings, zeros, zeros, one._table, 0)
+    given = (one._params, one._state, one._settings, zeros, zeros, np.int32(1), one._table, 0)
     if program == "admit":
         batch = {"tokens": np.zeros((1, 32), np.int32), "counts": np.array([3], np.int32)}
         logits, row = one._programs.begin(one._params, batch)

@@ -79,11 +79,11 @@ def running(served):
 
 @pytest.fixture
 def slow(served, monkeypatch):
-    """The engine takes its time over each token."""
+    """The engine takes its time over each program."""
     step = served.engine.step
 
     def slowly():
-        time.sleep(0.02)
+        time.sleep(0.02 * served.engine._config.decode_steps)
         return step()
 
     monkeypatch.setattr(served.engine, "step", slowly)
