@@ -41,7 +41,7 @@ class Contender:
 
         settings = EngineConfig(prefix_cache_mib=0, **config)
         self.name, self.engine = name, Engine(model, params, Ids(shape["vocab_size"]), shape["length"], settings)
-        self.each = settings.decode_steps  # tokens that a row gets in one step
+        self.each = settings.most_steps  # tokens that a row gets in one step
         self.seconds: list[tuple[float, float]] = []
 
     def timed(self, call, *args, counts: bool) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 
+from capibara import sharding
 from capibara.config import configurable
 from capibara.types import UserError
 
@@ -43,9 +44,10 @@ class EngineConfig:
         before in it (prompt look-up; Saxena 2023, Leviathan et al. 2023, arXiv:2211.17192), and verifies at once. The
         text stays what it is without, with temperature too: a guess counts where it is what the row's seed draws. 0:
         none. It is worth it where texts repeat their prompts, and rows are few.
-      decode_steps: how many tokens a row gets in one program, at most: the host's work is done once for all of them, and
-        a stream has them together. It is one where a prompt is being read, where tokens are guessed and where thoughts
-        have a limit; no row goes beyond its last token.
+      decode_steps: how many tokens a row gets in one program, at most. With more than one the host's work is done once
+        for all of them, a stream has them together, and the host looks at them before the next program begins; with one
+        it looks while the next is made. None: 4 on a CPU, where both would share the cores, and 1 elsewhere. It is one
+        where a prompt is being read, where tokens are guessed and where thoughts have a limit.
       page_size: tokens of a page of the cache (Kwon et al. 2023, arXiv:2309.06180): a row has as many pages as its tokens
         need, and takes more as it grows. 0: none; each slot has the memory of its whole length.
       pages: of the pool, from which all slots take theirs; None: as many as all slots could need. With fewer, slots may be
@@ -59,20 +61,31 @@ class EngineConfig:
     prefill_tokens: int = 1024
     cache_dtype: CacheDtype = CacheDtype.COMPUTE
     draft_tokens: int = 0
-    decode_steps: int = 4
+    decode_steps: int | None = None
     page_size: int = 0
     pages: int | None = None
 
     @property
+    def most_steps(self) -> int:
+        """Tokens that a row gets in one program, at most."""
+        if self.draft_tokens:
+            return 1
+        return self.decode_steps or (4 if sharding.platform() == "cpu" else 1)
+
+    @property
     def spare(self) -> int:
         """Most tokens of a row that are read and then taken back: wrong guesses, or what was read beyond an end."""
-        # The end is seen when the program after its own has begun; only rows that are kept have to be whole then.
-        return self.draft_tokens or (2 * (self.decode_steps - 1) if self.prefix_cache_mib else 0)
+        # Only rows that are kept have to be whole after their end.
+        return self.draft_tokens or (self.most_steps - 1 if self.prefix_cache_mib else 0)
 
     def __post_init__(self):
-        for name in ("slots", "prefill_tokens", "decode_steps"):
+        for name in ("slots", "prefill_tokens"):
             if getattr(self, name) < 1:
                 raise UserError(f"EngineConfig.{name} is {getattr(self, name)}, must be at least 1")
+        if self.decode_steps is not None and self.decode_steps < 1:
+            raise UserError(
+                f"EngineConfig.decode_steps is {self.decode_steps}, must be at least 1, or None: what suits the devices"
+            )
         for name in ("prefix_cache_mib", "draft_tokens", "page_size"):
             if getattr(self, name) < 0:
                 raise UserError(f"EngineConfig.{name} is {getattr(self, name)}, must be at least 0 (0: none)")

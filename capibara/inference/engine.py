@@ -1,8 +1,8 @@
 """Continuous batching: requests come and go while a batch of slots is decoded.
 
 Every slot is a row of one cache of fixed length. A request waits for a slot, its prompt is read and put there, and from
-then on it gets a token with every step of all slots. The host looks at the tokens of one step while the devices make the
-next; where tokens are guessed it looks first.
+then on it gets tokens with every step of all slots. Where a step gives each row one token the host looks at it while
+the devices make the next; where it gives more, or tokens are guessed, the host looks first.
 """
 
 from __future__ import annotations
@@ -67,6 +67,7 @@ class Engine:
         self._vocab_size, self._encoder_length = model.config.vocab_size, encoder_length
         self._names = None if encoder_length is None else spelling.names(vocabulary)
         sizes = footprint.sizes_of(model, config, length, encoder_length)
+        self._most_steps = sizes.steps
         mesh = programs.mesh_of(params)
         self._programs = programs.build(model, vocabulary.size, sizes, mesh)
         self._params, self._updated, self._generation = self._programs.serving(params), None, 0
@@ -230,10 +231,12 @@ class Engine:
             pass
 
     def step(self) -> bool:
-        """Gives free slots to waiting requests and every slot a token; False where there was nothing to do."""
+        """Gives free slots to waiting requests and every slot tokens; False where there was nothing to do."""
         had = bool(self._pending)
         self._take_updated()
         self._drop_cancelled()
+        if self._most_steps > 1:
+            self._receive(0)  # an end that is seen late would cost a whole program, and leave its slot to nobody
         admitted = self._admit_waiting()
         if self._config.draft_tokens or any(
             request.begun in request.forced or request.places > self._length for _, request in self._active()
@@ -357,11 +360,10 @@ class Engine:
 
     def _steps_ahead(self, active: list[Request]) -> int:
         """How many tokens these may be given before anybody looks at them."""
-        one = not active or self._config.draft_tokens or self._reader.waits
-        if one or any(request.sampling.thinking_tokens is not None for request in active):
+        if not active or self._reader.waits or any(request.sampling.thinking_tokens is not None for request in active):
             return 1
         left = (min(r.limit - r.begun, self._length - r.places + 1) for r in active)
-        return min(self._config.decode_steps, *left)
+        return min(self._most_steps, *left)
 
     def _with_pages(self, active: list[tuple[int, Request]], count: int) -> tuple[list[tuple[int, Request]], int]:
         """Gives slots the pages that the next steps write to, the first requests first; those that go on, and the steps.

@@ -55,7 +55,7 @@ import sys
 from capibara import cli, serve
 from capibara.inference.engine import Engine
 
-receive, left = Engine._receive, [8]
+receive, left = Engine._receive, [12]
 
 def failing(self, count):
     left[0] -= 1

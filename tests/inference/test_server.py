@@ -83,7 +83,7 @@ def slow(served, monkeypatch):
     step = served.engine.step
 
     def slowly():
-        time.sleep(0.02 * served.engine._config.decode_steps)
+        time.sleep(0.02 * served.engine._config.most_steps)
         return step()
 
     monkeypatch.setattr(served.engine, "step", slowly)
