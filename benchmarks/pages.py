@@ -5,8 +5,8 @@
 
 Both engines have the same random weights in float32 and answer greedily in turns; their texts must agree.
 
-  step    the next tokens (EngineConfig.decode_steps) of eight slots of 256 places that hold 32, 128 and 240 tokens each,
-          with a pool for all of them.
+  step    one token more (EngineConfig.decode_steps = 1) of eight slots of 256 places that hold 32, 128 and 240 tokens
+          each, with a pool for all of them.
   mixed   the mixed requests of generate.py: eight slots of whole rows against sixteen slots on a pool of the same bytes
           (the page that is nobody's is one of it).
 
@@ -41,7 +41,6 @@ class Contender:
 
         settings = EngineConfig(prefix_cache_mib=0, **config)
         self.name, self.engine = name, Engine(model, params, Ids(shape["vocab_size"]), shape["length"], settings)
-        self.each = settings.most_steps  # tokens that a row gets in one step
         self.seconds: list[tuple[float, float]] = []
 
     def timed(self, call, *args, counts: bool) -> Any:
@@ -60,7 +59,7 @@ class Contender:
             streams = [self.engine.submit(prompt, asked) for prompt in prompts]
             while any(request is None or not request.written for request in self.engine._requests):
                 self.engine.step()
-            for _ in range(STEPS // 2 // self.each):
+            for _ in range(STEPS // 2):
                 self.timed(self.engine.step, counts=turn > 0)
             texts = [stream.result().tokens for stream in streams]
         return texts
@@ -102,7 +101,7 @@ def steps(contenders: list[Contender], shape: dict, rounds: int) -> dict[str, An
         show(
             f"a step of {SLOTS} slots that hold {filled} of {shape['length']} tokens",
             results[f"step_{filled}"],
-            SLOTS * contenders[0].each,
+            SLOTS,
         )
     return results
 
@@ -160,12 +159,14 @@ def main() -> None:
     params = jax.jit(model.init)(jax.random.key(0))
     made = lambda name, **config: Contender(name, model, params, shape, **config)  # noqa: E731
     pool = SLOTS * -(-shape["length"] // args.page_size)
-    whole = made(f"rows, {SLOTS} slots", slots=SLOTS)
-    same = made(f"pages, {SLOTS} slots", slots=SLOTS, page_size=args.page_size)
+    each = {"slots": SLOTS, "decode_steps": 1}
+    whole = made(f"rows, {SLOTS} slots", **each)
+    same = made(f"pages, {SLOTS} slots", **each, page_size=args.page_size)
     summary = {"model": args.model, "page_size": args.page_size, "cores": args.cores}
     summary |= steps([whole, same], shape, args.rounds)
     if args.requests:
-        same.engine = None  # its memory
+        whole.engine = same.engine = None  # their memory
+        whole = made(f"rows, {SLOTS} slots", slots=SLOTS)
         more = made(f"pages, {2 * SLOTS} slots", slots=2 * SLOTS, page_size=args.page_size, pages=pool - 1)
         new = generate.NEW[args.model]
         summary["mixed"] = mixed([whole, more], shape, args.requests, new, max(1, args.rounds // 2))

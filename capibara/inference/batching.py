@@ -45,9 +45,10 @@ class EngineConfig:
         text stays what it is without, with temperature too: a guess counts where it is what the row's seed draws. 0:
         none. It is worth it where texts repeat their prompts, and rows are few.
       decode_steps: how many tokens a row gets in one program, at most. With more than one the host's work is done once
-        for all of them, a stream has them together, and the host looks at them before the next program begins; with one
-        it looks while the next is made. None: 4 on a CPU, where both would share the cores, and 1 elsewhere. It is one
-        where a prompt is being read, where tokens are guessed and where thoughts have a limit.
+        for all of them, a stream has them together, and the host looks at them before the next program begins; after
+        one it looks while the next is made. None: on a CPU, where both would share the cores, up to 4 that take 0.1 s
+        together; 1 elsewhere. It is one where a prompt is being read and where tokens are guessed, and no more than any
+        of the rows may still have, or than the rest of a limited thought.
       page_size: tokens of a page of the cache (Kwon et al. 2023, arXiv:2309.06180): a row has as many pages as its tokens
         need, and takes more as it grows. 0: none; each slot has the memory of its whole length.
       pages: of the pool, from which all slots take theirs; None: as many as all slots could need. With fewer, slots may be

@@ -8,6 +8,7 @@ the devices make the next; where it gives more, or tokens are guessed, the host 
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -19,6 +20,7 @@ from capibara.inference import batching, footprint, programs, spelling
 from capibara.inference.batching import EngineConfig, Statistics, WhenFull
 from capibara.inference.choose import GREEDY, Settings, settings_of, with_row
 from capibara.inference.drafts import Drafter
+from capibara.inference.pace import Pace
 from capibara.inference.pages import Pages
 from capibara.inference.prefix import PrefixCache
 from capibara.inference.reading import Read, Reader
@@ -67,7 +69,7 @@ class Engine:
         self._vocab_size, self._encoder_length = model.config.vocab_size, encoder_length
         self._names = None if encoder_length is None else spelling.names(vocabulary)
         sizes = footprint.sizes_of(model, config, length, encoder_length)
-        self._most_steps = sizes.steps
+        self._pace, self._ahead = Pace(config, length), 0  # tokens that the program which began last gives a row
         mesh = programs.mesh_of(params)
         self._programs = programs.build(model, vocabulary.size, sizes, mesh)
         self._params, self._updated, self._generation = self._programs.serving(params), None, 0
@@ -84,7 +86,7 @@ class Engine:
         self.statistics = Statistics()
         self._requests: list[Request | None] = [None] * config.slots
         self._waiting: deque[Request] = deque()
-        self._pending: deque[tuple[programs.Chosen, list[tuple[int, Request]]]] = deque()
+        self._pending: deque[tuple[programs.Chosen, list[tuple[int, Request]], float | None]] = deque()
         self._changed, self._working = threading.Condition(), threading.Lock()
         self._thread: threading.Thread | None = None
         self._closing = self._failed = False
@@ -235,7 +237,7 @@ class Engine:
         had = bool(self._pending)
         self._take_updated()
         self._drop_cancelled()
-        if self._most_steps > 1:
+        if self._ahead > 1:
             self._receive(0)  # an end that is seen late would cost a whole program, and leave its slot to nobody
         admitted = self._admit_waiting()
         if self._config.draft_tokens or any(
@@ -245,7 +247,7 @@ class Engine:
             self._receive(0)
             admitted |= self._refill()
         active = [(slot, request) for slot, request in self._active() if request.places <= self._length]
-        count = self._steps_ahead([request for _, request in active])
+        count = 1 if self._reader.waits else self._pace.tokens(request for _, request in active)
         if self._pages:
             active, count = self._with_pages(active, count)
         if active:
@@ -287,7 +289,7 @@ class Engine:
             with self._changed:
                 self._closing = self._failed = True
                 left = {
-                    id(r): r for r in (*self._waiting, *self._requests, *(r for _, p in self._pending for _, r in p))
+                    id(r): r for r in (*self._waiting, *self._requests, *(r for _, p, _ in self._pending for _, r in p))
                 }
             for request in left.values():
                 if request is not None and not request.finished:
@@ -358,13 +360,6 @@ class Engine:
     def _table(self) -> np.ndarray | None:
         return self._pages and self._pages.table
 
-    def _steps_ahead(self, active: list[Request]) -> int:
-        """How many tokens these may be given before anybody looks at them."""
-        if not active or self._reader.waits or any(request.sampling.thinking_tokens is not None for request in active):
-            return 1
-        left = (min(r.limit - r.begun, self._length - r.places + 1) for r in active)
-        return min(self._most_steps, *left)
-
     def _with_pages(self, active: list[tuple[int, Request]], count: int) -> tuple[list[tuple[int, Request]], int]:
         """Gives slots the pages that the next steps write to, the first requests first; those that go on, and the steps.
 
@@ -378,9 +373,11 @@ class Engine:
                 else:
                     self._put_back(max(filter(None, self._requests), key=lambda one: one.number))
         active = [(slot, request) for slot, request in active if request.slot is not None]
-        for slot, request in active:
-            if not self._pages.grow(slot, request.places + count - 1):  # nobody is put back for more than one
-                count = self._pages.room(slot) - request.places + 1
+        ahead = lambda: [(slot, request.places + count - 1) for slot, request in active]  # noqa: E731
+        while count > 1 and not self._pages.fit(ahead()):  # nobody is put back for more than one
+            count -= 1
+        for slot, tokens in ahead():
+            self._pages.grow(slot, tokens)
         return active, count
 
     def _put_back(self, request: Request) -> None:
@@ -401,10 +398,11 @@ class Engine:
         if any(guesses.values()):
             self._verify(active, guesses, index, forced, alternatives)
             return
+        self._ahead, at_s = count, time.monotonic()
         self._state, chosen = self._programs.step(
             self._params, self._state, self._settings, index, forced, np.int32(count), self._table, alternatives
         )
-        self._begun(chosen, active, [count] * self._config.slots)
+        self._begun(chosen, active, [count] * self._config.slots, at_s)
 
     def _guess(self, request: Request) -> list[int]:
         """Its next tokens but the last, as many as it may still have and its place allows, and none that is forced."""
@@ -434,9 +432,9 @@ class Engine:
                 request.drafter.told(int(held[slot]) - 1)
         self._begun(chosen, active, held)
 
-    def _begun(self, chosen: programs.Chosen, rows: list[tuple[int, Request]], counts=None) -> None:
-        """The devices were asked for `counts` tokens of each row; None: for one."""
-        self._pending.append((chosen, rows))
+    def _begun(self, chosen: programs.Chosen, rows: list[tuple[int, Request]], counts=None, at_s=None) -> None:
+        """The devices were asked for `counts` tokens of each row, None: for one; `at_s`: when, to be timed."""
+        self._pending.append((chosen, rows, at_s))
         for place, request in rows:
             count = 1 if counts is None else int(counts[place])
             request.begun += count
@@ -447,8 +445,11 @@ class Engine:
     def _receive(self, left: int) -> None:
         """Takes the tokens of all but the last `left` programs."""
         while len(self._pending) > left:
-            chosen, rows = self._pending[0]  # still there if they fail: some of its requests may have no slot any more
+            # Still there if they fail: some of its requests may have no slot any more.
+            chosen, rows, at_s = self._pending[0]
             tokens, log_probabilities, likeliest, theirs, counts = jax.device_get(chosen)
+            if at_s is not None:
+                self._pace.came(at_s, int(counts[0]))
             for place, request in rows:
                 for step in range(counts[place]):
                     count = min(request.likeliest, likeliest.shape[2])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import numpy as np
 
@@ -59,6 +61,11 @@ class Pages:
             self.table[slot, taken:needed] = [self._free.pop() for _ in range(needed - taken)]
             self._taken[slot] = needed
         return True
+
+    def fit(self, rows: Sequence[tuple[int, int]]) -> bool:
+        """Whether `grow` would succeed for all these slots and tokens."""
+        needed = sum(max(0, self.sizes.of_slot(tokens) - self._taken[slot]) for slot, tokens in rows)
+        return needed <= len(self._free)
 
     def release(self, slot: int) -> None:
         """The slot gives all its pages back."""

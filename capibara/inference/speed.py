@@ -24,8 +24,8 @@ def measure(engine: Engine, sampling: Sampling, prompt_tokens: int, vocab_size: 
 
     Returns:
       `prefill_tokens_per_s` of one prompt; `decode_tokens_per_s` of one row alone and `_all_slots` of as many as there
-      are slots; percentiles of the milliseconds to a first token (all slots asked at once) and between tokens, of which
-      EngineConfig.decode_steps come together; where the engine guesses tokens, how many percent of the guesses were right.
+      are slots; percentiles of the milliseconds to a first token (all slots asked at once) and between tokens, the mean of each text, as
+      some come together; where the engine guesses tokens, how many percent of the guesses were right.
     """
     random = np.random.default_rng(0)
 
@@ -47,15 +47,15 @@ def measure(engine: Engine, sampling: Sampling, prompt_tokens: int, vocab_size: 
     [alone] = together(1)
     everyone = together(engine.slots)
     first_ms = [1e3 * completion.waited_s for completion in everyone]
-    gaps_ms = [1e3 * gap for completion in everyone for gap in _gaps(completion)]
+    between_ms = [1e3 * between for completion in everyone if (between := _between_tokens(completion))]
     found = {
         "prefill_tokens_per_s": prompt_tokens / statistics.median(readings),
-        "decode_tokens_per_s": len(gaps) / max(sum(gaps), 1e-9) if (gaps := _gaps(alone)) else 0.0,
+        "decode_tokens_per_s": 1 / between if (between := _between_tokens(alone)) else 0.0,
     }
     times = [piece.at_s for completion in everyone for piece in completion.pieces]
     began = max(completion.pieces[0].at_s for completion in everyone if completion.pieces)
     found["decode_tokens_per_s_all_slots"] = sum(at > began for at in times) / max(max(times) - began, 1e-9)
-    for name, values in (("first_token_ms", first_ms), ("between_tokens_ms", gaps_ms)):
+    for name, values in (("first_token_ms", first_ms), ("between_tokens_ms", between_ms)):
         for percent in (50, 90, 99):
             found[f"{name}_p{percent}"] = float(np.percentile(values, percent)) if values else 0.0
     if engine.statistics.drafted:
@@ -63,6 +63,7 @@ def measure(engine: Engine, sampling: Sampling, prompt_tokens: int, vocab_size: 
     return found
 
 
-def _gaps(completion) -> list[float]:
+def _between_tokens(completion) -> float:
+    """Mean seconds from a token of a text to the next; 0: it has no two."""
     times = [piece.at_s for piece in completion.pieces if piece.token is not None]
-    return [after - before for before, after in zip(times, times[1:])]
+    return (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else 0.0

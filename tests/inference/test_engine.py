@@ -7,6 +7,8 @@ import functools
 import json
 import queue
 import threading
+import time
+import types
 
 import jax
 import numpy as np
@@ -102,10 +104,35 @@ def test_a_program_gives_no_row_more_than_its_last_token():
     assert given[0] == 5  # one came with the prompt
     assert len(long.result().tokens) == 14 and sum(given) == 13
     assert one.statistics.tokens == 13 + 1 + 6
-    thinking = Sampling(temperature=0.0, max_new_tokens=20, thinking_tokens=4)
+    thinking = Sampling(temperature=0.0, max_new_tokens=20, thinking_tokens=4, thinking_tags=("<", ">>"))
     given.clear()
-    one.submit("c", thinking).result()
-    assert set(given) == {1}  # what is forced depends on the tokens before
+    one.submit("c <", thinking).result()
+    # The rest of the thought, the two tokens of its end one by one, and then no more than another thought might have.
+    assert given == [3, 1, 1, 4, 4, 4, 2]
+
+
+def test_tokens_of_a_slow_model_come_as_they_are_made(monkeypatch):
+    one, given = engine(slots=1), []
+    step = one._programs.step
+
+    def slowly(*args):
+        given.append(int(args[5]))
+        time.sleep(0.06 * given[-1])
+        return step(*args)
+
+    one._programs = one._programs._replace(step=slowly)
+    assert len(one.submit("a", dataclasses.replace(GREEDY, max_new_tokens=10)).result().tokens) == 10
+    assert given == [4, 1, 1, 1, 1, 1]  # 0.24 s, then each 0.06 s
+
+
+def test_weights_are_not_converted_in_front_of_the_steps():
+    """Of all of them at once: a second copy, of four bytes each."""
+    model = api.build(dataclasses.replace(MODEL.config, dtype="bfloat16"))
+    one = Engine(model, params(), VOCABULARY, LENGTH, EngineConfig(slots=1, decode_steps=4))
+    zeros = np.zeros(1, np.int32)
+    given = (one._params, one._state, one._settings, zeros, zeros, np.int32(1), None, 0)
+    memory = one._programs.step.lower(*given).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < sum(x.nbytes for x in jax.tree.leaves(one._params))
 
 
 def test_a_row_waits_for_no_more_than_one_token_while_a_prompt_is_read():
@@ -386,7 +413,9 @@ def test_a_bad_line_is_named(tmp_path, line, says):
 def test_speeds_are_measured():
     found = speed.measure(engine(), dataclasses.replace(GREEDY, max_new_tokens=6), 20, VOCABULARY.size)
     assert all(value > 0 for value in found.values())
-    assert found["between_tokens_ms_p50"] <= found["between_tokens_ms_p99"]
+    at_s = (1.0, 1.0, 1.0, 1.4, 1.4)  # they come together, three and two
+    text = types.SimpleNamespace(pieces=[Piece("", token, 0.0, (), at_s=at) for token, at in enumerate(at_s)])
+    assert speed._between_tokens(text) == pytest.approx(0.1)
 
 
 def test_a_completion_names_the_token_that_ended_it():

@@ -164,7 +164,7 @@ def test_those_who_wait_go_on_where_all_end_for_want_of_a_page():
 
 
 def test_a_failed_engine_has_no_page():
-    one = engine(**SMALL)
+    one = engine(**SMALL, decode_steps=4)
     stream = one.submit("def f", GREEDY)
     one.step()
     assert one.pages[1] == 2  # for the tokens of the next program too

@@ -70,7 +70,15 @@ sys.exit(cli.run_verb(serve.main, sys.argv[1:]))
 
 def test_a_process_whose_engine_fails_tells_all_and_ends(folder):
     process = subprocess.Popen(
-        [sys.executable, "-c", FAILING, f"--model={folder}", "--name=mine", *QUICK],
+        [
+            sys.executable,
+            "-c",
+            FAILING,
+            f"--model={folder}",
+            "--name=mine",
+            *QUICK,
+            "--gin.EngineConfig.decode_steps=4",
+        ],
         env=os.environ | {"PYTHONPATH": str(CHECKOUT)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -1,0 +1,45 @@
+"""How many tokens the rows get before anybody looks at them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+from capibara.inference.batching import EngineConfig
+from capibara.inference.request import Request
+
+_MOST_BETWEEN_S = 0.1  # a reader sees a text go on at least so often, if its model is that fast
+
+
+class Pace:
+    """Chooses how many tokens the next program gives each row, by what may happen meanwhile and by the time it takes.
+
+    Args:
+      config: of the engine.
+      length: places of a slot.
+    """
+
+    def __init__(self, config: EngineConfig, length: int):
+        self._most, self._timed, self._length = config.most_steps, config.decode_steps is None, length
+        self._token_s = self._came_s = 0.0
+
+    def tokens(self, requests: Iterable[Request]) -> int:
+        """For these requests together, at least one: for none more than it may still have or has places for.
+
+        What is forced into a thought is the first of a program's tokens, so none goes beyond the place of it.
+        """
+        most = self._most
+        for one in requests:
+            most = min(most, one.limit - one.begun, self._length - one.places + 1)
+            if one.sampling.thinking_tokens is not None:  # a thought that begins among them must not end there
+                ahead = (index - one.begun for index in one.forced if index >= one.begun)
+                most = min(most, one.sampling.thinking_tokens, *ahead)
+        if self._timed and self._token_s:
+            most = min(most, int(_MOST_BETWEEN_S / self._token_s))
+        return max(1, most)
+
+    def came(self, began_s: float, count: int) -> None:
+        """So many tokens of each row have come, of a program that was asked for at `began_s` (time.monotonic)."""
+        now_s = time.monotonic()
+        self._token_s = (now_s - max(began_s, self._came_s)) / count
+        self._came_s = now_s
