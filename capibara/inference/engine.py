@@ -448,8 +448,7 @@ class Engine:
             # Still there if they fail: some of its requests may have no slot any more.
             chosen, rows, at_s = self._pending[0]
             tokens, log_probabilities, likeliest, theirs, counts = jax.device_get(chosen)
-            if at_s is not None:
-                self._pace.came(at_s, int(counts[0]))
+            self._pace.came(at_s, int(counts[0]))
             for place, request in rows:
                 for step in range(counts[place]):
                     count = min(request.likeliest, likeliest.shape[2])

@@ -38,8 +38,9 @@ class Pace:
             most = min(most, int(_MOST_BETWEEN_S / self._token_s))
         return max(1, most)
 
-    def came(self, began_s: float, count: int) -> None:
-        """So many tokens of each row have come, of a program that was asked for at `began_s` (time.monotonic)."""
+    def came(self, began_s: float | None, count: int) -> None:
+        """So many tokens of each row have come, of a program asked for at `began_s` (time.monotonic); None: of a prompt."""
         now_s = time.monotonic()
-        self._token_s = (now_s - max(began_s, self._came_s)) / count
+        if began_s is not None:  # after what was asked for before: a prompt that was read meanwhile does not count
+            self._token_s = (now_s - max(began_s, self._came_s)) / count
         self._came_s = now_s

@@ -132,7 +132,9 @@ def _build(same: _Same, usable: int, sizes: Sizes, mesh: Mesh | None) -> Program
             put = jnp.where(done == 0, forced, -1)
             return _next(model, usable, params, state, settings, index + done, put, table, alternatives)
 
-        state, chosen = next_of(state, jnp.int32(0)) if sizes.steps == 1 else _repeated(next_of, state, count, sizes)
+        state, chosen = (
+            next_of(state, jnp.int32(0)) if sizes.steps == 1 else _repeated(next_of, state, count, sizes, alternatives)
+        )
         return state, known(chosen)
 
     def verify(params, state, settings, index, forced, guesses, counts, table, alternatives: int):
@@ -175,8 +177,8 @@ def _next(model, usable: int, params, state: State, settings, index_B, forced_B,
     return new, chosen
 
 
-def _repeated(next_of: Callable, state: State, count: jax.Array, sizes: Sizes) -> tuple[State, Chosen]:
-    """`next_of` (state, tokens before) so often. The count is not compiled in: one program does for all."""
+def _repeated(next_of: Callable, state: State, count: jax.Array, sizes: Sizes, alternatives: int):
+    """State and tokens of `next_of` (state, tokens before) so often; the count is not compiled in."""
 
     def more(done: jax.Array, so_far: tuple[State, Chosen]) -> tuple[State, Chosen]:
         state, chosen = so_far
@@ -184,9 +186,15 @@ def _repeated(next_of: Callable, state: State, count: jax.Array, sizes: Sizes) -
         place = lambda all_, new: jax.lax.dynamic_update_slice_in_dim(all_, new, done, axis=1)  # noqa: E731
         return state, Chosen(*map(place, chosen[:-1], one[:-1]), chosen.counts + 1)
 
-    _, one = jax.eval_shape(next_of, state, jnp.int32(0))
-    none = [jnp.zeros((sizes.slots, sizes.steps, *x.shape[2:]), x.dtype) for x in one[:-1]]
-    return jax.lax.fori_loop(0, count, more, (state, Chosen(*none, jnp.zeros(sizes.slots, jnp.int32))))
+    B, T, n = sizes.slots, sizes.steps, min(alternatives, state["seen"].shape[1])
+    shapes = (
+        ((B, T), jnp.int32),
+        ((B, T), jnp.float32),
+        ((B, T, n), jnp.int32),
+        ((B, T, n), jnp.float32),
+        (B, jnp.int32),
+    )
+    return jax.lax.fori_loop(0, count, more, (state, Chosen(*(jnp.zeros(*shape) for shape in shapes))))
 
 
 def _nothing_read(vocab_size: int, sizes: Sizes, empty: Callable[[int, int], Cache]) -> State:
