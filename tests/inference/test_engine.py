@@ -78,7 +78,7 @@ def test_texts_do_not_depend_on_how_many_tokens_a_program_gives(pool):
     stop = dataclasses.replace(REQUESTS[1][1], stop=(VOCABULARY.decode(alone()[1][5:7]),))
     ends = alone()[0][5:6]
     found, steps = {}, {}
-    for most in (1, 3, 8):
+    for most in (1, 8):
         one = engine(decode_steps=most, **pool)
         streams = [one.submit(*request, likeliest=2) for request in REQUESTS]
         streams += [one.submit(REQUESTS[1][0], stop), one.submit(*REQUESTS[0], ends=ends)]
@@ -87,10 +87,10 @@ def test_texts_do_not_depend_on_how_many_tokens_a_program_gives(pool):
         named = [[piece.likeliest[0][0] for piece in r.pieces if piece.likeliest] for r in results]
         assert named[0] == alone()[0]  # greedy: the likeliest of each
         assert one._programs.step._cache_size() <= 2  # however many tokens: with and without likeliest
-    assert found[1] == found[3] == found[8]
+    assert found[1] == found[8]
     assert [tokens for tokens, _, _ in found[8][:7]] == alone()
     assert [finish for *_, finish in found[8][7:]] == ["stop", "stop"]
-    assert steps[8] < steps[3] < steps[1]
+    assert steps[8] < steps[1]
 
 
 def test_a_program_gives_no_row_more_than_its_last_token():
