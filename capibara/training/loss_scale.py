@@ -5,6 +5,7 @@ arXiv:1710.03740), by as much as they bear.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import jax
@@ -67,4 +68,20 @@ class LossScaling:
 
 def select(made: jax.Array, new: PyTree, old: PyTree) -> PyTree:
     """`new` where `made`, else `old`, bit for bit; the same choice on every device, as `made` is replicated."""
-    return jax.tree.map(lambda n, o: jnp.where(made, n, o), new, old)
+    return jax.tree.map(functools.partial(_either, made), new, old)
+
+
+def _either(made: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
+    """jnp.where of one leaf, by its bits.
+
+    The TPU compiler lays out both sides of a `select` row by row: a table of which a chip has few columns is filled up
+    to 128 of them, and that for weights and moments, old and new.
+    """
+    if new is old:  # frozen
+        return old
+    if not jnp.issubdtype(new.dtype, jnp.floating):
+        return jnp.where(made, new, old)
+    bits = jnp.dtype(f"uint{8 * new.dtype.itemsize}")
+    mask = jnp.where(made, jnp.array(jnp.iinfo(bits).max, bits), jnp.zeros((), bits))
+    new_bits, old_bits = (jax.lax.bitcast_convert_type(x, bits) for x in (new, old))
+    return jax.lax.bitcast_convert_type(old_bits ^ ((new_bits ^ old_bits) & mask), new.dtype)

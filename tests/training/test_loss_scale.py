@@ -27,7 +27,13 @@ def test_stays_finite():
 
 @pytest.mark.parametrize("finite", [True, False])
 def test_select_is_one_of_the_two_bit_for_bit(finite):
-    old, new = {"a": jnp.float32([1.0, -0.0]), "n": jnp.int8(3)}, {"a": jnp.float32([jnp.nan, 0.0]), "n": jnp.int8(4)}
+    old = {"a": jnp.float32([1.0, -0.0]), "b": jnp.bfloat16([-1.0, jnp.inf]), "n": jnp.int8(3), "skip": jnp.bool_(True)}
+    new = {
+        "a": jnp.float32([jnp.nan, 0.0]),
+        "b": jnp.bfloat16([jnp.nan, 0.0]),
+        "n": jnp.int8(4),
+        "skip": jnp.bool_(False),
+    }
     got, want = select(jnp.bool_(finite), new, old), new if finite else old
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert a.dtype == b.dtype and np.asarray(a).tobytes() == np.asarray(b).tobytes()
