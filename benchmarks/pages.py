@@ -99,9 +99,7 @@ def steps(contenders: list[Contender], shape: dict, rounds: int) -> dict[str, An
         compared([one.steps(prompts, rounds) for one in contenders])
         results[f"step_{filled}"] = {one.name: one.medians() for one in contenders}
         show(
-            f"a step of {SLOTS} slots that hold {filled} of {shape['length']} tokens",
-            results[f"step_{filled}"],
-            SLOTS,
+            f"a step of {SLOTS} slots that hold {filled} of {shape['length']} tokens", results[f"step_{filled}"], SLOTS
         )
     return results
 

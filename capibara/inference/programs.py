@@ -132,9 +132,10 @@ def _build(same: _Same, usable: int, sizes: Sizes, mesh: Mesh | None) -> Program
             put = jnp.where(done == 0, forced, -1)
             return _next(model, usable, params, state, settings, index + done, put, table, alternatives)
 
-        state, chosen = (
-            next_of(state, jnp.int32(0)) if sizes.steps == 1 else _repeated(next_of, state, count, sizes, alternatives)
-        )
+        if sizes.steps == 1:
+            state, chosen = next_of(state, jnp.int32(0))
+        else:
+            state, chosen = _repeated(next_of, state, count, sizes, alternatives)
         return state, known(chosen)
 
     def verify(params, state, settings, index, forced, guesses, counts, table, alternatives: int):
@@ -167,8 +168,8 @@ def _build(same: _Same, usable: int, sizes: Sizes, mesh: Mesh | None) -> Program
 def _next(model, usable: int, params, state: State, settings, index_B, forced_B, table, alternatives: int):
     """State, and the next token of every row."""
     if any(leaf.dtype != jnp.float32 for leaf in jax.tree.leaves(params)):
-        # Or XLA converts all of them, or dequantises them, in front of the loop, and holds them twice. Float32 goes
-        # without: a row decodes 10% faster so.
+        # Or XLA converts all of them, or dequantises them, in front of the loop, and holds them twice. Float32 has
+        # nothing to convert, and a CPU decodes faster without.
         params, index_B = jax.lax.optimization_barrier((params, index_B))
     logits, cache = model.decode(params, state["tokens"], paged.with_table(state["cache"], table))
     chosen = _pick(logits, usable, settings, index_B, forced_B, state["seen"], alternatives)
@@ -187,14 +188,10 @@ def _repeated(next_of: Callable, state: State, count: jax.Array, sizes: Sizes, a
         return state, Chosen(*map(place, chosen[:-1], one[:-1]), chosen.counts + 1)
 
     B, T, n = sizes.slots, sizes.steps, min(alternatives, state["seen"].shape[1])
-    shapes = (
-        ((B, T), jnp.int32),
-        ((B, T), jnp.float32),
-        ((B, T, n), jnp.int32),
-        ((B, T, n), jnp.float32),
-        (B, jnp.int32),
-    )
-    return jax.lax.fori_loop(0, count, more, (state, Chosen(*(jnp.zeros(*shape) for shape in shapes))))
+    of_tokens = jnp.zeros((B, T), jnp.int32), jnp.zeros((B, T))
+    of_alternatives = jnp.zeros((B, T, n), jnp.int32), jnp.zeros((B, T, n))
+    nothing = Chosen(*of_tokens, *of_alternatives, counts=jnp.zeros(B, jnp.int32))
+    return jax.lax.fori_loop(0, count, more, (state, nothing))
 
 
 def _nothing_read(vocab_size: int, sizes: Sizes, empty: Callable[[int, int], Cache]) -> State:

@@ -24,8 +24,8 @@ def measure(engine: Engine, sampling: Sampling, prompt_tokens: int, vocab_size: 
 
     Returns:
       `prefill_tokens_per_s` of one prompt; `decode_tokens_per_s` of one row alone and `_all_slots` of as many as there
-      are slots; percentiles of the milliseconds to a first token (all slots asked at once) and between tokens, the mean of each text, as
-      some come together; where the engine guesses tokens, how many percent of the guesses were right.
+      are slots; percentiles of the milliseconds to a first token (all slots asked at once) and between tokens, of each
+      text the mean, as some come together; where the engine guesses tokens, how many percent of the guesses were right.
     """
     random = np.random.default_rng(0)
 

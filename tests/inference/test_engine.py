@@ -111,7 +111,7 @@ def test_a_program_gives_no_row_more_than_its_last_token():
     assert given == [3, 1, 1, 4, 4, 4, 2]
 
 
-def test_tokens_of_a_slow_model_come_as_they_are_made(monkeypatch):
+def test_tokens_of_a_slow_model_come_as_they_are_made():
     one, given = engine(slots=1), []
     step = one._programs.step
 
