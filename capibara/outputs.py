@@ -88,6 +88,15 @@ def replace(path: str, text: str) -> None:
     os.replace(f"{path}.partial", path)
 
 
+def sync_entry(path: str | os.PathLike[str]) -> None:
+    """Waits until a local file, or a folder's names, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def _write(path: str, text: str, mode: str) -> None:
     with unwritable_told(path):
         pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)

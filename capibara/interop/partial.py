@@ -37,11 +37,11 @@ def whole(folder: str) -> Iterator[str]:
         yield partial
         for above, _, names in os.walk(partial):
             for path in (above, *(os.path.join(above, name) for name in names)):
-                _sync(path)
+                outputs.sync_entry(path)
         with contextlib.suppress(FileNotFoundError):
             os.rmdir(folder)
         os.rename(partial, folder)
-        _sync(os.path.dirname(os.path.abspath(folder)))
+        outputs.sync_entry(os.path.dirname(os.path.abspath(folder)))
 
 
 @contextlib.contextmanager
@@ -95,11 +95,3 @@ def _alive(folder: str) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX)
             os.rename(f"{mark}.new", mark)  # only now: nobody finds it unlocked
         yield
-
-
-def _sync(path: str) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

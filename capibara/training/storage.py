@@ -15,7 +15,7 @@ import xxhash
 from etils import epath
 
 from capibara import extras
-from capibara.outputs import is_remote
+from capibara.outputs import is_remote, sync_entry
 from capibara.types import UserError
 
 _PIECE = 1 << 18  # bytes that are hashed at a time: still in the processor's cache when they are
@@ -65,14 +65,14 @@ def write(path: epath.Path, data: bytes) -> None:
         with contextlib.suppress(OSError):
             os.unlink(partial)
         raise
-    _sync(path.parent)
+    sync_entry(path.parent)
 
 
 def remove(path: epath.Path) -> None:
     """Removes a file, if it is there; a power cut does not bring it back."""
     path.unlink(missing_ok=True)
     if not is_remote(path):
-        _sync(path.parent)
+        sync_entry(path.parent)
 
 
 def sync(folder: epath.Path) -> None:
@@ -88,8 +88,8 @@ def sync(folder: epath.Path) -> None:
         folders.append(root)
         # Another process may be writing one: it syncs it itself, and under that name it is gone in a moment.
         files += [os.path.join(root, name) for name in names if not name.endswith(PARTIAL)]
-    each(_sync, files)
-    each(_sync, folders[::-1])
+    each(sync_entry, files)
+    each(sync_entry, folders[::-1])
 
 
 def files_below(folder: epath.Path) -> dict[str, int]:
@@ -203,14 +203,6 @@ def _unbuffered(path: epath.Path) -> Any:
 @functools.cache
 def _pool() -> concurrent.futures.ThreadPoolExecutor:
     return concurrent.futures.ThreadPoolExecutor(_MOST_THREADS, "capibara-files")
-
-
-def _sync(path: epath.PathLike) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _raise(error: OSError) -> None:

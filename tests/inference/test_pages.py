@@ -95,7 +95,8 @@ def test_texts_are_those_of_rows(variant, pages):
     assert len({tuple(found.tokens) for found in want}) == len(REQUESTS)
 
 
-@pytest.mark.parametrize("dtype", ["int8", pytest.param("bfloat16", marks=pytest.mark.heavy)])
+@pytest.mark.heavy
+@pytest.mark.parametrize("dtype", ["int8", "bfloat16"])
 def test_other_dtypes_lie_in_pages_too(dtype):
     one = engine(cache_dtype=dtype, **SMALL)
     assert [r.tokens for r in texts(one)] == [r.tokens for r in of_rows(dtype=dtype)]
@@ -126,6 +127,7 @@ def test_what_is_put_back_is_not_read_from_its_first_token():
     assert again.tokens == engine().submit("a longer prompt, of many words again", GREEDY).result().tokens
 
 
+@pytest.mark.heavy
 def test_guesses_take_no_page_from_others():
     model, params = made()
     # A model that repeats: its embedding and head are large, what its layers add is small.

@@ -104,7 +104,8 @@ def test_a_long_prompt_is_read_in_parts_while_others_go_on(params):
     assert dropped.result().finish == "cancelled"
 
 
-@pytest.mark.parametrize("dtype", ["int8", pytest.param("bfloat16", marks=pytest.mark.heavy)])
+@pytest.mark.heavy
+@pytest.mark.parametrize("dtype", ["int8", "bfloat16"])
 def test_a_rounded_cache_gives_one_text_however_its_prompt_was_cut(params, dtype):
     long = list(range(10, 90))
     ways = ({}, {"prefill_tokens": 32}, {"draft_tokens": 3, "prefill_tokens": 32}, {"prefix_cache_mib": 16})

@@ -104,6 +104,7 @@ def test_the_averaged_parameters_are_used(infer, trained, monkeypatch):
     assert not np.array_equal(saved["ema"]["embedding"], saved["params"]["embedding"])
 
 
+@pytest.mark.heavy
 def test_a_shrunk_run_is_recorded_as_it_ran(shell, here):
     """--emulate shrinks the base model: config.gin holds the sizes that ran, so that infer finds them."""
     done = shell.run(

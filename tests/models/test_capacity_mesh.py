@@ -57,7 +57,9 @@ def loss_and_grads(name, layout, devices):
     return jax.device_get(jax.jit(jax.value_and_grad(loss, has_aux=True))(params, batch))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", ["decoder", *(pytest.param(name, marks=pytest.mark.heavy) for name in MODELS if name != "decoder")]
+)
 def test_the_same_tokens_are_dropped_on_a_context_axis(name):
     got = loss_and_grads(name, Plan(batch_size=ROWS, fsdp=1, context=2), jax.devices()[:2])
     want = loss_and_grads(name, Plan(batch_size=ROWS), jax.devices()[:1])

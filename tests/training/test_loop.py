@@ -47,6 +47,7 @@ def test_stop_and_resume_equals_the_uninterrupted_run_bit_for_bit(make_trainer, 
     assert second.early.state() == whole.early.state()
 
 
+@pytest.mark.heavy
 def test_it_holds_for_a_seqio_task(make_trainer, train, tmp_path):
     dataset = dataclasses.replace(
         make_trainer().dataset,
@@ -116,6 +117,7 @@ def test_status_lines_say_what_takes_time(make_trainer, train):
     assert statuses[0] == "compiling the train step for 8 devices" and statuses[1].startswith("compiled in ")
 
 
+@pytest.mark.heavy
 def test_evaluations_are_as_long_with_accumulation_as_without(make_trainer, train):
     tokens = []
     for accumulation in (1, 2):

@@ -55,7 +55,11 @@ def one_device():
     return run(Plan(batch_size=16), 20, jax.devices()[:1])
 
 
-@pytest.mark.parametrize("sizes", [dict(data=8, fsdp=1), dict(fsdp=8), dict(tensor=2, fsdp=4)], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [pytest.param(dict(data=8, fsdp=1), marks=pytest.mark.heavy), dict(fsdp=8), dict(tensor=2, fsdp=4)],
+    ids=str,
+)
 def test_every_mesh_learns_alike(sizes):
     losses, state, _ = run(Plan(batch_size=16, **sizes), 20)
     want, want_state, _ = one_device()

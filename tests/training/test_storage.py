@@ -8,7 +8,7 @@ from capibara.training import storage
 def test_a_file_that_another_process_is_writing_is_left_to_it(tmp_path, monkeypatch):
     """Else it is gone, under its passing name, when its turn comes."""
     synced = []
-    monkeypatch.setattr(storage, "_sync", synced.append)
+    monkeypatch.setattr(storage, "sync_entry", synced.append)
     (tmp_path / "step").mkdir()
     for name in ("whole", f"hashes.1{storage.PARTIAL}"):
         (tmp_path / "step" / name).touch()
