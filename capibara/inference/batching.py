@@ -46,9 +46,10 @@ class EngineConfig:
         none. It is worth it where texts repeat their prompts, and rows are few.
       decode_steps: how many tokens a row gets in one program, at most. With more than one the host's work is done once
         for all of them, a stream has them together, and the host looks at them before the next program begins; after
-        one it looks while the next is made. None: on a CPU, where both would share the cores, up to 4 that take 0.1 s
-        together; 1 elsewhere. It is one where a prompt is being read and where tokens are guessed, and no more than any
-        of the rows may still have, or than the rest of a limited thought.
+        one it looks while the next is made. None: on a CPU, where both would share the cores, 4, or with a thread of the
+        engine's own (serve, chat) up to 4 that take 0.1 s together; 1 elsewhere. It is one where a prompt is being read
+        and where tokens are guessed, and no more than any of the rows may still have, or than the rest of a limited
+        thought.
       page_size: tokens of a page of the cache (Kwon et al. 2023, arXiv:2309.06180): a row has as many pages as its tokens
         need, and takes more as it grows. 0: none; each slot has the memory of its whole length.
       pages: of the pool, from which all slots take theirs; None: as many as all slots could need. With fewer, slots may be
@@ -75,7 +76,11 @@ class EngineConfig:
 
     @property
     def spare(self) -> int:
-        """Most tokens of a row that are read and then taken back: wrong guesses, or what was read beyond an end."""
+        """Places that a layer with a window has beside it, so that tokens can be taken back.
+
+        Those are wrong guesses, or what was read beyond an end: as many as a program gives, but one, as whoever sees a
+        window needs one place fewer of what was before.
+        """
         # Only rows that are kept have to be whole after their end.
         return self.draft_tokens or (self.most_steps - 1 if self.prefix_cache_mib else 0)
 

@@ -205,6 +205,7 @@ class Engine:
     def start(self) -> Engine:
         """Works in a thread of its own until `close`."""
         if self._thread is None:
+            self._pace.read_along = True
             self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
             self._thread.start()
         return self

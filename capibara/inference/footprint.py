@@ -21,7 +21,8 @@ def sizes_of(model: Model, config: EngineConfig, length: int, encoder_length: in
     """
     dtype = None if config.cache_dtype is CacheDtype.COMPUTE else str(config.cache_dtype)
     pool = pages.sizes_of(model, config, length, encoder_length)
-    return programs.Sizes(config.slots, length, encoder_length, dtype, config.spare, config.most_steps, pool)
+    spare = config.spare if getattr(model.config, "window", None) else 0  # so that engines without share their programs
+    return programs.Sizes(config.slots, length, encoder_length, dtype, spare, config.most_steps, pool)
 
 
 def parameters_bytes(model: Model) -> int:

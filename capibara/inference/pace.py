@@ -12,16 +12,23 @@ _MOST_BETWEEN_S = 0.1  # a reader sees a text go on at least so often, if its mo
 
 
 class Pace:
-    """Chooses how many tokens the next program gives each row, by what may happen meanwhile and by the time it takes.
+    """Chooses how many tokens the next program gives each row, by what may happen meanwhile.
+
+    Where somebody reads along, by the time it takes too. Elsewhere the clock decides nothing: the same requests make the
+    same programs, in every process that has a part in them, and again in a run that is resumed.
 
     Args:
       config: of the engine.
       length: places of a slot.
+
+    Attributes:
+      read_along: whether texts are read while they are made.
     """
 
     def __init__(self, config: EngineConfig, length: int):
-        self._most, self._timed, self._length = config.most_steps, config.decode_steps is None, length
+        self._most, self._fixed, self._length = config.most_steps, config.decode_steps is not None, length
         self._token_s = self._came_s = 0.0
+        self.read_along = False
 
     def tokens(self, requests: Iterable[Request]) -> int:
         """For these requests together, at least one: for none more than it may still have or has places for.
@@ -34,8 +41,8 @@ class Pace:
             if one.sampling.thinking_tokens is not None:  # a thought that begins among them must not end there
                 ahead = (index - one.begun for index in one.forced if index >= one.begun)
                 most = min(most, one.sampling.thinking_tokens, *ahead)
-        if self._timed and self._token_s:
-            most = min(most, int(_MOST_BETWEEN_S / self._token_s))
+        if self.read_along and not self._fixed:
+            most = min(most, int(_MOST_BETWEEN_S / self._token_s) if self._token_s else 1)
         return max(1, most)
 
     def came(self, began_s: float | None, count: int) -> None:

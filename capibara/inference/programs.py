@@ -34,8 +34,8 @@ class Chosen(NamedTuple):
 class Sizes(NamedTuple):
     """What programs are compiled for: so many slots of `length` places in `dtype` (None: the compute dtype).
 
-    An encoder reads `encoder_length` tokens; of a row up to `spare` tokens may have to be taken back; a program gives it
-    at most `steps`. Of `pool` are the pages that slots take as they grow; None: each has all its places.
+    An encoder reads `encoder_length` tokens; layers with a window have `spare` places more; a program gives a row at most
+    `steps` tokens. Of `pool` are the pages that slots take as they grow; None: each has all its places.
     """
 
     slots: int
@@ -129,8 +129,8 @@ def _build(same: _Same, usable: int, sizes: Sizes, mesh: Mesh | None) -> Program
 
     def step(params, state, settings, index, forced, count, table, alternatives: int) -> tuple[State, Chosen]:
         def next_of(state: State, done: jax.Array) -> tuple[State, Chosen]:
-            put = jnp.where(done == 0, forced, -1)
-            return _next(model, usable, params, state, settings, index + done, put, table, alternatives)
+            weights, put = _as_they_are(params, sizes, done), jnp.where(done == 0, forced, -1)
+            return _next(model, usable, weights, state, settings, index + done, put, table, alternatives)
 
         if sizes.steps == 1:
             state, chosen = next_of(state, jnp.int32(0))
@@ -167,15 +167,18 @@ def _build(same: _Same, usable: int, sizes: Sizes, mesh: Mesh | None) -> Program
 
 def _next(model, usable: int, params, state: State, settings, index_B, forced_B, table, alternatives: int):
     """State, and the next token of every row."""
-    if any(leaf.dtype != jnp.float32 for leaf in jax.tree.leaves(params)):
-        # Or XLA converts all of them, or dequantises them, in front of the loop, and holds them twice. Float32 has
-        # nothing to convert, and a CPU decodes faster without.
-        params, index_B = jax.lax.optimization_barrier((params, index_B))
     logits, cache = model.decode(params, state["tokens"], paged.with_table(state["cache"], table))
     chosen = _pick(logits, usable, settings, index_B, forced_B, state["seen"], alternatives)
     tokens_B = chosen.tokens[:, 0]
     new = {"cache": paged.without_table(cache), "tokens": tokens_B, "seen": _with_seen(state["seen"], tokens_B)}
     return new, chosen
+
+
+def _as_they_are(params: Params, sizes: Sizes, turn: jax.Array) -> Params:
+    """The parameters for one turn of a loop: XLA does not convert or dequantise all of them in front of it, held twice."""
+    if sizes.steps == 1 or all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(params)):
+        return params  # no loop; or nothing that a CPU would convert, which decodes faster so
+    return jax.lax.optimization_barrier((params, turn))[0]
 
 
 def _repeated(next_of: Callable, state: State, count: jax.Array, sizes: Sizes, alternatives: int):

@@ -283,6 +283,8 @@ FAMILIES = {family.model_type: family for family in _LIST}
 def head(values: Values, family: Family) -> str:
     """Tied or separate."""
     tied = values.get("tie_word_embeddings", family.tied)
+    if not isinstance(tied, bool):
+        raise UserError(f"config.json has tie_word_embeddings = {tied!r}, must be true or false: copy the file again")
     if family.model_type == "t5":  # transformers 5 writes True for T5 1.1 too, and this
         tied = tied and values.get("scale_decoder_outputs", True)
     return "tied" if tied else "separate"
@@ -383,17 +385,19 @@ def read_rope(values: Values, family: Family) -> dict[str, Any]:
     Raises:
       UserError: a scaling that we do not have.
     """
-    given = values.get("rope_parameters") or {}
+    given, old = _object(values, "rope_parameters"), _object(values, "rope_scaling")
     nested = any(isinstance(value, Mapping) for value in given.values())
-    full = dict((given.get("full_attention") if nested else given) or {}) | dict(values.get("rope_scaling") or {})
-    local = dict((given.get("sliding_attention") if nested else None) or {})
+    if "type" in old:  # transformers' first name for it
+        old = {"rope_type": old["type"]} | old
+    full = (_object(given, "full_attention") if nested else given) | old
+    local = _object(given, "sliding_attention") if nested else {}
     theta = full.get("rope_theta", values.get("rope_theta", values.get("rotary_emb_base")))
     share = values.get("partial_rotary_factor", values.get("rotary_pct", family.fraction))
     rope = {"theta": theta, "fraction": full.get("partial_rotary_factor", share)}
     local_theta = local.get("rope_theta", values.get("rope_local_base_freq"))
     if local_theta is not None:
         rope["local_theta"] = local_theta
-    kind = full.get("rope_type") or full.get("type") or "default"
+    kind = full.get("rope_type") or "default"
     if kind not in _SCALINGS or local.get("rope_type", "default") != "default":
         named = kind if kind not in _SCALINGS else f"{local['rope_type']} of layers with a window"
         raise UserError(f"config.json has RoPE scaling {named!r}, must be one of {', '.join(_SCALINGS)}")
@@ -406,6 +410,14 @@ def read_rope(values: Values, family: Family) -> dict[str, Any]:
         if full.get(theirs) is not None:
             rope[ours] = full[theirs]
     return rope
+
+
+def _object(values: Values, key: str) -> dict[str, Any]:
+    """An object of a config.json; empty where there is none."""
+    value = values.get(key) or {}
+    if not isinstance(value, Mapping):
+        raise UserError(f"config.json has {key} = {value!r}, must be an object or null: copy the file again")
+    return dict(value)
 
 
 def write_rope(config: DecoderConfig, family: Family) -> dict[str, Any]:

@@ -67,7 +67,7 @@ class LossScaling:
 
 
 def select(made: jax.Array, new: PyTree, old: PyTree) -> PyTree:
-    """`new` where `made`, else `old`, bit for bit; the same choice on every device, as `made` is replicated."""
+    """`new` where `made`, else `old`, of the same shapes and dtypes, bit for bit; `made` is replicated over the devices."""
     return jax.tree.map(functools.partial(_either, made), new, old)
 
 
@@ -81,6 +81,7 @@ def _either(made: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
         return old
     if not jnp.issubdtype(new.dtype, jnp.floating):
         return jnp.where(made, new, old)
+    assert new.dtype == old.dtype, (new.dtype, old.dtype)
     bits = jnp.dtype(f"uint{8 * new.dtype.itemsize}")
     mask = jnp.where(made, jnp.array(jnp.iinfo(bits).max, bits), jnp.zeros((), bits))
     new_bits, old_bits = (jax.lax.bitcast_convert_type(x, bits) for x in (new, old))

@@ -7,7 +7,6 @@ import functools
 import json
 import queue
 import threading
-import time
 import types
 
 import jax
@@ -16,7 +15,7 @@ import pytest
 
 from capibara.data.vocabulary import ByteVocabulary
 from capibara.inference import engine as engine_module
-from capibara.inference import files, speed
+from capibara.inference import files, pace, speed
 from capibara.inference.engine import Engine, EngineConfig
 from capibara.inference.prefix import PrefixCache
 from capibara.inference.sampling import Sampling
@@ -111,19 +110,31 @@ def test_a_program_gives_no_row_more_than_its_last_token():
     assert given == [3, 1, 1, 4, 4, 4, 2]
 
 
-def test_tokens_of_a_slow_model_come_as_they_are_made():
-    one, given = engine(slots=1), []
-    step = one._programs.step
+def test_what_is_done_together_does_not_depend_on_the_clock_unless_somebody_reads_along(monkeypatch):
+    """Processes that have one engine together must make the same programs, and so must a run that is resumed."""
+    now_s, given = [0.0], []
+    monkeypatch.setattr(pace.time, "monotonic", lambda: now_s[0])
 
-    def slowly(*args):
-        given.append(int(args[5]))
-        time.sleep(0.06 * given[-1])
-        return step(*args)
+    def counts(read_along):
+        one = engine(slots=2)
+        step, one._pace.read_along = one._programs.step, read_along
 
-    one._programs = one._programs._replace(step=slowly)
-    assert len(one.submit("a", dataclasses.replace(GREEDY, max_new_tokens=14)).result().tokens) == 14
-    # The first is timed from when its prompt was read, and that is seen after it; the second took 0.06 s a token.
-    assert given == [4, 4, 1, 1, 1, 1, 1]
+        def slowly(*args):
+            given.append(int(args[5]))
+            now_s[0] += 0.06 * given[-1]
+            return step(*args)
+
+        one._programs = one._programs._replace(step=slowly)
+        given.clear()
+        texts = [
+            one.submit(p, dataclasses.replace(GREEDY, max_new_tokens=n)) for p, n in (("a", 14), ("b", 9), ("c", 5))
+        ]
+        return [len(text.result().tokens) for text in texts], list(given)
+
+    # Two rows to the end of the second, 1 + 4 + 4; then the first and the third, 1 + 4; then the last one of the first.
+    assert counts(False) == ([14, 9, 5], [4, 4, 4, 1])
+    lengths, given_then = counts(True)  # the first is timed, and more than one token would take more than 0.1 s
+    assert lengths == [14, 9, 5] and set(given_then) == {1}
 
 
 def test_weights_are_not_converted_in_front_of_the_steps():
@@ -291,14 +302,15 @@ def test_a_row_that_an_end_token_ended_at_its_window_is_not_cut():
     assert found.tokens == want.tokens and found.cached_tokens == len(prompt)
 
 
-@pytest.mark.parametrize("end", [0, 1, 2, 5, 8, 14], ids="end at {}".format)
-def test_what_was_read_beyond_an_end_is_taken_back(end):
+@pytest.mark.parametrize("read", [30, 60])  # fewer than a window, and more
+@pytest.mark.parametrize("end", [0, 1, 5, 14])
+def test_what_was_read_beyond_an_end_is_taken_back(read, end):
     """A layer with a window keeps its last places: they still must have what the next turn of a conversation sees."""
     model = api.build(dataclasses.replace(MODEL.config, num_layers=2, layer_pattern=("local",), window=32))
     make = functools.partial(Engine, model, params(), VOCABULARY, 96)
     config = EngineConfig(slots=1, decode_steps=8)
     one, plain = make(config), make(dataclasses.replace(config, prefix_cache_mib=0))
-    prompt, drawn = list(range(10, 40)), Sampling(temperature=1.0, seed=1, max_new_tokens=40)
+    prompt, drawn = list(range(10, 10 + read)), Sampling(temperature=1.0, seed=1, max_new_tokens=40)
     tokens = plain.submit(prompt, drawn).result().tokens
     assert tokens[end] not in tokens[:end]
     assert one.submit(prompt, drawn, ends=tokens[end : end + 1]).result().tokens == tokens[:end]

@@ -130,6 +130,11 @@ def test_both_ways_to_say_rope_are_one():
         "full_attention": {"rope_type": "default", "rope_theta": 1e6},
         "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
     }
+    both = new | {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}, "rope_scaling": old["rope_scaling"]}
+    assert hf_config.from_hf(both) == hf_config.from_hf(old)  # as transformers takes the scaling of the old name
+    first_name = {"type": "linear", "factor": 2.0}
+    rope = hf_config.from_hf(both | {"rope_scaling": first_name}).rope
+    assert (rope.scaling, rope.factor) == ("linear", 2.0)
     assert hf_config.from_hf(nested | {"rope_scaling": None}) == hf_config.from_hf(PUBLISHED["gemma3_1b"])
 
 
@@ -152,6 +157,9 @@ REFUSED = {
     "mlp_bias = True": PUBLISHED["llama2_7b"] | dict(mlp_bias=True),
     "RoPE scaling 'longrope'": PUBLISHED["phi3_mini"] | dict(rope_scaling={"type": "longrope", "long_factor": [1.0]}),
     "RoPE scaling 'dynamic'": PUBLISHED["llama2_7b"] | dict(rope_scaling={"type": "dynamic", "factor": 2.0}),
+    "rope_scaling = 7, must be an object": PUBLISHED["llama2_7b"] | dict(rope_scaling=7),
+    "rope_parameters = [1], must be an object": PUBLISHED["llama2_7b"] | dict(rope_parameters=[1]),
+    "tie_word_embeddings = 'no', must be true or false": PUBLISHED["llama2_7b"] | dict(tie_word_embeddings="no"),
     "YaRN with mscale": PUBLISHED["llama2_7b"]
     | dict(rope_scaling={"rope_type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0}),
     "hidden_act = 'relu2'": PUBLISHED["llama2_7b"] | dict(hidden_act="relu2"),

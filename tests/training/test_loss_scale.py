@@ -27,10 +27,17 @@ def test_stays_finite():
 
 @pytest.mark.parametrize("finite", [True, False])
 def test_select_is_one_of_the_two_bit_for_bit(finite):
-    old = {"a": jnp.float32([1.0, -0.0]), "b": jnp.bfloat16([-1.0, jnp.inf]), "n": jnp.int8(3), "skip": jnp.bool_(True)}
+    old = {
+        "a": jnp.float32([1.0, -0.0]),
+        "b": jnp.bfloat16([-1.0, jnp.inf]),
+        "h": jnp.float16(-0.0),
+        "n": jnp.int8(3),
+        "skip": jnp.bool_(True),
+    }
     new = {
         "a": jnp.float32([jnp.nan, 0.0]),
         "b": jnp.bfloat16([jnp.nan, 0.0]),
+        "h": jnp.float16(jnp.nan),
         "n": jnp.int8(4),
         "skip": jnp.bool_(False),
     }
