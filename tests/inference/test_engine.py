@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 import queue
 import threading
@@ -303,8 +304,8 @@ def test_a_row_that_an_end_token_ended_at_its_window_is_not_cut():
 
 
 @pytest.mark.parametrize("read", [30, 60])  # fewer than a window, and more
-@pytest.mark.parametrize("end", [0, 1, 5, 14])
-def test_what_was_read_beyond_an_end_is_taken_back(read, end):
+@pytest.mark.parametrize("end, one_by_one", [(0, False), (1, False), (1, True), (5, False), (5, True), (14, False)])
+def test_what_was_read_beyond_an_end_is_taken_back(read, end, one_by_one):
     """A layer with a window keeps its last places: they still must have what the next turn of a conversation sees."""
     model = api.build(dataclasses.replace(MODEL.config, num_layers=2, layer_pattern=("local",), window=32))
     make = functools.partial(Engine, model, params(), VOCABULARY, 96)
@@ -313,6 +314,9 @@ def test_what_was_read_beyond_an_end_is_taken_back(read, end):
     prompt, drawn = list(range(10, 10 + read)), Sampling(temperature=1.0, seed=1, max_new_tokens=40)
     tokens = plain.submit(prompt, drawn).result().tokens
     assert tokens[end] not in tokens[:end]
+    if one_by_one:  # up to the end, which nobody has seen when eight more are asked for
+        most, counts = one._pace.tokens, itertools.chain([1] * end, itertools.repeat(8))
+        one._pace.tokens = lambda requests: min(most(requests), next(counts))
     assert one.submit(prompt, drawn, ends=tokens[end : end + 1]).result().tokens == tokens[:end]
     turn = [*prompt, *tokens[:end], 70, 71]
     found, want = one.submit(turn, GREEDY).result(), plain.submit(turn, GREEDY).result()
