@@ -3,8 +3,10 @@
     python benchmarks/tpu_compile.py [--rows=1b-12,7b-4] [--maxtext_python=PATH/bin/python] [--json=OUT]
 
 Needs libtpu (in requirements.lock). Without --maxtext_python MaxText's memory is the recorded one (MaxText 0.2.5, jax
-0.11.1, libtpu 0.0.46); with it (an environment of Python 3.12 with maxtext[tpu]==0.2.5) MaxText is compiled here too,
-with our libtpu, and its HLO is read as ours is. A row takes one to six minutes on two cores for each side.
+0.11.1, libtpu 0.0.46); with it (an environment of Python 3.12 with maxtext[tpu]==0.2.5 and jax==0.11.1) MaxText is
+compiled here too, with our libtpu, and its HLO is read as ours is. A libtpu older than a JAX cannot read its kernels: run
+this with what `make setup PYTHON=python3.12` gives (.venv-3.12/bin/python, libtpu 0.0.50). A row takes one to six minutes
+on two cores for each side.
 
 Everything printed is compiled, nothing is timed on a chip. Of one chip and step: memory as the compiler plans it; FLOPs
 of matmuls with loops as often as they turn, attention kernels apart (both sides call the same ones, their FLOPs stand
