@@ -17,8 +17,6 @@ from capibara.types import Params
 
 __all__ = ["Generator", "SampleText", "Sampling", "check_generates", "on_one_device", "sampler"]
 
-_ONE_ROW = EngineConfig(slots=1, when_full=WhenFull.SLIDE, prefix_cache_mib=0)
-
 
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,6 +38,7 @@ class Generator:
       length: the decoder reads at most this many last tokens, as in training.
       sampling: how tokens are chosen.
       encoder_length: an encoder reads at most this many first tokens, as in training.
+      config: of the engine, which has one slot and keeps no prefixes; in pages a row that is full ends.
 
     Raises:
       UserError: the model is an encoder.
@@ -52,8 +51,11 @@ class Generator:
         length: int,
         sampling: Sampling,
         encoder_length: int | None = None,
+        config: EngineConfig = EngineConfig(),
     ):
         check_generates(model)
+        when_full = WhenFull.STOP if config.page_size else WhenFull.SLIDE
+        self._config = dataclasses.replace(config, slots=1, when_full=when_full, prefix_cache_mib=0)
         self._model, self._vocabulary, self._sampling = model, vocabulary, sampling
         self._lengths = length, encoder_length
 
@@ -63,7 +65,7 @@ class Generator:
         `ends`: ids that end it, beside the vocabulary's end token.
         """
         length, encoder_length = self._lengths
-        engine = Engine(self._model, on_one_device(params), self._vocabulary, length, _ONE_ROW, encoder_length)
+        engine = Engine(self._model, on_one_device(params), self._vocabulary, length, self._config, encoder_length)
         return engine.submit(prompt, self._sampling, ends=ends).result().text
 
 

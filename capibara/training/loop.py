@@ -64,8 +64,7 @@ def train(
         stack.enter_context(run)
         state, first_step, early = run.start()
         step, saved, metrics = first_step, first_step, {}
-        means = () if trainer.loss is None else trainer.loss.means
-        meter = Meter(trainer.plan.batch_size * trainer.dataset.length, means)
+        meter = Meter(trainer.plan.batch_size * trainer.dataset.length, trainer.loss.means if trainer.loss else ())
         callbacks.on_train_begin(run.info(first_step, peak_flops, config))
         callbacks.on_spent(first_step, run.spent)
         while True:
@@ -76,7 +75,8 @@ def train(
                 with meter.paused("evaluate"), dog.paused():
                     score = _evaluate(run, step, state.eval_params, callbacks, sampler)
                 early.update(score)
-            done = done or early.stop
+                signal_number = None if done else stop.agreed(step)  # it may have taken long
+            done = done or early.stop or signal_number is not None
             if step > saved and (done or _due(step, trainer.checkpointing.every)):
                 with meter.paused("save"), dog.paused():
                     run.save(step, state, early, metrics, score)

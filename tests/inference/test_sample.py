@@ -11,6 +11,7 @@ import pytest
 
 from capibara.data.vocabulary import ByteVocabulary
 from capibara.inference.choose import Settings, choose, settings_of
+from capibara.inference.batching import EngineConfig
 from capibara.inference.sample import Generator, Sampling, SampleText, sampler
 from capibara.models import api
 from capibara.models.api import DecoderConfig
@@ -29,6 +30,13 @@ def params():
 def text_of(prompt="def ", length=LENGTH, **sampling):
     sampling = Sampling(**{"max_new_tokens": 12, **sampling})
     return Generator(MODEL, ByteVocabulary(), length, sampling)(params(), prompt)
+
+
+def test_a_text_is_made_by_the_engine_that_is_asked_for():
+    config = EngineConfig(page_size=4, pages=2)  # eight places, of which the prompt takes five
+    asked = Sampling(temperature=0.0, max_new_tokens=12)
+    short = Generator(MODEL, ByteVocabulary(), LENGTH, asked, config=config)(params(), "def ")
+    assert short == text_of(temperature=0.0, max_new_tokens=4) != text_of(temperature=0.0)
 
 
 def draws(logits, **sampling):
