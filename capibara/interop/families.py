@@ -283,7 +283,7 @@ FAMILIES = {family.model_type: family for family in _LIST}
 def head(values: Values, family: Family) -> str:
     """Tied or separate."""
     tied = values.get("tie_word_embeddings", family.tied)
-    if not isinstance(tied, bool):
+    if not isinstance(tied, bool | None):
         raise UserError(f"config.json has tie_word_embeddings = {tied!r}, must be true or false: copy the file again")
     if family.model_type == "t5":  # transformers 5 writes True for T5 1.1 too, and this
         tied = tied and values.get("scale_decoder_outputs", True)
@@ -397,7 +397,7 @@ def read_rope(values: Values, family: Family) -> dict[str, Any]:
     local_theta = local.get("rope_theta", values.get("rope_local_base_freq"))
     if local_theta is not None:
         rope["local_theta"] = local_theta
-    kind = full.get("rope_type") or "default"
+    kind = full.get("rope_type") or full.get("type") or "default"
     if kind not in _SCALINGS or local.get("rope_type", "default") != "default":
         named = kind if kind not in _SCALINGS else f"{local['rope_type']} of layers with a window"
         raise UserError(f"config.json has RoPE scaling {named!r}, must be one of {', '.join(_SCALINGS)}")

@@ -135,6 +135,8 @@ def test_both_ways_to_say_rope_are_one():
     first_name = {"type": "linear", "factor": 2.0}
     rope = hf_config.from_hf(both | {"rope_scaling": first_name}).rope
     assert (rope.scaling, rope.factor) == ("linear", 2.0)
+    assert hf_config.from_hf(new | {"rope_parameters": first_name | {"rope_theta": 5e5}}).rope == rope
+    assert hf_config.from_hf(old | {"tie_word_embeddings": None}).head == "separate"
     assert hf_config.from_hf(nested | {"rope_scaling": None}) == hf_config.from_hf(PUBLISHED["gemma3_1b"])
 
 

@@ -43,4 +43,4 @@ def test_a_table_of_few_columns_is_not_filled_up_for_the_choice():
     )
     assert child.returncode == 0, child.stderr[-2000:]
     always, chosen = [int(line[7:]) for line in child.stdout.splitlines() if line.startswith("RESULT ")]
-    assert chosen <= 1.01 * always, (chosen, always)  # jnp.where: 2.0 times
+    assert chosen <= 1.01 * always, (chosen, always)
