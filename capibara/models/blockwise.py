@@ -55,43 +55,43 @@ def blockwise_attention(
 
 def _forward(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, kv_segments_BS, bias_NTS, kind, block):
     K = k_BSKH.shape[2]
-    q_BKGTH = _queries_first(q_BTNH * kind.scale, K)
     k_BKSH, v_BKSH = jnp.swapaxes(k_BSKH, 1, 2), jnp.swapaxes(v_BSKH, 1, 2)
     segments = (q_segments_BT, kv_segments_BS)
-    outputs, log_z = [], []
+    queries, outputs, log_z = [], [], []  # of the blocks: cut first, each is laid out once and never copied
     for start in range(0, q_BTNH.shape[1], block):
-        scores, keys = _scores(q_BKGTH, k_BKSH, segments, bias_NTS, kind, start, block)
+        q = _queries_first(q_BTNH[:, start : start + block] * kind.scale, K)
+        scores, keys = _scores(q, k_BKSH, segments, bias_NTS, kind, start)
         largest = jnp.max(scores, axis=-1, keepdims=True)
         weights = jnp.exp(scores - largest)
         total = jnp.sum(weights, axis=-1, keepdims=True)
         y = _dot(weights.astype(v_BSKH.dtype), v_BKSH[:, :, keys], 3, 2) / total
-        outputs.append(_unfold(y, block))
+        queries.append(q)
+        outputs.append(_unfold(y, block).astype(q_BTNH.dtype))
         log_z.append(largest + jnp.log(total))
-    y_BKGTH = jnp.concatenate(outputs, axis=3).astype(q_BTNH.dtype)
-    return _time_first(y_BKGTH), (q_BKGTH, k_BKSH, v_BKSH, segments, bias_NTS, y_BKGTH, log_z)
+    saved = (queries, k_BKSH, v_BKSH, segments, bias_NTS, outputs, log_z)
+    return jnp.concatenate([_time_first(y) for y in outputs], axis=1), saved
 
 
 def _backward(kind, block, saved, dy_BTNH):
-    q_BKGTH, k_BKSH, v_BKSH, segments, bias_NTS, y_BKGTH, log_z = saved
-    B, K, G, T, H = q_BKGTH.shape
-    S, dtype = k_BKSH.shape[2], q_BKGTH.dtype
-    dy_BKGTH = _queries_first(dy_BTNH, K)
-    # The gradient through the softmax needs only sum(dy * y) of each query (Dao et al. 2022, section 3.1).
-    inner_BKGT1 = jnp.sum(dy_BKGTH.astype(jnp.float32) * y_BKGTH.astype(jnp.float32), axis=-1, keepdims=True)
+    queries, k_BKSH, v_BKSH, segments, bias_NTS, outputs, log_z = saved
+    (B, K, S, H), T, dtype = k_BKSH.shape, dy_BTNH.shape[1], dy_BTNH.dtype
     # The parts of keys that queries' blocks see begin and end where blocks do, or at the end of the keys.
     edges = sorted({edge for start in range(0, T, block) for edge in _edges(_seen(kind, start, block, S))} | {0, S})
     dk, dv = ([jnp.zeros((B, K, H, b - a), jnp.float32) for a, b in zip(edges, edges[1:])] for _ in range(2))
     dq, dbias = [], []
     for index, start in enumerate(range(0, T, block)):
-        scores, keys = _scores(q_BKGTH, k_BKSH, segments, bias_NTS, kind, start, block)
-        q, dy, inner = (_fold(x[:, :, :, start : start + block]) for x in (q_BKGTH, dy_BKGTH, inner_BKGT1))
+        scores, keys = _scores(queries[index], k_BKSH, segments, bias_NTS, kind, start)
+        q, y = _fold(queries[index]), _fold(outputs[index])
+        dy = _fold(_queries_first(dy_BTNH[:, start : start + block], K))
+        # The gradient through the softmax needs only sum(dy * y) of each query (Dao et al. 2022, section 3.1).
+        inner = jnp.sum(dy.astype(jnp.float32) * y.astype(jnp.float32), axis=-1, keepdims=True)
         weights = jnp.exp(scores - log_z[index])
         dscores = weights * (_dot(dy, v_BKSH[:, :, keys], 3, 3) - inner)
         if kind.soft_cap is not None:
             # Hidden scores are far beyond the cap, but their weights are 0.
             dscores = dscores * jnp.maximum(1.0 - jnp.square(scores / kind.soft_cap), 0.0)
         if bias_NTS is not None:
-            rows = jnp.sum(dscores.reshape(B, K * G, block, -1), axis=0)
+            rows = jnp.sum(dscores.reshape(B, -1, block, dscores.shape[-1]), axis=0)
             dbias.append(jnp.pad(rows, ((0, 0), (0, 0), (keys.start, S - keys.stop))))
         dscores = dscores.astype(dtype)
         dq.append(_unfold(_dot(dscores, k_BKSH[:, :, keys], 3, 2), block))
@@ -101,10 +101,11 @@ def _backward(kind, block, saved, dy_BTNH):
                 columns = slice(a - keys.start, b - keys.start)
                 dk[part] += dk_HS[..., columns]
                 dv[part] += dv_HS[..., columns]
-    dq_BKGTH = jnp.concatenate(dq, axis=3) * kind.scale
-    dk_BSKH, dv_BSKH = (jnp.moveaxis(jnp.concatenate(x, axis=-1), 3, 1).astype(dtype) for x in (dk, dv))
+    dq_BTNH = jnp.concatenate([_time_first(x) for x in dq], axis=1) * kind.scale
+    # Turned part by part: of whole rows XLA would read each column through all of the cache.
+    dk_BSKH, dv_BSKH = (jnp.concatenate([jnp.moveaxis(x, 3, 1) for x in parts], axis=1) for parts in (dk, dv))
     dbias_NTS = None if bias_NTS is None else jnp.concatenate(dbias, axis=1).astype(bias_NTS.dtype)
-    return _time_first(dq_BKGTH.astype(dtype)), dk_BSKH, dv_BSKH, None, None, dbias_NTS
+    return dq_BTNH.astype(dtype), dk_BSKH.astype(dtype), dv_BSKH.astype(dtype), None, None, dbias_NTS
 
 
 blockwise_attention.defvjp(_forward, _backward)
@@ -126,11 +127,11 @@ def _edges(keys: slice) -> tuple[int, int]:
     return keys.start, keys.stop
 
 
-def _scores(q_BKGTH, k_BKSH, segments, bias_NTS, kind, start, block):
-    """Masked scores [B, K, G * block, keys] of a block of queries, and the slice of keys it may see."""
-    B, K, G, _, _ = q_BKGTH.shape
+def _scores(q_BKGTH, k_BKSH, segments, bias_NTS, kind, start):
+    """Masked scores [B, K, G * T, keys] of the block of queries from `start` on, and the slice of keys it may see."""
+    B, K, G, block, _ = q_BKGTH.shape
     rows, keys = slice(start, start + block), _seen(kind, start, block, k_BKSH.shape[2])
-    scores = _dot(_fold(q_BKGTH[:, :, :, rows]), k_BKSH[:, :, keys], 3, 3)
+    scores = _dot(_fold(q_BKGTH), k_BKSH[:, :, keys], 3, 3)
     scores = scores.reshape(B, K, G, block, -1)
     if bias_NTS is not None:
         scores = scores + bias_NTS[:, rows, keys].reshape(K, G, block, -1).astype(jnp.float32)

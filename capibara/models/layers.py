@@ -156,7 +156,8 @@ def _product(x: jax.Array, weight: jax.Array | OutputFirst, in_dims: int, quanti
 def _matmul(x_NI: jax.Array, weight_IO: jax.Array) -> jax.Array:
     """x @ weight, whose weight gradient has the order of operands that XLA's CPU matmul runs at full speed.
 
-    x.T @ dy with x wider than dy does not, so there its transpose is made.
+    x.T @ dy runs so only where dy is wider than x. Where it is narrower the gradient's transpose is made, and where both
+    are alike (attention's projections) x is transposed first: once for all weights that it is multiplied with.
     """
     return x_NI @ weight_IO
 
@@ -165,6 +166,8 @@ def _matmul_backward(operands: tuple[jax.Array, jax.Array], dy_NO: jax.Array) ->
     x_NI, weight_IO = operands
     if x_NI.shape[1] > dy_NO.shape[1]:  # without the barrier XLA would fold the transposition into the product
         dweight_IO = transposed(jax.lax.optimization_barrier(dy_NO.T @ x_NI))
+    elif x_NI.shape[1] == dy_NO.shape[1]:
+        dweight_IO = transposed(x_NI) @ dy_NO
     else:
         dweight_IO = x_NI.T @ dy_NO
     return dy_NO @ weight_IO.T, dweight_IO
@@ -298,9 +301,11 @@ def _gated_forward(activation: Activation, gate: jax.Array, up: jax.Array):
 
 
 def _gated_backward(activation: Activation, kept, upstream: jax.Array):
-    # Without the barrier XLA would find what both passes compute, and keep that.
-    _, pull = jax.vjp(lambda gate, up: activation(gate) * up, *jax.lax.optimization_barrier(kept))
-    return pull(upstream)
+    # Without the first barrier XLA would find what both passes compute, and keep that; without the second what both
+    # gradients compute would be written and read again, which takes longer than to compute it twice.
+    gate, up = jax.lax.optimization_barrier(kept)
+    _, pull = jax.vjp(lambda gate: activation(gate) * up, gate)
+    return *pull(upstream), upstream * activation(jax.lax.optimization_barrier(gate))
 
 
 _gated.defvjp(_gated_forward, _gated_backward)
