@@ -152,10 +152,10 @@ def _loss(hidden_BTD, head_VD, targets_BT, weights_BT, layout: _Layout, z_loss: 
     """The loss and the four LossSums [4]."""
 
     def local(hidden_BTD, head_VD, targets_BT, weights_BT):
-        head_DV = _gathered(head_VD, hidden_BTD.dtype, layout)
+        head = _gathered(head_VD, hidden_BTD.dtype, layout)
 
         def add(sums, block):
-            return sums + _block(block, head_DV, z_loss, soft_cap)[0], None
+            return sums + _block(block, head, z_loss, soft_cap)[0], None
 
         return _over_blocks(add, jnp.zeros(4), (hidden_BTD, targets_BT, weights_BT), len(head_VD))[0][None]
 
@@ -169,16 +169,16 @@ def _loss(hidden_BTD, head_VD, targets_BT, weights_BT, layout: _Layout, z_loss: 
 
 def _loss_forward(hidden_BTD, head_VD, targets_BT, weights_BT, layout, z_loss, soft_cap):
     def local(hidden_BTD, head_VD, targets_BT, weights_BT):
-        head_DV = _gathered(head_VD, hidden_BTD.dtype, layout)
+        head = _gathered(head_VD, hidden_BTD.dtype, layout)
         (B, T, D), V = hidden_BTD.shape, len(head_VD)
         # What is kept of the blocks for the head's gradient: their sum, or what it is made of where that is smaller.
         kept_whole = bool(layout.head_axes) and B * T * hidden_BTD.dtype.itemsize < 4 * D
 
         def add(carry, block):
             sums, dhead_DV = carry
-            block_sums, dlogits = _block(block, head_DV, z_loss, soft_cap)
+            block_sums, dlogits = _block(block, head, z_loss, soft_cap)
             hidden = block[0]
-            dhidden = _dot(dlogits, head_DV, 1, 1).astype(hidden.dtype)
+            dhidden = head.gradient(dlogits).astype(hidden.dtype)
             if not layout.trains_head:
                 return (sums + block_sums, dhead_DV), (dhidden,)
             if kept_whole:
@@ -226,10 +226,10 @@ _loss.defvjp(_loss_forward, _loss_backward)
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def _log_probabilities(hidden_BTD, head_VD, targets_BT, layout: _Layout, soft_cap: float | None) -> jax.Array:
     def local(hidden_BTD, head_VD, targets_BT):
-        head_DV, (B, T) = _gathered(head_VD, hidden_BTD.dtype, layout), targets_BT.shape
+        head, (B, T) = _gathered(head_VD, hidden_BTD.dtype, layout), targets_BT.shape
 
         def add(carry, block):
-            return carry, _log_probabilities_of_block(block, head_DV, soft_cap)
+            return carry, _log_probabilities_of_block(block, head, soft_cap)
 
         _, found = _over_blocks(add, (), (hidden_BTD, targets_BT), len(head_VD))
         return jnp.moveaxis(found.reshape(-1, B, T // len(found)), 0, 1).reshape(B, T)
@@ -313,19 +313,39 @@ def _reduced(part: Callable[..., jax.Array], D: int, V: int, layout: _Layout) ->
     return jax.lax.map(piece, jnp.arange(pieces)).reshape(D // shards, V) if pieces > 1 else piece(0)
 
 
-def _gathered(head_VD: jax.Array, dtype: jnp.dtype, layout: _Layout) -> jax.Array:
-    """The whole head [D, V] in the compute dtype; cast before it is sent.
+class _Head(NamedTuple):
+    """The whole head in the compute dtype, [V, D] or [D, V]; `vocabulary` is the axis of V."""
 
-    A TPU puts the gathered dimension outermost: of a head [V, D] that loops over blocks it would make a second copy.
+    matrix: jax.Array
+    vocabulary: int
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """[places, D] -> [places, V], float32."""
+        return _dot(hidden, self.matrix, 1, 1 - self.vocabulary)
+
+    def gradient(self, dlogits: jax.Array) -> jax.Array:
+        """By the hidden states: [places, V] -> [places, D], float32."""
+        return _dot(dlogits, self.matrix, 1, self.vocabulary)
+
+
+def _gathered(head_VD: jax.Array, dtype: jnp.dtype, layout: _Layout) -> _Head:
+    """Cast before it is sent.
+
+    A TPU puts the gathered dimension outermost: of a head [V, D] that loops over blocks it would make a second copy. A
+    CPU would make one of a transposed head.
     """
-    head_DV = head_VD.astype(dtype).T
-    return jax.lax.all_gather(head_DV, layout.head_axes, axis=0, tiled=True) if layout.head_axes else head_DV
+    head, vocabulary = head_VD.astype(dtype), 0
+    if sharding.platform() != "cpu":
+        head, vocabulary = head.T, 1
+    if layout.head_axes:
+        head = jax.lax.all_gather(head, layout.head_axes, axis=1 - vocabulary, tiled=True)
+    return _Head(head, vocabulary)
 
 
-def _block(block, head_DV, z_loss: float, soft_cap: float | None) -> tuple[jax.Array, jax.Array]:
+def _block(block, head: _Head, z_loss: float, soft_cap: float | None) -> tuple[jax.Array, jax.Array]:
     """Sums [4] of a block of places, and the loss's gradient by its logits [places, V]."""
     hidden, targets, weights = block
-    logits = _dot(hidden, head_DV, 1, 0)
+    logits = head.logits(hidden)
     if soft_cap is not None:
         logits = soft_cap * jnp.tanh(logits / soft_cap)
     largest = jnp.max(logits, axis=-1, keepdims=True)
@@ -343,10 +363,10 @@ def _block(block, head_DV, z_loss: float, soft_cap: float | None) -> tuple[jax.A
     return sums, dlogits.astype(hidden.dtype)
 
 
-def _log_probabilities_of_block(block, head_DV, soft_cap: float | None) -> jax.Array:
+def _log_probabilities_of_block(block, head: _Head, soft_cap: float | None) -> jax.Array:
     """Of the targets of a block of places, [places]."""
     hidden, targets = block
-    logits = _dot(hidden, head_DV, 1, 0)
+    logits = head.logits(hidden)
     if soft_cap is not None:
         logits = soft_cap * jnp.tanh(logits / soft_cap)
     return _of_targets(logits, targets) - jax.nn.logsumexp(logits, axis=-1)
