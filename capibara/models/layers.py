@@ -157,7 +157,8 @@ def _matmul(x_NI: jax.Array, weight_IO: jax.Array) -> jax.Array:
     """x @ weight, whose weight gradient has the order of operands that XLA's CPU matmul runs at full speed.
 
     x.T @ dy runs so only where dy is wider than x. Where it is narrower the gradient's transpose is made, and where both
-    are alike (attention's projections) x is transposed first: once for all weights that it is multiplied with.
+    are alike (attention's projections) x is transposed first: once for all weights that it is multiplied with. Not on
+    several devices: cutting rows that they share out would send them about.
     """
     return x_NI @ weight_IO
 
@@ -166,7 +167,7 @@ def _matmul_backward(operands: tuple[jax.Array, jax.Array], dy_NO: jax.Array) ->
     x_NI, weight_IO = operands
     if x_NI.shape[1] > dy_NO.shape[1]:  # without the barrier XLA would fold the transposition into the product
         dweight_IO = transposed(jax.lax.optimization_barrier(dy_NO.T @ x_NI))
-    elif x_NI.shape[1] == dy_NO.shape[1]:
+    elif x_NI.shape[1] == dy_NO.shape[1] and not sharding.active():
         dweight_IO = transposed(x_NI) @ dy_NO
     else:
         dweight_IO = x_NI.T @ dy_NO
@@ -283,7 +284,7 @@ class Activation(enum.StrEnum):
                 return jax.nn.gelu(x, approximate=self is not Activation.GELU_EXACT)
 
     def gate(self, gate: jax.Array, up: jax.Array) -> jax.Array:
-        """activation(gate) * up, of a gated one.
+        """activation(gate) * up, of a gated one; both of the same shape and dtype.
 
         XLA's CPU back end would make and keep its parts one by one, each in a pass over memory; there the two alone are
         kept for the backward pass.

@@ -4,8 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
+from capibara import sharding
 from capibara.models.layers import Activation, OutputFirst, dense
+from capibara.sharding import Plan
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -24,10 +28,29 @@ def test_a_gate_has_the_gradients_of_its_parts(activation, dtype):
     with jax.enable_x64(True):
         exact = [np.asarray(x) for x in gradients(plain, *(jnp.asarray(x, jnp.float64) for x in operands))]
     found, usual = gradients(activation.gate, *operands), gradients(plain, *operands)
+    np.testing.assert_array_equal(jax.jit(activation.gate)(*operands[:2]), jax.jit(plain)(*operands[:2]))
+    tolerance = 1e-4 if dtype == "float32" else 2e-2
+    np.testing.assert_allclose(found[1], usual[1], rtol=tolerance, atol=tolerance)
     for name, ours, formula, wanted in zip(("gate", "up"), found, usual, exact):
         error, allowed = (np.max(np.abs(np.asarray(x, np.float64) - wanted)) for x in (ours, formula))
         assert ours.dtype == dtype and error <= 1.5 * allowed, name
         assert allowed < (1e-3 if dtype == "float32" else 2.0), "the formula itself"
+
+
+def test_a_weight_as_wide_as_its_input_sends_no_rows_about():
+    """On devices that share out the rows its gradient is one sum over them, as that of any other weight."""
+    plan = Plan(batch_size=8, data=4)
+    mesh = sharding.make_mesh(plan, jax.devices()[:4])
+    x, weight = jnp.zeros((8, 256, 256)), jnp.zeros((256, 256))
+    assert x.nbytes >= 2**20, "smaller ones are not cut"
+
+    def gradient(weight, x):
+        with sharding.activate(mesh, plan.rules):
+            return jax.grad(lambda weight: jnp.sum(jnp.square(dense(x, weight))))(weight)
+
+    rows = NamedSharding(mesh, P(plan.rules.batch))
+    text = jax.jit(gradient).lower(weight, jax.device_put(x, rows)).compile().as_text()
+    assert "all-reduce" in text and "all-to-all" not in text and "collective-permute" not in text
 
 
 def test_of_a_gate_only_its_two_operands_are_kept():
