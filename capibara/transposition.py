@@ -16,8 +16,9 @@ def transposed(x: jax.Array) -> jax.Array:
 
     XLA's CPU back end would transpose again in each operation that reads it, and column by column, through all of the
     cache: of a few rows at a time it is made three times as fast.
+    Not on several devices: rows that they share out would be sent about.
     """
-    if sharding.platform() != "cpu":
+    if sharding.platform() != "cpu" or sharding.active():
         return x.T
     size = max(_ROWS, -(-len(x) // _MOST_PARTS)) if x.nbytes >= _LARGE_BYTES else len(x)
     parts = [x[start : start + size].T for start in range(0, len(x), size)]

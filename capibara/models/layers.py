@@ -157,8 +157,7 @@ def _matmul(x_NI: jax.Array, weight_IO: jax.Array) -> jax.Array:
     """x @ weight, whose weight gradient has the order of operands that XLA's CPU matmul runs at full speed.
 
     x.T @ dy runs so only where dy is wider than x. Where it is narrower the gradient's transpose is made, and where both
-    are alike (attention's projections) x is transposed first: once for all weights that it is multiplied with. Not on
-    several devices: cutting rows that they share out would send them about.
+    are alike (attention's projections) x is transposed first: once for all weights that it is multiplied with.
     """
     return x_NI @ weight_IO
 
@@ -167,7 +166,7 @@ def _matmul_backward(operands: tuple[jax.Array, jax.Array], dy_NO: jax.Array) ->
     x_NI, weight_IO = operands
     if x_NI.shape[1] > dy_NO.shape[1]:  # without the barrier XLA would fold the transposition into the product
         dweight_IO = transposed(jax.lax.optimization_barrier(dy_NO.T @ x_NI))
-    elif x_NI.shape[1] == dy_NO.shape[1] and not sharding.active():
+    elif x_NI.shape[1] == dy_NO.shape[1]:
         dweight_IO = transposed(x_NI) @ dy_NO
     else:
         dweight_IO = x_NI.T @ dy_NO

@@ -15,26 +15,30 @@ from capibara.sharding import Plan
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("activation", [a for a in Activation if a.gated])
 def test_a_gate_has_the_gradients_of_its_parts(activation, dtype):
-    """As near those of float64 as the plain formula's: where 1 - tanh(x)**2 is nearly 0 neither is near."""
     rng = np.random.default_rng(0)
     operands = [jnp.asarray(4 * rng.normal(size=(64, 48)), dtype) for _ in range(3)]
 
-    def gradients(gated, gate, up, factor):
-        return jax.jit(jax.grad(lambda gate, up: jnp.sum(gated(gate, up) * factor), (0, 1)))(gate, up)
+    def value_and_gradients(gated, gate, up, factor):
+        def loss(gate, up):
+            return jnp.sum((gated(gate, up) * factor).astype(jnp.float64 if gate.dtype == jnp.float64 else jnp.float32))
+
+        value, gradients = jax.jit(jax.value_and_grad(loss, (0, 1)))(gate, up)
+        return value, *gradients
 
     def plain(gate, up):
         return activation(gate) * up
 
-    with jax.enable_x64(True):
-        exact = [np.asarray(x) for x in gradients(plain, *(jnp.asarray(x, jnp.float64) for x in operands))]
-    found, usual = gradients(activation.gate, *operands), gradients(plain, *operands)
-    np.testing.assert_array_equal(jax.jit(activation.gate)(*operands[:2]), jax.jit(plain)(*operands[:2]))
-    tolerance = 1e-4 if dtype == "float32" else 2e-2
-    np.testing.assert_allclose(found[1], usual[1], rtol=tolerance, atol=tolerance)
-    for name, ours, formula, wanted in zip(("gate", "up"), found, usual, exact):
-        error, allowed = (np.max(np.abs(np.asarray(x, np.float64) - wanted)) for x in (ours, formula))
-        assert ours.dtype == dtype and error <= 1.5 * allowed, name
-        assert allowed < (1e-3 if dtype == "float32" else 2.0), "the formula itself"
+    found, wanted = (value_and_gradients(gated, *operands) for gated in (activation.gate, plain))
+    tolerance = 1e-5 if dtype == "float32" else 2e-2
+    for name, ours, formula in zip(("value", "gate", "up"), found, wanted):
+        if (activation, dtype, name) != (Activation.GEGLU, "float32", "gate"):
+            np.testing.assert_allclose(ours, formula, rtol=tolerance, atol=tolerance, err_msg=name)
+    if (activation, dtype) == (Activation.GEGLU, "float32"):
+        # Where 1 - tanh(x)**2 is nearly 0 the formula itself is rounding: ours must be as near to float64's.
+        with jax.enable_x64(True):
+            exact = np.asarray(value_and_gradients(plain, *(jnp.asarray(x, jnp.float64) for x in operands))[1])
+        error, allowed = (np.max(np.abs(np.asarray(x[1], np.float64) - exact)) for x in (found, wanted))
+        assert error <= 1.5 * allowed and allowed < 1e-3
 
 
 def test_a_weight_as_wide_as_its_input_sends_no_rows_about():
