@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 
@@ -75,8 +75,11 @@ def sampler(
     length: int,
     texts: SampleText,
     encoder_length: int | None = None,
-) -> Callable[[Params], list[tuple[str, str]]]:
-    """For the training loop: parameters -> (prompt, continuation) pairs; answers begin on a new line."""
+) -> Callable[[Params], Iterator[tuple[str, str]]]:
+    """For the training loop: parameters -> (prompt, continuation) pairs, each made as it is asked for.
+
+    Answers begin on a new line.
+    """
     if texts.prompts:
         check_generates(model)
 
@@ -85,7 +88,7 @@ def sampler(
         return Generator(model, get_vocabulary(), length, texts.sampling, encoder_length)
 
     begin = "" if encoder_length is None else "\n"
-    return lambda params: [(prompt, begin + generator()(params, prompt)) for prompt in texts.prompts]
+    return lambda params: ((prompt, begin + generator()(params, prompt)) for prompt in texts.prompts)
 
 
 def on_one_device(params: Params) -> Params:

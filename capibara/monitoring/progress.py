@@ -16,6 +16,8 @@ from capibara.types import UserError
 if TYPE_CHECKING:
     from rich.console import Console
 
+_LIVE_EVERY_S = 0.2  # how often the live line may change within an evaluation or a rollout
+_LINE_EVERY_S = 30.0  # how long there may be no line where there is no live one
 _SPEED_MEMORY = 0.8  # weight of the past in the time a step takes, for the time that is left
 
 
@@ -34,12 +36,20 @@ class ProgressLine(Callback):
         self._live: Any = None
         self._run: RunInfo | None = None
         self._began = self._last_time = 0.0
+        self._shown_s = 0.0  # when anything was
         self._last_step = 0
         self._seconds_per_step: float | None = None
 
     def on_status(self, text: str) -> None:
         self._console = self._console or make_console()
         self._print(text, style="dim")
+
+    def on_progress(self, text: str) -> None:
+        now = time.perf_counter()
+        if self._live is None and now > self._shown_s + _LINE_EVERY_S:
+            self._print(text, style="dim")
+        elif self._live is not None and now > self._shown_s + _LIVE_EVERY_S:
+            self._show_live(self._last_step, text)
 
     def on_train_begin(self, run: RunInfo) -> None:
         self._console = self._console or make_console()
@@ -61,10 +71,7 @@ class ProgressLine(Callback):
         if self._live is None:
             self._print(line)
         else:
-            from rich.text import Text
-
-            bar = progress_bar(step / self._run.total_steps, width=20)
-            self._live.update(Text.assemble((bar, "green"), " ", line, no_wrap=True, overflow="ellipsis"), refresh=True)
+            self._show_live(step, line)
 
     def on_evaluate(self, step: int, metrics: Mapping[str, float]) -> None:
         self._print(f"step {step} evaluation: {_evaluation(metrics)}", style="cyan")
@@ -103,9 +110,9 @@ class ProgressLine(Callback):
 
     def _step_line(self, step: int, metrics: Mapping[str, float]) -> str:
         total = self._run.total_steps
-        parts = [f"step {step:>{len(str(total))}}/{total}", f"loss {metrics['loss']:.4f}"]
+        parts = [f"step {step:>{len(str(total))}}/{total}", f"loss {metrics['loss']:z.4f}"]
         rewards = ("reward", "reward_margin")
-        parts += [f"{name.replace('_', ' ')} {metrics[name]:.3f}" for name in rewards if name in metrics]
+        parts += [f"{name.replace('_', ' ')} {metrics[name]:z.3f}" for name in rewards if name in metrics]
         if "learning_rate" in metrics:
             parts.append(f"lr {metrics['learning_rate']:.2e}")
         if "grad_norm" in metrics:
@@ -122,7 +129,15 @@ class ProgressLine(Callback):
         parts.append(f"ETA {duration((total - step) * self._seconds_per_step)}")
         return "  ".join(parts)
 
+    def _show_live(self, step: int, line: str) -> None:
+        from rich.text import Text
+
+        self._shown_s = time.perf_counter()
+        bar = progress_bar(step / self._run.total_steps, width=20)
+        self._live.update(Text.assemble((bar, "green"), " ", line, no_wrap=True, overflow="ellipsis"), refresh=True)
+
     def _print(self, line: str, style: str = "") -> None:
+        self._shown_s = time.perf_counter()
         # Text, not markup: a path or a sample may hold square brackets. Long lines are the terminal's to wrap.
         from rich.text import Text
 
@@ -216,13 +231,13 @@ def _start_line(run: RunInfo) -> str:
 
 def _evaluation(metrics: Mapping[str, float]) -> str:
     formats = {
-        "loss": "loss {:.4f}",
+        "loss": "loss {:z.4f}",
         "perplexity": "perplexity {:.2f}",
         "bits_per_byte": "{:.4f} bits per byte",
         "token_accuracy": "token accuracy {:.1%}",
         "reward_accuracy": "reward accuracy {:.1%}",
-        "reward_margin": "reward margin {:.4f}",
-        "reward": "reward {:.4f}",
+        "reward_margin": "reward margin {:z.4f}",
+        "reward": "reward {:z.4f}",
     }
     shown = [text.format(metrics[name]) for name, text in formats.items() if name in metrics]
     if "unigram_bits_per_byte" in metrics:

@@ -25,7 +25,7 @@ from capibara.inference.sampling import Sampling
 from capibara.inference.stream import Completion, Finish
 from capibara.training.objective import Supply, log_probabilities
 from capibara.training.reference import first_params, weights_fingerprint
-from capibara.training.loaders import validation_batches, validation_loader
+from capibara.training.loaders import validation_loader
 from capibara.training.run import Run
 from capibara.types import Batch, Params, UserError
 
@@ -120,8 +120,8 @@ class Rollouts(Supply):
         greedy = dataclasses.replace(self._grpo.sampling, temperature=0.0)
         with contextlib.closing(validation_loader(run.trainer, run.mesh)) as loader:
             self._load(params)
-            for batch in itertools.islice(loader, validation_batches(run.trainer)):
-                answers += self._answered("validation", batch, lambda prompt: [greedy])
+            for number, batch in enumerate(run.validation_batches(loader), 1):
+                answers += self._answered("validation", batch, lambda prompt: [greedy], f"evaluating, batch {number}")
         if not answers:
             raise UserError("the validation split has no prompt: give it more, or set Evaluation.every = 0")
         told = self._summary(np.array([[answer.reward] for (answer,) in answers]), [one for (one,) in answers])
@@ -141,7 +141,7 @@ class Rollouts(Supply):
             own = (_seed(seed, step, prompt, sample) for sample in range(grpo.group))
             return [dataclasses.replace(grpo.sampling, seed=one) for one in own]
 
-        groups = self._answered("train", next(self._run.batches), samplings)
+        groups = self._answered("train", next(self._run.batches), samplings, f"rollout for step {step}")
         rewards = np.array([[answer.reward for answer in group] for group in groups])
         answers = [answer for group in groups for answer in group]
         self._told.append(self._summary(rewards, answers))
@@ -164,13 +164,28 @@ class Rollouts(Supply):
         else:
             self._engine.update(params)
 
-    def _answered(self, split: str, batch: Batch, samplings: Any) -> list[list[Answer]]:
-        """The answers to each prompt of a batch, by number of the prompt in it -> how each of its answers is drawn."""
+    def _answered(self, split: str, batch: Batch, samplings: Any, what: str) -> list[list[Answer]]:
+        """The answers to each prompt of a batch.
+
+        Args:
+          split, batch: of the prompts.
+          samplings: number of the prompt in the batch -> how each of its answers is drawn.
+          what: they are for.
+
+        Raises:
+          Interrupted: the run is to stop.
+        """
         asked = []
         for row in np.flatnonzero(batch["numbers"][:, 0]).tolist():
             ids = batch["targets"][row][batch["segment_ids"][row] > 0].tolist()
             streams = [self._engine.submit(ids, one, ends=self._chat.ends) for one in samplings(row)]
             asked.append((int(batch["numbers"][row, 0]) - 1, ids, streams))
+        count = sum(len(streams) for *_, streams in asked)
+        for steps in itertools.count():
+            self._run.check(steps)
+            if not self._engine.step():
+                break
+            self._run.progress(f"{what}: {count - sum(self._engine.load)} of {count} answers")
         return [[self._judged(split, number, ids, s.result()) for s in streams] for number, ids, streams in asked]
 
     def _judged(self, split: str, number: int, prompt: list[int], said: Completion) -> Answer:

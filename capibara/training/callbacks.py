@@ -46,6 +46,9 @@ class Callback:
     def on_status(self, text: str) -> None:
         """While the run is set up, before `on_train_begin`: what takes time, or took it. From any thread."""
 
+    def on_progress(self, text: str) -> None:
+        """Within what takes long between two steps (an evaluation, a rollout), often: how far it is."""
+
     def on_train_begin(self, run: RunInfo) -> None:
         """Before the first step, after a checkpoint was restored."""
 
@@ -82,6 +85,9 @@ class Callbacks(Callback):
 
     def on_status(self, text: str) -> None:
         self._each("on_status", text)
+
+    def on_progress(self, text: str) -> None:
+        self._each("on_progress", text)
 
     def on_train_begin(self, run: RunInfo) -> None:
         self._each("on_train_begin", run)

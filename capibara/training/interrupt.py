@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM end a run after the step at hand, with a checkpoint."""
+"""Ctrl-C and SIGTERM end a run after the step at hand, with a checkpoint; what takes longer than a step is left."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ from types import FrameType
 
 import jax
 import numpy as np
+
+
+class Interrupted(Exception):
+    """The run was told to stop in the middle of what takes long, which can be done again: nothing of it is kept."""
 
 
 class StopRequest:
@@ -21,6 +25,7 @@ class StopRequest:
     def __init__(self, agree_every: int = 1) -> None:
         self._agree_every = agree_every
         self.signal_number: int | None = None
+        self._agreed: int | None = None  # where there are several hosts
         self._previous: dict[int, object] = {}
 
     def __enter__(self) -> StopRequest:
@@ -34,14 +39,25 @@ class StopRequest:
             signal.signal(number, handler)
 
     def agreed(self, step: int) -> int | None:
-        """The signal for which to stop after `step`, or None; the same on every host."""
+        """The signal for which to stop after `step`, or None; the same on every host, and from then on at any step."""
         if jax.process_count() == 1:
             return self.signal_number
-        if step % self._agree_every:
-            return None
+        if self._agreed is not None or step % self._agree_every:
+            return self._agreed
         from jax.experimental import multihost_utils
 
-        return int(np.max(multihost_utils.process_allgather(np.int32(self.signal_number or 0)))) or None
+        asked = multihost_utils.process_allgather(np.int32(self.signal_number or 0))
+        self._agreed = int(np.max(asked)) or None
+        return self._agreed
+
+    def check(self, done: int) -> None:
+        """Within what takes long, after each of its parts, alike on every host; `done`: how many there were.
+
+        Raises:
+          Interrupted: the run is to stop.
+        """
+        if self.agreed(done) is not None:
+            raise Interrupted
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         if self.signal_number is not None and number == signal.SIGINT:

@@ -11,7 +11,7 @@ import jax
 from capibara.training.callbacks import Callback
 from capibara.training.disk import disk_full_explained
 from capibara.training.given import Load
-from capibara.training.interrupt import StopRequest
+from capibara.training.interrupt import Interrupted, StopRequest
 from capibara.training.metrics import EarlyStopping, Meter
 from capibara.training.run import Run, set_up
 from capibara.training.state import TrainState
@@ -62,48 +62,75 @@ def train(
         stop = stack.enter_context(StopRequest(agree_every=trainer.log_every))
         dog = stack.enter_context(Watchdog(trainer.watch, trainer.log_every))
         stack.enter_context(run)
-        state, first_step, early = run.start()
-        step, saved, metrics = first_step, first_step, {}
-        meter = Meter(trainer.plan.batch_size * trainer.dataset.length, trainer.loss.means if trainer.loss else ())
-        callbacks.on_train_begin(run.info(first_step, peak_flops, config))
-        callbacks.on_spent(first_step, run.spent)
-        while True:
-            signal_number = stop.agreed(step)
-            done = step >= trainer.steps or signal_number is not None
-            score = None  # who is told to stop may have seconds: then the checkpoint comes first, with no evaluation
-            if signal_number is None and _evaluates(trainer, step, first_step, done):
-                with meter.paused("evaluate"), dog.paused():
-                    score = _evaluate(run, step, state.eval_params, callbacks, sampler)
+        run.check, run.progress = stop.check, callbacks.on_progress
+        try:
+            started = run.start()
+        except Interrupted:
+            return _not_begun(run, callbacks, stop, peak_flops, config)
+        callbacks.on_train_begin(run.info(started[1], peak_flops, config))
+        callbacks.on_spent(started[1], run.spent)
+        return _stepped(run, started, stop, dog, callbacks, sampler)
+
+
+def _stepped(
+    run: Run,
+    started: tuple[TrainState, int, EarlyStopping],
+    stop: StopRequest,
+    dog: Watchdog,
+    callbacks: Callback,
+    sampler: Sampler | None,
+) -> Outcome:
+    """The loop, from what `Run.start` gave."""
+    trainer, (state, first_step, early) = run.trainer, started
+    step, saved, metrics = first_step, first_step, {}
+    meter = Meter(trainer.plan.batch_size * trainer.dataset.length, trainer.loss.means if trainer.loss else ())
+    while True:
+        signal_number = stop.agreed(step)
+        done = step >= trainer.steps or signal_number is not None
+        score = None  # who is told to stop may have seconds: then the checkpoint comes first, with no evaluation
+        if signal_number is None and _evaluates(trainer, step, first_step, done):
+            with meter.paused("evaluate"), dog.paused():
+                score, whole = _evaluate(run, step, state.eval_params, callbacks, sampler)
+            if score is not None:
                 early.update(score)
-                signal_number = None if done else stop.agreed(step)  # it may have taken long
-            done = done or early.stop or signal_number is not None
-            if step > saved and (done or _due(step, trainer.checkpointing.every)):
-                with meter.paused("save"), dog.paused():
-                    run.save(step, state, early, metrics, score)
-                    callbacks.on_checkpoint(step)
-                saved = step
-            if done:
-                break
-            step += 1
-            batch = _next_batch(run, step, state.params, meter, dog)
-            state, metrics = run.step(step, state, batch)
-            meter.add(metrics)
-            if step % trainer.log_every == 0 or step == trainer.steps:
-                callbacks.on_step(step, meter.read() | run.counters())
-                if (spike := run.spike()) is not None:
-                    with meter.paused("roll_back"), dog.paused():
-                        state, first_step, early = _gone_back(run, spike, state, callbacks)
-                    step = saved = first_step
-            dog.beat(step)
-        return _ended(run, callbacks, meter, step, early.stop, signal_number)
+            signal_number = None if done and whole else stop.agreed(step)
+        done = done or early.stop or signal_number is not None
+        if step > saved and (done or _due(step, trainer.checkpointing.every)):
+            with meter.paused("save"), dog.paused():
+                run.save(step, state, early, metrics, score)
+                callbacks.on_checkpoint(step)
+            saved = step
+        if done:
+            return _ended(run, callbacks, meter, step, early.stop, signal_number)
+        batch = _next_batch(run, step + 1, state.params, meter, dog)
+        if batch is None:
+            continue
+        step += 1
+        state, metrics = run.step(step, state, batch)
+        meter.add(metrics)
+        if step % trainer.log_every == 0 or step == trainer.steps:
+            callbacks.on_step(step, meter.read() | run.counters())
+            if (spike := run.spike()) is not None:
+                with meter.paused("roll_back"), dog.paused():
+                    state, first_step, early = _gone_back(run, spike, state, callbacks)
+                step = saved = first_step
+        dog.beat(step)
 
 
-def _next_batch(run: Run, step: int, params: Params, meter: Meter, dog: Watchdog) -> Batch:
-    """The batch of a step; where the model makes it, that is no part of the step's time."""
-    if run.batch_takes_long(step):
-        with meter.paused("rollout"), dog.left_out():
+def _not_begun(run: Run, callbacks: Callback, stop: StopRequest, peak_flops: float | None, config: str) -> Outcome:
+    """Tells the callbacks of a run that is to stop before its first step, and returns the outcome."""
+    step = 0 if run.restored is None else run.restored.step
+    callbacks.on_train_begin(run.info(step, peak_flops, config))
+    callbacks.on_train_end(step, "interrupted")
+    return Outcome(step, "interrupted", stop.agreed(step))
+
+
+def _next_batch(run: Run, step: int, params: Params, meter: Meter, dog: Watchdog) -> Batch | None:
+    """The batch of a step, None if the run is to stop before it is made; a rollout is no part of the step's time."""
+    if not run.batch_takes_long(step):
+        with meter.waiting():
             return run.next_batch(step, params)
-    with meter.waiting():
+    with meter.paused("rollout"), dog.left_out(), contextlib.suppress(Interrupted):
         return run.next_batch(step, params)
 
 
@@ -131,13 +158,25 @@ def _gone_back(run: Run, spike: int, state: TrainState, callbacks: Callback) -> 
     return state, step, early
 
 
-def _evaluate(run: Run, step: int, params: Params, callbacks: Callback, sampler: Sampler | None) -> float:
-    """Evaluates, samples, tells the callbacks, and returns the loss."""
-    metrics = run.evaluate(params)
-    callbacks.on_evaluate(step, metrics)
-    for prompt, text in sampler(params) if sampler else ():
-        callbacks.on_sample(step, prompt, text)
-    return metrics["loss"]
+def _evaluate(
+    run: Run, step: int, params: Params, callbacks: Callback, sampler: Sampler | None
+) -> tuple[float | None, bool]:
+    """Evaluates, samples and tells the callbacks.
+
+    Returns:
+      the loss, None where there is none, and whether this came to its end before the run was to stop.
+    """
+    loss = None
+    try:
+        metrics = run.evaluate(params)
+        callbacks.on_evaluate(step, metrics)
+        loss = metrics["loss"]
+        for done, (prompt, text) in enumerate(sampler(params) if sampler else ()):
+            callbacks.on_sample(step, prompt, text)
+            run.check(done)
+    except Interrupted:
+        return loss, False
+    return loss, True
 
 
 def _due(step: int, every: int, last: bool = False) -> bool:

@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import hashlib
 import io
-import itertools
 import json
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -25,7 +24,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from capibara import sharding, tree
 from capibara.training import given, hosts, storage
 from capibara.training.objective import Objective, Supply, Totals, log_probabilities
-from capibara.training.loaders import open_loader, validation_batches, validation_loader
+from capibara.training.loaders import open_loader, validation_loader
 from capibara.training.run import Run
 from capibara.types import Batch, Params, UserError
 
@@ -78,8 +77,7 @@ class ReferenceTables(Supply):
     def evaluate(self, params: Params) -> dict[str, float]:
         run = self._run
         with contextlib.closing(validation_loader(run.trainer, run.mesh)) as loader:
-            batches = itertools.islice(loader, validation_batches(run.trainer))
-            filled = (self._filled("validation", batch) for batch in batches)
+            filled = (self._filled("validation", batch) for batch in run.validation_batches(loader))
             found = list(_each(functools.partial(self._totals, params), filled, run.batch_sharding))
         if not found:
             raise UserError("the validation split has no preference pair: give it more, or set Evaluation.every = 0")
@@ -119,7 +117,8 @@ class ReferenceTables(Supply):
         step = functools.partial(_answers_of(run), params)
         rows = trainer.plan.batch_size // trainer.plan.accumulation
         with contextlib.closing(open_loader(trainer, run.mesh, split, rows, epochs=1)) as loader:
-            for numbers, sums in _each(step, loader, run.batch_sharding):
+            for count, (numbers, sums) in enumerate(_each(step, loader, run.batch_sharding)):
+                run.check(count)
                 known[numbers[numbers > 0] - 1] = sums[numbers > 0]
                 if not np.isfinite(sums).all():
                     raise UserError(

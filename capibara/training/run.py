@@ -11,7 +11,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -57,10 +57,13 @@ class Run:
     given: Params | None  # those that a new run begins from, of the model without adapters
     bad_batches: BadBatches
     spent: dict[str, float]  # seconds by what took them, before the first step
+    unused_data: dict[str, Any] | None = None  # the data's state before a batch that was given up
     roll_backs: Counter[int] = dataclasses.field(default_factory=Counter)  # by the step that it went back to
     before_batch: Position = None  # where the data stood before the batch at hand
     load: Load | None = None
     status: Callable[[str], None] = lambda text: None
+    progress: Callable[[str], None] = lambda text: None
+    check: Callable[[int], None] = lambda done: None  # StopRequest.check
     supply: Supply | None = dataclasses.field(default=None, init=False)  # where a loss takes more than the loader's
 
     def __post_init__(self):
@@ -127,7 +130,7 @@ class Run:
                     f"{name} is {float(metrics[name])} at step {step}, not saved: earlier checkpoints are kept; lower "
                     "Schedule.learning_rate or set Optimizer.clip_norm, and run the command again"
                 )
-        data = merge_states(hosts.gathered(self.batches.get_state()))
+        data = merge_states(hosts.gathered(self.unused_data or self.batches.get_state()))
         progress = {"early_stopping": early.state()}
         if self.supply is not None:
             progress["supply"] = self.supply.state()
@@ -217,25 +220,38 @@ class Run:
         return self.supply is not None and self.supply.takes_long(step)
 
     def next_batch(self, step: int, params: Params) -> dict[str, jax.Array]:
-        """The batch of a step, on its devices; `params`: of the state before it."""
+        """The batch of a step, on its devices; `params`: of the state before it.
+
+        Raises:
+          Interrupted: the run is to stop, and its next start makes this batch.
+        """
         if self.supply is not None:
             before, count = self.batches.position, self.batches.batches
+            self.unused_data = self.batches.get_state() if self.batch_takes_long(step) else None
             batch = self.supply.next_batch(step, params)
+            self.unused_data = None
             self.before_batch = before if self.batches.batches > count else self.before_batch
             return batch
         self.before_batch = self.batches.position
         return sharding.global_batch(self.batch_sharding, next(self.batches))
 
     def evaluate(self, params: Params) -> dict[str, float]:
-        """Metrics over the validation split, with the unigram baseline where one is asked for."""
+        """Metrics over the validation split, with the unigram baseline where one is asked for; raises Interrupted."""
         if self.supply is not None:
             return self.supply.evaluate(params)
         with contextlib.closing(validation_loader(self.trainer, self.mesh)) as loader:
-            batches = itertools.islice(loader, validation_batches(self.trainer))
-            metrics = evaluate(self.eval_step, params, batches, self.batch_sharding)
+            metrics = evaluate(self.eval_step, params, self.validation_batches(loader), self.batch_sharding)
         if self.trainer.evaluation.unigram_batches:
             metrics["unigram_bits_per_byte"] = self._unigram_bits_per_byte
         return metrics
+
+    def validation_batches(self, loader: Loader) -> Iterator[Batch]:
+        """Those of one evaluation, each of them told of; raises Interrupted if the run is to stop."""
+        most = validation_batches(self.trainer)
+        for done, batch in enumerate(itertools.islice(loader, most)):
+            self.check(done)
+            self.progress(f"evaluating: {done} batches" if most is None else f"evaluating: {done} of {most} batches")
+            yield batch
 
     @functools.cached_property
     def _unigram_bits_per_byte(self) -> float:

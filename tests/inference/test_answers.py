@@ -83,4 +83,4 @@ def test_an_encoder_says_what_it_is():
         answer("a", model=model)
     with pytest.raises(UserError, match="leave SampleText.prompts empty"):
         sampler(model, lambda: VOCABULARY, T, SampleText(prompts=("a",)))
-    assert sampler(model, lambda: VOCABULARY, T, SampleText())({}) == []
+    assert list(sampler(model, lambda: VOCABULARY, T, SampleText())({})) == []

@@ -154,9 +154,9 @@ def test_the_end_token_ends_the_text():
 
 def test_the_loop_samples_each_prompt():
     texts = SampleText(prompts=("a", ""), sampling=Sampling(temperature=0, max_new_tokens=4))
-    pairs = sampler(MODEL, ByteVocabulary, LENGTH, texts)(params())
+    pairs = list(sampler(MODEL, ByteVocabulary, LENGTH, texts)(params()))
     assert pairs == [(prompt, text_of(prompt, temperature=0, max_new_tokens=4)) for prompt in ("a", "")]
-    assert sampler(MODEL, ByteVocabulary, LENGTH, SampleText())(params()) == []
+    assert list(sampler(MODEL, ByteVocabulary, LENGTH, SampleText())(params())) == []
 
 
 @pytest.mark.parametrize(

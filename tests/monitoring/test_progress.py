@@ -89,6 +89,26 @@ def test_terminal_has_one_live_line_and_gets_its_cursor_back():
     assert "step 10 evaluation" in output
 
 
+@pytest.mark.parametrize("terminal", [False, True])
+def test_what_takes_long_is_told_of_and_not_too_often(monkeypatch, terminal):
+    now = [100.0]
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: now[0])
+    output = io.StringIO()
+    callback = ProgressLine(console=Console(file=output, force_terminal=terminal, width=200))
+    callback.on_train_begin(RUN)
+    for done in range(100):  # of 0.5 s each
+        now[0] += 0.5
+        callback.on_progress(f"evaluating: {done} of 100 batches")
+    callback.on_train_end(0, "interrupted")
+    told = re.findall(r"evaluating: (\d+) of", output.getvalue())
+    assert list(map(int, dict.fromkeys(told))) == (list(range(100)) if terminal else [60])
+
+
+def test_nothing_is_lost_or_won_by_a_zero_below_zero():
+    line = show(metrics={"loss": -1e-9, "reward": -0.0}).splitlines()[1]
+    assert "loss 0.0000  reward 0.000" in line
+
+
 def test_time_left_follows_the_clock(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(progress.time, "perf_counter", lambda: now[0])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import signal
 
 import jax
 import jax.numpy as jnp
@@ -71,8 +73,14 @@ def make_trainer(tmp_path, toy_tokenizer):
 
 
 class Seen(Callback):
-    def __init__(self):
+    def __init__(self, signal_at=None):
         self.metrics, self.evaluations, self.batches, self.spent = {}, {}, {}, {}
+        self.progress, self.signal_at = [], signal_at
+
+    def on_progress(self, text):
+        self.progress.append(text)
+        if self.signal_at and text.startswith(self.signal_at):
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def on_step(self, step, metrics):
         self.metrics[step] = dict(metrics)
@@ -83,11 +91,14 @@ class Seen(Callback):
 
 @pytest.fixture
 def train(monkeypatch):
-    """(trainer, number of devices) -> metrics and batches by step, the last state."""
+    """(trainer, number of devices) -> metrics and batches by step, the last state.
+
+    `signal_at`: the beginning of what is told within a rollout or an evaluation, for which the run is told to stop.
+    """
     set_up, step = loop.set_up, Run.step
 
-    def run_it(trainer, devices=2):
-        seen = Seen()
+    def run_it(trainer, devices=2, signal_at=None):
+        seen = Seen(signal_at)
 
         def stepping(run, number, state, batch):
             seen.batches[number] = jax.device_get(batch)
@@ -221,6 +232,22 @@ def test_a_resumed_run_ends_bit_by_bit_as_one_that_was_not_stopped(make_trainer,
     same(whole.batches[1]["tokens"], whole.batches[2]["tokens"])
     assert (whole.batches[3]["tokens"] != whole.batches[2]["tokens"]).any()
     assert "reward" in whole.metrics[1] and "reward" not in whole.metrics[2] and "rollout_s" not in whole.metrics[2]
+
+
+def test_a_rollout_ends_in_the_middle_when_the_run_is_to_stop_and_none_of_its_prompts_is_lost(make_trainer, train):
+    whole = train(make_trainer(steps=3, model_dir=make_trainer().model_dir + "_whole"))
+    assert "rollout for step 2: 0 of 32 answers" in whole.progress
+    stopped = train(make_trainer(), signal_at="rollout for step 3")
+    assert dataclasses.astuple(stopped.outcome) == (2, "interrupted", signal.SIGTERM)
+    assert len([text for text in stopped.progress if "step 3" in text]) == 1
+    resumed = train(make_trainer(steps=3))
+    assert sorted(resumed.batches) == [3]
+    same(resumed.batches[3], whole.batches[3])
+    same(resumed.state.params, whole.state.params)
+    # Nor does an evaluation go on; what there was before it is kept.
+    stopped = train(make_trainer(steps=4, evaluation=Evaluation(every=4)), signal_at="evaluating, batch 1: ")
+    assert dataclasses.astuple(stopped.outcome) == (4, "interrupted", signal.SIGTERM) and stopped.evaluations == {}
+    assert len([text for text in stopped.progress if text.startswith("evaluating, batch 1")]) == 1
 
 
 @pytest.mark.heavy

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
+import signal
 
 import jax
 import numpy as np
@@ -63,7 +65,17 @@ class Seen(Callback):
         self.batches: list[str] = []
         self.checkpoints: list[int] = []
         self.statuses: list[str] = []
+        self.progress: list[str] = []
+        self.signal_at: str | None = None
         self.start_step = self.outcome = self.started = self.state = self.early = None
+
+    def on_progress(self, text):
+        self.progress.append(text)
+        if text == self.signal_at:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def on_sample(self, step, prompt, text):
+        self.on_progress(f"sample {prompt}")
 
     def on_status(self, text):
         self.statuses.append(text)
@@ -84,12 +96,16 @@ class Seen(Callback):
 
 @pytest.fixture
 def train(monkeypatch):
-    """(trainer, devices, evaluate, after_step) -> Seen; `evaluate(n)` may give the loss of the n-th evaluation."""
+    """(trainer, devices, evaluate, after_step, signal_at) -> Seen.
+
+    `evaluate(n)` may give the loss of the n-th evaluation; told of `signal_at`, the run gets a signal.
+    """
 
     set_up = loop.set_up
 
-    def run_it(trainer, devices=None, evaluate=None, after_step=None, seen=None):
-        seen = seen or Seen()
+    def run_it(trainer, devices=None, evaluate=None, after_step=None, signal_at=None):
+        seen = Seen()
+        seen.signal_at = signal_at
 
         def watched(trainer, **options):
             run = set_up(trainer, devices, **options)

@@ -6,9 +6,12 @@ import os
 import signal
 import threading
 
+import jax
+import numpy as np
 import pytest
+from jax.experimental import multihost_utils
 
-from capibara.training.interrupt import StopRequest
+from capibara.training.interrupt import Interrupted, StopRequest
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -42,3 +45,26 @@ def test_in_another_thread_it_does_nothing():
     thread.start()
     thread.join()
     assert found == [None] and signal.getsignal(signal.SIGTERM) is before
+
+
+def test_what_takes_long_is_left_after_its_part():
+    with StopRequest() as stop:
+        stop.check(1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(Interrupted):
+            stop.check(2)
+
+
+def test_hosts_that_have_agreed_stop_at_any_step(monkeypatch):
+    """The other host was signalled; they ask each other every third step."""
+    asked = []
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(
+        multihost_utils, "process_allgather", lambda own: asked.append(own) or np.array([own, signal.SIGTERM])
+    )
+    with StopRequest(agree_every=3) as stop:
+        stop.check(1), stop.check(2)
+        assert not asked
+        with pytest.raises(Interrupted):
+            stop.check(3)
+        assert stop.signal_number is None and stop.agreed(5) == signal.SIGTERM and len(asked) == 1

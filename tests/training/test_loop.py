@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import signal
 
@@ -14,7 +15,7 @@ from capibara import sharding
 from capibara.models import api
 from capibara.optim import Optimizer, Schedule
 from capibara.sharding import Plan
-from capibara.training import run
+from capibara.training import loop, run
 from capibara.training.anomalies import Anomalies
 from capibara.training.checkpoints import Checkpointing
 from capibara.training.trainer import Evaluation
@@ -87,6 +88,25 @@ def test_a_signal_in_an_evaluation_ends_the_run_without_another_step(make_traine
     stopped = train(trainer, evaluate=lambda number: os.kill(os.getpid(), signal.SIGTERM) or 2.0)
     assert dataclasses.astuple(stopped.outcome) == (5, "interrupted", signal.SIGTERM)
     assert stopped.checkpoints == [5] and sorted(stopped.losses) == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("every", [5, 0], ids=["before the end", "at the end"])
+def test_a_signal_ends_an_evaluation_in_its_middle(make_trainer, train, every):
+    trainer = make_trainer(steps=20 if every else 5, evaluation=Evaluation(every=5, max_batches=4))
+    stopped = train(trainer, signal_at="evaluating: 2 of 4 batches")
+    assert dataclasses.astuple(stopped.outcome) == (5, "interrupted", signal.SIGTERM)
+    assert stopped.progress == [f"evaluating: {done} of 4 batches" for done in range(3)] and stopped.evaluations == {}
+    assert stopped.checkpoints == [5] and sorted(stopped.losses) == [1, 2, 3, 4, 5]
+    assert train(dataclasses.replace(trainer, steps=6)).start_step == 5
+
+
+def test_a_signal_ends_samples_between_two_of_them(make_trainer, train, monkeypatch):
+    sampler = lambda params: ((one, "") for one in "abc")  # noqa: E731
+    monkeypatch.setattr(loop, "train", functools.partial(loop.train, sampler=sampler))
+    stopped = train(make_trainer(evaluation=Evaluation(every=5)), evaluate=[2.0].__getitem__, signal_at="sample b")
+    assert dataclasses.astuple(stopped.outcome) == (5, "interrupted", signal.SIGTERM)
+    assert stopped.progress == ["sample a", "sample b"]
+    assert stopped.early.state() == {"best": 2.0, "bad": 0}  # the evaluation itself had come to its end
 
 
 def test_early_stopping_survives_a_resume(make_trainer, train, tmp_path):

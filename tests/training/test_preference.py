@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import os
+import signal
 
 import jax
 import jax.numpy as jnp
@@ -222,6 +224,23 @@ def test_a_resumed_run_ends_bit_by_bit_as_one_that_was_not_stopped(make_trainer,
     resumed = train(make_trainer(steps=6), two)
     assert resumed.start_step == 3 and whole.batches[3:] == resumed.batches
     same_state(whole.state, resumed.state)
+
+
+def test_a_signal_ends_the_reference_before_the_first_step(make_trainer, train, monkeypatch):
+    two, step = jax.devices()[:2], reference._each
+
+    def signalled(*args):
+        for count, one in enumerate(step(*args)):
+            if count == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            yield one
+
+    with monkeypatch.context() as patch:
+        patch.setattr(reference, "_each", signalled)
+        stopped = train(make_trainer(steps=2), two)
+    assert dataclasses.astuple(stopped.outcome) == (0, "interrupted", signal.SIGTERM)
+    assert stopped.start_step == 0 and not stopped.losses and not stopped.checkpoints
+    assert sorted(train(make_trainer(steps=2), two).losses) == [1, 2]
 
 
 @pytest.mark.heavy
