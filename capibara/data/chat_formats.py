@@ -88,7 +88,7 @@ def read_conversation(record: Any, where: str, format: Format = Format.AUTO) -> 
         raise UserError(f"{where} is no {format} record: it needs {names} (it has: {_keys(record)})")
     for key in ("images", "videos", "audios"):
         if record.get(key):
-            raise UserError(f"{where} has {key}: only text can be trained on, leave the record out")
+            raise UserError(f"{where} has {key}: only text is supported, leave {key} out")
     messages = _READERS[format](record, where)
     return _conversation(record, messages, where)
 
@@ -286,7 +286,7 @@ def _content(value: Any, where: str, calls: bool, role: str) -> str:
         texts = [part.get("text") for part in value if part.get("type", "text") == "text"]
         if len(texts) == len(value) and all(isinstance(text, str) for text in texts):
             return "".join(texts)
-        raise UserError(f"{where}: only parts of type text (with the key text) can be trained on, not {_short(value)}")
+        raise UserError(f"{where}: only parts of type text (with the key text) are supported, not {_short(value)}")
     if _ROLES.get(role) == "tool" and isinstance(value, (Mapping, list)):
         return json.dumps(value, ensure_ascii=False)
     raise UserError(f"{where}: the content must be text, not {_short(value)}")

@@ -46,6 +46,9 @@ def read_standard_input() -> str:
 def read_prompts(path: str, sampling: Sampling) -> list[Prompt]:
     """The prompts of a .jsonl file ({"prompt": ...} and any fields of Sampling), or of the lines of a text file.
 
+    Where texts are drawn and a line has no seed of its own, it is the sampling's for the first line, one more for the
+    second, and so on: equal prompts get different texts.
+
     Raises:
       UserError: there is no such file, or a line is none of these.
     """
@@ -59,11 +62,16 @@ def read_prompts(path: str, sampling: Sampling) -> list[Prompt]:
     if lines[-1] == "":
         lines.pop()
     if not path.endswith(".jsonl"):
-        return [Prompt(line, sampling, {}, f"{path}:{number}") for number, line in enumerate(lines, 1)]
-    return [_of_json(f"{path}:{number}", line, sampling) for number, line in enumerate(lines, 1)]
+        return [Prompt(line, _of_line(sampling, i), {}, f"{path}:{i + 1}") for i, line in enumerate(lines)]
+    return [_of_json(f"{path}:{i + 1}", line, sampling, i) for i, line in enumerate(lines)]
 
 
-def _of_json(where: str, line: str, sampling: Sampling) -> Prompt:
+def _of_line(sampling: Sampling, index: int) -> Sampling:
+    seed = (sampling.seed + index + 2**63) % 2**64 - 2**63
+    return sampling if sampling.temperature == 0 else dataclasses.replace(sampling, seed=seed)
+
+
+def _of_json(where: str, line: str, sampling: Sampling, index: int) -> Prompt:
     try:
         values = json.loads(line)
         text = values.pop("prompt")
@@ -78,7 +86,8 @@ def _of_json(where: str, line: str, sampling: Sampling) -> Prompt:
     if close is not None:
         raise UserError(f"{where} has {close!r}, which no sampling has{did_you_mean(close, fields)}")
     try:
-        return Prompt(text, dataclasses.replace(sampling, **own), values, where)
+        sampling = dataclasses.replace(sampling, **own)
+        return Prompt(text, sampling if "seed" in own else _of_line(sampling, index), values, where)
     except (UserError, TypeError) as error:
         raise UserError(f"{where}: {error}") from None
 

@@ -188,6 +188,11 @@ def asks_of_chat(asked: ChatAsked, served: Served, config: ServerConfig) -> list
     """
     if asked.top_logprobs is not None and not asked.logprobs:
         raise Refusal(400, "top_logprobs needs logprobs = true", param="top_logprobs", code="invalid_value")
+    if None not in (limits := (asked.max_tokens, asked.max_completion_tokens)) and limits[0] != limits[1]:
+        both = " and max_completion_tokens is ".join(map(short, limits))
+        raise Refusal(
+            400, f"max_tokens is {both}: they mean the same, leave one out", param="max_tokens", code="invalid_value"
+        )  # fmt: skip
     if asked.tool_choice not in (None, "auto", "none"):
         raise Refusal(
             400,
@@ -215,7 +220,7 @@ def asks_of_chat(asked: ChatAsked, served: Served, config: ServerConfig) -> list
 def _check_count(asked: Asked, prompts: int, config: ServerConfig) -> None:
     texts = prompts * (asked.n or 1)
     if texts > config.max_texts:
-        given = f"{prompts} prompts, n = {asked.n or 1}" if prompts > 1 else f"n is {asked.n}"
+        given = f"{prompts} prompts, n = {short(asked.n or 1)}" if prompts > 1 else f"n is {short(asked.n)}"
         raise Refusal(400, f"{given}: at most {config.max_texts} texts in all", param="n", code="too_many_texts")
 
 
@@ -244,7 +249,7 @@ def _sampling(asked: Asked, served: Served, config: ServerConfig, room: int) -> 
     if wanted is not None and wanted > most:
         why = "" if most < room else f" ({served.length} tokens of prompt and text together)"
         raise Refusal(
-            400, f"{name} is {wanted}, must be at most {most}{why}", param=name, code="context_length_exceeded"
+            400, f"{name} is {short(wanted)}, must be at most {most}{why}", param=name, code="context_length_exceeded"
         )
     given = {name: value for name in _OWN if (value := getattr(asked, name)) is not None}
     if asked.temperature is not None:

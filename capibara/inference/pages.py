@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import jax
@@ -31,6 +32,12 @@ class Pages:
         self.table = np.zeros((slots, sizes.of_slot(length)), np.int32)
         self._free = list(range(sizes.pages, 0, -1))  # those that were given back last are taken first
         self._taken = [0] * slots
+        if sizes.pages < self.table.shape[1]:
+            logging.getLogger(__name__).warning(
+                "EngineConfig.pages (%d) of %d tokens hold less than one row of %d: a text ends, with its prompt, at %d "
+                "tokens; set EngineConfig.pages = %d or more for whole rows",
+                *(sizes.pages, sizes.page_size, length, sizes.pages * sizes.page_size + 1, self.table.shape[1]),
+            )
 
     @property
     def busy(self) -> int:

@@ -6,6 +6,7 @@ Files of transformers 4 (rope_theta, rope_scaling) and 5 (rope_parameters) are r
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -52,6 +53,21 @@ def from_hf(values: Values, *, dtype: str = "bfloat16") -> TransformerConfig:
     fields |= {"head": families.head(values, family), "activation": families.activation(values, family)}
     if fields.get("mlp_dim") is None:
         fields["mlp_dim"] = 4 * fields["embed_dim"]  # GPT-2 says no more
+    try:
+        return _config(values, family, fields, dtype)
+    except UserError as error:
+        raise _of_file(error, family) from None
+
+
+def _of_file(error: UserError, family: Family) -> UserError:
+    """What our configuration says of its fields, with the file's names for them."""
+    if (said := str(error)).startswith("config.json"):
+        return error
+    theirs = [(ours, key) for ours, key in family.keys.items() if ours != key and re.search(rf"\b{ours}\b", said)]
+    return UserError(f"config.json: {said}" + "".join(f"; {ours} is its {key}" for ours, key in theirs))
+
+
+def _config(values: Values, family: Family, fields: dict[str, Any], dtype: str) -> TransformerConfig:
     match family.kind:
         case families.DECODER:
             fields |= _decoder(values, family, fields["num_layers"])

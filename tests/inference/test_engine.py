@@ -386,6 +386,17 @@ def test_a_file_of_prompts_goes_on_where_it_was_stopped(tmp_path):
     assert out.read_text() == whole
 
 
+def test_equal_prompts_of_a_file_have_seeds_of_their_own_where_they_are_drawn(tmp_path):
+    drawn = dataclasses.replace(GREEDY, temperature=1.0, seed=2**63 - 2)
+    (tmp_path / "in.txt").write_text("a\n" * 3)
+    read = lambda name, sampling: [one.sampling.seed for one in files.read_prompts(str(tmp_path / name), sampling)]  # noqa: E731
+    assert read("in.txt", drawn) == [2**63 - 2, 2**63 - 1, -(2**63)]
+    assert read("in.txt", GREEDY) == [GREEDY.seed] * 3
+    lines = [{"prompt": "a"}, {"prompt": "a", "seed": 5}, {"prompt": "a", "temperature": 1.0}]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert read("in.jsonl", GREEDY) == [GREEDY.seed, 5, GREEDY.seed + 2]
+
+
 @pytest.mark.parametrize("text", ["notes", "a\nb", '{"x": 1}', '{"prompt": "a"}', '{"prompt": "a"}\n{"prompt": "b"}'])
 def test_a_file_of_somebody_else_is_left_as_it_is(tmp_path, text):
     out = tmp_path / "out.jsonl"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -249,8 +250,12 @@ def test_rows_that_are_full_leave_the_last_page_to_who_begins():
     assert all(pages.begin(slot, 32) for slot in range(4)) and pages.busy == 16
 
 
-def test_a_text_ends_where_the_pool_does_and_a_larger_prompt_is_refused():
+def test_a_text_ends_where_the_pool_does_and_a_larger_prompt_is_refused(caplog):
+    engine(page_size=8, pages=8)
+    assert not caplog.records
     one = engine(page_size=8, pages=5)
+    said = r"EngineConfig.pages \(5\) of 8 .* ends, .* at 41 tokens; set EngineConfig.pages = 8 "
+    assert re.match(said, caplog.messages[0]) and len(caplog.messages) == 1
     others = [one.submit("other", GREEDY) for _ in range(3)]
     assert len(one.submit([5] * 30, dataclasses.replace(GREEDY, max_new_tokens=11)).result().tokens) == 11
     assert all(len(stream.result().tokens) == 24 for stream in others)

@@ -261,6 +261,9 @@ REFUSED = {
     "a tool that must be": (CHAT | {"tool_choice": "required"}, "tool_choice", "must be 'auto' or 'none'"),
     "tools that are none": (CHAT | {"tools": [5]}, "messages", "tools must be a list of functions"),
     "JSON only": (CHAT | {"response_format": {"type": "json_object"}}, "response_format", "not supported"),
+    "two limits": (CHAT | {"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", "max_tokens is 3 and max_completion_tokens is 4: .* leave one out"),
+    "a limit of many digits": (CHAT | {"max_tokens": 10**3000}, "max_tokens", r" - max_tokens is 1\d{,99}\.\.\., must"),
+    "texts of many digits": (CHAT | {"n": 10**3000}, "n", r" - n is 1\d{,99}\.\.\.: at most"),
     "a hurry": (CHAT | {"max_completion_tokens": 999}, "max_completion_tokens", "of prompt and text together"),
 }  # fmt: skip
 
