@@ -86,10 +86,13 @@ def _chunk(cut: chunks.Layout, path: epath.Path, name: str, array: jax.Array) ->
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    # Orbax and asyncio log a failed write with its traceback; it is raised where we wait as well: once is enough.
+    # Orbax and asyncio log a failed write with its traceback; it is raised where we wait as well: once is enough. So is
+    # what a thread of Orbax's failed of, but for what only followed: that the folder of a save that failed is gone.
     # That files which we did not ask for are not there is no news either.
     full = record.exc_info and disk.is_disk_full(record.exc_info[1])
-    return not full and "Skipping merge of OCDBT" not in str(record.msg)
+    return not full and not any(
+        known in str(record.msg) for known in ("_SignalingThread.run()", "Skipping merge of OCDBT")
+    )
 
 
 def _without_orphans(report: Callable[[Any], None], unraisable: Any) -> None:

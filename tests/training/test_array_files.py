@@ -91,6 +91,22 @@ def test_orbax_does_not_log_a_full_disk_with_its_traceback():
     assert array_files._is_news(record(ValueError("another fault")))
 
 
+def test_what_a_thread_of_orbax_fails_of_is_raised_where_it_is_waited_for_and_not_logged_too(caplog):
+    """So is what follows from the first fault of a save, whose folder is gone when other threads come to write there."""
+    from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
+
+    async def fails():
+        raise FileNotFoundError("array_metadatas/process_0")
+
+    array_files.hush()
+    with caplog.at_level(logging.ERROR, "absl"):
+        future = CommitFutureAwaitingContractedSignals(fails(), name="metadata", operation_id="1")
+        with pytest.raises(FileNotFoundError):
+            future.result(10)
+        logging.getLogger("absl").error("another fault")
+    assert caplog.messages == ["another fault"]
+
+
 def test_only_the_orphans_of_a_failed_save_are_dropped():
     reported = []
     for error in (RuntimeError("Event loop is closed"), RuntimeError("another"), ValueError("Event loop is closed")):
