@@ -82,13 +82,13 @@ def _stepped(
 ) -> Outcome:
     """The loop, from what `Run.start` gave."""
     trainer, (state, first_step, early) = run.trainer, started
-    step, saved, metrics = first_step, first_step, {}
+    step, saved, score, metrics = first_step, first_step, None, {}
     meter = Meter(trainer.plan.batch_size * trainer.dataset.length, trainer.loss.means if trainer.loss else ())
     while True:
         signal_number = stop.agreed(step)
         done = step >= trainer.steps or signal_number is not None
-        score = None  # who is told to stop may have seconds: then the checkpoint comes first, with no evaluation
-        if signal_number is None and _evaluates(trainer, step, first_step, done):
+        due = score is None and _evaluation_due(run, step, first_step)
+        if due and signal_number is None:  # else there may be seconds: then the checkpoint comes first
             with meter.paused("evaluate"), dog.paused():
                 score, whole = _evaluate(run, step, state.eval_params, callbacks, sampler)
             if score is not None:
@@ -97,7 +97,7 @@ def _stepped(
         done = done or early.stop or signal_number is not None
         if step > saved and (done or _due(step, trainer.checkpointing.every)):
             with meter.paused("save"), dog.paused():
-                run.save(step, state, early, metrics, score)
+                run.save(step, state, early, metrics, score, owes_evaluation=due and score is None)
                 callbacks.on_checkpoint(step)
             saved = step
         if done:
@@ -105,7 +105,7 @@ def _stepped(
         batch = _next_batch(run, step + 1, state.params, meter, dog)
         if batch is None:
             continue
-        step += 1
+        step, score = step + 1, None
         state, metrics = run.step(step, state, batch)
         meter.add(metrics)
         if step % trainer.log_every == 0 or step == trainer.steps:
@@ -134,10 +134,13 @@ def _next_batch(run: Run, step: int, params: Params, meter: Meter, dog: Watchdog
         return run.next_batch(step, params)
 
 
-def _evaluates(trainer: Trainer, step: int, first_step: int, done: bool) -> bool:
+def _evaluation_due(run: Run, step: int, first_step: int) -> bool:
     """Whether parameters are to be evaluated: new ones, and those that were given, for what becomes of them."""
+    trainer = run.trainer
     given = step == 0 and trainer.init_from is not None
-    return (step > first_step or given) and _due(step, trainer.evaluation.every, done)
+    return (step > first_step or given or run.owes_evaluation) and _due(
+        step, trainer.evaluation.every, step >= trainer.steps
+    )
 
 
 def _ended(run: Run, callbacks: Callback, meter: Meter, step: int, stopped: bool, signal_number: int | None) -> Outcome:

@@ -57,6 +57,7 @@ class Run:
     given: Params | None  # those that a new run begins from, of the model without adapters
     bad_batches: BadBatches
     spent: dict[str, float]  # seconds by what took them, before the first step
+    owes_evaluation: bool = False  # the run was to stop before the evaluation of the step that it carries on from
     unused_data: dict[str, Any] | None = None  # the data's state before a batch that was given up
     roll_backs: Counter[int] = dataclasses.field(default_factory=Counter)  # by the step that it went back to
     before_batch: Position = None  # where the data stood before the batch at hand
@@ -94,6 +95,7 @@ class Run:
             state, self.restored_state = self.restored_state, None
             state = states.with_new_window(state, self.abstract_state, self.trainer.anomalies)
             step, progress = self.restored.step, self.restored.progress
+        self.owes_evaluation = progress.get("owes_evaluation", False)
         if self.supply is not None:
             self.supply.begin(state.params, step, progress.get("supply"))
         return state, step, EarlyStopping(patience, progress.get("early_stopping"))
@@ -105,6 +107,7 @@ class Run:
         early: EarlyStopping,
         metrics: Mapping[str, jax.Array],
         score: float | None = None,
+        owes_evaluation: bool = False,
     ) -> None:
         """Hands a checkpoint to the asynchronous writer.
 
@@ -112,6 +115,7 @@ class Run:
           step, state, early: what there is to save.
           metrics: of the step.
           score: the loss of its evaluation, if there was one.
+          owes_evaluation: there should have been one.
 
         Raises:
           UserError: the step's loss or gradients (in its `metrics`) are not finite, and its update was not left out for
@@ -131,7 +135,7 @@ class Run:
                     "Schedule.learning_rate or set Optimizer.clip_norm, and run the command again"
                 )
         data = merge_states(hosts.gathered(self.unused_data or self.batches.get_state()))
-        progress = {"early_stopping": early.state()}
+        progress = {"early_stopping": early.state()} | ({"owes_evaluation": True} if owes_evaluation else {})
         if self.supply is not None:
             progress["supply"] = self.supply.state()
         self.checkpoints.save(step, state, data, progress, score)

@@ -81,6 +81,18 @@ def test_a_signal_ends_the_run_after_its_step(make_trainer, train, number):
     assert stopped.checkpoints == [3]
     again = train(make_trainer(steps=5))
     assert again.start_step == 3 and again.outcome.reason == "finished" and sorted(again.losses) == [4, 5]
+    assert again.evaluations == {}
+
+
+def test_an_evaluation_that_a_signal_came_before_is_made_up_for(make_trainer, train):
+    trainer = make_trainer(steps=6, evaluation=Evaluation(every=3))
+    losses = iter([3.0, 2.0])
+    signal_at = lambda step: step == 3 and os.kill(os.getpid(), signal.SIGTERM)  # noqa: E731
+    stopped = train(trainer, after_step=signal_at, evaluate=lambda n: next(losses))
+    assert stopped.outcome.step == 3 and stopped.evaluations == {} and stopped.early.state()["best"] is None
+    resumed = train(trainer, evaluate=lambda n: next(losses))
+    assert list(resumed.evaluations) == [3, 6] and resumed.early.state() == {"best": 2.0, "bad": 0}
+    assert train(trainer, evaluate=None).evaluations == {}  # nor is one made twice
 
 
 def test_a_signal_in_an_evaluation_ends_the_run_without_another_step(make_trainer, train):
@@ -92,12 +104,16 @@ def test_a_signal_in_an_evaluation_ends_the_run_without_another_step(make_traine
 
 @pytest.mark.parametrize("every", [5, 0], ids=["before the end", "at the end"])
 def test_a_signal_ends_an_evaluation_in_its_middle(make_trainer, train, every):
-    trainer = make_trainer(steps=20 if every else 5, evaluation=Evaluation(every=5, max_batches=4))
+    """What carries on from there makes up for it, and early stopping is as if there had been no signal."""
+    trainer = make_trainer(steps=10 if every else 5, evaluation=Evaluation(every=5, max_batches=4, patience=9))
+    whole = train(dataclasses.replace(trainer, model_dir=trainer.model_dir + "_whole"))
     stopped = train(trainer, signal_at="evaluating: 2 of 4 batches")
     assert dataclasses.astuple(stopped.outcome) == (5, "interrupted", signal.SIGTERM)
     assert stopped.progress == [f"evaluating: {done} of 4 batches" for done in range(3)] and stopped.evaluations == {}
     assert stopped.checkpoints == [5] and sorted(stopped.losses) == [1, 2, 3, 4, 5]
-    assert train(dataclasses.replace(trainer, steps=6)).start_step == 5
+    resumed = train(trainer)
+    assert resumed.start_step == 5 and resumed.evaluations == whole.evaluations
+    assert resumed.early.state() == whole.early.state() and resumed.losses.keys() == set(range(6, trainer.steps + 1))
 
 
 def test_a_signal_ends_samples_between_two_of_them(make_trainer, train, monkeypatch):
