@@ -88,7 +88,7 @@ def read_conversation(record: Any, where: str, format: Format = Format.AUTO) -> 
         raise UserError(f"{where} is no {format} record: it needs {names} (it has: {_keys(record)})")
     for key in ("images", "videos", "audios"):
         if record.get(key):
-            raise UserError(f"{where} has {key}: only text is supported, leave {key} out")
+            raise UserError(f"{where} has {key}: only text is supported, leave the record out")
     messages = _READERS[format](record, where)
     return _conversation(record, messages, where)
 

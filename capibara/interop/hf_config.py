@@ -56,15 +56,23 @@ def from_hf(values: Values, *, dtype: str = "bfloat16") -> TransformerConfig:
     try:
         return _config(values, family, fields, dtype)
     except UserError as error:
-        raise _of_file(error, family) from None
+        raise _with_their_names(error, values, family) from None
 
 
-def _of_file(error: UserError, family: Family) -> UserError:
-    """What our configuration says of its fields, with the file's names for them."""
+def _with_their_names(error: UserError, values: Values, family: Family) -> UserError:
+    """What our configuration says of its fields, with transformers' names for them."""
     if (said := str(error)).startswith("config.json"):
         return error
-    theirs = [(ours, key) for ours, key in family.keys.items() if ours != key and re.search(rf"\b{ours}\b", said)]
-    return UserError(f"config.json: {said}" + "".join(f"; {ours} is its {key}" for ours, key in theirs))
+    names = family.keys | {"kv_heads": "num_key_value_heads", "top_k": "num_experts_per_tok"}
+    names |= {".window": "sliding_window"} | ({"num_experts": family.experts} if family.experts else {})
+    if family.kind not in (families.DECODER, families.ENCODER):
+        names |= {"num_layers": "num_decoder_layers" if values.get("num_decoder_layers") else "num_layers"}
+    theirs = [
+        f"{ours.strip('.')} is {key}"
+        for ours, key in names.items()
+        if ours != key and re.search(rf"(?<!\w){re.escape(ours)}\b" if ours[0] != "." else rf"\{ours}\b", said)
+    ]
+    return UserError(f"{said} (in transformers' words {', '.join(theirs)})" if theirs else said)
 
 
 def _config(values: Values, family: Family, fields: dict[str, Any], dtype: str) -> TransformerConfig:

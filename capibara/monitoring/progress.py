@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _LIVE_EVERY_S = 0.2  # how often the live line may change within an evaluation or a rollout
 _LINE_EVERY_S = 30.0  # how long there may be no line where there is no live one
+_WAITING = "waiting for the first step"
 _SPEED_MEMORY = 0.8  # weight of the past in the time a step takes, for the time that is left
 
 
@@ -37,6 +38,7 @@ class ProgressLine(Callback):
         self._run: RunInfo | None = None
         self._began = self._last_time = 0.0
         self._shown_s = 0.0  # when anything was
+        self._line, self._evaluated = _WAITING, False
         self._last_step = 0
         self._seconds_per_step: float | None = None
 
@@ -46,7 +48,10 @@ class ProgressLine(Callback):
 
     def on_progress(self, text: str) -> None:
         now = time.perf_counter()
-        if self._live is None and now > self._shown_s + _LINE_EVERY_S:
+        if not text:
+            if self._live is not None:
+                self._show_live(self._last_step, self._line)
+        elif self._live is None and now > self._shown_s + _LINE_EVERY_S:
             self._print(text, style="dim")
         elif self._live is not None and now > self._shown_s + _LIVE_EVERY_S:
             self._show_live(self._last_step, text)
@@ -67,13 +72,14 @@ class ProgressLine(Callback):
         past = self._seconds_per_step
         self._seconds_per_step = seconds if past is None else _SPEED_MEMORY * past + (1 - _SPEED_MEMORY) * seconds
         self._last_time, self._last_step = now, step
-        line = self._step_line(step, metrics)
+        self._line = self._step_line(step, metrics)
         if self._live is None:
-            self._print(line)
+            self._print(self._line)
         else:
-            self._show_live(step, line)
+            self._show_live(step, self._line)
 
     def on_evaluate(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._evaluated = True
         self._print(f"step {step} evaluation: {_evaluation(metrics)}", style="cyan")
 
     def on_sample(self, step: int, prompt: str, text: str) -> None:
@@ -95,7 +101,7 @@ class ProgressLine(Callback):
             self._live.stop()
             self._live = None
         done, seconds = step - self._run.start_step, time.perf_counter() - self._began
-        if not done and reason != "interrupted":
+        if not (done or self._evaluated) and reason != "interrupted":
             self._print(_nothing_left(self._run, reason), style="bold")
             return
         words = {"finished": "finished", "early_stopping": "stopped early", "interrupted": "interrupted"}
@@ -198,7 +204,7 @@ def _live_line(console: Console) -> Any:
     from rich.text import Text
 
     live = Live(
-        Text("waiting for the first step"),
+        Text(_WAITING),
         console=console,
         auto_refresh=False,  # no thread: the line changes when a step is logged, and the step's cores stay free
         transient=True,

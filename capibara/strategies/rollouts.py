@@ -29,6 +29,8 @@ from capibara.training.loaders import validation_loader
 from capibara.training.run import Run
 from capibara.types import Batch, Params, UserError
 
+_ASK_EVERY_STEPS = 64  # of the engine, after which several hosts ask each other whether to stop
+
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
@@ -120,7 +122,7 @@ class Rollouts(Supply):
         greedy = dataclasses.replace(self._grpo.sampling, temperature=0.0)
         with contextlib.closing(validation_loader(run.trainer, run.mesh)) as loader:
             self._load(params)
-            for number, batch in enumerate(run.validation_batches(loader), 1):
+            for number, batch in enumerate(run.each_validation_batch(loader), 1):
                 answers += self._answered("validation", batch, lambda prompt: [greedy], f"evaluating, batch {number}")
         if not answers:
             raise UserError("the validation split has no prompt: give it more, or set Evaluation.every = 0")
@@ -182,11 +184,17 @@ class Rollouts(Supply):
             asked.append((int(batch["numbers"][row, 0]) - 1, ids, streams))
         count = sum(len(streams) for *_, streams in asked)
         for steps in itertools.count():
-            self._run.check(steps)
+            self._run.check(steps, every=_ASK_EVERY_STEPS)
             if not self._engine.step():
                 break
             self._run.progress(f"{what}: {count - sum(self._engine.load)} of {count} answers")
-        return [[self._judged(split, number, ids, s.result()) for s in streams] for number, ids, streams in asked]
+        judged: list[list[Answer]] = []
+        for number, ids, streams in asked:  # a reward may take long, too
+            done = sum(map(len, judged))
+            self._run.check(done, every=len(streams))
+            self._run.progress(f"{what}: {done} of {count} rewards")
+            judged.append([self._judged(split, number, ids, stream.result()) for stream in streams])
+        return judged
 
     def _judged(self, split: str, number: int, prompt: list[int], said: Completion) -> Answer:
         grpo, documents = self._grpo, self._documents[split]
@@ -249,6 +257,7 @@ class Rollouts(Supply):
         names, parts = self._run.trainer.dataset.batch_spec(1).keys() - {"numbers"}, self._run.trainer.plan.accumulation
         found = np.zeros_like(rows["weights"])
         for part in range(parts):
+            self._run.check(part)
             batch = {name: self._own(rows[name][part::parts]) for name in names}
             found[part::parts] = self._log_p(params, sharding.global_batch(self._run.batch_sharding, batch))
         return np.where(rows["weights"] > 0, found, np.float32(0))

@@ -47,7 +47,7 @@ class Callback:
         """While the run is set up, before `on_train_begin`: what takes time, or took it. From any thread."""
 
     def on_progress(self, text: str) -> None:
-        """Within what takes long between two steps (an evaluation, a rollout), often: how far it is."""
+        """Within what takes long between two steps (an evaluation, a rollout), often: how far it is; "": it is over."""
 
     def on_train_begin(self, run: RunInfo) -> None:
         """Before the first step, after a checkpoint was restored."""

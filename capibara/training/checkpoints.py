@@ -30,6 +30,7 @@ import jax
 import numpy as np
 
 from capibara import tree
+from capibara.training import state as states
 from capibara.training import array_files, chunks, hosts, manifest, shapes, step_folders, storage
 from capibara.training.background import Task, before_exit
 from capibara.training.checkpointing import Checkpointing, Compression, Verify
@@ -49,12 +50,13 @@ _T = TypeVar("_T")
 
 @dataclasses.dataclass(frozen=True)
 class Restored:
-    """The JSON parts of a checkpoint, as they were given to `save`, and the shapes of its arrays."""
+    """The JSON parts of a checkpoint, as they were given to `save`, the shapes of its arrays, and its score."""
 
     step: int
     data: dict[str, Any]
     progress: dict[str, Any]
     shapes: dict[str, str]
+    score: float | None = None
 
 
 class RestoredFromDamage(TryAgain):
@@ -230,7 +232,7 @@ class Checkpoints:
             raise UserError(
                 f"step {step} cannot be saved: {self._folder} holds step {newest} already; set another MODEL_DIR"
             )
-        arrays = _as_dict(state)
+        arrays = states.as_dict(state)
         with self._disk_errors():
             self._check_room(byte_count(arrays))
         values = {"data": data, "progress": progress, "shapes": shapes.of(arrays)}
@@ -243,6 +245,18 @@ class Checkpoints:
         copies, finite = snapshot(arrays)
         write = functools.partial(self._write, step, copies, finite, run, about, self._verifying)
         self._saving = Task(write, "capibara-save")
+
+    def score(self, step: int, score: float) -> None:
+        """Gives a committed step the score of an evaluation that was made later; every process calls it."""
+        self.wait()
+        if jax.process_index() == 0:
+            with self._disk_errors(), contextlib.suppress(Damaged):  # of which another verification tells
+                self._check_lease()
+                found = self._manifest(step)
+                told, key = dataclasses.replace(found, about=found.about | {"score": score}), self._key_of(found)
+                told = told if key is None else dataclasses.replace(told, mac=key.mac(told.signed()))
+                manifest.write(self._folder / str(step), told)
+        together("scored")
 
     def restore_progress(self, step: int) -> Restored:
         """Reads the JSON parts of a committed step; the arrays come with `restore_state`.
@@ -258,7 +272,8 @@ class Checkpoints:
         content = manifest.contents(self._folder / str(step), file)
         try:
             values = json.loads(chunks.opened(content, found, file, self._key_of(found)).tobytes())
-            restored = Restored(step=step, **{name: values[name] for name in ("data", "progress", "shapes")})
+            parts = {name: values[name] for name in ("data", "progress", "shapes")}
+            restored = Restored(step=step, **parts, score=found.about.get("score"))
         except (ValueError, KeyError, TypeError) as error:
             raise Damaged(f"{manifest.RUN} cannot be read ({manifest.one_line(error)})") from error
         self._parent = step
@@ -278,9 +293,9 @@ class Checkpoints:
           UserError: the checkpoint holds another model: names the first array that differs.
           Damaged: it is not what was saved.
         """
-        saved, wanted = restored.shapes, _as_dict(target)
-        if _window(saved) != _window(shapes.of(wanted)):
-            saved = {path: shape for path, shape in saved.items() if path not in _window(saved)}
+        saved, wanted = restored.shapes, states.as_dict(target)
+        if shapes.window(saved) != shapes.window(shapes.of(wanted)):
+            saved = {path: shape for path, shape in saved.items() if path not in shapes.window(saved)}
             wanted.pop("losses", None)
         shapes.check(self._folder / str(restored.step), saved, shapes.of(wanted), cast=self._config.cast)
         return TrainState(**self._read(restored.step, wanted))
@@ -481,15 +496,3 @@ def _is_ours(file: File) -> bool:
 
 def _now() -> str:
     return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-
-
-def _as_dict(state: TrainState) -> dict[str, Any]:
-    parts = {f.name: getattr(state, f.name) for f in dataclasses.fields(state)}
-    for name in ("loss_scale", "losses"):
-        if parts[name] is None:
-            del parts[name]  # as in the checkpoints that were written before there was one
-    return parts
-
-
-def _window(shapes: Mapping[str, str]) -> dict[str, str]:
-    return {path: shape for path, shape in shapes.items() if path.startswith("losses/")}

@@ -11,7 +11,7 @@ import numpy as np
 
 
 class Interrupted(Exception):
-    """The run was told to stop in the middle of what takes long, which can be done again: nothing of it is kept."""
+    """The run was told to stop in the middle of what takes long, and can be done again."""
 
 
 class StopRequest:
@@ -40,24 +40,31 @@ class StopRequest:
 
     def agreed(self, step: int) -> int | None:
         """The signal for which to stop after `step`, or None; the same on every host, and from then on at any step."""
+        return self._found(step, self._agree_every)
+
+    def check(self, done: int, every: int = 1) -> None:
+        """Within what takes long, before each of its parts, alike on every host.
+
+        Args:
+          done: the parts that were done.
+          every: where there are several hosts, they ask each other every so many parts.
+
+        Raises:
+          Interrupted: the run is to stop.
+        """
+        if self._found(done, every) is not None:
+            raise Interrupted
+
+    def _found(self, count: int, every: int) -> int | None:
         if jax.process_count() == 1:
             return self.signal_number
-        if self._agreed is not None or step % self._agree_every:
+        if self._agreed is not None or count % every:
             return self._agreed
         from jax.experimental import multihost_utils
 
         asked = multihost_utils.process_allgather(np.int32(self.signal_number or 0))
         self._agreed = int(np.max(asked)) or None
         return self._agreed
-
-    def check(self, done: int) -> None:
-        """Within what takes long, after each of its parts, alike on every host; `done`: how many there were.
-
-        Raises:
-          Interrupted: the run is to stop.
-        """
-        if self.agreed(done) is not None:
-            raise Interrupted
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         if self.signal_number is not None and number == signal.SIGINT:

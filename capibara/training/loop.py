@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Mapping
 
 import jax
@@ -90,10 +91,10 @@ def _stepped(
         due = score is None and _evaluation_due(run, step, first_step)
         if due and signal_number is None:  # else there may be seconds: then the checkpoint comes first
             with meter.paused("evaluate"), dog.paused():
-                score, whole = _evaluate(run, step, state.eval_params, callbacks, sampler)
+                score = _evaluate(run, step, state.eval_params, callbacks, sampler)
             if score is not None:
-                early.update(score)
-            signal_number = None if done and whole else stop.agreed(step)
+                run.evaluated(step, score, early)
+            signal_number = None if done and score is not None else stop.agreed(step)
         done = done or early.stop or signal_number is not None
         if step > saved and (done or _due(step, trainer.checkpointing.every)):
             with meter.paused("save"), dog.paused():
@@ -121,6 +122,7 @@ def _not_begun(run: Run, callbacks: Callback, stop: StopRequest, peak_flops: flo
     """Tells the callbacks of a run that is to stop before its first step, and returns the outcome."""
     step = 0 if run.restored is None else run.restored.step
     callbacks.on_train_begin(run.info(step, peak_flops, config))
+    callbacks.on_spent(step, run.spent)
     callbacks.on_train_end(step, "interrupted")
     return Outcome(step, "interrupted", stop.agreed(step))
 
@@ -131,7 +133,9 @@ def _next_batch(run: Run, step: int, params: Params, meter: Meter, dog: Watchdog
         with meter.waiting():
             return run.next_batch(step, params)
     with meter.paused("rollout"), dog.left_out(), contextlib.suppress(Interrupted):
-        return run.next_batch(step, params)
+        batch = run.next_batch(step, params)
+        run.progress("")
+        return batch
 
 
 def _evaluation_due(run: Run, step: int, first_step: int) -> bool:
@@ -161,25 +165,22 @@ def _gone_back(run: Run, spike: int, state: TrainState, callbacks: Callback) -> 
     return state, step, early
 
 
-def _evaluate(
-    run: Run, step: int, params: Params, callbacks: Callback, sampler: Sampler | None
-) -> tuple[float | None, bool]:
-    """Evaluates, samples and tells the callbacks.
-
-    Returns:
-      the loss, None where there is none, and whether this came to its end before the run was to stop.
-    """
+def _evaluate(run: Run, step: int, params: Params, callbacks: Callback, sampler: Sampler | None) -> float | None:
+    """Evaluates, samples, tells the callbacks, and returns the loss; None if the run is to stop before there is one."""
     loss = None
-    try:
+    with contextlib.suppress(Interrupted):
         metrics = run.evaluate(params)
-        callbacks.on_evaluate(step, metrics)
         loss = metrics["loss"]
-        for done, (prompt, text) in enumerate(sampler(params) if sampler else ()):
-            callbacks.on_sample(step, prompt, text)
+        callbacks.on_evaluate(step, metrics)
+        samples = iter(sampler(params)) if sampler else iter(())
+        for done in itertools.count():
             run.check(done)
-    except Interrupted:
-        return loss, False
-    return loss, True
+            run.progress(f"sampling: {done} texts")
+            if (sample := next(samples, None)) is None:
+                break
+            callbacks.on_sample(step, *sample)
+    run.progress("")
+    return loss
 
 
 def _due(step: int, every: int, last: bool = False) -> bool:

@@ -58,17 +58,19 @@ class ReferenceTables(Supply):
             return  # the run went back
         begin_s, run = time.perf_counter(), self._run
         self._weights = saved["weights"] if saved is not None else weights_fingerprint(params)
-        first = functools.cache(lambda: params if step == 0 else self._first_params())
-        for split in ("train", "validation") if run.trainer.evaluation.every else ("train",):
-            key = {"weights": self._weights, "data": _data_fingerprint(run, split)}
-            path = storage.folder_of(run.trainer.model_dir) / f"reference.{split}.npz"
-            table = _read(path, key)
-            if not all(hosts.gathered(table is not None)):
-                table = self._computed(split, first())
-                if jax.process_index() == 0:
-                    _write(path, key, table)
-            self._tables[split] = table
-        run.spent["reference"] = time.perf_counter() - begin_s
+        try:
+            first = functools.cache(lambda: params if step == 0 else self._first_params())
+            for split in ("train", "validation") if run.trainer.evaluation.every else ("train",):
+                key = {"weights": self._weights, "data": _data_fingerprint(run, split)}
+                path = storage.folder_of(run.trainer.model_dir) / f"reference.{split}.npz"
+                table = _read(path, key)
+                if not all(hosts.gathered(table is not None)):
+                    table = self._computed(split, first())
+                    if jax.process_index() == 0:
+                        _write(path, key, table)
+                self._tables[split] = table
+        finally:
+            run.spent["reference"] = time.perf_counter() - begin_s
 
     def next_batch(self, step: int, params: Params) -> dict[str, jax.Array]:
         run = self._run
@@ -77,7 +79,7 @@ class ReferenceTables(Supply):
     def evaluate(self, params: Params) -> dict[str, float]:
         run = self._run
         with contextlib.closing(validation_loader(run.trainer, run.mesh)) as loader:
-            filled = (self._filled("validation", batch) for batch in run.validation_batches(loader))
+            filled = (self._filled("validation", batch) for batch in run.each_validation_batch(loader))
             found = list(_each(functools.partial(self._totals, params), filled, run.batch_sharding))
         if not found:
             raise UserError("the validation split has no preference pair: give it more, or set Evaluation.every = 0")
@@ -118,7 +120,7 @@ class ReferenceTables(Supply):
         rows = trainer.plan.batch_size // trainer.plan.accumulation
         with contextlib.closing(open_loader(trainer, run.mesh, split, rows, epochs=1)) as loader:
             for count, (numbers, sums) in enumerate(_each(step, loader, run.batch_sharding)):
-                run.check(count)
+                run.check(count, every=_AHEAD)
                 known[numbers[numbers > 0] - 1] = sums[numbers > 0]
                 if not np.isfinite(sums).all():
                     raise UserError(

@@ -11,7 +11,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding
 from capibara import sharding
 from capibara.data.loader import Loader, Position, merge_states, unigram_bits_per_byte
 from capibara.models import api
-from capibara.training import hosts, own_tokenizer, processes, provenance
+from capibara.training import hosts, own_tokenizer, processes, provenance, run_checks
 from capibara.training import state as states
 from capibara.training.bad_batches import BadBatches
 from capibara.training.callbacks import RunInfo
@@ -36,6 +36,8 @@ from capibara.training.state import TrainState
 from capibara.training.step import make_train_step
 from capibara.training.trainer import Trainer
 from capibara.types import Batch, Params, UserError
+
+_ASK_EVERY = 8  # batches of an evaluation, after which several hosts ask each other whether to stop
 
 
 @dataclasses.dataclass
@@ -64,7 +66,7 @@ class Run:
     load: Load | None = None
     status: Callable[[str], None] = lambda text: None
     progress: Callable[[str], None] = lambda text: None
-    check: Callable[[int], None] = lambda done: None  # StopRequest.check
+    check: Callable[..., None] = lambda done, every=1: None  # StopRequest.check
     supply: Supply | None = dataclasses.field(default=None, init=False)  # where a loss takes more than the loader's
 
     def __post_init__(self):
@@ -95,10 +97,21 @@ class Run:
             state, self.restored_state = self.restored_state, None
             state = states.with_new_window(state, self.abstract_state, self.trainer.anomalies)
             step, progress = self.restored.step, self.restored.progress
+        early = EarlyStopping(patience, progress.get("early_stopping"))
         self.owes_evaluation = progress.get("owes_evaluation", False)
+        if self.owes_evaluation and self.restored.score is not None:  # an earlier start has made it
+            early.update(self.restored.score)
+            self.owes_evaluation = False
         if self.supply is not None:
             self.supply.begin(state.params, step, progress.get("supply"))
-        return state, step, EarlyStopping(patience, progress.get("early_stopping"))
+        return state, step, early
+
+    def evaluated(self, step: int, score: float, early: EarlyStopping) -> None:
+        """Takes the loss of an evaluation; the checkpoint that owed it has it from now on."""
+        early.update(score)
+        if self.owes_evaluation and step == self.restored.step:
+            self.checkpoints.score(step, score)
+            self.owes_evaluation = False
 
     def save(
         self,
@@ -244,17 +257,19 @@ class Run:
         if self.supply is not None:
             return self.supply.evaluate(params)
         with contextlib.closing(validation_loader(self.trainer, self.mesh)) as loader:
-            metrics = evaluate(self.eval_step, params, self.validation_batches(loader), self.batch_sharding)
+            metrics = evaluate(self.eval_step, params, self.each_validation_batch(loader), self.batch_sharding)
         if self.trainer.evaluation.unigram_batches:
             metrics["unigram_bits_per_byte"] = self._unigram_bits_per_byte
         return metrics
 
-    def validation_batches(self, loader: Loader) -> Iterator[Batch]:
+    def each_validation_batch(self, loader: Loader) -> Iterator[Batch]:
         """Those of one evaluation, each of them told of; raises Interrupted if the run is to stop."""
-        most = validation_batches(self.trainer)
-        for done, batch in enumerate(itertools.islice(loader, most)):
-            self.check(done)
-            self.progress(f"evaluating: {done} batches" if most is None else f"evaluating: {done} of {most} batches")
+        return self._each(loader, validation_batches(self.trainer), "evaluating")
+
+    def _each(self, batches: Iterable[Batch], most: int | None, what: str) -> Iterator[Batch]:
+        for done, batch in enumerate(itertools.islice(batches, most)):
+            self.check(done, every=_ASK_EVERY)
+            self.progress(f"{what}: {done} batches" if most is None else f"{what}: {done} of {most} batches")
             yield batch
 
     @functools.cached_property
@@ -263,8 +278,8 @@ class Run:
         seen = open_loader(self.trainer, self.mesh, "train", self.trainer.plan.batch_size)
         with contextlib.closing(seen), contextlib.closing(validation_loader(self.trainer, self.mesh)) as unseen:
             return unigram_bits_per_byte(
-                itertools.islice(seen, evaluation.unigram_batches),
-                itertools.islice(unseen, validation_batches(self.trainer)),
+                self._each(seen, evaluation.unigram_batches, "counting tokens for the unigram model"),
+                self._each(unseen, validation_batches(self.trainer), "evaluating the unigram model"),
                 vocabulary.token_bytes(),
             )
 
@@ -306,7 +321,7 @@ def set_up(
     """
     spent, set_up_s = {"start": processes.age_s()}, time.perf_counter()
     mesh = sharding.make_mesh(trainer.plan, devices)
-    _check(trainer, mesh)
+    run_checks.check(trainer, mesh)
     model = api.build(trainer.model)
     state = describe_state(trainer, model, mesh)
     read = reader(trainer, load)  # now: compiling takes long
@@ -322,7 +337,7 @@ def set_up(
         given = loaded.result()
         if restored is not None:
             spent["restore"] = time.perf_counter() - compiled_s
-        _check_vocabulary(trainer)
+        run_checks.check_vocabulary(trainer)
         eval_step = make_eval_step(model, trainer.plan, mesh, trainer.dataset.get_vocabulary().token_bytes())
         undo.pop_all()
     spent["set_up"] = time.perf_counter() - set_up_s - spent.get("restore", 0.0)
@@ -350,47 +365,6 @@ def _given(
     """The parameters that the run begins from; None: new ones, or those of its checkpoint."""
     _, restored, _ = opened.result()
     return None if trainer.init_from is None or restored is not None else load_params(trainer, model, mesh, read)
-
-
-def _check_vocabulary(trainer: Trainer) -> None:
-    size = trainer.dataset.get_vocabulary().size
-    if size > trainer.model.vocab_size:
-        raise UserError(
-            f"{type(trainer.model).__name__}.vocab_size ({trainer.model.vocab_size}) must be at least the vocabulary's "
-            f"size ({size}): try {-(-size // 128) * 128}"
-        )
-
-
-def _check(trainer: Trainer, mesh: Mesh) -> None:
-    """What can be known before anything is compiled."""
-    _check_evaluation(trainer, mesh)
-    if trainer.dataset.vocabulary is not None:  # that of a SeqIO task is known only once SeqIO is imported
-        _check_vocabulary(trainer)
-
-
-def _check_evaluation(trainer: Trainer, mesh: Mesh) -> None:
-    rows = trainer.evaluation.batch_size
-    shards = math.prod(mesh.shape[axis] for axis in trainer.plan.rules.batch)
-    if rows is not None and rows % shards:
-        raise UserError(
-            f"Evaluation.batch_size ({rows}) must be a multiple of {shards} "
-            f"({' x '.join(f'{axis}={mesh.shape[axis]}' for axis in trainer.plan.rules.batch)}): "
-            f"try {max(1, round(rows / shards)) * shards}"
-        )
-
-
-def _check_rows(trainer: Trainer, mesh: Mesh) -> None:
-    """Each context shard has two parts of a row (see sharding.balanced), and one of an encoder's."""
-    context = mesh.shape["context"]
-    for name, parts, shown in (
-        ("length", 2 * context, "2 x Plan.context"),
-        ("encoder_length", context, "Plan.context"),
-    ):
-        length = getattr(trainer.dataset, name)
-        if context > 1 and length is not None and length % parts:
-            raise UserError(
-                f"Dataset.{name} ({length}) must be a multiple of {parts} ({shown}): try {-(-length // parts) * parts}"
-            )
 
 
 def _close(opened: concurrent.futures.Future) -> None:
@@ -448,7 +422,7 @@ def compile_step(
 
 def lower_step(trainer: Trainer, model: api.Model, mesh: Mesh, state: StateSpec | None = None) -> dict[str, Any]:
     """`compile_step` without its last part: train_step is a jax.stages.Lowered, for the devices of any mesh."""
-    _check_rows(trainer, mesh)
+    run_checks.check_rows(trainer, mesh)
     plan, state = trainer.plan, state or describe_state(trainer, model, mesh)
     batch_sharding = sharding.batch_sharding(mesh, plan.rules)
     step = make_train_step(

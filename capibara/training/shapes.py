@@ -44,6 +44,11 @@ def check(folder: epath.Path, saved: Mapping[str, str], wanted: Mapping[str, str
         )
 
 
+def window(shapes: Mapping[str, str]) -> dict[str, str]:
+    """Those of the window of losses, of `of`."""
+    return {path: shape for path, shape in shapes.items() if path.startswith("losses/")}
+
+
 def _differ_in_precision(old: str, new: str) -> bool:
     (old_dtype, old_shape), (new_dtype, new_shape) = (text.partition("[")[::2] for text in (old, new))
     return old_shape == new_shape and all("float" in dtype for dtype in (old_dtype, new_dtype))

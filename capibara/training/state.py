@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +45,15 @@ class TrainState:
         if self.ema is None or jax.tree.structure(self.ema) == jax.tree.structure(self.params):
             return self.params if self.ema is None else self.ema
         return tree.joined(self.ema, self.params)
+
+
+def as_dict(state: TrainState) -> dict[str, Any]:
+    """Its parts by their names, as a checkpoint has them."""
+    parts = {f.name: getattr(state, f.name) for f in dataclasses.fields(state)}
+    for name in ("loss_scale", "losses"):
+        if parts[name] is None:
+            del parts[name]  # as in the checkpoints that were written before there was one
+    return parts
 
 
 def init_state(

@@ -170,10 +170,13 @@ REFUSED = {
     "decoder_sparse_step = 2": PUBLISHED["qwen3_30b_a3b"] | dict(decoder_sparse_step=2),
     "quantization_config": PUBLISHED["llama2_7b"] | dict(quantization_config={"quant_method": "gptq"}),
     "scale_attn_by_inverse_layer_idx = True": PUBLISHED["gpt2_124m"] | dict(scale_attn_by_inverse_layer_idx=True),
-    "config.json: DecoderConfig.embed_dim is -4096, must be at least 1; embed_dim is its hidden_size": (
+    "DecoderConfig.embed_dim is -4096, must be at least 1 (in transformers' words embed_dim is hidden_size)": (
         PUBLISHED["llama2_7b"] | dict(hidden_size=-4096)
     ),
-    "num_kv_heads is its num_key_value_heads": PUBLISHED["llama2_7b"] | dict(num_key_value_heads=5),
+    "kv_heads is num_key_value_heads": PUBLISHED["llama2_7b"] | dict(num_key_value_heads=5),
+    "window is sliding_window": PUBLISHED["mistral_7b"] | dict(sliding_window=-1),
+    "top_k is num_experts_per_tok": PUBLISHED["mixtral_8x7b"] | dict(num_experts_per_tok=99),
+    "num_layers is num_decoder_layers": PUBLISHED["t5_base"] | dict(num_decoder_layers=-1),
     "has no hidden_size": {key: v for key, v in PUBLISHED["llama2_7b"].items() if key != "hidden_size"},
 }
 

@@ -99,8 +99,13 @@ def test_what_takes_long_is_told_of_and_not_too_often(monkeypatch, terminal):
     for done in range(100):  # of 0.5 s each
         now[0] += 0.5
         callback.on_progress(f"evaluating: {done} of 100 batches")
+    callback.on_step(10, METRICS)
+    callback.on_progress("evaluating: 0 of 2 batches")
+    callback.on_progress("")  # the line of the step is back
+    if terminal:
+        assert re.search(r"[^\n]*loss 3.1416[^\n]*$", output.getvalue())
     callback.on_train_end(0, "interrupted")
-    told = re.findall(r"evaluating: (\d+) of", output.getvalue())
+    told = re.findall(r"evaluating: (\d+) of", output.getvalue().split("loss 3.1416")[0])
     assert list(map(int, dict.fromkeys(told))) == (list(range(100)) if terminal else [60])
 
 

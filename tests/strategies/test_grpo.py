@@ -244,10 +244,12 @@ def test_a_rollout_ends_in_the_middle_when_the_run_is_to_stop_and_none_of_its_pr
     assert sorted(resumed.batches) == [3]
     same(resumed.batches[3], whole.batches[3])
     same(resumed.state.params, whole.state.params)
-    # Nor does an evaluation go on; what there was before it is kept.
-    stopped = train(make_trainer(steps=4, evaluation=Evaluation(every=4)), signal_at="evaluating, batch 1: ")
+    # Nor does an evaluation go on; what there was before it is kept, and it is made later.
+    trainer = make_trainer(steps=4, evaluation=Evaluation(every=4))
+    stopped = train(trainer, signal_at="evaluating, batch 1: ")
     assert dataclasses.astuple(stopped.outcome) == (4, "interrupted", signal.SIGTERM) and stopped.evaluations == {}
     assert len([text for text in stopped.progress if text.startswith("evaluating, batch 1")]) == 1
+    assert not (resumed := train(trainer)).batches and list(resumed.evaluations) == [4]
 
 
 @pytest.mark.heavy

@@ -63,8 +63,8 @@ def test_hosts_that_have_agreed_stop_at_any_step(monkeypatch):
         multihost_utils, "process_allgather", lambda own: asked.append(own) or np.array([own, signal.SIGTERM])
     )
     with StopRequest(agree_every=3) as stop:
-        stop.check(1), stop.check(2)
+        stop.check(1, every=8), stop.agreed(2)
         assert not asked
         with pytest.raises(Interrupted):
-            stop.check(3)
+            stop.check(8, every=8)
         assert stop.signal_number is None and stop.agreed(5) == signal.SIGTERM and len(asked) == 1

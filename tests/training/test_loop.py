@@ -17,7 +17,8 @@ from capibara.optim import Optimizer, Schedule
 from capibara.sharding import Plan
 from capibara.training import loop, run
 from capibara.training.anomalies import Anomalies
-from capibara.training.checkpoints import Checkpointing
+from capibara.training.checkpoints import Checkpointing, Checkpoints
+from capibara.training.encryption import Encryption
 from capibara.training.trainer import Evaluation
 from capibara.types import UserError
 
@@ -86,13 +87,39 @@ def test_a_signal_ends_the_run_after_its_step(make_trainer, train, number):
 
 def test_an_evaluation_that_a_signal_came_before_is_made_up_for(make_trainer, train):
     trainer = make_trainer(steps=6, evaluation=Evaluation(every=3))
-    losses = iter([3.0, 2.0])
+    losses = iter([2.0, 3.0])
     signal_at = lambda step: step == 3 and os.kill(os.getpid(), signal.SIGTERM)  # noqa: E731
     stopped = train(trainer, after_step=signal_at, evaluate=lambda n: next(losses))
     assert stopped.outcome.step == 3 and stopped.evaluations == {} and stopped.early.state()["best"] is None
     resumed = train(trainer, evaluate=lambda n: next(losses))
-    assert list(resumed.evaluations) == [3, 6] and resumed.early.state() == {"best": 2.0, "bad": 0}
-    assert train(trainer, evaluate=None).evaluations == {}  # nor is one made twice
+    assert list(resumed.evaluations) == [3, 6] and resumed.early.state() == {"best": 2.0, "bad": 1}
+
+
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_an_evaluation_that_is_made_up_for_counts_for_the_checkpoints_that_are_kept(
+    make_trainer, train, encrypted, monkeypatch
+):
+    monkeypatch.setenv("CAPIBARA_CHECKPOINT_KEY", "00" * 32)
+    checkpointing = Checkpointing(every=2, keep=1, keep_best=1, encryption=Encryption() if encrypted else None)
+    trainer = make_trainer(steps=6, evaluation=Evaluation(every=2, patience=9), checkpointing=checkpointing)
+    signal_at = lambda step: step == 4 and os.kill(os.getpid(), signal.SIGTERM)  # noqa: E731
+    train(trainer, after_step=signal_at, evaluate=lambda n: 3.0)
+    first = train(dataclasses.replace(trainer, steps=4), evaluate=lambda n: 1.0)
+    assert first.early.state() == {"best": 1.0, "bad": 0} and first.batches == []
+    # The next start has the score from the checkpoint.
+    resumed = train(trainer, evaluate=lambda n: 5.0)
+    assert list(resumed.evaluations) == [6] and resumed.early.state() == {"best": 1.0, "bad": 1}
+    with Checkpoints(trainer.model_dir, checkpointing, read_only=True) as reader:
+        assert reader.steps() == [4, 6] and [reader.restore_progress(step).score for step in (4, 6)] == [1.0, 5.0]
+
+
+def test_a_signal_in_the_last_sample_comes_when_all_is_done(make_trainer, train, monkeypatch):
+    sampler = lambda params: ((one, "") for one in "abc")  # noqa: E731
+    monkeypatch.setattr(loop, "train", functools.partial(loop.train, sampler=sampler))
+    ended = train(
+        make_trainer(steps=2, evaluation=Evaluation(every=2)), evaluate=[2.0].__getitem__, signal_at="sample c"
+    )
+    assert ended.outcome.reason == "finished"
 
 
 def test_a_signal_in_an_evaluation_ends_the_run_without_another_step(make_trainer, train):
@@ -109,10 +136,12 @@ def test_a_signal_ends_an_evaluation_in_its_middle(make_trainer, train, every):
     whole = train(dataclasses.replace(trainer, model_dir=trainer.model_dir + "_whole"))
     stopped = train(trainer, signal_at="evaluating: 2 of 4 batches")
     assert dataclasses.astuple(stopped.outcome) == (5, "interrupted", signal.SIGTERM)
-    assert stopped.progress == [f"evaluating: {done} of 4 batches" for done in range(3)] and stopped.evaluations == {}
+    assert stopped.progress == [*(f"evaluating: {done} of 4 batches" for done in range(3)), ""]
+    assert stopped.evaluations == {}
     assert stopped.checkpoints == [5] and sorted(stopped.losses) == [1, 2, 3, 4, 5]
     resumed = train(trainer)
     assert resumed.start_step == 5 and resumed.evaluations == whole.evaluations
+    assert train(trainer).evaluations == {}  # nor is it made twice, if nothing was saved after it
     assert resumed.early.state() == whole.early.state() and resumed.losses.keys() == set(range(6, trainer.steps + 1))
 
 
@@ -121,7 +150,8 @@ def test_a_signal_ends_samples_between_two_of_them(make_trainer, train, monkeypa
     monkeypatch.setattr(loop, "train", functools.partial(loop.train, sampler=sampler))
     stopped = train(make_trainer(evaluation=Evaluation(every=5)), evaluate=[2.0].__getitem__, signal_at="sample b")
     assert dataclasses.astuple(stopped.outcome) == (5, "interrupted", signal.SIGTERM)
-    assert stopped.progress == ["sample a", "sample b"]
+    told = ["sampling: 0 texts", "sample a", "sampling: 1 texts", "sample b", ""]
+    assert stopped.progress == told
     assert stopped.early.state() == {"best": 2.0, "bad": 0}  # the evaluation itself had come to its end
 
 
