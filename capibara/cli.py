@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
 from typing import NoReturn
 
 from capibara.fields import did_you_mean
@@ -119,7 +122,8 @@ def run_verb(main: Callable[[Sequence[str] | None], int | None], argv: Sequence[
       argv: passed to `main`.
     """
     try:
-        return main(argv) or 0
+        with _interrupts_that_arrive():
+            return main(argv) or 0
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return _leaving_peers(EXIT_INTERRUPTED)
@@ -138,6 +142,29 @@ def run_verb(main: Callable[[Sequence[str] | None], int | None], argv: Sequence[
         sys.stdout.flush()
         print(f"error: {message}", file=sys.stderr)
         return _leaving_peers(EXIT_USER_ERROR)
+
+
+@contextlib.contextmanager
+def _interrupts_that_arrive() -> Iterator[None]:
+    """Python drops what is raised in a callback of its garbage collector, and JAX has one: ctrl-C comes again after it."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if frame is None or frame.f_code.co_name != "_xla_gc_callback":
+            raise KeyboardInterrupt
+        again = threading.Timer(0.05, os.kill, (os.getpid(), number))
+        again.daemon = True
+        again.start()
+
+    if threading.current_thread() is not threading.main_thread() or (
+        signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+    ):
+        yield
+        return
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _leaving_peers(code: int) -> int:

@@ -11,6 +11,7 @@ import difflib
 import enum
 import functools
 import inspect
+import math
 import numbers
 import pathlib
 import sys
@@ -259,7 +260,7 @@ def _convert_class(value: Any, cls: type) -> Any:
             return value if type(value) is cls else cls(value)
         raise _Mismatch(f"write {int(value)}" if value == value // 1 and abs(value) < 1e18 else "")
     if cls in (int, float):
-        raise _Mismatch("leave out the quotes" if isinstance(value, str) and _is_number(value) else "")
+        raise _Mismatch(_of_text(value) if isinstance(value, str) else "")
     if issubclass(cls, enum.Enum):
         return _convert_enum(value, cls)
     if cls in (tuple, list):
@@ -297,9 +298,9 @@ def _refuse_choice(value: Any, choices: Iterable[str]) -> NoReturn:
     raise _WrongChoice(value, f"did you mean {close[0]!r}? ({listed})" if close else listed)
 
 
-def _is_number(text: str) -> bool:
+def _of_text(text: str) -> str:
+    """What to do about text in place of a number."""
     try:
-        float(text)
+        return "leave out the quotes" if math.isfinite(float(text)) else "give a finite number"
     except ValueError:
-        return False
-    return True
+        return ""

@@ -208,11 +208,13 @@ class Optimizer:
                 raise UserError(f"Optimizer.{name} is {value}, must be from 0 to below 1: try 0.9")
         for name in ("eps", "clip_norm", "muon_rms"):
             value = getattr(self, name)
-            if value is not None and not value > 0:
+            if value is not None and not 0 < value < math.inf:
                 hint = ": None is no limit" if name == "clip_norm" else ""
-                raise UserError(f"Optimizer.{name} is {value}, must be above 0{hint}")
-        if self.weight_decay < 0:
-            raise UserError(f"Optimizer.weight_decay is {self.weight_decay}, must not be negative: 0 is none")
+                raise UserError(f"Optimizer.{name} is {value}, must be finite and above 0{hint}")
+        if not 0 <= self.weight_decay < math.inf:
+            raise UserError(
+                f"Optimizer.weight_decay is {self.weight_decay}, must be finite and not negative: 0 is none"
+            )
         if self.factored_min_size < 2:
             raise UserError(f"Optimizer.factored_min_size is {self.factored_min_size}, must be at least 2: try 128")
         if self.name is OptimizerName.ADAFACTOR and self.state_dtype is not StateDtype.FLOAT32:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 import enum
 import errno
+import gc
 import importlib
 import pathlib
+import signal
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
@@ -244,6 +247,7 @@ class TestMistakes:
         ("binding", "message"),
         [
             ("Herd.size = '3'", "Herd.size ('3') must be int, not str: leave out the quotes"),
+            ("Herd.size = nan", "Herd.size ('nan') must be int, not str: give a finite number"),
             ("Herd.size = 1e4", "Herd.size (10000.0) must be int, not float: write 10000"),
             ("Herd.size = 1.5", "Herd.size (1.5) must be int, not float"),
             ("Herd.size = True", "Herd.size (True) must be int, not bool"),
@@ -484,6 +488,28 @@ class TestCommandLine:
             raise KeyboardInterrupt
 
         assert config.run_verb(interrupted) == 130
+
+    def test_ctrl_c_in_a_callback_of_the_collector_is_not_lost(self, monkeypatch):
+        """Python drops what is raised there."""
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)  # workers of pytest-xdist ignore it
+
+        def _xla_gc_callback(phase, info):
+            gc.callbacks.remove(_xla_gc_callback)
+            signal.raise_signal(signal.SIGINT)
+
+        def main(argv):
+            gc.callbacks.append(_xla_gc_callback)
+            gc.collect()
+            time.sleep(10)
+
+        try:
+            began_s = time.monotonic()
+            assert config.run_verb(main) == 130 and time.monotonic() < began_s + 5
+            assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    def test_faults_of_ours_keep_their_traceback(self):
         with pytest.raises(ZeroDivisionError):
             config.run_verb(lambda argv: 1 / 0)
 

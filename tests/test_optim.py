@@ -241,8 +241,10 @@ class TestRules:
         [
             (dict(b1=1.0), "b1 is 1.0"),
             (dict(momentum=-0.1), "momentum is -0.1"),
-            (dict(clip_norm=0.0), "clip_norm is 0.0, must be above 0: None is no limit"),
+            (dict(clip_norm=0.0), "clip_norm is 0.0, must be finite and above 0: None is no limit"),
             (dict(weight_decay=-1.0), "weight_decay is -1.0"),
+            (dict(weight_decay=float("inf")), "weight_decay is inf, must be finite"),
+            (dict(eps=float("inf")), "eps is inf, must be finite"),
             (dict(eps=0.0), "eps is 0.0"),
             (dict(factored_min_size=1), "factored_min_size is 1"),
             (dict(name="adam"), "did you mean 'adamw'"),

@@ -71,8 +71,10 @@ class DecoderConfig(TransformerConfig):
             )
         if not self.layer_pattern:
             raise UserError('DecoderConfig.layer_pattern is empty: try ("global",)')
-        if self.window is not None and self.window < 1:
-            raise UserError(f"DecoderConfig.window is {self.window}, must be at least 1, or None")
+        if self.window is not None and not 1 <= self.window < 2**31:
+            raise UserError(
+                f"DecoderConfig.window is {self.window}, must be at least 1 and below 2**31, or None: try 4096"
+            )
         if LayerKind.LOCAL in self.layer_pattern and self.window is None:
             raise UserError("DecoderConfig.window has no value, local layers in layer_pattern need one: try 4096")
         if self.window is not None and LayerKind.LOCAL not in self.layer_pattern:

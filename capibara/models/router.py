@@ -97,7 +97,7 @@ class Hints:
 
     def weight(self, step: jax.Array) -> jax.Array:
         """Of the hints at a train step: float32, from `start` to 0."""
-        decayed = (jnp.asarray(step, jnp.float32) - self.hold_steps) / self.decay_steps
+        decayed = (jnp.asarray(step, jnp.float32) - float(self.hold_steps)) / float(self.decay_steps)
         return self.start * (1.0 - jnp.clip(decayed, 0.0, 1.0))
 
     def assignment(self, num_experts: int) -> tuple[tuple[int, ...], ...]:

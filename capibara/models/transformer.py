@@ -134,6 +134,8 @@ class TransformerConfig:
         for name in ("vocab_size", "embed_dim", "num_layers", "num_heads", "mlp_dim", "kv_heads"):
             if getattr(self, name) < 1:
                 raise UserError(f"{own}.{name} is {getattr(self, name)}, must be at least 1")
+            if getattr(self, name) >= 2**31:
+                raise UserError(f"{own}.{name} is {getattr(self, name)}, must be below 2**31: no device has room")
         for name, default in (("head_dim", "embed_dim / num_heads"), ("max_length", "no limit")):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -44,7 +44,10 @@ class Callback:
     """
 
     def on_status(self, text: str) -> None:
-        """While the run is set up, before `on_train_begin`: what takes time, or took it. From any thread."""
+        """While the run is set up, before `on_train_begin`: what takes time, or took it; later what is put off.
+
+        From any thread.
+        """
 
     def on_progress(self, text: str) -> None:
         """Within what takes long between two steps (an evaluation, a rollout), often: how far it is; "": it is over."""

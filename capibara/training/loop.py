@@ -180,6 +180,8 @@ def _evaluate(run: Run, step: int, params: Params, callbacks: Callback, sampler:
                 break
             callbacks.on_sample(step, *sample)
     run.progress("")
+    if loss is None:
+        callbacks.on_status(f"step {step}: the evaluation is left, and made when the run carries on")
     return loss
 
 

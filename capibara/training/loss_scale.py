@@ -27,6 +27,9 @@ class LossScale(NamedTuple):
     good_steps: jax.Array
 
 
+_SMALLEST, _LARGEST = 2.0**-126, 2.0**126  # float32's, with room to double
+
+
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LossScaling:
@@ -46,13 +49,13 @@ class LossScaling:
     minimum: float = 2.0**-10
 
     def __post_init__(self):
-        if not 0 < self.minimum <= self.initial < float("inf"):
+        if not _SMALLEST <= self.minimum <= self.initial <= _LARGEST:
             raise UserError(
-                f"LossScaling.minimum ({self.minimum}) must be above 0 and at most initial ({self.initial}), both "
-                "finite: try 0.001 and 32768"
+                f"LossScaling.minimum ({self.minimum}) must be at least 2**-126 and at most initial ({self.initial}), and "
+                "that at most 2**126: try 0.001 and 32768"
             )
-        if self.growth_steps < 1:
-            raise UserError(f"LossScaling.growth_steps is {self.growth_steps}, must be at least 1: try 2000")
+        if not 1 <= self.growth_steps < 2**31:
+            raise UserError(f"LossScaling.growth_steps is {self.growth_steps}, must be from 1 to {2**31 - 1}: try 2000")
 
     def start(self) -> LossScale:
         """Of a new run."""
@@ -63,7 +66,7 @@ class LossScaling:
         grown = state.good_steps + 1 >= self.growth_steps
         scale = jnp.where(finite, jnp.where(grown, state.scale * 2, state.scale), state.scale / 2)
         good_steps = jnp.where(finite & ~grown, state.good_steps + 1, 0)
-        return LossScale(jnp.clip(scale, self.minimum, 2.0**126), good_steps)
+        return LossScale(jnp.clip(scale, self.minimum, _LARGEST), good_steps)
 
 
 def select(made: jax.Array, new: PyTree, old: PyTree) -> PyTree:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -101,8 +102,9 @@ class Trainer:
             raise UserError("Trainer.model_dir is empty: name a folder, e.g. --gin.MODEL_DIR=runs/mine")
         if self.init_from is not None and not self.init_from.strip():
             raise UserError("Trainer.init_from is empty: name a run folder, or None to begin with new parameters")
-        if self.steps < 1 or self.log_every < 1:
-            raise UserError(f"Trainer.steps ({self.steps}) and log_every ({self.log_every}) must be at least 1")
+        for name, value in (("steps", self.steps), ("log_every", self.log_every)):
+            if not 1 <= value < 2**31:
+                raise UserError(f"Trainer.{name} is {value}, must be from 1 to {2**31 - 1}: try 100")
         if self.ema_decay is not None and not 0.0 < self.ema_decay < 1.0:
             raise UserError(f"Trainer.ema_decay is {self.ema_decay}, must be between 0 and 1, or None")
         if self.replica_check_every < 0:
@@ -114,8 +116,8 @@ class Trainer:
                 "Anomalies.on_spike ('roll_back') needs checkpoints to go back to, and Checkpointing.every is 0: set it, "
                 f"e.g. to {self.anomalies.roll_back_steps}"
             )
-        if self.z_loss < 0:
-            raise UserError(f"Trainer.z_loss is {self.z_loss}, must be at least 0")
+        if not 0 <= self.z_loss < math.inf:
+            raise UserError(f"Trainer.z_loss is {self.z_loss}, must be finite and at least 0: try 1e-4")
         if not 0 <= self.seed < 2**32:
             raise UserError(f"Trainer.seed is {self.seed}, must be from 0 to 4294967295 (32 bits): try 0")
         if self.model.objective != self.dataset.kind:

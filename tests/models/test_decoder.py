@@ -198,6 +198,7 @@ def test_flops_count_the_matmuls_that_are_there():
         (dict(rope=Rope(theta=5.0), positions="none"), r"rope is set, but positions \('none'\) are not rotary"),
         (dict(positions="learned", max_length=None), "max_length has no value"),
         (dict(num_layers=0), "num_layers is 0, must be at least 1"),
+        (dict(vocab_size=2**31), "vocab_size is 2147483648, must be below 2..31"),
         (dict(head_dim=0), "head_dim is 0, must be at least 1, or None"),
         (dict(head_dim=-2), "head_dim is -2, must be at least 1, or None"),
         (dict(max_length=0), "max_length is 0, must be at least 1, or None"),

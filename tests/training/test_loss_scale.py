@@ -47,7 +47,11 @@ def test_select_is_one_of_the_two_bit_for_bit(finite):
 
 
 @pytest.mark.parametrize(
-    "bad", [dict(initial=0.0), dict(minimum=0.0), dict(initial=1.0, minimum=2.0), dict(growth_steps=0)]
+    "bad",
+    [
+        *(dict(initial=0.0), dict(initial=1e300), dict(minimum=0.0), dict(minimum=1e-60)),
+        *(dict(initial=1.0, minimum=2.0), dict(growth_steps=0), dict(growth_steps=2**31)),
+    ],
 )
 def test_bad_settings(bad):
     with pytest.raises(UserError, match="LossScaling"):
