@@ -64,14 +64,10 @@ def _with_their_names(error: UserError, values: Values, family: Family) -> UserE
     if (said := str(error)).startswith("config.json"):
         return error
     names = family.keys | {"kv_heads": "num_key_value_heads", "top_k": "num_experts_per_tok"}
-    names |= {".window": "sliding_window"} | ({"num_experts": family.experts} if family.experts else {})
+    names |= {"window": "sliding_window"} | ({"num_experts": family.experts} if family.experts else {})
     if family.kind not in (families.DECODER, families.ENCODER):
         names |= {"num_layers": "num_decoder_layers" if values.get("num_decoder_layers") else "num_layers"}
-    theirs = [
-        f"{ours.strip('.')} is {key}"
-        for ours, key in names.items()
-        if ours != key and re.search(rf"(?<!\w){re.escape(ours)}\b" if ours[0] != "." else rf"\{ours}\b", said)
-    ]
+    theirs = [f"{ours} is {key}" for ours, key in names.items() if ours != key and re.search(rf"\b{ours}\b", said)]
     return UserError(f"{said} (in transformers' words {', '.join(theirs)})" if theirs else said)
 
 

@@ -253,9 +253,9 @@ class Checkpoints:
             with self._disk_errors(), contextlib.suppress(Damaged):  # of which another verification tells
                 self._check_lease()
                 found = self._manifest(step)
-                told, key = dataclasses.replace(found, about=found.about | {"score": score}), self._key_of(found)
-                told = told if key is None else dataclasses.replace(told, mac=key.mac(told.signed()))
-                manifest.write(self._folder / str(step), told)
+                told = dataclasses.replace(found, about=found.about | {"score": score})
+                own = Writer(key=self._key_of(found))  # which may be the key before this run's
+                manifest.write(self._folder / str(step), own.signed(told))
         together("scored")
 
     def restore_progress(self, step: int) -> Restored:

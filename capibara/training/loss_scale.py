@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from capibara.config import configurable
 from capibara.types import PyTree, UserError
 
+_SMALLEST, _LARGEST = 2.0**-126, 2.0**126  # float32's, with room to double
+
 
 class LossScale(NamedTuple):
     """The part of the train state.
@@ -25,9 +27,6 @@ class LossScale(NamedTuple):
 
     scale: jax.Array
     good_steps: jax.Array
-
-
-_SMALLEST, _LARGEST = 2.0**-126, 2.0**126  # float32's, with room to double
 
 
 @configurable

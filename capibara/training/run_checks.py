@@ -39,7 +39,10 @@ def _check_evaluation(trainer: Trainer, mesh: Mesh) -> None:
 
 
 def check_rows(trainer: Trainer, mesh: Mesh) -> None:
-    """Raises UserError where rows cannot be cut: each context shard has two parts of a row (see sharding.balanced), and one of an encoder's."""
+    """Raises UserError where rows cannot be cut.
+
+    Each context shard has two parts of a row (see sharding.balanced), and one of an encoder's.
+    """
     context = mesh.shape["context"]
     for name, parts, shown in (
         ("length", 2 * context, "2 x Plan.context"),

@@ -129,10 +129,10 @@ def test_a_signal_in_an_evaluation_ends_the_run_without_another_step(make_traine
     assert stopped.checkpoints == [5] and sorted(stopped.losses) == [1, 2, 3, 4, 5]
 
 
-@pytest.mark.parametrize("every", [5, 0], ids=["before the end", "at the end"])
-def test_a_signal_ends_an_evaluation_in_its_middle(make_trainer, train, every):
+@pytest.mark.parametrize("steps", [10, 5], ids=["before the end", "at the end"])
+def test_a_signal_ends_an_evaluation_in_its_middle(make_trainer, train, steps):
     """What carries on from there makes up for it, and early stopping is as if there had been no signal."""
-    trainer = make_trainer(steps=10 if every else 5, evaluation=Evaluation(every=5, max_batches=4, patience=9))
+    trainer = make_trainer(steps=steps, evaluation=Evaluation(every=5, max_batches=4, patience=9))
     whole = train(dataclasses.replace(trainer, model_dir=trainer.model_dir + "_whole"))
     stopped = train(trainer, signal_at="evaluating: 2 of 4 batches")
     assert dataclasses.astuple(stopped.outcome) == (5, "interrupted", signal.SIGTERM)
@@ -142,7 +142,7 @@ def test_a_signal_ends_an_evaluation_in_its_middle(make_trainer, train, every):
     resumed = train(trainer)
     assert resumed.start_step == 5 and resumed.evaluations == whole.evaluations
     assert train(trainer).evaluations == {}  # nor is it made twice, if nothing was saved after it
-    assert resumed.early.state() == whole.early.state() and resumed.losses.keys() == set(range(6, trainer.steps + 1))
+    assert resumed.early.state() == whole.early.state() and resumed.losses.keys() == set(range(6, steps + 1))
 
 
 def test_a_signal_ends_samples_between_two_of_them(make_trainer, train, monkeypatch):

@@ -226,7 +226,7 @@ def test_a_resumed_run_ends_bit_by_bit_as_one_that_was_not_stopped(make_trainer,
     same_state(whole.state, resumed.state)
 
 
-def test_a_signal_ends_the_reference_before_the_first_step(make_trainer, train, monkeypatch):
+def test_a_signal_ends_the_reference_before_the_first_step(make_trainer, train, monkeypatch, tmp_path):
     two, step = jax.devices()[:2], reference._each
 
     def signalled(*args):
@@ -240,6 +240,7 @@ def test_a_signal_ends_the_reference_before_the_first_step(make_trainer, train, 
         stopped = train(make_trainer(steps=2), two)
     assert dataclasses.astuple(stopped.outcome) == (0, "interrupted", signal.SIGTERM)
     assert stopped.start_step == 0 and not stopped.losses and not stopped.checkpoints
+    assert not (tmp_path / "run" / "reference.train.npz").exists()  # it was left in its middle
     assert sorted(train(make_trainer(steps=2), two).losses) == [1, 2]
 
 
