@@ -21,6 +21,7 @@ EXIT_HUNG = 75  # EX_TEMPFAIL of sysexits.h: the same may work when it is tried 
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+_LONGEST = 2000  # characters of a message: what it quotes may come from a foreign file
 _LEAVE_S = 10.0  # that one process of several has for its exit after a fault
 
 
@@ -186,7 +187,8 @@ def _user_message(error: BaseException) -> str | None:
     """The line to print where the error is the user's to mend, else None."""
     error = unwrap(error)
     if isinstance(error, UserError):
-        return " ".join(str(error).split("\n"))
+        text = " ".join(str(error).split("\n"))
+        return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}"
     for cause in _chain(error):
         if isinstance(cause, OSError) and cause.errno in _DISK_FULL or os.strerror(errno.ENOSPC) in str(cause):
             where = getattr(cause, "filename", None)

@@ -18,7 +18,7 @@ import pkgutil
 import re
 import sys
 import tokenize
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import gin
@@ -29,7 +29,7 @@ if getattr(gin, "__file__", None) is None:
 from gin import config as gin_config
 from gin import config_parser
 
-from capibara import fields, gin_search
+from capibara import fields, gin_record, gin_search, user_modules
 from capibara.cli import ArgumentParser, add_arguments, parse_arguments, run_verb, unwrap
 from capibara.fields import did_you_mean
 from capibara.gin_search import Text, defining_modules, find_file, search_folders, without_macros
@@ -37,6 +37,7 @@ from capibara.types import UserError
 
 __all__ = [
     "ArgumentParser",
+    "Recorded",
     "add_arguments",
     "build",
     "changes",
@@ -56,11 +57,14 @@ __all__ = [
 T = TypeVar("T")
 in_scope = gin.config_scope  # a context in which `build` takes the bindings of a scope, and else those of none
 
+MODULE = {"capibara": "module"}  # metadata of a dataclass's field that names a Python module, which is imported
+
 _MACRO = "gin.macro"
 _BUILTINS = ("gin.macro", "gin.constant", "gin.singleton")
 
 # Where each parameter was bound last: (scope, complete selector, parameter) -> "file.gin:12".
 _bound_at: dict[tuple[str, str, str], str] = {}
+_registered: set[str] = set()  # the selectors of what was made configurable here, and not by another library
 
 
 def configurable(cls: T) -> T:
@@ -72,6 +76,7 @@ def configurable(cls: T) -> T:
     if isinstance(cls, type) and dataclasses.is_dataclass(cls):
         fields.check_on_creation(cls, _check)
     selector = f"{cls.__module__}.{cls.__name__}"
+    _registered.add(selector)
     if selector in gin_config._REGISTRY and gin_config._REGISTRY[selector].wrapped is not cls:
         # The module was imported again (pytest, importlib.reload): the new definition takes the old one's place.
         gin_config._INVERSE_REGISTRY.pop(gin_config._REGISTRY[selector].wrapped, None)
@@ -157,34 +162,62 @@ def reset() -> None:
 # Parsing.
 
 
+@dataclasses.dataclass(frozen=True)
+class Recorded:
+    """The configuration that a run recorded. It may come from anyone, so it is data: nothing that it names is imported.
+
+    It binds parameters of capibara's own configurables to plain values and to references to such configurables. Beside
+    these it may refer to configurables of modules that the user's own Gin files import, or, where it is trusted, of the
+    modules that it names itself.
+
+    Attributes:
+      text: as `record` gave it.
+      where: its path, for errors.
+      trusted: the user vouches for it (--trust_config): the modules that it names are imported.
+    """
+
+    text: str
+    where: str
+    trusted: bool = False
+
+
 def parse(
     gin_files: Sequence[str | os.PathLike],
     bindings: Sequence[str] = (),
     search_paths: Sequence[str | os.PathLike] = (),
+    recorded: Recorded | None = None,
 ) -> list[pathlib.Path]:
-    """Parses Gin files, then bindings, in place of whatever was parsed before.
+    """Parses a recorded configuration, Gin files, then bindings, in place of whatever was parsed before.
 
     Args:
       gin_files: names or paths, searched as `search_folders` says; files they include are searched the same way.
       bindings: "NAME = VALUE" each; a value that is no Gin value (runs/x) is taken as a string.
       search_paths: more folders to search.
+      recorded: read first, as data.
 
     Returns the files that were read, included ones too.
 
     Raises:
-      UserError: a missing file, a syntax error, or an unknown configurable, parameter, macro or module.
+      UserError: a missing file, a syntax error, or an unknown configurable, parameter, macro or module; or a recorded
+        configuration that is more than data.
     """
     reset()
-    # So that `import my_tasks` finds the user's file, under the console script too.
-    known, folders = {*map(os.path.abspath, sys.path)}, (".", *map(os.path.expanduser, search_paths))
-    sys.path += [path for path in dict.fromkeys(map(os.path.abspath, folders)) if path not in known]
+    user_modules.search(".", *search_paths)
     parsing = _Parsing(search_folders(search_paths))
+    if recorded is not None:
+        for name in gin_files:  # for the modules that they import, to which the record may refer
+            parsing.file(name)
+        reset()
+        parsing = _Parsing(search_folders(search_paths), recorded, {*parsing.imported})
+        parsing.recorded()
     for name in gin_files:
         parsing.file(name)
     from_files = {scope for scope, selector in gin_config._CONFIG if selector == _MACRO}
     for binding in bindings:
         parsing.statements(io.StringIO(quoted(binding)), "command line")
     parsing.check_macros(from_files)
+    if recorded is not None and not recorded.trusted:
+        parsing.check_modules()
     return parsing.read
 
 
@@ -215,8 +248,12 @@ class _Literals(config_parser.ParserDelegate):
 class _References(gin_config.ParserDelegate):
     """Gin's own references, with unknown names explained."""
 
+    def __init__(self, lookup: Callable[[str, str], gin_config.Configurable]):
+        super().__init__()
+        self._lookup = lookup
+
     def configurable_reference(self, scoped_configurable_name: str, evaluate: bool) -> Any:
-        _lookup(scoped_configurable_name.rpartition("/")[2], f"@{scoped_configurable_name}")
+        self._lookup(scoped_configurable_name.rpartition("/")[2], f"@{scoped_configurable_name}")
         return super().configurable_reference(scoped_configurable_name, evaluate)
 
 
@@ -241,11 +278,73 @@ def _lookup(selector: str, shown: str) -> gin_config.Configurable:
 
 
 class _Parsing:
-    """One run of `parse`: the folders searched, the files being read, outermost first, and all that were read."""
+    """One run of `parse`.
 
-    def __init__(self, folders: list[pathlib.Path]):
-        self._folders = folders
-        self.read, self._open = [], []
+    Attributes:
+      read: all files that were read.
+      imported: modules that these import.
+    """
+
+    def __init__(self, folders: list[pathlib.Path], record: Recorded | None = None, known: Iterable[str] = ()):
+        self._folders, self._record, self._known = folders, record, {*known}
+        self._in_record = False
+        self.read: list[pathlib.Path] = []
+        self.imported: list[str] = []
+        self._open: list[pathlib.Path] = []  # being read, the outermost first
+
+    def recorded(self) -> None:
+        """Reads the recorded configuration, as data."""
+        record = self._record
+        gin_record.check_size(record.text, record.where)
+        named = gin_record.modules_named(record.text)
+        if record.trusted:
+            for module in named:
+                user_modules.load(module, record.where)
+        self._known |= {*named} if record.trusted else set()
+        self._in_record = True
+        try:
+            self.statements(io.StringIO(record.text), record.where)
+        except UserError as error:
+            missing = [module for module in named if module not in self._known]
+            if missing and "no configurable named" in str(error):
+                raise UserError(f"{error}; {gin_record.way_in(missing)}") from None
+            raise
+        finally:
+            self._in_record = False
+        _check_growth(record.where)
+
+    def check_modules(self) -> None:
+        """Raises UserError where the record alone names a module that is not capibara's and would be imported."""
+        for scope, selector in [*gin_config._CONFIG]:
+            wrapped = gin_config._REGISTRY[selector].wrapped if selector in gin_config._REGISTRY else None
+            for field in dataclasses.fields(wrapped) if dataclasses.is_dataclass(wrapped) else ():
+                module, where = _value_of(scope, selector, field.name)
+                recorded = field.metadata == MODULE and where.startswith(f"{self._record.where}:")
+                if recorded and isinstance(module, str) and not self._is_known(module):
+                    raise UserError(
+                        f"{where}: {wrapped.__name__}.{field.name} names the module {module}, which a recorded "
+                        f"configuration cannot have imported: give --gin.{wrapped.__name__}.{field.name}={module}, or "
+                        "--trust_config if you trust this folder"
+                    )
+
+    def _lookup(self, selector: str, shown: str) -> gin_config.Configurable:
+        found = _lookup(selector, shown)
+        if self._in_record and not self._is_data(found):
+            raise UserError(
+                f"{shown} is refused: a recorded configuration binds what a run of capibara records, and "
+                f"{found.selector} is none of it"
+            )
+        return found
+
+    def _is_data(self, found: gin_config.Configurable) -> bool:
+        """Whether a recorded configuration may name a configurable."""
+        module = found.wrapped.__module__
+        own = found.selector in _registered and not f"{module}.".startswith(gin_record.NEVER)
+        return own or module.partition(".")[0] != "capibara" and self._is_known(module)
+
+    def _is_known(self, module: str) -> bool:
+        """Whether a module is capibara's, or one that the user's own Gin files import or that the user trusts."""
+        return any(f"{module}.".startswith(f"{known}.") for known in ("capibara", *self._known, *self.imported))
 
     def file(self, name: str | os.PathLike, where: str = "") -> None:
         beside = [self._open[-1].parent] if self._open else []
@@ -265,7 +364,7 @@ class _Parsing:
         """Reads statements to the end of `source`, carrying each out; `name` says where in errors."""
         lines = source.getvalue().splitlines()
         with gin_config._parse_scope() as context:
-            parser = _guard(lambda: config_parser.ConfigParser(source, _References()), name, lines)
+            parser = _guard(lambda: config_parser.ConfigParser(source, _References(self._lookup)), name, lines)
             while statement := _guard(parser.parse_statement, name, lines):
                 line = statement.location.line_num
                 where = f"{name}:{line}" if name != "command line" else f"{name}: {' '.join(lines)}"
@@ -274,16 +373,21 @@ class _Parsing:
 
     def _carry_out(self, statement: Any, where: str, context: gin_config.ParseContext) -> None:
         if isinstance(statement, config_parser.IncludeStatement):
+            if self._in_record:
+                raise UserError(f"{where}: {gin_record.refused(f'include {statement.filename!r}')}")
             self.file(statement.filename, where)
         elif isinstance(statement, config_parser.ImportStatement):
+            if self._in_record:
+                raise UserError(f"{where}: {gin_record.refused(statement.format())}")
+            self.imported.append(statement.module)
             _import(statement, where, context)
         elif isinstance(statement, config_parser.BlockDeclaration):
-            _located(where, _lookup, statement.selector, statement.selector)
+            _located(where, self._lookup, statement.selector, statement.selector)
         elif not statement.arg_name:
             name = f"{statement.scope}/{statement.selector}" if statement.scope else statement.selector
             bind(name, _MACRO, "value", statement.value, where)
         else:
-            found = _located(where, _lookup, statement.selector, statement.selector)
+            found = _located(where, self._lookup, statement.selector, statement.selector)
             known = gin_search.parameters_of(found.wrapped)
             if known is not None and statement.arg_name not in known:
                 raise UserError(
@@ -313,6 +417,53 @@ class _Parsing:
             raise UserError(f"--gin.{macro}: no Gin file uses {macro}{did_you_mean(macro, choices, 'macros')}")
 
 
+def _value_of(scope: str, selector: str, parameter: str) -> tuple[Any, str]:
+    """What a parameter is bound to, its macros followed, and where that stands; "" where it is not bound."""
+    value = gin_config._CONFIG.get((scope, selector), {}).get(parameter)
+    where, seen = _bound_at.get((scope, selector, parameter), ""), set()
+    while (macro := _macro_name(value)) and macro not in seen:
+        seen.add(macro)
+        where = _bound_at.get((macro, _MACRO, "value"), where)
+        value = gin_config._CONFIG.get((macro, _MACRO), {}).get("value")
+    return value, where
+
+
+def _check_growth(where: str) -> None:
+    """Raises UserError where the bindings refer to themselves, or come to very many values with all references put in."""
+    counts: dict[tuple[tuple[str, ...], str], int] = {}
+    open_: set[tuple[tuple[str, ...], str]] = set()
+
+    def count(value: Any, scopes: tuple[str, ...]) -> int:
+        if isinstance(value, gin_config.ConfigurableReference):
+            return count_reference(value, tuple(value.scopes) or scopes)
+        if isinstance(value, dict):
+            value = [inner for pair in value.items() for inner in pair]
+        return 1 + (sum(count(inner, scopes) for inner in value) if isinstance(value, (list, tuple)) else 0)
+
+    def count_reference(reference: gin_config.ConfigurableReference, scopes: tuple[str, ...]) -> int:
+        key = (scopes, reference.configurable.selector)
+        if key in open_:
+            raise UserError(f"{where}: {reference} refers to itself: it is no run's record")
+        if key not in counts:
+            open_.add(key)
+            with gin.config_scope(list(scopes) or None):
+                bound = gin_config._get_bindings(reference.configurable.selector)
+            counts[key] = 1 + sum(count(inner, scopes) for inner in bound.values())
+            open_.discard(key)
+            if counts[key] > gin_record.MOST_VALUES:
+                raise UserError(
+                    f"{where}: {reference} comes to more than {gin_record.MOST_VALUES:,} values: it is no run's record"
+                )
+        return counts[key]
+
+    try:
+        for parameters in [*gin_config._CONFIG.values()]:
+            for value in parameters.values():
+                count(value, ())
+    except RecursionError:
+        raise UserError(f"{where}: its references are nested too deep: it is no run's record") from None
+
+
 def bind(scope: str, selector: str, parameter: str, value: Any, where: str, written: str = "") -> None:
     """Gives a parameter a value, as a statement of a Gin file does; `where` says where in errors."""
     # `written` is the selector as the file has it: under dynamic registration Gin knows no other.
@@ -333,6 +484,8 @@ def _guard(parse_next: Callable[[], T], name: str, lines: list[str]) -> T:
         return parse_next()
     except (SyntaxError, tokenize.TokenError) as error:
         gin_search.raise_syntax_error(error, name, lines)
+    except (RecursionError, MemoryError):
+        raise UserError(f"{name}: a value is nested too deep to be read: write it flatter") from None
     except ValueError as error:
         match = re.search(r"line (\d+)\n", str(error).removeprefix(str(unwrap(error))))
         where = f"{name}:{match[1]}" if match and name != "command line" else name
@@ -340,6 +493,7 @@ def _guard(parse_next: Callable[[], T], name: str, lines: list[str]) -> T:
 
 
 def _import(statement: config_parser.ImportStatement, where: str, context: gin_config.ParseContext) -> None:
+    user_modules.add_folders()
     try:
         context.process_import(statement)
     except ModuleNotFoundError as error:
@@ -364,7 +518,7 @@ def _import(statement: config_parser.ImportStatement, where: str, context: gin_c
 
 
 def operative() -> str:
-    """Every parameter that was used so far, defaults included, as a Gin file that parses back.
+    """Every parameter that was used so far, defaults included, as a run records it: bindings alone (gin_record).
 
     Those of functions that were given on (`Grpo.rewards = (@exact_answer,)`) count as used: they are called later.
     """
@@ -376,7 +530,15 @@ def operative() -> str:
                 # Gin leaves out defaults that do not print as literals; an enum's value does.
                 if field.init and isinstance(field.default, enum.Enum):
                     parameters.setdefault(field.name, field.default.value)
-    return gin.operative_config_str(max_line_length=100)
+    imports = [*gin_config._IMPORTS]
+    gin_config._IMPORTS.clear()  # a record has none: gin_record
+    try:
+        text = gin.operative_config_str(max_line_length=100)
+    finally:
+        gin_config._IMPORTS.update(imports)
+    return gin_record.of(
+        text, {one.module for one in imports if one.module.partition(".")[0] not in ("capibara", "__gin__")}
+    )
 
 
 def _add_called_later() -> None:

@@ -16,6 +16,7 @@ from capibara import fields
 from capibara.types import UserError
 
 _MOST_HINTS = 3
+_SHOWN = 400  # characters of a line that an error shows
 
 
 def search_folders(search_paths: Sequence[str | os.PathLike] = ()) -> list[pathlib.Path]:
@@ -182,9 +183,14 @@ def raise_syntax_error(error: Exception, name: str, lines: list[str]) -> NoRetur
     else:
         reason, (number, _) = error.args
     number = max(1, min(number, len(lines) or 1))
-    text = lines[number - 1].strip() if lines else ""
+    text = _short(lines[number - 1].strip() if lines else "")
     literal = re.search(r"Failed to parse token '(.*)'", reason)
     if literal:
-        reason = f'{literal[1]} is not a value; if it is a string, quote it: "{literal[1]}"'
+        shown = _short(literal[1])
+        reason = f'{shown} is not a value; if it is a string, quote it: "{shown}"'
     where = f"{name}:{number}" if name != "command line" else name
-    raise UserError(f"{where}: {reason.splitlines()[0].strip().rstrip('.')} in: {text}") from None
+    raise UserError(f"{where}: {_short(reason.splitlines()[0].strip().rstrip('.'))} in: {text}") from None
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

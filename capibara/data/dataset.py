@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from capibara.config import configurable
+from capibara.config import MODULE, configurable
 from capibara.data import packing as packed
 from capibara.data.objectives import Masking, SpanCorruption
 from capibara.data.packing import Packing
@@ -76,7 +76,7 @@ class Dataset:
 
     source: Source | None = None
     mixture_or_task_name: str | None = None
-    task_module: str | None = None
+    task_module: str | None = dataclasses.field(default=None, metadata=MODULE)
     vocabulary: Vocabulary | None = None
     kind: Kind = Kind.CAUSAL
     length: int = 1024

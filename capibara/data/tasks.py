@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import difflib
 import functools
-import importlib
 import logging
 import os
 import sys
@@ -18,7 +17,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from capibara import extras
+from capibara import extras, user_modules
 from capibara.data.quiet import without_cpp_logs
 from capibara.data.vocabulary import Vocabulary, sentencepiece_pieces
 from capibara.types import UserError
@@ -85,7 +84,7 @@ def get(name: str, task_module: str | None = None) -> Any:
 
 def _import_task_module(task_module: str) -> None:
     try:
-        importlib.import_module(task_module)
+        user_modules.load(task_module)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{task_module}.".startswith(f"{error.name}."):
             raise
