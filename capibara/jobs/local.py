@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import dataclasses
-import os
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 
 from capibara import cli
+from capibara.jobs import workers
+from capibara.jobs.guard import Guard
+from capibara.jobs.workers import Health, Worker, meaning
 
 _PAUSES_S = (1.0, 2.0, 5.0, 15.0, 60.0)  # before a restart; the last one for all further ones
-_LOOK_S = 0.1
-_PR_SET_PDEATHSIG = 1
+_WELL_S = 60.0  # what has run that long is started again after the first pause
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,78 +24,109 @@ class Supervisor:
     """Keeps a command running until it has ended well.
 
     An end with exit code 0 is well; with 2, a mistake in what was given, no restart would mend it. After any other the
-    command is started again: `train` carries on from its last verified checkpoint. Where one of several processes
-    ends, the others are stopped, and all are started again.
+    command is started again: `train` resumes from its last verified checkpoint. Where one of several processes
+    ends, the others are stopped, and all are started again. A worker that is stopped (SIGSTOP) is continued, and where
+    that does not help it counts as hung, as does one that shows no sign of life. What is left of the workers ends with
+    us, also where we are killed.
 
     Attributes:
       command: program and arguments.
       processes: how many; more than one are joined by jax.distributed on loopback.
       restarts: at most.
-      grace_s: seconds that processes have to end after SIGTERM before they are killed.
-      pauses_s: seconds before the first, second, ... restart.
-      say: told what happens, a line each.
+      grace_s: seconds that processes have to save and end after SIGTERM before they are killed.
+      crash_grace_s: seconds that the others have to end once one has crashed.
+      stopped_s: seconds that a worker may be stopped.
+      silent_s: seconds without a sign of life, from a worker that trains, after which it counts as hung.
+      pauses_s: seconds before the first, second, ... restart of a command that does not run for a minute.
+      say: called with each line about what happens.
     """
 
     command: Sequence[str]
     processes: int = 1
     restarts: int = 3
     grace_s: float = 300.0
+    crash_grace_s: float = 5.0
+    stopped_s: float = 3.0
+    silent_s: float = 30.0
     pauses_s: Sequence[float] = _PAUSES_S
     say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True)
 
     def run(self) -> int:
         """Runs it to its end; returns its exit code, or 128 + the signal that stopped us."""
-        with _Signals() as stop:
-            restarts = 0
+        with _Signals() as stop, Guard() as guard:
+            restarts = in_a_row = 0
             while True:
                 began_s = time.monotonic()
-                code = self._once(stop)
+                code = self._once(stop, guard)
                 if stop.number is not None:
                     return 128 + stop.number
                 if code in (0, cli.EXIT_USER_ERROR):
                     return code
-                lived = f"after {time.monotonic() - began_s:.0f} s with {_meaning(code)}"
+                lived_s = time.monotonic() - began_s
+                lived = f"after {lived_s:.0f} s with {meaning(code)}"
                 if restarts == self.restarts:
                     self.say(f"ended {lived}; not started again: --restarts={self.restarts} are used up")
                     return code if code > 0 else 128 - code
-                pause_s = self.pauses_s[min(restarts, len(self.pauses_s) - 1)]
-                restarts += 1
+                in_a_row = 0 if lived_s > _WELL_S else in_a_row
+                pause_s = self.pauses_s[min(in_a_row, len(self.pauses_s) - 1)]
+                restarts, in_a_row = restarts + 1, in_a_row + 1
                 self.say(f"ended {lived}; restart {restarts} of {self.restarts} in {pause_s:g} s")
                 if stop.wait(pause_s):
                     return 128 + stop.number
 
-    def _once(self, stop: _Signals) -> int:
-        """Runs all processes until one has failed, all have ended or we are told to stop; the exit code that counts."""
-        children: list[subprocess.Popen] = []
+    def _once(self, stop: _Signals, guard: Guard) -> int:
+        """Runs all processes until one has failed, all have ended or we are to stop; the exit code that counts."""
+        started: list[Worker] = []
+        grace_s = 0.0  # of a start that failed half-way
         try:
             address = free_address() if self.processes > 1 else None
             for index in range(self.processes):
-                children.append(self._start(index, address))
-            while not stop.wait(_LOOK_S):
-                codes = [child.poll() for child in children]
-                failed = [code for code in codes if code]
-                if failed or None not in codes:
-                    return failed[0] if failed else 0
-            return 0
+                started.append(Worker(index, self.command, self._environment(index, address)))
+                guard.watch([worker.pid for worker in started], self.grace_s)
+            code = self._watch(started, stop)
+            grace_s = self.grace_s if code is None else 0.0 if code == _GIVEN_UP else self.crash_grace_s
+            return 0 if code is None else cli.EXIT_HUNG if code == _GIVEN_UP else code
         finally:
-            _end(children, self.grace_s)
+            left = workers.end(started, grace_s, self.crash_grace_s, hurry=lambda: stop.interrupts > 1)
+            guard.watch(left, 0.0)
+            if left:
+                self.say(f"process {left[0]} does not end even after SIGKILL: it waits for a device or a file system")
 
-    def _start(self, index: int, address: str | None) -> subprocess.Popen:
-        environment = dict(os.environ)
-        if address is not None:
-            environment |= {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": str(self.processes)}
-            environment |= {"JAX_PROCESS_ID": str(index)}
-        # A group of its own: ctrl-C comes to us, who pass it on once.
-        return subprocess.Popen(
-            list(self.command), env=environment, process_group=0, preexec_fn=_die_with_parent(os.getpid())
-        )
+    def _watch(self, started: Sequence[Worker], stop: _Signals) -> int | None:
+        """The exit code that counts, _GIVEN_UP for a worker that hangs; None: we are to stop."""
+        health, ended_s = Health(started, self.stopped_s, self.silent_s, self.say), None
+        while not stop.wait(workers.LOOK_S):
+            codes = [worker.code for worker in started]
+            if failed := [code for code in codes if code]:
+                return cli.EXIT_USER_ERROR if cli.EXIT_USER_ERROR in failed else failed[0]
+            if None not in codes:
+                return 0
+            why = health.look()
+            if why is None and codes.count(None) < len(codes):
+                ended_s = ended_s or time.monotonic()
+                late = time.monotonic() - ended_s > self.grace_s
+                why = f"process {codes.index(None)} does not end, {self.grace_s:g} s after another" if late else None
+            if why is not None:
+                self.say(f"{why}: all are ended")
+                return _GIVEN_UP
+        return None
+
+    def _environment(self, index: int, address: str | None) -> dict[str, str]:
+        if address is None:
+            return {}
+        count = str(self.processes)
+        return {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": count, "JAX_PROCESS_ID": str(index)}
+
+
+_GIVEN_UP = 1 << 8  # no exit code of a process
 
 
 class _Signals:
-    """Within `with`, SIGTERM and SIGINT only set `number`."""
+    """Within `with`, SIGTERM and SIGINT only set `number`, and the latter are counted in `interrupts`."""
 
     def __init__(self) -> None:
         self.number: int | None = None
+        self.interrupts = 0
         self._came = threading.Event()
 
     def __enter__(self) -> _Signals:
@@ -114,43 +143,8 @@ class _Signals:
 
     def _on(self, number: int, _: object) -> None:
         self.number = self.number or number
+        self.interrupts += number == signal.SIGINT
         self._came.set()
-
-
-def _end(children: Sequence[subprocess.Popen], grace_s: float) -> None:
-    """Asks all that still run to end, and kills those that do not."""
-    running = [child for child in children if child.poll() is None]
-    for child in running:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGTERM)
-    limit_s = time.monotonic() + grace_s
-    for child in running:
-        try:
-            child.wait(max(0.0, limit_s - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
-
-
-def _die_with_parent(parent: int) -> Callable[[], None] | None:
-    """What a child does first, on Linux: it asks for SIGTERM when its parent, however that is ended, is no more."""
-    if not sys.platform.startswith("linux"):
-        return None
-    prctl = ctypes.CDLL(None, use_errno=True).prctl
-
-    def ask() -> None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:  # it was quicker
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    return ask
-
-
-def _meaning(code: int) -> str:
-    if code < 0:
-        return f"signal {signal.Signals(-code).name}"
-    return f"exit code {code}{' (it hung)' if code == cli.EXIT_HUNG else ''}"
 
 
 def free_address() -> str:
