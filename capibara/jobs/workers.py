@@ -153,10 +153,10 @@ class Health:
 
     def _silent(self, worker: Worker, passed_s: float) -> str | None:
         try:
-            if os.read(worker.beats, 1 << 16):
-                self._silent_s[worker.index] = 0.0
-            else:  # it has nothing more to say
-                self._silent_s.pop(worker.index, None)
+            said = os.read(worker.beats, 1 << 16)
+            self._silent_s[worker.index] = 0.0
+            if not said or said.endswith(b"-"):  # it has nothing more to say
+                del self._silent_s[worker.index]
         except BlockingIOError:
             if worker.index in self._silent_s:
                 self._silent_s[worker.index] += passed_s

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import faulthandler
 import os
+import stat
 import statistics
 import sys
 import threading
@@ -18,8 +19,12 @@ from capibara.config import configurable
 from capibara.types import UserError
 
 _WINDOW = 64  # steps whose times count
+_JOIN_S = 5.0  # for a thread that only looks
 _FEWEST = 5  # steps before there is a usual time
 _LOOKS = 10  # in the shortest time that can pass before a step counts as hung
+_BEAT_S = 1.0  # at most between two looks
+_AT_LEAST_S, _AT_LEAST_LAUNCHED_S = 300.0, 60.0
+_BEAT = "CAPIBARA_BEAT"  # "FD:PID": a pipe to the launcher, process PID, that wants to hear that we live
 
 
 @configurable
@@ -29,21 +34,25 @@ class Watch:
 
     Attributes:
       factor: how many times the usual step it takes, the median of the last 64; None: nothing counts as hung.
-      at_least_s: seconds that it takes besides, however short the usual step.
+      at_least_s: seconds that it takes besides, however short the usual step; None: 300, and 60 where `launch` starts the
+        run again.
     """
 
     factor: float | None = 20.0
-    at_least_s: float = 300.0
+    at_least_s: float | None = None
 
     def __post_init__(self):
         if self.factor is not None and self.factor <= 1:
             raise UserError(f"Watch.factor is {self.factor}, must be above 1, or None for no watchdog")
-        if self.at_least_s <= 0:
+        if self.at_least_s is not None and self.at_least_s <= 0:
             raise UserError(f"Watch.at_least_s is {self.at_least_s}, must be above 0")
 
 
 class Watchdog:
     """Within `with`, a thread that ends the process with EXIT_HUNG where a step hangs; all stacks go to stderr first.
+
+    The same thread tells the launcher, if there is one, that this process lives: a thread that holds Python's lock for
+    ever stops it too. Time in which the whole process was stopped is no part of a step's.
 
     Args:
       watch: when a step counts as hung.
@@ -52,6 +61,10 @@ class Watchdog:
 
     def __init__(self, watch: Watch, every: int = 1):
         self._watch, self._every = watch, every
+        self._launcher = _launcher()
+        default_s = _AT_LEAST_S if self._launcher is None else _AT_LEAST_LAUNCHED_S
+        self._at_least_s = default_s if watch.at_least_s is None else watch.at_least_s
+        self._lost_s = 0.0  # in which this process was stopped
         self._times: collections.deque[float] = collections.deque(maxlen=_WINDOW)
         self._since_s: float | None = None  # when the steps at hand began; None: nothing is watched
         self._steps, self._last_step = 0, 0
@@ -66,13 +79,15 @@ class Watchdog:
     def __exit__(self, *_: object) -> None:
         self._ended.set()
         if self._thread.is_alive():
-            self._thread.join()
+            self._thread.join(_JOIN_S)
+        if self._launcher is not None:
+            _tell(self._launcher, b"-")
 
     def beat(self, step: int) -> None:
         """Says that `step` was handed to the devices, and every `every` of them that they have done it."""
         self._steps, self._last_step = self._steps + 1, step
         if self._steps % self._every == 0:
-            now_s = time.monotonic()
+            now_s = self._now_s()
             if self._since_s is not None:
                 self._times.append(now_s - self._since_s)
             self._since_s = now_s
@@ -90,23 +105,31 @@ class Watchdog:
     def left_out(self) -> Iterator[None]:
         """As `paused`, between two steps: what it takes is no part of their time, and the watch goes on after it."""
         since_s, self._since_s = self._since_s, None
-        began_s = time.monotonic()
+        began_s = self._now_s()
         yield
         if since_s is not None:
-            self._since_s = since_s + time.monotonic() - began_s
+            self._since_s = since_s + self._now_s() - began_s
 
     @property
     def limit_s(self) -> float | None:
         """Seconds after which the steps at hand count as hung; None: it is not known yet what is usual."""
         if self._watch.factor is None or len(self._times) < _FEWEST:
             return None
-        return max(self._watch.at_least_s, self._watch.factor * statistics.median(self._times))
+        return max(self._at_least_s, self._watch.factor * statistics.median(self._times))
 
     def _look(self) -> None:
-        while not self._ended.wait(self._watch.at_least_s / _LOOKS):
-            since_s, limit_s = self._since_s, self.limit_s
-            if since_s is not None and limit_s is not None and time.monotonic() - since_s > limit_s:
-                self._end(time.monotonic() - since_s)
+        pause_s, looked_s = min(self._at_least_s / _LOOKS, _BEAT_S), time.monotonic()
+        while not self._ended.wait(pause_s):
+            self._lost_s += max(0.0, time.monotonic() - looked_s - 2 * pause_s)
+            looked_s = time.monotonic()
+            if self._launcher is not None:
+                _tell(self._launcher, b".")
+            since_s, limit_s, now_s = self._since_s, self.limit_s, self._now_s()
+            if since_s is not None and limit_s is not None and now_s - since_s > limit_s:
+                self._end(now_s - since_s)
+
+    def _now_s(self) -> float:
+        return time.monotonic() - self._lost_s
 
     def _end(self, waited_s: float) -> None:
         usual_s = statistics.median(self._times)
@@ -118,3 +141,20 @@ class Watchdog:
         )
         faulthandler.dump_traceback(sys.stderr, all_threads=True)
         os._exit(EXIT_HUNG)
+
+
+def _launcher() -> int | None:
+    """The pipe to the launcher; None: this process was not started by one."""
+    pipe, _, pid = os.environ.get(_BEAT, "").partition(":")
+    if pipe.isdigit() and pid == str(os.getppid()):  # what a worker has started inherits the variable, not the pipe
+        with contextlib.suppress(OSError):
+            if stat.S_ISFIFO(os.fstat(int(pipe)).st_mode):
+                os.set_inheritable(int(pipe), False)
+                return int(pipe)
+    return None
+
+
+def _tell(pipe: int, word: bytes) -> None:
+    """A "." means that we live, "-" that nothing more will be said."""
+    with contextlib.suppress(OSError):  # nobody reads it: then it is full, or its other end is closed
+        os.write(pipe, word)

@@ -1,0 +1,189 @@
+"""Workers that are stopped or stuck, launchers that are killed, locks that are held, clocks that jump."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from capibara.jobs import guard
+from capibara.jobs.local import Supervisor
+
+CHECKOUT = pathlib.Path(__file__).resolve().parents[2]
+
+# What each worker does: it writes down its process id for every start, and then what the test says.
+WORKER = """
+import os, pathlib, signal, subprocess, sys, time
+folder = pathlib.Path(sys.argv[1])
+index = os.environ.get("JAX_PROCESS_ID", "0")
+with open(folder / f"pids{index}", "a") as file:
+    file.write(f"{os.getpid()}\\n")
+first = len((folder / f"pids{index}").read_text().split()) == 1
+def sleep(seconds):
+    until_s = time.monotonic() + seconds
+    while time.monotonic() < until_s:
+        time.sleep(0.02)
+"""
+
+
+def command(folder, code):
+    return [sys.executable, "-S", "-c", WORKER + code, str(folder)]
+
+
+def supervise(folder, code, **options):
+    lines = []
+    options = {"processes": 2, "restarts": 1, "pauses_s": (0.01,)} | options
+    began_s = time.monotonic()
+    ended = Supervisor(command=command(folder, code), say=lines.append, **options).run()
+    return ended, lines, time.monotonic() - began_s
+
+
+def launcher(folder, code, **options):
+    """A launcher in a process of its own."""
+    made = f"Supervisor(command={command(folder, code)!r}, **{options!r})"
+    program = f"import sys; from capibara.jobs.local import Supervisor; sys.exit({made}.run())"
+    return subprocess.Popen([sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": str(CHECKOUT)})
+
+
+def wait_for(what, within_s=20.0):
+    """What `what` gives once that is true."""
+    limit_s = time.monotonic() + within_s
+    while not (found := what()):
+        assert time.monotonic() < limit_s, f"nothing within {within_s} s"
+        time.sleep(0.02)
+    return found
+
+
+def pids(folder, *names):
+    """The process ids in these files, once each has one; else nothing."""
+    found = [(folder / name).read_text().split() if (folder / name).exists() else [] for name in names]
+    return [int(one[-1]) for one in found] if all(found) else []
+
+
+def runs(pid):
+    stat = guard.stat_of(pid)
+    return stat is not None and stat.state not in "ZX"
+
+
+def state(pid):
+    return guard.stat_of(pid).state
+
+
+@pytest.mark.fault(56)
+def test_a_stopped_worker_is_continued_and_nothing_is_lost(tmp_path):
+    code = "if index == '1': os.kill(os.getpid(), signal.SIGSTOP)\nsleep(0.2)"
+    ended, lines, took_s = supervise(tmp_path, code, stopped_s=0.5)
+    assert ended == 0 and took_s < 15
+    (line,) = lines
+    assert line == f"process 1 (pid {pids(tmp_path, 'pids1')[0]}) was stopped (SIGSTOP) for 0.5 s: continued"
+
+
+@pytest.mark.fault(56)
+def test_one_that_is_stopped_again_and_again_is_ended_with_its_peers(tmp_path):
+    code = (
+        "if first and index == '1':\n"
+        "    while True: os.kill(os.getpid(), signal.SIGSTOP)\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "sleep(60 if first else 0.1)"
+    )
+    ended, lines, took_s = supervise(tmp_path, code, stopped_s=0.5)
+    assert ended == 0 and took_s < 20, lines
+    assert [line.rpartition(": ")[2] for line in lines[:3]] == ["continued"] * 3
+    assert "is stopped again and again (SIGSTOP)" in lines[3] and lines[3].endswith("all are ended")
+    assert "with exit code 75 (it hung); restart 1 of 1" in lines[4]
+    for name in ("pids0", "pids1"):
+        assert not any(runs(int(pid)) for pid in (tmp_path / name).read_text().split())
+
+
+@pytest.mark.fault(56)
+@pytest.mark.parametrize("how", ["stopped", "stuck"])
+def test_after_a_crash_the_others_have_seconds(tmp_path, how):
+    """SIGTERM does nothing to either: the long grace is for a save, which there cannot be."""
+    frozen = "os.kill(os.getpid(), signal.SIGSTOP)" if how == "stopped" else "pass"
+    code = (
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        f"if first and index == '1':\n    {frozen}\n    sleep(120)\n"
+        "sleep(0.3)\n"
+        "if first: os.abort()"
+    )
+    ended, lines, took_s = supervise(tmp_path, code, grace_s=300.0, crash_grace_s=1.0)
+    assert ended == 0 and took_s < 15 and "with signal SIGABRT; restart 1 of 1" in lines[-1], lines
+
+
+@pytest.mark.fault(56)
+def test_what_a_crashed_worker_has_started_ends_with_it(tmp_path):
+    code = (
+        "child = subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(300)'])\n"
+        "(folder / f'child{index}').write_text(f'{child.pid}')\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    ended, _, _ = supervise(tmp_path, code, processes=1, restarts=0)
+    assert ended == 128 + signal.SIGKILL
+    wait_for(lambda: not runs(pids(tmp_path, "child0")[0]))
+
+
+@pytest.mark.fault(56)
+@pytest.mark.parametrize("how", ["stopped", "stuck", pytest.param("its child", marks=pytest.mark.heavy)])
+def test_no_orphan_where_the_launcher_is_killed(tmp_path, how):
+    """One worker has died, the other takes no SIGTERM, and then the launcher goes."""
+    last = {
+        "stopped": "signal.signal(signal.SIGTERM, signal.SIG_DFL)\nos.kill(os.getpid(), signal.SIGSTOP)\nsleep(300)",
+        "stuck": "sleep(300)",
+        "its child": "child = subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(300)'])\n"
+        "(folder / 'pids1').write_text(f'{child.pid}')\nsleep(300)",
+    }[how]
+    code = (
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        f"if index == '1':\n    {last.replace(chr(10), chr(10) + '    ')}\n"
+        "sleep(300)"
+    )
+    supervisor = launcher(tmp_path, code, processes=2, stopped_s=60.0)
+    dead, other = wait_for(lambda: pids(tmp_path, "pids0", "pids1"))
+    if how == "stopped":
+        wait_for(lambda: state(other) == "T")
+    supervisor.send_signal(signal.SIGSTOP)  # so that it does not see what comes next
+    os.kill(dead, signal.SIGKILL)
+    supervisor.kill()
+    supervisor.wait(10)
+    wait_for(lambda: not runs(other), within_s=30)
+
+
+@pytest.mark.heavy
+@pytest.mark.fault(56)
+def test_one_that_saves_when_its_launcher_is_killed_has_the_time_for_it(tmp_path):
+    """Longer than one that is stuck has."""
+    code = (
+        "def save(*_):\n"
+        "    until_s = time.monotonic() + 6\n"
+        "    while time.monotonic() < until_s: pass\n"
+        "    (folder / 'saved').write_text('x')\n"
+        "    os._exit(143)\n"
+        "signal.signal(signal.SIGTERM, save)\n"
+        "(folder / 'ready').write_text('x')\n"
+        "sleep(300)"
+    )
+    supervisor = launcher(tmp_path, code)
+    wait_for((tmp_path / "ready").exists)
+    supervisor.kill()
+    supervisor.wait(10)
+    wait_for((tmp_path / "saved").exists)
+
+
+@pytest.mark.fault(56)
+def test_one_without_a_sign_of_life_is_ended(tmp_path):
+    """As where a thread holds Python's lock for ever, or the system has frozen the process: it is not seen as stopped."""
+    code = (
+        "pipe = int(os.environ['CAPIBARA_BEAT'].partition(':')[0])\n"
+        "os.write(pipe, b'.')\n"
+        "sleep(60 if first and index == '1' else 0.5)\n"
+        "os.write(pipe, b'-')\n"
+        "sleep(1.5)"
+    )
+    ended, lines, took_s = supervise(tmp_path, code, silent_s=1.0)
+    assert ended == 0 and took_s < 20
+    assert "has shown no sign of life for 1 s: all are ended" in lines[0] and "exit code 75" in lines[1], lines
