@@ -73,6 +73,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_trust(parser: argparse.ArgumentParser) -> None:
+    """Adds --trust_config, of verbs that open run folders."""
+    parser.add_argument(
+        "--trust_config",
+        action="store_true",
+        help="import the modules that a run folder's config.gin names, as its run did: for folders that you trust",
+    )
+
+
 def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parses a verb's command line (sys.argv where `argv` is None).
 

@@ -19,7 +19,8 @@ _DESCRIPTION = """Convert a model from one form to another, or look after the ch
           t5x: a T5X checkpoint, peft: a run's adapters, peft_fused: the same, a layer's experts in one as
           transformers 5 has them, capibara: a run folder to begin from
   list    the steps that there are, with their size, date, score and where they come from
-  verify  read every file of every step and compare it with the step's manifest
+  verify  read every file of the run folder and of every step and compare it with the manifests
+  seal    take the run folder's own files as they are now, after you changed one by hand
   prune   remove steps: --keep=N newest and --keep_every=N stay, and the last that is what was saved
 
 examples:
@@ -30,14 +31,17 @@ examples:
 
 exit codes: 0 done, all steps are what was saved; 1 some are not; 2 a mistake in what was given"""
 _FORMATS = ("hf", "pytorch", "gguf", "t5x", "peft", "peft_fused", "capibara")
-_OF = dict.fromkeys(("source", "target", "format", "dtype", "base", *quantize.FLAGS), ("a model",))  # flags -> of what
+_ACTIONS = ("list", "verify", "seal", "prune")
+_OF = dict.fromkeys(
+    ("source", "target", "format", "dtype", "base", "trust_config", *quantize.FLAGS), ("a model",)
+)  # flags -> of what
 _OF |= {"step": ("list", "verify")} | dict.fromkeys(("keep", "keep_every", "damaged", "dry_run"), ("prune",))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parses the command line and does it; returns the exit code."""
     parser = cli.ArgumentParser("capibara convert", _DESCRIPTION)
-    parser.add_argument("action", nargs="?", choices=("list", "verify", "prune"), metavar="list|verify|prune")
+    parser.add_argument("action", nargs="?", choices=_ACTIONS, metavar="|".join(_ACTIONS))
     parser.add_argument("run", nargs="?", metavar="RUN", help="of these: the run folder, MODEL_DIR")
     parser.add_argument("--from", dest="source", metavar="PATH", help="the model to convert")
     parser.add_argument("--to", dest="target", metavar="PATH", help="where it is written")
@@ -51,6 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, what in (("damaged", "remove what was moved aside, too"), ("dry_run", "only say what would go")):
         parser.add_argument(f"--{name}", action="store_true", help=f"of prune: {what}")
     parser.add_argument("--json", metavar="FILE", help="write what is printed there")
+    cli.add_trust(parser)
     args = cli.parse_arguments(parser, argv)
     _check(args, args.action or "a model")
     return _model(args) if args.action is None else convert(args)
@@ -59,9 +64,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _model(args: argparse.Namespace) -> int:
     import jax
     from capibara.interop import conversion
-    from capibara.training import run_folder as runs
+    from capibara.training.run_folder import RunFolders
 
     jax.config.update("jax_platforms", "cpu")  # a chip's memory is smaller than its host's
+    runs = RunFolders(trust=args.trust_config)
     gin, how = (args.gin_file, args.gin_bindings, args.gin_search_paths), quantize.asked(args)
     with StatusLine() as bar:
         now = conversion.convert(args.source, args.target, args.format, args.dtype, args.base, gin, runs, how, bar.show)
@@ -75,7 +81,7 @@ def _check(args: argparse.Namespace, action: str) -> None:
             flag = "--" + {"source": "from", "target": "to"}.get(name, name) + ("" if value is True else f"={value}")
             raise UserError(f"{flag} is of {' and '.join(_OF[name])}, not of {action}: leave it out")
     if not args.action and not (args.source and args.target):
-        raise UserError("convert needs --from=PATH and --to=PATH, or list, verify or prune with a run folder")
+        raise UserError("convert needs --from=PATH and --to=PATH, or list, verify, seal or prune with a run folder")
     if args.action and not args.run:
         raise UserError(f"{action} has {args.run or ''!r} for RUN, must be a run folder: name one, e.g. runs/mine")
 

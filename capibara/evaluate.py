@@ -35,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--emulate", type=int, metavar="N", help="run on N emulated CPU devices (1 to 64)")
     parser.add_argument("--harness", metavar="TASKS", help="tasks of lm-eval in place of ours, comma-separated")
     parser.add_argument("--harness_path", metavar="DIR", help="folder of YAML tasks for it")
+    cli.add_trust(parser)
     args = cli.parse_arguments(parser, argv)
     _check(args)
     run(args)
@@ -68,7 +69,7 @@ def run(args) -> None:
     given = (args.model_dir or args.model, args.gin_file, args.gin_bindings, args.gin_search_paths)
     with StatusLine() as line:
         line.show("reading", given[0])
-        subject = open_subject(*given, step=args.step, weights=args.weights)
+        subject = open_subject(*given, step=args.step, weights=args.weights, trust=args.trust_config)
         if args.harness:
             from capibara.evaluation import harness
 

@@ -35,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--chat", action="store_true", help="prompts are a user's turns; of a terminal one after the other"
     )
     parser.add_argument("--benchmark", action="store_true", help="print tokens a second and latencies, no text")
+    cli.add_trust(parser)
     args = cli.parse_arguments(parser, argv)
     if not (args.model_dir or args.model):
         raise UserError("--model_dir has no value: name a run folder, e.g. --model_dir=runs/quickstart")
@@ -60,7 +61,7 @@ def run(args) -> None:
 
     devices.start()
     path = args.model_dir or args.model
-    opened = loading.load(path, args.gin_file, args.gin_bindings, args.gin_search_paths)
+    opened = loading.load(path, args.gin_file, args.gin_bindings, args.gin_search_paths, trust=args.trust_config)
     (trainer, model, params), about = opened.run, opened.about
     del opened  # the engine has a copy of the parameters
     vocabulary, lengths = trainer.dataset.get_vocabulary(), (trainer.dataset.length, trainer.dataset.encoder_length)

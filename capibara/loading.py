@@ -61,6 +61,7 @@ def load(
     step: int | None = None,
     weights: str | None = None,
     placed: Placed = run_folder.on_one_device,
+    trust: bool = False,
 ) -> Opened:
     """Parses the model's own configuration, then `gin_files` and `bindings`, and reads its parameters.
 
@@ -73,6 +74,7 @@ def load(
       step: of a run's checkpoint; None: the newest.
       weights: of a run: "ema" or "raw"; None: averages where some were kept.
       placed: where the parameters shall lie.
+      trust: the modules that a run's configuration names are imported.
 
     Raises:
       UserError: it is no model, or not whole, has no tokenizer, or no such step or weights.
@@ -80,7 +82,8 @@ def load(
     given = (gin_files, bindings, search_paths)
     if not path.endswith(".gguf") and run_folder.is_run(path):
         average = None if weights is None else weights == "ema"
-        found, run, averaged = run_folder.load_step(path, *given, step=step, average=average, placed=placed)
+        how = {"step": step, "average": average, "placed": placed, "trust": trust}
+        found, run, averaged = run_folder.load_step(path, *given, **how)
         return Opened(run, path, found, "ema" if averaged else "raw")
     known = ("config.json", "adapter_config.json")  # open_model says how an adapter is merged
     if os.path.isdir(path) and not any(os.path.exists(os.path.join(path, name)) for name in known):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import pathlib
+import stat
 from collections.abc import Iterable, Iterator
 
 from capibara.types import UserError
@@ -60,17 +62,33 @@ def is_remote(path: str | os.PathLike[str]) -> bool:
     return "://" in os.fspath(path)
 
 
+def check_regular(path: str | os.PathLike[str]) -> None:
+    """Raises OSError where a local path is a pipe, a socket or a device: to open it may block, to read it never end."""
+    mode = os.stat(path).st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
+
+
 def read(path: str) -> str | None:
-    """The text of a file, also of one in a bucket (gs://); None where there is none."""
+    """The text of a file, also of one in a bucket (gs://); None where there is none.
+
+    Raises:
+      UserError: it is no text in UTF-8, or no regular file.
+    """
     try:
         if is_remote(path):
             from etils import epath
 
             return epath.Path(path).read_text()
+        check_regular(path)
         with open(path, encoding="utf-8") as file:
             return file.read()
     except (FileNotFoundError, NotADirectoryError):
         return None
+    except (IsADirectoryError, PermissionError) as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}): it must be a file that you may read") from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror or error}): copy it again") from None
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is no text in UTF-8 ({error.reason} at byte {error.start}): copy it again") from None
 

@@ -34,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at; default: this machine's own")
     parser.add_argument("--port", type=int, default=8000, help="0: any that is free; default: 8000")
     parser.add_argument("--api_key_file", metavar="FILE", help=f"keys of clients, one a line; or one in {_KEY}")
+    cli.add_trust(parser)
     args = cli.parse_arguments(parser, argv)
     if bool(args.model_dir) == bool(args.model):
         raise UserError("one of --model_dir and --model is needed: name a run folder, e.g. --model_dir=runs/quickstart")
@@ -74,7 +75,8 @@ def _load(args):
     from capibara.monitoring.status import StatusLine
 
     path = args.model_dir or args.model
-    trainer, model, params = loading.load(path, args.gin_file, args.gin_bindings, args.gin_search_paths).run
+    given = (path, args.gin_file, args.gin_bindings, args.gin_search_paths)
+    trainer, model, params = loading.load(*given, trust=args.trust_config).run
     takes, sampling, batching = config.build(ServerConfig), config.build(Sampling), config.build(EngineConfig)
     data, talk = trainer.dataset, None
     with contextlib.suppress(UserError):  # it has no template: then there are completions alone

@@ -27,13 +27,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Parses the command line and trains; returns the exit code."""
     parser = cli.ArgumentParser("capibara train", _DESCRIPTION)
     parser.add_argument("--emulate", type=int, metavar="N", help="run on N emulated CPU devices (1 to 64)")
+    parser.add_argument(
+        "--start_over", action="store_true", help="rename MODEL_DIR if it is there, and begin a new run in its place"
+    )
     args = cli.parse_arguments(parser, argv)
     if not args.gin_file:
         raise UserError("--gin_file has no value: name a run file, e.g. --gin_file=quickstart.gin")
-    return train(args.gin_file, args.gin_bindings, args.gin_search_paths, args.emulate)
+    return train(args.gin_file, args.gin_bindings, args.gin_search_paths, args.emulate, start_over=args.start_over)
 
 
-def train(gin_files: Sequence[str], bindings: Sequence[str], search_paths: Sequence[str], emulate: int | None) -> int:
+def train(
+    gin_files: Sequence[str],
+    bindings: Sequence[str],
+    search_paths: Sequence[str],
+    emulate: int | None,
+    *,
+    start_over: bool = False,
+) -> int:
     """Trains the run that the Gin files describe; returns the exit code."""
     import jax
 
@@ -43,7 +53,7 @@ def train(gin_files: Sequence[str], bindings: Sequence[str], search_paths: Seque
     from capibara.models import api
     from capibara.monitoring.defaults import Monitoring
     from capibara.planner import automatic, chips, xla_flags
-    from capibara.training import emulation, loop, own_tokenizer
+    from capibara.training import emulation, loop, own_tokenizer, run_folder
     from capibara.training.trainer import Trainer
 
     config.parse(gin_files, bindings, search_paths)
@@ -60,6 +70,9 @@ def train(gin_files: Sequence[str], bindings: Sequence[str], search_paths: Seque
     dataset.preload()
     texts, callbacks = config.build(SampleText), config.build(Monitoring).build()
     print("".join(f"note: {line}\n" for line in config.check_used(trainer.later)), end="")
+    if start_over:
+        run_folder.start_over(trainer.model_dir)
+    run_folder.check_resumable(trainer.model_dir)
     print_changes(trainer.model_dir)
     model = api.build(trainer.model)
     outcome = loop.train(

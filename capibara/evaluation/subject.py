@@ -97,6 +97,7 @@ def open_subject(
     *,
     step: int | None = None,
     weights: str | None = None,
+    trust: bool = False,
 ) -> Subject:
     """Reads a model onto all devices; arguments as of `loading.load`."""
     chosen = any(binding.startswith("Plan.") for binding in bindings)
@@ -105,7 +106,8 @@ def open_subject(
         plan, mesh = _laid_out(trainer.plan, chosen)
         return sharding.shardings(mesh, plan.rules, model.axes, model.abstract_params)
 
-    opened = loading.load(path, gin_files, bindings, search_paths, step=step, weights=weights, placed=placed)
+    given = (path, gin_files, bindings, search_paths)
+    opened = loading.load(*given, step=step, weights=weights, placed=placed, trust=trust)
     plan, mesh = _laid_out(opened.run.trainer.plan, chosen)
     trainer = dataclasses.replace(opened.run.trainer, plan=plan)
     return Subject(opened, trainer, mesh, config.build(EngineConfig))

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 
-from capibara import outputs
 from capibara.config import configurable
 from capibara.monitoring.curve import LossCurve
 from capibara.monitoring.loggers import MetricsFile, TensorBoard
 from capibara.monitoring.progress import ProgressLine
+from capibara.training import run_manifest
 from capibara.training.callbacks import Callback, Callbacks, RunInfo
 
 
@@ -28,14 +27,33 @@ class Monitoring:
 
     def build(self) -> Callbacks:
         """One callback that calls them all."""
-        return Callbacks([ConfigFile(), *(usual() if self.callbacks is None else self.callbacks), *self.more])
+        own = usual() if self.callbacks is None else self.callbacks
+        return Callbacks([ConfigFile(), *own, *self.more, Seal()])
 
 
 class ConfigFile(Callback):
     """Writes config.gin into the run folder: only once the run has started, so a refused change leaves it as it was."""
 
     def on_train_begin(self, run: RunInfo) -> None:
-        outputs.replace(os.path.join(run.model_dir, "config.gin"), run.config)
+        folder = run_manifest.folder_of(run.model_dir)
+        run_manifest.begin(folder)
+        run_manifest.replace(folder, {run_manifest.CONFIG: run.config.encode()})
+
+
+class Seal(Callback):
+    """Keeps the hashes of what the other callbacks write in the run folder's manifest.json; it comes after them."""
+
+    def __init__(self) -> None:
+        self._model_dir = ""
+
+    def on_train_begin(self, run: RunInfo) -> None:
+        self._model_dir = run.model_dir
+
+    def on_checkpoint(self, step: int) -> None:
+        run_manifest.seal_logs(run_manifest.folder_of(self._model_dir))
+
+    def on_train_end(self, step: int, reason: str) -> None:
+        run_manifest.seal_outputs(run_manifest.folder_of(self._model_dir))
 
 
 def usual() -> list[Callback]:

@@ -14,9 +14,9 @@ from typing import Any
 from capibara.config import configurable
 from capibara.outputs import is_remote
 from capibara.training.callbacks import Callback, RunInfo
+from capibara.training.run_manifest import METRICS as METRICS_FILE
 from capibara.types import UserError
 
-METRICS_FILE = "metrics.jsonl"
 AGAIN = ("start", "roll_back")  # events after which the steps that follow theirs are made again
 
 

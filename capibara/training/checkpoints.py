@@ -31,7 +31,7 @@ import numpy as np
 
 from capibara import tree
 from capibara.training import state as states
-from capibara.training import array_files, chunks, hosts, manifest, shapes, step_folders, storage
+from capibara.training import array_files, chunks, hosts, manifest, run_manifest, shapes, step_folders, storage
 from capibara.training.background import Task, before_exit
 from capibara.training.checkpointing import Checkpointing, Compression, Verify
 from capibara.training.disk import disk_full_explained, free_bytes, is_disk_full, not_writable_explained
@@ -169,9 +169,14 @@ class Checkpoints:
 
     def _newest(self, attempt: Callable[[int], _T]) -> _T | None:
         """What `attempt` gives of the newest step that it finds undamaged, on all processes; None: there is no step."""
+        lost = step_folders.lost(self._folder)
         step_folders.check_foreign(self._folder)
         passed: list[int] = []  # moved aside only when there is one to carry on from
-        for step in hosts.gathered(self.steps()[::-1])[0]:
+        steps, lost = hosts.gathered([self.steps()[::-1], lost])[0]
+        for step in lost:
+            self._pass_over(step, step_folders.why_lost(self._folder, step))
+        passed += lost
+        for step in steps:
             found, fault = None, None
             try:
                 found = attempt(step)
@@ -180,13 +185,12 @@ class Checkpoints:
             fault = next(filter(None, hosts.gathered(fault)), None)
             if fault is None:
                 for other in passed if not self._read_only and jax.process_index() == 0 else ():
-                    step_folders.move_aside(self._folder / str(other), step_folders.DAMAGED)
+                    self._quarantine(other)
                 if self._config.verify is Verify.BACKGROUND:
                     self._verifying = Task(functools.partial(self._verify_later, step), "capibara-verify")
                 return found
             passed.append(step)
-            self.damaged[step] = fault
-            logging.getLogger(__name__).warning("%s/%d is damaged: %s", self._folder, step, fault)
+            self._pass_over(step, fault)
         if self.damaged:
             last = max(self.damaged)
             raise UserError(
@@ -194,6 +198,16 @@ class Checkpoints:
                 "from a copy, or set another MODEL_DIR to start anew"
             )
         return None
+
+    def _pass_over(self, step: int, fault: str) -> None:
+        self.damaged[step] = fault
+        logging.getLogger(__name__).warning("%s/%d is damaged: %s", self._folder, step, fault)
+
+    def _quarantine(self, step: int) -> None:
+        if (self._folder / str(step)).exists():
+            step_folders.move_aside(self._folder / str(step), step_folders.DAMAGED)
+        else:
+            run_manifest.forget_step(self._folder.parent, step)
 
     def _check_rest(self, step: int) -> None:
         """Raises Damaged where a step has no manifest; where it is to be verified, also for files that are no chunks.
@@ -404,7 +418,9 @@ class Checkpoints:
                     verifying.wait()
                 if jax.process_index() == 0:
                     self._check_lease()
+                    about |= {"run": run_manifest.hashes(self._folder.parent)}
                     manifest.write(folder, self._writer.signed(Manifest(step, tuple(files), about)))
+                    run_manifest.add_step(self._folder.parent, step)
                 break
             except Exception as error:
                 if jax.process_index() == 0:  # the others do not know whether it has been committed meanwhile

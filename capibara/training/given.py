@@ -14,7 +14,7 @@ from capibara import config, outputs, sharding, tree
 from capibara.models import api
 from capibara.models.api import Lora, Model
 from capibara.training import state as states
-from capibara.training import step_folders
+from capibara.training import run_manifest, step_folders
 from capibara.training.checkpoints import Checkpoints
 from capibara.training.trainer import Trainer
 from capibara.types import Params, UserError
@@ -78,7 +78,8 @@ def load_params(trainer: Trainer, model: Model, mesh: Mesh, read: Read | None) -
 
 def _adapters_at(folder: str) -> Lora | None:
     """The adapters of a run, as its config.gin has them."""
-    bound = config.changes("", outputs.read(os.path.join(folder, "config.gin")) or "")
+    run_manifest.check(run_manifest.folder_of(folder))
+    bound = config.changes("", outputs.read(os.path.join(folder, run_manifest.CONFIG)) or "")
     values = {name: value for name, (_, value) in bound.items()}
     if not any(name.endswith("Config.lora") and value == "@Lora()" for name, value in values.items()):
         return None

@@ -7,7 +7,7 @@ import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from capibara.training import manifest, step_folders
+from capibara.training import manifest, run_manifest, step_folders
 from capibara.training.disk import not_writable_explained
 from capibara.training.lease import Lease
 from capibara.training.manifest import Damaged, Manifest
@@ -41,8 +41,10 @@ class Inspection:
     def __init__(self, model_dir: str, step: int | None = None):
         self._folder = step_folders.folder_of(model_dir)
         try:
-            self._steps = step_folders.steps(self._folder)
-            names = [path.name for path in self._folder.iterdir()]
+            self._lost = run_manifest.lost_steps(self._folder.parent)
+            there = self._folder.exists() or not self._lost
+            self._steps = step_folders.steps(self._folder) if there else []
+            names = [path.name for path in self._folder.iterdir()] if there else []
         except OSError as error:
             raise UserError(
                 f"{model_dir} is no run folder: it has no folder {self._folder.name} that can be read"
@@ -61,15 +63,21 @@ class Inspection:
                 return self.listed()
             case "verify":
                 return self.verified(status)
+            case "seal":
+                return self.sealed()
             case _:
                 return self.pruned(**options)
 
     def listed(self) -> list[Row]:
         """A row for every step, by its manifest alone."""
-        return [self._row(step)[0] for step in self._steps] + [
-            {"step": name, "faults": [f"moved aside by a run that {_ASIDE[pathlib.PurePath(name).suffix]}"]}
-            for name in self._aside
-        ]
+        return (
+            [self._row(step)[0] for step in self._steps]
+            + self._lost_rows()
+            + [
+                {"step": name, "faults": [f"moved aside by a run that {_ASIDE[pathlib.PurePath(name).suffix]}"]}
+                for name in self._aside
+            ]
+        )
 
     def verified(self, status: Callable[[int], None] = lambda step: None) -> list[Row]:
         """The same, with what is wrong with the files of each.
@@ -85,7 +93,45 @@ class Inspection:
                 row["faults"] = manifest.faults(self._folder / str(step), found)
                 row["strays"] = manifest.strays(self._folder / str(step), found)
             rows.append(row)
-        return rows
+        return rows + self._lost_rows() + [self._run_row()]
+
+    def sealed(self) -> list[Row]:
+        """Takes the run folder's own files, and the steps that are there, as they are now."""
+        with not_writable_explained(self._folder), self._held(dry_run=False):
+            paths = run_manifest.seal(self._folder.parent)
+        return [{"step": "run", "faults": [], "sealed": paths}]
+
+    def _lost_rows(self) -> list[Row]:
+        return [
+            {"step": step, "faults": [f"the run committed it: {step_folders.why_lost(self._folder, step)}"]}
+            for step in self._lost
+        ]
+
+    def _run_row(self) -> Row:
+        """What is wrong with the files of the run folder outside its steps."""
+        run = self._folder.parent
+        row: Row = {"step": "run", "faults": [], "strays": []}
+        try:
+            found = run_manifest.read(run)
+        except Damaged as fault:
+            return row | {"faults": [str(fault)]}
+        named = {path for step in self._steps for path in self._named(step)}
+        if found is None:
+            gone = f"{run_manifest.NAME} is gone, which names the run's own files"
+            return row | {"faults": [gone] if named or (run / run_manifest.CONFIG).exists() else []}
+        row["faults"] = run_manifest.faults(run, found)
+        row["faults"] += [
+            f"{path} is named by a step, not by {run_manifest.NAME}" for path in sorted(named - {*found.entries})
+        ]
+        row["strays"] = run_manifest.unknown(run, found)
+        return row | {"files": len(found.entries)}
+
+    def _named(self, step: int) -> list[str]:
+        """The run's own files that a step's manifest names."""
+        try:
+            return list(manifest.read(self._folder / str(step)).about.get("run", ()))
+        except Damaged:
+            return []
 
     def pruned(self, *, keep: int, keep_every: int | None, damaged: bool, dry_run: bool) -> list[Row]:
         """Removes the steps that no rule keeps; a row for every one that went, or would.
@@ -145,13 +191,23 @@ def _described(found: Manifest) -> Row:
     }
 
 
+def _short(row: Row) -> str:
+    if row["faults"]:
+        return "; ".join(row["faults"])
+    if "sealed" in row:
+        return f"sealed: {', '.join(row['sealed'])}"
+    return f"its own {row['files']} files, whole" if "files" in row else "moved aside"
+
+
 def lines(rows: Sequence[Row], action: str) -> Iterator[str]:
     """The rows of an action for a terminal."""
     if not rows:
         yield "nothing to remove" if action == "prune" else "no steps"
     for row in rows:
         if "bytes" not in row:
-            yield f"{row['step']:>10}  {'; '.join(row['faults']) or 'moved aside'}"
+            yield f"{row['step']:>10}  {_short(row)}"
+            for path in row.get("strays", ()):
+                yield f"{'':12}not sealed yet, or no part of it: {path}"
             continue
         score = "" if row["score"] is None else f", loss {row['score']:.4f}"
         commit = "" if not row["commit"] else f", commit {row['commit'][:12]}"

@@ -23,55 +23,55 @@ from capibara.data.chat_template import ChatTemplate
 from capibara.data.dataset import Dataset
 from capibara.data.tokenizer_files import OWN, PATHS, TEMPLATE_FILE, TOKENIZER_FILE
 from capibara.data.vocabulary import SentencePieceVocabulary, TokenizerJsonVocabulary
-from capibara.training import storage
+from capibara.training import run_manifest, storage
 from capibara.training.trainer import Trainer
 from capibara.types import UserError
 
 
-def keep(dataset: Dataset, model_dir: str) -> list[str]:
+def keep(dataset: Dataset, model_dir: str) -> None:
     """Copies the tokenizer of a run's data into its folder, once; the copy of an earlier start is compared.
 
-    Returns:
-      A line on each path whose tokenizer is not the one that the run began with.
-
     Raises:
+      UserError: the tokenizer is not the one that the run began with.
       OSError: the folder cannot be written.
     """
     files, places = _taken(dataset)
     if not files:
-        return []
+        return
     folder, known = storage.folder_of(model_dir), _paths(model_dir)
     own = folder / OWN
     if not any(place.split("/")[0] == OWN for place in known.values()):
-        own.mkdir(parents=True, exist_ok=True)
-        for name, content in files.items():
-            storage.write(own / name, content)
+        run_manifest.replace(folder, {f"{OWN}/{name}": content for name, content in files.items()})
     elif changed := [name for name in tokenizer_files.FILES if _read(own / name) != files.get(name)]:
         given, names = " and ".join(places), ", ".join(changed)
-        return [f"the tokenizer of {given} is another than this run began with ({names}): {own} keeps the first"]
+        raise UserError(
+            f"the tokenizer of {given} is not the one that this run began with ({names} differs from {own}): put the "
+            "first one back, or begin another run with Trainer.init_from and a new MODEL_DIR"
+        )
     if not {*places.items()} <= {*known.items()}:  # last: with it the copy is whole
-        storage.write(folder / PATHS, (json.dumps(known | places, indent=1) + "\n").encode())
-    return []
+        run_manifest.replace(folder, {PATHS: (json.dumps(known | places, indent=1) + "\n").encode()})
 
 
 def of_run(trainer: Trainer, model_dir: str | None = None) -> Trainer:
-    """A run with its own tokenizer wherever that which Gin names is gone.
+    """A run with its own tokenizer: to train on, wherever that which Gin names is gone; to use what it has learnt, always.
 
     Args:
       trainer: the run.
-      model_dir: where its folder is now; None: where Gin says.
+      model_dir: of a run that is read, where its folder is now; None: it is trained, in the folder that Gin says.
 
     Raises:
       UserError: the run folder's paths.json cannot be read.
     """
-    dataset, model_dir = trainer.dataset, model_dir or trainer.model_dir
+    dataset, always, model_dir = trainer.dataset, model_dir is not None, model_dir or trainer.model_dir
     vocabulary, template = dataset.vocabulary, getattr(dataset.source, "template", None)
     known = functools.cache(lambda: _paths(model_dir))
 
     def moved(value: Any, *names: str) -> Any:
         """A vocabulary or template with its paths led to the run's own files, where they are gone."""
         paths = {name: path for name in names if _is_path(path := getattr(value, name))}
-        gone = {name: path for name, path in paths.items() if not tokenizer_files.is_there(path) and path in known()}
+        gone = {
+            n: path for n, path in paths.items() if (always or not tokenizer_files.is_there(path)) and path in known()
+        }
         own = {name: _local(model_dir, known()[path]) for name, path in gone.items()}
         return dataclasses.replace(value, **own) if own else value
 
@@ -137,6 +137,9 @@ def _paths(model_dir: str) -> dict[str, str]:
         found = json.loads(outputs.read(path) or "{}")
         if not isinstance(found, dict) or not all(isinstance(place, str) for place in found.values()):
             raise ValueError("it is no object of paths")
+        for place in found.values():
+            if os.path.isabs(place) or ".." in place.split("/"):
+                raise ValueError(f"{place!r} leads out of the folder")
     except ValueError as error:
         raise UserError(f"{path} cannot be read ({error}): copy the run folder again, or remove that file") from None
     return found

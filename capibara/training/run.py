@@ -464,8 +464,7 @@ def _open_checkpoints_and_data(
         if trainer.evaluation.every:
             validation_loader(trainer, mesh).close()  # a mistake in these files shows now, not at the first evaluation
         if jax.process_index() == 0:
-            for line in own_tokenizer.keep(trainer.dataset, trainer.model_dir):
-                logging.getLogger(__name__).warning("%s", line)
+            own_tokenizer.keep(trainer.dataset, trainer.model_dir)
         batches.start()
         undo.pop_all()
     return checkpoints, restored, batches

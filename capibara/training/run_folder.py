@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import itertools
+import logging
 import os
-import tempfile
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -13,15 +15,19 @@ import jax.numpy as jnp
 
 from capibara import config, outputs
 from capibara.models import api
-from capibara.training import own_tokenizer
+from capibara.training import own_tokenizer, run_manifest, step_folders, storage
 from capibara.training.checkpointing import Checkpointing
 from capibara.training.checkpoints import Checkpoints
+from capibara.training.disk import not_writable_explained
+from capibara.training.lease import Lease
 from capibara.training.manifest import Damaged
 from capibara.training.state import TrainState, with_shardings
+from capibara.training.step_files import together
 from capibara.training.trainer import Trainer
 from capibara.types import Params, PyTree, UserError
 
-CONFIG = "config.gin"
+CONFIG = run_manifest.CONFIG
+_OF_OTHERS = "config.json"  # of a Hugging Face folder, which is read by it whatever else lies beside it
 
 
 class Loaded(NamedTuple):
@@ -36,8 +42,28 @@ class Loaded(NamedTuple):
 
 
 def is_run(folder: str) -> bool:
-    """Whether a folder is that of a run: it records its configuration."""
-    return outputs.read(os.path.join(folder, CONFIG)) is not None
+    """Whether a folder is that of a run: it records its configuration, and is not one of Hugging Face or of T5X."""
+    path = storage.folder_of(folder)
+    ours = (path / run_manifest.NAME).exists() or step_folders.folder_of(folder).exists()
+    return ours and (path / CONFIG).exists() and not (path / _OF_OTHERS).exists()
+
+
+def recorded(folder: str, *, trust: bool = False) -> config.Recorded:
+    """The configuration of a run, to be parsed as data, once its hash holds.
+
+    Args:
+      folder: of the run.
+      trust: the user vouches for the folder: modules that its configuration names may be imported.
+
+    Raises:
+      UserError: it is no run folder, or not as the run wrote it.
+    """
+    where = os.path.join(folder, CONFIG)
+    text = outputs.read(where)
+    if text is None:
+        raise UserError(f"{folder} is not a run folder: it has no {CONFIG}")
+    run_manifest.check(storage.folder_of(folder))
+    return config.Recorded(text, where, trust)
 
 
 def load(
@@ -47,21 +73,54 @@ def load(
     search_paths: Sequence[str] = (),
     *,
     merge: bool = True,
+    trust: bool = False,
 ) -> Loaded:
     """What a run has come to, on a device.
 
     Args:
-      folder: of the run; its config.gin is parsed, then `gin_files` and `bindings`.
+      folder: of the run; its config.gin is parsed as data, then `gin_files` and `bindings`.
       merge: adapters into the parameters, where there are some.
+      trust: as of `recorded`.
 
     Raises:
       UserError: it is no run folder, or holds no checkpoint.
     """
-    return load_step(folder, gin_files, bindings, search_paths, merge=merge)[1]
+    return load_step(folder, gin_files, bindings, search_paths, merge=merge, trust=trust)[1]
 
 
 # (the run, its model or that without adapters) -> the sharding of each of the model's parameters.
 Placed = Callable[[Trainer, api.Model], PyTree]
+
+
+@dataclasses.dataclass(frozen=True)
+class RunFolders:
+    """Run folders for a room that does not import this one.
+
+    Attributes:
+      trust: the modules that a run's configuration names are imported.
+    """
+
+    trust: bool = False
+
+    def is_run(self, folder: str) -> bool:
+        """As `is_run`."""
+        return is_run(folder)
+
+    def load(
+        self,
+        folder: str,
+        gin_files: Sequence[str] = (),
+        bindings: Sequence[str] = (),
+        search_paths: Sequence[str] = (),
+        *,
+        merge: bool = True,
+    ) -> Loaded:
+        """As `load`."""
+        return load(folder, gin_files, bindings, search_paths, merge=merge, trust=self.trust)
+
+    def save(self, folder: str, params: Params, gin: str) -> None:
+        """As `save`."""
+        save(folder, params, gin)
 
 
 def on_one_device(trainer: Trainer, model: api.Model) -> PyTree:
@@ -79,6 +138,7 @@ def load_step(
     average: bool | None = None,
     placed: Placed = on_one_device,
     merge: bool = True,
+    trust: bool = False,
 ) -> tuple[int, Loaded, bool]:
     """What a run had come to at a step.
 
@@ -88,6 +148,7 @@ def load_step(
       average: True: the moving averages of the parameters; False: they themselves; None: averages where some were kept.
       placed: where the parameters shall lie.
       merge: adapters into the parameters, where there are some.
+      trust: as of `recorded`.
 
     Returns:
       the step, the run, and whether its parameters are averages.
@@ -95,13 +156,7 @@ def load_step(
     Raises:
       UserError: as `load`, or there is no such step, or no average in it.
     """
-    recorded = outputs.read(os.path.join(folder, CONFIG))
-    if recorded is None:
-        raise UserError(f"{folder} is not a run folder: it has no {CONFIG}")
-    with tempfile.NamedTemporaryFile("w", suffix=".gin") as copy:  # Gin reads no buckets
-        copy.write(recorded)
-        copy.flush()
-        config.parse([copy.name, *gin_files], bindings, search_paths)
+    config.parse(gin_files, bindings, search_paths, recorded(folder, trust=trust))
     trainer = own_tokenizer.of_run(config.build(Trainer), folder)
     model = api.build(trainer.model)
     target = with_shardings(model.abstract_params, placed(trainer, model))
@@ -110,6 +165,11 @@ def load_step(
         if found is None:
             raise UserError(f"{folder} holds no checkpoint yet: train it first")
         step, params = found
+        if checkpoints.damaged:
+            newest = max(checkpoints.damaged)
+            logging.getLogger(__name__).warning(
+                "%s: step %d is used, not step %d: %s", folder, step, newest, checkpoints.damaged[newest]
+            )
         kept = any(path.startswith("ema/") for path in checkpoints.restore_progress(step).shapes)
     if average and not kept:
         raise UserError(f"{folder} keeps no average of its parameters (Trainer.ema_decay is not set): take them raw")
@@ -132,16 +192,47 @@ def _found(
         raise UserError(f"{folder}: step {step} is damaged ({fault}): take another") from None
 
 
+def check_resumable(model_dir: str) -> None:
+    """Raises UserError where a run folder has lost what a run would resume from, or is not as its run wrote it."""
+    folder = storage.folder_of(model_dir)
+    if folder.exists():
+        run_manifest.check(folder)
+        step_folders.lost(step_folders.folder_of(model_dir))
+
+
+def start_over(model_dir: str) -> None:
+    """Renames a run folder, so that a new run begins in its place; every process calls it, process 0 does it.
+
+    Raises:
+      UserError: another process writes there, or it is in a bucket.
+    """
+    folder = storage.folder_of(model_dir)
+    if jax.process_index() == 0 and folder.exists() and any(folder.iterdir()):
+        if outputs.is_remote(model_dir):
+            raise UserError(
+                f"--start_over renames a local folder, and {model_dir} is in a bucket: set another MODEL_DIR"
+            )
+        steps = step_folders.folder_of(model_dir)
+        with not_writable_explained(folder):
+            steps.mkdir(exist_ok=True)
+            Lease(steps).release()  # refused where a run is writing
+            old = next(p for n in itertools.count(1) if not (p := folder.with_name(f"{folder.name}.old{n}")).exists())
+            folder.rename(old)
+        logging.getLogger(__name__).warning("%s was renamed to %s: a new run begins", folder, old.name)
+    together("started over")
+
+
 def save(folder: str, params: Params, gin: str) -> None:
     """Writes a run folder whose only checkpoint, of step 0, has parameters alone: others can begin from it.
 
-    It is a run folder when this returns, or has no config.gin.
+    Its other files are there already: what they hold now goes into its manifest.
 
     Args:
       params: on devices.
       gin: its configuration.
     """
+    run_manifest.replace(storage.folder_of(folder), {CONFIG: gin.encode()})
+    run_manifest.seal(storage.folder_of(folder))
     step = jax.device_put(jnp.zeros((), jnp.int32), jax.tree.leaves(params)[0].sharding)
     with contextlib.closing(Checkpoints(folder, Checkpointing())) as checkpoints:
         checkpoints.save(0, TrainState(step=step, params=params, opt_state=(), ema=None), {}, {})
-    outputs.replace(os.path.join(folder, CONFIG), gin)

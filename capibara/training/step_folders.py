@@ -1,4 +1,4 @@
-"""The folders of a run's steps: which there are, which go, and what becomes of those that are not whole."""
+"""Lists, removes and quarantines the folders of a run's steps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from etils import epath
 
-from capibara.training import manifest, storage
+from capibara.training import manifest, run_manifest, storage
 from capibara.training.checkpointing import Checkpointing
 from capibara.training.manifest import Damaged
 from capibara.training.retention import expendable
@@ -131,6 +131,7 @@ def remove(folder: epath.Path) -> None:
     """Removes a step's folder, if it is there; no half of it is taken for a step, whenever this is stopped."""
     if not folder.exists():
         return
+    _forget(folder)
     storage.remove(folder / manifest.NAME)
     # Half of it must not be taken for what another program wrote.
     if storage.is_remote(folder):
@@ -160,19 +161,51 @@ def remove_failed(folder: epath.Path) -> None:
 
 def move_aside(folder: epath.Path, ending: str) -> epath.Path:
     """Gives a step's folder another name, and returns it; what had that name before makes room."""
+    _forget(folder)
     aside = folder.with_name(f"{folder.name}{ending}")
     if aside.exists():
         aside.rmtree()
     return folder.rename(aside)
 
 
+def _forget(folder: epath.Path) -> None:
+    """Before a step's folder goes: it is not lost."""
+    if is_step(folder.name):
+        run_manifest.forget_step(folder.parent.parent, int(folder.name))
+
+
+def lost(folder: epath.Path) -> list[int]:
+    """The steps that the run has committed and that are not there any more, oldest first.
+
+    Raises:
+      UserError: there are some, and no other step to resume from: to start from step 0 would lose them silently.
+    """
+    run = folder.parent
+    missing = run_manifest.lost_steps(run) if run.exists() else []
+    if missing and not (folder.exists() and steps(folder)):
+        raise UserError(
+            f"{folder} holds none of the checkpoints that the run records (step {', '.join(map(str, missing[-3:]))}): restore "
+            f"it from a copy; or begin a new run with --start_over, which renames {run}, or with another MODEL_DIR"
+        )
+    return missing
+
+
+def why_lost(folder: epath.Path, step: int) -> str:
+    """What is missing of a step that was committed."""
+    path = folder / str(step)
+    return f"{manifest.NAME} is gone" if path.exists() else "its folder is gone"
+
+
 def remove_leftovers(folder: epath.Path) -> None:
     """Removes what saves left that did not come to their end: it may be what fills the disk.
 
-    Where it is all there is, it stays until a step is committed: somebody may want to look at it.
+    Where it is all there is, it stays until a step is committed: somebody may want to look at it. A step that was
+    committed and has lost its manifest is no leftover.
     """
-    committed = bool(steps(folder))
+    committed, recorded = bool(steps(folder)), run_manifest.recorded_steps(folder.parent)
     for path in folder.iterdir():
+        if is_step(path.name) and int(path.name) in recorded:
+            continue
         if is_step(path.name) and is_unfinished(path):
             if committed:
                 path.rmtree()

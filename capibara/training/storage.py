@@ -15,7 +15,7 @@ import xxhash
 from etils import epath
 
 from capibara import extras
-from capibara.outputs import is_remote, sync_entry
+from capibara.outputs import check_regular, is_remote, sync_entry
 from capibara.types import UserError
 
 _PIECE = 1 << 18  # bytes that are hashed at a time: still in the processor's cache when they are
@@ -110,7 +110,7 @@ def files_below(folder: epath.Path) -> dict[str, int]:
     def walk_local(inner: str, prefix: str) -> None:
         with os.scandir(inner) as entries:
             for entry in entries:
-                if entry.is_dir():
+                if entry.is_dir(follow_symlinks=False):
                     walk_local(entry.path, f"{prefix}{entry.name}/")
                 else:
                     found[f"{prefix}{entry.name}"] = entry.stat().st_size
@@ -197,7 +197,10 @@ def each(fn: Callable[[T], R], items: Sequence[T] | Iterable[T]) -> list[R]:
 
 
 def _unbuffered(path: epath.Path) -> Any:
-    return path.open("rb") if is_remote(path) else open(path, "rb", buffering=0)
+    if is_remote(path):
+        return path.open("rb")
+    check_regular(path)
+    return open(path, "rb", buffering=0)
 
 
 @functools.cache
