@@ -8,6 +8,7 @@ import logging
 import os
 import secrets
 import socket
+import stat
 import threading
 import time
 from collections.abc import Iterator
@@ -22,6 +23,10 @@ NAME = "lease.json"
 _STALE_AFTER_S = 60.0  # without a sign of life from another host
 _RENEWALS = 6  # in that time
 _LOOK_S = 1.0
+_LOCK_S = 10.0  # for the lock of the folder, which nobody holds for longer than it takes to write the file
+_LOCK_LOOK_S = 0.05
+_JOIN_S = 5.0  # more than that for the thread that renews it
+_MOST_BYTES = 1 << 16  # of a record, which has some hundred
 _SETTLE_S = 2.0  # in a bucket, which has no locks: longer than from another's look to its write
 
 
@@ -38,7 +43,8 @@ class Lease:
       stale_after_s: seconds without a renewal after which another host's lease counts for nothing.
 
     Raises:
-      UserError: another process holds it, or a folder has its name.
+      UserError: another process holds it, or the folder's lock for longer than anybody needs it (a process that is
+        stopped just then), or a folder has its name.
     """
 
     def __init__(self, folder: epath.Path, stale_after_s: float = _STALE_AFTER_S):
@@ -59,15 +65,15 @@ class Lease:
     def release(self) -> None:
         """Gives it back; another holder's is left alone."""
         self._ended.set()
-        self._renewing.join()
-        with contextlib.suppress(OSError), _alone(self._folder):  # the folder may be gone by now
+        self._renewing.join(_LOCK_S + _JOIN_S)
+        with contextlib.suppress(OSError), _alone(self._folder):  # the folder may be gone by now, or its lock held
             if (_read(self._path) or {}).get("nonce") == self._nonce:
                 self._path.unlink()
 
     def _take(self) -> None:
         begin_s, first = time.monotonic(), _read(self._path)
         while True:
-            with _alone(self._folder):
+            with _lock_explained(self._folder), _alone(self._folder):
                 holder = _read(self._path)
                 unchanged = holder == first and time.monotonic() - begin_s >= self._stale_after_s
                 if free := holder is None or unchanged or self._is_dead(holder):
@@ -79,8 +85,10 @@ class Lease:
                 if holder.get("nonce") == self._nonce:
                     return
             if free or holder != first or self._is_here(holder):
+                stopped = self._is_here(holder) and processes.is_stopped(holder.get("pid"))
                 raise UserError(
-                    f"{self._folder} is being written by process {holder.get('pid')} on {holder.get('host')}: stop it first, "
+                    f"{self._folder} is being written by process {holder.get('pid')} on {holder.get('host')}"
+                    f"{', which is stopped (SIGSTOP)' if stopped else ''}: {'end' if stopped else 'stop'} it first, "
                     f"or set another MODEL_DIR (or remove {NAME} there, if you are sure that it has ended)"
                 )
             if not self._ended.wait(min(_LOOK_S, self._stale_after_s / _RENEWALS)):
@@ -140,21 +148,59 @@ def _here() -> dict[str, str | None]:
     return {"host": socket.gethostname(), "boot": processes.boot_id(), "pid_namespace": processes.pid_namespace()}
 
 
+class _Locked(TimeoutError):
+    """Another process holds the folder's lock and does not give it back."""
+
+
 @contextlib.contextmanager
 def _alone(folder: epath.Path) -> Iterator[None]:
-    """Within it no other process of this host (or of those that share the disk's locks) is within it."""
+    """Within it no other process of this host (or of those that share the disk's locks) is within it.
+
+    Raises:
+      _Locked: one has been for longer than it takes.
+    """
     if storage.is_remote(folder):
         yield
         return
-    import fcntl
-
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        with contextlib.suppress(OSError):  # a file system without locks: the lease's nonce is all there is
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        _lock(descriptor)
         yield
     finally:
         os.close(descriptor)
+
+
+def _lock(descriptor: int) -> None:
+    import fcntl
+
+    limit_s = time.monotonic() + _LOCK_S
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() >= limit_s:
+                raise _Locked(processes.lock_holder(descriptor)) from None
+        except OSError:  # a file system without locks: the lease's nonce is all there is
+            return
+        time.sleep(_LOCK_LOOK_S)
+
+
+@contextlib.contextmanager
+def _lock_explained(folder: epath.Path) -> Iterator[None]:
+    """Makes the lock that is not given back a mistake of the user's, with the name of who holds it."""
+    try:
+        yield
+    except _Locked as locked:
+        (pid,), host, record = locked.args, socket.gethostname(), _read(folder / NAME) or {}
+        # No process of ours: of another container, or of a host that shares the disk.
+        pid, host = (pid, host) if pid is not None else (record.get("pid"), record.get("host"))
+        who = "another process" if pid is None else f"process {pid} on {host}"
+        stopped = host == socket.gethostname() and processes.is_stopped(pid)
+        raise UserError(
+            f"{folder} is locked by {who}{', which is stopped,' if stopped else ''} for more than {_LOCK_S:g} s: "
+            f"{f'continue it (kill -CONT {pid})' if stopped else 'wait for it'} or end it, or set another MODEL_DIR"
+        ) from None
 
 
 def _read(path: epath.Path) -> dict[str, Any] | None:
@@ -168,7 +214,9 @@ def _read(path: epath.Path) -> dict[str, Any] | None:
 
 def _bytes_of(path: epath.Path) -> bytes:
     if not storage.is_remote(path):
-        return path.read_bytes()
+        # Without waiting for whoever writes into a pipe of that name.
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+            return file.read(_MOST_BYTES) if stat.S_ISREG(os.fstat(file.fileno()).st_mode) else b""
     import fsspec
 
     # Opened as a file it has the size that it had when its folder was last listed here, whoever has written it since.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from typing import Any
@@ -18,12 +19,55 @@ def age_s() -> float:
 
 def start_of(pid: Any) -> str | None:
     """When a process of this host started, in the kernel's ticks; None: there is none."""
-    try:
-        with open(f"/proc/{int(pid)}/stat", encoding="ascii", errors="replace") as file:
-            fields = file.read().rpartition(")")[2].split()
-    except (OSError, TypeError, ValueError):
+    fields = _stat(pid)
+    if fields is None:
         return _alive_without_proc(pid)
     return None if fields[0] == "Z" else fields[19]
+
+
+def _stat(pid: Any) -> list[str] | None:
+    """What follows the name in /proc/PID/stat; None: there is none."""
+    try:
+        with open(f"/proc/{int(pid)}/stat", encoding="ascii", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()
+    except (OSError, TypeError, ValueError):
+        return None
+
+
+def is_stopped(pid: Any) -> bool:
+    """Whether a process of this host is stopped, by SIGSTOP, ctrl-Z or a debugger."""
+    return (_stat(pid) or [""])[0] in ("T", "t")
+
+
+def lock_holder(descriptor: int) -> int | None:
+    """The process that holds the lock (flock) of a file that is open here; None: it cannot be told."""
+    about = os.fstat(descriptor)
+    device = f"{os.major(about.st_dev):02x}:{os.minor(about.st_dev):02x}"
+    try:
+        with open("/proc/locks", encoding="ascii") as file:
+            lines = [line.split() for line in file]
+    except (OSError, ValueError):
+        return None
+    # "1: FLOCK ADVISORY WRITE 4242 fe:01:131 0 EOF"; "1: -> FLOCK ..." waits for it.
+    held = [fields for fields in lines if len(fields) > 5 and fields[1] == "FLOCK"]
+    exact = [int(fields[4]) for fields in held if fields[5] == f"{device}:{about.st_ino}"]
+    # Some file systems (btrfs, overlays) have another device there than for fstat.
+    similar = [int(fields[4]) for fields in held if fields[5].rpartition(":")[2] == str(about.st_ino)]
+    for pid in [*exact, *similar]:
+        if pid > 0 and start_of(pid) is not None:
+            return pid
+    return _opener(about) if exact or similar else None
+
+
+def _opener(about: os.stat_result) -> int | None:
+    """A process that has a locked file open: what took the lock has ended, and left it to a child."""
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            for descriptor in os.listdir(f"/proc/{name}/fd") if int(name) != os.getpid() else ():
+                found = os.stat(f"/proc/{name}/fd/{descriptor}")
+                if (found.st_dev, found.st_ino) == (about.st_dev, about.st_ino):
+                    return int(name)
+    return None
 
 
 def boot_id() -> str | None:

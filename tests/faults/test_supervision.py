@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pathlib
 import signal
+import socket
 import subprocess
 import sys
 import time
 
 import pytest
+from etils import epath
 
 from capibara.jobs import guard
 from capibara.jobs.local import Supervisor
+from capibara.training import lease as lease_module
+from capibara.training.lease import NAME, Lease
+from capibara.types import UserError
 
 CHECKOUT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -187,3 +193,80 @@ def test_one_without_a_sign_of_life_is_ended(tmp_path):
     ended, lines, took_s = supervise(tmp_path, code, silent_s=1.0)
     assert ended == 0 and took_s < 20
     assert "has shown no sign of life for 1 s: all are ended" in lines[0] and "exit code 75" in lines[1], lines
+
+
+HOLDER = """
+import fcntl, os, signal, sys, time
+descriptor = os.open(sys.argv[1], os.O_RDONLY)
+fcntl.flock(descriptor, fcntl.LOCK_EX)
+if sys.argv[2] == "its child" and os.fork():
+    os._exit(0)
+with open(sys.argv[1] + "/pid.new", "w") as file:
+    file.write(str(os.getpid()))
+os.rename(sys.argv[1] + "/pid.new", sys.argv[1] + "/pid")
+if sys.argv[2] != "busy":
+    os.kill(os.getpid(), signal.SIGSTOP)
+time.sleep(300)
+"""
+
+
+@pytest.fixture
+def holding(tmp_path):
+    """how -> the process id of one that holds the lock of the folder."""
+    started = []
+
+    def hold(how):
+        process = subprocess.Popen([sys.executable, "-S", "-c", HOLDER, str(tmp_path), how])
+        pid = wait_for(lambda: pids(tmp_path, "pid"))[0]
+        started.extend([pid, process])
+        if how != "busy":
+            wait_for(lambda: state(pid) == "T")
+        return pid
+
+    yield hold
+    os.kill(started[0], signal.SIGKILL)
+    started[1].wait(10)
+
+
+@pytest.mark.fault(55)
+@pytest.mark.parametrize("how", ["stopped", "busy", "its child"])
+def test_a_lock_that_is_not_given_back_names_its_holder(tmp_path, holding, monkeypatch, how):
+    monkeypatch.setattr(lease_module, "_LOCK_S", 0.5)
+    pid, began_s = holding(how), time.monotonic()
+    with pytest.raises(UserError) as error:
+        Lease(epath.Path(tmp_path))
+    assert 0.5 <= time.monotonic() - began_s < 5
+    words = "continue it (kill -CONT " if how != "busy" else "wait for it or end it"
+    assert f"{tmp_path} is locked by process {pid} on {socket.gethostname()}" in str(error.value)
+    assert words in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.fault(55)
+def test_a_lock_that_comes_free_in_time_is_waited_for(tmp_path, holding):
+    pid = holding("stopped")
+    began_s = time.monotonic()
+    killing = subprocess.Popen(["sh", "-c", f"sleep 0.5; kill -9 {pid}"])
+    Lease(epath.Path(tmp_path)).release()
+    assert time.monotonic() - began_s >= 0.4
+    killing.wait()
+
+
+@pytest.mark.fault(55)
+def test_the_holder_of_a_lease_ends_in_time_where_its_lock_is_held(tmp_path, holding, monkeypatch):
+    monkeypatch.setattr(lease_module, "_LOCK_S", 0.3)
+    lease = Lease(epath.Path(tmp_path), stale_after_s=0.6)
+    holding("stopped")
+    time.sleep(0.3)  # its thread waits for the lock by now
+    began_s = time.monotonic()
+    lease.check()
+    lease.release()
+    assert time.monotonic() - began_s < 5
+    assert json.loads((tmp_path / NAME).read_text())["pid"] == os.getpid()  # left to the next one, who finds us dead
+
+
+@pytest.mark.fault(55)
+def test_a_pipe_with_the_name_of_the_lease_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / NAME)
+    lease = Lease(epath.Path(tmp_path))
+    lease.check()
+    lease.release()
