@@ -24,24 +24,21 @@ _DESCRIPTION = """Convert a model from one form to another, or look after the ch
   prune   remove steps: --keep=N newest and --keep_every=N stay, and the last that is what was saved
 
 examples:
-  python -m capibara.convert --from=runs/mine --to=mine-hf --dtype=bf16
-  python -m capibara.convert --from=runs/lora --to=adapter --format=peft
   python -m capibara.convert --from=runs/mine --to=mine.gguf --quantize=gptq --calibration=chats.jsonl
   python -m capibara.convert prune runs/mine --keep=1 --dry_run
 
 exit codes: 0 done, all steps are what was saved; 1 some are not; 2 a mistake in what was given"""
 _FORMATS = ("hf", "pytorch", "gguf", "t5x", "peft", "peft_fused", "capibara")
-_ACTIONS = ("list", "verify", "seal", "prune")
-_OF = dict.fromkeys(
-    ("source", "target", "format", "dtype", "base", "trust_config", *quantize.FLAGS), ("a model",)
-)  # flags -> of what
-_OF |= {"step": ("list", "verify")} | dict.fromkeys(("keep", "keep_every", "damaged", "dry_run"), ("prune",))
+_PRUNE = ("keep", "keep_every", "damaged", "dry_run")
+_MODEL = ("source", "target", "format", "dtype", "base", "trust_config", *quantize.FLAGS)
+_OF = dict.fromkeys(_MODEL, ("a model",))  # flags -> of what
+_OF |= {"step": ("list", "verify")} | dict.fromkeys(_PRUNE, ("prune",))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parses the command line and does it; returns the exit code."""
     parser = cli.ArgumentParser("capibara convert", _DESCRIPTION)
-    parser.add_argument("action", nargs="?", choices=_ACTIONS, metavar="|".join(_ACTIONS))
+    parser.add_argument("action", nargs="?", choices=("list", "verify", "seal", "prune"))
     parser.add_argument("run", nargs="?", metavar="RUN", help="of these: the run folder, MODEL_DIR")
     parser.add_argument("--from", dest="source", metavar="PATH", help="the model to convert")
     parser.add_argument("--to", dest="target", metavar="PATH", help="where it is written")
@@ -52,8 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--step", type=int, metavar="N", help="of list and verify: this one alone")
     parser.add_argument("--keep", type=int, metavar="N", help="of prune: newest steps that stay")
     parser.add_argument("--keep_every", type=int, metavar="N", help="of prune: multiples of it stay")
-    for name, what in (("damaged", "remove what was moved aside, too"), ("dry_run", "only say what would go")):
-        parser.add_argument(f"--{name}", action="store_true", help=f"of prune: {what}")
+    parser.add_argument("--damaged", action="store_true", help="of prune: remove what was quarantined, too")
+    parser.add_argument("--dry_run", action="store_true", help="of prune: only say what would go")
     parser.add_argument("--json", metavar="FILE", help="write what is printed there")
     cli.add_trust(parser)
     args = cli.parse_arguments(parser, argv)
@@ -67,11 +64,10 @@ def _model(args: argparse.Namespace) -> int:
     from capibara.training.run_folder import RunFolders
 
     jax.config.update("jax_platforms", "cpu")  # a chip's memory is smaller than its host's
-    runs = RunFolders(trust=args.trust_config)
+    what = (args.source, args.target, args.format, args.dtype, args.base)
     gin, how = (args.gin_file, args.gin_bindings, args.gin_search_paths), quantize.asked(args)
     with StatusLine() as bar:
-        now = conversion.convert(args.source, args.target, args.format, args.dtype, args.base, gin, runs, how, bar.show)
-    print(now)
+        print(conversion.convert(*what, gin, RunFolders(args.trust_config), how, bar.show))
     return 0
 
 
@@ -92,7 +88,7 @@ def convert(args: argparse.Namespace) -> int:
 
     inspection.check(args.action, args.keep, args.keep_every)
     outputs.check_writable(*filter(None, [args.json]))
-    options = {name: getattr(args, name) for name in ("keep", "keep_every", "damaged", "dry_run")}
+    options = {name: getattr(args, name) for name in _PRUNE}
     found = inspection.Inspection(args.run, args.step)
     with StatusLine() as line:
         table = found.done(args.action, lambda step: line.show("verifying", f"step {step}"), **options)

@@ -15,7 +15,6 @@ _DESCRIPTION = """Continue a prompt with a model; an encoder-decoder answers it.
 
 examples:
   python -m capibara.infer --model_dir=runs/quickstart --prompt="def "
-  python -m capibara.infer --model_dir=runs/quickstart --prompt="import " --gin.Sampling.temperature=0
   echo "class " | python -m capibara.infer --model_dir=runs/quickstart --gin.Sampling.top_p=0.9
   python -m capibara.infer --model_dir=runs/quickstart --prompts=prompts.jsonl --out=texts.jsonl
   python -m capibara.infer --model_dir=runs/finetune/adapted --chat --prompt="What is a capybara?"
@@ -60,8 +59,8 @@ def run(args) -> None:
     from capibara.monitoring.status import StatusLine
 
     devices.start()
-    path = args.model_dir or args.model
-    opened = loading.load(path, args.gin_file, args.gin_bindings, args.gin_search_paths, trust=args.trust_config)
+    given = (args.model_dir or args.model, args.gin_file, args.gin_bindings, args.gin_search_paths)
+    opened = loading.load(*given, trust=args.trust_config)
     (trainer, model, params), about = opened.run, opened.about
     del opened  # the engine has a copy of the parameters
     vocabulary, lengths = trainer.dataset.get_vocabulary(), (trainer.dataset.length, trainer.dataset.encoder_length)

@@ -5,7 +5,6 @@ Run the same command again to carry on where the run folder's last checkpoint st
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 
@@ -57,9 +56,13 @@ def train(
     from capibara.training.trainer import Trainer
 
     config.parse(gin_files, bindings, search_paths)
-    trainer = own_tokenizer.of_run(config.build(Trainer))
+    trainer = config.build(Trainer)
     devices.start(emulate)
     devices.start_distributed(emulated=emulate is not None, heartbeat_s=trainer.heartbeat_s)
+    if start_over:
+        run_folder.start_over(trainer.model_dir)
+    run_folder.check_resumable(trainer.model_dir)
+    trainer = own_tokenizer.of_run(trainer)
     more, title = automatic.bindings(trainer) if emulate is None else emulation.bindings(trainer, jax.device_count())
     if more:
         if jax.process_index() == 0:
@@ -70,10 +73,7 @@ def train(
     dataset.preload()
     texts, callbacks = config.build(SampleText), config.build(Monitoring).build()
     print("".join(f"note: {line}\n" for line in config.check_used(trainer.later)), end="")
-    if start_over:
-        run_folder.start_over(trainer.model_dir)
-    run_folder.check_resumable(trainer.model_dir)
-    print_changes(trainer.model_dir)
+    print("".join(f"changed since the last start: {line}\n" for line in run_folder.changes(trainer.model_dir)), end="")
     model = api.build(trainer.model)
     outcome = loop.train(
         trainer,
@@ -85,22 +85,6 @@ def train(
         load=lambda: checkpoint.loader(trainer.init_from, model.plain),
     )
     return 128 + outcome.signal_number if outcome.signal_number else 0
-
-
-def print_changes(model_dir: str) -> None:
-    """Prints how the configuration differs from the one that the run folder records."""
-    import jax
-
-    from capibara import config, outputs
-
-    path = os.path.join(model_dir, "config.gin")
-    try:
-        before = outputs.read(path) if jax.process_index() == 0 else None
-        lines = [] if before is None else config.diff(before, config.operative())
-    except (OSError, SyntaxError, ValueError) as error:
-        raise UserError(f"{path} cannot be read ({type(error).__name__}): move it, or set another MODEL_DIR") from error
-    for line in lines:
-        print(f"changed since the last start: {line}")
 
 
 if __name__ == "__main__":

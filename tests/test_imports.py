@@ -14,6 +14,7 @@ import pytest
 PACKAGE = pathlib.Path(__file__).resolve().parent.parent / "capibara"
 
 FOUNDATION = {"types", "tree", "extras", "fields", "gin_search", "cli", "config", "outputs", "allocator"}
+FOUNDATION |= {"gin_record", "user_modules"}
 # Room -> the rooms it may import, itself apart. "models.api" is that one module of models.
 _BASE = FOUNDATION | {"devices", "sharding", "transposition", "optim", "data", "builders", "consensus", "models.api"}
 RULES = {
@@ -26,14 +27,14 @@ RULES = {
     "strategies": _BASE | {"training", "inference"},
     "loading": _BASE | {"training", "interop"},
     "evaluation": _BASE | {"training", "interop", "inference", "loading"},
-    "monitoring": FOUNDATION | {"training.callbacks"},
+    "monitoring": FOUNDATION | {"training.callbacks", "training.run_manifest"},
     "jobs": FOUNDATION | {"sharding", "planner"},
 }
 VERBS = {"train", "plan", "prove", "evaluate", "infer", "serve", "convert", "prepare", "dashboard", "launch"}
 ANYTHING = VERBS | {"__main__"}
 # Third-party package -> where it may be imported.
 ONLY_IN = {"flax": ("models",), "gin": ("config",)}
-LONGEST_FILE, LONGEST_FUNCTION, LONGEST_VERB = 500, 60, 100
+LONGEST_FILE, LONGEST_FUNCTION, LONGEST_VERB = 700, 60, 100
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,8 +123,8 @@ def _forbidden(imported: Import, package: str) -> str | None:
         return None
     if room and room not in RULES:
         return f"room {room} has no import rule: add it to RULES"
-    if not room:
-        return f"the package itself must not import {inner}"
+    if not room:  # user_modules looks after sys.path before anything else is imported
+        return None if inner == "user_modules" else f"the package itself must not import {inner}"
     allowed = RULES[room]
     if target in allowed or any(inner == rule or inner.startswith(f"{rule}.") for rule in allowed):
         return None
@@ -198,7 +199,7 @@ PLANTED = {
     "utils.py": ("import house.tree", "room utils has no import rule"),
     "__init__.py": ("from house import config", "the package itself must not import config"),
     "plan.py": ("x = 1\n" * 101, "101 lines, a verb has at most 100"),
-    "interop/names.py": ("x = 1\n" * 500, "500 lines, must be under 500"),
+    "interop/names.py": ("x = 1\n" * 700, "700 lines, must be under 700"),
     "jobs/local.py": ("def f():\n" + "    x = 1\n" * 59, "f has 60 lines"),
     "builders/logs.py": ("import importlib\nimportlib.import_module('house.data')", "builders must not import data"),
 }

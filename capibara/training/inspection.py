@@ -39,7 +39,7 @@ class Inspection:
     """
 
     def __init__(self, model_dir: str, step: int | None = None):
-        self._folder = step_folders.folder_of(model_dir)
+        self._folder, self._alone = step_folders.folder_of(model_dir), step is not None
         try:
             self._lost = run_manifest.lost_steps(self._folder.parent)
             there = self._folder.exists() or not self._lost
@@ -93,7 +93,7 @@ class Inspection:
                 row["faults"] = manifest.faults(self._folder / str(step), found)
                 row["strays"] = manifest.strays(self._folder / str(step), found)
             rows.append(row)
-        return rows + self._lost_rows() + [self._run_row()]
+        return rows if self._alone else rows + self._lost_rows() + [self._run_row()]
 
     def sealed(self) -> list[Row]:
         """Takes the run folder's own files, and the steps that are there, as they are now."""

@@ -140,7 +140,7 @@ def _paths(model_dir: str) -> dict[str, str]:
         for place in found.values():
             if os.path.isabs(place) or ".." in place.split("/"):
                 raise ValueError(f"{place!r} leads out of the folder")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read ({error}): copy the run folder again, or remove that file") from None
     return found
 

@@ -200,6 +200,16 @@ def check_resumable(model_dir: str) -> None:
         step_folders.lost(step_folders.folder_of(model_dir))
 
 
+def changes(model_dir: str) -> list[str]:
+    """How the parsed configuration differs from the one that the run folder records; on process 0 alone."""
+    path = os.path.join(model_dir, CONFIG)
+    before = outputs.read(path) if jax.process_index() == 0 else None
+    try:
+        return [] if before is None else config.diff(before, config.operative())
+    except (SyntaxError, ValueError) as error:
+        raise UserError(f"{path} cannot be read ({type(error).__name__}): move it, or set another MODEL_DIR") from error
+
+
 def start_over(model_dir: str) -> None:
     """Renames a run folder, so that a new run begins in its place; every process calls it, process 0 does it.
 

@@ -51,7 +51,7 @@ class Writer:
         """
         if jax.process_index() == 0:
             check()
-            step_folders.remove(folder)
+            step_folders.make_room(folder)
             folder.mkdir()
             sealed = run if self.key is None else chunks.seal_run(int(folder.name), run, self.key)
             storage.write(folder / manifest.RUN, sealed)

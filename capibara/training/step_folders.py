@@ -174,6 +174,19 @@ def _forget(folder: epath.Path) -> None:
         run_manifest.forget_step(folder.parent.parent, int(folder.name))
 
 
+def make_room(folder: epath.Path) -> None:
+    """Removes what is in the place of a step that is about to be written; one that has lost its manifest is quarantined."""
+    lost_there = (
+        folder.exists()
+        and not manifest.exists(folder)
+        and int(folder.name) in run_manifest.recorded_steps(folder.parent.parent)
+    )
+    if lost_there:
+        move_aside(folder, DAMAGED)
+    else:
+        remove(folder)
+
+
 def lost(folder: epath.Path) -> list[int]:
     """The steps that the run has committed and that are not there any more, oldest first.
 

@@ -16,7 +16,7 @@ import pytest
 import xxhash
 from etils import epath
 
-from capibara.training import array_files, disk, manifest, step_folders, storage
+from capibara.training import array_files, disk, manifest, run_manifest, step_folders, storage
 from capibara.training.anomalies import LossWindow
 from capibara.training.checkpoints import Checkpointing, Checkpoints, RestoredFromDamage
 from capibara.training.loss_scale import LossScale
@@ -229,6 +229,7 @@ def test_leftovers_of_a_failed_save_are_removed(tmp_path):
         for step in (1, 2):
             checkpoints.save(step, state_of(step), {}, {})
     folder = tmp_path / "checkpoints"
+    run_manifest.forget_step(run_manifest.folder_of(tmp_path), 2)  # as it is before the step is committed
     (folder / "2" / "manifest.json").rename(folder / "2" / "manifest.json.partial")
     with Checkpoints(str(tmp_path), Checkpointing(), read_only=True) as reader:
         assert reader.latest_step() == 1 and (folder / "2").exists()
@@ -242,6 +243,7 @@ def test_what_is_all_there_is_stays_until_a_step_is_committed(tmp_path):
     with Checkpoints(str(tmp_path), Checkpointing()) as checkpoints:
         checkpoints.save(1, state_of(1), {}, {})
     folder = tmp_path / "checkpoints"
+    run_manifest.forget_step(run_manifest.folder_of(tmp_path), 1)
     (folder / "1" / "manifest.json").unlink()
     with Checkpoints(str(tmp_path), Checkpointing()) as checkpoints:
         assert checkpoints.verified_step() is None and (folder / "1.unfinished" / "state").exists()

@@ -45,15 +45,21 @@ def texts(vocabulary):
     return Dataset(source=StdlibSource(), vocabulary=vocabulary, length=64)
 
 
+def trainer_of(dataset, run):
+    small = DecoderConfig(vocab_size=384, embed_dim=32, num_layers=1, num_heads=2, mlp_dim=64)
+    return Trainer(model_dir=run, steps=1, model=small, plan=Plan(batch_size=8), optimizer=Optimizer(), dataset=dataset)
+
+
 def moved(dataset, run):
     """The data of the run when its folder is elsewhere."""
     if not os.path.exists(f"{run}_moved"):
         shutil.move(run, f"{run}_moved")
-    small = DecoderConfig(vocab_size=384, embed_dim=32, num_layers=1, num_heads=2, mlp_dim=64)
-    trainer = Trainer(
-        model_dir=run, steps=1, model=small, plan=Plan(batch_size=8), optimizer=Optimizer(), dataset=dataset
-    )
-    return own_tokenizer.of_run(trainer, f"{run}_moved").dataset
+    return own_tokenizer.of_run(trainer_of(dataset, run), f"{run}_moved").dataset
+
+
+def trained(dataset, run):
+    """The data of the run when it is trained."""
+    return own_tokenizer.of_run(trainer_of(dataset, run)).dataset
 
 
 @pytest.mark.parametrize("kind", ["folder", "file"])
@@ -64,8 +70,9 @@ def test_a_moved_run_has_its_tokenizer_and_template(folder, run, kind):
     dataset = chats(path)
     said, ids = dataset.source.template.render(TALK, "a:1").text, dataset.vocabulary.encode_rendered("<|turn|>é<|end|>")
     prints = dataset.vocabulary.fingerprint(), dataset.source.template.fingerprint()
-    assert own_tokenizer.keep(dataset, run) == []
-    assert moved(dataset, run) is dataset  # the first is still there
+    own_tokenizer.keep(dataset, run)
+    assert trained(dataset, run) is dataset  # the first is still there, and training reads it
+    assert moved(dataset, run).vocabulary.path.startswith(f"{run}_moved/")  # what was learnt is read with its own
     shutil.rmtree(folder)
     own = moved(chats(path), run)
     place = f"{run}_moved/tokenizer" + ("/tokenizer.json" if kind == "file" else "")
@@ -109,19 +116,20 @@ def test_a_sentencepiece_model_goes_along(tmp_path, run):
         TokenizerJsonVocabulary(path=f"{run}_moved").encode("x")
 
 
-def test_it_is_copied_once_and_a_change_is_told(folder, run):
-    assert own_tokenizer.keep(texts(ByteVocabulary()), run) == [] and not os.path.exists(run)
+def test_it_is_copied_once_and_a_change_is_refused(folder, run):
+    own_tokenizer.keep(texts(ByteVocabulary()), run)
+    assert not os.path.exists(run)
     dataset = chats(folder)
     own_tokenizer.keep(dataset, run)
     first = {name: os.stat(f"{run}/tokenizer/{name}").st_mtime_ns for name in os.listdir(f"{run}/tokenizer")}
     assert first.keys() == {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
     (folder / "chat_template.jinja").write_text("another")
     (folder / "tokenizer_config.json").unlink()
-    [line] = own_tokenizer.keep(dataset, run)
-    assert f"{folder} is another than this run began with (tokenizer_config.json, chat_template.jinja)" in line
+    with pytest.raises(UserError, match="began with .tokenizer_config.json, chat_template.jinja differs from"):
+        own_tokenizer.keep(dataset, run)
     assert {name: os.stat(f"{run}/tokenizer/{name}").st_mtime_ns for name in os.listdir(f"{run}/tokenizer")} == first
     elsewhere = shutil.copytree(f"{run}/tokenizer", folder.parent / "elsewhere")  # the same under another name
-    assert own_tokenizer.keep(chats(elsewhere), run) == []
+    own_tokenizer.keep(chats(elsewhere), run)
     assert json.loads(open(f"{run}/paths.json").read()) == {str(folder): "tokenizer", str(elsewhere): "tokenizer"}
 
 
@@ -129,9 +137,9 @@ def test_a_copy_that_was_not_finished_is_made_again(folder, run):
     own_tokenizer.keep(chats(folder), run)
     os.unlink(f"{run}/paths.json")
     open(f"{run}/tokenizer/tokenizer.json", "w").close()
-    assert own_tokenizer.keep(chats(folder), run) == []
+    own_tokenizer.keep(chats(folder), run)
     assert open(f"{run}/tokenizer/tokenizer.json").read() == (folder / "tokenizer.json").read_text()
-    for spoilt in ("[1", "[1]", "[]", '{"a": 1}', "\0"):
+    for spoilt in ("[1", "[1]", "[]", '{"a": 1}', "\0", '{"a": "../../b"}', '{"a": "/b"}', "[" * 100_000):
         open(f"{run}/paths.json", "w").write(spoilt)
         with pytest.raises(UserError, match="paths.json cannot be read"):
             own_tokenizer.keep(chats(folder), run)
