@@ -22,10 +22,12 @@ import itertools
 from collections.abc import Callable, Sequence
 
 from capibara.data.chat_formats import Conversation, Message
-from capibara.data.chat_template import ChatTemplate, Rendered
+from capibara.data.chat_template import ChatTemplate, Rendered, TemplateFails
 from capibara.types import UserError
 
 Range = tuple[int, int]
+# Each turn takes a few renderings of all messages: beyond this they take some ten seconds.
+_MOST_WORK, _PER_MESSAGE = 1_000_000, 1000
 _FIX = "mark what the assistant says with {% generation %} blocks in ChatTemplate.template"
 
 
@@ -47,6 +49,12 @@ def assistant_ranges(
     Raises:
       UserError: the ends of a turn cannot be told for certain.
     """
+    messages = len(conversation.messages)
+    if rendered.generated is None and len(chosen) * max(messages, len(rendered.text) / _PER_MESSAGE) > _MOST_WORK:
+        raise UserError(
+            f"{where} has {messages} messages and {len(rendered.text)} characters, too many to find what the assistant says "
+            f"in {len(chosen)} of them: split it, or {_FIX}"
+        )
     finder = _Finder(template, conversation, rendered, where)
     if rendered.generated is not None:
         ranges = finder.generated(chosen)
@@ -69,6 +77,7 @@ class _Finder:
         self._rendered, self._text = rendered, rendered.text
         words = map("Qz{0}qYw{0}".format, range(10**6, 10**7))
         self._probes = list(itertools.islice((word for word in words if word not in self._text), 2))
+        self._ready: list[tuple[Sequence[Message], bool, Rendered | TemplateFails]] = []
 
     def generated(self, chosen: Sequence[int]) -> list[Range]:
         """The {% generation %} blocks of the chosen messages."""
@@ -97,11 +106,23 @@ class _Finder:
 
     def turn(self, k: int) -> Range:
         """What the assistant has to say in message `k`."""
+        self._prepare(k)
         start, said = self._start(k), self._said_until(k)
         if said < start:
             raise self._lost(k, "it comes before the generation prompt")
         self._check_said(k, self._text[start:said])
         return start, self._end(k, said)
+
+    def _prepare(self, k: int) -> None:
+        """Renders at once what is nearly always asked for of message `k`."""
+        messages = self._messages
+        asked = [(_replaced(messages, k, changed), False) for changed in _variants(messages[k], self._probes)]
+        if k:
+            asked.append((messages[:k], True))
+        if k + 1 < len(messages):
+            asked.append((messages[: k + 1], False))
+        found = self._template.render_each([(Conversation(m, self._tools), prompt) for m, prompt in asked], self._where)
+        self._ready = [(m, prompt, one) for (m, prompt), one in zip(asked, found, strict=True)]
 
     def _start(self, k: int) -> int:
         if not k:
@@ -173,6 +194,11 @@ class _Finder:
         return said + found.end()
 
     def _render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> Rendered:
+        for known, prompt, found in self._ready:
+            if prompt == add_generation_prompt and known == messages:
+                if isinstance(found, TemplateFails):
+                    raise found
+                return found
         return self._template.render(
             Conversation(list(messages), self._tools),
             self._where,

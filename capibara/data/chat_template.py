@@ -1,6 +1,7 @@
 """Renders conversations with a tokenizer's own chat template, as `transformers` would.
 
-The templates are Jinja programs that come with models, so they run in Jinja's sandbox. In their text special tokens
+The templates are Jinja programs that come with models, so they run in Jinja's sandbox, in a process of their own that
+has bounds on memory and time (`template_process`). In their text special tokens
 become ids, while a user's text that spells one must not: every string of a conversation has `GUARD` put into such
 spellings, which `TokenizerJsonVocabulary.encode_rendered` takes out again after the special tokens were found. Tags
 of reasoning (<think>) are left as they are: templates and models know them in messages.
@@ -12,13 +13,14 @@ import dataclasses
 import datetime
 import functools
 import hashlib
-import json
+import itertools
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from capibara.config import configurable
+from capibara.data import template_process
 from capibara.data.chat_formats import Conversation
 from capibara.data.tokenizer_files import (
     CONFIG_FILE,
@@ -30,15 +32,18 @@ from capibara.data.tokenizer_files import (
     read_json,
     special_tokens,
 )
+from capibara.data.template_process import Template, TemplateError
+from capibara.data.template_worker import BEGIN, END
 from capibara.data.vocabulary import GUARD
 from capibara.types import UserError
 
-# Unicode noncharacters, around a {% generation %} block.
-_BEGIN, _END = "\ufdd1", "\ufdd2"
 # What no text may hold, and would not come through: these and lone surrogates are dropped from messages.
-_NO_TEXT = f"[{GUARD}{_BEGIN}{_END}\ud800-\udfff]"
+_NO_TEXT = f"[{GUARD}{BEGIN}{END}\ud800-\udfff]"
 _REASONING = ("<think>", "</think>")
-_SHOWN = "<template>"  # the file name that Jinja gives to a template's code
+_NAMED = ("name", "template")
+_DEEPEST = 100  # lists and objects within each other, of a message or a tool
+_MOST_SPELLED = 1 << 20  # characters of all special tokens
+_DEEPEST_CHOICE = 20  # groups within each other, of a regular expression
 
 
 class TemplateFails(UserError):
@@ -47,11 +52,12 @@ class TemplateFails(UserError):
     Args:
       message: names the template's file and line.
       why: what the template said, without them.
+      is_bound: it was ended, for its time or its memory; it will be again.
     """
 
-    def __init__(self, message: str, why: str):
+    def __init__(self, message: str, why: str, is_bound: bool = False):
         super().__init__(message)
-        self.why = why
+        self.why, self.is_bound = why, is_bound
 
 
 class Rendered(NamedTuple):
@@ -114,42 +120,76 @@ class ChatTemplate:
         Raises:
           TemplateFails: the template has a mistake, or refuses the conversation; it names the template's line.
         """
-        import jinja2
-
         conversation = self.guarded(conversation) if guard else conversation
-        name, template = self._template_for(conversation)
-        given = {**self._token_names, **self.variables, **conversation._asdict(), "documents": None}
+        (found,) = self.render_each([(conversation, add_generation_prompt)], where)
+        if isinstance(found, TemplateFails):
+            raise found
+        return found
+
+    def render_each(
+        self, conversations: Sequence[tuple[Conversation, bool]], where: str
+    ) -> list[Rendered | TemplateFails]:
+        """Renders variants of one conversation, which takes less time than one after another.
+
+        Args:
+          conversations: guarded, with the same tools, each with whether what an assistant's answer follows is at its end.
+          where: as of `render`.
+
+        Raises:
+          TemplateFails: the template needs too much time or memory.
+        """
+        name = self._name_for(conversations[0][0])
+        shared = {**self._token_names, **self.variables, "tools": conversations[0][0].tools, "documents": None}
+        each = [{"messages": one.messages, "add_generation_prompt": prompt} for one, prompt in conversations]
         try:
-            text = template.render(given, add_generation_prompt=add_generation_prompt)
-        except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
-            line = _line_of(error)
-            place = f"{self._where(name)}{f':{line}' if line else ''}"
-            raise TemplateFails(f"{place} fails for {where}: {one_line(error)}", one_line(error)) from None
-        return _without_marks(text) if self.has_generation_blocks(name) else Rendered(text, None)
+            texts = template_process.render(*self._compiled(name), shared, each)
+        except TemplateError as error:
+            raise self._failure(error, name, where) from None
+        marked = self.has_generation_blocks(name)
+        return [
+            self._failure(text, name, where)
+            if isinstance(text, TemplateError)
+            else _without_marks(text)
+            if marked
+            else Rendered(text, None)
+            for text in texts
+        ]
+
+    def _failure(self, error: TemplateError, name: str, where: str) -> TemplateFails:
+        place = f"{self._where(name)}{f':{error.line}' if error.line else ''}"
+        return TemplateFails(f"{place} fails for {where}: {one_line(error)}", one_line(error), error.is_bound)
 
     def guarded(self, conversation: Conversation) -> Conversation:
-        """The conversation with guards in the special tokens that it spells."""
-        return Conversation(*(self._guarded(part) for part in conversation))
+        """The conversation with guards in the special tokens that it spells.
 
-    def _guarded(self, value: Any) -> Any:
+        Raises:
+          UserError: it is nested too deeply.
+        """
+        return Conversation(*(self._guarded(part, _DEEPEST) for part in conversation))
+
+    def _guarded(self, value: Any, deepest: int) -> Any:
         if isinstance(value, str):
             return self._spelled.sub(lambda found: found[0][0] + GUARD + found[0][1:] if found[1] else "", value)
-        if isinstance(value, Mapping):
-            return {self._guarded(key): self._guarded(item) for key, item in value.items()}
-        return [self._guarded(item) for item in value] if isinstance(value, list) else value
+        if not isinstance(value, (Mapping, list)):
+            return value
+        if not deepest:
+            raise UserError(f"a message or tool nests lists and objects more than {_DEEPEST} deep: write it flatter")
+        if isinstance(value, list):
+            return [self._guarded(item, deepest - 1) for item in value]
+        return {self._guarded(key, 0): self._guarded(item, deepest - 1) for key, item in value.items()}
 
     @functools.cached_property
     def _spelled(self) -> re.Pattern:
         tokens = () if self.spelled_tokens else self.special_tokens
         # Tokens of one character cannot be broken up; there are none in use.
-        names = [re.escape(token) for token in tokens if len(token) > 1 and token not in _REASONING]
-        return re.compile(f"({'|'.join(names) or '(?!)'})|{_NO_TEXT}")
+        names = [token for token in tokens if len(token) > 1 and token not in _REASONING]
+        return re.compile(f"({_any_of(names)})|{_NO_TEXT}")
 
     @functools.cached_property
     def turn_ends(self) -> re.Pattern:
         """Finds one or more special tokens (or `end_of_turn`) in a row."""
         names = [*self.special_tokens, *([self.end_of_turn] if self.end_of_turn else [])]
-        return re.compile(f"(?:{'|'.join(map(re.escape, names)) or '(?!)'})+")
+        return re.compile(f"(?:{_any_of(names)})+")
 
     def has_generation_blocks(self, name: str) -> bool:
         """Whether the template of this name marks what the assistant says."""
@@ -163,7 +203,7 @@ class ChatTemplate:
         return hashlib.blake2b(repr(parts).encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
     def __getstate__(self) -> dict[str, Any]:
-        # Compiled templates are cached properties: a worker process compiles its own.
+        # What was read from files is in cached properties: a worker process reads its own.
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -174,9 +214,21 @@ class ChatTemplate:
     @functools.cached_property
     def special_tokens(self) -> tuple[str, ...]:
         """The tokenizer's special tokens, longest first."""
-        names = {
-            token["content"] for token in self._file(TOKENIZER_FILE).get("added_tokens", []) if token.get("special")
-        }
+        added = self._file(TOKENIZER_FILE).get("added_tokens", [])
+        try:
+            names = {token["content"] for token in added if token.get("special")}
+            if not all(isinstance(name, str) for name in names):
+                raise TypeError("a content is no text")
+        except (AttributeError, KeyError, TypeError) as error:
+            raise UserError(
+                f"ChatTemplate.tokenizer ({self.tokenizer!r}): added_tokens of {TOKENIZER_FILE} must be a list of objects "
+                f"with content ({one_line(error)})"
+            ) from None
+        if sum(map(len, names)) > _MOST_SPELLED:
+            raise UserError(
+                f"ChatTemplate.tokenizer ({self.tokenizer!r}): the special tokens of {TOKENIZER_FILE} have more than "
+                f"{_MOST_SPELLED} characters together"
+            )
         return tuple(sorted({*names, *self._token_names.values()} - {""}, key=lambda name: (-len(name), name)))
 
     @functools.cached_property
@@ -217,36 +269,39 @@ class ChatTemplate:
         if isinstance(given, str):
             return {"default": (f"the template of {path}", given)}
         if isinstance(given, list) and given:
+            if not all(isinstance(one, dict) and all(isinstance(one.get(k), str) for k in _NAMED) for one in given):
+                raise UserError(f"{path}: each chat_template of several must have a name and a template, both text")
             return {one["name"]: (f"the template {one['name']!r} of {path}", one["template"]) for one in given}
         raise UserError(
             f"ChatTemplate.tokenizer ({self.tokenizer!r}) has no chat template (neither chat_template.jinja nor "
             "chat_template in tokenizer_config.json): set ChatTemplate.template to one"
         )
 
-    def _template_for(self, conversation: Conversation) -> tuple[str, Any]:
+    def _name_for(self, conversation: Conversation) -> str:
         name = self.name
         if name is None:
             name = "tool_use" if conversation.tools and "tool_use" in self._sources else "default"
         if name not in self._sources:
             known = ", ".join(self._sources)
             raise UserError(f"ChatTemplate.name ({name!r}) is no template of {self.tokenizer!r}: known are {known}")
-        return name, self._compiled(name)
+        return name
 
     def _where(self, name: str) -> str:
         return self._sources[name][0]
 
-    def _compiled(self, name: str) -> Any:
-        if name not in self._compiled_templates:
-            import jinja2.meta
-
-            environment, source = self._environment, self._sources[name][1]
+    def _compiled(self, name: str) -> tuple[Template, str]:
+        """The template of this name, which is known to be one, and its key."""
+        if name not in self._checked:
+            template = Template(self._sources[name][1], self.date)
             try:
-                asked = jinja2.meta.find_undeclared_variables(environment.parse(source))
-                self._compiled_templates[name] = environment.from_string(source)
-            except jinja2.TemplateSyntaxError as error:
-                raise UserError(f"{self._where(name)}:{error.lineno} is no Jinja template: {one_line(error)}") from None
-            self._check_tokens(asked, name)
-        return self._compiled_templates[name]
+                asked = template_process.asked_by(template)
+            except TemplateError as error:
+                place = f"{self._where(name)}{f':{error.line}' if error.line else ''}"
+                what = "is no Jinja template" if error.is_syntax else "is no template that can be used"
+                raise UserError(f"{place} {what}: {one_line(error)}") from None
+            self._check_tokens(set(asked), name)
+            self._checked[name] = template, template.key
+        return self._checked[name]
 
     def _check_tokens(self, asked: set[str], name: str) -> None:
         """A template without the names of its tokens would silently leave them out."""
@@ -258,44 +313,16 @@ class ChatTemplate:
             )
 
     @functools.cached_property
-    def _compiled_templates(self) -> dict[str, Any]:
+    def _checked(self) -> dict[str, tuple[Template, str]]:
         return {}
-
-    @functools.cached_property
-    def _environment(self) -> Any:
-        import jinja2.sandbox
-
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_generation_blocks(), "jinja2.ext.loopcontrols"]
-        )
-        day = datetime.date.fromisoformat(self.date)
-        environment.filters["tojson"] = _to_json
-        environment.globals |= {"raise_exception": _refuse, "strftime_now": day.strftime}
-        return environment
-
-
-def _generation_blocks() -> type:
-    """The extension that puts marks around what is in {% generation %} ... {% endgeneration %}."""
-    from jinja2 import ext, nodes
-
-    class GenerationBlocks(ext.Extension):
-        tags = {"generation"}
-
-        def parse(self, parser: Any) -> list[Any]:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            begin, end = (nodes.Output([nodes.TemplateData(mark)], lineno=line) for mark in (_BEGIN, _END))
-            return [begin, *body, end]
-
-    return GenerationBlocks
 
 
 def _without_marks(text: str) -> Rendered:
     pieces, ranges, at, begin = [], [], 0, 0
-    for piece in re.split(f"([{_BEGIN}{_END}])", text):
-        if piece == _BEGIN:
+    for piece in re.split(f"([{BEGIN}{END}])", text):
+        if piece == BEGIN:
             begin = at
-        elif piece == _END:
+        elif piece == END:
             ranges.append((begin, at))
         else:
             pieces.append(piece)
@@ -303,32 +330,31 @@ def _without_marks(text: str) -> Rendered:
     return Rendered("".join(pieces), tuple(ranges))
 
 
-def _to_json(
-    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
-) -> str:
-    # Jinja's own would write < and > as escapes, for HTML.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+def _any_of(names: Iterable[str]) -> str:
+    """A regular expression that finds the longest of these; common beginnings are tried once, however many there are."""
+    names = sorted(set(names))
+    return _choice(names, _DEEPEST_CHOICE) if names else "(?!)"
 
 
-def _refuse(message: str) -> None:
-    import jinja2
-
-    raise jinja2.TemplateError(message)
-
-
-def _line_of(error: BaseException) -> int | None:
-    """The line of the template that raised."""
-    line, trace = getattr(error, "lineno", None), error.__traceback__
-    while trace is not None:
-        if trace.tb_frame.f_code.co_filename == _SHOWN:
-            line = trace.tb_lineno
-        trace = trace.tb_next
-    return line
+def _choice(names: Sequence[str], deepest: int) -> str:
+    if not deepest or len(names) == 1:
+        return "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
+    found, ends = [], "" in names
+    for _, group in itertools.groupby(filter(None, names), key=lambda name: name[0]):
+        members = list(group)
+        shared = os.path.commonprefix(members)
+        rest = [member[len(shared) :] for member in members]
+        found.append(re.escape(shared) + (f"(?:{_choice(rest, deepest - 1)})" if len(rest) > 1 else rest[0]))
+    return "|".join([*found, *([""] if ends else [])])
 
 
 def _read(path: str, name: str) -> str:
+    most = template_process.LONGEST_TEMPLATE_KIB * 1024
     try:
         with open(path, encoding="utf-8") as file:
-            return file.read()
+            text = file.read(most + 1)
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{name} ({path!r}) cannot be read: {one_line(error)}") from None
+    if len(text) > most:
+        raise UserError(f"{name} ({path!r}) has more than {most} characters: no chat template needs so many")
+    return text
