@@ -36,7 +36,7 @@ def main() -> int:
             f"error: unknown verb {verb!r}{did_you_mean(verb, VERBS, 'verbs')} (see capibara --help)", file=sys.stderr
         )
         return cli.EXIT_USER_ERROR
-    return cli.run_verb(importlib.import_module(f"capibara.{verb}").main, sys.argv[2:])
+    return cli.run_process(importlib.import_module(f"capibara.{verb}").main, sys.argv[2:])
 
 
 if __name__ == "__main__":

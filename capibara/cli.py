@@ -16,6 +16,7 @@ from typing import NoReturn
 from capibara.fields import did_you_mean
 from capibara.types import TryAgain, UserError
 
+EXIT_FAULT = 1  # as Python has it after a traceback
 EXIT_USER_ERROR = 2
 EXIT_HUNG = 75  # EX_TEMPFAIL of sysexits.h: the same may work when it is tried again
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
@@ -23,6 +24,7 @@ EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 _LONGEST = 2000  # characters of a message: what it quotes may come from a foreign file
 _LEAVE_S = 10.0  # that one process of several has for its exit after a fault
+_EXIT_S, _JOINED_EXIT_S = 10.0, 330.0  # that every process has; JAX's own exit waits 300 s for the other processes
 
 
 class ArgumentParser(argparse.ArgumentParser):
@@ -122,7 +124,7 @@ def _rewrite(arg: str) -> tuple[str, ...]:
 
 
 def run_verb(main: Callable[[Sequence[str] | None], int | None], argv: Sequence[str] | None = None) -> int:
-    """Runs a verb and returns its exit code: `sys.exit(run_verb(main))`.
+    """Runs a verb and returns its exit code.
 
     A UserError and a full disk become one line on stderr and exit code 2, ctrl-C exit code 130; every other
     exception is a fault of ours and keeps its traceback. One process of several that ends so does not wait for the rest.
@@ -147,11 +149,24 @@ def run_verb(main: Callable[[Sequence[str] | None], int | None], argv: Sequence[
     except Exception as error:
         message = _user_message(error)
         if message is None:
-            _leaving_peers(1)
+            _leaving_peers(EXIT_FAULT)
             raise
         sys.stdout.flush()
         print(f"error: {message}", file=sys.stderr)
         return _leaving_peers(EXIT_USER_ERROR)
+
+
+def run_process(main: Callable[[Sequence[str] | None], int | None], argv: Sequence[str] | None = None) -> int:
+    """As `run_verb`, in a process of the verb's own, which ends soon after it, whatever threads are left.
+
+    Use it as `sys.exit(run_process(main))`.
+    """
+    code = EXIT_FAULT
+    try:
+        code = run_verb(main, argv)
+    finally:
+        _leave(code)
+    return code
 
 
 @contextlib.contextmanager
@@ -177,14 +192,40 @@ def _interrupts_that_arrive() -> Iterator[None]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def _leave(code: int) -> None:
+    """Ends the process soon, with this exit code.
+
+    All that is ours is closed when a verb returns. What others have left, such as the thread of a logger that waits for its
+    server, must not keep the process.
+    """
+    limit_s = _JOINED_EXIT_S if _is_joined() else _EXIT_S
+
+    def leave() -> None:
+        alive = [t.name for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()]
+        print(f"note: the process ends though it is not done: {', '.join(alive) or 'its exit'} hangs", file=sys.stderr)
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(code)
+
+    timer = threading.Timer(limit_s, leave)
+    timer.daemon = True
+    timer.start()
+
+
+def _is_joined() -> bool:
+    """Whether this is one process of several."""
+    jax = sys.modules.get("jax")
+    return jax is not None and jax.distributed.is_initialized()
+
+
 def _leaving_peers(code: int) -> int:
     """The exit code; where this is one process of several it ends with that soon, whatever its exit waits for.
 
     JAX's own exit waits minutes for all processes to come to theirs, while they wait for this one in the midst of a step.
     In the end it aborts them all, and the exit code is lost.
     """
-    jax = sys.modules.get("jax")
-    if jax is not None and jax.distributed.is_initialized():
+    if _is_joined():
         sys.stdout.flush()
         timer = threading.Timer(_LEAVE_S, os._exit, [code])
         timer.daemon = True

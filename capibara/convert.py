@@ -99,4 +99,4 @@ def convert(args: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run_verb(main))
+    sys.exit(cli.run_process(main))

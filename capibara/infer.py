@@ -97,4 +97,4 @@ def run(args) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run_verb(main))
+    sys.exit(cli.run_process(main))

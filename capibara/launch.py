@@ -80,4 +80,4 @@ def _raise(message: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run_verb(main))
+    sys.exit(cli.run_process(main))

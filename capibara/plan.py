@@ -90,4 +90,4 @@ def plan(args: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run_verb(main))
+    sys.exit(cli.run_process(main))

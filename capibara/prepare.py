@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from capibara.cli import ArgumentParser, parse_arguments, run_verb
+from capibara.cli import ArgumentParser, parse_arguments, run_process
 from capibara.types import UserError
 
 _DESCRIPTION = """Prepares what training needs.
@@ -91,4 +91,4 @@ def _source_in_gin(args):
 
 
 if __name__ == "__main__":
-    sys.exit(run_verb(main))
+    sys.exit(run_process(main))

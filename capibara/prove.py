@@ -96,4 +96,4 @@ def _compile(run, slice_) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run_verb(main))
+    sys.exit(cli.run_process(main))

@@ -93,4 +93,4 @@ def _load(args):
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run_verb(main))
+    sys.exit(cli.run_process(main))

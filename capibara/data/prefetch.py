@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 _END = object()
+_LOOK_S = 1.0
+_CLOSE_S = 30.0  # longer than it takes to make one batch
 
 
 class Prefetcher:
@@ -38,22 +42,35 @@ class Prefetcher:
             if self._items is None:
                 self._items = self._open_items()
             return next(self._items)
-        item, failure = self._queue.get()
+        item, failure = self._next()
         if item is _END:
             self._failure = failure or StopIteration()
             raise self._failure
         return item
 
+    def _next(self) -> tuple[Any, BaseException | None]:
+        while True:
+            alive = self._thread.is_alive()
+            try:
+                return self._queue.get(timeout=_LOOK_S if alive else 0.0)
+            except queue.Empty:
+                if not alive:  # and it has put nothing since
+                    return _END, RuntimeError("the thread that makes batches has ended without a word")
+
     def close(self) -> None:
-        """Stops the thread; what it had ready is dropped."""
+        """Stops the thread; what it had ready is dropped. One that waits for a file system is left to it."""
         if self._thread is None:
             _close(self._items)
             self._items = None
             return
         self._stop.set()
+        limit_s = time.monotonic() + _CLOSE_S
         while self._thread.is_alive():
             self._drain()
             self._thread.join(timeout=0.05)
+            if time.monotonic() > limit_s:
+                logging.getLogger(__name__).warning("the data does not stop within %.0f s: it is left behind", _CLOSE_S)
+                break
         self._drain()
         self._thread = None
 

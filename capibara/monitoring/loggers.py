@@ -5,10 +5,12 @@ from __future__ import annotations
 import atexit
 import errno
 import json
+import logging
 import math
 import os
+import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from capibara.config import configurable
@@ -17,6 +19,7 @@ from capibara.training.callbacks import Callback, RunInfo
 from capibara.training.run_manifest import METRICS as METRICS_FILE
 from capibara.types import UserError
 
+_SECONDS_BETWEEN_FLUSHES = 120.0
 AGAIN = ("start", "roll_back")  # events after which the steps that follow theirs are made again
 
 
@@ -128,53 +131,99 @@ class TensorBoard(Callback):
     """Writes TensorBoard event files to `tensorboard` in the run folder; see them with `tensorboard --logdir`."""
 
     def __init__(self) -> None:
-        self._writer: Any = None
+        self._events: _EventFile | None = None
         self._run: RunInfo | None = None
 
     def on_train_begin(self, run: RunInfo) -> None:
-        import tensorboardX
-
         self._run = run
         folder = os.path.join(run.model_dir, "tensorboard")
         if os.path.lexists(folder) and not os.path.isdir(folder):
             raise UserError(f"{folder} is a file, must be a folder: move it away, or set another MODEL_DIR")
         # Steps after the checkpoint were written by the run that was stopped: TensorBoard is told to forget them.
-        self._writer = tensorboardX.SummaryWriter(folder, purge_step=run.start_step + 1, write_to_disk=True)
-        atexit.register(_close_at_exit, self._writer)  # registered last, it comes before tensorboardX's own
-        self._writer.add_text("config", _preformatted(run.config), run.start_step)
+        self._events = _EventFile(folder, purge_step=run.start_step + 1)
+        self._events.text("config", _preformatted(run.config), run.start_step)
 
     def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._scalars("train", step, metrics)
-        if (utilisation := mfu(self._run, metrics.get("step_s", 0.0))) is not None:
-            self._writer.add_scalar("train/mfu", utilisation, step)
+        utilisation = mfu(self._run, metrics.get("step_s", 0.0))
+        self._scalars("train", step, metrics if utilisation is None else {**metrics, "mfu": utilisation})
 
     def on_evaluate(self, step: int, metrics: Mapping[str, float]) -> None:
         self._scalars("eval", step, metrics)
-        self._writer.flush()
+        self._events.flush()
 
     def on_sample(self, step: int, prompt: str, text: str) -> None:
         tag = f"sample/{_encodable(prompt) or '(empty prompt)'}"
-        self._writer.add_text(tag, _preformatted(prompt + text), step)
+        self._events.text(tag, _preformatted(prompt + text), step)
 
     def on_checkpoint(self, step: int) -> None:
-        self._writer.flush()
+        self._events.flush()
 
     def on_train_end(self, step: int, reason: str) -> None:
-        self._writer.close()
+        self._events.close()
 
     def _scalars(self, group: str, step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
-            self._writer.add_scalar(f"{group}/{name}", value, step)
+            self._events.scalar(f"{group}/{name}", value, step)
+        self._events.flush(_SECONDS_BETWEEN_FLUSHES)
 
 
-def _close_at_exit(writer: Any) -> None:
-    """After a fault that ended the run: a full disk was reported then, and tensorboardX would add a traceback."""
-    try:
-        writer.close()
-    except OSError:
-        events = writer.file_writer.event_writer
-        events._worker.stop()
-        events._closed = True
+class _EventFile:
+    """A TensorBoard event file of this start of the run, written in the thread of the caller.
+
+    tensorboardX's own writer has a thread and a queue: the thread ends at the first error, or when the clock goes back by
+    weeks, and whoever writes, closes or exits then waits for ever. Here an error ends only the events: a warning says so,
+    and metrics.jsonl has the same numbers.
+    """
+
+    def __init__(self, folder: str, purge_step: int):
+        from tensorboardX import event_file_writer, record_writer
+        from tensorboardX.proto.event_pb2 import SessionLog
+
+        self._folder, self._flushed_s = folder, time.monotonic()
+        record_writer.directory_check(folder)
+        # The name begins with the time: after the clock has gone back it must not be that of an older file.
+        suffix = f".{os.getpid()}.{secrets.token_hex(4)}"
+        self._writer = event_file_writer.EventsWriter(os.path.join(folder, "events"), suffix)
+        atexit.register(self.close)  # after a fault that ended the run
+        self._write(purge_step, file_version="brain.Event:2")
+        self._write(purge_step, session_log=SessionLog(status=SessionLog.START))
+
+    def scalar(self, tag: str, value: float, step: int) -> None:
+        from tensorboardX import summary
+
+        self._write(step, summary=summary.scalar(tag, value))
+
+    def text(self, tag: str, text: str, step: int) -> None:
+        from tensorboardX import summary
+
+        self._write(step, summary=summary.text(tag, text))
+
+    def flush(self, at_most_every_s: float = 0.0) -> None:
+        if time.monotonic() - self._flushed_s >= at_most_every_s:
+            self._flushed_s = time.monotonic()
+            self._do(lambda writer: writer.flush())
+
+    def close(self) -> None:
+        atexit.unregister(self.close)
+        self._do(lambda writer: writer.close())
+        self._writer = None
+
+    def _write(self, step: int, **fields: Any) -> None:
+        from tensorboardX.proto.event_pb2 import Event
+
+        self._do(lambda writer: writer.write_event(Event(wall_time=time.time(), step=int(step), **fields)))
+
+    def _do(self, what: Callable[[Any], Any]) -> None:
+        if self._writer is None:
+            return
+        try:
+            what(self._writer)
+        except Exception as error:  # buckets have errors of their own
+            self._writer = None
+            logging.getLogger(__name__).warning(
+                "%s is not written any more (%s: %s); metrics.jsonl has the same numbers",
+                self._folder, type(error).__name__, error,
+            )  # fmt: skip
 
 
 class _LocalLines:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import concurrent.futures
+import functools
 import json
 import logging
 import math
@@ -15,9 +15,11 @@ import jax
 from capibara.data.loader import Loader, Position
 from capibara.training import storage
 from capibara.training.anomalies import Anomalies, OnSpike
+from capibara.training.background import Worker
 from capibara.training.loss_scale import LossScaling
 from capibara.types import UserError
 
+_CLOSE_S = 60.0  # for reading a few documents again
 _READ = ("loss", "grad_norm", "skipped", "loss_spikes", "loss_scale", "window_mean", "window_spread")
 
 
@@ -40,7 +42,7 @@ class BadBatches:
         self._path = storage.folder_of(model_dir) / f"bad_batches{f'.{index}' if index else ''}.jsonl"
         self._anomalies, self._scaling, self._batches = anomalies, scaling, batches
         self._pending: list[tuple[int, Position, dict[str, jax.Array]]] = []
-        self._thread = concurrent.futures.ThreadPoolExecutor(1, "capibara-bad-batches")
+        self._thread = Worker("capibara-bad-batches")
         self._in_a_row = 0
         self.spike: int | None = None  # the first one that the run has not gone back for, where it is to
 
@@ -65,8 +67,11 @@ class BadBatches:
         self.spike, self._in_a_row = None, 0
 
     def close(self) -> None:
-        """Waits until everything is written down."""
-        self._thread.shutdown()
+        """Waits until everything is written down, unless the data cannot be read."""
+        if not self._thread.close(_CLOSE_S):
+            logging.getLogger(__name__).warning(
+                "%s lacks lines: the documents of bad batches could not be read within %.0f s", self._path, _CLOSE_S
+            )
 
     def _look(self, step: int, position: Position, numbers: dict[str, float]) -> None:
         if not numbers["skipped"]:
@@ -76,7 +81,7 @@ class BadBatches:
             if not numbers.get("loss_spikes"):
                 return  # the loss scale finds out what the gradients bear
         why = explained(numbers, self._anomalies.window)
-        self._thread.submit(self._write, step, why, numbers, position)
+        self._thread.submit(functools.partial(self._write, step, why, numbers, position))
         if numbers.get("loss_spikes") and self._anomalies.on_spike is OnSpike.ROLL_BACK:
             self.spike = step if self.spike is None else self.spike
             return

@@ -45,6 +45,7 @@ from capibara.tree import byte_count
 from capibara.types import PyTree, TryAgain, UserError
 
 _ATTEMPTS, _PAUSE_S = 3, 0.5  # of a save that fails for another reason than a full disk; the pause doubles
+_SAVE_S = 3600.0  # that a save or a verification may take; hosts wait for each other's as long
 _T = TypeVar("_T")
 
 
@@ -323,7 +324,7 @@ class Checkpoints:
     def go_back(self, step: int) -> Restored:
         """Moves the steps after `step` aside: they are not resumed from, and can be saved again. All processes call it."""
         if self._verifying is not None:
-            self._verifying.join()  # it may look at one of them
+            self._verifying.join(_SAVE_S)  # it may look at one of them
         together("going back")
         for newer in reversed(self.steps()) if jax.process_index() == 0 else ():
             if newer > step:
@@ -377,13 +378,13 @@ class Checkpoints:
                 task: Task | None = getattr(self, name)
                 if task is not None and (task.done or (waits and name == "_saving")):
                     setattr(self, name, None)
-                    task.wait()
+                    task.wait(_SAVE_S)
 
     def close(self) -> None:
         """Waits, then gives the folder back."""
         with self._open:
             if self._verifying is not None:
-                self._verifying.join()
+                self._verifying.join(_SAVE_S)
             self.wait()
 
     def _at_exit(self) -> None:
@@ -415,7 +416,7 @@ class Checkpoints:
             try:
                 files = self._writer.write(folder, arrays, run, base, self._check_lease)
                 if verifying is not None:
-                    verifying.wait()
+                    verifying.wait(_SAVE_S)
                 if jax.process_index() == 0:
                     self._check_lease()
                     about |= {"run": run_manifest.hashes(self._folder.parent)}

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+import errno
+import itertools
 import json
 import os
 import pathlib
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -16,7 +21,10 @@ from etils import epath
 
 from capibara.jobs import guard
 from capibara.jobs.local import Supervisor
+from capibara.monitoring import loggers
 from capibara.training import lease as lease_module
+from capibara.training.callbacks import RunInfo
+from capibara.training.checkpoints import Checkpointing, Checkpoints
 from capibara.training.lease import NAME, Lease
 from capibara.types import UserError
 
@@ -270,3 +278,140 @@ def test_a_pipe_with_the_name_of_the_lease_is_not_waited_for(tmp_path):
     lease = Lease(epath.Path(tmp_path))
     lease.check()
     lease.release()
+
+
+JUMPS_S = (3600.0, -3600.0, 60 * 86400.0, -400 * 86400.0, 5 * 86400.0)  # poll() takes no more than 24 days
+
+
+@pytest.fixture
+def jumping(monkeypatch):
+    """time.time jumps with every call, in all threads, whoever's they are."""
+    now, turn = time.time, itertools.count()
+    monkeypatch.setattr(time, "time", lambda: now() + JUMPS_S[next(turn) % len(JUMPS_S)])
+
+
+@pytest.mark.fault(57)
+@pytest.mark.parametrize("broken", [False, True], ids=["the clock", "the clock and the disk"])
+def test_tensorboard_files_are_written_and_closed_whatever_the_clock_does(
+    tmp_path, jumping, monkeypatch, broken, caplog
+):
+    """More events than a queue holds; all are there, no thread is left, and a disk that fails ends the events alone."""
+    threads = set(threading.enumerate())
+    run = run_info(tmp_path)
+    for _ in range(2):  # of two starts in the same second neither has the other's file
+        callback = loggers.TensorBoard()
+        callback.on_train_begin(run)
+        if broken:
+            monkeypatch.setattr(callback._events._writer, "write_event", failing)
+        for step in range(1, 60):
+            callback.on_step(step, {"loss": 1.0 / step})
+            callback.on_checkpoint(step)
+        callback.on_train_end(59, "finished")
+    assert set(threading.enumerate()) <= threads
+    assert ("is not written any more (OSError: [Errno 5]" in caplog.text) == broken
+    files = sorted((tmp_path / "tensorboard").iterdir())
+    assert len(files) == 2 and (broken or all(file.read_bytes().count(b"train/loss") == 59 for file in files))
+
+
+def failing(event):
+    raise OSError(errno.EIO, "Input/output error")
+
+
+def run_info(folder):
+    values = dict.fromkeys((field.name for field in dataclasses.fields(RunInfo)), 1)
+    return RunInfo(**values | {"model_dir": str(folder), "start_step": 0, "config": "", "device_kind": "cpu"})
+
+
+# What every Python process of a run does when it starts: its clock jumps with every call, a thread that is no daemon
+# waits for ever, and a logger's thread ends at its first line.
+JUMPY = """
+import itertools, threading, time
+now, turn = time.time, itertools.count()
+time.time = lambda: now() + JUMPS_S[next(turn) % len(JUMPS_S)]
+threading.Thread(target=threading.Event().wait, name="a logger that waits").start()
+threading.Thread(target=lambda: 1 / 0, name="a logger that is dead").start()
+"""
+
+
+@pytest.mark.heavy
+@pytest.mark.fault(57)
+def test_a_run_saves_and_ends_where_the_clock_jumps_and_threads_are_left(shell):
+    (shell.folder / "jumpy").mkdir()
+    (shell.folder / "jumpy" / "sitecustomize.py").write_text(JUMPY.replace("JUMPS_S", repr(JUMPS_S)))
+    path = {"PYTHONPATH": f"{shell.folder / 'jumpy'}{os.pathsep}{CHECKOUT}"}
+    flags = ("--gin_file=tiny.gin", "--emulate=2", "--gin.MODEL_DIR=jumpy_run", "--gin.Checkpointing.every=2")
+    began_s = time.monotonic()
+    done = shell.run("train", *flags, **path)
+    assert done.code == 0, done.err
+    assert "a logger that waits hangs" in done.err and time.monotonic() - began_s < 90
+    with Checkpoints(str(shell.folder / "jumpy_run"), Checkpointing(), read_only=True) as reader:
+        assert reader.verified_step() == 6 and not reader.damaged
+    steps = [r["step"] for r in loggers.read_metrics(str(shell.folder / "jumpy_run")) if r["kind"] == "train"]
+    assert steps == [1, 2, 3, 4, 5, 6]
+
+
+JUMPING_LIBRARY = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <sys/syscall.h>
+#include <sys/time.h>
+#include <time.h>
+#include <unistd.h>
+static const long jumps[] = {3600, -3600, 60 * 86400L, -400 * 86400L, 5 * 86400L};
+static long jump(void) { static unsigned turn; return jumps[__sync_fetch_and_add(&turn, 1) / 50 % 5]; }
+int clock_gettime(clockid_t clock, struct timespec *at) {
+  int result = syscall(SYS_clock_gettime, clock, at);
+  if (clock == CLOCK_REALTIME || clock == CLOCK_REALTIME_COARSE) at->tv_sec += jump();
+  return result;
+}
+int gettimeofday(struct timeval *at, void *zone) {
+  struct timespec now;
+  clock_gettime(CLOCK_REALTIME, &now);
+  at->tv_sec = now.tv_sec, at->tv_usec = now.tv_nsec / 1000;
+  return 0;
+}
+time_t time(time_t *at) {
+  struct timespec now;
+  clock_gettime(CLOCK_REALTIME, &now);
+  if (at) *at = now.tv_sec;
+  return now.tv_sec;
+}
+"""
+
+
+@pytest.mark.heavy
+@pytest.mark.fault(57)
+def test_a_run_saves_and_ends_where_the_clock_jumps_for_compiled_code_too(shell):
+    """Orbax, TensorStore and JAX have threads of their own, which ask the system."""
+    if shutil.which("cc") is None:
+        pytest.skip("there is no C compiler here")
+    source, library = shell.folder / "jump.c", shell.folder / "jump.so"
+    source.write_text(JUMPING_LIBRARY)
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
+    flags = ("--gin_file=tiny.gin", "--emulate=2", "--gin.MODEL_DIR=jumps", "--gin.Checkpointing.every=2")
+    began_s = time.monotonic()
+    for steps in (6, 10):
+        done = shell.run("train", *flags, f"--gin.TRAIN_STEPS={steps}", LD_PRELOAD=str(library))
+        assert done.code == 0, done.err
+    assert time.monotonic() - began_s < 120
+    with Checkpoints(str(shell.folder / "jumps"), Checkpointing(), read_only=True) as reader:
+        assert reader.verified_step() == 10 and reader.steps() == [6, 8, 10]
+
+
+@pytest.mark.fault(57)
+def test_a_save_that_never_ends_does_not_keep_the_process(tmp_path):
+    """A file system that does not answer: the exit code says that the save is lost."""
+    code = (
+        "import jax, sys, threading\n"
+        "from capibara.training import checkpoints\n"
+        "from capibara.training.background import Task\n"
+        "checkpoints._SAVE_S = 0.5\n"
+        "made = checkpoints.Checkpoints(sys.argv[1], checkpoints.Checkpointing())\n"
+        "made._saving = Task(threading.Event().wait, 'capibara-save')\n"
+    )
+    began_s = time.monotonic()
+    environment = {**os.environ, "PYTHONPATH": str(CHECKOUT)}
+    argv = [sys.executable, "-c", code, str(tmp_path)]
+    done = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "error: capibara-save has not ended for 0.5 s" in done.stderr, done.stderr
+    assert time.monotonic() - began_s < 30 and not (tmp_path / "checkpoints" / NAME).exists()
