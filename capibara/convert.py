@@ -23,9 +23,7 @@ _DESCRIPTION = """Convert a model from one form to another, or look after the ch
   seal    take the run folder's own files as they are now, after you changed one by hand
   prune   remove steps: --keep=N newest and --keep_every=N stay, and the last that is what was saved
 
-examples:
-  python -m capibara.convert --from=runs/mine --to=mine.gguf --quantize=gptq --calibration=chats.jsonl
-  python -m capibara.convert prune runs/mine --keep=1 --dry_run
+example: python -m capibara.convert --from=runs/mine --to=mine.gguf --quantize=gptq --calibration=chats.jsonl
 
 exit codes: 0 done, all steps are what was saved; 1 some are not; 2 a mistake in what was given"""
 _FORMATS = ("hf", "pytorch", "gguf", "t5x", "peft", "peft_fused", "capibara")

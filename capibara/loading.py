@@ -86,6 +86,11 @@ def load(
         found, run, averaged = run_folder.load_step(path, *given, **how)
         return Opened(run, path, found, "ema" if averaged else "raw")
     known = ("config.json", "adapter_config.json")  # open_model says how an adapter is merged
+    if os.path.exists(os.path.join(path, run_folder.CONFIG)) and not os.path.exists(os.path.join(path, "config.json")):
+        raise UserError(
+            f"{path} holds no checkpoint yet: train it first; where its {run_folder.CONFIG} is T5X's, capibara convert "
+            "takes it in"
+        )
     if os.path.isdir(path) and not any(os.path.exists(os.path.join(path, name)) for name in known):
         raise UserError(f"{path} is neither a run folder (config.gin) nor a Hugging Face folder (config.json)")
     for flag, value in (("--step", step), ("--weights", weights)):
