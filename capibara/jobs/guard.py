@@ -23,6 +23,7 @@ _IDLE_S = 15.0  # without any use of a processor: nobody saves like that
 _IDLE_SHARE = 0.02  # of one processor, below which a worker does nothing but look at its watch
 _THAWS = 3  # how often one that is stopped is continued
 _START_S = 10.0
+_SCAN_SHARE = 50.0  # how much longer than a look at all processes there is none
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +55,29 @@ def members(groups: Sequence[int]) -> list[Stat]:
         return []
     found = filter(None, (stat_of(int(name)) for name in names if name.isdigit()))
     return [stat for stat in found if stat.group in groups and stat.state not in "ZX"]
+
+
+class Members:
+    """The processes of some groups, looked at again and again.
+
+    Those that are known are looked at each time; new ones are looked for among all processes of the machine, of which there
+    may be very many: that takes a small share of the time.
+    """
+
+    def __init__(self, groups: Sequence[int]):
+        self._groups, self._known, self._next_s = list(groups), set(groups), 0.0
+
+    def look(self) -> list[Stat]:
+        """Those that have not ended."""
+        began_s = time.monotonic()
+        if began_s < self._next_s:
+            found = [stat for stat in map(stat_of, sorted(self._known)) if stat is not None]
+            return [stat for stat in found if stat.group in self._groups and stat.state not in "ZX"]
+        found = members(self._groups)
+        now_s = time.monotonic()
+        self._known = {*self._groups, *(stat.pid for stat in found)}
+        self._next_s = now_s + _SCAN_SHARE * (now_s - began_s)
+        return found
 
 
 def send(groups: Sequence[int], *numbers: int) -> None:
@@ -114,6 +138,7 @@ class _Ending:
         self._groups, now_s = dict(groups), time.monotonic()
         self._until_s, self._left_s = now_s + grace_s, None  # the latter once a worker has ended
         self._thaws, self._busy_s, self._ticks = 0, now_s, 0
+        self._members = Members(list(self._groups))
 
     def run(self) -> None:
         """Until all have ended."""
@@ -131,7 +156,7 @@ class _Ending:
 
     def _alive(self, groups: Sequence[int]) -> list[Stat]:
         if os.path.isdir("/proc/self"):
-            return members(groups)
+            return [stat for stat in self._members.look() if stat.group in groups]
         alive = []
         for group in groups:
             with contextlib.suppress(OSError):

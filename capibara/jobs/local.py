@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import signal
 import socket
 import sys
@@ -77,6 +78,7 @@ class Supervisor:
     def _once(self, stop: _Signals, guard: Guard) -> int:
         """Runs all processes until one has failed, all have ended or we are to stop; the exit code that counts."""
         started: list[Worker] = []
+        stop.workers = started
         grace_s = 0.0  # of a start that failed half-way
         try:
             address = free_address() if self.processes > 1 else None
@@ -122,15 +124,21 @@ _GIVEN_UP = 1 << 8  # no exit code of a process
 
 
 class _Signals:
-    """Within `with`, SIGTERM and SIGINT only set `number`, and the latter are counted in `interrupts`."""
+    """Within `with`, SIGTERM and SIGINT only set `number`, and the latter are counted in `interrupts`.
+
+    Ctrl-Z stops `workers` with us, and they go on with us.
+    """
 
     def __init__(self) -> None:
         self.number: int | None = None
         self.interrupts = 0
+        self.workers: list[Worker] = []
         self._came = threading.Event()
 
     def __enter__(self) -> _Signals:
         self._before = {number: signal.signal(number, self._on) for number in (signal.SIGTERM, signal.SIGINT)}
+        if os.getpgrp() != os.getsid(0):  # else there is no shell that would continue us
+            self._before[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, self._on_ctrl_z)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -145,6 +153,13 @@ class _Signals:
         self.number = self.number or number
         self.interrupts += number == signal.SIGINT
         self._came.set()
+
+    def _on_ctrl_z(self, *_: object) -> None:
+        for worker in self.workers:
+            worker.send(signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        for worker in self.workers:
+            worker.send(signal.SIGCONT)
 
 
 def free_address() -> str:

@@ -73,14 +73,14 @@ class Worker:
             return None
         return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
 
-    def end(self, *numbers: int) -> None:
+    def send(self, *numbers: int) -> None:
         """Signals to its group."""
         if self._process.returncode is None:
             guard.send([self.pid], *numbers)
 
     def reap(self) -> bool:
         """Kills whatever is left of its group and waits for its end; False: it does not come."""
-        self.end(signal.SIGKILL)
+        self.send(signal.SIGKILL)
         with contextlib.suppress(OSError):
             os.close(self.beats)
         try:
@@ -113,6 +113,7 @@ class Health:
 
     def __post_init__(self) -> None:
         self._looked_s = time.monotonic()
+        self._members = guard.Members([worker.pid for worker in self.workers])
         self._stopped_s = collections.Counter[int]()  # by the worker's index
         self._silent_s: dict[int, float] = {}  # of those that have told us that they live
         self._thawed_s = {worker.index: collections.deque[float](maxlen=_THAWS) for worker in self.workers}
@@ -123,7 +124,7 @@ class Health:
         if now_s - self._looked_s < _HEALTH_S:
             return None
         passed_s, self._looked_s = min(now_s - self._looked_s, 2 * _HEALTH_S), now_s
-        states = guard.members([worker.pid for worker in self.workers])
+        states = self._members.look()
         for worker in self.workers:
             mine = [stat for stat in states if stat.group == worker.pid]
             stopped = [stat.pid for stat in mine if stat.state == "T"]
@@ -178,9 +179,10 @@ def end(workers: Sequence[Worker], grace_s: float, crash_grace_s: float, hurry: 
       The process ids of those that even SIGKILL has not ended.
     """
     began_s, short_s = time.monotonic(), None
+    members = guard.Members([worker.pid for worker in workers])
     for worker in workers:
         if worker.code is None:
-            worker.end(signal.SIGTERM, signal.SIGCONT)  # what is stopped takes the first when it goes on
+            worker.send(signal.SIGTERM, signal.SIGCONT)  # what is stopped takes the first when it goes on
     while None in (codes := [worker.code for worker in workers]):
         now_s = time.monotonic()
         badly = any(code not in (None, 0, 128 + signal.SIGTERM, 128 + signal.SIGINT) for code in codes)
@@ -188,7 +190,7 @@ def end(workers: Sequence[Worker], grace_s: float, crash_grace_s: float, hurry: 
             short_s = now_s + crash_grace_s
         if now_s >= min(began_s + grace_s, short_s or began_s + grace_s):
             break
-        _continue(stat.pid for stat in guard.members([worker.pid for worker in workers]) if stat.state == "T")
+        _continue(stat.pid for stat in members.look() if stat.state == "T")
         time.sleep(LOOK_S)
     return [worker.pid for worker in workers if not worker.reap()]
 
@@ -216,5 +218,6 @@ def _die_with_parent(parent: int) -> Callable[[], None] | None:
 def meaning(code: int) -> str:
     """An exit code in words."""
     if code < 0:
-        return f"signal {signal.Signals(-code).name}"
+        known = -code in signal.Signals.__members__.values()  # real-time signals have no names
+        return f"signal {signal.Signals(-code).name if known else -code}"
     return f"exit code {code}{' (it hung)' if code == cli.EXIT_HUNG else ''}"

@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import pathlib
+import re
 import shutil
 import signal
 import socket
@@ -57,11 +58,12 @@ def supervise(folder, code, **options):
     return ended, lines, time.monotonic() - began_s
 
 
-def launcher(folder, code, **options):
-    """A launcher in a process of its own."""
+def launcher(folder, code, own_group=False, **options):
+    """A launcher in a process of its own, and, as a shell starts it, in a group of its own."""
     made = f"Supervisor(command={command(folder, code)!r}, **{options!r})"
     program = f"import sys; from capibara.jobs.local import Supervisor; sys.exit({made}.run())"
-    return subprocess.Popen([sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": str(CHECKOUT)})
+    environment = {**os.environ, "PYTHONPATH": str(CHECKOUT)}
+    return subprocess.Popen([sys.executable, "-c", program], env=environment, process_group=0 if own_group else None)
 
 
 def wait_for(what, within_s=20.0):
@@ -201,6 +203,76 @@ def test_one_without_a_sign_of_life_is_ended(tmp_path):
     ended, lines, took_s = supervise(tmp_path, code, silent_s=1.0)
     assert ended == 0 and took_s < 20
     assert "has shown no sign of life for 1 s: all are ended" in lines[0] and "exit code 75" in lines[1], lines
+
+
+@pytest.mark.fault(56)
+def test_ctrl_z_stops_the_workers_too_and_they_go_on_with_the_launcher(tmp_path):
+    """Nobody is continued behind the user's back."""
+    code = "signal.signal(signal.SIGTERM, lambda *_: os._exit(143))\nsleep(300)"
+    supervisor = launcher(tmp_path, code, own_group=True, processes=2, stopped_s=0.5)
+    workers = wait_for(lambda: pids(tmp_path, "pids0", "pids1"))
+    time.sleep(0.3)
+    supervisor.send_signal(signal.SIGTSTP)
+    wait_for(lambda: [state(pid) for pid in (supervisor.pid, *workers)] == ["T"] * 3)
+    time.sleep(1.2)
+    assert [state(pid) for pid in workers] == ["T"] * 2
+    supervisor.send_signal(signal.SIGCONT)
+    wait_for(lambda: "T" not in [state(pid) for pid in workers])
+    supervisor.send_signal(signal.SIGTERM)
+    assert supervisor.wait(20) == 143
+    assert not any(map(runs, workers))
+
+
+@pytest.mark.fault(56)
+def test_a_second_ctrl_c_does_not_wait_for_what_is_stuck(tmp_path):
+    code = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nsleep(300)"
+    supervisor = launcher(tmp_path, code, crash_grace_s=0.5)
+    (worker,) = wait_for(lambda: pids(tmp_path, "pids0"))
+    time.sleep(0.3)
+    for _ in range(2):
+        supervisor.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+    assert supervisor.wait(20) == 130 and not runs(worker)
+
+
+@pytest.mark.heavy
+@pytest.mark.fault(56)
+@pytest.mark.parametrize("launched", ["alive", "killed"])
+def test_a_run_of_two_is_back_where_one_is_frozen_and_the_other_aborts(shell, launched):
+    run = shell.folder / f"frozen_{launched}"
+    flags = ("--gin_file=tiny.gin", "--emulate=2", f"--gin.MODEL_DIR={run.name}", "--gin.Checkpointing.every=2")
+    start = ("local", "--processes=2", "--restarts=1", "--", "train", *flags, "--gin.TRAIN_STEPS=1000000")
+    supervisor = shell.start("launch", *start)
+    wait_for(lambda: len(steps_of(run)) > 8, within_s=120)
+    first, other = children(supervisor.pid)
+    os.kill(other, signal.SIGSTOP)
+    if launched == "killed":
+        supervisor.send_signal(signal.SIGSTOP)
+    os.kill(first, signal.SIGABRT)
+    began_s, before = time.monotonic(), len(steps_of(run))
+    if launched == "killed":
+        supervisor.kill()
+        supervisor.communicate()
+        wait_for(lambda: not runs(first) and not runs(other), within_s=30)
+        supervisor = shell.start("launch", *start)
+    wait_for(lambda: len(steps_of(run)) > before, within_s=60)
+    took_s = time.monotonic() - began_s
+    supervisor.send_signal(signal.SIGTERM)
+    out, _ = supervisor.communicate(timeout=60)
+    assert supervisor.returncode == 143 and re.search("carrying on from step|resuming from step", out)
+    assert took_s < 30
+
+
+def steps_of(run):
+    """The steps that a run has logged, those that were made twice too."""
+    if not (run / "metrics.jsonl").exists():
+        return []
+    return [record["step"] for record in loggers.all_records(str(run / "metrics.jsonl")) if record["kind"] == "train"]
+
+
+def children(pid):
+    """The process ids of a process's children, the oldest first."""
+    return [int(child) for child in pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 HOLDER = """
