@@ -1,130 +1,335 @@
-"""The process between us and a program that nobody has read; `sandbox` starts it, as a script, with Python's library alone.
+"""The processes of a program and its tests; `sandbox` starts it, as a script, with Python's library alone.
 
-    supervisor (this process)      starts the next one in namespaces of its own, kills them all in the end, says how it went
-      keeper                       the first process of the PID namespace: whatever the program started dies with it
-        program                    another user where we are root, limits set, without network
+    supervisor (this process)      starts the others, kills them all in the end, says how it went
+      outer, keeper                the keeper is the first process of a PID namespace: what is in there dies with it
+        program                    runs the program's text, and then what the tests ask for (`dialogue`)
+      outer, keeper                another namespace: neither sees or reaches the other
+        tests                      run the tests' text, and tell the supervisor the verdict
 
-Arguments: the program's file, seconds, bytes of memory, bytes of a file, processes. The program's folder is its own.
+Program and tests each have limits, no network, another user where we are root, and a root of their own (`private_root`)
+where the machine lets us; with bubblewrap the program's outer is bwrap, and this file is started once more inside it.
+What to run comes on standard input and goes to the tests' process: the program's has never had the tests in its memory.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib.util
 import json
 import os
 import resource
+import select
 import signal
+import socket
 import sys
 import time
 import types
+from collections.abc import Callable
 
-_NEWNET, _NEWUSER, _NEWPID, _NEWIPC = 0x40000000, 0x10000000, 0x20000000, 0x08000000  # of sched.h
-_PDEATHSIG, _KEEPCAPS, _SUBREAPER, _NO_NEW_PRIVS = 1, 8, 36, 38  # of prctl.h
+_NEWNET, _NEWUSER, _NEWPID, _NEWIPC, _NEWNS = 0x40000000, 0x10000000, 0x20000000, 0x08000000, 0x00020000  # of sched.h
+_PDEATHSIG, _DUMPABLE, _KEEPCAPS, _SUBREAPER, _NO_NEW_PRIVS = 1, 4, 8, 36, 38  # of prctl.h
 _READS_ALL = 1 << 2  # CAP_DAC_READ_SEARCH
 _FIRST_UID, _UIDS = 61184, 4000  # ids that no distribution gives to anyone
-_DONE = b"done"
+_CHANNEL = 3  # the program's descriptor to its tests
+_ENDING_S = 1.0  # for a process that has closed its descriptors to end
+_SHARED = ("/tmp", "/var/tmp", "/dev/shm", "/dev/mqueue", "/run/lock")
+_RMID = 0  # of ipc.h
+
+
+def _beside(name: str) -> types.ModuleType:
+    """A module next to this file (compiled as it is), whose folder is not on the path: programs would import from it."""
+    folder, own = os.path.split(os.path.abspath(__file__))
+    path = os.path.join(folder, own.replace("jail", name))
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+wire, dialogue, private_root = _beside("wire"), _beside("dialogue"), _beside("private_root")
+
+
+class Options:
+    """What `sandbox` decides: limits as there; an empty folder; what a private root shows; bwrap and its arguments, or none;
+    whether to use the machine's namespaces."""
+
+    seconds: float
+    memory_bytes: int
+    file_bytes: int
+    disk_bytes: int
+    processes: int
+    folder: str
+    shown: list[str]
+    bubblewrap: list[str]
+    namespaces: bool
+
+    def __init__(self, text: str):  # no dataclass: that module alone takes as long to import as all others
+        given = json.loads(text)
+        for name in Options.__annotations__:
+            setattr(self, name, given[name])
+
+
+class Confined:
+    """What the machine let us take away from a process: the network, and the file system."""
+
+    def __init__(self, *, network: bool, files: bool):
+        self.network, self.files = network, files
+
+    def text(self) -> bytes:
+        return json.dumps(vars(self)).encode() + b"\n"
 
 
 def main(argv: list[str]) -> None:
-    """Runs the program and prints {"passed", "reason", "network"}."""
-    program, seconds = argv[0], float(argv[1])
-    memory, file_bytes, processes = map(int, argv[2:])
-    libc = _libc()
+    """Runs a program and its tests and prints {"passed", "reason", "network", "files"}."""
+    options, libc = Options(argv[0]), _libc()
+    if argv[1:]:  # inside bubblewrap
+        _run_program(libc, options, private_root.WORK, _new_uid())
     libc.prctl(_SUBREAPER, 1, 0, 0, 0)  # what the program leaves behind becomes ours, and can be found
-    if os.getuid():
-        processes += _processes_of(os.getuid())  # the limit counts all that the user has, here or in the new namespace
-    own_network = _unshare(libc)
-    read, write = os.pipe()
-    keeper = os.fork()
-    if not keeper:
-        os.close(read)
-        _keep(libc, program, write, seconds, memory, file_bytes, processes)
-    os.close(write)
-    status = _wait(keeper, time.monotonic() + seconds)
-    if status is None:
-        os.kill(keeper, signal.SIGKILL)
+    libc.prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    uids = (_new_uid(), _new_uid())
+    ours, theirs = socket.socketpair()
+    until = time.monotonic() + options.seconds
+    told, tell = os.pipe()
+    program = _fork(lambda: _start_program(libc, options, theirs, tell, uids[0]))
+    os.close(tell)
+    theirs.close()
+    libc.prctl(_DUMPABLE, 0, 0, 0, 0)  # a program of the same user does not look into us
+    heard, say = os.pipe()
+    tests = _fork(lambda: _start_tests(libc, options, ours, say, uids[1]))
+    os.close(say)
+    ours.close()
+    confined = Confined(**json.loads(_line(told, until) or '{"network": false, "files": false}'))
+    verdict = _line(heard, until)
+    outcome = _outcome(verdict, program, tests, time.monotonic() >= until)
+    for pid in (program, tests):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
     _kill_children()
-    os.set_blocking(read, False)
-    try:
-        said = os.read(read, len(_DONE))
-    except BlockingIOError:
-        said = b""
-    passed = said == _DONE and status == 0
-    reason = "" if passed else "out of time" if status is None else _reason(status)
-    print(json.dumps({"passed": passed, "reason": reason, "network": not own_network}))
+    if not confined.files and not options.bubblewrap:
+        _sweep(libc, {uid for uid in uids if uid is not None})
+    print(json.dumps(outcome | {"network": not confined.network, "files": confined.files}))
+
+
+def _outcome(verdict: bytes, program: int, tests: int, late: bool) -> dict[str, bool | str]:
+    """What the tests' process says; where it says nothing of itself, how both ended."""
+    if late and not verdict:
+        return {"passed": False, "reason": "out of time"}
+    found = json.loads(verdict) if verdict else {"passed": False, "lost": None}
+    if found["passed"]:
+        return {"passed": True, "reason": ""}
+    if "reason" in found:
+        return {"passed": False, "reason": found["reason"]}
+    ended = _wait(program, _ENDING_S)
+    reason = found["lost"] if ended is None else _reason(ended)
+    if reason is None:  # the program is there: it is the tests that ended
+        ended = _wait(tests, _ENDING_S)
+        reason = "the tests hang" if ended is None else f"the tests: {_reason(ended)}"
+    return {"passed": False, "reason": reason}
 
 
 def _libc() -> ctypes.CDLL | types.SimpleNamespace:
     """What Linux has beyond Python's library; elsewhere functions that do nothing."""
     if sys.platform.startswith("linux"):
-        return ctypes.CDLL(None)
+        return ctypes.CDLL(None, use_errno=True)
     return types.SimpleNamespace(prctl=lambda *_: -1, unshare=lambda *_: -1, capset=lambda *_: -1)
 
 
-def _unshare(libc: ctypes.CDLL) -> bool:
-    """Leaves the machine's network and its table of processes, where that is allowed; whether the network is gone."""
-    apart = _NEWNET | _NEWPID | _NEWIPC
-    return any(libc.unshare(flags) == 0 for flags in (apart, _NEWUSER | apart, _NEWUSER | _NEWNET))
+def _fork(run: Callable[[], None]) -> int:
+    pid = os.fork()
+    if not pid:
+        try:
+            run()
+        finally:
+            os._exit(1)
+    return pid
 
 
-def _keep(libc: ctypes.CDLL, program: str, write: int, seconds: float, *limits: int) -> None:
-    """The keeper: starts the program, takes up the processes that it leaves, and ends with it."""
-    libc.prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    runner = os.fork()
-    if not runner:
-        _enter(libc, program, write, seconds, *limits)
-    os.close(write)
-    while True:
-        pid, status = os.wait()
-        if pid == runner:
-            os._exit(os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status))
+# The program.
 
 
-def _enter(libc: ctypes.CDLL, program: str, write: int, seconds: float, *limits: int) -> None:
-    """The program's own process."""
-    memory, file_bytes, processes = limits
-    folder, code = os.path.dirname(program), 1
-    try:
-        with open(program, encoding="utf-8") as file:
-            text = file.read()
-        os.chdir(folder)
-        if os.getuid() == 0:
-            with contextlib.suppress(OSError):  # in a container that does not let us there is less between us and it
-                _become_nobody(libc, folder)
-        libc.prctl(_NO_NEW_PRIVS, 1, 0, 0, 0)
-        cpu = int(seconds) + 1
-        limited = {"CPU": cpu, "AS": memory, "FSIZE": file_bytes, "NPROC": processes, "NOFILE": 64, "CORE": 0}
-        for name, value in limited.items():
-            resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # ours is how the supervisor tells the outcome
+def _start_program(libc: ctypes.CDLL, options: Options, channel: socket.socket, tell: int, uid: int | None) -> None:
+    """The program's outer."""
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 0)  # ours brings the tests, and is how the supervisor tells the outcome
+    os.dup2(null, 1)
+    if options.bubblewrap:
+        if not os.getuid() and libc.unshare(_NEWNET) != 0:
+            os._exit(1)
+        os.write(tell, Confined(network=True, files=True).text())
+        os.dup2(channel.fileno(), _CHANNEL, inheritable=True)
+        os.closerange(_CHANNEL + 1, 256)
+        os.execv(options.bubblewrap[0], options.bubblewrap)
+
+    def run(confined: Confined) -> None:
+        os.write(tell, confined.text())
+        os.dup2(channel.fileno(), _CHANNEL)
+        _run_program(libc, options, _work(confined, options, "inside"), uid)
+
+    _confine(libc, options, run, "root")
+
+
+def _run_program(libc: ctypes.CDLL, options: Options, folder: str, uid: int | None) -> None:
+    """The program's own process. Does not come back."""
+    os.closerange(_CHANNEL + 1, 256)
+    os.umask(0o022)
+    _limit(libc, options, folder, uid)
+    libc.prctl(_DUMPABLE, 1, 0, 0, 0)  # else its /proc/self is not its own
+    own = os.getpid()
+
+    def run(text: str) -> dict[str, object]:
+        with open("program.py", "w", encoding="utf-8", errors="surrogatepass") as file:
+            file.write(text)
         module = sys.modules["__main__"] = types.ModuleType("__main__")
-        own = os.getpid()
-        exec(compile(text, "program.py", "exec"), module.__dict__)
-        if os.getpid() == own:
-            os.write(write, _DONE)
-            code = 0
+        exec(compile(text, "program.py", "exec", dont_inherit=True), module.__dict__)
+        if os.getpid() != own:  # a process that the program began goes no further
+            os._exit(0)
+        return module.__dict__
+
+    try:
+        dialogue.serve(socket.socket(fileno=_CHANNEL), run, lambda _: os._exit(0))
+    except wire.Broken:
+        os._exit(0)
     except SystemExit as ended:
         print(f"SystemExit: {ended.code}", file=sys.stderr)  # whatever the code: what comes after it was not run
     except BaseException as error:
-        _tell(error)
+        os.write(2, _said(error).encode("utf-8", "replace") + b"\n")
     finally:
         try:
             sys.stderr.flush()
         finally:
-            os._exit(code)
+            os._exit(1)
 
 
-def _tell(error: BaseException) -> None:
+# The tests.
+
+
+def _start_tests(libc: ctypes.CDLL, options: Options, channel: socket.socket, say: int, uid: int | None) -> None:
+    """The outer of the tests."""
+    libc.prctl(_DUMPABLE, 1, 0, 0, 0)  # for as long as it is to say which users there are in its namespace
+
+    def run(confined: Confined) -> None:
+        _run_tests(libc, options, channel, say, _work(confined, options, "tests"), uid)
+
+    _confine(libc, options, run, "other root")
+
+
+def _run_tests(
+    libc: ctypes.CDLL, options: Options, channel: socket.socket, say: int, folder: str, uid: int | None
+) -> None:
+    """The tests' own process: writes the verdict. Does not come back."""
+    own = os.getpid()
+
+    def tell(**verdict: object) -> None:
+        if os.getpid() == own:
+            os.write(say, json.dumps(verdict).encode() + b"\n")
+        os._exit(0)
+
+    with open(0, "rb", closefd=False) as file:
+        job = json.load(file)
+    null = os.open(os.devnull, os.O_RDWR)
+    for number in (0, 1, 2):
+        os.dup2(null, number)
+    _limit(libc, options, folder, uid)
+    libc.prctl(_DUMPABLE, 0, 0, 0, 0)  # a program of the same user does not look into it
+    try:
+        dialogue.judge(channel, job, lambda why: tell(passed=False, lost=why))
+        tell(passed=True)
+    except SystemExit as ended:
+        tell(passed=False, reason=f"SystemExit: {ended.code}")
+    except BaseException as error:
+        tell(passed=False, reason=_said(error))
+
+
+def _said(error: BaseException) -> str:
     """One line, even where there is no memory left for a traceback."""
     said = "".join(str(error).split("\n")[:1])[:300]
-    os.write(2, f"{type(error).__name__}: {said}".rstrip(": ").encode("utf-8", "replace") + b"\n")
+    return f"{type(error).__name__}: {said}".rstrip(": ")
 
 
-def _become_nobody(libc: ctypes.CDLL, folder: str) -> None:
-    """Takes an id that owns nothing but the folder. Root is under no limit of processes, and could write anywhere."""
-    uid = _FIRST_UID + int.from_bytes(os.urandom(4), "big") % _UIDS
-    os.chown(folder, uid, uid)
+# What both may do.
+
+
+def _confine(libc: ctypes.CDLL, options: Options, run: Callable[[Confined], None], root: str) -> None:
+    """The outer: leaves the machine's namespaces as far as it may, and starts the keeper, who runs. Does not come back."""
+    libc.prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    apart = _unshare(libc) if options.namespaces else 0
+    keeper = _fork(lambda: _keep(libc, options, run, apart, os.path.join(options.folder, root)))
+    os.closerange(3, 256)
+    os._exit(_code(os.waitpid(keeper, 0)[1]))
+
+
+def _unshare(libc: ctypes.CDLL) -> int:
+    """The namespaces that it now has of its own."""
+    apart, ids = _NEWNET | _NEWPID | _NEWIPC, (os.getuid(), os.getgid())
+    for flags in (apart | _NEWNS, apart, _NEWUSER | apart | _NEWNS, _NEWUSER | apart, _NEWUSER | _NEWNET):
+        if libc.unshare(flags) == 0:
+            if flags & _NEWUSER:
+                _keep_ids(*ids)
+            return flags
+    return 0
+
+
+def _keep_ids(uid: int, gid: int) -> None:
+    """Lets this user's files be its own in a new user namespace too."""
+    for name, text in {"setgroups": "deny", "uid_map": f"{uid} {uid} 1", "gid_map": f"{gid} {gid} 1"}.items():
+        with contextlib.suppress(OSError), open(f"/proc/self/{name}", "w", encoding="ascii") as file:
+            file.write(text)
+
+
+def _keep(libc: ctypes.CDLL, options: Options, run: Callable[[Confined], None], apart: int, root: str) -> None:
+    """The keeper: starts the process proper, takes up the processes that it leaves, and ends with it."""
+    libc.prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    files = False
+    if apart & _NEWNS:
+        with contextlib.suppress(OSError):
+            os.mkdir(root)
+            private_root.enter(libc, root, options.shown, options.disk_bytes)
+            files = True
+    runner = _fork(lambda: run(Confined(network=bool(apart & _NEWNET), files=files)))
+    os.closerange(3, 256)
+    while True:
+        pid, status = os.wait()
+        if pid == runner:
+            os._exit(_code(status))
+
+
+def _work(confined: Confined, options: Options, name: str) -> str:
+    """The folder that a process works in."""
+    folder = private_root.WORK if confined.files else os.path.join(options.folder, name)
+    os.makedirs(folder, exist_ok=True)
+    return folder
+
+
+def _limit(libc: ctypes.CDLL, options: Options, folder: str, uid: int | None) -> None:
+    """Sets limits, the folder and the environment of a process, and gives up its rights."""
+    processes = options.processes
+    if os.getuid():  # the limit counts all that the user has, here or in a new namespace
+        processes += _processes_of(os.getuid())
+    os.environ.update({"HOME": folder, "TMPDIR": folder})
+    os.chdir(folder)
+    if uid is not None:
+        with contextlib.suppress(OSError):  # in a container that does not let us there is less between us and it
+            _become(libc, folder, uid)
+    libc.prctl(_NO_NEW_PRIVS, 1, 0, 0, 0)
+    limited = {
+        "CPU": int(options.seconds) + 1, "AS": options.memory_bytes, "FSIZE": options.file_bytes, "NPROC": processes,
+        "NOFILE": 64, "CORE": 0, "MSGQUEUE": 2**16,
+    }  # fmt: skip
+    for name, value in limited.items():
+        if (kind := getattr(resource, f"RLIMIT_{name}", None)) is not None:
+            resource.setrlimit(kind, (value, value))
+
+
+def _new_uid() -> int | None:
+    """An id that owns nothing, where we may take one."""
+    return None if os.getuid() else _FIRST_UID + int.from_bytes(os.urandom(4), "big") % _UIDS
+
+
+def _become(libc: ctypes.CDLL, folder: str, uid: int) -> None:
+    """Takes another id. Root is under no limit of processes, and could write anywhere."""
+    with contextlib.suppress(PermissionError):  # inside bubblewrap the folder is everybody's
+        os.chown(folder, uid, uid)
     os.setgroups([])
     os.setresgid(uid, uid, uid)
     os.seteuid(uid)
@@ -149,15 +354,29 @@ def _processes_of(uid: int) -> int:
     return count
 
 
-def _wait(pid: int, until: float) -> int | None:
+# The end.
+
+
+def _line(descriptor: int, until: float) -> bytes:
+    """What comes up to the end of a line; nothing where there is none in time."""
+    read = b""
+    while not read.endswith(b"\n"):
+        ready = select.select([descriptor], [], [], max(0.0, until - time.monotonic()))[0]
+        part = os.read(descriptor, 4096) if ready else b""
+        if not part:
+            return b""
+        read += part
+    return read
+
+
+def _wait(pid: int, seconds: float) -> int | None:
     """The exit status; None where time ran out."""
-    pause = 0.001
+    until = time.monotonic() + seconds
     while time.monotonic() < until:
         found, status = os.waitpid(pid, os.WNOHANG)
         if found:
             return status
-        time.sleep(pause)
-        pause = min(pause * 2, 0.02)
+        time.sleep(0.001)
     return None
 
 
@@ -180,9 +399,41 @@ def _children() -> list[int]:
         return []
 
 
+def _sweep(libc: ctypes.CDLL, uids: set[int]) -> None:
+    """Removes what users who own nothing else have left in folders and tables that all share."""
+    for top in _SHARED if uids else ():
+        for folder, names, files in os.walk(top, topdown=False):
+            for name in (*files, *names):
+                path = os.path.join(folder, name)
+                with contextlib.suppress(OSError):
+                    if os.lstat(path).st_uid in uids:
+                        os.rmdir(path) if name in names and not os.path.islink(path) else os.unlink(path)
+    for number in _left("shm", uids):
+        libc.shmctl(number, _RMID, None)
+    for number in _left("msg", uids):
+        libc.msgctl(number, _RMID, None)
+    for number in _left("sem", uids):
+        libc.semctl(number, 0, _RMID)
+
+
+def _left(kind: str, uids: set[int]) -> list[int]:
+    """Ids of System V's shared memory, message queues or semaphores that these users made."""
+    try:
+        with open(f"/proc/sysvipc/{kind}", encoding="ascii") as file:
+            names, *rows = [line.split() for line in file]
+    except OSError:
+        return []
+    owner = names.index("uid")
+    return [int(row[1]) for row in rows if int(row[owner]) in uids]
+
+
+def _code(status: int) -> int:
+    return os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status)
+
+
 def _reason(status: int) -> str:
     """Why a program of this exit status did not pass."""
-    code = os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status)
+    code = _code(status)
     if code > 128:
         number = code - 128
         name = signal.Signals(number).name if number in {int(known) for known in signal.Signals} else str(number)

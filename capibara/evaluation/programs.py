@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -10,7 +11,7 @@ from typing import Any, ClassVar
 
 from capibara.config import configurable
 from capibara.evaluation import sandbox
-from capibara.evaluation.sandbox import Sandbox
+from capibara.evaluation.sandbox import Program, Sandbox
 from capibara.types import UserError
 
 _FENCED = re.compile(r"```[ \t]*\w*[ \t]*\n(.*?)```", re.DOTALL)
@@ -33,14 +34,21 @@ class PassAtK:
     that has the entry point's definition in a fence, as chat models give it, that code stands in place of prompt and
     prediction.
 
+    Setup, prompt and prediction run in one process; setup and test in another, which gives the verdict and calls the
+    first one's functions with plain data (see `dialogue`). A test that replaces what the program imports, looks at what
+    it prints, or hands over objects of Python's library cannot be judged so: `separate=False` runs all in one process,
+    where a program that sets out to forge its verdict can.
+
     Attributes:
       k: which pass@k; at most EvalTask.num_samples.
       sandbox: limits of a program.
+      separate: run tests apart from the program.
     """
 
     judges: ClassVar[str] = "texts"
     k: tuple[int, ...] = (1,)
     sandbox: Sandbox = Sandbox()
+    separate: bool = True
 
     def __post_init__(self) -> None:
         if not self.k or min(self.k) < 1:
@@ -59,18 +67,44 @@ class PassAtK:
 
     def __call__(self, targets: Sequence[Any], predictions: Sequence[Any]) -> dict[str, Any]:
         several = [[given] if isinstance(given, str) else list(given) for given in predictions]
-        programs = [program(target, text) for target, texts in zip(targets, several) for text in texts]
+        made = judged if self.separate else lambda target, text: Program(code=program(target, text))
+        programs = [made(target, text) for target, texts in zip(targets, several) for text in texts]
+        if not self.separate:
+            logging.getLogger(__name__).warning("PassAtK.separate is off: a program can forge the verdict of its tests")
         outcomes = iter(sandbox.run_all(programs, self.sandbox))
         passed = [sum(next(outcomes).passed for _ in texts) for texts in several]
         return {f"pass@{k}": [pass_at_k(len(texts), c, k) for texts, c in zip(several, passed)] for k in self.k}
 
 
-def program(target: Any, prediction: str) -> str:
-    """What is run to see whether a prediction passes.
+def judged(target: Any, prediction: str) -> Program:
+    """A prediction and its tests, apart.
 
     Raises:
       UserError: the target has no test, or what is no text in it.
     """
+    _check(target)
+    entry, test = target.get("entry_point") or "", target["test"]
+    setup, prompt = target.get("setup") or "", target.get("prompt") or ""
+    code = [setup, _code(prompt, prediction, entry or None)]
+    tests = [test if isinstance(test, str) else "\n".join(test), *([f"check({entry})"] if entry else [])]
+    return Program(code=_joined(code), tests=_joined(tests), setup=setup, prompt=prompt, entry=entry)
+
+
+def program(target: Any, prediction: str) -> str:
+    """A prediction and its tests as one text.
+
+    Raises:
+      UserError: the target has no test, or what is no text in it.
+    """
+    parts = judged(target, prediction)
+    return parts.code + parts.tests
+
+
+def _joined(parts: Sequence[str]) -> str:
+    return "".join(part + "\n" for part in parts if part)
+
+
+def _check(target: Any) -> None:
     if not isinstance(target, Mapping) or "test" not in target:
         raise UserError(
             "PassAtK needs the key 'test' in its targets: EvalTask.target = ('prompt', 'test', 'entry_point') takes it "
@@ -81,10 +115,6 @@ def program(target: Any, prediction: str) -> str:
         parts = value if key == "test" and isinstance(value, list) else [value]
         if not all(isinstance(part, str) or (part is None and key != "test") for part in parts):
             raise UserError(f"PassAtK takes a text for the target's {key!r}, not {str(value)[:60]}")
-    entry, test = target.get("entry_point"), target["test"]
-    code = _code(target.get("prompt", ""), prediction, entry)
-    parts = [target.get("setup", ""), code, test if isinstance(test, str) else "\n".join(test)]
-    return "\n".join([*(part for part in parts if part), *([f"check({entry})"] if entry else [])]) + "\n"
 
 
 def _code(prompt: str, prediction: str, entry: str | None) -> str:

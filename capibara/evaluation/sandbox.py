@@ -1,37 +1,65 @@
-"""Runs programs that a model wrote, each in a process of its own that can do little.
+"""Runs programs that a model wrote beside their tests, each in processes that can do little.
 
-What it is for: programs with mistakes. It limits a program's time, memory, processes and files, cuts off the network
-and other processes where the machine lets us, gives it an empty folder, no input and none of our environment, and takes
-another user for it where we are root.
+**The verdict** comes from outside the program. Its tests run in a process of their own (`dialogue`), which alone says
+whether they passed; the program's process never has the tests' text, nor a descriptor that the verdict goes through.
+Whatever a program does to its own process (exit, write to descriptors, walk frames, replace builtins or `assert`,
+use ctypes) is done to itself. Values cross as plain data, which nothing executes.
 
-What it does not promise: to hold whoever attacks it. The kernel is the same; a program reads what its user may read
-(ours, unless we are root). Where we are root and Python's library lies where root alone may read (under /root, say),
-the program keeps the right to read, and so it reads ALL files of the machine, secrets among them. Where we are not root
-it may also write and remove what is ours. The limit of memory is one of each process; many small files fill a disk; on
-systems other than Linux there are only the limits. For programs of a model that you do not trust use a virtual machine
-or a container with nothing in it.
+**What holds a program**, the first of these that the machine lets us have; the log says which:
+
+- bubblewrap (Debian's package of that name): a root with Python and the system's libraries read-only, and nothing of
+  the user's; its own /tmp, /dev/shm, /proc, System V memory; no network; no rights.
+- namespaces: the same, made by `private_root`, without another program.
+- limits: a folder on the disk, another user where we are root, and nothing private. Files and System V memory of that
+  user are removed afterwards. Where we are not root the program is ours in all it does: it reads and writes what we may.
+
+In all of them time, memory, processes and files are limited, and none of our environment is seen.
+
+What is not promised: the kernel is the same, so a hole in it is a way out; for programs of somebody who attacks you use
+a virtual machine. The limit of memory is one of each process. Tests can only judge what they look at: one that calls a
+method of a class which the program defines, or compares two such objects, believes the program. And a text that has
+program and tests in one (`run` of a str) is parted where its last `check` or assertions begin: what stands there and is
+the program's own is taken for a test. Give `Program` where they are apart.
 """
 
 from __future__ import annotations
 
+import ast
 import concurrent.futures
 import dataclasses
+import enum
+import functools
+import io
 import json
 import logging
 import os
+import py_compile
 import shutil
 import signal
+import site
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from capibara.config import configurable
+from capibara.evaluation import private_root
 from capibara.types import UserError
 
-_JAIL = os.path.join(os.path.dirname(os.path.abspath(__file__)), "jail.py")
+_HERE = os.path.dirname(os.path.abspath(__file__))
+_SCRIPTS = ("jail", "wire", "dialogue", "private_root")
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _SPARE_S = 10.0  # for the supervisor to end by itself
 _SHOWN = 300
+
+
+class Holder(enum.StrEnum):
+    """What holds programs; AUTO is the first of the others that works."""
+
+    AUTO = "auto"
+    BUBBLEWRAP = "bubblewrap"
+    NAMESPACES = "namespaces"
+    LIMITS = "limits"
 
 
 @configurable
@@ -43,18 +71,22 @@ class Sandbox:
       seconds: of the clock, and of CPU time of each of its processes.
       memory_mib: of address space, each process.
       file_mib: largest file that it writes.
+      disk_mib: all files in each of its folders (/tmp, /dev/shm), where those are its own.
       processes: processes and threads at a time.
       workers: programs that run at a time; None: one for each core.
+      holder: what holds them.
     """
 
     seconds: float = 5.0
     memory_mib: int = 1024
     file_mib: int = 8
+    disk_mib: int = 64
     processes: int = 16
     workers: int | None = None
+    holder: Holder = Holder.AUTO
 
     def __post_init__(self) -> None:
-        for name in ("seconds", "memory_mib", "file_mib", "processes"):
+        for name in ("seconds", "memory_mib", "file_mib", "disk_mib", "processes"):
             if not getattr(self, name) > 0:
                 raise UserError(f"Sandbox.{name} is {getattr(self, name)}, must be above 0")
         if self.workers is not None and self.workers < 1:
@@ -62,44 +94,49 @@ class Sandbox:
 
 
 @dataclasses.dataclass(frozen=True)
-class Outcome:
-    """What became of a program.
+class Program:
+    """A program and its tests.
 
     Attributes:
-      passed: it came to its end without an error.
+      code: the program's text; it runs first, in a process of its own.
+      tests: their text; empty: the program passes where it comes to its end.
+      setup: what the task runs before both.
+      prompt: of the task: the imports, functions, classes and values in it are the tests' own, if it is a text of Python.
+        They take names from here before they take the program's.
+      entry: the function that the task asks for: always the program's.
+    """
+
+    code: str
+    tests: str = ""
+    setup: str = ""
+    prompt: str = ""
+    entry: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How a program ended.
+
+    Attributes:
+      passed: it came to its end without an error, and so did its tests.
       reason: why it did not: the last line of its errors, or what it ran out of; empty where it did.
       network: whether it could reach one.
+      holder: what held it: bubblewrap, namespaces or limits.
     """
 
     passed: bool
     reason: str
     network: bool
+    holder: str = dataclasses.field(default="", compare=False)
 
 
-def run(program: str, limits: Sandbox = Sandbox()) -> Outcome:
-    """Runs a Python program, with the packages of this interpreter."""
-    folder = tempfile.mkdtemp(prefix="capibara-")
-    inside = os.path.join(folder, "inside")
-    try:
-        os.mkdir(inside)
-        os.chmod(folder, 0o711)  # another user comes through, and sees nothing
-        path, errors = os.path.join(inside, "program.py"), os.path.join(folder, "errors")
-        with open(path, "w", encoding="utf-8", errors="surrogatepass") as file:
-            file.write(program)
-        sizes = (limits.memory_mib * 2**20, limits.file_mib * 2**20, limits.processes)
-        argv = [sys.executable, "-I", "-B", _JAIL, path, str(limits.seconds), *map(str, sizes)]
-        with open(errors, "wb") as stderr:
-            process = subprocess.Popen(
-                argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=stderr, env=_environment(inside),
-                cwd=inside, start_new_session=True,
-            )  # fmt: skip
-            said = _finished(process, limits.seconds + _SPARE_S)
-        return _outcome(said, _last_line(errors))
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+def run(program: Program | str, limits: Sandbox = Sandbox()) -> Outcome:
+    """Runs a Python program and its tests, with the packages of this interpreter."""
+    bubblewrap = _bubblewrap(limits)
+    return _run(parted(program) if isinstance(program, str) else program, limits, bubblewrap)
 
 
-def run_all(programs: Sequence[str], limits: Sandbox = Sandbox()) -> list[Outcome]:
+def run_all(programs: Sequence[Program | str], limits: Sandbox = Sandbox()) -> list[Outcome]:
     """Runs programs side by side.
 
     Raises:
@@ -108,16 +145,175 @@ def run_all(programs: Sequence[str], limits: Sandbox = Sandbox()) -> list[Outcom
     empty = run("", limits)
     if not empty.passed:
         raise UserError(f"no program runs in the sandbox ({empty.reason}): raise Sandbox.seconds or Sandbox.memory_mib")
+    log = logging.getLogger(__name__)
+    log.info("%d programs are held by %s", len(programs), empty.holder)
     if empty.network:
-        logging.getLogger(__name__).warning("this machine does not let programs be cut off from its network")
+        log.warning("this machine does not let programs be cut off from its network")
+    if empty.holder == "limits":
+        log.warning("this machine lets programs see its files: install bubblewrap, or run where namespaces are allowed")
     with concurrent.futures.ThreadPoolExecutor(limits.workers or os.cpu_count()) as pool:
         return list(pool.map(lambda program: run(program, limits), programs))
 
 
-def _finished(process: subprocess.Popen, seconds: float) -> bytes:
+def parted(text: str) -> Program:
+    """A program out of a text that ends in its tests.
+
+    They begin at the function that the text's last statement calls, where that asserts something or is given another one
+    of the text's names (`check(add)`); else they are the assertions at its end that call what the text defines.
+    """
+    try:
+        body = ast.parse(text).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return Program(code=text)
+    places = {one.name: n for n, one in enumerate(body) if isinstance(one, _DEFINITIONS)}
+    begins = _checked_from(body, places)
+    if begins is None:
+        begins = len(body)
+        while begins and isinstance(body[begins - 1], ast.Assert) and _calls(body[begins - 1], places):
+            begins -= 1
+    if begins == len(body):
+        return Program(code=text)
+    first = body[begins]
+    line = min([first.lineno, *(one.lineno for one in getattr(first, "decorator_list", ()))]) - 1
+    if begins and body[begins - 1].end_lineno > line:  # two statements on a line
+        return Program(code=text)
+    lines = io.StringIO(text, newline=None).readlines()
+    return Program(code="".join(lines[:line]), tests="".join(lines[line:]))
+
+
+def _checked_from(body: list[ast.stmt], places: dict[str, int]) -> int | None:
+    """Where the function stands that the last statement calls; None where that is no test."""
+    call = getattr(body[-1], "value", None) if body and isinstance(body[-1], ast.Expr) else None
+    place = places.get(getattr(call.func, "id", "")) if isinstance(call, ast.Call) else None
+    if place is None:
+        return None
+    given = any(isinstance(one, ast.Name) and one.id in places for one in call.args)
+    return place if given or any(isinstance(one, ast.Assert) for one in ast.walk(body[place])) else None
+
+
+def _calls(node: ast.AST, names: Mapping[str, int]) -> bool:
+    calls = (one.func for one in ast.walk(node) if isinstance(one, ast.Call))
+    return any(isinstance(func, ast.Name) and func.id in names for func in calls)
+
+
+def _run(program: Program, limits: Sandbox, bubblewrap: str | None) -> Outcome:
+    folder = tempfile.mkdtemp(prefix="capibara-")
+    try:
+        os.chmod(folder, 0o711)  # another user comes through, and sees nothing
+        for name in ("inside", "tests"):
+            os.mkdir(os.path.join(folder, name))
+        errors = os.path.join(folder, "errors")
+        options = _options(limits, folder)
+        if bubblewrap is not None:
+            options["bubblewrap"] = _bubblewrapped(bubblewrap, options)
+        argv = [sys.executable, "-I", "-B", _scripts()["jail"], json.dumps(options)]
+        with open(errors, "wb") as stderr:
+            process = subprocess.Popen(
+                argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, env=_environment(folder),
+                cwd=folder, start_new_session=True,
+            )  # fmt: skip
+            job = json.dumps(dataclasses.asdict(program)).encode("ascii")
+            said = _finished(process, job, limits.seconds + _SPARE_S)
+        return _outcome(said, _last_line(errors), bubblewrap is not None)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _options(limits: Sandbox, folder: str) -> dict[str, object]:
+    """The arguments of `jail`."""
+    return {
+        "seconds": limits.seconds, "memory_bytes": limits.memory_mib * 2**20, "file_bytes": limits.file_mib * 2**20,
+        "disk_bytes": limits.disk_mib * 2**20, "processes": limits.processes, "folder": folder, "shown": _shown(),
+        "bubblewrap": [], "namespaces": limits.holder != Holder.LIMITS,
+    }  # fmt: skip
+
+
+@functools.cache
+def _shown() -> list[str]:
+    """What a program sees of this machine's files: the system's libraries, Python and its packages."""
+    python = [sys.base_prefix, sys.prefix, sys.base_exec_prefix, sys.exec_prefix]
+    packages = [*site.getsitepackages(), os.path.dirname(os.path.realpath(sys.executable))]
+    found = private_root.system_paths()
+    for path in map(os.path.realpath, (*python, *packages)):
+        if os.path.isdir(path) and path != "/" and not any(os.path.commonpath((path, one)) == one for one in found):
+            found.append(path)
+    return found
+
+
+def _bubblewrapped(bubblewrap: str, options: dict[str, object]) -> list[str]:
+    """bwrap's arguments to run `jail` in there, with its last argument."""
+    size = str(options["disk_bytes"])
+    argv = [bubblewrap, "--unshare-ipc", "--unshare-pid", "--unshare-uts", "--unshare-cgroup-try"]
+    argv += ["--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL"]
+    if os.getuid():
+        argv += ["--unshare-user", "--unshare-net"]
+    else:  # to take an id that owns nothing; `jail` has left the network, where bwrap would give a loopback
+        argv += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
+    for name, value in _environment(private_root.WORK).items():
+        argv += ["--setenv", name, value]
+    for folder in ("/tmp", "/var/tmp"):
+        argv += ["--perms", "1777", "--size", size, "--tmpfs", folder]
+    argv += ["--perms", "0777", "--dir", private_root.WORK, "--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev"]
+    argv += ["--perms", "1777", "--size", size, "--tmpfs", "/dev/shm"]
+    for parent in sorted({parent for path in options["shown"] for parent in _parents(path)}):
+        argv += ["--perms", "0755", "--dir", parent]  # bwrap's own would be closed to the program's user
+    for path in options["shown"]:
+        argv += ["--symlink", os.readlink(path), path] if os.path.islink(path) else ["--ro-bind", path, path]
+    for name, path in _scripts().items():
+        argv += ["--ro-bind", path, f"/judge/{name}{os.path.splitext(path)[1]}"]
+    argv += ["--remount-ro", "/", "--chdir", private_root.WORK, "--"]
+    inside = json.dumps(options | {"shown": [], "folder": private_root.WORK})
+    jail = f"/judge/jail{os.path.splitext(_scripts()['jail'])[1]}"
+    return [*argv, sys.executable, "-I", "-B", jail, inside, "inside"]
+
+
+def _parents(path: str) -> list[str]:
+    parent = os.path.dirname(path)
+    return [] if parent == "/" else [*_parents(parent), parent]
+
+
+@functools.cache
+def _scripts() -> dict[str, str]:
+    """The files that run in processes of their own, compiled where we may write them: that halves the time to start."""
+    found = {name: os.path.join(_HERE, f"{name}.py") for name in _SCRIPTS}
+    if sys.dont_write_bytecode:
+        return found
+    try:
+        return {name: py_compile.compile(path, doraise=True) or path for name, path in found.items()}
+    except OSError:  # an installation that is not ours to write
+        return found
+
+
+def _bubblewrap(limits: Sandbox) -> str | None:
+    """The path of bwrap where it is to be used.
+
+    Raises:
+      UserError: it is asked for by name, and does not work.
+    """
+    if limits.holder in (Holder.NAMESPACES, Holder.LIMITS):
+        return None
+    path, why = _probed(shutil.which("bwrap"))
+    if path is None and limits.holder == Holder.BUBBLEWRAP:
+        raise UserError(f"Sandbox.holder is bubblewrap, which does not work here ({why}): install it, or use 'auto'")
+    return path
+
+
+@functools.cache
+def _probed(path: str | None) -> tuple[str | None, str]:
+    """bwrap, if it runs a program here, and why it does not."""
+    if path is None:
+        return None, "there is no bwrap"
+    found = _run(Program(code=""), Sandbox(), path)
+    if found.passed:
+        return path, ""
+    logging.getLogger(__name__).warning("bubblewrap does not work here (%s): namespaces hold programs", found.reason)
+    return None, found.reason
+
+
+def _finished(process: subprocess.Popen, job: bytes, seconds: float) -> bytes:
     """What it wrote; nothing of it outlives this call."""
     try:
-        return process.communicate(timeout=seconds)[0]
+        return process.communicate(job, timeout=seconds)[0]
     except subprocess.TimeoutExpired:
         return b""
     finally:
@@ -128,7 +324,7 @@ def _finished(process: subprocess.Popen, seconds: float) -> bytes:
         process.communicate()
 
 
-def _outcome(said: bytes, error: str) -> Outcome:
+def _outcome(said: bytes, error: str, bubblewrap: bool) -> Outcome:
     try:
         found = json.loads(said)
     except ValueError:
@@ -136,7 +332,8 @@ def _outcome(said: bytes, error: str) -> Outcome:
     reason = found["reason"]
     if not found["passed"] and error and reason in ("exit code 1", "ended before its last line"):
         reason = error
-    return Outcome(passed=found["passed"], reason=reason, network=found["network"])
+    holder = "bubblewrap" if bubblewrap else "namespaces" if found["files"] else "limits"
+    return Outcome(passed=found["passed"], reason=reason, network=found["network"], holder=holder)
 
 
 def _last_line(path: str) -> str:

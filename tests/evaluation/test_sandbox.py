@@ -106,7 +106,8 @@ def test_it_cannot_write_elsewhere_nor_see_our_environment(tmp_path, monkeypatch
     tmp_path.chmod(0o755)
     (tmp_path / "mine").write_text("x")
     for attempt in (f"open({str(tmp_path / 'new')!r}, 'w')", f"import os; os.remove({str(tmp_path / 'mine')!r})"):
-        assert "Permission" in reason(attempt)
+        assert any(word in reason(attempt) for word in ("Permission", "No such file"))
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
     assert "Permission" in reason("import os; os.setuid(0)") or "not permitted" in reason("import os; os.setuid(0)")
 
 
@@ -116,7 +117,7 @@ def test_it_reaches_no_network():
         outcome = sandbox.run(program, QUICK)
     if outcome.network:
         pytest.skip("this machine does not let us take the network away")
-    assert not outcome.passed and "unreachable" in outcome.reason
+    assert not outcome.passed and ("unreachable" in outcome.reason or "refused" in outcome.reason)
 
 
 def test_many_at_a_time_keep_their_order_and_leave_no_folders(tmp_path, monkeypatch):

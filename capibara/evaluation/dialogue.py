@@ -1,0 +1,456 @@
+"""A program and its tests in two processes: the tests call the program's functions and get plain data for an answer.
+
+    tests (`judge`)      run the tests' text; names that only the program defines stand for what the other process has
+    program (`serve`)    runs the program's text, then does what it is asked
+
+The verdict is the tests' process's own, so a program that writes to descriptors, exits early, walks frames or replaces
+builtins changes nothing but its own answers. What is no plain data (an object, a generator, a function) stays where it
+is, and the other side has a `Remote` for it. A Remote of the program's is never equal to plain data, and takes no part
+in operators with it: an object that says it equals everything would else be right everywhere.
+"""
+
+from __future__ import annotations
+
+import builtins
+import collections
+import json
+import operator
+import os
+import socket
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator, Mapping
+
+import wire  # beside this file: `jail` says where
+
+_BINARY = ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "and", "or", "xor")
+_COMPARED = ("eq", "lt", "le", "gt", "ge")
+_DONE_TO: dict[str, Callable[..., object]] = {
+    "call": lambda target, *args, **kwargs: target(*args, **kwargs),
+    "get": getattr, "set": setattr, "len": len, "iter": iter, "next": next, "str": str, "repr": repr, "bool": bool,
+    "hash": hash, "item": operator.getitem, "set item": operator.setitem, "delete item": operator.delitem,
+    "isinstance": lambda target, value: isinstance(value, target),
+    "enter": lambda target: type(target).__enter__(target),
+    "exit": lambda target: type(target).__exit__(target, None, None, None),
+    **{name: getattr(operator, f"{name}_" if name in ("and", "or") else name) for name in (*_BINARY, *_COMPARED)},
+}  # fmt: skip
+# Methods of plain data: a test that calls one on an answer expects that data, not an object with an opinion.
+_PLAIN_METHODS = frozenset().union(*(dir(kind) for kind in wire.TYPES.values()))
+_MUTABLE = (list, dict, set, bytearray, collections.deque)
+_ALIASES = {"np": "numpy", "pd": "pandas"}
+_ROUTINES = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
+_COROUTINE = 0x80  # CO_COROUTINE of Python's inspect, which is slow to import
+CANNOT_CROSS = "which cannot cross to the program's process"
+_NEVER_RAISED = (StopIteration, StopAsyncIteration)  # they would end a test's loop, not fail it
+_CANNOT_BE_READ = (ValueError, LookupError, TypeError, ArithmeticError, AttributeError, RecursionError, MemoryError)
+
+
+class Remote:
+    """Something of the other process."""
+
+    __slots__ = ("_side", "_number", "_name", "_named")
+
+    def __init__(self, side: Side, number: int, name: str, named: bool = False):
+        self._side, self._number, self._name = side, number, name
+        self._named = named  # a class that the tests name (and write in capitals), or an instance of it
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        found = self._side.do("call", self, *args, **kwargs)
+        if isinstance(found, Remote):
+            found._named = found._named or self._named
+        return found
+
+    def __getattr__(self, name: str) -> object:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if self._side.careful and not self._named and name in _PLAIN_METHODS:
+            raise AttributeError(f"the program gave {self._name}, an object of its own, where .{name} was asked for")
+        return self._side.do("get", self, name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name in Remote.__slots__:
+            object.__setattr__(self, name, value)
+        else:
+            self._side.do("set", self, name, value)
+
+    def __iter__(self) -> Iterator[object]:
+        return self._side.do("iter", self)
+
+    def __exit__(self, *_: object) -> bool:
+        self._side.do("exit", self)
+        return False
+
+    def __bool__(self) -> bool:
+        return self._side.do("bool", self) is True
+
+    def __len__(self) -> int:
+        return self._side.do("len", self)
+
+    def __instancecheck__(self, value: object) -> bool:
+        return isinstance(value, Remote) and self._side.do("isinstance", self, value) is True
+
+    def __dir__(self) -> list[str]:
+        return []
+
+
+def _forward(op: str, method: str) -> None:
+    def forwarded(self: Remote, *args: object) -> object:
+        return self._side.do(op, self, *args)
+
+    def with_another(self: Remote, other: object) -> object:
+        if self._side.careful and not isinstance(other, Remote):
+            return NotImplemented
+        return self._side.do(op, self, other)
+
+    setattr(Remote, method, with_another if op in (*_BINARY, *_COMPARED) else forwarded)
+
+
+for _op, _method in {
+    "next": "next", "str": "str", "repr": "repr", "hash": "hash", "enter": "enter", "item": "getitem",
+    "set item": "setitem", "delete item": "delitem", **{name: name for name in (*_BINARY, *_COMPARED)},
+}.items():  # fmt: skip
+    _forward(_op, f"__{_method}__")
+
+
+class Side:
+    """One end of the dialogue: asks the other, and answers what is asked meanwhile.
+
+    Args:
+      channel: to the other process.
+      careful: whether the other one may be hostile.
+      lost: called with the reason where the dialogue has ended; does not come back.
+    """
+
+    def __init__(self, channel: socket.socket, careful: bool, lost: Callable[[str], None]):
+        self.careful, self._channel, self._lost = careful, channel, lost
+        self._exported: list[object] = []
+        self._raised: dict[type, int] = {}  # local classes for the other side's exceptions
+        self._lock = threading.RLock()
+
+    def refer(self, value: object) -> wire.Json:
+        """How a value that is no plain data is spoken of."""
+        if isinstance(value, Remote):
+            return ["yours", value._number]
+        if isinstance(value, type) and value in self._raised:
+            return ["yours", self._raised[value]]
+        if (number := getattr(value, "__remote_number__", None)) is not None and isinstance(value, types.FunctionType):
+            return ["yours", number]
+        if self.careful and not _offered(value):
+            self._lost(f"the tests hand over {type(value).__name__}, {CANNOT_CROSS}")
+        self._exported.append(value)
+        return ["mine", [len(self._exported) - 1, *_described(value)]]
+
+    def resolve(self, tag: str, part: wire.Json) -> object:
+        """What is spoken of."""
+        if tag == "yours":
+            if not isinstance(part, int) or part < 0:
+                raise LookupError(part)
+            return self._exported[part]
+        if tag != "mine":
+            raise ValueError(f"no tag {str(tag)[:20]}")
+        number, kind, name, base = part
+        if not (isinstance(number, int) and isinstance(name, str)):
+            raise ValueError("no reference")
+        if kind == "exception":
+            return self._exception(number, name, base)
+        remote = Remote(self, number, name)
+        if kind == "function":
+            return _function(remote, name)
+        return _coroutine_function(remote, name) if kind == "coroutine function" else remote
+
+    def _exception(self, number: int, name: str, base: wire.Json) -> type:
+        for known, held in self._raised.items():
+            if held == number:
+                return known
+        made = type(name, (_builtin_exception(base),), {})
+        self._raised[made] = number
+        return made
+
+    def do(self, op: str, target: object, *args: object, **kwargs: object) -> object:
+        """Has the other side do something, and gives the result."""
+        parts = [wire.encode(one, self.refer) for one in (target, args, kwargs)]
+        with self._lock:
+            kind, *found = self.ask(["do", op, *parts])
+        if kind == "stop" and op == "next":
+            raise StopIteration
+        try:
+            return self._result(kind, found, args)
+        except _CANNOT_BE_READ as error:
+            if getattr(error, "__of_program__", False):
+                raise
+            self._lost(f"what the program answered cannot be read ({type(error).__name__})")
+
+    def _result(self, kind: str, found: list[wire.Json], args: tuple[object, ...]) -> object:
+        if kind == "error":
+            raise self._error(*found)
+        if kind != "ok":
+            raise ValueError(kind)
+        value, changed = found
+        for number, new in changed:
+            _merge(args[number], wire.decode(new, self.resolve))
+        if isinstance(value, list) and value[0] == "argument":
+            return args[value[1]]
+        return wire.decode(value, self.resolve)
+
+    def _error(self, kind: wire.Json, args: wire.Json) -> Exception:
+        known = kind[0] == "builtin"
+        made = _builtin_exception(kind[1]) if known else wire.decode(kind, self.resolve)
+        given = wire.decode(args, self.resolve)
+        try:
+            error = made(*given)
+        except TypeError:  # some of Python's own need more than was sent
+            error = RuntimeError(*given)
+        error.__of_program__ = True
+        return error
+
+    def ask(self, message: list[wire.Json]) -> list[wire.Json]:
+        """Sends a request and gives its answer."""
+        try:
+            wire.write_message(self._channel, message)
+            while True:
+                found = wire.read_message(self._channel)
+                if found[0] in ("ok", "stop", "error"):
+                    return found
+                self.answer(found)
+        except (wire.Broken, *_CANNOT_BE_READ) as error:
+            self._lost(str(error) or type(error).__name__)
+
+    def answer(self, message: list[wire.Json]) -> None:
+        """Does what is asked for."""
+        args: object = ()
+        try:
+            _, op, target, args, kwargs = message
+            before = [json.dumps(one) for one in args[1]]
+            target, args, kwargs = (wire.decode(one, self.resolve) for one in (target, args, kwargs))
+            if self.careful and not _permitted(op, target, args):
+                raise TypeError(f"the tests' {type(target).__name__} does not offer that")
+            value = _DONE_TO[op](target, *args, **kwargs)
+            if op == "call" and isinstance(value, types.CoroutineType):
+                import asyncio  # slow to import, and seldom needed
+
+                value = asyncio.run(value)
+            answered = self._answered(value, args, before)
+        except StopIteration as error:
+            answered = ["stop"] if op == "next" else self._told(RuntimeError(f"StopIteration: {error.value}"))
+        except wire.Broken:
+            raise
+        except Exception as error:
+            answered = self._told(error)
+        wire.write_message(self._channel, answered)
+
+    def _answered(self, value: object, args: tuple[object, ...], before: list[str]) -> list[wire.Json]:
+        changed: list[wire.Json] = []
+        for number, one in enumerate(args):
+            if isinstance(one, _MUTABLE) and json.dumps(new := wire.encode(one, self.refer)) != before[number]:
+                changed.append([number, new])
+        for number, one in enumerate(args):
+            if value is one and isinstance(one, _MUTABLE):
+                return ["ok", ["argument", number], changed]
+        return ["ok", wire.encode(value, self.refer), changed]
+
+    def _told(self, error: Exception) -> list[wire.Json]:
+        kind = type(error)
+        mine = None if getattr(builtins, kind.__name__, None) is kind or self.careful else self.refer(kind)
+        base = next(one for one in kind.__mro__ if one.__module__ == "builtins")
+        try:
+            given = wire.encode(error.args, self.refer)
+        except (wire.NotPlain, RecursionError):
+            given = ["tuple", [str(error)]]
+        return ["error", mine or ["builtin", base.__name__], given]
+
+
+def _described(value: object) -> tuple[str, str, str]:
+    """The kind of a value, its name, and Python's own exception that it is one of."""
+    name = str(getattr(value, "__name__", None) or type(value).__name__)
+    if isinstance(value, type):
+        if issubclass(value, Exception):
+            return "exception", name, next(one.__name__ for one in value.__mro__ if one.__module__ == "builtins")
+        return "class", name, ""
+    if isinstance(value, types.FunctionType) and value.__code__.co_flags & _COROUTINE:
+        return "coroutine function", name, ""
+    if isinstance(value, _ROUTINES):
+        return "function", name, ""
+    return ("module" if isinstance(value, types.ModuleType) else "object"), name, ""
+
+
+def _function(remote: Remote, name: str) -> types.FunctionType:
+    def called(*args: object, **kwargs: object) -> object:
+        return remote(*args, **kwargs)
+
+    called.__name__ = called.__qualname__ = name
+    called.__remote_number__ = remote._number
+    return called
+
+
+def _coroutine_function(remote: Remote, name: str) -> types.FunctionType:
+    async def called(*args: object, **kwargs: object) -> object:
+        return remote(*args, **kwargs)
+
+    called.__name__ = called.__qualname__ = name
+    called.__remote_number__ = remote._number
+    return called
+
+
+def _builtin_exception(name: wire.Json) -> type[Exception]:
+    kind = getattr(builtins, name, None) if isinstance(name, str) else None
+    raised = isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, _NEVER_RAISED)
+    return kind if raised else RuntimeError
+
+
+def _offered(value: object) -> bool:
+    """Whether the tests may hand a value to the program: what it can do with it is what `_permitted` says."""
+    of_tests = getattr(type(value), "__module__", "") == "__main__"
+    own_class = isinstance(value, type) and value.__module__ == "__main__"
+    return of_tests or own_class or isinstance(value, (*_ROUTINES, Iterator))
+
+
+def _permitted(op: str, target: object, args: tuple[object, ...]) -> bool:
+    """Whether the program may do that with an object of the tests: call it, and use the public names of their classes."""
+    if op == "call":
+        return isinstance(target, (type, *_ROUTINES)) or type(target).__module__ == "__main__"
+    if op in ("iter", "next"):
+        return isinstance(target, Iterator) or type(target).__module__ == "__main__"
+    if isinstance(target, type) or type(target).__module__ != "__main__":
+        return op in ("bool", "hash", "repr", "str", "eq")
+    if op in ("get", "set"):
+        public = isinstance(args[0], str) and not args[0].startswith("_")
+        return public and (op == "get" or not callable(getattr(type(target), args[0], None)))
+    return op in _DONE_TO
+
+
+def _merge(old: object, new: object) -> object:
+    """Makes the old container what the new one is, and keeps those in it that are of one kind."""
+    if type(old) is not type(new) or not isinstance(old, _MUTABLE):
+        return new
+    if isinstance(old, dict):
+        merged = {key: _merge(old[key], one) if key in old else one for key, one in new.items()}
+        old.clear()
+        old.update(merged)
+    elif isinstance(old, set):
+        old.clear()
+        old.update(new)
+    else:
+        kept = [_merge(one, other) for one, other in zip(old, new)]
+        new = [*kept, *list(new)[len(kept) :]]
+        old.clear()
+        old.extend(new)
+    return old
+
+
+def serve(channel: socket.socket, run: Callable[[str], dict[str, object]], ended: Callable[[str], None]) -> None:
+    """The program's end: runs its text by `run`, then does what the tests ask. Does not come back."""
+    side = Side(channel, careful=False, lost=ended)
+    names = run(wire.read_message(channel)[1])
+    while True:
+        message = wire.read_message(channel)
+        if message[0] == "ready":
+            wire.write_message(channel, message)
+        elif message[0] == "look":
+            held = {name: wire.encode(names[name], side.refer) for name in message[1] if name in names}
+            wire.write_message(channel, ["ok", held])
+        else:
+            side.answer(message)
+
+
+def judge(channel: socket.socket, job: Mapping[str, str], failed: Callable[[str], None]) -> None:
+    """The tests' end: comes back where they pass, and calls `failed` where the program is at fault.
+
+    Args:
+      channel: to the program's process.
+      job: a `sandbox.Program`, by the names of its attributes.
+      failed: takes the reason, and does not come back.
+
+    Raises:
+      Exception: whatever the tests raise.
+    """
+    side = Side(channel, careful=True, lost=failed)
+    nonce = os.urandom(16).hex()
+    try:
+        wire.write_message(channel, ["code", job["code"]])
+        wire.write_message(channel, ["ready", nonce])
+        if wire.read_message(channel) != ["ready", nonce]:
+            failed("the program answered for its runner")
+    except wire.Broken as error:
+        failed(str(error))
+    if not job["tests"]:
+        return
+    module = sys.modules["__main__"] = types.ModuleType("__main__")
+    names = module.__dict__
+    _give(job, names)
+    names.update(_looked_up(side, sorted(_wanted(job, names)), failed))
+    exec(compile(job["tests"], "tests.py", "exec", dont_inherit=True), names)
+
+
+def _give(job: Mapping[str, str], names: dict[str, object]) -> None:
+    """Defines what the task itself brings, of its prompt imports, functions, classes and values; the entry point apart."""
+    import ast
+
+    exec(compile(job["setup"], "setup.py", "exec", dont_inherit=True), names)
+    names.pop(job["entry"], None)
+    for text in (job["prompt"], job["prompt"] + "\n    pass\n"):  # a prompt may end where a body is to begin
+        try:
+            body = ast.parse(text).body
+            break
+        except (SyntaxError, ValueError):
+            body = []
+    kinds = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign)
+    for statement in body:
+        if isinstance(statement, kinds) and getattr(statement, "name", None) != job["entry"]:
+            try:
+                exec(compile(ast.Module([statement], []), "task.py", "exec", dont_inherit=True), names)
+            except (ImportError, NameError):  # prose may look like Python; what is missing then, the tests will say
+                continue
+
+
+def _wanted(job: Mapping[str, str], names: Mapping[str, object]) -> set[str]:
+    """The names that the tests take from the program: none that the task defines, and none of Python's own.
+
+    Of Python's own only where the tests ask for no other: a task may want a function of the name sum.
+    """
+    free = _free_names(job["tests"])
+    wanted = {name for name in free if name not in names and not hasattr(builtins, name)} | ({job["entry"]} - {""})
+    return wanted or {name for name in free if name not in names}
+
+
+def _free_names(text: str) -> set[str]:
+    import symtable
+
+    used, defined = set(), set()
+    scopes = [symtable.symtable(text, "tests.py", "exec")]
+    while scopes:
+        scope = scopes.pop()
+        scopes += scope.get_children()
+        outermost = scope.get_type() == "module"
+        for symbol in scope.get_symbols():
+            if outermost and (symbol.is_assigned() or symbol.is_imported()):
+                defined.add(symbol.get_name())
+            elif symbol.is_referenced() and (outermost or symbol.is_global()):
+                used.add(symbol.get_name())
+    return used - defined
+
+
+def _looked_up(side: Side, wanted: list[str], failed: Callable[[str], None]) -> dict[str, object]:
+    """What the program has under these names."""
+    kind, *found = side.ask(["look", wanted])
+    held: dict[str, object] = {}
+    try:
+        for name in wanted:
+            if kind == "ok" and name in found[0]:
+                given = found[0][name]
+                value = wire.decode(given, side.resolve)
+                if isinstance(value, Remote):
+                    value._named = name[:1].isupper()
+                    value = _module(name, given[1]) or value
+                held[name] = value
+    except _CANNOT_BE_READ as error:
+        failed(f"the program's names cannot be read ({type(error).__name__})")
+    return held
+
+
+def _module(name: str, described: list[wire.Json]) -> types.ModuleType | None:
+    """This process's own module where the program imported one under its usual name."""
+    own = _ALIASES.get(name, name)
+    if described[1:3] != ["module", own] or (own not in sys.stdlib_module_names and own not in _ALIASES.values()):
+        return None
+    return __import__(own)

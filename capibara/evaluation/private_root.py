@@ -1,0 +1,110 @@
+"""A file system of a program's own: Python and the system's libraries, read-only, and empty folders that go with it.
+
+Needs Linux 5.12 and the right to mount (root, or a user namespace); `jail` loads this file, with Python's library alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import stat
+from collections.abc import Iterator, Sequence
+
+_NOSUID, _NODEV, _BIND, _REC, _PRIVATE = 2, 4, 4096, 16384, 1 << 18  # of mount.h
+_DETACH = 2
+_SETATTR, _AT_RECURSIVE = 442, 0x8000  # mount_setattr: the same number on all processors
+_READ_ONLY = 1 | 2 | 4  # without set-user-id programs and devices
+_FILES = 20_000  # of a writable folder
+_DEVICES = ("null", "zero", "full", "random", "urandom")
+_SYSTEM = ("bin", "sbin", "lib", "lib32", "lib64", "libx32", "usr")
+_SETTINGS = ("ld.so.cache", "ld.so.conf", "ld.so.conf.d", "alternatives", "localtime", "mime.types", "nsswitch.conf")
+_SHARED_MEMORY = ("/proc/sys/kernel/shmall", "/proc/sys/kernel/shmmax")
+WORK = "/tmp/program"
+
+
+def system_paths() -> list[str]:
+    """What a program needs of the machine beside Python, as far as it is there."""
+    found = [f"/{name}" for name in _SYSTEM] + [f"/etc/{name}" for name in _SETTINGS]
+    return [path for path in found if os.path.lexists(path)]
+
+
+def enter(libc: ctypes.CDLL, at: str, shown: Sequence[str], disk_bytes: int) -> None:
+    """Makes a new root at an empty folder and moves this process there; its mount namespace must be its own.
+
+    Args:
+      libc: of ctypes, with errno.
+      at: the folder.
+      shown: files and folders that are seen there, at their own paths, read-only.
+      disk_bytes: of each writable folder.
+
+    Raises:
+      OSError: this machine does not let us; the process is where it was.
+    """
+    mount = _mounter(libc)
+    mount(None, "/", None, _REC | _PRIVATE, None)
+    mount("tmpfs", at, "tmpfs", _NOSUID | _NODEV, "size=4m,mode=755")
+    for folder, mode in (("proc", "555"), ("tmp", "1777"), ("dev", "755"), ("dev/shm", "1777"), ("var/tmp", "1777")):
+        os.makedirs(f"{at}/{folder}", exist_ok=True)
+        if folder in ("tmp", "dev/shm", "var/tmp"):
+            options = f"size={disk_bytes},nr_inodes={_FILES},mode={mode}"
+            mount("tmpfs", f"{at}/{folder}", "tmpfs", _NOSUID | _NODEV, options)
+    for path in shown:
+        _show(libc, mount, path, at)
+    for name in _DEVICES:
+        _bind(mount, f"/dev/{name}", f"{at}/dev/{name}")
+    for name, target in {"fd": "/proc/self/fd", "stdin": "/proc/self/fd/0", "stdout": "/proc/self/fd/1",
+                         "stderr": "/proc/self/fd/2"}.items():  # fmt: skip
+        os.symlink(target, f"{at}/dev/{name}")
+    with contextlib.suppress(OSError):  # in a container that hides parts of /proc there is none
+        mount("proc", f"{at}/proc", "proc", _NOSUID | _NODEV, None)
+    with _moved(libc, at):
+        _read_only(libc, "/", 0)
+    for path in _SHARED_MEMORY:  # System V's shared memory counts for nobody's limit
+        with contextlib.suppress(OSError), open(path, "w", encoding="ascii") as file:
+            file.write(str(disk_bytes // (4096 if path.endswith("all") else 1)))
+
+
+@contextlib.contextmanager
+def _moved(libc: ctypes.CDLL, at: str) -> Iterator[None]:
+    """Makes the folder this process's root; the old one is gone afterwards."""
+    os.chdir(at)
+    if libc.pivot_root(b".", b".") != 0:  # the old root lies above the new one, see pivot_root(2)
+        raise OSError(ctypes.get_errno(), "pivot_root")
+    if libc.umount2(b".", _DETACH) != 0:
+        raise OSError(ctypes.get_errno(), "umount2")
+    os.chdir("/")
+    yield
+
+
+def _mounter(libc: ctypes.CDLL):
+    def mount(source: str | None, target: str, kind: str | None, flags: int, options: str | None) -> None:
+        words = [None if word is None else word.encode() for word in (source, target, kind, options)]
+        if libc.mount(words[0], words[1], words[2], ctypes.c_ulong(flags), words[3]) != 0:
+            raise OSError(ctypes.get_errno(), f"mount {target}")
+
+    return mount
+
+
+def _show(libc: ctypes.CDLL, mount, path: str, at: str) -> None:
+    if os.path.islink(path):
+        os.makedirs(os.path.dirname(at + path), exist_ok=True)
+        os.symlink(os.readlink(path), at + path)
+        return
+    _bind(mount, path, at + path)
+    _read_only(libc, at + path, _AT_RECURSIVE)
+
+
+def _bind(mount, path: str, target: str) -> None:
+    os.makedirs(os.path.dirname(target), exist_ok=True)
+    if stat.S_ISDIR(os.stat(path).st_mode):
+        os.makedirs(target, exist_ok=True)
+    else:
+        os.close(os.open(target, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o644))
+    mount(path, target, None, _BIND | _REC, None)
+
+
+def _read_only(libc: ctypes.CDLL, path: str, flags: int) -> None:
+    wanted = (ctypes.c_uint64 * 4)(_READ_ONLY, 0, 0, 0)
+    if libc.syscall(_SETATTR, -100, path.encode(), flags, ctypes.byref(wanted), ctypes.c_size_t(32)) != 0:
+        raise OSError(ctypes.get_errno(), f"mount_setattr {path}")

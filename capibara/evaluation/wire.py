@@ -1,0 +1,216 @@
+"""What crosses between a program and its tests, two processes of which the tests trust nothing: plain data as JSON.
+
+Nothing here executes what it reads (as pickle would): a value is None, a truth value, a number, a text, or a list of a
+tag and what it is made of. Both `dialogue` and `jail` load this file in processes of their own: Python's library alone.
+"""
+
+from __future__ import annotations
+
+import binascii
+import collections
+import json
+import socket
+import sys
+from collections.abc import Callable
+
+LONGEST = 64 * 2**20  # bytes of a message
+_EXACT = 2**53  # integers up to here are JSON's own
+Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
+Refer = Callable[[object], Json]
+Resolve = Callable[[str, Json], object]
+
+# Types that may be named across: none of them runs code that a text names.
+TYPES = {
+    kind.__name__: kind
+    for kind in (
+        bool, int, float, complex, str, bytes, bytearray, list, tuple, set, frozenset, dict, range, object, type(None),
+    )
+}  # fmt: skip
+_MADE_OF_LIST = {
+    "list": list, "tuple": tuple, "set": set, "frozenset": frozenset, "deque": collections.deque,
+}  # fmt: skip
+_MADE_OF_PAIRS = {"dict": dict, "Counter": collections.Counter, "OrderedDict": collections.OrderedDict}
+_DATES = ("date", "datetime", "time")
+_NUMPY_KINDS = "?bhilqBHILQefdFD"
+
+
+class Broken(Exception):
+    """The other side is gone, or what it sent is no message."""
+
+
+class NotPlain(TypeError):
+    """A value that cannot cross."""
+
+
+def encode(value: object, refer: Refer) -> Json:
+    """The JSON form of a value; `refer` gives that of one which is no plain data, or raises NotPlain."""
+    kind = type(value)
+    if value is None or kind in (bool, str, float):
+        return value
+    if isinstance(value, int):
+        number = int(value)
+        return number if -_EXACT < number < _EXACT else ["int", hex(number)]  # decimal digits have a limit
+    if isinstance(value, str):
+        return str.__str__(value)
+    for parent in (list, tuple, set, frozenset, collections.deque):
+        if isinstance(value, parent):
+            return [parent.__name__, [encode(one, refer) for one in parent.__iter__(value)]]
+    if isinstance(value, dict):
+        name = kind.__name__ if kind in (collections.Counter, collections.OrderedDict) else "dict"
+        return [name, [[encode(key, refer), encode(one, refer)] for key, one in dict.items(value)]]
+    return _rarer(value, refer)
+
+
+def _rarer(value: object, refer: Refer) -> Json:
+    if isinstance(value, float):
+        return float(value)
+    if isinstance(value, complex):
+        return ["complex", value.real, value.imag]
+    if isinstance(value, (bytes, bytearray)):
+        name = "bytes" if isinstance(value, bytes) else "bytearray"
+        return [name, _base64(value)]
+    if isinstance(value, range):
+        return ["range", *(encode(one, refer) for one in (value.start, value.stop, value.step))]
+    if isinstance(value, (type({}.keys()), type({}.items()))):
+        name = "keys" if isinstance(value, type({}.keys())) else "items"
+        return [name, [encode(one, refer) for one in value]]
+    if value is Ellipsis or value is NotImplemented:
+        return ["constant", str(value)]
+    if isinstance(value, type) and TYPES.get(value.__name__) is value:
+        return ["type", value.__name__]
+    return _of_library(value, refer) or _of_numpy(value) or refer(value)
+
+
+def _of_library(value: object, refer: Refer) -> Json:
+    """Values of modules that are slow to import, where they are in use; None for what is none."""
+    if (fractions := sys.modules.get("fractions")) and isinstance(value, fractions.Fraction):
+        return ["Fraction", encode(value.numerator, refer), encode(value.denominator, refer)]
+    if (decimal := sys.modules.get("decimal")) and isinstance(value, decimal.Decimal):
+        return ["Decimal", str(value)]
+    if datetime := sys.modules.get("datetime"):
+        name = type(value).__name__
+        if name in _DATES and type(value) is getattr(datetime, name) and getattr(value, "tzinfo", None) is None:
+            return [name, value.isoformat()]
+        if type(value) is datetime.timedelta:
+            return ["timedelta", value.days, value.seconds, value.microseconds]
+    return None
+
+
+def _of_numpy(value: object) -> Json:
+    """Arrays and scalars of numbers, where numpy is in use; None for what is neither."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None or not isinstance(value, (numpy.ndarray, numpy.generic)) or value.dtype.char not in _NUMPY_KINDS:
+        return None
+    data = _base64(numpy.ascontiguousarray(value).tobytes())
+    return ["numpy", value.dtype.str, list(value.shape) if isinstance(value, numpy.ndarray) else None, data]
+
+
+def decode(value: Json, resolve: Resolve) -> object:
+    """The value of a JSON form; `resolve` gives what stands behind a tag that is none of plain data.
+
+    Raises:
+      ValueError: it is none (or, as LookupError, TypeError, ArithmeticError and OverflowError, cannot be built).
+    """
+    if not isinstance(value, list):
+        if isinstance(value, dict):
+            raise ValueError("no value")
+        return value
+    tag, *parts = value
+    if tag in _MADE_OF_LIST:
+        return _MADE_OF_LIST[tag]([decode(one, resolve) for one in parts[0]])
+    if tag in _MADE_OF_PAIRS:
+        pairs = [(decode(key, resolve), decode(one, resolve)) for key, one in parts[0]]
+        return _MADE_OF_PAIRS[tag](dict(pairs))
+    if tag == "int":
+        return int(parts[0], 16)
+    if tag in ("bytes", "bytearray"):
+        return TYPES[tag](binascii.a2b_base64(parts[0]))
+    if tag == "complex":
+        return complex(*parts)
+    if tag == "range":
+        return range(*(decode(one, resolve) for one in parts))
+    if tag in ("Fraction", "Decimal", "timedelta", *_DATES):
+        return _library(tag, [decode(one, resolve) for one in parts])
+    if tag in ("keys", "items"):
+        held = [decode(one, resolve) for one in parts[0]]
+        return dict.fromkeys(held).keys() if tag == "keys" else dict(held).items()
+    if tag == "constant":
+        return {"Ellipsis": Ellipsis, "NotImplemented": NotImplemented}[parts[0]]
+    if tag == "type":
+        return TYPES[parts[0]]
+    if tag == "numpy":
+        return _numpy(*parts)
+    return resolve(tag, parts[0])
+
+
+def _library(tag: str, parts: list[object]) -> object:
+    import datetime
+    import decimal
+    import fractions
+
+    if tag in _DATES:
+        return getattr(datetime, tag).fromisoformat(*parts)
+    made = {"Fraction": fractions.Fraction, "Decimal": decimal.Decimal, "timedelta": datetime.timedelta}
+    return made[tag](*parts)
+
+
+def _base64(data: bytes | bytearray) -> str:
+    return binascii.b2a_base64(data, newline=False).decode()
+
+
+def _numpy(kind: str, shape: list[int] | None, data: str) -> object:
+    import numpy
+
+    dtype = numpy.dtype(kind)
+    if dtype.char not in _NUMPY_KINDS:
+        raise ValueError(f"no numbers: {kind}")
+    array = numpy.frombuffer(binascii.a2b_base64(data), dtype).copy()
+    return array[0] if shape is None else array.reshape(shape)
+
+
+def write_message(channel: socket.socket, message: Json) -> None:
+    """Sends a message: its length in eight bytes, and JSON.
+
+    Raises:
+      Broken: there is nobody to read it.
+      NotPlain: it is too long.
+    """
+    text = json.dumps(message, separators=(",", ":")).encode("ascii")
+    if len(text) > LONGEST:
+        raise NotPlain(f"a value of {len(text)} bytes: at most {LONGEST} cross")
+    try:
+        channel.sendall(len(text).to_bytes(8, "big") + text)
+    except OSError as error:
+        raise Broken(str(error)) from None
+
+
+def read_message(channel: socket.socket) -> list[Json]:
+    """The next message.
+
+    Raises:
+      Broken: there is none, or it is none.
+    """
+    length = int.from_bytes(_bytes(channel, 8), "big")
+    if length > LONGEST:
+        raise Broken(f"a message of {length} bytes")
+    text = _bytes(channel, length)
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        raise Broken("no JSON") from None
+    if not isinstance(found, list) or not found or not isinstance(found[0], str):
+        raise Broken("no message")
+    return found
+
+
+def _bytes(channel: socket.socket, count: int) -> bytes:
+    read = bytearray()
+    while len(read) < count:
+        try:
+            part = channel.recv(min(count - len(read), 2**20))
+        except OSError as error:
+            raise Broken(str(error)) from None
+        if not part:
+            raise Broken("the other side has ended")
+        read += part
+    return bytes(read)
