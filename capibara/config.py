@@ -297,9 +297,13 @@ class _Parsing:
         record = self._record
         gin_record.check_size(record.text, record.where)
         named = gin_record.modules_named(record.text)
-        if record.trusted:
-            for module in named:
-                user_modules.load(module, record.where)
+        for module in named if record.trusted else ():
+            try:
+                user_modules.load(module)
+            except ModuleNotFoundError as error:
+                raise UserError(
+                    f"{record.where} names the module {module}, and there is no {error.name}: put its folder on PYTHONPATH"
+                ) from None
         self._known |= {*named} if record.trusted else set()
         self._in_record = True
         try:

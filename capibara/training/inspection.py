@@ -40,8 +40,10 @@ class Inspection:
 
     def __init__(self, model_dir: str, step: int | None = None):
         self._folder, self._alone = step_folders.folder_of(model_dir), step is not None
-        try:
+        self._lost: list[int] = []
+        with contextlib.suppress(UserError):  # the run's manifest has changed, which `verified` reports
             self._lost = run_manifest.lost_steps(self._folder.parent)
+        try:
             there = self._folder.exists() or not self._lost
             self._steps = step_folders.steps(self._folder) if there else []
             names = [path.name for path in self._folder.iterdir()] if there else []

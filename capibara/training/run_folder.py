@@ -228,7 +228,7 @@ def start_over(model_dir: str) -> None:
             Lease(steps).release()  # refused where a run is writing
             old = next(p for n in itertools.count(1) if not (p := folder.with_name(f"{folder.name}.old{n}")).exists())
             folder.rename(old)
-        logging.getLogger(__name__).warning("%s was renamed to %s: a new run begins", folder, old.name)
+        print(f"{folder} was renamed to {old.name}: a new run begins")
     together("started over")
 
 

@@ -22,7 +22,7 @@ def _load(path: str):
 matrix = _load("matrix.py")
 _training, _integration = _load("../training/conftest.py"), _load("../integration/conftest.py")
 corpus, make_trainer, train = _training.corpus, _training.make_trainer, _training.train  # fixtures
-shell = _integration.shell
+shell, here = _integration.shell, _integration.here
 
 _outcomes: dict[int, list[tuple[str, str]]] = defaultdict(list)
 
