@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections.abc import Mapping
 from typing import Any
 
+from capibara import limits
 from capibara.types import UserError
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -59,8 +59,8 @@ def carried(folder: str) -> dict[str, bytes]:
     """The files of a folder that are a tokenizer's, by name."""
     files = {}
     for name in FILES:
-        with contextlib.suppress(FileNotFoundError), open(os.path.join(folder, name), "rb") as file:
-            files[name] = file.read()
+        with contextlib.suppress(FileNotFoundError):
+            files[name] = limits.read(limits.own_file(folder, name))
     return files
 
 
@@ -71,15 +71,9 @@ def read_json(path: str) -> Mapping[str, Any] | None:
       UserError: it cannot be read, or holds no JSON object.
     """
     try:
-        with open(path, encoding="utf-8") as file:
-            values = json.load(file)
+        return limits.read_json(path)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read: {one_line(error)}") from None
-    if not isinstance(values, Mapping):
-        raise UserError(f"{path} holds no JSON object ({type(values).__name__}): copy it again")
-    return values
 
 
 def special_tokens(folder: str) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import os
@@ -11,7 +12,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from capibara import tree
+from capibara import limits, tree
 from capibara.interop import hf_config, tables
 from capibara.interop.tensors import Shape, Tensor
 from capibara.models.api import Model
@@ -19,6 +20,7 @@ from capibara.types import Params, PyTree, UserError
 
 # Of the buffers that are filled at a time. A shard is never cut, so one that is larger has them to itself.
 _BUFFER_BYTES = 4 * 2**30
+_MOST_MISSING = 100_000  # names that are made to say which are missing
 
 Index = tuple[slice, ...]
 
@@ -121,6 +123,7 @@ def load_params(foreign: ForeignModel, model: Model, shardings: PyTree, *, dtype
     shapes = _shapes(model)
     targets = dict(zip(shapes, jax.tree.leaves(shardings), strict=True))
     rows, stored = _matched(foreign, shapes, model)
+    _check_memory(shapes, targets, np.dtype(dtype or np.float32))
     params: dict[str, jax.Array] = {}
     for row in rows:
         params |= _assembled(row, foreign, stored, shapes, targets, np.dtype(dtype or np.float32))
@@ -205,6 +208,7 @@ def _matched(
     rows = tables.of(model_type, shapes, fused_experts=fused)
     if "output" in shapes and (head := _absent_head(rows, stored)) is not None:
         stored[head] = stored[rows[0].name]
+    _check_missing(rows, shapes, stored)
     wanted = {name: row.shape(shapes) for row in rows for name, _ in row.names(shapes)}
     tied = {row.name for row in names.rows if row.ours == ("output",)}  # some write a tied head all the same
     _check_names(wanted, stored, set() if "output" in shapes else tied)
@@ -221,6 +225,33 @@ def _absent_head(rows: tuple[Tensor, ...], stored: Mapping[str, str]) -> str | N
     (head,) = (row.name for row in rows if row.ours == ("output",))
     shared = rows[0].name
     return head if shared == "shared.weight" and shared in stored and head not in stored else None
+
+
+def _check_missing(rows: tuple[Tensor, ...], shapes: Mapping[str, Shape], stored: Mapping[str, str]) -> None:
+    """Before all names are made: a configuration may promise more tensors than a file could name."""
+    promised = sum(math.prod(shapes[row.ours[0]][: len(row.numbered)]) for row in rows)
+    if promised <= len(stored):
+        return
+    names = (name for row in rows for name, _ in row.names(shapes) if name not in stored)
+    missing = list(itertools.islice(names, 3))
+    if promised - len(stored) > _MOST_MISSING:
+        raise UserError(
+            f"{', '.join(missing)} and more are missing in the checkpoint: its configuration says {promised:,} tensors, "
+            f"it has {len(stored):,}"
+        )
+
+
+def _check_memory(shapes: Mapping[str, Shape], targets: Mapping[str, jax.sharding.Sharding], dtype: np.dtype) -> None:
+    """Raises where this host's memory cannot hold its shards: the system would end the process, without a word."""
+    need = sum(
+        math.prod(targets[path].shard_shape(shape)) * dtype.itemsize * len(targets[path].addressable_devices)
+        for path, shape in shapes.items()
+        if all(device.platform == "cpu" for device in targets[path].addressable_devices)
+    )
+    if need > (have := limits.host_bytes()):
+        raise UserError(
+            f"the model needs {need / 2**30:,.1f} GiB, this host has {have / 2**30:,.1f}: take a larger one"
+        )
 
 
 def _check_names(wanted: Mapping[str, Shape], stored: Mapping[str, str], passed_over: set[str]) -> None:

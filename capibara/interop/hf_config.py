@@ -10,7 +10,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from capibara.interop import families
+from capibara import limits
+from capibara.interop import families, hf_values
 from capibara.interop.families import FAMILIES, Family
 from capibara.models.api import DecoderConfig, EncoderConfig, EncoderDecoderConfig, Moe, Rope, TransformerConfig
 from capibara.types import UserError
@@ -37,7 +38,17 @@ def from_hf(values: Values, *, dtype: str = "bfloat16") -> TransformerConfig:
       UserError: an architecture that is not known, or something in it that we do not have.
     """
     values = text_part(values)
-    family = FAMILIES[values["model_type"]]
+    try:
+        return _from_hf(values, FAMILIES[values["model_type"]], dtype)
+    except UserError:
+        raise
+    # Values of a foreign file in code that is written for whole ones: whatever they break there is the file's fault.
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError, ArithmeticError, RecursionError) as error:
+        what = f"{type(error).__name__}: {limits.cause(error)}"
+        raise UserError(f"config.json cannot be read ({what}): copy the file again") from error
+
+
+def _from_hf(values: Values, family: Family, dtype: str) -> TransformerConfig:
     if values.get("quantization_config"):
         raise UserError("config.json has a quantization_config: only tensors of f32, f16 and bf16 are read")
     values = family.defaults | values
@@ -89,10 +100,11 @@ def text_part(values: Values) -> dict[str, Any]:
     Raises:
       UserError: an architecture that is not known.
     """
+    hf_values.check(values)
     model_type = values.get("model_type")
     if model_type == "gemma3":
         around = {"tie_word_embeddings": values.get("tie_word_embeddings", True)} | _kept(values)
-        values, model_type = around | values.get("text_config", {}) | {"model_type": "gemma3_text"}, "gemma3_text"
+        values, model_type = around | (values.get("text_config") or {}) | {"model_type": "gemma3_text"}, "gemma3_text"
     names = values.get("architectures") or []
     known = ", ".join([*FAMILIES, "gemma3 (its text)"])
     if model_type not in FAMILIES:

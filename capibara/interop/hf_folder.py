@@ -16,9 +16,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from capibara import extras
+from capibara import extras, limits
 from capibara.data import tokenizer_files
-from capibara.interop import partial, tables, torch_file
+from capibara.interop import partial, safetensors_header, tables, torch_file
 from capibara.interop.tensors import Shape
 from capibara.types import UserError
 
@@ -28,6 +28,7 @@ DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.f
 _GENERATION = "generation_config.json"
 _SHARD_BYTES = 5 * 10**9
 _WORDS = (".qweight", ".qzeros", ".g_idx")  # int32, of weights in 4 bits: they stay what they are
+_MOST_FILES, _CONFIG_VALUES = 10_000, 200_000
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -77,7 +78,12 @@ class HfFolder:
         named = _json(os.path.join(self._path, index)).get("weight_map")
         if not isinstance(named, dict) or not all(isinstance(file, str) for file in named.values()):
             raise UserError(f"{self._path}/{index} has no weight_map: copy it again")
-        held = {file: frozenset(self._open(file).keys()) for file in set(named.values())}
+        files = set(named.values())
+        if len(files) > _MOST_FILES:
+            raise UserError(f"{self._path}/{index} names {len(files):,} files, must name at most {_MOST_FILES:,}")
+        for file in sorted(files):
+            limits.inside(self._path, file, f"{self._path}/{index}")
+        held = {file: frozenset(self._open(file).keys()) for file in files}
         for name, file in named.items():
             if name not in held[file]:
                 raise UserError(f"{self._path}/{file} has no {name}, which {index} says: copy the folder again")
@@ -87,10 +93,11 @@ class HfFolder:
         if file not in self._opened:
             path = os.path.join(self._path, file)
             with self._damage_told(file):
-                of_torch = file.endswith(".bin")
-                self._opened[file] = (
-                    torch_file.TorchFile(path) if of_torch else self._safetensors.safe_open(path, framework="numpy")
-                )
+                if file.endswith(".bin"):
+                    self._opened[file] = torch_file.TorchFile(path)
+                else:
+                    safetensors_header.check(path)
+                    self._opened[file] = self._safetensors.safe_open(path, framework="numpy")
         return self._opened[file]
 
     @contextlib.contextmanager
@@ -100,9 +107,8 @@ class HfFolder:
             yield
         except FileNotFoundError:
             raise UserError(f"{path} is missing, the index names it: copy the folder again") from None
-        except (self._safetensors.SafetensorError, torch_file.Refused, OSError) as error:
-            cause = " ".join(str(error).split())
-            raise UserError(f"{path} is cut short or damaged ({cause}): copy it again") from error
+        except (self._safetensors.SafetensorError, torch_file.Refused, limits.Refused, OSError, MemoryError) as error:
+            raise UserError(f"{path} is cut short or damaged ({limits.cause(error)}): copy it again") from error
 
     def _slice(self, name: str) -> Any:
         return self._open(self._files[name]).get_slice(name)
@@ -114,14 +120,18 @@ def config_of(folder: str) -> dict[str, Any]:
     Raises:
       UserError: there is none, or it cannot be read.
     """
-    return _json(os.path.join(folder, CONFIG))
+    path = os.path.join(folder, CONFIG)
+    try:
+        return limits.read_json(path, limits.SMALL_BYTES, values=_CONFIG_VALUES)
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist: a Hugging Face folder has one") from None
 
 
 def carried(folder: str) -> dict[str, bytes]:
     """The files of a folder that go with a model, above all its tokenizer's, by name."""
     files = tokenizer_files.carried(folder)
-    with contextlib.suppress(FileNotFoundError), open(os.path.join(folder, _GENERATION), "rb") as file:
-        files[_GENERATION] = file.read()
+    with contextlib.suppress(FileNotFoundError):
+        files[_GENERATION] = limits.read(limits.own_file(folder, _GENERATION), limits.SMALL_BYTES)
     return files
 
 
@@ -239,15 +249,9 @@ def _generation(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _json(path: str) -> dict[str, Any]:
     try:
-        with open(path, encoding="utf-8") as file:
-            values = json.load(file)
-    except (FileNotFoundError, NotADirectoryError):
+        return limits.read_json(path)
+    except FileNotFoundError:
         raise UserError(f"{path} does not exist: a Hugging Face folder has one") from None
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read ({error}): copy it again") from error
-    if not isinstance(values, dict):
-        raise UserError(f"{path} is no JSON object: copy it again")
-    return values
 
 
 def _text(values: Mapping[str, Any]) -> bytes:

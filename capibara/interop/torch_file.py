@@ -7,10 +7,9 @@ after the other and the storages after them. Both are read.
 
 from __future__ import annotations
 
-import collections
+import io
+import math
 import os
-import pickle
-import pickletools
 import struct
 import zipfile
 import zlib
@@ -20,7 +19,10 @@ from typing import Any, BinaryIO, NamedTuple
 import ml_dtypes
 import numpy as np
 
+from capibara import limits
+from capibara.interop import torch_pickle
 from capibara.interop.tensors import Shape
+from capibara.types import UserError
 
 # Storage -> what safetensors calls its dtype, and that.
 _KINDS = {
@@ -38,6 +40,10 @@ _KINDS = {
 _STORAGES = {np.dtype(kind): name for name, (_, kind) in _KINDS.items()}
 _MAGIC, _PROTOCOL = 0x1950A86A20F9469CFC6C, 1001  # of the files before 1.6
 _ALIGNMENT = 64
+_PICKLE_BYTES, _SMALL = 64 << 20, 4096
+_RATIO = 64  # of what is compressed: torch.save compresses nothing
+_MOST, _DIMENSIONS = 2**48, 64
+_WRONG = (KeyError, IndexError, ValueError, TypeError, AttributeError, OverflowError, struct.error, NotImplementedError)
 
 
 class Refused(Exception):
@@ -69,7 +75,7 @@ class TorchFile:
     """A state dict in a file, read tensor by tensor; with the methods of safetensors' safe_open.
 
     Raises:
-      Refused: it is cut short or damaged, or holds other than tensors.
+      Refused: it is cut short or damaged, or holds other than tensors, or unpacks to more than its tensors need.
     """
 
     def __init__(self, path: str):
@@ -77,15 +83,19 @@ class TorchFile:
         self._held: tuple[str, bytes] | None = None  # the storage that was read last: tensors may share one
         self._starts: dict[str, int] = {}  # of the storages of a file before 1.6
         try:
-            with open(path, "rb") as file:
+            with limits.opened(path) as file:
                 found = self._of_zip(file) if file.read(2) == b"PK" else self._of_pickles(file)
-        except (Refused, OSError):
+        except UserError:
             raise
-        except Exception as error:  # a damaged pickle can come to anything
+        except torch_pickle.Broken as error:
+            raise Refused(str(error)) from None
+        # RuntimeError: it is encrypted, or compressed in a way that is not known.
+        except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, *_WRONG) as error:
             raise Refused(_cause(error)) from error
         strange = [name for name, value in found.items() if not isinstance(value, _Slice) or not isinstance(name, str)]
         if strange:
-            raise Refused(f"it has {strange[0]!r}, a {type(found[strange[0]]).__name__}, must be tensors alone")
+            value = found[strange[0]]
+            raise Refused(f"it has {limits.shortened(strange[0])}, a {type(value).__name__}, must be tensors alone")
         self._tensors: dict[str, _Slice] = dict(found)
 
     def keys(self) -> list[str]:
@@ -99,65 +109,94 @@ class TorchFile:
         kind = np.dtype(_KINDS[storage.kind][1])
         last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
         if 0 in shape:
+            if math.prod(size or 1 for size in shape) > _MOST:
+                raise Refused(f"{name} has the shape {limits.shortened(list(shape))}")
             return np.zeros(shape, kind)
         if not 0 <= offset <= last < storage.count or min(strides, default=0) < 0:
             raise Refused(f"{name} is not within its storage")
+        if math.prod(shape) > storage.count:
+            raise Refused(f"{name} has {math.prod(shape):,} values, its storage has {storage.count:,}")
         data = np.frombuffer(self._bytes(storage), kind)
         steps = [stride * kind.itemsize for stride in strides]
         return np.lib.stride_tricks.as_strided(data[offset:], shape, steps, writeable=False)
 
     def _of_zip(self, file: BinaryIO) -> Mapping[str, Any]:
-        with zipfile.ZipFile(file) as archive:
-            (index,) = (name for name in archive.namelist() if name.endswith("/data.pkl"))
-            self._prefix = index.removesuffix("data.pkl")
-            if (
-                f"{self._prefix}byteorder" in archive.namelist()
-                and archive.read(f"{self._prefix}byteorder") != b"little"
-            ):
+        with limits.zip_archive(file) as archive:
+            names = [name for name in archive.namelist() if name.endswith("/data.pkl")]
+            if len(names) != 1:
+                raise Refused(f"it has {len(names)} files named data.pkl, must have one: it is no file of torch.save")
+            self._prefix = names[0].removesuffix("data.pkl")
+            order = f"{self._prefix}byteorder"
+            if order in archive.namelist() and _member(archive, order, _SMALL) != b"little":
                 raise Refused("it was written on a big-endian machine")
-            with archive.open(index) as content:
-                return _state_dict(content)
+            return _state_dict(io.BytesIO(_member(archive, names[0], _PICKLE_BYTES)))
 
     def _of_pickles(self, file: BinaryIO) -> Mapping[str, Any]:
         file.seek(0)
-        if _loaded(file) != _MAGIC or _loaded(file) != _PROTOCOL:
+        content = io.BytesIO(file.read(_PICKLE_BYTES))
+        if _loaded(content) != _MAGIC or _loaded(content) != _PROTOCOL:
             raise Refused("it is no file of torch.save")
-        if not _loaded(file).get("little_endian", True):
+        about = _loaded(content)
+        if not isinstance(about, dict) or not about.get("little_endian", True):
             raise Refused("it was written on a big-endian machine")
-        found = _state_dict(file)
+        found = _state_dict(content)
         sizes = {value.storage.key: np.dtype(_KINDS[value.storage.kind][1]).itemsize for value in _slices(found)}
         end = os.fstat(file.fileno()).st_size
-        for key in _loaded(file):
+        keys = _loaded(content)
+        if not isinstance(keys, list) or not all(isinstance(key, str) and key in sizes for key in keys):
+            raise Refused("its list of storages is not that of its tensors")
+        file.seek(content.tell())
+        for key in keys:
             (count,) = struct.unpack("<q", file.read(8))
             self._starts[key] = file.tell()
-            if file.seek(count * sizes[key], os.SEEK_CUR) > end:
+            if count < 0 or file.tell() + count * sizes[key] > end:
                 raise Refused("it ends before its tensors do")
+            file.seek(count * sizes[key], os.SEEK_CUR)
         return found
 
     def _bytes(self, storage: _Storage) -> bytes:
         if self._held is None or self._held[0] != storage.key:
             size = storage.count * np.dtype(_KINDS[storage.kind][1]).itemsize
             try:
-                with open(self._path, "rb") as file:
-                    if self._starts:
-                        file.seek(self._starts[storage.key])
-                        content = file.read(size)
-                    else:
-                        with zipfile.ZipFile(file) as archive:
-                            content = archive.read(f"{self._prefix}data/{storage.key}")  # compares its checksum
-            # RuntimeError: it is encrypted, or compressed in a way that is not known.
-            except (zipfile.BadZipFile, zlib.error, KeyError, EOFError, OSError, RuntimeError) as error:
+                with limits.opened(self._path) as file:
+                    content = self._read(file, storage.key, size)
+            except (zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError, *_WRONG) as error:
                 raise Refused(_cause(error)) from error
             if len(content) < size:
                 raise Refused("it ends before its tensors do")
-            if len(content) > size:
-                raise Refused(f"the storage {storage.key} has {len(content)} bytes, its tensors have {size}")
             self._held = storage.key, content
         return self._held[1]
 
+    def _read(self, file: BinaryIO, key: str, size: int) -> bytes:
+        """A storage's bytes; what the archive says of them is compared before any is read."""
+        if not self._starts:
+            with limits.zip_archive(file) as archive:
+                name = f"{self._prefix}data/{key}"
+                declared = archive.getinfo(name).file_size
+                if declared > size:
+                    raise Refused(f"the storage {key} has {declared} bytes, its tensors have {size}")
+                return _member(archive, name, size)
+        file.seek(self._starts[key])
+        if size > os.fstat(file.fileno()).st_size - self._starts[key]:
+            raise Refused("it ends before its tensors do")
+        return file.read(size)
 
-def _state_dict(file: BinaryIO) -> Mapping[str, Any]:
-    found = _loaded(file)
+
+def _member(archive: zipfile.ZipFile, name: str, most: int) -> bytes:
+    """A file of an archive, whose checksum is compared."""
+    info = archive.getinfo(name)
+    if info.file_size > most:
+        raise Refused(f"{limits.shortened(name)} has {info.file_size:,} bytes, must have at most {most:,}")
+    if info.file_size > _RATIO * max(info.compress_size, _SMALL):
+        raise Refused(
+            f"{limits.shortened(name)} unpacks to {info.file_size:,} bytes of {info.compress_size:,}: torch.save does not "
+            "compress"
+        )
+    return archive.read(info)
+
+
+def _state_dict(content: io.BytesIO) -> Mapping[str, Any]:
+    found = _loaded(content)
     if not isinstance(found, Mapping):
         raise Refused(f"it holds a {type(found).__name__}, must be a state dict")
     return found
@@ -168,55 +207,67 @@ def _slices(found: Mapping[str, Any]) -> list[_Slice]:
 
 
 def _cause(error: BaseException) -> str:
-    return " ".join(str(error).split())[:160] or type(error).__name__
+    return limits.cause(error)
 
 
-def _rebuild(storage: _Storage, offset: int, shape: Shape, strides: tuple[int, ...], *_: Any) -> _Slice:
+def _rebuild(storage: Any = None, offset: Any = None, shape: Any = None, strides: Any = None, *_: Any) -> _Slice:
     if not isinstance(storage, _Storage):
-        raise pickle.UnpicklingError("a tensor without a storage")
-    if len(shape) != len(strides) or min(map(int, shape), default=0) < 0:
-        raise pickle.UnpicklingError(f"a tensor with {len(shape)} dimensions, {len(strides)} strides")
-    return _Slice(storage, int(offset), tuple(map(int, shape)), tuple(map(int, strides)))
+        raise torch_pickle.Broken("a tensor without a storage")
+    numbers = (offset, *_sizes(shape), *_sizes(strides))
+    if len(shape) != len(strides) or len(shape) > _DIMENSIONS or min(shape, default=0) < 0:
+        raise torch_pickle.Broken(f"a tensor with {len(shape)} dimensions, {len(strides)} strides")
+    if any(type(number) is not int or abs(number) > _MOST for number in numbers):
+        raise torch_pickle.Broken("a tensor whose sizes are no usual numbers")
+    return _Slice(storage, offset, shape, strides)
+
+
+def _sizes(values: Any) -> tuple[int, ...]:
+    if type(values) is not tuple or not all(type(value) is int for value in values):
+        raise torch_pickle.Broken("a tensor whose sizes are no numbers")
+    return values
+
+
+def _ordered(*given: Any) -> dict[Any, Any]:
+    if given and given != ([],):
+        raise torch_pickle.Broken("a dict that is made of arguments")
+    return {}
+
+
+def _parameter(tensor: Any = None, *_: Any) -> Any:
+    return tensor
 
 
 _CALLABLE = {
-    ("collections", "OrderedDict"): collections.OrderedDict,
+    ("collections", "OrderedDict"): _ordered,
     ("torch._utils", "_rebuild_tensor"): _rebuild,
     ("torch._utils", "_rebuild_tensor_v2"): _rebuild,
-    ("torch._utils", "_rebuild_parameter"): lambda tensor, *_: tensor,
+    ("torch._utils", "_rebuild_parameter"): _parameter,
 }
 
 
-def _loaded(file: BinaryIO) -> Any:
-    """The next pickle of a file, after a look at it: a large index makes the memory for all below it, 16 times as large."""
-    begin = file.tell()
-    for opcode, argument, at in pickletools.genops(file):
-        if "PUT" in opcode.name and argument > at - begin:
-            raise Refused(f"its pickle has place for {argument} values and fewer bytes")
-    file.seek(begin)
-    return _Unpickler(file).load()
+def _named(module: str, name: str) -> Any:
+    if module == "torch" and name in _KINDS:
+        return name  # no tensor comes of calling it
+    if (module, name) not in _CALLABLE:
+        what = limits.shortened(f"{module}.{name}")[1:-1]
+        raise Refused(f"it would run {what}, must hold tensors alone: save its state_dict()")
+    return torch_pickle.Named(module, name)
 
 
-class _Unpickler(pickle.Unpickler):
-    """Reads pickles in which tensors are; whatever else one names is refused, not imported."""
+def _stored(pid: Any) -> _Storage:
+    if type(pid) is not tuple or len(pid) < 5:
+        raise torch_pickle.Broken("a storage of another kind")
+    what, kind, key, _, count, *view = pid
+    if what != "storage" or type(kind) is not str or kind not in _KINDS or any(part is not None for part in view):
+        raise torch_pickle.Broken("a storage of another kind")
+    if type(key) is not str or type(count) is not int or not 0 <= count <= _MOST:
+        raise torch_pickle.Broken("a storage whose size is no usual number")
+    return _Storage(kind, key, count)
 
-    def __init__(self, file: BinaryIO):
-        super().__init__(file, encoding="utf-8")
 
-    def find_class(self, module: str, name: str) -> Any:
-        if module == "torch" and name in _KINDS:
-            return name  # no tensor comes of calling it
-        if (module, name) not in _CALLABLE:
-            raise Refused(f"it would run {module}.{name}, must hold tensors alone: save its state_dict()")
-        call = _CALLABLE[module, name]
-        # A pickle may set attributes of what it names (BUILD): of a function it gets one of its own.
-        return call if isinstance(call, type) else lambda *given: call(*given)
-
-    def persistent_load(self, pid: Any) -> _Storage:
-        what, kind, key, _, count, *view = pid
-        if what != "storage" or kind not in _KINDS or any(part is not None for part in view):
-            raise pickle.UnpicklingError(f"a storage of another kind, {str(pid)[:60]}")
-        return _Storage(kind, str(key), int(count))
+def _loaded(content: io.BytesIO) -> Any:
+    """The next pickle of a content."""
+    return torch_pickle.load(content, _named, lambda *call: _CALLABLE[call[0], call[1]](*call[2]), _stored)
 
 
 def save_torch(path: str, tensors: Mapping[str, np.ndarray], tied: Mapping[str, str]) -> None:

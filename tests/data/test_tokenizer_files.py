@@ -54,7 +54,7 @@ def test_what_is_no_token_is_passed_over(folder):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [("[]", "holds no JSON object"), ("{", "cannot be read"), ("\xff", "cannot be read")]
+    ("text", "message"), [("[]", "is no JSON object"), ("{", "cannot be read"), ("\xff", "cannot be read")]
 )
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json"])
 def test_a_broken_file_is_told_alike(folder, name, text, message):
