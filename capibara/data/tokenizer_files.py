@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from capibara import limits
-from capibara.types import UserError
 
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"

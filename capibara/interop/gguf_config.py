@@ -38,6 +38,7 @@ _FLOATS = ("rms_norm_eps", "layer_norm_eps", "attn_logit_softcapping", "final_lo
 _PERIODS = {"gemma2": 2, "gemma3_text": 6}
 # Layers of the one model whose scores are scaled by the mean width of its heads.
 _ODD_SCALE = {"gemma2": 46, "gemma3_text": 62}
+_MOST_EXPERTS = 1_000_000  # of all layers: each has names of its own
 _WINDOW_LOST = ("mistral", "mixtral", "phi3")
 # Metadata that change what is computed and that none of the families here has, unless it is one of its fields.
 _FOREIGN = (
@@ -182,8 +183,13 @@ def _check_counts(arch: Any, config: Mapping[str, Any], shapes: Mapping[str, tup
     most = {"num_hidden_layers": len(shapes), "num_experts": max((shape[0] for shape in shapes.values()), default=0)}
     for name, largest in most.items():
         value = family.get(config, name)
-        if value is not None and not 0 < value <= largest:
+        if value is not None and (type(value) is not int or not 0 < value <= largest):
             raise UserError(f"{arch}.{FIELDS[name]} is {value}, must be 1 to {largest} by the tensors of the file")
+
+
+    experts = (family.get(config, "num_hidden_layers") or 1) * (family.get(config, "num_experts") or 1)
+    if experts > _MOST_EXPERTS:
+        raise UserError(f"{arch} says {experts:,} experts in all, must have at most {_MOST_EXPERTS:,}")
 
 
 def _check_foreign(arch: Any, values: Mapping[str, Any], config: Mapping[str, Any], family: Family) -> None:

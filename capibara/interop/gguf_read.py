@@ -9,11 +9,11 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from capibara.interop import gguf_config, gguf_names, gguf_rope, gguf_vocabulary
+from capibara import limits
+from capibara.interop import gguf_config, gguf_file, gguf_names, gguf_rope, gguf_vocabulary
 from capibara.interop.gguf_names import Shape, Tensor
 from capibara.types import UserError
 
-_MAGIC = b"GGUF"
 # Tensors that are no parameters: what old files hold of rotary positions, and the factors that config.json tells.
 _IGNORED = (gguf_rope.FACTORS, ".attn_rot_embd.weight", ".attn_rot_embd", "rope.freqs")
 
@@ -26,13 +26,12 @@ def open_gguf(path: str | os.PathLike[str]) -> GgufModel:
         here, or has other tensors than its architecture has.
     """
     path = os.fspath(path)
-    reader = _reader(path)
-    if reader.byte_order == "S":
-        raise UserError(f"{path} is a big-endian GGUF file: convert it with gguf-convert-endian first")
-    parts = _value(reader, "split.count") or 1
-    if parts > 1:
-        raise UserError(f"{path} is one of {parts} parts: join them with llama-gguf-split --merge first")
-    return GgufModel(path, reader)
+    file = _read(path)
+    parts = _value(file, "split.count") or 1
+    if parts != 1:
+        shown = limits.shortened(parts)
+        raise UserError(f"{path} is one of {shown} parts: join them with llama-gguf-split --merge first")
+    return GgufModel(path, file)
 
 
 class GgufModel:
@@ -42,13 +41,13 @@ class GgufModel:
       config: what its config.json would say.
     """
 
-    def __init__(self, path: str, reader: Any):
+    def __init__(self, path: str, file: gguf_file.GgufFile):
         self.path = path
-        self._reader = reader
-        self._stored = {tensor.name: tensor for tensor in reader.tensors}
-        arch = _value(reader, "general.architecture")
-        keys = [key for key in reader.fields if key.startswith(f"{arch}.")]
-        values = {key.removeprefix(f"{arch}."): _value(reader, key) for key in keys}
+        self._file = file
+        self._stored = {tensor.name: tensor for tensor in file.tensors}
+        arch = _value(file, "general.architecture")
+        keys = [key for key in file.values if key.startswith(f"{arch}.")]
+        values = {key.removeprefix(f"{arch}."): _value(file, key) for key in keys}
         try:
             self.config = gguf_config.from_metadata(arch, values, self._stored_shapes(), self._factors())
             self._family = gguf_names.of_model_type(self.config["model_type"])
@@ -57,8 +56,12 @@ class GgufModel:
             self._matrices = max(self._stored.values(), key=lambda stored: stored.n_elements)
         except UserError as error:
             raise UserError(f"{path}: {error}") from None
+        # What the metadata break in code that is written for whole ones is the file's fault.
+        except (ValueError, TypeError, KeyError, AttributeError, IndexError, ArithmeticError) as error:
+            what = f"{type(error).__name__}: {limits.cause(error)}"
+            raise UserError(f"{path}: its metadata contradict themselves ({what}): get it again") from error
         for name in ("bos", "eos", "pad"):  # None too: where it is not said, transformers takes another model's
-            self.config[f"{name}_token_id"] = _value(reader, f"tokenizer.ggml.{gguf_vocabulary.KEYS[name]}_token_id")
+            self.config[f"{name}_token_id"] = _value(file, f"tokenizer.ggml.{gguf_vocabulary.KEYS[name]}_token_id")
 
     @functools.cached_property
     def tokenizer(self) -> dict[str, bytes]:
@@ -66,8 +69,8 @@ class GgufModel:
 
         Those that the file has what they need for; with a warning none for a tokenizer that is not known here.
         """
-        keys = [key for key in self._reader.fields if key.startswith("tokenizer.")]
-        values = {key.removeprefix("tokenizer."): _value(self._reader, key) for key in keys}
+        keys = [key for key in self._file.values if key.startswith("tokenizer.")]
+        values = {key.removeprefix("tokenizer."): _value(self._file, key) for key in keys}
         return gguf_vocabulary.files(values, self.path)
 
     def shapes(self) -> dict[str, Shape]:
@@ -135,37 +138,18 @@ def stored_shape(tensor: Tensor, experts: int) -> Shape:
     return shape if tensor.expert is None else (experts, *shape)
 
 
-def _reader(path: str) -> Any:
-    gguf = gguf_names.package()
-
-    class Reader(gguf.GGUFReader):
-        """Takes a third of the time: a slice of a numpy.memmap costs far more than a view of its memory."""
-
-        def _get(self, offset, dtype, count=1, override_order=None):
-            found = np.frombuffer(self.data, dtype, int(count), int(offset))
-            return found.view(found.dtype.newbyteorder(override_order or self.byte_order))
-
+def _read(path: str) -> gguf_file.GgufFile:
     try:
-        with open(path, "rb") as file:
-            magic = file.read(len(_MAGIC))
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}): name a .gguf file") from None
-    if magic != _MAGIC:
-        raise UserError(f"{path} is no GGUF file: it begins with {magic!r}, must begin with {_MAGIC!r}")
-    try:
-        return Reader(path)
-    except (ValueError, KeyError, IndexError, OverflowError, MemoryError) as error:
-        why = " ".join(str(error).split())
-        raise UserError(f"{path} is cut short or damaged ({why[:100]}): get it again") from None
+        return gguf_file.GgufFile(path)
+    except FileNotFoundError:
+        raise UserError(f"{path} cannot be read (No such file or directory): name a .gguf file") from None
+    except gguf_file.NoGguf as error:
+        raise UserError(f"{path} is no GGUF file: {error}") from None
+    except (limits.Refused, OSError) as error:
+        raise UserError(f"{path} is cut short or damaged ({limits.cause(error)}): get it again") from None
 
 
-def _value(reader: Any, key: str) -> Any:
+def _value(file: gguf_file.GgufFile, key: str) -> Any:
     """A metadata value; None where there is none. A float32 becomes the shortest number that is the same in float32."""
-    field = reader.fields.get(key)
-    if field is None:
-        return None
-    try:
-        value = field.contents()
-    except UnicodeDecodeError:
-        raise UserError(f"{key} of the GGUF file is no UTF-8 text: it is damaged") from None
+    value = file.values.get(key)
     return gguf_rope.tidy(value) if isinstance(value, float) else value

@@ -15,6 +15,7 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
+from capibara import limits
 from capibara.types import UserError
 
 # The special tokens' names in tokenizer_config.json, and in GGUF's keys.
@@ -69,6 +70,7 @@ def files(values: Mapping[str, Any], path: str) -> dict[str, bytes]:
     Raises:
       UserError: the metadata contradict themselves.
     """
+    _check_types(values, path)
     found = {}
     model, pre = values.get("ggml.model"), values.get("ggml.pre", "default")
     pre = _SAME.get(pre, pre)
@@ -108,6 +110,31 @@ def files(values: Mapping[str, Any], path: str) -> dict[str, bytes]:
     if values.get("chat_template"):
         found["chat_template.jinja"] = values["chat_template"].encode()
     return found
+
+
+_TEXT_KEYS = ("ggml.model", "ggml.pre", "chat_template")
+_LISTS = {"ggml.tokens": str, "ggml.merges": str, "ggml.token_type": int, "ggml.scores": (float, int)}
+_FLAGS = ("ggml.add_bos_token", "ggml.add_eos_token", "ggml.add_space_prefix")
+_IDS = tuple(f"ggml.{key}_token_id" for key in (*KEYS.values(), "eot"))
+_TOKEN_CHARACTERS, _TOKENS_CHARACTERS = 4096, 64 << 20  # of one, and of all
+
+
+def _check_types(values: Mapping[str, Any], path: str) -> None:
+    """Raises where the metadata have other types or sizes than a tokenizer's."""
+    checks = [(key, lambda value: isinstance(value, str)) for key in _TEXT_KEYS]
+    checks += [(key, lambda value: type(value) is bool) for key in _FLAGS]
+    checks += [(key, lambda value: type(value) is int and 0 <= value < 2**31) for key in _IDS]
+    for key, of in _LISTS.items():
+        checks.append((key, lambda value, of=of: isinstance(value, list) and all(isinstance(one, of) for one in value)))
+    for key, is_fine in checks:
+        if key in values and not is_fine(values[key]):
+            raise UserError(f"{path}: tokenizer.{key} is {limits.shortened(values[key])}: the file is damaged")
+    for key in ("ggml.tokens", "ggml.merges"):
+        sizes = [len(text) for text in values.get(key, ())]
+        if max(sizes, default=0) > _TOKEN_CHARACTERS or sum(sizes) > _TOKENS_CHARACTERS:
+            raise UserError(f"{path}: tokenizer.{key} has texts of {max(sizes):,} characters, {sum(sizes):,} in all")
+    if any(" " not in merge for merge in values.get("ggml.merges", ())):
+        raise UserError(f"{path}: tokenizer.ggml.merges has one without a space: the file is damaged")
 
 
 def _byte_level(values: Mapping[str, Any], pre: Pre, path: str) -> tokenizers.Tokenizer:
