@@ -11,18 +11,22 @@ token of its own.
 from __future__ import annotations
 
 import abc
+import contextlib
 import dataclasses
 import functools
 import hashlib
 import itertools
 import json
 import os
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
+from capibara import limits
 from capibara.config import configurable
+from capibara.data import tokenizer_limits
 from capibara.data.tokenizer_files import (
     SENTENCEPIECE_FILES,
     TOKENIZER_FILE,
@@ -204,9 +208,10 @@ class SentencePieceVocabulary(Vocabulary):
     def processor(self) -> Any:
         import sentencepiece
 
-        _require_file(self.file, "SentencePieceVocabulary.path")
+        content = _content(self.file, "SentencePieceVocabulary.path")
+        tokenizer_limits.check_sentencepiece(content, self.path)
         try:
-            return sentencepiece.SentencePieceProcessor(model_file=self.file)
+            return sentencepiece.SentencePieceProcessor(model_proto=content)
         except (RuntimeError, OSError) as error:
             raise UserError(f"{self.path} is not a SentencePiece model: {one_line(error)}") from error
 
@@ -249,7 +254,8 @@ class SentencePieceVocabulary(Vocabulary):
     @functools.cached_property
     def _byte_ids(self) -> dict[int, int]:
         processor = self.processor
-        return {int(processor.id_to_piece(i)[3:5], 16): i for i in range(len(processor)) if processor.is_byte(i)}
+        pieces = ((processor.id_to_piece(i), i) for i in range(len(processor)) if processor.is_byte(i))
+        return {int(piece[3:5], 16): i for piece, i in pieces if _BYTE_PIECE.fullmatch(piece)}
 
     @functools.cached_property
     def _pieces(self) -> Sequence[bytes]:
@@ -298,11 +304,13 @@ class TokenizerJsonVocabulary(Vocabulary):
     def tokenizer(self) -> Any:
         import tokenizers
 
-        _require_file(self.file, "TokenizerJsonVocabulary.path")
-        try:
-            tokenizer = tokenizers.Tokenizer.from_file(self.file)
-        except Exception as error:  # the library raises bare Exception
-            raise UserError(f"{self.path} is not a tokenizer.json: {one_line(error)}") from error
+        content = _content(self.file, "TokenizerJsonVocabulary.path")
+        tokenizer_limits.check_json(content, self.path)
+        with _panics_told(self.path):
+            try:
+                tokenizer = tokenizers.Tokenizer.from_buffer(content)
+            except Exception as error:  # the library raises bare Exception
+                raise UserError(f"{self.path} is not a tokenizer.json: {one_line(error)}") from error
         tokenizer.no_padding()
         tokenizer.no_truncation()
         return tokenizer
@@ -352,14 +360,17 @@ class TokenizerJsonVocabulary(Vocabulary):
         return special_tokens(self.folder) if os.path.isdir(self.path) else {}
 
     def encode(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text, add_special_tokens=False).ids
+        with _panics_told(self.path):
+            return self.tokenizer.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        encodings = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        with _panics_told(self.path):
+            encodings = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.asarray(encoding.ids, np.int32) for encoding in encodings]
 
     def encode_rendered(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        encoding = self._rendered_tokenizer.encode(text, add_special_tokens=False)
+        with _panics_told(self.path):
+            encoding = self._rendered_tokenizer.encode(text, add_special_tokens=False)
         offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
         for at, token in enumerate(encoding.ids):
             if token in self._greedy:  # the white space that it takes along may be another's
@@ -404,7 +415,7 @@ class TokenizerJsonVocabulary(Vocabulary):
                 pieces[i] = added[i].encode()
             elif byte_level:
                 pieces[i] = bytes(_BYTE_OF_CHARACTER.get(c, 0x3F) for c in token)
-            elif len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+            elif _BYTE_PIECE.fullmatch(token):
                 pieces[i] = bytes([int(token[3:5], 16)])
             elif token.startswith("##"):
                 pieces[i] = token[2:].encode()
@@ -420,7 +431,7 @@ def sentencepiece_pieces(processor: Any) -> list[bytes]:
         piece = processor.id_to_piece(i)
         if processor.is_control(i) or processor.is_unknown(i) or processor.is_unused(i):
             pieces.append(b"")
-        elif processor.is_byte(i):
+        elif processor.is_byte(i) and _BYTE_PIECE.fullmatch(piece):
             pieces.append(bytes([int(piece[3:5], 16)]))
         else:
             pieces.append(piece.replace(_SPACE, " ").encode())
@@ -437,7 +448,24 @@ def _byte_of_character() -> dict[str, int]:
 _BYTE_OF_CHARACTER = _byte_of_character()
 
 
-def _require_file(path: str, name: str) -> None:
-    if not os.path.isfile(path):
+_BYTE_PIECE = re.compile("<0x[0-9A-Fa-f]{2}>")
+
+
+def _content(path: str, name: str) -> bytes:
+    """The bytes of a tokenizer's file."""
+    try:
+        return limits.read(path)
+    except FileNotFoundError:
         where = "" if os.path.isabs(path) else f" in {os.getcwd()}, from which it is looked for"
-        raise UserError(f"{name} ({path!r}) does not exist or is not a file{where}")
+        raise UserError(f"{name} ({path!r}) does not exist or is not a file{where}") from None
+
+
+@contextlib.contextmanager
+def _panics_told(path: str) -> Iterator[None]:
+    """Raises UserError for how a library in Rust fails."""
+    try:
+        yield
+    except BaseException as error:
+        if not tokenizer_limits.is_panic(error):
+            raise
+        raise UserError(f"{path} cannot be used with this text: {one_line(error)}") from None

@@ -186,7 +186,6 @@ def _check_counts(arch: Any, config: Mapping[str, Any], shapes: Mapping[str, tup
         if value is not None and (type(value) is not int or not 0 < value <= largest):
             raise UserError(f"{arch}.{FIELDS[name]} is {value}, must be 1 to {largest} by the tensors of the file")
 
-
     experts = (family.get(config, "num_hidden_layers") or 1) * (family.get(config, "num_experts") or 1)
     if experts > _MOST_EXPERTS:
         raise UserError(f"{arch} says {experts:,} experts in all, must have at most {_MOST_EXPERTS:,}")

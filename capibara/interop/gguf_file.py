@@ -25,7 +25,19 @@ _TENSORS, _KEYS, _ELEMENTS = 200_000, 100_000, 4_000_000
 _NAME_BYTES, _TEXT_BYTES, _DIMENSIONS, _ALIGNMENT = 1024, 16 << 20, 4, 1 << 20
 _STRING, _ARRAY = 8, 9
 # Code of a type -> how struct and numpy have it.
-_SCALARS = {0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"}
+_SCALARS = {
+    0: "<u1",
+    1: "<i1",
+    2: "<u2",
+    3: "<i2",
+    4: "<u4",
+    5: "<i4",
+    6: "<f4",
+    7: "?",
+    10: "<u8",
+    11: "<i8",
+    12: "<f8",
+}
 _PLAIN = {"F16": np.float16, "F32": np.float32, "F64": np.float64, "I8": np.int8, "I16": np.int16, "I32": np.int32}
 
 Value = bool | int | float | str | list[Any]

@@ -16,6 +16,7 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from capibara import limits
+from capibara.data import tokenizer_limits
 from capibara.types import UserError
 
 # The special tokens' names in tokenizer_config.json, and in GGUF's keys.
@@ -232,6 +233,7 @@ def metadata(files: Mapping[str, bytes], config: Mapping[str, Any]) -> dict[str,
     if "tokenizer.json" not in files:
         model = files.get("tokenizer.model")
         return {"ggml.model": "no_vocab"} if model is None else _of_sentencepiece(model, files, config)
+    tokenizer_limits.check_json(files["tokenizer.json"], "tokenizer.json")
     spec = json.loads(files["tokenizer.json"])
     model = spec["model"]
     if model.get("type", "BPE") != "BPE":
@@ -259,6 +261,7 @@ def _of_sentencepiece(data: bytes, files: Mapping[str, bytes], config: Mapping[s
     """The metadata of a SentencePiece model file, such as runs of ours have."""
     import sentencepiece
 
+    tokenizer_limits.check_sentencepiece(data, "tokenizer.model")
     model, size = sentencepiece.SentencePieceProcessor(model_proto=data), config["vocab_size"]
     ids = range(len(model))
     if len(model) > size:
@@ -373,21 +376,26 @@ def _kind(
 
 def _special(files: Mapping[str, bytes], config: Mapping[str, Any], ids: Mapping[str, int]) -> dict[str, Any]:
     """The special tokens and the chat template."""
-    said = json.loads(files.get("tokenizer_config.json", b"{}"))
+    try:
+        said = limits.parse_json(files.get("tokenizer_config.json", b"{}"))
+    except ValueError as error:
+        raise UserError(f"tokenizer_config.json cannot be read ({limits.cause(error)}): copy it again") from None
+    said = said if isinstance(said, dict) else {}
     values: dict[str, Any] = {}
     for name, key in KEYS.items():
         token = said.get(f"{name}_token")
         token = token.get("content") if isinstance(token, dict) else token
-        found = ids.get(token) if token is not None else config.get(f"{name}_token_id")
-        found = found[0] if isinstance(found, list) else found
+        found = ids.get(token) if isinstance(token, str) else config.get(f"{name}_token_id")
+        found = found[0] if isinstance(found, list) and found else found
         if found is not None:
             values[f"ggml.{key}_token_id"] = found
     template = said.get("chat_template")
     if isinstance(template, list):
-        template = next((one["template"] for one in template if one["name"] == "default"), None)
+        named = [one for one in template if isinstance(one, dict) and one.get("name") == "default"]
+        template = named[0].get("template") if named else None
     if "chat_template.jinja" in files:
-        template = files["chat_template.jinja"].decode()
-    if template:
+        template = files["chat_template.jinja"].decode("utf-8", "replace")
+    if isinstance(template, str) and template:
         values["chat_template"] = template
     return values
 

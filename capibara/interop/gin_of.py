@@ -9,6 +9,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from capibara import limits
 from capibara.data.tokenizer_files import CONFIG_FILE, named
 from capibara.models.api import EncoderConfig, EncoderDecoderConfig, TransformerConfig
 
@@ -64,7 +65,8 @@ def _vocabulary(folder: str, tokenizer: Mapping[str, bytes], masked: bool) -> li
     values = {"path": json.dumps(os.path.join(os.path.abspath(folder), "tokenizer.json")), "size_multiple": "1"}
     about: dict[str, str] = {}
     with contextlib.suppress(ValueError):
-        about = named(json.loads(tokenizer.get(CONFIG_FILE, b"{}")))
+        values_of = limits.parse_json(tokenizer.get(CONFIG_FILE, b"{}"))
+        about = named(values_of) if isinstance(values_of, dict) else {}
     for name in ("bos_token", "eos_token", "pad_token", *(["mask_token"] if masked else [])):
         if token := about.get(name):
             values[name] = json.dumps(token)

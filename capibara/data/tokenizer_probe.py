@@ -1,0 +1,61 @@
+"""Run as a program: loads a tokenizer from its standard input and encodes texts with it, under limits of its own.
+
+Standard input: 8 bytes, the length of [kind, texts] in JSON, that, and the tokenizer's file. Prints "fine" or what is
+wrong. A process of its own, since the libraries abort, crash and loop on some files, and imports nothing of ours.
+"""
+
+import json
+import resource
+import sys
+
+CPU_S, DATA_BYTES = 5, 900 << 20
+
+
+def main() -> int:
+    """Tries it; returns the exit code."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S + 1))
+    resource.setrlimit(resource.RLIMIT_DATA, (DATA_BYTES, DATA_BYTES))
+    given = sys.stdin.buffer
+    kind, texts = json.loads(given.read(int.from_bytes(given.read(8), "little")))
+    try:
+        _json(given.read(), texts) if kind == "json" else _sentencepiece(given.read(), texts)
+    except BaseException as error:  # Rust's panics are no Exceptions
+        print(f"wrong: {str(error)[:400] or type(error).__name__}")
+        return 1
+    print("fine")
+    return 0
+
+
+def _json(content: bytes, texts: list[str]) -> None:
+    import tokenizers
+
+    tokenizer = tokenizers.Tokenizer.from_buffer(content)
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    tokenizer.get_vocab(with_added_tokens=True)
+    for text in texts:
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        if len(ids) > 64 * len(text) + 64:
+            raise ValueError(f"{len(ids)} tokens for {len(text)} characters")
+        tokenizer.decode(ids)
+    tokenizer.encode("")
+
+
+def _sentencepiece(content: bytes, texts: list[str]) -> None:
+    import sentencepiece
+
+    model = sentencepiece.SentencePieceProcessor(model_proto=content)
+    for i in range(len(model)):
+        model.id_to_piece(i), model.get_score(i)
+        if model.is_byte(i):
+            int(model.id_to_piece(i)[3:5], 16)
+    for text in texts:
+        ids = model.encode(text)
+        if len(ids) > 64 * len(text) + 64:
+            raise ValueError(f"{len(ids)} tokens for {len(text)} characters")
+        model.decode(ids)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
