@@ -82,12 +82,13 @@ def check_file(path: str | os.PathLike[str], most: int | None = None) -> int:
 def read(path: str | os.PathLike[str], most: int = TEXT_BYTES) -> bytes:
     """The bytes of a regular file; raises as `opened`, and UserError where it cannot be read."""
     with opened(path, most) as file:
+        size = os.fstat(file.fileno()).st_size
         try:
-            content = file.read(most + 1)
+            content = file.read(size + 1)
         except OSError as error:
             raise UserError(f"{os.fspath(path)} cannot be read ({error.strerror}): copy it again") from None
-    if len(content) > most:  # it grows, or tells no size, as those in /proc
-        raise UserError(f"{os.fspath(path)} has more than {most:,} bytes: it is no such file")
+    if len(content) > size:  # as those in /proc
+        raise UserError(f"{os.fspath(path)} has more than the {size:,} bytes that it says: put a copy in its place")
     return content
 
 

@@ -92,6 +92,7 @@ def grouped(shape: Shape, dims: str) -> Shape | None:
     return tuple(sizes)
 
 
+_LINE = 4096
 _ACTIVATIONS = {
     ("relu",): "relu",
     ("gelu",): "gelu_new",  # Flax's is the approximation
@@ -163,6 +164,8 @@ def _bindings(text: str) -> Iterator[tuple[str, str, Any]]:
     """(what is configured, parameter, value or "%MACRO") of each line that binds one, in blocks too."""
     block = ""
     for line in re.sub(r"\\\n", " ", text).splitlines():
+        if len(line) > _LINE:
+            continue  # no size of a network: the patterns below take the square of its length
         if match := re.match(r"([\w./]+):\s*(?:#.*)?$", line):
             block = match[1]
             continue
@@ -176,7 +179,7 @@ def _bindings(text: str) -> Iterator[tuple[str, str, Any]]:
             continue
         try:
             yield owner or (block if indented else ""), name, ast.literal_eval(value)
-        except (ValueError, SyntaxError):
+        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
             continue  # a reference, or a value that goes on below: of no interest here
 
 

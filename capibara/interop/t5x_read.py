@@ -9,32 +9,25 @@ config.gin                       of the run, here or above
 from __future__ import annotations
 
 import contextlib
-import functools
 import glob
-import json
+import logging
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import ml_dtypes
-import msgpack
 import numpy as np
 
-from capibara import outputs
-from capibara.interop import hf_folder, t5x_names
+from capibara import limits
+from capibara.interop import hf_folder, t5x_arrays, t5x_index, t5x_names
 from capibara.interop.tensors import Shape
 from capibara.types import UserError
 
 INDEX = "checkpoint"
 _TF = b"model_checkpoint_path"  # how TensorFlow's file of this name begins
-_CHUNKED = "__msgpack_chunked_array__"
-_PLACEHOLDER = "PLACEHOLDER://"
-_SPEC = {"driver", "kvstore"}
-_CACHE_BYTES = 2**30
+_LAYERS = 4096
 _VOCABULARIES = ("spiece.model", "sentencepiece.model")
-
-Leaf = np.ndarray | dict[str, Any]  # an array, or TensorStore's specification of one
 
 
 def is_t5x(path: str) -> bool:
@@ -62,9 +55,11 @@ class T5xModel:
         if root is None:
             raise UserError(f"{_steps(path)[-1]} is not whole: it has no {INDEX} file and no arrays: copy it again")
         self.path = root
+        self._arrays = t5x_arrays.Arrays(root)
         self._leaves = _leaves(root)
         self._gated = any("/mlp/wi_0/" in name for name in self._leaves)
-        text = self._gin()
+        gin = self._gin()
+        text = None if gin is None else limits.read_text(gin)
         network = {} if text is None else t5x_names.network_of(text)
         self._layer_axis = network.get("param_scan_axis", 1)
         if type(self._layer_axis) is not int or self._layer_axis < 0:
@@ -74,7 +69,7 @@ class T5xModel:
         said = t5x_names.config_of(network)
         self.guessed = frozenset() if "feed_forward_proj" in said else frozenset({"activation"})
         self.config: dict[str, Any] = self._from_shapes() | said
-        self.tokenizer = self._vocabulary(text)
+        self.tokenizer = self._vocabulary(gin, text)
 
     def shapes(self) -> dict[str, Shape]:
         return {name: shape for name, (_, _, shape) in self._tensors.items()}
@@ -94,15 +89,14 @@ class T5xModel:
         index = (slice(None),) if layer is None else (*(slice(None),) * axis, layer)
         if isinstance(leaf, np.ndarray):
             return leaf[index]
-        store = _opened(leaf, self.path, stored)
         with _damage_told(self.path, stored):
-            value = store[index].read().result()
+            value = self._arrays.read(leaf, axis, layer)
         return value.view(ml_dtypes.bfloat16) if value.dtype == np.uint16 else value  # how T5X's version 2 has it
 
     def _dtype(self, stored: str) -> str:
         """Raises UserError where it is none of a weight."""
         leaf = self._leaves[stored]
-        kind = leaf.dtype if isinstance(leaf, np.ndarray) else _opened(leaf, self.path, stored).dtype.numpy_dtype
+        kind = leaf.dtype if isinstance(leaf, np.ndarray) else self._about(stored).dtype
         if not isinstance(leaf, np.ndarray) and kind == np.uint16:
             return "bfloat16"
         if kind.name not in hf_folder.DTYPES:
@@ -111,7 +105,11 @@ class T5xModel:
 
     def _shape(self, stored: str) -> Shape:
         leaf = self._leaves[stored]
-        return tuple(leaf.shape if isinstance(leaf, np.ndarray) else _opened(leaf, self.path, stored).shape)
+        return tuple(leaf.shape if isinstance(leaf, np.ndarray) else self._about(stored).shape)
+
+    def _about(self, stored: str) -> t5x_arrays.About:
+        with _damage_told(self.path, stored):
+            return self._arrays.about(self._leaves[stored])
 
     def _found(self) -> dict[str, tuple[str, int | None, Shape]]:
         """Hugging Face's name -> (the tensor, the layer in it, the shape of that in Hugging Face's order)."""
@@ -131,6 +129,10 @@ class T5xModel:
             if "{l}" in pattern and number is None:
                 if len(shape) <= self._layer_axis:
                     raise UserError(f"{self.path}: {stored} has the shape {list(shape)}, which has no layers")
+                if shape[self._layer_axis] > _LAYERS:
+                    raise UserError(
+                        f"{self.path}: {stored} has the shape {list(shape)}, must have at most {_LAYERS} layers"
+                    )
                 layers = list(range(shape[self._layer_axis]))
                 shape = (*shape[: self._layer_axis], *shape[self._layer_axis + 1 :])
             flat = t5x_names.grouped(shape, row.theirs.dims)
@@ -171,6 +173,9 @@ class T5xModel:
         ):
             if name not in shapes:
                 raise UserError(f"{self.path} has no {what}: it is not whole, or no T5")
+        for name in (table, "shared.weight", query, up):
+            if len(shapes[name]) != 2 or 0 in shapes[name]:
+                raise UserError(f"{self.path}: {name} has the shape {list(shapes[name])}, must have two dimensions")
         buckets, heads = shapes[table]
         count = lambda side: len({name.split(".")[2] for name in shapes if name.startswith(f"{side}.block.")})  # noqa: E731
         return {
@@ -195,24 +200,38 @@ class T5xModel:
         }
 
     def _gin(self) -> str | None:
-        """T5X's configuration, of the folder of the checkpoint or of the run's."""
+        """The path of T5X's configuration, in the folder of the checkpoint or of the run."""
         folder = os.path.abspath(self.path)
         levels = [folder, os.path.dirname(folder), os.path.dirname(os.path.dirname(folder))]
         for level in levels if os.path.basename(folder) == "state" else levels[:2]:
             path = os.path.join(level, "config.gin")
             if os.path.exists(path):
-                return outputs.read(path)
+                return limits.own_file(level, "config.gin")
         return None
 
-    def _vocabulary(self, text: str | None) -> dict[str, bytes]:
+    def _vocabulary(self, gin: str | None, text: str | None) -> dict[str, bytes]:
         folder = os.path.abspath(self.path)
         named = None if text is None else t5x_names.vocabulary_of(text)
         beside = [os.path.join(folder, *up, name) for up in ((), (os.pardir,)) for name in _VOCABULARIES]
-        for path in filter(None, [named, *beside]):
+        for path in filter(None, [self._own(gin, named), *beside]):
             if os.path.isfile(path):
-                with open(path, "rb") as file:
-                    return {"spiece.model": file.read()}
+                return {"spiece.model": limits.read(limits.own_file(*os.path.split(path)))}
         return {}
+
+    def _own(self, gin: str | None, named: str | None) -> str | None:
+        """The path of a file that config.gin names, if it is in its folder: what a checkpoint says opens no other."""
+        if gin is None or named is None or not os.path.isfile(path := os.path.join(os.path.dirname(gin), named)):
+            return None
+        real, root = os.path.realpath(path), os.path.realpath(os.path.dirname(gin))
+        if os.path.commonpath([real, root]) == root:
+            return path
+        logging.getLogger(__name__).warning(
+            "%s names the vocabulary %s, which is not in its folder and is not read: copy it there, or name it with "
+            "--gin.SentencePieceVocabulary.path=PATH",
+            gin,
+            limits.shortened(named, 200),
+        )
+        return None
 
 
 _SELF = "encoder.block.0.layer.0.SelfAttention."
@@ -243,28 +262,28 @@ def _root(path: str) -> str | None:
     for folder in (path, os.path.join(path, "state")):
         index = os.path.join(folder, INDEX)
         if os.path.isfile(index):
-            with open(index, "rb") as file:
+            with limits.opened(index) as file:
                 if file.read(len(_TF)) == _TF:
                     raise UserError(f"{index} is TensorFlow's: convert it to T5X's own format first")
             return folder
         if glob.glob(os.path.join(glob.escape(folder), "target.*")):
             return folder
-        if os.path.isfile(os.path.join(folder, "manifest.ocdbt")) and _in_store(folder):
+        if os.path.isfile(os.path.join(folder, "manifest.ocdbt")) and t5x_arrays.names_in(folder):
             return folder
     return None
 
 
-def _leaves(root: str) -> dict[str, Leaf]:
+def _leaves(root: str) -> dict[str, t5x_index.Leaf]:
     """The arrays of the model, by T5X's names; not those of the optimizer."""
     index = os.path.join(root, INDEX)
     if os.path.isfile(index):
-        return _of_index(index)
-    if names := _in_store(root):
+        return t5x_index.leaves_of(index)
+    if names := t5x_arrays.names_in(root):
         base = {"driver": "file", "path": os.path.join(os.path.abspath(root), "")}
         of = lambda name: {"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": base, "path": f"{name}/"}}  # noqa: E731
     else:
         names = [os.path.basename(path) for path in glob.glob(os.path.join(glob.escape(root), "target.*"))]
-        of = _zarr
+        of = t5x_index.zarr
     return {name.removeprefix("target.").replace(".", "/"): of(name) for name in sorted(names)}
 
 
@@ -272,112 +291,12 @@ def _zarr(path: str) -> dict[str, Any]:
     return {"driver": "zarr", "kvstore": {"driver": "file", "path": path}}
 
 
-@functools.lru_cache(maxsize=4)
-def _in_store(root: str) -> tuple[str, ...]:
-    """The arrays of the model in Orbax's OCDBT store."""
-    import tensorstore
-
-    if not os.path.isfile(os.path.join(root, "manifest.ocdbt")):
-        return ()
-    base = {"driver": "file", "path": os.path.join(os.path.abspath(root), "")}
-    keys = tensorstore.KvStore.open({"driver": "ocdbt", "base": base}).result().list().result()
-    found = (key.decode().removesuffix("/.zarray") for key in keys if key.endswith(b"/.zarray"))
-    return tuple(name for name in found if name.startswith("target."))
-
-
-def _of_index(index: str) -> dict[str, Leaf]:
-    """The leaves under `target` in a msgpack file."""
-    with open(index, "rb") as file:
-        content = file.read()
-    try:
-        tree = msgpack.unpackb(content, ext_hook=_extension, raw=False, strict_map_key=False)
-        state = tree.get("optimizer", tree)["target"]
-        leaves: dict[str, Leaf] = {}
-        _collect(state, "", leaves.__setitem__)
-    except (ValueError, KeyError, TypeError, AttributeError, msgpack.exceptions.UnpackException) as error:
-        cause = " ".join(str(error).split())[:120] or type(error).__name__
-        raise UserError(f"{index} is no T5X checkpoint, cut short or damaged ({cause}): copy it again") from error
-    return leaves
-
-
-def _collect(node: Any, prefix: str, put: Callable[[str, Leaf], None]) -> None:
-    if isinstance(node, str) and node.startswith(_PLACEHOLDER):
-        put(prefix, _zarr(node.removeprefix(_PLACEHOLDER)))
-    elif isinstance(node, Mapping) and _CHUNKED in node:
-        parts = [node["chunks"][str(i)] for i in range(len(node["chunks"]))]
-        shape = [node["shape"][str(i)] for i in range(len(node["shape"]))]
-        put(prefix, np.concatenate(parts).reshape(shape))
-    elif isinstance(node, Mapping) and node.keys() >= _SPEC:
-        path = node["kvstore"].get("path", node.get("path"))  # until TensorStore 0.1.14 it was outside
-        if not isinstance(path, str):
-            raise ValueError(f"{prefix} has the path {path!r}")
-        put(prefix, _zarr(path))
-    elif isinstance(node, Mapping):
-        for name, inner in node.items():
-            _collect(inner, f"{prefix}/{name}" if prefix else str(name), put)
-    elif isinstance(node, np.ndarray):
-        put(prefix, node)
-    elif node is not None:
-        raise ValueError(f"{prefix} is {type(node).__name__}, no array")
-
-
-def _extension(code: int, data: bytes) -> Any:
-    """What Flax writes with msgpack's extension types: 1 an array, 2 a complex number, 3 a scalar."""
-    if code == 2:
-        return complex(*msgpack.unpackb(data))
-    if code not in (1, 3):
-        return msgpack.ExtType(code, data)
-    shape, dtype, values = msgpack.unpackb(data, raw=True)
-    kind = ml_dtypes.bfloat16 if dtype == b"bfloat16" else np.dtype(dtype.decode())
-    return np.frombuffer(values, kind).reshape(shape)
-
-
-def _opened(spec: dict[str, Any], root: str, name: str) -> Any:
-    """A TensorStore of an array.
-
-    Raises:
-      UserError: it is missing or cannot be read.
-    """
-    return _open_store(json.dumps(spec), root, name)
-
-
-@functools.lru_cache(maxsize=4096)
-def _open_store(text: str, root: str, name: str) -> Any:
-    import tensorstore
-
-    spec = json.loads(text)
-    with _damage_told(root, name):
-        if spec["kvstore"]["driver"] == "file":
-            spec["kvstore"]["path"] = path = os.path.join(os.path.abspath(root), spec["kvstore"]["path"], "")
-            _check_chunks(path)
-        return tensorstore.open(spec, open=True, read=True, context=_cache()).result()
-
-
-@functools.cache
-def _cache() -> Any:
-    """So that a chunk in which several layers are is decompressed once, while they are read one after the other."""
-    import tensorstore
-
-    return tensorstore.Context({"cache_pool": {"total_bytes_limit": _CACHE_BYTES}})
-
-
-def _check_chunks(folder: str) -> None:
-    """Raises where a file is missing: zarr reads zeros then."""
-    with open(os.path.join(folder, ".zarray"), encoding="utf-8") as file:
-        about = json.load(file)
-    if not isinstance(about, dict):
-        raise ValueError("its .zarray is no object")
-    grid = [-(-size // chunk) for size, chunk in zip(about["shape"], about["chunks"], strict=True)]
-    for at in np.ndindex(*grid):
-        chunk = about.get("dimension_separator", ".").join(map(str, at)) or "0"
-        if not os.path.exists(os.path.join(folder, chunk)):
-            raise ValueError(f"its chunk {chunk} is not there")
-
-
 @contextlib.contextmanager
 def _damage_told(root: str, name: str) -> Iterator[None]:
     try:
         yield
-    except (ValueError, KeyError, OSError, TypeError, ArithmeticError) as error:
-        cause = " ".join(str(error).split())[:160]
+    except UserError:
+        raise
+    except (t5x_arrays.Broken, ValueError, KeyError, OSError, TypeError, ArithmeticError, MemoryError) as error:
+        cause = limits.cause(error)
         raise UserError(f"{root}: {name} is missing or damaged ({cause}): copy the checkpoint again") from error
