@@ -176,7 +176,7 @@ def parse_json(content: bytes | str, *, values: int = VALUES, finite: bool = Tru
     Args:
       content: its size is bounded by who has read it.
       values: how many it may hold.
-      finite: whether NaN and infinity are refused, which JSON does not have.
+      finite: whether NaN, infinity and endless numbers are refused: of a configuration, not of data.
 
     Raises:
       ValueError: it is no JSON, or too deep, or holds too much; says so in words that fit "cannot be read (...)".
@@ -189,9 +189,9 @@ def parse_json(content: bytes | str, *, values: int = VALUES, finite: bool = Tru
         raise ValueError(f"it holds more than {values:,} values")
     if opening > DEPTH and _depth(data) > DEPTH:
         raise ValueError(f"it is nested deeper than {DEPTH}")
-    options = {"parse_constant": _no_constant, "parse_float": _finite} if finite else {}
     try:
-        return json.loads(data, parse_int=_integer, **options)
+        text = data.decode("utf-8-sig" if data[:3] == b"\xef\xbb\xbf" else "utf-8", "surrogatepass")
+        return (_STRICT if finite else _LENIENT).decode(text)
     except UnicodeDecodeError as error:
         raise ValueError(f"it is no text in UTF-8: {error.reason} at byte {error.start}") from None
     except RecursionError:
@@ -230,6 +230,10 @@ def _finite(text: str) -> float:
 
 def _no_constant(name: str) -> float:
     raise ValueError(f"it has {name}, which JSON does not have")
+
+
+_STRICT = json.JSONDecoder(parse_int=_integer, parse_float=_finite, parse_constant=_no_constant)
+_LENIENT = json.JSONDecoder()  # Python's own limit of an integer is 4,300 digits
 
 
 def read_json(path: str | os.PathLike[str], most: int = TEXT_BYTES, *, values: int = VALUES) -> dict[str, Json]:

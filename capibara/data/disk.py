@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from capibara import limits
 from capibara.types import UserError
 
 SPLITS = ("train", "validation")
@@ -44,8 +45,9 @@ def fingerprint(paths: Sequence[str], names: Sequence[str], count: int, extra: b
     for path, name, size in zip(paths, names, sizes, strict=True):
         digest.update(f"{name}\0{size}\0".encode())
         if sum(sizes) <= _HASH_WHOLE_BYTES:
-            with open(path, "rb") as file:
-                digest.update(file.read())
+            with limits.opened(path) as file:
+                while block := file.read(limits.MIB):
+                    digest.update(block)
         else:
             digest.update(str(os.stat(path).st_mtime_ns).encode())
     return {"documents": count, "files": len(paths), "bytes": sum(sizes), "digest": digest.hexdigest()}
@@ -91,9 +93,9 @@ def expand(name: str, patterns: Sequence[str]) -> list[str]:
 
 def line_ranges(path: str, target_bytes: int) -> list[tuple[int, int]]:
     """Byte ranges of about `target_bytes` that end at line ends (or, in a file without lines, between characters)."""
-    size = os.path.getsize(path)
+    size = limits.check_file(path)
     ranges, start = [], 0
-    with open(path, "rb") as file:
+    with limits.opened(path) as file:
         while start < size:
             stop = min(start + target_bytes, size)
             if stop < size:
@@ -110,21 +112,35 @@ def line_ranges(path: str, target_bytes: int) -> list[tuple[int, int]]:
     return ranges
 
 
-def line_bounds(path: str) -> tuple[np.ndarray, np.ndarray]:
-    """Starts and stops [lines] of the lines of a file, without their line ends."""
-    size = os.path.getsize(path)
+def line_bounds(path: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Starts, stops and numbers (from 1) of the lines of a file that are not blank, without their line ends.
+
+    Raises:
+      UserError: a line is longer than limits.LINE_BYTES, or it is no regular file.
+    """
+    size = limits.check_file(path)
     if not size:
-        return np.zeros(0, np.int64), np.zeros(0, np.int64)
+        return (np.zeros(0, np.int64),) * 3
     content = np.memmap(path, np.uint8, "r")
-    block = 64 << 20
-    ends = [np.flatnonzero(content[i : i + block] == 0x0A) + i for i in range(0, size, block)]
-    stops = np.concatenate(ends).astype(np.int64)
-    if not len(stops) or stops[-1] != size - 1:
-        stops = np.append(stops, size)
-    starts = np.concatenate([[0], stops[:-1] + 1])
-    # A line of nothing but a carriage return is blank too.
-    lone = (stops - starts == 1) & (content[np.minimum(starts, size - 1)] == 0x0D)
-    return starts, np.where(lone, starts, stops)
+    block = 4 << 20
+    found: list[tuple[np.ndarray, ...]] = []
+    first, lines = 0, 0  # where the line begins that a block ends in, and how many are before it
+    for begin in range(0, size, block):
+        stops = np.flatnonzero(content[begin : begin + block] == 0x0A) + begin
+        if begin + block >= size and (not len(stops) or stops[-1] != size - 1):
+            stops = np.append(stops, size)
+        if not len(stops):
+            limits.check_line(min(begin + block, size) - first, f"{path}:{lines + 1}")
+            continue
+        starts = np.concatenate([[first], stops[:-1] + 1])
+        longest = int(np.argmax(stops - starts))
+        limits.check_line(int(stops[longest] - starts[longest]), f"{path}:{lines + longest + 1}")
+        # A line of nothing but a carriage return is blank too.
+        lone = (stops - starts == 1) & (content[starts] == 0x0D)
+        kept = (stops > starts) & ~lone
+        found.append((starts[kept], stops[kept], np.flatnonzero(kept) + lines + 1))
+        first, lines = int(stops[-1]) + 1, lines + len(stops)
+    return tuple(np.concatenate([columns[i] for columns in found]) for i in range(3))
 
 
 def name_hashes(names: Sequence[str]) -> np.ndarray:

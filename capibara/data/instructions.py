@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import gzip
 import hashlib
+import io
 import json
 import os
+import struct
 import tarfile
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, BinaryIO
 
+from capibara import limits
 from capibara.data import disk
 from capibara.data.chat_formats import Conversation, read_conversation, read_preference
 from capibara.types import UserError
 
 _ARCHIVES = (".tar.gz", ".tgz", ".tar", ".zip", ".whl")
 _ENDINGS = (".json", ".jsonl")
+_MEMBERS, _MEMBER_BYTES = 200_000, 1 << 30  # in an archive
+_RATIO, _FREE_BYTES = 32, 64 << 20  # what is compressed may have so many times its bytes, or so many: text has a tenth
+_LIST_BYTES, _LIST_VALUES = 256 << 20, 4_000_000  # of a .json file, which is read whole
+_DAMAGE = (tarfile.TarError, zipfile.BadZipFile, zlib.error, EOFError, OSError)
 TRAIN_FILE, HELD_OUT_FILE = "train.jsonl", "held_out.jsonl"
 
 
@@ -90,33 +99,39 @@ def _asked(conversation: Conversation) -> str:
     return next((message["content"] for message in conversation.messages if message["role"] != "system"), "")
 
 
-def _records(name: str, content: bytes) -> Iterator[tuple[int, Any]]:
+def _records(name: str, file: BinaryIO) -> Iterator[tuple[int, Any]]:
     """Records with their number, from 1: that of the line, or of the place in the list."""
+    at = ""
     try:
         if name.endswith(".jsonl"):
-            for number, line in enumerate(content.splitlines(), 1):
+            for number, line in limits.lines_of(file, name):
+                at = f"line {number}: "
                 if line.strip():
-                    yield number, json.loads(line)
+                    yield number, limits.parse_json(line, finite=False)
             return
-        records = json.loads(content)
+        records = limits.parse_json(file.read(_LIST_BYTES), values=_LIST_VALUES, finite=False)
+        if file.read(1):
+            raise UserError(f"{name} is longer than {_LIST_BYTES:,} bytes: make it a .jsonl file, with a record a line")
+    except UserError:
+        raise
     except ValueError as error:
-        raise UserError(f"{name} is not JSON ({error})") from None
+        raise UserError(f"{name} is not JSON ({at}{limits.cause(error)})") from None
     if not isinstance(records, list):
         raise UserError(f"{name} must hold a list of conversations, not {type(records).__name__}")
     yield from enumerate(records, 1)
 
 
-def _contents(path: str, members: Sequence[str]) -> Iterator[tuple[str, bytes]]:
+def _contents(path: str, members: Sequence[str]) -> Iterator[tuple[str, BinaryIO]]:
     """Names and contents of a file, or of the members of an archive."""
     if not path.endswith(_ARCHIVES):
         if not path.endswith(_ENDINGS):
             raise UserError(f"--files ({path!r}) must end in one of {', '.join((*_ENDINGS, *_ARCHIVES))}")
-        with open(path, "rb") as file:
-            yield path, file.read()
+        with limits.opened(path) as file:
+            yield path, file
         return
     try:
-        with _opened(path) as (names, read):
-            known = ", ".join(sorted(os.path.basename(name) for name in names)) or "none"
+        with limits.opened(path) as archive, _opened(path, archive) as (names, read):
+            known = limits.shortened(", ".join(sorted(os.path.basename(name) for name in names)) or "none", 2000)[1:-1]
             if not members:
                 raise UserError(f"--members is not set: name some of the files of {path}: {known}")
             for member in members:
@@ -124,18 +139,79 @@ def _contents(path: str, members: Sequence[str]) -> Iterator[tuple[str, bytes]]:
                 if not found:
                     raise UserError(f"--members ({member!r}) is none of the files of {path}: {known}")
                 for name in found:
-                    yield f"{path}/{name}", read(name)
-    except (tarfile.TarError, zipfile.BadZipFile, EOFError, OSError) as error:
-        raise UserError(f"{path} cannot be read as an archive: {' '.join(str(error).split())}") from None
+                    with read(name) as file:
+                        yield f"{path}/{name}", file
+    except UserError:
+        raise
+    # What a damaged archive does to the readers of Python: RuntimeError is an encrypted member.
+    except (*_DAMAGE, ValueError, KeyError, IndexError, RuntimeError, OverflowError, struct.error) as error:
+        raise UserError(f"{path} cannot be read as an archive: {limits.cause(error)}") from None
 
 
 @contextlib.contextmanager
-def _opened(path: str) -> Iterator[tuple[list[str], Callable[[str], bytes]]]:
-    """The names of an archive's JSON files, and what reads one."""
+def _opened(path: str, file: BinaryIO) -> Iterator[tuple[list[str], Callable[[str], BinaryIO]]]:
+    """The names of an archive's JSON files, and what opens one: no more is unpacked than a member may have."""
     if path.endswith((".zip", ".whl")):
-        with zipfile.ZipFile(path) as archive:
-            yield [name for name in archive.namelist() if name.endswith(_ENDINGS)], archive.read
-    else:
-        with tarfile.open(path) as archive:
-            files = {one.name: one for one in archive.getmembers() if one.isfile() and one.name.endswith(_ENDINGS)}
-            yield list(files), lambda name: archive.extractfile(files[name]).read()
+        with limits.zip_archive(file) as archive:
+            members = {info.filename: info for info in archive.infolist() if info.filename.endswith(_ENDINGS)}
+
+            def read(name: str) -> BinaryIO:
+                _check_size(path, name, members[name].file_size, members[name].compress_size)
+                return _bounded(archive.open(name), f"{path}/{name}")
+
+            yield list(members), read
+        return
+    with _tar(path, file) as archive:
+        yield from _of_tar(path, archive, file)
+
+
+class _Member(tarfile.TarInfo):
+    """A member of a tar archive whose headers, which are read whole, are of a usual size."""
+
+    def _proc_member(self, archive: tarfile.TarFile) -> tarfile.TarInfo:
+        if not self.isreg() and self.size > limits.MIB:
+            raise tarfile.ReadError(f"a header of {self.size:,} bytes")
+        return super()._proc_member(archive)
+
+
+def _tar(path: str, file: BinaryIO) -> tarfile.TarFile:
+    """A tar archive, gone through once, that unpacks to no more than text may."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    inner = file if path.endswith(".tar") else gzip.GzipFile(fileobj=file)
+    plain = io.BufferedReader(limits.Bounded(inner, max(_FREE_BYTES, _RATIO * size), path))
+    return tarfile.open(fileobj=plain, mode="r|", tarinfo=_Member)
+
+
+def _of_tar(
+    path: str, archive: tarfile.TarFile, file: BinaryIO
+) -> Iterator[tuple[list[str], Callable[[str], BinaryIO]]]:
+    """As `_opened`: the archive is gone through for its names, and again for each member that is taken."""
+    sizes: dict[str, int] = {}
+    for number, one in enumerate(archive):
+        if number > _MEMBERS:
+            raise UserError(f"{path} has more than {_MEMBERS:,} members: unpack it by hand")
+        archive.members = []  # it keeps all that it has seen
+        if one.isreg() and not one.issparse() and one.name.endswith(_ENDINGS):
+            sizes[one.name] = one.size
+
+    def read(name: str) -> BinaryIO:
+        _check_size(path, name, sizes[name])
+        again = _tar(path, file)
+        for one in again:
+            again.members = []
+            if one.name == name and one.isreg():
+                return _bounded(again.extractfile(one), f"{path}/{name}")
+        raise UserError(f"{path} has no {name} any more: it changes while it is read")
+
+    yield list(sizes), read
+
+
+def _check_size(path: str, name: str, size: int, packed: int | None = None) -> None:
+    most = _MEMBER_BYTES if packed is None else min(_MEMBER_BYTES, max(_FREE_BYTES, _RATIO * packed))
+    if size > most:
+        raise UserError(f"{path}/{name} unpacks to {size:,} bytes, must have at most {most:,}: unpack it by hand")
+
+
+def _bounded(file: BinaryIO, name: str) -> BinaryIO:
+    return io.BufferedReader(limits.Bounded(file, _MEMBER_BYTES, name))

@@ -11,7 +11,6 @@ import abc
 import dataclasses
 import enum
 import hashlib
-import json
 import os
 import sysconfig
 from collections.abc import Callable, Sequence
@@ -19,11 +18,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from capibara import limits
 from capibara.config import configurable
 from capibara.data import disk
 from capibara.data.shuffle import mix
 from capibara.types import UserError
 
+_LINE_VALUES = 1_000_000  # of JSON in a line
 _CHECK_WHOLE_BYTES = 64 << 20  # JSON-lines files up to this size are parsed once before the run starts
 
 
@@ -271,8 +272,9 @@ class HuggingFaceSource(Source):
                 return datasets.load_from_disk(self.path)
             files = {"data_files": list(self.data_files)} if self.data_files else {}
             return datasets.load_dataset(self.path, self.name, split=split, **files)
-        except (OSError, ValueError, KeyError) as error:
-            message = " ".join(str(error).split())[:200]
+        # The errors of pyarrow, fsspec and datasets are of many classes; whatever a file does to them is the file's fault.
+        except Exception as error:
+            message = f"{type(error).__name__}: {limits.cause(error, 200)}"
             raise UserError(f"HuggingFaceSource.path ({self.path!r}), split {split!r}: {message}") from error
 
 
@@ -349,7 +351,7 @@ class _FileDocuments(Documents):
         return len(self._paths)
 
     def example(self, i: int) -> Example:
-        with open(self._paths[i], "rb") as file:
+        with limits.opened(self._paths[i]) as file:
             return Example(file.read().decode("utf-8", errors="replace"), domain=self._domain)
 
     def fingerprint(self) -> dict[str, Any]:
@@ -390,9 +392,9 @@ class LineDocuments(_RangeDocuments):
         """What the JSON of line `i` says."""
         line = self._read(i)
         try:
-            return json.loads(line)
+            return limits.parse_json(line, values=_LINE_VALUES, finite=False)
         except ValueError as error:
-            raise UserError(f"{self.where(i)} is not JSON ({error}): {disk.excerpt(line)}") from error
+            raise UserError(f"{self.where(i)} is not JSON ({limits.cause(error)}): {disk.excerpt(line)}") from error
 
     def where(self, i: int) -> str:
         """The file and the line's number in it."""
@@ -419,9 +421,8 @@ def open_lines(
     name, paths, explicit = disk.choose_files(source, *files, split)
     tables = []
     for i, path in enumerate(paths):
-        starts, stops = disk.line_bounds(path)
-        columns = (np.full(len(starts), i), starts, stops, np.arange(1, len(starts) + 1))
-        tables.append(np.stack(columns, axis=1)[stops > starts])
+        starts, stops, numbers = disk.line_bounds(path)
+        tables.append(np.stack((np.full(len(starts), i), starts, stops, numbers), axis=1))
     lines = np.concatenate(tables)
     if not len(lines):
         raise UserError(f"{name} ({disk.shown(paths)}) hold no lines: the corpus is empty")
@@ -461,7 +462,7 @@ class _JsonlDocuments(LineDocuments):
 
     def _string(self, record: Any, field: str, parameter: str, i: int) -> str:
         if not isinstance(record, dict) or field not in record:
-            fields = ", ".join(record) if isinstance(record, dict) else type(record).__name__
+            fields = limits.shortened(", ".join(record))[1:-1] if isinstance(record, dict) else type(record).__name__
             raise UserError(f"{self.where(i)} has no field {field!r} (it has: {fields}): set JsonlSource.{parameter}")
         text = record[field]
         if not isinstance(text, str):

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import json
 import string
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from capibara import limits
 from capibara.config import configurable
 from capibara.data import disk
 from capibara.evaluation.metrics import choice_accuracy, name_of
 from capibara.fields import did_you_mean
 from capibara.inference.sampling import Sampling
 from capibara.types import UserError
+
+
+_LINE_VALUES = 1_000_000  # of JSON in a line
 
 
 class PromptFormat(enum.StrEnum):
@@ -109,13 +112,13 @@ def read_items(name: str, task: EvalTask, limit: int | None = None) -> list[Item
     paths = disk.expand(f"{name}/EvalTask.files", task.files)
     for path in paths:
         try:
-            with open(path, encoding="utf-8") as file:
-                lines = file.read().split("\n")
+            for number, line in limits.lines(path):
+                if limit is not None and len(items) >= limit:
+                    break
+                if line.strip():
+                    items.append(_item(task, line.decode(), f"{path}:{number}"))
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{path} cannot be read ({type(error).__name__}): name a .jsonl file in UTF-8") from None
-        for number, line in enumerate(lines, 1):
-            if line.strip() and (limit is None or len(items) < limit):
-                items.append(_item(task, line, f"{path}:{number}"))
     if not items:
         raise UserError(f"{name}/EvalTask.files ({disk.shown(paths)}) hold no line: give at least one")
     return items
@@ -123,9 +126,9 @@ def read_items(name: str, task: EvalTask, limit: int | None = None) -> list[Item
 
 def _item(task: EvalTask, line: str, where: str) -> Item:
     try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{where} is no JSON ({error}): {line[:60]}") from None
+        record = limits.parse_json(line, values=_LINE_VALUES, finite=False)
+    except ValueError as error:
+        raise UserError(f"{where} is no JSON ({limits.cause(error)}): {line[:60]}") from None
     if not isinstance(record, Mapping):
         raise UserError(f"{where} must hold a JSON object, not {type(record).__name__}")
     used = {name for _, name, _, _ in string.Formatter().parse(task.prompt) if name is not None}

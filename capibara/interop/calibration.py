@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import io
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
 
 import numpy as np
 
+from capibara import limits
 from capibara.data.chat_formats import read_conversation
 from capibara.data.chat_template import ChatTemplate
 from capibara.data.tokenizer_files import TOKENIZER_FILE
@@ -74,22 +75,22 @@ def _tokenizer_told(folder: str) -> Iterator[None]:
 
 def _documents(path: str, folder: str, vocabulary: Vocabulary, characters: int) -> Iterator[list[int]]:
     try:
-        with open(path, encoding="utf-8") as file:
-            if not path.endswith(".jsonl"):
-                yield vocabulary.encode(file.read(characters))
-                return
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    yield _of_record(line, f"{path}:{number}", folder, vocabulary)
+        if not path.endswith(".jsonl"):
+            with limits.opened(path) as file:
+                yield vocabulary.encode(io.TextIOWrapper(file, "utf-8").read(characters))
+            return
+        for number, line in limits.lines(path):
+            if line.strip():
+                yield _of_record(line, f"{path}:{number}", folder, vocabulary)
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
             f"--calibration={path} cannot be read ({error}): name a text file in UTF-8, or .jsonl"
         ) from None
 
 
-def _of_record(line: str, where: str, folder: str, vocabulary: Vocabulary) -> list[int]:
+def _of_record(line: bytes, where: str, folder: str, vocabulary: Vocabulary) -> list[int]:
     try:
-        record = json.loads(line)
+        record = limits.parse_json(line, finite=False)
     except ValueError as error:
         raise UserError(f"{where} is no JSON ({error}): each line must be an object") from None
     if isinstance(record, dict) and isinstance(record.get("text"), str):
