@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from capibara import config as gin_config
-from capibara import outputs
+from capibara import limits, outputs
 from capibara.data import tokenizer_files
 from capibara.data.dataset import Dataset
 from capibara.data.vocabulary import SentencePieceVocabulary, TokenizerJsonVocabulary, Vocabulary
@@ -217,8 +217,7 @@ def _rebind(foreign: ForeignModel, gin: Gin) -> None:
     if gin_config.is_bound("SentencePieceVocabulary.path"):
         vocabulary = gin_config.build(SentencePieceVocabulary)
         vocabulary.processor.get_piece_size()  # it is there, and one
-        with open(vocabulary.file, "rb") as file:
-            foreign.tokenizer = {**foreign.tokenizer, "spiece.model": file.read()}
+        foreign.tokenizer = {**foreign.tokenizer, "spiece.model": limits.read(vocabulary.file)}
 
 
 def _loaded(source: ForeignModel | OurModel) -> tuple[api.Model, Params]:
@@ -336,13 +335,11 @@ def _stored(source: ForeignModel | OurModel) -> str:
 def _tokenizer(vocabulary: Vocabulary, length: int) -> dict[str, bytes]:
     """The files of a run's tokenizer, those that lie beside it included."""
     if isinstance(vocabulary, SentencePieceVocabulary):
-        with open(vocabulary.file, "rb") as file:
-            return {"tokenizer.model": file.read()}
+        return {"tokenizer.model": limits.read(vocabulary.file)}
     if not isinstance(vocabulary, TokenizerJsonVocabulary):
         return {}
     files = tokenizer_files.carried(vocabulary.folder)
-    with open(vocabulary.file, "rb") as file:  # of any name
-        files[tokenizer_files.TOKENIZER_FILE] = file.read()
+    files[tokenizer_files.TOKENIZER_FILE] = limits.read(vocabulary.file)  # of any name
     about = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": length}
     about |= {f"{name}_token": vocabulary.tokenizer.id_to_token(getattr(vocabulary, f"{name}_id")) for name in _SPECIAL}
     files.setdefault("tokenizer_config.json", (json.dumps(about, indent=2) + "\n").encode())

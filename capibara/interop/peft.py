@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from capibara import extras, tree
-from capibara.interop import partial, peft_experts, tables
+from capibara import extras, limits, tree
+from capibara.interop import partial, peft_experts, safetensors_header, tables
 from capibara.interop.tensors import Shape, Tensor
 from capibara.models.api import Lora, Model
 from capibara.types import Params, UserError
@@ -32,6 +32,8 @@ _PREFIX = "base_model.model."
 _PARTS = {"a": ".lora_A.weight", "b": ".lora_B.weight", "magnitude": ".lora_magnitude_vector"}
 _TASKS = {"causal": "CAUSAL_LM", "encoder_decoder": "SEQ_2_SEQ_LM"}
 _NOT_OURS = ("layers_to_transform", "trainable_token_indices", "layer_replication")
+
+_LARGEST, _PATTERNS, _CONFIG_VALUES, _RANK = 2**31, 4096, 200_000, 2**16
 
 Values = dict[str, np.ndarray]
 
@@ -141,6 +143,19 @@ def read_peft(folder: str, model: Model, model_type: str) -> tuple[Lora, Params]
       UserError: they cannot be read, are of another kind or another model.
     """
     config = read_config(folder)
+    try:
+        return _read(folder, config, model, model_type)
+    except UserError:
+        raise
+    # Names and shapes of a foreign file in code that is written for whole ones: what they break is the file's fault.
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError, ArithmeticError) as error:
+        what = f"{type(error).__name__}: {limits.cause(error)}"
+        raise UserError(
+            f"{folder} is no adapter that can be read ({what}): name a folder that PEFT has written"
+        ) from error
+
+
+def _read(folder: str, config: Mapping[str, Any], model: Model, model_type: str) -> tuple[Lora, Params]:
     fused = peft_experts.is_fused(config, os.path.join(folder, CONFIG))
     stored = _read_tensors(folder, tables.NAMES[model_type])
     if fused:
@@ -285,39 +300,44 @@ def read_config(folder: str) -> dict[str, Any]:
     """
     path = os.path.join(folder, CONFIG)
     try:
-        with open(path, encoding="utf-8") as file:
-            config = json.load(file)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read ({error}): name a folder that PEFT has written") from error
-    if not isinstance(config, dict):
-        raise UserError(f"{path} is no JSON object: name a folder that PEFT has written")
+        config = limits.read_json(path, limits.SMALL_BYTES, values=_CONFIG_VALUES)
+    except FileNotFoundError as error:
+        raise UserError(f"{path} cannot be read (there is none): name a folder that PEFT has written") from error
     wrong = [name for name in _NOT_OURS if config.get(name)]
     for name, wanted in (("peft_type", "LORA"), ("bias", "none"), ("lora_bias", False), ("use_bdlora", None)):
         wrong += [name] if config.get(name, wanted) not in (wanted, None) else []
     if wrong:
         raise UserError(
-            f"{path} has {wrong[0]} = {config[wrong[0]]!r}, of which we have nothing: merge it with PEFT first"
+            f"{path} has {wrong[0]} = {limits.shortened(config[wrong[0]])}, of which we have nothing: merge it with PEFT first"
         )
     for name, must, fine in (
-        ("r", "a whole number of at least 1", lambda value: type(value) is int and value > 0),
+        ("r", "a whole number of at least 1", lambda value: type(value) is int and 0 < value < _LARGEST),
         ("lora_alpha", "a number", _is_number),
         ("lora_dropout", "a number", lambda value: value is None or _is_number(value)),
         ("alpha_pattern", "an object of regular expressions with numbers", _is_pattern),
         ("base_model_name_or_path", "a name", lambda value: value is None or isinstance(value, str)),
     ):
         if not fine(config.get(name)):
-            raise UserError(f"{path} has {name} = {config.get(name)!r}, must be {must}: name a folder that PEFT wrote")
+            raise UserError(
+                f"{path} has {name} = {limits.shortened(config.get(name))}, must be {must}: name a folder that PEFT wrote"
+            )
     return config
 
 
 def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
+    return type(value) in (int, float) and abs(value) < _LARGEST and math.isfinite(value)
 
 
 def _is_pattern(values: Any) -> bool:
-    with contextlib.suppress(re.error):
-        named = values is None or isinstance(values, dict) and all(map(re.compile, values))
-        return named and all(map(_is_number, (values or {}).values()))
+    if values is None:
+        return True
+    if not isinstance(values, dict) or len(values) > _PATTERNS or not all(map(_is_number, values.values())):
+        return False
+    with contextlib.suppress(re.error, limits.Refused, RecursionError, OverflowError):
+        for pattern in values:
+            limits.check_pattern(pattern, most=512)
+            re.compile(pattern)
+        return True
     return False
 
 
@@ -329,9 +349,15 @@ def _read_tensors(folder: str, names: tables.Names) -> Values:
     from safetensors.numpy import load_file
 
     try:
+        safetensors_header.check(path)
         found = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{path} cannot be read ({error}): name a folder that PEFT has written") from error
+    except UserError:
+        raise
+    # KeyError, TypeError: a dtype that numpy does not have.
+    except (OSError, SafetensorError, limits.Refused, KeyError, TypeError, ValueError, MemoryError) as error:
+        raise UserError(
+            f"{path} cannot be read ({limits.cause(error)}): name a folder that PEFT has written"
+        ) from error
     stored = {}
     for name, value in found.items():
         name = name.removeprefix(_PREFIX)
@@ -357,6 +383,8 @@ def _read_module(
         (alpha for key, alpha in (config.get("alpha_pattern") or {}).items() if re.match(rf"(.*\.)?({key})$", name)),
         config["lora_alpha"],
     )
+    if not 0 < rank <= _RANK:
+        raise UserError(f"{_first(row, 'a')} has the rank {rank:,}, must be 1 to {_RANK:,}")
     module = _Module(row, rank, float(alpha), {path: {} for path in row.ours})
     for part, tensor in module.tensors:
         if _first(row, part) not in stored:
