@@ -274,6 +274,7 @@ def test_out_and_in_again_to_the_bit_and_as_tensorstore_reads_it(params, tmp_pat
     assert_equal(again.params, params["t5_1_1"])
     assert again.model.config.activation == "swiglu"
     (tmp_path / "ours" / "spiece.model").unlink()  # no real one
+    assert run("seal", f"{tmp_path}/ours") == 0
     gin = ["--gin.Dataset.vocabulary=@ByteVocabulary()"]
     assert run(f"--from={tmp_path}/ours", f"--to={tmp_path}/out", "--format=t5x", "--dtype=f32", *gin) == 0
     assert run(f"--from={tmp_path}/in", f"--to={tmp_path}/out2", "--format=t5x") == 0
