@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ipaddress
 import os
 import sys
@@ -20,8 +19,9 @@ examples:
   python -m capibara.serve --model=SmolLM2-135M-Instruct.gguf --gin.EngineConfig.slots=16
   {_KEY}=... python -m capibara.serve --model_dir=runs/finetune/adapted --host=0.0.0.0 --gin.ServerConfig.queue=200
 
-A slot holds Dataset.length tokens of prompt and text. Without a key only this machine is served. SIGTERM or ctrl-C lets
-the texts at hand end, a second one does not.
+A slot holds Dataset.length tokens of prompt and text. Without a key only this machine is served, by the names localhost,
+127.0.0.1, [::1] and those of ServerConfig.allowed_hosts; web pages only from ServerConfig.allowed_origins. SIGTERM or
+ctrl-C lets the texts at hand end, a second one does not.
 exit codes: 0 ended by a signal; 1 the engine failed, all who waited were told; 2 a mistake in what was given"""
 
 
@@ -62,7 +62,7 @@ def serve(args) -> int:
     devices.start()
     url = f"http://{f'[{address}]' if ':' in address else address}:{port}/v1"
     tell = lambda served: print(f"{served.name} is at {url}", flush=True)  # noqa: E731
-    return server.run(listening, keys, lambda: _load(args), tell)
+    return server.run(listening, keys, lambda: _load(args), tell, args.host)
 
 
 def _load(args):
@@ -78,10 +78,7 @@ def _load(args):
     given = (path, args.gin_file, args.gin_bindings, args.gin_search_paths)
     trainer, model, params = loading.load(*given, trust=args.trust_config).run
     takes, sampling, batching = config.build(ServerConfig), config.build(Sampling), config.build(EngineConfig)
-    data, talk = trainer.dataset, None
-    with contextlib.suppress(UserError):  # it has no template: then there are completions alone
-        talk = chat.of_run(data)
-        talk.ids("Hello")
+    data, talk = trainer.dataset, chat.of_served(trainer.dataset)
     config.check_used()
     vocabulary, lengths = data.get_vocabulary(), (data.length, data.encoder_length)
     engine = Engine(model, params, vocabulary, lengths[0], batching, lengths[1])

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import sys
 
 import numpy as np
 
 from capibara import config
 from capibara.data.chat import TrainOn, render_example
 from capibara.data.chat_formats import Conversation
-from capibara.data.chat_template import ChatTemplate
+from capibara.data.chat_template import ChatTemplate, TemplateFails
 from capibara.data.dataset import Dataset
 from capibara.data.vocabulary import TokenizerJsonVocabulary, Vocabulary
 from capibara.types import UserError
@@ -34,7 +35,18 @@ class Chat:
         Raises:
           UserError: the template refuses it.
         """
-        text = self.template.render(conversation, where, add_generation_prompt=True).text
+        return self.ids_of(self.text_after(conversation, where))
+
+    def text_after(self, conversation: Conversation, where: str) -> str:
+        """The text of that prompt.
+
+        Raises:
+          UserError: the template refuses it.
+        """
+        return self.template.render(conversation, where, add_generation_prompt=True).text
+
+    def ids_of(self, text: str) -> list[int]:
+        """The ids of such a text."""
         return self.vocabulary.encode_rendered(text)[0].tolist()
 
     @functools.cached_property
@@ -48,6 +60,21 @@ class Chat:
             inside = ids[(offsets[:, 1] > begin) & (offsets[:, 0] < end)]
             return tuple(int(i) for i in np.unique(inside) if not self.vocabulary.bytes_of([i]))
         return ()
+
+
+def of_served(dataset: Dataset) -> Chat | None:
+    """As `of_run`; None, with a line on standard error, where there is none that can be used: there are completions alone."""
+    try:
+        talk = of_run(dataset)
+        talk.ids("Hello")
+    except TemplateFails as error:
+        if error.is_bound:
+            print(f"warning: no chat: {error}", file=sys.stderr, flush=True)
+            return None
+    except UserError as error:
+        print(f"warning: no chat: {error}", file=sys.stderr, flush=True)
+        return None
+    return talk
 
 
 def of_run(dataset: Dataset, asked: str = "--chat") -> Chat:

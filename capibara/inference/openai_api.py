@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import pydantic
-import pydantic_core
 
 from capibara.data.chat_formats import Format, read_conversation
 from capibara.data.chat_template import TemplateFails
 from capibara.fields import did_you_mean, short
-from capibara.inference import spelling
+from capibara.inference import bounds, spelling
+from capibara.inference.bounds import brief
 from capibara.inference.refusal import Refusal
 from capibara.inference.request import LIKELIEST
 from capibara.inference.sampling import Sampling
@@ -119,14 +119,9 @@ def read(kind: type[T], body: bytes) -> T:
     """A request's body.
 
     Raises:
-      Refusal: it is not JSON in UTF-8, or a parameter is missing, unknown, not supported or has a wrong value.
+      Refusal: it is not JSON in UTF-8, has too many values, or a parameter is missing, unknown, not supported or has a wrong value.
     """
-    try:
-        values = pydantic_core.from_json(body, allow_inf_nan=False)
-    except ValueError as error:
-        raise Refusal(400, f"the body is not JSON in UTF-8: {error}", code="invalid_json") from None
-    if not isinstance(values, dict):
-        raise Refusal(400, f"the body must be a JSON object, not {short(values)}", code="invalid_json")
+    values = bounds.parse(body)
     for name, nothing in _UNSUPPORTED.items():
         value = values.pop(name, None)
         if value is not None and value not in nothing:
@@ -150,7 +145,7 @@ def _explained(error: Any, kind: type[Asked]) -> Refusal:
         hint = did_you_mean(name, kind.model_fields)
         return Refusal(400, f"there is no parameter {name}{hint}", param=param, code="unknown_parameter")
     said = error["msg"][:1].lower() + error["msg"][1:]
-    return Refusal(400, f"{name} is {short(error['input'])}: {said}", param=param, code="invalid_value")
+    return Refusal(400, f"{name} is {brief(error['input'])}: {said}", param=param, code="invalid_value")
 
 
 def check_model(asked: Asked, served: Served) -> None:
@@ -158,7 +153,7 @@ def check_model(asked: Asked, served: Served) -> None:
     if asked.model != served.name:
         raise Refusal(
             404,
-            f"model is {short(asked.model)}, the model here is {served.name!r}",
+            f"model is {brief(asked.model)}, the model here is {served.name!r}",
             param="model",
             code="model_not_found",
         )
@@ -176,6 +171,8 @@ def asks_of_completion(asked: CompletionAsked, served: Served, config: ServerCon
     _check_count(asked, len(prompts), config)
     asks: list[Ask] = []
     for prompt in prompts:
+        if isinstance(prompt, str):
+            bounds.check_characters(len(prompt), served, config, "prompt")
         asks += _asks(asked, _prompt_ids(prompt, served), (), served, config, "prompt")
     return asks
 
@@ -196,7 +193,7 @@ def asks_of_chat(asked: ChatAsked, served: Served, config: ServerConfig) -> list
     if asked.tool_choice not in (None, "auto", "none"):
         raise Refusal(
             400,
-            f"tool_choice is {short(asked.tool_choice)}, must be 'auto' or 'none'",
+            f"tool_choice is {brief(asked.tool_choice)}, must be 'auto' or 'none'",
             param="tool_choice",
             code="unsupported_value",
         )
@@ -204,16 +201,22 @@ def asks_of_chat(asked: ChatAsked, served: Served, config: ServerConfig) -> list
     talk = served.chat
     if talk is None:
         raise Refusal(400, f"{served.name} has no chat template: ask for completions", code="no_chat_template")
+    tools = asked.tools if asked.tool_choice != "none" else None
+    bounds.check_conversation(asked.messages, tools, served, config)
     try:
-        record = {"messages": asked.messages, "tools": asked.tools if asked.tool_choice != "none" else None}
+        record = {"messages": asked.messages, "tools": tools}
         conversation = read_conversation(record, "the request", Format.MESSAGES)
     except UserError as error:
         raise Refusal(400, str(error), param="messages", code="invalid_messages") from None
+    except RecursionError:  # of JSON within JSON
+        raise Refusal(400, "a tool call is nested too deeply", param="messages", code="invalid_messages") from None
     try:
-        ids = talk.ids_after(conversation, "the request")
+        text = talk.text_after(conversation, "the request")
     except UserError as error:  # whose message has paths of this machine, which are not for clients
         why = f": {error.why}" if isinstance(error, TemplateFails) else ""
         raise Refusal(400, f"the chat template fails{why}", param="messages", code="invalid_messages") from None
+    bounds.check_characters(len(text), served, config, "messages", own=True)
+    ids = talk.ids_of(text)
     return _asks(asked, ids, talk.ends, served, config, "messages")
 
 
@@ -227,8 +230,7 @@ def _check_count(asked: Asked, prompts: int, config: ServerConfig) -> None:
 def _asks(
     asked: Asked, ids: Sequence[int], ends: tuple[int, ...], served: Served, config: ServerConfig, param: str
 ) -> list[Ask]:
-    places = served.length if served.encoder_length is None else served.encoder_length
-    most = min(config.max_prompt_tokens or places, places)
+    most = bounds.most_tokens(served, config)
     if len(ids) > most:
         raise Refusal(
             400,
@@ -276,7 +278,7 @@ def _stops(value: Any, config: ServerConfig) -> tuple[str, ...]:
     ):
         raise Refusal(
             400,
-            f"stop is {short(value)}, must be a string or a list of strings, each of 1 to {_LONGEST_STOP} characters",
+            f"stop is {brief(value)}, must be a string or a list of strings, each of 1 to {_LONGEST_STOP} characters",
             param="stop",
             code="invalid_value",
         )
@@ -298,7 +300,7 @@ def _prompts(value: Any) -> list[str | list[int]]:
         return value
     raise Refusal(
         400,
-        f"prompt is {short(value)}, must be a string, a list of strings, a list of token ids or a list of such lists",
+        f"prompt is {brief(value)}, must be a string, a list of strings, a list of token ids or a list of such lists",
         param="prompt",
         code="invalid_value",
     )

@@ -11,6 +11,7 @@ import json
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import fastapi
@@ -26,6 +27,7 @@ from capibara.inference.refusal import Refusal
 from capibara.inference.service import Answers, Ask, Served, ServerConfig, Service, State, shutting_down
 from capibara.inference.serving_metrics import ServingMetrics
 from capibara.inference.stream import Completion
+from capibara.inference.visitors import Guarded, Visitors
 from capibara.types import UserError
 
 _PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
@@ -33,16 +35,22 @@ _CLIENT_GONE = 499  # as nginx says it; nobody reads it but the metrics
 _DISCARDED = 8  # times the largest body: so much is read and thrown away, so that the client comes to read the refusal
 _LAST_WRITES_S = 5.0  # for a client that is slow to read, after its texts' time is over
 
+# Two: the interpreter runs one of them at a time but where it waits for a tokenizer or a template.
+_preparing = ThreadPoolExecutor(2, thread_name_prefix="preparing")
+
 Asks = Callable[[Any, Served, ServerConfig], list[Ask]]
 
 
-def app_of(service: Service, metrics: ServingMetrics, keys: Sequence[str] = ()) -> ASGIApp:
+def app_of(
+    service: Service, metrics: ServingMetrics, keys: Sequence[str] = (), visitors: Visitors = Visitors()
+) -> ASGIApp:
     """The application.
 
     Args:
       service: lets requests in.
       metrics: are told of every request.
       keys: one of them must come with each request, but for those of health; empty: none is needed.
+      visitors: whose requests are answered.
     """
     app = fastapi.FastAPI(title="capibara", openapi_url=None)
     checked = [fastapi.Depends(_authorised(keys))]
@@ -62,7 +70,7 @@ def app_of(service: Service, metrics: ServingMetrics, keys: Sequence[str] = ()) 
     @app.get("/v1/models/{name:path}", dependencies=checked)
     async def model(name: str) -> Response:
         if service.served is None or service.served.name != name:
-            raise Refusal(404, f"there is no model {name!r}", param="model", code="model_not_found")
+            raise Refusal(404, f"there is no model {name[:100]!r}", param="model", code="model_not_found")
         return JSONResponse(_about(service.served))
 
     @app.get("/health")
@@ -84,7 +92,8 @@ def app_of(service: Service, metrics: ServingMetrics, keys: Sequence[str] = ()) 
     app.add_exception_handler(HTTPException, _not_found)
     app.add_exception_handler(ClientDisconnect, _gone)
     app.add_exception_handler(Exception, _failed)
-    return _Counted(app, service, metrics, {route.path for route in app.routes})
+    guarded = Guarded(app, service, visitors)
+    return _Counted(guarded, service, metrics, {route.path for route in app.routes})
 
 
 def _about(served: Served) -> dict[str, Any]:
@@ -117,11 +126,15 @@ async def _answer(
 ) -> Response:
     began_s = time.monotonic()
     served, config = service.check_room(), service.config
-    body = await _body(request, config)
-    asked = openai_api.read(kind, body)
-    openai_api.check_model(asked, served)
-    # Templates and tokenizers may take long, others' tokens must not wait for them.
-    asks = await asyncio.to_thread(asks_of, asked, served, config)
+    with service.reading() as take:
+        body = await _body(request, config, take)
+        # Templates and tokenizers may take long, others' tokens must not wait for them.
+        work = asyncio.get_running_loop().run_in_executor(_preparing, _prepare, body, kind, asks_of, served, config)
+        try:
+            async with asyncio.timeout(began_s + config.timeout_s - time.monotonic()):
+                asked, asks = await work
+        except TimeoutError:
+            raise Refusal(504, "the prompt took too long: shorten it", code="timeout") from None
     reply, answers = reply_of(asked, served, asks), service.ask(asks, began_s)
     if asked.stream:
         return _Events(answers, reply)
@@ -129,25 +142,43 @@ async def _answer(
     return Response(status_code=_CLIENT_GONE) if completions is None else JSONResponse(reply.whole(completions))
 
 
-async def _body(request: Request, config: ServerConfig) -> bytes:
+def _prepare(
+    body: bytes, kind: type[Asked], asks_of: Asks, served: Served, config: ServerConfig
+) -> tuple[Asked, list[Ask]]:
+    asked = openai_api.read(kind, body)
+    openai_api.check_model(asked, served)
+    return asked, asks_of(asked, served, config)
+
+
+async def _body(request: Request, config: ServerConfig, take: Callable[[int], None]) -> bytes:
     content = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content != "application/json":  # which a web page of others cannot send without asking
         raise Refusal(
             415, f"Content-Type is {content[:60]!r}, must be 'application/json'", code="unsupported_media_type"
         )
     most, size, parts = config.max_body_kib * 1024, 0, []
+    length = request.headers.get("content-length")
+    if length is None and "transfer-encoding" not in request.headers:
+        raise Refusal(411, "the request has no Content-Length: send it", code="length_required")
+    too_large = Refusal(413, f"the body must have at most {config.max_body_kib} KiB: shorten it", code="body_too_large")
+    announced = int(length or 0)  # which h11 has found to be a number
+    if announced > _DISCARDED * most or (announced > most and "expect" in request.headers):
+        raise too_large
     try:
-        async with asyncio.timeout(config.timeout_s):
+        async with asyncio.timeout(min(config.body_timeout_s, config.timeout_s)):
             async for part in request.stream():
                 size += len(part)
                 if size <= most:
+                    take(len(part))
                     parts.append(part)
                 elif size > _DISCARDED * most:
                     break
+                else:
+                    parts.clear()
     except TimeoutError:
         raise Refusal(408, "the body did not come in time", code="timeout") from None
     if size > most:
-        raise Refusal(413, f"the body must have at most {config.max_body_kib} KiB: shorten it", code="body_too_large")
+        raise too_large
     return b"".join(parts)
 
 
@@ -223,7 +254,9 @@ async def _mistaken(_: Request, error: UserError) -> Response:
 
 
 async def _not_found(request: Request, error: HTTPException) -> Response:
-    refusal = Refusal(error.status_code, f"{request.method} {request.url.path}: {error.detail}", code="no_such_url")
+    refusal = Refusal(
+        error.status_code, f"{request.method} {request.scope['path'][:200]}: {error.detail}", code="no_such_url"
+    )
     return JSONResponse(refusal.body, error.status_code, error.headers)
 
 

@@ -5,7 +5,11 @@ Needs FastAPI, uvicorn and prometheus_client: the extra `serve`.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import ipaddress
 import os
+import resource
 import socket
 import sys
 import threading
@@ -15,12 +19,18 @@ from types import FrameType
 import uvicorn
 from starlette.types import ASGIApp
 
+from capibara.inference import http_protocol
 from capibara.inference.openai_app import app_of
 from capibara.inference.service import Served, ServerConfig, Service, State
 from capibara.inference.serving_metrics import ServingMetrics
+from capibara.inference.visitors import visitors_of
 from capibara.types import UserError
 
 _KILLED = 130
+_BACKLOG = 2048  # connections that wait to be accepted
+_ACCEPTED_AT_ONCE = 64  # in one turn of the loop: others' tokens wait for it
+_CHECKED_EVERY = 5  # ticks, of 0.1 s
+_OTHER_FILES = 256  # that a process has open besides connections
 _LAST_WRITES_S = 2  # for those who are still being written to when the grace is over
 _CLOSE_S = 3.0
 _FAILED_S = 5.0  # in which those who ask still hear that the engine has failed
@@ -35,6 +45,8 @@ class Server(uvicorn.Server):
     def __init__(self, app: ASGIApp, service: Service):
         config = uvicorn.Config(
             app,
+            http=functools.partial(http_protocol.Protocol, service),
+            backlog=_ACCEPTED_AT_ONCE,
             log_config=None,
             log_level="error",
             access_log=False,
@@ -46,7 +58,14 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self._service = service
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for one in sockets or []:
+            one.listen(_BACKLOG)  # asyncio has taken the number that it accepts at once for this one
+
     async def on_tick(self, counter: int) -> bool:
+        if counter % _CHECKED_EVERY == 0:
+            http_protocol.check_all(self.server_state.connections)
         return await super().on_tick(counter) or self._service.drained() or self._service.failed_for(_FAILED_S)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -62,7 +81,26 @@ def listen(host: str, port: int) -> socket.socket:
       OSError: there is no such address, or another process has it.
     """
     family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    return socket.create_server(address[:2], family=family, backlog=2048)
+    return socket.create_server(address[:2], family=family, backlog=_BACKLOG)
+
+
+def fitting(config: ServerConfig) -> ServerConfig:
+    """Lets the process have as many files open as the connections need; with fewer connections where it may not."""
+    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # Each may be open beside the one that makes room for it.
+    needed = 2 * config.max_connections + _ACCEPTED_AT_ONCE + _OTHER_FILES
+    if most != resource.RLIM_INFINITY and needed > most:
+        connections = max((most - _ACCEPTED_AT_ONCE - _OTHER_FILES) // 2, 8)
+        print(
+            f"warning: ServerConfig.max_connections is {connections} instead of {config.max_connections}: a process may "
+            f"open {most} files here",
+            file=sys.stderr,
+            flush=True,
+        )
+        config, needed = dataclasses.replace(config, max_connections=connections), most
+    if now != resource.RLIM_INFINITY and needed > now:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, most))
+    return config
 
 
 def keys_of(path: str | None, variable: str) -> list[str]:
@@ -88,6 +126,7 @@ def run(
     keys: Sequence[str],
     load: Callable[[], tuple[Served, ServerConfig]],
     tell: Callable[[Served], None],
+    host: str = "localhost",
 ) -> int:
     """Serves until a signal comes, or the engine fails: all who wait are told then. Returns the exit code.
 
@@ -96,19 +135,23 @@ def run(
       keys: of clients; empty: none is needed.
       load: loads the model, in a thread of its own: until then requests are told to wait.
       tell: called when it is ready.
+      host: what the user has called the address that it listens at.
 
     Raises:
       Exception: what `load` raised.
     """
     metrics = ServingMetrics(lambda: service.load)
     service = Service(metrics)
-    server = Server(app_of(service, metrics, keys), service)
+    service.config = fitting(service.config)
+    address = listening.getsockname()[0]
+    visitors = visitors_of(host, address, ipaddress.ip_address(address).is_loopback)
+    server = Server(app_of(service, metrics, keys, visitors), service)
     faults: list[BaseException] = []
 
     def make_ready() -> None:
         try:
             served, config = load()
-            service.ready(served, config)
+            service.ready(served, fitting(config))
             tell(served)
         except BaseException as error:
             faults.append(error)

@@ -7,8 +7,9 @@ import contextlib
 import dataclasses
 import enum
 import functools
+import re
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Protocol
 
 from capibara.config import configurable
@@ -21,6 +22,14 @@ from capibara.inference.stream import Completion, Finish, Item, Piece, Stream
 from capibara.types import UserError
 
 _SOON = {"Retry-After": "1"}
+_LEAST = {
+    **dict.fromkeys(("queue", "max_stops", "grace_s"), 0),
+    **dict.fromkeys(("max_tokens", "max_prompt_tokens", "max_prompt_chars", "max_texts", "max_messages"), 1),
+    **dict.fromkeys(("max_body_kib", "max_bodies_mib", "max_header_kib"), 1),
+    "max_connections": 8,
+}
+_HOST = re.compile(r"[^\s/:@\[\]]+|\[[0-9a-fA-F:.]+\]")
+_ORIGIN = re.compile(r"https?://[^\s/@]+")
 
 
 @configurable
@@ -34,7 +43,18 @@ class ServerConfig:
       max_prompt_tokens: longest prompt; None: what a slot holds.
       max_texts: most texts of one request: prompts times n.
       max_stops: most stop strings of one request.
+      max_prompt_chars: characters of the longest prompt; None: what the tokens of the longest prompt may have, up to 16
+        each, or less where the tokenizer has no token so long. A longer one is refused before it is tokenised.
+      max_messages: most messages of a conversation.
       max_body_kib: largest body of a request.
+      max_bodies_mib: of all bodies that are being read together; one more is refused with 503.
+      body_timeout_s: seconds in which a body must have come, and in which a client must read on that has stopped.
+      max_header_kib: largest header of a request.
+      header_timeout_s: seconds in which a header must have come, from the connection or the answer before.
+      max_connections: most connections; with one more the oldest that has not sent a whole request is closed.
+      allowed_hosts: names in Host that are answered besides localhost, 127.0.0.1 and [::1], such as that of a proxy; a
+        server with a key that other machines reach answers to all names if there are none.
+      allowed_origins: of web pages that may ask, such as https://chat.example.com, besides this server's own.
       timeout_s: seconds from a request to the end of its texts.
       grace_s: seconds that texts have to end in after a signal to stop.
       warm_up: whether programs for prompts of all lengths are compiled before the first request.
@@ -46,20 +66,39 @@ class ServerConfig:
     max_prompt_tokens: int | None = None
     max_texts: int = 16
     max_stops: int = 4
-    max_body_kib: int = 1024
+    max_prompt_chars: int | None = None
+    max_messages: int = 1024
+    max_body_kib: int = 1536
+    max_bodies_mib: int = 64
+    body_timeout_s: float = 30.0
+    max_header_kib: int = 16
+    header_timeout_s: float = 10.0
+    max_connections: int = 512
+    allowed_hosts: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
     timeout_s: float = 600.0
     grace_s: float = 30.0
     warm_up: bool = True
     access_log: bool = False
 
     def __post_init__(self):
-        least = {"queue": 0, "max_tokens": 1, "max_prompt_tokens": 1, "max_texts": 1, "max_stops": 0, "max_body_kib": 1}
-        for name, smallest in (least | {"grace_s": 0}).items():
+        for name, smallest in _LEAST.items():
             value = getattr(self, name)
             if value is not None and not value >= smallest:
                 raise UserError(f"ServerConfig.{name} is {value}, must be at least {smallest}")
-        if not self.timeout_s > 0:
-            raise UserError(f"ServerConfig.timeout_s is {self.timeout_s}, must be above 0")
+        for name in ("timeout_s", "body_timeout_s", "header_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise UserError(f"ServerConfig.{name} is {getattr(self, name)}, must be above 0")
+        for host in self.allowed_hosts:
+            if not _HOST.fullmatch(host):
+                raise UserError(
+                    f"ServerConfig.allowed_hosts has {host!r}, must be names without a port: try 'example.com'"
+                )
+        for origin in self.allowed_origins:
+            if not _ORIGIN.fullmatch(origin):
+                raise UserError(
+                    f"ServerConfig.allowed_origins has {origin!r}, must be of pages: try 'https://example.com'"
+                )
 
 
 class State(enum.StrEnum):
@@ -94,6 +133,11 @@ class Served:
     name: str
     sampling: Sampling
     created_s: float = dataclasses.field(default_factory=time.time)
+
+    @functools.cached_property
+    def longest_piece(self) -> int:
+        """The bytes of the longest token."""
+        return int(self.vocabulary.token_bytes().max())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,12 +233,14 @@ class Service:
       config: what it takes on; the defaults until it is ready.
       served: the model; None: it is not loaded yet.
       texts: that are being written or wait.
+      body_bytes: of the requests that are being read.
     """
 
     def __init__(self, watch: Watch):
         self.config = ServerConfig()
         self.served: Served | None = None
         self.texts = 0
+        self.body_bytes = 0
         self._watch = watch
         self._answers: set[Answers] = set()
         self._draining_since_s: float | None = None
@@ -239,6 +285,27 @@ class Service:
         if self.texts + texts > most:
             raise Refusal(429, f"{self.texts} texts are waited for: try again", code="queue_full", headers=_SOON)
         return self.served
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[Callable[[int], None]]:
+        """Counts the bytes of a body while there is one: call what this gives with those that have come.
+
+        Raises (when it is called):
+          Refusal: there are too many at once.
+        """
+        held = 0
+
+        def take(count: int) -> None:
+            nonlocal held
+            if self.body_bytes + count > self.config.max_bodies_mib * 2**20:
+                raise Refusal(503, "too much is being sent at once: try again", code="overloaded", headers=_SOON)
+            held += count
+            self.body_bytes += count
+
+        try:
+            yield take
+        finally:
+            self.body_bytes -= held
 
     def ask(self, asks: Sequence[Ask], began_s: float) -> Answers:
         """Asks for the texts of one request, which came at `began_s` by time.monotonic.

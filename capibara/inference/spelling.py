@@ -10,6 +10,7 @@ import numpy as np
 from capibara.data.vocabulary import Vocabulary
 from capibara.types import Batch, UserError
 
+_DIGITS = 9
 _SENTINEL = re.compile(r"<extra_id_(\d+)>")
 
 
@@ -27,8 +28,10 @@ def ids_of(prompt: str, vocabulary: Vocabulary) -> list[int]:
     ids: list[int] = []
     count = len(vocabulary.sentinel_ids)
     for i, part in enumerate(_SENTINEL.split(prompt)):  # text and the numbers of sentinels in turn
-        if i % 2 and int(part) >= count:
-            raise UserError(f"the prompt has <extra_id_{part}>, the vocabulary {count} sentinels: number them from 0")
+        if i % 2 and (len(part) > _DIGITS or int(part) >= count):
+            raise UserError(
+                f"the prompt has <extra_id_{part[:_DIGITS]}>, the vocabulary {count} sentinels: number them from 0"
+            )
         ids += [vocabulary.sentinel_ids[int(part)]] if i % 2 else vocabulary.encode(part)
     return [*ids, vocabulary.eos_id]
 
