@@ -17,7 +17,7 @@ from capibara.jobs.guard import Guard
 from capibara.jobs.workers import Health, Worker, meaning
 
 _PAUSES_S = (1.0, 2.0, 5.0, 15.0, 60.0)  # before a restart; the last one for all further ones
-_WELL_S = 60.0  # what has run that long is started again after the first pause
+_WELL_S = 10.0  # what has run that long is started again after the first pause
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class Supervisor:
       crash_grace_s: seconds that the others have to end once one has crashed.
       stopped_s: seconds that a worker may be stopped.
       silent_s: seconds without a sign of life, from a worker that trains, after which it counts as hung.
-      pauses_s: seconds before the first, second, ... restart of a command that does not run for a minute.
+      pauses_s: seconds before the first, second, ... restart of a command that runs for less than 10 s.
       say: called with each line about what happens.
     """
 

@@ -6,6 +6,7 @@ import collections
 import contextlib
 import ctypes
 import dataclasses
+import math
 import os
 import signal
 import subprocess
@@ -19,7 +20,7 @@ from capibara.jobs import guard
 LOOK_S = 0.1
 BEAT = "CAPIBARA_BEAT"  # "FD:PID", where a worker tells its launcher, process PID, that it lives
 _HEALTH_S = 0.5  # between two looks at what the system says of the workers
-_THAWS, _THAWS_IN_S = 3, 60.0  # a worker that is stopped once more in that time is not continued
+_THAWS, _STAYS_S = 3, 2.0  # a worker that did not run for that long after each of so many SIGCONT is given up
 _REAP_S = 10.0  # after SIGKILL; a process that waits for a device takes it later
 _PR_SET_PDEATHSIG = 1
 
@@ -116,7 +117,8 @@ class Health:
         self._members = guard.Members([worker.pid for worker in self.workers])
         self._stopped_s = collections.Counter[int]()  # by the worker's index
         self._silent_s: dict[int, float] = {}  # of those that have told us that they live
-        self._thawed_s = {worker.index: collections.deque[float](maxlen=_THAWS) for worker in self.workers}
+        self._thawed_s: dict[int, float] = {}
+        self._thaws = collections.Counter[int]()  # of each, those in a row that did not help
 
     def look(self) -> str | None:
         """Why a worker is given up, None: all are well or may still become so."""
@@ -135,20 +137,22 @@ class Health:
         return None
 
     def _stopped(self, worker: Worker, stopped: Sequence[int], passed_s: float, now_s: float) -> str | None:
-        self._stopped_s[worker.index] += passed_s
+        index = worker.index
         if not stopped:
-            self._stopped_s[worker.index] = 0.0
-        if self._stopped_s[worker.index] < self.stopped_s:
+            self._stopped_s[index] = 0.0
             return None
-        thawed_s = self._thawed_s[worker.index]
-        if len(thawed_s) == _THAWS and now_s - thawed_s[0] < _THAWS_IN_S:
-            return f"is stopped again and again (SIGSTOP): continued {_THAWS} times in {_THAWS_IN_S:.0f} s"
+        if not self._stopped_s[index]:  # it was not a moment ago
+            stayed = now_s - self._thawed_s.get(index, -math.inf) > _STAYS_S
+            self._thaws[index] = 0 if stayed else self._thaws[index]
+        if self._thaws[index] >= _THAWS:
+            return f"is stopped again and again (SIGSTOP): continued {_THAWS} times"
+        self._stopped_s[index] += passed_s
+        if self._stopped_s[index] < self.stopped_s:
+            return None
         which = "" if worker.pid in stopped else f", or rather process {stopped[0]} that it started,"
-        self.say(
-            f"process {worker.index} (pid {worker.pid}){which} was stopped (SIGSTOP) for {self.stopped_s:g} s: continued"
-        )
-        thawed_s.append(now_s)
-        self._stopped_s[worker.index] = 0.0
+        self.say(f"process {index} (pid {worker.pid}){which} was stopped (SIGSTOP) for {self.stopped_s:g} s: continued")
+        self._thawed_s[index], self._stopped_s[index] = now_s, 0.0
+        self._thaws[index] += 1
         _continue(stopped)
         return None
 
