@@ -33,6 +33,13 @@ def keep_freed_memory() -> None:
     _use_huge_pages(libc)
 
 
+def give_back() -> None:
+    """Gives freed memory back to the system once, after something that took much and does not come again soon."""
+    libc = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
+    if libc is not None and hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(ctypes.c_size_t(0))
+
+
 def _use_huge_pages(libc: ctypes.CDLL) -> None:
     """Gives the heap a free piece of half the memory's size, of which pages are taken 2 MiB at a time.
 

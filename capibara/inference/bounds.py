@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 import reprlib
-import threading
 from typing import Any
 
 import pydantic_core
@@ -13,31 +11,30 @@ from capibara.fields import short
 from capibara.inference.refusal import Refusal
 from capibara.inference.service import Served, ServerConfig
 
-_MOST_CONTAINERS = 65_536  # lists, objects and keys of a body: more take longer than others' tokens may wait
+_MOST_CONTAINERS = 65_536  # also texts: more take longer than others' tokens may wait
 _DEEPEST = 64
 _MOST_PARAMETERS = 100
 _LONGEST_ARGUMENTS = 1 << 17  # characters of JSON within JSON
 # Text of one token: most have 3 to 5 characters, a few of a vocabulary are runs of a hundred spaces.
 _CHARACTERS_PER_TOKEN = (4, 16)
 _TEMPLATE_CHARACTERS = 1 << 16  # that a chat template may add of its own
-# Also one without an end, or each of its quotes would be looked at as another beginning.
-_STRING = re.compile(rb'"(?:[^"\\]|\\.)*+(?:"|\\?\Z)', re.DOTALL)
-# One body at a time: the interpreter does nothing else meanwhile, and several would be one long pause.
-_parsing = threading.Lock()
 
 
-def parse(body: bytes) -> dict[str, Any]:
-    """The parameters of a request.
+def parse(body: bytes, most_tokens: int) -> dict[str, Any]:
+    """The parameters of a request, within milliseconds of a processor's time whatever the body is.
+
+    Args:
+      body: of the request.
+      most_tokens: that may be given as numbers.
 
     Raises:
       Refusal: the body is no JSON object in UTF-8, or has too many parts.
     """
-    with _parsing:
-        _check_containers(body)
-        try:
-            values = pydantic_core.from_json(body, allow_inf_nan=False)
-        except ValueError as error:
-            raise Refusal(400, f"the body is not JSON in UTF-8: {error}", code="invalid_json") from None
+    _check_parts(body, most_tokens)
+    try:
+        values = pydantic_core.from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise Refusal(400, f"the body is not JSON in UTF-8: {error}", code="invalid_json") from None
     if not isinstance(values, dict):
         raise Refusal(400, f"the body must be a JSON object, not {brief(values)}", code="invalid_json")
     options = values.get("stream_options")
@@ -49,15 +46,62 @@ def parse(body: bytes) -> dict[str, Any]:
     return values
 
 
-def _check_containers(body: bytes) -> None:
-    def count(text: bytes) -> int:
-        return sum(text.count(sign) for sign in (b"[", b"{", b":"))
+def _check_parts(body: bytes, most_tokens: int) -> None:
+    """Raises Refusal where there are more lists, texts or numbers than a request needs."""
+    limits = [
+        ((b"[", b"{", b":"), _MOST_CONTAINERS, "lists, objects and keys"),
+        ((b",",), max(_MOST_CONTAINERS, most_tokens), "values"),
+    ]
+    if body.count(b'"') <= 2 * _MOST_CONTAINERS and all(
+        sum(map(body.count, signs)) <= most for signs, most, _ in limits
+    ):
+        return
+    # Many may be in a text, which is one value.
+    plain = body.replace(b"\\\\", b"").replace(b'\\"', b"")
+    if plain.count(b'"') > 2 * _MOST_CONTAINERS:
+        raise _too_many(_MOST_CONTAINERS, "texts")
+    outside = b"".join(plain.split(b'"')[::2])
+    for signs, most, what in limits:
+        if sum(map(outside.count, signs)) > most:
+            raise _too_many(most, what)
 
-    if count(body) > _MOST_CONTAINERS and count(_STRING.sub(b"", body)) > _MOST_CONTAINERS:
+
+def _too_many(most: int, what: str) -> Refusal:
+    return Refusal(400, f"the body has more than {most} {what}: send less at once", code="too_many_values")
+
+
+def check_prompt(prompt: Any, served: Served, config: ServerConfig) -> None:
+    """Raises Refusal where a completion's prompt has too many texts, characters or tokens, before each is looked at."""
+    if isinstance(prompt, str):
+        check_characters(len(prompt), served, config, "prompt")
+    if not isinstance(prompt, list) or not prompt:
+        return
+    if isinstance(prompt[0], int):
+        check_tokens(len(prompt), served, config, "prompt")
+    elif len(prompt) > config.max_texts:
         raise Refusal(
             400,
-            f"the body has more than {_MOST_CONTAINERS} lists, objects and keys: send less at once",
-            code="too_many_values",
+            f"{len(prompt)} prompts are given: at most {config.max_texts} texts in all",
+            param="prompt",
+            code="too_many_texts",
+        )
+    else:
+        for one in prompt:
+            if isinstance(one, str):
+                check_characters(len(one), served, config, "prompt")
+            elif isinstance(one, list):
+                check_tokens(len(one), served, config, "prompt")
+
+
+def check_tokens(tokens: int, served: Served, config: ServerConfig, param: str) -> None:
+    """Raises Refusal where a prompt has too many tokens."""
+    most = most_tokens(served, config)
+    if tokens > most:
+        raise Refusal(
+            400,
+            f"{param} has {tokens} tokens, must have at most {most}: shorten it",
+            param=param,
+            code="context_length_exceeded",
         )
 
 

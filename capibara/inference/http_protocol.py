@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import functools
 import json
 import time
-from collections.abc import Iterable
 
 import h11
 from uvicorn.config import Config
@@ -26,10 +26,11 @@ _FED = 8192
 # A chunk costs as much as the bytes of a large one.
 _FREE_CHUNKS, _LEAST_CHUNK = 256, 512
 _READ_AT_ONCE = 64 * 1024
+_CLOSED_AT_ONCE = 32  # others' tokens wait for it
 _LINGER_S = 5.0  # for an answer to be read
 _MESSAGES = {
     400: ("the request is not HTTP/1.1", "invalid_request"),
-    408: ("the header did not come in time", "timeout"),
+    408: ("the request did not come in time", "timeout"),
     431: ("the header is too large", "header_too_large"),
     501: ("the Transfer-Encoding is not supported: send chunked, or Content-Length", "invalid_request"),
     503: ("there are too many connections: try again", "overloaded"),
@@ -42,6 +43,37 @@ class Waits(enum.Enum):
     HEADER = "the client's header"
     BODY = "the client's body"
     ANSWER = "the server"
+
+
+class Room:
+    """The connections that are open, the one that has waited longest for a header first.
+
+    Args:
+      service: with the limits.
+    """
+
+    def __init__(self, service: Service):
+        self.service = service
+        self._open: dict[Protocol, None] = {}
+
+    def add(self, connection: Protocol) -> None:
+        """Takes a new one, or one that begins to wait; the oldest that waits on its client makes room for it."""
+        self._open.pop(connection, None)
+        self._open[connection] = None
+        if len(self._open) > self.service.config.max_connections:
+            next(one for one in self._open if one.waits_on_client).refuse(503)  # at least the new one does
+
+    def remove(self, connection: Protocol) -> None:
+        """Forgets one that is closed."""
+        self._open.pop(connection, None)
+
+    def check(self) -> None:
+        """Closes those that are late, a few at a time; to be called every now and then."""
+        now_s, closed = time.monotonic(), 0
+        for connection in list(self._open):
+            closed += connection.check(now_s)
+            if closed == _CLOSED_AT_ONCE:
+                return
 
 
 class _Connection(h11.Connection):
@@ -72,22 +104,22 @@ class Protocol(H11Protocol):
     """One connection.
 
     Args:
-      service: with the limits.
+      room: of the server.
       config, server_state, app_state, _loop: as uvicorn gives them.
     """
 
     def __init__(
         self,
-        service: Service,
+        room: Room,
         config: Config,
         server_state: ServerState,
         app_state: dict[str, object],
         _loop: asyncio.AbstractEventLoop | None = None,
     ):
         super().__init__(config, server_state, app_state, _loop)
-        self._service = service
-        self.conn = _Connection(service.config.max_header_kib * 1024)
-        self.since_s = time.monotonic()  # when it began to wait for a header
+        self._room = room
+        self.conn = _Connection(room.service.config.max_header_kib * 1024)
+        self.since_s = time.monotonic()  # when it began to wait for a header, or for a body
         self._has_begun = False  # whether a byte of that has come
         self._stuck_since_s: float | None = None
         self._unread_bytes = 0
@@ -99,13 +131,22 @@ class Protocol(H11Protocol):
             return Waits.HEADER
         return Waits.BODY if self.cycle.more_body and not self.cycle.response_started else Waits.ANSWER
 
+    @property
+    def waits_on_client(self) -> bool:
+        """Whether it can be closed without that an answer is lost."""
+        return self.waits is not Waits.ANSWER and not self.transport.is_closing()
+
     # What uvicorn calls.
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
         if hasattr(transport, "max_size"):  # asyncio's own reads four times as much in one turn of the loop
             transport.max_size = _READ_AT_ONCE
-        make_room(self.connections, self._service.config.max_connections)
+        self._room.add(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._room.remove(self)
+        super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         for at in range(0, len(data), _FED):
@@ -116,9 +157,13 @@ class Protocol(H11Protocol):
                 super().data_received(data[at:])
                 return
             super().data_received(data[at : at + _FED])
+            if self.waits is Waits.BODY:
+                self.since_s = time.monotonic()
 
     def on_response_complete(self) -> None:
         self.since_s, self._has_begun = time.monotonic(), False
+        if not self.transport.is_closing():
+            self._room.add(self)
         super().on_response_complete()
 
     def send_400_response(self, msg: str) -> None:
@@ -135,57 +180,52 @@ class Protocol(H11Protocol):
         # Where nothing was asked, what is said would be taken for the answer to the next request.
         asked = self.waits is not Waits.HEADER or self._has_begun
         if asked and self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE) and not self.transport.is_closing():
-            message, code = _MESSAGES[status]
-            body = json.dumps(Refusal(status, message, code=code).body).encode()
-            headers = [
-                (b"content-type", b"application/json"),
-                (b"content-length", str(len(body)).encode()),
-                (b"connection", b"close"),
-            ]
-            response = h11.Response(status_code=status, headers=headers, reason=STATUS_PHRASES[status])
-            for event in (response, h11.Data(data=body), h11.EndOfMessage()):
-                self.transport.write(self.conn.send(event) or b"")
+            self.transport.write(_response(status))
         if self.cycle is not None:  # whoever waits for the rest of a body
             self.cycle.disconnected = True
             self.cycle.message_event.set()
+        if self.transport.get_write_buffer_size():  # the client does not read
+            self.transport.abort()
         self.transport.close()
+        self._room.remove(self)
 
-    def check(self, now_s: float) -> None:
-        """Closes the connection where a header is late, or the client does not read what it has asked for."""
-        config = self._service.config
+    def check(self, now_s: float) -> bool:
+        """Closes the connection where a header or a body is late, or the client does not read what it has asked for.
+
+        Returns whether it has.
+        """
+        config = self._room.service.config
         if self.transport.is_closing():
-            self._check_reader(now_s, _LINGER_S)
-        elif self.waits is Waits.HEADER and now_s - self.since_s > config.header_timeout_s:
+            return self._is_stuck(now_s, _LINGER_S)
+        most_s = {Waits.HEADER: config.header_timeout_s, Waits.BODY: config.body_timeout_s}.get(self.waits)
+        if most_s is not None and now_s - self.since_s > most_s:
             self.refuse(408)
-        elif self.flow.write_paused:
-            self._check_reader(now_s, config.body_timeout_s)
-        else:
-            self._stuck_since_s = None
+            return True
+        if self.flow.write_paused:
+            return self._is_stuck(now_s, config.body_timeout_s)
+        self._stuck_since_s = None
+        return False
 
-    def _check_reader(self, now_s: float, most_s: float) -> None:
+    def _is_stuck(self, now_s: float, most_s: float) -> bool:
         """Aborts the connection where nothing was read for so long: nothing is written any more before that."""
         unread_bytes = self.transport.get_write_buffer_size()
         if self._stuck_since_s is None or unread_bytes < self._unread_bytes:
             self._stuck_since_s = now_s
         self._unread_bytes = unread_bytes
-        if now_s - self._stuck_since_s > most_s:
-            self.transport.abort()
+        if now_s - self._stuck_since_s <= most_s:
+            return False
+        self.transport.abort()
+        return True
 
 
-def make_room(connections: Iterable[Protocol], most: int) -> None:
-    """Closes the oldest connection that waits on its client, if there are more than `most`."""
-    connections = [one for one in connections if not one.transport.is_closing()]
-    if len(connections) <= most:
-        return
-    waiting = [one for one in connections if one.waits is not Waits.ANSWER]
-    oldest = min(waiting, key=lambda one: one.since_s)  # at least the new one
-    oldest.refuse(503)
-    if oldest.transport.get_write_buffer_size():
-        oldest.transport.abort()
-
-
-def check_all(connections: Iterable[Protocol]) -> None:
-    """Closes what is late; to be called every now and then."""
-    now_s = time.monotonic()
-    for connection in list(connections):
-        connection.check(now_s)
+@functools.cache
+def _response(status: int) -> bytes:
+    message, code = _MESSAGES[status]
+    body = json.dumps(Refusal(status, message, code=code).body).encode()
+    lines = [
+        b"HTTP/1.1 %d %s" % (status, STATUS_PHRASES[status]),
+        b"content-type: application/json",
+        b"content-length: %d" % len(body),
+        b"connection: close",
+    ]
+    return b"\r\n".join([*lines, b"", body])

@@ -115,13 +115,13 @@ class ChatAsked(Asked):
         return self.top_logprobs or 0
 
 
-def read(kind: type[T], body: bytes) -> T:
-    """A request's body.
+def read(kind: type[T], body: bytes, most_tokens: int) -> T:
+    """A request's body, which has at most so many tokens as numbers.
 
     Raises:
       Refusal: it is not JSON in UTF-8, has too many values, or a parameter is missing, unknown, not supported or has a wrong value.
     """
-    values = bounds.parse(body)
+    values = bounds.parse(body, most_tokens)
     for name, nothing in _UNSUPPORTED.items():
         value = values.pop(name, None)
         if value is not None and value not in nothing:
@@ -167,12 +167,11 @@ def asks_of_completion(asked: CompletionAsked, served: Served, config: ServerCon
     """
     if asked.echo and asked.logprobs is not None:
         raise Refusal(400, "echo with logprobs is not supported: leave one out", param="echo", code="unsupported_value")
+    bounds.check_prompt(asked.prompt, served, config)
     prompts = _prompts(asked.prompt)
     _check_count(asked, len(prompts), config)
     asks: list[Ask] = []
     for prompt in prompts:
-        if isinstance(prompt, str):
-            bounds.check_characters(len(prompt), served, config, "prompt")
         asks += _asks(asked, _prompt_ids(prompt, served), (), served, config, "prompt")
     return asks
 
@@ -230,14 +229,7 @@ def _check_count(asked: Asked, prompts: int, config: ServerConfig) -> None:
 def _asks(
     asked: Asked, ids: Sequence[int], ends: tuple[int, ...], served: Served, config: ServerConfig, param: str
 ) -> list[Ask]:
-    most = bounds.most_tokens(served, config)
-    if len(ids) > most:
-        raise Refusal(
-            400,
-            f"{param} has {len(ids)} tokens, must have at most {most}: shorten it",
-            param=param,
-            code="context_length_exceeded",
-        )
+    bounds.check_tokens(len(ids), served, config, param)
     room = served.length + 1 - (len(ids) if served.encoder_length is None else 1)
     sampling = _sampling(asked, served, config, room)
     seeds = [(sampling.seed + k) % _SEEDS for k in range(asked.n or 1)]

@@ -16,11 +16,12 @@ from typing import Any
 
 import fastapi
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from capibara.inference import openai_api
+from capibara.inference import bounds, openai_api
 from capibara.inference.openai_api import Asked, ChatAsked, CompletionAsked
 from capibara.inference.openai_replies import ChatReply, CompletionReply, Reply
 from capibara.inference.refusal import Refusal
@@ -33,6 +34,8 @@ from capibara.types import UserError
 _PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 _CLIENT_GONE = 499  # as nginx says it; nobody reads it but the metrics
 _DISCARDED = 8  # times the largest body: so much is read and thrown away, so that the client comes to read the refusal
+_PAUSED_AFTER_S = 1e-3
+_PATIENT_BYTES = 32 * 1024
 _LAST_WRITES_S = 5.0  # for a client that is slow to read, after its texts' time is over
 
 # Two: the interpreter runs one of them at a time but where it waits for a tokenizer or a template.
@@ -92,7 +95,7 @@ def app_of(
     app.add_exception_handler(HTTPException, _not_found)
     app.add_exception_handler(ClientDisconnect, _gone)
     app.add_exception_handler(Exception, _failed)
-    guarded = Guarded(app, service, visitors)
+    guarded = Guarded(_Patient(app, service), service, visitors)
     return _Counted(guarded, service, metrics, {route.path for route in app.routes})
 
 
@@ -128,11 +131,13 @@ async def _answer(
     served, config = service.check_room(), service.config
     with service.reading() as take:
         body = await _body(request, config, take)
+        asked = await _parsed(service, kind, body, config.max_texts * bounds.most_tokens(served, config))
+        openai_api.check_model(asked, served)
         # Templates and tokenizers may take long, others' tokens must not wait for them.
-        work = asyncio.get_running_loop().run_in_executor(_preparing, _prepare, body, kind, asks_of, served, config)
+        work = asyncio.get_running_loop().run_in_executor(_preparing, asks_of, asked, served, config)
         try:
             async with asyncio.timeout(began_s + config.timeout_s - time.monotonic()):
-                asked, asks = await work
+                asks = await work
         except TimeoutError:
             raise Refusal(504, "the prompt took too long: shorten it", code="timeout") from None
     reply, answers = reply_of(asked, served, asks), service.ask(asks, began_s)
@@ -142,12 +147,15 @@ async def _answer(
     return Response(status_code=_CLIENT_GONE) if completions is None else JSONResponse(reply.whole(completions))
 
 
-def _prepare(
-    body: bytes, kind: type[Asked], asks_of: Asks, served: Served, config: ServerConfig
-) -> tuple[Asked, list[Ask]]:
-    asked = openai_api.read(kind, body)
-    openai_api.check_model(asked, served)
-    return asked, asks_of(asked, served, config)
+async def _parsed(service: Service, kind: type[Asked], body: bytes, most_tokens: int) -> Asked:
+    """Reads one body at a time, and leaves half of the time to others; a thread would hold them up at each of their reads."""
+    async with service.parsing:
+        began_s = time.monotonic()
+        try:
+            return openai_api.read(kind, body, most_tokens)
+        finally:
+            took_s = time.monotonic() - began_s
+            await asyncio.sleep(took_s if took_s > _PAUSED_AFTER_S else 0)
 
 
 async def _body(request: Request, config: ServerConfig, take: Callable[[int], None]) -> bytes:
@@ -157,29 +165,28 @@ async def _body(request: Request, config: ServerConfig, take: Callable[[int], No
             415, f"Content-Type is {content[:60]!r}, must be 'application/json'", code="unsupported_media_type"
         )
     most, size, parts = config.max_body_kib * 1024, 0, []
-    length = request.headers.get("content-length")
-    if length is None and "transfer-encoding" not in request.headers:
+    if "content-length" not in request.headers and "transfer-encoding" not in request.headers:
         raise Refusal(411, "the request has no Content-Length: send it", code="length_required")
     too_large = Refusal(413, f"the body must have at most {config.max_body_kib} KiB: shorten it", code="body_too_large")
-    announced = int(length or 0)  # which h11 has found to be a number
+    announced = _announced(request.headers)
     if announced > _DISCARDED * most or (announced > most and "expect" in request.headers):
         raise too_large
-    try:
-        async with asyncio.timeout(min(config.body_timeout_s, config.timeout_s)):
-            async for part in request.stream():
-                size += len(part)
-                if size <= most:
-                    take(len(part))
-                    parts.append(part)
-                elif size > _DISCARDED * most:
-                    break
-                else:
-                    parts.clear()
-    except TimeoutError:
-        raise Refusal(408, "the body did not come in time", code="timeout") from None
+    async for part in request.stream():  # `http_protocol` has a deadline
+        size += len(part)
+        if size <= most:
+            take(len(part))
+            parts.append(part)
+        elif size > _DISCARDED * most:
+            break
+        else:
+            parts.clear()
     if size > most:
         raise too_large
     return b"".join(parts)
+
+
+def _announced(headers: Headers) -> int:
+    return int(headers.get("content-length", 0))  # h11 has found it to be a number
 
 
 async def _unless_gone(request: Request, answers: Answers) -> list[Completion] | None:
@@ -270,6 +277,34 @@ async def _failed(_: Request, error: Exception) -> Response:
 
 def _fault(error: Exception) -> Refusal:
     return Refusal(500, f"the server has made a mistake ({type(error).__name__}): its log says more", code="internal")
+
+
+class _Patient:
+    """An application that is called when a request's body is there, or much of it: half a body costs little."""
+
+    def __init__(self, app: ASGIApp, service: Service):
+        self._app, self._service = app, service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = Headers(scope=scope)
+        has_body = "content-length" in headers or "transfer-encoding" in headers
+        # What is refused by its announcement alone is not waited for.
+        is_refused = _announced(headers) > _DISCARDED * self._service.config.max_body_kib * 1024
+        if scope["method"] != "POST" or "expect" in headers or is_refused or not has_body:
+            await self._app(scope, receive, send)
+            return
+        body, message = bytearray(), {"more_body": True}
+        while message.get("more_body") and len(body) < _PATIENT_BYTES:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return
+            body += message["body"]
+        first = [{"type": "http.request", "body": bytes(body), "more_body": message.get("more_body", False)}]
+
+        async def receive_again() -> Message:
+            return first.pop() if first else await receive()
+
+        await self._app(scope, receive_again, send)
 
 
 class _Counted:

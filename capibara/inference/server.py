@@ -19,6 +19,7 @@ from types import FrameType
 import uvicorn
 from starlette.types import ASGIApp
 
+from capibara import allocator
 from capibara.inference import http_protocol
 from capibara.inference.openai_app import app_of
 from capibara.inference.service import Served, ServerConfig, Service, State
@@ -29,7 +30,7 @@ from capibara.types import UserError
 _KILLED = 130
 _BACKLOG = 2048  # connections that wait to be accepted
 _ACCEPTED_AT_ONCE = 64  # in one turn of the loop: others' tokens wait for it
-_CHECKED_EVERY = 5  # ticks, of 0.1 s
+_GIVEN_BACK_BYTES = 8 * 2**20  # of bodies: the allocator would keep what they took
 _OTHER_FILES = 256  # that a process has open besides connections
 _LAST_WRITES_S = 2  # for those who are still being written to when the grace is over
 _CLOSE_S = 3.0
@@ -43,9 +44,10 @@ class Server(uvicorn.Server):
     """
 
     def __init__(self, app: ASGIApp, service: Service):
+        self._room = http_protocol.Room(service)
         config = uvicorn.Config(
             app,
-            http=functools.partial(http_protocol.Protocol, service),
+            http=functools.partial(http_protocol.Protocol, self._room),
             backlog=_ACCEPTED_AT_ONCE,
             log_config=None,
             log_level="error",
@@ -64,8 +66,10 @@ class Server(uvicorn.Server):
             one.listen(_BACKLOG)  # asyncio has taken the number that it accepts at once for this one
 
     async def on_tick(self, counter: int) -> bool:
-        if counter % _CHECKED_EVERY == 0:
-            http_protocol.check_all(self.server_state.connections)
+        self._room.check()
+        if self._service.freed_bytes > _GIVEN_BACK_BYTES and not self._service.body_bytes:
+            self._service.freed_bytes = 0
+            threading.Thread(target=allocator.give_back, name="giving back", daemon=True).start()
         return await super().on_tick(counter) or self._service.drained() or self._service.failed_for(_FAILED_S)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:

@@ -234,13 +234,16 @@ class Service:
       served: the model; None: it is not loaded yet.
       texts: that are being written or wait.
       body_bytes: of the requests that are being read.
+      freed_bytes: of bodies that were read since this was set to 0.
+      parsing: held by the one whose body is being parsed.
     """
 
     def __init__(self, watch: Watch):
         self.config = ServerConfig()
         self.served: Served | None = None
         self.texts = 0
-        self.body_bytes = 0
+        self.body_bytes = self.freed_bytes = 0
+        self.parsing = asyncio.Lock()
         self._watch = watch
         self._answers: set[Answers] = set()
         self._draining_since_s: float | None = None
@@ -306,6 +309,7 @@ class Service:
             yield take
         finally:
             self.body_bytes -= held
+            self.freed_bytes += held
 
     def ask(self, asks: Sequence[Ask], began_s: float) -> Answers:
         """Asks for the texts of one request, which came at `began_s` by time.monotonic.

@@ -20,7 +20,7 @@ from capibara.data import template_process
 from capibara.data.chat_formats import Conversation
 from capibara.data.chat_template import ChatTemplate, TemplateFails
 from capibara.data.vocabulary import ByteVocabulary
-from capibara.inference import http_protocol, server
+from capibara.inference import server
 from capibara.inference.openai_app import app_of
 from capibara.inference.sampling import Sampling
 from capibara.inference.service import Served, ServerConfig, Service
@@ -501,15 +501,17 @@ LARGE = {
     "a message": ("chat/completions", {"messages": [{"role": "user", "content": "x" * MB}]}, "messages"),
     "a part": ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "text", "text": "x" * MB}]}]}, "messages"),
     "a key": ("chat/completions", {"messages": [{"role": "user", "content": "x", "y" * MB: 1}]}, "messages"),
-    "messages": ("chat/completions", {"messages": [{"role": "user", "content": "x"}] * 20_000}, "messages"),
-    "parts": ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 20_000}]}, "messages"),
+    "messages": ("chat/completions", {"messages": [{"role": "user", "content": "x"}] * 2_000}, "messages"),
+    "parts": ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 10_000}]}, "messages"),
     "tools": ("chat/completions", {"messages": [{"role": "user", "content": "x"}], "tools": [{"name": "f", "description": "x" * MB}]}, "tools"),
     "arguments": ("chat/completions", {"messages": [{"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "[" * MB}}]}]}, "messages"),
-    "tokens": ("completions", {"prompt": [5] * (MB // 4)}, "prompt"),
+    "tokens": ("completions", {"prompt": [5] * 60_000}, "prompt"),
+    "many tokens": ("completions", {"prompt": [5] * (MB // 4)}, None),
+    "many messages": ("chat/completions", {"messages": [{"role": "user", "content": "x"}] * 20_000}, None),
     "values": ("completions", {"prompt": [[]] * (MB // 4)}, None),
     "a deep one": ("chat/completions", {"messages": [{"role": "user", "content": "x", "y": "DEEP"}]}, "messages"),
     "parameters": ("completions", {"prompt": "x", **{f"p{k}": 1 for k in range(5000)}}, None),
-    "stops": ("completions", {"prompt": "x", "stop": ["y"] * 100_000}, "stop"),
+    "stops": ("completions", {"prompt": "x", "stop": ["y"] * 50_000}, "stop"),
     "a stop": ("completions", {"prompt": "x", "stop": "y" * MB}, "stop"),
     "a bias": ("completions", {"prompt": "x", "logit_bias": {f"{k}": 1 for k in range(50_000)}}, "logit_bias"),
     "a name": ("completions", {"prompt": "x", "z" * MB: 1}, "z"),
