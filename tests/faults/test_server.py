@@ -17,10 +17,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from capibara.data import template_process
+from capibara.data.chat import ChatJsonlSource, TrainOn, render_example
 from capibara.data.chat_formats import Conversation
 from capibara.data.chat_template import ChatTemplate, TemplateFails
-from capibara.data.vocabulary import ByteVocabulary
-from capibara.inference import server
+from capibara.data.dataset import Dataset
+from capibara.data.vocabulary import GUARD, ByteVocabulary, TokenizerJsonVocabulary
+from capibara.inference import chat, server
 from capibara.inference.openai_app import app_of
 from capibara.inference.sampling import Sampling
 from capibara.inference.service import Served, ServerConfig, Service
@@ -133,6 +135,53 @@ def test_a_template_reaches_nothing_outside(tokenizer_folder):
     assert render(tokenizer_folder, "{{ messages[0].content }}") == "Hello"
     environ = open(f"/proc/{template_process._process._running.pid}/environ").read()
     assert set(line.partition("=")[0] for line in environ.split("\0")) <= {"", "LD_LIBRARY_PATH"}
+
+
+@pytest.mark.fault(62)
+def test_training_data_of_a_template_that_loops_is_one_error(tokenizer_folder, tmp_path):
+    turns = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"messages": turns}) + "\n" for _ in range(50)))
+    late = "{% if messages | length > 1 and not add_generation_prompt %}" + LOOPS["nested loops"] + "{% endif %}x"
+    source = ChatJsonlSource(files=(str(path),), template=ChatTemplate(tokenizer=tokenizer_folder, template=late))
+    began_s = time.monotonic()
+    with pytest.raises(UserError, match=rf"fails for .*a.jsonl:\d+: it {TIME}"):
+        source.open("train")
+    assert time.monotonic() - began_s < 10
+    ends = ChatTemplate(tokenizer=tokenizer_folder, template="{% for m in messages %}{{ m.content }}</s>{% endfor %}")
+    with pytest.raises(
+        UserError, match="has 4000 messages .* too many to find what the assistant says in 2000 of them"
+    ):
+        render_example(ends, Conversation(turns * 2000), TrainOn.ASSISTANT, "a.jsonl:1")
+
+
+@pytest.mark.fault(62)
+def test_a_server_whose_template_loops_has_completions_alone(tokenizer_folder, capfd):
+    def served(template):
+        source = ChatJsonlSource(files=(), template=ChatTemplate(tokenizer=tokenizer_folder, template=template))
+        return chat.of_served(Dataset(source=source, vocabulary=TokenizerJsonVocabulary(path=tokenizer_folder)))
+
+    assert served(LOOPS["nested loops"]) is None
+    said = capfd.readouterr().err
+    assert said.startswith("warning: no chat: ChatTemplate.template fails") and said.count("\n") == 1
+    assert served("{{ raise_exception('a system message is needed') }}") is not None  # others may not fail
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.fault(62)
+def test_special_tokens_are_found_in_linear_time(tokenizer_folder, tmp_path):
+    import tokenizers
+    from tokenizers import models
+
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.add_special_tokens([f"<|reserved_{k}|>" for k in range(5000)])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    template = ChatTemplate(tokenizer=str(tmp_path), template="{{ messages[0].content }}")
+    said = "<|reserved_" * 50_000 + "<|reserved_4999|>"
+    template.render(TALK, "a:1")
+    began_s = time.monotonic()
+    text = template.render(Conversation([{"role": "user", "content": said}]), "a:1").text
+    assert time.monotonic() - began_s < 2 and text == said[: -len("|reserved_4999|>")] + GUARD + "|reserved_4999|>"
 
 
 @pytest.mark.fault(62)
