@@ -7,6 +7,7 @@ again after one that went beyond its bounds. A fork begins with none. Rendering 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -31,6 +32,7 @@ _CPU_S, _CPU_S_PER_MIB = 1.0, 2.0
 _TEXT_CHARACTERS, _TEXT_PER_GIVEN = 1 << 20, 8
 # Processor time is what counts: this is for a process that was stopped from outside.
 _WAIT_S = 20
+_ENDS_WITHIN_S = 5  # after it has closed its socket
 _MOST_TEMPLATES = 32  # a process with more begins anew
 _TRIES = 2
 _BYTES_PER_CHARACTER = 6  # of text in JSON, at most
@@ -209,6 +211,9 @@ class _Process:
         deadline_s = time.monotonic() + _WAIT_S + cpu_s
         try:
             connection = self._socket or self._start()
+        except OSError as error:
+            raise _Lost(f"its process cannot be started: {error}") from None
+        try:
             connection.sendall(len(request).to_bytes(_LENGTH, "big") + request)
             answer = _receive(connection, deadline_s, max(most_bytes, _SHORT_BYTES))
         except TimeoutError:
@@ -224,7 +229,11 @@ class _Process:
             raise
         if answer is None:
             self._explain_end(cpu_s)
-        said = json.loads(answer[1:].decode("utf-8", "surrogatepass"))
+        try:
+            said = json.loads(answer[1:].decode("utf-8", "surrogatepass"))
+        except (ValueError, RecursionError):
+            self.close()
+            raise TemplateError("its process says what no template should make it say", is_bound=True) from None
         if answer[:1] == template_worker.FAILS:
             if said["kind"] in _ENDING:
                 self.close()
@@ -232,8 +241,11 @@ class _Process:
         return said
 
     def _explain_end(self, cpu_s: float) -> None:
-        code = self._running.wait() if self._running is not None else 0
+        running = self._running
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            running.wait(_ENDS_WITHIN_S)
         self.close()
+        code = running.returncode
         if -code == signal.SIGPROF:
             raise TemplateError(f"it takes more than {cpu_s:.1f} s: it loops, or does too much", is_bound=True)
         if -code in (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE):
