@@ -6,6 +6,10 @@ the number of workers may change from one start to the next.
 
 from __future__ import annotations
 
+import functools
+import multiprocessing
+import os
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -34,7 +38,22 @@ class RowGroups(grain.IterDataset):
         self._groups = self._groups[sl]
 
     def __iter__(self) -> RowGroupIterator:
+        _end_with_parent()
         return RowGroupIterator(self._feed, self._groups)
+
+
+@functools.cache
+def _end_with_parent() -> None:
+    """In a worker: it ends with the process that started it, also where that is killed and can tell it nothing."""
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, name="capibara-parent", daemon=True).start()
 
 
 class RowGroupIterator(grain.DatasetIterator):

@@ -27,6 +27,7 @@ from capibara.training import lease as lease_module
 from capibara.training.callbacks import RunInfo
 from capibara.training.checkpoints import Checkpointing, Checkpoints
 from capibara.training.lease import NAME, Lease
+from capibara.training.watchdog import Watch, Watchdog
 from capibara.types import UserError
 
 CHECKOUT = pathlib.Path(__file__).resolve().parents[2]
@@ -263,6 +264,65 @@ def test_a_run_of_two_is_back_where_one_is_frozen_and_the_other_aborts(shell, la
     assert took_s < 30
 
 
+@pytest.mark.heavy
+@pytest.mark.fault(56)
+def test_data_workers_end_with_a_run_that_is_killed(shell):
+    """Without a launcher, too: nobody is left to tell them."""
+    run = shell.folder / "killed"
+    flags = ("--gin_file=tiny.gin", "--emulate=2", "--gin.MODEL_DIR=killed", "--gin.TRAIN_STEPS=1000000")
+    process = shell.start("train", *flags, "--gin.Dataset.workers=2")
+    wait_for(lambda: len(steps_of(run)) > 3, within_s=120)
+    started = [child for task in os.listdir(f"/proc/{process.pid}/task") for child in children(process.pid, task)]
+    assert len(started) >= 2 and all(map(runs, started))
+    process.kill()
+    process.communicate()
+    wait_for(lambda: not any(map(runs, started)), within_s=20)
+
+
+SLEEPY = """
+import os, signal, sys, threading, time
+from capibara.training.watchdog import Watch, Watchdog
+with Watchdog(Watch(factor=5.0, at_least_s=1.0)) as dog:
+    for step in range(10):
+        time.sleep(0.02)
+        dog.beat(step)
+    print("ready", flush=True)
+    for step in range(10, 40):
+        time.sleep(0.02)
+        dog.beat(step)
+    print("steps again", flush=True)
+"""
+
+
+@pytest.mark.fault(56)
+def test_a_run_that_was_stopped_itself_does_not_count_as_hung():
+    """As after ctrl-Z and fg, or where a whole job was suspended: the watchdog's own time stood still too."""
+    environment = {**os.environ, "PYTHONPATH": str(CHECKOUT)}
+    process = subprocess.Popen([sys.executable, "-c", SLEEPY], env=environment, stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGSTOP)
+    time.sleep(2.5)
+    process.send_signal(signal.SIGCONT)
+    out, _ = process.communicate(timeout=20)
+    assert (process.returncode, out) == (0, "steps again\n")
+
+
+@pytest.mark.fault(56)
+def test_a_worker_tells_its_launcher_that_it_lives_and_when_it_is_done(monkeypatch):
+    read, write = os.pipe()
+    monkeypatch.setenv("CAPIBARA_BEAT", f"{write}:{os.getppid()}")
+    with Watchdog(Watch(at_least_s=0.1)):
+        time.sleep(0.3)
+    said = os.read(read, 1000)
+    assert said.startswith(b"..") and said.endswith(b".-")
+    monkeypatch.setenv("CAPIBARA_BEAT", f"{write}:1")  # inherited from another's worker
+    with Watchdog(Watch(at_least_s=0.1)) as dog:
+        assert dog._launcher is None
+    os.close(write)
+    assert os.read(read, 1000) == b""
+    os.close(read)
+
+
 def steps_of(run):
     """The steps that a run has logged, those that were made twice too."""
     if not (run / "metrics.jsonl").exists():
@@ -270,9 +330,9 @@ def steps_of(run):
     return [record["step"] for record in loggers.all_records(str(run / "metrics.jsonl")) if record["kind"] == "train"]
 
 
-def children(pid):
-    """The process ids of a process's children, the oldest first."""
-    return [int(child) for child in pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+def children(pid, thread=None):
+    """The process ids of the children that a thread of a process (the main one) has started, the oldest first."""
+    return [int(child) for child in pathlib.Path(f"/proc/{pid}/task/{thread or pid}/children").read_text().split()]
 
 
 HOLDER = """
