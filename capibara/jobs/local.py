@@ -46,7 +46,7 @@ class Supervisor:
     processes: int = 1
     restarts: int = 3
     grace_s: float = 300.0
-    crash_grace_s: float = 5.0
+    crash_grace_s: float = 3.0
     stopped_s: float = 3.0
     silent_s: float = 30.0
     pauses_s: Sequence[float] = _PAUSES_S
