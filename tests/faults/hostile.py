@@ -82,13 +82,16 @@ def runs_of(kind: str, path: str, out: pathlib.Path) -> Runs:
     if kind == "table":
         source = ["--gin.Dataset.source=@HuggingFaceSource()", "--gin.HuggingFaceSource.path='parquet'"]
         return {"train": ["train", *tiny, *source, f"--gin.HuggingFaceSource.data_files=('{path}',)"]}
+    prompts = ["infer", f"--model={HF}", f"--prompts={path}", f"--out={out}/o.jsonl"]
+    if path.endswith("pipe.jsonl"):
+        prompts = ["infer", f"--model={path}"]  # prompts may come by a pipe, which is waited for
     source = ["--gin.Dataset.source=@JsonlSource()", f"--gin.JsonlSource.files=('{path}',)"]
     questions = ["--gin_file=evaluation/questions.gin", f"--gin.QUESTIONS=('{path}',)"]
     return {
         "train": ["train", *tiny, *source],
         "prepare": ["prepare", "vocabulary", "--source=jsonl", f"--files={path}", f"--output={out}/v.model"],
         "prepare instructions": ["prepare", "instructions", f"--files={path}", f"--output={out}"],
-        "infer --prompts": ["infer", f"--model={HF}", f"--prompts={path}", f"--out={out}/o.jsonl"],
+        "infer --prompts": prompts,
         "evaluate": ["evaluate", f"--model={HF}", *questions],
         "calibrate": ["convert", f"--from={HF}", f"--to={out}/q", "--quantize=gptq", f"--calibration={path}"],
     }
@@ -218,6 +221,7 @@ def main() -> int:
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--only", default="", metavar="WORD", help="cases whose name has it")
     parser.add_argument("--verb", action="append", default=[])
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="every N-th case alone")
     parser.add_argument("--small", action="store_true", help="without files of many megabytes")
     parser.add_argument("--spawn", action="store_true", help="start each process anew")
     args = parser.parse_args()
@@ -232,7 +236,7 @@ def main() -> int:
         )  # fmt: skip
         cases = [types.SimpleNamespace(**values) for values in json.loads(made.stdout.splitlines()[-1])]
         HF = str(root / "hostile" / "good" / "hf")
-        cases = [case for case in cases if args.only in case.name]
+        cases = [case for case in cases if args.only in case.name][:: args.every]
         if not args.spawn:
             preload()
         rows, bad, harmless = [], [], set()
@@ -247,7 +251,8 @@ def main() -> int:
                 f"{outcome.peak_bytes / 2**20:6.0f} MiB  {', '.join(faults) or 'fine':10} {said}",
                 flush=True,
             )
-        unrefused = [case.name for case in cases if case.refused and case.name not in harmless]
+        # Some are read by some verbs alone.
+        unrefused = [case.name for case in cases if case.refused and case.name not in harmless and not args.verb]
         print(_summary(cases, rows, unrefused))
         if args.json:
             pathlib.Path(args.json).write_text(json.dumps({"rows": rows, "unrefused": unrefused}, indent=1))

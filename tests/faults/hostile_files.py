@@ -102,7 +102,7 @@ class _Maker:
         self.folder, self.canary, self.large, self.cases = folder, canary, large, []
         rng = np.random.default_rng(0)
         self.good = folder / "good"
-        self.good.mkdir()
+        self.good.mkdir(parents=True)
         for name, config in (("hf", LLAMA), ("t5", T5)):
             model = api.build(config)
             params = jax.tree.map(lambda s: 0.1 * rng.standard_normal(s.shape, np.float32), model.abstract_params)
