@@ -28,6 +28,8 @@ VALUES = 4_000_000  # in a JSON file, counted by its brackets, commas and colons
 NUMBER_CHARACTERS = 400  # tokenizers' model_max_length is 10 ** 30, a float has at most 310 digits before its point
 _BRACKETS = re.compile(rb"[\[\]{}]")
 _STRINGS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+_PAIRS = re.compile(rb"\\\\|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}")  # and escaped backslashes
 _DIRECTORY_BYTES, _TAIL_BYTES = 16 * MIB, 1 << 17  # of a zip archive: some 150,000 members; its comment and end
 
 Json = Any  # what JSON can say: the reader checks the types that it needs
@@ -177,7 +179,7 @@ def parse_json(content: bytes | str, *, values: int = VALUES, finite: bool = Tru
     Args:
       content: its size is bounded by who has read it.
       values: how many it may hold.
-      finite: whether NaN, infinity and endless numbers are refused: of a configuration, not of data.
+      finite: whether NaN, infinity, endless numbers and lone surrogates are refused: of a configuration, not of data.
 
     Raises:
       ValueError: it is no JSON, or too deep, or holds too much; says so in words that fit "cannot be read (...)".
@@ -191,7 +193,10 @@ def parse_json(content: bytes | str, *, values: int = VALUES, finite: bool = Tru
     if opening > DEPTH and _depth(data) > DEPTH:
         raise ValueError(f"it is nested deeper than {DEPTH}")
     try:
-        text = data.decode("utf-8-sig" if data[:3] == b"\xef\xbb\xbf" else "utf-8", "surrogatepass")
+        encoding = "utf-8-sig" if data[:3] == b"\xef\xbb\xbf" else "utf-8"
+        text = data.decode(encoding, "strict" if finite else "surrogatepass")
+        if finite and _SURROGATE.search(data) and _SURROGATE.search(_PAIRS.sub(b"", data)):
+            raise ValueError("it has half a character, a lone surrogate")
         return (_STRICT if finite else _LENIENT).decode(text)
     except UnicodeDecodeError as error:
         raise ValueError(f"it is no text in UTF-8: {error.reason} at byte {error.start}") from None

@@ -233,7 +233,7 @@ def metadata(files: Mapping[str, bytes], config: Mapping[str, Any]) -> dict[str,
     if "tokenizer.json" not in files:
         model = files.get("tokenizer.model")
         return {"ggml.model": "no_vocab"} if model is None else _of_sentencepiece(model, files, config)
-    loaded = tokenizer_limits.load_json(files["tokenizer.json"], "tokenizer.json")
+    tokenizer_limits.check_json(files["tokenizer.json"], "tokenizer.json")
     spec = json.loads(files["tokenizer.json"])
     model = spec["model"]
     if model.get("type", "BPE") != "BPE":
@@ -251,7 +251,7 @@ def metadata(files: Mapping[str, bytes], config: Mapping[str, Any]) -> dict[str,
         **pieces,
     }
     values |= _special(files, config, {token: i for i, token in tokens.items()})
-    around = loaded.encode("").ids
+    around = tokenizer_limits.load_json(files["tokenizer.json"], "tokenizer.json").encode("").ids
     values["ggml.add_bos_token"] = bool(around) and around[0] == values.get("ggml.bos_token_id")
     values["ggml.add_eos_token"] = len(around) > values["ggml.add_bos_token"]
     return values

@@ -224,6 +224,8 @@ def test_counts_of_gguf_that_lie_cost_nothing(tmp_path):
         (b"[NaN]", "NaN"),
         (b"[" + b"[]," * 3_000_000 + b"1]", "more than 4,000,000 values"),
         (b"\xff\xfe[\0]\0", "no text in UTF-8"),
+        (rb'["\ud800"]', "lone surrogate"),
+        (rb'["\ud83e\udd99\udd99"]', "lone surrogate"),
     ],
 )
 def test_json_is_bounded(content, told):
@@ -235,6 +237,7 @@ def test_json_in_strings_is_no_structure():
     values = {"text": "[[[[" * 1000 + '"{' * 1000 + "\\", "deep": [[[[1]]]], "n": 10**30}
     assert limits.parse_json(json.dumps(values)) == values
     assert limits.parse_json(b"\xef\xbb\xbf[1]") == [1]
+    assert limits.parse_json(rb'["\ud83e\udd99", "\\ud800"]') == ["\U0001f999", "\\ud800"]
 
 
 @pytest.mark.fault(63)
