@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--crash_grace",
         type=float,
-        default=5.0,
+        default=3.0,
         metavar="S",
         help="seconds to end in after another process has crashed",
     )
