@@ -28,7 +28,9 @@ VALUES = 4_000_000  # in a JSON file, counted by its brackets, commas and colons
 NUMBER_CHARACTERS = 400  # tokenizers' model_max_length is 10 ** 30, a float has at most 310 digits before its point
 _BRACKETS = re.compile(rb"[\[\]{}]")
 _STRINGS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
-_DIRECTORY_BYTES = 16 * MIB  # of a zip archive: some 150,000 members
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+_PAIRS = re.compile(rb"\\\\|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}")  # and escaped backslashes
+_DIRECTORY_BYTES, _TAIL_BYTES = 16 * MIB, 1 << 17  # of a zip archive: some 150,000 members; its comment and end
 
 Json = Any  # what JSON can say: the reader checks the types that it needs
 
@@ -59,10 +61,11 @@ def opened(path: str | os.PathLike[str], most: int | None = None) -> Iterator[Bi
     except (OSError, ValueError) as error:  # ValueError: a NUL in its name
         cause = getattr(error, "strerror", None) or error
         raise UserError(f"{shown!r} cannot be opened ({cause}): it must be a regular file") from None
+    about = os.fstat(descriptor)
+    if not stat.S_ISREG(about.st_mode):
+        os.close(descriptor)
+        raise UserError(f"{shown} is {_kind(about.st_mode)}, must be a regular file: put a copy in its place")
     with open(descriptor, "rb") as file:
-        about = os.fstat(descriptor)
-        if not stat.S_ISREG(about.st_mode):
-            raise UserError(f"{shown} is {_kind(about.st_mode)}, must be a regular file: put a copy in its place")
         if most is not None and about.st_size > most:
             raise UserError(f"{shown} has {about.st_size:,} bytes, must have at most {most:,}: it is no such file")
         yield file
@@ -176,7 +179,7 @@ def parse_json(content: bytes | str, *, values: int = VALUES, finite: bool = Tru
     Args:
       content: its size is bounded by who has read it.
       values: how many it may hold.
-      finite: whether NaN, infinity and endless numbers are refused: of a configuration, not of data.
+      finite: whether NaN, infinity, endless numbers and lone surrogates are refused: of a configuration, not of data.
 
     Raises:
       ValueError: it is no JSON, or too deep, or holds too much; says so in words that fit "cannot be read (...)".
@@ -190,7 +193,10 @@ def parse_json(content: bytes | str, *, values: int = VALUES, finite: bool = Tru
     if opening > DEPTH and _depth(data) > DEPTH:
         raise ValueError(f"it is nested deeper than {DEPTH}")
     try:
-        text = data.decode("utf-8-sig" if data[:3] == b"\xef\xbb\xbf" else "utf-8", "surrogatepass")
+        encoding = "utf-8-sig" if data[:3] == b"\xef\xbb\xbf" else "utf-8"
+        text = data.decode(encoding, "strict" if finite else "surrogatepass")
+        if finite and _SURROGATE.search(data) and _SURROGATE.search(_PAIRS.sub(b"", data)):
+            raise ValueError("it has half a character, a lone surrogate")
         return (_STRICT if finite else _LENIENT).decode(text)
     except UnicodeDecodeError as error:
         raise ValueError(f"it is no text in UTF-8: {error.reason} at byte {error.start}") from None
@@ -286,14 +292,20 @@ def check_line(size: int, where: str, most: int = LINE_BYTES) -> None:
 class Bounded(io.RawIOBase):
     """A stream that gives no more than a number of bytes, whatever it unpacks to."""
 
-    def __init__(self, inner: BinaryIO, most: int, name: str):
-        self._inner, self._left, self._most, self._name = inner, most, most, name
+    def __init__(self, inner: BinaryIO, most: int, name: str, damage: tuple[type[Exception], ...] = (OSError,)):
+        """Args beyond a stream's: damage: what the stream raises where it is damaged; that becomes a UserError."""
+        self._inner, self._left, self._most, self._name, self._damage = inner, most, most, name, damage
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        content = self._inner.read(len(buffer))
+        try:
+            content = self._inner.read(len(buffer))
+        except UserError:
+            raise
+        except self._damage as error:
+            raise UserError(f"{self._name} is cut short or damaged ({cause(error)}): get it again") from None
         self._left -= len(content)
         if self._left < 0:
             raise UserError(f"{self._name} unpacks to more than {self._most:,} bytes: it is refused, unpack it by hand")
@@ -312,7 +324,7 @@ class _Directory:
             return self._file.read(count)
         if count > self.most:
             raise zipfile.BadZipFile(f"its directory says {count:,} bytes, must have at most {self.most:,}")
-        return self._file.read(count if count >= 0 else self.most)
+        return self._file.read(count if count >= 0 else _TAIL_BYTES)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._file, name)

@@ -26,7 +26,10 @@ _ENDINGS = (".json", ".jsonl")
 _MEMBERS, _MEMBER_BYTES = 200_000, 1 << 30  # in an archive
 _RATIO, _FREE_BYTES = 32, 64 << 20  # what is compressed may have so many times its bytes, or so many: text has a tenth
 _LIST_BYTES, _LIST_VALUES = 256 << 20, 4_000_000  # of a .json file, which is read whole
-_DAMAGE = (tarfile.TarError, zipfile.BadZipFile, zlib.error, EOFError, OSError)
+_DAMAGE = (
+    tarfile.TarError, zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError, KeyError, IndexError, RuntimeError,
+    OverflowError, struct.error,
+)  # fmt: skip
 TRAIN_FILE, HELD_OUT_FILE = "train.jsonl", "held_out.jsonl"
 
 
@@ -144,7 +147,7 @@ def _contents(path: str, members: Sequence[str]) -> Iterator[tuple[str, BinaryIO
     except UserError:
         raise
     # What a damaged archive does to the readers of Python: RuntimeError is an encrypted member.
-    except (*_DAMAGE, ValueError, KeyError, IndexError, RuntimeError, OverflowError, struct.error) as error:
+    except _DAMAGE as error:
         raise UserError(f"{path} cannot be read as an archive: {limits.cause(error)}") from None
 
 
@@ -214,4 +217,4 @@ def _check_size(path: str, name: str, size: int, packed: int | None = None) -> N
 
 
 def _bounded(file: BinaryIO, name: str) -> BinaryIO:
-    return io.BufferedReader(limits.Bounded(file, _MEMBER_BYTES, name))
+    return io.BufferedReader(limits.Bounded(file, _MEMBER_BYTES, name, _DAMAGE))

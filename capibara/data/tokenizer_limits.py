@@ -68,6 +68,23 @@ def check_json(content: bytes, path: str) -> None:
         _probe("json", content, _texts(patterns), path)
 
 
+def load_json(content: bytes, path: str) -> Any:
+    """The tokenizers.Tokenizer of a tokenizer.json.
+
+    Raises:
+      UserError: it is none, or one that no library should read; says why.
+    """
+    import tokenizers
+
+    check_json(content, path)
+    try:
+        return tokenizers.Tokenizer.from_buffer(content)
+    except BaseException as error:  # the library raises bare Exception, and panics
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
+        raise UserError(f"{path} is not a tokenizer.json: {limits.cause(error, 200)}") from error
+
+
 def check_sentencepiece(content: bytes, path: str) -> None:
     """Tries a SentencePiece model.
 

@@ -302,15 +302,8 @@ class TokenizerJsonVocabulary(Vocabulary):
 
     @functools.cached_property
     def tokenizer(self) -> Any:
-        import tokenizers
-
         content = _content(self.file, "TokenizerJsonVocabulary.path")
-        tokenizer_limits.check_json(content, self.path)
-        with _panics_told(self.path):
-            try:
-                tokenizer = tokenizers.Tokenizer.from_buffer(content)
-            except Exception as error:  # the library raises bare Exception
-                raise UserError(f"{self.path} is not a tokenizer.json: {one_line(error)}") from error
+        tokenizer = tokenizer_limits.load_json(content, self.path)
         tokenizer.no_padding()
         tokenizer.no_truncation()
         return tokenizer

@@ -130,6 +130,11 @@ def load_params(foreign: ForeignModel, model: Model, shardings: PyTree, *, dtype
     return tree.map_with_names(lambda path, _: params[path], model.abstract_params)
 
 
+def check(foreign: ForeignModel, model: Model) -> None:
+    """Compares names and shapes of all tensors, none of which is read; raises as load_params."""
+    _matched(foreign, _shapes(model), model)
+
+
 def hf_tensors(params: Params, model: Model, model_type: str) -> Iterator[tuple[str, np.ndarray]]:
     """Our parameters as the tensors of a Hugging Face checkpoint, one at a time, in their own dtype.
 

@@ -300,6 +300,7 @@ class _Checked:
 
     def __init__(self, foreign: ForeignModel):
         self._foreign, self._model = foreign, api.build(hf_config.from_hf(foreign.config))
+        checkpoint.check(foreign, self._model)
         self.config = hf_config.to_hf(self._model.config, foreign.config)
 
     def shapes(self) -> dict[str, Shape]:

@@ -251,7 +251,7 @@ def metadata(files: Mapping[str, bytes], config: Mapping[str, Any]) -> dict[str,
         **pieces,
     }
     values |= _special(files, config, {token: i for i, token in tokens.items()})
-    around = tokenizers.Tokenizer.from_str(files["tokenizer.json"].decode()).encode("").ids
+    around = tokenizer_limits.load_json(files["tokenizer.json"], "tokenizer.json").encode("").ids
     values["ggml.add_bos_token"] = bool(around) and around[0] == values.get("ggml.bos_token_id")
     values["ggml.add_eos_token"] = len(around) > values["ggml.add_bos_token"]
     return values
