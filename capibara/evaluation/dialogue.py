@@ -41,7 +41,6 @@ _MUTABLE = (list, dict, set, bytearray, collections.deque)
 _ALIASES = {"np": "numpy", "pd": "pandas"}
 _ROUTINES = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
 _COROUTINE = 0x80  # CO_COROUTINE of Python's inspect, which is slow to import
-CANNOT_CROSS = "which cannot cross to the program's process"
 _NEVER_RAISED = (StopIteration, StopAsyncIteration)  # they would end a test's loop, not fail it
 _CANNOT_BE_READ = (ValueError, LookupError, TypeError, ArithmeticError, AttributeError, RecursionError, MemoryError)
 
@@ -119,12 +118,14 @@ class Side:
     Args:
       channel: to the other process.
       careful: whether the other one may be hostile.
-      lost: called with the reason where the dialogue has ended; does not come back.
+      lost: called where the dialogue has ended, with the reason, or "" where how the other process ended tells it;
+        does not come back.
     """
 
     def __init__(self, channel: socket.socket, careful: bool, lost: Callable[[str], None]):
         self.careful, self._channel, self._lost = careful, channel, lost
         self._exported: list[object] = []
+        self._numbers: dict[int, int] = {}
         self._raised: dict[type, int] = {}  # local classes for the other side's exceptions
         self._lock = threading.RLock()
 
@@ -137,9 +138,11 @@ class Side:
         if (number := getattr(value, "__remote_number__", None)) is not None and isinstance(value, types.FunctionType):
             return ["yours", number]
         if self.careful and not _offered(value):
-            self._lost(f"the tests hand over {type(value).__name__}, {CANNOT_CROSS}")
-        self._exported.append(value)
-        return ["mine", [len(self._exported) - 1, *_described(value)]]
+            self._lost(f"the tests hand over {type(value).__name__}, {wire.CANNOT_CROSS}")
+        number = self._numbers.setdefault(id(value), len(self._exported))
+        if number == len(self._exported):
+            self._exported.append(value)  # and so its id is nobody else's
+        return ["mine", [number, *_described(value)]]
 
     def resolve(self, tag: str, part: wire.Json) -> object:
         """What is spoken of."""
@@ -213,8 +216,10 @@ class Side:
                 if found[0] in ("ok", "stop", "error"):
                     return found
                 self.answer(found)
-        except (wire.Broken, *_CANNOT_BE_READ) as error:
-            self._lost(str(error) or type(error).__name__)
+        except wire.Broken:
+            self._lost("")
+        except _CANNOT_BE_READ as error:
+            self._lost(f"the dialogue with the program broke ({type(error).__name__})")
 
     def answer(self, message: list[wire.Json]) -> None:
         """Does what is asked for."""
@@ -354,12 +359,12 @@ def serve(channel: socket.socket, run: Callable[[str], dict[str, object]], ended
 
 
 def judge(channel: socket.socket, job: Mapping[str, str], failed: Callable[[str], None]) -> None:
-    """The tests' end: comes back where they pass, and calls `failed` where the program is at fault.
+    """The tests' end: comes back where they pass, and calls `failed` where the dialogue ends before.
 
     Args:
       channel: to the program's process.
       job: a `sandbox.Program`, by the names of its attributes.
-      failed: takes the reason, and does not come back.
+      failed: as `lost` of a Side.
 
     Raises:
       Exception: whatever the tests raise.
@@ -371,8 +376,8 @@ def judge(channel: socket.socket, job: Mapping[str, str], failed: Callable[[str]
         wire.write_message(channel, ["ready", nonce])
         if wire.read_message(channel) != ["ready", nonce]:
             failed("the program answered for its runner")
-    except wire.Broken as error:
-        failed(str(error))
+    except wire.Broken:
+        failed("")
     if not job["tests"]:
         return
     module = sys.modules["__main__"] = types.ModuleType("__main__")

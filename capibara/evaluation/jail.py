@@ -47,7 +47,7 @@ def _beside(name: str) -> types.ModuleType:
     return module
 
 
-wire, dialogue, private_root = _beside("wire"), _beside("dialogue"), _beside("private_root")
+wire, dialogue, parting, private_root = map(_beside, ("wire", "dialogue", "parting", "private_root"))
 
 
 class Options:
@@ -115,17 +115,13 @@ def _outcome(verdict: bytes, program: int, tests: int, late: bool) -> dict[str, 
     """What the tests' process says; where it says nothing of itself, how both ended."""
     if late and not verdict:
         return {"passed": False, "reason": "out of time"}
-    found = json.loads(verdict) if verdict else {"passed": False, "lost": None}
-    if found["passed"]:
-        return {"passed": True, "reason": ""}
-    if "reason" in found:
-        return {"passed": False, "reason": found["reason"]}
-    ended = _wait(program, _ENDING_S)
-    reason = found["lost"] if ended is None else _reason(ended)
-    if reason is None:  # the program is there: it is the tests that ended
-        ended = _wait(tests, _ENDING_S)
-        reason = "the tests hang" if ended is None else f"the tests: {_reason(ended)}"
-    return {"passed": False, "reason": reason}
+    found = json.loads(verdict) if verdict else {"passed": False, "reason": ""}
+    if found["passed"] or found["reason"]:
+        return found
+    if (ended := _wait(program, _ENDING_S)) is not None:
+        return {"passed": False, "reason": _reason(ended)}
+    ended = _wait(tests, _ENDING_S)
+    return {"passed": False, "reason": "the tests hang" if ended is None else f"the tests: {_reason(ended)}"}
 
 
 def _libc() -> ctypes.CDLL | types.SimpleNamespace:
@@ -233,8 +229,12 @@ def _run_tests(
     _limit(libc, options, folder, uid)
     libc.prctl(_DUMPABLE, 0, 0, 0, 0)  # a program of the same user does not look into it
     try:
-        dialogue.judge(channel, job, lambda why: tell(passed=False, lost=why))
-        tell(passed=True)
+        if "text" in job:
+            job = dict.fromkeys(("setup", "prompt", "entry"), "") | dict(
+                zip(("code", "tests"), parting.parted(job["text"]))
+            )
+        dialogue.judge(channel, job, lambda why: tell(passed=False, reason=why))
+        tell(passed=True, reason="")
     except SystemExit as ended:
         tell(passed=False, reason=f"SystemExit: {ended.code}")
     except BaseException as error:

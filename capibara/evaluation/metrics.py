@@ -7,7 +7,7 @@
 and then EvalTask.metrics = (@shorter,). A target is what the task's `target` says of a line: a text, or several of
 which each is right, or a dict. A prediction is a text; where the task has num_samples above 1, a list of texts. A value
 of the result may be a list with one number an example, whose mean is shown with its standard error, or one number for
-all, or an Estimate.
+all, or an Estimate. A metric may have a method `about`, whose dict stands beside the results in their JSON.
 """
 
 from __future__ import annotations

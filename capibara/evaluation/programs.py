@@ -65,6 +65,11 @@ class PassAtK:
         """Raises UserError where a target is none of a program."""
         program(target, "")
 
+    def about(self) -> dict[str, Any]:
+        """What held the programs, for the results."""
+        by = sandbox.holder(self.sandbox)
+        return {"programs": {"holder": by.holder, "network": by.network, "separate": self.separate}}
+
     def __call__(self, targets: Sequence[Any], predictions: Sequence[Any]) -> dict[str, Any]:
         several = [[given] if isinstance(given, str) else list(given) for given in predictions]
         made = judged if self.separate else lambda target, text: Program(code=program(target, text))

@@ -142,6 +142,7 @@ def _of_ours(subject: Subject, ours: Ours, told: Predictions, show: Show) -> dic
         if both := found.keys() & new.keys():
             raise UserError(f"{name}/EvalTask.metrics give {both.pop()!r} twice: leave one out")
         found |= new
+        how |= getattr(metric, "about", dict)()
     return _result(found, **how)
 
 
@@ -159,7 +160,13 @@ def table(results: dict[str, Any]) -> list[str]:
             error = "" if one["standard_error"] is None else f"{one['standard_error']:.4f}"
             rows.append((name, metric, f"{one['value']:.4f}", error, size))
     widths = [max(len(row[i]) for row in rows) for i in range(5)]
-    return [
+    lines = [
         f"{row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]:>{widths[2]}}  {row[3]:>{widths[3]}}  {row[4]}".rstrip()
         for row in rows
+    ]
+    held = {name: one["programs"] for name, one in results["tasks"].items() if "programs" in one}
+    return lines + [
+        f"{name}: programs held by {by['holder']}, {'with' if by['network'] else 'no'} network, tests "
+        f"{'in a process apart' if by['separate'] else 'in the same process'}"
+        for name, by in held.items()
     ]

@@ -24,12 +24,10 @@ the program's own is taken for a test. Give `Program` where they are apart.
 
 from __future__ import annotations
 
-import ast
 import concurrent.futures
 import dataclasses
 import enum
 import functools
-import io
 import json
 import logging
 import os
@@ -40,15 +38,15 @@ import site
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from capibara.config import configurable
-from capibara.evaluation import private_root
+from capibara.evaluation import parting, private_root, wire
 from capibara.types import UserError
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
-_SCRIPTS = ("jail", "wire", "dialogue", "private_root")
-_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+_SCRIPTS = ("jail", "wire", "dialogue", "parting", "private_root")
+_holders: dict[Sandbox, Outcome] = {}
 _SPARE_S = 10.0  # for the supervisor to end by itself
 _SHOWN = 300
 
@@ -133,7 +131,7 @@ class Outcome:
 def run(program: Program | str, limits: Sandbox = Sandbox()) -> Outcome:
     """Runs a Python program and its tests, with the packages of this interpreter."""
     bubblewrap = _bubblewrap(limits)
-    return _run(parted(program) if isinstance(program, str) else program, limits, bubblewrap)
+    return _run(program, limits, bubblewrap)
 
 
 def run_all(programs: Sequence[Program | str], limits: Sandbox = Sandbox()) -> list[Outcome]:
@@ -142,61 +140,46 @@ def run_all(programs: Sequence[Program | str], limits: Sandbox = Sandbox()) -> l
     Raises:
       UserError: not even an empty one comes to its end.
     """
-    empty = run("", limits)
-    if not empty.passed:
-        raise UserError(f"no program runs in the sandbox ({empty.reason}): raise Sandbox.seconds or Sandbox.memory_mib")
+    by = holder(limits)
     log = logging.getLogger(__name__)
-    log.info("%d programs are held by %s", len(programs), empty.holder)
-    if empty.network:
+    log.info("%d programs are held by %s", len(programs), by.holder)
+    if by.network:
         log.warning("this machine does not let programs be cut off from its network")
-    if empty.holder == "limits":
-        log.warning("this machine lets programs see its files: install bubblewrap, or run where namespaces are allowed")
+    if by.holder == Holder.LIMITS:
+        log.warning("programs see this machine's files: install bubblewrap, or run where namespaces are allowed")
     with concurrent.futures.ThreadPoolExecutor(limits.workers or os.cpu_count()) as pool:
-        return list(pool.map(lambda program: run(program, limits), programs))
+        outcomes = list(pool.map(lambda program: run(program, limits), programs))
+    if unjudged := [one.reason for one in outcomes if wire.CANNOT_CROSS in one.reason]:
+        log.warning(
+            "%d of %d programs failed for their tests: %s; PassAtK.separate = False judges such tests",
+            len(unjudged), len(outcomes), unjudged[0],
+        )  # fmt: skip
+    return outcomes
+
+
+def holder(limits: Sandbox = Sandbox()) -> Outcome:
+    """What holds programs on this machine, as the outcome of an empty one; looked at once.
+
+    Raises:
+      UserError: not even that comes to its end.
+    """
+    if limits not in _holders:
+        empty = run("", limits)
+        if not empty.passed:
+            raise UserError(
+                f"no program runs in the sandbox ({empty.reason}): raise Sandbox.seconds or Sandbox.memory_mib"
+            )
+        _holders[limits] = empty
+    return _holders[limits]
 
 
 def parted(text: str) -> Program:
-    """A program out of a text that ends in its tests.
-
-    They begin at the function that the text's last statement calls, where that asserts something or is given another one
-    of the text's names (`check(add)`); else they are the assertions at its end that call what the text defines.
-    """
-    try:
-        body = ast.parse(text).body
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return Program(code=text)
-    places = {one.name: n for n, one in enumerate(body) if isinstance(one, _DEFINITIONS)}
-    begins = _checked_from(body, places)
-    if begins is None:
-        begins = len(body)
-        while begins and isinstance(body[begins - 1], ast.Assert) and _calls(body[begins - 1], places):
-            begins -= 1
-    if begins == len(body):
-        return Program(code=text)
-    first = body[begins]
-    line = min([first.lineno, *(one.lineno for one in getattr(first, "decorator_list", ()))]) - 1
-    if begins and body[begins - 1].end_lineno > line:  # two statements on a line
-        return Program(code=text)
-    lines = io.StringIO(text, newline=None).readlines()
-    return Program(code="".join(lines[:line]), tests="".join(lines[line:]))
+    """A program out of a text that ends in its tests, as `run` takes it (see `parting`)."""
+    code, tests = parting.parted(text)
+    return Program(code=code, tests=tests)
 
 
-def _checked_from(body: list[ast.stmt], places: dict[str, int]) -> int | None:
-    """Where the function stands that the last statement calls; None where that is no test."""
-    call = getattr(body[-1], "value", None) if body and isinstance(body[-1], ast.Expr) else None
-    place = places.get(getattr(call.func, "id", "")) if isinstance(call, ast.Call) else None
-    if place is None:
-        return None
-    given = any(isinstance(one, ast.Name) and one.id in places for one in call.args)
-    return place if given or any(isinstance(one, ast.Assert) for one in ast.walk(body[place])) else None
-
-
-def _calls(node: ast.AST, names: Mapping[str, int]) -> bool:
-    calls = (one.func for one in ast.walk(node) if isinstance(one, ast.Call))
-    return any(isinstance(func, ast.Name) and func.id in names for func in calls)
-
-
-def _run(program: Program, limits: Sandbox, bubblewrap: str | None) -> Outcome:
+def _run(program: Program | str, limits: Sandbox, bubblewrap: str | None) -> Outcome:
     folder = tempfile.mkdtemp(prefix="capibara-")
     try:
         os.chmod(folder, 0o711)  # another user comes through, and sees nothing
@@ -212,8 +195,8 @@ def _run(program: Program, limits: Sandbox, bubblewrap: str | None) -> Outcome:
                 argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, env=_environment(folder),
                 cwd=folder, start_new_session=True,
             )  # fmt: skip
-            job = json.dumps(dataclasses.asdict(program)).encode("ascii")
-            said = _finished(process, job, limits.seconds + _SPARE_S)
+            job = {"text": program} if isinstance(program, str) else dataclasses.asdict(program)
+            said = _finished(process, json.dumps(job).encode("ascii"), limits.seconds + _SPARE_S)
         return _outcome(said, _last_line(errors), bubblewrap is not None)
     finally:
         shutil.rmtree(folder, ignore_errors=True)

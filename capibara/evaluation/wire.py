@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable
 
 LONGEST = 64 * 2**20  # bytes of a message
+CANNOT_CROSS = "which cannot cross to the program's process"
 _EXACT = 2**53  # integers up to here are JSON's own
 Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 Refer = Callable[[object], Json]

@@ -40,6 +40,19 @@ def test_programs_are_run_with_their_tests():
     assert PassAtK(sandbox=Sandbox(seconds=3))([ADD], [good]) == {"pass@1": [1.0]}
 
 
+def test_tests_that_must_share_the_programs_process_do_so_on_demand(caplog):
+    task = {"prompt": "", "test": "import pathlib\nassert f(pathlib.Path('/a')) == pathlib.Path('/a/b')"}
+    good = "def f(x):\n    return x / 'b'"
+    metric = PassAtK(sandbox=Sandbox(seconds=3))
+    assert metric([task], [good]) == {"pass@1": [0.0]}
+    assert "the tests hand over PosixPath" in caplog.text and "PassAtK.separate = False" in caplog.text
+    together = PassAtK(sandbox=Sandbox(seconds=3), separate=False)
+    assert together([task, task], [good, "def f(x): pass"]) == {"pass@1": [1.0, 0.0]}
+    assert "a program can forge" in caplog.text
+    assert together.about()["programs"] == metric.about()["programs"] | {"separate": False}
+    assert metric.about()["programs"]["holder"] in ("bubblewrap", "namespaces", "limits")
+
+
 def test_code_in_a_fence_is_the_program():
     whole = "Here it is:\n```python\nimport math\n\ndef add(a, b):\n    return a + b\n```\nIt adds."
     assert program(ADD, whole) == "import math\n\ndef add(a, b):\n    return a + b\n\n" + ADD["test"] + "\ncheck(add)\n"

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import os
+import pathlib
+import subprocess
 
 import pytest
 
@@ -253,7 +256,10 @@ def limits(holder):
     return Sandbox(seconds=3, memory_mib=1024, processes=8, holder=holder)
 
 
-@pytest.fixture(params=[Holder.NAMESPACES, Holder.LIMITS, Holder.BUBBLEWRAP])
+_ALL = [Holder.NAMESPACES, *(pytest.param(one, marks=pytest.mark.heavy) for one in (Holder.LIMITS, Holder.BUBBLEWRAP))]
+
+
+@pytest.fixture(params=_ALL)
 def held(request):
     """A sandbox of each kind that this machine has."""
     holder = request.param
@@ -261,7 +267,7 @@ def held(request):
         pytest.skip("bubblewrap is not installed, or does not work here")
     found = sandbox.run("", limits(holder))
     if found.holder != holder:
-        pytest.skip(f"this machine has no {holder}: {found.holder} hold programs here")
+        pytest.skip(f"this machine has no {holder}: {found.holder or found.reason} here")
     return limits(holder)
 
 
@@ -287,3 +293,99 @@ def test_no_verdict_is_forged_in_one_text(held):
     assert [name for name, one in found.items() if one.passed] == []
     found = all_of({name: program(TASK, text) for name, text in HONEST.items()}, held)
     assert {name: one.reason for name, one in found.items() if not one.passed} == {}
+
+
+LEAVES = """
+import ctypes, os, pathlib, socket, subprocess, sys
+def add(a, b): return a + b
+for folder in ("/tmp", "/var/tmp", "/dev/shm", "."):
+    try:
+        os.makedirs(f"{folder}/MARK/deep")
+        pathlib.Path(folder, "MARK", "deep", "file").write_text("x" * 1000)
+        os.symlink("/etc/passwd", f"{folder}/MARK.link")
+    except OSError: pass
+libc = ctypes.CDLL(None)
+assert libc.shmget(0x5EED, 4096, 0o1666) >= 0 and libc.msgget(0x5EED, 0o1666) >= 0 and libc.semget(0x5EED, 1, 0o1666) >= 0
+subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)", "MARK"], start_new_session=True)
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        server = socket.socket(socket.AF_UNIX)
+        server.bind("\\0MARK")
+        os.execv(sys.executable, [sys.executable, "-S", "-c", "import time; time.sleep(60)", "MARK"])
+    os._exit(0)
+"""
+
+
+def left_of(mark):
+    """What carries the mark outside: files, processes, sockets; and what is there of System V."""
+    tops = [pathlib.Path(top) for top in ("/tmp", "/var/tmp", "/dev/shm", "/dev/mqueue") if os.path.isdir(top)]
+    files = [str(path) for top in tops for path in top.iterdir() if mark in path.name]
+    processes = subprocess.run(["ps", "ax", "-o", "args"], capture_output=True, text=True, check=True).stdout
+    sockets = pathlib.Path("/proc/net/unix").read_text()
+    keys = [pathlib.Path("/proc/sysvipc", kind).read_text().count(f" {0x5EED} ") for kind in ("shm", "msg", "sem")]
+    return files, mark in processes, mark in sockets, keys
+
+
+@pytest.mark.fault(64)
+def test_nothing_is_left_behind(held, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    tmp_path.chmod(0o711)
+    for parent in list(tmp_path.parents)[:2]:  # pytest's own folders are closed to other users
+        parent.chmod(0o711)
+    mark = f"left{os.getpid()}"
+    text = LEAVES.replace("MARK", mark)
+    passing = judged({"test": TEST, "entry_point": "add"}, "import math\n" + text)
+    assert sandbox.run(passing, held) == sandbox.Outcome(True, "", held.holder == Holder.LIMITS)
+    assert not sandbox.run(text + "while True: pass", Sandbox(seconds=1, holder=held.holder)).passed
+    assert left_of(mark) == ([], False, False, [0, 0, 0])
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.fault(64)
+def test_what_the_user_has_is_not_seen(held, tmp_path):
+    """Neither files nor the environment of whoever started it, nor the answers on the disk."""
+    if held.holder == Holder.LIMITS:
+        pytest.skip("limits alone hide no files: the module says so")
+    answers = tmp_path / "answers.jsonl"
+    answers.write_text("42")
+    for folder in (tmp_path, *list(tmp_path.parents)[:2]):
+        folder.chmod(0o755)
+    reads = f"import os\nassert not os.path.exists({str(answers)!r}) and not os.path.exists({__file__!r})"
+    assert sandbox.run(reads, held).reason == ""
+    environments = """
+import glob
+seen = b""
+for path in glob.glob("/proc/[0-9]*/environ"):
+    try: seen += open(path, "rb").read()
+    except OSError: pass
+assert b"PYTEST_CURRENT_TEST" not in seen, seen
+"""
+    assert sandbox.run(environments, held).reason == ""
+    for path in ("/usr/x", "/x", "/etc/x", "/dev/x", os.path.dirname(os.__file__) + "/x"):
+        assert "Error" in sandbox.run(f"open({path!r}, 'w')", held).reason
+
+
+FLOODS = {
+    "prints": "while True: print('x' * 10**6)",
+    "prints errors": "import sys\nwhile True: sys.stderr.write('x' * 10**6)",
+    "fills the disk": "import os\nfor n in range(10**4):\n    open(f'{n}', 'wb').write(bytes(2**22))",
+    "fills shared memory": "for n in range(10**4):\n    open(f'/dev/shm/{n}', 'wb').write(bytes(2**22))",
+    "makes files": "for n in range(10**6):\n    open(f'{n}', 'w').close()",
+    "multiplies": "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass",
+    "takes memory": "x = []\nwhile True: x.append(bytearray(2**24))",
+    "answers without end": "def f(): return 'x' * 10**8\nassert f() == 1",
+    "answers deeply": "def f():\n    x = []\n    for _ in range(10**5): x = [x]\n    return x\nassert f() == 1",
+    "asks without end": "def f(g):\n    while True: g()\ndef check(f):\n    assert f(lambda: 1)\ncheck(f)",
+}
+
+
+@pytest.mark.fault(64)
+@pytest.mark.heavy
+def test_floods_end_and_go_with_the_program(held):
+    if held.holder == Holder.LIMITS:
+        pytest.skip("limits alone do not bound how many files there are: the module says so")
+    free = os.statvfs("/tmp").f_bfree
+    found = all_of(FLOODS, Sandbox(seconds=4, memory_mib=512, processes=8, holder=held.holder))
+    assert [name for name, one in found.items() if one.passed] == []
+    assert (free - os.statvfs("/tmp").f_bfree) * os.statvfs("/tmp").f_frsize < 2**28
