@@ -22,6 +22,7 @@ import resource
 import select
 import signal
 import socket
+import stat
 import sys
 import time
 import types
@@ -400,20 +401,37 @@ def _children() -> list[int]:
 
 
 def _sweep(libc: ctypes.CDLL, uids: set[int]) -> None:
-    """Removes what users who own nothing else have left in folders and tables that all share."""
+    """Removes what users who own nothing else have left in folders and tables that all share; their processes are dead."""
     for top in _SHARED if uids else ():
-        for folder, names, files in os.walk(top, topdown=False):
+        for folder, names, files in os.walk(top):
             for name in (*files, *names):
                 path = os.path.join(folder, name)
                 with contextlib.suppress(OSError):
-                    if os.lstat(path).st_uid in uids:
-                        os.rmdir(path) if name in names and not os.path.islink(path) else os.unlink(path)
+                    found = os.lstat(path)
+                    if found.st_uid in uids:
+                        _remove(path)
+                    if name in names and (found.st_uid in uids or not found.st_mode & stat.S_IWOTH):
+                        names.remove(name)  # nothing of theirs is further down
     for number in _left("shm", uids):
         libc.shmctl(number, _RMID, None)
     for number in _left("msg", uids):
         libc.msgctl(number, _RMID, None)
     for number in _left("sem", uids):
         libc.semctl(number, 0, _RMID)
+
+
+def _remove(path: str) -> None:
+    for folder, names, files in os.walk(path, topdown=False):
+        for name in (*files, *names):
+            inner = os.path.join(folder, name)
+            if name in names and not os.path.islink(inner):
+                os.rmdir(inner)
+            else:
+                os.unlink(inner)
+    if os.path.isdir(path) and not os.path.islink(path):
+        os.rmdir(path)
+    else:
+        os.unlink(path)
 
 
 def _left(kind: str, uids: set[int]) -> list[int]:
