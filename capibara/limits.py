@@ -260,7 +260,9 @@ def read_json(path: str | os.PathLike[str], most: int = TEXT_BYTES, *, values: i
 
 
 def lines(path: str | os.PathLike[str], most: int = LINE_BYTES) -> Iterator[tuple[int, bytes]]:
-    """The lines of a file with their numbers from 1, without their ends; none is held that is longer than `most`.
+    """The lines of a file with their numbers from 1, without their ends and without those in which there is nothing.
+
+    None is held that is longer than `most` by more than a block.
 
     Raises:
       UserError: a line is longer; as `opened`.
@@ -272,12 +274,23 @@ def lines(path: str | os.PathLike[str], most: int = LINE_BYTES) -> Iterator[tupl
 
 def lines_of(file: BinaryIO, name: str, most: int = LINE_BYTES) -> Iterator[tuple[int, bytes]]:
     """`lines` of an open file."""
-    number = 0
-    while line := file.readline(most + 2):
-        number += 1
-        line = line.removesuffix(b"\n").removesuffix(b"\r")
-        check_line(len(line), f"{name}:{number}", most)
-        yield number, line
+    number, begun, size = 0, [], 0  # the blocks that a line has begun in, and their bytes
+    while block := file.read(MIB):
+        size += block.find(b"\n") if b"\n" in block else len(block)
+        check_line(size, f"{name}:{number + 1}", most)
+        begun.append(block)
+        if b"\n" not in block:
+            continue
+        found = b"".join(begun).split(b"\n")
+        begun, size = [found.pop()], 0
+        for at, line in enumerate(found, number + 1):
+            if line and line != b"\r":
+                check_line(len(line), f"{name}:{at}", most)
+                yield at, line.removesuffix(b"\r")
+        number, size = number + len(found), len(begun[0])
+    rest = b"".join(begun)
+    if rest and rest != b"\r":
+        yield number + 1, rest.removesuffix(b"\r")
 
 
 def check_line(size: int, where: str, most: int = LINE_BYTES) -> None:

@@ -232,7 +232,7 @@ def main() -> int:
         canary = root / "executed"
         made = subprocess.run(
             [sys.executable, "-c", _MAKE, str(HERE), str(root / "hostile"), str(canary), str(int(not args.small))],
-            check=True, capture_output=True, text=True,
+            check=True, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
         cases = [types.SimpleNamespace(**values) for values in json.loads(made.stdout.splitlines()[-1])]
         HF = str(root / "hostile" / "good" / "hf")

@@ -55,7 +55,7 @@ JsonlSource.files = ("{folder}/words.jsonl",)
 Dataset.vocabulary = @TokenizerJsonVocabulary()
 TokenizerJsonVocabulary.path = "{folder}/hf"
 """
-PROMPT = '{"prompt": "hi", "text": "hello there", "messages": []}\n'
+PROMPT = '{"prompt": "hi", "completion": "ho", "text": "hello there", "question": "why?", "answer": ["so"]}\n'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -542,7 +542,7 @@ def _archives(maker: _Maker) -> None:
         file.write(info.tobuf() + bytes(48 << 20))
     with (
         zipfile.ZipFile(maker.folder / "bomb.zip", "w", zipfile.ZIP_DEFLATED) as archive,
-        archive.open("a.jsonl", "w") as one,
+        archive.open("a.jsonl", "w", force_zip64=True) as one,
     ):
         for _ in range(times):
             one.write(zeros)

@@ -114,6 +114,7 @@ def test_lines_are_found_as_python_finds_them(tmp_path):
         want = [(n, line) for n, line in enumerate(content.split(b"\n"), 1) if line not in (b"", b"\r")]
         got = [(int(n), content[a:b]) for a, b, n in zip(*disk.line_bounds(str(path)), strict=True)]
         assert got == want
+        assert list(limits.lines(path)) == [(n, line.removesuffix(b"\r")) for n, line in want]
 
 
 @pytest.mark.fault(62)
