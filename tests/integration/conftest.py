@@ -79,10 +79,13 @@ def shell(tmp_path_factory):
 
 @pytest.fixture
 def here(shell, monkeypatch, capfd):
-    """(verb, arguments) -> Done, in this process and its 8 devices: quick, for what ends before devices are chosen."""
+    """(verb, arguments) -> Done, in this process and its 8 devices: quick, as nothing is imported or compiled again."""
     import importlib
 
-    from capibara import cli
+    from capibara import cli, devices
+
+    # A worker of pytest-xdist may have computed before; the configuration of JAX's devices is then closed.
+    monkeypatch.setattr(devices, "emulate", lambda count: None)
 
     def run(verb, *args):
         monkeypatch.chdir(shell.folder)
