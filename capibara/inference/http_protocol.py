@@ -15,6 +15,7 @@ import time
 
 import h11
 from uvicorn.config import Config
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 from uvicorn.server import ServerState
 
@@ -25,7 +26,8 @@ from capibara.inference.service import Service
 _FED = 8192
 # A chunk costs as much as the bytes of a large one.
 _FREE_CHUNKS, _LEAST_CHUNK = 256, 512
-_READ_AT_ONCE = 64 * 1024
+_READ_AT_ONCE = 32 * 1024
+_BYTES_PER_S, _AHEAD_S = 64 * 2**20, 0.01  # of all bodies together
 _CLOSED_AT_ONCE = 32  # others' tokens wait for it
 _LINGER_S = 5.0  # for an answer to be read
 _MESSAGES = {
@@ -55,6 +57,13 @@ class Room:
     def __init__(self, service: Service):
         self.service = service
         self._open: dict[Protocol, None] = {}
+        self._read_until_s = 0.0
+
+    def delay_s(self, count: int) -> float:
+        """How long to read no more after so many bytes of a body: all together come at a pace that leaves time."""
+        now_s = time.monotonic()
+        self._read_until_s = max(now_s, self._read_until_s) + count / _BYTES_PER_S
+        return max(self._read_until_s - now_s - _AHEAD_S, 0.0)
 
     def add(self, connection: Protocol) -> None:
         """Takes a new one, or one that begins to wait; the oldest that waits on its client makes room for it."""
@@ -100,6 +109,26 @@ class _Connection(h11.Connection):
         return event
 
 
+class _Flow(FlowControl):
+    """uvicorn's, which reads no more for a while, whoever asks for it."""
+
+    _is_held = False
+
+    def hold(self, loop: asyncio.AbstractEventLoop, seconds: float) -> None:
+        if not self._is_held:
+            self._is_held = True
+            self.pause_reading()
+            loop.call_later(seconds, self._release)
+
+    def resume_reading(self) -> None:
+        if not self._is_held:
+            super().resume_reading()
+
+    def _release(self) -> None:
+        self._is_held = False
+        self.resume_reading()
+
+
 class Protocol(H11Protocol):
     """One connection.
 
@@ -140,6 +169,7 @@ class Protocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
+        self.flow = _Flow(transport)
         if hasattr(transport, "max_size"):  # asyncio's own reads four times as much in one turn of the loop
             transport.max_size = _READ_AT_ONCE
         self._room.add(self)
@@ -149,6 +179,8 @@ class Protocol(H11Protocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if delay_s := self._room.delay_s(len(data)):
+            self.flow.hold(self.loop, delay_s)
         for at in range(0, len(data), _FED):
             if self.transport.is_closing():
                 return
