@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +18,8 @@ from capibara.jobs.guard import Guard
 from capibara.jobs.workers import Health, Worker, meaning
 
 _PAUSES_S = (1.0, 2.0, 5.0, 15.0, 60.0)  # before a restart; the last one for all further ones
+# Where a file that lets `train --start_over` rename the run folder once; no restart does it again.
+PERMIT = "CAPIBARA_START_OVER"
 _WELL_S = 10.0  # what has run that long is started again after the first pause
 
 
@@ -54,11 +57,13 @@ class Supervisor:
 
     def run(self) -> int:
         """Runs it to its end; returns its exit code, or 128 + the signal that stopped us."""
-        with _Signals() as stop, Guard() as guard:
+        with _Signals() as stop, Guard() as guard, tempfile.TemporaryDirectory(prefix="capibara-launch-") as folder:
+            permit = os.path.join(folder, "start_over")
+            open(permit, "w").close()
             restarts = in_a_row = 0
             while True:
                 began_s = time.monotonic()
-                code = self._once(stop, guard)
+                code = self._once(stop, guard, permit)
                 if stop.number is not None:
                     return 128 + stop.number
                 if code in (0, cli.EXIT_USER_ERROR):
@@ -75,7 +80,7 @@ class Supervisor:
                 if stop.wait(pause_s):
                     return 128 + stop.number
 
-    def _once(self, stop: _Signals, guard: Guard) -> int:
+    def _once(self, stop: _Signals, guard: Guard, permit: str) -> int:
         """Runs all processes until one has failed, all have ended or we are to stop; the exit code that counts."""
         started: list[Worker] = []
         stop.workers = started
@@ -83,7 +88,7 @@ class Supervisor:
         try:
             address = free_address() if self.processes > 1 else None
             for index in range(self.processes):
-                started.append(Worker(index, self.command, self._environment(index, address)))
+                started.append(Worker(index, self.command, {PERMIT: permit, **self._environment(index, address)}))
                 guard.watch([worker.pid for worker in started], self.grace_s)
             code = self._watch(started, stop)
             grace_s = self.grace_s if code is None else 0.0 if code == _GIVEN_UP else self.crash_grace_s

@@ -27,6 +27,7 @@ from capibara.training.trainer import Trainer
 from capibara.types import Params, PyTree, UserError
 
 CONFIG = run_manifest.CONFIG
+_PERMIT = "CAPIBARA_START_OVER"  # a launcher's file, which lets --start_over rename the folder once
 _OF_OTHERS = "config.json"  # of a Hugging Face folder, which is read by it whatever else lies beside it
 
 
@@ -213,11 +214,14 @@ def changes(model_dir: str) -> list[str]:
 def start_over(model_dir: str) -> None:
     """Renames a run folder, so that a new run begins in its place; every process calls it, process 0 does it.
 
+    What a launcher starts again keeps the command's --start_over, and resumes: the launcher's permit is used up.
+
     Raises:
       UserError: another process writes there, or it is in a bucket.
     """
-    folder = storage.folder_of(model_dir)
-    if jax.process_index() == 0 and folder.exists() and any(folder.iterdir()):
+    folder, permit = storage.folder_of(model_dir), os.environ.get(_PERMIT)
+    is_permitted = permit is None or os.path.exists(permit)
+    if jax.process_index() == 0 and is_permitted and folder.exists() and any(folder.iterdir()):
         if outputs.is_remote(model_dir):
             raise UserError(
                 f"--start_over renames a local folder, and {model_dir} is in a bucket: set another MODEL_DIR"
@@ -229,6 +233,9 @@ def start_over(model_dir: str) -> None:
             old = next(p for n in itertools.count(1) if not (p := folder.with_name(f"{folder.name}.old{n}")).exists())
             folder.rename(old)
         print(f"{folder} was renamed to {old.name}: a new run begins")
+    if jax.process_index() == 0 and permit is not None:
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(permit)
     together("started over")
 
 

@@ -364,3 +364,15 @@ def test_start_over_leaves_a_run_that_writes_alone(trained, run, here):
     finally:
         lease.release()
     assert [path.parent.name for path in manifests(run)] == ["2", "4"]
+
+
+@pytest.mark.fault(54)
+def test_a_restart_by_a_launcher_does_not_start_over_again(trained, run, monkeypatch):
+    permit = run.parent / "permit"
+    permit.touch()
+    monkeypatch.setenv("CAPIBARA_START_OVER", str(permit))
+    run_folder.start_over(str(run))
+    assert not run.exists() and not permit.exists()
+    shutil.move(run.parent / "copy.old1", run)  # stands for what the first start has written
+    run_folder.start_over(str(run))
+    assert [path.parent.name for path in manifests(run)] == ["2", "4"]

@@ -46,6 +46,19 @@ def test_it_is_started_again_until_it_ends_well(tmp_path):
     ]
 
 
+def test_starting_over_is_permitted_until_it_was_done(tmp_path):
+    said = tmp_path / "said"
+    code = (
+        "import os\npermit = os.environ['CAPIBARA_START_OVER']\n"
+        f"file = open({str(said)!r}, 'a+')\nfile.write(f'{{os.path.exists(permit):d}}')\nfile.flush()\n"
+        "count = os.fstat(file.fileno()).st_size\n"
+        "if count == 2: os.remove(permit)\n"
+        "raise SystemExit(count < 4)"
+    )
+    assert supervise(code, restarts=5)[0] == 0
+    assert said.read_text() == "1100"
+
+
 def test_a_mistake_is_not_tried_again(tmp_path):
     assert supervise(counting(tmp_path / "n", [2]), restarts=5) == (2, [])
 
