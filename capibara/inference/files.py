@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import sys
 from collections import deque
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TextIO
 
+from capibara import limits
 from capibara.fields import did_you_mean, nearest
 from capibara.inference.chat import Chat
 from capibara.inference.engine import Engine
@@ -54,16 +56,24 @@ def read_prompts(path: str, sampling: Sampling) -> list[Prompt]:
     """
     try:
         with open(path, encoding="utf-8") as file:
-            lines = file.read().split("\n")
+            lines = list(_lines(file, path))
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
             f"--prompts={path} cannot be read ({type(error).__name__}): name a text or .jsonl file"
         ) from error
-    if lines[-1] == "":
-        lines.pop()
     if not path.endswith(".jsonl"):
         return [Prompt(line, _of_line(sampling, i), {}, f"{path}:{i + 1}") for i, line in enumerate(lines)]
     return [_of_json(f"{path}:{i + 1}", line, sampling, i) for i, line in enumerate(lines)]
+
+
+def _lines(file: TextIO, path: str) -> Iterator[str]:
+    """Those of an open file, or of a pipe that the user names, without their ends; also those that are empty."""
+    for number in itertools.count(1):
+        line = file.readline(limits.LINE_BYTES + 1)
+        if not line:
+            return
+        limits.check_line(len(line), f"--prompts={path}:{number}", limits.LINE_BYTES)
+        yield line.removesuffix("\n")
 
 
 def _of_line(sampling: Sampling, index: int) -> Sampling:
@@ -73,7 +83,7 @@ def _of_line(sampling: Sampling, index: int) -> Sampling:
 
 def _of_json(where: str, line: str, sampling: Sampling, index: int) -> Prompt:
     try:
-        values = json.loads(line)
+        values = limits.parse_json(line, finite=False)
         text = values.pop("prompt")
         if not isinstance(text, str):
             raise TypeError

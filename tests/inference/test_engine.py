@@ -438,6 +438,14 @@ def test_a_bad_line_is_named(tmp_path, line, says):
         files.read_prompts(str(tmp_path / "none.txt"), GREEDY)
 
 
+@pytest.mark.parametrize("name", ["in.jsonl", "in.txt"])
+def test_a_line_without_end_is_one_error(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(files.limits, "LINE_BYTES", 1000)
+    (tmp_path / name).write_text('{"prompt": "a"}\n' + "x" * 1001)
+    with pytest.raises(UserError, match=f"{name}:2 is longer than 1,000 bytes"):
+        files.read_prompts(str(tmp_path / name), GREEDY)
+
+
 def test_speeds_are_measured():
     found = speed.measure(engine(), dataclasses.replace(GREEDY, max_new_tokens=6), 20, VOCABULARY.size)
     assert all(value > 0 for value in found.values())
