@@ -67,6 +67,7 @@ lock:
 
 setup: $(STAMP)
 
+# Modules are compiled when they are first imported: all of them at once would be a third of the time.
 # A Debian python3 without python3-venv cannot put pip into an environment: then its own pip installs into it.
 $(STAMP): requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null || { echo \
@@ -81,6 +82,6 @@ $(STAMP): requirements.lock pyproject.toml
 	else \
 	  echo "error: $(PYTHON) has neither ensurepip nor pip: install python3-venv (Debian, Ubuntu) or pip" >&2; exit 2; \
 	fi; \
-	$$pip install --quiet --disable-pip-version-check -r requirements.lock; \
+	$$pip install --quiet --disable-pip-version-check --no-compile -r requirements.lock; \
 	$$pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.metadata
 import os
 import pathlib
@@ -29,6 +30,10 @@ import pytest  # noqa: E402
 from capibara import config, devices  # noqa: E402
 
 os.environ["XLA_FLAGS"] = devices.with_emulation_flags(_XLA_FLAGS)  # read with the first computation
+
+
+# Looking through all that JAX holds is a tenth of the time that most tests take.
+gc.set_threshold(100_000, 50, 100)
 
 
 @pytest.fixture(autouse=True)

@@ -48,7 +48,7 @@ def texts(params, drafts, requests=REQUESTS, config=CONFIG, **engine):
 @pytest.mark.parametrize(
     "variant",
     [
-        {},
+        pytest.param({}, id="plain", marks=pytest.mark.heavy),
         pytest.param(dict(layer_pattern=("local", "global"), window=8), id="window"),
         pytest.param(dict(norm="layer", positions="learned", max_length=64), id="learned", marks=pytest.mark.heavy),
     ],

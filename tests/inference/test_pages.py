@@ -77,7 +77,7 @@ def of_rows(variant="global", dtype="compute"):
 @pytest.mark.parametrize(
     "variant, pages",
     [
-        ("global", dict(page_size=24)),  # no divisor of the length
+        pytest.param("global", dict(page_size=24), marks=pytest.mark.heavy),  # no divisor of the length
         ("global", SMALL),
         ("patterns", SMALL),
         pytest.param("masked", SMALL, marks=pytest.mark.heavy),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -84,8 +85,13 @@ def here(shell, monkeypatch, capfd):
 
     from capibara import cli, devices
 
-    # A worker of pytest-xdist may have computed before; the configuration of JAX's devices is then closed.
-    monkeypatch.setattr(devices, "emulate", lambda count: None)
+    emulate = devices.emulate
+
+    def emulate_as_before(count):
+        with contextlib.suppress(RuntimeError):  # JAX has computed in this process: its devices stay as they are
+            emulate(count)
+
+    monkeypatch.setattr(devices, "emulate", emulate_as_before)
 
     def run(verb, *args):
         monkeypatch.chdir(shell.folder)

@@ -148,8 +148,8 @@ def test_a_run_folder_that_was_moved_has_its_tokenizer(here, shell, toy_tokenize
     """infer, evaluate, convert and a resume need nothing of where it was trained, and it is a path to its tokenizer."""
     shutil.copytree(toy_tokenizer, shell.folder / "tok")
     given = ("--gin.Dataset.vocabulary=@TokenizerJsonVocabulary()", "--gin.TokenizerJsonVocabulary.path=tok")
-    short = ("--emulate=2", "--gin.TRAIN_STEPS=2")
-    done = shell.run("train", "--gin_file=tiny.gin", *short, *given, "--gin.MODEL_DIR=first")
+    short = ("--emulate=8", "--gin.TRAIN_STEPS=2")
+    done = here("train", "--gin_file=tiny.gin", *short, *given, "--gin.MODEL_DIR=first")
     assert done.code == 0, done.err
     asked = ("--chat", "--prompt=river", "--gin.Sampling.temperature=0", "--gin.Sampling.max_new_tokens=6")
     text = here("infer", "--model_dir=first", *asked)
@@ -166,7 +166,7 @@ def test_a_run_folder_that_was_moved_has_its_tokenizer(here, shell, toy_tokenize
     mistake(here("infer", "--model_dir=moved", *asked, "--gin.TokenizerJsonVocabulary.path=tik"))
     named = here("infer", "--model_dir=moved", *asked, "--gin.TokenizerJsonVocabulary.path=moved")
     assert (named.code, named.out) == (0, text.out)
-    more = shell.run("train", "--gin_file=tiny.gin", *short, *given, "--gin.MODEL_DIR=moved", "--gin.TRAIN_STEPS=3")
+    more = here("train", "--gin_file=tiny.gin", *short, *given, "--gin.MODEL_DIR=moved", "--gin.TRAIN_STEPS=3")
     assert more.code == 0, more.err
     assert json.loads((shell.folder / "moved" / "paths.json").read_text())["tok"] == "tokenizer"
 

@@ -157,6 +157,7 @@ def test_another_model_shape_is_one_line(here, shell):
     assert (shell.folder / "run" / "config.gin").read_text() == before
 
 
+@pytest.mark.heavy  # tests/faults/test_disk.py fills a disk in the short suite
 def test_a_full_disk_is_one_line_and_the_run_carries_on_once_there_is_room(shell):
     disk = shell.folder / "disk"
     disk.mkdir()

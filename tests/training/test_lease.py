@@ -73,7 +73,14 @@ def test_that_of_a_live_process_is_refused_at_once(folder):
     assert time.monotonic() - begin_s < 15
 
 
-@pytest.mark.parametrize("other", [{"boot": "b"}, {"pid_namespace": "pid:[7]"}, {"boot": None}])
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"pid_namespace": "pid:[7]"},
+        *(pytest.param(other, marks=pytest.mark.heavy) for other in ({"boot": "b"}, {"boot": None})),
+    ],
+    ids=str,
+)
 def test_another_container_with_our_host_name_is_another_host(folder, other):
     """Its process id is nobody's here, or somebody else's: neither says anything."""
     for pid in (0, os.getpid()):

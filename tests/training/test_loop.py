@@ -129,7 +129,7 @@ def test_a_signal_in_an_evaluation_ends_the_run_without_another_step(make_traine
     assert stopped.checkpoints == [5] and sorted(stopped.losses) == [1, 2, 3, 4, 5]
 
 
-@pytest.mark.parametrize("steps", [10, 5], ids=["before the end", "at the end"])
+@pytest.mark.parametrize("steps", [pytest.param(10, marks=pytest.mark.heavy), 5], ids=["before the end", "at the end"])
 def test_a_signal_ends_an_evaluation_in_its_middle(make_trainer, train, steps):
     """What carries on from there makes up for it, and early stopping is as if there had been no signal."""
     trainer = make_trainer(steps=steps, evaluation=Evaluation(every=5, max_batches=4, patience=9))

@@ -302,6 +302,7 @@ def test_adapters_have_their_base_for_reference(make_trainer, train, init_from):
     jax.tree.map(np.testing.assert_array_equal, frozen(seen.started.params), frozen(seen.state.params))
 
 
+@pytest.mark.heavy
 def test_a_reference_is_computed_anew_where_it_is_not_of_this_run(make_trainer, train):
     trainer = make_trainer(steps=2, evaluation=Evaluation(every=0))
     two = jax.devices()[:2]

@@ -81,7 +81,7 @@ def test_parameters_and_moments_are_sharded():
         assert leaf.addressable_shards[0].data.size * 8 == leaf.size
 
 
-@pytest.mark.parametrize("remat", ["dots", "full"])
+@pytest.mark.parametrize("remat", [pytest.param("dots", marks=pytest.mark.heavy), "full"])
 def test_accumulation_and_remat_change_nothing(remat):
     losses, state, metrics = run(Plan(batch_size=16, accumulation=2, remat=remat), 3)
     want, want_state, want_metrics = run(Plan(batch_size=16), 3)
