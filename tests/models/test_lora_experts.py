@@ -205,6 +205,7 @@ def test_dora_divides_by_lengths_of_each_expert_without_a_gradient():
     assert_close(objective(apply, frozen)(parts, inputs()), objective(by_formula, frozen)(parts, inputs()), 2e-5)
 
 
+@pytest.mark.heavy
 def test_new_adapters_change_nothing_and_every_expert_has_its_own():
     config = dataclasses.replace(CONFIG, moe=dataclasses.replace(MOE, shared_experts=1))
     model = api.build(dataclasses.replace(config, lora=LORA))

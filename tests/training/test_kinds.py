@@ -46,6 +46,7 @@ def test_a_run_learns_and_resumes_exactly(make, train, kind, tmp_path):
     assert rest.evaluations == whole.evaluations
 
 
+@pytest.mark.heavy
 def test_accumulation_weighs_every_token_alike(make, train, tmp_path):
     kind = Kind.ENCODER_DECODER
     plans = [dataclasses.replace(make(kind).plan, accumulation=n) for n in (1, 2)]

@@ -95,7 +95,7 @@ def test_an_evaluation_that_a_signal_came_before_is_made_up_for(make_trainer, tr
     assert list(resumed.evaluations) == [3, 6] and resumed.early.state() == {"best": 2.0, "bad": 1}
 
 
-@pytest.mark.parametrize("encrypted", [False, True])
+@pytest.mark.parametrize("encrypted", [pytest.param(False, marks=pytest.mark.heavy), True])
 def test_an_evaluation_that_is_made_up_for_counts_for_the_checkpoints_that_are_kept(
     make_trainer, train, encrypted, monkeypatch
 ):
@@ -155,6 +155,7 @@ def test_a_signal_ends_samples_between_two_of_them(make_trainer, train, monkeypa
     assert stopped.early.state() == {"best": 2.0, "bad": 0}  # the evaluation itself had come to its end
 
 
+@pytest.mark.heavy
 def test_early_stopping_survives_a_resume(make_trainer, train, tmp_path):
     losses = [5.0, 4.0, 4.5, 4.2, 4.1, 1.0]  # the best is the second; patience 3 ends after the fifth
     trainer = make_trainer(evaluation=Evaluation(every=2, patience=3), steps=12)

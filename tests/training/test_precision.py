@@ -156,7 +156,8 @@ class TestAccumulation:
 
 
 class TestStoredMoments:
-    @pytest.mark.parametrize("dtype", ["int8", pytest.param("bfloat16", marks=pytest.mark.heavy)])
+    @pytest.mark.heavy
+    @pytest.mark.parametrize("dtype", ["int8", "bfloat16"])
     def test_learns_as_with_float32_and_alike_on_every_mesh(self, dtype):
         optimizer = dataclasses.replace(OPTIMIZER, state_dtype=dtype)
         alone, want = Training(CONFIG, optimizer=optimizer).run(40), float32_losses()
@@ -164,7 +165,7 @@ class TestStoredMoments:
         sharded = Training(CONFIG, axes=dict(fsdp=4, tensor=2), optimizer=optimizer).run(10)
         np.testing.assert_allclose(sharded.seen("loss"), alone.seen("loss")[:10], rtol=1e-3)
 
-    @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+    @pytest.mark.parametrize("dtype", [pytest.param("bfloat16", marks=pytest.mark.heavy), "int8"])
     def test_moments_lie_where_their_parameters_lie(self, dtype):
         """As large a share on every device; scales too few for an axis are whole along it, nothing else is."""
         optimizer = dataclasses.replace(OPTIMIZER, state_dtype=dtype)
@@ -225,6 +226,7 @@ class TestRuns:
             **changes,
         )
 
+    @pytest.mark.heavy
     def test_left_out_updates_do_not_stop_a_run_and_resuming_changes_nothing(self, half, train, tmp_path):
         """The first updates overflow, among them that of step 2, which is saved."""
         scaling, saving = LossScaling(initial=2.0**36, growth_steps=4), Checkpointing(every=2)

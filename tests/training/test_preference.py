@@ -226,6 +226,7 @@ def test_a_resumed_run_ends_bit_by_bit_as_one_that_was_not_stopped(make_trainer,
     same_state(whole.state, resumed.state)
 
 
+@pytest.mark.heavy
 def test_a_signal_ends_the_reference_before_the_first_step(make_trainer, train, monkeypatch, tmp_path):
     two, step = jax.devices()[:2], reference._each
 
