@@ -50,11 +50,19 @@ def with_emulation_flags(flags: str) -> str:
     return " ".join([*flags.split(), *missing])
 
 
-def has_tpu() -> bool:
-    """Whether this machine has TPU chips: PCI devices of Google's vendor number."""
-    for path in glob.glob("/sys/bus/pci/devices/*/vendor"):
-        with contextlib.suppress(OSError), open(path, encoding="ascii") as file:
-            if file.read().strip() == "0x1ae0":
+# Of TPUs, as JAX has them; a cloud machine's network card and disks are Google's, too.
+_GOOGLE = "0x1ae0"
+_TPUS = frozenset({"0x0027", "0x0056", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076"})
+
+
+def has_tpu(buses: str = "/sys/bus/pci/devices") -> bool:
+    """Whether this machine has TPU chips, by the vendor and device numbers of what is on its PCI bus."""
+    for folder in glob.glob(os.path.join(glob.escape(buses), "*")):
+        with contextlib.suppress(OSError):
+            numbers = [
+                open(os.path.join(folder, name), encoding="ascii").read().strip() for name in ("vendor", "device")
+            ]
+            if numbers[0] == _GOOGLE and numbers[1] in _TPUS:
                 return True
     return False
 
@@ -77,22 +85,3 @@ def use_compilation_cache() -> None:
         base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
         jax.config.update("jax_compilation_cache_dir", os.path.join(base, "capibara", "xla"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
-
-
-def start_distributed(*, emulated: bool = False, heartbeat_s: int = 100) -> None:
-    """Joins the other hosts of a slice or cluster where the environment names them; else does nothing.
-
-    Args:
-      emulated: after `emulate`: only processes that JAX_COORDINATOR_ADDRESS names join, each with its own emulated
-        devices; what the environment says of a TPU slice does not count.
-      heartbeat_s: seconds without a sign of life after which a process counts as dead, and the others end.
-    """
-    hosts = os.environ.get("TPU_WORKER_HOSTNAMES", "")
-    slice_ = not emulated and (hosts.count(",") > 0 or os.environ.get("MEGASCALE_NUM_SLICES"))
-    if os.environ.get("JAX_COORDINATOR_ADDRESS") or slice_:
-        count, index = os.environ.get("JAX_NUM_PROCESSES"), os.environ.get("JAX_PROCESS_ID")
-        jax.distributed.initialize(
-            num_processes=int(count) if count else None,
-            process_id=int(index) if index else None,
-            heartbeat_timeout_seconds=heartbeat_s,
-        )

@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Sequence
 
-from capibara import cli
+from capibara import cli, joining
 from capibara.types import UserError
 
 _DESCRIPTION = """Score a model: its loss on held-out text, its answers to tasks, or EleutherAI's evaluation harness.
@@ -36,6 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--harness", metavar="TASKS", help="tasks of lm-eval in place of ours, comma-separated")
     parser.add_argument("--harness_path", metavar="DIR", help="folder of YAML tasks for it")
     cli.add_trust(parser)
+    joining.add_arguments(parser)
     args = cli.parse_arguments(parser, argv)
     _check(args)
     run(args)
@@ -65,7 +66,7 @@ def run(args) -> None:
     written = [path for path in (args.out, args.predictions) if path]
     outputs.check_writable(*written, inputs=args.gin_file)
     devices.start(args.emulate)
-    devices.start_distributed(emulated=args.emulate is not None)
+    joining.join(joining.of(args), joining.asked(args), emulated=args.emulate is not None)
     given = (args.model_dir or args.model, args.gin_file, args.gin_bindings, args.gin_search_paths)
     with StatusLine() as line:
         line.show("reading", given[0])

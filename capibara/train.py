@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from capibara import cli
+from capibara import cli, joining
 from capibara.types import UserError
 
 _DESCRIPTION = """Train a model as a Gin file says; run again to resume from the last checkpoint.
@@ -29,10 +29,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--start_over", action="store_true", help="rename MODEL_DIR if it is there, and begin a new run in its place"
     )
+    joining.add_arguments(parser)
     args = cli.parse_arguments(parser, argv)
     if not args.gin_file:
         raise UserError("--gin_file has no value: name a run file, e.g. --gin_file=quickstart.gin")
-    return train(args.gin_file, args.gin_bindings, args.gin_search_paths, args.emulate, start_over=args.start_over)
+    hosts = joining.of(args)
+    return train(
+        args.gin_file, args.gin_bindings, args.gin_search_paths, args.emulate, start_over=args.start_over, hosts=hosts
+    )
 
 
 def train(
@@ -42,6 +46,7 @@ def train(
     emulate: int | None,
     *,
     start_over: bool = False,
+    hosts: joining.Joining = joining.Joining(),
 ) -> int:
     """Trains the run that the Gin files describe; returns the exit code."""
     import jax
@@ -58,7 +63,8 @@ def train(
     config.parse(gin_files, bindings, search_paths)
     trainer = config.build(Trainer)
     devices.start(emulate)
-    devices.start_distributed(emulated=emulate is not None, heartbeat_s=trainer.heartbeat_s)
+    facts = {"configuration": config.operative()}
+    joining.join(hosts, facts, emulated=emulate is not None, heartbeat_s=trainer.heartbeat_s)
     if start_over:
         run_folder.start_over(trainer.model_dir)
     run_folder.check_resumable(trainer.model_dir)
