@@ -55,9 +55,9 @@ _GOOGLE = "0x1ae0"
 _TPUS = frozenset({"0x0027", "0x0056", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076"})
 
 
-def has_tpu(buses: str = "/sys/bus/pci/devices") -> bool:
+def has_tpu(bus: str = "/sys/bus/pci/devices") -> bool:
     """Whether this machine has TPU chips, by the vendor and device numbers of what is on its PCI bus."""
-    for folder in glob.glob(os.path.join(glob.escape(buses), "*")):
+    for folder in glob.glob(os.path.join(glob.escape(bus), "*")):
         with contextlib.suppress(OSError):
             numbers = [
                 open(os.path.join(folder, name), encoding="ascii").read().strip() for name in ("vendor", "device")

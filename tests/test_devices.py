@@ -43,6 +43,24 @@ def test_a_tpu_that_is_not_there_is_not_looked_for():
     assert python(code).split() in (["cpu"], ["gpu"])
 
 
+@pytest.mark.parametrize(
+    "vendor, device, is_one",
+    [
+        ("0x1ae0", "0x0063", True),
+        ("0x1ae0", "0x006f", True),
+        ("0x1ae0", "0x0042", False),  # gVNIC, the network card of every virtual machine of Google's
+        ("0x1ae0", "0x001f", False),  # its disks
+        ("0x10de", "0x0063", False),
+    ],
+)
+def test_a_tpu_is_known_by_its_device_number(tmp_path, vendor, device, is_one):
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one" / "vendor").write_text(f"{vendor}\n")
+    (tmp_path / "one" / "device").write_text(f"{device}\n")
+    assert devices.has_tpu(str(tmp_path)) is is_one
+
+
 def test_a_platform_that_is_named_is_not_changed():
     code = "import jax; from capibara import devices; devices.skip_absent_tpu(); print(jax.config.jax_platforms)"
     assert python(code, JAX_PLATFORMS="cpu,tpu").split() == ["cpu,tpu"]

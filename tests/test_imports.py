@@ -19,7 +19,11 @@ FOUNDATION |= {"gin_record", "limits", "user_modules"}
 _BASE = FOUNDATION | {"devices", "sharding", "transposition", "optim", "data", "builders", "consensus", "models.api"}
 RULES = {
     **{name: FOUNDATION for name in FOUNDATION},
-    **{name: FOUNDATION for name in ("devices", "sharding", "optim_state", "data", "builders", "consensus")},
+    **{
+        name: FOUNDATION
+        for name in ("devices", "roll_call", "sharding", "optim_state", "data", "builders", "consensus")
+    },
+    "joining": FOUNDATION | {"roll_call"},
     "transposition": FOUNDATION | {"sharding"},
     "optim": FOUNDATION | {"optim_state"},
     "models": FOUNDATION | {"sharding", "transposition"},

@@ -65,4 +65,5 @@ FAULTS = {
     62: ("templates and expressions that loop or allocate", "ended at a deadline or a bound, with one line"),
     63: ("indexes, headers and names that lie", "one line, no traceback"),
     64: ("programs that forge the judge's verdict", "they fail, nothing is left behind"),
+    65: ("a host that never joins, joins twice, or differs", "named on every host within a stated time"),
 }
