@@ -28,6 +28,7 @@ from capibara.inference.request import LIKELIEST, Request
 from capibara.inference.sampling import Sampling
 from capibara.inference.stream import Finish, Stream
 from capibara.models.api import Model
+from capibara.sharding import Rules
 from capibara.types import Params, UserError
 
 __all__ = ["Engine", "EngineConfig", "WhenFull", "check_generates"]
@@ -47,6 +48,7 @@ class Engine:
       length: places of a slot: tokens of the prompt and the text together.
       config: how requests are batched.
       encoder_length: an encoder reads at most this many tokens.
+      rules: how slots, keys and values lie on the mesh of parameters that are spread over devices.
 
     Raises:
       UserError: the model has no next token, or no positions for so long rows, or the memory has no room for the slots.
@@ -60,6 +62,7 @@ class Engine:
         length: int,
         config: EngineConfig = EngineConfig(),
         encoder_length: int | None = None,
+        rules: Rules = Rules(),
     ):
         check_generates(model)
         longest = model.config.max_length
@@ -71,7 +74,7 @@ class Engine:
         sizes = footprint.sizes_of(model, config, length, encoder_length)
         self._pace, self._ahead = Pace(config, length), 0  # tokens that the program which began last gives a row
         mesh = programs.mesh_of(params)
-        self._programs = programs.build(model, vocabulary.size, sizes, mesh)
+        self._programs = programs.build(model, vocabulary.size, sizes, mesh, rules)
         self._params, self._updated, self._generation = self._programs.serving(params), None, 0
         self._state = footprint.allocated(self._programs.start, config, length)
         self._pages = sizes.pool and Pages(config.slots, length, sizes.pool)

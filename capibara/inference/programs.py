@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from capibara import sharding, tree
 from capibara.inference.choose import Settings, choose, log_probability
 from capibara.models.api import Cache, Model, paged, put_rows
 from capibara.types import Params
@@ -95,16 +97,23 @@ def mesh_of(params: Params) -> jax.sharding.Mesh | None:
     return sharding.mesh if isinstance(sharding, jax.sharding.NamedSharding) and sharding.mesh.size > 1 else None
 
 
-def build(model: Model, usable: int, sizes: Sizes, mesh: Mesh | None = None) -> Programs:
+def build(
+    model: Model,
+    usable: int,
+    sizes: Sizes,
+    mesh: Mesh | None = None,
+    rules: sharding.Rules = sharding.Rules(),
+) -> Programs:
     """The programs for a model and `usable` ids of a vocabulary; made once.
 
-    `mesh` is that of parameters which are spread over devices: all of them then know what was chosen.
+    `mesh` is that of parameters which are spread over devices. Slots lie on it as rows of a batch do, keys and values with
+    their heads, by `rules`; every device knows what was chosen.
     """
-    return _build(_Same(model), usable, sizes, mesh)
+    return _build(_Same(model), usable, sizes, mesh, rules)
 
 
 @functools.lru_cache(maxsize=16)
-def _build(same: _Same, usable: int, sizes: Sizes, mesh: Mesh | None) -> Programs:
+def _build(same: _Same, usable: int, sizes: Sizes, mesh: Mesh | None, rules: sharding.Rules) -> Programs:
     model, adapted = same.model.plain, same.model
     everywhere = NamedSharding(mesh, PartitionSpec()) if mesh else None
     empty = functools.partial(
@@ -125,7 +134,7 @@ def _build(same: _Same, usable: int, sizes: Sizes, mesh: Mesh | None) -> Program
             "tokens": state["tokens"].at[slot].set(token),
             "seen": state["seen"].at[slot].set(seen[0].at[token].set(True)),
         }
-        return new, known(chosen)
+        return _laid_out(new), known(chosen)
 
     def step(params, state, settings, index, forced, count, table, alternatives: int) -> tuple[State, Chosen]:
         def next_of(state: State, done: jax.Array) -> tuple[State, Chosen]:
@@ -136,12 +145,12 @@ def _build(same: _Same, usable: int, sizes: Sizes, mesh: Mesh | None) -> Program
             state, chosen = next_of(state, jnp.int32(0))
         else:
             state, chosen = _repeated(next_of, state, count, sizes, alternatives)
-        return state, known(chosen)
+        return _laid_out(state), known(chosen)
 
     def verify(params, state, settings, index, forced, guesses, counts, table, alternatives: int):
         state = state | {"cache": paged.with_table(state["cache"], table)}
         new, chosen = _verify(model, usable, params, state, settings, index, forced, guesses, counts, alternatives)
-        return new | {"cache": paged.without_table(new["cache"])}, known(chosen)
+        return _laid_out(new | {"cache": paged.without_table(new["cache"])}), known(chosen)
 
     def known(chosen: Chosen) -> Chosen:
         return jax.lax.with_sharding_constraint(chosen, everywhere) if mesh else chosen
@@ -152,17 +161,39 @@ def _build(same: _Same, usable: int, sizes: Sizes, mesh: Mesh | None) -> Program
     def one(rows: Any, place: jax.Array) -> Any:
         return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, place, 1), rows)
 
+    def start() -> State:
+        return _laid_out(_nothing_read(model.config.vocab_size, sizes, empty))
+
+    def serving(params: Params) -> Params:
+        return model.serving(adapted.merge(params))
+
+    def jit(program: Callable, **options: Any) -> Callable:
+        """Lowered with the mesh active: kernels are then partitioned by hand, which the compiler does not do."""
+
+        @functools.wraps(program)
+        def on_mesh(*args: Any) -> Any:
+            with sharding.activate(mesh, rules) if mesh else contextlib.nullcontext():
+                return program(*args)
+
+        return jax.jit(on_mesh, **options)
+
     return Programs(
-        serving=jax.jit(lambda params: model.serving(adapted.merge(params))),
-        start=jax.jit(lambda: _nothing_read(model.config.vocab_size, sizes, empty), out_shardings=everywhere),
-        begin=jax.jit(begin),
-        resume=jax.jit(resume, static_argnums=3),
-        one=jax.jit(one),
-        admit=jax.jit(admit, donate_argnums=0, static_argnums=9),
-        step=jax.jit(step, donate_argnums=1, static_argnums=7),
-        verify=jax.jit(verify, donate_argnums=1, static_argnums=8),
-        row=jax.jit(row, static_argnums=3),
+        serving=jit(serving),
+        start=jit(start),
+        begin=jit(begin),
+        resume=jit(resume, static_argnums=3),
+        one=jit(one),
+        admit=jit(admit, donate_argnums=0, static_argnums=9),
+        step=jit(step, donate_argnums=1, static_argnums=7),
+        verify=jit(verify, donate_argnums=1, static_argnums=8),
+        row=jit(row, static_argnums=3),
     )
+
+
+def _laid_out(state: State) -> State:
+    """The state as it lies on the active mesh, if there is one."""
+    axes = {"cache": paged.axes(state["cache"]), "tokens": ("batch",), "seen": ("batch", "act_vocab")}
+    return jax.tree.map(lambda names, x: sharding.constrain(x, names), axes, state, is_leaf=tree.is_axes)
 
 
 def _next(model, usable: int, params, state: State, settings, index_B, forced_B, table, alternatives: int):

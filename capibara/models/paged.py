@@ -11,7 +11,7 @@ Shapes do not depend on lengths, so nothing is compiled again as rows grow.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -54,6 +54,16 @@ def empty(rows: Cache, length: int, sizes: Sizes) -> Cache:
         return {f"{name}_pages": pool(x) for name, x in of_rows.items()}
 
     return {"lengths": jnp.zeros(rows["lengths"].shape, jnp.int32), "layers": tuple(map(layer, rows["layers"]))}
+
+
+def axes(kept: Cache) -> Any:
+    """The logical axes of every array of a cache, in pages or not; a page is on every device that has a slot."""
+    named = cache.axes(kept)
+    layers = tuple(
+        {name: (None, *of[1:]) if name.endswith("_pages") else of for name, of in layer.items()}
+        for layer in named["layers"]
+    )
+    return named | {"layers": layers}
 
 
 def shares(rows: Cache, length: int) -> bool:

@@ -162,7 +162,9 @@ class Rollouts(Supply):
             run = self._run
             dataset = run.trainer.dataset
             vocabulary = dataset.get_vocabulary()
-            self._engine = Engine(run.model, params, vocabulary, dataset.length, self._grpo.engine)
+            self._engine = Engine(
+                run.model, params, vocabulary, dataset.length, self._grpo.engine, rules=run.trainer.plan.rules
+            )
         else:
             self._engine.update(params)
 
