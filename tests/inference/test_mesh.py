@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
 
 from capibara import sharding
 from capibara.data.vocabulary import ByteVocabulary
-from capibara.inference import batching, footprint, programs
-from capibara.inference.choose import GREEDY as SETTINGS
-from capibara.inference.choose import Settings
 from capibara.inference.engine import Engine, EngineConfig
 from capibara.inference.sampling import Sampling
-from capibara.models import api, paged
+from capibara.models import api
 from capibara.models.api import DecoderConfig, EncoderDecoderConfig
 from capibara.models.moe import Moe
-from capibara.sharding import Plan, Rules
+from capibara.sharding import Plan
 
 VOCABULARY, LENGTH, SLOTS = ByteVocabulary(), 64, 4
 SIZES = dict(vocab_size=384, embed_dim=32, num_layers=2, num_heads=4, mlp_dim=64, dtype="float32")
