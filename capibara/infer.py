@@ -34,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--chat", action="store_true", help="prompts are a user's turns; of a terminal one after the other"
     )
     parser.add_argument("--benchmark", action="store_true", help="print tokens a second and latencies, no text")
+    parser.add_argument("--emulate", type=int, metavar="N", help="run on N emulated CPU devices (1 to 64)")
     cli.add_trust(parser)
     args = cli.parse_arguments(parser, argv)
     if not (args.model_dir or args.model):
@@ -53,16 +54,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(args) -> None:
     """Does what the flags say with the run's newest checkpoint (its averaged parameters where it kept them)."""
     from capibara import config, devices, loading
-    from capibara.inference import chat, files, speed, terminal
+    from capibara.inference import chat, files, serving_mesh, speed, terminal
     from capibara.inference.engine import Engine, EngineConfig
     from capibara.inference.sample import Generator, Sampling, check_generates
     from capibara.monitoring.status import StatusLine
 
-    devices.start()
+    devices.start(args.emulate)
     given = (args.model_dir or args.model, args.gin_file, args.gin_bindings, args.gin_search_paths)
-    opened = loading.load(*given, trust=args.trust_config)
-    (trainer, model, params), about = opened.run, opened.about
-    del opened  # the engine has a copy of the parameters
+    opened = loading.load(*given, trust=args.trust_config, placed=serving_mesh.placed)
+    (trainer, model, params), about, opened = opened.run, opened.about, None  # the engine has a copy of the parameters
     vocabulary, lengths = trainer.dataset.get_vocabulary(), (trainer.dataset.length, trainer.dataset.encoder_length)
     sampling, batching = config.build(Sampling), config.build(EngineConfig)
     talk = chat.of_run(trainer.dataset) if args.chat else None
@@ -72,7 +72,7 @@ def run(args) -> None:
     typed = talk and args.prompt is None and sys.stdin.isatty()
     if not (args.prompts or args.benchmark or typed):
         prompt = files.read_standard_input() if args.prompt is None else args.prompt
-        generate = Generator(model, vocabulary, lengths[0], sampling, lengths[1], batching)
+        generate = Generator(model, vocabulary, lengths[0], sampling, lengths[1], batching, spread=True)
         text = generate(params, talk.ids(prompt), talk.ends) if talk else generate(params, prompt)
         print(text if lengths[1] or talk else prompt + text)
         return

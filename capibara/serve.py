@@ -34,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at; default: this machine's own")
     parser.add_argument("--port", type=int, default=8000, help="0: any that is free; default: 8000")
     parser.add_argument("--api_key_file", metavar="FILE", help=f"keys of clients, one a line; or one in {_KEY}")
+    parser.add_argument("--emulate", type=int, metavar="N", help="run on N emulated CPU devices (1 to 64)")
     cli.add_trust(parser)
     args = cli.parse_arguments(parser, argv)
     if bool(args.model_dir) == bool(args.model):
@@ -59,7 +60,7 @@ def serve(args) -> int:
     address, port = listening.getsockname()[:2]
     if not keys and not ipaddress.ip_address(address).is_loopback:
         raise UserError(f"--host={args.host} lets other machines in: set {_KEY} or --api_key_file, or leave --host out")
-    devices.start()
+    devices.start(args.emulate)
     url = f"http://{f'[{address}]' if ':' in address else address}:{port}/v1"
     tell = lambda served: print(f"{served.name} is at {url}", flush=True)  # noqa: E731
     return server.run(listening, keys, lambda: _load(args), tell, args.host)
@@ -68,7 +69,7 @@ def serve(args) -> int:
 def _load(args):
     """The model with its engine, and what the server takes on."""
     from capibara import config, loading
-    from capibara.inference import chat
+    from capibara.inference import chat, serving_mesh
     from capibara.inference.engine import Engine, EngineConfig
     from capibara.inference.sampling import Sampling
     from capibara.inference.service import Served, ServerConfig
@@ -76,7 +77,7 @@ def _load(args):
 
     path = args.model_dir or args.model
     given = (path, args.gin_file, args.gin_bindings, args.gin_search_paths)
-    trainer, model, params = loading.load(*given, trust=args.trust_config).run
+    trainer, model, params = loading.load(*given, trust=args.trust_config, placed=serving_mesh.placed).run
     takes, sampling, batching = config.build(ServerConfig), config.build(Sampling), config.build(EngineConfig)
     data, talk = trainer.dataset, chat.of_served(trainer.dataset)
     config.check_used()

@@ -115,7 +115,7 @@ def build(
 @functools.lru_cache(maxsize=16)
 def _build(same: _Same, usable: int, sizes: Sizes, mesh: Mesh | None, rules: sharding.Rules) -> Programs:
     model, adapted = same.model.plain, same.model
-    everywhere = NamedSharding(mesh, PartitionSpec()) if mesh else None
+    known = functools.partial(_known, mesh)
     empty = functools.partial(
         model.start_cache, dtype=sizes.dtype, encoder_length=sizes.encoder_length, spare=sizes.spare
     )
@@ -152,42 +152,48 @@ def _build(same: _Same, usable: int, sizes: Sizes, mesh: Mesh | None, rules: sha
         new, chosen = _verify(model, usable, params, state, settings, index, forced, guesses, counts, alternatives)
         return _laid_out(new | {"cache": paged.without_table(new["cache"])}), known(chosen)
 
-    def known(chosen: Chosen) -> Chosen:
-        return jax.lax.with_sharding_constraint(chosen, everywhere) if mesh else chosen
-
-    def row(state: State, slot: jax.Array, table: jax.Array | None, places: int) -> Cache:
-        return paged.row(state["cache"], slot, places, table)
-
-    def one(rows: Any, place: jax.Array) -> Any:
-        return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, place, 1), rows)
-
     def start() -> State:
         return _laid_out(_nothing_read(model.config.vocab_size, sizes, empty))
 
     def serving(params: Params) -> Params:
         return model.serving(adapted.merge(params))
 
-    def jit(program: Callable, **options: Any) -> Callable:
-        """Lowered with the mesh active: kernels are then partitioned by hand, which the compiler does not do."""
-
-        @functools.wraps(program)
-        def on_mesh(*args: Any) -> Any:
-            with sharding.activate(mesh, rules) if mesh else contextlib.nullcontext():
-                return program(*args)
-
-        return jax.jit(on_mesh, **options)
-
+    jit = functools.partial(_jit, mesh, rules)
     return Programs(
         serving=jit(serving),
         start=jit(start),
         begin=jit(begin),
         resume=jit(resume, static_argnums=3),
-        one=jit(one),
+        one=jit(_one),
         admit=jit(admit, donate_argnums=0, static_argnums=9),
         step=jit(step, donate_argnums=1, static_argnums=7),
         verify=jit(verify, donate_argnums=1, static_argnums=8),
-        row=jit(row, static_argnums=3),
+        row=jit(_row, static_argnums=3),
     )
+
+
+def _jit(mesh: Mesh | None, rules: sharding.Rules, program: Callable, **options: Any) -> Callable:
+    """Lowered with the mesh active: kernels are then partitioned by hand, which the compiler does not do."""
+
+    @functools.wraps(program)
+    def on_mesh(*args: Any) -> Any:
+        with sharding.activate(mesh, rules) if mesh else contextlib.nullcontext():
+            return program(*args)
+
+    return jax.jit(on_mesh, **options)
+
+
+def _known(mesh: Mesh | None, chosen: Chosen) -> Chosen:
+    """What was chosen, on every device."""
+    return jax.lax.with_sharding_constraint(chosen, NamedSharding(mesh, PartitionSpec())) if mesh else chosen
+
+
+def _row(state: State, slot: jax.Array, table: jax.Array | None, places: int) -> Cache:
+    return paged.row(state["cache"], slot, places, table)
+
+
+def _one(rows: Any, place: jax.Array) -> Any:
+    return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, place, 1), rows)
 
 
 def _laid_out(state: State) -> State:

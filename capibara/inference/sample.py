@@ -39,6 +39,7 @@ class Generator:
       sampling: how tokens are chosen.
       encoder_length: an encoder reads at most this many first tokens, as in training.
       config: of the engine, which has one slot and keeps no prefixes; in pages a row that is full ends.
+      spread: parameters stay on the devices where they are; else one does the work, where this host has them all.
 
     Raises:
       UserError: the model is an encoder.
@@ -52,12 +53,13 @@ class Generator:
         sampling: Sampling,
         encoder_length: int | None = None,
         config: EngineConfig = EngineConfig(),
+        spread: bool = False,
     ):
         check_generates(model)
         when_full = WhenFull.STOP if config.page_size else WhenFull.SLIDE
         self._config = dataclasses.replace(config, slots=1, when_full=when_full, prefix_cache_mib=0)
         self._model, self._vocabulary, self._sampling = model, vocabulary, sampling
-        self._lengths = length, encoder_length
+        self._lengths, self._spread = (length, encoder_length), spread
 
     def __call__(self, params: Params, prompt: str | Sequence[int], ends: Sequence[int] = ()) -> str:
         """The continuation of `prompt` (text, or ids as they are), without it, or the answer to it.
@@ -65,7 +67,8 @@ class Generator:
         `ends`: ids that end it, beside the vocabulary's end token.
         """
         length, encoder_length = self._lengths
-        engine = Engine(self._model, on_one_device(params), self._vocabulary, length, self._config, encoder_length)
+        params = params if self._spread else on_one_device(params)
+        engine = Engine(self._model, params, self._vocabulary, length, self._config, encoder_length)
         return engine.submit(prompt, self._sampling, ends=ends).result().text
 
 

@@ -180,3 +180,12 @@ def test_a_model_that_convert_took_in_may_be_moved(here, trained, toy_tokenizer,
     os.rename(tmp_path / "base", tmp_path / "elsewhere")
     done = here("infer", f"--model_dir={tmp_path}/elsewhere", "--prompt=river", "--gin.Sampling.max_new_tokens=2")
     assert (done.code, done.err) == (0, "")
+
+
+@pytest.mark.parametrize("mesh", [("tensor=2",), ("data=2", "tensor=2")], ids=str)
+def test_texts_of_a_mesh_are_those_of_one_device(infer, mesh):
+    asked = ("--prompt=river", "--gin.Sampling.temperature=0")
+    one = infer(*asked)
+    assert one.code == 0, one.err
+    several = infer(*asked, "--emulate=8", *(f"--gin.ServingMesh.{axis}" for axis in mesh))
+    assert (several.code, several.out, several.err) == (0, one.out, "")
