@@ -144,9 +144,6 @@ class MoeMLP(nnx.Module):
         mesh, rules = current
         axes = _axes(mesh, rules, *x_BTD.shape[:2])
         tokens = P(axes.batch or None, axes.time or None)
-        manual = {*axes.batch, *axes.time, *axes.experts, *axes.hidden}
-        if not manual:
-            return run(axes, x_BTD, of_routing, weights, tokens_BT1)
         weights, specs = _placed(weights, mesh, axes)
         of_choice = P(axes.batch or None) if isinstance(choice, ExpertChoice) else tokens
         return jax.shard_map(
@@ -154,7 +151,8 @@ class MoeMLP(nnx.Module):
             mesh=mesh,
             in_specs=(tokens, of_choice, specs, tokens),
             out_specs=tokens,
-            # All of them, not only `manual`: a stage axis comes in by vmap (pipeline.run).
+            # All of them, also where nothing is shared out: the compiler does not partition kernels. A stage axis comes in
+            # by vmap (pipeline.run).
             axis_names=set(mesh.axis_names),
             check_vma=False,
         )(x_BTD, of_routing, weights, tokens_BT1)
