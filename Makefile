@@ -3,6 +3,8 @@
 # make test-heavy   the tests that make test leaves out for their time
 # make test-transformers TORCH_PYTHON=PATH   every family against transformers, which is in the environment of that python
 # make test-quantized QUANT_PYTHON=PATH      folders in 4 bits against gptqmodel, transformers and ONNX Runtime GenAI
+# make test-hosts   runs of several processes, joined as on TPU VMs, GKE, Slurm and by flags
+# make test-slices  every program that generates, compiled by the TPU compiler for v5e and v6e slices
 # make test-faults  the faults that a run must survive, injected, and a table of what became of them
 # make finetune     an open model in, adapters trained on conversations, answers before and after, a GGUF file out
 # make format       the layout of the code, by ruff; tests/test_style.py runs its checks
@@ -25,7 +27,7 @@ PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses=4 --dist=loadfile -q
 # Named after the version, so that a newer python3 makes a new environment instead of using half of the old one.
 STAMP := $(VENV)/.installed-$(VERSION)
 
-.PHONY: quickstart test test-heavy test-transformers test-quantized test-faults finetune format bench wheel lock setup
+.PHONY: quickstart test test-heavy test-transformers test-quantized test-faults test-hosts test-slices finetune format bench wheel lock setup
 
 quickstart: $(STAMP)
 	$(BIN)/python -m capibara.train --gin_file=quickstart.gin --emulate=8 \
@@ -42,6 +44,13 @@ test-transformers: $(STAMP)
 
 test-quantized: $(STAMP)
 	QUANT_PYTHON=$(QUANT_PYTHON) $(BIN)/python -m pytest -q -s tests/interop/test_quantized_folders.py $(ARGS)
+
+test-hosts: $(STAMP)
+	$(PYTEST) tests/hosts tests/test_roll_call.py tests/faults/test_processes.py $(ARGS)
+	$(PYTEST) tests/integration/test_train.py -k two_processes $(ARGS)
+
+test-slices: $(STAMP)
+	$(PYTEST) --dist=load tests/slices $(ARGS)
 
 test-faults: $(STAMP)
 	$(PYTEST) tests/faults $(ARGS)

@@ -46,11 +46,11 @@ def test_what_is_wrong_with_a_host_is_one_line_on_every_host(cluster, shell):
         two.start(index, "train", *TRAIN, f"--gin.Trainer.seed={index}", "--gin.MODEL_DIR=no") for index in range(2)
     ]
     missing = cluster("flags", 3)
-    absent = [missing.start(index, "train", *TRAIN, "--join_timeout=15", "--gin.MODEL_DIR=no") for index in (0, 2)]
+    absent = [missing.start(index, "train", *TRAIN, "--join_timeout=10", "--gin.MODEL_DIR=no") for index in (0, 2)]
     for one in hosts.ends(seeds):
         assert one.code == 2 and one.err.count("\n") == 1, one.err
         assert "has another configuration than process 0" in one.err and "'Trainer.seed = 1'" in one.err
     for one in hosts.ends(absent):
         assert one.code == 75 and one.err.count("\n") == 1, one.err
-        assert "process 1 of 3 did not come within 15 s" in one.err
+        assert "process 1 of 3 did not come within 10 s" in one.err
     assert not (shell.folder / "no").exists()

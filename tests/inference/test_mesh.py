@@ -52,19 +52,21 @@ def of_one_device(name):
     return texts(name)[1]
 
 
-@pytest.mark.parametrize("sizes", MESHES, ids=str)
-@pytest.mark.parametrize(
-    "name, config",
-    [
+def matrix():
+    for name, config in [
         ("decoder", {}),
         ("decoder", dict(page_size=8)),
-        pytest.param("decoder", dict(cache_dtype="int8"), marks=pytest.mark.heavy),
-        pytest.param("decoder", dict(draft_tokens=3), marks=pytest.mark.heavy),
-        pytest.param("experts", {}, marks=pytest.mark.heavy),
-        pytest.param("encoder_decoder", {}, marks=pytest.mark.heavy),
-    ],
-    ids=str,
-)
+        ("decoder", dict(cache_dtype="int8")),
+        ("decoder", dict(draft_tokens=3)),
+        ("experts", {}),
+        ("encoder_decoder", {}),
+    ]:
+        for index, sizes in enumerate(MESHES):
+            short = (name, config) == ("decoder", {}) or (index == 3 and "page_size" in config)
+            yield pytest.param(name, config, sizes, marks=() if short else pytest.mark.heavy)
+
+
+@pytest.mark.parametrize("name, config, sizes", list(matrix()), ids=str)
 def test_greedy_texts_are_those_of_one_device(name, config, sizes):
     one, found = texts(name, sizes, **config)
     assert found == (texts(name, **config)[1] if "cache_dtype" in config else of_one_device(name))

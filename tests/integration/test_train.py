@@ -65,6 +65,7 @@ def test_sigterm_ends_with_a_checkpoint_and_the_command_carries_on(shell):
     assert sorted(losses(shell.folder / "stopped")) == list(range(1, step + 3))
 
 
+@pytest.mark.heavy  # tests/hosts has four in the short suite
 def test_two_processes_learn_as_one_and_their_checkpoint_is_anyones(shell):
     """Two processes of 4 devices each, joined on loopback, against one of 8; then one carries on from the two."""
     common = ("--gin.Plan.tensor=2", "--gin.Evaluation.every=4", "--gin.Trainer.ema_decay=0.9")

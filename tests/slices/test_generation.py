@@ -40,7 +40,7 @@ SLICES = {
 SHORT = [
     ("v5e-4", SLICES["v5e-4"][0], "decoder", "rows"),
     ("v5e-4", SLICES["v5e-4"][0], "windows", "pages"),
-    ("v5e-4", SLICES["v5e-4"][1], "experts", "rows"),
+    ("v5e-4", SLICES["v5e-4"][2], "experts", "rows"),
     ("v6e-4", SLICES["v6e-4"][1], "encoder_decoder", "rows"),
 ]
 
