@@ -13,6 +13,8 @@
 # TRAIN_STEPS=600 overrides that macro of the quickstart; ARGS="..." is passed on.
 
 SHELL := /bin/bash
+# Images of containers set it; then each of the many processes of the tests would compile JAX's modules anew, for seconds.
+unexport PYTHONDONTWRITEBYTECODE
 PYTHON ?= python3
 ARGS ?=
 
