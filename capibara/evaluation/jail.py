@@ -307,6 +307,8 @@ def _limit(libc: ctypes.CDLL, options: Options, folder: str, uid: int | None) ->
     processes = options.processes
     if os.getuid():  # the limit counts all that the user has, here or in a new namespace
         processes += _processes_of(os.getuid())
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
+        file.write("1000")  # each process has a limit of memory, all together have none: they go before anything else
     os.environ.update({"HOME": folder, "TMPDIR": folder})
     os.chdir(folder)
     if uid is not None:

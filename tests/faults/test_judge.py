@@ -374,6 +374,12 @@ assert b"PYTEST_CURRENT_TEST" not in seen, seen
         assert "Error" in sandbox.run(f"open({path!r}, 'w')", hidden).reason
 
 
+@pytest.mark.fault(64)
+def test_a_program_goes_first_where_memory_runs_out(held):
+    """Each of its processes has a limit of memory, and all of them together none."""
+    assert sandbox.run("assert open('/proc/self/oom_score_adj').read() == '1000\\n'", held).reason == ""
+
+
 FLOODS = {
     "prints": "while True: print('x' * 10**6)",
     "prints errors": "import sys\nwhile True: sys.stderr.write('x' * 10**6)",
