@@ -26,7 +26,7 @@ LINE_BYTES = 32 * MIB  # of a line of JSON lines
 DEPTH = 128  # of JSON, as serde has it
 VALUES = 4_000_000  # in a JSON file, counted by its brackets, commas and colons
 NUMBER_CHARACTERS = 400  # tokenizers' model_max_length is 10 ** 30, a float has at most 310 digits before its point
-_BRACKETS = re.compile(rb"[\[\]{}]")
+_SQUARE, _NO_BRACKETS = bytes.maketrans(b"{}", b"[]"), bytes({*range(256)} - {*b"[]{}"})
 _STRINGS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _PAIRS = re.compile(rb"\\\\|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}")  # and escaped backslashes
@@ -116,7 +116,7 @@ def inside(folder: str, name: str, of: str, *, links: bool = True) -> str:
       UserError: it is absolute, leads out of the folder, or is no name.
     """
     parts = name.replace("\\", "/").split("/")
-    if not name or os.path.isabs(name) or os.pardir in parts or "\0" in name or "://" in name or len(name) > 1024:
+    if not _is_name(name) or os.path.isabs(name) or os.pardir in parts or "://" in name:
         raise UserError(f"{of} names the file {shortened(name)}, must be a name in its own folder: copy it again")
     path = os.path.join(folder, name)
     if not links:
@@ -126,6 +126,14 @@ def inside(folder: str, name: str, of: str, *, links: bool = True) -> str:
                 f"{of} names {shortened(name)}, a link out of its folder to {real}: put a copy in its place"
             )
     return path
+
+
+def _is_name(name: str) -> bool:
+    """Whether a file system may have a file of that name."""
+    try:
+        return 0 < len(os.fsencode(name)) <= 1024 and "\0" not in name
+    except UnicodeEncodeError:  # half a character
+        return False
 
 
 def own_file(folder: str, name: str) -> str:
@@ -211,14 +219,18 @@ def _structure(data: bytes, characters: bytes) -> int:
 
 
 def _depth(data: bytes) -> int:
+    """How deep it is; up to somewhere beyond DEPTH."""
+    brackets, inner = _STRINGS.sub(b"", data).translate(_SQUARE, _NO_BRACKETS), 0
+    while inner <= DEPTH and len(outer := brackets.replace(b"[]", b"")) < len(brackets):  # a level at a time
+        brackets, inner = outer, inner + 1
     depth = deepest = 0
-    for match in _BRACKETS.finditer(_STRINGS.sub(b"", data)):
-        depth += 1 if match[0] in b"[{" else -1
+    for bracket in brackets if inner <= DEPTH else b"":  # those that have no other end
+        depth += 1 if bracket == ord("[") else -1
         if depth > deepest:
             deepest = depth
             if deepest > DEPTH:
                 break
-    return deepest
+    return inner + deepest
 
 
 def _integer(text: str) -> int:

@@ -9,6 +9,7 @@ import pathlib
 import stat
 from collections.abc import Iterable, Iterator
 
+from capibara import limits
 from capibara.types import UserError
 
 
@@ -69,11 +70,11 @@ def check_regular(path: str | os.PathLike[str]) -> None:
         raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
 
 
-def read(path: str) -> str | None:
+def read(path: str, most: int = limits.SMALL_BYTES) -> str | None:
     """The text of a file, also of one in a bucket (gs://); None where there is none.
 
     Raises:
-      UserError: it is no text in UTF-8, or no regular file.
+      UserError: it is no text in UTF-8, no regular file, or has more than `most` bytes.
     """
     try:
         if is_remote(path):
@@ -81,6 +82,8 @@ def read(path: str) -> str | None:
 
             return epath.Path(path).read_text()
         check_regular(path)
+        if os.path.isfile(path):
+            limits.check_file(path, most)
         with open(path, encoding="utf-8") as file:
             return file.read()
     except (FileNotFoundError, NotADirectoryError):

@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from capibara import tree
+from capibara import limits, tree
 from capibara.training import state as states
 from capibara.training import array_files, chunks, hosts, manifest, run_manifest, shapes, step_folders, storage
 from capibara.training.background import Task, before_exit
@@ -46,6 +46,8 @@ from capibara.types import PyTree, TryAgain, UserError
 
 _ATTEMPTS, _PAUSE_S = 3, 0.5  # of a save that fails for another reason than a full disk; the pause doubles
 _SAVE_S = 3600.0  # that a save or a verification may take; hosts wait for each other's as long
+_RUN_BYTES, _RUN_VALUES = 256 << 20, 8_000_000  # of a run.json
+_TOLD = 20  # lost steps that the log names
 _T = TypeVar("_T")
 
 
@@ -123,7 +125,7 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """All committed steps, oldest first; nothing is said of what has become of their files since."""
-        return step_folders.steps(self._folder) if self._folder.exists() else []
+        return step_folders.steps(self._folder) if self._folder.is_dir() else []
 
     def latest_step(self) -> int | None:
         """The newest committed step, None in a new run folder."""
@@ -174,7 +176,7 @@ class Checkpoints:
         step_folders.check_foreign(self._folder)
         passed: list[int] = []  # moved aside only when there is one to carry on from
         steps, lost = hosts.gathered([self.steps()[::-1], lost])[0]
-        for step in lost:
+        for step in lost[-_TOLD:]:
             self._pass_over(step, step_folders.why_lost(self._folder, step))
         passed += lost
         for step in steps:
@@ -284,10 +286,17 @@ class Checkpoints:
         file = found.by_path.get(manifest.RUN)
         if file is None:
             raise Damaged(f"{manifest.RUN} is gone")
+        if file.size > _RUN_BYTES:
+            raise Damaged(f"{manifest.RUN} has {file.size:,} bytes, must have at most {_RUN_BYTES:,}")
         content = manifest.contents(self._folder / str(step), file)
         try:
-            values = json.loads(chunks.opened(content, found, file, self._key_of(found)).tobytes())
+            content = chunks.opened(content, found, file, self._key_of(found)).tobytes()
+            values = limits.parse_json(content, values=_RUN_VALUES, finite=False)
             parts = {name: values[name] for name in ("data", "progress", "shapes")}
+            if not all(isinstance(part, dict) for part in parts.values()):
+                raise ValueError("its parts are no objects")
+            if not all(isinstance(shape, str) for shape in parts["shapes"].values()):
+                raise ValueError("its shapes are no texts")
             restored = Restored(step=step, **parts, score=found.about.get("score"))
         except (ValueError, KeyError, TypeError) as error:
             raise Damaged(f"{manifest.RUN} cannot be read ({manifest.one_line(error)})") from error

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from etils import epath
 
-from capibara import tree
+from capibara import limits, tree
 from capibara.training import manifest, storage
 from capibara.training.encryption import Key
 from capibara.training.manifest import Damaged, File, Manifest
@@ -27,6 +27,7 @@ from capibara.types import PyTree
 
 FOLDER, LAYOUT = "state", ".zarray"
 COMPRESSOR = {"id": "zstd", "level": 1}
+_LAYOUT_BYTES = 1 << 16  # of a .zarray file
 _TOGETHER_BYTES = 4 << 30  # of arrays that are in the host's memory at a time
 _T = TypeVar("_T")
 Bounds = tuple[tuple[int, int], ...]  # (start, stop) along each dimension
@@ -51,10 +52,19 @@ class Layout:
     @classmethod
     def parse(cls, text: bytes) -> Layout:
         """Of a `.zarray` file."""
-        values = json.loads(text)
-        dtype = values["dtype"]
+        values = limits.parse_json(text)
+        dtype, shape, sizes = values["dtype"], tuple(values["shape"]), tuple(values["chunks"])
         dtype = np.dtype(dtype) if dtype[:1] in "<>|" else jnp.dtype(dtype)
-        return cls(tuple(values["shape"]), tuple(values["chunks"]), dtype, values.get("compressor"))
+        if not all(type(size) is int and size >= 0 for size in (*shape, *sizes)) or len(shape) != len(sizes):
+            raise ValueError("its shape and chunks are no sizes of the same dimensions")
+        if not all(0 < size <= max(full, 1) for size, full in zip(sizes, shape)):
+            raise ValueError("its chunks are not within its shape")
+        if dtype.kind not in "biufc" and dtype.isbuiltin != 2:  # 2: those of ml_dtypes
+            raise ValueError(f"its dtype is {dtype}")
+        compressor = values.get("compressor")
+        if compressor is not None and compressor.get("id") != COMPRESSOR["id"]:
+            raise ValueError(f"its compressor is {limits.shortened(compressor)}")
+        return cls(shape, sizes, dtype, compressor)
 
     def text(self) -> bytes:
         """The `.zarray` file."""
@@ -97,9 +107,11 @@ def layout(folder: epath.Path, found: Manifest, array: str) -> Layout:
     path = f"{folder_of(array)}/{LAYOUT}"
     if path not in found.by_path:
         raise Damaged(f"{path} is gone")
+    if (size := found.by_path[path].size) > _LAYOUT_BYTES:
+        raise Damaged(f"{path} has {size:,} bytes, must have at most {_LAYOUT_BYTES:,}")
     try:
         return Layout.parse(manifest.contents(folder, found.by_path[path]).tobytes())
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise Damaged(f"{path} cannot be read ({manifest.one_line(error)})") from error
 
 
@@ -222,6 +234,8 @@ class _Array:
     ):
         self._folder, self._found, self._name, self._check, self._key = folder, found, name, check, key
         self._target, self._cut = target, layout(folder, found, name)
+        if self._cut.shape != tuple(target.shape):
+            raise Damaged(f"array {name} is of {self._cut.shape}, must be of {tuple(target.shape)}")
         parts = target.sharding.addressable_devices_indices_map(target.shape).values()
         self._parts: dict[Bounds, np.ndarray | None] = dict.fromkeys(_bounds(part, target.shape) for part in parts)
         self.needed = sorted({index for part in self._parts for index in self._cut.touched(part)})
@@ -240,6 +254,7 @@ class _Array:
         file = self._found.by_path.get(path)
         if file is None:
             raise Damaged(f"{path} (array {self._name}) is gone")
+        self._check_bytes(file)
         content = opened(manifest.contents(self._folder, file, check=self._check), self._found, file, self._key)
         chunk = self._decoded(content, file)
         if self._check and file.content is not None and content_hash(chunk, self._key) != file.content:
@@ -263,6 +278,12 @@ class _Array:
         return jax.make_array_from_callback(
             shape, sharding, lambda index: parts[_bounds(index, shape)].astype(dtype, copy=False)
         )
+
+    def _check_bytes(self, file: File) -> None:
+        """Before they are read: compressed or encrypted, a chunk may be a little longer."""
+        whole = math.prod(self._cut.chunks) * self._cut.dtype.itemsize
+        if file.size > 2 * whole + _LAYOUT_BYTES:
+            raise Damaged(f"{file.describe()} has {file.size:,} bytes, and is of {whole:,}")
 
     def _decoded(self, content: np.ndarray, file: File) -> np.ndarray:
         if self._cut.compressor is not None:

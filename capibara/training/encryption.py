@@ -28,6 +28,7 @@ _MAGIC = b"CAPIENC1"
 _HEAD = struct.Struct("<8sI")  # the magic number, and how many segments follow
 _SEGMENT = 64 << 20  # bytes that are encrypted at a time: GCM ends below 2**36, the package below 2**31
 _NONCE, _TAG = 12, 16
+_MOST_BYTES = 4096  # of a file that has a key
 
 
 @configurable
@@ -150,7 +151,7 @@ def _derived(secret: bytes, purpose: str) -> bytes:
 def _of_file(field: str, path: str) -> Key:
     try:
         with open(path, "rb") as file:
-            given = file.read()
+            given = file.read(_MOST_BYTES)
     except OSError as error:
         raise UserError(
             f"Encryption.{field} ({path}) cannot be read ({error.strerror}): name a file of yours with the key"

@@ -19,12 +19,14 @@ from typing import Any, TypeVar
 import numpy as np
 from etils import epath
 
+from capibara import limits
 from capibara.training import storage
 from capibara.types import UserError
 
 NAME = "manifest.json"
 RUN = "run.json"  # the first file of a step that is written, as the manifest is the last
 _FORMAT = 2
+_MOST_FILES, _MOST_BYTES, _MOST_VALUES = 400_000, 128 << 20, 8_000_000  # 300 bytes and 20 values a file
 _SHOWN = 3  # damaged files that a message names
 _TRIES, _PAUSE_S = 3, 0.5  # of a read that the disk refuses
 
@@ -105,7 +107,16 @@ class Manifest:
 
 
 def write(folder: epath.Path, manifest: Manifest) -> None:
-    """Makes a step exist: its files must be on the disk already."""
+    """Makes a step exist: its files must be on the disk already.
+
+    Raises:
+      UserError: it has more files than `read` takes.
+    """
+    if len(manifest.files) > _MOST_FILES:
+        raise UserError(
+            f"step {manifest.step} has {len(manifest.files):,} files, must have at most {_MOST_FILES:,}: spread arrays over "
+            "fewer devices (Plan.fsdp, Plan.tensor), or loop over layers (layer_loop = 'scan')"
+        )
     values = _values(manifest)
     values["xxh128"] = storage.hash_of(_canonical(values))
     # A line a file: indent= would leave the C encoder aside. No byte follows the last brace: each that is cut off counts.
@@ -125,17 +136,20 @@ def read(folder: epath.Path) -> Manifest:
       Damaged: there is none, it has changed since it was written, or it is of another step.
       Unreadable: the disk does not give it.
     """
-    text = _patiently(NAME, folder / NAME, lambda: (folder / NAME).read_bytes())
+    text = _patiently(NAME, folder / NAME, lambda: storage.read_bounded(folder / NAME, _MOST_BYTES))
     try:
-        values = json.loads(text)
+        values = limits.parse_json(text, values=_MOST_VALUES, finite=False)
+        if len(values.get("files", ())) > _MOST_FILES:
+            raise ValueError(f"it names more than {_MOST_FILES:,} files")
         digest = values.pop("xxh128")
         if digest != storage.hash_of(_canonical(values)):
             raise Damaged(f"{NAME} has changed since it was written")
         if values["format"] != _FORMAT:
             raise Damaged(f"{NAME} is of format {values['format']}, this version of capibara reads {_FORMAT}")
-        files = tuple(File(**{**file, "chunk": _tuple(file.get("chunk"))}) for file in values["files"])
+        files = tuple(_file(file) for file in values["files"])
         manifest = Manifest(values["step"], files, values["about"], values.get("encryption"), values.get("mac"))
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        _check_types(manifest)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise Damaged(f"{NAME} cannot be read ({one_line(error)})") from error
     if str(manifest.step) != folder.name:
         raise Damaged(f"{NAME} is of step {manifest.step}")
@@ -250,6 +264,8 @@ def _patiently(what: str, path: epath.Path, read: Callable[[], T]) -> T:
             return read()
         except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
             raise Damaged(f"{what} is gone") from error
+        except limits.Refused as error:
+            raise Damaged(f"{what} has {error}") from None
         except OSError as error:
             if attempt < _TRIES:
                 time.sleep(_PAUSE_S)
@@ -277,8 +293,28 @@ def _canonical(values: Mapping[str, Any]) -> bytes:
     return json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
 
 
-def _tuple(values: Sequence[int] | None) -> tuple[int, ...] | None:
-    return None if values is None else tuple(values)
+def _file(values: Mapping[str, Any]) -> File:
+    """A file as a manifest has it, which anyone may have written."""
+    file = File(**values)
+    if file.chunk is not None:
+        file = dataclasses.replace(file, chunk=tuple(file.chunk))
+    texts = all(isinstance(text, str) for text in (file.path, file.xxh128, file.array or "", file.content or ""))
+    counts = (file.size, file.step or 0, *(file.chunk or ()))
+    if not texts or not all(type(count) is int and count >= 0 for count in counts):
+        raise ValueError(f"it has the file {limits.shortened(values)}")
+    limits.inside("", file.path, NAME)
+    return file
+
+
+def _check_types(manifest: Manifest) -> None:
+    about, encryption = manifest.about, manifest.encryption
+    wanted = {name: (str, type(None)) for name in ("date", "commit", "capibara")}
+    wanted |= {"score": (int, float, type(None)), "parent": (int, type(None)), "run": (dict, type(None))}
+    right = isinstance(about, dict) and all(isinstance(about.get(name), kinds) for name, kinds in wanted.items())
+    for values in (about.get("run") or {}, encryption or {}) if right else ():
+        right &= isinstance(values, dict) and all(isinstance(text, str) for text in values.values())
+    if not right or type(manifest.step) is not int or not isinstance(manifest.mac, str | None):
+        raise ValueError("what it says of itself is of another kind")
 
 
 def one_line(error: BaseException) -> str:

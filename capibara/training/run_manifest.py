@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from etils import epath
 
+from capibara import limits, outputs
 from capibara.data import tokenizer_files
 from capibara.training import manifest, storage
 from capibara.training.manifest import Damaged
@@ -30,6 +31,7 @@ CONFIG = "config.gin"
 METRICS = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
 _FORMAT = 1
+_MOST_BYTES, _MOST_VALUES = 16 << 20, 100_000  # of a manifest
 _LOCK = threading.RLock()  # the saving thread adds its steps while the run writes its files
 
 
@@ -83,16 +85,31 @@ def read(folder: epath.Path) -> RunManifest | None:
     if not path.exists():
         return None
     try:
-        values = json.loads(path.read_bytes())
+        values = limits.parse_json(storage.read_bounded(path, _MOST_BYTES), values=_MOST_VALUES, finite=False)
         digest = values.pop("xxh128")
         if digest != _digest(values):
             raise Damaged(f"{path} has changed since it was written")
         if values["format"] != _FORMAT:
             raise Damaged(f"{path} is of format {values['format']}, this version of capibara reads {_FORMAT}")
-        entries = [Entry(**{**entry, "role": Role(entry["role"])}) for entry in values["files"]]
-        return RunManifest({entry.path: entry for entry in entries}, frozenset(map(int, values["steps"])))
+        entries = [_entry(one) for one in values["files"]]
+        if not all(type(step) is int for step in values["steps"]):
+            raise ValueError("its steps are no numbers")
+        return RunManifest({entry.path: entry for entry in entries}, frozenset(values["steps"]))
+    except limits.Refused as error:
+        raise Damaged(f"{path} has {error}") from None
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OSError) as error:
         raise Damaged(f"{path} cannot be read ({manifest.one_line(error)})") from error
+
+
+def _entry(values: Mapping[str, object]) -> Entry:
+    """A file as a manifest has it, which anyone may have written."""
+    entry = Entry(**{**values, "role": Role(values["role"])})
+    if not all(isinstance(text, str) for text in (entry.path, entry.xxh128, entry.before or "")):
+        raise ValueError(f"it has the file {limits.shortened(values)}")
+    if type(entry.size) is not int or entry.size < 0:
+        raise ValueError(f"{entry.path} is said to have {limits.shortened(entry.size)} bytes")
+    limits.inside("", entry.path, NAME)
+    return entry
 
 
 def replace(folder: epath.Path, files: Mapping[str, bytes]) -> None:
@@ -223,13 +240,14 @@ def _steps_of_metrics(folder: epath.Path) -> frozenset[int]:
     path, steps = folder / METRICS, set()
     if not path.exists():
         return frozenset()
-    for line in path.read_bytes().decode("utf-8", "replace").split("\n"):
-        if '"event"' not in line:
+    lines = path.read_bytes().split(b"\n") if outputs.is_remote(path) else (line for _, line in limits.lines(path))
+    for line in lines:
+        if b'"event"' not in line:
             continue
         try:
             record = json.loads(line)
             event, step = record["event"], int(record["step"])
-        except (ValueError, TypeError, KeyError, RecursionError):
+        except (ValueError, TypeError, KeyError, RecursionError, OverflowError):
             continue
         if event in ("start", "roll_back"):
             steps = {other for other in steps if other <= step}
@@ -240,7 +258,7 @@ def _steps_of_metrics(folder: epath.Path) -> frozenset[int]:
 
 def _committed(folder: epath.Path) -> list[int]:
     inner = folder / CHECKPOINTS
-    if not inner.exists():
+    if not inner.is_dir():
         return []
     names = [path.name for path in inner.iterdir() if path.name.isascii() and path.name.isdecimal()]
     return [int(name) for name in names if manifest.exists(inner / name)]
@@ -252,11 +270,21 @@ def _mend(folder: epath.Path) -> str:
 
 def _present(folder: epath.Path) -> list[str]:
     """The files of a run folder outside its checkpoints, but for what is being written."""
+    try:
+        return _present_or_raise(folder)
+    except OSError as error:
+        raise UserError(f"{folder} cannot be read ({manifest.one_line(error)}): copy it again") from None
+
+
+def _present_or_raise(folder: epath.Path) -> list[str]:
     found = []
     for path in sorted(folder.iterdir()):
         if path.name in (CHECKPOINTS, NAME):
             continue
-        inner = [f"{path.name}/{name}" for name in storage.files_below(path)] if path.is_dir() else [path.name]
+        if outputs.is_remote(path) or not os.path.islink(path):
+            inner = [f"{path.name}/{name}" for name in storage.files_below(path)] if path.is_dir() else [path.name]
+        else:  # to a folder: what is there is not the run's
+            inner = [path.name] * path.exists()
         found += [name for name in inner if not name.endswith(storage.PARTIAL)]
     return found
 
@@ -271,8 +299,12 @@ def _role(path: str) -> Role:
 def _entries_of(folder: epath.Path, paths: Iterable[str]) -> dict[str, Entry]:
     found = {}
     for path in paths:
-        content, digest = storage.read_hashed(folder / path, storage.size_of(folder / path))
-        found[path] = Entry(path, len(content), digest, _role(path))
+        if (folder / path).is_dir():
+            if _role(path) is Role.CONFIG:
+                raise UserError(f"{folder / path} is a link to a folder: put a copy in its place")
+            continue
+        size, digest = storage.first_hash(folder / path, storage.size_of(folder / path))
+        found[path] = Entry(path, size, digest, _role(path))
     return found
 
 
@@ -286,11 +318,13 @@ def _fault(folder: epath.Path, entry: Entry) -> str | None:
         size = storage.size_of(path)
         if path.is_dir():
             return f"{entry.path} is a folder"
+        if entry.role is Role.CONFIG and size > limits.TEXT_BYTES:
+            return f"{entry.path} has {size:,} bytes, more than any file that a run is read by"
         if entry.before is not None and storage.file_hash(path) == entry.before:
             return None
         if size < entry.size or (size != entry.size and entry.role is not Role.LOG):
             return f"{entry.path} has {size} bytes, not {entry.size}"
-        digest = storage.read_hashed(path, entry.size)[1]
+        digest = storage.first_hash(path, entry.size)[1]
     except (FileNotFoundError, NotADirectoryError):
         return None if entry.before == "" else f"{entry.path} is gone"
     except OSError as error:

@@ -195,7 +195,7 @@ def lost(folder: epath.Path) -> list[int]:
     """
     run = folder.parent
     missing = run_manifest.lost_steps(run) if run.exists() else []
-    if missing and not (folder.exists() and steps(folder)):
+    if missing and not (folder.is_dir() and steps(folder)):
         raise UserError(
             f"{folder} holds none of the checkpoints that the run records (step {', '.join(map(str, missing[-3:]))}): restore "
             f"it from a copy; or begin a new run with --start_over, which renames {run}, or with another MODEL_DIR"
@@ -232,6 +232,8 @@ def remove_leftovers(folder: epath.Path) -> None:
 
 def check_foreign(folder: epath.Path) -> None:
     """Raises UserError where a folder has steps, but none to carry on from: to start anew would lose them."""
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{folder} is no folder: move it away, or set another MODEL_DIR")
     if folder.exists() and not steps(folder):
         for path in folder.iterdir():
             if path.name.endswith(DAMAGED):

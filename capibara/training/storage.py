@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import errno
 import functools
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
@@ -14,13 +16,14 @@ import numpy as np
 import xxhash
 from etils import epath
 
-from capibara import extras
+from capibara import extras, limits
 from capibara.outputs import check_regular, is_remote, sync_entry
 from capibara.types import UserError
 
 _PIECE = 1 << 18  # bytes that are hashed at a time: still in the processor's cache when they are
 _ALIGNED = 64  # bytes: what JAX takes over on a CPU without a copy
 _MOST_THREADS = 16
+_DEEPEST = 32  # folders in each other
 PARTIAL = ".partial"  # ends the name of a file that is being written
 
 # For buckets etils takes TensorFlow where that is installed, which takes 13 s to import; it asks this once, early.
@@ -92,6 +95,20 @@ def sync(folder: epath.Path) -> None:
     each(sync_entry, folders[::-1])
 
 
+def read_bounded(path: epath.Path, most: int) -> bytes:
+    """The bytes of a file that is read whole.
+
+    Raises:
+      limits.Refused: it has more than `most`.
+      OSError: it is no file, or cannot be read.
+    """
+    if not is_remote(path):
+        check_regular(path)
+        if (size := size_of(path)) > most:
+            raise limits.Refused(f"{size:,} bytes, must have at most {most:,}")
+    return path.read_bytes()
+
+
 def files_below(folder: epath.Path) -> dict[str, int]:
     """The bytes of all files below a folder, by their paths relative to it, sorted.
 
@@ -107,18 +124,24 @@ def files_below(folder: epath.Path) -> dict[str, int]:
             else:
                 found[f"{prefix}{path.name}"] = size_of(path)
 
-    def walk_local(inner: str, prefix: str) -> None:
-        with os.scandir(inner) as entries:
-            for entry in entries:
-                if entry.is_dir(follow_symlinks=False):
-                    walk_local(entry.path, f"{prefix}{entry.name}/")
-                else:
-                    found[f"{prefix}{entry.name}"] = entry.stat().st_size
+    def walk_local() -> None:
+        left = [(os.fspath(folder), "")]
+        while left:
+            inner, prefix = left.pop()
+            if prefix.count("/") > _DEEPEST:
+                raise OSError(errno.ELOOP, f"it has folders more than {_DEEPEST} deep", inner)
+            with os.scandir(inner) as entries:
+                for entry in entries:
+                    if entry.is_dir(follow_symlinks=False):
+                        left.append((entry.path, f"{prefix}{entry.name}/"))
+                        continue
+                    with contextlib.suppress(FileNotFoundError):  # a run has just replaced it; or a link to nothing
+                        found[f"{prefix}{entry.name}"] = entry.stat().st_size
 
     if is_remote(folder):
         walk(folder, "")
     else:
-        walk_local(os.fspath(folder), "")
+        walk_local()
     return dict(sorted(found.items()))
 
 
@@ -134,11 +157,22 @@ def hash_of(data: bytes | memoryview | np.ndarray) -> str:
 
 def file_hash(path: epath.Path) -> str:
     """`hash_of` a file's bytes."""
-    digest, piece = xxhash.xxh3_128(), memoryview(np.empty(_PIECE, np.uint8))
+    return first_hash(path, None)[1]
+
+
+def first_hash(path: epath.Path, size: int | None) -> tuple[int, str]:
+    """How many of a file's first `size` bytes (None: of all) there are, and their hash; little of it is held."""
+    digest, piece, left = (
+        xxhash.xxh3_128(),
+        memoryview(np.empty(_PIECE, np.uint8)),
+        sys.maxsize if size is None else size,
+    )
+    begun = left
     with _unbuffered(path) as file:
-        while count := file.readinto(piece):
+        while left and (count := file.readinto(piece[: min(left, _PIECE)])):
             digest.update(piece[:count])
-    return digest.hexdigest()
+            left -= count
+    return begun - left, digest.hexdigest()
 
 
 def read_hashed(path: epath.Path, size: int) -> tuple[np.ndarray, str]:
