@@ -462,14 +462,18 @@ def constrain(x: jax.Array, axes: Axes) -> jax.Array:
     current = active()
     if current is None:
         return x
-    mesh, rules = current
+    return jax.lax.with_sharding_constraint(x, lying(*current, axes, x.shape))
+
+
+def lying(mesh: Mesh, rules: Rules, axes: Axes, shape: Sequence[int]) -> NamedSharding:
+    """How `constrain` lays an array of this shape on a mesh."""
     spec = rules.spec(axes)
-    parts = [_dividing(mesh, part, size) for part, size in zip((*spec, *[None] * (x.ndim - len(spec))), x.shape)]
-    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*parts)))
+    parts = [dividing(mesh, part, size) for part, size in zip((*spec, *[None] * (len(shape) - len(spec))), shape)]
+    return NamedSharding(mesh, PartitionSpec(*parts))
 
 
-def _dividing(mesh: Mesh, part: Any, size: int) -> Any:
-    """The first mesh axes of one dimension's part of a PartitionSpec that divide the dimension."""
+def dividing(mesh: Mesh, part: Any, size: int) -> Any:
+    """The first mesh axes of one dimension's part of a PartitionSpec that divide the dimension; None: none does."""
     if part is PartitionSpec.UNCONSTRAINED:
         return part
     kept: list[str] = []

@@ -156,7 +156,8 @@ def _build(same: _Same, usable: int, sizes: Sizes, mesh: Mesh | None, rules: sha
         return _laid_out(_nothing_read(model.config.vocab_size, sizes, empty))
 
     def serving(params: Params) -> Params:
-        return model.serving(adapted.merge(params))
+        served = model.serving(adapted.merge(params))
+        return _constrained(served, model.serving_axes) if sharding.active() else served
 
     jit = functools.partial(_jit, mesh, rules)
     return Programs(
@@ -198,8 +199,16 @@ def _one(rows: Any, place: jax.Array) -> Any:
 
 def _laid_out(state: State) -> State:
     """The state as it lies on the active mesh, if there is one."""
-    axes = {"cache": paged.axes(state["cache"]), "tokens": ("batch",), "seen": ("batch", "act_vocab")}
-    return jax.tree.map(lambda names, x: sharding.constrain(x, names), axes, state, is_leaf=tree.is_axes)
+    return _constrained(state, state_axes(state))
+
+
+def state_axes(state: State) -> Any:
+    """The logical axes of every array of a state."""
+    return {"cache": paged.axes(state["cache"]), "tokens": ("batch",), "seen": ("batch", "act_vocab")}
+
+
+def _constrained(arrays: Any, axes: Any) -> Any:
+    return jax.tree.map(lambda names, x: sharding.constrain(x, names), axes, arrays, is_leaf=tree.is_axes)
 
 
 def _next(model, usable: int, params, state: State, settings, index_B, forced_B, table, alternatives: int):

@@ -199,6 +199,16 @@ class Model:
         turn = lambda layer: jax.tree.map(turned, axes[0], layer, is_leaf=tree.is_axes)  # noqa: E731
         return _with_layers(params, lambda layers: tuple(map(turn, layers)))
 
+    @property
+    def serving_axes(self) -> Params:
+        """The logical axes of what `serving` gives, where it turns nothing."""
+
+        def of_each(layers: Params) -> tuple[Params, ...]:
+            one = jax.tree.map(lambda names: names[1:], layers, is_leaf=tree.is_axes)
+            return (one,) * self.config.num_layers
+
+        return _with_layers(self.axes, of_each)
+
     def capped(self, logits: jax.Array) -> jax.Array:
         """Logits after the model's soft cap."""
         cap = self.config.logit_soft_cap

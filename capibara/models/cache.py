@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from capibara import sharding
+from capibara.models import decode_kernel
 from capibara.models.attention_kind import AttentionKind
 from capibara.sharding import constrain
 
@@ -167,6 +168,10 @@ def attend(
     Returns:
       [B, T, N, H] in the dtype of the queries.
     """
+    plain = bias is None and "key_scale" not in layer
+    if decode_kernel.supported(q_BTNH, layer["key"], kind, layer["key"].shape[2], plain=plain):
+        there_B = jnp.minimum(now.lengths + now.counts, layer["key"].shape[2])
+        return decode_kernel.attend(q_BTNH, layer["key"], layer["value"], there_B, None, kind)
     if q_BTNH.shape[1] == 1:
         positions_BS = places(now.lengths + now.counts, layer["key"].shape[2])
     else:

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from capibara import sharding
-from capibara.models import cache
+from capibara.models import cache, decode_kernel
 from capibara.models.attention_kind import AttentionKind
 from capibara.models.cache import Cache, LayerCache, Reading
 
@@ -181,6 +181,11 @@ def attend(q_BTNH: jax.Array, layer: LayerCache, kind: AttentionKind, now: Readi
       [B, T, N, H] in the dtype of the queries.
     """
     P, table_BM = layer["key_pages"].shape[2], layer["table"]
+    plain = bias is None and "key_scale_pages" not in layer
+    if decode_kernel.supported(q_BTNH, layer["key_pages"], kind, table_BM.shape[1] * P, plain=plain):
+        has_B = jnp.sum(table_BM > 0, axis=1, dtype=jnp.int32) * P  # a slot without pages has nothing to read
+        there_B = jnp.minimum(now.lengths + now.counts, has_B)
+        return decode_kernel.attend(q_BTNH, layer["key_pages"], layer["value_pages"], there_B, table_BM, kind)
     places_S = jnp.arange(table_BM.shape[1] * P, dtype=jnp.int32)
     there_BS = (places_S < (now.lengths + now.counts)[:, None]) & (jnp.repeat(table_BM, P, axis=1) > 0)
     positions_BS = jnp.where(there_BS, places_S, -1)

@@ -10,8 +10,9 @@ import dataclasses
 import functools
 import math
 import re
+import types
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 # All kinds of f8 have 8.
 _DTYPE_BITS = {
@@ -25,6 +26,7 @@ _FREE = frozenset(
     "opt-barrier domain async-start async-update async-done".split()
 )
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\](?:\{([^{}]*)\})?")
+_LAYOUT = re.compile(r"([\d,]*)(?::T\(([\d,]+)\))?")
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _END = re.compile(r'^\}(, execution_thread="\w+")?\s*$')  # the latter of what a SparseCore does
 _NAME = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")
@@ -39,11 +41,13 @@ class Array:
       dtype: XLA's name.
       dims: sizes.
       on_chip: in the chip's vector or scalar memory, not in its HBM (TPU memory spaces other than 0).
+      padded: elements that lie in memory, whole tiles: a TPU lays [.., 1] out in tiles of 128 lanes. None: no tiles.
     """
 
     dtype: str
     dims: tuple[int, ...]
     on_chip: bool
+    padded: int | None = None
 
     @property
     def size(self) -> int:
@@ -51,12 +55,15 @@ class Array:
 
     @property
     def bytes(self) -> int:
-        bits = 8 if self.dtype.startswith("f8") else _DTYPE_BITS.get(self.dtype, 32)
-        return (self.size * bits + 7) // 8
+        return self._bytes_of(self.size)
 
     @property
     def hbm_bytes(self) -> int:
-        return 0 if self.on_chip else self.bytes
+        return 0 if self.on_chip else self._bytes_of(self.size if self.padded is None else self.padded)
+
+    def _bytes_of(self, size: int) -> int:
+        bits = 8 if self.dtype.startswith("f8") else _DTYPE_BITS.get(self.dtype, 32)
+        return (size * bits + 7) // 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,24 +154,34 @@ def parse(text: str) -> Module:
     return Module(entry, computations)
 
 
-def costs(module: Module) -> Costs:
-    """The costs of one run of the entry computation, loops as often as they turn."""
+def costs(
+    module: Module, *, kernel_bytes: Mapping[str, float] = types.MappingProxyType({}), dearest: bool = True
+) -> Costs:
+    """The costs of one run of the entry computation, loops as often as they turn.
+
+    Args:
+      module: the program.
+      kernel_bytes: name of a kernel -> bytes that one call reads and writes in HBM, where it does not read all that it
+        is given, and every byte once.
+      dearest: whether of a conditional the dearest branch counts, or the cheapest.
+    """
 
     @functools.cache
     def of(name: str) -> Costs:
         total = Costs()
         seen: set[str] = set()
         for instruction in module.computations[name].values():
-            total = total.plus(_own_costs(module, name, instruction, seen))
+            total = total.plus(_own_costs(module, name, instruction, seen, kernel_bytes))
             if instruction.opcode == "while":
                 times = trip_count(module, name, instruction)
                 for key in ("body", "condition"):
                     total = total.plus(of(instruction.called(key)), times)
             elif instruction.opcode in ("call", "async-start") and (called := callee(instruction)):
                 total = total.plus(of(called))
-            elif instruction.opcode == "conditional":  # the dearest branch
+            elif instruction.opcode == "conditional":
                 each = [of(name) for name in branches(instruction)]
-                total = total.plus(max(each, key=lambda c: c.matmul_flops + c.hbm_bytes, default=Costs()))
+                choose = max if dearest else min
+                total = total.plus(choose(each, key=lambda c: c.matmul_flops + c.hbm_bytes, default=Costs()))
         return total
 
     return of(module.entry)
@@ -188,7 +205,9 @@ def _reachable(module: Module, computation: dict[str, Instruction]) -> Iterator[
             yield from _reachable(module, module.computations[instruction.called("calls")])
 
 
-def _own_costs(module: Module, computation: str, instruction: Instruction, seen: set[str]) -> Costs:
+def _own_costs(
+    module: Module, computation: str, instruction: Instruction, seen: set[str], kernel_bytes: Mapping[str, float]
+) -> Costs:
     """Costs of one instruction, loops and calls excepted; `seen` has the collectives that count already."""
     inside = [instruction]
     lookup = {instruction.name: module.computations[computation]}
@@ -210,14 +229,16 @@ def _own_costs(module: Module, computation: str, instruction: Instruction, seen:
     cycles = re.search(r'"estimated_cycles":"(\d+)"', instruction.attributes)
     kernels = Counter()
     kernel_flops = 0.0
+    hbm_bytes = _hbm_bytes(module, instruction, module.computations[computation])
     if instruction.opcode == "custom-call":
         kernel = _kernel_name(instruction)
         kernels[kernel] += 1
+        hbm_bytes = kernel_bytes.get(kernel, hbm_bytes)
         kernel_flops = _kernel_flops(kernel, instruction, module.computations[computation])
     return Costs(
         matmul_flops=flops,
         kernel_flops=kernel_flops,
-        hbm_bytes=_hbm_bytes(module, instruction, module.computations[computation]),
+        hbm_bytes=hbm_bytes,
         collective_bytes=sizes,
         collective_counts=counts,
         cycles=float(cycles[1]) if cycles else 0.0,
@@ -315,15 +336,27 @@ def _hbm_bytes(module: Module, instruction: Instruction, names: dict[str, Instru
         return 0.0
     operands = [sum(a.hbm_bytes for a in names[o].arrays) for o in instruction.operands if o in names]
     result = sum(a.hbm_bytes for a in instruction.arrays)
+    if opcode in ("copy-start", "slice-start", "dynamic-slice-start"):
+        return _moved(instruction, names)
     if opcode.endswith("-start"):  # its result repeats the operand
         return float(max(result, sum(operands)))
-    if opcode == "dynamic-slice":
+    if opcode in ("dynamic-slice", "gather"):
         return 2.0 * result
-    if opcode == "dynamic-update-slice":
-        return 2.0 * sum(a.hbm_bytes for a in names[instruction.operands[1]].arrays)
+    if opcode in ("dynamic-update-slice", "scatter"):
+        return 2.0 * sum(a.hbm_bytes for a in names[_update_of(instruction)].arrays)
     if opcode == "fusion":
         return _fusion_bytes(module.computations[instruction.called("calls")], operands, result)
     return float(sum(operands) + result)
+
+
+def _moved(copy: Instruction, names: dict[str, Instruction]) -> float:
+    """Of a copy that runs beside other work, between HBM and the chip mostly: what it reads there and what it writes."""
+    source = names[copy.operands[0]].arrays[0]
+    size = lambda a: dataclasses.replace(a, on_chip=False).hbm_bytes  # noqa: E731
+    # Its result names the source, too, and a flag.
+    others = [a for a in copy.arrays if len(a.dims) == len(source.dims) and a.dtype == source.dtype]
+    made = min(others, key=lambda a: (size(a), a.on_chip == source.on_chip))
+    return float((not source.on_chip) * size(made) + (not made.on_chip) * size(made))
 
 
 def _fusion_bytes(inner: dict[str, Instruction], operands: list[int], result: int) -> float:
@@ -342,7 +375,7 @@ def _fusion_bytes(inner: dict[str, Instruction], operands: list[int], result: in
         if full and uses and all(u.opcode in ("dynamic-slice", "slice", "gather") for u in uses):
             full = min(full, sum(a.bytes for u in uses for a in u.arrays))
         elif full and uses and all(_updates(u, instruction.name) for u in uses):
-            updates = sum(a.bytes for u in uses for a in inner[u.operands[1]].arrays)
+            updates = sum(a.bytes for u in uses for a in inner[_update_of(u)].arrays)
             result -= max(0, full - updates)
             full = 0
         total += full
@@ -350,7 +383,12 @@ def _fusion_bytes(inner: dict[str, Instruction], operands: list[int], result: in
 
 
 def _updates(user: Instruction, name: str) -> bool:
-    return user.opcode == "dynamic-update-slice" and user.operands[0] == name
+    return user.opcode in ("dynamic-update-slice", "scatter") and user.operands[0] == name
+
+
+def _update_of(user: Instruction) -> str:
+    """What an update in place writes; where that does not share memory with what it is given, XLA has put a copy first."""
+    return user.operands[1 if user.opcode == "dynamic-update-slice" else 2]
 
 
 def callee(instruction: Instruction) -> str | None:
@@ -395,10 +433,7 @@ def _instruction(line: str) -> Instruction | None:
         return None
     close = _closing(rest, word.end() - 1)
     arguments = rest[word.end() : close]
-    arrays = tuple(
-        Array(dtype, tuple(int(d) for d in dims.split(",") if d), bool(re.search(r"S\([1-9]\d*\)", layout or "")))
-        for dtype, dims, layout in _ARRAY.findall(rest[: word.start()])
-    )
+    arrays = tuple(_array(*found) for found in _ARRAY.findall(rest[: word.start()]))
     opcode = word[1]
     literal = opcode in ("parameter", "constant")
     return Instruction(
@@ -409,6 +444,20 @@ def _instruction(line: str) -> Instruction | None:
         attributes=(arguments + ")" if literal else "") + rest[close + 1 :],
         is_root=bool(head[1]),
     )
+
+
+def _array(dtype: str, dims: str, layout: str) -> Array:
+    """Of "bf16", "32,2048" and "1,0:T(8,128)(2,1)S(1)": the tile covers the last dimensions in the layout's order."""
+    sizes = tuple(int(d) for d in dims.split(",") if d)
+    order, tile = _LAYOUT.match(layout).groups()
+    padded = None
+    if tile and sizes:
+        laid_out = [sizes[int(d)] for d in order.split(",") if d][::-1]  # it names the innermost first
+        edges = [int(t) for t in tile.split(",")]
+        laid_out = [1] * (len(edges) - len(laid_out)) + laid_out
+        inner = (-(-size // edge) * edge for size, edge in zip(laid_out[-len(edges) :], edges))
+        padded = math.prod(laid_out[: -len(edges)]) * math.prod(inner)
+    return Array(dtype, sizes, bool(re.search(r"S\([1-9]\d*\)", layout)), padded)
 
 
 def _closing(text: str, start: int) -> int:

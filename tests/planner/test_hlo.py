@@ -82,6 +82,51 @@ def test_a_tpu_loop_counts_as_often_as_it_turns():
     assert costs.hbm_bytes == 12 * (turn + condition) + 4 + 2 * (8 * 64 * 2)  # of the stack one slice is read
 
 
+MOVES_TEXT = """HloModule moves
+
+%scattered (p0: bf16[32,2,2048,128], p1: s32[32], p2: bf16[32,2,128]) -> bf16[32,2,2048,128] {
+  %p0 = bf16[32,2,2048,128]{3,2,1,0:T(8,128)(2,1)} parameter(0)
+  %p1 = s32[32]{0:T(128)} parameter(1)
+  %p2 = bf16[32,2,128]{2,1,0:T(8,128)(2,1)} parameter(2)
+  ROOT %s = bf16[32,2,2048,128]{3,2,1,0:T(8,128)(2,1)} scatter(%p0, %p1, %p2), to_apply=%second
+}
+
+%dear (d: f32[8,128]) -> f32[8,128] {
+  %d = f32[8,128]{1,0:T(8,128)} parameter(0)
+  ROOT %twice = f32[8,128]{1,0:T(8,128)} add(%d, %d)
+}
+
+%cheap (c: f32[8,128]) -> f32[8,128] {
+  ROOT %c = f32[8,128]{1,0:T(8,128)} parameter(0)
+}
+
+ENTRY %main (keys: bf16[32,2,2048,128], at: s32[32], new: bf16[32,2,128], w: bf16[1024,512], x: f32[8,128]) -> f32[8,128] {
+  %keys = bf16[32,2,2048,128]{3,2,1,0:T(8,128)(2,1)} parameter(0)
+  %at = s32[32]{0:T(128)S(1)} parameter(1)
+  %new = bf16[32,2,128]{2,1,0:T(8,128)(2,1)S(1)} parameter(2)
+  %w = bf16[1024,512]{1,0:T(8,128)(2,1)} parameter(3)
+  %x = f32[8,128]{1,0:T(8,128)} parameter(4)
+  %written = bf16[32,2,2048,128]{3,2,1,0:T(8,128)(2,1)} fusion(%keys, %at, %new), kind=kCustom, calls=%scattered
+  %whole = (bf16[1024,512]{1,0:T(8,128)(2,1)S(1)}, bf16[1024,512]{1,0:T(8,128)(2,1)}, u32[]{:S(2)}) copy-start(%w)
+  %part = (bf16[1024,512]{1,0:T(8,128)(2,1)}, bf16[256,512]{1,0:T(8,128)(2,1)S(1)}, s32[]{:S(2)}) slice-start(%w), slice={[0:256], [0:512]}
+  %narrow = f32[64,4,1,1]{3,2,1,0:T(1,128)} custom-call(%written), custom_call_target="tpu_custom_call"
+  %which = s32[] constant(0)
+  ROOT %r = f32[8,128]{1,0:T(8,128)} conditional(%which, %x, %x), branch_computations={%cheap, %dear}
+}
+"""
+
+
+def test_what_is_moved_counts_once_and_as_it_lies():
+    module = hlo.parse(MOVES_TEXT)
+    whole, part = 1024 * 512 * 2, 256 * 512 * 2
+    branch = 3 * 8 * 128 * 4
+    keys, narrow = 32 * 2 * 2048 * 128 * 2, 64 * 4 * 128 * 4  # of [.., 1] the tile's lanes
+    known = hlo.costs(module, kernel_bytes={"narrow": 1000.0}, dearest=False)
+    assert known.hbm_bytes == 32 * 2 * 128 * 2 + whole + part + 1000
+    assert hlo.costs(module, dearest=False).hbm_bytes - known.hbm_bytes == keys + narrow - 1000
+    assert hlo.costs(module).hbm_bytes - hlo.costs(module, dearest=False).hbm_bytes == branch
+
+
 @pytest.mark.parametrize(
     ("window", "labels", "lhs", "rhs", "out", "want"),
     [
