@@ -9,10 +9,12 @@ import os
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import NoReturn
 
+from capibara import bucket_faults, peers
 from capibara.fields import did_you_mean
 from capibara.types import TryAgain, UserError
 
@@ -127,7 +129,8 @@ def run_verb(main: Callable[[Sequence[str] | None], int | None], argv: Sequence[
     """Runs a verb and returns its exit code.
 
     A UserError and a full disk become one line on stderr and exit code 2, ctrl-C exit code 130; every other
-    exception is a fault of ours and keeps its traceback. One process of several that ends so does not wait for the rest.
+    exception is a fault of ours and keeps its traceback. One process of several that ends so does not wait for the rest,
+    and tells them why.
 
     Args:
       main: the verb, given the arguments after its name (None: sys.argv); returns an exit code or None for 0.
@@ -135,25 +138,27 @@ def run_verb(main: Callable[[Sequence[str] | None], int | None], argv: Sequence[
     """
     try:
         with _interrupts_that_arrive():
-            return main(argv) or 0
+            code = main(argv) or 0
+            peers.leave()
+            return code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        return _leaving_peers(EXIT_INTERRUPTED)
+        return _leaving_peers(EXIT_INTERRUPTED, "interrupted")
     except BrokenPipeError:  # the reader of our output has had enough, as head has
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains of it at its exit
         return EXIT_BROKEN_PIPE
-    except TryAgain as error:
-        sys.stdout.flush()
-        print(f"error: {error}", file=sys.stderr)
-        return _leaving_peers(EXIT_HUNG)
     except Exception as error:
-        message = _user_message(error)
-        if message is None:
-            _leaving_peers(EXIT_FAULT)
-            raise
         sys.stdout.flush()
-        print(f"error: {message}", file=sys.stderr)
-        return _leaving_peers(EXIT_USER_ERROR)
+        if (known := _told(error)) is not None:
+            print(f"error: {known}", file=sys.stderr)
+            return _leaving_peers(EXIT_HUNG if isinstance(known, TryAgain) else EXIT_USER_ERROR, str(known))
+        if not peers.is_joined():
+            raise
+        if (fault := peers.told()) is not None:
+            print(f"error: {fault.line}", file=sys.stderr)
+            return _leaving_peers(fault.code, fault.line)
+        traceback.print_exc()
+        return _leaving_peers(EXIT_FAULT, f"{type(error).__name__}: {' '.join(str(error).split())[:_LONGEST]}")
 
 
 def run_process(main: Callable[[Sequence[str] | None], int | None], argv: Sequence[str] | None = None) -> int:
@@ -165,6 +170,8 @@ def run_process(main: Callable[[Sequence[str] | None], int | None], argv: Sequen
     try:
         code = run_verb(main, argv)
     finally:
+        if peers.is_joined() and peers.has_told():
+            peers.end(code)
         _leave(code)
     return code
 
@@ -198,7 +205,7 @@ def _leave(code: int) -> None:
     All that is ours is closed when a verb returns. What others have left, such as the thread of a logger that waits for its
     server, must not keep the process.
     """
-    limit_s = _JOINED_EXIT_S if _is_joined() else _EXIT_S
+    limit_s = _JOINED_EXIT_S if peers.is_joined() else _EXIT_S
 
     def leave() -> None:
         alive = [t.name for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()]
@@ -213,37 +220,35 @@ def _leave(code: int) -> None:
     timer.start()
 
 
-def _is_joined() -> bool:
-    """Whether this is one process of several."""
-    jax = sys.modules.get("jax")
-    return jax is not None and jax.distributed.is_initialized()
-
-
-def _leaving_peers(code: int) -> int:
-    """The exit code; where this is one process of several it ends with that soon, whatever its exit waits for.
+def _leaving_peers(code: int, message: str) -> int:
+    """The exit code; one process of several tells the others why it ends, and does so soon, whatever its exit waits for.
 
     JAX's own exit waits minutes for all processes to come to theirs, while they wait for this one in the midst of a step.
     In the end it aborts them all, and the exit code is lost.
     """
-    if _is_joined():
-        sys.stdout.flush()
-        timer = threading.Timer(_LEAVE_S, os._exit, [code])
+    if peers.is_joined():
+        peers.tell(code, message)
+        timer = threading.Timer(_LEAVE_S, os._exit, [code])  # where the caller of `run_verb` does not end it
         timer.daemon = True
         timer.start()
     return code
 
 
-def _user_message(error: BaseException) -> str | None:
-    """The line to print where the error is the user's to mend, else None."""
+def _told(error: BaseException) -> UserError | TryAgain | None:
+    """What to print in place of a traceback: the error is the user's to mend, or it may work when it is tried again."""
     error = unwrap(error)
+    if isinstance(error, TryAgain):
+        return error
     if isinstance(error, UserError):
         text = " ".join(str(error).split("\n"))
-        return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}"
+        return UserError(text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}")
     for cause in _chain(error):
         if isinstance(cause, OSError) and cause.errno in _DISK_FULL or os.strerror(errno.ENOSPC) in str(cause):
             where = getattr(cause, "filename", None)
-            return f"disk full{f' while writing {where}' if where else ''}: free some space, then run this again"
-    return None
+            return UserError(
+                f"disk full{f' while writing {where}' if where else ''}: free some space, then run this again"
+            )
+    return bucket_faults.explained(_chain(error))
 
 
 def unwrap(error: BaseException) -> BaseException:

@@ -6,6 +6,7 @@ import concurrent.futures
 import contextlib
 import errno
 import functools
+import logging
 import os
 import sys
 import threading
@@ -41,6 +42,9 @@ def folder_of(path: str) -> epath.Path:
     """
     if path.startswith("gs://"):
         extras.require("gcsfs", extra="gcs", why=path)
+        logging.getLogger("gcsfs").setLevel(
+            logging.CRITICAL
+        )  # it logs each fault with its trace, and raises it as well
     elif is_remote(path):
         raise UserError(
             f"{path} must be a local folder, or one in Google Cloud Storage: name that, e.g. gs://bucket/run"

@@ -1,0 +1,34 @@
+"""What went wrong with a bucket, in one line: who may not read it, and who gave up asking."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from capibara.types import TryAgain, UserError
+
+_SHOWN = 300
+_DENIED = (401, 403)
+_BUSY = (408, 429, 500, 502, 503, 504)
+
+
+def explained(errors: Iterable[BaseException]) -> UserError | TryAgain | None:
+    """What to tell of errors, each the cause of the one before, if one is of a bucket's library; else None."""
+    for error in errors:
+        room, text = type(error).__module__.partition(".")[0], " ".join(str(error).split())[:_SHOWN]
+        code = getattr(error, "code", None) if room == "gcsfs" else None
+        code = int(code) if str(code).isdigit() else None
+        nameless = isinstance(error, OSError) and error.errno is None  # gcsfs's; the system's have a number
+        if code in _DENIED or (nameless and text.startswith("Forbidden: ")) or "PERMISSION_DENIED" in text:
+            return UserError(
+                f"permission denied in a bucket ({text}): let this machine's account read and write there "
+                "(roles/storage.objectUser), or name another path"
+            )
+        if isinstance(error, FileNotFoundError) and nameless and re.search(r"(^|/)b/[^/]+/o", text):
+            return UserError(f"a bucket, or what was to be in it, is not there ({text}): make it, or name another path")
+        if code in _BUSY or room == "aiohttp" or "UNAVAILABLE: " in text and "storage" in text:
+            return TryAgain(
+                f"a bucket does not answer, though it was asked several times ({text or type(error).__name__}): run the "
+                "command again"
+            )
+    return None

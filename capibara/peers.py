@@ -1,0 +1,120 @@
+"""What one process of several that ends with an error tells the others: they end with it, and say whose it was.
+
+Else they wait in the midst of a step for one that is gone, until JAX's heartbeat aborts them with a stack trace that does
+not say why. None of them comes to JAX's own exit, which waits minutes for all, and aborts where one has gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from typing import NamedTuple
+
+_KEY = "capibara/fault"
+_LOOK_S = 1.0  # between two looks
+_TELL_S = 5.0  # for the word to arrive
+_OWN_S = 5.0  # for an end of our own: often all processes meet the same fault
+_LINGER_S = _LOOK_S + _OWN_S + 2.0  # of process 0, which keeps the word until all have read it
+
+_leaving, _told = threading.Event(), threading.Event()
+
+
+class Fault(NamedTuple):
+    """Why another process has ended: its exit code, and a line."""
+
+    code: int
+    line: str
+
+
+def is_joined() -> bool:
+    """Whether this is one process of several that JAX has joined."""
+    jax = sys.modules.get("jax")
+    return jax is not None and jax.distributed.is_initialized()
+
+
+def tell(code: int, message: str) -> None:
+    """Tells the others that this process ends, unless one has told them so before; nothing where there are none.
+
+    Args:
+      code: its exit code.
+      message: why, in one line.
+    """
+    _leaving.set()
+    _told.set()
+    if not is_joined():
+        return
+    client, index = _client()
+    word = json.dumps({"index": index, "host": socket.gethostname(), "code": code, "message": message})
+
+    def put() -> None:
+        with contextlib.suppress(Exception):  # another process was first, or the coordinator is gone
+            client.key_value_set(_KEY, word)
+
+    putting = threading.Thread(target=put, daemon=True)
+    putting.start()
+    putting.join(_TELL_S)
+
+
+def has_told() -> bool:
+    """Whether this process has told the others that it ends."""
+    return _told.is_set()
+
+
+def told() -> Fault | None:
+    """Why another process has ended with an error, if one has: what happens here since may be its doing."""
+    if not is_joined():
+        return None
+    with contextlib.suppress(Exception):  # nobody has told anything, or the coordinator is gone
+        return _read(*_client())
+    return None
+
+
+def leave() -> None:
+    """This process ends well: what others tell from now on is not its affair."""
+    _leaving.set()
+
+
+def end(code: int) -> None:
+    """Ends this process after a fault of its own or another's; process 0 first waits until the others know of it."""
+    _leaving.set()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    if is_joined() and _client()[1] == 0:
+        time.sleep(_LINGER_S)
+    os._exit(code)
+
+
+def listen() -> None:
+    """From now on this process ends, some seconds later, where another tells that it ends with an error."""
+    threading.Thread(target=_listen, args=_client(), name="capibara-peers", daemon=True).start()
+
+
+def _client():
+    state = sys.modules["jax._src.distributed"].global_state  # jax.distributed has no names for them
+    return state.client, state.process_id
+
+
+def _read(client, index: int) -> Fault | None:
+    word = json.loads(client.key_value_try_get(_KEY))
+    line = f"process {word['index']} on {word['host']} ended: {word['message']}"
+    return None if word["index"] == index else Fault(word["code"], line)
+
+
+def _listen(client, index: int) -> None:
+    while not _leaving.wait(_LOOK_S):
+        try:
+            fault = _read(client, index)
+        except Exception as error:
+            if "NOT_FOUND" in str(error):
+                continue
+            return  # the coordinator is gone: JAX ends this process
+        if fault is not None and not _leaving.wait(_OWN_S):
+            print(f"error: {fault.line}", file=sys.stderr, flush=True)
+            end(fault.code)
+        return
