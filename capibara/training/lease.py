@@ -1,4 +1,8 @@
-"""One writer at a time: the lease on a checkpoints folder."""
+"""One writer at a time: the lease on a checkpoints folder.
+
+Of several that reach for it at once exactly one gets it: on a disk by the folder's lock, in a bucket by the version that
+each has seen of the file.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ from typing import Any
 
 from etils import epath
 
-from capibara.training import processes, storage
+from capibara.training import processes, storage, versions
 from capibara.types import UserError
 
 NAME = "lease.json"
@@ -27,7 +31,6 @@ _LOCK_S = 10.0  # for the lock of the folder, which nobody holds for longer than
 _LOCK_LOOK_S = 0.05
 _JOIN_S = 5.0  # more than that for the thread that renews it
 _MOST_BYTES = 1 << 16  # of a record, which has some hundred
-_SETTLE_S = 2.0  # in a bucket, which has no locks: longer than from another's look to its write
 
 
 class Lease:
@@ -49,7 +52,7 @@ class Lease:
 
     def __init__(self, folder: epath.Path, stale_after_s: float = _STALE_AFTER_S):
         self._folder, self._path, self._stale_after_s = folder, folder / NAME, stale_after_s
-        self._nonce = secrets.token_hex(8)
+        self.nonce = secrets.token_hex(8)
         self._ended, self._said = threading.Event(), False
         self._take()
         self._renewing = threading.Thread(target=self._renew, name="capibara-lease", daemon=True)
@@ -57,8 +60,8 @@ class Lease:
 
     def check(self) -> None:
         """Raises UserError where another process has taken the lease over: what we would write now is its to write."""
-        holder = _read(self._path) or {}
-        if holder.get("nonce") != self._nonce:
+        holder = _read(self._path)[0] or {}
+        if holder.get("nonce") != self.nonce:
             by = f"process {holder.get('pid')} on {holder.get('host')}" if holder else "nobody"
             raise UserError(f"{self._folder} was taken over by {by} meanwhile: only one run may write to a MODEL_DIR")
 
@@ -66,25 +69,27 @@ class Lease:
         """Gives it back; another holder's is left alone."""
         self._ended.set()
         self._renewing.join(_LOCK_S + _JOIN_S)
-        with contextlib.suppress(OSError), _alone(self._folder):  # the folder may be gone by now, or its lock held
-            if (_read(self._path) or {}).get("nonce") == self._nonce:
+        # The folder may be gone by now, its lock held, or the bucket closed to us: then the lease runs out.
+        with contextlib.suppress(Exception), _alone(self._folder):
+            holder, version = _read(self._path)
+            if (holder or {}).get("nonce") != self.nonce:
+                return
+            if storage.is_remote(self._path):
+                versions.remove(self._path, version)
+            else:
                 self._path.unlink()
 
     def _take(self) -> None:
-        begin_s, first = time.monotonic(), _read(self._path)
+        begin_s, first = time.monotonic(), _read(self._path)[0]
         while True:
             with _lock_explained(self._folder), _alone(self._folder):
-                holder = _read(self._path)
+                holder, version = _read(self._path)
                 unchanged = holder == first and time.monotonic() - begin_s >= self._stale_after_s
-                if free := holder is None or unchanged or self._is_dead(holder):
-                    self._write()
-            if free:
-                holder = self._settled()
-                if holder is None:
-                    continue
-                if holder.get("nonce") == self._nonce:
-                    return
-            if free or holder != first or self._is_here(holder):
+                if holder is None or unchanged or self._is_dead(holder):
+                    if self._write(version):
+                        return
+                    continue  # another was quicker: who?
+            if holder != first or self._is_here(holder):
                 stopped = self._is_here(holder) and processes.is_stopped(holder.get("pid"))
                 raise UserError(
                     f"{self._folder} is being written by process {holder.get('pid')} on {holder.get('host')}"
@@ -94,18 +99,19 @@ class Lease:
             if not self._ended.wait(min(_LOOK_S, self._stale_after_s / _RENEWALS)):
                 self._say_once(holder)
 
-    def _settled(self) -> dict[str, Any] | None:
-        """Who holds what we have just written; in a bucket another may have looked before that, and written after us."""
-        if not storage.is_remote(self._folder):
-            return self._record()
-        time.sleep(_SETTLE_S)
-        return _read(self._path)
-
-    def _write(self) -> None:
+    def _write(self, seen: int) -> bool:
+        """Whether the file has our record now: in a bucket it stays as it is where it is not at the version `seen`."""
+        record = json.dumps(self._record()).encode()
         try:
-            storage.write(self._path, json.dumps(self._record()).encode())
+            if storage.is_remote(self._path):
+                versions.write(self._path, record, seen)
+            else:
+                storage.write(self._path, record)
+        except versions.Changed:
+            return False
         except IsADirectoryError:
             raise UserError(f"{self._path} is a folder, must be a file or not there: remove it") from None
+        return True
 
     def _say_once(self, holder: dict[str, Any]) -> None:
         if not self._said:
@@ -121,7 +127,7 @@ class Lease:
             "pid": pid,
             "process_start": processes.start_of(pid),
             **_here(),
-            "nonce": self._nonce,
+            "nonce": self.nonce,
             "renewed": time.time(),
         }
 
@@ -129,8 +135,9 @@ class Lease:
         while not self._ended.wait(self._stale_after_s / _RENEWALS):
             # Whatever is wrong, and buckets have errors of their own, the next renewal may succeed.
             with contextlib.suppress(Exception), _alone(self._folder):
-                if (_read(self._path) or {}).get("nonce") == self._nonce:
-                    self._write()
+                holder, version = _read(self._path)
+                if (holder or {}).get("nonce") == self.nonce:
+                    self._write(version)
 
     def _is_here(self, holder: dict[str, Any]) -> bool:
         """Whether its process id means the same to us: containers may share a host name, and have a process 1 each."""
@@ -192,7 +199,7 @@ def _lock_explained(folder: epath.Path) -> Iterator[None]:
     try:
         yield
     except _Locked as locked:
-        (pid,), host, record = locked.args, socket.gethostname(), _read(folder / NAME) or {}
+        (pid,), host, record = locked.args, socket.gethostname(), _read(folder / NAME)[0] or {}
         # No process of ours: of another container, or of a host that shares the disk.
         pid, host = (pid, host) if pid is not None else (record.get("pid"), record.get("host"))
         who = "another process" if pid is None else f"process {pid} on {host}"
@@ -203,22 +210,37 @@ def _lock_explained(folder: epath.Path) -> Iterator[None]:
         ) from None
 
 
-def _read(path: epath.Path) -> dict[str, Any] | None:
-    """The record of a lease; None where there is none that can be read."""
+def is_seen(folder: epath.Path, nonce: str, within_s: float) -> bool:
+    """Whether this process sees, within so many seconds, that the lease with this nonce is held."""
+    until_s = time.monotonic() + within_s
+    while (_read(folder / NAME)[0] or {}).get("nonce") != nonce:
+        if time.monotonic() >= until_s:
+            return False
+        time.sleep(_LOOK_S)
+    return True
+
+
+def _read(path: epath.Path) -> tuple[dict[str, Any] | None, int]:
+    """The record of a lease, None where there is none that can be read; and the file's version in a bucket.
+
+    Raises:
+      OSError: the bucket cannot be read.
+    """
+    content, version = _versioned(path)
     try:
-        record = json.loads(_bytes_of(path))
-    except (OSError, ValueError):
-        return None
-    return record if isinstance(record, dict) else None
+        record = json.loads(content)
+    except ValueError:
+        record = None
+    return (record if isinstance(record, dict) else None), version
 
 
-def _bytes_of(path: epath.Path) -> bytes:
-    if not storage.is_remote(path):
+def _versioned(path: epath.Path) -> tuple[bytes, int]:
+    if storage.is_remote(path):
+        return versions.read(path)
+    try:
         # Without waiting for whoever writes into a pipe of that name.
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
-            return file.read(_MOST_BYTES) if stat.S_ISREG(os.fstat(file.fileno()).st_mode) else b""
-    import fsspec
-
-    # Opened as a file it has the size that it had when its folder was last listed here, whoever has written it since.
-    files, name = fsspec.core.url_to_fs(os.fspath(path))
-    return files.cat_file(name)
+            regular = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
+            return (file.read(_MOST_BYTES) if regular else b""), versions.NONE
+    except OSError:
+        return b"", versions.NONE

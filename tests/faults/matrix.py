@@ -66,4 +66,5 @@ FAULTS = {
     63: ("indexes, headers and names that lie", "one line, no traceback"),
     64: ("programs that forge the judge's verdict", "they fail, nothing is left behind"),
     65: ("a host that never joins, joins twice, or differs", "named on every host within a stated time"),
+    66: ("a bucket: 429, 503, no permission, half a read, two writers", "retried, then one line; one of them writes"),
 }

@@ -12,28 +12,13 @@ import time
 
 import pytest
 
-from capibara.jobs.local import free_address
-
 HERE = pathlib.Path(__file__).parent
 
 
 @pytest.fixture(scope="module")
-def bucket():
+def bucket(bucket_server):
     """The environment of a program whose bucket gs://bucket is the emulator's."""
-    server = pytest.importorskip("gcp_storage_emulator.server")
-    host, _, port = free_address().partition(":")
-    running = server.create_server(host, int(port), in_memory=True, default_bucket="bucket")
-    running.start()
-    url = f"http://{host}:{port}"
-    yield {
-        **os.environ,
-        "STORAGE_EMULATOR_HOST": url,  # gcsfs
-        "TENSORSTORE_GCS_HTTP_URL": url,
-        "GCE_METADATA_HOST": "127.0.0.1:1",  # nobody to ask for credentials
-        "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",  # nor for the kind of the bucket
-        "PYTHONPATH": str(HERE.parents[1]),
-    }
-    running.stop()
+    return {**os.environ, **bucket_server.environment, "PYTHONPATH": str(HERE.parents[1])}
 
 
 def run(bucket, *command):

@@ -1,7 +1,9 @@
 """The lease: one writer, whoever died."""
 
+import concurrent.futures
 import json
 import os
+import secrets
 import shutil
 import socket
 import subprocess
@@ -13,7 +15,7 @@ import pytest
 from etils import epath
 
 from capibara.training import lease as lease_module
-from capibara.training import processes, storage
+from capibara.training import processes, versions
 from capibara.training.lease import NAME, Lease
 from capibara.types import UserError
 
@@ -124,30 +126,93 @@ def test_a_live_process_in_another_pid_namespace_keeps_it(folder):
 
 
 @pytest.fixture
-def bucket(folder, monkeypatch):
-    """A folder that is taken for one of a bucket: no locks, no renaming."""
-    monkeypatch.setattr(storage, "is_remote", lambda path: True)
-    monkeypatch.setattr(lease_module, "_SETTLE_S", 0.4)
-    return folder
+def bucket(gs):
+    """A folder in a bucket: no locks, no renaming."""
+    return epath.Path(f"gs://bucket/{secrets.token_hex(4)}/checkpoints")
 
 
-def test_in_a_bucket_the_last_of_two_that_write_at_once_has_it(bucket):
-    writing = threading.Timer(0.2, forge, [bucket])
-    writing.start()
-    with pytest.raises(UserError, match=f"{bucket} is being written by process 1 on elsewhere"):
-        Lease(bucket)
-    writing.join()
-    assert json.loads((bucket / NAME).read_text())["nonce"] == "n"
+@pytest.mark.fault(66)
+def test_in_a_bucket_exactly_one_of_several_at_once_has_it(bucket):
+    barrier = threading.Barrier(5)
 
+    def reach(_):
+        barrier.wait()
+        try:
+            return Lease(bucket)
+        except UserError as error:
+            return str(error)
 
-def test_in_a_bucket_it_is_written_again_where_it_has_gone_meanwhile(bucket):
-    removing = threading.Timer(0.2, (bucket / NAME).unlink)
-    removing.start()
-    lease = Lease(bucket)
-    removing.join()
+    with concurrent.futures.ThreadPoolExecutor(5) as pool:
+        found = list(pool.map(reach, range(5)))
+    [lease] = [one for one in found if isinstance(one, Lease)]
+    assert all(f"{bucket} is being written by process {os.getpid()}" in one for one in found if one is not lease)
     lease.check()
     lease.release()
     assert not (bucket / NAME).exists()
+
+
+@pytest.mark.fault(66)
+def test_in_a_bucket_exactly_one_takes_over_what_nobody_renews(bucket):
+    forge(bucket)
+    barrier = threading.Barrier(3)
+
+    def reach(_):
+        barrier.wait()
+        try:
+            return Lease(bucket, stale_after_s=1.2)
+        except UserError:
+            return None
+
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        [lease] = [one for one in pool.map(reach, range(3)) if one]
+    lease.check()
+    lease.release()
+
+
+def test_in_a_bucket_another_that_wrote_between_look_and_write_keeps_it(bucket, monkeypatch):
+    """However long that takes: no waiting would help."""
+    write = versions.write
+
+    def late(path, content, expected):
+        monkeypatch.setattr(versions, "write", write)
+        forge(bucket)
+        return write(path, content, expected)
+
+    monkeypatch.setattr(versions, "write", late)
+    with pytest.raises(UserError, match=f"{bucket} is being written by process 1 on elsewhere"):
+        Lease(bucket, stale_after_s=60.0)
+    assert json.loads((bucket / NAME).read_text())["nonce"] == "n"
+
+
+def test_in_a_bucket_it_is_written_again_where_it_has_gone_meanwhile(bucket, monkeypatch):
+    read = lease_module._read
+
+    def late(path):
+        found = read(path)
+        monkeypatch.setattr(lease_module, "_read", read)
+        (bucket / NAME).unlink()
+        return found
+
+    forge(bucket, **HERE, pid=os.getpid(), process_start=processes.start_of(os.getpid()))
+    monkeypatch.setattr(lease_module, "_read", late)
+    lease = Lease(bucket)
+    lease.check()
+    lease.release()
+    assert not (bucket / NAME).exists()
+
+
+@pytest.mark.fault(66)
+def test_in_a_bucket_it_is_renewed_and_what_another_wrote_is_not(bucket):
+    lease = Lease(bucket, stale_after_s=0.6)
+    before = json.loads((bucket / NAME).read_bytes())["renewed"]
+    time.sleep(0.5)
+    assert json.loads((bucket / NAME).read_bytes())["renewed"] > before
+    forge(bucket)
+    time.sleep(0.4)
+    with pytest.raises(UserError, match="was taken over by process 1 on elsewhere"):
+        lease.check()
+    lease.release()
+    assert json.loads((bucket / NAME).read_bytes())["nonce"] == "n"
 
 
 def test_release_after_the_folder_has_gone(folder):
