@@ -58,12 +58,18 @@ def train(
       compiler_options, config, load: as for `set_up`.
     """
     callbacks = callbacks if jax.process_index() == 0 else Callback()
-    run = set_up(trainer, status=callbacks.on_status, compiler_options=compiler_options, config=config, load=load)
     with disk_full_explained(trainer.model_dir), contextlib.ExitStack() as stack:
-        stop = stack.enter_context(StopRequest(agree_every=trainer.log_every))
         dog = stack.enter_context(Watchdog(trainer.watch, trainer.log_every))
+        run = set_up(trainer, status=callbacks.on_status, compiler_options=compiler_options, config=config, load=load)
+        stop = stack.enter_context(StopRequest(agree_every=trainer.log_every))
         stack.enter_context(run)
-        run.check, run.progress = stop.check, callbacks.on_progress
+        stack.callback(dog.ending)
+
+        def check(done: int, every: int = 1) -> None:
+            dog.advance()
+            stop.check(done, every)
+
+        run.check, run.progress = check, callbacks.on_progress
         try:
             started = run.start()
         except Interrupted:
@@ -90,18 +96,19 @@ def _stepped(
         done = step >= trainer.steps or signal_number is not None
         due = score is None and _evaluation_due(run, step, first_step)
         if due and signal_number is None:  # else there may be seconds: then the checkpoint comes first
-            with meter.paused("evaluate"), dog.paused():
+            with meter.paused("evaluate"), dog.allowing("the evaluation", "evaluation_s"):
                 score = _evaluate(run, step, state.eval_params, callbacks, sampler)
             if score is not None:
                 run.evaluated(step, score, early)
             signal_number = None if done and score is not None else stop.agreed(step)
         done = done or early.stop or signal_number is not None
         if step > saved and (done or _due(step, trainer.checkpointing.every)):
-            with meter.paused("save"), dog.paused():
+            with meter.paused("save"), dog.allowing("the save", "save_s"):
                 run.save(step, state, early, metrics, score, owes_evaluation=due and score is None)
                 callbacks.on_checkpoint(step)
             saved = step
         if done:
+            dog.ending()
             return _ended(run, callbacks, meter, step, early.stop, signal_number)
         batch = _next_batch(run, step + 1, state.params, meter, dog)
         if batch is None:
@@ -112,7 +119,7 @@ def _stepped(
         if step % trainer.log_every == 0 or step == trainer.steps:
             callbacks.on_step(step, meter.read() | run.counters())
             if (spike := run.spike()) is not None:
-                with meter.paused("roll_back"), dog.paused():
+                with meter.paused("roll_back"), dog.allowing("going back", "save_s"):
                     state, first_step, early = _gone_back(run, spike, state, callbacks)
                 step = saved = first_step
         dog.beat(step)
@@ -132,7 +139,8 @@ def _next_batch(run: Run, step: int, params: Params, meter: Meter, dog: Watchdog
     if not run.batch_takes_long(step):
         with meter.waiting():
             return run.next_batch(step, params)
-    with meter.paused("rollout"), dog.left_out(), contextlib.suppress(Interrupted):
+    watched = dog.left_out("the rollout", "evaluation_s")
+    with meter.paused("rollout"), watched, contextlib.suppress(Interrupted):
         batch = run.next_batch(step, params)
         run.progress("")
         return batch
