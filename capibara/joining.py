@@ -9,13 +9,21 @@ import importlib.metadata
 import os
 import platform
 import sys
-from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
-from capibara import roll_call
+from capibara import peers, roll_call
+from capibara.gin_search import find_file, search_folders
 from capibara.types import UserError
 
 _JAX_CONNECTS_S = 120  # all are there when it begins
+if TYPE_CHECKING:
+    import jax
+
+# What decides on the program that a process compiles, or on the rows that it reads.
+_PACKAGES = ("capibara", "flax", "grain", "jax", "jaxlib", "libtpu", "numpy", "optax", "orbax-checkpoint")
+# How many processes a launcher says that it has started, where JAX may not know it: Open MPI 5, MPICH, Slurm without srun.
+_COUNTS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PALS_SIZE", "SLURM_STEP_NUM_TASKS")
 _PODS = "KUBERNETES_SERVICE_HOST"  # in every pod
 _INDEXED = "JOB_COMPLETION_INDEX"  # in those of an indexed job
 
@@ -69,7 +77,12 @@ def of(args: argparse.Namespace) -> Joining:
 def asked(args: argparse.Namespace) -> dict[str, str]:
     """What the command line asks for, as a fact that is the same for all processes of a verb."""
     own = ("coordinator_address", "num_processes", "process_id", "join_timeout")
-    return {"command": "\n".join(f"--{name}={value}" for name, value in vars(args).items() if name not in own)}
+    folders = search_folders(args.gin_search_paths)
+    files = {name: find_file(name, folders).read_text(encoding="utf-8", errors="replace") for name in args.gin_file}
+    return {
+        "command": "\n".join(f"--{name}={value}" for name, value in vars(args).items() if name not in own),
+        **{f"Gin file {name}": text for name, text in files.items()},
+    }
 
 
 class _Place(NamedTuple):
@@ -101,7 +114,7 @@ def join(joining: Joining, facts: Mapping[str, str], *, emulated: bool = False, 
     if place is None or place.count == 1:
         return
     mine = roll_call.Process(place.index, place.count, {**_versions(), **facts})
-    roll_call.call(mine, place.address, joining.timeout_s)
+    came = roll_call.call(mine, place.address, joining.timeout_s)
     jax.distributed.initialize(
         coordinator_address=place.address,
         num_processes=place.count,
@@ -111,25 +124,29 @@ def join(joining: Joining, facts: Mapping[str, str], *, emulated: bool = False, 
         initialization_timeout=_JAX_CONNECTS_S,
         heartbeat_timeout_seconds=heartbeat_s,
     )
+    peers.listen()
     if jax.process_index() == 0:
-        print(_joined())
+        print(_joined(came, jax.devices()))
 
 
-def _joined() -> str:
-    import jax
-
-    found = jax.devices()
-    slices = len({getattr(device, "slice_index", 0) or 0 for device in found})
-    kind = "chips" if found[0].platform == "tpu" else "devices"
-    return f"joined {jax.process_count()} processes: {len(found)} {kind}" + f" in {slices} slices" * (slices > 1)
+def _joined(came: Sequence[roll_call.Process], devices: Sequence[jax.Device]) -> str:
+    """How many processes, hosts, chips and slices there are."""
+    hosts = len({one.host for one in came})
+    # v2, v3, v4 and v5p have two devices a chip at most, which have the same place on the slice.
+    chips = {(getattr(device, "slice_index", 0), *getattr(device, "coords", (device.id,))) for device in devices}
+    slices = len({chip[0] for chip in chips})
+    there = f"{len(devices)} devices"
+    if devices[0].platform == "tpu":
+        there = f"{len(chips)} chips in {slices} slice{'s' * (slices > 1)}"
+    return f"joined {len(came)} processes on {hosts} host{'s' * (hosts > 1)}: {there}"
 
 
 def _versions() -> dict[str, str]:
-    packages = ("capibara", "jax", "jaxlib", "numpy")
-    return {
-        **{f"version of {name}": importlib.metadata.version(name) for name in packages},
-        "version of Python": ".".join(platform.python_version_tuple()[:2]),
-    }
+    found = {"version of Python": ".".join(platform.python_version_tuple()[:2])}
+    for name in _PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[f"version of {name}"] = importlib.metadata.version(name)
+    return found
 
 
 def _find(joining: Joining, emulated: bool) -> _Place | None:
@@ -162,10 +179,12 @@ def _detected(address: str | None, count: int | None, index: int | None, timeout
     """What is known, and what JAX finds of the rest: on TPU VMs, GKE, Slurm, Open MPI and in indexed jobs."""
     from jax._src import clusters  # jax.distributed.initialize does the same, and aborts where one process is missing
 
+    local = os.environ.get("JAX_LOCAL_DEVICE_IDS")
+    local = None if not local else [int(text) for text in local.split(",") if text.strip().isdigit()]
     with _outside_of_pods() if _INDEXED not in os.environ else contextlib.nullcontext():
         try:
             found = clusters.ClusterEnv.auto_detect_unset_distributed_params(
-                address, count, index, None, None, int(timeout_s)
+                address, count, index, local, None, int(timeout_s)
             )
         except ModuleNotFoundError as error:
             raise UserError(
@@ -176,13 +195,21 @@ def _detected(address: str | None, count: int | None, index: int | None, timeout
             raise UserError(
                 f"the other hosts cannot be found ({cause}): give --coordinator_address, --num_processes and --process_id"
             ) from error
-    if found[0] is None and _INDEXED in os.environ and _PODS in os.environ:
+    if found[0] is None and (whose := _one_of_several()):
         print(
-            f"note: this pod is number {os.environ[_INDEXED]} of an indexed job, and runs alone: to join the others, pip "
-            'install "jax[k8s]", or give --coordinator_address, --num_processes and --process_id',
+            f"note: this {whose}, which JAX does not find, and runs alone: to join the others, give --coordinator_address, "
+            "--num_processes and --process_id",
             file=sys.stderr,
         )
     return found
+
+
+def _one_of_several() -> str | None:
+    """Of what this process is a part, where JAX has found nothing; None: nothing says that there are others."""
+    if _INDEXED in os.environ and _PODS in os.environ:
+        return f'pod is number {os.environ[_INDEXED]} of an indexed job (pip install "jax[k8s]")'
+    counts = {name: os.environ.get(name, "").strip() for name in _COUNTS}
+    return next((f"process is one of {n} ({name})" for name, n in counts.items() if n.isdigit() and int(n) > 1), None)
 
 
 @contextlib.contextmanager

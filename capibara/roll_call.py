@@ -50,7 +50,7 @@ class Process:
         return f"process {self.index} (pid {self.pid} on {self.host})"
 
 
-def call(process: Process, address: str, timeout_s: float, say: Callable[[str], None] | None = None) -> None:
+def call(process: Process, address: str, timeout_s: float, say: Callable[[str], None] | None = None) -> list[Process]:
     """Returns when all processes have come and agree; every process calls it.
 
     Args:
@@ -58,6 +58,9 @@ def call(process: Process, address: str, timeout_s: float, say: Callable[[str], 
       address: "HOST:PORT" at which process 0 is to be found; the port is free again afterwards.
       timeout_s: for all to come.
       say: takes lines on whom is waited for; None: standard error.
+
+    Returns:
+      All of them where this is process 0, which alone knows them; else this one.
 
     Raises:
       TryAgain: not all have come within the time; says which.
@@ -70,9 +73,9 @@ def call(process: Process, address: str, timeout_s: float, say: Callable[[str], 
     end_s = time.monotonic() + timeout_s
     if process.index == 0:
         with _listening(int(port), address) as listening:
-            _Caller(process, listening, timeout_s, end_s, say).run()
-    else:
-        _answer(process, (host.strip("[]"), int(port)), timeout_s, end_s, say)
+            return _Caller(process, listening, timeout_s, end_s, say).run()
+    _answer(process, (host.strip("[]"), int(port)), timeout_s, end_s, say)
+    return [process]
 
 
 @contextlib.contextmanager
@@ -111,7 +114,7 @@ class _Caller:
         self._selector = selectors.DefaultSelector()
         self._selector.register(listening, selectors.EVENT_READ)
 
-    def run(self) -> None:
+    def run(self) -> list[Process]:
         try:
             try:
                 self._gather()
@@ -120,6 +123,7 @@ class _Caller:
                 self._linger(refused)
                 raise refused.kind(str(refused)) from None
             self._tell_all({"go": True})
+            return [self._came[index] for index in sorted(self._came)]
         finally:
             for one in [*self._heard, *self._waiting.values()]:
                 one.close()

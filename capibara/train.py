@@ -78,8 +78,10 @@ def train(
     dataset, chip = trainer.dataset, jax.devices()[0].device_kind
     dataset.preload()
     texts, callbacks = config.build(SampleText), config.build(Monitoring).build()
-    print("".join(f"note: {line}\n" for line in config.check_used(trainer.later)), end="")
-    print("".join(f"changed since the last start: {line}\n" for line in run_folder.changes(trainer.model_dir)), end="")
+    notes = [f"note: {line}" for line in config.check_used(trainer.later)]
+    notes += [f"changed since the last start: {line}" for line in run_folder.changes(trainer.model_dir)]
+    if jax.process_index() == 0:
+        print("".join(f"{line}\n" for line in notes), end="")
     model = api.build(trainer.model)
     outcome = loop.train(
         trainer,

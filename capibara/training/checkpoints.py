@@ -20,6 +20,7 @@ import functools
 import json
 import logging
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -31,7 +32,7 @@ import numpy as np
 
 from capibara import limits, tree
 from capibara.training import state as states
-from capibara.training import array_files, chunks, hosts, manifest, run_manifest, shapes, step_folders, storage
+from capibara.training import array_files, chunks, hosts, lease, manifest, run_manifest, shapes, step_folders, storage
 from capibara.training.background import Task, before_exit
 from capibara.training.checkpointing import Checkpointing, Compression, Verify
 from capibara.training.disk import disk_full_explained, free_bytes, is_disk_full, not_writable_explained
@@ -45,6 +46,7 @@ from capibara.tree import byte_count
 from capibara.types import PyTree, TryAgain, UserError
 
 _ATTEMPTS, _PAUSE_S = 3, 0.5  # of a save that fails for another reason than a full disk; the pause doubles
+_SEEN_S = 20.0  # in which what process 0 writes must be seen everywhere: network disks remember for some seconds
 _SAVE_S = 3600.0  # that a save or a verification may take; hosts wait for each other's as long
 _RUN_BYTES, _RUN_VALUES = 256 << 20, 8_000_000  # of a run.json
 _TOLD = 20  # lost steps that the log names
@@ -109,6 +111,7 @@ class Checkpoints:
                 self._lease = Lease(self._folder)
                 undo.callback(self._lease.release)
                 step_folders.remove_leftovers(self._folder)
+            self._check_shared()
             undo.enter_context(before_exit(self._at_exit))
             self._open = undo.pop_all()
 
@@ -501,6 +504,15 @@ class Checkpoints:
     def _check_lease(self) -> None:
         if self._lease is not None:
             self._lease.check()
+
+    def _check_shared(self) -> None:
+        """Raises UserError where this process does not see what process 0 has written; every process calls it."""
+        nonce = hosts.gathered(None if self._lease is None else self._lease.nonce)[0]
+        if self._lease is None and not lease.is_seen(self._folder, nonce, _SEEN_S):
+            raise UserError(
+                f"{self._folder} on {socket.gethostname()} is not the folder that process 0 writes to: name a MODEL_DIR that "
+                "all hosts share, in a bucket (gs://...) or on a network disk"
+            )
 
     def _check_room(self, state_bytes: int) -> None:
         """Refuses a save that cannot end well: one that fails half-way takes the rest of the disk with it."""

@@ -28,12 +28,13 @@ def address():
 
 def calls(address, *processes, timeout_s=10.0, later_s=()):
     """What each process of a roll call is told: None, or the exception; and the lines that were said."""
-    told, said = {}, []
+    told, said, came = {}, [], {}
 
     def run(number, process):
         time.sleep(dict(later_s).get(number, 0.0))
         try:
-            told[number] = roll_call.call(process, address, timeout_s, said.append)
+            came[number] = [str(one) for one in roll_call.call(process, address, timeout_s, said.append)]
+            told[number] = None
         except (TryAgain, UserError) as error:
             told[number] = error
 
@@ -43,6 +44,9 @@ def calls(address, *processes, timeout_s=10.0, later_s=()):
     for thread in threads:
         thread.join(30)
         assert not thread.is_alive()
+    known = [str(one) for one in processes]  # process 0 knows all of them
+    assert all(len(found) == (processes[0].count if number == 0 else 1) for number, found in came.items())
+    assert all(one in known for found in came.values() for one in found)
     return told, said
 
 

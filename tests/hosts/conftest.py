@@ -27,14 +27,20 @@ def _load(path: str):
 
 
 _integration = _load("../integration/conftest.py")
+nursery_module = _load("nursery.py")
 shell = _integration.shell
 
 
 class Cluster:
-    """Starts `count` processes of a verb, each with its own environment, one CPU device each unless told otherwise."""
+    """Starts `count` processes of a verb, each with its own environment, one CPU device each unless told otherwise.
 
-    def __init__(self, folder: pathlib.Path, count: int, program=("-m", "capibara.{verb}")):
-        self.folder, self.count, self.program = folder, count, program
+    They come from a nursery where there is one, else each is a new interpreter.
+    """
+
+    program = ("-m", "capibara.{verb}")
+
+    def __init__(self, folder: pathlib.Path, count: int, nursery=None):
+        self.folder, self.count, self.nursery = folder, count, nursery
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
@@ -43,13 +49,11 @@ class Cluster:
         """What the cluster says to a process."""
         raise NotImplementedError
 
-    def start(self, index: int, verb: str, *args: str, **environment: str) -> subprocess.Popen:
+    def start(self, index: int, verb: str, *args: str, **environment: str):
         """One of the processes."""
-        flags = os.environ["XLA_FLAGS"].replace("--xla_force_host_platform_device_count=8", "")
-        known = {
-            name: value for name, value in os.environ.items() if name != "TPU_SKIP_MDS_QUERY"
-        }  # JAX has set it here
-        mine = {**known, "PYTHONPATH": str(CHECKOUT), "XLA_FLAGS": flags, **self.environment(index), **environment}
+        mine = {**plain_environment(), **self.environment(index), **environment}
+        if self.nursery is not None:
+            return self.nursery.start(verb, args, self.folder, mine)
         command = [sys.executable, *(part.format(verb=verb) for part in self.program), *args]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         return subprocess.Popen(command, cwd=self.folder, env=mine, **pipes)
@@ -57,6 +61,13 @@ class Cluster:
     def run(self, verb: str, *args: str, timeout_s: float = 240, **environment: str):
         """All of them -> their ends."""
         return ends([self.start(index, verb, *args, **environment) for index in range(self.count)], timeout_s)
+
+
+def plain_environment() -> dict[str, str]:
+    """Ours without the eight devices, and without what JAX has set here."""
+    flags = os.environ["XLA_FLAGS"].replace("--xla_force_host_platform_device_count=8", "")
+    known = {name: value for name, value in os.environ.items() if name != "TPU_SKIP_MDS_QUERY"}
+    return {**known, "PYTHONPATH": str(CHECKOUT), "XLA_FLAGS": flags}
 
 
 def ends(processes, timeout_s: float = 240):
@@ -77,6 +88,7 @@ class Named(Cluster):
             "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{self.port}",
             "JAX_NUM_PROCESSES": str(self.count),
             "JAX_PROCESS_ID": str(index),
+            "TPU_SKIP_MDS_QUERY": "1",
         }
 
 
@@ -85,14 +97,31 @@ class Slurm(Cluster):
 
     def environment(self, index):
         names = {"JOB_ID": "77", "STEP_NODELIST": "localhost", "NTASKS": self.count, "PROCID": index, "LOCALID": index}
-        return {f"SLURM_{name}": str(value) for name, value in names.items()} | {"JAX_COORDINATOR_PORT": str(self.port)}
+        return {f"SLURM_{name}": str(value) for name, value in names.items()} | {
+            "JAX_COORDINATOR_PORT": str(self.port),
+            "TPU_SKIP_MDS_QUERY": "1",
+        }
+
+
+class OpenMpi(Cluster):
+    """What mpirun of Open MPI 4 sets."""
+
+    def environment(self, index):
+        names = {"SIZE": self.count, "RANK": index, "LOCAL_RANK": index}
+        return {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in names.items()} | {
+            "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://127.0.0.1:34911",
+            "JAX_COORDINATOR_PORT": str(self.port),
+            "TPU_SKIP_MDS_QUERY": "1",
+        }
 
 
 class Gce(Cluster):
     """A slice of plain or queued TPU VMs: nothing but a metadata server on each host, of which this is a fake."""
 
-    def __init__(self, folder, count):
-        super().__init__(folder, count, (str(HERE / "fake_tpu_vm.py"), "{verb}"))
+    program = (str(HERE / "fake_tpu_vm.py"), "{verb}")
+
+    def __init__(self, folder, count, nursery=None):
+        super().__init__(folder, count, nursery)
         self.pci = fake_pci(folder / "pci")
         self.servers = [_Metadata(self.attributes(index)) for index in range(count)]
 
@@ -160,19 +189,28 @@ def fake_pci(folder: pathlib.Path) -> str:
     return str(folder)
 
 
-KINDS = {"GCE": Gce, "GKE": Gke, "Slurm": Slurm, "flags": Named}
+KINDS = {"GCE": Gce, "GKE": Gke, "Slurm": Slurm, "Open MPI": OpenMpi, "flags": Named}
 
 
 sys.modules["of_hosts_conftest"] = sys.modules[__name__]
 
 
+@pytest.fixture(scope="session")
+def nursery(tmp_path_factory):
+    """Where processes come from that need not import anything."""
+    pci = fake_pci(tmp_path_factory.mktemp("nursery") / "pci")
+    made = nursery_module.Nursery({**plain_environment(), "FAKE_PCI": pci})
+    yield made
+    made.close()
+
+
 @pytest.fixture
-def cluster(shell):
-    """(kind, count) -> a cluster in the folder of `shell`."""
+def cluster(shell, nursery):
+    """(kind, count, fresh=False) -> a cluster in the folder of `shell`, of new interpreters or of the nursery."""
     with contextlib.ExitStack() as stack:
 
-        def make(kind, count):
-            made = KINDS[kind](shell.folder, count)
+        def make(kind, count, fresh=False):
+            made = KINDS[kind](shell.folder, count, None if fresh else nursery)
             if hasattr(made, "close"):
                 stack.callback(made.close)
             return made

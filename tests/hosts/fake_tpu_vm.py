@@ -10,7 +10,13 @@ import sys
 
 _BUS = "/sys/bus/pci/devices"
 _glob = glob.glob
-glob.glob = lambda pattern, *args, **kwargs: _glob(pattern.replace(_BUS, os.environ["FAKE_PCI"]), *args, **kwargs)
+
+
+def _faked(pattern, *args, **kwargs):
+    return _glob(str(pattern).replace(_BUS, os.environ.get("FAKE_PCI", _BUS)), *args, **kwargs)
+
+
+glob.glob = _faked
 
 if __name__ == "__main__":
     verb = sys.argv.pop(1)

@@ -1,7 +1,9 @@
 """Hosts of a slice find each other, agree, and train as one process does."""
 
 import json
+import socket
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -23,20 +25,102 @@ def alone(shell):
     return losses(shell.folder / "alone")
 
 
-@pytest.mark.parametrize(
-    "kind", ["GCE", *(pytest.param(kind, marks=pytest.mark.heavy) for kind in ("GKE", "Slurm", "flags"))]
-)
-def test_four_processes_find_each_other_and_learn_as_one(cluster, shell, alone, kind):
-    four = cluster(kind, 4)
-    done = four.run("train", *TRAIN, f"--gin.MODEL_DIR={kind}")
+def assert_found_and_learned_alike(done, kind, folder, alone):
     assert [one.code for one in done] == [0] * 4, [one.err[-2000:] for one in done]
-    assert "joined 4 processes: 4 devices" in done[0].out and "on 4 x cpu" in done[0].out
+    assert "joined 4 processes on 1 host: 4 devices" in done[0].out and "on 4 x cpu" in done[0].out
     assert [line for one in done[1:] for line in one.out.splitlines() if "[Gloo]" not in line] == []
-    if kind == "GCE":
-        assert all("agent-worker-number" in server.asked for server in four.servers)
-    together = losses(shell.folder / kind)
+    together = losses(folder)
     assert sorted(together) == sorted(alone) == [1, 2, 3, 4]
     np.testing.assert_allclose(list(together.values()), list(alone.values()), rtol=1e-5)
+
+
+def test_four_processes_find_each_other_and_learn_as_one(cluster, shell, alone):
+    """By the metadata server; the processes are forked, so that they need not import what the first has."""
+    four = cluster("GCE", 4)
+    done = four.run("train", *TRAIN, "--gin.MODEL_DIR=forked")
+    assert_found_and_learned_alike(done, "GCE", shell.folder / "forked", alone)
+    assert all("agent-worker-number" in server.asked for server in four.servers)
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("kind", ["GCE", "GKE", "Slurm", "Open MPI", "flags"])
+def test_four_new_interpreters_find_each_other_and_learn_as_one(cluster, shell, alone, kind):
+    done = cluster(kind, 4, fresh=True).run("train", *TRAIN, f"--gin.MODEL_DIR='{kind}'")
+    assert_found_and_learned_alike(done, kind, shell.folder / kind, alone)
+
+
+@pytest.mark.heavy
+def test_four_processes_train_the_quickstart_as_one(cluster, shell):
+    """The very file of README.md, for some steps: 4 hosts that the metadata server names, and one process."""
+    flags = (
+        "--gin_file=quickstart.gin",
+        "--gin.TRAIN_STEPS=4",
+        "--gin.Trainer.log_every=1",
+        "--gin.Evaluation.every=0",
+    )
+    one = shell.run("train", *flags, "--emulate=4", "--gin.MODEL_DIR=quick_alone")
+    assert one.code == 0, one.err
+    done = cluster("GCE", 4, fresh=True).run("train", *flags, "--gin.MODEL_DIR=quick", timeout_s=500)
+    assert_found_and_learned_alike(done, "GCE", shell.folder / "quick", losses(shell.folder / "quick_alone"))
+
+
+@pytest.mark.fault(65)
+def test_a_mistake_on_one_host_ends_all_with_its_name(cluster, shell):
+    """Its disk lacks a file that is read only when all have joined."""
+    two, folders = cluster("flags", 2), []
+    for index in range(2):
+        folders.append(shell.folder / f"host{index}")
+        folders[-1].mkdir()
+        (folders[-1] / "tiny.gin").write_text((shell.folder / "tiny.gin").read_text())
+    (folders[0] / "corpus.jsonl").write_text((shell.folder / "corpus.jsonl").read_text())
+    processes = []
+    for index, folder in enumerate(folders):
+        two.folder = folder
+        run = f"--gin.MODEL_DIR='{shell.folder / 'lacking'}'"
+        processes.append(two.start(index, "train", *TRAIN, run))
+    other, mistaken = hosts.ends(processes)
+    assert mistaken.code == other.code == 2, (mistaken, other)
+    assert mistaken.err.startswith("error: ") and "corpus.jsonl" in mistaken.err and mistaken.err.count("\n") == 1
+    [line] = other.err.splitlines()
+    assert line.startswith(f"error: process 1 on {socket.gethostname()} ended: ") and "corpus.jsonl" in line
+
+
+@pytest.mark.heavy
+@pytest.mark.fault(28, 33)
+def test_one_of_two_is_killed_and_four_and_then_one_go_on(cluster, shell):
+    """2 -> 4 -> 1 processes of four devices in all, against one from beginning to end."""
+    run = shell.folder / "killed"
+    flags = (
+        "--gin_file=tiny.gin",
+        "--gin.Trainer.heartbeat_s=10",
+        "--gin.Checkpointing.every=2",
+        "--gin.MODEL_DIR=killed",
+    )
+    two = cluster("flags", 2)
+    processes = [two.start(i, "train", *flags, "--emulate=2", "--gin.TRAIN_STEPS=100000") for i in range(2)]
+    end_s = time.monotonic() + 120
+    while time.monotonic() < end_s and not [name for name in committed(run) if name >= 4]:
+        time.sleep(0.05)
+    processes[1].kill()
+    left, _ = hosts.ends(processes)
+    assert left.code not in (0, None) and (step := max(committed(run))) >= 4
+    for count, steps in ((4, step + 4), (1, step + 8)):
+        joined = cluster("flags", count) if count > 1 else None
+        more = (*flags, f"--emulate={4 // count}", f"--gin.TRAIN_STEPS={steps}")
+        done = joined.run("train", *more) if joined else [shell.run("train", *more)]
+        assert [one.code for one in done] == [0] * count, [one.err[-2000:] for one in done]
+        assert f"carrying on from step {steps - 4};" in done[0].out
+    whole = shell.run("train", *flags, "--emulate=4", f"--gin.TRAIN_STEPS={step + 8}", "--gin.MODEL_DIR=whole")
+    assert whole.code == 0, whole.err
+    parts, whole = losses(run), losses(shell.folder / "whole")
+    assert parts.keys() == whole.keys() == set(range(1, step + 9))
+    np.testing.assert_allclose([parts[k] for k in whole], list(whole.values()), rtol=1e-5)
+
+
+def committed(run):
+    return sorted(
+        int(path.parent.name) for path in run.glob("checkpoints/*/manifest.json") if path.parent.name.isdigit()
+    )
 
 
 @pytest.mark.fault(65)

@@ -1,0 +1,168 @@
+"""Trains tiny runs on four devices, in this process or as one of several: python axes.py FOLDER PART ...
+
+Each part is a mesh whose axes span the processes, or something that all processes must decide alike. What it has come to is
+written to FOLDER/PART.PROCESS.json. A test does the same alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+import signal
+import sys
+
+import jax
+import numpy as np
+
+from capibara import cli, joining
+from capibara.data.dataset import Dataset
+from capibara.data.sources import JsonlSource
+from capibara.data.vocabulary import ByteVocabulary
+from capibara.models.api import DecoderConfig
+from capibara.optim import Optimizer, Schedule
+from capibara.sharding import Plan
+from capibara.training import checkpoints, loop
+from capibara.training.anomalies import Anomalies
+from capibara.training.callbacks import Callback
+from capibara.training.checkpoints import Checkpointing, Checkpoints
+from capibara.training.trainer import Evaluation, Trainer
+from capibara.training.watchdog import Watch
+from capibara.types import UserError
+
+DEVICES = 4
+# The first axis that has more than one device spans two processes of two, and four of one.
+MESHES = {
+    "data": {"data": 4, "fsdp": 1},
+    "fsdp": {"fsdp": 4},
+    "tensor": {"fsdp": 1, "tensor": 4},
+    "stage": {"stage": 2, "fsdp": 2},
+    "context": {"fsdp": 1, "context": 4},
+    "data_tensor": {"data": 2, "fsdp": 1, "tensor": 2},
+}
+STEPS = 4
+STOPPED_AT = 2  # the step during which process 1 is signalled, of `STEPS`
+
+
+class Seen(Callback):
+    """The metrics of steps and evaluations; on process 0."""
+
+    def __init__(self):
+        self.steps, self.evaluations, self.spikes = {}, {}, []
+
+    def on_step(self, step, metrics):
+        self.steps[step] = {name: float(metrics[name]) for name in ("loss", "grad_norm")}
+
+    def on_evaluate(self, step, metrics):
+        self.evaluations[step] = metrics["loss"]
+
+    def on_roll_back(self, step):
+        self.spikes.append(step)
+
+
+def write_corpus(folder: pathlib.Path) -> None:
+    """Rows of a language that can be learned."""
+    rng, words = np.random.default_rng(0), ["capybara", "river", "grass", "swims"]
+    texts = [" ".join(rng.choice(words, int(rng.integers(3, 40)))) for _ in range(99)]
+    (folder / "corpus.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+
+
+def run_of(folder: pathlib.Path, name: str, steps: int = STEPS, **changes) -> Trainer:
+    """A run of four devices: a mesh by its name, else fsdp=4."""
+    base = Trainer(
+        model_dir=str(folder / name),
+        steps=steps,
+        model=DecoderConfig(vocab_size=384, embed_dim=32, num_layers=2, num_heads=4, mlp_dim=64, dtype="float32"),
+        plan=Plan(batch_size=8, **MESHES.get(name, {"fsdp": 4})),
+        dataset=Dataset(
+            source=JsonlSource(files=(str(folder / "corpus.jsonl"),), validation_fraction=0.2),
+            vocabulary=ByteVocabulary(),
+            length=64,
+        ),
+        optimizer=Optimizer(schedule=Schedule(kind="rsqrt", learning_rate=1e-2, warmup_steps=2)),
+        evaluation=Evaluation(every=4, max_batches=2),
+        checkpointing=Checkpointing(every=2),
+        ema_decay=0.5,
+        log_every=1,
+        replica_check_every=2,
+        watch=Watch(at_least_s=100.0, start_s=200.0),  # what hangs ends
+    )
+    return dataclasses.replace(base, **changes)
+
+
+def trained(trainer: Trainer, after_step=None, devices=None) -> dict:
+    """Trains; what there is to tell of it."""
+    seen, set_up = Seen(), loop.set_up
+
+    def hooked(trainer, **options):
+        run = set_up(trainer, devices, **options)
+        step = run.step
+
+        def stepped(number, state, batch):
+            done = step(number, state, batch)
+            if after_step is not None:
+                after_step(number)
+            return done
+
+        run.step = stepped
+        return run
+
+    loop.set_up = hooked
+    try:
+        outcome = loop.train(trainer, seen)
+    finally:
+        loop.set_up = set_up
+    return {"outcome": dataclasses.astuple(outcome), **vars(seen)}
+
+
+def signalled(folder: pathlib.Path) -> dict:
+    """One process is told to stop: all stop after the same step, with its checkpoint."""
+
+    def signal_one(step):
+        if step == STOPPED_AT and jax.process_index() == jax.process_count() - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    return trained(run_of(folder, "signalled", checkpointing=Checkpointing(every=0)), signal_one)
+
+
+def resumed(folder: pathlib.Path) -> dict:
+    """And go on."""
+    return trained(run_of(folder, "signalled", checkpointing=Checkpointing(every=0)))
+
+
+def rolled_back(folder: pathlib.Path) -> dict:
+    """So little above the mean is a spike here that one comes soon by itself."""
+    anomalies = Anomalies(on_spike="roll_back", window=8, sigmas=0.1, roll_back_steps=4, skip_batches=6)
+    return trained(
+        run_of(folder, "rolled_back", 24, anomalies=anomalies, ema_decay=None, evaluation=Evaluation(every=0))
+    )
+
+
+def not_shared(folder: pathlib.Path) -> dict:
+    """Each process has a folder of its own by the same name, as on the disks of hosts."""
+    checkpoints._SEEN_S = 1.0
+    try:
+        Checkpoints(str(folder / f"own.{jax.process_index()}"), Checkpointing()).close()
+    except UserError as error:
+        return {"said": str(error)}
+    return {"said": None}
+
+
+PARTS = {"signalled": signalled, "resumed": resumed, "rolled_back": rolled_back, "not_shared": not_shared}
+
+
+def main(argv: list[str] | None = None) -> int:
+    folder, *parts = sys.argv[1:] if argv is None else argv
+    where = joining.Joining()
+    jax.config.update("jax_num_cpu_devices", DEVICES // int(os.environ["JAX_NUM_PROCESSES"]))
+    joining.join(where, {}, emulated=True)
+    for part in parts:
+        at = pathlib.Path(folder)
+        found = PARTS[part](at) if part in PARTS else trained(run_of(at, part))
+        (at / f"{part}.{jax.process_index()}.json").write_text(json.dumps(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run_process(main))
