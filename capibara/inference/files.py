@@ -20,6 +20,7 @@ from capibara.inference.stream import Stream
 from capibara.types import UserError
 
 _BEGINS = b'{"prompt": '  # every line of an output
+_MOST = 1_000_000  # prompts of a file, which are all held in memory
 _AHEAD = 4  # requests that wait for each slot, so that none is idle while an earlier text is not finished yet
 
 
@@ -56,14 +57,21 @@ def read_prompts(path: str, sampling: Sampling) -> list[Prompt]:
     """
     try:
         with open(path, encoding="utf-8") as file:
-            lines = list(_lines(file, path))
+            return list(_prompts(file, path, sampling))
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
             f"--prompts={path} cannot be read ({type(error).__name__}): name a text or .jsonl file"
         ) from error
-    if not path.endswith(".jsonl"):
-        return [Prompt(line, _of_line(sampling, i), {}, f"{path}:{i + 1}") for i, line in enumerate(lines)]
-    return [_of_json(f"{path}:{i + 1}", line, sampling, i) for i, line in enumerate(lines)]
+
+
+def _prompts(file: TextIO, path: str, sampling: Sampling) -> Iterator[Prompt]:
+    """Read line by line, so that a mistake in the first costs nothing of the others."""
+    of_json = path.endswith(".jsonl")
+    for index, line in enumerate(_lines(file, path)):
+        where = f"{path}:{index + 1}"
+        if index == _MOST:
+            raise UserError(f"--prompts={path} has more than {_MOST:,} lines, each a prompt: put them in several files")
+        yield _of_json(where, line, sampling, index) if of_json else Prompt(line, _of_line(sampling, index), {}, where)
 
 
 def _lines(file: TextIO, path: str) -> Iterator[str]:

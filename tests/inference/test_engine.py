@@ -446,6 +446,22 @@ def test_a_line_without_end_is_one_error(tmp_path, monkeypatch, name):
         files.read_prompts(str(tmp_path / name), GREEDY)
 
 
+def test_prompts_are_read_no_further_than_the_first_mistake(tmp_path, monkeypatch):
+    (tmp_path / "p.jsonl").write_text("\n" + "a" * 100 + "\n")
+    monkeypatch.setattr(files.limits, "LINE_BYTES", 50)
+    with pytest.raises(UserError, match="p.jsonl:1 must be a JSON object"):
+        files.read_prompts(str(tmp_path / "p.jsonl"), GREEDY)
+
+
+def test_a_file_has_a_bounded_number_of_prompts(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "_MOST", 3)
+    (tmp_path / "p.txt").write_text("a\n" * 3)
+    assert len(files.read_prompts(str(tmp_path / "p.txt"), GREEDY)) == 3
+    (tmp_path / "p.txt").write_text("a\n" * 4)
+    with pytest.raises(UserError, match="more than 3 lines, each a prompt: put them in several files"):
+        files.read_prompts(str(tmp_path / "p.txt"), GREEDY)
+
+
 def test_speeds_are_measured():
     found = speed.measure(engine(), dataclasses.replace(GREEDY, max_new_tokens=6), 20, VOCABULARY.size)
     assert all(value > 0 for value in found.values())
