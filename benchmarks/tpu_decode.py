@@ -44,7 +44,7 @@ class Row:
       slice: the TPU slice.
       tensor, data: sizes of the mesh's axes.
       slots: of LENGTH places.
-      page_size: of EngineConfig.
+      page_size, cache_dtype: of EngineConfig; the kernel is for bfloat16.
       live: tokens that every row has, counted one after another.
     """
 
@@ -54,6 +54,7 @@ class Row:
     data: int = 1
     slots: int = 32
     page_size: int = 0
+    cache_dtype: str = "bfloat16"
     live: tuple[int, ...] = (LENGTH, LENGTH // 2)
 
 
@@ -64,6 +65,7 @@ ROWS = {
     "8b-v5e-4-pages": Row(_8B, "v5e-4", 4, page_size=32),
     "8b-v6e-4-pages": Row(_8B, "v6e-4", 4, page_size=32),
     "8b-v6e-4-data": Row(_8B, "v6e-4", 2, data=2),
+    "8b-v5e-4-int8": Row(_8B, "v5e-4", 4, cache_dtype="int8"),
     "70b-v6e-16": Row(_70B, "v6e-16", 8, data=2),
 }
 
@@ -72,7 +74,6 @@ def measure(row: Row) -> dict[str, Any]:
     """Compiles a row's step, and reads what it says."""
     from capibara import config, sharding
     from capibara.inference import lowering
-    from capibara.inference.batching import EngineConfig
     from capibara.models import api
     from capibara.planner import hlo, topology
 
@@ -80,7 +81,7 @@ def measure(row: Row) -> dict[str, Any]:
     model = api.build(config.build(api.DecoderConfig))
     plan = sharding.Plan(batch_size=row.slots, data=row.data, fsdp=1, tensor=row.tensor)
     mesh = sharding.make_mesh(plan, topology.slice_devices(row.slice))
-    step = lowering.Step(model, EngineConfig(slots=row.slots, page_size=row.page_size), LENGTH, mesh)
+    step = lowering.Step(model, _engine(row), LENGTH, mesh)
     begin_s = time.perf_counter()
     compiled = step.lower().compile()
     compile_s, memory = time.perf_counter() - begin_s, compiled.memory_analysis()
@@ -94,6 +95,12 @@ def measure(row: Row) -> dict[str, Any]:
         "copied_state_bytes": lowering.device_bytes(step.state["cache"]) - _aliased(memory, step),
         "live": found,
     }
+
+
+def _engine(row: Row):
+    from capibara.inference.batching import CacheDtype, EngineConfig
+
+    return EngineConfig(slots=row.slots, page_size=row.page_size, cache_dtype=CacheDtype(row.cache_dtype))
 
 
 def _aliased(memory, step) -> int:
@@ -113,7 +120,8 @@ def _counted(row: Row, sizes, step, module, live: int) -> dict[str, Any]:
     weights = lowering.device_bytes(step.params) - (0 if tied else embedding)
     weights += row.slots // row.data * sizes.embed_dim * 2  # rows of the embedding
     kv_heads, heads, slots = sizes.kv_heads // row.tensor, sizes.num_heads // row.tensor, row.slots // row.data
-    keys = sizes.num_layers * slots * live * 2 * kv_heads * sizes.head_size * 2
+    of_head = 2 * sizes.head_size if row.cache_dtype == "bfloat16" else sizes.head_size + 4  # with its scale
+    keys = sizes.num_layers * slots * live * 2 * kv_heads * of_head
     kernel = decode_kernel.bytes_moved(
         [live] * slots, row.page_size or LENGTH, heads, kv_heads, sizes.head_size, whole_rows=not row.page_size
     )
@@ -139,6 +147,7 @@ def show(name: str, result: dict[str, Any]) -> None:
     """Prints a row."""
     mesh = f"tensor={result['tensor']}" + (f" x data={result['data']}" if result["data"] > 1 else "")
     pages = f", pages of {result['page_size']}" if result["page_size"] else ""
+    pages += f", {result['cache_dtype']}"
     print(f"\n{name}: {result['model']} on {result['slice']} ({mesh}), {result['slots']} slots of {LENGTH}{pages}")
     gib = {key: result[f"{key}_bytes"] / 2**30 for key in ("argument", "temporary", "copied_state")}
     print(
@@ -172,13 +181,13 @@ def main() -> int:
     for name in names:
         results[name] = measure(ROWS[name])
         show(name, results[name])
-    full = {name: result["live"][0]["ratio"] for name, result in results.items()}
-    missed = [name for name, ratio in full.items() if ratio > GOAL]
-    print(f"\nfull rows: {max(full.values()):.3f} times the least at most (goal: {GOAL})")
+    full = [result["live"][0]["ratio"] for result in results.values() if result["cache_dtype"] == "bfloat16"]
+    if full:
+        print(f"\nfull rows in bfloat16: {max(full):.3f} times the least at most (goal: {GOAL})")
     if options.json:
         with open(options.json, "w", encoding="utf-8") as file:
             json.dump(results, file, indent=1)
-    return 1 if missed else 0
+    return 1 if max(full, default=0.0) > GOAL else 0
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 from capibara import cli
 from capibara.planner import questions
-from capibara.types import UserError
 
 _DESCRIPTION = """Find mesh, batch size and recomputation for a model on a TPU slice, and what it would take.
 
@@ -21,6 +20,7 @@ examples:
   python -m capibara.plan --gin_file=models/capibara_8b.gin --slice=v5e-64 --length=4096 --batch_size=512
   python -m capibara.plan --gin_file=base_v5e64.gin --explain
   python -m capibara.plan --gin_file=models/capibara_1b.gin --slice=v5e-64 --verify --output=plan.gin
+  python -m capibara.plan --gin_file=models/llama3_70b.gin --slice=v6e-16 --serve --length=8192
   python -m capibara.plan --gin_file=models/capibara_8b.gin --objective=cheapest --tokens=2e11 --max_days=14"""
 
 
@@ -36,7 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def plan(args: argparse.Namespace) -> int:
     """Searches, verifies and reports; returns the exit code."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # shapes are all that is computed
-    from capibara import config, outputs
+    from capibara import config, outputs, serving_plan
+    from capibara.models import api
     from capibara.monitoring.status import StatusLine
     from capibara.planner import explain, page, proof, report, search, slice_choice, slices, topology, verify, workload
     from capibara.training import trainer
@@ -50,6 +51,8 @@ def plan(args: argparse.Namespace) -> int:
     written = [path for path in (args.json, args.html, args.output) if path is not None]
     outputs.check_writable(*written, inputs=read)
     run = trainer.of_gin(args.length, args.encoder_length)
+    if args.serve:
+        return serving_plan.plan(args, api.build(run.model), run.dataset.length, questions.slice_of(asked, run.plan))
     work = workload.of_run(run, dtypes)
     question = questions.question(args, work, run.plan)
     found, money = [], {"tokens": args.tokens, "usd": args.usd_per_chip_hour}
@@ -59,10 +62,7 @@ def plan(args: argparse.Namespace) -> int:
         chosen = slice_choice.best(found, args)
         slice_, ranked = chosen.slice_, chosen.ranked
     else:
-        bound = slices.parse(run.plan.slice) if run.plan.slice else None
-        if not (asked or bound):
-            raise UserError("--slice has no value and Plan.slice is not bound: name a slice, e.g. --slice=v5e-64")
-        slice_ = asked or bound
+        slice_ = questions.slice_of(asked, run.plan)
         ranked = search.search(work, slice_, question)
         if not ranked[0].fits:
             raise search.no_plan(ranked[0], work, slice_, question)

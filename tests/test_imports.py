@@ -29,6 +29,7 @@ RULES = {
     "models": FOUNDATION | {"sharding", "transposition"},
     **{name: _BASE for name in ("planner", "interop", "inference", "training")},
     "strategies": _BASE | {"training", "inference"},
+    "serving_plan": _BASE | {"planner", "inference"},
     "loading": _BASE | {"training", "interop"},
     "evaluation": _BASE | {"training", "interop", "inference", "loading"},
     "monitoring": FOUNDATION | {"training.callbacks", "training.run_manifest"},

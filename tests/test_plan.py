@@ -295,3 +295,29 @@ def test_a_slice_is_chosen(capsys, monkeypatch):
     assert run(MODEL, "--objective=cheapest", "--tokens=1e11", "--chips=v5e", "--top=1") == 0
     captured = capsys.readouterr()
     assert "USD/M tokens" in captured.out and "> " in captured.out and "searching" in captured.err
+
+
+def test_generation_is_planned(capsys, tmp_path):
+    out, gin = tmp_path / "plan.json", tmp_path / "serve.gin"
+    flags = ["--serve", "--length=2048", f"--json={out}", f"--output={gin}"]
+    assert run("--gin_file=models/llama3_70b.gin", "--slice=v6e-16", *flags) == 0
+    text = capsys.readouterr().out
+    assert "on v6e-16, 4 host(s): tensor=8 x data=2" in text and "predicted" in text and "measured" not in text
+    plans = json.loads(out.read_text())["predicted"]
+    assert plans[0]["fits"] and plans[0]["tensor"] == 8 and {one["engine"]["length"] for one in plans} > {2048, 8192}
+    assert f"EngineConfig.slots = {plans[0]['slots']}\n" in gin.read_text()
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--gin_file=models/llama3_70b.gin", "--slice=v5e-4"], "may use 14.80: try --slice=v6e-8"),
+        (["--gin_file=models/bert_base.gin", "--slice=v5e-4"], "is for models that generate"),
+        ([MODEL, "--slice=v5e-4", "--batch_size=4"], "--batch_size is of training"),
+        ([MODEL], "--slice has no value"),
+    ],
+)
+def test_generation_that_cannot_be_planned(capsys, flags, said):
+    assert run("--serve", *flags) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1

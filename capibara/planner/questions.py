@@ -28,9 +28,13 @@ _EXAMPLES = {
     "top": "8",
 }
 
+# Flags that say nothing of generation.
+_OF_TRAINING = ("batch_size", "tokens", "usd_per_chip_hour", "state_dtypes", "html", "encoder_length")
+
 if TYPE_CHECKING:
     from capibara.optim import StateDtype
     from capibara.planner.search import Question
+    from capibara.planner.slices import Slice
     from capibara.planner.workload import Workload
     from capibara.sharding import Plan
 
@@ -75,6 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of the optimizer's state, to weigh: float32,bfloat16,int8; default: the run's",
     )
     add("--axis", action="append", default=[], metavar="NAME=N", help="a mesh axis of that size")
+    add("--serve", action="store_true", help="plan generation: the mesh, its slots of --length tokens, tokens a second")
     add("--verify", action="store_true", help="compile plans until one is proven by the TPU compiler")
     add("--tries", type=int, metavar="N", help="plans that --verify compiles at most; default: 6")
     add("--deadline", type=float, metavar="S", help="seconds for each of them; default: 1800")
@@ -126,6 +131,10 @@ def check(args: argparse.Namespace) -> None:
             raise UserError(f"--{name} is for --objective={objective}, not for {args.objective}: leave one out")
     if args.objective == "target_throughput" and args.tokens_per_s is None:
         raise UserError("--objective=target_throughput needs --tokens_per_s, e.g. --tokens_per_s=1e6")
+    given = [f"--{name}" for name in _OF_TRAINING if getattr(args, name) is not None] + ["--axis"] * bool(args.axis)
+    given += [f"--objective={args.objective}"] * (args.objective != "throughput")
+    if args.serve and given:
+        raise UserError(f"{given[0]} is of training, and --serve plans generation: leave one out")
     if args.include and args.output is None:
         raise UserError("--include is of the Gin file that --output writes: give --output=FILE, or leave it out")
     if args.max_days is not None and args.tokens is None:
@@ -134,6 +143,20 @@ def check(args: argparse.Namespace) -> None:
         raise UserError(
             f"--slice={args.slice} with --objective={args.objective}, which looks for one: give --chips instead"
         )
+
+
+def slice_of(asked: Slice | None, plan: Plan) -> Slice:
+    """The slice that --slice names, or else the Gin files.
+
+    Raises:
+      UserError: none is named, or that of the Gin files is none.
+    """
+    from capibara.planner import slices
+
+    bound = slices.parse(plan.slice) if plan.slice else None
+    if not (asked or bound):
+        raise UserError("--slice has no value and Plan.slice is not bound: name a slice, e.g. --slice=v5e-64")
+    return asked or bound
 
 
 def question(args: argparse.Namespace, work: Workload, plan: Plan) -> Question:
