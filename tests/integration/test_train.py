@@ -42,10 +42,16 @@ def test_train_then_again_then_with_more_steps(shell):
     more = shell.run(*TRAIN, "--emulate=8", "--gin.TRAIN_STEPS=9")
     assert (more.code, more.err) == (0, "")
     assert "carrying on from step 6" in more.out and "changed since the last start" in more.out
+    assert sorted(losses(shell.folder / "run")) == list(range(1, 10))
+
+
+@pytest.mark.heavy  # test_loop has it in the short suite, without processes
+def test_a_run_in_two_parts_has_the_losses_of_one(shell):
+    for steps in (6, 9):
+        assert shell.run(*TRAIN, "--emulate=8", f"--gin.TRAIN_STEPS={steps}").code == 0
     whole = shell.run(*TRAIN, "--emulate=8", "--gin.TRAIN_STEPS=9", "--gin.MODEL_DIR=whole")
     assert whole.code == 0
     assert losses(shell.folder / "run") == losses(shell.folder / "whole")
-    assert sorted(losses(shell.folder / "run")) == list(range(1, 10))
 
 
 @pytest.mark.heavy  # fault 4 in the short suite

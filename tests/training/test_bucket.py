@@ -122,6 +122,7 @@ assert (own.vocabulary.fingerprint(), own.source.template.fingerprint()) == prin
 """
 
 
+@pytest.mark.heavy  # test_own_tokenizer has disks in the short suite
 def test_a_tokenizer_is_carried_in_a_bucket_too(bucket, toy_tokenizer, tmp_path):
     done = run(bucket, "-c", TOKENIZER, shutil.copytree(toy_tokenizer, tmp_path / "tokenizer"))
     assert done.returncode == 0, done.stderr[-3000:]

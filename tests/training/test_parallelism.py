@@ -112,7 +112,7 @@ def matrix():
     for index, sizes in enumerate(MESHES):
         mesh = "-".join(f"{axis}{size}" for axis, size in sizes.items() if size > 1)
         for name in MODELS:
-            short = name == "dense" or name == {4: "experts", 6: "encoder_decoder", 8: "experts"}.get(index)
+            short = name == "dense" or name == {6: "encoder_decoder", 8: "experts"}.get(index)
             yield pytest.param(name, sizes, id=f"{mesh}-{name}", marks=() if short else pytest.mark.heavy)
 
 
