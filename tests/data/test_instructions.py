@@ -53,6 +53,13 @@ def test_an_archive_by_the_command_line(archive, tmp_path, capsys):
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["held_out.jsonl", "train.jsonl"]
 
 
+def test_a_zip_that_unpacks_to_far_more_is_refused_by_its_directory(tmp_path):
+    with zipfile.ZipFile(tmp_path / "bomb.zip", "w", zipfile.ZIP_DEFLATED) as file:
+        file.writestr("a.jsonl", bytes((64 << 20) + 1))
+    with pytest.raises(UserError, match="a.jsonl unpacks to 67,108,865 bytes, must have at most 67,108,864"):
+        prepare_instructions([str(tmp_path / "bomb.zip")], str(tmp_path), members=("a.jsonl",), report=len)
+
+
 def test_pairs_and_several_files_keep_a_question_on_one_side(archive, tmp_path):
     with zipfile.ZipFile(tmp_path / "more.zip", "w") as file:
         file.writestr("x/alpaca.json", json.dumps(ALPACA[:50]))

@@ -353,6 +353,19 @@ def test_nothing_is_left_behind(held, tmp_path, monkeypatch):
 
 
 @pytest.mark.fault(64)
+@pytest.mark.skipif(
+    os.getuid() != 0, reason="only root can give a program a user of its own, whose files are then known"
+)
+def test_files_go_also_where_limits_alone_hold_a_program():
+    """It sees the machine's own folders that all may write to; the programs above have folders of their own."""
+    mark = f"swept{os.getpid()}"
+    tops = [top for top in ("/tmp", "/var/tmp", "/dev/shm") if os.path.isdir(top)]
+    makes = f"import os\nfor top in {tops!r}:\n    os.makedirs(f'{{top}}/{mark}/deep')\n    open(f'{{top}}/{mark}/deep/x', 'w').close()"
+    assert sandbox.run(makes, limits(Holder.LIMITS)) == sandbox.Outcome(True, "", True)
+    assert left_of(mark)[0] == []
+
+
+@pytest.mark.fault(64)
 def test_what_the_user_has_is_not_seen(hidden, tmp_path):
     """Neither files nor the environment of whoever started it, nor the answers on the disk."""
     answers = tmp_path / "answers.jsonl"

@@ -22,8 +22,9 @@ from capibara.data.chat_formats import Conversation
 from capibara.data.chat_template import ChatTemplate, TemplateFails
 from capibara.data.dataset import Dataset
 from capibara.data.vocabulary import GUARD, ByteVocabulary, TokenizerJsonVocabulary
-from capibara.inference import chat, server
+from capibara.inference import bounds, chat, server
 from capibara.inference.openai_app import app_of
+from capibara.inference.refusal import Refusal
 from capibara.inference.sampling import Sampling
 from capibara.inference.service import Served, ServerConfig, Service
 from capibara.inference.serving_metrics import ServingMetrics
@@ -135,6 +136,17 @@ def test_a_template_reaches_nothing_outside(tokenizer_folder):
     assert render(tokenizer_folder, "{{ messages[0].content }}") == "Hello"
     environ = open(f"/proc/{template_process._process._running.pid}/environ").read()
     assert set(line.partition("=")[0] for line in environ.split("\0")) <= {"", "LD_LIBRARY_PATH"}
+
+
+@pytest.mark.fault(62)
+def test_the_process_of_templates_may_write_nothing_and_start_nothing(tokenizer_folder):
+    """Whatever gets past Jinja's sandbox finds the kernel's limits."""
+    render(tokenizer_folder, "{{ bos_token }}")
+    with open(f"/proc/{template_process._process._running.pid}/limits") as file:
+        limits = {line[:26].strip(): line[26:].split()[:2] for line in file}
+    for name in ("Max file size", "Max processes", "Max core file size"):
+        assert limits[name] == ["0", "0"], name
+    assert limits["Max open files"] == ["16", "16"] and "unlimited" not in limits["Max address space"]
 
 
 @pytest.mark.fault(62)
@@ -582,6 +594,20 @@ def test_a_prompt_of_1_mb_is_refused_before_it_is_tokenised():
         assert Vocabulary.longest <= 1 and service.body_bytes == 0
         ask(address, "POST", "/v1/completions", json.dumps({"model": "tiny", "prompt": "x" * 50}))
         assert Vocabulary.longest == 50  # that is how it would be seen
+
+
+@pytest.mark.fault(60)
+@pytest.mark.parametrize("key", ["arguments", "parameters"])
+def test_json_within_json_has_a_bound_of_its_own(key):
+    """A model that reads much text would else be given much to parse."""
+    served = Served(Idle(), Vocabulary(), None, 10**6, None, "tiny", Sampling())
+
+    def conversation(size):
+        return [{"role": "assistant", "tool_calls": [{"function": {"name": "f", key: "[" * size}}]}]
+
+    bounds.check_conversation(conversation(2**17), None, served, ServerConfig())
+    with pytest.raises(Refusal, match=f"messages has {key} of 131073 characters, must have at most 131072"):
+        bounds.check_conversation(conversation(2**17 + 1), None, served, ServerConfig())
 
 
 @pytest.mark.fault(60)

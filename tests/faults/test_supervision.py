@@ -16,11 +16,12 @@ import subprocess
 import sys
 import threading
 import time
+import types
 
 import pytest
 from etils import epath
 
-from capibara.jobs import guard
+from capibara.jobs import guard, workers
 from capibara.jobs.local import Supervisor
 from capibara.monitoring import loggers
 from capibara.training import lease as lease_module
@@ -204,6 +205,49 @@ def test_one_without_a_sign_of_life_is_ended(tmp_path):
     ended, lines, took_s = supervise(tmp_path, code, silent_s=1.0)
     assert ended == 0 and took_s < 20
     assert "has shown no sign of life for 1 s: all are ended" in lines[0] and "exit code 75" in lines[1], lines
+
+
+@pytest.fixture
+def sleeper():
+    """A process in a group of its own, which does nothing."""
+    process = subprocess.Popen(["sleep", "60"], process_group=0)
+    yield process
+    process.kill()
+    process.wait(10)
+
+
+@pytest.mark.fault(56)
+def test_time_in_which_the_launcher_did_not_run_does_not_count(sleeper, monkeypatch):
+    """A machine that was suspended: no worker was stopped or silent for longer than the launcher has seen."""
+    now_s, lines, (read, write) = [0.0], [], os.pipe()
+    monkeypatch.setattr(workers, "time", types.SimpleNamespace(monotonic=lambda: now_s[0]))
+    quiet = types.SimpleNamespace(index=1, pid=2**30, beats=read)
+    os.set_blocking(read, False)
+    stopped = types.SimpleNamespace(index=0, pid=sleeper.pid, beats=read)
+    health = workers.Health([quiet, stopped], stopped_s=3.0, silent_s=5.0, say=lines.append)
+    sleeper.send_signal(signal.SIGSTOP)
+    wait_for(lambda: state(sleeper.pid) == "T")
+    os.write(write, b".")
+    for now_s[0] in (1.0, 5000.0):
+        assert health.look() is None and lines == [] and state(sleeper.pid) == "T"
+    now_s[0] = 5001.0
+    assert health.look() is None and "was stopped (SIGSTOP) for 3 s: continued" in lines[0]
+    for now_s[0] in (5002.0, 5003.0):
+        assert health.look() is None
+    now_s[0] = 5004.0
+    assert "process 1 (pid 1073741824) has shown no sign of life for 5 s" in health.look()
+    os.close(read)
+    os.close(write)
+
+
+@pytest.mark.fault(56)
+def test_a_guard_leaves_a_process_alone_that_has_the_number_of_a_worker(sleeper):
+    """The worker has ended long ago, and the system has given its number to somebody else."""
+    start = guard.stat_of(sleeper.pid).start
+    guard._Ending([(sleeper.pid, start - 1)], grace_s=0.0).run()
+    assert runs(sleeper.pid)
+    guard._Ending([(sleeper.pid, start)], grace_s=0.0).run()
+    assert sleeper.wait(10) == -signal.SIGKILL
 
 
 @pytest.mark.fault(56)

@@ -84,6 +84,7 @@ EVIL = {
     "Harness.chat = True": "Harness is refused",
     "Dataset.task_module = 'evil'": "names the module evil",
     "MODULE = 'evil'\nDataset.task_module = %MODULE": "names the module evil",
+    "x/Dataset.task_module = 'evil'": "names the module evil",
     "RECORDED_IMPORTS = ('evil',)\nTrainer.loss = @my_loss()": "the run imported evil",
     "A = (%B,)\nB = (%A,)\nTrainer.seed = %A": "refers to itself",
     "\n".join(["A0 = 1", *(f"A{i} = (%A{i - 1}, %A{i - 1})" for i in range(1, 64)), "Trainer.seed = %A63"]): "values",
@@ -352,6 +353,16 @@ def test_a_run_that_never_saved_may_begin(trained, here, tmp_path):
     (tmp_path / "checkpoints" / "4" / "state").mkdir(parents=True)
     run_folder.check_resumable(str(tmp_path))
     assert step_folders.lost(folder / "checkpoints") == []
+
+
+@pytest.mark.fault(54)
+@pytest.mark.parametrize("event", ["start", "roll_back"])
+def test_steps_that_a_run_went_back_before_are_not_lost(tmp_path, event):
+    """Metrics alone say what there was: a run that went back to step 4, or began again there, has no step 8."""
+    events = (("checkpoint", 4), ("checkpoint", 8), (event, 4))
+    records = [json.dumps({"kind": "event", "event": name, "step": step, "time": 1}) for name, step in events]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(records))
+    assert run_manifest.recorded_steps(run_manifest.folder_of(tmp_path)) == {4}
 
 
 @pytest.mark.fault(54)

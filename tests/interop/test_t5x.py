@@ -355,6 +355,11 @@ def array_is_gone(folder):
     shutil.rmtree(f"{folder}/target.decoder.layers_1.mlp.wi_0.kernel")
 
 
+def array_is_elsewhere(folder):
+    shutil.move(path := f"{folder}/target.token_embedder.embedding", f"{folder}/../moved")
+    os.symlink("../moved", path)
+
+
 def chunk_is_damaged(folder):
     path = f"{folder}/target.encoder.layers_0.mlp.wi_0.kernel/0.0"
     os.truncate(path, os.path.getsize(path) - 20)
@@ -414,6 +419,7 @@ ARRAY = "token_embedder/embedding is missing or damaged"
         (chunks_are_lost, r"token_embedder/embedding is missing or damaged \(its chunk 1.0 is not there\)"),
         (index_is_cut, "is no T5X checkpoint, cut short or damaged"),
         (array_is_gone, "decoder/layers_1/mlp/wi_0/kernel is missing or damaged"),
+        (array_is_elsewhere, "target.token_embedder.embedding', a link out of its folder to .*/moved: put a copy"),
         (chunk_is_damaged, "encoder/layers_0/mlp/wi_0/kernel is missing or damaged"),
         (tensorflow_made_it, "is TensorFlow's"),
         (it_is_nothing_of_the_kind, "is no T5X checkpoint, cut short or damaged"),

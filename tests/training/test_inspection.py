@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from capibara import cli, convert
+from capibara.training import run_manifest
 from capibara.training.checkpoints import Checkpointing, Checkpoints
 from capibara.training.state import TrainState
 
@@ -51,6 +52,20 @@ def test_what_was_moved_aside_is_listed_and_goes_when_asked(model_dir, capsys):
     assert "3.rolled_back  moved aside by a run that went back before it" in out
     assert run("prune", model_dir, "--keep=1", "--damaged") == 0
     assert [path.name for path in folder.iterdir()] == ["1"]
+
+
+def test_what_a_step_names_and_the_run_no_longer_does_is_told(tmp_path, capsys):
+    """A manifest of the run that somebody has made anew without its configuration: the step's manifest tells."""
+    folder = run_manifest.folder_of(tmp_path)
+    run_manifest.replace(folder, {"config.gin": b"A = 1\n", "tokenizer/tokenizer.json": b"{}"})
+    with Checkpoints(str(tmp_path), Checkpointing()) as checkpoints:
+        checkpoints.save(1, TrainState(jnp.int32(1), {"w": jnp.arange(4.0)}, (), None), {}, {})
+    assert run("verify", tmp_path) == 0
+    (tmp_path / "tokenizer" / "tokenizer.json").unlink()
+    run_manifest.seal(folder)
+    capsys.readouterr()
+    assert run("verify", tmp_path) == 1
+    assert "tokenizer/tokenizer.json is named by a step, not by manifest.json" in capsys.readouterr().out
 
 
 def test_every_file_is_verified(model_dir, capsys):
