@@ -59,7 +59,8 @@ def ours(documents: list[np.ndarray], length: int, packing: Packing) -> Batches:
     layout = Layout(
         length=length, packing=packing, pad_id=0, window_rows=64, window_documents=128, shuffle_seeds=(0, 0)
     )
-    stream = RowStream(lambda begin: (Document(ids, None, 0) for ids in documents[begin:]), layout)
+    numbered = [(i, Document(ids, None, 0)) for i, ids in enumerate(documents)]
+    stream = RowStream(lambda begin: iter(numbered[begin:]), layout)
     while True:
         batch = empty_batch(BATCH_ROWS, length)
         for b in range(BATCH_ROWS):

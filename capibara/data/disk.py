@@ -10,10 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from capibara import limits
+from capibara import limits, outputs
+from capibara.storage import copies, remote
 from capibara.types import UserError
 
 SPLITS = ("train", "validation")
+_COPY_BYTES = 16 << 30  # of a corpus in a bucket that is read by random access
 _HASH_WHOLE_BYTES = 256 << 20  # corpora up to this size are fingerprinted by content, larger ones by size and time
 
 # Extensions whose domain goes by another name; any other extension is a domain of its own name.
@@ -76,19 +78,40 @@ def choose_files(
 
 
 def expand(name: str, patterns: Sequence[str]) -> list[str]:
-    """The files that paths and globs name, each once; `name` is the parameter that gives them."""
+    """The files that paths and globs name, each once; `name` is the parameter that gives them.
+
+    Those in a bucket are copied to this machine: they are for sources that go to any line at any time.
+    """
     if isinstance(patterns, str):
         patterns = (patterns,)
     if not patterns:
         raise UserError(f"{name} is empty: name at least one file or glob")
     paths: list[str] = []
     for pattern in patterns:
+        if outputs.is_remote(pattern):
+            paths += _copies(name, pattern)
+            continue
         found = [pattern] if os.path.isfile(pattern) else sorted(glob.glob(pattern, recursive=True))
         found = [path for path in found if os.path.isfile(path)]
         if not found:
             raise UserError(f"{name} ({pattern!r}) matches no file")
         paths += found
     return list(dict.fromkeys(paths))
+
+
+def _copies(name: str, pattern: str) -> list[str]:
+    """Copies on this machine of what an address or a glob names in a bucket."""
+    entries = remote.listed(pattern)
+    size = sum(entry.size for entry in entries)
+    if not entries:
+        raise UserError(f"{name} ({pattern!r}) matches no file")
+    if size > _COPY_BYTES:
+        most = _COPY_BYTES >> 30
+        raise UserError(
+            f"{name} ({pattern!r}) has {size / 2**30:.1f} GiB, up to {most} are copied to this machine: use "
+            "@ShardedSource(), which reads them as they come"
+        )
+    return copies.local_files(entries)
 
 
 def line_ranges(path: str, target_bytes: int) -> list[tuple[int, int]]:
@@ -148,11 +171,11 @@ def name_hashes(names: Sequence[str]) -> np.ndarray:
     return np.frombuffer(digests, np.uint64)
 
 
-def split_by_hash(keys: np.ndarray, split: str, fraction: float, name: str) -> np.ndarray:
-    """Indices of the documents of `split`, in order; both splits have at least one document."""
+def split_by_hash(keys: np.ndarray, split: str, fraction: float, name: str, noun: str = "document") -> np.ndarray:
+    """Indices of the documents (or what `noun` says) of `split`, in order; both splits have at least one."""
     check_split(split)
     if len(keys) < 2:
-        raise UserError(f"{name} has {len(keys)} document: none can be held out, give validation data of its own")
+        raise UserError(f"{name} has {len(keys)} {noun}: none can be held out, give validation data of its own")
     held_out = keys < np.uint64(int(fraction * 2.0**64))
     held_out[np.argmin(keys)] = True
     held_out[np.argmax(keys)] = False

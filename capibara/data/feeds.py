@@ -11,16 +11,12 @@ from typing import Any
 import numpy as np
 
 from capibara.data.dataset import Dataset, Kind
-from capibara.data.examples import Assembler, Tally
-from capibara.data.packing import Document
-from capibara.data.pairs import Pairs
-from capibara.data.shuffle import epoch_order
-from capibara.data.preferences import Answers
-from capibara.data.sources import Example, Holds
+from capibara.data.examples import Tally
+from capibara.data.readers import BlockReader, DocumentReader, Reader
+from capibara.data.sources import Blocks, Holds
 from capibara.data.stream import Layout, Row, RowStream, State
 from capibara.types import Batch, UserError
 
-_READ_TOGETHER = 16  # documents tokenized at a time: tokenizers are faster on several
 _NOUNS = {Holds.TEXTS: "conversations", Holds.PREFERENCES: "preference pairs", Holds.PROMPTS: "prompts"}
 
 
@@ -68,7 +64,7 @@ class Feed(abc.ABC):
         """This host's rows of the batch after `states`, of an endless feed; read anew, from any thread."""
 
     @abc.abstractmethod
-    def name(self, place: tuple[int, ...]) -> dict[str, int]:
+    def name(self, place: tuple[int, ...]) -> dict[str, Any]:
         """How a person finds the document of a row's `places` again."""
 
     @abc.abstractmethod
@@ -108,6 +104,12 @@ class SourceFeed(Feed):
         self.tally = Tally(_NOUNS[dataset.holds])
         self._endless = share.epochs is None
         self.first_row = share.first_row if self._endless else 0
+        if self._endless and isinstance(self.documents, Blocks) and len(self.documents) < share.batch_size:
+            raise UserError(
+                f"Dataset.source has {len(self.documents)} blocks for the {share.batch_size} rows of a batch "
+                f"(Plan.batch_size) on {share.shard_count} hosts, and each row needs one of its own: lower "
+                "ShardedSource.block_bytes, or write files of more shards or row groups"
+            )
 
     def initial_state(self) -> list[State]:
         return [State()] * (self.share.rows if self._endless else 1)
@@ -123,9 +125,8 @@ class SourceFeed(Feed):
     def next_rows(self, states: Sequence[State]) -> list[Row]:
         return [next(stream) for stream in self.row_streams(self.first_row, states)]
 
-    def name(self, place: tuple[int, ...]) -> dict[str, int]:
-        epoch, number = place_in_epoch(len(self.documents), place[0], self.dataset.seed if self.shuffles else None)
-        return {"document": number, "epoch": epoch}
+    def name(self, place: tuple[int, ...]) -> dict[str, Any]:
+        return self._reader(0, 1).name(place)
 
     def row_streams(self, first: int, states: Sequence[State]) -> list[RowStream]:
         """Streams of the global rows from `first` on, at `states`."""
@@ -133,11 +134,22 @@ class SourceFeed(Feed):
 
     def stream(self, index: int, count: int, state: State) -> RowStream:
         """Stream `index` of `count`."""
-        dataset = self.dataset
-        reader = _Reader(self, index, count, self.shuffles)
-        layout = layout_of(dataset, count, (dataset.seed, index) if self.shuffles else None)
+        layout = layout_of(self.dataset, count, (self.dataset.seed, index) if self.shuffles else None)
         first_rows = math.ceil(layout.window_rows * (index + 1) / count)
-        return RowStream(reader.read, layout, first_rows=first_rows, state=state)
+        return RowStream(self._reader(index, count).read, layout, first_rows=first_rows, state=state)
+
+    def _reader(self, index: int, count: int) -> Reader:
+        kind = BlockReader if isinstance(self.documents, Blocks) else DocumentReader
+        return kind(
+            self.documents,
+            self.dataset,
+            self.tally,
+            index=index,
+            count=count,
+            shuffles=self.shuffles,
+            epochs=self.share.epochs,
+            need=layout_of(self.dataset, count, None).need,
+        )
 
 
 def _objective_settings(dataset: Dataset) -> dict[str, Any]:
@@ -210,78 +222,3 @@ def one_stream(
         if state is None:
             return
         yield batch, [state]
-
-
-class _Reader:
-    """Documents of stream `index` of `count`: numbers index, index + count, ... of the epochs in a row."""
-
-    def __init__(self, feed: SourceFeed, index: int, count: int, shuffles: bool):
-        self._documents, self._dataset, self._tally = feed.documents, feed.dataset, feed.tally
-        self._index, self._count, self._shuffles, self._epochs = index, count, shuffles, feed.share.epochs
-        self._need = layout_of(feed.dataset, count, None).need
-
-    def read(self, begin: int) -> Iterator[Document | Pairs | Answers]:
-        """Documents from the stream's document `begin` on."""
-        blank, any_text = 0, False
-        for document in self._assembled(begin):
-            text = self._need(document) > 0
-            blank, any_text = (0, True) if text else (blank + 1, any_text)
-            if blank > len(self._documents) and self._epochs is None:
-                raise self._nothing_left()
-            yield document
-        if not begin and not any_text and self._tally.read:
-            raise self._nothing_left()  # else an evaluation would go over no rows without a word
-
-    def _nothing_left(self) -> UserError:
-        if self._tally.read:
-            return self._tally.nothing_left(self._dataset)
-        return UserError("none of a row's documents holds text: set Dataset.shuffle = True, or remove the empty ones")
-
-    def _assembled(self, begin: int) -> Iterator[Document | Pairs | Answers]:
-        assemble = Assembler(self._dataset, adds_end=self._dataset.append_eos, tally=self._tally)
-        checked = False
-        for places in self._place_groups(begin):
-            examples = [self._documents.example(self._number(at)) for at in places]
-            encoded = self._encoded([example for example in examples if example.loss is None])
-            for at, example in zip(places, examples, strict=True):
-                if example.loss is not None:
-                    yield assemble.rendered(example, self._number(at) + 1, (at,))
-                    continue
-                ids, inputs = next(encoded)
-                if not len(ids) and not checked:
-                    self._check_text()  # before end tokens alone fill the rows
-                    checked = True
-                yield assemble(ids, inputs, example.domain, (at,))
-
-    def _encoded(self, examples: Sequence[Example]) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
-        """Token ids of each example's text and inputs."""
-        encode = self._dataset.get_vocabulary().encode_batch
-        inputs = iter(encode([example.inputs for example in examples if example.inputs is not None]))
-        for ids, example in zip(encode([example.text for example in examples]), examples, strict=True):
-            yield ids, None if example.inputs is None else next(inputs)
-
-    def _check_text(self) -> None:
-        """Refuses a corpus whose documents are all empty; where they are not, the first one mostly tells."""
-        encode = self._dataset.get_vocabulary().encode_batch
-        if not any(len(encode([self._documents.example(i).text])[0]) for i in range(len(self._documents))):
-            raise UserError("the documents hold no text: the corpus is empty")
-
-    def _place_groups(self, begin: int) -> Iterator[range]:
-        """Places of documents in all epochs, one after the other."""
-        stop = None if self._epochs is None else len(self._documents) * self._epochs
-        at = self._index + begin * self._count
-        group = 1
-        while stop is None or at < stop:
-            last = at + group * self._count if stop is None else min(at + group * self._count, stop)
-            yield range(at, last, self._count)
-            at += group * self._count
-            group = _READ_TOGETHER
-
-    def _number(self, at: int) -> int:
-        return place_in_epoch(len(self._documents), at, self._dataset.seed if self._shuffles else None)[1]
-
-
-def place_in_epoch(size: int, at: int, seed: int | None) -> tuple[int, int]:
-    """The epoch and the number of the document at place `at` of all epochs in a row, shuffled where there is a seed."""
-    epoch, i = divmod(at, size)
-    return epoch, i if seed is None else int(epoch_order(size, seed, epoch)[i])

@@ -13,7 +13,7 @@ import enum
 import hashlib
 import os
 import sysconfig
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,10 +21,10 @@ import numpy as np
 from capibara import limits
 from capibara.config import configurable
 from capibara.data import disk
-from capibara.data.shuffle import mix
+from capibara.data.shuffle import mix, permutation
 from capibara.types import UserError
 
-_LINE_VALUES = 1_000_000  # of JSON in a line
+LINE_VALUES = 1_000_000  # of JSON in a line
 _CHECK_WHOLE_BYTES = 64 << 20  # JSON-lines files up to this size are parsed once before the run starts
 
 
@@ -58,9 +58,26 @@ class Example(NamedTuple):
     loss: tuple[tuple[int, int], ...] | None = None
     rejected: Example | None = None
 
+    @property
+    def whole(self) -> str:
+        """All text of a document."""
+        return self.text if self.inputs is None else f"{self.inputs}\n{self.text}"
 
-class Documents(abc.ABC):
-    """The documents of one split: `len`, `example(i)`, and a fingerprint that a checkpoint can be held against."""
+
+class Corpus(abc.ABC):
+    """The documents of one split: a fingerprint that a checkpoint can be held against, and a sample."""
+
+    @abc.abstractmethod
+    def fingerprint(self) -> dict[str, Any]:
+        """JSON-able; equal only for the same documents in the same order."""
+
+    @abc.abstractmethod
+    def texts(self, seed: int) -> Iterator[str]:
+        """All documents' texts, in a seeded order."""
+
+
+class Documents(Corpus):
+    """Documents with random access: `len` and `example(i)`."""
 
     @abc.abstractmethod
     def __len__(self) -> int: ...
@@ -70,12 +87,35 @@ class Documents(abc.ABC):
 
     def __getitem__(self, i: int) -> str:
         """All text of a document."""
-        example = self.example(i)
-        return example.text if example.inputs is None else f"{example.inputs}\n{example.text}"
+        return self.example(i).whole
+
+    def texts(self, seed: int) -> Iterator[str]:
+        return (self[i] for i in permutation(len(self), seed).tolist())
+
+
+class Blocks(Corpus):
+    """Documents in blocks that are read whole: `len` is their number, how many documents are in each nobody knows before.
+
+    Attributes:
+      mix_blocks: so many are read together, and their documents mixed, where there is shuffling.
+    """
+
+    mix_blocks: int
 
     @abc.abstractmethod
-    def fingerprint(self) -> dict[str, Any]:
-        """JSON-able; equal only for the same documents in the same order."""
+    def __len__(self) -> int: ...
+
+    @abc.abstractmethod
+    def examples(self, i: int) -> list[Example]:
+        """The documents of a block; from any thread."""
+
+    @abc.abstractmethod
+    def name(self, i: int) -> dict[str, Any]:
+        """How a person finds a block again; JSON-able."""
+
+    def texts(self, seed: int) -> Iterator[str]:
+        for i in permutation(len(self), seed).tolist():
+            yield from (example.whole for example in self.examples(i))
 
 
 class Source(abc.ABC):
@@ -92,7 +132,7 @@ class Source(abc.ABC):
         return Holds.TEXTS
 
     @abc.abstractmethod
-    def open(self, split: str) -> Documents:
+    def open(self, split: str) -> Documents | Blocks:
         """Documents of "train" or "validation".
 
         Raises:
@@ -304,8 +344,43 @@ class CombinedSource(Source):
     def holds(self) -> Holds:
         return self.sources[0].holds
 
-    def open(self, split: str) -> Documents:
-        return _CombinedDocuments([source.open(split) for source in self.sources])
+    def open(self, split: str) -> Documents | Blocks:
+        parts = [source.open(split) for source in self.sources]
+        if all(isinstance(part, Blocks) for part in parts):
+            return _CombinedBlocks(parts)
+        for source, part in zip(self.sources, parts, strict=True):
+            if isinstance(part, Blocks):
+                name = type(source).__name__
+                raise UserError(f"CombinedSource.sources holds {name} beside others: give all of them as @{name}()")
+        return _CombinedDocuments(parts)
+
+
+class _CombinedBlocks(Blocks):
+    """The blocks of several splits, one after the other."""
+
+    def __init__(self, parts: Sequence[Blocks]):
+        self._parts = list(parts)
+        self._stops = np.cumsum([len(part) for part in parts])
+        self.mix_blocks = max(part.mix_blocks for part in parts)
+
+    def __len__(self) -> int:
+        return int(self._stops[-1])
+
+    def examples(self, i: int) -> list[Example]:
+        part, inner = self._part(i)
+        return part.examples(inner)
+
+    def name(self, i: int) -> dict[str, Any]:
+        part, inner = self._part(i)
+        return part.name(inner)
+
+    def _part(self, i: int) -> tuple[Blocks, int]:
+        """The part that a block is in, and its number there."""
+        at = int(np.searchsorted(self._stops, i, side="right"))
+        return self._parts[at], i - int(self._stops[at] - len(self._parts[at]))
+
+    def fingerprint(self) -> dict[str, Any]:
+        return {str(i): part.fingerprint() for i, part in enumerate(self._parts)}
 
 
 class _CombinedDocuments(Documents):
@@ -392,7 +467,7 @@ class LineDocuments(_RangeDocuments):
         """What the JSON of line `i` says."""
         line = self._read(i)
         try:
-            return limits.parse_json(line, values=_LINE_VALUES, finite=False)
+            return limits.parse_json(line, values=LINE_VALUES, finite=False)
         except ValueError as error:
             raise UserError(f"{self.where(i)} is not JSON ({limits.cause(error)}): {disk.excerpt(line)}") from error
 

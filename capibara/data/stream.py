@@ -17,6 +17,7 @@ from capibara.data.preferences import Answers, PreferenceWindow
 from capibara.types import Batch, UserError
 
 AnyDocument = Document | Pairs | Answers
+Numbered = tuple[int, AnyDocument]  # a document and its number in the stream: numbers ascend, and may leave some out
 AnyWindow = Window | PairWindow | PreferenceWindow
 
 
@@ -24,7 +25,7 @@ class State(NamedTuple):
     """Where a stream stands.
 
     Attributes:
-      document: index in the stream of the first document of the current window.
+      document: number in the stream of the first document of the current window.
       offset: tokens of that document which belong to the window before (CONCAT only).
       row: rows of the window that were given out.
       checksum: of the window's tokens; 0 while no row was given out.
@@ -99,7 +100,7 @@ class RowStream:
 
     def __init__(
         self,
-        read: Callable[[int], Iterator[AnyDocument]],
+        read: Callable[[int], Iterator[Numbered]],
         layout: Layout,
         *,
         first_rows: int | None = None,
@@ -108,16 +109,17 @@ class RowStream:
         """Opens the stream.
 
         Args:
-          read: documents of the stream from a given index on.
+          read: documents of the stream from a given number on; called now, so that it can begin to read.
           layout: how they are packed.
           first_rows: `window_rows` of the very first window, so that the windows of many streams do not all end at
             the same step; None is as the others.
           state: where to carry on.
         """
-        self._read, self._layout, self._first_rows = read, layout, first_rows
+        self._layout, self._first_rows = layout, first_rows
         self._state = state
-        self._documents: Iterator[AnyDocument] | None = None
-        self._ahead: list[AnyDocument] = []  # read, but for the next window
+        self._documents = read(state.document)
+        self._offset = state.offset  # of the first document, until it is read
+        self._ahead: list[Numbered] = []  # read, but for the next window
         self._window: AnyWindow | None = None
         self._next = State()  # where the next window begins
         self._checksum = 0
@@ -137,29 +139,28 @@ class RowStream:
 
     def _fill(self) -> None:
         begin, layout = self._state, self._layout
-        if self._documents is None:
-            self._documents = self._read(begin.document)
-            if begin.offset:
-                self._ahead = [next(self._documents).cut(begin.offset)]
+        if self._offset:
+            number, document = next(self._documents)
+            self._ahead, self._offset = [(number, document.cut(self._offset))], 0
         rows = layout.window_rows
         if begin.document == 0 and begin.offset == 0 and self._first_rows is not None:
             rows = self._first_rows
         documents, self._ahead = self._ahead, []
-        tokens = sum(map(layout.need, documents))
+        tokens = sum(layout.need(document) for _, document in documents)
         at_end = False
         while tokens < rows * layout.length or len(documents) < layout.window_documents:
-            document = next(self._documents, None)
-            if document is None:
+            found = next(self._documents, None)
+            if found is None:
                 at_end = True
                 break
-            documents.append(document)
-            tokens += layout.need(document)
+            documents.append(found)
+            tokens += layout.need(found[1])
         if not documents:
             raise StopIteration
-        self._next = State(document=begin.document + len(documents))
+        self._next = State(document=documents[-1][0] + 1)
         if layout.packing is Packing.CONCAT and not at_end:
             self._keep_whole_rows(documents, tokens, begin)
-        window = layout.window(documents)
+        window = layout.window([document for _, document in documents])
         if not len(window):
             self._state = self._next
             return
@@ -168,20 +169,18 @@ class RowStream:
             window.shuffle(*layout.shuffle_seeds, begin.document, begin.offset)
         self._window = window
 
-    def _keep_whole_rows(self, documents: list[Document], tokens: int, begin: State) -> None:
+    def _keep_whole_rows(self, documents: list[Numbered], tokens: int, begin: State) -> None:
         """Leaves the tokens that do not fill a row to the next window."""
         excess = tokens % self._layout.length
-        end = begin.document + len(documents)
         while excess:
-            document = documents.pop()
-            end -= 1
+            number, document = documents.pop()
             keep = max(0, len(document.ids) - excess)
             excess -= len(document.ids) - keep
-            self._ahead.insert(0, document.cut(keep))
+            self._ahead.insert(0, (number, document.cut(keep)))
             if keep:
-                documents.append(document.cut(0, keep))
-            offset = keep + (begin.offset if end == begin.document else 0)
-            self._next = State(document=end, offset=offset)
+                documents.append((number, document.cut(0, keep)))
+            offset = keep + (begin.offset if number == begin.document else 0)
+            self._next = State(document=number, offset=offset)
 
     def _check(self, window: AnyWindow, begin: State) -> None:
         self._checksum = window.checksum

@@ -21,9 +21,7 @@ from capibara.data import tasks
 from capibara.data.dataset import Dataset
 from capibara.data.examples import Assembler
 from capibara.data.feeds import Feed, Share, layout_of, one_stream
-from capibara.data.packing import Document
-from capibara.data.pairs import Pairs
-from capibara.data.stream import Row, RowStream, State
+from capibara.data.stream import Numbered, Row, RowStream, State
 from capibara.data.vocabulary import Vocabulary
 from capibara.types import Batch, UserError
 
@@ -79,14 +77,14 @@ class TaskFeed(Feed):
         seeds = (self.dataset.seed, self.share.shard_index) if self.shuffles else None
         return RowStream(self._documents, layout_of(self.dataset, 1, seeds), state=state)
 
-    def _documents(self, begin: int) -> Iterator[Document | Pairs]:
+    def _documents(self, begin: int) -> Iterator[Numbered]:
         assemble = Assembler(self.dataset, adds_end=False)
         host = self.share.shard_index if self._endless else 0
         for number, example in enumerate(self._examples().skip(begin).as_numpy_iterator(), begin):
             targets = _ids(example, "targets", self._task.name)
             inputs = _ids(example, "inputs", self._task.name) if "inputs" in example else None
             domain = example["domain"].decode() if "domain" in example else self._task.name
-            yield assemble(targets, inputs, domain, (host, number))
+            yield number, assemble(targets, inputs, domain, (host, number))
 
     def _lengths(self) -> dict[str, int]:
         dataset = self.dataset

@@ -6,12 +6,12 @@ No normalisation, spaces and line ends are kept, digits stay single (https://arx
 from __future__ import annotations
 
 import io
+import itertools
 import os
 import time
 from collections.abc import Callable, Iterator
 
-from capibara.data.shuffle import permutation
-from capibara.data.sources import Documents
+from capibara.data.sources import Corpus
 from capibara.data.vocabulary import SentencePieceVocabulary
 from capibara.types import UserError
 
@@ -37,7 +37,7 @@ _TRAINER = dict(
 
 
 def train_sentencepiece(
-    documents: Documents,
+    documents: Corpus,
     output: str,
     *,
     size: int = 8192,
@@ -65,12 +65,11 @@ def train_sentencepiece(
 
     if size < _LEAST_SIZE:
         raise UserError(f"size ({size}) must be at least {_LEAST_SIZE}: 256 bytes, 3 special ids and some characters")
-    order = permutation(len(documents), seed).tolist()
-    report(f"reading up to {sample_bytes / 2**20:.0f} MiB of {len(documents)} documents, training {size} pieces")
+    report(f"reading up to {sample_bytes / 2**20:.0f} MiB of the documents, training {size} pieces")
     begin_s, model, counted = time.perf_counter(), io.BytesIO(), _Counter()
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=counted(_chunks(documents, order, sample_bytes)),
+            sentence_iterator=counted(_chunks(documents.texts(seed), sample_bytes)),
             model_writer=model,
             vocab_size=size,
             num_threads=os.cpu_count() or 1,
@@ -86,7 +85,7 @@ def train_sentencepiece(
     os.replace(partial, output)
     report(f"trained on {counted.characters / 1e6:.1f} million characters in {time.perf_counter() - begin_s:.1f} s")
     vocabulary = SentencePieceVocabulary(path=output)
-    report(_summary(vocabulary, [documents[i] for i in order[:_MEASURED_DOCUMENTS]]))
+    report(_summary(vocabulary, list(itertools.islice(documents.texts(seed), _MEASURED_DOCUMENTS))))
     return vocabulary
 
 
@@ -100,10 +99,10 @@ def _summary(vocabulary: SentencePieceVocabulary, texts: list[str]) -> str:
     )
 
 
-def _chunks(documents: Documents, order: list[int], sample_bytes: int) -> Iterator[str]:
+def _chunks(texts: Iterator[str], sample_bytes: int) -> Iterator[str]:
     left = sample_bytes
-    for i in order:
-        text = documents[i].replace("\0", " ")  # the trainer's strings end at a zero byte
+    for text in texts:
+        text = text.replace("\0", " ")  # the trainer's strings end at a zero byte
         for begin in range(0, len(text), _CHUNK_CHARACTERS):
             yield text[begin : begin + _CHUNK_CHARACTERS]
         left -= len(text)

@@ -1,0 +1,138 @@
+"""Which blocks a corpus has: found by a look at the end of every shard, and kept for the next start.
+
+The index is a few bytes a block, so that of 100 GB has a few MB. It lies in the user's cache, and a shard whose size or
+version has changed is looked at again; it can be removed at any time.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import zipfile
+from collections.abc import Sequence
+
+import numpy as np
+
+from capibara import outputs
+from capibara.data import disk
+from capibara.data.shards.formats import ShardFormat
+from capibara.storage import copies, remote
+from capibara.storage.remote import Entry
+from capibara.types import UserError
+
+_THREADS = 32  # shards that are looked at together: it is waiting
+
+
+@dataclasses.dataclass(frozen=True)
+class Index:
+    """The blocks of a corpus.
+
+    Attributes:
+      shards: its files.
+      blocks: [n, 3] int64: shard, and bounds in it as the format has them.
+    """
+
+    shards: Sequence[Entry]
+    blocks: np.ndarray
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(shard.size for shard in self.shards)
+
+    def names(self) -> list[str]:
+        """Of the shards without their folders: what stays when they are moved."""
+        return [os.path.basename(shard.url) for shard in self.shards]
+
+    def digest(self) -> str:
+        """Of the shards' names and sizes and of all bounds."""
+        digest = hashlib.blake2b(np.ascontiguousarray(self.blocks, np.int64).tobytes(), digest_size=8)
+        for name, shard in zip(self.names(), self.shards, strict=True):
+            digest.update(f"{name}\0{shard.size}\0".encode())
+        return digest.hexdigest()
+
+
+def listed(parameter: str, patterns: Sequence[str]) -> list[Entry]:
+    """The files that paths, addresses and globs name, each once; `parameter` gives them.
+
+    Raises:
+      UserError: a pattern matches no file, or the store refuses.
+    """
+    if isinstance(patterns, str):
+        patterns = (patterns,)
+    found: list[Entry] = []
+    for pattern in patterns:
+        if outputs.is_remote(pattern):
+            entries = remote.listed(pattern)
+            if not entries:
+                raise UserError(f"{parameter} ({pattern!r}) matches no file")
+            found += entries
+        else:
+            found += map(_local, disk.expand(parameter, [pattern]))
+    if not found:
+        raise UserError(f"{parameter} is empty: name at least one file or glob")
+    return list(dict.fromkeys(found))
+
+
+def _local(path: str) -> Entry:
+    about = os.stat(path)
+    return Entry(path, about.st_size, str(about.st_mtime_ns))
+
+
+def index_of(shards: Sequence[Entry], shard_format: ShardFormat) -> Index:
+    """The index of a corpus, of which only shards are looked at that are new or have changed.
+
+    Raises:
+      UserError: a shard is cut short, of another format, or cannot be read.
+    """
+    path = _path(shards, shard_format)
+    known = _load(path)
+    missing = [shard for shard in shards if known.get(shard.url, (None,))[0] != [shard.size, shard.version]]
+    with concurrent.futures.ThreadPoolExecutor(min(_THREADS, max(1, len(missing)))) as pool:
+        waiting = [pool.submit(shard_format.blocks, shard) for shard in missing]
+        try:
+            for shard, one in zip(missing, waiting, strict=True):
+                known[shard.url] = ([shard.size, shard.version], one.result())
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    tables = [known[shard.url][1] for shard in shards]
+    if missing:
+        _save(path, shards, tables)
+    counts = [len(table) for table in tables]
+    blocks = np.concatenate([np.repeat(np.arange(len(shards)), counts)[:, None], np.concatenate(tables)], axis=1)
+    return Index(tuple(shards), blocks.astype(np.int64))
+
+
+def _path(shards: Sequence[Entry], shard_format: ShardFormat) -> str:
+    digest = hashlib.blake2b(repr(shard_format).encode(), digest_size=8)
+    for shard in shards:
+        digest.update(f"{os.path.abspath(shard.url) if not outputs.is_remote(shard.url) else shard.url}\0".encode())
+    return os.path.join(copies.cache_folder("indexes"), f"{digest.hexdigest()}.npz")
+
+
+def _load(path: str) -> dict[str, tuple[list, np.ndarray]]:
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            shards = json.loads(file["shards"].tobytes())
+            tables = np.split(file["blocks"], np.cumsum([count for *_, count in shards])[:-1])
+            return {url: ([size, version], table) for (url, size, version, _), table in zip(shards, tables, strict=True)}
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):  # none yet, or one that was not written whole
+        return {}
+
+
+def _save(path: str, shards: Sequence[Entry], tables: Sequence[np.ndarray]) -> None:
+    about = [[*shard, len(table)] for shard, table in zip(shards, tables, strict=True)]
+    partial = f"{path}.{os.getpid()}.partial"
+    try:
+        with open(partial, "wb") as file:
+            text = np.frombuffer(json.dumps(about).encode(), np.uint8)
+            np.savez(file, shards=text, blocks=np.concatenate(tables))
+        os.replace(partial, path)
+    except OSError:  # a full disk: the next start looks at the shards again
+        with contextlib.suppress(OSError):
+            os.unlink(partial)

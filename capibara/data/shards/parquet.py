@@ -1,0 +1,106 @@
+"""Parquet files: a block is a row group, and of it only the columns that are used are read."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import io
+from typing import Any
+
+import numpy as np
+
+from capibara import extras, limits
+from capibara.data.shards.formats import Record, ShardFormat, read
+from capibara.storage.remote import Entry
+from capibara.types import UserError
+
+_MOST_BYTES = 1 << 30  # of the columns of a row group, unpacked
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ParquetRows(ShardFormat):
+    """Rows of a table.
+
+    Attributes:
+      columns: that are read; what a file does not have of them is left out.
+    """
+
+    columns: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return "parquet"
+
+    def blocks(self, shard: Entry) -> np.ndarray:
+        groups = _metadata(shard)
+        starts = np.cumsum([0, *(groups.row_group(i).num_rows for i in range(groups.num_row_groups))])
+        bounds = np.stack([starts[:-1], starts[1:]], axis=1).astype(np.int64)
+        return bounds[bounds[:, 0] < bounds[:, 1]]
+
+    def records(self, shard: Entry, start: int, stop: int) -> list[tuple[int, Record]]:
+        metadata = _metadata(shard)
+        rows = np.cumsum([0, *(metadata.row_group(i).num_rows for i in range(metadata.num_row_groups))])
+        group = int(np.searchsorted(rows, start, side="right")) - 1
+        about = metadata.row_group(group)
+        chunks = [about.column(i) for i in range(about.num_columns)]
+        wanted = [chunk for chunk in chunks if chunk.path_in_schema.partition(".")[0] in self.columns]
+        size = sum(chunk.total_uncompressed_size for chunk in wanted)
+        if size > _MOST_BYTES:
+            raise UserError(
+                f"{shard.url} has a row group of {size / 2**30:.1f} GiB: write it with smaller ones (row_group_size=10000)"
+            )
+        with _opened(shard, metadata) as file:
+            try:
+                table = file.read_row_group(group, columns=list(self.columns), use_threads=False)
+            except (OSError, ValueError) as error:  # pyarrow's own are of these
+                raise _damaged(shard, error) from error
+        return list(enumerate(table.to_pylist(), start))
+
+
+class _Ranges(io.RawIOBase):
+    """A shard as a file."""
+
+    def __init__(self, shard: Entry):
+        super().__init__()
+        self._shard, self._at = shard, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._shard.size}[whence]
+        return self._at
+
+    def read(self, size: int = -1) -> bytes:
+        stop = self._shard.size if size < 0 else min(self._at + size, self._shard.size)
+        content = read(self._shard, self._at, stop) if stop > self._at else b""
+        self._at += len(content)
+        return content
+
+
+def _opened(shard: Entry, metadata: Any = None) -> Any:
+    parquet = extras.require("pyarrow.parquet", extra="parquet", why=shard.url)
+    try:
+        return parquet.ParquetFile(_Ranges(shard), metadata=metadata, pre_buffer=True)
+    except (OSError, ValueError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise _damaged(shard, error) from error
+
+
+@functools.lru_cache(maxsize=256)
+def _metadata(shard: Entry) -> Any:
+    with _opened(shard) as file:
+        return file.metadata
+
+
+def _damaged(shard: Entry, error: Exception) -> UserError:
+    if isinstance(error, UserError):
+        return error
+    return UserError(f"{shard.url} is no Parquet file, or cut short ({limits.cause(error)}): copy it again")

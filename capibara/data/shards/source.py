@@ -1,0 +1,180 @@
+"""Large corpora: files in shards, here or in a bucket, of which only the blocks at hand are read."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import os
+from typing import Any
+
+import numpy as np
+
+from capibara.config import configurable
+from capibara.data import disk
+from capibara.data.shards import index as indexes
+from capibara.data.shards.array_record import ArrayRecords
+from capibara.data.shards.formats import ShardFormat
+from capibara.data.shards.index import Index
+from capibara.data.shards.lines import JsonLines, TextLines
+from capibara.data.shards.parquet import ParquetRows
+from capibara.data.shards.records import Fields, Holds
+from capibara.data.shards.tfrecord import TfRecords
+from capibara.data.shuffle import mix
+from capibara.data.sources import Blocks, Example, Source
+from capibara.types import UserError
+
+_LEAST_BLOCKS = 1024  # of a corpus, as far as blocks of _SMALLEST bytes allow: so many rows of a batch have one each
+_SMALLEST, _LARGEST = 4 << 10, 1 << 20  # bytes of a block: what a request to a bucket should have at least
+_COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lz4")
+
+
+class Format(enum.StrEnum):
+    """How a shard's file holds records: JSONL, TEXT, PARQUET, ARRAY_RECORD or TFRECORD."""
+
+    JSONL = "jsonl"
+    TEXT = "text"
+    PARQUET = "parquet"
+    ARRAY_RECORD = "array_record"
+    TFRECORD = "tfrecord"
+
+
+_ENDINGS = {
+    ".jsonl": Format.JSONL, ".json": Format.JSONL, ".ndjson": Format.JSONL, ".txt": Format.TEXT, ".md": Format.TEXT,
+    ".parquet": Format.PARQUET, ".array_record": Format.ARRAY_RECORD, ".arrayrecord": Format.ARRAY_RECORD,
+    ".tfrecord": Format.TFRECORD, ".tfrecords": Format.TFRECORD,
+}  # fmt: skip
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShardedSource(Source):
+    """Files in shards, local, in gs://, s3:// or another store of fsspec, streamed block by block.
+
+    A block is about 1 MiB of consecutive documents (of Parquet a row group). Blocks come in a seeded order, each row of the
+    global batch has its own, and the documents of some blocks are mixed: so a host reads what its rows need, a restart
+    reads the blocks at hand, and any number of hosts can go on.
+
+    Attributes:
+      files: paths, addresses or globs of the training files.
+      format: of the files; None: what their endings say.
+      record: what a record of a TFRecord or ArrayRecord file is.
+      field: the field, feature or column that holds the text (of pairs, what is to be predicted).
+      inputs_field: the one that holds what the text is to be predicted from; None: there is only text.
+      domain_field: the one that names a document's domain, where a record has it.
+      validation_files: paths, addresses or globs of the validation files; empty holds out a share of the blocks.
+      validation_fraction: the share held out where no validation files are given.
+      domain: of the documents that name none.
+      block_bytes: bytes of a block, where the format leaves a choice; None: a 1024th of the corpus, from 4 KiB to 1 MiB.
+      mix_blocks: so many blocks are read together and their documents mixed, where there is shuffling.
+      document_bytes: text files are cut at line ends into documents of at least so many bytes.
+    """
+
+    files: tuple[str, ...]
+    format: Format | None = None
+    record: Holds = Holds.AUTO
+    field: str = "text"
+    inputs_field: str | None = None
+    domain_field: str | None = "domain"
+    validation_files: tuple[str, ...] = ()
+    validation_fraction: float = 0.03
+    domain: str | None = None
+    block_bytes: int | None = None
+    mix_blocks: int = 4
+    document_bytes: int = 1 << 16
+
+    def __post_init__(self) -> None:
+        disk.check_fraction(self.validation_fraction)
+        for name, value in (("block_bytes", self.block_bytes or 1), ("mix_blocks", self.mix_blocks)):
+            if value < 1:
+                raise UserError(f"ShardedSource.{name} ({getattr(self, name)}) must be at least 1")
+        if self.document_bytes < 1:
+            raise UserError(f"ShardedSource.document_bytes ({self.document_bytes}) must be at least 1: try 65536")
+
+    def open(self, split: str) -> Blocks:
+        disk.check_split(split)
+        explicit = bool(self.validation_files)
+        name = "validation_files" if explicit and split == "validation" else "files"
+        parameter = f"ShardedSource.{name}"
+        shards = indexes.listed(parameter, getattr(self, name))
+        index = indexes.index_of(shards, self._format(parameter, shards))
+        if not len(index.blocks):
+            raise UserError(f"{parameter} ({disk.shown([shard.url for shard in shards])}) are empty")
+        if not explicit:
+            keys = disk.name_hashes(index.names())[index.blocks[:, 0]] + index.blocks[:, 1].astype(np.uint64)
+            chosen = disk.split_by_hash(mix(keys), split, self.validation_fraction, parameter, "block")
+            index = dataclasses.replace(index, blocks=index.blocks[chosen])
+        return ShardBlocks(self, index, self._format(parameter, shards))
+
+    def _format(self, parameter: str, shards: list[indexes.Entry]) -> ShardFormat:
+        chosen = self.format or self._told(parameter, shards)
+        size = self.block_bytes
+        if size is None:
+            share = sum(shard.size for shard in shards) // _LEAST_BLOCKS
+            size = min(max(1 << max(share, 1).bit_length() - 1, _SMALLEST), _LARGEST)
+        match chosen:
+            case Format.JSONL:
+                return JsonLines(block_bytes=size)
+            case Format.TEXT:
+                return TextLines(block_bytes=size, document_bytes=self.document_bytes)
+            case Format.PARQUET:
+                columns = (self.field, self.inputs_field, self.domain_field)
+                return ParquetRows(block_bytes=size, columns=tuple(column for column in columns if column is not None))
+            case Format.ARRAY_RECORD:
+                return ArrayRecords(block_bytes=size)
+            case Format.TFRECORD:
+                return TfRecords(block_bytes=size)
+
+    @staticmethod
+    def _told(parameter: str, shards: list[indexes.Entry]) -> Format:
+        found = set()
+        for shard in shards:
+            name = os.path.basename(shard.url).lower()
+            if name.endswith(_COMPRESSED):
+                raise UserError(f"{parameter}: {shard.url} is compressed, and has no blocks that can be read alone: unpack it")
+            # As in part.tfrecord-00000-of-00010 the ending may have a number behind it.
+            ending = next((ending for ending in _ENDINGS if name.endswith(ending) or f"{ending}-" in name), None)
+            if ending is None:
+                known = ", ".join(map(str, Format))
+                raise UserError(f"{parameter}: the name of {shard.url} says no format: set ShardedSource.format to one of {known}")
+            found.add(_ENDINGS[ending])
+        if len(found) > 1:
+            raise UserError(f"{parameter} are of several formats ({', '.join(sorted(found))}): give each a source of its own")
+        return found.pop()
+
+
+class ShardBlocks(Blocks):
+    """The blocks of one split of a ShardedSource."""
+
+    def __init__(self, source: ShardedSource, index: Index, shard_format: ShardFormat):
+        self._index, self._format, self.mix_blocks = index, shard_format, source.mix_blocks
+        fixed = {Format.JSONL: Holds.JSON, Format.TEXT: Holds.TEXT}
+        self._fields = Fields(
+            holds=fixed.get(Format(shard_format.name), source.record),
+            text=source.field,
+            inputs=source.inputs_field,
+            domain=source.domain_field,
+            default_domain=source.domain,
+        )
+
+    def __len__(self) -> int:
+        return len(self._index.blocks)
+
+    def examples(self, i: int) -> list[Example]:
+        shard, start, stop = map(int, self._index.blocks[i])
+        entry = self._index.shards[shard]
+        records = self._format.records(entry, start, stop)
+        unit = "row" if self._format.name == Format.PARQUET else "byte"
+        return [self._fields.example(record, f"{entry.url} at {unit} {at:,}") for at, record in records]
+
+    def name(self, i: int) -> dict[str, Any]:
+        shard, start, _ = map(int, self._index.blocks[i])
+        return {"file": self._index.names()[shard], "block": start}
+
+    def fingerprint(self) -> dict[str, Any]:
+        return {
+            "files": len(self._index.shards),
+            "bytes": self._index.size,
+            "blocks": len(self),
+            "mix_blocks": self.mix_blocks,
+            "digest": self._index.digest(),
+        }

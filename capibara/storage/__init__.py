@@ -1,0 +1,1 @@
+"""Files in buckets and other stores: listed, read by ranges with retries, copied to this machine."""

@@ -1,0 +1,194 @@
+"""Copies of remote files on this machine, for libraries that open files by their names: weights, tokenizers, Gin files.
+
+Each address has a folder below the user's cache, with the sizes and versions of what was copied: a file that the store
+has replaced since is copied again, and one that is the same is not read.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import shutil
+import time
+from collections.abc import Collection, Iterator, Sequence
+
+from capibara import limits
+from capibara.storage import remote
+from capibara.storage.remote import Entry
+from capibara.types import UserError
+
+_PIECE_BYTES = 16 << 20  # of a request
+_THREADS = 8
+_MOST_FILES = 10_000
+_RECORD = "copied.json"
+
+
+def cache_folder(name: str) -> str:
+    """A folder of this user's cache, which is made: capibara/NAME in XDG_CACHE_HOME, or in ~/.cache.
+
+    Raises:
+      UserError: it cannot be made.
+    """
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    folder = os.path.join(base, "capibara", name)
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{folder} cannot be made ({error.strerror}): set XDG_CACHE_HOME to a folder of yours") from None
+    return folder
+
+
+def local_file(url: str) -> str:
+    """The path of a copy of one file.
+
+    Raises:
+      UserError: it does not exist, cannot be read, or does not fit the disk.
+    """
+    found = remote.listed(url)
+    if not found:
+        raise UserError(f"{url} does not exist, or its bucket does not")
+    return local_files(found[:1])[0]
+
+
+def local_files(entries: Sequence[Entry]) -> list[str]:
+    """The paths of copies of files, in their order; raises as `local_file`."""
+    folders: dict[str, list[Entry]] = {}
+    for entry in entries:
+        folders.setdefault(os.path.dirname(entry.url), []).append(entry)
+    paths = {
+        entry.url: path
+        for folder, inner in folders.items()
+        for entry, path in zip(inner, _copied(folder, inner), strict=True)
+    }
+    return [paths[entry.url] for entry in entries]
+
+
+def local_folder(url: str, names: Collection[str] | None = None) -> str:
+    """The path of a copy of a folder.
+
+    Args:
+      url: the folder.
+      names: the files in it that are wanted; None: all below it.
+
+    Returns:
+      A folder with the files that there are; of `names` maybe none.
+
+    Raises:
+      UserError: nothing is below it, it cannot be read, or does not fit the disk.
+    """
+    url = remote.address(url.rstrip("/"))
+    found = remote.below(url)
+    if not found:
+        raise UserError(f"{url} does not exist, or its bucket does not")
+    if len(found) > _MOST_FILES:
+        raise UserError(f"{url} has {len(found):,} files, must have at most {_MOST_FILES:,}: name the model's own folder")
+    if names is not None:
+        found = [entry for entry in found if entry.url[len(url) + 1 :] in names]
+    _copied(url, found)
+    return _folder_of(url)
+
+
+def _folder_of(url: str) -> str:
+    digest = hashlib.blake2b(url.encode(), digest_size=8).hexdigest()
+    # The last name stays: errors show it, and libraries look at endings.
+    return os.path.join(cache_folder("copies"), digest, os.path.basename(url) or "root")
+
+
+def _copied(url: str, entries: Sequence[Entry]) -> list[str]:
+    """Paths of copies of files below an address."""
+    folder = _folder_of(url)
+    names = [entry.url[len(url) :].lstrip("/") for entry in entries]
+    paths = [limits.inside(folder, name, url) for name in names]
+    os.makedirs(folder, exist_ok=True)
+    with _locked(f"{folder}.lock"):
+        record = _record(folder)
+        known = {name: [entry.size, entry.version] for name, entry in zip(names, entries, strict=True)}
+        missing = [
+            (entry, path)
+            for name, entry, path in zip(names, entries, paths, strict=True)
+            if record.get(name) != known[name] or _size(path) != entry.size
+        ]
+        if missing:
+            begin_s, total = time.perf_counter(), sum(entry.size for entry, _ in missing)
+            _check_space(url, folder, total)
+            for entry, path in missing:
+                _copy(entry, path)
+            _save_record(folder, record | known)
+            took_s = time.perf_counter() - begin_s
+            said = "copied %d files, %.1f MiB, of %s to %s in %.1f s"
+            logging.getLogger(__name__).info(said, len(missing), total / limits.MIB, url, folder, took_s)
+    return paths
+
+
+def _copy(entry: Entry, path: str) -> None:
+    """Puts a whole copy in place, or none."""
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    partial = f"{path}.partial"
+    starts = range(0, entry.size, _PIECE_BYTES)
+    try:
+        with open(partial, "wb") as file, concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
+            file.truncate(entry.size)
+
+            def piece(start: int) -> None:
+                content = remote.read(entry.url, start, min(start + _PIECE_BYTES, entry.size))
+                os.pwrite(file.fileno(), content, start)
+
+            waiting = [pool.submit(piece, start) for start in starts]
+            try:
+                for one in waiting:
+                    one.result()
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+        # Where content is told by its time, copies on all hosts are the same, and those of a later start.
+        stamp_ns = int.from_bytes(hashlib.blake2b(entry.version.encode(), digest_size=7).digest(), "little")
+        os.utime(partial, ns=(stamp_ns, stamp_ns))
+        os.replace(partial, path)
+    except OSError as error:
+        raise UserError(f"{path} cannot be written ({error.strerror}): free the disk, or set XDG_CACHE_HOME") from error
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(partial)
+
+
+def _check_space(url: str, folder: str, size: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if size > free:
+        raise UserError(
+            f"{url} has {size / 2**30:.1f} GiB to copy, {folder} has room for {free / 2**30:.1f}: set XDG_CACHE_HOME to a "
+            "larger disk (or, for training texts, read them as they come with @ShardedSource())"
+        )
+
+
+def _size(path: str) -> int | None:
+    try:
+        return os.path.getsize(path)
+    except OSError:
+        return None
+
+
+def _record(folder: str) -> dict[str, list]:
+    try:
+        return limits.read_json(os.path.join(os.path.dirname(folder), _RECORD))
+    except (FileNotFoundError, UserError):  # cut off while it was written: everything is copied again
+        return {}
+
+
+def _save_record(folder: str, record: dict[str, list]) -> None:
+    path = os.path.join(os.path.dirname(folder), _RECORD)
+    with open(f"{path}.partial", "w", encoding="utf-8") as file:
+        json.dump(record, file)
+    os.replace(f"{path}.partial", path)
+
+
+@contextlib.contextmanager
+def _locked(path: str) -> Iterator[None]:
+    """Processes of one machine that want the same files copy them once."""
+    with open(path, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

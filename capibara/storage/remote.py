@@ -1,0 +1,209 @@
+"""Reads of stores that fsspec knows (gs://, s3://, memory://, ...): bounded retries, and one line where they fail for good."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import os
+import random
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, TypeVar
+
+from capibara import extras, limits
+from capibara.types import UserError
+
+ATTEMPTS = 6
+TIMEOUT_S = 60.0  # of one request: a store that says nothing for so long is asked again
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 16.0  # between two attempts, doubled each time
+_BUSY = (408, 425, 429)  # HTTP codes that mean "later"; so does everything from 500 on
+_DENIED = (401, 403)
+_VERSIONS = ("generation", "etag", "ETag", "md5Hash", "mtime", "LastModified", "updated", "created")
+_EXTRAS = {"gs": ("gcsfs", "gcs"), "gcs": ("gcsfs", "gcs"), "s3": ("s3fs", "s3")}
+_LIBRARIES = ("aiohttp", "botocore", "gcsfs", "google", "requests", "urllib3")  # whose faults are the network's
+
+T = TypeVar("T")
+
+
+class Entry(NamedTuple):
+    """A file of a store.
+
+    Attributes:
+      url: its address, or its path on this machine.
+      size: its bytes.
+      version: changes when its content is replaced, as far as the store tells; may be empty.
+    """
+
+    url: str
+    size: int
+    version: str
+
+
+def listed(pattern: str) -> list[Entry]:
+    """The files that an address or a glob names, sorted by address; empty: none is there.
+
+    Raises:
+      UserError: the store refuses, does not answer, or what reads it is not installed.
+    """
+    filesystem, path = _opened(pattern)
+
+    def look() -> list[dict[str, Any]]:
+        filesystem.invalidate_cache()
+        if any(character in path for character in "*?["):
+            return list(filesystem.glob(path, detail=True).values())
+        with contextlib.suppress(FileNotFoundError):
+            return [filesystem.info(path)]
+        return []
+
+    return _entries(filesystem, _attempted(pattern, look))
+
+
+def below(folder: str) -> list[Entry]:
+    """All files below an address, sorted; empty: it is no folder. Raises as `listed`."""
+    filesystem, path = _opened(folder)
+
+    def look() -> list[dict[str, Any]]:
+        filesystem.invalidate_cache()
+        with contextlib.suppress(FileNotFoundError):
+            return list(filesystem.find(path, detail=True).values())
+        return []
+
+    return [entry for entry in _entries(filesystem, _attempted(folder, look)) if entry.url != address(folder)]
+
+
+def address(url: str) -> str:
+    """An address as `listed` and `below` give it, whatever slashes it has."""
+    filesystem, path = _opened(url)
+    return filesystem.unstrip_protocol(path)
+
+
+def read(url: str, start: int, stop: int) -> bytes:
+    """The bytes from `start` to `stop` of a file, in one request (or several attempts at it).
+
+    Raises:
+      UserError: the file has fewer bytes, the store refuses, or all attempts fail.
+    """
+    if stop <= start:
+        return b""
+    filesystem, path = _opened(url)
+
+    def get() -> bytes:
+        content = _timed(filesystem, "cat_file", path, start=start, end=stop)
+        if len(content) != stop - start:
+            raise ShortRead(f"{len(content):,} of {stop - start:,} bytes at {start:,}")
+        return content
+
+    return _attempted(url, get)
+
+
+class ShortRead(OSError):
+    """Fewer bytes came than were asked for."""
+
+
+def _entries(filesystem: Any, found: list[dict[str, Any]]) -> list[Entry]:
+    files = [about for about in found if about["type"] == "file"]
+    entries = [Entry(filesystem.unstrip_protocol(about["name"]), int(about["size"]), _version(about)) for about in files]
+    return sorted(entries)
+
+
+def _version(about: dict[str, Any]) -> str:
+    return next((str(about[name]) for name in _VERSIONS if about.get(name)), "")
+
+
+def _opened(url: str) -> tuple[Any, str]:
+    """The file system of an address, and the path in it."""
+    protocol = url.partition("://")[0]
+    package, extra = _EXTRAS.get(protocol, (None, None))
+    if package is not None:
+        extras.require(package, extra=extra, why=url)
+    filesystem = _filesystem(url if protocol in ("http", "https") else f"{protocol}://", os.getpid())
+    return filesystem, filesystem._strip_protocol(url)
+
+
+@functools.cache
+def _filesystem(url: str, process: int) -> Any:
+    """One for each store and process: connections do not survive a fork."""
+    import fsspec
+
+    for library in ("gcsfs", "s3fs", "aiobotocore"):  # they print what they then raise, with its traceback
+        logging.getLogger(library).setLevel(logging.CRITICAL)
+    try:
+        return fsspec.core.url_to_fs(url)[0]
+    except (ImportError, ValueError) as error:
+        raise UserError(f"{url} cannot be opened ({limits.cause(error)}): name gs://, s3:// or a local path") from error
+
+
+def _timed(filesystem: Any, name: str, *arguments: Any, **options: Any) -> Any:
+    """A call of a file system, ended after TIMEOUT_S where that can be done."""
+    from fsspec import asyn
+
+    if isinstance(filesystem, asyn.AsyncFileSystem) and not filesystem.asynchronous:
+        call = getattr(filesystem, f"_{name}")
+        return asyn.sync(filesystem.loop, call, *arguments, timeout=TIMEOUT_S, **options)
+    return getattr(filesystem, name)(*arguments, **options)
+
+
+def _attempted(url: str, call: Callable[[], T]) -> T:
+    """What `call` gives, after as many attempts as ATTEMPTS where the store's faults may pass."""
+    for attempt, wait_s in enumerate(_waits(), 1):
+        try:
+            return call()
+        except UserError:
+            raise
+        except Exception as error:  # of as many classes as there are stores
+            if not _may_pass(error):
+                raise _refusal(url, error) from error
+            if attempt == ATTEMPTS:
+                fault = f"{type(error).__name__}: {limits.cause(error)}"
+                if isinstance(error, ShortRead):
+                    raise UserError(f"{url} is cut short ({limits.cause(error)}): copy it again") from error
+                raise UserError(
+                    f"{url} cannot be read: {ATTEMPTS} attempts failed, the last with {fault}: "
+                    "run the same command when the store answers"
+                ) from error
+            fault = f"{type(error).__name__}: {limits.cause(error, 80)}"
+            logging.getLogger(__name__).warning("%s: %s; attempt %d of %d follows", url, fault, attempt + 1, ATTEMPTS)
+            time.sleep(wait_s)
+    raise AssertionError("unreachable")
+
+
+def _waits() -> Iterator[float]:
+    for attempt in range(ATTEMPTS):
+        # At random, so that the hosts of a slice do not all come back at once.
+        yield min(_FIRST_WAIT_S * 2**attempt, _LONGEST_WAIT_S) * random.uniform(0.5, 1.0)
+
+
+def _code(error: BaseException) -> int | None:
+    for name in ("code", "status", "status_code"):
+        with contextlib.suppress(TypeError, ValueError):
+            return int(getattr(error, name, None))
+    return None
+
+
+def _is_denied(error: BaseException) -> bool:
+    # gcsfs says so in words alone.
+    return isinstance(error, PermissionError) or _code(error) in _DENIED or str(error).startswith("Forbidden")
+
+
+def _may_pass(error: BaseException) -> bool:
+    if _is_denied(error) or isinstance(error, (FileNotFoundError, IsADirectoryError, NotADirectoryError)):
+        return False
+    if (code := _code(error)) is not None:
+        return code in _BUSY or code >= 500
+    if type(error).__name__ == "DefaultCredentialsError":
+        return False
+    transient = (OSError, EOFError, TimeoutError, asyncio.TimeoutError)
+    return isinstance(error, transient) or type(error).__module__.partition(".")[0] in _LIBRARIES
+
+
+def _refusal(url: str, error: BaseException) -> UserError:
+    if isinstance(error, FileNotFoundError):
+        return UserError(f"{url} does not exist, or its bucket does not")
+    if _is_denied(error) or type(error).__name__ == "DefaultCredentialsError":
+        return UserError(
+            f"{url} may not be read with this machine's credentials ({limits.cause(error)}): give its account the right "
+            "to read and list the bucket, or name another one"
+        )
+    return UserError(f"{url} cannot be read ({type(error).__name__}: {limits.cause(error)})")
