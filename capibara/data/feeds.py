@@ -8,8 +8,6 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
-
 from capibara.data.dataset import Dataset, Kind
 from capibara.data.examples import Tally
 from capibara.data.readers import BlockReader, DocumentReader, Reader

@@ -149,14 +149,14 @@ class DocumentReader(Reader):
         return {"document": number, "epoch": epoch}
 
     def _found(self, begin: int) -> Iterator[list[Found]]:
-        group, number = 1, begin
-        while places := _places(self._index, self._count, number, group, self._epochs, len(self._documents)):
+        first, group = begin, 1
+        while places := _places(self._index, self._count, first, group, self._epochs, len(self._documents)):
             found = []
-            for number, at in enumerate(places, number):
+            for number, at in enumerate(places, first):
                 inner = place_in_epoch(len(self._documents), at, self._seed)[1]
                 found.append(Found(number, (at,), inner + 1, self._documents.example(inner)))
             yield found
-            number, group = number + 1, _READ_TOGETHER
+            first, group = first + len(places), _READ_TOGETHER
 
     def _is_pass(self, since: int, number: int) -> bool:
         return number - since > len(self._documents)

@@ -39,7 +39,9 @@ def cache_folder(name: str) -> str:
     try:
         os.makedirs(folder, exist_ok=True)
     except OSError as error:
-        raise UserError(f"{folder} cannot be made ({error.strerror}): set XDG_CACHE_HOME to a folder of yours") from None
+        raise UserError(
+            f"{folder} cannot be made ({error.strerror}): set XDG_CACHE_HOME to a folder of yours"
+        ) from None
     return folder
 
 
@@ -86,7 +88,9 @@ def local_folder(url: str, names: Collection[str] | None = None) -> str:
     if not found:
         raise UserError(f"{url} does not exist, or its bucket does not")
     if len(found) > _MOST_FILES:
-        raise UserError(f"{url} has {len(found):,} files, must have at most {_MOST_FILES:,}: name the model's own folder")
+        raise UserError(
+            f"{url} has {len(found):,} files, must have at most {_MOST_FILES:,}: name the model's own folder"
+        )
     if names is not None:
         found = [entry for entry in found if entry.url[len(url) + 1 :] in names]
     _copied(url, found)

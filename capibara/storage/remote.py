@@ -104,7 +104,9 @@ class ShortRead(OSError):
 
 def _entries(filesystem: Any, found: list[dict[str, Any]]) -> list[Entry]:
     files = [about for about in found if about["type"] == "file"]
-    entries = [Entry(filesystem.unstrip_protocol(about["name"]), int(about["size"]), _version(about)) for about in files]
+    entries = [
+        Entry(filesystem.unstrip_protocol(about["name"]), int(about["size"]), _version(about)) for about in files
+    ]
     return sorted(entries)
 
 

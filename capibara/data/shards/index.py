@@ -120,7 +120,9 @@ def _load(path: str) -> dict[str, tuple[list, np.ndarray]]:
         with np.load(path, allow_pickle=False) as file:
             shards = json.loads(file["shards"].tobytes())
             tables = np.split(file["blocks"], np.cumsum([count for *_, count in shards])[:-1])
-            return {url: ([size, version], table) for (url, size, version, _), table in zip(shards, tables, strict=True)}
+            return {
+                url: ([size, version], table) for (url, size, version, _), table in zip(shards, tables, strict=True)
+            }
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):  # none yet, or one that was not written whole
         return {}
 

@@ -98,4 +98,10 @@ class Fields:
 
 
 def _text(value: Any) -> str | None:
-    return value.decode("utf-8", errors="replace") if isinstance(value, bytes) else value if isinstance(value, str) else None
+    return (
+        value.decode("utf-8", errors="replace")
+        if isinstance(value, bytes)
+        else value
+        if isinstance(value, str)
+        else None
+    )

@@ -103,7 +103,9 @@ class ShardedSource(Source):
             keys = disk.name_hashes(index.names())[index.blocks[:, 0]] + index.blocks[:, 1].astype(np.uint64)
             chosen = disk.split_by_hash(mix(keys), split, self.validation_fraction, parameter, "block")
             index = dataclasses.replace(index, blocks=index.blocks[chosen])
-        return ShardBlocks(self, index, self._format(parameter, shards))
+        blocks = ShardBlocks(self, index, self._format(parameter, shards))
+        blocks.examples(0)  # a field that is not there is found before the run starts
+        return blocks
 
     def _format(self, parameter: str, shards: list[indexes.Entry]) -> ShardFormat:
         chosen = self.format or self._told(parameter, shards)
@@ -130,15 +132,21 @@ class ShardedSource(Source):
         for shard in shards:
             name = os.path.basename(shard.url).lower()
             if name.endswith(_COMPRESSED):
-                raise UserError(f"{parameter}: {shard.url} is compressed, and has no blocks that can be read alone: unpack it")
+                raise UserError(
+                    f"{parameter}: {shard.url} is compressed, and has no blocks that can be read alone: unpack it"
+                )
             # As in part.tfrecord-00000-of-00010 the ending may have a number behind it.
             ending = next((ending for ending in _ENDINGS if name.endswith(ending) or f"{ending}-" in name), None)
             if ending is None:
                 known = ", ".join(map(str, Format))
-                raise UserError(f"{parameter}: the name of {shard.url} says no format: set ShardedSource.format to one of {known}")
+                raise UserError(
+                    f"{parameter}: the name of {shard.url} says no format: set ShardedSource.format to one of {known}"
+                )
             found.add(_ENDINGS[ending])
         if len(found) > 1:
-            raise UserError(f"{parameter} are of several formats ({', '.join(sorted(found))}): give each a source of its own")
+            raise UserError(
+                f"{parameter} are of several formats ({', '.join(sorted(found))}): give each a source of its own"
+            )
         return found.pop()
 
 

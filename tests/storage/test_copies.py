@@ -1,0 +1,75 @@
+"""Copies of remote files: whole or not at all, of the right size, renewed when the store has others."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from capibara.storage import copies
+from capibara.types import UserError
+
+
+def test_a_folder_is_copied_once_and_what_has_changed_again(store):
+    store.pipe({"/m/config.json": b"{}", "/m/inner/model": b"0123456789", "/m/empty": b""})
+    folder = copies.local_folder("flaky://m/")
+    assert os.path.basename(folder) == "m"
+    with open(os.path.join(folder, "inner/model"), "rb") as file:
+        assert file.read() == b"0123456789"
+    assert os.path.getsize(os.path.join(folder, "empty")) == 0
+    store.reads.clear()
+    assert copies.local_folder("flaky://m") == folder and not store.reads
+    store.pipe_file("/m/config.json", b"[]")  # of the same size, but later
+    assert copies.local_folder("flaky://m") == folder
+    assert [path for path, *_ in store.reads] == ["/m/config.json"]
+    with open(os.path.join(folder, "config.json"), "rb") as file:
+        assert file.read() == b"[]"
+
+
+def test_a_copy_that_somebody_cut_is_made_again(store):
+    store.pipe_file("/m/a", b"0123456789")
+    path = copies.local_file("flaky://m/a")
+    os.truncate(path, 3)
+    assert copies.local_file("flaky://m/a") == path and os.path.getsize(path) == 10
+
+
+def test_only_the_named_files_of_a_folder_are_copied(store):
+    store.pipe({"/m/tokenizer.json": b"{}", "/m/model.safetensors": b"large", "/m/old/tokenizer.json": b"another"})
+    folder = copies.local_folder("flaky://m", {"tokenizer.json"})
+    assert os.listdir(folder) == ["tokenizer.json"]
+
+
+def test_a_copy_survives_a_read_that_fails_and_leaves_nothing_where_all_do(store, monkeypatch):
+    monkeypatch.setattr(copies, "_PIECE_BYTES", 4)
+    store.pipe_file("/m/a", b"0123456789")
+    store.faults[:] = [ConnectionResetError("reset"), None]
+    with open(copies.local_file("flaky://m/a"), "rb") as file:
+        assert file.read() == b"0123456789"
+    store.pipe_file("/m/b", b"0123456789")
+    store.faults[:] = [ConnectionResetError("reset")] * 100
+    with pytest.raises(UserError, match="flaky:///m/b cannot be read"):
+        copies.local_file("flaky://m/b")
+    left = [name for _, _, names in os.walk(copies.cache_folder("copies")) for name in names]
+    assert sorted(left) == ["a", "copied.json", "m.lock"]
+
+
+def test_copies_of_one_version_have_one_time(store):
+    store.pipe_file("/m/a", b"0123456789")
+    path = copies.local_file("flaky://m/a")
+    first_ns = os.stat(path).st_mtime_ns
+    os.unlink(path)
+    assert os.stat(copies.local_file("flaky://m/a")).st_mtime_ns == first_ns
+
+
+def test_what_is_not_there_or_does_not_fit_is_refused(store, monkeypatch):
+    for ask in (copies.local_file, copies.local_folder):
+        with pytest.raises(UserError, match="flaky:///?m/none does not exist"):
+            ask("flaky://m/none")
+    store.pipe_file("/m/a", b"0123456789")
+    monkeypatch.setattr(copies.shutil, "disk_usage", lambda path: _Free())
+    with pytest.raises(UserError, match="GiB to copy"):
+        copies.local_file("flaky://m/a")
+
+
+class _Free:
+    free = 3
