@@ -12,7 +12,7 @@ import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from capibara import fields
+from capibara import fields, outputs
 from capibara.types import UserError
 
 _MOST_HINTS = 3
@@ -30,9 +30,13 @@ def search_folders(search_paths: Sequence[str | os.PathLike] = ()) -> list[pathl
 def find_file(name: str | os.PathLike, folders: Sequence[pathlib.Path], where: str = "") -> pathlib.Path:
     """The first of `folders` that holds Gin file `name` (which may be absolute or contain folders).
 
+    Of one in a bucket (gs://) it is a copy on this machine, beside copies of the Gin files beside it.
+
     Raises:
       UserError: none does; the message lists the folders and the nearest names in them.
     """
+    if outputs.is_remote(name):
+        return _copied(os.fspath(name))
     path = pathlib.Path(name).expanduser()
     for folder in folders:
         if (folder / path).is_file():
@@ -56,6 +60,19 @@ def find_file(name: str | os.PathLike, folders: Sequence[pathlib.Path], where: s
     close = [*close, *(choice for name in fields.nearest(path.name, names) for choice in names[name])]
     hint = f", did you mean {' or '.join(list(dict.fromkeys(close))[:_MOST_HINTS])}?" if close else ""
     raise UserError(f"{prefix}no Gin file {name} in {looked}{hint}")
+
+
+def _copied(url: str) -> pathlib.Path:
+    """A copy of a Gin file in a bucket, with those beside it, which it may include."""
+    from capibara.storage import copies, remote
+
+    folder = remote.address(url).rpartition("/")[0]
+    found = remote.listed(f"{folder}/*.gin")
+    names = [entry.url for entry in found]
+    if remote.address(url) not in names:
+        close = fields.nearest(remote.address(url), names)
+        raise UserError(f"no Gin file {url}{f', did you mean {close[0]}?' if close else ''}")
+    return pathlib.Path(copies.local_files(found)[names.index(remote.address(url))])
 
 
 def _gin_files(folder: pathlib.Path, deep: bool) -> Iterable[pathlib.Path]:

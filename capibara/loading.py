@@ -85,6 +85,7 @@ def load(
         how = {"step": step, "average": average, "placed": placed, "trust": trust}
         found, run, averaged = run_folder.load_step(path, *given, **how)
         return Opened(run, path, found, "ema" if averaged else "raw")
+    given_path, path = path, checkpoint.local_model(path)
     known = ("config.json", "adapter_config.json")  # open_model says how an adapter is merged
     if os.path.exists(os.path.join(path, run_folder.CONFIG)) and not os.path.exists(os.path.join(path, "config.json")):
         raise UserError(
@@ -96,7 +97,7 @@ def load(
     for flag, value in (("--step", step), ("--weights", weights)):
         if value is not None:
             raise UserError(f"{flag}={value} is of run folders, and {path} is none: leave it out")
-    return Opened(_foreign(path, *given, placed), path, None, "stored")
+    return Opened(_foreign(path, *given, placed), given_path, None, "stored")
 
 
 def _foreign(

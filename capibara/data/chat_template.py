@@ -28,6 +28,8 @@ from capibara.data.tokenizer_files import (
     TEMPLATE_FILE,
     TOKENIZER_FILE,
     folder_of,
+    is_folder,
+    local,
     one_line,
     read_json,
     special_tokens,
@@ -242,8 +244,8 @@ class ChatTemplate:
 
     def _file(self, name: str) -> Mapping[str, Any]:
         """A JSON file beside the tokenizer; empty where there is none, but for the tokenizer itself."""
-        is_tokenizer = name == TOKENIZER_FILE and not os.path.isdir(self.tokenizer)
-        path = self.tokenizer if is_tokenizer else os.path.join(self._folder, name)
+        is_tokenizer = name == TOKENIZER_FILE and not is_folder(self.tokenizer)
+        path = local(self.tokenizer) if is_tokenizer else os.path.join(self._folder, name)
         content = read_json(path)
         if content is None and name == TOKENIZER_FILE:
             raise UserError(
@@ -260,7 +262,7 @@ class ChatTemplate:
         if self.template is not None:
             if "{" in self.template:
                 return {"default": ("ChatTemplate.template", self.template)}
-            return {"default": (self.template, _read(self.template, "ChatTemplate.template"))}
+            return {"default": (self.template, _read(local(self.template), "ChatTemplate.template"))}
         path = os.path.join(self._folder, TEMPLATE_FILE)
         if os.path.isfile(path):
             return {"default": (path, _read(path, TEMPLATE_FILE))}

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Mapping
 from typing import Any
 
-from capibara import limits
+from capibara import limits, outputs
+from capibara.storage import copies, remote
 
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
@@ -24,10 +26,31 @@ PATHS = "paths.json"  # in a run folder: {path that Gin gives: where the run fol
 
 
 def located(tokenizer: str) -> str:
-    """A tokenizer's folder or file, given that or a run folder that has one."""
+    """A tokenizer's folder or file, given that or a run folder that has one; of one in a bucket a copy on this machine."""
+    tokenizer = local(tokenizer)
     own = os.path.join(tokenizer, OWN)
     is_run = os.path.isdir(own) and not any(map(os.path.isfile, _main_files(tokenizer)))
     return own if is_run else tokenizer
+
+
+@functools.cache
+def local(path: str) -> str:
+    """A file or folder on this machine; of one in a bucket (gs://) a copy, of a folder of the tokenizer's files in it.
+
+    Raises:
+      UserError: it cannot be read; of what is not there, what comes back is not there either.
+    """
+    if not outputs.is_remote(path):
+        return path
+    if any(entry.url == remote.address(path) for entry in remote.listed(path)):  # a file, which others are beside
+        folder, _, name = path.rpartition("/")
+        return os.path.join(copies.local_folder(folder, {name, *FILES}), name)
+    return copies.local_folder(path, {*FILES, *(f"{OWN}/{name}" for name in FILES)})
+
+
+def is_folder(tokenizer: str) -> bool:
+    """Whether a path, as Gin gives it, is a folder."""
+    return os.path.isdir(local(tokenizer))
 
 
 def is_there(tokenizer: str) -> bool:

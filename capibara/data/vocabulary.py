@@ -32,6 +32,7 @@ from capibara.data.tokenizer_files import (
     TOKENIZER_FILE,
     file_of,
     folder_of,
+    is_folder,
     one_line,
     special_tokens,
 )
@@ -350,7 +351,7 @@ class TokenizerJsonVocabulary(Vocabulary):
     @functools.cached_property
     def _told(self) -> dict[str, str]:
         """Special tokens by their fields, as the files of the folder say; a file alone says none."""
-        return special_tokens(self.folder) if os.path.isdir(self.path) else {}
+        return special_tokens(self.folder) if is_folder(self.path) else {}
 
     def encode(self, text: str) -> list[int]:
         with _panics_told(self.path):

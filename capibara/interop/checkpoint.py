@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import math
@@ -12,10 +13,11 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from capibara import limits, tree
+from capibara import limits, outputs, tree
 from capibara.interop import hf_config, tables
 from capibara.interop.tensors import Shape, Tensor
 from capibara.models.api import Model
+from capibara.storage import copies
 from capibara.types import Params, PyTree, UserError
 
 # Of the buffers that are filled at a time. A shard is never cut, so one that is larger has them to itself.
@@ -53,6 +55,7 @@ def open_model(path: str) -> ForeignModel:
     Raises:
       UserError: it is none of them, or cannot be read.
     """
+    path = local_model(path)
     if path.endswith(".gguf"):
         from capibara.interop import gguf_read
 
@@ -66,6 +69,18 @@ def open_model(path: str) -> ForeignModel:
     if os.path.exists(os.path.join(path, "adapter_config.json")):
         raise UserError(f"{path} is an adapter of PEFT: merge it first, capibara convert --from={path} --to=NEW")
     return t5x_read.T5xModel(path) if t5x_read.is_t5x(path) else hf_folder.HfFolder(path)
+
+
+@functools.cache
+def local_model(path: str) -> str:
+    """A foreign model's folder or file on this machine; of one in a bucket (gs://) a copy.
+
+    Raises:
+      UserError: there is none, it cannot be read, or it does not fit the disk.
+    """
+    if not outputs.is_remote(path):
+        return path
+    return copies.local_file(path) if path.endswith(".gguf") else copies.local_folder(path)
 
 
 def loader(path: str, model: Model) -> Callable[[Params], Params]:

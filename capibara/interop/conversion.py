@@ -131,6 +131,8 @@ def convert(
     """
     form = form or ("gguf" if target.endswith(".gguf") else "hf")
     _check_target(target, form, dtype)
+    if outputs.is_remote(path) and (path.endswith(".gguf") or not runs.is_run(path)):
+        path = checkpoint.local_model(path)
     if adapters.is_adapter(path):
         if form in _ADAPTERS:
             raise UserError(f"--from={path} is an adapter of PEFT already: take hf, gguf, pytorch or capibara")

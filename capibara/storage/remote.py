@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
 from capibara import extras, limits
-from capibara.types import UserError
+from capibara.types import TryAgain, UserError
 
 ATTEMPTS = 6
 TIMEOUT_S = 60.0  # of one request: a store that says nothing for so long is asked again
@@ -45,7 +45,8 @@ def listed(pattern: str) -> list[Entry]:
     """The files that an address or a glob names, sorted by address; empty: none is there.
 
     Raises:
-      UserError: the store refuses, does not answer, or what reads it is not installed.
+      UserError: the store refuses, or what reads it is not installed.
+      TryAgain: it does not answer.
     """
     filesystem, path = _opened(pattern)
 
@@ -83,7 +84,8 @@ def read(url: str, start: int, stop: int) -> bytes:
     """The bytes from `start` to `stop` of a file, in one request (or several attempts at it).
 
     Raises:
-      UserError: the file has fewer bytes, the store refuses, or all attempts fail.
+      UserError: the file has fewer bytes, or the store refuses.
+      TryAgain: all attempts fail.
     """
     if stop <= start:
         return b""
@@ -152,7 +154,7 @@ def _attempted(url: str, call: Callable[[], T]) -> T:
     for attempt, wait_s in enumerate(_waits(), 1):
         try:
             return call()
-        except UserError:
+        except (UserError, TryAgain):
             raise
         except Exception as error:  # of as many classes as there are stores
             if not _may_pass(error):
@@ -161,7 +163,7 @@ def _attempted(url: str, call: Callable[[], T]) -> T:
                 fault = f"{type(error).__name__}: {limits.cause(error)}"
                 if isinstance(error, ShortRead):
                     raise UserError(f"{url} is cut short ({limits.cause(error)}): copy it again") from error
-                raise UserError(
+                raise TryAgain(
                     f"{url} cannot be read: {ATTEMPTS} attempts failed, the last with {fault}: "
                     "run the same command when the store answers"
                 ) from error

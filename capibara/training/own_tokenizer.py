@@ -103,7 +103,7 @@ def _taken(dataset: Dataset) -> tuple[dict[str, bytes], dict[str, str]]:
             files |= beside
             places[template.tokenizer] = _place(template.tokenizer)
         if _is_path(template.template):  # in place of the one beside
-            files[TEMPLATE_FILE] = _bytes(template.template)
+            files[TEMPLATE_FILE] = _bytes(tokenizer_files.local(template.template))
             places[template.template] = f"{OWN}/{TEMPLATE_FILE}"
     return files, places
 
@@ -115,7 +115,7 @@ def _beside(tokenizer: str) -> dict[str, bytes]:
 
 
 def _place(tokenizer: str) -> str:
-    return OWN if os.path.isdir(tokenizer) else f"{OWN}/{TOKENIZER_FILE}"
+    return OWN if tokenizer_files.is_folder(tokenizer) else f"{OWN}/{TOKENIZER_FILE}"
 
 
 def _is_path(value: str | None) -> bool:

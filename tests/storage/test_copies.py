@@ -7,7 +7,7 @@ import os
 import pytest
 
 from capibara.storage import copies
-from capibara.types import UserError
+from capibara.types import TryAgain, UserError
 
 
 def test_a_folder_is_copied_once_and_what_has_changed_again(store):
@@ -47,7 +47,7 @@ def test_a_copy_survives_a_read_that_fails_and_leaves_nothing_where_all_do(store
         assert file.read() == b"0123456789"
     store.pipe_file("/m/b", b"0123456789")
     store.faults[:] = [ConnectionResetError("reset")] * 100
-    with pytest.raises(UserError, match="flaky:///m/b cannot be read"):
+    with pytest.raises(TryAgain, match="flaky:///m/b cannot be read"):
         copies.local_file("flaky://m/b")
     left = [name for _, _, names in os.walk(copies.cache_folder("copies")) for name in names]
     assert sorted(left) == ["a", "copied.json", "m.lock"]

@@ -8,7 +8,7 @@ import aiohttp
 import pytest
 
 from capibara.storage import remote
-from capibara.types import UserError
+from capibara.types import TryAgain, UserError
 
 
 class Status(Exception):
@@ -43,7 +43,7 @@ def test_a_read_that_fails_in_the_middle_is_made_again(store, fault):
 def test_a_store_that_always_fails_is_given_up_with_one_line(store, fault):
     store.pipe_file("/a/b", b"0123456789")
     store.faults[:] = [fault] * 20
-    with pytest.raises(UserError, match=r"flaky://a/b cannot be read: 6 attempts failed, the last with \w+") as raised:
+    with pytest.raises(TryAgain, match=r"flaky://a/b cannot be read: 6 attempts failed, the last with \w+") as raised:
         remote.read("flaky://a/b", 0, 5)
     assert len(store.reads) == remote.ATTEMPTS and "\n" not in str(raised.value)
 

@@ -1,0 +1,92 @@
+"""Gin files, tokenizers, texts and foreign models are opened at addresses as they are at paths."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import shutil
+
+import pytest
+
+from capibara import gin_search
+from capibara.data import tokenizer_files
+from capibara.data.chat_template import ChatTemplate
+from capibara.data.sources import JsonlSource, TextSource
+from capibara.data.vocabulary import TokenizerJsonVocabulary
+from capibara.interop import checkpoint
+from capibara.types import UserError
+
+
+def put(store, folder: str, address: str) -> None:
+    for root, _, names in os.walk(folder):
+        for name in names:
+            path = pathlib.Path(root, name)
+            store.pipe_file(f"{address}/{path.relative_to(folder)}", path.read_bytes())
+
+
+@pytest.fixture(autouse=True)
+def no_copies_of_others():
+    tokenizer_files.local.cache_clear()
+    checkpoint.local_model.cache_clear()
+
+
+def test_a_gin_file_and_what_it_includes(store):
+    from capibara import config
+
+    store.pipe({"/gin/run.gin": b"include 'base.gin'\nSTEPS = 3\n", "/gin/base.gin": b"STEPS = 1\nWIDTH = 5\n"})
+    config.parse(["flaky://gin/run.gin"], [])
+    found = gin_search.find_file("flaky://gin/run.gin", gin_search.search_folders())
+    assert found.read_text().endswith("STEPS = 3\n") and (found.parent / "base.gin").exists()
+    with pytest.raises(UserError, match=r"no Gin file flaky://gin/rum.gin, did you mean flaky:///gin/run.gin\?"):
+        config.parse(["flaky://gin/rum.gin"], [])
+
+
+def test_a_tokenizer_with_its_template(store, toy_tokenizer):
+    put(store, toy_tokenizer, "/toy")
+    store.pipe_file("/toy/model.safetensors", b"much")
+    here = TokenizerJsonVocabulary(path=toy_tokenizer)
+    for path, names in (("flaky://toy", {}), ("flaky://toy/tokenizer.json", {"eos_token": "<|end|>"})):
+        there = TokenizerJsonVocabulary(path=path, **names)
+        assert there.fingerprint() == here.fingerprint() and there.encode("as it is") == here.encode("as it is")
+        template = ChatTemplate(tokenizer=path)
+        assert template.fingerprint() == ChatTemplate(tokenizer=toy_tokenizer).fingerprint()
+    assert not any("safetensors" in path for path, *_ in store.reads)
+    with pytest.raises(UserError, match="flaky:///none does not exist"):
+        TokenizerJsonVocabulary(path="flaky://none").fingerprint()
+
+
+def test_small_corpora_are_copied(store, tmp_path):
+    store.pipe({"/c/a.jsonl": b'{"text": "a"}\n{"text": "b"}\n', "/c/b.txt": b"some text\n" * 9})
+    assert len(JsonlSource(files=("flaky://c/*.jsonl",)).open("train")) == 1
+    (tmp_path / "b.txt").write_bytes(b"some text\n" * 9)
+    sources = [TextSource(files=(files,), document_bytes=20) for files in ("flaky://c/*.txt", str(tmp_path / "b.txt"))]
+    prints = [source.open("train").fingerprint() for source in sources]
+    assert prints[0] == prints[1]
+    with pytest.raises(UserError, match=r"JsonlSource.files \('flaky://c/\*.json'\) matches no file"):
+        JsonlSource(files=("flaky://c/*.json",)).open("train")
+
+
+def test_large_corpora_are_not(store, monkeypatch):
+    from capibara.data import disk
+
+    monkeypatch.setattr(disk, "_COPY_BYTES", 10)
+    store.pipe({"/c/a.jsonl": b'{"text": "a"}\n{"text": "b"}\n'})
+    with pytest.raises(UserError, match="use @ShardedSource"):
+        JsonlSource(files=("flaky://c/*.jsonl",)).open("train")
+
+
+def test_a_model_of_hugging_face(store, tmp_path):
+    import numpy as np
+    from safetensors.numpy import save_file
+
+    save_file({"w": np.arange(6, dtype=np.float32).reshape(2, 3)}, str(tmp_path / "model.safetensors"))
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    put(store, str(tmp_path), "/model")
+    foreign = checkpoint.open_model("flaky://model")
+    assert foreign.config == {"model_type": "llama"} and foreign.shapes() == {"w": (2, 3)}
+    np.testing.assert_array_equal(foreign.read("w"), np.arange(6, dtype=np.float32).reshape(2, 3))
+    with pytest.raises(UserError, match="flaky:///nothing does not exist"):
+        checkpoint.open_model("flaky://nothing")
+    with pytest.raises(UserError, match="flaky://nothing/a.gguf does not exist"):
+        checkpoint.open_model("flaky://nothing/a.gguf")
+    shutil.rmtree(tmp_path)
