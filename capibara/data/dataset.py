@@ -62,7 +62,8 @@ class Dataset:
       shuffle: whether training documents and rows come in a seeded order.
       seed: the seed.
       use_cached: take a SeqIO task's examples from its offline cache.
-      workers: processes that tokenize and pack; 0 is a thread of this process. SeqIO has threads of its own.
+      workers: processes that tokenize and pack; 0 is a thread of this process, None one process a chip of this host where
+        it has more cores than chips, and a thread where there is none. SeqIO has threads of its own.
       prefetch: batches kept ready; 0 makes each one when it is asked for.
       window_rows: packing looks at so many rows' worth of documents at a time.
       window_documents: and at so many documents of all rows together, whose rows are then mixed.
@@ -86,7 +87,7 @@ class Dataset:
     shuffle: bool = True
     seed: int = 0
     use_cached: bool = False
-    workers: int = 0
+    workers: int | None = None
     prefetch: int = 4
     window_rows: int = 64
     window_documents: int = 128
@@ -105,7 +106,7 @@ class Dataset:
         least_values = {"length": 2, "workers": 0, "prefetch": 0, "window_rows": 1, "window_documents": 1}
         least_values["pairs_per_row"] = 1
         for name, least in least_values.items():
-            if getattr(self, name) < least:
+            if getattr(self, name) is not None and getattr(self, name) < least:
                 raise UserError(f"Dataset.{name} ({getattr(self, name)}) must be at least {least}")
         if (self.kind is Kind.ENCODER_DECODER) != (self.encoder_length is not None):
             fix = f"set it, e.g. to {4 * self.length}" if self.encoder_length is None else "leave it out"

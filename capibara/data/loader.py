@@ -8,6 +8,7 @@ stream, of which every host takes its rows, because all hosts have to see the sa
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -74,13 +75,22 @@ def make_loader(
     )
     if dataset.is_seqio:
         return Loader(dataset, share, lambda: _task_feed(dataset, share))
-    if dataset.workers and epochs is None:
+    workers = _default_workers() if dataset.workers is None else dataset.workers
+    if workers and epochs is None:
         from capibara.data.workers import WorkerFeed
 
-        feed: feeds.SourceFeed = WorkerFeed(dataset, share)
+        feed: feeds.SourceFeed = WorkerFeed(dataset, share, workers)
     else:
         feed = feeds.SourceFeed(dataset, share)
     return Loader(dataset, share, lambda: feed)
+
+
+def _default_workers() -> int:
+    """One for each chip of this host, where there are more cores than chips; none where the cores are the device."""
+    import jax
+
+    chips, cores = jax.local_device_count(), len(os.sched_getaffinity(0))
+    return chips if jax.default_backend() != "cpu" and cores > chips else 0
 
 
 def _task_feed(dataset: Dataset, share: feeds.Share) -> feeds.Feed:

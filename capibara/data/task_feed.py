@@ -11,7 +11,9 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
+import logging
 import os
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -80,7 +82,17 @@ class TaskFeed(Feed):
     def _documents(self, begin: int) -> Iterator[Numbered]:
         assemble = Assembler(self.dataset, adds_end=False)
         host = self.share.shard_index if self._endless else 0
+        begin_s, said = time.perf_counter(), logging.getLogger(__name__)
+        if begin:
+            said.warning(
+                "SeqIO task %r resumes at example %d: it reads and preprocesses all before it again; ShardedSource "
+                "resumes by position",
+                self._task.name,
+                begin,
+            )
         for number, example in enumerate(self._examples().skip(begin).as_numpy_iterator(), begin):
+            if begin and number == begin:
+                said.warning("that took %.1f s", time.perf_counter() - begin_s)
             targets = _ids(example, "targets", self._task.name)
             inputs = _ids(example, "inputs", self._task.name) if "inputs" in example else None
             domain = example["domain"].decode() if "domain" in example else self._task.name

@@ -17,7 +17,8 @@ import grain
 import numpy as np
 from absl import flags
 
-from capibara.data.feeds import SourceFeed, stream_a_row
+from capibara.data.dataset import Dataset
+from capibara.data.feeds import Share, SourceFeed, stream_a_row
 from capibara.data.stream import State
 from capibara.types import Batch
 
@@ -85,13 +86,17 @@ class RowGroupIterator(grain.DatasetIterator):
 
 
 class WorkerFeed(SourceFeed):
-    """Rows made by `Dataset.workers` processes, or as many fewer as divide the rows of this host; endless."""
+    """Rows made by some processes, or as many fewer as divide the rows of this host; endless."""
+
+    def __init__(self, dataset: Dataset, share: Share, workers: int):
+        super().__init__(dataset, share)
+        self._workers = workers
 
     def batches(self, states: Sequence[State]) -> Iterator[tuple[Batch, Sequence[State]]]:
         if not flags.FLAGS.is_parsed():
             flags.FLAGS.mark_as_parsed()  # Grain asks for flags of its own, and our verbs do not use absl's
         rows, keys = len(states), self.dataset.batch_spec(1)
-        count = max(n for n in range(1, min(rows, self.dataset.workers) + 1) if rows % n == 0)
+        count = max(n for n in range(1, min(rows, self._workers) + 1) if rows % n == 0)
         options = grain.MultiprocessingOptions(num_workers=count, per_worker_buffer_size=max(1, self.dataset.prefetch))
         iterator = iter(RowGroups(self, states, count).mp_prefetch(options))
         try:

@@ -6,6 +6,7 @@ import collections
 import copy
 import itertools
 import json
+import os
 
 import numpy as np
 import pytest
@@ -98,6 +99,20 @@ def test_resume_twice_with_workers(corpus):
         loader.close()
     assert states == [9, 14, 30]
     assert_same(resumed, whole)
+
+
+@pytest.mark.parametrize("backend, chips, cores, expected", [("tpu", 4, 112, 4), ("tpu", 4, 4, 0), ("cpu", 8, 64, 0)])
+def test_workers_are_as_many_as_chips_where_there_are_cores(corpus, monkeypatch, backend, chips, cores, expected):
+    import jax
+
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    monkeypatch.setattr(jax, "local_device_count", lambda: chips)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
+    for given, used in ((None, expected), (0, 0), (3, 3)):
+        loader = make_loader(make_dataset(corpus, workers=given), batch_size=BATCH)
+        assert getattr(loader._feed, "_workers", 0) == used
+    validation = make_loader(make_dataset(corpus), split="validation", batch_size=BATCH, epochs=1)
+    assert not hasattr(validation._feed, "_workers")
 
 
 def test_every_epoch_holds_every_document_once(corpus):
