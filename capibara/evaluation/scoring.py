@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -62,20 +62,14 @@ class Scorer:
         mesh: Mesh | None = None,
     ):
         self._params, self._length, self._encoder_length, self._pad_id = params, length, encoder_length, pad_id
-        self._unit = 1
-        self._program = jax.jit(functools.partial(_score, model))
-        if mesh is not None and mesh.size > 1:
+        self._unit, self._placed = 1, None
+        on_mesh = mesh if mesh is not None and mesh.size > 1 else None
+        self._program = make_scores(model, plan, on_mesh)
+        if on_mesh is not None:
             pipeline = plan.pipeline(mesh)
             shards = math.prod(mesh.shape[axis] for axis in plan.rules.batch)
             self._unit = shards * (pipeline.microbatches if pipeline else 1)
-            placed = sharding.batch_sharding(mesh, plan.rules)
-
-            def on_mesh(params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
-                with sharding.activate(mesh, plan.rules, pipeline):
-                    return _score(model, params, sharding.balanced(batch))
-
-            program = jax.jit(on_mesh)
-            self._program = lambda params, batch: program(params, sharding.global_batch(placed, batch))
+            self._placed = sharding.batch_sharding(mesh, plan.rules)
 
     def __call__(self, pairs: Sequence[Pair], done: Callable[[int], None] = lambda count: None) -> list[Score]:
         """The score of each pair; `done` is told how many there are so far.
@@ -87,6 +81,8 @@ class Scorer:
         count = 0
         for numbers, places in self._batches(pairs):
             batch = self._batch([pairs[i] for i in numbers], places)
+            if self._placed is not None:
+                batch = sharding.global_batch(self._placed, batch)
             sums, hits = jax.device_get(self._program(self._params, batch))
             for i, log_probability, greedy in zip(numbers, sums.tolist(), hits.tolist()):
                 scores[i] = Score(log_probability, bool(greedy))
@@ -150,6 +146,18 @@ def _fill(
     batch[tokens][row, : len(ids)] = ids
     batch[segments][row, : len(ids)] = 1
     batch[positions][row, : len(ids)] = np.arange(len(ids))
+
+
+def make_scores(
+    model: Model, plan: Plan | None, mesh: Mesh | None
+) -> Callable[[Params, Batch], tuple[jax.Array, jax.Array]]:
+    """(params, batch) -> what `_score` gives, jitted; `mesh`: None where one device has it all."""
+
+    def scores(params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        with contextlib.nullcontext() if mesh is None else sharding.activate(mesh, plan.rules, plan.pipeline(mesh)):
+            return _score(model, params, sharding.balanced(batch))
+
+    return jax.jit(scores)
 
 
 def _score(model: Model, params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:

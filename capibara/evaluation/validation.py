@@ -7,8 +7,6 @@ import dataclasses
 import itertools
 import math
 
-import jax
-
 from capibara import sharding
 from capibara.evaluation.answers import Show
 from capibara.evaluation.metrics import Estimate
@@ -36,7 +34,7 @@ def validated(subject: Subject, limit: int | None, show: Show) -> tuple[dict[str
         )
     if trainer.evaluation.max_batches is not None:  # of the evaluations within training
         trainer = dataclasses.replace(trainer, evaluation=dataclasses.replace(trainer.evaluation, max_batches=None))
-    step = jax.jit(evaluate.make_eval_step(subject.model, trainer.plan, mesh, subject.vocabulary.token_bytes()))
+    step = evaluate.make_eval_step(subject.model, trainer.plan, mesh, subject.vocabulary.token_bytes())
     placed = sharding.batch_sharding(mesh, trainer.plan.rules)
     with contextlib.closing(loaders.validation_loader(trainer, mesh)) as loader:
         batches = (

@@ -9,13 +9,13 @@ import hashlib
 import itertools
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from capibara import sharding, tree
 from capibara.inference import chat
@@ -23,6 +23,8 @@ from capibara.inference.engine import Engine, check_generates
 from capibara.inference.sample import on_one_device
 from capibara.inference.sampling import Sampling
 from capibara.inference.stream import Completion, Finish
+from capibara.models.api import Model
+from capibara.sharding import Plan
 from capibara.training.objective import Supply, log_probabilities
 from capibara.training.reference import first_params, weights_fingerprint
 from capibara.training.loaders import validation_loader
@@ -72,7 +74,7 @@ class Rollouts(Supply):
         self._reference: Params | None = None  # the trained part of it
         self._weights: str | None = None
         self._told: list[dict[str, float]] = []
-        self._log_p = self._log_probabilities()
+        self._log_p = make_log_probabilities(run.model, run.trainer.plan, run.mesh)
 
     @property
     def _evaluates(self) -> bool:
@@ -242,18 +244,6 @@ class Rollouts(Supply):
             rows["segment_ids"][row, :end], rows["positions"][row, :end] = 1, np.arange(end)
         return rows
 
-    def _log_probabilities(self) -> Any:
-        """(params, batch) -> the log-probability of every target, whole on every process."""
-        run, plan = self._run, self._run.trainer.plan
-
-        def log_p(params: Params, batch: Batch) -> jax.Array:
-            with sharding.activate(run.mesh, plan.rules, plan.pipeline(run.mesh)):
-                batch = sharding.balanced(batch)
-                found, _ = log_probabilities(run.model, params, batch)
-            return found[:, np.argsort(batch["places"])] if "places" in batch else found
-
-        return jax.jit(log_p, out_shardings=NamedSharding(run.mesh, PartitionSpec()))
-
     def _log_p_of(self, params: Params, rows: Mapping[str, np.ndarray]) -> np.ndarray:
         """The log-probability of the answers' tokens, 0 elsewhere; as many rows at a time as in a step."""
         names, parts = self._run.trainer.dataset.batch_spec(1).keys() - {"numbers"}, self._run.trainer.plan.accumulation
@@ -273,6 +263,18 @@ class Rollouts(Supply):
     def _share(self) -> tuple[int, int]:
         shards = sharding.host_shards(self._run.mesh, self._run.trainer.plan.rules)
         return shards[jax.process_index()], max(shards) + 1
+
+
+def make_log_probabilities(model: Model, plan: Plan, mesh: Mesh) -> Callable[[Params, Batch], jax.Array]:
+    """(params, batch) -> the log-probability of every target [B, T], whole on every process; jitted."""
+
+    def log_p(params: Params, batch: Batch) -> jax.Array:
+        with sharding.activate(mesh, plan.rules, plan.pipeline(mesh)):
+            batch = sharding.balanced(batch)
+            found, _ = log_probabilities(model, params, batch)
+        return found[:, np.argsort(batch["places"])] if "places" in batch else found
+
+    return jax.jit(log_p, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
 def _seed(*numbers: int) -> int:

@@ -21,7 +21,7 @@ EvalStep = Callable[[Params, Batch], tuple[LossSums, jax.Array]]
 
 
 def make_eval_step(model: Model, plan: Plan, mesh: Mesh, token_bytes: np.ndarray) -> EvalStep:
-    """(parameters, batch) -> (sums over its real tokens, UTF-8 bytes they stand for), still to be jitted.
+    """(parameters, batch) -> (sums over its real tokens, UTF-8 bytes they stand for), jitted.
 
     Args:
       token_bytes: [vocabulary] bytes of each token id.
@@ -37,7 +37,7 @@ def make_eval_step(model: Model, plan: Plan, mesh: Mesh, token_bytes: np.ndarray
             _, sums = cross_entropy(hidden, head, batch["targets"], batch["weights"], soft_cap=cap)
         return sums, jnp.sum(jnp.asarray(bytes_V)[batch["targets"]] * batch["weights"])
 
-    return eval_step
+    return jax.jit(eval_step)
 
 
 def evaluate(

@@ -97,11 +97,21 @@ def _merged(trainer: Trainer, plain: Model, lora: Lora, mesh: Mesh, target: Para
     adapted = api.build(dataclasses.replace(plain.config, lora=lora))
     shardings = sharding.shardings(mesh, trainer.plan.rules, adapted.axes, adapted.abstract_params)
     params = _of_run_folder(trainer, states.with_shardings(adapted.abstract_params, shardings))
+    return merger(adapted, target)(params)
+
+
+def merger(model: Model, target: Params) -> Callable[[Params], Params]:
+    """A model's parameters -> those without adapters that compute the same, jitted.
+
+    Args:
+      model: with adapters.
+      target: of the model without them, jax.ShapeDtypeStructs with the shardings that the parameters shall have.
+    """
 
     def merge(params: Params) -> Params:
-        return jax.tree.map(lambda x, wanted: x.astype(wanted.dtype), adapted.merge(params), target)
+        return jax.tree.map(lambda x, wanted: x.astype(wanted.dtype), model.merge(params), target)
 
-    return jax.jit(merge, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, target))(params)
+    return jax.jit(merge, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, target))
 
 
 def _of_run_folder(trainer: Trainer, target: Params) -> Params:

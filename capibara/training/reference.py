@@ -13,15 +13,17 @@ import hashlib
 import io
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from capibara import sharding, tree
+from capibara.models.api import Model
+from capibara.sharding import Plan
 from capibara.training import given, hosts, storage
 from capibara.training.objective import Objective, Supply, Totals, log_probabilities
 from capibara.training.loaders import open_loader, validation_loader
@@ -46,12 +48,7 @@ class ReferenceTables(Supply):
     def __init__(self, run: Run, objective: Objective):
         self._run, self._tables = run, {}
         self._weights: str | None = None
-
-        def totals(params: Params, batch: Batch) -> Totals:
-            with _activated(run):
-                return objective.sums(params, batch, None, None)[1]
-
-        self._totals = jax.jit(totals)
+        self._totals = make_totals(objective, run.trainer.plan, run.mesh)
 
     def begin(self, params: Params, step: int, saved: Mapping[str, Any] | None) -> None:
         if self._tables:
@@ -116,7 +113,7 @@ class ReferenceTables(Supply):
         trainer = dataclasses.replace(run.trainer, dataset=dataset)
         table = np.full((len(dataset.source.open(split)), 2), np.nan, np.float32)
         known, told_s, done = table.reshape(-1), 0.0, 0
-        step = functools.partial(_answers_of(run), params)
+        step = functools.partial(make_answers(run.model, trainer.plan, run.mesh, dataset.most_pairs), params)
         rows = trainer.plan.batch_size // trainer.plan.accumulation
         with contextlib.closing(open_loader(trainer, run.mesh, split, rows, epochs=1)) as loader:
             for count, (numbers, sums) in enumerate(_each(step, loader, run.batch_sharding)):
@@ -152,13 +149,18 @@ def first_params(run: Run) -> Params:
 
 def weights_fingerprint(params: Params) -> str:
     """Equal for equal weights, however they lie on a mesh."""
-    sums = jax.jit(lambda leaves: jnp.stack(list(map(_weighed, leaves))))(jax.tree.leaves(params))
+    sums = weighed(jax.tree.leaves(params))
     names = "".join(f"{name} " for name in tree.path_names(params))
     return hashlib.blake2b(names.encode() + np.asarray(sums).tobytes(), digest_size=8).hexdigest()
 
 
+@jax.jit
+def weighed(arrays: list[jax.Array]) -> jax.Array:
+    """The sum of each array's words, each by its place, modulo 2**32: uint32 [arrays]."""
+    return jnp.stack(list(map(_weighed, arrays)))
+
+
 def _weighed(x: jax.Array) -> jax.Array:
-    """The sum of an array's words, each by its place, modulo 2**32."""
     if x.dtype.itemsize < 2 or "int4" in x.dtype.name or x.dtype == jnp.bool_:
         words = x.astype(jnp.int32).astype(jnp.uint32)
     else:
@@ -169,23 +171,35 @@ def _weighed(x: jax.Array) -> jax.Array:
     return jnp.sum(words * (2 * place + 1), dtype=jnp.uint32)
 
 
-def _activated(run: Run) -> contextlib.AbstractContextManager[None]:
-    plan = run.trainer.plan
-    return sharding.activate(run.mesh, plan.rules, plan.pipeline(run.mesh))
+def make_totals(objective: Objective, plan: Plan, mesh: Mesh) -> Callable[[Params, Batch], Totals]:
+    """(params, batch) -> the sums of an objective's metrics over the batch, jitted."""
+
+    def totals(params: Params, batch: Batch) -> Totals:
+        with sharding.activate(mesh, plan.rules, plan.pipeline(mesh)):
+            return objective.sums(params, batch, None, None)[1]
+
+    return jax.jit(totals)
 
 
-def _answers_of(run: Run) -> Any:
-    """(params, batch) -> of every answer of the batch its number and its log-probability, whole on every process."""
-    pairs = run.trainer.dataset.most_pairs
+def make_answers(
+    model: Model, plan: Plan, mesh: Mesh, pairs: int
+) -> Callable[[Params, Batch], tuple[jax.Array, jax.Array]]:
+    """(params, batch) -> of every answer of the batch its number and its log-probability, whole on every process; jitted.
+
+    Args:
+      model: gives hidden states and head.
+      plan, mesh: how parameters and batch lie.
+      pairs: most pairs in a row.
+    """
 
     def answers(params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        with _activated(run):
+        with sharding.activate(mesh, plan.rules, plan.pipeline(mesh)):
             batch = sharding.balanced(batch)
-            log_p_BT, _ = log_probabilities(run.model, params, batch)
+            log_p_BT, _ = log_probabilities(model, params, batch)
             of_each = functools.partial(answer_sums, segment_ids_BT=batch["segment_ids"], pairs=pairs)
             return of_each(batch["numbers"]), of_each(log_p_BT * batch["weights"])
 
-    return jax.jit(answers, out_shardings=NamedSharding(run.mesh, PartitionSpec()))
+    return jax.jit(answers, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
 def _each(step: Any, batches: Iterable[Batch], batch_sharding: NamedSharding) -> Iterator[Any]:

@@ -27,12 +27,15 @@ class ReplicaCheck:
     Args:
       arrays: with the shardings of the arrays that will be checked; jax.ShapeDtypeStruct will do.
       mesh: the one they lie on.
+
+    Attributes:
+      sums: (the arrays, one by one) -> uint32 [*mesh shape, arrays]: the sum of the bits of each that a device holds; jitted.
     """
 
     def __init__(self, arrays: PyTree, mesh: Mesh):
         self._mesh, self._names = mesh, tree.path_names(arrays)
         self._specs = [leaf.sharding.spec for leaf in jax.tree.leaves(arrays)]
-        self._sums = _checksums(mesh, self._specs)
+        self.sums = _checksums(mesh, self._specs)
 
     @property
     def copies(self) -> int:
@@ -43,7 +46,7 @@ class ReplicaCheck:
         """Raises SilentCorruption where copies differ; the same on every process. It waits for the devices."""
         from jax.experimental import multihost_utils
 
-        sums = self._sums(*jax.tree.leaves(arrays))
+        sums = self.sums(*jax.tree.leaves(arrays))
         host = np.asarray(multihost_utils.process_allgather(sums, tiled=True) if jax.process_count() > 1 else sums)
         wrong = disagreements(host, self._specs, self._mesh)
         if wrong:

@@ -345,7 +345,7 @@ def set_up(
         trainer=trainer,
         mesh=mesh,
         model=model,
-        eval_step=jax.jit(eval_step),
+        eval_step=eval_step,
         batches=batches,
         bad_batches=BadBatches(trainer.model_dir, trainer.anomalies, trainer.float16_scaling, batches),
         checkpoints=checkpoints,

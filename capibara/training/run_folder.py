@@ -19,6 +19,7 @@ from capibara.training import own_tokenizer, run_manifest, step_folders, storage
 from capibara.training.checkpointing import Checkpointing
 from capibara.training.checkpoints import Checkpoints
 from capibara.training.disk import not_writable_explained
+from capibara.training.given import merger
 from capibara.training.lease import Lease
 from capibara.training.manifest import Damaged
 from capibara.training.state import TrainState, with_shardings
@@ -175,7 +176,7 @@ def load_step(
     if average and not kept:
         raise UserError(f"{folder} keeps no average of its parameters (Trainer.ema_decay is not set): take them raw")
     if merge and model.config.lora:
-        params = jax.jit(model.merge, out_shardings=placed(trainer, model.plain))(params)
+        params = merger(model, with_shardings(model.plain.abstract_params, placed(trainer, model.plain)))(params)
     found_run = Loaded(trainer, model.plain if merge else model, params)
     return step, found_run, kept and average is not False
 

@@ -13,7 +13,7 @@ def snapshot(arrays: PyTree) -> tuple[PyTree, jax.Array]:
 
     On TPU and GPU the copies are in the host's memory: the HBM has no room for a second state.
     """
-    finite = _all_finite(arrays)
+    finite = all_finite(arrays)
     if next(iter(jax.tree.leaves(arrays)[0].sharding.device_set)).platform == "cpu":
         return _copied(arrays), finite
     hosts = jax.tree.map(lambda x: x.sharding.with_memory_kind("pinned_host"), arrays)
@@ -26,5 +26,6 @@ def _copied(arrays: PyTree) -> PyTree:
 
 
 @jax.jit
-def _all_finite(arrays: PyTree) -> jax.Array:
+def all_finite(arrays: PyTree) -> jax.Array:
+    """Whether each array has only finite numbers, bool [arrays]."""
     return jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(arrays)])
