@@ -108,7 +108,9 @@ def sharded_splash(
     if T % (time_shards * _LANES) or S % time_shards:
         time_axes, time_shards = (), 1  # padding would have to go between the shards
     places_T = np.arange(T) if q_places_T is None else q_places_T
-    kernel = _kernel(kind, places_T, S, N // head_shards, shards=time_shards, interpret=interpret)
+    # Where nothing is hidden each shard has the same mask, which JAX cannot cut: it looks for blocks that are cut through.
+    parts = 1 if _sees_all(kind, T, S) else time_shards
+    kernel = _kernel(kind, places_T[: T * parts // time_shards], S, N // head_shards, shards=parts, interpret=interpret)
 
     def local(kernel, q, k, v, q_segments, kv_segments):
         if time_axes:
@@ -122,7 +124,7 @@ def sharded_splash(
     # Inside another shard_map (a pipeline's) the mesh knows which axes are taken already.
     outer = jax.sharding.get_abstract_mesh()
     mesh = outer if outer.manual_axes else mesh
-    masks = kernel.manual_sharding_spec(NamedSharding(mesh, P(None, time_axes)))
+    masks = kernel.manual_sharding_spec(NamedSharding(mesh, P(None, time_axes if parts > 1 else ())))
     sharded = jax.shard_map(
         local,
         mesh=mesh,
@@ -221,15 +223,20 @@ def _kernel(kind, places_T, S, heads, *, shards, interpret) -> kernel_lib.Splash
     )
 
 
+def _sees_all(kind: AttentionKind, T: int, S: int) -> bool:
+    """Whether the mask hides nothing."""
+    return not kind.causal and (kind.window is None or kind.window >= max(T, S))
+
+
 def _mask(kind: AttentionKind, places_T: np.ndarray, S: int) -> mask_lib.Mask:
     shape = (len(places_T), S)
+    if _sees_all(kind, *shape):
+        return mask_lib.FullMask(shape)
     if kind.window is not None:
         back = kind.window - 1
         mask = mask_lib.LocalMask(shape, window_size=(back, 0 if kind.causal else back), offset=0)
-    elif kind.causal:
-        mask = mask_lib.CausalMask(shape)
     else:
-        return mask_lib.FullMask(shape)
+        mask = mask_lib.CausalMask(shape)
     mask.q_sequence = places_T
     return mask
 

@@ -143,7 +143,16 @@ def compile_train_step(lowered: jax.stages.Lowered, flags: Mapping[str, str] | N
             raise
         used, limit = hbm_need(str(error))
         return Compiled(fits=False, peak_bytes=used, limit_bytes=limit, compile_s=time.perf_counter() - begin_s)
-    compile_s = time.perf_counter() - begin_s
+    return read(compiled, time.perf_counter() - begin_s)
+
+
+def read(compiled: jax.stages.Compiled, compile_s: float) -> Compiled:
+    """The report of a program that is compiled.
+
+    Args:
+      compiled: the program.
+      compile_s: seconds that it took.
+    """
     memory, text, chip = compiled.memory_analysis(), compiled.as_text(), _chip(compiled)
     host = {
         "host_argument_bytes": memory.host_argument_size_in_bytes,

@@ -85,6 +85,7 @@ def test_rows_in_another_order_see_by_their_original_places():
     [
         ({"fsdp": 2, "context": 2, "tensor": 2}, 2, CAUSAL, True),
         ({"fsdp": 2, "tensor": 4}, 2, WINDOW, False),  # fewer key/value heads than shards
+        ({"fsdp": 2, "context": 2, "tensor": 2}, 2, FULL, True),  # as an encoder sees
     ],
 )
 def test_a_mesh_changes_nothing(axes, heads, kind, zigzag):

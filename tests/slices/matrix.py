@@ -1,0 +1,157 @@
+"""What is compiled for which slice: models, meshes, and the run whose programs they are."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import pathlib
+import sys
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from capibara import sharding
+from capibara.data.answers import PreferenceJsonlSource, PromptJsonlSource
+from capibara.data.chat_template import ChatTemplate
+from capibara.data.dataset import Dataset
+from capibara.data.packing import Packing
+from capibara.data.sources import StdlibSource
+from capibara.data.vocabulary import ByteVocabulary
+from capibara.inference.sampling import Sampling
+from capibara.models import api
+from capibara.models.api import DecoderConfig, EncoderConfig, EncoderDecoderConfig, Lora, Moe
+from capibara.optim import Optimizer
+from capibara.planner import topology
+from capibara.sharding import Plan
+from capibara.strategies.grpo import Grpo
+from capibara.strategies.rewards import exact_answer
+from capibara.training import run
+from capibara.training.preference import Dpo
+from capibara.training.trainer import Trainer
+
+ROWS, LENGTH = 16, 256
+SIZES = dict(vocab_size=512, embed_dim=256, num_layers=2, num_heads=8, head_dim=128, mlp_dim=512, dtype="bfloat16")
+DECODER = DecoderConfig(**SIZES, num_kv_heads=4)
+EXPERTS = dataclasses.replace(DECODER, moe=Moe(num_experts=4, top_k=2, expert_dim=256))
+LORA = Lora(rank=8, targets=("all-linear",), base_dtype="bfloat16")
+# Weights of 1024 inputs have enough blocks for their scales to be spread over devices.
+QLORA = dict(embed_dim=1024, lora=dataclasses.replace(LORA, base_dtype="nf4", double_quantization=True))
+MODELS = {
+    "decoder": DECODER,
+    "windows": dataclasses.replace(
+        DECODER, layer_pattern=("local", "global"), window=128, attention_soft_cap=50.0, logit_soft_cap=30.0
+    ),
+    "experts": EXPERTS,
+    "encoder-decoder": EncoderDecoderConfig(**SIZES),
+    "encoder": EncoderConfig(**SIZES),
+    "decoder LoRA": dataclasses.replace(DECODER, lora=LORA),
+    "decoder QLoRA": dataclasses.replace(DECODER, **QLORA),
+    "experts LoRA": dataclasses.replace(EXPERTS, lora=LORA),
+}
+# Meshes of a slice: all for what is trained, the first for what shares its layers.
+SLICES = {
+    "v5e-4": [dict(fsdp=2, tensor=2), dict(fsdp=4)],
+    "v5e-8": [dict(fsdp=2, expert=2, tensor=2), dict(fsdp=4, context=2)],
+    "v5e-16": [dict(data=2, fsdp=2, tensor=4), dict(fsdp=4, stage=2, tensor=2)],
+    "v6e-4": [dict(expert=2, context=2)],
+    "v6e-8": [dict(fsdp=2, stage=2, tensor=2), dict(data=2, fsdp=4)],
+}
+LOSSES = {"Dpo": Dpo(), "Grpo": Grpo(rewards=(exact_answer,), kl=0.1, updates=2, sampling=Sampling(max_new_tokens=64))}
+
+
+PACKAGE = pathlib.Path(run.__file__).resolve().parent.parent
+
+
+def shown(sizes: dict[str, int]) -> str:
+    return "-".join(f"{axis}{size}" for axis, size in sizes.items())
+
+
+@contextlib.contextmanager
+def running(*sites: str) -> Iterator[None]:
+    """Asserts that functions of capibara, each given as "file qualified.name", are called within the context."""
+    seen = set()
+
+    def look(frame, event, _):
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(str(PACKAGE)):
+            path = pathlib.Path(code.co_filename).relative_to(PACKAGE).as_posix()
+            seen.add(f"{path} {code.co_qualname.replace('.<locals>', '')}")
+
+    before = sys.getprofile()
+    sys.setprofile(look)
+    try:
+        yield
+    finally:
+        sys.setprofile(before)
+    assert not set(sites) - seen, f"{sorted(set(sites) - seen)} did not run: it is no part of this program"
+
+
+def mesh_of(sizes: dict[str, int], slice_name: str, rows: int = ROWS) -> Mesh:
+    return sharding.make_mesh(Plan(batch_size=rows, **{"fsdp": 1} | sizes), topology.slice_devices(slice_name))
+
+
+def replicated(mesh: Mesh, *shape: int, dtype=jnp.int32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A run on a slice that is not there.
+
+    Attributes:
+      model_name, slice_name: in MODELS and SLICES.
+      sizes: of the mesh's axes.
+      options: of the Trainer, besides.
+    """
+
+    model_name: str
+    slice_name: str
+    sizes: dict[str, int]
+    options: dict = dataclasses.field(default_factory=dict)
+
+    @functools.cached_property
+    def mesh(self) -> Mesh:
+        return mesh_of(self.sizes, self.slice_name)
+
+    @functools.cached_property
+    def trainer(self) -> Trainer:
+        config, loss = MODELS[self.model_name], self.options.get("loss")
+        source = {None: StdlibSource, Dpo: PreferenceJsonlSource, Grpo: PromptJsonlSource}[loss and type(loss)]
+        data = {} if loss is None else {"packing": Packing.NONE if isinstance(loss, Grpo) else Packing.BEST_FIT}
+        if isinstance(config, EncoderDecoderConfig):
+            data["encoder_length"] = LENGTH
+        files = {} if loss is None else {"files": ("unread.jsonl",), "template": ChatTemplate(tokenizer="unread")}
+        dataset = Dataset(
+            source=source(**files), vocabulary=ByteVocabulary(), length=LENGTH, kind=config.objective, **data
+        )
+        plan = Plan(batch_size=ROWS, remat="minimal", **{"fsdp": 1} | self.sizes)
+        options = {"optimizer": Optimizer(), "ema_decay": 0.999} | self.options
+        return Trainer(model_dir="unused", steps=100, model=config, plan=plan, dataset=dataset, **options)
+
+    @property
+    def plan(self) -> Plan:
+        return self.trainer.plan
+
+    @functools.cached_property
+    def model(self) -> api.Model:
+        return api.build(self.trainer.model)
+
+    @functools.cached_property
+    def state(self) -> run.StateSpec:
+        return run.describe_state(self.trainer, self.model, self.mesh)
+
+    def params_of(self, model: api.Model) -> api.Params:
+        """The abstract parameters of a model, as the run lays them out."""
+        shardings = sharding.shardings(self.mesh, self.plan.rules, model.axes, model.abstract_params)
+        return jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), model.abstract_params, shardings
+        )
+
+    def batch(self, spec=None) -> dict[str, jax.ShapeDtypeStruct]:
+        """An abstract batch; `spec`: shapes and dtypes, None: those of the step's."""
+        placed = sharding.batch_sharding(self.mesh, self.plan.rules)
+        spec = self.trainer.batch_spec if spec is None else spec
+        return {name: jax.ShapeDtypeStruct(*of_array, sharding=placed) for name, of_array in spec.items()}

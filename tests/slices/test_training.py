@@ -1,0 +1,170 @@
+"""Every program of a run with sharded parameters, lowered and compiled by the TPU compiler for real slices."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import pytest
+from capibara.evaluation import scoring
+from capibara.optim import Optimizer
+from capibara.planner import compile as compiler
+from capibara.planner import slices, xla_flags
+from capibara.strategies import rollouts
+from capibara.training import evaluate, given, reference, run, snapshot
+from capibara.training.replicas import ReplicaCheck
+from matrix import LOSSES, SLICES, Case, running, shown
+
+
+def step(case):
+    return run.lower_step(case.trainer, case.model, case.mesh, case.state)["train_step"]
+
+
+def start(case):
+    return case.state.init(case.model).lower(jax.random.key(0), given=None)
+
+
+def start_with_given(case):
+    return case.state.init(case.model).lower(jax.random.key(0), given=case.params_of(case.model.plain))
+
+
+def evaluation(case):
+    """With the average of the parameters, where one is kept."""
+    eval_step = evaluate.make_eval_step(case.model, case.plan, case.mesh, case.trainer.dataset.vocabulary.token_bytes())
+    return eval_step.lower(case.state.abstract.eval_params, case.batch())
+
+
+def preference_totals(case):
+    objective = case.trainer.loss.objective(case.model, case.trainer.dataset)
+    return reference.make_totals(objective, case.plan, case.mesh).lower(case.state.abstract.params, case.batch())
+
+
+def reference_answers(case):
+    dataset = case.trainer.dataset
+    answers = reference.make_answers(case.model, case.plan, case.mesh, dataset.most_pairs)
+    return answers.lower(case.state.abstract.params, case.batch(dataset.batch_spec(case.plan.batch_size)))
+
+
+def rollout_log_probabilities(case):
+    spec = case.trainer.dataset.batch_spec(case.plan.batch_size)
+    del spec["numbers"]
+    log_p = rollouts.make_log_probabilities(case.model, case.plan, case.mesh)
+    return log_p.lower(case.state.abstract.params, case.batch(spec))
+
+
+def scores(case):
+    return scoring.make_scores(case.model, case.plan, case.mesh).lower(case.state.abstract.params, case.batch())
+
+
+def replica_check(case):
+    params = case.state.abstract.params
+    return ReplicaCheck(params, case.mesh).sums.lower(*jax.tree.leaves(params))
+
+
+def all_finite(case):
+    return snapshot.all_finite.lower(case.state.abstract)
+
+
+def fingerprint(case):
+    return reference.weighed.lower(jax.tree.leaves(case.state.abstract.params))
+
+
+def merge(case):
+    return given.merger(case.model, case.params_of(case.model.plain)).lower(case.state.abstract.params)
+
+
+GENERAL = ("decoder", "windows", "experts", "encoder-decoder", "encoder")
+ADAPTED = ("decoder LoRA", "decoder QLoRA", "experts LoRA")
+READS = ("decoder", "experts", "encoder-decoder")
+
+
+class Program(NamedTuple):
+    """A program of a run.
+
+    Attributes:
+      site: where the product jits it, "file qualified.name".
+      lower: gives the lowered program of a Case.
+      models: of which it is compiled.
+      options: of the Trainer.
+    """
+
+    site: str
+    lower: Callable[[Case], jax.stages.Lowered]
+    models: tuple[str, ...]
+    options: dict = {}
+
+
+STEP, START, MERGE = "training/run.py lower_step", "training/run.py StateSpec.init", "training/given.py merger"
+ANSWERS, LOG_P = "training/reference.py make_answers", "strategies/rollouts.py make_log_probabilities"
+DPO, GRPO = {"loss": LOSSES["Dpo"]}, {"loss": LOSSES["Grpo"]}
+MUON = {"optimizer": Optimizer(name="muon", state_dtype="int8")}
+PROGRAMS = {
+    "train step": Program(STEP, step, (*GENERAL, *ADAPTED)),
+    "train step, Muon": Program(STEP, step, ("decoder", "experts"), MUON),
+    "train step, DPO": Program(STEP, step, ("decoder", "experts", "decoder QLoRA"), DPO),
+    "train step, GRPO": Program(STEP, step, ("decoder", "experts", "decoder QLoRA"), GRPO),
+    "new state": Program(START, start, (*READS, "decoder QLoRA")),
+    "state of given weights": Program(START, start_with_given, ("experts", "experts LoRA", "decoder QLoRA")),
+    "evaluation": Program("training/evaluate.py make_eval_step", evaluation, (*GENERAL, "decoder QLoRA")),
+    "evaluation, DPO": Program("training/reference.py make_totals", preference_totals, ("decoder", "experts"), DPO),
+    "reference, DPO": Program(ANSWERS, reference_answers, ("decoder", "experts", "decoder QLoRA"), DPO),
+    "log-probabilities, GRPO": Program(LOG_P, rollout_log_probabilities, ("decoder", "experts"), GRPO),
+    "scores": Program("evaluation/scoring.py make_scores", scores, READS),
+    "replica check": Program("training/replicas.py _checksums", replica_check, ("experts", "decoder QLoRA")),
+    "all finite": Program("training/snapshot.py all_finite", all_finite, ("experts", "decoder QLoRA")),
+    "fingerprint of weights": Program("training/reference.py weighed", fingerprint, ("experts", "decoder QLoRA")),
+    "merge of adapters": Program(MERGE, merge, ADAPTED),
+}
+# What partitions by hand -> a program, and a model of it, that it is part of.
+WITHIN = {
+    "models/embedding.py lookup": ("train step", "experts"),
+    "models/moe.py MoeMLP._experts": ("train step", "experts"),
+    "models/splash.py sharded_splash": ("train step", "experts"),
+    "training/losses.py _on_shards": ("train step", "experts"),
+    "training/replicas.py _checksums": ("replica check", "decoder QLoRA"),
+}
+ON_ALL_MESHES = ("train step", "evaluation")
+SHORT = {  # in `make test`: on the first mesh of the slice
+    ("train step", "experts", "v5e-8"),
+    ("train step", "encoder-decoder", "v5e-4"),
+    ("train step", "encoder", "v5e-4"),
+    ("train step, DPO", "decoder", "v6e-8"),
+    ("train step, GRPO", "decoder", "v6e-4"),
+    ("state of given weights", "decoder QLoRA", "v5e-4"),
+    ("evaluation", "decoder QLoRA", "v5e-4"),
+    ("evaluation, DPO", "decoder", "v5e-4"),
+    ("reference, DPO", "decoder", "v5e-16"),
+    ("log-probabilities, GRPO", "decoder", "v5e-4"),
+    ("scores", "encoder-decoder", "v5e-4"),
+    ("replica check", "decoder QLoRA", "v5e-4"),
+    ("all finite", "decoder QLoRA", "v5e-4"),
+    ("fingerprint of weights", "decoder QLoRA", "v5e-4"),
+    ("merge of adapters", "experts LoRA", "v6e-4"),
+}
+
+
+def matrix():
+    for name, program in PROGRAMS.items():
+        for model, (slice_name, meshes) in itertools.product(program.models, SLICES.items()):
+            for number, sizes in enumerate(meshes if name in ON_ALL_MESHES else meshes[:1]):
+                is_short = number == 0 and (name, model, slice_name) in SHORT
+                yield pytest.param(
+                    *(name, model, slice_name, sizes),
+                    marks=() if is_short else pytest.mark.heavy,
+                    id=f"{name}-{model}-{slice_name}-{shown(sizes)}",
+                )
+
+
+@pytest.mark.parametrize("name, model, slice_name, sizes", list(matrix()))
+def test_a_program_of_a_run_compiles_for_the_slice(name, model, slice_name, sizes, tell):
+    program = PROGRAMS[name]
+    case = Case(model, slice_name, sizes, program.options)
+    chip = slices.parse(slice_name).chip.name
+    flags = xla_flags.options(chip, tensor=case.plan.tensor) if program.site == STEP else None  # as `train` does
+    with running(program.site, *(site for site, of in WITHIN.items() if of == (name, model))):
+        lowered = program.lower(case)
+    report = compiler.compile_train_step(lowered, flags)
+    assert report.fits
+    tell(name, model, slice_name, sizes, report)
