@@ -4,7 +4,7 @@
 # make test-transformers TORCH_PYTHON=PATH   every family against transformers, which is in the environment of that python
 # make test-quantized QUANT_PYTHON=PATH      folders in 4 bits against gptqmodel, transformers and ONNX Runtime GenAI
 # make test-hosts   runs of several processes, joined as on TPU VMs, GKE, Slurm and by flags
-# make test-slices  every program that generates, compiled by the TPU compiler for v5e and v6e slices
+# make test-slices  every program that trains, evaluates or generates, compiled by the TPU compiler for v5e and v6e slices
 # make test-faults  the faults that a run must survive, injected, and a table of what became of them
 # make finetune     an open model in, adapters trained on conversations, answers before and after, a GGUF file out
 # make format       the layout of the code, by ruff; tests/test_style.py runs its checks

@@ -108,7 +108,6 @@ def sharded_splash(
     if T % (time_shards * _LANES) or S % time_shards:
         time_axes, time_shards = (), 1  # padding would have to go between the shards
     places_T = np.arange(T) if q_places_T is None else q_places_T
-    # Where nothing is hidden each shard has the same mask, which JAX cannot cut: it looks for blocks that are cut through.
     parts = 1 if _sees_all(kind, T, S) else time_shards
     kernel = _kernel(kind, places_T[: T * parts // time_shards], S, N // head_shards, shards=parts, interpret=interpret)
 
@@ -224,7 +223,7 @@ def _kernel(kind, places_T, S, heads, *, shards, interpret) -> kernel_lib.Splash
 
 
 def _sees_all(kind: AttentionKind, T: int, S: int) -> bool:
-    """Whether the mask hides nothing."""
+    """Whether the mask hides nothing: all shards then have the same, and JAX fails to cut one without half-hidden blocks."""
     return not kind.causal and (kind.window is None or kind.window >= max(T, S))
 
 

@@ -42,7 +42,12 @@ QLORA = dict(embed_dim=1024, lora=dataclasses.replace(LORA, base_dtype="nf4", do
 MODELS = {
     "decoder": DECODER,
     "windows": dataclasses.replace(
-        DECODER, layer_pattern=("local", "global"), window=128, attention_soft_cap=50.0, logit_soft_cap=30.0
+        DECODER,
+        num_layers=4,
+        layer_pattern=("local", "global"),
+        window=128,
+        attention_soft_cap=50.0,
+        logit_soft_cap=30.0,
     ),
     "experts": EXPERTS,
     "encoder-decoder": EncoderDecoderConfig(**SIZES),
