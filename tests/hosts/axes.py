@@ -39,6 +39,7 @@ MESHES = {
     "tensor": {"fsdp": 1, "tensor": 4},
     "stage": {"stage": 2, "fsdp": 2},
     "context": {"fsdp": 1, "context": 4},
+    "data_fsdp": {"data": 2, "fsdp": 2},
     "data_tensor": {"data": 2, "fsdp": 1, "tensor": 2},
 }
 STEPS = 4
@@ -116,6 +117,11 @@ def trained(trainer: Trainer, after_step=None, devices=None) -> dict:
     return {"outcome": dataclasses.astuple(outcome), **vars(seen)}
 
 
+def stopping(folder: pathlib.Path) -> Trainer:
+    plan = Plan(batch_size=8, **MESHES["data_fsdp"])
+    return run_of(folder, "signalled", plan=plan, checkpointing=Checkpointing(every=0))
+
+
 def signalled(folder: pathlib.Path) -> dict:
     """One process is told to stop: all stop after the same step, with its checkpoint."""
 
@@ -123,12 +129,12 @@ def signalled(folder: pathlib.Path) -> dict:
         if step == STOPPED_AT and jax.process_index() == jax.process_count() - 1:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    return trained(run_of(folder, "signalled", checkpointing=Checkpointing(every=0)), signal_one)
+    return trained(stopping(folder), signal_one)
 
 
 def resumed(folder: pathlib.Path) -> dict:
     """And go on."""
-    return trained(run_of(folder, "signalled", checkpointing=Checkpointing(every=0)))
+    return trained(stopping(folder))
 
 
 def rolled_back(folder: pathlib.Path) -> dict:

@@ -1,0 +1,46 @@
+"""Faults of buckets in a line: the user's to mend, to be tried again, or none of theirs."""
+
+import errno
+
+import pytest
+
+from capibara import bucket_faults, cli
+from capibara.types import TryAgain, UserError
+
+gcsfs = pytest.importorskip("gcsfs.retry")
+aiohttp = pytest.importorskip("aiohttp.client_exceptions")
+
+
+@pytest.mark.parametrize(
+    "error, kind, said",
+    [
+        (
+            OSError("Forbidden: https://storage.googleapis.com/storage/v1/b/x/o\nno access"),
+            UserError,
+            "permission denied",
+        ),
+        (gcsfs.HttpError({"code": 401, "message": "who?"}), UserError, "permission denied"),
+        (ValueError("PERMISSION_DENIED: reading gs://x/y"), UserError, "permission denied"),
+        (FileNotFoundError("b/no-such/o/run"), UserError, "is not there"),
+        (gcsfs.HttpError({"code": 429, "message": "slow down"}), TryAgain, "does not answer"),
+        (gcsfs.HttpError({"code": "503", "message": "busy"}), TryAgain, "does not answer"),
+        (aiohttp.ServerDisconnectedError(), TryAgain, "does not answer"),
+        (gcsfs.HttpError({"code": 400, "message": "bad"}), None, ""),
+        (PermissionError(errno.EACCES, "Permission denied", "/etc/x"), None, ""),
+        (FileNotFoundError(errno.ENOENT, "No such file or directory", "/b/x/o"), None, ""),
+        (ValueError("Forbidden: nothing of a bucket"), None, ""),
+    ],
+)
+def test_each_fault(error, kind, said, capfd):
+    found = bucket_faults.explained([error])
+    assert (found is None) if kind is None else (type(found) is kind and said in str(found) and "\n" not in str(found))
+
+    def main(argv):
+        raise RuntimeError("saving failed") from error
+
+    if kind is None:
+        with pytest.raises(RuntimeError):
+            cli.run_verb(main, [])
+    else:
+        assert cli.run_verb(main, []) == (75 if kind is TryAgain else 2)
+        assert capfd.readouterr().err == f"error: {found}\n"
