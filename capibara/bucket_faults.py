@@ -13,11 +13,14 @@ _BUSY = (408, 429, 500, 502, 503, 504)
 
 
 def explained(errors: Iterable[BaseException]) -> UserError | TryAgain | None:
-    """What to tell of errors, each the cause of the one before, if one is of a bucket's library; else None."""
+    """What to tell of errors, each the cause of the one before, if one is of a bucket's library; else None.
+
+    These libraries have tried several times by then: gcsfs, which reads and lists, and Google's own, by which Orbax writes.
+    """
     for error in errors:
         room, text = type(error).__module__.partition(".")[0], " ".join(str(error).split())[:_SHOWN]
-        code = getattr(error, "code", None) if room == "gcsfs" else None
-        code = int(code) if str(code).isdigit() else None
+        code = getattr(error, "code", None) if room in ("gcsfs", "google") else None  # some of them an HTTPStatus
+        code = int(code) if isinstance(code, int) or str(code).isdigit() else None
         nameless = isinstance(error, OSError) and error.errno is None  # gcsfs's; the system's have a number
         if code in _DENIED or (nameless and text.startswith("Forbidden: ")) or "PERMISSION_DENIED" in text:
             return UserError(

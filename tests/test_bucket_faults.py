@@ -8,6 +8,7 @@ from capibara import bucket_faults, cli
 from capibara.types import TryAgain, UserError
 
 gcsfs = pytest.importorskip("gcsfs.retry")
+google = pytest.importorskip("google.api_core.exceptions")
 aiohttp = pytest.importorskip("aiohttp.client_exceptions")
 
 
@@ -20,6 +21,9 @@ aiohttp = pytest.importorskip("aiohttp.client_exceptions")
             "permission denied",
         ),
         (gcsfs.HttpError({"code": 401, "message": "who?"}), UserError, "permission denied"),
+        (google.Forbidden("403 POST http://storage/upload"), UserError, "permission denied"),
+        (google.ServiceUnavailable("503 POST http://storage/upload"), TryAgain, "does not answer"),
+        (google.BadRequest("400 POST http://storage/upload"), None, ""),
         (ValueError("PERMISSION_DENIED: reading gs://x/y"), UserError, "permission denied"),
         (FileNotFoundError("b/no-such/o/run"), UserError, "is not there"),
         (gcsfs.HttpError({"code": 429, "message": "slow down"}), TryAgain, "does not answer"),

@@ -30,7 +30,7 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from capibara import limits, tree
+from capibara import bucket_faults, limits, tree
 from capibara.training import state as states
 from capibara.training import array_files, chunks, hosts, lease, manifest, run_manifest, shapes, step_folders, storage
 from capibara.training.background import Task, before_exit
@@ -437,12 +437,14 @@ class Checkpoints:
                 break
             except Exception as error:
                 if jax.process_index() == 0:  # the others do not know whether it has been committed meanwhile
-                    with contextlib.suppress(OSError, UserError):
+                    with contextlib.suppress(Exception):
                         self._check_lease()  # where it is another's now, so is what lies there
                         step_folders.remove_failed(folder)
                 last = attempt == _ATTEMPTS - 1 or jax.process_count() > 1  # the others would wait for ever
                 if last or is_disk_full(error) or isinstance(error, (UserError, TryAgain)):
                     raise
+                if (told := bucket_faults.explained([error])) is not None:  # it was tried often enough
+                    raise told from error
                 logging.getLogger(__name__).warning("saving step %d failed (%s): trying again", step, error)
                 time.sleep(_PAUSE_S * 2**attempt)
         together("committed")

@@ -24,7 +24,6 @@ from capibara.models.api import DecoderConfig
 from capibara.optim import Optimizer, Schedule
 from capibara.sharding import Plan
 from capibara.training import checkpoints, loop
-from capibara.training.anomalies import Anomalies
 from capibara.training.callbacks import Callback
 from capibara.training.checkpoints import Checkpointing, Checkpoints
 from capibara.training.trainer import Evaluation, Trainer
@@ -50,16 +49,13 @@ class Seen(Callback):
     """The metrics of steps and evaluations; on process 0."""
 
     def __init__(self):
-        self.steps, self.evaluations, self.spikes = {}, {}, []
+        self.steps, self.evaluations = {}, {}
 
     def on_step(self, step, metrics):
         self.steps[step] = {name: float(metrics[name]) for name in ("loss", "grad_norm")}
 
     def on_evaluate(self, step, metrics):
         self.evaluations[step] = metrics["loss"]
-
-    def on_roll_back(self, step):
-        self.spikes.append(step)
 
 
 def write_corpus(folder: pathlib.Path) -> None:
@@ -137,14 +133,6 @@ def resumed(folder: pathlib.Path) -> dict:
     return trained(stopping(folder))
 
 
-def rolled_back(folder: pathlib.Path) -> dict:
-    """So little above the mean is a spike here that one comes soon by itself."""
-    anomalies = Anomalies(on_spike="roll_back", window=8, sigmas=0.1, roll_back_steps=4, skip_batches=6)
-    return trained(
-        run_of(folder, "rolled_back", 24, anomalies=anomalies, ema_decay=None, evaluation=Evaluation(every=0))
-    )
-
-
 def not_shared(folder: pathlib.Path) -> dict:
     """Each process has a folder of its own by the same name, as on the disks of hosts."""
     checkpoints._SEEN_S = 1.0
@@ -155,7 +143,7 @@ def not_shared(folder: pathlib.Path) -> dict:
     return {"said": None}
 
 
-PARTS = {"signalled": signalled, "resumed": resumed, "rolled_back": rolled_back, "not_shared": not_shared}
+PARTS = {"signalled": signalled, "resumed": resumed, "not_shared": not_shared}
 
 
 def main(argv: list[str] | None = None) -> int:

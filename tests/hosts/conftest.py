@@ -28,7 +28,7 @@ def _load(path: str):
 
 _integration = _load("../integration/conftest.py")
 nursery_module = _load("nursery.py")
-shell, bucket_server = _integration.shell, _load("../training/conftest.py").bucket_server
+shell = _integration.shell
 
 
 class Cluster:

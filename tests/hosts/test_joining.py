@@ -7,7 +7,6 @@ import time
 
 import numpy as np
 import pytest
-import requests
 
 hosts = sys.modules["of_hosts_conftest"]
 TRAIN = ("--gin_file=tiny.gin", "--gin.TRAIN_STEPS=4")
@@ -48,21 +47,6 @@ def test_four_processes_find_each_other_and_learn_as_one(cluster, shell, alone):
 def test_four_new_interpreters_find_each_other_and_learn_as_one(cluster, shell, alone, kind):
     done = cluster(kind, 4, fresh=True).run("train", *TRAIN, f"--gin.MODEL_DIR='{kind}'")
     assert_found_and_learned_alike(done, kind, shell.folder / kind, alone)
-
-
-@pytest.mark.heavy
-def test_four_processes_train_the_quickstart_as_one(cluster, shell):
-    """The very file of README.md, for some steps: 4 hosts that the metadata server names, and one process."""
-    flags = (
-        "--gin_file=quickstart.gin",
-        "--gin.TRAIN_STEPS=4",
-        "--gin.Trainer.log_every=1",
-        "--gin.Evaluation.every=0",
-    )
-    one = shell.run("train", *flags, "--emulate=4", "--gin.MODEL_DIR=quick_alone")
-    assert one.code == 0, one.err
-    done = cluster("GCE", 4, fresh=True).run("train", *flags, "--gin.MODEL_DIR=quick", timeout_s=500)
-    assert_found_and_learned_alike(done, "GCE", shell.folder / "quick", losses(shell.folder / "quick_alone"))
 
 
 @pytest.mark.fault(65)
@@ -116,25 +100,6 @@ def test_one_of_two_is_killed_and_four_and_then_one_go_on(cluster, shell):
     parts, whole = losses(run), losses(shell.folder / "whole")
     assert parts.keys() == whole.keys() == set(range(1, step + 9))
     np.testing.assert_allclose([parts[k] for k in whole], list(whole.values()), rtol=1e-5)
-
-
-@pytest.mark.heavy
-def test_two_processes_and_then_one_keep_their_run_in_a_bucket(cluster, shell, alone, bucket_server):
-    """Each writes its shards there, process 0 alone the lease and the manifest."""
-    flags = ("--gin_file=tiny.gin", "--gin.MODEL_DIR='gs://bucket/hosts'", "--gin.Checkpointing.every=1")
-    two, where = cluster("flags", 2), bucket_server.environment
-    done = two.run("train", *flags, "--emulate=2", "--gin.TRAIN_STEPS=2", **where)
-    assert [one.code for one in done] == [0, 0], [one.err[-2000:] for one in done]
-    one = shell.run("train", *flags, "--emulate=4", "--gin.TRAIN_STEPS=4", **where)
-    assert one.code == 0 and "carrying on from step 2;" in one.out, one.err
-    told = shell.run("convert", "verify", "gs://bucket/hosts", **where)
-    assert told.code == 0 and [line.split()[0] for line in told.out.splitlines()] == ["2", "3", "4"], told
-    metrics = requests.get(
-        f"{bucket_server.url}/storage/v1/b/bucket/o/hosts%2Fmetrics.jsonl?alt=media", timeout=10
-    ).text
-    lines = [json.loads(line) for line in metrics.splitlines()]
-    together = {line["step"]: line["loss"] for line in lines if line["kind"] == "train"}
-    assert together == pytest.approx(alone, rel=1e-5) and sorted(together) == [1, 2, 3, 4]
 
 
 def committed(run):
