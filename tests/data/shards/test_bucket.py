@@ -129,3 +129,35 @@ def test_a_bucket_without_permission_is_one_line(proxy, tmp_path):
     assert done.returncode == 2, done.stderr[-2000:]
     assert "gs://bucket/corpus/*.jsonl may not be read with this machine's credentials" in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.heavy
+def test_a_run_trains_from_a_bucket_and_resumes(proxy, folder, tmp_path):
+    """The verb, with reads that fail; stopped and resumed, it has the losses of the run on the disk."""
+    assert run(proxy, folder, tmp_path / "cache").returncode == 0  # uploads them
+    losses = {}
+    for name, files in (("disk", f"{folder}/*.jsonl"), ("bucket", "gs://bucket/corpus/*.jsonl")):
+        for steps in (2, 4):
+            proxy.faults[:] = [503, "cut"] if name == "bucket" else []
+            gin = {
+                "FILES": f"('{files}',)",
+                "MODEL_DIR": f"'{tmp_path / name}'",
+                "TRAIN_STEPS": steps,
+                "Trainer.log_every": 1,
+                "ShardedSource.block_bytes": 1024,
+                "DecoderConfig.num_layers": 1,
+                "DecoderConfig.embed_dim": 64,
+            }
+            command = [sys.executable, "-m", "capibara.train", "--emulate=2"]
+            command += [f"--gin_file={part}.gin" for part in ("models/tiny", "tasks/shards", "runs/pretrain")]
+            done = subprocess.run(
+                [*command, *(f"--gin.{key}={value}" for key, value in gin.items())],
+                env={**proxy.environment, "XDG_CACHE_HOME": str(tmp_path / "cache")},
+                capture_output=True,
+                text=True,
+                timeout=300,
+            )
+            assert done.returncode == 0 and not proxy.faults, done.stderr[-2000:]
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        losses[name] = [record["loss"] for record in map(json.loads, lines) if record["kind"] == "train"]
+    assert len(losses["disk"]) == 4 and losses["bucket"] == losses["disk"]
