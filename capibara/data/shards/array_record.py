@@ -23,7 +23,7 @@ from capibara.types import UserError
 _PAGE, _PAGE_HEADER, _CHUNK_HEADER = 1 << 16, 24, 40
 _MAGIC = 0x71930E704FDAE05E
 _CODECS = {ord("z"): "zstd", ord("b"): "brotli", ord("s"): "snappy"}
-_MOST_BYTES = 1 << 30  # of a chunk, unpacked
+_MOST_BYTES = 1 << 30  # of a chunk, and of a block's records, unpacked
 _RECORDS, _TRANSPOSED = ord("r"), ord("t")
 
 
@@ -50,7 +50,7 @@ class ArrayRecords(ShardFormat):
             if at is None or begin - at >= self.block_bytes:
                 starts.append(begin)
                 at = begin
-        return np.array([starts, [*starts[1:], footer]], np.int64).T.reshape(-1, 2)
+        return np.array(list(zip(starts, [*starts[1:], footer], strict=False)), np.int64).reshape(-1, 2)
 
     def records(self, shard: Entry, start: int, stop: int) -> list[tuple[int, Record]]:
         try:
@@ -81,16 +81,24 @@ def _footer_position(shard: Entry) -> int:
 
 def _footer_entry(record: bytes) -> int:
     """The place of a chunk, of ArrayRecordFooter."""
-    return int(dict(fields(record)).get(1, 0))
+    at = dict(fields(record)).get(1, 0)
+    if not isinstance(at, int):
+        raise Malformed("a chunk's place is no number")
+    return at
 
 
 def _records(shard: Entry, start: int, stop: int) -> Iterator[tuple[int, bytes]]:
     """The records of the chunks from `start` up to `stop`; each chunk's place, and its records', counted from there."""
+    if stop - start > 2 * _MOST_BYTES:
+        raise Malformed(f"a chunk of {stop - start:,} bytes")
     content = read(shard, start, stop)
-    at = start
+    at, unpacked = start, 0
     while at < stop:
         number = at
         values, at = _parsed(content, start, at)
+        unpacked += sum(map(len, values))
+        if unpacked > _MOST_BYTES:
+            raise Malformed(f"more than {_MOST_BYTES:,} bytes unpacked")
         for record in values:
             yield number, record
             number += 1

@@ -15,6 +15,7 @@ from capibara.storage.remote import Entry
 from capibara.types import UserError
 
 _MOST_BYTES = 1 << 30  # of the columns of a row group, unpacked
+_BATCH_ROWS = 1024  # unpacked at a time
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,10 +52,26 @@ class ParquetRows(ShardFormat):
             )
         with _opened(shard, metadata) as file:
             try:
-                table = file.read_row_group(group, columns=list(self.columns), use_threads=False)
+                found = _rows(file, shard, group, list(self.columns))
             except (OSError, ValueError) as error:  # pyarrow's own are of these
                 raise _damaged(shard, error) from error
-        return list(enumerate(table.to_pylist(), start))
+        if len(found) != stop - start:
+            raise _damaged(shard, f"a row group has {len(found):,} rows, {stop - start:,} were announced")
+        return list(enumerate(found, start))
+
+
+def _rows(file: Any, shard: Entry, group: int, columns: list[str]) -> list[Record]:
+    """The rows of a row group; what it says of its size was no more than a word."""
+    found, size = [], 0
+    for batch in file.iter_batches(_BATCH_ROWS, row_groups=[group], columns=columns, use_threads=False):
+        size += batch.nbytes
+        if size > _MOST_BYTES:
+            raise UserError(
+                f"{shard.url} has a row group of more than {_MOST_BYTES / 2**30:.0f} GiB: write it with smaller ones "
+                "(row_group_size=10000)"
+            )
+        found += batch.to_pylist()
+    return found
 
 
 class _Ranges(io.RawIOBase):
@@ -100,7 +117,9 @@ def _metadata(shard: Entry) -> Any:
         return file.metadata
 
 
-def _damaged(shard: Entry, error: Exception) -> UserError:
+def _damaged(shard: Entry, error: Exception | str) -> UserError:
     if isinstance(error, UserError):
         return error
-    return UserError(f"{shard.url} is no Parquet file, or cut short ({limits.cause(error)}): copy it again")
+    return UserError(
+        f"{shard.url} is no Parquet file, or cut short ({error if isinstance(error, str) else limits.cause(error)}): copy it again"
+    )

@@ -84,9 +84,9 @@ class ShardedSource(Source):
 
     def __post_init__(self) -> None:
         disk.check_fraction(self.validation_fraction)
-        for name, value in (("block_bytes", self.block_bytes or 1), ("mix_blocks", self.mix_blocks)):
-            if value < 1:
-                raise UserError(f"ShardedSource.{name} ({getattr(self, name)}) must be at least 1")
+        for name, value in (("block_bytes", self.block_bytes), ("mix_blocks", self.mix_blocks)):
+            if value is not None and value < 1:
+                raise UserError(f"ShardedSource.{name} ({getattr(self, name)}) must be at least 1: leave it out")
         if self.document_bytes < 1:
             raise UserError(f"ShardedSource.document_bytes ({self.document_bytes}) must be at least 1: try 65536")
 

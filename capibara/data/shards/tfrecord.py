@@ -117,6 +117,8 @@ def _check_end(shard: Entry) -> None:
         at = window.first_record(begin, shard.size) if begin else 0
         if at is not None or not begin:
             break
+        if size > _MOST_BYTES:  # no record is that long: what is not read cannot help
+            raise UserError(f"{shard.url} is damaged: its last {size:,} bytes have no record: copy it again")
         size = min(8 * size, shard.size)
     while at is not None and at < shard.size:
         length = window.length(at)

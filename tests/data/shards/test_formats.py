@@ -8,7 +8,7 @@ import struct
 import numpy as np
 import pytest
 
-from capibara.data.shards import array_record, tfrecord
+from capibara.data.shards import array_record, parquet, tfrecord
 from capibara.data.shards.lines import JsonLines
 from capibara.data.shards.protobuf import Malformed, example
 from capibara.data.shards.source import Format, ShardedSource
@@ -209,3 +209,51 @@ def test_lines_longer_than_blocks_and_files_without_a_last_line_end():
     reader = JsonLines(block_bytes=1000)
     found = [record for start, stop in reader.blocks(entry) for _, record in reader.records(entry, start, stop)]
     assert [record.decode() for record in found] == lines
+
+
+def test_array_records_without_a_record_are_empty_and_places_that_are_no_numbers_are_refused(tmp_path):
+    reader, entry = array_record.ArrayRecords(block_bytes=200), _memory(shard("array_record", [], tmp_path))
+    assert reader.blocks(entry).shape == (0, 2)
+    with pytest.raises(Malformed, match="no number"):
+        array_record._footer_entry(b"\x0a\x01x")
+
+
+def test_array_records_that_are_larger_than_they_may_be_are_refused(tmp_path, monkeypatch):
+    entry = _memory(shard("array_record", texts_of(30), tmp_path))
+    reader = array_record.ArrayRecords(block_bytes=1 << 20)
+    ((start, stop),) = reader.blocks(entry)
+    monkeypatch.setattr(array_record, "_MOST_BYTES", 900)  # of chunks that have 3 of the 30 records each
+    with pytest.raises(UserError, match="damaged.*more than 900 bytes unpacked"):
+        reader.records(entry, int(start), int(stop))
+    monkeypatch.setattr(array_record, "read", None)
+    with pytest.raises(UserError, match="damaged.*a chunk of"):
+        reader.records(entry, 0, 1 << 20)
+
+
+def test_a_tfrecord_file_without_a_record_at_its_end_is_not_read_through(monkeypatch):
+    entry = _memory(tfrecord_file([b"x" * 10]) + b"y" * 5_000_000)
+    monkeypatch.setattr(tfrecord, "_MOST_BYTES", 1 << 17)
+    most, read = [], tfrecord.read
+    monkeypatch.setattr(tfrecord, "read", lambda shard, a, b: most.append(b - a) or read(shard, a, b))
+    with pytest.raises(UserError, match="damaged: its last"):
+        TfRecords(block_bytes=1000).blocks(entry)
+    assert max(most) < 1 << 20
+
+
+def test_a_row_group_that_is_larger_than_it_says_is_refused(tmp_path, monkeypatch):
+    pytest.importorskip("pyarrow")
+    import pyarrow
+    from pyarrow import parquet as tables
+
+    tables.write_table(
+        pyarrow.table({"text": ["x" * 1000] * 3000}), tmp_path / "x.parquet"
+    )  # one text, and its numbers
+    monkeypatch.setattr(parquet, "_MOST_BYTES", 1 << 20)
+    with pytest.raises(UserError, match="row group of more than"):
+        ShardedSource(files=(f"{tmp_path}/x.parquet",), validation_files=(f"{tmp_path}/x.parquet",)).open("train")
+
+
+@pytest.mark.parametrize("name", ["block_bytes", "mix_blocks", "document_bytes"])
+def test_counts_of_none_are_refused(name):
+    with pytest.raises(UserError, match=rf"{name} \(0\) must be at least 1"):
+        source("x.jsonl", **{name: 0})
