@@ -87,13 +87,14 @@ def local_folder(url: str, names: Collection[str] | None = None) -> str:
     found = remote.below(url)
     if not found:
         raise UserError(f"{url} does not exist, or its bucket does not")
+    there = {entry.url[len(url) + 1 :] for entry in found}
+    if names is not None:
+        found = [entry for entry in found if entry.url[len(url) + 1 :] in names]
     if len(found) > _MOST_FILES:
         raise UserError(
             f"{url} has {len(found):,} files, must have at most {_MOST_FILES:,}: name the model's own folder"
         )
-    if names is not None:
-        found = [entry for entry in found if entry.url[len(url) + 1 :] in names]
-    _copied(url, found)
+    _copied(url, found, there)
     return _folder_of(url)
 
 
@@ -103,14 +104,20 @@ def _folder_of(url: str) -> str:
     return os.path.join(cache_folder("copies"), digest, os.path.basename(url) or "root")
 
 
-def _copied(url: str, entries: Sequence[Entry]) -> list[str]:
-    """Paths of copies of files below an address."""
+def _copied(url: str, entries: Sequence[Entry], there: Collection[str] | None = None) -> list[str]:
+    """Paths of copies of files below an address; `there`: the names of all that it has, copies of others are removed."""
     folder = _folder_of(url)
     names = [entry.url[len(url) :].lstrip("/") for entry in entries]
     paths = [limits.inside(folder, name, url) for name in names]
     os.makedirs(folder, exist_ok=True)
     with _locked(f"{folder}.lock"):
         record = _record(folder)
+        if gone := [] if there is None else [name for name in record if name not in there]:
+            for name in gone:
+                with contextlib.suppress(OSError):
+                    os.unlink(limits.inside(folder, name, url))
+            record = {name: about for name, about in record.items() if name in there}
+            _save_record(folder, record)
         known = {name: [entry.size, entry.version] for name, entry in zip(names, entries, strict=True)}
         missing = [
             (entry, path)

@@ -93,7 +93,9 @@ def read(url: str, start: int, stop: int) -> bytes:
 
     def get() -> bytes:
         content = _timed(filesystem, "cat_file", path, start=start, end=stop)
-        if len(content) != stop - start:
+        if len(content) > stop - start:
+            raise UserError(f"{url} cannot be read in parts, its server sends all of it: copy it to a bucket or a disk")
+        if len(content) < stop - start:
             raise ShortRead(f"{len(content):,} of {stop - start:,} bytes at {start:,}")
         return content
 

@@ -39,6 +39,22 @@ def test_only_the_named_files_of_a_folder_are_copied(store):
     assert os.listdir(folder) == ["tokenizer.json"]
 
 
+def test_what_the_store_has_no_longer_is_no_longer_in_the_copy(store):
+    store.pipe({"/m/config.json": b"{}", "/m/adapter_config.json": b"{}"})
+    folder = copies.local_folder("flaky://m")
+    store.rm_file("/m/adapter_config.json")
+    assert copies.local_folder("flaky://m", {"config.json"}) == folder
+    assert os.listdir(folder) == ["config.json"]
+
+
+def test_files_that_are_not_wanted_do_not_count(store, monkeypatch):
+    monkeypatch.setattr(copies, "_MOST_FILES", 2)
+    store.pipe({f"/m/checkpoints/{i}": b"x" for i in range(3)} | {"/m/tokenizer.json": b"{}"})
+    assert os.listdir(copies.local_folder("flaky://m", {"tokenizer.json"})) == ["tokenizer.json"]
+    with pytest.raises(UserError, match="has 4 files, must have at most 2"):
+        copies.local_folder("flaky://m")
+
+
 def test_a_copy_survives_a_read_that_fails_and_leaves_nothing_where_all_do(store, monkeypatch):
     monkeypatch.setattr(copies, "_PIECE_BYTES", 4)
     store.pipe_file("/m/a", b"0123456789")

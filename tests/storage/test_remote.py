@@ -72,6 +72,15 @@ def test_a_file_that_has_fewer_bytes_is_called_cut_short(store):
         remote.read("flaky://a/b", 2, 9)
 
 
+def test_a_server_that_gives_no_parts_is_told_at_once(store, monkeypatch):
+    store.pipe_file("/a/b", b"0123456789")
+    whole = store.cat_file
+    monkeypatch.setattr(type(store), "cat_file", lambda self, path, **options: whole(path))
+    with pytest.raises(UserError, match="flaky://a/b cannot be read in parts"):
+        remote.read("flaky://a/b", 2, 8)
+    assert len(store.reads) == 1
+
+
 def test_files_are_listed_sorted_with_their_sizes(store):
     for name in ("b.txt", "a.txt", "c.bin", "inner/d.txt"):
         store.pipe_file(f"/x/{name}", name.encode())
