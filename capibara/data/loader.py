@@ -218,7 +218,19 @@ class Loader:
 
 
 def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One state of all hosts' states of the same batch, from which any number of hosts can carry on."""
+    """One state of all hosts' states of the same batch, from which any number of hosts can carry on.
+
+    Args:
+      states: in the order of the hosts.
+
+    Raises:
+      UserError: they are of different batches, or the hosts read different data.
+    """
+    for host, state in enumerate(states):
+        if found := _differences(states[0]["settings"], state["settings"], nouns=("on host 0", f"on host {host}")):
+            raise UserError(
+                f"the hosts do not read the same data: {'; '.join(found)}: give all hosts the same files and settings"
+            )
     states = sorted(states, key=lambda state: state["first_row"])
     if len({state["batches"] for state in states}) != 1:
         raise UserError(f"data states of different batches cannot be merged: {[s['batches'] for s in states]}")
@@ -246,12 +258,15 @@ def _restored_rows(feed: feeds.Feed, state: Mapping[str, Any]) -> list[State]:
     return [State(*map(int, row)) for row in rows]
 
 
-def _differences(saved: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[str]:
+def _differences(
+    saved: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "", nouns: tuple[str, str] = ("was", "is")
+) -> list[str]:
     found = []
     for name in sorted(set(saved) | set(now)):
         was, is_ = saved.get(name), now.get(name)
         if isinstance(was, Mapping) and isinstance(is_, Mapping):
-            found += _differences(was, is_, f"{_PARAMETERS.get(prefix + name, prefix + name)}.")
+            found += _differences(was, is_, f"{_PARAMETERS.get(prefix + name, prefix + name)}.", nouns)
         elif was != is_:
-            found.append(f"{_PARAMETERS.get(prefix + name, prefix + name)} was {was!r}, is {is_!r}")
+            first, second = nouns
+            found.append(f"{_PARAMETERS.get(prefix + name, prefix + name)} {first} {was!r}, {second} {is_!r}")
     return found

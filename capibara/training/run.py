@@ -461,6 +461,8 @@ def _open_checkpoints_and_data(
         batches = open_loader(trainer, mesh, "train", trainer.plan.batch_size)
         if restored is not None:
             batches.set_state(restored[0].data)
+        elif not trainer.dataset.is_seqio:  # of a task it shows at the first save: it is still being imported
+            merge_states(hosts.gathered(batches.get_state()))  # hosts that read different data are told now
         if trainer.evaluation.every:
             validation_loader(trainer, mesh).close()  # a mistake in these files shows now, not at the first evaluation
         if jax.process_index() == 0:

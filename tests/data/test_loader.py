@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import dataclasses
 import itertools
 import json
 import os
@@ -168,6 +169,20 @@ def test_states_of_two_hosts_carry_on_on_four(corpus):
     quarter.set_state(merge_states(states[::-1]))
     assert_same(take(quarter, 4), [{key: batch[key][3:] for key in BATCH_KEYS} for batch in whole[6:]])
     quarter.close()
+
+
+def test_hosts_that_read_different_data_are_refused(corpus):
+    states = []
+    for i, seed in enumerate((0, 0, 1)):
+        dataset = dataclasses.replace(make_dataset(corpus), seed=seed)
+        loader = make_loader(dataset, batch_size=3, shard_index=i, shard_count=3)
+        states.append(loader.get_state())
+        loader.close()
+    assert len(merge_states(states[:2])["rows"]) == 2
+    with pytest.raises(
+        UserError, match=r"not read the same data: Dataset.seed on host 0 0, on host 2 1: give all hosts"
+    ):
+        merge_states(states)
 
 
 def test_validation_ends_with_full_shapes_and_every_document_once(corpus):

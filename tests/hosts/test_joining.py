@@ -52,22 +52,34 @@ def test_four_new_interpreters_find_each_other_and_learn_as_one(cluster, shell, 
 @pytest.mark.fault(65)
 def test_a_mistake_on_one_host_ends_all_with_its_name(cluster, shell):
     """Its disk lacks a file that is read only when all have joined."""
-    two, folders = cluster("flags", 2), []
-    for index in range(2):
-        folders.append(shell.folder / f"host{index}")
-        folders[-1].mkdir()
-        (folders[-1] / "tiny.gin").write_text((shell.folder / "tiny.gin").read_text())
-    (folders[0] / "corpus.jsonl").write_text((shell.folder / "corpus.jsonl").read_text())
-    processes = []
-    for index, folder in enumerate(folders):
-        two.folder = folder
-        run = f"--gin.MODEL_DIR='{shell.folder / 'lacking'}'"
-        processes.append(two.start(index, "train", *TRAIN, run))
-    other, mistaken = hosts.ends(processes)
+    texts = (shell.folder / "corpus.jsonl").read_text()
+    other, mistaken = _ends_with_disks_of_their_own(cluster, shell, "lacking", texts, None)
     assert mistaken.code == other.code == 2, (mistaken, other)
     assert mistaken.err.startswith("error: ") and "corpus.jsonl" in mistaken.err and mistaken.err.count("\n") == 1
     [line] = other.err.splitlines()
     assert line.startswith(f"error: process 1 on {socket.gethostname()} ended: ") and "corpus.jsonl" in line
+
+
+@pytest.mark.heavy
+def test_hosts_whose_disks_hold_different_data_end_before_the_first_step(cluster, shell):
+    texts = (shell.folder / "corpus.jsonl").read_text()
+    for end in _ends_with_disks_of_their_own(cluster, shell, "differing", texts, texts + texts.splitlines()[0] + "\n"):
+        assert end.code == 2 and "the hosts do not read the same data: " in end.err, end
+        assert end.err.count("\n") == 1 and "on host 0" in end.err and "on host 1" in end.err
+        assert "step 1" not in end.out
+
+
+def _ends_with_disks_of_their_own(cluster, shell, name: str, *texts: str | None):
+    """The ends of two hosts, each with its corpus; None: it has none."""
+    two, processes = cluster("flags", 2), []
+    for index, own in enumerate(texts):
+        two.folder = shell.folder / f"{name}{index}"
+        two.folder.mkdir()
+        (two.folder / "tiny.gin").write_text((shell.folder / "tiny.gin").read_text())
+        if own is not None:
+            (two.folder / "corpus.jsonl").write_text(own)
+        processes.append(two.start(index, "train", *TRAIN, f"--gin.MODEL_DIR='{shell.folder / name}'"))
+    return hosts.ends(processes)
 
 
 @pytest.mark.heavy
