@@ -13,7 +13,7 @@ from capibara.inference import lowering
 from capibara.inference.batching import CacheDtype, EngineConfig
 from capibara.models.api import Model
 from capibara.planner import compile as compiler
-from capibara.planner import serving, topology
+from capibara.planner import search, serving, topology
 from capibara.planner.serving import Engine, Serving
 from capibara.planner.slices import Slice
 from capibara.types import UserError
@@ -33,6 +33,7 @@ def plan(args: argparse.Namespace, model: Model, length: int, slice_: Slice) -> 
     Raises:
       UserError: nothing fits, or the model does not generate.
     """
+    search.check_headroom(args.headroom)
     if model.read is None:
         raise UserError(f"--serve is for models that generate, and {type(model.config).__name__} is none: leave it out")
     asked = config.build(EngineConfig)

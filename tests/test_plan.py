@@ -314,6 +314,9 @@ def test_generation_is_planned(capsys, tmp_path):
         (["--gin_file=models/llama3_70b.gin", "--slice=v5e-4"], "may use 14.80: try --slice=v6e-8"),
         (["--gin_file=models/bert_base.gin", "--slice=v5e-4"], "is for models that generate"),
         ([MODEL, "--slice=v5e-4", "--batch_size=4"], "--batch_size is of training"),
+        ([MODEL, "--slice=v5e-4", "--include", "--output=x.gin"], "--include is of training"),
+        ([MODEL, "--slice=v5e-4", "--explain"], "--explain is of training"),
+        ([MODEL, "--slice=v5e-4", "--headroom=-1"], "--headroom=-1.0 must be from 0"),
         ([MODEL], "--slice has no value"),
     ],
 )

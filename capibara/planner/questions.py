@@ -133,6 +133,7 @@ def check(args: argparse.Namespace) -> None:
         raise UserError("--objective=target_throughput needs --tokens_per_s, e.g. --tokens_per_s=1e6")
     given = [f"--{name}" for name in _OF_TRAINING if getattr(args, name) is not None] + ["--axis"] * bool(args.axis)
     given += [f"--objective={args.objective}"] * (args.objective != "throughput")
+    given += [f"--{name}" for name in ("explain", "include") if getattr(args, name)]
     if args.serve and given:
         raise UserError(f"{given[0]} is of training, and --serve plans generation: leave one out")
     if args.include and args.output is None:

@@ -76,6 +76,12 @@ class Ranked:
         return max(0.0, self.memory.peak - self.limit_bytes)
 
 
+def check_headroom(headroom: float) -> None:
+    """Raises UserError for what is no share of the HBM."""
+    if not 0 <= headroom < 1:
+        raise UserError(f"--headroom={headroom} must be from 0 to below 1: try --headroom=0.06")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Question:
     """What is asked of the search.
@@ -116,8 +122,7 @@ class Question:
     def __post_init__(self):
         if self.batch_size is not None and self.batch_size < 1:
             raise UserError(f"batch_size is {self.batch_size}, must be at least 1")
-        if not 0 <= self.headroom < 1:
-            raise UserError(f"--headroom={self.headroom} must be from 0 to below 1: try --headroom=0.06")
+        check_headroom(self.headroom)
 
 
 def parse_axis(text: str) -> tuple[str, int]:
