@@ -179,8 +179,10 @@ def _detected(address: str | None, count: int | None, index: int | None, timeout
     """What is known, and what JAX finds of the rest: on TPU VMs, GKE, Slurm, Open MPI and in indexed jobs."""
     from jax._src import clusters  # jax.distributed.initialize does the same, and aborts where one process is missing
 
-    local = os.environ.get("JAX_LOCAL_DEVICE_IDS")
-    local = None if not local else [int(text) for text in local.split(",") if text.strip().isdigit()]
+    text = os.environ.get("JAX_LOCAL_DEVICE_IDS", "")
+    if text and not all(one.strip().isdigit() for one in text.split(",")):
+        raise UserError(f"JAX_LOCAL_DEVICE_IDS is {text!r}, must be numbers with commas between, such as 0,1")
+    local = [int(one) for one in text.split(",")] if text else None
     with _outside_of_pods() if _INDEXED not in os.environ else contextlib.nullcontext():
         try:
             found = clusters.ClusterEnv.auto_detect_unset_distributed_params(
