@@ -14,6 +14,7 @@ from etils import epath
 from capibara.types import TryAgain
 
 NONE = 0  # the version of a file that is not there
+_MOST_BYTES = 1 << 16  # of a file: those that are written so have some hundred
 _TRIES = 5  # to read a file that is being written over and over
 
 
@@ -22,7 +23,7 @@ class Changed(Exception):
 
 
 def read(path: epath.Path) -> tuple[bytes, int]:
-    """A file's content and its version; b"" and NONE where there is none.
+    """A file's content and its version; b"" and NONE where there is none, b"" of one that is larger than any of ours.
 
     Raises:
       OSError: the bucket cannot be read.
@@ -31,7 +32,10 @@ def read(path: epath.Path) -> tuple[bytes, int]:
     files, bucket, key = _split(path)
     for _ in range(_TRIES):
         try:
-            version = int(files.call("GET", "b/{}/o/{}", bucket, key, json_out=True)["generation"])
+            about = files.call("GET", "b/{}/o/{}", bucket, key, json_out=True)
+            version = int(about["generation"])
+            if int(about["size"]) > _MOST_BYTES:
+                return b"", version
             _, content = files.call("GET", "b/{}/o/{}", bucket, key, alt="media", generation=str(version))
             return content, version
         except FileNotFoundError:

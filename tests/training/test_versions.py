@@ -30,6 +30,12 @@ def test_a_file_is_written_and_removed_at_the_version_that_was_seen_alone(path):
     assert versions.read(path) == (b"", NONE)
 
 
+def test_a_file_that_is_larger_than_any_of_ours_is_not_read(path, gs):
+    before, version = len(gs.asked), versions.write(path, b"x" * (versions._MOST_BYTES + 1), NONE)
+    assert versions.read(path) == (b"", version)
+    assert not any("alt=media" in asked[1] for asked in gs.asked[before:])
+
+
 def test_of_several_at_once_one_wins(path):
     def tried(number, expected):
         try:
