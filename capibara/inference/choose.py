@@ -58,8 +58,12 @@ def settings_of(samplings: Sequence[Sampling]) -> Settings:
     )
 
 
-def choose(logits_BV: jax.Array, settings: Settings, index_B: jax.Array, seen_BV: jax.Array | None = None) -> jax.Array:
-    """One token id for every row, int32 [B].
+def choose(
+    logits_BV: jax.Array, settings: Settings, index_B: jax.Array, seen_BV: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """One token id for every row, int32 [B], and its log-probability in what it was drawn from, float32 [B].
+
+    That is after temperature, limits and penalty; 0 where nothing was drawn.
 
     A row's token depends on its own logits, settings and index alone, whatever the other rows are.
 
@@ -79,7 +83,7 @@ def choose(logits_BV: jax.Array, settings: Settings, index_B: jax.Array, seen_BV
     greedy_B = jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
     draws_B = jnp.asarray(settings.temperature) > 0
 
-    def drawn() -> jax.Array:
+    def drawn() -> tuple[jax.Array, jax.Array]:
         scaled = logits_BV / jnp.where(draws_B, settings.temperature, 1.0)[:, None]
         limited = (jnp.asarray(settings.top_k) > 0) | (jnp.asarray(settings.top_p) < 1)
         scaled = jax.lax.cond(jnp.any(limited), lambda: _likeliest(scaled, settings), lambda: scaled)
@@ -87,9 +91,12 @@ def choose(logits_BV: jax.Array, settings: Settings, index_B: jax.Array, seen_BV
         least_B1 = jnp.max(scaled, axis=-1, keepdims=True) + jnp.log(settings.min_p)[:, None]
         scaled = jnp.where(scaled < least_B1, -jnp.inf, scaled)
         keys = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(jnp.asarray(settings.key)), index_B)
-        return jax.vmap(jax.random.categorical)(keys, scaled).astype(jnp.int32)
+        tokens_B = jax.vmap(jax.random.categorical)(keys, scaled).astype(jnp.int32)
+        return tokens_B, log_probability(scaled, tokens_B)
 
-    return jnp.where(draws_B, jax.lax.cond(jnp.any(draws_B), drawn, lambda: greedy_B), greedy_B)
+    certain_B = jnp.zeros_like(logits_BV[:, 0])
+    tokens_B, log_p_B = jax.lax.cond(jnp.any(draws_B), drawn, lambda: (greedy_B, certain_B))
+    return jnp.where(draws_B, tokens_B, greedy_B), jnp.where(draws_B, log_p_B, certain_B)
 
 
 def log_probability(logits_BV: jax.Array, tokens_B: jax.Array) -> jax.Array:

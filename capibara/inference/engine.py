@@ -451,13 +451,14 @@ class Engine:
         while len(self._pending) > left:
             # Still there if they fail: some of its requests may have no slot any more.
             chosen, rows, at_s = self._pending[0]
-            tokens, log_probabilities, likeliest, theirs, counts = jax.device_get(chosen)
+            tokens, log_probabilities, drawn, likeliest, theirs, counts = jax.device_get(chosen)
             self._pace.came(at_s, int(counts[0]))
             for place, request in rows:
                 for step in range(counts[place]):
                     count = min(request.likeliest, likeliest.shape[2])
                     named = zip(likeliest[place, step, :count].tolist(), theirs[place, step, :count].tolist())
-                    request.receive(int(tokens[place, step]), float(log_probabilities[place, step]), tuple(named))
+                    of_one = float(log_probabilities[place, step]), float(drawn[place, step])
+                    request.receive(int(tokens[place, step]), *of_one, tuple(named))
                 if request.finished:
                     self._free(request)
                     self._remember(request)

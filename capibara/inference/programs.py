@@ -23,11 +23,13 @@ State = dict[str, Any]
 class Chosen(NamedTuple):
     """Tokens [B, T], their log probabilities [B, T] and, where asked for, the likeliest tokens and theirs [B, T, n].
 
-    `counts` [B]: how many of the tokens hold, at least one.
+    `drawn` [B, T]: their log probabilities in what they were drawn from, as `choose` gives them. `counts` [B]: how many
+    of the tokens hold, at least one.
     """
 
     tokens: jax.Array
     log_probabilities: jax.Array
+    drawn: jax.Array
     likeliest: jax.Array
     their_log_probabilities: jax.Array
     counts: jax.Array
@@ -237,7 +239,7 @@ def _repeated(next_of: Callable, state: State, count: jax.Array, sizes: Sizes, a
         return state, Chosen(*map(place, chosen[:-1], one[:-1]), chosen.counts + 1)
 
     B, T, n = sizes.slots, sizes.steps, min(alternatives, state["seen"].shape[1])
-    of_tokens = jnp.zeros((B, T), jnp.int32), jnp.zeros((B, T))
+    of_tokens = jnp.zeros((B, T), jnp.int32), jnp.zeros((B, T)), jnp.zeros((B, T))
     of_alternatives = jnp.zeros((B, T, n), jnp.int32), jnp.zeros((B, T, n))
     nothing = Chosen(*of_tokens, *of_alternatives, counts=jnp.zeros(B, jnp.int32))
     return jax.lax.fori_loop(0, count, more, (state, nothing))
@@ -253,12 +255,13 @@ def _nothing_read(vocab_size: int, sizes: Sizes, empty: Callable[[int, int], Cac
 def _pick(logits_BV, usable: int, settings: Settings, index_B, forced_B, seen_BV, alternatives: int) -> Chosen:
     """The next token of every row."""
     logits_BV = jnp.where(jnp.arange(logits_BV.shape[-1]) < usable, logits_BV, -jnp.inf)
-    tokens_B = jnp.where(forced_B >= 0, forced_B, choose(logits_BV, settings, index_B, seen_BV))
+    tokens_B, drawn_B = choose(logits_BV, settings, index_B, seen_BV)
+    tokens_B, drawn_B = jnp.where(forced_B >= 0, forced_B, tokens_B), jnp.where(forced_B >= 0, 0.0, drawn_B)
     likeliest = jax.lax.top_k(logits_BV, min(alternatives, logits_BV.shape[-1]))
     normaliser_B1 = jax.nn.logsumexp(logits_BV, axis=-1, keepdims=True)
     log_probability_B = log_probability(logits_BV, tokens_B)
     counts_B = jnp.ones_like(tokens_B)
-    of_one = (tokens_B, log_probability_B, likeliest[1], likeliest[0] - normaliser_B1)
+    of_one = (tokens_B, log_probability_B, drawn_B, likeliest[1], likeliest[0] - normaliser_B1)
     return Chosen(*(x[:, None] for x in of_one), counts_B)
 
 

@@ -74,16 +74,18 @@ class Request:
         """Of its row: tokens that have to be read before the next one is chosen."""
         return self.prompt_tokens + self.begun
 
-    def receive(self, token: int, log_probability: float, likeliest: tuple[tuple[int, float], ...]) -> None:
+    def receive(
+        self, token: int, log_probability: float, drawn: float, likeliest: tuple[tuple[int, float], ...]
+    ) -> None:
         """Takes the next token of the text, and ends it where that is the last."""
         if self.finished:
             return
         if token in self._ends:
-            self.finish(Finish.STOP, token)
+            self.finish(Finish.STOP, token, drawn)
             return
         self.tokens.append(token)
         self.received += 1
-        self.stream.put(Piece(self._text.feed(token), token, log_probability, likeliest))
+        self.stream.put(Piece(self._text.feed(token), token, log_probability, likeliest, drawn))
         if self._text.stopped:
             self.finish(Finish.STOP)
         elif self.received == self.limit:
@@ -91,12 +93,12 @@ class Request:
         elif self.sampling.thinking_tokens is not None:
             self._follow_thought()
 
-    def finish(self, why: Finish, end: int | None = None) -> None:
-        """Ends the stream; `end`: the token that ended the text."""
+    def finish(self, why: Finish, end: int | None = None, drawn: float = 0.0) -> None:
+        """Ends the stream; `end`: the token that ended the text, `drawn` with this log-probability."""
         self.finished = True
         if rest := self._text.close():
             self.stream.put(Piece(rest, None))
-        self.stream.end(why, self.prompt_tokens, self.cached_tokens, end)
+        self.stream.end(why, self.prompt_tokens, self.cached_tokens, end, drawn)
 
     def _open_in_prompt(self) -> bool:
         opened, closed = (_last(self.tokens, tag) for tag in self._tags)

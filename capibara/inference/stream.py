@@ -27,6 +27,7 @@ class Piece:
       token: its id; None: what was held back of the text before it ended.
       log_probability: natural logarithm, of the model itself: before temperature, limits and penalty.
       likeliest: (id, log probability) of the likeliest tokens, as many as were asked for.
+      drawn: log probability in what it was drawn from: after temperature, limits and penalty; 0 where it was not drawn.
       at_s: when it came, by time.monotonic.
     """
 
@@ -34,6 +35,7 @@ class Piece:
     token: int | None
     log_probability: float = 0.0
     likeliest: tuple[tuple[int, float], ...] = ()
+    drawn: float = 0.0
     at_s: float = dataclasses.field(default_factory=time.monotonic, compare=False)
 
 
@@ -50,6 +52,7 @@ class Completion:
       waited_s: from the request to its first token.
       elapsed_s: from the request to its end.
       end: the end token that came; None: none did.
+      end_drawn: its log probability, as `Piece.drawn`.
     """
 
     text: str
@@ -60,10 +63,16 @@ class Completion:
     waited_s: float
     elapsed_s: float
     end: int | None = None
+    end_drawn: float = 0.0
 
     @property
     def tokens(self) -> list[int]:
         return [piece.token for piece in self.pieces if piece.token is not None]
+
+    @property
+    def drawn(self) -> list[float]:
+        """Of each of the tokens `Piece.drawn`."""
+        return [piece.drawn for piece in self.pieces if piece.token is not None]
 
 
 Item = Piece | Completion | BaseException
@@ -132,7 +141,9 @@ class Stream:
         self._pieces.append(piece)
         self._hand_on(piece)
 
-    def end(self, finish: Finish, prompt_tokens: int, cached_tokens: int, end: int | None = None) -> None:
+    def end(
+        self, finish: Finish, prompt_tokens: int, cached_tokens: int, end: int | None = None, end_drawn: float = 0.0
+    ) -> None:
         """For the engine: that was all."""
         now = time.monotonic()
         self._hand_on(
@@ -145,6 +156,7 @@ class Stream:
                 waited_s=(self._pieces[0].at_s if self._pieces else now) - self._began_s,
                 elapsed_s=now - self._began_s,
                 end=end,
+                end_drawn=end_drawn,
             )
         )
 

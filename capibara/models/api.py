@@ -186,11 +186,7 @@ class Model:
         (`layers.OutputFirst`). The results are those of the parameters themselves.
         """
         plain = self.config.quantization is Quantization.NONE
-        if plain:
-            dtype = self.config.dtype.value
-            cast = lambda axes, x: x.astype(dtype) if _is_cast(axes) else x  # noqa: E731
-            params = jax.tree.map(cast, self.axes, params, is_leaf=tree.is_axes)
-        params = _with_layers(params, stack.unstacked)
+        params = _with_layers(self.computed(params), stack.unstacked)
         if not plain or sharding.platform() != "cpu" or sharding.active():
             return params
         axes = []
@@ -208,6 +204,14 @@ class Model:
             return (one,) * self.config.num_layers
 
         return _with_layers(self.axes, of_each)
+
+    def computed(self, params: Params) -> Params:
+        """The parameters in the compute dtype, those that are cast to it wherever they are used."""
+        if self.config.quantization is not Quantization.NONE:
+            return params
+        dtype = self.config.dtype.value
+        cast = lambda axes, x: x.astype(dtype) if _is_cast(axes) else x  # noqa: E731
+        return jax.tree.map(cast, self.axes, params, is_leaf=tree.is_axes)
 
     def capped(self, logits: jax.Array) -> jax.Array:
         """Logits after the model's soft cap."""

@@ -108,7 +108,7 @@ def prove(
     found = verdict.verdict(command, key(trainer, slice_), deadline_s=deadline_s, status=status, fresh=fresh)
     if trainer.loss is None:
         return found
-    held = workload.of_run(trainer).on_hosts(slice_.hosts).held
+    held = workload.of_run(trainer).held
     return found.beside(round(held.on_device(trainer.plan.mesh_shape(slice_.devices, slice_.name))))
 
 

@@ -150,7 +150,7 @@ def search(work: Workload, slice_: Slice, question: Question | None = None) -> l
     Raises:
       UserError: no mesh of the slice suits the model, or none the batch.
     """
-    question, work = question or Question(), work.on_hosts(slice_.hosts)
+    question = question or Question()
     ranked: list[Ranked] = []
     for sizes in meshes(work, slice_, dict(question.fixed)):
         ranked += _of_mesh(work, slice_, sizes, question)

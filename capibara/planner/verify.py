@@ -82,7 +82,6 @@ def walk(
       UserError: no plan was proven, or as search.search does.
     """
     tried: list[Tried] = []
-    work = work.on_hosts(slice_.hosts)
 
     def score(ranked: Ranked) -> float:
         largest = question.objective is Objective.LARGEST_BATCH

@@ -124,7 +124,6 @@ class Workload:
       constraints: (parameter, logical axis, size, mesh axes): the mesh axes must divide the size.
       ema: whether the state holds an average of the parameters.
       held: bytes that training holds beside the state: of rewards the reference and the engine.
-      held_by_one: the same where one host has all devices.
     """
 
     model: Model
@@ -141,11 +140,6 @@ class Workload:
     constraints: tuple[tuple[str, str, int, tuple[str, ...]], ...]
     ema: bool
     held: Sharded = Sharded()
-    held_by_one: Sharded = Sharded()
-
-    def on_hosts(self, hosts: int) -> Workload:
-        """It on so many hosts."""
-        return dataclasses.replace(self, held=self.held_by_one) if hosts == 1 and self.held.parts else self
 
     @functools.cached_property
     def config(self) -> Any:
@@ -226,8 +220,7 @@ def describe(
         head=_sharded(heads[-1:], rules),
         constraints=_constraints(stored, rules),
         ema=ema,
-        held=_held(held, rules, one_host=False),
-        held_by_one=_held(held, rules, one_host=True),
+        held=_held(held, rules),
     )
 
 
@@ -249,10 +242,10 @@ def of_run(trainer: Any, state_dtypes: Iterable[StateDtype] | None = None) -> Wo
     )
 
 
-def _held(held: Iterable[Any], rules: Rules, *, one_host: bool) -> Sharded:
+def _held(held: Iterable[Any], rules: Rules) -> Sharded:
     total = Sharded()
     for one in held:
-        if one.spread_as is None or (one.alone and one_host):
+        if one.spread_as is None:
             total += Sharded(((float(one.bytes), ()),))
         else:
             total += _sharded(_leaves(*one.spread_as), rules, by_bytes=True).scaled_to(one.bytes)

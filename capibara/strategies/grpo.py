@@ -5,8 +5,10 @@ There is no value model and no reward model: rewards are functions that can be v
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +24,9 @@ from capibara.data.packing import Packing
 from capibara.data.sources import Holds
 from capibara.inference import footprint
 from capibara.inference.engine import EngineConfig
+from capibara.inference.own_chips import Where
 from capibara.inference.sampling import Sampling
+from capibara.inference.serving_mesh import ServingMesh
 from capibara.models.api import Model
 from capibara.sharding import RematPolicy
 from capibara.strategies.rewards import check_reward
@@ -30,7 +34,7 @@ from capibara.strategies.rollouts import Rollouts
 from capibara.training.objective import Held, Loss, Metrics, Objective, Totals, log_probabilities
 from capibara.types import Batch, Params, UserError
 
-ENTRIES = ("advantages", "old", "reference")  # of a batch of answers, float32 [B, T], besides the usual ones
+ENTRIES = ("advantages", "drawn", "old", "reference")  # of a batch of answers, float32 [B, T], besides the usual ones
 
 
 class Variant(enum.StrEnum):
@@ -51,19 +55,30 @@ class Variant(enum.StrEnum):
 class Grpo(Loss):
     """Trains on the model's own answers to prompts; a batch of the plan has `group` answers to each of its prompts.
 
-    A sample depends on Trainer.seed, the step and the prompt's place in the batch alone.
+    A sample depends on Trainer.seed, the step and the prompt's place in the batch alone, not on the number of processes.
+
+    What is trained is what is drawn from: the model at Sampling.temperature. The engine's numbers are not those of
+    training to the last bit (other programs, other dtypes): each token's gain is weighted by its probability in training
+    over that in the engine, up to a cap (truncated importance sampling: Yao et al. 2025, "Your Efficient RL Framework
+    Secretly Brings You Off-Policy RL Training"; TRL's vllm_importance_sampling_correction, verl's rollout_is). The
+    metrics `engine_difference`, the mean of |ln| of that weight, and `importance_capped`, the share of tokens at the cap,
+    say how far they are apart.
 
     Attributes:
       rewards: functions of (prompt, answer, record) -> a number; in Gin (@exact_answer, ...), without ().
       reward_weights: of their sum; None: 1 each.
       group: answers to a prompt.
-      sampling: how they are drawn; its seed does not count. Temperature 1 without limits draws from the model itself.
+      sampling: how they are drawn; its seed does not count. Limits and penalties are refused.
       variant: what advantages and shares are.
       clip_low, clip_high: the ratio of a token's probabilities, new to old, counts up to 1 - clip_low and 1 + clip_high.
       kl: coefficient of the divergence from the reference, what the run begins from (Schulman's k3 estimator); 0: none,
         and no reference is kept.
       updates: steps on the answers of one rollout.
+      importance_cap: most that a token may weigh for having been likelier in training than in the engine; None: all
+        tokens weigh alike.
       engine: how answers are batched.
+      where: whose chips answer: each process's own, its share of the prompts, or those of all together.
+      mesh: how an engine lies on a process's own chips.
     """
 
     rewards: tuple[Callable, ...] = dataclasses.field(default=(), repr=False)
@@ -75,9 +90,12 @@ class Grpo(Loss):
     clip_high: float = 0.2
     kl: float = 0.0
     updates: int = 1
+    importance_cap: float | None = 2.0
     engine: EngineConfig = EngineConfig(slots=16)
+    where: Where = Where.AUTO
+    mesh: ServingMesh = ServingMesh()
 
-    means = ("kl", "clip_fraction", "ratio")
+    means = ("kl", "clip_fraction", "ratio", "engine_difference", "importance_capped")
 
     def __post_init__(self):
         if not self.rewards:
@@ -99,8 +117,19 @@ class Grpo(Loss):
             )
         if not 0 <= self.kl < float("inf"):
             raise UserError(f"Grpo.kl is {self.kl}, must be at least 0 (0: none)")
-        if self.sampling.temperature == 0:
-            raise UserError("Grpo's Sampling.temperature is 0, which gives a group one answer: try 1.0")
+        if self.importance_cap is not None and not self.importance_cap >= 1:
+            raise UserError(f"Grpo.importance_cap is {self.importance_cap}, must be at least 1, or None: try 2.0")
+        if not 0 < self.sampling.temperature < float("inf"):
+            raise UserError(
+                f"Grpo's Sampling.temperature is {self.sampling.temperature}, must be finite and above 0 (at 0 a group has "
+                "one answer): try 1.0"
+            )
+        for name, nothing in (("top_k", None), ("top_p", None), ("min_p", None), ("repetition_penalty", 1.0)):
+            if (value := getattr(self.sampling, name)) != nothing:
+                raise UserError(
+                    f"Grpo's Sampling.{name} is {value}: answers must be drawn from all that is trained, or the tokens left "
+                    "out are never learnt about: leave it out, and lower Sampling.temperature instead"
+                )
 
     @property
     def later(self) -> tuple[Callable[..., Any], ...]:
@@ -147,10 +176,12 @@ class Grpo(Loss):
         """The reference, where there is one, and the engine with its copy of the parameters."""
         trained, whole = (model.trained(model.abstract_params), model.trained(model.axes)), model.plain
         reference = [Held("reference", tree.byte_count(trained[0]), trained)] if self.kl else []
-        spread_as = whole.abstract_params, whole.axes
+        size, spread_as = footprint.parameters_bytes(model), (whole.abstract_params, whole.axes)
+        # Where a process's own chips do not hold them they are spread as those that are trained.
+        own = Held("engine's parameters", size // (self.mesh.tensor or 1))
         return (
             *reference,
-            Held("engine's parameters", footprint.parameters_bytes(model), spread_as, alone=True),
+            own if self.where is Where.OWN else Held("engine's parameters", size, spread_as),
             Held("engine's keys and values", footprint.state_bytes(model, self.engine, dataset.length)),
         )
 
@@ -173,10 +204,19 @@ class Grpo(Loss):
         left_out = {*(() if self.updates > 1 else ("old",)), *(() if self.kl else ("reference",))}
         return tuple(name for name in ENTRIES if name not in left_out)
 
+    def drawn_from(self, model: Model, dataset: Dataset) -> dict[str, Any]:
+        """What answers are drawn from, as arguments of `log_probabilities`: no id that the vocabulary has no token for."""
+        usable = model.config.vocab_size
+        with contextlib.suppress(UserError):  # a plan is made where the tokenizer need not be; a run has read it
+            usable = dataset.get_vocabulary().size
+        return {"temperature": self.sampling.temperature, "usable": usable}
+
     def objective(self, model: Model, dataset: Dataset) -> Objective:
+        drawn_from = self.drawn_from(model, dataset)
+
         def sums(params: Params, batch: Batch, remat: RematPolicy | None, step: jax.Array | None):
             batch = sharding.balanced(batch)
-            log_p_BT, stats = log_probabilities(model, params, batch, remat, step)
+            log_p_BT, stats = log_probabilities(model, params, batch, remat, step, **drawn_from)
             loss, totals = self.totals(log_p_BT, batch)
             # What balances experts is a sum over tokens, and the loss one over answers.
             loss = loss + model.layer_loss(stats) * (totals.weight / jnp.maximum(totals.tokens, 1.0))
@@ -195,8 +235,9 @@ class Grpo(Loss):
 
         Args:
           log_p_BT: log-probability of every target.
-          batch: rows of one answer each, with `advantages` and the log-probabilities `old`, of the model that gave the
-            answers (where that is not the one at hand), and `reference` (where there is a divergence to count).
+          batch: rows of one answer each, with `advantages` and the log-probabilities `drawn`, of the engine, `old`, of the
+            model that gave the answers (where that is not the one at hand), and `reference` (where there is a divergence
+            to count).
         """
         weights_BT, advantages_BT = batch["weights"], batch["advantages"]
         tokens_B1 = jnp.sum(weights_BT, axis=1, keepdims=True)
@@ -205,6 +246,11 @@ class Grpo(Loss):
         clipped_BT = jnp.clip(ratio_BT, 1 - self.clip_low, 1 + self.clip_high)
         gain_BT = jnp.minimum(ratio_BT * advantages_BT, clipped_BT * advantages_BT)
         is_clipped_BT = (gain_BT < ratio_BT * advantages_BT).astype(jnp.float32)
+        apart_BT = jnp.where(weights_BT > 0, old_BT - batch["drawn"], 0.0)
+        importance_BT = jnp.exp(apart_BT)
+        cap = math.inf if self.importance_cap is None else self.importance_cap
+        if self.importance_cap is not None:
+            gain_BT = gain_BT * jnp.minimum(importance_BT, cap)
         loss_BT, kl_BT = -gain_BT, jnp.zeros_like(gain_BT)
         if self.kl:
             further_BT = jnp.where(weights_BT > 0, batch["reference"] - log_p_BT, 0.0)
@@ -214,7 +260,13 @@ class Grpo(Loss):
         longest = self.sampling.max_new_tokens
         share_BT = mean_BT if self.variant is Variant.GRPO else weights_BT / longest
         loss = jnp.sum(loss_BT * share_BT)
-        values = {"loss": loss, "clip_fraction": jnp.sum(is_clipped_BT * mean_BT), "ratio": jnp.sum(ratio_BT * mean_BT)}
+        of_tokens = {
+            "clip_fraction": is_clipped_BT,
+            "ratio": ratio_BT,
+            "engine_difference": jnp.abs(apart_BT),
+            "importance_capped": (importance_BT > cap).astype(jnp.float32),
+        }
+        values = {"loss": loss} | {name: jnp.sum(value * mean_BT) for name, value in of_tokens.items()}
         if self.kl:
             values["kl"] = jnp.sum(kl_BT * mean_BT)
         answers = jnp.sum((tokens_B1 > 0).astype(jnp.float32))

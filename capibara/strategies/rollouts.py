@@ -6,8 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
-import itertools
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,44 +16,23 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from capibara import sharding, tree
-from capibara.inference import chat
-from capibara.inference.engine import Engine, check_generates
-from capibara.inference.sample import on_one_device
+from capibara.inference.engine import check_generates
 from capibara.inference.sampling import Sampling
-from capibara.inference.stream import Completion, Finish
 from capibara.models.api import Model
 from capibara.sharding import Plan
+from capibara.strategies.answering import Answer, Answerer, name_of, prompts_of
 from capibara.training.objective import Supply, log_probabilities
 from capibara.training.reference import first_params, weights_fingerprint
 from capibara.training.loaders import validation_loader
 from capibara.training.run import Run
 from capibara.types import Batch, Params, UserError
 
-_ASK_EVERY_STEPS = 64  # of the engine, after which several hosts ask each other whether to stop
-
-
-@dataclasses.dataclass(frozen=True)
-class Answer:
-    """One answer to a prompt.
-
-    Attributes:
-      prompt, tokens: ids of both; the answer's with the token that ended it.
-      reward: the sum of its rewards.
-      parts: each of them.
-      truncated: whether it was cut off.
-    """
-
-    prompt: list[int]
-    tokens: list[int]
-    reward: float
-    parts: tuple[float, ...]
-    truncated: bool
-
 
 class Rollouts(Supply):
     """Answers prompts with the parameters at hand, and makes the step's batch of the answers.
 
-    In a run of several processes all of them answer all prompts, alike, and each takes its rows.
+    In a run of several processes all of them read all prompts, each answers its share, and all have the same batch, of
+    which each takes its rows.
 
     Args:
       run: of prompts.
@@ -64,21 +41,13 @@ class Rollouts(Supply):
 
     def __init__(self, run: Run, grpo: Any):
         check_generates(run.model)
-        dataset = run.trainer.dataset
-        self._run, self._grpo, self._chat = run, grpo, chat.of_run(dataset, type(grpo).__name__)
-        self._documents = {
-            split: dataset.source.open(split) for split in ("train", "validation")[: 1 + self._evaluates]
-        }
-        self._engine: Engine | None = None
+        self._run, self._grpo, self._answerer = run, grpo, Answerer(run, grpo)
         self._step, self._rows = 0, None  # the step at hand, and what its batch is made of
         self._reference: Params | None = None  # the trained part of it
         self._weights: str | None = None
         self._told: list[dict[str, float]] = []
-        self._log_p = make_log_probabilities(run.model, run.trainer.plan, run.mesh)
-
-    @property
-    def _evaluates(self) -> bool:
-        return bool(self._run.trainer.evaluation.every)
+        drawn_from = grpo.drawn_from(run.model, run.trainer.dataset)
+        self._log_p = make_log_probabilities(run.model, run.trainer.plan, run.mesh, **drawn_from)
 
     def begin(self, params: Params, step: int, saved: Mapping[str, Any] | None) -> None:
         rows = (saved or {}).get("rows")
@@ -123,9 +92,10 @@ class Rollouts(Supply):
         run, answers = self._run, []
         greedy = dataclasses.replace(self._grpo.sampling, temperature=0.0)
         with contextlib.closing(validation_loader(run.trainer, run.mesh)) as loader:
-            self._load(params)
+            self._answerer.load(params)
             for number, batch in enumerate(run.each_validation_batch(loader), 1):
-                answers += self._answered("validation", batch, lambda prompt: [greedy], f"evaluating, batch {number}")
+                given = ("validation", prompts_of(batch), lambda row: [greedy], f"evaluating, batch {number}")
+                answers += self._answerer.answers(*given)
         if not answers:
             raise UserError("the validation split has no prompt: give it more, or set Evaluation.every = 0")
         told = self._summary(np.array([[answer.reward] for (answer,) in answers]), [one for (one,) in answers])
@@ -139,13 +109,14 @@ class Rollouts(Supply):
     def _rolled_out(self, step: int, params: Params) -> dict[str, np.ndarray]:
         """The whole batch of a step, on the host."""
         grpo, seed = self._grpo, self._run.trainer.seed
-        self._load(params)
+        self._answerer.load(params)
 
-        def samplings(prompt: int) -> list[Sampling]:
-            own = (_seed(seed, step, prompt, sample) for sample in range(grpo.group))
+        def samplings(row: int) -> list[Sampling]:
+            own = (_seed(seed, step, row, sample) for sample in range(grpo.group))
             return [dataclasses.replace(grpo.sampling, seed=one) for one in own]
 
-        groups = self._answered("train", next(self._run.batches), samplings, f"rollout for step {step}")
+        prompts = prompts_of(next(self._run.batches))
+        groups = self._answerer.answers("train", prompts, samplings, f"rollout for step {step}")
         rewards = np.array([[answer.reward for answer in group] for group in groups])
         answers = [answer for group in groups for answer in group]
         self._told.append(self._summary(rewards, answers))
@@ -156,66 +127,6 @@ class Rollouts(Supply):
             reference = tree.joined(self._reference, self._run.model.frozen(params))
             rows["reference"] = self._log_p_of(reference, rows)
         return rows
-
-    def _load(self, params: Params) -> None:
-        """Gives the engine these parameters, on one device where this process has them all."""
-        params = on_one_device(params)
-        if self._engine is None:
-            run = self._run
-            dataset = run.trainer.dataset
-            vocabulary = dataset.get_vocabulary()
-            self._engine = Engine(
-                run.model, params, vocabulary, dataset.length, self._grpo.engine, rules=run.trainer.plan.rules
-            )
-        else:
-            self._engine.update(params)
-
-    def _answered(self, split: str, batch: Batch, samplings: Any, what: str) -> list[list[Answer]]:
-        """The answers to each prompt of a batch.
-
-        Args:
-          split, batch: of the prompts.
-          samplings: number of the prompt in the batch -> how each of its answers is drawn.
-          what: they are for.
-
-        Raises:
-          Interrupted: the run is to stop.
-        """
-        asked = []
-        for row in np.flatnonzero(batch["numbers"][:, 0]).tolist():
-            ids = batch["targets"][row][batch["segment_ids"][row] > 0].tolist()
-            streams = [self._engine.submit(ids, one, ends=self._chat.ends) for one in samplings(row)]
-            asked.append((int(batch["numbers"][row, 0]) - 1, ids, streams))
-        count = sum(len(streams) for *_, streams in asked)
-        for steps in itertools.count():
-            self._run.check(steps, every=_ASK_EVERY_STEPS)
-            if not self._engine.step():
-                break
-            self._run.progress(f"{what}: {count - sum(self._engine.load)} of {count} answers")
-        judged: list[list[Answer]] = []
-        for number, ids, streams in asked:  # a reward may take long, too
-            done = sum(map(len, judged))
-            self._run.check(done, every=len(streams))
-            self._run.progress(f"{what}: {done} of {count} rewards")
-            judged.append([self._judged(split, number, ids, stream.result()) for stream in streams])
-        return judged
-
-    def _judged(self, split: str, number: int, prompt: list[int], said: Completion) -> Answer:
-        grpo, documents = self._grpo, self._documents[split]
-        record, text = documents.record(number), documents[number]
-        parts = []
-        for reward in grpo.rewards:
-            value = reward(text, said.text, record)
-            if not isinstance(value, (int, float, np.number)) or not math.isfinite(value):
-                raise UserError(
-                    f"Grpo.rewards: {_name(reward)} gave {value!r} for an answer to {documents.where(number)}: it must give "
-                    "a finite number"
-                )
-            parts.append(float(value))
-        weights = grpo.reward_weights or (1.0,) * len(parts)
-        tokens = [*said.tokens, *([] if said.end is None else [said.end])]
-        total = sum(weight * part for weight, part in zip(weights, parts))
-        return Answer(prompt, tokens, total, tuple(parts), said.finish is Finish.LENGTH)
 
     def _summary(self, rewards: np.ndarray, answers: Sequence[Answer]) -> dict[str, float]:
         """What there is to tell of rewards [prompts, group] and their answers."""
@@ -228,19 +139,20 @@ class Rollouts(Supply):
         }
         if len(self._grpo.rewards) > 1:
             parts = np.mean([answer.parts for answer in answers], axis=0)
-            told |= {f"reward_{_name(one)}": float(part) for one, part in zip(self._grpo.rewards, parts)}
+            told |= {f"reward_{name_of(one)}": float(part) for one, part in zip(self._grpo.rewards, parts)}
         return told
 
     def _laid_out(self, answers: Sequence[Answer], advantages: np.ndarray) -> dict[str, np.ndarray]:
         """A row for each answer, after its prompt."""
         dataset = self._run.trainer.dataset
         rows = {key: value for key, value in dataset.empty_batch(len(answers)).items() if key != "numbers"}
-        rows["advantages"] = np.zeros((len(answers), dataset.length), np.float32)
+        rows |= {name: np.zeros((len(answers), dataset.length), np.float32) for name in ("advantages", "drawn")}
         for row, (answer, advantage) in enumerate(zip(answers, advantages, strict=True)):
             ids, first = np.array([*answer.prompt, *answer.tokens], np.int32), len(answer.prompt) - 1
             end = len(ids) - 1
             rows["tokens"][row, :end], rows["targets"][row, :end] = ids[:-1], ids[1:]
             rows["weights"][row, first:end], rows["advantages"][row, first:end] = 1.0, advantage
+            rows["drawn"][row, first:end] = answer.drawn
             rows["segment_ids"][row, :end], rows["positions"][row, :end] = 1, np.arange(end)
         return rows
 
@@ -265,13 +177,18 @@ class Rollouts(Supply):
         return shards[jax.process_index()], max(shards) + 1
 
 
-def make_log_probabilities(model: Model, plan: Plan, mesh: Mesh) -> Callable[[Params, Batch], jax.Array]:
-    """(params, batch) -> the log-probability of every target [B, T], whole on every process; jitted."""
+def make_log_probabilities(
+    model: Model, plan: Plan, mesh: Mesh, *, temperature: float = 1.0, usable: int | None = None
+) -> Callable[[Params, Batch], jax.Array]:
+    """(params, batch) -> the log-probability of every target [B, T], whole on every process; jitted.
+
+    `temperature`, `usable`: of the distribution that they are in, as for `log_probabilities`.
+    """
 
     def log_p(params: Params, batch: Batch) -> jax.Array:
         with sharding.activate(mesh, plan.rules, plan.pipeline(mesh)):
             batch = sharding.balanced(batch)
-            found, _ = log_probabilities(model, params, batch)
+            found, _ = log_probabilities(model, params, batch, temperature=temperature, usable=usable)
         return found[:, np.argsort(batch["places"])] if "places" in batch else found
 
     return jax.jit(log_p, out_shardings=NamedSharding(mesh, PartitionSpec()))
@@ -281,10 +198,6 @@ def _seed(*numbers: int) -> int:
     """32 bits that depend on all of the numbers."""
     digest = hashlib.blake2b(repr(numbers).encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little")
-
-
-def _name(reward: Any) -> str:
-    return getattr(reward, "__name__", type(reward).__name__)
 
 
 def _packed(rows: np.ndarray) -> dict[str, Any]:

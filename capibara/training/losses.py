@@ -74,7 +74,7 @@ def cross_entropy(
     """
 
     layout = _layout_of(targets_BT, head_VD, trains_head)
-    loss, sums = _loss(hidden_BTD, head_VD, targets_BT, weights_BT, layout, z_loss, soft_cap)
+    loss, sums = _loss(hidden_BTD, head_VD, targets_BT, weights_BT, layout, z_loss, _Softmax(soft_cap))
     return loss, LossSums(*jax.lax.stop_gradient(sums))
 
 
@@ -84,18 +84,50 @@ def token_log_probabilities(
     targets_BT: jax.Array,
     *,
     soft_cap: float | None = None,
+    temperature: float = 1.0,
+    usable: int | None = None,
     trains_head: bool = True,
 ) -> jax.Array:
-    """Log-probability of each target under softmax(hidden @ head.T), float32 [B, T], to differentiate.
+    """Log-probability of each target under softmax(hidden @ head.T / temperature), float32 [B, T], to differentiate.
 
     For losses that are no sum over tokens. What each of them weighs is known only when all are there, so the logits are
     made again, block by block, in the backward pass, which is that of `cross_entropy` with these weights.
 
     Args:
       hidden_BTD, head_VD, targets_BT, soft_cap, trains_head: as for `cross_entropy`.
+      temperature: divides the logits, after the cap.
+      usable: only so many first ids can be; None: all.
     """
     layout = _layout_of(targets_BT, head_VD, trains_head)
-    return _log_probabilities(hidden_BTD, head_VD, targets_BT, layout, soft_cap)
+    usable = None if usable is None or usable >= len(head_VD) else usable
+    return _log_probabilities(hidden_BTD, head_VD, targets_BT, layout, _Softmax(soft_cap, temperature, usable))
+
+
+class _Softmax(NamedTuple):
+    """What is made of logits in front of a softmax; arguments as of `token_log_probabilities`."""
+
+    soft_cap: float | None = None
+    temperature: float = 1.0
+    usable: int | None = None
+
+    def inputs(self, logits: jax.Array) -> jax.Array:
+        """What the softmax is of, [places, V]."""
+        if self.soft_cap is not None:
+            logits = self.soft_cap * jnp.tanh(logits / self.soft_cap)
+        if self.temperature != 1.0:
+            logits = logits / self.temperature
+        return logits if self.usable is None else jnp.where(self._can_be(logits), logits, -jnp.inf)
+
+    def gradient(self, inputs: jax.Array, dinputs: jax.Array) -> jax.Array:
+        """By the logits, of that by the softmax's inputs."""
+        if self.usable is not None:
+            inputs = jnp.where(self._can_be(inputs), inputs, 0.0)  # their gradient is 0 already
+        if self.temperature != 1.0:
+            inputs, dinputs = inputs * self.temperature, dinputs / self.temperature
+        return dinputs if self.soft_cap is None else dinputs * (1.0 - jnp.square(inputs / self.soft_cap))
+
+    def _can_be(self, logits: jax.Array) -> jax.Array:
+        return jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1) < self.usable
 
 
 class _Layout(NamedTuple):
@@ -148,14 +180,14 @@ def _loss_axes(rows: int, length: int) -> tuple[tuple[str, ...], tuple[str, ...]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
-def _loss(hidden_BTD, head_VD, targets_BT, weights_BT, layout: _Layout, z_loss: float, soft_cap: float | None):
+def _loss(hidden_BTD, head_VD, targets_BT, weights_BT, layout: _Layout, z_loss: float, softmax: _Softmax):
     """The loss and the four LossSums [4]."""
 
     def local(hidden_BTD, head_VD, targets_BT, weights_BT):
         head = _gathered(head_VD, hidden_BTD.dtype, layout)
 
         def add(sums, block):
-            return sums + _block(block, head, z_loss, soft_cap)[0], None
+            return sums + _block(block, head, z_loss, softmax)[0], None
 
         return _over_blocks(add, jnp.zeros(4), (hidden_BTD, targets_BT, weights_BT), len(head_VD))[0][None]
 
@@ -167,7 +199,7 @@ def _loss(hidden_BTD, head_VD, targets_BT, weights_BT, layout: _Layout, z_loss: 
     return sums[0] + z_loss * sums[1], sums
 
 
-def _loss_forward(hidden_BTD, head_VD, targets_BT, weights_BT, layout, z_loss, soft_cap):
+def _loss_forward(hidden_BTD, head_VD, targets_BT, weights_BT, layout, z_loss, softmax):
     def local(hidden_BTD, head_VD, targets_BT, weights_BT):
         head = _gathered(head_VD, hidden_BTD.dtype, layout)
         (B, T, D), V = hidden_BTD.shape, len(head_VD)
@@ -176,7 +208,7 @@ def _loss_forward(hidden_BTD, head_VD, targets_BT, weights_BT, layout, z_loss, s
 
         def add(carry, block):
             sums, dhead_DV = carry
-            block_sums, dlogits = _block(block, head, z_loss, soft_cap)
+            block_sums, dlogits = _block(block, head, z_loss, softmax)
             hidden = block[0]
             dhidden = head.gradient(dlogits).astype(hidden.dtype)
             if not layout.trains_head:
@@ -210,8 +242,8 @@ def _loss_forward(hidden_BTD, head_VD, targets_BT, weights_BT, layout, z_loss, s
     return (sums[0] + z_loss * sums[1], sums), (dhidden_BTD, dhead_VD, jnp.zeros(0, head_VD.dtype))
 
 
-def _loss_backward(layout, z_loss, soft_cap, gradients, upstream):
-    del layout, z_loss, soft_cap
+def _loss_backward(layout, z_loss, softmax, gradients, upstream):
+    del layout, z_loss, softmax
     dloss, _ = upstream  # the sums have no gradient
     dhidden_BTD, dhead_VD, like_head = gradients
     # In float32, and rounded only then: dloss is a float16 run's loss scale.
@@ -224,12 +256,12 @@ _loss.defvjp(_loss_forward, _loss_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _log_probabilities(hidden_BTD, head_VD, targets_BT, layout: _Layout, soft_cap: float | None) -> jax.Array:
+def _log_probabilities(hidden_BTD, head_VD, targets_BT, layout: _Layout, softmax: _Softmax) -> jax.Array:
     def local(hidden_BTD, head_VD, targets_BT):
         head, (B, T) = _gathered(head_VD, hidden_BTD.dtype, layout), targets_BT.shape
 
         def add(carry, block):
-            return carry, _log_probabilities_of_block(block, head, soft_cap)
+            return carry, _log_probabilities_of_block(block, head, softmax)
 
         _, found = _over_blocks(add, (), (hidden_BTD, targets_BT), len(head_VD))
         return jnp.moveaxis(found.reshape(-1, B, T // len(found)), 0, 1).reshape(B, T)
@@ -238,13 +270,13 @@ def _log_probabilities(hidden_BTD, head_VD, targets_BT, layout: _Layout, soft_ca
     return _on_shards(local, layout, (places, head, places), places)(hidden_BTD, head_VD, targets_BT)
 
 
-def _log_probabilities_forward(hidden_BTD, head_VD, targets_BT, layout, soft_cap):
+def _log_probabilities_forward(hidden_BTD, head_VD, targets_BT, layout, softmax):
     kept = hidden_BTD, head_VD, targets_BT
-    return _log_probabilities(*kept, layout, soft_cap), kept
+    return _log_probabilities(*kept, layout, softmax), kept
 
 
-def _log_probabilities_backward(layout, soft_cap, kept, upstream_BT):
-    _, (dhidden_BTD, dhead_VD, _) = _loss_forward(*kept, -upstream_BT, layout, 0.0, soft_cap)
+def _log_probabilities_backward(layout, softmax, kept, upstream_BT):
+    _, (dhidden_BTD, dhead_VD, _) = _loss_forward(*kept, -upstream_BT, layout, 0.0, softmax)
     return dhidden_BTD, None if dhead_VD is None else dhead_VD.astype(kept[1].dtype), None
 
 
@@ -342,12 +374,10 @@ def _gathered(head_VD: jax.Array, dtype: jnp.dtype, layout: _Layout) -> _Head:
     return _Head(head, vocabulary)
 
 
-def _block(block, head: _Head, z_loss: float, soft_cap: float | None) -> tuple[jax.Array, jax.Array]:
+def _block(block, head: _Head, z_loss: float, softmax: _Softmax) -> tuple[jax.Array, jax.Array]:
     """Sums [4] of a block of places, and the loss's gradient by its logits [places, V]."""
     hidden, targets, weights = block
-    logits = head.logits(hidden)
-    if soft_cap is not None:
-        logits = soft_cap * jnp.tanh(logits / soft_cap)
+    logits = softmax.inputs(head.logits(hidden))
     largest = jnp.max(logits, axis=-1, keepdims=True)
     exponentials = jnp.exp(logits - largest)
     total = jnp.sum(exponentials, axis=-1, keepdims=True)
@@ -358,17 +388,13 @@ def _block(block, head: _Head, z_loss: float, soft_cap: float | None) -> tuple[j
     sums = jnp.stack([jnp.sum(column * weights) for column in columns])
     scale = (weights * (1.0 + 2.0 * z_loss * log_z))[:, None]
     dlogits = exponentials * (scale / total) - jnp.where(_is_target(logits, targets), weights[:, None], 0.0)
-    if soft_cap is not None:
-        dlogits = dlogits * (1.0 - jnp.square(logits / soft_cap))
-    return sums, dlogits.astype(hidden.dtype)
+    return sums, softmax.gradient(logits, dlogits).astype(hidden.dtype)
 
 
-def _log_probabilities_of_block(block, head: _Head, soft_cap: float | None) -> jax.Array:
+def _log_probabilities_of_block(block, head: _Head, softmax: _Softmax) -> jax.Array:
     """Of the targets of a block of places, [places]."""
     hidden, targets = block
-    logits = head.logits(hidden)
-    if soft_cap is not None:
-        logits = soft_cap * jnp.tanh(logits / soft_cap)
+    logits = softmax.inputs(head.logits(hidden))
     return _of_targets(logits, targets) - jax.nn.logsumexp(logits, axis=-1)
 
 

@@ -58,13 +58,11 @@ class Held(NamedTuple):
       name: what they are.
       bytes: of all of them.
       spread_as: parameters by which they are spread over the mesh, as (shapes, logical axes); None: each device has all.
-      alone: whether one device has all of them where one host has all devices.
     """
 
     name: str
     bytes: int
     spread_as: tuple[Params, Params] | None = None
-    alone: bool = False
 
 
 class Supply(abc.ABC):
@@ -182,7 +180,14 @@ def of_cross_entropy(model: Model, z_loss: float) -> Objective:
 
 
 def log_probabilities(
-    model: Model, params: Params, batch: Batch, remat: RematPolicy | None = None, step: jax.Array | None = None
+    model: Model,
+    params: Params,
+    batch: Batch,
+    remat: RematPolicy | None = None,
+    step: jax.Array | None = None,
+    *,
+    temperature: float = 1.0,
+    usable: int | None = None,
 ) -> tuple[jax.Array, Stats]:
     """Log-probability of every target of a `sharding.balanced` batch, float32 [B, T], and the layers' statistics.
 
@@ -191,12 +196,14 @@ def log_probabilities(
       params: its parameters.
       batch: what it reads and predicts.
       remat, step: of training, else None.
+      temperature, usable: of the distribution that the targets are of, as for `token_log_probabilities`.
     """
     options = () if remat is None else (remat, step)
     hidden, stats = model.hidden(params, batch, *options)
     with jax.named_scope("loss"):
         cap = model.config.logit_soft_cap
         found = token_log_probabilities(
-            hidden, model.head(params), batch["targets"], soft_cap=cap, trains_head=model.trains_head
-        )
+            hidden, model.head(params), batch["targets"], soft_cap=cap, temperature=temperature, usable=usable,
+            trains_head=model.trains_head,
+        )  # fmt: skip
     return found, stats

@@ -41,7 +41,7 @@ def test_a_text_is_made_by_the_engine_that_is_asked_for():
 
 def draws(logits, **sampling):
     rows = Settings(*(np.repeat(x, 5000, axis=0) for x in settings_of([Sampling(**sampling)])))
-    return np.asarray(jax.jit(choose)(jnp.tile(logits, (5000, 1)), rows, np.arange(5000, dtype=np.int32)))
+    return np.asarray(jax.jit(choose)(jnp.tile(logits, (5000, 1)), rows, np.arange(5000, dtype=np.int32))[0])
 
 
 LOGITS = np.log(np.array([0.05, 0.4, 0.1, 0.25, 0.15, 0.05], np.float32))
@@ -81,6 +81,19 @@ def test_draws_fill_the_allowed_set_and_never_leave_it(limits, allowed):
     assert set(draws(LOGITS, **{"temperature": 1.0, **limits}).tolist()) == allowed
 
 
+@pytest.mark.parametrize("limits", [dict(), dict(top_k=3), dict(top_p=0.75), dict(min_p=0.3), dict(temperature=0.5)])
+def test_what_is_drawn_has_the_log_probability_that_it_was_drawn_with(limits):
+    rows = Settings(*(np.repeat(x, 5000, axis=0) for x in settings_of([Sampling(**{"temperature": 1.0, **limits})])))
+    tokens, log_p = jax.jit(choose)(jnp.tile(LOGITS, (5000, 1)), rows, np.arange(5000, dtype=np.int32))
+    counts = np.bincount(np.asarray(tokens), minlength=6)
+    told = {int(token): float(np.exp(one)) for token, one in zip(tokens, log_p)}
+    assert sum(told.values()) == pytest.approx(1.0, abs=1e-5)  # of all that can be drawn
+    for token, probability in told.items():
+        assert counts[token] / 5000 == pytest.approx(probability, abs=0.03)
+    greedy = settings_of([Sampling(temperature=0)])
+    assert float(choose(LOGITS[None], greedy, np.zeros(1, np.int32))[1][0]) == 0
+
+
 def test_impossible_tokens_are_never_drawn():
     masked = np.where(np.arange(6) < 2, LOGITS, -np.inf)
     for limits in (dict(), dict(top_k=4), dict(top_p=0.999999), dict(temperature=0)):
@@ -92,18 +105,18 @@ def test_every_row_has_its_own_settings():
     each = [Sampling(**{"temperature": 1.0, **one}) for one in each]
     logits = np.random.default_rng(0).normal(size=(len(each), 50)).astype(np.float32)
     index = np.array([0, 3, 4, 5, 3, 3], np.int32)
-    together = np.asarray(jax.jit(choose)(logits, settings_of(each), index))
+    together = np.asarray(jax.jit(choose)(logits, settings_of(each), index)[0])
     for row, one in enumerate(each):
         alone = jax.jit(choose)(logits[row : row + 1], settings_of([one]), index[row : row + 1])
-        assert together[row] == int(alone[0])
+        assert together[row] == int(alone[0][0])
 
 
 def test_a_repeated_token_loses_by_its_sign():
     logits = jnp.asarray([[2.0, 1.5, -1.0], [-1.0, -1.5, -3.0]])
     rows = settings_of([Sampling(temperature=0, repetition_penalty=2.0)] * 2)
     seen = jnp.asarray([[True, False, True], [True, False, False]])
-    assert choose(logits, rows, jnp.zeros(2, jnp.int32), seen).tolist() == [1, 1]
-    assert choose(logits, rows, jnp.zeros(2, jnp.int32), ~seen).tolist() == [0, 0]
+    assert choose(logits, rows, jnp.zeros(2, jnp.int32), seen)[0].tolist() == [1, 1]
+    assert choose(logits, rows, jnp.zeros(2, jnp.int32), ~seen)[0].tolist() == [0, 0]
 
 
 def test_limits_of_one_token_are_greedy():

@@ -52,14 +52,11 @@ def test_what_a_loss_holds_is_in_the_state_of_all_moments():
     model, choice = api.build(DENSE), choice_of(fsdp=4, tensor=2)
     spread_as = model.abstract_params, model.axes
     size = tree.byte_count(model.abstract_params)
-    held = [Held("reference", size, spread_as), Held("engine", size // 2, spread_as, alone=True), Held("cache", 1000)]
+    held = [Held("reference", size, spread_as), Held("engine", size // 2, spread_as), Held("cache", 1000)]
     none, many = work_of(), work_of(held=held)
     on_device = none.params.on_device(choice.mesh)
     found = memory.memory(many, choice)
     assert found.held == pytest.approx(on_device * 1.5 + 1000)
-    # One device of a single host has all of the engine.
-    assert memory.memory(many.on_hosts(1), choice).held == pytest.approx(on_device + size // 2 + 1000)
-    assert none.on_hosts(1) is none and many.on_hosts(2) is many
     assert memory.memory(none, choice).held == 0
     for moment, amount in memory.memory(none, choice).moments.items():
         assert found.moments[moment] == pytest.approx(amount + found.held)

@@ -122,18 +122,18 @@ def same(a, b):
 # The loss.
 
 
-@pytest.mark.parametrize("variant", ["grpo", "dr_grpo"])
-def test_the_loss_and_its_gradient_equal_the_formula_in_float64(variant):
+@pytest.mark.parametrize("variant, cap", [("grpo", 1.2), ("dr_grpo", 1.2), ("grpo", None)])
+def test_the_loss_and_its_gradient_equal_the_formula_in_float64(variant, cap):
     rng, (rows, length) = np.random.default_rng(0), (6, 10)
     grpo = Grpo(
-        rewards=(has_digit,), variant=variant, clip_low=0.2, clip_high=0.3, kl=0.1, updates=2,
+        rewards=(has_digit,), variant=variant, clip_low=0.2, clip_high=0.3, kl=0.1, updates=2, importance_cap=cap,
         sampling=Sampling(max_new_tokens=16, temperature=1.0),
     )  # fmt: skip
     weights = (np.arange(length) >= 3) & (np.arange(length) < rng.integers(5, 10, (rows, 1)))
     old, reference = -rng.uniform(1, 4, (2, rows, length))
-    log_p = old + rng.normal(0, 0.3, (rows, length))
+    log_p, drawn = old + rng.normal(0, 0.3, (2, rows, length))
     gains = rng.normal(size=rows)
-    want, want_gradient, clipped = 0.0, np.zeros_like(log_p), []
+    want, want_gradient, clipped, apart, capped = 0.0, np.zeros_like(log_p), [], 0.0, 0.0
     for b in range(rows):
         places = np.flatnonzero(weights[b])
         share = 1 / len(places) if variant == "grpo" else 1 / 16
@@ -143,15 +143,22 @@ def test_the_loss_and_its_gradient_equal_the_formula_in_float64(variant):
             bounded = min(max(ratio, 0.8), 1.3)
             held = bounded * gains[b] < ratio * gains[b]
             part += held / len(places)
-            want += share * (-min(ratio * gains[b], bounded * gains[b]) + 0.1 * (np.exp(away) - away - 1))
-            want_gradient[b, t] = share * (-(not held) * ratio * gains[b] + 0.1 * (1 - np.exp(away)))
+            apart += abs(old[b, t] - drawn[b, t]) / len(places)
+            weight = 1.0 if cap is None else min(np.exp(old[b, t] - drawn[b, t]), cap)
+            capped += (weight == cap) / len(places)
+            gain = weight * min(ratio * gains[b], bounded * gains[b])
+            want += share * (-gain + 0.1 * (np.exp(away) - away - 1))
+            want_gradient[b, t] = share * (-(not held) * weight * ratio * gains[b] + 0.1 * (1 - np.exp(away)))
         clipped.append(part)
-    batch = {"weights": weights, "advantages": weights * gains[:, None], "old": old, "reference": reference}
+    batch = {"weights": weights, "advantages": weights * gains[:, None], "drawn": drawn, "old": old}
+    batch = {**batch, "reference": reference}
     batch = {name: jnp.asarray(value, jnp.float32) for name, value in batch.items()}
     (got, totals), gradient = jax.value_and_grad(grpo.totals, has_aux=True)(jnp.asarray(log_p, jnp.float32), batch)
     assert float(got) == pytest.approx(want, rel=1e-5) and float(totals.weight) == rows
     np.testing.assert_allclose(gradient, want_gradient, atol=1e-5)
     assert 0 < sum(clipped) < rows and float(totals.values["clip_fraction"]) == pytest.approx(sum(clipped), rel=1e-5)
+    assert float(totals.values["engine_difference"]) == pytest.approx(apart, rel=1e-5)
+    assert float(totals.values["importance_capped"]) == pytest.approx(capped) and (capped > 0) == (cap is not None)
 
 
 def test_advantages_are_of_the_group_and_zero_where_all_are_equal():
@@ -216,6 +223,20 @@ def has_digit_in(text):
     return any(letter.isdigit() for letter in text)
 
 
+def test_answers_are_drawn_from_what_is_trained_and_other_numbers_of_an_engine_are_weighed(make_trainer, train):
+    """At any temperature, and though the model has more ids (384) than the vocabulary; an engine in 8 bits is another one."""
+    sampling = Sampling(max_new_tokens=NEW, temperature=0.7)
+    exact = train(make_trainer({"sampling": sampling}, steps=1))
+    assert 0 < exact.metrics[1]["engine_difference"] < 2e-6 and exact.metrics[1]["importance_capped"] == 0
+    assert exact.metrics[1]["ratio"] == pytest.approx(1.0, abs=1e-6)
+    drawn, said = exact.batches[1]["drawn"], exact.batches[1]["weights"] > 0
+    assert (drawn[said] < 0).all() and (drawn[~said] == 0).all() and -9 < drawn[said].mean() < -3
+    config = EngineConfig(slots=16, cache_dtype="int8", prefix_cache_mib=0)
+    far = {"sampling": sampling, "engine": config, "importance_cap": 1.001}
+    coarse = train(make_trainer(far, steps=1, model_dir=make_trainer().model_dir + "_8"))
+    assert 1e-4 < coarse.metrics[1]["engine_difference"] < 0.1 and 0 < coarse.metrics[1]["importance_capped"] < 0.6
+
+
 @pytest.mark.parametrize("stop", [pytest.param(2, marks=pytest.mark.heavy), 3])
 def test_a_resumed_run_ends_bit_by_bit_as_one_that_was_not_stopped(make_trainer, train, stop):
     """Also within the steps on one rollout, whose parameters are gone by then."""
@@ -260,10 +281,10 @@ def test_a_mesh_and_one_device_train_alike(make_trainer, train, axes):
     plan = Plan(batch_size=32, fsdp=2, **axes)
     got = train(make_trainer(**options, plan=plan, model_dir=make_trainer().model_dir + "_mesh"), 4)
     same(got.batches[1]["tokens"], want.batches[1]["tokens"])
-    for name in ("old", "reference"):
+    for name in ("drawn", "old", "reference"):
         np.testing.assert_allclose(got.batches[1][name], want.batches[1][name], atol=1e-5)
     for step in (1, 2):
-        for key in ("loss", "grad_norm", "kl", "ratio"):
+        for key in ("loss", "grad_norm", "kl", "ratio", "engine_difference"):
             assert got.metrics[step][key] == pytest.approx(want.metrics[step][key], rel=1e-3, abs=1e-5), (step, key)
 
 
@@ -273,15 +294,16 @@ def test_adapters_are_rewarded_and_their_base_is_the_reference(make_trainer, tra
     seen = train(trainer := make_trainer({"kl": 0.1}, model=model, steps=3))
     assert seen.metrics[1]["kl"] < 1e-6 < seen.metrics[3]["kl"]
     # What is held beside the state is what the planner is told.
-    supply, size = seen.run.supply, lambda arrays: sum(x.nbytes for x in jax.tree.leaves(arrays))  # noqa: E731
+    answerer, size = seen.run.supply._answerer, lambda arrays: sum(x.nbytes for x in jax.tree.leaves(arrays))  # noqa: E731
     held = {one.name: one for one in trainer.loss.held(seen.run.model, trainer.dataset)}
-    assert held["reference"].bytes == size(supply._reference) < held["engine's parameters"].bytes
-    assert held["engine's parameters"].bytes == size(supply._engine._params)
-    assert held["engine's keys and values"].bytes == size(supply._engine._state) + 2**20  # and prefix_cache_mib
+    assert held["reference"].bytes == size(seen.run.supply._reference) < held["engine's parameters"].bytes
+    assert held["engine's parameters"].bytes == size(answerer._engine._params)
+    assert held["engine's keys and values"].bytes == size(answerer._engine._state) + 2**20  # and prefix_cache_mib
     devices = [
-        {len(leaf.devices()) for leaf in jax.tree.leaves(x)} for x in (supply._engine._params, supply._reference)
+        {len(leaf.devices()) for leaf in jax.tree.leaves(x)}
+        for x in (answerer._engine._params, seen.run.supply._reference)
     ]
-    assert devices == [{1}, {2}] and held["engine's parameters"].alone
+    assert devices == [{1}, {2}]
     without = dataclasses.replace(trainer.loss, kl=0.0)
     assert "reference" not in [one.name for one in without.held(seen.run.model, trainer.dataset)]
 
@@ -308,7 +330,13 @@ def test_rewards_must_be_finite_numbers(make_trainer, train):
         ({"group": 1}, "Grpo.group is 1, must be at least 2"),
         ({"group": 5}, r"Plan.batch_size \(32\) must be a multiple of Grpo.group \(5\): try 30"),
         ({"reward_weights": (1.0, 2.0)}, "as many as Grpo.rewards"),
-        ({"sampling": Sampling(temperature=0.0)}, "temperature is 0"),
+        ({"sampling": Sampling(temperature=0.0)}, "temperature is 0.0, must be finite and above 0"),
+        ({"sampling": Sampling(temperature=float("inf"))}, "temperature is inf"),
+        ({"sampling": Sampling(top_k=50)}, "Grpo's Sampling.top_k is 50: .* leave it out, and lower"),
+        ({"sampling": Sampling(top_p=0.9)}, "Grpo's Sampling.top_p is 0.9: .* leave it out, and lower"),
+        ({"sampling": Sampling(min_p=0.1)}, "Grpo's Sampling.min_p is 0.1: .* leave it out, and lower"),
+        ({"sampling": Sampling(repetition_penalty=1.1)}, "Grpo's Sampling.repetition_penalty is 1.1: .* leave it out"),
+        ({"importance_cap": 0.5}, "Grpo.importance_cap is 0.5, must be at least 1"),
         ({"sampling": Sampling(max_new_tokens=LENGTH)}, "leaves prompts no room"),
         ({"clip_low": 1.5}, "Grpo.clip_low"),
         (

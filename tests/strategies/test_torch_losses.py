@@ -42,7 +42,7 @@ def test_losses_and_gradients_equal_those_of_torch(name):
     else:
         sampling = Sampling(max_new_tokens=NEW_TOKENS, temperature=1.0)
         loss, options = Grpo(rewards=(matches_pattern,), sampling=sampling, updates=2, **GRPO[name]), ()
-        batch = {"weights": given["weights"], "old": other, "reference": other}
+        batch = {"weights": given["weights"], "old": other, "drawn": other, "reference": other}
         batch["advantages"] = given["weights"] * given["gains"][:, None]
 
     def mean(hidden, head):

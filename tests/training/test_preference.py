@@ -35,21 +35,25 @@ MODEL = DecoderConfig(vocab_size=384, embed_dim=32, num_layers=1, num_heads=2, m
 # The loss.
 
 
-@pytest.mark.parametrize("cap", [None, 5.0])
+@pytest.mark.parametrize("cap, temperature, usable", [(None, 1.0, None), (5.0, 1.0, 40), (5.0, 0.7, 33)])
 @pytest.mark.parametrize("blocks", [1, 4])
-def test_log_probabilities_and_their_gradients_equal_those_of_whole_logits(cap, blocks, monkeypatch):
+def test_log_probabilities_and_their_gradients_equal_those_of_whole_logits(
+    cap, temperature, usable, blocks, monkeypatch
+):
     monkeypatch.setattr(losses, "_BLOCK_BYTES", {"cpu": 3 * 8 * 40 * 4 // blocks})
     rng = np.random.default_rng(0)
     hidden = jnp.asarray(rng.normal(size=(3, 8, 16)), jnp.float32)
     head = jnp.asarray(rng.normal(size=(40, 16)), jnp.float32)
-    targets, upstream = rng.integers(0, 40, (3, 8)), rng.normal(size=(3, 8)).astype(np.float32)
+    targets, upstream = rng.integers(0, usable or 40, (3, 8)), rng.normal(size=(3, 8)).astype(np.float32)
 
     def plain(hidden, head):
         logits = hidden @ head.T
-        logits = logits if cap is None else cap * jnp.tanh(logits / cap)
+        logits = (logits if cap is None else cap * jnp.tanh(logits / cap)) / temperature
+        logits = jnp.where(np.arange(40) < (usable or 40), logits, -jnp.inf)
         return jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], -1)[..., 0]
 
-    ours = functools.partial(token_log_probabilities, targets_BT=targets, soft_cap=cap)
+    given = dict(soft_cap=cap, temperature=temperature, usable=usable)
+    ours = functools.partial(token_log_probabilities, targets_BT=targets, **given)
     np.testing.assert_allclose(ours(hidden, head), plain(hidden, head), atol=1e-5)
     got = jax.grad(lambda *a: jnp.vdot(jnp.sin(ours(*a)), upstream), (0, 1))(hidden, head)
     want = jax.grad(lambda *a: jnp.vdot(jnp.sin(plain(*a)), upstream), (0, 1))(hidden, head)

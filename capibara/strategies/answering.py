@@ -1,0 +1,201 @@
+"""Answers to prompts, with their rewards: each process makes its share, and all of them know all."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from capibara.inference import chat, own_chips
+from capibara.inference.engine import Engine
+from capibara.inference.own_chips import OwnChips
+from capibara.inference.sampling import Sampling
+from capibara.inference.stream import Completion, Finish, Stream
+from capibara.training import hosts
+from capibara.training.run import Run
+from capibara.types import Batch, Params, UserError
+
+_ASK_EVERY_STEPS = 64  # of the engine, after which several hosts ask each other whether to stop, and who has work left
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """One answer to a prompt.
+
+    Attributes:
+      prompt, tokens: ids of both; the answer's with the token that ended it.
+      drawn: of each of its tokens the log-probability in what the engine drew it from.
+      reward: the sum of its rewards.
+      parts: each of them.
+      truncated: whether it was cut off.
+    """
+
+    prompt: list[int]
+    tokens: list[int]
+    drawn: list[float]
+    reward: float
+    parts: tuple[float, ...]
+    truncated: bool
+
+    def packed(self) -> dict[str, Any]:
+        """As a JSON value, of which nothing is lost."""
+        ids = {name: _text(getattr(self, name), np.int32) for name in ("prompt", "tokens")}
+        return {**dataclasses.asdict(self), **ids, "drawn": _text(self.drawn, np.float32)}
+
+    @staticmethod
+    def of(packed: dict[str, Any]) -> Answer:
+        """What `packed` gave."""
+        ids = {name: _numbers(packed[name], np.int32) for name in ("prompt", "tokens")}
+        lists = {"drawn": _numbers(packed["drawn"], np.float32), "parts": tuple(packed["parts"])}
+        return Answer(**{**packed, **ids, **lists})
+
+
+class Prompt(NamedTuple):
+    """Of a batch: its row, its number among the documents of the split, and its tokens."""
+
+    row: int
+    number: int
+    ids: list[int]
+
+
+def prompts_of(batch: Batch) -> list[Prompt]:
+    """The prompts of a batch; rows that fill it up have none."""
+    found = []
+    for row in np.flatnonzero(batch["numbers"][:, 0]).tolist():
+        ids = batch["targets"][row][batch["segment_ids"][row] > 0].tolist()
+        found.append(Prompt(row, int(batch["numbers"][row, 0]) - 1, ids))
+    return found
+
+
+class Answerer:
+    """Answers prompts with the parameters at hand, and has the answers judged.
+
+    Where they fit, each process has an engine on its own chips and answers its share; else all processes make every
+    token together. Every answer is judged by one process, and all take its word for it.
+
+    Args:
+      run: of prompts.
+      grpo: a `grpo.Grpo`: how they are answered, and what is rewarded.
+    """
+
+    def __init__(self, run: Run, grpo: Any):
+        dataset = run.trainer.dataset
+        self._run, self._grpo, self._chat = run, grpo, chat.of_run(dataset, type(grpo).__name__)
+        splits = ("train", "validation") if run.trainer.evaluation.every else ("train",)
+        self._documents = {split: dataset.source.open(split) for split in splits}
+        self._engine: Engine | None = None
+        self._own: OwnChips | None = None
+
+    def load(self, params: Params) -> None:
+        """Answers with these parameters from now on; all processes call it."""
+        jax.block_until_ready(params)
+        if self._engine is not None:
+            self._engine.update(params if self._own is None else self._own(params))
+            return
+        run, grpo = self._run, self._grpo
+        dataset, rules = run.trainer.dataset, run.trainer.plan.rules
+        layout = own_chips.found(run.model, grpo.mesh, grpo.where, grpo.engine, dataset.length, free=self._free_bytes())
+        given = (dataset.get_vocabulary(), dataset.length, grpo.engine)
+        if layout is None:
+            self._engine = Engine(run.model, params, *given, rules=rules)
+        else:
+            self._own = OwnChips(run.model, layout, rules)
+            self._engine = Engine(run.model.plain, self._own(params), *given)
+
+    def _free_bytes(self) -> int | None:
+        """Of a device, on every process, beside the train step."""
+        about = self._run.train_step.memory_analysis()
+        free = hosts.gathered(own_chips.free_bytes(0 if about is None else about.temp_size_in_bytes))
+        return None if None in free else min(free)
+
+    def answers(
+        self, split: str, prompts: Sequence[Prompt], samplings: Callable[[int], list[Sampling]], what: str
+    ) -> list[list[Answer]]:
+        """The answers to each prompt, the same on all processes.
+
+        Args:
+          split, prompts: the prompts.
+          samplings: row of a prompt -> how each of its answers is drawn.
+          what: they are for.
+
+        Raises:
+          Interrupted: the run is to stop.
+          UserError: a reward is no number, on whichever process.
+        """
+        mine = hosts.share(list(prompts))
+        streams: dict[int, list[Stream]] = {}
+        for row, _, ids in prompts if self._own is None else mine:
+            streams[row] = [self._engine.submit(ids, one, ends=self._chat.ends) for one in samplings(row)]
+        count = sum(len(samplings(prompt.row)) for prompt in prompts)
+        self._write(what, count)
+        return self._judged_by_turns(split, prompts, mine, streams, f"{what}: {{}} of {count} rewards")
+
+    def _write(self, what: str, count: int) -> None:
+        """Until the engines of all processes have nothing left to do."""
+        for turn in itertools.count():
+            self._run.check(turn)
+            found = hosts.each(self._worked)
+            if not any(busy for busy, _ in found):
+                return
+            left = found[0][1] if self._own is None else sum(one for _, one in found)
+            self._run.progress(f"{what}: {count - left} of {count} answers")
+
+    def _worked(self) -> tuple[bool, int]:
+        """Whether this process's engine went on, and the answers that it still has to begin or to end."""
+        steps = 1 if jax.process_count() == 1 else _ASK_EVERY_STEPS
+        busy = all(self._engine.step() for _ in range(steps))
+        return busy, sum(self._engine.load)
+
+    def _judged_by_turns(
+        self, split: str, prompts: Sequence[Prompt], mine: Sequence[Prompt], streams: dict[int, list[Stream]], told: str
+    ) -> list[list[Answer]]:
+        judged: list[list[Answer]] = []
+        for turn in range(-(-len(prompts) // jax.process_count())):  # a reward may take long, too
+            self._run.check(turn)
+            self._run.progress(told.format(sum(map(len, judged))))
+            part = mine[turn : turn + 1]
+            found = hosts.each(lambda: [[p.row, self._judged(split, p, streams[p.row])] for p in part])
+            for row, answers in itertools.chain.from_iterable(found):
+                assert row == prompts[len(judged)].row, "a prompt was answered twice, or by nobody"
+                judged.append([Answer.of(one) for one in answers])
+        return judged
+
+    def _judged(self, split: str, prompt: Prompt, streams: Sequence[Stream]) -> list[dict[str, Any]]:
+        return [self._answer(split, prompt, stream.result()).packed() for stream in streams]
+
+    def _answer(self, split: str, prompt: Prompt, said: Completion) -> Answer:
+        grpo, documents = self._grpo, self._documents[split]
+        record, text = documents.record(prompt.number), documents[prompt.number]
+        parts = []
+        for reward in grpo.rewards:
+            value = reward(text, said.text, record)
+            if not isinstance(value, (int, float, np.number)) or not math.isfinite(value):
+                raise UserError(
+                    f"Grpo.rewards: {name_of(reward)} gave {value!r} for an answer to {documents.where(prompt.number)}: it "
+                    "must give a finite number"
+                )
+            parts.append(float(value))
+        weights = grpo.reward_weights or (1.0,) * len(parts)
+        ended = said.end is not None
+        tokens, drawn = [*said.tokens, *[said.end] * ended], [*said.drawn, *[said.end_drawn] * ended]
+        total = sum(weight * part for weight, part in zip(weights, parts))
+        return Answer(prompt.ids, tokens, drawn, total, tuple(parts), said.finish is Finish.LENGTH)
+
+
+def name_of(reward: Any) -> str:
+    """Of a reward function."""
+    return getattr(reward, "__name__", type(reward).__name__)
+
+
+def _text(numbers: Sequence[float], dtype: type[np.number]) -> str:
+    return base64.b64encode(np.array(numbers, dtype).tobytes()).decode()
+
+
+def _numbers(text: str, dtype: type[np.number]) -> list[Any]:
+    return np.frombuffer(base64.b64decode(text), dtype).tolist()
