@@ -69,7 +69,8 @@ def run(args) -> None:
     joining.join(joining.of(args), joining.asked(args), emulated=args.emulate is not None)
     given = (args.model_dir or args.model, args.gin_file, args.gin_bindings, args.gin_search_paths)
     with StatusLine() as line:
-        line.show("reading", given[0])
+        show = line.show if jax.process_index() == 0 else lambda *_: None
+        show("reading", given[0])
         subject = open_subject(*given, step=args.step, weights=args.weights, trust=args.trust_config)
         if args.harness:
             from capibara.evaluation import harness
@@ -80,7 +81,7 @@ def run(args) -> None:
             names = [name for value in args.task for name in value.split(",") if name]
             tasks = evaluation.chosen(names, args.limit)
             outputs.check_writable(*written, inputs=evaluation.files_of(tasks))
-            options = {"limit": args.limit, "predictions": args.predictions, "show": line.show}
+            options = {"limit": args.limit, "predictions": args.predictions, "show": show}
             found = evaluation.evaluate(subject, tasks, **options)
             lines = evaluation.table(found)
     if jax.process_index() > 0:

@@ -72,7 +72,7 @@ def run(args) -> None:
     typed = talk and args.prompt is None and sys.stdin.isatty()
     if not (args.prompts or args.benchmark or typed):
         prompt = files.read_standard_input() if args.prompt is None else args.prompt
-        generate = Generator(model, vocabulary, lengths[0], sampling, lengths[1], batching, spread=True)
+        generate = Generator(model, vocabulary, lengths[0], sampling, lengths[1], batching)
         text = generate(params, talk.ids(prompt), talk.ends) if talk else generate(params, prompt)
         print(text if lengths[1] or talk else prompt + text)
         return

@@ -33,10 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = cli.parse_arguments(parser, argv)
     if not args.gin_file:
         raise UserError("--gin_file has no value: name a run file, e.g. --gin_file=quickstart.gin")
-    hosts = joining.of(args)
-    return train(
-        args.gin_file, args.gin_bindings, args.gin_search_paths, args.emulate, start_over=args.start_over, hosts=hosts
-    )
+    given, joined = (args.gin_file, args.gin_bindings, args.gin_search_paths), joining.of(args)
+    return train(*given, args.emulate, start_over=args.start_over, joined=joined)
 
 
 def train(
@@ -46,7 +44,7 @@ def train(
     emulate: int | None,
     *,
     start_over: bool = False,
-    hosts: joining.Joining = joining.Joining(),
+    joined: joining.Joining = joining.Joining(),
 ) -> int:
     """Trains the run that the Gin files describe; returns the exit code."""
     import jax
@@ -57,14 +55,14 @@ def train(
     from capibara.models import api
     from capibara.monitoring.defaults import Monitoring
     from capibara.planner import automatic, chips, xla_flags
-    from capibara.training import emulation, loop, own_tokenizer, run_folder
+    from capibara.training import emulation, hosts, loop, own_tokenizer, run_folder
     from capibara.training.trainer import Trainer
 
     config.parse(gin_files, bindings, search_paths)
     trainer = config.build(Trainer)
     devices.start(emulate)
     facts = {"configuration": config.operative()}
-    joining.join(hosts, facts, emulated=emulate is not None, heartbeat_s=trainer.heartbeat_s)
+    joining.join(joined, facts, emulated=emulate is not None, heartbeat_s=trainer.heartbeat_s)
     if start_over:
         run_folder.start_over(trainer.model_dir)
     run_folder.check_resumable(trainer.model_dir)
@@ -83,10 +81,11 @@ def train(
     if jax.process_index() == 0:
         print("".join(f"{line}\n" for line in notes), end="")
     model = api.build(trainer.model)
+    sampled = (dataset.get_vocabulary, dataset.length, texts, dataset.encoder_length, trainer.plan.rules)
     outcome = loop.train(
         trainer,
         callbacks,
-        sampler=sampler(model, dataset.get_vocabulary, dataset.length, texts, dataset.encoder_length),
+        sampler=sampler(model, *sampled, gathered=hosts.gathered),
         peak_flops=chips.peak_flops(chip) if trainer.model.dtype == "bfloat16" else None,
         compiler_options=xla_flags.options(chip, tensor=trainer.plan.tensor),
         config=config.operative(),

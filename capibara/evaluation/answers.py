@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -54,20 +56,24 @@ def ask(
     subject: Subject, name: str, questions: Sequence[Question], told: Predictions, show: Show
 ) -> Iterator[dict[str, Any]]:
     """Asks all questions, and gives the line on each, {"prediction", "finish", "tokens", ...}, in their order."""
-    waiting: deque = deque()
-    left = iter(questions)
-    for done in range(len(questions)):
-        while len(waiting) < _AHEAD * subject.slots and (more := next(left, None)) is not None:
-            line = told.known(more.about)
-            asked = subject.engine.submit(more.prompt, more.sampling, ends=more.ends) if line is None else None
-            waiting.append((more, line, asked))
-        question, line, asked = waiting.popleft()
-        if line is None:
-            result = asked.result()
-            answer = {"prediction": result.text, "finish": str(result.finish), "tokens": result.tokens}
-            line = told.add(question.about, answer)
-        show(name, f"{done + 1} of {len(questions)} answers")
+    known = told.beginning(question.about for question in questions)
+    yield from known
+    left = questions[len(known) :]
+    answers = subject.in_turns(left, functools.partial(_answered, subject), subject.slots)
+    for done, (question, answer) in enumerate(zip(left, answers, strict=True), len(known) + 1):
+        line = told.add(question.about, answer)
+        show(name, f"{done} of {len(questions)} answers")
         yield line
+
+
+def _answered(subject: Subject, questions: Sequence[Question]) -> Iterator[dict[str, Any]]:
+    """What comes of each question, in their order; later ones are answered meanwhile."""
+    waiting, left = deque(), iter(questions)
+    for _ in questions:
+        for more in itertools.islice(left, max(_AHEAD * subject.slots - len(waiting), 0)):
+            waiting.append(subject.engine.submit(more.prompt, more.sampling, ends=more.ends))
+        result = waiting.popleft().result()
+        yield {"prediction": result.text, "finish": str(result.finish), "tokens": result.tokens}
 
 
 def _question(subject: Subject, name: str, task: EvalTask, number: int, item: Item, sample: int) -> Question:
@@ -102,11 +108,7 @@ def ranked(
         | {"format": str(task.format), "before_choice": task.before_choice}
         for i, item in enumerate(items)
     ]
-    lines = []
-    for about in abouts:
-        if (line := told.known(about)) is None:
-            break
-        lines.append(line)
+    lines = told.beginning(abouts)
     left = range(len(lines), len(items))
     pairs = [pair for i in left for pair in _pairs(subject, task, items[i])]
     owners = [(i, choice) for i in left for choice in items[i].choices]

@@ -5,9 +5,10 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import itertools
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from capibara import config, extras
@@ -156,21 +157,27 @@ class CapibaraLM(TemplateLM):
                 samplings.append(self._sampling(kwargs, seed=came[same]))
             came[same] += 1
         texts: list[str] = []
-        waiting: list[Any] = []
         cut: list[Any] = []
+        made = self._subject.in_turns(list(zip(requests, samplings)), self._generated, self._subject.slots)
         with tqdm(total=len(requests), disable=disable_tqdm, desc="Generating") as bar:
-            for number in range(len(requests)):
-                while len(waiting) < min(len(requests), number + _AHEAD * self._subject.slots):
-                    request = requests[len(waiting)]
-                    with _named(request):
-                        stream, whole = self._asked(asked[len(waiting)][0], samplings[len(waiting)])
-                    waiting.append(stream)
-                    cut += [] if whole else [request]
-                texts.append(waiting[number].result().text)
-                self.cache_hook.add_partial("generate_until", asked[number], texts[-1])
+            for request, (text, whole) in zip(requests, made, strict=True):
+                texts.append(text)
+                cut += [] if whole else [request]
+                self.cache_hook.add_partial("generate_until", request.args, text)
                 bar.update()
         _tell_cut(cut, len(requests))
         return texts
+
+    def _generated(self, asked: Sequence[tuple[Any, Sampling]]) -> Iterator[tuple[str, bool]]:
+        """The text of each request, and whether its prompt was read whole; later ones are made meanwhile."""
+        waiting: collections.deque = collections.deque()
+        left = iter(asked)
+        for _ in asked:
+            for request, sampling in itertools.islice(left, max(_AHEAD * self._subject.slots - len(waiting), 0)):
+                with _named(request):
+                    waiting.append(self._asked(request.args[0], sampling))
+            stream, whole = waiting.popleft()
+            yield stream.result().text, whole
 
     def _asked(self, context: str, sampling: Sampling) -> tuple[Any, bool]:
         """The stream of a text, and whether the prompt is whole: a row has room for both, and the prompt's end counts."""

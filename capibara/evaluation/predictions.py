@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import IO, Any
 
+from capibara.training import hosts
 from capibara.types import UserError
 
 _BEGINS = b'{"predictions_of"'
@@ -16,6 +18,7 @@ class Predictions:
     """Lines in the order in which they are asked for; those that the file has already are taken from there.
 
     The first line tells the model. Every other has what was asked (`asked`: task, example, prompt, ...) and what came of it.
+    Of several processes the first reads and writes the file, and tells the others what it has.
 
     Args:
       path: of the file; None: nothing is written.
@@ -29,20 +32,22 @@ class Predictions:
         self._path, self._number = path, 1
         self._old: list[dict[str, Any]] = []
         self._file: IO[str] | None = None
-        if path is None:
-            return
-        head = {"predictions_of": dict(model)}
+        if path is not None:
+            self._old = hosts.of_first(lambda: self._opened(path, {"predictions_of": dict(model)}))
+
+    def _opened(self, path: str, head: dict[str, Any]) -> list[dict[str, Any]]:
+        """The lines that the file has after its first."""
+        old = []
         try:
             if os.path.exists(path):
-                self._old = self._read(json.loads(json.dumps(head)))
+                old = self._read(json.loads(json.dumps(head)))
             os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
             self._file = open(path, "a", encoding="utf-8", errors="surrogatepass")
         except OSError as error:
             raise UserError(f"--predictions={path} cannot be written ({error.strerror}): name another file") from None
-        if not self._old:
+        if not old:
             self._write(head)
-        else:
-            self._old.pop(0)
+        return old[1:]
 
     def __enter__(self) -> Predictions:
         return self
@@ -50,6 +55,14 @@ class Predictions:
     def __exit__(self, *_: object) -> None:
         if self._file is not None:
             self._file.close()
+
+    def beginning(self, asked: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """The lines on the first of what is asked that the file has; the others are to be made, and given to `add`.
+
+        Raises:
+          UserError: a line is of something else.
+        """
+        return list(itertools.takewhile(lambda line: line is not None, map(self.known, asked)))
 
     def known(self, asked: Mapping[str, Any]) -> dict[str, Any] | None:
         """What the file has of the next line, if it goes so far; None: it is to be made, and given to `add`.

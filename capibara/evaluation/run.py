@@ -21,6 +21,7 @@ from capibara.evaluation.subject import Subject
 from capibara.evaluation.tasks import EvalTask, Item, read_items
 from capibara.fields import did_you_mean
 from capibara.inference.sampling import changed
+from capibara.training import hosts
 from capibara.types import UserError
 
 _PACKAGES = ("jax", "flax", "numpy", "sacrebleu", "rouge-score", "seqio", "lm_eval")
@@ -134,16 +135,22 @@ def _of_ours(subject: Subject, ours: Ours, told: Predictions, show: Show) -> dic
         how |= {"num_samples": task.num_samples, "sampling": changed(task.sampling)}
     else:
         given = answers.ranked(subject, name, task, items, told, show)
-    found: dict[str, Estimate] = {}
-    for metric in task.scored_by:
-        show(name, "metrics")
+    show(name, "metrics")
+    found, about = hosts.of_first(lambda: _measured(ours, given))
+    return _result({metric: Estimate(*one) for metric, one in found.items()}, **how, **about)
+
+
+def _measured(ours: Ours, given: list) -> tuple[dict[str, tuple[float, float | None]], dict[str, Any]]:
+    """The values and standard errors of a task's metrics, and what they tell of how they were made."""
+    name, found, about = ours.name, {}, {}
+    for metric in ours.task.scored_by:
         with config.in_scope(name):  # what is bound for this task's calls of the metric
-            new = metrics.computed(metric, [item.target for item in items], given)
+            new = metrics.computed(metric, [item.target for item in ours.items], given)
         if both := found.keys() & new.keys():
             raise UserError(f"{name}/EvalTask.metrics give {both.pop()!r} twice: leave one out")
         found |= new
-        how |= getattr(metric, "about", dict)()
-    return _result(found, **how)
+        about |= getattr(metric, "about", dict)()
+    return {metric: (one.value, one.standard_error) for metric, one in found.items()}, about
 
 
 def _result(found: dict[str, Estimate], **how: Any) -> dict[str, Any]:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from capibara import sharding
 from capibara.models.api import Model
@@ -21,6 +22,9 @@ _PLACES = 4096  # of a batch, about
 _MOST_ROWS = 32
 _SMALLEST = 32
 _BLOCK_LOGITS = 2**24  # at a time, float32
+_BATCHES = 8  # that each of several processes scores before they tell each other
+_Numbers = tuple[list[int], int]  # of the pairs of a batch, and its places
+InTurns = Callable[[Sequence[_Numbers], Callable[..., Iterator[Any]], int], Iterator[Any]]
 
 
 class Pair(NamedTuple):
@@ -48,6 +52,7 @@ class Scorer:
       pad_id: what an encoder-decoder's text begins with.
       plan: of parameters that are spread over the devices of `mesh`.
       mesh: theirs; None: they lie on one.
+      in_turns: gives what processes that have all pairs make of the batches, each of its share.
     """
 
     def __init__(
@@ -60,9 +65,10 @@ class Scorer:
         pad_id: int = 0,
         plan: Plan | None = None,
         mesh: Mesh | None = None,
+        in_turns: InTurns = lambda things, make, every: make(things),
     ):
         self._params, self._length, self._encoder_length, self._pad_id = params, length, encoder_length, pad_id
-        self._unit, self._placed = 1, None
+        self._unit, self._placed, self._in_turns = 1, None, in_turns
         on_mesh = mesh if mesh is not None and mesh.size > 1 else None
         self._program = make_scores(model, plan, on_mesh)
         if on_mesh is not None:
@@ -78,23 +84,31 @@ class Scorer:
           UserError: a pair has no context or no continuation, or the continuation does not fit a row.
         """
         scores: list[Score | None] = [None] * len(pairs)
-        count = 0
-        for numbers, places in self._batches(pairs):
-            batch = self._batch([pairs[i] for i in numbers], places)
-            if self._placed is not None:
-                batch = sharding.global_batch(self._placed, batch)
-            sums, hits = jax.device_get(self._program(self._params, batch))
-            for i, log_probability, greedy in zip(numbers, sums.tolist(), hits.tolist()):
-                scores[i] = Score(log_probability, bool(greedy))
+        count, batches = 0, list(self._batches(pairs))
+        scored = self._in_turns(batches, functools.partial(self._scored, pairs), _BATCHES)
+        for (numbers, _), found in zip(batches, scored, strict=True):
+            for i, (log_probability, greedy) in zip(numbers, found, strict=True):
+                scores[i] = Score(log_probability, greedy)
             count += len(numbers)
             done(count)
         return scores
+
+    def _scored(self, pairs: Sequence[Pair], batches: Sequence[_Numbers]) -> Iterator[list[tuple[float, bool]]]:
+        """The scores of each batch's pairs."""
+        for numbers, places in batches:
+            batch = self._batch([pairs[i] for i in numbers], places)
+            if self._placed is not None:  # every process that has a part in the mesh has the whole batch
+                batch = {
+                    k: jax.make_array_from_callback(v.shape, self._placed, v.__getitem__) for k, v in batch.items()
+                }
+            sums, hits = jax.device_get(self._program(self._params, batch))
+            yield list(zip(sums.tolist(), hits.tolist()))[: len(numbers)]
 
     def check(self, pair: Pair) -> None:
         """Raises UserError where `__call__` would."""
         self._need(pair)
 
-    def _batches(self, pairs: Sequence[Pair]) -> Iterator[tuple[list[int], int]]:
+    def _batches(self, pairs: Sequence[Pair]) -> Iterator[_Numbers]:
         """Numbers of pairs, the longest first, with the places of their rows."""
         needs = [self._need(pair) for pair in pairs]
         order = sorted(range(len(pairs)), key=lambda i: needs[i], reverse=True)
@@ -151,13 +165,13 @@ def _fill(
 def make_scores(
     model: Model, plan: Plan | None, mesh: Mesh | None
 ) -> Callable[[Params, Batch], tuple[jax.Array, jax.Array]]:
-    """(params, batch) -> what `_score` gives, jitted; `mesh`: None where one device has it all."""
+    """(params, batch) -> what `_score` gives, on every device, jitted; `mesh`: None where one device has it all."""
 
     def scores(params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
         with contextlib.nullcontext() if mesh is None else sharding.activate(mesh, plan.rules, plan.pipeline(mesh)):
             return _score(model, params, sharding.balanced(batch))
 
-    return jax.jit(scores)
+    return jax.jit(scores, out_shardings=None if mesh is None else NamedSharding(mesh, PartitionSpec()))
 
 
 def _score(model: Model, params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import jax
 from jax.sharding import Mesh
 
 from capibara import config, loading, sharding
 from capibara.inference import chat
+from capibara.inference import own_chips
 from capibara.inference.engine import Engine, EngineConfig, check_generates
-from capibara.inference.sample import on_one_device
+from capibara.inference.own_chips import OwnChips, Where
+from capibara.inference.serving_mesh import ServingMesh
 from capibara.evaluation.scoring import Scorer
 from capibara.loading import Opened
 from capibara.models.api import Model
 from capibara.sharding import MESH_AXES, Plan
+from capibara.training import hosts
 from capibara.training.trainer import Trainer
 from capibara.types import Params, PyTree, UserError
+
+S = TypeVar("S")
+T = TypeVar("T")
 
 
 class Subject:
@@ -32,9 +38,9 @@ class Subject:
       mesh: of all devices.
     """
 
-    def __init__(self, opened: Opened, trainer: Trainer, mesh: Mesh, batching: EngineConfig):
+    def __init__(self, opened: Opened, trainer: Trainer, mesh: Mesh, batching: EngineConfig, serving: ServingMesh):
         self.trainer, self.model, self.params, self.mesh = trainer, opened.run.model, opened.run.params, mesh
-        self._opened, self._batching = opened, batching
+        self._opened, self._batching, self._serving = opened, batching, serving
 
     @property
     def about(self) -> dict[str, Any]:
@@ -55,38 +61,55 @@ class Subject:
 
     @functools.cached_property
     def engine(self) -> Engine:
-        """Generates. Where no device could hold the parameters alone they stay spread over all."""
-        self._check_answers()
+        """Generates, on this process's chips (`apart`) or on all."""
         dataset = self.trainer.dataset
         return Engine(
-            self.model, self._for_rows, self.vocabulary, dataset.length, self._batching, dataset.encoder_length
+            self.model, self._brought(), self.vocabulary, dataset.length, self._batching, dataset.encoder_length
         )
 
     @functools.cached_property
     def scorer(self) -> Scorer:
-        """Scores given texts, spread over the mesh."""
-        self._check_answers()
+        """Scores given texts, on this process's chips (`apart`) or on all."""
         dataset, vocabulary = self.trainer.dataset, self.vocabulary
+        plan, mesh = self.trainer.plan, self.mesh
+        if self._layout is not None:
+            mesh = getattr(jax.tree.leaves(self._layout)[0], "mesh", None)
+            plan = mesh and Plan(
+                batch_size=mesh.shape["data"], fsdp=1, **{n: mesh.shape[n] for n in ("data", "tensor")}
+            )
         return Scorer(
-            self.model, self.params, dataset.length, encoder_length=dataset.encoder_length, pad_id=vocabulary.pad_id,
-            plan=self.trainer.plan, mesh=self.mesh,
+            self.model, self._brought(), dataset.length, encoder_length=dataset.encoder_length,
+            pad_id=vocabulary.pad_id, plan=plan, mesh=mesh, in_turns=self.in_turns,
         )  # fmt: skip
+
+    @property
+    def apart(self) -> bool:
+        """Whether each process answers and scores its share, on its own chips; else all do the same, together."""
+        return self._layout is not None
+
+    def in_turns(self, things: Sequence[S], make: Callable[[Sequence[S]], Iterator[T]], every: int) -> Iterator[T]:
+        """What `make` gives for each of the things, in their order: by `hosts.in_turns` where the processes work apart."""
+        return hosts.in_turns(things, make, every) if self.apart else make(things)
 
     @functools.cached_property
     def chat(self) -> chat.Chat:
         return chat.of_run(self.trainer.dataset, "EvalTask.format = 'chat' (or Harness.chat)")
 
-    def _check_answers(self) -> None:
+    @functools.cached_property
+    def _layout(self) -> PyTree | None:
+        """Of the parameters on this process's chips; None: they do not hold them."""
         check_generates(self.model)
-        if jax.process_count() > 1:
-            raise UserError("only --task=validation runs in several processes: evaluate other tasks on one host")
+        dataset, free = self.trainer.dataset, hosts.gathered(own_chips.free_bytes())
+        lengths, free = (dataset.length, dataset.encoder_length), None if None in free else min(free)
+        return own_chips.found(self.model, self._serving, Where.AUTO, self._batching, *lengths, free)
 
-    @property
-    def _for_rows(self) -> Params:
-        """Emulated devices are one processor: what they would share out is quicker done at once."""
-        emulated = self.mesh.devices.flat[0].platform == "cpu"
-        whole = all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(self.params))
-        return on_one_device(self.params) if emulated or whole else self.params
+    def _brought(self) -> Params:
+        """The parameters for answers, which no other process has a part in where there are enough chips."""
+        return (
+            self.params
+            if self._layout is None
+            else OwnChips(self.model, self._layout, self.trainer.plan.rules)(self.params)
+        )
 
 
 def open_subject(
@@ -110,7 +133,7 @@ def open_subject(
     opened = loading.load(*given, step=step, weights=weights, placed=placed, trust=trust)
     plan, mesh = _laid_out(opened.run.trainer.plan, chosen)
     trainer = dataclasses.replace(opened.run.trainer, plan=plan)
-    return Subject(opened, trainer, mesh, config.build(EngineConfig))
+    return Subject(opened, trainer, mesh, config.build(EngineConfig), config.build(ServingMesh))
 
 
 def _laid_out(plan: Plan, chosen: bool) -> tuple[Plan, Mesh]:

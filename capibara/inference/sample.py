@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator, Sequence
 
 import jax
 
 from capibara.config import configurable
 from capibara.data.vocabulary import Vocabulary
+from capibara.inference import own_chips
 from capibara.inference.engine import Engine, EngineConfig, WhenFull, check_generates
+from capibara.inference.own_chips import OwnChips, Where
 from capibara.inference.sampling import Sampling
+from capibara.inference.serving_mesh import ServingMesh
 from capibara.models.api import Model
+from capibara.sharding import Rules
 from capibara.types import Params
 
-__all__ = ["Generator", "SampleText", "Sampling", "check_generates", "on_one_device", "sampler"]
+__all__ = ["Generator", "SampleText", "Sampling", "check_generates", "sampler"]
 
 
 @configurable
@@ -39,7 +42,6 @@ class Generator:
       sampling: how tokens are chosen.
       encoder_length: an encoder reads at most this many first tokens, as in training.
       config: of the engine, which has one slot and keeps no prefixes; in pages a row that is full ends.
-      spread: parameters stay on the devices where they are; else one does the work, where this host has them all.
 
     Raises:
       UserError: the model is an encoder.
@@ -53,21 +55,18 @@ class Generator:
         sampling: Sampling,
         encoder_length: int | None = None,
         config: EngineConfig = EngineConfig(),
-        spread: bool = False,
     ):
         check_generates(model)
-        when_full = WhenFull.STOP if config.page_size else WhenFull.SLIDE
-        self._config = dataclasses.replace(config, slots=1, when_full=when_full, prefix_cache_mib=0)
+        self._config = _of_one_slot(config)
         self._model, self._vocabulary, self._sampling = model, vocabulary, sampling
-        self._lengths, self._spread = (length, encoder_length), spread
+        self._lengths = length, encoder_length
 
     def __call__(self, params: Params, prompt: str | Sequence[int], ends: Sequence[int] = ()) -> str:
-        """The continuation of `prompt` (text, or ids as they are), without it, or the answer to it.
+        """The continuation of `prompt` (text, or ids as they are), without it, or the answer to it; where `params` lie.
 
         `ends`: ids that end it, beside the vocabulary's end token.
         """
         length, encoder_length = self._lengths
-        params = params if self._spread else on_one_device(params)
         engine = Engine(self._model, params, self._vocabulary, length, self._config, encoder_length)
         return engine.submit(prompt, self._sampling, ends=ends).result().text
 
@@ -78,25 +77,39 @@ def sampler(
     length: int,
     texts: SampleText,
     encoder_length: int | None = None,
+    rules: Rules = Rules(),
+    gathered: Callable[[int | None], list[int | None]] = lambda value: [value],
 ) -> Callable[[Params], Iterator[tuple[str, str]]]:
     """For the training loop: parameters -> (prompt, continuation) pairs, each made as it is asked for.
 
-    Answers begin on a new line.
+    Answers begin on a new line. Of several processes the first makes them, on its own chips where they suffice, and the
+    others have empty ones.
+
+    Args:
+      model, get_vocabulary, length, texts, encoder_length: what is continued how, by which model.
+      rules: how its parameters lie on the mesh of training.
+      gathered: gives the values that all processes have.
     """
     if texts.prompts:
         check_generates(model)
 
-    @functools.cache
-    def generator() -> Generator:
-        return Generator(model, get_vocabulary(), length, texts.sampling, encoder_length)
+    def made(params: Params) -> Iterator[tuple[str, str]]:
+        if not texts.prompts:
+            return
+        free, lengths = gathered(own_chips.free_bytes()), (length, encoder_length)
+        given = ServingMesh(), Where.AUTO, _of_one_slot(EngineConfig()), *lengths
+        layout = own_chips.found(model, *given, None if None in free else min(free))
+        params = params if layout is None else OwnChips(model, layout, rules)(params)
+        own = model if layout is None else model.plain
+        generator = Generator(own, get_vocabulary(), length, texts.sampling, encoder_length)
+        begin = "" if encoder_length is None else "\n"
+        for prompt in texts.prompts:
+            makes = layout is None or jax.process_index() == 0
+            yield prompt, begin + generator(params, prompt) if makes else ""
 
-    begin = "" if encoder_length is None else "\n"
-    return lambda params: ((prompt, begin + generator()(params, prompt)) for prompt in texts.prompts)
+    return made
 
 
-def on_one_device(params: Params) -> Params:
-    """One row cannot be spread over devices: where this host has all the parameters, one device does the work."""
-    leaves = jax.tree.leaves(params)
-    if not all(getattr(leaf, "is_fully_addressable", True) for leaf in leaves):
-        return params
-    return jax.device_put(params, jax.local_devices()[0])
+def _of_one_slot(config: EngineConfig) -> EngineConfig:
+    when_full = WhenFull.STOP if config.page_size else WhenFull.SLIDE
+    return dataclasses.replace(config, slots=1, when_full=when_full, prefix_cache_mib=0)

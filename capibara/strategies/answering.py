@@ -128,7 +128,7 @@ class Answerer:
           Interrupted: the run is to stop.
           UserError: a reward is no number, on whichever process.
         """
-        mine = hosts.share(list(prompts))
+        mine = hosts.share(prompts)
         streams: dict[int, list[Stream]] = {}
         for row, _, ids in prompts if self._own is None else mine:
             streams[row] = [self._engine.submit(ids, one, ends=self._chat.ends) for one in samplings(row)]

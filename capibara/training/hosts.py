@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -12,6 +12,7 @@ import numpy as np
 
 from capibara.types import UserError
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 
@@ -63,24 +64,26 @@ def of_first(make: Callable[[], T]) -> T:
     return each(lambda: make() if jax.process_index() == 0 else None)[0]
 
 
-def in_turns(mine: Iterator[T], total: int, every: int) -> Iterator[T]:
-    """The results of `total` things, in their order, of which process i of n makes those of number i, i + n, i + 2n, ...
+def in_turns(things: Sequence[S], make: Callable[[Sequence[S]], Iterator[T]], every: int) -> Iterator[T]:
+    """What `make` gives for each of the things, a JSON value, in their order, on all processes.
+
+    Process i of n makes those of number i, i + n, i + 2n, ...
 
     Args:
-      mine: makes this process's, JSON values, when they are asked for.
-      total: of all processes together.
-      every: of each process, between two exchanges.
+      things: the same on all processes.
+      make: gives the results of some of them, in their order, each when it is asked for.
+      every: results of each process between two exchanges.
 
     Raises:
       as `each`.
     """
-    count = jax.process_count()
-    for first in range(0, total, every * count):
+    count, mine = jax.process_count(), make(share(things))
+    for first in range(0, len(things), every * count):
         parts = each(lambda: list(itertools.islice(mine, every)))
         in_order = itertools.chain.from_iterable(itertools.zip_longest(*parts))  # the last ones have one less
-        yield from itertools.islice(in_order, total - first)
+        yield from itertools.islice(in_order, len(things) - first)
 
 
-def share(things: list[T]) -> list[T]:
-    """Those of the things that this process makes, for `in_turns`."""
+def share(things: Sequence[S]) -> Sequence[S]:
+    """Those of the things that this process makes."""
     return things[jax.process_index() :: jax.process_count()]

@@ -1,0 +1,145 @@
+"""Answers of several processes are those of one: rollouts, samples, DPO's reference, evaluation, the harness."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import json
+import shutil
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from capibara.interop import gin_of
+from capibara.models import api
+from capibara.training import run_folder
+
+hosts = sys.modules["of_hosts_conftest"]
+SCRIPT = hosts.HERE / "answering.py"
+
+
+def _load():
+    spec = importlib.util.spec_from_file_location("of_hosts_answering", SCRIPT)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+answering = _load()
+SHORT = ("rollouts", "opinions", "evaluated")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, toy_tokenizer):
+    """Data, and a run with large weights, so that one token stands out."""
+    folder = tmp_path_factory.mktemp("answering")
+    shutil.copytree(toy_tokenizer, folder / "tokenizer")
+    answering.write_data(folder)
+    (folder / "run").mkdir()
+    params = jax.tree.map(lambda x: x * 3, jax.jit(api.build(answering.MODEL).init)(jax.random.key(1)))
+    run_folder.save(str(folder / "run"), params, gin_of.run(answering.MODEL, str(folder / "run"), {}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pair(folder, nursery):
+    """(name, parts, devices=1) -> what two processes find, by part: {part: [of process 0, of process 1]}."""
+
+    def run(name, *parts, devices=1):
+        two = hosts.Named(folder, 2, nursery)
+        done = two.run(str(SCRIPT), str(devices), str(folder), name, *parts)
+        assert [one.code for one in done] == [0, 0], [one.err[-3000:] for one in done]
+        files = {part: [folder / f"{name}.{part}.{index}.json" for index in range(2)] for part in parts}
+        return {part: [json.loads(path.read_text()) for path in paths] for part, paths in files.items()}
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def two(pair):
+    return pair("two", *SHORT)
+
+
+@pytest.fixture
+def alone(folder, monkeypatch):
+    """Name of a part -> what this process finds."""
+    monkeypatch.setattr(answering.joining, "join", lambda *_, **__: None)
+    by_name = {part.__name__: part for part in answering.PARTS}
+    return lambda part: json.loads(json.dumps(by_name[part](folder, "alone")))
+
+
+def same_run(found, want):
+    for kind in ("steps", "evaluations"):
+        assert found[kind].keys() == want[kind].keys()
+        for step, metrics in want[kind].items():
+            for name in set(metrics) - {"step_s", "tokens_per_s", "data_wait_s", "rollout_s", "evaluate_s", "save_s"}:
+                assert found[kind][step][name] == pytest.approx(metrics[name], rel=1e-5, abs=1e-5), (kind, step, name)
+    assert found["samples"] == want["samples"]
+
+
+def asked_once(found, want):
+    """Every prompt was given to one engine, as often as a process alone gives it to its own."""
+    counts = [sorted(map(tuple, one["asked"])) for one in found]
+    assert sorted(itertools.chain(*counts)) == sorted(map(tuple, want["asked"]))
+    assert all(len(one) > len(want["asked"]) // 3 for one in counts)  # each has its part of the work
+
+
+def test_two_processes_answer_each_prompt_once_and_learn_as_one(two, alone):
+    found, want = two["rollouts"], alone("rollouts")
+    assert found[0]["tokens"] == found[1]["tokens"] == want["tokens"] and found[0]["answers"] == found[1]["answers"]
+    same_run(found[0], want)
+    assert list(want["steps"]) == ["1", "2"] and any(text for _, _, text in want["samples"])
+    samples = [one for one in want["asked"] if isinstance(one, str)]
+    for one in (*found, want):
+        one["asked"] = [prompt for prompt in one["asked"] if not isinstance(prompt, str)]
+    assert len(samples) == 2
+    asked_once(found, want)
+
+
+def test_a_reward_that_differs_by_host_is_that_of_one_host(two):
+    found = two["opinions"]
+    assert found[0]["tokens"] == found[1]["tokens"] and found[0]["answers"] == found[1]["answers"]
+
+
+def test_predictions_of_two_processes_are_those_of_one_byte_by_byte(folder, two, alone):
+    assert two["evaluated"] == [{"code": 0}] * 2 and alone("evaluated") == {"code": 0}
+    lines = (folder / "alone.jsonl").read_bytes()
+    assert (folder / "two.jsonl").read_bytes() == lines and lines.count(b"\n") == 1 + 2 * 23 + 45
+    found, want = (json.loads((folder / f"{name}.json").read_text()) for name in ("two", "alone"))
+    for task in ("qa", "mc"):
+        assert found["tasks"][task]["metrics"] == want["tasks"][task]["metrics"]
+
+
+@pytest.mark.heavy
+def test_what_is_left_of_a_file_of_predictions_is_answered_by_both(folder, pair, two):
+    whole = (folder / "two.jsonl").read_bytes()
+    for name, cut in (("text", whole[:700]), ("choice", whole[: whole.rindex(b'"mc", "example": 7')])):
+        (folder / f"{name}.jsonl").write_bytes(cut)
+        assert pair(name, "evaluated")["evaluated"] == [{"code": 0}] * 2
+        assert (folder / f"{name}.jsonl").read_bytes() == whole
+
+
+@pytest.mark.heavy
+def test_the_reference_pass_and_the_harness_are_those_of_one(pair, alone):
+    two = pair("more", "reference", "harness", "failure", "together")
+    found, want = two["reference"], alone("reference")
+    for split in ("train", "validation"):
+        np.testing.assert_allclose(found[0][split], want[split], rtol=1e-5)
+        assert np.isfinite(want[split]).all()
+    same_run(found[0], want)
+    assert two["harness"] == [alone("harness")] * 2 and two["harness"][0]["apart"]
+    assert two["failure"][0] == two["failure"][1]
+    assert "fails_on_one_host gave nan for an answer to" in two["failure"][0]["error"]
+    found, want = two["together"], alone("together")
+    assert found[0]["tokens"] == found[1]["tokens"] == want["tokens"]
+    same_run(found[0], want)
+
+
+@pytest.mark.heavy
+def test_each_process_generates_on_all_of_its_devices(pair, alone):
+    found, want = pair("four", "meshes", devices=2)["meshes"], alone("meshes")
+    assert found[0]["tokens"] == found[1]["tokens"] == want["tokens"]
+    same_run(found[0], want)
+    asked_once(found, want)
