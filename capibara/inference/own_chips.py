@@ -80,12 +80,12 @@ def found(
     least = math.inf
     for tensor in _ways(mesh, devices):
         try:
+            _check_divides((tensor or 1) * (mesh.data or 1), len(devices))
             layout = ServingMesh(tensor=tensor, data=mesh.data).shardings(model, devices)
         except UserError:
-            if mesh.tensor is not None:
+            if mesh.tensor is not None or tensor in (None, 1):
                 raise
             continue
-        _check_divides(layout, len(devices))
         need = _bytes_of_a_device(model, layout) + slots // (tensor or 1)
         least = min(least, need)
         if free is None or need <= free * _LEFT:
@@ -107,8 +107,8 @@ def _ways(mesh: ServingMesh, devices: Sequence[jax.Device]) -> list[int | None]:
     return [n for n in range(1, most + 1) if len(devices) % n == 0]
 
 
-def _check_divides(layout: PyTree, count: int) -> None:
-    used = len(jax.tree.leaves(layout)[0].device_set)
+def _check_divides(used: int, count: int) -> None:
+    """Each process brings its parameters to all of its devices, as often as those that are used go into them."""
     if count % used:
         raise UserError(
             f"ServingMesh.tensor x ServingMesh.data ({used}) must divide the {count} devices of a process: try "
