@@ -224,7 +224,20 @@ def harness(folder: pathlib.Path, name: str) -> dict:
     return {"apart": subject.apart, "texts": texts, "scores": [list(one) for one in scored]}
 
 
-PARTS = [rollouts, together, meshes, opinions, failure, reference, evaluated, harness]
+def scores(folder: pathlib.Path, name: str) -> dict:
+    """Pairs on the mesh of all processes, and on one of each process's own devices."""
+    from capibara.evaluation.scoring import Pair, Scorer
+    from capibara.evaluation.subject import open_subject
+
+    bindings = ["Dataset.length = 64", "Plan.batch_size = 8"]
+    subject = open_subject(str(folder / "run"), bindings=[*bindings, "ServingMesh.data = 2"])
+    pairs = [Pair([0] * (1 + i % 9), [1 + i % 50] * (1 + i % 4)) for i in range(90)]
+    all_together = Scorer(subject.model, subject.params, 64, plan=subject.trainer.plan, mesh=subject.mesh)
+    found = {"together": all_together(pairs), "own": subject.scorer(pairs)}
+    return {kind: [one.log_probability for one in of_kind] for kind, of_kind in found.items()}
+
+
+PARTS = [rollouts, together, meshes, opinions, failure, reference, evaluated, harness, scores]
 
 
 def main(argv: list[str] | None = None) -> int:

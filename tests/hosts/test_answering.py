@@ -139,7 +139,11 @@ def test_the_reference_pass_and_the_harness_are_those_of_one(pair, alone):
 
 @pytest.mark.heavy
 def test_each_process_generates_on_all_of_its_devices(pair, alone):
-    found, want = pair("four", "meshes", devices=2)["meshes"], alone("meshes")
+    two = pair("four", "meshes", "scores", devices=2)
+    for of_process in two["scores"]:
+        for kind, want in alone("scores").items():
+            np.testing.assert_allclose(of_process[kind], want, rtol=1e-5)
+    found, want = two["meshes"], alone("meshes")
     assert found[0]["tokens"] == found[1]["tokens"] == want["tokens"]
     same_run(found[0], want)
     asked_once(found, want)
