@@ -69,7 +69,7 @@ def runs_of(kind: str, path: str, out: pathlib.Path) -> Runs:
         "convert gguf": ["convert", f"--from={path}", f"--to={out}/made.gguf"],
     }
     if kind == "model":
-        return model | {"train": ["train", *tiny, f"--gin.Trainer.init_from='{path}'"]}
+        return model | {"train": ["train", *tiny, f"--gin.Trainer.init_from={path!r}"]}
     if kind == "run":
         own = {verb: [part.replace("--model=", "--model_dir=") for part in argv] for verb, argv in model.items()}
         return own | {"verify": ["convert", "verify", path], "list": ["convert", "list", path]}

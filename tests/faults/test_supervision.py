@@ -355,7 +355,13 @@ def test_a_run_that_was_stopped_itself_does_not_count_as_hung():
 def test_a_worker_tells_its_launcher_that_it_lives_and_when_it_is_done(monkeypatch):
     read, write = os.pipe()
     monkeypatch.setenv("CAPIBARA_BEAT", f"{write}:{os.getppid()}")
-    with Watchdog(Watch(at_least_s=0.1)):
+    with Watchdog(Watch(at_least_s=0.1)) as dog:
+        time.sleep(0.2)
+        os.set_blocking(read, False)
+        with pytest.raises(BlockingIOError):  # nothing while it compiles, which may hold Python's lock for long
+            os.read(read, 1000)
+        os.set_blocking(read, True)
+        dog.beat(1)
         time.sleep(0.3)
     said = os.read(read, 1000)
     assert said.startswith(b"..") and said.endswith(b".-")
