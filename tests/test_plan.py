@@ -84,17 +84,20 @@ GRPO = (
 
 def test_a_run_that_learns_from_rewards_holds_its_reference_and_its_engine(capsys, tmp_path, monkeypatch):
     found = []
-    for kl in ("0.0", "0.1"):
-        assert run(*GRPO, f"--gin.Grpo.kl={kl}", f"--json={tmp_path}/plan.json", "--axis=fsdp=8", "--explain") == 0
+    for options in (("Grpo.kl=0.0", "Grpo.where='own'"), ("Grpo.kl=0.0",), ("Grpo.kl=0.1",)):
+        options = [f"--gin.{option}" for option in options]
+        assert run(*GRPO, *options, f"--json={tmp_path}/plan.json", "--axis=fsdp=8", "--explain") == 0
         assert "reference and engine" in capsys.readouterr().out
         memory = json.loads((tmp_path / "plan.json").read_text())["plans"][0]["predicted"]["memory"]
         found.append((memory["held"], memory["parameters"]))
-    (alone, parameters), (both, _) = found
-    # On one host a device has the engine's parameters whole, in bfloat16; its share of the reference is in float32.
+    (own, _), (alone, parameters), (both, _) = found
+    # Of the engine's parameters, in bfloat16, a device has its share as in training, or all on chips of its own; its share
+    # of the reference is in float32.
     assert both - alone == pytest.approx(parameters, rel=1e-6)
     length, layers, heads, size, slots, prefixes = 768, 24, 32, 64, 16, 256 * 2**20
     cache = slots * layers * length * 2 * heads * size * 2
-    assert alone - prefixes == pytest.approx(8 * parameters / 2 + cache, rel=0.01)
+    assert alone - prefixes == pytest.approx(parameters / 2 + cache, rel=0.01)
+    assert own - prefixes == pytest.approx(8 * parameters / 2 + cache, rel=0.01)
     # As `prove` counts it.
     trainer, v5e = of_gin(), slices.parse("v5e-8")
     step = verdict.Verdict(verdict.Outcome.FITS, compile.Compiled(True, 2**30, 1.0, 15 * 2**30), 1.0)

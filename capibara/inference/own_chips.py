@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
@@ -133,6 +133,7 @@ class OwnChips:
 
     def __init__(self, model: Model, layout: PyTree, rules: Rules = Rules()):
         self._model, self._layout, self._rules = model, layout, rules
+        self._program: Callable[[Params], Params] | None = None
 
     def __call__(self, params: Params) -> Params:
         """The plain model's parameters, in the compute dtype."""
@@ -143,12 +144,24 @@ class OwnChips:
 
     def _computed(self, params: Params) -> Params:
         """Where they are: in fewer bytes, as a rule, and each once."""
-        model, plain = self._model, self._model.plain
-        leaf = jax.tree.leaves(params)[0]
-        if not isinstance(leaf.sharding, NamedSharding):
-            return jax.jit(lambda given: plain.computed(model.merge(given)))(params)
-        shardings = sharding.shardings(leaf.sharding.mesh, self._rules, plain.axes)
-        return jax.jit(lambda given: plain.computed(model.merge(given)), out_shardings=shardings)(params)
+        if self._program is None:
+            leaf = jax.tree.leaves(params)[0]
+            mesh = leaf.sharding.mesh if isinstance(leaf.sharding, NamedSharding) else None
+            self._program = make_computed(self._model, mesh, self._rules)
+        return self._program(params)
+
+
+def make_computed(model: Model, mesh: Mesh | None, rules: Rules) -> Callable[[Params], Params]:
+    """The program that merges adapters and gives the plain model's parameters in the compute dtype.
+
+    Args:
+      model: of the parameters that are given.
+      mesh: of training, on which they lie and stay; None: on one device.
+      rules: how they lie there.
+    """
+    plain = model.plain
+    shardings = None if mesh is None else sharding.shardings(mesh, rules, plain.axes)
+    return jax.jit(lambda given: plain.computed(model.merge(given)), out_shardings=shardings)
 
 
 def _brought(x: jax.Array, own: Sharding) -> jax.Array:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import jax
 import pytest
 from capibara.evaluation import scoring
+from capibara.inference import own_chips
 from capibara.optim import Optimizer
 from capibara.planner import compile as compiler
 from capibara.planner import slices, xla_flags
@@ -52,6 +53,10 @@ def rollout_log_probabilities(case):
     del spec["numbers"]
     log_p = rollouts.make_log_probabilities(case.model, case.plan, case.mesh)
     return log_p.lower(case.state.abstract.params, case.batch(spec))
+
+
+def rollout_parameters(case):
+    return own_chips.make_computed(case.model, case.mesh, case.plan.rules).lower(case.state.abstract.params)
 
 
 def scores(case):
@@ -98,6 +103,7 @@ class Program(NamedTuple):
 
 STEP, START, MERGE = "training/run.py lower_step", "training/run.py StateSpec.init", "training/given.py merger"
 ANSWERS, LOG_P = "training/reference.py make_answers", "strategies/rollouts.py make_log_probabilities"
+COMPUTED = "inference/own_chips.py make_computed"
 DPO, GRPO = {"loss": LOSSES["Dpo"]}, {"loss": LOSSES["Grpo"]}
 MUON = {"optimizer": Optimizer(name="muon", state_dtype="int8")}
 PROGRAMS = {
@@ -111,6 +117,7 @@ PROGRAMS = {
     "evaluation, DPO": Program("training/reference.py make_totals", preference_totals, ("decoder", "experts"), DPO),
     "reference, DPO": Program(ANSWERS, reference_answers, ("decoder", "experts", "decoder QLoRA"), DPO),
     "log-probabilities, GRPO": Program(LOG_P, rollout_log_probabilities, ("decoder", "experts"), GRPO),
+    "parameters for rollouts": Program(COMPUTED, rollout_parameters, ("decoder", "experts", "decoder QLoRA")),
     "scores": Program("evaluation/scoring.py make_scores", scores, READS),
     "replica check": Program("training/replicas.py _checksums", replica_check, ("experts", "decoder QLoRA")),
     "all finite": Program("training/snapshot.py all_finite", all_finite, ("experts", "decoder QLoRA")),
@@ -137,6 +144,7 @@ SHORT = {  # in `make test`: on the first mesh of the slice
     ("evaluation, DPO", "decoder", "v5e-4"),
     ("reference, DPO", "decoder", "v5e-16"),
     ("log-probabilities, GRPO", "decoder", "v5e-4"),
+    ("parameters for rollouts", "decoder QLoRA", "v5e-4"),
     ("scores", "encoder-decoder", "v5e-4"),
     ("replica check", "decoder QLoRA", "v5e-4"),
     ("all finite", "decoder QLoRA", "v5e-4"),
