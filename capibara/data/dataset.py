@@ -62,6 +62,9 @@ class Dataset:
       shuffle: whether training documents and rows come in a seeded order.
       seed: the seed.
       use_cached: take a SeqIO task's examples from its offline cache.
+      task_shards: streams of a SeqIO task's training data: how many there are decides the batches, not the number of
+        hosts. Each is a seqio.ShardInfo and has as many rows of a batch; hosts that are more than the streams read and
+        preprocess the same examples, so the most hosts that a run will have, or a multiple of them, is best.
       workers: processes that tokenize and pack; 0 is a thread of this process, None one process a chip of this host where
         it has more cores than chips, and a thread where there is none. SeqIO has threads of its own.
       prefetch: batches kept ready; 0 makes each one when it is asked for.
@@ -87,6 +90,7 @@ class Dataset:
     shuffle: bool = True
     seed: int = 0
     use_cached: bool = False
+    task_shards: int = 1
     workers: int | None = None
     prefetch: int = 4
     window_rows: int = 64
@@ -104,10 +108,15 @@ class Dataset:
         if self.source is not None and self.vocabulary is None:
             raise UserError("Dataset.vocabulary is not set: a source needs one, such as @ByteVocabulary()")
         least_values = {"length": 2, "workers": 0, "prefetch": 0, "window_rows": 1, "window_documents": 1}
-        least_values["pairs_per_row"] = 1
+        least_values |= {"pairs_per_row": 1, "task_shards": 1}
         for name, least in least_values.items():
             if getattr(self, name) is not None and getattr(self, name) < least:
                 raise UserError(f"Dataset.{name} ({getattr(self, name)}) must be at least {least}")
+        if self.source is not None and self.task_shards != 1:
+            raise UserError(
+                f"Dataset.task_shards ({self.task_shards}) is for SeqIO tasks, and each row of a source has a stream of its "
+                "own: leave it out"
+            )
         if (self.kind is Kind.ENCODER_DECODER) != (self.encoder_length is not None):
             fix = f"set it, e.g. to {4 * self.length}" if self.encoder_length is None else "leave it out"
             raise UserError(f"Dataset.encoder_length ({self.encoder_length}) with kind {str(self.kind)!r}: {fix}")

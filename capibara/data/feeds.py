@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from capibara.data.dataset import Dataset, Kind
@@ -41,7 +42,7 @@ class Feed(abc.ABC):
     """Batches of one host from given states.
 
     Attributes:
-      first_row: global row of the first of the feed's states.
+      first_row: number of the first of the feed's states among those of all hosts: for a source, that of its row.
     """
 
     first_row: int
@@ -87,6 +88,14 @@ class Feed(abc.ABC):
             **_objective_settings(dataset),
         }
 
+    def understood(self, settings: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The settings of a saved state as this version would write them.
+
+        Raises:
+          UserError: this version cannot continue such a state.
+        """
+        return settings
+
     @property
     def shuffles(self) -> bool:
         return self.dataset.shuffle and self.share.split == "train"
@@ -117,7 +126,8 @@ class SourceFeed(Feed):
 
     def batches(self, states: Sequence[State]) -> Iterator[tuple[Batch, Sequence[State]]]:
         if not self._endless:
-            return one_stream(self.stream(0, 1, states[0]), self.share, self.dataset)
+            share = self.share
+            return in_turn([self.stream(0, 1, states[0])], share.batch_size, share.first_row, share.rows, self.dataset)
         return stream_a_row(self.row_streams(self.first_row, states), self.dataset)
 
     def next_rows(self, states: Sequence[State]) -> list[Row]:
@@ -195,28 +205,32 @@ def stream_a_row(streams: Sequence[RowStream], dataset: Dataset) -> Iterator[tup
         yield batch, states
 
 
-def one_stream(
-    stream: RowStream, share: Share, dataset: Dataset, *, private: bool = False
+def in_turn(
+    streams: Sequence[RowStream], each: int, skip: int, rows: int, dataset: Dataset
 ) -> Iterator[tuple[Batch, Sequence[State]]]:
-    """Batches of consecutive rows of one stream; the last one is filled with rows of weight 0.
+    """Batches of what the streams have in turn; the last one is filled with rows of weight 0.
 
     Args:
-      stream: the rows.
-      share: this host's share.
+      streams: the rows; each stream is read by every host that takes rows of it.
+      each: so many consecutive rows of every stream are in a global batch.
+      skip: of these rows of all streams, those that belong to the hosts before.
+      rows: that are this host's.
       dataset: for the shapes and padding.
-      private: whether the stream is this host's own; if not, every host reads it and takes its rows.
     """
-    first, total = (0, share.rows) if private else (share.first_row, share.batch_size)
     while True:
-        batch = dataset.empty_batch(share.rows)
-        state = None
-        for i in range(total):
-            row = next(stream, None)
-            if row is None:
-                break
-            state = row.state
-            if first <= i < first + share.rows:
-                row.fill(batch, i - first)
-        if state is None:
+        batch = dataset.empty_batch(rows)
+        states = {}
+        for at, row in round_of(streams, each):
+            states[at // each] = row.state
+            if skip <= at < skip + rows:
+                row.fill(batch, at - skip)
+        if len(states) < len(streams):
             return
-        yield batch, [state]
+        yield batch, [states[s] for s in range(len(streams))]
+
+
+def round_of(streams: Sequence[RowStream], each: int) -> Iterator[tuple[int, Row]]:
+    """`each` rows of every stream, fewer where it ends, with their numbers among the rows of all."""
+    for s, stream in enumerate(streams):
+        for i, row in enumerate(itertools.islice(stream, each)):
+            yield s * each + i, row

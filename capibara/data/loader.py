@@ -3,7 +3,8 @@
 Row r of every global batch has a stream of its own: of the documents in their seeded order, those with number
 r, r + batch_size, r + 2 batch_size, ... A host opens only the streams of its rows, so global batches do not depend on
 how many hosts there are, and the state of a loader is four integers a row. A pass that must end (validation) uses one
-stream, of which every host takes its rows, because all hosts have to see the same number of batches.
+stream, of which every host takes its rows, because all hosts have to see the same number of batches. A SeqIO task,
+whose streams are dear, has `Dataset.task_shards` of them, of which each has several rows.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _PARAMETERS = {
     **{
         name: f"Dataset.{name}"
         for name in ("length", "packing", "append_eos", "shuffle", "seed", "vocabulary", "kind", "encoder_length")
-        + ("span_corruption", "masking", "too_long", "domains", "pairs_per_row")
+        + ("span_corruption", "masking", "too_long", "domains", "pairs_per_row", "task_shards")
     },
 }
 
@@ -70,6 +71,8 @@ def make_loader(
         raise UserError(f"batch_size ({batch_size}) must be a multiple of the {shard_count} hosts: try {nearest}")
     if epochs is not None and epochs < 1:
         raise UserError(f"epochs ({epochs}) must be at least 1, or None for no end")
+    if epochs is None:
+        check_task_shards(dataset, batch_size, shard_count)
     share = feeds.Share(
         split=split, batch_size=batch_size, shard_index=shard_index, shard_count=shard_count, epochs=epochs
     )
@@ -83,6 +86,22 @@ def make_loader(
     else:
         feed = feeds.SourceFeed(dataset, share)
     return Loader(dataset, share, lambda: feed)
+
+
+def check_task_shards(dataset: Dataset, batch_size: int, hosts: int) -> None:
+    """Raises UserError where the streams of a SeqIO task do not divide over the rows and hosts of a training batch."""
+    given = dataset.task_shards
+
+    def fits(shards: int) -> bool:
+        return batch_size % shards == 0 and (shards % hosts == 0 or hosts % shards == 0)
+
+    if not dataset.is_seqio or fits(given):
+        return
+    constraint = f"must divide the {batch_size} rows of a batch (Plan.batch_size)"
+    if batch_size % given == 0:
+        constraint = f"must divide the {hosts} hosts or be a multiple of them"
+    fix = max(shards for shards in range(1, min(given, batch_size) + 1) if fits(shards))
+    raise UserError(f"Dataset.task_shards ({given}) {constraint}: try {fix}")
 
 
 def _default_workers() -> int:
@@ -154,7 +173,7 @@ class Loader:
 
         Returns:
           JSON-able: `first_row`, the first of these rows in the global batch, and `rows`, of each its documents: of a
-          source by their number in the split and the epoch, of a SeqIO task by the host and the number of its example.
+          source by their number in the split and the epoch, of a SeqIO task by the shard and the number in it.
         """
         feed = self._opened()
         rows = feed.next_rows(self._first_rows(feed) if position is None else position)
@@ -234,13 +253,20 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     states = sorted(states, key=lambda state: state["first_row"])
     if len({state["batches"] for state in states}) != 1:
         raise UserError(f"data states of different batches cannot be merged: {[s['batches'] for s in states]}")
-    by_row = {state["first_row"] + i: row for state in states for i, row in enumerate(state["rows"])}
+    by_row: dict[int, Any] = {}
+    for state in states:
+        for row, stream in enumerate(state["rows"], state["first_row"]):
+            if by_row.setdefault(row, stream) != stream:
+                raise UserError(
+                    f"the hosts do not read the same data: stream {row} stands at {by_row[row]} on one of its hosts, at "
+                    f"{stream} on another: give all hosts the same files and settings"
+                )
     return {**states[0], "rows": [by_row[row] for row in sorted(by_row)]}
 
 
 def _restored_rows(feed: feeds.Feed, state: Mapping[str, Any]) -> list[State]:
     """The rows of `state` that this feed needs, after checking that they mean the same here."""
-    differences = _differences(state["settings"], feed.settings())
+    differences = _differences(feed.understood(state["settings"]), feed.settings())
     if differences:
         raise UserError(
             f"the data state does not fit this run: {'; '.join(differences)}: "

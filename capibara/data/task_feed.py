@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import itertools
 import logging
+import math
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,20 +22,29 @@ import numpy as np
 from capibara.data import tasks
 from capibara.data.dataset import Dataset
 from capibara.data.examples import Assembler
-from capibara.data.feeds import Feed, Share, layout_of, one_stream
+from capibara.data.feeds import Feed, Share, in_turn, layout_of, round_of
 from capibara.data.stream import Numbered, Row, RowStream, State
 from capibara.data.vocabulary import Vocabulary
 from capibara.types import Batch, UserError
 
 
 class TaskFeed(Feed):
-    """Rows of a SeqIO task or mixture: one stream a host, over its seqio.ShardInfo."""
+    """Rows of a SeqIO task or mixture: of `Dataset.task_shards` streams, however many hosts there are.
+
+    Stream k of K reads seqio.ShardInfo(k, K) and has rows [k * B / K, (k + 1) * B / K) of every global batch of B rows. A
+    host opens the streams that it has rows of. SeqIO gets the same seed for all of them: where a source has fewer files
+    than there are streams its examples are dealt out, and that takes the same order in each stream. The rows of a
+    window are in an order of the stream's own.
+    """
 
     def __init__(self, dataset: Dataset, share: Share):
         super().__init__(dataset, share)
         self._task = tasks.get(dataset.mixture_or_task_name, dataset.task_module)
         self._endless = share.epochs is None
-        self.first_row = share.shard_index if self._endless else 0
+        self._shards = dataset.task_shards if self._endless else 1
+        self._each = share.batch_size // self._shards  # rows of a stream in a global batch
+        self.first_row = share.first_row // self._each
+        self._skip = share.first_row - self.first_row * self._each  # rows of the first stream that hosts before have
         if share.split not in self._task.splits:
             splits = ", ".join(sorted(self._task.splits))
             raise UserError(f"SeqIO task {self._task.name!r} has no split {share.split!r} (it has: {splits})")
@@ -44,11 +53,22 @@ class TaskFeed(Feed):
                 _check_same(tasks.vocabulary_of(self._task, feature), dataset.get_vocabulary(), self._task.name)
 
     def initial_state(self) -> list[State]:
-        return [State()]
+        return [State()] * max(1, self.share.rows // self._each)
 
     def settings(self) -> dict[str, Any]:
-        # Examples of a task are dealt out by host, so a state means the same only on as many hosts.
-        return {**super().settings(), "hosts": self.share.shard_count if self._endless else 1}
+        return {**super().settings(), "task_shards": self._shards}
+
+    def understood(self, settings: Mapping[str, Any]) -> Mapping[str, Any]:
+        hosts = settings.get("hosts")
+        if hosts is None:
+            return settings
+        if hosts > 1:
+            raise UserError(
+                f"the data state was written by an older version, in which each of {hosts} hosts read a SeqIO task in its "
+                "own way: it cannot be continued: begin another run from its weights, with Trainer.init_from = its "
+                "folder, another MODEL_DIR and Dataset.task_shards"
+            )
+        return {**{name: value for name, value in settings.items() if name != "hosts"}, "task_shards": 1}
 
     def data_fingerprint(self) -> dict[str, Any]:
         parts = getattr(self._task, "tasks", [self._task])
@@ -66,54 +86,67 @@ class TaskFeed(Feed):
         return {"examples": task.num_input_examples(split), "shards": digest.hexdigest()}
 
     def batches(self, states: Sequence[State]) -> Iterator[tuple[Batch, Sequence[State]]]:
-        return one_stream(self._stream(states[0]), self.share, self.dataset, private=self._endless)
-
-    def next_rows(self, states: Sequence[State]) -> list[Row]:
-        return list(itertools.islice(self._stream(states[0]), self.share.rows))
-
-    def name(self, place: tuple[int, ...]) -> dict[str, int]:
-        host, number = place
-        return {"host": host, "example": number}
-
-    def _stream(self, state: State) -> RowStream:
-        seeds = (self.dataset.seed, self.share.shard_index) if self.shuffles else None
-        return RowStream(self._documents, layout_of(self.dataset, 1, seeds), state=state)
-
-    def _documents(self, begin: int) -> Iterator[Numbered]:
-        assemble = Assembler(self.dataset, adds_end=False)
-        host = self.share.shard_index if self._endless else 0
         begin_s, said = time.perf_counter(), logging.getLogger(__name__)
-        if begin:
+        resumed = any(state.document for state in states)
+        if resumed:
             said.warning(
                 "SeqIO task %r resumes at example %d: it reads and preprocesses all before it again; ShardedSource "
                 "resumes by position",
                 self._task.name,
-                begin,
+                sum(state.document for state in states),
             )
-        for number, example in enumerate(self._examples().skip(begin).as_numpy_iterator(), begin):
-            if begin and number == begin:
+        for batch in in_turn(self._streams(states), self._each, self._skip, self.share.rows, self.dataset):
+            if resumed:
                 said.warning("that took %.1f s", time.perf_counter() - begin_s)
+                resumed = False
+            yield batch
+        if self._endless:
+            raise UserError(
+                f"SeqIO task {self._task.name!r} has no example for each of its {self._shards} streams in split "
+                f"{self.share.split!r}: lower Dataset.task_shards, or give it more data"
+            )
+
+    def next_rows(self, states: Sequence[State]) -> list[Row]:
+        rows = round_of(self._streams(states), self._each)
+        return [row for at, row in rows if self._skip <= at < self._skip + self.share.rows]
+
+    def name(self, place: tuple[int, ...]) -> dict[str, int]:
+        shard, number = place
+        return {"shard": shard, "example": number}
+
+    def _streams(self, states: Sequence[State]) -> list[RowStream]:
+        return [self._stream(shard, state) for shard, state in enumerate(states, self.first_row)]
+
+    def _stream(self, shard: int, state: State) -> RowStream:
+        seeds = (self.dataset.seed, shard) if self.shuffles else None
+        layout = layout_of(self.dataset, self._shards, seeds)
+        # As of the rows of a source, so that the windows of many streams do not all end at the same step.
+        first_rows = math.ceil(layout.window_rows * (shard + 1) / self._shards)
+        return RowStream(functools.partial(self._documents, shard), layout, first_rows=first_rows, state=state)
+
+    def _documents(self, shard: int, begin: int) -> Iterator[Numbered]:
+        assemble = Assembler(self.dataset, adds_end=False)
+        for number, example in enumerate(self._examples(shard).skip(begin).as_numpy_iterator(), begin):
             targets = _ids(example, "targets", self._task.name)
             inputs = _ids(example, "inputs", self._task.name) if "inputs" in example else None
             domain = example["domain"].decode() if "domain" in example else self._task.name
-            yield number, assemble(targets, inputs, domain, (host, number))
+            yield number, assemble(targets, inputs, domain, (shard, number))
 
     def _lengths(self) -> dict[str, int]:
         dataset = self.dataset
         longest = {"inputs": dataset.encoder_length or dataset.length}
         return {name: longest.get(name, dataset.length) for name in self._task.output_features}
 
-    def _examples(self) -> Any:
-        """The tf.data.Dataset of this host's examples, in an order that depends on the seed alone."""
+    def _examples(self, shard: int) -> Any:
+        """The tf.data.Dataset of a stream's examples, in an order that depends on the seed alone."""
         seqio, share = tasks.load(), self.share
-        by_host = self._endless and share.shard_count > 1
         arguments = dict(
             sequence_length=self._lengths(),
             split=share.split,
             use_cached=self.dataset.use_cached,
             shuffle=self.shuffles,
             seed=self.dataset.seed,
-            shard_info=seqio.ShardInfo(share.shard_index, share.shard_count) if by_host else None,
+            shard_info=seqio.ShardInfo(shard, self._shards) if self._shards > 1 else None,
             num_epochs=share.epochs,
             trim_output_features=False,
         )

@@ -34,12 +34,14 @@ def bindings(trainer: Trainer, device_count: int) -> tuple[list[str], str]:
     # Both answers of a preference pair, or a prompt and its answer, would have no place in a shorter row.
     length = min(dataset.length, _LENGTH) if dataset.holds is Holds.TEXTS else dataset.length
     rows *= 1 if trainer.loss is None else trainer.loss.rows_of_a_prompt
+    rows *= pipeline.microbatches if pipeline else 1
     values = {
         **_shrunk_model(model, parts, length / dataset.length),
         f"{type(model).__name__}.vocab_size": (model.vocab_size, _vocabulary(trainer)),
         "Dataset.length": (dataset.length, length),
         "Dataset.encoder_length": (dataset.encoder_length, _at_most(dataset.encoder_length, _LENGTH)),
-        "Plan.batch_size": (plan.batch_size, rows * (pipeline.microbatches if pipeline else 1)),
+        "Plan.batch_size": (plan.batch_size, rows),
+        "Dataset.task_shards": (dataset.task_shards, math.gcd(dataset.task_shards, rows)),
     }
     if length < dataset.length and dataset.source is not None and dataset.source.has_conversations:
         values["Dataset.too_long"] = (str(dataset.too_long), "'cut'")  # as data sets go, hardly any would be left

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 
@@ -281,7 +282,14 @@ class Run:
                 self._each(seen, evaluation.unigram_batches, "counting tokens for the unigram model"),
                 self._each(unseen, validation_batches(self.trainer), "evaluating the unigram model"),
                 vocabulary.token_bytes(),
+                self._of_all_hosts,
             )
+
+    def _of_all_hosts(self, counts: np.ndarray) -> np.ndarray:
+        """The sum over all shards of the batches; all processes call it."""
+        shards = sharding.host_shards(self.mesh, self.trainer.plan.rules)
+        found = hosts.gathered(counts.tolist())
+        return np.sum([found[shards.index(shard)] for shard in set(shards)], axis=0)
 
     def info(self, start_step: int, peak_flops: float | None, config: str) -> RunInfo:
         """What callbacks are told."""

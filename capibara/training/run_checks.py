@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import math
 
+import jax
 from jax.sharding import Mesh
 
+from capibara import sharding
+from capibara.data.loader import check_task_shards
 from capibara.training.trainer import Trainer
 from capibara.types import UserError
 
@@ -23,8 +27,24 @@ def check_vocabulary(trainer: Trainer) -> None:
 def check(trainer: Trainer, mesh: Mesh) -> None:
     """Raises UserError for what can be known before anything is compiled."""
     _check_evaluation(trainer, mesh)
+    if trainer.dataset.is_seqio:
+        _check_task_shards(trainer, mesh)
     if trainer.dataset.vocabulary is not None:  # that of a SeqIO task is known only once SeqIO is imported
         check_vocabulary(trainer)
+
+
+def _check_task_shards(trainer: Trainer, mesh: Mesh) -> None:
+    hosts, shards = max(sharding.host_shards(mesh, trainer.plan.rules)) + 1, trainer.dataset.task_shards
+    check_task_shards(trainer.dataset, trainer.plan.batch_size, hosts)
+    if hosts > shards and not jax.process_index():
+        logging.getLogger(__name__).warning(
+            "%d hosts share %d stream(s) of SeqIO task %r, and each preprocesses all examples of its own: set "
+            "Dataset.task_shards = %d or a multiple of it in a new run",
+            hosts,
+            shards,
+            trainer.dataset.mixture_or_task_name,
+            hosts,
+        )
 
 
 def _check_evaluation(trainer: Trainer, mesh: Mesh) -> None:

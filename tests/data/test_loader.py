@@ -183,6 +183,10 @@ def test_hosts_that_read_different_data_are_refused(corpus):
         UserError, match=r"not read the same data: Dataset.seed on host 0 0, on host 2 1: give all hosts"
     ):
         merge_states(states)
+    again = copy.deepcopy(states[0])
+    again["rows"][0][0] += 1
+    with pytest.raises(UserError, match="not read the same data: stream 0 stands at"):
+        merge_states([*states[:2], again])
 
 
 def test_validation_ends_with_full_shapes_and_every_document_once(corpus):
@@ -404,3 +408,6 @@ def test_unigram_bits_per_byte():
     # Counts plus one: 3 of 13 for either byte, 2 of 13 for the end, all of it spread over the four bytes.
     bits = -(4 * np.log2(3 / 13) + np.log2(2 / 13)) / 4
     assert unigram_bits_per_byte([batch], [batch], token_bytes) == pytest.approx(bits)
+    half = {key: value[:, :3] for key, value in batch.items()}  # of one host; the other has an end and a 4
+    of_all = np.array([0, 1, 0, 0, 1, 0, 0, 0]).__add__
+    assert unigram_bits_per_byte([half], [half], token_bytes, of_all) == pytest.approx(bits)

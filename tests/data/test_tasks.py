@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import collections
+import functools
+import itertools
 import json
 import os
 import subprocess
@@ -13,7 +16,8 @@ import numpy as np
 import pytest
 
 from capibara.data.dataset import Dataset
-from capibara.data.loader import make_loader
+from capibara.data.loader import make_loader, merge_states
+from capibara.data.packing import Packing
 from capibara.data.sources import StdlibSource
 from capibara.data.vocabulary import ByteVocabulary
 from capibara.types import BATCH_KEYS, UserError
@@ -56,7 +60,7 @@ def test_the_documents_of_a_batch_can_be_told_afterwards():
     for ids, segments, names in zip(batch["targets"], batch["segment_ids"], found["rows"], strict=True):
         assert len(names) == segments.max() > 0
         for segment, name in enumerate(names, 1):
-            assert name["host"] == 0
+            assert name["shard"] == 0
             assert vocabulary.decode(ids[segments == segment]) in documents.example(name["example"]).text
 
 
@@ -76,23 +80,6 @@ def test_resume_is_exact(name):
     assert again.get_state() == state
     assert_same(take(again, 20), more)
     again.close()
-
-
-def test_hosts_read_different_examples_and_states_stay_theirs():
-    dataset = make_dataset()
-    loaders = [make_loader(dataset, batch_size=4, shard_index=i, shard_count=2) for i in range(2)]
-    first, second = (take(loader, 3) for loader in loaders)
-    states = [loader.get_state() for loader in loaders]
-    for loader in loaders:
-        loader.close()
-    assert first[0]["tokens"].shape == (2, 512)
-    assert not np.array_equal(first[0]["tokens"], second[0]["tokens"])
-    with pytest.raises(UserError, match="rows"):
-        loaders[0].set_state(states[1])
-    alone = make_loader(dataset, batch_size=4)
-    alone.set_state(states[0])
-    with pytest.raises(UserError, match="hosts was 2, is 1"):
-        next(alone)
 
 
 def test_validation_of_a_mixture_takes_every_task_whole():
@@ -130,6 +117,152 @@ def register():
     yield add
     for name in names:
         seqio.TaskRegistry.remove(name)
+
+
+def read(dataset, count: int, *, hosts: int, state=None, **options) -> tuple[list[dict[str, np.ndarray]], dict | None]:
+    """Global batches as `hosts` hosts read them, and the merged state after them."""
+    shares, states = [], []
+    for index in range(hosts):
+        loader = make_loader(dataset, shard_index=index, shard_count=hosts, **options)
+        if state is not None:
+            loader.set_state(json.loads(json.dumps(state)))
+        shares.append(list(itertools.islice(loader, count)))
+        states.append(loader.get_state())
+        loader.close()
+    parts = zip(*shares, strict=True)
+    return [{key: np.concatenate([part[key] for part in each]) for key in BATCH_KEYS} for each in parts], (
+        merge_states(states)
+    )
+
+
+def numbers_of(batches) -> collections.Counter:
+    """How often each example of `numbered` is in the batches."""
+    return collections.Counter(int(n) for batch in batches for n in batch["targets"].ravel() if n >= 100)
+
+
+@pytest.fixture
+def numbered(register):
+    """`numbered` of 48 examples: a number of its own from 100 on, and 0 to 4 fillers."""
+    import seqio
+
+    examples = [{"targets": [100 + n, *[50 + n % 7] * (n * 5 % 11 % 5)]} for n in range(48)]
+    register("numbered", examples, vocabulary=seqio.PassThroughVocabulary(200, eos_id=1), features=("targets",))
+    layout = {"length": 6, "window_rows": 2, "window_documents": 8, "seed": 3}
+    return lambda **changes: Dataset(**{"mixture_or_task_name": "numbered", **layout, **changes})
+
+
+@pytest.mark.parametrize("shards", [1, 2, 4])
+def test_batches_do_not_depend_on_the_number_of_hosts(numbered, shards):
+    dataset = numbered(task_shards=shards)
+    whole, state = read(dataset, 8, hosts=1, batch_size=4)
+    assert len(state["rows"]) == shards
+    for hosts in (2, 4):
+        batches, merged = read(dataset, 8, hosts=hosts, batch_size=4)
+        assert_same(batches, whole)
+        assert merged == state
+    ended, _ = read(dataset, 99, hosts=1, batch_size=4, epochs=1)  # as evaluations read: in one stream
+    assert numbers_of(ended) == dict.fromkeys(range(100, 148), 1)
+    assert_same(read(dataset, 99, hosts=4, batch_size=4, epochs=1)[0], ended)
+
+
+def test_another_number_of_hosts_goes_on_where_the_others_stopped(numbered):
+    dataset = numbered(task_shards=4)
+    whole, _ = read(dataset, 21, hosts=1, batch_size=4)
+    parts, state = [], None
+    for hosts in (2, 4, 1):
+        more, state = read(dataset, 7, hosts=hosts, state=state, batch_size=4)
+        parts += more
+    assert len({tuple(row) for row in state["rows"]}) == 4, "streams that stand alike would hide a mix-up"
+    assert_same(parts, whole)
+
+
+def test_an_epoch_over_2_4_and_1_hosts_has_every_example_once(numbered):
+    plain = {"packing": Packing.NONE, "window_rows": 1, "window_documents": 1, "shuffle": False}
+    dataset, parts, state = numbered(task_shards=4, **plain), [], None
+    for hosts in (2, 4, 1):
+        more, state = read(dataset, 2, hosts=hosts, state=state, batch_size=8)
+        parts += more
+    assert numbers_of(parts) == dict.fromkeys(range(100, 148), 1)
+
+
+def test_the_rows_of_each_stream_have_an_order_of_their_own(register):
+    import seqio
+
+    examples = [{"targets": [100 + n, 60]} for n in range(64)]
+    register("in_rows", examples, vocabulary=seqio.PassThroughVocabulary(200, eos_id=1), features=("targets",))
+    loader = make_loader(
+        Dataset(mixture_or_task_name="in_rows", length=2, window_rows=2, window_documents=32, task_shards=2),
+        batch_size=32,
+    )
+    rows = [
+        [(name["shard"], name["example"]) for name in row] for row in loader.documents_after(loader.position)["rows"]
+    ]
+    first, second = ([number for [(shard, number)] in rows if shard == one] for one in range(2))
+    assert sorted(first) == sorted(second) == list(range(16))
+    assert first != second
+
+
+def test_examples_of_few_files_are_dealt_out(tmp_path):
+    """Three files for four streams: every stream must meet the examples in the same order, shuffled files or not."""
+    import seqio
+
+    for first, last in ((0, 7), (7, 13), (13, 24)):  # no multiples of four: another order would deal out others
+        (tmp_path / f"{first}.txt").write_text("".join(f"<{line:02}>\n" for line in range(first, last)))
+    steps = [
+        lambda lines: lines.map(lambda line: {"targets": line}),
+        functools.partial(seqio.preprocessors.tokenize, copy_pretokenized=False),
+    ]
+    seqio.TaskRegistry.add(
+        "few_files",
+        source=seqio.TextLineDataSource({"train": str(tmp_path / "*.txt")}),
+        preprocessors=steps,
+        output_features={"targets": seqio.Feature(seqio.ByteVocabulary(), add_eos=False)},
+        shuffle_buffer_size=1,  # only the files are shuffled, so that an epoch can be counted
+    )
+    plain = {"length": 4, "packing": Packing.NONE, "window_rows": 1, "window_documents": 1}
+    orders = set()
+    try:
+        for seed in range(4):
+            dataset = Dataset(mixture_or_task_name="few_files", task_shards=4, seed=seed, **plain)
+            rows = [row for batch in read(dataset, 6, hosts=2, batch_size=4)[0] for row in batch["targets"]]
+            texts = [ByteVocabulary().decode(row[row > 0]) for row in rows]
+            assert sorted(texts) == sorted(f"<{n:02}>" for n in range(24))
+            orders.add(tuple(texts))
+    finally:
+        seqio.TaskRegistry.remove("few_files")
+    assert len(orders) > 1
+
+
+def test_states_of_older_versions(numbered):
+    dataset = numbered()
+    whole, _ = read(dataset, 10, hosts=1, batch_size=4)
+    _, state = read(dataset, 6, hosts=1, batch_size=4)
+    del state["settings"]["task_shards"]
+    state["settings"]["hosts"] = 1
+    assert_same(read(dataset, 4, hosts=2, state=state, batch_size=4)[0], whole[6:])
+    with pytest.raises(UserError, match="Dataset.task_shards was 1, is 2"):
+        read(numbered(task_shards=2), 1, hosts=1, state=state, batch_size=4)
+    state["settings"]["hosts"] = 2
+    with pytest.raises(
+        UserError, match="each of 2 hosts read.*begin another run from its weights, with Trainer.init_from"
+    ):
+        read(dataset, 1, hosts=2, state=state, batch_size=4)
+
+
+def test_shards_that_do_not_divide_are_refused(numbered, register):
+    for given in (0, -2):
+        with pytest.raises(UserError, match=rf"Dataset.task_shards \({given}\) must be at least 1"):
+            numbered(task_shards=given)
+    with pytest.raises(UserError, match=r"task_shards \(8\) must divide the 12 rows of a batch.*: try 6"):
+        make_loader(numbered(task_shards=8), batch_size=12)
+    with pytest.raises(UserError, match=r"task_shards \(4\) must divide the 6 hosts or be a multiple of them: try 3"):
+        make_loader(numbered(task_shards=4), batch_size=12, shard_count=6)
+    with pytest.raises(UserError, match=r"task_shards \(2\) is for SeqIO tasks.*leave it out"):
+        Dataset(source=StdlibSource(), vocabulary=ByteVocabulary(), task_shards=2)
+    register("three", [{"targets": [5]}] * 3, features=("targets",))
+    with pytest.raises(UserError, match="'three' has no example for each of its 4 streams.*lower Dataset.task_shards"):
+        next(make_loader(Dataset(mixture_or_task_name="three", length=8, task_shards=4), batch_size=4))
+    make_loader(numbered(task_shards=8), batch_size=12, epochs=1)  # a pass that ends has one stream
 
 
 def test_inputs_come_first_and_carry_no_loss(register):

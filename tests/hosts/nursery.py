@@ -7,6 +7,7 @@ a host of a TPU slice there are chips on the PCI bus of $FAKE_PCI (see fake_tpu_
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import pathlib
@@ -47,6 +48,10 @@ class Nursery:
             print(json.dumps({**asked, "names": names}), file=self._process.stdin, flush=True)
             assert self._told.wait_for(lambda: len(self._pids) > number, 120), "the nursery does not answer"
             return Child(self, self._pids[number], *map(pathlib.Path, names))
+
+    def preload(self, module: str) -> None:
+        """Imports a module, unless it has been, before the next process is forked."""
+        print(json.dumps({"module": module}), file=self._process.stdin, flush=True)
 
     def close(self) -> None:
         """Ends it, with all that it has started."""
@@ -117,9 +122,12 @@ def _serve(answers) -> None:
         if not (data := os.read(0, 1 << 16)):
             break
         *lines, pending = (pending + data).split(b"\n")
-        for line in lines:
+        for asked in map(json.loads, lines):
+            if "module" in asked:
+                importlib.import_module(asked["module"])
+                continue
             if not (pid := os.fork()):
-                _become(answers, **json.loads(line))
+                _become(answers, **asked)
             children.add(pid)
             tell(pid=pid)
     for pid in children:

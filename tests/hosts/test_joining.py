@@ -1,5 +1,6 @@
 """Hosts of a slice find each other, agree, and train as one process does."""
 
+import functools
 import json
 import socket
 import sys
@@ -12,41 +13,67 @@ hosts = sys.modules["of_hosts_conftest"]
 TRAIN = ("--gin_file=tiny.gin", "--gin.TRAIN_STEPS=4")
 
 
-def losses(folder):
+def metrics(folder, kind):
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return {line["step"]: line["loss"] for line in lines if line["kind"] == "train"}
+    return [line for line in lines if line["kind"] == kind]
+
+
+def losses(folder):
+    return {line["step"]: line["loss"] for line in metrics(folder, "train")}
 
 
 @pytest.fixture(scope="module")
-def alone(shell):
-    """The losses of one process with four devices."""
-    done = shell.run("train", *TRAIN, "--emulate=4", "--gin.MODEL_DIR=alone")
-    assert done.code == 0, done.err
-    return losses(shell.folder / "alone")
+def alone(shell, nursery):
+    """The arguments of a run of quickstart.gin -> the folder of it in one process with four devices."""
+    nursery.preload("capibara.data.builtin_tasks")
+
+    @functools.cache
+    def run(*args: str):
+        environment = {**hosts.plain_environment(), "TPU_SKIP_MDS_QUERY": "1"}
+        folder = shell.folder / f"alone{len(args)}"
+        asked = [*args, "--emulate=4", f"--gin.MODEL_DIR='{folder}'"]
+        [done] = hosts.ends([nursery.start("train", asked, shell.folder, environment)])
+        assert done.code == 0, done.err
+        return folder
+
+    return run
 
 
-def assert_found_and_learned_alike(done, kind, folder, alone):
+def quickstart(*settings: str) -> tuple[str, ...]:
+    return ("--gin_file=quickstart.gin", *(f"--gin.{setting}" for setting in ("Trainer.log_every=1", *settings)))
+
+
+QUICK = ("Evaluation.every=0", "Evaluation.unigram_batches=0", "SampleText.prompts=()", "Checkpointing.every=0")
+
+
+def assert_found_and_learned_alike(done, folder, alone):
     assert [one.code for one in done] == [0] * 4, [one.err[-2000:] for one in done]
     assert "joined 4 processes on 1 host: 4 devices" in done[0].out and "on 4 x cpu" in done[0].out
     assert [line for one in done[1:] for line in one.out.splitlines() if "[Gloo]" not in line] == []
-    together = losses(folder)
-    assert sorted(together) == sorted(alone) == [1, 2, 3, 4]
-    np.testing.assert_allclose(list(together.values()), list(alone.values()), rtol=1e-5)
+    told = ["4 hosts share 1 stream(s) of SeqIO task 'python_stdlib'" in one.err for one in done]
+    assert told == [True, False, False, False] and "set Dataset.task_shards = 4" in done[0].err
+    together, alone = [[*metrics(one, "train"), *metrics(one, "eval")] for one in (folder, alone)]
+    assert [line["step"] for line in together] == [line["step"] for line in alone]
+    for name in ("loss", "unigram_bits_per_byte"):
+        found, wanted = [[line[name] for line in lines if name in line] for lines in (together, alone)]
+        np.testing.assert_allclose(found, wanted, rtol=1e-5)
 
 
-def test_four_processes_find_each_other_and_learn_as_one(cluster, shell, alone):
+def test_four_processes_find_each_other_and_learn_the_quickstart_as_one(cluster, shell, alone):
     """By the metadata server; the processes are forked, so that they need not import what the first has."""
-    four = cluster("GCE", 4)
-    done = four.run("train", *TRAIN, "--gin.MODEL_DIR=forked")
-    assert_found_and_learned_alike(done, "GCE", shell.folder / "forked", alone)
+    args = quickstart(*QUICK, "TRAIN_STEPS=2")
+    whole, four = alone(*args), cluster("GCE", 4)
+    done = four.run("train", *args, "--gin.MODEL_DIR=forked")
+    assert_found_and_learned_alike(done, shell.folder / "forked", whole)
     assert all("agent-worker-number" in server.asked for server in four.servers)
 
 
 @pytest.mark.heavy
 @pytest.mark.parametrize("kind", ["GCE", "GKE", "Slurm", "Open MPI", "flags"])
-def test_four_new_interpreters_find_each_other_and_learn_as_one(cluster, shell, alone, kind):
-    done = cluster(kind, 4, fresh=True).run("train", *TRAIN, f"--gin.MODEL_DIR='{kind}'")
-    assert_found_and_learned_alike(done, kind, shell.folder / kind, alone)
+def test_four_new_interpreters_find_each_other_and_learn_the_quickstart_as_one(cluster, shell, alone, kind):
+    args = quickstart("TRAIN_STEPS=6")  # with its evaluation and its samples
+    done = cluster(kind, 4, fresh=True).run("train", *args, f"--gin.MODEL_DIR='{kind}'", timeout_s=480)
+    assert_found_and_learned_alike(done, shell.folder / kind, alone(*args))
 
 
 @pytest.mark.fault(65)
@@ -82,17 +109,24 @@ def _ends_with_disks_of_their_own(cluster, shell, name: str, *texts: str | None)
     return hosts.ends(processes)
 
 
+SMALL_TASK = quickstart(
+    *QUICK[:-1],
+    "Schedule.kind='rsqrt'",
+    "Schedule.warmup_fraction=0.0",
+    "Dataset.task_shards=4",
+    "LENGTH=64",
+    "DecoderConfig.num_layers=1",
+)
+
+
 @pytest.mark.heavy
 @pytest.mark.fault(28, 33)
-def test_one_of_two_is_killed_and_four_and_then_one_go_on(cluster, shell):
+@pytest.mark.parametrize("data", [("--gin_file=tiny.gin",), SMALL_TASK], ids=["source", "task"])
+def test_one_of_two_is_killed_and_four_and_then_one_go_on(cluster, shell, data):
     """2 -> 4 -> 1 processes of four devices in all, against one from beginning to end."""
-    run = shell.folder / "killed"
-    flags = (
-        "--gin_file=tiny.gin",
-        "--gin.Trainer.heartbeat_s=10",
-        "--gin.Checkpointing.every=2",
-        "--gin.MODEL_DIR=killed",
-    )
+    name = f"killed{len(data)}"
+    run = shell.folder / name
+    flags = (*data, "--gin.Trainer.heartbeat_s=10", "--gin.Checkpointing.every=2", f"--gin.MODEL_DIR={name}")
     two = cluster("flags", 2)
     processes = [two.start(i, "train", *flags, "--emulate=2", "--gin.TRAIN_STEPS=100000") for i in range(2)]
     end_s = time.monotonic() + 120
@@ -107,9 +141,9 @@ def test_one_of_two_is_killed_and_four_and_then_one_go_on(cluster, shell):
         done = joined.run("train", *more) if joined else [shell.run("train", *more)]
         assert [one.code for one in done] == [0] * count, [one.err[-2000:] for one in done]
         assert f"carrying on from step {steps - 4};" in done[0].out
-    whole = shell.run("train", *flags, "--emulate=4", f"--gin.TRAIN_STEPS={step + 8}", "--gin.MODEL_DIR=whole")
+    whole = shell.run("train", *flags, "--emulate=4", f"--gin.TRAIN_STEPS={step + 8}", f"--gin.MODEL_DIR={name}_whole")
     assert whole.code == 0, whole.err
-    parts, whole = losses(run), losses(shell.folder / "whole")
+    parts, whole = losses(run), losses(shell.folder / f"{name}_whole")
     assert parts.keys() == whole.keys() == set(range(1, step + 9))
     np.testing.assert_allclose([parts[k] for k in whole], list(whole.values()), rtol=1e-5)
 

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 
 from capibara import sharding
+from capibara.data.dataset import Dataset
+from capibara.data.vocabulary import ByteVocabulary
 from capibara.models import api
 from capibara.optim import Optimizer, Schedule
 from capibara.sharding import Plan
@@ -205,6 +207,13 @@ def test_evaluations_are_as_long_with_accumulation_as_without(make_trainer, trai
 def test_evaluation_batches_must_divide_over_the_mesh(make_trainer, train):
     with pytest.raises(UserError, match=r"Evaluation.batch_size \(6\) must be a multiple of 4 .*: try 8"):
         train(make_trainer(evaluation=Evaluation(batch_size=6)))
+
+
+def test_the_streams_of_a_task_must_divide_the_rows(make_trainer, train):
+    """Known before SeqIO is imported, not to say anything compiled: there is no such task."""
+    dataset = Dataset(mixture_or_task_name="none", vocabulary=ByteVocabulary(), length=64, task_shards=3)
+    with pytest.raises(UserError, match=r"Dataset.task_shards \(3\) must divide the \d+ rows of a batch.*: try 2"):
+        train(make_trainer(dataset=dataset))
 
 
 def test_other_data_than_before_is_refused_and_leaves_no_threads(make_trainer, train):
