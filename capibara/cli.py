@@ -77,6 +77,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """Adds --model_dir, --model and --trust_config, of verbs that use a model."""
+    parser.add_argument("--model_dir", metavar="DIR", help="run folder: its config.gin and newest checkpoint are used")
+    parser.add_argument("--model", metavar="PATH", help="instead: a Hugging Face folder or a .gguf file")
+    add_trust(parser)
+
+
 def add_trust(parser: argparse.ArgumentParser) -> None:
     """Adds --trust_config, of verbs that open run folders."""
     parser.add_argument(

@@ -24,8 +24,7 @@ examples:
 def main(argv: Sequence[str] | None = None) -> int:
     """Parses the command line, evaluates and prints a table; returns the exit code."""
     parser = cli.ArgumentParser("capibara evaluate", _DESCRIPTION)
-    parser.add_argument("--model_dir", metavar="DIR", help="run folder: its config.gin and newest checkpoint are used")
-    parser.add_argument("--model", metavar="PATH", help="instead: a Hugging Face folder or a .gguf file")
+    cli.add_model(parser)
     parser.add_argument("--task", action="append", default=[], metavar="NAME", help="repeatable or comma-separated")
     parser.add_argument("--out", metavar="FILE", help="write the results there, as JSON")
     parser.add_argument("--predictions", metavar="FILE", help="write the answers there (.jsonl); goes on where it ends")
@@ -35,7 +34,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--emulate", type=int, metavar="N", help="run on N emulated CPU devices (1 to 64)")
     parser.add_argument("--harness", metavar="TASKS", help="tasks of lm-eval in place of ours, comma-separated")
     parser.add_argument("--harness_path", metavar="DIR", help="folder of YAML tasks for it")
-    cli.add_trust(parser)
     joining.add_arguments(parser)
     args = cli.parse_arguments(parser, argv)
     _check(args)
@@ -66,7 +64,7 @@ def run(args) -> None:
     written = [path for path in (args.out, args.predictions) if path]
     outputs.check_writable(*written, inputs=args.gin_file)
     devices.start(args.emulate)
-    joining.join(joining.of(args), joining.asked(args), emulated=args.emulate is not None)
+    joining.join_all(args)
     given = (args.model_dir or args.model, args.gin_file, args.gin_bindings, args.gin_search_paths)
     with StatusLine() as line:
         show = line.show if jax.process_index() == 0 else lambda *_: None

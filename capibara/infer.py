@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import sys
 from collections.abc import Sequence
 
-from capibara import cli, outputs
+from capibara import cli, joining, outputs
 from capibara.types import UserError
 
 _DESCRIPTION = """Continue a prompt with a model; an encoder-decoder answers it.
@@ -25,8 +24,7 @@ examples:
 def main(argv: Sequence[str] | None = None) -> int:
     """Parses the command line and prints the prompt with its continuation, or its answer; returns the exit code."""
     parser = cli.ArgumentParser("capibara infer", _DESCRIPTION)
-    parser.add_argument("--model_dir", metavar="DIR", help="run folder: its config.gin and newest checkpoint are used")
-    parser.add_argument("--model", metavar="PATH", help="instead: a Hugging Face folder or a .gguf file")
+    cli.add_model(parser)
     parser.add_argument("--prompt", metavar="TEXT", help="text to continue; default: standard input")
     parser.add_argument("--prompts", metavar="FILE", help='a prompt a line, or .jsonl of {"prompt": ..., "seed": ...}')
     parser.add_argument("--out", metavar="FILE", help="jsonl file for the texts of --prompts; goes on where it ends")
@@ -35,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--benchmark", action="store_true", help="print tokens a second and latencies, no text")
     parser.add_argument("--emulate", type=int, metavar="N", help="run on N emulated CPU devices (1 to 64)")
-    cli.add_trust(parser)
+    joining.add_arguments(parser)
     args = cli.parse_arguments(parser, argv)
     if not (args.model_dir or args.model):
         raise UserError("--model_dir has no value: name a run folder, e.g. --model_dir=runs/quickstart")
@@ -53,47 +51,49 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(args) -> None:
     """Does what the flags say with the run's newest checkpoint (its averaged parameters where it kept them)."""
-    from capibara import config, devices, loading
-    from capibara.inference import chat, files, serving_mesh, speed, terminal
+    from capibara import channel, config, devices, loading
+    from capibara.inference import chat, files, sample, serving_mesh, speed, terminal
     from capibara.inference.engine import Engine, EngineConfig
-    from capibara.inference.sample import Generator, Sampling, check_generates
     from capibara.monitoring.status import StatusLine
 
     devices.start(args.emulate)
+    joining.join_all(args, tell=lambda joined: print(joined, file=sys.stderr))
+    line = channel.connect()
     given = (args.model_dir or args.model, args.gin_file, args.gin_bindings, args.gin_search_paths)
     opened = loading.load(*given, trust=args.trust_config, placed=serving_mesh.placed)
     (trainer, model, params), about, opened = opened.run, opened.about, None  # the engine has a copy of the parameters
     vocabulary, lengths = trainer.dataset.get_vocabulary(), (trainer.dataset.length, trainer.dataset.encoder_length)
-    sampling, batching = config.build(Sampling), config.build(EngineConfig)
+    sampling, batching = config.build(sample.Sampling), config.build(EngineConfig)
     talk = chat.of_run(trainer.dataset) if args.chat else None
     config.check_used()
-    check_generates(model)
+    batchings = {"many": batching, "typed": dataclasses.replace(batching, slots=1), "one": sample.of_one_slot(batching)}
+    if isinstance(line, channel.Follower):
+        how = next(messages := iter(line))["how"]
+        Engine(model, params, vocabulary, lengths[0], batchings[how], lengths[1]).follow(messages)
+        return
     prompts = files.read_prompts(args.prompts, sampling) if args.prompts else []
     typed = talk and args.prompt is None and sys.stdin.isatty()
-    if not (args.prompts or args.benchmark or typed):
-        prompt = files.read_standard_input() if args.prompt is None else args.prompt
-        generate = Generator(model, vocabulary, lengths[0], sampling, lengths[1], batching)
-        text = generate(params, talk.ids(prompt), talk.ends) if talk else generate(params, prompt)
-        print(text if lengths[1] or talk else prompt + text)
-        return
-    if typed and not (args.prompts or args.benchmark):
-        batching = dataclasses.replace(batching, slots=1)
-    engine = Engine(model, params, vocabulary, lengths[0], batching, lengths[1])
-    del params
-    if args.benchmark:
-        for name, value in speed.measure(engine, sampling, (lengths[1] or lengths[0]) // 2, vocabulary.size).items():
-            print(f"{name:32} {value:12.1f}")
-    elif args.prompts:
-        about |= {"cache_dtype": str(batching.cache_dtype), "length": lengths[0], "chat": args.chat}
-        with StatusLine() as line:
-            for done in files.complete(engine, prompts, args.out, talk, about):
-                line.show("generating", f"{done} of {len(prompts)} texts in {args.out}")
-        print(f"{len(prompts)} texts in {args.out}", file=sys.stderr)
-    else:
-        with contextlib.suppress(ImportError):
-            import readline  # noqa: F401 - with it input() has a line that can be edited
-        with engine.start():
-            terminal.Talk(engine, talk, lengths[0], sampling, terminal.write).run()
+    how = "many" if args.prompts or args.benchmark else "typed" if typed else "one"
+    with channel.leading(line, {"how": how}) as send:
+        engine = Engine(model, params, vocabulary, lengths[0], batchings[how], lengths[1])
+        engine.lead(send)
+        del params
+        if how == "one":
+            prompt = files.read_standard_input() if args.prompt is None else args.prompt
+            stream = engine.submit(talk.ids(prompt) if talk else prompt, sampling, ends=talk.ends if talk else ())
+            print(("" if lengths[1] or talk else prompt) + stream.result().text)
+        elif args.benchmark:
+            measured = speed.measure(engine, sampling, (lengths[1] or lengths[0]) // 2, vocabulary.size)
+            print(*(f"{name:32} {value:12.1f}" for name, value in measured.items()), sep="\n")
+        elif args.prompts:
+            about |= {"cache_dtype": str(batching.cache_dtype), "length": lengths[0], "chat": args.chat}
+            with StatusLine() as status:
+                for done in files.complete(engine, prompts, args.out, talk, about):
+                    status.show("generating", f"{done} of {len(prompts)} texts in {args.out}")
+            print(f"{len(prompts)} texts in {args.out}", file=sys.stderr)
+        else:
+            with engine.start():
+                terminal.Talk(engine, talk, lengths[0], sampling, terminal.write).run()
 
 
 if __name__ == "__main__":

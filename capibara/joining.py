@@ -9,7 +9,7 @@ import importlib.metadata
 import os
 import platform
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from capibara import peers, roll_call
@@ -85,6 +85,11 @@ def asked(args: argparse.Namespace) -> dict[str, str]:
     }
 
 
+def join_all(args: argparse.Namespace, tell: Callable[[str], None] = print) -> None:
+    """`join`s as a verb's command line says, which must be the same everywhere."""
+    join(of(args), asked(args), emulated=args.emulate is not None, tell=tell)
+
+
 class _Place(NamedTuple):
     """Of this process among all; local_device_ids: those of the host's accelerators that it takes, None: all."""
 
@@ -94,7 +99,14 @@ class _Place(NamedTuple):
     local_device_ids: list[int] | None
 
 
-def join(joining: Joining, facts: Mapping[str, str], *, emulated: bool = False, heartbeat_s: int = 100) -> None:
+def join(
+    joining: Joining,
+    facts: Mapping[str, str],
+    *,
+    emulated: bool = False,
+    heartbeat_s: int = 100,
+    tell: Callable[[str], None] = print,
+) -> None:
     """Joins the other processes of the run, if there are any; call it before JAX is first used.
 
     Args:
@@ -102,6 +114,7 @@ def join(joining: Joining, facts: Mapping[str, str], *, emulated: bool = False, 
       facts: what must be the same everywhere beside the versions: name -> text.
       emulated: after `devices.emulate`: only processes that flags or JAX's environment name are joined, each with its
         own emulated devices; what the machine says of a slice does not count.
+      tell: takes, on process 0, a line of how many have joined.
       heartbeat_s: seconds without a sign of life after which a process counts as dead, and the others end.
 
     Raises:
@@ -126,7 +139,7 @@ def join(joining: Joining, facts: Mapping[str, str], *, emulated: bool = False, 
     )
     peers.listen()
     if jax.process_index() == 0:
-        print(_joined(came, jax.devices()))
+        tell(_joined(came, jax.devices()))
 
 
 def _joined(came: Sequence[roll_call.Process], devices: Sequence[jax.Device]) -> str:

@@ -21,7 +21,11 @@ _TELL_S = 5.0  # for the word to arrive
 _OWN_S = 5.0  # for an end of our own: often all processes meet the same fault
 _LINGER_S = _LOOK_S + _OWN_S + 2.0  # of process 0, which keeps the word until all have read it
 
-_leaving, _told = threading.Event(), threading.Event()
+_NOTED_LINGER_S = 4.0  # where they were told at once
+_SOON_S = 1.0  # in which the news of a peer's end comes after the error that it has caused here
+
+_leaving, _told, _watched = threading.Event(), threading.Event(), threading.Event()
+_noted: list[Fault] = []
 
 
 class Fault(NamedTuple):
@@ -65,13 +69,54 @@ def has_told() -> bool:
     return _told.is_set()
 
 
-def told() -> Fault | None:
-    """Why another process has ended with an error, if one has: what happens here since may be its doing."""
+def told(within_s: float = _SOON_S) -> Fault | None:
+    """Why another process has ended with an error, if one has: what happens here since may be its doing.
+
+    `within_s`: in which the news may still come, where the others are `watched`.
+    """
     if not is_joined():
         return None
-    with contextlib.suppress(Exception):  # nobody has told anything, or the coordinator is gone
-        return _read(*_client())
-    return None
+    end_s = time.monotonic() + (within_s if _watched.is_set() else 0.0)
+    while True:
+        if _noted:
+            return _noted[0]
+        with contextlib.suppress(Exception):  # nobody has told anything, or the coordinator is gone
+            if (fault := _read(*_client())) is not None:
+                return fault
+        if time.monotonic() >= end_s:
+            return None
+        time.sleep(0.02)
+
+
+def watched() -> None:
+    """From now on a line to the others brings the news at once where one is gone, also one that could tell nobody."""
+    _watched.set()
+
+
+def note(fault: Fault) -> None:
+    """Another process is gone: `told` gives this, the first that was noted."""
+    _noted.append(fault)
+
+
+def is_leaving(within_s: float) -> bool:
+    """Whether this process ends, or begins to within so many seconds."""
+    return _leaving.wait(within_s)
+
+
+def place() -> tuple[int, int, str]:
+    """The number of this process, how many there are, and the host at which they find process 0; once it is joined."""
+    state = sys.modules["jax._src.distributed"].global_state
+    return state.process_id, state.num_processes, state.coordinator_address.rpartition(":")[0].strip("[]")
+
+
+def put(name: str, value: str) -> None:
+    """For `got`, by one of the processes, once."""
+    _client()[0].key_value_set(f"capibara/{name}", value)
+
+
+def got(name: str, timeout_s: float) -> str:
+    """What another process has put by this name; waits for it."""
+    return _client()[0].blocking_key_value_get(f"capibara/{name}", int(1000 * timeout_s))
 
 
 def leave() -> None:
@@ -86,7 +131,7 @@ def end(code: int) -> None:
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     if is_joined() and _client()[1] == 0:
-        time.sleep(_LINGER_S)
+        time.sleep(_NOTED_LINGER_S if _noted else _LINGER_S)
     os._exit(code)
 
 

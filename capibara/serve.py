@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
-from capibara import cli
+from capibara import cli, joining
 from capibara.types import UserError
 
 _KEY = "CAPIBARA_API_KEY"
@@ -22,20 +22,21 @@ examples:
 A slot holds Dataset.length tokens of prompt and text. Without a key only this machine is served, by the names localhost,
 127.0.0.1, [::1] and those of ServerConfig.allowed_hosts; web pages only from ServerConfig.allowed_origins. SIGTERM or
 ctrl-C lets the texts at hand end, a second one does not.
-exit codes: 0 ended by a signal; 1 the engine failed, all who waited were told; 2 a mistake in what was given"""
+On several hosts start the same command on each: all make each token, with process 0, which alone listens.
+exit codes: 0 ended by a signal; 1 the engine failed, all who waited were told; 2 a mistake in what was given; 75 another
+host is gone: start the command again"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parses the command line and serves until a signal comes; returns the exit code."""
     parser = cli.ArgumentParser("capibara serve", _DESCRIPTION)
-    parser.add_argument("--model_dir", metavar="DIR", help="run folder: its config.gin and newest checkpoint are used")
-    parser.add_argument("--model", metavar="PATH", help="instead: a Hugging Face folder or a .gguf file")
+    cli.add_model(parser)
     parser.add_argument("--name", metavar="NAME", help="what clients call the model; default: the folder's name")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at; default: this machine's own")
     parser.add_argument("--port", type=int, default=8000, help="0: any that is free; default: 8000")
     parser.add_argument("--api_key_file", metavar="FILE", help=f"keys of clients, one a line; or one in {_KEY}")
     parser.add_argument("--emulate", type=int, metavar="N", help="run on N emulated CPU devices (1 to 64)")
-    cli.add_trust(parser)
+    joining.add_arguments(parser)
     args = cli.parse_arguments(parser, argv)
     if bool(args.model_dir) == bool(args.model):
         raise UserError("one of --model_dir and --model is needed: name a run folder, e.g. --model_dir=runs/quickstart")
@@ -45,29 +46,30 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def serve(args) -> int:
-    """Listens at once, loads the model, and answers until a signal comes or the engine fails; returns the exit code."""
-    from capibara import devices, extras
+    """Joins the others, listens, loads the model, answers until a signal comes or the engine fails; the exit code."""
+    from capibara import channel, devices, extras
 
     for package in ("fastapi", "uvicorn", "prometheus_client"):
         extras.require(package, extra="serve", why="capibara serve")
     from capibara.inference import server
 
-    keys = server.keys_of(args.api_key_file, _KEY)
-    try:
-        listening = server.listen(args.host, args.port)
-    except (OSError, UnicodeError) as error:  # the latter: a name that no host may have
-        raise UserError(f"--host={args.host} --port={args.port} cannot be listened at ({error}): try others") from None
-    address, port = listening.getsockname()[:2]
-    if not keys and not ipaddress.ip_address(address).is_loopback:
-        raise UserError(f"--host={args.host} lets other machines in: set {_KEY} or --api_key_file, or leave --host out")
     devices.start(args.emulate)
-    url = f"http://{f'[{address}]' if ':' in address else address}:{port}/v1"
-    tell = lambda served: print(f"{served.name} is at {url}", flush=True)  # noqa: E731
-    return server.run(listening, keys, lambda: _load(args), tell, args.host)
+    joining.join_all(args)
+    line = channel.connect()
+    if isinstance(line, channel.Follower):
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda one, _: line.signal(one))
+        _load(args)[0].engine.follow(line)
+        return 0
+    door = server.opened(args.host, args.port, args.api_key_file, _KEY)
+    tell = lambda served: print(f"{served.name} is at {door.url}", flush=True)  # noqa: E731
+    return server.run(door.listening, door.keys, lambda: _load(args), tell, args.host, line)
 
 
 def _load(args):
-    """The model with its engine, and what the server takes on."""
+    """The model with its engine, which all processes make alike, and what the server takes on."""
+    import jax
+
     from capibara import config, loading
     from capibara.inference import chat, serving_mesh
     from capibara.inference.engine import Engine, EngineConfig
@@ -79,15 +81,17 @@ def _load(args):
     given = (path, args.gin_file, args.gin_bindings, args.gin_search_paths)
     trainer, model, params = loading.load(*given, trust=args.trust_config, placed=serving_mesh.placed).run
     takes, sampling, batching = config.build(ServerConfig), config.build(Sampling), config.build(EngineConfig)
-    data, talk = trainer.dataset, chat.of_served(trainer.dataset)
+    data = trainer.dataset
+    talk = chat.of_served(data) if jax.process_index() == 0 else None
     config.check_used()
     vocabulary, lengths = data.get_vocabulary(), (data.length, data.encoder_length)
     engine = Engine(model, params, vocabulary, lengths[0], batching, lengths[1])
     if takes.warm_up:
         with StatusLine() as line:
-            engine.warm_up(lambda done, count: line.show("compiling", f"{done} of {count} programs"))
+            show = line.show if jax.process_index() == 0 else lambda *_: None
+            engine.warm_up(lambda done, count: show("compiling", f"{done} of {count} programs"))
     name = args.name or os.path.basename(os.path.normpath(path)).removesuffix(".gguf")
-    return Served(engine.start(), vocabulary, talk, *lengths, name, sampling), takes
+    return Served(engine, vocabulary, talk, *lengths, name, sampling), takes
 
 
 if __name__ == "__main__":

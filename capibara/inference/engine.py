@@ -9,21 +9,26 @@ from __future__ import annotations
 
 import threading
 import time
+import zlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 
+from capibara import peers
 from capibara.data.vocabulary import Vocabulary
 from capibara.inference import batching, footprint, programs, spelling
 from capibara.inference.batching import EngineConfig, Statistics, WhenFull
 from capibara.inference.choose import GREEDY, Settings, settings_of, with_row
 from capibara.inference.drafts import Drafter
+from capibara.inference.orders import Asked, Orders
 from capibara.inference.pace import Pace
 from capibara.inference.pages import Pages
 from capibara.inference.prefix import PrefixCache
 from capibara.inference.reading import Read, Reader
+from capibara.inference.refusal import left_alone
 from capibara.inference.request import LIKELIEST, Request
 from capibara.inference.sampling import Sampling
 from capibara.inference.stream import Finish, Stream
@@ -88,12 +93,15 @@ class Engine:
         self._settings = Settings(*(np.repeat(x, config.slots, axis=0) for x in GREEDY))
         self.statistics = Statistics()
         self._requests: list[Request | None] = [None] * config.slots
+        self._new: list[Request] = []  # since the last step
         self._waiting: deque[Request] = deque()
         self._pending: deque[tuple[programs.Chosen, list[tuple[int, Request]], float | None]] = deque()
         self._changed, self._working = threading.Condition(), threading.Lock()
         self._thread: threading.Thread | None = None
         self._closing = self._failed = False
         self._asked = 0  # requests so far
+        self._send: Callable[[dict[str, Any]], None] | None = None
+        self._seen_sum = 0  # of all tokens that have come
 
     @property
     def slots(self) -> int:
@@ -104,7 +112,7 @@ class Engine:
 
         What was read of the texts that are under way was read with the old ones. From any thread; drop yours.
         """
-        if self._thread is None and not (self._waiting or self._pending or any(self._requests)):
+        if self._thread is None and not (self._new or self._waiting or self._pending or any(self._requests)):
             self._params = None  # no room for two
         updated = self._programs.serving(params)
         with self._changed:
@@ -113,7 +121,7 @@ class Engine:
     @property
     def load(self) -> tuple[int, int]:
         """Requests that wait for a slot, and slots that are taken."""
-        return len(self._waiting), sum(request is not None for request in self._requests)
+        return len(self._new) + len(self._waiting), sum(request is not None for request in self._requests)
 
     @property
     def pages(self) -> tuple[int, int]:
@@ -177,13 +185,14 @@ class Engine:
         if not 0 <= likeliest <= LIKELIEST:
             raise UserError(f"likeliest is {likeliest}, must be from 0 to {LIKELIEST}")
         if self._encoder_length is not None:
-            ids = spelling.ids_of(prompt, vocabulary) if isinstance(prompt, str) else prompt
-            encoder = spelling.encoder_entries(ids, self._encoder_length, vocabulary.pad_id)
+            spelled = spelling.ids_of(prompt, vocabulary) if isinstance(prompt, str) else prompt
+            encoder = spelling.encoder_entries(spelled, self._encoder_length, vocabulary.pad_id)
             ids = [vocabulary.pad_id]
         else:
             ids = [vocabulary.bos_id, *vocabulary.encode(prompt)] if isinstance(prompt, str) else list(prompt)
         if not ids:
             raise UserError("the prompt is empty, must have at least one token")
+        asked = Asked(spelled if encoder else ids, sampling, tuple(ends), likeliest)
         if self._config.when_full is WhenFull.SLIDE:
             ids = ids[-self._length :]
         elif len(ids) > self._length:
@@ -195,15 +204,40 @@ class Engine:
         stream, ends = Stream(self._drive), (vocabulary.eos_id, *ends)
         request = Request(
             ids, sampling, vocabulary, stream,
-            limit=limit, ends=ends, likeliest=likeliest, encoder=encoder, names=self._names,
+            limit=limit, ends=ends, likeliest=likeliest, encoder=encoder, names=self._names, asked=asked,
         )  # fmt: skip
         with self._changed:
             if self._closing:
                 raise RuntimeError("the engine is closed")
             self._asked, request.number = self._asked + 1, self._asked
-            self._waiting.append(request)
+            self._new.append(request)
             self._changed.notify_all()
         return stream
+
+    def lead(self, send: Callable[[dict[str, Any]], None] | None) -> None:
+        """From the next step on the engines of the other processes do what this one does: they `follow` what is sent.
+
+        None: there are no others. All have the same parameters, on the chips of all, and were asked for the same so far.
+        """
+        self._send = send
+
+    def follow(self, messages: Iterable[Mapping[str, Any]]) -> None:
+        """Makes the steps of the engine that leads, until there are no more messages.
+
+        Raises:
+          RuntimeError: other tokens have come of the devices than there.
+        """
+        for message in messages:
+            orders = Orders.of(message)
+            if orders.seen != self._seen_sum:
+                raise RuntimeError(
+                    "this process has seen other tokens than process 0: its devices, packages or files are not the same"
+                )
+            for one in orders.asked:
+                stream = self.submit(one.ids, one.sampling, ends=one.ends, likeliest=one.likeliest)
+                stream.forward(lambda _: None)
+            new, self._new = self._new, []
+            self._advance(new, set(orders.cancelled), orders.most)
 
     def start(self) -> Engine:
         """Works in a thread of its own until `close`."""
@@ -217,7 +251,7 @@ class Engine:
         """Cancels what there is and stops the thread."""
         with self._changed:
             self._closing = True
-            for request in [*self._waiting, *filter(None, self._requests)]:
+            for request in [*self._new, *self._waiting, *filter(None, self._requests)]:
                 request.stream.cancel()
             self._changed.notify_all()
         if self._thread is None:
@@ -238,9 +272,23 @@ class Engine:
 
     def step(self) -> bool:
         """Gives free slots to waiting requests and every slot tokens; False where there was nothing to do."""
+        with self._changed:
+            new, self._new = self._new, []
+            known = [*new, *self._waiting, *filter(None, self._requests)]
+        cancelled = {request.number for request in known if request.stream.cancelled}
+        most = None
+        if self._send is not None:
+            asked, most = [request.asked for request in new], self._pace.allowed()
+            self._send(Orders(asked, sorted(cancelled), most, self._seen_sum).packed())
+        return self._advance(new, cancelled, most)
+
+    def _advance(self, new: list[Request], cancelled: set[int], most: int | None) -> bool:
+        """A step: what it does depends on what it is given and the tokens that come, `most` aside."""
         had = bool(self._pending)
         self._take_updated()
-        self._drop_cancelled()
+        with self._changed:
+            self._waiting.extend(new)
+        self._drop_cancelled(cancelled)
         if self._ahead > 1:
             self._receive(0)  # an end that is seen late would cost a whole program, and leave its slot to nobody
         admitted = self._admit_waiting()
@@ -251,7 +299,8 @@ class Engine:
             self._receive(0)
             admitted |= self._refill()
         active = [(slot, request) for slot, request in self._active() if request.places <= self._length]
-        count = 1 if self._reader.waits else self._pace.tokens(request for _, request in active)
+        most = self._pace.allowed() if most is None else most
+        count = 1 if self._reader.waits else self._pace.tokens((request for _, request in active), most)
         if self._pages:
             active, count = self._with_pages(active, count)
         if active:
@@ -285,30 +334,42 @@ class Engine:
                 if self.step():
                     continue
                 with self._changed:
-                    if self._closing and not self._waiting:
+                    left = self._new or self._waiting
+                    if self._closing and not left:
                         return
-                    if not self._waiting:
+                    if not left:
                         self._changed.wait()
         except BaseException as error:
-            with self._changed:
-                self._closing = self._failed = True
-                left = {
-                    id(r): r for r in (*self._waiting, *self._requests, *(r for _, p, _ in self._pending for _, r in p))
-                }
-            for request in left.values():
-                if request is not None and not request.finished:
-                    request.stream.fail(error)
+            if self._failed:
+                return  # whoever said so knows more
+            if self._send is not None and peers.told() is not None:
+                self.fail(left_alone())
+                return
+            self.fail(error)
             for slot in range(self.slots if self._pages else 0):
                 self._pages.release(slot)
             raise
 
-    def _drop_cancelled(self) -> None:
+    def fail(self, error: BaseException) -> None:
+        """Does no more work: all who wait are told why. From any thread, also while a step hangs."""
         with self._changed:
-            cancelled = [request for request in self._waiting if request.stream.cancelled]
-            for request in cancelled:
+            self._closing = self._failed = True
+            pending = (request for _, rows, _ in list(self._pending) for _, request in rows)
+            left = {id(r): r for r in (*self._new, *self._waiting, *self._requests, *pending)}
+        for request in left.values():
+            if request is not None and not request.finished:
+                request.stream.fail(error)
+
+    def _drop_cancelled(self, numbers: set[int]) -> None:
+        if not numbers:
+            return
+        with self._changed:
+            dropped = [request for request in self._waiting if request.number in numbers]
+            for request in dropped:
                 self._waiting.remove(request)
-        cancelled += [request for request in self._requests if request is not None and request.stream.cancelled]
-        for request in cancelled:
+        dropped += [request for request in self._requests if request is not None and request.number in numbers]
+        for request in dropped:
+            request.cancelled = True
             if not request.finished:
                 request.finish(Finish.CANCELLED)
             self._free(request)
@@ -453,6 +514,7 @@ class Engine:
             chosen, rows, at_s = self._pending[0]
             tokens, log_probabilities, drawn, likeliest, theirs, counts = jax.device_get(chosen)
             self._pace.came(at_s, int(counts[0]))
+            self._seen_sum = zlib.crc32(tokens.tobytes(), self._seen_sum)
             for place, request in rows:
                 for step in range(counts[place]):
                     count = min(request.likeliest, likeliest.shape[2])
@@ -473,7 +535,7 @@ class Engine:
         self._reader.drop(request)
         read, written, request.written = request.places - 1, request.written, False
         current = written and request.generation == self._generation
-        if self._prefixes and current and read <= self._length and not request.stream.cancelled:
+        if self._prefixes and current and read <= self._length and not request.cancelled:
             places = batching.bucket(read, self._length)
             request.row = self._programs.row(self._state, np.int32(slot), self._table, places), read
         if self._pages:

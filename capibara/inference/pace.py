@@ -30,19 +30,25 @@ class Pace:
         self._token_s = self._came_s = 0.0
         self.read_along = False
 
-    def tokens(self, requests: Iterable[Request]) -> int:
+    def allowed(self) -> int:
+        """For any requests, at least one: by the time that it takes, where somebody reads along."""
+        if not self.read_along or self._fixed:
+            return self._most
+        return max(1, min(self._most, int(_MOST_BETWEEN_S / self._token_s) if self._token_s else 1))
+
+    def tokens(self, requests: Iterable[Request], allowed: int) -> int:
         """For these requests together, at least one: for none more than it may still have or has places for.
+
+        `allowed`: as `allowed` gives it, here or in the process that decides.
 
         What is forced into a thought is the first of a program's tokens, so none goes beyond the place of it.
         """
-        most = self._most
+        most = allowed
         for one in requests:
             most = min(most, one.limit - one.begun, self._length - one.places + 1)
             if one.sampling.thinking_tokens is not None:  # a thought that begins among them must not end there
                 ahead = (index - one.begun for index in one.forced if index >= one.begun)
                 most = min(most, one.sampling.thinking_tokens, *ahead)
-        if self.read_along and not self._fixed:
-            most = min(most, int(_MOST_BETWEEN_S / self._token_s) if self._token_s else 1)
         return max(1, most)
 
     def came(self, began_s: float | None, count: int) -> None:

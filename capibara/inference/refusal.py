@@ -34,3 +34,8 @@ class Refusal(Exception):
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         kind = "rate_limit_error" if self.status == 429 else kind
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def left_alone() -> Refusal:
+    """What those are told whose texts were made together with a process that is gone."""
+    return Refusal(503, "another host is gone: the server must be started again", code="model_failed")

@@ -7,6 +7,7 @@ from typing import Any
 
 from capibara.data.vocabulary import Vocabulary
 from capibara.inference.drafts import Drafter
+from capibara.inference.orders import Asked
 from capibara.inference.sampling import Sampling
 from capibara.inference.stream import Finish, Piece, Stream
 from capibara.inference.text import TextStream
@@ -34,6 +35,8 @@ class Request:
       generation: of the parameters that its row was begun with.
       row: its row's cache, copied for later prompts that begin so, and how many tokens that has read.
       drafter: guesses its next tokens; None: nobody asked yet.
+      asked: what was asked for, for other processes to ask the same.
+      cancelled: whether its engine has dropped it because nobody wants it.
       finished: whether its stream has ended.
     """
 
@@ -49,17 +52,18 @@ class Request:
         likeliest: int = 0,
         encoder: Batch | None = None,
         names: Mapping[int, bytes] | None = None,
+        asked: Asked,
     ):
         self.tokens, self.prompt_tokens = list(prompt), len(prompt)
         self.sampling, self.stream, self.limit, self.likeliest = sampling, stream, limit, likeliest
-        self.encoder = encoder
+        self.encoder, self.asked = encoder, asked
         self.begun = self.received = self.cached_tokens = self.generation = self.number = 0
         self.forced: dict[int, int] = {}
         self.slot: int | None = None
         self.written = False
         self.row: tuple[Any, int] | None = None
         self.drafter: Drafter | None = None
-        self.finished = False
+        self.cancelled = self.finished = False
         self._ends = frozenset(ends)
         self._text = TextStream(vocabulary, sampling.stop, names)
         self._tags = ([], [])

@@ -18,7 +18,7 @@ from capibara.models.api import Model
 from capibara.sharding import Rules
 from capibara.types import Params
 
-__all__ = ["Generator", "SampleText", "Sampling", "check_generates", "sampler"]
+__all__ = ["Generator", "SampleText", "Sampling", "check_generates", "of_one_slot", "sampler"]
 
 
 @configurable
@@ -57,7 +57,7 @@ class Generator:
         config: EngineConfig = EngineConfig(),
     ):
         check_generates(model)
-        self._config = _of_one_slot(config)
+        self._config = of_one_slot(config)
         self._model, self._vocabulary, self._sampling = model, vocabulary, sampling
         self._lengths = length, encoder_length
 
@@ -97,7 +97,7 @@ def sampler(
         if not texts.prompts:
             return
         free, lengths = gathered(own_chips.free_bytes()), (length, encoder_length)
-        given = ServingMesh(), Where.AUTO, _of_one_slot(EngineConfig()), *lengths
+        given = ServingMesh(), Where.AUTO, of_one_slot(EngineConfig()), *lengths
         layout = own_chips.found(model, *given, None if None in free else min(free))
         params = params if layout is None else OwnChips(model, layout, rules)(params)
         own = model if layout is None else model.plain
@@ -110,6 +110,7 @@ def sampler(
     return made
 
 
-def _of_one_slot(config: EngineConfig) -> EngineConfig:
+def of_one_slot(config: EngineConfig) -> EngineConfig:
+    """For one text after the other: nothing is kept, and a row that is full moves on, but in pages it ends."""
     when_full = WhenFull.STOP if config.page_size else WhenFull.SLIDE
     return dataclasses.replace(config, slots=1, when_full=when_full, prefix_cache_mib=0)

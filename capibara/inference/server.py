@@ -16,13 +16,16 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from types import FrameType
+from typing import NamedTuple
 
 import uvicorn
 from starlette.types import ASGIApp
 
-from capibara import allocator
+from capibara import allocator, peers
+from capibara.channel import Leader
 from capibara.inference import http_protocol
 from capibara.inference.openai_app import app_of
+from capibara.inference.refusal import left_alone
 from capibara.inference.service import Served, ServerConfig, Service, State
 from capibara.inference.serving_metrics import ServingMetrics
 from capibara.inference.visitors import visitors_of
@@ -59,7 +62,7 @@ class Server(uvicorn.Server):
             timeout_graceful_shutdown=_LAST_WRITES_S,
         )
         super().__init__(config)
-        self._service = service
+        self._service, self._signalled = service, False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -74,8 +77,9 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter) or self._service.drained() or self._service.failed_for(_FAILED_S)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self._service.state is State.DRAINING:
+        if self._signalled:
             os._exit(_KILLED)
+        self._signalled = True
         self._service.drain()
 
 
@@ -87,6 +91,31 @@ def listen(host: str, port: int) -> socket.socket:
     """
     family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     return socket.create_server(address[:2], family=family, backlog=_BACKLOG)
+
+
+class Door(NamedTuple):
+    """Where clients come in: a socket that listens, the keys that let them in (empty: none is needed), and the URL."""
+
+    listening: socket.socket
+    keys: Sequence[str]
+    url: str
+
+
+def opened(host: str, port: int, key_file: str | None, variable: str) -> Door:
+    """Listens, with the keys of a file or of an environment variable.
+
+    Raises:
+      UserError: it cannot be listened there, or all machines could ask without a key.
+    """
+    keys = keys_of(key_file, variable)
+    try:
+        listening = listen(host, port)
+    except (OSError, UnicodeError) as error:  # the latter: a name that no host may have
+        raise UserError(f"--host={host} --port={port} cannot be listened at ({error}): try others") from None
+    address, port = listening.getsockname()[:2]
+    if not keys and not ipaddress.ip_address(address).is_loopback:
+        raise UserError(f"--host={host} lets other machines in: set {variable} or --api_key_file, or leave --host out")
+    return Door(listening, keys, f"http://{f'[{address}]' if ':' in address else address}:{port}/v1")
 
 
 def fitting(config: ServerConfig) -> ServerConfig:
@@ -132,15 +161,17 @@ def run(
     load: Callable[[], tuple[Served, ServerConfig]],
     tell: Callable[[Served], None],
     host: str = "localhost",
+    leader: Leader | None = None,
 ) -> int:
     """Serves until a signal comes, or the engine fails: all who wait are told then. Returns the exit code.
 
     Args:
       listening: of `listen`.
       keys: of clients; empty: none is needed.
-      load: loads the model, in a thread of its own: until then requests are told to wait.
+      load: loads the model, in a thread of its own: until then requests are told to wait. Its engine is started here.
       tell: called when it is ready.
       host: what the user has called the address that it listens at.
+      leader: of the other processes that serve this model; a signal to one of them is one to this.
 
     Raises:
       Exception: what `load` raised.
@@ -156,6 +187,9 @@ def run(
     def make_ready() -> None:
         try:
             served, config = load()
+            if leader is not None:
+                served.engine.lead(leader.send)
+            served.engine.start()
             service.ready(served, fitting(config))
             # What is loaded stays: looking through all of it for garbage stops every thread, here for up to 0.1 s.
             gc.collect()
@@ -165,17 +199,29 @@ def run(
             faults.append(error)
             server.should_exit = True
 
+    if leader is not None:
+        leader.on_gone, leader.on_signal = lambda _: _gone(service), lambda _: service.drain()
     loading = threading.Thread(target=make_ready, name="loading", daemon=True)
     loading.start()
     server.run(sockets=[listening])
     code = int(service.state is State.FAILED)
-    _end(loading, service, code)
+    if code and leader is not None and (fault := peers.told()) is not None:
+        raise RuntimeError(fault.line)
+    _end(loading, service, None if code or faults else leader, code)
     if faults:
         raise faults[0]
     return code
 
 
-def _end(loading: threading.Thread, service: Service, code: int) -> None:
+def _gone(service: Service) -> float:
+    """Another process is gone: all who wait are told; gives the seconds in which this one ends."""
+    if service.served is None:
+        return 0.0
+    service.served.engine.fail(left_alone())
+    return _FAILED_S + _LAST_WRITES_S + 2 * _CLOSE_S
+
+
+def _end(loading: threading.Thread, service: Service, leader: Leader | None, code: int) -> None:
     """Stops the threads. One that is inside XLA cannot be stopped, and would crash the interpreter's own end."""
     threads = [loading]
     if service.served is not None:
@@ -183,6 +229,8 @@ def _end(loading: threading.Thread, service: Service, code: int) -> None:
         threads[-1].start()
     for thread in threads:
         thread.join(_CLOSE_S)
+    if leader is not None:
+        leader.close()
     if any(thread.is_alive() for thread in threads):
         sys.stdout.flush()
         sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""The mesh that generates: which of a process's devices, and what they share."""
+"""The mesh that generates: which devices, of one process or of all, and what they share."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ServingMesh:
 
     Attributes:
       tensor: devices that share each layer; None: as many as divide the model's heads. Emulated devices are one
-        processor, and of them one is used unless more are asked for.
+        processor, and of them one of each process is used unless more are asked for.
       data: groups of them, each with its share of the slots and a copy of the parameters; None: those that are left.
     """
 
@@ -56,13 +56,14 @@ class ServingMesh:
         if self.data is not None:
             data = self.data
         else:
-            data = 1 if devices[0].platform == "cpu" else max(len(devices) // tensor, 1)
+            least = max(_processes(devices) // tensor, 1)
+            data = least if devices[0].platform == "cpu" else max(len(devices) // tensor, 1)
         if tensor * data > len(devices):
             raise UserError(
                 f"ServingMesh.tensor ({tensor}) x ServingMesh.data ({data}) must be at most the {len(devices)} devices that "
                 "there are: ask for fewer"
             )
-        if tensor * data == 1:
+        if tensor * data == _processes(devices) == 1:
             here = SingleDeviceSharding(devices[0])
             return jax.tree.map(lambda _: here, model.abstract_params)
         if heads := model.config.kv_heads % tensor:
@@ -70,12 +71,35 @@ class ServingMesh:
                 f"ServingMesh.tensor ({tensor}) must divide the model's {model.config.kv_heads} heads of keys and values: "
                 f"try {math.gcd(heads, tensor)}"
             )
-        mesh = sharding.make_mesh(Plan(batch_size=data, data=data, fsdp=1, tensor=tensor), devices[: tensor * data])
+        used = _of_each_process(devices, tensor * data)
+        mesh = sharding.make_mesh(Plan(batch_size=data, data=data, fsdp=1, tensor=tensor), used)
         # A vocabulary that cannot be shared is whole on every device.
         rules = Rules(vocab=()) if model.config.vocab_size % tensor else Rules()
         return sharding.shardings(mesh, rules, model.axes, model.abstract_params)
 
 
 def placed(_: object, model: Model) -> PyTree:
-    """Where the parameters lie, as `loading.load` asks for it, once the configuration is parsed."""
-    return config.build(ServingMesh).shardings(model, jax.local_devices())
+    """Where the parameters lie, as `loading.load` asks for it, once the configuration is parsed: on all processes."""
+    return config.build(ServingMesh).shardings(model, jax.devices())
+
+
+def _processes(devices: Sequence[jax.Device]) -> int:
+    return len({device.process_index for device in devices})
+
+
+def _of_each_process(devices: Sequence[jax.Device], count: int) -> list[jax.Device]:
+    """The first devices of each process, `count` together: every process has a part in every step."""
+    processes = sorted({device.process_index for device in devices})
+    if count % len(processes):
+        raise UserError(
+            f"ServingMesh.tensor x ServingMesh.data ({count}) must be a multiple of the {len(processes)} processes, which all "
+            f"have a share: try {-(-count // len(processes)) * len(processes)}, or start one process"
+        )
+    share = count // len(processes)
+    by_process = {one: [device for device in devices if device.process_index == one] for one in processes}
+    if any(len(own) < share for own in by_process.values()):
+        raise UserError(
+            f"ServingMesh.tensor x ServingMesh.data ({count}) needs {share} devices of each of the {len(processes)} processes, "
+            "of which one has fewer: ask for fewer"
+        )
+    return [device for one in processes for device in by_process[one][:share]]

@@ -94,7 +94,7 @@ class Stream:
         self._pieces: list[Piece] = []
         self._end: Completion | BaseException | None = None
         self._began_s = time.monotonic()
-        self.cancelled = False
+        self.cancelled = self._failed = False
 
     def __iter__(self) -> Iterator[Piece]:
         while True:
@@ -166,4 +166,6 @@ class Stream:
 
     def _hand_on(self, item: Item) -> None:
         with self._giving:
-            self._give(item)
+            if not self._failed:
+                self._failed = isinstance(item, BaseException)
+                self._give(item)

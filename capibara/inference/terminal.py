@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import unicodedata
@@ -50,6 +51,8 @@ class Talk:
         Args:
           read: (prompt) -> a line that was typed; raises EOFError at the end.
         """
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401 - with it input() has a line that can be edited
         self._write("/help lists commands, ctrl-D ends\n")
         while True:
             try:

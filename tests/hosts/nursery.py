@@ -84,6 +84,10 @@ class Child:
     def returncode(self) -> int | None:
         return self._nursery.code(self.pid)
 
+    def said(self) -> str:
+        """On standard output, so far."""
+        return self._out.read_text()
+
     def poll(self) -> int | None:
         return self.returncode
 
@@ -185,7 +189,7 @@ def _main() -> None:
 
     from capibara import config, devices, joining  # noqa: F401
     from capibara.evaluation import run, subject  # noqa: F401
-    from capibara.inference import sample  # noqa: F401
+    from capibara.inference import sample, server  # noqa: F401
     from capibara.interop import checkpoint  # noqa: F401
     from capibara.monitoring import defaults  # noqa: F401
     from capibara.planner import automatic, chips, xla_flags  # noqa: F401

@@ -316,7 +316,7 @@ def test_what_was_read_beyond_an_end_is_taken_back(read, end, one_by_one):
     assert tokens[end] not in tokens[:end]
     if one_by_one:  # up to the end, which nobody has seen when eight more are asked for
         most, counts = one._pace.tokens, itertools.chain([1] * end, itertools.repeat(8))
-        one._pace.tokens = lambda requests: min(most(requests), next(counts))
+        one._pace.tokens = lambda requests, allowed: min(most(requests, allowed), next(counts))
     assert one.submit(prompt, drawn, ends=tokens[end : end + 1]).result().tokens == tokens[:end]
     turn = [*prompt, *tokens[:end], 70, 71]
     found, want = one.submit(turn, GREEDY).result(), plain.submit(turn, GREEDY).result()

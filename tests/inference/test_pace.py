@@ -36,18 +36,18 @@ def clock(monkeypatch):
 )
 def test_no_row_gets_more_than_it_may_have(changes, count):
     chosen = Pace(EngineConfig(decode_steps=8), length=64)
-    assert chosen.tokens([row()]) == 8 and chosen.tokens([row(), row(**changes)]) == count
+    assert chosen.tokens([row()], 8) == 8 and chosen.tokens([row(), row(**changes)], 8) == count
 
 
 def test_a_reader_waits_a_tenth_of_a_second_at_most(clock):
     chosen = Pace(EngineConfig(), length=64)
     chosen.read_along = True
-    assert chosen.tokens([row()]) == 1  # nothing is known of the model yet
+    assert chosen.tokens([row()], chosen.allowed()) == 1  # nothing is known of the model yet
     for took_s, count in ((0.02, 4), (0.03, 3), (0.04, 2), (0.08, 1), (0.5, 1), (0.01, 4)):
         began_s = clock[0]
         clock[0] += 2 * took_s
         chosen.came(began_s, 2)
-        assert chosen.tokens([row()]) == count
+        assert chosen.tokens([row()], chosen.allowed()) == count
 
 
 def test_a_prompt_that_is_read_meanwhile_is_no_time_of_a_step(clock):
@@ -58,7 +58,7 @@ def test_a_prompt_that_is_read_meanwhile_is_no_time_of_a_step(clock):
     chosen.came(None, 1)  # of a prompt
     clock[0] += 0.03
     chosen.came(began_s, 1)
-    assert chosen.tokens([row()]) == 3
+    assert chosen.tokens([row()], chosen.allowed()) == 3
 
 
 def test_what_was_set_holds_and_nobody_looks_at_the_clock_where_nobody_reads_along(clock):
@@ -68,4 +68,4 @@ def test_what_was_set_holds_and_nobody_looks_at_the_clock_where_nobody_reads_alo
         began_s = clock[0]
         clock[0] += 9.0
         chosen.came(began_s, 1)
-        assert chosen.tokens([row()]) == 4
+        assert chosen.tokens([row()], chosen.allowed()) == 4

@@ -1,0 +1,266 @@
+"""A line from process 0 to each of the others: messages in their order, and the news when one of them is gone.
+
+JAX's own ways are for what is rare: on two processes of one machine a message through the coordinator's store and its
+answer took 1.3 ms, most of it processor time, a broadcast by the devices 4.1 ms, and this 0.02 ms. Whoever waits for a
+message costs nothing. A process that ends is known to be gone at once, a host that does so after half a minute.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import secrets
+import selectors
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from capibara import peers
+from capibara.peers import Fault
+from capibara.types import TryAgain
+
+_KEY = "channel"
+_OPEN_S = 120.0  # for all to connect; all are there when it begins
+_HELLO_S = 10.0
+_MOST_BYTES = 64 << 20  # of a message: the longest prompts of many requests
+_OWN_S = 2.0  # for an end of our own after another's, which says more
+_STOP_S = 10.0  # for an end after the last message
+_AGAIN = "start the command again on every host"
+_GONE = 75  # EX_TEMPFAIL, as cli.EXIT_HUNG
+_KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 30_000}
+
+Message = Mapping[str, Any]
+
+
+def connect() -> Leader | Follower | None:
+    """The line of this process, once JAX has joined them; all processes call it. None: this one is alone.
+
+    Raises:
+      TryAgain: not all of them have connected in time.
+    """
+    if not peers.is_joined() or peers.place()[1] == 1:
+        return None
+    index, count, host = peers.place()
+    return Leader(count) if index == 0 else Follower(index, host)
+
+
+@contextlib.contextmanager
+def leading(line: Leader | None, first: Message) -> Iterator[Callable[[Message], None] | None]:
+    """Sends a first message, and gives what sends more; the last one where all went well. Without a line, None."""
+    if line is None:
+        yield None
+        return
+    line.send(first)
+    yield line.send
+    line.close()
+
+
+class Leader:
+    """Process 0's end of all lines; `send` may be used by one thread at a time, `close` by any.
+
+    Attributes:
+      on_gone: told in a thread of its own when a process is gone; gives the seconds in which this one ends by itself.
+      on_signal: told that another process was signalled to end, and by which number.
+    """
+
+    def __init__(self, count: int):
+        self.on_gone: Callable[[Fault], float] = lambda _: _OWN_S
+        self.on_signal: Callable[[int], None] = lambda _: None
+        self._closed = threading.Event()
+        self._lines, self._hosts = _accepted(count)
+        peers.watched()
+        threading.Thread(target=self._watch, name="capibara-channel", daemon=True).start()
+
+    def send(self, message: Message) -> None:
+        """Sends a message to all.
+
+        Raises:
+          TryAgain: one of them is gone.
+        """
+        data = _packed(message)
+        for index, line in self._lines.items():
+            try:
+                line.sendall(data)
+            except OSError:
+                raise TryAgain(self._lost(index).line) from None
+
+    def close(self) -> None:
+        """The last message: the others end well."""
+        if not self._closed.is_set():
+            self._closed.set()
+            for line in self._lines.values():
+                with contextlib.suppress(OSError):
+                    line.sendall(_packed({"stop": True}))
+
+    def _watch(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            for index, line in self._lines.items():
+                selector.register(line, selectors.EVENT_READ, (index, _Lines(line)))
+            while True:
+                for key, _ in selector.select():
+                    index, lines = key.data
+                    found = lines.read()
+                    if found is None and not self._closed.is_set():
+                        self._end(self._lost(index), index)
+                        return
+                    if found is None:
+                        selector.unregister(key.fileobj)
+                        continue
+                    for message in found:
+                        self.on_signal(int(message["signal"]))
+                if not selector.get_map():
+                    return
+
+    def _lost(self, index: int) -> Fault:
+        fault = peers.told(0.0) or Fault(_GONE, f"process {index} on {self._hosts[index]} is gone: {_AGAIN}")
+        peers.note(fault)
+        return fault
+
+    def _end(self, fault: Fault, gone: int) -> None:
+        for index, line in self._lines.items():
+            if index != gone:
+                with contextlib.suppress(OSError):
+                    line.sendall(_packed({"code": fault.code, "gone": fault.line}))
+        _end_if_nobody_does(fault, self.on_gone(fault))
+
+
+class Follower:
+    """Another process's end: iterate over the messages of process 0, until it has no more."""
+
+    def __init__(self, index: int, host: str):
+        told = json.loads(peers.got(_KEY, _OPEN_S))
+        self._host = told["host"]
+        try:
+            self._line = socket.create_connection((host, told["port"]), timeout=_OPEN_S)
+        except OSError as error:
+            raise TryAgain(
+                f"process {index} on {socket.gethostname()} cannot reach process 0 at {host}:{told['port']} ({error}): let "
+                "the hosts reach each other at all ports"
+            ) from None
+        _prepare(self._line)
+        self._line.sendall(_packed({"word": told["word"], "index": index, "host": socket.gethostname()}))
+        self._arrived: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        peers.watched()
+        threading.Thread(target=self._read, name="capibara-channel", daemon=True).start()
+
+    def __iter__(self) -> Iterator[Message]:
+        while (message := self._arrived.get()) is not None:
+            yield message
+
+    def signal(self, number: int) -> None:
+        """Tells process 0 that this one was signalled to end."""
+        with contextlib.suppress(OSError):
+            self._line.sendall(_packed({"signal": number}))
+
+    def _read(self) -> None:
+        lines = _Lines(self._line)
+        while (found := lines.read()) is not None:
+            for message in found:
+                if "stop" in message:
+                    self._arrived.put(None)
+                    if not peers.is_leaving(_STOP_S):
+                        os._exit(0)  # in the midst of what process 0 has left
+                    return
+                if "gone" in message:
+                    peers.note(fault := Fault(message["code"], message["gone"]))
+                    _end_if_nobody_does(fault, _OWN_S)
+                    return
+                self._arrived.put(message)
+        # At once: the coordinator is gone with process 0, and JAX aborts whoever misses it.
+        print(f"error: process 0 on {self._host} is gone: {_AGAIN}", file=sys.stderr, flush=True)
+        peers.end(_GONE)
+
+
+class _Lines:
+    """The messages that come on a line."""
+
+    def __init__(self, line: socket.socket):
+        self._line, self._rest = line, bytearray()
+
+    def read(self) -> list[Message] | None:
+        """Those that are whole, after waiting for some bytes; None: the other end is gone."""
+        try:
+            data = self._line.recv(1 << 16)
+        except OSError:
+            data = b""
+        if not data or len(self._rest) > _MOST_BYTES:
+            return None
+        self._rest += data
+        if b"\n" not in data:
+            return []
+        *whole, self._rest = self._rest.split(b"\n")
+        return [json.loads(one) for one in whole]
+
+
+def _packed(message: Message) -> bytes:
+    return json.dumps(message, separators=(",", ":")).encode() + b"\n"
+
+
+def _accepted(count: int) -> tuple[dict[int, socket.socket], dict[int, str]]:
+    """The lines of all other processes, and their hosts, by their numbers."""
+    dual, word = socket.has_dualstack_ipv6(), secrets.token_hex(16)
+    family = socket.AF_INET6 if dual else socket.AF_INET
+    lines: dict[int, socket.socket] = {}
+    hosts: dict[int, str] = {}
+    end_s = time.monotonic() + _OPEN_S
+    with socket.create_server(("", 0), family=family, dualstack_ipv6=dual, backlog=count) as listening:
+        told = {"port": listening.getsockname()[1], "word": word, "host": socket.gethostname()}
+        peers.put(_KEY, json.dumps(told))
+        while len(lines) < count - 1:
+            listening.settimeout(max(end_s - time.monotonic(), 0.1))
+            try:
+                one, _ = listening.accept()
+            except TimeoutError:
+                missing = ", ".join(str(index) for index in range(1, count) if index not in lines)
+                raise TryAgain(
+                    f"process {missing} of {count} did not connect to process 0 within {_OPEN_S:g} s: let the hosts reach "
+                    "each other at all ports"
+                ) from None
+            hello = _hello(one, word)
+            if hello is None or not 0 < hello["index"] < count or hello["index"] in lines:
+                one.close()  # no process of ours
+                continue
+            lines[hello["index"]], hosts[hello["index"]] = one, hello["host"]
+    return lines, hosts
+
+
+def _hello(one: socket.socket, word: str) -> dict[str, Any] | None:
+    """What a process says of itself; None: it does not know the word."""
+    try:
+        one.settimeout(_HELLO_S)
+        heard = b""
+        while b"\n" not in heard and len(heard) < 4096:
+            if not (data := one.recv(4096)):
+                return None
+            heard += data
+        found = json.loads(heard)
+        if not secrets.compare_digest(str(found["word"]), word):
+            return None
+        _prepare(one)
+        return {"index": int(found["index"]), "host": str(found["host"])}
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _prepare(line: socket.socket) -> None:
+    """Small messages go at once, and a host that has gone is missed."""
+    line.settimeout(None)
+    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEEPALIVE.items():
+        if hasattr(socket, name):  # not everywhere
+            line.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def _end_if_nobody_does(fault: Fault, within_s: float) -> None:
+    """Ends this process after another's end, where it does not do so by itself: it may hang in a step of all of them."""
+    if peers.is_leaving(within_s):
+        return
+    print(f"error: {fault.line}", file=sys.stderr, flush=True)
+    peers.tell(fault.code, fault.line)
+    peers.end(fault.code)
