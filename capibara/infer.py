@@ -61,7 +61,7 @@ def run(args) -> None:
     line = channel.connect()
     given = (args.model_dir or args.model, args.gin_file, args.gin_bindings, args.gin_search_paths)
     opened = loading.load(*given, trust=args.trust_config, placed=serving_mesh.placed)
-    (trainer, model, params), about, opened = opened.run, opened.about, None  # the engine has a copy of the parameters
+    (trainer, model, params), about = opened.run, opened.about
     vocabulary, lengths = trainer.dataset.get_vocabulary(), (trainer.dataset.length, trainer.dataset.encoder_length)
     sampling, batching = config.build(sample.Sampling), config.build(EngineConfig)
     talk = chat.of_run(trainer.dataset) if args.chat else None
@@ -69,15 +69,14 @@ def run(args) -> None:
     batchings = {"many": batching, "typed": dataclasses.replace(batching, slots=1), "one": sample.of_one_slot(batching)}
     if isinstance(line, channel.Follower):
         how = next(messages := iter(line))["how"]
-        Engine(model, params, vocabulary, lengths[0], batchings[how], lengths[1]).follow(messages)
+        Engine(model, params, vocabulary, lengths[0], batchings[how], lengths[1], donate=True).follow(messages)
         return
     prompts = files.read_prompts(args.prompts, sampling) if args.prompts else []
     typed = talk and args.prompt is None and sys.stdin.isatty()
     how = "many" if args.prompts or args.benchmark else "typed" if typed else "one"
     with channel.leading(line, {"how": how}) as send:
-        engine = Engine(model, params, vocabulary, lengths[0], batchings[how], lengths[1])
+        engine = Engine(model, params, vocabulary, lengths[0], batchings[how], lengths[1], donate=True)
         engine.lead(send)
-        del params
         if how == "one":
             prompt = files.read_standard_input() if args.prompt is None else args.prompt
             stream = engine.submit(talk.ids(prompt) if talk else prompt, sampling, ends=talk.ends if talk else ())

@@ -85,7 +85,7 @@ def _load(args):
     talk = chat.of_served(data) if jax.process_index() == 0 else None
     config.check_used()
     vocabulary, lengths = data.get_vocabulary(), (data.length, data.encoder_length)
-    engine = Engine(model, params, vocabulary, lengths[0], batching, lengths[1])
+    engine = Engine(model, params, vocabulary, lengths[0], batching, lengths[1], donate=True)
     if takes.warm_up:
         with StatusLine() as line:
             show = line.show if jax.process_index() == 0 else lambda *_: None

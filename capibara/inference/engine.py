@@ -19,7 +19,7 @@ import numpy as np
 
 from capibara import peers
 from capibara.data.vocabulary import Vocabulary
-from capibara.inference import batching, footprint, programs, spelling
+from capibara.inference import batching, donated, footprint, programs, spelling
 from capibara.inference.batching import EngineConfig, Statistics, WhenFull
 from capibara.inference.choose import GREEDY, Settings, settings_of, with_row
 from capibara.inference.drafts import Drafter
@@ -48,12 +48,13 @@ class Engine:
 
     Args:
       model: a decoder or an encoder-decoder.
-      params: its parameters. The engine has a copy of its own, in the compute dtype: drop yours.
+      params: its parameters. The engine has a copy of its own, in the compute dtype.
       vocabulary: of its training data.
       length: places of a slot: tokens of the prompt and the text together.
       config: how requests are batched.
       encoder_length: an encoder reads at most this many tokens.
       rules: how slots, keys and values lie on the mesh of parameters that are spread over devices.
+      donate: `params` are the engine's from now on: its copy takes their memory, array by array, and they are deleted.
 
     Raises:
       UserError: the model has no next token, or no positions for so long rows, or the memory has no room for the slots.
@@ -68,6 +69,7 @@ class Engine:
         config: EngineConfig = EngineConfig(),
         encoder_length: int | None = None,
         rules: Rules = Rules(),
+        donate: bool = False,
     ):
         check_generates(model)
         longest = model.config.max_length
@@ -80,7 +82,8 @@ class Engine:
         self._pace, self._ahead = Pace(config, length), 0  # tokens that the program which began last gives a row
         mesh = programs.mesh_of(params)
         self._programs = programs.build(model, vocabulary.size, sizes, mesh, rules)
-        self._params, self._updated, self._generation = self._programs.serving(params), None, 0
+        self._params = donated.served(model, params, mesh, rules) if donate else self._programs.serving(params)
+        self._updated, self._generation = None, 0
         self._state = footprint.allocated(self._programs.start, config, length)
         self._pages = sizes.pool and Pages(config.slots, length, sizes.pool)
         if mesh is None:

@@ -158,10 +158,9 @@ def _build(same: _Same, usable: int, sizes: Sizes, mesh: Mesh | None, rules: sha
         return _laid_out(_nothing_read(model.config.vocab_size, sizes, empty))
 
     def serving(params: Params) -> Params:
-        served = model.serving(adapted.merge(params))
-        return _constrained(served, model.serving_axes) if sharding.active() else served
+        return model.serving(adapted.merge(params))
 
-    jit = functools.partial(_jit, mesh, rules)
+    jit = functools.partial(on_mesh, mesh, rules)
     return Programs(
         serving=jit(serving),
         start=jit(start),
@@ -175,15 +174,15 @@ def _build(same: _Same, usable: int, sizes: Sizes, mesh: Mesh | None, rules: sha
     )
 
 
-def _jit(mesh: Mesh | None, rules: sharding.Rules, program: Callable, **options: Any) -> Callable:
+def on_mesh(mesh: Mesh | None, rules: sharding.Rules, program: Callable, **options: Any) -> Callable:
     """Lowered with the mesh active: kernels are then partitioned by hand, which the compiler does not do."""
 
     @functools.wraps(program)
-    def on_mesh(*args: Any) -> Any:
+    def active(*args: Any) -> Any:
         with sharding.activate(mesh, rules) if mesh else contextlib.nullcontext():
             return program(*args)
 
-    return jax.jit(on_mesh, **options)
+    return jax.jit(active, **options)
 
 
 def _known(mesh: Mesh | None, chosen: Chosen) -> Chosen:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -179,21 +180,43 @@ class Model:
             hidden = jnp.take_along_axis(hidden, last_B11, axis=1)
         return self.logits_of(params, hidden)[:, 0], cache
 
-    def serving(self, params: Params) -> Params:
+    def serving(
+        self, params: Params, convert: Callable[[Callable, jax.Array], Any] = lambda of_array, x: of_array(x)
+    ) -> Params:
         """The parameters as generation reads them fastest: layers apart, matrices in the compute dtype.
 
         A program that runs the layers one by one would copy each of a stack. On a CPU matrices have their outputs first
         (`layers.OutputFirst`). The results are those of the parameters themselves.
+
+        Args:
+          params: as training has them.
+          convert: calls the first argument with the second, of one array after the other.
         """
-        plain = self.config.quantization is Quantization.NONE
-        params = _with_layers(self.computed(params), stack.unstacked)
-        if not plain or sharding.platform() != "cpu" or sharding.active():
-            return params
-        axes = []
-        _with_layers(self.axes, axes.append)
-        turned = lambda names, x: _output_first(names[1:], x)  # noqa: E731
-        turn = lambda layer: jax.tree.map(turned, axes[0], layer, is_leaf=tree.is_axes)  # noqa: E731
-        return _with_layers(params, lambda layers: tuple(map(turn, layers)))
+
+        def each(of_array: Callable, axes: Params, values: Params) -> Params:
+            one = lambda names, x: convert(functools.partial(of_array, names), x)  # noqa: E731
+            return jax.tree.map(one, axes, values, is_leaf=tree.is_axes)
+
+        stacks: list[Params] = []
+        axes, rest = (_with_layers(given, stacks.append) for given in (self.axes, params))
+        of_all = each(self._served_layers, *stacks)
+        layers = tuple(
+            jax.tree.map(lambda layers, number=number: layers[number], of_all, is_leaf=lambda x: isinstance(x, tuple))
+            for number in range(self.config.num_layers)
+        )
+        served = each(self._served, axes, rest)
+        if "decoder" in params:
+            return served | {"decoder": served["decoder"] | {"layers": layers}}
+        return served | {"layers": layers}
+
+    def _served(self, axes: tuple[str, ...], x: jax.Array) -> jax.Array:
+        return sharding.constrain(self._computed(axes, x), axes)
+
+    def _served_layers(self, axes: tuple[str, ...], x: jax.Array) -> tuple[jax.Array | OutputFirst, ...]:
+        """Of an array of all layers that of each."""
+        turns = self.config.quantization is Quantization.NONE and sharding.platform() == "cpu" and not sharding.active()
+        layers = (sharding.constrain(one, axes[1:]) for one in self._computed(axes, x))
+        return tuple(_output_first(axes[1:], one) if turns else one for one in layers)
 
     @property
     def serving_axes(self) -> Params:
@@ -207,11 +230,11 @@ class Model:
 
     def computed(self, params: Params) -> Params:
         """The parameters in the compute dtype, those that are cast to it wherever they are used."""
-        if self.config.quantization is not Quantization.NONE:
-            return params
-        dtype = self.config.dtype.value
-        cast = lambda axes, x: x.astype(dtype) if _is_cast(axes) else x  # noqa: E731
-        return jax.tree.map(cast, self.axes, params, is_leaf=tree.is_axes)
+        return jax.tree.map(self._computed, self.axes, params, is_leaf=tree.is_axes)
+
+    def _computed(self, axes: tuple[str, ...], x: jax.Array) -> jax.Array:
+        plain = self.config.quantization is Quantization.NONE
+        return x.astype(self.config.dtype.value) if plain and _is_cast(axes) else x
 
     def capped(self, logits: jax.Array) -> jax.Array:
         """Logits after the model's soft cap."""

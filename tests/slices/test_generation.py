@@ -146,7 +146,7 @@ class Abstract:
 @pytest.mark.parametrize("slice_name, sizes, name, cache", list(matrix()))
 def test_every_program_of_the_engine_compiles_for_the_slice(slice_name, sizes, name, cache, tell):
     engine = Abstract(slice_name, sizes, name, cache)
-    with running("inference/programs.py _jit.on_mesh", *(site for site, of in WITHIN.items() if of == (name, cache))):
+    with running("inference/programs.py on_mesh.active", *(site for site, of in WITHIN.items() if of == (name, cache))):
         state = engine.all()
     for program, report in engine.reports.items():
         assert report.fits

@@ -13,7 +13,7 @@ from matrix import PACKAGE
 JITS = ("jit", "pjit", "pmap", "xmap")
 BY_HAND = ("shard_map", "pallas_call")
 
-ENGINE = "inference/programs.py _jit"
+ENGINE = "inference/programs.py on_mesh"
 COVERED = {ENGINE, *(program.site for program in test_training.PROGRAMS.values())}
 ON_ONE_DEVICE = {
     "interop/adapters.py merged": "convert has all of a model on one device",
