@@ -19,7 +19,8 @@ _XLA_FLAGS = (
     "--xla_cpu_collective_call_terminate_timeout_seconds=240"  # devices that wait for each other for ever end in a trace
 )
 if importlib.metadata.version("jaxlib").startswith("0.10."):  # a later XLA ends at a flag that it no longer knows
-    _XLA_FLAGS += " --xla_cpu_use_fusion_emitters=false"  # their MLIR takes long to compile
+    # MLIR takes long to compile; small programs that are split for several threads take longer than whole.
+    _XLA_FLAGS += " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(CHECKOUT / ".jax_cache")
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"

@@ -341,6 +341,7 @@ LENGTH = 160
 """
 
 
+@pytest.mark.heavy
 def test_a_run_from_chat_gin(corpus, folder, tmp_path, monkeypatch, capfd):
     """Three steps by the command line; the validation loss is of the answers alone."""
     from capibara import cli, train

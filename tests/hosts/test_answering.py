@@ -28,7 +28,7 @@ def _load():
 
 
 answering = _load()
-SHORT = ("rollouts", "opinions", "evaluated")
+SHORT = ("rollouts", "evaluated")
 
 
 @pytest.fixture(scope="module")
@@ -98,8 +98,9 @@ def test_two_processes_answer_each_prompt_once_and_learn_as_one(two, alone):
     asked_once(found, want)
 
 
-def test_a_reward_that_differs_by_host_is_that_of_one_host(two):
-    found = two["opinions"]
+@pytest.mark.heavy
+def test_a_reward_that_differs_by_host_is_that_of_one_host(pair):
+    found = pair("apart", "opinions")["opinions"]
     assert found[0]["tokens"] == found[1]["tokens"] and found[0]["answers"] == found[1]["answers"]
 
 

@@ -27,7 +27,7 @@ def _load():
 
 
 axes = _load()
-PARTS = ("tensor", "stage", "signalled", "resumed", "not_shared")
+PARTS = ("signalled", "resumed", "not_shared")
 
 
 def did(cluster, folder, count, parts):
@@ -93,10 +93,11 @@ def assert_stopped_alike_and_resumed(told, wanted):
         assert steps[step] == pytest.approx(metrics, rel=1e-5)
 
 
-def test_two_processes_do_as_one(cluster, alone, tmp_path):
+@pytest.mark.parametrize("meshes", [(), pytest.param(("tensor", "stage"), marks=pytest.mark.heavy)], ids=str)
+def test_two_processes_do_as_one(cluster, alone, tmp_path, meshes):
     """Meshes, a stop that one of them was told, a resume, and a run folder that is not shared."""
-    told = did(cluster, tmp_path / "two", 2, PARTS)
-    for name in ("tensor", "stage"):
+    told = did(cluster, tmp_path / "two", 2, [*meshes, *PARTS])
+    for name in meshes:
         assert_learned_alike(told[name], alone(name))
         assert_saved_alike(tmp_path / "two", name, alone.folder)
     assert_stopped_alike_and_resumed(told, alone("data_fsdp"))

@@ -96,6 +96,7 @@ def test_it_scores_tasks_goes_on_and_takes_a_metric_of_ones_own(here, trained):
     assert results(trained)["tasks"]["validation"]["batches"] == 1
 
 
+@pytest.mark.heavy
 def test_a_process_of_its_own_takes_any_number_of_devices(here, trained):
     assert here("evaluate", RUN, "--out=out.json").code == 0
     done = trained.run("evaluate", RUN, "--emulate=4", "--out=four.json")

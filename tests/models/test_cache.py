@@ -232,12 +232,12 @@ def cut(name, dtype, pieces):
     ("name", "dtype"),
     [
         ("gemma2", jnp.int8),
-        ("t5", jnp.bfloat16),
         *(
             pytest.param(name, dtype, marks=pytest.mark.heavy)
             for name, dtype in [
                 ("qwen in bfloat16", jnp.int8),
                 ("gemma2", jnp.bfloat16),
+                ("t5", jnp.bfloat16),
                 ("t5", jnp.int8),
                 ("gpt2", jnp.int8),
                 ("gpt2", jnp.bfloat16),

@@ -55,7 +55,7 @@ def test_a_row_that_has_gone_round_its_window_sees_all_of_it(monkeypatch):
     np.testing.assert_allclose(got, want, atol=0.02)
 
 
-@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("tensor", [1, pytest.param(2, marks=pytest.mark.heavy)])
 def test_pages_wherever_they_lie(monkeypatch, tensor):
     q, pages, page = drawn(B, 1, N, H), 20, 16
     table = np.zeros((B, 7), np.int32)

@@ -15,6 +15,7 @@ PARTS, LENGTH, EMBED = 8, 128, 128
 
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
+@pytest.mark.heavy
 def test_the_tpu_compiler_gathers_no_rows():
     rows, fsdp = 32, 2
     plan = Plan(batch_size=rows, stage=2, fsdp=fsdp, pipeline_microbatches=PARTS)

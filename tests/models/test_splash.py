@@ -152,13 +152,14 @@ CAPPED_WINDOW = {"causal": True, "window": 700, "soft_cap": 30.0, "scale": 0.1}
 @pytest.mark.parametrize(
     ("name", "cases"),
     [
-        (
+        pytest.param(
             "v5e:2x2",
             [
                 [{"fsdp": 4}, 1024, 4, 2, 64, "bfloat16", CAPPED_WINDOW],
                 [{"context": 2, "tensor": 2}, 2048, 4, 1, 128, "bfloat16", CAUSAL_FIELDS],
                 [{"fsdp": 2, "tensor": 2}, 2048, 2, 2, 256, "float32", CAPPED_WINDOW],
             ],
+            marks=pytest.mark.heavy,  # tests/slices compiles it within train steps
         ),
         pytest.param(
             "v6e:2x2",

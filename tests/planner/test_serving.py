@@ -28,7 +28,7 @@ ASKED = Engine(length=2048, cache_dtype="bfloat16", prefix_bytes=2**28)
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize("dtype", [pytest.param("bfloat16", marks=pytest.mark.heavy), "int8"])
 def test_bytes_are_those_of_the_engine(name, dtype):
     model, slots, length = api.build(MODELS[name]), 8, 64
     asked = Engine(length=length, cache_dtype=dtype, slots=slots)

@@ -74,6 +74,7 @@ except jax.errors.JaxRuntimeError as error:
 
 
 @needs_libtpu
+@pytest.mark.heavy
 def test_the_compiler_takes_every_option():
     environment = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")}
     child = subprocess.run([sys.executable, "-c", TINY], env=environment, capture_output=True, text=True, timeout=300)

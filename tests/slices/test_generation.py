@@ -42,8 +42,6 @@ TRAINING = {
 }
 SHORT = [
     ("v5e-4", dict(tensor=4), "decoder", "pages"),
-    ("v5e-4", dict(data=2, tensor=2), "decoder LoRA", "guesses"),
-    ("v5e-4", dict(fsdp=4), "experts", "one slot"),
     ("v6e-4", dict(tensor=4), "encoder-decoder", "rows"),
 ]
 # What partitions by hand -> a model and a cache whose programs have it.

@@ -174,6 +174,7 @@ def test_advantages_are_of_the_group_and_zero_where_all_are_equal():
 # Whole runs.
 
 
+@pytest.mark.heavy
 def test_the_reward_rises(make_trainer, train):
     schedule = Schedule(kind="rsqrt", learning_rate=3e-2, warmup_steps=1)
     trainer = make_trainer(steps=24, optimizer=Optimizer(schedule=schedule, weight_decay=0.0))

@@ -32,7 +32,8 @@ def make(make_trainer):
     return run
 
 
-@pytest.mark.parametrize("kind", [Kind.ENCODER_DECODER, pytest.param(Kind.MASKED, marks=pytest.mark.heavy)])
+@pytest.mark.parametrize("kind", [Kind.ENCODER_DECODER, Kind.MASKED])
+@pytest.mark.heavy
 def test_a_run_learns_and_resumes_exactly(make, train, kind, tmp_path):
     evaluation = Evaluation(every=8, max_batches=2)
     whole = train(make(kind, evaluation=evaluation))

@@ -35,6 +35,7 @@ for choose in (lambda made, new, old: new, select):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
+@pytest.mark.heavy
 def test_a_table_of_few_columns_is_not_filled_up_for_the_choice():
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     environment.pop("XLA_FLAGS", None)

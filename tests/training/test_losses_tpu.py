@@ -41,6 +41,7 @@ for loss in (blocked, whole):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
+@pytest.mark.heavy
 def test_at_a_vocabulary_of_256k_the_peak_is_a_third_at_most_and_no_flops_are_added():
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     environment.pop("XLA_FLAGS", None)

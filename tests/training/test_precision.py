@@ -81,7 +81,8 @@ def float32_losses():
 
 
 class TestFloat16:
-    @pytest.mark.parametrize("accumulation", [1, pytest.param(2, marks=pytest.mark.heavy)])
+    @pytest.mark.heavy
+    @pytest.mark.parametrize("accumulation", [1, 2])
     def test_learns_as_float32_does(self, accumulation):
         training = Training(HALF, accumulation=accumulation, scaling=LossScaling()).run(40)
         losses, want = training.seen("loss"), float32_losses()
@@ -115,6 +116,7 @@ class TestFloat16:
         assert training.seen("loss")[-1] < 0.95 * training.seen("loss")[0]
         assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(training.state.params))
 
+    @pytest.mark.heavy
     def test_without_a_scale_small_gradients_vanish(self):
         """Why there is one: at a mean loss of a millionth of its size, float16 gives no gradient at all."""
         tiny = Training(HALF, scaling=LossScaling(initial=2.0**-20, minimum=2.0**-20)).run(1).seen("grad_norm")[0]
@@ -129,6 +131,7 @@ class TestFloat16:
 
 
 class TestAccumulation:
+    @pytest.mark.heavy
     def test_gradients_of_bfloat16_products_are_summed_in_float32(self):
         """16 micro-batches of one row: their sum is the exact sum of the rows' gradients to float32's precision."""
         model = api.build(dataclasses.replace(CONFIG, dtype="bfloat16"))
@@ -170,7 +173,7 @@ class TestStoredMoments:
         """As large a share on every device; scales too few for an axis are whole along it, nothing else is."""
         optimizer = dataclasses.replace(OPTIMIZER, state_dtype=dtype)
         config = dataclasses.replace(CONFIG, mlp_dim=512)
-        state = Training(config, axes=dict(fsdp=4, tensor=2), optimizer=optimizer).run(1).state
+        state = Training(config, axes=dict(fsdp=4, tensor=2), optimizer=optimizer).state
         up = state.params["layers"]["mlp"]["up"]
         moments = [state.opt_state[1].inner.mu, state.opt_state[1].inner.nu]
         for moment in (m["layers"]["mlp"]["up"] for m in moments):

@@ -204,6 +204,7 @@ def same_state(a, b):
     jax.tree.map(np.testing.assert_array_equal, (a.params, a.opt_state), (b.params, b.opt_state))
 
 
+@pytest.mark.heavy
 def test_the_margin_rises_and_held_out_pairs_are_told_apart(make_trainer, train, tmp_path):
     """On a mesh with a tensor axis."""
     plan = Plan(batch_size=8, fsdp=2, tensor=2)
@@ -279,7 +280,7 @@ def test_packed_pairs_have_the_log_probabilities_of_pairs_alone(make_trainer, tr
     assert np.isfinite(tables[0]).all() and len(tables[0]) > 30
 
 
-@pytest.mark.parametrize("init_from", [pytest.param(False, marks=pytest.mark.heavy), True])
+@pytest.mark.parametrize("init_from", [False, pytest.param(True, marks=pytest.mark.heavy)])
 def test_adapters_have_their_base_for_reference(make_trainer, train, init_from):
     trainer = make_trainer(steps=4, plan=Plan(batch_size=8, fsdp=2), checkpointing=Checkpointing(every=4))
     base = api.build(MODEL)
