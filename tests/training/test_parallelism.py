@@ -74,14 +74,20 @@ def batch_of(name):
     return batch
 
 
+@functools.cache
+def params_of(name):
+    """On the host: every mesh would compile their start anew."""
+    params = jax.jit(api.build(MODELS[name]).init)(jax.random.key(0))
+    # Fresh norms and biases are ones and zeros, which hide mistakes.
+    add = lambda p: np.asarray(p + 0.1 * jax.random.normal(jax.random.key(p.size), p.shape))  # noqa: E731
+    return jax.tree.map(add, params)
+
+
 def loss_and_grads(name, plan, devices):
     """The mean loss and the gradients of all parameters, on the host."""
     model = api.build(MODELS[name])
     mesh = sharding.make_mesh(plan, devices)
     shardings = sharding.shardings(mesh, plan.rules, model.axes, model.abstract_params)
-    params = jax.jit(model.init, out_shardings=shardings)(jax.random.key(0))
-    # Fresh norms and biases are ones and zeros, which hide mistakes.
-    params = jax.tree.map(lambda p: p + 0.1 * jax.random.normal(jax.random.key(p.size), p.shape), params)
 
     def loss(params, batch):
         with sharding.activate(mesh, plan.rules, plan.pipeline(mesh)):
@@ -91,7 +97,7 @@ def loss_and_grads(name, plan, devices):
             return (total + model.layer_loss(stats)) / sums.weight
 
     batch = sharding.global_batch(sharding.batch_sharding(mesh, plan.rules), batch_of(name))
-    params = jax.device_put(params, shardings)
+    params = jax.device_put(params_of(name), shardings)
     return jax.device_get(jax.jit(jax.value_and_grad(loss), out_shardings=(None, shardings))(params, batch))
 
 

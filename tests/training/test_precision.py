@@ -44,6 +44,16 @@ def batch_of(step, rows=16, length=32):
     }
 
 
+@functools.cache
+def new_state(config, optimizer, ema, loss_scaling):
+    """On the host: every mesh would compile it anew."""
+    model = api.build(config)
+    init = functools.partial(
+        states.init_state, model, optimizer.build(100, model.axes), ema=ema, loss_scaling=loss_scaling
+    )
+    return jax.device_get(jax.jit(init)(jax.random.key(0)))
+
+
 class Training:
     """A model in training, on one device or as `axes` says: its state, and the metrics of every step."""
 
@@ -56,8 +66,7 @@ class Training:
         schedule = optimizer.schedule.build(100)
         step = make_train_step(model, tx, schedule, plan, self.mesh, ema_decay=ema, loss_scaling=scaling)
         self._step = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
-        init = functools.partial(states.init_state, model, tx, **parts)
-        self.state = jax.jit(init, out_shardings=shardings)(jax.random.key(0))
+        self.state = jax.device_put(new_state(config, optimizer, ema is not None, scaling), shardings)
         self._rows = sharding.batch_sharding(self.mesh, plan.rules)
         self.metrics = []
 
