@@ -75,9 +75,9 @@ def batch_of(name):
 
 
 @functools.cache
-def params_of(name):
+def params_of(config):
     """On the host: every mesh would compile their start anew."""
-    params = jax.jit(api.build(MODELS[name]).init)(jax.random.key(0))
+    params = jax.jit(api.build(config).init)(jax.random.key(0))
     # Fresh norms and biases are ones and zeros, which hide mistakes.
     add = lambda p: np.asarray(p + 0.1 * jax.random.normal(jax.random.key(p.size), p.shape))  # noqa: E731
     return jax.tree.map(add, params)
@@ -97,7 +97,7 @@ def loss_and_grads(name, plan, devices):
             return (total + model.layer_loss(stats)) / sums.weight
 
     batch = sharding.global_batch(sharding.batch_sharding(mesh, plan.rules), batch_of(name))
-    params = jax.device_put(params_of(name), shardings)
+    params = jax.device_put(params_of(MODELS[name]), shardings)
     return jax.device_get(jax.jit(jax.value_and_grad(loss), out_shardings=(None, shardings))(params, batch))
 
 
