@@ -2,6 +2,7 @@
 # make test         the same set-up, then the tests
 # make test-heavy   the tests that make test leaves out for their time
 # make test-transformers TORCH_PYTHON=PATH   every family against transformers, which is in the environment of that python
+# make test-t5x T5X_PYTHON=PATH   training as T5X trains, with T5X itself in the environment of that python
 # make test-quantized QUANT_PYTHON=PATH      folders in 4 bits against gptqmodel, transformers and ONNX Runtime GenAI
 # make test-hosts   runs of several processes, joined as on TPU VMs, GKE, Slurm and by flags
 # make test-slices  every program that trains, evaluates or generates, compiled by the TPU compiler for v5e and v6e slices
@@ -29,7 +30,7 @@ PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses=4 --dist=loadfile -q
 # Named after the version, so that a newer python3 makes a new environment instead of using half of the old one.
 STAMP := $(VENV)/.installed-$(VERSION)
 
-.PHONY: quickstart test test-heavy test-transformers test-quantized test-faults test-hosts test-slices finetune format bench wheel lock setup
+.PHONY: quickstart test test-heavy test-transformers test-t5x test-quantized test-faults test-hosts test-slices finetune format bench wheel lock setup
 
 quickstart: $(STAMP)
 	$(BIN)/python -m capibara.train --gin_file=quickstart.gin --emulate=8 \
@@ -43,6 +44,9 @@ test-heavy: $(STAMP)
 
 test-transformers: $(STAMP)
 	TORCH_PYTHON=$(TORCH_PYTHON) $(BIN)/python -m pytest -q -s tests/interop/test_transformers.py $(ARGS)
+
+test-t5x: $(STAMP)
+	T5X_PYTHON=$(T5X_PYTHON) $(BIN)/python -m pytest -q -s tests/interop/test_t5x_training.py $(ARGS)
 
 test-quantized: $(STAMP)
 	QUANT_PYTHON=$(QUANT_PYTHON) $(BIN)/python -m pytest -q -s tests/interop/test_quantized_folders.py $(ARGS)

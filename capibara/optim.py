@@ -9,37 +9,31 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
-from collections.abc import Callable
-from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import optax
 
-from capibara import optim_state
+from capibara import adafactor, matrices, optim_state
+from capibara.adafactor import Adafactor, Factoring
 from capibara.config import configurable
+from capibara.matrices import Axes
 from capibara.optim_state import StateDtype
+from capibara.schedules import FactorSchedule, Schedule, ScheduleKind, StepFunction
 from capibara.tree import is_axes
 from capibara.types import Params, PyTree, UserError
 
-Axes = tuple[str | None, ...]
-StepFunction = Callable[[Any], jax.Array]
-
-STACK_AXES = ("layers", "stage", "expert")  # leading axes over which independent weights are stacked
-HEAD_AXES = ("heads", "kv_heads", "head_dim")  # neighbours among these are one space: all the heads' features
-LOOKUP_AXES = ("vocab", "position")  # tables of embeddings and the output head
-MAX_LEARNING_RATE = 10.0  # no update rule here learns with more: what is above is a slip of the pen
-
-
-class ScheduleKind(enum.StrEnum):
-    """How the learning rate goes on after the warm-up."""
-
-    CONSTANT = "constant"
-    COSINE = "cosine"
-    LINEAR = "linear"
-    WSD = "wsd"
-    RSQRT = "rsqrt"
+__all__ = [
+    "Adafactor",
+    "FactorSchedule",
+    "Factoring",
+    "Optimizer",
+    "OptimizerName",
+    "Schedule",
+    "ScheduleKind",
+    "decay_mask",
+    "hidden_matrix",
+    "state_axes",
+]
 
 
 class OptimizerName(enum.StrEnum):
@@ -50,113 +44,6 @@ class OptimizerName(enum.StrEnum):
     LION = "lion"
     MUON = "muon"
     SGD = "sgd"
-
-
-@configurable
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Schedule:
-    """A learning rate for every step: a linear warm-up to the peak, then what `kind` says.
-
-    constant stays at the peak. cosine and linear fall to `final_fraction` of it. wsd (warm-up, stable, decay; Hu et
-    al. 2024, arXiv:2404.06395) stays at the peak and falls linearly over the last steps of the run. rsqrt falls as
-    sqrt(warm-up / step), without an end (T5).
-
-    Attributes:
-      kind: the shape after the warm-up.
-      learning_rate: the peak, at most 10.
-      warmup_steps: updates until the peak: update i (from 0) of the warm-up has (i + 1) / warmup_steps of it.
-      warmup_fraction: the warm-up as a share of the run, for files whose number of steps varies; used where
-        warmup_steps is 0.
-      decay_steps: cosine, linear: updates from the end of the warm-up to the final learning rate (None: until the
-        end of the run). wsd: length of the last decay (None: decay_fraction of the run).
-      decay_fraction: wsd without decay_steps: the last decay as a share of the run.
-      final_fraction: cosine, linear, wsd: the final learning rate over the peak.
-    """
-
-    kind: ScheduleKind = ScheduleKind.COSINE
-    learning_rate: float = 3e-4
-    warmup_steps: int = 0
-    warmup_fraction: float = 0.0
-    decay_steps: int | None = None
-    decay_fraction: float = 0.2
-    final_fraction: float = 0.1
-
-    def __post_init__(self):
-        if not 0 < self.learning_rate <= MAX_LEARNING_RATE:
-            limits = f"above 0 and at most {MAX_LEARNING_RATE:g}"
-            raise UserError(f"Schedule.learning_rate is {self.learning_rate}, must be {limits}: try 3e-4")
-        if self.warmup_steps < 0:
-            raise UserError(f"Schedule.warmup_steps is {self.warmup_steps}, must not be negative: 0 is no warm-up")
-        for name in ("warmup_fraction", "decay_fraction", "final_fraction"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise UserError(f"Schedule.{name} is {getattr(self, name)}, must be from 0 to 1")
-        if self.decay_steps is not None and self.decay_steps < 1:
-            raise UserError(f"Schedule.decay_steps is {self.decay_steps}, must be at least 1, or None for the default")
-        shares = self.warmup_fraction + self.decay_fraction
-        by_shares = self.kind == ScheduleKind.WSD and not self.warmup_steps and self.decay_steps is None
-        if by_shares and shares > 1 + 1e-9:
-            raise UserError(
-                f"Schedule.warmup_fraction ({self.warmup_fraction}) and decay_fraction ({self.decay_fraction}) must be "
-                f"at most 1 together: try decay_fraction = {max(0.0, 1 - self.warmup_fraction):.3g}"
-            )
-
-    def build(self, total_steps: int) -> StepFunction:
-        """The learning rate as a function of the number of updates done before (0 for the first).
-
-        Args:
-          total_steps: updates in the whole run.
-
-        Returns:
-          A function of an int or a traced int32 scalar to a float32 scalar; constant beyond the end of its decay.
-
-        Raises:
-          UserError: the warm-up, or the warm-up and wsd's decay, do not fit into the run.
-        """
-        warmup, decay = self._lengths(total_steps)
-        final = self.final_fraction
-
-        def learning_rate(step):
-            step = jnp.asarray(step, jnp.float32)
-            after = step - warmup
-            match self.kind:
-                case ScheduleKind.CONSTANT:
-                    scale = jnp.ones_like(step)
-                case ScheduleKind.RSQRT:
-                    scale = jnp.sqrt(max(warmup, 1) / jnp.maximum(step, max(warmup, 1)))
-                case ScheduleKind.COSINE:
-                    scale = final + (1 - final) * 0.5 * (1 + jnp.cos(jnp.pi * jnp.clip(after / decay, 0, 1)))
-                case ScheduleKind.LINEAR:
-                    scale = 1 - (1 - final) * jnp.clip(after / decay, 0, 1)
-                case ScheduleKind.WSD:
-                    scale = 1 - (1 - final) * jnp.clip((step - (total_steps - decay)) / decay, 0, 1)
-            rise = jnp.minimum(1, (step + 1) / warmup) if warmup else 1.0
-            return self.learning_rate * rise * scale
-
-        return learning_rate
-
-    def _lengths(self, total_steps: int) -> tuple[int, int]:
-        """Updates of the warm-up and of the decay in a run of `total_steps`."""
-        if total_steps < 1:
-            raise UserError(f"total_steps is {total_steps}, must be at least 1")
-        warmup = self.warmup_steps or round(self.warmup_fraction * total_steps)
-        if warmup > total_steps:
-            raise UserError(
-                f"Schedule.warmup_steps ({warmup}) must not exceed the run's {total_steps} steps: "
-                f"try {max(1, total_steps // 10)}, or Schedule.warmup_fraction = 0.1"
-            )
-        if self.kind != ScheduleKind.WSD:
-            return warmup, self.decay_steps or max(1, total_steps - warmup)
-        decay = self.decay_steps or max(1, round(self.decay_fraction * total_steps))
-        if not self.warmup_steps and self.decay_steps is None:
-            return warmup, min(decay, max(1, total_steps - warmup))  # the shares fit, but each was rounded
-        if warmup + decay > total_steps:
-            first = "warmup_steps" if self.warmup_steps else f"warmup_fraction = {self.warmup_fraction}"
-            last = "decay_steps" if self.decay_steps else f"decay_fraction = {self.decay_fraction}"
-            raise UserError(
-                f"Schedule's warm-up ({first}: {warmup}) and decay ({last}: {decay}) must not exceed the run's "
-                f"{total_steps} steps together: try decay_steps = {max(1, (total_steps - warmup) // 5)}"
-            )
-        return warmup, decay
 
 
 @configurable
@@ -178,17 +65,19 @@ class Optimizer:
       b1: decay of the first moment: adamw, lion, and adamw inside muon.
       b2: decay of the second moment, for lion of the momentum; None is 0.95, for lion 0.99.
       eps: what adamw and muon add to denominators.
-      momentum: muon (None is 0.95), sgd (None is 0.9), adafactor (None is without).
+      momentum: muon (None is 0.95), sgd (None is 0.9), adafactor (None is without; of updates, learning rate included).
       nesterov: whether muon and sgd look ahead along their momentum.
       muon_rms: root mean square of muon's update before the learning rate; 0.2 is what AdamW's is.
-      factored_min_size: adafactor keeps row and column moments where a weight's two largest dimensions have this size.
+      factored_min_size: adafactor keeps row and column moments where both sides of a weight, as a matrix, have this
+        size; heads and their features are one side. Adafactor.factoring has other rules.
       parameter_scale: whether adafactor's update is relative to the weight.
+      adafactor: what else adafactor has.
       clip_norm: gradients are scaled down to this global norm; None is no limit.
       state_dtype: how the moments of weights are stored between updates. Adafactor's are small by themselves.
     """
 
     name: OptimizerName = OptimizerName.ADAMW
-    schedule: Schedule = dataclasses.field(default_factory=Schedule)
+    schedule: Schedule | FactorSchedule = dataclasses.field(default_factory=Schedule)
     weight_decay: float = 0.1
     b1: float = 0.9
     b2: float | None = None
@@ -198,6 +87,7 @@ class Optimizer:
     muon_rms: float = 0.2
     factored_min_size: int = 128
     parameter_scale: bool = True
+    adafactor: Adafactor = dataclasses.field(default_factory=Adafactor)
     clip_norm: float | None = 1.0
     state_dtype: StateDtype = StateDtype.FLOAT32
 
@@ -222,6 +112,11 @@ class Optimizer:
                 f"Optimizer.state_dtype is {self.state_dtype}, which adafactor's row and column moments do not take: "
                 "set float32, or another Optimizer.name"
             )
+        if self.name is OptimizerName.ADAFACTOR and self.weight_decay and self.adafactor.decays:
+            raise UserError(
+                f"Optimizer.weight_decay ({self.weight_decay}) and Adafactor.weight_decay_rate are two ways to decay: set "
+                "Optimizer.weight_decay = 0.0, or take the other out"
+            )
 
     def build(self, total_steps: int, axes: PyTree) -> optax.GradientTransformation:
         """The optimizer for parameters with these axes.
@@ -236,6 +131,8 @@ class Optimizer:
         schedule = self.schedule.build(total_steps)
         chain = [] if self.clip_norm is None else [optax.clip_by_global_norm(self.clip_norm)]
         weights = jax.tree.map(lambda a, decays: a if decays else None, axes, decay_mask(axes), is_leaf=is_axes)
+        if self.name is OptimizerName.ADAFACTOR:
+            return optax.chain(*chain, *self._adafactor(axes, schedule))
         chain += [optim_state.stored(rule, self.state_dtype, weights) for rule in self._rule(axes)]
         if self.weight_decay:
             chain.append(optax.add_decayed_weights(self.weight_decay, mask=decay_mask(axes)))
@@ -255,16 +152,31 @@ class Optimizer:
                 hidden = jax.tree.map(lambda a: "muon" if hidden_matrix(a) else "adamw", axes, is_leaf=is_axes)
                 muon = _muon(axes, _default(self.momentum, 0.95), self.eps, self.nesterov, self.muon_rms)
                 return [optax.partition({"muon": muon, "adamw": adam}, hidden)]
-            case OptimizerName.ADAFACTOR:
-                rule = [
-                    optax.scale_by_factored_rms(min_dim_size_to_factor=self.factored_min_size),
-                    _clip_by_rms(axes, limit=1.0),
-                ]
-                if self.parameter_scale:
-                    rule.append(_scale_by_parameter_rms(axes, floor=1e-3))
-                if self.momentum is not None:
-                    rule.append(optax.ema(self.momentum, debias=False))
-                return rule
+        raise ValueError(f"{self.name} has a rule of its own")
+
+    def _adafactor(self, axes: PyTree, schedule: StepFunction) -> list[optax.GradientTransformation]:
+        """From gradients to updates, weight decay and learning rate included.
+
+        Where there is no momentum the parts, and so the state, are in the order that they always had.
+        """
+        own, old = self.adafactor, self.adafactor.factoring is Factoring.DIMENSIONS
+        rule = adafactor.Rule(own, axes, min_size=self.factored_min_size, parameter_scale=self.parameter_scale)
+        parts = [rule.scale_by_factored_rms(), rule.clip_by_rms()]
+        if rule.scales_by_parameters:
+            parts.append(rule.scale_by_parameter_rms())
+        averaged = [] if self.momentum is None else [optax.ema(self.momentum, debias=False)]
+        learn = optax.scale_by_learning_rate(schedule)
+        if self.weight_decay and (old or not averaged):
+            decay = optax.add_decayed_weights(self.weight_decay, mask=decay_mask(axes))
+            parts += [*averaged, decay, learn]
+        elif self.weight_decay:
+            share = lambda step: self.weight_decay * schedule(step)  # noqa: E731
+            parts += [learn, *averaged, adafactor.decay(share, decay_mask(axes))]
+        else:
+            parts += [*averaged, learn] if old else [learn, *averaged]
+        if own.decays:
+            parts.append(adafactor.decay(lambda step: own.decay_of(schedule(step)), None))
+        return parts
 
 
 def decay_mask(axes: PyTree) -> PyTree:
@@ -272,21 +184,18 @@ def decay_mask(axes: PyTree) -> PyTree:
 
     A bias of attention heads, ("heads", "head_dim"), has one space (the heads' features): it does not decay.
     """
-    return jax.tree.map(lambda a: len(_spaces(a)) >= 2, axes, is_leaf=is_axes)
+    return jax.tree.map(lambda a: matrices.sides(a) is not None, axes, is_leaf=is_axes)
 
 
 def hidden_matrix(axes: Axes) -> optax.contrib.MuonDimensionNumbers | None:
     """Which dimensions of a weight are a matrix's inputs and outputs; None for everything but hidden matrices.
 
-    The inputs are the first space after the stack axes and the outputs the rest; in a projection back to "embed" the
-    inputs are all but the last. Stack axes hold independent matrices.
+    Which they are says `matrices.sides`. Stack axes hold independent matrices.
     """
-    spaces = _spaces(axes)
-    if len(spaces) < 2 or set(axes) & set(LOOKUP_AXES):
+    sides = matrices.sides(axes)
+    if sides is None or set(axes) & set(matrices.LOOKUP_AXES):
         return None
-    back = axes[-1] == "embed" and axes[spaces[0][0]] != "embed"
-    inputs, outputs = (spaces[:-1], spaces[-1:]) if back else (spaces[:1], spaces[1:])
-    return optax.contrib.MuonDimensionNumbers(tuple(sum(inputs, [])), tuple(sum(outputs, [])))
+    return optax.contrib.MuonDimensionNumbers(*sides)
 
 
 def state_axes(tx: optax.GradientTransformation, abstract_params: Params, axes: PyTree) -> PyTree:
@@ -316,28 +225,16 @@ def state_axes(tx: optax.GradientTransformation, abstract_params: Params, axes: 
         shape, names = shapes[owner], named[owner]
         if leaf.shape == shape or getattr(path[-1], "name", None) in optim_state.Blocks._fields:
             return names
-        field = getattr(path[len(path) - len(owner) - 1], "name", None) if len(owner) < len(path) else None
-        if field in ("v_row", "v_col") and len(shape) >= 2:
-            # optax drops the largest dimension for rows and the second largest for columns; a weight that it does
-            # not factor has a placeholder of shape (1,) there.
-            dropped = int(np.argsort(shape)[-1 if field == "v_row" else -2])
-            if leaf.shape == shape[:dropped] + shape[dropped + 1 :]:
-                return names[:dropped] + names[dropped + 1 :]
         return (None,) * leaf.ndim
 
-    return jax.tree_util.tree_map_with_path(leaf_axes, jax.eval_shape(tx.init, abstract_params))
+    def node_axes(path, node):
+        if isinstance(node, adafactor.FactoredState):
+            return node.axes_of(axes)
+        return leaf_axes(path, node)
 
-
-def _spaces(axes: Axes) -> list[list[int]]:
-    """Dimensions after the leading stack axes, grouped: neighbouring head axes are one space."""
-    first = next((i for i, name in enumerate(axes) if name not in STACK_AXES), len(axes))
-    spaces: list[list[int]] = []
-    for i in range(first, len(axes)):
-        if i > first and axes[i] in HEAD_AXES and axes[i - 1] in HEAD_AXES:
-            spaces[-1].append(i)
-        else:
-            spaces.append([i])
-    return spaces
+    state = jax.eval_shape(tx.init, abstract_params)
+    of_adafactor = lambda x: isinstance(x, adafactor.FactoredState)  # noqa: E731
+    return jax.tree_util.tree_map_with_path(node_axes, state, is_leaf=of_adafactor)
 
 
 def _muon(axes: PyTree, momentum: float, eps: float, nesterov: bool, rms: float) -> optax.GradientTransformation:
@@ -357,28 +254,6 @@ def _muon(axes: PyTree, momentum: float, eps: float, nesterov: bool, rms: float)
         optax.contrib.scale_by_muon(beta=momentum, eps=eps, nesterov=nesterov, weight_dimension_numbers=numbers),
         optax.stateless(scale),
     )
-
-
-def _rms(x: jax.Array, axes: Axes) -> jax.Array:
-    """Root mean square of each of the weights stacked in `x`; its other dimensions are 1."""
-    spaces = _spaces(axes)
-    dims = tuple(range(spaces[0][0], x.ndim)) if spaces else ()
-    return jnp.sqrt(jnp.mean(jnp.square(x), axis=dims, keepdims=True))
-
-
-def _clip_by_rms(axes: PyTree, limit: float) -> optax.GradientTransformation:
-    def clip(updates, params):
-        del params
-        return jax.tree.map(lambda u, a: u / jnp.maximum(1.0, _rms(u, a) / limit), updates, axes)
-
-    return optax.stateless(clip)
-
-
-def _scale_by_parameter_rms(axes: PyTree, floor: float) -> optax.GradientTransformation:
-    def scale(updates, params):
-        return jax.tree.map(lambda u, p, a: u * jnp.maximum(_rms(p, a), floor), updates, params, axes)
-
-    return optax.stateless(scale)
 
 
 def _default(value: float | None, default: float) -> float:

@@ -21,11 +21,22 @@ RULES = {
     **{name: FOUNDATION for name in FOUNDATION},
     **{
         name: FOUNDATION
-        for name in ("devices", "roll_call", "sharding", "optim_state", "data", "builders", "consensus")
+        for name in (
+            "devices",
+            "roll_call",
+            "sharding",
+            "optim_state",
+            "matrices",
+            "schedules",
+            "data",
+            "builders",
+            "consensus",
+        )  # fmt: skip
     },
     "joining": FOUNDATION | {"roll_call"},
     "transposition": FOUNDATION | {"sharding"},
-    "optim": FOUNDATION | {"optim_state"},
+    "adafactor": FOUNDATION | {"matrices"},
+    "optim": FOUNDATION | {"adafactor", "matrices", "optim_state", "schedules"},
     "models": FOUNDATION | {"sharding", "transposition"},
     **{name: _BASE for name in ("planner", "interop", "inference", "training")},
     "strategies": _BASE | {"training", "inference"},

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from capibara import optim, tree
-from capibara.optim import Optimizer, OptimizerName, Schedule, ScheduleKind
+from capibara.optim import Adafactor, Optimizer, OptimizerName, Schedule, ScheduleKind
 from capibara.types import UserError
 
 AXES = {
@@ -156,6 +156,22 @@ class TestMasks:
         jax.tree.map(lambda u, e: np.testing.assert_allclose(u, e, rtol=1e-6, atol=1e-7), updates, expected)
 
 
+def orthogonalised(matrix):
+    """Five steps of Newton-Schulz, as in github.com/KellerJordan/Muon."""
+    x = matrix / np.linalg.norm(matrix)
+    x = x.T if x.shape[0] > x.shape[1] else x
+    for _ in range(5):
+        a = x @ x.T
+        x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
+    return x.T if matrix.shape[0] > matrix.shape[1] else x
+
+
+def rms_of(x, axes):
+    stacked = 2 if axes[:2] == ("layers", "expert") else int(axes[0] == "layers")
+    own = tuple(range(stacked, x.ndim))
+    return jnp.sqrt(jnp.mean(jnp.square(x), axis=own, keepdims=True))
+
+
 def take_step(optimizer, axes, params, grads, steps=3):
     tx = optimizer.build(10, axes)
 
@@ -221,6 +237,82 @@ class TestRules:
         head = grads["head"]["kernel"]
         np.testing.assert_allclose(updates["head"]["kernel"], -0.1 * head / (jnp.abs(head) + 1e-8), rtol=1e-4)
 
+    @pytest.mark.parametrize("nesterov", [True, False])
+    def test_muon_is_the_published_rule(self, nesterov):
+        """Each layer's and expert's whole matrix, as Jordan's Newton-Schulz in NumPy has it, times 0.2 sqrt(max(in, out))."""
+        optimizer = Optimizer(name="muon", schedule=CONSTANT, weight_decay=0.0, clip_norm=None, nesterov=nesterov)
+        params, grads = make_params(0), make_params(1)
+        tx = optimizer.build(10, AXES)
+        layers = jax.jit(tx.update)(grads, tx.init(params), params)[0]["layers"]
+        given = grads["layers"]
+        for name, matrix in {
+            "query": lambda x: x.reshape(3, 8, 2 * 4),
+            "out": lambda x: x.reshape(3, 2 * 4, 8),
+            "mlp": lambda x: x,  # [3, 8, 12]
+            "experts": lambda x: x.reshape(3 * 2, 8, 12),
+            "router": lambda x: x,  # [3, 8, 2]
+        }.items():
+            got, of = np.asarray(matrix(layers[name]["kernel"])), np.asarray(matrix(given[name]["kernel"]), np.float64)
+            want = [-0.1 * 0.2 * np.sqrt(max(one.shape)) * orthogonalised(one) for one in of]
+            np.testing.assert_allclose(got, want, rtol=2e-3, atol=2e-5, err_msg=name)
+
+    def test_muon_of_heads_smaller_than_the_model(self):
+        """[embed, kv_heads, head_dim] is one matrix [8, 4], whatever its three dimensions are; its scale is of the 8."""
+        axes = {"key": ("layers", "embed", "kv_heads", "head_dim"), "out": ("layers", "heads", "head_dim", "embed")}
+        grads = {
+            "key": np.random.default_rng(0).normal(size=(2, 8, 2, 2)).astype(np.float32),
+            "out": np.random.default_rng(1).normal(size=(2, 4, 4, 8)).astype(np.float32),
+        }
+        tx = Optimizer(name="muon", schedule=CONSTANT, weight_decay=0.0, clip_norm=None).build(10, axes)
+        updates = tx.update(jax.tree.map(jnp.asarray, grads), tx.init(grads), grads)[0]
+        for name, shape in (("key", (8, 4)), ("out", (16, 8))):
+            want = [
+                -0.1 * 0.2 * np.sqrt(max(shape)) * orthogonalised(np.float64(one).reshape(shape)) for one in grads[name]
+            ]
+            np.testing.assert_allclose(np.asarray(updates[name]).reshape(2, *shape), want, rtol=2e-3, atol=2e-5)
+
+    @pytest.mark.parametrize("name", ["muon", "adafactor"])
+    def test_shards_change_nothing(self, name):
+        """The rule is of whole matrices, whatever part of them a device has."""
+        axes = {"q": ("layers", "embed", "heads", "head_dim"), "down": ("layers", "mlp", "embed")}
+        shapes = {"q": (2, 16, 4, 4), "down": (2, 24, 16)}
+        rng = np.random.default_rng(0)
+        params, grads = (
+            {key: jnp.asarray(rng.normal(size=shape), jnp.float32) for key, shape in shapes.items()} for _ in range(2)
+        )
+        optimizer = Optimizer(name=name, schedule=CONSTANT, weight_decay=0.0, factored_min_size=16)
+        tx = optimizer.build(10, axes)
+        want = jax.jit(lambda p, g: tx.update(g, tx.init(p), p)[0])(params, grads)
+        mesh = jax.make_mesh((4, 2), ("fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+        specs = {"q": jax.P(None, "fsdp", "tensor"), "down": jax.P(None, "tensor", "fsdp")}
+        lie = lambda of: {key: jax.device_put(x, jax.NamedSharding(mesh, specs[key])) for key, x in of.items()}
+        got = jax.jit(lambda p, g: tx.update(g, tx.init(p), p)[0])(lie(params), lie(grads))
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), got, want)
+
+    def test_adafactor_of_dimensions_is_optax(self):
+        """The rule of earlier runs, to the bit, with its state under the same names."""
+        optimizer = Optimizer(
+            name="adafactor", schedule=CONSTANT, factored_min_size=4, adafactor=Adafactor(factoring="dimensions")
+        )
+        tx = optimizer.build(10, AXES)
+        old = optax.chain(
+            optax.clip_by_global_norm(1.0),
+            optax.scale_by_factored_rms(min_dim_size_to_factor=4),
+            optax.stateless(lambda u, p: jax.tree.map(lambda u, a: u / jnp.maximum(1.0, rms_of(u, a)), u, AXES)),
+            optax.stateless(lambda u, p: jax.tree.map(lambda u, p, a: u * jnp.maximum(rms_of(p, a), 1e-3), u, p, AXES)),
+            optax.add_decayed_weights(0.1, mask=optim.decay_mask(AXES)),
+            optax.scale_by_learning_rate(CONSTANT.build(10)),
+        )
+        params, grads = make_params(0), make_params(1)
+        states = tx.init(params), old.init(params)
+        assert tree.path_names(states[0]) == tree.path_names(states[1])
+        for _ in range(3):
+            (ours, mine), (theirs, kept) = (
+                jax.jit(t.update)(grads, state, params) for t, state in zip((tx, old), states, strict=True)
+            )
+            states = mine, kept
+            jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves((ours, mine)), jax.tree.leaves((theirs, kept)))
+
     def test_clip_norm(self):
         axes, params = {"w": ("embed",)}, {"w": jnp.zeros(2)}
         grads = {"w": jnp.array([30.0, 40.0])}
@@ -248,11 +340,34 @@ class TestRules:
             (dict(eps=0.0), "eps is 0.0"),
             (dict(factored_min_size=1), "factored_min_size is 1"),
             (dict(name="adam"), "did you mean 'adamw'"),
+            (
+                dict(name="adafactor", adafactor=Adafactor(weight_decay_rate=0.1)),
+                "two ways to decay: set Optimizer.weight",
+            ),
         ],
     )
     def test_bad_fields(self, fields, word):
         with pytest.raises(UserError, match=word):
             Optimizer(**fields)
+
+
+class TestAdafactorFields:
+    @pytest.mark.parametrize(
+        ("fields", "word"),
+        [
+            (dict(clipping_threshold=0.0), "clipping_threshold is 0.0, must be finite and above 0"),
+            (dict(step_offset=-1), "step_offset is -1, must not be negative"),
+            (dict(weight_decay_rate=-1.0), "weight_decay_rate is -1.0"),
+            (dict(factor_map=(("(", ("row", "column")),)), "no regular expression"),
+            (dict(factor_map=(("q", ("row", "col")),)), "the role 'col' for 'q', must be one of row, column"),
+            (dict(factor_map=(("q", ("row", "none")),)), "must have rows and columns, or neither"),
+            (dict(factoring="dimensions", factor_map=(("q", ("none",)),)), "no effect with factoring 'dimensions'"),
+            (dict(factoring="matrix"), "did you mean 'matrices'"),
+        ],
+    )
+    def test_bad_fields(self, fields, word):
+        with pytest.raises(UserError, match=word):
+            Adafactor(**fields)
 
 
 class TestStateAxes:
@@ -295,6 +410,42 @@ class TestStateAxes:
             large_first_embed = bool((moment[:, 0] > 5 * moment[:, 1:].max(axis=1)).all())
             assert names == (("layers", "embed") if large_first_embed else ("layers", "norm"))
         assert {result.v_row["w"], result.v_col["w"]} == {("layers", "embed"), ("layers", "norm")}
+
+    def test_attention_is_factored_by_what_its_heads_make_together(self):
+        """T5 1.1 XXL, whose heads have 64 features: 18 GiB of moments where each head has its own, 0.02 here."""
+        axes = {"query": ("layers", "embed", "heads", "head_dim"), "out": ("layers", "heads", "head_dim", "embed")}
+        shapes = {"query": (24, 4096, 64, 64), "out": (24, 64, 64, 4096)}
+        abstract = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+        optimizer = Optimizer(name="adafactor", clip_norm=None)
+        sizes = {}
+        for factoring in ("matrices", "stacked", "dimensions"):
+            tx = dataclasses.replace(optimizer, adafactor=Adafactor(factoring=factoring)).build(10, axes)
+            sizes[factoring] = tree.byte_count(jax.eval_shape(tx.init, abstract))
+        assert sizes["dimensions"] > 2 * 24 * 4 * 4096**2
+        assert sizes["matrices"] == sizes["stacked"] == 4 * (2 * (2 * 24 * 4096 + 1) + 2)
+        found = optim.state_axes(optimizer.build(10, axes), abstract, axes)[0]
+        assert found.v_row == {"query": ("layers", "embed"), "out": ("layers", "embed")}
+        assert found.v_col == {name: ("layers", "heads", "head_dim") for name in axes}
+
+    def test_adafactor_by_roles_of_the_user(self):
+        roles = (("in$", ("row", "none", "column")), ("gate", ("batch", "batch", "none")))
+        optimizer = Optimizer(name="adafactor", clip_norm=None, adafactor=Adafactor(factor_map=roles))
+        axes = {"in": ("embed", "stack", "mlp"), "gate": ("layers", "embed", "mlp"), "norm": ("embed",)}
+        abstract = {
+            "in": jax.ShapeDtypeStruct((8, 3, 4), jnp.float32),
+            "gate": jax.ShapeDtypeStruct((3, 8, 12), jnp.float32),
+            "norm": jax.ShapeDtypeStruct((8,), jnp.float32),
+        }
+        tx = optimizer.build(10, axes)
+        state, names = jax.eval_shape(tx.init, abstract)[0], optim.state_axes(tx, abstract, axes)[0]
+        assert (state.v_row["in"].shape, state.v_col["in"].shape) == ((8, 3), (3, 4))
+        assert (names.v_row["in"], names.v_col["in"]) == (("embed", "stack"), ("stack", "mlp"))
+        assert (
+            state.v["gate"].shape == (3, 8, 12) and names.v["gate"] == axes["gate"] and names.v_row["gate"] == (None,)
+        )
+        with pytest.raises(UserError, match="factor_map has 3 roles for in, which has 2 dimensions"):
+            tx = optimizer.build(10, {"in": ("embed", "mlp")})
+            jax.eval_shape(tx.init, {"in": abstract["norm"].update(shape=(8, 4))})
 
     def test_muon_masks(self):
         tx = Optimizer(name="muon", clip_norm=None).build(10, AXES)

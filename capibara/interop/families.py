@@ -105,6 +105,21 @@ _QWEN_WINDOW = {"use_sliding_window": False, "sliding_window": 4096, "max_window
 _GEMMA = {"norm_scale": "offset", "embedding_scale": "sqrt_dim"}
 _TANH_DEFAULT = {"rope_theta": 10_000.0, "rms_norm_eps": 1e-6, "head_dim": 256}
 
+_T5S = ("t5", "umt5")
+_T5_KEYS = {
+    "vocab_size": "vocab_size",
+    "embed_dim": "d_model",
+    "num_encoder_layers": "num_layers",
+    "num_heads": "num_heads",
+    "head_dim": "d_kv",
+    "mlp_dim": "d_ff",
+    "norm_eps": "layer_norm_epsilon",
+    "relative_buckets": "relative_attention_num_buckets",
+    "relative_distance": "relative_attention_max_distance",
+}
+_T5_DEFAULTS = {"relative_attention_num_buckets": 32, "relative_attention_max_distance": 128}
+_T5_DEFAULTS |= {"layer_norm_epsilon": 1e-6}
+
 _LIST = (
     Family(
         model_type="llama",
@@ -245,19 +260,19 @@ _LIST = (
         model_type="t5",
         kind=ENCODER_DECODER,
         architectures=("T5ForConditionalGeneration", "T5WithLMHeadModel"),
-        keys={
-            "vocab_size": "vocab_size",
-            "embed_dim": "d_model",
-            "num_encoder_layers": "num_layers",
-            "num_heads": "num_heads",
-            "head_dim": "d_kv",
-            "mlp_dim": "d_ff",
-            "norm_eps": "layer_norm_epsilon",
-            "relative_buckets": "relative_attention_num_buckets",
-            "relative_distance": "relative_attention_max_distance",
-        },
-        defaults={"relative_attention_num_buckets": 32, "relative_attention_max_distance": 128}
-        | {"layer_norm_epsilon": 1e-6, "feed_forward_proj": "relu"},
+        keys=_T5_KEYS,
+        defaults=_T5_DEFAULTS | {"feed_forward_proj": "relu"},
+        tied=True,
+        activation="feed_forward_proj",
+        rope=False,
+    ),
+    Family(
+        model_type="umt5",
+        kind=ENCODER_DECODER,
+        architectures=("UMT5ForConditionalGeneration",),
+        keys=_T5_KEYS,
+        fixed={"relative_tables": "each_layer"},
+        defaults=_T5_DEFAULTS | {"feed_forward_proj": "gated-gelu"},
         tied=True,
         activation="feed_forward_proj",
         rope=False,
@@ -285,7 +300,7 @@ def head(values: Values, family: Family) -> str:
     tied = values.get("tie_word_embeddings", family.tied)
     if not isinstance(tied, bool | None):
         raise UserError(f"config.json has tie_word_embeddings = {tied!r}, must be true or false: copy the file again")
-    if family.model_type == "t5":  # transformers 5 writes True for T5 1.1 too, and this
+    if family.model_type in _T5S:  # transformers 5 writes True for T5 1.1 too, and this
         tied = tied and values.get("scale_decoder_outputs", True)
     return "tied" if tied else "separate"
 
@@ -301,12 +316,12 @@ def activation(values: Values, family: Family) -> str:
       UserError: we do not have it.
     """
     name, gated = values[family.activation], family.gated
-    if family.model_type == "t5":
+    if family.model_type in _T5S:
         gated, name = name.startswith("gated-"), name.removeprefix("gated-")
     # Gemma's first files say gelu and mean its approximation, or have the name under another key.
     if family.model_type == "gemma":
         name = values.get("hidden_activation") or name
-    if name == "gelu" and gated and family.model_type in ("gemma", "t5"):
+    if name == "gelu" and gated and family.model_type in ("gemma", *_T5S):
         name = "gelu_new"
     known = _GATED if gated else _PLAIN
     if name not in known:
@@ -316,7 +331,7 @@ def activation(values: Values, family: Family) -> str:
 
 def write_activation(config: TransformerConfig, family: Family) -> dict[str, Any]:
     name = _WRITTEN[str(config.activation)]
-    if family.model_type == "t5":
+    if family.model_type in _T5S:
         name = {"swiglu": "gated-silu", "geglu": "gated-gelu"}.get(str(config.activation), name)
     written = {family.activation: name}
     # Readers of Gemma look under either name.

@@ -34,6 +34,7 @@ def _side(side: str, attentions: Mapping[str, str], gated: bool) -> dict[str, tu
     found[f"{ours}mlp/down"] = (f"{theirs}mlp/wo/kernel", "f d")
     found[f"{ours}mlp_norm/scale"] = (f"{theirs}pre_mlp_layer_norm/scale", "d")
     found[f"{side}/relative_bias/table"] = (f"{side}/relpos_bias/rel_embedding", "n r")
+    found[f"{ours}relative_bias/table"] = (f"{theirs}relpos_bias/rel_embedding", "n r")
     found[f"{side}/norm/scale"] = (f"{side}/{side}_norm/scale", "d")
     return found
 
@@ -67,10 +68,16 @@ class Row:
 
 
 @functools.cache
-def rows(gated: bool) -> dict[str, Row]:
-    """T5X's name, with {l} for the layer's number -> its row."""
+def rows(gated: bool, each_positions: bool = False) -> dict[str, Row]:
+    """T5X's name, with {l} for the layer's number -> its row.
+
+    Args:
+      gated: the MLP has two projections in.
+      each_positions: each layer has relative positions of its own.
+    """
     names, made = _names(gated), {}
-    for row in tables.T5_GATED if gated else tables.T5:
+    own = tables.UMT5 if each_positions else tables.T5
+    for row in (tables.UMT5_GATED if each_positions else tables.T5_GATED) if gated else own:
         name, dims = names[row.ours[0]]
         made[name] = Row(dataclasses.replace(row, name=name, dims=dims), row)
     return made
@@ -201,5 +208,10 @@ def gin_text(config: Mapping[str, Any]) -> str:
         )
     values["mlp_activations"] = named[config["feed_forward_proj"]]
     values["logits_via_embedding"] = bool(config["tie_word_embeddings"])
-    lines = ["from __gin__ import dynamic_registration", "from t5x.examples.t5 import network", "", "network.T5Config:"]
+    scanned = config["model_type"] == "umt5"
+    if scanned:
+        values["scan_layers"] = True
+    network = "scalable_t5" if scanned else "t5"
+    lines = ["from __gin__ import dynamic_registration", f"from t5x.examples.{network} import network"]
+    lines += ["", "network.T5Config:"]
     return "\n".join([*lines, *(f"  {name} = {value!r}" for name, value in values.items())]) + "\n"

@@ -64,7 +64,7 @@ class T5xModel:
         self._layer_axis = network.get("param_scan_axis", 1)
         if type(self._layer_axis) is not int or self._layer_axis < 0:
             raise UserError(f"config.gin has T5Config.param_scan_axis = {self._layer_axis!r}, must be an axis, e.g. 1")
-        self._shared_positions()
+        self._each_positions = self._positions_of_layers()
         self._tensors = self._found()
         said = t5x_names.config_of(network)
         self.guessed = frozenset() if "feed_forward_proj" in said else frozenset({"activation"})
@@ -80,7 +80,7 @@ class T5xModel:
     def read(self, name: str) -> np.ndarray:
         stored, layer, _ = self._tensors[name]
         value = self._value(stored, layer)
-        row = t5x_names.rows(self._gated)[_pattern(stored)[0]]
+        row = t5x_names.rows(self._gated, self._each_positions)[_pattern(stored)[0]]
         return np.ascontiguousarray(value.reshape(t5x_names.grouped(value.shape, row.theirs.dims)).transpose(row.order))
 
     def _value(self, stored: str, layer: int | None = None) -> np.ndarray:
@@ -113,7 +113,7 @@ class T5xModel:
 
     def _found(self) -> dict[str, tuple[str, int | None, Shape]]:
         """Hugging Face's name -> (the tensor, the layer in it, the shape of that in Hugging Face's order)."""
-        rows, found = t5x_names.rows(self._gated), {}
+        rows, found = t5x_names.rows(self._gated, self._each_positions), {}
         if not any(name.startswith("encoder/") for name in self._leaves):
             raise UserError(
                 f"{self.path} has no encoder: of T5X's models T5 and T5 1.1 are read, capibara's decoders have no "
@@ -143,8 +143,10 @@ class T5xModel:
                 found[row.hf.name.format(l=layer)] = (stored, part, tuple(flat[i] for i in row.order))
         return found
 
-    def _shared_positions(self) -> None:
-        """One table of relative positions for a side's layers, where each has its own and they are the same."""
+    def _positions_of_layers(self) -> bool:
+        """Whether layers have relative positions of their own; where these are all the same they become one table."""
+        shared: dict[str, np.ndarray] = {}
+        own_names: list[str] = []
         for side in ("encoder", "decoder"):
             each = re.compile(rf"{side}/(?:layers_\d+|layers|{side})/(?:relpos_bias|relative_posemb)/rel_embedding")
             own = [name for name in self._leaves if each.fullmatch(name)]
@@ -152,14 +154,14 @@ class T5xModel:
             if len(tables) == 1 and tables[0].ndim == 3:
                 tables = list(np.moveaxis(tables[0], self._layer_axis, 0))
             if any(not np.array_equal(table, tables[0]) for table in tables):
-                raise UserError(
-                    f"{self.path}: each layer of the {side} has relative positions of its own ({own[0]}), must be those "
-                    "of T5, whose layers share a table"
-                )
-            for name in own:
-                del self._leaves[name]
+                return True
+            own_names += own
             if tables:
-                self._leaves[f"{side}/relpos_bias/rel_embedding"] = tables[0]
+                shared[f"{side}/relpos_bias/rel_embedding"] = tables[0]
+        for name in own_names:
+            del self._leaves[name]
+        self._leaves |= shared
+        return False
 
     def _from_shapes(self) -> dict[str, Any]:
         shapes = self.shapes()
@@ -179,8 +181,8 @@ class T5xModel:
         buckets, heads = shapes[table]
         count = lambda side: len({name.split(".")[2] for name in shapes if name.startswith(f"{side}.block.")})  # noqa: E731
         return {
-            "model_type": "t5",
-            "architectures": ["T5ForConditionalGeneration"],
+            "model_type": "umt5" if self._each_positions else "t5",
+            "architectures": [f"{'UMT5' if self._each_positions else 'T5'}ForConditionalGeneration"],
             "vocab_size": shapes["shared.weight"][0],
             "d_model": shapes["shared.weight"][1],
             "num_layers": count("encoder"),
@@ -239,6 +241,7 @@ _SELF = "encoder.block.0.layer.0.SelfAttention."
 
 def _pattern(stored: str) -> tuple[str, int | None]:
     """A tensor's name with {l} for its layer, and the layer; None: of all, or of none."""
+    stored = stored.replace("/relative_posemb/", "/relpos_bias/")  # as the first versions had it
     if match := re.fullmatch(r"(encoder|decoder)/layers_(\d+)/(.*)", stored):
         return f"{match[1]}/layers_{{l}}/{match[3]}", int(match[2])
     if match := re.fullmatch(r"(encoder|decoder)/(?:\1|layers)/(.*)", stored):

@@ -1,10 +1,14 @@
-"""Checkpoints that T5X reads: msgpack and zarr, of its format's version 3, with layers that are not scanned."""
+"""Checkpoints that T5X reads: msgpack and zarr, of its format's version 3.
+
+Layers are by themselves, as its network `t5` has them. Where each has relative positions of its own they are stacked, as
+`scalable_t5` has them.
+"""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import msgpack
@@ -32,7 +36,7 @@ def save_t5x(
 ) -> None:
     """Writes the folder of a T5X run whose only checkpoint, of step 0, has parameters alone. Whole, or not at all.
 
-    The host holds one tensor.
+    The host holds one tensor, or those of all layers of one name where they are stacked.
 
     Args:
       folder: a new one, or one that is empty.
@@ -45,23 +49,20 @@ def save_t5x(
     Raises:
       UserError: the model is no T5, the folder is there already, or a value is too large for float16.
     """
-    if config["model_type"] != "t5":
+    if config["model_type"] not in ("t5", "umt5"):
         raise UserError(f"T5X's form is that of its T5, and this model is a {config['model_type']}: take hf or gguf")
     for key, value in _FIXED.items():
         if config[key] != value:
             raise UserError(f"T5X's T5 has {key} = {value}, and this model {config[key]}: take hf or gguf")
-    rows = {row.hf.name: row for row in t5x_names.rows(config["feed_forward_proj"].startswith("gated-")).values()}
+    gated, scanned = config["feed_forward_proj"].startswith("gated-"), config["model_type"] == "umt5"
+    rows = {row.hf.name: row for row in t5x_names.rows(gated, scanned).values()}
     kind = np.dtype(hf_folder.DTYPES[dtype])
     files = {"config.gin": t5x_names.gin_text(config).encode()}
     with partial.whole(folder) as unfinished:
         target: dict[str, Any] = {}
         step = os.path.join(unfinished, "checkpoint_0")
         os.makedirs(step)
-        for name, value in tensors:
-            assert value.shape == shapes[name], name
-            row, layer = _row(name, rows)
-            theirs = row.theirs.name.format(l=layer)
-            value = hf_folder.cast(name, value, kind).transpose(np.argsort(row.order))
+        for theirs, value in _named(tensors, shapes, rows, kind, config["num_heads"] if scanned else None):
             _put(target, theirs.split("/"), _written(step, f"target.{theirs.replace('/', '.')}", value))
         state = {"step": _array(np.zeros((), np.int32)), "param_states": {}}
         contents = {"version": _VERSION, "optimizer": {"target": target, "state": state}}
@@ -71,6 +72,42 @@ def save_t5x(
         for name, content in files.items():
             with open(os.path.join(unfinished, name), "wb") as file:
                 file.write(content)
+
+
+def _named(
+    tensors: Iterable[tuple[str, np.ndarray]],
+    shapes: Mapping[str, Shape],
+    rows: Mapping[str, t5x_names.Row],
+    kind: np.dtype,
+    scanned_heads: int | None,
+) -> Iterator[tuple[str, np.ndarray]]:
+    """T5X's names and arrays.
+
+    With `scanned_heads`, of scanned layers: those of one name, which come one after the other, are one array, stacked
+    along its second dimension, and the heads and their features are two.
+    """
+    together, layers = "", []
+    for name, value in tensors:
+        assert value.shape == shapes[name], name
+        row, layer = _row(name, rows)
+        value = hf_folder.cast(name, value, kind).transpose(np.argsort(row.order))
+        if scanned_heads is None or not layer:
+            yield row.theirs.name.format(l=layer), value
+            continue
+        side, _, rest = row.theirs.name.partition("/layers_{l}/")
+        if (stack := f"{side}/{side}/{rest}") != together and layers:
+            yield together, np.stack(layers, axis=1)
+            layers = []
+        together, layers = stack, [*layers, _with_heads(value, row.theirs.dims, scanned_heads)]
+    if layers:
+        yield together, np.stack(layers, axis=1)
+
+
+def _with_heads(value: np.ndarray, dims: str, heads: int) -> np.ndarray:
+    shape: list[int] = []
+    for size, group in zip(value.shape, dims.split(), strict=True):
+        shape += [heads, size // heads] if group == "nh" else [size]
+    return value.reshape(shape)
 
 
 def _row(name: str, rows: Mapping[str, t5x_names.Row]) -> tuple[t5x_names.Row, str]:

@@ -36,6 +36,7 @@ _LAYOUTS = {
         f"{side}/layers/{path}": layout for side in ("encoder", "decoder") for path, layout in (_LAYER | _CROSS).items()
     },
     **{f"{side}/relative_bias/table": "rn" for side in ("encoder", "decoder")},
+    **{f"{side}/layers/relative_bias/table": "lrn" for side in ("encoder", "decoder")},
     **{f"{side}/norm/scale": "d" for side in ("encoder", "decoder")},
 }
 _EXPERTS = {
@@ -196,7 +197,7 @@ def _attention(theirs: str, ours: str, parts: Mapping[str, str]) -> list[tuple[s
     return [*rows, (f"{theirs}.{parts['o']}.weight", "d nh", f"{ours}/out")]
 
 
-def _t5_side(side: str, mlp_layer: int, gated: bool) -> list[tuple[str, ...]]:
+def _t5_side(side: str, mlp_layer: int, gated: bool, shared: bool) -> list[tuple[str, ...]]:
     block, ours, short = f"{side}.block.{{l}}.layer.", f"{side}/layers/", {name: name for name in "qkvo"}
     dense = f"{block}{mlp_layer}.DenseReluDense."
     into = [(f"{dense}wi_0.weight", "f d", f"{ours}mlp/gate"), (f"{dense}wi_1.weight", "f d", f"{ours}mlp/up")]
@@ -204,6 +205,9 @@ def _t5_side(side: str, mlp_layer: int, gated: bool) -> list[tuple[str, ...]]:
         *_attention(f"{block}1.EncDecAttention", f"{ours}cross_attention", short),
         (f"{block}1.layer_norm.weight", "d", f"{ours}cross_attention_norm/scale"),
     ]
+    table = (f"{block}0.SelfAttention.relative_attention_bias.weight", "r n", f"{ours}relative_bias/table")
+    if shared:
+        table = (table[0].format(l=0), "r n", f"{side}/relative_bias/table")
     return [
         *_attention(f"{block}0.SelfAttention", f"{ours}attention", short),
         (f"{block}0.layer_norm.weight", "d", f"{ours}attention_norm/scale"),
@@ -211,17 +215,18 @@ def _t5_side(side: str, mlp_layer: int, gated: bool) -> list[tuple[str, ...]]:
         *(into if gated else [(f"{dense}wi.weight", "f d", f"{ours}mlp/up")]),
         (f"{dense}wo.weight", "d f", f"{ours}mlp/down"),
         (f"{block}{mlp_layer}.layer_norm.weight", "d", f"{ours}mlp_norm/scale"),
-        (f"{side}.block.0.layer.0.SelfAttention.relative_attention_bias.weight", "r n", f"{side}/relative_bias/table"),
+        table,
         (f"{side}.final_layer_norm.weight", "d", f"{side}/norm/scale"),
     ]
 
 
-def _t5(gated: bool) -> Rows:
+def _t5(gated: bool, shared: bool = True) -> Rows:
     ends = [("shared.weight", "v d", "embedding"), ("lm_head.weight", "v d", "output")]
-    return _rows([*ends, *_t5_side("encoder", 1, gated), *_t5_side("decoder", 2, gated)])
+    return _rows([*ends, *_t5_side("encoder", 1, gated, shared), *_t5_side("decoder", 2, gated, shared)])
 
 
 T5, T5_GATED = _t5(False), _t5(True)
+UMT5, UMT5_GATED = _t5(False, shared=False), _t5(True, shared=False)  # each layer has its relative positions
 
 _E, _P = "bert.embeddings.", "cls.predictions."
 _B = "bert.encoder.layer.{l}."
@@ -303,6 +308,7 @@ NAMES = {
     ),
     # T5's first checkpoints have a table of relative positions for cross-attention that nothing ever used.
     "t5": Names(T5, (), r"^(?:en|de)coder\.embed_tokens\.weight$|EncDecAttention\.relative_attention_bias"),
+    "umt5": Names(UMT5, (), r"^(?:en|de)coder\.embed_tokens\.weight$|EncDecAttention\.relative_attention_bias"),
     "bert": Names(
         BERT,
         ((r"^(?=(?:embeddings|encoder)\.)", "bert."), (r"LayerNorm\.gamma$", "LayerNorm.weight"))
@@ -313,7 +319,9 @@ NAMES = {
 
 
 _ALIASES = {
-    "t5": {f"{side}.embed_tokens.weight": "shared.weight" for side in ("encoder", "decoder")},
+    **dict.fromkeys(
+        ("t5", "umt5"), {f"{side}.embed_tokens.weight": "shared.weight" for side in ("encoder", "decoder")}
+    ),
     "bert": {_P + "decoder.bias": _P + "bias"},
 }
 
@@ -327,8 +335,8 @@ def of(model_type: str, paths: Collection[str], *, fused_experts: bool = False) 
       fused_experts: take the experts of a layer together, as transformers 5 has them in memory.
     """
     rows = NAMES[model_type].rows
-    if rows is T5 and "encoder/layers/mlp/gate" in paths:
-        rows = T5_GATED
+    if rows in (T5, UMT5) and "encoder/layers/mlp/gate" in paths:
+        rows = T5_GATED if rows is T5 else UMT5_GATED
     if fused_experts and "layers/mlp/router" in paths:
         rows = tuple(row for row in rows if not row.ours[0].startswith(_M)) + FUSED_EXPERTS
     return tuple(row for row in rows if row.ours[0] in paths)

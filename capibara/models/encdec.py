@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -32,6 +33,13 @@ from capibara.types import Batch, UserError
 _PATTERN = (LayerKind.GLOBAL,)
 
 
+class RelativeTables(enum.StrEnum):
+    """Who has a table of relative positions: a stack's layers share one (T5), or each has its own (umT5, scalable T5)."""
+
+    SHARED = "shared"
+    EACH_LAYER = "each_layer"
+
+
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EncoderDecoderConfig(TransformerConfig):
@@ -45,6 +53,7 @@ class EncoderDecoderConfig(TransformerConfig):
       num_encoder_layers: of the encoder; None: as many.
       relative_buckets: of relative positions; half of them are for keys after the query in the encoder.
       relative_distance: from here on all distances share a bucket.
+      relative_tables: one for all layers of the encoder and one for those of the decoder, or one for each layer.
     """
 
     objective: ClassVar[str] = "encoder_decoder"
@@ -55,6 +64,7 @@ class EncoderDecoderConfig(TransformerConfig):
     num_encoder_layers: int | None = None
     relative_buckets: int = 32
     relative_distance: int = 128
+    relative_tables: RelativeTables = RelativeTables.SHARED
 
     def __post_init__(self):
         super().__post_init__()
@@ -155,19 +165,29 @@ class Stack(nnx.Module):
         self, config: EncoderDecoderConfig, rngs: nnx.Rngs, *, block: type[Block], num_layers: int, causal: bool
     ):
         self.config, self.causal = config, causal
-        self.relative_bias = RelativeBias(config, rngs, bidirectional=not causal)
-        self.layers = stack.stacked(lambda rngs: block(config, rngs), rngs, num_layers)
+        self.each_has_positions = config.relative_tables is RelativeTables.EACH_LAYER
+        if not self.each_has_positions:
+            self.relative_bias = RelativeBias(config, rngs, bidirectional=not causal)
+
+        def make(rngs: nnx.Rngs) -> Block:
+            made = block(config, rngs)
+            if self.each_has_positions:
+                made.relative_bias = RelativeBias(config, rngs, bidirectional=not causal)
+            return made
+
+        self.layers = stack.stacked(make, rngs, num_layers)
         self.norm = config.make_norm(rngs)
 
     def __call__(
         self, x_BTD: jax.Array, rows: Rows, remat: RematPolicy, step: jax.Array | None, places: Any = None
     ) -> tuple[jax.Array, stack.Stats]:
         """The normalised output [B, T, D], and the layers' statistics [L, ...]."""
-        shared = Shared(places=places, bias=self.relative_bias(x_BTD.shape[1], places), step=step)
-        kind = self.config.attention_kind(causal=self.causal)
+        kind, length = self.config.attention_kind(causal=self.causal), x_BTD.shape[1]
+        all_bias = None if self.each_has_positions else self.relative_bias(length, places)
 
         def apply(block: Block, x: jax.Array, rows: Rows, layer_kind: LayerKind) -> tuple[jax.Array, stack.Stats]:
-            return block(x, rows, shared, kind, layer_kind)
+            bias = block.relative_bias(length, places) if self.each_has_positions else all_bias
+            return block(x, rows, Shared(places=places, bias=bias, step=step), kind, layer_kind)
 
         x_BTD, stats = stack.run(self.layers, x_BTD, rows, apply, _PATTERN, self.config.layer_loop, remat)
         return constrain(self.norm(x_BTD), ("batch", "act_time", "act_embed")), stats
@@ -176,10 +196,11 @@ class Stack(nnx.Module):
         self, values: Sequence[Any], x_BTD: jax.Array, rows: Rows, kept: cache.Cache, now: cache.Reading
     ) -> tuple[jax.Array, list[cache.LayerCache]]:
         """The normalised output [B, T, D] for the tokens that are read now, and the layers' cache with them."""
-        shared = Shared(bias=self.relative_bias(x_BTD.shape[1])) if now.fresh else Shared()
         kind, of_layers = self.config.attention_kind(causal=True), []
         for block, layer in zip(stack.each(self.layers, values), kept["layers"], strict=True):
-            x_BTD, layer = block.cached(x_BTD, layer, now, rows, shared, kind, self.relative_bias.at)
+            positions = block.relative_bias if self.each_has_positions else self.relative_bias
+            shared = Shared(bias=positions(x_BTD.shape[1])) if now.fresh else Shared()
+            x_BTD, layer = block.cached(x_BTD, layer, now, rows, shared, kind, positions.at)
             of_layers.append(layer)
         return constrain(self.norm(x_BTD), ("batch", "act_time", "act_embed")), of_layers
 

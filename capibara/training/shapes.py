@@ -38,6 +38,8 @@ def check(folder: epath.Path, saved: Mapping[str, str], wanted: Mapping[str, str
         other |= {"ema": "another ema_decay's state"} if absent else {}
         other |= {"loss_scale": "another dtype's state"}
         hint = ", set Checkpointing.cast = True" if _differ_in_precision(old, new) else ""
+        if not absent and any(f"/{moment}/" in path for moment in ("v", "v_row", "v_col")):
+            hint = ", which of runs begun by an earlier version is Adafactor.factoring = 'dimensions'"
         raise UserError(
             f"checkpoint {folder} holds {other.get(part, 'another model')}: {path} is {old} there, {new} in this "
             f"configuration: restore the configuration of the run{hint}, or set another MODEL_DIR"

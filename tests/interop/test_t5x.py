@@ -259,6 +259,28 @@ def test_a_run_begins_from_one(params, tmp_path):
         checkpoint.loader(path, api.build(dataclasses.replace(T5_1_1, num_heads=2)))
 
 
+def test_relative_positions_of_each_layer(tmp_path):
+    """Scalable T5: in, out as it has them, stacked along the second dimension, and in again; and as a umT5."""
+    config = dataclasses.replace(T5_1_1, relative_tables="each_layer", num_encoder_layers=2)
+    model = api.build(config)
+    params = drawn(model)
+    values, shapes = hf_config.to_hf(config), checkpoint.hf_shapes(model, "umt5")
+    assert values["model_type"] == "umt5" and len(shapes) == 2 * (10 + 15) + 4
+    tensors = checkpoint.hf_tensors(params, model, "umt5")
+    t5x_write.save_t5x(str(tmp_path / "out"), values, shapes, tensors, {}, dtype="float32")
+    names = sorted(path.name for path in (tmp_path / "out" / "checkpoint_0").glob("target.*"))
+    about = json.loads(
+        (tmp_path / "out/checkpoint_0/target.decoder.decoder.relpos_bias.rel_embedding/.zarray").read_text()
+    )
+    assert about["shape"] == [N, 2, 32] and not any("layers_" in name for name in names)
+    out = tmp_path / "out/checkpoint_0/target.encoder.encoder.attention.out.kernel/.zarray"
+    assert json.loads(out.read_text())["shape"] == [N, 2, H, D]
+    assert "t5x.examples.scalable_t5 import network" in (tmp_path / "out" / "config.gin").read_text()
+    _, read, got = loaded(tmp_path / "out")
+    assert read.config.relative_tables == "each_layer"
+    assert_equal(got, params)
+
+
 def run(*argv):
     config.reset()
     return cli.run_verb(convert.main, [str(arg) for arg in argv])
@@ -452,7 +474,8 @@ def test_models_that_are_no_t5_are_refused(params, tmp_path):
     own = scanned(arrays)
     name = "encoder/encoder/relpos_bias/rel_embedding"
     own[name] = own[name] + np.arange(3, dtype=np.float32)[:, None]
-    with pytest.raises(UserError, match="each layer of the encoder has relative positions of its own"):
+    del own["encoder/encoder/mlp/wo/kernel"]
+    with pytest.raises(UserError, match="are missing in the checkpoint"):
         loaded(write_legacy(tmp_path / "checkpoint_2", own))
     more = arrays | {"encoder/layers_0/mlp/gate/kernel": np.ones((2, 2), np.float32)}
     with pytest.raises(UserError, match="encoder/layers_0/mlp/gate/kernel is in the checkpoint, not in the model"):

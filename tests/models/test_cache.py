@@ -125,9 +125,16 @@ def test_a_decoder(name):
     assert places == [config.window if kind == "local" else LENGTH for kind in kinds]
 
 
-@pytest.mark.parametrize("head", [pytest.param("separate", marks=pytest.mark.heavy), "tied"])
-def test_an_encoder_decoder(head):
-    compare(dataclasses.replace(ENCODER_DECODER, head=head), encoder_entries())
+@pytest.mark.parametrize(
+    ("head", "tables"),
+    [
+        pytest.param("separate", "shared", marks=pytest.mark.heavy),
+        pytest.param("tied", "shared", marks=pytest.mark.heavy),
+        ("tied", "each_layer"),
+    ],
+)
+def test_an_encoder_decoder(head, tables):
+    compare(dataclasses.replace(ENCODER_DECODER, head=head, relative_tables=tables), encoder_entries())
 
 
 def test_a_row_longer_than_its_cache_sees_its_last_tokens():

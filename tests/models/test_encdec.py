@@ -143,6 +143,23 @@ def test_who_sees_what():
     assert (changed("encoder_tokens", 31) > 1e-3).all()
 
 
+def test_layers_with_relative_positions_of_their_own():
+    """With one and the same table in each layer it is the model whose layers share that; with others it is not."""
+    own = api.build(dataclasses.replace(TINY, relative_tables="each_layer"))
+    shared = api.build(TINY)
+    params, batch = random_params(shared), batch_of([[32], [20]], [[24], [10]])
+    spread = {"embedding": params["embedding"], "output": params["output"]}
+    for side in ("encoder", "decoder"):
+        count, table = len(params[side]["layers"]["mlp"]["up"]), params[side]["relative_bias"]["table"]
+        layers = params[side]["layers"] | {"relative_bias": {"table": jnp.stack([table] * count)}}
+        spread[side] = {"layers": layers, "norm": params[side]["norm"]}
+    want = np.asarray(jax.jit(shared.logits)(params, batch))
+    np.testing.assert_allclose(jax.jit(own.logits)(spread, batch), want, rtol=1e-5, atol=1e-5)
+    table = spread["decoder"]["layers"]["relative_bias"]["table"]
+    spread["decoder"]["layers"]["relative_bias"]["table"] = table.at[1].add(jnp.arange(8.0)[:, None])
+    assert np.abs(np.asarray(jax.jit(own.logits)(spread, batch)) - want).max() > 1e-2
+
+
 def test_what_was_encoded_before_is_not_encoded_again():
     model = api.build(TINY)
     params, batch = random_params(model), batch_of([[32], [20]], [[24], [10]])

@@ -1,0 +1,200 @@
+"""What T5X itself does with its three networks: the other side of test_t5x_training.py.
+
+Run in an environment with T5X (github.com/google-research/t5x):
+    python tests/interop/t5x_peer.py record FILE      losses and sums of the parameters after 3 and 20 steps, and learning
+                                                      rates, as JSON: what tests/interop/t5x.json is
+    python tests/interop/t5x_peer.py train FOLDER     all of the same, as FOLDER/NAME.npz
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import sys
+import zlib
+
+import numpy as np
+
+STEPS = 20
+KEPT = (3, 20)
+SIZES = dict(vocab_size=64, emb_dim=16, num_heads=4, head_dim=4, mlp_dim=24, dropout_rate=0.0)
+GATED = dict(mlp_activations=("gelu", "linear"))
+# name -> the network, its sizes, Adafactor's options, the model's options.
+CASES = {
+    "t5": ("t5", SIZES | dict(num_encoder_layers=2, num_decoder_layers=2, logits_via_embedding=True), {}, {}),
+    "t5_1_1": (
+        "t5",
+        SIZES | GATED | dict(num_encoder_layers=1, num_decoder_layers=2),
+        dict(min_dim_size_to_factor=8),
+        dict(z_loss=1e-3),
+    ),
+    "scalable_t5": ("scalable_t5", SIZES | GATED | dict(num_encoder_layers=2, num_decoder_layers=3), {}, {}),
+    "t5_options": (
+        "t5",
+        SIZES | GATED | dict(num_encoder_layers=1, num_decoder_layers=1),
+        dict(
+            min_dim_size_to_factor=16, beta1=0.9, decay_rate=0.7, step_offset=0, clipping_threshold=0.5,
+            max_parameter_scale=0.9, weight_decay_rate=1e-3, weight_decay_rate_lr_exponent=2.0,
+            global_norm_clip_threshold=0.1,
+        ),
+        {},
+    ),
+}  # fmt: skip
+LEARNING_RATE = dict(factors="constant * rsqrt_decay", base_learning_rate=0.003, warmup_steps=10)
+SCHEDULES = {
+    "pretraining": dict(factors="constant * rsqrt_decay", base_learning_rate=1.0, warmup_steps=1000),
+    "default": dict(),
+    "normalized": dict(factors="constant*linear_warmup*rsqrt_normalized_decay", warmup_steps=100),
+    "linear": dict(factors="linear_decay", base_learning_rate=0.01, warmup_steps=500, decay_factor=0.001),
+    "every": dict(factors="constant * decay_every", steps_per_decay=700, decay_factor=0.8),
+    "cosine": dict(factors="constant * linear_warmup * cosine_decay", steps_per_cycle=3000, warmup_steps=200),
+    "offset": dict(factors="constant * linear_warmup * rsqrt_decay", step_offset=1500, warmup_steps=300),
+}
+SCHEDULE_STEPS = 10_000
+SHOWN_STEPS = (0, 1, 9, 99, 100, 101, 499, 501, 700, 999, 1000, 1001, 1399, 1500, 1501, 1800, 3199, 3201, 6500, 9999)
+
+
+def drawn(name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """A parameter to begin with, by its name: T5X's initial ones would need T5X."""
+    rng = np.random.default_rng(zlib.crc32(name.encode()))
+    value = rng.standard_normal(shape, np.float32)
+    return 1 + 0.1 * value if name.endswith("scale") else value * np.float32(0.3)
+
+
+def batch() -> dict[str, np.ndarray]:
+    """Two rows of a text and its continuation; the second of both are shorter."""
+    rng = np.random.default_rng(7)
+    inputs, targets = rng.integers(2, 64, (2, 12)), rng.integers(2, 64, (2, 10))
+    inputs[1, 9:] = 0
+    targets[1, 7:] = 0
+    shifted = np.concatenate([np.zeros((2, 1), int), targets[:, :-1]], axis=1)
+    shifted[targets == 0] = 0
+    found = {"encoder_input_tokens": inputs, "decoder_input_tokens": shifted, "decoder_target_tokens": targets}
+    found = {name: value.astype(np.int32) for name, value in found.items()}
+    return found | {"decoder_loss_weights": (targets > 0).astype(np.float32)}
+
+
+def sums(name: str, value: np.ndarray) -> list[float]:
+    """The product of a parameter with what is drawn by its name, over that one's norm; and the parameter's norm."""
+    weights = np.random.default_rng(zlib.crc32(name.encode()) + 1).standard_normal(value.size)
+    value = np.asarray(value, np.float64).ravel()
+    return [float(weights @ value / np.linalg.norm(weights)), float(np.linalg.norm(value))]
+
+
+def rounded(values):
+    """To nine digits, which tell all float32 numbers apart."""
+    return [float(f"{value:.9g}") for value in values]
+
+
+def flat(tree: dict, prefix: str = "") -> dict[str, np.ndarray]:
+    found = {}
+    for name, value in tree.items():
+        found |= flat(value, f"{prefix}{name}/") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return found
+
+
+def model_of(case: str):
+    """T5X's model of a case, with its Adafactor."""
+    import importlib
+
+    import seqio
+    from t5x import adafactor, models
+
+    network, sizes, of_adafactor, of_model = CASES[case]
+    module = importlib.import_module(f"t5x.examples.{network}.network")
+    rules = adafactor.standard_logical_factor_rules()
+    optimizer = adafactor.Adafactor(**dict(decay_rate=0.8, step_offset=0, logical_factor_rules=rules) | of_adafactor)
+    vocabulary, options = seqio.ByteVocabulary(), dict(optimizer_def=optimizer) | of_model
+    if network == "decoder_only":
+        wrapped = module.DecoderWrapper(config=module.TransformerConfig(**sizes))
+        return models.DecoderOnlyModel(wrapped, vocabulary, **options)
+    return models.EncoderDecoderModel(
+        module.Transformer(config=module.T5Config(**sizes)), vocabulary, vocabulary, **options
+    )
+
+
+def begun(case: str):
+    """(the model, its state before the first step)."""
+    import jax
+    from flax.core import freeze, unfreeze
+    from t5x import train_state
+
+    model = model_of(case)
+    shapes = {name: value.shape for name, value in batch().items()}
+    variables = unfreeze(model.get_initial_variables(jax.random.key(0), shapes))
+    variables["params"] = nested({name: drawn(name, value.shape) for name, value in flat(variables["params"]).items()})
+    return model, train_state.FlaxOptimTrainState.create(model.optimizer_def, freeze(variables))
+
+
+def nested(values: dict[str, np.ndarray]) -> dict:
+    found: dict = {}
+    for name, value in values.items():
+        *owners, last = name.split("/")
+        inner = found
+        for owner in owners:
+            inner = inner.setdefault(owner, {})
+        inner[last] = value
+    return found
+
+
+def trained(case: str, state=None, steps: int = STEPS):
+    """The losses of the steps, and the state after each of them."""
+    import functools
+
+    import jax
+    import jax.numpy as jnp
+    from t5x import trainer, utils
+
+    model, first = begun(case)
+    state = first if state is None else state
+    schedule = utils.create_learning_rate_scheduler(**LEARNING_RATE)
+    given = {name: jnp.asarray(value) for name, value in batch().items()}
+    step = jax.jit(functools.partial(trainer.train_with_lr, model=model, num_microbatches=None))
+    loss_of = jax.jit(lambda params: model.loss_fn(params, given, None)[0])
+    losses, states = [], []
+    for _ in range(steps):
+        losses.append(float(loss_of(state.params)))
+        state, _ = step(state, given, learning_rate=schedule(state.step), dropout_rng=None)
+        states.append(state)
+    return losses, states
+
+
+def params_of(state) -> dict[str, np.ndarray]:
+    from flax.core import unfreeze
+
+    return {name: np.asarray(value) for name, value in flat(unfreeze(state.params)).items()}
+
+
+def learning_rates(name: str, steps) -> list[float]:
+    import jax
+    import jax.numpy as jnp
+    from t5x import utils
+
+    schedule = utils.create_learning_rate_scheduler(**SCHEDULES[name])
+    return [float(rate) for rate in jax.vmap(schedule)(jnp.asarray(steps, jnp.int32))]
+
+
+def record(path: str) -> None:
+    found: dict = {"schedules": {name: rounded(learning_rates(name, SHOWN_STEPS)) for name in SCHEDULES}}
+    for case in CASES:
+        losses, states = trained(case)
+        params = {step: params_of(states[step - 1]) for step in KEPT}
+        sums_of = {
+            step: {name: rounded(sums(name, value)) for name, value in of.items()} for step, of in params.items()
+        }
+        found[case] = {"losses": rounded(losses), "params": sums_of}
+    text = json.dumps(found, indent=None, separators=(",", ":"))
+    pathlib.Path(path).write_text(text.replace('},"', '},\n"').replace('],"', '],\n"') + "\n")
+
+
+def train(folder: str) -> None:
+    for case in CASES:
+        losses, states = trained(case)
+        arrays = {f"{step}/{name}": value for step in KEPT for name, value in params_of(states[step - 1]).items()}
+        np.savez(pathlib.Path(folder) / f"{case}.npz", losses=losses, **arrays)
+    rates = {name: learning_rates(name, range(SCHEDULE_STEPS)) for name in SCHEDULES}
+    np.savez(pathlib.Path(folder) / "schedules.npz", **rates)
+
+
+if __name__ == "__main__":
+    {"record": record, "train": train}[sys.argv[1]](sys.argv[2])

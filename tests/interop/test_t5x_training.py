@@ -1,0 +1,199 @@
+"""Training as T5X trains: its networks under its Adafactor, and its learning rates.
+
+What T5X itself gives is in t5x.json (t5x_peer.py made it). With T5X at hand the same is compared whole:
+
+make test-t5x T5X_PYTHON=PATH/bin/python    (T5X is github.com/google-research/t5x)
+"""
+
+import dataclasses
+import functools
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import serialization
+from jax.sharding import SingleDeviceSharding
+
+from capibara import sharding
+from capibara.interop import checkpoint, hf_config, t5x_names, t5x_write
+from capibara.models import api
+from capibara.models.api import EncoderDecoderConfig
+from capibara.optim import Adafactor, FactorSchedule, Optimizer
+from capibara.sharding import Plan
+from capibara.training import state as states
+from capibara.training.step import make_train_step
+from capibara.types import UserError
+
+HERE = pathlib.Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+
+import t5x_peer  # noqa: E402
+
+PYTHON = os.environ.get("T5X_PYTHON")
+T5X = json.loads((HERE / "t5x.json").read_text())
+SIZES = dict(vocab_size=64, embed_dim=16, num_heads=4, head_dim=4, mlp_dim=24, dtype="float32")
+MODELS = {
+    "t5": EncoderDecoderConfig(**SIZES, num_layers=2, num_encoder_layers=2, activation="relu", head="tied"),
+    "t5_1_1": EncoderDecoderConfig(**SIZES, num_layers=2, num_encoder_layers=1),
+    "scalable_t5": EncoderDecoderConfig(**SIZES, num_layers=3, num_encoder_layers=2, relative_tables="each_layer"),
+    "t5_options": EncoderDecoderConfig(**SIZES, num_layers=1, num_encoder_layers=1),
+}
+PLAIN = Optimizer(name="adafactor", schedule=FactorSchedule(**t5x_peer.LEARNING_RATE), weight_decay=0.0, clip_norm=None)
+OPTIMIZERS = {
+    "t5": PLAIN,
+    "t5_1_1": dataclasses.replace(PLAIN, factored_min_size=8),
+    "scalable_t5": dataclasses.replace(PLAIN, adafactor=Adafactor(factoring="stacked")),
+    "t5_options": dataclasses.replace(
+        PLAIN,
+        factored_min_size=16,
+        momentum=0.9,
+        clip_norm=0.1,
+        adafactor=Adafactor(
+            decay_rate=0.7,
+            clipping_threshold=0.5,
+            max_parameter_scale=0.9,
+            weight_decay_rate=1e-3,
+            weight_decay_rate_lr_exponent=2.0,
+        ),
+    ),
+}
+Z_LOSS = {"t5_1_1": 1e-3}
+RTOL = 1e-5
+
+
+def in_their_form(model, tensors):
+    """T5X's name -> array, of tensors by Hugging Face's names."""
+    values = hf_config.to_hf(model.config)
+    shapes, scanned = checkpoint.hf_shapes(model, values["model_type"]), values["model_type"] == "umt5"
+    heads = values["num_heads"] if scanned else None
+    rows = t5x_names.rows(values["feed_forward_proj"].startswith("gated-"), scanned)
+    by_name = {row.hf.name: row for row in rows.values()}
+    return dict(t5x_write._named(tensors, shapes, by_name, np.dtype(np.float32), heads))
+
+
+def by_their_names(model, params):
+    return in_their_form(model, checkpoint.hf_tensors(params, model, hf_config.to_hf(model.config)["model_type"]))
+
+
+def begun(model, folder):
+    """The parameters that T5X begins with, by way of a checkpoint of its kind."""
+    zeros = jax.tree.map(lambda s: np.zeros(s.shape, np.float32), model.abstract_params)
+    drawn = {name: t5x_peer.drawn(name, value.shape) for name, value in by_their_names(model, zeros).items()}
+    folder.mkdir()
+    content = serialization.msgpack_serialize({"target": t5x_peer.nested(drawn)})
+    (folder / "checkpoint").write_bytes(content)
+    here = jax.tree.map(lambda _: SingleDeviceSharding(jax.devices()[0]), model.abstract_params)
+    return checkpoint.load_params(checkpoint.open_model(str(folder)), model, here)
+
+
+def batch():
+    given = t5x_peer.batch()
+    return {
+        "tokens": given["decoder_input_tokens"],
+        "targets": given["decoder_target_tokens"],
+        "weights": given["decoder_loss_weights"],
+        "segment_ids": (given["decoder_target_tokens"] > 0).astype(np.int32),
+        "encoder_tokens": given["encoder_input_tokens"],
+        "encoder_segment_ids": (given["encoder_input_tokens"] > 0).astype(np.int32),
+    }
+
+
+@functools.cache
+def trained(case, folder):
+    """The losses, and the parameters after the steps that T5X's are known of."""
+    model, optimizer = api.build(MODELS[case]), OPTIMIZERS[case]
+    params = begun(model, folder)
+    tx, plan = optimizer.build(t5x_peer.STEPS, model.axes), Plan(batch_size=2)
+    mesh = sharding.make_mesh(plan, jax.devices()[:1])
+    schedule, z_loss = optimizer.schedule.build(t5x_peer.STEPS), Z_LOSS.get(case, 0.0)
+    step = jax.jit(make_train_step(model, tx, schedule, plan, mesh, z_loss=z_loss))
+    state = states.TrainState(step=jnp.zeros((), jnp.int32), params=params, opt_state=tx.init(params), ema=None)
+    losses, kept = [], {}
+    for number in range(1, t5x_peer.STEPS + 1):
+        state, metrics = step(state, batch())
+        losses.append(float(metrics["loss"] + metrics["z_loss"]) * float(metrics["tokens"]))
+        if number in t5x_peer.KEPT:
+            kept[number] = by_their_names(model, jax.device_get(state.params))
+    return losses, kept
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_losses_and_parameters_are_those_of_t5x(case, tmp_path):
+    losses, kept = trained(case, tmp_path / "t5x")
+    np.testing.assert_allclose(losses, T5X[case]["losses"], rtol=RTOL)
+    for step, params in kept.items():
+        want = T5X[case]["params"][str(step)]
+        assert params.keys() == want.keys()
+        for name, value in params.items():
+            got = t5x_peer.sums(name, value)
+            np.testing.assert_allclose(got, want[name], rtol=RTOL, atol=RTOL * want[name][1], err_msg=f"{step} {name}")
+
+
+@pytest.mark.parametrize("name", t5x_peer.SCHEDULES)
+def test_learning_rates_are_those_of_t5x(name):
+    schedule = FactorSchedule(**t5x_peer.SCHEDULES[name]).build(t5x_peer.SCHEDULE_STEPS)
+    got = jax.vmap(schedule)(jnp.asarray(t5x_peer.SHOWN_STEPS, jnp.int32))
+    np.testing.assert_allclose(got, T5X["schedules"][name], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("fields", "word"),
+    [
+        (dict(factors="constant * rsqrt"), "factors has 'rsqrt', which is no factor: did you mean rsqrt_decay"),
+        (dict(base_learning_rate=0.0), "base_learning_rate is 0.0, must be finite and above 0"),
+        (dict(warmup_steps=0), "warmup_steps is 0, must be at least 1"),
+        (dict(step_offset=-1), "step_offset is -1"),
+        (dict(min_learning_rate=11.0), "min_learning_rate is 11.0, must be from 0 to 10"),
+    ],
+)
+def test_bad_factors(fields, word):
+    with pytest.raises(UserError, match=word):
+        FactorSchedule(**fields)
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory):
+    """What T5X gives, where it is at hand."""
+    if not PYTHON:
+        pytest.skip("T5X_PYTHON names no python with t5x")
+    folder = tmp_path_factory.mktemp("t5x")
+    env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "XLA_FLAGS")}
+    done = subprocess.run(
+        [PYTHON, HERE / "t5x_peer.py", "train", str(folder)],
+        env=env | {"JAX_PLATFORMS": "cpu"},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    return folder
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_every_value_is_that_of_t5x(case, answers, tmp_path):
+    want, (losses, kept) = np.load(answers / f"{case}.npz"), trained(case, tmp_path / "t5x")
+    np.testing.assert_allclose(losses, want["losses"], rtol=RTOL)
+    worst = {}
+    for step, params in kept.items():
+        for name, value in params.items():
+            theirs = want[f"{step}/{name}"]
+            scale = np.sqrt(np.mean(np.square(theirs)))
+            worst[step] = max(worst.get(step, 0), np.abs(value - theirs).max() / scale)
+    loss = np.abs(np.array(losses) / want["losses"] - 1).max()
+    print(
+        f"{case}: losses {loss:.1e}; parameters over their RMS " + ", ".join(f"{s}: {w:.1e}" for s, w in worst.items())
+    )
+    assert max(worst.values()) < 10 * RTOL
+
+
+@pytest.mark.parametrize("name", t5x_peer.SCHEDULES)
+def test_every_learning_rate_is_that_of_t5x(name, answers):
+    schedule = FactorSchedule(**t5x_peer.SCHEDULES[name]).build(t5x_peer.SCHEDULE_STEPS)
+    got = jax.vmap(schedule)(jnp.arange(t5x_peer.SCHEDULE_STEPS, dtype=jnp.int32))
+    np.testing.assert_allclose(got, np.load(answers / "schedules.npz")[name], rtol=1e-6)
