@@ -50,6 +50,14 @@ def batch_of(rows=8, length=16):
     }
 
 
+@functools.cache
+def new_state(of, ema):
+    """On the host: every mesh would compile it anew."""
+    model = api.build(of)
+    tx = OPTIMIZER.build(100, model.trained(model.axes))
+    return jax.device_get(jax.jit(functools.partial(states.init_state, model, tx, ema=ema))(jax.random.key(0)))
+
+
 def run(of, plan, steps, devices=None, **options):
     """Losses of the first steps, the first state and the last one."""
     model, mesh = api.build(of), sharding.make_mesh(plan, devices)
@@ -58,9 +66,7 @@ def run(of, plan, steps, devices=None, **options):
     shardings = states.state_shardings(model, tx, mesh, plan.rules, ema=ema)
     step = make_train_step(model, tx, OPTIMIZER.schedule.build(100), plan, mesh, **options)
     step = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
-    init = jax.jit(functools.partial(states.init_state, model, tx, ema=ema), out_shardings=shardings)
-    state, losses = init(jax.random.key(0)), []
-    first = jax.device_get(state)
+    state, losses, first = jax.device_put(new_state(of, ema), shardings), [], new_state(of, ema)
     rows = sharding.batch_sharding(mesh, plan.rules)
     batch = sharding.global_batch(rows, batch_of())
     for _ in range(steps):
