@@ -42,6 +42,20 @@ class TooLong(enum.StrEnum):
     CUT = "cut"
 
 
+class CachedOrder(enum.StrEnum):
+    """In which order the examples of a cached SeqIO task are read for training.
+
+    AUTO: as BLOCKS where the task's preprocessors after its cache only map, else as SEQIO.
+    BLOCKS: blocks of the cache's files in a seeded order, the examples of some of them mixed: a run resumes by position.
+      Preprocessors that combine examples do so within some blocks.
+    SEQIO: as SeqIO reads them: a run that resumes reads all that was before.
+    """
+
+    AUTO = "auto"
+    BLOCKS = "blocks"
+    SEQIO = "seqio"
+
+
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Dataset:
@@ -61,7 +75,9 @@ class Dataset:
         template by what it writes).
       shuffle: whether training documents and rows come in a seeded order.
       seed: the seed.
-      use_cached: take a SeqIO task's examples from its offline cache.
+      use_cached: take a SeqIO task's examples from its offline cache, as seqio_cache_tasks writes it.
+      cache_dirs: folders or addresses in which such caches are looked for, beside those that the task module names.
+      cached_order: in which order they are read for training.
       task_shards: streams of a SeqIO task's training data: how many there are decides the batches, not the number of
         hosts. Each is a seqio.ShardInfo and has as many rows of a batch; hosts that are more than the streams read and
         preprocess the same examples, so the most hosts that a run will have, or a multiple of them, is best.
@@ -90,6 +106,8 @@ class Dataset:
     shuffle: bool = True
     seed: int = 0
     use_cached: bool = False
+    cache_dirs: tuple[str, ...] = ()
+    cached_order: CachedOrder = CachedOrder.AUTO
     task_shards: int = 1
     workers: int | None = None
     prefetch: int = 4

@@ -20,7 +20,7 @@ from capibara.data.stream import AnyDocument, Numbered
 from capibara.types import UserError
 
 _READ_TOGETHER = 16  # documents tokenized at a time: tokenizers are faster on several
-_GROUP = 1 << 32  # numbers of a stream that a group of blocks has, most of which no document has
+GROUP = 1 << 32  # numbers of a stream that a group of blocks has, most of which no document has
 _THREADS = 32  # that read blocks: they wait for a bucket
 _LOOKED_AT = 64  # blocks of a corpus whose first document is empty, before it is called empty
 
@@ -150,13 +150,13 @@ class DocumentReader(Reader):
 
     def _found(self, begin: int) -> Iterator[list[Found]]:
         first, group = begin, 1
-        while places := _places(self._index, self._count, first, group, self._epochs, len(self._documents)):
+        while at_places := places_of(self._index, self._count, first, group, self._epochs, len(self._documents)):
             found = []
-            for number, at in enumerate(places, first):
+            for number, at in enumerate(at_places, first):
                 inner = place_in_epoch(len(self._documents), at, self._seed)[1]
                 found.append(Found(number, (at,), inner + 1, self._documents.example(inner)))
             yield found
-            first, group = first + len(places), _READ_TOGETHER
+            first, group = first + len(at_places), _READ_TOGETHER
 
     def _is_pass(self, since: int, number: int) -> bool:
         return number - since > len(self._documents)
@@ -182,10 +182,10 @@ class BlockReader(Reader):
         return {**self._blocks.name(block), "document": number, "epoch": epoch}
 
     def _found(self, begin: int) -> Iterator[list[Found]]:
-        return self._split(begin, self._begun(begin // _GROUP))
+        return self._split(begin, self._begun(begin // GROUP))
 
     def _split(self, begin: int, reading: list[_Reading]) -> Iterator[list[Found]]:
-        group, skip = divmod(begin, _GROUP)
+        group, skip = divmod(begin, GROUP)
         empty = 0
         while reading:
             following = self._begun(group + 1)
@@ -197,8 +197,8 @@ class BlockReader(Reader):
             order = range(len(documents))
             if self._seed is not None:
                 order = permutation(len(documents), self._seed, self._index, group).tolist()
-            numbered = [(group * _GROUP + i, *documents[k]) for i, k in enumerate(order)][skip:]
-            size = 1 if group == begin // _GROUP else _READ_TOGETHER
+            numbered = [(group * GROUP + i, *documents[k]) for i, k in enumerate(order)][skip:]
+            size = 1 if group == begin // GROUP else _READ_TOGETHER
             at = 0
             while at < len(numbered):
                 yield [Found(number, place, 0, example) for number, place, example in numbered[at : at + size]]
@@ -210,13 +210,11 @@ class BlockReader(Reader):
 
     def _begun(self, group: int) -> list[_Reading]:
         """Reads the blocks of a group in the background."""
-        places = _places(
+        at_places = places_of(
             self._index, self._count, group * self._together, self._together, self._epochs, len(self._blocks)
         )
-        found = (place_in_epoch(len(self._blocks), at, self._seed) for at in places)
-        return [
-            _Reading(epoch, block, _pool(os.getpid()).submit(self._blocks.examples, block)) for epoch, block in found
-        ]
+        found = (place_in_epoch(len(self._blocks), at, self._seed) for at in at_places)
+        return [_Reading(epoch, block, block_pool().submit(self._blocks.examples, block)) for epoch, block in found]
 
     @property
     def _groups(self) -> int:
@@ -224,7 +222,7 @@ class BlockReader(Reader):
         return math.ceil(len(self._blocks) / self._together) + 1
 
     def _is_pass(self, since: int, number: int) -> bool:
-        return number // _GROUP - since // _GROUP > self._groups
+        return number // GROUP - since // GROUP > self._groups
 
     def _samples(self) -> Iterator[Example]:
         for i in range(min(_LOOKED_AT, len(self._blocks))):
@@ -239,13 +237,18 @@ class _Reading(NamedTuple):
     examples: concurrent.futures.Future[list[Example]]
 
 
+def block_pool() -> concurrent.futures.ThreadPoolExecutor:
+    """The threads that read blocks."""
+    return _pool(os.getpid())
+
+
 @functools.cache
 def _pool(process: int) -> concurrent.futures.ThreadPoolExecutor:
-    """The threads that read blocks: of each process its own, for they do not survive a fork."""
+    """Of each process its own, for they do not survive a fork."""
     return concurrent.futures.ThreadPoolExecutor(_THREADS, "capibara-blocks")
 
 
-def _places(index: int, count: int, number: int, most: int, epochs: int | None, size: int) -> range:
+def places_of(index: int, count: int, number: int, most: int, epochs: int | None, size: int) -> range:
     """The places of up to `most` documents (or blocks) of a stream from `number` on in all epochs of `size` in a row."""
     first = index + number * count
     stop = first + most * count

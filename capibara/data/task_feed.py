@@ -20,9 +20,11 @@ from typing import Any
 import numpy as np
 
 from capibara.data import tasks
-from capibara.data.dataset import Dataset
+from capibara.data.cached_task import CachedBlocks, NotInBlocks, check_cached
+from capibara.data.dataset import CachedOrder, Dataset
 from capibara.data.examples import Assembler
 from capibara.data.feeds import Feed, Share, in_turn, layout_of, round_of
+from capibara.data.readers import GROUP
 from capibara.data.stream import Numbered, Row, RowStream, State
 from capibara.data.vocabulary import Vocabulary
 from capibara.types import Batch, UserError
@@ -48,17 +50,41 @@ class TaskFeed(Feed):
         if share.split not in self._task.splits:
             splits = ", ".join(sorted(self._task.splits))
             raise UserError(f"SeqIO task {self._task.name!r} has no split {share.split!r} (it has: {splits})")
+        self._blocks, self._not_in_blocks = self._open_blocks() if dataset.use_cached else (None, "it is not cached")
         for feature in ("targets", "inputs"):
             if feature == "targets" or feature in self._task.output_features:
                 _check_same(tasks.vocabulary_of(self._task, feature), dataset.get_vocabulary(), self._task.name)
+
+    def _open_blocks(self) -> tuple[CachedBlocks | None, str]:
+        """The blocks of a cached task, or why it has none for this feed."""
+        dataset, seqio = self.dataset, tasks.load()
+        for folder in dataset.cache_dirs:
+            if folder not in seqio.get_global_cache_dirs():
+                seqio.add_global_cache_dirs([folder])
+        check_cached(self._task)
+        order = dataset.cached_order
+        if not self._endless or order is CachedOrder.SEQIO:
+            return None, "Dataset.cached_order is 'seqio'"
+        try:
+            forced = order is CachedOrder.BLOCKS
+            return CachedBlocks(self._task, dataset, self.share.split, self._lengths(), any_steps=forced), ""
+        except NotInBlocks as error:
+            if forced:
+                raise UserError(
+                    f"Dataset.cached_order ('blocks') with SeqIO task {self._task.name!r}: {error}: leave it out"
+                ) from None
+            return None, str(error)
 
     def initial_state(self) -> list[State]:
         return [State()] * max(1, self.share.rows // self._each)
 
     def settings(self) -> dict[str, Any]:
-        return {**super().settings(), "task_shards": self._shards}
+        order = {"cached_order": "blocks" if self._blocks else "seqio"} if self.dataset.use_cached else {}
+        return {**super().settings(), "task_shards": self._shards, **order}
 
     def understood(self, settings: Mapping[str, Any]) -> Mapping[str, Any]:
+        if self.dataset.use_cached:
+            settings = {"cached_order": "seqio", **settings}
         hosts = settings.get("hosts")
         if hosts is None:
             return settings
@@ -71,6 +97,8 @@ class TaskFeed(Feed):
         return {**{name: value for name, value in settings.items() if name != "hosts"}, "task_shards": 1}
 
     def data_fingerprint(self) -> dict[str, Any]:
+        if self._blocks is not None:
+            return {"task": self._task.name, "cache": self._blocks.fingerprint()}
         parts = getattr(self._task, "tasks", [self._task])
         return {"task": self._task.name, "sources": {part.name: self._source_fingerprint(part) for part in parts}}
 
@@ -87,13 +115,14 @@ class TaskFeed(Feed):
 
     def batches(self, states: Sequence[State]) -> Iterator[tuple[Batch, Sequence[State]]]:
         begin_s, said = time.perf_counter(), logging.getLogger(__name__)
-        resumed = any(state.document for state in states)
+        resumed = self._blocks is None and any(state.document for state in states)
         if resumed:
             said.warning(
-                "SeqIO task %r resumes at example %d: it reads and preprocesses all before it again; ShardedSource "
-                "resumes by position",
+                "SeqIO task %r resumes at example %d: it reads and preprocesses all before it again (%s); a cached task "
+                "whose preprocessors after the cache only map, or ShardedSource, resumes by position",
                 self._task.name,
                 sum(state.document for state in states),
+                self._not_in_blocks,
             )
         for batch in in_turn(self._streams(states), self._each, self._skip, self.share.rows, self.dataset):
             if resumed:
@@ -110,7 +139,9 @@ class TaskFeed(Feed):
         rows = round_of(self._streams(states), self._each)
         return [row for at, row in rows if self._skip <= at < self._skip + self.share.rows]
 
-    def name(self, place: tuple[int, ...]) -> dict[str, int]:
+    def name(self, place: tuple[int, ...]) -> dict[str, Any]:
+        if self._blocks is not None:
+            return self._blocks.name(*place)
         shard, number = place
         return {"shard": shard, "example": number}
 
@@ -126,11 +157,16 @@ class TaskFeed(Feed):
 
     def _documents(self, shard: int, begin: int) -> Iterator[Numbered]:
         assemble = Assembler(self.dataset, adds_end=False)
-        for number, example in enumerate(self._examples(shard).skip(begin).as_numpy_iterator(), begin):
+        if self._blocks is not None:
+            found = self._blocks.read(shard, begin)
+        else:
+            found = enumerate(self._examples(shard).skip(begin).as_numpy_iterator(), begin)
+        for number, example in found:
             targets = _ids(example, "targets", self._task.name)
             inputs = _ids(example, "inputs", self._task.name) if "inputs" in example else None
             domain = example["domain"].decode() if "domain" in example else self._task.name
-            yield number, assemble(targets, inputs, domain, (shard, number))
+            place = (shard, number) if self._blocks is None else (shard, *divmod(number, GROUP))
+            yield number, assemble(targets, inputs, domain, place)
 
     def _lengths(self) -> dict[str, int]:
         dataset = self.dataset
@@ -140,6 +176,8 @@ class TaskFeed(Feed):
     def _examples(self, shard: int) -> Any:
         """The tf.data.Dataset of a stream's examples, in an order that depends on the seed alone."""
         seqio, share = tasks.load(), self.share
+        import tensorflow as tf
+
         arguments = dict(
             sequence_length=self._lengths(),
             split=share.split,
@@ -151,15 +189,19 @@ class TaskFeed(Feed):
             trim_output_features=False,
         )
         try:
-            if self._endless or isinstance(self._task, seqio.Task):
-                return self._task.get_dataset(**arguments)
-            # A mixture stops at its first exhausted task: a pass over all examples takes one task after the other.
-            parts = [task.get_dataset(**arguments) for task in self._task.tasks if share.split in task.splits]
-            features = tuple(self._task.output_features)
-            parts = [part.map(lambda example: {name: example[name] for name in features}) for part in parts]
-            return functools.reduce(lambda first, second: first.concatenate(second), parts)
-        except ValueError as error:
+            with tasks.BUILDING:
+                return self._pipeline(arguments)
+        except (ValueError, tf.errors.OpError) as error:
             raise UserError(f"SeqIO task {self._task.name!r}: {' '.join(str(error).split())}") from error
+
+    def _pipeline(self, arguments: dict[str, Any]) -> Any:
+        if self._endless or isinstance(self._task, tasks.load().Task):
+            return self._task.get_dataset(**arguments)
+        # A mixture stops at its first exhausted task: a pass over all examples takes one task after the other.
+        parts = [task.get_dataset(**arguments) for task in self._task.tasks if arguments["split"] in task.splits]
+        features = tuple(self._task.output_features)
+        parts = [part.map(lambda example: {name: example[name] for name in features}) for part in parts]
+        return functools.reduce(lambda first, second: first.concatenate(second), parts)
 
 
 def _ids(example: dict[str, Any], feature: str, name: str) -> np.ndarray:

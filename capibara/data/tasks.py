@@ -23,6 +23,8 @@ from capibara.data.vocabulary import Vocabulary, sentencepiece_pieces
 from capibara.types import UserError
 
 _LOCK = threading.RLock()
+# Held where a pipeline is built: SeqIO keeps the next seed of its preprocessors in a global.
+BUILDING = threading.RLock()
 
 
 def preload(task_module: str | None = None) -> threading.Thread:

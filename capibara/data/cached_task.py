@@ -1,0 +1,209 @@
+"""Cached SeqIO tasks in blocks: a restart reads what is at its position, and nothing before it.
+
+seqio_cache_tasks writes a task's examples, as they are at its CacheDatasetPlaceholder, to TFRecord files. They are read here
+as ShardedSource reads a corpus: blocks in a seeded order, some of them together. The task's later preprocessors get the
+examples of one such group after the other, each with a seed of its own, and what comes out is mixed: so an example depends
+on its group alone, and nothing need be read or preprocessed to know where another group is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+
+from capibara.data import tasks
+from capibara.data.dataset import Dataset
+from capibara.data.readers import GROUP, block_pool, place_in_epoch, places_of
+from capibara.data.shards import index as indexes
+from capibara.data.shards.tfrecord import TfRecords
+from capibara.data.shuffle import bits, permutation
+from capibara.types import UserError
+
+_TOGETHER = 4  # blocks of a group
+_LEAST_GROUPS = 16  # of each stream, as far as blocks of _SMALLEST bytes allow
+_SMALLEST, _LARGEST = 4 << 10, 2 << 20  # bytes of a block: a group's pipeline takes a tenth of a second to build
+_ENDLESS = 1 << 40  # examples of a pipeline that is only looked at
+
+
+class NotInBlocks(Exception):
+    """A task that cannot be read in blocks; says why."""
+
+
+def check_cached(task: Any) -> None:
+    """Raises UserError where the cache of a task, or of one of a mixture, is not there."""
+    seqio = tasks.load()
+    for part in getattr(task, "tasks", [task]):
+        if part.supports_caching and not part.cache_dir:
+            folders = [
+                f"{folder.rstrip('/')}/{part.name.replace(':', '/')}" for folder in seqio.get_global_cache_dirs()
+            ]
+            raise UserError(
+                f"SeqIO task {part.name!r} is not cached (Dataset.use_cached): no COMPLETED in "
+                f"{', '.join(folders) or 'any folder, for none is named'}: write it with seqio_cache_tasks and name its "
+                "output_cache_dir in Dataset.cache_dirs, or leave Dataset.use_cached out"
+            )
+
+
+class CachedBlocks:
+    """The blocks of one split of a cached task, in streams."""
+
+    def __init__(self, task: Any, dataset: Dataset, split: str, lengths: Mapping[str, int], *, any_steps: bool):
+        """Looks at the cache.
+
+        Args:
+          task: a seqio.Task or Mixture.
+          dataset: its number of streams and its seed.
+          split: of the task.
+          lengths: positions of each feature, for the preprocessors.
+          any_steps: whether preprocessors after the cache may make another number of examples of those they get.
+
+        Raises:
+          NotInBlocks: it cannot be read so.
+          UserError: a file of the cache is not whole.
+        """
+        seqio = tasks.load()
+        if not isinstance(task, seqio.Task):
+            raise NotInBlocks("a mixture draws its examples from several tasks")
+        if not task.supports_caching:
+            raise NotInBlocks("the task has no CacheDatasetPlaceholder")
+        self._task, self._lengths, self._count = task, lengths, dataset.task_shards
+        self._seed, self._shuffles = dataset.seed, dataset.shuffle and split == "train"
+        about = _info(task, split)
+        self._parse = _parser(about)
+        if not self._only_maps() and not any_steps:
+            raise NotInBlocks("its preprocessors after the cache make more or fewer examples than they get")
+        prefix = seqio.get_cached_tfrecord_prefix(task.cache_dir, split)
+        pattern = f"{prefix}-*-of-*{about['num_shards']}"
+        files = indexes.listed(f"the cache of SeqIO task {task.name!r}", [pattern])
+        size = sum(file.size for file in files) // (_TOGETHER * _LEAST_GROUPS * self._count)
+        size = min(max(1 << max(size, 1).bit_length() - 1, _SMALLEST), _LARGEST)
+        self._format = TfRecords(block_bytes=size)
+        self._index = indexes.index_of(files, self._format)
+        if len(self._index.blocks) < self._count:
+            raise NotInBlocks(f"the cache has {len(self._index.blocks)} blocks for {self._count} streams")
+
+    def fingerprint(self) -> dict[str, Any]:
+        """JSON-able; equal only for the same blocks."""
+        index = self._index
+        return {"bytes": index.size, "blocks": len(index.blocks), "together": _TOGETHER, "digest": index.digest()}
+
+    def read(self, stream: int, begin: int) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Examples of a stream from number `begin` on; the number has that of the group and its own in the group."""
+        group, skip = divmod(begin, GROUP)
+        reading, empty = self._begun(stream, group), 0
+        while True:
+            following = self._begun(stream, group + 1)
+            examples = self._preprocessed([record for one in reading for record in one.result()], stream, group)
+            order = range(len(examples))
+            if self._shuffles:
+                order = permutation(len(examples), self._seed, stream, group).tolist()
+            for i in order[skip:]:
+                yield group * GROUP + skip, examples[i]
+                skip += 1
+            empty = 0 if len(examples) else empty + 1
+            if empty * _TOGETHER > len(self._index.blocks):
+                raise UserError(f"SeqIO task {self._task.name!r}: stream {stream} of its cache holds no example")
+            reading, group, skip = following, group + 1, 0
+
+    def name(self, stream: int, group: int, number: int) -> dict[str, Any]:
+        """How a person finds an example again: one of those of some blocks."""
+        files, blocks = self._index.names(), self._index.blocks[self._blocks(stream, group)]
+        return {"shard": stream, "blocks": [f"{files[file]}@{start}" for file, start, _ in blocks], "example": number}
+
+    def _blocks(self, stream: int, group: int) -> list[int]:
+        size, seed = len(self._index.blocks), self._seed if self._shuffles else None
+        found = places_of(stream, self._count, group * _TOGETHER, _TOGETHER, None, size)
+        return [place_in_epoch(size, at, seed)[1] for at in found]
+
+    def _begun(self, stream: int, group: int) -> list[Future[list[bytes]]]:
+        """Reads the blocks of a group in the background."""
+        return [block_pool().submit(self._records, block) for block in self._blocks(stream, group)]
+
+    def _records(self, block: int) -> list[bytes]:
+        file, start, stop = map(int, self._index.blocks[block])
+        return [record for _, record in self._format.records(self._index.shards[file], start, stop)]
+
+    def _preprocessed(self, records: list[bytes], stream: int, group: int) -> list[dict[str, Any]]:
+        """What the preprocessors after the cache make of a group's examples."""
+        if not records:
+            return []
+        import tensorflow as tf
+
+        seed = int(bits(1, self._seed, stream, group)[0] >> np.uint64(33))
+        data = tf.data.Dataset.from_tensor_slices(records).map(self._parse, num_parallel_calls=tf.data.AUTOTUNE)
+        kept = (*self._task.output_features, "domain")
+        return [
+            {name: example[name] for name in kept if name in example}
+            for example in self._after_cache(data, seed).as_numpy_iterator()
+        ]
+
+    def _after_cache(self, data: Any, seed: int) -> Any:
+        with tasks.BUILDING:
+            return self._task.preprocess_postcache(data, sequence_length=self._lengths, seed=seed)
+
+    def _only_maps(self) -> bool:
+        """Whether the preprocessors after the cache only map, which shows in how many examples tf.data expects.
+
+        Raises:
+          UserError: they refuse what the cache has, or do not make what the task promises.
+        """
+        import tensorflow as tf
+
+        data = tf.data.Dataset.range(_ENDLESS).map(lambda _: self._parse(tf.constant(b"")))
+        try:
+            data = self._after_cache(data, 0)
+        except ValueError as error:
+            raise UserError(f"SeqIO task {self._task.name!r}: {' '.join(str(error).split())}") from error
+        for name, feature in self._task.output_features.items():
+            if feature.required and name not in data.element_spec:
+                raise UserError(
+                    f"SeqIO task {self._task.name!r} has no feature {name!r} after its preprocessors (it has: "
+                    f"{', '.join(data.element_spec)}): write the cache again, or correct them"
+                )
+        return int(data.cardinality()) == _ENDLESS
+
+
+def _info(task: Any, split: str) -> dict[str, Any]:
+    """What seqio_cache_tasks has written about a split."""
+    import tensorflow as tf
+
+    path = tasks.load().get_cached_info_path(task.cache_dir, split)
+    try:
+        with tf.io.gfile.GFile(path) as file:
+            return json.load(file)
+    except (tf.errors.OpError, ValueError) as error:
+        said = str(getattr(error, "message", error)).splitlines()[0]
+        raise UserError(f"{path} cannot be read ({said}): write the cache again with seqio_cache_tasks") from None
+
+
+def _parser(about: Mapping[str, Any]) -> Callable[[Any], dict[str, Any]]:
+    """A serialized tf.train.Example -> its features, as SeqIO reads those of a cache."""
+    import tensorflow as tf
+
+    wanted, types = {}, {}
+    for name, feature in about["features"].items():
+        shape, dtype = feature["shape"], feature["dtype"]
+        if any(size is None for size in shape[1:]):
+            raise NotInBlocks(f"its feature {name!r} is ragged")
+        stored = "int64" if dtype in ("int32", "bool") else dtype
+        if shape and shape[0] is None:
+            wanted[name] = tf.io.FixedLenSequenceFeature(shape[1:], stored, allow_missing=True)
+        else:
+            wanted[name] = tf.io.FixedLenFeature(shape, stored)
+        # Caches older than the mark of their version had int32 as int64.
+        types[name] = "int32" if dtype == "int64" and "seqio_version" not in about else dtype
+
+    def parse(serialized: Any) -> dict[str, Any]:
+        found = tf.io.parse_single_example(serialized, wanted)
+        return {_renamed(name): tf.cast(value, types[name]) for name, value in found.items()}
+
+    return parse
+
+
+def _renamed(feature: str) -> str:
+    """Today's name of a feature of an older cache."""
+    return f"{feature.removesuffix('plaintext')}pretokenized" if feature.endswith("_plaintext") else feature
