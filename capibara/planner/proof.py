@@ -59,6 +59,8 @@ def key(trainer: Any, slice_: Slice) -> dict[str, Any]:
         "batch": {name: [shape, str(dtype)] for name, (shape, dtype) in batch.items()},
         "steps": trainer.steps,
         "z_loss": trainer.z_loss,
+        **({"label_smoothing": trainer.label_smoothing} if trainer.label_smoothing else {}),
+        **({"loss_normalization": str(given)} if (given := trainer.loss_normalization) != "tokens" else {}),
         "ema_decay": trainer.ema_decay,
         "loss_scaling": repr(trainer.loss_scaling),
         "flags": flags(trainer, slice_),

@@ -33,12 +33,48 @@ class LossSums(NamedTuple):
       z: squared log of the softmax normaliser (the z-loss of PaLM, before its coefficient).
       correct: targets that no other token beats.
       weight: sum of the weights.
+      smoothing: what label smoothing adds to `nll`; None without.
+      tokens: real tokens, where the weights say something else; None: their sum.
     """
 
     nll: jax.Array
     z: jax.Array
     correct: jax.Array
     weight: jax.Array
+    smoothing: jax.Array | None = None
+    tokens: jax.Array | None = None
+
+
+class Terms(NamedTuple):
+    """What a loss has beside the cross entropy.
+
+    Attributes:
+      z_loss: coefficient of the squared log normaliser.
+      smoothing: share of a target's probability that goes to all other ids in equal parts (Szegedy et al. 2016,
+        arXiv:1512.00567); the entropy of that is taken away, so that the least loss is 0.
+    """
+
+    z_loss: float = 0.0
+    smoothing: float = 0.0
+
+    @property
+    def columns(self) -> int:
+        """How many sums there are."""
+        return 5 if self.smoothing else 4
+
+    def total(self, sums: jax.Array) -> jax.Array:
+        """The loss."""
+        loss = sums[0] + self.z_loss * sums[1]
+        return loss + sums[4] if self.smoothing else loss
+
+    def others(self, V: int) -> float:
+        """The probability that each other id is wanted to have."""
+        return self.smoothing / max(V - 1, 1)
+
+    def entropy(self, V: int) -> float:
+        """Of what the ids are wanted to have, in nats."""
+        low = self.others(V)
+        return -(1.0 - self.smoothing) * math.log1p(-self.smoothing) - (V - 1) * low * math.log(low + 1e-20)
 
 
 def cross_entropy(
@@ -48,6 +84,7 @@ def cross_entropy(
     weights_BT: jax.Array,
     *,
     z_loss: float = 0.0,
+    label_smoothing: float = 0.0,
     soft_cap: float | None = None,
     trains_head: bool = True,
 ) -> tuple[jax.Array, LossSums]:
@@ -66,15 +103,17 @@ def cross_entropy(
       targets_BT: wanted token ids.
       weights_BT: weight of each target; 0 leaves it out. No gradient.
       z_loss: coefficient of the squared log normaliser in the loss.
+      label_smoothing: share of a target's probability that goes to the other ids.
       soft_cap: logits become soft_cap * tanh(logits / soft_cap); None: they stay.
       trains_head: else the head has no gradient, and none is made.
 
     Returns:
-      The loss, nll + z_loss * z, to differentiate; and the sums, without gradient.
+      The loss, nll + z_loss * z + smoothing, to differentiate; and the sums, without gradient.
     """
 
     layout = _layout_of(targets_BT, head_VD, trains_head)
-    loss, sums = _loss(hidden_BTD, head_VD, targets_BT, weights_BT, layout, z_loss, _Softmax(soft_cap))
+    terms = Terms(z_loss, label_smoothing)
+    loss, sums = _loss(hidden_BTD, head_VD, targets_BT, weights_BT, layout, terms, _Softmax(soft_cap))
     return loss, LossSums(*jax.lax.stop_gradient(sums))
 
 
@@ -180,26 +219,26 @@ def _loss_axes(rows: int, length: int) -> tuple[tuple[str, ...], tuple[str, ...]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
-def _loss(hidden_BTD, head_VD, targets_BT, weights_BT, layout: _Layout, z_loss: float, softmax: _Softmax):
-    """The loss and the four LossSums [4]."""
+def _loss(hidden_BTD, head_VD, targets_BT, weights_BT, layout: _Layout, terms: Terms, softmax: _Softmax):
+    """The loss and the first LossSums [4 or 5]."""
 
     def local(hidden_BTD, head_VD, targets_BT, weights_BT):
         head = _gathered(head_VD, hidden_BTD.dtype, layout)
 
         def add(sums, block):
-            return sums + _block(block, head, z_loss, softmax)[0], None
+            return sums + _block(block, head, terms, softmax)[0], None
 
-        return _over_blocks(add, jnp.zeros(4), (hidden_BTD, targets_BT, weights_BT), len(head_VD))[0][None]
+        return _over_blocks(add, jnp.zeros(terms.columns), (hidden_BTD, targets_BT, weights_BT), len(head_VD))[0][None]
 
     places, head, per_shard = _specs(layout)
     sums = _on_shards(local, layout, (places, head, places, places), per_shard)(
         hidden_BTD, head_VD, targets_BT, weights_BT
     )
     sums = jnp.sum(sums, 0)
-    return sums[0] + z_loss * sums[1], sums
+    return terms.total(sums), sums
 
 
-def _loss_forward(hidden_BTD, head_VD, targets_BT, weights_BT, layout, z_loss, softmax):
+def _loss_forward(hidden_BTD, head_VD, targets_BT, weights_BT, layout, terms, softmax):
     def local(hidden_BTD, head_VD, targets_BT, weights_BT):
         head = _gathered(head_VD, hidden_BTD.dtype, layout)
         (B, T, D), V = hidden_BTD.shape, len(head_VD)
@@ -208,7 +247,7 @@ def _loss_forward(hidden_BTD, head_VD, targets_BT, weights_BT, layout, z_loss, s
 
         def add(carry, block):
             sums, dhead_DV = carry
-            block_sums, dlogits = _block(block, head, z_loss, softmax)
+            block_sums, dlogits = _block(block, head, terms, softmax)
             hidden = block[0]
             dhidden = head.gradient(dlogits).astype(hidden.dtype)
             if not layout.trains_head:
@@ -218,7 +257,10 @@ def _loss_forward(hidden_BTD, head_VD, targets_BT, weights_BT, layout, z_loss, s
             return (sums + block_sums, dhead_DV + _dot(hidden, dlogits, 0, 0)), (dhidden,)
 
         # The head's gradient adds up as [D, V]: hidden.T @ dlogits is the order that XLA's CPU matmul runs fastest.
-        start = (jnp.zeros(4), jnp.zeros((D, V) if layout.trains_head and not kept_whole else (0,), jnp.float32))
+        start = (
+            jnp.zeros(terms.columns),
+            jnp.zeros((D, V) if layout.trains_head and not kept_whole else (0,), jnp.float32),
+        )
         (sums, dhead_DV), (dhidden, *factors) = _over_blocks(add, start, (hidden_BTD, targets_BT, weights_BT), V)
         dhidden_BTD = jnp.moveaxis(dhidden.reshape(-1, B, T // dhidden.shape[0], D), 0, 1).reshape(B, T, D)
         if not layout.trains_head:
@@ -239,11 +281,11 @@ def _loss_forward(hidden_BTD, head_VD, targets_BT, weights_BT, layout, z_loss, s
         layout.trains_head and sharding.platform() == "tpu"
     ):  # whose scheduler would reduce the head's gradient last and keep it whole
         dhidden_BTD, dhead_VD = jax.lax.optimization_barrier((dhidden_BTD, dhead_VD))
-    return (sums[0] + z_loss * sums[1], sums), (dhidden_BTD, dhead_VD, jnp.zeros(0, head_VD.dtype))
+    return (terms.total(sums), sums), (dhidden_BTD, dhead_VD, jnp.zeros(0, head_VD.dtype))
 
 
-def _loss_backward(layout, z_loss, softmax, gradients, upstream):
-    del layout, z_loss, softmax
+def _loss_backward(layout, terms, softmax, gradients, upstream):
+    del layout, terms, softmax
     dloss, _ = upstream  # the sums have no gradient
     dhidden_BTD, dhead_VD, like_head = gradients
     # In float32, and rounded only then: dloss is a float16 run's loss scale.
@@ -276,7 +318,7 @@ def _log_probabilities_forward(hidden_BTD, head_VD, targets_BT, layout, softmax)
 
 
 def _log_probabilities_backward(layout, softmax, kept, upstream_BT):
-    _, (dhidden_BTD, dhead_VD, _) = _loss_forward(*kept, -upstream_BT, layout, 0.0, softmax)
+    _, (dhidden_BTD, dhead_VD, _) = _loss_forward(*kept, -upstream_BT, layout, Terms(), softmax)
     return dhidden_BTD, None if dhead_VD is None else dhead_VD.astype(kept[1].dtype), None
 
 
@@ -374,8 +416,8 @@ def _gathered(head_VD: jax.Array, dtype: jnp.dtype, layout: _Layout) -> _Head:
     return _Head(head, vocabulary)
 
 
-def _block(block, head: _Head, z_loss: float, softmax: _Softmax) -> tuple[jax.Array, jax.Array]:
-    """Sums [4] of a block of places, and the loss's gradient by its logits [places, V]."""
+def _block(block, head: _Head, terms: Terms, softmax: _Softmax) -> tuple[jax.Array, jax.Array]:
+    """Sums [4 or 5] of a block of places, and the loss's gradient by its logits [places, V]."""
     hidden, targets, weights = block
     logits = softmax.inputs(head.logits(hidden))
     largest = jnp.max(logits, axis=-1, keepdims=True)
@@ -384,10 +426,18 @@ def _block(block, head: _Head, z_loss: float, softmax: _Softmax) -> tuple[jax.Ar
     log_z = (jnp.log(total) + largest)[:, 0]
     target = _of_targets(logits, targets)
     correct = (target >= largest[:, 0]).astype(jnp.float32)
-    columns = (log_z - target, jnp.square(log_z), correct, jnp.ones_like(weights))
+    columns = [log_z - target, jnp.square(log_z), correct, jnp.ones_like(weights)]
+    V, wanted = logits.shape[1], weights[:, None]
+    if terms.smoothing:
+        low = terms.others(V)
+        less = terms.smoothing + low  # of the target's probability, where every id has `low`
+        columns.append(less * target - low * jnp.sum(logits, axis=-1) - terms.entropy(V))
+        wanted = (1.0 - less) * wanted
     sums = jnp.stack([jnp.sum(column * weights) for column in columns])
-    scale = (weights * (1.0 + 2.0 * z_loss * log_z))[:, None]
-    dlogits = exponentials * (scale / total) - jnp.where(_is_target(logits, targets), weights[:, None], 0.0)
+    scale = (weights * (1.0 + 2.0 * terms.z_loss * log_z))[:, None]
+    dlogits = exponentials * (scale / total) - jnp.where(_is_target(logits, targets), wanted, 0.0)
+    if terms.smoothing:
+        dlogits = dlogits - low * weights[:, None]
     return sums, softmax.gradient(logits, dlogits).astype(hidden.dtype)
 
 

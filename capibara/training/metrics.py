@@ -13,7 +13,7 @@ import jax
 from capibara.training.losses import LossSums
 
 
-_MEANS = ("loss", "z_loss", "token_accuracy")
+_MEANS = ("loss", "smoothed_loss", "z_loss", "token_accuracy")
 _COUNTS = {"skipped", "loss_spikes"}  # of a step 0 or 1
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import abc
+import enum
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from capibara import sharding
@@ -19,6 +22,22 @@ from capibara.types import Batch, Params
 Metrics = dict[str, jax.Array]
 
 
+class Normalization(enum.StrEnum):
+    """What a sum of losses, and so the gradient, is divided by.
+
+    tokens: the real targets' weights, so that each token weighs the same wherever it lies (T5X: NUM_REAL_TARGET_TOKENS).
+    places: all places of the batch, padding too (T5X: NUM_TOTAL_TARGET_TOKENS).
+    documents: each document's loss by its own tokens, and the sum of these by how many they are (T5X:
+      AVERAGE_PER_SEQUENCE).
+    sum: nothing (T5X: None).
+    """
+
+    TOKENS = "tokens"
+    PLACES = "places"
+    DOCUMENTS = "documents"
+    SUM = "sum"
+
+
 class Objective(NamedTuple):
     """What the train step differentiates, and what it tells.
 
@@ -27,10 +46,12 @@ class Objective(NamedTuple):
         `weight`, by which the gradient is divided; the layers' statistics.
       metrics: (these sums, added up over micro-batches; their weight, at least 1) -> metrics, `loss` and `tokens` among
         them.
+      divisor: (their weight, at least 1; the batch) -> what the gradient is divided by; None: the weight.
     """
 
     sums: Callable[..., tuple[jax.Array, Any, Stats]]
     metrics: Callable[[Any, jax.Array], Metrics]
+    divisor: Callable[[jax.Array, Batch], jax.Array | float] | None = None
 
 
 class Totals(NamedTuple):
@@ -150,10 +171,26 @@ class Loss(abc.ABC):
         """What makes the batches of a `training.run.Run`."""
 
 
-def of_cross_entropy(model: Model, z_loss: float) -> Objective:
-    """The mean cross entropy of the targets, and how experts are balanced."""
+def of_cross_entropy(
+    model: Model,
+    z_loss: float,
+    label_smoothing: float = 0.0,
+    normalization: Normalization | float = Normalization.TOKENS,
+) -> Objective:
+    """The cross entropy of the targets, and how experts are balanced.
+
+    Args:
+      model: gives hidden states and head.
+      z_loss: coefficient of the squared log normaliser.
+      label_smoothing: share of a target's probability that goes to the other ids.
+      normalization: what the sum over the batch is divided by, or a number.
+    """
+    by_documents = normalization is Normalization.DOCUMENTS
 
     def sums(params: Params, batch: Batch, remat: RematPolicy, step: jax.Array):
+        tokens = jnp.sum(batch["weights"]) if by_documents else None
+        if by_documents:
+            batch = dict(batch) | {"weights": of_documents(batch["weights"], batch["segment_ids"])}
         batch = sharding.balanced(batch)
         hidden, stats = model.hidden(params, batch, remat, step)
         with jax.named_scope("loss"):
@@ -163,20 +200,41 @@ def of_cross_entropy(model: Model, z_loss: float) -> Objective:
                 batch["targets"],
                 batch["weights"],
                 z_loss=z_loss,
+                label_smoothing=label_smoothing,
                 soft_cap=model.config.logit_soft_cap,
                 trains_head=model.trains_head,
             )
-        return loss + model.layer_loss(stats), sums, stats
+        return loss + model.layer_loss(stats), sums._replace(tokens=tokens), stats
 
-    def metrics(sums: LossSums, tokens: jax.Array) -> Metrics:
-        return {
-            "loss": sums.nll / tokens,
-            "z_loss": z_loss * sums.z / tokens,
-            "token_accuracy": sums.correct / tokens,
-            "tokens": sums.weight,
+    def metrics(sums: LossSums, weight: jax.Array) -> Metrics:
+        smoothed = {} if sums.smoothing is None else {"smoothed_loss": (sums.nll + sums.smoothing) / weight}
+        return smoothed | {
+            "loss": sums.nll / weight,
+            "z_loss": z_loss * sums.z / weight,
+            "token_accuracy": sums.correct / weight,
+            "tokens": sums.weight if sums.tokens is None else sums.tokens,
         }
 
-    return Objective(sums, metrics)
+    def divisor(weight: jax.Array, batch: Batch) -> jax.Array | float:
+        match normalization:
+            case Normalization.TOKENS | Normalization.DOCUMENTS:
+                return weight
+            case Normalization.PLACES:
+                return float(math.prod(batch["targets"].shape))
+            case Normalization.SUM:
+                return 1.0
+            case _:
+                return normalization
+
+    return Objective(sums, metrics, divisor)
+
+
+def of_documents(weights_BT: jax.Array, segment_ids_BT: jax.Array) -> jax.Array:
+    """Weights whose sum over each document is 1, in the shares that they had; of one without any they are 0."""
+    T = weights_BT.shape[1]
+    total = lambda weights, segments: jax.ops.segment_sum(weights, segments, num_segments=T + 1)[segments]  # noqa: E731
+    total_BT = jax.vmap(total)(weights_BT, segment_ids_BT)
+    return jnp.where(weights_BT > 0, weights_BT / jnp.maximum(total_BT, 1e-30), 0.0)
 
 
 def log_probabilities(

@@ -31,7 +31,7 @@ from capibara.training.evaluate import EvalStep, evaluate, make_eval_step
 from capibara.training.given import Load, Read, load_params, reader
 from capibara.training.loaders import open_loader, validation_batches, validation_loader
 from capibara.training.metrics import EarlyStopping
-from capibara.training.objective import Supply
+from capibara.training.objective import Objective, Supply, of_cross_entropy
 from capibara.training.replicas import ReplicaCheck
 from capibara.training.state import TrainState
 from capibara.training.step import make_train_step
@@ -412,6 +412,12 @@ def describe_state(trainer: Trainer, model: api.Model, mesh: Mesh) -> StateSpec:
     return StateSpec(tx, shardings, states.abstract_state(model, tx, shardings, **options), options)
 
 
+def _objective(trainer: Trainer, model: api.Model) -> Objective:
+    if trainer.loss is not None:
+        return trainer.loss.objective(model, trainer.dataset)
+    return of_cross_entropy(model, trainer.z_loss, trainer.label_smoothing, trainer.loss_normalization)
+
+
 def compile_step(
     trainer: Trainer,
     model: api.Model,
@@ -439,11 +445,10 @@ def lower_step(trainer: Trainer, model: api.Model, mesh: Mesh, state: StateSpec 
         trainer.optimizer.schedule.build(trainer.steps),
         plan,
         mesh,
-        z_loss=trainer.z_loss,
         ema_decay=trainer.ema_decay,
         loss_scaling=state.options["loss_scaling"],
         anomalies=trainer.anomalies,
-        objective=None if trainer.loss is None else trainer.loss.objective(model, trainer.dataset),
+        objective=_objective(trainer, model),
     )
     jitted = jax.jit(step, donate_argnums=0, out_shardings=(state.shardings, None))
     abstract = {

@@ -58,7 +58,8 @@ def make_train_step(
             grad = jax.grad(lambda p, micro: loss_sum(tree.joined(p, frozen), micro, state.step, scale), has_aux=True)
             grads, (sums, stats) = accumulate(grad, trained, batch, plan.accumulation)
         weight = jnp.maximum(sums.weight, 1.0)
-        divisor = weight if scale is None else weight * scale
+        divisor = weight if objective.divisor is None else objective.divisor(weight, batch)
+        divisor = divisor if scale is None else divisor * scale
         grads = jax.tree.map(lambda g: g / divisor, grads)
         with jax.named_scope("optimizer"):
             updates, opt_state = tx.update(grads, state.opt_state, trained)

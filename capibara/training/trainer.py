@@ -20,7 +20,7 @@ from capibara.sharding import Plan
 from capibara.training.anomalies import Anomalies, OnSpike
 from capibara.training.checkpointing import Checkpointing
 from capibara.training.loss_scale import LossScaling
-from capibara.training.objective import Loss
+from capibara.training.objective import Loss, Normalization
 from capibara.training.watchdog import Watch
 from capibara.types import UserError
 
@@ -69,6 +69,9 @@ class Trainer:
       loss: what is minimised, such as @Dpo() on preference pairs; None: the cross entropy of the texts.
       log_every: steps between logs; the host waits for the device only then.
       z_loss: coefficient of the squared log normaliser (1e-4 in PaLM); 0: off.
+      label_smoothing: share of a target's probability that goes to all other ids; 0: off. `loss` in the logs is without.
+      loss_normalization: what the sum of a batch's losses is divided by before it is differentiated, or a number (that of
+        T5's first models is their batch's rows times the targets' length). Adafactor without clipping does not care.
       ema_decay: decay of a moving average of the parameters that evaluation and export use; None: no average.
       loss_scaling: how a float16 run scales its loss; runs in other dtypes do not.
       anomalies: what to do about numbers that are not finite, and about loss spikes.
@@ -90,6 +93,8 @@ class Trainer:
     seed: int = 0
     log_every: int = 10
     z_loss: float = 0.0
+    label_smoothing: float = 0.0
+    loss_normalization: Normalization | float = Normalization.TOKENS
     ema_decay: float | None = None
     loss_scaling: LossScaling = LossScaling()
     anomalies: Anomalies = Anomalies()
@@ -118,6 +123,11 @@ class Trainer:
             )
         if not 0 <= self.z_loss < math.inf:
             raise UserError(f"Trainer.z_loss is {self.z_loss}, must be finite and at least 0: try 1e-4")
+        if not 0 <= self.label_smoothing < 1:
+            raise UserError(f"Trainer.label_smoothing is {self.label_smoothing}, must be from 0 to below 1: try 0.1")
+        number = None if isinstance(self.loss_normalization, Normalization) else self.loss_normalization
+        if number is not None and not 0 < number < math.inf:
+            raise UserError(f"Trainer.loss_normalization is {number}, must be finite and above 0, or 'tokens'")
         if not 0 <= self.seed < 2**32:
             raise UserError(f"Trainer.seed is {self.seed}, must be from 0 to 4294967295 (32 bits): try 0")
         if self.model.objective != self.dataset.kind:
@@ -149,6 +159,14 @@ class Trainer:
         name = type(self.loss).__name__
         if self.z_loss:
             raise UserError(f"Trainer.z_loss is {self.z_loss}, and Trainer.loss (@{name}()) has none: leave it out")
+        if self.label_smoothing:
+            raise UserError(
+                f"Trainer.label_smoothing is of the cross entropy, not of Trainer.loss (@{name}()): leave it out"
+            )
+        if self.loss_normalization is not Normalization.TOKENS:
+            raise UserError(
+                f"Trainer.loss_normalization is of the cross entropy, not of Trainer.loss (@{name}()): leave it out"
+            )
         if self.evaluation.unigram_batches:
             raise UserError(
                 f"Evaluation.unigram_batches is {self.evaluation.unigram_batches}, and there are no bits per byte with "

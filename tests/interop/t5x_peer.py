@@ -40,6 +40,14 @@ CASES = {
         {},
     ),
 }  # fmt: skip
+NORMALIZATIONS = {
+    "sum": None,
+    "tokens": "NUM_REAL_TARGET_TOKENS",
+    "places": "NUM_TOTAL_TARGET_TOKENS",
+    "documents": "AVERAGE_PER_SEQUENCE",
+    "233.0": 233.0,
+}
+NORMALIZED = dict(label_smoothing=0.1, z_loss=1e-2)  # of the case t5_options
 LEARNING_RATE = dict(factors="constant * rsqrt_decay", base_learning_rate=0.003, warmup_steps=10)
 SCHEDULES = {
     "pretraining": dict(factors="constant * rsqrt_decay", base_learning_rate=1.0, warmup_steps=1000),
@@ -93,8 +101,8 @@ def flat(tree: dict, prefix: str = "") -> dict[str, np.ndarray]:
     return found
 
 
-def model_of(case: str):
-    """T5X's model of a case, with its Adafactor."""
+def model_of(case: str, **more):
+    """T5X's model of a case, with its Adafactor, and with more options."""
     import importlib
 
     import seqio
@@ -104,7 +112,7 @@ def model_of(case: str):
     module = importlib.import_module(f"t5x.examples.{network}.network")
     rules = adafactor.standard_logical_factor_rules()
     optimizer = adafactor.Adafactor(**dict(decay_rate=0.8, step_offset=0, logical_factor_rules=rules) | of_adafactor)
-    vocabulary, options = seqio.ByteVocabulary(), dict(optimizer_def=optimizer) | of_model
+    vocabulary, options = seqio.ByteVocabulary(), dict(optimizer_def=optimizer) | of_model | more
     if network == "decoder_only":
         wrapped = module.DecoderWrapper(config=module.TransformerConfig(**sizes))
         return models.DecoderOnlyModel(wrapped, vocabulary, **options)
@@ -113,13 +121,13 @@ def model_of(case: str):
     )
 
 
-def begun(case: str):
+def begun(case: str, **more):
     """(the model, its state before the first step)."""
     import jax
     from flax.core import freeze, unfreeze
     from t5x import train_state
 
-    model = model_of(case)
+    model = model_of(case, **more)
     shapes = {name: value.shape for name, value in batch().items()}
     variables = unfreeze(model.get_initial_variables(jax.random.key(0), shapes))
     variables["params"] = nested({name: drawn(name, value.shape) for name, value in flat(variables["params"]).items()})
@@ -174,8 +182,21 @@ def learning_rates(name: str, steps) -> list[float]:
     return [float(rate) for rate in jax.vmap(schedule)(jnp.asarray(steps, jnp.int32))]
 
 
+def normalized(name: str) -> list[float]:
+    """The loss and the norm of its gradient."""
+    import jax
+    import jax.numpy as jnp
+
+    model, state = begun("t5_options", loss_normalizing_factor=NORMALIZATIONS[name], **NORMALIZED)
+    given = {name: jnp.asarray(value) for name, value in batch().items()}
+    loss = jax.jit(jax.value_and_grad(lambda params: model.loss_fn(params, given, None)[0]))
+    value, gradient = loss(state.params)
+    return [float(value), float(np.sqrt(sum(float(jnp.sum(jnp.square(g))) for g in jax.tree.leaves(gradient))))]
+
+
 def record(path: str) -> None:
-    found: dict = {"schedules": {name: rounded(learning_rates(name, SHOWN_STEPS)) for name in SCHEDULES}}
+    found: dict = {"normalizations": {name: rounded(normalized(name)) for name in NORMALIZATIONS}}
+    found |= {"schedules": {name: rounded(learning_rates(name, SHOWN_STEPS)) for name in SCHEDULES}}
     for case in CASES:
         losses, states = trained(case)
         params = {step: params_of(states[step - 1]) for step in KEPT}

@@ -27,6 +27,7 @@ from capibara.models.api import EncoderDecoderConfig
 from capibara.optim import Adafactor, FactorSchedule, Optimizer
 from capibara.sharding import Plan
 from capibara.training import state as states
+from capibara.training.objective import Normalization, of_cross_entropy
 from capibara.training.step import make_train_step
 from capibara.types import UserError
 
@@ -133,6 +134,25 @@ def test_losses_and_parameters_are_those_of_t5x(case, tmp_path):
         for name, value in params.items():
             got = t5x_peer.sums(name, value)
             np.testing.assert_allclose(got, want[name], rtol=RTOL, atol=RTOL * want[name][1], err_msg=f"{step} {name}")
+
+
+@pytest.mark.parametrize("name", t5x_peer.NORMALIZATIONS)
+def test_smoothed_and_normalized_losses_are_those_of_t5x(name, tmp_path):
+    """With its z-loss; and the norm of the gradient, which tells what it was divided by."""
+    model = api.build(MODELS["t5_options"])
+    params, plan = begun(model, tmp_path / "t5x"), Plan(batch_size=2)
+    tx = Optimizer(name="sgd", clip_norm=None).build(1, model.axes)
+    normalization = 233.0 if name == "233.0" else Normalization(name)
+    mesh = sharding.make_mesh(plan, jax.devices()[:1])
+    objective = of_cross_entropy(model, normalization=normalization, **t5x_peer.NORMALIZED)
+    step = jax.jit(make_train_step(model, tx, lambda step: 0.0, plan, mesh, objective=objective))
+    state = states.TrainState(step=jnp.zeros((), jnp.int32), params=params, opt_state=tx.init(params), ema=None)
+    _, metrics = step(state, batch())
+    assert metrics["tokens"] == 17
+    weight = {"documents": 2}.get(name, 17)
+    divisor = {"sum": 1, "places": 20, "233.0": 233}.get(name, weight)
+    loss = float(metrics["smoothed_loss"] + metrics["z_loss"]) * weight / divisor
+    np.testing.assert_allclose([loss, metrics["grad_norm"]], T5X["normalizations"][name], rtol=RTOL)
 
 
 @pytest.mark.parametrize("name", t5x_peer.SCHEDULES)

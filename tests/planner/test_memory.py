@@ -11,7 +11,7 @@ from capibara import config as gin
 from capibara import sharding, tree
 from capibara.models import api
 from capibara.models.moe import Moe
-from capibara.optim import Optimizer, StateDtype
+from capibara.optim import Adafactor, Optimizer, StateDtype
 from capibara.planner import cost, memory, search, slices, workload
 from capibara.sharding import Plan
 from capibara.training import state as states
@@ -46,6 +46,22 @@ def test_the_state_has_the_bytes_that_its_shards_have(config, dtype, mesh):
     )
     # Scales of 8-bit blocks that do not divide stay whole.
     assert predicted.parameters + predicted.optimizer == pytest.approx(real, rel=0.02 if dtype == "int8" else 1e-4)
+
+
+def test_adafactor_is_counted_as_it_factors():
+    """T5 1.1 XXL: heads of 64 features leave nothing of attention unfactored, whatever the mesh."""
+    xxl = api.EncoderDecoderConfig(
+        vocab_size=32128, embed_dim=4096, num_layers=24, num_heads=64, head_dim=64, mlp_dim=10240
+    )
+    model, found = api.build(xxl), {}
+    for factoring in ("matrices", "dimensions"):
+        optimizer = Optimizer(name="adafactor", clip_norm=None, adafactor=Adafactor(factoring=factoring))
+        work = workload.describe(model, optimizer, length=512, encoder_length=512)
+        found[factoring] = work.state[StateDtype.FLOAT32]
+    assert found["dimensions"].total() > 18 * 2**30 and found["matrices"].total() < 0.03 * 2**30
+    one = found["matrices"].on_device(dict.fromkeys(("data", "fsdp", "tensor", "context", "expert", "stage"), 1))
+    mesh = dict(data=1, fsdp=8, tensor=4, context=1, expert=1, stage=1)
+    assert one == found["matrices"].total() and found["matrices"].on_device(mesh) < one / 3
 
 
 def test_what_a_loss_holds_is_in_the_state_of_all_moments():

@@ -15,9 +15,9 @@ from capibara import sharding
 from capibara.data.dataset import Dataset
 from capibara.data.vocabulary import ByteVocabulary
 from capibara.models import api
-from capibara.optim import Optimizer, Schedule
+from capibara.optim import Adafactor, FactorSchedule, Optimizer, Schedule
 from capibara.sharding import Plan
-from capibara.training import loop, run
+from capibara.training import loop, run, shapes
 from capibara.training.anomalies import Anomalies
 from capibara.training.checkpoints import Checkpointing, Checkpoints
 from capibara.training.encryption import Encryption
@@ -49,6 +49,32 @@ def test_stop_and_resume_equals_the_uninterrupted_run_bit_for_bit(make_trainer, 
     assert (list(first.evaluations), list(second.evaluations)) == ([5, 10], [15, 20])
     assert {**first.evaluations, **second.evaluations} == whole.evaluations
     assert second.early.state() == whole.early.state()
+
+
+@pytest.mark.heavy
+def test_it_holds_for_adafactor_and_smoothed_labels(make_trainer, train, tmp_path):
+    """On a mesh; and a run of the rule before is told how to go on."""
+    adafactor = Adafactor(weight_decay_rate_lr_exponent=2.0)
+    optimizer = Optimizer(
+        name="adafactor", schedule=FactorSchedule(warmup_steps=10), momentum=0.9, factored_min_size=32,
+        weight_decay=0.0, adafactor=adafactor,
+    )  # fmt: skip
+    trainer = make_trainer(steps=4, optimizer=optimizer, label_smoothing=0.1, loss_normalization="documents")
+    whole = train(dataclasses.replace(trainer, model_dir=str(tmp_path / "whole")))
+    first = train(dataclasses.replace(trainer, steps=2))
+    assert_carried_on(whole, first, train(trainer), at=2)
+    assert whole.metrics[4]["smoothed_loss"] > 0 and whole.metrics[4]["tokens"] > 100
+    old = dataclasses.replace(optimizer, adafactor=dataclasses.replace(adafactor, factoring="dimensions"))
+    with pytest.raises(
+        UserError, match="another optimizer's state: .*earlier version is Adafactor.factoring = 'dimens"
+    ):
+        train(dataclasses.replace(trainer, steps=6, optimizer=old))
+
+
+def test_the_state_of_adafactor_before_it_had_rules_says_how_to_go_on():
+    saved = {"params/q": "float32[2,8]", "opt_state/1/v/q": "float32[2,8]"}
+    with pytest.raises(UserError, match="which of runs begun by an earlier version is Adafactor.factoring = 'dimens"):
+        shapes.check("run/10", saved, saved | {"opt_state/1/v/q": "float32[1]"}, cast=False)
 
 
 @pytest.mark.heavy

@@ -14,9 +14,10 @@ from capibara.training import losses
 from capibara.training.losses import cross_entropy
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("blocks", [1, 4])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_cross_entropy_and_its_gradients_equal_optax(dtype, blocks, monkeypatch):
+def test_cross_entropy_and_its_gradients_equal_optax(dtype, blocks, smoothing, monkeypatch):
     monkeypatch.setattr(losses, "_BLOCK_BYTES", {"cpu": 3 * 8 * 40 * 4 // blocks})
     rng = np.random.default_rng(0)
     hidden = jnp.asarray(rng.normal(size=(3, 8, 16)), dtype)
@@ -25,11 +26,12 @@ def test_cross_entropy_and_its_gradients_equal_optax(dtype, blocks, monkeypatch)
     weights = jnp.asarray(rng.integers(0, 3, (3, 8)), jnp.float32)
 
     def ours(hidden, head):
-        return cross_entropy(hidden, head, targets, weights, z_loss=0.3)
+        return cross_entropy(hidden, head, targets, weights, z_loss=0.3, label_smoothing=smoothing)
 
     def plain(hidden, head):
         logits = hidden.astype(jnp.float32) @ head.astype(dtype).astype(jnp.float32).T
-        nll = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+        wanted = jnp.where(jax.nn.one_hot(targets, 40) > 0, 1 - smoothing, smoothing / 39)
+        nll = optax.softmax_cross_entropy(logits, wanted) - jnp.sum(jax.scipy.special.entr(wanted), -1)
         z = jnp.square(jax.nn.logsumexp(logits, -1))
         return jnp.sum(nll * weights) + 0.3 * jnp.sum(z * weights), jnp.sum((logits.argmax(-1) == targets) * weights)
 
@@ -39,6 +41,8 @@ def test_cross_entropy_and_its_gradients_equal_optax(dtype, blocks, monkeypatch)
     tolerance = 1e-5 if dtype == jnp.float32 else 2e-2
     np.testing.assert_allclose(got, want, rtol=1e-5)
     assert sums.correct == correct and sums.weight == weights.sum()
+    total = sums.nll + 0.3 * sums.z + (0.0 if sums.smoothing is None else sums.smoothing)
+    np.testing.assert_allclose(total, got, rtol=1e-5)
     for a, b in zip(got_grads, want_grads):
         scale = np.abs(np.asarray(b, np.float32)).max()
         np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), atol=tolerance * scale)

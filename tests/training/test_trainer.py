@@ -16,6 +16,19 @@ from capibara.training.trainer import Trainer
 from capibara.types import UserError
 
 
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        (dict(label_smoothing=1.0), "label_smoothing is 1.0, must be from 0 to below 1"),
+        (dict(loss_normalization=0.0), "loss_normalization is 0.0, must be finite and above 0, or 'tokens'"),
+        (dict(loss_normalization="token"), "did you mean 'tokens'"),
+    ],
+)
+def test_options_of_the_cross_entropy(make_trainer, fields, told):
+    with pytest.raises(UserError, match=told):
+        make_trainer(**fields)
+
+
 @pytest.mark.parametrize("seed", [-1, 2**32, 10**30])
 def test_a_seed_has_32_bits(make_trainer, seed):
     with pytest.raises(UserError, match=f"Trainer.seed is {seed}, must be from 0 to 4294967295"):
