@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,7 @@ from capibara.types import UserError
 _TOGETHER = 4  # blocks of a group
 _LEAST_GROUPS = 16  # of each stream, as far as blocks of _SMALLEST bytes allow
 _SMALLEST, _LARGEST = 4 << 10, 2 << 20  # bytes of a block: a group's pipeline takes a tenth of a second to build
+_MADE_TOGETHER = 4  # groups of different streams that are preprocessed at a time, each by TensorFlow's own threads
 _ENDLESS = 1 << 40  # examples of a pipeline that is only looked at
 
 
@@ -72,6 +73,7 @@ class CachedBlocks:
             raise NotInBlocks("the task has no CacheDatasetPlaceholder")
         self._task, self._lengths, self._count = task, lengths, dataset.task_shards
         self._seed, self._shuffles = dataset.seed, dataset.shuffle and split == "train"
+        self._pool = ThreadPoolExecutor(_MADE_TOGETHER, "capibara-cached")
         about = _info(task, split)
         self._parse = _parser(about)
         if not self._only_maps() and not any_steps:
@@ -94,10 +96,9 @@ class CachedBlocks:
     def read(self, stream: int, begin: int) -> Iterator[tuple[int, dict[str, Any]]]:
         """Examples of a stream from number `begin` on; the number has that of the group and its own in the group."""
         group, skip = divmod(begin, GROUP)
-        reading, empty = self._begun(stream, group), 0
+        making, empty = self._made(stream, group), 0
         while True:
-            following = self._begun(stream, group + 1)
-            examples = self._preprocessed([record for one in reading for record in one.result()], stream, group)
+            examples, making = making.result(), self._made(stream, group + 1)
             order = range(len(examples))
             if self._shuffles:
                 order = permutation(len(examples), self._seed, stream, group).tolist()
@@ -107,7 +108,7 @@ class CachedBlocks:
             empty = 0 if len(examples) else empty + 1
             if empty * _TOGETHER > len(self._index.blocks):
                 raise UserError(f"SeqIO task {self._task.name!r}: stream {stream} of its cache holds no example")
-            reading, group, skip = following, group + 1, 0
+            group, skip = group + 1, 0
 
     def name(self, stream: int, group: int, number: int) -> dict[str, Any]:
         """How a person finds an example again: one of those of some blocks."""
@@ -119,9 +120,14 @@ class CachedBlocks:
         found = places_of(stream, self._count, group * _TOGETHER, _TOGETHER, None, size)
         return [place_in_epoch(size, at, seed)[1] for at in found]
 
-    def _begun(self, stream: int, group: int) -> list[Future[list[bytes]]]:
-        """Reads the blocks of a group in the background."""
-        return [block_pool().submit(self._records, block) for block in self._blocks(stream, group)]
+    def _made(self, stream: int, group: int) -> Future[list[dict[str, Any]]]:
+        """Reads and preprocesses a group in the background."""
+        reading = [block_pool().submit(self._records, block) for block in self._blocks(stream, group)]
+
+        def make() -> list[dict[str, Any]]:
+            return self._preprocessed([record for one in reading for record in one.result()], stream, group)
+
+        return self._pool.submit(make)
 
     def _records(self, block: int) -> list[bytes]:
         file, start, stop = map(int, self._index.blocks[block])
