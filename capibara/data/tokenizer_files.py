@@ -4,24 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import os
 from collections.abc import Mapping
 from typing import Any
 
 from capibara import limits, outputs
 from capibara.storage import copies, remote
+from capibara.types import UserError
 
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
 MAP_FILE = "special_tokens_map.json"  # older tokenizers' own file of special tokens
 TEMPLATE_FILE = "chat_template.jinja"
+GENERATION_FILE = "generation_config.json"  # which tokens end a text, and how it is sampled
+MODEL_FILE = "config.json"  # of a model in transformers, whose token ids count where there is no GENERATION_FILE
 SENTENCEPIECE_FILES = ("tokenizer.model", "spiece.model")
 # All that a tokenizer may come in, by its kind.
 FILES = (
     TOKENIZER_FILE, CONFIG_FILE, MAP_FILE, "added_tokens.json", "vocab.json", "merges.txt", "vocab.txt",
-    *SENTENCEPIECE_FILES, TEMPLATE_FILE, "chat_template.json",
+    *SENTENCEPIECE_FILES, TEMPLATE_FILE, "chat_template.json", GENERATION_FILE,
 )  # fmt: skip
+_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
+_MOST_ENDS = 1024
 OWN = "tokenizer"  # the folder in a run folder that has the run's tokenizer
+ORIGIN = "origin"  # the folder in a run folder that has what its initial weights came with
 PATHS = "paths.json"  # in a run folder: {path that Gin gives: where the run folder has what was there}
 
 
@@ -78,12 +85,45 @@ def file_of(tokenizer: str, *names: str) -> str:
 
 
 def carried(folder: str) -> dict[str, bytes]:
-    """The files of a folder that are a tokenizer's, by name."""
+    """The files of a folder that are a tokenizer's, by name; with a generation_config.json where config.json has its ids."""
     files = {}
     for name in FILES:
         with contextlib.suppress(FileNotFoundError):
             files[name] = limits.read(limits.own_file(folder, name))
+    if GENERATION_FILE not in files and (made := generation(read_json(os.path.join(folder, MODEL_FILE)) or {})):
+        files[GENERATION_FILE] = made
     return files
+
+
+def generation(config: Mapping[str, Any]) -> bytes:
+    """What transformers' generate starts from, of a config.json: its token ids; empty where it has none."""
+    ids = {name: config[name] for name in _TOKEN_IDS if config.get(name) is not None}
+    return (json.dumps(ids, indent=2) + "\n").encode() if ids else b""
+
+
+def end_ids(folder: str) -> tuple[int, ...]:
+    """The tokens that end a text of a model, as transformers' generate takes them from the folder of its tokenizer.
+
+    Raises:
+      UserError: the file cannot be read, or they are no numbers of tokens.
+    """
+    for name in (GENERATION_FILE, MODEL_FILE):
+        if (values := read_json(os.path.join(folder, name))) is not None:
+            return ids_of(values.get("eos_token_id"), os.path.join(folder, name))
+    return ()
+
+
+def ids_of(value: Any, where: str) -> tuple[int, ...]:
+    """The numbers of an eos_token_id: none, one or several.
+
+    Raises:
+      UserError: it is something else.
+    """
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if len(ids) > _MOST_ENDS or not all(type(one) is int for one in ids):
+        shown = limits.shortened(value)
+        raise UserError(f"{where} has eos_token_id = {shown}, must be a token's number or a list of them: correct it")
+    return tuple(ids)
 
 
 def read_json(path: str) -> Mapping[str, Any] | None:

@@ -30,6 +30,7 @@ from capibara.data import tokenizer_limits
 from capibara.data.tokenizer_files import (
     SENTENCEPIECE_FILES,
     TOKENIZER_FILE,
+    end_ids,
     file_of,
     folder_of,
     is_folder,
@@ -61,6 +62,14 @@ class Vocabulary(abc.ABC):
     @property
     def size(self) -> int:
         return -(-(len(self._pieces) + self.extra_ids) // self.size_multiple) * self.size_multiple
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """Every id that ends a text: `eos_id` first, then those that generation_config.json beside a tokenizer names."""
+        return (self.eos_id,)
+
+    def _end_ids_of(self, folder: str) -> tuple[int, ...]:
+        return tuple(dict.fromkeys((self.eos_id, *(i for i in end_ids(folder) if 0 <= i < self.size))))
 
     @property
     def sentinel_ids(self) -> Sequence[int]:
@@ -227,6 +236,10 @@ class SentencePieceVocabulary(Vocabulary):
             raise UserError(f"{self.path} has no end token (eos_id is -1): train one with capibara.prepare vocabulary")
         return eos
 
+    @functools.cached_property
+    def end_ids(self) -> tuple[int, ...]:
+        return self._end_ids_of(folder_of(self.path))
+
     @property
     def bos_id(self) -> int:
         bos = self.processor.bos_id()
@@ -316,6 +329,10 @@ class TokenizerJsonVocabulary(Vocabulary):
         if found is None:
             raise UserError(f"{self.path} has no usual end token: name it with TokenizerJsonVocabulary.eos_token")
         return found
+
+    @functools.cached_property
+    def end_ids(self) -> tuple[int, ...]:
+        return self._end_ids_of(self.folder)
 
     @functools.cached_property
     def bos_id(self) -> int:

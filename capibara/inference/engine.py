@@ -178,7 +178,7 @@ class Engine:
         Args:
           prompt: text, to which the beginning token is added, or ids as they are; an encoder reads it where there is one.
           sampling: how the text is made.
-          ends: ids that end it, beside the vocabulary's end token.
+          ends: ids that end it, beside the vocabulary's end tokens.
           likeliest: how many of the likeliest tokens each piece names, at most 20.
 
         Raises:
@@ -204,7 +204,7 @@ class Engine:
             limit = min(limit, self._length - len(ids) + 1)
         if self._pages:
             limit = min(limit, self._pages.most_new(len(ids)))  # as a slot's length does
-        stream, ends = Stream(self._drive), (vocabulary.eos_id, *ends)
+        stream, ends = Stream(self._drive), (*vocabulary.end_ids, *ends)
         request = Request(
             ids, sampling, vocabulary, stream,
             limit=limit, ends=ends, likeliest=likeliest, encoder=encoder, names=self._names, asked=asked,

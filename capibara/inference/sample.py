@@ -64,7 +64,7 @@ class Generator:
     def __call__(self, params: Params, prompt: str | Sequence[int], ends: Sequence[int] = ()) -> str:
         """The continuation of `prompt` (text, or ids as they are), without it, or the answer to it; where `params` lie.
 
-        `ends`: ids that end it, beside the vocabulary's end token.
+        `ends`: ids that end it, beside the vocabulary's end tokens.
         """
         length, encoder_length = self._lengths
         engine = Engine(self._model, params, self._vocabulary, length, self._config, encoder_length)

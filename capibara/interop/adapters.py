@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import jax
 
-from capibara import tree
+from capibara import limits, tree
 from capibara.interop import hf_config, hf_folder, peft
 from capibara.models import api
 from capibara.types import Params, UserError
@@ -63,13 +63,16 @@ def merged(folder: str, model: api.Model, params: Params, like: Mapping[str, Any
     return model, jax.jit(adapted.merge)(tree.joined(values, params))
 
 
-def write_run(run: Run, target: str, base: str | None, *, fused_experts: bool = False) -> str:
+def write_run(
+    run: Run, target: str, base: str | None, origin: Mapping[str, bytes], *, fused_experts: bool = False
+) -> str:
     """Writes the adapters of a run; returns a line that says what is there now.
 
     Args:
       run: with adapters that are not merged.
       target: the folder, a new one.
       base: where PEFT finds the model without them; None: where the run began, if PEFT can read that.
+      origin: what the run's initial weights came with, by name.
       fused_experts: as in peft.write_peft.
 
     Raises:
@@ -83,7 +86,10 @@ def write_run(run: Run, target: str, base: str | None, *, fused_experts: bool = 
     if base is not None and os.path.exists(base):  # else a name of the Hub
         base = os.path.abspath(base)
     # Names are those of the base's architecture: some are another's with other tensors, Phi 3 is Llama so.
-    like = hf_folder.config_of(base) if base is not None and os.path.isdir(base) else None
+    if base is not None and os.path.exists(os.path.join(base, hf_folder.CONFIG)):
+        like = hf_folder.config_of(base)
+    else:
+        like = limits.parse_json(origin.get(hf_folder.CONFIG, b"{}"))
     values = hf_config.to_hf(run.model.plain.config, like)
     peft.write_peft(target, run.params, run.model, values["model_type"], base, fused_experts=fused_experts)
     of = "a model that PEFT is told of when it loads" if base is None else base

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
+import json
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 import jax
 import numpy as np
 
 from capibara import limits, outputs, tree
+from capibara.data import tokenizer_files
 from capibara.interop import hf_config, tables
 from capibara.interop.tensors import Shape, Tensor
 from capibara.models.api import Model
@@ -34,10 +37,12 @@ class ForeignModel(Protocol):
       config: as in config.json.
       tokenizer: files that come with it, by name: tokenizer.json, tokenizer_config.json, chat_template.jinja,
         generation_config.json and the like, those that there are.
+      about: its model card and licence files, by name.
     """
 
     config: dict[str, Any]
     tokenizer: dict[str, bytes]
+    about: dict[str, bytes]
 
     def shapes(self) -> dict[str, Shape]:
         """The shape of every tensor, by its name in a Hugging Face checkpoint."""
@@ -83,8 +88,38 @@ def local_model(path: str) -> str:
     return copies.local_file(path) if path.endswith(".gguf") else copies.local_folder(path)
 
 
-def loader(path: str, model: Model) -> Callable[[Params], Params]:
+@dataclasses.dataclass(frozen=True)
+class Loader:
     """What a run of ours begins from a foreign model with: (ShapeDtypeStructs with shardings) -> parameters, lying so.
+
+    Attributes:
+      foreign: the model, whose tensors are read when this is called.
+      model: of the run, without adapters.
+    """
+
+    foreign: ForeignModel
+    model: Model
+
+    def __call__(self, target: Params) -> Params:
+        dtype = jax.numpy.result_type(*{leaf.dtype for leaf in jax.tree.leaves(target)})  # the widest of them
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, target)
+        params = load_params(self.foreign, self.model, shardings, dtype=dtype)
+        return jax.tree.map(lambda x, wanted: x.astype(wanted.dtype), params, target)
+
+    @property
+    def origin(self) -> dict[str, bytes]:
+        """What came with the tensors, by name, for the folder of the run."""
+        return origin_of(self.foreign)
+
+
+def origin_of(foreign: ForeignModel) -> dict[str, bytes]:
+    """The config.json of a model, its model card and licence files, by name."""
+    text = json.dumps(foreign.config, indent=2) + "\n"
+    return foreign.about | {tokenizer_files.MODEL_FILE: text.encode()}
+
+
+def loader(path: str, model: Model) -> Loader:
+    """What reads a foreign model's parameters for a run that begins from them.
 
     Its configuration and its tensors' names and shapes are looked at now; they are read then.
 
@@ -105,15 +140,8 @@ def loader(path: str, model: Model) -> Callable[[Params], Params]:
             continue
         own = type(model.config).__name__
         raise UserError(f"{own}.{name} is {_plain(ours)}, {path} was trained with {_plain(theirs)}: set it to that")
-
     _matched(foreign, _shapes(model), model)
-
-    def load(target: Params) -> Params:
-        dtype = jax.numpy.result_type(*{leaf.dtype for leaf in jax.tree.leaves(target)})  # the widest of them
-        params = load_params(foreign, model, jax.tree.map(lambda leaf: leaf.sharding, target), dtype=dtype)
-        return jax.tree.map(lambda x, wanted: x.astype(wanted.dtype), params, target)
-
-    return load
+    return Loader(foreign, model)
 
 
 def _plain(value: Any) -> str:

@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -19,8 +19,8 @@ from capibara import limits, outputs
 from capibara.data import tokenizer_files
 from capibara.data.dataset import Dataset
 from capibara.data.vocabulary import SentencePieceVocabulary, TokenizerJsonVocabulary, Vocabulary
-from capibara.interop import adapters, checkpoint, gin_of, hf_config, hf_folder, partial, quantization, t5x_read
-from capibara.interop import t5x_write
+from capibara.interop import adapters, checkpoint, gin_of, hf_config, hf_folder, model_card, partial, quantization
+from capibara.interop import t5x_read, t5x_write
 from capibara.interop.checkpoint import ForeignModel
 from capibara.interop.quantize import Quantize
 from capibara.interop.tensors import Shape
@@ -33,6 +33,7 @@ FORMATS = (*_STORED, *_ADAPTERS, "capibara")
 _FLOATS = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
 DTYPES = (*_FLOATS, "q8_0", "q4_0")
 _SPECIAL = ("bos", "eos", "pad")
+_SENTENCEPIECE = {"t5": "spiece.model"}  # the name of the model file, where it is not tokenizer.model
 
 Show = Callable[[str, str], None]  # (what is done, how far it is)
 Gin = tuple[Sequence[str], Sequence[str], Sequence[str]]  # files, bindings, search paths
@@ -56,6 +57,8 @@ class RunFolders(Protocol):
         merge: bool,
     ) -> adapters.Run: ...
 
+    def origin(self, folder: str) -> dict[str, bytes]: ...
+
     def save(self, folder: str, params: Params, gin: str) -> None: ...
 
 
@@ -66,6 +69,7 @@ class OurModel:
     Attributes:
       config: of config.json.
       tokenizer: files, by name.
+      about: its model card and licence files, by name.
       vocabulary: of the run; None: that of the tokenizer.
       stored: the dtype that it is written in where none is asked for, one of DTYPES.
     """
@@ -74,6 +78,7 @@ class OurModel:
     params: Params
     config: dict[str, Any]
     tokenizer: dict[str, bytes]
+    about: dict[str, bytes] = dataclasses.field(default_factory=dict)
     vocabulary: Vocabulary | None = None
     stored: str = "bf16"
 
@@ -85,21 +90,56 @@ class OurModel:
         return checkpoint.hf_tensors(self.params, self.model, self.config["model_type"])
 
 
-def of_run(model: api.Model, params: Params, dataset: Dataset) -> OurModel:
+def of_run(
+    model: api.Model,
+    params: Params,
+    dataset: Dataset,
+    origin: Mapping[str, bytes] | None = None,
+    *,
+    trained: bool = True,
+) -> OurModel:
     """A run's model with its tokenizer.
 
     Args:
       dataset: of the run: its vocabulary, and the length of its rows.
+      origin: what its initial weights came with, by name, config.json among them; None or empty: they were drawn.
+      trained: whether it has learnt anything since.
 
     Raises:
       UserError: transformers has no such architecture.
     """
-    vocabulary, length = dataset.get_vocabulary(), dataset.length
-    ids = {f"{name}_token_id": getattr(vocabulary, f"{name}_id") for name in _SPECIAL}
-    like = ids | {"max_position_embeddings": model.config.max_length or length}
+    vocabulary, length, about = dataset.get_vocabulary(), dataset.length, dict(origin or {})
+    began = _parsed(about.pop(hf_folder.CONFIG, b"{}"))
+    ids: dict[str, Any] = {f"{name}_token_id": getattr(vocabulary, f"{name}_id") for name in _SPECIAL}
     if isinstance(model.config, api.EncoderDecoderConfig):
-        like["decoder_start_token_id"] = vocabulary.bos_id
-    return OurModel(model, params, hf_config.to_hf(model.config, like), _tokenizer(vocabulary, length), vocabulary)
+        ids["decoder_start_token_id"] = vocabulary.pad_id  # as training and the engine begin
+    # The ids of a model are those of its tokenizer, unless it has learnt with another one.
+    ends = tokenizer_files.ids_of(began.get("eos_token_id"), hf_folder.CONFIG)
+    own = bool(began) and (not trained or vocabulary.eos_id in ends)
+    like = dict(began) if own else began | ids
+    if not began or "max_position_embeddings" in began:
+        like |= {"max_position_embeddings": model.config.max_length or began.get("max_position_embeddings") or length}
+    config = hf_config.to_hf(model.config, like)
+    tokenizer = _tokenizer(vocabulary, length, config["model_type"])
+    if trained and began:
+        about = model_card.of_fine_tuned(about, began)
+    stored = {name: short for short, name in _FLOATS.items()}.get(
+        began.get("dtype") or began.get("torch_dtype"), "bf16"
+    )
+    return OurModel(model, params, config, tokenizer, about, vocabulary, stored)
+
+
+def _parsed(config: bytes) -> dict[str, Any]:
+    """The config.json that a run folder keeps, of the language model alone.
+
+    Raises:
+      UserError: it cannot be read.
+    """
+    try:
+        values = limits.parse_json(config)
+    except (limits.Refused, ValueError) as error:
+        raise UserError(f"origin/{hf_folder.CONFIG} cannot be read ({limits.cause(error)}): restore it") from None
+    return hf_config.text_part(values) if values else {}
 
 
 def convert(
@@ -139,8 +179,8 @@ def convert(
         of = _source(adapters.base_of(path, base), gin, runs)
         model, params = adapters.merged(path, *_loaded(of), of.config)
         made = OurModel(
-            model, params, hf_config.to_hf(model.config, of.config), of.tokenizer | hf_folder.carried(path),
-            stored=_stored(of),
+            model, params, hf_config.to_hf(model.config, of.config), of.tokenizer | tokenizer_files.carried(path),
+            model_card.of_fine_tuned(of.about, of.config), stored=_stored(of),
         )  # fmt: skip
         return write(made, target, form, dtype, runs.save, how, show)
     run = _run(path, gin, runs)
@@ -149,12 +189,12 @@ def convert(
             raise UserError(f"--quantize={how.method} is of hf and gguf: adapters have f32")
         if run is None:
             raise UserError(f"--format={form} is of a run with adapters, and --from={path} is no run folder")
-        return adapters.write_run(run, target, base, fused_experts=form == "peft_fused")
+        return adapters.write_run(run, target, base, runs.origin(path), fused_experts=form == "peft_fused")
     if base is not None:
         raise UserError(f"--base={base} is of adapters, and --from={path} is none: leave it out")
     if run is not None and form == "capibara" and run.model.config.lora is None:
         raise UserError("--from is a run folder already: --format=capibara is for foreign models and for adapters")
-    source = _foreign(path, gin) if run is None else _merged(run)
+    source = _foreign(path, gin) if run is None else _merged(run, runs.origin(path))
     return write(source, target, form, dtype, runs.save, how, show)
 
 
@@ -178,7 +218,7 @@ def _check_target(target: str, form: str, dtype: str | None) -> None:
 
 def _source(path: str, gin: Gin, runs: RunFolders) -> ForeignModel | OurModel:
     run = _run(path, gin, runs)
-    return _foreign(path, gin) if run is None else _merged(run)
+    return _foreign(path, gin) if run is None else _merged(run, runs.origin(path))
 
 
 def _run(path: str, gin: Gin, runs: RunFolders) -> adapters.Run | None:
@@ -187,9 +227,10 @@ def _run(path: str, gin: Gin, runs: RunFolders) -> adapters.Run | None:
     return runs.load(path, *gin, merge=False) if runs.is_run(path) and not t5x_read.is_t5x(path) else None
 
 
-def _merged(run: adapters.Run) -> OurModel:
+def _merged(run: adapters.Run, origin: Mapping[str, bytes]) -> OurModel:
     params = run.params if run.model.config.lora is None else jax.jit(run.model.merge)(run.params)
-    return of_run(run.model.plain, params, run.trainer.dataset)
+    trained = run.trainer.init_from is not None
+    return of_run(run.model.plain, params, run.trainer.dataset, origin, trained=trained)
 
 
 def _foreign(path: str, gin: Gin) -> ForeignModel:
@@ -251,12 +292,12 @@ def write(
     if form == "gguf":
         from capibara.interop import gguf_write
 
-        gguf_write.write_gguf(target, config, view.tensors(), source.tokenizer, dtype=dtype)
+        gguf_write.write_gguf(target, config, view.tensors(), source.tokenizer, source.about, dtype=dtype)
     elif form == "t5x":
         t5x_write.save_t5x(target, config, shapes, view.tensors(), source.tokenizer, dtype=_FLOATS[dtype])
     else:
         how = {"dtype": _FLOATS[dtype], "state_dict": form == "pytorch"}
-        hf_folder.save_hf(target, config, shapes, view.tensors(), source.tokenizer, **how)
+        hf_folder.save_hf(target, config, shapes, view.tensors(), source.tokenizer | source.about, **how)
     return f"{target}: {config['model_type']}, {len(shapes)} tensors in {dtype}"
 
 
@@ -272,7 +313,7 @@ def _in_4_bits(
         model = api.build(hf_config.from_hf(source.config))
         config = hf_config.to_hf(model.config, source.config)
         stored = hf_folder.DTYPES[_FLOATS[_stored(source)]]
-        source = OurModel(model, _here(source, model, stored), config, source.tokenizer)
+        source = OurModel(model, _here(source, model, stored), config, source.tokenizer, source.about)
     made = quantization.quantize(
         source.model, source.params, source.config, source.tokenizer, how,
         q4_0=form == "gguf", vocabulary=source.vocabulary, show=show,
@@ -280,11 +321,12 @@ def _in_4_bits(
     if form == "gguf":
         from capibara.interop import gguf_write
 
-        gguf_write.write_gguf(target, made.config, made.tensors(), source.tokenizer, dtype=fixed)
+        gguf_write.write_gguf(target, made.config, made.tensors(), source.tokenizer, source.about, dtype=fixed)
     else:
         hf_folder.save_hf(
-            target, made.words_config, made.word_shapes(), made.in_words(), source.tokenizer, dtype=_FLOATS[fixed]
-        )
+            target, made.words_config, made.word_shapes(), made.in_words(), source.tokenizer | source.about,
+            dtype=_FLOATS[fixed],
+        )  # fmt: skip
     size = made.grid.group_size
     return (
         f"{target}: {made.config['model_type']}, {len(made.packed)} weights in 4 bits by {how.method}, groups of {size}"
@@ -324,6 +366,10 @@ def _as_run(source: ForeignModel | OurModel, target: str, save: Callable[[str, P
                 file.write(content)
         own = {os.path.join(os.path.abspath(target), name): name for name in source.tokenizer}  # it may be moved
         outputs.replace(os.path.join(unfinished, tokenizer_files.PATHS), json.dumps(own, indent=1) + "\n")
+        os.mkdir(own_folder := os.path.join(unfinished, tokenizer_files.ORIGIN))
+        for name, content in checkpoint.origin_of(source).items():
+            with open(os.path.join(own_folder, name), "wb") as file:
+                file.write(content)
         save(unfinished, params, gin_of.run(config, target, source.tokenizer))
     return f"{target}: {model.param_count:,} parameters, config.gin: train with Trainer.init_from = {target!r}"
 
@@ -335,10 +381,12 @@ def _stored(source: ForeignModel | OurModel) -> str:
     return {name: short for short, name in _FLOATS.items()}[checkpoint.stored_dtype(source)]
 
 
-def _tokenizer(vocabulary: Vocabulary, length: int) -> dict[str, bytes]:
+def _tokenizer(vocabulary: Vocabulary, length: int, model_type: str) -> dict[str, bytes]:
     """The files of a run's tokenizer, those that lie beside it included."""
     if isinstance(vocabulary, SentencePieceVocabulary):
-        return {"tokenizer.model": limits.read(vocabulary.file)}
+        beside = tokenizer_files.carried(os.path.dirname(vocabulary.file))
+        files = {name: content for name, content in beside.items() if name not in tokenizer_files.SENTENCEPIECE_FILES}
+        return files | {_SENTENCEPIECE.get(model_type, "tokenizer.model"): limits.read(vocabulary.file)}
     if not isinstance(vocabulary, TokenizerJsonVocabulary):
         return {}
     files = tokenizer_files.carried(vocabulary.folder)

@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 
 from capibara import limits
-from capibara.interop import gguf_config, gguf_file, gguf_names, gguf_rope, gguf_vocabulary
+from capibara.interop import gguf_config, gguf_file, gguf_names, gguf_rope, gguf_vocabulary, model_card
 from capibara.interop.gguf_names import Shape, Tensor
 from capibara.types import UserError
 
@@ -39,6 +39,7 @@ class GgufModel:
 
     Attributes:
       config: what its config.json would say.
+      about: a model card of its name, licence and the like.
     """
 
     def __init__(self, path: str, file: gguf_file.GgufFile):
@@ -46,8 +47,7 @@ class GgufModel:
         self._file = file
         self._stored = {tensor.name: tensor for tensor in file.tensors}
         arch = _value(file, "general.architecture")
-        keys = [key for key in file.values if key.startswith(f"{arch}.")]
-        values = {key.removeprefix(f"{arch}."): _value(file, key) for key in keys}
+        values = self._values(f"{arch}.")
         try:
             self.config = gguf_config.from_metadata(arch, values, self._stored_shapes(), self._factors())
             self._family = gguf_names.of_model_type(self.config["model_type"])
@@ -64,14 +64,22 @@ class GgufModel:
             self.config[f"{name}_token_id"] = _value(file, f"tokenizer.ggml.{gguf_vocabulary.KEYS[name]}_token_id")
 
     @functools.cached_property
+    def about(self) -> dict[str, bytes]:
+        return model_card.of_general(self._values("general."))
+
+    def _values(self, prefix: str) -> dict[str, Any]:
+        """The metadata whose keys begin so, without that."""
+        return {
+            key.removeprefix(prefix): _value(self._file, key) for key in self._file.values if key.startswith(prefix)
+        }
+
+    @functools.cached_property
     def tokenizer(self) -> dict[str, bytes]:
         """The files tokenizer.json, tokenizer_config.json, generation_config.json and chat_template.jinja.
 
         Those that the file has what they need for; with a warning none for a tokenizer that is not known here.
         """
-        keys = [key for key in self._file.values if key.startswith("tokenizer.")]
-        values = {key.removeprefix("tokenizer."): _value(self._file, key) for key in keys}
-        return gguf_vocabulary.files(values, self.path)
+        return gguf_vocabulary.files(self._values("tokenizer."), self.path)
 
     def shapes(self) -> dict[str, Shape]:
         """Checkpoint name -> shape."""

@@ -16,11 +16,17 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from capibara import limits
-from capibara.data import tokenizer_limits
+from capibara.data import tokenizer_files, tokenizer_limits
 from capibara.types import UserError
 
 # The special tokens' names in tokenizer_config.json, and in GGUF's keys.
 KEYS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+_MORE_ENDS = ("eot", "eom")  # the ends of a turn and of a message, beside the end token
+# Special tokens with which llama.cpp ends a text wherever a vocabulary has them.
+_ENDS = frozenset(
+    ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>")
+    + ("<|end_of_text|>", "<EOT>", "_<EOT>", "<end_of_utterance>")
+)
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # ggml's types of tokens
 SPACE = "\u2581"  # stands for a space in SentencePiece's pieces
 _ODD = "\uff21  \ufb01"  # a text that usual normalisations change
@@ -104,19 +110,27 @@ def files(values: Mapping[str, Any], path: str) -> dict[str, bytes]:
     config |= {f"{name}_token": token for name, token in special.items()}
     found["tokenizer_config.json"] = _json(config)
     ids = {f"{name}_token_id": values.get(f"ggml.{KEYS[name]}_token_id") for name in ("bos", "eos", "pad")}
-    turn = values.get("ggml.eot_token_id")  # ends an answer in a conversation
-    if turn is not None and ids["eos_token_id"] not in (turn, None):
-        ids["eos_token_id"] = [ids["eos_token_id"], turn]
+    if len(ends := _ends(values, tokens, kinds)) > 1:
+        ids["eos_token_id"] = ends
     found["generation_config.json"] = _json({name: token for name, token in ids.items() if token is not None})
     if values.get("chat_template"):
         found["chat_template.jinja"] = values["chat_template"].encode()
     return found
 
 
+def _ends(values: Mapping[str, Any], tokens: Sequence[str], kinds: Sequence[int]) -> list[int]:
+    """The ids that end a text in llama.cpp, the end token first; none where it is not said."""
+    if (eos := values.get("ggml.eos_token_id")) is None:
+        return []
+    named = [values.get(f"ggml.{key}_token_id") for key in _MORE_ENDS]
+    known = [i for i, token in enumerate(tokens) if token in _ENDS and kinds[i] == CONTROL]
+    return list(dict.fromkeys(i for i in (eos, *named, *known) if i is not None))
+
+
 _TEXT_KEYS = ("ggml.model", "ggml.pre", "chat_template")
 _LISTS = {"ggml.tokens": str, "ggml.merges": str, "ggml.token_type": int, "ggml.scores": (float, int)}
 _FLAGS = ("ggml.add_bos_token", "ggml.add_eos_token", "ggml.add_space_prefix")
-_IDS = tuple(f"ggml.{key}_token_id" for key in (*KEYS.values(), "eot"))
+_IDS = tuple(f"ggml.{key}_token_id" for key in (*KEYS.values(), *_MORE_ENDS))
 _TOKEN_CHARACTERS, _TOKENS_CHARACTERS = 4096, 64 << 20  # of one, and of all
 
 
@@ -389,6 +403,12 @@ def _special(files: Mapping[str, bytes], config: Mapping[str, Any], ids: Mapping
         found = found[0] if isinstance(found, list) and found else found
         if found is not None:
             values[f"ggml.{key}_token_id"] = found
+    more = [i for i in _generation_ends(files) if i != values.get("ggml.eos_token_id")]
+    if (message := ids.get("<|eom_id|>")) in more:  # of Llama 3: a call of a tool follows
+        values["ggml.eom_token_id"] = more.pop(more.index(message))
+    values |= {
+        f"ggml.{key}_token_id": i for key, i in zip(("eot", "eom"), more) if f"ggml.{key}_token_id" not in values
+    }
     template = said.get("chat_template")
     if isinstance(template, list):
         named = [one for one in template if isinstance(one, dict) and one.get("name") == "default"]
@@ -398,6 +418,16 @@ def _special(files: Mapping[str, bytes], config: Mapping[str, Any], ids: Mapping
     if isinstance(template, str) and template:
         values["chat_template"] = template
     return values
+
+
+def _generation_ends(files: Mapping[str, bytes]) -> tuple[int, ...]:
+    """What generation_config.json says of the tokens that end a text."""
+    name = tokenizer_files.GENERATION_FILE
+    try:
+        said = limits.parse_json(files.get(name, b"{}"))
+    except ValueError as error:
+        raise UserError(f"{name} cannot be read ({limits.cause(error)}): copy it again") from None
+    return tokenizer_files.ids_of(said.get("eos_token_id"), name) if isinstance(said, dict) else ()
 
 
 def _json(value: Any) -> bytes:

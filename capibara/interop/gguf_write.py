@@ -9,7 +9,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from capibara import outputs
-from capibara.interop import gguf_config, gguf_names, gguf_rope, gguf_vocabulary, partial
+from capibara.interop import gguf_config, gguf_names, gguf_rope, gguf_vocabulary, model_card, partial
 from capibara.interop.gguf_names import Change, Family, Tensor
 from capibara.interop.gguf_read import stored_shape
 from capibara.interop.grid import Packed
@@ -34,6 +34,7 @@ def write_gguf(
     config: Mapping[str, Any],
     tensors: Iterable[tuple[str, np.ndarray | Packed]],
     tokenizer: Mapping[str, bytes],
+    about: Mapping[str, bytes] | None = None,
     *,
     dtype: str = "f16",
 ) -> None:
@@ -44,6 +45,7 @@ def write_gguf(
       config: config.json.
       tensors: all tensors of the checkpoint, in any order, each in any floating-point dtype, or on a grid of q4_0.
       tokenizer: the files of the tokenizer; without tokenizer.json llama.cpp takes and gives ids alone.
+      about: its model card and licence files, by name: the file says its name and licence.
       dtype: f32, f16, bf16, q8_0 or q4_0: of matrices. Vectors, routers and learned positions stay f32; with q4_0 the
         embedding and the head are q8_0; what has rows that are no multiple of a block (32 values) is f16.
 
@@ -56,6 +58,7 @@ def write_gguf(
     family = gguf_names.of_model_type(config.get("model_type"))
     wanted = family.tensors(config)
     values = {f"{family.arch}.{key}": value for key, value in gguf_config.to_metadata(config).items()}
+    values |= {f"general.{key}": value for key, value in model_card.general(about or {}, config).items()}
     values |= {f"tokenizer.{key}": value for key, value in gguf_vocabulary.metadata(tokenizer, config).items()}
     with outputs.unwritable_told(path), partial.beside(os.fspath(path)) as unfinished:
         _File(unfinished, family, config, wanted, values, dtype).write(tensors)

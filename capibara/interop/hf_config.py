@@ -139,15 +139,29 @@ def to_hf(config: TransformerConfig, like: Values | None = None, *, dtype: str =
         values = _written(config, family)
         different = _different(values, wanted, family)
         if not different:
-            kept = like if like.get("model_type") == family.model_type else _kept(like)
             about = {"architectures": [family.architectures[0]], "dtype": dtype, "torch_dtype": dtype}
+            about |= {"model_type": family.model_type}
             defaults = families.written_defaults(config, family)
-            return defaults | _without_old(kept) | values | about | {"model_type": family.model_type}
+            if like.get("model_type") != family.model_type:
+                return defaults | _without_old(_kept(like)) | values | about
+            if _says(like, config):  # in its own words
+                return defaults | values | like | about
+            return defaults | _without_old(like) | values | about
         if best is None or len(different) < len(best[1]):
             best = (family.model_type, different)
     nearest, fields = best
     shown = ", ".join(f"{name} = {_shown(wanted.get(name))}" for name in fields)
     raise UserError(f"no Hugging Face architecture has this model: {nearest} is the nearest, without {shown}")
+
+
+def _says(like: Values, config: TransformerConfig) -> bool:
+    """Whether a config.json is that of our model as it stands; one of T5 is in the words of one version or another."""
+    if isinstance(config, EncoderDecoderConfig):
+        return False
+    try:
+        return not differences(like, config)
+    except UserError:
+        return False
 
 
 def differences(values: Values, config: TransformerConfig) -> dict[str, tuple[Any, Any]]:

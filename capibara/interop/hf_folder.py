@@ -18,14 +18,13 @@ import numpy as np
 
 from capibara import extras, limits
 from capibara.data import tokenizer_files
-from capibara.interop import partial, safetensors_header, tables, torch_file
+from capibara.interop import model_card, partial, safetensors_header, tables, torch_file
 from capibara.interop.tensors import Shape
 from capibara.types import UserError
 
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 TORCH_WEIGHTS, TORCH_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
-_GENERATION = "generation_config.json"
 _SHARD_BYTES = 5 * 10**9
 _WORDS = (".qweight", ".qzeros", ".g_idx")  # int32, of weights in 4 bits: they stay what they are
 _MOST_FILES, _CONFIG_VALUES = 10_000, 200_000
@@ -43,7 +42,8 @@ class HfFolder:
         self._path = path
         self._safetensors = extras.require("safetensors", why="Hugging Face folders")
         self.config = config_of(path)
-        self.tokenizer = carried(path)
+        self.tokenizer = tokenizer_files.carried(path)
+        self.about = model_card.carried(path)
         self._opened: dict[str, Any] = {}
         self._files = self._where()
         if not self._files:
@@ -127,20 +127,12 @@ def config_of(folder: str) -> dict[str, Any]:
         raise UserError(f"{path} does not exist: a Hugging Face folder has one") from None
 
 
-def carried(folder: str) -> dict[str, bytes]:
-    """The files of a folder that go with a model, above all its tokenizer's, by name."""
-    files = tokenizer_files.carried(folder)
-    with contextlib.suppress(FileNotFoundError):
-        files[_GENERATION] = limits.read(limits.own_file(folder, _GENERATION), limits.SMALL_BYTES)
-    return files
-
-
 def save_hf(
     folder: str,
     config: Mapping[str, Any],
     shapes: Mapping[str, Shape],
     tensors: Iterable[tuple[str, np.ndarray]],
-    tokenizer: Mapping[str, bytes],
+    others: Mapping[str, bytes],
     *,
     dtype: str = "bfloat16",
     shard_bytes: int = _SHARD_BYTES,
@@ -155,7 +147,7 @@ def save_hf(
       config: of config.json.
       shapes: of all tensors, by name, in the order in which they come.
       tensors: the tensors.
-      tokenizer: further files, by name.
+      others: further files, by name: the tokenizer's, the model card and licence.
       dtype: of the stored tensors: "float32", "bfloat16" or "float16".
       shard_bytes: the largest file; of a larger model there are several, and an index.
       state_dict: pytorch_model.bin, as torch.save writes the model's state_dict(), in place of safetensors.
@@ -166,8 +158,8 @@ def save_hf(
     with partial.whole(folder) as unfinished:
         tied = tables.aliases(config["model_type"], shapes) if state_dict else None
         _write_weights(unfinished, shapes, tensors, dtype, shard_bytes, tied)
-        files = {CONFIG: _text(config), **tokenizer}
-        files.setdefault(_GENERATION, _text(_generation(config)))
+        files = {CONFIG: _text(config), **others}
+        files.setdefault(tokenizer_files.GENERATION_FILE, tokenizer_files.generation(config) or b"{}\n")
         for name, content in files.items():
             with open(os.path.join(unfinished, name), "wb") as file:
                 file.write(content)
@@ -239,12 +231,6 @@ def cast(name: str, value: np.ndarray, dtype: np.dtype) -> np.ndarray:
         largest = float(np.abs(value.astype(np.float32)).max())
         raise UserError(f"{name} has values to {largest:g}, float16 ends at 65504: try --dtype=bf16")
     return cast
-
-
-def _generation(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What transformers' generate starts from: the token ids of config.json."""
-    names = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
-    return {name: config[name] for name in names if config.get(name) is not None}
 
 
 def _json(path: str) -> dict[str, Any]:

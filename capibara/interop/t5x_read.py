@@ -43,6 +43,7 @@ class T5xModel:
     Attributes:
       config: what its config.json would say: as config.gin has it, else as the shapes do.
       tokenizer: the SentencePiece model that config.gin names or that lies beside it, if it is here.
+      about: none.
       guessed: fields of EncoderDecoderConfig that nothing here says: they are T5's, or those of T5 1.1.
 
     Raises:
@@ -70,6 +71,7 @@ class T5xModel:
         self.guessed = frozenset() if "feed_forward_proj" in said else frozenset({"activation"})
         self.config: dict[str, Any] = self._from_shapes() | said
         self.tokenizer = self._vocabulary(gin, text)
+        self.about: dict[str, bytes] = {}
 
     def shapes(self) -> dict[str, Shape]:
         return {name: shape for name, (_, _, shape) in self._tensors.items()}

@@ -42,7 +42,7 @@ def keep(dataset: Dataset, model_dir: str) -> None:
     own = folder / OWN
     if not any(place.split("/")[0] == OWN for place in known.values()):
         run_manifest.replace(folder, {f"{OWN}/{name}": content for name, content in files.items()})
-    elif changed := [name for name in tokenizer_files.FILES if _read(own / name) != files.get(name)]:
+    elif changed := [name for name in _compared(dataset) if _read(own / name) != files.get(name)]:
         given, names = " and ".join(places), ", ".join(changed)
         raise UserError(
             f"the tokenizer of {given} is not the one that this run began with ({names} differs from {own}): put the "
@@ -50,6 +50,13 @@ def keep(dataset: Dataset, model_dir: str) -> None:
         )
     if not {*places.items()} <= {*known.items()}:  # last: with it the copy is whole
         run_manifest.replace(folder, {PATHS: (json.dumps(known | places, indent=1) + "\n").encode()})
+
+
+def _compared(dataset: Dataset) -> list[str]:
+    """The files of a tokenizer that training reads: what ends an answer is none, and of SentencePiece the model is all."""
+    if isinstance(dataset.vocabulary, SentencePieceVocabulary):
+        return [tokenizer_files.SENTENCEPIECE_FILES[0]]
+    return [name for name in tokenizer_files.FILES if name != tokenizer_files.GENERATION_FILE]
 
 
 def of_run(trainer: Trainer, model_dir: str | None = None) -> Trainer:
@@ -92,6 +99,10 @@ def _taken(dataset: Dataset) -> tuple[dict[str, bytes], dict[str, str]]:
     places: dict[str, str] = {}
     if isinstance(vocabulary, SentencePieceVocabulary):
         name = tokenizer_files.SENTENCEPIECE_FILES[0]
+        beside = tokenizer_files.carried(os.path.dirname(vocabulary.file))
+        files = {
+            other: content for other, content in beside.items() if other not in tokenizer_files.SENTENCEPIECE_FILES
+        }
         files[name] = _bytes(vocabulary.file)
         places[vocabulary.path] = f"{OWN}/{name}"
     elif isinstance(vocabulary, TokenizerJsonVocabulary):

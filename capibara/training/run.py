@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding
 from capibara import sharding
 from capibara.data.loader import Loader, Position, merge_states, unigram_bits_per_byte
 from capibara.models import api
-from capibara.training import hosts, own_tokenizer, processes, provenance, run_checks
+from capibara.training import hosts, origin, own_tokenizer, processes, provenance, run_checks
 from capibara.training import state as states
 from capibara.training.bad_batches import BadBatches
 from capibara.training.callbacks import RunInfo
@@ -334,7 +334,7 @@ def set_up(
     state = describe_state(trainer, model, mesh)
     read = reader(trainer, load)  # now: compiling takes long
     with concurrent.futures.ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as undo:
-        opened = pool.submit(_open_checkpoints_and_data, trainer, mesh, config, state.abstract)
+        opened = pool.submit(_open_checkpoints_and_data, trainer, mesh, config, state.abstract, read)
         loaded = pool.submit(_given, opened, trainer, model, mesh, read)
         undo.callback(_close, opened)
         status(f"compiling the train step for {mesh.size} devices")
@@ -464,7 +464,7 @@ def lower_step(trainer: Trainer, model: api.Model, mesh: Mesh, state: StateSpec 
 
 
 def _open_checkpoints_and_data(
-    trainer: Trainer, mesh: Mesh, config: str, target: TrainState
+    trainer: Trainer, mesh: Mesh, config: str, target: TrainState, read: Read | None
 ) -> tuple[Checkpoints, tuple[Restored, TrainState] | None, Loader]:
     """The data feed starts from the newest checkpoint's state, so the checkpoints are opened first."""
     about = provenance.about(config) if jax.process_index() == 0 else None
@@ -480,6 +480,7 @@ def _open_checkpoints_and_data(
             validation_loader(trainer, mesh).close()  # a mistake in these files shows now, not at the first evaluation
         if jax.process_index() == 0:
             own_tokenizer.keep(trainer.dataset, trainer.model_dir)
+            origin.keep(trainer, read)
         batches.start()
         undo.pop_all()
     return checkpoints, restored, batches

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from capibara import config, outputs
 from capibara.models import api
-from capibara.training import own_tokenizer, run_manifest, step_folders, storage
+from capibara.training import origin, own_tokenizer, run_manifest, step_folders, storage
 from capibara.training.checkpointing import Checkpointing
 from capibara.training.checkpoints import Checkpoints
 from capibara.training.disk import not_writable_explained
@@ -119,6 +119,10 @@ class RunFolders:
     ) -> Loaded:
         """As `load`."""
         return load(folder, gin_files, bindings, search_paths, merge=merge, trust=self.trust)
+
+    def origin(self, folder: str) -> dict[str, bytes]:
+        """As `origin.read`."""
+        return origin.read(folder)
 
     def save(self, folder: str, params: Params, gin: str) -> None:
         """As `save`."""

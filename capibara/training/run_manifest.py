@@ -1,7 +1,7 @@
 """The manifest of a run folder: its files outside `checkpoints` with their hashes, and the steps that were committed.
 
     manifest.json     beside config.gin: what stands here
-    config.gin, tokenizer/, paths.json    what a run is read by; it is not read where one of them is not what was written
+    config.gin, tokenizer/, paths.json, origin/    what a run is read by; it is not read where one of them is not what was written
     metrics.jsonl, bad_batches.jsonl, tensorboard/    logs, which grow: their first bytes, as far as they were at the last seal
     loss_curve.png    outputs, sealed when a run ends
 
@@ -291,7 +291,11 @@ def _present_or_raise(folder: epath.Path) -> list[str]:
 
 def _role(path: str) -> Role:
     first, _, inner = path.partition("/")
-    if first == tokenizer_files.OWN or path in (CONFIG, tokenizer_files.PATHS, *tokenizer_files.FILES):
+    if first in (tokenizer_files.OWN, tokenizer_files.ORIGIN) or path in (
+        CONFIG,
+        tokenizer_files.PATHS,
+        *tokenizer_files.FILES,
+    ):
         return Role.CONFIG
     return Role.LOG if first == "tensorboard" or path.endswith(".jsonl") and not inner else Role.OUTPUT
 

@@ -248,6 +248,17 @@ def test_a_token_ends_the_text_too():
     assert cut.tokens == whole.tokens[: whole.tokens.index(end)] and cut.finish == "stop"
 
 
+def test_every_end_token_of_the_vocabulary_ends_a_text():
+    whole = engine().submit(*REQUESTS[0]).result()
+    end = whole.tokens[5]
+
+    class Ending(ByteVocabulary):
+        end_ids = (VOCABULARY.eos_id, end)
+
+    one = Engine(MODEL, params(), Ending(), LENGTH, EngineConfig(slots=3, prefix_cache_mib=0))
+    assert one.submit("def f", GREEDY).result().tokens == whole.tokens[: whole.tokens.index(end)]
+
+
 def test_a_full_row_ends_or_moves_on():
     prompt, many = list(range(10, 10 + LENGTH - 4)), dataclasses.replace(GREEDY, max_new_tokens=9)
     ended = engine().submit(prompt, many).result()

@@ -19,6 +19,7 @@ sys.path += [
 import gguf  # noqa: E402
 import gguf_cases as cases  # noqa: E402
 
+from capibara import cli, config, convert  # noqa: E402
 from capibara.interop import gguf_names, gguf_rope, gguf_vocabulary  # noqa: E402
 from capibara.interop.gguf_read import GgufModel, open_gguf  # noqa: E402
 from capibara.interop.gguf_write import write_gguf  # noqa: E402
@@ -236,6 +237,45 @@ def test_what_encloses_a_text_is_kept(tmp_path):
 def test_the_end_of_an_answer_ends_the_generation_too(tmp_path):
     path = copy(write(tmp_path / "a.gguf"), tmp_path / "b.gguf", values={"tokenizer.ggml.eot_token_id": 7})
     assert json.loads(open_gguf(path).tokenizer["generation_config.json"])["eos_token_id"] == [1, 7]
+
+
+def test_every_end_of_a_text_is_kept(tmp_path):
+    """As of Llama 3 Instruct: the end token, that of a turn, and that of a message before a tool's."""
+    ends = [1, 7, 9]
+    files = dict(cases.byte_level()) | {"generation_config.json": json.dumps({"eos_token_id": [7, 1, 9]}).encode()}
+    path = write(tmp_path / "a.gguf", tokenizer=files)
+    found = open_gguf(path).tokenizer
+    assert json.loads(found["generation_config.json"])["eos_token_id"] == ends
+    write(tmp_path / "b.gguf", tokenizer=found)
+    assert (tmp_path / "b.gguf").read_bytes() == path.read_bytes()
+    tokens = gguf.GGUFReader(path).fields["tokenizer.ggml.tokens"].contents()
+    kinds = gguf.GGUFReader(path).fields["tokenizer.ggml.token_type"].contents()
+    tokens[12], kinds[12], tokens[13] = "<end_of_turn>", gguf_vocabulary.CONTROL, "<|im_end|>"  # a text like any other
+    values = {"ggml.tokens": tokens, "ggml.token_type": kinds, "ggml.model": "llama", "ggml.eos_token_id": 1}
+    made = gguf_vocabulary.files(values | {"ggml.scores": [0.0] * len(tokens)}, "x")
+    assert json.loads(made["generation_config.json"])["eos_token_id"] == [1, 12]
+
+
+def test_name_and_licence_go_through_a_run_folder(tmp_path):
+    said = {
+        "general.name": "Capy: 1B", "general.license": "apache-2.0", "general.license.link": "https://x.y/z#1",
+        "general.organization": "Some \"Org\"", "general.tags": ["chat", "no"], "general.languages": ["en"],
+        "general.size_label": "1B",
+    }  # fmt: skip
+    path = copy(write(tmp_path / "a.gguf"), tmp_path / "b.gguf", values=said)
+    for source, target in (
+        (path, "run"),
+        (tmp_path / "run", "c.gguf"),
+        (tmp_path / "c.gguf", "hf"),
+        (tmp_path / "hf", "d.gguf"),
+    ):
+        form = ["--format=capibara"] if target == "run" else []
+        assert cli.run_verb(convert.main, [f"--from={source}", f"--to={tmp_path / target}", *form]) == 0
+        config.reset()
+    for name in ("c.gguf", "d.gguf"):
+        fields = gguf.GGUFReader(tmp_path / name).fields
+        assert {key: fields[key].contents() for key in said} == said
+    assert "license: apache-2.0" in (tmp_path / "hf" / "README.md").read_text()
 
 
 def test_a_sentencepiece_model_becomes_a_tokenizer(tmp_path):

@@ -14,7 +14,7 @@ from capibara.models import api
 from capibara.models.api import DecoderConfig, Lora
 from capibara.optim import Optimizer, Schedule
 from capibara.sharding import Plan
-from capibara.training import given, run_folder
+from capibara.training import given, origin, run_folder
 from capibara.training import state as states
 from capibara.training.checkpoints import Checkpointing, Checkpoints
 from capibara.training.losses import cross_entropy
@@ -217,11 +217,15 @@ def test_full_fine_tuning_begins_from_what_a_function_reads(make_trainer):
     made = jax.jit(api.build(trainer.model).init)(jax.random.key(5))
     told = []
 
-    def load(target):
-        told.extend(jax.tree.leaves(target))
-        return jax.tree.map(lambda s, x: jax.device_put(np.asarray(x), s.sharding), target, made)
+    class Load:
+        origin = {"config.json": b"{}", "LICENSE": b"of others"}
 
-    with set_up(trainer, load=lambda: load) as run:
+        def __call__(self, target):
+            told.extend(jax.tree.leaves(target))
+            return jax.tree.map(lambda s, x: jax.device_put(np.asarray(x), s.sharding), target, made)
+
+    with set_up(trainer, load=Load) as run:
+        assert origin.read(trainer.model_dir) == Load.origin
         state, step, _ = run.start()
         assert step == 0 and len(told) == len(jax.tree.leaves(made))
         jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.params), made)

@@ -1,0 +1,60 @@
+"""What a run's initial weights came with, kept in its folder: so that it can be written out as the model that it was.
+
+origin/config.json    of transformers: the architecture's name, dropout, token ids and all else that we do not compute with
+origin/README.md, origin/LICENSE, ...    the model card and the licence
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol, runtime_checkable
+
+from capibara.data import tokenizer_files
+from capibara.training import run_manifest, storage
+from capibara.training.trainer import Trainer
+
+FOLDER = tokenizer_files.ORIGIN
+
+
+@runtime_checkable
+class Described(Protocol):
+    """What reads a foreign model's parameters, where it says what else came with them.
+
+    Attributes:
+      origin: files by name, config.json among them.
+    """
+
+    origin: Mapping[str, bytes]
+
+
+def read(model_dir: str) -> dict[str, bytes]:
+    """The files of a run folder's origin, by name; none: its weights were drawn."""
+    folder = storage.folder_of(model_dir) / FOLDER
+    names = storage.files_below(folder) if folder.is_dir() else []
+    return {name: (folder / name).read_bytes() for name in names if "/" not in name}
+
+
+def keep(trainer: Trainer, reader: object) -> None:
+    """Puts the origin of a run's initial weights into its folder, once.
+
+    Args:
+      trainer: the run.
+      reader: of the weights, `Described` or not; None: they are those of a run folder, whose origin is this run's, too.
+
+    Raises:
+      OSError: the folder cannot be written.
+    """
+    if trainer.init_from is None or tokenizer_files.MODEL_FILE in read(trainer.model_dir):
+        return
+    found = reader.origin if isinstance(reader, Described) else read(trainer.init_from) if reader is None else {}
+    if found:
+        write(trainer.model_dir, found)
+
+
+def write(model_dir: str, files: Mapping[str, bytes]) -> None:
+    """Writes the origin of a run folder; config.json last: with it the copy is whole."""
+    last = tokenizer_files.MODEL_FILE
+    ordered = {name: files[name] for name in sorted(files, key=lambda name: name == last)}
+    run_manifest.replace(
+        storage.folder_of(model_dir), {f"{FOLDER}/{name}": content for name, content in ordered.items()}
+    )
