@@ -65,6 +65,7 @@ class Family:
       rope: whether positions are rotary.
       fraction: share of a head that turns where config.json does not say.
       experts: the key of their number; "": it has none.
+      attention_bias: whether config.json may say that all of attention has biases.
       divides: whether transformers refuses an embed_dim that is no multiple of the heads.
     """
 
@@ -82,6 +83,7 @@ class Family:
     rope: bool = True
     fraction: float = 1.0
     experts: str = ""
+    attention_bias: bool = False
     divides: bool = False
 
 
@@ -126,7 +128,8 @@ _LIST = (
         architectures=("LlamaForCausalLM",),
         keys=_KEYS,
         defaults=_SILU,
-        only=_NO_BIAS | {"mlp_bias": (False, None)},
+        only={"mlp_bias": (False, None)},
+        attention_bias=True,
         divides=True,
     ),
     Family(

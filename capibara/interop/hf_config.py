@@ -62,6 +62,8 @@ def _from_hf(values: Values, family: Family, dtype: str) -> TransformerConfig:
         raise UserError(f"config.json of a {family.model_type} has no {missing[0]}: it is cut short, or another file")
     fields = {ours: values[theirs] for ours, theirs in family.keys.items() if theirs in values} | family.fixed
     fields |= {"head": families.head(values, family), "activation": families.activation(values, family)}
+    if family.attention_bias and values.get("attention_bias"):
+        fields["bias"] = "attention"
     if fields.get("mlp_dim") is None:
         fields["mlp_dim"] = 4 * fields["embed_dim"]  # GPT-2 says no more
     try:
@@ -242,6 +244,8 @@ def _written(config: TransformerConfig, family: Family) -> dict[str, Any]:
     if family.kind == families.ENCODER:
         return values
     values |= families.write_pattern(config, family) | families.write_rope(config, family)
+    if family.attention_bias:
+        values["attention_bias"] = config.bias == "attention"
     if "query_pre_attn_scalar" in family.defaults:
         scale = config.head_size**-0.5 if config.attention_scale is None else config.attention_scale
         values["query_pre_attn_scalar"] = round(scale**-2)

@@ -87,6 +87,7 @@ QWEN2 = LLAMA + _rows(
         (_L + "self_attn.v_proj.bias", "nh", _A + "value_bias"),
     ]
 )
+LLAMA_BIASED = QWEN2 + _rows([(_L + "self_attn.o_proj.bias", "d", _A + "out_bias")])  # with attention_bias
 
 _QK_NORM = _rows(
     [
@@ -290,7 +291,8 @@ _BUFFERS = r"\.rotary_emb\.inv_freq$"
 _LLAMA_LIKE = {"renamed": (_BARE,), "ignored": _BUFFERS}
 
 NAMES = {
-    **dict.fromkeys(("llama", "mistral", "gemma"), Names(LLAMA, **_LLAMA_LIKE)),
+    "llama": Names(LLAMA_BIASED, **_LLAMA_LIKE),
+    **dict.fromkeys(("mistral", "gemma"), Names(LLAMA, **_LLAMA_LIKE)),
     "qwen2": Names(QWEN2, **_LLAMA_LIKE),
     "qwen3": Names(QWEN3, **_LLAMA_LIKE),
     "gemma2": Names(GEMMA2, **_LLAMA_LIKE),

@@ -195,7 +195,7 @@ class Attention(nnx.Module):
             self.query_bias = layers.param(rngs, (N, H), ("heads", "head_dim"), layers.zeros)
             self.key_bias = layers.param(rngs, (K, H), ("kv_heads", "head_dim"), layers.zeros)
             self.value_bias = layers.param(rngs, (K, H), ("kv_heads", "head_dim"), layers.zeros)
-        if config.bias is layers.Bias.ALL:
+        if config.bias in (layers.Bias.ATTENTION, layers.Bias.ALL):
             self.out_bias = layers.param(rngs, (D,), ("norm",), layers.zeros)
         if config.qk_norm is layers.QKNorm.HEAD:
             norm = {"kind": layers.NormKind.RMS, "eps": config.norm_eps, "rngs": rngs, "scale": config.norm_scale}
@@ -277,7 +277,7 @@ class Attention(nnx.Module):
     def _output(self, y: jax.Array) -> jax.Array:
         y = constrain(y, ("batch", "act_time", "act_heads", None))
         y = self._dense("out", y, in_dims=2)
-        if self.config.bias is layers.Bias.ALL:
+        if self.config.bias in (layers.Bias.ATTENTION, layers.Bias.ALL):
             y = y + self.out_bias[...].astype(y.dtype)
         return checkpoint_name(y, "attention_out")
 

@@ -208,10 +208,12 @@ _gradients_together.defvjp(
 
 
 class Bias(enum.StrEnum):
-    """Which projections have a bias: none; those to queries, keys and values (Qwen 2); all, of the MLP too (GPT-2)."""
+    """Which projections have a bias: none; those to queries, keys and values (Qwen 2); all of attention (Llama's
+    attention_bias); all, of the MLP too (GPT-2)."""
 
     NONE = "none"
     QKV = "qkv"
+    ATTENTION = "attention"
     ALL = "all"
 
 

@@ -155,7 +155,7 @@ REFUSED = {
     "model_type 'mamba', must be one of llama, mistral": dict(model_type="mamba"),
     "architectures ['LlamaForSequenceClassification']": PUBLISHED["llama2_7b"]
     | dict(architectures=["LlamaForSequenceClassification"]),
-    "attention_bias = True": PUBLISHED["llama2_7b"] | dict(attention_bias=True),
+    "attention_bias = True": PUBLISHED["qwen3_30b_a3b"] | dict(attention_bias=True),
     "mlp_bias = True": PUBLISHED["llama2_7b"] | dict(mlp_bias=True),
     "RoPE scaling 'longrope'": PUBLISHED["phi3_mini"] | dict(rope_scaling={"type": "longrope", "long_factor": [1.0]}),
     "RoPE scaling 'dynamic'": PUBLISHED["llama2_7b"] | dict(rope_scaling={"type": "dynamic", "factor": 2.0}),

@@ -31,7 +31,7 @@ from capibara.training.step import make_train_step
 HERE = pathlib.Path(__file__).resolve().parent
 PYTHON = os.environ.get("TORCH_PYTHON")
 DECODERS = (
-    "gpt2", "gpt_neox", "gpt_neox_tanh", "llama", "llama_linear", "llama_llama3", "llama_yarn", "smollm2", "mistral",
+    "gpt2", "gpt_neox", "gpt_neox_tanh", "llama", "llama_linear", "llama_llama3", "llama_yarn", "llama_biased", "smollm2", "mistral",
     "gemma", "gemma2", "gemma3", "qwen2", "qwen3", "phi3", "mixtral", "qwen3_moe",
 )  # fmt: skip
 OTHERS = ("t5", "t5_1_1", "bert")

@@ -86,6 +86,7 @@ FAMILIES = {
     "llama_linear": ("llama", LLAMA | dict(rope=Rope(scaling="linear", factor=4.0))),
     "llama_llama3": ("llama", LLAMA | dict(head_dim=16, rope=LLAMA3_SCALING)),
     "llama_yarn": ("llama", LLAMA | dict(head_dim=16, rope=YARN_SCALING)),
+    "llama_biased": ("llama", LLAMA | dict(bias="attention")),
     "smollm2": ("llama", SIZES | dict(rope=Rope(theta=100_000.0))),
     "mistral": ("mistral", LLAMA | dict(layer_pattern=("local",), window=8)),
     "gemma": ("gemma", GEMMA),

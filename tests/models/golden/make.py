@@ -65,6 +65,7 @@ CASES = {
             "yarn", 500.0, factor=4.0, original_max_position_embeddings=64, beta_fast=2.0, beta_slow=0.25
         ),
     ),
+    "llama_biased": dict(SIZES, model_type="llama", attention_bias=True, rope_parameters=rope()),
     "smollm2": dict(SIZES, model_type="llama", tie_word_embeddings=True, rope_parameters=rope(theta=100_000.0)),
     "mistral": dict(SIZES, model_type="mistral", sliding_window=8, rope_parameters=rope()),
     "gemma": dict(GEMMA, model_type="gemma", hidden_activation="gelu_pytorch_tanh", rope_parameters=rope()),
