@@ -27,6 +27,11 @@ _GATED = {"silu": "swiglu", "swish": "swiglu"} | dict.fromkeys(_TANH, "geglu")
 _PLAIN = {"relu": "relu", "gelu": "gelu_exact"} | dict.fromkeys(_TANH, "gelu")
 _WRITTEN = {"swiglu": "silu", "geglu": "gelu_pytorch_tanh", "relu": "relu", "gelu_exact": "gelu", "gelu": "gelu_new"}
 _SCALINGS = {"default": "none", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
+# What to do about the scalings whose frequencies depend on the length of the text.
+_INSTEAD = {
+    "dynamic": "without rope_scaling the answers are the same up to max_position_embeddings tokens, remove it",
+    "longrope": "take the model of the same name for short texts, such as Phi-3-mini-4k",
+}
 # Parameters of a scaling: our field -> theirs.
 _OF_SCALING = {
     "linear": {"factor": "factor"},
@@ -418,7 +423,8 @@ def read_rope(values: Values, family: Family) -> dict[str, Any]:
     kind = full.get("rope_type") or full.get("type") or "default"
     if kind not in _SCALINGS or local.get("rope_type", "default") != "default":
         named = kind if kind not in _SCALINGS else f"{local['rope_type']} of layers with a window"
-        raise UserError(f"config.json has RoPE scaling {named!r}, must be one of {', '.join(_SCALINGS)}")
+        hint = _INSTEAD.get(kind, "take another model")
+        raise UserError(f"config.json has RoPE scaling {named!r}, must be one of {', '.join(_SCALINGS)}: {hint}")
     if full.get("mscale") or full.get("mscale_all_dim") or full.get("truncate") is False:
         raise UserError("config.json has YaRN with mscale, mscale_all_dim or truncate, must be without")
     rope["scaling"] = _SCALINGS[kind]

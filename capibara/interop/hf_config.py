@@ -114,7 +114,7 @@ def text_part(values: Values) -> dict[str, Any]:
     if names and names[0] not in FAMILIES[model_type].architectures:
         raise UserError(
             f"config.json has architectures {names}, must be {FAMILIES[model_type].architectures[0]} for {model_type}: "
-            "another head is not read"
+            f"the head of {names[0]} is not read, take the folder of the language model that it was made of"
         )
     return dict(values)
 

@@ -153,12 +153,16 @@ def test_token_ids_and_the_like_are_kept():
 
 REFUSED = {
     "model_type 'mamba', must be one of llama, mistral": dict(model_type="mamba"),
-    "architectures ['LlamaForSequenceClassification']": PUBLISHED["llama2_7b"]
+    "the head of LlamaForSequenceClassification is not read, take the folder of the language model": PUBLISHED[
+        "llama2_7b"
+    ]
     | dict(architectures=["LlamaForSequenceClassification"]),
     "attention_bias = True": PUBLISHED["qwen3_30b_a3b"] | dict(attention_bias=True),
     "mlp_bias = True": PUBLISHED["llama2_7b"] | dict(mlp_bias=True),
-    "RoPE scaling 'longrope'": PUBLISHED["phi3_mini"] | dict(rope_scaling={"type": "longrope", "long_factor": [1.0]}),
-    "RoPE scaling 'dynamic'": PUBLISHED["llama2_7b"] | dict(rope_scaling={"type": "dynamic", "factor": 2.0}),
+    "RoPE scaling 'longrope', must be one of default, linear, llama3, yarn: take the model of": PUBLISHED["phi3_mini"]
+    | dict(rope_scaling={"type": "longrope", "long_factor": [1.0]}),
+    "yarn: without rope_scaling the answers are the same up to max_position_embeddings tokens": PUBLISHED["llama2_7b"]
+    | dict(rope_scaling={"type": "dynamic", "factor": 2.0}),
     "rope_scaling = 7, must be an object": PUBLISHED["llama2_7b"] | dict(rope_scaling=7),
     "rope_parameters = [1], must be an object": PUBLISHED["llama2_7b"] | dict(rope_parameters=[1]),
     "tie_word_embeddings = 'no', must be true or false": PUBLISHED["llama2_7b"] | dict(tie_word_embeddings="no"),
