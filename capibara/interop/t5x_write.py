@@ -21,6 +21,7 @@ from capibara.types import UserError
 
 _VERSION = 3
 _CHUNK_BYTES = 64 * 2**20
+_FACTORED_SIZE = 128  # min_dim_size_to_factor of its Adafactor
 # Written into its network.
 _FIXED = {"relative_attention_num_buckets": 32, "relative_attention_max_distance": 128, "layer_norm_epsilon": 1e-6}
 
@@ -34,7 +35,9 @@ def save_t5x(
     *,
     dtype: str,
 ) -> None:
-    """Writes the folder of a T5X run whose only checkpoint, of step 0, has parameters alone. Whole, or not at all.
+    """Writes the folder of a T5X run whose only checkpoint is of step 0. Whole, or not at all.
+
+    It has the parameters, and the state in which T5X's Adafactor begins: T5X reads no checkpoint without one.
 
     The host holds one tensor, or those of all layers of one name where they are stacked.
 
@@ -56,15 +59,24 @@ def save_t5x(
             raise UserError(f"T5X's T5 has {key} = {value}, and this model {config[key]}: take hf or gguf")
     gated, scanned = config["feed_forward_proj"].startswith("gated-"), config["model_type"] == "umt5"
     rows = {row.hf.name: row for row in t5x_names.rows(gated, scanned).values()}
+    of_layers = {row.theirs.name: row.theirs.dims for row in rows.values()}
     kind = np.dtype(hf_folder.DTYPES[dtype])
     files = {"config.gin": t5x_names.gin_text(config).encode()}
     with partial.whole(folder) as unfinished:
-        target: dict[str, Any] = {}
+        target, states = {}, {}
         step = os.path.join(unfinished, "checkpoint_0")
         os.makedirs(step)
         for theirs, value in _named(tensors, shapes, rows, kind, config["num_heads"] if scanned else None):
             _put(target, theirs.split("/"), _written(step, f"target.{theirs.replace('/', '.')}", value))
-        state = {"step": _array(np.zeros((), np.int32)), "param_states": {}}
+            side, _, rest = theirs.partition("/")
+            dims = of_layers.get(f"{side}/layers_{{l}}/{rest.removeprefix(side + '/')}")
+            shapes_of_state = _adafactor(value.shape, dims if rest.startswith(f"{side}/") else None)
+            _put(
+                states,
+                theirs.split("/"),
+                {name: _array(np.zeros(s, np.float32)) for name, s in shapes_of_state.items()},
+            )
+        state = {"step": _array(np.zeros((), np.int32)), "param_states": states}
         contents = {"version": _VERSION, "optimizer": {"target": target, "state": state}}
         with open(os.path.join(step, INDEX), "wb") as file:
             file.write(msgpack.packb(contents, use_bin_type=True))
@@ -101,6 +113,31 @@ def _named(
         together, layers = stack, [*layers, _with_heads(value, row.theirs.dims, scanned_heads)]
     if layers:
         yield together, np.stack(layers, axis=1)
+
+
+def _adafactor(shape: Shape, stacked_dims: str | None) -> dict[str, Shape]:
+    """The shapes of a parameter's state in T5X's Adafactor, by its standard_logical_factor_rules.
+
+    Args:
+      shape: of the parameter.
+      stacked_dims: of a layer's, where the layers are stacked along the second dimension: then every kernel is factored,
+        with "embed" for rows; else what has two large enough dimensions, with the larger for columns.
+    """
+    rows: tuple[int, ...] = ()
+    columns: tuple[int, ...] = ()
+    if stacked_dims is not None:
+        letters = [letter for letter in stacked_dims if letter != " "]
+        letters.insert(1, "l")
+        if "d" in letters and len(letters) > 2:
+            rows = (letters.index("d"),)
+            columns = tuple(i for i, letter in enumerate(letters) if letter not in "dl")
+    elif len(shape) == 2 and min(shape) >= _FACTORED_SIZE:
+        row, column = (int(i) for i in np.argsort(shape))
+        rows, columns = (row,), (column,)
+    without = lambda dims: tuple(size for i, size in enumerate(shape) if i not in dims)  # noqa: E731
+    if not rows:
+        return {"m": (1,), "v": tuple(shape), "v_col": (1,), "v_row": (1,)}
+    return {"m": (1,), "v": (1,), "v_col": without(rows), "v_row": without(columns)}
 
 
 def _with_heads(value: np.ndarray, dims: str, heads: int) -> np.ndarray:

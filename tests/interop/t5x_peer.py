@@ -4,6 +4,8 @@ Run in an environment with T5X (github.com/google-research/t5x):
     python tests/interop/t5x_peer.py record FILE      losses and sums of the parameters after 3 and 20 steps, and learning
                                                       rates, as JSON: what tests/interop/t5x.json is
     python tests/interop/t5x_peer.py train FOLDER     all of the same, as FOLDER/NAME.npz
+    python tests/interop/t5x_peer.py read FOLDER      the losses of runs that begin from the checkpoints FOLDER/NAME, as
+                                                      FOLDER/NAME.npz
 """
 
 from __future__ import annotations
@@ -59,6 +61,7 @@ SCHEDULES = {
     "offset": dict(factors="constant * linear_warmup * rsqrt_decay", step_offset=1500, warmup_steps=300),
 }
 SCHEDULE_STEPS = 10_000
+READ = ("t5", "scalable_t5")  # cases with T5X's own options
 SHOWN_STEPS = (0, 1, 9, 99, 100, 101, 499, 501, 700, 999, 1000, 1001, 1399, 1500, 1501, 1800, 3199, 3201, 6500, 9999)
 
 
@@ -217,5 +220,15 @@ def train(folder: str) -> None:
     np.savez(pathlib.Path(folder) / "schedules.npz", **rates)
 
 
+def read(folder: str) -> None:
+    from t5x import checkpoints
+
+    for case in READ:
+        _, state = begun(case)
+        loaded = checkpoints.load_t5x_checkpoint(str(pathlib.Path(folder) / case / "checkpoint_0"))
+        losses, _ = trained(case, state.restore_state(loaded), steps=3)
+        np.savez(pathlib.Path(folder) / f"{case}.npz", losses=losses)
+
+
 if __name__ == "__main__":
-    {"record": record, "train": train}[sys.argv[1]](sys.argv[2])
+    {"record": record, "train": train, "read": read}[sys.argv[1]](sys.argv[2])

@@ -183,16 +183,64 @@ def answers(tmp_path_factory):
     if not PYTHON:
         pytest.skip("T5X_PYTHON names no python with t5x")
     folder = tmp_path_factory.mktemp("t5x")
+    peer("train", folder)
+    return folder
+
+
+def peer(*argv):
     env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "XLA_FLAGS")}
     done = subprocess.run(
-        [PYTHON, HERE / "t5x_peer.py", "train", str(folder)],
+        [PYTHON, HERE / "t5x_peer.py", *map(str, argv)],
         env=env | {"JAX_PLATFORMS": "cpu"},
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )
     assert done.returncode == 0, done.stdout[-3000:]
-    return folder
+
+
+def written(case, folder):
+    """A checkpoint that we write, of what T5X begins with."""
+    model = api.build(MODELS[case])
+    params, values = begun(model, folder / f"{case}_theirs"), hf_config.to_hf(model.config)
+    model_type = values["model_type"]
+    shapes, tensors = checkpoint.hf_shapes(model, model_type), checkpoint.hf_tensors(params, model, model_type)
+    t5x_write.save_t5x(str(folder / case), values, shapes, tensors, {}, dtype="float32")
+
+
+@pytest.mark.skipif(not PYTHON, reason="T5X_PYTHON names no python with t5x")
+def test_t5x_trains_from_what_we_write(tmp_path):
+    for case in t5x_peer.READ:
+        written(case, tmp_path)
+    peer("read", tmp_path)
+    for case in t5x_peer.READ:
+        np.testing.assert_allclose(np.load(tmp_path / f"{case}.npz")["losses"], T5X[case]["losses"][:3], rtol=RTOL)
+
+
+@pytest.mark.parametrize("case", t5x_peer.READ)
+def test_what_we_write_has_the_state_that_its_adafactor_begins_with(case, tmp_path):
+    written(case, tmp_path)
+    content = serialization.msgpack_restore((tmp_path / case / "checkpoint_0" / "checkpoint").read_bytes())["optimizer"]
+    states = t5x_peer.flat(content["state"]["param_states"])
+    kernel = (
+        "encoder/encoder/attention/out/kernel" if case == "scalable_t5" else "encoder/layers_0/attention/out/kernel"
+    )
+    found = {name: states[f"{kernel}/{name}"].shape for name in ("v_row", "v_col", "v", "m")}
+    if case == "scalable_t5":  # [heads, layers, features, embed], whatever its sizes
+        assert found == {"v_row": (2, 16), "v_col": (4, 2, 4), "v": (1,), "m": (1,)}
+        assert states["encoder/encoder/relpos_bias/rel_embedding/v"].shape == (4, 2, 32)
+    else:
+        assert found == {"v_row": (1,), "v_col": (1,), "v": (16, 16), "m": (1,)}
+    assert {name.rpartition("/")[0] for name in states} == set(t5x_names_of(content["target"]))
+
+
+def t5x_names_of(target, prefix=""):
+    """The names of arrays, each of which is a specification."""
+    for name, inner in target.items():
+        if "driver" in inner:
+            yield prefix + name
+        else:
+            yield from t5x_names_of(inner, f"{prefix}{name}/")
 
 
 @pytest.mark.parametrize("case", MODELS)
