@@ -71,5 +71,5 @@ def sums_of(
 
 def metrics_of(sums: list[tuple[LossSums, jax.Array]]) -> dict[str, float]:
     """The metrics of all batches together."""
-    totals = [sum(float(x) for x in column) for column in zip(*((*s, b) for s, b in sums))]
-    return evaluation_metrics(LossSums(*totals[:4]), totals[4])
+    total, target_bytes = jax.tree.map(lambda *of_batches: sum(map(float, of_batches)), *sums)
+    return evaluation_metrics(total, target_bytes)
