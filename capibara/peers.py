@@ -109,14 +109,19 @@ def place() -> tuple[int, int, str]:
     return state.process_id, state.num_processes, state.coordinator_address.rpartition(":")[0].strip("[]")
 
 
-def put(name: str, value: str) -> None:
-    """For `got`, by one of the processes, once."""
-    _client()[0].key_value_set(f"capibara/{name}", value)
+def put(name: str, value: str, *, again: bool = False) -> None:
+    """For `got` and `all_put`, by one of the processes; `again`: in place of what it has put there before."""
+    _client()[0].key_value_set(f"capibara/{name}", value, allow_overwrite=again)
 
 
 def got(name: str, timeout_s: float) -> str:
     """What another process has put by this name; waits for it."""
     return _client()[0].blocking_key_value_get(f"capibara/{name}", int(1000 * timeout_s))
+
+
+def all_put(folder: str) -> list[str]:
+    """What has been put by names that begin so; does not wait."""
+    return [value for _, value in _client()[0].key_value_dir_get(f"capibara/{folder}/")]
 
 
 def leave() -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 import jax
 
 from capibara.training.callbacks import Callback
+from capibara.training.decisions import Decisions
 from capibara.training.disk import disk_full_explained
 from capibara.training.given import Load
 from capibara.training.interrupt import Interrupted, StopRequest
@@ -76,7 +77,8 @@ def train(
             return _not_begun(run, callbacks, stop, peak_flops, config)
         callbacks.on_train_begin(run.info(started[1], peak_flops, config))
         callbacks.on_spent(started[1], run.spent)
-        return _stepped(run, started, stop, dog, callbacks, sampler)
+        decisions = stack.enter_context(Decisions())
+        return _stepped(run, started, stop, dog, decisions, callbacks, sampler)
 
 
 def _stepped(
@@ -84,6 +86,7 @@ def _stepped(
     started: tuple[TrainState, int, EarlyStopping],
     stop: StopRequest,
     dog: Watchdog,
+    decisions: Decisions,
     callbacks: Callback,
     sampler: Sampler | None,
 ) -> Outcome:
@@ -96,6 +99,7 @@ def _stepped(
         done = step >= trainer.steps or signal_number is not None
         due = score is None and _evaluation_due(run, step, first_step)
         if due and signal_number is None:  # else there may be seconds: then the checkpoint comes first
+            decisions.made(step, "evaluate")
             with meter.paused("evaluate"), dog.allowing("the evaluation", "evaluation_s"):
                 score = _evaluate(run, step, state.eval_params, callbacks, sampler)
             if score is not None:
@@ -103,13 +107,16 @@ def _stepped(
             signal_number = None if done and score is not None else stop.agreed(step)
         done = done or early.stop or signal_number is not None
         if step > saved and (done or _due(step, trainer.checkpointing.every)):
+            decisions.made(step, "save")
             with meter.paused("save"), dog.allowing("the save", "save_s"):
                 run.save(step, state, early, metrics, score, owes_evaluation=due and score is None)
                 callbacks.on_checkpoint(step)
             saved = step
         if done:
+            decisions.made(step, "end")
             dog.ending()
             return _ended(run, callbacks, meter, step, early.stop, signal_number)
+        decisions.passed(step)
         batch = _next_batch(run, step + 1, state.params, meter, dog)
         if batch is None:
             continue
@@ -119,6 +126,7 @@ def _stepped(
         if step % trainer.log_every == 0 or step == trainer.steps:
             callbacks.on_step(step, meter.read() | run.counters())
             if (spike := run.spike()) is not None:
+                decisions.made(step, "go back")
                 with meter.paused("roll_back"), dog.allowing("going back", "save_s"):
                     state, first_step, early = _gone_back(run, spike, state, callbacks)
                 step = saved = first_step

@@ -133,6 +133,12 @@ def resumed(folder: pathlib.Path) -> dict:
     return trained(stopping(folder))
 
 
+def differing(folder: pathlib.Path) -> dict:
+    """One process saves a step earlier than the others."""
+    every = 3 - (jax.process_index() == 1)
+    return trained(run_of(folder, "differing", checkpointing=Checkpointing(every=every), replica_check_every=0))
+
+
 def not_shared(folder: pathlib.Path) -> dict:
     """Each process has a folder of its own by the same name, as on the disks of hosts."""
     checkpoints._SEEN_S = 1.0
@@ -143,7 +149,7 @@ def not_shared(folder: pathlib.Path) -> dict:
     return {"said": None}
 
 
-PARTS = {"signalled": signalled, "resumed": resumed, "not_shared": not_shared}
+PARTS = {"signalled": signalled, "resumed": resumed, "differing": differing, "not_shared": not_shared}
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import pathlib
 import signal
+import socket
 import sys
 
 import jax
@@ -104,6 +105,16 @@ def test_two_processes_do_as_one(cluster, alone, tmp_path, meshes):
     first, second = (one["said"] for one in told["not_shared"])
     assert first is None
     assert "is not the folder that process 0 writes to: name a MODEL_DIR that all hosts share" in second
+
+
+def test_a_process_that_decides_otherwise_ends_all_and_is_named(cluster, tmp_path):
+    """In seconds, where each would wait for the other."""
+    axes.write_corpus(tmp_path)
+    ends = cluster("flags", 2).run(str(SCRIPT), str(tmp_path), "differing", timeout_s=60)
+    here = socket.gethostname()
+    said = f"process 1 on {here}: save after step 2; process 0 on {here}: the next step"
+    assert [one.code for one in ends] == [1, 1], [one.err[-2000:] for one in ends]
+    assert all(f"the processes of this run do not decide alike: {said}" in one.err for one in ends)
 
 
 @pytest.mark.heavy
