@@ -17,7 +17,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from capibara import peers
@@ -28,6 +28,7 @@ _KEY = "channel"
 _OPEN_S = 120.0  # for all to connect; all are there when it begins
 _HELLO_S = 10.0
 _MOST_BYTES = 64 << 20  # of a message: the longest prompts of many requests
+_LAST_S = 1.0  # for a message that is being sent
 _OWN_S = 2.0  # for an end of our own after another's, which says more
 _STOP_S = 10.0  # for an end after the last message
 _AGAIN = "start the command again on every host"
@@ -61,7 +62,7 @@ def leading(line: Leader | None, first: Message) -> Iterator[Callable[[Message],
 
 
 class Leader:
-    """Process 0's end of all lines; `send` may be used by one thread at a time, `close` by any.
+    """Process 0's end of all lines.
 
     Attributes:
       on_gone: told in a thread of its own when a process is gone; gives the seconds in which this one ends by itself.
@@ -71,7 +72,7 @@ class Leader:
     def __init__(self, count: int):
         self.on_gone: Callable[[Fault], float] = lambda _: _OWN_S
         self.on_signal: Callable[[int], None] = lambda _: None
-        self._closed = threading.Event()
+        self._closed, self._sending = threading.Event(), threading.Lock()
         self._lines, self._hosts = _accepted(count)
         peers.watched()
         threading.Thread(target=self._watch, name="capibara-channel", daemon=True).start()
@@ -83,19 +84,18 @@ class Leader:
           TryAgain: one of them is gone.
         """
         data = _packed(message)
-        for index, line in self._lines.items():
-            try:
-                line.sendall(data)
-            except OSError:
-                raise TryAgain(self._lost(index).line) from None
+        with self._sending:
+            for index, line in self._lines.items():
+                try:
+                    line.sendall(data)
+                except OSError:
+                    raise TryAgain(self._lost(index).line) from None
 
     def close(self) -> None:
         """The last message: the others end well."""
         if not self._closed.is_set():
             self._closed.set()
-            for line in self._lines.values():
-                with contextlib.suppress(OSError):
-                    line.sendall(_packed({"stop": True}))
+            self._send_last({"stop": True}, self._lines)
 
     def _watch(self) -> None:
         with selectors.DefaultSelector() as selector:
@@ -122,11 +122,17 @@ class Leader:
         return fault
 
     def _end(self, fault: Fault, gone: int) -> None:
-        for index, line in self._lines.items():
-            if index != gone:
-                with contextlib.suppress(OSError):
-                    line.sendall(_packed({"code": fault.code, "gone": fault.line}))
+        self._send_last({"code": fault.code, "gone": fault.line}, self._lines.keys() - {gone})
         _end_if_nobody_does(fault, self.on_gone(fault))
+
+    def _send_last(self, message: Message, to: Iterable[int]) -> None:
+        """Not in the midst of another message, unless that is stuck."""
+        is_free = self._sending.acquire(timeout=_LAST_S)
+        for index in to:
+            with contextlib.suppress(OSError):
+                self._lines[index].sendall(_packed(message))
+        if is_free:
+            self._sending.release()
 
 
 class Follower:

@@ -72,7 +72,13 @@ class ServingMesh:
                 f"try {math.gcd(heads, tensor)}"
             )
         used = _of_each_process(devices, tensor * data)
-        mesh = sharding.make_mesh(Plan(batch_size=data, data=data, fsdp=1, tensor=tensor), used)
+        try:
+            mesh = sharding.make_mesh(Plan(batch_size=data, data=data, fsdp=1, tensor=tensor), used)
+        except AssertionError:  # JAX's, of chips that are no box of the slice
+            raise UserError(
+                f"ServingMesh.tensor ({tensor}) x ServingMesh.data ({data}) would use {len(used)} of {len(devices)} chips, "
+                "which are no neighbours on the slice: use all of them"
+            ) from None
         # A vocabulary that cannot be shared is whole on every device.
         rules = Rules(vocab=()) if model.config.vocab_size % tensor else Rules()
         return sharding.shardings(mesh, rules, model.axes, model.abstract_params)

@@ -125,7 +125,7 @@ def test_rows_on_two_processes_are_those_of_one_device_and_any_of_them_is_signal
 
 
 @pytest.mark.heavy
-@pytest.mark.fault(28)
+@pytest.mark.fault(33)
 @pytest.mark.parametrize("killed", [1, 0])
 def test_a_process_that_is_killed_ends_the_service_with_a_line_that_names_it(pair, killed):
     two = pair("tensor")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+
 import jax
 import pytest
 
@@ -58,3 +60,29 @@ def test_emulated_devices_are_one_processor_unless_more_are_asked_for():
 def test_what_cannot_be_is_named(mesh, said):
     with pytest.raises(UserError, match=said):
         shape(jax.devices(), ServingMesh(**mesh))
+
+
+@pytest.mark.parametrize(
+    "mesh, want",
+    [({}, {"data": 2, "tensor": 8}), (dict(tensor=4), {"data": 4, "tensor": 4}), (dict(data=1), {"tensor": 8})],
+    ids=str,
+)
+def test_every_process_of_a_slice_has_a_share(mesh, want):
+    devices = topology.slice_devices("v5e-16")
+    assert len({device.process_index for device in devices}) == 4
+    assert shape(devices, ServingMesh(**mesh)) == want
+    found = jax.tree.leaves(ServingMesh(**mesh).shardings(api.build(DecoderConfig(**SIZES)), devices))[0].mesh
+    counts = collections.Counter(device.process_index for device in found.devices.flat)
+    assert len(counts) == 4 and len(set(counts.values())) == 1
+
+
+@pytest.mark.parametrize(
+    "mesh, said",
+    [
+        (dict(tensor=2, data=1), r"ServingMesh.data \(2\) must be a multiple of the 4 processes, .* try 4"),
+        (dict(tensor=4, data=1), "4 of 16 chips, which are no neighbours on the slice: use all of them"),
+    ],
+)
+def test_a_process_without_a_share_is_refused(mesh, said):
+    with pytest.raises(UserError, match=said):
+        shape(topology.slice_devices("v5e-16"), ServingMesh(**mesh))
