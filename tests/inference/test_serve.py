@@ -11,11 +11,13 @@ import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
+import jax
 import openai
 import pytest
 
-from capibara import cli, infer, serve
+from capibara import cli, infer, loading, serve
 from capibara.inference import server
+from capibara.inference.sampling import Sampling
 from capibara.inference.service import Service, State
 
 CHECKOUT = pathlib.Path(__file__).resolve().parents[2]
@@ -146,10 +148,38 @@ def test_mistakes_are_one_line(capfd, folder, tmp_path, monkeypatch):
     assert "leave one out" in mistake(capfd, infer.main, model, "--model_dir=x", "--prompt=a")
 
 
-def test_infer_takes_a_foreign_model(capfd, folder, served):
+@pytest.fixture
+def loaded(monkeypatch):
+    """The parameters of every model that was loaded."""
+    load, found = loading.load, []
+
+    def noted(*args, **options):
+        opened = load(*args, **options)
+        found.extend(jax.tree.leaves(opened.run.params))
+        return opened
+
+    monkeypatch.setattr(loading, "load", noted)
+    return found
+
+
+def test_an_engine_takes_the_memory_of_what_was_loaded(capfd, folder, loaded, monkeypatch):
+    seen = {}
+
+    def run(listening, keys, load, *_):
+        seen["engine"] = load()[0].engine
+        listening.close()
+        return 0
+
+    monkeypatch.setattr(server, "run", run)
+    assert cli.run_verb(serve.main, [f"--model={folder}", *QUICK]) == 0
+    assert loaded and all(one.is_deleted() for one in loaded)
+    assert seen["engine"].submit([1], Sampling(max_new_tokens=1)).result()
+
+
+def test_infer_takes_a_foreign_model(capfd, folder, served, loaded):
     asked = [f"--model={folder}", F32, "--gin.Sampling.temperature=0", "--gin.Sampling.max_new_tokens=12"]
     assert cli.run_verb(infer.main, [*asked, "--prompt=The river"]) == 0
-    from capibara.inference.sampling import Sampling
+    assert loaded and all(one.is_deleted() for one in loaded)  # by the engine, for its own
 
     greedy = Sampling(temperature=0.0, max_new_tokens=12)
     assert capfd.readouterr().out == "The river" + served.engine.submit("The river", greedy).result().text + "\n"

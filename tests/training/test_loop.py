@@ -17,11 +17,12 @@ from capibara.data.vocabulary import ByteVocabulary
 from capibara.models import api
 from capibara.optim import Adafactor, FactorSchedule, Optimizer, Schedule
 from capibara.sharding import Plan
-from capibara.training import loop, run, shapes
+from capibara.training import hosts, loop, run, shapes
 from capibara.training.anomalies import Anomalies
 from capibara.training.checkpoints import Checkpointing, Checkpoints
 from capibara.training.encryption import Encryption
 from capibara.training.trainer import Evaluation
+from capibara.training.watchdog import Watch, Watchdog
 from capibara.types import UserError
 
 
@@ -214,9 +215,29 @@ def test_retention(make_trainer, train, tmp_path):
     assert sorted(int(p.name) for p in (tmp_path / "run" / "checkpoints").iterdir()) == [4, 8, 9]
 
 
-def test_status_lines_say_what_takes_time(make_trainer, train):
-    statuses = train(make_trainer(steps=2)).statuses
+def test_what_takes_time_is_said_and_watched_by_its_own_limit(make_trainer, train, monkeypatch):
+    dogs, limits_s = [], {}
+
+    class Noted(Watchdog):
+        def __init__(self, *args):
+            super().__init__(*args)
+            dogs.append(self)
+
+    def noting(name, method):
+        def noted(*args, **options):
+            limits_s[name] = dogs[0].limit_s
+            return method(*args, **options)
+
+        return noted
+
+    monkeypatch.setattr(loop, "Watchdog", Noted)
+    for name in ("start", "step", "evaluate", "save"):
+        monkeypatch.setattr(run.Run, name, noting(name, getattr(run.Run, name)))
+    watch = Watch(start_s=1001.0, evaluation_s=1002.0, save_s=1003.0)
+    statuses = train(make_trainer(steps=2, watch=watch, evaluation=Evaluation(every=2, max_batches=1))).statuses
     assert statuses[0] == "compiling the train step for 8 devices" and statuses[1].startswith("compiled in ")
+    assert limits_s == {"start": 1001.0, "step": 1001.0, "evaluate": 1002.0, "save": 1003.0}
+    assert dogs[0].limit_s == 1003.0  # of the last save
 
 
 @pytest.mark.heavy
@@ -255,6 +276,21 @@ def test_other_data_than_before_is_refused_and_leaves_no_threads(make_trainer, t
         for thread in set(threading.enumerate()) - before
         if thread.name.startswith("capibara") and "-files" not in thread.name
     ]
+
+
+def test_hosts_that_read_different_data_end_before_the_first_step(make_trainer, train, monkeypatch):
+    """Not at the first save, which finds it too."""
+    gathered, steps = hosts.gathered, []
+
+    def of_two(value):
+        if not isinstance(value, dict) or "settings" not in value:
+            return gathered(value)
+        return [value, {**value, "settings": {**value["settings"], "data": {"documents": 3}}}]
+
+    monkeypatch.setattr(hosts, "gathered", of_two)
+    with pytest.raises(UserError, match="the hosts do not read the same data: .* on host 0 .* on host 1 3"):
+        train(make_trainer(steps=2), after_step=steps.append)
+    assert not steps
 
 
 def test_a_state_that_is_not_finite_is_not_saved(make_trainer, train):

@@ -36,6 +36,17 @@ def test_a_file_that_is_larger_than_any_of_ours_is_not_read(path, gs):
     assert not any("alt=media" in asked[1] for asked in gs.asked[before:])
 
 
+def test_a_version_and_its_content_are_of_one_file_though_another_writes_between_the_two_requests(path, gs):
+    first, later = versions.write(path, b"one", NONE), []
+
+    def written(method, asked):
+        if method == "GET" and "alt=media" in asked and not later:
+            later.append(versions.write(path, b"two", first))
+
+    with gs.failing(written):
+        assert versions.read(path) == (b"two", *later)
+
+
 def test_of_several_at_once_one_wins(path):
     def tried(number, expected):
         try:

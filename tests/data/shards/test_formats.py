@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from capibara.data.shards import array_record, parquet, tfrecord
+from capibara.data.shards.formats import read
+from capibara.data.shards.index import listed
 from capibara.data.shards.lines import JsonLines
 from capibara.data.shards.protobuf import Malformed, example
 from capibara.data.shards.source import Format, ShardedSource
@@ -151,6 +153,16 @@ def test_a_shard_that_is_cut_short_while_it_is_read_is_refused(corpus, monkeypat
         store.pipe_file(path, store.cat_file(path)[:-40])
     with pytest.raises(UserError, match="is cut short"):
         blocks.examples(0)
+
+
+def test_a_local_shard_that_is_cut_short_while_it_is_read_is_refused(tmp_path):
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(b"0123456789")
+    (entry,) = listed("files", [str(path)])
+    assert read(entry, 2, 9) == b"2345678"
+    path.write_bytes(b"0123")
+    with pytest.raises(UserError, match=r"x\.jsonl is cut short .2 of 7 bytes at 2"):
+        read(entry, 2, 9)
 
 
 @pytest.mark.parametrize(
