@@ -37,7 +37,7 @@ class Drawn:
     """A folder whose tensors are drawn by their names."""
 
     def __init__(self, name):
-        self.config, self.tokenizer = FOLDERS[name]["config"], {}
+        self.config, self.tokenizer, self.about = FOLDERS[name]["config"], {}, {}
         self._shapes = {key: tuple(shape) for key, shape in FOLDERS[name]["shapes"].items()}
 
     def shapes(self):

@@ -163,7 +163,7 @@ class Renamed:
     """A folder's model with other names and more tensors."""
 
     def __init__(self, foreign, rename, more=()):
-        self.config, self.tokenizer, self._foreign = foreign.config, {}, foreign
+        self.config, self.tokenizer, self.about, self._foreign = foreign.config, {}, {}, foreign
         self._names = {rename(name): name for name in foreign.shapes()} | dict.fromkeys(more)
 
     def shapes(self):

@@ -33,7 +33,7 @@ class Source:
     """A tiny model as a ForeignModel."""
 
     def __init__(self, name):
-        self.config, self.tokenizer = dict(cases.CASES[name]), cases.byte_level()
+        self.config, self.tokenizer, self.about = dict(cases.CASES[name]), cases.byte_level(), {}
         self.values = dict(cases.tensors(self.config))
 
     def shapes(self):
