@@ -19,6 +19,7 @@ from capibara.types import UserError
 CONFIG = DecoderConfig(
     vocab_size=258, embed_dim=32, num_layers=2, num_heads=4, mlp_dim=64, dtype="float32", max_length=128
 )
+RUNS = run_folder.RunFolders()
 OURS = ("Dataset.length = 64", "DecoderConfig.dtype = 'float32'")
 
 
@@ -38,7 +39,7 @@ def forms(tmp_path_factory):
     files = {"tokenizer.json": b"", "tokenizer_config.json": b'{"eos_token": "<eos>"}'}
     run_folder.save(str(folder / "run"), params, gin_of.run(CONFIG, str(folder / "run"), files))
     for form, target in (("hf", "hf"), ("gguf", "m.gguf")):
-        conversion.convert(str(folder / "run"), str(folder / target), form, "f32", None, ((), (), ()), run_folder)
+        conversion.convert(str(folder / "run"), str(folder / target), form, "f32", None, ((), (), ()), RUNS)
     config.reset()
     return folder, params
 
