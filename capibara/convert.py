@@ -23,7 +23,8 @@ _DESCRIPTION = """Convert a model from one form to another, or look after the ch
   seal    take the run folder's own files as they are now, after you changed one by hand
   prune   remove steps: --keep=N newest and --keep_every=N stay, and the last that is what was saved
 
-example: python -m capibara.convert --from=runs/mine --to=mine.gguf --quantize=gptq --calibration=chats.jsonl
+examples: python -m capibara.convert --from=runs/mine --to=mine.gguf --dtype=q4_k_m
+          python -m capibara.convert --from=runs/mine --to=mine.gguf --quantize=gptq --calibration=chats.jsonl
 
 exit codes: 0 done, all steps are what was saved; 1 some are not; 2 a mistake in what was given"""
 _FORMATS = ("hf", "pytorch", "gguf", "t5x", "peft", "peft_fused", "capibara")
@@ -42,7 +43,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--to", dest="target", metavar="PATH", help="where it is written")
     parser.add_argument("--format", choices=_FORMATS, help="of --to; default: hf, gguf for x.gguf")
     parser.add_argument("--base", metavar="PATH", help="of an adapter: its model; default: what it names")
-    parser.add_argument("--dtype", choices=("f32", "bf16", "f16", "q8_0", "q4_0"), help="default: as stored, else bf16")
+    parser.add_argument(
+        "--dtype",
+        type=str.lower,
+        choices=quantize.DTYPES,
+        help="of weights; default: as stored, else bf16; q...: of gguf, as llama-quantize writes it",
+    )
     quantize.add_arguments(parser)
     parser.add_argument("--step", type=int, metavar="N", help="of list and verify: this one alone")
     parser.add_argument("--keep", type=int, metavar="N", help="of prune: newest steps that stay")

@@ -31,7 +31,6 @@ _STORED = ("hf", "gguf", "pytorch", "t5x")
 _ADAPTERS = ("peft", "peft_fused")
 FORMATS = (*_STORED, *_ADAPTERS, "capibara")
 _FLOATS = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
-DTYPES = (*_FLOATS, "q8_0", "q4_0")
 _SPECIAL = ("bos", "eos", "pad")
 _SENTENCEPIECE = {"t5": "spiece.model"}  # the name of the model file, where it is not tokenizer.model
 
@@ -71,7 +70,7 @@ class OurModel:
       tokenizer: files, by name.
       about: its model card and licence files, by name.
       vocabulary: of the run; None: that of the tokenizer.
-      stored: the dtype that it is written in where none is asked for, one of DTYPES.
+      stored: the dtype that it is written in where none is asked for: f32, bf16 or f16.
     """
 
     model: api.Model
@@ -159,7 +158,7 @@ def convert(
       path: a run folder, a folder of PEFT, of Hugging Face or of T5X, or a .gguf file.
       target: the folder or file, a new one.
       form: one of FORMATS; None: gguf where the target is called so, else hf.
-      dtype: one of DTYPES, of the stored tensors; None: as they are, bf16 of a run of ours.
+      dtype: one of quantize.DTYPES, of the stored tensors; None: as they are, bf16 of a run of ours.
       base: the model that an adapter is of; None: the one that it names.
       gin: of the command line; it says of a model what its own files do not, or something else.
       runs: training.run_folder.
@@ -292,7 +291,7 @@ def write(
     if form == "gguf":
         from capibara.interop import gguf_write
 
-        gguf_write.write_gguf(target, config, view.tensors(), source.tokenizer, source.about, dtype=dtype)
+        gguf_write.write_gguf(target, config, view.tensors(), source.tokenizer, source.about, dtype=dtype, show=show)
     elif form == "t5x":
         t5x_write.save_t5x(target, config, shapes, view.tensors(), source.tokenizer, dtype=_FLOATS[dtype])
     else:
@@ -321,7 +320,7 @@ def _in_4_bits(
     if form == "gguf":
         from capibara.interop import gguf_write
 
-        gguf_write.write_gguf(target, made.config, made.tensors(), source.tokenizer, source.about, dtype=fixed)
+        gguf_write.write_gguf(target, made.config, made.tensors(), source.tokenizer, source.about, dtype=fixed, show=show)
     else:
         hf_folder.save_hf(
             target, made.words_config, made.word_shapes(), made.in_words(), source.tokenizer | source.about,

@@ -3,30 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, BinaryIO
 
 import numpy as np
 
 from capibara import outputs
-from capibara.interop import gguf_config, gguf_names, gguf_rope, gguf_vocabulary, model_card, partial
+from capibara.interop import gguf_config, gguf_names, gguf_rope, gguf_types, gguf_vocabulary, model_card, partial
 from capibara.interop.gguf_names import Change, Family, Tensor
 from capibara.interop.gguf_read import stored_shape
 from capibara.interop.grid import Packed
 from capibara.types import UserError
-
-# What --dtype may say -> the types of matrices, and of the two whose rows are tokens, as the gguf package calls them.
-_TYPES = {
-    "f32": ("F32", "F32"),
-    "f16": ("F16", "F16"),
-    "bf16": ("BF16", "BF16"),
-    "q8_0": ("Q8_0", "Q8_0"),
-    "q4_0": ("Q4_0", "Q8_0"),
-}
-_FILE_TYPES = {"f32": "ALL_F32"}
-_BY_TOKEN = ("token_embd.weight", "output.weight")
-# The largest values that the types hold: blocks have a step in float16.
-_MOST = {"F16": 65504.0, "Q8_0": 127 * 65504.0, "Q4_0": 8 * 65504.0}
 
 
 def write_gguf(
@@ -37,6 +24,7 @@ def write_gguf(
     about: Mapping[str, bytes] | None = None,
     *,
     dtype: str = "f16",
+    show: Callable[[str, str], None] = lambda topic, detail: None,
 ) -> None:
     """Writes a model, tensor by tensor; under the name `path` there is the whole file or what was there before.
 
@@ -46,22 +34,25 @@ def write_gguf(
       tensors: all tensors of the checkpoint, in any order, each in any floating-point dtype, or on a grid of q4_0.
       tokenizer: the files of the tokenizer; without tokenizer.json llama.cpp takes and gives ids alone.
       about: its model card and licence files, by name: the file says its name and licence.
-      dtype: f32, f16, bf16, q8_0 or q4_0: of matrices. Vectors, routers and learned positions stay f32; with q4_0 the
-        embedding and the head are q8_0; what has rows that are no multiple of a block (32 values) is f16.
+      dtype: one of gguf_types.DTYPES, of matrices. Vectors, routers and learned positions stay f32; with q4_0 the
+        embedding and the head are q8_0; K-quants (q4_k_m, ...) are llama-quantize's mixtures. What has rows that are no
+        multiple of a block (32 values) is f16.
+      show: is told which tensor it is at.
 
     Raises:
       UserError: llama.cpp has no such model or tokenizer, a tensor is missing, unknown, of another shape or beyond
         what the dtype holds, or the file cannot be written.
     """
-    if dtype not in _TYPES:
-        raise UserError(f"dtype {dtype!r} is none that GGUF files are written in, must be one of {', '.join(_TYPES)}")
+    if dtype not in gguf_types.DTYPES:
+        known = ", ".join(gguf_types.DTYPES)
+        raise UserError(f"dtype {dtype!r} is none that GGUF files are written in, must be one of {known}")
     family = gguf_names.of_model_type(config.get("model_type"))
     wanted = family.tensors(config)
     values = {f"{family.arch}.{key}": value for key, value in gguf_config.to_metadata(config).items()}
     values |= {f"general.{key}": value for key, value in model_card.general(about or {}, config).items()}
     values |= {f"tokenizer.{key}": value for key, value in gguf_vocabulary.metadata(tokenizer, config).items()}
     with outputs.unwritable_told(path), partial.beside(os.fspath(path)) as unfinished:
-        _File(unfinished, family, config, wanted, values, dtype).write(tensors)
+        _File(unfinished, family, config, wanted, values, gguf_types.Types.of(dtype, config, family)).write(tensors, show)
         os.replace(unfinished, path)
 
 
@@ -75,7 +66,7 @@ class _File:
         config: Mapping[str, Any],
         wanted: list[Tensor],
         values: Mapping[str, Any],
-        dtype: str,
+        types: gguf_types.Types,
     ):
         gguf = gguf_names.package()
         self._gguf, self._family, self._heads = gguf, family, family.heads(config)
@@ -90,17 +81,17 @@ class _File:
         self._factors = None if factors is None else factors.astype(np.float32)
         if factors is not None:
             shapes[gguf_rope.FACTORS] = factors.shape
-        self._add_values(values, dtype)
+        self._add_values(values, types)
         place = 0
         for name, shape in shapes.items():
-            kind = self._type(name, shape, dtype)
+            kind = types.type(name, shape)
             size = _bytes_of(gguf, shape, kind)
             self._types[name], self._places[name] = kind, place
             self._writer.add_tensor_info(name, shape, np.dtype(np.float32), size, raw_dtype=kind)
             place += gguf.GGUFWriter.ggml_pad(size, self._writer.data_alignment)
         self._size = place
 
-    def write(self, tensors: Iterable[tuple[str, np.ndarray | Packed]]) -> None:
+    def write(self, tensors: Iterable[tuple[str, np.ndarray | Packed]], show: Callable[[str, str], None]) -> None:
         """Writes the file."""
         writer, missing = self._writer, dict(self._wanted)
         try:
@@ -120,6 +111,7 @@ class _File:
                 if tensor is None:
                     why = "came twice" if name in self._wanted else f"is not known in {self._family.model_type} models"
                     raise UserError(f"the tensor {name} {why}: it cannot be written to a GGUF file")
+                show("writing", f"tensor {len(self._wanted) - len(missing)} of {len(self._wanted)}, {tensor.stored}")
                 data = self._data(tensor, value)
                 file.seek(start + self._places[tensor.stored] + (tensor.expert or 0) * data.nbytes)
                 file.write(data)
@@ -149,26 +141,17 @@ class _File:
         """What is in the file's order, in its type."""
         value = np.ascontiguousarray(value, dtype=np.float32)
         kind = self._types[tensor.stored]
-        most = _MOST.get(kind.name)
+        most = gguf_types.MOST.get(kind.name)
         if most is not None and not np.abs(value).max(initial=0) <= most:
             raise UserError(f"{tensor.name} has values beyond {most:g}, {kind.name} cannot hold them: try bf16 or f32")
-        return np.ascontiguousarray(self._gguf.quantize(value, kind))
+        return gguf_types.quantized(value, kind)
 
-    def _type(self, name: str, shape: tuple[int, ...], dtype: str) -> Any:
-        """The type of a tensor of the file."""
-        types = self._gguf.GGMLQuantizationType
-        if len(shape) == 1 or name.endswith(gguf_names.EXACT):
-            return types.F32
-        kind = types[_TYPES[dtype][name in _BY_TOKEN]]
-        block, _ = self._gguf.GGML_QUANT_SIZES[kind]
-        return types.F16 if shape[-1] % block else kind
-
-    def _add_values(self, values: Mapping[str, Any], dtype: str) -> None:
+    def _add_values(self, values: Mapping[str, Any], types: gguf_types.Types) -> None:
         """The metadata: a number that is a float in Python is a float32, a whole number a uint32."""
         writer = self._writer
         writer.add_type("model")
-        writer.add_file_type(self._gguf.LlamaFileType[_FILE_TYPES.get(dtype, f"MOSTLY_{dtype.upper()}")])
-        if dtype.startswith("q"):
+        writer.add_file_type(types.file_type)
+        if types.blocks:
             writer.add_quantization_version(self._gguf.GGML_QUANT_VERSION)
         for key, value in values.items():
             match value:

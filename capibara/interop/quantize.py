@@ -10,6 +10,11 @@ from capibara.types import UserError
 
 FLAGS = ("quantize", "calibration", "group_size")
 GROUP_SIZES = (128, 64, 32)
+# What --dtype may say; all but the first three are of GGUF.
+DTYPES = (
+    *("f32", "bf16", "f16", "q8_0", "q6_k", "q5_k_m", "q5_k_s", "q4_k_m", "q4_k_s"),
+    *("q3_k_l", "q3_k_m", "q3_k_s", "q4_0"),
+)
 
 
 class Method(enum.StrEnum):
