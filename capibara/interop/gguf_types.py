@@ -118,19 +118,19 @@ class Types:
         types = gguf_names.package().GGMLQuantizationType
         if len(shape) == 1 or name.endswith(gguf_names.EXACT):
             return types.F32
-        kind = self._wanted(name, shape[-1])
+        kind = self._wanted(name)
         for narrower in (_NARROW.get(kind, "F16"), "F16"):
             block, _ = gguf_names.package().GGML_QUANT_SIZES[types[kind]]
             kind = kind if shape[-1] % block == 0 else narrower
         return types[kind]
 
-    def _wanted(self, name: str, width: int) -> str:
+    def _wanted(self, name: str) -> str:
         """The type of a matrix whose rows are blocks of it."""
         mixture = MIXTURES.get(self.dtype)
         if mixture is None:
             return "Q8_0" if self.dtype == "q4_0" and name in (HEAD, EMBEDDING) else _PLAIN[self.dtype]
         if name == HEAD or self.tied and name == EMBEDDING:
-            return "Q8_0" if width % k_quants.BLOCK else "Q6_K"
+            return "Q6_K"
         layer = re.match(r"blk\.(\d+)\.(attn_v|attn_qkv|attn_k|attn_output|ffn_down)(_exps)?\.weight$", name)
         if layer is None:
             return mixture.plain
@@ -161,4 +161,6 @@ def quantized(value: np.ndarray, kind: Any) -> np.ndarray:
     """Rows of float32 in a type of the gguf package, in one piece of memory."""
     if kind.name in k_quants.KINDS:
         return k_quants.quantize(value, kind.name)
+    if kind.name in ("Q4_0", "Q5_0"):
+        value = value + np.float32(0)  # a block of zeros has the scale of 0, not that of -0
     return np.ascontiguousarray(gguf_names.package().quantize(value, kind))

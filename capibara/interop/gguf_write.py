@@ -52,7 +52,9 @@ def write_gguf(
     values |= {f"general.{key}": value for key, value in model_card.general(about or {}, config).items()}
     values |= {f"tokenizer.{key}": value for key, value in gguf_vocabulary.metadata(tokenizer, config).items()}
     with outputs.unwritable_told(path), partial.beside(os.fspath(path)) as unfinished:
-        _File(unfinished, family, config, wanted, values, gguf_types.Types.of(dtype, config, family)).write(tensors, show)
+        _File(unfinished, family, config, wanted, values, gguf_types.Types.of(dtype, config, family)).write(
+            tensors, show
+        )
         os.replace(unfinished, path)
 
 

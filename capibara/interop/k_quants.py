@@ -17,7 +17,7 @@ from collections.abc import Callable
 import numpy as np
 
 BLOCK = 256
-_CHUNK = 128  # blocks that are worked on at once: their arrays stay in a core's cache
+_CHUNK = 256  # blocks that are worked on at once: their arrays stay in a core's cache
 _MAGIC = np.float32(1.5 * 2**23)  # added to a number, it leaves the nearest whole one in the low bits
 _EXACT = np.float32(4e6)  # below 2**22, where that holds
 _TINY = np.float32(1e-15)
@@ -43,7 +43,8 @@ def quantize(value: np.ndarray, kind: str) -> np.ndarray:
             found[start : start + _CHUNK] = of_chunk(blocks_NK[start : start + _CHUNK])
 
     starts = range(0, len(blocks_NK), _CHUNK)
-    with concurrent.futures.ThreadPoolExecutor(min(len(os.sched_getaffinity(0)), len(starts))) as pool:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with concurrent.futures.ThreadPoolExecutor(min(cores, max(1, len(starts)))) as pool:
         list(pool.map(work, starts))
     return found.reshape(*value.shape[:-1], -1)
 
@@ -65,7 +66,7 @@ def _levels(x_VG: np.ndarray, inverse_G: np.ndarray, low_G: np.ndarray, most: in
     """What x is on a scale that begins at `low`: whole numbers from 0 to `most`, in float32."""
     np.subtract(x_VG, low_G, out=out)
     np.multiply(out, inverse_G, out=out)
-    if (np.abs(out) < _EXACT).all():
+    if out.max() < _EXACT and out.min() > -_EXACT:
         np.rint(out, out=out)
     else:
         out[:] = _nearest(out)
@@ -84,8 +85,8 @@ def _with_minimum(
     weight = np.abs(x_VG)
     weight += np.sqrt(_sum(x_VG * x_VG) / _F32(len(x_VG)))
     low, high = np.minimum(x_VG.min(0), _F32(0)), x_VG.max(0)
-    sum_w, sum_x, flat = _sum(weight), _sum(weight * x_VG), high == low
-    inverse = _F32(most) / (high - low)
+    sum_w, sum_x = _sum(weight), _sum(weight * x_VG)
+    inverse = _F32(most) / (high - low)  # infinite where all are the same, which no step makes better
     scale = _F32(1) / inverse
     level, product = np.empty_like(x_VG), np.empty_like(x_VG)
     _levels(x_VG, inverse, low, most, level)
@@ -104,10 +105,14 @@ def _with_minimum(
         above = tried_low > 0
         tried, tried_low = np.where(above, sum_xl / sum_l2, tried), np.where(above, _F32(0), tried_low)
         error = _error(level, tried, tried_low, x_VG, weight, product)
-        better = (determinant > 0) & (error < best) & ~flat
+        better = (determinant > 0) & (error < best)
         made_of = (np.where(better, inverse, made_of[0]), np.where(better, low, made_of[1]))
-        best, scale, low = np.where(better, error, best), np.where(better, tried, scale), np.where(better, tried_low, low)
-    return np.where(flat, _F32(0), scale), -low, made_of
+        best, scale, low = (
+            np.where(better, error, best),
+            np.where(better, tried, scale),
+            np.where(better, tried_low, low),
+        )
+    return scale, -low, made_of
 
 
 def _error(
@@ -135,8 +140,7 @@ def _q4_q5(blocks_NK: np.ndarray, most: int, first: float, steps: int) -> np.nda
     level = np.clip(_nearest((x_VG + offset) / step), 0, most).astype(np.uint8)
     if (gone := step == 0).any():  # too small for float16: the levels stay as they were found
         x = x_VG[:, gone]
-        found = _levels(x, made_of[0][gone], made_of[1][gone], most, np.empty_like(x))
-        level[:, gone] = np.where(scale_G[gone] == 0, _F32(0), found)
+        level[:, gone] = _levels(x, made_of[0][gone], made_of[1][gone], most, np.empty_like(x))
     levels = level.T.reshape(count, 8, 32)
     (scales, minima), high = small, levels >> 4
     parts = [
