@@ -37,7 +37,7 @@ from capibara.interop.gguf_write import write_gguf
 from capibara.models import api
 
 HERE = pathlib.Path(__file__).resolve().parent
-DTYPES = ("f32", "f16", "bf16", "q8_0", "q4_0")
+DTYPES = ("f32", "f16", "bf16", "q8_0", "q6_k", "q5_k_m", "q4_k_m", "q3_k_m", "q4_0")
 QUESTIONS = (
     "What is the capital of France?",
     "Write one sentence about the sea.",
