@@ -60,8 +60,11 @@ _BLOCKS = (
 class LlamaCpp:
     """llama.cpp with a file, in a process of its own; see peers/llama_cpp.py for what is said."""
 
-    def __init__(self, python: str, path: str | os.PathLike[str], threads: int = 1):
+    def __init__(
+        self, python: str, path: str | os.PathLike[str], threads: int = 1, lora: str | os.PathLike[str] | None = None
+    ):
         command = [python, str(HERE / "peers" / "llama_cpp.py"), os.fspath(path), f"--threads={threads}"]
+        command += [] if lora is None else [f"--lora={os.fspath(lora)}"]
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True)
         self.version = self._read()["ready"]

@@ -17,7 +17,7 @@ _DESCRIPTION = """Convert a model from one form to another, or look after the ch
   --from  a run folder (its newest checkpoint), a folder of Hugging Face, PEFT or T5X, or a .gguf file
   --to    what is not there yet. --format=hf: a Hugging Face folder, pytorch: the same with pytorch_model.bin, gguf: a file,
           t5x: a T5X checkpoint, peft: a run's adapters, peft_fused: the same, a layer's experts in one as
-          transformers 5 has them, capibara: a run folder to begin from
+          transformers 5 has them, gguf_lora: a run's or PEFT's adapters for llama.cpp, capibara: a run folder to begin from
   list    the steps that there are, with their size, date, score and where they come from
   verify  read every file of the run folder and of every step and compare it with the manifests
   seal    take the run folder's own files as they are now, after you changed one by hand
@@ -27,7 +27,7 @@ examples: python -m capibara.convert --from=runs/mine --to=mine.gguf --dtype=q4_
           python -m capibara.convert --from=runs/mine --to=mine.gguf --quantize=gptq --calibration=chats.jsonl
 
 exit codes: 0 done, all steps are what was saved; 1 some are not; 2 a mistake in what was given"""
-_FORMATS = ("hf", "pytorch", "gguf", "t5x", "peft", "peft_fused", "capibara")
+_FORMATS = ("hf", "pytorch", "gguf", "t5x", "peft", "peft_fused", "gguf_lora", "capibara")
 _PRUNE = ("keep", "keep_every", "damaged", "dry_run")
 _MODEL = ("source", "target", "format", "dtype", "base", "trust_config", *quantize.FLAGS)
 _OF = dict.fromkeys(_MODEL, ("a model",))  # flags -> of what
@@ -43,12 +43,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--to", dest="target", metavar="PATH", help="where it is written")
     parser.add_argument("--format", choices=_FORMATS, help="of --to; default: hf, gguf for x.gguf")
     parser.add_argument("--base", metavar="PATH", help="of an adapter: its model; default: what it names")
-    parser.add_argument(
-        "--dtype",
-        type=str.lower,
-        choices=quantize.DTYPES,
-        help="of weights; default: as stored, else bf16; q...: of gguf, as llama-quantize writes it",
-    )
     quantize.add_arguments(parser)
     parser.add_argument("--step", type=int, metavar="N", help="of list and verify: this one alone")
     parser.add_argument("--keep", type=int, metavar="N", help="of prune: newest steps that stay")

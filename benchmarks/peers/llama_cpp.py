@@ -1,6 +1,6 @@
 """The llama.cpp side of benchmarks/gguf_files.py: loads a GGUF file and answers for it.
 
-    python llama_cpp.py FILE.gguf [--threads=1]
+    python llama_cpp.py FILE.gguf [--threads=1] [--lora=ADAPTER.gguf]
 
 Runs wherever xllamacpp is installed and imports nothing of capibara. Says `ready` in one JSON line, then answers each
 line of standard input with one JSON line: {"op": "tokenize", "text": ...}, or {"op": "continue", "ids": [...],
@@ -20,7 +20,7 @@ from typing import Any
 import xllamacpp
 
 
-def start(path: str, threads: int) -> xllamacpp.Server:
+def start(path: str, threads: int, lora: str | None = None) -> xllamacpp.Server:
     """A server of the file, in this process."""
     params = xllamacpp.CommonParams()
     params.model.path = path
@@ -28,6 +28,8 @@ def start(path: str, threads: int) -> xllamacpp.Server:
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
     params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
     params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    if lora is not None:
+        params.lora_adapters = [xllamacpp.CommonAdapterLoraInfo(lora, 1.0)]
     params.port, params.verbosity = 0, 0
     return xllamacpp.Server(params)
 
@@ -57,10 +59,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--lora", metavar="GGUF", help="adapters that are added to it")
     args = parser.parse_args()
     out = os.fdopen(os.dup(1), "w")  # llama.cpp itself writes to standard output
     os.dup2(2, 1)
-    server = start(args.file, args.threads)
+    server = start(args.file, args.threads, args.lora)
     print(json.dumps({"ready": xllamacpp.__version__}), file=out, flush=True)
     for line in sys.stdin:
         print(json.dumps(answer(server, json.loads(line))), file=out, flush=True)

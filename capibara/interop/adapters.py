@@ -63,6 +63,36 @@ def merged(folder: str, model: api.Model, params: Params, like: Mapping[str, Any
     return model, jax.jit(adapted.merge)(tree.joined(values, params))
 
 
+def as_gguf(folder: str, target: str, model: api.Model, like: Mapping[str, Any]) -> str:
+    """Writes the adapters of a folder of PEFT as a GGUF file; returns a line that says what is there now.
+
+    Args:
+      folder: of PEFT.
+      target: a new file.
+      model: what they are of.
+      like: the model's config.json.
+
+    Raises:
+      UserError: they cannot be read, or llama.cpp has no such ones.
+    """
+    config = hf_config.to_hf(model.config, like)
+    lora, values = peft.read_peft(folder, model, config["model_type"])
+    return _write_gguf(target, values, api.build(dataclasses.replace(model.config, lora=lora)), config)
+
+
+def run_as_gguf(run: Run, target: str, base: str | None, origin: Mapping[str, bytes]) -> str:
+    """As `as_gguf`, of a run with adapters; `base` and `origin` as in `write_run`."""
+    _, values = _base(run, base, origin)
+    return _write_gguf(target, run.model.trained(run.params), run.model, values)
+
+
+def _write_gguf(target: str, values: Params, model: api.Model, config: Mapping[str, Any]) -> str:
+    from capibara.interop import gguf_adapter
+
+    count = gguf_adapter.write_adapter(target, config, peft.pairs(values, model, config["model_type"]))
+    return f"{target}: adapters of {config['model_type']} for llama.cpp, of {count} tensors"
+
+
 def write_run(
     run: Run, target: str, base: str | None, origin: Mapping[str, bytes], *, fused_experts: bool = False
 ) -> str:
@@ -78,9 +108,18 @@ def write_run(
     Raises:
       UserError: the run has no adapters, or PEFT has no such ones.
     """
-    lora, began = run.model.config.lora, run.trainer.init_from
-    if lora is None:
-        raise UserError("--format=peft is of a run with adapters, and this one has none: take hf")
+    base, values = _base(run, base, origin)
+    peft.write_peft(target, run.params, run.model, values["model_type"], base, fused_experts=fused_experts)
+    of = "a model that PEFT is told of when it loads" if base is None else base
+    count = tree.param_count(run.model.trained(run.model.abstract_params))
+    return f"{target}: adapters of {values['model_type']}, {count:,} parameters, of {of}"
+
+
+def _base(run: Run, base: str | None, origin: Mapping[str, bytes]) -> tuple[str | None, dict[str, Any]]:
+    """Where the base of a run's adapters is, None where nobody knows, and its config.json."""
+    began = run.trainer.init_from
+    if run.model.config.lora is None:
+        raise UserError("--format=peft and gguf_lora are of a run with adapters, and this one has none: take hf")
     if base is None and began is not None and os.path.exists(os.path.join(began, hf_folder.CONFIG)):
         base = began
     if base is not None and os.path.exists(base):  # else a name of the Hub
@@ -90,8 +129,4 @@ def write_run(
         like = hf_folder.config_of(base)
     else:
         like = limits.parse_json(origin.get(hf_folder.CONFIG, b"{}"))
-    values = hf_config.to_hf(run.model.plain.config, like)
-    peft.write_peft(target, run.params, run.model, values["model_type"], base, fused_experts=fused_experts)
-    of = "a model that PEFT is told of when it loads" if base is None else base
-    count = tree.param_count(run.model.trained(run.model.abstract_params))
-    return f"{target}: adapters of {values['model_type']}, {count:,} parameters, of {of}"
+    return base, hf_config.to_hf(run.model.plain.config, like)

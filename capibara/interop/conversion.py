@@ -28,7 +28,9 @@ from capibara.models import api
 from capibara.types import Params, UserError
 
 _STORED = ("hf", "gguf", "pytorch", "t5x")
-_ADAPTERS = ("peft", "peft_fused")
+_PEFT = ("peft", "peft_fused")
+_ADAPTERS = (*_PEFT, "gguf_lora")
+_FILES = ("gguf", "gguf_lora")
 FORMATS = (*_STORED, *_ADAPTERS, "capibara")
 _FLOATS = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
 _SPECIAL = ("bos", "eos", "pad")
@@ -173,21 +175,14 @@ def convert(
     if outputs.is_remote(path) and (path.endswith(".gguf") or not runs.is_run(path)):
         path = checkpoint.local_model(path)
     if adapters.is_adapter(path):
-        if form in _ADAPTERS:
-            raise UserError(f"--from={path} is an adapter of PEFT already: take hf, gguf, pytorch or capibara")
-        of = _source(adapters.base_of(path, base), gin, runs)
-        model, params = adapters.merged(path, *_loaded(of), of.config)
-        made = OurModel(
-            model, params, hf_config.to_hf(model.config, of.config), of.tokenizer | tokenizer_files.carried(path),
-            model_card.of_fine_tuned(of.about, of.config), stored=_stored(of),
-        )  # fmt: skip
-        return write(made, target, form, dtype, runs.save, how, show)
+        return _of_adapter(path, target, form, dtype, base, gin, runs, how, show)
     run = _run(path, gin, runs)
     if form in _ADAPTERS:
-        if how is not None:
-            raise UserError(f"--quantize={how.method} is of hf and gguf: adapters have f32")
+        _check_unquantized(how)
         if run is None:
             raise UserError(f"--format={form} is of a run with adapters, and --from={path} is no run folder")
+        if form == "gguf_lora":
+            return adapters.run_as_gguf(run, target, base, runs.origin(path))
         return adapters.write_run(run, target, base, runs.origin(path), fused_experts=form == "peft_fused")
     if base is not None:
         raise UserError(f"--base={base} is of adapters, and --from={path} is none: leave it out")
@@ -197,17 +192,48 @@ def convert(
     return write(source, target, form, dtype, runs.save, how, show)
 
 
+def _of_adapter(
+    path: str,
+    target: str,
+    form: str,
+    dtype: str | None,
+    base: str | None,
+    gin: Gin,
+    runs: RunFolders,
+    how: Quantize | None,
+    show: Show,
+) -> str:
+    """`convert` of a folder of PEFT."""
+    if form in _PEFT:
+        raise UserError(f"--from={path} is an adapter of PEFT already: take hf, gguf, gguf_lora, pytorch or capibara")
+    of = _source(adapters.base_of(path, base), gin, runs)
+    if form == "gguf_lora":
+        _check_unquantized(how)
+        return adapters.as_gguf(path, target, api.build(hf_config.from_hf(of.config)), of.config)
+    model, params = adapters.merged(path, *_loaded(of), of.config)
+    made = OurModel(
+        model, params, hf_config.to_hf(model.config, of.config), of.tokenizer | tokenizer_files.carried(path),
+        model_card.of_fine_tuned(of.about, of.config), stored=_stored(of),
+    )  # fmt: skip
+    return write(made, target, form, dtype, runs.save, how, show)
+
+
+def _check_unquantized(how: Quantize | None) -> None:
+    if how is not None:
+        raise UserError(f"--quantize={how.method} is of hf and gguf: adapters have f32")
+
+
 def _check_target(target: str, form: str, dtype: str | None) -> None:
     if outputs.is_remote(target):
         raise UserError(f"--to={target} must be a local path: copy what is written there")
-    if (form == "gguf") != os.path.normpath(target).endswith(".gguf"):
-        must = "must end in .gguf" if form == "gguf" else "must not end in .gguf, which is read as a file"
+    if (form in _FILES) != os.path.normpath(target).endswith(".gguf"):
+        must = "must end in .gguf" if form in _FILES else "must not end in .gguf, which is read as a file"
         raise UserError(f"--to={target} with --format={form} {must}")
     if os.path.lexists(target) and (not os.path.isdir(target) or os.listdir(target)):
         raise UserError(f"--to={target} is there already: name another, or remove it")
     if os.path.isdir(target) and os.path.samefile(target, os.curdir):
         raise UserError(f"--to={target} is the folder that you are in: name a new one")
-    outputs.check_writable(target if form == "gguf" else os.path.join(target, hf_folder.CONFIG))
+    outputs.check_writable(target if form in _FILES else os.path.join(target, hf_folder.CONFIG))
     if form in ("capibara", *_ADAPTERS) and dtype not in (None, "f32"):
         what = "a run folder" if form == "capibara" else "an adapter"
         raise UserError(f"--dtype={dtype} is of {', '.join(_STORED)}: {what} has f32")
@@ -320,7 +346,9 @@ def _in_4_bits(
     if form == "gguf":
         from capibara.interop import gguf_write
 
-        gguf_write.write_gguf(target, made.config, made.tensors(), source.tokenizer, source.about, dtype=fixed, show=show)
+        gguf_write.write_gguf(
+            target, made.config, made.tensors(), source.tokenizer, source.about, dtype=fixed, show=show
+        )
     else:
         hf_folder.save_hf(
             target, made.words_config, made.word_shapes(), made.in_words(), source.tokenizer | source.about,

@@ -22,7 +22,7 @@ def open_gguf(path: str | os.PathLike[str]) -> GgufModel:
     """Opens a GGUF file; its tensors stay on the disk until they are read.
 
     Raises:
-      UserError: it is not there, no GGUF file, cut short, one part of several, of an architecture that is not known
+      UserError: it is not there, no GGUF file, cut short, one part of several, adapters, of an architecture that is not known
         here, or has other tensors than its architecture has.
     """
     path = os.fspath(path)
@@ -31,6 +31,10 @@ def open_gguf(path: str | os.PathLike[str]) -> GgufModel:
     if parts != 1:
         shown = limits.shortened(parts)
         raise UserError(f"{path} is one of {shown} parts: join them with llama-gguf-split --merge first")
+    if _value(file, "general.type") == "adapter":
+        raise UserError(
+            f"{path} holds adapters, not a model: give it to llama.cpp beside its base, or name the base's file"
+        )
     return GgufModel(path, file)
 
 

@@ -81,6 +81,48 @@ class _Module(NamedTuple):
                 yield _PREFIX + name.removesuffix(".weight") + _PARTS[part], joined
 
 
+class Pair(NamedTuple):
+    """The adapter of one tensor of a checkpoint: scale * b @ a is added to it.
+
+    Attributes:
+      name: of the tensor.
+      a: [rank, inputs].
+      b: [outputs, rank].
+    """
+
+    name: str
+    a: np.ndarray
+    b: np.ndarray
+    scale: float
+
+
+def pairs(params: Params, model: Model, model_type: str) -> Iterator[Pair]:
+    """The adapters of a model as tensors of a checkpoint have them, those of experts one by one.
+
+    Args:
+      params: the adapters' at least.
+      model, model_type: as in `write_peft`.
+
+    Raises:
+      UserError: they are more than pairs of matrices: with magnitudes, or parameters that were trained as they are.
+    """
+    lora, shapes = model.config.lora, _plain_shapes(model)
+    rows = tables.of(model_type, shapes)
+    trained = next((path for row in rows for path in row.ours if lora.trains(path)), None)
+    if lora.dora or trained is not None:
+        what = "Lora.dora has magnitudes" if lora.dora else f"Lora.modules_to_save trains {trained} as it is"
+        raise UserError(f"{what}, which is more than pairs of matrices: write the merged model, --format=gguf")
+    values = dict(zip(tree.path_names(params), jax.tree.leaves(params), strict=True))
+    for row in rows:
+        if any(f"{path}_lora/a" in values for path in row.ours):
+            module = _module(row, values, shapes, lora)
+            parts = dict(module.written())
+            scale = module.alpha / (module.rank**0.5 if lora.rslora else module.rank)
+            for name in [name for name in parts if name.endswith(_PARTS["a"])]:
+                of = name.removesuffix(_PARTS["a"])
+                yield Pair(f"{of.removeprefix(_PREFIX)}.weight", parts[name], parts[of + _PARTS["b"]], scale)
+
+
 def write_peft(
     folder: str, params: Params, model: Model, model_type: str, base: str | None = None, *, fused_experts: bool = False
 ) -> None:

@@ -57,7 +57,9 @@ class Quantize:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags."""
+    """The flags, and --dtype."""
+    told = "of weights; default: as stored, else bf16; q...: of gguf, as llama-quantize writes it"
+    parser.add_argument("--dtype", type=str.lower, choices=DTYPES, help=told)
     parser.add_argument(
         "--quantize", choices=[str(m) for m in Method], help="layers' weights in 4 bits: of hf and gguf"
     )
