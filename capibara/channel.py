@@ -213,26 +213,54 @@ def _accepted(count: int) -> tuple[dict[int, socket.socket], dict[int, str]]:
     family = socket.AF_INET6 if dual else socket.AF_INET
     lines: dict[int, socket.socket] = {}
     hosts: dict[int, str] = {}
+    heard: queue.SimpleQueue[tuple[socket.socket, dict[str, Any] | None]] = queue.SimpleQueue()
     end_s = time.monotonic() + _OPEN_S
-    with socket.create_server(("", 0), family=family, dualstack_ipv6=dual, backlog=count) as listening:
+    with _listening(family, dual, count) as listening:
         told = {"port": listening.getsockname()[1], "word": word, "host": socket.gethostname()}
         peers.put(_KEY, json.dumps(told))
+        # Each is heard in a thread of its own: a stranger that connects and is silent keeps nobody waiting.
+        threading.Thread(target=_accept, args=(listening, word, heard), daemon=True).start()
         while len(lines) < count - 1:
-            listening.settimeout(max(end_s - time.monotonic(), 0.1))
             try:
-                one, _ = listening.accept()
-            except TimeoutError:
+                one, hello = heard.get(timeout=max(end_s - time.monotonic(), 0.1))
+            except queue.Empty:
                 missing = ", ".join(str(index) for index in range(1, count) if index not in lines)
                 raise TryAgain(
                     f"process {missing} of {count} did not connect to process 0 within {_OPEN_S:g} s: let the hosts reach "
                     "each other at all ports"
                 ) from None
-            hello = _hello(one, word)
             if hello is None or not 0 < hello["index"] < count or hello["index"] in lines:
                 one.close()  # no process of ours
                 continue
             lines[hello["index"]], hosts[hello["index"]] = one, hello["host"]
     return lines, hosts
+
+
+@contextlib.contextmanager
+def _listening(family: socket.AddressFamily, dual: bool, backlog: int) -> Iterator[socket.socket]:
+    """A socket at a free port; whoever waits in its `accept` is told when it is closed."""
+    with socket.create_server(("", 0), family=family, dualstack_ipv6=dual, backlog=backlog) as listening:
+        try:
+            yield listening
+        finally:
+            with contextlib.suppress(OSError):  # a close alone leaves `accept` waiting
+                listening.shutdown(socket.SHUT_RDWR)
+
+
+def _accept(
+    listening: socket.socket, word: str, heard: queue.SimpleQueue[tuple[socket.socket, dict[str, Any] | None]]
+) -> None:
+    """Hears all that connect, until `listening` is closed."""
+
+    def hear(one: socket.socket) -> None:
+        heard.put((one, _hello(one, word)))
+
+    while True:
+        try:
+            one, _ = listening.accept()
+        except OSError:
+            return
+        threading.Thread(target=hear, args=(one,), daemon=True).start()
 
 
 def _hello(one: socket.socket, word: str) -> dict[str, Any] | None:

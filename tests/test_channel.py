@@ -7,6 +7,7 @@ import json
 import queue
 import socket
 import threading
+import time
 
 import pytest
 
@@ -84,6 +85,30 @@ def test_messages_come_in_order_to_all_until_the_last(made, capfd):
     leader.close()
     assert [list(one) for one in followers] == [[], []]
     assert capfd.readouterr().err == ""
+
+
+def test_strangers_that_connect_first_keep_nobody_waiting(made, monkeypatch):
+    """One says nothing, one does not know the word; nobody is heard once all are there."""
+    strangers, got = [], made.got
+
+    def got_late(name, timeout_s):
+        told = got(name, timeout_s)
+        for said in (b"", b'{"word": "?", "index": 1, "host": "stranger"}\n'):
+            strangers.append(socket.create_connection(("127.0.0.1", json.loads(told)["port"])))
+            strangers[-1].sendall(said)
+        return told
+
+    monkeypatch.setattr(peers, "got", got_late)
+    begin_s = time.monotonic()
+    leader, (follower,) = made(2)
+    assert time.monotonic() - begin_s < channel._HELLO_S / 2
+    leader.send({"text": "after all"})
+    assert next(iter(follower)) == {"text": "after all"}
+    port = json.loads(made.store["channel"])["port"]
+    with pytest.raises(OSError):
+        socket.create_connection(("127.0.0.1", port), timeout=1).recv(1)
+    for one in strangers:
+        one.close()
 
 
 def test_a_signal_of_another_process_is_told(made):
