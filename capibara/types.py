@@ -21,6 +21,9 @@ of the arrays above, which are the decoder's, is predicted from segment i of the
 Where Dataset.domains names some, every batch also has
   domains     [B, T] int32    i: the document is of the i-th of them, counted from 1; 0: nothing is known
 
+Where Dataset.kind is "prefix", every batch also has
+  prefix      [B, T] int32    1 where a document's inputs are read (its beginning token, then all inputs), else 0
+
 A batch of preference pairs has both answers of each pair in one row, segment 2i + 1 the chosen one and 2i + 2 the
 rejected one of the row's pair i; `weights` are 1 on the answers. A batch of prompts has one a row. Both also have
   numbers     [B, T] int32    n: the first place of what the split's document n - 1 tells; 0: another place

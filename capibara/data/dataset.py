@@ -22,11 +22,13 @@ class Kind(enum.StrEnum):
     """What a model reads and predicts.
 
     CAUSAL: every token from those before it; an example's inputs, where it has some, carry no loss.
+    PREFIX: as CAUSAL, and the batches say which places read an example's inputs, which see each other both ways.
     ENCODER_DECODER: an example's targets from its inputs; a text without inputs becomes a pair by span corruption.
     MASKED: the masked tokens of a text from those around them.
     """
 
     CAUSAL = "causal"
+    PREFIX = "prefix"
     ENCODER_DECODER = "encoder_decoder"
     MASKED = "masked"
 
@@ -180,7 +182,8 @@ class Dataset:
     def _entries(self) -> dict[str, Any]:
         """What batches have besides."""
         numbers = self.holds is not Holds.TEXTS
-        return {"encoder_length": self.encoder_length, "domains": bool(self.domains), "numbers": numbers}
+        marks = {"domains": bool(self.domains), "numbers": numbers, "prefix": self.kind is Kind.PREFIX}
+        return {"encoder_length": self.encoder_length} | marks
 
     @property
     def row_tokens(self) -> int:

@@ -92,9 +92,11 @@ class Assembler:
           place: where the example is in the data, which chooses spans and masks.
         """
         number = self._domains.get(domain, 0)
-        if self.dataset.kind is Kind.CAUSAL:
+        if self.dataset.kind in (Kind.CAUSAL, Kind.PREFIX):
+            prefixed = self.dataset.kind is Kind.PREFIX and inputs is not None and len(inputs)
+            prefix = len(inputs) + 1 if prefixed else 0  # the beginning token is read before the inputs
             ids, weights = self._joined(self._ended(ids), inputs)
-            return Document(ids, weights, self._vocabulary.bos_id, number, place=place)
+            return Document(ids, weights, self._vocabulary.bos_id, number, place=place, prefix=prefix)
         seeds = (self.dataset.seed, *place)
         if self.dataset.kind is Kind.MASKED:
             document = self._masked(self._joined(self._ended(ids), inputs)[0], number, seeds)

@@ -46,6 +46,7 @@ class Document(NamedTuple):
       read: [n] int32, what the model reads instead of `previous` and the ids before; None: those.
       place: where it is in the data.
       number: its own in the split, counted from 1, where batches tell it.
+      prefix: so many of its first positions read its inputs; the first of its targets is predicted by the last of them.
     """
 
     ids: np.ndarray
@@ -55,6 +56,7 @@ class Document(NamedTuple):
     read: np.ndarray | None = None
     place: tuple[int, ...] = ()
     number: int = 0
+    prefix: int = 0
 
     def cut(self, start: int, stop: int | None = None) -> Document:
         """Its tokens from `start` to `stop`, as a document."""
@@ -68,6 +70,7 @@ class Document(NamedTuple):
             None if self.read is None else self.read[start:stop],
             self.place,
             self.number,
+            max(0, self.prefix - start),
         )
 
 
@@ -118,6 +121,11 @@ class Window(Rows):
         self._domains: np.ndarray | None = None
         if any(document.domain for document in documents):
             self._domains = np.repeat(np.array([document.domain for document in documents], np.int32), lengths)
+        self._prefix: np.ndarray | None = None
+        if any(document.prefix for document in documents):
+            self._prefix = np.zeros(len(self._targets), np.int32)
+            for start, document in zip(starts, documents):
+                self._prefix[start : start + min(document.prefix, len(document.ids))] = 1
         self._rows = _LAYOUTS[packing](starts, stops, length)
 
     @property
@@ -144,6 +152,8 @@ class Window(Rows):
             positions[at:end] = self._iota[: stop - start]
             if self._domains is not None and "domains" in batch:
                 batch["domains"][b, at:end] = self._domains[start:stop]
+            if self._prefix is not None and "prefix" in batch:
+                batch["prefix"][b, at:end] = self._prefix[start:stop]
             if "numbers" in batch:
                 batch["numbers"][b, at] = self._numbers[int(np.searchsorted(self._starts, start))]
             at = end
@@ -153,7 +163,13 @@ class Window(Rows):
 
 
 def batch_spec(
-    rows: int, length: int, *, encoder_length: int | None = None, domains: bool = False, numbers: bool = False
+    rows: int,
+    length: int,
+    *,
+    encoder_length: int | None = None,
+    domains: bool = False,
+    numbers: bool = False,
+    prefix: bool = False,
 ) -> dict[str, tuple[tuple[int, int], np.dtype]]:
     """Shape and dtype of every array of a batch, by its key.
 
@@ -163,11 +179,12 @@ def batch_spec(
       encoder_length: positions that the encoder of an encoder-decoder reads; None: there is none.
       domains: whether documents have domains.
       numbers: whether documents are told by their number.
+      prefix: whether places that read a document's inputs are marked.
     """
     spec = {key: ((rows, length), np.dtype(np.float32 if key == "weights" else np.int32)) for key in BATCH_KEYS}
     if encoder_length is not None:
         spec |= {key: ((rows, encoder_length), np.dtype(np.int32)) for key in ENCODER_KEYS}
-    more = {"domains": domains, "numbers": numbers}
+    more = {"domains": domains, "numbers": numbers, "prefix": prefix}
     spec |= {key: ((rows, length), np.dtype(np.int32)) for key, wanted in more.items() if wanted}
     return spec
 

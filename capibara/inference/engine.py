@@ -561,6 +561,11 @@ def check_generates(model: Model) -> None:
             f"the model ({type(model.config).__name__}) is a masked language model: it fills in tokens of a whole text "
             "and cannot continue one; sample from a decoder or an encoder-decoder, and leave SampleText.prompts empty"
         )
+    if model.config.objective == "prefix":
+        raise UserError(
+            "DecoderConfig.inputs_attention is 'bidirectional': prompts are read piece by piece, and these inputs must be "
+            "read whole; train with 'causal' to generate, or leave SampleText.prompts empty"
+        )
     if model.config.moe is not None and model.config.moe.routing == "expert_choice":
         raise UserError(
             "Moe.routing is 'expert_choice': experts compare a token with later ones, which are not there yet while a text "

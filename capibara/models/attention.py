@@ -53,6 +53,7 @@ def attend(
     q_places_T: jax.Array | None = None,
     kv_places_S: jax.Array | None = None,
     bias_NTS: jax.Array | None = None,
+    prefix_BT: jax.Array | None = None,
     backend: AttentionBackend = AttentionBackend.AUTO,
 ) -> jax.Array:
     """softmax(scores) v by the way that is fastest for the platform and the shape; softmax in float32.
@@ -67,6 +68,8 @@ def attend(
       q_places_T: place in the row of each query where rows are not in order (sharding.balanced); None: in order.
       kv_places_S: the same of keys.
       bias_NTS: added to the scores (T5's relative positions).
+      prefix_BT: of self-attention: 1 where a query sees, beside what the mask shows it, the later keys that have a 1
+        (a prefix LM's inputs).
       backend: who computes it.
 
     Returns:
@@ -78,7 +81,7 @@ def attend(
     segments = {"q_segments_BT": q_segments_BT, "kv_segments_BS": kv_segments_BS}
     places = {"q_places_T": q_places_T, "kv_places_S": kv_places_S}
     in_order = q_places_T is None and kv_places_S is None
-    match _choose(q_BTNH, k_BSKH, kind, bias_NTS, in_order, backend):
+    match _choose(q_BTNH, k_BSKH, kind, bias_NTS, in_order, backend, prefixed=prefix_BT is not None):
         case AttentionBackend.SPLASH:
             from capibara.models import splash  # Pallas takes a second to import
 
@@ -94,17 +97,22 @@ def attend(
         case _:
             # Each context shard has its queries and everybody's keys.
             k_BSKH, v_BSKH = (constrain(x, ("batch", None, "act_kv_heads", None)) for x in (k_BSKH, v_BSKH))
-            y = dot_product_attention(q_BTNH, k_BSKH, v_BSKH, kind=kind, bias_NTS=bias_NTS, **segments, **places)
+            of_scores = {"bias_NTS": bias_NTS, "prefix_BT": prefix_BT}
+            y = dot_product_attention(q_BTNH, k_BSKH, v_BSKH, kind=kind, **of_scores, **segments, **places)
     return checkpoint_name(y, "attention")
 
 
-def _choose(q_BTNH, k_BSKH, kind, bias_NTS, in_order: bool, backend: AttentionBackend) -> AttentionBackend:
+def _choose(
+    q_BTNH, k_BSKH, kind, bias_NTS, in_order: bool, backend: AttentionBackend, *, prefixed: bool
+) -> AttentionBackend:
     """The back end for AUTO; one that the user named is only checked, so that none computes what it cannot."""
     mesh, _ = sharding.active() or (None, None)
     whole_rows = in_order and (mesh is None or mesh.shape["context"] == 1)
     platform = sharding.platform()
     chosen = _BEST.get(platform, AttentionBackend.BLOCKWISE) if backend is AttentionBackend.AUTO else backend
-    if chosen in _PLATFORM and _PLATFORM[chosen] != platform:
+    if prefixed and chosen is not AttentionBackend.XLA:
+        objection = "lets no inputs see each other both ways"
+    elif chosen in _PLATFORM and _PLATFORM[chosen] != platform:
         objection = f"runs on {_PLATFORM[chosen].upper()} only, not on {platform.upper()}"
     elif chosen in (AttentionBackend.CUDNN, AttentionBackend.BLOCKWISE) and not whole_rows:
         objection = "needs whole rows in their order on each device, but Plan.context cuts and reorders them"
@@ -152,6 +160,7 @@ def dot_product_attention(
     q_places_T: jax.Array | None = None,
     kv_places_S: jax.Array | None = None,
     bias_NTS: jax.Array | None = None,
+    prefix_BT: jax.Array | None = None,
 ) -> jax.Array:
     """The plain formula, with all scores at once; what every other back end must agree with."""
     B, T, N, H = q_BTNH.shape
@@ -166,7 +175,9 @@ def dot_product_attention(
     kv_places_S = jnp.arange(S) if kv_places_S is None else kv_places_S
     back_TS = q_places_T[:, None] - kv_places_S[None, :]
     visible_BTS = q_segments_BT[:, :, None] == kv_segments_BS[:, None, :]
-    if kind.causal:
+    if kind.causal and prefix_BT is not None:
+        visible_BTS &= (back_TS >= 0) | ((prefix_BT[:, :, None] > 0) & (prefix_BT[:, None, :] > 0))
+    elif kind.causal:
         visible_BTS &= back_TS >= 0
     if kind.window is not None:
         visible_BTS &= jnp.abs(back_TS) < kind.window
@@ -211,6 +222,7 @@ class Attention(nnx.Module):
         angles: rope.Angles | None = None,
         places_T: jax.Array | None = None,
         bias_NTS: jax.Array | None = None,
+        prefix_BT: jax.Array | None = None,
         encoded_BSD: jax.Array | None = None,
         encoded_segments_BS: jax.Array | None = None,
     ) -> jax.Array:
@@ -230,6 +242,7 @@ class Attention(nnx.Module):
             q_places_T=places_T,
             kv_places_S=places_T if itself else None,
             bias_NTS=bias_NTS,
+            prefix_BT=prefix_BT,
             backend=self.config.attention,
         )
         return self._output(y)

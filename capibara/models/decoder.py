@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,8 +14,10 @@ from flax import nnx
 
 from capibara.config import configurable
 from capibara.models import cache, embedding, layers, lora, stack, transformer
+from capibara.models.attention import AttentionBackend
 from capibara.models.attention_kind import AttentionKind
 from capibara.models.layers import NormScale
+from capibara.models.relative import RelativeBias
 from capibara.models.rope import Rope
 from capibara.models.transformer import (
     Block,
@@ -32,13 +36,26 @@ from capibara.types import Batch, UserError
 __all__ = ["ComputeDtype", "Decoder", "DecoderConfig", "Head", "NormScale", "Positions"]
 
 
+class InputsAttention(enum.StrEnum):
+    """What the places of an example's inputs see of each other: those before them, or all (a prefix LM, Raffel et al.
+    2020, arXiv:1910.10683, section 3.2.1)."""
+
+    CAUSAL = "causal"
+    BIDIRECTIONAL = "bidirectional"
+
+
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderConfig(TransformerConfig):
     """Sizes and variants of a decoder; the rest is in TransformerConfig.
 
     Attributes:
-      positions, rope: rotary (as `rope` says), learned or no positions.
+      positions, rope: rotary (as `rope` says), learned, relative (T5's biases of the scores, one table for all layers)
+        or no positions.
+      relative_buckets, relative_distance: of relative positions: how many there are, and the distance from which on all
+        share the last.
+      inputs_attention: whether an example's inputs see each other both ways; Dataset.kind is then "prefix".
+      logit_scale: what final hidden states are multiplied by before the head; embed_dim**-0.5 in T5X's tied decoders.
       window: how many places a query of a local layer sees, its own included.
       layer_pattern: kinds of the first layers, repeated to the last: ("local", "global") alternates (Gemma 2).
     """
@@ -47,9 +64,18 @@ class DecoderConfig(TransformerConfig):
     rope: Rope = Rope()
     window: int | None = None
     layer_pattern: tuple[LayerKind, ...] = (LayerKind.GLOBAL,)
+    relative_buckets: int = 32
+    relative_distance: int = 128
+    inputs_attention: InputsAttention = InputsAttention.CAUSAL
+    logit_scale: float = 1.0
+
+    @property
+    def objective(self) -> str:
+        return "prefix" if self.inputs_attention is InputsAttention.BIDIRECTIONAL else "causal"
 
     def __post_init__(self):
         super().__post_init__()
+        self._check_relative()
         if self.positions is Positions.ROPE and self.head_size % 2:
             raise UserError(
                 f"DecoderConfig.head_dim ({self.head_size}) must be even for rotary positions: "
@@ -83,6 +109,26 @@ class DecoderConfig(TransformerConfig):
                 'set DecoderConfig.layer_pattern = ("local",), or window = None'
             )
 
+    def _check_relative(self) -> None:
+        if self.relative_buckets < 2 or self.relative_buckets % 2:
+            raise UserError(
+                f"DecoderConfig.relative_buckets ({self.relative_buckets}) must be even and above 0: try 32"
+            )
+        if self.relative_distance <= self.relative_buckets // 2:
+            raise UserError(
+                f"DecoderConfig.relative_distance ({self.relative_distance}) must be above half of relative_buckets "
+                f"({self.relative_buckets}): try {4 * self.relative_buckets}"
+            )
+        if self.positions is not Positions.RELATIVE and (self.relative_buckets, self.relative_distance) != (32, 128):
+            raise UserError(
+                f"DecoderConfig.relative_buckets and relative_distance are of relative positions, not of "
+                f"{str(self.positions)!r}: leave them out"
+            )
+        if self.positions is Positions.RELATIVE and self.attention in (AttentionBackend.SPLASH, AttentionBackend.CUDNN):
+            raise UserError(f"DecoderConfig.attention ({str(self.attention)!r}) has no relative positions: try 'auto'")
+        if not 0 < self.logit_scale < math.inf:
+            raise UserError(f"DecoderConfig.logit_scale is {self.logit_scale}, must be finite and above 0: try 1.0")
+
 
 class Decoder(nnx.Module):
     """Embedding, layers, final norm; `head` gives the output projection."""
@@ -94,6 +140,8 @@ class Decoder(nnx.Module):
         if config.positions is Positions.LEARNED:
             shape = (config.max_length, D)
             self.position_embedding = layers.param(rngs, shape, ("position", "embed"), layers.normal(0.02))
+        if config.positions is Positions.RELATIVE:
+            self.relative_bias = RelativeBias(config, rngs, bidirectional=False)
         self.layers = stack.stacked(lambda rngs: Block(config, rngs), rngs, config.num_layers)
         self.final_norm = config.make_norm(rngs)
         if config.head is Head.SEPARATE:
@@ -102,8 +150,8 @@ class Decoder(nnx.Module):
     def __call__(self, batch: Batch, remat: RematPolicy, step: jax.Array | None) -> tuple[jax.Array, stack.Stats]:
         """The final hidden states [B, T, D], normalised, in the compute dtype; and statistics [L, ...] of the layers."""
         config = self.config
-        rows, shared = self._rows(batch), Shared(places=batch.get("places"), step=step)
-        kinds = self._kinds()
+        rows, places, kinds = self._rows(batch), batch.get("places"), self._kinds()
+        shared = Shared(places=places, bias=self._bias(batch["tokens"].shape[1], places), step=step)
 
         def apply(block: Block, x: jax.Array, rows: Rows, kind: LayerKind) -> tuple[jax.Array, stack.Stats]:
             return block(x, rows, shared, kinds[kind], kind)
@@ -111,7 +159,7 @@ class Decoder(nnx.Module):
         x, stats = stack.run(
             self.layers, self._embed(batch), rows, apply, config.layer_pattern, config.layer_loop, remat
         )
-        return constrain(self.final_norm(x), ("batch", "act_time", "act_embed")), stats
+        return self._normed(x), stats
 
     def start_cache(
         self, batch: int, length: int, dtype: jnp.dtype, encoder_length: int | None = None, spare: int = 0
@@ -138,12 +186,13 @@ class Decoder(nnx.Module):
         now = cache.reading(batch["tokens"], batch["counts"], kept, fresh)
         whole = {"tokens": batch["tokens"], "positions": now.positions, "segment_ids": now.real.astype(jnp.int32)}
         rows, kinds, x, of_layers = self._rows(whole), self._kinds(), self._embed(whole), []
+        shared = Shared(bias=self._bias(x.shape[1]) if fresh else None, bias_at=self._bias_at)
         for index, block in enumerate(stack.each(self.layers, values)):
             kind = config.layer_pattern[index % len(config.layer_pattern)]
-            x, layer = block.cached(x, kept["layers"][index], now, rows, Shared(), kinds[kind], kind)
+            x, layer = block.cached(x, kept["layers"][index], now, rows, shared, kinds[kind], kind)
             of_layers.append(layer)
         kept = kept | {"lengths": now.lengths + now.counts, "layers": tuple(of_layers)}
-        return constrain(self.final_norm(x), ("batch", "act_time", "act_embed")), kept
+        return self._normed(x), kept
 
     def begin(self, batch: Batch) -> jax.Array:
         """What goes into the first layer, [B, T, D]."""
@@ -161,12 +210,26 @@ class Decoder(nnx.Module):
         (block,) = stack.each(self.layers, [values])
         inputs = lora.tap(block)
         kind = self.config.layer_pattern[place]
-        x, _ = block(x, self._rows(batch), Shared(), self._kinds()[kind], kind)
+        shared = Shared(bias=self._bias(x.shape[1]))
+        x, _ = block(x, self._rows(batch), shared, self._kinds()[kind], kind)
         return x, inputs
 
     def head(self) -> jax.Array:
         """The output projection [V, D]: logits are hidden @ head.T."""
         return self.embedding[...] if self.config.head is Head.TIED else self.output[...]
+
+    def _normed(self, x: jax.Array) -> jax.Array:
+        """The final hidden states."""
+        x = constrain(self.final_norm(x), ("batch", "act_time", "act_embed"))
+        return x if self.config.logit_scale == 1 else x * self.config.logit_scale
+
+    def _bias(self, length: int, places: Any = None) -> jax.Array | None:
+        """Of all scores of rows of this length; None: none."""
+        return self.relative_bias(length, places) if self.config.positions is Positions.RELATIVE else None
+
+    @property
+    def _bias_at(self) -> Any:
+        return self.relative_bias.at if self.config.positions is Positions.RELATIVE else None
 
     def _kinds(self) -> dict[LayerKind, AttentionKind]:
         config = self.config
@@ -187,4 +250,5 @@ class Decoder(nnx.Module):
         config, angles = self.config, None
         if config.positions is Positions.ROPE:
             angles = transformer.rotary(config, config.rope, batch["positions"], set(config.layer_pattern))
-        return Rows(batch["segment_ids"], angles, batch.get("domains"))
+        prefix = batch["prefix"] if config.inputs_attention is InputsAttention.BIDIRECTIONAL else None
+        return Rows(batch["segment_ids"], angles, batch.get("domains"), prefix=prefix)

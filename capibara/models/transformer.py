@@ -28,6 +28,7 @@ from capibara.types import UserError
 class Positions(enum.StrEnum):
     ROPE = "rope"
     LEARNED = "learned"
+    RELATIVE = "relative"
     NONE = "none"
 
 
@@ -183,6 +184,7 @@ class Rows(NamedTuple):
       angles: of rotary positions, by the kind of layer.
       domains: [B, T] domain hints.
       encoded, encoded_segments: [B, S, D] output of an encoder and [B, S] its document numbers.
+      prefix: [B, T] 1 where a document's inputs are read, which see each other both ways.
     """
 
     segment_ids: jax.Array
@@ -190,6 +192,7 @@ class Rows(NamedTuple):
     domains: jax.Array | None = None
     encoded: jax.Array | None = None
     encoded_segments: jax.Array | None = None
+    prefix: jax.Array | None = None
 
 
 class Shared(NamedTuple):
@@ -199,11 +202,13 @@ class Shared(NamedTuple):
       places: [T] places in the row, where rows are not in order (sharding.balanced).
       bias: [N, T, S] of the attention scores.
       step: int32 scalar, the train step; None outside training.
+      bias_at: gives the bias of rows that have read tokens before (cache.attend).
     """
 
     places: jax.Array | None = None
     bias: jax.Array | None = None
     step: jax.Array | None = None
+    bias_at: Callable[[jax.Array, jax.Array], jax.Array] | None = None
 
 
 class MLP(nnx.Module):
@@ -270,6 +275,7 @@ class Block(nnx.Module):
                 angles=angles,
                 places_T=shared.places,
                 bias_NTS=shared.bias,
+                prefix_BT=rows.prefix,
             )
 
         return self._joined(x_BTD, attention, self.mlp_part(rows, shared, stats)), stats
@@ -289,7 +295,8 @@ class Block(nnx.Module):
 
         def attention(x):
             angles = None if rows.angles is None else rows.angles[layer_kind]
-            y, new = self.attention.cached(x, layer, now, kind=kind, angles=angles)
+            of_scores = {"bias_NTS": shared.bias, "bias_at": shared.bias_at}
+            y, new = self.attention.cached(x, layer, now, kind=kind, angles=angles, **of_scores)
             written.update(new)
             return y
 

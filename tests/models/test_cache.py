@@ -41,6 +41,9 @@ VARIANTS = {
     "gemma3": dict(window=5, layer_pattern=("local", "local", "global"), num_layers=4, rope=Rope(local_theta=100.0)),
     "llama3": dict(rope=Rope(scaling="llama3", factor=4.0, original_length=8)),
     "yarn": dict(rope=Rope(scaling="yarn", factor=4.0, original_length=8), norm_placement="post"),
+    "relative": dict(
+        positions="relative", attention_scale=1.0, relative_distance=20, num_kv_heads=None, logit_scale=0.5
+    ),
     "none": dict(positions="none", attention_scale=0.5, layer_loop="unroll"),
     "mixture": dict(
         moe=Moe(num_experts=4, top_k=2, shared_experts=1),
