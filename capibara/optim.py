@@ -14,7 +14,7 @@ import jax
 import optax
 
 from capibara import adafactor, matrices, optim_state
-from capibara.adafactor import Adafactor, Factoring
+from capibara.adafactor import Adafactor, FactoredState, Factoring, Parts
 from capibara.config import configurable
 from capibara.matrices import Axes
 from capibara.optim_state import StateDtype
@@ -25,9 +25,11 @@ from capibara.types import Params, PyTree, UserError
 __all__ = [
     "Adafactor",
     "FactorSchedule",
+    "FactoredState",
     "Factoring",
     "Optimizer",
     "OptimizerName",
+    "Parts",
     "Schedule",
     "ScheduleKind",
     "decay_mask",

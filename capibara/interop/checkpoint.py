@@ -10,7 +10,7 @@ import logging
 import math
 import os
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -52,6 +52,14 @@ class ForeignModel(Protocol):
 
     def read(self, name: str) -> np.ndarray:
         """A tensor on the host, in f32, f16 or bf16: as it is stored, or dequantised."""
+
+
+@runtime_checkable
+class HasOptimizer(Protocol):
+    """A model that came with the state of its optimizer: T5X's."""
+
+    def optimizer(self, opt_state: PyTree, shapes: Mapping[str, Shape]) -> tuple[int, PyTree]:
+        """The step, and a state like `opt_state`; `shapes`: of our parameters, by name."""
 
 
 def open_model(path: str) -> ForeignModel:
@@ -105,6 +113,25 @@ class Loader:
         shardings = jax.tree.map(lambda leaf: leaf.sharding, target)
         params = load_params(self.foreign, self.model, shardings, dtype=dtype)
         return jax.tree.map(lambda x, wanted: x.astype(wanted.dtype), params, target)
+
+    def optimizer(self, opt_state: PyTree) -> tuple[int, PyTree]:
+        """The step at which the model was stored, and the state of the run's optimizer that goes on from there.
+
+        Args:
+          opt_state: of the run's optimizer, as jax.ShapeDtypeStructs.
+
+        Returns:
+          the step, and a tree like `opt_state` of numpy arrays.
+
+        Raises:
+          UserError: none was stored, or another optimizer's.
+        """
+        if not isinstance(self.foreign, HasOptimizer):
+            raise UserError(
+                "Trainer.init_with is 'state', and Trainer.init_from has parameters alone: set 'weights', or name a T5X "
+                "checkpoint"
+            )
+        return self.foreign.optimizer(opt_state, _shapes(self.model))
 
     @property
     def origin(self) -> dict[str, bytes]:

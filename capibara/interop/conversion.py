@@ -15,17 +15,17 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from capibara import config as gin_config
-from capibara import limits, outputs
+from capibara import limits, outputs, tree
 from capibara.data import tokenizer_files
 from capibara.data.dataset import Dataset
 from capibara.data.vocabulary import SentencePieceVocabulary, TokenizerJsonVocabulary, Vocabulary
 from capibara.interop import adapters, checkpoint, gin_of, hf_config, hf_folder, model_card, partial, quantization
-from capibara.interop import t5x_read, t5x_write
+from capibara.interop import t5x_names, t5x_read, t5x_states, t5x_write, tables
 from capibara.interop.checkpoint import ForeignModel
 from capibara.interop.quantize import Quantize
 from capibara.interop.tensors import Shape
 from capibara.models import api
-from capibara.types import Params, UserError
+from capibara.types import Params, PyTree, UserError
 
 _STORED = ("hf", "gguf", "pytorch", "t5x")
 _PEFT = ("peft", "peft_fused")
@@ -60,6 +60,8 @@ class RunFolders(Protocol):
 
     def origin(self, folder: str) -> dict[str, bytes]: ...
 
+    def optimizer(self, folder: str, run: adapters.Run) -> tuple[int, PyTree] | None: ...
+
     def save(self, folder: str, params: Params, gin: str) -> None: ...
 
 
@@ -73,6 +75,7 @@ class OurModel:
       about: its model card and licence files, by name.
       vocabulary: of the run; None: that of the tokenizer.
       stored: the dtype that it is written in where none is asked for: f32, bf16 or f16.
+      optimizer: as T5X has it; None: there is none, or not of a kind that T5X has.
     """
 
     model: api.Model
@@ -82,6 +85,7 @@ class OurModel:
     about: dict[str, bytes] = dataclasses.field(default_factory=dict)
     vocabulary: Vocabulary | None = None
     stored: str = "bf16"
+    optimizer: t5x_states.Stored | None = None
 
     def shapes(self) -> dict[str, Shape]:
         return checkpoint.hf_shapes(self.model, self.config["model_type"])
@@ -189,6 +193,8 @@ def convert(
     if run is not None and form == "capibara" and run.model.config.lora is None:
         raise UserError("--from is a run folder already: --format=capibara is for foreign models and for adapters")
     source = _foreign(path, gin) if run is None else _merged(run, runs.origin(path))
+    if run is not None and form == "t5x":
+        source = dataclasses.replace(source, optimizer=_optimizer(source, run, runs.optimizer(path, run)))
     return write(source, target, form, dtype, runs.save, how, show)
 
 
@@ -258,16 +264,31 @@ def _merged(run: adapters.Run, origin: Mapping[str, bytes]) -> OurModel:
     return of_run(run.model.plain, params, run.trainer.dataset, origin, trained=trained)
 
 
+def _optimizer(source: OurModel, run: adapters.Run, found: tuple[int, PyTree] | None) -> t5x_states.Stored | None:
+    """What T5X goes on from; None: it begins anew from the parameters, as where the run had another optimizer."""
+    if found is None or run.trainer.optimizer.name != "adafactor" or run.model.config.lora is not None:
+        return None
+    abstract = run.model.abstract_params
+    shapes = dict(zip(tree.path_names(abstract), (leaf.shape for leaf in jax.tree.leaves(abstract)), strict=True))
+    scanned = source.config["model_type"] == "umt5"
+    places = list(t5x_states.places(shapes, t5x_names.rows_of(source.config), scanned=scanned))
+    step, opt_state = found
+    moments = dict(t5x_states.to_t5x(opt_state, shapes, places))
+    return t5x_states.Stored(step, moments, t5x_states.gin_of(run.trainer.optimizer))
+
+
 def _foreign(path: str, gin: Gin) -> ForeignModel:
     foreign = checkpoint.open_model(path)
     if gin[0] or gin[1]:
         _rebind(foreign, gin)
     elif guessed := getattr(foreign, "guessed", None):
-        fields = ", ".join(f"{name} = {getattr(hf_config.from_hf(foreign.config), name)!s}" for name in sorted(guessed))
+        found = hf_config.from_hf(foreign.config)
+        fields = ", ".join(f"{name} = {getattr(found, name)!s}" for name in sorted(guessed))
         logging.getLogger(__name__).warning(
-            "%s does not say all of its model: %s is taken, as in T5 and T5 1.1; or set --gin.EncoderDecoderConfig.%s",
+            "%s does not say all of its model: %s is taken, as in T5 and T5 1.1; or set --gin.%s.%s",
             path,
             fields,
+            type(found).__name__,
             min(guessed),
         )
     return foreign
@@ -311,6 +332,8 @@ def write(
     if form == "capibara":
         return _as_run(source, target, save)
     view = source if isinstance(source, OurModel) else _Checked(source)
+    if form != "t5x" and view.config["model_type"] == tables.T5X_DECODER_TYPE:
+        raise UserError(f"--format={form} has no decoder with T5's relative positions: take t5x or capibara")
     dtype = dtype or _stored(source)
     shapes = view.shapes()
     config = dict(view.config) | {name: _FLOATS.get(dtype, "float32") for name in ("dtype", "torch_dtype")}
@@ -319,7 +342,11 @@ def write(
 
         gguf_write.write_gguf(target, config, view.tensors(), source.tokenizer, source.about, dtype=dtype, show=show)
     elif form == "t5x":
-        t5x_write.save_t5x(target, config, shapes, view.tensors(), source.tokenizer, dtype=_FLOATS[dtype])
+        optimizer = source.optimizer if isinstance(source, OurModel) else None
+        of_t5x = {"dtype": _FLOATS[dtype], "optimizer": optimizer}
+        t5x_write.save_t5x(target, config, shapes, view.tensors(), source.tokenizer, **of_t5x)
+        if optimizer is not None:
+            return f"{target}: {config['model_type']}, {len(shapes)} tensors in {dtype}, Adafactor at step {optimizer.step}"
     else:
         how = {"dtype": _FLOATS[dtype], "state_dict": form == "pytorch"}
         hf_folder.save_hf(target, config, shapes, view.tensors(), source.tokenizer | source.about, **how)

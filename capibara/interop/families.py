@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from capibara.interop.tables import T5X_DECODER_TYPE
 from capibara.models.api import DecoderConfig, TransformerConfig
 from capibara.types import UserError
 
@@ -112,7 +113,7 @@ _QWEN_WINDOW = {"use_sliding_window": False, "sliding_window": 4096, "max_window
 _GEMMA = {"norm_scale": "offset", "embedding_scale": "sqrt_dim"}
 _TANH_DEFAULT = {"rope_theta": 10_000.0, "rms_norm_eps": 1e-6, "head_dim": 256}
 
-_T5S = ("t5", "umt5")
+_T5S = ("t5", "umt5", T5X_DECODER_TYPE)
 _T5_KEYS = {
     "vocab_size": "vocab_size",
     "embed_dim": "d_model",
@@ -282,6 +283,15 @@ _LIST = (
         fixed={"relative_tables": "each_layer"},
         defaults=_T5_DEFAULTS | {"feed_forward_proj": "gated-gelu"},
         tied=True,
+        activation="feed_forward_proj",
+        rope=False,
+    ),
+    Family(
+        model_type=T5X_DECODER_TYPE,
+        architectures=("T5XDecoder",),
+        keys={"num_layers": "num_layers"} | {o: t for o, t in _T5_KEYS.items() if o != "num_encoder_layers"},
+        fixed={"positions": "relative", "attention_scale": 1.0},
+        defaults=_T5_DEFAULTS | {"feed_forward_proj": "relu", "inputs_attention": "causal"},
         activation="feed_forward_proj",
         rope=False,
     ),

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from capibara import limits
-from capibara.interop import families, hf_values
+from capibara.interop import families, hf_values, tables
 from capibara.interop.families import FAMILIES, Family
 from capibara.models.api import DecoderConfig, EncoderConfig, EncoderDecoderConfig, Moe, Rope, TransformerConfig
 from capibara.types import UserError
@@ -108,7 +108,7 @@ def text_part(values: Values) -> dict[str, Any]:
         around = {"tie_word_embeddings": values.get("tie_word_embeddings", True)} | _kept(values)
         values, model_type = around | (values.get("text_config") or {}) | {"model_type": "gemma3_text"}, "gemma3_text"
     names = values.get("architectures") or []
-    known = ", ".join([*FAMILIES, "gemma3 (its text)"])
+    known = ", ".join([*(name for name in FAMILIES if name != tables.T5X_DECODER_TYPE), "gemma3 (its text)"])
     if model_type not in FAMILIES:
         raise UserError(f"config.json has model_type {model_type!r}, must be one of {known}")
     if names and names[0] not in FAMILIES[model_type].architectures:
@@ -218,6 +218,10 @@ def _decoder(values: Values, family: Family, num_layers: int) -> dict[str, Any]:
     scalar = values.get("query_pre_attn_scalar")
     if scalar is not None and scalar != values.get("head_dim"):
         fields["attention_scale"] = scalar**-0.5
+    if family.model_type == tables.T5X_DECODER_TYPE:
+        tied = families.head(values, family) == "tied"
+        fields |= {"logit_scale": values["d_model"] ** -0.5 if tied else 1.0}
+        fields |= {"inputs_attention": values["inputs_attention"]}
     if family.model_type == "gpt_neox":
         fields["residual"] = "parallel" if values.get("use_parallel_residual", True) else "sequential"
     if family.experts:
@@ -249,6 +253,8 @@ def _written(config: TransformerConfig, family: Family) -> dict[str, Any]:
     if "query_pre_attn_scalar" in family.defaults:
         scale = config.head_size**-0.5 if config.attention_scale is None else config.attention_scale
         values["query_pre_attn_scalar"] = round(scale**-2)
+    if family.model_type == tables.T5X_DECODER_TYPE:
+        values["inputs_attention"] = str(config.inputs_attention)
     if family.model_type == "gpt_neox":
         values["use_parallel_residual"] = config.residual == "parallel"
     if family.experts and config.moe is not None:

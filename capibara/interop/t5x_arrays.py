@@ -44,8 +44,8 @@ class About(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4)
-def names_in(root: str) -> tuple[str, ...]:
-    """The arrays of the model in Orbax's OCDBT store; none: there is no such store.
+def names_in(root: str, begin: str = "target.") -> tuple[str, ...]:
+    """The arrays in Orbax's OCDBT store whose names begin so, by default the model's; none: there is no such store.
 
     Raises:
       UserError: it cannot be read.
@@ -60,7 +60,7 @@ def names_in(root: str) -> tuple[str, ...]:
         raise UserError(f"{root}/manifest.ocdbt cannot be read ({error}): copy the checkpoint again") from None
     if len(found) > _ARRAYS:
         raise UserError(f"{root} has {len(found):,} arrays, must have at most {_ARRAYS:,}")
-    return tuple(name for name in found if name.startswith("target."))
+    return tuple(name for name in found if name.startswith(begin))
 
 
 class Arrays:

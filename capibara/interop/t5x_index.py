@@ -88,8 +88,8 @@ def _item(content: bytes | memoryview, at: int) -> tuple[int, int, int]:
     return 0, size * (2 if kind == "m" else 1), after
 
 
-def leaves_of(index: str) -> dict[str, Leaf]:
-    """The leaves under `target`.
+def leaves_of(index: str, part: str = "target") -> dict[str, Leaf]:
+    """The leaves under `target`, which is the model, or under `state`, which is the optimizer's.
 
     Raises:
       UserError: it is no T5X checkpoint, or names files that are not its own.
@@ -98,9 +98,9 @@ def leaves_of(index: str) -> dict[str, Leaf]:
     try:
         check_structure(content)
         tree = msgpack.unpackb(content, ext_hook=_extension, raw=False, strict_map_key=False)
-        state = tree.get("optimizer", tree)["target"]
+        tree = tree.get("optimizer", tree)
         leaves: dict[str, Leaf] = {}
-        _collect(state, "", leaves.__setitem__, index)
+        _collect(tree["target"] if part == "target" else tree.get(part, {}), "", leaves.__setitem__, index)
     except UserError:
         raise
     # MemoryError: what an array says of itself; RecursionError: none of ours, its depth is bounded.
@@ -132,8 +132,8 @@ def _collect(node: Any, prefix: str, put: Callable[[str, Leaf], None], index: st
             if not isinstance(name, str | int) or len(prefix) > _NAME:
                 raise ValueError(f"{limits.shortened(prefix)} has no name for one of its parts, or too long ones")
             _collect(inner, f"{prefix}/{name}" if prefix else str(name), put, index)
-    elif isinstance(node, np.ndarray):
-        put(prefix, node)
+    elif isinstance(node, (np.ndarray, int)) and not isinstance(node, bool):
+        put(prefix, np.asarray(node))
     elif node is not None:
         raise ValueError(f"{prefix} is {type(node).__name__}, no array")
 

@@ -1,6 +1,6 @@
-"""T5X's names of an encoder-decoder's parameters, and its Gin file of the network.
+"""T5X's names of a network's parameters, and its Gin file of the network.
 
-Facts: github.com/google-research/t5x, t5x/checkpoints.py, t5x/examples/t5/network.py, t5x/examples/scalable_t5/network.py.
+Facts: github.com/google-research/t5x, t5x/checkpoints.py, t5x/examples/{t5,scalable_t5,decoder_only}/network.py.
 Where layers are scanned their parameters are in "encoder/encoder" and "decoder/decoder" ("layers" in the first versions),
 stacked along the second dimension. Kernels have heads and their features in one dimension, or in two.
 """
@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from capibara.interop import tables
+from capibara.interop.tables import T5X_DECODER_TYPE
 from capibara.interop.tensors import Shape, Tensor
 from capibara.types import UserError
 
@@ -83,6 +84,25 @@ def rows(gated: bool, each_positions: bool = False) -> dict[str, Row]:
     return made
 
 
+@functools.cache
+def decoder_rows(gated: bool) -> dict[str, Row]:
+    """As `rows`, of a network that is a decoder alone: the names of both sides are T5X's."""
+    own = tables.T5X_DECODER if gated else tables.T5X_DECODER_PLAIN
+    return {row.name: Row(row, row) for row in own}
+
+
+def rows_of(config: Mapping[str, Any]) -> dict[str, Row]:
+    """The rows of a model, by its config.json."""
+    gated, kind = config["feed_forward_proj"].startswith("gated-"), config["model_type"]
+    return decoder_rows(gated) if kind == T5X_DECODER_TYPE else rows(gated, kind == "umt5")
+
+
+def scanned_name(name: str) -> str:
+    """The name of all layers' parameter where they are scanned, from that of a layer's ("{l}" for its number)."""
+    side, _, rest = name.partition("/layers_{l}/")
+    return f"{side}/{side}/{rest}" if rest else name
+
+
 def grouped(shape: Shape, dims: str) -> Shape | None:
     """A kernel's shape with one size for each group of dimensions, whichever way it is stored; None: it is another."""
     groups = dims.split()
@@ -100,6 +120,7 @@ def grouped(shape: Shape, dims: str) -> Shape | None:
 
 
 _LINE = 4096
+_BOTH_WAYS = "models.DecoderOnlyModel.inputs_bidirectional_attention"
 _ACTIVATIONS = {
     ("relu",): "relu",
     ("gelu",): "gelu_new",  # Flax's is the approximation
@@ -116,6 +137,7 @@ _KEYS = {
     "head_dim": "d_kv",
     "mlp_dim": "d_ff",
 }
+_DECODER_KEYS = {"num_layers": "num_layers"}  # in place of those of both sides
 
 
 def config_of(network: Mapping[str, Any]) -> dict[str, Any]:
@@ -124,7 +146,7 @@ def config_of(network: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
       UserError: activations that we do not have.
     """
-    values = {theirs: network[name] for name, theirs in _KEYS.items() if name in network}
+    values = {theirs: network[name] for name, theirs in (_KEYS | _DECODER_KEYS).items() if name in network}
     if "mlp_activations" in network:
         given = network["mlp_activations"]
         activations = tuple(given) if isinstance(given, (list, tuple)) else (given,)
@@ -136,7 +158,7 @@ def config_of(network: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def network_of(text: str) -> dict[str, Any]:
-    """The values of T5Config in T5X's Gin text, which names modules that are not here; macros are put in.
+    """The values of T5Config, or of a decoder's TransformerConfig, in T5X's Gin text, which names modules that are not here; macros are put in.
 
     Values that are no literals are left out.
 
@@ -148,7 +170,7 @@ def network_of(text: str) -> dict[str, Any]:
     for owner, name, value in _bindings(text):
         if not owner and name.isupper():
             macros[name] = value
-        elif owner.rpartition(".")[2] == "T5Config":
+        elif owner.rpartition(".")[2] in ("T5Config", "TransformerConfig"):
             values[name] = value
     for name, value in list(values.items()):
         seen: set[str] = set()
@@ -159,6 +181,12 @@ def network_of(text: str) -> dict[str, Any]:
             value = macros.get(value[1:])
         values[name] = value
     return {name: value for name, value in values.items() if value is not None}
+
+
+def inputs_attention_of(text: str) -> str:
+    """What a decoder's inputs see of each other, by T5X's Gin text."""
+    named = [value for _, name, value in _bindings(text) if name == _BOTH_WAYS.rpartition(".")[2]]
+    return "bidirectional" if named and named[-1] is True else "causal"
 
 
 def vocabulary_of(text: str) -> str | None:
@@ -200,7 +228,9 @@ def gin_text(config: Mapping[str, Any]) -> str:
       UserError: T5X has no such activation.
     """
     named = {values: name for name, values in reversed(_ACTIVATIONS.items())}
-    values: dict[str, Any] = {name: config[theirs] for name, theirs in _KEYS.items()}
+    decoder = config["model_type"] == T5X_DECODER_TYPE
+    keys = {o: t for o, t in _KEYS.items() if "coder" not in o} | _DECODER_KEYS if decoder else _KEYS
+    values: dict[str, Any] = {name: config[theirs] for name, theirs in keys.items()}
     if config["feed_forward_proj"] not in named:
         known = ", ".join(sorted(named))
         raise UserError(
@@ -211,7 +241,10 @@ def gin_text(config: Mapping[str, Any]) -> str:
     scanned = config["model_type"] == "umt5"
     if scanned:
         values["scan_layers"] = True
-    network = "scalable_t5" if scanned else "t5"
+    network = "decoder_only" if decoder else "scalable_t5" if scanned else "t5"
     lines = ["from __gin__ import dynamic_registration", f"from t5x.examples.{network} import network"]
-    lines += ["", "network.T5Config:"]
+    if decoder:
+        both_ways = config.get("inputs_attention") == "bidirectional"
+        lines += ["from t5x import models", "", f"{_BOTH_WAYS} = {both_ways}"]
+    lines += ["", f"network.{'TransformerConfig' if decoder else 'T5Config'}:"]
     return "\n".join([*lines, *(f"  {name} = {value!r}" for name, value in values.items())]) + "\n"

@@ -1,4 +1,4 @@
-"""T5X's checkpoints of T5, read as a Hugging Face T5: those of its own format (msgpack and zarr), and those of Orbax.
+"""T5X's checkpoints of T5, read as a Hugging Face T5, and of its decoders: those of its own format (msgpack and zarr), and those of Orbax.
 
 checkpoint_N/checkpoint          msgpack: the state as a tree, arrays inside it or told where they are
 checkpoint_N/target.encoder...   zarr: an array
@@ -13,16 +13,16 @@ import glob
 import logging
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 from capibara import limits
-from capibara.interop import hf_folder, t5x_arrays, t5x_index, t5x_names
+from capibara.interop import hf_folder, t5x_arrays, t5x_index, t5x_names, t5x_states, tables
 from capibara.interop.tensors import Shape
-from capibara.types import UserError
+from capibara.types import PyTree, UserError
 
 INDEX = "checkpoint"
 _TF = b"model_checkpoint_path"  # how TensorFlow's file of this name begins
@@ -38,16 +38,16 @@ def is_t5x(path: str) -> bool:
 
 
 class T5xModel:
-    """An encoder-decoder of T5X: a checkpoint.ForeignModel.
+    """A model of T5X: a checkpoint.ForeignModel.
 
     Attributes:
       config: what its config.json would say: as config.gin has it, else as the shapes do.
       tokenizer: the SentencePiece model that config.gin names or that lies beside it, if it is here.
       about: none.
-      guessed: fields of EncoderDecoderConfig that nothing here says: they are T5's, or those of T5 1.1.
+      guessed: fields of the configuration that nothing here says: they are T5's, or those of T5 1.1.
 
     Raises:
-      UserError: it cannot be read, or is no T5.
+      UserError: it cannot be read, or is none of T5X's networks.
     """
 
     def __init__(self, path: str):
@@ -59,6 +59,7 @@ class T5xModel:
         self._arrays = t5x_arrays.Arrays(root)
         self._leaves = _leaves(root)
         self._gated = any("/mlp/wi_0/" in name for name in self._leaves)
+        self._is_decoder = "decoder/token_embedder/embedding" in self._leaves
         gin = self._gin()
         text = None if gin is None else limits.read_text(gin)
         network = {} if text is None else t5x_names.network_of(text)
@@ -66,10 +67,16 @@ class T5xModel:
         if type(self._layer_axis) is not int or self._layer_axis < 0:
             raise UserError(f"config.gin has T5Config.param_scan_axis = {self._layer_axis!r}, must be an axis, e.g. 1")
         self._each_positions = self._positions_of_layers()
+        self._rows = t5x_names.decoder_rows(self._gated)
+        if not self._is_decoder:
+            self._rows = t5x_names.rows(self._gated, self._each_positions)
         self._tensors = self._found()
         said = t5x_names.config_of(network)
         self.guessed = frozenset() if "feed_forward_proj" in said else frozenset({"activation"})
-        self.config: dict[str, Any] = self._from_shapes() | said
+        found = self._decoder_from_shapes() if self._is_decoder else self._from_shapes()
+        self.config: dict[str, Any] = found | said
+        if self._is_decoder and text is not None:
+            self.config["inputs_attention"] = t5x_names.inputs_attention_of(text)
         self.tokenizer = self._vocabulary(gin, text)
         self.about: dict[str, bytes] = {}
 
@@ -82,8 +89,48 @@ class T5xModel:
     def read(self, name: str) -> np.ndarray:
         stored, layer, _ = self._tensors[name]
         value = self._value(stored, layer)
-        row = t5x_names.rows(self._gated, self._each_positions)[_pattern(stored)[0]]
+        row = self._rows[_pattern(stored)[0]]
         return np.ascontiguousarray(value.reshape(t5x_names.grouped(value.shape, row.theirs.dims)).transpose(row.order))
+
+    def optimizer(self, opt_state: PyTree, shapes: Mapping[str, Shape]) -> tuple[int, PyTree]:
+        """The step of the checkpoint, and the state of our optimizer that goes on from there.
+
+        Args:
+          opt_state: of the run's optimizer, as jax.ShapeDtypeStructs.
+          shapes: of the run's parameters, by name, in the order of their tree.
+
+        Raises:
+          UserError: there is none, or it is not that of the run's Adafactor.
+        """
+        leaves, scanned = _leaves(self.path, "state"), any(_scanned(name) for name in self._leaves)
+        if "step" not in leaves or not any(name.startswith("param_states/") for name in leaves):
+            raise UserError(
+                f"{self.path} has no optimizer's state: set Trainer.init_with = 'weights' to begin with its parameters"
+            )
+        if scanned and self._layer_axis != 1:
+            raise UserError(
+                f"config.gin has T5Config.param_scan_axis = {self._layer_axis}, states of the optimizer are read where it "
+                "is 1: set Trainer.init_with = 'weights'"
+            )
+        old = {_pattern_of_stack(name): name for name in self._leaves}
+
+        def read(name: str, part: str) -> np.ndarray:
+            stored = f"param_states/{old.get(name, name)}/{part}"
+            if stored not in leaves:
+                raise UserError(f"{self.path} has no {stored}: it is not whole, or another optimizer's than Adafactor")
+            return self._read_leaf(leaves[stored], stored)
+
+        step = self._read_leaf(leaves["step"], "step")
+        if step.size != 1 or step.dtype.kind not in "iu" or not 0 <= (number := int(step.reshape(())[()])) < 2**31:
+            raise UserError(f"{self.path} has the step {limits.shortened(step.tolist())}, must be a whole number")
+        places = list(t5x_states.places(shapes, self._rows, scanned=scanned))
+        return number, t5x_states.from_t5x(opt_state, shapes, places, read, number)
+
+    def _read_leaf(self, leaf: t5x_index.Leaf, name: str) -> np.ndarray:
+        if isinstance(leaf, np.ndarray):
+            return leaf
+        with _damage_told(self.path, name):
+            return self._arrays.read(leaf)
 
     def _value(self, stored: str, layer: int | None = None) -> np.ndarray:
         leaf, axis = self._leaves[stored], self._layer_axis
@@ -115,11 +162,11 @@ class T5xModel:
 
     def _found(self) -> dict[str, tuple[str, int | None, Shape]]:
         """Hugging Face's name -> (the tensor, the layer in it, the shape of that in Hugging Face's order)."""
-        rows, found = t5x_names.rows(self._gated, self._each_positions), {}
-        if not any(name.startswith("encoder/") for name in self._leaves):
+        rows, found = self._rows, {}
+        if not self._is_decoder and not any(name.startswith("encoder/") for name in self._leaves):
             raise UserError(
-                f"{self.path} has no encoder: of T5X's models T5 and T5 1.1 are read, capibara's decoders have no "
-                "relative positions"
+                f"{self.path} has no encoder and no decoder/token_embedder: of T5X's networks t5, scalable_t5 and "
+                "decoder_only are read"
             )
         for stored in self._leaves:
             pattern, number = _pattern(stored)
@@ -203,6 +250,37 @@ class T5xModel:
             "decoder_start_token_id": 0,
         }
 
+    def _decoder_from_shapes(self) -> dict[str, Any]:
+        shapes, names = self.shapes(), tables.T5X_DECODER
+        embedding, table = names[0].name, "decoder/relpos_bias/rel_embedding"
+        query = "decoder/layers_0/self_attention/query/kernel"
+        up = f"decoder/layers_0/mlp/{'wi_0' if self._gated else 'wi'}/kernel"
+        for name in (table, query, up):
+            if name not in shapes:
+                raise UserError(f"{self.path} has no {name}: it is not whole, or no decoder_only of T5X")
+        for name in (embedding, table, query, up):
+            if len(shapes[name]) != 2 or 0 in shapes[name]:
+                raise UserError(f"{self.path}: {name} has the shape {list(shapes[name])}, must have two dimensions")
+        heads, buckets = shapes[table]
+        tied = "decoder/logits_dense/kernel" not in shapes
+        return {
+            "model_type": tables.T5X_DECODER_TYPE,
+            "architectures": ["T5XDecoder"],
+            "vocab_size": shapes[embedding][0],
+            "d_model": shapes[embedding][1],
+            "num_layers": len({name.split("/")[1] for name in shapes if name.startswith("decoder/layers_")}),
+            "num_heads": heads,
+            "d_kv": shapes[query][1] // heads,
+            "d_ff": shapes[up][1],
+            "relative_attention_num_buckets": buckets,
+            "relative_attention_max_distance": 128,
+            "layer_norm_epsilon": 1e-6,
+            "feed_forward_proj": "gated-gelu" if self._gated else "relu",
+            "tie_word_embeddings": tied,
+            "pad_token_id": 0,
+            "eos_token_id": 1,
+        }
+
     def _gin(self) -> str | None:
         """The path of T5X's configuration, in the folder of the checkpoint or of the run."""
         folder = os.path.abspath(self.path)
@@ -251,6 +329,17 @@ def _pattern(stored: str) -> tuple[str, int | None]:
     return stored, None
 
 
+def _scanned(stored: str) -> bool:
+    pattern, layer = _pattern(stored)
+    return layer is None and "{l}" in pattern
+
+
+def _pattern_of_stack(stored: str) -> str:
+    """The name that all layers' parameter has now, of whatever version it is."""
+    pattern, layer = _pattern(stored)
+    return t5x_names.scanned_name(pattern) if layer is None else pattern.format(l=layer)
+
+
 def _steps(path: str) -> list[str]:
     """The checkpoints of a T5X run, oldest first."""
     found = [name for name in glob.glob(os.path.join(glob.escape(path), "checkpoint_*")) if _number(name) is not None]
@@ -278,18 +367,18 @@ def _root(path: str) -> str | None:
     return None
 
 
-def _leaves(root: str) -> dict[str, t5x_index.Leaf]:
-    """The arrays of the model, by T5X's names; not those of the optimizer."""
-    index = os.path.join(root, INDEX)
+def _leaves(root: str, part: str = "target") -> dict[str, t5x_index.Leaf]:
+    """The arrays of the model, by T5X's names; or those of the optimizer's `state`."""
+    index, begin = os.path.join(root, INDEX), f"{part}."
     if os.path.isfile(index):
-        return t5x_index.leaves_of(index)
-    if names := t5x_arrays.names_in(root):
+        return t5x_index.leaves_of(index, part)
+    if names := t5x_arrays.names_in(root, begin):
         base = {"driver": "file", "path": os.path.join(os.path.abspath(root), "")}
         of = lambda name: {"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": base, "path": f"{name}/"}}  # noqa: E731
     else:
-        names = [os.path.basename(path) for path in glob.glob(os.path.join(glob.escape(root), "target.*"))]
+        names = [os.path.basename(path) for path in glob.glob(os.path.join(glob.escape(root), f"{begin}*"))]
         of = t5x_index.zarr
-    return {name.removeprefix("target.").replace(".", "/"): of(name) for name in sorted(names)}
+    return {name.removeprefix(begin).replace(".", "/"): of(name) for name in sorted(names)}
 
 
 def _zarr(path: str) -> dict[str, Any]:

@@ -14,13 +14,15 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from capibara.interop import hf_folder, partial, t5x_names
+from capibara.interop import hf_folder, partial, t5x_names, t5x_states
 from capibara.interop.t5x_read import INDEX
+from capibara.interop.tables import T5X_DECODER_TYPE
 from capibara.interop.tensors import Shape
 from capibara.types import UserError
 
 _VERSION = 3
 _CHUNK_BYTES = 64 * 2**20
+_IN_INDEX_BYTES = 2**20  # of an array of the optimizer's state
 _FACTORED_SIZE = 128  # min_dim_size_to_factor of its Adafactor
 # Written into its network.
 _FIXED = {"relative_attention_num_buckets": 32, "relative_attention_max_distance": 128, "layer_norm_epsilon": 1e-6}
@@ -34,10 +36,11 @@ def save_t5x(
     tokenizer: Mapping[str, bytes],
     *,
     dtype: str,
+    optimizer: t5x_states.Stored | None = None,
 ) -> None:
-    """Writes the folder of a T5X run whose only checkpoint is of step 0. Whole, or not at all.
+    """Writes the folder of a T5X run with one checkpoint. Whole, or not at all.
 
-    It has the parameters, and the state in which T5X's Adafactor begins: T5X reads no checkpoint without one.
+    T5X reads no checkpoint without the state of its optimizer.
 
     The host holds one tensor, or those of all layers of one name where they are stacked.
 
@@ -48,39 +51,38 @@ def save_t5x(
       tensors: the tensors, in that order.
       tokenizer: files; T5X has a SentencePiece model.
       dtype: of the stored tensors: "float32", "bfloat16" or "float16".
+      optimizer: the step and the state of Adafactor; None: step 0, and the state in which T5X's Adafactor begins.
 
     Raises:
       UserError: the model is no T5, the folder is there already, or a value is too large for float16.
     """
-    if config["model_type"] not in ("t5", "umt5"):
-        raise UserError(f"T5X's form is that of its T5, and this model is a {config['model_type']}: take hf or gguf")
+    if config["model_type"] not in ("t5", "umt5", T5X_DECODER_TYPE):
+        raise UserError(
+            f"T5X's form is that of its T5 and its decoders with relative positions, and this model is a "
+            f"{config['model_type']}: take hf or gguf"
+        )
     for key, value in _FIXED.items():
         if config[key] != value:
             raise UserError(f"T5X's T5 has {key} = {value}, and this model {config[key]}: take hf or gguf")
-    gated, scanned = config["feed_forward_proj"].startswith("gated-"), config["model_type"] == "umt5"
-    rows = {row.hf.name: row for row in t5x_names.rows(gated, scanned).values()}
+    scanned = config["model_type"] == "umt5"
+    rows = {row.hf.name: row for row in t5x_names.rows_of(config).values()}
     of_layers = {row.theirs.name: row.theirs.dims for row in rows.values()}
     kind = np.dtype(hf_folder.DTYPES[dtype])
-    files = {"config.gin": t5x_names.gin_text(config).encode()}
+    files = {"config.gin": (t5x_names.gin_text(config) + ("" if optimizer is None else optimizer.gin)).encode()}
+    files |= {name: content for name, content in tokenizer.items() if name.endswith(".model")}
     with partial.whole(folder) as unfinished:
-        target, states = {}, {}
-        step = os.path.join(unfinished, "checkpoint_0")
+        target, states, number = {}, {}, 0 if optimizer is None else optimizer.step
+        step = os.path.join(unfinished, f"checkpoint_{number}")
         os.makedirs(step)
         for theirs, value in _named(tensors, shapes, rows, kind, config["num_heads"] if scanned else None):
             _put(target, theirs.split("/"), _written(step, f"target.{theirs.replace('/', '.')}", value))
-            side, _, rest = theirs.partition("/")
-            dims = of_layers.get(f"{side}/layers_{{l}}/{rest.removeprefix(side + '/')}")
-            shapes_of_state = _adafactor(value.shape, dims if rest.startswith(f"{side}/") else None)
-            _put(
-                states,
-                theirs.split("/"),
-                {name: _array(np.zeros(s, np.float32)) for name, s in shapes_of_state.items()},
-            )
-        state = {"step": _array(np.zeros((), np.int32)), "param_states": states}
+            begun = _begun(theirs, value.shape, of_layers) if optimizer is None else optimizer.moments[theirs]
+            kept = {name: _kept(step, f"state.param_states.{theirs}/{name}", array) for name, array in begun.items()}
+            _put(states, theirs.split("/"), kept)
+        state = {"step": _array(np.asarray(number, np.int32)), "param_states": states}
         contents = {"version": _VERSION, "optimizer": {"target": target, "state": state}}
         with open(os.path.join(step, INDEX), "wb") as file:
             file.write(msgpack.packb(contents, use_bin_type=True))
-        files |= {name: content for name, content in tokenizer.items() if name.endswith(".model")}
         for name, content in files.items():
             with open(os.path.join(unfinished, name), "wb") as file:
                 file.write(content)
@@ -106,13 +108,25 @@ def _named(
         if scanned_heads is None or not layer:
             yield row.theirs.name.format(l=layer), value
             continue
-        side, _, rest = row.theirs.name.partition("/layers_{l}/")
-        if (stack := f"{side}/{side}/{rest}") != together and layers:
+        if (stack := t5x_names.scanned_name(row.theirs.name)) != together and layers:
             yield together, np.stack(layers, axis=1)
             layers = []
         together, layers = stack, [*layers, _with_heads(value, row.theirs.dims, scanned_heads)]
     if layers:
         yield together, np.stack(layers, axis=1)
+
+
+def _begun(theirs: str, shape: Shape, of_layers: Mapping[str, str]) -> t5x_states.Moments:
+    """The state of a parameter before the first update; `of_layers`: the dimensions of each layer's, by its name."""
+    side, _, rest = theirs.partition("/")
+    dims = of_layers.get(f"{side}/layers_{{l}}/{rest.removeprefix(side + '/')}")
+    shapes = _adafactor(shape, dims if rest.startswith(f"{side}/") else None)
+    return {name: np.zeros(size, np.float32) for name, size in shapes.items()}
+
+
+def _kept(folder: str, name: str, value: np.ndarray) -> msgpack.ExtType | dict[str, Any]:
+    """An array of the state: in the index, or, if it is large, by itself."""
+    return _array(value) if value.nbytes <= _IN_INDEX_BYTES else _written(folder, name.replace("/", "."), value)
 
 
 def _adafactor(shape: Shape, stacked_dims: str | None) -> dict[str, Shape]:
@@ -150,8 +164,8 @@ def _with_heads(value: np.ndarray, dims: str, heads: int) -> np.ndarray:
 def _row(name: str, rows: Mapping[str, t5x_names.Row]) -> tuple[t5x_names.Row, str]:
     if name in rows:
         return rows[name], ""
-    layer = re.match(r"\w+\.block\.(\d+)\.", name)[1]
-    return rows[name.replace(f".block.{layer}.", ".block.{l}.", 1)], layer
+    begin, layer, end = re.match(r"(\w+(?:\.block\.|/layers_))(\d+)([./].*)", name).groups()
+    return rows[f"{begin}{{l}}{end}"], layer
 
 
 def _put(tree: dict[str, Any], path: list[str], value: Any) -> None:

@@ -35,6 +35,7 @@ _LAYOUTS = {
     **{
         f"{side}/layers/{path}": layout for side in ("encoder", "decoder") for path, layout in (_LAYER | _CROSS).items()
     },
+    "relative_bias/table": "rn",
     **{f"{side}/relative_bias/table": "rn" for side in ("encoder", "decoder")},
     **{f"{side}/layers/relative_bias/table": "lrn" for side in ("encoder", "decoder")},
     **{f"{side}/norm/scale": "d" for side in ("encoder", "decoder")},
@@ -229,6 +230,25 @@ def _t5(gated: bool, shared: bool = True) -> Rows:
 T5, T5_GATED = _t5(False), _t5(True)
 UMT5, UMT5_GATED = _t5(False, shared=False), _t5(True, shared=False)  # each layer has its relative positions
 
+T5X_DECODER_TYPE = "t5x_decoder"  # model_type of T5X's decoders: transformers has none with relative positions
+_X = "decoder/layers_{l}/"
+T5X_DECODER = _rows(
+    [
+        ("decoder/token_embedder/embedding", "v d", "embedding"),
+        (_X + "pre_self_attention_layer_norm/scale", "d", "layers/attention_norm/scale"),
+        *((_X + f"self_attention/{name}/kernel", "d nh", _A + name) for name in ("query", "key", "value")),
+        (_X + "self_attention/out/kernel", "nh d", _A + "out"),
+        (_X + "pre_mlp_layer_norm/scale", "d", "layers/mlp_norm/scale"),
+        (_X + "mlp/wi_0/kernel", "d f", _M + "gate"),
+        (_X + "mlp/wi_1/kernel", "d f", _M + "up"),
+        (_X + "mlp/wo/kernel", "f d", _M + "down"),
+        ("decoder/relpos_bias/rel_embedding", "n r", "relative_bias/table"),
+        ("decoder/decoder_norm/scale", "d", "final_norm/scale"),
+        ("decoder/logits_dense/kernel", "d v", "output"),
+    ]
+)
+T5X_DECODER_PLAIN = _without(T5X_DECODER, "mlp/wi_") + _rows([(_X + "mlp/wi/kernel", "d f", _M + "up")])
+
 _E, _P = "bert.embeddings.", "cls.predictions."
 _B = "bert.encoder.layer.{l}."
 _PARTS = {"q": "self.query", "k": "self.key", "v": "self.value", "o": "output.dense"}
@@ -311,6 +331,7 @@ NAMES = {
     # T5's first checkpoints have a table of relative positions for cross-attention that nothing ever used.
     "t5": Names(T5, (), r"^(?:en|de)coder\.embed_tokens\.weight$|EncDecAttention\.relative_attention_bias"),
     "umt5": Names(UMT5, (), r"^(?:en|de)coder\.embed_tokens\.weight$|EncDecAttention\.relative_attention_bias"),
+    T5X_DECODER_TYPE: Names(T5X_DECODER),
     "bert": Names(
         BERT,
         ((r"^(?=(?:embeddings|encoder)\.)", "bert."), (r"LayerNorm\.gamma$", "LayerNorm.weight"))
@@ -339,6 +360,8 @@ def of(model_type: str, paths: Collection[str], *, fused_experts: bool = False) 
     rows = NAMES[model_type].rows
     if rows in (T5, UMT5) and "encoder/layers/mlp/gate" in paths:
         rows = T5_GATED if rows is T5 else UMT5_GATED
+    if rows is T5X_DECODER and "layers/mlp/gate" not in paths:
+        rows = T5X_DECODER_PLAIN
     if fused_experts and "layers/mlp/router" in paths:
         rows = tuple(row for row in rows if not row.ours[0].startswith(_M)) + FUSED_EXPERTS
     return tuple(row for row in rows if row.ours[0] in paths)

@@ -162,6 +162,29 @@ class Checkpoints:
         """The newest whole step with its parameters, as `restore_params` gives them; None: there is none."""
         return self._newest(lambda step: (step, self.restore_params(step, target, average=average)))
 
+    def newest_optimizer(self, target: PyTree) -> tuple[int, PyTree] | None:
+        """The newest whole step with its optimizer's state; None: it has none, or averages of its parameters.
+
+        Args:
+          target: of the state, ShapeDtypeStructs with the shardings wanted.
+
+        Raises:
+          UserError: it is the state of another optimizer.
+        """
+
+        def attempt(step: int) -> tuple[int, PyTree] | None:
+            saved = self.restore_progress(step).shapes
+            if any(path.startswith("ema/") for path in saved):
+                return None
+            saved = {path: shape for path, shape in saved.items() if path.startswith("opt_state/")}
+            if not saved:
+                return None
+            wanted = {"opt_state": target}
+            shapes.check(self._folder / str(step), saved, shapes.of(wanted), cast=self._config.cast)
+            return step, self._read(step, wanted)["opt_state"]
+
+        return self._newest(attempt)
+
     def verified_step(self) -> int | None:
         """The newest step whose files are those that were saved; as `restore`, without reading it."""
 

@@ -6,8 +6,10 @@ import ast
 import dataclasses
 import os
 from collections.abc import Callable
+from typing import Protocol, runtime_checkable
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from capibara import config, outputs, sharding, tree
@@ -15,9 +17,19 @@ from capibara.models import api
 from capibara.models.api import Lora, Model
 from capibara.training import state as states
 from capibara.training import run_manifest, step_folders
-from capibara.training.checkpoints import Checkpoints
-from capibara.training.trainer import Trainer
-from capibara.types import Params, UserError
+from capibara.training.checkpoints import Checkpoints, Restored
+from capibara.training.state import TrainState
+from capibara.training.trainer import InitWith, Trainer
+from capibara.types import Params, PyTree, UserError
+
+
+@runtime_checkable
+class HasOptimizer(Protocol):
+    """What reads parameters, where the state of their optimizer is beside them."""
+
+    def optimizer(self, opt_state: PyTree) -> tuple[int, PyTree]:
+        """The step, and a state like `opt_state` (jax.ShapeDtypeStructs), of numpy arrays."""
+
 
 # (jax.ShapeDtypeStructs with shardings, of the model without adapters) -> its parameters, lying so.
 Read = Callable[[Params], Params]
@@ -74,6 +86,51 @@ def load_params(trainer: Trainer, model: Model, mesh: Mesh, read: Read | None) -
         return read(target)
     lora = _adapters_at(trainer.init_from)
     return _of_run_folder(trainer, target) if lora is None else _merged(trainer, plain, lora, mesh, target)
+
+
+def load_optimizer(trainer: Trainer, target: TrainState, read: Read | None) -> tuple[int, PyTree] | None:
+    """The step and the optimizer's state at `trainer.init_from`, on the mesh; None: the run begins with new ones.
+
+    Args:
+      trainer: the run.
+      target: of the run's state: shapes and shardings.
+      read: of `reader`.
+
+    Raises:
+      UserError: there is none, it is another optimizer's, or the run would end before its step.
+    """
+    if trainer.init_with is not InitWith.STATE:
+        return None
+    if read is None:
+        restored, state = _restored(trainer, target)
+        step, opt_state = restored.step, state.opt_state
+    elif not isinstance(read, HasOptimizer):
+        raise UserError("Trainer.init_with is 'state', and Trainer.init_from has parameters alone: set 'weights'")
+    else:
+        step, values = read.optimizer(target.opt_state)
+        opt_state = jax.tree.map(_placed, values, target.opt_state)
+    if step >= trainer.steps:
+        raise UserError(
+            f"Trainer.steps ({trainer.steps}) must be above the step of Trainer.init_from ({step}), from which the run "
+            f"goes on: try {step + 1000}, or Trainer.init_with = 'weights'"
+        )
+    return step, opt_state
+
+
+def _restored(trainer: Trainer, target: TrainState) -> tuple[Restored, TrainState]:
+    own = dataclasses.replace(target, ema=None, losses=None)
+    with Checkpoints(trainer.init_from, trainer.checkpointing, read_only=True) as checkpoints:
+        found = checkpoints.restore(own)
+    if found is None:
+        raise UserError(
+            f"Trainer.init_from ({trainer.init_from!r}) holds no checkpoint: name a run folder that has one"
+        )
+    return found
+
+
+def _placed(value: np.ndarray, wanted: jax.ShapeDtypeStruct) -> jax.Array:
+    value = np.asarray(value, wanted.dtype)
+    return jax.make_array_from_callback(wanted.shape, wanted.sharding, lambda index: value[index])
 
 
 def _adapters_at(folder: str) -> Lora | None:

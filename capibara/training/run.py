@@ -28,7 +28,7 @@ from capibara.training.bad_batches import BadBatches
 from capibara.training.callbacks import RunInfo
 from capibara.training.checkpoints import Checkpoints, Restored
 from capibara.training.evaluate import EvalStep, evaluate, make_eval_step
-from capibara.training.given import Load, Read, load_params, reader
+from capibara.training.given import Load, Read, load_optimizer, load_params, reader
 from capibara.training.loaders import open_loader, validation_batches, validation_loader
 from capibara.training.metrics import EarlyStopping
 from capibara.training.objective import Objective, Supply, of_cross_entropy
@@ -36,7 +36,7 @@ from capibara.training.replicas import ReplicaCheck
 from capibara.training.state import TrainState
 from capibara.training.step import make_train_step
 from capibara.training.trainer import Trainer
-from capibara.types import Batch, Params, UserError
+from capibara.types import Batch, Params, PyTree, UserError
 
 _ASK_EVERY = 8  # batches of an evaluation, after which several hosts ask each other whether to stop
 
@@ -58,6 +58,7 @@ class Run:
     restored: Restored | None
     restored_state: TrainState | None
     given: Params | None  # those that a new run begins from, of the model without adapters
+    goes_on: tuple[int, PyTree] | None  # the step and the optimizer's state that a new run goes on from
     bad_batches: BadBatches
     spent: dict[str, float]  # seconds by what took them, before the first step
     owes_evaluation: bool = False  # the run was to stop before the evaluation of the step that it carries on from
@@ -94,6 +95,10 @@ class Run:
         if self.restored is None:
             given, self.given = self.given, None
             state, step, progress = self.init(jax.random.key(self.trainer.seed), given=given), 0, {}
+            if self.goes_on is not None:
+                (step, opt_state), self.goes_on = self.goes_on, None
+                at = jax.device_put(np.int32(step), self.abstract_state.step.sharding)
+                state = dataclasses.replace(state, step=at, opt_state=opt_state)
         else:
             state, self.restored_state = self.restored_state, None
             state = states.with_new_window(state, self.abstract_state, self.trainer.anomalies)
@@ -335,14 +340,14 @@ def set_up(
     read = reader(trainer, load)  # now: compiling takes long
     with concurrent.futures.ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as undo:
         opened = pool.submit(_open_checkpoints_and_data, trainer, mesh, config, state.abstract, read)
-        loaded = pool.submit(_given, opened, trainer, model, mesh, read)
+        loaded = pool.submit(_given, opened, trainer, model, mesh, read, state.abstract)
         undo.callback(_close, opened)
         status(f"compiling the train step for {mesh.size} devices")
         begin_s = time.perf_counter()
         parts = compile_step(trainer, model, mesh, compiler_options, state)
         status(f"compiled in {(compiled_s := time.perf_counter()) - begin_s:.1f} s")
         checkpoints, restored, batches = opened.result()
-        given = loaded.result()
+        given, goes_on = loaded.result()
         if restored is not None:
             spent["restore"] = time.perf_counter() - compiled_s
         run_checks.check_vocabulary(trainer)
@@ -360,6 +365,7 @@ def set_up(
         restored=None if restored is None else restored[0],
         restored_state=None if restored is None else restored[1],
         given=given,
+        goes_on=goes_on,
         spent=spent,
         load=load,
         status=status,
@@ -368,11 +374,19 @@ def set_up(
 
 
 def _given(
-    opened: concurrent.futures.Future, trainer: Trainer, model: api.Model, mesh: Mesh, read: Read | None
-) -> Params | None:
-    """The parameters that the run begins from; None: new ones, or those of its checkpoint."""
+    opened: concurrent.futures.Future,
+    trainer: Trainer,
+    model: api.Model,
+    mesh: Mesh,
+    read: Read | None,
+    target: TrainState,
+) -> tuple[Params | None, tuple[int, PyTree] | None]:
+    """The parameters that the run begins from, and what else it goes on from; None: new ones, or its checkpoint's."""
     _, restored, _ = opened.result()
-    return None if trainer.init_from is None or restored is not None else load_params(trainer, model, mesh, read)
+    if trainer.init_from is None or restored is not None:
+        return None, None
+    goes_on = load_optimizer(trainer, target, read)
+    return load_params(trainer, model, mesh, read), goes_on
 
 
 def _close(opened: concurrent.futures.Future) -> None:

@@ -124,6 +124,10 @@ class RunFolders:
         """As `origin.read`."""
         return origin.read(folder)
 
+    def optimizer(self, folder: str, run: Loaded) -> tuple[int, PyTree] | None:
+        """As `optimizer`."""
+        return optimizer(folder, run)
+
     def save(self, folder: str, params: Params, gin: str) -> None:
         """As `save`."""
         save(folder, params, gin)
@@ -183,6 +187,21 @@ def load_step(
         params = merger(model, with_shardings(model.plain.abstract_params, placed(trainer, model.plain)))(params)
     found_run = Loaded(trainer, model.plain if merge else model, params)
     return step, found_run, kept and average is not False
+
+
+def optimizer(folder: str, run: Loaded) -> tuple[int, PyTree] | None:
+    """The newest whole step of a run and its optimizer's state, on one device.
+
+    None where the step holds parameters alone, or the run's parameters are moving averages: of these it is not the state.
+    """
+    trainer, model = run.trainer, run.model
+    trained = model.trained(model.abstract_params)
+    tx = trainer.optimizer.build(trainer.steps, model.trained(model.axes))
+    here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    shapes = jax.eval_shape(tx.init, trained)
+    target = with_shardings(shapes, jax.tree.map(lambda _: here, shapes))
+    with Checkpoints(folder, trainer.checkpointing, read_only=True) as checkpoints:
+        return checkpoints.newest_optimizer(target)
 
 
 def _found(

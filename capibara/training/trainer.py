@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import math
 from collections.abc import Callable
 from typing import Any
@@ -54,6 +55,18 @@ class Evaluation:
                 raise UserError(f"Evaluation.{name} is {getattr(self, name)}, must be at least 1, or None")
 
 
+class InitWith(enum.StrEnum):
+    """What a new run takes from `Trainer.init_from`.
+
+    WEIGHTS: the parameters; it is at step 0.
+    STATE: the optimizer's state and the step too, as T5X does: the run goes on from there to `Trainer.steps`. Its data
+      begins anew.
+    """
+
+    WEIGHTS = "weights"
+    STATE = "state"
+
+
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Trainer:
@@ -65,6 +78,7 @@ class Trainer:
       seed: of the parameters, from 0 to 2**32 - 1; the data has its own.
       init_from: where the parameters of a run that starts anew come from; None: they are drawn. Of a run folder the
         newest step is read, its adapters merged. With TransformerConfig.lora they are the base's. A run that carries on does not look there.
+      init_with: what is taken from there.
       model, plan, dataset, optimizer, evaluation, checkpointing: the parts.
       loss: what is minimised, such as @Dpo() on preference pairs; None: the cross entropy of the texts.
       log_every: steps between logs; the host waits for the device only then.
@@ -89,6 +103,7 @@ class Trainer:
     evaluation: Evaluation = Evaluation()
     checkpointing: Checkpointing = Checkpointing()
     init_from: str | None = None
+    init_with: InitWith = InitWith.WEIGHTS
     loss: Loss | None = None
     seed: int = 0
     log_every: int = 10
@@ -107,6 +122,9 @@ class Trainer:
             raise UserError("Trainer.model_dir is empty: name a folder, e.g. --gin.MODEL_DIR=runs/mine")
         if self.init_from is not None and not self.init_from.strip():
             raise UserError("Trainer.init_from is empty: name a run folder, or None to begin with new parameters")
+        if self.init_with is InitWith.STATE and (self.init_from is None or self.model.lora is not None):
+            why = "Trainer.init_from is None" if self.init_from is None else "the model has adapters, which are new"
+            raise UserError(f"Trainer.init_with is 'state', and {why}: set 'weights'")
         for name, value in (("steps", self.steps), ("log_every", self.log_every)):
             if not 1 <= value < 2**31:
                 raise UserError(f"Trainer.{name} is {value}, must be from 1 to {2**31 - 1}: try 100")

@@ -1,8 +1,8 @@
 """What T5X itself does with its three networks: the other side of test_t5x_training.py.
 
 Run in an environment with T5X (github.com/google-research/t5x):
-    python tests/interop/t5x_peer.py record FILE      losses and sums of the parameters after 3 and 20 steps, and learning
-                                                      rates, as JSON: what tests/interop/t5x.json is
+    python tests/interop/t5x_peer.py record FILE      losses, sums of the parameters and of Adafactor's states after 3 and
+                                                      20 steps, and learning rates, as JSON: what tests/interop/t5x.json is
     python tests/interop/t5x_peer.py train FOLDER     all of the same, as FOLDER/NAME.npz
     python tests/interop/t5x_peer.py read FOLDER      the losses of runs that begin from the checkpoints FOLDER/NAME, as
                                                       FOLDER/NAME.npz
@@ -31,6 +31,37 @@ CASES = {
         dict(z_loss=1e-3),
     ),
     "scalable_t5": ("scalable_t5", SIZES | GATED | dict(num_encoder_layers=2, num_decoder_layers=3), {}, {}),
+    "decoder_only": ("decoder_only", SIZES | GATED | dict(num_layers=3), dict(min_dim_size_to_factor=16), {}),
+    "prefix_lm": (
+        "decoder_only",
+        SIZES | dict(num_layers=2, logits_via_embedding=True),
+        {},
+        dict(inputs_bidirectional_attention=True, z_loss=1e-3),
+    ),
+    "t5_offset": (
+        "t5",
+        SIZES | GATED | dict(num_encoder_layers=1, num_decoder_layers=1),
+        dict(min_dim_size_to_factor=8, step_offset=1000),
+        {},
+    ),
+    "scalable_t5_map": (
+        "scalable_t5",
+        SIZES | GATED | dict(num_encoder_layers=2, num_decoder_layers=2),
+        dict(
+            beta1=0.9,
+            min_dim_size_to_factor=16,
+            factor_map=(
+                ("attention/(query|key|value)", ("row", "batch", "batch", "column")),
+                ("attention/out", ("column", "batch", "column", "row")),
+                ("mlp/wi", ("row", "batch", "column")),
+                ("mlp/wo", ("none", "batch", "none")),
+                ("relpos_bias", None),
+                ("pre_.*norm", ("none", "batch")),
+                (".*", "heuristic"),
+            ),
+        ),
+        {},
+    ),
     "t5_options": (
         "t5",
         SIZES | GATED | dict(num_encoder_layers=1, num_decoder_layers=1),
@@ -42,6 +73,7 @@ CASES = {
         {},
     ),
 }  # fmt: skip
+BEGUN = {"t5_offset": 1000}  # updates before the first, where there were some
 NORMALIZATIONS = {
     "sum": None,
     "tokens": "NUM_REAL_TARGET_TOKENS",
@@ -69,11 +101,13 @@ def drawn(name: str, shape: tuple[int, ...]) -> np.ndarray:
     """A parameter to begin with, by its name: T5X's initial ones would need T5X."""
     rng = np.random.default_rng(zlib.crc32(name.encode()))
     value = rng.standard_normal(shape, np.float32)
-    return 1 + 0.1 * value if name.endswith("scale") else value * np.float32(0.3)
+    return 1 + 0.1 * value if name.endswith("scale") else value * np.float32(0.15)
 
 
-def batch() -> dict[str, np.ndarray]:
-    """Two rows of a text and its continuation; the second of both are shorter."""
+def batch(case: str = "t5") -> dict[str, np.ndarray]:
+    """Two rows of a text and its continuation; the second of both are shorter. A decoder reads both in one."""
+    if CASES[case][0] == "decoder_only":
+        return _batch_of_decoder()
     rng = np.random.default_rng(7)
     inputs, targets = rng.integers(2, 64, (2, 12)), rng.integers(2, 64, (2, 10))
     inputs[1, 9:] = 0
@@ -83,6 +117,24 @@ def batch() -> dict[str, np.ndarray]:
     found = {"encoder_input_tokens": inputs, "decoder_input_tokens": shifted, "decoder_target_tokens": targets}
     found = {name: value.astype(np.int32) for name, value in found.items()}
     return found | {"decoder_loss_weights": (targets > 0).astype(np.float32)}
+
+
+def _batch_of_decoder() -> dict[str, np.ndarray]:
+    """The first row has two documents."""
+    rng = np.random.default_rng(11)
+    targets, shifted, prefix, segments, weights, positions = (np.zeros((2, 20), int) for _ in range(6))
+    at = [(0, 0, 7, 5, 1), (0, 12, 4, 3, 2), (1, 0, 9, 6, 1)]  # row, place, inputs, targets, document
+    for row, begin, inputs, own, document in at:
+        ids, end = rng.integers(2, 64, inputs + own), begin + inputs + own
+        targets[row, begin:end] = ids
+        shifted[row, begin + 1 : end] = ids[:-1]
+        prefix[row, begin : begin + inputs + 1] = 1
+        segments[row, begin:end], positions[row, begin:end] = document, np.arange(inputs + own)
+        weights[row, begin + inputs : end] = 1
+    found = {"decoder_input_tokens": shifted, "decoder_target_tokens": targets, "decoder_causal_attention": prefix}
+    found |= {"decoder_segment_ids": segments, "decoder_positions": positions}
+    found = {name: value.astype(np.int32) for name, value in found.items()}
+    return found | {"decoder_loss_weights": weights.astype(np.float32)}
 
 
 def sums(name: str, value: np.ndarray) -> list[float]:
@@ -114,7 +166,10 @@ def model_of(case: str, **more):
     network, sizes, of_adafactor, of_model = CASES[case]
     module = importlib.import_module(f"t5x.examples.{network}.network")
     rules = adafactor.standard_logical_factor_rules()
-    optimizer = adafactor.Adafactor(**dict(decay_rate=0.8, step_offset=0, logical_factor_rules=rules) | of_adafactor)
+    options = dict(decay_rate=0.8, step_offset=0, logical_factor_rules=rules) | of_adafactor
+    if "factor_map" in options:
+        options |= dict(factor_map=factor_map(options["factor_map"]), logical_factor_rules=None)
+    optimizer = adafactor.Adafactor(**options)
     vocabulary, options = seqio.ByteVocabulary(), dict(optimizer_def=optimizer) | of_model | more
     if network == "decoder_only":
         wrapped = module.DecoderWrapper(config=module.TransformerConfig(**sizes))
@@ -124,6 +179,17 @@ def model_of(case: str, **more):
     )
 
 
+def factor_map(rules):
+    from t5x import adafactor
+
+    def rule(given):
+        if given == "heuristic":
+            return adafactor.HEURISTIC_RULE
+        return given and tuple(map(adafactor.factor_name_to_factordim, given))
+
+    return adafactor.HParamMap([(pattern, rule(given)) for pattern, given in rules])
+
+
 def begun(case: str, **more):
     """(the model, its state before the first step)."""
     import jax
@@ -131,10 +197,13 @@ def begun(case: str, **more):
     from t5x import train_state
 
     model = model_of(case, **more)
-    shapes = {name: value.shape for name, value in batch().items()}
+    shapes = {name: value.shape for name, value in batch(case).items()}
     variables = unfreeze(model.get_initial_variables(jax.random.key(0), shapes))
     variables["params"] = nested({name: drawn(name, value.shape) for name, value in flat(variables["params"]).items()})
-    return model, train_state.FlaxOptimTrainState.create(model.optimizer_def, freeze(variables))
+    state = train_state.FlaxOptimTrainState.create(model.optimizer_def, freeze(variables))
+    optimizer = state._optimizer
+    step = np.int32(BEGUN.get(case, 0))
+    return model, state.replace(_optimizer=optimizer.replace(state=optimizer.state.replace(step=step)))
 
 
 def nested(values: dict[str, np.ndarray]) -> dict:
@@ -159,7 +228,7 @@ def trained(case: str, state=None, steps: int = STEPS):
     model, first = begun(case)
     state = first if state is None else state
     schedule = utils.create_learning_rate_scheduler(**LEARNING_RATE)
-    given = {name: jnp.asarray(value) for name, value in batch().items()}
+    given = {name: jnp.asarray(value) for name, value in batch(case).items()}
     step = jax.jit(functools.partial(trainer.train_with_lr, model=model, num_microbatches=None))
     loss_of = jax.jit(lambda params: model.loss_fn(params, given, None)[0])
     losses, states = [], []
@@ -168,6 +237,15 @@ def trained(case: str, state=None, steps: int = STEPS):
         state, _ = step(state, given, learning_rate=schedule(state.step), dropout_rng=None)
         states.append(state)
     return losses, states
+
+
+def states_of(state) -> dict[str, np.ndarray]:
+    """Adafactor's, without the zeros for what there is not."""
+    from flax.core import unfreeze
+    from flax.serialization import to_state_dict
+
+    found = flat(unfreeze(to_state_dict(state.param_states)))
+    return {name: np.asarray(value) for name, value in found.items() if value.shape != (1,)}
 
 
 def params_of(state) -> dict[str, np.ndarray]:
@@ -202,11 +280,12 @@ def record(path: str) -> None:
     found |= {"schedules": {name: rounded(learning_rates(name, SHOWN_STEPS)) for name in SCHEDULES}}
     for case in CASES:
         losses, states = trained(case)
-        params = {step: params_of(states[step - 1]) for step in KEPT}
-        sums_of = {
-            step: {name: rounded(sums(name, value)) for name, value in of.items()} for step, of in params.items()
-        }
-        found[case] = {"losses": rounded(losses), "params": sums_of}
+        found[case] = {"losses": rounded(losses)}
+        for what, of_state in (("params", params_of), ("states", states_of)):
+            each = {step: of_state(states[step - 1]) for step in KEPT}
+            found[case][what] = {
+                step: {name: rounded(sums(name, value)) for name, value in of.items()} for step, of in each.items()
+            }
     text = json.dumps(found, indent=None, separators=(",", ":"))
     pathlib.Path(path).write_text(text.replace('},"', '},\n"').replace('],"', '],\n"') + "\n")
 
@@ -214,7 +293,11 @@ def record(path: str) -> None:
 def train(folder: str) -> None:
     for case in CASES:
         losses, states = trained(case)
-        arrays = {f"{step}/{name}": value for step in KEPT for name, value in params_of(states[step - 1]).items()}
+        arrays = {
+            f"{step}/{name}": value
+            for step in KEPT
+            for name, value in (params_of(states[step - 1]) | states_of(states[step - 1])).items()
+        }
         np.savez(pathlib.Path(folder) / f"{case}.npz", losses=losses, **arrays)
     rates = {name: learning_rates(name, range(SCHEDULE_STEPS)) for name in SCHEDULES}
     np.savez(pathlib.Path(folder) / "schedules.npz", **rates)

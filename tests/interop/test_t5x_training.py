@@ -20,10 +20,10 @@ import pytest
 from flax import serialization
 from jax.sharding import SingleDeviceSharding
 
-from capibara import sharding
-from capibara.interop import checkpoint, hf_config, t5x_names, t5x_write
+from capibara import sharding, tree
+from capibara.interop import checkpoint, hf_config, t5x_names, t5x_states, t5x_write
 from capibara.models import api
-from capibara.models.api import EncoderDecoderConfig
+from capibara.models.api import DecoderConfig, EncoderDecoderConfig
 from capibara.optim import Adafactor, FactorSchedule, Optimizer
 from capibara.sharding import Plan
 from capibara.training import state as states
@@ -35,14 +35,22 @@ HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
 import t5x_peer  # noqa: E402
+from t5x_peer import CASES  # noqa: E402
 
 PYTHON = os.environ.get("T5X_PYTHON")
 T5X = json.loads((HERE / "t5x.json").read_text())
 SIZES = dict(vocab_size=64, embed_dim=16, num_heads=4, head_dim=4, mlp_dim=24, dtype="float32")
+RELATIVE = dict(positions="relative", attention_scale=1.0)
 MODELS = {
     "t5": EncoderDecoderConfig(**SIZES, num_layers=2, num_encoder_layers=2, activation="relu", head="tied"),
     "t5_1_1": EncoderDecoderConfig(**SIZES, num_layers=2, num_encoder_layers=1),
     "scalable_t5": EncoderDecoderConfig(**SIZES, num_layers=3, num_encoder_layers=2, relative_tables="each_layer"),
+    "decoder_only": DecoderConfig(**SIZES, **RELATIVE, num_layers=3, activation="geglu", head="separate"),
+    "prefix_lm": DecoderConfig(
+        **SIZES, **RELATIVE, num_layers=2, activation="relu", logit_scale=0.25, inputs_attention="bidirectional"
+    ),
+    "t5_offset": EncoderDecoderConfig(**SIZES, num_layers=1, num_encoder_layers=1),
+    "scalable_t5_map": EncoderDecoderConfig(**SIZES, num_layers=2, num_encoder_layers=2, relative_tables="each_layer"),
     "t5_options": EncoderDecoderConfig(**SIZES, num_layers=1, num_encoder_layers=1),
 }
 PLAIN = Optimizer(name="adafactor", schedule=FactorSchedule(**t5x_peer.LEARNING_RATE), weight_decay=0.0, clip_norm=None)
@@ -50,6 +58,23 @@ OPTIMIZERS = {
     "t5": PLAIN,
     "t5_1_1": dataclasses.replace(PLAIN, factored_min_size=8),
     "scalable_t5": dataclasses.replace(PLAIN, adafactor=Adafactor(factoring="stacked")),
+    "decoder_only": dataclasses.replace(PLAIN, factored_min_size=16),
+    "prefix_lm": PLAIN,
+    "t5_offset": dataclasses.replace(PLAIN, factored_min_size=8, adafactor=Adafactor(step_offset=1000)),
+    "scalable_t5_map": dataclasses.replace(
+        PLAIN,
+        factored_min_size=16,
+        momentum=0.9,
+        adafactor=Adafactor(
+            factor_map=(
+                ("attention/(query|key|value)", ("batch", "row", "batch", "column")),
+                ("attention/out", ("batch", "column", "column", "row")),
+                ("mlp/(gate|up)", ("batch", "row", "column")),
+                ("mlp/down", ("batch", "none", "none")),
+                ("relative_bias", ("none", "none", "none")),
+            )
+        ),
+    ),
     "t5_options": dataclasses.replace(
         PLAIN,
         factored_min_size=16,
@@ -64,7 +89,7 @@ OPTIMIZERS = {
         ),
     ),
 }
-Z_LOSS = {"t5_1_1": 1e-3}
+Z_LOSS = {"t5_1_1": 1e-3, "prefix_lm": 1e-3}
 RTOL = 1e-5
 
 
@@ -73,7 +98,7 @@ def in_their_form(model, tensors):
     values = hf_config.to_hf(model.config)
     shapes, scanned = checkpoint.hf_shapes(model, values["model_type"]), values["model_type"] == "umt5"
     heads = values["num_heads"] if scanned else None
-    rows = t5x_names.rows(values["feed_forward_proj"].startswith("gated-"), scanned)
+    rows = t5x_names.rows_of(values)
     by_name = {row.hf.name: row for row in rows.values()}
     return dict(t5x_write._named(tensors, shapes, by_name, np.dtype(np.float32), heads))
 
@@ -93,8 +118,17 @@ def begun(model, folder):
     return checkpoint.load_params(checkpoint.open_model(str(folder)), model, here)
 
 
-def batch():
-    given = t5x_peer.batch()
+def batch(case="t5"):
+    given = t5x_peer.batch(case)
+    if CASES[case][0] == "decoder_only":
+        return {
+            "tokens": given["decoder_input_tokens"],
+            "targets": given["decoder_target_tokens"],
+            "weights": given["decoder_loss_weights"],
+            "segment_ids": given["decoder_segment_ids"],
+            "positions": given["decoder_positions"],
+            "prefix": given["decoder_causal_attention"],
+        }
     return {
         "tokens": given["decoder_input_tokens"],
         "targets": given["decoder_target_tokens"],
@@ -105,35 +139,123 @@ def batch():
     }
 
 
-@functools.cache
-def trained(case, folder):
-    """The losses, and the parameters after the steps that T5X's are known of."""
+def shapes_of(model):
+    abstract = model.abstract_params
+    return dict(zip(tree.path_names(abstract), (leaf.shape for leaf in jax.tree.leaves(abstract)), strict=True))
+
+
+def places_of(model):
+    values = hf_config.to_hf(model.config)
+    scanned = values["model_type"] == "umt5"
+    return list(t5x_states.places(shapes_of(model), t5x_names.rows_of(values), scanned=scanned))
+
+
+def states_by_their_names(model, opt_state):
+    """Those that are kept, as T5X has them."""
+    of_params = t5x_states.to_t5x(opt_state, shapes_of(model), places_of(model))
+    flat = {f"{name}/{part}": value for name, of in of_params for part, value in of.items()}
+    return {name: value for name, value in flat.items() if value.shape != (1,)}
+
+
+def training(case):
+    """(the model, its optimizer, the jitted step)."""
     model, optimizer = api.build(MODELS[case]), OPTIMIZERS[case]
-    params = begun(model, folder)
     tx, plan = optimizer.build(t5x_peer.STEPS, model.axes), Plan(batch_size=2)
     mesh = sharding.make_mesh(plan, jax.devices()[:1])
     schedule, z_loss = optimizer.schedule.build(t5x_peer.STEPS), Z_LOSS.get(case, 0.0)
-    step = jax.jit(make_train_step(model, tx, schedule, plan, mesh, z_loss=z_loss))
-    state = states.TrainState(step=jnp.zeros((), jnp.int32), params=params, opt_state=tx.init(params), ema=None)
+    objective = of_cross_entropy(model, z_loss, normalization=Normalization.SUM)  # T5X's own, unless told otherwise
+    step = jax.jit(make_train_step(model, tx, schedule, plan, mesh, objective=objective))
+    return model, tx, step
+
+
+def went(step, state, case, steps):
+    """The losses of so many steps, and the state after each."""
+    for _ in range(steps):
+        state, metrics = step(state, batch(case))
+        yield float(metrics["loss"] + metrics["z_loss"]) * float(metrics["tokens"]), state
+
+
+@functools.cache
+def trained(case, folder):
+    """The losses, and the parameters and Adafactor's states after the steps that T5X's are known of."""
+    model, tx, step = training(case)
+    params = begun(model, folder)
+    begun_at = jnp.asarray(t5x_peer.BEGUN.get(case, 0), jnp.int32)
+    opt_state = t5x_states.at_step(tx.init(params), begun_at)
+    state = states.TrainState(step=begun_at, params=params, opt_state=opt_state, ema=None)
     losses, kept = [], {}
-    for number in range(1, t5x_peer.STEPS + 1):
-        state, metrics = step(state, batch())
-        losses.append(float(metrics["loss"] + metrics["z_loss"]) * float(metrics["tokens"]))
+    for number, (loss, now) in enumerate(went(step, state, case, t5x_peer.STEPS), 1):
+        losses.append(loss)
         if number in t5x_peer.KEPT:
-            kept[number] = by_their_names(model, jax.device_get(state.params))
+            state_here = jax.device_get(now)
+            own = by_their_names(model, state_here.params), states_by_their_names(model, state_here.opt_state)
+            kept[number] = dict(zip(("params", "states"), own))
     return losses, kept
 
 
 @pytest.mark.parametrize("case", MODELS)
-def test_losses_and_parameters_are_those_of_t5x(case, tmp_path):
+def test_losses_parameters_and_states_are_those_of_t5x(case, tmp_path):
     losses, kept = trained(case, tmp_path / "t5x")
     np.testing.assert_allclose(losses, T5X[case]["losses"], rtol=RTOL)
-    for step, params in kept.items():
-        want = T5X[case]["params"][str(step)]
-        assert params.keys() == want.keys()
-        for name, value in params.items():
-            got = t5x_peer.sums(name, value)
-            np.testing.assert_allclose(got, want[name], rtol=RTOL, atol=RTOL * want[name][1], err_msg=f"{step} {name}")
+    for step, found in kept.items():
+        for what, arrays in found.items():
+            want = T5X[case][what][str(step)]
+            assert arrays.keys() == want.keys()
+            for name, value in arrays.items():
+                got, where = t5x_peer.sums(name, value), f"{step} {name}"
+                np.testing.assert_allclose(got, want[name], rtol=RTOL, atol=RTOL * want[name][1], err_msg=where)
+
+
+def resumed(model, tx, path):
+    """The state of a run that goes on from a T5X checkpoint."""
+    loader = checkpoint.loader(str(path), model)
+    here = SingleDeviceSharding(jax.devices()[0])
+    params = loader(
+        jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=here), model.abstract_params)
+    )
+    step, opt_state = loader.optimizer(jax.eval_shape(tx.init, params))
+    opt_state = jax.tree.map(jnp.asarray, opt_state)
+    return states.TrainState(step=jnp.asarray(step, jnp.int32), params=params, opt_state=opt_state, ema=None)
+
+
+def stored(model, state, folder, optimizer):
+    """A checkpoint for T5X of a run of ours."""
+    values = hf_config.to_hf(model.config)
+    model_type = values["model_type"]
+    shapes, tensors = checkpoint.hf_shapes(model, model_type), checkpoint.hf_tensors(state.params, model, model_type)
+    moments = dict(t5x_states.to_t5x(state.opt_state, shapes_of(model), places_of(model)))
+    kept = t5x_states.Stored(int(state.step), moments, t5x_states.gin_of(optimizer))
+    t5x_write.save_t5x(str(folder), values, shapes, tensors, {}, dtype="float32", optimizer=kept)
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["scalable_t5_map", "prefix_lm", *(pytest.param(c, marks=pytest.mark.heavy) for c in ("t5_1_1", "t5_options"))],
+)
+def test_a_run_goes_on_from_a_checkpoint_of_t5x_with_its_losses(case, tmp_path):
+    """After 3 steps it is stored in T5X's form, with T5X's states (see above), and read again."""
+    model, tx, step = training(case)
+    params = begun(model, tmp_path / "begun")
+    state = states.TrainState(step=jnp.zeros((), jnp.int32), params=params, opt_state=tx.init(params), ema=None)
+    *_, (_, state) = went(step, state, case, 3)
+    stored(model, jax.device_get(state), tmp_path / "run", OPTIMIZERS[case])
+    assert (tmp_path / "run" / "checkpoint_3").is_dir()
+    losses = [loss for loss, _ in went(step, resumed(model, tx, tmp_path / "run"), case, 17)]
+    np.testing.assert_allclose(losses, T5X[case]["losses"][3:], rtol=RTOL)
+
+
+def test_states_of_another_factoring_are_told(tmp_path):
+    model, tx, step = training("t5_1_1")
+    params = begun(model, tmp_path / "begun")
+    state = states.TrainState(step=jnp.zeros((), jnp.int32), params=params, opt_state=tx.init(params), ema=None)
+    stored(model, state, tmp_path / "run", OPTIMIZERS["t5_1_1"])
+    for changes in (dict(factored_min_size=128), dict(momentum=0.9)):
+        other = dataclasses.replace(OPTIMIZERS["t5_1_1"], **changes).build(t5x_peer.STEPS, model.axes)
+        with pytest.raises(UserError, match="this run's Adafactor factors otherwise"):
+            resumed(model, other, tmp_path / "run")
+    written_alone = dataclasses.replace(OPTIMIZERS["t5_1_1"], name="adamw").build(t5x_peer.STEPS, model.axes)
+    with pytest.raises(UserError, match="T5X has the state of Adafactor alone"):
+        resumed(model, written_alone, tmp_path / "run")
 
 
 @pytest.mark.parametrize("name", t5x_peer.NORMALIZATIONS)
@@ -248,15 +370,15 @@ def test_every_value_is_that_of_t5x(case, answers, tmp_path):
     want, (losses, kept) = np.load(answers / f"{case}.npz"), trained(case, tmp_path / "t5x")
     np.testing.assert_allclose(losses, want["losses"], rtol=RTOL)
     worst = {}
-    for step, params in kept.items():
-        for name, value in params.items():
-            theirs = want[f"{step}/{name}"]
-            scale = np.sqrt(np.mean(np.square(theirs)))
-            worst[step] = max(worst.get(step, 0), np.abs(value - theirs).max() / scale)
+    for step, found in kept.items():
+        for what, arrays in found.items():
+            for name, value in arrays.items():
+                theirs = want[f"{step}/{name}"]
+                scale = np.sqrt(np.mean(np.square(theirs)))
+                worst[step, what] = max(worst.get((step, what), 0), np.abs(value - theirs).max() / scale)
     loss = np.abs(np.array(losses) / want["losses"] - 1).max()
-    print(
-        f"{case}: losses {loss:.1e}; parameters over their RMS " + ", ".join(f"{s}: {w:.1e}" for s, w in worst.items())
-    )
+    shown = ", ".join(f"{what} {step}: {difference:.1e}" for (step, what), difference in worst.items())
+    print(f"{case}: losses {loss:.1e}; over their RMS {shown}")
     assert max(worst.values()) < 10 * RTOL
 
 
