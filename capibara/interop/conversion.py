@@ -334,7 +334,8 @@ def write(
     view = source if isinstance(source, OurModel) else _Checked(source)
     if form != "t5x" and view.config["model_type"] == tables.T5X_DECODER_TYPE:
         raise UserError(f"--format={form} has no decoder with T5's relative positions: take t5x or capibara")
-    dtype = dtype or _stored(source)
+    optimizer = source.optimizer if isinstance(source, OurModel) else None
+    dtype = dtype or ("f32" if optimizer is not None else _stored(source))  # what goes on is not rounded
     shapes = view.shapes()
     config = dict(view.config) | {name: _FLOATS.get(dtype, "float32") for name in ("dtype", "torch_dtype")}
     if form == "gguf":
@@ -342,7 +343,6 @@ def write(
 
         gguf_write.write_gguf(target, config, view.tensors(), source.tokenizer, source.about, dtype=dtype, show=show)
     elif form == "t5x":
-        optimizer = source.optimizer if isinstance(source, OurModel) else None
         of_t5x = {"dtype": _FLOATS[dtype], "optimizer": optimizer}
         t5x_write.save_t5x(target, config, shapes, view.tensors(), source.tokenizer, **of_t5x)
         if optimizer is not None:
