@@ -4,6 +4,8 @@ Run in an environment with T5X (github.com/google-research/t5x):
     python tests/interop/t5x_peer.py record FILE      losses, sums of the parameters and of Adafactor's states after 3 and
                                                       20 steps, and learning rates, as JSON: what tests/interop/t5x.json is
     python tests/interop/t5x_peer.py train FOLDER     all of the same, as FOLDER/NAME.npz
+    python tests/interop/t5x_peer.py write FOLDER     runs after 3 steps, as T5X stores them: FOLDER/FORM/CASE
+    python tests/interop/t5x_peer.py go_on FOLDER     the losses of runs that go on from FOLDER/CASE, as FOLDER/NAME.npz
     python tests/interop/t5x_peer.py read FOLDER      the losses of runs that begin from the checkpoints FOLDER/NAME, as
                                                       FOLDER/NAME.npz
 """
@@ -94,6 +96,9 @@ SCHEDULES = {
 }
 SCHEDULE_STEPS = 10_000
 READ = ("t5", "scalable_t5")  # cases with T5X's own options
+GO_ON = ("t5_1_1", "scalable_t5_map", "decoder_only", "t5_options")  # cases that go on in the other program
+STORED_AT = 3
+FORMS = ("zarr", "orbax", "msgpack")
 SHOWN_STEPS = (0, 1, 9, 99, 100, 101, 499, 501, 700, 999, 1000, 1001, 1399, 1500, 1501, 1800, 3199, 3201, 6500, 9999)
 
 
@@ -313,5 +318,35 @@ def read(folder: str) -> None:
         np.savez(pathlib.Path(folder) / f"{case}.npz", losses=losses)
 
 
+def write(folder: str) -> None:
+    """By its two checkpointers, and by Flax as one file."""
+    from flax import serialization
+    from t5x import checkpoints, partitioning
+
+    partitioner = partitioning.PjitPartitioner(num_partitions=1)
+    for case in GO_ON:
+        state = trained(case, steps=STORED_AT)[1][-1]
+        where = {form: pathlib.Path(folder) / form / case for form in FORMS}
+        for path in where.values():
+            path.mkdir(parents=True)
+        checkpoints.Checkpointer(state, partitioner, str(where["zarr"])).save(state)
+        manager = checkpoints.OrbaxCheckpointManagerInterface(str(where["orbax"]), state, partitioner)
+        manager.save(state)
+        manager.close()
+        file = where["msgpack"] / f"checkpoint_{STORED_AT}"
+        file.write_bytes(serialization.msgpack_serialize(serialization.to_state_dict(state.state_dict())))
+
+
+def go_on(folder: str) -> None:
+    from t5x import checkpoints
+
+    for case in GO_ON:
+        _, state = begun(case)
+        loaded = checkpoints.load_t5x_checkpoint(str(pathlib.Path(folder) / case / f"checkpoint_{STORED_AT}"))
+        losses, _ = trained(case, state.restore_state(loaded), steps=STEPS - STORED_AT)
+        np.savez(pathlib.Path(folder) / f"{case}.npz", losses=losses)
+
+
 if __name__ == "__main__":
-    {"record": record, "train": train, "read": read}[sys.argv[1]](sys.argv[2])
+    named = {"record": record, "train": train, "read": read, "write": write, "go_on": go_on}
+    named[sys.argv[1]](sys.argv[2])

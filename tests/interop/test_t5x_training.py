@@ -339,6 +339,42 @@ def test_t5x_trains_from_what_we_write(tmp_path):
         np.testing.assert_allclose(np.load(tmp_path / f"{case}.npz")["losses"], T5X[case]["losses"][:3], rtol=RTOL)
 
 
+@pytest.mark.skipif(not PYTHON, reason="T5X_PYTHON names no python with t5x")
+def test_t5x_goes_on_where_our_runs_stood(tmp_path):
+    for case in t5x_peer.GO_ON:
+        model, tx, step = training(case)
+        params = begun(model, tmp_path / f"{case}_begun")
+        state = states.TrainState(step=jnp.zeros((), jnp.int32), params=params, opt_state=tx.init(params), ema=None)
+        *_, (_, state) = went(step, state, case, t5x_peer.STORED_AT)
+        stored(model, jax.device_get(state), tmp_path / case, OPTIMIZERS[case])
+    peer("go_on", tmp_path)
+    for case in t5x_peer.GO_ON:
+        got = np.load(tmp_path / f"{case}.npz")["losses"]
+        print(f"{case}: T5X goes on from ours: losses {np.abs(got / T5X[case]['losses'][3:] - 1).max():.1e}")
+        np.testing.assert_allclose(got, T5X[case]["losses"][t5x_peer.STORED_AT :], rtol=RTOL)
+
+
+@pytest.fixture(scope="module")
+def of_t5x(tmp_path_factory):
+    """Runs after 3 steps, as T5X itself stores them, where it is at hand."""
+    if not PYTHON:
+        pytest.skip("T5X_PYTHON names no python with t5x")
+    folder = tmp_path_factory.mktemp("stored")
+    peer("write", folder)
+    return folder
+
+
+@pytest.mark.parametrize("case", t5x_peer.GO_ON)
+@pytest.mark.parametrize("form", t5x_peer.FORMS)
+def test_our_runs_go_on_where_those_of_t5x_stood(form, case, of_t5x):
+    model, tx, step = training(case)
+    losses = [loss for loss, _ in went(step, resumed(model, tx, of_t5x / form / case), case, 17)]
+    print(
+        f"{case}: we go on from its {form}: losses {np.abs(losses / np.array(T5X[case]['losses'][3:]) - 1).max():.1e}"
+    )
+    np.testing.assert_allclose(losses, T5X[case]["losses"][t5x_peer.STORED_AT :], rtol=RTOL)
+
+
 @pytest.mark.parametrize("case", t5x_peer.READ)
 def test_what_we_write_has_the_state_that_its_adafactor_begins_with(case, tmp_path):
     written(case, tmp_path)
