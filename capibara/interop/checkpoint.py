@@ -73,7 +73,7 @@ def open_model(path: str) -> ForeignModel:
         from capibara.interop import gguf_read
 
         return gguf_read.open_gguf(path)
-    from capibara.interop import hf_folder, t5x_read
+    from capibara.interop import hf_folder, quantized_folder, t5x_read
 
     if not os.path.exists(path):
         raise UserError(
@@ -81,7 +81,10 @@ def open_model(path: str) -> ForeignModel:
         )
     if os.path.exists(os.path.join(path, "adapter_config.json")):
         raise UserError(f"{path} is an adapter of PEFT: merge it first, capibara convert --from={path} --to=NEW")
-    return t5x_read.T5xModel(path) if t5x_read.is_t5x(path) else hf_folder.HfFolder(path)
+    if t5x_read.is_t5x(path):
+        return t5x_read.T5xModel(path)
+    folder = hf_folder.HfFolder(path)
+    return quantized_folder.QuantizedFolder(folder) if folder.config.get("quantization_config") else folder
 
 
 @functools.cache

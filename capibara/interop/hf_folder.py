@@ -60,10 +60,19 @@ class HfFolder:
         if stored not in _DTYPES:
             raise UserError(
                 f"{self._path}: {name} is stored as {stored}, must be one of {', '.join(sorted(_DTYPES))}: "
-                "quantised tensors are not read"
+                "tensors quantized so are not read"
             )
         with self._damage_told(self._files[name]):
             return self._open(self._files[name]).get_tensor(name)
+
+    def stored(self, name: str) -> np.ndarray:
+        """A tensor as it is, in whatever dtype: parts of a quantized weight."""
+        with self._damage_told(self._files[name]):
+            return self._open(self._files[name]).get_tensor(name)
+
+    def kind(self, name: str) -> str:
+        """Its dtype as safetensors calls it: I32, U8, F16, ..."""
+        return self._slice(name).get_dtype()
 
     def _where(self) -> dict[str, str]:
         """The file of every tensor."""
