@@ -58,7 +58,7 @@ class Quantize:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags, and --dtype."""
-    told = "of weights; default: as stored, else bf16; q...: of gguf, as llama-quantize writes it"
+    told = "of weights; default: as stored, else bf16; q*: of gguf, q8_0 and q*_k* as llama-quantize writes them"
     parser.add_argument("--dtype", type=str.lower, choices=DTYPES, help=told)
     parser.add_argument(
         "--quantize", choices=[str(m) for m in Method], help="layers' weights in 4 bits: of hf and gguf"

@@ -38,6 +38,6 @@ def values(stored: np.ndarray, kind: str) -> np.ndarray:
     stored = np.ascontiguousarray(stored)
     block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     found = np.empty((*stored.shape[:-1], stored.shape[-1] // size * block), np.float32)
-    undo = getattr(_library(), f"dequantize_row_{kind[:-1].lower()}{kind[-1]}")  # q4_K
+    undo = getattr(_library(), f"dequantize_row_{kind.removesuffix('_K').lower()}{'_K' if kind.endswith('_K') else ''}")
     undo(ctypes.c_void_p(stored.ctypes.data), ctypes.c_void_p(found.ctypes.data), ctypes.c_int64(found.size))
     return found

@@ -38,7 +38,7 @@ ADAPTERS = {
     "qwen3": ("qwen3", ALL),
     "gemma2": ("gemma2", ALL),
     "phi3": ("phi3", ALL),
-    "parts of a fused tensor": ("phi3", Lora(rank=2, alpha=6.0, targets=("query", "value", "up"))),
+    "parts of a fused tensor": ("phi3", Lora(rank=2, alpha=6.0, targets=("query", "value", "up"), rslora=True)),
     "gpt2": ("gpt2", ALL),
     "gpt_neox": ("gpt_neox", ALL),
     "mixtral": ("mixtral", ALL),

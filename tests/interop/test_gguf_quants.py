@@ -74,9 +74,11 @@ def test_types_of_narrow_rows_are_the_bytes_of_llama_cpp(kind):
         np.testing.assert_array_equal(gguf_types.quantized(value, number), ggml.quantized(value, kind), err_msg=name)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_k_quants_are_undone_as_llama_cpp_does(kind):
+@pytest.mark.parametrize("kind", [*KINDS, "Q2_K", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "IQ4_XS", "MXFP4"])
+def test_types_are_undone_as_llama_cpp_does(kind):
     for name, value in matrices(8).items():
+        if name == "large" and kind not in KINDS:
+            continue  # beyond their steps
         stored = ggml.quantized(value, kind)
         got = gguf.dequantize(stored, gguf.GGMLQuantizationType[kind])
         np.testing.assert_array_equal(got, ggml.values(stored, kind), err_msg=name)
