@@ -24,6 +24,7 @@ from collections.abc import Callable
 import jax
 import msgpack
 import numpy as np
+from safetensors.numpy import save
 
 from capibara.interop import checkpoint, gguf_write, hf_config, hf_folder, t5x_write, torch_file
 from capibara.models import api
@@ -88,7 +89,18 @@ def make(folder: pathlib.Path, canary: pathlib.Path, *, large: bool = True) -> l
     (maker.good / "tiny.gin").write_text(TINY.format(folder=maker.good))
     for name in ("hf", "model.gguf", "t5x"):  # what is not hostile is opened
         maker.add(f"good: {name}", "t5x" if name == "t5x" else "model", maker.good / name, refused=False)
-    for group in (_configs, _indexes, _tensors, _torch, _ggufs, _tokenizers, _sentencepiece, _t5x, _t5x_arrays):
+    for group in (
+        _configs,
+        _indexes,
+        _tensors,
+        _quantized,
+        _torch,
+        _ggufs,
+        _tokenizers,
+        _sentencepiece,
+        _t5x,
+        _t5x_arrays,
+    ):
         group(maker)
     for group in (_code, _odd_files, _adapters, _lines, _archives, _templates):
         group(maker)
@@ -232,6 +244,29 @@ def _tensors(maker: _Maker) -> None:
     }
     for name, changed in changes.items():
         maker.hf(f"safetensors: {name}", model__safetensors=changed)
+
+
+def _quantized(maker: _Maker) -> None:
+    """Weights in 4 bits whose parts say more than there is."""
+    config = json.loads((maker.good / "hf" / "config.json").read_bytes())
+    name = next(one for one in maker.tensors if one.endswith("q_proj.weight"))
+    state = {"quant_type": "nf4", "blocksize": 64, "dtype": "float16", "shape": [2**31, 2**31]}
+    mark, base = f"{name}.quant_state.bitsandbytes__nf4", name.removesuffix(".weight")
+    raw = lambda said: np.frombuffer(said, np.uint8)  # noqa: E731
+    codes = {f"{base}.qweight": np.zeros((4, 32), np.int32), f"{base}.qzeros": np.zeros((1, 4), np.int32)}
+    codes |= {f"{base}.scales": np.ones((1, 32), np.float16), f"{base}.g_idx": np.full(32, 2**31 - 1, np.int32)}
+    cases = {
+        "4 bits of 2**62 values": ("bitsandbytes", {mark: raw(json.dumps(state).encode())}),
+        "a state nested deep": ("bitsandbytes", {mark: raw(DEEP[:60000])}),
+        "groups that are not there": ("gptq", codes),
+        "no method": ({"a": ["b"]}, {}),
+    }
+    for what, (method, parts) in cases.items():
+        about = method if isinstance(method, dict) else {"quant_method": method, "bits": 4}
+        tensors = {one: value for one, value in maker.tensors.items() if one != name or not parts}
+        content = save({**tensors, **({name: raw(bytes(64))} if method == "bitsandbytes" else {}), **parts})
+        changed = json.dumps(config | {"quantization_config": about}).encode()
+        maker.hf(f"quantized: {what}", model__safetensors=content, config__json=changed)
 
 
 class _Runs:
