@@ -106,7 +106,7 @@ def _foreign(
     foreign = checkpoint.open_model(path)
     dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"  # which is slow on CPUs
     own = hf_config.from_hf(foreign.config, dtype=dtype)
-    longest = hf_config.text_part(foreign.config).get("max_position_embeddings")
+    longest = hf_config.longest(foreign.config)
     if isinstance(own, api.DecoderConfig) and own.max_length is None:
         own = dataclasses.replace(own, max_length=longest)
     if not foreign.tokenizer and own.vocab_size > _LARGEST_OF_BYTES:

@@ -75,6 +75,7 @@ class Engine:
         longest = model.config.max_length
         if longest is not None and length > longest:
             raise UserError(f"the length of rows ({length}) must be at most the model's max_length: try {longest}")
+        model = model.of_length(length)
         self._vocabulary, self._length, self._config = vocabulary, length, config
         self._vocab_size, self._encoder_length = model.config.vocab_size, encoder_length
         self._names = None if encoder_length is None else spelling.names(vocabulary)

@@ -25,6 +25,7 @@ from capibara.types import Params, PyTree, UserError
 
 # Of the buffers that are filled at a time. A shard is never cut, so one that is larger has them to itself.
 _BUFFER_BYTES = 4 * 2**30
+_OTHER_HEADS = ("score.", "classifier.", "classification_head.", "qa_outputs.", "v_head.")  # of transformers and TRL
 _MOST_MISSING = 100_000  # names that are made to say which are missing
 
 Index = tuple[slice, ...]
@@ -284,8 +285,6 @@ def _matched(
     stored = {ours: name for name in found if (ours := names.canonical(name)) is not None}
     fused = any(name.endswith(".experts.gate_up_proj") for name in stored)
     rows = tables.of(model_type, shapes, fused_experts=fused)
-    if "output" in shapes and (head := _absent_head(rows, stored)) is not None:
-        stored[head] = stored[rows[0].name]
     _check_missing(rows, shapes, stored)
     wanted = {name: row.shape(shapes) for row in rows for name, _ in row.names(shapes)}
     tied = {row.name for row in names.rows if row.ours == ("output",)}  # some write a tied head all the same
@@ -296,13 +295,6 @@ def _matched(
                 f"{stored[name]} has the shape {list(found[stored[name]])}, must be {list(shape)} by its configuration"
             )
     return rows, stored
-
-
-def _absent_head(rows: tuple[Tensor, ...], stored: Mapping[str, str]) -> str | None:
-    """The name of T5 1.1's output table where a file has none: transformers 5 shares the embedding, unscaled."""
-    (head,) = (row.name for row in rows if row.ours == ("output",))
-    shared = rows[0].name
-    return head if shared == "shared.weight" and shared in stored and head not in stored else None
 
 
 def _check_missing(rows: tuple[Tensor, ...], shapes: Mapping[str, Shape], stored: Mapping[str, str]) -> None:
@@ -335,6 +327,12 @@ def _check_memory(shapes: Mapping[str, Shape], targets: Mapping[str, jax.shardin
 def _check_names(wanted: Mapping[str, Shape], stored: Mapping[str, str], passed_over: set[str]) -> None:
     missing = [name for name in wanted if name not in stored]
     unexpected = [stored[name] for name in stored if name not in wanted and name not in passed_over]
+    heads = [name for name in unexpected if name.startswith(_OTHER_HEADS)]
+    if heads:
+        raise UserError(
+            f"{_some(heads)} of a head that classifies or scores, which is not read: take the folder of the language model "
+            "that it was made of"
+        )
     if missing:
         raise UserError(f"{_some(missing)} missing in the checkpoint: it is not whole, or config.json is not its own")
     if unexpected:

@@ -410,7 +410,7 @@ class _Checked:
 
 def _as_run(source: ForeignModel | OurModel, target: str, save: Callable[[str, Params, str], None]) -> str:
     model, params = _loaded(source)
-    longest = hf_config.text_part(source.config).get("max_position_embeddings")
+    longest = hf_config.longest(source.config)
     config = model.config
     if isinstance(config, api.DecoderConfig) and config.max_length is None:
         config = dataclasses.replace(config, max_length=longest)  # so that the way back says it again

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from capibara.interop.tables import T5X_DECODER_TYPE
-from capibara.models.api import DecoderConfig, TransformerConfig
+from capibara.models.api import DecoderConfig, EncoderDecoderConfig, TransformerConfig
 from capibara.types import UserError
 
 Values = Mapping[str, Any]
@@ -27,29 +27,6 @@ _TANH = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")
 _GATED = {"silu": "swiglu", "swish": "swiglu"} | dict.fromkeys(_TANH, "geglu")
 _PLAIN = {"relu": "relu", "gelu": "gelu_exact"} | dict.fromkeys(_TANH, "gelu")
 _WRITTEN = {"swiglu": "silu", "geglu": "gelu_pytorch_tanh", "relu": "relu", "gelu_exact": "gelu", "gelu": "gelu_new"}
-_SCALINGS = {"default": "none", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
-# What to do about the scalings whose frequencies depend on the length of the text.
-_INSTEAD = {
-    "dynamic": "without rope_scaling the answers are the same up to max_position_embeddings tokens, remove it",
-    "longrope": "take the model of the same name for short texts, such as Phi-3-mini-4k",
-}
-# Parameters of a scaling: our field -> theirs.
-_OF_SCALING = {
-    "linear": {"factor": "factor"},
-    "llama3": {
-        "factor": "factor",
-        "original_length": "original_max_position_embeddings",
-        "low_frequency_factor": "low_freq_factor",
-        "high_frequency_factor": "high_freq_factor",
-    },
-    "yarn": {
-        "factor": "factor",
-        "original_length": "original_max_position_embeddings",
-        "beta_fast": "beta_fast",
-        "beta_slow": "beta_slow",
-        "attention_factor": "attention_factor",
-    },
-}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,9 +46,10 @@ class Family:
       gated: whether its MLP has two projections in.
       window: which layers have one: "none", "all" or "types" (layer_types says).
       rope: whether positions are rotary.
-      fraction: share of a head that turns where config.json does not say.
+      fraction: share of a head that turns where config.json does not say; of others than 1 it may say another.
       experts: the key of their number; "": it has none.
-      attention_bias: whether config.json may say that all of attention has biases.
+      partial: whether only a part of a head may turn.
+      biases: the keys in config.json of biases that it may have, and what of our `bias` each is.
       divides: whether transformers refuses an embed_dim that is no multiple of the heads.
     """
 
@@ -89,7 +67,8 @@ class Family:
     rope: bool = True
     fraction: float = 1.0
     experts: str = ""
-    attention_bias: bool = False
+    partial: bool = False
+    biases: dict[str, str] = dataclasses.field(default_factory=dict)
     divides: bool = False
 
 
@@ -107,6 +86,7 @@ _WITHOUT_GROUPS = {ours: theirs for ours, theirs in _KEYS.items() if ours not in
 _LAYER_NORM = {"norm_eps": "layer_norm_eps"}
 _CAPS = {"attention_soft_cap": "attn_logit_softcapping", "logit_soft_cap": "final_logit_softcapping"}
 _NO_BIAS = {"attention_bias": (False, None)}
+_ATTENTION_BIAS = {"attention_bias": "attention"}
 _CAUSAL = {"use_bidirectional_attention": (False, None)}
 _SILU = {"hidden_act": "silu", "rope_theta": 10_000.0, "rms_norm_eps": 1e-6}
 _QWEN_WINDOW = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
@@ -134,8 +114,7 @@ _LIST = (
         architectures=("LlamaForCausalLM",),
         keys=_KEYS,
         defaults=_SILU,
-        only={"mlp_bias": (False, None)},
-        attention_bias=True,
+        biases=_ATTENTION_BIAS | {"mlp_bias": "mlp"},
         divides=True,
     ),
     Family(
@@ -151,7 +130,8 @@ _LIST = (
         keys=_KEYS,
         fixed=_GEMMA,
         defaults=_TANH_DEFAULT | {"hidden_act": "gelu_pytorch_tanh"},
-        only=_NO_BIAS | _CAUSAL,
+        only=_CAUSAL,
+        biases=_ATTENTION_BIAS,
         tied=True,
     ),
     Family(
@@ -162,7 +142,8 @@ _LIST = (
         defaults=_TANH_DEFAULT
         | {"hidden_activation": "gelu_pytorch_tanh", "sliding_window": 4096, "query_pre_attn_scalar": 256}
         | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
-        only=_NO_BIAS | _CAUSAL,
+        only=_CAUSAL,
+        biases=_ATTENTION_BIAS,
         tied=True,
         activation="hidden_activation",
         window="types",
@@ -179,7 +160,8 @@ _LIST = (
         | {"vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26}
         | {"num_attention_heads": 8, "num_key_value_heads": 4}
         | {"rope_theta": 1_000_000.0, "rope_local_base_freq": 10_000.0},
-        only=_NO_BIAS | _CAUSAL,
+        only=_CAUSAL,
+        biases=_ATTENTION_BIAS,
         tied=True,
         activation="hidden_activation",
         window="types",
@@ -199,7 +181,7 @@ _LIST = (
         keys=_KEYS,
         fixed={"qk_norm": "head"},
         defaults=_SILU | _QWEN_WINDOW | {"head_dim": 128},
-        only=_NO_BIAS,
+        biases=_ATTENTION_BIAS,
         window="types",
     ),
     Family(
@@ -218,8 +200,8 @@ _LIST = (
         keys=_KEYS | {"mlp_dim": "moe_intermediate_size"},
         fixed={"qk_norm": "head"},
         defaults=_SILU | {"num_experts_per_tok": 8, "norm_topk_prob": False},
-        only=_NO_BIAS
-        | {"use_sliding_window": (False, None), "decoder_sparse_step": (1,), "mlp_only_layers": ([], None)},
+        only={"use_sliding_window": (False, None), "decoder_sparse_step": (1,), "mlp_only_layers": ([], None)},
+        biases=_ATTENTION_BIAS,
         experts="num_experts",
     ),
     Family(
@@ -229,6 +211,7 @@ _LIST = (
         defaults=_SILU | {"rms_norm_eps": 1e-5, "sliding_window": None},
         only=_NO_BIAS,
         window="all",
+        partial=True,
     ),
     Family(
         model_type="gpt2",
@@ -258,11 +241,12 @@ _LIST = (
         model_type="gpt_neox",
         architectures=("GPTNeoXForCausalLM",),
         keys=_WITHOUT_GROUPS | _LAYER_NORM,
-        fixed={"norm": "layer", "bias": "all"},
-        defaults={"hidden_act": "gelu", "layer_norm_eps": 1e-5, "rotary_emb_base": 10_000.0},
-        only={"attention_bias": (True, None)},
+        fixed={"norm": "layer", "bias": "mlp"},
+        defaults={"hidden_act": "gelu", "layer_norm_eps": 1e-5, "rotary_emb_base": 10_000.0, "attention_bias": True},
+        biases=_ATTENTION_BIAS,
         gated=False,
         fraction=0.25,
+        partial=True,
         divides=True,
     ),
     Family(
@@ -318,13 +302,46 @@ def head(values: Values, family: Family) -> str:
     tied = values.get("tie_word_embeddings", family.tied)
     if not isinstance(tied, bool | None):
         raise UserError(f"config.json has tie_word_embeddings = {tied!r}, must be true or false: copy the file again")
-    if family.model_type in _T5S:  # transformers 5 writes True for T5 1.1 too, and this
-        tied = tied and values.get("scale_decoder_outputs", True)
     return "tied" if tied else "separate"
 
 
+def head_scale(values: Values) -> str:
+    """Of a tied head of T5, our name of what transformers 5 calls scale_decoder_outputs."""
+    return "inverse_sqrt_dim" if values.get("scale_decoder_outputs", True) else "none"
+
+
+def with_head_of(values: Values, names: Collection[str]) -> dict[str, Any]:
+    """A config.json of T5 that says whether its head is the embedding.
+
+    transformers 5 writes tie_word_embeddings = true for all of them, and ties those whose files have no head, without
+    T5's scale where the file that it read said false.
+
+    Args:
+      values: of config.json.
+      names: of the tensors.
+    """
+    scaled = values.get("scale_decoder_outputs", values.get("tie_word_embeddings", True) is not False)
+    if values.get("model_type") not in _T5S or scaled:
+        return dict(values)
+    return dict(values) | {"tie_word_embeddings": "lm_head.weight" not in names, "scale_decoder_outputs": False}
+
+
 def write_head(config: TransformerConfig) -> dict[str, Any]:
-    return {"tie_word_embeddings": config.head == "tied"}
+    written = {"tie_word_embeddings": config.head == "tied"}
+    if isinstance(config, EncoderDecoderConfig) and config.head == "tied" and config.head_scale == "none":
+        written["scale_decoder_outputs"] = False
+    return written
+
+
+def bias(values: Values, family: Family) -> str | None:
+    """Ours, of a config.json that says which projections have one; None: the family's own."""
+    found = {family.fixed["bias"]} if "bias" in family.fixed else set()
+    found |= {ours for key, ours in family.biases.items() if values.get(key)}
+    return "all" if len(found) > 1 else next(iter(found), None)
+
+
+def write_bias(config: TransformerConfig, family: Family) -> dict[str, bool]:
+    return {key: config.bias in (ours, "all") for key, ours in family.biases.items()}
 
 
 def activation(values: Values, family: Family) -> str:
@@ -410,72 +427,6 @@ def write_pattern(config: DecoderConfig, family: Family) -> dict[str, Any]:
     elif "global" in found:
         written["sliding_window_pattern"] = found.index("global") + 1
     return written
-
-
-def read_rope(values: Values, family: Family) -> dict[str, Any]:
-    """Fields of our Rope.
-
-    Raises:
-      UserError: a scaling that we do not have.
-    """
-    given, old = _object(values, "rope_parameters"), _object(values, "rope_scaling")
-    nested = any(isinstance(value, Mapping) for value in given.values())
-    if "type" in old:  # transformers' first name for it
-        old = {"rope_type": old["type"]} | old
-    full = (_object(given, "full_attention") if nested else given) | old
-    local = _object(given, "sliding_attention") if nested else {}
-    theta = full.get("rope_theta", values.get("rope_theta", values.get("rotary_emb_base")))
-    share = values.get("partial_rotary_factor", values.get("rotary_pct", family.fraction))
-    rope = {"theta": theta, "fraction": full.get("partial_rotary_factor", share)}
-    local_theta = local.get("rope_theta", values.get("rope_local_base_freq"))
-    if local_theta is not None:
-        rope["local_theta"] = local_theta
-    kind = full.get("rope_type") or full.get("type") or "default"
-    if kind not in _SCALINGS or local.get("rope_type", "default") != "default":
-        named = kind if kind not in _SCALINGS else f"{local['rope_type']} of layers with a window"
-        hint = _INSTEAD.get(kind, "take another model")
-        raise UserError(f"config.json has RoPE scaling {named!r}, must be one of {', '.join(_SCALINGS)}: {hint}")
-    if full.get("mscale") or full.get("mscale_all_dim") or full.get("truncate") is False:
-        raise UserError("config.json has YaRN with mscale, mscale_all_dim or truncate, must be without")
-    rope["scaling"] = _SCALINGS[kind]
-    if kind in ("llama3", "yarn"):
-        full.setdefault("original_max_position_embeddings", values.get("max_position_embeddings"))
-    for ours, theirs in _OF_SCALING.get(kind, {}).items():
-        if full.get(theirs) is not None:
-            rope[ours] = full[theirs]
-    return rope
-
-
-def _object(values: Values, key: str) -> dict[str, Any]:
-    """An object of a config.json; empty where there is none."""
-    value = values.get(key) or {}
-    if not isinstance(value, Mapping):
-        raise UserError(f"config.json has {key} = {value!r}, must be an object or null: copy the file again")
-    return dict(value)
-
-
-def write_rope(config: DecoderConfig, family: Family) -> dict[str, Any]:
-    """As transformers 4 and 5 read it."""
-    rope = config.rope
-    if not family.rope:
-        return {}
-    kind = next(theirs for theirs, ours in _SCALINGS.items() if ours == rope.scaling)
-    scaling = {"rope_type": kind}
-    for ours, theirs in _OF_SCALING.get(kind, {}).items():
-        if getattr(rope, ours) is not None:
-            scaling[theirs] = getattr(rope, ours)
-    turned = {} if rope.fraction == 1 else {"partial_rotary_factor": rope.fraction}
-    full = scaling | {"rope_theta": rope.theta} | turned
-    written = {"rope_theta": rope.theta, "rope_scaling": None if kind == "default" else scaling} | turned
-    if family.model_type == "gpt_neox":
-        written = {"rotary_emb_base": rope.theta, "rotary_pct": rope.fraction}
-        written |= {} if kind == "default" else {"rope_scaling": scaling}
-    if family.model_type != "gemma3_text":
-        return written | {"rope_parameters": full}
-    local_theta = rope.theta if rope.local_theta is None else rope.local_theta
-    local = {"rope_type": "default", "rope_theta": local_theta}
-    written |= {"rope_local_base_freq": local_theta}
-    return written | {"rope_parameters": {"full_attention": full, "sliding_attention": local}}
 
 
 def written_defaults(config: TransformerConfig, family: Family) -> dict[str, Any]:

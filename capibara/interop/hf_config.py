@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from capibara import limits
-from capibara.interop import families, hf_values, tables
+from capibara.interop import families, hf_rope, hf_values, tables
 from capibara.interop.families import FAMILIES, Family
 from capibara.models.api import DecoderConfig, EncoderConfig, EncoderDecoderConfig, Moe, Rope, TransformerConfig
 from capibara.types import UserError
@@ -62,8 +62,10 @@ def _from_hf(values: Values, family: Family, dtype: str) -> TransformerConfig:
         raise UserError(f"config.json of a {family.model_type} has no {missing[0]}: it is cut short, or another file")
     fields = {ours: values[theirs] for ours, theirs in family.keys.items() if theirs in values} | family.fixed
     fields |= {"head": families.head(values, family), "activation": families.activation(values, family)}
-    if family.attention_bias and values.get("attention_bias"):
-        fields["bias"] = "attention"
+    if (bias := families.bias(values, family)) is not None:
+        fields["bias"] = bias
+    if family.kind == families.ENCODER_DECODER and fields["head"] == "tied":
+        fields["head_scale"] = families.head_scale(values)
     if fields.get("mlp_dim") is None:
         fields["mlp_dim"] = 4 * fields["embed_dim"]  # GPT-2 says no more
     try:
@@ -117,6 +119,11 @@ def text_part(values: Values) -> dict[str, Any]:
             f"the head of {names[0]} is not read, take the folder of the language model that it was made of"
         )
     return dict(values)
+
+
+def longest(values: Values) -> int | None:
+    """Tokens of the longest row that a config.json means; None: it says none."""
+    return hf_rope.longest(text_part(values))
 
 
 def to_hf(config: TransformerConfig, like: Values | None = None, *, dtype: str = "float32") -> dict[str, Any]:
@@ -184,6 +191,8 @@ def resolved(config: TransformerConfig) -> dict[str, Any]:
         moe["expert_dim"] = fields["mlp_dim"] = config.moe.expert_dim or config.mlp_dim  # no MLP is left
     if isinstance(config, EncoderDecoderConfig):
         fields["num_encoder_layers"] = config.encoder_layers
+        if config.head != "tied":
+            del fields["head_scale"]
     if not isinstance(config, EncoderConfig) and fields.get("positions") != "learned":
         del fields["max_length"]  # a limit of ours
     if isinstance(config, DecoderConfig):
@@ -206,7 +215,15 @@ def _resolved_rope(config: DecoderConfig, has_local: bool, has_global: bool) -> 
         return None
     rope, size = config.rope, config.head_size
     flags = [flag for flag, there in ((True, has_local), (False, has_global)) if there]
-    return {flag: (rope.frequencies(size, local=flag).tolist(), rope.magnitude(local=flag)) for flag in flags}
+    lengths = (None, 2 * rope.original_length, 4 * rope.original_length) if rope.scaling.by_length else (None,)
+    return {
+        flag: (
+            [rope.frequencies(size, local=flag, length=length).tolist() for length in lengths],
+            rope.original_length if rope.scaling.by_length else None,
+            rope.magnitude(local=flag),
+        )
+        for flag in flags
+    }
 
 
 def _decoder(values: Values, family: Family, num_layers: int) -> dict[str, Any]:
@@ -214,7 +231,7 @@ def _decoder(values: Values, family: Family, num_layers: int) -> dict[str, Any]:
     pattern, window = families.read_pattern(values, family, num_layers)
     fields |= {"layer_pattern": pattern, "window": window}
     if family.rope:
-        fields["rope"] = Rope(**families.read_rope(values, family))
+        fields["rope"] = Rope(**hf_rope.read(values, family))
     scalar = values.get("query_pre_attn_scalar")
     if scalar is not None and scalar != values.get("head_dim"):
         fields["attention_scale"] = scalar**-0.5
@@ -247,9 +264,8 @@ def _written(config: TransformerConfig, family: Family) -> dict[str, Any]:
         return values | {"num_layers": config.encoder_layers, "num_decoder_layers": config.num_layers}
     if family.kind == families.ENCODER:
         return values
-    values |= families.write_pattern(config, family) | families.write_rope(config, family)
-    if family.attention_bias:
-        values["attention_bias"] = config.bias == "attention"
+    values |= families.write_pattern(config, family) | hf_rope.write(config, family)
+    values |= families.write_bias(config, family)
     if "query_pre_attn_scalar" in family.defaults:
         scale = config.head_size**-0.5 if config.attention_scale is None else config.attention_scale
         values["query_pre_attn_scalar"] = round(scale**-2)

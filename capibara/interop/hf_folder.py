@@ -18,7 +18,7 @@ import numpy as np
 
 from capibara import extras, limits
 from capibara.data import tokenizer_files
-from capibara.interop import model_card, partial, safetensors_header, tables, torch_file
+from capibara.interop import families, model_card, partial, safetensors_header, tables, torch_file
 from capibara.interop.tensors import Shape
 from capibara.types import UserError
 
@@ -48,6 +48,7 @@ class HfFolder:
         self._files = self._where()
         if not self._files:
             raise UserError(f"{path} holds no tensors: copy it again")
+        self.config = families.with_head_of(self.config, self._files)
 
     def shapes(self) -> dict[str, Shape]:
         return {name: tuple(self._slice(name).get_shape()) for name in self._files}

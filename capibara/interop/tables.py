@@ -18,7 +18,7 @@ _LAYER = {
     "attention/out": "lnhd",
     "attention/out_bias": "ld",
     **dict.fromkeys(("mlp/up", "mlp/gate"), "ldf"),
-    "mlp/up_bias": "lf",
+    **dict.fromkeys(("mlp/up_bias", "mlp/gate_bias"), "lf"),
     "mlp/down": "lfd",
     "mlp/down_bias": "ld",
 }
@@ -88,7 +88,16 @@ QWEN2 = LLAMA + _rows(
         (_L + "self_attn.v_proj.bias", "nh", _A + "value_bias"),
     ]
 )
-LLAMA_BIASED = QWEN2 + _rows([(_L + "self_attn.o_proj.bias", "d", _A + "out_bias")])  # with attention_bias
+# With attention_bias, and with mlp_bias.
+_ATTENTION_BIASES = QWEN2[len(LLAMA) :] + _rows([(_L + "self_attn.o_proj.bias", "d", _A + "out_bias")])
+_MLP_BIASES = _rows(
+    [
+        (_L + "mlp.gate_proj.bias", "f", _M + "gate_bias"),
+        (_L + "mlp.up_proj.bias", "f", _M + "up_bias"),
+        (_L + "mlp.down_proj.bias", "d", _M + "down_bias"),
+    ]
+)
+LLAMA_BIASED = LLAMA + _ATTENTION_BIASES + _MLP_BIASES
 
 _QK_NORM = _rows(
     [
@@ -96,9 +105,10 @@ _QK_NORM = _rows(
         (_L + "self_attn.k_norm.weight", "h", _A + "key_norm/scale"),
     ]
 )
-QWEN3 = LLAMA + _QK_NORM
+QWEN3 = LLAMA + _ATTENTION_BIASES + _QK_NORM
 
-GEMMA2 = _without(LLAMA, "post_attention_layernorm") + _rows(
+GEMMA = LLAMA + _ATTENTION_BIASES
+GEMMA2 = _without(GEMMA, "post_attention_layernorm") + _rows(
     [
         (_L + "post_attention_layernorm.weight", "d", "layers/attention_post_norm/scale"),
         (_L + "pre_feedforward_layernorm.weight", "d", "layers/mlp_norm/scale"),
@@ -312,7 +322,8 @@ _LLAMA_LIKE = {"renamed": (_BARE,), "ignored": _BUFFERS}
 
 NAMES = {
     "llama": Names(LLAMA_BIASED, **_LLAMA_LIKE),
-    **dict.fromkeys(("mistral", "gemma"), Names(LLAMA, **_LLAMA_LIKE)),
+    "mistral": Names(LLAMA, **_LLAMA_LIKE),
+    "gemma": Names(GEMMA, **_LLAMA_LIKE),
     "qwen2": Names(QWEN2, **_LLAMA_LIKE),
     "qwen3": Names(QWEN3, **_LLAMA_LIKE),
     "gemma2": Names(GEMMA2, **_LLAMA_LIKE),

@@ -87,6 +87,16 @@ class Model:
         """The model without adapters, all of which is trained."""
         return build(dataclasses.replace(self.config, lora=None))
 
+    def of_length(self, length: int) -> Model:
+        """The model whose caches hold rows of up to `length` tokens, where its rotary positions depend on that.
+
+        All rows of a cache then turn as one of that length does; parameters are the same.
+        """
+        config = self.config
+        if not isinstance(config, DecoderConfig) or not config.rope.scaling.by_length:
+            return self
+        return build(dataclasses.replace(config, max_length=length))
+
     def trained(self, params: Params) -> Params:
         """The part of the parameters, or of a tree like them, that training changes."""
         return params if self.config.lora is None else tree.part(params, self.config.lora.trains)

@@ -202,11 +202,11 @@ class Attention(nnx.Module):
         # The sum over 2 L residual branches keeps its variance (Radford et al. 2019).
         out = layers.fan_in(0, 1, scale=0.5 / config.num_layers)
         self.out = layers.param(rngs, (N, H, D), ("heads", "head_dim", "embed"), out)
-        if config.bias is not layers.Bias.NONE:
+        if config.bias.of_heads:
             self.query_bias = layers.param(rngs, (N, H), ("heads", "head_dim"), layers.zeros)
             self.key_bias = layers.param(rngs, (K, H), ("kv_heads", "head_dim"), layers.zeros)
             self.value_bias = layers.param(rngs, (K, H), ("kv_heads", "head_dim"), layers.zeros)
-        if config.bias in (layers.Bias.ATTENTION, layers.Bias.ALL):
+        if config.bias.of_attention:
             self.out_bias = layers.param(rngs, (D,), ("norm",), layers.zeros)
         if config.qk_norm is layers.QKNorm.HEAD:
             norm = {"kind": layers.NormKind.RMS, "eps": config.norm_eps, "rngs": rngs, "scale": config.norm_scale}
@@ -290,7 +290,7 @@ class Attention(nnx.Module):
     def _output(self, y: jax.Array) -> jax.Array:
         y = constrain(y, ("batch", "act_time", "act_heads", None))
         y = self._dense("out", y, in_dims=2)
-        if self.config.bias in (layers.Bias.ATTENTION, layers.Bias.ALL):
+        if self.config.bias.of_attention:
             y = y + self.out_bias[...].astype(y.dtype)
         return checkpoint_name(y, "attention_out")
 
@@ -314,7 +314,7 @@ class Attention(nnx.Module):
         dtype = x_BTD.dtype
         into = (("query", x_BTD), ("key", y_BSD), ("value", y_BSD))
         q, k, v = (self._dense(name, x) for name, x in into)
-        if self.config.bias is not layers.Bias.NONE:
+        if self.config.bias.of_heads:
             q = q + self.query_bias[...].astype(dtype)
             k = k + self.key_bias[...].astype(dtype)
             v = v + self.value_bias[...].astype(dtype)

@@ -51,7 +51,8 @@ class DecoderConfig(TransformerConfig):
 
     Attributes:
       positions, rope: rotary (as `rope` says), learned, relative (T5's biases of the scores, one table for all layers)
-        or no positions.
+        or no positions. Where rotary frequencies depend on the length of the row, all rows of a cache turn as one of
+        max_length does (an engine sets that), or of the cache's own length.
       relative_buckets, relative_distance: of relative positions: how many there are, and the distance from which on all
         share the last.
       inputs_attention: whether an example's inputs see each other both ways; Dataset.kind is then "prefix".
@@ -86,6 +87,8 @@ class DecoderConfig(TransformerConfig):
                 f"Rope.fraction ({self.rope.fraction}) of head_dim ({self.head_size}) must be at least 2 dimensions, or "
                 "nothing turns: try 0.25, or DecoderConfig.positions = 'none'"
             )
+        if self.positions is Positions.ROPE:
+            self.rope.check(self.head_size)
         if self.positions is not Positions.ROPE and self.rope != Rope():
             raise UserError(
                 f"DecoderConfig.rope is set, but positions ({str(self.positions)!r}) are not rotary: leave it out, or set "
@@ -185,7 +188,8 @@ class Decoder(nnx.Module):
         config = self.config
         now = cache.reading(batch["tokens"], batch["counts"], kept, fresh)
         whole = {"tokens": batch["tokens"], "positions": now.positions, "segment_ids": now.real.astype(jnp.int32)}
-        rows, kinds, x, of_layers = self._rows(whole), self._kinds(), self._embed(whole), []
+        length = config.max_length or _places(kept)
+        rows, kinds, x, of_layers = self._rows(whole, length), self._kinds(), self._embed(whole), []
         shared = Shared(bias=self._bias(x.shape[1]) if fresh else None, bias_at=self._bias_at)
         for index, block in enumerate(stack.each(self.layers, values)):
             kind = config.layer_pattern[index % len(config.layer_pattern)]
@@ -246,9 +250,20 @@ class Decoder(nnx.Module):
         x = transformer.residual(x)
         return x * config.embed_dim**0.5 if config.embedding_scale is EmbeddingScale.SQRT_DIM else x
 
-    def _rows(self, batch: Batch) -> Rows:
+    def _rows(self, batch: Batch, length: int | None = None) -> Rows:
         config, angles = self.config, None
         if config.positions is Positions.ROPE:
-            angles = transformer.rotary(config, config.rope, batch["positions"], set(config.layer_pattern))
+            angles = transformer.rotary(config, config.rope, batch["positions"], set(config.layer_pattern), length)
         prefix = batch["prefix"] if config.inputs_attention is InputsAttention.BIDIRECTIONAL else None
         return Rows(batch["segment_ids"], angles, batch.get("domains"), prefix=prefix)
+
+
+def _places(kept: cache.Cache) -> int:
+    """Tokens that a row of a cache has room for, as far as its layers show."""
+
+    def of_layer(layer: cache.LayerCache) -> int:
+        if "key_pages" in layer:
+            return layer["key_pages"].shape[2] * layer["table"].shape[1]
+        return layer["key"].shape[2]
+
+    return max(map(of_layer, kept["layers"]))

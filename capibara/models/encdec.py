@@ -40,15 +40,22 @@ class RelativeTables(enum.StrEnum):
     EACH_LAYER = "each_layer"
 
 
+class HeadScale(enum.StrEnum):
+    """What the final hidden states before a tied head are multiplied by: embed_dim**-0.5 (T5), or nothing."""
+
+    INVERSE_SQRT_DIM = "inverse_sqrt_dim"
+    NONE = "none"
+
+
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EncoderDecoderConfig(TransformerConfig):
     """Sizes and variants of an encoder-decoder; the rest is in TransformerConfig, with T5 1.1's variants for defaults.
 
-    T5 itself has activation "relu" and head "tied". The final hidden states before a tied head are multiplied by
-    embed_dim**-0.5, as in T5.
+    T5 itself has activation "relu" and head "tied".
 
     Attributes:
+      head_scale: of the final hidden states before a tied head; a separate one has none.
       num_layers: of the decoder.
       num_encoder_layers: of the encoder; None: as many.
       relative_buckets: of relative positions; half of them are for keys after the query in the encoder.
@@ -60,6 +67,7 @@ class EncoderDecoderConfig(TransformerConfig):
 
     activation: Activation = Activation.GEGLU
     head: Head = Head.SEPARATE
+    head_scale: HeadScale = HeadScale.INVERSE_SQRT_DIM
     attention_scale: float | None = 1.0
     num_encoder_layers: int | None = None
     relative_buckets: int = 32
@@ -241,7 +249,7 @@ class EncoderDecoder(nnx.Module):
         x, stats = self.decoder(self._embed(batch["tokens"]), rows, remat, step, batch.get("places"))
         if of_encoder:
             stats = jax.tree.map(lambda *parts: jnp.concatenate(parts), of_encoder, stats)
-        return (x * self.config.embed_dim**-0.5 if self.config.head is Head.TIED else x), stats
+        return self._scaled(x), stats
 
     def start_cache(
         self, batch: int, length: int, dtype: jnp.dtype, encoder_length: int | None = None, spare: int = 0
@@ -278,11 +286,15 @@ class EncoderDecoder(nnx.Module):
         rows = Rows(now.real.astype(jnp.int32), encoded=encoded, encoded_segments=segments)
         x, of_layers = self.decoder.read(values, self._embed(batch["tokens"]), rows, kept, now)
         kept = {"lengths": now.lengths + now.counts, "encoder_segment_ids": segments, "layers": tuple(of_layers)}
-        return (x * self.config.embed_dim**-0.5 if self.config.head is Head.TIED else x), kept
+        return self._scaled(x), kept
 
     def head(self) -> jax.Array:
         """The output projection [V, D]: logits are hidden @ head.T."""
         return self.embedding[...] if self.config.head is Head.TIED else self.output[...]
+
+    def _scaled(self, x: jax.Array) -> jax.Array:
+        scaled = self.config.head is Head.TIED and self.config.head_scale is HeadScale.INVERSE_SQRT_DIM
+        return x * self.config.embed_dim**-0.5 if scaled else x
 
     def _embed(self, tokens: jax.Array) -> jax.Array:
         config = self.config

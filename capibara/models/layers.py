@@ -209,12 +209,28 @@ _gradients_together.defvjp(
 
 class Bias(enum.StrEnum):
     """Which projections have a bias: none; those to queries, keys and values (Qwen 2); all of attention (Llama's
-    attention_bias); all, of the MLP too (GPT-2)."""
+    attention_bias); all of the MLP (Llama's mlp_bias); all of both (GPT-2)."""
 
     NONE = "none"
     QKV = "qkv"
     ATTENTION = "attention"
+    MLP = "mlp"
     ALL = "all"
+
+    @property
+    def of_heads(self) -> bool:
+        """Whether queries, keys and values have one."""
+        return self not in (Bias.NONE, Bias.MLP)
+
+    @property
+    def of_attention(self) -> bool:
+        """Whether all of attention has."""
+        return self in (Bias.ATTENTION, Bias.ALL)
+
+    @property
+    def of_mlp(self) -> bool:
+        """Whether the MLP has."""
+        return self in (Bias.MLP, Bias.ALL)
 
 
 class QKNorm(enum.StrEnum):

@@ -12,7 +12,6 @@ from jax.sharding import PartitionSpec as P
 
 from capibara import sharding
 from capibara.models import dispatch, layers, router
-from capibara.models.layers import Bias
 from capibara.models.lora_experts import Factors, in_compute_dtype, placed
 from capibara.models.router import (
     Choice,
@@ -59,7 +58,7 @@ class MoeMLP(nnx.Module):
             setattr(self, name, into)
         out = layers.fan_in(1, scale=0.5 / config.num_layers)
         self.down = layers.param(rngs, (E, F, D), ("experts", "mlp", "expert_embed"), out)
-        if config.bias is Bias.ALL:
+        if config.bias.of_mlp:
             self.up_bias = layers.param(rngs, (E, F), ("experts", "mlp"), layers.zeros)
             self.down_bias = layers.param(rngs, (E, D), ("experts", "norm"), layers.zeros)
         if moe.shared_experts:
@@ -106,7 +105,7 @@ class MoeMLP(nnx.Module):
             y = self._experts(x_BTD, choice, places_BTk)
         else:
             y = self._experts(x_BTD, choice, None)
-        if self.config.bias is Bias.ALL:
+        if self.config.bias.of_mlp:
             gates_BTE = _dense_gates(choice, x_BTD.shape[1], moe.num_experts)
             y = y + jnp.einsum("BTE,ED->BTD", gates_BTE, self.down_bias[...]).astype(y.dtype)
         if moe.shared_experts:

@@ -221,8 +221,10 @@ class MLP(nnx.Module):
         if config.activation.gated:
             self.gate = layers.param(rngs, (D, F), ("embed", "mlp"), layers.fan_in(0))
         self.down = layers.param(rngs, (F, D), ("mlp", "embed"), layers.fan_in(0, scale=0.5 / config.num_layers))
-        if config.bias is Bias.ALL:
+        if config.bias.of_mlp:
             self.up_bias = layers.param(rngs, (F,), ("mlp",), layers.zeros)
+            if config.activation.gated:
+                self.gate_bias = layers.param(rngs, (F,), ("mlp",), layers.zeros)
             self.down_bias = layers.param(rngs, (D,), ("norm",), layers.zeros)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
@@ -235,17 +237,18 @@ class MLP(nnx.Module):
         if self.config.lora is None:  # else they have no gradients
             x_BTD, down, *into = layers.gradients_together(x_BTD, down, *into)
         h = layers.dense(x_BTD, into[0], quantization=quantization, adapter=up_lora)
-        if self.config.bias is Bias.ALL:
+        if self.config.bias.of_mlp:
             h = h + self.up_bias[...].astype(dtype)
         h = checkpoint_name(constrain(h, ("batch", "act_time", "act_mlp")), "mlp_up")
         if self.config.activation.gated:
             gate = layers.dense(x_BTD, into[1], quantization=quantization, adapter=gate_lora)
+            gate = gate + self.gate_bias[...].astype(dtype) if self.config.bias.of_mlp else gate
             gate = constrain(gate, ("batch", "act_time", "act_mlp"))
             h = self.config.activation.gate(checkpoint_name(gate, "mlp_gate"), h)
         else:
             h = self.config.activation(h)
         y = layers.dense(h, down, quantization=quantization, adapter=down_lora)
-        y = y + self.down_bias[...].astype(dtype) if self.config.bias is Bias.ALL else y
+        y = y + self.down_bias[...].astype(dtype) if self.config.bias.of_mlp else y
         return checkpoint_name(y, "mlp_down")
 
 
@@ -346,8 +349,12 @@ def within(x_BTD: jax.Array) -> jax.Array:
     return constrain(x_BTD, ("batch", "act_time", "act_embed"))
 
 
-def rotary(config, rope: Rope, positions_BT: jax.Array, kinds: set[LayerKind]) -> dict[LayerKind, Angles]:
-    """Angles for each kind of layer; one table where they are the same."""
+def rotary(
+    config, rope: Rope, positions_BT: jax.Array, kinds: set[LayerKind], length: int | None = None
+) -> dict[LayerKind, Angles]:
+    """Angles for each kind of layer; one table where they are the same. `length` as of `rope.angles`."""
     local = {kind: kind is LayerKind.LOCAL and rope.local_theta is not None for kind in kinds}
-    tables = {flag: angles(positions_BT, rope, config.head_size, local=flag) for flag in set(local.values())}
+    tables = {
+        flag: angles(positions_BT, rope, config.head_size, local=flag, length=length) for flag in set(local.values())
+    }
     return {kind: tables[flag] for kind, flag in local.items()}

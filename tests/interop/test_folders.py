@@ -1,7 +1,7 @@
 """What transformers itself writes of every family (folders.json: config.json and the tensors' shapes) read by us: the
 answers are those that it gave (tests/models/golden), with the weights that the tensors' names stand for.
 
-folders.json is what `python tests/interop/peer.py record tests/interop/folders.json` writes, with transformers 5.23.
+folders.json is what `python tests/interop/peer.py record tests/interop/folders.json` writes, with transformers 5.24.
 """
 
 import json
@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 
-from capibara.interop import checkpoint, hf_config
+from capibara.interop import checkpoint, families, hf_config
 from capibara.models import api
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -33,11 +33,15 @@ QUICK = ("phi3", "gpt_neox", "gemma3", "mixtral", "qwen3_moe", "t5_1_1", "bert")
 ALL = [pytest.param(name, marks=() if name in QUICK else pytest.mark.heavy) for name in FOLDERS]
 
 
+def config_of(name):
+    return families.with_head_of(FOLDERS[name]["config"], FOLDERS[name]["shapes"])
+
+
 class Drawn:
     """A folder whose tensors are drawn by their names."""
 
     def __init__(self, name):
-        self.config, self.tokenizer, self.about = FOLDERS[name]["config"], {}, {}
+        self.config, self.tokenizer, self.about = config_of(name), {}, {}
         self._shapes = {key: tuple(shape) for key, shape in FOLDERS[name]["shapes"].items()}
 
     def shapes(self):
@@ -100,7 +104,7 @@ def test_a_folder_answers_as_transformers_did(name):
 
 @pytest.mark.parametrize("name", FOLDERS)
 def test_what_we_write_of_it_has_the_same_tensors(name):
-    config = hf_config.from_hf(FOLDERS[name]["config"])
+    config = hf_config.from_hf(config_of(name))
     values = hf_config.to_hf(config, FOLDERS[name]["config"])
     assert values["model_type"] == FOLDERS[name]["config"]["model_type"]
     got = checkpoint.hf_shapes(api.build(config), values["model_type"])

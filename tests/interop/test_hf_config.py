@@ -157,12 +157,19 @@ REFUSED = {
         "llama2_7b"
     ]
     | dict(architectures=["LlamaForSequenceClassification"]),
-    "attention_bias = True": PUBLISHED["qwen3_30b_a3b"] | dict(attention_bias=True),
-    "mlp_bias = True": PUBLISHED["llama2_7b"] | dict(mlp_bias=True),
-    "RoPE scaling 'longrope', must be one of default, linear, llama3, yarn: take the model of": PUBLISHED["phi3_mini"]
+    "attention_bias = True": PUBLISHED["phi3_mini"] | dict(attention_bias=True),
+    "RoPE scaling 'proportional', must be one of default, linear, llama3, yarn, dynamic, longrope": PUBLISHED[
+        "llama2_7b"
+    ]
+    | dict(rope_scaling={"rope_type": "proportional", "factor": 2.0}),
+    "short_factor = None, must be a list of numbers": PUBLISHED["phi3_mini"]
     | dict(rope_scaling={"type": "longrope", "long_factor": [1.0]}),
-    "yarn: without rope_scaling the answers are the same up to max_position_embeddings tokens": PUBLISHED["llama2_7b"]
-    | dict(rope_scaling={"type": "dynamic", "factor": 2.0}),
+    "long_factor = ['x'], must be a list of numbers": PUBLISHED["phi3_mini"]
+    | dict(rope_scaling={"type": "longrope", "short_factor": [1.0], "long_factor": ["x"]}),
+    "Rope.short_factors has 1 numbers, must be one for each of 48 frequencies": PUBLISHED["phi3_mini"]
+    | dict(rope_scaling={"type": "su", "short_factor": [1.0], "long_factor": [1.0]}, max_position_embeddings=131072),
+    "partial_rotary_factor = 0.5, and in a llama of transformers whole heads turn": PUBLISHED["llama2_7b"]
+    | dict(partial_rotary_factor=0.5),
     "rope_scaling = 7, must be an object": PUBLISHED["llama2_7b"] | dict(rope_scaling=7),
     "rope_parameters = [1], must be an object": PUBLISHED["llama2_7b"] | dict(rope_parameters=[1]),
     "tie_word_embeddings = 'no', must be true or false": PUBLISHED["llama2_7b"] | dict(tie_word_embeddings="no"),
@@ -200,7 +207,7 @@ TINY = DecoderConfig(vocab_size=96, embed_dim=32, num_layers=2, num_heads=4, mlp
     [
         (dict(positions="none"), "positions = 'none'"),
         (dict(moe=Moe(num_experts=4, shared_experts=1)), "moe = "),
-        (dict(bias="all"), "bias = 'all'"),
+        (dict(bias="qkv", qk_norm="head"), "qk_norm = 'head'"),
         (dict(logit_soft_cap=30.0), "logit_soft_cap = 30.0"),
     ],
 )

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import pathlib
 
 import jax
 import ml_dtypes
@@ -184,15 +185,21 @@ def test_names_of_other_versions_are_known(name, tmp_path):
     assert_equal(checkpoint.load_params(other, model, on_one(model)), params)
 
 
-def test_a_t5_1_1_without_a_head_of_its_own_shares_the_embedding_unscaled(tmp_path):
-    """As transformers 5 makes one anew; one of older versions has two tables."""
-    model = api.build(T5)
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_head_of_a_t5_1_1_is_the_embedding_where_its_folder_has_none(tied, tmp_path):
+    """transformers 5 writes the same config.json of both: without a scale, and tied."""
+    config = dataclasses.replace(T5, head="tied", head_scale="none") if tied else T5
+    model = api.build(config)
     params = host_params(model)
-    foreign = checkpoint.open_model(written(tmp_path / "model", model, params))
-    assert "lm_head.weight" in foreign.shapes()
-    headless = Renamed(foreign, str)
-    del headless._names["lm_head.weight"]
-    assert_equal(checkpoint.load_params(headless, model, on_one(model)), params | {"output": params["embedding"]})
+    folder = pathlib.Path(written(tmp_path / "model", model, params))
+    values = json.loads((folder / "config.json").read_text())
+    assert values.get("scale_decoder_outputs", True) is not tied and values["tie_word_embeddings"] is tied
+    said = {"tie_word_embeddings": True, "scale_decoder_outputs": False}
+    (folder / "config.json").write_text(json.dumps(values | said))
+    foreign = checkpoint.open_model(str(folder))
+    assert ("lm_head.weight" in foreign.shapes()) is not tied and ("output" in params) is not tied
+    assert hf_config.resolved(hf_config.from_hf(foreign.config)) == hf_config.resolved(config)
+    assert_equal(checkpoint.load_params(foreign, model, on_one(model)), params)
 
 
 def test_a_run_begins_from_a_folder_of_its_model(tmp_path, caplog):
@@ -226,6 +233,9 @@ def test_what_does_not_fit_is_named(tmp_path):
     ):
         more = Renamed(foreign, str, ["model.layers.0.self_attn.q_proj.bias"])
         checkpoint.load_params(more, model, on_one(model))
+    for head in ("score.weight", "v_head.summary.weight"):
+        with pytest.raises(UserError, match=f"^{head} is of a head that classifies or scores, which is not read"):
+            checkpoint.load_params(Renamed(foreign, str, [head]), model, on_one(model))
     wider = api.build(dataclasses.replace(LLAMA, mlp_dim=64))
     with pytest.raises(UserError, match=r"gate_proj.weight has the shape \[48, 32\], must be \[64, 32\]"):
         checkpoint.load_params(foreign, wider, on_one(wider))

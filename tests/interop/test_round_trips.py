@@ -18,7 +18,7 @@ from capibara import cli, config, convert, train
 from capibara.data.dataset import Dataset
 from capibara.data.sources import StdlibSource
 from capibara.data.vocabulary import ByteVocabulary, TokenizerJsonVocabulary
-from capibara.interop import checkpoint, conversion, gin_of, hf_config
+from capibara.interop import checkpoint, conversion, gin_of, hf_config, hf_folder
 from capibara.models import api
 from capibara.training import origin, own_tokenizer, run_folder
 from capibara.training.trainer import Trainer
@@ -89,7 +89,7 @@ def family(name, folder):
 
 def differences(before, after):
     """Fields of two config.json that are not the same, but for what is said in other words."""
-    one, two = (json.loads((folder / "config.json").read_text()) for folder in (before, after))
+    one, two = (hf_folder.HfFolder(str(folder)).config for folder in (before, after))
     assert hf_config.resolved(hf_config.from_hf(one)) == hf_config.resolved(hf_config.from_hf(two))
     names = (one.keys() | two.keys()) - SAME - (OTHER_NAMES if one["model_type"] == "t5" else set())
     found = {key: (one.get(key), two.get(key)) for key in names if one.get(key) != two.get(key)}

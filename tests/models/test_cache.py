@@ -22,6 +22,7 @@ TINY = DecoderConfig(
     vocab_size=64, embed_dim=32, num_layers=2, num_heads=4, num_kv_heads=2, mlp_dim=48, dtype="float32", max_length=64
 )
 LENGTH, PROMPTS = 24, (9, 5)  # of a row; of each row's prompt
+FACTORS = dict(short_factors=(1.0, 1.5, 2.0, 2.5), long_factors=(1.0, 3.0, 5.0, 9.0))
 VARIANTS = {
     "llama": {},
     "gpt2": dict(norm="layer", activation="gelu", positions="learned", bias="all", num_kv_heads=None),
@@ -44,6 +45,8 @@ VARIANTS = {
     "relative": dict(
         positions="relative", attention_scale=1.0, relative_distance=20, num_kv_heads=None, logit_scale=0.5
     ),
+    "dynamic": dict(max_length=LENGTH, rope=Rope(scaling="dynamic", factor=4.0, original_length=8)),
+    "longrope": dict(rope=Rope(scaling="longrope", factor=4.0, original_length=8, **FACTORS)),
     "none": dict(positions="none", attention_scale=0.5, layer_loop="unroll"),
     "mixture": dict(
         moe=Moe(num_experts=4, top_k=2, shared_experts=1),
@@ -114,7 +117,7 @@ def compare(config, encoder, **how):
     return cache
 
 
-QUICK = ("gemma2", "mixture")  # what the others have is in these, or differs outside the cache
+QUICK = ("gemma2", "mixture", "longrope")  # what the others have is in these, or differs outside the cache
 
 
 @pytest.mark.parametrize(
@@ -333,3 +336,20 @@ def test_a_row_that_is_no_number_leaves_the_logits_of_others():
     others = np.arange(8) != 2
     np.testing.assert_array_equal(got[others], want[others])
     assert np.isnan(got[2]).all()
+
+
+def test_rows_of_a_cache_turn_as_those_of_the_length_that_is_said():
+    """Short ones as short rows do, where none can grow longer; an engine says how long they may be."""
+    model, params = made(dataclasses.replace(TINY, **VARIANTS["longrope"]))
+    tokens = rows_of()[:, :6]
+    batch = {"tokens": tokens, "positions": np.tile(np.arange(6, dtype=np.int32), (2, 1))}
+    whole = jax.jit(model.logits)(params, batch | {"segment_ids": np.ones_like(tokens)})[:, -1]
+    read = {"tokens": tokens, "counts": np.array([6, 6], np.int32)}
+    short, long = (
+        jax.jit(model.of_length(length).prefill)(params, read, model.start_cache(2, LENGTH))[0]
+        for length in (8, LENGTH)
+    )
+    np.testing.assert_allclose(short, whole, rtol=2e-4, atol=2e-4)
+    assert np.abs(long - whole).max() > 0.01
+    plain = api.build(TINY)
+    assert plain.of_length(8) is plain

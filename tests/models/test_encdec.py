@@ -39,6 +39,7 @@ TINY = EncoderDecoderConfig(
     dtype="float32",
 )
 T5 = dataclasses.replace(TINY, activation="relu", head="tied")
+UNSCALED = dataclasses.replace(TINY, head="tied", head_scale="none")
 
 
 def side(rows, length, vocab=96, seed=0):
@@ -72,7 +73,7 @@ def random_params(model, seed=0):
     return jax.tree.map(lambda s: jax.random.normal(next(keys), s.shape) * 0.3, model.abstract_params)
 
 
-@pytest.mark.parametrize(("name", "config"), [("t5", T5), ("t5_1_1", TINY)])
+@pytest.mark.parametrize(("name", "config"), [("t5", T5), ("t5_1_1", TINY), ("t5_1_1_tied", UNSCALED)])
 def test_logits_are_those_of_transformers(name, config):
     model = api.build(config)
     names = tree.path_names(model.abstract_params)

@@ -1,5 +1,6 @@
 """Every decoder family against the reference logits in golden/, which golden/make.py wrote."""
 
+import dataclasses
 import json
 import pathlib
 import sys
@@ -77,24 +78,42 @@ GEMMA3 = dict(
 )
 LLAMA3_SCALING = Rope(theta=500.0, scaling="llama3", factor=8.0, original_length=16)
 YARN_SCALING = Rope(theta=500.0, scaling="yarn", factor=4.0, original_length=64, beta_fast=2.0, beta_slow=0.25)
+DYNAMIC_SCALING = Rope(theta=500.0, scaling="dynamic", factor=2.0, original_length=16)
+LONG_SCALING = Rope(
+    theta=500.0,
+    scaling="longrope",
+    factor=4.0,
+    original_length=16,
+    short_factors=(1.0, 1.1, 1.3, 1.5),
+    long_factors=(1.0, 2.0, 5.0, 9.0),
+)
 
 FAMILIES = {
     "gpt2": ("gpt2", GPT2),
     "gpt_neox": ("gpt_neox", GPT_NEOX),
+    "gpt_neox_unbiased": ("gpt_neox", GPT_NEOX | dict(bias="mlp")),
     "gpt_neox_tanh": ("gpt_neox", GPT_NEOX | dict(activation="gelu")),
     "llama": ("llama", LLAMA),
     "llama_linear": ("llama", LLAMA | dict(rope=Rope(scaling="linear", factor=4.0))),
     "llama_llama3": ("llama", LLAMA | dict(head_dim=16, rope=LLAMA3_SCALING)),
     "llama_yarn": ("llama", LLAMA | dict(head_dim=16, rope=YARN_SCALING)),
+    "llama_dynamic": ("llama", LLAMA | dict(rope=DYNAMIC_SCALING)),
     "llama_biased": ("llama", LLAMA | dict(bias="attention")),
+    "llama_mlp_biased": ("llama", LLAMA | dict(bias="mlp")),
+    "llama_all_biased": ("llama", LLAMA | dict(bias="all")),
     "smollm2": ("llama", SIZES | dict(rope=Rope(theta=100_000.0))),
     "mistral": ("mistral", LLAMA | dict(layer_pattern=("local",), window=8)),
     "gemma": ("gemma", GEMMA),
+    "gemma_biased": ("gemma", GEMMA | dict(bias="attention")),
     "gemma2": ("gemma2", GEMMA2),
     "gemma3": ("gemma3_text", GEMMA3),
     "qwen2": ("qwen2", SIZES | dict(bias="qkv", rope=Rope(theta=1e6))),
     "qwen3": ("qwen3", LLAMA | dict(head_dim=16, qk_norm="head", rope=Rope(theta=1e6))),
+    "qwen3_biased": ("qwen3", LLAMA | dict(head_dim=16, qk_norm="head", rope=Rope(theta=1e6), bias="attention")),
     "phi3": ("phi3", LLAMA | dict(layer_pattern=("local",), window=7)),
+    "phi3_partial": ("phi3", LLAMA | dict(rope=Rope(theta=500.0, fraction=0.5))),
+    "phi3_long": ("phi3", LLAMA | dict(rope=LONG_SCALING)),
+    "phi3_short": ("phi3", LLAMA | dict(rope=dataclasses.replace(LONG_SCALING, factor=2.0, original_length=32))),
 }
 
 

@@ -37,6 +37,12 @@ def rope(kind: str = "default", theta: float = 10_000.0, **rest) -> dict:
     return {"rope_type": kind, "rope_theta": theta, **rest}
 
 
+PHI3_LONG = dict(
+    SIZES,
+    model_type="phi3",
+    pad_token_id=0,
+    rope_parameters=rope("longrope", 500.0, short_factor=[1.0, 1.1, 1.3, 1.5], long_factor=[1.0, 2.0, 5.0, 9.0]),
+)
 CASES = {
     "gpt2": dict(
         model_type="gpt2",
@@ -50,6 +56,9 @@ CASES = {
     ),
     "gpt_neox": dict(
         SIZES, model_type="gpt_neox", hidden_size=64, hidden_act="gelu", layer_norm_eps=1e-5, rotary_pct=0.25
+    ),
+    "gpt_neox_unbiased": dict(
+        SIZES, model_type="gpt_neox", hidden_size=64, hidden_act="gelu", layer_norm_eps=1e-5, attention_bias=False
     ),
     "gpt_neox_tanh": dict(
         SIZES, model_type="gpt_neox", hidden_size=64, hidden_act="gelu_fast", layer_norm_eps=1e-5, rotary_pct=0.25
@@ -65,10 +74,18 @@ CASES = {
             "yarn", 500.0, factor=4.0, original_max_position_embeddings=64, beta_fast=2.0, beta_slow=0.25
         ),
     ),
+    "llama_dynamic": dict(
+        SIZES, model_type="llama", max_position_embeddings=16, rope_parameters=rope("dynamic", 500.0, factor=2.0)
+    ),
     "llama_biased": dict(SIZES, model_type="llama", attention_bias=True, rope_parameters=rope()),
+    "llama_mlp_biased": dict(SIZES, model_type="llama", mlp_bias=True, rope_parameters=rope()),
+    "llama_all_biased": dict(SIZES, model_type="llama", attention_bias=True, mlp_bias=True, rope_parameters=rope()),
     "smollm2": dict(SIZES, model_type="llama", tie_word_embeddings=True, rope_parameters=rope(theta=100_000.0)),
     "mistral": dict(SIZES, model_type="mistral", sliding_window=8, rope_parameters=rope()),
     "gemma": dict(GEMMA, model_type="gemma", hidden_activation="gelu_pytorch_tanh", rope_parameters=rope()),
+    "gemma_biased": dict(
+        GEMMA, model_type="gemma", hidden_activation="gelu_pytorch_tanh", attention_bias=True, rope_parameters=rope()
+    ),
     "gemma2": dict(
         GEMMA,
         model_type="gemma2",
@@ -90,7 +107,13 @@ CASES = {
     ),
     "qwen2": dict(SIZES, model_type="qwen2", tie_word_embeddings=True, rope_parameters=rope(theta=1e6)),
     "qwen3": dict(SIZES, model_type="qwen3", head_dim=16, rope_parameters=rope(theta=1e6)),
+    "qwen3_biased": dict(SIZES, model_type="qwen3", head_dim=16, attention_bias=True, rope_parameters=rope(theta=1e6)),
     "phi3": dict(SIZES, model_type="phi3", pad_token_id=0, sliding_window=7, rope_parameters=rope()),
+    "phi3_partial": dict(
+        SIZES, model_type="phi3", pad_token_id=0, rope_parameters=rope(theta=500.0, partial_rotary_factor=0.5)
+    ),
+    "phi3_long": dict(PHI3_LONG, original_max_position_embeddings=16),
+    "phi3_short": dict(PHI3_LONG, original_max_position_embeddings=32),
 }
 
 

@@ -40,7 +40,9 @@ BERT = dict(
     intermediate_size=48,
     max_position_embeddings=40,
 )
-CASES = {"t5": T5, "t5_1_1": T5 | dict(feed_forward_proj="gated-gelu", tie_word_embeddings=False), "bert": BERT}
+T5_1_1 = T5 | dict(feed_forward_proj="gated-gelu", tie_word_embeddings=False)
+CASES = {"t5": T5, "t5_1_1": T5_1_1, "t5_1_1_tied": dict(T5_1_1), "bert": BERT}
+TIED = CASES["t5_1_1_tied"]  # whose file has no head, so that transformers 5 takes the embedding, unscaled
 
 
 def draw(rows: int, length: int, seed: int, entries: int = VOCAB) -> np.ndarray:
@@ -61,7 +63,7 @@ def model_of(case: dict) -> torch.nn.Module:
     config = AutoConfig.for_model(**case)
     kind = AutoModelForMaskedLM if case["model_type"] == "bert" else AutoModelForSeq2SeqLM
     model = kind.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
-    if case.get("tie_word_embeddings") is False:
+    if case.get("tie_word_embeddings") is False and case is not TIED:
         # transformers 5 ties them whatever the configuration says; the checkpoints of T5 1.1 have two tables.
         model.lm_head.weight = torch.nn.Parameter(torch.empty(VOCAB, case["d_model"]))
     with torch.no_grad():
