@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from capibara import sharding, tree
-from capibara.models import flops, lora, moe, paged, stack
+from capibara.models import flops, lora, lora_merge, moe, paged, stack
 from capibara.models.cache import Cache, put_rows
 from capibara.models.decoder import Decoder, DecoderConfig
 from capibara.models.encdec import EncoderDecoder, EncoderDecoderConfig
@@ -113,11 +113,11 @@ class Model:
 
     def merge(self, params: Params) -> Params:
         """The plain model's parameters that compute the same."""
-        return params if self.config.lora is None else lora.merge(params, self.config.lora, self.axes)
+        return params if self.config.lora is None else lora_merge.merge(params, self.config.lora, self.axes)
 
     def unmerge(self, merged: Params, adapters: Params) -> Params:
         """The plain model's parameters before `merge`; `adapters`: what `trained` gives of those that were merged."""
-        return merged if self.config.lora is None else lora.unmerge(merged, adapters, self.config.lora, self.axes)
+        return merged if self.config.lora is None else lora_merge.unmerge(merged, adapters, self.config.lora, self.axes)
 
     def logits(self, params: Params, batch: Batch) -> jax.Array:
         """Logits [B, T, V] in float32. For sampling and tests: training never makes them whole."""

@@ -21,6 +21,12 @@ CONFIG = DecoderConfig(**SIZES, lora=LORA)
 ROWS, LENGTH = 2, 8
 MOE = Moe(num_experts=4, top_k=2, shared_experts=1)
 DENSE = ["attention/key", "attention/out", "attention/query", "attention/value", "mlp/down", "mlp/gate", "mlp/up"]
+FUSED = (("query", "key", "value"), ("gate", "up"))
+OF_LAYERS = dict(
+    targets=("layers/1/attention/query", "layers/0/*/out", "up"),
+    rank_pattern=(("layers/1/mlp/up", 2),),
+    alpha_pattern=(("layers/[1]/attention/*", 3.0),),
+)
 
 
 def variant(**changes):
@@ -70,10 +76,32 @@ def adapted(config):
             variant(base_dtype="bfloat16", dora=True, modules_to_save=("*norm/scale",)), 7, marks=pytest.mark.heavy
         ),
         (variant(base_dtype="nf4", double_quantization=True, dora=True, modules_to_save=("embedding",)), 7),
+        (variant(fused=FUSED, rank_pattern=(("down", 2),), rslora=True), 4),
+        pytest.param(variant(fused=FUSED, dora=True, dropout=0.1), 4, marks=pytest.mark.heavy),
+        pytest.param(dataclasses.replace(variant(fused=FUSED), moe=MOE), 3 + 1 + 3 + 1, marks=pytest.mark.heavy),
+        (variant(**OF_LAYERS), 3),
+        pytest.param(
+            variant(dora=True, rank_pattern=(("layers/1/*", 2),), base_dtype="bfloat16"), 7, marks=pytest.mark.heavy
+        ),
         pytest.param(dataclasses.replace(variant(base_dtype="int4"), moe=MOE), 4 + 3 + 3 + 1, marks=pytest.mark.heavy),
         pytest.param(dataclasses.replace(variant(base_dtype="int8"), layer_loop="unroll"), 7, marks=pytest.mark.heavy),
     ],
-    ids=["decoder", "unrolled", "encoder", "encoder_decoder", "dora", "bfloat16", "nf4", "int4_moe", "int8"],
+    ids=[
+        "decoder",
+        "unrolled",
+        "encoder",
+        "encoder_decoder",
+        "dora",
+        "bfloat16",
+        "nf4",
+        "fused",
+        "fused_dora",
+        "fused_moe",
+        "layers",
+        "layers_dora",
+        "int4_moe",
+        "int8",
+    ],  # fmt: skip
 )
 def test_adapters_compute_what_the_merged_weights_do(config, count):
     model = api.build(config)
@@ -200,9 +228,66 @@ def test_ranks_and_scales_by_pattern():
     np.testing.assert_allclose(logits(model, params), want, atol=1e-5 * np.abs(want).max())
 
 
+def gradients_of(model, params):
+    weights = np.random.default_rng(2).normal(size=(ROWS, LENGTH, 64)).astype(np.float32)
+    frozen = model.frozen(params)
+    loss = lambda trained: jnp.sum(model.logits(tree.joined(trained, frozen), batch_of()) * weights)  # noqa: E731
+    return jax.jit(jax.grad(loss))(model.trained(params))
+
+
+def test_fused_adapters_train_what_they_share_once():
+    """As one adapter of the weights side by side: the gradient of its `a` is the sum of what each would have."""
+    model, apart = api.build(variant(fused=FUSED)), api.build(CONFIG)
+    params = drawn(model)
+    attention = params["layers"]["attention"]
+    assert [name for name in attention if name.endswith("_lora") and "a" in attention[name]] == ["key_lora", "out_lora"]
+    same = {"attention": ("key", ("query", "value")), "mlp": ("gate", ("up",))}
+    layers = params["layers"]
+    for block, (first, others) in same.items():
+        shared = {
+            f"{name}_lora": layers[block][f"{name}_lora"] | {"a": layers[block][f"{first}_lora"]["a"]}
+            for name in others
+        }
+        layers = layers | {block: layers[block] | shared}
+    got, want = (gradients_of(m, p)["layers"] for m, p in ((model, params), (apart, params | {"layers": layers})))
+    for block, (first, others) in same.items():
+        total = sum(want[block][f"{name}_lora"]["a"] for name in (first, *others))
+        np.testing.assert_allclose(got[block][f"{first}_lora"]["a"], total, atol=1e-5 * np.abs(total).max())
+        for name in (first, *others):
+            b = want[block][f"{name}_lora"]["b"]
+            np.testing.assert_allclose(got[block][f"{name}_lora"]["b"], b, atol=1e-5 * np.abs(b).max())
+
+
+def test_what_a_layer_does_not_have_is_zero_and_has_no_gradient():
+    model = api.build(variant(**OF_LAYERS))
+    new, key = jax.jit(model.init)(jax.random.key(0)), lambda tree: tree["layers"]["attention"]["query_lora"]  # noqa: E731
+    assert not np.any(key(new)["a"][0]) and np.any(key(new)["a"][1])
+    up = new["layers"]["mlp"]["up_lora"]
+    assert not np.any(up["a"][1, :, 2:]) and np.all(up["a"][0]) and list(up["scale"]) == [2.0, 4.0]
+    params = drawn(model)
+    of = {"query_lora": (0, slice(None)), "out_lora": (1, slice(None))}
+    for name, (layer, ranks) in of.items():
+        params["layers"]["attention"][name]["b"] = params["layers"]["attention"][name]["b"].at[layer, ranks].set(0)
+    params["layers"]["mlp"]["up_lora"]["b"] = params["layers"]["mlp"]["up_lora"]["b"].at[1, 2:].set(0)
+    got = gradients_of(model, params)["layers"]
+    for name, (layer, _) in of.items():
+        assert not np.any(got["attention"][name]["a"][layer]) and not np.any(got["attention"][name]["b"][layer])
+        assert np.any(got["attention"][name]["b"][1 - layer])
+    up = got["mlp"]["up_lora"]
+    assert not np.any(up["a"][1, :, 2:]) and not np.any(up["b"][1, 2:]) and np.all(up["b"][1, :2])
+
+
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
+        (dict(fused=(("query", "q"),)), "Lora.fused has 'q', must be one of query, key, "),
+        (dict(fused=(("query", "key"), ("key", "value"))), "Lora.fused has 'key', .* each in one group"),
+        (
+            dict(fused=FUSED, rank_pattern=(("query", 2),)),
+            r"Lora.fused has layers/attention/value .* \(\[32, 16\] and \[32, 2\]\): give them one rank",
+        ),
+        (dict(targets=("layers/2/*",)), "targets has 'layers/2/.', which must match one of layers/attention/key"),
+        (dict(targets=("layers/1/*",), dora=True), "dora is set, and layers/attention/key has no adapter in layer 0"),
         (dict(targets=("q_proj",)), r"targets has 'q_proj', which must match one of layers/attention/key, .*mlp/up"),
         (
             dict(targets=("query",), rank_pattern=(("up", 2),)),
