@@ -1,15 +1,12 @@
 """Folders of PEFT: adapter_config.json and adapter_model.safetensors, read and written.
 
-Where Hugging Face has one tensor for several of our weights (query, key and value of GPT-2, GPT-NeoX and Phi-3, gate and
-up of Phi-3), PEFT's adapter is of that tensor. One that is read becomes an adapter of each of our weights, all with the
-same `a`. One that is written has one rank for them all: theirs added up, with zeros in `lora_B` where a rank is not a
-weight's own, unless their `a` are the same. interop.peft_experts says how experts' are written.
+interop.peft_modules says how adapters of several weights in one tensor, and of some layers alone, are held;
+interop.peft_experts how experts' are written.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import math
 import os
@@ -22,63 +19,17 @@ import jax
 import numpy as np
 
 from capibara import extras, limits, tree
-from capibara.interop import partial, peft_experts, safetensors_header, tables
+from capibara.interop import partial, peft_experts, peft_modules, safetensors_header, tables
+from capibara.interop.peft_modules import PARTS, PREFIX, Layer, Module, Values
 from capibara.interop.tensors import Shape, Tensor
 from capibara.models.api import Lora, Model
 from capibara.types import Params, UserError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_PREFIX = "base_model.model."
-_PARTS = {"a": ".lora_A.weight", "b": ".lora_B.weight", "magnitude": ".lora_magnitude_vector"}
 _TASKS = {"causal": "CAUSAL_LM", "encoder_decoder": "SEQ_2_SEQ_LM"}
-_NOT_OURS = ("layers_to_transform", "trainable_token_indices", "layer_replication")
+_NOT_OURS = ("trainable_token_indices", "layer_replication")
 
 _LARGEST, _PATTERNS, _CONFIG_VALUES, _RANK = 2**31, 4096, 200_000, 2**16
-
-Values = dict[str, np.ndarray]
-
-
-class _Module(NamedTuple):
-    """The adapter of one of PEFT's modules, or of that module in every layer.
-
-    Attributes:
-      row: of the table, for its weight.
-      rank, alpha: as PEFT counts them.
-      values: "a", "b" and perhaps "magnitude" of each of our weights, by its name; `a` is the same for all of them.
-    """
-
-    row: Tensor
-    rank: int
-    alpha: float
-    values: dict[str, Values]
-
-    @property
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The parts, and each as a row of a table of its own."""
-        inputs, outputs = _groups(self.row)
-        if peft_experts.is_stacked(self.row):
-            yield from ((part, peft_experts.stacked(self.row, part, inputs, outputs)) for part in "ab")
-            return
-        numbered, letters = self.row.numbered, self.row.layout[len(self.row.numbered) :]
-        ours_in = "".join(letter for letter in letters if letter in inputs)
-        ours_out = "".join(letter for letter in letters if letter in outputs)
-        yield (
-            "a",
-            dataclasses.replace(
-                self.row, dims=f"r {inputs}", layout=f"{numbered}{ours_in}r", ours=self.row.ours[:1], along=""
-            ),
-        )
-        yield "b", dataclasses.replace(self.row, dims=f"{outputs} r", layout=f"{numbered}r{ours_out}")
-        yield "magnitude", dataclasses.replace(self.row, dims=outputs, layout=f"{numbered}{ours_out}")
-
-    def written(self) -> Iterator[tuple[str, np.ndarray]]:
-        """PEFT's names and tensors."""
-        for part, tensor in self.tensors:
-            values = {path: self.values[path][part] for path in tensor.ours if part in self.values[path]}
-            shapes = {path: value.shape for path, value in values.items()}
-            for name, at in tensor.names(shapes) if values else ():
-                joined = tensor.join({path: value[at] for path, value in values.items()}, shapes)
-                yield _PREFIX + name.removesuffix(".weight") + _PARTS[part], joined
 
 
 class Pair(NamedTuple):
@@ -148,16 +99,19 @@ def write_peft(
     values = dict(zip(tree.path_names(params), jax.tree.leaves(params), strict=True))
     shapes = _plain_shapes(model)
     rows = tables.of(model_type, shapes, fused_experts=fused_experts)
-    held = [row for row in rows if any(f"{path}_lora/a" in values for path in row.ours)]
+    held = [row for row in rows if any(f"{path}_lora/b" in values for path in row.ours)]
     if fused_experts and any(map(peft_experts.parameter, held)):
         peft_experts.check_fused(lora)
-    modules = [_module(row, values, shapes, lora) for row in held]
+    modules = [peft_modules.of_ours(row, values, shapes, lora) for row in held]
     if not fused_experts:
-        modules = peft_experts.loadable(modules, rows, shapes, lora, _Module)
+        modules = peft_experts.loadable(modules, rows, shapes, lora, Module)
     saved = dict(_saved(rows, values, shapes, lora))
-    config = _config(modules, rows, lora, model, base, fused_experts) | {"modules_to_save": _modules_of(saved) or None}
+    biases = _biases(modules, rows, saved)
+    whole = [name for name in saved if name not in biases.names]
+    config = _config(modules, rows, lora, model, base, fused_experts)
+    config |= {"bias": biases.kind, "modules_to_save": _modules_of(whole) or None}
     tensors = {name: value for module in modules for name, value in module.written()}
-    tensors = peft_experts.wrapped(tensors) | {_PREFIX + name: value for name, value in saved.items()}
+    tensors = peft_experts.wrapped(tensors) | {PREFIX + biases.written(name): x for name, x in saved.items()}
     extras.require("safetensors", why="PEFT folders")
     from safetensors.numpy import save_file
 
@@ -204,7 +158,8 @@ def _read(folder: str, config: Mapping[str, Any], model: Model, model_type: str)
         stored = peft_experts.named(stored, config["target_parameters"])
     shapes = _plain_shapes(model)
     rows = tables.of(model_type, shapes, fused_experts=fused)
-    modules = [_read_module(row, stored, shapes, config, fused) for row in rows if _first(row, "a") in stored]
+    found = (_read_module(row, stored, shapes, config, fused) for row in rows)
+    modules = [module for module in found if module is not None]
     saved: Values = {}
     for row in rows:
         if row.name.format(**dict.fromkeys(row.numbered, 0)) in stored:
@@ -218,6 +173,7 @@ def _read(folder: str, config: Mapping[str, Any], model: Model, model_type: str)
         for module in modules
         for path, parts in module.values.items()
         for part, value in parts.items()
+        if part != "a" or path == min(module.row.ours)  # which the others share
     }
     return _lora_of(modules, saved, config), _nested(values | saved)
 
@@ -225,56 +181,6 @@ def _read(folder: str, config: Mapping[str, Any], model: Model, model_type: str)
 def _plain_shapes(model: Model) -> dict[str, Shape]:
     plain = model.plain.abstract_params
     return {path: tuple(leaf.shape) for path, leaf in zip(tree.path_names(plain), jax.tree.leaves(plain), strict=True)}
-
-
-def _groups(row: Tensor) -> tuple[str, str]:
-    """The letters of a weight's inputs and of its outputs, in the checkpoint's order."""
-    stacked = peft_experts.is_stacked(row)
-    first = row.layout[_stacked(row)]
-    groups = sorted(row.dims.split()[stacked:], key=lambda group: first not in group)
-    return groups[0], groups[1]
-
-
-def _stacked(row: Tensor) -> int:
-    """Leading dimensions of our weights along which adapters are stacked: layers and experts."""
-    return len(row.numbered) + peft_experts.is_stacked(row)
-
-
-def _module(row: Tensor, values: Mapping[str, Any], shapes: Mapping[str, Shape], lora: Lora) -> _Module:
-    """The adapters of our weights as one of PEFT's."""
-    parts: dict[str, Values] = {path: {} for path in row.ours}
-    for path in row.ours:
-        for part in _PARTS:
-            if f"{path}_lora/{part}" in values:
-                parts[path][part] = np.asarray(values[f"{path}_lora/{part}"])
-    held = [path for path in row.ours if parts[path]]
-    scale, rank = lora.scale_of(held[0]), lora.rank_of(held[0])
-    same = all(np.array_equal(parts[path].get("a"), parts[held[0]]["a"]) for path in row.ours)
-    if not same or any(lora.scale_of(path) != scale for path in held):
-        if lora.dora and len(held) < len(row.ours):
-            raise UserError(
-                f"PEFT has one adapter for {', '.join(row.ours)}, and with Lora.dora {held[0]} cannot have one alone: "
-                "write the merged model"
-            )
-        rank = sum(lora.rank_of(path) for path in held)
-        _widen(parts, held, rank, scale, row, shapes, lora)
-    return _Module(row, rank, scale * (rank**0.5 if lora.rslora else rank), parts)
-
-
-def _widen(parts: dict[str, Values], held: Sequence[str], rank: int, scale: float, row: Tensor, shapes, lora) -> None:
-    """Gives all weights of a row the same `a`, which has the ranks of all, and each a `b` that uses its own."""
-    a = np.concatenate([parts[path]["a"] for path in held], axis=-1)
-    stacked, outputs = _stacked(row), len(_groups(row)[1])
-    start = 0
-    for path in row.ours:
-        shape = shapes[path]
-        b = np.zeros((*shape[:stacked], rank, *shape[len(shape) - outputs :]), np.float32)
-        if path in held:
-            own = parts[path]["b"]
-            end = start + own.shape[stacked]
-            b[(slice(None),) * stacked + (slice(start, end),)] = own * (lora.scale_of(path) / scale)
-            start = end
-        parts[path] |= {"a": a, "b": b}
 
 
 def _saved(rows: Iterable[Tensor], values: Mapping[str, Any], shapes, lora: Lora) -> Iterator[tuple[str, np.ndarray]]:
@@ -287,13 +193,54 @@ def _saved(rows: Iterable[Tensor], values: Mapping[str, Any], shapes, lora: Lora
             yield name, row.join({path: np.asarray(values[path])[at] for path in trained}, shapes).astype(np.float32)
 
 
+class _Biases(NamedTuple):
+    """Biases that are trained by themselves, without the modules that have them.
+
+    Attributes:
+      kind: what LoraConfig.bias calls them.
+      names: of the tensors.
+      adapted: the modules with adapters.
+    """
+
+    kind: str
+    names: frozenset[str]
+    adapted: frozenset[str]
+
+    def written(self, name: str) -> str:
+        """What PEFT calls a tensor."""
+        module = name.removesuffix(".bias")
+        return f"{module}.base_layer.bias" if name.endswith(".bias") and module in self.adapted else name
+
+
+def _biases(modules: Sequence[Module], rows: Sequence[Tensor], saved: Mapping[str, np.ndarray]) -> _Biases:
+    """
+    Raises:
+      UserError: PEFT trains no such choice of biases.
+    """
+    layers = range(max(len(module.values[module.row.ours[0]]["b"]) for module in modules))
+    names = lambda kept: {row.name.format(l=at, e=0) for row in rows if kept(row) for at in layers}  # noqa: E731
+    adapted = {name.removesuffix(".weight") for name in names(lambda row: row in {m.row for m in modules})}
+    alone = {name for name in saved if name.endswith(".bias") and f"{name.removesuffix('.bias')}.weight" not in saved}
+    every = names(lambda row: row.name.endswith(".bias"))
+    if not alone:
+        return _Biases("none", frozenset(), frozenset(adapted))
+    if alone == {name for name in every if name.removesuffix(".bias") in adapted}:
+        return _Biases("lora_only", frozenset(alone), frozenset(adapted))
+    if every <= saved.keys():
+        return _Biases("all", frozenset(every), frozenset(adapted))
+    raise UserError(
+        f"PEFT trains the biases of all modules or of those with adapters, and Lora.modules_to_save has {min(alone)} and not "
+        "all of either: take all of them, or write the merged model"
+    )
+
+
 def _modules_of(saved: Iterable[str]) -> list[str]:
     """PEFT's modules_to_save: the last part of every module's name."""
     return sorted({name.rpartition(".")[0].rpartition(".")[2] for name in saved})
 
 
 def _config(
-    modules: Sequence[_Module], rows: Sequence[Tensor], lora: Lora, model: Model, base: str | None, fused: bool
+    modules: Sequence[Module], rows: Sequence[Tensor], lora: Lora, model: Model, base: str | None, fused: bool
 ) -> dict:
     parameters = {m.row.name: peft_experts.parameter(m.row) for m in modules if fused and peft_experts.parameter(m.row)}
     names = {m.row.name: parameters.get(m.row.name) or _suffix(m.row, modules, rows) for m in modules}
@@ -308,21 +255,31 @@ def _config(
         "base_model_name_or_path": base,
         "r": rank,
         "lora_alpha": alpha,
-        "target_modules": [name for row, name in names.items() if row not in parameters],
-        "rank_pattern": {key: m.rank for m in modules if m.rank != rank for key in keys[m.row.name]},
-        "alpha_pattern": {key: m.alpha for m in modules if m.alpha != alpha for key in keys[m.row.name]},
+        "target_modules": [name for m in modules if m.row.name not in parameters for name in _targets(m, names)],
+        "rank_pattern": {key: one.rank for m in modules for key, one in _each(m, keys) if one.rank != rank},
+        "alpha_pattern": {key: one.alpha for m in modules for key, one in _each(m, keys) if one.alpha != alpha},
         "use_rslora": lora.rslora and (fused or lora.dora or not routed),
         "use_dora": lora.dora,
         "lora_dropout": 0.0 if turned else lora.dropout,  # PEFT refuses another for parameters
         # GPT-2's layers have their weights the other way round.
-        "fan_in_fan_out": any(m.row.dims.split()[0] == _groups(m.row)[0] for m in modules),
-        "bias": "none",
+        "fan_in_fan_out": any(m.row.dims.split()[0] == peft_modules.groups(m.row)[0] for m in modules),
         "init_lora_weights": True,
         "inference_mode": True,
     }
 
 
-def _suffix(row: Tensor, modules: Sequence[_Module], rows: Sequence[Tensor]) -> str:
+def _targets(module: Module, names: Mapping[str, str]) -> list[str]:
+    """What `target_modules` calls a module: an end of its name, or its names in the layers that have an adapter."""
+    return [names[module.row.name]] if module.everywhere else [name for name, _ in module.names()]
+
+
+def _each(module: Module, keys: Mapping[str, Sequence[str]]) -> list[tuple[str, Layer]]:
+    """What patterns call a module, or each of its layers where they differ, with its rank and alpha."""
+    whole = Layer(module.rank, module.alpha)
+    return [*module.names()] if module.layers else [(key, whole) for key in keys[module.row.name]]
+
+
+def _suffix(row: Tensor, modules: Sequence[Module], rows: Sequence[Tensor]) -> str:
     """The shortest end of a module's name that no module without an adapter has."""
     chosen = {module.row.name for module in modules}
     others = [other.name for other in rows if other.name not in chosen and " " in other.dims]
@@ -346,8 +303,14 @@ def read_config(folder: str) -> dict[str, Any]:
     except FileNotFoundError as error:
         raise UserError(f"{path} cannot be read (there is none): name a folder that PEFT has written") from error
     wrong = [name for name in _NOT_OURS if config.get(name)]
-    for name, wanted in (("peft_type", "LORA"), ("bias", "none"), ("lora_bias", False), ("use_bdlora", None)):
-        wrong += [name] if config.get(name, wanted) not in (wanted, None) else []
+    biases = ("none", "all", "lora_only", None)
+    for name, allowed in (
+        ("peft_type", ("LORA",)),
+        ("bias", biases),
+        ("lora_bias", (False, None)),
+        ("use_bdlora", (None,)),
+    ):
+        wrong += [name] if config.get(name, allowed[0]) not in allowed else []
     if wrong:
         raise UserError(
             f"{path} has {wrong[0]} = {limits.shortened(config[wrong[0]])}, of which we have nothing: merge it with PEFT first"
@@ -402,78 +365,98 @@ def _read_tensors(folder: str, names: tables.Names) -> Values:
         ) from error
     stored = {}
     for name, value in found.items():
-        name = name.removeprefix(_PREFIX)
-        end = next((end for end in _PARTS.values() if name.endswith(end)), "")
+        name = name.removeprefix(PREFIX)
+        end = next((end for end in PARTS.values() if name.endswith(end)), "")
+        name = name if end else re.sub(r"\.base_layer(?=\.bias$)", "", name)  # where the module has an adapter
         weight = names.canonical(f"{name.removesuffix(end)}.weight" if end else name)
         stored[weight.removesuffix(".weight") + end if end and weight else weight or name] = value.astype(np.float32)
     return stored
 
 
-def _first(row: Tensor, part: str) -> str:
-    return row.name.format(**dict.fromkeys(row.numbered, 0)).removesuffix(".weight") + _PARTS[part]
-
-
 def _read_module(
     row: Tensor, stored: Values, shapes: Mapping[str, Shape], config: Mapping[str, Any], fused: bool
-) -> _Module:
-    """The adapter of a module in every layer, whose tensors go out of `stored`."""
-    count, inputs = _stacked(row), len(_groups(row)[0])
-    rank = stored[_first(row, "a")].shape[0] // math.prod(shapes[row.ours[0]][len(row.numbered) : count])
-    name = _first(row, "a").removesuffix(_PARTS["a"])
-    name += ".weight" if fused and peft_experts.is_router(row) else ""
-    alpha = next(
-        (alpha for key, alpha in (config.get("alpha_pattern") or {}).items() if re.match(rf"(.*\.)?({key})$", name)),
-        config["lora_alpha"],
-    )
-    if not 0 < rank <= _RANK:
-        raise UserError(f"{_first(row, 'a')} has the rank {rank:,}, must be 1 to {_RANK:,}")
-    module = _Module(row, rank, float(alpha), {path: {} for path in row.ours})
+) -> Module | None:
+    """The adapter of a module in every layer, whose tensors go out of `stored`; None: it has none."""
+    ranks = peft_modules.layers_of(row, stored, shapes)
+    if not any(ranks):
+        return None
+    layers = [Layer(rank, _alpha(row, number, config, fused) if rank else 0.0) for number, rank in enumerate(ranks)]
+    count, inputs, rank = peft_modules.stacked(row), len(peft_modules.groups(row)[0]), max(ranks)
+    name = row.name.format(l=ranks.index(rank), e=0).removesuffix(".weight")
+    if rank > _RANK:
+        raise UserError(f"{name} has an adapter of rank {rank:,}, must be 1 to {_RANK:,}")
+    module = peft_modules.of_layers(row, layers, {path: {} for path in row.ours})
     for part, tensor in module.tensors:
-        if _first(row, part) not in stored:
+        if name + PARTS[part] not in stored:
             continue
         wanted = {}
         for path in tensor.ours:
             leading, rest = shapes[path][:count], shapes[path][count:]
             of_part = {"a": (*rest[:inputs], rank), "b": (rank, *rest[inputs:]), "magnitude": rest[inputs:]}
             wanted[path] = (*leading, *of_part[part])
-        for path, value in _taken(tensor, _PARTS[part], stored, wanted).items():
+        for path, value in _taken(tensor, part, stored, wanted, module).items():
             for other in row.ours if part == "a" else (path,):
                 module.values[other][part] = value
     return module
 
 
+def _alpha(row: Tensor, layer: int, config: Mapping[str, Any], fused: bool) -> float:
+    """Of a module in a layer, by the first pattern that its name matches."""
+    name = row.name.format(l=layer, e=0).removesuffix(".weight")
+    name += ".weight" if fused and peft_experts.is_router(row) else ""
+    patterns = config.get("alpha_pattern") or {}
+    found = (alpha for key, alpha in patterns.items() if re.match(rf"(.*\.)?({key})$", name))
+    return float(next(found, config["lora_alpha"]))
+
+
 def _read_saved(row: Tensor, stored: Values, shapes: Mapping[str, Shape]) -> Values:
-    return _taken(row, None, stored, {path: shapes[path] for path in row.ours})
+    return _taken(row, "", stored, {path: shapes[path] for path in row.ours})
 
 
-def _taken(row: Tensor, end: str | None, stored: Values, wanted: Mapping[str, Shape]) -> Values:
-    """Our parameters of these shapes, of tensors that go out of `stored`."""
-    values = {path: np.empty(shape, np.float32) for path, shape in wanted.items()}
+def _taken(row: Tensor, part: str, stored: Values, wanted: Mapping[str, Shape], module: Module | None = None) -> Values:
+    """Our parameters of these shapes, of tensors that go out of `stored`; zeros where layers have less of them."""
+    values = {path: np.zeros(shape, np.float32) for path, shape in wanted.items()}
     for name, at in row.names(wanted):
-        name = name if end is None else name.removesuffix(".weight") + end
+        rank = module.layers[at[0]].rank if module and module.layers else None
+        if rank == 0:
+            continue
+        name = name.removesuffix(".weight") + PARTS[part] if part else name
         if name not in stored:
-            raise UserError(f"{name} is missing in the adapter: ours are in every layer or in none")
-        value = stored.pop(name)
-        if value.shape != row.shape(wanted):
-            raise UserError(
-                f"{name} has the shape {list(value.shape)}, must be {list(row.shape(wanted))} in this model"
-            )
-        for path, part in row.split(value, wanted).items():
-            values[path][at] = part
+            raise UserError(f"{name} is missing in the adapter, which has it in another layer: copy the adapter again")
+        value, shape = stored.pop(name), row.shape(wanted)
+        if rank is not None:
+            value = peft_modules.padded(value, part, module.rank)
+        if value.shape != shape:
+            raise UserError(f"{name} has the shape {list(value.shape)}, must be {list(shape)} in this model")
+        for path, own in row.split(value, wanted).items():
+            values[path][at] = own
     return values
 
 
-def _lora_of(modules: Sequence[_Module], saved: Iterable[str], config: Mapping[str, Any]) -> Lora:
+def _lora_of(modules: Sequence[Module], saved: Iterable[str], config: Mapping[str, Any]) -> Lora:
     rank, alpha = int(config["r"]), float(config["lora_alpha"])
+    targets: list[str] = []
+    ranks: list[tuple[str, int]] = []
+    alphas: list[tuple[str, float]] = []
+    for module in modules:
+        for path in module.row.ours:
+            names = [(path, Layer(module.rank, module.alpha))]
+            if module.layers:
+                names = [(Lora.numbered(path, at), layer) for at, layer in enumerate(module.layers) if layer.rank]
+            targets += [path] if module.everywhere else [name for name, _ in names]
+            ranks += [(name, layer.rank) for name, layer in names if layer.rank != rank]
+            alphas += [(name, layer.alpha) for name, layer in names if layer.alpha != alpha]
+    fused = {tuple(path.rpartition("/")[2] for path in m.row.ours): None for m in modules if len(m.row.ours) > 1}
     return Lora(
         rank=rank,
         alpha=alpha,
         rslora=bool(config.get("use_rslora")),
         dora=bool(config.get("use_dora")),
         dropout=float(config.get("lora_dropout") or 0.0),
-        targets=tuple(path for module in modules for path in module.row.ours),
-        rank_pattern=tuple((path, m.rank) for m in modules for path in m.row.ours if m.rank != rank),
-        alpha_pattern=tuple((path, m.alpha) for m in modules for path in m.row.ours if m.alpha != alpha),
+        targets=tuple(targets),
+        rank_pattern=tuple(ranks),
+        alpha_pattern=tuple(alphas),
+        fused=tuple(fused),
         modules_to_save=tuple(saved),
     )
 

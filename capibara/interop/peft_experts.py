@@ -67,12 +67,13 @@ def is_fused(config: Mapping[str, Any], path: str) -> bool:
       UserError: it has adapters of other parameters.
     """
     named = config.get("target_parameters") or ()
-    strange = [name for name in named if not f".{name}".endswith((f".{_GATE_UP}", f".{_DOWN}", f".{_ROUTER}"))]
+    of_experts = [name for name in named if f".{name}".endswith((f".{_GATE_UP}", f".{_DOWN}", f".{_ROUTER}"))]
+    strange = [name for name in named if name not in of_experts and not name.endswith(".weight")]
     if strange:
         raise UserError(
             f"{path} has target_parameters = {strange!r}, of which we have nothing: merge it with PEFT first"
         )
-    return bool(named)
+    return bool(of_experts)
 
 
 def named(values: Mapping[str, np.ndarray], targets: Sequence[str]) -> dict[str, np.ndarray]:
@@ -124,7 +125,7 @@ def loadable(modules: list, rows: Sequence[Tensor], shapes: Mapping[str, Shape],
     if lora.dora or not any(is_routed(module.row) for module in modules):
         return modules
     if lora.rslora:
-        modules = [module._replace(alpha=module.alpha * module.rank**0.5) for module in modules]
+        modules = [_without_rslora(module) for module in modules]
     held = {module.row.ours[0]: module for module in modules if module.row.ours[0] in _PAIR}
     if not held:
         return modules
@@ -142,6 +143,12 @@ def loadable(modules: list, rows: Sequence[Tensor], shapes: Mapping[str, Shape],
             b[..., : module.rank, :] = module.values[path]["b"] * (module.alpha / module.rank / scale)
         rest[path] = new(row, rank, scale * rank, {path: {"a": a, "b": b}})
     return list(rest.values())
+
+
+def _without_rslora(module: Any) -> Any:
+    """A module whose scale is alpha / rank."""
+    layers = tuple(layer._replace(alpha=layer.alpha * layer.rank**0.5) for layer in module.layers)
+    return module._replace(alpha=module.alpha * module.rank**0.5, layers=layers)
 
 
 def first(modules: Sequence[Any]) -> Any:

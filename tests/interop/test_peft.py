@@ -34,11 +34,12 @@ FAMILIES = {
     | dict(embed_dim=64, activation="gelu_exact", residual="parallel", head="separate", rope=Rope(fraction=0.25)),
     "phi3": LLAMA | dict(layer_pattern=("local",), window=7),
 }
+MORE = {"qwen2": SIZES | dict(num_kv_heads=2, bias="qkv", rope=Rope(theta=1e6))}
 
 
 def base_of(name):
     """The plain model, and its parameters as the reference has them."""
-    model = api.build(DecoderConfig(**FAMILIES[name]))
+    model = api.build(DecoderConfig(**(FAMILIES | MORE)[name]))
     names = tree.path_names(model.abstract_params)
     shapes = {name: leaf.shape for name, leaf in zip(names, jax.tree.leaves(model.abstract_params), strict=True)}
     values = tensors.read(tables.of(name, shapes), shapes, answers.draw)
@@ -55,6 +56,77 @@ def folder(request, tmp_path):
     return tmp_path
 
 
+FUSED = (("query", "key", "value"), ("gate", "up"))
+
+
+def answered(model, params):
+    """Logits of the last row, at the places that are kept."""
+    tokens = np.array(ANSWERS["tokens"], np.int32)
+    positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
+    batch = {"tokens": tokens, "positions": positions, "segment_ids": np.ones_like(tokens)}
+    got = np.asarray(jax.jit(model.logits)(params, batch))[-1]
+    return got[np.ix_(ANSWERS["positions"], ANSWERS["entries"])]
+
+
+def written_again(folder, params, model, name):
+    """The folder that we write of what was read, with the same tensors."""
+    again = folder / "again"
+    peft.write_peft(str(again), params, model, name)
+    first, second = (safetensors.load_file(path / peft.WEIGHTS) for path in (folder, again))
+    assert first.keys() == second.keys()
+    for key, value in first.items():
+        np.testing.assert_array_equal(second[key], value)
+    return again
+
+
+LAYERS = {
+    "llama:layers": dict(targets=("layers/1/attention/query", "layers/1/mlp/down")),
+    "llama:patterns": dict(
+        targets=("layers/0/attention/query", "layers/0/attention/key", "layers/mlp/up"),
+        rank_pattern=(("layers/0/attention/key", 3), ("layers/1/mlp/up", 2)),
+        alpha_pattern=(("layers/0/attention/query", 1.0), ("layers/0/mlp/up", 5.0), ("layers/1/mlp/up", 5.0)),
+    ),
+    "llama:parameters": dict(targets=("layers/attention/out", "layers/mlp/up")),
+    "qwen2:biases": dict(
+        targets=("layers/attention/query", "layers/attention/out"), modules_to_save=("layers/attention/query_bias",)
+    ),
+    "gpt2:biases": dict(fused=FUSED[:1]),
+}
+KINDS = {"qwen2:biases": "lora_only", "gpt2:biases": "all"}
+
+
+@pytest.mark.parametrize(("folder", "case"), [(name, name) for name in LAYERS], indirect=["folder"], ids=LAYERS)
+def test_adapters_of_some_layers_and_biases_answer_as_in_peft(folder, case):
+    name = case.partition(":")[0]
+    plain, base = base_of(name)
+    lora, adapters = peft.read_peft(str(folder), plain, name)
+    assert {field: getattr(lora, field) for field in LAYERS[case]} == LAYERS[case]
+    model = api.build(dataclasses.replace(plain.config, lora=lora))
+    params = jax.jit(model.adapt)(base, jax.random.key(0))
+    assert tree.path_names(adapters) == tree.path_names(model.trained(params))
+    params = tree.joined(adapters, model.frozen(params))
+    np.testing.assert_allclose(answered(model, params), ANSWERS[case]["logits"], rtol=0, atol=2e-4)
+    np.testing.assert_allclose(
+        answered(plain, jax.jit(model.merge)(params)), ANSWERS[case]["logits"], rtol=0, atol=2e-4
+    )
+    again = written_again(folder, params, model, name)
+    config = json.loads((again / peft.CONFIG).read_text())
+    assert config["bias"] == KINDS.get(case, "none") and config["modules_to_save"] is None
+    read, values = peft.read_peft(str(again), plain, name)
+    assert sorted(read.targets) == sorted(lora.targets)
+    jax.tree.map(np.testing.assert_array_equal, values, adapters)
+
+
+def test_biases_that_peft_does_not_train_together_are_refused(tmp_path):
+    plain, base = base_of("qwen2")
+    lora = Lora(rank=2, targets=("query",), modules_to_save=("key_bias",))
+    model = api.build(dataclasses.replace(plain.config, lora=lora))
+    with pytest.raises(
+        UserError, match="modules_to_save has model.layers.0.self_attn.k_proj.bias and not all of either"
+    ):
+        peft.write_peft(str(tmp_path / "adapter"), jax.jit(model.adapt)(base, jax.random.key(0)), model, "qwen2")
+
+
 @pytest.mark.parametrize(("folder", "name"), [(name, name) for name in FAMILIES], indirect=["folder"], ids=FAMILIES)
 def test_adapters_of_peft_answer_as_there_and_are_written_as_they_were(folder, name):
     plain, base = base_of(name)
@@ -62,18 +134,9 @@ def test_adapters_of_peft_answer_as_there_and_are_written_as_they_were(folder, n
     model = api.build(dataclasses.replace(plain.config, lora=lora))
     assert tree.path_names(adapters) == tree.path_names(model.trained(model.abstract_params))
     params = tree.joined(adapters, base)
-    tokens = np.array(ANSWERS["tokens"], np.int32)
-    positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
-    batch = {"tokens": tokens, "positions": positions, "segment_ids": np.ones_like(tokens)}
-    got = np.asarray(jax.jit(model.logits)(params, batch))[-1]
-    some = got[np.ix_(ANSWERS["positions"], ANSWERS["entries"])]
-    np.testing.assert_allclose(some, ANSWERS[name]["logits"], rtol=0, atol=2e-4)
-    again = folder / "again"
-    peft.write_peft(str(again), params, model, name)
-    first, second = (safetensors.load_file(path / peft.WEIGHTS) for path in (folder, again))
-    assert first.keys() == second.keys()
-    for key, value in first.items():
-        np.testing.assert_array_equal(second[key], value)
+    np.testing.assert_allclose(answered(model, params), ANSWERS[name]["logits"], rtol=0, atol=2e-4)
+    again = written_again(folder, params, model, name)
+    assert lora.fused == {"gpt2": FUSED[:1], "gpt_neox": FUSED[:1], "phi3": FUSED}.get(name, ())
     config, want = json.loads((again / peft.CONFIG).read_text()), ANSWERS[name]["config"]
     assert sorted(config.pop("target_modules")) == sorted(want["target_modules"])
     assert config["modules_to_save"] == want["modules_to_save"]
@@ -103,8 +166,9 @@ def test_adapters_of_parts_of_a_fused_tensor_become_one(tmp_path, name, rslora):
     ("change", "told"),
     [
         (dict(peft_type="IA3"), "has peft_type = 'IA3', of which we have nothing"),
-        (dict(bias="all"), "has bias = 'all'"),
-        (dict(layers_to_transform=[0]), r"has layers_to_transform = \[0\]"),
+        (dict(bias="some"), "has bias = 'some'"),
+        (dict(trainable_token_indices=[0]), r"has trainable_token_indices = \[0\], of which we have nothing: merge it"),
+        (dict(target_parameters=["mixer.a_log"]), r"has target_parameters = \['mixer.a_log'\]"),
         ("list", "is no JSON object"),
         (dict(r=None), "has r = None, must be a whole number"),
         (dict(r="x"), "has r = 'x', must be a whole number"),

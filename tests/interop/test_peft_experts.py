@@ -150,8 +150,8 @@ def test_what_peft_does_not_have_is_refused(tmp_path):
     peft.write_peft(str(tmp_path / "single"), params, model, "mixtral")
     read, adapters = peft.read_peft(str(tmp_path / "single"), plain, "mixtral")
     jax.tree.map(np.testing.assert_array_equal, adapters, model.trained(params))
-    folder = folder_of("mixtral_fused", tmp_path, {"target_parameters": ["q_proj.weight"]})
-    with pytest.raises(UserError, match=r"target_parameters = \['q_proj.weight'\], of which we have nothing"):
+    folder = folder_of("mixtral_fused", tmp_path, {"target_parameters": ["q_proj.scale"]})
+    with pytest.raises(UserError, match=r"target_parameters = \['q_proj.scale'\], of which we have nothing"):
         peft.read_peft(folder, plain, "mixtral")
     values = safetensors.load_file(tmp_path / peft.WEIGHTS)
     values[LAYER + "mlp.experts.lora_A.weight"] = np.zeros((15, 48), np.float32)

@@ -19,8 +19,17 @@ from answers import draw, some, write
 from make import CASES, model_of, tokens
 
 WEIGHTS = "adapter_model.safetensors"
-# Of the case of this name in make.py: what PEFT's LoraConfig is given beside r and lora_alpha.
+# Of the case of this name in make.py, or of the one before a colon: what LoraConfig is given beside r and lora_alpha.
 ADAPTERS = {
+    "llama:layers": dict(target_modules=["q_proj", "down_proj"], layers_to_transform=[1], layers_pattern="layers"),
+    "llama:patterns": dict(
+        target_modules=r"model\.layers\.(0\.self_attn\.[qk]_proj|\d\.mlp\.up_proj)",
+        rank_pattern={"layers.1.mlp.up_proj": 2, r".*\.k_\w+": 3},
+        alpha_pattern={r"layers\.[0-4]\.mlp\.\w+": 5, "q_proj": 1},
+    ),
+    "llama:parameters": dict(target_modules=["o_proj"], target_parameters=["mlp.up_proj.weight"]),
+    "qwen2:biases": dict(target_modules=["q_proj", "o_proj"], bias="lora_only"),
+    "gpt2:biases": dict(target_modules=["c_attn"], bias="all", fan_in_fan_out=True),
     "llama": dict(
         target_modules=["q_proj", "v_proj", "up_proj"], rank_pattern={"up_proj": 2}, alpha_pattern={"up_proj": 3}
     ),
@@ -37,10 +46,10 @@ FIELDS = (
 
 def answer(name: str, options: dict) -> dict:
     """The files' contents, but for the tensors' values, and logits."""
-    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, **options)
+    config, case = peft.LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, **options), CASES[name.partition(":")[0]]
     with tempfile.TemporaryDirectory() as folder:
-        peft.get_peft_model(model_of(CASES[name]), config).save_pretrained(folder)
-        return answer_of(CASES[name], folder, FIELDS)
+        peft.get_peft_model(model_of(case), config).save_pretrained(folder)
+        return answer_of(case, folder, FIELDS)
 
 
 def answer_of(case: dict, folder: str, fields: Sequence[str]) -> dict:
