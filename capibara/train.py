@@ -51,7 +51,7 @@ def train(
 
     from capibara import config, devices
     from capibara.inference.sample import SampleText, sampler
-    from capibara.interop import checkpoint
+    from capibara.interop import adapters
     from capibara.models import api
     from capibara.monitoring.defaults import Monitoring
     from capibara.planner import automatic, chips, xla_flags
@@ -89,7 +89,7 @@ def train(
         peak_flops=chips.peak_flops(chip) if trainer.model.dtype == "bfloat16" else None,
         compiler_options=xla_flags.options(chip, tensor=trainer.plan.tensor),
         config=config.operative(),
-        load=lambda: checkpoint.loader(trainer.init_from, model.plain),
+        load=lambda: adapters.loader(trainer.init_from, model),
     )
     return 128 + outcome.signal_number if outcome.signal_number else 0
 

@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 import jax
+import numpy as np
 
 from capibara import limits, tree
-from capibara.interop import hf_config, hf_folder, peft
+from capibara.interop import checkpoint, hf_config, hf_folder, model_card, peft
 from capibara.models import api
 from capibara.types import Params, UserError
 
@@ -93,6 +94,91 @@ def _write_gguf(target: str, values: Params, model: api.Model, config: Mapping[s
     return f"{target}: adapters of {config['model_type']} for llama.cpp, of {count} tensors"
 
 
+@dataclasses.dataclass(frozen=True)
+class Loader:
+    """What a run begins with from a folder of PEFT: a training.given.Adapted.
+
+    Attributes:
+      base: reads the model that the adapter is of.
+      values: of the adapter, on the host.
+    """
+
+    base: checkpoint.Loader
+    values: Params
+
+    def __call__(self, target: Params) -> Params:
+        return self.base(target)
+
+    def adapters(self, target: Params) -> Params:
+        def placed(value: np.ndarray, wanted: jax.ShapeDtypeStruct) -> jax.Array:
+            return jax.make_array_from_callback(
+                wanted.shape, wanted.sharding, lambda at: value[at].astype(wanted.dtype)
+            )
+
+        return jax.tree.map(placed, self.values, target)
+
+    @property
+    def origin(self) -> dict[str, bytes]:
+        """What came with the base's tensors."""
+        return self.base.origin
+
+
+def loader(path: str, model: api.Model) -> checkpoint.Loader | Loader:
+    """What reads the parameters that a run begins from, of a foreign model or of an adapter of one.
+
+    Args:
+      path: as of checkpoint.open_model, or a folder of PEFT.
+      model: of the run.
+
+    Raises:
+      UserError: it is of another model, or the run's adapters are others.
+    """
+    if not is_adapter(path):
+        return checkpoint.loader(path, model.plain)
+    if model.config.lora is None:
+        raise UserError(
+            f"{path} is an adapter of PEFT, and {type(model.config).__name__}.lora is None: set it to @Lora() to go on with "
+            f"the adapter, or merge it first, capibara convert --from={path} --to=NEW"
+        )
+    base = checkpoint.loader(base_of(path, None), model.plain)
+    model_type = hf_config.to_hf(model.plain.config, base.foreign.config)["model_type"]
+    lora, values = peft.read_peft(path, model.plain, model_type)
+    _check_same(path, lora, model, values)
+    return Loader(base, values)
+
+
+def _check_same(path: str, theirs: api.Lora, model: api.Model, values: Params) -> None:
+    field = _different(theirs, model, values)
+    if field:
+        own, found = limits.shortened(getattr(model.config.lora, field)), getattr(theirs, field)
+        raise UserError(f"Lora.{field} is {own}, {path} was trained with {found!r}: set it to that")
+
+
+def _different(theirs: api.Lora, model: api.Model, values: Params) -> str:
+    """The field of a run's Lora that makes its adapters others than these values; "": none."""
+    ours, trained = model.config.lora, model.trained(model.abstract_params)
+    if ours.dora != theirs.dora:
+        return "dora"
+    named, own = set(tree.path_names(values)), set(tree.path_names(trained))
+    for end, field in (("_lora/b", "targets"), ("_lora/a", "fused"), ("", "modules_to_save")):
+        if any(name.endswith(end) for name in named ^ own):
+            return field
+    for name, leaf in zip(tree.path_names(trained), jax.tree.leaves(trained), strict=True):
+        weight, count = name.removesuffix("_lora/b"), leaf.shape[0]
+        if weight == name:
+            continue
+        (ranks, scales), (their_ranks, their_scales) = ours.of_layers(weight, count), theirs.of_layers(weight, count)
+        if ranks != their_ranks:
+            return "targets" if list(map(bool, ranks)) != list(map(bool, their_ranks)) else _of(ours, theirs, "rank")
+        if scales != their_scales:
+            return "rslora" if ours.rslora != theirs.rslora else _of(ours, theirs, "alpha")
+    return ""
+
+
+def _of(ours: api.Lora, theirs: api.Lora, field: str) -> str:
+    return field if getattr(ours, field) != getattr(theirs, field) else f"{field}_pattern"
+
+
 def write_run(
     run: Run, target: str, base: str | None, origin: Mapping[str, bytes], *, fused_experts: bool = False
 ) -> str:
@@ -101,25 +187,31 @@ def write_run(
     Args:
       run: with adapters that are not merged.
       target: the folder, a new one.
-      base: where PEFT finds the model without them; None: where the run began, if PEFT can read that.
+      base: where PEFT finds the model without them; None: where the run began, or what its weights came from calls it.
       origin: what the run's initial weights came with, by name.
       fused_experts: as in peft.write_peft.
 
     Raises:
-      UserError: the run has no adapters, or PEFT has no such ones.
+      UserError: the run has no adapters, or PEFT has no such ones, or nothing says what they are of.
     """
     base, values = _base(run, base, origin)
+    if base is None:
+        raise UserError(
+            "nothing says what these adapters are of, as the run began with new parameters: name the folder of the model "
+            "without them, --base=PATH"
+        )
     peft.write_peft(target, run.params, run.model, values["model_type"], base, fused_experts=fused_experts)
-    of = "a model that PEFT is told of when it loads" if base is None else base
     count = tree.param_count(run.model.trained(run.model.abstract_params))
-    return f"{target}: adapters of {values['model_type']}, {count:,} parameters, of {of}"
+    return f"{target}: adapters of {values['model_type']}, {count:,} parameters, of {base}"
 
 
 def _base(run: Run, base: str | None, origin: Mapping[str, bytes]) -> tuple[str | None, dict[str, Any]]:
-    """Where the base of a run's adapters is, None where nobody knows, and its config.json."""
+    """Where the base of a run's adapters is, or what it is called, None where nothing says it; and its config.json."""
     began = run.trainer.init_from
     if run.model.config.lora is None:
         raise UserError("--format=peft and gguf_lora are of a run with adapters, and this one has none: take hf")
+    if base is None and began is not None and is_adapter(began):
+        base = base_of(began, None)
     if base is None and began is not None and os.path.exists(os.path.join(began, hf_folder.CONFIG)):
         base = began
     if base is not None and os.path.exists(base):  # else a name of the Hub
@@ -129,4 +221,5 @@ def _base(run: Run, base: str | None, origin: Mapping[str, bytes]) -> tuple[str 
         like = hf_folder.config_of(base)
     else:
         like = limits.parse_json(origin.get(hf_folder.CONFIG, b"{}"))
+    base = base or model_card.name_of(model_card.facts(origin.get(model_card.CARD, b"")), like) or began
     return base, hf_config.to_hf(run.model.plain.config, like)

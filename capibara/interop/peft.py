@@ -65,13 +65,17 @@ def pairs(params: Params, model: Model, model_type: str) -> Iterator[Pair]:
         raise UserError(f"{what}, which is more than pairs of matrices: write the merged model, --format=gguf")
     values = dict(zip(tree.path_names(params), jax.tree.leaves(params), strict=True))
     for row in rows:
-        if any(f"{path}_lora/a" in values for path in row.ours):
-            module = _module(row, values, shapes, lora)
-            parts = dict(module.written())
-            scale = module.alpha / (module.rank**0.5 if lora.rslora else module.rank)
-            for name in [name for name in parts if name.endswith(_PARTS["a"])]:
-                of = name.removesuffix(_PARTS["a"])
-                yield Pair(f"{of.removeprefix(_PREFIX)}.weight", parts[name], parts[of + _PARTS["b"]], scale)
+        if any(f"{path}_lora/b" in values for path in row.ours):
+            yield from _pairs(peft_modules.of_ours(row, values, shapes, lora), shapes, lora)
+
+
+def _pairs(module: Module, shapes: Mapping[str, Shape], lora: Lora) -> Iterator[Pair]:
+    parts = dict(module.written())
+    for name, at in module.row.names(shapes):
+        layer = module.layers[at[0]] if module.layers else Layer(module.rank, module.alpha)
+        if layer.rank:
+            a, b = (parts[PREFIX + name.removesuffix(".weight") + PARTS[part]] for part in "ab")
+            yield Pair(name, a, b, layer.alpha / (layer.rank**0.5 if lora.rslora else layer.rank))
 
 
 def write_peft(

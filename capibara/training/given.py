@@ -36,6 +36,14 @@ Read = Callable[[Params], Params]
 Load = Callable[[], Read]  # looks whether it is that model
 
 
+@runtime_checkable
+class Adapted(Protocol):
+    """A reader of a model that has adapters already."""
+
+    def adapters(self, target: Params) -> Params:
+        """What Model.trained gives of its parameters, lying as these jax.ShapeDtypeStructs say."""
+
+
 def reader(trainer: Trainer, load: Load | None) -> Read | None:
     """What reads the parameters at `trainer.init_from` where that is no run folder; it is looked at here, not read.
 
@@ -61,7 +69,7 @@ def reader_again(trainer: Trainer, load: Load | None) -> Read | None:
 
 
 def load_params(trainer: Trainer, model: Model, mesh: Mesh, read: Read | None) -> Params:
-    """The parameters at `trainer.init_from`, of the model without adapters, on the mesh.
+    """The parameters at `trainer.init_from`, on the mesh: of the model without adapters, and those of an adapter there.
 
     Args:
       trainer: the run.
@@ -82,6 +90,10 @@ def load_params(trainer: Trainer, model: Model, mesh: Mesh, read: Read | None) -
         lambda name, leaf: jax.ShapeDtypeStruct(leaf.shape, dtypes.get(name, leaf.dtype)), plain.abstract_params
     )
     target = states.with_shardings(shapes, shardings)
+    if isinstance(read, Adapted):
+        own = sharding.shardings(mesh, trainer.plan.rules, model.axes, model.abstract_params)
+        beside = states.with_shardings(model.trained(model.abstract_params), model.trained(own))
+        return tree.joined(read.adapters(beside), read(target))
     if read is not None:
         return read(target)
     lora = _adapters_at(trainer.init_from)

@@ -68,9 +68,9 @@ def init_state(
 ) -> TrainState:
     """A new state (traceable: jit it with the shardings of `state_shardings`).
 
-    `given`: parameters of the plain model to begin with; None: new ones.
+    `given`: parameters of the plain model to begin with, and of adapters if there are some already; None: new ones.
     """
-    params = model.init(key) if given is None else model.adapt(given, key)
+    params = model.init(key) if given is None else _begun(model, given, key)
     trained = model.trained(params)
     return TrainState(
         step=jnp.zeros((), jnp.int32),
@@ -80,6 +80,12 @@ def init_state(
         loss_scale=None if loss_scaling is None else loss_scaling.start(),
         losses=None if anomalies is None else anomalies.start(),
     )
+
+
+def _begun(model: Model, given: Params, key: jax.Array) -> Params:
+    of_adapter = lambda name: model.config.lora is not None and "_lora/" in name  # noqa: E731
+    params = model.adapt(tree.part(given, lambda name: not of_adapter(name)), key)
+    return tree.joined(tree.part(given, of_adapter), params)
 
 
 def state_shardings(

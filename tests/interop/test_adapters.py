@@ -9,11 +9,12 @@ import jax
 import numpy as np
 import pytest
 
-from capibara import cli, config, convert, tree
-from capibara.interop import checkpoint, gin_of, hf_config, hf_folder, peft
+from capibara import cli, config, convert, sharding, tree
+from capibara.interop import adapters, checkpoint, gin_of, hf_config, hf_folder, peft
 from capibara.models import api
 from capibara.models.api import DecoderConfig, Lora
-from capibara.training import run_folder
+from capibara.training import given, run_folder
+from capibara.training import state as states
 from capibara.types import UserError
 
 SIZES = dict(vocab_size=272, embed_dim=32, num_layers=2, num_heads=4, mlp_dim=48, dtype="float32")
@@ -109,7 +110,7 @@ def test_a_run_with_adapters_goes_out_merged_and_can_be_a_base(tmp_path):
     np.testing.assert_allclose(twice[key] - once[key], once[key] - base[key], rtol=0, atol=1e-6)
 
 
-def test_adapters_beside_a_base_in_four_bits_go_out_as_they_are(tmp_path):
+def test_adapters_beside_a_base_in_four_bits_go_out_as_they_are(tmp_path, capsys):
     lora = Lora(rank=2, alpha=4.0, base_dtype="nf4")
     plain = api.build(dataclasses.replace(LLAMA, embed_dim=64, mlp_dim=64))
     model = api.build(dataclasses.replace(plain.config, lora=lora))
@@ -118,7 +119,11 @@ def test_adapters_beside_a_base_in_four_bits_go_out_as_they_are(tmp_path):
     os.makedirs(tmp_path / "run")
     own = gin_of.run(model.config, f"{tmp_path}/run", {}).replace("Dataset.length = 1024", "Dataset.length = 64")
     run_folder.save(f"{tmp_path}/run", params, own)
-    assert run(f"--from={tmp_path}/run", f"--to={tmp_path}/adapter", "--format=peft") == 0
+    argv = [f"--from={tmp_path}/run", f"--to={tmp_path}/adapter", "--format=peft"]
+    assert run(*argv) == 2  # which began with new parameters
+    assert "name the folder of the model without them, --base=PATH" in capsys.readouterr().err
+    assert run(*argv, "--base=org/Tiny") == 0
+    assert peft.read_config(f"{tmp_path}/adapter")["base_model_name_or_path"] == "org/Tiny"
     read_as, values = peft.read_peft(str(tmp_path / "adapter"), plain, "llama")
     assert read_as.rank == 2 and read_as.alpha == 4.0
     jax.tree.map(np.testing.assert_array_equal, values, model.trained(params))
@@ -158,6 +163,51 @@ def test_mistakes_are_one_line(argv, message, folders, monkeypatch, tmp_path, ca
 def test_a_run_does_not_begin_from_an_adapter(folders):
     with pytest.raises(UserError, match="adapter is an adapter of PEFT: merge it first"):
         checkpoint.loader(str(folders / "adapter"), api.build(LLAMA))
+
+
+def begun(folder, lora):
+    """A run that begins from the adapter, with such adapters of its own, and its parameters."""
+    trainer = run_folder.load(f"{folder}/run").trainer
+    model = api.build(dataclasses.replace(LLAMA, lora=lora))
+    trainer = dataclasses.replace(trainer, init_from=f"{folder}/adapter", model=model.config)
+    mesh = sharding.make_mesh(trainer.plan, jax.devices()[:1])
+    read = given.reader_again(trainer, lambda: adapters.loader(trainer.init_from, model))
+    loaded = given.load_params(trainer, model, mesh, read)
+    tx = trainer.optimizer.build(10, model.trained(model.axes))
+    return model, states.init_state(model, tx, jax.random.key(0), ema=False, given=loaded).params
+
+
+@pytest.mark.parametrize("base_dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.heavy)])
+def test_a_run_goes_on_with_an_adapter(folders, base_dtype):
+    lora = dataclasses.replace(LORAS["llama"], base_dtype=base_dtype, dropout=0.1)
+    model, params = begun(folders, lora)
+    _, want = peft.read_peft(f"{folders}/adapter", model.plain, "llama")
+    jax.tree.map(np.testing.assert_array_equal, model.trained(params), want)
+    assert np.any(want["layers"]["attention"]["query_lora"]["b"])
+    base = dict(checkpoint.hf_tensors(model.plain.merge(model.frozen(params)), model.plain, "llama"))
+    close = dict(rtol=0, atol=0) if base_dtype == "float32" else dict(rtol=2**-8, atol=0)
+    for name, value in read(folders / "base").items():
+        np.testing.assert_allclose(np.asarray(base[name], np.float32), value, **close)
+
+
+@pytest.mark.parametrize(
+    ("lora", "message"),
+    [
+        (None, "adapter is an adapter of PEFT, and DecoderConfig.lora is None: set it to @Lora.. to go on"),
+        (dict(rank=3), "Lora.rank is 3, .*adapter was trained with 2: set it to that"),
+        (
+            dict(targets=("query",), rank_pattern=()),
+            "Lora.targets is .'query',., .* with .'layers/attention/query', 'layers/mlp",
+        ),
+        (dict(alpha=8.0), "Lora.alpha is 8.0, .* was trained with 4.0"),
+        (dict(modules_to_save=("output",)), "Lora.modules_to_save is .'output',., .* was trained with ..: set"),
+    ],
+    ids=str,
+)
+def test_an_adapter_of_other_kind_is_not_gone_on_with(folders, lora, message):
+    lora = lora and dataclasses.replace(LORAS["llama"], **lora)
+    with pytest.raises(UserError, match=message):
+        begun(folders, lora)
 
 
 @pytest.fixture(scope="module")
