@@ -25,12 +25,16 @@ class Kind(enum.StrEnum):
     """How the gain h = log(pi / ref)(chosen) - log(pi / ref)(rejected) becomes a loss.
 
     SIGMOID: -log sigmoid(beta * h), DPO (Rafailov et al. 2023, arXiv:2305.18290).
+    HINGE: max(0, 1 - beta * h) (SLiC, Zhao et al. 2023, arXiv:2305.10425).
     IPO: (h - 1 / (2 * beta))**2, which a preference that is certain does not drive on for ever (Azar et al. 2023,
-      arXiv:2310.12036).
+      arXiv:2310.12036). As the paper writes it, of sums over the tokens of an answer.
+    IPO_MEAN: the same of means over the tokens, so that it does not grow with their number: what TRL calls "ipo".
     """
 
     SIGMOID = "sigmoid"
+    HINGE = "hinge"
     IPO = "ipo"
+    IPO_MEAN = "ipo_mean"
 
 
 @configurable
@@ -110,11 +114,13 @@ class Dpo(Loss):
         is_pair_BK = (jnp.min(tokens_BK2, axis=-1) > 0).astype(jnp.float32)
         ratio_BK2 = log_p_BK2 - reference_BK2
         gain_BK = ratio_BK2[..., 0] - ratio_BK2[..., 1]
+        means_BK2 = ratio_BK2 / jnp.maximum(tokens_BK2, 1.0)
+        of_loss_BK = means_BK2[..., 0] - means_BK2[..., 1] if self.kind is Kind.IPO_MEAN else gain_BK
         turned = self.label_smoothing
         nll_BK = -log_p_BK2[..., 0] / jnp.maximum(tokens_BK2[..., 0], 1.0)
-        loss_BK = (1 - turned) * self._loss(gain_BK) + self.sft_weight * nll_BK
+        loss_BK = (1 - turned) * self._loss(of_loss_BK) + self.sft_weight * nll_BK
         if turned:
-            loss_BK = loss_BK + turned * self._loss(-gain_BK)
+            loss_BK = loss_BK + turned * self._loss(-of_loss_BK)
         values = {
             "loss": loss_BK,
             "reward_chosen": self.beta * ratio_BK2[..., 0],
@@ -130,6 +136,9 @@ class Dpo(Loss):
         return summed["loss"], Totals(summed, jnp.sum(is_pair_BK), jnp.sum(tokens_BK2))
 
     def _loss(self, gain: jax.Array) -> jax.Array:
-        if self.kind is Kind.IPO:
-            return jnp.square(gain - 1 / (2 * self.beta))
+        match self.kind:
+            case Kind.HINGE:
+                return jax.nn.relu(1 - self.beta * gain)
+            case Kind.IPO | Kind.IPO_MEAN:
+                return jnp.square(gain - 1 / (2 * self.beta))
         return -jax.nn.log_sigmoid(self.beta * gain)

@@ -109,18 +109,22 @@ def plain_loss(log_p, answers, dpo):
     """Of a matrix of log-probabilities, in its precision: the mean over pairs, pair by pair, and its gradient."""
     loss, gradient, count = 0.0, np.zeros_like(log_p), len(answers) // 2
     for (row, first, last, ref), (_, begin, end, other) in zip(answers[::2], answers[1::2]):
-        h = (log_p[row, first:last].sum() - ref) - (log_p[row, begin:end].sum() - other)
+        sizes = (last - first, end - begin) if dpo.kind == "ipo_mean" else (1, 1)
+        h = (log_p[row, first:last].sum() - ref) / sizes[0] - (log_p[row, begin:end].sum() - other) / sizes[1]
         slope = 0.0
         for share, sign in ((1 - dpo.label_smoothing, 1.0), (dpo.label_smoothing, -1.0)):
-            if dpo.kind == "ipo":
+            if dpo.kind == "hinge":
+                loss += share * max(0.0, 1 - sign * dpo.beta * h)
+                slope -= share * sign * dpo.beta * (sign * dpo.beta * h < 1)
+            elif dpo.kind.startswith("ipo"):
                 loss += share * (sign * h - 0.5 / dpo.beta) ** 2
                 slope += share * 2 * sign * (sign * h - 0.5 / dpo.beta)
             else:
                 loss += share * np.log1p(np.exp(-sign * dpo.beta * h))
                 slope -= share * sign * dpo.beta / (1 + np.exp(sign * dpo.beta * h))
         loss -= dpo.sft_weight * log_p[row, first:last].mean()
-        gradient[row, first:last] += slope - dpo.sft_weight / (last - first)
-        gradient[row, begin:end] -= slope
+        gradient[row, first:last] += slope / sizes[0] - dpo.sft_weight / (last - first)
+        gradient[row, begin:end] -= slope / sizes[1]
     return loss / count, gradient / count
 
 
@@ -128,7 +132,10 @@ LOSSES = [
     Dpo(),
     Dpo(beta=0.5, label_smoothing=0.2),
     Dpo(beta=0.3, sft_weight=0.7),
+    Dpo(kind="hinge", beta=0.1, label_smoothing=0.1),
     Dpo(kind="ipo", beta=0.2),
+    Dpo(kind="ipo_mean", beta=0.2),
+    Dpo(kind="ipo_mean", beta=0.1, label_smoothing=0.1),
     Dpo(kind="ipo", beta=0.1, label_smoothing=0.1),
 ]
 
