@@ -43,7 +43,7 @@ test-heavy: $(STAMP)
 	$(PYTEST) -m heavy $(ARGS)
 
 test-transformers: $(STAMP)
-	TORCH_PYTHON=$(TORCH_PYTHON) $(BIN)/python -m pytest -q -s tests/interop/test_transformers.py $(ARGS)
+	TORCH_PYTHON=$(TORCH_PYTHON) $(BIN)/python -m pytest -q -s tests/interop/test_transformers*.py $(ARGS)
 
 test-t5x: $(STAMP)
 	T5X_PYTHON=$(T5X_PYTHON) $(BIN)/python -m pytest -q -s tests/interop/test_t5x_training.py $(ARGS)
