@@ -22,7 +22,7 @@ import itertools
 from collections.abc import Callable, Sequence
 
 from capibara.data.chat_formats import Conversation, Message
-from capibara.data.chat_template import ChatTemplate, Rendered, TemplateFails
+from capibara.data.chat_template import AfterTurn, ChatTemplate, Rendered, TemplateFails
 from capibara.types import UserError
 
 Range = tuple[int, int]
@@ -191,7 +191,9 @@ class _Finder:
                 f"{self._where}: no special token ends message {k}, the text has {_shown(self._text[said:])} after it: "
                 "a model that learns this never stops; set ChatTemplate.end_of_turn, or add one to the template"
             )
-        return said + found.end()
+        end = said + found.end()
+        newline = self._template.after_turn is AfterTurn.NEWLINE and follows[found.end() :].startswith("\n")
+        return end + newline
 
     def _render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> Rendered:
         for known, prompt, found in self._ready:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import enum
 import functools
 import hashlib
 import itertools
@@ -74,6 +75,14 @@ class Rendered(NamedTuple):
     generated: tuple[tuple[int, int], ...] | None
 
 
+class AfterTurn(enum.StrEnum):
+    """What of the template's text after the tokens that end a turn the assistant has to say, too: nothing, or the line
+    break, as with the training templates that TRL has for Qwen and others."""
+
+    NOTHING = "nothing"
+    NEWLINE = "newline"
+
+
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChatTemplate:
@@ -89,6 +98,7 @@ class ChatTemplate:
       date: what strftime_now says, as year-month-day: the same in all runs, or one that is resumed would read other
         rows. (Templates of Llama 3 tell the model today's date; 26 July 2024 is what they say without a clock.)
       end_of_turn: the text that ends an assistant's turn, where this is no special token of the tokenizer.
+      after_turn: what more the assistant says where the template has no {% generation %} blocks.
       spelled_tokens: whether a message that spells a special token, such as "</s>", shall have its id. By default it
         is text, as everything that a user writes.
       variables: more of what the template may ask for, such as {"enable_thinking": False}.
@@ -99,6 +109,7 @@ class ChatTemplate:
     name: str | None = None
     date: str = "2024-07-26"
     end_of_turn: str | None = None
+    after_turn: AfterTurn = AfterTurn.NOTHING
     spelled_tokens: bool = False
     variables: dict[str, Any] = dataclasses.field(default_factory=dict)
 

@@ -101,6 +101,12 @@ def test_what_the_assistant_says_carries_loss_and_nothing_else(tokenizer_folder,
     assert last.said == found.said[-1:] and last.ids == found.ids
 
 
+@pytest.mark.parametrize(("name", "more"), [("qwen2.5", "\n"), ("zephyr", "\n"), ("llama3.1", ""), ("mistral", "")])
+def test_the_line_break_after_a_turn_is_said_where_it_is_asked_for(tokenizer_folder, name, more):
+    found = tokens_of(tokenizer_folder(name), plain(), after_turn="newline")
+    assert found.said == [ENDED[name].format(answer) + more for answer in STRIPPED]
+
+
 def test_qwen3_writes_an_empty_thought_into_the_last_answer(tokenizer_folder):
     """The generation prompt does not have it, so the model is to say it."""
     found = tokens_of(tokenizer_folder("qwen3"), plain())
