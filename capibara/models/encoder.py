@@ -104,7 +104,8 @@ class Encoder(nnx.Module):
     def head(self) -> jax.Array:
         """The output projection [V, D + 1], its last column the bias: logits are hidden @ head.T."""
         head_VD = self.embedding[...] if self.config.head is Head.TIED else self.output[...]
-        return jnp.concatenate([head_VD, self.output_bias[...][:, None].astype(head_VD.dtype)], axis=1)
+        dtype = jnp.promote_types(head_VD.dtype, self.config.dtype.value)  # not that of a frozen embedding for the bias
+        return jnp.concatenate([head_VD.astype(dtype), self.output_bias[...][:, None].astype(dtype)], axis=1)
 
     def _embed(self, batch: Batch) -> jax.Array:
         config = self.config
@@ -112,5 +113,7 @@ class Encoder(nnx.Module):
         if config.embedding_scale is EmbeddingScale.SQRT_DIM:
             x = x * config.embed_dim**0.5
         types = self.type_embedding[...][batch["token_types"] if "token_types" in batch else 0]
-        x = x + (self.position_embedding[...][batch["positions"]] + types).astype(x.dtype)
+        positions = self.position_embedding[...][batch["positions"]]
+        # In float32, if they are stored in less.
+        x = x + (positions.astype(jnp.float32) + types.astype(jnp.float32)).astype(x.dtype)
         return transformer.residual(self.embedding_norm(x))

@@ -1,0 +1,130 @@
+"""What transformers and PEFT learn in five steps of AdamW: the other side of test_transformers_training.py.
+
+Run by that test in an environment with torch, transformers, peft and safetensors:
+    python tests/interop/training_peer.py make FOLDER      every model saved in FOLDER/NAME/base
+    python tests/interop/training_peer.py train FOLDER     of every FOLDER/NAME/HOW/case.json what is learned, beside it
+
+A case.json says which folder it begins from ("base"), and what PEFT's LoraConfig is given ("lora"; null: all is trained).
+Beside it come: `before`, the adapter that it begins with; `after`, the adapter or the model after the steps; and
+found.npz: the logits and the norm of the gradient before the first step, and the losses of the steps, all in float64, and
+under own_* how far those in float32 are from them.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import sys
+
+import numpy as np
+import peft
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
+
+HERE = pathlib.Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "models" / "golden")]
+
+import make  # noqa: E402
+import make_encoders  # noqa: E402
+import peer  # noqa: E402
+
+KINDS = {"t5": AutoModelForSeq2SeqLM, "bert": AutoModelForMaskedLM}
+TASKS = {"t5": "SEQ_2_SEQ_LM", "bert": None}
+LEARNING_RATE, DECAY, STEPS = 1e-4, 0.1, 5
+# Above the rounding of gradients that are zero by arithmetic, as those of biases of keys: AdamW would make steps of them.
+EPS = 1e-6
+TIED = ("gpt_neox", "llama", "mistral", "qwen3", "phi3", "mixtral", "qwen3_moe")  # which are not, otherwise
+
+
+def make_all(folder: pathlib.Path) -> None:
+    for name, model in peer.models():
+        model.save_pretrained(folder / name / "base")
+        np.savez(folder / name / "labelled.npz", **{key: value.numpy() for key, value in peer.labelled(name).items()})
+    for name in TIED:
+        case = dict(peer.DECODERS[name], tie_word_embeddings=True)
+        make.model_of(case).save_pretrained(folder / name / "tied_base")
+
+
+def logits_of(name: str, model: torch.nn.Module) -> np.ndarray:
+    if name not in peer.DECODERS:
+        return make_encoders.logits(make_encoders.CASES[name], model)
+    with torch.no_grad():
+        return model(torch.from_numpy(make.tokens()), use_cache=False).logits.numpy()
+
+
+def opened(name: str, base: pathlib.Path) -> torch.nn.Module:
+    kind = KINDS.get(name.partition("_")[0], AutoModelForCausalLM)
+    eager = {"experts_implementation": "eager"} if name in peer.EXPERTS else {}
+    return kind.from_pretrained(base, attn_implementation="eager", dtype=torch.float32, **eager).eval()
+
+
+def adapted(name: str, model: torch.nn.Module, options: dict) -> torch.nn.Module:
+    """The model with adapters that all do something."""
+    config = peft.LoraConfig(task_type=TASKS.get(name.partition("_")[0], "CAUSAL_LM"), **options)
+    torch.manual_seed(0)
+    model = peft.get_peft_model(model, config).eval()
+    with torch.no_grad():
+        for part, value in model.named_parameters():
+            if ".lora_B" in part or ".lora_embedding_B" in part:
+                value.normal_(0, 0.1)
+    return model
+
+
+def loss_of(name: str, model: torch.nn.Module, given: dict[str, torch.Tensor]) -> torch.Tensor:
+    if name not in peer.DECODERS:
+        return model(**given).loss
+    # Their own loss moves the labels, which are moved already.
+    logits = model(given["input_ids"], use_cache=False).logits
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), given["labels"].flatten())
+
+
+def learned(case: dict, path: pathlib.Path, dtype: torch.dtype) -> tuple[torch.nn.Module, dict[str, np.ndarray]]:
+    """The model after the steps, and the numbers of found.npz."""
+    name = path.parent.name
+    model = opened(name, path / case["base"])
+    if name not in peer.DECODERS and name != "bert":
+        model.config.decoder_start_token_id = model.config.pad_token_id  # as every published T5 says
+    if case["lora"] is not None:
+        model = adapted(name, model, case["lora"])
+        model.save_pretrained(path / "before")
+    model = peer.forgetful(model.to(dtype))
+    logits = logits_of(name, model)
+    peer.forgetful(model)
+    trained = [value for value in model.parameters() if value.requires_grad]
+    # As ours: biases and scales of norms do not decay.
+    kinds = [{"params": [x for x in trained if (x.ndim > 1) == wide], "weight_decay": DECAY * wide} for wide in (1, 0)]
+    optimizer = torch.optim.AdamW(kinds, lr=LEARNING_RATE, betas=(0.9, 0.95), eps=EPS)
+    given, losses, norms = peer.labelled(name), [], []
+    for _ in range(STEPS):
+        loss = loss_of(name, model, given)
+        optimizer.zero_grad()
+        loss.backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(trained, 1.0).item())
+        optimizer.step()
+        losses.append(loss.item())
+    return model, {"logits": logits, "losses": np.array(losses), "grad_norm": np.array(norms[0])}
+
+
+def train(path: pathlib.Path) -> None:
+    """In float64, whose result is saved, and in float32, for how far its rounding carries."""
+    case = json.loads((path / "case.json").read_text())
+    (rounded, theirs), (model, found) = (learned(case, path, dtype) for dtype in (torch.float32, torch.float64))
+    own = {f"own_{key}": np.abs(value - found[key]).max() for key, value in theirs.items()}
+    pairs = zip(rounded.parameters(), model.parameters(), strict=True)
+    own["own_parameters"] = max((a.double() - b).abs().max().item() for a, b in pairs)
+    own["own_grad_norm"] = own["own_grad_norm"] / found["grad_norm"]
+    model.float().save_pretrained(path / "after")
+    np.savez(path / "found.npz", **found, **own)
+
+
+def main() -> None:
+    what, folder = sys.argv[1], pathlib.Path(sys.argv[2])
+    torch.set_num_threads(1)
+    if what == "make":
+        return make_all(folder)
+    for case in sorted(folder.glob("*/*/case.json")):
+        train(case.parent)
+
+
+if __name__ == "__main__":
+    main()
