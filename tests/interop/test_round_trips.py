@@ -150,6 +150,24 @@ def test_a_fine_tuned_folder_is_what_it_was(name, tmp_path):
     assert_fine_tuned(before, after)
 
 
+@pytest.mark.heavy
+def test_a_run_goes_on_with_the_adapter_of_another(tmp_path):
+    before, gin = tmp_path / "before", tmp_path / "run.gin"
+    run_file("llama", before, gin)
+    adapters = []
+    for start, end in (("before", "one"), ("one.peft", "two")):
+        changed = [f"Trainer.model_dir='{tmp_path}/{end}'", f"Trainer.init_from='{tmp_path}/{start}'"]
+        run(train, f"--gin_file={gin}", *(f"--gin.{line}" for line in changed))
+        run(convert, f"--from={tmp_path}/{end}", f"--to={tmp_path}/{end}.peft", "--format=peft")
+        about = json.loads((tmp_path / f"{end}.peft" / "adapter_config.json").read_text())
+        assert about["base_model_name_or_path"] == str(before)
+        adapters.append(safetensors.load_file(tmp_path / f"{end}.peft" / "adapter_model.safetensors"))
+    one, two = adapters
+    moved = {key: np.abs(two[key] - value).max() for key, value in one.items()}
+    assert all(np.abs(value).max() > 0 for value in one.values())
+    assert all(0 < by < 5e-3 for by in moved.values())  # a few small steps, not from anew
+
+
 @pytest.mark.parametrize("name", ["phi3", "t5"])
 def test_a_run_keeps_what_its_weights_came_with(name, tmp_path):
     """As above, with adapters that nothing has trained."""

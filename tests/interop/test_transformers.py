@@ -44,6 +44,17 @@ ADAPTERS = {
     "gpt2": Lora(rank=4, alpha=8.0, targets=("all-linear",), rank_pattern=(("value", 3),)),
     "gpt_neox": Lora(rank=4, alpha=8.0, targets=("query", "key", "value", "down"), rslora=True),
     "phi3": Lora(rank=4, alpha=8.0, rank_pattern=(("value", 3),)),
+    "phi3_partial": Lora(
+        rank=4, alpha=8.0, targets=("all-linear",), fused=(("query", "key", "value"), ("gate", "up")), rslora=True
+    ),
+    "mistral": Lora(
+        rank=4,
+        alpha=8.0,
+        targets=("layers/1/attention/*", "up"),
+        rank_pattern=(("layers/0/mlp/up", 2), ("layers/1/attention/value", 3)),
+        alpha_pattern=(("layers/0/mlp/up", 3.0),),
+    ),
+    "qwen2": Lora(rank=4, alpha=8.0, targets=("query", "out"), modules_to_save=("query_bias",)),
     "mixtral": Lora(rank=4, alpha=8.0, targets=("all-linear",), rank_pattern=(("up", 3), ("down", 2)), rslora=True),
     "qwen3_moe": Lora(rank=4, alpha=8.0, targets=("query", "up", "router"), alpha_pattern=(("router", 3.0),)),
 }
@@ -96,7 +107,10 @@ def adapted(name, plain, base):
     model = api.build(dataclasses.replace(plain.config, lora=ADAPTERS[name]))
     params, rng = jax.jit(model.adapt)(base, jax.random.key(0)), np.random.default_rng(0)
     drawn = lambda x: jax.numpy.asarray(0.25 * rng.standard_normal(x.shape, np.float32))  # noqa: E731
-    return model, tree.map_with_names(lambda n, x: drawn(x) if n.endswith(("_lora/a", "_lora/b")) else x, params)
+    # An `a` is zero beyond a layer's rank, and has to stay so.
+    of = {"_lora/a": lambda x: drawn(x) * (x != 0), "_lora/b": drawn, "query_bias": lambda x: 2 * x}
+    trained = lambda name: next((of[end] for end in of if name.endswith(end)), lambda x: x)  # noqa: E731
+    return model, tree.map_with_names(lambda n, x: trained(n)(x) if model.config.lora.trains(n) else x, params)
 
 
 def loaded(path):
