@@ -48,7 +48,7 @@ class HfFolder:
         self._files = self._where()
         if not self._files:
             raise UserError(f"{path} holds no tensors: copy it again")
-        self.config = families.with_head_of(self.config, self._files)
+        self.config = families.with_head_of(self.config, self._files.keys() - self._tied())
 
     def shapes(self) -> dict[str, Shape]:
         return {name: tuple(self._slice(name).get_shape()) for name in self._files}
@@ -74,6 +74,13 @@ class HfFolder:
     def kind(self, name: str) -> str:
         """Its dtype as safetensors calls it: I32, U8, F16, ..."""
         return self._slice(name).get_dtype()
+
+    def _tied(self) -> set[str]:
+        """Heads in a state dict that are the embedding: torch.save writes both names of one tensor."""
+        names = {"lm_head.weight", "shared.weight"}
+        if not names <= self._files.keys() or not all(self._files[name].endswith(".bin") for name in names):
+            return set()
+        return {"lm_head.weight"} if np.array_equal(*map(self.read, sorted(names))) else set()
 
     def _where(self) -> dict[str, str]:
         """The file of every tensor."""
