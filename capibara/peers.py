@@ -24,6 +24,8 @@ _LINGER_S = _LOOK_S + _OWN_S + 2.0  # of process 0, which keeps the word until a
 _NOTED_LINGER_S = 4.0  # where they were told at once
 _SOON_S = 1.0  # in which the news of a peer's end comes after the error that it has caused here
 
+_UNREACHABLE = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED")  # how the errors of JAX's client begin
+
 _leaving, _told, _watched = threading.Event(), threading.Event(), threading.Event()
 _noted: list[Fault] = []
 
@@ -122,6 +124,11 @@ def got(name: str, timeout_s: float) -> str:
 def all_put(folder: str) -> list[str]:
     """What has been put by names that begin so; does not wait."""
     return [value for _, value in _client()[0].key_value_dir_get(f"capibara/{folder}/")]
+
+
+def is_unreachable(error: Exception) -> bool:
+    """Whether `put`, `got` or `all_put` raised this because the coordinator is gone or does not answer."""
+    return isinstance(error, RuntimeError) and str(error).startswith(_UNREACHABLE)
 
 
 def leave() -> None:

@@ -1,49 +1,56 @@
-"""What the processes of a run decide between two steps, compared while they go on.
+"""What the processes of a run decide between two steps, compared while they continue.
 
-All of them must save, evaluate, go back and end after the same steps: else one waits in a save for others that wait in a
-step for it, and nothing says why. So each says what it decides, in the coordinator's store, and a thread of each looks
-whether the others have decided the same. No step waits for that. It costs a message for each decision, and one a second.
+All of them must save, evaluate, roll back and end after the same steps: else one waits in a save for others that wait in a
+step for it, and nothing says why. So each publishes its decisions in the coordinator's store, and a thread of each compares
+them with those of the others. No step waits for that. It costs a message for each decision, and one a second.
 """
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import json
 import socket
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from capibara import peers
 from capibara.cli import EXIT_FAULT
 
-_LOOK_S = 1.0
-_KEPT = 64  # decisions of which each process tells: more than are made in the time of a few looks
+_COMPARE_S = 1.0  # between two comparisons
+_PUBLISHED = 64  # the last decisions, which the others see: more than are made in the time of a few comparisons
+_KEPT = 4096  # with which another process's are compared: it may be some comparisons behind
+_STOP_S = 5.0  # for the comparison that is under way when a run ends
 _FOLDER = "decisions"
+_runs = itertools.count()  # of this process: all processes begin the same runs in the same order
 
 
 class Decision(NamedTuple):
     """After which step, and to do what."""
 
     step: int
-    what: str
+    action: str
 
 
 class Decisions:
     """Within `with`, the decisions of this process are compared with those of the others, if there are any.
 
     Args:
-      differ: told of a difference, in one line; None: the process ends, and the others with it.
+      end: called with a difference, or a fault of the comparison, in one line; None: the process ends, and the others
+        with it.
     """
 
-    def __init__(self, differ: Callable[[str], None] | None = None):
-        self._differ = differ or _end
+    def __init__(self, end: Callable[[str], None] | None = None):
+        self._end = end or _end
         self._index = peers.place()[0] if peers.is_joined() else None
-        self._made: list[Decision] = []
-        self._past: int | None = None  # after this step, and since the last decision, there was nothing to decide
+        self._folder = f"{_FOLDER}/{next(_runs)}"
+        self._last: list[Decision] = []  # the newest, at least `_KEPT` of them where there have been so many
+        self._first = 0  # the number of the oldest of them, counted from the beginning
+        self._passed: int | None = None  # after this step, and since the last decision, there was nothing to decide
         self._changed, self._wake, self._ended = threading.Lock(), threading.Event(), False
-        self._thread = threading.Thread(target=self._look, name="capibara-decisions", daemon=True)
+        self._thread = threading.Thread(target=self._compare, name="capibara-decisions", daemon=True)
 
     def __enter__(self) -> Decisions:
         if self._index is not None:
@@ -53,53 +60,69 @@ class Decisions:
     def __exit__(self, *_: object) -> None:
         self._ended = True
         self._wake.set()
+        if self._thread.is_alive():
+            self._thread.join(_STOP_S)
 
-    def made(self, step: int, what: str) -> None:
+    def made(self, step: int, action: str) -> None:
         """After `step` this process does something else before it takes the next one."""
         with self._changed:
-            self._made.append(Decision(step, what))
-            self._past = None
+            self._last.append(Decision(step, action))
+            if len(self._last) == 2 * _KEPT:
+                del self._last[:_KEPT]
+                self._first += _KEPT
+            self._passed = None
         self._wake.set()
 
     def passed(self, step: int) -> None:
         """Nothing is left to be done between `step` and the next one."""
-        self._past = step
+        self._passed = step
 
-    def told(self) -> str:
+    def published(self) -> str:
         """The last decisions, for the other processes."""
         with self._changed:
-            first = max(len(self._made) - _KEPT, 0)
-            about = {"index": self._index, "host": socket.gethostname(), "first": first, "made": self._made[first:]}
-        return json.dumps(about)
+            last = self._last[-_PUBLISHED:]
+            first = self._first + len(self._last) - len(last)
+        return json.dumps({"index": self._index, "host": socket.gethostname(), "first": first, "made": last})
 
     def difference(self, other: Mapping[str, Any]) -> str | None:
         """What another process decides otherwise; None: nothing so far. It sees itself what it has not decided yet."""
-        with self._changed:
-            made, past = list(self._made), self._past
         me = f"process {self._index} on {socket.gethostname()}"
         them = f"process {other['index']} on {other['host']}"
-        for number, theirs in enumerate((Decision(*one) for one in other["made"]), other["first"]):
-            if number < len(made):
-                mine = made[number]
-                if mine != theirs:
-                    return f"{me}: {mine.what} after step {mine.step}; {them}: {theirs.what} after step {theirs.step}"
-            elif number == len(made) and past is not None and past >= theirs.step:
-                return f"{them}: {theirs.what} after step {theirs.step}; {me}: the next step"
+        with self._changed:
+            end = self._first + len(self._last)
+            for number, theirs in enumerate((Decision(*one) for one in other["made"]), other["first"]):
+                if self._first <= number < end:
+                    mine = self._last[number - self._first]
+                    if mine != theirs:
+                        mine_says, their_says = (f"{one.action} after step {one.step}" for one in (mine, theirs))
+                        return f"{me}: {mine_says}; {them}: {their_says}"
+                elif number == end and self._passed is not None and self._passed >= theirs.step:
+                    return f"{them}: {theirs.action} after step {theirs.step}; {me}: the next step"
         return None
 
-    def _look(self) -> None:
-        others = _FOLDER if self._index == 0 else f"{_FOLDER}/0"  # process 0 is compared with all
-        said = ""
-        while not self._ended:
-            with contextlib.suppress(Exception):  # the coordinator is gone: JAX ends this process
-                if (now := self.told()) != said:
-                    peers.put(f"{_FOLDER}/{self._index}/made", now, again=True)
-                    said = now
+    def _compare(self) -> None:
+        """Until the run ends, and once more then. Where the coordinator is gone, JAX ends this process."""
+        others = self._folder if self._index == 0 else f"{self._folder}/0"  # process 0 is compared with all
+        before = ""
+        while True:
+            ended = self._ended
+            try:
+                if (now := self.published()) != before:
+                    peers.put(f"{self._folder}/{self._index}/made", now, again=True)
+                    before = now
                 for other in map(json.loads, peers.all_put(others)):
                     if other["index"] != self._index and (found := self.difference(other)) is not None:
-                        self._differ(f"the processes of this run do not decide alike: {found}")
+                        self._end(f"the processes of this run do not decide alike: {found}")
                         return
-            self._wake.wait(_LOOK_S)
+            except Exception as error:
+                if not peers.is_unreachable(error):
+                    traceback.print_exc()
+                    what = f"{type(error).__name__}: {' '.join(str(error).split())}"
+                    self._end(f"the decisions of this run's processes cannot be compared: {what}")
+                    return
+            if ended:
+                return
+            self._wake.wait(_COMPARE_S)
             self._wake.clear()
 
 
