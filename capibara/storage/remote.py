@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import functools
 import logging
 import os
@@ -20,8 +21,21 @@ TIMEOUT_S = 60.0  # of one request: a store that says nothing for so long is ask
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 16.0  # between two attempts, doubled each time
 _BUSY = (408, 425, 429)  # HTTP codes that mean "later"; so does everything from 500 on
 _DENIED = (401, 403)
+_PAST_THE_END = 416
+# Whose libraries turn HTTP codes into numbers of the system's.
+_FINAL = (errno.EINVAL, errno.EPERM, errno.ENOSYS, errno.ENAMETOOLONG, getattr(errno, "EREMCHG", errno.ENOENT))
+_NO_CREDENTIALS = (  # classes of google.auth and botocore
+    "CredentialRetrievalError",
+    "DefaultCredentialsError",
+    "NoCredentialsError",
+    "PartialCredentialsError",
+    "ProfileNotFound",
+    "TokenRetrievalError",
+    "UnauthorizedSSOTokenError",
+)
 _VERSIONS = ("generation", "etag", "ETag", "md5Hash", "mtime", "LastModified", "updated", "created")
 _EXTRAS = {"gs": ("gcsfs", "gcs"), "gcs": ("gcsfs", "gcs"), "s3": ("s3fs", "s3")}
+_OPTIONS = {"s3": {"config_kwargs": {"retries": {"total_max_attempts": 1}}}}  # the attempts are ours
 _LIBRARIES = ("aiohttp", "botocore", "gcsfs", "google", "requests", "urllib3")  # whose faults are the network's
 
 T = TypeVar("T")
@@ -92,7 +106,12 @@ def read(url: str, start: int, stop: int) -> bytes:
     filesystem, path = _opened(url)
 
     def get() -> bytes:
-        content = _timed(filesystem, "cat_file", path, start=start, end=stop)
+        try:
+            content = _timed(filesystem, "cat_file", path, start=start, end=stop)
+        except Exception as error:
+            if _is_past_the_end(error):
+                raise UserError(f"{url} is cut short (it has no byte {start:,}): copy it again") from error
+            raise
         if len(content) > stop - start:
             raise UserError(f"{url} cannot be read in parts, its server sends all of it: copy it to a bucket or a disk")
         if len(content) < stop - start:
@@ -136,7 +155,7 @@ def _filesystem(url: str, process: int) -> Any:
     for library in ("gcsfs", "s3fs", "aiobotocore"):  # they print what they then raise, with its traceback
         logging.getLogger(library).setLevel(logging.CRITICAL)
     try:
-        return fsspec.core.url_to_fs(url)[0]
+        return fsspec.core.url_to_fs(url, **_OPTIONS.get(url.partition("://")[0], {}))[0]
     except (ImportError, ValueError) as error:
         raise UserError(f"{url} cannot be opened ({limits.cause(error)}): name gs://, s3:// or a local path") from error
 
@@ -189,8 +208,15 @@ def _code(error: BaseException) -> int | None:
 
 
 def _is_denied(error: BaseException) -> bool:
-    # gcsfs says so in words alone.
-    return isinstance(error, PermissionError) or _code(error) in _DENIED or str(error).startswith("Forbidden")
+    if isinstance(error, PermissionError) or type(error).__name__ in _NO_CREDENTIALS:
+        return True
+    return _code(error) in _DENIED or str(error).startswith("Forbidden")  # gcsfs says so in words alone
+
+
+def _is_past_the_end(error: BaseException) -> bool:
+    if isinstance(error, OSError) and error.errno == errno.EINVAL and "range" in str(error).lower():  # s3fs
+        return True
+    return _code(error) == _PAST_THE_END
 
 
 def _may_pass(error: BaseException) -> bool:
@@ -198,7 +224,7 @@ def _may_pass(error: BaseException) -> bool:
         return False
     if (code := _code(error)) is not None:
         return code in _BUSY or code >= 500
-    if type(error).__name__ == "DefaultCredentialsError":
+    if isinstance(error, OSError) and error.errno in _FINAL:
         return False
     transient = (OSError, EOFError, TimeoutError, asyncio.TimeoutError)
     return isinstance(error, transient) or type(error).__module__.partition(".")[0] in _LIBRARIES
@@ -207,7 +233,7 @@ def _may_pass(error: BaseException) -> bool:
 def _refusal(url: str, error: BaseException) -> UserError:
     if isinstance(error, FileNotFoundError):
         return UserError(f"{url} does not exist, or its bucket does not")
-    if _is_denied(error) or type(error).__name__ == "DefaultCredentialsError":
+    if _is_denied(error):
         return UserError(
             f"{url} may not be read with this machine's credentials ({limits.cause(error)}): give its account the right "
             "to read and list the bucket, or name another one"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import sys
 
 import aiohttp
 import pytest
@@ -19,11 +21,16 @@ class Status(Exception):
         self.code = code
 
 
+class NoCredentialsError(Exception):
+    """As botocore has it."""
+
+
 PASSING = [
     Status(429),
     Status(503),
     Status(408),
     ConnectionResetError("reset by peer"),
+    OSError(errno.EBUSY, "Please reduce your request rate"),  # s3fs's of 503
     TimeoutError("nothing for a minute"),
     asyncio.TimeoutError(),
     aiohttp.ClientPayloadError("not enough data"),
@@ -48,7 +55,10 @@ def test_a_store_that_always_fails_is_given_up_with_one_line(store, fault):
     assert len(store.reads) == remote.ATTEMPTS and "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize("fault", [PermissionError("no"), Status(403), Status(401), OSError("Forbidden: b/bucket\nno")])
+@pytest.mark.parametrize(
+    "fault",
+    [PermissionError("no"), Status(403), Status(401), OSError("Forbidden: b/bucket\nno"), NoCredentialsError("none")],
+)
 def test_no_permission_is_told_at_once(store, fault):
     store.pipe_file("/a/b", b"0123456789")
     store.faults[:] = [fault] * 20
@@ -57,7 +67,7 @@ def test_no_permission_is_told_at_once(store, fault):
     assert len(store.reads) == 1 and "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize("fault", [Status(400), ValueError("Bad Request")])
+@pytest.mark.parametrize("fault", [Status(400), ValueError("Bad Request"), OSError(errno.EINVAL, "Bad Request")])
 def test_what_will_not_pass_is_told_at_once(store, fault):
     store.pipe_file("/a/b", b"0123456789")
     store.faults[:] = [fault] * 20
@@ -70,6 +80,15 @@ def test_a_file_that_has_fewer_bytes_is_called_cut_short(store):
     store.pipe_file("/a/b", b"0123")
     with pytest.raises(UserError, match="flaky://a/b is cut short .2 of 7 bytes at 2"):
         remote.read("flaky://a/b", 2, 9)
+
+
+@pytest.mark.parametrize("fault", [OSError(errno.EINVAL, "The requested range is not satisfiable"), Status(416)])
+def test_a_file_that_ends_before_the_first_byte_is_called_cut_short_at_once(store, fault):
+    store.pipe_file("/a/b", b"0123")
+    store.faults[:] = [fault] * 20
+    with pytest.raises(UserError, match="flaky://a/b is cut short .it has no byte 5"):
+        remote.read("flaky://a/b", 5, 9)
+    assert len(store.reads) == 1
 
 
 def test_a_server_that_gives_no_parts_is_told_at_once(store, monkeypatch):
@@ -94,9 +113,11 @@ def test_files_are_listed_sorted_with_their_sizes(store):
 
 
 @pytest.mark.parametrize(
-    "url, said", [("nothing://a/b", "cannot be opened"), ("s3://bucket/a", "pip install|cannot be read")]
+    "url, said",
+    [("nothing://a/b", "cannot be opened"), ("s3://bucket/a", r's3fs is not .*pip install "capibara\[s3\]"')],
 )
-def test_a_store_that_cannot_be_opened_is_told(url, said):
+def test_a_store_that_cannot_be_opened_is_told(url, said, monkeypatch):
+    monkeypatch.setitem(sys.modules, "s3fs", None)  # not installed
     with pytest.raises(UserError, match=said):
         remote.read(url, 0, 1)
 
