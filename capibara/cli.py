@@ -164,6 +164,9 @@ def run_verb(main: Callable[[Sequence[str] | None], int | None], argv: Sequence[
         if (fault := peers.told()) is not None:
             print(f"error: {fault.line}", file=sys.stderr)
             return _leaving_peers(fault.code, fault.line)
+        if (lost := peers.lost(_chain(error))) is not None:
+            print(f"error: {lost}", file=sys.stderr)
+            return _leaving_peers(EXIT_HUNG, str(lost))
         traceback.print_exc()
         return _leaving_peers(EXIT_FAULT, f"{type(error).__name__}: {' '.join(str(error).split())[:_LONGEST]}")
 

@@ -13,7 +13,10 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from typing import NamedTuple
+
+from capibara.types import TryAgain
 
 _KEY = "capibara/fault"
 _LOOK_S = 1.0  # between two looks
@@ -25,6 +28,10 @@ _NOTED_LINGER_S = 4.0  # where they were told at once
 _SOON_S = 1.0  # in which the news of a peer's end comes after the error that it has caused here
 
 _UNREACHABLE = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED")  # how the errors of JAX's client begin
+
+# In errors of computations of several processes one of which is gone: Gloo's on CPUs, NCCL's on GPUs.
+_LOST = ("Gloo", "Connection closed by peer", "Connection reset by peer", "remote process exited")
+_SHOWN = 200
 
 _leaving, _told, _watched = threading.Event(), threading.Event(), threading.Event()
 _noted: list[Fault] = []
@@ -124,6 +131,21 @@ def got(name: str, timeout_s: float) -> str:
 def all_put(folder: str) -> list[str]:
     """What has been put by names that begin so; does not wait."""
     return [value for _, value in _client()[0].key_value_dir_get(f"capibara/{folder}/")]
+
+
+def lost(errors: Iterable[BaseException]) -> TryAgain | None:
+    """What to say of errors, each the cause of the one before, where one comes of another process's end; else None.
+
+    One that is killed can tell nobody.
+    """
+    for error in errors:
+        text = " ".join(str(error).split())
+        if type(error).__name__ == "JaxRuntimeError" and any(word in text for word in _LOST):
+            return TryAgain(
+                f"another process of this run is gone ({text[:_SHOWN]}): run the same command again on every host; a run "
+                "resumes from its newest checkpoint"
+            )
+    return None
 
 
 def is_unreachable(error: Exception) -> bool:

@@ -97,6 +97,37 @@ def test_a_verb_tells_its_fault_or_says_whose_it_is(store, capfd, raised, known,
     assert told is None or json.loads(store.known[peers._KEY])["message"] == told
 
 
+class JaxRuntimeError(RuntimeError):
+    """As JAX has it."""
+
+
+@pytest.mark.parametrize(
+    "text, is_lost",
+    [
+        (
+            "FAILED_PRECONDITION: Buffer: Gloo all-reduce failed: [x.cc:81] Read error [127.0.0.1]:5: Connection reset",
+            True,
+        ),
+        ("INTERNAL: NCCL operation failed: remote process exited or there was a network error", True),
+        ("RESOURCE_EXHAUSTED: Out of memory", False),
+    ],
+)
+def test_one_that_was_killed_is_said_to_be_gone(store, capfd, text, is_lost):
+    """It can tell nobody; the computation that it was part of fails."""
+
+    def main(argv):
+        try:
+            raise JaxRuntimeError(text)
+        except JaxRuntimeError as error:
+            raise ValueError("the step failed") from error
+
+    code, said = cli.run_verb(main, []), capfd.readouterr().err
+    if is_lost:
+        assert code == 75 and said.count("\n") == 1 and said.startswith("error: another process of this run is gone")
+    else:
+        assert code == 1 and "Traceback" in said
+
+
 def test_a_crash_keeps_its_trace_and_is_told(store, capfd):
     assert cli.run_verb(lambda argv: {}["nothing"], []) == 1
     assert "Traceback" in capfd.readouterr().err
