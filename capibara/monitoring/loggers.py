@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import errno
 import json
 import logging
@@ -184,7 +185,7 @@ class _EventFile:
         # The name begins with the time: after the clock has gone back it must not be that of an older file.
         suffix = f".{os.getpid()}.{secrets.token_hex(4)}"
         self._writer = event_file_writer.EventsWriter(os.path.join(folder, "events"), suffix)
-        atexit.register(self.close)  # after a fault that ended the run
+        atexit.register(self._close_after_fault)
         self._write(purge_step, file_version="brain.Event:2")
         self._write(purge_step, session_log=SessionLog(status=SessionLog.START))
 
@@ -204,9 +205,16 @@ class _EventFile:
             self._do(lambda writer: writer.flush())
 
     def close(self) -> None:
-        atexit.unregister(self.close)
+        atexit.unregister(self._close_after_fault)
         self._do(lambda writer: writer.close())
         self._writer = None
+
+    def _close_after_fault(self) -> None:
+        """At the exit of a run that did not come to its end. What ended it, and has been said, may fail this, too."""
+        if self._writer is not None:
+            with contextlib.suppress(Exception):
+                self._writer.close()
+            self._forget()
 
     def _write(self, step: int, **fields: Any) -> None:
         from tensorboardX.proto.event_pb2 import Event
@@ -219,11 +227,17 @@ class _EventFile:
         try:
             what(self._writer)
         except Exception as error:  # buckets have errors of their own
-            self._writer = None
+            self._forget()
             logging.getLogger(__name__).warning(
                 "%s is not written any more (%s: %s); metrics.jsonl has the same numbers",
                 self._folder, type(error).__name__, error,
             )  # fmt: skip
+
+    def _forget(self) -> None:
+        """Drops a writer that has failed. That of a bucket would upload once more when it is collected, and fail aloud."""
+        writer, self._writer = self._writer, None
+        if is_remote(self._folder):
+            writer._py_recordio_writer._writer.close = lambda: None
 
 
 class _LocalLines:

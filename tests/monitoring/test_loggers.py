@@ -1,6 +1,7 @@
 """metrics.jsonl, how it is read after restarts, and TensorBoard files."""
 
 import dataclasses
+import gc
 import errno
 import glob
 import json
@@ -225,6 +226,59 @@ class TestTensorBoard:
         callback.on_train_end(20, "finished")
         starts = [e for e in events(run) if e.HasField("session_log")]
         assert [e.step for e in starts] == [21]
+
+    @pytest.mark.parametrize("when", ["in the run", "at its exit"])
+    def test_a_bucket_that_takes_no_more_is_said_once_and_left_alone(self, run, bucket_events, caplog, when):
+        """Its writer uploads when it is collected: an error there is a traceback after the run's own line."""
+        callback = TensorBoard()
+        callback.on_train_begin(dataclasses.replace(run, model_dir="closing://run"))
+        bucket_events.is_closed = True
+        if when == "in the run":
+            callback.on_checkpoint(1)
+            callback.on_step(2, {"loss": 1.0})
+        else:
+            callback._events._close_after_fault()
+        asked = bucket_events.uploads
+        del callback
+        gc.collect()
+        assert bucket_events.uploads == asked == 1
+        assert len(caplog.records) == (when == "in the run")
+
+
+@pytest.fixture
+def bucket_events():
+    """The class of a writer to closing://, as tensorboardX has one to gs://."""
+    from tensorboardX import record_writer
+
+    class Writer:
+        is_closed, uploads = False, 0
+
+        def __init__(self, path):
+            pass
+
+        def __del__(self):
+            self.close()
+
+        def write(self, data):
+            pass
+
+        def flush(self):
+            type(self).uploads += 1
+            if self.is_closed:
+                raise OSError("Forbidden")
+
+        def close(self):
+            self.flush()
+
+    class Factory:
+        def open(self, path):
+            return Writer(path)
+
+        def directory_check(self, path):
+            pass
+
+    record_writer.register_writer_factory("closing", Factory())
+    return Writer
 
 
 def events(run):
