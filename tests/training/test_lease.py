@@ -215,6 +215,28 @@ def test_in_a_bucket_it_is_renewed_and_what_another_wrote_is_not(bucket):
     assert json.loads((bucket / NAME).read_bytes())["nonce"] == "n"
 
 
+@pytest.mark.fault(66)
+@pytest.mark.parametrize("stale_after_s", [60.0, 0.6], ids=["given back", "renewed"])
+def test_in_a_bucket_it_is_left_to_who_took_it_over_since_the_look(bucket, monkeypatch, stale_after_s):
+    lease, read, later = Lease(bucket, stale_after_s), lease_module._read, threading.Event()
+
+    def late(path):
+        found = read(path)
+        if not later.is_set():
+            forge(bucket)
+            later.set()
+        return found
+
+    monkeypatch.setattr(lease_module, "_read", late)
+    if stale_after_s < 1:
+        assert later.wait(10)
+        time.sleep(0.3)
+    else:
+        lease.release()
+    assert json.loads((bucket / NAME).read_bytes())["nonce"] == "n"
+    lease.release()
+
+
 def test_release_after_the_folder_has_gone(folder):
     inner = folder / "checkpoints"
     inner.mkdir()
