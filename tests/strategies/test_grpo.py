@@ -220,6 +220,15 @@ def test_batches_are_the_answers_with_their_prompts(make_trainer, train, toy_tok
             assert all((gain > 0) == good for gain, good in zip(gains, given))
 
 
+def test_no_answer_is_drawn_twice(make_trainer, train, tmp_path):
+    """A seed depends on the step, the prompt's place and the sample: here the prompt and the model are always the same."""
+    trainer = make_trainer(steps=2, optimizer=Optimizer(schedule=Schedule(kind="rsqrt", learning_rate=1e-9)))
+    (tmp_path / "prompts.jsonl").write_text((json.dumps({"prompt": "1?"}) + "\n") * 40)
+    batches = train(trainer).batches
+    answers = {tuple(row[mask > 0]) for one in batches.values() for row, mask in zip(one["targets"], one["weights"])}
+    assert len(batches) == 2 and len(answers) == 64
+
+
 def has_digit_in(text):
     return any(letter.isdigit() for letter in text)
 
