@@ -131,6 +131,9 @@ def _gptq(folder: Folder, about: Mapping[str, object]) -> _Found:
         indexed = f"{base}.g_idx" in shapes
         if indexed:
             _check(folder, shapes, f"{base}.g_idx", (inputs,), ("I32", "I64"))
+            group_I = folder.stored(f"{base}.g_idx")
+            if inputs and not 0 <= group_I.min() <= group_I.max() < groups:
+                raise UserError(f"{base}.g_idx must be from 0 to {groups - 1}: copy the folder again")
         elif not groups or inputs % groups:
             raise UserError(f"{base}.scales has {groups} groups, must divide {inputs} inputs: copy the folder again")
         parts |= {f"{base}.{part}" for part in ("qweight", "scales", "qzeros", *(["g_idx"] if indexed else []))}
@@ -140,8 +143,6 @@ def _gptq(folder: Folder, about: Mapping[str, object]) -> _Found:
             if form == "gptq":  # zeros less 1, taken off whole words
                 zeros = zeros + np.uint32(sum(1 << place for place in range(0, _WORD, bits)))
             group_I = folder.stored(f"{base}.g_idx") if indexed else np.arange(inputs) // (inputs // groups)
-            if group_I.size and not 0 <= group_I.min() <= group_I.max() < groups:
-                raise UserError(f"{base}.g_idx must be from 0 to {groups - 1}: copy the folder again")
             codes_IO = np.ascontiguousarray(_codes(folder.stored(f"{base}.qweight").T.view(np.uint32), bits).T)
             weight_IO = _scaled(codes_IO, folder.stored(f"{base}.scales"), _codes(zeros, bits), group_I)
             return weight_IO if inputs_first else np.ascontiguousarray(weight_IO.T)
