@@ -3,6 +3,7 @@
 Run by that test in an environment with torch, transformers, peft and safetensors:
     python tests/interop/training_peer.py make FOLDER      every model saved in FOLDER/NAME/base
     python tests/interop/training_peer.py train FOLDER     of every FOLDER/NAME/HOW/case.json what is learned, beside it
+    python tests/interop/training_peer.py record FILE      what is learned with RECORDED, as JSON, for test_peft_training.py
 
 A case.json says which folder it begins from ("base"), and what PEFT's LoraConfig is given ("lora"; null: all is trained).
 Beside it come: `before`, the adapter that it begins with; `after`, the adapter or the model after the steps; and
@@ -24,6 +25,7 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelFo
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "models" / "golden")]
 
+import answers  # noqa: E402
 import make  # noqa: E402
 import make_encoders  # noqa: E402
 import peer  # noqa: E402
@@ -34,6 +36,22 @@ LEARNING_RATE, DECAY, STEPS = 1e-4, 0.1, 5
 # Above the rounding of gradients that are zero by arithmetic, as those of biases of keys: AdamW would make steps of them.
 EPS = 1e-6
 TIED = ("gpt_neox", "llama", "mistral", "qwen3", "phi3", "mixtral", "qwen3_moe")  # which are not, otherwise
+
+FIELDS = ("peft_type", "r", "lora_alpha", "target_modules", "rank_pattern", "alpha_pattern", "bias", "fan_in_fan_out")
+RECORDED = {
+    "fused": ("phi3", dict(r=4, lora_alpha=8, target_modules=["qkv_proj", "gate_up_proj"])),
+    "fused_biases": ("gpt2", dict(r=4, lora_alpha=8, target_modules=["c_attn"], bias="all", fan_in_fan_out=True)),
+    "layers": (
+        "llama",
+        dict(
+            r=4,
+            lora_alpha=8,
+            target_modules=r"model\.layers\.(0\.self_attn\.[qk]_proj|\d\.mlp\.up_proj)",
+            rank_pattern={"layers.1.mlp.up_proj": 2},
+            alpha_pattern={"q_proj": 1},
+        ),
+    ),
+}
 
 
 def make_all(folder: pathlib.Path) -> None:
@@ -89,6 +107,11 @@ def learned(case: dict, path: pathlib.Path, dtype: torch.dtype) -> tuple[torch.n
         model.save_pretrained(path / "before")
     model = peer.forgetful(model.to(dtype))
     logits = logits_of(name, model)
+    return model, {"logits": logits} | steps(name, model)
+
+
+def steps(name: str, model: torch.nn.Module) -> dict[str, np.ndarray]:
+    """The losses of the steps, and the norm of the gradient before the first; the model has made them then."""
     peer.forgetful(model)
     trained = [value for value in model.parameters() if value.requires_grad]
     # As ours: biases and scales of norms do not decay.
@@ -102,7 +125,7 @@ def learned(case: dict, path: pathlib.Path, dtype: torch.dtype) -> tuple[torch.n
         norms.append(torch.nn.utils.clip_grad_norm_(trained, 1.0).item())
         optimizer.step()
         losses.append(loss.item())
-    return model, {"logits": logits, "losses": np.array(losses), "grad_norm": np.array(norms[0])}
+    return {"losses": np.array(losses), "grad_norm": np.array(norms[0])}
 
 
 def train(path: pathlib.Path) -> None:
@@ -117,11 +140,32 @@ def train(path: pathlib.Path) -> None:
     np.savez(path / "found.npz", **found, **own)
 
 
+def record(file: pathlib.Path) -> None:
+    """Adapters of drawn weights, in float64: the tensors' shapes, losses, and how far each tensor moves."""
+    found = {}
+    for case, (name, options) in RECORDED.items():
+        config = peft.LoraConfig(task_type="CAUSAL_LM", **options)
+        model = peft.get_peft_model(make.model_of(make.CASES[name]), config).eval()
+        parts = {part.replace(".default", ""): value for part, value in model.named_parameters() if value.requires_grad}
+        for part, value in parts.items():
+            value.data.copy_(torch.from_numpy(answers.draw(part, tuple(value.shape))))
+        model.double()
+        before = {part: value.detach().clone() for part, value in parts.items()}
+        numbers = {key: value.tolist() for key, value in steps(name, model).items()}
+        moved = {part: (value.detach() - before[part]).norm().item() for part, value in parts.items()}
+        settings = {key: value for key, value in config.to_dict().items() if key in FIELDS}
+        settings = {key: sorted(x) if isinstance(x, set) else x for key, x in settings.items()}
+        shapes = {part: list(value.shape) for part, value in parts.items()}
+        found[case] = {"name": name, "config": settings, "tensors": shapes, "moved": moved} | numbers
+    lines = [f"{json.dumps(case)}: {json.dumps(values)}" for case, values in found.items()]
+    file.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
 def main() -> None:
     what, folder = sys.argv[1], pathlib.Path(sys.argv[2])
     torch.set_num_threads(1)
-    if what == "make":
-        return make_all(folder)
+    if what != "train":
+        return {"make": make_all, "record": record}[what](folder)
     for case in sorted(folder.glob("*/*/case.json")):
         train(case.parent)
 
