@@ -185,19 +185,20 @@ def test_names_of_other_versions_are_known(name, tmp_path):
     assert_equal(checkpoint.load_params(other, model, on_one(model)), params)
 
 
+@pytest.mark.parametrize("state_dict", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
-def test_the_head_of_a_t5_1_1_is_the_embedding_where_its_folder_has_none(tied, tmp_path):
+def test_the_head_of_a_t5_1_1_is_the_embedding_where_its_folder_has_none(tied, state_dict, tmp_path):
     """transformers 5 writes the same config.json of both: without a scale, and tied."""
     config = dataclasses.replace(T5, head="tied", head_scale="none") if tied else T5
     model = api.build(config)
     params = host_params(model)
-    folder = pathlib.Path(written(tmp_path / "model", model, params))
+    folder = pathlib.Path(written(tmp_path / "model", model, params, state_dict=state_dict))
     values = json.loads((folder / "config.json").read_text())
     assert values.get("scale_decoder_outputs", True) is not tied and values["tie_word_embeddings"] is tied
     said = {"tie_word_embeddings": True, "scale_decoder_outputs": False}
     (folder / "config.json").write_text(json.dumps(values | said))
     foreign = checkpoint.open_model(str(folder))
-    assert ("lm_head.weight" in foreign.shapes()) is not tied and ("output" in params) is not tied
+    assert ("lm_head.weight" in foreign.shapes()) is (state_dict or not tied) and ("output" in params) is not tied
     assert hf_config.resolved(hf_config.from_hf(foreign.config)) == hf_config.resolved(config)
     assert_equal(checkpoint.load_params(foreign, model, on_one(model)), params)
 
