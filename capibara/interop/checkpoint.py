@@ -84,6 +84,12 @@ def open_model(path: str) -> ForeignModel:
         raise UserError(f"{path} is an adapter of PEFT: merge it first, capibara convert --from={path} --to=NEW")
     if t5x_read.is_t5x(path):
         return t5x_read.T5xModel(path)
+    if os.path.isfile(path):
+        raise UserError(
+            f"{path} is a file, and neither a .gguf nor a state of T5X in msgpack: name a folder, or one of these"
+        )
+    if os.path.exists(os.path.join(path, "_CHECKPOINT_METADATA")) or os.path.exists(os.path.join(path, "_METADATA")):
+        raise UserError(f"{path} is a checkpoint of Orbax without a T5X state (target): take the program that wrote it")
     folder = hf_folder.HfFolder(path)
     return quantized_folder.QuantizedFolder(folder) if folder.config.get("quantization_config") else folder
 

@@ -3,6 +3,7 @@
 checkpoint_N/checkpoint          msgpack: the state as a tree, arrays inside it or told where they are
 checkpoint_N/target.encoder...   zarr: an array
 checkpoint_N/state/...           Orbax: the same, or all arrays in one OCDBT store
+checkpoint_N, or any name        msgpack alone: all of the state in one file
 config.gin                       of the run, here or above
 """
 
@@ -32,6 +33,8 @@ _VOCABULARIES = ("spiece.model", "sentencepiece.model")
 
 def is_t5x(path: str) -> bool:
     """Whether a path is a T5X checkpoint, or the folder of a T5X run."""
+    if os.path.isfile(path):
+        return _is_bare(path)
     if not os.path.isdir(path) or os.path.exists(os.path.join(path, hf_folder.CONFIG)):
         return False
     return _root(path) is not None or bool(_steps(path))
@@ -56,7 +59,8 @@ class T5xModel:
         if root is None:
             raise UserError(f"{_steps(path)[-1]} is not whole: it has no {INDEX} file and no arrays: copy it again")
         self.path = root
-        self._arrays = t5x_arrays.Arrays(root)
+        self._folder = os.path.dirname(os.path.abspath(root)) if os.path.isfile(root) else os.path.abspath(root)
+        self._arrays = t5x_arrays.Arrays(self._folder)
         self._leaves = _leaves(root)
         self._gated = any("/mlp/wi_0/" in name for name in self._leaves)
         self._is_decoder = "decoder/token_embedder/embedding" in self._leaves
@@ -72,7 +76,8 @@ class T5xModel:
             self._rows = t5x_names.rows(self._gated, self._each_positions)
         self._tensors = self._found()
         said = t5x_names.config_of(network)
-        self.guessed = frozenset() if "feed_forward_proj" in said else frozenset({"activation"})
+        unsaid = {"activation": "feed_forward_proj" not in said, "inputs_attention": self._is_decoder and text is None}
+        self.guessed = frozenset(name for name, guessed in unsaid.items() if guessed)
         found = self._decoder_from_shapes() if self._is_decoder else self._from_shapes()
         self.config: dict[str, Any] = found | said
         if self._is_decoder and text is not None:
@@ -283,7 +288,7 @@ class T5xModel:
 
     def _gin(self) -> str | None:
         """The path of T5X's configuration, in the folder of the checkpoint or of the run."""
-        folder = os.path.abspath(self.path)
+        folder = self._folder
         levels = [folder, os.path.dirname(folder), os.path.dirname(os.path.dirname(folder))]
         for level in levels if os.path.basename(folder) == "state" else levels[:2]:
             path = os.path.join(level, "config.gin")
@@ -292,7 +297,7 @@ class T5xModel:
         return None
 
     def _vocabulary(self, gin: str | None, text: str | None) -> dict[str, bytes]:
-        folder = os.path.abspath(self.path)
+        folder = self._folder
         named = None if text is None else t5x_names.vocabulary_of(text)
         beside = [os.path.join(folder, *up, name) for up in ((), (os.pardir,)) for name in _VOCABULARIES]
         for path in filter(None, [self._own(gin, named), *beside]):
@@ -352,7 +357,9 @@ def _number(path: str) -> int | None:
 
 
 def _root(path: str) -> str | None:
-    """The folder that has a checkpoint's arrays; None: it is no checkpoint."""
+    """The folder that has a checkpoint's arrays, or the file that has all of them; None: it is no checkpoint."""
+    if os.path.isfile(path):
+        return path if _is_bare(path) else None
     for folder in (path, os.path.join(path, "state")):
         index = os.path.join(folder, INDEX)
         if os.path.isfile(index):
@@ -367,9 +374,18 @@ def _root(path: str) -> str | None:
     return None
 
 
+def _is_bare(path: str) -> bool:
+    """Whether a file begins as a state of T5X in msgpack does: with a map, and one of its names."""
+    with limits.opened(path) as file:
+        begin = file.read(16)
+    first, names = begin[:1], ("target", "optimizer", "state", "version", "flax_mutables")
+    size = 1 if first and 0x80 < first[0] <= 0x8F else 3 if first == b"\xde" else 0
+    return bool(size) and any(begin[size:].startswith(bytes([0xA0 | len(n)]) + n.encode()) for n in names)
+
+
 def _leaves(root: str, part: str = "target") -> dict[str, t5x_index.Leaf]:
     """The arrays of the model, by T5X's names; or those of the optimizer's `state`."""
-    index, begin = os.path.join(root, INDEX), f"{part}."
+    index, begin = root if os.path.isfile(root) else os.path.join(root, INDEX), f"{part}."
     if os.path.isfile(index):
         return t5x_index.leaves_of(index, part)
     if names := t5x_arrays.names_in(root, begin):

@@ -5,6 +5,7 @@ Run in an environment with T5X (github.com/google-research/t5x):
                                                       20 steps, and learning rates, as JSON: what tests/interop/t5x.json is
     python tests/interop/t5x_peer.py train FOLDER     all of the same, as FOLDER/NAME.npz
     python tests/interop/t5x_peer.py write FOLDER     runs after 3 steps, as T5X stores them: FOLDER/FORM/CASE
+    python tests/interop/t5x_peer.py pack FILE        one of these, in all forms: what tests/interop/t5x_stored.zip is
     python tests/interop/t5x_peer.py go_on FOLDER     the losses of runs that go on from FOLDER/CASE, as FOLDER/NAME.npz
     python tests/interop/t5x_peer.py read FOLDER      the losses of runs that begin from the checkpoints FOLDER/NAME, as
                                                       FOLDER/NAME.npz
@@ -15,6 +16,8 @@ from __future__ import annotations
 import json
 import pathlib
 import sys
+import tempfile
+import zipfile
 import zlib
 
 import numpy as np
@@ -98,6 +101,7 @@ SCHEDULE_STEPS = 10_000
 READ = ("t5", "scalable_t5")  # cases with T5X's own options
 GO_ON = ("t5_1_1", "scalable_t5_map", "decoder_only", "t5_options")  # cases that go on in the other program
 STORED_AT = 3
+PACKED = "prefix_lm"
 FORMS = ("zarr", "orbax", "msgpack")
 SHOWN_STEPS = (0, 1, 9, 99, 100, 101, 499, 501, 700, 999, 1000, 1001, 1399, 1500, 1501, 1800, 3199, 3201, 6500, 9999)
 
@@ -318,13 +322,26 @@ def read(folder: str) -> None:
         np.savez(pathlib.Path(folder) / f"{case}.npz", losses=losses)
 
 
-def write(folder: str) -> None:
+def pack(file: str) -> None:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as out,
+    ):
+        write(folder, (PACKED,))
+        for path in sorted(pathlib.Path(folder).rglob("*")):
+            if path.is_file():
+                name = zipfile.ZipInfo(str(path.relative_to(folder)))
+                name.compress_type = zipfile.ZIP_DEFLATED
+                out.writestr(name, path.read_bytes())
+
+
+def write(folder: str, cases: tuple[str, ...] = GO_ON) -> None:
     """By its two checkpointers, and by Flax as one file."""
     from flax import serialization
     from t5x import checkpoints, partitioning
 
     partitioner = partitioning.PjitPartitioner(num_partitions=1)
-    for case in GO_ON:
+    for case in cases:
         state = trained(case, steps=STORED_AT)[1][-1]
         where = {form: pathlib.Path(folder) / form / case for form in FORMS}
         for path in where.values():
@@ -348,5 +365,5 @@ def go_on(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    named = {"record": record, "train": train, "read": read, "write": write, "go_on": go_on}
+    named = {"record": record, "train": train, "read": read, "write": write, "pack": pack, "go_on": go_on}
     named[sys.argv[1]](sys.argv[2])

@@ -10,8 +10,10 @@ import functools
 import json
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
+import zipfile
 
 import jax
 import jax.numpy as jnp
@@ -352,6 +354,44 @@ def test_t5x_goes_on_where_our_runs_stood(tmp_path):
         got = np.load(tmp_path / f"{case}.npz")["losses"]
         print(f"{case}: T5X goes on from ours: losses {np.abs(got / T5X[case]['losses'][3:] - 1).max():.1e}")
         np.testing.assert_allclose(got, T5X[case]["losses"][t5x_peer.STORED_AT :], rtol=RTOL)
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("packed")
+    with zipfile.ZipFile(HERE / "t5x_stored.zip") as archive:
+        archive.extractall(folder)
+    return folder
+
+
+def test_every_form_in_which_t5x_stores_a_run_is_read(packed, tmp_path):
+    """Parameters and states are those of T5X after 3 steps, and a run goes on with its losses."""
+    case, kept = t5x_peer.PACKED, str(t5x_peer.STORED_AT)
+    model, tx, step = training(case)
+    for form in t5x_peer.FORMS:
+        state = resumed(model, tx, packed / form / case)
+        assert int(state.step) == t5x_peer.STORED_AT
+        own = {"params": by_their_names(model, state.params), "states": states_by_their_names(model, state.opt_state)}
+        for what, arrays in own.items():
+            want = T5X[case][what][kept]
+            assert arrays.keys() == want.keys()
+            for name, value in arrays.items():
+                np.testing.assert_allclose(t5x_peer.sums(name, value), want[name], rtol=1e-6, err_msg=f"{form} {name}")
+    losses = [loss for loss, _ in went(step, state, case, 3)]
+    np.testing.assert_allclose(losses, T5X[case]["losses"][3:6], rtol=RTOL)
+    shutil.copy(packed / "msgpack" / case / "checkpoint_3", tmp_path / "alone")
+    assert int(resumed(model, tx, tmp_path / "alone").step) == t5x_peer.STORED_AT
+    content = serialization.msgpack_restore((tmp_path / "alone").read_bytes())
+    for other, told in (
+        ({"target": content["target"]}, "has no optimizer's state: set Trainer.init_with = 'weights'"),
+        ({"params": content["target"]}, "is a file, and neither a .gguf nor a state of T5X in msgpack"),
+        (content | {"state": content["state"] | {"step": "three"}}, "is no T5X checkpoint"),
+        (content | {"state": content["state"] | {"step": -1}}, "has the step -1"),
+    ):
+        (tmp_path / "other").write_bytes(serialization.msgpack_serialize(other))
+        with pytest.raises(UserError, match=told) as error:
+            resumed(model, tx, tmp_path / "other")
+        assert "\n" not in str(error.value)
 
 
 @pytest.fixture(scope="module")
