@@ -24,7 +24,7 @@ _CARRIED = (
     "initializer_range",
 )  # fmt: skip
 # Fields of ours that say how to compute or to train, not what the model is.
-_OURS_ALONE = ("dtype", "attention", "layer_loop", "quantization")
+_OURS_ALONE = ("dtype", "attention", "layer_loop", "quantization", "dropout_rate")
 
 
 def from_hf(values: Values, *, dtype: str = "bfloat16") -> TransformerConfig:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import enum
+import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,7 @@ from capibara import sharding
 from capibara.models import cache, layers, paged, rope
 from capibara.models.attention_kind import AttentionKind
 from capibara.models.blockwise import block_size, blockwise_attention
+from capibara.models.dropout import Dropout, Site
 from capibara.sharding import constrain
 from capibara.types import UserError
 
@@ -54,6 +57,7 @@ def attend(
     kv_places_S: jax.Array | None = None,
     bias_NTS: jax.Array | None = None,
     prefix_BT: jax.Array | None = None,
+    drop: Callable[[jax.Array], jax.Array] | None = None,
     backend: AttentionBackend = AttentionBackend.AUTO,
 ) -> jax.Array:
     """softmax(scores) v by the way that is fastest for the platform and the shape; softmax in float32.
@@ -70,6 +74,7 @@ def attend(
       bias_NTS: added to the scores (T5's relative positions).
       prefix_BT: of self-attention: 1 where a query sees, beside what the mask shows it, the later keys that have a 1
         (a prefix LM's inputs).
+      drop: probabilities [B, N, T, S] -> those that dropout leaves.
       backend: who computes it.
 
     Returns:
@@ -81,7 +86,8 @@ def attend(
     segments = {"q_segments_BT": q_segments_BT, "kv_segments_BS": kv_segments_BS}
     places = {"q_places_T": q_places_T, "kv_places_S": kv_places_S}
     in_order = q_places_T is None and kv_places_S is None
-    match _choose(q_BTNH, k_BSKH, kind, bias_NTS, in_order, backend, prefixed=prefix_BT is not None):
+    plain = "has no prefix" if prefix_BT is not None else "drops no probabilities" if drop is not None else None
+    match _choose(q_BTNH, k_BSKH, kind, bias_NTS, in_order, backend, plain):
         case AttentionBackend.SPLASH:
             from capibara.models import splash  # Pallas takes a second to import
 
@@ -97,21 +103,21 @@ def attend(
         case _:
             # Each context shard has its queries and everybody's keys.
             k_BSKH, v_BSKH = (constrain(x, ("batch", None, "act_kv_heads", None)) for x in (k_BSKH, v_BSKH))
-            of_scores = {"bias_NTS": bias_NTS, "prefix_BT": prefix_BT}
+            of_scores = {"bias_NTS": bias_NTS, "prefix_BT": prefix_BT, "drop": drop}
             y = dot_product_attention(q_BTNH, k_BSKH, v_BSKH, kind=kind, **of_scores, **segments, **places)
     return checkpoint_name(y, "attention")
 
 
 def _choose(
-    q_BTNH, k_BSKH, kind, bias_NTS, in_order: bool, backend: AttentionBackend, *, prefixed: bool
+    q_BTNH, k_BSKH, kind, bias_NTS, in_order: bool, backend: AttentionBackend, plain: str | None
 ) -> AttentionBackend:
-    """The back end for AUTO; one that the user named is only checked, so that none computes what it cannot."""
+    """The back end for AUTO (`plain`: why only the plain formula will do, or None); one that the user named is only checked, so that none computes what it cannot."""
     mesh, _ = sharding.active() or (None, None)
     whole_rows = in_order and (mesh is None or mesh.shape["context"] == 1)
     platform = sharding.platform()
     chosen = _BEST.get(platform, AttentionBackend.BLOCKWISE) if backend is AttentionBackend.AUTO else backend
-    if prefixed and chosen is not AttentionBackend.XLA:
-        objection = "lets no inputs see each other both ways"
+    if plain is not None and chosen is not AttentionBackend.XLA:
+        objection = plain
     elif chosen in _PLATFORM and _PLATFORM[chosen] != platform:
         objection = f"runs on {_PLATFORM[chosen].upper()} only, not on {platform.upper()}"
     elif chosen in (AttentionBackend.CUDNN, AttentionBackend.BLOCKWISE) and not whole_rows:
@@ -161,6 +167,7 @@ def dot_product_attention(
     kv_places_S: jax.Array | None = None,
     bias_NTS: jax.Array | None = None,
     prefix_BT: jax.Array | None = None,
+    drop: Callable[[jax.Array], jax.Array] | None = None,
 ) -> jax.Array:
     """The plain formula, with all scores at once; what every other back end must agree with."""
     B, T, N, H = q_BTNH.shape
@@ -183,6 +190,8 @@ def dot_product_attention(
         visible_BTS &= jnp.abs(back_TS) < kind.window
     scores = jnp.where(visible_BTS[:, None, None], scores, _MASKED)
     probabilities = jax.nn.softmax(scores, axis=-1).astype(v_BSKH.dtype)
+    if drop is not None:
+        probabilities = drop(probabilities.reshape(B, N, T, S)).reshape(probabilities.shape)
     return jnp.einsum("BKGTS,BSKH->BTKGH", probabilities, v_BSKH).reshape(B, T, N, H)
 
 
@@ -225,6 +234,7 @@ class Attention(nnx.Module):
         prefix_BT: jax.Array | None = None,
         encoded_BSD: jax.Array | None = None,
         encoded_segments_BS: jax.Array | None = None,
+        drop: Dropout | None = None,
     ) -> jax.Array:
         """Self-attention of x_BTD, or its attention to `encoded_BSD`.
 
@@ -232,6 +242,7 @@ class Attention(nnx.Module):
         """
         itself = encoded_BSD is None
         q, k, v = self._heads(x_BTD, x_BTD if itself else encoded_BSD, angles)
+        site = Site.PROBABILITIES if itself else Site.CROSS_PROBABILITIES
         y = attend(
             checkpoint_name(q, "query"),
             checkpoint_name(k, "key"),
@@ -243,6 +254,7 @@ class Attention(nnx.Module):
             kv_places_S=places_T if itself else None,
             bias_NTS=bias_NTS,
             prefix_BT=prefix_BT,
+            drop=None if drop is None else functools.partial(drop, site=site),
             backend=self.config.attention,
         )
         return self._output(y)

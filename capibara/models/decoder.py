@@ -13,9 +13,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from capibara.config import configurable
-from capibara.models import cache, embedding, layers, lora, stack, transformer
+from capibara.models import cache, dropout, embedding, layers, lora, stack, transformer
 from capibara.models.attention import AttentionBackend
 from capibara.models.attention_kind import AttentionKind
+from capibara.models.dropout import Dropout, Site
 from capibara.models.layers import NormScale
 from capibara.models.relative import RelativeBias
 from capibara.models.rope import Rope
@@ -155,14 +156,16 @@ class Decoder(nnx.Module):
         config = self.config
         rows, places, kinds = self._rows(batch), batch.get("places"), self._kinds()
         shared = Shared(places=places, bias=self._bias(batch["tokens"].shape[1], places), step=step)
+        drop = dropout.of_step(config.dropout_rate, step, batch["tokens"])
 
-        def apply(block: Block, x: jax.Array, rows: Rows, kind: LayerKind) -> tuple[jax.Array, stack.Stats]:
-            return block(x, rows, shared, kinds[kind], kind)
+        def apply(block: Block, x: jax.Array, rows: Rows, kind: LayerKind, number: Any = None):
+            own = shared if drop is None else shared._replace(drop=drop.at(Site.LAYERS).at(number))
+            return block(x, rows, own, kinds[kind], kind)
 
-        x, stats = stack.run(
-            self.layers, self._embed(batch), rows, apply, config.layer_pattern, config.layer_loop, remat
-        )
-        return self._normed(x), stats
+        x = dropout.apply(drop, self._embed(batch), Site.EMBEDDING)
+        how = (apply, config.layer_pattern, config.layer_loop, remat)
+        x, stats = stack.run(self.layers, x, rows, *how, numbered=drop is not None)
+        return self._normed(x, drop), stats
 
     def start_cache(
         self, batch: int, length: int, dtype: jnp.dtype, encoder_length: int | None = None, spare: int = 0
@@ -222,9 +225,9 @@ class Decoder(nnx.Module):
         """The output projection [V, D]: logits are hidden @ head.T."""
         return self.embedding[...] if self.config.head is Head.TIED else self.output[...]
 
-    def _normed(self, x: jax.Array) -> jax.Array:
+    def _normed(self, x: jax.Array, drop: Dropout | None = None) -> jax.Array:
         """The final hidden states."""
-        x = constrain(self.final_norm(x), ("batch", "act_time", "act_embed"))
+        x = dropout.apply(drop, constrain(self.final_norm(x), ("batch", "act_time", "act_embed")), Site.FINAL)
         return x if self.config.logit_scale == 1 else x * self.config.logit_scale
 
     def _bias(self, length: int, places: Any = None) -> jax.Array | None:

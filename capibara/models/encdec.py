@@ -12,9 +12,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from capibara.config import configurable
-from capibara.models import cache, embedding, layers, stack, transformer
+from capibara.models import cache, dropout, embedding, layers, stack, transformer
 from capibara.models.attention import Attention, AttentionBackend
 from capibara.models.attention_kind import AttentionKind
+from capibara.models.dropout import Dropout, Site
 from capibara.models.layers import Activation
 from capibara.models.relative import RelativeBias
 from capibara.models.transformer import (
@@ -120,16 +121,19 @@ class CrossBlock(Block):
 
         def attention(x):
             of_rows = {"segment_ids_BT": rows.segment_ids, "places_T": shared.places}
-            return self.attention(x, kind=kind, bias_NTS=shared.bias, **of_rows)
+            y = self.attention(x, kind=kind, bias_NTS=shared.bias, drop=shared.drop, **of_rows)
+            return dropout.apply(shared.drop, y, Site.ATTENTION)
 
         def cross_attention(x):
-            return self.cross_attention(
+            y = self.cross_attention(
                 x,
                 kind=dataclasses.replace(kind, causal=False),
                 segment_ids_BT=rows.segment_ids,
                 encoded_BSD=rows.encoded,
                 encoded_segments_BS=rows.encoded_segments,
+                drop=shared.drop,
             )
+            return dropout.apply(shared.drop, y, Site.CROSS_ATTENTION)
 
         x_BTD = self.add(x_BTD, "attention", attention)
         x_BTD = self.add(x_BTD, "cross_attention", cross_attention)
@@ -187,18 +191,30 @@ class Stack(nnx.Module):
         self.norm = config.make_norm(rngs)
 
     def __call__(
-        self, x_BTD: jax.Array, rows: Rows, remat: RematPolicy, step: jax.Array | None, places: Any = None
+        self,
+        x_BTD: jax.Array,
+        rows: Rows,
+        remat: RematPolicy,
+        step: jax.Array | None,
+        places: Any = None,
+        drop: Dropout | None = None,
     ) -> tuple[jax.Array, stack.Stats]:
         """The normalised output [B, T, D], and the layers' statistics [L, ...]."""
         kind, length = self.config.attention_kind(causal=self.causal), x_BTD.shape[1]
         all_bias = None if self.each_has_positions else self.relative_bias(length, places)
 
-        def apply(block: Block, x: jax.Array, rows: Rows, layer_kind: LayerKind) -> tuple[jax.Array, stack.Stats]:
+        def apply(block: Block, x: jax.Array, rows: Rows, layer_kind: LayerKind, number: Any = None):
             bias = block.relative_bias(length, places) if self.each_has_positions else all_bias
-            return block(x, rows, Shared(places=places, bias=bias, step=step), kind, layer_kind)
+            own = None if drop is None else drop.at(Site.LAYERS).at(number)
+            return block(x, rows, Shared(places=places, bias=bias, step=step, drop=own), kind, layer_kind)
 
-        x_BTD, stats = stack.run(self.layers, x_BTD, rows, apply, _PATTERN, self.config.layer_loop, remat)
-        return constrain(self.norm(x_BTD), ("batch", "act_time", "act_embed")), stats
+        x_BTD = dropout.apply(drop, x_BTD, Site.EMBEDDING)
+        how = (apply, _PATTERN, self.config.layer_loop, remat)
+        x_BTD, stats = stack.run(self.layers, x_BTD, rows, *how, numbered=drop is not None)
+        x_BTD = constrain(self.norm(x_BTD), ("batch", "act_time", "act_embed"))
+        if drop is not None:  # in the encoder each place has a mask of its own, as in T5X
+            x_BTD = drop(x_BTD, Site.FINAL, shared=-2 if self.causal else None)
+        return x_BTD, stats
 
     def read(
         self, values: Sequence[Any], x_BTD: jax.Array, rows: Rows, kept: cache.Cache, now: cache.Reading
@@ -227,8 +243,10 @@ class EncoderDecoder(nnx.Module):
 
     def encode(self, batch: Batch, remat: RematPolicy, step: jax.Array | None) -> tuple[jax.Array, stack.Stats]:
         """The encoder's output [B, S, D], normalised, in the compute dtype; and its layers' statistics."""
-        rows = Rows(batch["encoder_segment_ids"])
-        return self.encoder(self._embed(batch["encoder_tokens"]), rows, remat, step)
+        rows, tokens = Rows(batch["encoder_segment_ids"]), batch["encoder_tokens"]
+        drop = dropout.of_step(self.config.dropout_rate, step, tokens)
+        drop = None if drop is None else drop.at(Site.ENCODER)
+        return self.encoder(self._embed(tokens), rows, remat, step, drop=drop)
 
     def __call__(self, batch: Batch, remat: RematPolicy, step: jax.Array | None) -> tuple[jax.Array, stack.Stats]:
         """The decoder's final hidden states [B, T, D], normalised, in the compute dtype; and the layers' statistics.
@@ -246,7 +264,8 @@ class EncoderDecoder(nnx.Module):
             encoded=encoded,
             encoded_segments=batch["encoder_segment_ids"],
         )
-        x, stats = self.decoder(self._embed(batch["tokens"]), rows, remat, step, batch.get("places"))
+        drop = dropout.of_step(self.config.dropout_rate, step, batch["tokens"])
+        x, stats = self.decoder(self._embed(batch["tokens"]), rows, remat, step, batch.get("places"), drop)
         if of_encoder:
             stats = jax.tree.map(lambda *parts: jnp.concatenate(parts), of_encoder, stats)
         return self._scaled(x), stats

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from capibara.config import configurable
-from capibara.models import embedding, layers, stack, transformer
+from capibara.models import dropout, embedding, layers, stack, transformer
+from capibara.models.dropout import Site
 from capibara.models.layers import Activation, Bias, NormKind
 from capibara.models.transformer import (
     Block,
@@ -88,10 +89,15 @@ class Encoder(nnx.Module):
         shared = Shared(places=batch.get("places"), step=step)
         kind = config.attention_kind(causal=False)
 
-        def apply(block: Block, x: jax.Array, rows: Rows, layer_kind: LayerKind) -> tuple[jax.Array, stack.Stats]:
-            return block(x, rows, shared, kind, layer_kind)
+        drop = dropout.of_step(config.dropout_rate, step, batch["tokens"])
 
-        x, stats = stack.run(self.layers, self._embed(batch), rows, apply, _PATTERN, config.layer_loop, remat)
+        def apply(block: Block, x: jax.Array, rows: Rows, layer_kind: LayerKind, number: Any = None):
+            own = shared if drop is None else shared._replace(drop=drop.at(Site.LAYERS).at(number))
+            return block(x, rows, own, kind, layer_kind)
+
+        x = dropout.apply(drop, self._embed(batch), Site.EMBEDDING)
+        how = (apply, _PATTERN, config.layer_loop, remat)
+        x, stats = stack.run(self.layers, x, rows, *how, numbered=drop is not None)
         if config.norm_placement is not NormPlacement.POST:
             x = self.final_norm(x)
         x = constrain(x, ("batch", "act_time", "act_embed"))

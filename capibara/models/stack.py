@@ -17,7 +17,7 @@ from capibara.sharding import Remat, RematPolicy
 from capibara.types import UserError
 
 Stats = dict[str, Any]  # float32 sums over tokens; of a stack each with a leading axis of layers
-Apply = Callable[[nnx.Module, jax.Array, Any, Any], tuple[jax.Array, Stats]]
+Apply = Callable[..., tuple[jax.Array, Stats]]
 
 # Results of projections: what costs matmuls to make again.
 _PROJECTIONS = (
@@ -75,6 +75,8 @@ def run(
     pattern: Sequence[Any],
     loop: LayerLoop,
     remat: RematPolicy,
+    *,
+    numbered: bool = False,
 ) -> tuple[jax.Array, Stats]:
     """Applies a stacked module layer after layer; as a pipeline where the active mesh has stages.
 
@@ -87,6 +89,7 @@ def run(
         groups of so many layers, what is left over comes after it.
       loop: scan or unroll.
       remat: what the backward pass recomputes of each layer.
+      numbered: `apply` is given the number of the layer, too.
 
     Returns:
       The last layer's output, and the statistics, each with a leading axis of layers.
@@ -97,6 +100,9 @@ def run(
 
     def one(kind: Any):
         def body(x: jax.Array, layer: Any, rows: Any) -> tuple[jax.Array, Stats]:
+            if numbered:
+                number, layer = layer
+                return apply(nnx.merge(graphdef, _as_state(state, layer)), x, rows, kind, number)
             return apply(nnx.merge(graphdef, _as_state(state, layer)), x, rows, kind)
 
         return _recomputed(body, remat, in_scan=loop is LayerLoop.SCAN)
@@ -104,6 +110,12 @@ def run(
     bodies = [one(kind) for kind in pattern]
     frozen = any(isinstance(v, Frozen) for v in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, nnx.Variable)))
     shape = sharding.active_pipeline()
+    if numbered:
+        if shape is not None:
+            raise UserError(
+                "dropout_rate is above 0 and Plan.stage above 1: set either to 0 or 1, pipelines drop nothing"
+            )
+        values = (jnp.arange(count, dtype=jnp.int32), values)
     if shape is None:
         return _in_sequence(bodies, x, values, rows, count, loop, frozen)
     _check_stages(count, group, shape)

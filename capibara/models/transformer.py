@@ -12,9 +12,10 @@ import jax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from capibara.models import cache, layers
+from capibara.models import cache, dropout, layers
 from capibara.models.attention import Attention, AttentionBackend
 from capibara.models.attention_kind import AttentionKind
+from capibara.models.dropout import Dropout, Site
 from capibara.models.layers import Activation, Bias, Norm, NormKind, NormScale, QKNorm
 from capibara.models.lora import Lora
 from capibara.models.moe import Moe, MoeMLP
@@ -98,6 +99,8 @@ class TransformerConfig:
       lora: adapters, which are then all that is trained; None: everything is.
       dtype: compute dtype.
       layer_loop: scan over layers, or unrolled.
+      dropout_rate: share of embeddings, attention's probabilities, branches and MLPs that training leaves out (T5X's
+        places); 0: none. Attention is then the plain formula.
     """
 
     objective: ClassVar[str] = "causal"  # what it is trained for: the Dataset.kind that fits
@@ -129,9 +132,12 @@ class TransformerConfig:
     lora: Lora | None = None
     dtype: ComputeDtype = ComputeDtype.BFLOAT16
     layer_loop: LayerLoop = LayerLoop.SCAN
+    dropout_rate: float = 0.0
 
     def __post_init__(self):
         own = type(self).__name__
+        if not 0 <= self.dropout_rate < 1:
+            raise UserError(f"{own}.dropout_rate is {self.dropout_rate}, must be from 0 to below 1: try 0.1")
         for name in ("vocab_size", "embed_dim", "num_layers", "num_heads", "mlp_dim", "kv_heads"):
             if getattr(self, name) < 1:
                 raise UserError(f"{own}.{name} is {getattr(self, name)}, must be at least 1")
@@ -202,6 +208,7 @@ class Shared(NamedTuple):
       places: [T] places in the row, where rows are not in order (sharding.balanced).
       bias: [N, T, S] of the attention scores.
       step: int32 scalar, the train step; None outside training.
+      drop: of the layer; None: nothing is dropped.
       bias_at: gives the bias of rows that have read tokens before (cache.attend).
     """
 
@@ -209,6 +216,7 @@ class Shared(NamedTuple):
     bias: jax.Array | None = None
     step: jax.Array | None = None
     bias_at: Callable[[jax.Array, jax.Array], jax.Array] | None = None
+    drop: Dropout | None = None
 
 
 class MLP(nnx.Module):
@@ -227,7 +235,7 @@ class MLP(nnx.Module):
                 self.gate_bias = layers.param(rngs, (F,), ("mlp",), layers.zeros)
             self.down_bias = layers.param(rngs, (D,), ("norm",), layers.zeros)
 
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+    def __call__(self, x_BTD: jax.Array, drop: Dropout | None = None) -> jax.Array:
         dtype, quantization = x_BTD.dtype, self.config.quantization
         into = [self.up[...], self.gate[...]] if self.config.activation.gated else [self.up[...]]
         down, up_lora, gate_lora, down_lora = (
@@ -247,6 +255,7 @@ class MLP(nnx.Module):
             h = self.config.activation.gate(checkpoint_name(gate, "mlp_gate"), h)
         else:
             h = self.config.activation(h)
+        h = dropout.apply(drop, h, Site.MLP_INNER)
         y = layers.dense(h, down, quantization=quantization, adapter=down_lora)
         y = y + self.down_bias[...].astype(dtype) if self.config.bias.of_mlp else y
         return checkpoint_name(y, "mlp_down")
@@ -271,7 +280,7 @@ class Block(nnx.Module):
 
         def attention(x):
             angles = None if rows.angles is None else rows.angles[layer_kind]
-            return self.attention(
+            y = self.attention(
                 x,
                 kind=kind,
                 segment_ids_BT=rows.segment_ids,
@@ -279,7 +288,9 @@ class Block(nnx.Module):
                 places_T=shared.places,
                 bias_NTS=shared.bias,
                 prefix_BT=rows.prefix,
+                drop=shared.drop,
             )
+            return dropout.apply(shared.drop, y, Site.ATTENTION)
 
         return self._joined(x_BTD, attention, self.mlp_part(rows, shared, stats)), stats
 
@@ -317,10 +328,10 @@ class Block(nnx.Module):
 
         def part(x):
             if self.config.moe is None:
-                return self.mlp(x)
+                return dropout.apply(shared.drop, self.mlp(x, shared.drop), Site.MLP)
             y, of_experts = self.mlp(x, rows.segment_ids, rows.domains, shared.step, shared.places)
             stats.update(of_experts)
-            return y
+            return dropout.apply(shared.drop, y, Site.MLP)
 
         return part
 

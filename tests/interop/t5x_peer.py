@@ -78,6 +78,11 @@ CASES = {
         {},
     ),
 }  # fmt: skip
+DROPOUT = dict(dropout_rate=0.3)
+DROPPED = {
+    "t5": ("t5", SIZES | GATED | DROPOUT | dict(num_encoder_layers=2, num_decoder_layers=2), {}, {}),
+    "decoder_only": ("decoder_only", SIZES | GATED | DROPOUT | dict(num_layers=3), {}, {}),
+}
 BEGUN = {"t5_offset": 1000}  # updates before the first, where there were some
 NORMALIZATIONS = {
     "sum": None,
@@ -104,6 +109,12 @@ STORED_AT = 3
 PACKED = "prefix_lm"
 FORMS = ("zarr", "orbax", "msgpack")
 SHOWN_STEPS = (0, 1, 9, 99, 100, 101, 499, 501, 700, 999, 1000, 1001, 1399, 1500, 1501, 1800, 3199, 3201, 6500, 9999)
+
+
+def mask(key, p: float, shape) -> np.ndarray:
+    """In place of jax.random.bernoulli: a mask that says by its shape alone what is kept."""
+    del key
+    return np.random.default_rng(list(shape)).random(shape) < p
 
 
 def drawn(name: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -165,14 +176,14 @@ def flat(tree: dict, prefix: str = "") -> dict[str, np.ndarray]:
     return found
 
 
-def model_of(case: str, **more):
+def model_of(case: str, dropped: bool = False, **more):
     """T5X's model of a case, with its Adafactor, and with more options."""
     import importlib
 
     import seqio
     from t5x import adafactor, models
 
-    network, sizes, of_adafactor, of_model = CASES[case]
+    network, sizes, of_adafactor, of_model = (DROPPED if dropped else CASES)[case]
     module = importlib.import_module(f"t5x.examples.{network}.network")
     rules = adafactor.standard_logical_factor_rules()
     options = dict(decay_rate=0.8, step_offset=0, logical_factor_rules=rules) | of_adafactor
@@ -284,8 +295,23 @@ def normalized(name: str) -> list[float]:
     return [float(value), float(np.sqrt(sum(float(jnp.sum(jnp.square(g))) for g in jax.tree.leaves(gradient))))]
 
 
+def dropout(case: str) -> float:
+    """The loss with masks that are known by their shapes."""
+    import jax
+    import jax.numpy as jnp
+
+    model, state = begun(case, dropped=True)
+    given, drawn_anew = {name: jnp.asarray(value) for name, value in batch(case).items()}, jax.random.bernoulli
+    jax.random.bernoulli = mask
+    try:
+        return float(model.loss_fn(state.params, given, jax.random.key(1))[0])
+    finally:
+        jax.random.bernoulli = drawn_anew
+
+
 def record(path: str) -> None:
     found: dict = {"normalizations": {name: rounded(normalized(name)) for name in NORMALIZATIONS}}
+    found |= {"dropout": dict(zip(DROPPED, rounded(map(dropout, DROPPED))))}
     found |= {"schedules": {name: rounded(learning_rates(name, SHOWN_STEPS)) for name in SCHEDULES}}
     for case in CASES:
         losses, states = trained(case)

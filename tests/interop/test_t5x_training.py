@@ -27,7 +27,7 @@ from capibara.interop import checkpoint, hf_config, t5x_names, t5x_states, t5x_w
 from capibara.models import api
 from capibara.models.api import DecoderConfig, EncoderDecoderConfig
 from capibara.optim import Adafactor, FactorSchedule, Optimizer
-from capibara.sharding import Plan
+from capibara.sharding import Plan, RematPolicy
 from capibara.training import state as states
 from capibara.training.objective import Normalization, of_cross_entropy
 from capibara.training.step import make_train_step
@@ -277,6 +277,17 @@ def test_smoothed_and_normalized_losses_are_those_of_t5x(name, tmp_path):
     divisor = {"sum": 1, "places": 20, "233.0": 233}.get(name, weight)
     loss = float(metrics["smoothed_loss"] + metrics["z_loss"]) * weight / divisor
     np.testing.assert_allclose([loss, metrics["grad_norm"]], T5X["normalizations"][name], rtol=RTOL)
+
+
+@pytest.mark.parametrize("case", t5x_peer.DROPPED)
+def test_dropout_is_at_the_places_of_t5x(case, tmp_path, monkeypatch):
+    """Where masks are known by their shapes the loss is the same: every place has one, as large as T5X's."""
+    config = EncoderDecoderConfig(**SIZES, num_layers=2, num_encoder_layers=2) if case == "t5" else MODELS[case]
+    model = api.build(dataclasses.replace(config, **t5x_peer.DROPOUT))
+    params, objective = begun(model, tmp_path / "t5x"), of_cross_entropy(model, 0.0)
+    monkeypatch.setattr(jax.random, "bernoulli", t5x_peer.mask)
+    loss, *_ = objective.sums(params, batch(case), RematPolicy(), jnp.int32(1))
+    np.testing.assert_allclose(loss, T5X["dropout"][case], rtol=RTOL)
 
 
 @pytest.mark.parametrize("name", t5x_peer.SCHEDULES)
