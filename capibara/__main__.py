@@ -17,6 +17,7 @@ VERBS = {
     "evaluate": "score a model: its loss, its answers, or the tasks of lm-eval",
     "launch": "run a verb, and start it again when it dies",
     "convert": "take models in and out; list, verify and prune checkpoints",
+    "convert-config": "translate a Gin file of T5X",
     "prepare": "train a vocabulary, or make conversations of instructions",
 }
 
@@ -26,7 +27,7 @@ def main() -> int:
     verb = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if verb in ("-h", "--help"):
         print("usage: capibara VERB [--help] ...\n\nverbs:")
-        print("\n".join(f"  {name:<10}{text}" for name, text in VERBS.items()))
+        print("\n".join(f"  {name:<16}{text}" for name, text in VERBS.items()))
         return 0
     if verb == "--version":
         print(f"capibara {__version__}")
@@ -36,7 +37,7 @@ def main() -> int:
             f"error: unknown verb {verb!r}{did_you_mean(verb, VERBS, 'verbs')} (see capibara --help)", file=sys.stderr
         )
         return cli.EXIT_USER_ERROR
-    return cli.run_process(importlib.import_module(f"capibara.{verb}").main, sys.argv[2:])
+    return cli.run_process(importlib.import_module(f"capibara.{verb.replace('-', '_')}").main, sys.argv[2:])
 
 
 if __name__ == "__main__":

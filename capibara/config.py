@@ -38,6 +38,7 @@ from capibara.types import UserError
 __all__ = [
     "ArgumentParser",
     "Recorded",
+    "Statement",
     "add_arguments",
     "build",
     "changes",
@@ -51,6 +52,7 @@ __all__ = [
     "reset",
     "run_verb",
     "search_folders",
+    "statements_of",
     "unused",
 ]
 
@@ -245,6 +247,40 @@ class _Literals(config_parser.ParserDelegate):
         return Text(f"%{macro_name}")
 
 
+@dataclasses.dataclass(frozen=True)
+class Statement:
+    """A statement of a Gin file as data: a binding (without `parameter` a macro), an import or an include.
+
+    Attributes:
+      value: a literal in which references and macros are Text as they stand ("@utils.DatasetConfig()", "%TRAIN_STEPS").
+    """
+
+    scope: str = ""
+    owner: str = ""
+    parameter: str = ""
+    value: Any = None
+    module: str | None = None
+    include: str | None = None
+
+
+def statements_of(text: str, where: str) -> list[Statement]:
+    """All statements of a Gin file's text; nothing that they name is imported, read or called.
+
+    Raises:
+      UserError: it is no Gin; says the line.
+    """
+    lines, found = text.splitlines(), []
+    parser = _guard(lambda: config_parser.ConfigParser(text, _Literals()), where, lines)
+    while one := _guard(parser.parse_statement, where, lines):
+        if isinstance(one, config_parser.IncludeStatement):
+            found.append(Statement(include=one.filename))
+        elif isinstance(one, config_parser.ImportStatement):
+            found.append(Statement(module=one.module))
+        elif isinstance(one, config_parser.BindingStatement):
+            found.append(Statement(one.scope or "", one.selector, one.arg_name or "", one.value))
+    return found
+
+
 class _References(gin_config.ParserDelegate):
     """Gin's own references, with unknown names explained."""
 
@@ -416,6 +452,11 @@ class _Parsing:
                         close = fields.nearest(macro, defined)
                         hint = f"did you mean {close[0]}?" if close else f"give it with --gin.{macro}=VALUE"
                         raise UserError(f"{where}: %{macro} has no value: {hint}")
+        if unread := sorted((defined - used) & gin_search.OF_T5X):
+            raise UserError(
+                f"{unread[0]} is a macro of T5X that no Gin file here uses: take it out, or see docs/migrating_from_t5x.md "
+                "for its name"
+            )
         for macro in sorted(defined - from_files - used):
             choices = {*from_files, *used}
             raise UserError(f"--gin.{macro}: no Gin file uses {macro}{did_you_mean(macro, choices, 'macros')}")

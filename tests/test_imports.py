@@ -46,7 +46,19 @@ RULES = {
     "monitoring": FOUNDATION | {"training.callbacks", "training.run_manifest"},
     "jobs": FOUNDATION | {"sharding", "planner"},
 }
-VERBS = {"train", "plan", "prove", "evaluate", "infer", "serve", "convert", "prepare", "dashboard", "launch"}
+VERBS = {
+    "train",
+    "plan",
+    "prove",
+    "evaluate",
+    "infer",
+    "serve",
+    "convert",
+    "convert_config",
+    "prepare",
+    "dashboard",
+    "launch",
+}
 ANYTHING = VERBS | {"__main__"}
 # Third-party package -> where it may be imported.
 ONLY_IN = {"flax": ("models",), "gin": ("config",)}

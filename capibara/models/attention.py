@@ -72,8 +72,7 @@ def attend(
       q_places_T: place in the row of each query where rows are not in order (sharding.balanced); None: in order.
       kv_places_S: the same of keys.
       bias_NTS: added to the scores (T5's relative positions).
-      prefix_BT: of self-attention: 1 where a query sees, beside what the mask shows it, the later keys that have a 1
-        (a prefix LM's inputs).
+      prefix_BT: of self-attention: queries with a 1 see later keys with a 1, too (a prefix LM's inputs).
       drop: probabilities [B, N, T, S] -> those that dropout leaves.
       backend: who computes it.
 

@@ -1,0 +1,222 @@
+"""Gin files of T5X as ours: each binding has its place, is noted, or is refused by name; nothing that they name runs."""
+
+import sys
+
+import pytest
+
+from capibara import cli, config, convert_config
+from capibara.interop import t5x_gin
+from capibara.training.trainer import Trainer
+from capibara.types import UserError
+
+BASE = """
+from __gin__ import dynamic_registration
+from t5x import adafactor
+from t5x import models
+from t5x.examples.t5 import network
+DROPOUT_RATE = %gin.REQUIRED
+Z_LOSS = 0.0001
+MODEL = @models.EncoderDecoderModel()
+models.EncoderDecoderModel:
+  module = @network.Transformer()
+  optimizer_def = @adafactor.Adafactor()
+  z_loss = %Z_LOSS
+  loss_normalizing_factor = 233472
+adafactor.Adafactor:
+  decay_rate = 0.7
+  beta1 = 0.9
+  logical_factor_rules = @adafactor.standard_logical_factor_rules()
+network.Transformer.config = @network.T5Config()
+network.T5Config:
+  vocab_size = 32128
+  dtype = 'bfloat16'
+  emb_dim = 64
+  num_heads = 4
+  num_encoder_layers = 3
+  num_decoder_layers = 2
+  head_dim = 16
+  mlp_dim = 96
+  mlp_activations = ('gelu', 'linear')
+  dropout_rate = %DROPOUT_RATE
+  logits_via_embedding = False
+"""
+RUN = """
+import __main__ as train_script
+from t5x import utils
+include 'below/base.gin'
+MODEL_DIR = %gin.REQUIRED
+MIXTURE_OR_TASK_NAME = 'mine'
+MIXTURE_OR_TASK_MODULE = None
+TASK_FEATURE_LENGTHS = {'inputs': 256, 'targets': 64}
+TRAIN_STEPS = 1_020_000
+BATCH_SIZE = 16
+USE_CACHED_TASKS = True
+train_script.train:
+  model = %MODEL
+  model_dir = %MODEL_DIR
+  total_steps = %TRAIN_STEPS
+  train_dataset_cfg = @train/utils.DatasetConfig()
+  checkpoint_cfg = @utils.CheckpointConfig()
+  eval_period = 100
+  random_seed = None
+  relative_steps = None
+train/utils.DatasetConfig:
+  mixture_or_task_name = %MIXTURE_OR_TASK_NAME
+  task_feature_lengths = %TASK_FEATURE_LENGTHS
+  split = 'train'
+  batch_size = %BATCH_SIZE
+  shuffle = True
+  seed = None
+  use_cached = %USE_CACHED_TASKS
+  pack = False
+  module = %MIXTURE_OR_TASK_MODULE
+infer_eval/utils.DatasetConfig.split = 'test'
+utils.RestoreCheckpointConfig.path = 'gs://there/checkpoint_1000000'
+utils.SaveCheckpointConfig.period = 5000
+partitioning.PjitPartitioner.num_partitions = 2
+trainer.Trainer.num_microbatches = 4
+trainer.Trainer.learning_rate_fn = @utils.create_learning_rate_scheduler()
+utils.create_learning_rate_scheduler:
+  factors = 'constant'
+  base_learning_rate = 0.001
+"""
+
+
+@pytest.fixture
+def run(tmp_path):
+    (tmp_path / "below").mkdir()
+    (tmp_path / "below" / "base.gin").write_text(BASE)
+    (tmp_path / "run.gin").write_text(RUN)
+    return tmp_path / "run.gin"
+
+
+def converted(*argv):
+    config.reset()
+    return cli.run_verb(convert_config.main, [str(arg) for arg in argv])
+
+
+def test_a_run_is_translated_and_builds(run, tmp_path, capsys):
+    assert converted(run, f"--to={tmp_path}/mine.gin") == 0
+    noted = capsys.readouterr().err
+    assert "note: infer_eval/DatasetConfig.split is not written: capibara evaluate" in noted
+    assert "note: train.relative_steps is not written: it is None" in noted
+    config.reset()
+    config.parse([tmp_path / "mine.gin"], ["MODEL_DIR = runs/x", "DROPOUT_RATE = 0.1", "BATCH_SIZE = 32"])
+    trainer = config.build(Trainer)
+    assert (trainer.model_dir, trainer.steps, trainer.z_loss) == ("runs/x", 1_020_000, 1e-4)
+    assert (trainer.init_from, trainer.init_with) == ("gs://there/checkpoint_1000000", "state")
+    assert trainer.loss_normalization == 233472
+    model = trainer.model
+    assert (model.embed_dim, model.num_layers, model.encoder_layers, model.head_dim) == (64, 2, 3, 16)
+    assert (model.activation, model.head, model.dtype, model.dropout_rate) == ("geglu", "separate", "bfloat16", 0.1)
+    data = trainer.dataset
+    assert (data.kind, data.length, data.encoder_length, data.packing) == ("encoder_decoder", 64, 256, "none")
+    assert (data.mixture_or_task_name, data.use_cached, data.task_module) == ("mine", True, None)
+    assert (trainer.plan.batch_size, trainer.plan.tensor, trainer.plan.accumulation) == (32, 2, 4)
+    assert (trainer.evaluation.every, trainer.checkpointing.every) == (100, 5000)
+    optimizer = trainer.optimizer
+    assert (optimizer.name, optimizer.momentum, optimizer.clip_norm, optimizer.weight_decay) == (
+        "adafactor",
+        0.9,
+        None,
+        0,
+    )
+    assert (optimizer.adafactor.decay_rate, optimizer.schedule.factors) == (0.7, "constant")
+
+
+def test_networks_of_other_names(run, tmp_path):
+    text = BASE.replace("examples.t5 import", "examples.scalable_t5 import")
+    (tmp_path / "below" / "base.gin").write_text(text)
+    found = t5x_gin.translate(str(run)).text
+    assert "relative_tables = 'each_layer'" in found and "Adafactor.factoring = 'stacked'" in found
+    text = BASE.replace("EncoderDecoderModel", "DecoderOnlyModel").replace("T5Config", "TransformerConfig")
+    text = text.replace("  num_encoder_layers = 3\n  num_decoder_layers = 2", "  num_layers = 2")
+    text = text.replace("logits_via_embedding = False", "logits_via_embedding = True")
+    text += "models.DecoderOnlyModel.inputs_bidirectional_attention = True\n"
+    (tmp_path / "below" / "base.gin").write_text(text)
+    found = t5x_gin.translate(str(run))
+    assert found.left == () and "Dataset.length = 320" in found.text
+    (tmp_path / "mine.gin").write_text(found.text)
+    config.reset()
+    config.parse([tmp_path / "mine.gin"], ["MODEL_DIR = runs/x", "DROPOUT_RATE = 0.0"])
+    trainer = config.build(Trainer)
+    assert (trainer.dataset.kind, trainer.model.inputs_attention) == ("prefix", "bidirectional")
+    assert (trainer.model.positions, trainer.model.logit_scale, trainer.model.attention_scale) == (
+        "relative",
+        0.125,
+        1.0,
+    )
+
+
+def test_what_has_no_place_is_refused_by_name(run, tmp_path, capsys):
+    run.write_text(RUN + "models.EncoderDecoderModel.predict_batch_with_aux.num_decodes = 4\n")
+    assert converted(run, f"--to={tmp_path}/mine.gin") == 2
+    error = capsys.readouterr().err
+    assert "binds predict_batch_with_aux.num_decodes, which capibara does not have" in error and error.count("\n") == 1
+    assert not (tmp_path / "mine.gin").exists()
+    assert converted(run, "--leave_out") == 0
+    assert "# predict_batch_with_aux.num_decodes has no place in capibara" in capsys.readouterr().out
+    for line, told in (
+        (
+            "utils.RestoreCheckpointConfig.path = @elsewhere()",
+            "is no plain value: capibara has it as Trainer.init_from",
+        ),
+        ("train/utils.DatasetConfig.split = 'test'", "train/DatasetConfig.split is 'test', must be 'train'"),
+        (
+            "TASK_FEATURE_LENGTHS = {'text': 3}",
+            "TASK_FEATURE_LENGTHS is {'text': 3}, must be {'inputs': N, 'targets': N}",
+        ),
+        ("network.T5Config.mlp_activations = ('tanh',)", "mlp_activations is ('tanh',), must be one of"),
+        ("optimizers.adamw.b1 = 0.9", "the optimizer adamw is not translated, only Adafactor is"),
+        (
+            "infer_script.infer.mode = 'predict'",
+            "it configures infer of T5X, and only training and models are translated",
+        ),
+        ("BATCH_SIZE = %BATCH_SIZE", "%BATCH_SIZE is a macro of itself"),
+    ):
+        run.write_text(f"{RUN}{line}\n")
+        assert converted(run) == 2
+        error = capsys.readouterr().err
+        assert told in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("include '/etc/passwd'", "includes '/etc/passwd', must be a file below T5X's repository"),
+        ("include '../run.gin'", "must be a file below"),
+        ("include 'nothing.gin'", "which is in none of its folders: give T5X's repository"),
+        ("include 'run.gin'", "includes itself"),
+        ("include 'link.gin'", "which is in none of its folders"),
+        ("A = " + "[" * 5000, "nested too deep"),
+        ("A = ", "run.gin"),
+        ("A = {}".format("0" * (1 << 20)), "run.gin"),
+        ("\x00", "run.gin"),
+    ],
+)
+def test_a_hostile_file_is_refused_in_a_line(line, told, run, tmp_path, capsys):
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "other.gin").write_text("A = 1\n")
+    inner = tmp_path / "inner"
+    inner.mkdir()
+    (inner / "link.gin").symlink_to(tmp_path / "outside" / "other.gin")
+    (inner / "run.gin").write_text(f"{line}\n")
+    assert converted(inner / "run.gin") == 2
+    error = capsys.readouterr().err
+    assert told in error and error.count("\n") == 1 and len(error) < 2500
+
+
+def test_nothing_that_a_file_names_is_imported(run, tmp_path, monkeypatch):
+    (tmp_path / "wicked_module.py").write_text("raise SystemExit('ran')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    run.write_text("import wicked_module\nfrom wicked_module import part\n" + RUN)
+    assert t5x_gin.translate(str(run)).left == ()
+    assert "wicked_module" not in sys.modules
+
+
+def test_macros_of_t5x_that_nothing_uses_are_refused_by_name(tmp_path):
+    (tmp_path / "mine.gin").write_text("TASK_FEATURE_LENGTHS = {'inputs': 4}\n")
+    with pytest.raises(UserError, match="TASK_FEATURE_LENGTHS is a macro of T5X that no Gin file here uses"):
+        config.parse([tmp_path / "mine.gin"])
+    (tmp_path / "mine.gin").write_text("OWN = 1\n")
+    config.parse([tmp_path / "mine.gin"])
