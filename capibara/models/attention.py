@@ -85,8 +85,7 @@ def attend(
     segments = {"q_segments_BT": q_segments_BT, "kv_segments_BS": kv_segments_BS}
     places = {"q_places_T": q_places_T, "kv_places_S": kv_places_S}
     in_order = q_places_T is None and kv_places_S is None
-    plain = "has no prefix" if prefix_BT is not None else "drops no probabilities" if drop is not None else None
-    match _choose(q_BTNH, k_BSKH, kind, bias_NTS, in_order, backend, plain):
+    match _choose(q_BTNH, k_BSKH, kind, bias_NTS, in_order, backend, _plain_alone(prefix_BT, drop)):
         case AttentionBackend.SPLASH:
             from capibara.models import splash  # Pallas takes a second to import
 
@@ -105,6 +104,13 @@ def attend(
             of_scores = {"bias_NTS": bias_NTS, "prefix_BT": prefix_BT, "drop": drop}
             y = dot_product_attention(q_BTNH, k_BSKH, v_BSKH, kind=kind, **of_scores, **segments, **places)
     return checkpoint_name(y, "attention")
+
+
+def _plain_alone(prefix_BT: jax.Array | None, drop: Callable[[jax.Array], jax.Array] | None) -> str | None:
+    """What only the plain formula does of these, as an objection to the others; None: nothing."""
+    if prefix_BT is not None:
+        return "lets no inputs see each other both ways"
+    return None if drop is None else "drops no probabilities"
 
 
 def _choose(
