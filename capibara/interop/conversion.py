@@ -343,7 +343,7 @@ def write(
 
         gguf_write.write_gguf(target, config, view.tensors(), source.tokenizer, source.about, dtype=dtype, show=show)
     elif form == "t5x":
-        of_t5x = {"dtype": _FLOATS[dtype], "optimizer": optimizer}
+        of_t5x = {"dtype": _FLOATS[dtype], "optimizer": optimizer, "computing": _computing(source)}
         t5x_write.save_t5x(target, config, shapes, view.tensors(), source.tokenizer, **of_t5x)
         if optimizer is not None:
             return f"{target}: {config['model_type']}, {len(shapes)} tensors in {dtype}, Adafactor at step {optimizer.step}"
@@ -411,7 +411,7 @@ class _Checked:
 def _as_run(source: ForeignModel | OurModel, target: str, save: Callable[[str, Params, str], None]) -> str:
     model, params = _loaded(source)
     longest = hf_config.longest(source.config)
-    config = model.config
+    config = dataclasses.replace(model.config, **_computing(source))
     if isinstance(config, api.DecoderConfig) and config.max_length is None:
         config = dataclasses.replace(config, max_length=longest)  # so that the way back says it again
     with partial.whole(target) as unfinished:
@@ -426,6 +426,14 @@ def _as_run(source: ForeignModel | OurModel, target: str, save: Callable[[str, P
                 file.write(content)
         save(unfinished, params, gin_of.run(config, target, source.tokenizer))
     return f"{target}: {model.param_count:,} parameters, config.gin: train with Trainer.init_from = {target!r}"
+
+
+def _computing(source: ForeignModel | OurModel) -> dict[str, Any]:
+    """Fields of a configuration that say how it computes and trains: of a run of ours, and what T5X's says of them."""
+    if isinstance(source, OurModel):
+        config = source.model.config
+        return {"dtype": str(config.dtype), "dropout_rate": config.dropout_rate}
+    return dict(source.computing) if isinstance(source, t5x_read.T5xModel) else {}
 
 
 def _stored(source: ForeignModel | OurModel) -> str:

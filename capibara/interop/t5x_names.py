@@ -157,6 +157,24 @@ def config_of(network: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
+def computing_of(network: Mapping[str, Any]) -> dict[str, Any]:
+    """How a T5Config computes and trains, by the names of our configuration, as far as it says: dtype, dropout_rate.
+
+    Raises:
+      UserError: a value that is none.
+    """
+    found: dict[str, Any] = {}
+    if (dtype := network.get("dtype")) is not None:
+        if dtype not in ("float32", "bfloat16", "float16"):
+            raise UserError(f"config.gin has T5Config.dtype = {dtype!r:.100}, must be float32, bfloat16 or float16")
+        found["dtype"] = dtype
+    if (rate := network.get("dropout_rate")) is not None:
+        if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 <= rate < 1:
+            raise UserError(f"config.gin has T5Config.dropout_rate = {rate!r:.100}, must be from 0 to below 1")
+        found["dropout_rate"] = float(rate)
+    return found
+
+
 def network_of(text: str) -> dict[str, Any]:
     """The values of T5Config, or of a decoder's TransformerConfig, in T5X's Gin text, which names modules that are not here; macros are put in.
 
@@ -218,11 +236,12 @@ def _bindings(text: str) -> Iterator[tuple[str, str, Any]]:
             continue  # a reference, or a value that goes on below: of no interest here
 
 
-def gin_text(config: Mapping[str, Any]) -> str:
+def gin_text(config: Mapping[str, Any], computing: Mapping[str, Any]) -> str:
     """T5X's Gin text of a network.
 
     Args:
       config: of config.json.
+      computing: as of `computing_of`.
 
     Raises:
       UserError: T5X has no such activation.
@@ -237,6 +256,7 @@ def gin_text(config: Mapping[str, Any]) -> str:
             f"T5X has no feed_forward_proj = {config['feed_forward_proj']!r}, must be one of {known}: take hf or gguf"
         )
     values["mlp_activations"] = named[config["feed_forward_proj"]]
+    values |= computing
     values["logits_via_embedding"] = bool(config["tie_word_embeddings"])
     scanned = config["model_type"] == "umt5"
     if scanned:

@@ -47,6 +47,7 @@ class T5xModel:
       config: what its config.json would say: as config.gin has it, else as the shapes do.
       tokenizer: the SentencePiece model that config.gin names or that lies beside it, if it is here.
       about: none.
+      computing: the dtype that it computes in and its dropout_rate, as far as config.gin says.
       guessed: fields of the configuration that nothing here says: they are T5's, or those of T5 1.1.
 
     Raises:
@@ -75,7 +76,7 @@ class T5xModel:
         if not self._is_decoder:
             self._rows = t5x_names.rows(self._gated, self._each_positions)
         self._tensors = self._found()
-        said = t5x_names.config_of(network)
+        said, self.computing = t5x_names.config_of(network), t5x_names.computing_of(network)
         unsaid = {"activation": "feed_forward_proj" not in said, "inputs_attention": self._is_decoder and text is None}
         self.guessed = frozenset(name for name, guessed in unsaid.items() if guessed)
         found = self._decoder_from_shapes() if self._is_decoder else self._from_shapes()

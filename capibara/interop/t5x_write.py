@@ -37,6 +37,7 @@ def save_t5x(
     *,
     dtype: str,
     optimizer: t5x_states.Stored | None = None,
+    computing: Mapping[str, Any] | None = None,
 ) -> None:
     """Writes the folder of a T5X run with one checkpoint. Whole, or not at all.
 
@@ -51,24 +52,22 @@ def save_t5x(
       tensors: the tensors, in that order.
       tokenizer: files; T5X has a SentencePiece model.
       dtype: of the stored tensors: "float32", "bfloat16" or "float16".
+      computing: its dtype and dropout_rate, for config.gin.
       optimizer: the step and the state of Adafactor; None: step 0, and the state in which T5X's Adafactor begins.
 
     Raises:
       UserError: the model is no T5, the folder is there already, or a value is too large for float16.
     """
-    if config["model_type"] not in ("t5", "umt5", T5X_DECODER_TYPE):
-        raise UserError(
-            f"T5X's form is that of its T5 and its decoders with relative positions, and this model is a "
-            f"{config['model_type']}: take hf or gguf"
-        )
-    for key, value in _FIXED.items():
-        if config[key] != value:
-            raise UserError(f"T5X's T5 has {key} = {value}, and this model {config[key]}: take hf or gguf")
+    _check(config)
     scanned = config["model_type"] == "umt5"
     rows = {row.hf.name: row for row in t5x_names.rows_of(config).values()}
     of_layers = {row.theirs.name: row.theirs.dims for row in rows.values()}
     kind = np.dtype(hf_folder.DTYPES[dtype])
-    files = {"config.gin": (t5x_names.gin_text(config) + ("" if optimizer is None else optimizer.gin)).encode()}
+    files = {
+        "config.gin": (
+            t5x_names.gin_text(config, computing or {}) + ("" if optimizer is None else optimizer.gin)
+        ).encode()
+    }
     files |= {name: content for name, content in tokenizer.items() if name.endswith(".model")}
     with partial.whole(folder) as unfinished:
         target, states, number = {}, {}, 0 if optimizer is None else optimizer.step
@@ -86,6 +85,18 @@ def save_t5x(
         for name, content in files.items():
             with open(os.path.join(unfinished, name), "wb") as file:
                 file.write(content)
+
+
+def _check(config: Mapping[str, Any]) -> None:
+    """Raises UserError where T5X has no such model."""
+    if config["model_type"] not in ("t5", "umt5", T5X_DECODER_TYPE):
+        raise UserError(
+            f"T5X's form is that of its T5 and its decoders with relative positions, and this model is a "
+            f"{config['model_type']}: take hf or gguf"
+        )
+    for key, value in _FIXED.items():
+        if config[key] != value:
+            raise UserError(f"T5X's T5 has {key} = {value}, and this model {config[key]}: take hf or gguf")
 
 
 def _named(

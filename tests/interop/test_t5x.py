@@ -281,6 +281,29 @@ def test_relative_positions_of_each_layer(tmp_path):
     assert_equal(got, params)
 
 
+def test_dtype_and_dropout_are_kept(params, tmp_path, capsys):
+    """Through a run folder, and back to T5X's form."""
+    write_legacy(tmp_path / "in" / "checkpoint_7", arrays_of(params["t5_1_1"]))
+    said = GIN.replace("dtype = 'bfloat16'", "dtype = 'float32'").replace("%DROPOUT_RATE", "0.125")
+    (tmp_path / "in" / "config.gin").write_text(said)
+    assert run(f"--from={tmp_path}/in", f"--to={tmp_path}/ours", "--format=capibara") == 0
+    config.reset()
+    kept = run_folder.load(f"{tmp_path}/ours").model.config
+    assert (kept.dtype, kept.dropout_rate) == ("float32", 0.125)
+    for source in ("in", "ours"):
+        assert run(f"--from={tmp_path}/{source}", f"--to={tmp_path}/{source}2", "--format=t5x") == 0
+        network = t5x_names.network_of((tmp_path / f"{source}2" / "config.gin").read_text())
+        assert (network["dtype"], network["dropout_rate"]) == ("float32", 0.125)
+    capsys.readouterr()
+    for wrong, told in (("dtype = 'int8'", "dtype = 'int8', must be"), ("dtype = ['a']", "T5Config.dtype = ['a']")):
+        (tmp_path / "in" / "config.gin").write_text(said.replace("dtype = 'float32'", wrong))
+        assert run(f"--from={tmp_path}/in", f"--to={tmp_path}/no", "--format=hf") == 2
+        assert told in capsys.readouterr().err
+    (tmp_path / "in" / "config.gin").write_text(said.replace("0.125", "1.5"))
+    assert run(f"--from={tmp_path}/in", f"--to={tmp_path}/no", "--format=hf") == 2
+    assert "T5Config.dropout_rate = 1.5, must be from 0 to below 1" in capsys.readouterr().err
+
+
 def run(*argv):
     config.reset()
     return cli.run_verb(convert.main, [str(arg) for arg in argv])
