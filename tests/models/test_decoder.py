@@ -92,7 +92,7 @@ def reference(config, params, batch):
         if config.activation == "gelu":
             up = gelu(up)
         else:
-            gate = h @ m["gate"]
+            gate = h @ m["gate"] + m.get("gate_bias", 0)
             up = up * (gate / (1 + np.exp(-gate)) if config.activation == "swiglu" else gelu(gate))
         return x + up @ m["down"] + m.get("down_bias", 0)
 
