@@ -30,6 +30,7 @@ _HELLO_S = 10.0
 _MOST_BYTES = 64 << 20  # of a message: the longest prompts of many requests
 _LAST_S = 1.0  # for a message that is being sent
 _OWN_S = 2.0  # for an end of our own after another's, which says more
+_ALIKE_S = 5.0  # and where all do the same: often they meet the same fault
 _STOP_S = 10.0  # for an end after the last message
 _AGAIN = "start the command again on every host"
 _GONE = 75  # EX_TEMPFAIL, as cli.EXIT_HUNG
@@ -48,6 +49,25 @@ def connect() -> Leader | Follower | None:
         return None
     index, count, host = peers.place()
     return Leader(count) if index == 0 else Follower(index, host)
+
+
+def watch() -> Leader | Follower | None:
+    """From now on, where a process is gone, the others end soon with a line that names it; all processes call it.
+
+    JAX would find it after its heartbeat, or at a failed computation, with a stack trace that names nobody. For processes
+    that end together, at JAX's own exit, and send nothing. One that cannot connect is left out, with a note.
+    """
+    if not peers.is_joined() or peers.place()[1] == 1:
+        return None
+    index, count, host = peers.place()
+    try:
+        line = Leader(count, needed=False) if index == 0 else Follower(index, host)
+    except TryAgain as error:
+        print(f"note: {error}; until then a process that is gone is found by JAX's heartbeat", file=sys.stderr)
+        return None
+    if isinstance(line, Leader):
+        line.on_gone = lambda fault: _OWN_S if fault.code == _GONE else _ALIKE_S
+    return line
 
 
 @contextlib.contextmanager
@@ -69,11 +89,12 @@ class Leader:
       on_signal: told that another process was signalled to end, and by which number.
     """
 
-    def __init__(self, count: int):
+    def __init__(self, count: int, *, needed: bool = True):
+        """Waits for all others; where they are not `needed`, one that does not come is left out with a note."""
         self.on_gone: Callable[[Fault], float] = lambda _: _OWN_S
         self.on_signal: Callable[[int], None] = lambda _: None
         self._closed, self._sending = threading.Event(), threading.Lock()
-        self._lines, self._hosts = _accepted(count)
+        self._lines, self._hosts = _accepted(count, needed)
         peers.watched()
         threading.Thread(target=self._watch, name="capibara-channel", daemon=True).start()
 
@@ -105,7 +126,7 @@ class Leader:
                 for key, _ in selector.select():
                     index, lines = key.data
                     found = lines.read()
-                    if found is None and not self._closed.is_set():
+                    if found is None and not self._closed.is_set() and not peers.is_leaving(0.0):
                         self._end(self._lost(index), index)
                         return
                     if found is None:
@@ -177,6 +198,8 @@ class Follower:
                     _end_if_nobody_does(fault, _OWN_S)
                     return
                 self._arrived.put(message)
+        if peers.is_leaving(0.0):  # so does process 0
+            return
         # At once: the coordinator is gone with process 0, and JAX aborts whoever misses it.
         print(f"error: process 0 on {self._host} is gone: {_AGAIN}", file=sys.stderr, flush=True)
         peers.end(_GONE)
@@ -207,7 +230,7 @@ def _packed(message: Message) -> bytes:
     return json.dumps(message, separators=(",", ":")).encode() + b"\n"
 
 
-def _accepted(count: int) -> tuple[dict[int, socket.socket], dict[int, str]]:
+def _accepted(count: int, needed: bool) -> tuple[dict[int, socket.socket], dict[int, str]]:
     """The lines of all other processes, and their hosts, by their numbers."""
     dual, word = socket.has_dualstack_ipv6(), secrets.token_hex(16)
     family = socket.AF_INET6 if dual else socket.AF_INET
@@ -225,10 +248,14 @@ def _accepted(count: int) -> tuple[dict[int, socket.socket], dict[int, str]]:
                 one, hello = heard.get(timeout=max(end_s - time.monotonic(), 0.1))
             except queue.Empty:
                 missing = ", ".join(str(index) for index in range(1, count) if index not in lines)
-                raise TryAgain(
+                error = TryAgain(
                     f"process {missing} of {count} did not connect to process 0 within {_OPEN_S:g} s: let the hosts reach "
                     "each other at all ports"
-                ) from None
+                )
+                if needed:
+                    raise error from None
+                print(f"note: {error}", file=sys.stderr)
+                break
             if hello is None or not 0 < hello["index"] < count or hello["index"] in lines:
                 one.close()  # no process of ours
                 continue

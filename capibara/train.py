@@ -49,7 +49,7 @@ def train(
     """Trains the run that the Gin files describe; returns the exit code."""
     import jax
 
-    from capibara import config, devices
+    from capibara import channel, config, devices
     from capibara.inference.sample import SampleText, sampler
     from capibara.interop import adapters
     from capibara.models import api
@@ -63,6 +63,7 @@ def train(
     devices.start(emulate)
     facts = {"configuration": config.operative()}
     joining.join(joined, facts, emulated=emulate is not None, heartbeat_s=trainer.heartbeat_s)
+    channel.watch()
     if start_over:
         run_folder.start_over(trainer.model_dir)
     run_folder.check_resumable(trainer.model_dir)

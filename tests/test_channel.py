@@ -42,12 +42,12 @@ def made(monkeypatch):
         monkeypatch.setattr(peers, name, threading.Event())
     monkeypatch.setattr(channel.os, "_exit", ended.put)
 
-    def make(count):
+    def make(count, connect=channel.connect, of=None):
         found = [None] * count
 
         def one(index):
-            here.index, here.count = index, count
-            found[index] = channel.connect()
+            here.index, here.count = index, of or count
+            found[index] = connect()
 
         threads = [threading.Thread(target=one, args=(index,)) for index in range(count)]
         for thread in threads:
@@ -177,5 +177,32 @@ def test_who_does_not_connect_is_named(made, monkeypatch):
         channel.Leader(3)
 
 
+def test_who_does_not_connect_is_left_out_where_it_is_not_needed(made, monkeypatch, capfd):
+    """And the others are watched."""
+    monkeypatch.setattr(channel, "_OPEN_S", 0.5)
+    leader, (follower,) = made(2, channel.watch, of=3)
+    assert "note: process 2 of 3 did not connect to process 0 within 0.5 s" in capfd.readouterr().err
+    gone = queue.SimpleQueue()
+    leader.on_gone = lambda fault: gone.put(fault) or 0.0
+    follower._line.shutdown(socket.SHUT_RDWR)
+    assert "process 1 on " in gone.get(timeout=5).line
+    assert [made.ended.get(timeout=5) for _ in range(2)] == [75, 75]
+
+
+def test_those_that_end_together_are_not_missed(made, monkeypatch, capfd):
+    """At JAX's own exit all of them close their lines, in any order."""
+    leader, followers = made(3)
+    monkeypatch.setattr(peers, "is_leaving", lambda _: True)
+    followers[0]._line.shutdown(socket.SHUT_RDWR)
+    for line in leader._lines.values():
+        line.shutdown(socket.SHUT_RDWR)
+    for thread in threading.enumerate():
+        if thread.name == "capibara-channel":
+            thread.join(5)
+            assert not thread.is_alive()
+    assert made.ended.empty() and capfd.readouterr().err == "" and not peers._noted
+
+
 def test_a_process_alone_has_no_line():
     assert channel.connect() is None
+    assert channel.watch() is None
