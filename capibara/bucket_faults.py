@@ -10,6 +10,7 @@ from capibara.types import TryAgain, UserError
 _SHOWN = 300
 _DENIED = (401, 403)
 _BUSY = (408, 429, 500, 502, 503, 504)
+_BUCKET = re.compile(r"\bb/([^/\s]+)(?:/o\b|$)|gs://([^/\s]+)")
 
 
 def explained(errors: Iterable[BaseException]) -> UserError | TryAgain | None:
@@ -23,8 +24,10 @@ def explained(errors: Iterable[BaseException]) -> UserError | TryAgain | None:
         code = int(code) if isinstance(code, int) or str(code).isdigit() else None
         nameless = isinstance(error, OSError) and error.errno is None  # gcsfs's; the system's have a number
         if code in _DENIED or (nameless and text.startswith("Forbidden: ")) or "PERMISSION_DENIED" in text:
+            named = _BUCKET.search(text)
+            where = f"gs://{named[1] or named[2]}" if named else "a bucket"
             return UserError(
-                f"permission denied in a bucket ({text}): let this machine's account read and write there "
+                f"permission denied in {where} ({text}): let this machine's account read and write there "
                 "(roles/storage.objectUser), or name another path"
             )
         if isinstance(error, FileNotFoundError) and nameless and re.search(r"(^|/)b/[^/]+/o", text):

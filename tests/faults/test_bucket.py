@@ -59,7 +59,7 @@ def test_checkpoints_survive_a_bucket_that_is_busy_or_stops_half_way(program, bu
 def test_a_bucket_without_permission_is_one_line(program, bucket_server):
     with bucket_server.failing(lambda method, path: 403 if "/b/bucket" in path else None):
         done = program("-m", "capibara", "convert", "list", "gs://bucket/denied")
-    assert_one_line(done, 2, "permission denied in a bucket (Forbidden: ", "roles/storage.objectUser")
+    assert_one_line(done, 2, "permission denied in gs://bucket (Forbidden: ", "roles/storage.objectUser")
 
 
 @pytest.mark.fault(66)
