@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from etils import epath
 
-from capibara import limits, outputs
+from capibara import bucket_faults, limits, outputs
 from capibara.data import tokenizer_files
 from capibara.training import manifest, storage
 from capibara.training.manifest import Damaged
@@ -80,6 +80,7 @@ def read(folder: epath.Path) -> RunManifest | None:
 
     Raises:
       Damaged: it has changed since it was written.
+      UserError: the bucket refuses.
     """
     path = folder / NAME
     if not path.exists():
@@ -98,6 +99,8 @@ def read(folder: epath.Path) -> RunManifest | None:
     except limits.Refused as error:
         raise Damaged(f"{path} has {error}") from None
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OSError) as error:
+        if (told := bucket_faults.explained([error])) is not None:  # nothing is wrong with the file
+            raise told from error
         raise Damaged(f"{path} cannot be read ({manifest.one_line(error)})") from error
 
 

@@ -5,12 +5,17 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import secrets
 import shutil
 import subprocess
 import sys
 import time
 
 import pytest
+from etils import epath
+
+from capibara.training import run_manifest
+from capibara.types import UserError
 
 HERE = pathlib.Path(__file__).parent
 
@@ -84,6 +89,17 @@ def test_a_run_lives_in_a_bucket(bucket, corpus, tmp_path):
     assert done.returncode == 0 and done.stdout.split()[0] == "4", done.stdout + done.stderr
     done = run(bucket, "-m", "capibara", "infer", "--model_dir=gs://bucket/tiny", "--prompt=def ")
     assert done.returncode == 0 and done.stdout.startswith("def "), done.stdout + done.stderr
+
+
+@pytest.mark.fault(66)
+def test_a_bucket_that_refuses_has_not_damaged_the_manifest_of_a_run(gs):
+    """To restore it from a copy, or to seal it anew, would be the wrong thing to do."""
+    folder = epath.Path(f"gs://bucket/{secrets.token_hex(4)}")
+    run_manifest.begin(folder)
+    with gs.failing(lambda method, path: 403 if "alt=media" in path else None):
+        with pytest.raises(UserError, match="permission denied in gs://bucket "):
+            run_manifest.read(folder)
+    assert run_manifest.read(folder).steps == frozenset()
 
 
 TOKENIZER = """
