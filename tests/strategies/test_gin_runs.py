@@ -33,7 +33,7 @@ def test_dpo(build):
     assert trainer.loss == Dpo(kind="ipo", beta=0.2) and isinstance(trainer.dataset.source, PreferenceJsonlSource)
     assert trainer.init_from == "runs/base" and trainer.dataset.length == 1024 and trainer.model.lora is not None
     with pytest.raises(UserError, match="Dpo.kind"):
-        build("preferences", "dpo", "Dpo.kind=hinge")
+        build("preferences", "dpo", "Dpo.kind=hinges")
     with pytest.raises(UserError, match="set Dataset.source = @PreferenceJsonlSource()"):
         build("chat", "dpo")
 
