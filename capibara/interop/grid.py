@@ -20,7 +20,7 @@ _MIDDLE = 8  # the zero of a symmetric grid
 _RANGES = tuple(float(share) for share in np.linspace(1.1, 0.6, 21))
 _Q4_0 = 32  # values in a block of GGUF's Q4_0
 _IN_A_WORD = 8  # codes in 32 bits
-_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of eight outputs each place of a word of AWQ's has
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of eight outputs each place of a word of AWQ's has
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,8 +159,8 @@ class Packed:
     def awq(self) -> dict[str, np.ndarray]:
         """As AWQ's checkpoints ("gemm") have it: eight outputs of an input in a word, in an order of their own."""
         return {
-            "qweight": _words(np.ascontiguousarray(self.codes.T), _AWQ_ORDER),
-            "qzeros": _words(np.ascontiguousarray(self.zeros.T), _AWQ_ORDER),
+            "qweight": _words(np.ascontiguousarray(self.codes.T), AWQ_ORDER),
+            "qzeros": _words(np.ascontiguousarray(self.zeros.T), AWQ_ORDER),
             "scales": np.ascontiguousarray(self.scales.T),
         }
 

@@ -54,17 +54,16 @@ class HfFolder:
         return {name: tuple(self._slice(name).get_shape()) for name in self._files}
 
     def dtype(self, name: str) -> str:
-        return _DTYPES.get(self._slice(name).get_dtype(), "")
+        return _DTYPES.get(self.kind(name), "")
 
     def read(self, name: str) -> np.ndarray:
-        stored = self._slice(name).get_dtype()
+        stored = self.kind(name)
         if stored not in _DTYPES:
             raise UserError(
                 f"{self._path}: {name} is stored as {stored}, must be one of {', '.join(sorted(_DTYPES))}: "
                 "tensors quantized so are not read"
             )
-        with self._damage_told(self._files[name]):
-            return self._open(self._files[name]).get_tensor(name)
+        return self.stored(name)
 
     def stored(self, name: str) -> np.ndarray:
         """A tensor as it is, in whatever dtype: parts of a quantized weight."""

@@ -13,18 +13,17 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-import ml_dtypes
 import numpy as np
 
 from capibara import limits
 from capibara.interop import hf_config
+from capibara.interop.grid import AWQ_ORDER
+from capibara.interop.hf_folder import DTYPES
 from capibara.interop.tensors import Shape
 from capibara.types import UserError
 
 _WORD = 32  # bits
-_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of eight outputs each place of a word has
 _STATE_BYTES = 1 << 16  # of what bitsandbytes says of a weight
-_DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 _INPUTS_FIRST = ("gpt2",)  # its weights are [I, O]
 _INT8_STEP = np.float32(1 / 127)
 _FLOATS = ("F16", "BF16", "F32")
@@ -174,7 +173,7 @@ def _awq(folder: Folder, about: Mapping[str, object]) -> _Found:
 
         def values(base: str = base, inputs: int = inputs, groups: int = groups) -> np.ndarray:
             codes, zeros = (
-                _codes(folder.stored(f"{base}.{part}").view(np.uint32), 4, _AWQ_ORDER) for part in ("qweight", "qzeros")
+                _codes(folder.stored(f"{base}.{part}").view(np.uint32), 4, AWQ_ORDER) for part in ("qweight", "qzeros")
             )
             group_I = np.arange(inputs) // (inputs // groups)
             return np.ascontiguousarray(_scaled(codes, folder.stored(f"{base}.scales"), zeros, group_I).T)
@@ -221,7 +220,7 @@ def _bitsandbytes(folder: Folder, about: Mapping[str, object]) -> _Found:
             weights[name], of_it = _in_4_bits(folder, name, f"{name}{mark}", shapes)
             parts |= of_it
     stated = folder.config.get("dtype", folder.config.get("torch_dtype"))
-    dtype = stated if stated in _DTYPES else "float16"
+    dtype = stated if stated in DTYPES else "float16"
     for base in _bases(shapes, ".SCB"):
         name = f"{base}.weight"
         outputs, _ = _matrix(shapes, name)
@@ -233,7 +232,7 @@ def _bitsandbytes(folder: Folder, about: Mapping[str, object]) -> _Found:
 
         def values(name: str = name, base: str = base) -> np.ndarray:
             largest_O = folder.stored(f"{base}.SCB")[:, None]
-            return (folder.stored(name).astype(np.float32) * largest_O * _INT8_STEP).astype(_DTYPES[dtype])
+            return (folder.stored(name).astype(np.float32) * largest_O * _INT8_STEP).astype(DTYPES[dtype])
 
         weights[name] = _Weight(shapes[name], dtype, values)
         parts |= {name, f"{base}.SCB", layout}
@@ -269,7 +268,7 @@ def _in_4_bits(folder: Folder, name: str, mark: str, shapes: Mapping[str, Shape]
     def values() -> np.ndarray:
         packed = folder.stored(name).reshape(-1).view(np.uint8)
         levels = folder.stored(f"{name}.quant_map").astype(np.float32)
-        largest, found = largest_of_blocks(), np.empty(2 * len(packed), _DTYPES[dtype])
+        largest, found = largest_of_blocks(), np.empty(2 * len(packed), DTYPES[dtype])
         step = block * 4096  # values at once, whole blocks of them
         for start in range(0, count, step):
             both = packed[start // 2 : (start + step) // 2]
@@ -294,7 +293,7 @@ def _state(folder: Folder, mark: str, shapes: Mapping[str, Shape]) -> dict[str, 
     whole = lambda value, most: type(value) is int and 0 < value <= most  # noqa: E731
     fits = isinstance(shape, list) and len(shape) == 2 and all(whole(size, 2**31) for size in shape)
     block = found.get("blocksize")
-    fits = fits and whole(block, 2**16) and not block % 2 and whole(nested, 2**16) and dtype in _DTYPES
+    fits = fits and whole(block, 2**16) and not block % 2 and whole(nested, 2**16) and dtype in DTYPES
     if not fits or not isinstance(found.get("nested_offset", 0.0), (int, float)):
         raise UserError(f"{mark} does not say the shape, dtype and block size of a weight: copy the folder again")
     return {"nested_offset": 0.0, "nested_blocksize": 1} | found | {"shape": tuple(shape)}
