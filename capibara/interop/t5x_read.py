@@ -230,9 +230,7 @@ class T5xModel:
         ):
             if name not in shapes:
                 raise UserError(f"{self.path} has no {what}: it is not whole, or no T5")
-        for name in (table, "shared.weight", query, up):
-            if len(shapes[name]) != 2 or 0 in shapes[name]:
-                raise UserError(f"{self.path}: {name} has the shape {list(shapes[name])}, must have two dimensions")
+        self._check_matrices(table, "shared.weight", query, up)
         buckets, heads = shapes[table]
         count = lambda side: len({name.split(".")[2] for name in shapes if name.startswith(f"{side}.block.")})  # noqa: E731
         return {
@@ -264,9 +262,7 @@ class T5xModel:
         for name in (table, query, up):
             if name not in shapes:
                 raise UserError(f"{self.path} has no {name}: it is not whole, or no decoder_only of T5X")
-        for name in (embedding, table, query, up):
-            if len(shapes[name]) != 2 or 0 in shapes[name]:
-                raise UserError(f"{self.path}: {name} has the shape {list(shapes[name])}, must have two dimensions")
+        self._check_matrices(embedding, table, query, up)
         heads, buckets = shapes[table]
         tied = "decoder/logits_dense/kernel" not in shapes
         return {
@@ -286,6 +282,12 @@ class T5xModel:
             "pad_token_id": 0,
             "eos_token_id": 1,
         }
+
+    def _check_matrices(self, *names: str) -> None:
+        shapes = self.shapes()
+        for name in names:
+            if len(shapes[name]) != 2 or 0 in shapes[name]:
+                raise UserError(f"{self.path}: {name} has the shape {list(shapes[name])}, must have two dimensions")
 
     def _gin(self) -> str | None:
         """The path of T5X's configuration, in the folder of the checkpoint or of the run."""
