@@ -60,11 +60,12 @@ def run(args) -> None:
     from capibara.evaluation import run as evaluation
     from capibara.evaluation.subject import open_subject
     from capibara.monitoring.status import StatusLine
+    from capibara.training import hosts
 
     written = [path for path in (args.out, args.predictions) if path]
-    outputs.check_writable(*written, inputs=args.gin_file)
     devices.start(args.emulate)
     joining.join_all(args)
+    hosts.of_first(lambda: outputs.check_writable(*written, inputs=args.gin_file))
     given = (args.model_dir or args.model, args.gin_file, args.gin_bindings, args.gin_search_paths)
     with StatusLine() as line:
         show = line.show if jax.process_index() == 0 else lambda *_: None
@@ -78,7 +79,7 @@ def run(args) -> None:
         else:
             names = [name for value in args.task for name in value.split(",") if name]
             tasks = evaluation.chosen(names, args.limit)
-            outputs.check_writable(*written, inputs=evaluation.files_of(tasks))
+            hosts.of_first(lambda: outputs.check_writable(*written, inputs=evaluation.files_of(tasks)))
             options = {"limit": args.limit, "predictions": args.predictions, "show": show}
             found = evaluation.evaluate(subject, tasks, **options)
             lines = evaluation.table(found)

@@ -43,8 +43,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UserError("--prompts and --out go together: name both files, e.g. --prompts=in.jsonl --out=out.jsonl")
     if args.model_dir and outputs.read(recorded := os.path.join(args.model_dir, "config.gin")) is None:
         raise UserError(f"--model_dir={args.model_dir} is not a run folder: no {recorded}; other models: --model")
-    if args.out:
-        outputs.check_writable(args.out, inputs=[*args.gin_file, args.prompts])
     run(args)
     return 0
 
@@ -55,9 +53,12 @@ def run(args) -> None:
     from capibara.inference import chat, files, sample, serving_mesh, speed, terminal
     from capibara.inference.engine import Engine, EngineConfig
     from capibara.monitoring.status import StatusLine
+    from capibara.training import hosts
 
     devices.start(args.emulate)
     joining.join_all(args, tell=lambda joined: print(joined, file=sys.stderr))
+    if args.out:
+        hosts.of_first(lambda: outputs.check_writable(args.out, inputs=[*args.gin_file, args.prompts]))
     line = channel.connect()
     given = (args.model_dir or args.model, args.gin_file, args.gin_bindings, args.gin_search_paths)
     opened = loading.load(*given, trust=args.trust_config, placed=serving_mesh.placed)

@@ -16,7 +16,8 @@ from capibara.types import UserError
 def check_writable(*paths: str, inputs: Iterable[str | os.PathLike[str]] = ()) -> None:
     """Raises UserError where `save` would, or would write over an input or another output.
 
-    To be asked before the long work whose results they are for; it leaves nothing behind.
+    To be asked before the long work whose results they are for, of several processes by the one that writes them; it
+    leaves nothing behind.
     """
     taken = {
         os.path.realpath(path): "is read as a Gin file" if os.fspath(path).endswith(".gin") else "is an input"
@@ -36,7 +37,10 @@ def check_writable(*paths: str, inputs: Iterable[str | os.PathLike[str]] = ()) -
     finally:
         for one in made:
             with contextlib.suppress(OSError):
-                one.rmdir() if one.is_dir() else one.unlink()
+                if one.is_dir():
+                    one.rmdir()
+                elif not one.stat().st_size:  # else another process has written it meanwhile
+                    one.unlink()
 
 
 @contextlib.contextmanager

@@ -11,11 +11,12 @@ import hashlib
 import json
 import pathlib
 import sys
+from unittest import mock
 
 import jax
 import numpy as np
 
-from capibara import cli, evaluate, joining
+from capibara import cli, evaluate, joining, outputs
 from capibara.data.answers import PreferenceJsonlSource, PromptJsonlSource
 from capibara.data.chat_template import ChatTemplate
 from capibara.data.dataset import Dataset
@@ -198,10 +199,11 @@ def reference(folder: pathlib.Path, name: str) -> dict:
 
 
 def evaluated(folder: pathlib.Path, name: str) -> dict:
-    """Answers and choices of a run, in a file of predictions."""
+    """Answers and choices of a run, in a file of predictions; how often this process looked whether it can be written."""
     files = (f"--predictions={folder}/{name}.jsonl", f"--out={folder}/{name}.json")
     run = (f"--model_dir={folder}/run", f"--gin_file={folder}/tasks.gin", "--gin.Plan.batch_size=8")
-    return {"code": evaluate.main([*run, "--gin.Dataset.length=64", *files])}
+    with mock.patch.object(outputs, "check_writable", wraps=outputs.check_writable) as checked:
+        return {"code": evaluate.main([*run, "--gin.Dataset.length=64", *files]), "checks": checked.call_count}
 
 
 def harness(folder: pathlib.Path, name: str) -> dict:
