@@ -25,13 +25,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import jax
 import numpy as np
 
 from capibara import bucket_faults, limits, tree
-from capibara.training import state as states
 from capibara.training import array_files, chunks, hosts, lease, manifest, run_manifest, shapes, step_folders, storage
 from capibara.training.background import Task, before_exit
 from capibara.training.checkpointing import Checkpointing, Compression, Verify
@@ -40,7 +39,6 @@ from capibara.training.encryption import Key
 from capibara.training.lease import Lease
 from capibara.training.manifest import Damaged, File, Manifest
 from capibara.training.snapshot import snapshot
-from capibara.training.state import TrainState
 from capibara.training.step_files import Writer, together
 from capibara.tree import byte_count
 from capibara.types import PyTree, TryAgain, UserError
@@ -51,6 +49,17 @@ _SAVE_S = 3600.0  # that a save or a verification may take; hosts wait for each 
 _RUN_BYTES, _RUN_VALUES = 256 << 20, 8_000_000  # of a run.json
 _TOLD = 20  # lost steps that the log names
 _T = TypeVar("_T")
+
+
+class State(Protocol):
+    """What is saved: arrays by name, of which a constructor makes the same again."""
+
+    def parts(self) -> dict[str, Any]:
+        """A tree of arrays by each of its names."""
+        ...
+
+
+S = TypeVar("S", bound=State)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,7 +143,7 @@ class Checkpoints:
         """The newest committed step, None in a new run folder."""
         return max(self.steps(), default=None)
 
-    def restore(self, target: TrainState) -> tuple[Restored, TrainState] | None:
+    def restore(self, target: S) -> tuple[Restored, S] | None:
         """The newest step that is what was saved, read onto the devices; None in a new run folder.
 
         Newer ones that are not are named in `damaged`, and moved aside unless this is read only. Every process calls it.
@@ -146,7 +155,7 @@ class Checkpoints:
           UserError: there are steps and not one of them is whole, or they hold another model.
         """
 
-        def attempt(step: int) -> tuple[Restored, TrainState]:
+        def attempt(step: int) -> tuple[Restored, S]:
             self._check_rest(step)
             restored = self.restore_progress(step)
             return restored, self.restore_state(restored, target)
@@ -252,7 +261,7 @@ class Checkpoints:
     def save(
         self,
         step: int,
-        state: TrainState,
+        state: State,
         data: dict[str, Any],
         progress: dict[str, Any],
         score: float | None = None,
@@ -275,7 +284,7 @@ class Checkpoints:
             raise UserError(
                 f"step {step} cannot be saved: {self._folder} holds step {newest} already; set another MODEL_DIR"
             )
-        arrays = states.as_dict(state)
+        arrays = state.parts()
         with self._disk_errors():
             self._check_room(byte_count(arrays))
         values = {"data": data, "progress": progress, "shapes": shapes.of(arrays)}
@@ -329,7 +338,7 @@ class Checkpoints:
         self._parent = step
         return restored
 
-    def restore_state(self, restored: Restored, target: TrainState) -> TrainState:
+    def restore_state(self, restored: Restored, target: S) -> S:
         """Reads the arrays of a step onto the devices.
 
         Args:
@@ -343,12 +352,12 @@ class Checkpoints:
           UserError: the checkpoint holds another model: names the first array that differs.
           Damaged: it is not what was saved.
         """
-        saved, wanted = restored.shapes, states.as_dict(target)
+        saved, wanted = restored.shapes, target.parts()
         if shapes.window(saved) != shapes.window(shapes.of(wanted)):
             saved = {path: shape for path, shape in saved.items() if path not in shapes.window(saved)}
             wanted.pop("losses", None)
         shapes.check(self._folder / str(restored.step), saved, shapes.of(wanted), cast=self._config.cast)
-        return TrainState(**self._read(restored.step, wanted))
+        return type(target)(**self._read(restored.step, wanted))
 
     def step_before(self, spike: int, at_most: int) -> int | None:
         """The newest whole step up to `at_most`, else the oldest before `spike`; None: there is none."""

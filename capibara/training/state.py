@@ -46,14 +46,13 @@ class TrainState:
             return self.params if self.ema is None else self.ema
         return tree.joined(self.ema, self.params)
 
-
-def as_dict(state: TrainState) -> dict[str, Any]:
-    """Its parts by their names, as a checkpoint has them."""
-    parts = {f.name: getattr(state, f.name) for f in dataclasses.fields(state)}
-    for name in ("loss_scale", "losses"):
-        if parts[name] is None:
-            del parts[name]  # as in the checkpoints that were written before there was one
-    return parts
+    def parts(self) -> dict[str, Any]:
+        """Its parts by their names, as a checkpoint has them."""
+        parts = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        for name in ("loss_scale", "losses"):
+            if parts[name] is None:
+                del parts[name]  # as in the checkpoints that were written before there was one
+        return parts
 
 
 def init_state(
