@@ -8,10 +8,12 @@ on its group alone, and nothing need be read or preprocessed to know where anoth
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -21,6 +23,7 @@ from capibara.data.readers import GROUP, block_pool, place_in_epoch, places_of
 from capibara.data.shards import index as indexes
 from capibara.data.shards.tfrecord import TfRecords
 from capibara.data.shuffle import bits, permutation
+from capibara.storage.remote import Entry
 from capibara.types import UserError
 
 _TOGETHER = 4  # blocks of a group
@@ -34,11 +37,20 @@ class NotInBlocks(Exception):
     """A task that cannot be read in blocks; says why."""
 
 
-def check_cached(task: Any) -> None:
-    """Raises UserError where the cache of a task, or of one of a mixture, is not there."""
+def check_cached(task: Any, split: str, lengths: Mapping[str, int]) -> None:
+    """Looks at the cache of a task, or at those of a mixture's: what shows before anything is read.
+
+    Args:
+      task: a seqio.Task or Mixture.
+      split: that is to be read.
+      lengths: positions of each feature, for the preprocessors after the cache.
+
+    Raises:
+      UserError: it is not there, or has another split or other features, or a file of it is missing.
+    """
     seqio = tasks.load()
-    for part in getattr(task, "tasks", [task]):
-        if part.supports_caching and not part.cache_dir:
+    for part in _cached_parts(task):
+        if not part.cache_dir:
             folders = [
                 f"{folder.rstrip('/')}/{part.name.replace(':', '/')}" for folder in seqio.get_global_cache_dirs()
             ]
@@ -47,6 +59,30 @@ def check_cached(task: Any) -> None:
                 f"{', '.join(folders) or 'any folder, for none is named'}: write it with seqio_cache_tasks and name its "
                 "output_cache_dir in Dataset.cache_dirs, or leave Dataset.use_cached out"
             )
+        if split in part.splits:
+            about = _info(part, split)
+            _files(part, split, about)
+            with contextlib.suppress(NotInBlocks):  # a ragged feature: SeqIO reads it by itself
+                _of_no_record(part, _parser(about), lengths)
+
+
+def raise_damage(task: Any, split: str, error: Exception) -> NoReturn:
+    """Names the file of a cache that TensorFlow could not read, with TensorFlow's error where none is cut short."""
+    import tensorflow as tf
+
+    for part in _cached_parts(task):
+        if split in part.splits:
+            indexes.index_of(_files(part, split, _info(part, split)), TfRecords(block_bytes=_LARGEST))
+    if isinstance(error, tf.errors.DataLossError):
+        said = str(error.message).splitlines()[0].rpartition("}}")[2].partition("[Op:")[0].strip()
+        raise UserError(
+            f"SeqIO task {task.name!r}: a record of its cache is damaged ({said}): write it again with seqio_cache_tasks"
+        ) from error
+    raise error
+
+
+def _cached_parts(task: Any) -> list[Any]:
+    return [part for part in getattr(task, "tasks", [task]) if part.supports_caching]
 
 
 class CachedBlocks:
@@ -78,9 +114,7 @@ class CachedBlocks:
         self._parse = _parser(about)
         if not self._only_maps() and not any_steps:
             raise NotInBlocks("its preprocessors after the cache make more or fewer examples than they get")
-        prefix = seqio.get_cached_tfrecord_prefix(task.cache_dir, split)
-        pattern = f"{prefix}-*-of-*{about['num_shards']}"
-        files = indexes.listed(f"the cache of SeqIO task {task.name!r}", [pattern])
+        files = _files(task, split, about)
         size = sum(file.size for file in files) // (_TOGETHER * _LEAST_GROUPS * self._count)
         size = min(max(1 << max(size, 1).bit_length() - 1, _SMALLEST), _LARGEST)
         self._format = TfRecords(block_bytes=size)
@@ -148,29 +182,64 @@ class CachedBlocks:
         ]
 
     def _after_cache(self, data: Any, seed: int) -> Any:
-        with tasks.BUILDING:
-            return self._task.preprocess_postcache(data, sequence_length=self._lengths, seed=seed)
+        return _after_cache(self._task, data, self._lengths, seed)
 
     def _only_maps(self) -> bool:
-        """Whether the preprocessors after the cache only map, which shows in how many examples tf.data expects.
+        """Whether the preprocessors after the cache only map, which shows in how many examples tf.data expects."""
+        return int(_of_no_record(self._task, self._parse, self._lengths).cardinality()) == _ENDLESS
 
-        Raises:
-          UserError: they refuse what the cache has, or do not make what the task promises.
-        """
-        import tensorflow as tf
 
-        data = tf.data.Dataset.range(_ENDLESS).map(lambda _: self._parse(tf.constant(b"")))
-        try:
-            data = self._after_cache(data, 0)
-        except ValueError as error:
-            raise UserError(f"SeqIO task {self._task.name!r}: {' '.join(str(error).split())}") from error
-        for name, feature in self._task.output_features.items():
-            if feature.required and name not in data.element_spec:
-                raise UserError(
-                    f"SeqIO task {self._task.name!r} has no feature {name!r} after its preprocessors (it has: "
-                    f"{', '.join(data.element_spec)}): write the cache again, or correct them"
-                )
-        return int(data.cardinality()) == _ENDLESS
+def _after_cache(task: Any, data: Any, lengths: Mapping[str, int], seed: int) -> Any:
+    with tasks.BUILDING:
+        return task.preprocess_postcache(data, sequence_length=lengths, seed=seed)
+
+
+def _of_no_record(task: Any, parse: Callable[[Any], dict[str, Any]], lengths: Mapping[str, int]) -> Any:
+    """What the preprocessors after the cache make of very many examples, none of which is read.
+
+    Raises:
+      UserError: they refuse what the cache has, or do not make what the task promises.
+    """
+    import tensorflow as tf
+
+    data = tf.data.Dataset.range(_ENDLESS).map(lambda _: parse(tf.constant(b"")))
+    again = "write the cache again with seqio_cache_tasks, or correct them"
+    try:
+        data = _after_cache(task, data, lengths, 0)
+    except (ValueError, KeyError) as error:
+        said = " ".join(str(error).split())
+        said = f"no feature {said}" if isinstance(error, KeyError) else said
+        raise UserError(
+            f"SeqIO task {task.name!r}: its preprocessors refuse what its cache has ({said}): {again}"
+        ) from error
+    for name, feature in task.output_features.items():
+        if feature.required and name not in data.element_spec:
+            raise UserError(
+                f"SeqIO task {task.name!r} has no feature {name!r} after its preprocessors (it has: "
+                f"{', '.join(data.element_spec)}): {again}"
+            )
+        found = data.element_spec.get(name)
+        if isinstance(found, tf.TensorSpec) and found.dtype != feature.dtype:
+            raise UserError(
+                f"SeqIO task {task.name!r}: the feature {name!r} of its cache is {found.dtype.name}, must be "
+                f"{tf.as_dtype(feature.dtype).name}: {again}"
+            )
+    return data
+
+
+def _files(task: Any, split: str, about: Mapping[str, Any]) -> list[Entry]:
+    """All files of a split; raises UserError where one is missing."""
+    prefix, count = tasks.load().get_cached_tfrecord_prefix(task.cache_dir, split), about["num_shards"]
+    found = indexes.listed(f"the cache of SeqIO task {task.name!r}", [f"{prefix}-*-of-{count:05}"])
+    if len(found) != count:
+        there = {os.path.basename(file.url) for file in found}
+        names = (f"{os.path.basename(prefix)}-{number:05}-of-{count:05}" for number in range(count))
+        missing = next((name for name in names if name not in there), "a file")
+        raise UserError(
+            f"SeqIO task {task.name!r}: {missing} is missing in {task.cache_dir}, {len(found)} of {count} files are there: "
+            "copy it again"
+        )
+    return found
 
 
 def _info(task: Any, split: str) -> dict[str, Any]:
@@ -180,10 +249,20 @@ def _info(task: Any, split: str) -> dict[str, Any]:
     path = tasks.load().get_cached_info_path(task.cache_dir, split)
     try:
         with tf.io.gfile.GFile(path) as file:
-            return json.load(file)
-    except (tf.errors.OpError, ValueError) as error:
+            about = json.load(file)
+        if int(about["num_shards"]) > 0 and about["features"].keys():
+            return about
+        said = "no shards or no features"
+    except tf.errors.NotFoundError:
+        found = tf.io.gfile.glob(tasks.load().get_cached_info_path(task.cache_dir, "*"))
+        splits = sorted(os.path.basename(one).removeprefix("info.").removesuffix(".json") for one in found)
+        raise UserError(
+            f"the cache of SeqIO task {task.name!r} in {task.cache_dir} has no split {split!r} (it has: "
+            f"{', '.join(splits) or 'none'}): write it again with seqio_cache_tasks"
+        ) from None
+    except (tf.errors.OpError, ValueError, TypeError, KeyError, AttributeError) as error:
         said = str(getattr(error, "message", error)).splitlines()[0]
-        raise UserError(f"{path} cannot be read ({said}): write the cache again with seqio_cache_tasks") from None
+    raise UserError(f"{path} cannot be read ({said}): write the cache again with seqio_cache_tasks")
 
 
 def _parser(about: Mapping[str, Any]) -> Callable[[Any], dict[str, Any]]:

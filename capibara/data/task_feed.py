@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from capibara.data import tasks
-from capibara.data.cached_task import CachedBlocks, NotInBlocks, check_cached
+from capibara.data.cached_task import CachedBlocks, NotInBlocks, check_cached, raise_damage
 from capibara.data.dataset import CachedOrder, Dataset
 from capibara.data.examples import Assembler
 from capibara.data.feeds import Feed, Share, in_turn, layout_of, round_of
@@ -61,7 +61,7 @@ class TaskFeed(Feed):
         for folder in dataset.cache_dirs:
             if folder not in seqio.get_global_cache_dirs():
                 seqio.add_global_cache_dirs([folder])
-        check_cached(self._task)
+        check_cached(self._task, self.share.split, self._lengths())
         order = dataset.cached_order
         if not self._endless or order is CachedOrder.SEQIO:
             return None, "Dataset.cached_order is 'seqio'"
@@ -160,13 +160,24 @@ class TaskFeed(Feed):
         if self._blocks is not None:
             found = self._blocks.read(shard, begin)
         else:
-            found = enumerate(self._examples(shard).skip(begin).as_numpy_iterator(), begin)
+            found = self._read(shard, begin)
         for number, example in found:
             targets = _ids(example, "targets", self._task.name)
             inputs = _ids(example, "inputs", self._task.name) if "inputs" in example else None
             domain = example["domain"].decode() if "domain" in example else self._task.name
             place = (shard, number) if self._blocks is None else (shard, *divmod(number, GROUP))
             yield number, assemble(targets, inputs, domain, place)
+
+    def _read(self, shard: int, begin: int) -> Iterator[tuple[int, dict[str, Any]]]:
+        """A stream's examples from number `begin` on, as SeqIO reads them."""
+        import tensorflow as tf
+
+        try:
+            yield from enumerate(self._examples(shard).skip(begin).as_numpy_iterator(), begin)
+        except tf.errors.OpError as error:
+            if self.dataset.use_cached:
+                raise_damage(self._task, self.share.split, error)
+            raise
 
     def _lengths(self) -> dict[str, int]:
         dataset = self.dataset

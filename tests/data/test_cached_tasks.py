@@ -6,6 +6,10 @@ import collections
 import itertools
 import json
 import logging
+import os
+import pathlib
+import subprocess
+import zipfile
 
 import numpy as np
 import pytest
@@ -97,7 +101,7 @@ def read(dataset, count: int, *, hosts: int = 1, state=None, batch_size: int = 4
         states.append(loader.get_state())
         loader.close()
     parts = zip(*shares, strict=True)
-    joined = [{key: np.concatenate([part[key] for part in each]) for key in BATCH_KEYS} for each in parts]
+    joined = [{key: np.concatenate([part[key] for part in each]) for key in each[0]} for each in parts]
     return joined, merge_states(states)
 
 
@@ -207,15 +211,115 @@ def test_a_cache_that_is_not_there_or_not_whole(cache, tmp_path):
     with pytest.raises(UserError, match="'cached_mix'.*a mixture draws its examples from several tasks: leave it out"):
         read(dataset(mixture_or_task_name="cached_mix", cached_order=CachedOrder.BLOCKS), 1)
     path = sorted(tmp_path.glob("cached/train.tfrecord-*"))[2]
-    path.write_bytes(path.read_bytes()[:-7])
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-7])
     with pytest.raises(UserError, match="is cut short"):
         read(dataset(), 1)
+    with pytest.raises(UserError, match="train.tfrecord-00002-of-00003 is cut short"):
+        read(dataset(mixture_or_task_name="cached_mix"), 60)  # in SeqIO's order it shows when it is read
+    path.write_bytes(whole[:30] + bytes([whole[30] ^ 255]) + whole[31:])
+    with pytest.raises(UserError, match="'cached_mix': a record of its cache is damaged .corrupted record at .*again"):
+        read(dataset(mixture_or_task_name="cached_mix"), 60)
+    path.unlink()
+    for name in ("cached", "cached_mix"):
+        with pytest.raises(UserError, match="train.tfrecord-00002-of-00003 is missing in .*, 2 of 3 files are there"):
+            read(dataset(mixture_or_task_name=name), 1)
     (tmp_path / "cached" / "COMPLETED").unlink()
     import seqio
 
     seqio.TaskRegistry.get("cached")._cache_dir = None  # it keeps where it has found it
     with pytest.raises(UserError, match=f"no COMPLETED in .*{tmp_path}/cached.*seqio_cache_tasks.*Dataset.cache_dirs"):
         read(dataset(), 1)
+
+
+@pytest.mark.parametrize("name", ["cached", "cached_mix"])
+def test_a_cache_of_something_else(cache, tmp_path, name):
+    dataset, path = cache(), tmp_path / "cached" / "info.train.json"
+    about = json.loads(path.read_text())
+    for feature, told in (
+        (None, r"has no feature 'targets' after its preprocessors \(it has: domain, note\)"),
+        ("float32", "the feature 'targets' of its cache is float32, must be int32"),
+    ):
+        features = {key: value for key, value in about["features"].items() if key != "targets"}
+        if feature is not None:
+            features["targets"] = {"shape": [None], "dtype": feature}
+        path.write_text(json.dumps({**about, "features": features}))
+        with pytest.raises(UserError, match=f"SeqIO task 'cached'.*{told}.*write the cache again"):
+            read(dataset(mixture_or_task_name=name), 1)
+    path.write_text("{}")
+    with pytest.raises(UserError, match="info.train.json cannot be read .*write the cache again"):
+        read(dataset(mixture_or_task_name=name), 1)
+    path.rename(path.with_name("info.test.json"))
+    with pytest.raises(UserError, match=r"'cached' in .* has no split 'train' \(it has: test\): write it again"):
+        read(dataset(mixture_or_task_name=name), 1)
+
+
+def by_seqio(folder, name="by_seqio", **changes):
+    """A Dataset of a task that seqio_cache_tasks cached in `folder`."""
+    given = {"mixture_or_task_name": name, "task_module": "cached_by_seqio", "cache_dirs": (str(folder),)}
+    given |= {
+        "use_cached": True,
+        "kind": "encoder_decoder",
+        "encoder_length": 24,
+        "length": 24,
+        "packing": Packing.NONE,
+    }
+    return Dataset(**{**given, "window_rows": 2, "window_documents": 8, **changes})
+
+
+def assert_the_tools_cache_trains(folder) -> None:
+    """A task, by blocks, and a mixture go on exactly; the examples are those that the task has without its cache."""
+    import seqio
+
+    def texts(batches):
+        rows = [(batch["encoder_tokens"], batch["targets"]) for batch in batches]
+        decode = tasks.vocabulary_of(tasks.get("by_seqio")).decode
+        return {
+            (decode(a[a > 1]), decode(b[b > 1])) for inputs, targets in rows for a, b in zip(inputs, targets) if b.any()
+        }
+
+    for name, order in (("by_seqio", "blocks"), ("by_seqio_mix", "seqio")):
+        dataset = by_seqio(folder, name)
+        whole, _ = read(dataset, 30)
+        _, state = read(dataset, 19, hosts=2)
+        assert state["settings"]["cached_order"] == order
+        assert_same(read(dataset, 11, state=state)[0], whole[19:])
+        known = {(f"train {n}", f"squared {n * n}") for n in range(60)}
+        assert texts(whole) == known if order == "blocks" else len(texts(whole) & known) > 20 and texts(whole) <= known
+        passed, _ = read(dataset, 2 if name == "by_seqio_mix" else 1, split="validation", epochs=1)
+        assert texts(passed) == {(f"validation {n}", f"squared {n * n}") for n in range(3)}
+    seqio.set_global_cache_dirs([])
+
+
+@pytest.fixture
+def task_folder(monkeypatch):
+    """The folder of the module cached_by_seqio, whose tasks forget their caches."""
+    folder = pathlib.Path(__file__).parent
+    monkeypatch.syspath_prepend(str(folder))
+    yield folder
+    import seqio
+
+    seqio.set_global_cache_dirs([])
+    for name in ("by_seqio", "by_seqio_too"):
+        seqio.TaskRegistry.get(name)._cache_dir = None
+
+
+def test_a_cache_that_seqio_cache_tasks_wrote_trains(task_folder, tmp_path):
+    zipfile.ZipFile(task_folder / "cached_by_seqio.zip").extractall(tmp_path)
+    assert_the_tools_cache_trains(tmp_path)
+
+
+@pytest.mark.heavy
+def test_a_cache_made_now_trains(task_folder, tmp_path):
+    """BEAM_PYTHON is a python whose environment has seqio_cache_tasks, apache-beam and google-crc32c."""
+    if (python := os.environ.get("BEAM_PYTHON")) is None:
+        pytest.skip("BEAM_PYTHON names no python with apache-beam")
+    tool = [python, "-m", "seqio.scripts.cache_tasks_main", "--module_import=cached_by_seqio", "--tasks=by_seqio.*"]
+    environment = {**os.environ, "PYTHONPATH": str(task_folder)}
+    subprocess.run(
+        [*tool, "--min_shards=4", f"--output_cache_dir={tmp_path}"], env=environment, check=True, timeout=500
+    )
+    assert_the_tools_cache_trains(tmp_path)
 
 
 def test_a_stream_without_examples_ends_the_run(cache):
