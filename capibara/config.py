@@ -30,16 +30,14 @@ from gin import config as gin_config
 from gin import config_parser
 
 from capibara import fields, gin_record, gin_search, user_modules
-from capibara.cli import ArgumentParser, add_arguments, parse_arguments, run_verb, unwrap
+from capibara.cli import unwrap
 from capibara.fields import did_you_mean
 from capibara.gin_search import Text, defining_modules, find_file, search_folders, without_macros
 from capibara.types import UserError
 
 __all__ = [
-    "ArgumentParser",
     "Recorded",
     "Statement",
-    "add_arguments",
     "build",
     "changes",
     "check_used",
@@ -48,9 +46,7 @@ __all__ = [
     "find_file",
     "operative",
     "parse",
-    "parse_arguments",
     "reset",
-    "run_verb",
     "search_folders",
     "statements_of",
     "unused",

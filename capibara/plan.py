@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -39,7 +38,7 @@ def plan(args: argparse.Namespace) -> int:
     from capibara import config, outputs, serving_plan
     from capibara.models import api
     from capibara.monitoring.status import StatusLine
-    from capibara.planner import explain, page, proof, report, search, slice_choice, slices, topology, verify, workload
+    from capibara.planner import explain, files, proof, report, search, slice_choice, slices, topology, verify, workload
     from capibara.training import trainer
 
     asked = slices.parse(args.slice) if args.slice is not None else None  # mistakes show before the model is looked at
@@ -72,14 +71,7 @@ def plan(args: argparse.Namespace) -> int:
         with StatusLine() as line:
             prove = proof.prover(run, given, work, slice_, deadline_s=args.deadline, status=line.show)
             walk = verify.walk(work, slice_, question, prove, most=args.tries)
-    if args.json:
-        shown = report.plans_json(walk, work, slice_, top=args.top, offers=found, **money)
-        outputs.save(args.json, json.dumps(shown, indent=1))
-    if args.html:
-        outputs.save(args.html, page.page(walk, work, slice_, offers=found, **money))
-    if args.output:
-        before = (questions.included(args), args.gin_bindings) if args.include else ((), ())
-        outputs.save(args.output, report.gin(walk, work, slice_, *before))
+    files.save(args, walk, work, slice_, found, **money)
     if found:
         report.show_offers(found, chosen, **money)
     report.show(walk, work, slice_, top=args.top, **money)

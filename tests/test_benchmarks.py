@@ -48,7 +48,5 @@ def test_names_are_there(path):
 
 
 def test_names_that_are_not_there_are_found():
-    source = (
-        "from capibara import devices, nothing\nfrom capibara.types import Lost\ndevices.emulate\ndevices.lost = 1\n"
-    )
-    assert missing(source) == ["line 1: capibara.nothing", "line 2: capibara.types.Lost", "line 4: devices.lost"]
+    source = "from capibara import config, nothing\nfrom capibara.config import Lost\nconfig.build\nconfig.lost = 1\n"
+    assert missing(source) == ["line 1: capibara.nothing", "line 2: capibara.config.Lost", "line 4: config.lost"]

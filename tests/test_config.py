@@ -19,7 +19,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import pytest
 
-from capibara import config, extras, fields
+from capibara import cli, config, extras, fields
 from capibara.types import UserError
 
 
@@ -173,8 +173,8 @@ class TestBuild:
         ],
     )
     def test_command_line_values(self, parse, value, meant):
-        parser = config.ArgumentParser("x")
-        args = config.parse_arguments(parser, ["--gin.Herd.folder=a", f"--gin.Herd.anything={value}"])
+        parser = cli.ArgumentParser("x")
+        args = cli.parse_arguments(parser, ["--gin.Herd.folder=a", f"--gin.Herd.anything={value}"])
         config.parse([], args.gin_bindings)
         assert config.build(Herd).anything == meant
 
@@ -443,9 +443,9 @@ class TestFields:
 
 class TestCommandLine:
     def parse(self, *argv: str):
-        parser = config.ArgumentParser("capibara train")
+        parser = cli.ArgumentParser("capibara train")
         parser.add_argument("--emulate", type=int)
-        return config.parse_arguments(parser, argv)
+        return cli.parse_arguments(parser, argv)
 
     def test_flags(self):
         args = self.parse(
@@ -474,12 +474,12 @@ class TestCommandLine:
             config.parse([], ["Herd.size = 'x'", "Herd.folder = a"])
             config.build(Herd)
 
-        assert config.run_verb(lambda argv: None) == 0
-        assert config.run_verb(lambda argv: 3) == 3
-        assert config.run_verb(user_error) == 2
+        assert cli.run_verb(lambda argv: None) == 0
+        assert cli.run_verb(lambda argv: 3) == 3
+        assert cli.run_verb(user_error) == 2
         error = capsys.readouterr().err
         assert error.startswith("error: Herd.size ('x') must be int") and error.count("\n") == 1
-        assert config.run_verb(lambda argv: config.build(FullDisk)) == 2
+        assert cli.run_verb(lambda argv: config.build(FullDisk)) == 2
         assert capsys.readouterr().err == (
             "error: disk full while writing runs/x: free some space, then run this again\n"
         )
@@ -487,7 +487,7 @@ class TestCommandLine:
         def interrupted(argv):
             raise KeyboardInterrupt
 
-        assert config.run_verb(interrupted) == 130
+        assert cli.run_verb(interrupted) == 130
 
     def test_ctrl_c_in_a_callback_of_the_collector_is_not_lost(self, monkeypatch):
         """Python drops what is raised there."""
@@ -504,18 +504,18 @@ class TestCommandLine:
 
         try:
             began_s = time.monotonic()
-            assert config.run_verb(main) == 130 and time.monotonic() < began_s + 5
+            assert cli.run_verb(main) == 130 and time.monotonic() < began_s + 5
             assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
         finally:
             signal.signal(signal.SIGINT, before)
 
     def test_faults_of_ours_keep_their_traceback(self):
         with pytest.raises(ZeroDivisionError):
-            config.run_verb(lambda argv: 1 / 0)
+            cli.run_verb(lambda argv: 1 / 0)
 
     def test_no_traceback_in_a_real_process(self, tmp_path):
         code = (
-            "import sys; from capibara import config; sys.exit(config.run_verb(lambda argv: config.parse(['x.gin'])))"
+            "import sys; from capibara import cli, config; sys.exit(cli.run_verb(lambda argv: config.parse(['x.gin'])))"
         )
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=CHECKOUT)
         assert done.returncode == 2 and done.stdout == ""
