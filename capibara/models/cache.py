@@ -144,11 +144,24 @@ def _written(old_BKSx: jax.Array, new_BTKx: jax.Array, now: Reading) -> jax.Arra
 def _append(old_BKSx: jax.Array, new_BKx: jax.Array, place_B: jax.Array) -> jax.Array:
     B = len(place_B)
     if sharding.platform() != "cpu" or sharding.active() or B > _ROWS_WRITTEN_APART:
-        return old_BKSx.at[jnp.arange(B, dtype=jnp.int32), :, place_B].set(new_BKx)
+        if whole_places(old_BKSx):
+            return old_BKSx.at[jnp.arange(B, dtype=jnp.int32), :, place_B].set(new_BKx)
+        # Rows and heads are batches of the scatter: nothing is asked of other devices.
+        place_BK = jnp.broadcast_to(place_B[:, None], new_BKx.shape[:2])
+        return jax.vmap(jax.vmap(lambda old, new, place: old.at[place].set(new)))(old_BKSx, new_BKx, place_BK)
     for row in range(B):
         one, rest = new_BKx[row][None, :, None], (0,) * (old_BKSx.ndim - 3)
         old_BKSx = jax.lax.dynamic_update_slice(old_BKSx, one, (row, 0, place_B[row], *rest))
     return old_BKSx
+
+
+def whole_places(x: jax.Array) -> bool:
+    """Whether all heads of a place are written by one update of a scatter.
+
+    A TPU packs four rows of 8 bits into one, and has the heads in a tile's rows for such updates: XLA then turned the whole
+    cache before and after each of them. An update for each head writes it where it lies.
+    """
+    return x.dtype.itemsize > 1 and x.ndim > 3  # the scales go with what is in 8 bits
 
 
 def attend(

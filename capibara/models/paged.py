@@ -138,7 +138,10 @@ def row(kept: Cache, slot: jax.Array, places: int, table: jax.Array | None) -> C
 
 def _gathered(pool: jax.Array, table_BM: jax.Array) -> jax.Array:
     """The pages of each slot side by side, [B, K, M * P, ...]."""
-    x_BKMPx = jnp.swapaxes(pool.at[table_BM].get(mode="promise_in_bounds"), 1, 2)
+    heads_K1 = jnp.arange(pool.shape[1], dtype=jnp.int32)[
+        :, None
+    ]  # each head's part comes to its place: none is turned
+    x_BKMPx = pool.at[table_BM[:, None], heads_K1].get(mode="promise_in_bounds")
     return x_BKMPx.reshape(*x_BKMPx.shape[:2], -1, *x_BKMPx.shape[4:])
 
 
@@ -155,7 +158,10 @@ def write(layer: LayerCache, k_BTKH: jax.Array, v_BTKH: jax.Array, now: Reading)
 def _written(pool: jax.Array, new_BTKx: jax.Array, page_BT: jax.Array, place_BT: jax.Array) -> jax.Array:
     page, place, new = page_BT.reshape(-1), place_BT.reshape(-1), new_BTKx.reshape(-1, *new_BTKx.shape[2:])
     if not _one_by_one() or len(page) > _WRITTEN_APART:
-        return pool.at[page, :, place].set(new, mode="promise_in_bounds")
+        if cache.whole_places(pool):
+            return pool.at[page, :, place].set(new, mode="promise_in_bounds")
+        heads_K = jnp.arange(pool.shape[1], dtype=jnp.int32)
+        return pool.at[page[:, None], heads_K, place[:, None]].set(new, mode="promise_in_bounds")
     for token in range(len(page)):
         at = (page[token], 0, place[token], *(0,) * (pool.ndim - 3))
         pool = jax.lax.dynamic_update_slice(pool, new[token][None, :, None], at)

@@ -23,8 +23,8 @@ from capibara.types import UserError
 GIB = 2**30
 COMPILED = 1.02
 """Bytes of the compiled step over the least possible, at most, where JAX's kernel reads rows (benchmarks/tpu_decode.py)."""
-_COMPILED_INT8 = 10.4
-"""The same of keys and values in 8 bits alone, which the kernel does not take: XLA copies them (8b-v5e-4-int8 there)."""
+_COMPILED_INT8 = 1.58
+"""The same of keys and values in 8 bits alone, which XLA reads: it writes about half of them back (8b-v5e-4-int8 there)."""
 _MATMUL = 0.6  # share of the peak FLOP/s; matters only where there are hundreds of slots
 _ROOMY = ("v6e", "v5p")  # chips to name where those that were asked for have too little, however many they are
 _HOP_S = 1e-6  # assumed, neither measured nor published: what an all-reduce takes for each device of its ring

@@ -57,6 +57,7 @@ def matrix():
         ("decoder", {}),
         ("decoder", dict(page_size=8)),
         ("decoder", dict(cache_dtype="int8")),
+        ("decoder", dict(cache_dtype="int8", page_size=8)),
         ("decoder", dict(draft_tokens=3)),
         ("experts", {}),
         ("encoder_decoder", {}),

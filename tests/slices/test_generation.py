@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
+import re
 import time
 
 import jax
@@ -10,7 +13,7 @@ import numpy as np
 import pytest
 
 from capibara import sharding
-from capibara.inference import footprint, programs
+from capibara.inference import footprint, lowering, programs
 from capibara.inference.choose import GREEDY, Settings
 from capibara.inference.engine import EngineConfig
 from capibara.models import api
@@ -152,3 +155,16 @@ def test_every_program_of_the_engine_compiles_for_the_slice(slice_name, sizes, n
     for layer in state["cache"]["layers"]:
         key = layer.get("key", layer.get("key_pages"))
         assert key.sharding.shard_shape(key.shape)[1] == key.shape[1] // sizes.get("tensor", 1)
+
+
+@pytest.mark.parametrize("pages", [{}, dict(page_size=32)], ids=["rows", "pages"])
+def test_no_step_turns_a_cache_in_8_bits(pages):
+    """Every array of its size, of the step, has the order of the donated one; an update of all heads has another."""
+    config = EngineConfig(slots=32, cache_dtype="int8", **pages)
+    model = api.build(dataclasses.replace(MODELS["decoder"], num_layers=1, num_kv_heads=8))
+    step = lowering.Step(model, config, 2048, mesh_of(dict(tensor=4), "v5e-4", rows=32))
+    text = step.lower().compile().as_text()
+    size = 32 * 2 * 2048 * model.config.head_size
+    found = re.findall(r"s8\[([\d,]+)\]\{([\d,]+)[:}]", text)
+    orders = {order for dims, order in found if math.prod(map(int, dims.split(","))) >= size}
+    assert orders and all(order == ",".join(map(str, reversed(range(order.count(",") + 1)))) for order in orders)
