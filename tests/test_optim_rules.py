@@ -1,0 +1,101 @@
+"""Several updates of each rule as its paper writes them, in NumPy: an option without effect shows in none of the first."""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from capibara.optim import Optimizer, Schedule
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
+
+from test_optim import orthogonalised  # noqa: E402
+
+RATE, UPDATES = 0.1, 3
+AXES = {"kernel": ("embed", "mlp")}
+
+
+def updates(optimizer, gradients):
+    """What each gradient in turn moves a matrix by, over minus the learning rate."""
+    tx = optimizer.build(10, AXES)
+    params = {"kernel": jnp.zeros(gradients[0].shape)}
+    state, found, update = tx.init(params), [], jax.jit(tx.update)
+    for gradient in gradients:
+        moved, state = update({"kernel": jnp.asarray(gradient, jnp.float32)}, state, params)
+        found.append(np.asarray(moved["kernel"]) / -RATE)
+    return found
+
+
+def adamw(b1=0.9, b2=0.95, eps=1e-8):
+    m = v = 0.0
+    for t in range(1, UPDATES + 1):
+        g = yield
+        m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g**2
+        yield m / (1 - b1**t) / (np.sqrt(v / (1 - b2**t)) + eps)
+
+
+def lion(b1=0.9, b2=0.99):
+    m = 0.0
+    for _ in range(UPDATES):
+        g = yield
+        yield np.sign(b1 * m + (1 - b1) * g)
+        m = b2 * m + (1 - b2) * g
+
+
+def sgd(momentum=0.9, nesterov=True):
+    m = 0.0
+    for _ in range(UPDATES):
+        g = yield
+        m = g + momentum * m
+        yield g + momentum * m if nesterov else m
+
+
+def muon(momentum=0.95, nesterov=True, muon_rms=0.2):
+    """The look-ahead is debiased as Dozat's NAdam has it."""
+    m = 0.0
+    for t in range(1, UPDATES + 1):
+        g = yield
+        m = momentum * m + (1 - momentum) * g
+        ahead = momentum * m / (1 - momentum ** (t + 1)) + (1 - momentum) * g / (1 - momentum**t)
+        yield muon_rms * np.sqrt(max(g.shape)) * orthogonalised(ahead if nesterov else m)
+
+
+CASES = [
+    (adamw, dict()),
+    (adamw, dict(b1=0.5, b2=0.7, eps=0.3)),
+    (lion, dict()),
+    (lion, dict(b1=0.2, b2=0.3)),
+    (sgd, dict()),
+    (sgd, dict(momentum=0.5, nesterov=False)),
+    (muon, dict()),
+    (muon, dict(momentum=0.3, nesterov=False, muon_rms=0.7)),
+    (muon, dict(momentum=0.3)),
+]
+
+
+@pytest.mark.parametrize(("rule", "options"), CASES, ids=[f"{rule.__name__}-{[*options]}" for rule, options in CASES])
+def test_updates_are_those_of_the_rule(rule, options):
+    rng = np.random.default_rng(0)
+    gradients = [rng.normal(size=(6, 4)) for _ in range(UPDATES)]
+    schedule = Schedule(kind="constant", learning_rate=RATE)
+    got = updates(
+        Optimizer(name=rule.__name__, schedule=schedule, weight_decay=0.0, clip_norm=None, **options), gradients
+    )
+    steps = rule(**options)
+    for number, (gradient, moved) in enumerate(zip(gradients, got, strict=True)):
+        next(steps)
+        np.testing.assert_allclose(moved, steps.send(gradient), rtol=2e-3, atol=2e-5, err_msg=f"update {number}")
+
+
+def test_gradients_are_cut_to_the_norm_before_the_rule():
+    gradients = [np.full((6, 4), 2.0), np.full((6, 4), 0.001)]
+    plain = Schedule(kind="constant", learning_rate=RATE)
+    of = dict(name="sgd", schedule=plain, weight_decay=0.0, momentum=0.0, nesterov=False)
+    cut = updates(Optimizer(clip_norm=0.5, **of), gradients)
+    np.testing.assert_allclose(cut[0], np.full((6, 4), 0.5 / np.sqrt(24)), rtol=1e-5)
+    np.testing.assert_allclose(cut[1], gradients[1], rtol=1e-5)
