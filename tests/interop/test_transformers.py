@@ -23,6 +23,7 @@ from capibara.inference.sampling import Sampling
 from capibara.interop import checkpoint, hf_config, hf_folder, peft
 from capibara.models import api
 from capibara.models.api import Lora
+from capibara.models.transformer import ComputeDtype
 from capibara.optim import Optimizer, Schedule
 from capibara.sharding import Plan
 from capibara.training import state as states
@@ -115,7 +116,7 @@ def adapted(name, plain, base):
 
 def loaded(path):
     foreign = checkpoint.open_model(str(path))
-    model = api.build(hf_config.from_hf(foreign.config, dtype="float32"))
+    model = api.build(hf_config.from_hf(foreign.config, dtype=ComputeDtype.FLOAT32.value))
     here = SingleDeviceSharding(jax.devices()[0])
     return model, checkpoint.load_params(foreign, model, jax.tree.map(lambda _: here, model.abstract_params)), foreign
 

@@ -8,7 +8,7 @@ Run by that test in an environment with torch, transformers, peft and safetensor
 A case.json says which folder it begins from ("base"), and what PEFT's LoraConfig is given ("lora"; null: all is trained).
 Beside it come: `before`, the adapter that it begins with; `after`, the adapter or the model after the steps; and
 found.npz: the logits and the norm of the gradient before the first step, and the losses of the steps, all in float64, and
-under own_* how far those in float32 are from them.
+under own_* how far those in float32 are from them; own_grad_norm is how far the gradient is, relative to its norm.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import sys
 import numpy as np
 import peft
 import torch
+from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -63,6 +64,27 @@ def make_all(folder: pathlib.Path) -> None:
         make.model_of(case).save_pretrained(folder / name / "tied_base")
 
 
+class Double(TorchFunctionMode):
+    """float64 throughout: transformers computes norms, softmax, angles and losses in float32 whatever the model is in."""
+
+    BYTES = (torch.asarray, torch.frombuffer, torch.Tensor.view)  # whose dtype says what lies there already
+
+    def __enter__(self):
+        torch.set_default_dtype(torch.float64)
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        torch.set_default_dtype(torch.float32)
+        return super().__exit__(*error)
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func in self.BYTES:
+            return func(*args, **(kwargs or {}))
+        wide = lambda x: torch.float64 if x is torch.float32 else x  # noqa: E731
+        func = torch.Tensor.double if func is torch.Tensor.float else func
+        return func(*map(wide, args), **{key: wide(value) for key, value in (kwargs or {}).items()})
+
+
 def logits_of(name: str, model: torch.nn.Module) -> np.ndarray:
     if name not in peer.DECODERS:
         return make_encoders.logits(make_encoders.CASES[name], model)
@@ -70,10 +92,10 @@ def logits_of(name: str, model: torch.nn.Module) -> np.ndarray:
         return model(torch.from_numpy(make.tokens()), use_cache=False).logits.numpy()
 
 
-def opened(name: str, base: pathlib.Path) -> torch.nn.Module:
+def opened(name: str, base: pathlib.Path, dtype: torch.dtype) -> torch.nn.Module:
     kind = KINDS.get(name.partition("_")[0], AutoModelForCausalLM)
     eager = {"experts_implementation": "eager"} if name in peer.EXPERTS else {}
-    return kind.from_pretrained(base, attn_implementation="eager", dtype=torch.float32, **eager).eval()
+    return kind.from_pretrained(base, attn_implementation="eager", dtype=dtype, **eager).eval()
 
 
 def adapted(name: str, model: torch.nn.Module, options: dict) -> torch.nn.Module:
@@ -96,46 +118,53 @@ def loss_of(name: str, model: torch.nn.Module, given: dict[str, torch.Tensor]) -
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), given["labels"].flatten())
 
 
-def learned(case: dict, path: pathlib.Path, dtype: torch.dtype) -> tuple[torch.nn.Module, dict[str, np.ndarray]]:
-    """The model after the steps, and the numbers of found.npz."""
-    name = path.parent.name
-    model = opened(name, path / case["base"])
-    if name not in peer.DECODERS and name != "bert":
-        model.config.decoder_start_token_id = model.config.pad_token_id  # as every published T5 says
-    if case["lora"] is not None:
-        model = adapted(name, model, case["lora"])
-        model.save_pretrained(path / "before")
-    model = peer.forgetful(model.to(dtype))
-    logits = logits_of(name, model)
-    return model, {"logits": logits} | steps(name, model)
-
-
-def steps(name: str, model: torch.nn.Module) -> dict[str, np.ndarray]:
-    """The losses of the steps, and the norm of the gradient before the first; the model has made them then."""
+def steps(name: str, model: torch.nn.Module) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """The losses of the steps and the norm of the gradient before the first, and that gradient; the model has made them."""
     peer.forgetful(model)
     trained = [value for value in model.parameters() if value.requires_grad]
     # As ours: biases and scales of norms do not decay.
     kinds = [{"params": [x for x in trained if (x.ndim > 1) == wide], "weight_decay": DECAY * wide} for wide in (1, 0)]
     optimizer = torch.optim.AdamW(kinds, lr=LEARNING_RATE, betas=(0.9, 0.95), eps=EPS)
-    given, losses, norms = peer.labelled(name), [], []
+    given, losses, gradients = peer.labelled(name), [], []
     for _ in range(STEPS):
         loss = loss_of(name, model, given)
         optimizer.zero_grad()
         loss.backward()
-        norms.append(torch.nn.utils.clip_grad_norm_(trained, 1.0).item())
+        gradients.append(np.concatenate([x.grad.double().numpy().ravel() for x in trained if x.grad is not None]))
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         losses.append(loss.item())
-    return {"losses": np.array(losses), "grad_norm": np.array(norms[0])}
+    return {"losses": np.array(losses), "grad_norm": np.linalg.norm(gradients[0])}, gradients[0]
+
+
+def learned(case: dict, path: pathlib.Path, dtype: torch.dtype) -> tuple[torch.nn.Module, dict, np.ndarray]:
+    """The model after the steps, the numbers of found.npz, and the first gradient. float32 comes first: it saves `before`."""
+    name = path.parent.name
+    model = opened(name, path / case["base"], dtype)
+    if name not in peer.DECODERS and name != "bert":
+        model.config.decoder_start_token_id = model.config.pad_token_id  # as every published T5 says
+    if case["lora"] is not None and dtype is torch.float32:
+        model = adapted(name, model, case["lora"])
+        model.save_pretrained(path / "before")
+    elif case["lora"] is not None:
+        model = peft.PeftModel.from_pretrained(model, path / "before", is_trainable=True).eval().to(dtype)
+    peer.forgetful(model)
+    logits = logits_of(name, model)
+    numbers, gradient = steps(name, model)
+    return model, {"logits": logits} | numbers, gradient
 
 
 def train(path: pathlib.Path) -> None:
     """In float64, whose result is saved, and in float32, for how far its rounding carries."""
     case = json.loads((path / "case.json").read_text())
-    (rounded, theirs), (model, found) = (learned(case, path, dtype) for dtype in (torch.float32, torch.float64))
+    rounded, theirs, gradient = learned(case, path, torch.float32)
+    with Double():
+        model, found, exact = learned(case, path, torch.float64)
     own = {f"own_{key}": np.abs(value - found[key]).max() for key, value in theirs.items()}
     pairs = zip(rounded.parameters(), model.parameters(), strict=True)
-    own["own_parameters"] = max((a.double() - b).abs().max().item() for a, b in pairs)
-    own["own_grad_norm"] = own["own_grad_norm"] / found["grad_norm"]
+    own["own_parameters"] = max((a.detach().double() - b.detach()).abs().max().item() for a, b in pairs)
+    # Of the gradient, not of its norm, in which what the rounding adds and takes away may cancel.
+    own["own_grad_norm"] = np.linalg.norm(gradient - exact) / found["grad_norm"]
     model.float().save_pretrained(path / "after")
     np.savez(path / "found.npz", **found, **own)
 
@@ -151,7 +180,7 @@ def record(file: pathlib.Path) -> None:
             value.data.copy_(torch.from_numpy(answers.draw(part, tuple(value.shape))))
         model.double()
         before = {part: value.detach().clone() for part, value in parts.items()}
-        numbers = {key: value.tolist() for key, value in steps(name, model).items()}
+        numbers = {key: value.tolist() for key, value in steps(name, model)[0].items()}
         moved = {part: (value.detach() - before[part]).norm().item() for part, value in parts.items()}
         settings = {key: value for key, value in config.to_dict().items() if key in FIELDS}
         settings = {key: sorted(x) if isinstance(x, set) else x for key, x in settings.items()}

@@ -1,0 +1,59 @@
+"""Our models and their training in float64, so that nothing but arithmetic is left to compare."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from types import ModuleType
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from capibara import tree
+from capibara.models import api, relative, stored
+from capibara.models.transformer import ComputeDtype
+
+_ROOMS = ("capibara.models.", "capibara.training.", "capibara.optim", "capibara.schedules", "capibara.matrices")
+# T5 cuts its buckets where the rounding of float32 says; and what 4 bits stand for are numbers in float32.
+_AS_PUBLISHED = (relative, stored)
+_OF_BLOCKS = ("scales", "means", "steps")
+
+
+class _Wide:
+    """A module of numbers whose float32 is float64."""
+
+    def __init__(self, module: ModuleType):
+        self._module = module
+        self.float32 = module.float64
+
+    def __getattr__(self, name: str):
+        return getattr(self._module, name)
+
+
+@contextlib.contextmanager
+def precision(monkeypatch):
+    """In it every float32 of a model, of its loss and of its optimizer is float64."""
+    with monkeypatch.context() as patch, jax.enable_x64(True):
+        for name, module in [*sys.modules.items()]:
+            if name.startswith(_ROOMS) and module not in _AS_PUBLISHED:
+                for attribute, value in [*vars(module).items()]:
+                    if value is jnp or value is np:
+                        patch.setattr(module, attribute, _Wide(value))
+        patch.setattr(ComputeDtype.FLOAT32, "_value_", "float64")
+        patch.setitem(ComputeDtype._value2member_map_, "float64", ComputeDtype.FLOAT32)
+        api.build.cache_clear()
+        try:
+            yield
+        finally:
+            api.build.cache_clear()
+
+
+def wide(values):
+    """The tree with float32 as float64, but for what says what 4 bits stand for."""
+
+    def widened(name, x):
+        kept = x.dtype != np.float32 or name.rpartition("/")[2] in _OF_BLOCKS
+        return x if kept else np.asarray(x, np.float64)
+
+    return tree.map_with_names(widened, values)
