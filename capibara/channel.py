@@ -8,11 +8,13 @@ message costs nothing. A process that ends is known to be gone at once, a host t
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import queue
 import secrets
 import selectors
+import signal
 import socket
 import sys
 import threading
@@ -170,6 +172,7 @@ class Follower:
                 "the hosts reach each other at all ports"
             ) from None
         _prepare(self._line)
+        slow_aborts()
         self._line.sendall(_packed({"word": told["word"], "index": index, "host": socket.gethostname()}))
         self._arrived: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         peers.watched()
@@ -200,8 +203,8 @@ class Follower:
                 self._arrived.put(message)
         if peers.is_leaving(0.0):  # so does process 0
             return
-        # At once: the coordinator is gone with process 0, and JAX aborts whoever misses it.
-        print(f"error: process 0 on {self._host} is gone: {_AGAIN}", file=sys.stderr, flush=True)
+        # At once: the coordinator is gone with process 0, and JAX aborts whoever misses it, after `slow_aborts`.
+        _say(f"process 0 on {self._host} is gone: {_AGAIN}")
         peers.end(_GONE)
 
 
@@ -224,6 +227,25 @@ class _Lines:
             return []
         *whole, self._rest = self._rest.split(b"\n")
         return [json.loads(one) for one in whole]
+
+
+def slow_aborts() -> None:
+    """From now on this process stays for some seconds where a thread of it aborts, so that others say why and end it.
+
+    JAX's client aborts as soon as the coordinator's connection closes, which process 0's line tells of at the same moment.
+    Its missed_heartbeat_callback does not help: jaxlib cannot give its argument to Python, and aborts as well. What JAX
+    prints of it still stands beside our line.
+    """
+    own = ctypes.CDLL(None)
+    own.signal.argtypes, own.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
+    # No Python may run in a handler. `sleep` may, and takes the signal's number, 6, for seconds.
+    own.signal(signal.SIGABRT, ctypes.cast(own.sleep, ctypes.c_void_p))
+
+
+def _say(line: str) -> None:
+    """In one piece: JAX's threads write to the same place."""
+    sys.stderr.write(f"error: {line}\n")
+    sys.stderr.flush()
 
 
 def _packed(message: Message) -> bytes:
@@ -322,6 +344,6 @@ def _end_if_nobody_does(fault: Fault, within_s: float) -> None:
     """Ends this process after another's end, where it does not do so by itself: it may hang in a step of all of them."""
     if peers.is_leaving(within_s):
         return
-    print(f"error: {fault.line}", file=sys.stderr, flush=True)
+    _say(fault.line)
     peers.tell(fault.code, fault.line)
     peers.end(fault.code)

@@ -18,7 +18,9 @@ examples:
   python -m capibara.evaluate --model_dir=runs/quickstart
   python -m capibara.evaluate --model_dir=runs/mine --gin_file=evaluation/questions.gin --gin.QUESTIONS='("qa.jsonl",)'
   python -m capibara.evaluate --model=Qwen3-0.6B --gin_file=my_tasks.gin --task=qa,code --out=results.json
-  python -m capibara.evaluate --model=model.gguf --harness=my_task --harness_path=tasks/ --out=harness.json"""
+  python -m capibara.evaluate --model=model.gguf --harness=my_task --harness_path=tasks/ --out=harness.json
+
+exit codes: 0 finished, 1 a crash, 2 a mistake in what was given, 75 another process is gone: run the same again"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -56,7 +58,7 @@ def run(args) -> None:
     """Evaluates what the flags say."""
     import jax
 
-    from capibara import config, devices, outputs
+    from capibara import channel, config, devices, outputs
     from capibara.evaluation import run as evaluation
     from capibara.evaluation.subject import open_subject
     from capibara.monitoring.status import StatusLine
@@ -65,6 +67,7 @@ def run(args) -> None:
     written = [path for path in (args.out, args.predictions) if path]
     devices.start(args.emulate)
     joining.join_all(args)
+    channel.watch()
     hosts.of_first(lambda: outputs.check_writable(*written, inputs=args.gin_file))
     given = (args.model_dir or args.model, args.gin_file, args.gin_bindings, args.gin_search_paths)
     with StatusLine() as line:

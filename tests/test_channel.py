@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import queue
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 
@@ -41,6 +44,7 @@ def made(monkeypatch):
     for name in ("_watched", "_leaving"):
         monkeypatch.setattr(peers, name, threading.Event())
     monkeypatch.setattr(channel.os, "_exit", ended.put)
+    monkeypatch.setattr(channel, "slow_aborts", lambda: None)
 
     def make(count, connect=channel.connect, of=None):
         found = [None] * count
@@ -206,3 +210,20 @@ def test_those_that_end_together_are_not_missed(made, monkeypatch, capfd):
 def test_a_process_alone_has_no_line():
     assert channel.connect() is None
     assert channel.watch() is None
+
+
+@pytest.mark.parametrize(
+    "ends, code",
+    [("os._exit(75)", 75), pytest.param("time.sleep(20)", -signal.SIGABRT, marks=pytest.mark.heavy)],
+)
+def test_an_abort_waits_for_what_says_why(ends, code):
+    """And comes to its end where nothing does."""
+    text = f"""
+import ctypes, os, threading, time
+from capibara import channel
+channel.slow_aborts()
+threading.Thread(target=ctypes.CDLL(None).abort, daemon=True).start()  # without Python's lock, as in JAX's threads
+time.sleep(0.2)
+{ends}
+"""
+    assert subprocess.run([sys.executable, "-c", text], timeout=30, check=False).returncode == code

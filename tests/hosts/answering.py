@@ -6,6 +6,7 @@ writes what comes of them to FOLDER/NAME.PART.PROCESS.json. A test does the same
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -16,7 +17,7 @@ from unittest import mock
 import jax
 import numpy as np
 
-from capibara import cli, evaluate, joining, outputs
+from capibara import channel, cli, evaluate, joining, outputs
 from capibara.data.answers import PreferenceJsonlSource, PromptJsonlSource
 from capibara.data.chat_template import ChatTemplate
 from capibara.data.dataset import Dataset
@@ -198,12 +199,18 @@ def reference(folder: pathlib.Path, name: str) -> dict:
     return found
 
 
+_CALLED = (channel, "watch"), (outputs, "check_writable")
+
+
 def evaluated(folder: pathlib.Path, name: str) -> dict:
     """Answers and choices of a run, in a file of predictions; how often this process looked whether it can be written."""
     files = (f"--predictions={folder}/{name}.jsonl", f"--out={folder}/{name}.json")
     run = (f"--model_dir={folder}/run", f"--gin_file={folder}/tasks.gin", "--gin.Plan.batch_size=8")
-    with mock.patch.object(outputs, "check_writable", wraps=outputs.check_writable) as checked:
-        return {"code": evaluate.main([*run, "--gin.Dataset.length=64", *files]), "checks": checked.call_count}
+    called = (mock.patch.object(module, name, wraps=getattr(module, name)) for module, name in _CALLED)
+    with contextlib.ExitStack() as stack:
+        watched, checked = map(stack.enter_context, called)
+        code = evaluate.main([*run, "--gin.Dataset.length=64", *files])
+        return {"code": code, "watched": watched.call_count, "checks": checked.call_count}
 
 
 def harness(folder: pathlib.Path, name: str) -> dict:

@@ -6,7 +6,9 @@ import importlib.util
 import itertools
 import json
 import shutil
+import socket
 import sys
+import time
 
 import jax
 import numpy as np
@@ -29,7 +31,8 @@ def _load():
 
 answering = _load()
 SHORT = ("rollouts", "evaluated")
-ONLY_THE_FIRST_LOOKS = [{"code": 0, "checks": 2}, {"code": 0, "checks": 0}]  # whether its files can be written
+# Only the first looks whether its files can be written; all watch each other.
+ONLY_THE_FIRST_LOOKS = [{"code": 0, "watched": 1, "checks": 2}, {"code": 0, "watched": 1, "checks": 0}]
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +115,29 @@ def test_predictions_of_two_processes_are_those_of_one_byte_by_byte(folder, two,
     found, want = (json.loads((folder / f"{name}.json").read_text()) for name in ("two", "alone"))
     for task in ("qa", "mc"):
         assert found["tasks"][task]["metrics"] == want["tasks"][task]["metrics"]
+
+
+@pytest.mark.heavy
+@pytest.mark.fault(33)
+@pytest.mark.parametrize("killed", [1, 0])
+def test_a_process_that_is_killed_ends_the_evaluation_with_a_line_that_names_it(folder, nursery, killed, tmp_path):
+    lines = (folder / "qa.jsonl").read_text() * 400
+    (tmp_path / "many.jsonl").write_text(lines)
+    flags = ["--gin.Plan.batch_size=8", "--gin.Dataset.length=64", "--task=qa"]
+    flags += [f"--model_dir={folder}/run", f"--gin_file={folder}/tasks.gin", f"--predictions={tmp_path}/answers.jsonl"]
+    flags += [f"--gin.qa/EvalTask.files=('{tmp_path}/many.jsonl',)"]
+    two = hosts.Named(tmp_path, 2, nursery)
+    processes = [two.start(index, "evaluate", *flags) for index in range(2)]
+    end_s = time.monotonic() + 100
+    while not (answers := tmp_path / "answers.jsonl").exists() or answers.read_bytes().count(b"\n") < 9:
+        assert time.monotonic() < end_s and processes[0].poll() is None, hosts.ends(processes, 5)
+        time.sleep(0.02)
+    processes[killed].kill()
+    began_s = time.monotonic()
+    left = hosts.ends(processes)[1 - killed]
+    assert time.monotonic() - began_s < 30
+    line = f"error: process {killed} on {socket.gethostname()} is gone: start the command again on every host\n"
+    assert left.code == 75 and line in left.err and left.err.count("error: ") == 1, left
 
 
 @pytest.mark.heavy

@@ -139,8 +139,6 @@ def test_a_process_that_is_killed_ends_the_service_with_a_line_that_names_it(pai
     ends = two.ends(40)
     left = ends[1 - killed]
     assert ends[killed].code == -signal.SIGKILL
-    if killed == 0 and left.code == -signal.SIGABRT:
-        return  # the coordinator is gone with it, and JAX may be the first to see that
     assert left.code == 75
     said = f"error: process {killed} on {socket.gethostname()} is gone: start the command again on every host"
     assert said in errors(left) and (killed == 0 or errors(left) == [said])

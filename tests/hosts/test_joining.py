@@ -2,7 +2,6 @@
 
 import functools
 import json
-import signal
 import socket
 import sys
 import time
@@ -174,8 +173,8 @@ def test_one_that_is_killed_is_named_within_seconds(cluster, shell, killed):
     assert time.monotonic() - began_s < 30
     if killed:
         assert (left.code, left.err) == (75, line)
-    else:  # it coordinates: JAX may be quicker with its trace and its abort
-        assert left.code in (75, -signal.SIGABRT) and line in left.err, left
+    else:  # it coordinates: what JAX's client says of it may stand beside the line
+        assert left.code == 75 and left.err.count(line) == 1, left
 
 
 @pytest.mark.fault(65)
