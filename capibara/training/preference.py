@@ -29,12 +29,15 @@ class Kind(enum.StrEnum):
     IPO: (h - 1 / (2 * beta))**2, which a preference that is certain does not drive on for ever (Azar et al. 2023,
       arXiv:2310.12036). As the paper writes it, of sums over the tokens of an answer.
     IPO_MEAN: the same of means over the tokens, so that it does not grow with their number: what TRL calls "ipo".
+    ROBUST: as SIGMOID, but with label smoothing the loss has the mean that it would have if none of the pairs were the
+      wrong way round (Chowdhury et al. 2024, arXiv:2403.00409).
     """
 
     SIGMOID = "sigmoid"
     HINGE = "hinge"
     IPO = "ipo"
     IPO_MEAN = "ipo_mean"
+    ROBUST = "robust"
 
 
 @configurable
@@ -46,7 +49,8 @@ class Dpo(Loss):
       kind: what the loss is.
       beta: how dear it is to leave the reference; the larger, the nearer the model stays.
       label_smoothing: the share of pairs that may be the wrong way round: as much of the loss is of the pair turned
-        (cDPO, Mitchell 2023).
+        (cDPO, Mitchell 2023), of any kind but "robust", which takes it away. (TRL's "sigmoid", "hinge" and "ipo" do
+        without, whatever its label_smoothing is.)
       sft_weight: coefficient of the chosen answer's negative log-likelihood a token (Pang et al. 2024, arXiv:2404.19733);
         0: none.
     """
@@ -116,9 +120,9 @@ class Dpo(Loss):
         gain_BK = ratio_BK2[..., 0] - ratio_BK2[..., 1]
         means_BK2 = ratio_BK2 / jnp.maximum(tokens_BK2, 1.0)
         of_loss_BK = means_BK2[..., 0] - means_BK2[..., 1] if self.kind is Kind.IPO_MEAN else gain_BK
-        turned = self.label_smoothing
+        straight, turned = self._shares()
         nll_BK = -log_p_BK2[..., 0] / jnp.maximum(tokens_BK2[..., 0], 1.0)
-        loss_BK = (1 - turned) * self._loss(of_loss_BK) + self.sft_weight * nll_BK
+        loss_BK = straight * self._loss(of_loss_BK) + self.sft_weight * nll_BK
         if turned:
             loss_BK = loss_BK + turned * self._loss(-of_loss_BK)
         values = {
@@ -134,6 +138,13 @@ class Dpo(Loss):
         }
         summed = {name: jnp.sum(value * is_pair_BK) for name, value in values.items()}
         return summed["loss"], Totals(summed, jnp.sum(is_pair_BK), jnp.sum(tokens_BK2))
+
+    def _shares(self) -> tuple[float, float]:
+        """What the loss of a pair as it is counts, and that of the pair turned."""
+        turned = self.label_smoothing
+        if self.kind is Kind.ROBUST:
+            return (1 - turned) / (1 - 2 * turned), -turned / (1 - 2 * turned)
+        return 1 - turned, turned
 
     def _loss(self, gain: jax.Array) -> jax.Array:
         match self.kind:

@@ -111,8 +111,11 @@ def plain_loss(log_p, answers, dpo):
     for (row, first, last, ref), (_, begin, end, other) in zip(answers[::2], answers[1::2]):
         sizes = (last - first, end - begin) if dpo.kind == "ipo_mean" else (1, 1)
         h = (log_p[row, first:last].sum() - ref) / sizes[0] - (log_p[row, begin:end].sum() - other) / sizes[1]
-        slope = 0.0
-        for share, sign in ((1 - dpo.label_smoothing, 1.0), (dpo.label_smoothing, -1.0)):
+        slope, turned = 0.0, dpo.label_smoothing
+        shares = (1 - turned, turned)
+        if dpo.kind == "robust":
+            shares = ((1 - turned) / (1 - 2 * turned), -turned / (1 - 2 * turned))
+        for share, sign in zip(shares, (1.0, -1.0)):
             if dpo.kind == "hinge":
                 loss += share * max(0.0, 1 - sign * dpo.beta * h)
                 slope -= share * sign * dpo.beta * (sign * dpo.beta * h < 1)
@@ -137,6 +140,7 @@ LOSSES = [
     Dpo(kind="ipo_mean", beta=0.2),
     Dpo(kind="ipo_mean", beta=0.1, label_smoothing=0.1),
     Dpo(kind="ipo", beta=0.1, label_smoothing=0.1),
+    Dpo(kind="robust", beta=0.3, label_smoothing=0.2),
 ]
 
 
