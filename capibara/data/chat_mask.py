@@ -192,8 +192,10 @@ class _Finder:
                 "a model that learns this never stops; set ChatTemplate.end_of_turn, or add one to the template"
             )
         end = said + found.end()
-        newline = self._template.after_turn is AfterTurn.NEWLINE and follows[found.end() :].startswith("\n")
-        return end + newline
+        if self._template.after_turn is AfterTurn.ALL and k + 1 == len(self._messages):
+            return len(self._text)
+        said_too = self._template.after_turn is not AfterTurn.NOTHING
+        return end + (said_too and follows[found.end() :].startswith("\n"))
 
     def _render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> Rendered:
         for known, prompt, found in self._ready:

@@ -76,11 +76,16 @@ class Rendered(NamedTuple):
 
 
 class AfterTurn(enum.StrEnum):
-    """What of the template's text after the tokens that end a turn the assistant has to say, too: nothing, or the line
-    break, as with the training templates that TRL has for Qwen and others."""
+    """What of the template's text after the tokens that end a turn the assistant has to say, too.
+
+    nothing: none of it. newline: the line break, as with the training templates that TRL has for Gemma, Qwen 3 and others.
+    all: that, and after the last turn whatever the template ends with (the <|endoftext|> of Phi-3), as TRL's DPO and its
+    template for Phi-3 have it.
+    """
 
     NOTHING = "nothing"
     NEWLINE = "newline"
+    ALL = "all"
 
 
 @configurable

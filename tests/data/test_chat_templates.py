@@ -107,6 +107,23 @@ def test_the_line_break_after_a_turn_is_said_where_it_is_asked_for(tokenizer_fol
     assert found.said == [ENDED[name].format(answer) + more for answer in STRIPPED]
 
 
+# As trl 1.16 marks them in its templates for training (tests/interop/test_transformers_trl.py compares them id by id).
+MARKED_BY_TRL = {
+    "gemma": ("{}<end_of_turn>\n", ""),
+    "llama3.1": ("{}<|eot_id|>", ""),
+    "phi3": ("{}<|end|>", "<|endoftext|>"),  # whose token takes the line break along
+    "qwen2.5": ("{}<|im_end|>\n", ""),
+}
+
+
+@pytest.mark.parametrize("name", MARKED_BY_TRL)
+def test_all_that_follows_a_turn_is_said_where_it_is_asked_for(tokenizer_folder, name):
+    found = tokens_of(tokenizer_folder(name), plain(), after_turn="all")
+    turn, end = MARKED_BY_TRL[name]
+    *most, last = [turn.format(answer) for answer in STRIPPED]
+    assert found.said == [*most, last + end]
+
+
 def test_qwen3_writes_an_empty_thought_into_the_last_answer(tokenizer_folder):
     """The generation prompt does not have it, so the model is to say it."""
     found = tokens_of(tokenizer_folder("qwen3"), plain())
