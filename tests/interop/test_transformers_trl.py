@@ -1,0 +1,171 @@
+"""Preferences trained, and answers masked, as TRL does it.
+
+Needs an environment with torch and trl: make test-transformers TORCH_PYTHON=PATH/bin/python
+"""
+
+import itertools
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+import tokenizers
+from jax.sharding import SingleDeviceSharding
+
+from capibara.data.chat import TrainOn, render_example
+from capibara.data.chat_formats import Conversation
+from capibara.data.chat_template import ChatTemplate
+from capibara.data.dataset import Dataset
+from capibara.data.examples import Assembler
+from capibara.data.sources import StdlibSource
+from capibara.data.vocabulary import TokenizerJsonVocabulary
+from capibara.interop import checkpoint, hf_config
+from capibara.models import api
+from capibara.types import UserError
+
+HERE = pathlib.Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+
+import test_trl as ours  # noqa: E402
+
+PYTHON = os.environ.get("TORCH_PYTHON")
+PARAMETERS = 2e-5  # of the learning rate 1e-3
+
+pytestmark = [
+    pytest.mark.skipif(not PYTHON, reason="TORCH_PYTHON names no python with torch"),
+    pytest.mark.standard_promotion,
+]
+
+
+def peer(what, folder):
+    env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "XLA_FLAGS")}
+    argv = [PYTHON, str(HERE / "trl_peer.py"), what, str(folder)]
+    done = subprocess.run(argv, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert done.returncode == 0, done.stdout[-3000:]
+
+
+@pytest.fixture(scope="module")
+def folder(toy_tokenizer, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trl")
+    shutil.copytree(toy_tokenizer, folder / "tokenizer")
+    ours.write_pairs(folder / "pairs.jsonl")
+    (folder / "cases.json").write_text(json.dumps({name: theirs for name, (_, theirs) in ours.LOSSES.items()}))
+    peer("dpo", folder)
+    return folder
+
+
+def of_folder(path):
+    foreign = checkpoint.open_model(str(path))
+    model = api.build(hf_config.from_hf(foreign.config, dtype="float32"))
+    here = SingleDeviceSharding(jax.devices()[0])
+    return checkpoint.load_params(foreign, model, jax.tree.map(lambda _: here, model.abstract_params))
+
+
+@pytest.mark.parametrize("name", ours.LOSSES)
+def test_preferences_are_learned_as_by_trl(name, folder, toy_tokenizer, monkeypatch):
+    base = jax.device_get(of_folder(folder / "base"))  # the steps take its buffers
+    got, params = ours.trained(ours.LOSSES[name][0], base, folder, toy_tokenizer, monkeypatch)
+    found = ours.apart(got, json.loads((folder / "found.json").read_text())[name])
+    largest = lambda other: max(jax.tree.leaves(jax.tree.map(lambda a, b: float(np.abs(a - b).max()), params, other)))  # noqa: E731
+    found["parameters"] = largest(of_folder(folder / name))
+    told = ", ".join(f"{key} {value:.1e}" for key, value in found.items())
+    print(f"\n{name}: largest differences to TRL: {told} (moved by {largest(base):.1e})", file=sys.stderr)
+    assert {key: x for key, x in found.items() if not x <= (PARAMETERS if key == "parameters" else ours.ATOL)} == {}
+
+
+# Of each template the beginning and the end of a text, and more special tokens.
+CHAT = {
+    "gemma": ("<bos>", "<eos>", "<start_of_turn> <end_of_turn>"),
+    "gemma3": ("<bos>", "<eos>", "<start_of_turn> <end_of_turn>"),
+    "llama3": ("<|begin_of_text|>", "<|eot_id|>", "<|start_header_id|> <|end_header_id|>"),
+    "phi3": ("<s>", "<|endoftext|>", "<|system|> <|user|> <|assistant|> <|end|>"),
+    "phi3_5": ("<s>", "<|endoftext|>", "<|system|> <|user|> <|assistant|> <|end|>"),
+    "qwen2_5": (None, "<|im_end|>", "<|im_start|> <|endoftext|>"),
+    "qwen3": (None, "<|im_end|>", "<|im_start|> <|endoftext|>"),
+    "qwen3_instruct_2507": (None, "<|im_end|>", "<|im_start|> <|endoftext|>"),
+    "cohere": ("<BOS_TOKEN>", "<|END_OF_TURN_TOKEN|>", "<|START_OF_TURN_TOKEN|> <|USER_TOKEN|> <|CHATBOT_TOKEN|>"),
+    "lfm2": ("<|startoftext|>", "<|im_end|>", "<|im_start|>"),
+    "deepseekv3": ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜> <｜Assistant｜>"),
+    "glm4moe": (None, "<|endoftext|>", "[gMASK] <sop> <|system|> <|user|> <|assistant|> <|observation|>"),
+}
+QUESTIONS = ("What is 2+2?", "And 3+3?")
+
+
+def chat(*answers):
+    turns = zip(QUESTIONS, answers)
+    return [{"role": role, "content": text} for turn in turns for role, text in zip(("user", "assistant"), turn)]
+
+
+CONVERSATIONS = {"one": chat("Hello."), "two": chat("It is 4.", "6,\n\n of course (é)!")}
+# Without marks, and said how: what TRL has besides (two answers under Qwen 3 are another text in its template).
+EQUAL = ("gemma", "gemma3", "llama3", "phi3", "phi3_5", "qwen3_instruct_2507", "cohere", "lfm2")
+REFUSED = ("deepseekv3", "glm4moe")  # their prompts or ends of turns are no part of the text
+
+
+@pytest.fixture(scope="module")
+def chats(toy_tokenizer, tmp_path_factory):
+    """Of each template a tokenizer's folder, and what TRL makes of the conversations."""
+    folder = tmp_path_factory.mktemp("chats")
+    for name, (bos, eos, more) in CHAT.items():
+        tokenizer = tokenizers.Tokenizer.from_file(f"{toy_tokenizer}/tokenizer.json")
+        tokenizer.add_special_tokens([*([bos] if bos else []), eos, *more.split()])
+        (folder / name).mkdir()
+        tokenizer.save(str(folder / name / "tokenizer.json"))
+        (folder / name / "tokenizer_config.json").write_text(json.dumps({"bos_token": bos, "eos_token": eos}))
+    asked = {name: ends[:2] for name, ends in CHAT.items()}
+    (folder / "asked.json").write_text(json.dumps({"templates": asked, "conversations": CONVERSATIONS}))
+    peer("masks", folder)
+    return folder, json.loads((folder / "masks.json").read_text())
+
+
+def masked(folder, messages, **options):
+    """Our ids of a conversation, and which of them carry loss."""
+    template, vocabulary = ChatTemplate(tokenizer=str(folder), **options), TokenizerJsonVocabulary(path=str(folder))
+    example = render_example(template, Conversation(messages, None), TrainOn.ASSISTANT, "a.jsonl:1")
+    dataset = Dataset(source=StdlibSource(), vocabulary=vocabulary, length=4096)
+    document = Assembler(dataset, adds_end=True).conversation(example, (0,))
+    return [document.previous, *document.ids.tolist()], [0, *map(int, document.weights.tolist())]
+
+
+def said(folder, ids, mask):
+    """The text of each run of ids with loss."""
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    runs = itertools.groupby(zip(ids, mask, strict=True), key=lambda pair: pair[1])
+    return [tokenizer.decode([i for i, _ in run], skip_special_tokens=False) for counts, run in runs if counts]
+
+
+@pytest.mark.parametrize("which", CONVERSATIONS)
+@pytest.mark.parametrize("name", CHAT)
+def test_marked_templates_have_the_mask_of_trl(name, which, chats):
+    """Its templates for training, which mark what the assistant says."""
+    folder, want = chats[0] / name, chats[1][name][which]
+    found = masked(folder, CONVERSATIONS[which], template=str(folder / "training.jinja"))
+    assert found == (want["input_ids"], want["assistant_masks"])
+
+
+@pytest.mark.parametrize("which", CONVERSATIONS)
+@pytest.mark.parametrize("name", CHAT)
+def test_unmarked_templates_have_the_mask_of_trl(name, which, chats):
+    """The templates themselves, with what follows a turn said too; each difference has a name."""
+    folder, want = chats[0] / name, chats[1][name][which]
+    messages = CONVERSATIONS[which]
+    if name in REFUSED:
+        with pytest.raises(UserError, match="generation|no special token ends"):
+            masked(folder, messages, after_turn="all")
+        return
+    ids, mask = masked(folder, messages, after_turn="all")
+    theirs = said(folder, want["input_ids"], want["assistant_masks"])
+    if name == "qwen2_5":  # TRL trains the line break that its own generation prompt ends with
+        assert ids == want["input_ids"]
+        theirs = [text.removeprefix("\n") for text in theirs]
+    elif name == "qwen3" and which == "two":  # TRL gives every answer a thought; the template only the last one
+        theirs = [theirs[0].removeprefix("<think>\n\n</think>\n\n"), *theirs[1:]]
+    else:
+        assert name in EQUAL or which == "one"
+        assert (ids, mask) == (want["input_ids"], want["assistant_masks"])
+    assert said(folder, ids, mask) == theirs
