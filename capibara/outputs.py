@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
+import functools
 import os
 import pathlib
+import secrets
 import stat
+import tempfile
 from collections.abc import Iterable, Iterator
+from typing import IO, Any
 
 from capibara import limits
 from capibara.types import UserError
@@ -17,30 +22,29 @@ def check_writable(*paths: str, inputs: Iterable[str | os.PathLike[str]] = ()) -
     """Raises UserError where `save` would, or would write over an input or another output.
 
     To be asked before the long work whose results they are for, of several processes by the one that writes them; it
-    leaves nothing behind.
+    leaves nothing behind, and makes nothing by a name that another process may write to meanwhile.
     """
     taken = {
         os.path.realpath(path): "is read as a Gin file" if os.fspath(path).endswith(".gin") else "is an input"
         for path in inputs
     }
-    made: list[pathlib.Path] = []  # the innermost first
-    try:
+    with contextlib.ExitStack() as stack:
+        own = functools.cache(
+            lambda above: stack.enter_context(tempfile.TemporaryDirectory(prefix=".capibara-", dir=above))
+        )
         for path in paths:
             real = os.path.realpath(path)
             if not path or real in taken:
                 why = f"{path} {taken[real]}" if path else "--json, --html or --output has no name"
                 raise UserError(f"{why}: name another file for what is written")
             taken[real] = "is named for two outputs"
-            file = pathlib.Path(real)
-            made = [*(one for one in (file, *file.parents) if not one.exists()), *made]
-            _write(path, "", "a")
-    finally:
-        for one in made:
-            with contextlib.suppress(OSError):
-                if one.is_dir():
-                    one.rmdir()
-                elif not one.stat().st_size:  # else another process has written it meanwhile
-                    one.unlink()
+            with unwritable_told(path):
+                file = pathlib.Path(real)
+                above = next(one for one in (file, *file.parents) if one.exists())
+                # What is missing is made in a folder of this process's own.
+                like = file if above == file else pathlib.Path(own(above), *file.relative_to(above).parts)
+                like.parent.mkdir(parents=True, exist_ok=True)
+                open(like, "a", encoding="utf-8").close()
 
 
 @contextlib.contextmanager
@@ -59,7 +63,10 @@ def save(path: str, text: str) -> None:
     Raises:
       UserError: the file cannot be written.
     """
-    _write(path, text, "w")
+    with unwritable_told(path):
+        pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(text)
 
 
 def is_remote(path: str | os.PathLike[str]) -> bool:
@@ -108,9 +115,42 @@ def replace(path: str, text: str) -> None:
         epath.Path(path).write_text(text)
         return
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    with open(f"{path}.partial", "w", encoding="utf-8") as file:
+    with replacing(path) as partial, open(partial, "w", encoding="utf-8") as file:
         file.write(text)
-    os.replace(f"{path}.partial", path)
+
+
+@contextlib.contextmanager
+def replacing(path: str) -> Iterator[str]:
+    """A name beside a local file to write it to, which is no other process's.
+
+    It takes the file's name when the context ends: of several writers one wins, whole. It goes where the context fails.
+    """
+    partial = f"{path}.{secrets.token_hex(4)}.partial"
+    try:
+        yield partial
+        os.replace(partial, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(partial)
+        raise
+
+
+def lock(file: IO[Any], name: str) -> None:
+    """Takes an open local file for this process alone, until it is closed.
+
+    Args:
+      file: what is appended to.
+      name: of the flag and the file.
+
+    Raises:
+      UserError: another process has it.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(f"{name} is being written by another process: wait for its end, or name another file") from None
+    except OSError:  # a file system without locks
+        return
 
 
 def sync_entry(path: str | os.PathLike[str]) -> None:
@@ -120,10 +160,3 @@ def sync_entry(path: str | os.PathLike[str]) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _write(path: str, text: str, mode: str) -> None:
-    with unwritable_told(path):
-        pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
-        with open(path, mode, encoding="utf-8") as file:
-            file.write(text)

@@ -183,7 +183,7 @@ def test_a_configuration_is_the_same_as_gin_text():
         (["--from=HF", "--to=y.gguf", "--format=hf"], "--to=y.gguf with --format=hf must not end in .gguf"),
         (["--from=HF", "--to=HF/config.json/y"], "cannot be written (Not a directory)"),
         (["--from=HF", "--to=HF/config.json/y", "--format=capibara"], "cannot be written (Not a directory)"),
-        (["--from=HF", "--to=HF/config.json/y.gguf"], "cannot be written (File exists)"),
+        (["--from=HF", "--to=HF/config.json/y.gguf"], "cannot be written (Not a directory)"),
         (["--from=nowhere", "--to=."], "is the folder that you are in"),
     ],
 )
