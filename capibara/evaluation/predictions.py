@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
 from collections.abc import Iterable, Mapping
 from typing import IO, Any
 
+from capibara import outputs
 from capibara.training import hosts
 from capibara.types import UserError
 
@@ -25,7 +27,7 @@ class Predictions:
       model: what it is of; as JSON values.
 
     Raises:
-      UserError: the file is of another model, or no such file.
+      UserError: the file is of another model, or no such file, or another process writes it.
     """
 
     def __init__(self, path: str | None, model: Mapping[str, Any]):
@@ -37,14 +39,18 @@ class Predictions:
 
     def _opened(self, path: str, head: dict[str, Any]) -> list[dict[str, Any]]:
         """The lines that the file has after its first."""
-        old = []
-        try:
-            if os.path.exists(path):
+        with contextlib.ExitStack() as undo:
+            try:
+                os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+                file = undo.enter_context(open(path, "a", encoding="utf-8", errors="surrogatepass"))
+                outputs.lock(file, f"--predictions={path}")  # before a line is taken for one that was cut off
                 old = self._read(json.loads(json.dumps(head)))
-            os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-            self._file = open(path, "a", encoding="utf-8", errors="surrogatepass")
-        except OSError as error:
-            raise UserError(f"--predictions={path} cannot be written ({error.strerror}): name another file") from None
+            except OSError as error:
+                raise UserError(
+                    f"--predictions={path} cannot be written ({error.strerror}): name another file"
+                ) from None
+            undo.pop_all()
+        self._file = file
         if not old:
             self._write(head)
         return old[1:]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -11,7 +12,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any, TextIO
 
-from capibara import limits
+from capibara import limits, outputs
 from capibara.fields import did_you_mean, nearest
 from capibara.inference.chat import Chat
 from capibara.inference.engine import Engine
@@ -127,15 +128,17 @@ def complete(
         prompt has no place.
     """
     made_by = json.loads(json.dumps(dict(made_by or {})))
-    try:
-        done = _resume(path, prompts, made_by)
-        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--out={path} cannot be written ({error.strerror}): name another file") from None
-    yield done
-    streams: deque = deque()
-    left = iter(prompts[done:])
-    with open(path, "a", encoding="utf-8", errors="surrogatepass") as out:
+    with contextlib.ExitStack() as opened:
+        try:
+            os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+            out = opened.enter_context(open(path, "a", encoding="utf-8", errors="surrogatepass"))
+            outputs.lock(out, f"--out={path}")  # before a line is taken for one that was cut off
+            done = _resume(path, prompts, made_by)
+        except OSError as error:
+            raise UserError(f"--out={path} cannot be written ({error.strerror}): name another file") from None
+        yield done
+        streams: deque = deque()
+        left = iter(prompts[done:])
         for prompt in prompts[done:]:
             while len(streams) < _AHEAD * engine.slots and (more := next(left, None)) is not None:
                 streams.append(_submitted(engine, more, chat))
@@ -163,8 +166,6 @@ def _asked(prompt: Prompt, made_by: Mapping[str, Any]) -> dict[str, Any]:
 
 def _resume(path: str, prompts: list[Prompt], made_by: Mapping[str, Any]) -> int:
     """How many whole lines the output has; what follows them (a line cut off) is removed, once all are known as ours."""
-    if not os.path.exists(path):
-        return 0
     with open(path, "rb+") as file:
         *lines, rest = file.read().split(b"\n")
         for number, line in enumerate(lines, 1):

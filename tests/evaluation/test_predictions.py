@@ -50,3 +50,16 @@ def test_others_are_refused(tmp_path):
     assert fill(tmp_path / "cut", [{"n": 0}]) == [0]
     with pytest.raises(UserError, match="cannot be written"):
         fill(tmp_path, [])
+
+
+def test_two_evaluations_do_not_write_one_file(tmp_path):
+    path = tmp_path / "p.jsonl"
+    with Predictions(str(path), MODEL) as first:
+        path.write_text(path.read_text() + '{"n": 0, "predic')  # as `first` is about to write the rest
+        before = path.read_text()
+        with pytest.raises(UserError, match="--predictions=.*p.jsonl is being written by another process"):
+            Predictions(str(path), MODEL)
+        assert path.read_text() == before
+        del first
+    with Predictions(str(path), MODEL):
+        assert path.read_text() == before[: before.index("\n") + 1]

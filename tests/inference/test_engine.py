@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import pytest
 
+from capibara import outputs
 from capibara.data.vocabulary import ByteVocabulary
 from capibara.inference import engine as engine_module
 from capibara.inference import files, pace, speed
@@ -394,6 +395,10 @@ def test_a_file_of_prompts_goes_on_where_it_was_stopped(tmp_path):
         list(files.complete(engine(), other, str(out)))
     with pytest.raises(UserError, match="line 1 has another made_by"):
         list(files.complete(engine(), prompts, str(out), made_by={"step": 3}))
+    with open(out, "a") as other:
+        outputs.lock(other, "of another process")
+        with pytest.raises(UserError, match="--out=.*out.jsonl is being written by another process"):
+            next(files.complete(engine(), prompts, str(out)))
     assert out.read_text() == whole
 
 
