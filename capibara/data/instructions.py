@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, BinaryIO
 
-from capibara import limits
+from capibara import limits, outputs
 from capibara.data import disk
 from capibara.data.chat_formats import Conversation, read_conversation, read_preference
 from capibara.types import UserError
@@ -77,9 +77,8 @@ def prepare_instructions(
         path = os.path.join(output, name)
         try:
             os.makedirs(output, exist_ok=True)
-            with open(f"{path}.part", "w", encoding="utf-8", errors="surrogatepass") as file:
+            with outputs.replacing(path) as part, open(part, "w", encoding="utf-8", errors="surrogatepass") as file:
                 file.writelines(f"{line}\n" for line in lines)
-            os.replace(f"{path}.part", path)
         except OSError as error:
             raise UserError(f"--output={output} cannot be written ({error.strerror}): name a folder of yours") from None
         report(f"wrote {path}: {len(lines)} lines")

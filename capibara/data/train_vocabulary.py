@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 
+from capibara import outputs
 from capibara.data.sources import Corpus
 from capibara.data.vocabulary import SentencePieceVocabulary
 from capibara.types import UserError
@@ -79,10 +80,8 @@ def train_sentencepiece(
         reason = " ".join(str(error).rpartition("]")[2].split())  # after "file(line) [condition]"
         raise UserError(f"size ({size}) does not fit this corpus: {reason}") from error
     os.makedirs(os.path.dirname(os.path.abspath(output)), exist_ok=True)
-    partial = f"{output}.partial"
-    with open(partial, "wb") as file:
+    with outputs.replacing(output) as partial, open(partial, "wb") as file:
         file.write(model.getvalue())
-    os.replace(partial, output)
     report(f"trained on {counted.characters / 1e6:.1f} million characters in {time.perf_counter() - begin_s:.1f} s")
     vocabulary = SentencePieceVocabulary(path=output)
     report(_summary(vocabulary, list(itertools.islice(documents.texts(seed), _MEASURED_DOCUMENTS))))

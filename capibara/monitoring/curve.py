@@ -15,7 +15,7 @@ from capibara.config import configurable
 from capibara.monitoring import chart
 from capibara.monitoring.loggers import folder_error, metrics_path, read_metrics
 from capibara.monitoring.progress import make_console, quantity
-from capibara.outputs import is_remote
+from capibara.outputs import is_remote, replacing
 from capibara.training.callbacks import Callback, RunInfo
 from capibara.types import UserError
 
@@ -161,9 +161,8 @@ def save_png(curves: Curves, path: str) -> None:
         epath.Path(path).write_bytes(picture.getvalue())
         return
     try:
-        with open(path + ".part", "wb") as file:
+        with replacing(path) as partial, open(partial, "wb") as file:
             file.write(picture.getvalue())
-        os.replace(path + ".part", path)
     except IsADirectoryError as error:
         raise folder_error(error.filename2 or error.filename) from None
 

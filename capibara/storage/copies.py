@@ -16,8 +16,9 @@ import os
 import shutil
 import time
 from collections.abc import Collection, Iterator, Sequence
+from typing import IO
 
-from capibara import limits
+from capibara import limits, outputs
 from capibara.storage import remote
 from capibara.storage.remote import Entry
 from capibara.types import UserError
@@ -139,10 +140,9 @@ def _copied(url: str, entries: Sequence[Entry], there: Collection[str] | None = 
 def _copy(entry: Entry, path: str) -> None:
     """Puts a whole copy in place, or none."""
     os.makedirs(os.path.dirname(path), exist_ok=True)
-    partial = f"{path}.partial"
     starts = range(0, entry.size, _PIECE_BYTES)
     try:
-        with open(partial, "wb") as file, concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
+        with _written(path, entry) as file, concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
             file.truncate(entry.size)
 
             def piece(start: int) -> None:
@@ -156,15 +156,19 @@ def _copy(entry: Entry, path: str) -> None:
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
+    except OSError as error:
+        raise UserError(f"{path} cannot be written ({error.strerror}): free the disk, or set XDG_CACHE_HOME") from error
+
+
+@contextlib.contextmanager
+def _written(path: str, entry: Entry) -> Iterator[IO[bytes]]:
+    """A file that takes the path's name when the context ends."""
+    with outputs.replacing(path) as partial:
+        with open(partial, "wb") as file:
+            yield file
         # Where content is told by its time, copies on all hosts are the same, and those of a later start.
         stamp_ns = int.from_bytes(hashlib.blake2b(entry.version.encode(), digest_size=7).digest(), "little")
         os.utime(partial, ns=(stamp_ns, stamp_ns))
-        os.replace(partial, path)
-    except OSError as error:
-        raise UserError(f"{path} cannot be written ({error.strerror}): free the disk, or set XDG_CACHE_HOME") from error
-    finally:
-        with contextlib.suppress(OSError):
-            os.unlink(partial)
 
 
 def _check_space(url: str, folder: str, size: int) -> None:
@@ -192,14 +196,14 @@ def _record(folder: str) -> dict[str, list]:
 
 def _save_record(folder: str, record: dict[str, list]) -> None:
     path = os.path.join(os.path.dirname(folder), _RECORD)
-    with open(f"{path}.partial", "w", encoding="utf-8") as file:
+    with outputs.replacing(path) as partial, open(partial, "w", encoding="utf-8") as file:
         json.dump(record, file)
-    os.replace(f"{path}.partial", path)
 
 
 @contextlib.contextmanager
 def _locked(path: str) -> Iterator[None]:
-    """Processes of one machine that want the same files copy them once."""
+    """Processes that want the same files copy them once; on a disk without locks each does, and one copy stays."""
     with open(path, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield

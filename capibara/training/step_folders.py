@@ -227,7 +227,7 @@ def remove_leftovers(folder: epath.Path) -> None:
         elif committed and path.name.endswith(UNFINISHED):
             path.rmtree()
         elif path.name.endswith(storage.PARTIAL):
-            path.unlink()
+            path.unlink(missing_ok=True)  # the thread that renews the lease has just renamed its own
 
 
 def check_foreign(folder: epath.Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 
 import pytest
@@ -89,3 +90,24 @@ def test_what_is_not_there_or_does_not_fit_is_refused(store, monkeypatch):
 
 class _Free:
     free = 3
+
+
+def test_hosts_that_share_a_disk_without_locks_copy_beside_each_other(store, monkeypatch):
+    def no_locks(*_):
+        raise OSError(errno.ENOTSUP, "Operation not supported")
+
+    monkeypatch.setattr(copies.fcntl, "flock", no_locks)
+    store.pipe_file("/m/a", b"0123456789")
+    read, others = copies.remote.read, []
+
+    def meanwhile(*asked):
+        if not others:
+            others.append(None)
+            others.append(copies.local_file("flaky://m/a"))  # another host, from beginning to end
+        return read(*asked)
+
+    monkeypatch.setattr(copies.remote, "read", meanwhile)
+    path = copies.local_file("flaky://m/a")
+    assert others == [None, path] and os.listdir(os.path.dirname(path)) == ["a"]
+    with open(path, "rb") as file:
+        assert file.read() == b"0123456789"

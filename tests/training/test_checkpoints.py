@@ -464,3 +464,10 @@ def test_a_device_out_of_memory_is_no_full_disk(tmp_path):
 def test_keep_every_is_checked():
     with pytest.raises(UserError, match="keep_every is 0, must be at least 1, or None"):
         Checkpointing(keep_every=0)
+
+
+def test_a_leftover_that_goes_by_itself_is_no_fault(tmp_path, monkeypatch):
+    """The thread that renews the lease renames its own."""
+    folder = storage.folder_of(str(tmp_path))
+    monkeypatch.setattr(type(folder), "iterdir", lambda self: iter([self / "lease.json.partial"]))
+    step_folders.remove_leftovers(folder)

@@ -129,12 +129,7 @@ def _load(path: str) -> dict[str, tuple[list, np.ndarray]]:
 
 def _save(path: str, shards: Sequence[Entry], tables: Sequence[np.ndarray]) -> None:
     about = [[*shard, len(table)] for shard, table in zip(shards, tables, strict=True)]
-    partial = f"{path}.{os.getpid()}.partial"
-    try:
-        with open(partial, "wb") as file:
-            text = np.frombuffer(json.dumps(about).encode(), np.uint8)
-            np.savez(file, shards=text, blocks=np.concatenate(tables))
-        os.replace(partial, path)
-    except OSError:  # a full disk: the next start looks at the shards again
-        with contextlib.suppress(OSError):
-            os.unlink(partial)
+    # Hosts may share the folder. On a full disk the next start looks at the shards again.
+    with contextlib.suppress(OSError), outputs.replacing(path) as partial, open(partial, "wb") as file:
+        text = np.frombuffer(json.dumps(about).encode(), np.uint8)
+        np.savez(file, shards=text, blocks=np.concatenate(tables))

@@ -61,3 +61,23 @@ def test_a_shard_that_has_changed_is_looked_at_again_by_one_start(write, start):
     write("a.txt", "")
     for looked in (["a.txt"], []):
         assert start().blocks[:, 0].tolist() == [1, 1, 2, 2, 2] and LOOKED == looked
+
+
+def test_hosts_that_share_the_folder_of_indexes_do_not_write_into_each_others(write, start, monkeypatch):
+    """Containers have the same process ids."""
+    write("a.txt", "0123456\n")
+    savez, written = indexes.np.savez, []
+
+    def meanwhile(file, **arrays):
+        if not written:
+            written.append(file.name)
+            start()  # another host, from beginning to end
+        savez(file, **arrays)
+        written.append(file.name)
+
+    monkeypatch.setattr(indexes.np, "savez", meanwhile)
+    whole = start().digest()
+    assert len(set(written)) == 2
+    assert start().digest() == whole and LOOKED == []
+    folder = os.path.dirname(written[0])
+    assert [name.endswith(".npz") for name in os.listdir(folder)] == [True]
