@@ -81,6 +81,11 @@ def _load(args):
     given = (path, args.gin_file, args.gin_bindings, args.gin_search_paths)
     trainer, model, params = loading.load(*given, trust=args.trust_config, placed=serving_mesh.placed).run
     takes, sampling, batching = config.build(ServerConfig), config.build(Sampling), config.build(EngineConfig)
+    if sampling.beams is not None:
+        raise UserError(
+            "Sampling.beams is set: a server streams tokens as they are chosen, and beam search has none before the end; leave "
+            "it out, or use capibara infer --prompts"
+        )
     data = trainer.dataset
     talk = chat.of_served(data) if jax.process_index() == 0 else None
     config.check_used()

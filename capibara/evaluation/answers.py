@@ -16,6 +16,7 @@ from capibara.evaluation.subject import Subject
 from capibara.evaluation.tasks import EvalTask, Item, PromptFormat
 from capibara.inference import spelling
 from capibara.inference.sampling import Sampling, changed
+from capibara.inference.stream import of_search
 from capibara.types import UserError
 
 _AHEAD = 4  # requests that wait for each slot
@@ -73,7 +74,7 @@ def _answered(subject: Subject, questions: Sequence[Question]) -> Iterator[dict[
         for more in itertools.islice(left, max(_AHEAD * subject.slots - len(waiting), 0)):
             waiting.append(subject.engine.submit(more.prompt, more.sampling, ends=more.ends))
         result = waiting.popleft().result()
-        yield {"prediction": result.text, "finish": str(result.finish), "tokens": result.tokens}
+        yield {"prediction": result.text, "finish": str(result.finish), "tokens": result.tokens} | of_search(result)
 
 
 def _question(subject: Subject, name: str, task: EvalTask, number: int, item: Item, sample: int) -> Question:

@@ -68,6 +68,7 @@ class Scorer:
         in_turns: InTurns = lambda things, make, every: make(things),
     ):
         self._params, self._length, self._encoder_length, self._pad_id = params, length, encoder_length, pad_id
+        self._marks = model.config.objective == "prefix"
         self._unit, self._placed, self._in_turns = 1, None, in_turns
         on_mesh = mesh if mesh is not None and mesh.size > 1 else None
         self._program = make_scores(model, plan, on_mesh)
@@ -137,6 +138,8 @@ class Scorer:
         names = ("tokens", "targets", "segment_ids", "positions")
         batch = {name: np.zeros((rows, length), np.int32) for name in names}
         batch["weights"] = np.zeros((rows, length), np.float32)
+        if self._marks:
+            batch["prefix"] = np.zeros((rows, length), np.int32)
         if self._encoder_length is not None:
             for name in ("encoder_tokens", "encoder_segment_ids", "encoder_positions"):
                 batch[name] = np.zeros((rows, self._encoder_length), np.int32)
@@ -151,6 +154,8 @@ class Scorer:
             end = len(whole) - 1
             batch["targets"][row, :end] = whole[1:]
             batch["weights"][row, end - len(continuation) : end] = 1
+            if self._marks:
+                batch["prefix"][row, : end - len(continuation) + 1] = 1
         return batch
 
 

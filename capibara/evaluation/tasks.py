@@ -68,6 +68,11 @@ class EvalTask:
                 f"EvalTask.num_samples is {self.num_samples} and Sampling.temperature 0: all answers would be the same, set "
                 "a temperature above 0"
             )
+        if self.num_samples > 1 and self.sampling.beams is not None:
+            raise UserError(
+                f"EvalTask.num_samples is {self.num_samples} and Sampling.beams is set: all answers would be the same, set "
+                "num_samples = 1"
+            )
         try:
             fields = [part[1:] for part in string.Formatter().parse(self.prompt) if part[1] is not None]
         except ValueError as error:

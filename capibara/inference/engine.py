@@ -31,6 +31,7 @@ from capibara.inference.reading import Read, Reader
 from capibara.inference.refusal import left_alone
 from capibara.inference.request import LIKELIEST, Request
 from capibara.inference.sampling import Sampling
+from capibara.inference.searching import Searcher
 from capibara.inference.stream import Finish, Stream
 from capibara.models.api import Model
 from capibara.sharding import Rules
@@ -91,9 +92,12 @@ class Engine:
             # Said to lie where the parameters do: else the program that is called first is compiled twice.
             self._state = jax.device_put(self._state, *jax.tree.leaves(self._params)[0].devices())
         window = getattr(model.config, "window", None)
-        kept = config.prefix_cache_mib * 2**20 if encoder_length is None else 0
+        kept = config.prefix_cache_mib * 2**20 if encoder_length is None and not reads_whole(model) else 0
         self._prefixes = PrefixCache(kept, window) if kept else None
-        self._reader = Reader(self._programs, length, config.slots, config.prefill_tokens, self._prefixes)
+        self._reader = Reader(
+            self._programs, length, config.slots, config.prefill_tokens, self._prefixes, whole=reads_whole(model)
+        )
+        self._searcher = Searcher(model, vocabulary.size, sizes, mesh, rules)
         self._settings = Settings(*(np.repeat(x, config.slots, axis=0) for x in GREEDY))
         self.statistics = Statistics()
         self._requests: list[Request | None] = [None] * config.slots
@@ -116,7 +120,8 @@ class Engine:
 
         What was read of the texts that are under way was read with the old ones. From any thread; drop yours.
         """
-        if self._thread is None and not (self._new or self._waiting or self._pending or any(self._requests)):
+        busy = self._new or self._waiting or self._searcher.waiting or self._pending or any(self._requests)
+        if self._thread is None and not busy:
             self._params = None  # no room for two
         updated = self._programs.serving(params)
         with self._changed:
@@ -125,7 +130,8 @@ class Engine:
     @property
     def load(self) -> tuple[int, int]:
         """Requests that wait for a slot, and slots that are taken."""
-        return len(self._new) + len(self._waiting), sum(request is not None for request in self._requests)
+        waiting = len(self._new) + len(self._waiting) + len(self._searcher.waiting)
+        return waiting, sum(request is not None for request in self._requests)
 
     @property
     def pages(self) -> tuple[int, int]:
@@ -188,6 +194,8 @@ class Engine:
         vocabulary, encoder, limit = self._vocabulary, None, sampling.max_new_tokens
         if not 0 <= likeliest <= LIKELIEST:
             raise UserError(f"likeliest is {likeliest}, must be from 0 to {LIKELIEST}")
+        if sampling.beams is not None:
+            self._check_searches(likeliest)
         if self._encoder_length is not None:
             spelled = spelling.ids_of(prompt, vocabulary) if isinstance(prompt, str) else prompt
             encoder = spelling.encoder_entries(spelled, self._encoder_length, vocabulary.pad_id)
@@ -217,6 +225,16 @@ class Engine:
             self._new.append(request)
             self._changed.notify_all()
         return stream
+
+    def _check_searches(self, likeliest: int) -> None:
+        """Raises UserError where a text is not searched for."""
+        if self._config.draft_tokens:
+            raise UserError(
+                f"EngineConfig.draft_tokens is {self._config.draft_tokens}, but beam search guesses no tokens: set it to 0, "
+                "or leave Sampling.beams out"
+            )
+        if likeliest:
+            raise UserError(f"likeliest is {likeliest}, but beam search names no other tokens: set it to 0")
 
     def lead(self, send: Callable[[dict[str, Any]], None] | None) -> None:
         """From the next step on the engines of the other processes do what this one does: they `follow` what is sent.
@@ -255,7 +273,7 @@ class Engine:
         """Cancels what there is and stops the thread."""
         with self._changed:
             self._closing = True
-            for request in [*self._new, *self._waiting, *filter(None, self._requests)]:
+            for request in [*self._new, *self._waiting, *self._searcher.waiting, *filter(None, self._requests)]:
                 request.stream.cancel()
             self._changed.notify_all()
         if self._thread is None:
@@ -278,7 +296,7 @@ class Engine:
         """Gives free slots to waiting requests and every slot tokens; False where there was nothing to do."""
         with self._changed:
             new, self._new = self._new, []
-            known = [*new, *self._waiting, *filter(None, self._requests)]
+            known = [*new, *self._waiting, *self._searcher.waiting, *filter(None, self._requests)]
         cancelled = {request.number for request in known if request.stream.cancelled}
         most = None
         if self._send is not None:
@@ -291,8 +309,10 @@ class Engine:
         had = bool(self._pending)
         self._take_updated()
         with self._changed:
-            self._waiting.extend(new)
+            self._waiting.extend(request for request in new if request.sampling.beams is None)
+            self._searcher.add([request for request in new if request.sampling.beams is not None])
         self._drop_cancelled(cancelled)
+        searched = self._search()
         if self._ahead > 1:
             self._receive(0)  # an end that is seen late would cost a whole program, and leave its slot to nobody
         admitted = self._admit_waiting()
@@ -310,7 +330,14 @@ class Engine:
         if active:
             self._decode(active, count)
         self._receive(1 if active else 0)
-        return bool(admitted or active or had)
+        return bool(admitted or active or had or searched)
+
+    def _search(self) -> bool:
+        """Searches for texts that are asked for so; whether there were any."""
+        found = self._searcher.run(self._params)
+        if found is not None:
+            self._seen_sum = zlib.crc32(found.tobytes(), self._seen_sum)
+        return found is not None
 
     def _take_updated(self) -> None:
         with self._changed:
@@ -338,7 +365,7 @@ class Engine:
                 if self.step():
                     continue
                 with self._changed:
-                    left = self._new or self._waiting
+                    left = self._new or self._waiting or self._searcher.waiting
                     if self._closing and not left:
                         return
                     if not left:
@@ -359,7 +386,7 @@ class Engine:
         with self._changed:
             self._closing = self._failed = True
             pending = (request for _, rows, _ in list(self._pending) for _, request in rows)
-            left = {id(r): r for r in (*self._new, *self._waiting, *self._requests, *pending)}
+            left = {id(r): r for r in (*self._new, *self._waiting, *self._searcher.waiting, *self._requests, *pending)}
         for request in left.values():
             if request is not None and not request.finished:
                 request.stream.fail(error)
@@ -371,11 +398,13 @@ class Engine:
             dropped = [request for request in self._waiting if request.number in numbers]
             for request in dropped:
                 self._waiting.remove(request)
+        dropped += [request for request in self._searcher.waiting if request.number in numbers]
         dropped += [request for request in self._requests if request is not None and request.number in numbers]
         for request in dropped:
             request.cancelled = True
             if not request.finished:
                 request.finish(Finish.CANCELLED)
+            self._searcher.drop(request)
             self._free(request)
 
     def _admit_waiting(self) -> bool:
@@ -402,7 +431,7 @@ class Engine:
         full = [request for _, request in self._active() if request.places > self._length]
         for request in full:
             tokens = request.tokens[-self._length :]
-            logits, row = self._reader.go_on(self._params, tokens, None, 0, len(tokens), request.encoder)
+            logits, row = self._reader.go_on(self._params, request, tokens, None, 0, len(tokens))
             self._begin(Read(request, row, logits))
         return bool(full)
 
@@ -555,17 +584,17 @@ class Engine:
                 self._prefixes.keep(request.tokens[:known], row | {"lengths": np.array([known], np.int32)})
 
 
+def reads_whole(model: Model) -> bool:
+    """Whether a prompt's tokens see each other both ways: the beginning of another prompt is then read otherwise."""
+    return model.config.objective == "prefix"
+
+
 def check_generates(model: Model) -> None:
     """Raises UserError for a model that has no next token."""
     if model.read is None:
         raise UserError(
             f"the model ({type(model.config).__name__}) is a masked language model: it fills in tokens of a whole text "
             "and cannot continue one; sample from a decoder or an encoder-decoder, and leave SampleText.prompts empty"
-        )
-    if model.config.objective == "prefix":
-        raise UserError(
-            "DecoderConfig.inputs_attention is 'bidirectional': prompts are read piece by piece, and these inputs must be "
-            "read whole; train with 'causal' to generate, or leave SampleText.prompts empty"
         )
     if model.config.moe is not None and model.config.moe.routing == "expert_choice":
         raise UserError(

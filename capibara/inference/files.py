@@ -16,8 +16,8 @@ from capibara import limits, outputs
 from capibara.fields import did_you_mean, nearest
 from capibara.inference.chat import Chat
 from capibara.inference.engine import Engine
-from capibara.inference.sampling import Sampling, changed
-from capibara.inference.stream import Stream
+from capibara.inference.sampling import Sampling, changed, of_values
+from capibara.inference.stream import Stream, of_search
 from capibara.types import UserError
 
 _BEGINS = b'{"prompt": '  # every line of an output
@@ -100,12 +100,11 @@ def _of_json(where: str, line: str, sampling: Sampling, index: int) -> Prompt:
         raise UserError(f'{where} must be a JSON object with a string "prompt": {line[:80]}') from None
     fields = {field.name for field in dataclasses.fields(Sampling)}
     own = {name: values.pop(name) for name in fields & values.keys()}
-    own |= {name: tuple(own[name]) for name in ("stop", "thinking_tags") if isinstance(own.get(name), list)}
     close = next((name for name in values if nearest(name, fields)), None)
     if close is not None:
         raise UserError(f"{where} has {close!r}, which no sampling has{did_you_mean(close, fields)}")
     try:
-        sampling = dataclasses.replace(sampling, **own)
+        sampling = of_values(own, sampling)
         return Prompt(text, sampling if "seed" in own else _of_line(sampling, index), values, where)
     except (UserError, TypeError) as error:
         raise UserError(f"{where}: {error}") from None
@@ -145,6 +144,7 @@ def complete(
             result = streams.popleft().result()
             line = _asked(prompt, made_by) | prompt.rest | _asked(prompt, made_by)  # first in the line, and ours win
             line |= {"text": result.text, "finish": str(result.finish), "tokens": len(result.tokens)}
+            line |= of_search(result)
             out.write(json.dumps(line, ensure_ascii=False) + "\n")
             out.flush()
             done += 1

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from capibara.inference.sampling import Sampling, changed
+from capibara.inference.sampling import Sampling, changed, of_values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,10 +48,5 @@ class Orders:
     @staticmethod
     def of(packed: Mapping[str, Any]) -> Orders:
         """What `packed` gave."""
-        asked = [Asked(ids, _sampling(fields), ends, likeliest) for ids, fields, ends, likeliest in packed["asked"]]
+        asked = [Asked(ids, of_values(fields), ends, likeliest) for ids, fields, ends, likeliest in packed["asked"]]
         return Orders(asked, packed["cancelled"], packed["most"], packed["seen"])
-
-
-def _sampling(fields: Mapping[str, Any]) -> Sampling:
-    lists = {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
-    return Sampling(**{**fields, **lists})

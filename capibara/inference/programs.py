@@ -80,7 +80,7 @@ class Programs(NamedTuple):
     row: Callable[..., Cache]
 
 
-class _Same:
+class Same:
     """A model as a key: models have no hash of their own."""
 
     def __init__(self, model: Model):
@@ -90,7 +90,7 @@ class _Same:
         return id(self.model)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other.model is self.model
+        return isinstance(other, Same) and other.model is self.model
 
 
 def mesh_of(params: Params) -> jax.sharding.Mesh | None:
@@ -111,11 +111,11 @@ def build(
     `mesh` is that of parameters which are spread over devices. Slots lie on it as rows of a batch do, keys and values with
     their heads, by `rules`; every device knows what was chosen.
     """
-    return _build(_Same(model), usable, sizes, mesh, rules)
+    return _build(Same(model), usable, sizes, mesh, rules)
 
 
 @functools.lru_cache(maxsize=16)
-def _build(same: _Same, usable: int, sizes: Sizes, mesh: Mesh | None, rules: sharding.Rules) -> Programs:
+def _build(same: Same, usable: int, sizes: Sizes, mesh: Mesh | None, rules: sharding.Rules) -> Programs:
     model, adapted = same.model.plain, same.model
     known = functools.partial(_known, mesh)
     empty = functools.partial(

@@ -32,11 +32,21 @@ class Reader:
       together: most rows that are read at once.
       tokens: about how many are read at a time; a longer prompt is read in parts.
       prefixes: beginnings that were read before; None: none are kept.
+      whole: of a prefix LM, whose inputs see each other both ways: what is read of a part is not what it is in the whole.
     """
 
-    def __init__(self, programs: Programs, length: int, together: int, tokens: int, prefixes: PrefixCache | None):
-        self._programs, self._length, self._together, self._most = programs, length, together, tokens
-        self.prefixes = prefixes
+    def __init__(
+        self,
+        programs: Programs,
+        length: int,
+        together: int,
+        tokens: int,
+        prefixes: PrefixCache | None,
+        whole: bool = False,
+    ):
+        self._programs, self._length, self._together = programs, length, together
+        self._most, self._whole = max(tokens, length) if whole else tokens, whole
+        self.prefixes = None if whole else prefixes
         self._waiting: list[Request] = []
         self._part: tuple[Any, int] | None = None  # of the first of them: its row, and tokens that this has read
 
@@ -78,7 +88,7 @@ class Reader:
             row, known = self._part or (None, 0)
             tokens = first.tokens[: known + self._most]
             left -= bucket(len(tokens) - known, self._length)
-            logits, row = self.go_on(params, tokens, row, known, len(first.tokens), first.encoder)
+            logits, row = self.go_on(params, first, tokens, row, known, len(first.tokens))
             self._part = row, len(tokens)
             if len(tokens) == len(first.tokens):
                 self._waiting.pop(0)
@@ -87,15 +97,15 @@ class Reader:
                 yield Read(first, row, logits)
 
     def go_on(
-        self, params: Params, tokens: Sequence[int], row: Any, known: int, whole: int, encoder: Any = None
+        self, params: Params, request: Request, tokens: Sequence[int], row: Any, known: int, whole: int
     ) -> tuple[jax.Array, Any]:
-        """Reads the tokens after the first `known`, which `row` has: the logits, and a row with them.
+        """Reads the tokens of a request after the first `known`, which `row` has: the logits, and a row with them.
 
         It has places for `whole` tokens, or more where the row had; None: there was no row.
         """
         rest = tokens[known:]
         size = bucket(len(rest), self._length)
-        batch = _batch([rest], size, [encoder])
+        batch = self._batch([request], [rest], size)
         if row is None:
             return self._programs.begin(params, batch)
         places = max(bucket(whole, self._length), max(layer["key"].shape[2] for layer in row["layers"]))
@@ -137,7 +147,7 @@ class Reader:
 
     def _read_group(self, params: Params, group: list[Request], prompts: list[Request]) -> Iterator[Read]:
         size = bucket(len(group[0].tokens), self._length)
-        batch = _batch([r.tokens for r in prompts], size, [r.encoder for r in prompts])
+        batch = self._batch(prompts, [request.tokens for request in prompts], size)
         logits, rows = self._programs.begin(params, batch)
         self._waiting = [request for request in self._waiting if request not in group]
         read: list[tuple[Any, jax.Array]] = []
@@ -151,6 +161,9 @@ class Reader:
                 self._was_read(request, len(request.tokens))
             yield Read(request, *read[place])
 
+    def _batch(self, requests: Sequence[Request], tokens: Sequence[Sequence[int]], size: int) -> dict[str, Any]:
+        return batch_of(requests, tokens, size, self._whole)
+
     def _keep(self, request: Request, row: Any) -> None:
         if self.prefixes:
             self.prefixes.keep(request.tokens, row)
@@ -158,7 +171,7 @@ class Reader:
 
 def _same(one: Request, other: Request) -> bool:
     """Whether what is read for one serves the other."""
-    return one is other or (one.encoder is None and other.encoder is None and one.tokens == other.tokens)
+    return one is other or (one.encoder is None and other.encoder is None and _read(one) == _read(other))
 
 
 def _unlike(group: list[Request]) -> list[Request]:
@@ -166,12 +179,25 @@ def _unlike(group: list[Request]) -> list[Request]:
     return [request for place, request in enumerate(group) if not any(_same(request, o) for o in group[:place])]
 
 
-def _batch(prompts: Sequence[Sequence[int]], size: int, encoders: Sequence[Any]) -> dict[str, Any]:
-    """Rows, padded to a size, with the encoder's entries of each."""
+def _read(request: Request) -> tuple[int, list[int]]:
+    """All that a prefix LM's row depends on; of others the tokens would do."""
+    return request.prompt_tokens, request.tokens
+
+
+def batch_of(requests: Sequence[Request], prompts: Sequence[Sequence[int]], size: int, marked: bool) -> dict[str, Any]:
+    """Rows of tokens of requests, padded to a size, with the encoder's entries of each.
+
+    `marked`: they are the last of all that a request has, and how many of them are its prompt's is said, too.
+    """
     tokens = np.zeros((len(prompts), size), np.int32)
     for row, prompt in enumerate(prompts):
         tokens[row, : len(prompt)] = prompt
     batch = {"tokens": tokens, "counts": np.array([len(prompt) for prompt in prompts], np.int32)}
-    if encoders[0] is not None:
-        batch |= {name: np.concatenate([entries[name] for entries in encoders]) for name in encoders[0]}
+    if requests[0].encoder is not None:
+        entries = [request.encoder for request in requests]
+        batch |= {name: np.concatenate([of[name] for of in entries]) for name in entries[0]}
+    if marked:
+        gone = [len(request.tokens) - len(prompt) for request, prompt in zip(requests, prompts)]
+        left = [max(request.prompt_tokens - before, 0) for request, before in zip(requests, gone)]
+        batch["inputs"] = np.array(left, np.int32)
     return batch

@@ -38,6 +38,7 @@ class Request:
       asked: what was asked for, for other processes to ask the same.
       cancelled: whether its engine has dropped it because nobody wants it.
       finished: whether its stream has ended.
+      ends: ids that end its text.
     """
 
     def __init__(
@@ -64,14 +65,19 @@ class Request:
         self.row: tuple[Any, int] | None = None
         self.drafter: Drafter | None = None
         self.cancelled = self.finished = False
-        self._ends = frozenset(ends)
-        self._text = TextStream(vocabulary, sampling.stop, names)
+        self.ends = frozenset(ends)
+        self._of_text = vocabulary, sampling.stop, names
+        self._text = self.text_stream()
         self._tags = ([], [])
         if sampling.thinking_tokens is not None:
             self._tags = tuple(vocabulary.encode(tag) for tag in sampling.thinking_tags)
             self._thinks = False
             if self._open_in_prompt():
                 self._think(0)
+
+    def text_stream(self) -> TextStream:
+        """For a text of its tokens."""
+        return TextStream(*self._of_text)
 
     @property
     def places(self) -> int:
@@ -84,7 +90,7 @@ class Request:
         """Takes the next token of the text, and ends it where that is the last."""
         if self.finished:
             return
-        if token in self._ends:
+        if token in self.ends:
             self.finish(Finish.STOP, token, drawn)
             return
         self.tokens.append(token)

@@ -4,10 +4,48 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
+from collections.abc import Mapping
 from typing import Any
 
 from capibara.config import configurable
 from capibara.types import UserError
+
+_NOT_WITH_BEAMS = ("top_k", "top_p", "min_p", "repetition_penalty", "thinking_tokens")
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BeamSearch:
+    """The likeliest texts that a search finds, as T5X's `decoding.beam_search` does; nothing is drawn.
+
+    A text's score is its log probability over ((5 + its tokens) / 6) ** alpha (Wu et al. 2016, arXiv:1609.08144, section
+    7); a decoder's prompt counts among them. The search ends where no text that goes on can be better than those that
+    have ended. Where none has ended, those that go on are given, with their log probabilities as scores.
+
+    Attributes:
+      num_decodes: texts that are followed at a time, and kept of those that have ended.
+      alpha: how much longer texts are preferred; 0: not at all.
+      num_return: how many texts are told, with their scores.
+      min_log_prob: the search ends where no text that goes on is as likely.
+    """
+
+    num_decodes: int = 4
+    alpha: float = 0.6
+    num_return: int = 1
+    min_log_prob: float = -1e7
+
+    def __post_init__(self):
+        if not 1 <= self.num_decodes <= 1024:
+            raise UserError(f"BeamSearch.num_decodes is {self.num_decodes}, must be from 1 to 1024: try 4")
+        if not 0 <= self.alpha < math.inf:
+            raise UserError(f"BeamSearch.alpha is {self.alpha}, must be finite and at least 0: try 0.6")
+        if not 1 <= self.num_return <= self.num_decodes:
+            raise UserError(
+                f"BeamSearch.num_return is {self.num_return}, must be from 1 to num_decodes ({self.num_decodes})"
+            )
+        if not self.min_log_prob < 0:
+            raise UserError(f"BeamSearch.min_log_prob is {self.min_log_prob}, must be below 0 (-1e7: no limit)")
 
 
 @configurable
@@ -28,6 +66,7 @@ class Sampling:
       stop: strings that end the text; it does not contain them.
       thinking_tokens: most tokens between the tags of a thought: then the closing one is put there; None: no limit.
       thinking_tags: what begins and ends a thought.
+      beams: searches for the likeliest text, whatever temperature and seed are; None: tokens are chosen one by one.
     """
 
     max_new_tokens: int = 128
@@ -40,6 +79,7 @@ class Sampling:
     stop: tuple[str, ...] = ()
     thinking_tokens: int | None = None
     thinking_tags: tuple[str, str] = ("<think>", "</think>")
+    beams: BeamSearch | None = None
 
     def __post_init__(self):
         if self.max_new_tokens < 1:
@@ -62,10 +102,27 @@ class Sampling:
             raise UserError(f"Sampling.thinking_tokens is {self.thinking_tokens}, must be at least 1, or None")
         if len(self.thinking_tags) != 2 or not all(self.thinking_tags):
             raise UserError(f"Sampling.thinking_tags is {self.thinking_tags!r}, must be two strings with text")
+        for name in _NOT_WITH_BEAMS if self.beams is not None else ():
+            if (value := getattr(self, name)) != getattr(Sampling, name):
+                raise UserError(
+                    f"Sampling.{name} is {value}, which beam search has not: leave it or Sampling.beams out"
+                )
 
 
 def changed(sampling: Sampling) -> dict[str, Any]:
     """What differs from the defaults, as JSON values."""
-    fields = {field.name: getattr(sampling, field.name) for field in dataclasses.fields(sampling)}
-    default = Sampling()
-    return json.loads(json.dumps({name: x for name, x in fields.items() if x != getattr(default, name)}))
+    fields, default = dataclasses.asdict(sampling), dataclasses.asdict(Sampling())
+    return json.loads(json.dumps({name: x for name, x in fields.items() if x != default[name]}))
+
+
+def of_values(fields: Mapping[str, Any], others: Sampling = Sampling()) -> Sampling:
+    """The sampling whose fields have these JSON values, and the rest those of `others`.
+
+    Raises:
+      UserError: a value is out of its range.
+      TypeError: there is no such field, or a value is none of its kind.
+    """
+    given = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
+    if given.get("beams") is not None:
+        given["beams"] = BeamSearch(**given["beams"])
+    return dataclasses.replace(others, **given)

@@ -8,6 +8,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 
 class Finish(enum.StrEnum):
@@ -40,6 +41,23 @@ class Piece:
 
 
 @dataclasses.dataclass(frozen=True)
+class Decode:
+    """One of the texts that a search found.
+
+    Attributes:
+      text: without the prompt.
+      tokens: of it, without the end token.
+      score: by which it is ranked.
+      finish: why it ended.
+    """
+
+    text: str
+    tokens: tuple[int, ...]
+    score: float
+    finish: Finish
+
+
+@dataclasses.dataclass(frozen=True)
 class Completion:
     """A whole text.
 
@@ -53,6 +71,8 @@ class Completion:
       elapsed_s: from the request to its end.
       end: the end token that came; None: none did.
       end_drawn: its log probability, as `Piece.drawn`.
+      decodes: what a search found, as many as were asked for, the best (this text) last as T5X has them; without a
+        search: none.
     """
 
     text: str
@@ -64,6 +84,7 @@ class Completion:
     elapsed_s: float
     end: int | None = None
     end_drawn: float = 0.0
+    decodes: tuple[Decode, ...] = ()
 
     @property
     def tokens(self) -> list[int]:
@@ -73,6 +94,15 @@ class Completion:
     def drawn(self) -> list[float]:
         """Of each of the tokens `Piece.drawn`."""
         return [piece.drawn for piece in self.pieces if piece.token is not None]
+
+
+def of_search(completion: Completion) -> dict[str, Any]:
+    """What a search found, as JSON values: the score of the text, and where more texts were asked for all of them."""
+    decodes = completion.decodes
+    if not decodes:
+        return {}
+    each = [{"text": one.text, "score": one.score, "finish": str(one.finish)} for one in decodes]
+    return {"score": decodes[-1].score} | ({"decodes": each} if len(each) > 1 else {})
 
 
 Item = Piece | Completion | BaseException
@@ -142,7 +172,13 @@ class Stream:
         self._hand_on(piece)
 
     def end(
-        self, finish: Finish, prompt_tokens: int, cached_tokens: int, end: int | None = None, end_drawn: float = 0.0
+        self,
+        finish: Finish,
+        prompt_tokens: int,
+        cached_tokens: int,
+        end: int | None = None,
+        end_drawn: float = 0.0,
+        decodes: tuple[Decode, ...] = (),
     ) -> None:
         """For the engine: that was all."""
         now = time.monotonic()
@@ -157,6 +193,7 @@ class Stream:
                 elapsed_s=now - self._began_s,
                 end=end,
                 end_drawn=end_drawn,
+                decodes=decodes,
             )
         )
 

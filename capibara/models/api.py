@@ -162,7 +162,8 @@ class Model:
         Args:
           params: parameters, or what `serving` made of them.
           batch: `tokens` [B, T] right-padded, `counts` [B] how many of them are real (at least 1), and of an
-            encoder-decoder the encoder's entries.
+            encoder-decoder the encoder's entries; of a prefix LM `inputs` [B], how many of the first see each other both
+            ways (without it all).
           cache: from `start_cache`.
 
         Returns:

@@ -274,23 +274,30 @@ class Attention(nnx.Module):
         angles: rope.Angles | None = None,
         bias_NTS: jax.Array | None = None,
         bias_at=None,
+        prefix_BT: jax.Array | None = None,
     ) -> tuple[jax.Array, cache.LayerCache]:
         """Self-attention of the tokens that are read now to themselves and to those in the cache; and the new cache.
 
-        Of rows that have read nothing before `bias_NTS` is added to the scores, of others `bias_at` (`cache.attend`).
+        Of rows that have read nothing before `bias_NTS` is added to the scores, of others `bias_at` (`cache.attend`);
+        `prefix_BT` as in `attend`, of rows that have read nothing before.
         """
         q, k, v = self._heads(x_BTD, x_BTD, angles)
         in_pages = paged.is_paged(layer)
         written = (paged if in_pages else cache).write(layer, k, v, now)
         if now.fresh and not cache.multiplied_as_kept(layer, q):
             segments = now.real.astype(jnp.int32)
-            of_rows = {"q_segments_BT": segments, "kv_segments_BS": segments, "bias_NTS": bias_NTS}
+            of_rows = {
+                "q_segments_BT": segments,
+                "kv_segments_BS": segments,
+                "bias_NTS": bias_NTS,
+                "prefix_BT": prefix_BT,
+            }
             k, v = cache.as_kept(layer, k, v)
             y = attend(q, k, v, kind=kind, **of_rows, backend=self.config.attention)
         elif in_pages:
             y = paged.attend(q, written, kind, now, bias_at)
         else:
-            y = cache.attend(q, written, layer, (k, v), kind, now, bias_at)
+            y = cache.attend(q, written, layer, (k, v), kind, now, bias_at, prefix_BT)
         return self._output(y), written
 
     def keys_values(self, encoded_BSD: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -165,7 +165,14 @@ def whole_places(x: jax.Array) -> bool:
 
 
 def attend(
-    q_BTNH: jax.Array, layer: LayerCache, before: LayerCache | None, new, kind: AttentionKind, now: Reading, bias=None
+    q_BTNH: jax.Array,
+    layer: LayerCache,
+    before: LayerCache | None,
+    new,
+    kind: AttentionKind,
+    now: Reading,
+    bias=None,
+    prefix_BT: jax.Array | None = None,
 ) -> jax.Array:
     """Self-attention of the tokens that are read now, after the cache.
 
@@ -177,6 +184,7 @@ def attend(
       kind: mask, scale and cap.
       now: the tokens.
       bias: (positions of queries [B, T], of keys [B, S]) -> [B, N, T, S], added to the scores; None: nothing.
+      prefix_BT: of several tokens: those with a 1 see each other both ways.
 
     Returns:
       [B, T, N, H] in the dtype of the queries.
@@ -193,9 +201,13 @@ def attend(
         old_BS = places(now.lengths, before["key"].shape[2])
         positions_BS = jnp.concatenate([old_BS, jnp.where(now.real, now.positions, -1)], axis=1)
     back_BTS = now.positions[:, :, None] - positions_BS[:, None, :]
-    visible_BTS = (positions_BS[:, None, :] >= 0) & (back_BTS >= 0)
+    visible_BTS = back_BTS >= 0
+    if prefix_BT is not None and q_BTNH.shape[1] > 1:
+        seen_BS = jnp.pad(prefix_BT, ((0, 0), (positions_BS.shape[1] - prefix_BT.shape[1], 0)))
+        visible_BTS |= (prefix_BT[:, :, None] > 0) & (seen_BS[:, None, :] > 0)
+    visible_BTS &= positions_BS[:, None, :] >= 0
     if kind.window is not None:
-        visible_BTS &= back_BTS < kind.window
+        visible_BTS &= jnp.abs(back_BTS) < kind.window
     bias_BNTS = None if bias is None else bias(now.positions, positions_BS)
     scales = (layer["key_scale"], layer["value_scale"]) if "key_scale" in layer else None
     return attend_to(q_BTNH, layer["key"], layer["value"], visible_BTS, kind, bias_BNTS, scales)

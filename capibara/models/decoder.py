@@ -184,13 +184,16 @@ class Decoder(nnx.Module):
 
         Args:
           values: parameters of the layers, from `stack.unstacked`.
-          batch: `tokens` [B, T] and `counts` [B], how many of them are no padding.
+          batch: `tokens` [B, T] and `counts` [B], how many of them are no padding; of fresh rows of a prefix LM `inputs`
+            [B], how many of the first see each other both ways, without it all.
           kept: the cache.
           fresh: no row has read any before.
         """
         config = self.config
         now = cache.reading(batch["tokens"], batch["counts"], kept, fresh)
         whole = {"tokens": batch["tokens"], "positions": now.positions, "segment_ids": now.real.astype(jnp.int32)}
+        if config.inputs_attention is InputsAttention.BIDIRECTIONAL:
+            whole["prefix"] = _inputs(batch, now) if fresh else None  # later tokens see what was before, as any text
         length = config.max_length or _places(kept)
         rows, kinds, x, of_layers = self._rows(whole, length), self._kinds(), self._embed(whole), []
         shared = Shared(bias=self._bias(x.shape[1]) if fresh else None, bias_at=self._bias_at)
@@ -259,6 +262,12 @@ class Decoder(nnx.Module):
             angles = transformer.rotary(config, config.rope, batch["positions"], set(config.layer_pattern), length)
         prefix = batch["prefix"] if config.inputs_attention is InputsAttention.BIDIRECTIONAL else None
         return Rows(batch["segment_ids"], angles, batch.get("domains"), prefix=prefix)
+
+
+def _inputs(batch: Batch, now: cache.Reading) -> jax.Array:
+    """[B, T] 1 where inputs are read."""
+    inputs_B1 = jnp.asarray(batch.get("inputs", now.counts))[:, None]
+    return (now.positions < jnp.minimum(inputs_B1, now.counts[:, None])).astype(jnp.int32)
 
 
 def _places(kept: cache.Cache) -> int:

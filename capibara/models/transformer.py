@@ -309,7 +309,7 @@ class Block(nnx.Module):
 
         def attention(x):
             angles = None if rows.angles is None else rows.angles[layer_kind]
-            of_scores = {"bias_NTS": shared.bias, "bias_at": shared.bias_at}
+            of_scores = {"bias_NTS": shared.bias, "bias_at": shared.bias_at, "prefix_BT": rows.prefix}
             y, new = self.attention.cached(x, layer, now, kind=kind, angles=angles, **of_scores)
             written.update(new)
             return y

@@ -124,6 +124,8 @@ class Grpo(Loss):
                 f"Grpo's Sampling.temperature is {self.sampling.temperature}, must be finite and above 0 (at 0 a group has "
                 "one answer): try 1.0"
             )
+        if self.sampling.beams is not None:
+            raise UserError("Grpo's Sampling.beams is set: answers are drawn, beam search draws none; leave it out")
         for name, nothing in (("top_k", None), ("top_p", None), ("min_p", None), ("repetition_penalty", 1.0)):
             if (value := getattr(self.sampling, name)) != nothing:
                 raise UserError(

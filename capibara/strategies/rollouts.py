@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from capibara import sharding, tree
-from capibara.inference.engine import check_generates
+from capibara.inference.engine import check_generates, reads_whole
 from capibara.inference.sampling import Sampling
 from capibara.models.api import Model
 from capibara.sharding import Plan
@@ -41,6 +41,11 @@ class Rollouts(Supply):
 
     def __init__(self, run: Run, grpo: Any):
         check_generates(run.model)
+        if reads_whole(run.model):
+            raise UserError(
+                "DecoderConfig.inputs_attention is 'bidirectional': GRPO trains on rows without marks of their inputs; set "
+                "it to 'causal'"
+            )
         self._run, self._grpo, self._answerer = run, grpo, Answerer(run, grpo)
         self._step, self._rows = 0, None  # the step at hand, and what its batch is made of
         self._reference: Params | None = None  # the trained part of it

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from capibara import sharding
-from capibara.inference import footprint, lowering, programs
+from capibara.inference import beams, footprint, lowering, programs, searching
 from capibara.inference.choose import GREEDY, Settings
 from capibara.inference.engine import EngineConfig
 from capibara.models import api
@@ -22,6 +22,7 @@ from capibara.sharding import Rules
 from matrix import MODELS, mesh_of, replicated, running, shown
 
 LENGTH, SLOTS, READ = 512, 8, 256
+GENERATING = MODELS | {"prefix LM": dataclasses.replace(MODELS["decoder"], inputs_attention="bidirectional")}
 CACHES = {
     "rows": {},
     "int8": dict(cache_dtype="int8"),
@@ -62,6 +63,7 @@ def cases():
                             continue  # the engine has none for these
                         yield slice_name, sizes, model, cache
                 yield slice_name, sizes, "decoder LoRA", "guesses"  # adapters are merged for the engine
+                yield slice_name, sizes, "prefix LM", "int8"
 
 
 def matrix():
@@ -76,7 +78,7 @@ class Abstract:
 
     def __init__(self, slice_name: str, sizes: dict, name: str, cache: str):
         self.config = EngineConfig(**{"slots": SLOTS, "decode_steps": 1} | CACHES[cache])
-        self.model, self.slots = api.build(MODELS[name]), self.config.slots
+        self.model, self.slots = api.build(GENERATING[name]), self.config.slots
         self.mesh = mesh_of(sizes, slice_name)
         self.encoder_length = 128 if name == "encoder-decoder" else None
         self.sizes = footprint.sizes_of(self.model, self.config, LENGTH, self.encoder_length)
@@ -104,22 +106,44 @@ class Abstract:
         batch = {"tokens": self.here(rows, read), "counts": self.here(rows)}
         if self.encoder_length:
             batch |= {f"encoder_{x}": self.here(rows, 128) for x in ("tokens", "segment_ids", "positions")}
+        if self.reads_whole:
+            batch["inputs"] = self.here(rows)
         return batch
 
-    def all(self):
-        """Every program that the engine calls."""
-        model, vocab = self.model, self.model.config.vocab_size
+    @property
+    def reads_whole(self) -> bool:
+        return self.model.config.objective == "prefix"
+
+    def served(self):
+        """The parameters as programs read them."""
+        model = self.model
         shardings = sharding.shardings(self.mesh, Rules(), model.axes, model.abstract_params)
         params = jax.tree.map(
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), model.abstract_params, shardings
         )
-        served = self.run("serving", params)
+        return self.run("serving", params)
+
+    def search(self, num_decodes: int):
+        """The programs of beam search, by which it replaces those of the engine; the state between them."""
+        served, rows = self.served(), searching.prompts_at_once(self.slots, num_decodes, self.mesh, Rules())
+        sizes = beams.Sizes(num_decodes, 64, LENGTH, self.encoder_length, self.sizes.dtype)
+        self.programs = beams.build(self.model, self.model.config.vocab_size, sizes, self.mesh, Rules())
+        scalar = self.here(dtype=jnp.float32)
+        asked = beams.Asked(self.here(rows), self.here(rows), self.here(rows, 1), scalar, scalar)
+        state = self.run("begin", served, self.batch(rows), asked)
+        state = self.run("advance", served, state, asked, self.here())
+        self.run("found", state)
+        return state
+
+    def all(self):
+        """Every program that the engine calls."""
+        vocab, served = self.model.config.vocab_size, self.served()
         state = self.run("start")
         pool = self.sizes.pool
         table = self.here(self.slots, pool.of_slot(LENGTH)) if pool else None
         _, rows = self.run("begin", served, self.batch(2))
         row = self.run("one", rows, self.here())
-        if not self.encoder_length:
+        if not self.encoder_length and not self.reads_whole:
             logits, row = self.run("resume", served, self.batch(1), row, LENGTH)
         one = self.settings(1)
         seen = self.here(1, vocab, dtype=jnp.bool_)
@@ -168,3 +192,34 @@ def test_no_step_turns_a_cache_in_8_bits(pages):
     found = re.findall(r"s8\[([\d,]+)\]\{([\d,]+)[:}]", text)
     orders = {order for dims, order in found if math.prod(map(int, dims.split(","))) >= size}
     assert orders and all(order == ",".join(map(str, reversed(range(order.count(",") + 1)))) for order in orders)
+
+
+SEARCHED = [("v5e-4", dict(data=2, tensor=2), "encoder-decoder", "rows")]
+
+
+def searches():
+    """Slice, mesh, model and cache of beam search: rows of their own, whatever the engine's cache is."""
+    for slice_name, of_slice in SERVING.items():
+        for sizes in of_slice:
+            cases = [("decoder", "int8"), ("windows", "rows"), ("encoder-decoder", "rows"), ("prefix LM", "rows")]
+            for case in [(slice_name, sizes, *one) for one in cases]:
+                marks = () if case in SEARCHED else pytest.mark.heavy
+                yield pytest.param(*case, marks=marks, id=f"{case[2]}-{case[3]}-{slice_name}-{shown(sizes)}")
+
+
+@pytest.mark.parametrize("slice_name, sizes, name, cache", list(searches()))
+def test_beam_search_compiles_for_the_slice(slice_name, sizes, name, cache, tell):
+    """Its cache stays spread over the slice, heads and prompts, while its rows are put in another order."""
+    engine = Abstract(slice_name, sizes, name, cache)
+    state = engine.search(4)
+    for program, report in engine.reports.items():
+        assert report.fits
+        if program != "serving":
+            tell(f"beam search: {program}", f"{name}, {cache}", slice_name, sizes, report)
+    moved = sum(engine.reports["advance"].costs.collective_bytes.values())
+    for layer in state["cache"]["layers"]:
+        for key in (layer[name] for name in ("key", "cross_key") if name in layer):
+            shard = key.sharding.shard_shape(key.shape)
+            assert shard[1] == key.shape[1] // sizes.get("tensor", 1)
+            assert shard[0] == key.shape[0] // sizes.get("data", 1)
+    assert moved < np.prod(key.shape)  # no array of it is gathered

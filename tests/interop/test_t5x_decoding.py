@@ -1,0 +1,129 @@
+"""Generation as T5X generates: beam search by its networks, their texts and scores.
+
+What T5X itself gives is in t5x_decoding.json (t5x_decoding_peer.py made it):
+
+make test-t5x T5X_PYTHON=PATH/bin/python    makes it anew and compares (T5X is github.com/google-research/t5x)
+"""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from capibara.data.vocabulary import ByteVocabulary
+from capibara.inference import beams
+from capibara.inference.engine import Engine, EngineConfig
+from capibara.inference.sampling import Sampling
+from capibara.models import api
+
+HERE = pathlib.Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+
+import t5x_decoding_peer as peer  # noqa: E402
+import t5x_peer  # noqa: E402
+from test_t5x_training import MODELS, begun  # noqa: E402
+
+PYTHON = os.environ.get("T5X_PYTHON")
+T5X = json.loads((HERE / "t5x_decoding.json").read_text())
+VOCAB = 64
+
+
+@pytest.fixture(scope="module")
+def params_of(tmp_path_factory):
+    """(model, its parameters) of a case."""
+    found = {}
+
+    def of(case):
+        if case not in found:
+            model = api.build(MODELS[case])
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(t5x_peer, "drawn", peer.drawn)
+                found[case] = model, begun(model, tmp_path_factory.mktemp(case) / "t5x")
+        return found[case]
+
+    return of
+
+
+def rows_of(case, prompts):
+    """A batch of prompts, and how many tokens count as a text's own before it."""
+    if t5x_peer.CASES[case][0] == "decoder_only":
+        texts = [[0, *prompt] for prompt in prompts]
+        size = max(map(len, texts))
+        tokens = np.array([text + [0] * (size - len(text)) for text in texts], np.int32)
+        counts = np.array([len(text) for text in texts], np.int32)
+        return {"tokens": tokens, "counts": counts, "inputs": counts}, [len(prompt) for prompt in prompts]
+    size = max(map(len, prompts))
+    encoder = np.array([prompt + [0] * (size - len(prompt)) for prompt in prompts], np.int32)
+    batch = {"tokens": np.zeros((len(prompts), 1), np.int32), "counts": np.ones(len(prompts), np.int32)}
+    real = (encoder > 0).astype(np.int32)
+    batch |= {"encoder_tokens": encoder, "encoder_segment_ids": real}
+    return batch, [0] * len(prompts)
+
+
+def searched(model, params, case, prompts, num_decodes, alpha, min_log_prob=-1e7):
+    batch, before = rows_of(case, prompts)
+    length = batch["encoder_tokens"].shape[1] if "encoder_tokens" in batch else None
+    places = batch["tokens"].shape[1] + peer.NEW
+    programs = beams.build(model, VOCAB, beams.Sizes(num_decodes, peer.NEW, places, length))
+    count = len(prompts)
+    asked = beams.asked_of([peer.NEW] * count, before, [[peer.CASES[case]]] * count, alpha, min_log_prob)
+    return beams.search(programs, model.serving(params), batch, asked)
+
+
+SHORT = [("t5", "k4"), ("decoder_only", "k9_a8"), ("prefix_lm", "k4_a2")]
+ALL = [(case, how) for case in peer.CASES for how in peer.BEAMS]
+
+
+def agrees(found, wanted, where):
+    for row, want in enumerate(wanted):
+        assert found.texts[row].tolist() == want["texts"], f"{where} prompt {row}"
+        np.testing.assert_allclose(found.scores[row], want["scores"], rtol=2e-5, err_msg=f"{where} prompt {row}")
+
+
+@pytest.mark.parametrize(
+    ("case", "how"), [one if one in SHORT else pytest.param(*one, marks=pytest.mark.heavy) for one in ALL]
+)
+def test_texts_and_scores_of_beam_search_are_those_of_t5x(case, how, params_of):
+    """All prompts in one batch; T5X had each alone."""
+    agrees(searched(*params_of(case), case, peer.prompts(case), **peer.BEAMS[how]), T5X[case][how], f"{case} {how}")
+
+
+def test_the_search_ended_in_every_way():
+    """With texts that ended, and without; before as many tokens as there may be, and with them."""
+    ends = {case: {how: [row["texts"] for row in rows] for how, rows in of.items()} for case, of in T5X.items()}
+    flat = [text for of in ends.values() for rows in of.values() for texts in rows for text in texts]
+    last = [
+        eos for case, eos in peer.CASES.items() for rows in ends[case].values() for t in rows for eos in [eos] * len(t)
+    ]
+    ended = [text.index(eos) + 1 for text, eos in zip(flat, last) if eos in text]
+    assert {1, peer.NEW} < set(ended) and len(set(ended)) > 5 and len(ended) < len(flat) - 20
+
+
+@pytest.mark.parametrize("case", ["prefix_lm", pytest.param("decoder_only", marks=pytest.mark.heavy)])
+def test_greedy_texts_of_the_engine_are_those_of_t5x(case, params_of):
+    """A prefix LM reads its prompt both ways in both programs."""
+    model, params = params_of(case)
+    engine = Engine(model, params, ByteVocabulary(), 32, EngineConfig(slots=2))
+    ends, greedy = (peer.CASES[case],), Sampling(temperature=0.0, max_new_tokens=peer.NEW)
+    streams = [engine.submit([0, *prompt], greedy, ends=ends) for prompt in peer.prompts(case)]
+    for stream, want in zip(streams, T5X[case]["greedy"]):
+        text = want["texts"][0]
+        assert stream.result().tokens == text[: text.index(ends[0]) if ends[0] in text else None]
+
+
+@pytest.mark.skipif(not PYTHON, reason="T5X_PYTHON names no python with t5x")
+def test_t5x_still_says_so(tmp_path):
+    done = subprocess.run(
+        [PYTHON, HERE / "t5x_decoding_peer.py", tmp_path / "now.json"],
+        env={name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "XLA_FLAGS")}
+        | {"JAX_PLATFORMS": "cpu"},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert json.loads((tmp_path / "now.json").read_text()) == T5X
