@@ -13,6 +13,7 @@ from typing import Any
 from capibara import limits
 from capibara.config import Statement, statements_of
 from capibara.gin_search import Text
+from capibara.interop import t5x_decoding
 from capibara.types import UserError
 
 _FILES, _MOST_BYTES = 64, 1 << 20
@@ -163,6 +164,7 @@ class _Writing:
         self._lines: list[str] = []
         self._notes: list[str] = []
         self._modules = reading.modules
+        self._targets: int | None = None  # tokens of a text
         self._kept: dict[str, str] = {}  # macros of T5X's that ours has, too
 
     def done(self) -> Translated:
@@ -178,6 +180,7 @@ class _Writing:
         self._model(decoder)
         self._objective(decoder)
         self._optimizer()
+        self._decoding(decoder)
         for (scope, owner, name), value in list(self._left.items()):
             where = "capibara evaluate" if scope == "infer_eval" else _ELSEWHERE.get((owner, name))
             if where is None and self._has_its_default(owner, name, value):
@@ -265,6 +268,7 @@ class _Writing:
         self._put("Dataset.kind", kind, "the model")
         lengths = self._taken("DatasetConfig", "task_feature_lengths", Text(_UNSET), "train")
         if isinstance(lengths, Mapping) and {"targets"} <= lengths.keys() <= {"inputs", "targets"}:
+            self._targets = lengths["targets"]
             total = sum(lengths.values()) if decoder else lengths["targets"]
             self._put("Dataset.length", total, f"TASK_FEATURE_LENGTHS = {dict(lengths)}")
             if not decoder:
@@ -354,6 +358,23 @@ class _Writing:
             self._put("Trainer.loss_normalization", known, f"{owner}.loss_normalizing_factor")
         if not any(line.startswith("Trainer.loss_normalization") for line in self._lines):
             self._put("Trainer.loss_normalization", "sum", "T5X's own")
+
+    def _decoding(self, decoder: bool) -> None:
+        keys = [key for key in self._left if key[1] in t5x_decoding.OWNERS]
+        keys += [key for key in self._left if key[1] in _MODELS and key[2] in t5x_decoding.OF_MODELS]
+        given = {key[2] if key[1] in _MODELS else f"{key[1]}.{key[2]}": key for key in keys}
+        found = t5x_decoding.translated(
+            decoder, {n: self._value(self._left[k]) for n, k in given.items()}, self._targets
+        )
+        if not given:
+            return
+        self._lines.append("")
+        for ours, value, theirs in found.lines:
+            self._lines.append(f"{ours} = {value}  # {theirs}")
+        for name in given.keys() - set(found.left):
+            del self._left[given[name]]
+        self._notes += found.unused
+        self._notes.append("capibara evaluate decodes so with --gin.SeqioEvaluation.sampling=@Sampling()")
 
     def _optimizer(self) -> None:
         self._lines += ["", "Trainer.optimizer = @Optimizer()", "Optimizer.adafactor = @Adafactor()"]

@@ -5,6 +5,8 @@ import sys
 import pytest
 
 from capibara import cli, config, convert_config
+from capibara.inference.sample import SampleText
+from capibara.inference.sampling import BeamSearch, Sampling
 from capibara.interop import t5x_gin
 from capibara.training.trainer import Trainer
 from capibara.types import UserError
@@ -148,14 +150,69 @@ def test_networks_of_other_names(run, tmp_path):
     )
 
 
-def test_what_has_no_place_is_refused_by_name(run, tmp_path, capsys):
-    run.write_text(RUN + "models.EncoderDecoderModel.predict_batch_with_aux.num_decodes = 4\n")
+DECODING = {
+    "models.EncoderDecoderModel.predict_batch_with_aux.num_decodes = 4": (
+        dict(max_new_tokens=64, beams=BeamSearch(num_decodes=4)),
+        None,
+    ),
+    "BEAM_SIZE = 3\nmodels.EncoderDecoderModel.predict_batch_with_aux:\n  num_decodes = %BEAM_SIZE\n"
+    "  return_all_decodes = True\n  decoder_params = {'alpha': 0.8, 'max_decode_len': 9}\n"
+    "decoding.beam_search.min_log_prob = -30.0\ndecoding.temperature_sample.topk = 3": (
+        dict(max_new_tokens=9, beams=BeamSearch(num_decodes=3, num_return=3, alpha=0.8, min_log_prob=-30.0)),
+        "temperature_sample.topk is not written: beam_search decodes",
+    ),
+    "models.EncoderDecoderModel.decode_fn = @decoding.temperature_sample\ndecoding.temperature_sample:\n"
+    "  temperature = 0.7\n  topk = 0\n  topp = 0.9\n  cache_offset = 0": (
+        dict(max_new_tokens=64, temperature=0.7, top_p=0.9),
+        None,
+    ),
+    "models.EncoderDecoderModel.decode_fn = @decoding.temperature_sample": (
+        dict(max_new_tokens=64, temperature=1.0, top_k=1),
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("given", DECODING)
+def test_options_of_generation_are_translated(given, run, tmp_path, capsys):
+    fields, note = DECODING[given]
+    run.write_text(f"{RUN}{given}\n")
+    assert converted(run, f"--to={tmp_path}/mine.gin") == 0
+    noted = capsys.readouterr().err
+    assert "note: capibara evaluate decodes so with --gin.SeqioEvaluation.sampling=@Sampling()" in noted
+    assert note is None or note in noted
+    config.reset()
+    config.parse([tmp_path / "mine.gin"], ["MODEL_DIR = runs/x", "DROPOUT_RATE = 0.1"])
+    assert config.build(SampleText).sampling == config.build(Sampling) == Sampling(**fields)
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        (
+            "models.EncoderDecoderModel.predict_batch_with_aux.prompt_with_targets = True",
+            "predict_batch_with_aux.prompt_",
+        ),
+        ("decoding.beam_search.max_decode_step = 5", "beam_search.max_decode_step"),
+        ("models.EncoderDecoderModel.decode_fn = @mine.decode", "decode_fn"),
+        ("decoding.beam_search.eos_id = 5", "beam_search.eos_id"),
+    ],
+)
+def test_options_of_generation_that_have_no_place_are_refused(given, name, run, tmp_path, capsys):
+    run.write_text(f"{RUN}{given}\n")
     assert converted(run, f"--to={tmp_path}/mine.gin") == 2
     error = capsys.readouterr().err
-    assert "binds predict_batch_with_aux.num_decodes, which capibara does not have" in error and error.count("\n") == 1
+    assert f"{name}" in error and "which capibara does not have" in error and error.count("\n") == 1
+
+
+def test_what_has_no_place_is_refused_by_name(run, tmp_path, capsys):
+    run.write_text(RUN + "models.EncoderDecoderModel.other_option = 4\n")
+    assert converted(run, f"--to={tmp_path}/mine.gin") == 2
+    error = capsys.readouterr().err
+    assert "binds EncoderDecoderModel.other_option, which capibara does not have" in error and error.count("\n") == 1
     assert not (tmp_path / "mine.gin").exists()
     assert converted(run, "--leave_out") == 0
-    assert "# predict_batch_with_aux.num_decodes has no place in capibara" in capsys.readouterr().out
+    assert "# EncoderDecoderModel.other_option has no place in capibara" in capsys.readouterr().out
     for line, told in (
         (
             "utils.RestoreCheckpointConfig.path = @elsewhere()",

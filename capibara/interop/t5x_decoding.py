@@ -1,0 +1,89 @@
+"""What T5X's Gin files say of generation, as ours: `decode_fn`, the options of its two functions, and of predict_batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+OWNERS = ("beam_search", "temperature_sample", "predict_batch", "predict_batch_with_aux", "DecoderParams")
+OF_MODELS = ("decode_fn", "default_decoder_params")
+_PREDICTING = OWNERS[2:]
+# What says nothing of the texts here: how a cache lies, and what T5X itself puts in.
+_NOTHING = {"cache_offset": 0, "decode_rng": None, "initial_index": None, "rng": None, "prompt_with_targets": False}
+_DEFAULTS = {
+    "beam_search": {"max_decode_step": -1},
+    "temperature_sample": {
+        "max_decode_steps_hard_limit": None, "rescale_log_probs": True, "state_callback_fn": None,
+        "logit_callback_fn": None, "num_decodes": 1,
+    },
+}  # fmt: skip
+_BEAMS = {"alpha": "BeamSearch.alpha", "min_log_prob": "BeamSearch.min_log_prob"}
+
+
+class Decoding(NamedTuple):
+    """`lines`: (our name, value, what it was); `left`: bindings that have no place here; `unused`: of what does not run."""
+
+    lines: list[tuple[str, Any, str]]
+    left: list[str]
+    unused: list[str]
+
+
+def translated(decoder: bool, given: Mapping[str, Any], targets: int | None) -> Decoding:
+    """How texts are made.
+
+    Args:
+      decoder: whether the model is one; its texts are drawn by default, others searched for.
+      given: "owner.parameter" -> value, of OWNERS, and of `decode_fn` alone.
+      targets: tokens of a text, where they are known.
+    """
+    asked = str(given.get("decode_fn", "temperature_sample" if decoder else "beam_search"))
+    function = asked.lstrip("@").removesuffix("()").rpartition(".")[2]
+    if function not in _DEFAULTS:
+        return Decoding([], list(given), [])
+    options: dict[str, tuple[Any, str]] = {}
+    for name, value in given.items():
+        owner, _, parameter = name.rpartition(".")
+        if owner == function or owner in _PREDICTING:
+            inner = value if parameter == "decoder_params" and isinstance(value, Mapping) else {parameter: value}
+            options |= {key: (one, name) for key, one in inner.items()}
+    left = [name for parameter, (value, name) in options.items() if _is_unknown(function, parameter, value)]
+    make = _of_beams if function == "beam_search" else _of_draws
+    lines = [("SampleText.sampling", "@Sampling()", "for samples, capibara infer, and evaluate that is told so")]
+    lines += make({key: value for key, (value, _) in options.items()}, targets)
+    other = [name for name in given if name.startswith(tuple(f"{one}." for one in _DEFAULTS if one != function))]
+    return Decoding(lines, list(dict.fromkeys(left)), [f"{name} is not written: {function} decodes" for name in other])
+
+
+def _is_unknown(function: str, parameter: str, value: Any) -> bool:
+    """Whether we have nothing that does what this option says."""
+    if parameter in _NOTHING:
+        return value != _NOTHING[parameter] and value is not None
+    if parameter in _DEFAULTS[function]:
+        return value != _DEFAULTS[function][parameter] and value is not None
+    known = {"beam_search": (*_BEAMS, "num_decodes", "return_all_decodes", "max_decode_len"),
+             "temperature_sample": ("temperature", "topk", "topp", "return_all_decodes", "max_decode_steps")}  # fmt: skip
+    return parameter not in known[function]
+
+
+def _of_beams(options: Mapping[str, Any], targets: int | None) -> list[tuple[str, Any, str]]:
+    count = options.get("num_decodes") or 1
+    lines = [("Sampling.beams", "@BeamSearch()", "decoding.beam_search")]
+    lines.append(("BeamSearch.num_decodes", count, "predict_batch_with_aux.num_decodes"))
+    lines += [(ours, options[name], f"beam_search.{name}") for name, ours in _BEAMS.items() if name in options]
+    if options.get("return_all_decodes"):
+        lines.append(("BeamSearch.num_return", count, "predict_batch_with_aux.return_all_decodes"))
+    return lines + _most(options.get("max_decode_len"), targets)
+
+
+def _of_draws(options: Mapping[str, Any], targets: int | None) -> list[tuple[str, Any, str]]:
+    top_k, top_p = options.get("topk", 1), options.get("topp", 0.0)
+    lines = [("Sampling.temperature", options.get("temperature", 1.0), "temperature_sample.temperature")]
+    lines.append(("Sampling.top_k", top_k or None, "temperature_sample.topk (1 by default; 0: all)"))
+    if top_p:
+        lines.append(("Sampling.top_p", top_p, "temperature_sample.topp"))
+    return lines + _most(options.get("max_decode_steps"), targets)
+
+
+def _most(given: int | None, targets: int | None) -> list[tuple[str, Any, str]]:
+    most = given or targets
+    return [] if most is None else [("Sampling.max_new_tokens", most, "max_decode_len, else the length of targets")]
