@@ -2,7 +2,7 @@
 # make test         the same set-up, then the tests
 # make test-heavy   the tests that make test leaves out for their time
 # make test-transformers TORCH_PYTHON=PATH   every family against transformers, which is in the environment of that python
-# make test-t5x T5X_PYTHON=PATH   training as T5X trains, with T5X itself in the environment of that python
+# make test-t5x T5X_PYTHON=PATH   training and beam search as in T5X, with T5X itself in the environment of that python
 # make test-quantized QUANT_PYTHON=PATH      folders in 4 bits against gptqmodel, transformers and ONNX Runtime GenAI
 # make test-hosts   runs of several processes, joined as on TPU VMs, GKE, Slurm and by flags
 # make test-slices  every program that trains, evaluates or generates, compiled by the TPU compiler for v5e and v6e slices
@@ -46,7 +46,7 @@ test-transformers: $(STAMP)
 	TORCH_PYTHON=$(TORCH_PYTHON) $(BIN)/python -m pytest -q -s tests/interop/test_transformers*.py $(ARGS)
 
 test-t5x: $(STAMP)
-	T5X_PYTHON=$(T5X_PYTHON) $(BIN)/python -m pytest -q -s tests/interop/test_t5x_training.py $(ARGS)
+	T5X_PYTHON=$(T5X_PYTHON) $(BIN)/python -m pytest -q -s tests/interop/test_t5x_training.py tests/interop/test_t5x_decoding.py $(ARGS)
 
 test-quantized: $(STAMP)
 	QUANT_PYTHON=$(QUANT_PYTHON) $(BIN)/python -m pytest -q -s tests/interop/test_quantized_folders.py $(ARGS)

@@ -67,8 +67,6 @@ def run(args) -> None:
     sampling, batching = config.build(sample.Sampling), config.build(EngineConfig)
     talk = chat.of_run(trainer.dataset) if args.chat else None
     config.check_used()
-    if args.benchmark and sampling.beams is not None:
-        raise UserError("--benchmark times tokens one after the other, and Sampling.beams is set: leave one out")
     batchings = {"many": batching, "typed": dataclasses.replace(batching, slots=1), "one": sample.of_one_slot(batching)}
     if isinstance(line, channel.Follower):
         how = next(messages := iter(line))["how"]
@@ -83,11 +81,7 @@ def run(args) -> None:
         if how == "one":
             prompt = files.read_standard_input() if args.prompt is None else args.prompt
             stream = engine.submit(talk.ids(prompt) if talk else prompt, sampling, ends=talk.ends if talk else ())
-            result, before = stream.result(), "" if lengths[1] or talk else prompt
-            for decode in result.decodes if len(result.decodes) > 1 else ():
-                print(f"{decode.score:.6f}\t{before}{decode.text}")
-            if len(result.decodes) <= 1:
-                print(before + result.text)
+            print(files.shown(stream.result(), "" if lengths[1] or talk else prompt))
         elif args.benchmark:
             measured = speed.measure(engine, sampling, (lengths[1] or lengths[0]) // 2, vocabulary.size)
             print(*(f"{name:32} {value:12.1f}" for name, value in measured.items()), sep="\n")

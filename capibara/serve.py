@@ -74,18 +74,14 @@ def _load(args):
     from capibara.inference import chat, serving_mesh
     from capibara.inference.engine import Engine, EngineConfig
     from capibara.inference.sampling import Sampling
-    from capibara.inference.service import Served, ServerConfig
+    from capibara.inference.service import Served, ServerConfig, check_streams
     from capibara.monitoring.status import StatusLine
 
     path = args.model_dir or args.model
     given = (path, args.gin_file, args.gin_bindings, args.gin_search_paths)
     trainer, model, params = loading.load(*given, trust=args.trust_config, placed=serving_mesh.placed).run
     takes, sampling, batching = config.build(ServerConfig), config.build(Sampling), config.build(EngineConfig)
-    if sampling.beams is not None:
-        raise UserError(
-            "Sampling.beams is set: a server streams tokens as they are chosen, and beam search has none before the end; leave "
-            "it out, or use capibara infer --prompts"
-        )
+    check_streams(sampling)
     data = trainer.dataset
     talk = chat.of_served(data) if jax.process_index() == 0 else None
     config.check_used()

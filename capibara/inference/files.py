@@ -17,7 +17,7 @@ from capibara.fields import did_you_mean, nearest
 from capibara.inference.chat import Chat
 from capibara.inference.engine import Engine
 from capibara.inference.sampling import Sampling, changed, of_values
-from capibara.inference.stream import Stream, of_search
+from capibara.inference.stream import Completion, Stream, of_search
 from capibara.types import UserError
 
 _BEGINS = b'{"prompt": '  # every line of an output
@@ -108,6 +108,13 @@ def _of_json(where: str, line: str, sampling: Sampling, index: int) -> Prompt:
         return Prompt(text, sampling if "seed" in own else _of_line(sampling, index), values, where)
     except (UserError, TypeError) as error:
         raise UserError(f"{where}: {error}") from None
+
+
+def shown(result: Completion, prompt: str) -> str:
+    """A text after its prompt; where a search was to give several a line each, behind their scores."""
+    if len(result.decodes) < 2:
+        return prompt + result.text
+    return "\n".join(f"{one.score:.6f}\t{prompt}{one.text}" for one in result.decodes)
 
 
 def complete(

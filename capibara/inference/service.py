@@ -150,6 +150,15 @@ class Ask:
     likeliest: int = 0
 
 
+def check_streams(sampling: Sampling) -> None:
+    """Raises UserError where texts are not made token by token."""
+    if sampling.beams is not None:
+        raise UserError(
+            "Sampling.beams is set: a server streams tokens as they are chosen, and beam search has none before the end; leave "
+            "it out, or use capibara infer --prompts"
+        )
+
+
 def shutting_down() -> Refusal:
     """What those are told who come after a signal, or whose texts have not ended in time."""
     return Refusal(503, "the server is shutting down", code="shutting_down", headers=_SOON)

@@ -9,6 +9,7 @@ import numpy as np
 
 from capibara.inference.engine import Engine
 from capibara.inference.sampling import Sampling
+from capibara.types import UserError
 
 _READINGS = 5
 
@@ -26,7 +27,14 @@ def measure(engine: Engine, sampling: Sampling, prompt_tokens: int, vocab_size: 
       `prefill_tokens_per_s` of one prompt; `decode_tokens_per_s` of one row alone and `_all_slots` of as many as there
       are slots; percentiles of the milliseconds to a first token (all slots asked at once) and between tokens, of each
       text the mean, as some come together; where the engine guesses tokens, how many percent of the guesses were right.
+
+    Raises:
+      UserError: texts are searched for.
     """
+    if sampling.beams is not None:
+        raise UserError(
+            "--benchmark times tokens one after the other, and Sampling.beams is set: leave one of both out"
+        )
     random = np.random.default_rng(0)
 
     def prompt() -> list[int]:

@@ -13,10 +13,11 @@ import pytest
 
 from capibara.data.vocabulary import ByteVocabulary
 from capibara.evaluation.tasks import EvalTask
-from capibara.inference import beams, files
+from capibara.inference import beams, files, speed
 from capibara.inference.engine import Engine, EngineConfig
 from capibara.inference.orders import Asked, Orders
 from capibara.inference.sampling import BeamSearch, Sampling, changed, of_values
+from capibara.inference.service import check_streams
 from capibara.inference.stream import Finish
 from capibara.models import api
 from capibara.models.api import DecoderConfig, EncoderDecoderConfig
@@ -132,6 +133,8 @@ def test_files_have_scores_and_say_how_they_were_made(tmp_path):
     assert out[0]["sampling"]["beams"]["num_decodes"] == 3 and "score" in out[1] and "decodes" not in out[1]
     assert out[1]["sampling"]["beams"]["alpha"] == 1.0 and "score" not in out[2]
     assert list(files.complete(engine, prompts, str(tmp_path / "out.jsonl"))) == [3]  # all of it is there
+    best = found.decodes[-1]
+    assert files.shown(found, "one ").splitlines()[-1] == f"{best.score:.6f}\tone {best.text}"
 
 
 def test_other_processes_search_for_the_same():
@@ -165,6 +168,8 @@ def test_one_that_nobody_wants_is_not_searched_for():
         (lambda: Sampling(beams=BeamSearch(), top_p=0.5), "Sampling.top_p is 0.5, which beam search has not"),
         (lambda: made("decoder", draft_tokens=2).submit("x", BEAMS), "draft_tokens is 2, but beam search guesses no"),
         (lambda: made("decoder").submit("x", BEAMS, likeliest=1), "likeliest is 1, but beam search names no"),
+        (lambda: check_streams(BEAMS), "Sampling.beams is set: a server streams tokens"),
+        (lambda: speed.measure(made("decoder"), BEAMS, 4, 300), "--benchmark times tokens one after the other"),
         (lambda: Grpo(rewards=(len,), sampling=BEAMS), "Grpo's Sampling.beams is set: answers are drawn"),
         (lambda: EvalTask(files=("x",), metrics=(len,), num_samples=2, sampling=BEAMS), "num_samples is 2 and"),
     ],
