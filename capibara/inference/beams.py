@@ -128,7 +128,7 @@ def search(programs: Programs, params: Params, batch: Batch, asked: Asked) -> Fo
       asked: of the prompts.
     """
     state = programs.begin(params, batch, asked)
-    while not bool(jnp.all(state["done"])):
+    while not np.asarray(state["done"]).all():
         state = programs.advance(params, state, asked, np.int32(_STEPS))
     return jax.device_get(programs.found(state))
 
@@ -152,10 +152,9 @@ def _laid_out(state: State) -> State:
         return sharding.constrain(apart, (axes[0], None, *axes[1:])).reshape(x.shape)
 
     cache = jax.tree.map(of_cache, api.paged.axes(state["cache"]), state["cache"], is_leaf=tree.is_axes)
-    rest = {name: x for name, x in state.items() if name != "cache"}
-    return {name: sharding.constrain(x, ("batch",) + (None,) * (x.ndim - 1)) for name, x in rest.items()} | {
-        "cache": cache
-    }
+    names = {name: (None if name == "done" else "batch",) for name in state}  # the host of every process looks at it
+    rest = {n: sharding.constrain(x, names[n] + (None,) * (x.ndim - 1)) for n, x in state.items() if n != "cache"}
+    return rest | {"cache": cache}
 
 
 def _nothing_found(rows: int, sizes: Sizes, asked: Asked) -> State:
