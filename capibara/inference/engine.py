@@ -19,7 +19,8 @@ import numpy as np
 
 from capibara import peers
 from capibara.data.vocabulary import Vocabulary
-from capibara.inference import batching, donated, footprint, programs, spelling
+from capibara.inference import batching, best_of, donated, footprint, programs, spelling
+from capibara.inference.best_of import BestOf
 from capibara.inference.batching import EngineConfig, Statistics, WhenFull
 from capibara.inference.choose import GREEDY, Settings, settings_of, with_row
 from capibara.inference.drafts import Drafter
@@ -196,6 +197,9 @@ class Engine:
             raise UserError(f"likeliest is {likeliest}, must be from 0 to {LIKELIEST}")
         if sampling.beams is not None:
             self._check_searches(likeliest)
+        if sampling.num_decodes > 1:
+            each = [self.submit(prompt, one, ends=ends) for one in best_of.samplings(sampling)]
+            return BestOf(self._drive, sampling, each)
         if self._encoder_length is not None:
             spelled = spelling.ids_of(prompt, vocabulary) if isinstance(prompt, str) else prompt
             encoder = spelling.encoder_entries(spelled, self._encoder_length, vocabulary.pad_id)

@@ -11,7 +11,7 @@ from typing import Any
 from capibara.config import configurable
 from capibara.types import UserError
 
-_NOT_WITH_BEAMS = ("top_k", "top_p", "min_p", "repetition_penalty", "thinking_tokens")
+_NOT_WITH_BEAMS = ("top_k", "top_p", "min_p", "repetition_penalty", "thinking_tokens", "num_decodes", "num_return")
 
 
 @configurable
@@ -66,6 +66,9 @@ class Sampling:
       stop: strings that end the text; it does not contain them.
       thinking_tokens: most tokens between the tags of a thought: then the closing one is put there; None: no limit.
       thinking_tags: what begins and ends a thought.
+      num_decodes: texts drawn of a prompt, of which the likeliest is given (by its log probability in what its tokens were
+        drawn from), as T5X's `temperature_sample`.
+      num_return: how many of them are told, with their log probabilities.
       beams: searches for the likeliest text, whatever temperature and seed are; None: tokens are chosen one by one.
     """
 
@@ -79,6 +82,8 @@ class Sampling:
     stop: tuple[str, ...] = ()
     thinking_tokens: int | None = None
     thinking_tags: tuple[str, str] = ("<think>", "</think>")
+    num_decodes: int = 1
+    num_return: int = 1
     beams: BeamSearch | None = None
 
     def __post_init__(self):
@@ -102,6 +107,17 @@ class Sampling:
             raise UserError(f"Sampling.thinking_tokens is {self.thinking_tokens}, must be at least 1, or None")
         if len(self.thinking_tags) != 2 or not all(self.thinking_tags):
             raise UserError(f"Sampling.thinking_tags is {self.thinking_tags!r}, must be two strings with text")
+        if not 1 <= self.num_decodes <= 1024:
+            raise UserError(f"Sampling.num_decodes is {self.num_decodes}, must be from 1 to 1024: try 1")
+        if not 1 <= self.num_return <= self.num_decodes:
+            raise UserError(
+                f"Sampling.num_return is {self.num_return}, must be from 1 to Sampling.num_decodes ({self.num_decodes})"
+            )
+        if self.num_decodes > 1 and self.temperature == 0 and self.beams is None:
+            raise UserError(
+                f"Sampling.num_decodes is {self.num_decodes} and Sampling.temperature 0: all would be the same, set a "
+                "temperature above 0, or Sampling.beams = @BeamSearch()"
+            )
         for name in _NOT_WITH_BEAMS if self.beams is not None else ():
             if (value := getattr(self, name)) != getattr(Sampling, name):
                 raise UserError(

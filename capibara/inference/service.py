@@ -152,11 +152,12 @@ class Ask:
 
 def check_streams(sampling: Sampling) -> None:
     """Raises UserError where texts are not made token by token."""
-    if sampling.beams is not None:
-        raise UserError(
-            "Sampling.beams is set: a server streams tokens as they are chosen, and beam search has none before the end; leave "
-            "it out, or use capibara infer --prompts"
-        )
+    for name, is_set in (("beams", sampling.beams is not None), ("num_decodes", sampling.num_decodes > 1)):
+        if is_set:
+            raise UserError(
+                f"Sampling.{name} is set: a server streams tokens as they are chosen, and which text is the best is known at "
+                "its end; leave it out, or use capibara infer --prompts"
+            )
 
 
 def shutting_down() -> Refusal:

@@ -14,7 +14,7 @@ _DEFAULTS = {
     "beam_search": {"max_decode_step": -1},
     "temperature_sample": {
         "max_decode_steps_hard_limit": None, "rescale_log_probs": True, "state_callback_fn": None,
-        "logit_callback_fn": None, "num_decodes": 1,
+        "logit_callback_fn": None,
     },
 }  # fmt: skip
 _BEAMS = {"alpha": "BeamSearch.alpha", "min_log_prob": "BeamSearch.min_log_prob"}
@@ -61,7 +61,7 @@ def _is_unknown(function: str, parameter: str, value: Any) -> bool:
     if parameter in _DEFAULTS[function]:
         return value != _DEFAULTS[function][parameter] and value is not None
     known = {"beam_search": (*_BEAMS, "num_decodes", "return_all_decodes", "max_decode_len"),
-             "temperature_sample": ("temperature", "topk", "topp", "return_all_decodes", "max_decode_steps")}  # fmt: skip
+             "temperature_sample": ("temperature", "topk", "topp", "num_decodes", "return_all_decodes", "max_decode_steps")}  # fmt: skip
     return parameter not in known[function]
 
 
@@ -81,6 +81,10 @@ def _of_draws(options: Mapping[str, Any], targets: int | None) -> list[tuple[str
     lines.append(("Sampling.top_k", top_k or None, "temperature_sample.topk (1 by default; 0: all)"))
     if top_p:
         lines.append(("Sampling.top_p", top_p, "temperature_sample.topp"))
+    if (count := options.get("num_decodes") or 1) != 1:
+        lines.append(("Sampling.num_decodes", count, "predict_batch_with_aux.num_decodes"))
+    if options.get("return_all_decodes"):
+        lines.append(("Sampling.num_return", count, "predict_batch_with_aux.return_all_decodes"))
     return lines + _most(options.get("max_decode_steps"), targets)
 
 

@@ -124,8 +124,9 @@ class Grpo(Loss):
                 f"Grpo's Sampling.temperature is {self.sampling.temperature}, must be finite and above 0 (at 0 a group has "
                 "one answer): try 1.0"
             )
-        if self.sampling.beams is not None:
-            raise UserError("Grpo's Sampling.beams is set: answers are drawn, beam search draws none; leave it out")
+        if self.sampling.beams is not None or self.sampling.num_decodes > 1:
+            name = "num_decodes" if self.sampling.beams is None else "beams"
+            raise UserError(f"Grpo's Sampling.{name} is set: every answer is drawn, and none chosen; leave it out")
         for name, nothing in (("top_k", None), ("top_p", None), ("min_p", None), ("repetition_penalty", 1.0)):
             if (value := getattr(self.sampling, name)) != nothing:
                 raise UserError(

@@ -170,7 +170,7 @@ def test_one_that_nobody_wants_is_not_searched_for():
         (lambda: made("decoder").submit("x", BEAMS, likeliest=1), "likeliest is 1, but beam search names no"),
         (lambda: check_streams(BEAMS), "Sampling.beams is set: a server streams tokens"),
         (lambda: speed.measure(made("decoder"), BEAMS, 4, 300), "--benchmark times tokens one after the other"),
-        (lambda: Grpo(rewards=(len,), sampling=BEAMS), "Grpo's Sampling.beams is set: answers are drawn"),
+        (lambda: Grpo(rewards=(len,), sampling=BEAMS), "Grpo's Sampling.beams is set: every answer is drawn"),
         (lambda: EvalTask(files=("x",), metrics=(len,), num_samples=2, sampling=BEAMS), "num_samples is 2 and"),
     ],
 )

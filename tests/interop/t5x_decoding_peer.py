@@ -29,6 +29,12 @@ BEAMS = {  # name -> arguments of beam_search
     "k9_a8": dict(num_decodes=9, alpha=8.0),
 }
 GREEDY = dict(num_decodes=1, temperature=0.0, topk=0)  # of temperature_sample
+DRAWN = {  # name -> arguments of temperature_sample, for two of the cases
+    "topk": dict(num_decodes=3, temperature=0.7, topk=5),
+    "topp": dict(num_decodes=4, temperature=1.3, topk=0, topp=0.8),
+    "all": dict(num_decodes=2, temperature=1.5, topk=0),
+}
+DRAWING, SEED = ("t5", "decoder_only"), 5
 _drawn = t5x_peer.drawn
 
 
@@ -73,14 +79,16 @@ def generated(case: str) -> dict:
     finally:
         t5x_peer.drawn = _drawn
     found: dict = {}
-    for how, options in (BEAMS | {"greedy": GREEDY}).items():
-        function = decoding.temperature_sample if how == "greedy" else decoding.beam_search
+    for how, options in (BEAMS | {"greedy": GREEDY} | (DRAWN if case in DRAWING else {})).items():
+        function = decoding.beam_search if how in BEAMS else decoding.temperature_sample
+        rng = jax.random.PRNGKey(SEED) if how in DRAWN else None
         model, options, rows = t5x_peer.model_of(case, decode_fn=function), dict(options), []
         count = options.pop("num_decodes")
         predict = jax.jit(
             lambda params, batch: model.predict_batch_with_aux(
                 params,
                 batch,
+                rng,
                 decoder_params=dict(options, eos_id=CASES[case]),
                 num_decodes=count,
                 return_all_decodes=True,

@@ -162,8 +162,9 @@ DECODING = {
         "temperature_sample.topk is not written: beam_search decodes",
     ),
     "models.EncoderDecoderModel.decode_fn = @decoding.temperature_sample\ndecoding.temperature_sample:\n"
-    "  temperature = 0.7\n  topk = 0\n  topp = 0.9\n  cache_offset = 0": (
-        dict(max_new_tokens=64, temperature=0.7, top_p=0.9),
+    "  temperature = 0.7\n  topk = 0\n  topp = 0.9\n  cache_offset = 0\n"
+    "models.EncoderDecoderModel.predict_batch_with_aux.num_decodes = 5": (
+        dict(max_new_tokens=64, temperature=0.7, top_p=0.9, num_decodes=5),
         None,
     ),
     "models.EncoderDecoderModel.decode_fn = @decoding.temperature_sample": (
