@@ -38,6 +38,8 @@ def check_writable(*paths: str, inputs: Iterable[str | os.PathLike[str]] = ()) -
                 why = f"{path} {taken[real]}" if path else "--json, --html or --output has no name"
                 raise UserError(f"{why}: name another file for what is written")
             taken[real] = "is named for two outputs"
+            if is_remote(path):
+                raise UserError(f"{path} must be a local file: name one, and copy it there")
             with unwritable_told(path):
                 file = pathlib.Path(real)
                 above = next(one for one in (file, *file.parents) if one.exists())

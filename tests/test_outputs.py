@@ -44,6 +44,13 @@ def test_a_check_refuses_what_cannot_be_written(tmp_path, name):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder"]
 
 
+def test_a_bucket_is_refused_and_no_folder_has_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"^gs://bucket/a.json must be a local file: name one, and copy it there$"):
+        outputs.check_writable("gs://bucket/a.json")
+    assert not list(tmp_path.iterdir())
+
+
 def test_of_two_writers_of_a_file_one_wins_whole(tmp_path):
     path = str(tmp_path / "a")
     with outputs.replacing(path) as first, outputs.replacing(path) as second:
