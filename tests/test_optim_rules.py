@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from capibara.optim import Optimizer, Schedule
+from capibara.optim import Adafactor, Optimizer, Schedule
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
 
@@ -65,17 +65,42 @@ def muon(momentum=0.95, nesterov=True, muon_rms=0.2):
         yield muon_rms * np.sqrt(max(g.shape)) * orthogonalised(ahead if nesterov else m)
 
 
+def adafactor(factored=False, clipping_threshold=1.0, decay_rate=0.8, epsilon1=1e-30):
+    """Relative to no parameter; factored, the second moment is that of its rows times that of its columns."""
+    v = 0.0
+    for t in range(1, UPDATES + 1):
+        g, decay = (yield), 1 - t**-decay_rate
+        v = decay * v + (1 - decay) * (g**2 + epsilon1)
+        rows, columns = v.mean(1, keepdims=True), v.mean(0, keepdims=True)
+        u = g / np.sqrt(rows * columns / v.mean() if factored else v)
+        yield u / max(1.0, np.sqrt(np.mean(u**2)) / clipping_threshold)
+
+
 CASES = [
     (adamw, dict()),
     (adamw, dict(b1=0.5, b2=0.7, eps=0.3)),
     (lion, dict()),
-    (lion, dict(b1=0.2, b2=0.3)),
+    (lion, dict(b1=0.9, b2=0.3)),
     (sgd, dict()),
     (sgd, dict(momentum=0.5, nesterov=False)),
     (muon, dict()),
     (muon, dict(momentum=0.3, nesterov=False, muon_rms=0.7)),
     (muon, dict(momentum=0.3)),
 ]
+
+
+@pytest.mark.parametrize("factored", [False, True])
+@pytest.mark.parametrize("options", [{}, {"clipping_threshold": 0.5}, {"decay_rate": 0.3}, {"epsilon1": 0.5}], ids=str)
+def test_updates_are_those_of_adafactor(options, factored):
+    rng = np.random.default_rng(0)
+    gradients = [rng.normal(size=(6, 4)) for _ in range(UPDATES)]
+    of = dict(weight_decay=0.0, clip_norm=None, parameter_scale=False, factored_min_size=2 if factored else 128)
+    schedule = Schedule(kind="constant", learning_rate=RATE)
+    got = updates(Optimizer(name="adafactor", schedule=schedule, adafactor=Adafactor(**options), **of), gradients)
+    steps = adafactor(factored=factored, **options)
+    for number, (gradient, moved) in enumerate(zip(gradients, got, strict=True)):
+        next(steps)
+        np.testing.assert_allclose(moved, steps.send(gradient), rtol=1e-4, atol=1e-6, err_msg=f"update {number}")
 
 
 @pytest.mark.parametrize(("rule", "options"), CASES, ids=[f"{rule.__name__}-{[*options]}" for rule, options in CASES])

@@ -65,6 +65,11 @@ def test_the_step_is_the_sum_of_what_explain_prints():
         assert (c.bubble > 0) == ("stage" in mesh) and (c.blocking_s > 0) == (mesh != dict(fsdp=64))
 
 
+def test_of_the_listed_bandwidth_85_percent_are_reached():
+    found = cost.cost(work_of(), choice_of(rows=8, fsdp=64), V5E)
+    assert found.hbm_s + found.update_s == pytest.approx(found.hbm_bytes / (0.85 * 819e9))
+
+
 @pytest.mark.parametrize("config", [DENSE, EXPERTS, dataclasses.replace(DENSE, quantization="int8")])
 def test_compute_is_the_sum_of_its_parts(config):
     work = work_of(config)
