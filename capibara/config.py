@@ -29,7 +29,7 @@ if getattr(gin, "__file__", None) is None:
 from gin import config as gin_config
 from gin import config_parser
 
-from capibara import fields, gin_record, gin_search, user_modules
+from capibara import fields, gin_record, gin_search, t5x_macros, user_modules
 from capibara.cli import unwrap
 from capibara.fields import did_you_mean
 from capibara.gin_search import Text, defining_modules, find_file, search_folders, without_macros
@@ -448,14 +448,21 @@ class _Parsing:
                         close = fields.nearest(macro, defined)
                         hint = f"did you mean {close[0]}?" if close else f"give it with --gin.{macro}=VALUE"
                         raise UserError(f"{where}: %{macro} has no value: {hint}")
-        if unread := sorted((defined - used) & gin_search.OF_T5X):
-            raise UserError(
-                f"{unread[0]} is a macro of T5X that no Gin file here uses: take it out, or see docs/migrating_from_t5x.md "
-                "for its name"
-            )
-        for macro in sorted(defined - from_files - used):
+        taken = {macro for macro in sorted((defined - used) & t5x_macros.NAMES) if self._take(macro)}
+        for macro in sorted(defined - from_files - used - taken):
             choices = {*from_files, *used}
             raise UserError(f"--gin.{macro}: no Gin file uses {macro}{did_you_mean(macro, choices, 'macros')}")
+
+    def _take(self, macro: str) -> bool:
+        """Binds what a macro of T5X's stands for, where no file takes it anywhere; True: it has a meaning here."""
+        value, where = _value_of(macro, _MACRO, "value")
+        model = gin_config._CONFIG.get(("", "capibara.training.trainer.Trainer"), {}).get("model")
+        name = model.configurable.name if isinstance(model, gin_config.ConfigurableReference) else None
+        follows = {key: _macro_name(gin_config._CONFIG.get(key[:2], {}).get(key[2])) for key in _bound_at}
+        bound = t5x_macros.positions(_bound_at, follows)
+        for statement in _located(where, t5x_macros.statements, macro, value, name, bound):
+            self.statements(io.StringIO(statement), f"{where}, {macro}")
+        return True
 
 
 def _value_of(scope: str, selector: str, parameter: str) -> tuple[Any, str]:
@@ -509,6 +516,7 @@ def bind(scope: str, selector: str, parameter: str, value: Any, where: str, writ
     """Gives a parameter a value, as a statement of a Gin file does; `where` says where in errors."""
     # `written` is the selector as the file has it: under dynamic registration Gin knows no other.
     _located(where, gin.bind_parameter, (scope, written or selector, parameter), value)
+    _bound_at.pop((scope, selector, parameter), None)  # in the order of the last bindings
     _bound_at[scope, selector, parameter] = where
 
 

@@ -18,16 +18,6 @@ from capibara.types import UserError
 _MOST_HINTS = 3
 _SHOWN = 400  # characters of a line that an error shows
 
-# Macros of T5X's run files: where one of them is given and has no effect here, that is said.
-OF_T5X = frozenset(
-    (
-        "TASK_FEATURE_LENGTHS", "DROPOUT_RATE", "USE_CACHED_TASKS", "MIXTURE_OR_TASK_MODULE", "INITIAL_CHECKPOINT_PATH",
-        "SHUFFLE_TRAIN_EXAMPLES", "EVAL_STEPS", "EVAL_PERIOD", "RANDOM_SEED", "TRAIN_STEPS_RELATIVE", "USE_HARDWARE_RNG",
-        "LOSS_NORMALIZING_FACTOR", "LABEL_SMOOTHING", "Z_LOSS", "VOCABULARY", "OPTIMIZER", "MODEL", "INFER_EVAL_DATASET_CFG",
-        "EVALUATOR_USE_MEMORY_CACHE", "EVALUATOR_NUM_EXAMPLES", "JSON_WRITE_N_RESULTS",
-    )
-)  # fmt: skip
-
 
 def search_folders(search_paths: Sequence[str | os.PathLike] = ()) -> list[pathlib.Path]:
     """The folders in which Gin files are looked for, in order: here, `search_paths`, capibara's own."""

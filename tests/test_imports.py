@@ -14,7 +14,7 @@ import pytest
 PACKAGE = pathlib.Path(__file__).resolve().parent.parent / "capibara"
 
 FOUNDATION = {"types", "tree", "extras", "fields", "gin_search", "cli", "config", "outputs", "allocator"}
-FOUNDATION |= {"gin_record", "bucket_faults", "channel", "limits", "peers", "storage", "user_modules"}
+FOUNDATION |= {"gin_record", "bucket_faults", "channel", "limits", "peers", "storage", "t5x_macros", "user_modules"}
 # Room -> the rooms it may import, itself apart. "models.api" is that one module of models.
 _BASE = FOUNDATION | {"devices", "sharding", "transposition", "optim", "data", "builders", "consensus", "models.api"}
 RULES = {

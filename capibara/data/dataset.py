@@ -72,6 +72,8 @@ class Dataset:
       kind: what is read and predicted: it must fit the model.
       length: positions in a row; of an encoder-decoder, of its decoder.
       encoder_length: positions in a row of its encoder.
+      inputs_length: of a SeqIO task that a decoder reads, tokens of an example's inputs, the rest of a row being for its
+        targets: each is trimmed to its part, as in T5X. None: only the row limits them, and what is longer is cut.
       packing: how documents share rows.
       append_eos: whether an end token follows every document (a SeqIO task decides this in its preprocessors, a chat
         template by what it writes).
@@ -103,6 +105,7 @@ class Dataset:
     kind: Kind = Kind.CAUSAL
     length: int = 1024
     encoder_length: int | None = None
+    inputs_length: int | None = None
     packing: Packing = Packing.BEST_FIT
     append_eos: bool = True
     shuffle: bool = True
@@ -142,6 +145,16 @@ class Dataset:
             raise UserError(f"Dataset.encoder_length ({self.encoder_length}) with kind {str(self.kind)!r}: {fix}")
         if self.encoder_length is not None and self.encoder_length < 2:
             raise UserError(f"Dataset.encoder_length ({self.encoder_length}) must be at least 2")
+        if self.inputs_length is not None:
+            if not self.is_seqio or self.kind not in (Kind.CAUSAL, Kind.PREFIX):
+                raise UserError(
+                    f"Dataset.inputs_length ({self.inputs_length}) is of SeqIO tasks that a decoder reads: leave it out"
+                )
+            if not 0 < self.inputs_length < self.length:
+                raise UserError(
+                    f"Dataset.inputs_length ({self.inputs_length}) must be from 1 to below Dataset.length ({self.length}), "
+                    f"which holds inputs and targets: try {self.length // 2}"
+                )
         if self.kind is Kind.ENCODER_DECODER and self.packing is Packing.CONCAT:
             raise UserError("Dataset.packing ('concat') would cut inputs off their targets: try 'best_fit' or 'none'")
         if self.source is not None and self.source.has_conversations:

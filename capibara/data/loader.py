@@ -37,7 +37,7 @@ _PARAMETERS = {
         name: f"Dataset.{name}"
         for name in ("length", "packing", "append_eos", "shuffle", "seed", "vocabulary", "kind", "encoder_length")
         + ("span_corruption", "masking", "too_long", "domains", "pairs_per_row", "task_shards")
-        + ("cached_order",)
+        + ("cached_order", "inputs_length")
     },
 }
 

@@ -1,7 +1,8 @@
 """Rows of a SeqIO task or mixture.
 
 As in T5X a decoder reads an example's `inputs`, if it has any, before its `targets` and without loss, and the first
-input of an example is the padding id. Unlike in T5X, an example longer than a row is not trimmed but cut. For an
+input of an example is the padding id. Unlike in T5X, an example longer than a row is not trimmed but cut, unless
+`Dataset.inputs_length` parts the row. For an
 encoder-decoder `inputs` and `targets` are a pair, laid out as by seqio's EncDecFeatureConverter; targets without inputs
 are a text whose spans are to be told. An example's domain is its feature `domain`, or else the task's name.
 """
@@ -19,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from capibara.data import tasks
+from capibara.data import cached_task, tasks
 from capibara.data.cached_task import CachedBlocks, NotInBlocks, check_cached, raise_damage
 from capibara.data.dataset import CachedOrder, Dataset
 from capibara.data.examples import Assembler
@@ -47,9 +48,11 @@ class TaskFeed(Feed):
         self._each = share.batch_size // self._shards  # rows of a stream in a global batch
         self.first_row = share.first_row // self._each
         self._skip = share.first_row - self.first_row * self._each  # rows of the first stream that hosts before have
-        if share.split not in self._task.splits:
-            splits = ", ".join(sorted(self._task.splits))
-            raise UserError(f"SeqIO task {self._task.name!r} has no split {share.split!r} (it has: {splits})")
+        splits = tasks.splits_of(self._task)
+        if share.split not in splits:
+            raise UserError(
+                f"SeqIO task {self._task.name!r} has no split {share.split!r} (it has: {', '.join(sorted(splits))})"
+            )
         self._blocks, self._not_in_blocks = self._open_blocks() if dataset.use_cached else (None, "it is not cached")
         for feature in ("targets", "inputs"):
             if feature == "targets" or feature in self._task.output_features:
@@ -80,11 +83,13 @@ class TaskFeed(Feed):
 
     def settings(self) -> dict[str, Any]:
         order = {"cached_order": "blocks" if self._blocks else "seqio"} if self.dataset.use_cached else {}
-        return {**super().settings(), "task_shards": self._shards, **order}
+        parted = {} if self.dataset.inputs_length is None else {"inputs_length": self.dataset.inputs_length}
+        return {**super().settings(), "task_shards": self._shards, **order, **parted}
 
     def understood(self, settings: Mapping[str, Any]) -> Mapping[str, Any]:
         if self.dataset.use_cached:
             settings = {"cached_order": "seqio", **settings}
+            settings = {**settings, "data": self._of_the_cache(settings.get("data"))}
         hosts = settings.get("hosts")
         if hosts is None:
             return settings
@@ -104,14 +109,22 @@ class TaskFeed(Feed):
 
     def _source_fingerprint(self, task: Any) -> dict[str, Any]:
         split = self.share.split
-        if split not in task.splits:
+        if split not in tasks.splits_of(task):
             return {}
+        if self.dataset.use_cached and task.supports_caching:  # its source need not be on this machine
+            return cached_task.fingerprint(task, split)
         digest = hashlib.blake2b(digest_size=8)
         for shard in task.source.list_shards(split):
             digest.update(f"{os.path.basename(shard)}\0".encode())
             if os.path.isfile(shard):
                 digest.update(f"{os.path.getsize(shard)}\0{os.stat(shard).st_mtime_ns}\0".encode())
         return {"examples": task.num_input_examples(split), "shards": digest.hexdigest()}
+
+    def _of_the_cache(self, saved: Any) -> Any:
+        """A saved fingerprint; one of an older version is of the sources of cached tasks, which are not read."""
+        sources = saved.get("sources", {}).values() if isinstance(saved, Mapping) else ()
+        old = self._blocks is None and any("examples" in one for one in sources)
+        return self.data_fingerprint() if old else saved
 
     def batches(self, states: Sequence[State]) -> Iterator[tuple[Batch, Sequence[State]]]:
         begin_s, said = time.perf_counter(), logging.getLogger(__name__)
@@ -164,6 +177,9 @@ class TaskFeed(Feed):
         for number, example in found:
             targets = _ids(example, "targets", self._task.name)
             inputs = _ids(example, "inputs", self._task.name) if "inputs" in example else None
+            if (longest := self.dataset.inputs_length) is not None:
+                targets = targets[: self.dataset.length - longest]
+                inputs = None if inputs is None else inputs[:longest]
             domain = example["domain"].decode() if "domain" in example else self._task.name
             place = (shard, number) if self._blocks is None else (shard, *divmod(number, GROUP))
             yield number, assemble(targets, inputs, domain, place)
@@ -181,8 +197,11 @@ class TaskFeed(Feed):
 
     def _lengths(self) -> dict[str, int]:
         dataset = self.dataset
-        longest = {"inputs": dataset.encoder_length or dataset.length}
-        return {name: longest.get(name, dataset.length) for name in self._task.output_features}
+        inputs = dataset.encoder_length or dataset.inputs_length
+        targets = dataset.length - (dataset.inputs_length or 0)
+        return {
+            name: (inputs or dataset.length) if name == "inputs" else targets for name in self._task.output_features
+        }
 
     def _examples(self, shard: int) -> Any:
         """The tf.data.Dataset of a stream's examples, in an order that depends on the seed alone."""

@@ -95,6 +95,26 @@ def _import_task_module(task_module: str) -> None:
         ) from error
 
 
+def splits_of(task: Any) -> Sequence[str]:
+    """The splits of a task or mixture.
+
+    Raises:
+      UserError: its source is a dataset of TFDS that is not there.
+    """
+    try:
+        return tuple(task.splits)
+    except (ValueError, OSError) as error:
+        found = [part.source for part in getattr(task, "tasks", [task])]
+        named = [
+            f"{one.tfds_dataset.name} in {one.tfds_dataset.data_dir}" for one in found if hasattr(one, "tfds_dataset")
+        ]
+        said = " ".join(str(error).split("\n")[0].split())
+        raise UserError(
+            f"SeqIO task {task.name!r} has no splits ({said}): is its dataset ({', '.join(named) or 'its source'}) prepared "
+            "on this machine, and tfds_data_dir its folder?"
+        ) from error
+
+
 def vocabulary_of(task: Any, feature: str = "targets") -> Vocabulary:
     """The vocabulary of a task's or mixture's output feature."""
     if feature not in task.output_features:

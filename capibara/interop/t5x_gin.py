@@ -271,6 +271,8 @@ class _Writing:
             self._targets = lengths["targets"]
             total = sum(lengths.values()) if decoder else lengths["targets"]
             self._put("Dataset.length", total, f"TASK_FEATURE_LENGTHS = {dict(lengths)}")
+            if decoder and "inputs" in lengths:
+                self._put("Dataset.inputs_length", lengths["inputs"], "TASK_FEATURE_LENGTHS")
             if not decoder:
                 self._put("Dataset.encoder_length", lengths.get("inputs"), "TASK_FEATURE_LENGTHS")
         elif str(lengths) == _UNSET:

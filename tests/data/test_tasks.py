@@ -92,6 +92,60 @@ def test_validation_of_a_mixture_takes_every_task_whole():
 
 
 @pytest.fixture
+def of_tfds(tmp_path):
+    """(name of a TFDS dataset) -> registers the task "of_tfds" that reads it from a folder with one prepared dataset."""
+    import seqio
+    import tensorflow_datasets as tfds
+
+    class CapibaraSquares(tfds.core.GeneratorBasedBuilder, skip_registration=True):
+        VERSION = tfds.core.Version("1.0.0")
+        pkg_dir_path, code_path = tmp_path, None  # else TFDS looks for the package of this file
+
+        def _info(self):
+            texts = {name: tfds.features.Text() for name in ("question", "answer")}
+            return tfds.core.DatasetInfo(builder=self, features=tfds.features.FeaturesDict(texts))
+
+        def _split_generators(self, _):
+            return {"train": self._generate_examples(40)}
+
+        def _generate_examples(self, count):
+            return ((n, {"question": f"{n} squared", "answer": str(n * n)}) for n in range(count))
+
+    CapibaraSquares(data_dir=tmp_path).download_and_prepare()
+
+    def add(name, **splits):
+        source = seqio.TfdsDataSource(name, tfds_data_dir=str(tmp_path), **splits)
+        keys = functools.partial(seqio.preprocessors.rekey, key_map={"inputs": "question", "targets": "answer"})
+        features = {key: seqio.Feature(seqio.ByteVocabulary(), add_eos=True) for key in ("inputs", "targets")}
+        preprocessors = [keys, seqio.preprocessors.tokenize, seqio.preprocessors.append_eos]
+        seqio.TaskRegistry.add("of_tfds", source=source, preprocessors=preprocessors, output_features=features)
+
+    yield add
+    seqio.TaskRegistry.remove("of_tfds")
+
+
+def test_a_dataset_of_tfds_trains_and_goes_on_exactly(of_tfds):
+    of_tfds("capibara_squares:1.0.0", splits={"train": "train[:90%]", "validation": "train[90%:]"})
+    packing = {"packing": Packing.NONE, "window_rows": 2, "window_documents": 8}
+    dataset = Dataset(mixture_or_task_name="of_tfds", length=32, task_shards=2, **packing)
+    whole, _ = read(dataset, 18, hosts=1, batch_size=4)
+    _, state = read(dataset, 11, hosts=2, batch_size=4)
+    assert_same(read(dataset, 7, hosts=1, state=json.loads(json.dumps(state)), batch_size=4)[0], whole[11:])
+    validation = list(make_loader(dataset, split="validation", batch_size=4, epochs=1))
+    decode, known = dataset.get_vocabulary().decode, {f"{n} squared{n * n}" for n in range(40)}
+    seen, held_out = (
+        {decode(row[row > 1]) for one in some for row in one["targets"] if row.any()} for some in (whole, validation)
+    )
+    assert len(held_out) == 4 and len(seen) > 20 and seen <= known - held_out and held_out <= known
+
+
+def test_a_dataset_of_tfds_that_is_not_there(of_tfds):
+    of_tfds("capibara_cubes:1.0.0")
+    with pytest.raises(UserError, match="'of_tfds' has no splits .*capibara_cubes:1.0.0 in .*prepared on this machine"):
+        next(make_loader(Dataset(mixture_or_task_name="of_tfds", length=32), batch_size=4))
+
+
+@pytest.fixture
 def register():
     """Registers a task over given examples for the length of a test."""
     import seqio
@@ -273,6 +327,39 @@ def test_inputs_come_first_and_carry_no_loss(register):
     assert batch["tokens"].tolist() == [[0, 5, 6, 7, 8, 0, 9, 0]]
     assert batch["weights"].tolist() == [[0, 0, 1, 1, 1, 1, 1, 0]]
     assert batch["segment_ids"].tolist() == [[1, 1, 1, 1, 1, 2, 2, 0]]
+
+
+@pytest.mark.parametrize("kind", ["causal", "prefix"])
+def test_inputs_and_targets_of_a_decoder_have_lengths_of_their_own(register, kind):
+    """Each is trimmed to its own, and a row holds both, as of seqio's DecoderFeatureConverter under T5X."""
+    import seqio
+
+    examples = [{"inputs": [*range(5, 5 + n)], "targets": [*range(40, 40 + m), 1]} for n, m in ((3, 9), (9, 2), (6, 4))]
+    seen = []
+
+    def given(dataset, sequence_length):
+        seen.append(sequence_length)
+        return dataset
+
+    register("test_parted", examples, preprocessors=[given])
+    lengths = {"inputs": 6, "targets": 4}
+    theirs = seqio.get_mixture_or_task("test_parted").get_dataset(lengths, split="train", shuffle=False, num_epochs=1)
+    rows = list(seqio.DecoderFeatureConverter(pack=False)(theirs, lengths).as_numpy_iterator())
+    plain = {"shuffle": False, "packing": Packing.NONE, "window_rows": 1, "window_documents": 1, "kind": kind}
+    dataset = Dataset(mixture_or_task_name="test_parted", length=10, inputs_length=6, **plain)
+    batches = list(make_loader(dataset, batch_size=1, epochs=1))
+    assert len(batches) == len(rows) == 3 and all(dict(one) == lengths for one in seen)
+    for batch, row in zip(batches, rows, strict=True):
+        np.testing.assert_array_equal(batch["targets"][0], row["decoder_target_tokens"])
+        real = row["decoder_target_tokens"] > 0  # seqio reads the last target where nothing is to be told
+        np.testing.assert_array_equal(batch["tokens"][0][real], row["decoder_input_tokens"][real])
+        np.testing.assert_array_equal(batch["weights"][0], row["decoder_loss_weights"])
+    state = make_loader(dataset, batch_size=1)
+    next(state)
+    other = make_loader(Dataset(mixture_or_task_name="test_parted", length=10, inputs_length=5, **plain), batch_size=1)
+    with pytest.raises(UserError, match="Dataset.inputs_length was 6, is 5"):
+        other.set_state(state.get_state())
+        next(other)
 
 
 def test_vocabularies_of_seqio():

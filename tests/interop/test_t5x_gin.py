@@ -273,8 +273,10 @@ def test_nothing_that_a_file_names_is_imported(run, tmp_path, monkeypatch):
 
 
 def test_macros_of_t5x_that_nothing_uses_are_refused_by_name(tmp_path):
-    (tmp_path / "mine.gin").write_text("TASK_FEATURE_LENGTHS = {'inputs': 4}\n")
-    with pytest.raises(UserError, match="TASK_FEATURE_LENGTHS is a macro of T5X that no Gin file here uses"):
+    (tmp_path / "mine.gin").write_text("MODEL_PARALLEL_SUBMESH = (2, 2, 1, 1)\n")
+    with pytest.raises(
+        UserError, match="mine.gin:1: MODEL_PARALLEL_SUBMESH is a macro of T5X that capibara does not have"
+    ):
         config.parse([tmp_path / "mine.gin"])
     (tmp_path / "mine.gin").write_text("OWN = 1\n")
     config.parse([tmp_path / "mine.gin"])
