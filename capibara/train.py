@@ -1,7 +1,4 @@
-"""Trains a model from a Gin file: `python -m capibara.train --gin_file=quickstart.gin --emulate=8`.
-
-Run the same command again to carry on where the run folder's last checkpoint stands.
-"""
+"""Trains a model from a Gin file: `python -m capibara.train --gin_file=quickstart.gin --emulate=8`."""
 
 from __future__ import annotations
 
@@ -50,6 +47,7 @@ def train(
     import jax
 
     from capibara import channel, config, devices
+    from capibara.evaluation import judging
     from capibara.inference.sample import SampleText, sampler
     from capibara.interop import adapters
     from capibara.models import api
@@ -76,17 +74,18 @@ def train(
         trainer = own_tokenizer.of_run(config.build(Trainer))
     dataset, chip = trainer.dataset, jax.devices()[0].device_kind
     dataset.preload()
-    texts, callbacks = config.build(SampleText), config.build(Monitoring).build()
+    model = api.build(trainer.model)
+    texts, callbacks, judge = config.build(SampleText), config.build(Monitoring).build(), judging.of_run(trainer, model)
     notes = [f"note: {line}" for line in config.check_used(trainer.later)]
     notes += [f"changed since the last start: {line}" for line in run_folder.changes(trainer.model_dir)]
     if jax.process_index() == 0:
         print("".join(f"{line}\n" for line in notes), end="")
-    model = api.build(trainer.model)
     sampled = (dataset.get_vocabulary, dataset.length, texts, dataset.encoder_length, trainer.plan.rules)
     outcome = loop.train(
         trainer,
         callbacks,
         sampler=sampler(model, *sampled, gathered=hosts.gathered),
+        judge=judge,
         peak_flops=chips.peak_flops(chip) if trainer.model.dtype == "bfloat16" else None,
         compiler_options=xla_flags.options(chip, tensor=trainer.plan.tensor),
         config=config.operative(),

@@ -60,10 +60,8 @@ class TaskFeed(Feed):
 
     def _open_blocks(self) -> tuple[CachedBlocks | None, str]:
         """The blocks of a cached task, or why it has none for this feed."""
-        dataset, seqio = self.dataset, tasks.load()
-        for folder in dataset.cache_dirs:
-            if folder not in seqio.get_global_cache_dirs():
-                seqio.add_global_cache_dirs([folder])
+        dataset = self.dataset
+        tasks.add_cache_dirs(dataset.cache_dirs)
         check_cached(self._task, self.share.split, self._lengths())
         order = dataset.cached_order
         if not self._endless or order is CachedOrder.SEQIO:
@@ -197,11 +195,7 @@ class TaskFeed(Feed):
 
     def _lengths(self) -> dict[str, int]:
         dataset = self.dataset
-        inputs = dataset.encoder_length or dataset.inputs_length
-        targets = dataset.length - (dataset.inputs_length or 0)
-        return {
-            name: (inputs or dataset.length) if name == "inputs" else targets for name in self._task.output_features
-        }
+        return tasks.lengths(self._task, dataset.length, dataset.encoder_length, dataset.inputs_length)
 
     def _examples(self, shard: int) -> Any:
         """The tf.data.Dataset of a stream's examples, in an order that depends on the seed alone."""

@@ -95,6 +95,25 @@ def _import_task_module(task_module: str) -> None:
         ) from error
 
 
+def add_cache_dirs(folders: Sequence[str]) -> None:
+    """Folders in which SeqIO looks for the caches of tasks."""
+    seqio = load()
+    for folder in folders:
+        if folder not in seqio.get_global_cache_dirs():
+            seqio.add_global_cache_dirs([folder])
+
+
+def parts(task: Any, split: str) -> list[str]:
+    """The names of the tasks of a mixture, or of the task itself, that have a split."""
+    return [part.name for part in getattr(task, "tasks", [task]) if split in splits_of(part)]
+
+
+def lengths(task: Any, length: int, encoder_length: int | None, inputs_length: int | None) -> dict[str, int]:
+    """Positions of each feature; arguments as of a Dataset."""
+    inputs, targets = encoder_length or inputs_length or length, length - (inputs_length or 0)
+    return {name: inputs if name == "inputs" else targets for name in task.output_features}
+
+
 def splits_of(task: Any) -> Sequence[str]:
     """The splits of a task or mixture.
 

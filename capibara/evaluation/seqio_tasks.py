@@ -11,12 +11,17 @@ import numpy as np
 
 from capibara.config import configurable
 from capibara.data import tasks
+from capibara.data.cached_task import check_cached
+from capibara.data.dataset import Dataset
 from capibara.evaluation.answers import Question, Show, ask
 from capibara.evaluation.metrics import Estimate
 from capibara.evaluation.predictions import Predictions
 from capibara.evaluation.scoring import Pair
 from capibara.evaluation.subject import Subject
+from capibara.inference.engine import check_generates
 from capibara.inference.sampling import Sampling, changed
+from capibara.models.api import Model
+from capibara.training.trainer import Trainer
 from capibara.types import UserError
 
 PREFIX = "seqio:"
@@ -25,19 +30,52 @@ PREFIX = "seqio:"
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SeqioEvaluation:
-    """How --task=seqio:NAME is evaluated.
+    """How --task=seqio:NAME is evaluated, and a run's own task with Evaluation.task_metrics.
 
     Attributes:
       task_module: the module that registers the task; None: the run's Dataset.task_module.
       split: of the task.
-      use_cached: take examples from the task's offline cache.
+      use_cached: take examples from the task's offline cache; a run that trains from it does so too.
+      num_examples: most examples of a task; None: all.
       sampling: how answers are made.
     """
 
     task_module: str | None = None
     split: str = "validation"
     use_cached: bool = False
+    num_examples: int | None = None
     sampling: Sampling = Sampling(temperature=0.0)
+
+    def __post_init__(self):
+        if self.num_examples is not None and self.num_examples < 1:
+            raise UserError(f"SeqioEvaluation.num_examples is {self.num_examples}, must be at least 1, or None")
+
+
+@dataclasses.dataclass(frozen=True)
+class Opened:
+    """A task or mixture whose examples are read.
+
+    Attributes:
+      name: of it.
+      evaluator: seqio's.
+      options: as they are given.
+    """
+
+    name: str
+    evaluator: Any
+    options: SeqioEvaluation
+
+    def check(self, model: Model) -> None:
+        """Raises UserError where a task has a metric that cannot be made of the model."""
+        kinds = tasks.load().metrics.ModelOutputType
+        for one in self.evaluator.eval_tasks:
+            wanted = {metric.model_output_type for metric in one.metric_objs}
+            if other := wanted - {kinds.PREDICTION, kinds.SCORE}:
+                raise UserError(
+                    f"SeqIO task {one.name!r} has a metric of {other.pop().name}: only PREDICTION and SCORE are made"
+                )
+            if kinds.PREDICTION in wanted:
+                check_generates(model)
 
 
 def evaluated(
@@ -46,37 +84,53 @@ def evaluated(
     """The metrics of a task, or of those of a mixture, by task, with the number of examples.
 
     Raises:
-      UserError: there is no such task, or no metric in it, or its vocabulary is not the model's.
+      UserError: as `opened` and `judged`.
     """
-    module = options.task_module or subject.trainer.dataset.task_module
+    found = opened(subject.trainer, name, options, options.num_examples if limit is None else limit)
+    return judged(subject, found, told, show)
+
+
+def opened(trainer: Trainer, name: str, options: SeqioEvaluation, limit: int | None) -> Opened:
+    """Reads the examples of a task, or of those of a mixture, at most `limit` each.
+
+    Raises:
+      UserError: there is no such task, or no metric in it, or its vocabulary is not the run's.
+    """
+    dataset, module = trainer.dataset, options.task_module or trainer.dataset.task_module
     task = tasks.get(name, module)
-    seqio = tasks.load(module)
-    if tasks.vocabulary_of(task).fingerprint() != subject.vocabulary.fingerprint():
+    if tasks.vocabulary_of(task).fingerprint() != dataset.get_vocabulary().fingerprint():
         raise UserError(f"SeqIO task {name!r} has another vocabulary than the model: give the task the model's")
-    evaluator = _evaluator(seqio, name, options, limit, _lengths(subject, task))
+    if options.use_cached:
+        tasks.add_cache_dirs(dataset.cache_dirs)
+        check_cached(task, options.split, _lengths(dataset, task))
+    evaluator = _evaluator(tasks.load(module), name, options, limit, _lengths(dataset, task))
     if not evaluator.eval_tasks:
         raise UserError(
             f"SeqIO task {name!r} has no metric_fns or no split {options.split!r}: there is nothing to evaluate"
         )
-    kinds = seqio.metrics.ModelOutputType
-    asking = _Asking(subject, options, told, show, name)
+    return Opened(name, evaluator, options)
+
+
+def judged(
+    subject: Subject, opened: Opened, told: Predictions, show: Show
+) -> dict[str, tuple[dict[str, Estimate], int]]:
+    """The metrics of each task of what is opened, with the number of its examples.
+
+    Raises:
+      UserError: a metric is of something that cannot be made of the model.
+    """
+    opened.check(subject.model)
+    evaluator, kinds = opened.evaluator, tasks.load().metrics.ModelOutputType
+    asking = _Asking(subject, opened.options, told, show, opened.name)
     known = {kinds.PREDICTION: asking.predictions, kinds.SCORE: asking.scores}
-    for one in evaluator.eval_tasks:
-        other = {metric.model_output_type for metric in one.metric_objs} - known.keys()
-        if other:
-            raise UserError(
-                f"SeqIO task {one.name!r} has a metric of {other.pop().name}: only PREDICTION and SCORE are made"
-            )
     found, _ = evaluator.evaluate(compute_metrics=True, model_fns=known)
     counts = {one.name: len(evaluator.cached_task_datasets[one.name]) for one in evaluator.eval_tasks}
     return {key: ({m: _estimate(v) for m, v in values.items()}, counts[key]) for key, values in found.result().items()}
 
 
-def _lengths(subject: Subject, task: Any) -> dict[str, int]:
+def _lengths(dataset: Dataset, task: Any) -> dict[str, int]:
     """What is cut off the features, as in training."""
-    dataset = subject.trainer.dataset
-    long = {"inputs": dataset.encoder_length or dataset.length}
-    return {feature: long.get(feature, dataset.length) for feature in task.output_features}
+    return tasks.lengths(task, dataset.length, dataset.encoder_length, dataset.inputs_length)
 
 
 def _evaluator(seqio: Any, name: str, options: SeqioEvaluation, limit: int | None, lengths: dict[str, int]) -> Any:

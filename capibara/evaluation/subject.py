@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -17,7 +17,6 @@ from capibara.inference.engine import Engine, EngineConfig, check_generates
 from capibara.inference.own_chips import OwnChips, Where
 from capibara.inference.serving_mesh import ServingMesh
 from capibara.evaluation.scoring import Scorer
-from capibara.loading import Opened
 from capibara.models.api import Model
 from capibara.sharding import MESH_AXES, Plan
 from capibara.training import hosts
@@ -38,14 +37,17 @@ class Subject:
       mesh: of all devices.
     """
 
-    def __init__(self, opened: Opened, trainer: Trainer, mesh: Mesh, batching: EngineConfig, serving: ServingMesh):
-        self.trainer, self.model, self.params, self.mesh = trainer, opened.run.model, opened.run.params, mesh
-        self._opened, self._batching, self._serving = opened, batching, serving
+    def __init__(
+        self, model: Model, params: Params, about: Mapping[str, Any], trainer: Trainer, mesh: Mesh,
+        batching: EngineConfig, serving: ServingMesh,
+    ):  # fmt: skip
+        self.trainer, self.model, self.params, self.mesh = trainer, model, params, mesh
+        self._about, self._batching, self._serving = dict(about), batching, serving
 
     @property
     def about(self) -> dict[str, Any]:
         """Which model it is and what else its answers depend on, as JSON values."""
-        return self._opened.about | {
+        return self._about | {
             "cache_dtype": str(self._batching.cache_dtype),
             "length": self.trainer.dataset.length,
         }
@@ -133,7 +135,8 @@ def open_subject(
     opened = loading.load(*given, step=step, weights=weights, placed=placed, trust=trust)
     plan, mesh = _laid_out(opened.run.trainer.plan, chosen)
     trainer = dataclasses.replace(opened.run.trainer, plan=plan)
-    return Subject(opened, trainer, mesh, config.build(EngineConfig), config.build(ServingMesh))
+    read = (opened.run.model, opened.run.params, opened.about)
+    return Subject(*read, trainer, mesh, config.build(EngineConfig), config.build(ServingMesh))
 
 
 def _laid_out(plan: Plan, chosen: bool) -> tuple[Plan, Mesh]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,17 @@ from capibara.sharding import Plan
 from capibara.training.losses import LossSums, cross_entropy
 from capibara.training.metrics import evaluation_metrics
 from capibara.types import Batch, Params, UserError
+
+
+class Judge(Protocol):
+    """What else is told of a run's parameters after each evaluation, of some tasks: made elsewhere, given to the loop."""
+
+    def prepare(self) -> None:
+        """Before the first step: what can be wrong shows now."""
+
+    def __call__(self, params: Params, tell: Callable[[str], None]) -> Iterable[tuple[str, Mapping[str, float]]]:
+        """Each task with its metrics, on every process; `tell` is called often, alike on every process, and may raise."""
+
 
 _AHEAD = 8  # batches that may wait on the devices at a time
 EvalStep = Callable[[Params, Batch], tuple[LossSums, jax.Array]]
@@ -73,3 +85,12 @@ def metrics_of(sums: list[tuple[LossSums, jax.Array]]) -> dict[str, float]:
     """The metrics of all batches together."""
     total, target_bytes = jax.tree.map(lambda *of_batches: sum(map(float, of_batches)), *sums)
     return evaluation_metrics(total, target_bytes)
+
+
+def with_tasks(metrics: Mapping[str, float], judged: Iterable[tuple[str, Mapping[str, float]]]) -> dict[str, float]:
+    """Metrics with those of tasks under their names, "TASK/METRIC"; one that is there already becomes "TASK/judged/METRIC"."""
+    joined = dict(metrics)
+    for task, found in judged:
+        for name, value in found.items():
+            joined[f"{task}/judged/{name}" if f"{task}/{name}" in joined else f"{task}/{name}"] = value
+    return joined

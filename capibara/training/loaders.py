@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 from jax.sharding import Mesh
 
@@ -28,6 +30,20 @@ def validation_loader(trainer: Trainer, mesh: Mesh) -> Loader:
     """Once over the validation split."""
     rows = trainer.evaluation.batch_size or trainer.plan.batch_size // trainer.plan.accumulation
     return open_loader(trainer, mesh, "validation", rows, epochs=1)
+
+
+def each_task(trainer: Trainer) -> dict[str, Trainer]:
+    """The run as one of each task of its SeqIO mixture that has a validation split, by the task's name; else of its own data."""
+    dataset = trainer.dataset
+    if not dataset.is_seqio or trainer.loss is not None:
+        return {"": trainer}
+    from capibara.data import tasks  # TensorFlow
+
+    names = tasks.parts(tasks.get(dataset.mixture_or_task_name, dataset.task_module), "validation")
+    if len(names) < 2:
+        return {"": trainer}
+    apart = (dataclasses.replace(dataset, mixture_or_task_name=name) for name in names)
+    return {name: dataclasses.replace(trainer, dataset=one) for name, one in zip(names, apart, strict=True)}
 
 
 def validation_batches(trainer: Trainer) -> int | None:

@@ -11,11 +11,12 @@ import jax
 
 from capibara.training.callbacks import Callback
 from capibara.training.decisions import Decisions
+from capibara.training.evaluate import Judge, with_tasks
 from capibara.training.disk import disk_full_explained
 from capibara.training.given import Load
 from capibara.training.interrupt import Interrupted, StopRequest
 from capibara.training.metrics import EarlyStopping, Meter
-from capibara.training.run import Run, set_up
+from capibara.training.run import ASK_EVERY, Run, set_up
 from capibara.training.state import TrainState
 from capibara.training.trainer import Trainer
 from capibara.training.watchdog import Watchdog
@@ -44,6 +45,7 @@ def train(
     callbacks: Callback,
     *,
     sampler: Sampler | None = None,
+    judge: Judge | None = None,
     peak_flops: float | None = None,
     compiler_options: Mapping[str, str] | None = None,
     config: str = "",
@@ -55,6 +57,7 @@ def train(
       trainer: the run.
       callbacks: told of everything that happens, on process 0.
       sampler: parameters -> (prompt, text) pairs, called after each evaluation.
+      judge: gives metrics of tasks, which join those of each evaluation.
       peak_flops: of one device, for the MFU.
       compiler_options, config, load: as for `set_up`.
     """
@@ -75,10 +78,12 @@ def train(
             started = run.start()
         except Interrupted:
             return _not_begun(run, callbacks, stop, peak_flops, config)
+        if judge is not None:
+            judge.prepare()
         callbacks.on_train_begin(run.info(started[1], peak_flops, config))
         callbacks.on_spent(started[1], run.spent)
         decisions = stack.enter_context(Decisions())
-        return _stepped(run, started, stop, dog, decisions, callbacks, sampler)
+        return _stepped(run, started, stop, dog, decisions, callbacks, sampler, judge)
 
 
 def _stepped(
@@ -89,6 +94,7 @@ def _stepped(
     decisions: Decisions,
     callbacks: Callback,
     sampler: Sampler | None,
+    judge: Judge | None,
 ) -> Outcome:
     """The loop, from what `Run.start` gave."""
     trainer, (state, first_step, early) = run.trainer, started
@@ -101,7 +107,7 @@ def _stepped(
         if due and signal_number is None:  # else there may be seconds: then the checkpoint comes first
             decisions.made(step, "evaluate")
             with meter.paused("evaluate"), dog.allowing("the evaluation", "evaluation_s"):
-                score = _evaluate(run, step, state.eval_params, callbacks, sampler)
+                score = _evaluate(run, step, state.eval_params, callbacks, sampler, judge)
             if score is not None:
                 run.evaluated(step, score, early)
             signal_number = None if done and score is not None else stop.agreed(step)
@@ -181,11 +187,15 @@ def _gone_back(run: Run, spike: int, state: TrainState, callbacks: Callback) -> 
     return state, step, early
 
 
-def _evaluate(run: Run, step: int, params: Params, callbacks: Callback, sampler: Sampler | None) -> float | None:
-    """Evaluates, samples, tells the callbacks, and returns the loss; None if the run is to stop before there is one."""
+def _evaluate(
+    run: Run, step: int, params: Params, callbacks: Callback, sampler: Sampler | None, judge: Judge | None
+) -> float | None:
+    """Evaluates, judges, samples, tells the callbacks, and returns the loss; None if the run is to stop before there is one."""
     loss = None
     with contextlib.suppress(Interrupted):
         metrics = run.evaluate(params)
+        if judge is not None:
+            metrics = with_tasks(metrics, judge(params, _telling(run)))
         loss = metrics["loss"]
         callbacks.on_evaluate(step, metrics)
         samples = iter(sampler(params)) if sampler else iter(())
@@ -199,6 +209,17 @@ def _evaluate(run: Run, step: int, params: Params, callbacks: Callback, sampler:
     if loss is None:
         callbacks.on_status(f"step {step}: the evaluation is left, and made when the run carries on")
     return loss
+
+
+def _telling(run: Run) -> Callable[[str], None]:
+    """For a judge: shows what it is at; raises Interrupted where the run is to stop."""
+    done = itertools.count()
+
+    def tell(text: str) -> None:
+        run.check(next(done), every=ASK_EVERY)
+        run.progress(text)
+
+    return tell
 
 
 def _due(step: int, every: int, last: bool = False) -> bool:

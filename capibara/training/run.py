@@ -27,9 +27,9 @@ from capibara.training import state as states
 from capibara.training.bad_batches import BadBatches
 from capibara.training.callbacks import RunInfo
 from capibara.training.checkpoints import Checkpoints, Restored
-from capibara.training.evaluate import EvalStep, evaluate, make_eval_step
+from capibara.training.evaluate import EvalStep, make_eval_step, metrics_of, sums_of, with_tasks
 from capibara.training.given import Load, Read, load_optimizer, load_params, reader
-from capibara.training.loaders import open_loader, validation_batches, validation_loader
+from capibara.training.loaders import each_task, open_loader, validation_batches, validation_loader
 from capibara.training.metrics import EarlyStopping
 from capibara.training.objective import Objective, Supply, of_cross_entropy
 from capibara.training.replicas import ReplicaCheck
@@ -38,7 +38,7 @@ from capibara.training.step import make_train_step
 from capibara.training.trainer import Trainer
 from capibara.types import Batch, Params, PyTree, UserError
 
-_ASK_EVERY = 8  # batches of an evaluation, after which several hosts ask each other whether to stop
+ASK_EVERY = 8  # batches of an evaluation, after which several hosts ask each other whether to stop
 
 
 @dataclasses.dataclass
@@ -259,11 +259,19 @@ class Run:
         return sharding.global_batch(self.batch_sharding, next(self.batches))
 
     def evaluate(self, params: Params) -> dict[str, float]:
-        """Metrics over the validation split, with the unigram baseline where one is asked for; raises Interrupted."""
+        """Metrics over the validation split, with the unigram baseline where one is asked for; raises Interrupted.
+
+        Of a SeqIO mixture those of each task, too, as "TASK/METRIC".
+        """
         if self.supply is not None:
             return self.supply.evaluate(params)
-        with contextlib.closing(validation_loader(self.trainer, self.mesh)) as loader:
-            metrics = evaluate(self.eval_step, params, self.each_validation_batch(loader), self.batch_sharding)
+        sums = {}
+        for task, trainer in each_task(self.trainer).items():
+            with contextlib.closing(validation_loader(trainer, self.mesh)) as loader:
+                sums[task] = sums_of(self.eval_step, params, self.each_validation_batch(loader), self.batch_sharding)
+        metrics = metrics_of([one for of_task in sums.values() for one in of_task])
+        if len(sums) > 1:
+            metrics = with_tasks(metrics, ((task, metrics_of(of_task)) for task, of_task in sums.items()))
         if self.trainer.evaluation.unigram_batches:
             metrics["unigram_bits_per_byte"] = self._unigram_bits_per_byte
         return metrics
@@ -274,7 +282,7 @@ class Run:
 
     def _each(self, batches: Iterable[Batch], most: int | None, what: str) -> Iterator[Batch]:
         for done, batch in enumerate(itertools.islice(batches, most)):
-            self.check(done, every=_ASK_EVERY)
+            self.check(done, every=ASK_EVERY)
             self.progress(f"{what}: {done} batches" if most is None else f"{what}: {done} of {most} batches")
             yield batch
 

@@ -33,11 +33,13 @@ class Evaluation:
 
     Attributes:
       every: steps between evaluations; 0: never.
-      max_batches: batches of one evaluation, of `batch_size` rows; None: the whole split.
+      max_batches: batches of one evaluation, of `batch_size` rows, and of each task of a SeqIO mixture; None: the whole
+        split.
       batch_size: rows of an evaluation batch; None: as in training.
       patience: evaluations without a better loss after which the run stops; None: never.
       unigram_batches: training batches that a unigram model is fitted on, whose bits per byte then stand beside the
         model's as a baseline; 0: none.
+      task_metrics: compute the metric_fns of a SeqIO task, or of each task of a mixture, as SeqioEvaluation says.
     """
 
     every: int = 500
@@ -45,6 +47,7 @@ class Evaluation:
     batch_size: int | None = None
     patience: int | None = None
     unigram_batches: int = 0
+    task_metrics: bool = False
 
     def __post_init__(self):
         for name in ("every", "unigram_batches"):
@@ -154,6 +157,9 @@ class Trainer:
                 f"on {self.model.objective!r}: set Dataset.kind, or another Trainer.model"
             )
         self._check_loss()
+        if self.evaluation.task_metrics and (not self.dataset.is_seqio or self.loss is not None):
+            why = "Dataset.source is no SeqIO task" if self.loss is None else "Trainer.loss has its own evaluation"
+            raise UserError(f"Evaluation.task_metrics is True, and {why}: leave it out")
         hints = None if self.model.moe is None else self.model.moe.hints
         if hints is not None and hints.domains != self.dataset.domains:
             raise UserError(

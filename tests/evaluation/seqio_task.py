@@ -29,10 +29,10 @@ def bracketed(text, is_target, **_):
     return f"<{text}>" if is_target else text
 
 
-def add(name, metric_fns):
+def add(name, metric_fns, splits=("validation",)):
     seqio.TaskRegistry.add(
         name,
-        source=seqio.FunctionDataSource(_examples, splits=("validation",), num_input_examples={"validation": 3}),
+        source=seqio.FunctionDataSource(_examples, splits=splits, num_input_examples=dict.fromkeys(splits, 3)),
         preprocessors=[functools.partial(seqio.preprocessors.tokenize, copy_pretokenized=False)],
         postprocess_fn=bracketed,
         metric_fns=metric_fns,
@@ -42,3 +42,7 @@ def add(name, metric_fns):
 
 add("sums", [lengths, scored])
 add("unjudged", [])
+add("lengths", [lengths], ("train", "validation"))
+add("scores", [scored], ("train", "validation"))
+add("trained_only", [scored], ("train",))
+seqio.MixtureRegistry.add("judged", ["lengths", "scores", "trained_only"], default_rate=1.0)

@@ -2,18 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
 import pathlib
+import signal
 import sys
 
+import jax
 import pytest
 import seqio
 
-from capibara.evaluation import seqio_tasks
+from capibara import sharding
+from capibara.data.dataset import Dataset
+from capibara.data.sources import StdlibSource
+from capibara.data.vocabulary import ByteVocabulary
+from capibara.evaluation import judging, seqio_tasks
 from capibara.evaluation.predictions import Predictions
-from capibara.evaluation.scoring import Pair
+from capibara.evaluation.scoring import Pair, Scorer
 from capibara.evaluation.seqio_tasks import SeqioEvaluation
+from capibara.inference.engine import Engine, EngineConfig
 from capibara.inference.sampling import Sampling
+from capibara.models import api
+from capibara.models.api import DecoderConfig
+from capibara.optim import Optimizer, Schedule
+from capibara.sharding import Plan
+from capibara.training import loop
+from capibara.training.callbacks import Callback
+from capibara.training.checkpointing import Checkpointing
+from capibara.training.evaluate import evaluate, make_eval_step, with_tasks
+from capibara.training.loaders import validation_loader
+from capibara.training.trainer import Evaluation, Trainer
 from capibara.types import UserError
 
 GREEDY = Sampling(temperature=0.0, max_new_tokens=4)
@@ -55,3 +74,104 @@ def test_mistakes(subject):
     for name, why in (("unjudged", "has no metric_fns"), ("sms", "did you mean sums")):
         with Predictions(None, {}) as told, pytest.raises(UserError, match=why):
             seqio_tasks.evaluated(subject, name, OPTIONS, None, told, lambda *_: None)
+
+
+class Told(Callback):
+    def __init__(self):
+        self.metrics, self.progress, self.stop_at = {}, [], None
+
+    def on_evaluate(self, step, metrics):
+        self.metrics[step] = metrics
+
+    def on_progress(self, text):
+        self.progress.append(text)
+        if text == self.stop_at:
+            self.stop_at = None
+            signal.raise_signal(signal.SIGTERM)
+
+
+@pytest.fixture
+def mixture_run(tmp_path):
+    """(changes of Evaluation's fields) -> a run of two steps on a mixture of two tasks with metric_fns, and one without."""
+
+    def make(name="judged", **changes):
+        dataset = Dataset(mixture_or_task_name=name, task_module="seqio_task", length=32, window_rows=2)
+        model = DecoderConfig(vocab_size=384, embed_dim=32, num_layers=2, num_heads=2, mlp_dim=64, dtype="float32")
+        return Trainer(
+            model_dir=str(tmp_path / "run"), steps=2, model=model, plan=Plan(batch_size=8, fsdp=4, tensor=2),
+            dataset=dataset, optimizer=Optimizer(schedule=Schedule(learning_rate=1e-2)), log_every=1,
+            evaluation=Evaluation(every=2, **changes), checkpointing=Checkpointing(every=0),
+        )  # fmt: skip
+
+    return make
+
+
+class Remembers:
+    """A judge that keeps the parameters which it was given."""
+
+    def __init__(self, trainer, model):
+        self._judge = judging.TaskJudge(trainer, model, OPTIONS, EngineConfig(slots=2))
+        self.prepare = self._judge.prepare
+
+    def __call__(self, params, tell):
+        self.params = jax.device_get(params)
+        return self._judge(params, tell)
+
+
+def test_each_task_of_a_mixture_is_judged_while_the_run_trains(mixture_run):
+    """By the texts and probabilities of the parameters of the moment; its loss is the one that it has alone."""
+    trainer, told, encode = mixture_run(task_metrics=True), Told(), ByteVocabulary().encode
+    model = api.build(trainer.model)
+    judge = Remembers(trainer, model)
+    assert loop.train(trainer, told, judge=judge).reason == "finished"
+    metrics, params = told.metrics[2], judge.params
+    engine = Engine(model, params, ByteVocabulary(), 32, EngineConfig(slots=1))
+    answers = [engine.submit([0, *encode(a)], GREEDY).result().tokens for a, _ in TEXTS]
+    texts = [seqio.ByteVocabulary().decode(one) for one in answers]
+    scores = Scorer(model, params, 32)([Pair([0, *encode(a)], encode(b)) for a, b in TEXTS])
+    assert metrics["lengths/length"] == pytest.approx(sum(map(len, texts)) / 3) and metrics["lengths/targets"] == 1
+    assert metrics["scores/score"] == pytest.approx(sum(one.log_probability for one in scores), rel=1e-5)
+    mesh = sharding.make_mesh(trainer.plan)
+    step = make_eval_step(model, trainer.plan, mesh, ByteVocabulary().token_bytes())
+    for task in ("lengths", "scores"):
+        dataset = dataclasses.replace(trainer.dataset, mixture_or_task_name=task)
+        with contextlib.closing(validation_loader(dataclasses.replace(trainer, dataset=dataset), mesh)) as loader:
+            alone = evaluate(step, params, loader, sharding.batch_sharding(mesh, trainer.plan.rules))
+        assert metrics[f"{task}/loss"] == pytest.approx(alone["loss"], rel=1e-6)
+        assert metrics[f"{task}/tokens"] == alone["tokens"] == metrics["tokens"] / 2
+    assert metrics["loss"] == pytest.approx((metrics["lengths/loss"] + metrics["scores/loss"]) / 2, rel=1e-6)
+    assert not [name for name in metrics if name.startswith("trained_only")]
+    assert "judged: 3 of 3 answers" in told.progress and "judged: 3 of 3 scores" in told.progress
+
+
+@pytest.mark.heavy
+def test_a_run_that_is_to_stop_while_it_is_judged_does_so_when_it_goes_on(mixture_run):
+    trainer, told = mixture_run(task_metrics=True), Told()
+    judge = judging.TaskJudge(trainer, api.build(trainer.model), OPTIONS, EngineConfig(slots=2))
+    told.stop_at = "judged: 1 of 3 answers"
+    assert loop.train(trainer, told, judge=judge).reason == "interrupted" and not told.metrics
+    assert loop.train(trainer, told, judge=judge).reason == "finished"
+    assert {"lengths/length", "scores/score", "scores/loss"} <= told.metrics[2].keys()
+
+
+def test_what_cannot_be_judged_is_told_before_the_first_step(mixture_run):
+    trainer = mixture_run("trained_only", task_metrics=True)
+    model = api.build(trainer.model)
+    judge = judging.TaskJudge(trainer, model, OPTIONS, EngineConfig())
+    with pytest.raises(UserError, match="'trained_only' has no metric_fns or no split 'validation'"):
+        judge.prepare()
+    prefix = dataclasses.replace(trainer.model, inputs_attention="bidirectional")
+    judge = judging.TaskJudge(mixture_run(task_metrics=True), api.build(prefix), OPTIONS, EngineConfig())
+    with pytest.raises(UserError, match="inputs_attention is 'bidirectional'"):
+        judge.prepare()
+    with pytest.raises(UserError, match="Evaluation.task_metrics is True, and Dataset.source is no SeqIO task"):
+        source = Dataset(source=StdlibSource(), vocabulary=ByteVocabulary(), length=32)
+        dataclasses.replace(trainer, dataset=source)
+    with pytest.raises(UserError, match="SeqioEvaluation.num_examples is 0, must be at least 1"):
+        SeqioEvaluation(num_examples=0)
+    assert judging.of_run(mixture_run(), model) is None
+
+
+def test_names_of_metrics_that_are_there_already():
+    joined = with_tasks({"loss": 1.0, "a/loss": 2.0}, [("a", {"loss": 3.0, "f1": 4.0}), ("b", {"loss": 5.0})])
+    assert joined == {"loss": 1.0, "a/loss": 2.0, "a/judged/loss": 3.0, "a/f1": 4.0, "b/loss": 5.0}

@@ -1,0 +1,73 @@
+"""The metric_fns of a run's SeqIO task during training, of each task of a mixture, as T5X's InferenceEvaluator makes them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping
+
+import jax
+from jax.sharding import NamedSharding
+
+from capibara import config, sharding
+from capibara.evaluation import seqio_tasks
+from capibara.evaluation.predictions import Predictions
+from capibara.evaluation.seqio_tasks import SeqioEvaluation
+from capibara.evaluation.subject import Subject
+from capibara.inference import own_chips
+from capibara.inference.engine import EngineConfig
+from capibara.inference.serving_mesh import ServingMesh
+from capibara.models.api import Model
+from capibara.training.trainer import Trainer
+from capibara.types import Params
+
+
+class TaskJudge:
+    """A `capibara.training.evaluate.Judge` by the metrics that a SeqIO task brings.
+
+    Its examples are read once. What answers and scores is made anew for each evaluation, from the parameters of the moment,
+    so that nothing of it takes the devices' memory while the run trains.
+
+    Args:
+      trainer: the run.
+      model: that it trains.
+      options: how its task is evaluated.
+      batching: how answers are made.
+    """
+
+    def __init__(self, trainer: Trainer, model: Model, options: SeqioEvaluation, batching: EngineConfig):
+        self._trainer, self._model, self._options, self._batching = trainer, model, options, batching
+
+    def prepare(self) -> None:
+        """Reads the examples; raises UserError where there is nothing to judge by, or the model cannot answer."""
+        self._opened.check(self._model)
+
+    @functools.cached_property
+    def _opened(self) -> seqio_tasks.Opened:
+        name = self._trainer.dataset.mixture_or_task_name
+        return seqio_tasks.opened(self._trainer, name, self._options, self._options.num_examples)
+
+    def __call__(self, params: Params, tell: Callable[[str], None]) -> Iterator[tuple[str, Mapping[str, float]]]:
+        """Each task with its metrics; `tell` is told of each answer and each batch of scores, alike on every process."""
+        leaf, rules = jax.tree.leaves(params)[0], self._trainer.plan.rules
+        mesh = (
+            leaf.sharding.mesh if isinstance(leaf.sharding, NamedSharding) else sharding.make_mesh(self._trainer.plan)
+        )
+        plain = own_chips.make_computed(self._model, mesh, rules)(params)
+        about = {"model": self._trainer.model_dir, "step": None, "weights": "training"}
+        subject = Subject(self._model.plain, plain, about, self._trainer, mesh, self._batching, ServingMesh())
+        with Predictions(None, {}) as told:
+            show = lambda topic, detail: tell(f"{topic}: {detail}")  # noqa: E731
+            for task, (metrics, _) in seqio_tasks.judged(subject, self._opened, told, show).items():
+                yield task, {name: one.value for name, one in metrics.items() if math.isfinite(one.value)}
+
+
+def of_run(trainer: Trainer, model: Model) -> TaskJudge | None:
+    """The judge of a run that the parsed Gin files configure; None: it asks for none."""
+    if not trainer.evaluation.task_metrics:
+        return None
+    options = config.build(SeqioEvaluation)
+    if trainer.dataset.use_cached:
+        options = dataclasses.replace(options, use_cached=True)
+    return TaskJudge(trainer, model, options, config.build(EngineConfig))
