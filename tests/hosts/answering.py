@@ -36,6 +36,7 @@ from capibara.strategies.grpo import Grpo
 from capibara.training import hosts, loop
 from capibara.training.callbacks import Callback
 from capibara.training.checkpointing import Checkpointing
+from capibara.training.evaluate import Judge
 from capibara.training.preference import Dpo
 from capibara.training.trainer import Evaluation, Trainer
 
@@ -121,7 +122,7 @@ def trainer_of(folder: pathlib.Path, name: str, **changes) -> Trainer:
     return dataclasses.replace(base, **{"loss": loss, **changes})
 
 
-def trained(trainer: Trainer, texts: SampleText = SampleText()) -> dict:
+def trained(trainer: Trainer, texts: SampleText = SampleText(), judge: Judge | None = None) -> dict:
     """Steps, evaluations and samples, what this process's engine was asked for, and what all answers are."""
     seen, asked, batches = Seen(), [], []
     submit, answers = Engine.submit, Answerer.answers
@@ -141,7 +142,7 @@ def trained(trainer: Trainer, texts: SampleText = SampleText()) -> dict:
         sampled = sampler(
             api.build(trainer.model), dataset.get_vocabulary, dataset.length, texts, gathered=hosts.gathered
         )
-        loop.train(trainer, seen, sampler=sampled)
+        loop.train(trainer, seen, sampler=sampled, judge=judge)
     finally:
         Engine.submit, Answerer.answers = submit, answers
     digest = hashlib.sha256(json.dumps(batches).encode()).hexdigest()
@@ -246,7 +247,21 @@ def scores(folder: pathlib.Path, name: str) -> dict:
     return {kind: [one.log_probability for one in of_kind] for kind, of_kind in found.items()}
 
 
-PARTS = [rollouts, together, meshes, opinions, failure, reference, evaluated, harness, scores]
+def judged(folder: pathlib.Path, name: str) -> dict:
+    """Each task of a SeqIO mixture, by its losses and metric_fns, while a run trains."""
+    from capibara.evaluation.judging import TaskJudge
+    from capibara.evaluation.seqio_tasks import SeqioEvaluation
+
+    sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "evaluation"))
+    dataset = Dataset(mixture_or_task_name="judged", task_module="seqio_task", length=32, window_rows=2)
+    evaluation = Evaluation(every=2, task_metrics=True)
+    plan = {"plan": Plan(batch_size=8), "loss": None, "dataset": dataset, "evaluation": evaluation}
+    trainer = dataclasses.replace(trainer_of(folder, f"{name}_judged"), **plan)
+    options = SeqioEvaluation(task_module="seqio_task", sampling=Sampling(temperature=0.0, max_new_tokens=4))
+    return trained(trainer, judge=TaskJudge(trainer, api.build(MODEL), options, EngineConfig(slots=2)))
+
+
+PARTS = [rollouts, together, meshes, opinions, failure, reference, evaluated, harness, scores, judged]
 
 
 def main(argv: list[str] | None = None) -> int:

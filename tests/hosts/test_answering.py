@@ -166,6 +166,16 @@ def test_the_reference_pass_and_the_harness_are_those_of_one(pair, alone):
 
 
 @pytest.mark.heavy
+def test_two_processes_judge_the_tasks_of_a_mixture_as_one(pair, alone):
+    """Each asks its share of the questions, and both have the metrics of all."""
+    found, want = pair("judging", "judged")["judged"], alone("judged")
+    same_run(found[0], want)
+    assert {"lengths/length", "scores/score", "lengths/loss"} <= want["evaluations"]["2"].keys()
+    assert sorted(map(tuple, found[0]["asked"] + found[1]["asked"])) == sorted(map(tuple, want["asked"]))
+    assert len(want["asked"]) == 3 and {len(one["asked"]) for one in found} == {1, 2}
+
+
+@pytest.mark.heavy
 def test_each_process_generates_on_all_of_its_devices(pair, alone):
     two = pair("four", "meshes", "scores", devices=2)
     for of_process in two["scores"]:
