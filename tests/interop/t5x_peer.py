@@ -91,7 +91,8 @@ NORMALIZATIONS = {
     "documents": "AVERAGE_PER_SEQUENCE",
     "233.0": 233.0,
 }
-NORMALIZED = dict(label_smoothing=0.1, z_loss=1e-2)  # of the case t5_options
+NORMALIZED = dict(label_smoothing=0.1, z_loss=1e-2)
+NORMALIZED_CASES = {"t5_options": "normalizations", "decoder_only": "normalizations of packed rows"}
 LEARNING_RATE = dict(factors="constant * rsqrt_decay", base_learning_rate=0.003, warmup_steps=10)
 SCHEDULES = {
     "pretraining": dict(factors="constant * rsqrt_decay", base_learning_rate=1.0, warmup_steps=1000),
@@ -283,13 +284,13 @@ def learning_rates(name: str, steps) -> list[float]:
     return [float(rate) for rate in jax.vmap(schedule)(jnp.asarray(steps, jnp.int32))]
 
 
-def normalized(name: str) -> list[float]:
+def normalized(name: str, case: str) -> list[float]:
     """The loss and the norm of its gradient."""
     import jax
     import jax.numpy as jnp
 
-    model, state = begun("t5_options", loss_normalizing_factor=NORMALIZATIONS[name], **NORMALIZED)
-    given = {name: jnp.asarray(value) for name, value in batch().items()}
+    model, state = begun(case, loss_normalizing_factor=NORMALIZATIONS[name], **NORMALIZED)
+    given = {name: jnp.asarray(value) for name, value in batch(case).items()}
     loss = jax.jit(jax.value_and_grad(lambda params: model.loss_fn(params, given, None)[0]))
     value, gradient = loss(state.params)
     return [float(value), float(np.sqrt(sum(float(jnp.sum(jnp.square(g))) for g in jax.tree.leaves(gradient))))]
@@ -310,7 +311,10 @@ def dropout(case: str) -> float:
 
 
 def record(path: str) -> None:
-    found: dict = {"normalizations": {name: rounded(normalized(name)) for name in NORMALIZATIONS}}
+    found: dict = {
+        key: {name: rounded(normalized(name, case)) for name in NORMALIZATIONS}
+        for case, key in NORMALIZED_CASES.items()
+    }
     found |= {"dropout": dict(zip(DROPPED, rounded(map(dropout, DROPPED))))}
     found |= {"schedules": {name: rounded(learning_rates(name, SHOWN_STEPS)) for name in SCHEDULES}}
     for case in CASES:

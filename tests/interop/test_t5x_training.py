@@ -260,10 +260,14 @@ def test_states_of_another_factoring_are_told(tmp_path):
         resumed(model, written_alone, tmp_path / "run")
 
 
+@pytest.mark.parametrize("case", t5x_peer.NORMALIZED_CASES)
 @pytest.mark.parametrize("name", t5x_peer.NORMALIZATIONS)
-def test_smoothed_and_normalized_losses_are_those_of_t5x(name, tmp_path):
-    """With its z-loss; and the norm of the gradient, which tells what it was divided by."""
-    model = api.build(MODELS["t5_options"])
+def test_smoothed_and_normalized_losses_are_those_of_t5x(name, case, tmp_path):
+    """With its z-loss; and the norm of the gradient, which tells what it was divided by.
+
+    A decoder's rows hold several documents, of which the targets alone carry loss.
+    """
+    model = api.build(MODELS[case])
     params, plan = begun(model, tmp_path / "t5x"), Plan(batch_size=2)
     tx = Optimizer(name="sgd", clip_norm=None).build(1, model.axes)
     normalization = 233.0 if name == "233.0" else Normalization(name)
@@ -271,12 +275,14 @@ def test_smoothed_and_normalized_losses_are_those_of_t5x(name, tmp_path):
     objective = of_cross_entropy(model, normalization=normalization, **t5x_peer.NORMALIZED)
     step = jax.jit(make_train_step(model, tx, lambda step: 0.0, plan, mesh, objective=objective))
     state = states.TrainState(step=jnp.zeros((), jnp.int32), params=params, opt_state=tx.init(params), ema=None)
-    _, metrics = step(state, batch())
-    assert metrics["tokens"] == 17
-    weight = {"documents": 2}.get(name, 17)
-    divisor = {"sum": 1, "places": 20, "233.0": 233}.get(name, weight)
+    _, metrics = step(state, batch(case))
+    tokens, places, documents = (17, 20, 2) if case == "t5_options" else (14, 40, 3)
+    assert metrics["tokens"] == tokens
+    weight = documents if name == "documents" else tokens
+    divisor = {"sum": 1, "places": places, "233.0": 233}.get(name, weight)
     loss = float(metrics["smoothed_loss"] + metrics["z_loss"]) * weight / divisor
-    np.testing.assert_allclose([loss, metrics["grad_norm"]], T5X["normalizations"][name], rtol=RTOL)
+    want = T5X[t5x_peer.NORMALIZED_CASES[case]][name]
+    np.testing.assert_allclose([loss, metrics["grad_norm"]], want, rtol=RTOL)
 
 
 @pytest.mark.parametrize("case", t5x_peer.DROPPED)
