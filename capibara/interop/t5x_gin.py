@@ -245,6 +245,7 @@ class _Writing:
         names = {"model_dir": "Trainer.model_dir", "total_steps": "Trainer.steps", "eval_period": "Evaluation.every"}
         names |= {"eval_steps": "Evaluation.max_batches"}
         self._each("train", names)
+        self._task_metrics()
         if (seed := self._taken("train", "random_seed")) is not None:
             self._put("Trainer.seed", seed, "train.random_seed")
         if (parts := self._taken("PjitPartitioner", "num_partitions", 1)) != 1:
@@ -259,6 +260,19 @@ class _Writing:
             path = path[0] if isinstance(path, (list, tuple)) and len(path) == 1 else path
             self._put("Trainer.init_from", path, "RestoreCheckpointConfig.path")
             self._put("Trainer.init_with", "state", "it restores the optimizer's state and the step too")
+
+    def _task_metrics(self) -> None:
+        """The metrics of generated texts during training; a prefix LM does not generate here."""
+        if self._value(self._left.get(("", "train", "infer_eval_dataset_cfg"))) is None:
+            return
+        if any("Dataset.kind = 'prefix'" in line for line in self._lines):
+            return
+        self._taken("train", "infer_eval_dataset_cfg")
+        self._put("Evaluation.task_metrics", True, "train.infer_eval_dataset_cfg")
+        if isinstance(split := self._taken("DatasetConfig", "split", None, "infer_eval"), str) and split != _UNSET:
+            self._put("SeqioEvaluation.split", split, "infer_eval/DatasetConfig.split")
+        if (count := self._taken("Evaluator", "num_examples")) is not None:
+            self._put("SeqioEvaluation.num_examples", count, "seqio.Evaluator.num_examples")
 
     def _data(self, decoder: bool) -> None:
         self._lines += ["Trainer.dataset = @Dataset()"]

@@ -89,6 +89,7 @@ def run(tmp_path):
     (tmp_path / "below").mkdir()
     (tmp_path / "below" / "base.gin").write_text(BASE)
     (tmp_path / "run.gin").write_text(RUN)
+    (tmp_path / "plain.gin").write_text(f"{RUN}train_script.train.infer_eval_dataset_cfg = None\n")
     return tmp_path / "run.gin"
 
 
@@ -124,6 +125,22 @@ def test_a_run_is_translated_and_builds(run, tmp_path, capsys):
         0,
     )
     assert (optimizer.adafactor.decay_rate, optimizer.schedule.factors) == (0.7, "constant")
+
+
+def test_metrics_of_generated_texts_are_asked_for(run, tmp_path):
+    lines = (
+        "train_script.train.infer_eval_dataset_cfg = @infer_eval/utils.DatasetConfig()\nEVALUATOR_NUM_EXAMPLES = 7\n"
+    )
+    run.write_text(RUN + lines + "seqio.Evaluator.num_examples = %EVALUATOR_NUM_EXAMPLES\n")
+    found = t5x_gin.translate(str(run))
+    assert found.left == ()
+    for line in (
+        "Evaluation.task_metrics = True",
+        "SeqioEvaluation.split = 'test'",
+        "SeqioEvaluation.num_examples = 7",
+    ):
+        assert f"\n{line}  #" in found.text
+    assert "task_metrics" not in t5x_gin.translate(str(run.with_name("plain.gin"))).text
 
 
 def test_networks_of_other_names(run, tmp_path):
