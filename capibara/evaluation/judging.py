@@ -20,7 +20,7 @@ from capibara.inference.engine import EngineConfig
 from capibara.inference.serving_mesh import ServingMesh
 from capibara.models.api import Model
 from capibara.training.trainer import Trainer
-from capibara.types import Params, UserError
+from capibara.types import Params
 
 
 class TaskJudge:
@@ -46,10 +46,7 @@ class TaskJudge:
     @functools.cached_property
     def _opened(self) -> seqio_tasks.Opened:
         name = self._trainer.dataset.mixture_or_task_name
-        try:
-            return seqio_tasks.opened(self._trainer, name, self._options, self._options.num_examples)
-        except UserError as error:
-            raise UserError(f"{error} (Evaluation.task_metrics is True: mend it, or set False)") from None
+        return seqio_tasks.opened(self._trainer, name, self._options, self._options.num_examples)
 
     def __call__(self, params: Params, tell: Callable[[str], None]) -> Iterator[tuple[str, Mapping[str, float]]]:
         """Each task with its metrics; `tell` is told of each answer and each batch of scores, alike on every process."""

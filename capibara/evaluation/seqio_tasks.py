@@ -106,7 +106,8 @@ def opened(trainer: Trainer, name: str, options: SeqioEvaluation, limit: int | N
     evaluator = _evaluator(tasks.load(module), name, options, limit, _lengths(dataset, task))
     if not evaluator.eval_tasks:
         raise UserError(
-            f"SeqIO task {name!r} has no metric_fns or no split {options.split!r}: there is nothing to evaluate"
+            f"SeqIO task {name!r} has no metric_fns or no split {options.split!r}, and its metrics are asked for (--task, or "
+            "Evaluation.task_metrics): give it some, or leave that out"
         )
     return Opened(name, evaluator, options)
 
