@@ -120,8 +120,9 @@ class TaskFeed(Feed):
 
     def _of_the_cache(self, saved: Any) -> Any:
         """A saved fingerprint; one of an older version is of the sources of cached tasks, which are not read."""
-        sources = saved.get("sources", {}).values() if isinstance(saved, Mapping) else ()
-        old = self._blocks is None and any("examples" in one for one in sources)
+        sources = saved.get("sources", {}) if isinstance(saved, Mapping) and self._blocks is None else {}
+        cached = [part for part in getattr(self._task, "tasks", [self._task]) if part.supports_caching]
+        old = any("examples" in sources.get(part.name, ()) for part in cached)
         return self.data_fingerprint() if old else saved
 
     def batches(self, states: Sequence[State]) -> Iterator[tuple[Batch, Sequence[State]]]:

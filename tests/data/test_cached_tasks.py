@@ -202,6 +202,15 @@ def test_states_in_seqios_order_go_on_in_it(cache):
     del state["settings"]["cached_order"], state["settings"]["task_shards"]  # as older versions wrote it
     state["settings"]["hosts"] = 1
     assert_same(read(seqio_order, 8, state=state)[0], whole[12:])
+    for name, sources in (("cached", ["cached"]), ("cached_mix", ["cached"])):
+        seqio_order = dataset(mixture_or_task_name=name, cached_order=CachedOrder.SEQIO)
+        _, of_cache = read(seqio_order, 1)
+        assert [*of_cache["settings"]["data"]["sources"]] == sources
+        of_cache["settings"]["data"]["sources"]["cached"] = {"examples": None, "shards": "of an older version"}
+        read(seqio_order, 1, state=of_cache)
+        of_cache["settings"]["data"]["sources"]["cached"] = {"cache": "another"}
+        with pytest.raises(UserError, match="Dataset.source's .or task's. data"):
+            read(seqio_order, 1, state=of_cache)
     with pytest.raises(UserError, match="Dataset.cached_order was 'seqio', is 'blocks'.*set these back"):
         read(dataset(), 1, state=state)
 
