@@ -69,7 +69,7 @@ _REFUSED = {
     "TF_EXAMPLE_FILE_TYPE": "make a task of the files",
     "MIXTURE_NAME": "give MIXTURE_OR_TASK_NAME",
     "FEATURE_LENGTHS": f"give {_LENGTHS}",
-    "BEAM_SIZE": "bind Sampling of the verb that generates",
+    "BEAM_SIZE": "bind Sampling.beams = @BeamSearch() and BeamSearch.num_decodes",
 }
 NAMES = frozenset((*_FIELDS, *_REFUSED, _LENGTHS))
 Positions = Mapping[str, tuple[int, str]]

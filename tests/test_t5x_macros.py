@@ -67,7 +67,7 @@ MACROS = {
     "TF_EXAMPLE_FILE_TYPE": ("x", None, "make a task of the files"),
     "MIXTURE_NAME": ("x", None, "give MIXTURE_OR_TASK_NAME"),
     "FEATURE_LENGTHS": ({"inputs": 4}, None, "give TASK_FEATURE_LENGTHS"),
-    "BEAM_SIZE": (4, None, "bind Sampling"),
+    "BEAM_SIZE": (4, None, "BeamSearch.num_decodes"),
 }
 
 

@@ -262,10 +262,8 @@ class _Writing:
             self._put("Trainer.init_with", "state", "it restores the optimizer's state and the step too")
 
     def _task_metrics(self) -> None:
-        """The metrics of generated texts during training; a prefix LM does not generate here."""
+        """The metrics of generated texts during training."""
         if self._value(self._left.get(("", "train", "infer_eval_dataset_cfg"))) is None:
-            return
-        if any("Dataset.kind = 'prefix'" in line for line in self._lines):
             return
         self._taken("train", "infer_eval_dataset_cfg")
         self._put("Evaluation.task_metrics", True, "train.infer_eval_dataset_cfg")

@@ -24,7 +24,7 @@ from capibara.evaluation.seqio_tasks import SeqioEvaluation
 from capibara.inference.engine import Engine, EngineConfig
 from capibara.inference.sampling import Sampling
 from capibara.models import api
-from capibara.models.api import DecoderConfig
+from capibara.models.api import DecoderConfig, EncoderConfig
 from capibara.optim import Optimizer, Schedule
 from capibara.sharding import Plan
 from capibara.training import loop
@@ -160,9 +160,9 @@ def test_what_cannot_be_judged_is_told_before_the_first_step(mixture_run):
     judge = judging.TaskJudge(trainer, model, OPTIONS, EngineConfig())
     with pytest.raises(UserError, match="'trained_only' has no metric_fns or no split 'validation'"):
         judge.prepare()
-    prefix = dataclasses.replace(trainer.model, inputs_attention="bidirectional")
-    judge = judging.TaskJudge(mixture_run(task_metrics=True), api.build(prefix), OPTIONS, EngineConfig())
-    with pytest.raises(UserError, match="inputs_attention is 'bidirectional'"):
+    masked = EncoderConfig(vocab_size=384, embed_dim=32, num_layers=1, num_heads=2, mlp_dim=64, max_length=32)
+    judge = judging.TaskJudge(mixture_run(task_metrics=True), api.build(masked), OPTIONS, EngineConfig())
+    with pytest.raises(UserError, match="is a masked language model"):
         judge.prepare()
     with pytest.raises(UserError, match="Evaluation.task_metrics is True, and Dataset.source is no SeqIO task"):
         source = Dataset(source=StdlibSource(), vocabulary=ByteVocabulary(), length=32)
