@@ -124,3 +124,20 @@ def test_gradients_are_cut_to_the_norm_before_the_rule():
     cut = updates(Optimizer(clip_norm=0.5, **of), gradients)
     np.testing.assert_allclose(cut[0], np.full((6, 4), 0.5 / np.sqrt(24)), rtol=1e-5)
     np.testing.assert_allclose(cut[1], gradients[1], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "share"),
+    [
+        (dict(name="adamw", weight_decay=0.2), 0.2 * RATE),
+        (dict(name="adafactor", weight_decay=0.2), 0.2 * RATE),
+        (dict(name="adafactor", weight_decay=0.0, adafactor=Adafactor(weight_decay_rate=0.03)), 0.03),
+        (dict(name="adafactor", weight_decay=0.0, adafactor=Adafactor(weight_decay_rate_lr_exponent=2.0)), RATE**2),
+    ],
+    ids=str,
+)
+def test_without_a_gradient_a_weight_loses_the_share_that_decays(options, share):
+    tx = Optimizer(schedule=Schedule(kind="constant", learning_rate=RATE), **options).build(10, AXES)
+    params = {"kernel": jnp.asarray(np.random.default_rng(0).normal(size=(6, 4)), jnp.float32)}
+    moved, _ = tx.update({"kernel": jnp.zeros((6, 4))}, tx.init(params), params)
+    np.testing.assert_allclose(moved["kernel"], -share * params["kernel"], rtol=1e-5)
