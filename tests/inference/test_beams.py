@@ -84,13 +84,14 @@ def results(engine, sampling, prompts=PROMPTS):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_text_does_not_depend_on_what_else_is_searched_for(name):
-    """Prompts of several lengths at once; beside them texts that are drawn."""
+    """Prompts of several lengths at once, for texts of several; beside them texts that are drawn."""
     together, alone = made(name, slots=12), made(name, slots=1)
     greedy = Sampling(temperature=0.0, max_new_tokens=9)
-    mixed = [together.submit(prompt, sampling) for prompt in PROMPTS for sampling in (BEAMS, greedy)]
+    asked = [dataclasses.replace(BEAMS, max_new_tokens=9 - number) for number in range(len(PROMPTS))]
+    mixed = [together.submit(prompt, how) for prompt, own in zip(PROMPTS, asked) for how in (own, greedy)]
     both = [stream.result() for stream in mixed]
-    for prompt, found, written in zip(PROMPTS, both[::2], both[1::2]):
-        again = alone.submit(prompt, BEAMS).result()
+    for prompt, own, found, written in zip(PROMPTS, asked, both[::2], both[1::2]):
+        again = alone.submit(prompt, own).result()
         assert [one.tokens for one in again.decodes] == [one.tokens for one in found.decodes]
         np.testing.assert_allclose(
             [one.score for one in again.decodes], [one.score for one in found.decodes], rtol=1e-4

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from capibara.data.vocabulary import ByteVocabulary
-from capibara.inference import beams
+from capibara.inference import beams, choose
 from capibara.inference.engine import Engine, EngineConfig
 from capibara.inference.sampling import Sampling
 from capibara.models import api
@@ -90,6 +90,30 @@ def agrees(found, wanted, where):
 def test_texts_and_scores_of_beam_search_are_those_of_t5x(case, how, params_of):
     """All prompts in one batch; T5X had each alone."""
     agrees(searched(*params_of(case), case, peer.prompts(case), **peer.BEAMS[how]), T5X[case][how], f"{case} {how}")
+
+
+def log_probabilities(model, params, case, prompt, text, sampling):
+    """Of each token of a text in what it is drawn from."""
+    batch, _ = rows_of(case, [prompt])
+    before = batch["tokens"][0].tolist()
+    row = np.array([[*before, *text[:-1]]], np.int32)
+    batch |= {"tokens": row, "segment_ids": np.ones_like(row), "positions": np.arange(row.shape[1])[None]}
+    logits = model.logits(params, batch)[0, len(before) - 1 :] / sampling.temperature
+    limited = choose._likeliest(logits, choose.settings_of([sampling] * len(text)))
+    return choose.log_probability(limited, np.array(text, np.int32))
+
+
+@pytest.mark.parametrize("case", peer.DRAWING)
+def test_what_t5x_draws_has_its_probability_here(case, params_of):
+    """Under the same temperature and limits: its scores are those that the likeliest draw is chosen by."""
+    model, params = params_of(case)
+    for how, options in peer.DRAWN.items():
+        given = {"temperature": options["temperature"], "top_k": options["topk"] or None, "top_p": options.get("topp")}
+        for prompt, drawn in zip(peer.prompts(case), T5X[case][how]):
+            for text, score in zip(drawn["texts"], drawn["scores"]):
+                size = text.index(peer.CASES[case]) + 1 if peer.CASES[case] in text else len(text)
+                got = log_probabilities(model, params, case, prompt, text[:size], Sampling(**given))
+                np.testing.assert_allclose(float(got.sum()), score, rtol=2e-5, err_msg=f"{case} {how} {text}")
 
 
 def test_the_searches_ended_in_every_way():
