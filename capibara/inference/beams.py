@@ -69,13 +69,13 @@ class Programs(NamedTuple):
     """Jitted functions; a state that is given to one is gone.
 
     Attributes:
-      begin: (params, batch of B prompts, Asked) -> state with the first token of each text.
-      advance: (params, state, Asked, most) -> state after at most so many tokens more.
+      begin: (params, batch of B prompts, Asked) -> state with the first token of each text, and whether all is done.
+      advance: (params, state, Asked, most) -> the same after at most so many tokens more.
       found: state -> Found, on every device.
     """
 
-    begin: Callable[[Params, Batch, Asked], State]
-    advance: Callable[[Params, State, Asked, Any], State]
+    begin: Callable[[Params, Batch, Asked], tuple[State, jax.Array]]
+    advance: Callable[[Params, State, Asked, Any], tuple[State, jax.Array]]
     found: Callable[[State], Found]
 
 
@@ -88,14 +88,19 @@ def build(model: Model, usable: int, sizes: Sizes, mesh: Mesh | None = None, rul
 def _build(same: Same, usable: int, sizes: Sizes, mesh: Mesh | None, rules: Rules) -> Programs:
     model, K = same.model.plain, sizes.num_decodes
 
-    def begin(params: Params, batch: Batch, asked: Asked) -> State:
+    def known(x: Any) -> Any:
+        """On every device: the host of every process looks at it."""
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec())) if mesh else x
+
+    def begin(params: Params, batch: Batch, asked: Asked) -> tuple[State, jax.Array]:
         rows = len(batch["tokens"])
         empty = model.start_cache(rows, sizes.places, dtype=sizes.dtype, encoder_length=sizes.encoder_length)
         logits, cache = model.prefill(params, batch, empty)
         state = _nothing_found(rows, sizes, asked) | {"cache": jax.tree.map(lambda x: jnp.repeat(x, K, axis=0), cache)}
-        return _laid_out(_chosen(jnp.repeat(logits, K, axis=0), usable, state, asked))
+        state = _laid_out(_chosen(jnp.repeat(logits, K, axis=0), usable, state, asked))
+        return state, known(jnp.all(state["done"]))
 
-    def advance(params: Params, state: State, asked: Asked, most: jax.Array) -> State:
+    def advance(params: Params, state: State, asked: Asked, most: jax.Array) -> tuple[State, jax.Array]:
         def one(carried: tuple[State, jax.Array]) -> tuple[State, jax.Array]:
             state, made = carried
             logits, cache = model.decode(params, state["last"].reshape(-1), state["cache"])
@@ -104,15 +109,15 @@ def _build(same: Same, usable: int, sizes: Sizes, mesh: Mesh | None, rules: Rule
         def goes_on(carried: tuple[State, jax.Array]) -> jax.Array:
             return ~jnp.all(carried[0]["done"]) & (carried[1] < most)
 
-        return jax.lax.while_loop(goes_on, one, (state, jnp.int32(0)))[0]
+        state, _ = jax.lax.while_loop(goes_on, one, (state, jnp.int32(0)))
+        return state, known(jnp.all(state["done"]))
 
     def found(state: State) -> Found:
         any_B1 = jnp.any(state["ended"], axis=1, keepdims=True)
         texts = jnp.where(any_B1[..., None], state["ended_texts"], state["texts"])
         scores = jnp.where(any_B1, state["scores"], state["log_p"])
         there = jnp.where(any_B1, state["ended"], state["log_p"] > NEVER / 2)
-        all_of_it = Found(texts, scores, there, state["steps"])
-        return jax.lax.with_sharding_constraint(all_of_it, NamedSharding(mesh, PartitionSpec())) if mesh else all_of_it
+        return known(Found(texts, scores, there, state["steps"]))
 
     jit = functools.partial(on_mesh, mesh, rules)
     return Programs(begin=jit(begin), advance=jit(advance, donate_argnums=1), found=jit(found))
@@ -127,9 +132,9 @@ def search(programs: Programs, params: Params, batch: Batch, asked: Asked) -> Fo
       batch: prompts, as `Model.prefill` takes them.
       asked: of the prompts.
     """
-    state = programs.begin(params, batch, asked)
-    while not np.asarray(state["done"]).all():
-        state = programs.advance(params, state, asked, np.int32(_STEPS))
+    state, done = programs.begin(params, batch, asked)
+    while not bool(done):
+        state, done = programs.advance(params, state, asked, np.int32(_STEPS))
     return jax.device_get(programs.found(state))
 
 
@@ -152,8 +157,8 @@ def _laid_out(state: State) -> State:
         return sharding.constrain(apart, (axes[0], None, *axes[1:])).reshape(x.shape)
 
     cache = jax.tree.map(of_cache, api.paged.axes(state["cache"]), state["cache"], is_leaf=tree.is_axes)
-    names = {name: (None if name == "done" else "batch",) for name in state}  # the host of every process looks at it
-    rest = {n: sharding.constrain(x, names[n] + (None,) * (x.ndim - 1)) for n, x in state.items() if n != "cache"}
+    names = lambda x: ("batch",) + (None,) * (x.ndim - 1)  # noqa: E731
+    rest = {name: sharding.constrain(x, names(x)) for name, x in state.items() if name != "cache"}
     return rest | {"cache": cache}
 
 

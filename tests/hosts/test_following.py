@@ -18,7 +18,7 @@ import pytest
 
 from capibara.data.vocabulary import ByteVocabulary
 from capibara.inference.engine import Engine, EngineConfig
-from capibara.inference.sampling import Sampling
+from capibara.inference.sampling import BeamSearch, Sampling
 from capibara.interop import gin_of
 from capibara.models import api
 from capibara.models.api import DecoderConfig
@@ -40,10 +40,16 @@ def run(tmp_path_factory):
     model = api.build(MODEL)
     params = jax.tree.map(lambda x: x * 3, jax.jit(model.init)(jax.random.key(1)))
     run_folder.save(str(folder), params, gin_of.run(MODEL, str(folder), {}))
+    return folder, alone(Sampling(temperature=0.0, max_new_tokens=TOKENS))
+
+
+def alone(sampling):
+    """The texts of one device."""
+    model = api.build(MODEL)
+    params = jax.tree.map(lambda x: x * 3, jax.jit(model.init)(jax.random.key(1)))
     engine = Engine(model, params, ByteVocabulary(), 64, EngineConfig(slots=2, prefix_cache_mib=0))
-    greedy = Sampling(temperature=0.0, max_new_tokens=TOKENS)
-    streams = [engine.submit(prompt, greedy) for prompt in PROMPTS]
-    return folder, dict(zip(PROMPTS, [stream.result().text for stream in streams]))
+    streams = [engine.submit(prompt, sampling) for prompt in PROMPTS]
+    return dict(zip(PROMPTS, [stream.result().text for stream in streams]))
 
 
 class Pair:
@@ -159,3 +165,16 @@ def test_two_processes_infer_as_one_device(run, nursery, mesh, tmp_path):
     lines = [json.loads(line) for line in (tmp_path / "texts.jsonl").read_text().splitlines()]
     assert {line["prompt"]: line["text"] for line in lines} == texts
     assert f"def f{texts['def f']}" in done[0].out
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("mesh", MESHES)
+def test_two_processes_search_as_one_device(run, nursery, mesh, tmp_path):
+    (tmp_path / "prompts.txt").write_text("".join(f"{prompt}\n" for prompt in PROMPTS))
+    beams = ("--gin.Sampling.beams=@BeamSearch()", "--gin.BeamSearch.num_decodes=3", "--gin.Sampling.max_new_tokens=8")
+    files = (f"--prompts={tmp_path}/prompts.txt", f"--out={tmp_path}/texts.jsonl", f"--gin.ServingMesh.{mesh}=2")
+    done = hosts.Named(tmp_path, 2, nursery).run("infer", f"--model_dir={run[0]}", *SMALL, *beams, *files)
+    assert [one.code for one in done] == [0, 0], [one.err[-2000:] for one in done]
+    lines = [json.loads(line) for line in (tmp_path / "texts.jsonl").read_text().splitlines()]
+    searched = alone(Sampling(max_new_tokens=8, beams=BeamSearch(num_decodes=3)))
+    assert {line["prompt"]: line["text"] for line in lines} == searched

@@ -130,8 +130,8 @@ class Abstract:
         self.programs = beams.build(self.model, self.model.config.vocab_size, sizes, self.mesh, Rules())
         scalar = self.here(dtype=jnp.float32)
         asked = beams.Asked(self.here(rows), self.here(rows), self.here(rows, 1), scalar, scalar)
-        state = self.run("begin", served, self.batch(rows), asked)
-        state = self.run("advance", served, state, asked, self.here())
+        state, _ = self.run("begin", served, self.batch(rows), asked)
+        state, _ = self.run("advance", served, state, asked, self.here())
         self.run("found", state)
         return state
 
