@@ -84,6 +84,17 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     add_trust(parser)
 
 
+def add_adapters(parser: argparse.ArgumentParser) -> None:
+    """Adds --adapter, of verbs that generate."""
+    parser.add_argument(
+        "--adapter",
+        action="append",
+        default=[],
+        metavar="NAME=PATH",
+        help="load an adapter beside the model, unmerged: a folder of PEFT or a run with adapters; may be repeated",
+    )
+
+
 def add_trust(parser: argparse.ArgumentParser) -> None:
     """Adds --trust_config, of verbs that open run folders."""
     parser.add_argument(

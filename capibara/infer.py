@@ -16,21 +16,20 @@ examples:
   python -m capibara.infer --model_dir=runs/quickstart --prompt="def "
   echo "class " | python -m capibara.infer --model_dir=runs/quickstart --gin.Sampling.top_p=0.9
   python -m capibara.infer --model_dir=runs/quickstart --prompts=prompts.jsonl --out=texts.jsonl
-  python -m capibara.infer --model_dir=runs/finetune/adapted --chat --prompt="What is a capybara?"
-  python -m capibara.infer --model=SmolLM2-135M-Instruct.gguf --chat
-  python -m capibara.infer --model_dir=runs/quickstart --benchmark --gin.EngineConfig.slots=8"""
+  python -m capibara.infer --model=SmolLM2-135M-Instruct.gguf --chat --prompt="What is a capybara?"
+  python -m capibara.infer --model_dir=runs/quickstart --benchmark --gin.EngineConfig.slots=8
+With --adapter=poet=peft/poet --adapter=coder=runs/coder the first answers; a line of --prompts may say "adapter": "coder"."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parses the command line and prints the prompt with its continuation, or its answer; returns the exit code."""
     parser = cli.ArgumentParser("capibara infer", _DESCRIPTION)
     cli.add_model(parser)
+    cli.add_adapters(parser)
     parser.add_argument("--prompt", metavar="TEXT", help="text to continue; default: standard input")
     parser.add_argument("--prompts", metavar="FILE", help='a prompt a line, or .jsonl of {"prompt": ..., "seed": ...}')
     parser.add_argument("--out", metavar="FILE", help="jsonl file for the texts of --prompts; goes on where it ends")
-    parser.add_argument(
-        "--chat", action="store_true", help="prompts are a user's turns; of a terminal one after the other"
-    )
+    parser.add_argument("--chat", action="store_true", help="prompts are a user's turns; in a terminal one by one")
     parser.add_argument("--benchmark", action="store_true", help="print tokens a second and latencies, no text")
     parser.add_argument("--emulate", type=int, metavar="N", help="run on N emulated CPU devices (1 to 64)")
     joining.add_arguments(parser)
@@ -49,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(args) -> None:
     """Does what the flags say with the run's newest checkpoint (its averaged parameters where it kept them)."""
-    from capibara import channel, config, devices, loading
+    from capibara import adapting, channel, config, devices, loading
     from capibara.inference import chat, files, sample, serving_mesh, speed, terminal
     from capibara.inference.engine import Engine, EngineConfig
     from capibara.monitoring.status import StatusLine
@@ -61,29 +60,30 @@ def run(args) -> None:
         hosts.of_first(lambda: outputs.check_writable(args.out, inputs=[*args.gin_file, args.prompts]))
     line = channel.connect()
     given = (args.model_dir or args.model, args.gin_file, args.gin_bindings, args.gin_search_paths)
-    opened = loading.load(*given, trust=args.trust_config, placed=serving_mesh.placed)
-    (trainer, model, params), about = opened.run, opened.about
+    opened = adapting.beside(loading.load(*given, trust=args.trust_config, placed=serving_mesh.placed), args.adapter)
+    (trainer, model, params), about, names = opened.run, opened.about, [*opened.paths, None]
     vocabulary, lengths = trainer.dataset.get_vocabulary(), (trainer.dataset.length, trainer.dataset.encoder_length)
-    sampling, batching = config.build(sample.Sampling), config.build(EngineConfig)
-    talk = chat.of_run(trainer.dataset) if args.chat else None
+    of, sampling = (model, params, vocabulary, lengths[0]), config.build(sample.Sampling)
+    batching, talk = config.build(EngineConfig), chat.of_run(trainer.dataset) if args.chat else None
     config.check_used()
     batchings = {"many": batching, "typed": dataclasses.replace(batching, slots=1), "one": sample.of_one_slot(batching)}
     if isinstance(line, channel.Follower):
         how = next(messages := iter(line))["how"]
-        Engine(model, params, vocabulary, lengths[0], batchings[how], lengths[1], donate=True).follow(messages)
+        Engine(*of, batchings[how], lengths[1], donate=True, adapters=opened.adapters).follow(messages)
         return
-    prompts = files.read_prompts(args.prompts, sampling) if args.prompts else []
+    prompts = files.read_prompts(args.prompts, sampling, names[:-1]) if args.prompts else []
     typed = talk and args.prompt is None and sys.stdin.isatty()
     how = "many" if args.prompts or args.benchmark else "typed" if typed else "one"
     with channel.leading(line, {"how": how}) as send:
-        engine = Engine(model, params, vocabulary, lengths[0], batchings[how], lengths[1], donate=True)
+        engine = Engine(*of, batchings[how], lengths[1], donate=True, adapters=opened.adapters)
         engine.lead(send)
         if how == "one":
             prompt = files.read_standard_input() if args.prompt is None else args.prompt
-            stream = engine.submit(talk.ids(prompt) if talk else prompt, sampling, ends=talk.ends if talk else ())
+            asked, ends = (talk.ids(prompt), talk.ends) if talk else (prompt, ())
+            stream = engine.submit(asked, sampling, ends=ends, adapter=names[0])
             print(files.shown(stream.result(), "" if lengths[1] or talk else prompt))
         elif args.benchmark:
-            measured = speed.measure(engine, sampling, (lengths[1] or lengths[0]) // 2, vocabulary.size)
+            measured = speed.measure(engine, sampling, (lengths[1] or lengths[0]) // 2, vocabulary.size, names[0])
             print(*(f"{name:32} {value:12.1f}" for name, value in measured.items()), sep="\n")
         elif args.prompts:
             about |= {"cache_dtype": str(batching.cache_dtype), "length": lengths[0], "chat": args.chat}
@@ -93,7 +93,7 @@ def run(args) -> None:
             print(f"{len(prompts)} texts in {args.out}", file=sys.stderr)
         else:
             with engine.start():
-                terminal.Talk(engine, talk, lengths[0], sampling, terminal.write).run()
+                terminal.Talk(engine, talk, lengths[0], sampling, terminal.write, names[0]).run()
 
 
 if __name__ == "__main__":

@@ -15,11 +15,11 @@ from typing import Any
 
 import jax
 
-from capibara import config
-from capibara.data.tokenizer_files import TOKENIZER_FILE
+from capibara import config, limits
+from capibara.data.tokenizer_files import MODEL_FILE, TOKENIZER_FILE
 from capibara.interop import checkpoint, gin_of, hf_config
 from capibara.models import api
-from capibara.training import run_folder
+from capibara.training import origin, run_folder
 from capibara.training.run_folder import Loaded, Placed
 from capibara.training.trainer import Trainer
 from capibara.types import UserError
@@ -39,17 +39,24 @@ class Opened:
       path: where it was.
       step: of a run's checkpoint; None: it is foreign.
       weights: "ema" or "raw" of a run, "stored" of a foreign model.
+      like: its config.json, or that of what the run began from; empty: there is none.
+      adapters: beside it, unmerged (capibara.adapting).
+      paths: where these were, by their names.
     """
 
     run: Loaded
     path: str
     step: int | None
     weights: str
+    like: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    adapters: tuple[api.Adapter, ...] = ()
+    paths: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def about(self) -> dict[str, Any]:
         """Which model it is, as JSON values."""
-        return {"model": self.path, "step": self.step, "weights": self.weights}
+        about = {"model": self.path, "step": self.step, "weights": self.weights}
+        return about | ({"adapters": dict(self.paths)} if self.paths else {})
 
 
 def load(
@@ -84,7 +91,8 @@ def load(
         average = None if weights is None else weights == "ema"
         how = {"step": step, "average": average, "placed": placed, "trust": trust}
         found, run, averaged = run_folder.load_step(path, *given, **how)
-        return Opened(run, path, found, "ema" if averaged else "raw")
+        like = limits.parse_json(origin.read(path).get(MODEL_FILE, b"{}"))
+        return Opened(run, path, found, "ema" if averaged else "raw", like)
     given_path, path = path, checkpoint.local_model(path)
     known = ("config.json", "adapter_config.json")  # open_model says how an adapter is merged
     if os.path.exists(os.path.join(path, run_folder.CONFIG)) and not os.path.exists(os.path.join(path, "config.json")):
@@ -97,12 +105,14 @@ def load(
     for flag, value in (("--step", step), ("--weights", weights)):
         if value is not None:
             raise UserError(f"{flag}={value} is of run folders, and {path} is none: leave it out")
-    return Opened(_foreign(path, *given, placed), given_path, None, "stored")
+    run, like = _foreign(path, *given, placed)
+    return Opened(run, given_path, None, "stored", like)
 
 
 def _foreign(
     path: str, gin_files: Sequence[str], bindings: Sequence[str], search_paths: Sequence[str], placed: Placed
-) -> Loaded:
+) -> tuple[Loaded, Mapping[str, Any]]:
+    """The run, and the model's config.json."""
     foreign = checkpoint.open_model(path)
     dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"  # which is slow on CPUs
     own = hf_config.from_hf(foreign.config, dtype=dtype)
@@ -120,7 +130,7 @@ def _foreign(
     trainer = config.build(Trainer)
     model = api.build(dataclasses.replace(trainer.model, lora=None))
     params = checkpoint.load_params(foreign, model, placed(trainer, model), dtype=jax.numpy.dtype(model.config.dtype))
-    return Loaded(trainer, model, params)
+    return Loaded(trainer, model, params), foreign.config
 
 
 def _written(files: Mapping[str, bytes]) -> str:

@@ -17,9 +17,10 @@ _DESCRIPTION = f"""Serve a model over HTTP with OpenAI's API: /v1/completions, /
 examples:
   python -m capibara.serve --model_dir=runs/finetune/adapted
   python -m capibara.serve --model=SmolLM2-135M-Instruct.gguf --gin.EngineConfig.slots=16
+  python -m capibara.serve --model=base --adapter=poet=peft/poet --adapter=coder=runs/coder
   {_KEY}=... python -m capibara.serve --model_dir=runs/finetune/adapted --host=0.0.0.0 --gin.ServerConfig.queue=200
 
-A slot holds Dataset.length tokens of prompt and text. Without a key only this machine is served, by the names localhost,
+Requests name the model or an adapter: those are not merged, and texts of all are made together. A slot holds Dataset.length tokens of prompt and text. Without a key only this machine is served, by the names localhost,
 127.0.0.1, [::1] and those of ServerConfig.allowed_hosts; web pages only from ServerConfig.allowed_origins. SIGTERM or
 ctrl-C lets the texts at hand end, a second one does not.
 On several hosts start the same command on each: all make each token, with process 0, which alone listens.
@@ -31,6 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Parses the command line and serves until a signal comes; returns the exit code."""
     parser = cli.ArgumentParser("capibara serve", _DESCRIPTION)
     cli.add_model(parser)
+    cli.add_adapters(parser)
     parser.add_argument("--name", metavar="NAME", help="what clients call the model; default: the folder's name")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at; default: this machine's own")
     parser.add_argument("--port", type=int, default=8000, help="0: any that is free; default: 8000")
@@ -70,29 +72,28 @@ def _load(args):
     """The model with its engine, which all processes make alike, and what the server takes on."""
     import jax
 
-    from capibara import config, loading
+    from capibara import adapting, config, loading
     from capibara.inference import chat, serving_mesh
     from capibara.inference.engine import Engine, EngineConfig
     from capibara.inference.sampling import Sampling
     from capibara.inference.service import Served, ServerConfig, check_streams
     from capibara.monitoring.status import StatusLine
 
-    path = args.model_dir or args.model
-    given = (path, args.gin_file, args.gin_bindings, args.gin_search_paths)
-    trainer, model, params = loading.load(*given, trust=args.trust_config, placed=serving_mesh.placed).run
+    path, gin = args.model_dir or args.model, (args.gin_file, args.gin_bindings, args.gin_search_paths)
+    opened = loading.load(path, *gin, trust=args.trust_config, placed=serving_mesh.placed)
+    name = args.name or os.path.basename(os.path.normpath(path)).removesuffix(".gguf")
+    trainer, model, params = (opened := adapting.beside(opened, args.adapter, name)).run
     takes, sampling, batching = config.build(ServerConfig), config.build(Sampling), config.build(EngineConfig)
     check_streams(sampling)
-    data = trainer.dataset
-    talk = chat.of_served(data) if jax.process_index() == 0 else None
+    data, first = trainer.dataset, jax.process_index() == 0
+    talk = chat.of_served(data) if first else None
     config.check_used()
     vocabulary, lengths = data.get_vocabulary(), (data.length, data.encoder_length)
-    engine = Engine(model, params, vocabulary, lengths[0], batching, lengths[1], donate=True)
+    engine = Engine(model, params, vocabulary, lengths[0], batching, lengths[1], donate=True, adapters=opened.adapters)
     if takes.warm_up:
         with StatusLine() as line:
-            show = line.show if jax.process_index() == 0 else lambda *_: None
-            engine.warm_up(lambda done, count: show("compiling", f"{done} of {count} programs"))
-    name = args.name or os.path.basename(os.path.normpath(path)).removesuffix(".gguf")
-    return Served(engine, vocabulary, talk, *lengths, name, sampling), takes
+            engine.warm_up(lambda done, count: first and line.show("compiling", f"{done} of {count} programs"))
+    return Served(engine, vocabulary, talk, *lengths, name, sampling, adapters=engine.adapters), takes
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from capibara.types import PyTree, UserError
@@ -83,6 +83,18 @@ def joined(first: Any, second: Any) -> Any:
     if not isinstance(first, dict) or not second:
         return first
     return {key: joined(first[key], second.get(key)) if key in first else second[key] for key in {**first, **second}}
+
+
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested dicts of leaves by their names."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        *owners, last = name.split("/")
+        inner = found
+        for owner in owners:
+            inner = inner.setdefault(owner, {})
+        inner[last] = value
+    return found
 
 
 def _name(path: tuple[Any, ...]) -> str:

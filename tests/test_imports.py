@@ -42,6 +42,7 @@ RULES = {
     "strategies": _BASE | {"training", "inference"},
     "serving_plan": _BASE | {"planner", "inference"},
     "loading": _BASE | {"training", "interop"},
+    "adapting": _BASE | {"training", "interop", "loading"},
     "evaluation": _BASE | {"training", "interop", "inference", "loading"},
     "monitoring": FOUNDATION | {"training.callbacks", "training.run_manifest"},
     "jobs": FOUNDATION | {"sharding", "planner"},

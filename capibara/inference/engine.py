@@ -22,6 +22,7 @@ from capibara.data.vocabulary import Vocabulary
 from capibara.inference import batching, best_of, donated, footprint, programs, spelling
 from capibara.inference.best_of import BestOf
 from capibara.inference.batching import EngineConfig, Statistics, WhenFull
+from capibara.inference.beside import Adapters
 from capibara.inference.choose import GREEDY, Settings, settings_of, with_row
 from capibara.inference.drafts import Drafter
 from capibara.inference.orders import Asked, Orders
@@ -34,7 +35,7 @@ from capibara.inference.request import LIKELIEST, Request
 from capibara.inference.sampling import Sampling
 from capibara.inference.searching import Searcher
 from capibara.inference.stream import Finish, Stream
-from capibara.models.api import Model
+from capibara.models.api import Adapter, Beside, Model
 from capibara.sharding import Rules
 from capibara.types import Params, UserError
 
@@ -57,9 +58,11 @@ class Engine:
       encoder_length: an encoder reads at most this many tokens.
       rules: how slots, keys and values lie on the mesh of parameters that are spread over devices.
       donate: `params` are the engine's from now on: its copy takes their memory, array by array, and they are deleted.
+      adapters: those that requests may name, beside the model and unmerged.
 
     Raises:
-      UserError: the model has no next token, or no positions for so long rows, or the memory has no room for the slots.
+      UserError: the model has no next token, or no positions for so long rows, or the memory has no room for the slots,
+        or an adapter is none of this model.
     """
 
     def __init__(
@@ -72,6 +75,7 @@ class Engine:
         encoder_length: int | None = None,
         rules: Rules = Rules(),
         donate: bool = False,
+        adapters: Sequence[Adapter] = (),
     ):
         check_generates(model)
         longest = model.config.max_length
@@ -85,6 +89,7 @@ class Engine:
         self._pace, self._ahead = Pace(config, length), 0  # tokens that the program which began last gives a row
         mesh = programs.mesh_of(params)
         self._programs = programs.build(model, vocabulary.size, sizes, mesh, rules)
+        self._adapters = Adapters(model.plain, adapters, params, mesh, rules)
         self._params = donated.served(model, params, mesh, rules) if donate else self._programs.serving(params)
         self._updated, self._generation = None, 0
         self._state = footprint.allocated(self._programs.start, config, length)
@@ -96,7 +101,13 @@ class Engine:
         kept = config.prefix_cache_mib * 2**20 if encoder_length is None and not reads_whole(model) else 0
         self._prefixes = PrefixCache(kept, window) if kept else None
         self._reader = Reader(
-            self._programs, length, config.slots, config.prefill_tokens, self._prefixes, whole=reads_whole(model)
+            self._programs,
+            length,
+            config.slots,
+            config.prefill_tokens,
+            self._prefixes,
+            self._adapters,
+            whole=reads_whole(model),
         )
         self._searcher = Searcher(model, vocabulary.size, sizes, mesh, rules)
         self._settings = Settings(*(np.repeat(x, config.slots, axis=0) for x in GREEDY))
@@ -127,6 +138,11 @@ class Engine:
         updated = self._programs.serving(params)
         with self._changed:
             self._updated = updated
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """The names that requests may have for `adapter`."""
+        return self._adapters.names
 
     @property
     def load(self) -> tuple[int, int]:
@@ -165,11 +181,11 @@ class Engine:
             show(done, len(prompts) + 2)
             common = self._settings, zeros, zeros
             given = self._params, self._state, *common, np.int32(1), self._table
-            self._state, chosen = self._programs.step(*given, alternatives)
+            self._state, chosen = self._programs.step(*given, alternatives, self._beside)
             if drafts:
                 guessed = np.zeros((self.slots, drafts), np.int32)
                 given = self._params, self._state, *common, guessed, zeros, self._table
-                self._state, chosen = self._programs.verify(*given, alternatives)
+                self._state, chosen = self._programs.verify(*given, alternatives, self._beside)
             jax.block_until_ready(chosen)
         show(len(prompts) + 2, len(prompts) + 2)
 
@@ -180,6 +196,7 @@ class Engine:
         *,
         ends: Sequence[int] = (),
         likeliest: int = 0,
+        adapter: str | None = None,
     ) -> Stream:
         """Asks for the text after a prompt.
 
@@ -188,17 +205,18 @@ class Engine:
           sampling: how the text is made.
           ends: ids that end it, beside the vocabulary's end tokens.
           likeliest: how many of the likeliest tokens each piece names, at most 20.
+          adapter: the name of the one that its row is read with; None: the model alone.
 
         Raises:
-          UserError: the prompt has no place in a slot.
+          UserError: the prompt has no place in a slot, or there is no such adapter.
         """
         vocabulary, encoder, limit = self._vocabulary, None, sampling.max_new_tokens
         if not 0 <= likeliest <= LIKELIEST:
             raise UserError(f"likeliest is {likeliest}, must be from 0 to {LIKELIEST}")
         if sampling.beams is not None:
-            self._check_searches(likeliest)
+            self._check_searches(likeliest, adapter)
         if sampling.num_decodes > 1:
-            each = [self.submit(prompt, one, ends=ends) for one in best_of.samplings(sampling)]
+            each = [self.submit(prompt, one, ends=ends, adapter=adapter) for one in best_of.samplings(sampling)]
             return BestOf(self._drive, sampling, each)
         if self._encoder_length is not None:
             spelled = spelling.ids_of(prompt, vocabulary) if isinstance(prompt, str) else prompt
@@ -208,7 +226,7 @@ class Engine:
             ids = [vocabulary.bos_id, *vocabulary.encode(prompt)] if isinstance(prompt, str) else list(prompt)
         if not ids:
             raise UserError("the prompt is empty, must have at least one token")
-        asked = Asked(spelled if encoder else ids, sampling, tuple(ends), likeliest)
+        asked = Asked(spelled if encoder else ids, sampling, tuple(ends), likeliest, adapter)
         if self._config.when_full is WhenFull.SLIDE:
             ids = ids[-self._length :]
         elif len(ids) > self._length:
@@ -221,6 +239,7 @@ class Engine:
         request = Request(
             ids, sampling, vocabulary, stream,
             limit=limit, ends=ends, likeliest=likeliest, encoder=encoder, names=self._names, asked=asked,
+            adapter=self._adapters.number(adapter),
         )  # fmt: skip
         with self._changed:
             if self._closing:
@@ -230,7 +249,7 @@ class Engine:
             self._changed.notify_all()
         return stream
 
-    def _check_searches(self, likeliest: int) -> None:
+    def _check_searches(self, likeliest: int, adapter: str | None) -> None:
         """Raises UserError where a text is not searched for."""
         if self._config.draft_tokens:
             raise UserError(
@@ -239,6 +258,10 @@ class Engine:
             )
         if likeliest:
             raise UserError(f"likeliest is {likeliest}, but beam search names no other tokens: set it to 0")
+        if adapter is not None:
+            raise UserError(
+                f"adapter is {adapter!r}, but beam search reads with the model alone: merge it, or leave Sampling.beams out"
+            )
 
     def lead(self, send: Callable[[dict[str, Any]], None] | None) -> None:
         """From the next step on the engines of the other processes do what this one does: they `follow` what is sent.
@@ -260,7 +283,8 @@ class Engine:
                     "this process has seen other tokens than process 0: its devices, packages or files are not the same"
                 )
             for one in orders.asked:
-                stream = self.submit(one.ids, one.sampling, ends=one.ends, likeliest=one.likeliest)
+                how = {"ends": one.ends, "likeliest": one.likeliest, "adapter": one.adapter}
+                stream = self.submit(one.ids, one.sampling, **how)
                 stream.forward(lambda _: None)
             new, self._new = self._new, []
             self._advance(new, set(orders.cancelled), orders.most)
@@ -459,6 +483,11 @@ class Engine:
         return seen
 
     @property
+    def _beside(self) -> Beside | None:
+        """The adapters, and which of them each slot has."""
+        return self._adapters.of([0 if request is None else request.adapter for request in self._requests])
+
+    @property
     def _table(self) -> np.ndarray | None:
         return self._pages and self._pages.table
 
@@ -501,9 +530,8 @@ class Engine:
             self._verify(active, guesses, index, forced, alternatives)
             return
         self._ahead, at_s = count, time.monotonic()
-        self._state, chosen = self._programs.step(
-            self._params, self._state, self._settings, index, forced, np.int32(count), self._table, alternatives
-        )
+        given = self._params, self._state, self._settings, index, forced, np.int32(count)
+        self._state, chosen = self._programs.step(*given, self._table, alternatives, self._beside)
         self._begun(chosen, active, [count] * self._config.slots, at_s)
 
     def _guess(self, request: Request) -> list[int]:
@@ -523,9 +551,8 @@ class Engine:
         counts = np.zeros(self._config.slots, np.int32)
         for slot, tokens in guesses.items():
             counts[slot], guessed[slot, : len(tokens)] = len(tokens), tokens
-        self._state, chosen = self._programs.verify(
-            self._params, self._state, self._settings, index, forced, guessed, counts, self._table, alternatives
-        )
+        given = self._params, self._state, self._settings, index, forced, guessed, counts
+        self._state, chosen = self._programs.verify(*given, self._table, alternatives, self._beside)
         held = jax.device_get(chosen.counts)
         self.statistics.drafted += int(counts.sum())
         for slot, request in active:
@@ -585,7 +612,8 @@ class Engine:
             (row, read), request.row = request.row, None
             known = min(read, len(request.tokens))
             if request.generation == self._generation:
-                self._prefixes.keep(request.tokens[:known], row | {"lengths": np.array([known], np.int32)})
+                row = row | {"lengths": np.array([known], np.int32)}
+                self._prefixes.keep(request.tokens[:known], row, request.adapter)
 
 
 def reads_whole(model: Model) -> bool:

@@ -9,11 +9,11 @@ import json
 import os
 import sys
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TextIO
 
 from capibara import limits, outputs
-from capibara.fields import did_you_mean, nearest
+from capibara.fields import did_you_mean, nearest, short
 from capibara.inference.chat import Chat
 from capibara.inference.engine import Engine
 from capibara.inference.sampling import Sampling, changed, of_values
@@ -27,12 +27,15 @@ _AHEAD = 4  # requests that wait for each slot, so that none is idle while an ea
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """A line of the file: the prompt, its sampling, what else the line says, which is copied to the output, its place."""
+    """A line of the file: the prompt, its sampling, what else the line says, which is copied to the output, its place, and
+    the adapter that it is read with, None for the model alone.
+    """
 
     text: str
     sampling: Sampling
     rest: dict[str, Any]
     where: str
+    adapter: str | None = None
 
 
 def read_standard_input() -> str:
@@ -47,32 +50,35 @@ def read_standard_input() -> str:
         raise UserError(f"standard input is not text in UTF-8 ({error}): convert it, or give --prompt") from None
 
 
-def read_prompts(path: str, sampling: Sampling) -> list[Prompt]:
-    """The prompts of a .jsonl file ({"prompt": ...} and any fields of Sampling), or of the lines of a text file.
+def read_prompts(path: str, sampling: Sampling, adapters: Sequence[str] = ()) -> list[Prompt]:
+    """The prompts of a .jsonl file ({"prompt": ...}, any fields of Sampling, "adapter"), or of the lines of a text file.
 
     Where texts are drawn and a line has no seed of its own, it is the sampling's for the first line, one more for the
-    second, and so on: equal prompts get different texts.
+    second, and so on: equal prompts get different texts. A line that says none has the first of the adapters; null is the model alone.
 
     Raises:
       UserError: there is no such file, or a line is none of these.
     """
     try:
         with open(path, encoding="utf-8") as file:
-            return list(_prompts(file, path, sampling))
+            return list(_prompts(file, path, sampling, adapters))
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
             f"--prompts={path} cannot be read ({type(error).__name__}): name a text or .jsonl file"
         ) from error
 
 
-def _prompts(file: TextIO, path: str, sampling: Sampling) -> Iterator[Prompt]:
+def _prompts(file: TextIO, path: str, sampling: Sampling, adapters: Sequence[str]) -> Iterator[Prompt]:
     """Read line by line, so that a mistake in the first costs nothing of the others."""
     of_json = path.endswith(".jsonl")
     for index, line in enumerate(_lines(file, path)):
         where = f"{path}:{index + 1}"
         if index == _MOST:
             raise UserError(f"--prompts={path} has more than {_MOST:,} lines, each a prompt: put them in several files")
-        yield _of_json(where, line, sampling, index) if of_json else Prompt(line, _of_line(sampling, index), {}, where)
+        if of_json:
+            yield _of_json(where, line, sampling, index, adapters)
+        else:
+            yield Prompt(line, _of_line(sampling, index), {}, where, next(iter(adapters), None))
 
 
 def _lines(file: TextIO, path: str) -> Iterator[str]:
@@ -90,7 +96,7 @@ def _of_line(sampling: Sampling, index: int) -> Sampling:
     return sampling if sampling.temperature == 0 else dataclasses.replace(sampling, seed=seed)
 
 
-def _of_json(where: str, line: str, sampling: Sampling, index: int) -> Prompt:
+def _of_json(where: str, line: str, sampling: Sampling, index: int, adapters: Sequence[str]) -> Prompt:
     try:
         values = limits.parse_json(line, finite=False)
         text = values.pop("prompt")
@@ -100,12 +106,16 @@ def _of_json(where: str, line: str, sampling: Sampling, index: int) -> Prompt:
         raise UserError(f'{where} must be a JSON object with a string "prompt": {line[:80]}') from None
     fields = {field.name for field in dataclasses.fields(Sampling)}
     own = {name: values.pop(name) for name in fields & values.keys()}
+    adapter = values.pop("adapter", next(iter(adapters), None))
+    if adapter is not None and adapter not in adapters:
+        known = ", ".join(adapters) or "none: there is none, give --adapter=NAME=PATH"
+        raise UserError(f"{where} has adapter = {short(adapter)}, must be null or one of {known}")
     close = next((name for name in values if nearest(name, fields)), None)
     if close is not None:
         raise UserError(f"{where} has {close!r}, which no sampling has{did_you_mean(close, fields)}")
     try:
         sampling = of_values(own, sampling)
-        return Prompt(text, sampling if "seed" in own else _of_line(sampling, index), values, where)
+        return Prompt(text, sampling if "seed" in own else _of_line(sampling, index), values, where, adapter)
     except (UserError, TypeError) as error:
         raise UserError(f"{where}: {error}") from None
 
@@ -161,14 +171,15 @@ def complete(
 def _submitted(engine: Engine, prompt: Prompt, chat: Chat | None) -> Stream:
     try:
         asked, ends = (chat.ids(prompt.text), chat.ends) if chat else (prompt.text, ())
-        return engine.submit(asked, prompt.sampling, ends=ends)
+        return engine.submit(asked, prompt.sampling, ends=ends, adapter=prompt.adapter)
     except UserError as error:
         raise UserError(f"{prompt.where}: {error}") from None
 
 
 def _asked(prompt: Prompt, made_by: Mapping[str, Any]) -> dict[str, Any]:
     """What a line says of how its text came to be; the prompt first."""
-    return {"prompt": prompt.text, "sampling": changed(prompt.sampling), "made_by": made_by}
+    adapter = {} if prompt.adapter is None else {"adapter": prompt.adapter}
+    return {"prompt": prompt.text, **adapter, "sampling": changed(prompt.sampling), "made_by": made_by}
 
 
 def _resume(path: str, prompts: list[Prompt], made_by: Mapping[str, Any]) -> int:

@@ -149,11 +149,12 @@ def _explained(error: Any, kind: type[Asked]) -> Refusal:
 
 
 def check_model(asked: Asked, served: Served) -> None:
-    """Raises Refusal where another model is asked for."""
-    if asked.model != served.name:
+    """Raises Refusal where another model is asked for than the one that is served or an adapter of it."""
+    if asked.model not in (served.name, *served.adapters):
+        names = ", ".join(map(repr, (served.name, *served.adapters)))
         raise Refusal(
             404,
-            f"model is {brief(asked.model)}, the model here is {served.name!r}",
+            f"model is {brief(asked.model)}, the {'models here are' if served.adapters else 'model here is'} {names}",
             param="model",
             code="model_not_found",
         )
@@ -233,7 +234,8 @@ def _asks(
     room = served.length + 1 - (len(ids) if served.encoder_length is None else 1)
     sampling = _sampling(asked, served, config, room)
     seeds = [(sampling.seed + k) % _SEEDS for k in range(asked.n or 1)]
-    return [Ask(ids, dataclasses.replace(sampling, seed=seed), ends, asked.likeliest) for seed in seeds]
+    rest = (ends, asked.likeliest, None if asked.model == served.name else asked.model)
+    return [Ask(ids, dataclasses.replace(sampling, seed=seed), *rest) for seed in seeds]
 
 
 def _sampling(asked: Asked, served: Served, config: ServerConfig, room: int) -> Sampling:

@@ -68,13 +68,16 @@ def app_of(
 
     @app.get("/v1/models", dependencies=checked)
     async def models() -> Response:
-        return JSONResponse({"object": "list", "data": [_about(served) for served in [service.served] if served]})
+        served = service.served
+        names = (served.name, *served.adapters) if served else ()
+        return JSONResponse({"object": "list", "data": [_about(served, name) for name in names]})
 
     @app.get("/v1/models/{name:path}", dependencies=checked)
     async def model(name: str) -> Response:
-        if service.served is None or service.served.name != name:
+        served = service.served
+        if served is None or name not in (served.name, *served.adapters):
             raise Refusal(404, f"there is no model {name[:100]!r}", param="model", code="model_not_found")
-        return JSONResponse(_about(service.served))
+        return JSONResponse(_about(served, name))
 
     @app.get("/health")
     async def health() -> Response:
@@ -99,8 +102,10 @@ def app_of(
     return _Counted(guarded, service, metrics, {route.path for route in app.routes})
 
 
-def _about(served: Served) -> dict[str, Any]:
-    return {"id": served.name, "object": "model", "created": int(served.created_s), "owned_by": "capibara"}
+def _about(served: Served, name: str) -> dict[str, Any]:
+    """Of the model, or of an adapter of it."""
+    about = {"id": name, "object": "model", "created": int(served.created_s), "owned_by": "capibara"}
+    return about if name == served.name else about | {"parent": served.name}
 
 
 def _authorised(keys: Sequence[str]) -> Callable[[Request], None]:

@@ -34,7 +34,7 @@ class Reply(abc.ABC):
         self._about = {
             "id": f"{self.prefix}-{uuid.uuid4().hex}",
             "created": int(time.time()),
-            "model": served.name,
+            "model": asked.model,
         }
         options = asked.stream_options
         self._tells_usage = options is not None and options.include_usage

@@ -16,12 +16,13 @@ from capibara.inference.sampling import Sampling, changed, of_values
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """A request, as `Engine.submit` takes it; `ids` of its prompt."""
+    """A request, as `Engine.submit` takes it; `ids` of its prompt, the name of its adapter."""
 
     ids: Sequence[int]
     sampling: Sampling
     ends: Sequence[int]
     likeliest: int
+    adapter: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,11 +43,14 @@ class Orders:
 
     def packed(self) -> dict[str, Any]:
         """As JSON values."""
-        asked = [[list(map(int, a.ids)), changed(a.sampling), list(map(int, a.ends)), a.likeliest] for a in self.asked]
+        asked = [
+            [list(map(int, a.ids)), changed(a.sampling), list(map(int, a.ends)), a.likeliest, a.adapter]
+            for a in self.asked
+        ]
         return {"asked": asked, "cancelled": list(self.cancelled), "most": self.most, "seen": self.seen}
 
     @staticmethod
     def of(packed: Mapping[str, Any]) -> Orders:
         """What `packed` gave."""
-        asked = [Asked(ids, of_values(fields), ends, likeliest) for ids, fields, ends, likeliest in packed["asked"]]
+        asked = [Asked(ids, of_values(fields), *rest) for ids, fields, *rest in packed["asked"]]
         return Orders(asked, packed["cancelled"], packed["most"], packed["seen"])

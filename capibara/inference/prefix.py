@@ -11,10 +11,11 @@ from capibara import tree
 
 
 class Prefix(NamedTuple):
-    """Tokens [n], and the cache of a row that has read them."""
+    """Tokens [n], the cache of a row that has read them, and the number of the adapter with which it has."""
 
     tokens: np.ndarray
     row: Any
+    adapter: int = 0
 
 
 class PrefixCache:
@@ -31,33 +32,36 @@ class PrefixCache:
         self._max_bytes, self._window, self._shortest = max_bytes, window, shortest
         self._entries: list[Prefix] = []  # the one used last at the end
 
-    def find(self, tokens: Sequence[int]) -> tuple[Prefix, int] | None:
-        """What was read of these tokens, and how many of them: at least one is left to read."""
+    def find(self, tokens: Sequence[int], adapter: int = 0) -> tuple[Prefix, int] | None:
+        """What was read of these tokens with an adapter, and how many of them: at least one is left to read."""
         wanted = np.asarray(tokens)
         best, most = None, self._shortest - 1
         for entry in self._entries:
             common = min(common_beginning(entry.tokens, wanted), len(wanted) - 1)
             # A row that an end token ended has read that too: with as many tokens as the window its first is gone.
             whole = self._window is None or len(entry.tokens) < self._window or common == len(entry.tokens)
-            if whole and common > most:
+            if whole and common > most and entry.adapter == adapter:
                 best, most = entry, common
         if best is None:
             return None
         self._entries.sort(key=lambda entry: entry is best)
         return best, most
 
-    def keep(self, tokens: Sequence[int], row: Any) -> None:
-        """Remembers a row that has read these tokens; what else begins them is no longer needed."""
+    def keep(self, tokens: Sequence[int], row: Any, adapter: int = 0) -> None:
+        """Remembers a row that has read these tokens with an adapter; what else begins them is no longer needed."""
         if tree.byte_count(row) > self._max_bytes:
             return
         new = np.asarray(tokens)
 
-        def replaced(old: np.ndarray) -> bool:
+        def replaced(entry: Prefix) -> bool:
+            if entry.adapter != adapter:
+                return False
+            old = entry.tokens
             shorter = len(old) < len(new) and self._window is None
             return (shorter or len(old) == len(new)) and bool((new[: len(old)] == old).all())
 
-        self._entries = [entry for entry in self._entries if not replaced(entry.tokens)]
-        self._entries.append(Prefix(new, row))
+        self._entries = [entry for entry in self._entries if not replaced(entry)]
+        self._entries.append(Prefix(new, row, adapter))
         while sum(tree.byte_count(entry.row) for entry in self._entries) > self._max_bytes:
             del self._entries[0]
 

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from capibara import sharding, tree
 from capibara.inference.choose import Settings, choose, log_probability
-from capibara.models.api import Cache, Model, paged, put_rows
+from capibara.models.api import Beside, Cache, Model, paged, put_rows
 from capibara.types import Params
 
 State = dict[str, Any]
@@ -62,10 +62,12 @@ class Programs(NamedTuple):
       one: (rows of any tree, place) -> the tree of that row alone.
       admit: (state, row, logits, slot, settings, index, forced, seen, table, alternatives) -> state with the row in the
         slot, and its next token.
-      step: (params, state, settings, index, forced, count, table, alternatives) -> state, and every slot's next `count`
-        tokens, at most Sizes.steps; what is forced is the first of them.
-      verify: (params, state, settings, index, forced, guesses, counts, table, alternatives) -> state, and every slot's
-        next tokens: of its first `counts` guesses those that are right, and one more. What is forced is the first of them.
+      step: (params, state, settings, index, forced, count, table, alternatives, beside) -> state, and every slot's next
+        `count` tokens, at most Sizes.steps; what is forced is the first of them. `beside`: the adapters of the slots, as
+        `adapters` of a batch; None: they have none.
+      verify: (params, state, settings, index, forced, guesses, counts, table, alternatives, beside) -> state, and every
+        slot's next tokens: of its first `counts` guesses those that are right, and one more. What is forced is the first
+        of them.
       row: (state, slot, table, places) -> the cache of that slot, cut to its first places.
     """
 
@@ -138,10 +140,10 @@ def _build(same: Same, usable: int, sizes: Sizes, mesh: Mesh | None, rules: shar
         }
         return _laid_out(new), known(chosen)
 
-    def step(params, state, settings, index, forced, count, table, alternatives: int) -> tuple[State, Chosen]:
+    def step(params, state, settings, index, forced, count, table, alternatives: int, beside: Beside | None = None):
         def next_of(state: State, done: jax.Array) -> tuple[State, Chosen]:
             weights, put = _as_they_are(params, sizes, done), jnp.where(done == 0, forced, -1)
-            return _next(model, usable, weights, state, settings, index + done, put, table, alternatives)
+            return _next(model, usable, weights, state, settings, index + done, put, table, alternatives, beside)
 
         if sizes.steps == 1:
             state, chosen = next_of(state, jnp.int32(0))
@@ -149,9 +151,10 @@ def _build(same: Same, usable: int, sizes: Sizes, mesh: Mesh | None, rules: shar
             state, chosen = _repeated(next_of, state, count, sizes, alternatives)
         return _laid_out(state), known(chosen)
 
-    def verify(params, state, settings, index, forced, guesses, counts, table, alternatives: int):
+    def verify(params, state, settings, index, forced, guesses, counts, table, alternatives: int, beside=None):
         state = state | {"cache": paged.with_table(state["cache"], table)}
-        new, chosen = _verify(model, usable, params, state, settings, index, forced, guesses, counts, alternatives)
+        given = (settings, index, forced, guesses, counts, alternatives, beside)
+        new, chosen = _verify(model, usable, params, state, *given)
         return _laid_out(new | {"cache": paged.without_table(new["cache"])}), known(chosen)
 
     def start() -> State:
@@ -212,9 +215,9 @@ def _constrained(arrays: Any, axes: Any) -> Any:
     return jax.tree.map(lambda names, x: sharding.constrain(x, names), axes, arrays, is_leaf=tree.is_axes)
 
 
-def _next(model, usable: int, params, state: State, settings, index_B, forced_B, table, alternatives: int):
+def _next(model, usable: int, params, state: State, settings, index_B, forced_B, table, alternatives: int, adapters):
     """State, and the next token of every row."""
-    logits, cache = model.decode(params, state["tokens"], paged.with_table(state["cache"], table))
+    logits, cache = model.decode(params, state["tokens"], paged.with_table(state["cache"], table), adapters)
     chosen = _pick(logits, usable, settings, index_B, forced_B, state["seen"], alternatives)
     tokens_B = chosen.tokens[:, 0]
     new = {"cache": paged.without_table(cache), "tokens": tokens_B, "seen": _with_seen(state["seen"], tokens_B)}
@@ -268,12 +271,12 @@ def _with_seen(seen_BV: jax.Array, tokens_B: jax.Array) -> jax.Array:
     return seen_BV.at[jnp.arange(len(tokens_B), dtype=jnp.int32), tokens_B].set(True)
 
 
-def _verify(model, usable, params, state, settings, index_B, forced_B, guesses, counts_B, alternatives):
+def _verify(model, usable, params, state, settings, index_B, forced_B, guesses, counts_B, alternatives, adapters):
     """Reads the guesses as if they were right, and chooses a token after each: those hold until a guess is wrong."""
     B, T = len(forced_B), 1 + guesses.shape[1]
     forced_BT = jnp.pad(forced_B[:, None], ((0, 0), (0, T - 1)), constant_values=-1)
     given_BT = jnp.concatenate([state["tokens"][:, None], guesses], axis=1)
-    read = {"tokens": given_BT, "counts": counts_B + 1}
+    read = {"tokens": given_BT, "counts": counts_B + 1, "adapters": adapters}
     logits_BTV, cache = model.extend(params, read, state["cache"])
     seen = [state["seen"]]
     for place in range(T - 1):

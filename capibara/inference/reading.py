@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from capibara.inference.batching import bucket
+from capibara.inference.beside import Adapters
 from capibara.inference.prefix import PrefixCache, common_beginning
 from capibara.inference.programs import Programs
 from capibara.inference.request import Request
@@ -32,6 +33,7 @@ class Reader:
       together: most rows that are read at once.
       tokens: about how many are read at a time; a longer prompt is read in parts.
       prefixes: beginnings that were read before; None: none are kept.
+      adapters: of the engine.
       whole: of a prefix LM, whose inputs see each other both ways: what is read of a part is not what it is in the whole.
     """
 
@@ -42,11 +44,12 @@ class Reader:
         together: int,
         tokens: int,
         prefixes: PrefixCache | None,
+        adapters: Adapters,
         whole: bool = False,
     ):
         self._programs, self._length, self._together = programs, length, together
         self._most, self._whole = max(tokens, length) if whole else tokens, whole
-        self.prefixes = None if whole else prefixes
+        self.prefixes, self._adapters = None if whole else prefixes, adapters
         self._waiting: list[Request] = []
         self._part: tuple[Any, int] | None = None  # of the first of them: its row, and tokens that this has read
 
@@ -112,7 +115,7 @@ class Reader:
         return self._programs.resume(params, batch, row, places)
 
     def _read_before(self, request: Request) -> tuple[Any, int] | None:
-        found = self.prefixes.find(request.tokens) if self.prefixes else None
+        found = self.prefixes.find(request.tokens, request.adapter) if self.prefixes else None
         if found is None:
             return None
         prefix, known = found
@@ -133,8 +136,8 @@ class Reader:
         for request in self._waiting[1:]:
             if bucket(len(request.tokens), self._length) != size:
                 continue
-            again = request.encoder is None and any(request.tokens == other.tokens for other in group)
-            if not again and shared and (self._shares(request, group) or self.prefixes.find(request.tokens)):
+            again = any(_same(request, other) for other in group)
+            if not again and shared and (self._shares(request, group) or self._kept(request)):
                 continue  # the beginning need not be read twice
             if again or len(_unlike(group)) < most:
                 group.append(request)
@@ -143,7 +146,11 @@ class Reader:
         return [request for request in group if any(_same(request, other) for other in kept)]
 
     def _shares(self, request: Request, group: list[Request]) -> bool:
-        return any(2 * common_beginning(request.tokens, other.tokens) >= len(request.tokens) for other in group)
+        alike = (other for other in group if other.adapter == request.adapter)
+        return any(2 * common_beginning(request.tokens, other.tokens) >= len(request.tokens) for other in alike)
+
+    def _kept(self, request: Request) -> bool:
+        return self.prefixes.find(request.tokens, request.adapter) is not None
 
     def _read_group(self, params: Params, group: list[Request], prompts: list[Request]) -> Iterator[Read]:
         size = bucket(len(group[0].tokens), self._length)
@@ -162,16 +169,18 @@ class Reader:
             yield Read(request, *read[place])
 
     def _batch(self, requests: Sequence[Request], tokens: Sequence[Sequence[int]], size: int) -> dict[str, Any]:
-        return batch_of(requests, tokens, size, self._whole)
+        beside = self._adapters.of([request.adapter for request in requests])
+        return batch_of(requests, tokens, size, self._whole) | {"adapters": beside}
 
     def _keep(self, request: Request, row: Any) -> None:
         if self.prefixes:
-            self.prefixes.keep(request.tokens, row)
+            self.prefixes.keep(request.tokens, row, request.adapter)
 
 
 def _same(one: Request, other: Request) -> bool:
     """Whether what is read for one serves the other."""
-    return one is other or (one.encoder is None and other.encoder is None and _read(one) == _read(other))
+    alike = one.encoder is None and other.encoder is None and one.adapter == other.adapter
+    return one is other or (alike and _read(one) == _read(other))
 
 
 def _unlike(group: list[Request]) -> list[Request]:

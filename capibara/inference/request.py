@@ -36,6 +36,7 @@ class Request:
       row: its row's cache, copied for later prompts that begin so, and how many tokens that has read.
       drafter: guesses its next tokens; None: nobody asked yet.
       asked: what was asked for, for other processes to ask the same.
+      adapter: the number of the adapter that its row is read with; 0: none.
       cancelled: whether its engine has dropped it because nobody wants it.
       finished: whether its stream has ended.
       ends: ids that end its text.
@@ -54,10 +55,11 @@ class Request:
         encoder: Batch | None = None,
         names: Mapping[int, bytes] | None = None,
         asked: Asked,
+        adapter: int = 0,
     ):
         self.tokens, self.prompt_tokens = list(prompt), len(prompt)
         self.sampling, self.stream, self.limit, self.likeliest = sampling, stream, limit, likeliest
-        self.encoder, self.asked = encoder, asked
+        self.encoder, self.asked, self.adapter = encoder, asked, adapter
         self.begun = self.received = self.cached_tokens = self.generation = self.number = 0
         self.forced: dict[int, int] = {}
         self.slot: int | None = None

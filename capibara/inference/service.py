@@ -123,6 +123,7 @@ class Served:
       name: what clients call the model.
       sampling: where a request says nothing.
       created_s: when it was loaded, by time.time.
+      adapters: names of the engine's adapters, by which clients ask for them in place of the model.
     """
 
     engine: Engine
@@ -133,6 +134,7 @@ class Served:
     name: str
     sampling: Sampling
     created_s: float = dataclasses.field(default_factory=time.time)
+    adapters: tuple[str, ...] = ()
 
     @functools.cached_property
     def longest_piece(self) -> int:
@@ -142,12 +144,15 @@ class Served:
 
 @dataclasses.dataclass(frozen=True)
 class Ask:
-    """One text that is wanted: the prompt's ids, the sampling, the ids that end it, how many likeliest tokens to name."""
+    """One text that is wanted: the prompt's ids, the sampling, the ids that end it, how many likeliest tokens to name, and
+    the adapter, None for the model alone.
+    """
 
     ids: Sequence[int]
     sampling: Sampling
     ends: tuple[int, ...] = ()
     likeliest: int = 0
+    adapter: str | None = None
 
 
 def check_streams(sampling: Sampling) -> None:
@@ -331,7 +336,8 @@ class Service:
         engine, streams = self.check_room(len(asks)).engine, []
         try:
             for ask in asks:
-                streams.append(engine.submit(ask.ids, ask.sampling, ends=ask.ends, likeliest=ask.likeliest))
+                how = {"ends": ask.ends, "likeliest": ask.likeliest, "adapter": ask.adapter}
+                streams.append(engine.submit(ask.ids, ask.sampling, **how))
         except BaseException:
             for stream in streams:
                 stream.cancel()

@@ -14,7 +14,9 @@ from capibara.types import UserError
 _READINGS = 5
 
 
-def measure(engine: Engine, sampling: Sampling, prompt_tokens: int, vocab_size: int) -> dict[str, float]:
+def measure(
+    engine: Engine, sampling: Sampling, prompt_tokens: int, vocab_size: int, adapter: str | None = None
+) -> dict[str, float]:
     """Times the engine on prompts of random tokens; nobody else may use it meanwhile.
 
     Args:
@@ -22,6 +24,7 @@ def measure(engine: Engine, sampling: Sampling, prompt_tokens: int, vocab_size: 
       sampling: of all requests.
       prompt_tokens: of each prompt.
       vocab_size: ids to draw from.
+      adapter: of the engine, with which all are read; None: the model alone.
 
     Returns:
       `prefill_tokens_per_s` of one prompt; `decode_tokens_per_s` of one row alone and `_all_slots` of as many as there
@@ -41,14 +44,14 @@ def measure(engine: Engine, sampling: Sampling, prompt_tokens: int, vocab_size: 
         return random.integers(0, vocab_size, prompt_tokens).tolist()
 
     def together(count: int) -> list:
-        streams = [engine.submit(prompt(), sampling) for _ in range(count)]
+        streams = [engine.submit(prompt(), sampling, adapter=adapter) for _ in range(count)]
         return [stream.result() for stream in streams]
 
     together(engine.slots)  # compiles
     readings = []
     for _ in range(_READINGS):
         began = time.monotonic()
-        next(iter(stream := engine.submit(prompt(), sampling)), None)
+        next(iter(stream := engine.submit(prompt(), sampling, adapter=adapter)), None)
         readings.append(time.monotonic() - began)
         stream.cancel()
         stream.result()

@@ -35,14 +35,23 @@ class Talk:
       length: tokens of a slot.
       sampling: of the answers.
       write: puts text on the terminal.
+      adapter: of the engine, with which it answers; None: the model alone.
 
     Attributes:
       messages: so far.
     """
 
-    def __init__(self, engine: Engine, chat: Chat, length: int, sampling: Sampling, write: Callable[[str], None]):
+    def __init__(
+        self,
+        engine: Engine,
+        chat: Chat,
+        length: int,
+        sampling: Sampling,
+        write: Callable[[str], None],
+        adapter: str | None = None,
+    ):
         self._engine, self._chat, self._length, self._sampling = engine, chat, length, sampling
-        self._write = write
+        self._write, self._adapter = write, adapter
         self.messages: list[Message] = []
 
     def run(self, read: Callable[[str], str] = input) -> None:
@@ -115,7 +124,7 @@ class Talk:
             self._write(f"error: {path} cannot be written ({error.strerror}): name another file\n")
 
     def _answer(self) -> None:
-        stream = self._engine.submit(self._fitting(), self._sampling, ends=self._chat.ends)
+        stream = self._engine.submit(self._fitting(), self._sampling, ends=self._chat.ends, adapter=self._adapter)
         try:
             for piece in stream:
                 self._write(printable(piece.text))

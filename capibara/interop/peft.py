@@ -179,7 +179,7 @@ def _read(folder: str, config: Mapping[str, Any], model: Model, model_type: str)
         for part, value in parts.items()
         if part != "a" or path == min(module.row.ours)  # which the others share
     }
-    return _lora_of(modules, saved, config), _nested(values | saved)
+    return _lora_of(modules, saved, config), tree.nested(values | saved)
 
 
 def _plain_shapes(model: Model) -> dict[str, Shape]:
@@ -352,6 +352,22 @@ def _is_pattern(values: Any) -> bool:
 
 def _read_tensors(folder: str, names: tables.Names) -> Values:
     """The tensors by the names of the table: a module's, with the ending of the part, or a parameter's."""
+    stored = {}
+    for name, value in read_raw(folder).items():
+        name = name.removeprefix(PREFIX)
+        end = next((end for end in PARTS.values() if name.endswith(end)), "")
+        name = name if end else re.sub(r"\.base_layer(?=\.bias$)", "", name)  # where the module has an adapter
+        weight = names.canonical(f"{name.removesuffix(end)}.weight" if end else name)
+        stored[weight.removesuffix(".weight") + end if end and weight else weight or name] = value.astype(np.float32)
+    return stored
+
+
+def read_raw(folder: str) -> dict[str, np.ndarray]:
+    """The tensors as they are stored.
+
+    Raises:
+      UserError: they cannot be read.
+    """
     path = os.path.join(folder, WEIGHTS)
     extras.require("safetensors", why="PEFT folders")
     from safetensors import SafetensorError
@@ -359,7 +375,7 @@ def _read_tensors(folder: str, names: tables.Names) -> Values:
 
     try:
         safetensors_header.check(path)
-        found = load_file(path)
+        return load_file(path)
     except UserError:
         raise
     # KeyError, TypeError: a dtype that numpy does not have.
@@ -367,14 +383,6 @@ def _read_tensors(folder: str, names: tables.Names) -> Values:
         raise UserError(
             f"{path} cannot be read ({limits.cause(error)}): name a folder that PEFT has written"
         ) from error
-    stored = {}
-    for name, value in found.items():
-        name = name.removeprefix(PREFIX)
-        end = next((end for end in PARTS.values() if name.endswith(end)), "")
-        name = name if end else re.sub(r"\.base_layer(?=\.bias$)", "", name)  # where the module has an adapter
-        weight = names.canonical(f"{name.removesuffix(end)}.weight" if end else name)
-        stored[weight.removesuffix(".weight") + end if end and weight else weight or name] = value.astype(np.float32)
-    return stored
 
 
 def _read_module(
@@ -407,7 +415,11 @@ def _read_module(
 def _alpha(row: Tensor, layer: int, config: Mapping[str, Any], fused: bool) -> float:
     """Of a module in a layer, by the first pattern that its name matches."""
     name = row.name.format(l=layer, e=0).removesuffix(".weight")
-    name += ".weight" if fused and peft_experts.is_router(row) else ""
+    return alpha_of(name + (".weight" if fused and peft_experts.is_router(row) else ""), config)
+
+
+def alpha_of(name: str, config: Mapping[str, Any]) -> float:
+    """Of the module of this name, by what `read_config` gave."""
     patterns = config.get("alpha_pattern") or {}
     found = (alpha for key, alpha in patterns.items() if re.match(rf"(.*\.)?({key})$", name))
     return float(next(found, config["lora_alpha"]))
@@ -463,14 +475,3 @@ def _lora_of(modules: Sequence[Module], saved: Iterable[str], config: Mapping[st
         fused=tuple(fused),
         modules_to_save=tuple(saved),
     )
-
-
-def _nested(values: Mapping[str, np.ndarray]) -> Params:
-    nested: dict[str, Any] = {}
-    for name, value in values.items():
-        *owners, last = name.split("/")
-        inner = nested
-        for owner in owners:
-            inner = inner.setdefault(owner, {})
-        inner[last] = value
-    return nested

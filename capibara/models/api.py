@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from capibara import sharding, tree
-from capibara.models import flops, lora, lora_merge, moe, paged, stack
+from capibara.models import flops, lora, lora_merge, moe, paged, stack, unmerged
 from capibara.models.cache import Cache, put_rows
 from capibara.models.decoder import Decoder, DecoderConfig
 from capibara.models.encdec import EncoderDecoder, EncoderDecoderConfig
@@ -24,10 +24,13 @@ from capibara.models.quantized import Quantization
 from capibara.models.rope import Rope
 from capibara.models.stack import Stats
 from capibara.models.transformer import Head, TransformerConfig
+from capibara.models.unmerged import Adapter, Beside
 from capibara.sharding import Remat, RematPolicy
 from capibara.types import Batch, Params
 
 __all__ = [
+    "Adapter",
+    "Beside",
     "Cache",
     "DecoderConfig",
     "EncoderConfig",
@@ -40,6 +43,7 @@ __all__ = [
     "build",
     "paged",
     "put_rows",
+    "unmerged",
 ]
 
 _MODULES = {DecoderConfig: Decoder, EncoderDecoderConfig: EncoderDecoder, EncoderConfig: Encoder}
@@ -161,9 +165,9 @@ class Model:
 
         Args:
           params: parameters, or what `serving` made of them.
-          batch: `tokens` [B, T] right-padded, `counts` [B] how many of them are real (at least 1), and of an
+          batch: `tokens` [B, T] right-padded, `counts` [B] how many of them are real (at least 1), of an
             encoder-decoder the encoder's entries; of a prefix LM `inputs` [B], how many of the first see each other both
-            ways (without it all).
+            ways (without it all); perhaps `adapters`: what each row is read with besides.
           cache: from `start_cache`.
 
         Returns:
@@ -180,9 +184,12 @@ class Model:
         hidden, cache = self.read(params, batch, cache, False)
         return self.logits_of(params, hidden), cache
 
-    def decode(self, params: Params, tokens: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+    def decode(
+        self, params: Params, tokens: jax.Array, cache: Cache, adapters: Beside | None = None
+    ) -> tuple[jax.Array, Cache]:
         """Reads one more token [B] of each row: logits [B, V] in float32 after it, and the cache."""
-        return self.resume(params, {"tokens": tokens[:, None], "counts": jnp.ones_like(tokens)}, cache)
+        batch = {"tokens": tokens[:, None], "counts": jnp.ones_like(tokens), "adapters": adapters}
+        return self.resume(params, batch, cache)
 
     def _last(self, params: Params, batch: Batch, cache: Cache, *, fresh: bool) -> tuple[jax.Array, Cache]:
         hidden, cache = self.read(params, batch, cache, fresh)

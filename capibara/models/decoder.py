@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from capibara.config import configurable
-from capibara.models import cache, dropout, embedding, layers, lora, stack, transformer
+from capibara.models import cache, dropout, embedding, layers, lora, stack, transformer, unmerged
 from capibara.models.attention import AttentionBackend
 from capibara.models.attention_kind import AttentionKind
 from capibara.models.dropout import Dropout, Site
@@ -185,7 +185,7 @@ class Decoder(nnx.Module):
         Args:
           values: parameters of the layers, from `stack.unstacked`.
           batch: `tokens` [B, T] and `counts` [B], how many of them are no padding; of fresh rows of a prefix LM `inputs`
-            [B], how many of the first see each other both ways, without it all.
+            [B], how many of the first see each other both ways, without it all; perhaps `adapters`, an unmerged.Beside.
           kept: the cache.
           fresh: no row has read any before.
         """
@@ -198,6 +198,7 @@ class Decoder(nnx.Module):
         rows, kinds, x, of_layers = self._rows(whole, length), self._kinds(), self._embed(whole), []
         shared = Shared(bias=self._bias(x.shape[1]) if fresh else None, bias_at=self._bias_at)
         for index, block in enumerate(stack.each(self.layers, values)):
+            unmerged.attach(block, batch.get("adapters"), index)
             kind = config.layer_pattern[index % len(config.layer_pattern)]
             x, layer = block.cached(x, kept["layers"][index], now, rows, shared, kinds[kind], kind)
             of_layers.append(layer)

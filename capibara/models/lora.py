@@ -251,14 +251,14 @@ class Adapter(nnx.Module):
         y = y + jnp.asarray(scale, y.dtype) * layers.dense(h_BTR, self.b[...])
         if self.magnitude is None:
             return y
-        lengths = _lengths(weight.astype(jnp.float32), self.a[...], self.b[...], scale, self.inputs)
+        lengths = column_lengths(weight.astype(jnp.float32), self.a[...], self.b[...], scale, self.inputs)
         return y * (self.magnitude[...] / jax.lax.stop_gradient(lengths)).astype(y.dtype)
 
     def of_experts(self, weight: jax.Array | Whole | Blocks, dtype: jax.typing.DTypeLike) -> Factors:
         """The adapters of one weight of all experts, [E, in, out], as dispatching takes them."""
         a, b, share, step = self.a[...], self.b[...], None, _current_step.get()
         if self.magnitude is not None:
-            lengths = jax.vmap(functools.partial(_lengths, scale=self.scale, inputs=self.inputs))
+            lengths = jax.vmap(functools.partial(column_lengths, scale=self.scale, inputs=self.inputs))
             share = self.magnitude[...] / jax.lax.stop_gradient(lengths(weight.astype(jnp.float32), a, b))
         seeds = None if self.seed is None or step is None else self.seed[...]
         of_step = None if seeds is None else step
@@ -306,7 +306,7 @@ def _check_fused(name: str, a: nnx.Param, first: nnx.Param) -> None:
         )
 
 
-def _lengths(weight: jax.Array, a: jax.Array, b: jax.Array, scale: float, inputs: int) -> jax.Array:
+def column_lengths(weight: jax.Array, a: jax.Array, b: jax.Array, scale: float, inputs: int) -> jax.Array:
     """Of the columns of W + scale a b, one for each output; the sum is not made."""
     dims, precision = tuple(range(inputs)), jax.lax.Precision.HIGHEST
     aw = jnp.tensordot(a, weight, (dims, dims), precision=precision)

@@ -29,6 +29,7 @@ from typing import Any, Protocol, TypeVar
 
 import jax
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 
 from capibara import bucket_faults, limits, tree
 from capibara.training import array_files, chunks, hosts, lease, manifest, run_manifest, shapes, step_folders, storage
@@ -170,6 +171,26 @@ class Checkpoints:
     def newest_params(self, target: PyTree, *, average: bool = True) -> tuple[int, PyTree] | None:
         """The newest whole step with its parameters, as `restore_params` gives them; None: there is none."""
         return self._newest(lambda step: (step, self.restore_params(step, target, average=average)))
+
+    def newest_part(self, keep: Callable[[str], bool]) -> PyTree | None:
+        """Of the newest whole step those parameters whose names are kept, their averages where it has some.
+
+        They lie on this process's first device, of whatever model they are; None: there is no step.
+        """
+        here = SingleDeviceSharding(jax.local_devices()[0])
+
+        def attempt(step: int) -> PyTree:
+            saved, wanted = self.restore_progress(step).shapes, {}
+            for path, shape in saved.items():
+                part, _, name = path.partition("/")
+                ahead = part == "params" and f"ema/{name}" in saved
+                if part in ("ema", "params") and not ahead and keep(name):
+                    leaf = shapes.parsed(shape)
+                    wanted |= {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here)}
+            found = self._read(step, tree.nested(wanted))
+            return tree.joined(found.get("ema", {}), found.get("params", {}))
+
+        return self._newest(attempt)
 
     def newest_optimizer(self, target: PyTree) -> tuple[int, PyTree] | None:
         """The newest whole step with its optimizer's state; None: it has none, or averages of its parameters.

@@ -17,6 +17,7 @@ from capibara.models import api
 from capibara.models.api import Lora, Model
 from capibara.training import state as states
 from capibara.training import run_manifest, step_folders
+from capibara.training.checkpointing import Checkpointing
 from capibara.training.checkpoints import Checkpoints, Restored
 from capibara.training.state import TrainState
 from capibara.training.trainer import InitWith, Trainer
@@ -96,7 +97,7 @@ def load_params(trainer: Trainer, model: Model, mesh: Mesh, read: Read | None) -
         return tree.joined(read.adapters(beside), read(target))
     if read is not None:
         return read(target)
-    lora = _adapters_at(trainer.init_from)
+    lora = adapters_at(trainer.init_from)
     return _of_run_folder(trainer, target) if lora is None else _merged(trainer, plain, lora, mesh, target)
 
 
@@ -145,8 +146,8 @@ def _placed(value: np.ndarray, wanted: jax.ShapeDtypeStruct) -> jax.Array:
     return jax.make_array_from_callback(wanted.shape, wanted.sharding, lambda index: value[index])
 
 
-def _adapters_at(folder: str) -> Lora | None:
-    """The adapters of a run, as its config.gin has them."""
+def adapters_at(folder: str) -> Lora | None:
+    """The adapters of a run, as its config.gin has them; None: it has none."""
     run_manifest.check(run_manifest.folder_of(folder))
     bound = config.changes("", outputs.read(os.path.join(folder, run_manifest.CONFIG)) or "")
     values = {name: value for name, (_, value) in bound.items()}
@@ -159,6 +160,26 @@ def _adapters_at(folder: str) -> Lora | None:
             if name.startswith("Lora.")
         }
     )
+
+
+def adapters_of(folder: str, how: Checkpointing) -> tuple[Lora, Params] | None:
+    """The adapters of a run and what else it trains, of its newest whole step, on one device; None: it has none.
+
+    Args:
+      folder: of the run.
+      how: checkpoints are read.
+
+    Raises:
+      UserError: the folder is not as its run wrote it, or holds no checkpoint.
+    """
+    lora = adapters_at(folder)
+    if lora is None:
+        return None
+    with Checkpoints(folder, dataclasses.replace(how, cast=True), read_only=True) as checkpoints:
+        values = checkpoints.newest_part(lora.trains)
+    if values is None:
+        raise UserError(f"{folder} holds no checkpoint yet: train it first")
+    return lora, values
 
 
 def _merged(trainer: Trainer, plain: Model, lora: Lora, mesh: Mesh, target: Params) -> Params:

@@ -17,6 +17,12 @@ def of(arrays: PyTree) -> dict[str, str]:
     return dict(zip(tree.path_names(arrays), described, strict=True))
 
 
+def parsed(text: str) -> jax.ShapeDtypeStruct:
+    """The array of which `of` gave this."""
+    dtype, _, sizes = text.removesuffix("]").partition("[")
+    return jax.ShapeDtypeStruct(tuple(map(int, filter(None, sizes.split(",")))), jax.numpy.dtype(dtype))
+
+
 def check(folder: epath.Path, saved: Mapping[str, str], wanted: Mapping[str, str], *, cast: bool) -> None:
     """Compares a step's arrays with those wanted.
 

@@ -89,7 +89,7 @@ def test_orders_come_as_they_were_given():
     odd = Sampling(
         temperature=0.1 + 0.2, stop=("ü", "\n"), thinking_tokens=3, thinking_tags=("<a>", "</a>"), seed=-(2**63)
     )
-    orders = Orders([Asked([1, 2], odd, (3,), 4), Asked([5], Sampling(), (), 0)], [7], 4, 2**32 - 1)
+    orders = Orders([Asked([1, 2], odd, (3,), 4), Asked([5], Sampling(), (), 0, "poet")], [7], 4, 2**32 - 1)
     found = Orders.of(json.loads(json.dumps(orders.packed())))
     assert [one.sampling for one in found.asked] == [odd, Sampling()]
     assert found.packed() == orders.packed()

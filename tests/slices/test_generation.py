@@ -12,11 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from capibara import sharding
+from capibara import sharding, tree
 from capibara.inference import beams, footprint, lowering, programs, searching
 from capibara.inference.choose import GREEDY, Settings
 from capibara.inference.engine import EngineConfig
 from capibara.models import api
+from capibara.models.api import Adapter, Beside, Lora, unmerged
 from capibara.planner import compile as compiler
 from capibara.sharding import Rules
 from matrix import MODELS, mesh_of, replicated, running, shown
@@ -30,6 +31,8 @@ CACHES = {
     "guesses": dict(draft_tokens=4),
     "one slot": dict(slots=1),  # as samples are made during training
 }
+# With adapters that are not merged: each row has its own.
+BESIDE = {"rows, adapters": {}, "guesses, adapters": dict(draft_tokens=4)}
 # Meshes that serve, and those of runs, which sample, evaluate and roll out on them.
 SERVING = {
     "v5e-4": [dict(tensor=4), dict(data=2, tensor=2)],
@@ -64,6 +67,8 @@ def cases():
                         yield slice_name, sizes, model, cache
                 yield slice_name, sizes, "decoder LoRA", "guesses"  # adapters are merged for the engine
                 yield slice_name, sizes, "prefix LM", "int8"
+                if meshes is SERVING:
+                    yield from ((slice_name, sizes, "decoder", cache) for cache in BESIDE)
 
 
 def matrix():
@@ -77,13 +82,28 @@ class Abstract:
     """The programs of an engine on a slice, and what they are given: shapes that lie on its mesh."""
 
     def __init__(self, slice_name: str, sizes: dict, name: str, cache: str):
-        self.config = EngineConfig(**{"slots": SLOTS, "decode_steps": 1} | CACHES[cache])
+        self.config = EngineConfig(**{"slots": SLOTS, "decode_steps": 1} | (CACHES | BESIDE)[cache])
         self.model, self.slots = api.build(GENERATING[name]), self.config.slots
         self.mesh = mesh_of(sizes, slice_name)
         self.encoder_length = 128 if name == "encoder-decoder" else None
         self.sizes = footprint.sizes_of(self.model, self.config, LENGTH, self.encoder_length)
         self.programs = programs.build(self.model, self.model.config.vocab_size, self.sizes, self.mesh, Rules())
+        self.layers = self._adapters() if cache in BESIDE else ()
         self.reports: dict[str, compiler.Compiled] = {}
+
+    def _adapters(self):
+        """Three of rank 8 of all projections."""
+        lora = Lora(rank=8, targets=("all-linear",))
+        model = api.build(dataclasses.replace(self.model.config, lora=lora))
+        values = jax.tree.map(lambda x: np.zeros(x.shape, np.float32), model.trained(model.abstract_params))
+        found = unmerged.together([Adapter(str(n), lora, values) for n in range(3)], 2, self.model.config.dtype.value)
+        placed = lambda names, x: jax.ShapeDtypeStruct(  # noqa: E731
+            x.shape, x.dtype, sharding=sharding.lying(self.mesh, Rules(), names, x.shape)
+        )
+        return jax.tree.map(placed, unmerged.axes_of(self.model, found), found, is_leaf=tree.is_axes)
+
+    def beside(self, rows: int) -> Beside | None:
+        return Beside(self.layers, self.here(rows)) if self.layers else None
 
     def here(self, *shape: int, dtype=jnp.int32):
         return replicated(self.mesh, *shape, dtype=dtype)
@@ -103,7 +123,7 @@ class Abstract:
 
     def batch(self, rows: int) -> dict:
         read = 1 if self.encoder_length else READ
-        batch = {"tokens": self.here(rows, read), "counts": self.here(rows)}
+        batch = {"tokens": self.here(rows, read), "counts": self.here(rows), "adapters": self.beside(rows)}
         if self.encoder_length:
             batch |= {f"encoder_{x}": self.here(rows, 128) for x in ("tokens", "segment_ids", "positions")}
         if self.reads_whole:
@@ -161,9 +181,9 @@ class Abstract:
         of_all = (self.settings(self.slots), self.here(self.slots), self.here(self.slots))
         if self.config.draft_tokens:
             guesses = (self.here(self.slots, self.config.draft_tokens), self.here(self.slots))
-            state, _ = self.run("verify", served, state, *of_all, *guesses, table, 0)
+            state, _ = self.run("verify", served, state, *of_all, *guesses, table, 0, self.beside(self.slots))
         else:
-            state, _ = self.run("step", served, state, *of_all, self.here(), table, 0)
+            state, _ = self.run("step", served, state, *of_all, self.here(), table, 0, self.beside(self.slots))
         self.run("row", state, self.here(), table, READ)
         return state
 
