@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from capibara import cli, outputs
-from capibara.interop import quantize
+from capibara.interop import quantize, sums
 from capibara.monitoring.status import StatusLine
 from capibara.types import UserError
 
@@ -23,15 +23,14 @@ _DESCRIPTION = """Convert a model from one form to another, or look after the ch
   seal    take the run folder's own files as they are now, after you changed one by hand
   prune   remove steps: --keep=N newest and --keep_every=N stay, and the last that is what was saved
 
-examples: python -m capibara.convert --from=runs/mine --to=mine.gguf --dtype=q4_k_m
+examples: python -m capibara.convert --from=poet --plus=coder --weights=0.7,0.3 --to=both --format=peft
           python -m capibara.convert --from=runs/mine --to=mine.gguf --quantize=gptq --calibration=chats.jsonl
 
 exit codes: 0 done, all steps are what was saved; 1 some are not; 2 a mistake in what was given"""
 _FORMATS = ("hf", "pytorch", "gguf", "t5x", "peft", "peft_fused", "gguf_lora", "capibara")
 _PRUNE = ("keep", "keep_every", "damaged", "dry_run")
-_MODEL = ("source", "target", "format", "dtype", "base", "trust_config", *quantize.FLAGS)
-_OF = dict.fromkeys(_MODEL, ("a model",))  # flags -> of what
-_OF |= {"step": ("list", "verify")} | dict.fromkeys(_PRUNE, ("prune",))
+_MODEL = ("source", "target", "format", "dtype", "base", "trust_config", *quantize.FLAGS, *sums.FLAGS)
+_OF = dict.fromkeys(_MODEL, ("a model",)) | {"step": ("list", "verify")} | dict.fromkeys(_PRUNE, ("prune",))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--to", dest="target", metavar="PATH", help="where it is written")
     parser.add_argument("--format", choices=_FORMATS, help="of --to; default: hf, gguf for x.gguf")
     parser.add_argument("--base", metavar="PATH", help="of an adapter: its model; default: what it names")
+    sums.add_arguments(parser)
     quantize.add_arguments(parser)
     parser.add_argument("--step", type=int, metavar="N", help="of list and verify: this one alone")
     parser.add_argument("--keep", type=int, metavar="N", help="of prune: newest steps that stay")
@@ -62,7 +62,7 @@ def _model(args: argparse.Namespace) -> int:
     from capibara.training.run_folder import RunFolders
 
     jax.config.update("jax_platforms", "cpu")  # a chip's memory is smaller than its host's
-    what = (args.source, args.target, args.format, args.dtype, args.base)
+    what = (sums.asked(args), args.target, args.format, args.dtype, args.base)
     gin, how = (args.gin_file, args.gin_bindings, args.gin_search_paths), quantize.asked(args)
     with StatusLine() as bar:
         print(conversion.convert(*what, gin, RunFolders(args.trust_config), how, bar.show))

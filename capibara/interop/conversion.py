@@ -20,9 +20,10 @@ from capibara.data import tokenizer_files
 from capibara.data.dataset import Dataset
 from capibara.data.vocabulary import SentencePieceVocabulary, TokenizerJsonVocabulary, Vocabulary
 from capibara.interop import adapters, checkpoint, gin_of, hf_config, hf_folder, model_card, partial, quantization
-from capibara.interop import t5x_names, t5x_read, t5x_states, t5x_write, tables
+from capibara.interop import peft_sums, t5x_names, t5x_read, t5x_states, t5x_write, tables
 from capibara.interop.checkpoint import ForeignModel
 from capibara.interop.quantize import Quantize
+from capibara.interop.sums import Sum
 from capibara.interop.tensors import Shape
 from capibara.models import api
 from capibara.types import Params, PyTree, UserError
@@ -148,7 +149,7 @@ def _parsed(config: bytes) -> dict[str, Any]:
 
 
 def convert(
-    path: str,
+    path: str | Sum,
     target: str,
     form: str | None,
     dtype: str | None,
@@ -161,7 +162,8 @@ def convert(
     """Writes a model in another form; returns a line that says what is there now.
 
     Args:
-      path: a run folder, a folder of PEFT, of Hugging Face or of T5X, or a .gguf file.
+      path: a run folder, a folder of PEFT, of Hugging Face or of T5X, or a .gguf file; or adapters that are added up,
+        of PEFT or of runs.
       target: the folder or file, a new one.
       form: one of FORMATS; None: gguf where the target is called so, else hf.
       dtype: one of quantize.DTYPES, of the stored tensors; None: as they are, bf16 of a run of ours.
@@ -176,6 +178,8 @@ def convert(
     """
     form = form or ("gguf" if target.endswith(".gguf") else "hf")
     _check_target(target, form, dtype)
+    if isinstance(path, Sum):
+        return _of_sum(path, target, form, dtype, base, gin, runs, how, show)
     if outputs.is_remote(path) and (path.endswith(".gguf") or not runs.is_run(path)):
         path = checkpoint.local_model(path)
     if adapters.is_adapter(path):
@@ -196,6 +200,36 @@ def convert(
     if run is not None and form == "t5x":
         source = dataclasses.replace(source, optimizer=_optimizer(source, run, runs.optimizer(path, run)))
     return write(source, target, form, dtype, runs.save, how, show)
+
+
+def _of_sum(
+    of: Sum,
+    target: str,
+    form: str,
+    dtype: str | None,
+    base: str | None,
+    gin: Gin,
+    runs: RunFolders,
+    how: Quantize | None,
+    show: Show,
+) -> str:
+    """`convert` of adapters that are added up."""
+    with tempfile.TemporaryDirectory() as beside:
+        folders = []
+        for number, folder in enumerate(of.folders):
+            if not adapters.is_adapter(folder):
+                run, written = _run(folder, gin, runs), os.path.join(beside, str(number))
+                if run is None:
+                    raise UserError(f"{folder} is neither an adapter of PEFT nor a run with adapters: add up such ones")
+                adapters.write_run(run, written, base, runs.origin(folder))
+                folder = written
+            folders.append(folder)
+        of = dataclasses.replace(of, folders=tuple(folders))
+        if form == "peft":
+            _check_unquantized(how)
+            return peft_sums.write(target, of, base)
+        peft_sums.write(summed := os.path.join(beside, "sum"), of, base)
+        return _of_adapter(summed, target, form, dtype, base, gin, runs, how, show)
 
 
 def _of_adapter(
