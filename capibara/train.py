@@ -89,7 +89,7 @@ def train(
         peak_flops=chips.peak_flops(chip) if trainer.model.dtype == "bfloat16" else None,
         compiler_options=xla_flags.options(chip, tensor=trainer.plan.tensor),
         config=config.operative(),
-        load=lambda: adapters.loader(trainer.init_from, model),
+        load=lambda: adapters.loader(trainer.init_from, model, merge=trainer.init_with == "merged"),
     )
     return 128 + outcome.signal_number if outcome.signal_number else 0
 

@@ -123,26 +123,57 @@ class Loader:
         return self.base.origin
 
 
-def loader(path: str, model: api.Model) -> checkpoint.Loader | Loader:
+@dataclasses.dataclass(frozen=True)
+class Merged:
+    """What a run begins with from a folder of PEFT whose adapters become a part of the base.
+
+    Attributes:
+      base: reads the model that the adapter is of.
+      model: with those adapters.
+      values: of the adapter, on the host.
+    """
+
+    base: checkpoint.Loader
+    model: api.Model
+    values: Params
+
+    def __call__(self, target: Params) -> Params:
+        def merged(base: Params, values: Params) -> Params:
+            found = self.model.merge(tree.joined(values, base))
+            return jax.tree.map(lambda x, wanted: x.astype(wanted.dtype), found, target)
+
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, target)
+        return jax.jit(merged, out_shardings=shardings, donate_argnums=0)(self.base(target), self.values)
+
+    @property
+    def origin(self) -> dict[str, bytes]:
+        """What came with the base's tensors."""
+        return self.base.origin
+
+
+def loader(path: str, model: api.Model, merge: bool = False) -> checkpoint.Loader | Loader | Merged:
     """What reads the parameters that a run begins from, of a foreign model or of an adapter of one.
 
     Args:
       path: as of checkpoint.open_model, or a folder of PEFT.
       model: of the run.
+      merge: an adapter becomes a part of the base; else the run's own adapters begin as it is.
 
     Raises:
       UserError: it is of another model, or the run's adapters are others.
     """
     if not is_adapter(path):
         return checkpoint.loader(path, model.plain)
-    if model.config.lora is None:
+    if model.config.lora is None and not merge:
         raise UserError(
             f"{path} is an adapter of PEFT, and {type(model.config).__name__}.lora is None: set it to @Lora() to go on with "
-            f"the adapter, or merge it first, capibara convert --from={path} --to=NEW"
+            "the adapter, or Trainer.init_with = 'merged' to train the model with it"
         )
     base = checkpoint.loader(base_of(path, None), model.plain)
     model_type = hf_config.to_hf(model.plain.config, base.foreign.config)["model_type"]
     lora, values = peft.read_peft(path, model.plain, model_type)
+    if merge:
+        return Merged(base, api.build(dataclasses.replace(model.plain.config, lora=lora)), values)
     _check_same(path, lora, model, values)
     return Loader(base, values)
 
@@ -211,6 +242,11 @@ def _base(run: Run, base: str | None, origin: Mapping[str, bytes]) -> tuple[str 
     if run.model.config.lora is None:
         raise UserError("--format=peft and gguf_lora are of a run with adapters, and this one has none: take hf")
     if base is None and began is not None and is_adapter(began):
+        if run.trainer.init_with == "merged":
+            raise UserError(
+                f"the run's base has the adapter {began} in it: write that, capibara convert --from={began} --to=NEW, and "
+                "name it with --base=NEW"
+            )
         base = base_of(began, None)
     if base is None and began is not None and os.path.exists(os.path.join(began, hf_folder.CONFIG)):
         base = began

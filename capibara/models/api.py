@@ -119,6 +119,10 @@ class Model:
         """The plain model's parameters that compute the same."""
         return params if self.config.lora is None else lora_merge.merge(params, self.config.lora, self.axes)
 
+    def base(self, params: Params) -> Params:
+        """The plain model's parameters as they are without the adapters."""
+        return params if self.config.lora is None else lora_merge.base(params, self.config.lora, self.axes)
+
     def unmerge(self, merged: Params, adapters: Params) -> Params:
         """The plain model's parameters before `merge`; `adapters`: what `trained` gives of those that were merged."""
         return merged if self.config.lora is None else lora_merge.unmerge(merged, adapters, self.config.lora, self.axes)

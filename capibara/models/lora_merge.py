@@ -37,6 +37,11 @@ def merge(params: Params, lora: Lora, axes: Params) -> Params:
     return _over_weights(_as_arrays(params, axes, lora), axes, lora, one)
 
 
+def base(params: Params, lora: Lora, axes: Params) -> Params:
+    """The plain model's parameters, float32, without the adapters; arguments as of `merge`."""
+    return _over_weights(_as_arrays(params, axes, lora), axes, lora, lambda name, weight, adapter, axes: weight)
+
+
 def unmerge(merged: Params, adapters: Params, lora: Lora, axes: Params) -> Params:
     """The plain model's parameters before `merge`, but for rounding.
 

@@ -91,13 +91,20 @@ def load_params(trainer: Trainer, model: Model, mesh: Mesh, read: Read | None) -
         lambda name, leaf: jax.ShapeDtypeStruct(leaf.shape, dtypes.get(name, leaf.dtype)), plain.abstract_params
     )
     target = states.with_shardings(shapes, shardings)
+    goes_on = trainer.init_with is InitWith.ADAPTERS
     if isinstance(read, Adapted):
         own = sharding.shardings(mesh, trainer.plan.rules, model.axes, model.abstract_params)
         beside = states.with_shardings(model.trained(model.abstract_params), model.trained(own))
         return tree.joined(read.adapters(beside), read(target))
+    lora = adapters_at(trainer.init_from) if read is None else None
+    if goes_on and lora is None:
+        raise UserError(
+            f"Trainer.init_with is 'adapters', and Trainer.init_from ({trainer.init_from!r}) has none: set 'weights'"
+        )
     if read is not None:
         return read(target)
-    lora = adapters_at(trainer.init_from)
+    if goes_on:
+        return _going_on(trainer, model, lora, mesh, target)
     return _of_run_folder(trainer, target) if lora is None else _merged(trainer, plain, lora, mesh, target)
 
 
@@ -190,6 +197,23 @@ def _merged(trainer: Trainer, plain: Model, lora: Lora, mesh: Mesh, target: Para
     return merger(adapted, target)(params)
 
 
+def _going_on(trainer: Trainer, model: Model, lora: Lora, mesh: Mesh, target: Params) -> Params:
+    """The parameters of a run with adapters, and its adapters beside them."""
+    own, folder = model.config.lora, trainer.init_from
+    if own is None:
+        raise UserError(
+            f"Trainer.init_with is 'adapters', and {type(model.config).__name__}.lora is None: set it to @Lora() as "
+            f"{folder} has it, or Trainer.init_with = 'merged'"
+        )
+    for field in dataclasses.fields(Lora):
+        ours, theirs = getattr(own, field.name), getattr(lora, field.name)
+        if field.name != "dropout" and ours != theirs:
+            raise UserError(f"Lora.{field.name} is {ours!r}, {folder} was trained with {theirs!r}: set it to that")
+    shardings = sharding.shardings(mesh, trainer.plan.rules, model.axes, model.abstract_params)
+    params = _of_run_folder(trainer, states.with_shardings(model.abstract_params, shardings))
+    return tree.joined(model.trained(params), _as_in(target, model.base)(params))
+
+
 def merger(model: Model, target: Params) -> Callable[[Params], Params]:
     """A model's parameters -> those without adapters that compute the same, jitted.
 
@@ -197,11 +221,16 @@ def merger(model: Model, target: Params) -> Callable[[Params], Params]:
       model: with adapters.
       target: of the model without them, jax.ShapeDtypeStructs with the shardings that the parameters shall have.
     """
+    return _as_in(target, model.merge)
 
-    def merge(params: Params) -> Params:
-        return jax.tree.map(lambda x, wanted: x.astype(wanted.dtype), model.merge(params), target)
 
-    return jax.jit(merge, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, target))
+def _as_in(target: Params, made: Callable[[Params], Params]) -> Callable[[Params], Params]:
+    """What `made` gives, jitted, in the dtypes and with the shardings of `target`."""
+
+    def cast(params: Params) -> Params:
+        return jax.tree.map(lambda x, wanted: x.astype(wanted.dtype), made(params), target)
+
+    return jax.jit(cast, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, target))
 
 
 def _of_run_folder(trainer: Trainer, target: Params) -> Params:

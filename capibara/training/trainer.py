@@ -61,12 +61,16 @@ class Evaluation:
 class InitWith(enum.StrEnum):
     """What a new run takes from `Trainer.init_from`.
 
-    WEIGHTS: the parameters; it is at step 0.
+    WEIGHTS: the parameters; it is at step 0. Adapters of a run are merged into them, those of PEFT go on.
+    ADAPTERS: the same, and adapters go on: of a run of ours too. Lora must be theirs.
+    MERGED: the same, and adapters become a part of the base, which the run's own are trained on.
     STATE: the optimizer's state and the step too, as T5X does: the run goes on from there to `Trainer.steps`. Its data
       begins anew.
     """
 
     WEIGHTS = "weights"
+    ADAPTERS = "adapters"
+    MERGED = "merged"
     STATE = "state"
 
 
@@ -80,7 +84,7 @@ class Trainer:
       steps: the step at which the run ends, counted from its very beginning.
       seed: of the parameters, from 0 to 2**32 - 1; the data has its own.
       init_from: where the parameters of a run that starts anew come from; None: they are drawn. Of a run folder the
-        newest step is read, its adapters merged. With TransformerConfig.lora they are the base's. A run that carries on does not look there.
+        newest step is read, its adapters merged (init_with says otherwise). With TransformerConfig.lora they are the base's. A run that carries on does not look there.
       init_with: what is taken from there.
       model, plan, dataset, optimizer, evaluation, checkpointing: the parts.
       loss: what is minimised, such as @Dpo() on preference pairs; None: the cross entropy of the texts.

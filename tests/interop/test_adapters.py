@@ -165,13 +165,14 @@ def test_a_run_does_not_begin_from_an_adapter(folders):
         checkpoint.loader(str(folders / "adapter"), api.build(LLAMA))
 
 
-def begun(folder, lora):
+def begun(folder, lora, begins="adapter", how="weights"):
     """A run that begins from the adapter, with such adapters of its own, and its parameters."""
+    config.reset()
     trainer = run_folder.load(f"{folder}/run").trainer
     model = api.build(dataclasses.replace(LLAMA, lora=lora))
-    trainer = dataclasses.replace(trainer, init_from=f"{folder}/adapter", model=model.config)
+    trainer = dataclasses.replace(trainer, init_from=f"{folder}/{begins}", model=model.config, init_with=how)
     mesh = sharding.make_mesh(trainer.plan, jax.devices()[:1])
-    read = given.reader_again(trainer, lambda: adapters.loader(trainer.init_from, model))
+    read = given.reader_again(trainer, lambda: adapters.loader(trainer.init_from, model, merge=how == "merged"))
     loaded = given.load_params(trainer, model, mesh, read)
     tx = trainer.optimizer.build(10, model.trained(model.axes))
     return model, states.init_state(model, tx, jax.random.key(0), ema=False, given=loaded).params
@@ -208,6 +209,35 @@ def test_an_adapter_of_other_kind_is_not_gone_on_with(folders, lora, message):
     lora = lora and dataclasses.replace(LORAS["llama"], **lora)
     with pytest.raises(UserError, match=message):
         begun(folders, lora)
+
+
+def test_a_run_goes_on_with_the_adapters_of_a_run(folders):
+    """As from the same adapter in PEFT's form, and its base is what it was."""
+    model, params = begun(folders, LORAS["llama"], "run", "adapters")
+    _, want = begun(folders, LORAS["llama"], "adapter", "adapters")
+    jax.tree.map(np.testing.assert_array_equal, params, want)
+
+
+@pytest.mark.parametrize("begins", ["adapter", "run"])
+def test_adapters_are_stacked(folders, begins):
+    """The base has the first ones in it, and new ones of another kind begin as nothing."""
+    lora = Lora(rank=4, alpha=8.0, targets=("all-linear",))
+    model, params = begun(folders, lora, begins, "merged")
+    config.reset()
+    merged = run_folder.load(f"{folders}/run").params
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-6), model.base(params), merged)
+    assert not any(np.any(x) for n, x in zip(tree.path_names(params), jax.tree.leaves(params)) if n.endswith("lora/b"))
+    plain, values = begun(folders, None, begins, "merged")
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-6), values, merged)
+
+
+def test_what_has_no_adapters_is_not_gone_on_with(folders):
+    with pytest.raises(UserError, match="Trainer.init_with is 'adapters', and Trainer.init_from .*base'. has none"):
+        begun(folders, LORAS["llama"], "base", "adapters")
+    with pytest.raises(UserError, match="Lora.alpha is 8.0, .*run was trained with 4.0: set it to that"):
+        begun(folders, dataclasses.replace(LORAS["llama"], alpha=8.0), "run", "adapters")
+    with pytest.raises(UserError, match="'adapters', and DecoderConfig.lora is None: set it to @Lora"):
+        begun(folders, None, "run", "adapters")
 
 
 @pytest.fixture(scope="module")
