@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from capibara import sharding, tree
+from capibara.inference import programs
 from capibara.models.api import Adapter, Beside, Model, unmerged
 from capibara.sharding import Rules
 from capibara.types import Params, PyTree, UserError
@@ -45,7 +46,11 @@ class Adapters:
                 raise UserError(f"adapter {one.name!r}: {error}") from None
         self._layers: tuple[Params, ...] = ()
         if given:
-            gains = [unmerged.gains_of(one, params, mesh) for one in given]
+            gain, weights = programs.on_mesh(mesh, rules, unmerged.gain), dict(_named(params))
+            gains = [
+                {name: np.asarray(gain(weights[name], *rest)) for name, rest in unmerged.magnitudes_of(one).items()}
+                for one in given
+            ]
             host = unmerged.together(given, model.config.num_layers, model.config.dtype.value, gains)
             self._layers = _placed(host, unmerged.axes_of(model, host), mesh, rules, params)
 
@@ -66,6 +71,10 @@ class Adapters:
     def of(self, numbers: Sequence[int]) -> Beside | None:
         """What a batch whose rows have these numbers is read with."""
         return Beside(self._layers, np.array(numbers, np.int32)) if self.names else None
+
+
+def _named(params: Params) -> Iterator[tuple[str, jax.Array]]:
+    return zip(tree.path_names(params), jax.tree.leaves(params), strict=True)
 
 
 def _placed(host: PyTree, axes: PyTree, mesh: Mesh | None, rules: Rules, params: Params) -> PyTree:

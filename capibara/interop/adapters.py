@@ -101,10 +101,12 @@ class Loader:
     Attributes:
       base: reads the model that the adapter is of.
       values: of the adapter, on the host.
+      merged: its configuration, where it becomes a part of the base; None: it goes on.
     """
 
     base: checkpoint.Loader
     values: Params
+    merged: api.Lora | None = None
 
     def __call__(self, target: Params) -> Params:
         return self.base(target)
@@ -123,35 +125,7 @@ class Loader:
         return self.base.origin
 
 
-@dataclasses.dataclass(frozen=True)
-class Merged:
-    """What a run begins with from a folder of PEFT whose adapters become a part of the base.
-
-    Attributes:
-      base: reads the model that the adapter is of.
-      model: with those adapters.
-      values: of the adapter, on the host.
-    """
-
-    base: checkpoint.Loader
-    model: api.Model
-    values: Params
-
-    def __call__(self, target: Params) -> Params:
-        def merged(base: Params, values: Params) -> Params:
-            found = self.model.merge(tree.joined(values, base))
-            return jax.tree.map(lambda x, wanted: x.astype(wanted.dtype), found, target)
-
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, target)
-        return jax.jit(merged, out_shardings=shardings, donate_argnums=0)(self.base(target), self.values)
-
-    @property
-    def origin(self) -> dict[str, bytes]:
-        """What came with the base's tensors."""
-        return self.base.origin
-
-
-def loader(path: str, model: api.Model, merge: bool = False) -> checkpoint.Loader | Loader | Merged:
+def loader(path: str, model: api.Model, merge: bool = False) -> checkpoint.Loader | Loader:
     """What reads the parameters that a run begins from, of a foreign model or of an adapter of one.
 
     Args:
@@ -173,7 +147,7 @@ def loader(path: str, model: api.Model, merge: bool = False) -> checkpoint.Loade
     model_type = hf_config.to_hf(model.plain.config, base.foreign.config)["model_type"]
     lora, values = peft.read_peft(path, model.plain, model_type)
     if merge:
-        return Merged(base, api.build(dataclasses.replace(model.plain.config, lora=lora)), values)
+        return Loader(base, values, lora)
     _check_same(path, lora, model, values)
     return Loader(base, values)
 

@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from capibara import sharding
 from capibara.models import layers
 from capibara.models.lora import SUFFIX, Lora, column_lengths
 from capibara.types import Params, UserError
@@ -104,7 +104,7 @@ def together(
       given: adapters that `check` has nothing against.
       num_layers: of the model.
       dtype: the model's compute dtype.
-      gains: of each adapter with magnitudes that `gains_of` its weights.
+      gains: of each adapter the `gain` of its weights with magnitudes, by their names.
     """
     each = [_factors(one) for one in given]
     names = sorted({name for factors in each for name in factors})
@@ -189,27 +189,16 @@ class _OfRows:
         return jnp.einsum("BTR,BRO->BTO", h_BTR, b_BRO).reshape(B, T, *b.shape[2:])
 
 
-def gains_of(one: Adapter, params: Params, mesh: Mesh | None = None) -> dict[str, np.ndarray]:
-    """Of an adapter with magnitudes the factor [L, out ...] of each weight's outputs; none where it has no magnitudes.
-
-    Args:
-      one: the adapter.
-      params: of the plain model, as training has them.
-      mesh: on which they lie; None: on one device.
-    """
-    weights = _flat(params)
-    everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
-    gain = jax.jit(_gain, out_shardings=everywhere)
-    return {
-        name: np.asarray(gain(weights[name], a, b, magnitude))
-        for name, (a, b, magnitude) in _factors(one).items()
-        if magnitude is not None
-    }
+def magnitudes_of(one: Adapter) -> dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """What `gain` takes besides the weight, of each weight of an adapter with magnitudes (DoRA), by its name."""
+    return {name: (a, b, magnitude) for name, (a, b, magnitude) in _factors(one).items() if magnitude is not None}
 
 
-def _gain(weight: jax.Array, a: jax.Array, b: jax.Array, magnitude: jax.Array) -> jax.Array:
+def gain(weight: jax.Array, a: jax.Array, b: jax.Array, magnitude: jax.Array) -> jax.Array:
+    """The factor [L, out ...] of the outputs of a plain model's weight [L, in ..., out ...], on every device."""
     lengths = jax.vmap(functools.partial(column_lengths, scale=1.0, inputs=a.ndim - 2))
-    return magnitude / lengths(weight.astype(jnp.float32), a, b)
+    found = magnitude / lengths(weight.astype(jnp.float32), a, b)
+    return sharding.constrain(found, (None,) * found.ndim)
 
 
 def _factors(one: Adapter) -> dict[str, tuple[np.ndarray, np.ndarray, np.ndarray | None]]:

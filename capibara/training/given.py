@@ -39,7 +39,13 @@ Load = Callable[[], Read]  # looks whether it is that model
 
 @runtime_checkable
 class Adapted(Protocol):
-    """A reader of a model that has adapters already."""
+    """A reader of a model that has adapters already.
+
+    Attributes:
+      merged: they become a part of the base, and this is their configuration; None: they go on.
+    """
+
+    merged: Lora | None
 
     def adapters(self, target: Params) -> Params:
         """What Model.trained gives of its parameters, lying as these jax.ShapeDtypeStructs say."""
@@ -93,9 +99,11 @@ def load_params(trainer: Trainer, model: Model, mesh: Mesh, read: Read | None) -
     target = states.with_shardings(shapes, shardings)
     goes_on = trainer.init_with is InitWith.ADAPTERS
     if isinstance(read, Adapted):
-        own = sharding.shardings(mesh, trainer.plan.rules, model.axes, model.abstract_params)
-        beside = states.with_shardings(model.trained(model.abstract_params), model.trained(own))
-        return tree.joined(read.adapters(beside), read(target))
+        own = model if read.merged is None else api.build(dataclasses.replace(plain.config, lora=read.merged))
+        beside = sharding.shardings(mesh, trainer.plan.rules, own.axes, own.abstract_params)
+        values = read.adapters(states.with_shardings(own.trained(own.abstract_params), own.trained(beside)))
+        params = tree.joined(values, read(target))
+        return params if read.merged is None else merger(own, target)(params)
     lora = adapters_at(trainer.init_from) if read is None else None
     if goes_on and lora is None:
         raise UserError(
@@ -211,26 +219,23 @@ def _going_on(trainer: Trainer, model: Model, lora: Lora, mesh: Mesh, target: Pa
             raise UserError(f"Lora.{field.name} is {ours!r}, {folder} was trained with {theirs!r}: set it to that")
     shardings = sharding.shardings(mesh, trainer.plan.rules, model.axes, model.abstract_params)
     params = _of_run_folder(trainer, states.with_shardings(model.abstract_params, shardings))
-    return tree.joined(model.trained(params), _as_in(target, model.base)(params))
+    return tree.joined(model.trained(params), merger(model, target, base=True)(params))
 
 
-def merger(model: Model, target: Params) -> Callable[[Params], Params]:
+def merger(model: Model, target: Params, *, base: bool = False) -> Callable[[Params], Params]:
     """A model's parameters -> those without adapters that compute the same, jitted.
 
     Args:
       model: with adapters.
       target: of the model without them, jax.ShapeDtypeStructs with the shardings that the parameters shall have.
+      base: the adapters are left out instead.
     """
-    return _as_in(target, model.merge)
+    made = model.base if base else model.merge
 
-
-def _as_in(target: Params, made: Callable[[Params], Params]) -> Callable[[Params], Params]:
-    """What `made` gives, jitted, in the dtypes and with the shardings of `target`."""
-
-    def cast(params: Params) -> Params:
+    def merge(params: Params) -> Params:
         return jax.tree.map(lambda x, wanted: x.astype(wanted.dtype), made(params), target)
 
-    return jax.jit(cast, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, target))
+    return jax.jit(merge, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, target))
 
 
 def _of_run_folder(trainer: Trainer, target: Params) -> Params:

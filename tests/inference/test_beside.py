@@ -23,10 +23,10 @@ VOCABULARY, LENGTH, SLOTS = ByteVocabulary(), 64, 4
 SIZES = dict(vocab_size=384, embed_dim=32, num_layers=2, num_heads=4, num_kv_heads=2, mlp_dim=64, dtype="float32")
 MODEL = api.build(DecoderConfig(**SIZES))
 LORAS = {
+    "long": Lora(rank=2, alpha=4.0, targets=("query", "out", "up"), dora=True),
     "poet": Lora(rank=2, alpha=4.0),
     "coder": Lora(rank=5, alpha=3.0, rslora=True, targets=("all-linear",), fused=(("query", "key", "value"),)),
     "some": Lora(rank=3, alpha=6.0, targets=("layers/1/attention/out", "down"), rank_pattern=(("down", 4),)),
-    "long": Lora(rank=2, alpha=4.0, targets=("query", "out", "up"), dora=True),
 }
 NAMES = (None, *LORAS)
 GREEDY = Sampling(temperature=0.0, max_new_tokens=10)

@@ -141,6 +141,10 @@ class Abstract:
         params = jax.tree.map(
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), model.abstract_params, shardings
         )
+        if self.layers:  # DoRA's factor, of one projection
+            own = params["layers"]["attention"]["query"]
+            given = (self.here(*shape, dtype=jnp.float32) for shape in ((2, 256, 8), (2, 8, 8, 128), (2, 8, 128)))
+            programs.on_mesh(self.mesh, Rules(), unmerged.gain).lower(own, *given).compile()
         return self.run("serving", params)
 
     def search(self, num_decodes: int):
