@@ -91,7 +91,8 @@ def add_adapters(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME=PATH",
-        help="load an adapter beside the model, unmerged: a folder of PEFT or a run with adapters; may be repeated",
+        help="load an adapter beside the model, unmerged: a folder of PEFT or a run with adapters; may be repeated; "
+        "infer answers with the first",
     )
 
 

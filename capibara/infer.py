@@ -17,8 +17,7 @@ examples:
   echo "class " | python -m capibara.infer --model_dir=runs/quickstart --gin.Sampling.top_p=0.9
   python -m capibara.infer --model_dir=runs/quickstart --prompts=prompts.jsonl --out=texts.jsonl
   python -m capibara.infer --model=SmolLM2-135M-Instruct.gguf --chat --prompt="What is a capybara?"
-  python -m capibara.infer --model_dir=runs/quickstart --benchmark --gin.EngineConfig.slots=8
-With --adapter=poet=peft/poet --adapter=coder=runs/coder the first answers; a line of --prompts may say "adapter": "coder"."""
+  python -m capibara.infer --model_dir=runs/quickstart --benchmark --gin.EngineConfig.slots=8"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     cli.add_model(parser)
     cli.add_adapters(parser)
     parser.add_argument("--prompt", metavar="TEXT", help="text to continue; default: standard input")
-    parser.add_argument("--prompts", metavar="FILE", help='a prompt a line, or .jsonl of {"prompt": ..., "seed": ...}')
+    parser.add_argument("--prompts", metavar="FILE", help='a prompt a line, or .jsonl: {"prompt": .., "adapter": ..}')
     parser.add_argument("--out", metavar="FILE", help="jsonl file for the texts of --prompts; goes on where it ends")
     parser.add_argument("--chat", action="store_true", help="prompts are a user's turns; in a terminal one by one")
     parser.add_argument("--benchmark", action="store_true", help="print tokens a second and latencies, no text")

@@ -92,4 +92,5 @@ def test_orders_come_as_they_were_given():
     orders = Orders([Asked([1, 2], odd, (3,), 4), Asked([5], Sampling(), (), 0, "poet")], [7], 4, 2**32 - 1)
     found = Orders.of(json.loads(json.dumps(orders.packed())))
     assert [one.sampling for one in found.asked] == [odd, Sampling()]
+    assert [one.adapter for one in found.asked] == [None, "poet"]
     assert found.packed() == orders.packed()
