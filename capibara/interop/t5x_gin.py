@@ -388,7 +388,7 @@ class _Writing:
         for name in given.keys() - set(found.left):
             del self._left[given[name]]
         self._notes += found.unused
-        self._notes.append("capibara evaluate decodes so with --gin.SeqioEvaluation.sampling=@Sampling()")
+        self._notes.append("capibara evaluate decodes so with '--gin.SeqioEvaluation.sampling=@Sampling()'")
 
     def _optimizer(self) -> None:
         self._lines += ["", "Trainer.optimizer = @Optimizer()", "Optimizer.adafactor = @Adafactor()"]

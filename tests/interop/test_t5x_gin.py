@@ -197,7 +197,7 @@ def test_options_of_generation_are_translated(given, run, tmp_path, capsys):
     run.write_text(f"{RUN}{given}\n")
     assert converted(run, f"--to={tmp_path}/mine.gin") == 0
     noted = capsys.readouterr().err
-    assert "note: capibara evaluate decodes so with --gin.SeqioEvaluation.sampling=@Sampling()" in noted
+    assert "note: capibara evaluate decodes so with '--gin.SeqioEvaluation.sampling=@Sampling()'" in noted
     assert note is None or note in noted
     config.reset()
     config.parse([tmp_path / "mine.gin"], ["MODEL_DIR = runs/x", "DROPOUT_RATE = 0.1"])
