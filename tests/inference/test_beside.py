@@ -13,7 +13,7 @@ import pytest
 from capibara import sharding, tree
 from capibara.data.vocabulary import ByteVocabulary
 from capibara.inference.engine import Engine, EngineConfig
-from capibara.inference.sampling import Sampling
+from capibara.inference.sampling import BeamSearch, Sampling
 from capibara.models import api
 from capibara.models.api import Adapter, DecoderConfig, Lora, Moe, unmerged
 from capibara.sharding import Plan
@@ -138,6 +138,8 @@ def test_what_is_asked_of_an_adapter_that_is_not_there_is_refused():
     one = engine(beside=adapters("poet"))
     with pytest.raises(UserError, match="adapter is 'painter', must be one of poet"):
         one.submit("a", adapter="painter")
+    with pytest.raises(UserError, match="adapter is 'poet', but beam search reads with the model alone: merge it"):
+        one.submit("a", Sampling(beams=BeamSearch()), adapter="poet")
     with pytest.raises(UserError, match="none: there is none"):
         engine().submit("a", adapter="poet")
     with pytest.raises(UserError, match="two adapters are called 'poet'"):
