@@ -138,9 +138,8 @@ def row(kept: Cache, slot: jax.Array, places: int, table: jax.Array | None) -> C
 
 def _gathered(pool: jax.Array, table_BM: jax.Array) -> jax.Array:
     """The pages of each slot side by side, [B, K, M * P, ...]."""
-    heads_K1 = jnp.arange(pool.shape[1], dtype=jnp.int32)[
-        :, None
-    ]  # each head's part comes to its place: none is turned
+    # Each head's part is brought to its place at once: nothing is transposed afterwards.
+    heads_K1 = jnp.arange(pool.shape[1], dtype=jnp.int32)[:, None]
     x_BKMPx = pool.at[table_BM[:, None], heads_K1].get(mode="promise_in_bounds")
     return x_BKMPx.reshape(*x_BKMPx.shape[:2], -1, *x_BKMPx.shape[4:])
 
