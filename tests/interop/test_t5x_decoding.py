@@ -103,7 +103,9 @@ def log_probabilities(model, params, case, prompt, text, sampling):
     return choose.log_probability(limited, np.array(text, np.int32))
 
 
-@pytest.mark.parametrize("case", peer.DRAWING)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.heavy if case == "t5" else ()) for case in peer.DRAWING]
+)
 def test_what_t5x_draws_has_its_probability_here(case, params_of):
     """Under the same temperature and limits: its scores are those that the likeliest draw is chosen by."""
     model, params = params_of(case)
