@@ -448,21 +448,22 @@ class _Parsing:
                         close = fields.nearest(macro, defined)
                         hint = f"did you mean {close[0]}?" if close else f"give it with --gin.{macro}=VALUE"
                         raise UserError(f"{where}: %{macro} has no value: {hint}")
-        taken = {macro for macro in sorted((defined - used) & t5x_macros.NAMES) if self._take(macro)}
+        taken = (defined - used) & t5x_macros.NAMES
+        for macro in sorted(taken):
+            self._take(macro)
         for macro in sorted(defined - from_files - used - taken):
             choices = {*from_files, *used}
             raise UserError(f"--gin.{macro}: no Gin file uses {macro}{did_you_mean(macro, choices, 'macros')}")
 
-    def _take(self, macro: str) -> bool:
-        """Binds what a macro of T5X's stands for, where no file takes it anywhere; True: it has a meaning here."""
+    def _take(self, macro: str) -> None:
+        """Binds what a macro of T5X's stands for, where no file takes it anywhere."""
         value, where = _value_of(macro, _MACRO, "value")
-        model = gin_config._CONFIG.get(("", "capibara.training.trainer.Trainer"), {}).get("model")
+        model, _ = _value_of("", "capibara.training.trainer.Trainer", "model")
         name = model.configurable.name if isinstance(model, gin_config.ConfigurableReference) else None
         follows = {key: _macro_name(gin_config._CONFIG.get(key[:2], {}).get(key[2])) for key in _bound_at}
         bound = t5x_macros.positions(_bound_at, follows)
         for statement in _located(where, t5x_macros.statements, macro, value, name, bound):
             self.statements(io.StringIO(statement), f"{where}, {macro}")
-        return True
 
 
 def _value_of(scope: str, selector: str, parameter: str) -> tuple[Any, str]:

@@ -38,9 +38,10 @@ _FIELDS = {
     "NUM_EXPERT_PARTITIONS": "Plan.expert",
     "LEARNING_RATE": "Schedule.learning_rate",
 }
-# Those that capibara's own files have, too: where one gives the field another value, that holds.
+# Those that capibara's own files have, too: where a later line gives the field another value, that holds.
 _OURS = frozenset(("MODEL_DIR", "TRAIN_STEPS", "BATCH_SIZE", "MIXTURE_OR_TASK_NAME", "LEARNING_RATE"))
 _GIN_MACRO = "gin.macro"
+_ANY = 1  # a value in place of one that is not given yet
 _LENGTHS = "TASK_FEATURE_LENGTHS"
 # Macro -> what to do in its place.
 _REFUSED = {
@@ -106,12 +107,13 @@ def statements(macro: str, value: Any, model: str | None, bound: Positions) -> l
     Raises:
       UserError: as `bindings`; or its field has another value that comes later.
     """
-    if repr(value) == "%gin.REQUIRED":  # who builds the run is told
-        given = {field: f"%{macro}" for field in ["Dataset.length"] * (macro == _LENGTHS)}
+    if repr(value) == "%gin.REQUIRED" and macro not in _REFUSED:  # who builds the run is told that it has no value
+        fields = ["Dataset.length"] if macro == _LENGTHS else bindings(macro, _ANY, model)
+        given = {field: f"%{macro}" for field in fields}
     else:
         given = bindings(macro, value, model)
     if macro in _OURS:
-        given = {field: text for field, text in given.items() if field not in bound}
+        given = {field: text for field, text in given.items() if field not in bound or bound[field] < bound[macro]}
     for field in given:
         if field in bound and bound[field] > bound[macro]:
             raise UserError(

@@ -26,7 +26,7 @@ MACROS = {
     "MODEL_DIR": ("runs/y", "model_dir", "runs/y"),
     "TRAIN_STEPS": (70, "steps", 70),
     "BATCH_SIZE": (48, "plan.batch_size", 48),
-    "MIXTURE_OR_TASK_NAME": ("mine", "dataset.mixture_or_task_name", "task"),  # the field that is bound holds
+    "MIXTURE_OR_TASK_NAME": ("mine", "dataset.mixture_or_task_name", "mine"),
     "LEARNING_RATE": (0.5, "optimizer.schedule.learning_rate", 0.5),
     "MIXTURE_OR_TASK_MODULE": ("my.tasks", "dataset.task_module", "my.tasks"),
     "USE_CACHED_TASKS": (True, "dataset.use_cached", True),
@@ -68,6 +68,8 @@ MACROS = {
     "MIXTURE_NAME": ("x", None, "give MIXTURE_OR_TASK_NAME"),
     "FEATURE_LENGTHS": ({"inputs": 4}, None, "give TASK_FEATURE_LENGTHS"),
     "BEAM_SIZE": (4, None, "BeamSearch.num_decodes"),
+    "ARCHITECTURE": ("x", None, "bind Trainer.model"),
+    "INFER_EVAL_DATASET_CFG": ("x", None, "bind Evaluation.task_metrics"),
 }
 
 
@@ -104,7 +106,33 @@ def test_each_macro_of_t5x_works_or_is_refused(built, name, by_flag):
 
 
 def test_the_table_has_every_macro():
-    assert t5x_macros.NAMES >= set(MACROS)
+    assert t5x_macros.NAMES == set(MACROS)
+
+
+@pytest.mark.parametrize("name", [name for name, (_, path, _) in MACROS.items() if path is not None])
+def test_a_macro_that_is_required_is_asked_for(built, name):
+    with pytest.raises(UserError, match=name):
+        built(f"{name} = %gin.REQUIRED")
+
+
+def test_a_refused_macro_is_refused_without_a_value(built):
+    with pytest.raises(UserError, match="OPTIMIZER is a macro of T5X that capibara does not have"):
+        built("OPTIMIZER = %gin.REQUIRED")
+
+
+@pytest.mark.parametrize(
+    "name, field", [("MODEL_DIR", "Trainer.model_dir"), ("MIXTURE_OR_TASK_NAME", "Dataset.mixture_or_task_name")]
+)
+def test_what_comes_last_holds_of_a_field_and_its_macro(built, name, field):
+    path = MACROS[name][1]
+    assert field_of(built(f'{name} = "first"\n{field} = "last"'), path) == "last"
+    assert field_of(built(f'{field} = "first"\n{name} = "last"'), path) == "last"
+    assert field_of(built(f'{field} = "first"', f"{name} = 'flag'"), path) == "flag"
+
+
+def test_the_models_class_may_be_a_macro(built):
+    lines = "SHAPE = @DecoderConfig()\nTrainer.model = %SHAPE"
+    assert built(f"{lines}\nDROPOUT_RATE = 0.5").model.dropout_rate == 0.5
 
 
 def test_lengths_of_features(built):
