@@ -231,7 +231,7 @@ class Engine:
             ids = ids[-self._length :]
         elif len(ids) > self._length:
             raise UserError(f"the prompt has {len(ids)} tokens, must have at most {self._length}: shorten it")
-        else:
+        if self._config.when_full is not WhenFull.SLIDE or sampling.beams is not None:  # which do not slide together
             limit = min(limit, self._length - len(ids) + 1)
         if self._pages:
             limit = min(limit, self._pages.most_new(len(ids)))  # as a slot's length does

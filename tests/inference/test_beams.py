@@ -117,6 +117,15 @@ def test_a_text_ends_before_a_stop_string_and_at_the_end_of_its_row():
     assert any(one.finish is Finish.STOP for one in ended.decodes) and whole.tokens[1] not in ended.tokens
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_a_search_ends_with_its_row_where_other_texts_slide(name):
+    asked = dataclasses.replace(BEAMS, max_new_tokens=200)
+    found = [made(name, slots=4, when_full=full).submit("x" * 50, asked).result() for full in ("stop", "slide")]
+    assert [(one.tokens, one.score) for one in found[0].decodes] == [
+        (one.tokens, one.score) for one in found[1].decodes
+    ]
+
+
 def test_files_have_scores_and_say_how_they_were_made(tmp_path):
     engine, path = made("encoder-decoder", slots=4), tmp_path / "in.jsonl"
     lines = [
