@@ -78,6 +78,10 @@ def write(target: str, of: Sum, base: str | None = None) -> str:
 
 def _read(folder: str) -> _Read:
     config = peft.read_config(folder)
+    if config.get("target_parameters"):
+        raise UserError(
+            f"{folder} has target_parameters (adapters of experts), which are not added up: merge it instead"
+        )
     tensors = peft.read_raw(folder)
     ends = PARTS["a"], PARTS["b"]
     other = next((name for name in tensors if not name.endswith(ends)), None)

@@ -75,6 +75,10 @@ def test_mistakes_are_one_line(folders, capfd):
     save_file({key: np.ascontiguousarray(value) for key, value in wide.items()}, folders / "two" / peft.WEIGHTS)
     (folders / "two" / peft.CONFIG).write_text(json.dumps(about | {"r": 2}))
     assert "--combination=linear needs one rank: set cat" in mistake(capfd, one, two, "--combination=linear", *to)
+    experts = about | {"target_parameters": ["mlp.experts.down_proj"]}
+    (folders / "two" / peft.CONFIG).write_text(json.dumps(experts))
+    assert "two has target_parameters (adapters of experts)" in mistake(capfd, one, two, *to)
+    (folders / "two" / peft.CONFIG).write_text(json.dumps(about | {"r": 2}))
     tensors["base_model.model.lm_head.weight"] = np.zeros((4, 4), np.float32)
     save_file(tensors, folders / "two" / peft.WEIGHTS)
     assert "has base_model.model.lm_head.weight, and pairs of matrices alone" in mistake(capfd, one, two, *to)
