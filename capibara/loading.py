@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from capibara import config, limits
+from capibara import config
 from capibara.data.tokenizer_files import MODEL_FILE, TOKENIZER_FILE
 from capibara.interop import checkpoint, gin_of, hf_config
 from capibara.models import api
@@ -91,7 +91,7 @@ def load(
         average = None if weights is None else weights == "ema"
         how = {"step": step, "average": average, "placed": placed, "trust": trust}
         found, run, averaged = run_folder.load_step(path, *given, **how)
-        like = limits.parse_json(origin.read(path).get(MODEL_FILE, b"{}"))
+        like = hf_config.kept_by_run(origin.read(path).get(MODEL_FILE, b"{}"))
         return Opened(run, path, found, "ema" if averaged else "raw", like)
     given_path, path = path, checkpoint.local_model(path)
     known = ("config.json", "adapter_config.json")  # open_model says how an adapter is merged

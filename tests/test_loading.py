@@ -10,7 +10,7 @@ import pytest
 import tokenizers
 
 from capibara import loading, config
-from capibara.interop import conversion, gin_of
+from capibara.interop import conversion, gin_of, hf_config
 from capibara.models import api
 from capibara.models.api import DecoderConfig
 from capibara.training import run_folder
@@ -53,6 +53,12 @@ def test_all_forms_are_one_model(forms, form, step, weights):
     vocabulary = opened.run.trainer.dataset.get_vocabulary()
     assert vocabulary.decode(vocabulary.encode("Grüße, a b")) == "Grüße, a b" and vocabulary.size == 258
     assert opened.run.trainer.dataset.length == 64 and opened.run.model.config.dtype == "float32"
+
+
+@pytest.mark.parametrize("text", [b"{", b"[]", b'{"model_type": "none"}', b"\xff"])
+def test_a_damaged_config_json_of_the_origin_is_one_line(text):
+    with pytest.raises(UserError, match="config.json"):
+        hf_config.kept_by_run(text)
 
 
 def test_what_a_foreign_model_does_not_have(forms, tmp_path):

@@ -115,7 +115,7 @@ def of_run(
       UserError: transformers has no such architecture.
     """
     vocabulary, length, about = dataset.get_vocabulary(), dataset.length, dict(origin or {})
-    began = _parsed(about.pop(hf_folder.CONFIG, b"{}"))
+    began = hf_config.kept_by_run(about.pop(hf_folder.CONFIG, b"{}"))
     ids: dict[str, Any] = {f"{name}_token_id": getattr(vocabulary, f"{name}_id") for name in _SPECIAL}
     if isinstance(model.config, api.EncoderDecoderConfig):
         ids["decoder_start_token_id"] = vocabulary.pad_id  # as training and the engine begin
@@ -133,19 +133,6 @@ def of_run(
         began.get("dtype") or began.get("torch_dtype"), "bf16"
     )
     return OurModel(model, params, config, tokenizer, about, vocabulary, stored)
-
-
-def _parsed(config: bytes) -> dict[str, Any]:
-    """The config.json that a run folder keeps, of the language model alone.
-
-    Raises:
-      UserError: it cannot be read.
-    """
-    try:
-        values = limits.parse_json(config)
-    except (limits.Refused, ValueError) as error:
-        raise UserError(f"origin/{hf_folder.CONFIG} cannot be read ({limits.cause(error)}): restore it") from None
-    return hf_config.text_part(values) if values else {}
 
 
 def convert(

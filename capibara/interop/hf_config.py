@@ -98,6 +98,21 @@ def _config(values: Values, family: Family, fields: dict[str, Any], dtype: str) 
             return EncoderDecoderConfig(**fields | both, dtype=dtype)
 
 
+def kept_by_run(text: bytes) -> dict[str, Any]:
+    """The config.json that a run folder keeps of what it began from, of the language model alone; "{}": of nothing.
+
+    Raises:
+      UserError: it cannot be read.
+    """
+    try:
+        values = limits.parse_json(text)
+        if not isinstance(values, dict):
+            raise ValueError("it is no object")
+    except (limits.Refused, ValueError) as error:
+        raise UserError(f"origin/config.json cannot be read ({limits.cause(error)}): restore it") from None
+    return text_part(values) if values else {}
+
+
 def text_part(values: Values) -> dict[str, Any]:
     """The values of the language model alone, with its model_type.
 
