@@ -130,17 +130,6 @@ def spec_of(name, value, old=False):
     return spec | {"kvstore": {"driver": "file", "path": name}}
 
 
-def nested(flat):
-    found = {}
-    for name, value in flat.items():
-        *owners, last = name.split("/")
-        inner = found
-        for owner in owners:
-            inner = inner.setdefault(owner, {})
-        inner[last] = value
-    return found
-
-
 def write_legacy(folder, arrays, *, version=3, old=False):
     """As T5X's Checkpointer saves: scales inside the msgpack file, one kernel in its chunks, all else in zarr."""
     os.makedirs(folder)
@@ -165,7 +154,7 @@ def write_legacy(folder, arrays, *, version=3, old=False):
     for file, value in slot.items():
         write_array(f"{folder}/{file}", value)
     state = {"step": packed(np.asarray(7, np.int32)), "param_states": {"token_embedder": {"embedding": {"m": None}}}}
-    content = {"version": version, "optimizer": {"target": nested(leaves), "state": state}}
+    content = {"version": version, "optimizer": {"target": tree.nested(leaves), "state": state}}
     with open(f"{folder}/checkpoint", "wb") as file:
         file.write(msgpack.packb(content, use_bin_type=True))
     return str(folder)
@@ -211,13 +200,13 @@ def test_the_layout_of_orbax(form, params, tmp_path):
     """What Orbax writes now, either way, and its older file with placeholders; of a run the newest step is read."""
     state = tmp_path / "checkpoint_20" / "state"
     arrays = arrays_of(params["t5_1_1"])
-    whole = {"target": nested(arrays), "state": {"step": np.asarray(20), "param_states": {"v": np.ones(3)}}}
+    whole = {"target": tree.nested(arrays), "state": {"step": np.asarray(20), "param_states": {"v": np.ones(3)}}}
     if form == "placeholders":
         os.makedirs(state)
         for name, value in arrays.items():
             write_array(f"{state}/target.{name.replace('/', '.')}", value)
         placed = {name: f"PLACEHOLDER://target.{name.replace('/', '.')}" for name in arrays}
-        content = {"target": nested(placed), "state": {"step": packed(np.asarray(20)), "param_states": {}}}
+        content = {"target": tree.nested(placed), "state": {"step": packed(np.asarray(20)), "param_states": {}}}
         (state / "checkpoint").write_bytes(msgpack.packb(content, use_bin_type=True))
     else:
         handler = ocp.PyTreeCheckpointHandler(use_ocdbt=form == "store")
