@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 
 from capibara import tree
+from capibara.models.transformer import TransformerConfig
 from capibara.types import Params
 
 _TRAINED = 3  # forward once, backward twice: for the gradients of inputs and of weights
 
 
-def flops_per_token(config: Any, params: Params, axes: Params, length: int, encoder_length: int | None = None) -> float:
+def flops_per_token(
+    config: TransformerConfig, params: Params, axes: Params, length: int, encoder_length: int | None = None
+) -> float:
     """Of a forward and a backward pass, recomputation not counted; for one token of a full row of one document.
 
     2 a matmul weight that the token meets (of a mixture of experts top_k of num_experts, and the router), and 4 a key,
@@ -20,7 +21,7 @@ def flops_per_token(config: Any, params: Params, axes: Params, length: int, enco
     that adapters keep frozen is not made.
 
     Args:
-      config: a TransformerConfig.
+      config: of the model.
       params: nested dict of arrays or shapes.
       axes: the same nested dict of logical axes.
       length: tokens in a row; of an encoder-decoder in the decoder's, whose tokens are counted.
@@ -43,7 +44,7 @@ def flops_per_token(config: Any, params: Params, axes: Params, length: int, enco
     return float(_TRAINED * (own + encoder * (encoder_length or 0) / length))
 
 
-def _met(config: Any, name: str, leaf: Any, names: tuple[str, ...]) -> float:
+def _met(config: TransformerConfig, name: str, leaf: jax.Array | jax.ShapeDtypeStruct, names: tuple[str, ...]) -> float:
     """Weights of a parameter that a token is multiplied with."""
     matrix = len([n for n in names if n != "layers"]) > 1 and not name.endswith(("bias", "magnitude"))
     if not matrix or "vocab" in names or "position" in names:
@@ -52,12 +53,12 @@ def _met(config: Any, name: str, leaf: Any, names: tuple[str, ...]) -> float:
     return size * config.moe.top_k / config.moe.num_experts if "experts" in names else size
 
 
-def _share(config: Any, name: str) -> float:
+def _share(config: TransformerConfig, name: str) -> float:
     """Of the passes through a weight: all three, or two where it is frozen."""
     return 1 if config.lora is None or config.lora.trains(name) else (_TRAINED - 1) / _TRAINED
 
 
-def _keys(config: Any, length: int, encoder_length: int) -> tuple[float, float]:
+def _keys(config: TransformerConfig, length: int, encoder_length: int) -> tuple[float, float]:
     """Keys that a token sees, in the mean over a row and summed over layers: of a decoder (or BERT), of its encoder."""
 
     def causal(window: int | None) -> float:
