@@ -19,7 +19,20 @@ def explained(errors: Iterable[BaseException]) -> UserError | TryAgain | None:
     These libraries have tried several times by then: gcsfs, which reads and lists, and Google's own, by which Orbax writes.
     """
     for error in errors:
-        room, text = type(error).__module__.partition(".")[0], " ".join(str(error).split())[:_SHOWN]
+        if (fault := refused([error])) is not None:
+            return fault
+        text = _text(error)
+        if isinstance(error, FileNotFoundError) and error.errno is None and re.search(r"(^|/)b/[^/]+/o", text):
+            return UserError(f"a bucket, or what was to be in it, is not there ({text}): make it, or name another path")
+    return None
+
+
+def refused(errors: Iterable[BaseException]) -> UserError | TryAgain | None:
+    """The same of a bucket that denies or does not answer: nothing is known of the file that was asked for."""
+    for error in errors:
+        if isinstance(error, (UserError, TryAgain)):  # in our own words: their causes count
+            continue
+        room, text = type(error).__module__.partition(".")[0], _text(error)
         code = getattr(error, "code", None) if room in ("gcsfs", "google") else None  # some of them an HTTPStatus
         code = int(code) if isinstance(code, int) or str(code).isdigit() else None
         nameless = isinstance(error, OSError) and error.errno is None  # gcsfs's; the system's have a number
@@ -30,11 +43,13 @@ def explained(errors: Iterable[BaseException]) -> UserError | TryAgain | None:
                 f"permission denied in {where} ({text}): let this machine's account read and write there "
                 "(roles/storage.objectUser), or name another path"
             )
-        if isinstance(error, FileNotFoundError) and nameless and re.search(r"(^|/)b/[^/]+/o", text):
-            return UserError(f"a bucket, or what was to be in it, is not there ({text}): make it, or name another path")
         if code in _BUSY or room == "aiohttp" or "UNAVAILABLE: " in text and "storage" in text:
             return TryAgain(
                 f"a bucket does not answer, though it was asked several times ({text or type(error).__name__}): run the "
                 "command again"
             )
     return None
+
+
+def _text(error: BaseException) -> str:
+    return " ".join(str(error).split())[:_SHOWN]

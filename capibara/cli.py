@@ -262,6 +262,9 @@ def _told(error: BaseException) -> UserError | TryAgain | None:
     if isinstance(error, TryAgain):
         return error
     if isinstance(error, UserError):
+        # Who reads a file may take any error for a fault of the file: what a bucket says of itself is the cause.
+        if (fault := bucket_faults.refused(_chain(error))) is not None:
+            return fault
         text = " ".join(str(error).split("\n"))
         return UserError(text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}")
     for cause in _chain(error):

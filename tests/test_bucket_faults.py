@@ -49,3 +49,28 @@ def test_each_fault(error, kind, said, capfd):
     else:
         assert cli.run_verb(main, []) == (75 if kind is TryAgain else 2)
         assert capfd.readouterr().err == f"error: {found}\n"
+
+
+@pytest.mark.parametrize(
+    "error, code, said",
+    [
+        (OSError("Forbidden: b/x/o"), 2, "permission denied in gs://x ("),
+        (google.ServiceUnavailable("503 POST http://storage/upload"), 75, "does not answer"),
+        (FileNotFoundError("b/no-such/o/run"), 2, "a is cut short: copy it again"),  # whose reader knows more of it
+        (OSError(errno.EIO, "Input/output error"), 2, "a is cut short: copy it again"),
+    ],
+)
+def test_a_reader_that_blames_the_file_does_not_hide_the_bucket(error, code, said, capfd):
+    """Whatever read it, and whether or not it names the cause."""
+
+    def main(argv):
+        try:
+            raise error
+        except OSError:
+            raise UserError("a is cut short: copy it again") from None
+        except google.ServiceUnavailable as cause:
+            raise UserError("a is cut short: copy it again") from cause
+
+    assert cli.run_verb(main, []) == code
+    told = capfd.readouterr().err
+    assert told.startswith("error: ") and said in told and told.count("\n") == 1

@@ -152,7 +152,7 @@ def _filesystem(url: str, process: int) -> Any:
     """One for each store and process: connections do not survive a fork."""
     import fsspec
 
-    for library in ("gcsfs", "s3fs", "aiobotocore"):  # they print what they then raise, with its traceback
+    for library in ("fsspec", "gcsfs", "s3fs", "aiobotocore"):  # they print what they then raise, with its traceback
         logging.getLogger(library).setLevel(logging.CRITICAL)
     try:
         return fsspec.core.url_to_fs(url, **_OPTIONS.get(url.partition("://")[0], {}))[0]

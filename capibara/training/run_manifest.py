@@ -276,6 +276,8 @@ def _present(folder: epath.Path) -> list[str]:
     try:
         return _present_or_raise(folder)
     except OSError as error:
+        if (told := bucket_faults.refused([error])) is not None:
+            raise told from error
         raise UserError(f"{folder} cannot be read ({manifest.one_line(error)}): copy it again") from None
 
 
@@ -335,6 +337,8 @@ def _fault(folder: epath.Path, entry: Entry) -> str | None:
     except (FileNotFoundError, NotADirectoryError):
         return None if entry.before == "" else f"{entry.path} is gone"
     except OSError as error:
+        if (told := bucket_faults.refused([error])) is not None:  # nothing is known of the file
+            raise told from error
         return f"{entry.path} cannot be read ({manifest.one_line(error)})"
     return None if digest == entry.xxh128 else f"{entry.path} has changed since it was written"
 

@@ -42,9 +42,8 @@ def folder_of(path: str) -> epath.Path:
     """
     if path.startswith("gs://"):
         extras.require("gcsfs", extra="gcs", why=path)
-        logging.getLogger("gcsfs").setLevel(
-            logging.CRITICAL
-        )  # it logs each fault with its trace, and raises it as well
+        for library in ("gcsfs", "fsspec"):  # they log each fault with its trace, and raise it as well
+            logging.getLogger(library).setLevel(logging.CRITICAL)
     elif is_remote(path):
         raise UserError(
             f"{path} must be a local folder, or one in Google Cloud Storage: name that, e.g. gs://bucket/run"

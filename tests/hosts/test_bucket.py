@@ -143,6 +143,20 @@ def test_permission_that_is_lost_in_the_middle_ends_all_with_one_line(bucket, co
 
 @pytest.mark.heavy
 @pytest.mark.fault(66)
+def test_permission_that_is_lost_at_any_request_is_what_is_told(bucket):
+    """From the first to the last request of a run; whatever asks then, it blames no file."""
+    asked = bucket.server.asked
+    before = len(asked)
+    assert bucket.train(1, "sweep", 4)
+    for number, first in enumerate(np.linspace(0, 0.9 * (len(asked) - before), 12).astype(int)):
+        start = len(asked) + first
+        with bucket.server.failing(lambda method, path, start=start: 403 if len(asked) >= start else None):
+            [done] = hosts.ends(bucket.start(1, f"sweep{number}", steps=4))
+        assert_one_line(done, 2, "permission denied in ", "roles/storage.objectUser")
+
+
+@pytest.mark.heavy
+@pytest.mark.fault(66)
 @pytest.mark.parametrize("count", [2, 1])
 def test_a_run_resumes_when_the_permission_is_back(bucket, count):
     run = f"closed{count}"

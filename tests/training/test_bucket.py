@@ -14,8 +14,8 @@ import time
 import pytest
 from etils import epath
 
+from capibara import cli
 from capibara.training import run_manifest
-from capibara.types import UserError
 
 HERE = pathlib.Path(__file__).parent
 
@@ -92,13 +92,20 @@ def test_a_run_lives_in_a_bucket(bucket, corpus, tmp_path):
 
 
 @pytest.mark.fault(66)
-def test_a_bucket_that_refuses_has_not_damaged_the_manifest_of_a_run(gs):
+@pytest.mark.parametrize("ask", [run_manifest.read, run_manifest.check, run_manifest.seal, run_manifest.seal_logs])
+@pytest.mark.parametrize("part", ["alt=media", "/o?", "/b/bucket"])
+def test_a_bucket_that_refuses_has_not_damaged_the_manifest_of_a_run(gs, ask, part, capfd):
     """To restore it from a copy, or to seal it anew, would be the wrong thing to do."""
     folder = epath.Path(f"gs://bucket/{secrets.token_hex(4)}")
     run_manifest.begin(folder)
-    with gs.failing(lambda method, path: 403 if "alt=media" in path else None):
-        with pytest.raises(UserError, match="permission denied in gs://bucket "):
-            run_manifest.read(folder)
+    run_manifest.replace(folder, {"config.gin": b"A = 1\n"})
+    with gs.failing(lambda method, path: 403 if part in path else None):
+        code = cli.run_verb(lambda argv: ask(folder) and None, [])
+    told = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
+    if code == 0:  # it had no need to ask that
+        assert part != "/b/bucket" and not told
+    else:
+        assert code == 2 and len(told) == 1 and told[0].startswith("error: permission denied in gs://bucket ")
     assert run_manifest.read(folder).steps == frozenset()
 
 
