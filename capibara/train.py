@@ -76,8 +76,7 @@ def train(
     dataset.preload()
     model = api.build(trainer.model)
     texts, callbacks, judge = config.build(SampleText), config.build(Monitoring).build(), judging.of_run(trainer, model)
-    notes = [f"note: {line}" for line in config.check_used(trainer.later)]
-    notes += [f"changed since the last start: {line}" for line in run_folder.changes(trainer.model_dir)]
+    notes = [*(f"note: {line}" for line in config.check_used(trainer.later)), *run_folder.changes(trainer.model_dir)]
     if jax.process_index() == 0:
         print("".join(f"{line}\n" for line in notes), end="")
     sampled = (dataset.get_vocabulary, dataset.length, texts, dataset.encoder_length, trainer.plan.rules)

@@ -226,11 +226,12 @@ def check_resumable(model_dir: str) -> None:
 
 
 def changes(model_dir: str) -> list[str]:
-    """How the parsed configuration differs from the one that the run folder records; on process 0 alone."""
+    """How the parsed configuration differs from the one that the run folder records, in lines; on process 0 alone."""
     path = os.path.join(model_dir, CONFIG)
     before = outputs.read(path) if jax.process_index() == 0 else None
     try:
-        return [] if before is None else config.diff(before, config.operative())
+        found = [] if before is None else config.diff(before, config.operative())
+        return [f"changed since the last start: {line}" for line in found]
     except (SyntaxError, ValueError) as error:
         raise UserError(f"{path} cannot be read ({type(error).__name__}): move it, or set another MODEL_DIR") from error
 
