@@ -77,8 +77,7 @@ def train(
     model = api.build(trainer.model)
     texts, callbacks, judge = config.build(SampleText), config.build(Monitoring).build(), judging.of_run(trainer, model)
     notes = [*(f"note: {line}" for line in config.check_used(trainer.later)), *run_folder.changes(trainer.model_dir)]
-    if jax.process_index() == 0:
-        print("".join(f"{line}\n" for line in notes), end="")
+    print(*(f"{line}\n" for line in notes if jax.process_index() == 0), sep="", end="")
     sampled = (dataset.get_vocabulary, dataset.length, texts, dataset.encoder_length, trainer.plan.rules)
     outcome = loop.train(
         trainer,
