@@ -13,6 +13,10 @@ _BUSY = (408, 429, 500, 502, 503, 504)
 _BUCKET = re.compile(r"\bb/([^/\s]+)(?:/o\b|$)|gs://([^/\s]+)")
 
 
+class Denied(UserError):
+    """A store does not let this machine's account read or write there."""
+
+
 def explained(errors: Iterable[BaseException]) -> UserError | TryAgain | None:
     """What to tell of errors, each the cause of the one before, if one is of a bucket's library; else None.
 
@@ -39,7 +43,7 @@ def refused(errors: Iterable[BaseException]) -> UserError | TryAgain | None:
         if code in _DENIED or (nameless and text.startswith("Forbidden: ")) or "PERMISSION_DENIED" in text:
             named = _BUCKET.search(text)
             where = f"gs://{named[1] or named[2]}" if named else "a bucket"
-            return UserError(
+            return Denied(
                 f"permission denied in {where} ({text}): let this machine's account read and write there "
                 "(roles/storage.objectUser), or name another path"
             )

@@ -15,6 +15,7 @@ from types import FrameType
 from typing import NoReturn
 
 from capibara import bucket_faults, peers
+from capibara.bucket_faults import Denied
 from capibara.fields import did_you_mean
 from capibara.types import TryAgain, UserError
 
@@ -263,7 +264,7 @@ def _told(error: BaseException) -> UserError | TryAgain | None:
         return error
     if isinstance(error, UserError):
         # Who reads a file may take any error for a fault of the file: what a bucket says of itself is the cause.
-        if (fault := bucket_faults.refused(_chain(error))) is not None:
+        if not isinstance(error, Denied) and (fault := bucket_faults.refused(_chain(error))) is not None:
             return fault
         text = " ".join(str(error).split("\n"))
         return UserError(text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}")

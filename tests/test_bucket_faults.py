@@ -38,7 +38,9 @@ aiohttp = pytest.importorskip("aiohttp.client_exceptions")
 )
 def test_each_fault(error, kind, said, capfd):
     found = bucket_faults.explained([error])
-    assert (found is None) if kind is None else (type(found) is kind and said in str(found) and "\n" not in str(found))
+    assert (
+        (found is None) if kind is None else (isinstance(found, kind) and said in str(found) and "\n" not in str(found))
+    )
 
     def main(argv):
         raise RuntimeError("saving failed") from error

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
 from capibara import extras, limits
+from capibara.bucket_faults import Denied
 from capibara.types import TryAgain, UserError
 
 ATTEMPTS = 6
@@ -234,7 +235,7 @@ def _refusal(url: str, error: BaseException) -> UserError:
     if isinstance(error, FileNotFoundError):
         return UserError(f"{url} does not exist, or its bucket does not")
     if _is_denied(error):
-        return UserError(
+        return Denied(
             f"{url} may not be read with this machine's credentials ({limits.cause(error)}): give its account the right "
             "to read and list the bucket, or name another one"
         )
