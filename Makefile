@@ -52,7 +52,7 @@ test-quantized: $(STAMP)
 	QUANT_PYTHON=$(QUANT_PYTHON) $(BIN)/python -m pytest -q -s tests/interop/test_quantized_folders.py $(ARGS)
 
 test-hosts: $(STAMP)
-	$(PYTEST) tests/hosts tests/test_joining.py tests/faults/test_roll_call.py tests/faults/test_processes.py $(ARGS)
+	$(PYTEST) tests/hosts tests/core/multihost/test_joining.py tests/faults/test_roll_call.py tests/faults/test_processes.py $(ARGS)
 	$(PYTEST) tests/integration/test_train.py tests/faults/test_numbers.py -k two_processes $(ARGS)
 
 test-slices: $(STAMP)

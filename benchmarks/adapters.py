@@ -20,10 +20,10 @@ import time
 import jax
 import numpy as np
 
-from capibara import tree
-from capibara.data.vocabulary import ByteVocabulary
-from capibara.inference.engine import Engine, EngineConfig
-from capibara.inference.sampling import Sampling
+from capibara.core import tree
+from capibara.data.tokenizers.vocabulary import ByteVocabulary
+from capibara.inference.engine.engine import Engine, EngineConfig
+from capibara.inference.sampling.sampling import Sampling
 from capibara.models import api
 from capibara.models.api import Adapter, DecoderConfig, Lora
 

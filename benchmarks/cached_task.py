@@ -24,9 +24,9 @@ import numpy as np
 ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..")
 sys.path.insert(0, ROOT)
 
-from capibara.data import tasks
 from capibara.data.dataset import CachedOrder, Dataset
-from capibara.data.loader import Loader, make_loader
+from capibara.data.pipeline.loader import Loader, make_loader
+from capibara.data.tasks import tasks
 
 _FILES, _ROWS, _LENGTH, _VOCABULARY = 16, 16, 1024, 32000
 

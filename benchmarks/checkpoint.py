@@ -63,11 +63,11 @@ class Ours:
     """A run's checkpoints, as train has them."""
 
     def __init__(self, folder: pathlib.Path, arrays):
-        from capibara.training.checkpoints import Checkpointing, Checkpoints
-        from capibara.training.state import TrainState, with_shardings
-
         import jax
         import jax.numpy as jnp
+
+        from capibara.checkpoints.manager import Checkpointing, Checkpoints
+        from capibara.training.state import TrainState, with_shardings
 
         self._open = lambda **options: Checkpoints(str(folder), Checkpointing(keep=1000), **options)
         self._folder, self._checkpoints = folder, self._open()
@@ -99,9 +99,8 @@ class Orbax:
     """A CheckpointManager as it comes."""
 
     def __init__(self, folder: pathlib.Path, arrays):
-        import orbax.checkpoint as ocp
-
         import jax
+        import orbax.checkpoint as ocp
 
         self._ocp, self._arrays = ocp, arrays
         self._target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), arrays)
@@ -130,7 +129,7 @@ def speed(mib: int, rounds: int, folder: str) -> dict:
     """Medians of seconds by contender."""
     import jax
 
-    from capibara import allocator
+    from capibara.core import allocator
 
     allocator.keep_freed_memory()  # as train does on CPUs; for all contenders
 
@@ -184,11 +183,11 @@ class Flipped:
     """
 
     def __init__(self, root: pathlib.Path, **options):
-        from capibara.training.checkpoints import Checkpointing, Checkpoints
-        from capibara.training.state import TrainState, with_shardings
-
         import jax
         import jax.numpy as jnp
+
+        from capibara.checkpoints.manager import Checkpointing, Checkpoints
+        from capibara.training.state import TrainState, with_shardings
 
         self._open = lambda **more: Checkpoints(str(root), Checkpointing(**options), **more)
         arrays = {f"layer_{i}": jax.random.normal(jax.random.key(i), (64, 64)) for i in range(ARRAYS)}
@@ -207,7 +206,7 @@ class Flipped:
         """Flips a bit of the file of that index, looks, and flips it back; what became of it."""
         from etils import epath
 
-        from capibara.training import manifest
+        from capibara.checkpoints import manifest
 
         path = self._files[index % len(self._files)]
         before = path.read_bytes()
@@ -232,10 +231,10 @@ class Flipped:
 
     def restored(self) -> bool | None:
         """Whether restoring gives back what was saved, to the bit; None: it refuses to."""
-        from capibara.types import UserError
-
         import jax
         import numpy as np
+
+        from capibara.core.types import UserError
 
         try:
             found, state = self._open(read_only=True).restore(self._target)
@@ -254,7 +253,7 @@ def flips(count: int, folder: str) -> dict:
     """What became of `count` flipped bits, by kind of checkpoint."""
     import logging
 
-    from capibara.training.encryption import Encryption
+    from capibara.checkpoints.encryption import Encryption
 
     logging.disable(logging.WARNING)
     os.environ["CAPIBARA_CHECKPOINT_KEY"] = "01" * 32
@@ -277,8 +276,9 @@ def training(rounds: int, folder: str) -> dict:
 
     import jax
 
-    from capibara import allocator, config
-    from capibara.training.run import set_up
+    from capibara import config
+    from capibara.core import allocator
+    from capibara.training.setup import set_up
     from capibara.training.trainer import Trainer
 
     allocator.keep_freed_memory()  # as train does on CPUs

@@ -28,15 +28,15 @@ def compile_once(layers: int, target: str) -> dict[str, float]:
     import jax
 
     from capibara import sharding
-    from capibara.data.loader import Dataset
+    from capibara.data.pipeline.loader import Dataset
     from capibara.models import api
     from capibara.optim import Optimizer, Schedule
-    from capibara.training import run
+    from capibara.training import setup
     from capibara.training.trainer import Trainer
 
     devices = jax.devices()
     if target == "tpu":
-        from capibara.planner import topology
+        from capibara.planner.hardware import topology
 
         devices = topology.slice_devices("v5e-4")
     sizes = {"vocab_size": 8192, "embed_dim": 256, "num_heads": 4, "mlp_dim": 1024}
@@ -51,7 +51,7 @@ def compile_once(layers: int, target: str) -> dict[str, float]:
     model = api.build(trainer.model)
     mesh = sharding.make_mesh(trainer.plan, devices)
     begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
-    run.lower_step(trainer, model, mesh)["train_step"].compile()
+    setup.lower_step(trainer, model, mesh)["train_step"].compile()
     return {"wall_s": time.perf_counter() - begin_s, "cpu_s": time.process_time() - begin_cpu_s}
 
 

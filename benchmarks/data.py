@@ -24,11 +24,11 @@ import numpy as np
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
 
 from capibara.data.dataset import Dataset
-from capibara.data.loader import make_loader
-from capibara.data.packing import Document, Packing, empty_batch
-from capibara.data.sources import StdlibSource
-from capibara.data.stream import Layout, RowStream
-from capibara.data.vocabulary import ByteVocabulary
+from capibara.data.packing.packing import Document, Packing, empty_batch
+from capibara.data.pipeline.loader import make_loader
+from capibara.data.sources.sources import StdlibSource
+from capibara.data.sources.stream import Layout, RowStream
+from capibara.data.tokenizers.vocabulary import ByteVocabulary
 
 BATCH_ROWS = 8
 Batches = Iterable[np.ndarray]  # the segment ids [rows, length] of a batch: what is not 0 is packed
@@ -127,7 +127,7 @@ def files_ours(length: int, task: str | None, token_limit: int) -> Batches:
 def files_seqio(length: int, token_limit: int) -> Batches:
     """The same task with seqio's own packing, its long examples cut by a map."""
     tf, seqio = load_seqio()
-    from capibara.data import tasks
+    from capibara.data.tasks import tasks
 
     def pieces(example):
         ids = example["targets"]
@@ -146,7 +146,7 @@ def files_seqio(length: int, token_limit: int) -> Batches:
 
 
 def load_seqio():
-    from capibara.data import tasks
+    from capibara.data.tasks import tasks
 
     seqio = tasks.load()
     import tensorflow as tf

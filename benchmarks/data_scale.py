@@ -32,11 +32,11 @@ from fsspec.implementations.memory import MemoryFileSystem
 ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..")
 sys.path.insert(0, ROOT)
 
+from capibara.core.types import Batch
 from capibara.data.dataset import Dataset
-from capibara.data.loader import Loader, make_loader, merge_states
+from capibara.data.pipeline.loader import Loader, make_loader, merge_states
 from capibara.data.shards.source import ShardedSource
-from capibara.data.vocabulary import ByteVocabulary
-from capibara.types import Batch
+from capibara.data.tokenizers.vocabulary import ByteVocabulary
 
 ROWS, LENGTH = 8, 1024
 _LINE = 2048  # bytes of a line of the corpus that is made

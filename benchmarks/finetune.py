@@ -98,7 +98,7 @@ def trainer_of(adapted: pathlib.Path) -> Any:
 
 def conversations_read(trainer: Any) -> int:
     """How many the steps have trained on: in one epoch all different."""
-    from capibara.data.loader import make_loader
+    from capibara.data.pipeline.loader import make_loader
 
     loader = make_loader(trainer.dataset, batch_size=trainer.plan.batch_size)
     return sum(int(next(loader)["segment_ids"].max(axis=1).sum()) for _ in range(trainer.steps))
@@ -109,7 +109,7 @@ def training_bytes(trained: Any) -> tuple[int, int]:
     import jax
     import optax
 
-    from capibara import tree
+    from capibara.core import tree
     from capibara.models import api
 
     def count(lora: api.Lora | None) -> int:

@@ -31,9 +31,10 @@ import tokenizers
 from rich.console import Console
 from rich.table import Table
 
-from capibara.interop import checkpoint, hf_config
-from capibara.interop.gguf_read import GgufModel, open_gguf
-from capibara.interop.gguf_write import write_gguf
+from capibara.interop import open_model
+from capibara.interop.gguf.read import GgufModel, open_gguf
+from capibara.interop.gguf.write import write_gguf
+from capibara.interop.hf import config as hf_config
 from capibara.models import api
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -96,7 +97,7 @@ class Ours:
         self._shape = (rows, length)
         model = api.build(hf_config.from_hf(found.config, dtype="float32"))
         here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        self._params = checkpoint.load_params(found, model, jax.tree.map(lambda _: here, model.abstract_params))
+        self._params = open_model.load_params(found, model, jax.tree.map(lambda _: here, model.abstract_params))
         self._logits = jax.jit(model.logits)
 
     def logits(self, texts: list[list[int]]) -> list[np.ndarray]:

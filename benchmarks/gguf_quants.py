@@ -27,9 +27,10 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from capibara.interop import gguf_names, gguf_types
-from capibara.interop.gguf_read import open_gguf
-from capibara.interop.gguf_write import write_gguf
+from capibara.interop.gguf import names as gguf_names
+from capibara.interop.gguf import types as gguf_types
+from capibara.interop.gguf.read import open_gguf
+from capibara.interop.gguf.write import write_gguf
 
 PEER = pathlib.Path(__file__).resolve().parent / "peers" / "llama_quantize.py"
 DTYPES = ("q8_0", *gguf_types.MIXTURES)

@@ -37,7 +37,7 @@ class Contender:
     def __init__(self, name: str, model: Any, params: Any, shape: dict, **config):
         from capibara_generate import Ids
 
-        from capibara.inference.engine import Engine, EngineConfig
+        from capibara.inference.engine.engine import Engine, EngineConfig
 
         settings = EngineConfig(prefix_cache_mib=0, **config)
         self.name, self.engine = name, Engine(model, params, Ids(shape["vocab_size"]), shape["length"], settings)
@@ -52,7 +52,7 @@ class Contender:
 
     def steps(self, prompts: list[list[int]], rounds: int) -> list[list[int]]:
         """The texts after so many prompts as there are slots; each of some steps in the middle is timed."""
-        from capibara.inference.sampling import Sampling
+        from capibara.inference.sampling.sampling import Sampling
 
         asked = Sampling(temperature=0.0, max_new_tokens=STEPS)
         for turn in range(rounds + 1):
@@ -65,7 +65,7 @@ class Contender:
         return texts
 
     def mixed(self, prompts: list[list[int]], news: list[int]) -> list[list[int]]:
-        from capibara.inference.sampling import Sampling
+        from capibara.inference.sampling.sampling import Sampling
 
         asked = [Sampling(temperature=0.0, max_new_tokens=new) for new in news]
         streams = [self.engine.submit(prompt, one) for prompt, one in zip(prompts, asked)]
@@ -149,7 +149,7 @@ def main() -> None:
     import jax
     from capibara_generate import build
 
-    from capibara import allocator
+    from capibara.core import allocator
 
     allocator.keep_freed_memory()
     shape = generate.MODELS[args.model]

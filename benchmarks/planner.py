@@ -4,7 +4,7 @@
     python benchmarks/planner.py limit | time | search | largest
 
 memory: predicted against compiled peak HBM of a chip, over models, slices, meshes and remat policies. The memory
-  model's constants (planner/memory.py) were fitted on the points marked "calibrate"; the others are the test.
+  model's constants (planner/model/memory.py) were fitted on the points marked "calibrate"; the others are the test.
 limit: plans around what a chip holds: no plan that is called fitting may be refused by the compiler.
 time: predicted against published step times of MaxText on v5e and v6e. Nothing is measured here: other people's
   measurements are compared with predictions, of our step, on what they ran.
@@ -261,7 +261,10 @@ class Case:
 def case(point: Point, rows: int | None = None) -> Case:
     """The run of a point, read from Gin as the verbs do."""
     from capibara import config, sharding
-    from capibara.planner import choice, proof, slices, workload
+    from capibara.planner.compiler import proof
+    from capibara.planner.hardware import slices
+    from capibara.planner.model import workload
+    from capibara.planner.search import choice
     from capibara.sharding import MESH_AXES, Remat, RematPolicy
     from capibara.training import trainer
 
@@ -290,7 +293,7 @@ def case(point: Point, rows: int | None = None) -> Case:
 def compiled(one: Case, name: str, deadline_s: float) -> Any:
     """The compiler's verdict."""
     from capibara.monitoring.status import StatusLine
-    from capibara.planner import proof
+    from capibara.planner.compiler import proof
 
     with StatusLine() as line:
         return proof.prove(
@@ -301,7 +304,7 @@ def compiled(one: Case, name: str, deadline_s: float) -> Any:
 
 def memory(options: argparse.Namespace) -> dict[str, Any]:
     """Predicted and compiled peaks of the chosen points."""
-    from capibara.planner import memory as model
+    from capibara.planner.model import memory as model
 
     names = options.points.split(",") if options.points else list(MEMORY)
     results: dict[str, Any] = {}
@@ -330,7 +333,7 @@ def memory(options: argparse.Namespace) -> dict[str, Any]:
 
 def limit(options: argparse.Namespace) -> dict[str, Any]:
     """Around what a chip holds: the most rows that are called fitting, a tenth more, and a quarter more."""
-    from capibara.planner import memory as model
+    from capibara.planner.model import memory as model
 
     names = options.points.split(",") if options.points else list(LIMIT)
     results: dict[str, Any] = {}
@@ -367,9 +370,11 @@ def limit(options: argparse.Namespace) -> dict[str, Any]:
 def published(row: Published) -> tuple[float, Any]:
     """(published seconds, predicted cost) of a row."""
     from capibara.models import api
-    from capibara.models.moe import Moe
+    from capibara.models.moe.moe import Moe
     from capibara.optim import Optimizer
-    from capibara.planner import choice, cost, slices, workload
+    from capibara.planner.hardware import slices
+    from capibara.planner.model import cost, workload
+    from capibara.planner.search import choice
     from capibara.sharding import MESH_AXES, Remat, RematPolicy
 
     sizes = dict(row.sizes)
@@ -407,9 +412,10 @@ def search_(options: argparse.Namespace) -> dict[str, Any]:
     import subprocess
     import time
 
-    from capibara.planner import cost, memory, search
-    from capibara.planner.choice import Choice
-    from capibara.planner.search import Question
+    from capibara.planner.model import cost, memory
+    from capibara.planner.search import ranking
+    from capibara.planner.search.choice import Choice
+    from capibara.planner.search.ranking import Question
     from capibara.sharding import MESH_AXES
 
     results: dict[str, Any] = {}
@@ -417,11 +423,11 @@ def search_(options: argparse.Namespace) -> dict[str, Any]:
     for model, (slice_, batch) in asked.items():
         one = case(Point(model, slice_, {"fsdp": int(slice_.partition("-")[2])}, 1, length=4096))
         begin_s = time.perf_counter()
-        first = search.search(one.work, one.slice_, Question(batch_size=batch))[0]
+        first = ranking.search(one.work, one.slice_, Question(batch_size=batch))[0]
         search_s = time.perf_counter() - begin_s
         best, count = 0.0, 0
         limit_bytes = one.slice_.chip.device_usable_hbm_bytes * (1 - Question().headroom)
-        for sizes in search.meshes(one.work, one.slice_):
+        for sizes in ranking.meshes(one.work, one.slice_):
             stages = sizes[MESH_AXES.index("stage")]
             shards = Choice(sizes=sizes, rows=1).batch_shards(one.work)
             for accumulation in range(1, batch // shards + 1):
@@ -429,7 +435,7 @@ def search_(options: argparse.Namespace) -> dict[str, Any]:
                 if rows * shards * accumulation != batch or rows % stages:
                     continue
                 parts = [n for n in range(1, 4 * stages + 1) if rows % n == 0] if stages > 1 else [1]
-                for remat in search.REMATS:
+                for remat in ranking.REMATS:
                     for n in parts:
                         plan = Choice(
                             sizes=sizes, rows=rows, accumulation=accumulation, remat=remat, pipeline_microbatches=n

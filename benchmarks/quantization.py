@@ -69,15 +69,18 @@ def compare(file: pathlib.Path, options: argparse.Namespace) -> dict[str, Any]:
     import dataclasses
 
     import jax
-    from capibara.interop import calibration, checkpoint, hf_config, quantization
-    from capibara.interop.quantize import Method, Quantize
+
+    from capibara.interop import open_model
+    from capibara.interop.hf import config as hf_config
+    from capibara.interop.quantize import calibration, quantization
+    from capibara.interop.quantize.options import Method, Quantize
     from capibara.models import api
 
     calibrating, held_out = texts(options.folder)
-    foreign = checkpoint.open_model(str(file))
+    foreign = open_model.open_model(str(file))
     model = api.build(dataclasses.replace(hf_config.from_hf(foreign.config), dtype="float32"))
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    params = checkpoint.load_params(foreign, model, jax.tree.map(lambda _: here, model.abstract_params))
+    params = open_model.load_params(foreign, model, jax.tree.map(lambda _: here, model.abstract_params))
     config = hf_config.to_hf(model.config, foreign.config)
     rows = calibration.rows(str(held_out), foreign.tokenizer, None, length=LENGTH, most=options.held_out)
     before = perplexity(model, params, rows)

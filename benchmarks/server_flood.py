@@ -238,7 +238,9 @@ def make_model(folder: str) -> str:
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers
 
-    from capibara.interop import checkpoint, hf_config, hf_folder
+    from capibara.interop import open_model
+    from capibara.interop.hf import config as hf_config
+    from capibara.interop.hf import folder as hf_folder
     from capibara.models import api
 
     letters = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
@@ -253,7 +255,7 @@ def make_model(folder: str) -> str:
     params = jax.jit(model.init)(jax.random.key(1))
     values = hf_config.to_hf(model.config, {"max_position_embeddings": LENGTH})
     kind, path = values["model_type"], os.path.join(folder, "tiny")
-    tensors = checkpoint.hf_shapes(model, kind), checkpoint.hf_tensors(params, model, kind)
+    tensors = open_model.hf_shapes(model, kind), open_model.hf_tensors(params, model, kind)
     written = {name: text.encode() for name, text in files.items()}
     hf_folder.save_hf(path, values, *tensors, written, dtype="float32")
     return path

@@ -78,17 +78,18 @@ def compile_ours(row: Row) -> dict[str, Any]:
     """Lowers and compiles the train step that `capibara.train` runs; runs in a child process."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     from capibara import sharding
-    from capibara.data.loader import Dataset
+    from capibara.data.pipeline.loader import Dataset
     from capibara.models import api
-    from capibara.models.transformer import Head
+    from capibara.models.layers.transformer import Head
+    from capibara.objectives import base
     from capibara.optim import Optimizer, Schedule
-    from capibara.planner import compile as planner
-    from capibara.planner import topology, xla_flags
-    from capibara.training import objective, run
+    from capibara.planner.compiler import compile as planner
+    from capibara.planner.hardware import topology, xla_flags
+    from capibara.training import setup
     from capibara.training.trainer import Trainer
 
     if row.loss == "whole logits":
-        objective.cross_entropy = _whole_logits
+        base.cross_entropy = _whole_logits
     devices = topology.slice_devices(row.slice)
     names = {"remat_names": row.names} if row.names else {}
     trainer = Trainer(
@@ -101,7 +102,7 @@ def compile_ours(row: Row) -> dict[str, Any]:
     )
     model = api.build(trainer.model)
     mesh = sharding.make_mesh(trainer.plan, devices)
-    lowered = run.lower_step(trainer, model, mesh)["train_step"]
+    lowered = setup.lower_step(trainer, model, mesh)["train_step"]
     report = planner.compile_train_step(lowered, xla_flags.options(row.slice.partition("-")[0]))
     return report.to_json() | {"model_flops": model.flops_per_token(LENGTH) * row.rows * LENGTH}
 
@@ -112,7 +113,7 @@ def _whole_logits(hidden_BTD, head_VD, targets_BT, weights_BT, *, z_loss=0.0, so
     import jax
     import jax.numpy as jnp
 
-    from capibara.training.losses import LossSums
+    from capibara.kernels.cross_entropy import LossSums
 
     logits = jnp.einsum("BTD,VD->BTV", hidden_BTD, head_VD.astype(hidden_BTD.dtype), preferred_element_type=jnp.float32)
     log_z_BT = jax.nn.logsumexp(logits, axis=-1)
@@ -159,7 +160,7 @@ def run_ours(name: str) -> dict[str, Any]:
 def run_maxtext(row: Row, python: str) -> dict[str, Any]:
     import libtpu
 
-    from capibara.planner import hlo
+    from capibara.planner.compiler import hlo
 
     environment = {**os.environ, "TPU_LIBRARY_PATH": libtpu.get_library_path()}
     environment.pop("PYTHONPATH", None)
@@ -172,7 +173,7 @@ def run_maxtext(row: Row, python: str) -> dict[str, Any]:
             with open(written, encoding="utf-8") as file:
                 text = file.read()
     if "error" in line:
-        from capibara.planner.compile import hbm_need, out_of_memory
+        from capibara.planner.compiler.compile import hbm_need, out_of_memory
 
         if not out_of_memory(line["error"]):
             raise SystemExit(f"MaxText failed: {line['error']}")
@@ -205,7 +206,7 @@ def show(name: str, row: Row, ours: dict[str, Any], peer: dict[str, Any] | None)
 
 def lines(row: Row, result: dict[str, Any]) -> dict[str, float | None]:
     """The figures of one side, in the units they are printed in."""
-    from capibara.planner import slices
+    from capibara.planner.hardware import slices
 
     table: dict[str, float | None] = {}
     if not result:

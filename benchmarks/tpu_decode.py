@@ -7,7 +7,7 @@ nothing is timed. A row takes one to four minutes on two cores. Bytes are of one
 
 - least: every weight once as the engine keeps it (of the embedding only the rows of the slots), and the keys and values
   of the tokens that rows have: `live` of them each, in the chip's share of slots and heads.
-- compiled: what every instruction of the optimised program reads and writes in HBM (planner/hlo.py), with the padding of
+- compiled: what every instruction of the optimised program reads and writes in HBM (planner/compiler/hlo.py), with the padding of
   its layout. The insides of fusions, and arrays that the compiler put into the chip's own memory, are no traffic; a copy
   between both counts once, on the side of HBM; an update in place counts as what is updated, read and written. Loops count
   as often as they turn. Of a conditional the cheaper branch counts: no request has a temperature or a penalty. "sampled"
@@ -75,9 +75,10 @@ ROWS = {
 def measure(row: Row) -> dict[str, Any]:
     """Compiles a row's step, and reads what it says."""
     from capibara import config, sharding
-    from capibara.inference import lowering
+    from capibara.inference.engine import lowering
     from capibara.models import api
-    from capibara.planner import hlo, topology
+    from capibara.planner.compiler import hlo
+    from capibara.planner.hardware import topology
 
     config.parse([row.model], [], [])
     model = api.build(config.build(api.DecoderConfig))
@@ -100,22 +101,22 @@ def measure(row: Row) -> dict[str, Any]:
 
 
 def _engine(row: Row):
-    from capibara.inference.batching import CacheDtype, EngineConfig
+    from capibara.inference.engine.batching import CacheDtype, EngineConfig
 
     return EngineConfig(slots=row.slots, page_size=row.page_size, cache_dtype=CacheDtype(row.cache_dtype))
 
 
 def _aliased(memory, step) -> int:
-    from capibara.inference import lowering
+    from capibara.inference.engine import lowering
 
     return min(memory.alias_size_in_bytes, lowering.device_bytes(step.state["cache"]))
 
 
 def _counted(row: Row, sizes, step, module, live: int) -> dict[str, Any]:
     """Least and compiled bytes where every row has `live` tokens."""
-    from capibara.inference import lowering
-    from capibara.models import decode_kernel
-    from capibara.planner import hlo
+    from capibara.inference.engine import lowering
+    from capibara.kernels import paged_attention
+    from capibara.planner.compiler import hlo
 
     embedding = lowering.device_bytes(step.params["embedding"])
     tied = "output" not in step.params
@@ -124,10 +125,10 @@ def _counted(row: Row, sizes, step, module, live: int) -> dict[str, Any]:
     kv_heads, heads, slots = sizes.kv_heads // row.tensor, sizes.num_heads // row.tensor, row.slots // row.data
     of_head = 2 * sizes.head_size if row.cache_dtype == "bfloat16" else sizes.head_size + 4  # with its scale
     keys = sizes.num_layers * slots * live * 2 * kv_heads * of_head
-    kernel = decode_kernel.bytes_moved(
+    kernel = paged_attention.bytes_moved(
         [live] * slots, row.page_size or LENGTH, heads, kv_heads, sizes.head_size, whole_rows=not row.page_size
     )
-    known = {decode_kernel.NAME: kernel}
+    known = {paged_attention.NAME: kernel}
     greedy, sampled = (hlo.costs(module, kernel_bytes=known, dearest=dearest) for dearest in (False, True))
     return {
         "live": live,

@@ -1,6 +1,6 @@
 """capibara: trains, fine-tunes and merges language models on TPU slices from one Gin file."""
 
-from capibara import user_modules as _user_modules
+from capibara.core import user_modules as _user_modules
 
 __version__ = "0.1.0"
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib
 import sys
 
-from capibara import __version__, cli
-from capibara.fields import did_you_mean
+from capibara import __version__
+from capibara.core import exits
+from capibara.core.fields import did_you_mean
 
 VERBS = {
     "train": "train or fine-tune a model from a Gin file",
@@ -36,8 +37,8 @@ def main() -> int:
         print(
             f"error: unknown verb {verb!r}{did_you_mean(verb, VERBS, 'verbs')} (see capibara --help)", file=sys.stderr
         )
-        return cli.EXIT_USER_ERROR
-    return cli.run_process(importlib.import_module(f"capibara.{verb.replace('-', '_')}").main, sys.argv[2:])
+        return exits.EXIT_USER_ERROR
+    return exits.run_process(importlib.import_module(f"capibara.{verb.replace('-', '_')}").main, sys.argv[2:])
 
 
 if __name__ == "__main__":

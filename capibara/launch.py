@@ -1,83 +1,9 @@
-"""Starts a verb and starts it again when it dies: `python -m capibara.launch local --restarts=5 -- train --gin_file=F`."""
+"""`python -m capibara.launch`."""
 
-from __future__ import annotations
-
-import argparse
-import math
 import sys
-from collections.abc import Sequence
 
-from capibara import cli
-from capibara.types import UserError
-
-_DESCRIPTION = """Run a verb until it has ended well: after a crash, a hang or a kill it is started again.
-
-  local   on this machine, in one process or in several that jax.distributed joins
-
-examples:
-  python -m capibara.launch local --restarts=5 -- train --gin_file=quickstart.gin --emulate=8
-  python -m capibara.launch local --processes=2 -- train --gin_file=quickstart.gin --emulate=4
-
-A run resumes from its last verified checkpoint. A process that is stopped (SIGSTOP) is continued after 3 s, and where it
-does not stay so, all are started again. They end with their launcher, however that ends.
-
-exit codes: those of the verb; 128 + N where signal N stopped it"""
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Parses the command line and runs the verb; returns the exit code."""
-    argv = list(sys.argv[1:] if argv is None else argv)
-    own, verb = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
-    parser = argparse.ArgumentParser(
-        "capibara launch", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.error = _raise
-    parser.add_argument("where", choices=("local",), metavar="local")
-    parser.add_argument("--restarts", type=int, default=3, metavar="N", help="at most; default: 3")
-    parser.add_argument("--processes", type=int, default=1, metavar="N", help="of the verb; default: 1")
-    parser.add_argument(
-        "--grace", type=float, default=300.0, metavar="S", help="seconds to save and end in after SIGTERM"
-    )
-    parser.add_argument(
-        "--crash_grace",
-        type=float,
-        default=3.0,
-        metavar="S",
-        help="seconds to end in after another process has crashed",
-    )
-    args = parser.parse_args(own)
-    _check(args, verb)
-    from capibara.jobs.local import Supervisor
-
-    command = [sys.executable, "-m", f"capibara.{verb[0]}", *verb[1:]]
-    supervisor = Supervisor(
-        command=command,
-        processes=args.processes,
-        restarts=args.restarts,
-        grace_s=args.grace,
-        crash_grace_s=args.crash_grace,
-    )
-    return supervisor.run()
-
-
-def _check(args: argparse.Namespace, verb: Sequence[str]) -> None:
-    from capibara.__main__ import VERBS
-    from capibara.fields import did_you_mean
-
-    if not verb:
-        raise UserError("launch needs a verb after --, e.g. capibara launch local -- train --gin_file=quickstart.gin")
-    if verb[0] not in VERBS or verb[0] == "launch":
-        raise UserError(f"unknown verb {verb[0]!r} after --{did_you_mean(verb[0], VERBS, 'verbs')}")
-    if args.restarts < 0 or args.processes < 1 or not (0 <= args.grace < math.inf and 0 <= args.crash_grace < math.inf):
-        raise UserError(
-            f"--restarts ({args.restarts}) and --grace ({args.grace:g}) must be at least 0, as must --crash_grace "
-            f"({args.crash_grace:g}), --processes ({args.processes}) at least 1"
-        )
-
-
-def _raise(message: str) -> None:
-    raise UserError(f"{message} (see --help)")
-
+from capibara.cli.launch import main
+from capibara.core.exits import run_process
 
 if __name__ == "__main__":
-    sys.exit(cli.run_process(main))
+    sys.exit(run_process(main))

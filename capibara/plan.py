@@ -1,85 +1,9 @@
-"""Finds mesh, batch and recomputation for a model on a slice: `python -m capibara.plan --gin_file=F --slice=v5e-64`."""
+"""`python -m capibara.plan`."""
 
-from __future__ import annotations
-
-import argparse
-import os
 import sys
-from collections.abc import Sequence
 
-from capibara import cli
-from capibara.planner import questions
-
-_DESCRIPTION = """Find mesh, batch size and recomputation for a model on a TPU slice, and what it would take.
-
-Everything printed is predicted, in a second or two; --verify has the TPU compiler prove the first plan (a minute or
-some for each plan it tries; needs libtpu, no TPU).
-
-examples:
-  python -m capibara.plan --gin_file=models/capibara_8b.gin --slice=v5e-64 --length=4096 --batch_size=512
-  python -m capibara.plan --gin_file=base_v5e64.gin --explain
-  python -m capibara.plan --gin_file=models/capibara_1b.gin --slice=v5e-64 --verify --output=plan.gin
-  python -m capibara.plan --gin_file=models/llama3_70b.gin --slice=v6e-16 --serve --length=8192
-  python -m capibara.plan --gin_file=models/capibara_8b.gin --objective=cheapest --tokens=2e11 --max_days=14"""
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Parses the command line and prints the ranking; returns the exit code."""
-    parser = cli.ArgumentParser("capibara plan", _DESCRIPTION)
-    questions.add_arguments(parser)
-    args = cli.parse_arguments(parser, argv)
-    questions.check(args)
-    return plan(args)
-
-
-def plan(args: argparse.Namespace) -> int:
-    """Searches, verifies and reports; returns the exit code."""
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # shapes are all that is computed
-    from capibara import config, outputs, serving_plan
-    from capibara.models import api
-    from capibara.monitoring.status import StatusLine
-    from capibara.planner import explain, files, proof, report, search, slice_choice, slices, topology, verify, workload
-    from capibara.training import trainer
-
-    asked = slices.parse(args.slice) if args.slice is not None else None  # mistakes show before the model is looked at
-    dtypes = questions.state_dtypes(args)
-    given = proof.Configuration(
-        args.gin_file, args.gin_bindings, args.gin_search_paths, args.length, args.encoder_length
-    )
-    read = config.parse(given.gin_files, given.gin_bindings, given.gin_search_paths)
-    written = [path for path in (args.json, args.html, args.output) if path is not None]
-    outputs.check_writable(*written, inputs=read)
-    run = trainer.of_gin(args.length, args.encoder_length)
-    if args.serve:
-        return serving_plan.plan(args, api.build(run.model), run.dataset.length, questions.slice_of(asked, run.plan))
-    work = workload.of_run(run, dtypes)
-    question = questions.question(args, work, run.plan)
-    found, money = [], {"tokens": args.tokens, "usd": args.usd_per_chip_hour}
-    if args.objective in questions.SLICE_OBJECTIVES:
-        with StatusLine() as line:
-            found = slice_choice.offers(work, args, question, lambda name: line.show("searching", name))
-        chosen = slice_choice.best(found, args)
-        slice_, ranked = chosen.slice_, chosen.ranked
-    else:
-        slice_ = questions.slice_of(asked, run.plan)
-        ranked = search.search(work, slice_, question)
-        if not ranked[0].fits:
-            raise search.no_plan(ranked[0], work, slice_, question)
-    walk = verify.unproven(ranked, question)
-    if args.verify:
-        topology.check(slice_.name)
-        with StatusLine() as line:
-            prove = proof.prover(run, given, work, slice_, deadline_s=args.deadline, status=line.show)
-            walk = verify.walk(work, slice_, question, prove, most=args.tries)
-    files.save(args, walk, work, slice_, found, **money)
-    if found:
-        report.show_offers(found, chosen, **money)
-    report.show(walk, work, slice_, top=args.top, **money)
-    print("".join(f"note: {line}\n" for line in questions.notes(args, run.plan, read)), end="")
-    if args.explain:
-        print("\n".join(explain.lines(walk.ranked[0], work, slice_)))
-    return 0
-
+from capibara.cli.plan import main
+from capibara.core.exits import run_process
 
 if __name__ == "__main__":
-    sys.exit(cli.run_process(main))
+    sys.exit(run_process(main))

@@ -28,7 +28,8 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import pytest  # noqa: E402
 
-from capibara import config, devices  # noqa: E402
+from capibara import config
+from capibara.core import devices  # noqa: E402
 
 os.environ["XLA_FLAGS"] = devices.with_emulation_flags(_XLA_FLAGS)  # read with the first computation
 
@@ -45,7 +46,7 @@ def _no_gin_bindings():
 
 
 # Folders whose tests run under strict promotion. The optimizers do not: optax 0.2.8 multiplies int32 by float32.
-_STRICT = ("models", "inference")
+_STRICT = ("models", "kernels", "inference")
 
 
 @pytest.fixture(autouse=True)

@@ -20,12 +20,12 @@ sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."
 import jax
 import numpy as np
 
-from capibara import allocator
-from capibara.data.vocabulary import Vocabulary
-from capibara.inference.engine import Engine, EngineConfig
-from capibara.inference.sampling import Sampling
+from capibara.core import allocator
+from capibara.data.tokenizers.vocabulary import Vocabulary
+from capibara.inference.engine.engine import Engine, EngineConfig
+from capibara.inference.sampling.sampling import Sampling
 from capibara.models import api
-from capibara.models.rope import Rope
+from capibara.models.layers.rope import Rope
 
 
 class Ids(Vocabulary):

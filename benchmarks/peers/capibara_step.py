@@ -21,10 +21,11 @@ sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."
 import jax
 import numpy as np
 
-from capibara import allocator, sharding
+from capibara import sharding
+from capibara.core import allocator
 from capibara.models import api
 from capibara.models.api import DecoderConfig, EncoderDecoderConfig
-from capibara.models.moe import Moe
+from capibara.models.moe.moe import Moe
 from capibara.optim import Optimizer, Schedule
 from capibara.sharding import Plan
 from capibara.training import state as states

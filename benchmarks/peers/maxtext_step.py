@@ -136,7 +136,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.keep_freed_memory:
         sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", ".."))
-        from capibara import allocator  # the standard library is all that it imports
+        from capibara.core import allocator  # the standard library is all that it imports
 
         allocator.keep_freed_memory()
     spec = json.loads(args.spec)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from capibara.types import Batch, UserError
+from capibara.core.types import Batch, UserError
 
 
 def unigram_bits_per_byte(

@@ -13,8 +13,8 @@ import sysconfig
 import seqio
 import tensorflow as tf
 
-from capibara.data.disk import SPLITS
-from capibara.data.sources import StdlibSource
+from capibara.data.sources.disk import SPLITS
+from capibara.data.sources.sources import StdlibSource
 
 _OUTPUT_FEATURES = {"targets": seqio.Feature(seqio.ByteVocabulary(), add_eos=True)}
 

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 
 from capibara.config import MODULE, configurable
-from capibara.data import packing as packed
-from capibara.data.objectives import Masking, SpanCorruption
-from capibara.data.packing import Packing
-from capibara.data.sources import Holds, Source
-from capibara.data.vocabulary import Vocabulary
-from capibara.types import UserError
+from capibara.core.types import UserError
+from capibara.data.packing import packing as packed
+from capibara.data.packing.masking import Masking, SpanCorruption
+from capibara.data.packing.packing import Packing
+from capibara.data.sources.sources import Holds, Source
+from capibara.data.tokenizers.vocabulary import Vocabulary
 
 
 class Kind(enum.StrEnum):
@@ -206,7 +206,7 @@ class Dataset:
     def preload(self) -> None:
         """Starts the imports that this dataset needs in a background thread; call it before a long compilation."""
         if self.is_seqio:
-            from capibara.data import tasks
+            from capibara.data.tasks import tasks
 
             tasks.preload(self.task_module)
 
@@ -216,6 +216,6 @@ class Dataset:
 
     @functools.cached_property
     def _task_vocabulary(self) -> Vocabulary:
-        from capibara.data import tasks
+        from capibara.data.tasks import tasks
 
         return tasks.vocabulary_of(tasks.get(self.mixture_or_task_name, self.task_module))

@@ -9,15 +9,15 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from capibara.core.types import UserError
 from capibara.evaluation.metrics import Choice
 from capibara.evaluation.predictions import Predictions
 from capibara.evaluation.scoring import Pair
 from capibara.evaluation.subject import Subject
 from capibara.evaluation.tasks import EvalTask, Item, PromptFormat
-from capibara.inference import spelling
-from capibara.inference.sampling import Sampling, changed
-from capibara.inference.stream import of_search
-from capibara.types import UserError
+from capibara.inference.engine.stream import of_search
+from capibara.inference.sampling import sentinels
+from capibara.inference.sampling.sampling import Sampling, changed
 
 _AHEAD = 4  # requests that wait for each slot
 Show = Callable[[str, str], None]
@@ -132,7 +132,7 @@ def _pairs(subject: Subject, task: EvalTask, item: Item) -> Iterator[Pair]:
     prompt, _ = prompt_of(subject, task.format, item.prompt)
     for choice in item.choices:
         if isinstance(prompt, str):  # an encoder's
-            yield Pair(spelling.ids_of(prompt, vocabulary), vocabulary.encode(choice) or [vocabulary.eos_id])
+            yield Pair(sentinels.ids_of(prompt, vocabulary), vocabulary.encode(choice) or [vocabulary.eos_id])
         elif task.format is PromptFormat.CHAT:
             yield Pair(prompt, vocabulary.encode(choice))
         else:

@@ -11,15 +11,16 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from capibara import config, extras
+from capibara import config
 from capibara.config import configurable
-from capibara.data.chat_formats import Conversation
+from capibara.core import extras
+from capibara.core.fields import did_you_mean
+from capibara.core.types import UserError
+from capibara.data.chat.formats import Conversation
 from capibara.evaluation.scoring import Pair
 from capibara.evaluation.subject import Subject
-from capibara.fields import did_you_mean
-from capibara.inference import spelling
-from capibara.inference.sampling import Sampling
-from capibara.types import UserError
+from capibara.inference.sampling import sentinels
+from capibara.inference.sampling.sampling import Sampling
 
 extras.require("lm_eval", extra="harness", why="--harness")
 from lm_eval import evaluator, utils  # noqa: E402
@@ -98,7 +99,7 @@ class CapibaraLM(TemplateLM):
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """Ids, special tokens that the text spells among them; the beginning token unless it is there or not wanted."""
         if self._reads is not None:
-            ids = spelling.ids_of(string, self._vocabulary)
+            ids = sentinels.ids_of(string, self._vocabulary)
             return ids[:-1] if add_special_tokens is False else ids
         ids, begin = self._vocabulary.encode(string), self._vocabulary.bos_id
         begins = self._options.begin_token and not self._options.chat  # a template has all that a chat begins with

@@ -11,20 +11,20 @@ import jax
 from jax.sharding import NamedSharding
 
 from capibara import config, sharding
+from capibara.core.types import Params
 from capibara.evaluation import seqio_tasks
 from capibara.evaluation.predictions import Predictions
 from capibara.evaluation.seqio_tasks import SeqioEvaluation
 from capibara.evaluation.subject import Subject
-from capibara.inference import own_chips
-from capibara.inference.engine import EngineConfig
-from capibara.inference.serving_mesh import ServingMesh
+from capibara.inference.engine import own_chips
+from capibara.inference.engine.engine import EngineConfig
+from capibara.inference.engine.serving_mesh import ServingMesh
 from capibara.models.api import Model
 from capibara.training.trainer import Trainer
-from capibara.types import Params
 
 
 class TaskJudge:
-    """A `capibara.training.evaluate.Judge` by the metrics that a SeqIO task brings.
+    """A `capibara.training.evaluation.Judge` by the metrics that a SeqIO task brings.
 
     Its examples are read once. What answers and scores is made anew for each evaluation, from the parameters of the moment,
     so that nothing of it takes the devices' memory while the run trains.

@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from capibara import extras
 from capibara.config import configurable
-from capibara.types import UserError
+from capibara.core import extras
+from capibara.core.types import UserError
 
 Metric = Callable[[Sequence[Any], Sequence[Any]], Mapping[str, Any]]
 _RESAMPLES = 200

@@ -9,9 +9,9 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import IO, Any
 
-from capibara import outputs
-from capibara.training import hosts
-from capibara.types import UserError
+from capibara.core.multihost import hosts
+from capibara.core.types import UserError
+from capibara.storage import outputs
 
 _BEGINS = b'{"predictions_of"'
 

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from capibara.config import configurable
-from capibara.evaluation import sandbox
-from capibara.evaluation.sandbox import Program, Sandbox
-from capibara.types import UserError
+from capibara.core.types import UserError
+from capibara.evaluation.sandbox import sandbox
+from capibara.evaluation.sandbox.sandbox import Program, Sandbox
 
 _FENCED = re.compile(r"```[ \t]*\w*[ \t]*\n(.*?)```", re.DOTALL)
 

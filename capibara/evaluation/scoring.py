@@ -14,9 +14,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from capibara import sharding
+from capibara.core.types import Batch, Params, UserError
 from capibara.models.api import Model
 from capibara.sharding import Plan
-from capibara.types import Batch, Params, UserError
 
 _PLACES = 4096  # of a batch, about
 _MOST_ROWS = 32

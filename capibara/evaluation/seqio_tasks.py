@@ -10,19 +10,19 @@ from typing import Any
 import numpy as np
 
 from capibara.config import configurable
-from capibara.data import tasks
-from capibara.data.cached_task import check_cached
+from capibara.core.types import UserError
 from capibara.data.dataset import Dataset
+from capibara.data.tasks import tasks
+from capibara.data.tasks.cached import check_cached
 from capibara.evaluation.answers import Question, Show, ask
 from capibara.evaluation.metrics import Estimate
 from capibara.evaluation.predictions import Predictions
 from capibara.evaluation.scoring import Pair
 from capibara.evaluation.subject import Subject
-from capibara.inference.engine import check_generates
-from capibara.inference.sampling import Sampling, changed
+from capibara.inference.engine.engine import check_generates
+from capibara.inference.sampling.sampling import Sampling, changed
 from capibara.models.api import Model
 from capibara.training.trainer import Trainer
-from capibara.types import UserError
 
 PREFIX = "seqio:"
 

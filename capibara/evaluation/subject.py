@@ -11,17 +11,17 @@ import jax
 from jax.sharding import Mesh
 
 from capibara import config, loading, sharding
-from capibara.inference import chat
-from capibara.inference import own_chips
-from capibara.inference.engine import Engine, EngineConfig, check_generates
-from capibara.inference.own_chips import OwnChips, Where
-from capibara.inference.serving_mesh import ServingMesh
+from capibara.core.multihost import hosts
+from capibara.core.types import Params, PyTree, UserError
 from capibara.evaluation.scoring import Scorer
+from capibara.inference.engine import own_chips
+from capibara.inference.engine.engine import Engine, EngineConfig, check_generates
+from capibara.inference.engine.own_chips import OwnChips, Where
+from capibara.inference.engine.serving_mesh import ServingMesh
+from capibara.inference.interactive import chat
 from capibara.models.api import Model
 from capibara.sharding import MESH_AXES, Plan
-from capibara.training import hosts
 from capibara.training.trainer import Trainer
-from capibara.types import Params, PyTree, UserError
 
 S = TypeVar("S")
 T = TypeVar("T")

@@ -8,14 +8,13 @@ import string
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from capibara import limits
 from capibara.config import configurable
-from capibara.data import disk
+from capibara.core import limits
+from capibara.core.fields import did_you_mean
+from capibara.core.types import UserError
+from capibara.data.sources import disk
 from capibara.evaluation.metrics import choice_accuracy, name_of
-from capibara.fields import did_you_mean
-from capibara.inference.sampling import Sampling
-from capibara.types import UserError
-
+from capibara.inference.sampling.sampling import Sampling
 
 _LINE_VALUES = 1_000_000  # of JSON in a line
 

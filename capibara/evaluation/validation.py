@@ -8,11 +8,11 @@ import itertools
 import math
 
 from capibara import sharding
+from capibara.core.types import UserError
 from capibara.evaluation.answers import Show
 from capibara.evaluation.metrics import Estimate
 from capibara.evaluation.subject import Subject
-from capibara.training import evaluate, loaders
-from capibara.types import UserError
+from capibara.training import evaluation, loaders
 
 NAME = "validation"
 
@@ -34,14 +34,14 @@ def validated(subject: Subject, limit: int | None, show: Show) -> tuple[dict[str
         )
     if trainer.evaluation.max_batches is not None:  # of the evaluations within training
         trainer = dataclasses.replace(trainer, evaluation=dataclasses.replace(trainer.evaluation, max_batches=None))
-    step = evaluate.make_eval_step(subject.model, trainer.plan, mesh, subject.vocabulary.token_bytes())
+    step = evaluation.make_eval_step(subject.model, trainer.plan, mesh, subject.vocabulary.token_bytes())
     placed = sharding.batch_sharding(mesh, trainer.plan.rules)
     with contextlib.closing(loaders.validation_loader(trainer, mesh)) as loader:
         batches = (
             (show(NAME, f"batch {number}"), batch)[1] for number, batch in enumerate(itertools.islice(loader, limit), 1)
         )
-        sums = evaluate.sums_of(step, subject.params, batches, placed)
-    metrics = evaluate.metrics_of(sums)
+        sums = evaluation.sums_of(step, subject.params, batches, placed)
+    metrics = evaluation.metrics_of(sums)
     loss = _error([float(s.nll) for s, _ in sums], [float(s.weight) for s, _ in sums])
     errors = {"loss": loss, "perplexity": loss and metrics["perplexity"] * loss}
     errors["token_accuracy"] = _error([float(s.correct) for s, _ in sums], [float(s.weight) for s, _ in sums])

@@ -15,18 +15,28 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from capibara import config as gin_config
-from capibara import limits, outputs, tree
-from capibara.data import tokenizer_files
+from capibara.core import limits, tree
+from capibara.core.types import Params, PyTree, UserError
 from capibara.data.dataset import Dataset
-from capibara.data.vocabulary import SentencePieceVocabulary, TokenizerJsonVocabulary, Vocabulary
-from capibara.interop import adapters, checkpoint, gin_of, hf_config, hf_folder, model_card, partial, quantization
-from capibara.interop import peft_sums, t5x_names, t5x_read, t5x_states, t5x_write, tables
-from capibara.interop.checkpoint import ForeignModel
-from capibara.interop.quantize import Quantize
-from capibara.interop.sums import Sum
-from capibara.interop.tensors import Shape
+from capibara.data.tokenizers import files as tokenizer_files
+from capibara.data.tokenizers.vocabulary import SentencePieceVocabulary, TokenizerJsonVocabulary, Vocabulary
+from capibara.interop import gin_of, open_model
+from capibara.interop.hf import config as hf_config
+from capibara.interop.hf import folder as hf_folder
+from capibara.interop.hf import model_card, tables
+from capibara.interop.hf.tensors import Shape
+from capibara.interop.open_model import ForeignModel
+from capibara.interop.peft import runs as adapters
+from capibara.interop.peft import sums as peft_sums
+from capibara.interop.peft.sum_options import Sum
+from capibara.interop.quantize import quantization
+from capibara.interop.quantize.options import Quantize
+from capibara.interop.t5x import names as t5x_names
+from capibara.interop.t5x import read as t5x_read
+from capibara.interop.t5x import states as t5x_states
+from capibara.interop.t5x import write as t5x_write
 from capibara.models import api
-from capibara.types import Params, PyTree, UserError
+from capibara.storage import outputs, partial
 
 _STORED = ("hf", "gguf", "pytorch", "t5x")
 _PEFT = ("peft", "peft_fused")
@@ -89,11 +99,11 @@ class OurModel:
     optimizer: t5x_states.Stored | None = None
 
     def shapes(self) -> dict[str, Shape]:
-        return checkpoint.hf_shapes(self.model, self.config["model_type"])
+        return open_model.hf_shapes(self.model, self.config["model_type"])
 
     def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
         """All of them, in the order of `shapes`."""
-        return checkpoint.hf_tensors(self.params, self.model, self.config["model_type"])
+        return open_model.hf_tensors(self.params, self.model, self.config["model_type"])
 
 
 def of_run(
@@ -168,7 +178,7 @@ def convert(
     if isinstance(path, Sum):
         return _of_sum(path, target, form, dtype, base, gin, runs, how, show)
     if outputs.is_remote(path) and (path.endswith(".gguf") or not runs.is_run(path)):
-        path = checkpoint.local_model(path)
+        path = open_model.local_model(path)
     if adapters.is_adapter(path):
         return _of_adapter(path, target, form, dtype, base, gin, runs, how, show)
     run = _run(path, gin, runs)
@@ -299,7 +309,7 @@ def _optimizer(source: OurModel, run: adapters.Run, found: tuple[int, PyTree] | 
 
 
 def _foreign(path: str, gin: Gin) -> ForeignModel:
-    foreign = checkpoint.open_model(path)
+    foreign = open_model.open_model(path)
     if gin[0] or gin[1]:
         _rebind(foreign, gin)
     elif guessed := getattr(foreign, "guessed", None):
@@ -360,7 +370,7 @@ def write(
     shapes = view.shapes()
     config = dict(view.config) | {name: _FLOATS.get(dtype, "float32") for name in ("dtype", "torch_dtype")}
     if form == "gguf":
-        from capibara.interop import gguf_write
+        from capibara.interop.gguf import write as gguf_write
 
         gguf_write.write_gguf(target, config, view.tensors(), source.tokenizer, source.about, dtype=dtype, show=show)
     elif form == "t5x":
@@ -392,7 +402,7 @@ def _in_4_bits(
         q4_0=form == "gguf", vocabulary=source.vocabulary, show=show,
     )  # fmt: skip
     if form == "gguf":
-        from capibara.interop import gguf_write
+        from capibara.interop.gguf import write as gguf_write
 
         gguf_write.write_gguf(
             target, made.config, made.tensors(), source.tokenizer, source.about, dtype=fixed, show=show
@@ -411,7 +421,7 @@ def _in_4_bits(
 def _here(source: ForeignModel, model: api.Model, dtype: Any = None) -> Params:
     """A foreign model's parameters on this host."""
     here = jax.tree.map(lambda _: SingleDeviceSharding(jax.local_devices()[0]), model.abstract_params)
-    return checkpoint.load_params(source, model, here, dtype=dtype)
+    return open_model.load_params(source, model, here, dtype=dtype)
 
 
 class _Checked:
@@ -419,14 +429,14 @@ class _Checked:
 
     def __init__(self, foreign: ForeignModel):
         self._foreign, self._model = foreign, api.build(hf_config.from_hf(foreign.config))
-        checkpoint.check(foreign, self._model)
+        open_model.check(foreign, self._model)
         self.config = hf_config.to_hf(self._model.config, foreign.config)
 
     def shapes(self) -> dict[str, Shape]:
-        return checkpoint.hf_shapes(self._model, self.config["model_type"])
+        return open_model.hf_shapes(self._model, self.config["model_type"])
 
     def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
-        return checkpoint.foreign_tensors(self._foreign, self._model, self.config["model_type"])
+        return open_model.foreign_tensors(self._foreign, self._model, self.config["model_type"])
 
 
 def _as_run(source: ForeignModel | OurModel, target: str, save: Callable[[str, Params, str], None]) -> str:
@@ -442,7 +452,7 @@ def _as_run(source: ForeignModel | OurModel, target: str, save: Callable[[str, P
         own = {os.path.join(os.path.abspath(target), name): name for name in source.tokenizer}  # it may be moved
         outputs.replace(os.path.join(unfinished, tokenizer_files.PATHS), json.dumps(own, indent=1) + "\n")
         os.mkdir(own_folder := os.path.join(unfinished, tokenizer_files.ORIGIN))
-        for name, content in checkpoint.origin_of(source).items():
+        for name, content in open_model.origin_of(source).items():
             with open(os.path.join(own_folder, name), "wb") as file:
                 file.write(content)
         save(unfinished, params, gin_of.run(config, target, source.tokenizer))
@@ -461,7 +471,7 @@ def _stored(source: ForeignModel | OurModel) -> str:
     """The dtype that loses nothing of a model, of a run of ours the one that it is for."""
     if isinstance(source, OurModel):
         return source.stored
-    return {name: short for short, name in _FLOATS.items()}[checkpoint.stored_dtype(source)]
+    return {name: short for short, name in _FLOATS.items()}[open_model.stored_dtype(source)]
 
 
 def _tokenizer(vocabulary: Vocabulary, length: int, model_type: str) -> dict[str, bytes]:

@@ -9,8 +9,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from capibara import limits
-from capibara.data.tokenizer_files import CONFIG_FILE, named
+from capibara.core import limits
+from capibara.data.tokenizers.files import CONFIG_FILE, named
 from capibara.models.api import EncoderConfig, EncoderDecoderConfig, TransformerConfig
 
 

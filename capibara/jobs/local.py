@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from capibara import cli
+from capibara.core import exits
 from capibara.jobs import workers
 from capibara.jobs.guard import Guard
 from capibara.jobs.workers import Health, Worker, meaning
@@ -66,7 +66,7 @@ class Supervisor:
                 code = self._once(stop, guard, permit)
                 if stop.number is not None:
                     return 128 + stop.number
-                if code in (0, cli.EXIT_USER_ERROR):
+                if code in (0, exits.EXIT_USER_ERROR):
                     return code
                 lived_s = time.monotonic() - began_s
                 lived = f"after {lived_s:.0f} s with {meaning(code)}"
@@ -92,7 +92,7 @@ class Supervisor:
                 guard.watch([worker.pid for worker in started], self.grace_s)
             code = self._watch(started, stop)
             grace_s = self.grace_s if code is None else 0.0 if code == _GIVEN_UP else self.crash_grace_s
-            return 0 if code is None else cli.EXIT_HUNG if code == _GIVEN_UP else code
+            return 0 if code is None else exits.EXIT_HUNG if code == _GIVEN_UP else code
         finally:
             left = workers.end(started, grace_s, self.crash_grace_s, hurry=lambda: stop.interrupts > 1)
             guard.watch(left, 0.0)
@@ -105,7 +105,7 @@ class Supervisor:
         while not stop.wait(workers.LOOK_S):
             codes = [worker.code for worker in started]
             if failed := [code for code in codes if code]:
-                return cli.EXIT_USER_ERROR if cli.EXIT_USER_ERROR in failed else failed[0]
+                return exits.EXIT_USER_ERROR if exits.EXIT_USER_ERROR in failed else failed[0]
             if None not in codes:
                 return 0
             why = health.look()

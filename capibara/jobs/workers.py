@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from capibara import cli
+from capibara.core import exits
 from capibara.jobs import guard
 
 LOOK_S = 0.1
@@ -224,4 +224,4 @@ def meaning(code: int) -> str:
     if code < 0:
         known = -code in signal.Signals.__members__.values()  # real-time signals have no names
         return f"signal {signal.Signals(-code).name if known else -code}"
-    return f"exit code {code}{' (it hung)' if code == cli.EXIT_HUNG else ''}"
+    return f"exit code {code}{' (it hung)' if code == exits.EXIT_HUNG else ''}"

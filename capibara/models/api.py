@@ -11,22 +11,27 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from capibara import sharding, tree
-from capibara.models import flops, lora, lora_merge, moe, paged, stack, unmerged
-from capibara.models.cache import Cache, put_rows
-from capibara.models.decoder import Decoder, DecoderConfig
-from capibara.models.encdec import EncoderDecoder, EncoderDecoderConfig
-from capibara.models.encoder import Encoder, EncoderConfig
-from capibara.models.layers import OutputFirst, pays_in_pairs, product_in_pairs
-from capibara.models.lora import Lora
-from capibara.models.moe import Moe
-from capibara.models.quantized import Quantization
-from capibara.models.rope import Rope
-from capibara.models.stack import Stats
-from capibara.models.transformer import Head, TransformerConfig
-from capibara.models.unmerged import Adapter, Beside
+from capibara import sharding
+from capibara.core import tree
+from capibara.core.types import Batch, Params
+from capibara.kernels.quantized_matmul import Quantization
+from capibara.models import flops
+from capibara.models.adapters import lora, lora_merge, unmerged
+from capibara.models.adapters.lora import Lora
+from capibara.models.adapters.unmerged import Adapter, Beside
+from capibara.models.architectures.decoder import Decoder, DecoderConfig
+from capibara.models.architectures.encdec import EncoderDecoder, EncoderDecoderConfig
+from capibara.models.architectures.encoder import Encoder, EncoderConfig
+from capibara.models.cache import paged
+from capibara.models.cache.dense import Cache, put_rows
+from capibara.models.layers import stack
+from capibara.models.layers.layers import OutputFirst, pays_in_pairs, product_in_pairs
+from capibara.models.layers.rope import Rope
+from capibara.models.layers.stack import Stats
+from capibara.models.layers.transformer import Head, TransformerConfig
+from capibara.models.moe import moe
+from capibara.models.moe.moe import Moe
 from capibara.sharding import Remat, RematPolicy
-from capibara.types import Batch, Params
 
 __all__ = [
     "Adapter",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import jax
 
-from capibara import tree
-from capibara.models.transformer import TransformerConfig
-from capibara.types import Params
+from capibara.core import tree
+from capibara.core.types import Params
+from capibara.models.layers.transformer import TransformerConfig
 
 _TRAINED = 3  # forward once, backward twice: for the gradients of inputs and of weights
 

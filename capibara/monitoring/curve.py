@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from capibara.config import configurable
+from capibara.core.types import UserError
 from capibara.monitoring import chart
-from capibara.monitoring.loggers import folder_error, metrics_path, read_metrics
 from capibara.monitoring.progress import make_console, quantity
-from capibara.outputs import is_remote, replacing
+from capibara.monitoring.trackers.loggers import folder_error, metrics_path, read_metrics
+from capibara.storage.outputs import is_remote, replacing
 from capibara.training.callbacks import Callback, RunInfo
-from capibara.types import UserError
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
+from capibara.checkpoints import run_manifest
 from capibara.config import configurable
 from capibara.monitoring.curve import LossCurve
-from capibara.monitoring.loggers import MetricsFile, TensorBoard
 from capibara.monitoring.progress import ProgressLine
-from capibara.training import run_manifest
+from capibara.monitoring.trackers.loggers import MetricsFile, TensorBoard
 from capibara.training.callbacks import Callback, Callbacks, RunInfo
 
 

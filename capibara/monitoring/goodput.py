@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from capibara.monitoring.loggers import AGAIN
+from capibara.monitoring.trackers.loggers import AGAIN
 
 # The order in which they are shown.
 CATEGORIES = (

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from capibara.config import configurable
+from capibara.core.types import UserError
 from capibara.monitoring import goodput
-from capibara.monitoring.loggers import all_records, metrics_path, mfu
+from capibara.monitoring.trackers.loggers import all_records, metrics_path, mfu
 from capibara.training.callbacks import Callback, RunInfo
-from capibara.types import UserError
 
 if TYPE_CHECKING:
     from rich.console import Console

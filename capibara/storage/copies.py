@@ -18,10 +18,10 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from typing import IO
 
-from capibara import limits, outputs
-from capibara.storage import remote
+from capibara.core import limits
+from capibara.core.types import UserError
+from capibara.storage import outputs, remote
 from capibara.storage.remote import Entry
-from capibara.types import UserError
 
 _PIECE_BYTES = 16 << 20  # of a request
 _THREADS = 8

@@ -13,9 +13,9 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
-from capibara import extras, limits
-from capibara.bucket_faults import Denied
-from capibara.types import TryAgain, UserError
+from capibara.core import extras, limits
+from capibara.core.bucket_faults import Denied
+from capibara.core.types import TryAgain, UserError
 
 ATTEMPTS = 6
 TIMEOUT_S = 60.0  # of one request: a store that says nothing for so long is asked again

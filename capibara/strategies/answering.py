@@ -12,14 +12,15 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from capibara.inference import chat, own_chips
-from capibara.inference.engine import Engine
-from capibara.inference.own_chips import OwnChips
-from capibara.inference.sampling import Sampling
-from capibara.inference.stream import Completion, Finish, Stream
-from capibara.training import hosts
-from capibara.training.run import Run
-from capibara.types import Batch, Params, UserError
+from capibara.core.multihost import hosts
+from capibara.core.types import Batch, Params, UserError
+from capibara.inference.engine import own_chips
+from capibara.inference.engine.engine import Engine
+from capibara.inference.engine.own_chips import OwnChips
+from capibara.inference.engine.stream import Completion, Finish, Stream
+from capibara.inference.interactive import chat
+from capibara.inference.sampling.sampling import Sampling
+from capibara.training.setup import Run
 
 _ASK_EVERY_STEPS = 64  # of the engine, after which several hosts ask each other whether to stop, and who has work left
 

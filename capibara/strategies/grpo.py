@@ -16,23 +16,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from capibara import sharding, tree
+from capibara import sharding
 from capibara.config import configurable
+from capibara.core import tree
+from capibara.core.types import Batch, Params, UserError
 from capibara.data.dataset import Dataset
-from capibara.data.loader import Loader, make_loader
-from capibara.data.packing import Packing
-from capibara.data.sources import Holds
-from capibara.inference import footprint
-from capibara.inference.engine import EngineConfig
-from capibara.inference.own_chips import Where
-from capibara.inference.sampling import Sampling
-from capibara.inference.serving_mesh import ServingMesh
+from capibara.data.packing.packing import Packing
+from capibara.data.pipeline.loader import Loader, make_loader
+from capibara.data.sources.sources import Holds
+from capibara.inference.engine import footprint
+from capibara.inference.engine.engine import EngineConfig
+from capibara.inference.engine.own_chips import Where
+from capibara.inference.engine.serving_mesh import ServingMesh
+from capibara.inference.sampling.sampling import Sampling
 from capibara.models.api import Model
+from capibara.objectives.base import Held, Loss, Metrics, Objective, Totals, log_probabilities
 from capibara.sharding import RematPolicy
 from capibara.strategies.rewards import check_reward
 from capibara.strategies.rollouts import Rollouts
-from capibara.training.objective import Held, Loss, Metrics, Objective, Totals, log_probabilities
-from capibara.types import Batch, Params, UserError
 
 ENTRIES = ("advantages", "drawn", "old", "reference")  # of a batch of answers, float32 [B, T], besides the usual ones
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from capibara.config import configurable
-from capibara.types import UserError
+from capibara.core.types import UserError
 
 
 @configurable

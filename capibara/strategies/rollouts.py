@@ -15,17 +15,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from capibara import sharding, tree
-from capibara.inference.engine import check_generates, reads_whole
-from capibara.inference.sampling import Sampling
+from capibara import sharding
+from capibara.core import tree
+from capibara.core.types import Batch, Params, UserError
+from capibara.inference.engine.engine import check_generates, reads_whole
+from capibara.inference.sampling.sampling import Sampling
 from capibara.models.api import Model
+from capibara.objectives.base import Supply, log_probabilities
 from capibara.sharding import Plan
 from capibara.strategies.answering import Answer, Answerer, name_of, prompts_of
-from capibara.training.objective import Supply, log_probabilities
-from capibara.training.reference import first_params, weights_fingerprint
 from capibara.training.loaders import validation_loader
-from capibara.training.run import Run
-from capibara.types import Batch, Params, UserError
+from capibara.training.reference import first_params, weights_fingerprint
+from capibara.training.setup import Run
 
 
 class Rollouts(Supply):

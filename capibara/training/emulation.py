@@ -6,7 +6,7 @@ import math
 
 from jax.sharding import AbstractMesh
 
-from capibara.data.sources import Holds
+from capibara.data.sources.sources import Holds
 from capibara.models.api import TransformerConfig
 from capibara.training.trainer import Trainer
 

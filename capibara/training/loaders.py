@@ -8,7 +8,7 @@ import jax
 from jax.sharding import Mesh
 
 from capibara import sharding
-from capibara.data.loader import Loader, make_loader
+from capibara.data.pipeline.loader import Loader, make_loader
 from capibara.training.trainer import Trainer
 
 
@@ -37,7 +37,7 @@ def each_task(trainer: Trainer) -> dict[str, Trainer]:
     dataset = trainer.dataset
     if not dataset.is_seqio or trainer.loss is not None:
         return {"": trainer}
-    from capibara.data import tasks  # TensorFlow
+    from capibara.data.tasks import tasks  # TensorFlow
 
     names = tasks.parts(tasks.get(dataset.mixture_or_task_name, dataset.task_module), "validation")
     if len(names) < 2:

@@ -9,18 +9,18 @@ from collections.abc import Callable, Iterable, Mapping
 
 import jax
 
+from capibara.core.interrupt import Interrupted, StopRequest
+from capibara.core.multihost.decisions import Decisions
+from capibara.core.types import Batch, Params
+from capibara.storage.full_disk import disk_full_explained
 from capibara.training.callbacks import Callback
-from capibara.training.decisions import Decisions
-from capibara.training.evaluate import Judge, with_tasks
-from capibara.training.disk import disk_full_explained
-from capibara.training.given import Load
-from capibara.training.interrupt import Interrupted, StopRequest
+from capibara.training.evaluation import Judge, with_tasks
+from capibara.training.initialization import Load
 from capibara.training.metrics import EarlyStopping, Meter
-from capibara.training.run import ASK_EVERY, Run, set_up
+from capibara.training.setup import ASK_EVERY, Run, set_up
+from capibara.training.stability.watchdog import Watchdog
 from capibara.training.state import TrainState
 from capibara.training.trainer import Trainer
-from capibara.training.watchdog import Watchdog
-from capibara.types import Batch, Params
 
 Sampler = Callable[[Params], Iterable[tuple[str, str]]]
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
 
-from capibara.data import tokenizer_files
-from capibara.training import run_manifest, storage
+from capibara.checkpoints import run_manifest
+from capibara.data.tokenizers import files as tokenizer_files
+from capibara.storage import durable
 from capibara.training.trainer import Trainer
 
 FOLDER = tokenizer_files.ORIGIN
@@ -29,8 +30,8 @@ class Described(Protocol):
 
 def read(model_dir: str) -> dict[str, bytes]:
     """The files of a run folder's origin, by name; none: its weights were drawn."""
-    folder = storage.folder_of(model_dir) / FOLDER
-    names = storage.files_below(folder) if folder.is_dir() else []
+    folder = durable.folder_of(model_dir) / FOLDER
+    names = durable.files_below(folder) if folder.is_dir() else []
     return {name: (folder / name).read_bytes() for name in names if "/" not in name}
 
 
@@ -56,5 +57,5 @@ def write(model_dir: str, files: Mapping[str, bytes]) -> None:
     last = tokenizer_files.MODEL_FILE
     ordered = {name: files[name] for name in sorted(files, key=lambda name: name == last)}
     run_manifest.replace(
-        storage.folder_of(model_dir), {f"{FOLDER}/{name}": content for name, content in ordered.items()}
+        durable.folder_of(model_dir), {f"{FOLDER}/{name}": content for name, content in ordered.items()}
     )

@@ -17,15 +17,15 @@ from typing import Any
 
 from etils import epath
 
-from capibara import outputs
-from capibara.data import tokenizer_files
-from capibara.data.chat_template import ChatTemplate
+from capibara.checkpoints import run_manifest
+from capibara.core.types import UserError
+from capibara.data.chat.template import ChatTemplate
 from capibara.data.dataset import Dataset
-from capibara.data.tokenizer_files import OWN, PATHS, TEMPLATE_FILE, TOKENIZER_FILE
-from capibara.data.vocabulary import SentencePieceVocabulary, TokenizerJsonVocabulary
-from capibara.training import run_manifest, storage
+from capibara.data.tokenizers import files as tokenizer_files
+from capibara.data.tokenizers.files import OWN, PATHS, TEMPLATE_FILE, TOKENIZER_FILE
+from capibara.data.tokenizers.vocabulary import SentencePieceVocabulary, TokenizerJsonVocabulary
+from capibara.storage import durable, outputs
 from capibara.training.trainer import Trainer
-from capibara.types import UserError
 
 
 def keep(dataset: Dataset, model_dir: str) -> None:
@@ -38,7 +38,7 @@ def keep(dataset: Dataset, model_dir: str) -> None:
     files, places = _taken(dataset)
     if not files:
         return
-    folder, known = storage.folder_of(model_dir), _paths(model_dir)
+    folder, known = durable.folder_of(model_dir), _paths(model_dir)
     own = folder / OWN
     if not any(place.split("/")[0] == OWN for place in known.values()):
         run_manifest.replace(folder, {f"{OWN}/{name}": content for name, content in files.items()})
@@ -171,7 +171,7 @@ def _fetched(model_dir: str, inner: str) -> str:
     atexit.register(shutil.rmtree, target, ignore_errors=True)
     os.makedirs(os.path.join(target, inner), exist_ok=True)
     for name in tokenizer_files.FILES:
-        content = _read(storage.folder_of(model_dir) / inner / name)
+        content = _read(durable.folder_of(model_dir) / inner / name)
         if content is not None:
             with open(os.path.join(target, inner, name), "wb") as file:
                 file.write(content)

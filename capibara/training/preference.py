@@ -12,13 +12,13 @@ import numpy as np
 
 from capibara import sharding
 from capibara.config import configurable
+from capibara.core.types import Batch, Params, UserError
 from capibara.data.dataset import Dataset
-from capibara.data.sources import Holds
+from capibara.data.sources.sources import Holds
 from capibara.models.api import Model
+from capibara.objectives.base import Loss, Metrics, Objective, Totals, log_probabilities
 from capibara.sharding import RematPolicy
-from capibara.training.objective import Loss, Metrics, Objective, Totals, log_probabilities
 from capibara.training.reference import ReferenceTables, answer_sums
-from capibara.types import Batch, Params, UserError
 
 
 class Kind(enum.StrEnum):

@@ -21,14 +21,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from capibara import sharding, tree
+from capibara import sharding
+from capibara.core import tree
+from capibara.core.multihost import hosts
+from capibara.core.types import Batch, Params, UserError
 from capibara.models.api import Model
+from capibara.objectives.base import Objective, Supply, Totals, log_probabilities
 from capibara.sharding import Plan
-from capibara.training import given, hosts, storage
-from capibara.training.objective import Objective, Supply, Totals, log_probabilities
+from capibara.storage import durable
+from capibara.training import initialization
 from capibara.training.loaders import open_loader, validation_loader
-from capibara.training.run import Run
-from capibara.types import Batch, Params, UserError
+from capibara.training.setup import Run
 
 _AHEAD = 8  # batches that may wait on the devices at a time
 _TOLD_EVERY_S = 10.0
@@ -59,7 +62,7 @@ class ReferenceTables(Supply):
             first = functools.cache(lambda: params if step == 0 else self._first_params())
             for split in ("train", "validation") if run.trainer.evaluation.every else ("train",):
                 key = {"weights": self._weights, "data": _data_fingerprint(run, split)}
-                path = storage.folder_of(run.trainer.model_dir) / f"reference.{split}.npz"
+                path = durable.folder_of(run.trainer.model_dir) / f"reference.{split}.npz"
                 table = _read(path, key)
                 if not all(hosts.gathered(table is not None)):
                     table = self._computed(split, first())
@@ -142,8 +145,8 @@ def answer_sums(values_BT: jax.Array, segment_ids_BT: jax.Array, pairs: int) -> 
 def first_params(run: Run) -> Params:
     """The parameters that a run began from, made again: of adapters those without effect."""
     trainer = run.trainer
-    read = given.reader_again(trainer, run.load)
-    loaded = None if trainer.init_from is None else given.load_params(trainer, run.model, run.mesh, read)
+    read = initialization.reader_again(trainer, run.load)
+    loaded = None if trainer.init_from is None else initialization.load_params(trainer, run.model, run.mesh, read)
     return run.init(jax.random.key(trainer.seed), given=loaded).params
 
 
@@ -235,4 +238,4 @@ def _write(path: Any, key: Mapping[str, Any], table: np.ndarray) -> None:
     content = io.BytesIO()
     np.savez(content, table=table, key=np.array(json.dumps(key)))
     path.parent.mkdir(parents=True, exist_ok=True)
-    storage.write(path, content.getvalue())
+    durable.write(path, content.getvalue())

@@ -13,19 +13,21 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from capibara import config, outputs
+from capibara import config
+from capibara.checkpoints import run_manifest, step_folders
+from capibara.checkpoints.lease import Lease
+from capibara.checkpoints.manager import Checkpoints
+from capibara.checkpoints.manifest import Damaged
+from capibara.checkpoints.policy import Checkpointing
+from capibara.checkpoints.step_files import together
+from capibara.core.types import Params, PyTree, UserError
 from capibara.models import api
-from capibara.training import origin, own_tokenizer, run_manifest, step_folders, storage
-from capibara.training.checkpointing import Checkpointing
-from capibara.training.checkpoints import Checkpoints
-from capibara.training.disk import not_writable_explained
-from capibara.training.given import merger
-from capibara.training.lease import Lease
-from capibara.training.manifest import Damaged
+from capibara.storage import durable, outputs
+from capibara.storage.full_disk import not_writable_explained
+from capibara.training import origin, own_tokenizer
+from capibara.training.initialization import merger
 from capibara.training.state import TrainState, with_shardings
-from capibara.training.step_files import together
 from capibara.training.trainer import Trainer
-from capibara.types import Params, PyTree, UserError
 
 CONFIG = run_manifest.CONFIG
 _PERMIT = "CAPIBARA_START_OVER"  # a launcher's file, which lets --start_over rename the folder once
@@ -45,7 +47,7 @@ class Loaded(NamedTuple):
 
 def is_run(folder: str) -> bool:
     """Whether a folder is that of a run: it records its configuration, and is not one of Hugging Face or of T5X."""
-    path = storage.folder_of(folder)
+    path = durable.folder_of(folder)
     ours = (path / run_manifest.NAME).exists() or step_folders.folder_of(folder).exists()
     return ours and (path / CONFIG).exists() and not (path / _OF_OTHERS).exists()
 
@@ -64,7 +66,7 @@ def recorded(folder: str, *, trust: bool = False) -> config.Recorded:
     text = outputs.read(where)
     if text is None:
         raise UserError(f"{folder} is not a run folder: it has no {CONFIG}")
-    run_manifest.check(storage.folder_of(folder))
+    run_manifest.check(durable.folder_of(folder))
     return config.Recorded(text, where, trust)
 
 
@@ -219,7 +221,7 @@ def _found(
 
 def check_resumable(model_dir: str) -> None:
     """Raises UserError where a run folder has lost what a run would resume from, or is not as its run wrote it."""
-    folder = storage.folder_of(model_dir)
+    folder = durable.folder_of(model_dir)
     if folder.exists():
         run_manifest.check(folder)
         step_folders.lost(step_folders.folder_of(model_dir))
@@ -244,7 +246,7 @@ def start_over(model_dir: str) -> None:
     Raises:
       UserError: another process writes there, or it is in a bucket.
     """
-    folder, permit = storage.folder_of(model_dir), os.environ.get(_PERMIT)
+    folder, permit = durable.folder_of(model_dir), os.environ.get(_PERMIT)
     is_permitted = permit is None or os.path.exists(permit)
     if jax.process_index() == 0 and is_permitted and folder.exists() and any(folder.iterdir()):
         if outputs.is_remote(model_dir):
@@ -273,8 +275,8 @@ def save(folder: str, params: Params, gin: str) -> None:
       params: on devices.
       gin: its configuration.
     """
-    run_manifest.replace(storage.folder_of(folder), {CONFIG: gin.encode()})
-    run_manifest.seal(storage.folder_of(folder))
+    run_manifest.replace(durable.folder_of(folder), {CONFIG: gin.encode()})
+    run_manifest.seal(durable.folder_of(folder))
     step = jax.device_put(jnp.zeros((), jnp.int32), jax.tree.leaves(params)[0].sharding)
     with contextlib.closing(Checkpoints(folder, Checkpointing())) as checkpoints:
         checkpoints.save(0, TrainState(step=step, params=params, opt_state=(), ema=None), {}, {})

@@ -11,11 +11,12 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from capibara import optim, sharding, tree
+from capibara import optim, sharding
+from capibara.core import tree
+from capibara.core.types import Params, PyTree
 from capibara.models.api import Model
-from capibara.training.anomalies import Anomalies, LossWindow
-from capibara.training.loss_scale import LossScale, LossScaling
-from capibara.types import Params, PyTree
+from capibara.training.stability.anomalies import Anomalies, LossWindow
+from capibara.training.stability.loss_scale import LossScale, LossScaling
 
 
 @jax.tree_util.register_dataclass

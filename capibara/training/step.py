@@ -11,14 +11,15 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from capibara import sharding, tree
+from capibara import sharding
+from capibara.core import tree
+from capibara.core.types import Batch, Params, PyTree
 from capibara.models.api import Model, Stats
+from capibara.objectives.base import Metrics, Objective, of_cross_entropy
 from capibara.sharding import Plan
-from capibara.training.anomalies import Anomalies
-from capibara.training.loss_scale import LossScaling, select
-from capibara.training.objective import Metrics, Objective, of_cross_entropy
+from capibara.training.stability.anomalies import Anomalies
+from capibara.training.stability.loss_scale import LossScaling, select
 from capibara.training.state import TrainState
-from capibara.types import Batch, Params, PyTree
 
 
 def make_train_step(

@@ -11,19 +11,19 @@ from typing import Any
 import numpy as np
 
 from capibara import config
+from capibara.checkpoints.policy import Checkpointing
 from capibara.config import configurable
-from capibara.data.loader import Dataset
-from capibara.data.sources import Holds
+from capibara.core.types import UserError
+from capibara.data.pipeline.loader import Dataset
+from capibara.data.sources.sources import Holds
 from capibara.models import api
 from capibara.models.api import TransformerConfig
+from capibara.objectives.base import Loss, Normalization
 from capibara.optim import Optimizer
 from capibara.sharding import Plan
-from capibara.training.anomalies import Anomalies, OnSpike
-from capibara.training.checkpointing import Checkpointing
-from capibara.training.loss_scale import LossScaling
-from capibara.training.objective import Loss, Normalization
-from capibara.training.watchdog import Watch
-from capibara.types import UserError
+from capibara.training.stability.anomalies import Anomalies, OnSpike
+from capibara.training.stability.loss_scale import LossScaling
+from capibara.training.stability.watchdog import Watch
 
 
 @configurable

@@ -9,10 +9,10 @@ import pytest
 
 from capibara import config
 from capibara.data.dataset import Dataset, Kind
-from capibara.data.loader import make_loader
-from capibara.data.packing import Packing
-from capibara.data.sources import CombinedSource, JsonlSource, StdlibSource, TextSource
-from capibara.data.vocabulary import ByteVocabulary
+from capibara.data.packing.packing import Packing
+from capibara.data.pipeline.loader import make_loader
+from capibara.data.sources.sources import CombinedSource, JsonlSource, StdlibSource, TextSource
+from capibara.data.tokenizers.vocabulary import ByteVocabulary
 
 DOMAINS = ("python", "sql")
 NUMBERS = {"p": 1, "s": 2, "o": 0}  # by the first letter of a text

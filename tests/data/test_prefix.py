@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from capibara.data.dataset import Dataset
-from capibara.data.loader import make_loader
-from capibara.data.packing import Document, Packing, Window, empty_batch
-from capibara.data.sources import JsonlSource
-from capibara.data.vocabulary import ByteVocabulary
+from capibara.data.packing.packing import Document, Packing, Window, empty_batch
+from capibara.data.pipeline.loader import make_loader
+from capibara.data.sources.sources import JsonlSource
+from capibara.data.tokenizers.vocabulary import ByteVocabulary
 
 T = 16
 NAMES = {

@@ -9,6 +9,7 @@ import jax
 import pytest
 import tokenizers
 
+from capibara.core.types import UserError
 from capibara.evaluation import answers
 from capibara.evaluation.answers import PromptFormat
 from capibara.evaluation.harness import CapibaraLM, Harness
@@ -17,11 +18,10 @@ from capibara.evaluation.predictions import Predictions
 from capibara.evaluation.scoring import Pair
 from capibara.evaluation.subject import open_subject
 from capibara.evaluation.tasks import EvalTask, Item
-from capibara.inference.sampling import Sampling
+from capibara.inference.sampling.sampling import Sampling
 from capibara.interop import gin_of
 from capibara.models import api
 from capibara.training import run_folder
-from capibara.types import UserError
 
 from .conftest import SMALL_ROWS, TINY
 

@@ -10,10 +10,10 @@ import pytest
 from lm_eval.api.instance import Instance
 
 from capibara import config
+from capibara.core.types import UserError
 from capibara.evaluation import harness
 from capibara.evaluation.harness import CapibaraLM, Harness
-from capibara.inference.sampling import Sampling
-from capibara.types import UserError
+from capibara.inference.sampling.sampling import Sampling
 
 CHOICES = """
 task: mc

@@ -8,9 +8,9 @@ import statistics
 import numpy as np
 import pytest
 
+from capibara.core.types import UserError
 from capibara.evaluation import metrics
 from capibara.evaluation.metrics import Choice, Estimate, computed
-from capibara.types import UserError
 
 TARGETS = ["the cat sat on the mat", "there is a house in New Orleans", "to be, or not to be"]
 TEXTS = ["the cat is on the mat today", "There is a house in New York", "to be or what"]

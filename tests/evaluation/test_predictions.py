@@ -6,8 +6,8 @@ import json
 
 import pytest
 
+from capibara.core.types import UserError
 from capibara.evaluation.predictions import Predictions
-from capibara.types import UserError
 
 MODEL = {"model": "m", "step": 3}
 

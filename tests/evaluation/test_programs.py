@@ -7,12 +7,12 @@ import statistics
 
 import pytest
 
+from capibara.core.types import UserError
 from capibara.evaluation.metrics import computed
 from capibara.evaluation.programs import PassAtK, pass_at_k, program
-from capibara.evaluation.sandbox import Sandbox
+from capibara.evaluation.sandbox.sandbox import Sandbox
 from capibara.evaluation.tasks import EvalTask
-from capibara.inference.sampling import Sampling
-from capibara.types import UserError
+from capibara.inference.sampling.sampling import Sampling
 
 ADD = {
     "prompt": "def add(a, b):\n",

@@ -6,10 +6,10 @@ import jax
 import numpy as np
 import pytest
 
+from capibara.core.types import UserError
 from capibara.evaluation.scoring import Pair, Scorer
 from capibara.models import api
 from capibara.models.api import EncoderDecoderConfig
-from capibara.types import UserError
 
 
 def logits(run, params, ids):

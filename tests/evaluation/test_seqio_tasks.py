@@ -14,26 +14,26 @@ import pytest
 import seqio
 
 from capibara import sharding
+from capibara.checkpoints.policy import Checkpointing
+from capibara.core.types import UserError
 from capibara.data.dataset import Dataset
-from capibara.data.sources import StdlibSource
-from capibara.data.vocabulary import ByteVocabulary
+from capibara.data.sources.sources import StdlibSource
+from capibara.data.tokenizers.vocabulary import ByteVocabulary
 from capibara.evaluation import judging, seqio_tasks
 from capibara.evaluation.predictions import Predictions
 from capibara.evaluation.scoring import Pair, Scorer
 from capibara.evaluation.seqio_tasks import SeqioEvaluation
-from capibara.inference.engine import Engine, EngineConfig
-from capibara.inference.sampling import Sampling
+from capibara.inference.engine.engine import Engine, EngineConfig
+from capibara.inference.sampling.sampling import Sampling
 from capibara.models import api
 from capibara.models.api import DecoderConfig, EncoderConfig
 from capibara.optim import Optimizer, Schedule
 from capibara.sharding import Plan
 from capibara.training import loop
 from capibara.training.callbacks import Callback
-from capibara.training.checkpointing import Checkpointing
-from capibara.training.evaluate import evaluate, make_eval_step, with_tasks
+from capibara.training.evaluation import evaluate, make_eval_step, with_tasks
 from capibara.training.loaders import validation_loader
 from capibara.training.trainer import Evaluation, Trainer
-from capibara.types import UserError
 
 GREEDY = Sampling(temperature=0.0, max_new_tokens=4)
 OPTIONS = SeqioEvaluation(task_module="seqio_task", sampling=GREEDY)

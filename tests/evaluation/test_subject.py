@@ -5,8 +5,8 @@ from __future__ import annotations
 import jax
 import pytest
 
+from capibara.core.types import UserError
 from capibara.evaluation.subject import open_subject
-from capibara.types import UserError
 
 from .conftest import SMALL_ROWS
 

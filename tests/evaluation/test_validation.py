@@ -6,9 +6,9 @@ import types
 
 import pytest
 
+from capibara.core.types import UserError
 from capibara.evaluation import validation
 from capibara.training.preference import Dpo
-from capibara.types import UserError
 
 
 def test_a_run_on_preferences_has_no_loss_of_texts():

@@ -136,9 +136,9 @@ def _forked(argv: list[str], work: pathlib.Path, log: pathlib.Path) -> int:
             os.dup2(descriptor, number)
         import importlib
 
-        from capibara import cli
+        from capibara.core import exits
 
-        code = cli.run_verb(importlib.import_module(f"capibara.{argv[0]}").main, argv[1:])
+        code = exits.run_verb(importlib.import_module(f"capibara.{argv[0]}").main, argv[1:])
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 1
     except BaseException:
@@ -204,14 +204,14 @@ def preload() -> None:
     """Imports what the verbs import, before forks; JAX starts no back end by that."""
     import capibara.convert
     import capibara.evaluate
+    import capibara.evaluation.evaluate
     import capibara.infer
+    import capibara.interop.conversion
+    import capibara.interop.gguf.read
+    import capibara.loading
     import capibara.prepare
     import capibara.serve
     import capibara.train
-    import capibara.evaluation.run
-    import capibara.interop.conversion
-    import capibara.interop.gguf_read
-    import capibara.loading
     import capibara.training.loop  # noqa: F401
 
 

@@ -26,7 +26,12 @@ import msgpack
 import numpy as np
 from safetensors.numpy import save
 
-from capibara.interop import checkpoint, gguf_write, hf_config, hf_folder, t5x_write, torch_file
+from capibara.interop import open_model
+from capibara.interop.gguf import write as gguf_write
+from capibara.interop.hf import config as hf_config
+from capibara.interop.hf import folder as hf_folder
+from capibara.interop.hf import torch_file
+from capibara.interop.t5x import write as t5x_write
 from capibara.models import api
 from capibara.models.api import DecoderConfig, EncoderDecoderConfig
 
@@ -119,8 +124,8 @@ class _Maker:
             model = api.build(config)
             params = jax.tree.map(lambda s: 0.1 * rng.standard_normal(s.shape, np.float32), model.abstract_params)
             values = hf_config.to_hf(config, {"max_position_embeddings": 64})
-            shapes = checkpoint.hf_shapes(model, values["model_type"])
-            tensors = dict(checkpoint.hf_tensors(params, model, values["model_type"]))
+            shapes = open_model.hf_shapes(model, values["model_type"])
+            tensors = dict(open_model.hf_tensors(params, model, values["model_type"]))
             if name == "t5":
                 t5x_write.save_t5x(str(self.good / "t5x"), values, shapes, tensors.items(), {}, dtype="float32")
                 continue

@@ -23,8 +23,8 @@ def main(folder: str, scenario: str) -> None:
         jax.distributed.initialize(heartbeat_timeout_seconds=10, num_processes=count, process_id=index)
     import saver
 
-    from capibara.training import array_files, step_files
-    from capibara.training.checkpoints import Checkpointing, Checkpoints
+    from capibara.checkpoints import array_files, step_files
+    from capibara.checkpoints.manager import Checkpointing, Checkpoints
 
     def state(step):
         return saver.sharded(saver.state_of(step), DEVICES)

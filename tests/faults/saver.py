@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from capibara import sharding
+from capibara.checkpoints import manager as module
+from capibara.checkpoints.manager import Checkpointing, Checkpoints
 from capibara.sharding import Plan
-from capibara.training import checkpoints as module
-from capibara.training.checkpoints import Checkpointing, Checkpoints
 from capibara.training.state import TrainState, with_shardings
 
 LARGE = 1 << 20  # parameters of a state whose save takes long enough to be killed in

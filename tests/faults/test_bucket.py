@@ -12,11 +12,11 @@ import sys
 import pytest
 from etils import epath
 
-from capibara.training.lease import Lease
-from capibara.types import UserError
+from capibara.checkpoints.lease import Lease
+from capibara.core.types import UserError
 
 HERE = pathlib.Path(__file__).parent
-BUCKET = HERE.parent / "training" / "bucket.py"
+BUCKET = HERE.parent / "checkpoints" / "bucket.py"
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def assert_one_line(done, code, *words):
     assert done.stderr.count("\n") == 1 and all(word in done.stderr for word in words), done.stderr
 
 
-@pytest.mark.heavy  # for the pauses between the tries; tests/training/test_versions.py has the short ones
+@pytest.mark.heavy  # for the pauses between the tries; tests/storage/test_versions.py has the short ones
 @pytest.mark.fault(66)
 def test_checkpoints_survive_a_bucket_that_is_busy_or_stops_half_way(program, bucket_server, flaky):
     """Saved three times and read back, all bits compared (bucket.py)."""

@@ -17,11 +17,12 @@ import numpy as np
 import pytest
 from etils import epath
 
-from capibara import cli, convert
-from capibara.training import manifest, step_folders
-from capibara.training.checkpoints import Checkpointing, Checkpoints
-from capibara.training.manifest import Damaged
-from capibara.types import UserError
+from capibara.checkpoints import manifest, step_folders
+from capibara.checkpoints.manager import Checkpointing, Checkpoints
+from capibara.checkpoints.manifest import Damaged
+from capibara.cli import convert
+from capibara.core import exits
+from capibara.core.types import UserError
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 import saver  # noqa: E402
@@ -187,7 +188,7 @@ def test_files_that_were_added_harm_nothing(run, capsys):
     with Checkpoints(str(run), Checkpointing(), read_only=True) as reader:
         restored, state = reader.restore(saver.target_of(saver.sharded(saver.state_of(0), 2)))
     jax.tree.map(np.testing.assert_array_equal, state, saver.state_of(2))
-    assert restored.step == 2 and cli.run_verb(convert.main, ["verify", str(run)]) == 0
+    assert restored.step == 2 and exits.run_verb(convert.main, ["verify", str(run)]) == 0
     assert all(f"no part of it: {name}" in capsys.readouterr().out for name in added[:1])
 
 

@@ -15,10 +15,11 @@ import numpy as np
 import pytest
 from etils import epath
 
-from capibara.training import lease, manifest, storage
-from capibara.training import checkpoints as module
-from capibara.training.checkpoints import Checkpointing, Checkpoints
-from capibara.types import UserError
+from capibara.checkpoints import lease, manifest
+from capibara.checkpoints import manager as module
+from capibara.checkpoints.manager import Checkpointing, Checkpoints
+from capibara.core.types import UserError
+from capibara.storage import durable
 
 HERE = pathlib.Path(__file__).parent
 sys.path.insert(0, str(HERE))
@@ -219,7 +220,7 @@ def test_a_power_cut_right_after_the_commit(tmp_path, monkeypatch, synced):
         monkeypatch.setattr(os, "fsync", recording)
         monkeypatch.setattr(os, "replace", commit)
         if not synced:
-            monkeypatch.setattr(storage, "sync", lambda folder: None)
+            monkeypatch.setattr(durable, "sync", lambda folder: None)
         checkpoints.save(2, saver.state_of(2), {}, {})
         checkpoints.wait()
         step = tmp_path / "checkpoints" / "2"

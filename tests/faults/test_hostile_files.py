@@ -17,13 +17,16 @@ import zipfile
 
 import pytest
 
-from capibara import limits
-from capibara.data import disk, tokenizer_limits
-from capibara.data.instructions import prepare_instructions
-from capibara.data.sources import JsonlSource
-from capibara.data.vocabulary import TokenizerJsonVocabulary
-from capibara.interop import gguf_file, safetensors_header, t5x_index, torch_file
-from capibara.types import UserError
+from capibara.core import limits
+from capibara.core.types import UserError
+from capibara.data.sources import disk
+from capibara.data.sources.instructions import prepare_instructions
+from capibara.data.sources.sources import JsonlSource
+from capibara.data.tokenizers import limits as tokenizer_limits
+from capibara.data.tokenizers.vocabulary import TokenizerJsonVocabulary
+from capibara.interop.gguf import file as gguf_file
+from capibara.interop.hf import safetensors_header, torch_file
+from capibara.interop.t5x import index as t5x_index
 
 HERE = pathlib.Path(__file__).resolve().parent
 

@@ -11,12 +11,13 @@ import jax.numpy as jnp
 import pytest
 from etils import epath
 
-from capibara import limits, outputs
-from capibara.training import encryption, inspection, manifest, run_manifest, storage
-from capibara.training.checkpoints import Checkpointing, Checkpoints
-from capibara.training.manifest import Damaged
+from capibara.checkpoints import encryption, inspection, manifest, run_manifest
+from capibara.checkpoints.manager import Checkpointing, Checkpoints
+from capibara.checkpoints.manifest import Damaged
+from capibara.core import limits
+from capibara.core.types import UserError
+from capibara.storage import durable, outputs
 from capibara.training.state import TrainState
-from capibara.types import UserError
 
 pytestmark = pytest.mark.fault(63)
 PARAMS = {"a": jnp.arange(6.0).reshape(2, 3), "b": jnp.ones(4)}
@@ -48,7 +49,7 @@ def signed(path, change):
     values = json.loads(path.read_text())
     del values["xxh128"]
     change(values)
-    digest = storage.hash_of(json.dumps(values, sort_keys=True, separators=(",", ":")).encode())
+    digest = durable.hash_of(json.dumps(values, sort_keys=True, separators=(",", ":")).encode())
     path.write_text(json.dumps(values | {"xxh128": digest}))
 
 
@@ -56,7 +57,7 @@ def written(run, name, content):
     """A file of the step with another content (an int: so many bytes of nothing), and the hash that fits."""
     path = run / "checkpoints" / "1" / name
     os.truncate(path, content) if isinstance(content, int) else path.write_text(content)
-    digest = "0" if isinstance(content, int) else storage.hash_of(content.encode())
+    digest = "0" if isinstance(content, int) else durable.hash_of(content.encode())
 
     def change(values):
         next(file for file in values["files"] if file["path"] == name).update(size=path.stat().st_size, xxh128=digest)
@@ -127,9 +128,9 @@ STEPS = {
 
 @pytest.mark.parametrize("name", STEPS)
 def test_a_hostile_step_is_damaged(run, name, monkeypatch):
-    read, most = storage.read_hashed, 1 << 20
+    read, most = durable.read_hashed, 1 << 20
     monkeypatch.setattr(
-        storage, "read_hashed", lambda path, size: read(path, size) if size < most else pytest.fail(path)
+        durable, "read_hashed", lambda path, size: read(path, size) if size < most else pytest.fail(path)
     )
     STEPS[name](run)
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
@@ -205,9 +206,9 @@ RUNS = {
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_hostile_run_folder_is_refused(run, name, monkeypatch):
-    read = storage.read_hashed
+    read = durable.read_hashed
     monkeypatch.setattr(
-        storage, "read_hashed", lambda path, size: read(path, size) if size < 1e6 else pytest.fail(path)
+        durable, "read_hashed", lambda path, size: read(path, size) if size < 1e6 else pytest.fail(path)
     )
     RUNS[name](run)
     with pytest.raises(UserError) as found:

@@ -1,4 +1,4 @@
-"""Programs that would pass without doing what their tests ask for, and what they leave behind (capibara/evaluation/sandbox.py)."""
+"""Programs that would pass without doing what their tests ask for, and what they leave behind (capibara/evaluation/sandbox/sandbox.py)."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import subprocess
 
 import pytest
 
-from capibara.evaluation import sandbox
 from capibara.evaluation.programs import judged, program
-from capibara.evaluation.sandbox import Holder, Sandbox
+from capibara.evaluation.sandbox import sandbox
+from capibara.evaluation.sandbox.sandbox import Holder, Sandbox
 
 PROMPT = 'import math\n\ndef add(a, b):\n    """The sum."""\n'
 TEST = """

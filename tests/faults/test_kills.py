@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 
-from capibara.training.checkpoints import Checkpointing, Checkpoints
+from capibara.checkpoints.manager import Checkpointing, Checkpoints
 
 HERE = pathlib.Path(__file__).parent
 sys.path.insert(0, str(HERE))

@@ -11,13 +11,13 @@ import jax
 import numpy as np
 import pytest
 
-from capibara.data.vocabulary import ByteVocabulary
+from capibara.checkpoints.manager import Checkpointing, Checkpoints
+from capibara.core.types import UserError
+from capibara.data.tokenizers.vocabulary import ByteVocabulary
 from capibara.jobs.local import free_address
 from capibara.sharding import Plan
-from capibara.training.anomalies import Anomalies, OnSpike
-from capibara.training.checkpoints import Checkpointing, Checkpoints
-from capibara.training.run import Run
-from capibara.types import UserError
+from capibara.training.setup import Run
+from capibara.training.stability.anomalies import Anomalies, OnSpike
 
 ROLL_BACK = Anomalies(on_spike=OnSpike.ROLL_BACK, window=6, roll_back_steps=3, skip_batches=6)
 

@@ -17,11 +17,13 @@ import numpy as np
 import pytest
 from etils import epath
 
-from capibara import cli, convert
-from capibara.training import encryption, manifest, step_folders, storage
-from capibara.training.checkpoints import Checkpointing, Checkpoints
-from capibara.training.encryption import Encryption
-from capibara.types import UserError
+from capibara.checkpoints import encryption, manifest, step_folders
+from capibara.checkpoints.encryption import Encryption
+from capibara.checkpoints.manager import Checkpointing, Checkpoints
+from capibara.cli import convert
+from capibara.core import exits
+from capibara.core.types import UserError
+from capibara.storage import durable
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 import saver  # noqa: E402
@@ -80,7 +82,7 @@ OPTIONS = {
 def test_what_was_saved_comes_back_on_another_mesh(tmp_path, key, options, state):
     save(tmp_path, options, steps=(1, 2, 3), state=state)
     assert newest(tmp_path, options, state) == (3, {})
-    assert cli.run_verb(convert.main, ["verify", str(tmp_path)]) == 0  # without the key, too
+    assert exits.run_verb(convert.main, ["verify", str(tmp_path)]) == 0  # without the key, too
 
 
 @pytest.mark.fault(44)
@@ -229,7 +231,7 @@ def test_a_step_whose_base_is_damaged_is_refused(tmp_path, how):
             path.write_bytes(content[:-1])
     with pytest.raises(UserError, match=r"holds no step that is what was saved: 3: state/\S* of step 1"):
         newest(tmp_path, OPTIONS["incremental"], frozen)
-    assert cli.run_verb(convert.main, ["verify", str(tmp_path)]) == 1
+    assert exits.run_verb(convert.main, ["verify", str(tmp_path)]) == 1
 
 
 @pytest.mark.fault(46)
@@ -239,7 +241,7 @@ def test_a_base_that_is_in_use_is_not_removed(tmp_path):
     save(tmp_path, options, steps=(1, 2, 3), state=frozen)
     steps = lambda: step_folders.steps(step_folders.folder_of(str(tmp_path)))
     assert steps() == [1, 3]
-    assert cli.run_verb(convert.main, ["prune", str(tmp_path), "--keep=1"]) == 0
+    assert exits.run_verb(convert.main, ["prune", str(tmp_path), "--keep=1"]) == 0
     assert steps() == [1, 3] and newest(tmp_path, options, frozen) == (3, {})
     with Checkpoints(str(tmp_path), options) as checkpoints:
         checkpoints.restore(saver.target_of(saver.sharded(frozen(0))))
@@ -297,7 +299,7 @@ def test_an_old_step_of_another_form_is_read_and_not_referred_to(tmp_path, key):
         checkpoints.save(2, saver.sharded(frozen(2)), {"rows": ["the data"]}, {})
     assert {file.step for file in manifest.read(epath.Path(tmp_path / "checkpoints" / "2")).files} == {None}
     assert newest(tmp_path, OPTIONS["all"], frozen) == (2, {})
-    assert storage.files_below(epath.Path(tmp_path / "checkpoints" / "2"))
+    assert durable.files_below(epath.Path(tmp_path / "checkpoints" / "2"))
 
 
 def test_keys_are_replaced_and_encryption_ends(tmp_path, key, monkeypatch):
@@ -330,9 +332,9 @@ def test_a_base_that_rots_is_written_anew(tmp_path):
 
 def test_a_compressed_chunk_that_reached_the_disk_wrong_is_written_again(tmp_path, monkeypatch):
     """Whole, by its own measure, but of other numbers."""
-    from capibara.training import storage
+    from capibara.storage import durable
 
-    read, left = storage.read_hashed, [1]
+    read, left = durable.read_hashed, [1]
 
     def wrong(path, size):
         if path.name == "0.0" and left[0]:
@@ -341,6 +343,6 @@ def test_a_compressed_chunk_that_reached_the_disk_wrong_is_written_again(tmp_pat
             size = path.stat().length
         return read(path, size)
 
-    monkeypatch.setattr(storage, "read_hashed", wrong)
+    monkeypatch.setattr(durable, "read_hashed", wrong)
     save(tmp_path, OPTIONS["compressed"], steps=(1,))
     assert not left[0] and newest(tmp_path, OPTIONS["compressed"]) == (1, {})

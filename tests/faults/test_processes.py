@@ -13,8 +13,8 @@ import time
 
 import pytest
 
+from capibara.checkpoints.manager import Checkpointing, Checkpoints
 from capibara.jobs.local import free_address
-from capibara.training.checkpoints import Checkpointing, Checkpoints
 
 HERE = pathlib.Path(__file__).parent
 TRAIN = ("train", "--gin_file=tiny.gin", "--gin.Trainer.heartbeat_s=10", "--gin.Checkpointing.every=2")
@@ -183,7 +183,7 @@ sharding.global_batch = recording
 
 FAILING = """
 import os
-from capibara.training import array_files
+from capibara.checkpoints import array_files
 
 write = array_files.write
 

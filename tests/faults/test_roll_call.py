@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from capibara import roll_call
-from capibara.roll_call import Process
-from capibara.types import TryAgain, UserError
+from capibara.core.multihost import roll_call
+from capibara.core.multihost.roll_call import Process
+from capibara.core.types import TryAgain, UserError
 
 FACTS = {"version of capibara": "1", "configuration": "Trainer.seed = 0\nTrainer.steps = 9"}
 

@@ -14,10 +14,10 @@ import jax
 import numpy as np
 import pytest
 
+from capibara.checkpoints import manifest
+from capibara.checkpoints.manager import Checkpointing
+from capibara.core.types import UserError
 from capibara.sharding import Plan
-from capibara.training import manifest
-from capibara.training.checkpoints import Checkpointing
-from capibara.types import UserError
 
 TRAIN = ("train", "--gin_file=tiny.gin", "--emulate=8")
 
@@ -164,7 +164,7 @@ def test_workers_and_prefetch_lose_no_sample(make_trainer, train, tmp_path):
 
 @pytest.mark.fault(32)
 def test_data_that_changed_since_the_save_is_refused(make_trainer, train, tmp_path):
-    from capibara.data.sources import JsonlSource
+    from capibara.data.sources.sources import JsonlSource
 
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text("".join(json.dumps({"text": f"the river {i} is wide"}) + "\n" for i in range(300)))
@@ -190,8 +190,8 @@ def with_flipped_bit(array, device):
 @pytest.mark.fault(42)
 def test_a_bit_that_flips_in_one_replica_ends_the_run(make_trainer, train, monkeypatch):
     """In the first device's copy, in step 4; compared every third step."""
-    from capibara.training import run as run_module
-    from capibara.training.replicas import SilentCorruption
+    from capibara.sharding.replicas import SilentCorruption
+    from capibara.training import setup as run_module
 
     compile_step = run_module.compile_step
 

@@ -16,20 +16,21 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from capibara.data import template_process
-from capibara.data.chat import ChatJsonlSource, TrainOn, render_example
-from capibara.data.chat_formats import Conversation
-from capibara.data.chat_template import ChatTemplate, TemplateFails
+from capibara.core.types import UserError
+from capibara.data.chat import template_process
+from capibara.data.chat.conversations import ChatJsonlSource, TrainOn, render_example
+from capibara.data.chat.formats import Conversation
+from capibara.data.chat.template import ChatTemplate, TemplateFails
 from capibara.data.dataset import Dataset
-from capibara.data.vocabulary import GUARD, ByteVocabulary, TokenizerJsonVocabulary
-from capibara.inference import bounds, chat, server
-from capibara.inference.openai_app import app_of
-from capibara.inference.refusal import Refusal
-from capibara.inference.sampling import Sampling
-from capibara.inference.service import Served, ServerConfig, Service
-from capibara.inference.serving_metrics import ServingMetrics
-from capibara.inference.visitors import visitors_of
-from capibara.types import UserError
+from capibara.data.tokenizers.vocabulary import GUARD, ByteVocabulary, TokenizerJsonVocabulary
+from capibara.inference.interactive import chat
+from capibara.inference.sampling.sampling import Sampling
+from capibara.inference.server import bounds, server
+from capibara.inference.server.http_errors import Refusal
+from capibara.inference.server.openai_app import app_of
+from capibara.inference.server.prometheus import ServingMetrics
+from capibara.inference.server.service import Served, ServerConfig, Service
+from capibara.inference.server.visitors import visitors_of
 
 TALK = Conversation([{"role": "user", "content": "Hello"}])
 TIME, MEMORY, DEEP = r"takes more than 1\.\d s: it loops", "needs more than 256 MiB of memory", "too deeply"

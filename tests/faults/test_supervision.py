@@ -21,15 +21,15 @@ import types
 import pytest
 from etils import epath
 
+from capibara.checkpoints import lease as lease_module
+from capibara.checkpoints.lease import NAME, Lease
+from capibara.checkpoints.manager import Checkpointing, Checkpoints
+from capibara.core.types import UserError
 from capibara.jobs import guard, workers
 from capibara.jobs.local import Supervisor
-from capibara.monitoring import loggers
-from capibara.training import lease as lease_module
+from capibara.monitoring.trackers import loggers
 from capibara.training.callbacks import RunInfo
-from capibara.training.checkpoints import Checkpointing, Checkpoints
-from capibara.training.lease import NAME, Lease
-from capibara.training.watchdog import Watch, Watchdog
-from capibara.types import UserError
+from capibara.training.stability.watchdog import Watch, Watchdog
 
 CHECKOUT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -325,7 +325,7 @@ def test_data_workers_end_with_a_run_that_is_killed(shell):
 
 SLEEPY = """
 import os, signal, sys, threading, time
-from capibara.training.watchdog import Watch, Watchdog
+from capibara.training.stability.watchdog import Watch, Watchdog
 with Watchdog(Watch(factor=5.0, at_least_s=1.0)) as dog:
     for step in range(10):
         time.sleep(0.02)
@@ -585,8 +585,8 @@ def test_a_save_that_never_ends_does_not_keep_the_process(tmp_path):
     """A file system that does not answer: the exit code says that the save is lost."""
     code = (
         "import jax, sys, threading\n"
-        "from capibara.training import checkpoints\n"
-        "from capibara.training.background import Task\n"
+        "from capibara.checkpoints import manager as checkpoints\n"
+        "from capibara.core.background import Task\n"
         "checkpoints._SAVE_S = 0.5\n"
         "made = checkpoints.Checkpoints(sys.argv[1], checkpoints.Checkpointing())\n"
         "made._saving = Task(threading.Event().wait, 'capibara-save')\n"

@@ -12,8 +12,9 @@ import sys
 import pytest
 
 from capibara import config
-from capibara.training import inspection, run_folder, run_manifest, step_folders
-from capibara.types import UserError
+from capibara.checkpoints import inspection, run_manifest, step_folders
+from capibara.core.types import UserError
+from capibara.training import run_folder
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "integration"))
 
@@ -236,11 +237,11 @@ def test_another_tokenizer_at_its_first_place_changes_nothing_and_ends_training(
 @pytest.mark.fault(53)
 def test_a_crash_between_two_writes_leaves_a_whole_folder(tmp_path, monkeypatch):
     """Of the manifest, of a file, and of the manifest again: after each the folder is as it was, or as it was to be."""
-    from capibara.training import storage
+    from capibara.storage import durable
 
     folder = run_manifest.folder_of(tmp_path)
     run_manifest.replace(folder, {"config.gin": b"A = 1\n", "paths.json": b"{}\n"})
-    write = storage.write
+    write = durable.write
     for stops_after in range(5):
         left = [stops_after]
 
@@ -250,12 +251,12 @@ def test_a_crash_between_two_writes_leaves_a_whole_folder(tmp_path, monkeypatch)
             left[0] -= 1
             write(path, data)
 
-        monkeypatch.setattr(storage, "write", crashing)
+        monkeypatch.setattr(durable, "write", crashing)
         new = {"config.gin": b"A = 2\n", "paths.json": b"{} \n", "tokenizer/tokenizer.json": b"{}"}
         with pytest.raises(KeyboardInterrupt):
             run_manifest.replace(folder, new)
         run_manifest.check(folder)
-    monkeypatch.setattr(storage, "write", write)
+    monkeypatch.setattr(durable, "write", write)
     run_manifest.replace(folder, new)
     assert run_manifest.faults(folder, run_manifest.read(folder)) == []
     (tmp_path / "config.gin").write_bytes(b"A = 1\n")
@@ -367,7 +368,7 @@ def test_steps_that_a_run_went_back_before_are_not_lost(tmp_path, event):
 
 @pytest.mark.fault(54)
 def test_start_over_leaves_a_run_that_writes_alone(trained, run, here):
-    from capibara.training.lease import Lease
+    from capibara.checkpoints.lease import Lease
 
     lease = Lease(run_manifest.folder_of(run) / "checkpoints")
     try:

@@ -17,26 +17,29 @@ from unittest import mock
 import jax
 import numpy as np
 
-from capibara import channel, cli, evaluate, joining, outputs
-from capibara.data.answers import PreferenceJsonlSource, PromptJsonlSource
-from capibara.data.chat_template import ChatTemplate
+from capibara.checkpoints.policy import Checkpointing
+from capibara.cli import evaluate
+from capibara.core import exits
+from capibara.core.multihost import channel, hosts, joining
+from capibara.data.chat.template import ChatTemplate
 from capibara.data.dataset import Dataset
-from capibara.data.vocabulary import TokenizerJsonVocabulary
-from capibara.inference.engine import Engine, EngineConfig
-from capibara.inference.own_chips import Where
-from capibara.inference.sample import SampleText, sampler
-from capibara.inference.sampling import Sampling
-from capibara.inference.serving_mesh import ServingMesh
+from capibara.data.sources.answers import PreferenceJsonlSource, PromptJsonlSource
+from capibara.data.tokenizers.vocabulary import TokenizerJsonVocabulary
+from capibara.inference.engine.engine import Engine, EngineConfig
+from capibara.inference.engine.own_chips import Where
+from capibara.inference.engine.serving_mesh import ServingMesh
+from capibara.inference.sampling.sample import SampleText, sampler
+from capibara.inference.sampling.sampling import Sampling
 from capibara.models import api
 from capibara.models.api import DecoderConfig
 from capibara.optim import Optimizer, Schedule
 from capibara.sharding import Plan
+from capibara.storage import outputs
 from capibara.strategies.answering import Answerer
 from capibara.strategies.grpo import Grpo
-from capibara.training import hosts, loop
+from capibara.training import loop
 from capibara.training.callbacks import Callback
-from capibara.training.checkpointing import Checkpointing
-from capibara.training.evaluate import Judge
+from capibara.training.evaluation import Judge
 from capibara.training.preference import Dpo
 from capibara.training.trainer import Evaluation, Trainer
 
@@ -277,4 +280,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run_process(main))
+    sys.exit(exits.run_process(main))

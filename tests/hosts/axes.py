@@ -16,19 +16,21 @@ import sys
 import jax
 import numpy as np
 
-from capibara import cli, joining
+from capibara.checkpoints import manager as checkpoints
+from capibara.checkpoints.manager import Checkpointing, Checkpoints
+from capibara.core import exits
+from capibara.core.multihost import joining
+from capibara.core.types import UserError
 from capibara.data.dataset import Dataset
-from capibara.data.sources import JsonlSource
-from capibara.data.vocabulary import ByteVocabulary
+from capibara.data.sources.sources import JsonlSource
+from capibara.data.tokenizers.vocabulary import ByteVocabulary
 from capibara.models.api import DecoderConfig
 from capibara.optim import Optimizer, Schedule
 from capibara.sharding import Plan
-from capibara.training import checkpoints, loop
+from capibara.training import loop
 from capibara.training.callbacks import Callback
-from capibara.training.checkpoints import Checkpointing, Checkpoints
+from capibara.training.stability.watchdog import Watch
 from capibara.training.trainer import Evaluation, Trainer
-from capibara.training.watchdog import Watch
-from capibara.types import UserError
 
 DEVICES = 4
 # The first axis that has more than one device spans two processes of two, and four of one.
@@ -165,4 +167,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run_process(main))
+    sys.exit(exits.run_process(main))

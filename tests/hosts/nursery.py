@@ -187,12 +187,12 @@ def _end(code: int) -> None:
 def _main() -> None:
     import fake_tpu_vm  # noqa: F401 - before JAX
 
-    from capibara import config, devices, joining  # noqa: F401
-    from capibara.evaluation import run, subject  # noqa: F401
-    from capibara.inference import sample, server  # noqa: F401
-    from capibara.interop import checkpoint  # noqa: F401
+    from capibara.core.multihost import joining  # noqa: F401
+    from capibara.evaluation import evaluate, subject  # noqa: F401
+    from capibara.inference.server import server  # noqa: F401
+    from capibara.interop import open_model  # noqa: F401
     from capibara.monitoring import defaults  # noqa: F401
-    from capibara.planner import automatic, chips, xla_flags  # noqa: F401
+    from capibara.planner.search import automatic  # noqa: F401
     from capibara.training import emulation, loop, own_tokenizer, run_folder  # noqa: F401
 
     answers = os.fdopen(os.dup(1), "w")

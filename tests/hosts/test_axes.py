@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
 
+from capibara.checkpoints.manager import Checkpointing, Checkpoints
 from capibara.models import api
-from capibara.training.checkpoints import Checkpointing, Checkpoints
 from capibara.training.state import with_shardings
 
 hosts = sys.modules["of_hosts_conftest"]

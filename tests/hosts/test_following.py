@@ -9,16 +9,15 @@ import signal
 import socket
 import sys
 import time
-
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import pytest
 
-from capibara.data.vocabulary import ByteVocabulary
-from capibara.inference.engine import Engine, EngineConfig
-from capibara.inference.sampling import BeamSearch, Sampling
+from capibara.data.tokenizers.vocabulary import ByteVocabulary
+from capibara.inference.engine.engine import Engine, EngineConfig
+from capibara.inference.sampling.sampling import BeamSearch, Sampling
 from capibara.interop import gin_of
 from capibara.models import api
 from capibara.models.api import DecoderConfig

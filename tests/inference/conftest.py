@@ -22,7 +22,9 @@ def folder(tmp_path_factory) -> str:
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers
 
-    from capibara.interop import checkpoint, hf_config, hf_folder
+    from capibara.interop import open_model
+    from capibara.interop.hf import config as hf_config
+    from capibara.interop.hf import folder as hf_folder
     from capibara.models import api
 
     letters = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
@@ -42,8 +44,8 @@ def folder(tmp_path_factory) -> str:
     hf_folder.save_hf(
         str(path),
         values,
-        checkpoint.hf_shapes(model, values["model_type"]),
-        checkpoint.hf_tensors(params, model, values["model_type"]),
+        open_model.hf_shapes(model, values["model_type"]),
+        open_model.hf_tensors(params, model, values["model_type"]),
         {name: text.encode() for name, text in files.items()},
         dtype="float32",
     )
@@ -62,10 +64,10 @@ def run(folder):
 @pytest.fixture(scope="session")
 def served(run):
     """It in an engine with two slots, and its chat."""
-    from capibara.inference import chat
-    from capibara.inference.engine import Engine, EngineConfig
-    from capibara.inference.sampling import Sampling
-    from capibara.inference.service import Served
+    from capibara.inference.engine.engine import Engine, EngineConfig
+    from capibara.inference.interactive import chat
+    from capibara.inference.sampling.sampling import Sampling
+    from capibara.inference.server.service import Served
 
     vocabulary, batching = run.trainer.dataset.get_vocabulary(), EngineConfig(slots=2, prefix_cache_mib=1)
     engine = Engine(run.model, run.params, vocabulary, LENGTH, batching)

@@ -83,7 +83,7 @@ def here(shell, monkeypatch, capfd):
     """(verb, arguments) -> Done, in this process and its 8 devices: quick, as nothing is imported or compiled again."""
     import importlib
 
-    from capibara import cli, devices
+    from capibara.core import devices, exits
 
     emulate = devices.emulate
 
@@ -96,7 +96,7 @@ def here(shell, monkeypatch, capfd):
     def run(verb, *args):
         monkeypatch.chdir(shell.folder)
         capfd.readouterr()
-        code = cli.run_verb(importlib.import_module(f"capibara.{verb}").main, list(args))
+        code = exits.run_verb(importlib.import_module(f"capibara.{verb}").main, list(args))
         return Done(code, *capfd.readouterr())
 
     return run

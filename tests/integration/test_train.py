@@ -11,7 +11,7 @@ import subprocess
 import numpy as np
 import pytest
 
-from capibara.monitoring.loggers import read_metrics
+from capibara.monitoring.trackers.loggers import read_metrics
 
 TRAIN = ("train", "--gin_file=tiny.gin")
 

@@ -10,13 +10,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from capibara import tree
-from capibara.models import api, relative, stored
-from capibara.models.transformer import ComputeDtype
+from capibara.core import tree
+from capibara.models import api
+from capibara.models.adapters import quantized_weights
+from capibara.models.layers import relative
+from capibara.models.layers.transformer import ComputeDtype
 
-_ROOMS = ("capibara.models.", "capibara.training.", "capibara.optim", "capibara.schedules", "capibara.matrices")
+_ROOMS = (
+    "capibara.models.",
+    "capibara.training.",
+    "capibara.optim",
+    "capibara.optim.schedules",
+    "capibara.optim.matrices",
+)
 # T5 cuts its buckets where the rounding of float32 says; and what 4 bits stand for are numbers in float32.
-_AS_PUBLISHED = (relative, stored)
+_AS_PUBLISHED = (relative, quantized_weights)
 _OF_BLOCKS = ("scales", "means", "steps")
 
 

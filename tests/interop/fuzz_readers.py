@@ -102,47 +102,49 @@ def header_json(content: bytes, rng: random.Random) -> bytes:
 
 
 def _model(path: pathlib.Path) -> None:
-    from capibara.interop import checkpoint, hf_config
+    from capibara.interop import open_model
+    from capibara.interop.hf import config as hf_config
     from capibara.models import api
 
-    foreign = checkpoint.open_model(str(path))
+    foreign = open_model.open_model(str(path))
     model = api.build(hf_config.from_hf(foreign.config))
-    checkpoint.check(foreign, model)
+    open_model.check(foreign, model)
     for name in list(foreign.shapes())[:40]:
         foreign.dtype(name), foreign.read(name)
     len(foreign.tokenizer)
 
 
 def _tokens(path: pathlib.Path, kind: str) -> None:
-    from capibara.data import vocabulary
+    from capibara.data.tokenizers import vocabulary
 
     made = getattr(vocabulary, kind)(path=str(path))
     made.encode("a text, 123 \u2581"), made.size, made.eos_id, made.token_bytes()
 
 
 def _lines(path: pathlib.Path) -> None:
-    from capibara.data.sources import JsonlSource
+    from capibara.data.sources.sources import JsonlSource
 
     documents = JsonlSource(files=(str(path),)).open("train")
     [documents.example(i) for i in range(len(documents))]
 
 
 def _instructions(path: pathlib.Path) -> None:
-    from capibara.data.instructions import prepare_instructions
+    from capibara.data.sources.instructions import prepare_instructions
 
     prepare_instructions([str(path)], str(path.parent / "out"), members=["*.json*"], held_out=0.5, report=len)
 
 
 def _adapter(path: pathlib.Path) -> None:
-    from capibara.interop import peft
-    from capibara.models import api
     from hostile_files import LLAMA
+
+    from capibara.interop.peft import folder as peft
+    from capibara.models import api
 
     peft.read_peft(str(path), api.build(LLAMA), "llama")
 
 
 def _gin(path: pathlib.Path) -> None:
-    from capibara.interop import t5x_names
+    from capibara.interop.t5x import names as t5x_names
 
     text = path.read_bytes().decode("utf-8", "replace")
     t5x_names.config_of(t5x_names.network_of(text)), t5x_names.vocabulary_of(text)
@@ -179,7 +181,10 @@ def make(folder: pathlib.Path) -> None:
     import hostile_files
     import jax
     import numpy as np
-    from capibara.interop import hf_folder, peft, torch_file
+
+    from capibara.interop.hf import folder as hf_folder
+    from capibara.interop.hf import torch_file
+    from capibara.interop.peft import folder as peft
     from capibara.models import api
 
     maker = hostile_files._Maker(folder, folder / "canary", False)
@@ -262,7 +267,7 @@ def _sentencepiece(path: pathlib.Path, texts: list[str]) -> None:
 
 def main(reader: str, seed: int, count: int, folder: pathlib.Path) -> int:
     """Runs the cases seed ... seed + count; returns how many failed."""
-    from capibara.types import UserError
+    from capibara.core.types import UserError
 
     warnings.simplefilter("ignore")
     of, file, change, read = READERS[reader]

@@ -15,8 +15,9 @@ import sentencepiece as sentencepiece_library
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
-from capibara.data import train_vocabulary
-from capibara.interop import gguf_names, gguf_vocabulary
+from capibara.data.tokenizers import train_vocabulary
+from capibara.interop.gguf import names as gguf_names
+from capibara.interop.gguf import vocabulary as gguf_vocabulary
 
 VOCAB = 320
 TEXT = pathlib.Path(json.__file__).read_text() + " Größe, Привет! 日本語 😀 1234567890\n\n\tit's we'll\r\n"

@@ -9,13 +9,19 @@ import jax
 import numpy as np
 import pytest
 
-from capibara import cli, config, convert, sharding, tree
-from capibara.interop import adapters, checkpoint, gin_of, hf_config, hf_folder, peft
+from capibara import config, sharding
+from capibara.cli import convert
+from capibara.core import exits, tree
+from capibara.core.types import UserError
+from capibara.interop import gin_of, open_model
+from capibara.interop.hf import config as hf_config
+from capibara.interop.hf import folder as hf_folder
+from capibara.interop.peft import folder as peft
+from capibara.interop.peft import runs as adapters
 from capibara.models import api
 from capibara.models.api import DecoderConfig, Lora
-from capibara.training import given, run_folder
+from capibara.training import initialization, run_folder
 from capibara.training import state as states
-from capibara.types import UserError
 
 SIZES = dict(vocab_size=272, embed_dim=32, num_layers=2, num_heads=4, mlp_dim=48, dtype="float32")
 LLAMA = DecoderConfig(**SIZES, num_kv_heads=2, norm_eps=1e-5, head="separate")
@@ -34,7 +40,7 @@ LORAS = {
 
 def run(*argv):
     config.reset()
-    return cli.run_verb(convert.main, [str(arg) for arg in argv])
+    return exits.run_verb(convert.main, [str(arg) for arg in argv])
 
 
 def drawn(shapes):
@@ -48,8 +54,8 @@ def made(folder, name):
     base = drawn(plain.abstract_params)
     like = {"model_type": name, "pad_token_id": 0}
     values = hf_config.to_hf(plain.config, like if name in ("phi3", "gpt2") else None, dtype="float32")
-    shapes = checkpoint.hf_shapes(plain, values["model_type"])
-    tensors = checkpoint.hf_tensors(base, plain, values["model_type"])
+    shapes = open_model.hf_shapes(plain, values["model_type"])
+    tensors = open_model.hf_tensors(base, plain, values["model_type"])
     hf_folder.save_hf(f"{folder}/base", values, shapes, tensors, {}, dtype="float32")
     model = api.build(dataclasses.replace(plain.config, lora=LORAS[name]))
     params = tree.joined(drawn(model.trained(jax.jit(model.adapt)(base, jax.random.key(0)))), base)
@@ -60,7 +66,7 @@ def made(folder, name):
 
 
 def read(path):
-    foreign = checkpoint.open_model(str(path))
+    foreign = open_model.open_model(str(path))
     return {name: foreign.read(name) for name in foreign.shapes()}
 
 
@@ -88,7 +94,7 @@ def test_adapters_of_a_run_go_out_and_are_merged_to_the_same(name, tmp_path, cap
     assert run(*argv, f"--to={tmp_path}/hf") == 0
     values = hf_folder.config_of(str(tmp_path / "hf"))
     assert values["model_type"] == hf_folder.config_of(str(tmp_path / "elsewhere"))["model_type"]
-    wanted = dict(checkpoint.hf_tensors(got, plain, values["model_type"]))
+    wanted = dict(open_model.hf_tensors(got, plain, values["model_type"]))
     merged = read(tmp_path / "hf")
     assert merged.keys() == wanted.keys()
     for key, value in wanted.items():
@@ -130,7 +136,7 @@ def test_adapters_beside_a_base_in_four_bits_go_out_as_they_are(tmp_path, capsys
 
 
 def hf(params):
-    return checkpoint.hf_tensors(params, api.build(LLAMA), "llama")
+    return open_model.hf_tensors(params, api.build(LLAMA), "llama")
 
 
 @pytest.mark.parametrize(
@@ -162,7 +168,7 @@ def test_mistakes_are_one_line(argv, message, folders, monkeypatch, tmp_path, ca
 
 def test_a_run_does_not_begin_from_an_adapter(folders):
     with pytest.raises(UserError, match="adapter is an adapter of PEFT: merge it first"):
-        checkpoint.loader(str(folders / "adapter"), api.build(LLAMA))
+        open_model.loader(str(folders / "adapter"), api.build(LLAMA))
 
 
 def begun(folder, lora, begins="adapter", how="weights"):
@@ -172,8 +178,10 @@ def begun(folder, lora, begins="adapter", how="weights"):
     model = api.build(dataclasses.replace(LLAMA, lora=lora))
     trainer = dataclasses.replace(trainer, init_from=f"{folder}/{begins}", model=model.config, init_with=how)
     mesh = sharding.make_mesh(trainer.plan, jax.devices()[:1])
-    read = given.reader_again(trainer, lambda: adapters.loader(trainer.init_from, model, merge=how == "merged"))
-    loaded = given.load_params(trainer, model, mesh, read)
+    read = initialization.reader_again(
+        trainer, lambda: adapters.loader(trainer.init_from, model, merge=how == "merged")
+    )
+    loaded = initialization.load_params(trainer, model, mesh, read)
     tx = trainer.optimizer.build(10, model.trained(model.axes))
     return model, states.init_state(model, tx, jax.random.key(0), ema=False, given=loaded).params
 
@@ -185,7 +193,7 @@ def test_a_run_goes_on_with_an_adapter(folders, base_dtype):
     _, want = peft.read_peft(f"{folders}/adapter", model.plain, "llama")
     jax.tree.map(np.testing.assert_array_equal, model.trained(params), want)
     assert np.any(want["layers"]["attention"]["query_lora"]["b"])
-    base = dict(checkpoint.hf_tensors(model.plain.merge(model.frozen(params)), model.plain, "llama"))
+    base = dict(open_model.hf_tensors(model.plain.merge(model.frozen(params)), model.plain, "llama"))
     close = dict(rtol=0, atol=0) if base_dtype == "float32" else dict(rtol=2**-8, atol=0)
     for name, value in read(folders / "base").items():
         np.testing.assert_allclose(np.asarray(base[name], np.float32), value, **close)
@@ -253,7 +261,7 @@ def folders(tmp_path_factory):
         (folder / name / peft.CONFIG).write_text(json.dumps(about))
         (folder / name / peft.WEIGHTS).write_bytes(weights or (folder / "adapter" / peft.WEIGHTS).read_bytes())
     wide = api.build(dataclasses.replace(LLAMA, embed_dim=64))
-    tensors = checkpoint.hf_tensors(drawn(wide.abstract_params), wide, "llama")
+    tensors = open_model.hf_tensors(drawn(wide.abstract_params), wide, "llama")
     values = hf_config.to_hf(wide.config)
-    hf_folder.save_hf(f"{folder}/other", values, checkpoint.hf_shapes(wide, "llama"), tensors, {}, dtype="float32")
+    hf_folder.save_hf(f"{folder}/other", values, open_model.hf_shapes(wide, "llama"), tensors, {}, dtype="float32")
     return folder

@@ -14,11 +14,15 @@ import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from capibara import cli, config, convert
-from capibara.interop import checkpoint, hf_config, hf_folder
+from capibara import config
+from capibara.cli import convert
+from capibara.core import exits
+from capibara.core.types import UserError
+from capibara.interop import open_model
+from capibara.interop.hf import config as hf_config
+from capibara.interop.hf import folder as hf_folder
 from capibara.models import api
 from capibara.models.api import DecoderConfig
-from capibara.types import UserError
 
 LLAMA = DecoderConfig(
     **dict(vocab_size=96, embed_dim=32, num_layers=2, num_heads=4, num_kv_heads=2, mlp_dim=64, norm_eps=1e-5),
@@ -31,7 +35,7 @@ QUERY = "model.layers.0.self_attn.q_proj.weight"
 
 def run(*argv):
     config.reset()
-    return cli.run_verb(convert.main, [str(arg) for arg in argv])
+    return exits.run_verb(convert.main, [str(arg) for arg in argv])
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +44,8 @@ def good(tmp_path_factory):
     folder = tmp_path_factory.mktemp("good")
     rng = np.random.default_rng(0)
     params = jax.tree.map(lambda s: rng.standard_normal(s.shape, np.float32), MODEL.abstract_params)
-    tensors = dict(checkpoint.hf_tensors(params, MODEL, "llama"))
-    shapes, values = checkpoint.hf_shapes(MODEL, "llama"), hf_config.to_hf(LLAMA, {"max_position_embeddings": 64})
+    tensors = dict(open_model.hf_tensors(params, MODEL, "llama"))
+    shapes, values = open_model.hf_shapes(MODEL, "llama"), hf_config.to_hf(LLAMA, {"max_position_embeddings": 64})
     for name, size in (("one", 10**9), ("several", 20_000)):
         hf_folder.save_hf(str(folder / name), values, shapes, tensors.items(), {}, dtype="float32", shard_bytes=size)
     assert run(f"--from={folder}/one", f"--to={folder}/model.gguf", "--dtype=q8_0") == 0
@@ -222,14 +226,14 @@ def test_a_run_that_begins_from_it_tells_it_in_a_line(name, good, tmp_path):
     here = SingleDeviceSharding(jax.devices()[0])
     target = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=here), MODEL.abstract_params)
     with pytest.raises(UserError, match=told) as error:
-        checkpoint.loader(str(path), MODEL)(target)
+        open_model.loader(str(path), MODEL)(target)
     assert "\n" not in str(error.value)
 
 
 def test_what_is_whole_is_read(good):
     for name in ("one", "several", "model.gguf"):
         model = api.build(dataclasses.replace(LLAMA, max_length=64)) if name == "model.gguf" else MODEL
-        checkpoint.loader(str(good / name), model)
+        open_model.loader(str(good / name), model)
 
 
 def test_extra_tensors_are_refused_and_known_buffers_are_not(good, tmp_path):
@@ -242,10 +246,10 @@ def test_extra_tensors_are_refused_and_known_buffers_are_not(good, tmp_path):
         text = json.dumps(header).encode()
         (path / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + data + bytes(8))
         if fine:
-            checkpoint.loader(str(path), MODEL)
+            open_model.loader(str(path), MODEL)
             continue
         with pytest.raises(UserError, match="model.more.weight is in the checkpoint, not in the model"):
-            checkpoint.loader(str(path), MODEL)
+            open_model.loader(str(path), MODEL)
 
 
 def test_the_verb_that_trains_tells_it_before_it_compiles(good, tmp_path):

@@ -9,11 +9,14 @@ import pytest
 import tokenizers
 from safetensors import numpy as safetensors
 
-from capibara import cli, config, convert
+from capibara import config
+from capibara.cli import convert
+from capibara.core import exits
 from capibara.data.dataset import Dataset
-from capibara.data.sources import StdlibSource
-from capibara.data.vocabulary import ByteVocabulary
-from capibara.interop import checkpoint, conversion, gin_of, hf_config
+from capibara.data.sources.sources import StdlibSource
+from capibara.data.tokenizers.vocabulary import ByteVocabulary
+from capibara.interop import conversion, gin_of, open_model
+from capibara.interop.hf import config as hf_config
 from capibara.models import api
 from capibara.models.api import DecoderConfig, Moe, Rope
 from capibara.training import run_folder
@@ -24,7 +27,7 @@ TINY = DecoderConfig(
 
 
 def run(*argv):
-    return cli.run_verb(convert.main, [str(arg) for arg in argv])
+    return exits.run_verb(convert.main, [str(arg) for arg in argv])
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +73,7 @@ def assert_equal(got, want):
 def test_a_run_goes_out_and_comes_back(model_dir, params, tokenizer, tmp_path, capsys):
     assert run(f"--from={model_dir}", f"--to={tmp_path}/hf", "--dtype=f32") == 0
     assert "qwen3, 24 tensors in f32" in capsys.readouterr().out
-    foreign = checkpoint.open_model(f"{tmp_path}/hf")
+    foreign = open_model.open_model(f"{tmp_path}/hf")
     assert foreign.tokenizer["tokenizer.json"] == (tokenizer / "tokenizer.json").read_bytes()
     assert foreign.tokenizer["chat_template.jinja"] == b"{{ messages }}"
     assert json.loads(foreign.tokenizer["tokenizer_config.json"])["eos_token"] == "<eos>"
@@ -86,7 +89,7 @@ def test_a_run_goes_out_and_comes_back(model_dir, params, tokenizer, tmp_path, c
     assert vocabulary.size == 257
     config.reset()
     assert run(f"--from={tmp_path}/ours", f"--to={tmp_path}/again", "--dtype=f32", "--gin.Dataset.length=64") == 0
-    assert checkpoint.open_model(f"{tmp_path}/again").config == foreign.config  # its longest row included
+    assert open_model.open_model(f"{tmp_path}/again").config == foreign.config  # its longest row included
     with (
         open(f"{tmp_path}/again/model.safetensors", "rb") as one,
         open(f"{tmp_path}/hf/model.safetensors", "rb") as two,
@@ -97,13 +100,13 @@ def test_a_run_goes_out_and_comes_back(model_dir, params, tokenizer, tmp_path, c
 def test_a_folder_goes_to_a_folder_of_another_dtype(model_dir, params, tmp_path):
     assert run(f"--from={model_dir}", f"--to={tmp_path}/full", "--dtype=f32") == 0
     assert run(f"--from={tmp_path}/full", f"--to={tmp_path}/half", "--dtype=bf16") == 0
-    full, half = checkpoint.open_model(f"{tmp_path}/full"), checkpoint.open_model(f"{tmp_path}/half")
+    full, half = open_model.open_model(f"{tmp_path}/full"), open_model.open_model(f"{tmp_path}/half")
     assert half.config == full.config | {"dtype": "bfloat16", "torch_dtype": "bfloat16"}
     assert half.tokenizer == full.tokenizer
     for name in full.shapes():
         np.testing.assert_array_equal(half.read(name), full.read(name).astype(half.read(name).dtype))
     assert run(f"--from={tmp_path}/half", f"--to={tmp_path}/same") == 0  # as stored
-    same = checkpoint.open_model(f"{tmp_path}/same")
+    same = open_model.open_model(f"{tmp_path}/same")
     assert all(np.array_equal(same.read(name), half.read(name)) for name in full.shapes())
 
 
@@ -119,7 +122,7 @@ def test_tensors_of_several_dtypes_lose_nothing(model_dir, tmp_path):
     out = safetensors.load_file(str(tmp_path / "out" / "model.safetensors"))
     assert all(np.array_equal(out[name], value) for name, value in values.items())
     # Vectors of a GGUF file are f32, whatever the model was.
-    assert checkpoint.stored_dtype(checkpoint.open_model(f"{tmp_path}/mixed.gguf")) == "float16"
+    assert open_model.stored_dtype(open_model.open_model(f"{tmp_path}/mixed.gguf")) == "float16"
     assert (tmp_path / "mixed.gguf.partial").read_text() == "mine"
 
 
@@ -131,7 +134,7 @@ def test_experts_of_a_layer_in_one_tensor_are_written_one_by_one(tmp_path):
     )
     rng = np.random.default_rng(0)
     params = jax.tree.map(lambda s: rng.standard_normal(s.shape, np.float32), model.abstract_params)
-    want = dict(checkpoint.hf_tensors(params, model, "mixtral"))
+    want = dict(open_model.hf_tensors(params, model, "mixtral"))
 
     class Fused:
         config, tokenizer = hf_config.to_hf(model.config), {}
@@ -149,11 +152,11 @@ def test_experts_of_a_layer_in_one_tensor_are_written_one_by_one(tmp_path):
         Fused.tensors[f"{new}gate.weight"] = want[f"{old}gate.weight"]
         Fused.tensors[f"{new}experts.gate_up_proj"] = np.concatenate([of("w1"), of("w3")], axis=1)
         Fused.tensors[f"{new}experts.down_proj"] = of("w2")
-    got = dict(checkpoint.foreign_tensors(Fused(), model, "mixtral"))
-    assert list(got) == list(want) == list(checkpoint.hf_shapes(model, "mixtral"))
+    got = dict(open_model.foreign_tensors(Fused(), model, "mixtral"))
+    assert list(got) == list(want) == list(open_model.hf_shapes(model, "mixtral"))
     assert all(np.array_equal(got[name], want[name]) for name in want)
     here = jax.tree.map(lambda _: jax.sharding.SingleDeviceSharding(jax.devices()[0]), model.abstract_params)
-    assert_equal(checkpoint.load_params(Fused(), model, here), params)
+    assert_equal(open_model.load_params(Fused(), model, here), params)
 
 
 def test_a_configuration_is_the_same_as_gin_text():

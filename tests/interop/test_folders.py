@@ -13,7 +13,9 @@ import jax
 import numpy as np
 import pytest
 
-from capibara.interop import checkpoint, families, hf_config
+from capibara.interop import open_model
+from capibara.interop.hf import config as hf_config
+from capibara.interop.hf import families
 from capibara.models import api
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -67,7 +69,7 @@ def loaded(name):
     foreign = Drawn(name)
     model = api.build(hf_config.from_hf(foreign.config, dtype="float32"))
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    return model, checkpoint.load_params(foreign, model, jax.tree.map(lambda _: here, model.abstract_params))
+    return model, open_model.load_params(foreign, model, jax.tree.map(lambda _: here, model.abstract_params))
 
 
 def batch_of(tokens, padding=0):
@@ -107,5 +109,5 @@ def test_what_we_write_of_it_has_the_same_tensors(name):
     config = hf_config.from_hf(config_of(name))
     values = hf_config.to_hf(config, FOLDERS[name]["config"])
     assert values["model_type"] == FOLDERS[name]["config"]["model_type"]
-    got = checkpoint.hf_shapes(api.build(config), values["model_type"])
+    got = open_model.hf_shapes(api.build(config), values["model_type"])
     assert got == {key: tuple(shape) for key, shape in FOLDERS[name]["shapes"].items()}

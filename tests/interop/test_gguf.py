@@ -19,12 +19,16 @@ sys.path += [
 import gguf  # noqa: E402
 import gguf_cases as cases  # noqa: E402
 
-from capibara import cli, config, convert  # noqa: E402
-from capibara.interop import gguf_names, gguf_rope, gguf_vocabulary  # noqa: E402
-from capibara.interop.gguf_read import GgufModel, open_gguf  # noqa: E402
-from capibara.interop.gguf_write import write_gguf  # noqa: E402
+from capibara import config
+from capibara.cli import convert
+from capibara.core import exits  # noqa: E402
+from capibara.core.types import UserError  # noqa: E402
+from capibara.interop.gguf import names as gguf_names
+from capibara.interop.gguf import rope as gguf_rope
+from capibara.interop.gguf import vocabulary as gguf_vocabulary  # noqa: E402
+from capibara.interop.gguf.read import GgufModel, open_gguf  # noqa: E402
+from capibara.interop.gguf.write import write_gguf  # noqa: E402
 from capibara.models import api  # noqa: E402
-from capibara.types import UserError  # noqa: E402
 
 TEXTS = (
     "Hello world, it's 2026!",
@@ -270,7 +274,7 @@ def test_name_and_licence_go_through_a_run_folder(tmp_path):
         (tmp_path / "hf", "d.gguf"),
     ):
         form = ["--format=capibara"] if target == "run" else []
-        assert cli.run_verb(convert.main, [f"--from={source}", f"--to={tmp_path / target}", *form]) == 0
+        assert exits.run_verb(convert.main, [f"--from={source}", f"--to={tmp_path / target}", *form]) == 0
         config.reset()
     for name in ("c.gguf", "d.gguf"):
         fields = gguf.GGUFReader(tmp_path / name).fields
@@ -450,11 +454,12 @@ def llama_cpp():
 
 def our_model(found: GgufModel):
     """Our model of a file, and its parameters."""
-    from capibara.interop import checkpoint, hf_config
+    from capibara.interop import open_model
+    from capibara.interop.hf import config as hf_config
 
     model = api.build(hf_config.from_hf(found.config, dtype="float32"))
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    return model, checkpoint.load_params(found, model, jax.tree.map(lambda _: here, model.abstract_params))
+    return model, open_model.load_params(found, model, jax.tree.map(lambda _: here, model.abstract_params))
 
 
 def our_logits(found: GgufModel, ids: list[int]) -> np.ndarray:
@@ -469,13 +474,14 @@ def our_logits(found: GgufModel, ids: list[int]) -> np.ndarray:
 @pytest.mark.heavy
 @pytest.mark.parametrize("name", cases.CASES)
 def test_a_file_is_the_same_after_it_was_our_model(name, tmp_path):
-    from capibara.interop import checkpoint, hf_config
+    from capibara.interop import open_model
+    from capibara.interop.hf import config as hf_config
 
     path, again = write(tmp_path / "model.gguf", name), tmp_path / "again.gguf"
     found = open_gguf(path)
     model, params = our_model(found)
     config = hf_config.to_hf(model.config, found.config)
-    write_gguf(again, config, checkpoint.hf_tensors(params, model, config["model_type"]), found.tokenizer, dtype="f32")
+    write_gguf(again, config, open_model.hf_tensors(params, model, config["model_type"]), found.tokenizer, dtype="f32")
     assert again.read_bytes() == path.read_bytes()
 
 

@@ -20,14 +20,20 @@ sys.path += [
 ]
 import gguf_cases as cases  # noqa: E402
 
-from capibara import cli, config, convert, tree  # noqa: E402
-from capibara.interop import checkpoint, gguf_adapter, gin_of, hf_config, hf_folder, peft  # noqa: E402
-from capibara.interop.gguf_read import open_gguf  # noqa: E402
-from capibara.interop.gguf_write import write_gguf  # noqa: E402
+from capibara import config
+from capibara.cli import convert
+from capibara.core import exits, tree  # noqa: E402
+from capibara.core.types import UserError  # noqa: E402
+from capibara.interop import gin_of, open_model
+from capibara.interop.gguf import adapter as gguf_adapter
+from capibara.interop.gguf.read import open_gguf  # noqa: E402
+from capibara.interop.gguf.write import write_gguf  # noqa: E402
+from capibara.interop.hf import config as hf_config
+from capibara.interop.hf import folder as hf_folder
+from capibara.interop.peft import folder as peft  # noqa: E402
 from capibara.models import api  # noqa: E402
 from capibara.models.api import Lora  # noqa: E402
 from capibara.training import run_folder  # noqa: E402
-from capibara.types import UserError  # noqa: E402
 
 ALL = Lora(rank=2, alpha=6.0, targets=("all-linear",))
 # Name -> a case and its adapters.
@@ -57,13 +63,13 @@ class Made:
         self.plain = api.build(hf_config.from_hf(self.config, dtype="float32"))
         here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         places = jax.tree.map(lambda _: here, self.plain.abstract_params)
-        self.plain_params = params = checkpoint.load_params(open_gguf(self.base), self.plain, places)
+        self.plain_params = params = open_model.load_params(open_gguf(self.base), self.plain, places)
         self.model = api.build(dataclasses.replace(self.plain.config, lora=lora))
         adapted = jax.jit(self.model.adapt)(params, jax.random.key(0))
         self.params = tree.map_with_names(lambda name, x: drawn(name, x.shape) if "_lora/" in name else x, adapted)
         self.model_type = self.config["model_type"]
         merged = jax.jit(self.model.merge)(self.params)
-        self._write(self.merged, checkpoint.hf_tensors(merged, self.plain, self.model_type))
+        self._write(self.merged, open_model.hf_tensors(merged, self.plain, self.model_type))
         pairs = peft.pairs(self.params, self.model, self.model_type)
         self.count = gguf_adapter.write_adapter(self.adapter, self.config, pairs)
 
@@ -134,7 +140,7 @@ def test_llama_cpp_answers_with_the_adapter_as_the_merged_model(name, tmp_path):
 
 def run(*argv) -> int:
     config.reset()
-    return cli.run_verb(convert.main, [str(arg) for arg in argv])
+    return exits.run_verb(convert.main, [str(arg) for arg in argv])
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +149,7 @@ def folders(tmp_path_factory):
     folder = tmp_path_factory.mktemp("folders")
     made = Made(folder, "llama")
     values = hf_config.to_hf(made.plain.config, made.config, dtype="float32")
-    weights = [*checkpoint.hf_tensors(made.plain_params, made.plain, "llama")]
+    weights = [*open_model.hf_tensors(made.plain_params, made.plain, "llama")]
     shapes = {name: value.shape for name, value in weights}
     hf_folder.save_hf(f"{folder}/base", values, shapes, weights, {}, dtype="float32")
     for name, more in (("run", {}), ("dora", {"dora": True}), ("saved", {"modules_to_save": ("output",)})):

@@ -15,11 +15,15 @@ sys.path.append(str(pathlib.Path(__file__).resolve().parent))
 import ggml  # noqa: E402
 import gguf_cases as cases  # noqa: E402
 
-from capibara import cli, convert  # noqa: E402
-from capibara.interop import gguf_names, gguf_types, k_quants, quantize  # noqa: E402
-from capibara.interop.gguf_read import open_gguf, stored_shape  # noqa: E402
-from capibara.interop.gguf_write import write_gguf  # noqa: E402
-from capibara.types import UserError  # noqa: E402
+from capibara.cli import convert
+from capibara.core import exits  # noqa: E402
+from capibara.core.types import UserError  # noqa: E402
+from capibara.interop.gguf import k_quants
+from capibara.interop.gguf import names as gguf_names
+from capibara.interop.gguf import types as gguf_types
+from capibara.interop.gguf.read import open_gguf, stored_shape  # noqa: E402
+from capibara.interop.gguf.write import write_gguf  # noqa: E402
+from capibara.interop.quantize import options as quantize  # noqa: E402
 
 GOLDEN = pathlib.Path(__file__).with_name("gguf_mixtures.json")
 KINDS = tuple(k_quants.KINDS)
@@ -143,7 +147,7 @@ def test_the_flag_has_all_types():
 
 
 def run(*argv: str) -> int:
-    return cli.run_verb(convert.main, argv)
+    return exits.run_verb(convert.main, argv)
 
 
 def test_a_file_of_k_quants_is_read_as_llama_cpp_reads_it(tmp_path, capfd):

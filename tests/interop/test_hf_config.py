@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 
 from capibara import config
-from capibara.interop import hf_config
+from capibara.core.types import UserError
+from capibara.interop.hf import config as hf_config
 from capibara.models.api import DecoderConfig, EncoderConfig, EncoderDecoderConfig, Moe, Rope
-from capibara.types import UserError
 
 
 def sizes(vocab, width, mlp, layers, heads, kv=None, **rest):

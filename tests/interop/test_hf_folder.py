@@ -11,12 +11,15 @@ import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from capibara import sharding, tree
-from capibara.interop import checkpoint, hf_config, hf_folder
+from capibara import sharding
+from capibara.core import tree
+from capibara.core.types import UserError
+from capibara.interop import open_model
+from capibara.interop.hf import config as hf_config
+from capibara.interop.hf import folder as hf_folder
 from capibara.models import api
 from capibara.models.api import DecoderConfig, EncoderConfig, EncoderDecoderConfig, Moe, Rope
 from capibara.sharding import Plan
-from capibara.types import UserError
 
 SIZES = dict(vocab_size=96, embed_dim=32, mlp_dim=48, num_layers=2, num_heads=4, num_kv_heads=2, dtype="float32")
 LLAMA = DecoderConfig(**SIZES, norm_eps=1e-5, head="separate")
@@ -68,8 +71,8 @@ def on_one(model):
 def written(folder, model, params, model_type=None, dtype="float32", **options):
     values = hf_config.to_hf(model.config, {"model_type": model_type}, dtype=dtype)
     assert model_type in (None, values["model_type"])
-    shapes = checkpoint.hf_shapes(model, values["model_type"])
-    tensors = checkpoint.hf_tensors(params, model, values["model_type"])
+    shapes = open_model.hf_shapes(model, values["model_type"])
+    tensors = open_model.hf_tensors(params, model, values["model_type"])
     hf_folder.save_hf(str(folder), values, shapes, tensors, {"tokenizer.json": b"{}"}, dtype=dtype, **options)
     return str(folder)
 
@@ -85,10 +88,10 @@ def test_a_family_is_read_back_to_the_bit(name, tmp_path):
     model = api.build(FAMILIES[name])
     params = host_params(model)
     folder = written(tmp_path / "model", model, params, name.removesuffix("_1_1"))
-    foreign = checkpoint.open_model(folder)
+    foreign = open_model.open_model(folder)
     again = api.build(hf_config.from_hf(foreign.config, dtype="float32"))
     assert hf_config.resolved(again.config) == hf_config.resolved(model.config)
-    assert_equal(checkpoint.load_params(foreign, again, on_one(again)), params)
+    assert_equal(open_model.load_params(foreign, again, on_one(again)), params)
     assert foreign.tokenizer["tokenizer.json"] == b"{}"
 
 
@@ -97,25 +100,25 @@ def test_a_family_is_read_back_to_the_bit(name, tmp_path):
 def test_each_device_holds_its_shards(name, mesh, tmp_path, monkeypatch):
     model, plan = api.build(FAMILIES[name]), MESHES[mesh]
     params = host_params(model)
-    foreign = checkpoint.open_model(written(tmp_path / "model", model, params))
+    foreign = open_model.open_model(written(tmp_path / "model", model, params))
     targets = sharding.shardings(sharding.make_mesh(plan), plan.rules, model.axes, model.abstract_params)
-    got = checkpoint.load_params(foreign, model, targets)
+    got = open_model.load_params(foreign, model, targets)
     assert_equal(got, params)
     assert [x.sharding for x in jax.tree.leaves(got)] == jax.tree.leaves(targets)
-    monkeypatch.setattr(checkpoint, "_BUFFER_BYTES", 1000)  # a few shards at a time
-    assert_equal(checkpoint.load_params(foreign, model, targets), params)
+    monkeypatch.setattr(open_model, "_BUFFER_BYTES", 1000)  # a few shards at a time
+    assert_equal(open_model.load_params(foreign, model, targets), params)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_the_bits(dtype, tmp_path):
     model = api.build(LLAMA)
     params = host_params(model)
-    foreign = checkpoint.open_model(written(tmp_path / "model", model, params, dtype=dtype))
+    foreign = open_model.open_model(written(tmp_path / "model", model, params, dtype=dtype))
     kind = hf_folder.DTYPES[dtype]
     assert foreign.read("lm_head.weight").dtype == kind and foreign.config["dtype"] == dtype
     want = jax.tree.map(lambda x: x.astype(kind).astype(np.float32), params)
-    assert_equal(checkpoint.load_params(foreign, model, on_one(model)), want)
-    half = checkpoint.load_params(foreign, model, on_one(model), dtype=ml_dtypes.bfloat16)
+    assert_equal(open_model.load_params(foreign, model, on_one(model)), want)
+    half = open_model.load_params(foreign, model, on_one(model), dtype=ml_dtypes.bfloat16)
     assert {leaf.dtype for leaf in jax.tree.leaves(half)} == {np.dtype(ml_dtypes.bfloat16)}
 
 
@@ -135,11 +138,11 @@ def test_a_large_model_has_several_files_and_an_index(tmp_path):
     files = sorted(name for name in os.listdir(folder) if name.endswith(".safetensors"))
     assert len(files) > 3 and files[0] == f"model-00001-of-{len(files):05}.safetensors"
     assert all(os.path.getsize(os.path.join(folder, name)) < 22_000 for name in files)
-    foreign = checkpoint.open_model(folder)
-    assert_equal(checkpoint.load_params(foreign, model, on_one(model)), params)
+    foreign = open_model.open_model(folder)
+    assert_equal(open_model.load_params(foreign, model, on_one(model)), params)
     os.unlink(os.path.join(folder, files[1]))
     with pytest.raises(UserError, match=f"{files[1]} is missing"):
-        checkpoint.open_model(folder)
+        open_model.open_model(folder)
 
 
 OTHER_NAMES = {
@@ -179,10 +182,10 @@ class Renamed:
 def test_names_of_other_versions_are_known(name, tmp_path):
     model = api.build(FAMILIES[name])
     params = host_params(model)
-    foreign = checkpoint.open_model(written(tmp_path / "model", model, params, name))
+    foreign = open_model.open_model(written(tmp_path / "model", model, params, name))
     other = Renamed(foreign, OTHER_NAMES[name], BUFFERS[name])
     assert set(other.shapes()) != set(foreign.shapes())
-    assert_equal(checkpoint.load_params(other, model, on_one(model)), params)
+    assert_equal(open_model.load_params(other, model, on_one(model)), params)
 
 
 @pytest.mark.parametrize("state_dict", [False, True])
@@ -197,10 +200,10 @@ def test_the_head_of_a_t5_1_1_is_the_embedding_where_its_folder_has_none(tied, s
     assert values.get("scale_decoder_outputs", True) is not tied and values["tie_word_embeddings"] is tied
     said = {"tie_word_embeddings": True, "scale_decoder_outputs": False}
     (folder / "config.json").write_text(json.dumps(values | said))
-    foreign = checkpoint.open_model(str(folder))
+    foreign = open_model.open_model(str(folder))
     assert ("lm_head.weight" in foreign.shapes()) is (state_dict or not tied) and ("output" in params) is not tied
     assert hf_config.resolved(hf_config.from_hf(foreign.config)) == hf_config.resolved(config)
-    assert_equal(checkpoint.load_params(foreign, model, on_one(model)), params)
+    assert_equal(open_model.load_params(foreign, model, on_one(model)), params)
 
 
 def test_a_run_begins_from_a_folder_of_its_model(tmp_path, caplog):
@@ -210,36 +213,36 @@ def test_a_run_begins_from_a_folder_of_its_model(tmp_path, caplog):
     targets = sharding.shardings(sharding.make_mesh(plan), plan.rules, model.axes, model.abstract_params)
     as_in_run = lambda s, n: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=n)  # noqa: E731
     target = jax.tree.map(as_in_run, model.abstract_params, targets)
-    assert_equal(checkpoint.loader(folder, model)(target), params)
+    assert_equal(open_model.loader(folder, model)(target), params)
     mixed = target | {"output": jax.ShapeDtypeStruct(params["output"].shape, "bfloat16", sharding=targets["output"])}
-    read = checkpoint.loader(folder, model)(mixed)
+    read = open_model.loader(folder, model)(mixed)
     assert_equal(read, params | {"output": params["output"].astype("bfloat16")})
     assert not caplog.records
     longer = api.build(dataclasses.replace(LLAMA, rope=Rope(theta=5e5), dtype="bfloat16"))
-    assert_equal(checkpoint.loader(folder, longer)(target), params)
+    assert_equal(open_model.loader(folder, longer)(target), params)
     assert "another rope than this run's" in caplog.text
     other = api.build(dataclasses.replace(LLAMA, norm_eps=1e-6))
     with pytest.raises(UserError, match=r"DecoderConfig.norm_eps is 1e-06, .*model was trained with 1e-05: set it"):
-        checkpoint.loader(folder, other)
+        open_model.loader(folder, other)
 
 
 def test_what_does_not_fit_is_named(tmp_path):
     model = api.build(LLAMA)
-    foreign = checkpoint.open_model(written(tmp_path / "model", model, host_params(model)))
+    foreign = open_model.open_model(written(tmp_path / "model", model, host_params(model)))
     renamed = Renamed(foreign, lambda name: name.replace("q_proj", "qq_proj"))
     with pytest.raises(UserError, match=r"layers.0.self_attn.q_proj.weight, .* are missing in the checkpoint"):
-        checkpoint.load_params(renamed, model, on_one(model))
+        open_model.load_params(renamed, model, on_one(model))
     with pytest.raises(
         UserError, match=r"^model.layers.0.self_attn.q_proj.bias is in the checkpoint, not in the model"
     ):
         more = Renamed(foreign, str, ["model.layers.0.self_attn.q_proj.bias"])
-        checkpoint.load_params(more, model, on_one(model))
+        open_model.load_params(more, model, on_one(model))
     for head in ("score.weight", "v_head.summary.weight"):
         with pytest.raises(UserError, match=f"^{head} is of a head that classifies or scores, which is not read"):
-            checkpoint.load_params(Renamed(foreign, str, [head]), model, on_one(model))
+            open_model.load_params(Renamed(foreign, str, [head]), model, on_one(model))
     wider = api.build(dataclasses.replace(LLAMA, mlp_dim=64))
     with pytest.raises(UserError, match=r"gate_proj.weight has the shape \[48, 32\], must be \[64, 32\]"):
-        checkpoint.load_params(foreign, wider, on_one(wider))
+        open_model.load_params(foreign, wider, on_one(wider))
 
 
 def test_a_folder_that_is_not_whole_is_refused_in_a_line(tmp_path):
@@ -265,17 +268,17 @@ def test_a_folder_that_is_not_whole_is_refused_in_a_line(tmp_path):
 
 def _refusal(path):
     with pytest.raises(UserError) as error:
-        checkpoint.open_model(path)
+        open_model.open_model(path)
     return str(error.value)
 
 
 def test_a_write_that_fails_leaves_nothing_and_nothing_is_written_over(tmp_path):
     model = api.build(LLAMA)
     values = hf_config.to_hf(model.config)
-    shapes = checkpoint.hf_shapes(model, "llama")
+    shapes = open_model.hf_shapes(model, "llama")
 
     def failing():
-        yield next(checkpoint.hf_tensors(host_params(model), model, "llama"))
+        yield next(open_model.hf_tensors(host_params(model), model, "llama"))
         raise RuntimeError("the host goes away")
 
     with pytest.raises(RuntimeError):

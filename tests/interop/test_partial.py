@@ -10,13 +10,13 @@ import sys
 
 import pytest
 
-from capibara.interop import partial
-from capibara.types import UserError
+from capibara.core.types import UserError
+from capibara.storage import partial
 
 CHECKOUT = pathlib.Path(__file__).resolve().parents[2]
 WRITER = """
 import sys
-from capibara.interop import partial
+from capibara.storage import partial
 with partial.{kind}(sys.argv[1]) as unfinished:
     open(unfinished + {inner!r}, "w").write("half")
     print(unfinished, flush=True)

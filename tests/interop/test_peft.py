@@ -9,12 +9,13 @@ import jax
 import numpy as np
 import pytest
 
-from capibara import tree
-from capibara.interop import peft, tables, tensors
+from capibara.core import tree
+from capibara.core.types import UserError
+from capibara.interop.hf import tables, tensors
+from capibara.interop.peft import folder as peft
 from capibara.models import api
 from capibara.models.api import DecoderConfig, Lora
-from capibara.models.rope import Rope
-from capibara.types import UserError
+from capibara.models.layers.rope import Rope
 
 safetensors = pytest.importorskip("safetensors.numpy")
 GOLDEN = pathlib.Path(__file__).resolve().parent.parent / "models" / "golden"

@@ -9,9 +9,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from capibara import cli, config, convert
-from capibara.interop import checkpoint, peft, peft_sums
-from capibara.interop.sums import Combination, Sum
+from capibara import config
+from capibara.cli import convert
+from capibara.core import exits
+from capibara.interop import open_model
+from capibara.interop.peft import folder as peft
+from capibara.interop.peft import sums as peft_sums
+from capibara.interop.peft.sum_options import Combination, Sum
 
 GOLDEN = json.loads((pathlib.Path(__file__).with_name("peft_sums.json")).read_text())
 
@@ -45,7 +49,7 @@ def test_sums_are_those_of_peft(kind, weights, folders, capsys):
     config.reset()
     argv = [f"--from={folders}/one", f"--plus={folders}/two", f"--weights={','.join(map(str, weights))}"]
     argv += [f"--combination={kind}", f"--to={folders}/sum", "--format=peft"]
-    assert cli.run_verb(convert.main, argv) == 0
+    assert exits.run_verb(convert.main, argv) == 0
     assert "the sum of 2 adapters" in capsys.readouterr().out
     found, want = deltas(folders / "sum"), GOLDEN["sums"][f"{kind} {weights[1]}"]
     assert found.keys() == want.keys()
@@ -56,7 +60,7 @@ def test_sums_are_those_of_peft(kind, weights, folders, capsys):
 def mistake(capfd, *argv):
     config.reset()
     capfd.readouterr()
-    code = cli.run_verb(convert.main, list(argv))
+    code = exits.run_verb(convert.main, list(argv))
     out, err = capfd.readouterr()
     assert (code, out, err.count("\n")) == (2, "", 1) and err.startswith("error: "), (code, out, err)
     return err
@@ -86,19 +90,20 @@ def test_mistakes_are_one_line(folders, capfd):
 
 def test_a_sum_is_merged_into_its_base(folders):
     """What comes out is the base with the deltas of PEFT's sum added."""
-    from capibara.interop import hf_config, hf_folder
+    from capibara.interop.hf import config as hf_config
+    from capibara.interop.hf import folder as hf_folder
     from capibara.models import api
 
     values = GOLDEN["config"]
     model = api.build(hf_config.from_hf(values))
     rng = np.random.default_rng(0)
-    shapes = checkpoint.hf_shapes(model, "llama")
+    shapes = open_model.hf_shapes(model, "llama")
     base = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
     hf_folder.save_hf(str(folders / "base"), values, shapes, iter(base.items()), {}, dtype="float32")
     config.reset()
     argv = [f"--from={folders}/one", f"--plus={folders}/two", "--weights=0.7,0.3", f"--to={folders}/merged"]
-    assert cli.run_verb(convert.main, argv) == 0
-    found = checkpoint.open_model(str(folders / "merged"))
+    assert exits.run_verb(convert.main, argv) == 0
+    found = open_model.open_model(str(folders / "merged"))
     for name, value in base.items():
         delta = np.float32(GOLDEN["sums"]["cat 0.3"].get(name.removesuffix(".weight"), 0))
         np.testing.assert_allclose(found.read(name), value + delta, rtol=0, atol=2e-5)

@@ -13,8 +13,9 @@ import jax
 import numpy as np
 import pytest
 
-from capibara import sharding, tree
-from capibara.interop import peft
+from capibara import sharding
+from capibara.core import tree
+from capibara.interop.peft import folder as peft
 from capibara.models import api
 from capibara.optim import Optimizer, Schedule
 from capibara.sharding import Plan

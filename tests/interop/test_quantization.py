@@ -16,13 +16,16 @@ import gguf  # noqa: E402
 import gguf_cases as cases  # noqa: E402
 from safetensors.numpy import load_file  # noqa: E402
 
-from capibara import cli, convert  # noqa: E402
-from capibara.data.vocabulary import ByteVocabulary  # noqa: E402
-from capibara.interop import awq, calibration, checkpoint, conversion, grid, hf_config, quantization  # noqa: E402
-from capibara.interop.gguf_read import open_gguf  # noqa: E402
-from capibara.interop.gptq import gptq  # noqa: E402
-from capibara.interop.grid import Grid, Packed  # noqa: E402
-from capibara.interop.quantize import Method, Quantize  # noqa: E402
+from capibara.cli import convert
+from capibara.core import exits  # noqa: E402
+from capibara.data.tokenizers.vocabulary import ByteVocabulary  # noqa: E402
+from capibara.interop import conversion, open_model
+from capibara.interop.gguf.read import open_gguf  # noqa: E402
+from capibara.interop.hf import config as hf_config
+from capibara.interop.quantize import awq, calibration, grid, quantization  # noqa: E402
+from capibara.interop.quantize.gptq import gptq  # noqa: E402
+from capibara.interop.quantize.grid import Grid, Packed  # noqa: E402
+from capibara.interop.quantize.options import Method, Quantize  # noqa: E402
 from capibara.models import api  # noqa: E402
 
 FAMILIES = ("llama", "qwen3", "gemma2", "gpt2", "gpt_neox", "phi3")
@@ -50,7 +53,7 @@ def ours(source):
     """Its model and parameters."""
     model = api.build(hf_config.from_hf(source.config, dtype="float32"))
     here = jax.tree.map(lambda _: jax.sharding.SingleDeviceSharding(jax.devices()[0]), model.abstract_params)
-    return model, checkpoint.load_params(source, model, here)
+    return model, open_model.load_params(source, model, here)
 
 
 @pytest.fixture(scope="module")
@@ -396,7 +399,7 @@ def test_mistakes_are_one_line(argv, message, tmp_path, capsys):
     conversion.write(source, str(tmp_path / "hf"), "hf", "f32", lambda *given: None)
     (tmp_path / "short.txt").write_text("short")
     argv = [arg.replace("SHORT", str(tmp_path / "short.txt")) for arg in argv]
-    assert cli.run_verb(convert.main, [f"--from={tmp_path}/hf", f"--to={tmp_path}/out", *argv]) == 2
+    assert exits.run_verb(convert.main, [f"--from={tmp_path}/hf", f"--to={tmp_path}/out", *argv]) == 2
     captured = capsys.readouterr()
     assert captured.err.count("\n") == 1 and message in captured.err and not (tmp_path / "out").exists()
 

@@ -19,9 +19,11 @@ sys.path.append(str(HERE))
 import gguf_cases as cases  # noqa: E402
 from test_quantization import Source, asked, made_of, text  # noqa: E402, F401
 
-from capibara.interop import checkpoint, conversion, hf_config, quantized_folder  # noqa: E402
+from capibara.core.types import UserError  # noqa: E402
+from capibara.interop import conversion, open_model
+from capibara.interop.hf import config as hf_config
+from capibara.interop.quantize import folder as quantized_folder  # noqa: E402
 from capibara.models import api  # noqa: E402
-from capibara.types import UserError  # noqa: E402
 
 GOLDEN = json.loads((HERE / "bitsandbytes.json").read_text())["cases"]
 BASE = "model.layers.0.self_attn.q_proj"
@@ -116,14 +118,14 @@ def test_what_we_write_is_read_back(name, method, text, tmp_path):  # noqa: F811
     """By the way of every verb, and GPT-2's weights the other way round."""
     source, how = Source(name), asked(method, text)
     conversion.write(source, str(tmp_path / "hf"), "hf", None, lambda *given: None, how)
-    found = checkpoint.open_model(str(tmp_path / "hf"))
+    found = open_model.open_model(str(tmp_path / "hf"))
     model = api.build(hf_config.from_hf(found.config, dtype="float32"))
     here = jax.tree.map(lambda _: jax.sharding.SingleDeviceSharding(jax.devices()[0]), model.abstract_params)
-    params = checkpoint.load_params(found, model, here)
+    params = open_model.load_params(found, model, here)
     made = made_of(source, how, q4_0=False)
     want = jax.tree.map(lambda x: np.asarray(x, np.float16).astype(np.float32), made.float_params())
     jax.tree.map(np.testing.assert_array_equal, params, want)
-    assert checkpoint.stored_dtype(found) == "float16" and "quantization_config" not in found.config
+    assert open_model.stored_dtype(found) == "float16" and "quantization_config" not in found.config
 
 
 def of_golden(name):
@@ -220,4 +222,4 @@ def test_a_folder_on_the_disk(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     tensors, weight = in_gptq()
     save_file(tensors, tmp_path / "model.safetensors")
-    np.testing.assert_array_equal(checkpoint.open_model(str(tmp_path)).read(f"{BASE}.weight"), weight)
+    np.testing.assert_array_equal(open_model.open_model(str(tmp_path)).read(f"{BASE}.weight"), weight)

@@ -14,15 +14,19 @@ import pytest
 import tokenizers
 from safetensors import numpy as safetensors
 
-from capibara import cli, config, convert, train
+from capibara import config
+from capibara.cli import convert, train
+from capibara.core import exits
+from capibara.core.types import UserError
 from capibara.data.dataset import Dataset
-from capibara.data.sources import StdlibSource
-from capibara.data.vocabulary import ByteVocabulary, TokenizerJsonVocabulary
-from capibara.interop import checkpoint, conversion, gin_of, hf_config, hf_folder
+from capibara.data.sources.sources import StdlibSource
+from capibara.data.tokenizers.vocabulary import ByteVocabulary, TokenizerJsonVocabulary
+from capibara.interop import conversion, gin_of, open_model
+from capibara.interop.hf import config as hf_config
+from capibara.interop.hf import folder as hf_folder
 from capibara.models import api
 from capibara.training import origin, own_tokenizer, run_folder
 from capibara.training.trainer import Trainer
-from capibara.types import UserError
 
 HERE = pathlib.Path(__file__).resolve().parent
 FOLDERS = json.loads((HERE / "folders.json").read_text())
@@ -43,7 +47,7 @@ def cases(quick):
 def run(verb, *argv):
     config.reset()
     try:
-        assert cli.run_verb(verb.main, [str(arg) for arg in argv]) == 0
+        assert exits.run_verb(verb.main, [str(arg) for arg in argv]) == 0
     finally:
         config.reset()
 
@@ -184,7 +188,7 @@ def test_a_run_keeps_what_its_weights_came_with(name, tmp_path):
         config.reset()
         config.parse([str(gin)], changed)
         trainer = config.build(Trainer)
-        foreign = checkpoint.loader(trainer.init_from, model.plain) if start == "before" else None
+        foreign = open_model.loader(trainer.init_from, model.plain) if start == "before" else None
         origin.keep(trainer, foreign)
         run_folder.save(trainer.model_dir, params, config.operative())
     run(convert, f"--from={tmp_path}/again", f"--to={after}")

@@ -17,12 +17,18 @@ import pytest
 import tensorstore
 from jax.sharding import SingleDeviceSharding
 
-from capibara import cli, config, convert, tree
-from capibara.interop import checkpoint, hf_config, t5x_names, t5x_read, t5x_write
+from capibara import config
+from capibara.cli import convert
+from capibara.core import exits, tree
+from capibara.core.types import UserError
+from capibara.interop import open_model
+from capibara.interop.hf import config as hf_config
+from capibara.interop.t5x import names as t5x_names
+from capibara.interop.t5x import read as t5x_read
+from capibara.interop.t5x import write as t5x_write
 from capibara.models import api
 from capibara.models.api import EncoderDecoderConfig
 from capibara.training import run_folder
-from capibara.types import UserError
 
 T5_1_1 = EncoderDecoderConfig(
     **dict(vocab_size=96, embed_dim=16, num_layers=2, num_encoder_layers=3, num_heads=4, head_dim=8, mlp_dim=24),
@@ -161,10 +167,10 @@ def write_legacy(folder, arrays, *, version=3, old=False):
 
 
 def loaded(path, dtype="float32"):
-    foreign = checkpoint.open_model(str(path))
+    foreign = open_model.open_model(str(path))
     model = api.build(hf_config.from_hf(foreign.config, dtype="float32"))
     here = jax.tree.map(lambda _: SingleDeviceSharding(jax.devices()[0]), model.abstract_params)
-    return foreign, model, checkpoint.load_params(foreign, model, here, dtype=dtype)
+    return foreign, model, open_model.load_params(foreign, model, here, dtype=dtype)
 
 
 def assert_equal(got, want):
@@ -233,7 +239,7 @@ def test_the_configuration_of_t5x_is_read(params, tmp_path):
         loaded(tmp_path)
     (tmp_path / "config.gin").write_text(GIN.replace("'silu', 'linear'", "'tanh',"))
     with pytest.raises(UserError, match=r"mlp_activations = \('tanh',\), must be one of"):
-        checkpoint.open_model(str(tmp_path))
+        open_model.open_model(str(tmp_path))
 
 
 def test_a_run_begins_from_one(params, tmp_path):
@@ -243,9 +249,9 @@ def test_a_run_begins_from_one(params, tmp_path):
     for activation in ("swiglu", "geglu"):
         model = api.build(dataclasses.replace(T5_1_1, activation=activation))
         target = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=here), model.abstract_params)
-        assert_equal(checkpoint.loader(path, model)(target), params["t5_1_1"])
+        assert_equal(open_model.loader(path, model)(target), params["t5_1_1"])
     with pytest.raises(UserError, match="num_heads is 2, .* was trained with 4"):
-        checkpoint.loader(path, api.build(dataclasses.replace(T5_1_1, num_heads=2)))
+        open_model.loader(path, api.build(dataclasses.replace(T5_1_1, num_heads=2)))
 
 
 def test_relative_positions_of_each_layer(tmp_path):
@@ -253,9 +259,9 @@ def test_relative_positions_of_each_layer(tmp_path):
     config = dataclasses.replace(T5_1_1, relative_tables="each_layer", num_encoder_layers=2)
     model = api.build(config)
     params = drawn(model)
-    values, shapes = hf_config.to_hf(config), checkpoint.hf_shapes(model, "umt5")
+    values, shapes = hf_config.to_hf(config), open_model.hf_shapes(model, "umt5")
     assert values["model_type"] == "umt5" and len(shapes) == 2 * (10 + 15) + 4
-    tensors = checkpoint.hf_tensors(params, model, "umt5")
+    tensors = open_model.hf_tensors(params, model, "umt5")
     t5x_write.save_t5x(str(tmp_path / "out"), values, shapes, tensors, {}, dtype="float32")
     names = sorted(path.name for path in (tmp_path / "out" / "checkpoint_0").glob("target.*"))
     about = json.loads(
@@ -295,7 +301,7 @@ def test_dtype_and_dropout_are_kept(params, tmp_path, capsys):
 
 def run(*argv):
     config.reset()
-    return cli.run_verb(convert.main, [str(arg) for arg in argv])
+    return exits.run_verb(convert.main, [str(arg) for arg in argv])
 
 
 def test_out_and_in_again_to_the_bit_and_as_tensorstore_reads_it(params, tmp_path, capsys):
@@ -365,7 +371,7 @@ def test_gin_says_what_a_checkpoint_does_not(params, tmp_path, capsys, caplog):
 def test_what_t5x_does_not_compute_is_not_written(changes, told, tmp_path):
     model = api.build(dataclasses.replace(T5_1_1, **changes))
     values = hf_config.to_hf(model.config)
-    shapes, tensors = checkpoint.hf_shapes(model, "t5"), checkpoint.hf_tensors(drawn(model), model, "t5")
+    shapes, tensors = open_model.hf_shapes(model, "t5"), open_model.hf_tensors(drawn(model), model, "t5")
     with pytest.raises(UserError, match=told):
         t5x_write.save_t5x(str(tmp_path / "out"), values, shapes, tensors, {}, dtype="float32")
     assert not os.listdir(tmp_path)

@@ -14,10 +14,10 @@ import sys
 import numpy as np
 import pytest
 
-from capibara.data.vocabulary import ByteVocabulary
-from capibara.inference import beams, choose
-from capibara.inference.engine import Engine, EngineConfig
-from capibara.inference.sampling import Sampling
+from capibara.data.tokenizers.vocabulary import ByteVocabulary
+from capibara.inference.engine.engine import Engine, EngineConfig
+from capibara.inference.sampling import beam_search, sampler
+from capibara.inference.sampling.sampling import Sampling
 from capibara.models import api
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -68,10 +68,10 @@ def searched(model, params, case, prompts, num_decodes, alpha, min_log_prob=-1e7
     batch, before = rows_of(case, prompts)
     length = batch["encoder_tokens"].shape[1] if "encoder_tokens" in batch else None
     places = batch["tokens"].shape[1] + peer.NEW
-    programs = beams.build(model, VOCAB, beams.Sizes(num_decodes, peer.NEW, places, length))
+    programs = beam_search.build(model, VOCAB, beam_search.Sizes(num_decodes, peer.NEW, places, length))
     count = len(prompts)
-    asked = beams.asked_of([peer.NEW] * count, before, [[peer.CASES[case]]] * count, alpha, min_log_prob)
-    return beams.search(programs, model.serving(params), batch, asked)
+    asked = beam_search.asked_of([peer.NEW] * count, before, [[peer.CASES[case]]] * count, alpha, min_log_prob)
+    return beam_search.search(programs, model.serving(params), batch, asked)
 
 
 SHORT = [("t5", "k4"), ("decoder_only", "k9_a8"), ("prefix_lm", "k4_a2")]
@@ -99,8 +99,8 @@ def log_probabilities(model, params, case, prompt, text, sampling):
     row = np.array([[*before, *text[:-1]]], np.int32)
     batch |= {"tokens": row, "segment_ids": np.ones_like(row), "positions": np.arange(row.shape[1])[None]}
     logits = model.logits(params, batch)[0, len(before) - 1 :] / sampling.temperature
-    limited = choose._likeliest(logits, choose.settings_of([sampling] * len(text)))
-    return choose.log_probability(limited, np.array(text, np.int32))
+    limited = sampler._likeliest(logits, sampler.settings_of([sampling] * len(text)))
+    return sampler.log_probability(limited, np.array(text, np.int32))
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,14 @@ import sys
 
 import pytest
 
-from capibara import cli, config, convert_config
-from capibara.inference.sample import SampleText
-from capibara.inference.sampling import BeamSearch, Sampling
-from capibara.interop import t5x_gin
+from capibara import config
+from capibara.cli import convert_config
+from capibara.core import exits
+from capibara.core.types import UserError
+from capibara.inference.sampling.sample import SampleText
+from capibara.inference.sampling.sampling import BeamSearch, Sampling
+from capibara.interop.t5x import gin as t5x_gin
 from capibara.training.trainer import Trainer
-from capibara.types import UserError
 
 BASE = """
 from __gin__ import dynamic_registration
@@ -95,7 +97,7 @@ def run(tmp_path):
 
 def converted(*argv):
     config.reset()
-    return cli.run_verb(convert_config.main, [str(arg) for arg in argv])
+    return exits.run_verb(convert_config.main, [str(arg) for arg in argv])
 
 
 def test_a_run_is_translated_and_builds(run, tmp_path, capsys):

@@ -7,11 +7,16 @@ import jax
 import numpy as np
 import pytest
 
-from capibara import cli, config, convert, train
-from capibara.interop import checkpoint, hf_config, t5x_read, t5x_write
+from capibara import config
+from capibara.cli import convert, train
+from capibara.core import exits
+from capibara.core.types import UserError
+from capibara.interop import open_model
+from capibara.interop.hf import config as hf_config
+from capibara.interop.t5x import read as t5x_read
+from capibara.interop.t5x import write as t5x_write
 from capibara.models import api
 from capibara.models.api import DecoderConfig
-from capibara.types import UserError
 
 GIN = """
 Trainer.model_dir = %MODEL_DIR
@@ -53,11 +58,11 @@ def ready(tmp_path):
     def trained(folder, steps, *bindings):
         config.reset()
         flags = [f"--gin.MODEL_DIR={tmp_path}/{folder}", f"--gin.TRAIN_STEPS={steps}", *bindings]
-        return cli.run_verb(train.main, [f"--gin_file={tmp_path}/run.gin", *flags])
+        return exits.run_verb(train.main, [f"--gin_file={tmp_path}/run.gin", *flags])
 
     def converted(source, target, form):
         config.reset()
-        return cli.run_verb(
+        return exits.run_verb(
             convert.main, [f"--from={tmp_path}/{source}", f"--to={tmp_path}/{target}", f"--format={form}"]
         )
 
@@ -77,13 +82,13 @@ def test_a_decoder_of_t5x_has_no_other_form(inputs, ready, capsys):
     values, rng = hf_config.to_hf(model.config), np.random.default_rng(0)
     params = jax.tree.map(lambda s: rng.standard_normal(s.shape, np.float32), model.abstract_params)
     shapes, tensors = (
-        of(model, values["model_type"]) for of in (checkpoint.hf_shapes, lambda *of: checkpoint.hf_tensors(params, *of))
+        of(model, values["model_type"]) for of in (open_model.hf_shapes, lambda *of: open_model.hf_tensors(params, *of))
     )
     t5x_write.save_t5x(str(folder / "t5x"), values, shapes, tensors, {}, dtype="float32")
-    read = checkpoint.open_model(str(folder / "t5x"))
+    read = open_model.open_model(str(folder / "t5x"))
     assert hf_config.resolved(hf_config.from_hf(read.config)) == hf_config.resolved(model.config)
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    got = checkpoint.load_params(read, model, jax.tree.map(lambda _: here, params))
+    got = open_model.load_params(read, model, jax.tree.map(lambda _: here, params))
     jax.tree.map(np.testing.assert_array_equal, got, params)
     for form in ("hf", "pytorch"):
         assert converted("t5x", form, form) == 2
@@ -92,7 +97,7 @@ def test_a_decoder_of_t5x_has_no_other_form(inputs, ready, capsys):
     assert converted("t5x", "again", "t5x") == 0
     os.remove(folder / "t5x" / "checkpoint_0" / "target.decoder.decoder_norm.scale" / "0")
     with pytest.raises(UserError, match="decoder_norm/scale is missing or damaged"):
-        checkpoint.load_params(checkpoint.open_model(str(folder / "t5x")), model, jax.tree.map(lambda _: here, params))
+        open_model.load_params(open_model.open_model(str(folder / "t5x")), model, jax.tree.map(lambda _: here, params))
 
 
 @pytest.mark.heavy

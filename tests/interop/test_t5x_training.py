@@ -22,16 +22,21 @@ import pytest
 from flax import serialization
 from jax.sharding import SingleDeviceSharding
 
-from capibara import sharding, tree
-from capibara.interop import checkpoint, hf_config, t5x_names, t5x_states, t5x_write
+from capibara import sharding
+from capibara.core import tree
+from capibara.core.types import UserError
+from capibara.interop import open_model
+from capibara.interop.hf import config as hf_config
+from capibara.interop.t5x import names as t5x_names
+from capibara.interop.t5x import states as t5x_states
+from capibara.interop.t5x import write as t5x_write
 from capibara.models import api
 from capibara.models.api import DecoderConfig, EncoderDecoderConfig
+from capibara.objectives.base import Normalization, of_cross_entropy
 from capibara.optim import Adafactor, FactorSchedule, Optimizer
 from capibara.sharding import Plan, RematPolicy
 from capibara.training import state as states
-from capibara.training.objective import Normalization, of_cross_entropy
 from capibara.training.step import make_train_step
-from capibara.types import UserError
 
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
@@ -98,7 +103,7 @@ RTOL = 1e-5
 def in_their_form(model, tensors):
     """T5X's name -> array, of tensors by Hugging Face's names."""
     values = hf_config.to_hf(model.config)
-    shapes, scanned = checkpoint.hf_shapes(model, values["model_type"]), values["model_type"] == "umt5"
+    shapes, scanned = open_model.hf_shapes(model, values["model_type"]), values["model_type"] == "umt5"
     heads = values["num_heads"] if scanned else None
     rows = t5x_names.rows_of(values)
     by_name = {row.hf.name: row for row in rows.values()}
@@ -106,7 +111,7 @@ def in_their_form(model, tensors):
 
 
 def by_their_names(model, params):
-    return in_their_form(model, checkpoint.hf_tensors(params, model, hf_config.to_hf(model.config)["model_type"]))
+    return in_their_form(model, open_model.hf_tensors(params, model, hf_config.to_hf(model.config)["model_type"]))
 
 
 def begun(model, folder):
@@ -117,7 +122,7 @@ def begun(model, folder):
     content = serialization.msgpack_serialize({"target": t5x_peer.nested(drawn)})
     (folder / "checkpoint").write_bytes(content)
     here = jax.tree.map(lambda _: SingleDeviceSharding(jax.devices()[0]), model.abstract_params)
-    return checkpoint.load_params(checkpoint.open_model(str(folder)), model, here)
+    return open_model.load_params(open_model.open_model(str(folder)), model, here)
 
 
 def batch(case="t5"):
@@ -210,7 +215,7 @@ def test_losses_parameters_and_states_are_those_of_t5x(case, tmp_path):
 
 def resumed(model, tx, path):
     """The state of a run that goes on from a T5X checkpoint."""
-    loader = checkpoint.loader(str(path), model)
+    loader = open_model.loader(str(path), model)
     here = SingleDeviceSharding(jax.devices()[0])
     params = loader(
         jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=here), model.abstract_params)
@@ -224,7 +229,7 @@ def stored(model, state, folder, optimizer):
     """A checkpoint for T5X of a run of ours."""
     values = hf_config.to_hf(model.config)
     model_type = values["model_type"]
-    shapes, tensors = checkpoint.hf_shapes(model, model_type), checkpoint.hf_tensors(state.params, model, model_type)
+    shapes, tensors = open_model.hf_shapes(model, model_type), open_model.hf_tensors(state.params, model, model_type)
     moments = dict(t5x_states.to_t5x(state.opt_state, shapes_of(model), places_of(model)))
     kept = t5x_states.Stored(int(state.step), moments, t5x_states.gin_of(optimizer))
     t5x_write.save_t5x(str(folder), values, shapes, tensors, {}, dtype="float32", optimizer=kept)
@@ -345,7 +350,7 @@ def written(case, folder):
     model = api.build(MODELS[case])
     params, values = begun(model, folder / f"{case}_theirs"), hf_config.to_hf(model.config)
     model_type = values["model_type"]
-    shapes, tensors = checkpoint.hf_shapes(model, model_type), checkpoint.hf_tensors(params, model, model_type)
+    shapes, tensors = open_model.hf_shapes(model, model_type), open_model.hf_tensors(params, model, model_type)
     t5x_write.save_t5x(str(folder / case), values, shapes, tensors, {}, dtype="float32")
 
 

@@ -19,11 +19,16 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from capibara import cli, config, convert
-from capibara.interop import checkpoint, hf_config, hf_folder, tables, torch_file
+from capibara import config
+from capibara.cli import convert
+from capibara.core import exits
+from capibara.core.types import UserError
+from capibara.interop import open_model
+from capibara.interop.hf import config as hf_config
+from capibara.interop.hf import folder as hf_folder
+from capibara.interop.hf import tables, torch_file
 from capibara.models import api
 from capibara.models.api import DecoderConfig, EncoderConfig, EncoderDecoderConfig
-from capibara.types import UserError
 
 GOLDEN = json.loads((pathlib.Path(__file__).parent / "torch_files.json").read_text())
 SIZES = dict(vocab_size=96, embed_dim=32, num_layers=2, num_heads=4, mlp_dim=48, dtype="float32")
@@ -188,7 +193,7 @@ def read_all(path):
 
 def run(*argv):
     config.reset()
-    return cli.run_verb(convert.main, [str(arg) for arg in argv])
+    return exits.run_verb(convert.main, [str(arg) for arg in argv])
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -197,8 +202,8 @@ def test_a_folder_goes_to_a_state_dict_and_back_to_the_bit(name, tmp_path):
     rng = np.random.default_rng(0)
     params = jax.tree.map(lambda s: rng.standard_normal(s.shape, np.float32), model.abstract_params)
     values = hf_config.to_hf(model.config)
-    shapes = checkpoint.hf_shapes(model, values["model_type"])
-    drawn = dict(checkpoint.hf_tensors(params, model, values["model_type"]))
+    shapes = open_model.hf_shapes(model, values["model_type"])
+    drawn = dict(open_model.hf_tensors(params, model, values["model_type"]))
     hf_folder.save_hf(str(tmp_path / "hf"), values, shapes, drawn.items(), {}, dtype="float32")
     assert run(f"--from={tmp_path}/hf", f"--to={tmp_path}/torch", "--format=pytorch") == 0
     assert not list((tmp_path / "torch").glob("*.safetensors"))
@@ -214,15 +219,15 @@ def test_a_large_model_has_several_files_and_an_index(tmp_path):
     model = api.build(MODELS["qwen3"])
     rng = np.random.default_rng(0)
     params = jax.tree.map(lambda s: rng.standard_normal(s.shape, np.float32), model.abstract_params)
-    shapes, values = checkpoint.hf_shapes(model, "qwen3"), hf_config.to_hf(model.config)
-    drawn = dict(checkpoint.hf_tensors(params, model, "qwen3"))
+    shapes, values = open_model.hf_shapes(model, "qwen3"), hf_config.to_hf(model.config)
+    drawn = dict(open_model.hf_tensors(params, model, "qwen3"))
     how = dict(dtype="float32", shard_bytes=20_000, state_dict=True)
     hf_folder.save_hf(str(tmp_path / "model"), values, shapes, drawn.items(), {}, **how)
     index = json.loads((tmp_path / "model" / "pytorch_model.bin.index.json").read_text())["weight_map"]
     assert len(set(index.values())) > 3 and set(index) == {*shapes, "lm_head.weight"}
     assert index["lm_head.weight"] == index["model.embed_tokens.weight"]
-    foreign = checkpoint.open_model(str(tmp_path / "model"))
+    foreign = open_model.open_model(str(tmp_path / "model"))
     assert all(np.array_equal(foreign.read(name), drawn[name]) for name in shapes)
     os.unlink(tmp_path / "model" / index["model.norm.weight"])
     with pytest.raises(UserError, match="is missing, the index names it"):
-        checkpoint.open_model(str(tmp_path / "model"))
+        open_model.open_model(str(tmp_path / "model"))

@@ -14,16 +14,20 @@ import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from capibara import sharding, tree
-from capibara.data.packing import Document, Packing, Window, empty_batch
-from capibara.data.pairs import Pair, Pairs, PairWindow
-from capibara.data.vocabulary import ByteVocabulary
-from capibara.inference.engine import Engine, EngineConfig
-from capibara.inference.sampling import Sampling
-from capibara.interop import checkpoint, hf_config, hf_folder, peft
+from capibara import sharding
+from capibara.core import tree
+from capibara.data.packing.packing import Document, Packing, Window, empty_batch
+from capibara.data.packing.pairs import Pair, Pairs, PairWindow
+from capibara.data.tokenizers.vocabulary import ByteVocabulary
+from capibara.inference.engine.engine import Engine, EngineConfig
+from capibara.inference.sampling.sampling import Sampling
+from capibara.interop import open_model
+from capibara.interop.hf import config as hf_config
+from capibara.interop.hf import folder as hf_folder
+from capibara.interop.peft import folder as peft
 from capibara.models import api
 from capibara.models.api import Lora
-from capibara.models.transformer import ComputeDtype
+from capibara.models.layers.transformer import ComputeDtype
 from capibara.optim import Optimizer, Schedule
 from capibara.sharding import Plan
 from capibara.training import state as states
@@ -87,8 +91,8 @@ def folder(tmp_path_factory):
     for name in (*DECODERS, *OTHERS):
         model, params, foreign = loaded(folder / name / "theirs")
         values = hf_config.to_hf(model.config, foreign.config)
-        shapes = checkpoint.hf_shapes(model, values["model_type"])
-        tensors = checkpoint.hf_tensors(params, model, values["model_type"])
+        shapes = open_model.hf_shapes(model, values["model_type"])
+        tensors = open_model.hf_tensors(params, model, values["model_type"])
         tensors = dict(tensors)
         for where, state_dict in (("ours", False), ("state_dict", True)):
             how = {"dtype": "float32", "state_dict": state_dict}
@@ -115,10 +119,10 @@ def adapted(name, plain, base):
 
 
 def loaded(path):
-    foreign = checkpoint.open_model(str(path))
+    foreign = open_model.open_model(str(path))
     model = api.build(hf_config.from_hf(foreign.config, dtype=ComputeDtype.FLOAT32.value))
     here = SingleDeviceSharding(jax.devices()[0])
-    return model, checkpoint.load_params(foreign, model, jax.tree.map(lambda _: here, model.abstract_params)), foreign
+    return model, open_model.load_params(foreign, model, jax.tree.map(lambda _: here, model.abstract_params)), foreign
 
 
 def batch_of(tokens, padding=0):

@@ -15,10 +15,14 @@ import numpy as np
 import pytest
 import tokenizers
 
-from capibara import cli, config, convert
-from capibara.inference.engine import Engine, EngineConfig
-from capibara.inference.sampling import Sampling
-from capibara.interop import checkpoint, hf_config, hf_folder
+from capibara import config
+from capibara.cli import convert
+from capibara.core import exits
+from capibara.inference.engine.engine import Engine, EngineConfig
+from capibara.inference.sampling.sampling import Sampling
+from capibara.interop import open_model
+from capibara.interop.hf import config as hf_config
+from capibara.interop.hf import folder as hf_folder
 from capibara.models import api
 from capibara.training import run_folder
 
@@ -120,8 +124,8 @@ def written(path, about, generation, eos):
     ends = listed if isinstance(listed, list) else [listed]
     params, starts = chains(params, ends, plain.config.head == "tied", plain.config.norm_scale == "offset")
     values = hf_config.to_hf(plain.config, about, dtype="float32")
-    tensors = checkpoint.hf_tensors(params, plain, values["model_type"])
-    shapes = checkpoint.hf_shapes(plain, values["model_type"])
+    tensors = open_model.hf_tensors(params, plain, values["model_type"])
+    shapes = open_model.hf_shapes(plain, values["model_type"])
     others = {"generation_config.json": json.dumps(generation).encode()}
     hf_folder.save_hf(str(path / "before"), about | {"dtype": "float32"}, shapes, tensors, others, dtype="float32")
     tokenizer(path / "before", about["vocab_size"], eos, sorted({*ends, eos}))
@@ -129,7 +133,7 @@ def written(path, about, generation, eos):
 
 
 def _names(model):
-    from capibara import tree
+    from capibara.core import tree
 
     return tree.path_names(model.abstract_params)
 
@@ -137,7 +141,7 @@ def _names(model):
 def run(*argv):
     config.reset()
     try:
-        assert cli.run_verb(convert.main, [str(arg) for arg in argv]) == 0
+        assert exits.run_verb(convert.main, [str(arg) for arg in argv]) == 0
     finally:
         config.reset()
 

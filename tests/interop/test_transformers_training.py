@@ -17,8 +17,12 @@ import jax
 import numpy as np
 import pytest
 
-from capibara import sharding, tree
-from capibara.interop import checkpoint, hf_config, hf_folder, peft
+from capibara import sharding
+from capibara.core import tree
+from capibara.interop import open_model
+from capibara.interop.hf import config as hf_config
+from capibara.interop.hf import folder as hf_folder
+from capibara.interop.peft import folder as peft
 from capibara.models import api
 from capibara.models.api import Lora
 from capibara.optim import Optimizer, Schedule
@@ -131,8 +135,8 @@ def write_stored(base, folder):
     model = api.build(dataclasses.replace(plain.config, lora=Lora(targets=("query",), base_dtype="nf4")))
     stored = jax.jit(lambda p: model.merge(model.adapt(p, jax.random.key(0))))(params)
     model_type = hf_config.text_part(foreign.config)["model_type"]
-    shapes = checkpoint.hf_shapes(plain, model_type)
-    tensors = checkpoint.hf_tensors(stored, plain, model_type)
+    shapes = open_model.hf_shapes(plain, model_type)
+    tensors = open_model.hf_tensors(stored, plain, model_type)
     hf_folder.save_hf(str(folder), foreign.config, shapes, tensors, {}, dtype="float32")
 
 

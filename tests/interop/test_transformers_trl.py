@@ -17,16 +17,17 @@ import pytest
 import tokenizers
 from jax.sharding import SingleDeviceSharding
 
-from capibara.data.chat import TrainOn, render_example
-from capibara.data.chat_formats import Conversation
-from capibara.data.chat_template import ChatTemplate
+from capibara.core.types import UserError
+from capibara.data.chat.conversations import TrainOn, render_example
+from capibara.data.chat.formats import Conversation
+from capibara.data.chat.template import ChatTemplate
 from capibara.data.dataset import Dataset
-from capibara.data.examples import Assembler
-from capibara.data.sources import StdlibSource
-from capibara.data.vocabulary import TokenizerJsonVocabulary
-from capibara.interop import checkpoint, hf_config
+from capibara.data.packing.examples import Assembler
+from capibara.data.sources.sources import StdlibSource
+from capibara.data.tokenizers.vocabulary import TokenizerJsonVocabulary
+from capibara.interop import open_model
+from capibara.interop.hf import config as hf_config
 from capibara.models import api
-from capibara.types import UserError
 
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
@@ -60,10 +61,10 @@ def folder(toy_tokenizer, tmp_path_factory):
 
 
 def of_folder(path):
-    foreign = checkpoint.open_model(str(path))
+    foreign = open_model.open_model(str(path))
     model = api.build(hf_config.from_hf(foreign.config, dtype="float32"))
     here = SingleDeviceSharding(jax.devices()[0])
-    return checkpoint.load_params(foreign, model, jax.tree.map(lambda _: here, model.abstract_params))
+    return open_model.load_params(foreign, model, jax.tree.map(lambda _: here, model.abstract_params))
 
 
 @pytest.mark.parametrize("name", ours.LOSSES)

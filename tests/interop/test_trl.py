@@ -11,21 +11,21 @@ import jax
 import numpy as np
 import pytest
 
-from capibara.data.answers import PreferenceJsonlSource
-from capibara.data.chat_template import ChatTemplate
+from capibara.checkpoints.manager import Checkpointing
+from capibara.core import tree
+from capibara.data.chat.template import ChatTemplate
 from capibara.data.dataset import Dataset
-from capibara.data.vocabulary import TokenizerJsonVocabulary
-from capibara.interop import tables, tensors
+from capibara.data.sources.answers import PreferenceJsonlSource
+from capibara.data.tokenizers.vocabulary import TokenizerJsonVocabulary
+from capibara.interop.hf import tables, tensors
 from capibara.models import api
 from capibara.models.api import DecoderConfig
 from capibara.optim import Optimizer, Schedule
 from capibara.sharding import Plan
 from capibara.training import loop
 from capibara.training.callbacks import Callback
-from capibara.training.checkpoints import Checkpointing
 from capibara.training.preference import Dpo
 from capibara.training.trainer import Evaluation, Trainer
-from capibara import tree
 
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "models" / "golden")]

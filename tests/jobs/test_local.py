@@ -9,7 +9,8 @@ import time
 
 import pytest
 
-from capibara import cli, launch
+from capibara.cli import launch
+from capibara.core import exits
 from capibara.jobs.local import Supervisor
 
 CHECKOUT = pathlib.Path(__file__).resolve().parents[2]
@@ -133,11 +134,11 @@ def test_whoever_ends_the_supervisor_the_run_saves_and_ends(tmp_path, how):
     ],
 )
 def test_mistakes_are_one_line(argv, message, capsys):
-    assert cli.run_verb(launch.main, argv) == 2
+    assert exits.run_verb(launch.main, argv) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.count("\n") == 1 and message in captured.err
 
 
 def test_a_verb_is_run(capfd):
-    assert cli.run_verb(launch.main, ["local", "--", "train", "--gin_file=none.gin"]) == 2
+    assert exits.run_verb(launch.main, ["local", "--", "train", "--gin_file=none.gin"]) == 2
     assert "no Gin file none.gin" in capfd.readouterr().err

@@ -9,11 +9,11 @@ import jax
 import numpy as np
 import pytest
 
-from capibara import tree
-from capibara.interop import tables, tensors
+from capibara.core import tree
+from capibara.interop.hf import tables, tensors
 from capibara.models import api
-from capibara.models.decoder import DecoderConfig
-from capibara.models.rope import Rope
+from capibara.models.architectures.decoder import DecoderConfig
+from capibara.models.layers.rope import Rope
 
 GOLDEN = pathlib.Path(__file__).resolve().parent / "golden"
 sys.path.insert(0, str(GOLDEN))

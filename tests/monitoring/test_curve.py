@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from capibara.core.types import UserError
 from capibara.monitoring import chart, curve
 from capibara.monitoring.curve import LossCurve
-from capibara.monitoring.loggers import MetricsFile
+from capibara.monitoring.trackers.loggers import MetricsFile
 from capibara.training.callbacks import Callbacks, RunInfo
-from capibara.types import UserError
 
 RUN = RunInfo(
     model_dir="",

@@ -3,10 +3,11 @@
 import dataclasses
 
 from capibara.models import api
-from capibara.models.moe import Moe
+from capibara.models.moe.moe import Moe
 from capibara.optim import Optimizer
-from capibara.planner import slices, workload
-from capibara.planner.choice import Choice
+from capibara.planner.hardware import slices
+from capibara.planner.model import workload
+from capibara.planner.search.choice import Choice
 from capibara.sharding import MESH_AXES, Remat, RematPolicy
 
 DENSE = api.DecoderConfig(

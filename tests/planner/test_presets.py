@@ -6,8 +6,9 @@ import pathlib
 import pytest
 
 from capibara import config
-from capibara.planner import memory, slices, workload
-from capibara.planner.choice import of_plan
+from capibara.planner.hardware import slices
+from capibara.planner.model import memory, workload
+from capibara.planner.search.choice import of_plan
 from capibara.training import trainer
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]

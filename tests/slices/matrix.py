@@ -14,21 +14,21 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from capibara import sharding
-from capibara.data.answers import PreferenceJsonlSource, PromptJsonlSource
-from capibara.data.chat_template import ChatTemplate
+from capibara.data.chat.template import ChatTemplate
 from capibara.data.dataset import Dataset
-from capibara.data.packing import Packing
-from capibara.data.sources import StdlibSource
-from capibara.data.vocabulary import ByteVocabulary
-from capibara.inference.sampling import Sampling
+from capibara.data.packing.packing import Packing
+from capibara.data.sources.answers import PreferenceJsonlSource, PromptJsonlSource
+from capibara.data.sources.sources import StdlibSource
+from capibara.data.tokenizers.vocabulary import ByteVocabulary
+from capibara.inference.sampling.sampling import Sampling
 from capibara.models import api
 from capibara.models.api import DecoderConfig, EncoderConfig, EncoderDecoderConfig, Lora, Moe
 from capibara.optim import Optimizer
-from capibara.planner import topology
+from capibara.planner.hardware import topology
 from capibara.sharding import Plan
 from capibara.strategies.grpo import Grpo
 from capibara.strategies.rewards import exact_answer
-from capibara.training import run
+from capibara.training import setup
 from capibara.training.preference import Dpo
 from capibara.training.trainer import Trainer
 
@@ -67,7 +67,7 @@ SLICES = {
 LOSSES = {"Dpo": Dpo(), "Grpo": Grpo(rewards=(exact_answer,), kl=0.1, updates=2, sampling=Sampling(max_new_tokens=64))}
 
 
-PACKAGE = pathlib.Path(run.__file__).resolve().parent.parent
+PACKAGE = pathlib.Path(setup.__file__).resolve().parent.parent
 
 
 def shown(sizes: dict[str, int]) -> str:
@@ -145,8 +145,8 @@ class Case:
         return api.build(self.trainer.model)
 
     @functools.cached_property
-    def state(self) -> run.StateSpec:
-        return run.describe_state(self.trainer, self.model, self.mesh)
+    def state(self) -> setup.StateSpec:
+        return setup.describe_state(self.trainer, self.model, self.mesh)
 
     def params_of(self, model: api.Model) -> api.Params:
         """The abstract parameters of a model, as the run lays them out."""

@@ -11,16 +11,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from matrix import MODELS, mesh_of, replicated, running, shown
 
-from capibara import sharding, tree
-from capibara.inference import beams, footprint, lowering, programs, searching
-from capibara.inference.choose import GREEDY, Settings
-from capibara.inference.engine import EngineConfig
+from capibara import sharding
+from capibara.core import tree
+from capibara.inference.engine import beam_requests, footprint, lowering, programs
+from capibara.inference.engine.engine import EngineConfig
+from capibara.inference.sampling import beam_search
+from capibara.inference.sampling.sampler import GREEDY, Settings
 from capibara.models import api
 from capibara.models.api import Adapter, Beside, Lora, unmerged
-from capibara.planner import compile as compiler
+from capibara.planner.compiler import compile as compiler
 from capibara.sharding import Rules
-from matrix import MODELS, mesh_of, replicated, running, shown
 
 LENGTH, SLOTS, READ = 512, 8, 256
 GENERATING = MODELS | {"prefix LM": dataclasses.replace(MODELS["decoder"], inputs_attention="bidirectional")}
@@ -52,7 +54,7 @@ SHORT = [
     ("v6e-4", dict(tensor=4), "encoder-decoder", "rows"),
 ]
 # What partitions by hand -> a model and a cache whose programs have it.
-WITHIN = {"models/decode_kernel.py attend": ("decoder", "pages")}
+WITHIN = {"kernels/paged_attention.py attend": ("decoder", "pages")}
 
 
 def cases():
@@ -149,11 +151,11 @@ class Abstract:
 
     def search(self, num_decodes: int):
         """The programs of beam search, by which it replaces those of the engine; the state between them."""
-        served, rows = self.served(), searching.prompts_at_once(self.slots, num_decodes, self.mesh, Rules())
-        sizes = beams.Sizes(num_decodes, 64, LENGTH, self.encoder_length, self.sizes.dtype)
-        self.programs = beams.build(self.model, self.model.config.vocab_size, sizes, self.mesh, Rules())
+        served, rows = self.served(), beam_requests.prompts_at_once(self.slots, num_decodes, self.mesh, Rules())
+        sizes = beam_search.Sizes(num_decodes, 64, LENGTH, self.encoder_length, self.sizes.dtype)
+        self.programs = beam_search.build(self.model, self.model.config.vocab_size, sizes, self.mesh, Rules())
         scalar = self.here(dtype=jnp.float32)
-        asked = beams.Asked(self.here(rows), self.here(rows), self.here(rows, 1), scalar, scalar)
+        asked = beam_search.Asked(self.here(rows), self.here(rows), self.here(rows, 1), scalar, scalar)
         state, _ = self.run("begin", served, self.batch(rows), asked)
         state, _ = self.run("advance", served, state, asked, self.here())
         self.run("found", state)
@@ -195,7 +197,9 @@ class Abstract:
 @pytest.mark.parametrize("slice_name, sizes, name, cache", list(matrix()))
 def test_every_program_of_the_engine_compiles_for_the_slice(slice_name, sizes, name, cache, tell):
     engine = Abstract(slice_name, sizes, name, cache)
-    with running("inference/programs.py on_mesh.active", *(site for site, of in WITHIN.items() if of == (name, cache))):
+    with running(
+        "inference/engine/programs.py on_mesh.active", *(site for site, of in WITHIN.items() if of == (name, cache))
+    ):
         state = engine.all()
     for program, report in engine.reports.items():
         assert report.fits

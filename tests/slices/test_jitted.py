@@ -7,23 +7,24 @@ from collections.abc import Iterator
 
 import test_generation
 import test_training
-from capibara.inference.programs import Programs
 from matrix import PACKAGE
+
+from capibara.inference.engine.programs import Programs
 
 JITS = ("jit", "pjit", "pmap", "xmap")
 BY_HAND = ("shard_map", "pallas_call")
 
-ENGINE = "inference/programs.py on_mesh"
+ENGINE = "inference/engine/programs.py on_mesh"
 COVERED = {ENGINE, *(program.site for program in test_training.PROGRAMS.values())}
 ON_ONE_DEVICE = {
-    "interop/adapters.py merged": "convert has all of a model on one device",
-    "interop/awq.py _loss": "convert rounds a layer at a time, on one device",
+    "interop/peft/runs.py merged": "convert has all of a model on one device",
+    "interop/quantize/awq.py _loss": "convert rounds a layer at a time, on one device",
     "interop/conversion.py _merged": "convert has all of a model on one device",
-    "interop/grid.py _fit": "convert rounds a layer at a time, on one device",
-    "interop/grid.py _scales": "convert rounds a layer at a time, on one device",
-    "interop/quantization.py _Layers.__init__": "convert runs a layer at a time, on one device",
-    "interop/quantization.py _Layers.__init__ 2": "convert runs a layer at a time, on one device",
-    "training/snapshot.py _copied": "on CPUs alone: elsewhere the copies go to the host's memory without a program",
+    "interop/quantize/grid.py _fit": "convert rounds a layer at a time, on one device",
+    "interop/quantize/grid.py _scales": "convert rounds a layer at a time, on one device",
+    "interop/quantize/quantization.py _Layers.__init__": "convert runs a layer at a time, on one device",
+    "interop/quantize/quantization.py _Layers.__init__ 2": "convert runs a layer at a time, on one device",
+    "checkpoints/snapshot.py _copied": "on CPUs alone: elsewhere the copies go to the host's memory without a program",
 }
 
 

@@ -8,19 +8,22 @@ from typing import NamedTuple
 
 import jax
 import pytest
-from capibara.evaluation import scoring
-from capibara.inference import own_chips
-from capibara.optim import Optimizer
-from capibara.planner import compile as compiler
-from capibara.planner import slices, xla_flags
-from capibara.strategies import rollouts
-from capibara.training import evaluate, given, reference, run, snapshot
-from capibara.training.replicas import ReplicaCheck
 from matrix import LOSSES, SLICES, Case, running, shown
+
+from capibara.checkpoints import snapshot
+from capibara.evaluation import scoring
+from capibara.inference.engine import own_chips
+from capibara.optim import Optimizer
+from capibara.planner.compiler import compile as compiler
+from capibara.planner.hardware import slices, xla_flags
+from capibara.sharding.replicas import ReplicaCheck
+from capibara.strategies import rollouts
+from capibara.training import evaluation as evaluate
+from capibara.training import initialization, reference, setup
 
 
 def step(case):
-    return run.lower_step(case.trainer, case.model, case.mesh, case.state)["train_step"]
+    return setup.lower_step(case.trainer, case.model, case.mesh, case.state)["train_step"]
 
 
 def start(case):
@@ -77,7 +80,7 @@ def fingerprint(case):
 
 
 def merge(case):
-    return given.merger(case.model, case.params_of(case.model.plain)).lower(case.state.abstract.params)
+    return initialization.merger(case.model, case.params_of(case.model.plain)).lower(case.state.abstract.params)
 
 
 GENERAL = ("decoder", "windows", "experts", "encoder-decoder", "encoder")
@@ -101,9 +104,13 @@ class Program(NamedTuple):
     options: dict = {}
 
 
-STEP, START, MERGE = "training/run.py lower_step", "training/run.py StateSpec.init", "training/given.py merger"
+STEP, START, MERGE = (
+    "training/setup.py lower_step",
+    "training/setup.py StateSpec.init",
+    "training/initialization.py merger",
+)
 ANSWERS, LOG_P = "training/reference.py make_answers", "strategies/rollouts.py make_log_probabilities"
-COMPUTED = "inference/own_chips.py make_computed"
+COMPUTED = "inference/engine/own_chips.py make_computed"
 DPO, GRPO = {"loss": LOSSES["Dpo"]}, {"loss": LOSSES["Grpo"]}
 MUON = {"optimizer": Optimizer(name="muon", state_dtype="int8")}
 PROGRAMS = {
@@ -113,24 +120,24 @@ PROGRAMS = {
     "train step, GRPO": Program(STEP, step, ("decoder", "experts", "decoder QLoRA"), GRPO),
     "new state": Program(START, start, (*READS, "decoder QLoRA")),
     "state of given weights": Program(START, start_with_given, ("experts", "experts LoRA", "decoder QLoRA")),
-    "evaluation": Program("training/evaluate.py make_eval_step", evaluation, (*GENERAL, "decoder QLoRA")),
+    "evaluation": Program("training/evaluation.py make_eval_step", evaluation, (*GENERAL, "decoder QLoRA")),
     "evaluation, DPO": Program("training/reference.py make_totals", preference_totals, ("decoder", "experts"), DPO),
     "reference, DPO": Program(ANSWERS, reference_answers, ("decoder", "experts", "decoder QLoRA"), DPO),
     "log-probabilities, GRPO": Program(LOG_P, rollout_log_probabilities, ("decoder", "experts"), GRPO),
     "parameters for rollouts": Program(COMPUTED, rollout_parameters, ("decoder", "experts", "decoder QLoRA")),
     "scores": Program("evaluation/scoring.py make_scores", scores, READS),
-    "replica check": Program("training/replicas.py _checksums", replica_check, ("experts", "decoder QLoRA")),
-    "all finite": Program("training/snapshot.py all_finite", all_finite, ("experts", "decoder QLoRA")),
+    "replica check": Program("sharding/replicas.py _checksums", replica_check, ("experts", "decoder QLoRA")),
+    "all finite": Program("checkpoints/snapshot.py all_finite", all_finite, ("experts", "decoder QLoRA")),
     "fingerprint of weights": Program("training/reference.py weighed", fingerprint, ("experts", "decoder QLoRA")),
     "merge of adapters": Program(MERGE, merge, ADAPTED),
 }
 # What partitions by hand -> a program, and a model of it, that it is part of.
 WITHIN = {
-    "models/embedding.py lookup": ("train step", "experts"),
-    "models/moe.py MoeMLP._experts": ("train step", "experts"),
-    "models/splash.py sharded_splash": ("train step", "experts"),
-    "training/losses.py _on_shards": ("train step", "experts"),
-    "training/replicas.py _checksums": ("replica check", "decoder QLoRA"),
+    "models/layers/embedding.py lookup": ("train step", "experts"),
+    "models/moe/moe.py MoeMLP._experts": ("train step", "experts"),
+    "kernels/attention/splash.py sharded_splash": ("train step", "experts"),
+    "kernels/cross_entropy.py _on_shards": ("train step", "experts"),
+    "sharding/replicas.py _checksums": ("replica check", "decoder QLoRA"),
 }
 ON_ALL_MESHES = ("train step", "evaluation")
 SHORT = {  # in `make test`: on the first mesh of the slice

@@ -7,8 +7,8 @@ import os
 
 import pytest
 
+from capibara.core.types import TryAgain, UserError
 from capibara.storage import copies
-from capibara.types import TryAgain, UserError
 
 
 def test_a_folder_is_copied_once_and_what_has_changed_again(store):

@@ -8,13 +8,13 @@ import shutil
 
 import pytest
 
-from capibara import gin_search
-from capibara.data import tokenizer_files
-from capibara.data.chat_template import ChatTemplate
-from capibara.data.sources import JsonlSource, TextSource
-from capibara.data.vocabulary import TokenizerJsonVocabulary
-from capibara.interop import checkpoint
-from capibara.types import UserError
+from capibara.config import search as gin_search
+from capibara.core.types import UserError
+from capibara.data.chat.template import ChatTemplate
+from capibara.data.sources.sources import JsonlSource, TextSource
+from capibara.data.tokenizers import files as tokenizer_files
+from capibara.data.tokenizers.vocabulary import TokenizerJsonVocabulary
+from capibara.interop import open_model
 
 
 def put(store, folder: str, address: str) -> None:
@@ -27,7 +27,7 @@ def put(store, folder: str, address: str) -> None:
 @pytest.fixture(autouse=True)
 def no_copies_of_others():
     tokenizer_files.local.cache_clear()
-    checkpoint.local_model.cache_clear()
+    open_model.local_model.cache_clear()
 
 
 def test_a_gin_file_and_what_it_includes(store):
@@ -67,7 +67,7 @@ def test_small_corpora_are_copied(store, tmp_path):
 
 
 def test_large_corpora_are_not(store, monkeypatch):
-    from capibara.data import disk
+    from capibara.data.sources import disk
 
     monkeypatch.setattr(disk, "_COPY_BYTES", 10)
     store.pipe({"/c/a.jsonl": b'{"text": "a"}\n{"text": "b"}\n'})
@@ -82,11 +82,11 @@ def test_a_model_of_hugging_face(store, tmp_path):
     save_file({"w": np.arange(6, dtype=np.float32).reshape(2, 3)}, str(tmp_path / "model.safetensors"))
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     put(store, str(tmp_path), "/model")
-    foreign = checkpoint.open_model("flaky://model")
+    foreign = open_model.open_model("flaky://model")
     assert foreign.config == {"model_type": "llama"} and foreign.shapes() == {"w": (2, 3)}
     np.testing.assert_array_equal(foreign.read("w"), np.arange(6, dtype=np.float32).reshape(2, 3))
     with pytest.raises(UserError, match="flaky:///nothing does not exist"):
-        checkpoint.open_model("flaky://nothing")
+        open_model.open_model("flaky://nothing")
     with pytest.raises(UserError, match="flaky://nothing/a.gguf does not exist"):
-        checkpoint.open_model("flaky://nothing/a.gguf")
+        open_model.open_model("flaky://nothing/a.gguf")
     shutil.rmtree(tmp_path)

@@ -9,8 +9,8 @@ import sys
 import aiohttp
 import pytest
 
+from capibara.core.types import TryAgain, UserError
 from capibara.storage import remote
-from capibara.types import TryAgain, UserError
 
 
 class Status(Exception):
@@ -32,7 +32,7 @@ PASSING = [
     ConnectionResetError("reset by peer"),
     OSError(errno.EBUSY, "Please reduce your request rate"),  # s3fs's of 503
     TimeoutError("nothing for a minute"),
-    asyncio.TimeoutError(),
+    TimeoutError(),
     aiohttp.ClientPayloadError("not enough data"),
     None,  # a connection that ends in the middle, without a word
 ]

@@ -13,8 +13,8 @@ import sys
 import numpy as np
 import pytest
 
+from capibara.core.types import TryAgain, UserError
 from capibara.storage import copies, remote
-from capibara.types import TryAgain, UserError
 
 pytest.importorskip("moto.server")
 pytest.importorskip("s3fs")
@@ -72,9 +72,9 @@ def write_corpus(folder: pathlib.Path, put, name: str) -> tuple[str, str]:
 
 def test_shards_give_the_rows_of_a_disk_whatever_fails_in_between(server, s3, tmp_path):
     from capibara.data.dataset import Dataset
-    from capibara.data.loader import make_loader
+    from capibara.data.pipeline.loader import make_loader
     from capibara.data.shards.source import ShardedSource
-    from capibara.data.vocabulary import ByteVocabulary
+    from capibara.data.tokenizers.vocabulary import ByteVocabulary
 
     def batches(files: str) -> list[dict[str, np.ndarray]]:
         source = ShardedSource(files=(files,), block_bytes=4096)
@@ -98,21 +98,21 @@ def test_shards_give_the_rows_of_a_disk_whatever_fails_in_between(server, s3, tm
 def test_a_model_is_copied_whole_and_again_when_it_has_changed(server, s3, tmp_path):
     from safetensors.numpy import save
 
-    from capibara.interop import checkpoint
+    from capibara.interop import open_model
 
     weights = np.arange(6, dtype=np.float32).reshape(2, 3)
     s3("model/config.json", b'{"model_type": "llama"}')
     s3("model/model.safetensors", save({"w": weights}))
     for factor in (1, 2):
-        checkpoint.local_model.cache_clear()
+        open_model.local_model.cache_clear()
         s3("model/model.safetensors", save({"w": factor * weights}))
         server.faults[:] = ["cut"]
-        foreign = checkpoint.open_model("s3://bucket/model")
+        foreign = open_model.open_model("s3://bucket/model")
         assert foreign.config == {"model_type": "llama"}
         np.testing.assert_array_equal(foreign.read("w"), factor * weights)
     before = server.reads
-    checkpoint.local_model.cache_clear()
-    checkpoint.open_model("s3://bucket/model")
+    open_model.local_model.cache_clear()
+    open_model.open_model("s3://bucket/model")
     assert server.reads == before
 
 

@@ -6,11 +6,11 @@ import types
 
 import pytest
 
-from capibara.inference import own_chips
-from capibara.inference.stream import Finish
+from capibara.core.multihost import hosts
+from capibara.inference.engine import own_chips
+from capibara.inference.engine.stream import Finish
 from capibara.strategies.answering import Answerer, Prompt
 from capibara.strategies.grpo import Grpo
-from capibara.training import hosts
 
 
 class Documents(list):

@@ -7,11 +7,11 @@ import sys
 import pytest
 
 from capibara import config
-from capibara.data.answers import PreferenceJsonlSource, PromptJsonlSource
+from capibara.core.types import UserError
+from capibara.data.sources.answers import PreferenceJsonlSource, PromptJsonlSource
 from capibara.training import emulation
 from capibara.training.preference import Dpo
 from capibara.training.trainer import Trainer
-from capibara.types import UserError
 
 FILES = ["models/tiny.gin", "runs/lora.gin"]
 GIVEN = ["MODEL_DIR=runs/new", "INIT_FROM=runs/base", "TRAIN_STEPS=10", "FILES=('a.jsonl',)"]

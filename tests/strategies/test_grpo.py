@@ -12,12 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from capibara.data.answers import PromptJsonlSource
-from capibara.data.chat_template import ChatTemplate
+from capibara.checkpoints.manager import Checkpointing
+from capibara.core.types import UserError
+from capibara.data.chat.template import ChatTemplate
 from capibara.data.dataset import Dataset
-from capibara.data.vocabulary import TokenizerJsonVocabulary
-from capibara.inference.engine import EngineConfig
-from capibara.inference.sampling import Sampling
+from capibara.data.sources.answers import PromptJsonlSource
+from capibara.data.tokenizers.vocabulary import TokenizerJsonVocabulary
+from capibara.inference.engine.engine import EngineConfig
+from capibara.inference.sampling.sampling import Sampling
 from capibara.models.api import DecoderConfig, Lora
 from capibara.optim import Optimizer, Schedule
 from capibara.sharding import Plan
@@ -25,10 +27,8 @@ from capibara.strategies import rewards
 from capibara.strategies.grpo import Grpo
 from capibara.training import loop
 from capibara.training.callbacks import Callback
-from capibara.training.checkpoints import Checkpointing
-from capibara.training.run import Run
+from capibara.training.setup import Run
 from capibara.training.trainer import Evaluation, Trainer
-from capibara.types import UserError
 
 LENGTH, NEW = 24, 8
 

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from capibara.inference.sampling import Sampling
+from capibara.inference.sampling.sampling import Sampling
+from capibara.kernels.cross_entropy import token_log_probabilities
 from capibara.strategies.grpo import Grpo
 from capibara.strategies.rewards import matches_pattern
-from capibara.training.losses import token_log_probabilities
 from capibara.training.preference import Dpo
 
 GOLDEN = pathlib.Path(__file__).resolve().parent / "golden"

@@ -16,15 +16,15 @@ import jax
 import numpy as np
 import pytest
 
+from capibara.checkpoints.manager import Checkpointing
 from capibara.data.dataset import Dataset
-from capibara.data.sources import JsonlSource
-from capibara.data.vocabulary import ByteVocabulary
+from capibara.data.sources.sources import JsonlSource
+from capibara.data.tokenizers.vocabulary import ByteVocabulary
 from capibara.models.api import DecoderConfig
 from capibara.optim import Optimizer, Schedule
 from capibara.sharding import Plan
 from capibara.training import loop
 from capibara.training.callbacks import Callback
-from capibara.training.checkpoints import Checkpointing
 from capibara.training.trainer import Evaluation, Trainer
 
 

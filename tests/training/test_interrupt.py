@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.experimental import multihost_utils
 
-from capibara.training.interrupt import Interrupted, StopRequest
+from capibara.core.interrupt import Interrupted, StopRequest
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

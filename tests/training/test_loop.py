@@ -12,18 +12,20 @@ import numpy as np
 import pytest
 
 from capibara import sharding
+from capibara.checkpoints import shapes
+from capibara.checkpoints.encryption import Encryption
+from capibara.checkpoints.manager import Checkpointing, Checkpoints
+from capibara.core.multihost import hosts
+from capibara.core.types import UserError
 from capibara.data.dataset import Dataset
-from capibara.data.vocabulary import ByteVocabulary
+from capibara.data.tokenizers.vocabulary import ByteVocabulary
 from capibara.models import api
 from capibara.optim import Adafactor, FactorSchedule, Optimizer, Schedule
 from capibara.sharding import Plan
-from capibara.training import hosts, loop, run, shapes
-from capibara.training.anomalies import Anomalies
-from capibara.training.checkpoints import Checkpointing, Checkpoints
-from capibara.training.encryption import Encryption
+from capibara.training import loop, setup
+from capibara.training.stability.anomalies import Anomalies
+from capibara.training.stability.watchdog import Watch, Watchdog
 from capibara.training.trainer import Evaluation
-from capibara.training.watchdog import Watch, Watchdog
-from capibara.types import UserError
 
 
 def assert_equal_states(one, other):
@@ -232,7 +234,7 @@ def test_what_takes_time_is_said_and_watched_by_its_own_limit(make_trainer, trai
 
     monkeypatch.setattr(loop, "Watchdog", Noted)
     for name in ("start", "step", "evaluate", "save"):
-        monkeypatch.setattr(run.Run, name, noting(name, getattr(run.Run, name)))
+        monkeypatch.setattr(setup.Run, name, noting(name, getattr(setup.Run, name)))
     watch = Watch(start_s=1001.0, evaluation_s=1002.0, save_s=1003.0)
     statuses = train(make_trainer(steps=2, watch=watch, evaluation=Evaluation(every=2, max_batches=1))).statuses
     assert statuses[0] == "compiling the train step for 8 devices" and statuses[1].startswith("compiled in ")
@@ -305,6 +307,6 @@ def test_a_state_that_is_not_finite_is_not_saved(make_trainer, train):
 def test_compiler_options_reach_the_compiler_of_the_step(make_trainer):
     trainer = make_trainer()
     parts = trainer, api.build(trainer.model), sharding.make_mesh(trainer.plan)
-    run.compile_step(*parts, {"xla_backend_optimization_level": "1"})
+    setup.compile_step(*parts, {"xla_backend_optimization_level": "1"})
     with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
-        run.compile_step(*parts, {"xla_no_such_option": "1"})
+        setup.compile_step(*parts, {"xla_no_such_option": "1"})

@@ -9,19 +9,21 @@ import jax
 import numpy as np
 import pytest
 
-from capibara import config, sharding, tree
+from capibara import config, sharding
+from capibara.checkpoints.manager import Checkpointing, Checkpoints
+from capibara.core import tree
+from capibara.core.types import UserError
+from capibara.kernels.cross_entropy import cross_entropy
 from capibara.models import api
 from capibara.models.api import DecoderConfig, Lora
 from capibara.optim import Optimizer, Schedule
 from capibara.sharding import Plan
-from capibara.training import given, origin, run_folder
+from capibara.training import initialization as given
+from capibara.training import origin, run_folder
 from capibara.training import state as states
-from capibara.training.checkpoints import Checkpointing, Checkpoints
-from capibara.training.losses import cross_entropy
-from capibara.training.run import set_up
+from capibara.training.setup import set_up
 from capibara.training.step import make_train_step
 from capibara.training.trainer import Trainer
-from capibara.types import UserError
 
 LORA = Lora(rank=4, targets=("all-linear",))
 CONFIG = DecoderConfig(

@@ -8,18 +8,18 @@ import shutil
 
 import pytest
 
-from capibara.data.chat import ChatJsonlSource
-from capibara.data.chat_formats import Conversation
-from capibara.data.chat_template import ChatTemplate
+from capibara.core.types import UserError
+from capibara.data.chat.conversations import ChatJsonlSource
+from capibara.data.chat.formats import Conversation
+from capibara.data.chat.template import ChatTemplate
 from capibara.data.dataset import Dataset
-from capibara.data.sources import StdlibSource
-from capibara.data.vocabulary import ByteVocabulary, SentencePieceVocabulary, TokenizerJsonVocabulary
+from capibara.data.sources.sources import StdlibSource
+from capibara.data.tokenizers.vocabulary import ByteVocabulary, SentencePieceVocabulary, TokenizerJsonVocabulary
 from capibara.models.api import DecoderConfig
 from capibara.optim import Optimizer
 from capibara.sharding import Plan
 from capibara.training import own_tokenizer
 from capibara.training.trainer import Trainer
-from capibara.types import UserError
 
 TALK = Conversation([{"role": "user", "content": "Hi"}])
 

@@ -8,13 +8,14 @@ import jax
 import numpy as np
 import pytest
 
-from capibara import sharding, tree
+from capibara import sharding
+from capibara.core import tree
+from capibara.core.types import UserError
+from capibara.kernels.cross_entropy import cross_entropy
 from capibara.models import api
 from capibara.models.api import DecoderConfig, EncoderDecoderConfig
-from capibara.models.moe import Moe
+from capibara.models.moe.moe import Moe
 from capibara.sharding import Plan
-from capibara.training.losses import cross_entropy
-from capibara.types import UserError
 
 ROWS, LENGTH, VOCAB = 16, 32, 128
 DENSE = DecoderConfig(

@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 
 from capibara import sharding
+from capibara.checkpoints.manager import Checkpointing
+from capibara.core.types import UserError
+from capibara.kernels.cross_entropy import cross_entropy
 from capibara.models import api
 from capibara.models.api import DecoderConfig
 from capibara.optim import Optimizer, Schedule
 from capibara.sharding import Plan
 from capibara.training import state as states
-from capibara.training.checkpoints import Checkpointing
-from capibara.training.loss_scale import LossScaling
-from capibara.training.losses import cross_entropy
+from capibara.training.stability.loss_scale import LossScaling
 from capibara.training.step import accumulate, make_train_step
-from capibara.types import UserError
 
 CONFIG = DecoderConfig(
     vocab_size=128, embed_dim=64, num_layers=2, num_heads=4, num_kv_heads=2, mlp_dim=128, dtype="float32"

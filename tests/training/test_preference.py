@@ -14,20 +14,21 @@ import numpy as np
 import pytest
 
 from capibara import sharding
-from capibara.data.answers import PreferenceJsonlSource
-from capibara.data.chat_template import ChatTemplate
+from capibara.checkpoints.manager import Checkpointing
+from capibara.core.types import UserError
+from capibara.data.chat.template import ChatTemplate
 from capibara.data.dataset import Dataset
-from capibara.data.vocabulary import TokenizerJsonVocabulary
+from capibara.data.sources.answers import PreferenceJsonlSource
+from capibara.data.tokenizers.vocabulary import TokenizerJsonVocabulary
+from capibara.kernels import cross_entropy
+from capibara.kernels.cross_entropy import token_log_probabilities
 from capibara.models import api
 from capibara.models.api import DecoderConfig, Lora
 from capibara.optim import Optimizer, Schedule
 from capibara.sharding import Plan, Rules
-from capibara.training import losses, reference
-from capibara.training.checkpoints import Checkpointing
-from capibara.training.losses import token_log_probabilities
+from capibara.training import reference
 from capibara.training.preference import Dpo
 from capibara.training.trainer import Evaluation, Trainer
-from capibara.types import UserError
 
 MODEL = DecoderConfig(vocab_size=384, embed_dim=32, num_layers=1, num_heads=2, mlp_dim=64, dtype="float32")
 
@@ -40,7 +41,7 @@ MODEL = DecoderConfig(vocab_size=384, embed_dim=32, num_layers=1, num_heads=2, m
 def test_log_probabilities_and_their_gradients_equal_those_of_whole_logits(
     cap, temperature, usable, blocks, monkeypatch
 ):
-    monkeypatch.setattr(losses, "_BLOCK_BYTES", {"cpu": 3 * 8 * 40 * 4 // blocks})
+    monkeypatch.setattr(cross_entropy, "_BLOCK_BYTES", {"cpu": 3 * 8 * 40 * 4 // blocks})
     rng = np.random.default_rng(0)
     hidden = jnp.asarray(rng.normal(size=(3, 8, 16)), jnp.float32)
     head = jnp.asarray(rng.normal(size=(40, 16)), jnp.float32)

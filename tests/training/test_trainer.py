@@ -6,14 +6,14 @@ import dataclasses
 import pytest
 
 from capibara import config, sharding
-from capibara.inference.sample import SampleText
+from capibara.core.types import UserError
+from capibara.inference.sampling.sample import SampleText
 from capibara.models import api
-from capibara.models.moe import Moe
-from capibara.models.router import Hints
+from capibara.models.moe.moe import Moe
+from capibara.models.moe.router import Hints
 from capibara.monitoring.defaults import Monitoring
-from capibara.training import run
+from capibara.training import setup as run
 from capibara.training.trainer import Trainer
-from capibara.types import UserError
 
 
 @pytest.mark.parametrize(

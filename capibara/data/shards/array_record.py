@@ -14,11 +14,11 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from capibara import extras, limits
+from capibara.core import extras, limits
+from capibara.core.types import UserError
 from capibara.data.shards.formats import Record, ShardFormat, read
 from capibara.data.shards.protobuf import Malformed, fields, varint
 from capibara.storage.remote import Entry
-from capibara.types import UserError
 
 _PAGE, _PAGE_HEADER, _CHUNK_HEADER = 1 << 16, 24, 40
 _MAGIC = 0x71930E704FDAE05E

@@ -10,10 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from capibara import outputs
-from capibara.storage import remote
+from capibara.core.types import UserError
+from capibara.storage import outputs, remote
 from capibara.storage.remote import Entry
-from capibara.types import UserError
 
 SLACK_BYTES = 1 << 16  # read beyond a block, for the record that it ends in
 Record = bytes | Mapping[str, Any]

@@ -17,12 +17,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from capibara import outputs
-from capibara.data import disk
+from capibara.core.types import UserError
 from capibara.data.shards.formats import ShardFormat
-from capibara.storage import copies, remote
+from capibara.data.sources import disk
+from capibara.storage import copies, outputs, remote
 from capibara.storage.remote import Entry
-from capibara.types import UserError
 
 _THREADS = 32  # shards that are looked at together: it is waiting
 

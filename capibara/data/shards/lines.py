@@ -9,10 +9,10 @@ import dataclasses
 
 import numpy as np
 
-from capibara import limits
+from capibara.core import limits
+from capibara.core.types import UserError
 from capibara.data.shards.formats import SLACK_BYTES, Record, ShardFormat, read
 from capibara.storage.remote import Entry
-from capibara.types import UserError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

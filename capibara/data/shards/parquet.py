@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from capibara import extras, limits
+from capibara.core import extras, limits
+from capibara.core.types import UserError
 from capibara.data.shards.formats import Record, ShardFormat, read
 from capibara.storage.remote import Entry
-from capibara.types import UserError
 
 _MOST_BYTES = 1 << 30  # of the columns of a row group, unpacked
 _BATCH_ROWS = 1024  # unpacked at a time

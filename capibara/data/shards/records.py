@@ -7,12 +7,12 @@ import enum
 from collections.abc import Mapping
 from typing import Any
 
-from capibara import limits
-from capibara.data import disk
+from capibara.core import limits
+from capibara.core.types import UserError
 from capibara.data.shards import protobuf
 from capibara.data.shards.formats import Record
-from capibara.data.sources import LINE_VALUES, Example
-from capibara.types import UserError
+from capibara.data.sources import disk
+from capibara.data.sources.sources import LINE_VALUES, Example
 
 
 class Holds(enum.StrEnum):

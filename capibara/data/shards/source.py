@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from capibara.config import configurable
-from capibara.data import disk
+from capibara.core.types import UserError
+from capibara.data.pipeline.shuffle import mix
 from capibara.data.shards import index as indexes
 from capibara.data.shards.array_record import ArrayRecords
 from capibara.data.shards.formats import ShardFormat
@@ -19,9 +20,8 @@ from capibara.data.shards.lines import JsonLines, TextLines
 from capibara.data.shards.parquet import ParquetRows
 from capibara.data.shards.records import Fields, Holds
 from capibara.data.shards.tfrecord import TfRecords
-from capibara.data.shuffle import mix
-from capibara.data.sources import Blocks, Example, Source
-from capibara.types import UserError
+from capibara.data.sources import disk
+from capibara.data.sources.sources import Blocks, Example, Source
 
 _LEAST_BLOCKS = 1024  # of a corpus, as far as blocks of _SMALLEST bytes allow: so many rows of a batch have one each
 _SMALLEST, _LARGEST = 4 << 10, 1 << 20  # bytes of a block: what a request to a bucket should have at least

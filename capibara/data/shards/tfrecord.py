@@ -13,9 +13,9 @@ import struct
 
 import numpy as np
 
+from capibara.core.types import UserError
 from capibara.data.shards.formats import SLACK_BYTES, Record, ShardFormat, read
 from capibara.storage.remote import Entry
-from capibara.types import UserError
 
 _HEAD, _FRAME = 12, 16  # bytes before a record's content, and around it
 _MOST_BYTES = 256 << 20  # of a record

@@ -8,6 +8,7 @@ import struct
 import numpy as np
 import pytest
 
+from capibara.core.types import UserError
 from capibara.data.shards import array_record, parquet, tfrecord
 from capibara.data.shards.formats import read
 from capibara.data.shards.index import listed
@@ -16,9 +17,9 @@ from capibara.data.shards.protobuf import Malformed, example
 from capibara.data.shards.source import Format, ShardedSource
 from capibara.data.shards.tfrecord import TfRecords
 from capibara.storage.remote import Entry
-from capibara.types import UserError
 
-from .conftest import FORMATS, shard, texts_of, tfrecord as tfrecord_file
+from .conftest import FORMATS, shard, texts_of
+from .conftest import tfrecord as tfrecord_file
 
 
 def source(files: str, kind: str = "jsonl", **changes) -> ShardedSource:

@@ -9,13 +9,13 @@ import json
 import numpy as np
 import pytest
 
+from capibara.core.types import BATCH_KEYS, UserError
 from capibara.data.dataset import Dataset
-from capibara.data.loader import make_loader, merge_states
-from capibara.data.packing import Packing
+from capibara.data.packing.packing import Packing
+from capibara.data.pipeline.loader import make_loader, merge_states
 from capibara.data.shards.source import Format, ShardedSource
-from capibara.data.sources import CombinedSource, JsonlSource
-from capibara.data.vocabulary import ByteVocabulary
-from capibara.types import BATCH_KEYS, UserError
+from capibara.data.sources.sources import CombinedSource, JsonlSource
+from capibara.data.tokenizers.vocabulary import ByteVocabulary
 
 BATCH = 4
 

@@ -1,0 +1,339 @@
+"""Chunks of arrays as files (zarr 2): read, compared with the manifest and put on the devices in one pass.
+
+Orbax writes them (array_files); those that are encrypted are written here. Each is the bytes of a part of an array, row
+by row, in a file named after its place: `state/params.layers.mlp.kernel/0.3`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from etils import epath
+
+from capibara.checkpoints import manifest
+from capibara.checkpoints.encryption import Key
+from capibara.checkpoints.manifest import Damaged, File, Manifest
+from capibara.core import limits, tree
+from capibara.core.types import PyTree
+from capibara.storage import durable
+
+FOLDER, LAYOUT = "state", ".zarray"
+COMPRESSOR = {"id": "zstd", "level": 1}
+_LAYOUT_BYTES = 1 << 16  # of a .zarray file
+_TOGETHER_BYTES = 4 << 30  # of arrays that are in the host's memory at a time
+_T = TypeVar("_T")
+Bounds = tuple[tuple[int, int], ...]  # (start, stop) along each dimension
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How an array is cut into chunks.
+
+    Attributes:
+      shape: of the array.
+      chunks: of a chunk; those at the end may reach beyond the array.
+      dtype: of its elements.
+      compressor: None: a chunk is the bare bytes.
+    """
+
+    shape: tuple[int, ...]
+    chunks: tuple[int, ...]
+    dtype: np.dtype
+    compressor: dict[str, Any] | None
+
+    @classmethod
+    def parse(cls, text: bytes) -> Layout:
+        """Of a `.zarray` file."""
+        values = limits.parse_json(text)
+        dtype, shape, sizes = values["dtype"], tuple(values["shape"]), tuple(values["chunks"])
+        dtype = np.dtype(dtype) if dtype[:1] in "<>|" else jnp.dtype(dtype)
+        if not all(type(size) is int and size >= 0 for size in (*shape, *sizes)) or len(shape) != len(sizes):
+            raise ValueError("its shape and chunks are no sizes of the same dimensions")
+        if not all(0 < size <= max(full, 1) for size, full in zip(sizes, shape)):
+            raise ValueError("its chunks are not within its shape")
+        if dtype.kind not in "biufc" and dtype.isbuiltin != 2:  # 2: those of ml_dtypes
+            raise ValueError(f"its dtype is {dtype}")
+        compressor = values.get("compressor")
+        if compressor is not None and compressor.get("id") != COMPRESSOR["id"]:
+            raise ValueError(f"its compressor is {limits.shortened(compressor)}")
+        return cls(shape, sizes, dtype, compressor)
+
+    def text(self) -> bytes:
+        """The `.zarray` file."""
+        dtype = self.dtype.str if self.dtype.isbuiltin == 1 else self.dtype.name  # "<f4", but "bfloat16"
+        values = {
+            "zarr_format": 2, "shape": self.shape, "chunks": self.chunks, "dtype": dtype, "order": "C",
+            "compressor": self.compressor, "fill_value": None, "filters": None, "dimension_separator": ".",
+        }  # fmt: skip
+        return json.dumps(values).encode()
+
+    def bounds(self, index: tuple[int, ...]) -> Bounds:
+        """The part of the array that is in a chunk."""
+        return tuple(
+            (i * size, min((i + 1) * size, full)) for i, size, full in zip(index, self.chunks, self.shape, strict=True)
+        )
+
+    def touched(self, bounds: Bounds) -> Iterator[tuple[int, ...]]:
+        """The chunks that a part of the array lies in."""
+        return itertools.product(
+            *(range(start // size, -(-stop // size)) for (start, stop), size in zip(bounds, self.chunks, strict=True))
+        )
+
+
+def name_of(index: tuple[int, ...]) -> str:
+    """The name of a chunk's file."""
+    return ".".join(map(str, index)) or "0"
+
+
+def folder_of(array: str) -> str:
+    """The folder of an array, relative to its step's."""
+    return f"{FOLDER}/{array.replace('/', '.')}"
+
+
+def layout(folder: epath.Path, found: Manifest, array: str) -> Layout:
+    """How an array of a step is cut.
+
+    Raises:
+      Damaged: nothing says it.
+    """
+    path = f"{folder_of(array)}/{LAYOUT}"
+    if path not in found.by_path:
+        raise Damaged(f"{path} is gone")
+    if (size := found.by_path[path].size) > _LAYOUT_BYTES:
+        raise Damaged(f"{path} has {size:,} bytes, must have at most {_LAYOUT_BYTES:,}")
+    try:
+        return Layout.parse(manifest.contents(folder, found.by_path[path]).tobytes())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Damaged(f"{path} cannot be read ({manifest.one_line(error)})") from error
+
+
+def read(folder: epath.Path, found: Manifest, target: PyTree, *, check: bool = True, key: Key | None = None) -> PyTree:
+    """Reads arrays of a step onto this process's devices.
+
+    Args:
+      folder: of the step.
+      found: its manifest.
+      target: ShapeDtypeStructs with the shardings and dtypes wanted, which may differ from those that were saved.
+      check: compare each chunk that is read with its hash.
+      key: of an encrypted step.
+
+    Raises:
+      Damaged: what this process needs is not what was saved.
+    """
+    names, leaves = tree.path_names(target), jax.tree.leaves(target)
+    arrays = durable.each(lambda pair: _Array(folder, found, *pair, check, key), list(zip(names, leaves, strict=True)))
+    placed = []
+    for together in _by_bytes(arrays, lambda array: array.bytes):
+        durable.each(lambda job: job[0].read(job[1]), [(array, index) for array in together for index in array.needed])
+        placed += [array.placed() for array in together]
+    return jax.tree.unflatten(jax.tree.structure(target), placed)
+
+
+def write(folder: epath.Path, arrays: PyTree, key: Key, compressor: dict[str, Any] | None = None) -> list[File]:
+    """Writes arrays encrypted, a chunk for every shard, of which each process writes its own; in any thread.
+
+    Args:
+      folder: of the step.
+      arrays: jax.Array leaves that nobody changes meanwhile.
+      key: encrypts the chunks, not their layouts.
+      compressor: of the chunks before that.
+
+    Returns:
+      The chunks that this process wrote.
+    """
+    names, leaves = tree.path_names(arrays), jax.tree.leaves(arrays)
+    jobs = []
+    for name, leaf in zip(names, leaves, strict=True):
+        shard = leaf.sharding.shard_shape(leaf.shape)
+        cut = Layout(leaf.shape, tuple(max(1, size) for size in shard), np.dtype(leaf.dtype), compressor)
+        inner = folder / folder_of(name)
+        inner.mkdir(parents=True, exist_ok=True)
+        if jax.process_index() == 0:
+            (inner / LAYOUT).write_bytes(cut.text())
+        jobs += [(name, cut, part) for part in leaf.addressable_shards if not part.replica_id and part.data.size]
+
+    def sealed(job: tuple[str, Layout, jax.Shard]) -> File:
+        name, cut, part = job
+        starts = (axis.start or 0 for axis in part.index)
+        index = tuple(start // size for start, size in zip(starts, cut.chunks, strict=True))
+        path = f"{folder_of(name)}/{name_of(index)}"
+        plain = np.asarray(part.data)
+        data = key.seal(_bytes(plain) if compressor is None else encode(plain, cut), _seal(int(folder.name), path))
+        (folder / path).write_bytes(data)
+        content = key.content_hash(_bytes(plain))
+        return File(path, len(data), durable.hash_of(data), array=name, chunk=index, content=content)
+
+    together = _by_bytes(jobs, lambda job: 3 * job[2].data.nbytes)  # as it is, encrypted, and its pieces joined
+    return [file for group in together for file in durable.each(sealed, group)]
+
+
+def opened(content: np.ndarray, found: Manifest, file: File, key: Key | None) -> np.ndarray:
+    """The bytes of a file of a step, decrypted where they are encrypted."""
+    if found.encryption is None or file.path.endswith(LAYOUT):
+        return content
+    assert key is not None, "who reads an encrypted step has its key"
+    at = found.step if file.step is None else file.step
+    return np.frombuffer(key.open(content.data, _seal(at, file.path)), np.uint8)
+
+
+def seal_run(step: int, content: bytes, key: Key) -> bytes:
+    """A step's run.json, encrypted."""
+    return key.seal(content, _seal(step, manifest.RUN))
+
+
+def content_hash(array: np.ndarray, key: Key | None) -> str:
+    """Of what a chunk holds, uncompressed."""
+    return durable.hash_of(_bytes(array)) if key is None else key.content_hash(_bytes(array))
+
+
+def region(array: jax.Array, bounds: Bounds) -> np.ndarray | None:
+    """A part of an array that lies within one of this process's shards; None: it lies in none."""
+    for shard in array.addressable_shards:
+        offsets = [part.start or 0 for part in shard.index]
+        ends = [offset + size for offset, size in zip(offsets, shard.data.shape, strict=True)]
+        inside = all(o <= start and stop <= end for o, end, (start, stop) in zip(offsets, ends, bounds, strict=True))
+        if inside and (math.prod(shard.data.shape) or not shard.data.ndim):
+            own = tuple(slice(start - o, stop - o) for o, (start, stop) in zip(offsets, bounds, strict=True))
+            return np.asarray(shard.data)[own]
+    return None
+
+
+def encode(chunk: np.ndarray, cut: Layout) -> bytes:
+    """A chunk as its file is, compressed."""
+    store, kvstore, name = _in_memory(cut, None)
+    store.write(chunk).result()
+    return kvstore.read(name).result().value
+
+
+def decode(data: np.ndarray, cut: Layout, file: File) -> np.ndarray:
+    """The chunk of a compressed file.
+
+    Raises:
+      Damaged: it is none.
+    """
+    try:
+        store, _, _ = _in_memory(cut, data.tobytes())
+        return store.read().result()
+    except ValueError as error:
+        raise Damaged(f"{file.describe()} cannot be decoded ({manifest.one_line(error)})") from error
+
+
+class _Array:
+    """An array that is being read: the parts that this process's devices hold, filled chunk by chunk."""
+
+    def __init__(
+        self, folder: epath.Path, found: Manifest, name: str, target: jax.ShapeDtypeStruct, check: bool, key: Any
+    ):
+        self._folder, self._found, self._name, self._check, self._key = folder, found, name, check, key
+        self._target, self._cut = target, layout(folder, found, name)
+        if self._cut.shape != tuple(target.shape):
+            raise Damaged(f"array {name} is of {self._cut.shape}, must be of {tuple(target.shape)}")
+        parts = target.sharding.addressable_devices_indices_map(target.shape).values()
+        self._parts: dict[Bounds, np.ndarray | None] = dict.fromkeys(_bounds(part, target.shape) for part in parts)
+        self.needed = sorted({index for part in self._parts for index in self._cut.touched(part)})
+        for part in self._parts:
+            if not (self._cut.compressor is None and found.encryption is None and self._is_chunk(part)):
+                self._parts[part] = self._empty([stop - start for start, stop in part])
+
+    @functools.cached_property
+    def bytes(self) -> int:
+        """Of the host's memory."""
+        return sum(math.prod(stop - start for start, stop in part) for part in self._parts) * self._cut.dtype.itemsize
+
+    def read(self, index: tuple[int, ...]) -> None:
+        """Reads a chunk into all parts that it touches."""
+        path = f"{folder_of(self._name)}/{name_of(index)}"
+        file = self._found.by_path.get(path)
+        if file is None:
+            raise Damaged(f"{path} (array {self._name}) is gone")
+        self._check_bytes(file)
+        content = opened(manifest.contents(self._folder, file, check=self._check), self._found, file, self._key)
+        chunk = self._decoded(content, file)
+        if self._check and file.content is not None and content_hash(chunk, self._key) != file.content:
+            raise Damaged(f"{file.describe()} does not hold what was saved")
+        at = self._cut.bounds(index)
+        if self._parts.get(at, 0) is None:  # the whole of a part: taken as it is
+            self._parts[at] = chunk
+            return
+        for part, values in self._parts.items():
+            common = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(part, at, strict=True)]
+            if values is not None and all(start < stop for start, stop in common):
+                into = tuple(slice(start - p, stop - p) for (start, stop), (p, _) in zip(common, part, strict=True))
+                out = tuple(slice(start - c, stop - c) for (start, stop), (c, _) in zip(common, at, strict=True))
+                values[into] = chunk[out]
+
+    def placed(self) -> jax.Array:
+        """The array on the devices; to be asked once."""
+        parts, self._parts = self._parts, {}
+        shape, sharding = self._target.shape, self._target.sharding
+        dtype = self._target.dtype
+        return jax.make_array_from_callback(
+            shape, sharding, lambda index: parts[_bounds(index, shape)].astype(dtype, copy=False)
+        )
+
+    def _check_bytes(self, file: File) -> None:
+        """Before they are read: compressed or encrypted, a chunk may be a little longer."""
+        whole = math.prod(self._cut.chunks) * self._cut.dtype.itemsize
+        if file.size > 2 * whole + _LAYOUT_BYTES:
+            raise Damaged(f"{file.describe()} has {file.size:,} bytes, and is of {whole:,}")
+
+    def _decoded(self, content: np.ndarray, file: File) -> np.ndarray:
+        if self._cut.compressor is not None:
+            return decode(content, self._cut, file)
+        if len(content) != math.prod(self._cut.chunks) * self._cut.dtype.itemsize:
+            raise Damaged(f"{file.describe()} is not a chunk of {self._cut.chunks} {self._cut.dtype}")
+        return content.view(self._cut.dtype).reshape(self._cut.chunks)
+
+    def _is_chunk(self, part: Bounds) -> bool:
+        sizes = zip(part, self._cut.chunks, strict=True)
+        return all(start % size == 0 and stop - start == size for (start, stop), size in sizes)
+
+    def _empty(self, shape: list[int]) -> np.ndarray:
+        return durable.empty(math.prod(shape) * self._cut.dtype.itemsize).view(self._cut.dtype).reshape(shape)
+
+
+def _by_bytes(items: Iterable[_T], size: Callable[[_T], int]) -> Iterator[list[_T]]:
+    """The items in groups that the host's memory has room for."""
+    group, held = [], 0
+    for item in items:
+        if group and held + size(item) > _TOGETHER_BYTES:
+            yield group
+            group, held = [], 0
+        group.append(item)
+        held += size(item)
+    yield group
+
+
+def _bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> Bounds:
+    return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
+
+
+def _seal(step: int, path: str) -> str:
+    """What an encrypted file is bound to."""
+    return f"{path} of step {step}"
+
+
+def _bytes(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def _in_memory(cut: Layout, data: bytes | None) -> tuple[Any, Any, str]:
+    """A TensorStore of one chunk in memory, the key-value store that it is in, and its name there."""
+    import tensorstore as ts
+
+    context, name = ts.Context(), name_of((0,) * len(cut.chunks))
+    kvstore = ts.KvStore.open({"driver": "memory"}, context=context).result()
+    if data is not None:
+        kvstore.write(name, data).result()
+    values = json.loads(dataclasses.replace(cut, shape=cut.chunks).text())
+    spec = {"driver": "zarr", "kvstore": {"driver": "memory"}, "metadata": values, "create": True, "open": True}
+    return ts.open(spec, context=context).result(), kvstore, name

@@ -1,0 +1,322 @@
+"""The manifest of a checkpoint: each of its files with its size and hash. A step without one does not exist.
+
+It is written last, when all other files are on the disk, and removed first: so a step is there whole or not at all,
+whenever the program or the machine stops. The hashes are those that xxh128sum prints: they find what chance does to a file;
+against people who change files there is encryption.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import functools
+import itertools
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+from etils import epath
+
+from capibara.core import limits
+from capibara.core.types import UserError
+from capibara.storage import durable
+
+NAME = "manifest.json"
+RUN = "run.json"  # the first file of a step that is written, as the manifest is the last
+_FORMAT = 2
+_MOST_FILES, _MOST_BYTES, _MOST_VALUES = 400_000, 128 << 20, 8_000_000  # 300 bytes and 20 values a file
+_SHOWN = 3  # damaged files that a message names
+_TRIES, _PAUSE_S = 3, 0.5  # of a read that the disk refuses
+
+T = TypeVar("T")
+
+
+class Damaged(Exception):
+    """A step's files are not those that were saved; one line."""
+
+
+class Unreadable(UserError):
+    """A step's files cannot be read now: whether they are those that were saved is not known."""
+
+
+@dataclasses.dataclass(frozen=True)
+class File:
+    """A file of a checkpoint.
+
+    Attributes:
+      path: relative to the step's folder.
+      size: bytes.
+      xxh128: of the bytes that were meant to be written: those of an array are hashed in memory, where it has its own.
+      array: the array that the file is a chunk of; None: it is none.
+      chunk: which, counted in chunks along each dimension.
+      step: the older step in whose folder it lies; None: in that of its own.
+      content: of a chunk that is not written as it is (compressed, encrypted), the hash of what it holds; with a key that
+        hash depends on it.
+    """
+
+    path: str
+    size: int
+    xxh128: str
+    array: str | None = None
+    chunk: tuple[int, ...] | None = None
+    step: int | None = None
+    content: str | None = None
+
+    def describe(self) -> str:
+        """The file with what it holds."""
+        path = self.path if self.step is None else f"{self.path} of step {self.step}"
+        return path if self.array is None else f"{path} (array {self.array})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint consists of.
+
+    Attributes:
+      step: the step that it is of.
+      files: all files but the manifest.
+      about: who wrote it, with what, as JSON values.
+      encryption: the cipher and the id of the key of all files but this and the arrays' layouts; None: not encrypted.
+      mac: what the key makes of all this: nobody else can write it; None: not encrypted.
+    """
+
+    step: int
+    files: tuple[File, ...]
+    about: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    encryption: Mapping[str, str] | None = None
+    mac: str | None = None
+
+    def signed(self) -> bytes:
+        """What `mac` is of: all but itself."""
+        return _canonical({name: value for name, value in _values(self).items() if name != "mac"})
+
+    @functools.cached_property
+    def by_path(self) -> dict[str, File]:
+        """The files by their paths."""
+        return {file.path: file for file in self.files}
+
+    @functools.cached_property
+    def by_folder(self) -> dict[str, list[File]]:
+        """The files by the folders that they are in, relative to the step's."""
+        found: dict[str, list[File]] = {}
+        for file in self.files:
+            found.setdefault(file.path.rpartition("/")[0], []).append(file)
+        return found
+
+
+def write(folder: epath.Path, manifest: Manifest) -> None:
+    """Makes a step exist: its files must be on the disk already.
+
+    Raises:
+      UserError: it has more files than `read` takes.
+    """
+    if len(manifest.files) > _MOST_FILES:
+        raise UserError(
+            f"step {manifest.step} has {len(manifest.files):,} files, must have at most {_MOST_FILES:,}: spread arrays over "
+            "fewer devices (Plan.fsdp, Plan.tensor), or loop over layers (layer_loop = 'scan')"
+        )
+    values = _values(manifest)
+    values["xxh128"] = durable.hash_of(_canonical(values))
+    # A line a file: indent= would leave the C encoder aside. No byte follows the last brace: each that is cut off counts.
+    files = ",\n".join(map(json.dumps, values.pop("files")))
+    durable.write(folder / NAME, f'{json.dumps(values)[:-1]},\n"files": [\n{files}\n]}}'.encode())
+
+
+def exists(folder: epath.Path) -> bool:
+    """Whether a step was committed; says nothing of what has become of its files since."""
+    return (folder / NAME).exists()
+
+
+def read(folder: epath.Path) -> Manifest:
+    """The manifest of a step's folder, which is named after the step.
+
+    Raises:
+      Damaged: there is none, it has changed since it was written, or it is of another step.
+      Unreadable: the disk does not give it.
+    """
+    text = _patiently(NAME, folder / NAME, lambda: durable.read_bounded(folder / NAME, _MOST_BYTES))
+    try:
+        values = limits.parse_json(text, values=_MOST_VALUES, finite=False)
+        if len(values.get("files", ())) > _MOST_FILES:
+            raise ValueError(f"it names more than {_MOST_FILES:,} files")
+        digest = values.pop("xxh128")
+        if digest != durable.hash_of(_canonical(values)):
+            raise Damaged(f"{NAME} has changed since it was written")
+        if values["format"] != _FORMAT:
+            raise Damaged(f"{NAME} is of format {values['format']}, this version of capibara reads {_FORMAT}")
+        files = tuple(_file(file) for file in values["files"])
+        manifest = Manifest(values["step"], files, values["about"], values.get("encryption"), values.get("mac"))
+        _check_types(manifest)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise Damaged(f"{NAME} cannot be read ({one_line(error)})") from error
+    if str(manifest.step) != folder.name:
+        raise Damaged(f"{NAME} is of step {manifest.step}")
+    return manifest
+
+
+def faults(folder: epath.Path, manifest: Manifest, wanted: Callable[[File], bool] = lambda file: True) -> list[str]:
+    """What is wrong with the files of a step, a line each; nothing where they are those that were saved.
+
+    The files are read and hashed, in threads.
+
+    Args:
+      folder: of the step.
+      manifest: its manifest.
+      wanted: the files to look at.
+
+    Raises:
+      Unreadable: the disk does not give them.
+    """
+    files = [file for file in manifest.files if wanted(file)]
+    return [line for line in durable.each(lambda file: _fault(folder, file), files) if line]
+
+
+def strays(folder: epath.Path, manifest: Manifest) -> list[str]:
+    """Files in a step's folder that are none of it, and harm it no more than that (.DS_Store, .nfs...)."""
+    own = {file.path for file in manifest.files if file.step is None}
+    return [path for path in durable.files_below(folder) if path not in own and path != NAME]
+
+
+def verify(folder: epath.Path, wanted: Callable[[File], bool] = lambda file: True) -> Manifest:
+    """The manifest of a step whose files are those that were saved.
+
+    Raises:
+      Damaged: some are not.
+    """
+    manifest = read(folder)
+    if found := faults(folder, manifest, wanted):
+        more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+        raise Damaged("; ".join(found[:_SHOWN]) + more)
+    return manifest
+
+
+def of_disk(folder: epath.Path, paths: Sequence[str]) -> list[File]:
+    """Files as they are on the disk."""
+    return durable.each(
+        lambda path: File(path, durable.size_of(folder / path), durable.file_hash(folder / path)), paths
+    )
+
+
+def place(folder: epath.Path, file: File) -> epath.Path:
+    """Where a file of a step's folder lies."""
+    return (folder if file.step is None else folder.parent / str(file.step)) / file.path
+
+
+def is_there(folder: epath.Path, file: File) -> bool:
+    """Whether a file of a step's folder exists in its size; says nothing of what it holds."""
+    try:
+        return durable.size_of(place(folder, file)) == file.size
+    except OSError:
+        return False
+
+
+def contents(folder: epath.Path, file: File, *, check: bool = True) -> np.ndarray:
+    """The bytes of a file, uint8 [size], compared with its hash in the same pass.
+
+    Args:
+      folder: of the step.
+      file: of its manifest.
+      check: compare the hash; the size is always.
+
+    Raises:
+      Damaged: they are not those that were saved.
+    """
+    path = place(folder, file)
+
+    def once() -> np.ndarray:
+        _check_size(path, file)
+        found, digest = durable.read_hashed(path, file.size)
+        _check_hash(digest if check else file.xxh128, file)
+        return found
+
+    return _patiently(file.describe(), path, once)
+
+
+def _fault(folder: epath.Path, file: File) -> str | None:
+    path = place(folder, file)
+
+    def once() -> None:
+        _check_size(path, file)
+        _check_hash(durable.file_hash(path), file)
+
+    try:
+        return _patiently(file.describe(), path, once)
+    except Damaged as fault:
+        return str(fault)
+
+
+def _check_size(path: epath.Path, file: File) -> None:
+    if (size := durable.size_of(path)) != file.size:
+        raise Damaged(f"{file.describe()} has {size} bytes, not {file.size}")
+
+
+def _check_hash(digest: str, file: File) -> None:
+    if digest != file.xxh128:
+        raise Damaged(f"{file.describe()} has changed since it was saved")
+
+
+def _patiently(what: str, path: epath.Path, read: Callable[[], T]) -> T:
+    """What `read` gives, asked again after a moment where the disk refuses: only what is known to be damaged is."""
+    for attempt in itertools.count(1):
+        try:
+            return read()
+        except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
+            raise Damaged(f"{what} is gone") from error
+        except limits.Refused as error:
+            raise Damaged(f"{what} has {error}") from None
+        except OSError as error:
+            if attempt < _TRIES:
+                time.sleep(_PAUSE_S)
+            elif error.errno == errno.EIO:
+                raise Damaged(f"{what} cannot be read ({one_line(error)})") from error
+            else:
+                raise Unreadable(
+                    f"{path} cannot be read ({error.strerror or one_line(error)}): nothing was changed; see to it that it "
+                    "can be, and run the command again"
+                ) from error
+
+
+def _values(manifest: Manifest) -> dict[str, Any]:
+    values = {"format": _FORMAT, "step": manifest.step, "about": dict(manifest.about)}
+    if manifest.encryption is not None:
+        values |= {"encryption": dict(manifest.encryption), "mac": manifest.mac}
+    values["files"] = [
+        {name: value for name, value in dataclasses.asdict(file).items() if value is not None}
+        for file in sorted(manifest.files, key=lambda file: file.path)
+    ]
+    return values
+
+
+def _canonical(values: Mapping[str, Any]) -> bytes:
+    return json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
+
+
+def _file(values: Mapping[str, Any]) -> File:
+    """A file as a manifest has it, which anyone may have written."""
+    file = File(**values)
+    if file.chunk is not None:
+        file = dataclasses.replace(file, chunk=tuple(file.chunk))
+    texts = all(isinstance(text, str) for text in (file.path, file.xxh128, file.array or "", file.content or ""))
+    counts = (file.size, file.step or 0, *(file.chunk or ()))
+    if not texts or not all(type(count) is int and count >= 0 for count in counts):
+        raise ValueError(f"it has the file {limits.shortened(values)}")
+    limits.inside("", file.path, NAME)
+    return file
+
+
+def _check_types(manifest: Manifest) -> None:
+    about, encryption = manifest.about, manifest.encryption
+    wanted = {name: (str, type(None)) for name in ("date", "commit", "capibara")}
+    wanted |= {"score": (int, float, type(None)), "parent": (int, type(None)), "run": (dict, type(None))}
+    right = isinstance(about, dict) and all(isinstance(about.get(name), kinds) for name, kinds in wanted.items())
+    for values in (about.get("run") or {}, encryption or {}) if right else ():
+        right &= isinstance(values, dict) and all(isinstance(text, str) for text in values.values())
+    if not right or type(manifest.step) is not int or not isinstance(manifest.mac, str | None):
+        raise ValueError("what it says of itself is of another kind")
+
+
+def one_line(error: BaseException) -> str:
+    """What an error says, short."""
+    return (str(error).strip() or type(error).__name__).split("\n")[0][:160]

@@ -1,0 +1,376 @@
+"""The manifest of a run folder: its files outside `checkpoints` with their hashes, and the steps that were committed.
+
+    manifest.json     beside config.gin: what stands here
+    config.gin, tokenizer/, paths.json, origin/    what a run is read by; it is not read where one of them is not what was written
+    metrics.jsonl, bad_batches.jsonl, tensorboard/    logs, which grow: their first bytes, as far as they were at the last seal
+    loss_curve.png    outputs, sealed when a run ends
+
+A file of the first kind is replaced by `replace` alone, so that it is at any moment what the manifest says. The steps tell
+a run that has lost its checkpoints from one that has not saved yet. The hashes find what chance does to a file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+import os
+import threading
+from collections.abc import Callable, Iterable, Mapping
+
+from etils import epath
+
+from capibara.checkpoints import manifest
+from capibara.checkpoints.manifest import Damaged
+from capibara.core import bucket_faults, limits
+from capibara.core.types import UserError
+from capibara.data.tokenizers import files as tokenizer_files
+from capibara.storage import durable, outputs
+
+NAME = "manifest.json"
+CONFIG = "config.gin"
+METRICS = "metrics.jsonl"
+CHECKPOINTS = "checkpoints"
+_FORMAT = 1
+_MOST_BYTES, _MOST_VALUES = 16 << 20, 100_000  # of a manifest
+_LOCK = threading.RLock()  # the saving thread adds its steps while the run writes its files
+
+
+class Role(enum.StrEnum):
+    """What a file is for: config is needed to read the run, a log grows, an output is neither."""
+
+    CONFIG = "config"
+    LOG = "log"
+    OUTPUT = "output"
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A file of a run folder.
+
+    Attributes:
+      path: relative to the folder.
+      size: bytes; of a log those that are known.
+      xxh128: of these bytes.
+      role: what it is for.
+      before: the hash of what the file held before, while it is being replaced; "" where it was not there.
+    """
+
+    path: str
+    size: int
+    xxh128: str
+    role: Role
+    before: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class RunManifest:
+    """What a run folder consists of.
+
+    Attributes:
+      entries: the files, by their paths.
+      steps: committed and not removed since.
+    """
+
+    entries: Mapping[str, Entry] = dataclasses.field(default_factory=dict)
+    steps: frozenset[int] = frozenset()
+
+
+def read(folder: epath.Path) -> RunManifest | None:
+    """The manifest of a run folder; None: there is none.
+
+    Raises:
+      Damaged: it has changed since it was written.
+      UserError: the bucket refuses.
+    """
+    path = folder / NAME
+    if not path.exists():
+        return None
+    try:
+        values = limits.parse_json(durable.read_bounded(path, _MOST_BYTES), values=_MOST_VALUES, finite=False)
+        digest = values.pop("xxh128")
+        if digest != _digest(values):
+            raise Damaged(f"{path} has changed since it was written")
+        if values["format"] != _FORMAT:
+            raise Damaged(f"{path} is of format {values['format']}, this version of capibara reads {_FORMAT}")
+        entries = [_entry(one) for one in values["files"]]
+        if not all(type(step) is int for step in values["steps"]):
+            raise ValueError("its steps are no numbers")
+        return RunManifest({entry.path: entry for entry in entries}, frozenset(values["steps"]))
+    except limits.Refused as error:
+        raise Damaged(f"{path} has {error}") from None
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OSError) as error:
+        if (told := bucket_faults.explained([error])) is not None:  # nothing is wrong with the file
+            raise told from error
+        raise Damaged(f"{path} cannot be read ({manifest.one_line(error)})") from error
+
+
+def _entry(values: Mapping[str, object]) -> Entry:
+    """A file as a manifest has it, which anyone may have written."""
+    entry = Entry(**{**values, "role": Role(values["role"])})
+    if not all(isinstance(text, str) for text in (entry.path, entry.xxh128, entry.before or "")):
+        raise ValueError(f"it has the file {limits.shortened(values)}")
+    if type(entry.size) is not int or entry.size < 0:
+        raise ValueError(f"{entry.path} is said to have {limits.shortened(entry.size)} bytes")
+    limits.inside("", entry.path, NAME)
+    return entry
+
+
+def replace(folder: epath.Path, files: Mapping[str, bytes]) -> None:
+    """Puts files that a run is read by in place of what was there; a crash in between leaves the old or the new ones.
+
+    Args:
+      folder: of the run.
+      files: content by path.
+
+    Raises:
+      OSError: the folder cannot be written.
+    """
+    with _LOCK:
+        new = {path: Entry(path, len(data), durable.hash_of(data), Role.CONFIG) for path, data in files.items()}
+        old = {path: _hash_or_nothing(folder / path) for path in files}
+        _change(folder, lambda m: {**m.entries, **{p: dataclasses.replace(e, before=old[p]) for p, e in new.items()}})
+        for path, data in files.items():
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            durable.write(folder / path, data)
+        _change(folder, lambda m: {**m.entries, **new})
+
+
+def begin(folder: epath.Path) -> None:
+    """A run begins to write: its outputs of the last time are no longer what will be there."""
+    _change(folder, lambda m: {path: entry for path, entry in m.entries.items() if entry.role is not Role.OUTPUT})
+
+
+def seal_logs(folder: epath.Path) -> None:
+    """Takes what the logs hold now."""
+    found = _entries_of(folder, [path for path in _present(folder) if _role(path) is Role.LOG])
+    _change(folder, lambda m: {**m.entries, **found})
+
+
+def seal(folder: epath.Path) -> list[str]:
+    """Takes every file of the folder as it is now, and the steps that are there; returns the paths."""
+    found = _entries_of(folder, _present(folder))
+    steps = _committed(folder)
+    with _LOCK:
+        _write(folder, RunManifest(found, frozenset(steps)))
+    return list(found)
+
+
+def seal_outputs(folder: epath.Path) -> None:
+    """Takes the logs and the outputs as they are now: a run has ended."""
+    found = _entries_of(folder, [path for path in _present(folder) if _role(path) is not Role.CONFIG])
+    _change(folder, lambda m: {**m.entries, **found})
+
+
+def add_step(folder: epath.Path, step: int) -> None:
+    """A step was committed."""
+    with _LOCK:
+        found = _read_or_empty(folder)
+        _write(folder, dataclasses.replace(found, steps=found.steps | {step}))
+
+
+def forget_step(folder: epath.Path, step: int) -> None:
+    """A step is about to be removed or renamed: it is not lost."""
+    with _LOCK:
+        found = _read_or_empty(folder)
+        if step in found.steps:
+            _write(folder, dataclasses.replace(found, steps=found.steps - {step}))
+
+
+def hashes(folder: epath.Path) -> dict[str, str]:
+    """The hashes of the files that the run is read by, for the manifests of its steps."""
+    with _LOCK:
+        entries = _read_or_empty(folder).entries.values()
+    return {entry.path: entry.xxh128 for entry in entries if entry.role is Role.CONFIG}
+
+
+def check(folder: epath.Path) -> None:
+    """Raises UserError where the files that a run is read by are not those that it wrote; a run of none passes."""
+    known = (CONFIG, tokenizer_files.PATHS)
+    try:
+        found = read(folder)
+    except Damaged as fault:
+        raise UserError(f"{fault}: {_mend(folder)}") from None
+    if found is None:
+        for name in known:
+            if (folder / name).exists():
+                raise UserError(f"{folder / NAME} is gone, which has the hash of {name}: {_mend(folder)}")
+        return
+    if wrong := faults(folder, found, Role.CONFIG):
+        more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+        raise UserError(f"{folder}: {wrong[0]}{more}: {_mend(folder)}")
+
+
+def faults(folder: epath.Path, found: RunManifest, *roles: Role) -> list[str]:
+    """What is wrong with the files of a run, a line each.
+
+    Args:
+      folder: of the run.
+      found: its manifest.
+      roles: of the files to look at; none: all.
+    """
+    entries = [entry for entry in found.entries.values() if not roles or entry.role in roles]
+    lines = [_fault(folder, entry) for entry in entries]
+    added = [] if roles and Role.CONFIG not in roles else unknown(folder, found, Role.CONFIG)
+    return [line for line in lines if line] + [f"{path} was added since, and would be read" for path in added]
+
+
+def unknown(folder: epath.Path, found: RunManifest, *roles: Role) -> list[str]:
+    """Files of the folder that its manifest does not name."""
+    return [path for path in _present(folder) if path not in found.entries and (not roles or _role(path) in roles)]
+
+
+def recorded_steps(folder: epath.Path) -> frozenset[int]:
+    """The steps that a run has committed, as its manifest says; where that is gone, the newest of its metrics.
+
+    Raises:
+      UserError: the manifest has changed since it was written.
+    """
+    try:
+        found = read(folder)
+    except Damaged as fault:
+        raise UserError(f"{fault}: {_mend(folder)}") from None
+    return _steps_of_metrics(folder) if found is None else found.steps
+
+
+def lost_steps(folder: epath.Path) -> list[int]:
+    """The steps that were committed and are not there, nor renamed by a run, oldest first."""
+    recorded = recorded_steps(folder)
+    return sorted(recorded - set(_committed(folder))) if recorded else []
+
+
+def _steps_of_metrics(folder: epath.Path) -> frozenset[int]:
+    """The newest checkpoint that metrics.jsonl records, of those that no later start or roll-back made void."""
+    path, steps = folder / METRICS, set()
+    if not path.exists():
+        return frozenset()
+    lines = path.read_bytes().split(b"\n") if outputs.is_remote(path) else (line for _, line in limits.lines(path))
+    for line in lines:
+        if b'"event"' not in line:
+            continue
+        try:
+            record = json.loads(line)
+            event, step = record["event"], int(record["step"])
+        except (ValueError, TypeError, KeyError, RecursionError, OverflowError):
+            continue
+        if event in ("start", "roll_back"):
+            steps = {other for other in steps if other <= step}
+        elif event == "checkpoint":
+            steps.add(step)
+    return frozenset({max(steps)} if steps else ())
+
+
+def _committed(folder: epath.Path) -> list[int]:
+    inner = folder / CHECKPOINTS
+    if not inner.is_dir():
+        return []
+    names = [path.name for path in inner.iterdir() if path.name.isascii() and path.name.isdecimal()]
+    return [int(name) for name in names if manifest.exists(inner / name)]
+
+
+def _mend(folder: epath.Path) -> str:
+    return f"restore it from a copy; or, if the folder is as you want it, run capibara convert seal {folder}"
+
+
+def _present(folder: epath.Path) -> list[str]:
+    """The files of a run folder outside its checkpoints, but for what is being written."""
+    try:
+        return _present_or_raise(folder)
+    except OSError as error:
+        if (told := bucket_faults.refused([error])) is not None:
+            raise told from error
+        raise UserError(f"{folder} cannot be read ({manifest.one_line(error)}): copy it again") from None
+
+
+def _present_or_raise(folder: epath.Path) -> list[str]:
+    found = []
+    for path in sorted(folder.iterdir()):
+        if path.name in (CHECKPOINTS, NAME):
+            continue
+        if outputs.is_remote(path) or not os.path.islink(path):
+            inner = [f"{path.name}/{name}" for name in durable.files_below(path)] if path.is_dir() else [path.name]
+        else:  # to a folder: what is there is not the run's
+            inner = [path.name] * path.exists()
+        found += [name for name in inner if not name.endswith(durable.PARTIAL)]
+    return found
+
+
+def _role(path: str) -> Role:
+    first, _, inner = path.partition("/")
+    if first in (tokenizer_files.OWN, tokenizer_files.ORIGIN) or path in (
+        CONFIG,
+        tokenizer_files.PATHS,
+        *tokenizer_files.FILES,
+    ):
+        return Role.CONFIG
+    return Role.LOG if first == "tensorboard" or path.endswith(".jsonl") and not inner else Role.OUTPUT
+
+
+def _entries_of(folder: epath.Path, paths: Iterable[str]) -> dict[str, Entry]:
+    found = {}
+    for path in paths:
+        if (folder / path).is_dir():
+            if _role(path) is Role.CONFIG:
+                raise UserError(f"{folder / path} is a link to a folder: put a copy in its place")
+            continue
+        size, digest = durable.first_hash(folder / path, durable.size_of(folder / path))
+        found[path] = Entry(path, size, digest, _role(path))
+    return found
+
+
+def _hash_or_nothing(path: epath.Path) -> str:
+    return durable.file_hash(path) if path.exists() else ""
+
+
+def _fault(folder: epath.Path, entry: Entry) -> str | None:
+    path = folder / entry.path
+    try:
+        size = durable.size_of(path)
+        if path.is_dir():
+            return f"{entry.path} is a folder"
+        if entry.role is Role.CONFIG and size > limits.TEXT_BYTES:
+            return f"{entry.path} has {size:,} bytes, more than any file that a run is read by"
+        if entry.before is not None and durable.file_hash(path) == entry.before:
+            return None
+        if size < entry.size or (size != entry.size and entry.role is not Role.LOG):
+            return f"{entry.path} has {size} bytes, not {entry.size}"
+        digest = durable.first_hash(path, entry.size)[1]
+    except (FileNotFoundError, NotADirectoryError):
+        return None if entry.before == "" else f"{entry.path} is gone"
+    except OSError as error:
+        if (told := bucket_faults.refused([error])) is not None:  # nothing is known of the file
+            raise told from error
+        return f"{entry.path} cannot be read ({manifest.one_line(error)})"
+    return None if digest == entry.xxh128 else f"{entry.path} has changed since it was written"
+
+
+def _change(folder: epath.Path, entries: Callable[[RunManifest], Mapping[str, Entry]]) -> None:
+    with _LOCK:
+        found = _read_or_empty(folder)
+        _write(folder, dataclasses.replace(found, entries=entries(found)))
+
+
+def _read_or_empty(folder: epath.Path) -> RunManifest:
+    """The manifest to change; that of a folder which has none begins with the steps that are there."""
+    try:
+        found = read(folder)
+    except Damaged as fault:
+        raise UserError(f"{fault}: {_mend(folder)}") from None
+    return RunManifest(steps=frozenset(_committed(folder))) if found is None else found
+
+
+def _write(folder: epath.Path, found: RunManifest) -> None:
+    entries = [found.entries[path] for path in sorted(found.entries)]
+    files = [{k: v for k, v in dataclasses.asdict(entry).items() if v is not None} for entry in entries]
+    values = {"format": _FORMAT, "steps": sorted(found.steps), "files": files}
+    folder.mkdir(parents=True, exist_ok=True)
+    durable.write(folder / NAME, json.dumps(values | {"xxh128": _digest(values)}, indent=1).encode())
+
+
+def _digest(values: Mapping[str, object]) -> str:
+    return durable.hash_of(json.dumps(values, sort_keys=True, separators=(",", ":")).encode())
+
+
+def folder_of(model_dir: str | os.PathLike[str]) -> epath.Path:
+    """A run folder as a path."""
+    return durable.folder_of(os.fspath(model_dir))

@@ -1,0 +1,249 @@
+"""Lists, removes and quarantines the folders of a run's steps."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import time
+from collections.abc import Iterable, Sequence
+
+from etils import epath
+
+from capibara.checkpoints import manifest, run_manifest
+from capibara.checkpoints.manifest import Damaged
+from capibara.checkpoints.policy import Checkpointing
+from capibara.checkpoints.retention import expendable
+from capibara.core.types import UserError
+from capibara.storage import durable
+
+_ARRAYS = "state"  # begins the name of their folder, as of the one that Orbax renames to it
+DAMAGED, UNFINISHED, ROLLED_BACK = ".damaged", ".unfinished", ".rolled_back"  # end the names of what was moved aside
+# A failed save is looked after in these intervals until it was gone so many times in a row, or that many in all.
+_LOOK_S, _GONE_LOOKS, _MOST_LOOKS = 0.05, 4, 40
+
+
+def folder_of(model_dir: str) -> epath.Path:
+    """Where a run folder has its steps."""
+    return durable.folder_of(model_dir) / "checkpoints"
+
+
+def is_step(name: str) -> bool:
+    """Whether a folder's name is that of a step."""
+    return name.isascii() and name.isdecimal() and str(int(name)) == name
+
+
+def steps(folder: epath.Path) -> list[int]:
+    """The committed steps of a folder, oldest first; of what has become of their files since nothing is said."""
+    return sorted(int(path.name) for path in folder.iterdir() if is_step(path.name) and manifest.exists(path))
+
+
+def is_whole(folder: epath.Path) -> bool:
+    """Whether a step's files are those that were saved; where they are not the log says why."""
+    try:
+        manifest.verify(folder)
+    except Damaged as fault:
+        logging.getLogger(__name__).warning("%s is damaged: %s", folder, fault)
+        return False
+    return True
+
+
+def is_unfinished(folder: epath.Path) -> bool:
+    """Whether a step's folder is what a save of ours left that did not come to its end."""
+    if not folder.is_dir() or manifest.exists(folder):
+        return False
+    names = {path.name for path in folder.iterdir()}
+    # Arrays alone: a write that was still under way when the save failed has made its folder anew.
+    ours = all(name.startswith(_ARRAYS) for name in names)
+    return ours or any(name.startswith(manifest.RUN) for name in names)
+
+
+def bases(folder: epath.Path, steps: Iterable[int]) -> set[int]:
+    """The older steps of a folder that hold files of these."""
+    found: set[int] = set()
+    for step in steps:
+        with contextlib.suppress(Damaged):
+            found |= {file.step for file in manifest.read(folder / str(step)).files if file.step is not None}
+    return found
+
+
+def prunable(
+    folder: epath.Path, kept: Sequence[int], dropped: Sequence[int], written: int | None = None
+) -> list[int] | None:
+    """Which of the steps that are dropped may go, in that order; None: none, as none of those that are kept is whole.
+
+    Args:
+      folder: of the steps.
+      kept, dropped: steps.
+      written: the one that this process has just written: what a bucket has taken of it is not fetched again.
+    """
+    sent = written if durable.is_remote(folder) else None
+    if not any(
+        _is_sent(folder / str(s)) if s == sent else is_whole(folder / str(s)) for s in sorted(kept, reverse=True)
+    ):
+        return None
+    return sorted(set(dropped) - bases(folder, kept), reverse=True)
+
+
+def _is_sent(folder: epath.Path) -> bool:
+    return all(durable.each(functools.partial(manifest.is_there, folder), manifest.read(folder).files))
+
+
+def prune(folder: epath.Path, kept: Sequence[int], dropped: Sequence[int], written: int | None = None) -> bool:
+    """Removes steps, provided that the newest or another of those that are kept is what was saved; whether it did.
+
+    Those that hold files of the kept ones stay. The newest go first: none is without its base, whenever this is stopped.
+    """
+    gone = prunable(folder, kept, dropped, written)
+    for step in gone or ():
+        remove(folder / str(step))
+    return gone is not None
+
+
+def retain(folder: epath.Path, config: Checkpointing, written: int | None = None) -> None:
+    """Removes the steps that no rule keeps, provided that a step which is kept is what was saved, and leftovers.
+
+    Args:
+      folder: of the steps.
+      config: the rules.
+      written: as of `prunable`.
+    """
+    there, scores = steps(folder), {}
+    for step in there if config.keep_best else ():
+        with contextlib.suppress(Damaged):
+            scores[step] = manifest.read(folder / str(step)).about.get("score")
+    drop = expendable(
+        there,
+        keep=config.keep,
+        keep_every=config.keep_every,
+        milestones=config.milestones,
+        keep_best=config.keep_best,
+        scores={step: score for step, score in scores.items() if score is not None},
+    )
+    try:
+        if drop and not prune(folder, [step for step in there if step not in drop], drop, written):
+            logging.getLogger(__name__).warning("%s: older steps are kept", folder)
+        remove_leftovers(folder)
+    except (OSError, manifest.Unreadable) as error:  # the step that was saved is there all the same
+        logging.getLogger(__name__).warning("%s: old steps cannot be removed: %s", folder, error)
+
+
+def remove(folder: epath.Path) -> None:
+    """Removes a step's folder, if it is there; no half of it is taken for a step, whenever this is stopped."""
+    if not folder.exists():
+        return
+    _forget(folder)
+    durable.remove(folder / manifest.NAME)
+    # Half of it must not be taken for what another program wrote.
+    if durable.is_remote(folder):
+        durable.each(
+            lambda path: (folder / path).unlink(), [p for p in durable.files_below(folder) if p != manifest.RUN]
+        )
+    else:
+        folder = move_aside(folder, UNFINISHED)
+    folder.rmtree()
+
+
+def remove_failed(folder: epath.Path) -> None:
+    """Removes what a save left that failed just now, and what its writes leave that have not heard of it yet.
+
+    Where one write fails TensorStore does not wait for the others, which make the folder anew that is gone.
+    """
+    gone = 0
+    for _ in range(_MOST_LOOKS):
+        if folder.exists():
+            with contextlib.suppress(OSError):  # one of these writes came in between
+                remove(folder)
+            gone = 0
+        elif (gone := gone + 1) == _GONE_LOOKS:
+            return
+        time.sleep(_LOOK_S)
+
+
+def move_aside(folder: epath.Path, ending: str) -> epath.Path:
+    """Gives a step's folder another name, and returns it; what had that name before makes room."""
+    _forget(folder)
+    aside = folder.with_name(f"{folder.name}{ending}")
+    if aside.exists():
+        aside.rmtree()
+    return folder.rename(aside)
+
+
+def _forget(folder: epath.Path) -> None:
+    """Before a step's folder goes: it is not lost."""
+    if is_step(folder.name):
+        run_manifest.forget_step(folder.parent.parent, int(folder.name))
+
+
+def make_room(folder: epath.Path) -> None:
+    """Removes what is in the place of a step that is about to be written; one that has lost its manifest is quarantined."""
+    lost_there = (
+        folder.exists()
+        and not manifest.exists(folder)
+        and int(folder.name) in run_manifest.recorded_steps(folder.parent.parent)
+    )
+    if lost_there:
+        move_aside(folder, DAMAGED)
+    else:
+        remove(folder)
+
+
+def lost(folder: epath.Path) -> list[int]:
+    """The steps that the run has committed and that are not there any more, oldest first.
+
+    Raises:
+      UserError: there are some, and no other step to resume from: to start from step 0 would lose them silently.
+    """
+    run = folder.parent
+    missing = run_manifest.lost_steps(run) if run.exists() else []
+    if missing and not (folder.is_dir() and steps(folder)):
+        raise UserError(
+            f"{folder} holds none of the checkpoints that the run records (step {', '.join(map(str, missing[-3:]))}): restore "
+            f"it from a copy; or begin a new run with --start_over, which renames {run}, or with another MODEL_DIR"
+        )
+    return missing
+
+
+def why_lost(folder: epath.Path, step: int) -> str:
+    """What is missing of a step that was committed."""
+    path = folder / str(step)
+    return f"{manifest.NAME} is gone" if path.exists() else "its folder is gone"
+
+
+def remove_leftovers(folder: epath.Path) -> None:
+    """Removes what saves left that did not come to their end: it may be what fills the disk.
+
+    Where it is all there is, it stays until a step is committed: somebody may want to look at it. A step that was
+    committed and has lost its manifest is no leftover.
+    """
+    committed, recorded = bool(steps(folder)), run_manifest.recorded_steps(folder.parent)
+    for path in folder.iterdir():
+        if is_step(path.name) and int(path.name) in recorded:
+            continue
+        if is_step(path.name) and is_unfinished(path):
+            if committed:
+                path.rmtree()
+            else:
+                move_aside(path, UNFINISHED)
+        elif committed and path.name.endswith(UNFINISHED):
+            path.rmtree()
+        elif path.name.endswith(durable.PARTIAL):
+            path.unlink(missing_ok=True)  # the thread that renews the lease has just renamed its own
+
+
+def check_foreign(folder: epath.Path) -> None:
+    """Raises UserError where a folder has steps, but none to carry on from: to start anew would lose them."""
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{folder} is no folder: move it away, or set another MODEL_DIR")
+    if folder.exists() and not steps(folder):
+        for path in folder.iterdir():
+            if path.name.endswith(DAMAGED):
+                raise UserError(
+                    f"{folder} holds no step but {path.name}, which was found damaged: restore the folder from a copy, or "
+                    f"set another MODEL_DIR to start anew"
+                )
+            if is_step(path.name) and path.is_dir() and any(path.iterdir()) and not is_unfinished(path):
+                raise UserError(
+                    f"{path} has no {manifest.NAME}: another program wrote it, or capibara before it had them; move it "
+                    "away, or set another MODEL_DIR"
+                )

@@ -1,0 +1,51 @@
+"""Translates a Gin file of T5X: `python -m capibara.convert_config T5X.gin --to=mine.gin`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from capibara.cli import flags
+from capibara.core.types import UserError
+from capibara.storage import outputs
+
+_DESCRIPTION = """Translate a Gin file of T5X to one of capibara. It is read as data: nothing that it names is imported.
+
+  T5X.gin             a run file, or several one after the other, as T5X's --gin_file
+  --gin_search_paths  T5X's repository, where it includes files of it
+  --to                the new file; without it the text is printed
+  --leave_out         write it although some bindings have no place here: they become comments
+
+example: capibara convert-config finetune.gin --gin_search_paths=t5x --to=mine.gin
+
+exit codes: 0 all has a place, 2 a mistake in what was given, or something has none"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parses the command line and translates; returns the exit code."""
+    parser = flags.ArgumentParser("capibara convert-config", _DESCRIPTION)
+    parser.add_argument("source", metavar="T5X.gin", help="the file")
+    parser.add_argument("--to", metavar="FILE", help="a new file")
+    parser.add_argument("--leave_out", action="store_true", help="of bindings that have no place: leave them out")
+    args = flags.parse_arguments(parser, argv)
+    if args.gin_file or args.gin_bindings:
+        raise UserError("--gin_file and --gin.NAME are of runs: give them to capibara train with the new file")
+    from capibara.interop.t5x import gin as t5x_gin
+
+    found = t5x_gin.translate(args.source, args.gin_search_paths)
+    if found.left and not args.leave_out:
+        raise UserError(
+            f"{args.source} binds {', '.join(found.left[:5])}{' and more' * (len(found.left) > 5)}, which capibara does not "
+            "have: take it out, or give --leave_out"
+        )
+    if args.to is None:
+        print(found.text, end="")
+    else:
+        if os.path.lexists(args.to):
+            raise UserError(f"--to={args.to} is there already: name another")
+        outputs.check_writable(args.to)
+        outputs.save(args.to, found.text)
+    for note in found.notes:
+        print(f"note: {note}", file=sys.stderr)
+    return 0

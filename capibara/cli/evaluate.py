@@ -1,0 +1,94 @@
+"""Scores a model: `python -m capibara.evaluate --model_dir=runs/mine --gin_file=evaluation/questions.gin`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from capibara.cli import flags, multihost
+from capibara.core.types import UserError
+
+_DESCRIPTION = """Score a model: its loss on held-out text, its answers to tasks, or EleutherAI's evaluation harness.
+
+A task is bound in Gin under its name, as qa/EvalTask.files = ("qa.jsonl",); capibara's gin/evaluation/ has the usual
+ones. --task=validation is the run's validation split; --task=seqio:NAME a SeqIO task with its own metrics.
+
+examples:
+  python -m capibara.evaluate --model_dir=runs/quickstart
+  python -m capibara.evaluate --model_dir=runs/mine --gin_file=evaluation/questions.gin --gin.QUESTIONS='("qa.jsonl",)'
+  python -m capibara.evaluate --model=Qwen3-0.6B --gin_file=my_tasks.gin --task=qa,code --out=results.json
+  python -m capibara.evaluate --model=model.gguf --harness=my_task --harness_path=tasks/ --out=harness.json
+
+exit codes: 0 finished, 1 a crash, 2 a mistake in what was given, 75 another process is gone: run the same again"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parses the command line, evaluates and prints a table; returns the exit code."""
+    parser = flags.ArgumentParser("capibara evaluate", _DESCRIPTION)
+    flags.add_model(parser)
+    parser.add_argument("--task", action="append", default=[], metavar="NAME", help="repeatable or comma-separated")
+    parser.add_argument("--out", metavar="FILE", help="write the results there, as JSON")
+    parser.add_argument("--predictions", metavar="FILE", help="write the answers there (.jsonl); goes on where it ends")
+    parser.add_argument("--limit", type=int, metavar="N", help="most examples of a task (batches of validation)")
+    parser.add_argument("--weights", choices=("ema", "raw"), help="of a run; default: averages where it keeps some")
+    parser.add_argument("--step", type=int, metavar="N", help="of a run's checkpoint; default: the newest")
+    parser.add_argument("--emulate", type=int, metavar="N", help="run on N emulated CPU devices (1 to 64)")
+    parser.add_argument("--harness", metavar="TASKS", help="tasks of lm-eval in place of ours, comma-separated")
+    parser.add_argument("--harness_path", metavar="DIR", help="folder of YAML tasks for it")
+    multihost.add_arguments(parser)
+    args = flags.parse_arguments(parser, argv)
+    _check(args)
+    run(args)
+    return 0
+
+
+def _check(args) -> None:
+    if bool(args.model_dir) == bool(args.model):
+        raise UserError("give one of --model_dir (a run folder) and --model (a Hugging Face folder or .gguf file)")
+    if args.limit is not None and args.limit < 1:
+        raise UserError(f"--limit={args.limit} must be at least 1")
+    if args.harness and (args.task or args.predictions):
+        raise UserError("--harness stands alone: leave out --task and --predictions, or evaluate those apart")
+    if args.harness_path and not args.harness:
+        raise UserError("--harness_path is of --harness: name a task in it, e.g. --harness=my_task")
+
+
+def run(args) -> None:
+    """Evaluates what the flags say."""
+    import jax
+
+    from capibara import config
+    from capibara.core import devices
+    from capibara.core.multihost import channel, hosts
+    from capibara.evaluation import evaluate as evaluation
+    from capibara.evaluation.subject import open_subject
+    from capibara.monitoring.status import StatusLine
+    from capibara.storage import outputs
+
+    written = [path for path in (args.out, args.predictions) if path]
+    devices.start(args.emulate)
+    multihost.join_all(args)
+    channel.watch()
+    hosts.of_first(lambda: outputs.check_writable(*written, inputs=args.gin_file))
+    given = (args.model_dir or args.model, args.gin_file, args.gin_bindings, args.gin_search_paths)
+    with StatusLine() as line:
+        show = line.show if jax.process_index() == 0 else lambda *_: None
+        show("reading", given[0])
+        subject = open_subject(*given, step=args.step, weights=args.weights, trust=args.trust_config)
+        if args.harness:
+            from capibara.evaluation import harness
+
+            found = harness.evaluate(subject, args.harness.split(","), args.harness_path, args.limit, config.check_used)
+            lines = harness.table(found)
+        else:
+            names = [name for value in args.task for name in value.split(",") if name]
+            tasks = evaluation.chosen(names, args.limit)
+            hosts.of_first(lambda: outputs.check_writable(*written, inputs=evaluation.files_of(tasks)))
+            options = {"limit": args.limit, "predictions": args.predictions, "show": show}
+            found = evaluation.evaluate(subject, tasks, **options)
+            lines = evaluation.table(found)
+    if jax.process_index() > 0:
+        return
+    print(*lines, sep="\n")
+    if args.out:
+        outputs.save(args.out, json.dumps(found, indent=1, ensure_ascii=False, default=str) + "\n")

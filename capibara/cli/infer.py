@@ -1,0 +1,100 @@
+"""Continues a prompt with a trained model, or answers it: `python -m capibara.infer --model_dir=runs/quickstart --prompt="def "`."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from collections.abc import Sequence
+
+from capibara.cli import flags, multihost
+from capibara.core.types import UserError
+from capibara.storage import outputs
+
+_DESCRIPTION = """Continue a prompt with a model; an encoder-decoder answers it.
+
+examples:
+  python -m capibara.infer --model_dir=runs/quickstart --prompt="def "
+  echo "class " | python -m capibara.infer --model_dir=runs/quickstart --gin.Sampling.top_p=0.9
+  python -m capibara.infer --model_dir=runs/quickstart --prompts=prompts.jsonl --out=texts.jsonl
+  python -m capibara.infer --model=SmolLM2-135M-Instruct.gguf --chat --prompt="What is a capybara?"
+  python -m capibara.infer --model_dir=runs/quickstart --benchmark --gin.EngineConfig.slots=8"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parses the command line and prints the prompt with its continuation, or its answer; returns the exit code."""
+    parser = flags.ArgumentParser("capibara infer", _DESCRIPTION)
+    flags.add_model(parser)
+    flags.add_adapters(parser)
+    parser.add_argument("--prompt", metavar="TEXT", help="text to continue; default: standard input")
+    parser.add_argument("--prompts", metavar="FILE", help='a prompt a line, or .jsonl: {"prompt": .., "adapter": ..}')
+    parser.add_argument("--out", metavar="FILE", help="jsonl file for the texts of --prompts; goes on where it ends")
+    parser.add_argument("--chat", action="store_true", help="prompts are a user's turns; in a terminal one by one")
+    parser.add_argument("--benchmark", action="store_true", help="print tokens a second and latencies, no text")
+    parser.add_argument("--emulate", type=int, metavar="N", help="run on N emulated CPU devices (1 to 64)")
+    multihost.add_arguments(parser)
+    args = flags.parse_arguments(parser, argv)
+    if not (args.model_dir or args.model):
+        raise UserError("--model_dir has no value: name a run folder, e.g. --model_dir=runs/quickstart")
+    if args.model_dir and args.model:
+        raise UserError(f"--model_dir={args.model_dir} and --model={args.model}: leave one out")
+    if bool(args.prompts) != bool(args.out):
+        raise UserError("--prompts and --out go together: name both files, e.g. --prompts=in.jsonl --out=out.jsonl")
+    if args.model_dir and outputs.read(recorded := os.path.join(args.model_dir, "config.gin")) is None:
+        raise UserError(f"--model_dir={args.model_dir} is not a run folder: no {recorded}; other models: --model")
+    run(args)
+    return 0
+
+
+def run(args) -> None:
+    """Does what the flags say with the run's newest checkpoint (its averaged parameters where it kept them)."""
+    from capibara import config, loading
+    from capibara.core import devices
+    from capibara.core.multihost import channel, hosts
+    from capibara.inference.engine import serving_mesh, speed
+    from capibara.inference.engine.engine import Engine, EngineConfig
+    from capibara.inference.interactive import chat, files, terminal
+    from capibara.inference.sampling import sample
+    from capibara.loading import adapters
+    from capibara.monitoring.status import StatusLine
+
+    devices.start(args.emulate)
+    multihost.join_all(args, tell=lambda joined: print(joined, file=sys.stderr))
+    if args.out:
+        hosts.of_first(lambda: outputs.check_writable(args.out, inputs=[*args.gin_file, args.prompts]))
+    line = channel.connect()
+    given = (args.model_dir or args.model, args.gin_file, args.gin_bindings, args.gin_search_paths)
+    opened = adapters.beside(loading.load(*given, trust=args.trust_config, placed=serving_mesh.placed), args.adapter)
+    (trainer, model, params), about, names = opened.run, opened.about, [*opened.paths, None]
+    vocabulary, lengths = trainer.dataset.get_vocabulary(), (trainer.dataset.length, trainer.dataset.encoder_length)
+    of, sampling = (model, params, vocabulary, lengths[0]), config.build(sample.Sampling)
+    batching, talk = config.build(EngineConfig), chat.of_run(trainer.dataset) if args.chat else None
+    config.check_used()
+    batchings = {"many": batching, "typed": dataclasses.replace(batching, slots=1), "one": sample.of_one_slot(batching)}
+    if isinstance(line, channel.Follower):
+        how = next(messages := iter(line))["how"]
+        Engine(*of, batchings[how], lengths[1], donate=True, adapters=opened.adapters).follow(messages)
+        return
+    prompts = files.read_prompts(args.prompts, sampling, names[:-1]) if args.prompts else []
+    typed = talk and args.prompt is None and sys.stdin.isatty()
+    how = "many" if args.prompts or args.benchmark else "typed" if typed else "one"
+    with channel.leading(line, {"how": how}) as send:
+        engine = Engine(*of, batchings[how], lengths[1], donate=True, adapters=opened.adapters)
+        engine.lead(send)
+        if how == "one":
+            prompt = files.read_standard_input() if args.prompt is None else args.prompt
+            asked, ends = (talk.ids(prompt), talk.ends) if talk else (prompt, ())
+            stream = engine.submit(asked, sampling, ends=ends, adapter=names[0])
+            print(files.shown(stream.result(), "" if lengths[1] or talk else prompt))
+        elif args.benchmark:
+            measured = speed.measure(engine, sampling, (lengths[1] or lengths[0]) // 2, vocabulary.size, names[0])
+            print(*(f"{name:32} {value:12.1f}" for name, value in measured.items()), sep="\n")
+        elif args.prompts:
+            about |= {"cache_dtype": str(batching.cache_dtype), "length": lengths[0], "chat": args.chat}
+            with StatusLine() as status:
+                for done in files.complete(engine, prompts, args.out, talk, about):
+                    status.show("generating", f"{done} of {len(prompts)} texts in {args.out}")
+            print(f"{len(prompts)} texts in {args.out}", file=sys.stderr)
+        else:
+            with engine.start():
+                terminal.Talk(engine, talk, lengths[0], sampling, terminal.write, names[0]).run()

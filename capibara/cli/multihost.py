@@ -1,0 +1,46 @@
+"""The flags by which a verb joins the other processes of its run."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+from capibara.config.search import find_file, search_folders
+from capibara.core.multihost.joining import Joining, join
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags, which are named as the arguments of jax.distributed.initialize."""
+    group = parser.add_argument_group("several hosts", "found by themselves on TPU slices, GKE, Slurm and Open MPI")
+    group.add_argument("--coordinator_address", metavar="HOST:PORT", help="of process 0")
+    group.add_argument("--num_processes", type=int, metavar="N", help="of the run, one a host")
+    group.add_argument("--process_id", type=int, metavar="I", help="of this process, from 0")
+    group.add_argument(
+        "--join_timeout", type=float, default=300.0, metavar="S", help="seconds for all to come; default: 300"
+    )
+
+
+def of(args: argparse.Namespace) -> Joining:
+    """What the flags say."""
+    return Joining(
+        coordinator_address=args.coordinator_address,
+        num_processes=args.num_processes,
+        process_id=args.process_id,
+        timeout_s=args.join_timeout,
+    )
+
+
+def asked(args: argparse.Namespace) -> dict[str, str]:
+    """What the command line asks for, as a fact that is the same for all processes of a verb."""
+    own = ("coordinator_address", "num_processes", "process_id", "join_timeout")
+    folders = search_folders(args.gin_search_paths)
+    files = {name: find_file(name, folders).read_text(encoding="utf-8", errors="replace") for name in args.gin_file}
+    return {
+        "command": "\n".join(f"--{name}={value}" for name, value in vars(args).items() if name not in own),
+        **{f"Gin file {name}": text for name, text in files.items()},
+    }
+
+
+def join_all(args: argparse.Namespace, tell: Callable[[str], None] = print) -> None:
+    """`join`s as a verb's command line says, which must be the same everywhere."""
+    join(of(args), asked(args), emulated=args.emulate is not None, tell=tell)

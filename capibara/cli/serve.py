@@ -1,0 +1,98 @@
+"""Serves a model over HTTP with OpenAI's API: `python -m capibara.serve --model_dir=runs/quickstart`."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Sequence
+
+from capibara.cli import flags, multihost
+from capibara.core.types import UserError
+
+_KEY = "CAPIBARA_API_KEY"
+_DESCRIPTION = f"""Serve a model over HTTP with OpenAI's API: /v1/completions, /v1/chat/completions (both also as streams),
+/v1/models, /health, /ready and /metrics.
+
+examples:
+  python -m capibara.serve --model_dir=runs/finetune/adapted
+  python -m capibara.serve --model=SmolLM2-135M-Instruct.gguf --gin.EngineConfig.slots=16
+  python -m capibara.serve --model=base --adapter=poet=peft/poet --adapter=coder=runs/coder
+  {_KEY}=... python -m capibara.serve --model_dir=runs/finetune/adapted --host=0.0.0.0 --gin.ServerConfig.queue=200
+
+Requests name the model or an adapter: those are not merged, and texts of all are made together. A slot holds Dataset.length tokens of prompt and text. Without a key only this machine is served, by the names localhost,
+127.0.0.1, [::1] and those of ServerConfig.allowed_hosts; web pages only from ServerConfig.allowed_origins. SIGTERM or
+ctrl-C lets the texts at hand end, a second one does not.
+On several hosts start the same command on each: all make each token, with process 0, which alone listens.
+exit codes: 0 ended by a signal; 1 the engine failed, all who waited were told; 2 a mistake in what was given; 75 another
+host is gone: start the command again"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parses the command line and serves until a signal comes; returns the exit code."""
+    parser = flags.ArgumentParser("capibara serve", _DESCRIPTION)
+    flags.add_model(parser)
+    flags.add_adapters(parser)
+    parser.add_argument("--name", metavar="NAME", help="what clients call the model; default: the folder's name")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen at; default: this machine's own")
+    parser.add_argument("--port", type=int, default=8000, help="0: any that is free; default: 8000")
+    parser.add_argument("--api_key_file", metavar="FILE", help=f"keys of clients, one a line; or one in {_KEY}")
+    parser.add_argument("--emulate", type=int, metavar="N", help="run on N emulated CPU devices (1 to 64)")
+    multihost.add_arguments(parser)
+    args = flags.parse_arguments(parser, argv)
+    if bool(args.model_dir) == bool(args.model):
+        raise UserError("one of --model_dir and --model is needed: name a run folder, e.g. --model_dir=runs/quickstart")
+    if not 0 <= args.port < 65536:
+        raise UserError(f"--port={args.port} must be from 0 to 65535")
+    return serve(args)
+
+
+def serve(args) -> int:
+    """Joins the others, listens, loads the model, answers until a signal comes or the engine fails; the exit code."""
+    from capibara.core import devices, extras
+    from capibara.core.multihost import channel
+
+    for package in ("fastapi", "uvicorn", "prometheus_client"):
+        extras.require(package, extra="serve", why="capibara serve")
+    from capibara.inference.server import server
+
+    devices.start(args.emulate)
+    multihost.join_all(args)
+    line = channel.connect()
+    if isinstance(line, channel.Follower):
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda one, _: line.signal(one))
+        _load(args)[0].engine.follow(line)
+        return 0
+    door = server.opened(args.host, args.port, args.api_key_file, _KEY)
+    tell = lambda served: print(f"{served.name} is at {door.url}", flush=True)  # noqa: E731
+    return server.run(door.listening, door.keys, lambda: _load(args), tell, args.host, line)
+
+
+def _load(args):
+    """The model with its engine, which all processes make alike, and what the server takes on."""
+    import jax
+
+    from capibara import config, loading
+    from capibara.inference.engine import serving_mesh
+    from capibara.inference.engine.engine import Engine, EngineConfig
+    from capibara.inference.interactive import chat
+    from capibara.inference.sampling.sampling import Sampling
+    from capibara.inference.server.service import Served, ServerConfig, check_streams
+    from capibara.loading import adapters
+    from capibara.monitoring.status import StatusLine
+
+    path, gin = args.model_dir or args.model, (args.gin_file, args.gin_bindings, args.gin_search_paths)
+    opened = loading.load(path, *gin, trust=args.trust_config, placed=serving_mesh.placed)
+    name = args.name or os.path.basename(os.path.normpath(path)).removesuffix(".gguf")
+    trainer, model, params = (opened := adapters.beside(opened, args.adapter, name)).run
+    takes, sampling, batching = config.build(ServerConfig), config.build(Sampling), config.build(EngineConfig)
+    check_streams(sampling)
+    data, first = trainer.dataset, jax.process_index() == 0
+    talk = chat.of_served(data) if first else None
+    config.check_used()
+    vocabulary, lengths = data.get_vocabulary(), (data.length, data.encoder_length)
+    engine = Engine(model, params, vocabulary, lengths[0], batching, lengths[1], donate=True, adapters=opened.adapters)
+    if takes.warm_up:
+        with StatusLine() as line:
+            engine.warm_up(lambda done, count: first and line.show("compiling", f"{done} of {count} programs"))
+    return Served(engine, vocabulary, talk, *lengths, name, sampling, adapters=engine.adapters), takes

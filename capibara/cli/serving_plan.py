@@ -1,0 +1,102 @@
+"""`capibara plan --serve`: the mesh that generates, its slots, and the compiler's word on them."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from capibara import config, sharding
+from capibara.core.types import UserError
+from capibara.inference.engine import lowering
+from capibara.inference.engine.batching import CacheDtype, EngineConfig
+from capibara.models.api import Model
+from capibara.planner.compiler import compile as compiler
+from capibara.planner.hardware import topology
+from capibara.planner.hardware.slices import Slice
+from capibara.planner.search import ranking, serving
+from capibara.planner.search.serving import Engine, Serving
+from capibara.storage import outputs
+
+_LONGER = (4, 16)  # times the length that is asked for, in the table
+
+
+def plan(args: argparse.Namespace, model: Model, length: int, slice_: Slice) -> int:
+    """Ranks the meshes, has the first compiled where that is asked for, and reports; returns the exit code.
+
+    Args:
+      args: of the verb.
+      model: what shall generate.
+      length: places of a slot.
+      slice_: the chips.
+
+    Raises:
+      UserError: nothing fits, or the model does not generate.
+    """
+    ranking.check_headroom(args.headroom)
+    if model.read is None:
+        raise UserError(f"--serve is for models that generate, and {type(model.config).__name__} is none: leave it out")
+    asked = config.build(EngineConfig)
+    dtype = str(asked.cache_dtype)
+    engine = Engine(
+        length=length,
+        cache_dtype=str(model.config.dtype) if asked.cache_dtype is CacheDtype.COMPUTE else dtype,
+        slots=asked.slots if config.is_bound("EngineConfig.slots") else None,
+        prefill_tokens=asked.prefill_tokens,
+        prefix_bytes=0.0 if model.encode else asked.prefix_cache_mib * 2**20,
+    )
+    found = serving.ranked(model, slice_, engine, args.headroom)
+    best = found[0]
+    if not best.fits:
+        raise serving.does_not_fit(model, slice_, found, args.headroom)
+    name = args.gin_file[-1].rpartition("/")[2].removesuffix(".gin")
+    table = [*found, *_others(model, slice_, best, args.headroom)]
+    print("\n".join(serving.lines(table, model, slice_, name)))
+    proof = _compiled(model, slice_, best, asked) if args.verify else None
+    if proof is not None:
+        print("\n".join(_proof_lines(proof, best)))
+    lines = [f"# {name} on {slice_.name}: capibara plan --serve", *serving.bindings(best)]
+    print("\nfor serve and infer:\n" + "\n".join(f"  --gin.{line.replace(' = ', '=')}" for line in lines[1:]))
+    if args.output:
+        outputs.save(args.output, "\n".join(lines) + "\n")
+    if args.json:
+        plans = [dataclasses.asdict(one) | {"fits": one.fits, "tokens_per_s": one.tokens_per_s} for one in table]
+        shown = {"slice": slice_.name, "predicted": plans, "compiled": proof}
+        outputs.save(args.json, json.dumps(shown, indent=1))
+    return 0 if proof is None or proof["fits"] else 1
+
+
+def _others(model: Model, slice_: Slice, best: Serving, headroom: float) -> Iterator[Serving]:
+    """The same mesh with longer slots, and with keys and values in 8 bits: as many slots as fit."""
+    for times in (1, *_LONGER):
+        for dtype in dict.fromkeys((best.engine.cache_dtype, "int8")):
+            engine = dataclasses.replace(best.engine, length=best.engine.length * times, cache_dtype=dtype, slots=None)
+            if times > 1 or dtype != best.engine.cache_dtype:
+                yield serving.weigh(model, slice_, best.tensor, engine, headroom)
+
+
+def _compiled(model: Model, slice_: Slice, best: Serving, asked: EngineConfig) -> dict[str, Any]:
+    """What the TPU compiler says of the engine's own step with these slots."""
+    topology.check(slice_.name)
+    plan_ = sharding.Plan(batch_size=best.data, data=best.data, fsdp=1, tensor=best.tensor)
+    mesh = sharding.make_mesh(plan_, topology.slice_devices(slice_.name))
+    rules = sharding.Rules(vocab=()) if model.config.vocab_size % best.tensor else sharding.Rules()
+    engine = dataclasses.replace(asked, slots=best.slots)
+    report = compiler.compile_train_step(lowering.Step(model, engine, best.engine.length, mesh, rules).lower())
+    names = ("fits", "peak_bytes", "limit_bytes", "argument_bytes", "temporary_bytes", "compile_s")
+    found = {name: getattr(report, name) for name in names}
+    return found | {"collectives": dict(report.costs.collective_counts), "kernels": dict(report.costs.kernels)}
+
+
+def _proof_lines(proof: dict[str, Any], best: Serving) -> Iterator[str]:
+    peak = f"{(proof['peak_bytes'] or 0) / serving.GIB:.2f} GiB"
+    if not proof["fits"]:
+        yield f"  compiled: the decode step does not fit, it needs {peak} a device: try fewer EngineConfig.slots"
+        return
+    predicted = (best.weights + best.keys_values) / serving.GIB
+    yield (
+        f"  compiled in {proof['compile_s']:.0f} s: the decode step needs {peak} a device, {predicted:.2f} of it were predicted "
+        "for weights and slots; reading a prompt is not in it"
+    )

@@ -1,0 +1,695 @@
+"""Gin: parse, bind, build, save and compare configurations. The only module that imports it.
+
+A Gin file binds the fields of config dataclasses (`Trainer.seed = 1`), builds objects by reference
+(`Trainer.optimizer = @Optimizer()`) and names values once with macros (`TRAIN_STEPS = 500`, then `%TRAIN_STEPS`).
+Files come first, the command line last, so that `--gin.TRAIN_STEPS=1000` wins over a file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import importlib
+import inspect
+import io
+import os
+import pathlib
+import pkgutil
+import re
+import sys
+import tokenize
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import gin
+
+if getattr(gin, "__file__", None) is None:
+    raise ImportError("no gin library: `import gin` found only a folder named gin; run: pip install gin-config")
+
+from capibara.config import record as gin_record
+from capibara.config import search as gin_search
+from capibara.config import t5x_macros
+from capibara.config.search import Text, defining_modules, find_file, search_folders, without_macros
+from capibara.core import fields, user_modules
+from capibara.core.exits import unwrap
+from capibara.core.fields import did_you_mean
+from capibara.core.types import UserError
+from gin import config as gin_config
+from gin import config_parser
+
+__all__ = [
+    "Recorded",
+    "Statement",
+    "build",
+    "changes",
+    "check_used",
+    "configurable",
+    "diff",
+    "find_file",
+    "operative",
+    "parse",
+    "reset",
+    "search_folders",
+    "statements_of",
+    "unused",
+]
+
+T = TypeVar("T")
+in_scope = gin.config_scope  # a context in which `build` takes the bindings of a scope, and else those of none
+
+MODULE = {"capibara": "module"}  # metadata of a dataclass's field that names a Python module, which is imported
+
+_MACRO = "gin.macro"
+_BUILTINS = ("gin.macro", "gin.constant", "gin.singleton")
+
+# Where each parameter was bound last: (scope, complete selector, parameter) -> "file.gin:12".
+_bound_at: dict[tuple[str, str, str], str] = {}
+_registered: set[str] = set()  # the selectors of what was made configurable here, and not by another library
+
+
+def configurable(cls: T) -> T:
+    """Lets Gin files bind the fields of a dataclass (or the parameters of a function); a decorator.
+
+    Calling the class from Python is unaffected, but for one thing: the fields of a dataclass are checked against
+    their annotations, before its own __post_init__ (see capibara.core.fields.check), however it is made.
+    """
+    if isinstance(cls, type) and dataclasses.is_dataclass(cls):
+        fields.check_on_creation(cls, _check)
+    selector = f"{cls.__module__}.{cls.__name__}"
+    _registered.add(selector)
+    if selector in gin_config._REGISTRY and gin_config._REGISTRY[selector].wrapped is not cls:
+        # The module was imported again (pytest, importlib.reload): the new definition takes the old one's place.
+        gin_config._INVERSE_REGISTRY.pop(gin_config._REGISTRY[selector].wrapped, None)
+        gin_config._REGISTRY.pop(selector)
+    return gin.register(cls)
+
+
+def _check(instance: Any) -> None:
+    cls = type(instance)
+    for field in dataclasses.fields(cls):
+        if getattr(instance, field.name, None) is gin.REQUIRED:
+            raise UserError(_has_no_value(cls.__name__, f"{cls.__module__}.{cls.__name__}", field.name))
+    fields.check(instance)
+
+
+def _has_no_value(name: str, selector: str, parameter: str) -> str:
+    """The message for a parameter without a value, with the macro that should give it where there is one."""
+    for (_, bound), parameters in gin_config._CONFIG.items():
+        macro = _macro_name(parameters.get(parameter)) if bound == selector else None
+        if macro:
+            return f"{name}.{parameter} has no value: give it with --gin.{macro}=VALUE"
+    others = [bound.rpartition(".")[2] for (_, bound), given in gin_config._CONFIG.items() if parameter in given]
+    if hint := gin_search.other_run(name, others):
+        return f"{name}.{parameter} has no value, {hint}"
+    return f"{name}.{parameter} has no value: bind it in a Gin file or with --gin.{name}.{parameter}=VALUE"
+
+
+def _macro_name(value: Any) -> str | None:
+    if isinstance(value, gin_config.ConfigurableReference) and value.configurable.selector == _MACRO:
+        return "/".join(value.scopes)
+    return None
+
+
+def build(cls: Callable[..., T], **overrides: Any) -> T:
+    """Makes an instance of a configurable from the parsed bindings; `overrides` win over them.
+
+    Raises:
+      UserError: a field has no value or a wrong one, here or in anything it is built from.
+    """
+    try:
+        return gin.get_configurable(cls)(**overrides)
+    except Exception as error:
+        original = unwrap(error)
+        if isinstance(original, fields.FieldError):
+            raise UserError(f"{original}{_origin(original)}") from None
+        if isinstance(original, UserError):
+            raise original from None
+        if isinstance(original, TypeError) and (message := _missing_arguments(original)):
+            raise UserError(message) from None
+        raise
+
+
+def _origin(error: fields.FieldError) -> str:
+    for (scope, selector, parameter), where in _bound_at.items():
+        if parameter == error.field and selector.rpartition(".")[2] == error.owner:
+            value = gin_config._CONFIG.get((scope, selector), {}).get(parameter)
+            if macro := _macro_name(value):
+                return f" (from {macro}, {_bound_at.get((macro, _MACRO, 'value'), where)})"
+            return f" ({where})"
+    return ""
+
+
+def _missing_arguments(error: TypeError) -> str | None:
+    """Python's "missing N required arguments", where it was Gin that made the call."""
+    match = re.match(r"(\S+)\(\) missing \d+ required (?:keyword-only|positional) arguments?: (.*)", str(error))
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if not match or trace is None or trace.tb_frame.f_code.co_filename not in (gin_config.__file__, __file__):
+        return None
+    name = match[1].removesuffix(".__init__").rpartition(".")[2]
+    parameter = re.findall(r"'(\w+)'", match[2])[0]
+    selector = (gin_config._REGISTRY.matching_selectors(name) or [name])[0]
+    return _has_no_value(name, selector, parameter)
+
+
+def reset() -> None:
+    """Forgets all bindings, not the configurables."""
+    gin.clear_config()
+    _bound_at.clear()
+
+
+# Parsing.
+
+
+@dataclasses.dataclass(frozen=True)
+class Recorded:
+    """The configuration that a run recorded. It may come from anyone, so it is data: nothing that it names is imported.
+
+    It binds parameters of capibara's own configurables to plain values and to references to such configurables. Beside
+    these it may refer to configurables of modules that the user's own Gin files import, or, where it is trusted, of the
+    modules that it names itself.
+
+    Attributes:
+      text: as `record` gave it.
+      where: its path, for errors.
+      trusted: the user vouches for it (--trust_config): the modules that it names are imported.
+    """
+
+    text: str
+    where: str
+    trusted: bool = False
+
+
+def parse(
+    gin_files: Sequence[str | os.PathLike],
+    bindings: Sequence[str] = (),
+    search_paths: Sequence[str | os.PathLike] = (),
+    recorded: Recorded | None = None,
+) -> list[pathlib.Path]:
+    """Parses a recorded configuration, Gin files, then bindings, in place of whatever was parsed before.
+
+    Args:
+      gin_files: names or paths, searched as `search_folders` says; files they include are searched the same way.
+      bindings: "NAME = VALUE" each; a value that is no Gin value (runs/x) is taken as a string.
+      search_paths: more folders to search.
+      recorded: read first, as data.
+
+    Returns the files that were read, included ones too.
+
+    Raises:
+      UserError: a missing file, a syntax error, or an unknown configurable, parameter, macro or module; or a recorded
+        configuration that is more than data.
+    """
+    reset()
+    user_modules.search(".", *search_paths)
+    parsing = _Parsing(search_folders(search_paths))
+    if recorded is not None:
+        for name in gin_files:  # for the modules that they import, to which the record may refer
+            parsing.file(name)
+        reset()
+        parsing = _Parsing(search_folders(search_paths), recorded, {*parsing.imported})
+        parsing.recorded()
+    for name in gin_files:
+        parsing.file(name)
+    from_files = {scope for scope, selector in gin_config._CONFIG if selector == _MACRO}
+    for binding in bindings:
+        parsing.statements(io.StringIO(quoted(binding)), "command line")
+    parsing.check_macros(from_files)
+    if recorded is not None and not recorded.trusted:
+        parsing.check_modules()
+    return parsing.read
+
+
+def quoted(binding: str) -> str:
+    """The statement `NAME = VALUE` of a command line, with VALUE made a string literal where it is no Gin value and does not try to be one."""
+    name, equals, value = (part.strip() for part in binding.partition("="))
+    if not equals or value[:1] in ("@", "%", "(", "[", "{", "'", '"'):
+        return binding
+    parser = config_parser.ConfigParser(f"value = {value}\n", _Literals())
+    try:
+        if value and parser.parse_statement() is not None and parser.parse_statement() is None:
+            return binding
+    except (SyntaxError, tokenize.TokenError):
+        pass
+    return f"{name} = {value!r}"
+
+
+class _Literals(config_parser.ParserDelegate):
+    """Keeps references as the text they were written as."""
+
+    def configurable_reference(self, scoped_configurable_name: str, evaluate: bool) -> Any:
+        return Text(f"@{scoped_configurable_name}{'()' if evaluate else ''}")
+
+    def macro(self, macro_name: str) -> Any:
+        return Text(f"%{macro_name}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Statement:
+    """A statement of a Gin file as data: a binding (without `parameter` a macro), an import or an include.
+
+    Attributes:
+      value: a literal in which references and macros are Text as they stand ("@utils.DatasetConfig()", "%TRAIN_STEPS").
+    """
+
+    scope: str = ""
+    owner: str = ""
+    parameter: str = ""
+    value: Any = None
+    module: str | None = None
+    include: str | None = None
+
+
+def statements_of(text: str, where: str) -> list[Statement]:
+    """All statements of a Gin file's text; nothing that they name is imported, read or called.
+
+    Raises:
+      UserError: it is no Gin; says the line.
+    """
+    lines, found = text.splitlines(), []
+    parser = _guard(lambda: config_parser.ConfigParser(text, _Literals()), where, lines)
+    while one := _guard(parser.parse_statement, where, lines):
+        if isinstance(one, config_parser.IncludeStatement):
+            found.append(Statement(include=one.filename))
+        elif isinstance(one, config_parser.ImportStatement):
+            found.append(Statement(module=one.module))
+        elif isinstance(one, config_parser.BindingStatement):
+            found.append(Statement(one.scope or "", one.selector, one.arg_name or "", one.value))
+    return found
+
+
+class _References(gin_config.ParserDelegate):
+    """Gin's own references, with unknown names explained."""
+
+    def __init__(self, lookup: Callable[[str, str], gin_config.Configurable]):
+        super().__init__()
+        self._lookup = lookup
+
+    def configurable_reference(self, scoped_configurable_name: str, evaluate: bool) -> Any:
+        self._lookup(scoped_configurable_name.rpartition("/")[2], f"@{scoped_configurable_name}")
+        return super().configurable_reference(scoped_configurable_name, evaluate)
+
+
+def _lookup(selector: str, shown: str) -> gin_config.Configurable:
+    try:
+        found = gin_config._parse_context().get_configurable(selector)
+        if found is None and (module := defining_modules().get(selector.rpartition(".")[2])):
+            # A run's saved configuration names more than each verb imports: the loggers of a run that infer reads.
+            importlib.import_module(module)
+            found = gin_config._parse_context().get_configurable(selector)
+    except KeyError:
+        matches = sorted(gin_config._REGISTRY.matching_selectors(selector))
+        raise UserError(f"{shown} may be any of {', '.join(matches)}: write the full name") from None
+    except (NameError, AttributeError) as error:  # with `from __gin__ import dynamic_registration`
+        raise UserError(f"{shown}: {error}") from None
+    if found is None:
+        known = {name for name, _ in gin_config._REGISTRY.items() if name not in _BUILTINS}
+        names = {name.rpartition(".")[2] for name in known} | {*defining_modules()}
+        choices = known if "." in selector else names
+        raise UserError(f"no configurable named {shown}{did_you_mean(selector, choices)}")
+    return found
+
+
+class _Parsing:
+    """One run of `parse`.
+
+    Attributes:
+      read: all files that were read.
+      imported: modules that these import.
+    """
+
+    def __init__(self, folders: list[pathlib.Path], record: Recorded | None = None, known: Iterable[str] = ()):
+        self._folders, self._record, self._known = folders, record, {*known}
+        self._in_record = False
+        self.read: list[pathlib.Path] = []
+        self.imported: list[str] = []
+        self._open: list[pathlib.Path] = []  # being read, the outermost first
+
+    def recorded(self) -> None:
+        """Reads the recorded configuration, as data."""
+        record = self._record
+        gin_record.check_size(record.text, record.where)
+        named = gin_record.modules_named(record.text)
+        for module in named if record.trusted else ():
+            try:
+                user_modules.load(module)
+            except ModuleNotFoundError as error:
+                raise UserError(
+                    f"{record.where} names the module {module}, and there is no {error.name}: put its folder on PYTHONPATH"
+                ) from None
+        self._known |= {*named} if record.trusted else set()
+        self._in_record = True
+        try:
+            self.statements(io.StringIO(record.text), record.where)
+        except UserError as error:
+            missing = [module for module in named if module not in self._known]
+            if missing and "no configurable named" in str(error):
+                raise UserError(f"{error}; {gin_record.way_in(missing)}") from None
+            raise
+        finally:
+            self._in_record = False
+        _check_growth(record.where)
+
+    def check_modules(self) -> None:
+        """Raises UserError where the record alone names a module that is not capibara's and would be imported."""
+        for scope, selector in [*gin_config._CONFIG]:
+            wrapped = gin_config._REGISTRY[selector].wrapped if selector in gin_config._REGISTRY else None
+            for field in dataclasses.fields(wrapped) if dataclasses.is_dataclass(wrapped) else ():
+                module, where = _value_of(scope, selector, field.name)
+                recorded = field.metadata == MODULE and where.startswith(f"{self._record.where}:")
+                if recorded and isinstance(module, str) and not self._is_known(module):
+                    raise UserError(
+                        f"{where}: {wrapped.__name__}.{field.name} names the module {module}, which a recorded "
+                        f"configuration cannot have imported: give --gin.{wrapped.__name__}.{field.name}={module}, or "
+                        "--trust_config if you trust this folder"
+                    )
+
+    def _lookup(self, selector: str, shown: str) -> gin_config.Configurable:
+        found = _lookup(selector, shown)
+        if self._in_record and not self._is_data(found):
+            raise UserError(
+                f"{shown} is refused: a recorded configuration binds what a run of capibara records, and "
+                f"{found.selector} is none of it"
+            )
+        return found
+
+    def _is_data(self, found: gin_config.Configurable) -> bool:
+        """Whether a recorded configuration may name a configurable."""
+        module = found.wrapped.__module__
+        own = found.selector in _registered and not f"{module}.".startswith(gin_record.NEVER)
+        return own or module.partition(".")[0] != "capibara" and self._is_known(module)
+
+    def _is_known(self, module: str) -> bool:
+        """Whether a module is capibara's, or one that the user's own Gin files import or that the user trusts."""
+        return any(f"{module}.".startswith(f"{known}.") for known in ("capibara", *self._known, *self.imported))
+
+    def file(self, name: str | os.PathLike, where: str = "") -> None:
+        beside = [self._open[-1].parent] if self._open else []
+        path = find_file(name, [self._folders[0], *beside, *self._folders[1:]], where)
+        if path.resolve() in [other.resolve() for other in self._open]:
+            chain = " -> ".join(str(other) for other in [*self._open, path])
+            raise UserError(f"{where}: files include each other: {chain}")
+        self._open.append(path)
+        self.read.append(path)
+        try:
+            self.statements(io.StringIO(path.read_text(encoding="utf-8")), str(path))
+        except UnicodeDecodeError:
+            raise UserError(f"{path} is not a text file in UTF-8") from None
+        self._open.pop()
+
+    def statements(self, source: io.StringIO, name: str) -> None:
+        """Reads statements to the end of `source`, carrying each out; `name` says where in errors."""
+        lines = source.getvalue().splitlines()
+        with gin_config._parse_scope() as context:
+            parser = _guard(lambda: config_parser.ConfigParser(source, _References(self._lookup)), name, lines)
+            while statement := _guard(parser.parse_statement, name, lines):
+                line = statement.location.line_num
+                where = f"{name}:{line}" if name != "command line" else f"{name}: {' '.join(lines)}"
+                self._carry_out(statement, where, context)
+            gin_config._IMPORTS.update(context.imports)
+
+    def _carry_out(self, statement: Any, where: str, context: gin_config.ParseContext) -> None:
+        if isinstance(statement, config_parser.IncludeStatement):
+            if self._in_record:
+                raise UserError(f"{where}: {gin_record.refused(f'include {statement.filename!r}')}")
+            self.file(statement.filename, where)
+        elif isinstance(statement, config_parser.ImportStatement):
+            if self._in_record:
+                raise UserError(f"{where}: {gin_record.refused(statement.format())}")
+            self.imported.append(statement.module)
+            _import(statement, where, context)
+        elif isinstance(statement, config_parser.BlockDeclaration):
+            _located(where, self._lookup, statement.selector, statement.selector)
+        elif not statement.arg_name:
+            name = f"{statement.scope}/{statement.selector}" if statement.scope else statement.selector
+            bind(name, _MACRO, "value", statement.value, where)
+        else:
+            found = _located(where, self._lookup, statement.selector, statement.selector)
+            known = gin_search.parameters_of(found.wrapped)
+            if known is not None and statement.arg_name not in known:
+                raise UserError(
+                    f"{where}: {found.name} has no parameter {statement.arg_name}"
+                    f"{did_you_mean(statement.arg_name, known, 'its parameters')}"
+                )
+            bind(statement.scope, found.selector, statement.arg_name, statement.value, where, statement.selector)
+
+    def check_macros(self, from_files: set[str]) -> None:
+        """Every macro used is defined, and every macro of the command line is used or defined in a file."""
+        defined = {scope for scope, selector in gin_config._CONFIG if selector == _MACRO}
+        used = set()
+        for (scope, selector), parameters in gin_config._CONFIG.items():
+            for parameter, value in parameters.items():
+                for reference in gin_config.iterate_references([value]):
+                    macro = _macro_name(reference)
+                    if macro is None:
+                        continue
+                    used.add(macro)
+                    if macro not in defined:
+                        where = _bound_at.get((scope, selector, parameter), "")
+                        close = fields.nearest(macro, defined)
+                        hint = f"did you mean {close[0]}?" if close else f"give it with --gin.{macro}=VALUE"
+                        raise UserError(f"{where}: %{macro} has no value: {hint}")
+        taken = (defined - used) & t5x_macros.NAMES
+        for macro in sorted(taken):
+            self._take(macro)
+        for macro in sorted(defined - from_files - used - taken):
+            choices = {*from_files, *used}
+            raise UserError(f"--gin.{macro}: no Gin file uses {macro}{did_you_mean(macro, choices, 'macros')}")
+
+    def _take(self, macro: str) -> None:
+        """Binds what a macro of T5X's stands for, where no file takes it anywhere."""
+        value, where = _value_of(macro, _MACRO, "value")
+        model, _ = _value_of("", "capibara.training.trainer.Trainer", "model")
+        name = model.configurable.name if isinstance(model, gin_config.ConfigurableReference) else None
+        follows = {key: _macro_name(gin_config._CONFIG.get(key[:2], {}).get(key[2])) for key in _bound_at}
+        bound = t5x_macros.positions(_bound_at, follows)
+        for statement in _located(where, t5x_macros.statements, macro, value, name, bound):
+            self.statements(io.StringIO(statement), f"{where}, {macro}")
+
+
+def _value_of(scope: str, selector: str, parameter: str) -> tuple[Any, str]:
+    """What a parameter is bound to, its macros followed, and where that stands; "" where it is not bound."""
+    value = gin_config._CONFIG.get((scope, selector), {}).get(parameter)
+    where, seen = _bound_at.get((scope, selector, parameter), ""), set()
+    while (macro := _macro_name(value)) and macro not in seen:
+        seen.add(macro)
+        where = _bound_at.get((macro, _MACRO, "value"), where)
+        value = gin_config._CONFIG.get((macro, _MACRO), {}).get("value")
+    return value, where
+
+
+def _check_growth(where: str) -> None:
+    """Raises UserError where the bindings refer to themselves, or come to very many values with all references put in."""
+    counts: dict[tuple[tuple[str, ...], str], int] = {}
+    open_: set[tuple[tuple[str, ...], str]] = set()
+
+    def count(value: Any, scopes: tuple[str, ...]) -> int:
+        if isinstance(value, gin_config.ConfigurableReference):
+            return count_reference(value, tuple(value.scopes) or scopes)
+        if isinstance(value, dict):
+            value = [inner for pair in value.items() for inner in pair]
+        return 1 + (sum(count(inner, scopes) for inner in value) if isinstance(value, (list, tuple)) else 0)
+
+    def count_reference(reference: gin_config.ConfigurableReference, scopes: tuple[str, ...]) -> int:
+        key = (scopes, reference.configurable.selector)
+        if key in open_:
+            raise UserError(f"{where}: {reference} refers to itself: it is no run's record")
+        if key not in counts:
+            open_.add(key)
+            with gin.config_scope(list(scopes) or None):
+                bound = gin_config._get_bindings(reference.configurable.selector)
+            counts[key] = 1 + sum(count(inner, scopes) for inner in bound.values())
+            open_.discard(key)
+            if counts[key] > gin_record.MOST_VALUES:
+                raise UserError(
+                    f"{where}: {reference} comes to more than {gin_record.MOST_VALUES:,} values: it is no run's record"
+                )
+        return counts[key]
+
+    try:
+        for parameters in [*gin_config._CONFIG.values()]:
+            for value in parameters.values():
+                count(value, ())
+    except RecursionError:
+        raise UserError(f"{where}: its references are nested too deep: it is no run's record") from None
+
+
+def bind(scope: str, selector: str, parameter: str, value: Any, where: str, written: str = "") -> None:
+    """Gives a parameter a value, as a statement of a Gin file does; `where` says where in errors."""
+    # `written` is the selector as the file has it: under dynamic registration Gin knows no other.
+    _located(where, gin.bind_parameter, (scope, written or selector, parameter), value)
+    _bound_at.pop((scope, selector, parameter), None)  # in the order of the last bindings
+    _bound_at[scope, selector, parameter] = where
+
+
+def _located(where: str, call: Callable[..., T], *args: Any) -> T:
+    try:
+        return call(*args)
+    except ValueError as error:  # a UserError, or Gin's about lists of allowed parameters
+        raise UserError(f"{where}: {str(unwrap(error)).splitlines()[0]}") from None
+
+
+def _guard(parse_next: Callable[[], T], name: str, lines: list[str]) -> T:
+    """Calls the parser, making its errors a UserError of one line with file and line number."""
+    try:
+        return parse_next()
+    except (SyntaxError, tokenize.TokenError) as error:
+        gin_search.raise_syntax_error(error, name, lines)
+    except (RecursionError, MemoryError):
+        raise UserError(f"{name}: a value is nested too deep to be read: write it flatter") from None
+    except ValueError as error:
+        match = re.search(r"line (\d+)\n", str(error).removeprefix(str(unwrap(error))))
+        where = f"{name}:{match[1]}" if match and name != "command line" else name
+        raise UserError(f"{where}: {str(unwrap(error)).splitlines()[0]}") from None
+
+
+def _import(statement: config_parser.ImportStatement, where: str, context: gin_config.ParseContext) -> None:
+    user_modules.add_folders()
+    try:
+        context.process_import(statement)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{statement.module}.".startswith(f"{error.name}."):
+            raise UserError(
+                f"{where}: importing {statement.module} needs the module {error.name}, which is not installed"
+            ) from None
+        parent, _, _ = error.name.rpartition(".")
+        path = list(getattr(sys.modules.get(parent), "__path__", [])) if parent else None
+        prefix = f"{parent}." if parent else ""
+        choices = [prefix + module.name for module in pkgutil.iter_modules(path)]
+        close = fields.nearest(error.name, choices)
+        hint = f": did you mean {' or '.join(close)}?" if close else " (is its folder on PYTHONPATH?)"
+        raise UserError(f"{where}: no module named {error.name}{hint}") from None
+    except (SyntaxError, ImportError) as error:
+        if isinstance(error, SyntaxError) and not statement.module.startswith("__gin__."):
+            raise  # in the user's module: its traceback says where
+        raise UserError(f"{where}: {error.msg}") from None
+
+
+# The operative configuration: what was used, saved with the run and compared when it is resumed.
+
+
+def operative() -> str:
+    """Every parameter that was used so far, defaults included, as a run records it: bindings alone (gin_record).
+
+    Those of functions that were given on (`Grpo.rewards = (@exact_answer,)`) count as used: they are called later.
+    """
+    _add_called_later()
+    for (_, selector), parameters in gin_config._OPERATIVE_CONFIG.items():
+        wrapped = gin_config._REGISTRY[selector].wrapped
+        if isinstance(wrapped, type) and dataclasses.is_dataclass(wrapped):
+            for field in dataclasses.fields(wrapped):
+                # Gin leaves out defaults that do not print as literals; an enum's value does.
+                if field.init and isinstance(field.default, enum.Enum):
+                    parameters.setdefault(field.name, field.default.value)
+    imports = [*gin_config._IMPORTS]
+    gin_config._IMPORTS.clear()  # a record has none: gin_record
+    try:
+        text = gin.operative_config_str(max_line_length=100)
+    finally:
+        gin_config._IMPORTS.update(imports)
+    return gin_record.of(
+        text, {one.module for one in imports if one.module.partition(".")[0] not in ("capibara", "__gin__")}
+    )
+
+
+def _add_called_later() -> None:
+    """Notes the parameters of functions that objects hold, as Gin does once they are called, and of what these hold."""
+    noted = gin_config._OPERATIVE_CONFIG
+    waiting = [one for one in gin_config.iterate_references(noted) if not one.evaluate]
+    while waiting:
+        reference = waiting.pop()
+        found, key = reference.configurable, ("/".join(reference.scopes), reference.configurable.selector)
+        if key in noted:
+            continue
+        called = (
+            gin_config._find_class_construction_fn(found.wrapped) if inspect.isclass(found.wrapped) else found.wrapped
+        )
+        listed = (called, found.allowlist, found.denylist)
+        with gin.config_scope(key[0] or None):
+            bound = gin_config._get_bindings(found.selector)
+        noted[key] = gin_config._get_default_configurable_parameter_values(*listed) | bound
+        waiting += gin_config.iterate_references(bound)
+
+
+def is_bound(name: str) -> bool:
+    """Whether the parsed files or flags give a class ("DecoderConfig") or a field ("Trainer.model") a value."""
+    return bool(scopes(name))
+
+
+def scopes(name: str) -> list[str]:
+    """The scopes in which a class or a field (as of `is_bound`) has a value: "qa" for qa/EvalTask.files; "" for none."""
+    cls, _, parameter = name.partition(".")
+    unset = {m: repr(v["value"]) == "%gin.REQUIRED" for (m, kind), v in gin_config._CONFIG.items() if kind == _MACRO}
+    found = [(scope, v) for (scope, kind), v in gin_config._CONFIG.items() if kind.rpartition(".")[2] == cls]
+    given = lambda v: not unset.get(_macro_name(v[parameter])) if parameter in v else v and not parameter  # noqa: E731
+    return [scope for scope, v in found if given(v)]
+
+
+def unused() -> list[str]:
+    """Bindings that nothing built so far has read, as "Plan.tensor (file.gin:3)"; macros are left out."""
+    return [f"{name} ({where})" for _, name, where in _unread()]
+
+
+def check_used(later: Sequence[Callable[..., Any]] = ()) -> list[str]:
+    """`gin_search.check_used` of all bindings but those of functions called `later`; call it once all is built that reads some."""
+    built = [gin_config._REGISTRY[selector].wrapped for _, selector in gin_config._OPERATIVE_CONFIG]
+    unread = [one for one in _unread() if one[0] not in map(inspect.unwrap, later)]
+    return gin_search.check_used(unread, built, [found.wrapped for _, found in gin_config._REGISTRY.items()])
+
+
+def _unread() -> list[tuple[Any, str, str]]:
+    read = {(selector, name) for (_, selector), names in gin_config._OPERATIVE_CONFIG.items() for name in names}
+    return [
+        (gin_config._REGISTRY[selector].wrapped, f"{_minimal(scope, selector)}.{name}", where)
+        for (scope, selector, name), where in _bound_at.items()
+        if selector != _MACRO and (selector, name) not in read
+    ]
+
+
+def _minimal(scope: str, selector: str) -> str:
+    return f"{scope}/" * bool(scope) + gin_config._REGISTRY.minimal_selector(selector)
+
+
+def changes(old: str, new: str) -> dict[str, tuple[str | None, str | None]]:
+    """Parameters whose values differ between two operative configurations, macros put in.
+
+    Returns:
+      {"Trainer.seed": ("0", "1")}, values as Gin text, None on the side where the parameter is not bound.
+    """
+    before, after = _values(old), _values(new)
+    return {
+        name: (before.get(name), after.get(name))
+        for name in sorted({*before, *after})
+        if before.get(name) != after.get(name)
+    }
+
+
+def diff(old: str, new: str) -> list[str]:
+    """`changes` as lines to print, "Trainer.seed: 0 -> 1", sorted by parameter."""
+    return [
+        f"{name}: {'(not set)' if was is None else was} -> {'(not set)' if now is None else now}"
+        for name, (was, now) in changes(old, new).items()
+    ]
+
+
+def _values(text: str) -> Mapping[str, str]:
+    """Parameter -> value as text, of a Gin file without includes."""
+    statements = [
+        statement
+        for statement in config_parser.ConfigParser(text, _Literals())
+        if isinstance(statement, config_parser.BindingStatement)
+    ]
+    macros = {
+        "/".join(filter(None, (statement.scope, statement.selector))): statement.value
+        for statement in statements
+        if not statement.arg_name
+    }
+    values = {}
+    for statement in statements:
+        if statement.arg_name:
+            matches = gin_config._REGISTRY.matching_selectors(statement.selector)
+            selector = _minimal("", matches[0]) if len(matches) == 1 else statement.selector
+            name = f"{'/'.join(filter(None, (statement.scope, selector)))}.{statement.arg_name}"
+            values[name] = repr(without_macros(statement.value, macros))
+    return values

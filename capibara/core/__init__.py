@@ -1,0 +1,1 @@
+"""What everything else stands on: types, trees, limits, devices, processes that speak to each other."""

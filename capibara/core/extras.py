@@ -1,0 +1,41 @@
+"""Optional dependencies: one way to import them, one clear hint where they are missing."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import types
+
+from capibara.core.types import UserError
+
+
+def require(package: str, *, extra: str | None = None, why: str = "") -> types.ModuleType:
+    """Imports and returns `package` (a dotted module name), which capibara does not install by itself.
+
+    Args:
+      package: what to import, such as "datasets" or "jax.experimental.topologies".
+      extra: the extra of capibara that brings it ("hf", "seqio", "tpu", "gcs", "encryption", ...); None for the
+        base install, or where no extra does.
+      why: what needs it, for the message: "a Hugging Face source".
+
+    Raises:
+      UserError: it is not installed; the message holds the command that installs it. A package that is installed
+        and fails while it is imported keeps its own error.
+    """
+    try:
+        return importlib.import_module(package)
+    except ModuleNotFoundError as error:
+        top = package.partition(".")[0]
+        if error.name is None or error.name.partition(".")[0] != top:
+            raise
+        target = f'"capibara[{extra}]"' if extra else top
+        needed = f" (needed for {why})" if why else ""
+        raise UserError(f"{package} is not installed{needed}: pip install {target}") from None
+
+
+def version(package: str) -> str | None:
+    """The installed version of a distribution; None where it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,306 @@
+"""Checks the fields of a config dataclass against their annotations, and says what would have been right.
+
+Gin files hold plain literals, so a few conversions are made: int to float, list to tuple, str to Enum or Path.
+"""
+
+from __future__ import annotations
+
+import collections.abc
+import dataclasses
+import difflib
+import enum
+import functools
+import inspect
+import math
+import numbers
+import pathlib
+import sys
+import types
+import typing
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
+
+from capibara.core.types import UserError
+
+_LONGEST_VALUE = 60  # characters of a value shown in an error
+
+
+class FieldError(UserError):
+    """A field whose value does not fit. Attributes `owner` (class name) and `field` say which."""
+
+    def __init__(self, owner: str, field: str, message: str):
+        super().__init__(message)
+        self.owner = owner
+        self.field = field
+
+
+class _Mismatch(Exception):
+    """The value does not fit the annotation; the message is a hint for the user, or empty."""
+
+
+class _WrongChoice(_Mismatch):
+    """A string that is none of the choices: their type is nothing to the user."""
+
+    def __init__(self, value: str, hint: str):
+        super().__init__(hint)
+        self.value = value
+
+
+def nearest(name: str, choices: Iterable[str]) -> list[str]:
+    """Up to three of `choices` that `name` may have been meant to be, best first, ignoring case."""
+    by_lower = {choice.lower(): choice for choice in choices}
+    matches = difflib.get_close_matches(name.lower(), by_lower, n=3, cutoff=0.6)
+    ratios = {match: difflib.SequenceMatcher(None, match, name.lower()).ratio() for match in matches}
+    # A near miss has one right answer; only choices about as close are worth naming beside it.
+    return [by_lower[match] for match in matches if ratios[match] > ratios[matches[0]] - 0.08]
+
+
+def did_you_mean(name: str, choices: Iterable[str], known: str = "known") -> str:
+    """The end of an error about an unknown name: ": did you mean a or b?", or the choices where they are few."""
+    choices = sorted(set(choices))
+    if close := nearest(name, choices):
+        return f": did you mean {' or '.join(close)}?"
+    if 0 < len(choices) <= 15:
+        return f": {known} are {', '.join(choices)}"
+    return ""
+
+
+def type_name(annotation: Any) -> str:
+    """An annotation as a user would write it: `int | None`, `tuple[int, ...]`, `Optimizer`."""
+    if annotation is None or annotation is type(None):
+        return "None"
+    if annotation is Ellipsis:
+        return "..."
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        return type_name(args[0])
+    if origin in (typing.Union, types.UnionType):
+        return " | ".join(type_name(arg) for arg in args)
+    if origin is typing.Literal:
+        return " or ".join(map(repr, args))
+    if origin is collections.abc.Callable:
+        return "a function"
+    if origin is not None:
+        return f"{type_name(origin)}[{', '.join(type_name(arg) for arg in args)}]" if args else type_name(origin)
+    return getattr(annotation, "__name__", None) or str(annotation).replace("typing.", "")
+
+
+def short(value: Any) -> str:
+    """repr(value) on one line, cut to what an error message can hold."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 3] + "..."
+
+
+@functools.cache
+def annotations(cls: type) -> dict[str, Any]:
+    """The resolved annotations of a dataclass's fields; Any where a name is known to type checkers only."""
+    try:
+        return typing.get_type_hints(cls)
+    except (NameError, AttributeError, TypeError):
+        return {field.name: _resolve(cls, field.name) for field in dataclasses.fields(cls)}
+
+
+def _resolve(cls: type, name: str) -> Any:
+    for base in cls.__mro__:
+        if name in base.__dict__.get("__annotations__", {}):
+            alone = types.SimpleNamespace(__annotations__={name: base.__dict__["__annotations__"][name]})
+            try:
+                return typing.get_type_hints(alone, vars(sys.modules[base.__module__]), dict(vars(base)))[name]
+            except (NameError, AttributeError, TypeError):
+                return Any
+    return Any
+
+
+def check_on_creation(cls: type, check: Callable[[Any], None]) -> None:
+    """Makes a dataclass call `check(self)` when an instance is made, before its own __post_init__."""
+    validate = getattr(cls, "__post_init__", None)
+    if getattr(validate, "_checks_fields", False):
+        return  # inherited from a class that does
+    if validate is not None:
+
+        @functools.wraps(validate)
+        def __post_init__(self, *init_vars: Any) -> None:
+            check(self)
+            validate(self, *init_vars)
+
+        __post_init__._checks_fields = True
+        cls.__post_init__ = __post_init__
+        return
+
+    # dataclass() writes the call of __post_init__ into __init__ only where it finds one, so wrap __init__ itself.
+    init = cls.__init__
+
+    @functools.wraps(init)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        check(self)
+
+    __init__.__signature__ = inspect.signature(init)  # Gin reads names and defaults from it
+    cls.__init__ = __init__
+
+
+def check(instance: Any) -> None:
+    """Checks every field of a dataclass instance, replacing values that had to be converted (also when frozen).
+
+    Raises:
+      FieldError: a value does not fit; the message names the field, the value, its type and the wanted type.
+    """
+    cls = type(instance)
+    hints = annotations(cls)
+    for field in dataclasses.fields(cls):
+        if not hasattr(instance, field.name):  # init=False, set later by __post_init__
+            continue
+        value = getattr(instance, field.name)
+        wanted = hints.get(field.name, Any)
+        try:
+            converted = convert(value, wanted)
+        except _Mismatch as mismatch:
+            message = _message(f"{cls.__name__}.{field.name}", value, wanted, mismatch)
+            raise FieldError(cls.__name__, field.name, message) from None
+        if converted is not value:
+            object.__setattr__(instance, field.name, converted)
+
+
+def _message(name: str, value: Any, wanted: Any, mismatch: _Mismatch) -> str:
+    hint = str(mismatch)
+    if isinstance(mismatch, _WrongChoice):
+        verb = "is" if isinstance(value, str) else "has"
+        return f"{name} {verb} {short(mismatch.value)}{', must be ' if hint.startswith('one of') else ': '}{hint}"
+    return f"{name} ({_shown(value)}) must be {type_name(wanted)}, not {_kind(value)}{': ' + hint if hint else ''}"
+
+
+def _shown(value: Any) -> str:
+    return value.__name__ if isinstance(value, type) else short(value)
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, type):
+        return "a class"
+    return "None" if value is None else type(value).__name__
+
+
+def convert(value: Any, annotation: Any) -> Any:
+    """`value` as `annotation` wants it: the value itself, or the same thing in the wanted type.
+
+    Raises:
+      _Mismatch: it does not fit.
+    """
+    if annotation is Any or isinstance(annotation, (typing.TypeVar, str, typing.ForwardRef, dataclasses.InitVar)):
+        return value
+    if annotation is None or annotation is type(None):
+        return _expect(value is None, value)
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated or origin is typing.ClassVar or origin is typing.Final:
+        return convert(value, args[0])
+    if origin in (typing.Union, types.UnionType):
+        return _convert_union(value, args)
+    if origin is typing.Literal:
+        return value if value in args else _refuse_choice(value, map(str, args))
+    if annotation is collections.abc.Callable or origin is collections.abc.Callable:
+        return _expect(callable(value), value)
+    if origin is type:
+        return _expect(isinstance(value, type), value)
+    if origin is not None and isinstance(origin, type):
+        return _convert_container(value, origin, args)
+    if isinstance(annotation, type):
+        return _convert_class(value, annotation)
+    return value  # a construct of typing that says nothing about values
+
+
+def _expect(fits: bool, value: Any, hint: str = "") -> Any:
+    if not fits:
+        raise _Mismatch(hint)
+    return value
+
+
+def _convert_union(value: Any, args: tuple[Any, ...]) -> Any:
+    converted, mismatches = [], []
+    for arg in args:
+        try:
+            candidate = convert(value, arg)
+        except _Mismatch as mismatch:
+            mismatches.append(mismatch)
+            continue
+        if candidate is value:  # fits as it is: better than any conversion
+            return value
+        converted.append(candidate)
+    if converted:
+        return converted[0]
+    raise next(filter(str, mismatches), _Mismatch())
+
+
+def _convert_container(value: Any, origin: type, args: tuple[Any, ...]) -> Any:
+    if issubclass(origin, collections.abc.Mapping):
+        _expect(isinstance(value, collections.abc.Mapping), value)
+        if len(args) != 2:
+            return value
+        items = {convert(key, args[0]): convert(item, args[1]) for key, item in value.items()}
+        same = all(value.get(key) is item for key, item in items.items())
+        return value if same and len(items) == len(value) else items
+    if not issubclass(origin, (tuple, list, collections.abc.Set, collections.abc.Iterable)):
+        return _convert_class(value, origin)
+    if not isinstance(value, (tuple, list, collections.abc.Set)):
+        # Iterators and objects of the wanted class are taken as they are; a lone string is never a sequence of names.
+        hint = f"write ({short(value)},)" if isinstance(value, (str, int, float)) else ""
+        fits = isinstance(value, origin) and not isinstance(value, (str, bytes, collections.abc.Mapping))
+        return _expect(fits, value, hint)
+    if origin is tuple and args and args[-1] is not Ellipsis:
+        _expect(len(value) == len(args), value, f"give {len(args)} values, got {len(value)}")
+        items = [convert(item, arg) for item, arg in zip(value, args)]
+    else:
+        items = [convert(item, args[0]) for item in value] if args else list(value)
+    target = origin if origin in (list, set, frozenset) else tuple
+    same = isinstance(value, target) and all(new is old for new, old in zip(items, value))
+    return value if same else target(items)
+
+
+def _convert_class(value: Any, cls: type) -> Any:
+    if cls in (int, float) and isinstance(value, numbers.Real) and not isinstance(value, bool):
+        if cls is float or isinstance(value, numbers.Integral):
+            return value if type(value) is cls else cls(value)
+        raise _Mismatch(f"write {int(value)}" if value == value // 1 and abs(value) < 1e18 else "")
+    if cls in (int, float):
+        raise _Mismatch(_of_text(value) if isinstance(value, str) else "")
+    if issubclass(cls, enum.Enum):
+        return _convert_enum(value, cls)
+    if cls in (tuple, list):
+        return _convert_container(value, cls, ())
+    if cls is pathlib.Path and isinstance(value, str):
+        return pathlib.Path(value)
+    if cls is bool:
+        meant = {"true": "True", "false": "False"}.get(value.lower()) if isinstance(value, str) else None
+        return _expect(isinstance(value, bool), value, f"write {meant}" if meant else "True or False")
+    if getattr(cls, "_is_protocol", False) and not getattr(cls, "_is_runtime_protocol", False):
+        return value
+    if isinstance(value, type) and not issubclass(cls, type) and issubclass(value, cls):
+        raise _Mismatch(f"the class was not called, write @{value.__name__}() with the brackets")
+    hint = "quote it" if cls is str and isinstance(value, (int, float)) else ""
+    if isinstance(value, types.FunctionType) and cls is not types.FunctionType:
+        hint = f"the function was not called, write @{value.__name__}() with the brackets"
+    return _expect(isinstance(value, cls), value, hint)
+
+
+def _convert_enum(value: Any, cls: type[enum.Enum]) -> enum.Enum:
+    if isinstance(value, cls):
+        return value
+    for member in cls:
+        if type(member.value) is type(value) and member.value == value or member.name == value:
+            return member
+    _refuse_choice(value, (str(member.value) for member in cls))
+
+
+def _refuse_choice(value: Any, choices: Iterable[str]) -> NoReturn:
+    choices = list(choices)
+    listed = f"one of {', '.join(map(repr, choices))}"
+    if not isinstance(value, str):
+        raise _Mismatch(listed)
+    close = nearest(value, choices)
+    raise _WrongChoice(value, f"did you mean {close[0]!r}? ({listed})" if close else listed)
+
+
+def _of_text(text: str) -> str:
+    """What to do about text in place of a number."""
+    try:
+        return "leave out the quotes" if math.isfinite(float(text)) else "give a finite number"
+    except ValueError:
+        return ""

@@ -1,0 +1,132 @@
+"""What the processes of a run decide between two steps, compared while they continue.
+
+All of them must save, evaluate, roll back and end after the same steps: else one waits in a save for others that wait in a
+step for it, and nothing says why. So each publishes its decisions in the coordinator's store, and a thread of each compares
+them with those of the others. No step waits for that. It costs a message for each decision, and one a second.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from capibara.core.exits import EXIT_FAULT
+from capibara.core.multihost import peers
+
+_COMPARE_S = 1.0  # between two comparisons
+_PUBLISHED = 64  # the last decisions, which the others see: more than are made in the time of a few comparisons
+_KEPT = 4096  # with which another process's are compared: it may be some comparisons behind
+_STOP_S = 5.0  # for the comparison that is under way when a run ends
+_FOLDER = "decisions"
+_runs = itertools.count()  # of this process: all processes begin the same runs in the same order
+
+
+class Decision(NamedTuple):
+    """After which step, and to do what."""
+
+    step: int
+    action: str
+
+
+class Decisions:
+    """Within `with`, the decisions of this process are compared with those of the others, if there are any.
+
+    Args:
+      end: called with a difference, or a fault of the comparison, in one line; None: the process ends, and the others
+        with it.
+    """
+
+    def __init__(self, end: Callable[[str], None] | None = None):
+        self._end = end or _end
+        self._index = peers.place()[0] if peers.is_joined() else None
+        self._folder = f"{_FOLDER}/{next(_runs)}"
+        self._last: list[Decision] = []  # the newest, at least `_KEPT` of them where there have been so many
+        self._first = 0  # the number of the oldest of them, counted from the beginning
+        self._passed: int | None = None  # after this step, and since the last decision, there was nothing to decide
+        self._changed, self._wake, self._ended = threading.Lock(), threading.Event(), False
+        self._thread = threading.Thread(target=self._compare, name="capibara-decisions", daemon=True)
+
+    def __enter__(self) -> Decisions:
+        if self._index is not None:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended = True
+        self._wake.set()
+        if self._thread.is_alive():
+            self._thread.join(_STOP_S)
+
+    def made(self, step: int, action: str) -> None:
+        """After `step` this process does something else before it takes the next one."""
+        with self._changed:
+            self._last.append(Decision(step, action))
+            if len(self._last) == 2 * _KEPT:
+                del self._last[:_KEPT]
+                self._first += _KEPT
+            self._passed = None
+        self._wake.set()
+
+    def passed(self, step: int) -> None:
+        """Nothing is left to be done between `step` and the next one."""
+        self._passed = step
+
+    def published(self) -> str:
+        """The last decisions, for the other processes."""
+        with self._changed:
+            last = self._last[-_PUBLISHED:]
+            first = self._first + len(self._last) - len(last)
+        return json.dumps({"index": self._index, "host": socket.gethostname(), "first": first, "made": last})
+
+    def difference(self, other: Mapping[str, Any]) -> str | None:
+        """What another process decides otherwise; None: nothing so far. It sees itself what it has not decided yet."""
+        me = f"process {self._index} on {socket.gethostname()}"
+        them = f"process {other['index']} on {other['host']}"
+        with self._changed:
+            end = self._first + len(self._last)
+            for number, theirs in enumerate((Decision(*one) for one in other["made"]), other["first"]):
+                if self._first <= number < end:
+                    mine = self._last[number - self._first]
+                    if mine != theirs:
+                        mine_says, their_says = (f"{one.action} after step {one.step}" for one in (mine, theirs))
+                        return f"{me}: {mine_says}; {them}: {their_says}"
+                elif number == end and self._passed is not None and self._passed >= theirs.step:
+                    return f"{them}: {theirs.action} after step {theirs.step}; {me}: the next step"
+        return None
+
+    def _compare(self) -> None:
+        """Until the run ends, and once more then. Where the coordinator is gone, JAX ends this process."""
+        others = self._folder if self._index == 0 else f"{self._folder}/0"  # process 0 is compared with all
+        before = ""
+        while True:
+            ended = self._ended
+            try:
+                if (now := self.published()) != before:
+                    peers.put(f"{self._folder}/{self._index}/made", now, again=True)
+                    before = now
+                for other in map(json.loads, peers.all_put(others)):
+                    if other["index"] != self._index and (found := self.difference(other)) is not None:
+                        self._end(f"the processes of this run do not decide alike: {found}")
+                        return
+            except Exception as error:
+                if not peers.is_unreachable(error):
+                    traceback.print_exc()
+                    what = f"{type(error).__name__}: {' '.join(str(error).split())}"
+                    self._end(f"the decisions of this run's processes cannot be compared: {what}")
+                    return
+            if ended:
+                return
+            self._wake.wait(_COMPARE_S)
+            self._wake.clear()
+
+
+def _end(line: str) -> None:
+    print(f"error: {line}", file=sys.stderr, flush=True)
+    peers.tell(EXIT_FAULT, line)
+    peers.end(EXIT_FAULT)

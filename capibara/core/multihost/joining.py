@@ -1,0 +1,199 @@
+"""How the processes of a run on several hosts find each other; JAX knows the clusters, `roll_call` waits for everyone."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.metadata
+import os
+import platform
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from capibara.core.multihost import peers, roll_call
+from capibara.core.types import UserError
+
+if TYPE_CHECKING:
+    import jax
+
+_JAX_CONNECTS_S = 120  # all are there when it begins
+# What decides on the program that a process compiles, or on the rows that it reads.
+_PACKAGES = ("capibara", "flax", "grain", "jax", "jaxlib", "libtpu", "numpy", "optax", "orbax-checkpoint")
+# How many processes a launcher says that it has started, where JAX may not know it: Open MPI 5, MPICH, Slurm without srun.
+_COUNTS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PALS_SIZE", "SLURM_STEP_NUM_TASKS")
+_PODS = "KUBERNETES_SERVICE_HOST"  # in every pod
+_INDEXED = "JOB_COMPLETION_INDEX"  # in those of an indexed job
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Joining:
+    """What the command line says of the other processes; what it leaves out is found.
+
+    Attributes:
+      coordinator_address: "HOST:PORT" of process 0.
+      num_processes: of the run.
+      process_id: of this one, from 0.
+      timeout_s: for all to come.
+    """
+
+    coordinator_address: str | None = None
+    num_processes: int | None = None
+    process_id: int | None = None
+    timeout_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        if self.num_processes is not None and self.num_processes < 1:
+            raise UserError(f"--num_processes is {self.num_processes}, must be at least 1")
+        if self.process_id is not None and not 0 <= self.process_id < (self.num_processes or self.process_id + 1):
+            raise UserError(f"--process_id is {self.process_id}, must be from 0 to --num_processes - 1")
+        if not 0 < self.timeout_s < 86_400:
+            raise UserError(f"--join_timeout is {self.timeout_s:g}, must be above 0 and below 86400 seconds")
+
+
+class _Place(NamedTuple):
+    """Of this process among all; local_device_ids: those of the host's accelerators that it takes, None: all."""
+
+    address: str
+    count: int
+    index: int
+    local_device_ids: list[int] | None
+
+
+def join(
+    joining: Joining,
+    facts: Mapping[str, str],
+    *,
+    emulated: bool = False,
+    heartbeat_s: int = 100,
+    tell: Callable[[str], None] = print,
+) -> None:
+    """Joins the other processes of the run, if there are any; call it before JAX is first used.
+
+    Args:
+      joining: what the command line says.
+      facts: what must be the same everywhere beside the versions: name -> text.
+      emulated: after `devices.emulate`: only processes that flags or JAX's environment name are joined, each with its
+        own emulated devices; what the machine says of a slice does not count.
+      tell: takes, on process 0, a line of how many have joined.
+      heartbeat_s: seconds without a sign of life after which a process counts as dead, and the others end.
+
+    Raises:
+      UserError: the processes differ, or what is known of them is not enough.
+      TryAgain: not all have come in time.
+    """
+    import jax
+
+    place = _find(joining, emulated)
+    if place is None or place.count == 1:
+        return
+    mine = roll_call.Process(place.index, place.count, {**_versions(), **facts})
+    came = roll_call.call(mine, place.address, joining.timeout_s)
+    jax.distributed.initialize(
+        coordinator_address=place.address,
+        num_processes=place.count,
+        process_id=place.index,
+        local_device_ids=place.local_device_ids,
+        cluster_detection_method="deactivate",
+        initialization_timeout=_JAX_CONNECTS_S,
+        heartbeat_timeout_seconds=heartbeat_s,
+    )
+    peers.listen()
+    if jax.process_index() == 0:
+        tell(_joined(came, jax.devices()))
+
+
+def _joined(came: Sequence[roll_call.Process], devices: Sequence[jax.Device]) -> str:
+    """How many processes, hosts, chips and slices there are."""
+    hosts = len({one.host for one in came})
+    # v2, v3, v4 and v5p have two devices a chip at most, which have the same place on the slice.
+    chips = {(getattr(device, "slice_index", 0), *getattr(device, "coords", (device.id,))) for device in devices}
+    slices = len({chip[0] for chip in chips})
+    there = f"{len(devices)} devices"
+    if devices[0].platform == "tpu":
+        there = f"{len(chips)} chips in {slices} slice{'s' * (slices > 1)}"
+    return f"joined {len(came)} processes on {hosts} host{'s' * (hosts > 1)}: {there}"
+
+
+def _versions() -> dict[str, str]:
+    found = {"version of Python": ".".join(platform.python_version_tuple()[:2])}
+    for name in _PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[f"version of {name}"] = importlib.metadata.version(name)
+    return found
+
+
+def _find(joining: Joining, emulated: bool) -> _Place | None:
+    """None: this process is alone."""
+    address = joining.coordinator_address or os.environ.get("JAX_COORDINATOR_ADDRESS") or None
+    count = _number("JAX_NUM_PROCESSES") if joining.num_processes is None else joining.num_processes
+    index = _number("JAX_PROCESS_ID") if joining.process_id is None else joining.process_id
+    is_named = (address, count, index) != (None, None, None)
+    if emulated and not is_named:
+        return None
+    address, count, index, local = _detected(address, count, index, joining.timeout_s)
+    if address is None and not is_named:
+        return None
+    missing = {"coordinator_address": address, "num_processes": count, "process_id": index}
+    if lacking := [f"--{name}" for name, value in missing.items() if value is None]:
+        raise UserError(f"{', '.join(lacking)} is not given, and no cluster that JAX knows says it: give it, too")
+    if not 0 <= index < count:
+        raise UserError(f"this is process {index} of {count}: the first must be from 0, and below the second")
+    return _Place(address, count, index, None if local is None else list(local))
+
+
+def _number(variable: str) -> int | None:
+    text = os.environ.get(variable, "")
+    if text and not text.strip().isdigit():
+        raise UserError(f"{variable} is {text!r}, must be a number")
+    return int(text) if text else None
+
+
+def _detected(address: str | None, count: int | None, index: int | None, timeout_s: float):
+    """What is known, and what JAX finds of the rest: on TPU VMs, GKE, Slurm, Open MPI and in indexed jobs."""
+    from jax._src import clusters  # jax.distributed.initialize does the same, and aborts where one process is missing
+
+    text = os.environ.get("JAX_LOCAL_DEVICE_IDS", "")
+    if text and not all(one.strip().isdigit() for one in text.split(",")):
+        raise UserError(f"JAX_LOCAL_DEVICE_IDS is {text!r}, must be numbers with commas between, such as 0,1")
+    local = [int(one) for one in text.split(",")] if text else None
+    with _outside_of_pods() if _INDEXED not in os.environ else contextlib.nullcontext():
+        try:
+            found = clusters.ClusterEnv.auto_detect_unset_distributed_params(
+                address, count, index, local, None, int(timeout_s)
+            )
+        except ModuleNotFoundError as error:
+            raise UserError(
+                f'the other hosts cannot be found without the package {error.name}: pip install "capibara[tpu]"'
+            ) from None
+        except (OSError, RuntimeError, ValueError, KeyError) as error:  # requests' errors are OSErrors
+            cause = " ".join(str(error).split())[:200] or type(error).__name__
+            raise UserError(
+                f"the other hosts cannot be found ({cause}): give --coordinator_address, --num_processes and --process_id"
+            ) from error
+    if found[0] is None and (whose := _one_of_several()):
+        print(
+            f"note: this {whose}, which JAX does not find, and runs alone: to join the others, give --coordinator_address, "
+            "--num_processes and --process_id",
+            file=sys.stderr,
+        )
+    return found
+
+
+def _one_of_several() -> str | None:
+    """Of what this process is a part, where JAX has found nothing; None: nothing says that there are others."""
+    if _INDEXED in os.environ and _PODS in os.environ:
+        return f'pod is number {os.environ[_INDEXED]} of an indexed job (pip install "jax[k8s]")'
+    counts = {name: os.environ.get(name, "").strip() for name in _COUNTS}
+    return next((f"process is one of {n} ({name})" for name, n in counts.items() if n.isdigit() and int(n) > 1), None)
+
+
+@contextlib.contextmanager
+def _outside_of_pods() -> Iterator[None]:
+    """JAX takes every pod for one of an indexed job."""
+    held = os.environ.pop(_PODS, None)
+    try:
+        yield
+    finally:
+        if held is not None:
+            os.environ[_PODS] = held

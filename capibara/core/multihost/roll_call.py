@@ -1,0 +1,314 @@
+"""The roll call of a run's processes: before JAX joins them all must have come, once each, with the same program.
+
+JAX's own service waits for all processes too, but aborts each of them with a stack trace when one has not come, and does
+not say which. So process 0 first listens at the coordinator's address itself and hears everyone's name, place and facts
+(versions, configuration); then it tells all of them to go on, or all of them why not, and leaves the address to JAX.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import os
+import selectors
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
+
+from capibara.core.types import TryAgain, UserError
+
+_KIND = "capibara roll call 1"
+_MOST_BYTES = 4 << 20  # of a message: a configuration has some kilobytes
+_RETRY_S = 0.5  # between two tries to reach process 0
+_SAY_S = 30.0  # between two lines on whom we wait for
+_LINGER_S = 5.0  # that process 0 tells latecomers why the run does not begin
+_SHOWN = 200
+
+
+@dataclasses.dataclass(frozen=True)
+class Process:
+    """One process of a run.
+
+    Attributes:
+      index: its number, from 0.
+      count: of all processes.
+      facts: what must be the same for all: name -> text, which may have lines.
+      host: where it runs.
+      pid: its process id there.
+    """
+
+    index: int
+    count: int
+    facts: Mapping[str, str]
+    host: str = dataclasses.field(default_factory=socket.gethostname)
+    pid: int = dataclasses.field(default_factory=os.getpid)
+
+    def __str__(self) -> str:
+        return f"process {self.index} (pid {self.pid} on {self.host})"
+
+
+def call(process: Process, address: str, timeout_s: float, say: Callable[[str], None] | None = None) -> list[Process]:
+    """Returns when all processes have come and agree; every process calls it.
+
+    Args:
+      process: this one.
+      address: "HOST:PORT" at which process 0 is to be found; the port is free again afterwards.
+      timeout_s: for all to come.
+      say: takes lines on whom is waited for; None: standard error.
+
+    Returns:
+      All of them where this is process 0, which alone knows them; else this one.
+
+    Raises:
+      TryAgain: not all have come within the time; says which.
+      UserError: they differ, two are the same process, or the address cannot be used.
+    """
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise UserError(f"the coordinator's address is {address!r}, must be HOST:PORT, such as 10.0.0.1:8476")
+    say = say or (lambda line: print(line, file=sys.stderr, flush=True))
+    end_s = time.monotonic() + timeout_s
+    if process.index == 0:
+        with _listening(int(port), address) as listening:
+            return _Caller(process, listening, timeout_s, end_s, say).run()
+    _answer(process, (host.strip("[]"), int(port)), timeout_s, end_s, say)
+    return [process]
+
+
+@contextlib.contextmanager
+def _listening(port: int, address: str):
+    try:
+        dual = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if dual else socket.AF_INET
+        listening = socket.create_server(("", port), family=family, dualstack_ipv6=dual, backlog=1024)
+    except OSError as error:
+        raise UserError(
+            f"process 0 cannot listen at the coordinator's address {address} ({error.strerror}): another program, or an "
+            "earlier run, has the port; end it, or name another with JAX_COORDINATOR_PORT or --coordinator_address"
+        ) from None
+    with listening:
+        listening.setblocking(False)
+        yield listening
+
+
+class _Refused(Exception):
+    """The run does not begin: why, for everyone."""
+
+    def __init__(self, kind: type[UserError] | type[TryAgain], message: str):
+        super().__init__(message)
+        self.kind = kind
+
+
+class _Caller:
+    """Process 0: hears the others, and tells them how it went."""
+
+    def __init__(self, process: Process, listening: socket.socket, timeout_s: float, end_s: float, say) -> None:
+        self._own, self._listening, self._timeout_s, self._end_s, self._say = process, listening, timeout_s, end_s, say
+        self._came: dict[int, Process] = {0: process}
+        self._heard: dict[socket.socket, bytes] = {}  # of those that have not said all
+        self._waiting: dict[int, socket.socket] = {}  # those that have, and wait
+        self._twice = ""
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listening, selectors.EVENT_READ)
+
+    def run(self) -> list[Process]:
+        try:
+            try:
+                self._gather()
+            except _Refused as refused:
+                self._tell_all({"refused": refused.kind.__name__, "why": str(refused)})
+                self._linger(refused)
+                raise refused.kind(str(refused)) from None
+            self._tell_all({"go": True})
+            return [self._came[index] for index in sorted(self._came)]
+        finally:
+            for one in [*self._heard, *self._waiting.values()]:
+                one.close()
+            self._selector.close()
+
+    def _gather(self) -> None:
+        said_s = time.monotonic()
+        while len(self._came) < self._own.count:
+            now_s = time.monotonic()
+            if now_s >= self._end_s:
+                raise _Refused(TryAgain, self._who_is_missing())
+            if now_s - said_s >= _SAY_S:
+                said_s = now_s
+                self._say(f"waiting for {self._missing()}: {len(self._came)} of {self._own.count} processes have come")
+            for key, _ in self._selector.select(min(self._end_s - now_s, 1.0)):
+                self._accept() if key.fileobj is self._listening else self._hear(key.fileobj)
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            one, _ = self._listening.accept()
+            one.setblocking(False)
+            self._heard[one] = b""
+            self._selector.register(one, selectors.EVENT_READ)
+
+    def _hear(self, one: socket.socket) -> None:
+        try:
+            data = one.recv(1 << 16)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if one not in self._heard:  # it has said all, and is gone while it waits
+            if not data:
+                self._forget(one)
+            return
+        self._heard[one] += data
+        if b"\n" in data:
+            self._take(one, self._heard.pop(one))
+        elif not data or len(self._heard[one]) > _MOST_BYTES:
+            del self._heard[one]
+            self._drop(one)
+
+    def _forget(self, one: socket.socket) -> None:
+        for index, waiting in list(self._waiting.items()):
+            if waiting is one:
+                del self._waiting[index], self._came[index]
+        self._drop(one)
+
+    def _drop(self, one: socket.socket) -> None:
+        self._selector.unregister(one)
+        one.close()
+
+    def _take(self, one: socket.socket, line: bytes) -> None:
+        other = _process_of(line)
+        if other is None:  # no process of ours: whoever scans ports
+            self._drop(one)
+            return
+        if other.count != self._own.count or not 0 < other.index < other.count:
+            self._waiting[-1] = one  # to be told with the others
+            raise _Refused(
+                UserError,
+                f"{other} says that there are {other.count} processes, and {self._own} that there are "
+                f"{self._own.count}: start all with the same number, and each with its own index below it",
+            )
+        if other.index in self._came:
+            self._twice = f"; {other} came beside {self._came[other.index]}: one of them must be another process"
+            why = f"{self._came[other.index]} has joined already: give {other} an index of its own"
+            _tell(one, {"refused": UserError.__name__, "why": why})
+            self._drop(one)
+            return
+        self._came[other.index], self._waiting[other.index] = other, one
+        if differs := difference(self._own, other):
+            raise _Refused(UserError, differs)
+
+    def _missing(self) -> str:
+        missing = [str(index) for index in range(self._own.count) if index not in self._came]
+        more = f" and {len(missing) - 16} more" if len(missing) > 16 else ""
+        return f"process{'es' * (len(missing) > 1)} {', '.join(missing[:16])}{more}"
+
+    def _who_is_missing(self) -> str:
+        came = ", ".join(f"{p.index} on {p.host}" for p in itertools.islice(self._came.values(), 16))
+        return (
+            f"{self._missing()} of {self._own.count} did not come within {self._timeout_s:g} s (those that did: {came})"
+            f"{self._twice}: start the command on every host"
+        )
+
+    def _tell_all(self, message: Mapping[str, object]) -> None:
+        for one in self._waiting.values():
+            _tell(one, message)
+
+    def _linger(self, refused: _Refused) -> None:
+        """Those that come now hear why, too."""
+        end_s = time.monotonic() + _LINGER_S
+        while len(self._waiting) < self._own.count - 1 and (left_s := end_s - time.monotonic()) > 0:
+            for key, _ in self._selector.select(left_s):
+                if key.fileobj is self._listening:
+                    with contextlib.suppress(OSError):
+                        one, _ = self._listening.accept()
+                        _tell(one, {"refused": refused.kind.__name__, "why": str(refused)})
+                        self._waiting[-len(self._waiting) - 1] = one
+                else:
+                    self._selector.unregister(key.fileobj)
+
+
+def _answer(process: Process, address: tuple[str, int], timeout_s: float, end_s: float, say) -> None:
+    """Another process: finds process 0 and waits for its word."""
+    said_s, shown, cause = time.monotonic(), "{}:{}".format(*address), "nobody answers"
+    while (now_s := time.monotonic()) < end_s:
+        if now_s - said_s >= _SAY_S:
+            said_s = now_s
+            say(f"process {process.index} waits for process 0 at {shown} ({cause})")
+        try:
+            with socket.create_connection(address, timeout=max(min(end_s - now_s, 10.0), 0.1)) as one:
+                one.sendall(json.dumps({"kind": _KIND, **dataclasses.asdict(process)}).encode() + b"\n")
+                word = _word(one, end_s + _LINGER_S)
+        except OSError as error:
+            cause = error.strerror or str(error) or type(error).__name__
+            word = None
+        else:
+            cause = "it is no process 0 that waits for others: another program, or the run before" if not word else ""
+        if word and word.get("go"):
+            return
+        if word:
+            kind = TryAgain if word.get("refused") == TryAgain.__name__ else UserError
+            raise kind(str(word.get("why")))
+        time.sleep(_RETRY_S)
+    raise TryAgain(
+        f"{process} did not find process 0 of {process.count} at {shown} within {timeout_s:g} s ({cause}): start the "
+        "command on every host, and let the hosts reach each other at that port"
+    )
+
+
+def _word(one: socket.socket, end_s: float) -> dict[str, object] | None:
+    """What process 0 says; None: it is gone, or is none."""
+    heard = b""
+    while b"\n" not in heard:
+        one.settimeout(max(end_s - time.monotonic(), 0.1))
+        data = one.recv(1 << 16)
+        if not data or len(heard) > _MOST_BYTES:
+            return None
+        heard += data
+    try:
+        found = json.loads(heard)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _tell(one: socket.socket, message: Mapping[str, object]) -> None:
+    with contextlib.suppress(OSError):
+        one.settimeout(5)
+        one.sendall(json.dumps(message).encode() + b"\n")
+
+
+def _process_of(line: bytes) -> Process | None:
+    """None: it is no line of a process of ours."""
+    try:
+        found = json.loads(line)
+        if found.pop("kind") != _KIND:
+            return None
+        one = Process(**found)
+        texts = [one.host, *one.facts, *one.facts.values()]
+        well = all(isinstance(text, str) for text in texts) and all(
+            isinstance(number, int) for number in (one.index, one.count, one.pid)
+        )
+        return dataclasses.replace(one, host=one.host[:_SHOWN]) if well else None
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None
+
+
+def difference(one: Process, other: Process) -> str | None:
+    """What is not the same, for a message; None: all is."""
+    for name in sorted({*one.facts, *other.facts}):
+        a, b = one.facts.get(name, ""), other.facts.get(name, "")
+        if a == b:
+            continue
+        x, y = _only_in(a, b), _only_in(b, a)
+        return (
+            f"{other} has another {name} than {one}: {y[:_SHOWN]!r} and {x[:_SHOWN]!r}: start the same command with the "
+            "same files and packages on every host"
+        )
+    return None
+
+
+def _only_in(text: str, other: str) -> str:
+    """The first line that only one text has."""
+    known = set(other.splitlines())
+    return next((line for line in text.splitlines() if line not in known), "nothing of the kind")

@@ -1,0 +1,118 @@
+"""Names, masks and sizes over pytrees of arrays.
+
+A leaf's name is its path with slashes: params["layers"]["mlp"]["kernel"] is "layers/mlp/kernel".
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from capibara.core.types import PyTree, UserError
+
+
+def path_names(tree: PyTree) -> list[str]:
+    """The name of every leaf, in the order of jax.tree.leaves."""
+    import jax
+
+    return [_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+def map_with_names(fn: Callable[[str, Any], Any], tree: PyTree) -> PyTree:
+    """A tree like `tree` with `fn(name, leaf)` in place of each leaf."""
+    import jax
+
+    return jax.tree_util.tree_map_with_path(lambda path, leaf: fn(_name(path), leaf), tree)
+
+
+def is_axes(x: Any) -> bool:
+    """Whether `x` is one parameter's tuple of logical axis names (and not a container of parameters)."""
+    return isinstance(x, tuple) and not hasattr(x, "_fields") and all(a is None or isinstance(a, str) for a in x)
+
+
+def byte_count(tree: PyTree) -> int:
+    """Bytes of all leaves: arrays or jax.ShapeDtypeStruct, counted whole however they are sharded."""
+    import jax
+
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def param_count(tree: PyTree) -> int:
+    """Elements of all leaves: arrays or jax.ShapeDtypeStruct."""
+    import jax
+
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
+
+
+def mask_by_pattern(tree: PyTree, patterns: str | Sequence[str]) -> PyTree:
+    """True for the leaves whose whole name matches any of the patterns.
+
+    Args:
+      tree: any pytree.
+      patterns: shell patterns, in which `*` also matches slashes: "embedding/*", "*/bias", "layers/mlp/[gu]*".
+
+    Returns:
+      A tree like `tree` of bools.
+
+    Raises:
+      UserError: a pattern matches no leaf.
+    """
+    patterns = (patterns,) if isinstance(patterns, str) else tuple(patterns)
+    names = path_names(tree)
+    for pattern in patterns:
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+            raise UserError(f"pattern {pattern!r} must match a parameter: {_suggestion(pattern, names)}")
+    return map_with_names(lambda name, _: any(fnmatch.fnmatchcase(name, p) for p in patterns), tree)
+
+
+def part(tree: Any, keep: Callable[[str], bool], prefix: str = "") -> dict[str, Any]:
+    """The entries of nested dicts whose whole name is kept, without the dicts that are left empty."""
+    inner = {
+        key: part(value, keep, f"{prefix}{key}/") if isinstance(value, dict) else value
+        for key, value in tree.items()
+        if isinstance(value, dict) or keep(prefix + key)
+    }
+    return {key: value for key, value in inner.items() if not isinstance(value, dict) or value}
+
+
+def joined(first: Any, second: Any) -> Any:
+    """Two nested dicts as one; of an entry that both have, the first one's."""
+    if not isinstance(first, dict) or not second:
+        return first
+    return {key: joined(first[key], second.get(key)) if key in first else second[key] for key in {**first, **second}}
+
+
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested dicts of leaves by their names."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        *owners, last = name.split("/")
+        inner = found
+        for owner in owners:
+            inner = inner.setdefault(owner, {})
+        inner[last] = value
+    return found
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    import jax
+
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def _suggestion(pattern: str, names: Sequence[str]) -> str:
+    if not names:
+        return "there are no parameters"
+    bare = pattern.replace("*", "").strip("/")
+    inside = [name for name in names if bare and bare in name]
+    # A long name scores low against the short piece that people type, so its pieces are compared too.
+    pieces = {piece: name for name in reversed(names) for piece in (*name.split("/"), name)}
+    close = [pieces[piece] for piece in difflib.get_close_matches(bare, pieces, n=3, cutoff=0.6)]
+    nearest = list(dict.fromkeys([*inside, *close]))[:3]
+    if nearest:
+        return f"nearest {'is' if len(nearest) == 1 else 'are'} {', '.join(nearest)}"
+    shown = ", ".join(names[:5])
+    return f"there {'is' if len(names) == 1 else 'are'} {shown}{', ...' if len(names) > 5 else ''}"

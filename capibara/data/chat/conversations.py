@@ -1,0 +1,150 @@
+"""Conversations to fine-tune on: JSON lines, rendered with a tokenizer's chat template, with loss on the answers."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from capibara.config import configurable
+from capibara.core.types import UserError
+from capibara.data.chat.formats import Conversation, Format, Message, read_conversation
+from capibara.data.chat.mask import assistant_ranges
+from capibara.data.chat.template import ChatTemplate
+from capibara.data.sources import disk
+from capibara.data.sources.sources import Documents, Example, LineDocuments, Source, open_lines
+from capibara.data.tokenizers.vocabulary import GUARD
+
+_RENDERED_FIRST = 500  # so many conversations of a split are rendered before the run starts
+
+
+class TrainOn(enum.StrEnum):
+    """What of a conversation carries loss.
+
+    ASSISTANT: what the assistant says, with the end of each of its turns; of messages with "weight" (or
+      "loss_weight") 0, nothing.
+    LAST: of that, the last message alone.
+    ALL: everything but the first token.
+    """
+
+    ASSISTANT = "assistant"
+    LAST = "last"
+    ALL = "all"
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChatJsonlSource(Source):
+    """JSON lines, one conversation a line; Dataset.append_eos does not count, the template ends the turns.
+
+    Attributes:
+      files: paths or globs of the training files.
+      template: renders the conversations.
+      format: how a line holds one.
+      train_on: what carries loss.
+      validation_files: paths or globs of the validation files; empty holds out a share of the lines.
+      validation_fraction: the share held out where no validation files are given.
+      domain: of all conversations.
+    """
+
+    files: tuple[str, ...]
+    template: ChatTemplate
+    format: Format = Format.AUTO
+    train_on: TrainOn = TrainOn.ASSISTANT
+    validation_files: tuple[str, ...] = ()
+    validation_fraction: float = 0.03
+    domain: str | None = None
+
+    def __post_init__(self) -> None:
+        disk.check_fraction(self.validation_fraction)
+
+    @property
+    def has_conversations(self) -> bool:
+        return True
+
+    def open(self, split: str) -> Documents:
+        files, fraction = (self.files, self.validation_files), self.validation_fraction
+        documents = open_lines("ChatJsonlSource", files, fraction, split, lambda *lines: _Chats(*lines, self))
+        for i in np.unique(np.linspace(0, len(documents) - 1, _RENDERED_FIRST).astype(int)):
+            documents.example(i)  # a template that cannot write them is found before the run starts
+        return documents
+
+
+class _Chats(LineDocuments):
+    """One conversation a line."""
+
+    def __init__(self, paths: Sequence[str], ranges: np.ndarray, source: ChatJsonlSource):
+        super().__init__(paths, ranges, [source.domain] * len(paths))
+        self._source = source
+
+    def check(self, i: int) -> None:
+        _counting(self._conversation(i), self._source.train_on, self.where(i))
+
+    def example(self, i: int) -> Example:
+        source = self._source
+        return render_example(source.template, self._conversation(i), source.train_on, self.where(i), source.domain)
+
+    def __getitem__(self, i: int) -> str:
+        return self.example(i).text.replace(GUARD, "")
+
+    def fingerprint(self) -> dict[str, Any]:
+        source = self._source
+        rendering = {"format": str(source.format), "train_on": str(source.train_on)}
+        return {**super().fingerprint(), **rendering, "template": source.template.fingerprint()}
+
+    def _conversation(self, i: int) -> Conversation:
+        return read_conversation(self.record(i), self.where(i), self._source.format)
+
+
+def render_example(
+    template: ChatTemplate,
+    conversation: Conversation,
+    train_on: TrainOn,
+    where: str,
+    domain: str | None = None,
+) -> Example:
+    """A conversation as text, with the ranges of its characters that carry loss (none, if all messages weigh nothing).
+
+    Args:
+      template: renders it.
+      conversation: what was said.
+      train_on: what carries loss.
+      where: its file and line, for errors.
+      domain: what it is about.
+
+    Raises:
+      UserError: the template fails, or what the assistant says cannot be told.
+    """
+    chosen = _counting(conversation, train_on, where)
+    conversation = template.guarded(conversation)
+    rendered = template.render(conversation, where, guard=False)
+    if train_on is TrainOn.ALL:
+        ranges = [(0, len(rendered.text))]
+    else:
+        ranges = assistant_ranges(template, conversation, rendered, chosen, where) if chosen else []
+    return Example(rendered.text, domain=domain, loss=tuple(ranges))
+
+
+def _counting(conversation: Conversation, train_on: TrainOn, where: str) -> list[int]:
+    """The numbers of the messages that carry loss."""
+    turns = [k for k, message in enumerate(conversation.messages) if message["role"] == "assistant"]
+    if train_on is TrainOn.ALL:
+        return list(range(len(conversation.messages)))
+    if not turns:
+        roles = ", ".join(message["role"] for message in conversation.messages)
+        raise UserError(
+            f"{where} has no message of the assistant (its roles: {roles}): leave it out, or set "
+            "ChatJsonlSource.train_on = 'all'"
+        )
+    chosen = turns[-1:] if train_on is TrainOn.LAST else turns
+    return [k for k in chosen if _weight(conversation.messages[k], where)]
+
+
+def _weight(message: Message, where: str) -> bool:
+    weight = message.get("weight", message.get("loss_weight", 1))
+    if weight not in (0, 1):
+        raise UserError(f"{where}: the weight of a message must be 0 or 1, not {weight!r}")
+    return bool(weight)

@@ -1,0 +1,363 @@
+"""Conversations as data sets write them down, and as chat templates read them.
+
+A conversation is a list of messages {"role", "content"}, as the chat templates of `transformers` expect it; an
+assistant's message may have "tool_calls", whose arguments are an object here even where the data has them as JSON text.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from capibara.core.types import UserError
+
+Message = dict[str, Any]
+
+# What ShareGPT calls the roles. Any other name is a role of its own ("developer"), for the template to know.
+_ROLES = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "chatgpt", "bot", "model", "function_call"), "assistant"),
+    **dict.fromkeys(("observation", "tool", "function_response"), "tool"),
+    "system": "system",
+}
+# What data sets call an assistant's reasoning; templates read the first or the second.
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+
+
+class Format(enum.StrEnum):
+    """How a record holds a conversation.
+
+    AUTO: by the record's keys, the first of the formats below whose keys it has.
+    MESSAGES: "messages" [{"role", "content"}], as OpenAI writes them.
+    SHAREGPT: "conversations" [{"from", "value"}], from human, gpt, system, function_call, observation.
+    PROMPT_COMPLETION: "prompt" and "completion", text or messages.
+    ALPACA: "instruction", "input" (may be empty) and "output".
+    QUESTION: "question" and "solution", or "answer".
+    CHOSEN: a preference pair's prompt and its chosen answer.
+    """
+
+    AUTO = "auto"
+    MESSAGES = "messages"
+    SHAREGPT = "sharegpt"
+    PROMPT_COMPLETION = "prompt_completion"
+    ALPACA = "alpaca"
+    QUESTION = "question"
+    CHOSEN = "chosen"
+
+
+class Conversation(NamedTuple):
+    """What a template renders.
+
+    Attributes:
+      messages: {"role", "content"} each, perhaps with tool_calls, tool_call_id, reasoning_content, weight, ...
+      tools: what may be called, {"type": "function", "function": {"name", ...}} each; None: there are none.
+    """
+
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None = None
+
+
+class Preference(NamedTuple):
+    """Two endings of one conversation, for direct preference optimisation; all messages before the last are the same."""
+
+    chosen: Conversation
+    rejected: Conversation
+
+
+def read_conversation(record: Any, where: str, format: Format = Format.AUTO) -> Conversation:
+    """The conversation of one JSON object.
+
+    Args:
+      record: what json.loads gave.
+      where: file and line, for errors.
+      format: how the record holds it.
+
+    Raises:
+      UserError: the record fits none of the formats, or not the one that is asked for.
+    """
+    record = _object(record, where)
+    if format is Format.AUTO:
+        format = _detected(record, where)
+    if format is Format.CHOSEN:
+        return read_preference(record, where).chosen
+    needed = _KEYS[format]
+    if not all(any(key in record for key in keys) for keys in needed):
+        names = " and ".join("/".join(keys) for keys in needed)
+        raise UserError(f"{where} is no {format} record: it needs {names} (it has: {_keys(record)})")
+    for key in ("images", "videos", "audios"):
+        if record.get(key):
+            raise UserError(f"{where} has {key}: only text is supported, leave the record out")
+    messages = _READERS[format](record, where)
+    return _conversation(record, messages, where)
+
+
+def read_preference(record: Any, where: str) -> Preference:
+    """The pair of one JSON object: "chosen" and "rejected", with what comes before them in "prompt", "conversations",
+    "messages" or "instruction" and "input", or, of lists of messages, in their common beginning.
+
+    Raises:
+      UserError: a key is missing, or the two do not share all messages before their last.
+    """
+    record = _object(record, where)
+    if not ("chosen" in record and "rejected" in record):
+        raise UserError(f"{where} is no preference pair: it needs chosen and rejected (it has: {_keys(record)})")
+    prompt = _preference_prompt(record, where)
+    endings = [
+        _conversation(record, prompt + _answer(record[key], key, where), where) for key in ("chosen", "rejected")
+    ]
+    chosen, rejected = endings
+    if chosen.messages[:-1] != rejected.messages[:-1]:
+        raise UserError(f"{where}: chosen and rejected must differ in their last message alone")
+    for key, ending in zip(("chosen", "rejected"), endings):
+        if len(ending.messages) < 2 or ending.messages[-1]["role"] != "assistant":
+            raise UserError(f"{where}: {key} must end with an assistant's message that answers another")
+    return Preference(chosen, rejected)
+
+
+def read_prompt(record: Any, where: str) -> Conversation:
+    """What one JSON object asks: its "messages", "conversations" or "prompt" (text or messages), "instruction" and "input", or
+    "question"; an assistant's message at the end is left out, what the record has besides is not looked at.
+
+    Raises:
+      UserError: it asks nothing.
+    """
+    record = _object(record, where)
+    for key in ("messages", "conversations", "prompt"):
+        if isinstance(record.get(key), list):
+            messages = _messages(record[key], where, key)
+            break
+    else:
+        if "prompt" in record or "question" in record:
+            key = "prompt" if "prompt" in record else "question"
+            messages = [_said("user", record[key], where, key)]
+        elif "instruction" in record:
+            messages = _alpaca_prompt(record, where)
+        else:
+            known = "messages, conversations, prompt, instruction, question"
+            raise UserError(f"{where} holds no prompt (it has: {_keys(record)}): known are {known}")
+    if messages[-1]["role"] == "assistant":
+        messages = messages[:-1]
+    if not messages or not any(message["role"] != "system" for message in messages):
+        raise UserError(f"{where} asks nothing: give a message of the user")
+    return _conversation(record, messages, where)
+
+
+def _detected(record: Mapping[str, Any], where: str) -> Format:
+    for format, needed in _KEYS.items():
+        if all(any(key in record for key in keys) for keys in needed):
+            return format
+    if "chosen" in record and "rejected" in record:
+        raise UserError(
+            f"{where} is a preference pair: set ChatJsonlSource.format = 'chosen' to train on the chosen answers"
+        )
+    known = "; ".join(" + ".join("/".join(keys) for keys in needed) for needed in _KEYS.values())
+    raise UserError(f"{where} holds no conversation (it has: {_keys(record)}): known are {known}")
+
+
+def _conversation(record: Mapping[str, Any], messages: list[Message], where: str) -> Conversation:
+    if not messages:
+        raise UserError(f"{where} holds no messages")
+    system = record.get("system")
+    if isinstance(system, str) and system and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": system}, *messages]
+    _number_calls(messages)
+    return Conversation(messages, _tools(record.get("tools"), where))
+
+
+# The formats.
+
+
+def _from_messages(record: Mapping[str, Any], where: str) -> list[Message]:
+    return _messages(record["messages"], where, "messages")
+
+
+def _from_sharegpt(record: Mapping[str, Any], where: str) -> list[Message]:
+    key = "conversations" if "conversations" in record else "conversation"
+    return _messages(record[key], where, key)
+
+
+def _from_prompt(record: Mapping[str, Any], where: str) -> list[Message]:
+    prompt = record["prompt"]
+    before = (
+        _messages(prompt, where, "prompt") if isinstance(prompt, list) else [_said("user", prompt, where, "prompt")]
+    )
+    return before + _answer(record["completion"], "completion", where)
+
+
+def _from_alpaca(record: Mapping[str, Any], where: str) -> list[Message]:
+    return [*_alpaca_prompt(record, where), _said("assistant", record["output"], where, "output")]
+
+
+def _alpaca_prompt(record: Mapping[str, Any], where: str) -> list[Message]:
+    messages = []
+    for turn in record.get("history") or []:
+        if not isinstance(turn, list) or len(turn) != 2:
+            raise UserError(f"{where}: history must hold [instruction, answer] pairs, not {_short(turn)}")
+        messages += [_said("user", turn[0], where, "history"), _said("assistant", turn[1], where, "history")]
+    asked = _said("user", record["instruction"], where, "instruction")
+    more = _said("user", record.get("input") or "", where, "input")["content"]
+    return [*messages, {**asked, "content": f"{asked['content']}\n\n{more}" if more else asked["content"]}]
+
+
+def _from_question(record: Mapping[str, Any], where: str) -> list[Message]:
+    key = "solution" if "solution" in record else "answer"
+    return [_said("user", record["question"], where, "question"), _said("assistant", record[key], where, key)]
+
+
+# Each alternative of each key that a format needs, in the order in which they are looked for.
+_KEYS: dict[Format, tuple[tuple[str, ...], ...]] = {
+    Format.MESSAGES: (("messages",),),
+    Format.SHAREGPT: (("conversations", "conversation"),),
+    Format.PROMPT_COMPLETION: (("prompt",), ("completion",)),
+    Format.ALPACA: (("instruction",), ("output",)),
+    Format.QUESTION: (("question",), ("solution", "answer")),
+}
+_READERS: dict[Format, Callable[[Mapping[str, Any], str], list[Message]]] = {
+    Format.MESSAGES: _from_messages,
+    Format.SHAREGPT: _from_sharegpt,
+    Format.PROMPT_COMPLETION: _from_prompt,
+    Format.ALPACA: _from_alpaca,
+    Format.QUESTION: _from_question,
+}
+
+
+def _preference_prompt(record: Mapping[str, Any], where: str) -> list[Message]:
+    prompt = record.get("prompt")
+    answers = [record["chosen"], record["rejected"]]
+    if all(isinstance(answer, list) for answer in answers) and not isinstance(prompt, list):
+        return []  # the lists hold the conversation from its beginning; a prompt in text only repeats it
+    if isinstance(prompt, str):
+        return [_said("user", prompt, where, "prompt")]
+    for key in ("prompt", "conversations", "messages"):
+        if isinstance(record.get(key), list):
+            return _messages(record[key], where, key)
+    if "instruction" in record:
+        return _alpaca_prompt(record, where)
+    known = "prompt, conversations, messages, instruction"
+    raise UserError(f"{where}: chosen and rejected answer nothing (it has: {_keys(record)}): known are {known}")
+
+
+def _answer(value: Any, key: str, where: str) -> list[Message]:
+    """An assistant's answer: text, one message, or several."""
+    if isinstance(value, list):
+        return _messages(value, where, key)
+    if isinstance(value, Mapping):
+        return _messages([value], where, key)
+    return [_said("assistant", value, where, key)]
+
+
+# Messages.
+
+
+def _messages(value: Any, where: str, key: str) -> list[Message]:
+    if not isinstance(value, list) or not value:
+        raise UserError(f"{where}: {key} must be a list of messages, not {_short(value)}")
+    return [_message(message, f"{where}: {key}[{i}]") for i, message in enumerate(value)]
+
+
+def _message(value: Any, where: str) -> Message:
+    if not isinstance(value, Mapping) or not ("role" in value or "from" in value):
+        shown = _keys(value) if isinstance(value, Mapping) else _short(value)
+        raise UserError(f"{where} must have role and content, or from and value (it has: {shown})")
+    role = value["role"] if "role" in value else value["from"]
+    if not isinstance(role, str):
+        raise UserError(f"{where}: the role must be text, not {_short(role)}")
+    message = {key: item for key, item in value.items() if key not in ("role", "from", "content", "value")}
+    content = value["content"] if "content" in value else value.get("value")
+    if role == "function_call":
+        message["tool_calls"], content = _json(content, where, "a call"), ""
+    reasoning = next((value[key] for key in _REASONING if isinstance(value.get(key), str)), None)
+    if reasoning is not None:
+        message |= {"thinking": reasoning, "reasoning_content": reasoning}
+    calls = message.pop("tool_calls", None)
+    if calls:
+        message["tool_calls"] = [_call(call, where) for call in (calls if isinstance(calls, list) else [calls])]
+    return {"role": _ROLES.get(role, role), "content": _content(content, where, bool(calls), role), **message}
+
+
+def _content(value: Any, where: str, calls: bool, role: str) -> str:
+    if isinstance(value, str):
+        return value
+    if value is None and calls:
+        return ""
+    if isinstance(value, list) and all(isinstance(part, Mapping) for part in value):
+        texts = [part.get("text") for part in value if part.get("type", "text") == "text"]
+        if len(texts) == len(value) and all(isinstance(text, str) for text in texts):
+            return "".join(texts)
+        raise UserError(f"{where}: only parts of type text (with the key text) are supported, not {_short(value)}")
+    if _ROLES.get(role) == "tool" and isinstance(value, (Mapping, list)):
+        return json.dumps(value, ensure_ascii=False)
+    raise UserError(f"{where}: the content must be text, not {_short(value)}")
+
+
+def _said(role: str, value: Any, where: str, key: str) -> Message:
+    if not isinstance(value, str):
+        raise UserError(f"{where}: {key} must be text, not {_short(value)}")
+    return {"role": role, "content": value}
+
+
+def _call(value: Any, where: str) -> dict[str, Any]:
+    """{"type": "function", "function": {"name", "arguments"}}, the arguments an object."""
+    function = value.get("function", value) if isinstance(value, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise UserError(f"{where}: a tool call must have a name and arguments, not {_short(value)}")
+    arguments = function.get("arguments", function.get("parameters", {}))
+    if isinstance(arguments, str):
+        arguments = _json(arguments or "{}", where, f"the arguments of {function['name']}")
+    rest = {key: item for key, item in value.items() if key in ("id", "index")}
+    return {**rest, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+
+
+def _number_calls(messages: list[Message]) -> None:
+    """Gives calls without an id one of 9 letters and digits, as Mistral's templates want, and their results the same."""
+    waiting: list[str] = []
+    count = 0
+    for message in messages:
+        if message.get("tool_calls"):
+            waiting = []
+        for call in message.get("tool_calls", ()):
+            count += 1
+            call.setdefault("id", f"call{count:05d}")
+            waiting.append(call["id"])
+        if message["role"] == "tool" and waiting:
+            name = waiting.pop(0)
+            message.setdefault("tool_call_id", name)
+
+
+def _tools(value: Any, where: str) -> list[dict[str, Any]] | None:
+    if isinstance(value, str):
+        value = _json(value, where, "tools") if value.strip() else None
+    if not value:
+        return None
+    value = value if isinstance(value, list) else [value]
+    if not all(isinstance(tool, Mapping) and ("function" in tool or "name" in tool) for tool in value):
+        raise UserError(f"{where}: tools must be a list of functions with a name, not {_short(value)}")
+    return [dict(tool) if "function" in tool else {"type": "function", "function": dict(tool)} for tool in value]
+
+
+def _json(text: Any, where: str, what: str) -> Any:
+    if not isinstance(text, str):
+        return text
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise UserError(f"{where}: {what} must be JSON ({error}): {_short(text)}") from None
+
+
+def _object(record: Any, where: str) -> Mapping[str, Any]:
+    if not isinstance(record, Mapping):
+        kind = type(record).__name__
+        hint = ": of a file that is one list `capibara prepare instructions` makes lines" if kind == "list" else ""
+        raise UserError(f"{where} must hold a JSON object, not {kind}{hint}")
+    return record
+
+
+def _keys(record: Mapping[str, Any]) -> str:
+    return ", ".join(map(str, record)) or "nothing"
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

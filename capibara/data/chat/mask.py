@@ -1,0 +1,261 @@
+"""Which characters of a rendered conversation an assistant has to say.
+
+An assistant is given what comes before its turn together with the template's generation prompt, and has to say the
+rest of the turn up to the special tokens that end it. Where the template marks this with {% generation %} blocks they
+are taken as they are, if the last one has such an end. Otherwise both ends are found by rendering the conversation again, and whatever does not agree
+with the text at hand is refused:
+
+- The turn begins where the generation prompt ends. It is what the template makes of the messages before the turn. Where
+  that is no beginning of the text (some templates drop earlier reasoning, or put the tools before the last question),
+  what follows the message before the turn must agree.
+- What the message says ends where the text stops to change with it: its last words are changed, and what the two texts
+  have in common at their ends is the template's. The first special tokens there end the turn, if they stand there too
+  when the conversation ends with this turn; otherwise they would belong to the next message.
+
+So reasoning that a template leaves out of earlier turns is in neither the text nor the ranges, and what a template adds
+to a turn (the <think></think> of Qwen3) is the assistant's if the generation prompt does not have it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+from capibara.core.types import UserError
+from capibara.data.chat.formats import Conversation, Message
+from capibara.data.chat.template import AfterTurn, ChatTemplate, Rendered, TemplateFails
+
+Range = tuple[int, int]
+# Each turn takes a few renderings of all messages: beyond this they take some ten seconds.
+_MOST_WORK, _PER_MESSAGE = 1_000_000, 1000
+_FIX = "mark what the assistant says with {% generation %} blocks in ChatTemplate.template"
+
+
+def assistant_ranges(
+    template: ChatTemplate, conversation: Conversation, rendered: Rendered, chosen: Sequence[int], where: str
+) -> list[Range]:
+    """The characters that the assistant has to say, end of turn included.
+
+    Args:
+      template: renders.
+      conversation: guarded (`ChatTemplate.guarded`).
+      rendered: what the template made of it, without a generation prompt.
+      chosen: numbers of the assistant's messages that count, ascending.
+      where: file and line, for errors.
+
+    Returns:
+      Half-open ranges of `rendered.text`, ascending, none empty.
+
+    Raises:
+      UserError: the ends of a turn cannot be told for certain.
+    """
+    messages = len(conversation.messages)
+    if rendered.generated is None and len(chosen) * max(messages, len(rendered.text) / _PER_MESSAGE) > _MOST_WORK:
+        raise UserError(
+            f"{where} has {messages} messages and {len(rendered.text)} characters, too many to find what the assistant says "
+            f"in {len(chosen)} of them: split it, or {_FIX}"
+        )
+    finder = _Finder(template, conversation, rendered, where)
+    if rendered.generated is not None:
+        ranges = finder.generated(chosen)
+    else:
+        ranges = [finder.turn(k) for k in chosen]
+    stop = 0
+    for first, last in ranges:
+        if not stop <= first < last:
+            raise UserError(f"{where}: the template does not write the messages in their order: {_FIX}")
+        stop = last
+    return ranges
+
+
+class _Finder:
+    """Renders parts and variants of one conversation."""
+
+    def __init__(self, template: ChatTemplate, conversation: Conversation, rendered: Rendered, where: str):
+        self._template, self._where = template, where
+        self._messages, self._tools = conversation
+        self._rendered, self._text = rendered, rendered.text
+        words = map("Qz{0}qYw{0}".format, range(10**6, 10**7))
+        self._probes = list(itertools.islice((word for word in words if word not in self._text), 2))
+        self._ready: list[tuple[Sequence[Message], bool, Rendered | TemplateFails]] = []
+
+    def generated(self, chosen: Sequence[int]) -> list[Range]:
+        """The {% generation %} blocks of the chosen messages."""
+        ranges = list(self._rendered.generated)
+        turns = [k for k, message in enumerate(self._messages) if message["role"] == "assistant"]
+        if list(chosen) != turns:
+            # A message's blocks are those that come with it.
+            spans = [(self._blocks(k), self._blocks(k + 1)) for k in chosen]
+            ranges = [one for first, stop in spans for one in ranges[first:stop]]
+        ranges = [(first, last) for first, last in ranges if first < last]
+        if not ranges:
+            raise UserError(
+                f"{self._where}: the template's {{% generation %}} blocks hold nothing: put them around what the "
+                "assistant says"
+            )
+        if self._template.turn_ends.search(self._text, *ranges[-1]) is None:
+            raise UserError(
+                f"{self._where}: the template's {{% generation %}} block ends before the end of the turn, which is "
+                f"{_shown(self._text[ranges[-1][1] :])}: a model that learns this never stops; move {{% endgeneration %}} "
+                "behind it, or set ChatTemplate.end_of_turn"
+            )
+        return ranges
+
+    def _blocks(self, count: int) -> int:
+        return len(self._render(self._messages[:count]).generated) if count else 0
+
+    def turn(self, k: int) -> Range:
+        """What the assistant has to say in message `k`."""
+        self._prepare(k)
+        start, said = self._start(k), self._said_until(k)
+        if said < start:
+            raise self._lost(k, "it comes before the generation prompt")
+        self._check_said(k, self._text[start:said])
+        return start, self._end(k, said)
+
+    def _prepare(self, k: int) -> None:
+        """Renders at once what is nearly always asked for of message `k`."""
+        messages = self._messages
+        asked = [(_replaced(messages, k, changed), False) for changed in _variants(messages[k], self._probes)]
+        if k:
+            asked.append((messages[:k], True))
+        if k + 1 < len(messages):
+            asked.append((messages[: k + 1], False))
+        found = self._template.render_each([(Conversation(m, self._tools), prompt) for m, prompt in asked], self._where)
+        self._ready = [(m, prompt, one) for (m, prompt), one in zip(asked, found, strict=True)]
+
+    def _start(self, k: int) -> int:
+        if not k:
+            raise UserError(f"{self._where} begins with the assistant, who answers nothing: put a message before it")
+        prompt = self._render(self._messages[:k], add_generation_prompt=True).text
+        if self._text.startswith(prompt):
+            return len(prompt)
+        before = self._messages[k - 1]
+        if before.get("tool_calls"):
+            raise self._lost(k, "its generation prompt is no beginning of the text")
+        changed, probe = _with_probe(before, self._probes)
+        whole = self._render(_replaced(self._messages, k - 1, changed)).text
+        alone = self._render(_replaced(self._messages[:k], k - 1, changed), add_generation_prompt=True).text
+        if whole.count(probe) != 1 or alone.count(probe) != 1:
+            times = f"{whole.count(probe)} times in the text, {alone.count(probe)} times in its prompt"
+            raise self._lost(k, f"the message before it is {times}")
+        follows, prompt = whole.partition(probe)[2], alone.partition(probe)[2]
+        if not follows.startswith(prompt) or not self._text.endswith(follows):
+            raise self._lost(k, f"the generation prompt is {_shown(prompt)}, but the text has {_shown(follows)}")
+        return len(self._text) - len(follows) + len(prompt)
+
+    def _said_until(self, k: int) -> int:
+        """Where the text stops to change with message `k`."""
+        return len(self._text) - self._unchanged(self._messages, k, self._text)
+
+    def _unchanged(self, messages: Sequence[Message], k: int, text: str) -> int:
+        """The length of what `text`, made of `messages`, ends with whatever message `k` says last."""
+        lengths = []
+        for changed in _variants(messages[k], self._probes):
+            other = self._render(_replaced(messages, k, changed)).text
+            if other != text:
+                lengths.append(_common_end(text, other))
+        if not lengths and messages[k].get("tool_calls"):
+            raise UserError(
+                f"{self._where}: the template leaves out the tool calls of message {k}: set ChatTemplate.template to one "
+                "that writes them, or take conversations without tools"
+            )
+        if not lengths:
+            raise self._lost(k, "the template leaves it out")
+        return min(lengths)
+
+    def _check_said(self, k: int, said: str) -> None:
+        message = self._messages[k]
+        content = message["content"]
+        # A reasoning template takes the content apart, and may write the parts elsewhere or leave out the first.
+        parts = [content.strip(), content.rpartition("</think>")[2].strip()]
+        calls = message.get("tool_calls", ())
+        if calls:
+            parts = [""]  # Llama 3.1's template leaves out what is said with a call
+        if not any(part in said for part in parts) or not all(call["function"]["name"] in said for call in calls):
+            raise self._lost(k, f"the text has {_shown(said)} instead")
+
+    def _end(self, k: int, said: int) -> int:
+        follows = self._text[said:]
+        if k + 1 < len(self._messages):
+            messages = self._messages[: k + 1]
+            alone = self._render(messages).text
+            if alone[:said] == self._text[:said]:
+                rest = alone[said:]
+            else:
+                rest = alone[len(alone) - self._unchanged(messages, k, alone) :]
+            follows = follows[: _common_beginning(follows, rest)]
+        found = self._template.turn_ends.search(follows)
+        if found is None:
+            raise UserError(
+                f"{self._where}: no special token ends message {k}, the text has {_shown(self._text[said:])} after it: "
+                "a model that learns this never stops; set ChatTemplate.end_of_turn, or add one to the template"
+            )
+        end = said + found.end()
+        if self._template.after_turn is AfterTurn.ALL and k + 1 == len(self._messages):
+            return len(self._text)
+        said_too = self._template.after_turn is not AfterTurn.NOTHING
+        return end + (said_too and follows[found.end() :].startswith("\n"))
+
+    def _render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> Rendered:
+        for known, prompt, found in self._ready:
+            if prompt == add_generation_prompt and known == messages:
+                if isinstance(found, TemplateFails):
+                    raise found
+                return found
+        return self._template.render(
+            Conversation(list(messages), self._tools),
+            self._where,
+            add_generation_prompt=add_generation_prompt,
+            guard=False,
+        )
+
+    def _lost(self, k: int, reason: str) -> UserError:
+        return UserError(f"{self._where}: what the assistant says in message {k} cannot be told ({reason}): {_FIX}")
+
+
+def _variants(message: Message, probes: Sequence[str]) -> list[Message]:
+    """The message with other last words: of its content, or of its last call, which may end with its id."""
+    if not message.get("tool_calls"):
+        return [_with_probe(message, probes)[0]]
+    *calls, last = message["tool_calls"]
+    other = {"function": {**last["function"], "arguments": {probes[0]: probes[1]}}}
+    renamed = {"id": probes[0][:9]}  # of 9 letters and digits, as Mistral's templates want
+    variants = [{**message, "tool_calls": [*calls, {**last, **change}]} for change in (other, renamed)]
+    return [*variants, _with_probe(message, probes)[0]] if message["content"] else variants
+
+
+def _with_probe(message: Message, probes: Sequence[str]) -> tuple[Message, str]:
+    """The message with a word at the end of its content that ends otherwise than the content, and the word."""
+    content = message["content"].rstrip()
+    probe = next(probe for probe in probes if not content.endswith(probe[-1]))
+    return {**message, "content": content + probe}, probe
+
+
+def _replaced(messages: Sequence[Message], k: int, message: Message) -> list[Message]:
+    return [*messages[:k], message, *messages[k + 1 :]]
+
+
+def _common_end(first: str, second: str) -> int:
+    return _longest(min(len(first), len(second)), lambda n: first[len(first) - n :] == second[len(second) - n :])
+
+
+def _common_beginning(first: str, second: str) -> int:
+    return _longest(min(len(first), len(second)), lambda n: first[:n] == second[:n])
+
+
+def _longest(limit: int, holds: Callable[[int], bool]) -> int:
+    """The largest n up to `limit` for which a condition holds that holds for all smaller ones."""
+    low = 0
+    while low < limit:
+        middle = (low + limit + 1) // 2
+        if holds(middle):
+            low = middle
+        else:
+            limit = middle - 1
+    return low
+
+
+def _shown(text: str) -> str:
+    shown = repr(text[:60])
+    return shown if len(text) <= 60 else f"{shown}..."

@@ -1,0 +1,1 @@
+"""Documents and pairs into rows of a fixed length."""

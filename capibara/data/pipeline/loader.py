@@ -1,0 +1,299 @@
+"""From a source or a SeqIO task to batches: packed, sharded over hosts, prefetched, and resumable to the row.
+
+Row r of every global batch has a stream of its own: of the documents in their seeded order, those with number
+r, r + batch_size, r + 2 batch_size, ... A host opens only the streams of its rows, so global batches do not depend on
+how many hosts there are, and the state of a loader is four integers a row. A pass that must end (validation) uses one
+stream, of which every host takes its rows, because all hosts have to see the same number of batches. A SeqIO task,
+whose streams are dear, has `Dataset.task_shards` of them, of which each has several rows.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from capibara.core.types import Batch, UserError
+from capibara.data.baseline import unigram_bits_per_byte
+from capibara.data.dataset import Dataset
+from capibara.data.pipeline import feeds
+from capibara.data.pipeline.prefetch import Prefetcher
+from capibara.data.sources.disk import SPLITS
+from capibara.data.sources.stream import State
+
+# The one door to this room: what a training program needs.
+__all__ = ["Dataset", "Loader", "Position", "make_loader", "merge_states", "unigram_bits_per_byte"]
+
+_VERSION = 1
+Position = Sequence[State] | None  # of a loader, None before its first batch
+
+# What each of a feed's settings is called in Gin.
+_PARAMETERS = {
+    "batch_size": "Plan.batch_size",
+    "data": "Dataset.source's (or task's) data",
+    "window": "[Dataset.window_rows, Dataset.window_documents]",
+    **{
+        name: f"Dataset.{name}"
+        for name in ("length", "packing", "append_eos", "shuffle", "seed", "vocabulary", "kind", "encoder_length")
+        + ("span_corruption", "masking", "too_long", "domains", "pairs_per_row", "task_shards")
+        + ("cached_order", "inputs_length")
+    },
+}
+
+
+def make_loader(
+    dataset: Dataset,
+    *,
+    split: str = "train",
+    batch_size: int,
+    shard_index: int = 0,
+    shard_count: int = 1,
+    epochs: int | None = None,
+) -> Loader:
+    """Opens one host's share of a split.
+
+    Args:
+      dataset: what to read.
+      split: "train" or "validation"; only training data is shuffled.
+      batch_size: rows of the global batch, all hosts together.
+      shard_index: this host; it gets rows [shard_index * n, (shard_index + 1) * n) with n = batch_size / shard_count.
+      shard_count: number of hosts.
+      epochs: passes over the data; None never ends. A loader that ends reads the split on every host, fills the last
+        batch with rows of weight 0, and ends at the same batch everywhere.
+
+    Raises:
+      UserError: the source cannot be opened, or the rows do not divide over the hosts.
+    """
+    if split not in SPLITS:
+        raise UserError(f"split ({split!r}) must be one of {', '.join(SPLITS)}")
+    if batch_size < 1 or batch_size % shard_count:
+        nearest = max(1, round(batch_size / shard_count)) * shard_count
+        raise UserError(f"batch_size ({batch_size}) must be a multiple of the {shard_count} hosts: try {nearest}")
+    if epochs is not None and epochs < 1:
+        raise UserError(f"epochs ({epochs}) must be at least 1, or None for no end")
+    if epochs is None:
+        check_task_shards(dataset, batch_size, shard_count)
+    share = feeds.Share(
+        split=split, batch_size=batch_size, shard_index=shard_index, shard_count=shard_count, epochs=epochs
+    )
+    if dataset.is_seqio:
+        return Loader(dataset, share, lambda: _task_feed(dataset, share))
+    workers = _default_workers() if dataset.workers is None else dataset.workers
+    if workers and epochs is None:
+        from capibara.data.pipeline.workers import WorkerFeed
+
+        feed: feeds.SourceFeed = WorkerFeed(dataset, share, workers)
+    else:
+        feed = feeds.SourceFeed(dataset, share)
+    return Loader(dataset, share, lambda: feed)
+
+
+def check_task_shards(dataset: Dataset, batch_size: int, hosts: int) -> None:
+    """Raises UserError where the streams of a SeqIO task do not divide over the rows and hosts of a training batch."""
+    given = dataset.task_shards
+
+    def fits(shards: int) -> bool:
+        return batch_size % shards == 0 and (shards % hosts == 0 or hosts % shards == 0)
+
+    if not dataset.is_seqio or fits(given):
+        return
+    constraint = f"must divide the {batch_size} rows of a batch (Plan.batch_size)"
+    if batch_size % given == 0:
+        constraint = f"must divide the {hosts} hosts or be a multiple of them"
+    fix = max(shards for shards in range(1, min(given, batch_size) + 1) if fits(shards))
+    raise UserError(f"Dataset.task_shards ({given}) {constraint}: try {fix}")
+
+
+def _default_workers() -> int:
+    """One for each chip of this host, where there are more cores than chips; none where the cores are the device."""
+    import jax
+
+    chips, cores = jax.local_device_count(), len(os.sched_getaffinity(0))
+    return chips if jax.default_backend() != "cpu" and cores > chips else 0
+
+
+def _task_feed(dataset: Dataset, share: feeds.Share) -> feeds.Feed:
+    from capibara.data.tasks.feed import TaskFeed
+
+    return TaskFeed(dataset, share)
+
+
+class Loader:
+    """Iterator of this host's batches [batch_size / shard_count, length], with exact state.
+
+    A batch has the arrays of `Dataset.batch_spec`. Batches are made in a background thread from `start` (or the first
+    `next`) on.
+
+    Attributes:
+      batches: how many were handed out, over all starts.
+    """
+
+    def __init__(self, dataset: Dataset, share: feeds.Share, open_feed: Callable[[], feeds.Feed]):
+        """Use `make_loader`."""
+        self._dataset, self._share, self._open_feed = dataset, share, open_feed
+        self._feed: feeds.Feed | None = None if dataset.is_seqio else open_feed()
+        self._prefetcher: Prefetcher | None = None
+        self._restored: Mapping[str, Any] | None = None
+        self._rows: Sequence[State] | None = None
+        self.batches = 0
+        self._wait_s = 0.0
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def start(self) -> None:
+        """Begins to prefetch (and to import SeqIO, for a task) in the background; `set_state` comes before this."""
+        if self._prefetcher is None:
+            self._prefetcher = Prefetcher(self._produce, self._dataset.prefetch)
+
+    def __next__(self) -> Batch:
+        begin_s = time.perf_counter()
+        self.start()
+        try:
+            batch, self._rows = next(self._prefetcher)
+        finally:
+            self._wait_s += time.perf_counter() - begin_s
+        self.batches += 1
+        return batch
+
+    def wait_s(self) -> float:
+        """Seconds the consumer has waited for batches since this was last asked."""
+        waited_s, self._wait_s = self._wait_s, 0.0
+        return waited_s
+
+    @property
+    def position(self) -> Position:
+        """Where the batches handed out end, for `documents_after`; it costs nothing to keep."""
+        return self._rows
+
+    def documents_after(self, position: Position) -> dict[str, Any]:
+        """The documents of this host's rows in the batch after a `position`; from any thread.
+
+        They are read again, as much of them as a start from there would.
+
+        Returns:
+          JSON-able: `first_row`, the first of these rows in the global batch, and `rows`, of each its documents: of a
+          source by their number in the split and the epoch, of a SeqIO task by the shard and the number in it.
+        """
+        feed = self._opened()
+        rows = feed.next_rows(self._first_rows(feed) if position is None else position)
+        named = [[feed.name(place) for place in row.places()] for row in rows]
+        return {"first_row": self._share.first_row, "rows": named}
+
+    def get_state(self) -> dict[str, Any]:
+        """JSON-able; stands for exactly the batches handed out, whatever was prefetched."""
+        if self._rows is None and self._restored is not None:
+            return dict(self._restored)
+        feed = self._opened()
+        rows = feed.initial_state() if self._rows is None else self._rows
+        return {
+            "version": _VERSION,
+            "batches": self.batches,
+            "first_row": feed.first_row,
+            "rows": [list(map(int, row)) for row in rows],
+            "settings": feed.settings(),
+        }
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Carries on after the batches that `state` stands for.
+
+        For a SeqIO task the comparison with the data waits until SeqIO is imported: `next` raises then.
+
+        Args:
+          state: what `get_state` gave, or `merge_states` of all hosts' states.
+
+        Raises:
+          UserError: the state is of other data, another batch size, length, packing, seed or vocabulary.
+        """
+        if not isinstance(state, Mapping) or state.get("version") != _VERSION or "rows" not in state:
+            raise UserError("the data state is not one that this version of capibara wrote: start a new run")
+        self.close()
+        self._restored = dict(state)
+        self._rows, self.batches = None, int(state["batches"])
+        if self._feed is not None:
+            _restored_rows(self._feed, state)
+
+    def close(self) -> None:
+        """Stops the background thread and the workers; the loader can be started again by `set_state`."""
+        if self._prefetcher is not None:
+            self._prefetcher.close()
+            self._prefetcher = None
+            if self._rows is not None:
+                self._restored = self.get_state()
+                self._rows = None
+
+    def _opened(self) -> feeds.Feed:
+        if self._feed is None:
+            self._feed = self._open_feed()
+        return self._feed
+
+    def _produce(self) -> Iterator[tuple[Batch, Sequence[State]]]:
+        feed = self._opened()
+        return feed.batches(self._first_rows(feed))
+
+    def _first_rows(self, feed: feeds.Feed) -> list[State]:
+        """Before the first batch of this start."""
+        return feed.initial_state() if self._restored is None else _restored_rows(feed, self._restored)
+
+
+def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One state of all hosts' states of the same batch, from which any number of hosts can carry on.
+
+    Args:
+      states: in the order of the hosts.
+
+    Raises:
+      UserError: they are of different batches, or the hosts read different data.
+    """
+    for host, state in enumerate(states):
+        if found := _differences(states[0]["settings"], state["settings"], nouns=("on host 0", f"on host {host}")):
+            raise UserError(
+                f"the hosts do not read the same data: {'; '.join(found)}: give all hosts the same files and settings"
+            )
+    states = sorted(states, key=lambda state: state["first_row"])
+    if len({state["batches"] for state in states}) != 1:
+        raise UserError(f"data states of different batches cannot be merged: {[s['batches'] for s in states]}")
+    by_row: dict[int, Any] = {}
+    for state in states:
+        for row, stream in enumerate(state["rows"], state["first_row"]):
+            if by_row.setdefault(row, stream) != stream:
+                raise UserError(
+                    f"the hosts do not read the same data: stream {row} stands at {by_row[row]} on one of its hosts, at "
+                    f"{stream} on another: give all hosts the same files and settings"
+                )
+    return {**states[0], "rows": [by_row[row] for row in sorted(by_row)]}
+
+
+def _restored_rows(feed: feeds.Feed, state: Mapping[str, Any]) -> list[State]:
+    """The rows of `state` that this feed needs, after checking that they mean the same here."""
+    differences = _differences(feed.understood(state["settings"]), feed.settings())
+    if differences:
+        raise UserError(
+            f"the data state does not fit this run: {'; '.join(differences)}: "
+            "set these back, or set another MODEL_DIR for a new run"
+        )
+    need = len(feed.initial_state())
+    skip = feed.first_row - state["first_row"]
+    rows = state["rows"][skip : skip + need] if skip >= 0 else []
+    if len(rows) != need:
+        have = f"{state['first_row']} to {state['first_row'] + len(state['rows']) - 1}"
+        raise UserError(
+            f"the data state holds rows {have}, but this host needs {need} rows from {feed.first_row}: "
+            "merge the states of all hosts (merge_states)"
+        )
+    return [State(*map(int, row)) for row in rows]
+
+
+def _differences(
+    saved: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "", nouns: tuple[str, str] = ("was", "is")
+) -> list[str]:
+    found = []
+    for name in sorted(set(saved) | set(now)):
+        was, is_ = saved.get(name), now.get(name)
+        if isinstance(was, Mapping) and isinstance(is_, Mapping):
+            found += _differences(was, is_, f"{_PARAMETERS.get(prefix + name, prefix + name)}.", nouns)
+        elif was != is_:
+            first, second = nouns
+            found.append(f"{_PARAMETERS.get(prefix + name, prefix + name)} {first} {was!r}, {second} {is_!r}")
+    return found

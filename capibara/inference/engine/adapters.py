@@ -1,0 +1,88 @@
+"""The adapters of an engine: each request's rows are read with its own, none is merged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from capibara import sharding
+from capibara.core import tree
+from capibara.core.types import Params, PyTree, UserError
+from capibara.inference.engine import programs
+from capibara.models.api import Adapter, Beside, Model, unmerged
+from capibara.sharding import Rules
+
+
+class Adapters:
+    """Adapters on the devices of an engine.
+
+    Args:
+      model: which the engine serves, without those that are merged into it.
+      given: the adapters; none: no row has one, and programs are as if there were none.
+      params: of that model; they are only read, where an adapter has magnitudes.
+      mesh: on which they lie; None: on one device.
+      rules: how they lie there.
+
+    Attributes:
+      names: of the adapters, in their order.
+
+    Raises:
+      UserError: an adapter is of another model, cannot be used without merging it, or has the name of another.
+    """
+
+    def __init__(
+        self, model: Model, given: Sequence[Adapter], params: Params, mesh: Mesh | None, rules: Rules = Rules()
+    ):
+        self.names = tuple(one.name for one in given)
+        for one in given:
+            if self.names.count(one.name) > 1:
+                raise UserError(f"two adapters are called {one.name!r}: give each a name of its own")
+            try:
+                unmerged.check(model, one)
+            except UserError as error:
+                raise UserError(f"adapter {one.name!r}: {error}") from None
+        self._layers: tuple[Params, ...] = ()
+        if given:
+            gain, weights = programs.on_mesh(mesh, rules, unmerged.gain), dict(_named(params))
+            gains = [
+                {name: np.asarray(gain(weights[name], *rest)) for name, rest in unmerged.magnitudes_of(one).items()}
+                for one in given
+            ]
+            host = unmerged.together(given, model.config.num_layers, model.config.dtype.value, gains)
+            self._layers = _placed(host, unmerged.axes_of(model, host), mesh, rules, params)
+
+    def number(self, name: str | None) -> int:
+        """What rows of this adapter have in `of`; None: the model alone.
+
+        Raises:
+          UserError: there is none of this name.
+        """
+        if name is None:
+            return 0
+        if name not in self.names:
+            raise UserError(
+                f"adapter is {name[:100]!r}, must be one of {', '.join(self.names) or 'none: there is none'}"
+            )
+        return 1 + self.names.index(name)
+
+    def of(self, numbers: Sequence[int]) -> Beside | None:
+        """What a batch whose rows have these numbers is read with."""
+        return Beside(self._layers, np.array(numbers, np.int32)) if self.names else None
+
+
+def _named(params: Params) -> Iterator[tuple[str, jax.Array]]:
+    return zip(tree.path_names(params), jax.tree.leaves(params), strict=True)
+
+
+def _placed(host: PyTree, axes: PyTree, mesh: Mesh | None, rules: Rules, params: Params) -> PyTree:
+    if mesh is None:
+        return jax.device_put(host, *jax.tree.leaves(params)[0].devices())
+
+    def one(names: tuple[str | None, ...], x: np.ndarray) -> Any:
+        return jax.make_array_from_callback(x.shape, sharding.lying(mesh, rules, names, x.shape), lambda at: x[at])
+
+    return jax.tree.map(one, axes, host, is_leaf=tree.is_axes)

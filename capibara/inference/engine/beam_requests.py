@@ -1,0 +1,120 @@
+"""Beam search for the requests of an engine: those that wait are searched for together, apart from its slots."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from jax.sharding import Mesh
+
+from capibara.core.types import Params
+from capibara.inference.engine import prefill, programs
+from capibara.inference.engine.batching import bucket
+from capibara.inference.engine.request import Request
+from capibara.inference.engine.stream import Decode, Finish, Piece
+from capibara.inference.sampling import beam_search
+from capibara.inference.sampling.sampling import BeamSearch
+from capibara.models.api import Model
+from capibara.sharding import Rules
+
+
+def prompts_at_once(slots: int, num_decodes: int, mesh: Mesh | None, rules: Rules) -> int:
+    """For as many texts as there are slots; prompts that every shard of a batch has alike, so that none has another's."""
+    shards = 1 if mesh is None else math.prod(mesh.shape[axis] for axis in rules.batch)
+    return -(-max(1, slots // num_decodes) // shards) * shards
+
+
+class Searcher:
+    """Requests that wait for their search, in their order.
+
+    Args:
+      model: whose texts these are.
+      usable: ids of its vocabulary.
+      sizes: of the engine's slots; as many texts are followed at a time as there are slots, or those of one prompt.
+      mesh, rules: as of the engine.
+    """
+
+    def __init__(self, model: Model, usable: int, sizes: programs.Sizes, mesh: Mesh | None, rules: Rules):
+        self._model, self._usable, self._sizes, self._on = model, usable, sizes, (mesh, rules)
+        self._waiting: list[Request] = []
+
+    @property
+    def waiting(self) -> Sequence[Request]:
+        return self._waiting
+
+    def add(self, requests: Sequence[Request]) -> None:
+        self._waiting += requests
+
+    def drop(self, request: Request) -> None:
+        """Forgets a request, if it waits here."""
+        if request in self._waiting:
+            self._waiting.remove(request)
+
+    def run(self, params: Params) -> np.ndarray | None:
+        """Searches for the first that wait and are alike, and ends them; the tokens found, None: nobody waits."""
+        if not self._waiting:
+            return None
+        how = self._waiting[0].sampling.beams
+        most = prompts_at_once(self._sizes.slots, how.num_decodes, *self._on)
+        together = [request for request in self._waiting if request.sampling.beams == how][:most]
+        found = self._found(params, together, how, most)
+        for place, request in enumerate(together):
+            self._waiting.remove(request)
+            of_prompt = beam_search.Found(*(x[place] for x in found))
+            _end(request, self._decodes(request, of_prompt), how)
+        return found.texts
+
+    def _found(self, params: Params, requests: Sequence[Request], how: BeamSearch, rows: int) -> beam_search.Found:
+        """Of so many rows: those that no request has repeat the first prompt, and are done from the beginning."""
+        sizes, limits = self._sizes, [request.limit for request in requests]
+        read = bucket(max(len(request.tokens) for request in requests), sizes.length)
+        tokens = bucket(max(limits), sizes.length)
+        places = bucket(min(read + tokens, sizes.length), sizes.length)
+        compiled = beam_search.build(
+            self._model,
+            self._usable,
+            beam_search.Sizes(how.num_decodes, tokens, places, sizes.encoder_length, sizes.dtype),
+            *self._on,
+        )
+        idle, all_of = rows - len(requests), [*requests, *requests[:1] * (rows - len(requests))]
+        asked = beam_search.asked_of(
+            [*limits, *[0] * idle],
+            [len(request.tokens) - 1 for request in all_of],
+            [sorted(request.ends) for request in all_of],
+            how.alpha,
+            how.min_log_prob,
+        )
+        tokens_of = [request.tokens for request in all_of]
+        batch = prefill.batch_of(all_of, tokens_of, read, self._model.config.objective == "prefix")
+        return beam_search.search(compiled, params, batch, asked)
+
+    def _decodes(self, request: Request, found: beam_search.Found) -> list[Decode]:
+        return [
+            _decode(request, text[: int(found.steps)].tolist(), float(score))
+            for text, score, there in zip(found.texts, found.scores, found.there)
+            if there
+        ]
+
+
+def _decode(request: Request, tokens: list[int], score: float) -> Decode:
+    """A text, up to its end."""
+    at = next((i for i, token in enumerate(tokens) if token in request.ends), None)
+    text, pieces = request.text_stream(), []
+    for count, token in enumerate(tokens[:at], 1):
+        pieces.append(text.feed(token))
+        if text.stopped:
+            return Decode("".join(pieces), tuple(tokens[:count]), score, Finish.STOP)
+    finish = Finish.LENGTH if at is None else Finish.STOP
+    return Decode("".join(pieces) + text.close(), tuple(tokens[:at]), score, finish)
+
+
+def _end(request: Request, decodes: list[Decode], how: BeamSearch) -> None:
+    """Gives the best of them to whoever asked."""
+    best, text = decodes[-1], request.text_stream()
+    for token in best.tokens:
+        request.stream.put(Piece(text.feed(token), token))
+    if rest := text.close():
+        request.stream.put(Piece(rest, None))
+    request.finished = True
+    request.stream.end(best.finish, request.prompt_tokens, 0, decodes=tuple(decodes[-how.num_return :]))

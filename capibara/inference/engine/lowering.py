@@ -1,0 +1,70 @@
+"""The step of an engine lowered for devices that are not there: what it takes is then the compiler's answer, not a guess."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from capibara import sharding
+from capibara.core import tree
+from capibara.core.types import PyTree
+from capibara.inference.engine import footprint, programs
+from capibara.inference.engine.batching import EngineConfig
+from capibara.inference.sampling.sampler import GREEDY, Settings
+from capibara.models.api import Model
+from capibara.sharding import Rules
+
+
+class Step:
+    """A decode step of all slots, as an engine on this mesh has it.
+
+    Args:
+      model: a decoder.
+      config: how requests are batched.
+      length: places of a slot.
+      mesh: of devices to compile for.
+      rules: how parameters, slots and heads lie on it.
+
+    Attributes:
+      params: shapes of the parameters as the engine reads them, each with its place on the mesh.
+      state: the same of keys, values and the rest that is kept of all slots.
+    """
+
+    def __init__(self, model: Model, config: EngineConfig, length: int, mesh: Mesh, rules: Rules = Rules()):
+        self._mesh, self._slots = mesh, config.slots
+        with sharding.activate(mesh, rules):  # what suits these devices, not those that are here
+            self._sizes = footprint.sizes_of(model, config, length, None)
+        self._programs = programs.build(model, model.config.vocab_size, self._sizes, mesh, rules)
+        served = jax.eval_shape(self._programs.serving, model.abstract_params)
+        state = jax.eval_shape(self._programs.start)
+        self.params = self._laid_out(rules, served, model.plain.serving_axes)
+        self.state = self._laid_out(rules, state, programs.state_axes(state))
+
+    def lower(self) -> jax.stages.Lowered:
+        """The program, with the state donated; none of the likeliest tokens is asked for."""
+        B, pool = self._slots, self._sizes.pool
+        length = self._sizes.length
+        of_row = [np.repeat(x, B, axis=0) for x in GREEDY]
+        settings = Settings(*(self._everywhere(x.shape, x.dtype) for x in of_row))
+        table = None if pool is None else self._everywhere((B, pool.of_slot(length)), jnp.int32)
+        rows, count = self._everywhere((B,), jnp.int32), self._everywhere((), jnp.int32)
+        return self._programs.step.lower(self.params, self.state, settings, rows, rows, count, table, 0)
+
+    def _everywhere(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self._mesh, PartitionSpec()))
+
+    def _laid_out(self, rules: Rules, shapes: PyTree, axes: PyTree) -> PyTree:
+        def one(names, x):
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding.lying(self._mesh, rules, names, x.shape))
+
+        return jax.tree.map(one, axes, shapes, is_leaf=tree.is_axes)
+
+
+def device_bytes(shapes: PyTree) -> int:
+    """Of arrays that lie on a mesh, the share of one device."""
+    each = ((x.sharding.shard_shape(x.shape), x.dtype.itemsize) for x in jax.tree.leaves(shapes))
+    return sum(int(np.prod(shape)) * size for shape, size in each)

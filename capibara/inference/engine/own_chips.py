@@ -1,0 +1,194 @@
+"""Generation on each process's own chips: whether the model fits there, and how parameters come from the training mesh.
+
+A process that generates alone waits for no other one, token by token. What it needs is a copy of the parameters on its
+own chips, in the compute dtype; all processes together bring them there.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Callable, Sequence
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+
+from capibara import sharding
+from capibara.core.types import Params, PyTree, UserError
+from capibara.inference.engine import footprint
+from capibara.inference.engine.batching import EngineConfig
+from capibara.inference.engine.serving_mesh import ServingMesh
+from capibara.models.api import Model
+from capibara.sharding import Rules
+
+_LEFT = 0.9  # of the memory that is free: reading a prompt takes some, too
+
+
+class Where(enum.StrEnum):
+    """The chips that an engine has.
+
+    AUTO: a process's own, where they hold the parameters and the slots; else those of all processes.
+    OWN: a process's own: each answers its share.
+    ALL: those of all processes, on the mesh of training: they make each token together.
+    """
+
+    AUTO = "auto"
+    OWN = "own"
+    ALL = "all"
+
+
+def free_bytes(reserved: int = 0) -> int | None:
+    """Memory of this process's devices that is free, on the fullest of them; None: the devices do not say.
+
+    `reserved`: what a program that will run beside takes of it.
+    """
+    stats = [device.memory_stats() or {} for device in jax.local_devices()]
+    if not all("bytes_limit" in one and "bytes_in_use" in one for one in stats):
+        return None
+    return min(one["bytes_limit"] - one["bytes_in_use"] for one in stats) - reserved
+
+
+def found(
+    model: Model,
+    mesh: ServingMesh,
+    where: Where,
+    config: EngineConfig,
+    length: int,
+    encoder_length: int | None = None,
+    free: int | None = None,
+) -> PyTree | None:
+    """Where the plain model's parameters lie on this process's own chips; None: they do not fit there.
+
+    Of the ways to lay them out the one is taken that shares each layer between the fewest chips: the others are copies,
+    each with its part of the slots.
+
+    Args:
+      model: of the parameters; of adapters what they are merged into.
+      mesh: what is asked for.
+      where: whether they shall.
+      config, length, encoder_length: of the engine.
+      free: memory of a device that is free on every process; None: not known, it is enough.
+
+    Raises:
+      UserError: the mesh cannot be, or they do not fit where they must.
+    """
+    if where is Where.ALL:
+        return None
+    devices, model = jax.local_devices(), model.plain
+    slots = footprint.state_bytes(model, config, length, encoder_length)
+    least = math.inf
+    for tensor in _ways(mesh, devices):
+        try:
+            _check_divides((tensor or 1) * (mesh.data or 1), len(devices))
+            layout = ServingMesh(tensor=tensor, data=mesh.data).shardings(model, devices)
+        except UserError:
+            if mesh.tensor is not None or tensor in (None, 1):
+                raise
+            continue
+        need = _bytes_of_a_device(model, layout) + slots // (tensor or 1)
+        least = min(least, need)
+        if free is None or need <= free * _LEFT:
+            return layout
+    if where is Where.OWN:
+        raise UserError(
+            f"a process's own {len(devices)} chips have {free * _LEFT / 2**30:,.1f} GiB free each, and parameters and slots "
+            f"need {least / 2**30:,.1f} GiB of each: ask for fewer EngineConfig.slots, or let all processes generate "
+            "together ('all')"
+        )
+    return None
+
+
+def _ways(mesh: ServingMesh, devices: Sequence[jax.Device]) -> list[int | None]:
+    """Numbers of chips that may share a layer."""
+    if mesh.tensor is not None or devices[0].platform == "cpu":
+        return [mesh.tensor]
+    most = len(devices) // (mesh.data or 1)
+    return [n for n in range(1, most + 1) if len(devices) % n == 0]
+
+
+def _check_divides(used: int, count: int) -> None:
+    """Each process brings its parameters to all of its devices, as often as those that are used go into them."""
+    if count % used:
+        raise UserError(
+            f"ServingMesh.tensor x ServingMesh.data ({used}) must divide the {count} devices of a process: try "
+            f"{math.gcd(count, used)}"
+        )
+
+
+def _bytes_of_a_device(model: Model, layout: PyTree) -> int:
+    computed = jax.eval_shape(model.computed, model.abstract_params)
+    sizes = jax.tree.map(lambda x, at: math.prod(at.shard_shape(x.shape)) * x.dtype.itemsize, computed, layout)
+    return sum(jax.tree.leaves(sizes))
+
+
+class OwnChips:
+    """Brings parameters from the mesh of training to each process's own chips; all processes call it together.
+
+    Args:
+      model: of the parameters that are brought; adapters are merged.
+      layout: of the plain model's, on this process's chips (`found`).
+      rules: how they lie on the mesh of training.
+    """
+
+    def __init__(self, model: Model, layout: PyTree, rules: Rules = Rules()):
+        self._model, self._layout, self._rules = model, layout, rules
+        self._program: Callable[[Params], Params] | None = None
+
+    def __call__(self, params: Params) -> Params:
+        """The plain model's parameters, in the compute dtype."""
+        params = self._computed(params)
+        if jax.process_count() == 1:
+            return jax.device_put(params, self._layout)
+        return jax.tree.map(_brought, params, self._layout)
+
+    def _computed(self, params: Params) -> Params:
+        """Where they are: in fewer bytes, as a rule, and each once."""
+        if self._program is None:
+            leaf = jax.tree.leaves(params)[0]
+            mesh = leaf.sharding.mesh if isinstance(leaf.sharding, NamedSharding) else None
+            self._program = make_computed(self._model, mesh, self._rules)
+        return self._program(params)
+
+
+def make_computed(model: Model, mesh: Mesh | None, rules: Rules) -> Callable[[Params], Params]:
+    """The program that merges adapters and gives the plain model's parameters in the compute dtype.
+
+    Args:
+      model: of the parameters that are given.
+      mesh: of training, on which they lie and stay; None: on one device.
+      rules: how they lie there.
+    """
+    plain = model.plain
+    shardings = None if mesh is None else sharding.shardings(mesh, rules, plain.axes)
+    return jax.jit(lambda given: plain.computed(model.merge(given)), out_shardings=shardings)
+
+
+def _brought(x: jax.Array, own: Sharding) -> jax.Array:
+    """An array of all processes' devices, on those of this process that `own` names."""
+    everywhere = jax.device_put(x, _on_every_process(own))
+    parts = {shard.device: shard.data for shard in everywhere.addressable_shards}
+    mine = [parts[device] for device in own.addressable_devices_indices_map(x.shape)]
+    return jax.make_array_from_single_device_arrays(x.shape, own, mine)
+
+
+def _on_every_process(own: Sharding) -> NamedSharding:
+    """A sharding that is `own` on the devices of this process, and the like on those of all others.
+
+    Devices that `own` leaves out have copies while the array is under way.
+    """
+    mine = _mesh_of(own).devices
+    local = list(jax.local_devices())
+    order = [local.index(device) for device in mine.flat]  # the same on every process: their devices are alike
+    order += [place for place in range(len(local)) if place not in order]
+    by_process: dict[int, list[jax.Device]] = {}
+    for device in jax.devices():
+        by_process.setdefault(device.process_index, []).append(device)
+    devices = np.array([[by_process[process][place] for place in order] for process in sorted(by_process)])
+    axes = _mesh_of(own).axis_names
+    mesh = Mesh(devices.reshape(len(by_process), -1, *mine.shape), ("process", "copies", *axes))
+    return NamedSharding(mesh, own.spec if isinstance(own, NamedSharding) else PartitionSpec())
+
+
+def _mesh_of(own: Sharding) -> Mesh:
+    return own.mesh if isinstance(own, NamedSharding) else Mesh(np.array(list(own.device_set)), ("data",))

@@ -1,0 +1,212 @@
+"""Reading prompts: those of one size together, long ones in parts, what was read before not again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from capibara.core.types import Params
+from capibara.inference.engine.adapters import Adapters
+from capibara.inference.engine.batching import bucket
+from capibara.inference.engine.prefix import PrefixCache, common_beginning
+from capibara.inference.engine.programs import Programs
+from capibara.inference.engine.request import Request
+
+
+class Read(NamedTuple):
+    """A request whose prompt is read: the cache of its row and the logits [1, V] after it."""
+
+    request: Request
+    row: Any
+    logits: jax.Array
+
+
+class Reader:
+    """Prompts that wait to be read, in their order.
+
+    Args:
+      programs: of the engine.
+      length: places of a slot.
+      together: most rows that are read at once.
+      tokens: about how many are read at a time; a longer prompt is read in parts.
+      prefixes: beginnings that were read before; None: none are kept.
+      adapters: of the engine.
+      whole: of a prefix LM, whose inputs see each other both ways: what is read of a part is not what it is in the whole.
+    """
+
+    def __init__(
+        self,
+        programs: Programs,
+        length: int,
+        together: int,
+        tokens: int,
+        prefixes: PrefixCache | None,
+        adapters: Adapters,
+        whole: bool = False,
+    ):
+        self._programs, self._length, self._together = programs, length, together
+        self._most, self._whole = max(tokens, length) if whole else tokens, whole
+        self.prefixes, self._adapters = None if whole else prefixes, adapters
+        self._waiting: list[Request] = []
+        self._part: tuple[Any, int] | None = None  # of the first of them: its row, and tokens that this has read
+
+    @property
+    def waits(self) -> bool:
+        """Whether there is anything to read."""
+        return bool(self._waiting)
+
+    def add(self, request: Request) -> None:
+        self._waiting.append(request)
+
+    def drop(self, request: Request) -> None:
+        """Forgets a request, if it waits here."""
+        if request in self._waiting:
+            if self._waiting[0] is request:
+                self._part = None
+            self._waiting.remove(request)
+
+    def begin_anew(self, generation: int) -> None:
+        """There are other parameters: what waits is read with them from its first token."""
+        self._part = None
+        for request in self._waiting:
+            request.generation = generation
+            self._was_read(request, 0)
+
+    def read(self, params: Params) -> Iterator[Read]:
+        """Reads about as many tokens as are read at a time; gives the requests of which that was the end."""
+        left = self._most
+        while self._waiting and left > 0:
+            first = self._waiting[0]
+            if self._part is None:
+                self._part = self._read_before(first)
+            if self._part is None and len(first.tokens) <= self._most:
+                group = self._alike(first, left)
+                prompts = _unlike(group)
+                left -= len(prompts) * bucket(len(first.tokens), self._length)
+                yield from self._read_group(params, group, prompts)
+                continue
+            row, known = self._part or (None, 0)
+            tokens = first.tokens[: known + self._most]
+            left -= bucket(len(tokens) - known, self._length)
+            logits, row = self.go_on(params, first, tokens, row, known, len(first.tokens))
+            self._part = row, len(tokens)
+            if len(tokens) == len(first.tokens):
+                self._waiting.pop(0)
+                self._part = None
+                self._keep(first, row)
+                yield Read(first, row, logits)
+
+    def go_on(
+        self, params: Params, request: Request, tokens: Sequence[int], row: Any, known: int, whole: int
+    ) -> tuple[jax.Array, Any]:
+        """Reads the tokens of a request after the first `known`, which `row` has: the logits, and a row with them.
+
+        It has places for `whole` tokens, or more where the row had; None: there was no row.
+        """
+        rest = tokens[known:]
+        size = bucket(len(rest), self._length)
+        batch = self._batch([request], [rest], size)
+        if row is None:
+            return self._programs.begin(params, batch)
+        places = max(bucket(whole, self._length), max(layer["key"].shape[2] for layer in row["layers"]))
+        return self._programs.resume(params, batch, row, places)
+
+    def _read_before(self, request: Request) -> tuple[Any, int] | None:
+        found = self.prefixes.find(request.tokens, request.adapter) if self.prefixes else None
+        if found is None:
+            return None
+        prefix, known = found
+        self._was_read(request, known)
+        return prefix.row | {"lengths": np.array([known], np.int32)}, known
+
+    def _was_read(self, request: Request, known: int) -> None:
+        """So many of its first tokens were read before; of a text that is read again that says nothing of its prompt."""
+        if not request.begun:
+            request.cached_tokens = known
+
+    def _alike(self, first: Request, left: int) -> list[Request]:
+        """Requests to read together with the first that waits; their different prompts are a power of two."""
+        size = bucket(len(first.tokens), self._length)
+        most = max(1, min(self._together, left // size))
+        most = 1 << (most.bit_length() - 1)  # few sizes, so that few programs are compiled
+        group, shared = [first], self.prefixes is not None
+        for request in self._waiting[1:]:
+            if bucket(len(request.tokens), self._length) != size:
+                continue
+            again = any(_same(request, other) for other in group)
+            if not again and shared and (self._shares(request, group) or self._kept(request)):
+                continue  # the beginning need not be read twice
+            if again or len(_unlike(group)) < most:
+                group.append(request)
+        count = len(_unlike(group))
+        kept = _unlike(group)[: 1 << (count.bit_length() - 1)]
+        return [request for request in group if any(_same(request, other) for other in kept)]
+
+    def _shares(self, request: Request, group: list[Request]) -> bool:
+        alike = (other for other in group if other.adapter == request.adapter)
+        return any(2 * common_beginning(request.tokens, other.tokens) >= len(request.tokens) for other in alike)
+
+    def _kept(self, request: Request) -> bool:
+        return self.prefixes.find(request.tokens, request.adapter) is not None
+
+    def _read_group(self, params: Params, group: list[Request], prompts: list[Request]) -> Iterator[Read]:
+        size = bucket(len(group[0].tokens), self._length)
+        batch = self._batch(prompts, [request.tokens for request in prompts], size)
+        logits, rows = self._programs.begin(params, batch)
+        self._waiting = [request for request in self._waiting if request not in group]
+        read: list[tuple[Any, jax.Array]] = []
+        for place, request in enumerate(prompts):
+            row = (rows, logits) if len(prompts) == 1 else self._programs.one((rows, logits), np.int32(place))
+            self._keep(request, row[0])
+            read.append(row)
+        for request in group:
+            place = next(i for i, other in enumerate(prompts) if _same(request, other))
+            if request is not prompts[place]:
+                self._was_read(request, len(request.tokens))
+            yield Read(request, *read[place])
+
+    def _batch(self, requests: Sequence[Request], tokens: Sequence[Sequence[int]], size: int) -> dict[str, Any]:
+        beside = self._adapters.of([request.adapter for request in requests])
+        return batch_of(requests, tokens, size, self._whole) | {"adapters": beside}
+
+    def _keep(self, request: Request, row: Any) -> None:
+        if self.prefixes:
+            self.prefixes.keep(request.tokens, row, request.adapter)
+
+
+def _same(one: Request, other: Request) -> bool:
+    """Whether what is read for one serves the other."""
+    alike = one.encoder is None and other.encoder is None and one.adapter == other.adapter
+    return one is other or (alike and _read(one) == _read(other))
+
+
+def _unlike(group: list[Request]) -> list[Request]:
+    """The first request of each prompt."""
+    return [request for place, request in enumerate(group) if not any(_same(request, o) for o in group[:place])]
+
+
+def _read(request: Request) -> tuple[int, list[int]]:
+    """All that a prefix LM's row depends on; of others the tokens would do."""
+    return request.prompt_tokens, request.tokens
+
+
+def batch_of(requests: Sequence[Request], prompts: Sequence[Sequence[int]], size: int, marked: bool) -> dict[str, Any]:
+    """Rows of tokens of requests, padded to a size, with the encoder's entries of each.
+
+    `marked`: they are the last of all that a request has, and how many of them are its prompt's is said, too.
+    """
+    tokens = np.zeros((len(prompts), size), np.int32)
+    for row, prompt in enumerate(prompts):
+        tokens[row, : len(prompt)] = prompt
+    batch = {"tokens": tokens, "counts": np.array([len(prompt) for prompt in prompts], np.int32)}
+    if requests[0].encoder is not None:
+        entries = [request.encoder for request in requests]
+        batch |= {name: np.concatenate([of[name] for of in entries]) for name in entries[0]}
+    if marked:
+        gone = [len(request.tokens) - len(prompt) for request, prompt in zip(requests, prompts)]
+        left = [max(request.prompt_tokens - before, 0) for request, before in zip(requests, gone)]
+        batch["inputs"] = np.array(left, np.int32)
+    return batch

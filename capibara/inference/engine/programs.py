@@ -1,0 +1,302 @@
+"""The compiled programs of an engine: reading a prompt, giving it a slot, tokens more for every slot."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from capibara import sharding
+from capibara.core import tree
+from capibara.core.types import Params
+from capibara.inference.sampling.sampler import Settings, choose, log_probability
+from capibara.models.api import Beside, Cache, Model, paged, put_rows
+
+State = dict[str, Any]
+"""On the devices, of B slots: `cache`; `tokens` [B], the last of each; `seen` [B, V] bool, the tokens of each text."""
+
+
+class Chosen(NamedTuple):
+    """Tokens [B, T], their log probabilities [B, T] and, where asked for, the likeliest tokens and theirs [B, T, n].
+
+    `drawn` [B, T]: their log probabilities in what they were drawn from, as `choose` gives them. `counts` [B]: how many
+    of the tokens hold, at least one.
+    """
+
+    tokens: jax.Array
+    log_probabilities: jax.Array
+    drawn: jax.Array
+    likeliest: jax.Array
+    their_log_probabilities: jax.Array
+    counts: jax.Array
+
+
+class Sizes(NamedTuple):
+    """What programs are compiled for: so many slots of `length` places in `dtype` (None: the compute dtype).
+
+    An encoder reads `encoder_length` tokens; layers with a window have `spare` places more; a program gives a row at most
+    `steps` tokens. Of `pool` are the pages that slots take as they grow; None: each has all its places.
+    """
+
+    slots: int
+    length: int
+    encoder_length: int | None = None
+    dtype: str | None = None
+    spare: int = 0
+    steps: int = 1
+    pool: paged.Sizes | None = None
+
+
+class Programs(NamedTuple):
+    """Jitted functions; a state that is given to one is gone. `table`: which pages each slot has; None: there are none.
+
+    Attributes:
+      serving: parameters -> what the others take; adapters are merged.
+      start: () -> state in which no slot has read anything.
+      begin: (params, batch of n rows) -> logits [n, V] and the cache of these rows, of as many places as the batch has.
+      resume: (params, batch, row, places) -> the same after more tokens, the row grown to so many places.
+      one: (rows of any tree, place) -> the tree of that row alone.
+      admit: (state, row, logits, slot, settings, index, forced, seen, table, alternatives) -> state with the row in the
+        slot, and its next token.
+      step: (params, state, settings, index, forced, count, table, alternatives, beside) -> state, and every slot's next
+        `count` tokens, at most Sizes.steps; what is forced is the first of them. `beside`: the adapters of the slots, as
+        `adapters` of a batch; None: they have none.
+      verify: (params, state, settings, index, forced, guesses, counts, table, alternatives, beside) -> state, and every
+        slot's next tokens: of its first `counts` guesses those that are right, and one more. What is forced is the first
+        of them.
+      row: (state, slot, table, places) -> the cache of that slot, cut to its first places.
+    """
+
+    serving: Callable[[Params], Params]
+    start: Callable[[], State]
+    begin: Callable[..., tuple[jax.Array, Cache]]
+    resume: Callable[..., tuple[jax.Array, Cache]]
+    one: Callable[..., Any]
+    admit: Callable[..., tuple[State, Chosen]]
+    step: Callable[..., tuple[State, Chosen]]
+    verify: Callable[..., tuple[State, Chosen]]
+    row: Callable[..., Cache]
+
+
+class Same:
+    """A model as a key: models have no hash of their own."""
+
+    def __init__(self, model: Model):
+        self.model = model
+
+    def __hash__(self) -> int:
+        return id(self.model)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and other.model is self.model
+
+
+def mesh_of(params: Params) -> jax.sharding.Mesh | None:
+    """Of parameters that are spread over devices."""
+    sharding = getattr(jax.tree.leaves(params)[0], "sharding", None)
+    return sharding.mesh if isinstance(sharding, jax.sharding.NamedSharding) and sharding.mesh.size > 1 else None
+
+
+def build(
+    model: Model,
+    usable: int,
+    sizes: Sizes,
+    mesh: Mesh | None = None,
+    rules: sharding.Rules = sharding.Rules(),
+) -> Programs:
+    """The programs for a model and `usable` ids of a vocabulary; made once.
+
+    `mesh` is that of parameters which are spread over devices. Slots lie on it as rows of a batch do, keys and values with
+    their heads, by `rules`; every device knows what was chosen.
+    """
+    return _build(Same(model), usable, sizes, mesh, rules)
+
+
+@functools.lru_cache(maxsize=16)
+def _build(same: Same, usable: int, sizes: Sizes, mesh: Mesh | None, rules: sharding.Rules) -> Programs:
+    model, adapted = same.model.plain, same.model
+    known = functools.partial(_known, mesh)
+    empty = functools.partial(
+        model.start_cache, dtype=sizes.dtype, encoder_length=sizes.encoder_length, spare=sizes.spare
+    )
+
+    def begin(params: Params, batch: dict) -> tuple[jax.Array, Cache]:
+        return model.prefill(params, batch, empty(*batch["tokens"].shape))
+
+    def resume(params: Params, batch: dict, row: Cache, places: int) -> tuple[jax.Array, Cache]:
+        return model.resume(params, batch, put_rows(empty(1, places), row, jnp.int32(0)))
+
+    def admit(state, row, logits, slot, settings, index, forced, seen, table, alternatives: int):
+        chosen = _pick(logits, usable, settings, index, forced, seen, alternatives)
+        token = chosen.tokens[0, 0]
+        new = {
+            "cache": paged.put_row(state["cache"], row, slot, table),
+            "tokens": state["tokens"].at[slot].set(token),
+            "seen": state["seen"].at[slot].set(seen[0].at[token].set(True)),
+        }
+        return _laid_out(new), known(chosen)
+
+    def step(params, state, settings, index, forced, count, table, alternatives: int, beside: Beside | None = None):
+        def next_of(state: State, done: jax.Array) -> tuple[State, Chosen]:
+            weights, put = _as_they_are(params, sizes, done), jnp.where(done == 0, forced, -1)
+            return _next(model, usable, weights, state, settings, index + done, put, table, alternatives, beside)
+
+        if sizes.steps == 1:
+            state, chosen = next_of(state, jnp.int32(0))
+        else:
+            state, chosen = _repeated(next_of, state, count, sizes, alternatives)
+        return _laid_out(state), known(chosen)
+
+    def verify(params, state, settings, index, forced, guesses, counts, table, alternatives: int, beside=None):
+        state = state | {"cache": paged.with_table(state["cache"], table)}
+        given = (settings, index, forced, guesses, counts, alternatives, beside)
+        new, chosen = _verify(model, usable, params, state, *given)
+        return _laid_out(new | {"cache": paged.without_table(new["cache"])}), known(chosen)
+
+    def start() -> State:
+        return _laid_out(_nothing_read(model.config.vocab_size, sizes, empty))
+
+    def serving(params: Params) -> Params:
+        return model.serving(adapted.merge(params))
+
+    jit = functools.partial(on_mesh, mesh, rules)
+    return Programs(
+        serving=jit(serving),
+        start=jit(start),
+        begin=jit(begin),
+        resume=jit(resume, static_argnums=3),
+        one=jit(_one),
+        admit=jit(admit, donate_argnums=0, static_argnums=9),
+        step=jit(step, donate_argnums=1, static_argnums=7),
+        verify=jit(verify, donate_argnums=1, static_argnums=8),
+        row=jit(_row, static_argnums=3),
+    )
+
+
+def on_mesh(mesh: Mesh | None, rules: sharding.Rules, program: Callable, **options: Any) -> Callable:
+    """Lowered with the mesh active: kernels are then partitioned by hand, which the compiler does not do."""
+
+    @functools.wraps(program)
+    def active(*args: Any) -> Any:
+        with sharding.activate(mesh, rules) if mesh else contextlib.nullcontext():
+            return program(*args)
+
+    return jax.jit(active, **options)
+
+
+def _known(mesh: Mesh | None, chosen: Chosen) -> Chosen:
+    """What was chosen, on every device."""
+    return jax.lax.with_sharding_constraint(chosen, NamedSharding(mesh, PartitionSpec())) if mesh else chosen
+
+
+def _row(state: State, slot: jax.Array, table: jax.Array | None, places: int) -> Cache:
+    return paged.row(state["cache"], slot, places, table)
+
+
+def _one(rows: Any, place: jax.Array) -> Any:
+    return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, place, 1), rows)
+
+
+def _laid_out(state: State) -> State:
+    """The state as it lies on the active mesh, if there is one."""
+    return _constrained(state, state_axes(state))
+
+
+def state_axes(state: State) -> Any:
+    """The logical axes of every array of a state."""
+    return {"cache": paged.axes(state["cache"]), "tokens": ("batch",), "seen": ("batch", "act_vocab")}
+
+
+def _constrained(arrays: Any, axes: Any) -> Any:
+    return jax.tree.map(lambda names, x: sharding.constrain(x, names), axes, arrays, is_leaf=tree.is_axes)
+
+
+def _next(model, usable: int, params, state: State, settings, index_B, forced_B, table, alternatives: int, adapters):
+    """State, and the next token of every row."""
+    logits, cache = model.decode(params, state["tokens"], paged.with_table(state["cache"], table), adapters)
+    chosen = _pick(logits, usable, settings, index_B, forced_B, state["seen"], alternatives)
+    tokens_B = chosen.tokens[:, 0]
+    new = {"cache": paged.without_table(cache), "tokens": tokens_B, "seen": _with_seen(state["seen"], tokens_B)}
+    return new, chosen
+
+
+def _as_they_are(params: Params, sizes: Sizes, turn: jax.Array) -> Params:
+    """The parameters for one turn of a loop: XLA does not convert or dequantise all of them in front of it, held twice."""
+    if sizes.steps == 1 or all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(params)):
+        return params  # no loop; or nothing that a CPU would convert, which decodes faster so
+    return jax.lax.optimization_barrier((params, turn))[0]
+
+
+def _repeated(next_of: Callable, state: State, count: jax.Array, sizes: Sizes, alternatives: int):
+    """State and tokens of `next_of` (state, tokens before) so often; the count is not compiled in."""
+
+    def more(done: jax.Array, so_far: tuple[State, Chosen]) -> tuple[State, Chosen]:
+        state, chosen = so_far
+        state, one = next_of(state, done)
+        place = lambda all_, new: jax.lax.dynamic_update_slice_in_dim(all_, new, done, axis=1)  # noqa: E731
+        return state, Chosen(*map(place, chosen[:-1], one[:-1]), chosen.counts + 1)
+
+    B, T, n = sizes.slots, sizes.steps, min(alternatives, state["seen"].shape[1])
+    of_tokens = jnp.zeros((B, T), jnp.int32), jnp.zeros((B, T)), jnp.zeros((B, T))
+    of_alternatives = jnp.zeros((B, T, n), jnp.int32), jnp.zeros((B, T, n))
+    nothing = Chosen(*of_tokens, *of_alternatives, counts=jnp.zeros(B, jnp.int32))
+    return jax.lax.fori_loop(0, count, more, (state, nothing))
+
+
+def _nothing_read(vocab_size: int, sizes: Sizes, empty: Callable[[int, int], Cache]) -> State:
+    """A state, of caches that `empty` gives."""
+    B, rows = sizes.slots, lambda: empty(sizes.slots, sizes.length)
+    kept = rows() if sizes.pool is None else paged.empty(jax.eval_shape(rows), sizes.length, sizes.pool)
+    return {"cache": kept, "tokens": jnp.zeros(B, jnp.int32), "seen": jnp.zeros((B, vocab_size), bool)}
+
+
+def _pick(logits_BV, usable: int, settings: Settings, index_B, forced_B, seen_BV, alternatives: int) -> Chosen:
+    """The next token of every row."""
+    logits_BV = jnp.where(jnp.arange(logits_BV.shape[-1]) < usable, logits_BV, -jnp.inf)
+    tokens_B, drawn_B = choose(logits_BV, settings, index_B, seen_BV)
+    tokens_B, drawn_B = jnp.where(forced_B >= 0, forced_B, tokens_B), jnp.where(forced_B >= 0, 0.0, drawn_B)
+    likeliest = jax.lax.top_k(logits_BV, min(alternatives, logits_BV.shape[-1]))
+    normaliser_B1 = jax.nn.logsumexp(logits_BV, axis=-1, keepdims=True)
+    log_probability_B = log_probability(logits_BV, tokens_B)
+    counts_B = jnp.ones_like(tokens_B)
+    of_one = (tokens_B, log_probability_B, drawn_B, likeliest[1], likeliest[0] - normaliser_B1)
+    return Chosen(*(x[:, None] for x in of_one), counts_B)
+
+
+def _with_seen(seen_BV: jax.Array, tokens_B: jax.Array) -> jax.Array:
+    return seen_BV.at[jnp.arange(len(tokens_B), dtype=jnp.int32), tokens_B].set(True)
+
+
+def _verify(model, usable, params, state, settings, index_B, forced_B, guesses, counts_B, alternatives, adapters):
+    """Reads the guesses as if they were right, and chooses a token after each: those hold until a guess is wrong."""
+    B, T = len(forced_B), 1 + guesses.shape[1]
+    forced_BT = jnp.pad(forced_B[:, None], ((0, 0), (0, T - 1)), constant_values=-1)
+    given_BT = jnp.concatenate([state["tokens"][:, None], guesses], axis=1)
+    read = {"tokens": given_BT, "counts": counts_B + 1, "adapters": adapters}
+    logits_BTV, cache = model.extend(params, read, state["cache"])
+    seen = [state["seen"]]
+    for place in range(T - 1):
+        seen.append(_with_seen(seen[-1], guesses[:, place]))
+    seen_BTV = jnp.stack(seen, axis=1)
+    index_BT = index_B[:, None] + jnp.arange(T, dtype=jnp.int32)
+    of_tokens = Settings(*(jnp.repeat(jnp.asarray(x), T, axis=0) for x in settings))
+    together = [x.reshape(B * T, *x.shape[2:]) for x in (logits_BTV, index_BT, forced_BT, seen_BTV)]
+    logits, index, forced, seen = together
+    chosen = _pick(logits, usable, of_tokens, index, forced, seen, alternatives)
+    *of_one, _ = (x.reshape(B, T, *x.shape[2:]) if x.ndim > 1 else x for x in chosen)
+    tokens_BT = of_one[0]
+    right = (tokens_BT[:, :-1] == guesses) & (jnp.arange(T - 1, dtype=jnp.int32) < counts_B[:, None])
+    accepted_B = jnp.sum(jnp.cumprod(right.astype(jnp.int32), axis=1), axis=1)
+    at_end = lambda x: jnp.take_along_axis(x, accepted_B.reshape(B, *(1,) * (x.ndim - 1)), axis=1)[:, 0]  # noqa: E731
+    tokens_B = at_end(tokens_BT)
+    new = {
+        "cache": cache | {"lengths": state["cache"]["lengths"] + 1 + accepted_B},
+        "tokens": tokens_B,
+        "seen": _with_seen(at_end(seen_BTV), tokens_B),
+    }
+    return new, Chosen(*of_one, accepted_B + 1)

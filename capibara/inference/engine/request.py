@@ -1,0 +1,136 @@
+"""One request on its way through an engine: its tokens, its text, and what is forced into it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from capibara.core.types import Batch
+from capibara.data.tokenizers.vocabulary import Vocabulary
+from capibara.inference.engine.orders import Asked
+from capibara.inference.engine.speculative import Drafter
+from capibara.inference.engine.stream import Finish, Piece, Stream
+from capibara.inference.sampling.sampling import Sampling
+from capibara.inference.sampling.text import TextStream
+
+LIKELIEST = 20  # most tokens that a piece may name
+
+
+class Request:
+    """A prompt and the text after it, of which the engine may have begun more tokens than have come back.
+
+    Attributes:
+      tokens: of the prompt and, as they come back, of the text.
+      prompt_tokens: how many are the prompt's.
+      limit: most tokens of the text.
+      likeliest: how many of the likeliest tokens each piece names.
+      encoder: what an encoder reads, as entries of a batch.
+      begun: tokens of the text that the devices were asked for.
+      received: those that have come back.
+      forced: index in the text -> token that is put there.
+      cached_tokens: tokens of the prompt that were read before.
+      number: of requests, in the order in which they came.
+      slot: that it has; None: none.
+      written: whether its row is in that slot; else it is being read.
+      generation: of the parameters that its row was begun with.
+      row: its row's cache, copied for later prompts that begin so, and how many tokens that has read.
+      drafter: guesses its next tokens; None: nobody asked yet.
+      asked: what was asked for, for other processes to ask the same.
+      adapter: the number of the adapter that its row is read with; 0: none.
+      cancelled: whether its engine has dropped it because nobody wants it.
+      finished: whether its stream has ended.
+      ends: ids that end its text.
+    """
+
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        vocabulary: Vocabulary,
+        stream: Stream,
+        *,
+        limit: int,
+        ends: Sequence[int],
+        likeliest: int = 0,
+        encoder: Batch | None = None,
+        names: Mapping[int, bytes] | None = None,
+        asked: Asked,
+        adapter: int = 0,
+    ):
+        self.tokens, self.prompt_tokens = list(prompt), len(prompt)
+        self.sampling, self.stream, self.limit, self.likeliest = sampling, stream, limit, likeliest
+        self.encoder, self.asked, self.adapter = encoder, asked, adapter
+        self.begun = self.received = self.cached_tokens = self.generation = self.number = 0
+        self.forced: dict[int, int] = {}
+        self.slot: int | None = None
+        self.written = False
+        self.row: tuple[Any, int] | None = None
+        self.drafter: Drafter | None = None
+        self.cancelled = self.finished = False
+        self.ends = frozenset(ends)
+        self._of_text = vocabulary, sampling.stop, names
+        self._text = self.text_stream()
+        self._tags = ([], [])
+        if sampling.thinking_tokens is not None:
+            self._tags = tuple(vocabulary.encode(tag) for tag in sampling.thinking_tags)
+            self._thinks = False
+            if self._open_in_prompt():
+                self._think(0)
+
+    def text_stream(self) -> TextStream:
+        """For a text of its tokens."""
+        return TextStream(*self._of_text)
+
+    @property
+    def places(self) -> int:
+        """Of its row: tokens that have to be read before the next one is chosen."""
+        return self.prompt_tokens + self.begun
+
+    def receive(
+        self, token: int, log_probability: float, drawn: float, likeliest: tuple[tuple[int, float], ...]
+    ) -> None:
+        """Takes the next token of the text, and ends it where that is the last."""
+        if self.finished:
+            return
+        if token in self.ends:
+            self.finish(Finish.STOP, token, drawn)
+            return
+        self.tokens.append(token)
+        self.received += 1
+        self.stream.put(Piece(self._text.feed(token), token, log_probability, likeliest, drawn))
+        if self._text.stopped:
+            self.finish(Finish.STOP)
+        elif self.received == self.limit:
+            self.finish(Finish.LENGTH)
+        elif self.sampling.thinking_tokens is not None:
+            self._follow_thought()
+
+    def finish(self, why: Finish, end: int | None = None, drawn: float = 0.0) -> None:
+        """Ends the stream; `end`: the token that ended the text, `drawn` with this log-probability."""
+        self.finished = True
+        if rest := self._text.close():
+            self.stream.put(Piece(rest, None))
+        self.stream.end(why, self.prompt_tokens, self.cached_tokens, end, drawn)
+
+    def _open_in_prompt(self) -> bool:
+        opened, closed = (_last(self.tokens, tag) for tag in self._tags)
+        return opened > closed
+
+    def _follow_thought(self) -> None:
+        opened, closed = self._tags
+        if not self._thinks and self.tokens[-len(opened) :] == opened:
+            self._think(self.received)
+        elif self._thinks and self.tokens[-len(closed) :] == closed:
+            self._thinks, self.forced = False, {}
+
+    def _think(self, first: int) -> None:
+        """A thought begins at this index of the text."""
+        self._thinks = True
+        end = first + self.sampling.thinking_tokens
+        self.forced = {end + i: token for i, token in enumerate(self._tags[1])}
+
+
+def _last(tokens: list[int], part: list[int]) -> int:
+    """Where the last occurrence of `part` begins; -1: nowhere."""
+    places = range(len(tokens) - len(part), -1, -1)
+    return next((i for i in places if tokens[i : i + len(part)] == part), -1)

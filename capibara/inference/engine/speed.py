@@ -1,0 +1,80 @@
+"""How fast an engine is: tokens read and written a second, and how long a user waits."""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import numpy as np
+
+from capibara.core.types import UserError
+from capibara.inference.engine.engine import Engine
+from capibara.inference.sampling.sampling import Sampling
+
+_READINGS = 5
+
+
+def measure(
+    engine: Engine, sampling: Sampling, prompt_tokens: int, vocab_size: int, adapter: str | None = None
+) -> dict[str, float]:
+    """Times the engine on prompts of random tokens; nobody else may use it meanwhile.
+
+    Args:
+      engine: without a thread of its own.
+      sampling: of all requests.
+      prompt_tokens: of each prompt.
+      vocab_size: ids to draw from.
+      adapter: of the engine, with which all are read; None: the model alone.
+
+    Returns:
+      `prefill_tokens_per_s` of one prompt; `decode_tokens_per_s` of one row alone and `_all_slots` of as many as there
+      are slots; percentiles of the milliseconds to a first token (all slots asked at once) and between tokens, of each
+      text the mean, as some come together; where the engine guesses tokens, how many percent of the guesses were right.
+
+    Raises:
+      UserError: texts are searched for.
+    """
+    if sampling.beams is not None:
+        raise UserError(
+            "--benchmark times tokens one after the other, and Sampling.beams is set: leave one of both out"
+        )
+    random = np.random.default_rng(0)
+
+    def prompt() -> list[int]:
+        return random.integers(0, vocab_size, prompt_tokens).tolist()
+
+    def together(count: int) -> list:
+        streams = [engine.submit(prompt(), sampling, adapter=adapter) for _ in range(count)]
+        return [stream.result() for stream in streams]
+
+    together(engine.slots)  # compiles
+    readings = []
+    for _ in range(_READINGS):
+        began = time.monotonic()
+        next(iter(stream := engine.submit(prompt(), sampling, adapter=adapter)), None)
+        readings.append(time.monotonic() - began)
+        stream.cancel()
+        stream.result()
+    [alone] = together(1)
+    everyone = together(engine.slots)
+    first_ms = [1e3 * completion.waited_s for completion in everyone]
+    between_ms = [1e3 * between for completion in everyone if (between := _between_tokens(completion))]
+    found = {
+        "prefill_tokens_per_s": prompt_tokens / statistics.median(readings),
+        "decode_tokens_per_s": 1 / between if (between := _between_tokens(alone)) else 0.0,
+    }
+    times = [piece.at_s for completion in everyone for piece in completion.pieces]
+    began = max(completion.pieces[0].at_s for completion in everyone if completion.pieces)
+    found["decode_tokens_per_s_all_slots"] = sum(at > began for at in times) / max(max(times) - began, 1e-9)
+    for name, values in (("first_token_ms", first_ms), ("between_tokens_ms", between_ms)):
+        for percent in (50, 90, 99):
+            found[f"{name}_p{percent}"] = float(np.percentile(values, percent)) if values else 0.0
+    if engine.statistics.drafted:
+        found["guesses_right_percent"] = 100 * engine.statistics.acceptance
+    return found
+
+
+def _between_tokens(completion) -> float:
+    """Mean seconds from a token of a text to the next; 0: it has no two."""
+    times = [piece.at_s for piece in completion.pieces if piece.token is not None]
+    return (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else 0.0

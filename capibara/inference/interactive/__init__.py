@@ -1,0 +1,1 @@
+"""Files of prompts and conversations in a terminal."""

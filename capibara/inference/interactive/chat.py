@@ -1,0 +1,95 @@
+"""A conversation as a model that was trained on some reads it, and where its answer ends."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import sys
+
+import numpy as np
+
+from capibara import config
+from capibara.core.types import UserError
+from capibara.data.chat.conversations import TrainOn, render_example
+from capibara.data.chat.formats import Conversation
+from capibara.data.chat.template import ChatTemplate, TemplateFails
+from capibara.data.dataset import Dataset
+from capibara.data.tokenizers.vocabulary import TokenizerJsonVocabulary, Vocabulary
+
+
+@dataclasses.dataclass(frozen=True)
+class Chat:
+    """A tokenizer with its chat template."""
+
+    vocabulary: Vocabulary
+    template: ChatTemplate
+
+    def ids(self, turn: str) -> list[int]:
+        """The prompt for an answer to a user's turn; where the turn spells a special token it has its letters."""
+        return self.ids_after(Conversation([{"role": "user", "content": turn}]), "the prompt")
+
+    def ids_after(self, conversation: Conversation, where: str) -> list[int]:
+        """The prompt for the answer that follows a conversation; `where` names it in errors.
+
+        Raises:
+          UserError: the template refuses it.
+        """
+        return self.ids_of(self.text_after(conversation, where))
+
+    def text_after(self, conversation: Conversation, where: str) -> str:
+        """The text of that prompt.
+
+        Raises:
+          UserError: the template refuses it.
+        """
+        return self.template.render(conversation, where, add_generation_prompt=True).text
+
+    def ids_of(self, text: str) -> list[int]:
+        """The ids of such a text."""
+        return self.vocabulary.encode_rendered(text)[0].tolist()
+
+    @functools.cached_property
+    def ends(self) -> tuple[int, ...]:
+        """The special tokens with which the template ends an answer; models have an end token besides, or the same."""
+        said = Conversation([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}])
+        with contextlib.suppress(UserError):  # a template that answers cannot be told in: there is the end token
+            example = render_example(self.template, said, TrainOn.ASSISTANT, "an answer")
+            ids, offsets = self.vocabulary.encode_rendered(example.text)
+            begin, end = example.loss[-1]
+            inside = ids[(offsets[:, 1] > begin) & (offsets[:, 0] < end)]
+            return tuple(int(i) for i in np.unique(inside) if not self.vocabulary.bytes_of([i]))
+        return ()
+
+
+def of_served(dataset: Dataset) -> Chat | None:
+    """As `of_run`; None, with a line on standard error, where there is none that can be used: there are completions alone."""
+    try:
+        talk = of_run(dataset)
+        talk.ids("Hello")
+    except TemplateFails as error:
+        if error.is_bound:
+            print(f"warning: no chat: {error}", file=sys.stderr, flush=True)
+            return None
+    except UserError as error:
+        print(f"warning: no chat: {error}", file=sys.stderr, flush=True)
+        return None
+    return talk
+
+
+def of_run(dataset: Dataset, asked: str = "--chat") -> Chat:
+    """With the template that a run was trained with, or that beside its tokenizer; `asked`: by what, for errors.
+
+    Raises:
+      UserError: the run has none.
+    """
+    vocabulary, template = dataset.get_vocabulary(), getattr(dataset.source, "template", None)
+    if template is not None:
+        return Chat(vocabulary, template)
+    if not isinstance(vocabulary, TokenizerJsonVocabulary):
+        raise UserError(
+            f"{asked} needs a tokenizer with a chat template, and Dataset.vocabulary is {type(vocabulary).__name__}: leave "
+            "that out, or use a model whose tokenizer has one"
+        )
+    given = {} if config.is_bound("ChatTemplate.tokenizer") else {"tokenizer": vocabulary.folder}
+    return Chat(vocabulary, config.build(ChatTemplate, **given))

@@ -1,0 +1,253 @@
+"""Beam search as T5X's `decoding.beam_search`: K texts of each prompt are followed at a time, and K that ended are kept.
+
+Every step takes the candidates of highest log probability of all K x V: twice K, so that K go on though K end. Those that
+end are ranked by their log probability over a penalty of brevity, ((5 + tokens) / 6) ** alpha. A prompt's search ends
+where nothing that goes on can be better than the K that have ended, whatever the other prompts of its batch do.
+
+The texts of a prompt are neighbouring rows of one cache, whose rows a step puts in the order of those that go on.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from capibara import sharding
+from capibara.core import tree
+from capibara.core.types import Batch, Params
+from capibara.inference.engine.programs import Same, on_mesh
+from capibara.models import api
+from capibara.models.api import Cache, Model
+from capibara.sharding import Rules
+
+NEVER = -1e7  # T5X's log probability of what must not be chosen: finite
+_STEPS = 64  # of a program: then the host sees whether anything is left to do
+
+State = dict[str, Any]
+"""On the devices, of B prompts with K texts each, T tokens at most: `cache` of B * K rows; `last` [B, K], `texts` and
+`log_p` of those that go on, [B, K, T] and [B, K], the likeliest last; `ended_texts`, `scores` and `ended` (whether there is
+such a text) of those that have ended; `steps`, `done`, `limits` and `before` [B]; `ends` [B, E]."""
+
+
+class Sizes(NamedTuple):
+    """What programs are compiled for: K texts a prompt, of at most `tokens`, in rows of `places` of `dtype`."""
+
+    num_decodes: int
+    tokens: int
+    places: int
+    encoder_length: int | None = None
+    dtype: str | None = None
+
+
+class Asked(NamedTuple):
+    """Of B prompts: `limits` [B] tokens of a text, 0: no prompt; `before` [B] tokens that count as its own in its length;
+    `ends` [B, E] ids that end it, -1: none; `alpha` and `min_log_prob` as of BeamSearch."""
+
+    limits: np.ndarray
+    before: np.ndarray
+    ends: np.ndarray
+    alpha: np.ndarray
+    min_log_prob: np.ndarray
+
+
+class Found(NamedTuple):
+    """Of B prompts, the best last: `texts` [B, K, T], 0 after their ends; `scores` [B, K]; whether there is such a text
+    [B, K]; `steps` [B]: how many tokens the search has given."""
+
+    texts: jax.Array
+    scores: jax.Array
+    there: jax.Array
+    steps: jax.Array
+
+
+class Programs(NamedTuple):
+    """Jitted functions; a state that is given to one is gone.
+
+    Attributes:
+      begin: (params, batch of B prompts, Asked) -> state with the first token of each text, and whether all is done.
+      advance: (params, state, Asked, most) -> the same after at most so many tokens more.
+      found: state -> Found, on every device.
+    """
+
+    begin: Callable[[Params, Batch, Asked], tuple[State, jax.Array]]
+    advance: Callable[[Params, State, Asked, Any], tuple[State, jax.Array]]
+    found: Callable[[State], Found]
+
+
+def build(model: Model, usable: int, sizes: Sizes, mesh: Mesh | None = None, rules: Rules = Rules()) -> Programs:
+    """The programs for a model and `usable` ids of a vocabulary; made once. `mesh`, `rules`: as of an engine's."""
+    return _build(Same(model), usable, sizes, mesh, rules)
+
+
+@functools.lru_cache(maxsize=16)
+def _build(same: Same, usable: int, sizes: Sizes, mesh: Mesh | None, rules: Rules) -> Programs:
+    model, K = same.model.plain, sizes.num_decodes
+
+    def known(x: Any) -> Any:
+        """On every device: the host of every process looks at it."""
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec())) if mesh else x
+
+    def begin(params: Params, batch: Batch, asked: Asked) -> tuple[State, jax.Array]:
+        rows = len(batch["tokens"])
+        empty = model.start_cache(rows, sizes.places, dtype=sizes.dtype, encoder_length=sizes.encoder_length)
+        logits, cache = model.prefill(params, batch, empty)
+        state = _nothing_found(rows, sizes, asked) | {"cache": jax.tree.map(lambda x: jnp.repeat(x, K, axis=0), cache)}
+        state = _laid_out(_chosen(jnp.repeat(logits, K, axis=0), usable, state, asked))
+        return state, known(jnp.all(state["done"]))
+
+    def advance(params: Params, state: State, asked: Asked, most: jax.Array) -> tuple[State, jax.Array]:
+        def one(carried: tuple[State, jax.Array]) -> tuple[State, jax.Array]:
+            state, made = carried
+            logits, cache = model.decode(params, state["last"].reshape(-1), state["cache"])
+            return _laid_out(_chosen(logits, usable, state | {"cache": cache}, asked)), made + 1
+
+        def goes_on(carried: tuple[State, jax.Array]) -> jax.Array:
+            return ~jnp.all(carried[0]["done"]) & (carried[1] < most)
+
+        state, _ = jax.lax.while_loop(goes_on, one, (state, jnp.int32(0)))
+        return state, known(jnp.all(state["done"]))
+
+    def found(state: State) -> Found:
+        any_B1 = jnp.any(state["ended"], axis=1, keepdims=True)
+        texts = jnp.where(any_B1[..., None], state["ended_texts"], state["texts"])
+        scores = jnp.where(any_B1, state["scores"], state["log_p"])
+        there = jnp.where(any_B1, state["ended"], state["log_p"] > NEVER / 2)
+        return known(Found(texts, scores, there, state["steps"]))
+
+    jit = functools.partial(on_mesh, mesh, rules)
+    return Programs(begin=jit(begin), advance=jit(advance, donate_argnums=1), found=jit(found))
+
+
+def search(programs: Programs, params: Params, batch: Batch, asked: Asked) -> Found:
+    """Searches to the end: what is found, on the host.
+
+    Args:
+      programs: of `build`.
+      params: as `Model.serving` gives them.
+      batch: prompts, as `Model.prefill` takes them.
+      asked: of the prompts.
+    """
+    state, done = programs.begin(params, batch, asked)
+    while not bool(done):
+        state, done = programs.advance(params, state, asked, np.int32(_STEPS))
+    return jax.device_get(programs.found(state))
+
+
+def asked_of(
+    limits: Sequence[int], before: Sequence[int], ends: Sequence[Sequence[int]], alpha: float, min_log_prob: float
+) -> Asked:
+    """Of lists, one entry a prompt."""
+    longest = max(map(len, ends))
+    rows = [[*own, *[-1] * (longest - len(own))] for own in ends]
+    ints, floats = functools.partial(np.asarray, dtype=np.int32), functools.partial(np.asarray, dtype=np.float32)
+    return Asked(ints(limits), ints(before), ints(rows), floats(alpha), floats(min_log_prob))
+
+
+def _laid_out(state: State) -> State:
+    """On the active mesh prompts lie as rows of a batch do, each with all its texts, keys and values with their heads."""
+    B, K = state["last"].shape
+
+    def of_cache(axes: tuple[str | None, ...], x: jax.Array) -> jax.Array:
+        apart = x.reshape(B, K, *x.shape[1:])
+        return sharding.constrain(apart, (axes[0], None, *axes[1:])).reshape(x.shape)
+
+    cache = jax.tree.map(of_cache, api.paged.axes(state["cache"]), state["cache"], is_leaf=tree.is_axes)
+    names = lambda x: ("batch",) + (None,) * (x.ndim - 1)  # noqa: E731
+    rest = {name: sharding.constrain(x, names(x)) for name, x in state.items() if name != "cache"}
+    return rest | {"cache": cache}
+
+
+def _nothing_found(rows: int, sizes: Sizes, asked: Asked) -> State:
+    B, K, T = rows, sizes.num_decodes, sizes.tokens
+    first_K = jnp.where(jnp.arange(K) == 0, 0.0, NEVER).astype(jnp.float32)  # the texts of a prompt are still the same
+    nothing = jnp.zeros((B, K, T), jnp.int32)
+    return {
+        "last": jnp.zeros((B, K), jnp.int32),
+        "texts": nothing,
+        "log_p": jnp.broadcast_to(first_K, (B, K)),
+        "ended_texts": nothing,
+        "scores": jnp.full((B, K), NEVER, jnp.float32),
+        "ended": jnp.zeros((B, K), bool),
+        "steps": jnp.zeros(B, jnp.int32),
+        "done": jnp.asarray(asked.limits) <= 0,
+    }
+
+
+def _penalty(alpha: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Of brevity."""
+    return ((5.0 + tokens.astype(jnp.float32)) / 6.0) ** alpha
+
+
+def _chosen(logits: jax.Array, usable: int, state: State, asked: Asked) -> State:
+    """The state with one token more of each text, whose `logits` [B * K, V] follow its last; done prompts stay as they are."""
+    (B, K, T), E = state["texts"].shape, asked.ends.shape[1]
+    totals, parents, tokens = _candidates(logits, usable, state["log_p"], (1 + E) * K)
+    steps_B, before_B = state["steps"], jnp.asarray(asked.before)
+    texts = _taken(state["texts"], parents)
+    texts = jnp.where(jnp.arange(T) == steps_B[:, None, None], tokens[..., None], texts)
+    ended = jnp.any(tokens[..., None] == jnp.asarray(asked.ends)[:, None], axis=-1)
+
+    go_on = totals + jnp.where(ended, NEVER, 0.0)
+    order = jnp.flip(jax.lax.top_k(go_on, K)[1], axis=1)
+    scores = totals / _penalty(asked.alpha, before_B + steps_B + 1)[:, None] + jnp.where(ended, 0.0, NEVER)
+    all_scores = jnp.concatenate([state["scores"], scores], axis=1)
+    best = jnp.flip(jax.lax.top_k(all_scores, K)[1], axis=1)
+    new = {
+        "last": _taken(tokens, order),
+        "texts": _taken(texts, order),
+        "log_p": _taken(go_on, order),
+        "ended_texts": _taken(jnp.concatenate([state["ended_texts"], texts], axis=1), best),
+        "scores": _taken(all_scores, best),
+        "ended": _taken(jnp.concatenate([state["ended"], ended], axis=1), best),
+        "steps": steps_B + 1,
+    }
+    new["done"] = _done(new, asked)
+    done_B = state["done"]
+    kept = {n: jnp.where(done_B.reshape(B, *(1,) * (x.ndim - 1)), state[n], x) for n, x in new.items()}
+    return kept | {"cache": _reordered(state["cache"], _taken(parents, order))}
+
+
+def _candidates(logits, usable: int, log_p_BK, count: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The `count` likeliest texts of one token more, [B, count]: log probability, whose they are, and their new tokens."""
+    (B, K), V = log_p_BK.shape, logits.shape[-1]
+    log_p = sharding.constrain(jax.nn.log_softmax(logits), ("batch", None))
+    log_p = jnp.where(jnp.arange(V) < usable, log_p, -jnp.inf) + log_p_BK.reshape(-1, 1)
+    each = min(count, V)  # the likeliest of all are among the likeliest of each
+    best, tokens = (x.reshape(B, K * each) for x in jax.lax.top_k(log_p, each))
+    totals, at = jax.lax.top_k(best, min(count, K * each))
+    return totals, at // each, _taken(tokens, at).astype(jnp.int32)
+
+
+def _done(state: State, asked: Asked) -> jax.Array:
+    """[B]: whether nothing better can come, or no more may."""
+    limits, steps_B = jnp.asarray(asked.limits), state["steps"]
+    # No text is longer, and none gets likelier.
+    penalty_B1 = _penalty(asked.alpha, jnp.asarray(asked.before) + limits + 1)[:, None]
+    best_B1 = state["log_p"][:, -1:] / penalty_B1
+    worst = jnp.where(state["ended"], jnp.min(state["scores"], axis=1, keepdims=True), NEVER)
+    unlikely_B = jnp.all(best_B1 < asked.min_log_prob / penalty_B1, axis=1)
+    return (steps_B >= limits) | jnp.all(worst > best_B1, axis=1) | unlikely_B
+
+
+def _taken(x_BN: jax.Array, index_BM: jax.Array) -> jax.Array:
+    """Of each prompt's entries those of an index, [B, M, ...]."""
+    return jnp.take_along_axis(x_BN, index_BM.reshape(*index_BM.shape, *(1,) * (x_BN.ndim - 2)), axis=1)
+
+
+def _reordered(cache: Cache, parents_BK: jax.Array) -> Cache:
+    """The cache with the rows of those that go on; what all texts of a prompt share stays."""
+    B, K = parents_BK.shape
+
+    def moved(x: jax.Array) -> jax.Array:
+        return _taken(x.reshape(B, K, *x.shape[1:]), parents_BK).reshape(x.shape)
+
+    def of_layer(layer: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        return {name: x if name.startswith("cross_") else moved(x) for name, x in layer.items()}
+
+    return cache | {"layers": tuple(map(of_layer, cache["layers"]))}

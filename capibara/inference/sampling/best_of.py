@@ -1,0 +1,64 @@
+"""Several texts of one prompt, each drawn by a seed of its own, and the likeliest of them, as T5X's `temperature_sample`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from capibara.inference.engine.stream import Completion, Decode, Item, Piece, Stream
+from capibara.inference.sampling.sampling import Sampling
+
+
+def samplings(sampling: Sampling) -> list[Sampling]:
+    """Of each text alone; no two seeds give seeds that are alike."""
+
+    def seed(number: int) -> int:
+        return int(np.random.SeedSequence((sampling.seed + 2**63, number)).generate_state(1, np.uint64)[0] >> 1)
+
+    one = dataclasses.replace(sampling, num_decodes=1, num_return=1)
+    return [dataclasses.replace(one, seed=seed(number)) for number in range(sampling.num_decodes)]
+
+
+class BestOf(Stream):
+    """The likeliest of texts that others are given, once all of them are there.
+
+    Args:
+      drive: as of `Stream`.
+      sampling: of them together.
+      texts: of each.
+    """
+
+    def __init__(self, drive: Callable[[], bool], sampling: Sampling, texts: Sequence[Stream]):
+        super().__init__(drive)
+        self._sampling, self._texts = sampling, texts
+        self._found: dict[int, Completion] = {}
+        for number, text in enumerate(texts):
+            text.forward(lambda item, number=number: self._take(number, item))
+
+    def cancel(self) -> None:
+        super().cancel()
+        for text in self._texts:
+            text.cancel()
+
+    def _take(self, number: int, item: Item) -> None:
+        if isinstance(item, Piece):
+            return
+        if isinstance(item, BaseException):
+            self.fail(item)
+            return
+        self._found[number] = item
+        if len(self._found) == len(self._texts):
+            self._choose()
+
+    def _choose(self) -> None:
+        each = [self._found[number] for number in range(len(self._texts))]
+        scores = [sum(one.drawn) + one.end_drawn for one in each]
+        order = sorted(range(len(each)), key=scores.__getitem__)
+        best = each[order[-1]]
+        for piece in best.pieces:
+            self.put(piece)
+        decodes = [Decode(each[i].text, tuple(each[i].tokens), scores[i], each[i].finish) for i in order]
+        kept = tuple(decodes[-self._sampling.num_return :])
+        self.end(best.finish, best.prompt_tokens, best.cached_tokens, best.end, best.end_drawn, kept)

@@ -1,0 +1,116 @@
+"""Continues or answers one text after the other: what a training run shows of its model, and `infer`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+
+import jax
+
+from capibara.config import configurable
+from capibara.core.types import Params
+from capibara.data.tokenizers.vocabulary import Vocabulary
+from capibara.inference.engine import own_chips
+from capibara.inference.engine.engine import Engine, EngineConfig, WhenFull, check_generates
+from capibara.inference.engine.own_chips import OwnChips, Where
+from capibara.inference.engine.serving_mesh import ServingMesh
+from capibara.inference.sampling.sampling import Sampling
+from capibara.models.api import Model
+from capibara.sharding import Rules
+
+__all__ = ["Generator", "SampleText", "Sampling", "check_generates", "of_one_slot", "sampler"]
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SampleText:
+    """Prompts that a training run continues (or answers) after each evaluation; an empty one begins a document."""
+
+    prompts: tuple[str, ...] = ()
+    sampling: Sampling = Sampling()
+
+
+class Generator:
+    """Continues prompts with a decoder, or answers them with an encoder-decoder; a row that is full moves on.
+
+    An encoder-decoder's prompts and answers spell the sentinels of removed spans as <extra_id_0>, <extra_id_1>, ...
+
+    Args:
+      model: the model.
+      vocabulary: of its training data.
+      length: the decoder reads at most this many last tokens, as in training.
+      sampling: how tokens are chosen.
+      encoder_length: an encoder reads at most this many first tokens, as in training.
+      config: of the engine, which has one slot and keeps no prefixes; in pages a row that is full ends.
+
+    Raises:
+      UserError: the model is an encoder.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        vocabulary: Vocabulary,
+        length: int,
+        sampling: Sampling,
+        encoder_length: int | None = None,
+        config: EngineConfig = EngineConfig(),
+    ):
+        check_generates(model)
+        self._config = of_one_slot(config)
+        self._model, self._vocabulary, self._sampling = model, vocabulary, sampling
+        self._lengths = length, encoder_length
+
+    def __call__(self, params: Params, prompt: str | Sequence[int], ends: Sequence[int] = ()) -> str:
+        """The continuation of `prompt` (text, or ids as they are), without it, or the answer to it; where `params` lie.
+
+        `ends`: ids that end it, beside the vocabulary's end tokens.
+        """
+        length, encoder_length = self._lengths
+        engine = Engine(self._model, params, self._vocabulary, length, self._config, encoder_length)
+        return engine.submit(prompt, self._sampling, ends=ends).result().text
+
+
+def sampler(
+    model: Model,
+    get_vocabulary: Callable[[], Vocabulary],
+    length: int,
+    texts: SampleText,
+    encoder_length: int | None = None,
+    rules: Rules = Rules(),
+    gathered: Callable[[int | None], list[int | None]] = lambda value: [value],
+) -> Callable[[Params], Iterator[tuple[str, str]]]:
+    """For the training loop: parameters -> (prompt, continuation) pairs, each made as it is asked for.
+
+    Answers begin on a new line. Of several processes the first makes them, on its own chips where they suffice, and the
+    others have empty ones.
+
+    Args:
+      model, get_vocabulary, length, texts, encoder_length: what is continued how, by which model.
+      rules: how its parameters lie on the mesh of training.
+      gathered: gives the values that all processes have.
+    """
+    if texts.prompts:
+        check_generates(model)
+
+    def made(params: Params) -> Iterator[tuple[str, str]]:
+        if not texts.prompts:
+            return
+        free, lengths = gathered(own_chips.free_bytes()), (length, encoder_length)
+        given = ServingMesh(), Where.AUTO, of_one_slot(EngineConfig()), *lengths
+        layout = own_chips.found(model, *given, None if None in free else min(free))
+        params = params if layout is None else OwnChips(model, layout, rules)(params)
+        own = model if layout is None else model.plain
+        generator = Generator(own, get_vocabulary(), length, texts.sampling, encoder_length)
+        begin = "" if encoder_length is None else "\n"
+        for prompt in texts.prompts:
+            makes = layout is None or jax.process_index() == 0
+            yield prompt, begin + generator(params, prompt) if makes else ""
+
+    return made
+
+
+def of_one_slot(config: EngineConfig) -> EngineConfig:
+    """For one text after the other: nothing is kept, and a row that is full moves on, but in pages it ends."""
+    when_full = WhenFull.STOP if config.page_size else WhenFull.SLIDE
+    return dataclasses.replace(config, slots=1, when_full=when_full, prefix_cache_mib=0)

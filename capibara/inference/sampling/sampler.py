@@ -1,0 +1,138 @@
+"""The next token of every row of a batch, each row by settings of its own, in one program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from capibara.inference.sampling.sampling import Sampling
+
+
+class Settings(NamedTuple):
+    """`Sampling` of B rows as arrays.
+
+    Attributes:
+      temperature: [B] float32; 0: greedy.
+      top_k: [B] int32; 0: all tokens.
+      top_p, min_p, penalty: [B] float32; 1, 0 and 1: no limit.
+      key: [B, 2] uint32, the words of a random key.
+    """
+
+    temperature: np.ndarray
+    top_k: np.ndarray
+    top_p: np.ndarray
+    min_p: np.ndarray
+    penalty: np.ndarray
+    key: np.ndarray
+
+
+GREEDY = Settings(
+    *(np.array([x], dtype) for x, dtype in zip((0, 0, 1, 0, 1), ("f4", "i4", "f4", "f4", "f4"))), np.zeros((1, 2), "u4")
+)
+
+
+def with_row(old: np.ndarray, index: int, new: np.ndarray) -> np.ndarray:
+    """A copy with one row changed: the devices may still read the old one."""
+    changed = old.copy()
+    changed[index] = new[0]
+    return changed
+
+
+def settings_of(samplings: Sequence[Sampling]) -> Settings:
+    """The settings of one row for each of them."""
+
+    def column(dtype, values) -> np.ndarray:
+        return np.array([*values], dtype)
+
+    return Settings(
+        temperature=column(np.float32, (s.temperature for s in samplings)),
+        top_k=column(np.int32, (s.top_k or 0 for s in samplings)),
+        top_p=column(np.float32, (1.0 if s.top_p is None else s.top_p for s in samplings)),
+        min_p=column(np.float32, (s.min_p or 0.0 for s in samplings)),
+        penalty=column(np.float32, (s.repetition_penalty for s in samplings)),
+        key=np.stack([np.asarray(jax.random.key_data(jax.random.key(s.seed))) for s in samplings]),
+    )
+
+
+def choose(
+    logits_BV: jax.Array, settings: Settings, index_B: jax.Array, seen_BV: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """One token id for every row, int32 [B], and its log-probability in what it was drawn from, float32 [B].
+
+    That is after temperature, limits and penalty; 0 where nothing was drawn.
+
+    A row's token depends on its own logits, settings and index alone, whatever the other rows are.
+
+    Args:
+      logits_BV: float32; -inf: never.
+      settings: of the rows.
+      index_B: which token of its text it is: equal keys and indices draw alike.
+      seen_BV: bool, the tokens that the row's penalty is for; None: no row has one.
+    """
+    if seen_BV is not None:
+
+        def penalised() -> jax.Array:
+            penalty_B1 = jnp.where(seen_BV, settings.penalty[:, None], 1.0)
+            return jnp.where(logits_BV > 0, logits_BV / penalty_B1, logits_BV * penalty_B1)
+
+        logits_BV = jax.lax.cond(jnp.any(settings.penalty != 1), penalised, lambda: logits_BV)
+    greedy_B = jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
+    draws_B = jnp.asarray(settings.temperature) > 0
+
+    def drawn() -> tuple[jax.Array, jax.Array]:
+        scaled = logits_BV / jnp.where(draws_B, settings.temperature, 1.0)[:, None]
+        limited = (jnp.asarray(settings.top_k) > 0) | (jnp.asarray(settings.top_p) < 1)
+        scaled = jax.lax.cond(jnp.any(limited), lambda: _likeliest(scaled, settings), lambda: scaled)
+        # p < min_p * (the largest p), in logarithms.
+        least_B1 = jnp.max(scaled, axis=-1, keepdims=True) + jnp.log(settings.min_p)[:, None]
+        scaled = jnp.where(scaled < least_B1, -jnp.inf, scaled)
+        keys = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(jnp.asarray(settings.key)), index_B)
+        tokens_B = jax.vmap(jax.random.categorical)(keys, scaled).astype(jnp.int32)
+        return tokens_B, log_probability(scaled, tokens_B)
+
+    certain_B = jnp.zeros_like(logits_BV[:, 0])
+    tokens_B, log_p_B = jax.lax.cond(jnp.any(draws_B), drawn, lambda: (greedy_B, certain_B))
+    return jnp.where(draws_B, tokens_B, greedy_B), jnp.where(draws_B, log_p_B, certain_B)
+
+
+def log_probability(logits_BV: jax.Array, tokens_B: jax.Array) -> jax.Array:
+    """Of one token of each row, [B]."""
+    chosen_B = jnp.take_along_axis(logits_BV, tokens_B[:, None], axis=-1)[:, 0]
+    return chosen_B - jax.nn.logsumexp(logits_BV, axis=-1)
+
+
+def _likeliest(logits_BV: jax.Array, settings: Settings) -> jax.Array:
+    """The logits of the tokens that top_k and then top_p leave; -inf for the others."""
+    V = logits_BV.shape[-1]
+    k_B = jnp.where(settings.top_k > 0, settings.top_k, V)
+    # A token stays while fewer than k are likelier.
+    count = lambda larger: jnp.sum(larger.astype(jnp.int32), axis=-1) < k_B  # noqa: E731
+    logits_BV = jnp.where(_from_smallest(logits_BV, count), logits_BV, -jnp.inf)
+    probability_BV = jax.nn.softmax(logits_BV, axis=-1)
+    top_p_B = jnp.where(settings.top_p < 1, settings.top_p, jnp.inf)
+    # A token stays while the likelier ones have not reached top_p: the first always does.
+    mass = lambda larger: jnp.sum(jnp.where(larger, probability_BV, 0.0), axis=-1) < top_p_B  # noqa: E731
+    return jnp.where(_from_smallest(logits_BV, mass), logits_BV, -jnp.inf)
+
+
+def _from_smallest(x_BV: jax.Array, fits: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """Bool [B, V]: the values v of a row for which `fits` (mask of larger values [B, V] -> [B]) is true.
+
+    If it fits v it must fit all that is larger. The smallest such v is found bit by bit, which takes 32 passes over a
+    row; a sort takes many more.
+    """
+    bits = jax.lax.bitcast_convert_type(x_BV, jnp.int32)
+    top = jnp.int32(-(2**31))
+    # As unsigned integers in the order of the floats.
+    order_BV = jax.lax.bitcast_convert_type(jnp.where(bits < 0, ~bits, bits | top), jnp.uint32)
+
+    def narrow(step: jax.Array, below_B: jax.Array) -> jax.Array:
+        half = jnp.uint32(1) << (jnp.uint32(31) - step.astype(jnp.uint32))
+        return jnp.where(fits(order_BV > (below_B + (half - jnp.uint32(1)))[:, None]), below_B, below_B + half)
+
+    smallest_B = jax.lax.fori_loop(0, 32, narrow, jnp.zeros(len(x_BV), jnp.uint32))
+    return order_BV >= smallest_B[:, None]

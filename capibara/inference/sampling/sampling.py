@@ -1,0 +1,144 @@
+"""How text is generated: what is asked for, beside the prompt."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from capibara.config import configurable
+from capibara.core.types import UserError
+
+_NOT_WITH_BEAMS = ("top_k", "top_p", "min_p", "repetition_penalty", "thinking_tokens", "num_decodes", "num_return")
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BeamSearch:
+    """The likeliest texts that a search finds, as T5X's `decoding.beam_search` does; nothing is drawn.
+
+    A text's score is its log probability over ((5 + its tokens) / 6) ** alpha (Wu et al. 2016, arXiv:1609.08144, section
+    7); a decoder's prompt counts among them. The search ends where no text that goes on can be better than those that
+    have ended. Where none has ended, those that go on are given, with their log probabilities as scores.
+
+    Attributes:
+      num_decodes: texts that are followed at a time, and kept of those that have ended.
+      alpha: how much longer texts are preferred; 0: not at all.
+      num_return: how many texts are told, with their scores.
+      min_log_prob: the search ends where no text that goes on is as likely.
+    """
+
+    num_decodes: int = 4
+    alpha: float = 0.6
+    num_return: int = 1
+    min_log_prob: float = -1e7
+
+    def __post_init__(self):
+        if not 1 <= self.num_decodes <= 1024:
+            raise UserError(f"BeamSearch.num_decodes is {self.num_decodes}, must be from 1 to 1024: try 4")
+        if not 0 <= self.alpha < math.inf:
+            raise UserError(f"BeamSearch.alpha is {self.alpha}, must be finite and at least 0: try 0.6")
+        if not 1 <= self.num_return <= self.num_decodes:
+            raise UserError(
+                f"BeamSearch.num_return is {self.num_return}, must be from 1 to num_decodes ({self.num_decodes})"
+            )
+        if not self.min_log_prob < 0:
+            raise UserError(f"BeamSearch.min_log_prob is {self.min_log_prob}, must be below 0 (-1e7: no limit)")
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How the next token is chosen, and when a text ends.
+
+    Attributes:
+      max_new_tokens: where a continuation is cut off.
+      temperature: divides the logits; 0: greedy.
+      top_k: only the k likeliest tokens; None: all.
+      top_p: only the likeliest tokens that together reach this probability (Holtzman et al. 2020); None: all.
+      min_p: only tokens with at least this share of the likeliest one's probability (Nguyen et al. 2024,
+        arXiv:2407.01082); None: all.
+      repetition_penalty: divides the positive logits of tokens that are in the text already, the prompt included, and
+        multiplies the negative ones (Keskar et al. 2019, arXiv:1909.05858); 1: nothing.
+      seed: equal seeds give equal text.
+      stop: strings that end the text; it does not contain them.
+      thinking_tokens: most tokens between the tags of a thought: then the closing one is put there; None: no limit.
+      thinking_tags: what begins and ends a thought.
+      num_decodes: texts drawn of a prompt, of which the likeliest is given (by its log probability in what its tokens were
+        drawn from), as T5X's `temperature_sample`.
+      num_return: how many of them are told, with their log probabilities.
+      beams: searches for the likeliest text, whatever temperature and seed are; None: tokens are chosen one by one.
+    """
+
+    max_new_tokens: int = 128
+    temperature: float = 0.8
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+    thinking_tokens: int | None = None
+    thinking_tags: tuple[str, str] = ("<think>", "</think>")
+    num_decodes: int = 1
+    num_return: int = 1
+    beams: BeamSearch | None = None
+
+    def __post_init__(self):
+        if self.max_new_tokens < 1:
+            raise UserError(f"Sampling.max_new_tokens is {self.max_new_tokens}, must be at least 1")
+        if not self.temperature >= 0:  # as NaN is not
+            raise UserError(f"Sampling.temperature is {self.temperature}, must be at least 0 (0: greedy)")
+        if self.top_k is not None and not 1 <= self.top_k < 2**31:
+            raise UserError(f"Sampling.top_k is {self.top_k}, must be from 1 to 2**31 - 1, or None for all tokens")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise UserError(f"Sampling.top_p is {self.top_p}, must be above 0 and at most 1, or None for all tokens")
+        if self.min_p is not None and not 0 <= self.min_p <= 1:
+            raise UserError(f"Sampling.min_p is {self.min_p}, must be from 0 to 1, or None for all tokens")
+        if not self.repetition_penalty > 0:
+            raise UserError(f"Sampling.repetition_penalty is {self.repetition_penalty}, must be above 0 (1: nothing)")
+        if not -(2**63) <= self.seed < 2**63:
+            raise UserError(f"Sampling.seed is {self.seed}, must be from -2**63 to 2**63 - 1")
+        if isinstance(self.stop, str) or not all(self.stop):
+            raise UserError(f'Sampling.stop is {self.stop!r}, must be a tuple of strings with text: try ("\\n\\n",)')
+        if self.thinking_tokens is not None and self.thinking_tokens < 1:
+            raise UserError(f"Sampling.thinking_tokens is {self.thinking_tokens}, must be at least 1, or None")
+        if len(self.thinking_tags) != 2 or not all(self.thinking_tags):
+            raise UserError(f"Sampling.thinking_tags is {self.thinking_tags!r}, must be two strings with text")
+        if not 1 <= self.num_decodes <= 1024:
+            raise UserError(f"Sampling.num_decodes is {self.num_decodes}, must be from 1 to 1024: try 1")
+        if not 1 <= self.num_return <= self.num_decodes:
+            raise UserError(
+                f"Sampling.num_return is {self.num_return}, must be from 1 to Sampling.num_decodes ({self.num_decodes})"
+            )
+        if self.num_decodes > 1 and self.temperature == 0 and self.beams is None:
+            raise UserError(
+                f"Sampling.num_decodes is {self.num_decodes} and Sampling.temperature 0: all would be the same, set a "
+                "temperature above 0, or Sampling.beams = @BeamSearch()"
+            )
+        for name in _NOT_WITH_BEAMS if self.beams is not None else ():
+            if (value := getattr(self, name)) != getattr(Sampling, name):
+                raise UserError(
+                    f"Sampling.{name} is {value}, which beam search has not: leave it or Sampling.beams out"
+                )
+
+
+def changed(sampling: Sampling) -> dict[str, Any]:
+    """What differs from the defaults, as JSON values."""
+    fields, default = dataclasses.asdict(sampling), dataclasses.asdict(Sampling())
+    return json.loads(json.dumps({name: x for name, x in fields.items() if x != default[name]}))
+
+
+def of_values(fields: Mapping[str, Any], others: Sampling = Sampling()) -> Sampling:
+    """The sampling whose fields have these JSON values, and the rest those of `others`.
+
+    Raises:
+      UserError: a value is out of its range.
+      TypeError: there is no such field, or a value is none of its kind.
+    """
+    given = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
+    if given.get("beams") is not None:
+        given["beams"] = BeamSearch(**given["beams"])
+    return dataclasses.replace(others, **given)

@@ -1,0 +1,52 @@
+"""What an encoder-decoder reads and writes: the sentinels of removed spans are spelled <extra_id_0>, <extra_id_1>, ..."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import numpy as np
+
+from capibara.core.types import Batch, UserError
+from capibara.data.tokenizers.vocabulary import Vocabulary
+
+_DIGITS = 9
+_SENTINEL = re.compile(r"<extra_id_(\d+)>")
+
+
+def names(vocabulary: Vocabulary) -> dict[int, bytes]:
+    """How each sentinel is spelled."""
+    return {token: b"<extra_id_%d>" % number for number, token in enumerate(vocabulary.sentinel_ids)}
+
+
+def ids_of(prompt: str, vocabulary: Vocabulary) -> list[int]:
+    """Tokens of a prompt, its sentinels among them, and the end token.
+
+    Raises:
+      UserError: there is no such sentinel.
+    """
+    ids: list[int] = []
+    count = len(vocabulary.sentinel_ids)
+    for i, part in enumerate(_SENTINEL.split(prompt)):  # text and the numbers of sentinels in turn
+        if i % 2 and (len(part) > _DIGITS or int(part) >= count):
+            raise UserError(
+                f"the prompt has <extra_id_{part[:_DIGITS]}>, the vocabulary {count} sentinels: number them from 0"
+            )
+        ids += [vocabulary.sentinel_ids[int(part)]] if i % 2 else vocabulary.encode(part)
+    return [*ids, vocabulary.eos_id]
+
+
+def encoder_entries(ids: Sequence[int], length: int, pad_id: int) -> Batch:
+    """The first `length` tokens as the encoder's entries of a batch of one row."""
+    ids = ids[:length]
+    return {
+        "encoder_tokens": _row(ids, length, pad_id),
+        "encoder_segment_ids": _row([1] * len(ids), length, 0),
+        "encoder_positions": _row(range(len(ids)), length, 0),
+    }
+
+
+def _row(ids: Sequence[int], length: int, fill: int) -> np.ndarray:
+    row = np.full((1, length), fill, np.int32)
+    row[0, : len(ids)] = ids
+    return row

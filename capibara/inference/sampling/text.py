@@ -1,0 +1,60 @@
+"""Tokens to text as they come: whole characters only, and nothing of a stop string."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Mapping, Sequence
+
+from capibara.data.tokenizers.vocabulary import Vocabulary
+
+
+class TextStream:
+    """Text of tokens that come one by one; together the pieces are what `Vocabulary.decode` says of all of them.
+
+    A character may take several tokens (an emoji of a byte-level vocabulary four): it comes with the last of them. Text
+    that may be the beginning of a stop string is held back until that is decided.
+
+    Args:
+      vocabulary: of the tokens.
+      stop: strings that end the text.
+      names: of tokens that stand for no text, but are shown.
+
+    Attributes:
+      stopped: whether a stop string came; the text ends before it.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, stop: Sequence[str] = (), names: Mapping[int, bytes] | None = None):
+        self._vocabulary, self._stop, self._names = vocabulary, tuple(stop), names or {}
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._held = ""
+        self.stopped = False
+
+    def feed(self, token: int) -> str:
+        """The text that has become certain with this token."""
+        spelled = self._names.get(token)
+        return self._take(self._decoder.decode(self._vocabulary.bytes_of([token]) if spelled is None else spelled))
+
+    def close(self) -> str:
+        """The text that is left when no token comes any more; a character cut off becomes U+FFFD."""
+        text = self._take(self._decoder.decode(b"", final=True))
+        if self.stopped:
+            return text
+        held, self._held = self._held, ""
+        return text + held
+
+    def _take(self, new: str) -> str:
+        if self.stopped:
+            return ""
+        text = self._held + new
+        found = [place for place in (text.find(stop) for stop in self._stop) if place >= 0]
+        if found:
+            self.stopped, self._held = True, ""
+            return text[: min(found)]
+        keep = max((_begun(text, stop) for stop in self._stop), default=0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+
+def _begun(text: str, stop: str) -> int:
+    """Characters at the end of `text` with which `stop` may begin."""
+    return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0)

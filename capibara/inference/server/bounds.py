@@ -1,0 +1,206 @@
+"""How much one request may ask to be read: bounds that hold before anything is parsed, rendered or tokenised."""
+
+from __future__ import annotations
+
+import reprlib
+from typing import Any
+
+import pydantic_core
+
+from capibara.core.fields import short
+from capibara.inference.server.http_errors import Refusal
+from capibara.inference.server.service import Served, ServerConfig
+
+_MOST_CONTAINERS = 65_536  # also texts: more take longer than others' tokens may wait
+_DEEPEST = 64
+_MOST_PARAMETERS = 100
+_LONGEST_ARGUMENTS = 1 << 17  # characters of JSON within JSON
+# Text of one token: most have 3 to 5 characters, a few of a vocabulary are runs of a hundred spaces.
+_CHARACTERS_PER_TOKEN = (4, 16)
+_TEMPLATE_CHARACTERS = 1 << 16  # that a chat template may add of its own
+
+
+def parse(body: bytes, most_tokens: int) -> dict[str, Any]:
+    """The parameters of a request, within milliseconds of a processor's time whatever the body is.
+
+    Args:
+      body: of the request.
+      most_tokens: that may be given as numbers.
+
+    Raises:
+      Refusal: the body is no JSON object in UTF-8, or has too many parts.
+    """
+    _check_parts(body, most_tokens)
+    try:
+        values = pydantic_core.from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise Refusal(400, f"the body is not JSON in UTF-8: {error}", code="invalid_json") from None
+    if not isinstance(values, dict):
+        raise Refusal(400, f"the body must be a JSON object, not {brief(values)}", code="invalid_json")
+    options = values.get("stream_options")
+    most = max(len(values), len(options) if isinstance(options, dict) else 0)
+    if most > _MOST_PARAMETERS:
+        raise Refusal(
+            400, f"the body has {most} parameters, must have at most {_MOST_PARAMETERS}", code="invalid_value"
+        )
+    return values
+
+
+def _check_parts(body: bytes, most_tokens: int) -> None:
+    """Raises Refusal where there are more lists, texts or numbers than a request needs."""
+    limits = [
+        ((b"[", b"{", b":"), _MOST_CONTAINERS, "lists, objects and keys"),
+        ((b",",), max(_MOST_CONTAINERS, most_tokens), "values"),
+    ]
+    if body.count(b'"') <= 2 * _MOST_CONTAINERS and all(
+        sum(map(body.count, signs)) <= most for signs, most, _ in limits
+    ):
+        return
+    # Many may be in a text, which is one value.
+    plain = body.replace(b"\\\\", b"").replace(b'\\"', b"")
+    if plain.count(b'"') > 2 * _MOST_CONTAINERS:
+        raise _too_many(_MOST_CONTAINERS, "texts")
+    outside = b"".join(plain.split(b'"')[::2])
+    for signs, most, what in limits:
+        if sum(map(outside.count, signs)) > most:
+            raise _too_many(most, what)
+
+
+def _too_many(most: int, what: str) -> Refusal:
+    return Refusal(400, f"the body has more than {most} {what}: send less at once", code="too_many_values")
+
+
+def check_prompt(prompt: Any, served: Served, config: ServerConfig) -> None:
+    """Raises Refusal where a completion's prompt has too many texts, characters or tokens, before each is looked at."""
+    if isinstance(prompt, str):
+        check_characters(len(prompt), served, config, "prompt")
+    if not isinstance(prompt, list) or not prompt:
+        return
+    if isinstance(prompt[0], int):
+        check_tokens(len(prompt), served, config, "prompt")
+    elif len(prompt) > config.max_texts:
+        raise Refusal(
+            400,
+            f"{len(prompt)} prompts are given: at most {config.max_texts} texts in all",
+            param="prompt",
+            code="too_many_texts",
+        )
+    else:
+        for one in prompt:
+            if isinstance(one, str):
+                check_characters(len(one), served, config, "prompt")
+            elif isinstance(one, list):
+                check_tokens(len(one), served, config, "prompt")
+
+
+def check_tokens(tokens: int, served: Served, config: ServerConfig, param: str) -> None:
+    """Raises Refusal where a prompt has too many tokens."""
+    most = most_tokens(served, config)
+    if tokens > most:
+        raise Refusal(
+            400,
+            f"{param} has {tokens} tokens, must have at most {most}: shorten it",
+            param=param,
+            code="context_length_exceeded",
+        )
+
+
+def most_characters(served: Served, config: ServerConfig) -> int:
+    """The longest prompt that is tokenised: a longer one has more tokens than the model reads."""
+    if config.max_prompt_chars is not None:
+        return config.max_prompt_chars
+    least, most = _CHARACTERS_PER_TOKEN
+    return most_tokens(served, config) * max(least, min(served.longest_piece, most))
+
+
+def most_tokens(served: Served, config: ServerConfig) -> int:
+    """The tokens of the longest prompt."""
+    places = served.length if served.encoder_length is None else served.encoder_length
+    return min(config.max_prompt_tokens or places, places)
+
+
+def check_characters(characters: int, served: Served, config: ServerConfig, param: str, own: bool = False) -> None:
+    """Raises Refusal where a prompt is too long to be tokenised.
+
+    Args:
+      characters: of the prompt.
+      served: the model.
+      config: the limits.
+      param: the parameter that has it.
+      own: whether a chat template has added to it.
+    """
+    most = most_characters(served, config)
+    if characters > (2 * most + _TEMPLATE_CHARACTERS if own else most):
+        tokens = most_tokens(served, config)
+        raise Refusal(
+            400,
+            f"{param} has {characters} characters, must have at most {most} (and {tokens} tokens): shorten it",
+            param=param,
+            code="context_length_exceeded",
+        )
+
+
+def check_conversation(messages: list[Any], tools: list[Any] | None, served: Served, config: ServerConfig) -> None:
+    """Raises Refusal where a conversation has too many messages or characters, or is nested too deeply."""
+    if len(messages) > config.max_messages:
+        raise Refusal(
+            400,
+            f"messages has {len(messages)}, must have at most {config.max_messages}: shorten the conversation",
+            param="messages",
+            code="too_many_messages",
+        )
+    for param, value in (("messages", messages), ("tools", tools or [])):
+        check_characters(_characters(value, param), served, config, param)
+
+
+def _characters(value: Any, param: str) -> int:
+    """The characters of all text in a value, keys included."""
+    total, level, depth = 0, [value], 0
+    while level:
+        if depth > _DEEPEST:
+            raise Refusal(
+                400,
+                f"{param} nests lists and objects more than {_DEEPEST} deep: write it flatter",
+                param=param,
+                code="invalid_value",
+            )
+        below: list[Any] = []
+        for one in level:
+            if isinstance(one, str):
+                total += len(one)
+            elif isinstance(one, dict):
+                _check_arguments(one, param)
+                total += sum(map(len, one))
+                below += one.values()
+            elif isinstance(one, list):
+                below += one
+        level, depth = below, depth + 1
+    return total
+
+
+def _check_arguments(value: dict[str, Any], param: str) -> None:
+    for key in ("arguments", "parameters"):
+        text = value.get(key)
+        if isinstance(text, str) and len(text) > _LONGEST_ARGUMENTS:
+            raise Refusal(
+                400,
+                f"{param} has {key} of {len(text)} characters, must have at most {_LONGEST_ARGUMENTS}",
+                param=param,
+                code="invalid_value",
+            )
+
+
+_brief = reprlib.Repr()
+_brief.maxstring = 200
+
+
+def brief(value: Any) -> str:
+    """A value for an error message, in a time that does not grow with it."""
+    return short(value) if isinstance(value, (int, float)) or value is None else _short_text(value)
+
+
+def _short_text(value: Any) -> str:
+    if isinstance(value, str):
+        return short(value[:200])
+    text = " ".join(_brief.repr(value).split())
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,322 @@
+"""OpenAI's completions and chat API: what a request asks for.
+
+Parameters that are not OpenAI's: top_k, min_p, repetition_penalty and thinking_tokens, as in `Sampling`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import pydantic
+
+from capibara.core.fields import did_you_mean, short
+from capibara.core.types import UserError
+from capibara.data.chat.formats import Format, read_conversation
+from capibara.data.chat.template import TemplateFails
+from capibara.inference.engine.request import LIKELIEST
+from capibara.inference.sampling import sentinels
+from capibara.inference.sampling.sampling import Sampling
+from capibara.inference.server import bounds
+from capibara.inference.server.bounds import brief
+from capibara.inference.server.http_errors import Refusal
+from capibara.inference.server.service import Ask, Served, ServerConfig
+
+T = TypeVar("T", bound="Asked")
+
+_GREEDY_BELOW = 1e-4  # the logits divided by less may overflow
+_SEEDS = 2**31
+_LONGEST_STOP = 1000
+_OWN = ("top_k", "min_p", "repetition_penalty", "thinking_tokens")
+# What we do not do -> the values that ask for nothing.
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("presence_penalty", "frequency_penalty"), (0,)),
+    **dict.fromkeys(("logit_bias", "functions", "suffix", "web_search_options", "prediction", "audio"), ({}, [], "")),
+    **{"best_of": (1,), "parallel_tool_calls": (True,), "function_call": ("none",), "modalities": (["text"],)},
+    **{"response_format": ({"type": "text"},), "reasoning_effort": (), "verbosity": (), "moderation": ()},
+}
+# What changes no text.
+_IGNORED = (
+    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+    "prompt_cache_options",
+)  # fmt: skip
+
+
+class StreamOptions(pydantic.BaseModel):
+    """How a stream is written."""
+
+    model_config = pydantic.ConfigDict(extra="forbid", strict=True)
+
+    include_usage: bool = False
+    include_obfuscation: bool = False
+
+
+class Asked(pydantic.BaseModel):
+    """What both APIs take; None: not said."""
+
+    model_config = pydantic.ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    model: str
+    max_tokens: int | None = pydantic.Field(None, ge=1)
+    temperature: float | None = pydantic.Field(None, ge=0, le=2)
+    top_p: float | None = pydantic.Field(None, ge=0, le=1)
+    top_k: int | None = pydantic.Field(None, ge=1)
+    min_p: float | None = pydantic.Field(None, ge=0, le=1)
+    repetition_penalty: float | None = pydantic.Field(None, ge=0.01, le=100)
+    thinking_tokens: int | None = pydantic.Field(None, ge=1)
+    n: int | None = pydantic.Field(None, ge=1)
+    stop: Any = None
+    seed: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    @property
+    def longest(self) -> tuple[str, int | None]:
+        """The parameter that says how long a text may become, and its value."""
+        return "max_tokens", self.max_tokens
+
+    @property
+    def likeliest(self) -> int:
+        """How many of the likeliest tokens are to be named."""
+        return 0
+
+
+class CompletionAsked(Asked):
+    """Of POST /v1/completions."""
+
+    prompt: Any
+    echo: bool | None = None
+    logprobs: int | None = pydantic.Field(None, ge=0, le=LIKELIEST)
+
+    @property
+    def likeliest(self) -> int:
+        return self.logprobs or 0
+
+
+class ChatAsked(Asked):
+    """Of POST /v1/chat/completions."""
+
+    messages: list[Any] = pydantic.Field(min_length=1)
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    max_completion_tokens: int | None = pydantic.Field(None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = pydantic.Field(None, ge=0, le=LIKELIEST)
+
+    @property
+    def longest(self) -> tuple[str, int | None]:
+        if self.max_completion_tokens is None:
+            return super().longest
+        return "max_completion_tokens", self.max_completion_tokens
+
+    @property
+    def likeliest(self) -> int:
+        return self.top_logprobs or 0
+
+
+def read(kind: type[T], body: bytes, most_tokens: int) -> T:
+    """A request's body, which has at most so many tokens as numbers.
+
+    Raises:
+      Refusal: it is not JSON in UTF-8, has too many values, or a parameter is missing, unknown, not supported or has a wrong value.
+    """
+    values = bounds.parse(body, most_tokens)
+    for name, nothing in _UNSUPPORTED.items():
+        value = values.pop(name, None)
+        if value is not None and value not in nothing:
+            raise Refusal(
+                400, f"{name} is not supported: leave it out", param=name, code="unsupported_parameter"
+            )  # fmt: skip
+    for name in _IGNORED:
+        values.pop(name, None)
+    try:
+        return kind.model_validate(values)
+    except pydantic.ValidationError as error:
+        raise _explained(error.errors(include_url=False)[0], kind) from None
+
+
+def _explained(error: Any, kind: type[Asked]) -> Refusal:
+    name = ".".join(map(str, error["loc"])) or "the body"
+    param = str(error["loc"][0]) if error["loc"] else None
+    if error["type"] == "missing":
+        return Refusal(400, f"{name} is missing", param=param, code="missing_required_parameter")
+    if error["type"] == "extra_forbidden":
+        hint = did_you_mean(name, kind.model_fields)
+        return Refusal(400, f"there is no parameter {name}{hint}", param=param, code="unknown_parameter")
+    said = error["msg"][:1].lower() + error["msg"][1:]
+    return Refusal(400, f"{name} is {brief(error['input'])}: {said}", param=param, code="invalid_value")
+
+
+def check_model(asked: Asked, served: Served) -> None:
+    """Raises Refusal where another model is asked for than the one that is served or an adapter of it."""
+    if asked.model not in (served.name, *served.adapters):
+        names = ", ".join(map(repr, (served.name, *served.adapters)))
+        raise Refusal(
+            404,
+            f"model is {brief(asked.model)}, the {'models here are' if served.adapters else 'model here is'} {names}",
+            param="model",
+            code="model_not_found",
+        )
+
+
+def asks_of_completion(asked: CompletionAsked, served: Served, config: ServerConfig) -> list[Ask]:
+    """The texts of a completion: n of the first prompt, n of the second, ...
+
+    Raises:
+      Refusal: a parameter has a wrong value, or a prompt is too long.
+    """
+    if asked.echo and asked.logprobs is not None:
+        raise Refusal(400, "echo with logprobs is not supported: leave one out", param="echo", code="unsupported_value")
+    bounds.check_prompt(asked.prompt, served, config)
+    prompts = _prompts(asked.prompt)
+    _check_count(asked, len(prompts), config)
+    asks: list[Ask] = []
+    for prompt in prompts:
+        asks += _asks(asked, _prompt_ids(prompt, served), (), served, config, "prompt")
+    return asks
+
+
+def asks_of_chat(asked: ChatAsked, served: Served, config: ServerConfig) -> list[Ask]:
+    """The n answers of a conversation.
+
+    Raises:
+      Refusal: a parameter has a wrong value, the model's template refuses the messages, or they are too long.
+    """
+    if asked.top_logprobs is not None and not asked.logprobs:
+        raise Refusal(400, "top_logprobs needs logprobs = true", param="top_logprobs", code="invalid_value")
+    if None not in (limits := (asked.max_tokens, asked.max_completion_tokens)) and limits[0] != limits[1]:
+        both = " and max_completion_tokens is ".join(map(short, limits))
+        raise Refusal(
+            400, f"max_tokens is {both}: they mean the same, leave one out", param="max_tokens", code="invalid_value"
+        )  # fmt: skip
+    if asked.tool_choice not in (None, "auto", "none"):
+        raise Refusal(
+            400,
+            f"tool_choice is {brief(asked.tool_choice)}, must be 'auto' or 'none'",
+            param="tool_choice",
+            code="unsupported_value",
+        )
+    _check_count(asked, 1, config)
+    talk = served.chat
+    if talk is None:
+        raise Refusal(400, f"{served.name} has no chat template: ask for completions", code="no_chat_template")
+    tools = asked.tools if asked.tool_choice != "none" else None
+    bounds.check_conversation(asked.messages, tools, served, config)
+    try:
+        record = {"messages": asked.messages, "tools": tools}
+        conversation = read_conversation(record, "the request", Format.MESSAGES)
+    except UserError as error:
+        raise Refusal(400, str(error), param="messages", code="invalid_messages") from None
+    except RecursionError:  # of JSON within JSON
+        raise Refusal(400, "a tool call is nested too deeply", param="messages", code="invalid_messages") from None
+    try:
+        text = talk.text_after(conversation, "the request")
+    except UserError as error:  # whose message has paths of this machine, which are not for clients
+        why = f": {error.why}" if isinstance(error, TemplateFails) else ""
+        raise Refusal(400, f"the chat template fails{why}", param="messages", code="invalid_messages") from None
+    bounds.check_characters(len(text), served, config, "messages", own=True)
+    ids = talk.ids_of(text)
+    return _asks(asked, ids, talk.ends, served, config, "messages")
+
+
+def _check_count(asked: Asked, prompts: int, config: ServerConfig) -> None:
+    texts = prompts * (asked.n or 1)
+    if texts > config.max_texts:
+        given = f"{prompts} prompts, n = {short(asked.n or 1)}" if prompts > 1 else f"n is {short(asked.n)}"
+        raise Refusal(400, f"{given}: at most {config.max_texts} texts in all", param="n", code="too_many_texts")
+
+
+def _asks(
+    asked: Asked, ids: Sequence[int], ends: tuple[int, ...], served: Served, config: ServerConfig, param: str
+) -> list[Ask]:
+    bounds.check_tokens(len(ids), served, config, param)
+    room = served.length + 1 - (len(ids) if served.encoder_length is None else 1)
+    sampling = _sampling(asked, served, config, room)
+    seeds = [(sampling.seed + k) % _SEEDS for k in range(asked.n or 1)]
+    rest = (ends, asked.likeliest, None if asked.model == served.name else asked.model)
+    return [Ask(ids, dataclasses.replace(sampling, seed=seed), *rest) for seed in seeds]
+
+
+def _sampling(asked: Asked, served: Served, config: ServerConfig, room: int) -> Sampling:
+    """How a text is made for which there are `room` tokens."""
+    name, wanted = asked.longest
+    most = min(config.max_tokens or room, room)
+    if wanted is not None and wanted > most:
+        why = "" if most < room else f" ({served.length} tokens of prompt and text together)"
+        raise Refusal(
+            400, f"{name} is {short(wanted)}, must be at most {most}{why}", param=name, code="context_length_exceeded"
+        )
+    given = {name: value for name in _OWN if (value := getattr(asked, name)) is not None}
+    if asked.temperature is not None:
+        given["temperature"] = asked.temperature if asked.temperature >= _GREEDY_BELOW else 0.0
+    if asked.top_p is not None:
+        given["top_p"] = max(asked.top_p, 1e-9)
+    if "top_k" in given:
+        given["top_k"] = min(given["top_k"], served.vocabulary.size)
+    if "thinking_tokens" in given:
+        given["thinking_tokens"] = min(given["thinking_tokens"], served.length)
+    return dataclasses.replace(
+        served.sampling,
+        **given,
+        max_new_tokens=min(served.sampling.max_new_tokens, most) if wanted is None else wanted,
+        seed=secrets.randbelow(_SEEDS) if asked.seed is None else asked.seed % _SEEDS,
+        stop=_stops(asked.stop, config) or served.sampling.stop,
+    )
+
+
+def _stops(value: Any, config: ServerConfig) -> tuple[str, ...]:
+    stops = [value] if isinstance(value, str) else [] if value is None else value
+    if not isinstance(stops, list) or not all(
+        isinstance(stop, str) and 0 < len(stop) <= _LONGEST_STOP for stop in stops
+    ):
+        raise Refusal(
+            400,
+            f"stop is {brief(value)}, must be a string or a list of strings, each of 1 to {_LONGEST_STOP} characters",
+            param="stop",
+            code="invalid_value",
+        )
+    if len(stops) > config.max_stops:
+        raise Refusal(
+            400, f"stop has {len(stops)} strings, must have at most {config.max_stops}", param="stop", code="invalid_value"
+        )  # fmt: skip
+    return tuple(stops)
+
+
+def _prompts(value: Any) -> list[str | list[int]]:
+    """The prompts: a string, strings, ids, or lists of ids."""
+    if isinstance(value, str) or (isinstance(value, list) and value and all(_is_id(one) for one in value)):
+        return [value]
+    if isinstance(value, list) and value and all(isinstance(one, str) for one in value):
+        return value
+    lists = isinstance(value, list) and all(isinstance(one, list) and one for one in value)
+    if lists and value and all(_is_id(token) for one in value for token in one):
+        return value
+    raise Refusal(
+        400,
+        f"prompt is {brief(value)}, must be a string, a list of strings, a list of token ids or a list of such lists",
+        param="prompt",
+        code="invalid_value",
+    )
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _prompt_ids(prompt: str | list[int], served: Served) -> list[int]:
+    vocabulary = served.vocabulary
+    if isinstance(prompt, list):
+        wrong = next((token for token in prompt if not 0 <= token < vocabulary.size), None)
+        if wrong is not None:
+            raise Refusal(
+                400, f"prompt has token {short(wrong)}, must be from 0 to {vocabulary.size - 1}", param="prompt"
+            )
+        return prompt
+    try:
+        if served.encoder_length is not None:
+            return sentinels.ids_of(prompt, vocabulary)
+        return [vocabulary.bos_id, *vocabulary.encode(prompt)]
+    except UserError as error:
+        raise Refusal(400, str(error), param="prompt", code="invalid_value") from None

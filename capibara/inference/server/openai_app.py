@@ -1,0 +1,343 @@
+"""OpenAI's API over HTTP: completions and chat, whole or streamed, the list of models; health and metrics.
+
+Needs FastAPI and prometheus_client: the extra `serve`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import fastapi
+from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from capibara.core.types import UserError
+from capibara.inference.engine.stream import Completion
+from capibara.inference.server import bounds, openai_api
+from capibara.inference.server.http_errors import Refusal
+from capibara.inference.server.openai_api import Asked, ChatAsked, CompletionAsked
+from capibara.inference.server.openai_replies import ChatReply, CompletionReply, Reply
+from capibara.inference.server.prometheus import ServingMetrics
+from capibara.inference.server.service import Answers, Ask, Served, ServerConfig, Service, State, shutting_down
+from capibara.inference.server.visitors import Guarded, Visitors
+
+_PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
+_CLIENT_GONE = 499  # as nginx says it; nobody reads it but the metrics
+_DISCARDED = 8  # times the largest body: so much is read and thrown away, so that the client comes to read the refusal
+_PAUSED_AFTER_S = 1e-3
+_PATIENT_BYTES = 32 * 1024
+_LAST_WRITES_S = 5.0  # for a client that is slow to read, after its texts' time is over
+
+# Two: the interpreter runs one of them at a time but where it waits for a tokenizer or a template.
+_preparing = ThreadPoolExecutor(2, thread_name_prefix="preparing")
+
+Asks = Callable[[Any, Served, ServerConfig], list[Ask]]
+
+
+def app_of(
+    service: Service, metrics: ServingMetrics, keys: Sequence[str] = (), visitors: Visitors = Visitors()
+) -> ASGIApp:
+    """The application.
+
+    Args:
+      service: lets requests in.
+      metrics: are told of every request.
+      keys: one of them must come with each request, but for those of health; empty: none is needed.
+      visitors: whose requests are answered.
+    """
+    app = fastapi.FastAPI(title="capibara", openapi_url=None)
+    checked = [fastapi.Depends(_authorised(keys))]
+
+    @app.post("/v1/completions", dependencies=checked)
+    async def completions(request: Request) -> Response:
+        return await _answer(service, request, CompletionAsked, openai_api.asks_of_completion, CompletionReply)
+
+    @app.post("/v1/chat/completions", dependencies=checked)
+    async def chat_completions(request: Request) -> Response:
+        return await _answer(service, request, ChatAsked, openai_api.asks_of_chat, ChatReply)
+
+    @app.get("/v1/models", dependencies=checked)
+    async def models() -> Response:
+        served = service.served
+        names = (served.name, *served.adapters) if served else ()
+        return JSONResponse({"object": "list", "data": [_about(served, name) for name in names]})
+
+    @app.get("/v1/models/{name:path}", dependencies=checked)
+    async def model(name: str) -> Response:
+        served = service.served
+        if served is None or name not in (served.name, *served.adapters):
+            raise Refusal(404, f"there is no model {name[:100]!r}", param="model", code="model_not_found")
+        return JSONResponse(_about(served, name))
+
+    @app.get("/health")
+    async def health() -> Response:
+        state = service.state
+        return JSONResponse({"status": str(state)}, 503 if state is State.FAILED else 200)
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        state = service.state
+        return JSONResponse({"status": str(state)}, 200 if state is State.READY else 503)
+
+    @app.get("/metrics", dependencies=checked)
+    async def page() -> Response:
+        return Response(metrics.page(), media_type=_PROMETHEUS)
+
+    app.add_exception_handler(Refusal, _refused)
+    app.add_exception_handler(UserError, _mistaken)
+    app.add_exception_handler(HTTPException, _not_found)
+    app.add_exception_handler(ClientDisconnect, _gone)
+    app.add_exception_handler(Exception, _failed)
+    guarded = Guarded(_Patient(app, service), service, visitors)
+    return _Counted(guarded, service, metrics, {route.path for route in app.routes})
+
+
+def _about(served: Served, name: str) -> dict[str, Any]:
+    """Of the model, or of an adapter of it."""
+    about = {"id": name, "object": "model", "created": int(served.created_s), "owned_by": "capibara"}
+    return about if name == served.name else about | {"parent": served.name}
+
+
+def _authorised(keys: Sequence[str]) -> Callable[[Request], None]:
+    known = [key.encode() for key in keys]
+
+    async def check(request: Request) -> None:
+        kind, _, given = request.headers.get("authorization", "").partition(" ")
+        # All are compared, each in a time that does not tell how much of it is right.
+        right = [hmac.compare_digest(given.strip(" \t").encode("latin-1"), key) for key in known]
+        if known and not (kind.lower() == "bearer" and any(right)):
+            raise Refusal(
+                401,
+                "the API key is missing or wrong: send it as Authorization: Bearer KEY",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+
+    return check
+
+
+# Answers.
+
+
+async def _answer(
+    service: Service, request: Request, kind: type[Asked], asks_of: Asks, reply_of: type[Reply]
+) -> Response:
+    began_s = time.monotonic()
+    served, config = service.check_room(), service.config
+    with service.reading() as take:
+        body = await _body(request, config, take)
+        asked = await _parsed(service, kind, body, config.max_texts * bounds.most_tokens(served, config))
+        openai_api.check_model(asked, served)
+        # Templates and tokenizers may take long, others' tokens must not wait for them.
+        work = asyncio.get_running_loop().run_in_executor(_preparing, asks_of, asked, served, config)
+        try:
+            async with asyncio.timeout(began_s + config.timeout_s - time.monotonic()):
+                asks = await work
+        except TimeoutError:
+            raise Refusal(504, "the prompt took too long: shorten it", code="timeout") from None
+    reply, answers = reply_of(asked, served, asks), service.ask(asks, began_s)
+    if asked.stream:
+        return _Events(answers, reply)
+    completions = await _unless_gone(request, answers)
+    return Response(status_code=_CLIENT_GONE) if completions is None else JSONResponse(reply.whole(completions))
+
+
+async def _parsed(service: Service, kind: type[Asked], body: bytes, most_tokens: int) -> Asked:
+    """Reads one body at a time, and leaves half of the time to others; a thread would hold them up at each of their reads."""
+    async with service.parsing:
+        began_s = time.monotonic()
+        try:
+            return openai_api.read(kind, body, most_tokens)
+        finally:
+            took_s = time.monotonic() - began_s
+            await asyncio.sleep(took_s if took_s > _PAUSED_AFTER_S else 0)
+
+
+async def _body(request: Request, config: ServerConfig, take: Callable[[int], None]) -> bytes:
+    content = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if content != "application/json":  # which a web page of others cannot send without asking
+        raise Refusal(
+            415, f"Content-Type is {content[:60]!r}, must be 'application/json'", code="unsupported_media_type"
+        )
+    most, size, parts = config.max_body_kib * 1024, 0, []
+    if "content-length" not in request.headers and "transfer-encoding" not in request.headers:
+        raise Refusal(411, "the request has no Content-Length: send it", code="length_required")
+    too_large = Refusal(413, f"the body must have at most {config.max_body_kib} KiB: shorten it", code="body_too_large")
+    announced = _announced(request.headers)
+    if announced > _DISCARDED * most or (announced > most and "expect" in request.headers):
+        raise too_large
+    async for part in request.stream():  # `http_protocol` has a deadline
+        size += len(part)
+        if size <= most:
+            take(len(part))
+            parts.append(part)
+        elif size > _DISCARDED * most:
+            break
+        else:
+            parts.clear()
+    if size > most:
+        raise too_large
+    return b"".join(parts)
+
+
+def _announced(headers: Headers) -> int:
+    return int(headers.get("content-length", 0))  # h11 has found it to be a number
+
+
+async def _unless_gone(request: Request, answers: Answers) -> list[Completion] | None:
+    """The whole texts; None: the client does not wait any more."""
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    leaving, work = asyncio.create_task(gone()), asyncio.create_task(answers.all())
+    try:
+        await asyncio.wait({leaving, work}, return_when=asyncio.FIRST_COMPLETED)
+        return work.result() if work.done() else None
+    finally:
+        answers.cancel()
+        leaving.cancel()
+        work.cancel()
+
+
+class _Events(StreamingResponse):
+    """The texts as server-sent events; when the client goes they end."""
+
+    def __init__(self, answers: Answers, reply: Reply):
+        super().__init__(_events(answers, reply), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        self._answers = answers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        left_s = self._answers.deadline_s - time.monotonic()
+        try:
+            async with asyncio.timeout(left_s + _LAST_WRITES_S):
+                await super().__call__(scope, receive, send)
+        except TimeoutError:  # the client does not read
+            pass
+        finally:
+            self._answers.cancel()
+
+
+async def _events(answers: Answers, reply: Reply) -> AsyncIterator[str]:
+    completions: dict[int, Completion] = {}
+    try:
+        for chunk in reply.begin():
+            yield _event(chunk)
+        async for index, item in answers:
+            if isinstance(item, Completion):
+                completions[index] = item
+                yield _event(reply.end(index, item))
+            elif (chunk := reply.piece(index, item)) is not None:
+                yield _event(chunk)
+        for chunk in reply.usage([completions[index] for index in range(len(completions))]):
+            yield _event(chunk)
+    except Refusal as refusal:
+        yield _event(refusal.body)
+    except Exception as error:
+        yield _event(_fault(error).body)
+        raise
+    yield "data: [DONE]\n\n"
+
+
+def _event(chunk: dict[str, Any]) -> str:
+    return f"data: {json.dumps(chunk)}\n\n"
+
+
+# Errors.
+
+
+async def _refused(_: Request, refusal: Refusal) -> Response:
+    return JSONResponse(refusal.body, refusal.status, refusal.headers)
+
+
+async def _mistaken(_: Request, error: UserError) -> Response:
+    return JSONResponse(Refusal(400, str(error), code="invalid_value").body, 400)
+
+
+async def _not_found(request: Request, error: HTTPException) -> Response:
+    refusal = Refusal(
+        error.status_code, f"{request.method} {request.scope['path'][:200]}: {error.detail}", code="no_such_url"
+    )
+    return JSONResponse(refusal.body, error.status_code, error.headers)
+
+
+async def _gone(_: Request, __: ClientDisconnect) -> Response:
+    return PlainTextResponse("", _CLIENT_GONE)
+
+
+async def _failed(_: Request, error: Exception) -> Response:
+    return JSONResponse(_fault(error).body, 500)
+
+
+def _fault(error: Exception) -> Refusal:
+    return Refusal(500, f"the server has made a mistake ({type(error).__name__}): its log says more", code="internal")
+
+
+class _Patient:
+    """An application that is called when a request's body is there, or much of it: half a body costs little."""
+
+    def __init__(self, app: ASGIApp, service: Service):
+        self._app, self._service = app, service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = Headers(scope=scope)
+        has_body = "content-length" in headers or "transfer-encoding" in headers
+        # What is refused by its announcement alone is not waited for.
+        is_refused = _announced(headers) > _DISCARDED * self._service.config.max_body_kib * 1024
+        if scope["method"] != "POST" or "expect" in headers or is_refused or not has_body:
+            await self._app(scope, receive, send)
+            return
+        body, message = bytearray(), {"more_body": True}
+        while message.get("more_body") and len(body) < _PATIENT_BYTES:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return
+            body += message["body"]
+        first = [{"type": "http.request", "body": bytes(body), "more_body": message.get("more_body", False)}]
+
+        async def receive_again() -> Message:
+            return first.pop() if first else await receive()
+
+        await self._app(scope, receive_again, send)
+
+
+class _Counted:
+    """An application whose requests are counted, and told where that is asked for."""
+
+    def __init__(self, app: ASGIApp, service: Service, metrics: ServingMetrics, paths: set[str]):
+        self._app, self._service, self._metrics, self._paths = app, service, metrics, paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        path, began_s, answered = scope["path"], time.monotonic(), False
+
+        async def watched(message: Message) -> None:
+            nonlocal answered
+            if message["type"] == "http.response.start":
+                answered = True
+                # What anyone may make up is no label: there would be a number for each.
+                self._metrics.request(path if path in self._paths else "other", message["status"])
+                if self._service.config.access_log:
+                    passed_ms = 1e3 * (time.monotonic() - began_s)
+                    line = f"{scope['client'][0]} {scope['method']} {path!r} {message['status']} {passed_ms:.0f} ms"
+                    print(line, file=sys.stderr, flush=True)
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watched)
+        except asyncio.CancelledError:  # the process ends, and this client has not even sent its request whole
+            if not answered:
+                await JSONResponse(shutting_down().body, 503)(scope, receive, watched)

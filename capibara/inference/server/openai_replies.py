@@ -1,0 +1,191 @@
+"""OpenAI's completions and chat API: what a response says, whole or in chunks."""
+
+from __future__ import annotations
+
+import abc
+import time
+import uuid
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from capibara.data.tokenizers.vocabulary import Vocabulary
+from capibara.inference.engine.stream import Completion, Piece
+from capibara.inference.server.openai_api import Asked, CompletionAsked
+from capibara.inference.server.service import Ask, Served
+
+_LEAST_LOGPROB = -9999.0  # JSON has no infinity; OpenAI says the same
+
+Json = dict[str, Any]
+
+
+class Reply(abc.ABC):
+    """The response to one request.
+
+    Args:
+      asked: the request.
+      served: the model.
+      asks: the texts, n of each prompt.
+    """
+
+    kind = chunk_kind = prefix = ""
+
+    def __init__(self, asked: Asked, served: Served, asks: Sequence[Ask]):
+        self._asked, self._served, self._asks = asked, served, asks
+        self._about = {
+            "id": f"{self.prefix}-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": asked.model,
+        }
+        options = asked.stream_options
+        self._tells_usage = options is not None and options.include_usage
+
+    def whole(self, completions: Sequence[Completion]) -> Json:
+        """All the texts at once."""
+        choices = [
+            self._choice(index, completion.text, completion.pieces, str(completion.finish))
+            for index, completion in enumerate(completions)
+        ]
+        return self._about | {"object": self.kind, "choices": choices, "usage": self._usage(completions)}
+
+    def begin(self) -> list[Json]:
+        """The chunks that come before any piece."""
+        return []
+
+    def piece(self, index: int, piece: Piece) -> Json | None:
+        """The chunk of one piece of a text; None: it has nothing to tell yet."""
+        named = self._names_tokens and piece.token is not None
+        return self._chunk(index, piece.text, [piece], None) if piece.text or named else None
+
+    def end(self, index: int, completion: Completion) -> Json:
+        """The last chunk of a text."""
+        return self._chunk(index, "", [], str(completion.finish))
+
+    def usage(self, completions: Sequence[Completion]) -> list[Json]:
+        """The chunk that comes last of all, where it was asked for."""
+        if not self._tells_usage:
+            return []
+        return [self._about | {"object": self.chunk_kind, "choices": [], "usage": self._usage(completions)}]
+
+    @property
+    def _names_tokens(self) -> bool:
+        return False
+
+    @abc.abstractmethod
+    def _choice(self, index: int, text: str, pieces: Iterable[Piece], finish: str) -> Json:
+        """A whole text."""
+
+    @abc.abstractmethod
+    def _part(self, text: str, pieces: Iterable[Piece], finish: str | None, index: int) -> Json:
+        """What a chunk tells of a text, beside its number and how it ended."""
+
+    def _chunk(self, index: int, text: str, pieces: Iterable[Piece], finish: str | None) -> Json:
+        choice = {"index": index, "finish_reason": finish} | self._part(text, pieces, finish, index)
+        chunk = self._about | {"object": self.chunk_kind, "choices": [choice]}
+        return chunk | {"usage": None} if self._tells_usage else chunk
+
+    def _usage(self, completions: Sequence[Completion]) -> Json:
+        n = self._asked.n or 1
+        read = sum(len(ask.ids) for ask in self._asks[::n])
+        written = sum(len(completion.tokens) for completion in completions)
+        cached = sum(completion.cached_tokens for completion in completions[::n])
+        return {
+            "prompt_tokens": read,
+            "completion_tokens": written,
+            "total_tokens": read + written,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+
+
+class CompletionReply(Reply):
+    """Of /v1/completions."""
+
+    kind = chunk_kind = "text_completion"
+    prefix = "cmpl"
+
+    def __init__(self, asked: CompletionAsked, served: Served, asks: Sequence[Ask]):
+        super().__init__(asked, served, asks)
+        self._offsets = [0] * len(asks)
+        self._echoed = [served.vocabulary.decode(ask.ids) if asked.echo else "" for ask in asks]
+
+    def begin(self) -> list[Json]:
+        return [self._chunk(index, text, [], None) for index, text in enumerate(self._echoed) if text]
+
+    @property
+    def _names_tokens(self) -> bool:
+        return self._asked.logprobs is not None
+
+    def _choice(self, index: int, text: str, pieces: Iterable[Piece], finish: str) -> Json:
+        return {"index": index, "finish_reason": finish} | self._part(self._echoed[index] + text, pieces, finish, index)
+
+    def _part(self, text: str, pieces: Iterable[Piece], finish: str | None, index: int) -> Json:
+        return {"text": text, "logprobs": self._logprobs(index, pieces) if self._names_tokens else None}
+
+    def _logprobs(self, index: int, pieces: Iterable[Piece]) -> Json:
+        found: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for piece in pieces:
+            if piece.token is not None:
+                found["tokens"].append(_named(self._served.vocabulary, piece.token))
+                found["token_logprobs"].append(max(_LEAST_LOGPROB, piece.log_probability))
+                best = {_named(self._served.vocabulary, token): value for token, value in reversed(piece.likeliest)}
+                found["top_logprobs"].append({token: max(_LEAST_LOGPROB, value) for token, value in best.items()})
+                found["text_offset"].append(self._offsets[index])
+            self._offsets[index] += len(piece.text)
+        return found
+
+
+class ChatReply(Reply):
+    """Of /v1/chat/completions."""
+
+    kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+
+    def begin(self) -> list[Json]:
+        first = {"role": "assistant", "content": ""}
+        chunks = [self._chunk(index, "", [], None) for index in range(len(self._asks))]
+        for chunk in chunks:
+            chunk["choices"][0]["delta"] = first
+        return chunks
+
+    @property
+    def _names_tokens(self) -> bool:
+        return bool(self._asked.logprobs)
+
+    def _choice(self, index: int, text: str, pieces: Iterable[Piece], finish: str) -> Json:
+        message = {"role": "assistant", "content": text, "refusal": None}
+        return {"index": index, "finish_reason": finish, "message": message, "logprobs": self._logprobs(pieces)}
+
+    def _part(self, text: str, pieces: Iterable[Piece], finish: str | None, index: int) -> Json:
+        return {"delta": {} if finish else {"content": text}, "logprobs": self._logprobs(pieces)}
+
+    def _logprobs(self, pieces: Iterable[Piece]) -> Json | None:
+        if not self._names_tokens:
+            return None
+        named = (piece for piece in pieces if piece.token is not None)
+        return {
+            "content": [
+                self._token(piece.token, piece.log_probability)
+                | {"top_logprobs": [self._token(*one) for one in piece.likeliest]}
+                for piece in named
+            ],
+            "refusal": None,
+        }
+
+    def _token(self, token: int, log_probability: float) -> Json:
+        vocabulary = self._served.vocabulary
+        return {
+            "token": _spelled(vocabulary, token),
+            "bytes": [*vocabulary.bytes_of([token])],
+            "logprob": max(_LEAST_LOGPROB, log_probability),
+        }
+
+
+def _named(vocabulary: Vocabulary, token: int) -> str:
+    """Its text; its bytes where it is a part of characters: as text, many tokens would have one name."""
+    spelled = vocabulary.bytes_of([token])
+    try:
+        return spelled.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
+
+
+def _spelled(vocabulary: Vocabulary, token: int) -> str:
+    return vocabulary.decode([token])

@@ -1,0 +1,79 @@
+"""What a server tells Prometheus."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
+
+from capibara.inference.engine.stream import Completion, Finish
+
+_FIRST_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60)
+_TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
+
+
+class ServingMetrics:
+    """Counts requests and texts.
+
+    Args:
+      load: gives the texts that wait for a slot, the slots that are taken, and how many there are; the pages of the
+        cache, those that are taken, and how many texts were put back into the queue for want of one.
+    """
+
+    def __init__(self, load: Callable[[], tuple[int, int, int, int, int, int]]):
+        self._registry = CollectorRegistry()
+        own = {"namespace": "capibara", "registry": self._registry}
+        self._requests = Counter("requests", "Requests, by path and status of HTTP.", ["path", "status"], **own)
+        self._texts = Counter("texts", "Texts, by why they ended.", ["finish"], **own)
+        self._prompt = Counter("prompt_tokens", "Tokens of prompts.", **own)
+        self._cached = Counter("cached_tokens", "Tokens of prompts that were read before.", **own)
+        self._generated = Counter("generated_tokens", "Tokens of texts.", **own)
+        self._first = Histogram(
+            "time_to_first_token_seconds", "From a request to the first token.", buckets=_FIRST_S, **own
+        )
+        self._each = Histogram(
+            "time_per_token_seconds", "Between tokens, the mean of each text.", buckets=_TOKEN_S, **own
+        )
+        gauges = (
+            ("queue_depth", "Texts that wait for a slot."),
+            ("slots_busy", "Slots that are taken."),
+            ("slots", "Slots."),
+            ("pages", "Pages of the cache; 0: slots have none."),
+            ("pages_busy", "Pages that are taken."),
+        )
+        for place, (name, about) in enumerate(gauges):
+            Gauge(name, about, **own).set_function(lambda place=place: load()[place])
+        self._registry.register(_PutBack(load))
+
+    def request(self, path: str, status: int) -> None:
+        """A request has its answer, or the beginning of one."""
+        self._requests.labels(path, status).inc()
+
+    def text(self, completion: Completion) -> None:
+        """A text has come to its end."""
+        tokens = len(completion.tokens)
+        self._texts.labels(str(completion.finish)).inc()
+        self._prompt.inc(completion.prompt_tokens)
+        self._cached.inc(completion.cached_tokens)
+        self._generated.inc(tokens)
+        if tokens and completion.finish is not Finish.CANCELLED:
+            self._first.observe(completion.waited_s)
+        if tokens > 1:
+            self._each.observe((completion.elapsed_s - completion.waited_s) / (tokens - 1))
+
+    def page(self) -> bytes:
+        """All of it in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+
+class _PutBack(Collector):
+    """Reads what the engine counts itself."""
+
+    def __init__(self, load: Callable[[], Sequence[int]]):
+        self._load = load
+
+    def collect(self) -> Iterator[Metric]:
+        about = "Texts that went back to the queue for want of a page."
+        yield CounterMetricFamily("capibara_put_back_texts", about, value=self._load()[5])

@@ -1,0 +1,376 @@
+"""What stands between an HTTP server and the engine: who is let in, and whose texts come to an end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import enum
+import functools
+import re
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from typing import Protocol
+
+from capibara.config import configurable
+from capibara.core.types import UserError
+from capibara.data.tokenizers.vocabulary import Vocabulary
+from capibara.inference.engine.engine import Engine
+from capibara.inference.engine.stream import Completion, Finish, Item, Piece, Stream
+from capibara.inference.interactive.chat import Chat
+from capibara.inference.sampling.sampling import Sampling
+from capibara.inference.server.http_errors import Refusal
+
+_SOON = {"Retry-After": "1"}
+_LEAST = {
+    **dict.fromkeys(("queue", "max_stops", "grace_s"), 0),
+    **dict.fromkeys(("max_tokens", "max_prompt_tokens", "max_prompt_chars", "max_texts", "max_messages"), 1),
+    **dict.fromkeys(("max_body_kib", "max_bodies_mib", "max_header_kib"), 1),
+    "max_connections": 8,
+}
+_HOST = re.compile(r"[^\s/:@\[\]]+|\[[0-9a-fA-F:.]+\]")
+_ORIGIN = re.compile(r"https?://[^\s/@]+")
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """What a server takes on.
+
+    Attributes:
+      queue: texts that may wait for a slot; one more is refused with 429.
+      max_tokens: longest text that may be asked for; None: what a slot holds.
+      max_prompt_tokens: longest prompt; None: what a slot holds.
+      max_texts: most texts of one request: prompts times n.
+      max_stops: most stop strings of one request.
+      max_prompt_chars: characters of the longest prompt; None: what the tokens of the longest prompt may have, up to 16
+        each, or less where the tokenizer has no token so long. A longer one is refused before it is tokenised.
+      max_messages: most messages of a conversation.
+      max_body_kib: largest body of a request.
+      max_bodies_mib: of all bodies that are being read together; one more is refused with 503.
+      body_timeout_s: seconds in which a body must have come, and in which a client must read on that has stopped.
+      max_header_kib: largest header of a request.
+      header_timeout_s: seconds in which a header must have come, from the connection or the answer before.
+      max_connections: most connections; with one more the oldest that has not sent a whole request is closed.
+      allowed_hosts: names in Host that are answered besides localhost, 127.0.0.1 and [::1], such as that of a proxy; a
+        server with a key that other machines reach answers to all names if there are none.
+      allowed_origins: of web pages that may ask, such as https://chat.example.com, besides this server's own.
+      timeout_s: seconds from a request to the end of its texts.
+      grace_s: seconds that texts have to end in after a signal to stop.
+      warm_up: whether programs for prompts of all lengths are compiled before the first request.
+      access_log: whether each request is a line on standard error.
+    """
+
+    queue: int = 64
+    max_tokens: int | None = None
+    max_prompt_tokens: int | None = None
+    max_texts: int = 16
+    max_stops: int = 4
+    max_prompt_chars: int | None = None
+    max_messages: int = 1024
+    max_body_kib: int = 1536
+    max_bodies_mib: int = 64
+    body_timeout_s: float = 30.0
+    max_header_kib: int = 16
+    header_timeout_s: float = 10.0
+    max_connections: int = 512
+    allowed_hosts: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
+    timeout_s: float = 600.0
+    grace_s: float = 30.0
+    warm_up: bool = True
+    access_log: bool = False
+
+    def __post_init__(self):
+        for name, smallest in _LEAST.items():
+            value = getattr(self, name)
+            if value is not None and not value >= smallest:
+                raise UserError(f"ServerConfig.{name} is {value}, must be at least {smallest}")
+        for name in ("timeout_s", "body_timeout_s", "header_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise UserError(f"ServerConfig.{name} is {getattr(self, name)}, must be above 0")
+        for host in self.allowed_hosts:
+            if not _HOST.fullmatch(host):
+                raise UserError(
+                    f"ServerConfig.allowed_hosts has {host!r}, must be names without a port: try 'example.com'"
+                )
+        for origin in self.allowed_origins:
+            if not _ORIGIN.fullmatch(origin):
+                raise UserError(
+                    f"ServerConfig.allowed_origins has {origin!r}, must be of pages: try 'https://example.com'"
+                )
+
+
+class State(enum.StrEnum):
+    """LOADING: not yet; DRAINING: no more; FAILED: the engine has ended with an error."""
+
+    LOADING = "loading"
+    READY = "ready"
+    DRAINING = "draining"
+    FAILED = "failed"
+
+
+@dataclasses.dataclass(frozen=True)
+class Served:
+    """A model that is ready.
+
+    Attributes:
+      engine: with a thread of its own.
+      vocabulary: of the model.
+      chat: with its template; None: it has none.
+      length: tokens of a slot.
+      encoder_length: tokens that an encoder reads; None: there is no encoder.
+      name: what clients call the model.
+      sampling: where a request says nothing.
+      created_s: when it was loaded, by time.time.
+      adapters: names of the engine's adapters, by which clients ask for them in place of the model.
+    """
+
+    engine: Engine
+    vocabulary: Vocabulary
+    chat: Chat | None
+    length: int
+    encoder_length: int | None
+    name: str
+    sampling: Sampling
+    created_s: float = dataclasses.field(default_factory=time.time)
+    adapters: tuple[str, ...] = ()
+
+    @functools.cached_property
+    def longest_piece(self) -> int:
+        """The bytes of the longest token."""
+        return int(self.vocabulary.token_bytes().max())
+
+
+@dataclasses.dataclass(frozen=True)
+class Ask:
+    """One text that is wanted: the prompt's ids, the sampling, the ids that end it, how many likeliest tokens to name, and
+    the adapter, None for the model alone.
+    """
+
+    ids: Sequence[int]
+    sampling: Sampling
+    ends: tuple[int, ...] = ()
+    likeliest: int = 0
+    adapter: str | None = None
+
+
+def check_streams(sampling: Sampling) -> None:
+    """Raises UserError where texts are not made token by token."""
+    for name, is_set in (("beams", sampling.beams is not None), ("num_decodes", sampling.num_decodes > 1)):
+        if is_set:
+            raise UserError(
+                f"Sampling.{name} is set: a server streams tokens as they are chosen, and which text is the best is known at "
+                "its end; leave it out, or use capibara infer --prompts"
+            )
+
+
+def shutting_down() -> Refusal:
+    """What those are told who come after a signal, or whose texts have not ended in time."""
+    return Refusal(503, "the server is shutting down", code="shutting_down", headers=_SOON)
+
+
+class Watch(Protocol):
+    """Is told what became of each text."""
+
+    def text(self, completion: Completion) -> None: ...
+
+
+class Answers:
+    """The texts of one request, as they come: iterate over (index, piece) and, last of each text, (index, completion).
+
+    It lives in an event loop; the engine's thread puts things in.
+
+    Args:
+      streams: one of each text.
+      deadline_s: by time.monotonic.
+      ended: called as each text comes to its end, of whatever kind.
+
+    Raises (while it is iterated over):
+      Refusal: the deadline has passed, or the texts were cancelled.
+      Exception: what stopped the engine.
+    """
+
+    def __init__(self, streams: Sequence[Stream], deadline_s: float, ended: Callable[[Answers, Item], None]):
+        self.deadline_s, self.left = deadline_s, len(streams)
+        self._streams, self._ended = streams, ended
+        self._arrived: asyncio.Queue[tuple[int, Item]] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+        for index, stream in enumerate(streams):
+            stream.forward(functools.partial(self._from_engine, loop, index))
+
+    async def __aiter__(self) -> AsyncIterator[tuple[int, Piece | Completion]]:
+        left = len(self._streams)
+        while left:
+            try:
+                async with asyncio.timeout(self.deadline_s - time.monotonic()):
+                    index, item = await self._arrived.get()
+            except TimeoutError:
+                self.cancel()
+                raise Refusal(504, "the text took too long: ask for fewer tokens", code="timeout") from None
+            if isinstance(item, BaseException):
+                self.cancel()
+                raise item
+            if isinstance(item, Completion):
+                if item.finish is Finish.CANCELLED:
+                    raise shutting_down()
+                left -= 1
+            yield index, item
+
+    async def all(self) -> list[Completion]:
+        """The whole texts, in order."""
+        completions = {index: item async for index, item in self if isinstance(item, Completion)}
+        return [completions[index] for index in range(len(completions))]
+
+    def cancel(self) -> None:
+        """Ends the texts where they are; their slots become free."""
+        for stream in self._streams:
+            stream.cancel()
+
+    def _from_engine(self, loop: asyncio.AbstractEventLoop, index: int, item: Item) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(self._take, index, item)
+
+    def _take(self, index: int, item: Item) -> None:
+        self._arrived.put_nowait((index, item))
+        if not isinstance(item, Piece):
+            self.left -= 1
+            self._ended(self, item)
+
+
+class Service:
+    """Lets requests in while there is room; all but `ready` in one event loop.
+
+    Args:
+      watch: is told what became of each text.
+
+    Attributes:
+      config: what it takes on; the defaults until it is ready.
+      served: the model; None: it is not loaded yet.
+      texts: that are being written or wait.
+      body_bytes: of the requests that are being read.
+      freed_bytes: of bodies that were read since this was set to 0.
+      parsing: held by the one whose body is being parsed.
+    """
+
+    def __init__(self, watch: Watch):
+        self.config = ServerConfig()
+        self.served: Served | None = None
+        self.texts = 0
+        self.body_bytes = self.freed_bytes = 0
+        self.parsing = asyncio.Lock()
+        self._watch = watch
+        self._answers: set[Answers] = set()
+        self._draining_since_s: float | None = None
+        self._failed_since_s: float | None = None
+
+    @property
+    def state(self) -> State:
+        if self.served is not None and self.served.engine.failed:
+            return State.FAILED
+        if self._draining_since_s is not None:
+            return State.DRAINING
+        return State.LOADING if self.served is None else State.READY
+
+    @property
+    def load(self) -> tuple[int, int, int, int, int, int]:
+        """Texts that wait for a slot, slots that are taken, all slots; all pages, pages that are taken, texts put back."""
+        if self.served is None:
+            return (0,) * 6
+        engine = self.served.engine
+        return (*engine.load, engine.slots, *engine.pages, engine.statistics.put_back)
+
+    def ready(self, served: Served, config: ServerConfig) -> None:
+        """The model is there; from any thread."""
+        self.config, self.served = config, served
+
+    def check_room(self, texts: int = 1) -> Served:
+        """The model, if it would take so many texts more now.
+
+        Raises:
+          Refusal: it would not.
+        """
+        match self.state:
+            case State.LOADING:
+                raise Refusal(503, "the model is being loaded: try again", code="loading", headers=_SOON)
+            case State.DRAINING:
+                raise shutting_down()
+            case State.FAILED:
+                raise Refusal(503, "the model has failed: the server must be started again", code="model_failed")
+        most = self.served.engine.slots + self.config.queue
+        if texts > most:
+            raise Refusal(400, f"{texts} texts are asked for, there is room for {most}: ask for fewer", param="n")
+        if self.texts + texts > most:
+            raise Refusal(429, f"{self.texts} texts are waited for: try again", code="queue_full", headers=_SOON)
+        return self.served
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[Callable[[int], None]]:
+        """Counts the bytes of a body while there is one: call what this gives with those that have come.
+
+        Raises (when it is called):
+          Refusal: there are too many at once.
+        """
+        held = 0
+
+        def take(count: int) -> None:
+            nonlocal held
+            if self.body_bytes + count > self.config.max_bodies_mib * 2**20:
+                raise Refusal(503, "too much is being sent at once: try again", code="overloaded", headers=_SOON)
+            held += count
+            self.body_bytes += count
+
+        try:
+            yield take
+        finally:
+            self.body_bytes -= held
+            self.freed_bytes += held
+
+    def ask(self, asks: Sequence[Ask], began_s: float) -> Answers:
+        """Asks for the texts of one request, which came at `began_s` by time.monotonic.
+
+        Raises:
+          Refusal: there is no room.
+          UserError: a prompt has no place in a slot.
+        """
+        engine, streams = self.check_room(len(asks)).engine, []
+        try:
+            for ask in asks:
+                how = {"ends": ask.ends, "likeliest": ask.likeliest, "adapter": ask.adapter}
+                streams.append(engine.submit(ask.ids, ask.sampling, **how))
+        except BaseException:
+            for stream in streams:
+                stream.cancel()
+            raise
+        answers = Answers(streams, began_s + self.config.timeout_s, self._ended)
+        self._answers.add(answers)
+        self.texts += len(streams)
+        return answers
+
+    def drain(self) -> None:
+        """Lets nobody in any more."""
+        self._draining_since_s = self._draining_since_s or time.monotonic()
+
+    def drained(self) -> bool:
+        """Whether `drain` was called and no text is left, or none has time any more: those are cancelled."""
+        if self._draining_since_s is None:
+            return False
+        if time.monotonic() - self._draining_since_s < self.config.grace_s:
+            return not self._answers
+        for answers in self._answers:
+            answers.cancel()
+        return True
+
+    def failed_for(self, seconds: float) -> bool:
+        """Whether it is so long ago that this was first asked after the engine had ended with an error."""
+        if self.state is not State.FAILED:
+            return False
+        self._failed_since_s = self._failed_since_s or time.monotonic()
+        return time.monotonic() - self._failed_since_s >= seconds
+
+    def _ended(self, answers: Answers, item: Item) -> None:
+        self.texts -= 1
+        if not answers.left:
+            self._answers.discard(answers)
+        if isinstance(item, Completion):
+            self._watch.text(item)

@@ -1,0 +1,173 @@
+"""Whose requests a server answers: by their Host and Origin, so that web pages of others do not reach it.
+
+A page that a browser shows may send requests to this machine, and by DNS rebinding (its own name made to mean
+127.0.0.1) read the answers as well; what gives it away is the name in Host, or the Origin. A server on a loopback
+address therefore answers to loopback names alone. One that other machines reach needs a key, which such a page does not
+have: its names are not known here, so any Host will do unless `ServerConfig.allowed_hosts` says which. A foreign Origin
+is refused by both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from capibara.inference.server.http_errors import Refusal
+from capibara.inference.server.service import ServerConfig, Service
+
+_LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
+_AUTHORITY = re.compile(r"(\[[0-9a-f:.]+\]|[^\[\]:/?#@\\\s]+)(?::([0-9]{0,5}))?", re.ASCII)
+_ORIGIN = re.compile(r"(https?)://([^/?#@\\\s]+)", re.ASCII)
+_DEFAULT_PORTS = {"http": "80", "https": "443"}
+_MOST_HEADERS = 100
+_PREFLIGHT_S = 600
+
+
+@dataclasses.dataclass(frozen=True)
+class Visitors:
+    """Who may come.
+
+    Attributes:
+      own: names of this server besides the loopback ones; an address that a connection came to is always one.
+      any_host: whether any Host will do where `ServerConfig.allowed_hosts` is empty.
+    """
+
+    own: frozenset[str] = frozenset()
+    any_host: bool = False
+
+    def check(self, headers: Headers, reached: str, config: ServerConfig) -> None:
+        """Raises Refusal where a request is not let in.
+
+        Args:
+          headers: of the request.
+          reached: the address that the connection came to.
+          config: with what the user allows.
+        """
+        host, origin = headers.get("host"), ", ".join(headers.getlist("origin")) or headers.get("origin")
+        if host is not None and not self._knows_host(_name(host), reached, config):
+            raise Refusal(
+                403,
+                f"Host is {host[:100]!r}, which is no name of this server: use localhost, or add it to "
+                "ServerConfig.allowed_hosts",
+                code="host_not_allowed",
+            )
+        if origin is not None and not self._knows_origin(origin, host, reached, config):
+            raise Refusal(
+                403,
+                f"Origin is {origin[:100]!r}: web pages of others are not answered; add it to ServerConfig.allowed_origins",
+                code="origin_not_allowed",
+            )
+
+    def _knows_host(self, name: str | None, reached: str, config: ServerConfig) -> bool:
+        if name is None:
+            return False
+        if self.any_host and not config.allowed_hosts:
+            return True
+        allowed = {one.lower() for one in config.allowed_hosts}
+        return name in _LOOPBACK or name in self.own or name in allowed or name == bracketed(reached)
+
+    def _knows_origin(self, origin: str, host: str | None, reached: str, config: ServerConfig) -> bool:
+        if origin.lower() in {one.lower() for one in config.allowed_origins}:
+            return True
+        found = _ORIGIN.fullmatch(origin.lower())
+        if found is None:  # "null", as of a file or a frame in a sandbox
+            return False
+        scheme, authority = found.groups()
+        if _name(authority) is None:
+            return False
+        port = _DEFAULT_PORTS[scheme]
+        if host is not None and _with_port(authority, port) == _with_port(host.lower(), port):
+            return True
+        return not self.any_host and _name(authority) in _LOOPBACK
+
+
+def bracketed(address: str) -> str:
+    """An address as a Host has it."""
+    return f"[{address}]" if ":" in address else address
+
+
+def _name(authority: str) -> str | None:
+    """The name in a Host, without its port; None: it is none."""
+    found = _AUTHORITY.fullmatch(authority.lower())
+    return found and found[1]
+
+
+def _with_port(authority: str, default: str) -> tuple[str, str] | None:
+    found = _AUTHORITY.fullmatch(authority)
+    return found and (found[1], found[2] or default)
+
+
+def visitors_of(host: str, address: str, is_loopback: bool) -> Visitors:
+    """Of a server that listens at `address`, which the user has called `host`."""
+    return Visitors(frozenset({bracketed(host.lower()), bracketed(address.lower())}), any_host=not is_loopback)
+
+
+class Guarded:
+    """An application that only those reach who may come; it answers browsers that ask first (CORS)."""
+
+    def __init__(self, app: ASGIApp, service: Service, visitors: Visitors):
+        self._app, self._service, self._visitors = app, service, visitors
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers, config = Headers(scope=scope), self._service.config
+        try:
+            _check_size(scope["headers"], config)
+            self._visitors.check(headers, (scope.get("server") or ("", 0))[0], config)
+        except Refusal as refusal:
+            await JSONResponse(refusal.body, refusal.status, refusal.headers)(scope, receive, send)
+            return
+        origin = headers.get("origin")
+        if origin is None:
+            await self._app(scope, receive, send)
+        elif scope["method"] == "OPTIONS" and "access-control-request-method" in headers:
+            await _preflight(headers, origin)(scope, receive, send)
+        else:
+            await self._app(scope, receive, _telling(send, origin))
+
+
+def _check_size(headers: Iterable[tuple[bytes, bytes]], config: ServerConfig) -> None:
+    headers = list(headers)
+    names = {name for name, _ in headers}
+    size, most = sum(len(name) + len(value) for name, value in headers), config.max_header_kib * 1024
+    if size > most or len(headers) > _MOST_HEADERS:
+        raise Refusal(
+            431,
+            f"the request has {len(headers)} header fields of {size} bytes, must have at most {_MOST_HEADERS} of {most}",
+            code="header_too_large",
+        )
+    if {b"content-length", b"transfer-encoding"} <= names:  # two ends of one body: what is behind a proxy reads another
+        raise Refusal(
+            400, "the request has Content-Length and Transfer-Encoding: leave one out", code="invalid_request"
+        )
+
+
+def _preflight(headers: Headers, origin: str) -> Response:
+    allowed = {
+        "Access-Control-Allow-Origin": origin,
+        "Access-Control-Allow-Methods": "GET, POST",
+        "Access-Control-Allow-Headers": headers.get("access-control-request-headers", "authorization, content-type"),
+        "Access-Control-Max-Age": str(_PREFLIGHT_S),
+        "Vary": "Origin",
+    }
+    if headers.get("access-control-request-private-network") == "true":
+        allowed["Access-Control-Allow-Private-Network"] = "true"
+    return Response(status_code=204, headers=allowed)
+
+
+def _telling(send: Send, origin: str) -> Send:
+    async def told(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            headers = MutableHeaders(scope=message)
+            headers["Access-Control-Allow-Origin"] = origin
+            headers.add_vary_header("Origin")
+        await send(message)
+
+    return told

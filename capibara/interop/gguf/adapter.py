@@ -1,0 +1,88 @@
+"""Writes adapters as a GGUF file, which llama.cpp adds to its base when it loads: `llama-server --lora`.
+
+Each pair is that of a tensor of the base's file, under its name there. What the base's file has in another order than the
+checkpoint (interop.gguf_names.Change) is its rows, and so those of `lora_B` alone.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from capibara.core.types import UserError
+from capibara.interop.gguf import config as gguf_config
+from capibara.interop.gguf import names as gguf_names
+from capibara.interop.gguf.names import Change, Tensor
+from capibara.interop.peft.folder import Pair
+from capibara.storage import outputs, partial
+
+
+def write_adapter(path: str | os.PathLike[str], config: Mapping[str, Any], pairs: Iterable[Pair]) -> int:
+    """Writes adapters, in float32; under the name `path` there is the whole file or what was there before.
+
+    Args:
+      path: ends in .gguf.
+      config: config.json of the base.
+      pairs: the adapters.
+
+    Returns:
+      How many tensors have one.
+
+    Raises:
+      UserError: llama.cpp has no such base, or cannot add an adapter to such a tensor, or the file cannot be written.
+    """
+    family = gguf_names.of_model_type(config.get("model_type"))
+    gguf_config.to_metadata(config)  # is there such a base?
+    known, heads = {tensor.name: tensor for tensor in family.tensors(config)}, family.heads(config)
+    stored: dict[str, list[tuple[Tensor, Pair]]] = {}
+    for pair in pairs:
+        tensor = known.get(pair.name)
+        if tensor is None:
+            raise UserError(
+                f"{pair.name} has an adapter, and its base has no such tensor in GGUF: write the merged model"
+            )
+        stored.setdefault(tensor.stored, []).append((tensor, pair))
+    values, alpha = {}, _alpha(stored)
+    for name, of_tensor in stored.items():
+        of_tensor.sort(key=lambda item: item[0].expert or 0)
+        a, b = zip(*(_parts(tensor, pair, alpha, heads) for tensor, pair in of_tensor))
+        of_experts = of_tensor[0][0].expert is not None
+        values[f"{name}.lora_a"], values[f"{name}.lora_b"] = (np.stack(x) if of_experts else x[0] for x in (a, b))
+    with outputs.unwritable_told(path), partial.beside(os.fspath(path)) as unfinished:
+        _write(unfinished, family.arch, alpha, values)
+        os.replace(unfinished, path)
+    return len(stored)
+
+
+def _alpha(stored: Mapping[str, list[tuple[Tensor, Pair]]]) -> float:
+    """The alpha of the file: llama.cpp scales every pair by it over the pair's rank."""
+    first = next(iter(stored.values()))[0][1]
+    return first.scale * len(first.a)
+
+
+def _parts(tensor: Tensor, pair: Pair, alpha: float, heads: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
+    """`lora_a` [rank, inputs] and `lora_b` [outputs, rank] of the file."""
+    change = Change.NONE if tensor.change is Change.TRANSPOSED else tensor.change  # lora_A reads the inputs either way
+    b = gguf_names.to_gguf(pair.b, change, heads)
+    own = pair.scale * len(pair.a)
+    return pair.a, b if own == alpha else b * (own / alpha)
+
+
+def _write(path: str, arch: str, alpha: float, values: Mapping[str, np.ndarray]) -> None:
+    gguf = gguf_names.package()
+    writer = gguf.GGUFWriter(path, arch)
+    try:
+        writer.add_type(gguf.GGUFType.ADAPTER)
+        writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
+        writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, alpha)
+        writer.add_file_type(gguf.LlamaFileType.ALL_F32)
+        for name, value in values.items():
+            writer.add_tensor(name, np.ascontiguousarray(value, np.float32))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+    finally:
+        writer.close()

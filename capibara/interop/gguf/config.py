@@ -1,0 +1,205 @@
+"""The values of a config.json, as the metadata of a GGUF file and back."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from capibara.core.types import UserError
+from capibara.interop.gguf import names as gguf_names
+from capibara.interop.gguf import rope as gguf_rope
+from capibara.interop.gguf.names import Family
+
+# Name in config.json -> metadata key, without the architecture that it begins with.
+FIELDS = {
+    "hidden_size": "embedding_length",
+    "num_hidden_layers": "block_count",
+    "intermediate_size": "feed_forward_length",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "max_position_embeddings": "context_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "layer_norm_eps": "attention.layer_norm_epsilon",
+    "sliding_window": "attention.sliding_window",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "num_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "original_max_position_embeddings": "rope.scaling.original_context_length",
+    "use_parallel_residual": "use_parallel_residual",
+}
+_NULL = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping", "original_max_position_embeddings")
+_FLOATS = ("rms_norm_eps", "layer_norm_eps", "attn_logit_softcapping", "final_logit_softcapping")
+# Every how many layers one sees the whole row, in llama.cpp.
+_PERIODS = {"gemma2": 2, "gemma3_text": 6}
+# Layers of the one model whose scores are scaled by the mean width of its heads.
+_ODD_SCALE = {"gemma2": 46, "gemma3_text": 62}
+_MOST_EXPERTS = 1_000_000  # of all layers: each has names of its own
+_WINDOW_LOST = ("mistral", "mixtral", "phi3")
+# Metadata that change what is computed and that none of the families here has, unless it is one of its fields.
+_FOREIGN = (
+    "attention.scale",
+    "attention.clamp_kqv",
+    "attention.max_alibi_bias",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "router_logit_softcapping",
+    "logit_scale",
+    "residual_scale",
+    "embedding_scale",
+    "expert_shared_count",
+    "leading_dense_block_count",
+)
+
+
+def to_metadata(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The metadata of a model, without the architecture that every key begins with; a value's type is the stored one.
+
+    Warns where llama.cpp will not compute what the model does beyond some length.
+
+    Raises:
+      UserError: llama.cpp cannot compute this model, or a value is missing.
+    """
+    family = gguf_names.of_model_type(config.get("model_type"))
+    _check_fixed(config, family)
+    values: dict[str, Any] = {"vocab_size": config["vocab_size"]}
+    derived = {"num_key_value_heads": family.heads(config)[1], "head_dim": family.head_dim(config)}
+    # GPT-2 need not say it; a mixture whose every layer has experts has none.
+    wide = 4 * family.get(config, "hidden_size") if family.model_type == "gpt2" else config.get("moe_intermediate_size")
+    derived["intermediate_size"] = wide
+    for name in family.fields:
+        value = family.get(config, name)
+        value = derived.get(name) if value is None else value
+        if value is None and name not in _NULL:
+            raise UserError(f"config.json of the {family.model_type} model has no {family.renamed.get(name, name)}")
+        if value is not None:
+            values[FIELDS[name]] = float(value) if name in _FLOATS else value
+    if "head_dim" in family.fields:
+        values["attention.value_length"] = values["attention.key_length"]
+    if family.model_type != "gpt2":
+        values |= gguf_rope.to_metadata(config, family)
+    window = config.get("sliding_window")
+    if family.model_type in _WINDOW_LOST and window and window < config["max_position_embeddings"]:
+        warnings.warn(
+            f"llama.cpp has no sliding window for {family.model_type} models: rows longer than {window} tokens get other "
+            "answers there",
+            stacklevel=2,
+        )
+    if family.model_type == "gemma3_text" and family.get(config, "final_logit_softcapping"):
+        raise UserError("final_logit_softcapping of a gemma3_text model is not known to llama.cpp: it must be null")
+    return values
+
+
+def _check_fixed(config: Mapping[str, Any], family: Family) -> None:
+    """Raises where the model is none that llama.cpp can compute."""
+    fixed = dict(family.fixed)
+    if family.model_type in _PERIODS:
+        fixed["query_pre_attn_scalar"] = _scalar(config, family)
+        fixed["layer_types"] = _layer_types(config, family)
+    for name, value in fixed.items():
+        if config.get(name, value) not in (value, None):
+            raise UserError(
+                f"{name} of the {family.model_type} model is {config[name]!r}, llama.cpp computes it with {value!r}: it "
+                "has no GGUF form"
+            )
+
+
+def _scalar(config: Mapping[str, Any], family: Family) -> int:
+    if config["num_hidden_layers"] == _ODD_SCALE[family.model_type]:
+        return config["hidden_size"] // config["num_attention_heads"]
+    return family.head_dim(config)
+
+
+def _layer_types(config: Mapping[str, Any], family: Family) -> list[str]:
+    period, layers = _PERIODS[family.model_type], config["num_hidden_layers"]
+    return ["sliding_attention" if (i + 1) % period else "full_attention" for i in range(layers)]
+
+
+def family_of(arch: Any, values: Mapping[str, Any]) -> Family:
+    """The family of a file: several model types share the architecture llama.
+
+    Raises:
+      UserError: none is known.
+    """
+    if arch == "llama":
+        windowed = "mistral" if values.get("attention.sliding_window") else "llama"
+        return gguf_names.FAMILIES["mixtral" if values.get("expert_count") else windowed]
+    found = [family for family in gguf_names.FAMILIES.values() if family.arch == arch]
+    if not found:
+        known = ", ".join(sorted({family.arch for family in gguf_names.FAMILIES.values()}))
+        raise UserError(f"general.architecture {arch!r} is not known here, must be one of {known}")
+    return found[0]
+
+
+def from_metadata(
+    arch: Any, values: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], divided: np.ndarray | None
+) -> dict[str, Any]:
+    """A config.json of the metadata of an architecture.
+
+    Args:
+      arch: general.architecture.
+      values: the metadata whose keys begin with it, without it.
+      shapes: of the tensors of the file, by their names in it, slowest dimension first.
+      divided: the factors of rotary frequencies that the file has; None: it has none.
+
+    Raises:
+      UserError: the architecture is not known, or a value is missing or varies from layer to layer.
+    """
+    family = family_of(arch, values)
+    config: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.model_type}
+    for name in family.fields:
+        value = values.get(FIELDS[name])
+        if isinstance(value, list):
+            raise UserError(f"{arch}.{FIELDS[name]} varies from layer to layer: such models are not known here")
+        if value is None and name not in (*_NULL, "num_key_value_heads", "head_dim"):
+            raise UserError(f"the file has no {arch}.{FIELDS[name]}: it is damaged, or no {arch} model")
+        config[family.renamed.get(name, name)] = value or None if name in _NULL else value
+    _check_counts(arch, config, shapes, family)
+    _check_foreign(arch, values, config, family)
+    heads, kv_heads = family.heads(config)
+    head_dim = family.head_dim(config)
+    config |= {"num_key_value_heads": kv_heads} if "num_key_value_heads" in family.fields else {}
+    config |= {"head_dim": head_dim} if "head_dim" in family.fields else {}
+    if config.get("n_inner") == 4 * config.get("n_embd", 0):
+        config["n_inner"] = None
+    config["vocab_size"] = shapes.get("token_embd.weight", (0,))[0]
+    config["tie_word_embeddings"] = "output.weight" not in shapes
+    config |= family.fixed
+    if family.model_type == "llama":
+        config["attention_bias"] = "blk.0.attn_q.bias" in shapes
+    if family.model_type in _PERIODS:
+        config |= {"query_pre_attn_scalar": _scalar(config, family), "layer_types": _layer_types(config, family)}
+    if family.model_type != "gpt2":
+        config |= gguf_rope.from_metadata(values, family, head_dim, divided)
+    return config
+
+
+def _check_counts(arch: Any, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], family: Family) -> None:
+    """Raises where a number is damaged so that all the tensors that it promises could not be named."""
+    most = {"num_hidden_layers": len(shapes), "num_experts": max((shape[0] for shape in shapes.values()), default=0)}
+    for name, largest in most.items():
+        value = family.get(config, name)
+        if value is not None and (type(value) is not int or not 0 < value <= largest):
+            raise UserError(f"{arch}.{FIELDS[name]} is {value}, must be 1 to {largest} by the tensors of the file")
+
+    experts = (family.get(config, "num_hidden_layers") or 1) * (family.get(config, "num_experts") or 1)
+    if experts > _MOST_EXPERTS:
+        raise UserError(f"{arch} says {experts:,} experts in all, must have at most {_MOST_EXPERTS:,}")
+
+
+def _check_foreign(arch: Any, values: Mapping[str, Any], config: Mapping[str, Any], family: Family) -> None:
+    """Raises where the metadata say something that the family's config.json cannot."""
+    own = {FIELDS[name] for name in family.fields}
+    for key in _FOREIGN:
+        if values.get(key) and key not in own:
+            raise UserError(f"{arch}.{key} is {values[key]}, {family.model_type} models here have none")
+    said = values.get("attention.sliding_window_pattern")
+    if said is not None and family.model_type in _PERIODS:
+        local = [kind == "sliding_attention" for kind in _layer_types(config, family)]
+        if said not in (_PERIODS[family.model_type], local):
+            raise UserError(f"{arch}.attention.sliding_window_pattern is {said}, must be {_PERIODS[family.model_type]}")

@@ -1,0 +1,406 @@
+"""The model families that GGUF files hold: their tensors, and what llama.cpp wants done to each of them.
+
+A table has a tensor's name in a Hugging Face checkpoint, {layer} and {expert} for their numbers; its name in a GGUF
+file is what the gguf package makes of that. Dimensions are letters, in the order of the checkpoint: v vocabulary,
+p positions, d embed, f hidden width of the MLP, g twice that (gate and up), q query heads times head_dim, k key heads
+times head_dim, c queries, keys and values together, h head_dim, e experts, m hidden width of an expert.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from capibara.core import extras
+from capibara.core.types import UserError
+
+Shape = tuple[int, ...]
+# llama.cpp computes with these in float32 only.
+EXACT = ("ffn_gate_inp.weight", "position_embd.weight")
+
+
+def package() -> Any:
+    """The gguf package."""
+    return extras.require("gguf", extra="gguf", why="GGUF files")
+
+
+class Change(enum.StrEnum):
+    """How a tensor of a GGUF file differs from that of the checkpoint.
+
+    queries, keys: the two halves of every head are woven into pairs that turn together (arch llama). plus_one: a norm's
+    scale has 1 added, which float32 rounds. transposed: Conv1D of GPT-2. interleaved: every head has its query, key and
+    value together in the checkpoint, all queries come first in GGUF.
+    """
+
+    NONE = ""
+    QUERIES = "queries"
+    KEYS = "keys"
+    PLUS_ONE = "plus_one"
+    TRANSPOSED = "transposed"
+    INTERLEAVED = "interleaved"
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One line of a table: `when` is the value of config.json without which the tensor is not there."""
+
+    name: str
+    dims: str
+    change: Change = Change.NONE
+    when: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """One tensor of a model.
+
+    Attributes:
+      name, shape: in the checkpoint.
+      stored: its name in the GGUF file.
+      change: what makes the one of the other.
+      expert: where it is in the stack of experts that GGUF makes of them; None: it is not of an expert.
+    """
+
+    name: str
+    shape: Shape
+    stored: str
+    change: Change
+    expert: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """One model_type.
+
+    Attributes:
+      model_type, architecture: what config.json calls it and its class.
+      arch: what GGUF calls it.
+      rows: the table.
+      fields: values of config.json that are metadata of the file (gguf_config.FIELDS).
+      fixed: values of config.json of which llama.cpp knows one only.
+      renamed: values of config.json that have another name in this family.
+    """
+
+    model_type: str
+    architecture: str
+    arch: str
+    rows: tuple[Row, ...]
+    fields: tuple[str, ...]
+    fixed: Mapping[str, Any]
+    renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def get(self, config: Mapping[str, Any], name: str) -> Any:
+        """A value of config.json by its usual name; None where it is not there."""
+        return config.get(self.renamed.get(name, name))
+
+    def tensors(self, config: Mapping[str, Any]) -> list[Tensor]:
+        """All tensors that a model of this configuration has."""
+        sizes, layers = self._sizes(config), self._size(config, "num_hidden_layers")
+        gguf = package()
+        arch = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == self.arch)
+        names = gguf.get_tensor_name_map(arch, layers)
+        found = []
+        for row in self.rows:
+            if row.when and not _there(row.when, config):
+                continue
+            shape = tuple(sizes[letter] for letter in row.dims.split())
+            for layer in range(layers if "{layer}" in row.name else 1):
+                of_map = row.name.replace("{layer}", str(layer)).replace(".{expert}", "")
+                stored = names.get_name(of_map, try_suffixes=(".weight", ".bias"))
+                for expert in range(sizes["e"]) if "{expert}" in row.name else (None,):
+                    name = row.name.format(layer=layer, expert=expert)
+                    found.append(Tensor(name, shape, stored, row.change, expert))
+        return found
+
+    def heads(self, config: Mapping[str, Any]) -> tuple[int, int]:
+        """Query heads, and key and value heads."""
+        heads = self._size(config, "num_attention_heads")
+        return heads, self.get(config, "num_key_value_heads") or heads
+
+    def head_dim(self, config: Mapping[str, Any]) -> int:
+        return self.get(config, "head_dim") or self._size(config, "hidden_size") // self.heads(config)[0]
+
+    def _sizes(self, config: Mapping[str, Any]) -> dict[str, int]:
+        (heads, kv_heads), head_dim = self.heads(config), self.head_dim(config)
+        embed = self._size(config, "hidden_size")
+        hidden = self.get(config, "intermediate_size") or 4 * embed
+        queries, keys = heads * head_dim, kv_heads * head_dim
+        return {
+            "v": self._size(config, "vocab_size"),
+            "p": self.get(config, "max_position_embeddings") or 0,
+            "d": embed,
+            "f": hidden,
+            "g": 2 * hidden,
+            "q": queries,
+            "k": keys,
+            "c": queries + 2 * keys,
+            "h": head_dim,
+            "e": self.get(config, "num_experts") or 0,
+            "m": self.get(config, "moe_intermediate_size") or hidden,
+        }
+
+    def _size(self, config: Mapping[str, Any], name: str) -> int:
+        value = self.get(config, name)
+        if not isinstance(value, int) or value < 1:
+            name = self.renamed.get(name, name)
+            raise UserError(f"{name} of config.json is {value!r}, must be a whole number above 0")
+        return value
+
+
+def expert_count(tensors: Iterable[Tensor]) -> int:
+    """How many experts each stack has; 0: there are none."""
+    return max((tensor.expert + 1 for tensor in tensors if tensor.expert is not None), default=0)
+
+
+def _there(when: str, config: Mapping[str, Any]) -> bool:
+    return not tied(config) if when == "untied" else bool(config.get(when))
+
+
+def tied(config: Mapping[str, Any]) -> bool:
+    """Whether the head is the embedding; where config.json does not say it, as its model_type has it."""
+    usual = config["model_type"].startswith(("gemma", "gpt2"))
+    return bool(config.get("tie_word_embeddings", usual))
+
+
+def to_gguf(value: np.ndarray, change: Change, heads: tuple[int, int]) -> np.ndarray:
+    """A tensor as a GGUF file has it, of that of the checkpoint; `heads` are query and key heads."""
+    match change:
+        case Change.QUERIES | Change.KEYS:
+            return _regroup(value, (heads[change is Change.KEYS], 2, -1))
+        case Change.PLUS_ONE:
+            return value.astype(np.float32) + np.float32(1)
+        case Change.TRANSPOSED:
+            return value.T
+        case Change.INTERLEAVED:
+            split = value.reshape(heads[0], 3, -1, *value.shape[1:])
+            return np.moveaxis(split, 1, 0).reshape(value.shape)
+    return value
+
+
+def to_checkpoint(value: np.ndarray, change: Change, heads: tuple[int, int]) -> np.ndarray:
+    """The way back of to_gguf."""
+    match change:
+        case Change.QUERIES | Change.KEYS:
+            return _regroup(value, (heads[change is Change.KEYS], -1, 2))
+        case Change.PLUS_ONE:
+            return value - value.dtype.type(1)
+        case Change.TRANSPOSED:
+            return value.T
+        case Change.INTERLEAVED:
+            split = value.reshape(3, heads[0], -1, *value.shape[1:])
+            return np.moveaxis(split, 0, 1).reshape(value.shape)
+    return value
+
+
+def _regroup(value: np.ndarray, first: tuple[int, int, int]) -> np.ndarray:
+    """Splits the first dimension into these, and swaps the last two of them."""
+    return value.reshape(*first, *value.shape[1:]).swapaxes(1, 2).reshape(value.shape)
+
+
+def _rows(*lines: tuple[str, ...]) -> tuple[Row, ...]:
+    return tuple(Row(name, dims, Change(rest[0]) if rest else Change.NONE, *rest[1:]) for name, dims, *rest in lines)
+
+
+def _without(rows: tuple[Row, ...], *words: str) -> tuple[Row, ...]:
+    return tuple(row for row in rows if not any(word in row.name for word in words))
+
+
+def _changed(rows: tuple[Row, ...], change: Change, *words: str) -> tuple[Row, ...]:
+    """The table with this change for the tensors whose names hold one of the words."""
+    hit = lambda row: any(word in row.name for word in words)  # noqa: E731
+    return tuple(dataclasses.replace(row, change=change) if hit(row) else row for row in rows)
+
+
+_L = "model.layers.{layer}."
+_PLAIN = _rows(
+    ("model.embed_tokens.weight", "v d"),
+    (_L + "input_layernorm.weight", "d"),
+    (_L + "self_attn.q_proj.weight", "q d"),
+    (_L + "self_attn.k_proj.weight", "k d"),
+    (_L + "self_attn.v_proj.weight", "k d"),
+    (_L + "self_attn.o_proj.weight", "d q"),
+    (_L + "post_attention_layernorm.weight", "d"),
+    (_L + "mlp.gate_proj.weight", "f d"),
+    (_L + "mlp.up_proj.weight", "f d"),
+    (_L + "mlp.down_proj.weight", "d f"),
+    ("model.norm.weight", "d"),
+    ("lm_head.weight", "v d", "", "untied"),
+)
+_QKV_BIAS = _rows(
+    (_L + "self_attn.q_proj.bias", "q"), (_L + "self_attn.k_proj.bias", "k"), (_L + "self_attn.v_proj.bias", "k")
+)
+_QK_NORM = _rows((_L + "self_attn.q_norm.weight", "h"), (_L + "self_attn.k_norm.weight", "h"))
+_LLAMA_BIAS = tuple(
+    dataclasses.replace(row, when="attention_bias") for row in (*_QKV_BIAS, Row(_L + "self_attn.o_proj.bias", "d"))
+)
+
+
+def _paired(rows: tuple[Row, ...]) -> tuple[Row, ...]:
+    return _changed(_changed(rows, Change.QUERIES, "q_proj"), Change.KEYS, "k_proj")
+
+
+_DENSE = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+_MIXTRAL = _without(_PLAIN, *_DENSE) + _rows(
+    (_L + "block_sparse_moe.gate.weight", "e d"),
+    (_L + "block_sparse_moe.experts.{expert}.w1.weight", "m d"),
+    (_L + "block_sparse_moe.experts.{expert}.w2.weight", "d m"),
+    (_L + "block_sparse_moe.experts.{expert}.w3.weight", "m d"),
+)
+_QWEN3_MOE = (
+    _without(_PLAIN, *_DENSE)
+    + _QK_NORM
+    + _rows(
+        (_L + "mlp.gate.weight", "e d"),
+        (_L + "mlp.experts.{expert}.gate_proj.weight", "m d"),
+        (_L + "mlp.experts.{expert}.up_proj.weight", "m d"),
+        (_L + "mlp.experts.{expert}.down_proj.weight", "d m"),
+    )
+)
+_PHI3 = _without(_PLAIN, "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj") + _rows(
+    (_L + "self_attn.qkv_proj.weight", "c d"), (_L + "mlp.gate_up_proj.weight", "g d")
+)
+_SANDWICH = _rows((_L + "pre_feedforward_layernorm.weight", "d"), (_L + "post_feedforward_layernorm.weight", "d"))
+
+
+def _gemma(*more: Row) -> tuple[Row, ...]:
+    return _changed((*_PLAIN, *more), Change.PLUS_ONE, "norm")
+
+
+_H = "transformer.h.{layer}."
+_GPT2 = _rows(
+    ("transformer.wte.weight", "v d"),
+    ("transformer.wpe.weight", "p d"),
+    *((_H + f"{norm}.{part}", "d") for norm in ("ln_1", "ln_2") for part in ("weight", "bias")),
+    (_H + "attn.c_attn.weight", "d c", "transposed"),
+    (_H + "attn.c_attn.bias", "c"),
+    (_H + "attn.c_proj.weight", "q d", "transposed"),
+    (_H + "attn.c_proj.bias", "d"),
+    (_H + "mlp.c_fc.weight", "d f", "transposed"),
+    (_H + "mlp.c_fc.bias", "f"),
+    (_H + "mlp.c_proj.weight", "f d", "transposed"),
+    (_H + "mlp.c_proj.bias", "d"),
+    ("transformer.ln_f.weight", "d"),
+    ("transformer.ln_f.bias", "d"),
+    ("lm_head.weight", "v d", "", "untied"),
+)
+_G = "gpt_neox.layers.{layer}."
+_GPT_NEOX = _rows(
+    ("gpt_neox.embed_in.weight", "v d"),
+    *((_G + f"{norm}_layernorm.{part}", "d") for norm in ("input", "post_attention") for part in ("weight", "bias")),
+    (_G + "attention.query_key_value.weight", "c d", "interleaved"),
+    (_G + "attention.query_key_value.bias", "c", "interleaved"),
+    (_G + "attention.dense.weight", "d q"),
+    (_G + "attention.dense.bias", "d"),
+    (_G + "mlp.dense_h_to_4h.weight", "f d"),
+    (_G + "mlp.dense_h_to_4h.bias", "f"),
+    (_G + "mlp.dense_4h_to_h.weight", "d f"),
+    (_G + "mlp.dense_4h_to_h.bias", "d"),
+    ("gpt_neox.final_layer_norm.weight", "d"),
+    ("gpt_neox.final_layer_norm.bias", "d"),
+    ("embed_out.weight", "v d"),
+)
+
+_SIZES = ("hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads", "max_position_embeddings")
+_ROPED = (*_SIZES, "num_key_value_heads", "head_dim", "rms_norm_eps")
+_SILU = {"hidden_act": "silu"}
+_GELU = {"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False}
+_EXPERTS = ("num_experts", "num_experts_per_tok")
+
+FAMILIES = {
+    family.model_type: family
+    for family in (
+        Family(
+            "llama", "LlamaForCausalLM", "llama", _paired(_PLAIN + _LLAMA_BIAS), _ROPED, _SILU | {"mlp_bias": False}
+        ),
+        Family("mistral", "MistralForCausalLM", "llama", _paired(_PLAIN), (*_ROPED, "sliding_window"), _SILU),
+        Family(
+            "mixtral",
+            "MixtralForCausalLM",
+            "llama",
+            _paired(_MIXTRAL),
+            (*_ROPED, *_EXPERTS, "sliding_window"),
+            _SILU,
+            {"num_experts": "num_local_experts"},
+        ),
+        Family("qwen2", "Qwen2ForCausalLM", "qwen2", _PLAIN + _QKV_BIAS, _ROPED, _SILU | {"use_sliding_window": False}),
+        Family(
+            "qwen3",
+            "Qwen3ForCausalLM",
+            "qwen3",
+            _PLAIN + _QK_NORM,
+            _ROPED,
+            _SILU | {"use_sliding_window": False, "attention_bias": False},
+        ),
+        Family(
+            "qwen3_moe",
+            "Qwen3MoeForCausalLM",
+            "qwen3moe",
+            _QWEN3_MOE,
+            (*_ROPED, *_EXPERTS, "moe_intermediate_size"),
+            _SILU
+            | {"use_sliding_window": False, "attention_bias": False, "norm_topk_prob": True}
+            | {"decoder_sparse_step": 1, "mlp_only_layers": []},
+        ),
+        Family("gemma", "GemmaForCausalLM", "gemma", _gemma(), _ROPED, _GELU),
+        Family(
+            "gemma2",
+            "Gemma2ForCausalLM",
+            "gemma2",
+            _gemma(*_SANDWICH),
+            (*_ROPED, "sliding_window", "attn_logit_softcapping", "final_logit_softcapping"),
+            _GELU,
+        ),
+        Family(
+            "gemma3_text",
+            "Gemma3ForCausalLM",
+            "gemma3",
+            _gemma(*_SANDWICH, *_QK_NORM),
+            (*_ROPED, "sliding_window", "final_logit_softcapping"),
+            _GELU | {"attn_logit_softcapping": None},
+        ),
+        Family(
+            "phi3",
+            "Phi3ForCausalLM",
+            "phi3",
+            _PHI3,
+            (*_SIZES, "num_key_value_heads", "rms_norm_eps", "sliding_window", "original_max_position_embeddings"),
+            _SILU,
+        ),
+        Family(
+            "gpt2",
+            "GPT2LMHeadModel",
+            "gpt2",
+            _GPT2,
+            (*_SIZES, "layer_norm_eps"),
+            {"activation_function": "gelu_new", "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False},
+            {
+                "hidden_size": "n_embd",
+                "num_hidden_layers": "n_layer",
+                "num_attention_heads": "n_head",
+                "max_position_embeddings": "n_positions",
+                "intermediate_size": "n_inner",
+                "layer_norm_eps": "layer_norm_epsilon",
+            },
+        ),
+        Family(
+            "gpt_neox",
+            "GPTNeoXForCausalLM",
+            "gptneox",
+            _GPT_NEOX,
+            (*_SIZES, "layer_norm_eps", "use_parallel_residual"),
+            {"hidden_act": "gelu", "attention_bias": True},
+        ),
+    )
+}
+
+
+def of_model_type(model_type: Any) -> Family:
+    """The family of a config.json's model_type."""
+    family = FAMILIES.get(model_type)
+    if family is None:
+        raise UserError(f"model_type {model_type!r} has no GGUF form here, must be one of {', '.join(FAMILIES)}")
+    return family

@@ -1,0 +1,172 @@
+"""Reads a GGUF file, the format of llama.cpp, as the Hugging Face checkpoint that it was made of."""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from capibara.core import limits
+from capibara.core.types import UserError
+from capibara.interop.gguf import config as gguf_config
+from capibara.interop.gguf import file as gguf_file
+from capibara.interop.gguf import names as gguf_names
+from capibara.interop.gguf import rope as gguf_rope
+from capibara.interop.gguf import vocabulary as gguf_vocabulary
+from capibara.interop.gguf.names import Shape, Tensor
+from capibara.interop.hf import model_card
+
+# Tensors that are no parameters: what old files hold of rotary positions, and the factors that config.json tells.
+_IGNORED = (gguf_rope.FACTORS, ".attn_rot_embd.weight", ".attn_rot_embd", "rope.freqs")
+
+
+def open_gguf(path: str | os.PathLike[str]) -> GgufModel:
+    """Opens a GGUF file; its tensors stay on the disk until they are read.
+
+    Raises:
+      UserError: it is not there, no GGUF file, cut short, one part of several, adapters, of an architecture that is not known
+        here, or has other tensors than its architecture has.
+    """
+    path = os.fspath(path)
+    file = _read(path)
+    parts = _value(file, "split.count") or 1
+    if parts != 1:
+        shown = limits.shortened(parts)
+        raise UserError(f"{path} is one of {shown} parts: join them with llama-gguf-split --merge first")
+    if _value(file, "general.type") == "adapter":
+        raise UserError(
+            f"{path} holds adapters, not a model: give it to llama.cpp beside its base, or name the base's file"
+        )
+    return GgufModel(path, file)
+
+
+class GgufModel:
+    """A GGUF file in the Hugging Face view.
+
+    Attributes:
+      config: what its config.json would say.
+      about: a model card of its name, licence and the like.
+    """
+
+    def __init__(self, path: str, file: gguf_file.GgufFile):
+        self.path = path
+        self._file = file
+        self._stored = {tensor.name: tensor for tensor in file.tensors}
+        arch = _value(file, "general.architecture")
+        values = self._values(f"{arch}.")
+        try:
+            self.config = gguf_config.from_metadata(arch, values, self._stored_shapes(), self._factors())
+            self._family = gguf_names.of_model_type(self.config["model_type"])
+            self._tensors = {tensor.name: tensor for tensor in self._family.tensors(self.config)}
+            self._check()
+            self._matrices = max(self._stored.values(), key=lambda stored: stored.n_elements)
+        except UserError as error:
+            raise UserError(f"{path}: {error}") from None
+        # What the metadata break in code that is written for whole ones is the file's fault.
+        except (ValueError, TypeError, KeyError, AttributeError, IndexError, ArithmeticError) as error:
+            what = f"{type(error).__name__}: {limits.cause(error)}"
+            raise UserError(f"{path}: its metadata contradict themselves ({what}): get it again") from error
+        for name in ("bos", "eos", "pad"):  # None too: where it is not said, transformers takes another model's
+            self.config[f"{name}_token_id"] = _value(file, f"tokenizer.ggml.{gguf_vocabulary.KEYS[name]}_token_id")
+
+    @functools.cached_property
+    def about(self) -> dict[str, bytes]:
+        return model_card.of_general(self._values("general."))
+
+    def _values(self, prefix: str) -> dict[str, Any]:
+        """The metadata whose keys begin so, without that."""
+        return {
+            key.removeprefix(prefix): _value(self._file, key) for key in self._file.values if key.startswith(prefix)
+        }
+
+    @functools.cached_property
+    def tokenizer(self) -> dict[str, bytes]:
+        """The files tokenizer.json, tokenizer_config.json, generation_config.json and chat_template.jinja.
+
+        Those that the file has what they need for; with a warning none for a tokenizer that is not known here.
+        """
+        return gguf_vocabulary.files(self._values("tokenizer."), self.path)
+
+    def shapes(self) -> dict[str, Shape]:
+        """Checkpoint name -> shape."""
+        return {name: tensor.shape for name, tensor in self._tensors.items()}
+
+    def dtype(self, name: str) -> str:
+        """Of its matrices: vectors, routers and positions are float32 in every GGUF file, whatever the model had."""
+        stored = self._stored[self._tensors[name].stored]
+        exact = len(stored.shape) == 1 or stored.name.endswith(gguf_names.EXACT)
+        kind = (self._matrices if exact else stored).tensor_type.name
+        return {"F16": "float16", "BF16": "bfloat16"}.get(kind, "float32")
+
+    def read(self, name: str) -> np.ndarray:
+        """A tensor as it is stored (float32, float16, bfloat16), in float32 where it was quantised."""
+        tensor = self._tensors[name]
+        stored = self._stored[tensor.stored]
+        data = stored.data if tensor.expert is None else stored.data[tensor.expert]
+        value = self._plain(data, stored)
+        return gguf_names.to_checkpoint(value, tensor.change, self._family.heads(self.config))
+
+    def _plain(self, data: np.ndarray, stored: Any) -> np.ndarray:
+        match stored.tensor_type.name:
+            case "F32" | "F16":
+                return data
+            case "BF16":
+                return data.view(ml_dtypes.bfloat16)
+        try:
+            return gguf_names.package().dequantize(data, stored.tensor_type)
+        except NotImplementedError:
+            kind = stored.tensor_type.name
+            raise UserError(
+                f"{self.path}: {stored.name} is quantised as {kind}, which the gguf package cannot undo: take another "
+                "quantisation of this model, Q8_0 for example"
+            ) from None
+
+    def _stored_shapes(self) -> dict[str, Shape]:
+        """Name in the file -> shape, slowest dimension first."""
+        return {name: tuple(int(size) for size in reversed(stored.shape)) for name, stored in self._stored.items()}
+
+    def _factors(self) -> np.ndarray | None:
+        stored = self._stored.get(gguf_rope.FACTORS)
+        return None if stored is None else self._plain(stored.data, stored)
+
+    def _check(self) -> None:
+        """Raises where the file has other tensors than the model."""
+        shapes, experts = self._stored_shapes(), gguf_names.expert_count(self._tensors.values())
+        for tensor in self._tensors.values():
+            if tensor.stored not in shapes:
+                raise UserError(f"the tensor {tensor.stored} is missing: the file is damaged, or no such model")
+            want = stored_shape(tensor, experts)
+            if shapes[tensor.stored] != want:
+                raise UserError(f"{tensor.stored} has shape {shapes[tensor.stored]}, must have {want} by the metadata")
+        known = {tensor.stored for tensor in self._tensors.values()}
+        unknown = [name for name in shapes if name not in known and not name.endswith(_IGNORED)]
+        if unknown:
+            raise UserError(
+                f"the tensor {unknown[0]} is not known in {self._family.model_type} models ({len(unknown)} such in all)"
+            )
+
+
+def stored_shape(tensor: Tensor, experts: int) -> Shape:
+    """The shape in the file, slowest dimension first: experts are stacked."""
+    shape = tensor.shape[::-1] if tensor.change is gguf_names.Change.TRANSPOSED else tensor.shape
+    return shape if tensor.expert is None else (experts, *shape)
+
+
+def _read(path: str) -> gguf_file.GgufFile:
+    try:
+        return gguf_file.GgufFile(path)
+    except FileNotFoundError:
+        raise UserError(f"{path} cannot be read (No such file or directory): name a .gguf file") from None
+    except gguf_file.NoGguf as error:
+        raise UserError(f"{path} is no GGUF file: {error}") from None
+    except (limits.Refused, OSError) as error:
+        raise UserError(f"{path} is cut short or damaged ({limits.cause(error)}): get it again") from None
+
+
+def _value(file: gguf_file.GgufFile, key: str) -> Any:
+    """A metadata value; None where there is none. A float32 becomes the shortest number that is the same in float32."""
+    value = file.values.get(key)
+    return gguf_rope.tidy(value) if isinstance(value, float) else value

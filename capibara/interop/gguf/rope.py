@@ -1,0 +1,189 @@
+"""Rotary positions: the rope_parameters of a config.json, and the metadata and factors of a GGUF file."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from capibara.core.types import UserError
+from capibara.interop.gguf.names import Family
+
+FACTORS = "rope_freqs.weight"  # what llama.cpp divides each frequency by: the llama3 scaling has no metadata
+# llama.cpp's, for the layers of Gemma 3 with a window, in files that do not say it.
+_LOCAL_THETA = 10_000.0
+_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+# The only ones that it knows for these families: it reads no metadata of them.
+_BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
+
+
+def to_metadata(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """The metadata, without the architecture that every key begins with."""
+    rope, local = parameters(config)
+    share = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", config.get("rotary_pct", 1.0)))
+    values: dict[str, Any] = {
+        "rope.dimension_count": int(family.head_dim(config) * share),
+        "rope.freq_base": float(rope.get("rope_theta", 10_000.0)),
+    }
+    if local is not None:
+        if _kind(local) != "default":
+            raise UserError(
+                f"rope_parameters scale the local layers by {_kind(local)}, GGUF scales the global ones alone"
+            )
+        values["rope.freq_base_swa"] = float(local.get("rope_theta", _LOCAL_THETA))
+    match _kind(rope):
+        case "default":
+            pass
+        case "linear":
+            values |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(_needed(rope, "factor"))}
+        case "llama3" if family.arch == "llama":
+            original = [_needed(rope, name) for name in _LLAMA3][-1]
+            values["rope.scaling.original_context_length"] = int(original)
+        case "yarn":
+            values |= _yarn(rope, config)
+        case other:
+            raise UserError(
+                f"rope_type {other!r} of a {family.model_type} model has no GGUF form here: try linear or yarn"
+            )
+    return values
+
+
+def _yarn(rope: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    factor = float(_needed(rope, "factor"))
+    original = rope.get("original_max_position_embeddings") or config["max_position_embeddings"]
+    values: dict[str, Any] = {
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": factor,
+        "rope.scaling.original_context_length": int(original),
+    }
+    for name, usual in _BETAS.items():
+        if rope.get(name) not in (usual, None):
+            raise UserError(
+                f"{name} of the yarn scaling is {rope[name]}, llama.cpp computes it with {usual}: no GGUF form"
+            )
+    if rope.get("attention_factor") is not None:
+        # llama.cpp multiplies the usual factor by it.
+        values["rope.scaling.attn_factor"] = float(rope["attention_factor"]) / (0.1 * math.log(factor) + 1)
+    return values
+
+
+def parameters(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any] | None]:
+    """The rope_parameters of a config.json, new or old: of the global layers, and of the local where they differ."""
+    rope = config.get("rope_parameters")
+    if rope is None:  # transformers before 5
+        scaling = dict(config.get("rope_scaling") or {})
+        scaling.setdefault("rope_type", scaling.pop("type", "default"))
+        theta = config.get("rope_theta", config.get("rotary_emb_base", 10_000.0))
+        local = config.get("rope_local_base_freq")
+        return {"rope_theta": theta} | scaling, None if local is None else {"rope_theta": local}
+    if "full_attention" in rope:
+        return rope["full_attention"] or {}, rope.get("sliding_attention")
+    return rope, None
+
+
+def _needed(rope: Mapping[str, Any], name: str) -> Any:
+    if not isinstance(rope.get(name), int | float):
+        raise UserError(f"rope_parameters of config.json have no {name}, which {_kind(rope)} scaling needs")
+    return rope[name]
+
+
+def _kind(rope: Mapping[str, Any]) -> str:
+    return rope.get("rope_type") or "default"
+
+
+def llama3_factors(rope: Mapping[str, Any], head_dim: int) -> np.ndarray:
+    """What each frequency is divided by, float32 [head_dim / 2] (Llama 3.1).
+
+    Wavelengths above original / low_freq_factor are divided by the factor, those below original / high_freq_factor
+    stay, and those between go from the one to the other.
+    """
+    low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
+    factor, original = float(rope["factor"]), float(rope["original_max_position_embeddings"])
+    share = np.clip((_turns(rope["rope_theta"], head_dim, original) - low) / (high - low), 0, 1)
+    return (1 / ((1 - share) / factor + share)).astype(np.float32)
+
+
+def factors(config: Mapping[str, Any], family: Family) -> np.ndarray | None:
+    """The factors that a GGUF file of this model needs; None: none."""
+    rope, _ = parameters(config)
+    if _kind(rope) != "llama3":
+        return None
+    return llama3_factors({"rope_theta": 10_000.0} | dict(rope), family.head_dim(config))
+
+
+def _turns(theta: float, head_dim: int, length: float) -> np.ndarray:
+    """How often each frequency turns in `length` places."""
+    return length * float(theta) ** (-np.arange(0, head_dim, 2) / head_dim) / (2 * math.pi)
+
+
+def from_metadata(
+    values: Mapping[str, Any], family: Family, head_dim: int, divided: np.ndarray | None
+) -> dict[str, Any]:
+    """The rope_parameters (and what goes with them) of the metadata; `divided` are the factors of the file."""
+    theta = values.get("rope.freq_base", 10_000.0)
+    kind = values.get("rope.scaling.type", "none")
+    original = values.get("rope.scaling.original_context_length")
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
+    if values.get("rope.scale_linear", 1.0) != 1.0:  # of old files
+        kind, values = "linear", dict(values) | {"rope.scaling.factor": values["rope.scale_linear"]}
+    if divided is not None and not np.all(divided == 1):
+        rope |= _llama3_of(divided, theta, head_dim, original)
+    elif kind == "linear":
+        rope |= {"rope_type": "linear", "factor": _factor(values, family)}
+    elif kind == "yarn":
+        factor = _factor(values, family)
+        rope |= {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
+        if "rope.scaling.attn_factor" in values:
+            rope["attention_factor"] = tidy(values["rope.scaling.attn_factor"] * (0.1 * math.log(factor) + 1))
+    elif kind != "none":
+        raise UserError(f"{family.arch}.rope.scaling.type is {kind!r}, must be none, linear or yarn")
+    share = values.get("rope.dimension_count", head_dim) / head_dim
+    more = {}
+    if share != 1:
+        rope["partial_rotary_factor"] = share
+    if family.model_type == "gpt_neox":
+        more["rotary_pct"] = share
+    if family.model_type == "gemma3_text":
+        local = {"rope_type": "default", "rope_theta": values.get("rope.freq_base_swa", _LOCAL_THETA)}
+        return {"rope_parameters": {"sliding_attention": local, "full_attention": rope}}
+    return {"rope_parameters": rope} | more
+
+
+def _factor(values: Mapping[str, Any], family: Family) -> float:
+    factor = values.get("rope.scaling.factor")
+    if not isinstance(factor, int | float) or not 0 < factor < math.inf:
+        raise UserError(f"{family.arch}.rope.scaling.factor is {factor}, must be a number above 0")
+    return factor
+
+
+def _llama3_of(divided: np.ndarray, theta: float, head_dim: int, original: int | None) -> dict[str, Any]:
+    """The llama3 scaling that gives these factors.
+
+    Only original / low and original / high are in them, so that low_freq_factor can be 1, as it is in all models that
+    there are.
+    """
+    divided = divided.astype(np.float64)
+    factor = tidy(divided.max())
+    usual = [(float(4), length) for length in (original, 8192) if length]
+    between = np.flatnonzero((divided > 1 + 1e-3) & (divided < factor - 1e-3))
+    if len(between) > 1:
+        # (turns - 1) / (high - 1) is the share, and turns are proportional to the original length.
+        share = (1 / divided[between] - 1 / factor) / (1 - 1 / factor)
+        slope, start = np.polyfit(_turns(theta, head_dim, 1.0)[between], share, 1)
+        if start < 0:
+            usual.append((round(1 - 1 / start, 3), round(-slope / start)))
+    for high, length in usual:
+        rope = {"rope_type": "llama3", "rope_theta": theta, "factor": factor, "low_freq_factor": 1.0}
+        rope |= {"high_freq_factor": high, "original_max_position_embeddings": length}
+        if divided.shape == (head_dim // 2,) and np.allclose(llama3_factors(rope, head_dim), divided, rtol=1e-4):
+            return rope
+    raise UserError(
+        f"{FACTORS} holds factors that no llama3 scaling has: this file's rotary positions are not known here"
+    )
+
+
+def tidy(value: float) -> float:
+    """The shortest number that is the same in float32: files hold float32, people write 1e-5."""
+    return float(str(np.float32(value)))

@@ -1,0 +1,167 @@
+"""The type of each tensor of a GGUF file: what --dtype asks for, and of K-quants the mixture that llama-quantize chooses.
+
+The mixtures are those of llama.cpp (src/llama-quant.cpp): values of attention and what leads out of the MLP have more bits
+in some layers, the head has 6, and rows that are no blocks of 256 another type.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from capibara.interop.gguf import k_quants
+from capibara.interop.gguf import names as gguf_names
+from capibara.interop.gguf.names import Family
+
+_ByLayer = Callable[[int, int], str]  # (layer, of how many) -> a type, "": that of the others
+
+HEAD, EMBEDDING = "output.weight", "token_embd.weight"
+_PLAIN = {"f32": "F32", "f16": "F16", "bf16": "BF16", "q8_0": "Q8_0", "q4_0": "Q4_0"}
+_FILE_TYPES = {"f32": "ALL_F32"}
+# Types with blocks of 256 -> those of rows that are multiples of 32 alone.
+_NARROW = {"Q3_K": "Q4_0", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
+# The largest values that the types hold: blocks have a step, and some a minimum, in float16.
+MOST = {
+    "F16": 65504.0,
+    "Q8_0": 127 * 65504.0,
+    "Q4_0": 8 * 65504.0,
+    "Q5_0": 16 * 65504.0,
+    "Q5_1": 65504.0,
+    "Q3_K": 128 * 65504.0,
+    "Q4_K": 63 * 65504.0,
+    "Q5_K": 63 * 65504.0,
+    "Q6_K": 4096 * 65504.0,
+}
+
+
+def _more(layer: int, layers: int) -> bool:
+    """The layers that have more bits: the first eighth, the last one, and every third between them."""
+    return layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2
+
+
+def _always(kind: str) -> _ByLayer:
+    return lambda layer, layers: kind
+
+
+def _first(kind: str, count: int = 0, *, share: int = 0, then: str = "") -> _ByLayer:
+    """Of the first layers, so many or one in so many; of the others `then`."""
+    return lambda layer, layers: kind if layer < (layers // share if share else count) else then
+
+
+_MORE: _ByLayer = lambda layer, layers: "Q6_K" if _more(layer, layers) else ""  # noqa: E731
+
+
+@dataclasses.dataclass(frozen=True)
+class Mixture:
+    """What llama-quantize calls by one name.
+
+    Attributes:
+      plain: the type of most matrices.
+      values: of attention's values, or of queries, keys and values together.
+      down: of what leads out of the MLP or of an expert.
+      out: of what leads out of attention, and with eight experts.
+    """
+
+    plain: str
+    values: _ByLayer = _always("")
+    down: _ByLayer = _always("")
+    out: str = ""
+    out_of_eight: str = ""
+
+
+MIXTURES = {
+    "q3_k_s": Mixture("Q3_K", out_of_eight="Q5_K"),
+    "q3_k_m": Mixture(
+        "Q3_K", _first("Q5_K", 2, then="Q4_K"), _first("Q5_K", share=16, then="Q4_K"), out="Q4_K", out_of_eight="Q5_K"
+    ),
+    "q3_k_l": Mixture("Q3_K", _always("Q5_K"), _always("Q5_K"), out="Q5_K"),
+    "q4_k_s": Mixture("Q4_K", _first("Q5_K", 4), _first("Q5_K", share=8), out_of_eight="Q5_K"),
+    "q4_k_m": Mixture("Q4_K", _MORE, _MORE, out_of_eight="Q5_K"),
+    "q5_k_s": Mixture("Q5_K"),
+    "q5_k_m": Mixture("Q5_K", _MORE, _MORE),
+    "q6_k": Mixture("Q6_K"),
+}
+DTYPES = (*_PLAIN, *MIXTURES)
+
+
+@dataclasses.dataclass(frozen=True)
+class Types:
+    """The types of a file's tensors.
+
+    Attributes:
+      dtype: one of DTYPES.
+      layers: how many the model has.
+      experts: of each layer; 0: it has none.
+      tied: whether the head is the embedding.
+      large: whether llama.cpp takes the model for one of 70B, whose values have more bits.
+    """
+
+    dtype: str
+    layers: int
+    experts: int
+    tied: bool
+    large: bool
+
+    @classmethod
+    def of(cls, dtype: str, config: Mapping[str, Any], family: Family) -> Types:
+        """Of a config.json."""
+        layers, experts = family.get(config, "num_hidden_layers"), family.get(config, "num_experts") or 0
+        heads, kv_heads = family.heads(config)
+        large = layers == 80 and (family.arch == "qwen2" or family.arch == "llama" and heads != kv_heads)
+        return cls(dtype, layers, experts, gguf_names.tied(config), large and experts != 8)
+
+    def type(self, name: str, shape: tuple[int, ...]) -> Any:
+        """The type of a tensor of the file, as the gguf package has it; `shape` is as in its description of numpy."""
+        types = gguf_names.package().GGMLQuantizationType
+        if len(shape) == 1 or name.endswith(gguf_names.EXACT):
+            return types.F32
+        kind = self._wanted(name)
+        for narrower in (_NARROW.get(kind, "F16"), "F16"):
+            block, _ = gguf_names.package().GGML_QUANT_SIZES[types[kind]]
+            kind = kind if shape[-1] % block == 0 else narrower
+        return types[kind]
+
+    def _wanted(self, name: str) -> str:
+        """The type of a matrix whose rows are blocks of it."""
+        mixture = MIXTURES.get(self.dtype)
+        if mixture is None:
+            return "Q8_0" if self.dtype == "q4_0" and name in (HEAD, EMBEDDING) else _PLAIN[self.dtype]
+        if name == HEAD or self.tied and name == EMBEDDING:
+            return "Q6_K"
+        layer = re.match(r"blk\.(\d+)\.(attn_v|attn_qkv|attn_k|attn_output|ffn_down)(_exps)?\.weight$", name)
+        if layer is None:
+            return mixture.plain
+        index, part, eight = int(layer[1]), layer[2], self.experts == 8
+        if eight and part in ("attn_v", "attn_k"):
+            return "Q8_0"  # few, and all experts depend on them
+        if part in ("attn_v", "attn_qkv"):
+            kind = mixture.values(index, self.layers) or mixture.plain
+            return "Q5_K" if self.large and kind in ("Q3_K", "Q4_K") else kind
+        if part == "ffn_down":
+            return mixture.down(index, self.layers) or mixture.plain
+        if part == "attn_output":
+            return (mixture.out_of_eight if eight else mixture.out) or mixture.plain
+        return mixture.plain
+
+    @property
+    def file_type(self) -> Any:
+        """general.file_type, as the gguf package has it."""
+        return gguf_names.package().LlamaFileType[_FILE_TYPES.get(self.dtype, f"MOSTLY_{self.dtype.upper()}")]
+
+    @property
+    def blocks(self) -> bool:
+        """Whether matrices are quantised."""
+        return self.dtype.startswith("q")
+
+
+def quantized(value: np.ndarray, kind: Any) -> np.ndarray:
+    """Rows of float32 in a type of the gguf package, in one piece of memory."""
+    if kind.name in k_quants.KINDS:
+        return k_quants.quantize(value, kind.name)
+    if kind.name in ("Q4_0", "Q5_0"):
+        value = value + np.float32(0)  # a block of zeros has the scale of 0, not that of -0
+    return np.ascontiguousarray(gguf_names.package().quantize(value, kind))

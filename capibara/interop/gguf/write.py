@@ -1,0 +1,179 @@
+"""Writes a GGUF file, which llama.cpp loads, of a model in the Hugging Face view."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from capibara.core.types import UserError
+from capibara.interop.gguf import config as gguf_config
+from capibara.interop.gguf import names as gguf_names
+from capibara.interop.gguf import rope as gguf_rope
+from capibara.interop.gguf import types as gguf_types
+from capibara.interop.gguf import vocabulary as gguf_vocabulary
+from capibara.interop.gguf.names import Change, Family, Tensor
+from capibara.interop.gguf.read import stored_shape
+from capibara.interop.hf import model_card
+from capibara.interop.quantize.grid import Packed
+from capibara.storage import outputs, partial
+
+
+def write_gguf(
+    path: str | os.PathLike[str],
+    config: Mapping[str, Any],
+    tensors: Iterable[tuple[str, np.ndarray | Packed]],
+    tokenizer: Mapping[str, bytes],
+    about: Mapping[str, bytes] | None = None,
+    *,
+    dtype: str = "f16",
+    show: Callable[[str, str], None] = lambda topic, detail: None,
+) -> None:
+    """Writes a model, tensor by tensor; under the name `path` there is the whole file or what was there before.
+
+    Args:
+      path: ends in .gguf.
+      config: config.json.
+      tensors: all tensors of the checkpoint, in any order, each in any floating-point dtype, or on a grid of q4_0.
+      tokenizer: the files of the tokenizer; without tokenizer.json llama.cpp takes and gives ids alone.
+      about: its model card and licence files, by name: the file says its name and licence.
+      dtype: one of gguf_types.DTYPES, of matrices. Vectors, routers and learned positions stay f32; with q4_0 the
+        embedding and the head are q8_0; K-quants (q4_k_m, ...) are llama-quantize's mixtures. What has rows that are no
+        multiple of a block (32 values) is f16.
+      show: is told which tensor it is at.
+
+    Raises:
+      UserError: llama.cpp has no such model or tokenizer, a tensor is missing, unknown, of another shape or beyond
+        what the dtype holds, or the file cannot be written.
+    """
+    if dtype not in gguf_types.DTYPES:
+        known = ", ".join(gguf_types.DTYPES)
+        raise UserError(f"dtype {dtype!r} is none that GGUF files are written in, must be one of {known}")
+    family = gguf_names.of_model_type(config.get("model_type"))
+    wanted = family.tensors(config)
+    values = {f"{family.arch}.{key}": value for key, value in gguf_config.to_metadata(config).items()}
+    values |= {f"general.{key}": value for key, value in model_card.general(about or {}, config).items()}
+    values |= {f"tokenizer.{key}": value for key, value in gguf_vocabulary.metadata(tokenizer, config).items()}
+    with outputs.unwritable_told(path), partial.beside(os.fspath(path)) as unfinished:
+        _File(unfinished, family, config, wanted, values, gguf_types.Types.of(dtype, config, family)).write(
+            tensors, show
+        )
+        os.replace(unfinished, path)
+
+
+class _File:
+    """A GGUF file whose tensors come in any order: each has its place before the first comes."""
+
+    def __init__(
+        self,
+        path: str,
+        family: Family,
+        config: Mapping[str, Any],
+        wanted: list[Tensor],
+        values: Mapping[str, Any],
+        types: gguf_types.Types,
+    ):
+        gguf = gguf_names.package()
+        self._gguf, self._family, self._heads = gguf, family, family.heads(config)
+        self._wanted = {tensor.name: tensor for tensor in wanted}
+        self._tied = gguf_names.tied(config)
+        self._writer = gguf.GGUFWriter(path, family.arch)
+        self._types: dict[str, Any] = {}
+        self._places: dict[str, int] = {}
+        experts = gguf_names.expert_count(wanted)
+        shapes = {tensor.stored: stored_shape(tensor, experts) for tensor in wanted}
+        factors = gguf_rope.factors(config, family)
+        self._factors = None if factors is None else factors.astype(np.float32)
+        if factors is not None:
+            shapes[gguf_rope.FACTORS] = factors.shape
+        self._add_values(values, types)
+        place = 0
+        for name, shape in shapes.items():
+            kind = types.type(name, shape)
+            size = _bytes_of(gguf, shape, kind)
+            self._types[name], self._places[name] = kind, place
+            self._writer.add_tensor_info(name, shape, np.dtype(np.float32), size, raw_dtype=kind)
+            place += gguf.GGUFWriter.ggml_pad(size, self._writer.data_alignment)
+        self._size = place
+
+    def write(self, tensors: Iterable[tuple[str, np.ndarray | Packed]], show: Callable[[str, str], None]) -> None:
+        """Writes the file."""
+        writer, missing = self._writer, dict(self._wanted)
+        try:
+            writer.write_header_to_file()
+            writer.write_kv_data_to_file()
+            writer.write_ti_data_to_file()
+            file: BinaryIO = writer.fout[0]
+            start = self._gguf.GGUFWriter.ggml_pad(file.tell(), writer.data_alignment)
+            file.truncate(start + self._size)
+            if self._factors is not None:
+                file.seek(start + self._places[gguf_rope.FACTORS])
+                file.write(self._factors.tobytes())
+            for name, value in tensors:
+                if name == "lm_head.weight" and self._tied:
+                    continue  # some checkpoints hold the embedding twice
+                tensor = missing.pop(name, None)
+                if tensor is None:
+                    why = "came twice" if name in self._wanted else f"is not known in {self._family.model_type} models"
+                    raise UserError(f"the tensor {name} {why}: it cannot be written to a GGUF file")
+                show("writing", f"tensor {len(self._wanted) - len(missing)} of {len(self._wanted)}, {tensor.stored}")
+                data = self._data(tensor, value)
+                file.seek(start + self._places[tensor.stored] + (tensor.expert or 0) * data.nbytes)
+                file.write(data)
+            if missing:
+                raise UserError(
+                    f"the tensor {next(iter(missing))} is missing ({len(missing)} in all): the model is not whole"
+                )
+        finally:
+            if writer.fout is not None:
+                writer.close()
+
+    def _data(self, tensor: Tensor, value: np.ndarray | Packed) -> np.ndarray:
+        """A tensor as it stands in the file, in one piece of memory."""
+        if isinstance(value, Packed):
+            turned = tensor.change is Change.TRANSPOSED  # to outputs first, which this is already
+            change = Change.NONE if turned else tensor.change
+            value = value.moved(lambda x: gguf_names.to_gguf(x, change, self._heads))
+            return (
+                value.q4_0() if self._types[tensor.stored].name == "Q4_0" else self._quantized(tensor, value.values())
+            )
+        value = np.asarray(value)
+        if value.shape != tensor.shape:
+            raise UserError(f"{tensor.name} has shape {value.shape}, must have {tensor.shape} by config.json")
+        return self._quantized(tensor, gguf_names.to_gguf(value, tensor.change, self._heads))
+
+    def _quantized(self, tensor: Tensor, value: np.ndarray) -> np.ndarray:
+        """What is in the file's order, in its type."""
+        value = np.ascontiguousarray(value, dtype=np.float32)
+        kind = self._types[tensor.stored]
+        most = gguf_types.MOST.get(kind.name)
+        if most is not None and not np.abs(value).max(initial=0) <= most:
+            raise UserError(f"{tensor.name} has values beyond {most:g}, {kind.name} cannot hold them: try bf16 or f32")
+        return gguf_types.quantized(value, kind)
+
+    def _add_values(self, values: Mapping[str, Any], types: gguf_types.Types) -> None:
+        """The metadata: a number that is a float in Python is a float32, a whole number a uint32."""
+        writer = self._writer
+        writer.add_type("model")
+        writer.add_file_type(types.file_type)
+        if types.blocks:
+            writer.add_quantization_version(self._gguf.GGML_QUANT_VERSION)
+        for key, value in values.items():
+            match value:
+                case bool():
+                    writer.add_bool(key, value)
+                case int():
+                    writer.add_uint32(key, value)
+                case float():
+                    writer.add_float32(key, value)
+                case str():
+                    writer.add_string(key, value)
+                case _:
+                    writer.add_array(key, value)
+
+
+def _bytes_of(gguf: Any, shape: tuple[int, ...], kind: Any) -> int:
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    return int(np.prod(shape)) // block * size

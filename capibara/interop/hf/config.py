@@ -1,0 +1,326 @@
+"""config.json of Hugging Face transformers <-> our model configurations.
+
+Files of transformers 4 (rope_theta, rope_scaling) and 5 (rope_parameters) are read; those written suit both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from capibara.core import limits
+from capibara.core.types import UserError
+from capibara.interop.hf import families, tables
+from capibara.interop.hf import rope as hf_rope
+from capibara.interop.hf import values as hf_values
+from capibara.interop.hf.families import FAMILIES, Family
+from capibara.models.api import DecoderConfig, EncoderConfig, EncoderDecoderConfig, Moe, Rope, TransformerConfig
+
+Values = Mapping[str, Any]
+
+# What a config.json says that our configurations do not: kept on the way through.
+_CARRIED = (
+    "max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id",
+    "initializer_range",
+)  # fmt: skip
+# Fields of ours that say how to compute or to train, not what the model is.
+_OURS_ALONE = ("dtype", "attention", "layer_loop", "quantization", "dropout_rate")
+
+
+def from_hf(values: Values, *, dtype: str = "bfloat16") -> TransformerConfig:
+    """The configuration of a model, from what its config.json says.
+
+    Args:
+      values: of config.json; of a model that sees images its text part is taken.
+      dtype: compute dtype; what a file names is that of the stored tensors.
+
+    Raises:
+      UserError: an architecture that is not known, or something in it that we do not have.
+    """
+    values = text_part(values)
+    try:
+        return _from_hf(values, FAMILIES[values["model_type"]], dtype)
+    except UserError:
+        raise
+    # Values of a foreign file in code that is written for whole ones: whatever they break there is the file's fault.
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError, ArithmeticError, RecursionError) as error:
+        what = f"{type(error).__name__}: {limits.cause(error)}"
+        raise UserError(f"config.json cannot be read ({what}): copy the file again") from error
+
+
+def _from_hf(values: Values, family: Family, dtype: str) -> TransformerConfig:
+    if values.get("quantization_config"):
+        raise UserError("config.json has a quantization_config: only tensors of f32, f16 and bf16 are read")
+    values = family.defaults | values
+    for key, allowed in family.only.items():
+        if values.get(key, allowed[0]) not in allowed:
+            raise UserError(
+                f"config.json has {key} = {values[key]!r}, capibara's {family.model_type} has {allowed[0]!r} alone"
+            )
+    missing = [key for key in family.keys.values() if values.get(key) is None and key not in families.OPTIONAL]
+    if missing:
+        raise UserError(f"config.json of a {family.model_type} has no {missing[0]}: it is cut short, or another file")
+    fields = {ours: values[theirs] for ours, theirs in family.keys.items() if theirs in values} | family.fixed
+    fields |= {"head": families.head(values, family), "activation": families.activation(values, family)}
+    if (bias := families.bias(values, family)) is not None:
+        fields["bias"] = bias
+    if family.kind == families.ENCODER_DECODER and fields["head"] == "tied":
+        fields["head_scale"] = families.head_scale(values)
+    if fields.get("mlp_dim") is None:
+        fields["mlp_dim"] = 4 * fields["embed_dim"]  # GPT-2 says no more
+    try:
+        return _config(values, family, fields, dtype)
+    except UserError as error:
+        raise _with_their_names(error, values, family) from None
+
+
+def _with_their_names(error: UserError, values: Values, family: Family) -> UserError:
+    """What our configuration says of its fields, with transformers' names for them."""
+    if (said := str(error)).startswith("config.json"):
+        return error
+    names = family.keys | {"kv_heads": "num_key_value_heads", "top_k": "num_experts_per_tok"}
+    names |= {"window": "sliding_window"} | ({"num_experts": family.experts} if family.experts else {})
+    if family.kind not in (families.DECODER, families.ENCODER):
+        names |= {"num_layers": "num_decoder_layers" if values.get("num_decoder_layers") else "num_layers"}
+    theirs = [f"{ours} is {key}" for ours, key in names.items() if ours != key and re.search(rf"\b{ours}\b", said)]
+    return UserError(f"{said} (in transformers' words {', '.join(theirs)})" if theirs else said)
+
+
+def _config(values: Values, family: Family, fields: dict[str, Any], dtype: str) -> TransformerConfig:
+    match family.kind:
+        case families.DECODER:
+            fields |= _decoder(values, family, fields["num_layers"])
+            return DecoderConfig(**fields, dtype=dtype)
+        case families.ENCODER:
+            return EncoderConfig(**fields, dtype=dtype)
+        case _:
+            both = {"num_layers": values.get("num_decoder_layers") or values["num_layers"]}
+            return EncoderDecoderConfig(**fields | both, dtype=dtype)
+
+
+def kept_by_run(text: bytes) -> dict[str, Any]:
+    """The config.json that a run folder keeps of what it began from, of the language model alone; "{}": of nothing.
+
+    Raises:
+      UserError: it cannot be read.
+    """
+    try:
+        values = limits.parse_json(text)
+        if not isinstance(values, dict):
+            raise ValueError("it is no object")
+    except (limits.Refused, ValueError) as error:
+        raise UserError(f"origin/config.json cannot be read ({limits.cause(error)}): restore it") from None
+    return text_part(values) if values else {}
+
+
+def text_part(values: Values) -> dict[str, Any]:
+    """The values of the language model alone, with its model_type.
+
+    Raises:
+      UserError: an architecture that is not known.
+    """
+    hf_values.check(values)
+    model_type = values.get("model_type")
+    if model_type == "gemma3":
+        around = {"tie_word_embeddings": values.get("tie_word_embeddings", True)} | _kept(values)
+        values, model_type = around | (values.get("text_config") or {}) | {"model_type": "gemma3_text"}, "gemma3_text"
+    names = values.get("architectures") or []
+    known = ", ".join([*(name for name in FAMILIES if name != tables.T5X_DECODER_TYPE), "gemma3 (its text)"])
+    if model_type not in FAMILIES:
+        raise UserError(f"config.json has model_type {model_type!r}, must be one of {known}")
+    if names and names[0] not in FAMILIES[model_type].architectures:
+        raise UserError(
+            f"config.json has architectures {names}, must be {FAMILIES[model_type].architectures[0]} for {model_type}: "
+            f"the head of {names[0]} is not read, take the folder of the language model that it was made of"
+        )
+    return dict(values)
+
+
+def longest(values: Values) -> int | None:
+    """Tokens of the longest row that a config.json means; None: it says none."""
+    return hf_rope.longest(text_part(values))
+
+
+def to_hf(config: TransformerConfig, like: Values | None = None, *, dtype: str = "float32") -> dict[str, Any]:
+    """What transformers must find in config.json to compute what our model does.
+
+    Args:
+      config: of our model.
+      like: a config.json whose model_type is taken where it fits, and whose other values (token ids, ...) are kept.
+      dtype: of the stored tensors: "float32", "bfloat16" or "float16".
+
+    Raises:
+      UserError: no architecture of transformers that we write computes this; says what stands in the way.
+    """
+    like = dict(like or {})
+    if like.get("model_type") == "gemma3":
+        like = text_part(like)
+    wanted, best = resolved(config), None
+    order = sorted(FAMILIES.values(), key=lambda family: family.model_type != like.get("model_type"))
+    for family in order:
+        if not isinstance(config, _CLASSES[family.kind]):
+            continue
+        values = _written(config, family)
+        different = _different(values, wanted, family)
+        if not different:
+            about = {"architectures": [family.architectures[0]], "dtype": dtype, "torch_dtype": dtype}
+            about |= {"model_type": family.model_type}
+            defaults = families.written_defaults(config, family)
+            if like.get("model_type") != family.model_type:
+                return defaults | _without_old(_kept(like)) | values | about
+            if _says(like, config):  # in its own words
+                return defaults | values | like | about
+            return defaults | _without_old(like) | values | about
+        if best is None or len(different) < len(best[1]):
+            best = (family.model_type, different)
+    nearest, fields = best
+    shown = ", ".join(f"{name} = {_shown(wanted.get(name))}" for name in fields)
+    raise UserError(f"no Hugging Face architecture has this model: {nearest} is the nearest, without {shown}")
+
+
+def _says(like: Values, config: TransformerConfig) -> bool:
+    """Whether a config.json is that of our model as it stands; one of T5 is in the words of one version or another."""
+    if isinstance(config, EncoderDecoderConfig):
+        return False
+    try:
+        return not differences(like, config)
+    except UserError:
+        return False
+
+
+def differences(values: Values, config: TransformerConfig) -> dict[str, tuple[Any, Any]]:
+    """Where a config.json says another thing than our configuration: field -> (ours, what it would be)."""
+    ours, theirs = resolved(config), resolved(from_hf(values))
+    names = [name for name in ours if ours[name] != theirs.get(name)]
+    return {name: (ours[name], theirs.get(name)) for name in names}
+
+
+def resolved(config: TransformerConfig) -> dict[str, Any]:
+    """What a configuration comes to: its fields with what None stands for, without those that change no answer."""
+    fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.name not in _OURS_ALONE}
+    fields |= {"num_kv_heads": config.kv_heads, "head_dim": config.head_size}
+    if fields["attention_scale"] is None:
+        fields["attention_scale"] = config.head_size**-0.5
+    if config.moe is not None:
+        moe = fields["moe"] = {name: getattr(config.moe, name) for name in _MOE_FIELDS}
+        moe["expert_dim"] = fields["mlp_dim"] = config.moe.expert_dim or config.mlp_dim  # no MLP is left
+    if isinstance(config, EncoderDecoderConfig):
+        fields["num_encoder_layers"] = config.encoder_layers
+        if config.head != "tied":
+            del fields["head_scale"]
+    if not isinstance(config, EncoderConfig) and fields.get("positions") != "learned":
+        del fields["max_length"]  # a limit of ours
+    if isinstance(config, DecoderConfig):
+        kinds = families.kinds(config)
+        fields |= {"layer_pattern": kinds, "rope": _resolved_rope(config, "local" in kinds, "global" in kinds)}
+    return fields
+
+
+_MOE_FIELDS = ("num_experts", "top_k", "shared_experts", "routing", "score", "gates")
+_CLASSES = {
+    families.DECODER: DecoderConfig,
+    families.ENCODER: EncoderConfig,
+    families.ENCODER_DECODER: EncoderDecoderConfig,
+}
+
+
+def _resolved_rope(config: DecoderConfig, has_local: bool, has_global: bool) -> Any:
+    """The frequencies and magnitudes themselves, of the layers that there are."""
+    if config.positions != "rope":
+        return None
+    rope, size = config.rope, config.head_size
+    flags = [flag for flag, there in ((True, has_local), (False, has_global)) if there]
+    lengths = (None, 2 * rope.original_length, 4 * rope.original_length) if rope.scaling.by_length else (None,)
+    return {
+        flag: (
+            [rope.frequencies(size, local=flag, length=length).tolist() for length in lengths],
+            rope.original_length if rope.scaling.by_length else None,
+            rope.magnitude(local=flag),
+        )
+        for flag in flags
+    }
+
+
+def _decoder(values: Values, family: Family, num_layers: int) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    pattern, window = families.read_pattern(values, family, num_layers)
+    fields |= {"layer_pattern": pattern, "window": window}
+    if family.rope:
+        fields["rope"] = Rope(**hf_rope.read(values, family))
+    scalar = values.get("query_pre_attn_scalar")
+    if scalar is not None and scalar != values.get("head_dim"):
+        fields["attention_scale"] = scalar**-0.5
+    if family.model_type == tables.T5X_DECODER_TYPE:
+        tied = families.head(values, family) == "tied"
+        fields |= {"logit_scale": values["d_model"] ** -0.5 if tied else 1.0}
+        fields |= {"inputs_attention": values["inputs_attention"]}
+    if family.model_type == "gpt_neox":
+        fields["residual"] = "parallel" if values.get("use_parallel_residual", True) else "sequential"
+    if family.experts:
+        count = values.get(family.experts) or values.get("num_local_experts")  # either, by the version
+        if not count:
+            raise UserError(f"config.json of a {family.model_type} has no {family.experts}: it is cut short")
+        fields["moe"] = Moe(
+            num_experts=count,
+            top_k=values["num_experts_per_tok"],
+            gates="normalized" if values.get("norm_topk_prob", family.model_type == "mixtral") else "scores",
+            balance_loss=values.get("router_aux_loss_coef", 0.001),
+        )
+    return fields
+
+
+def _written(config: TransformerConfig, family: Family) -> dict[str, Any]:
+    """The family's values nearest to the configuration; `_different` says whether they are it."""
+    values = {theirs: getattr(config, ours) for ours, theirs in family.keys.items()}
+    values |= {key: allowed[0] for key, allowed in family.only.items()}
+    values |= {family.keys[name]: getattr(config, own) for name, own in _SIZES if name in family.keys}
+    values |= families.write_head(config) | families.write_activation(config, family)
+    if family.kind == families.ENCODER_DECODER:
+        return values | {"num_layers": config.encoder_layers, "num_decoder_layers": config.num_layers}
+    if family.kind == families.ENCODER:
+        return values
+    values |= families.write_pattern(config, family) | hf_rope.write(config, family)
+    values |= families.write_bias(config, family)
+    if "query_pre_attn_scalar" in family.defaults:
+        scale = config.head_size**-0.5 if config.attention_scale is None else config.attention_scale
+        values["query_pre_attn_scalar"] = round(scale**-2)
+    if family.model_type == tables.T5X_DECODER_TYPE:
+        values["inputs_attention"] = str(config.inputs_attention)
+    if family.model_type == "gpt_neox":
+        values["use_parallel_residual"] = config.residual == "parallel"
+    if family.experts and config.moe is not None:
+        values |= {family.experts: config.moe.num_experts, "num_experts_per_tok": config.moe.top_k}
+        values |= {"router_aux_loss_coef": config.moe.balance_loss}
+        values[family.keys["mlp_dim"]] = config.moe.expert_dim or config.mlp_dim
+        if family.model_type != "mixtral":
+            values["norm_topk_prob"] = config.moe.gates == "normalized"
+    return values
+
+
+_SIZES = (("num_kv_heads", "kv_heads"), ("head_dim", "head_size"))
+
+
+def _different(values: Values, wanted: Mapping[str, Any], family: Family) -> list[str]:
+    """Fields that the family's values do not say; none: they are the configuration."""
+    if family.divides and wanted["embed_dim"] % wanted["num_heads"]:
+        return ["embed_dim", "num_heads"]  # transformers wants a multiple, whatever head_dim is
+    try:
+        got = resolved(from_hf({**values, "model_type": family.model_type}))
+    except (UserError, KeyError):
+        return sorted(wanted)  # nothing of the kind
+    return sorted(name for name in wanted.keys() | got.keys() if wanted.get(name) != got.get(name))
+
+
+def _kept(like: Values) -> dict[str, Any]:
+    return {key: like[key] for key in _CARRIED if key in like}
+
+
+def _without_old(values: Values) -> dict[str, Any]:
+    """Without other names for what is written anew."""
+    return {key: value for key, value in values.items() if key not in families.OTHER_NAMES}
+
+
+def _shown(value: Any) -> str:
+    return repr(str(value) if isinstance(value, str) else value)[:60]

@@ -1,0 +1,261 @@
+"""Folders of Hugging Face transformers: config.json, tensors and the tokenizer's files, read and written.
+
+The tensors are in safetensors files, or in those of torch.save.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from capibara.core import extras, limits
+from capibara.core.types import UserError
+from capibara.data.tokenizers import files as tokenizer_files
+from capibara.interop.hf import families, model_card, safetensors_header, tables, torch_file
+from capibara.interop.hf.tensors import Shape
+from capibara.storage import partial
+
+WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+TORCH_WEIGHTS, TORCH_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+_SHARD_BYTES = 5 * 10**9
+_WORDS = (".qweight", ".qzeros", ".g_idx")  # int32, of weights in 4 bits: they stay what they are
+_MOST_FILES, _CONFIG_VALUES = 10_000, 200_000
+_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+class HfFolder:
+    """A model in a folder, read tensor by tensor: a checkpoint.ForeignModel.
+
+    Raises:
+      UserError: the folder has no config.json or no safetensors, or they cannot be read.
+    """
+
+    def __init__(self, path: str):
+        self._path = path
+        self._safetensors = extras.require("safetensors", why="Hugging Face folders")
+        self.config = config_of(path)
+        self.tokenizer = tokenizer_files.carried(path)
+        self.about = model_card.carried(path)
+        self._opened: dict[str, Any] = {}
+        self._files = self._where()
+        if not self._files:
+            raise UserError(f"{path} holds no tensors: copy it again")
+        self.config = families.with_head_of(self.config, self._files.keys() - self._tied())
+
+    def shapes(self) -> dict[str, Shape]:
+        return {name: tuple(self._slice(name).get_shape()) for name in self._files}
+
+    def dtype(self, name: str) -> str:
+        return _DTYPES.get(self.kind(name), "")
+
+    def read(self, name: str) -> np.ndarray:
+        stored = self.kind(name)
+        if stored not in _DTYPES:
+            raise UserError(
+                f"{self._path}: {name} is stored as {stored}, must be one of {', '.join(sorted(_DTYPES))}: "
+                "tensors quantized so are not read"
+            )
+        return self.stored(name)
+
+    def stored(self, name: str) -> np.ndarray:
+        """A tensor as it is, in whatever dtype: parts of a quantized weight."""
+        with self._damage_told(self._files[name]):
+            return self._open(self._files[name]).get_tensor(name)
+
+    def kind(self, name: str) -> str:
+        """Its dtype as safetensors calls it: I32, U8, F16, ..."""
+        return self._slice(name).get_dtype()
+
+    def _tied(self) -> set[str]:
+        """Heads in a state dict that are the embedding: torch.save writes both names of one tensor."""
+        names = {"lm_head.weight", "shared.weight"}
+        if not names <= self._files.keys() or not all(self._files[name].endswith(".bin") for name in names):
+            return set()
+        return {"lm_head.weight"} if np.array_equal(*map(self.read, sorted(names))) else set()
+
+    def _where(self) -> dict[str, str]:
+        """The file of every tensor."""
+        for weights, index in ((WEIGHTS, INDEX), (TORCH_WEIGHTS, TORCH_INDEX)):
+            if os.path.exists(os.path.join(self._path, index)):
+                return self._of_index(index)
+            if os.path.exists(os.path.join(self._path, weights)):
+                return dict.fromkeys(self._open(weights).keys(), weights)
+        raise UserError(f"{self._path} has neither {WEIGHTS} nor {TORCH_WEIGHTS}, and no index of several")
+
+    def _of_index(self, index: str) -> dict[str, str]:
+        named = _json(os.path.join(self._path, index)).get("weight_map")
+        if not isinstance(named, dict) or not all(isinstance(file, str) for file in named.values()):
+            raise UserError(f"{self._path}/{index} has no weight_map: copy it again")
+        files = set(named.values())
+        if len(files) > _MOST_FILES:
+            raise UserError(f"{self._path}/{index} names {len(files):,} files, must name at most {_MOST_FILES:,}")
+        for file in sorted(files):
+            limits.inside(self._path, file, f"{self._path}/{index}")
+        held = {file: frozenset(self._open(file).keys()) for file in files}
+        for name, file in named.items():
+            if name not in held[file]:
+                raise UserError(f"{self._path}/{file} has no {name}, which {index} says: copy the folder again")
+        return named
+
+    def _open(self, file: str) -> Any:
+        if file not in self._opened:
+            path = os.path.join(self._path, file)
+            with self._damage_told(file):
+                if file.endswith(".bin"):
+                    self._opened[file] = torch_file.TorchFile(path)
+                else:
+                    safetensors_header.check(path)
+                    self._opened[file] = self._safetensors.safe_open(path, framework="numpy")
+        return self._opened[file]
+
+    @contextlib.contextmanager
+    def _damage_told(self, file: str) -> Iterator[None]:
+        path = os.path.join(self._path, file)
+        try:
+            yield
+        except FileNotFoundError:
+            raise UserError(f"{path} is missing, the index names it: copy the folder again") from None
+        except (self._safetensors.SafetensorError, torch_file.Refused, limits.Refused, OSError, MemoryError) as error:
+            raise UserError(f"{path} is cut short or damaged ({limits.cause(error)}): copy it again") from error
+
+    def _slice(self, name: str) -> Any:
+        return self._open(self._files[name]).get_slice(name)
+
+
+def config_of(folder: str) -> dict[str, Any]:
+    """What config.json says in a folder.
+
+    Raises:
+      UserError: there is none, or it cannot be read.
+    """
+    path = os.path.join(folder, CONFIG)
+    try:
+        return limits.read_json(path, limits.SMALL_BYTES, values=_CONFIG_VALUES)
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist: a Hugging Face folder has one") from None
+
+
+def save_hf(
+    folder: str,
+    config: Mapping[str, Any],
+    shapes: Mapping[str, Shape],
+    tensors: Iterable[tuple[str, np.ndarray]],
+    others: Mapping[str, bytes],
+    *,
+    dtype: str = "bfloat16",
+    shard_bytes: int = _SHARD_BYTES,
+    state_dict: bool = False,
+) -> None:
+    """Writes a folder that transformers loads. It is there whole when this returns, or not at all.
+
+    The host holds one file's tensors, `shard_bytes`.
+
+    Args:
+      folder: a new one, or one that is empty.
+      config: of config.json.
+      shapes: of all tensors, by name, in the order in which they come.
+      tensors: the tensors.
+      others: further files, by name: the tokenizer's, the model card and licence.
+      dtype: of the stored tensors: "float32", "bfloat16" or "float16".
+      shard_bytes: the largest file; of a larger model there are several, and an index.
+      state_dict: pytorch_model.bin, as torch.save writes the model's state_dict(), in place of safetensors.
+
+    Raises:
+      UserError: the folder is there already, or a value is too large for float16.
+    """
+    with partial.whole(folder) as unfinished:
+        tied = tables.aliases(config["model_type"], shapes) if state_dict else None
+        _write_weights(unfinished, shapes, tensors, dtype, shard_bytes, tied)
+        files = {CONFIG: _text(config), **others}
+        files.setdefault(tokenizer_files.GENERATION_FILE, tokenizer_files.generation(config) or b"{}\n")
+        for name, content in files.items():
+            with open(os.path.join(unfinished, name), "wb") as file:
+                file.write(content)
+        for name in os.listdir(unfinished):  # safetensors: its owner's alone
+            shutil.copymode(os.path.join(unfinished, CONFIG), os.path.join(unfinished, name))
+
+
+def _write_weights(
+    folder: str,
+    shapes: Mapping[str, Shape],
+    tensors: Iterable[tuple[str, np.ndarray]],
+    dtype: str,
+    shard_bytes: int,
+    tied: Mapping[str, str] | None,
+) -> None:
+    """Args beyond those of `save_hf`: tied: of a state dict, further names of tensors; None: safetensors."""
+    extras.require("safetensors", why="Hugging Face folders")
+    from safetensors import numpy as safetensors
+
+    kind = np.dtype(DTYPES[dtype])
+    itemsizes = {name: 4 if name.endswith(_WORDS) else kind.itemsize for name in shapes}
+    sizes = {name: math.prod(shape) * itemsizes[name] for name, shape in shapes.items()}
+    files = _planned(sizes, shard_bytes)
+    given = iter(tensors)
+    where: dict[str, str] = {}
+    single, index = (WEIGHTS, INDEX) if tied is None else (TORCH_WEIGHTS, TORCH_INDEX)
+    stem, ending = os.path.splitext(single)
+    for number, names in enumerate(files, 1):
+        file = single if len(files) == 1 else f"{stem}-{number:05}-of-{len(files):05}{ending}"
+        held = {}
+        for expected in names:
+            name, value = next(given)
+            assert name == expected and value.shape == shapes[name], (name, expected)
+            held[name] = value if name.endswith(_WORDS) else cast(name, value, kind)
+        if tied is None:
+            safetensors.save_file(held, os.path.join(folder, file), metadata={"format": "pt"})
+        else:
+            shared = {alias: name for alias, name in tied.items() if name in held}
+            torch_file.save_torch(os.path.join(folder, file), held, shared)
+            names = [*names, *shared]
+        where |= dict.fromkeys(names, file)
+    if len(files) > 1:
+        with open(os.path.join(folder, index), "wb") as opened:
+            opened.write(_text({"metadata": {"total_size": sum(sizes.values())}, "weight_map": where}))
+
+
+def _planned(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
+    """The tensors of each file."""
+    files: list[list[str]] = [[]]
+    used = 0
+    for name, size in sizes.items():
+        if files[-1] and used + size > limit:
+            files.append([])
+            used = 0
+        files[-1].append(name)
+        used += size
+    return files
+
+
+def cast(name: str, value: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """A tensor in the dtype that is stored.
+
+    Raises:
+      UserError: it has values that float16 does not.
+    """
+    with np.errstate(over="ignore"):
+        cast = np.ascontiguousarray(value.astype(dtype, copy=False))
+    if dtype == np.float16 and not np.isfinite(cast).all() and np.isfinite(value.astype(np.float32)).all():
+        largest = float(np.abs(value.astype(np.float32)).max())
+        raise UserError(f"{name} has values to {largest:g}, float16 ends at 65504: try --dtype=bf16")
+    return cast
+
+
+def _json(path: str) -> dict[str, Any]:
+    try:
+        return limits.read_json(path)
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist: a Hugging Face folder has one") from None
+
+
+def _text(values: Mapping[str, Any]) -> bytes:
+    return (json.dumps(values, indent=2) + "\n").encode()

@@ -1,0 +1,156 @@
+"""What a model is called and who may use it: the model card (README.md) and licence files, and GGUF's general.* of them.
+
+The card begins with a few lines of YAML between two "---": names with a text or a list of texts are read, the rest is not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from capibara.core import limits
+
+CARD = "README.md"
+_LICENCES = tuple(
+    f"{name}{ending}"
+    for name in ("LICENSE", "LICENCE", "COPYING", "NOTICE", "USE_POLICY", "Notice")
+    for ending in ("", ".txt", ".md")
+)
+# Names in the card -> keys of GGUF, as llama.cpp's converter takes them.
+_GENERAL = {
+    "model_name": "name",
+    "model_author": "author",
+    "model_version": "version",
+    "model_organization": "organization",
+    "model_description": "description",
+    "model_finetune": "finetune",
+    "model_basename": "basename",
+    "model_size_label": "size_label",
+    "model_url": "source.url",
+    "model_repo_url": "source.repo_url",
+    "license": "license",
+    "license_name": "license.name",
+    "license_link": "license.link",
+    "tags": "tags",
+    "language": "languages",
+}
+_KEPT = ("license", "license_name", "license_link", "language", "tags")  # of the model that a fine-tuned one began from
+_LINE = re.compile(r"([A-Za-z_][\w.-]*):(?:\s+(.*))?")
+_PLAIN = re.compile(r"[A-Za-z0-9][\w ./+-]*")
+_WORDS = ("true", "false", "null", "yes", "no", "on", "off")  # YAML's, which a text must not look like
+_MOST_LINES, _MOST_CHARACTERS = 10_000, 100_000
+
+Facts = dict[str, str | list[str]]
+
+
+def carried(folder: str) -> dict[str, bytes]:
+    """The model card and the licence files of a folder, by name."""
+    files = {}
+    for name in (CARD, *_LICENCES):
+        with contextlib.suppress(FileNotFoundError):
+            files[name] = limits.read(limits.own_file(folder, name), limits.SMALL_BYTES)
+    return files
+
+
+def facts(card: bytes) -> Facts:
+    """The texts and lists of texts at the head of a model card, by name."""
+    found: Facts = {}
+    lines = card.decode("utf-8", errors="replace").replace("\r\n", "\n").split("\n")[:_MOST_LINES]
+    if "---" not in lines[1:] or lines[0].strip() != "---":
+        return found
+    name = ""
+    for line in lines[1 : lines.index("---", 1)]:
+        if match := _LINE.fullmatch(line.rstrip()):
+            name, value = match[1], (match[2] or "").strip()
+            if value.startswith("[") and value.endswith("]"):
+                found[name] = [text for part in value[1:-1].split(",") if (text := _text(part.strip()))]
+            elif value not in ("", "|", ">", "|-", ">-"):
+                found[name] = _text(value)
+        elif line.lstrip().startswith("- ") and name and isinstance(found.setdefault(name, []), list):
+            found[name] = [*found[name], _text(line.lstrip()[2:].strip())]
+    return found
+
+
+def card(head: Mapping[str, str | list[str]], body: str) -> bytes:
+    """A model card."""
+    lines = []
+    for name, value in head.items():
+        if isinstance(value, list):
+            lines += [f"{name}:", *(f"- {_yaml(one)}" for one in value)]
+        else:
+            lines.append(f"{name}: {_yaml(value)}")
+    return "\n".join(["---", *lines, "---", "", body, ""]).encode()
+
+
+def of_fine_tuned(about: Mapping[str, bytes], config: Mapping[str, Any]) -> dict[str, bytes]:
+    """The files of a model that began from another: its licence, and a card that says which one it was.
+
+    Args:
+      about: of the other model, as of `carried`.
+      config: its config.json.
+    """
+    known = facts(about.get(CARD, b""))
+    name = name_of(known, config)
+    head = {key: known[key] for key in _KEPT if key in known}
+    head |= {"model_name": name, "base_model": name} if name else {}
+    others = {key: content for key, content in about.items() if key != CARD}
+    if not head:
+        return others
+    return others | {CARD: card(head, f"Fine-tuned with capibara from {name or 'another model'}.")}
+
+
+def name_of(known: Facts, config: Mapping[str, Any]) -> str:
+    """A model's name; "": nothing says it."""
+    for value in (known.get("model_name"), config.get("_name_or_path")):
+        if isinstance(value, str) and value.strip("/. "):
+            return value
+    return ""
+
+
+def general(about: Mapping[str, bytes], config: Mapping[str, Any]) -> dict[str, str | list[str]]:
+    """What a GGUF file says under "general." (without that word), of a model's card and config.json."""
+    known = facts(about.get(CARD, b""))
+    found: dict[str, str | list[str]] = {}
+    for name, key in _GENERAL.items():
+        value, is_list = known.get(name), key in ("tags", "languages")
+        if value:
+            found[key] = ([value] if isinstance(value, str) else value) if is_list else _joined(value)
+    name = name_of(known, config)
+    return ({"name": os.path.basename(name.rstrip("/")) if "model_name" not in known else name} if name else {}) | found
+
+
+def of_general(values: Mapping[str, Any]) -> dict[str, bytes]:
+    """The model card of what a GGUF file says under "general.", without that word; none where it says nothing of it."""
+    head: Facts = {}
+    for name, key in _GENERAL.items():
+        value = values.get(key)
+        texts = value if isinstance(value, list) else [value]
+        if value and all(isinstance(text, str) and len(text) <= _MOST_CHARACTERS for text in texts):
+            head[name] = value
+    return {CARD: card(head, f"# {head['model_name']}" if "model_name" in head else "")} if head else {}
+
+
+def _joined(value: str | list[str]) -> str:
+    return value if isinstance(value, str) else ", ".join(value)
+
+
+def _text(value: str) -> str:
+    """A scalar of YAML as a text."""
+    if len(value) > 1 and value[0] == value[-1] == "'":
+        return value[1:-1].replace("''", "'")
+    if len(value) > 1 and value[0] == value[-1] == '"':
+        with contextlib.suppress(ValueError):
+            return str(json.loads(value))
+    return value.split(" #")[0].rstrip()
+
+
+def _yaml(value: str) -> str:
+    return (
+        value
+        if _PLAIN.fullmatch(value) and value.lower() not in _WORDS and not value[0].isdigit()
+        else json.dumps(value)
+    )

@@ -1,0 +1,156 @@
+"""Rotary positions in the config.json of transformers, of versions 4 and 5, and our Rope."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from capibara.core.types import UserError
+from capibara.interop.hf.families import Family
+from capibara.models.api import DecoderConfig
+
+Values = Mapping[str, Any]
+
+_FREQUENCIES = 2**14
+_SCALINGS = {"default": "none"} | {name: name for name in ("linear", "llama3", "yarn", "dynamic", "longrope")}
+# Parameters of a scaling: our field -> theirs.
+_OF_SCALING = {
+    "linear": {"factor": "factor"},
+    "llama3": {
+        "factor": "factor",
+        "original_length": "original_max_position_embeddings",
+        "low_frequency_factor": "low_freq_factor",
+        "high_frequency_factor": "high_freq_factor",
+    },
+    "yarn": {
+        "factor": "factor",
+        "original_length": "original_max_position_embeddings",
+        "beta_fast": "beta_fast",
+        "beta_slow": "beta_slow",
+        "attention_factor": "attention_factor",
+    },
+    "dynamic": {"factor": "factor"},
+    "longrope": {
+        "factor": "factor",
+        "original_length": "original_max_position_embeddings",
+        "attention_factor": "attention_factor",
+        "short_factors": "short_factor",
+        "long_factors": "long_factor",
+    },
+}
+
+
+def read(values: Values, family: Family) -> dict[str, Any]:
+    """Fields of our Rope.
+
+    Raises:
+      UserError: a scaling that we do not have.
+    """
+    given, old = _object(values, "rope_parameters"), _object(values, "rope_scaling")
+    nested = any(isinstance(value, Mapping) for value in given.values())
+    if "type" in old:  # transformers' first name for it
+        old = {"rope_type": old["type"]} | old
+    full = (_object(given, "full_attention") if nested else given) | old
+    local = _object(given, "sliding_attention") if nested else {}
+    theta = full.get("rope_theta", values.get("rope_theta", values.get("rotary_emb_base")))
+    share = values.get("partial_rotary_factor", values.get("rotary_pct", family.fraction))
+    rope = {"theta": theta, "fraction": full.get("partial_rotary_factor", share)}
+    if rope["fraction"] != 1 and not family.partial:
+        raise UserError(
+            f"config.json has partial_rotary_factor = {rope['fraction']}, and in a {family.model_type} of transformers "
+            "whole heads turn: leave it out"
+        )
+    local_theta = local.get("rope_theta", values.get("rope_local_base_freq"))
+    if local_theta is not None:
+        rope["local_theta"] = local_theta
+    kind = full.get("rope_type") or full.get("type") or "default"
+    if family.model_type == "phi3" and kind in ("su", "yarn"):
+        kind = "longrope"  # its first names for it
+    if kind not in _SCALINGS or local.get("rope_type", "default") != "default":
+        named = kind if kind not in _SCALINGS else f"{local['rope_type']} of layers with a window"
+        raise UserError(
+            f"config.json has RoPE scaling {named!r}, must be one of {', '.join(_SCALINGS)}: take another model"
+        )
+    if full.get("mscale") or full.get("mscale_all_dim") or full.get("truncate") is False:
+        raise UserError("config.json has YaRN with mscale, mscale_all_dim or truncate, must be without")
+    rope["scaling"] = _SCALINGS[kind]
+    longest = values.get("max_position_embeddings")
+    if kind in ("llama3", "yarn", "longrope"):
+        full.setdefault("original_max_position_embeddings", values.get("original_max_position_embeddings", longest))
+    if kind == "longrope":
+        full |= _long(full, longest)
+    if kind == "dynamic":
+        rope["original_length"] = longest
+    for ours, theirs in _OF_SCALING.get(kind, {}).items():
+        if full.get(theirs) is not None:
+            rope[ours] = full[theirs]
+    return rope
+
+
+def _long(full: Values, longest: int | None) -> dict[str, Any]:
+    """The parameters of longrope, with a factor and tuples of numbers."""
+    found: dict[str, Any] = {}
+    for key in ("short_factor", "long_factor"):
+        numbers = full.get(key)
+        if not isinstance(numbers, list) or len(numbers) > _FREQUENCIES or not all(map(_is_factor, numbers)):
+            raise UserError(
+                f"config.json has {key} = {str(numbers)[:60]}, must be a list of numbers: copy the file again"
+            )
+        found[key] = tuple(map(float, numbers))
+    original = full["original_max_position_embeddings"]
+    if full.get("factor") is None and longest and original:
+        found["factor"] = longest / original
+    return found
+
+
+def _is_factor(value: Any) -> bool:
+    return type(value) in (int, float) and 0 < value < 1e18
+
+
+def _object(values: Values, key: str) -> dict[str, Any]:
+    """An object of a config.json; empty where there is none."""
+    value = values.get(key) or {}
+    if not isinstance(value, Mapping):
+        raise UserError(f"config.json has {key} = {value!r}, must be an object or null: copy the file again")
+    return dict(value)
+
+
+def write(config: DecoderConfig, family: Family) -> dict[str, Any]:
+    """As transformers 4 and 5 read it."""
+    rope = config.rope
+    if not family.rope:
+        return {}
+    kind = next(theirs for theirs, ours in _SCALINGS.items() if ours == rope.scaling)
+    scaling: dict[str, Any] = {"rope_type": kind}
+    for ours, theirs in _OF_SCALING.get(kind, {}).items():
+        value = getattr(rope, ours)
+        if value is not None:
+            scaling[theirs] = list(value) if isinstance(value, tuple) else value
+    turned = {} if rope.fraction == 1 else {"partial_rotary_factor": rope.fraction}
+    full = scaling | {"rope_theta": rope.theta} | turned
+    old: dict[str, Any] | None = None if kind == "default" else scaling
+    if kind == "longrope" and family.model_type == "phi3":  # transformers 4 takes no further key
+        old = {"type": kind} | {key: scaling[key] for key in ("short_factor", "long_factor")}
+    written = {"rope_theta": rope.theta, "rope_scaling": old} | turned
+    if kind == "dynamic":  # transformers takes it for the original length
+        written["max_position_embeddings"] = rope.original_length
+    if kind == "longrope":
+        written["original_max_position_embeddings"] = rope.original_length
+    if family.model_type == "gpt_neox":
+        written = {"rotary_emb_base": rope.theta, "rotary_pct": rope.fraction}
+        written |= {} if kind == "default" else {"rope_scaling": scaling}
+    if family.model_type != "gemma3_text":
+        return written | {"rope_parameters": full}
+    local_theta = rope.theta if rope.local_theta is None else rope.local_theta
+    local = {"rope_type": "default", "rope_theta": local_theta}
+    written |= {"rope_local_base_freq": local_theta}
+    return written | {"rope_parameters": {"full_attention": full, "sliding_attention": local}}
+
+
+def longest(values: Values) -> int | None:
+    """Tokens of the longest row that a config.json means; of dynamic scaling more than max_position_embeddings."""
+    given = _object(values, "rope_parameters") | _object(values, "rope_scaling")
+    most, factor = values.get("max_position_embeddings"), given.get("factor")
+    if most is None or "dynamic" not in (given.get("rope_type"), given.get("type")) or not _is_factor(factor):
+        return most
+    return int(most * factor)

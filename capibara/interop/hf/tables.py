@@ -1,0 +1,391 @@
+"""Where our parameters are in a Hugging Face checkpoint, by its model_type: one table each. Needs numpy alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Collection, Iterable, Mapping
+
+from capibara.interop.hf.tensors import Tensor
+
+# The dimensions of our parameters, in the letters of interop.tensors.
+_LAYER = {
+    **{f"{name}_norm/{part}": "ld" for name in ("attention", "mlp") for part in ("scale", "bias")},
+    **{f"{name}_post_norm/scale": "ld" for name in ("attention", "mlp")},
+    **{f"attention/{name}": "ldnh" for name in ("query", "key", "value")},
+    **{f"attention/{name}_bias": "lnh" for name in ("query", "key", "value")},
+    **{f"attention/{name}_norm/scale": "lh" for name in ("query", "key")},
+    "attention/out": "lnhd",
+    "attention/out_bias": "ld",
+    **dict.fromkeys(("mlp/up", "mlp/gate"), "ldf"),
+    **dict.fromkeys(("mlp/up_bias", "mlp/gate_bias"), "lf"),
+    "mlp/down": "lfd",
+    "mlp/down_bias": "ld",
+}
+_CROSS = {f"cross_{path}": layout for path, layout in _LAYER.items() if path.startswith("attention")}
+_LAYOUTS = {
+    **dict.fromkeys(("embedding", "output"), "vd"),
+    "position_embedding": "pd",
+    "type_embedding": "td",
+    "transform": "do",
+    "output_bias": "v",
+    **{f"{name}_norm/{part}": "d" for name in ("final", "embedding", "transform") for part in ("scale", "bias")},
+    "transform_bias": "d",
+    **{f"layers/{path}": layout for path, layout in _LAYER.items()},
+    **{
+        f"{side}/layers/{path}": layout for side in ("encoder", "decoder") for path, layout in (_LAYER | _CROSS).items()
+    },
+    "relative_bias/table": "rn",
+    **{f"{side}/relative_bias/table": "rn" for side in ("encoder", "decoder")},
+    **{f"{side}/layers/relative_bias/table": "lrn" for side in ("encoder", "decoder")},
+    **{f"{side}/norm/scale": "d" for side in ("encoder", "decoder")},
+}
+_EXPERTS = {
+    "layers/mlp/router": "lde",
+    **dict.fromkeys(("layers/mlp/up", "layers/mlp/gate"), "ledf"),
+    "layers/mlp/down": "lefd",
+}
+
+Rows = tuple[Tensor, ...]
+
+
+def _rows(rows: Iterable[tuple[str, ...]], layouts: Mapping[str, str] = _LAYOUTS) -> Rows:
+    """Rows are (name, dims, our parameters, letter they follow each other along)."""
+    made = []
+    for name, dims, ours, *along in rows:
+        paths = tuple(ours.split())
+        made.append(Tensor(name, dims, paths, along[0] if along else "", layouts[paths[0]]))
+    return tuple(made)
+
+
+def _without(rows: Rows, *words: str) -> Rows:
+    return tuple(row for row in rows if not any(word in row.name for word in words))
+
+
+_L, _A, _M = "model.layers.{l}.", "layers/attention/", "layers/mlp/"
+
+LLAMA = _rows(
+    [
+        ("model.embed_tokens.weight", "v d", "embedding"),
+        (_L + "input_layernorm.weight", "d", "layers/attention_norm/scale"),
+        (_L + "self_attn.q_proj.weight", "nh d", _A + "query"),
+        (_L + "self_attn.k_proj.weight", "nh d", _A + "key"),
+        (_L + "self_attn.v_proj.weight", "nh d", _A + "value"),
+        (_L + "self_attn.o_proj.weight", "d nh", _A + "out"),
+        (_L + "post_attention_layernorm.weight", "d", "layers/mlp_norm/scale"),
+        (_L + "mlp.gate_proj.weight", "f d", _M + "gate"),
+        (_L + "mlp.up_proj.weight", "f d", _M + "up"),
+        (_L + "mlp.down_proj.weight", "d f", _M + "down"),
+        ("model.norm.weight", "d", "final_norm/scale"),
+        ("lm_head.weight", "v d", "output"),
+    ]
+)
+
+QWEN2 = LLAMA + _rows(
+    [
+        (_L + "self_attn.q_proj.bias", "nh", _A + "query_bias"),
+        (_L + "self_attn.k_proj.bias", "nh", _A + "key_bias"),
+        (_L + "self_attn.v_proj.bias", "nh", _A + "value_bias"),
+    ]
+)
+# With attention_bias, and with mlp_bias.
+_ATTENTION_BIASES = QWEN2[len(LLAMA) :] + _rows([(_L + "self_attn.o_proj.bias", "d", _A + "out_bias")])
+_MLP_BIASES = _rows(
+    [
+        (_L + "mlp.gate_proj.bias", "f", _M + "gate_bias"),
+        (_L + "mlp.up_proj.bias", "f", _M + "up_bias"),
+        (_L + "mlp.down_proj.bias", "d", _M + "down_bias"),
+    ]
+)
+LLAMA_BIASED = LLAMA + _ATTENTION_BIASES + _MLP_BIASES
+
+_QK_NORM = _rows(
+    [
+        (_L + "self_attn.q_norm.weight", "h", _A + "query_norm/scale"),
+        (_L + "self_attn.k_norm.weight", "h", _A + "key_norm/scale"),
+    ]
+)
+QWEN3 = LLAMA + _ATTENTION_BIASES + _QK_NORM
+
+GEMMA = LLAMA + _ATTENTION_BIASES
+GEMMA2 = _without(GEMMA, "post_attention_layernorm") + _rows(
+    [
+        (_L + "post_attention_layernorm.weight", "d", "layers/attention_post_norm/scale"),
+        (_L + "pre_feedforward_layernorm.weight", "d", "layers/mlp_norm/scale"),
+        (_L + "post_feedforward_layernorm.weight", "d", "layers/mlp_post_norm/scale"),
+    ]
+)
+GEMMA3 = GEMMA2 + _QK_NORM
+
+_QKV = f"{_A}query {_A}key {_A}value"
+_QKV_BIAS = f"{_A}query_bias {_A}key_bias {_A}value_bias"
+
+PHI3 = _without(LLAMA, "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj") + _rows(
+    [
+        (_L + "self_attn.qkv_proj.weight", "nh d", _QKV, "n"),
+        (_L + "mlp.gate_up_proj.weight", "f d", f"{_M}gate {_M}up", "f"),
+    ]
+)
+
+
+def _experts(router: str, gate: str, up: str, down: str) -> Rows:
+    rows = [
+        (_L + router, "e d", _M + "router"),
+        (_L + gate, "f d", _M + "gate"),
+        (_L + up, "f d", _M + "up"),
+        (_L + down, "d f", _M + "down"),
+    ]
+    return _rows(rows, _EXPERTS)
+
+
+_BLOCK, _EXPERT = "block_sparse_moe.", "mlp.experts.{e}."
+MIXTRAL = _without(LLAMA, ".mlp.") + _experts(
+    _BLOCK + "gate.weight", *(f"{_BLOCK}experts.{{e}}.{name}.weight" for name in ("w1", "w3", "w2"))
+)
+QWEN3_MOE = _without(QWEN3, ".mlp.") + _experts(
+    "mlp.gate.weight", *(f"{_EXPERT}{name}_proj.weight" for name in ("gate", "up", "down"))
+)
+# The experts of a layer in one tensor, as transformers 5 has them in memory.
+FUSED_EXPERTS = _rows(
+    [
+        (_L + "mlp.gate.weight", "e d", _M + "router"),
+        (_L + "mlp.experts.gate_up_proj", "e f d", f"{_M}gate {_M}up", "f"),
+        (_L + "mlp.experts.down_proj", "e d f", _M + "down"),
+    ],
+    _EXPERTS,
+)
+
+_H = "transformer.h.{l}."
+GPT2 = _rows(
+    [
+        ("transformer.wte.weight", "v d", "embedding"),
+        ("transformer.wpe.weight", "p d", "position_embedding"),
+        (_H + "ln_1.weight", "d", "layers/attention_norm/scale"),
+        (_H + "ln_1.bias", "d", "layers/attention_norm/bias"),
+        (_H + "attn.c_attn.weight", "d nh", _QKV, "n"),
+        (_H + "attn.c_attn.bias", "nh", _QKV_BIAS, "n"),
+        (_H + "attn.c_proj.weight", "nh d", _A + "out"),
+        (_H + "attn.c_proj.bias", "d", _A + "out_bias"),
+        (_H + "ln_2.weight", "d", "layers/mlp_norm/scale"),
+        (_H + "ln_2.bias", "d", "layers/mlp_norm/bias"),
+        (_H + "mlp.c_fc.weight", "d f", _M + "up"),
+        (_H + "mlp.c_fc.bias", "f", _M + "up_bias"),
+        (_H + "mlp.c_proj.weight", "f d", _M + "down"),
+        (_H + "mlp.c_proj.bias", "d", _M + "down_bias"),
+        ("transformer.ln_f.weight", "d", "final_norm/scale"),
+        ("transformer.ln_f.bias", "d", "final_norm/bias"),
+        ("lm_head.weight", "v d", "output"),
+    ]
+)
+
+_G = "gpt_neox.layers.{l}."
+GPT_NEOX = _rows(
+    [
+        ("gpt_neox.embed_in.weight", "v d", "embedding"),
+        (_G + "input_layernorm.weight", "d", "layers/attention_norm/scale"),
+        (_G + "input_layernorm.bias", "d", "layers/attention_norm/bias"),
+        (_G + "attention.query_key_value.weight", "nh d", _QKV, "h"),  # each head has its query, key, value together
+        (_G + "attention.query_key_value.bias", "nh", _QKV_BIAS, "h"),
+        (_G + "attention.dense.weight", "d nh", _A + "out"),
+        (_G + "attention.dense.bias", "d", _A + "out_bias"),
+        (_G + "post_attention_layernorm.weight", "d", "layers/mlp_norm/scale"),
+        (_G + "post_attention_layernorm.bias", "d", "layers/mlp_norm/bias"),
+        (_G + "mlp.dense_h_to_4h.weight", "f d", _M + "up"),
+        (_G + "mlp.dense_h_to_4h.bias", "f", _M + "up_bias"),
+        (_G + "mlp.dense_4h_to_h.weight", "d f", _M + "down"),
+        (_G + "mlp.dense_4h_to_h.bias", "d", _M + "down_bias"),
+        ("gpt_neox.final_layer_norm.weight", "d", "final_norm/scale"),
+        ("gpt_neox.final_layer_norm.bias", "d", "final_norm/bias"),
+        ("embed_out.weight", "v d", "output"),
+    ]
+)
+
+
+def _attention(theirs: str, ours: str, parts: Mapping[str, str]) -> list[tuple[str, ...]]:
+    names = (("q", "query"), ("k", "key"), ("v", "value"))
+    rows: list[tuple[str, ...]] = [
+        (f"{theirs}.{parts[short]}.weight", "nh d", f"{ours}/{name}") for short, name in names
+    ]
+    return [*rows, (f"{theirs}.{parts['o']}.weight", "d nh", f"{ours}/out")]
+
+
+def _t5_side(side: str, mlp_layer: int, gated: bool, shared: bool) -> list[tuple[str, ...]]:
+    block, ours, short = f"{side}.block.{{l}}.layer.", f"{side}/layers/", {name: name for name in "qkvo"}
+    dense = f"{block}{mlp_layer}.DenseReluDense."
+    into = [(f"{dense}wi_0.weight", "f d", f"{ours}mlp/gate"), (f"{dense}wi_1.weight", "f d", f"{ours}mlp/up")]
+    cross = [
+        *_attention(f"{block}1.EncDecAttention", f"{ours}cross_attention", short),
+        (f"{block}1.layer_norm.weight", "d", f"{ours}cross_attention_norm/scale"),
+    ]
+    table = (f"{block}0.SelfAttention.relative_attention_bias.weight", "r n", f"{ours}relative_bias/table")
+    if shared:
+        table = (table[0].format(l=0), "r n", f"{side}/relative_bias/table")
+    return [
+        *_attention(f"{block}0.SelfAttention", f"{ours}attention", short),
+        (f"{block}0.layer_norm.weight", "d", f"{ours}attention_norm/scale"),
+        *(cross if side == "decoder" else []),
+        *(into if gated else [(f"{dense}wi.weight", "f d", f"{ours}mlp/up")]),
+        (f"{dense}wo.weight", "d f", f"{ours}mlp/down"),
+        (f"{block}{mlp_layer}.layer_norm.weight", "d", f"{ours}mlp_norm/scale"),
+        table,
+        (f"{side}.final_layer_norm.weight", "d", f"{side}/norm/scale"),
+    ]
+
+
+def _t5(gated: bool, shared: bool = True) -> Rows:
+    ends = [("shared.weight", "v d", "embedding"), ("lm_head.weight", "v d", "output")]
+    return _rows([*ends, *_t5_side("encoder", 1, gated, shared), *_t5_side("decoder", 2, gated, shared)])
+
+
+T5, T5_GATED = _t5(False), _t5(True)
+UMT5, UMT5_GATED = _t5(False, shared=False), _t5(True, shared=False)  # each layer has its relative positions
+
+T5X_DECODER_TYPE = "t5x_decoder"  # model_type of T5X's decoders: transformers has none with relative positions
+_X = "decoder/layers_{l}/"
+T5X_DECODER = _rows(
+    [
+        ("decoder/token_embedder/embedding", "v d", "embedding"),
+        (_X + "pre_self_attention_layer_norm/scale", "d", "layers/attention_norm/scale"),
+        *((_X + f"self_attention/{name}/kernel", "d nh", _A + name) for name in ("query", "key", "value")),
+        (_X + "self_attention/out/kernel", "nh d", _A + "out"),
+        (_X + "pre_mlp_layer_norm/scale", "d", "layers/mlp_norm/scale"),
+        (_X + "mlp/wi_0/kernel", "d f", _M + "gate"),
+        (_X + "mlp/wi_1/kernel", "d f", _M + "up"),
+        (_X + "mlp/wo/kernel", "f d", _M + "down"),
+        ("decoder/relpos_bias/rel_embedding", "n r", "relative_bias/table"),
+        ("decoder/decoder_norm/scale", "d", "final_norm/scale"),
+        ("decoder/logits_dense/kernel", "d v", "output"),
+    ]
+)
+T5X_DECODER_PLAIN = _without(T5X_DECODER, "mlp/wi_") + _rows([(_X + "mlp/wi/kernel", "d f", _M + "up")])
+
+_E, _P = "bert.embeddings.", "cls.predictions."
+_B = "bert.encoder.layer.{l}."
+_PARTS = {"q": "self.query", "k": "self.key", "v": "self.value", "o": "output.dense"}
+
+BERT = _rows(
+    [
+        (_E + "word_embeddings.weight", "v d", "embedding"),
+        (_E + "position_embeddings.weight", "p d", "position_embedding"),
+        (_E + "token_type_embeddings.weight", "t d", "type_embedding"),
+        (_E + "LayerNorm.weight", "d", "embedding_norm/scale"),
+        (_E + "LayerNorm.bias", "d", "embedding_norm/bias"),
+        *_attention(_B + "attention", "layers/attention", _PARTS),
+        (_B + "attention.self.query.bias", "nh", _A + "query_bias"),
+        (_B + "attention.self.key.bias", "nh", _A + "key_bias"),
+        (_B + "attention.self.value.bias", "nh", _A + "value_bias"),
+        (_B + "attention.output.dense.bias", "d", _A + "out_bias"),
+        (_B + "attention.output.LayerNorm.weight", "d", "layers/attention_norm/scale"),
+        (_B + "attention.output.LayerNorm.bias", "d", "layers/attention_norm/bias"),
+        (_B + "intermediate.dense.weight", "f d", _M + "up"),
+        (_B + "intermediate.dense.bias", "f", _M + "up_bias"),
+        (_B + "output.dense.weight", "d f", _M + "down"),
+        (_B + "output.dense.bias", "d", _M + "down_bias"),
+        (_B + "output.LayerNorm.weight", "d", "layers/mlp_norm/scale"),
+        (_B + "output.LayerNorm.bias", "d", "layers/mlp_norm/bias"),
+        (_P + "transform.dense.weight", "o d", "transform"),
+        (_P + "transform.dense.bias", "d", "transform_bias"),
+        (_P + "transform.LayerNorm.weight", "d", "transform_norm/scale"),
+        (_P + "transform.LayerNorm.bias", "d", "transform_norm/bias"),
+        (_P + "bias", "v", "output_bias"),
+        (_P + "decoder.weight", "v d", "output"),
+    ]
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Names:
+    """The tensors of an architecture, and what else they may be called.
+
+    Attributes:
+      rows: its table.
+      renamed: (pattern, replacement) of names in other versions of a checkpoint -> those of the table.
+      ignored: pattern of tensors that hold nothing of the model: buffers, parts that it does not have here.
+    """
+
+    rows: Rows
+    renamed: tuple[tuple[str, str], ...] = ()
+    ignored: str = r"(?!)"
+
+    def canonical(self, name: str) -> str | None:
+        """The table's name of a tensor; None: it is passed over."""
+        for pattern, replacement in self.renamed:
+            name = re.sub(pattern, replacement, name)
+        return None if re.search(self.ignored, name) else name
+
+
+_BARE = (r"^(?=(?:layers|embed_tokens|norm)\.)", "model.")  # a checkpoint of the model without its head
+_TEXT = (r"^(?:model\.)?language_model\.(?:model\.)?(?!lm_head)", "model.")  # the text part of one that sees images
+_TEXT_HEAD = (r"^language_model\.lm_head", "lm_head")
+_BUFFERS = r"\.rotary_emb\.inv_freq$"
+_LLAMA_LIKE = {"renamed": (_BARE,), "ignored": _BUFFERS}
+
+NAMES = {
+    "llama": Names(LLAMA_BIASED, **_LLAMA_LIKE),
+    "mistral": Names(LLAMA, **_LLAMA_LIKE),
+    "gemma": Names(GEMMA, **_LLAMA_LIKE),
+    "qwen2": Names(QWEN2, **_LLAMA_LIKE),
+    "qwen3": Names(QWEN3, **_LLAMA_LIKE),
+    "gemma2": Names(GEMMA2, **_LLAMA_LIKE),
+    "gemma3_text": Names(
+        GEMMA3, (_TEXT_HEAD, _TEXT, _BARE), r"^(?:model\.)?(?:vision_tower|multi_modal_projector)\.|" + _BUFFERS
+    ),
+    "phi3": Names(PHI3, **_LLAMA_LIKE),
+    "mixtral": Names(MIXTRAL, **_LLAMA_LIKE),
+    "qwen3_moe": Names(QWEN3_MOE, **_LLAMA_LIKE),
+    "gpt2": Names(GPT2, ((r"^(?=(?:h|wte|wpe|ln_f)\.)", "transformer."),), r"\.attn\.(?:masked_)?bias$"),
+    "gpt_neox": Names(
+        GPT_NEOX,
+        ((r"^(?=(?:embed_in|layers|final_layer_norm)\.)", "gpt_neox."), (r"^lm_head\.", "embed_out.")),
+        r"\.attention\.(?:masked_)?bias$|" + _BUFFERS,
+    ),
+    # T5's first checkpoints have a table of relative positions for cross-attention that nothing ever used.
+    "t5": Names(T5, (), r"^(?:en|de)coder\.embed_tokens\.weight$|EncDecAttention\.relative_attention_bias"),
+    "umt5": Names(UMT5, (), r"^(?:en|de)coder\.embed_tokens\.weight$|EncDecAttention\.relative_attention_bias"),
+    T5X_DECODER_TYPE: Names(T5X_DECODER),
+    "bert": Names(
+        BERT,
+        ((r"^(?=(?:embeddings|encoder)\.)", "bert."), (r"LayerNorm\.gamma$", "LayerNorm.weight"))
+        + ((r"LayerNorm\.beta$", "LayerNorm.bias"),),
+        r"\.position_ids$|^bert\.pooler\.|^cls\.seq_relationship\.|^cls\.predictions\.decoder\.bias$",
+    ),
+}
+
+
+_ALIASES = {
+    **dict.fromkeys(
+        ("t5", "umt5"), {f"{side}.embed_tokens.weight": "shared.weight" for side in ("encoder", "decoder")}
+    ),
+    "bert": {_P + "decoder.bias": _P + "bias"},
+}
+
+
+def of(model_type: str, paths: Collection[str], *, fused_experts: bool = False) -> Rows:
+    """The rows of an architecture's table that a model has.
+
+    Args:
+      model_type: a key of NAMES.
+      paths: our parameters' names.
+      fused_experts: take the experts of a layer together, as transformers 5 has them in memory.
+    """
+    rows = NAMES[model_type].rows
+    if rows in (T5, UMT5) and "encoder/layers/mlp/gate" in paths:
+        rows = T5_GATED if rows is T5 else UMT5_GATED
+    if rows is T5X_DECODER and "layers/mlp/gate" not in paths:
+        rows = T5X_DECODER_PLAIN
+    if fused_experts and "layers/mlp/router" in paths:
+        rows = tuple(row for row in rows if not row.ours[0].startswith(_M)) + FUSED_EXPERTS
+    return tuple(row for row in rows if row.ours[0] in paths)
+
+
+def aliases(model_type: str, names: Collection[str]) -> dict[str, str]:
+    """Further names in a PyTorch state dict, of tensors that several modules share -> that tensor.
+
+    Args:
+      model_type: a key of NAMES.
+      names: of the tensors that the checkpoint has.
+    """
+    rows = NAMES[model_type].rows
+    head = next(row.name for row in rows if row.ours == ("output",))
+    tied = {} if head in names else {head: rows[0].name}
+    return tied | _ALIASES.get(model_type, {})

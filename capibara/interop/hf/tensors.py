@@ -1,0 +1,103 @@
+"""How the tensors of a foreign checkpoint hold our parameters: declared in tables, split and joined here.
+
+Needs numpy alone: what makes reference answers runs in an environment without JAX.
+
+Dimensions are letters: l layers, e experts, v vocabulary, p positions, t token types, r relative positions, d embed,
+o another embed, n heads, h head_dim, f hidden width of an MLP. "nh d" is a tensor of two dimensions, the first of which
+runs over heads and, within each, over its own. A tensor of one layer or expert has that letter in its name: "{l}".
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import numpy as np
+
+Shape = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """One row of a table: a tensor of a checkpoint, or one for each layer or expert.
+
+    Attributes:
+      name: its own, with {l} and {e} for the number of the layer and of the expert.
+      dims: its dimensions.
+      ours: the parameters that it holds, by the names of capibara.core.tree.
+      along: the letter along which it holds several, one after the other.
+      layout: the dimensions of ours; those that are in `name` come first.
+    """
+
+    name: str
+    dims: str
+    ours: tuple[str, ...]
+    along: str
+    layout: str
+
+    @property
+    def numbered(self) -> str:
+        """The letters that are numbers in its name."""
+        return "".join(letter for letter in self.layout if f"{{{letter}}}" in self.name)
+
+    def names(self, shapes: Mapping[str, Shape]) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """All names that it stands for, each with the numbers in it.
+
+        Args:
+          shapes: of our parameters.
+        """
+        letters = self.numbered
+        for at in np.ndindex(*shapes[self.ours[0]][: len(letters)]):
+            yield self.name.format(**dict(zip(letters, at))), at
+
+    def shape(self, shapes: Mapping[str, Shape]) -> Shape:
+        """Its shape in the checkpoint, given those of our parameters."""
+        sizes = self._sizes(shapes)
+        return tuple(math.prod(sizes[letter] for letter in group) for group in self.dims.split())
+
+    def split(self, value: np.ndarray, shapes: Mapping[str, Shape]) -> dict[str, np.ndarray]:
+        """The parts of our parameters that a tensor holds, as views of it, by name."""
+        letters, sizes = self.dims.replace(" ", ""), self._sizes(shapes)
+        value = value.reshape([sizes[letter] for letter in letters])
+        parts: Sequence[np.ndarray] = [value]
+        if self.along:
+            ends = np.cumsum([self._size(path, shapes) for path in self.ours])[:-1]
+            parts = np.split(value, ends, axis=letters.index(self.along))
+        order = [letters.index(letter) for letter in self.layout[len(self.numbered) :]]
+        return {path: part.transpose(order) for path, part in zip(self.ours, parts, strict=True)}
+
+    def join(self, parts: Mapping[str, np.ndarray], shapes: Mapping[str, Shape]) -> np.ndarray:
+        """The way back: a tensor of the parts that `split` gives."""
+        letters, layout = self.dims.replace(" ", ""), self.layout[len(self.numbered) :]
+        order = [layout.index(letter) for letter in letters]
+        values = [parts[path].transpose(order) for path in self.ours]
+        value = values[0] if len(values) == 1 else np.concatenate(values, axis=letters.index(self.along))
+        return np.ascontiguousarray(value).reshape(self.shape(shapes))
+
+    def _sizes(self, shapes: Mapping[str, Shape]) -> dict[str, int]:
+        sizes = dict(zip(self.layout, shapes[self.ours[0]], strict=True))
+        return sizes | ({self.along: sum(self._size(path, shapes) for path in self.ours)} if self.along else {})
+
+    def _size(self, path: str, shapes: Mapping[str, Shape]) -> int:
+        return shapes[path][self.layout.index(self.along)]
+
+
+def read(
+    table: Sequence[Tensor], shapes: Mapping[str, Shape], value: Callable[[str, Shape], np.ndarray]
+) -> dict[str, np.ndarray]:
+    """All parameters of a small model, on the host.
+
+    Args:
+      table: of the model (tables.of).
+      shapes: of our parameters, by name.
+      value: (name, shape) -> that tensor of the checkpoint.
+    """
+    params: dict[str, np.ndarray] = {}
+    for tensor in table:
+        for name, at in tensor.names(shapes):
+            for path, part in tensor.split(value(name, tensor.shape(shapes)), shapes).items():
+                if path not in params:
+                    params[path] = np.empty(shapes[path], part.dtype)
+                params[path][at] = part
+    return params

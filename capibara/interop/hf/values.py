@@ -1,0 +1,84 @@
+"""What may stand in a config.json: types and ranges, compared before any of it sizes anything."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from capibara.core import limits
+from capibara.core.types import UserError
+
+LAYERS = 4096
+_LENGTH = 2**31 - 1
+# The largest of each size: well above every model there is, and small enough to be counted to.
+_SIZES = {
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers", "num_decoder_layers"), LAYERS),
+    **dict.fromkeys(("sliding_window_pattern", "_sliding_window_pattern"), LAYERS),
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model"), 2**20),
+    **dict.fromkeys(("intermediate_size", "moe_intermediate_size", "n_inner", "d_ff"), 2**22),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "n_head", "num_heads"), 2**14),
+    **dict.fromkeys(("head_dim", "d_kv", "num_experts", "num_local_experts", "num_experts_per_tok"), 2**14),
+    **dict.fromkeys(("type_vocab_size", "relative_attention_num_buckets"), 2**16),
+    "vocab_size": 2**24,
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "sliding_window"), _LENGTH),
+    **dict.fromkeys(("relative_attention_max_distance", "original_max_position_embeddings"), _LENGTH),
+}
+_NUMBERS = (
+    "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "rope_theta", "rotary_emb_base", "rope_local_base_freq",
+    "rotary_pct", "partial_rotary_factor", "attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar",
+    "router_aux_loss_coef", "initializer_range", "factor", "low_freq_factor", "high_freq_factor", "beta_fast",
+    "beta_slow", "attention_factor", "max_window_layers",
+)  # fmt: skip
+_IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
+_TEXTS = (
+    "model_type", "hidden_act", "hidden_activation", "activation_function", "feed_forward_proj", "rope_type", "type",
+    "position_embedding_type",
+)  # fmt: skip
+_INNER = ("rope_parameters", "rope_scaling", "full_attention", "sliding_attention", "text_config")
+_LISTS = ("architectures", "layer_types")
+
+
+def check(values: Mapping[str, Any]) -> None:
+    """Looks at the values of a config.json that we use, those in its inner objects included.
+
+    Raises:
+      UserError: one has a type or a size that no model has.
+    """
+    for key, most in _SIZES.items():
+        value = values.get(key)
+        least = (
+            0 if most == _LENGTH and key != "sliding_window" else -most
+        )  # our configurations refuse the rest by name
+        if value is not None and (type(value) is not int or not least <= value <= most):
+            raise _wrong(key, value, f"a whole number of at most {most:,}")
+    for key in _NUMBERS:
+        value = values.get(key)
+        if value is not None and not (type(value) in (int, float) and math.isfinite(value) and 0 <= value <= 1e18):
+            raise _wrong(key, value, "a finite number of at least 0")
+    for key in _IDS:
+        value = values.get(key)
+        ids = value if isinstance(value, list) else [value]
+        if len(ids) > LAYERS or not all(one is None or type(one) is int and abs(one) <= _LENGTH for one in ids):
+            raise _wrong(key, value, "a token's number")
+    for key in _TEXTS:
+        if not isinstance(values.get(key), str | None):
+            raise _wrong(key, values[key], "a name")
+    for key in _LISTS:
+        value = values.get(key)
+        if value is not None and not (_is_short(value) and all(isinstance(one, str) for one in value)):
+            raise _wrong(key, value, f"a list of at most {LAYERS} names")
+    for key in _INNER:
+        value = values.get(key)
+        if isinstance(value, Mapping):
+            check(value)
+        elif key == "text_config" and value is not None:
+            raise _wrong(key, value, "an object")
+
+
+def _is_short(value: Any) -> bool:
+    return isinstance(value, list) and len(value) <= LAYERS
+
+
+def _wrong(key: str, value: Any, must: str) -> UserError:
+    return UserError(f"config.json has {key} = {limits.shortened(value)}, must be {must}: copy the file again")

@@ -1,0 +1,417 @@
+"""Foreign models in and out: one view of them whatever file they come in, and their tensors on our mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import json
+import logging
+import math
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import numpy as np
+
+from capibara.core import limits, tree
+from capibara.core.types import Params, PyTree, UserError
+from capibara.data.tokenizers import files as tokenizer_files
+from capibara.interop.hf import config as hf_config
+from capibara.interop.hf import tables
+from capibara.interop.hf.tensors import Shape, Tensor
+from capibara.models.api import Model
+from capibara.storage import copies, outputs
+
+# Of the buffers that are filled at a time. A shard is never cut, so one that is larger has them to itself.
+_BUFFER_BYTES = 4 * 2**30
+_OTHER_HEADS = ("score.", "classifier.", "classification_head.", "qa_outputs.", "v_head.")  # of transformers and TRL
+_MOST_MISSING = 100_000  # names that are made to say which are missing
+
+Index = tuple[slice, ...]
+
+
+class ForeignModel(Protocol):
+    """A model as Hugging Face transformers would say it, from whatever file.
+
+    Attributes:
+      config: as in config.json.
+      tokenizer: files that come with it, by name: tokenizer.json, tokenizer_config.json, chat_template.jinja,
+        generation_config.json and the like, those that there are.
+      about: its model card and licence files, by name.
+    """
+
+    config: dict[str, Any]
+    tokenizer: dict[str, bytes]
+    about: dict[str, bytes]
+
+    def shapes(self) -> dict[str, Shape]:
+        """The shape of every tensor, by its name in a Hugging Face checkpoint."""
+
+    def dtype(self, name: str) -> str:
+        """Of what `read` gives: float32, float16 or bfloat16; anything else: it cannot be read."""
+
+    def read(self, name: str) -> np.ndarray:
+        """A tensor on the host, in f32, f16 or bf16: as it is stored, or dequantised."""
+
+
+@runtime_checkable
+class HasOptimizer(Protocol):
+    """A model that came with the state of its optimizer: T5X's."""
+
+    def optimizer(self, opt_state: PyTree, shapes: Mapping[str, Shape]) -> tuple[int, PyTree]:
+        """The step, and a state like `opt_state`; `shapes`: of our parameters, by name."""
+
+
+def open_model(path: str) -> ForeignModel:
+    """A Hugging Face folder, a T5X checkpoint, or a .gguf file; nothing of its large tensors is read yet.
+
+    Raises:
+      UserError: it is none of them, or cannot be read.
+    """
+    path = local_model(path)
+    if path.endswith(".gguf"):
+        from capibara.interop.gguf import read as gguf_read
+
+        return gguf_read.open_gguf(path)
+    from capibara.interop.hf import folder as hf_folder
+    from capibara.interop.quantize import folder as quantized_folder
+    from capibara.interop.t5x import read as t5x_read
+
+    if not os.path.exists(path):
+        raise UserError(
+            f"{path} does not exist: name a run folder, a Hugging Face folder, a T5X checkpoint, or a .gguf file"
+        )
+    if os.path.exists(os.path.join(path, "adapter_config.json")):
+        raise UserError(f"{path} is an adapter of PEFT: merge it first, capibara convert --from={path} --to=NEW")
+    if t5x_read.is_t5x(path):
+        return t5x_read.T5xModel(path)
+    if os.path.isfile(path):
+        raise UserError(
+            f"{path} is a file, and neither a .gguf nor a state of T5X in msgpack: name a folder, or one of these"
+        )
+    if os.path.exists(os.path.join(path, "_CHECKPOINT_METADATA")) or os.path.exists(os.path.join(path, "_METADATA")):
+        raise UserError(f"{path} is a checkpoint of Orbax without a T5X state (target): take the program that wrote it")
+    folder = hf_folder.HfFolder(path)
+    return quantized_folder.QuantizedFolder(folder) if folder.config.get("quantization_config") else folder
+
+
+@functools.cache
+def local_model(path: str) -> str:
+    """A foreign model's folder or file on this machine; of one in a bucket (gs://) a copy.
+
+    Raises:
+      UserError: there is none, it cannot be read, or it does not fit the disk.
+    """
+    if not outputs.is_remote(path):
+        return path
+    return copies.local_file(path) if path.endswith(".gguf") else copies.local_folder(path)
+
+
+@dataclasses.dataclass(frozen=True)
+class Loader:
+    """What a run of ours begins from a foreign model with: (ShapeDtypeStructs with shardings) -> parameters, lying so.
+
+    Attributes:
+      foreign: the model, whose tensors are read when this is called.
+      model: of the run, without adapters.
+    """
+
+    foreign: ForeignModel
+    model: Model
+
+    def __call__(self, target: Params) -> Params:
+        dtype = jax.numpy.result_type(*{leaf.dtype for leaf in jax.tree.leaves(target)})  # the widest of them
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, target)
+        params = load_params(self.foreign, self.model, shardings, dtype=dtype)
+        return jax.tree.map(lambda x, wanted: x.astype(wanted.dtype), params, target)
+
+    def optimizer(self, opt_state: PyTree) -> tuple[int, PyTree]:
+        """The step at which the model was stored, and the state of the run's optimizer that goes on from there.
+
+        Args:
+          opt_state: of the run's optimizer, as jax.ShapeDtypeStructs.
+
+        Returns:
+          the step, and a tree like `opt_state` of numpy arrays.
+
+        Raises:
+          UserError: none was stored, or another optimizer's.
+        """
+        if not isinstance(self.foreign, HasOptimizer):
+            raise UserError(
+                "Trainer.init_with is 'state', and Trainer.init_from has parameters alone: set 'weights', or name a T5X "
+                "checkpoint"
+            )
+        return self.foreign.optimizer(opt_state, _shapes(self.model))
+
+    @property
+    def origin(self) -> dict[str, bytes]:
+        """What came with the tensors, by name, for the folder of the run."""
+        return origin_of(self.foreign)
+
+
+def origin_of(foreign: ForeignModel) -> dict[str, bytes]:
+    """The config.json of a model, its model card and licence files, by name."""
+    text = json.dumps(foreign.config, indent=2) + "\n"
+    return foreign.about | {tokenizer_files.MODEL_FILE: text.encode()}
+
+
+def loader(path: str, model: Model) -> Loader:
+    """What reads a foreign model's parameters for a run that begins from them.
+
+    Its configuration and its tensors' names and shapes are looked at now; they are read then.
+
+    Args:
+      path: as of open_model.
+      model: of the run, without adapters.
+
+    Raises:
+      UserError: it is another model. Only how far it sees may differ (RoPE, windows): that is told, and left to the run.
+    """
+    foreign = open_model(path)
+    guessed = getattr(foreign, "guessed", frozenset())
+    for name, (ours, theirs) in hf_config.differences(foreign.config, model.config).items():
+        if name in guessed:
+            continue
+        if name in ("rope", "window", "layer_pattern"):
+            logging.getLogger(__name__).warning("%s was trained with another %s than this run's", path, name)
+            continue
+        own = type(model.config).__name__
+        raise UserError(f"{own}.{name} is {_plain(ours)}, {path} was trained with {_plain(theirs)}: set it to that")
+    _matched(foreign, _shapes(model), model)
+    return Loader(foreign, model)
+
+
+def _plain(value: Any) -> str:
+    return repr(str(value) if isinstance(value, str) else value)
+
+
+def load_params(foreign: ForeignModel, model: Model, shardings: PyTree, *, dtype: Any = None) -> Params:
+    """The parameters of a foreign model, each read, cast and put where it belongs.
+
+    The host holds the buffers of some shards, 4 GiB or one shard, and one tensor of the file: never the model. Where a
+    parameter's shards on this host come to more, its tensors are read once for each 4 GiB.
+
+    Args:
+      foreign: of a model of the same configuration.
+      model: ours: api.build(hf_config.from_hf(foreign.config)).
+      shardings: like model.abstract_params: the sharding of each parameter.
+      dtype: of the parameters; None: float32, as training wants them.
+
+    Raises:
+      UserError: tensors are missing, or of another shape, or there are some that the model does not have.
+    """
+    shapes = _shapes(model)
+    targets = dict(zip(shapes, jax.tree.leaves(shardings), strict=True))
+    rows, stored = _matched(foreign, shapes, model)
+    _check_memory(shapes, targets, np.dtype(dtype or np.float32))
+    params: dict[str, jax.Array] = {}
+    for row in rows:
+        params |= _assembled(row, foreign, stored, shapes, targets, np.dtype(dtype or np.float32))
+    return tree.map_with_names(lambda path, _: params[path], model.abstract_params)
+
+
+def check(foreign: ForeignModel, model: Model) -> None:
+    """Compares names and shapes of all tensors, none of which is read; raises as load_params."""
+    _matched(foreign, _shapes(model), model)
+
+
+def hf_tensors(params: Params, model: Model, model_type: str) -> Iterator[tuple[str, np.ndarray]]:
+    """Our parameters as the tensors of a Hugging Face checkpoint, one at a time, in their own dtype.
+
+    The host holds the parameters of one row of the table and one tensor.
+
+    Args:
+      params: host or device arrays, all of each on this host.
+      model_type: of hf_config.to_hf(model.config).
+    """
+    values = dict(zip(tree.path_names(params), jax.tree.leaves(params), strict=True))
+    shapes = {path: tuple(value.shape) for path, value in values.items()}
+    for row in tables.of(model_type, shapes):
+        ours = {path: np.asarray(values[path]) for path in row.ours}
+        for name, at in row.names(shapes):
+            yield name, row.join({path: value[at] for path, value in ours.items()}, shapes)
+
+
+def foreign_tensors(foreign: ForeignModel, model: Model, model_type: str) -> Iterator[tuple[str, np.ndarray]]:
+    """The tensors of a foreign model under the names and in the order of `hf_shapes`, as they are stored.
+
+    Args:
+      foreign: of a model of the same configuration.
+      model: api.build(hf_config.from_hf(foreign.config)).
+      model_type: of the tensors.
+
+    Raises:
+      UserError: as load_params.
+    """
+    shapes = _shapes(model)
+    rows, stored = _matched(foreign, shapes, model)
+    if rows == tables.of(model_type, shapes):
+        for row in rows:
+            for name, _ in row.names(shapes):
+                yield name, foreign.read(stored[name])
+        return
+    # The experts of a layer in one tensor, which is taken apart.
+    last: tuple[str, np.ndarray | None] = ("", None)
+    for row in tables.of(model_type, shapes):
+        (source,) = (other for other in rows if set(other.ours) & set(row.ours))
+        for name, at in row.names(shapes):
+            held = stored[source.name.format(**dict(zip(row.numbered, at)))]
+            if held != last[0]:
+                last = held, foreign.read(held)
+            parts = source.split(last[1], shapes)
+            yield name, row.join({path: parts[path][at[len(source.numbered) :]] for path in row.ours}, shapes)
+
+
+def stored_dtype(foreign: ForeignModel) -> str:
+    """The dtype that holds every value of a model's tensors: float32, float16 or bfloat16."""
+    names = tables.NAMES[hf_config.text_part(foreign.config)["model_type"]]
+    found = {foreign.dtype(name) for name in foreign.shapes() if names.canonical(name) is not None}
+    return found.pop() if found in ({"bfloat16"}, {"float16"}) else "float32"
+
+
+def hf_shapes(model: Model, model_type: str) -> dict[str, Shape]:
+    """Names and shapes of what `hf_tensors` gives."""
+    shapes = _shapes(model)
+    rows = tables.of(model_type, shapes)
+    return {name: row.shape(shapes) for row in rows for name, _ in row.names(shapes)}
+
+
+def _shapes(model: Model) -> dict[str, Shape]:
+    """Of its parameters, by name, in the order of the tree."""
+    abstract = model.abstract_params
+    return dict(zip(tree.path_names(abstract), (leaf.shape for leaf in jax.tree.leaves(abstract)), strict=True))
+
+
+def _matched(
+    foreign: ForeignModel, shapes: Mapping[str, Shape], model: Model
+) -> tuple[tuple[Tensor, ...], dict[str, str]]:
+    """The rows of the table that the model has, and where each of their tensors is: our name of it -> its own."""
+    model_type = hf_config.text_part(foreign.config)["model_type"]
+    names, found = tables.NAMES[model_type], foreign.shapes()
+    stored = {ours: name for name in found if (ours := names.canonical(name)) is not None}
+    fused = any(name.endswith(".experts.gate_up_proj") for name in stored)
+    rows = tables.of(model_type, shapes, fused_experts=fused)
+    _check_missing(rows, shapes, stored)
+    wanted = {name: row.shape(shapes) for row in rows for name, _ in row.names(shapes)}
+    tied = {row.name for row in names.rows if row.ours == ("output",)}  # some write a tied head all the same
+    _check_names(wanted, stored, set() if "output" in shapes else tied)
+    for name, shape in wanted.items():
+        if tuple(found[stored[name]]) != shape:
+            raise UserError(
+                f"{stored[name]} has the shape {list(found[stored[name]])}, must be {list(shape)} by its configuration"
+            )
+    return rows, stored
+
+
+def _check_missing(rows: tuple[Tensor, ...], shapes: Mapping[str, Shape], stored: Mapping[str, str]) -> None:
+    """Before all names are made: a configuration may promise more tensors than a file could name."""
+    promised = sum(math.prod(shapes[row.ours[0]][: len(row.numbered)]) for row in rows)
+    if promised <= len(stored):
+        return
+    names = (name for row in rows for name, _ in row.names(shapes) if name not in stored)
+    missing = list(itertools.islice(names, 3))
+    if promised - len(stored) > _MOST_MISSING:
+        raise UserError(
+            f"{', '.join(missing)} and more are missing in the checkpoint: its configuration says {promised:,} tensors, "
+            f"it has {len(stored):,}"
+        )
+
+
+def _check_memory(shapes: Mapping[str, Shape], targets: Mapping[str, jax.sharding.Sharding], dtype: np.dtype) -> None:
+    """Raises where this host's memory cannot hold its shards: the system would end the process, without a word."""
+    need = sum(
+        math.prod(targets[path].shard_shape(shape)) * dtype.itemsize * len(targets[path].addressable_devices)
+        for path, shape in shapes.items()
+        if all(device.platform == "cpu" for device in targets[path].addressable_devices)
+    )
+    if need > (have := limits.host_bytes()):
+        raise UserError(
+            f"the model needs {need / 2**30:,.1f} GiB, this host has {have / 2**30:,.1f}: take a larger one"
+        )
+
+
+def _check_names(wanted: Mapping[str, Shape], stored: Mapping[str, str], passed_over: set[str]) -> None:
+    missing = [name for name in wanted if name not in stored]
+    unexpected = [stored[name] for name in stored if name not in wanted and name not in passed_over]
+    heads = [name for name in unexpected if name.startswith(_OTHER_HEADS)]
+    if heads:
+        raise UserError(
+            f"{_some(heads)} of a head that classifies or scores, which is not read: take the folder of the language model "
+            "that it was made of"
+        )
+    if missing:
+        raise UserError(f"{_some(missing)} missing in the checkpoint: it is not whole, or config.json is not its own")
+    if unexpected:
+        raise UserError(f"{_some(unexpected)} in the checkpoint, not in the model that config.json describes")
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return f"{shown} {'is' if len(names) == 1 else 'are'}"
+
+
+def _assembled(
+    row: Tensor,
+    foreign: ForeignModel,
+    stored: Mapping[str, str],
+    shapes: Mapping[str, Shape],
+    targets: Mapping[str, jax.sharding.Sharding],
+    dtype: np.dtype,
+) -> dict[str, jax.Array]:
+    """The parameters that a row's tensors hold, by name."""
+    placed: dict[str, list[jax.Array]] = {path: [] for path in row.ours}
+    for group in _groups(_shards(row, shapes, targets), shapes, dtype):
+        buffers = [np.empty(_extent(index, shapes[path]), dtype) for path, index, _ in group]
+        for name, at in row.names(shapes):
+            held = [i for i, (_, index, _) in enumerate(group) if all(map(_within, at, index))]
+            if not held:
+                continue
+            parts = row.split(foreign.read(stored[name]), shapes)
+            for i in held:
+                path, index, _ = group[i]
+                own = tuple(number - (part.start or 0) for number, part in zip(at, index))
+                buffers[i][own] = parts[path][index[len(at) :]]
+        for buffer, (path, _, devices) in zip(buffers, group):
+            placed[path] += jax.block_until_ready([jax.device_put(buffer, device) for device in devices])
+    return {
+        path: jax.make_array_from_single_device_arrays(shapes[path], targets[path], arrays)
+        for path, arrays in placed.items()
+    }
+
+
+Shard = tuple[str, Index, list[jax.Device]]  # of which parameter, where in it, and who holds it
+
+
+def _shards(row: Tensor, shapes: Mapping[str, Shape], targets: Mapping[str, jax.sharding.Sharding]) -> Iterator[Shard]:
+    """The different shards of this host."""
+    for path in row.ours:
+        holders: dict[tuple[tuple[int, int], ...], Shard] = {}
+        for device, index in targets[path].addressable_devices_indices_map(shapes[path]).items():
+            key = tuple(part.indices(size)[:2] for part, size in zip(index, shapes[path], strict=True))
+            holders.setdefault(key, (path, index, []))[2].append(device)
+        yield from holders.values()
+
+
+def _groups(shards: Iterator[Shard], shapes: Mapping[str, Shape], dtype: np.dtype) -> Iterator[list[Shard]]:
+    """Shards whose buffers are filled together."""
+    group: list[Shard] = []
+    size = 0
+    for shard in shards:
+        own = math.prod(_extent(shard[1], shapes[shard[0]])) * dtype.itemsize
+        if group and size + own > _BUFFER_BYTES:
+            yield group
+            group, size = [], 0
+        group.append(shard)
+        size += own
+    yield group
+
+
+def _extent(index: Index, shape: Shape) -> Shape:
+    return tuple(len(range(*part.indices(size))) for part, size in zip(index, shape, strict=True))
+
+
+def _within(number: int, part: slice) -> bool:
+    return (part.start or 0) <= number and (part.stop is None or number < part.stop)

@@ -1,0 +1,163 @@
+"""Adapters of experts as PEFT has them, in two layouts.
+
+Of transformers 4 each expert is modules of its own ("experts.3.w1"), with an adapter as any other. Of transformers 5 the
+experts of a layer are one parameter, `gate_up_proj` or `down_proj`, and so is the router's weight; PEFT names them in
+`target_parameters`, and has one adapter for all experts, in which rows of `lora_A` are sorted by expert and columns of
+`lora_B` by rank. It knows neither DoRA nor dropout of these. PEFT with transformers 5 loads the first layout too, if gate
+and up both have an adapter, of the rank and alpha that are not in the patterns and without rsLoRA, and so has down: so
+they are written, with zeros where an adapter is not there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from capibara.core.types import UserError
+from capibara.interop.hf.tensors import Shape, Tensor
+from capibara.models.api import Lora
+
+_GATE_UP, _DOWN, _ROUTER = "gate_up_proj", "down_proj", "gate.weight"
+_INNER, _OUTER = re.compile(r"(?<=\.experts)\.base_layer(?=\.lora_)"), re.compile(r"(?<=\.experts)(?=\.lora_)")
+_PAIR, _LAST = ("layers/mlp/gate", "layers/mlp/up"), "layers/mlp/down"
+
+
+def is_stacked(row: Tensor) -> bool:
+    """Whether a row of a table is of the experts of a layer in one tensor."""
+    return row.layout[len(row.numbered) :].startswith("e")
+
+
+def is_routed(row: Tensor) -> bool:
+    """Whether a row is of experts, in either layout."""
+    return "e" in row.layout and not is_router(row)
+
+
+def is_router(row: Tensor) -> bool:
+    return row.ours == ("layers/mlp/router",)
+
+
+def stacked(row: Tensor, part: str, inputs: str, outputs: str) -> Tensor:
+    """The part "a" or "b" of the adapter of a row that is_stacked, as a row of its own."""
+    if part == "a":
+        return dataclasses.replace(
+            row, dims=f"er {inputs}", layout=f"{row.numbered}e{inputs}r", ours=row.ours[:1], along=""
+        )
+    return dataclasses.replace(row, dims=f"{outputs} re", layout=f"{row.numbered}er{outputs}")
+
+
+def parameter(row: Tensor) -> str:
+    """What `target_parameters` and the patterns call a row of transformers 5 that is a parameter; "": it is a module."""
+    if is_router(row):
+        return _ROUTER
+    return row.name.rpartition(".")[2] if is_stacked(row) else ""
+
+
+def is_fused(config: Mapping[str, Any], path: str) -> bool:
+    """Whether a folder of PEFT is in the layout of transformers 5.
+
+    Args:
+      config: of the folder.
+      path: of it, for the error.
+
+    Raises:
+      UserError: it has adapters of other parameters.
+    """
+    named = config.get("target_parameters") or ()
+    of_experts = [name for name in named if f".{name}".endswith((f".{_GATE_UP}", f".{_DOWN}", f".{_ROUTER}"))]
+    strange = [name for name in named if name not in of_experts and not name.endswith(".weight")]
+    if strange:
+        raise UserError(
+            f"{path} has target_parameters = {strange!r}, of which we have nothing: merge it with PEFT first"
+        )
+    return bool(of_experts)
+
+
+def named(values: Mapping[str, np.ndarray], targets: Sequence[str]) -> dict[str, np.ndarray]:
+    """The tensors of a folder in the layout of transformers 5, each with its parameter in its name.
+
+    PEFT wraps a layer's experts once for each of their parameters, so that names say only how deep: gate_up_proj is the
+    inner one where there are both.
+    """
+    both = any(_INNER.search(name) for name in values)
+    alone = _DOWN if both or any(name.endswith(_DOWN) for name in targets) else _GATE_UP
+    return {_OUTER.sub(f".{alone}", _INNER.sub(f".{_GATE_UP}", name)): value for name, value in values.items()}
+
+
+def wrapped(values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The way back from `named`."""
+    both = all(any(f".experts.{part}.lora_" in name for name in values) for part in (_GATE_UP, _DOWN))
+    inner = ".base_layer" if both else ""
+    return {
+        re.sub(r"(?<=\.experts)\.\w+(?=\.lora_)", lambda m: inner if m[0] == f".{_GATE_UP}" else "", name): value
+        for name, value in values.items()
+    }
+
+
+def check_fused(lora: Lora) -> None:
+    """
+    Raises:
+      UserError: PEFT has no such adapters in the layout of transformers 5.
+    """
+    if lora.dora:
+        raise UserError(
+            "Lora.dora is set, and PEFT has no DoRA of a parameter, as experts and routers are in transformers 5: take "
+            "--format=peft, which PEFT reads with transformers 4, or write the merged model"
+        )
+
+
+def loadable(modules: list, rows: Sequence[Tensor], shapes: Mapping[str, Shape], lora: Lora, new: Callable) -> list:
+    """The adapters of modules of transformers 4 such that PEFT loads them with transformers 5 too; they compute the same.
+
+    Args:
+      modules: of the whole model.
+      rows: the model's table.
+      shapes: of our parameters.
+      lora: theirs.
+      new: (row, rank, alpha, values) -> a module.
+
+    Returns:
+      They without rsLoRA's scale; with DoRA, which PEFT only has with transformers 4, as they were.
+    """
+    if lora.dora or not any(is_routed(module.row) for module in modules):
+        return modules
+    if lora.rslora:
+        modules = [_without_rslora(module) for module in modules]
+    held = {module.row.ours[0]: module for module in modules if module.row.ours[0] in _PAIR}
+    if not held:
+        return modules
+    base = next(iter(held.values()))
+    rank, scale = max(module.rank for module in held.values()), base.alpha / base.rank
+    rest = {module.row.ours[0]: module for module in modules if module.row.ours[0] not in _PAIR}
+    for row in rows:
+        (path, *_), module = row.ours, held.get(row.ours[0])
+        if path not in (*_PAIR, _LAST) or path in rest:
+            continue
+        *experts, inputs, outputs = shapes[path]
+        a, b = np.zeros((*experts, inputs, rank), np.float32), np.zeros((*experts, rank, outputs), np.float32)
+        if module is not None:
+            a[..., : module.rank] = module.values[path]["a"]
+            b[..., : module.rank, :] = module.values[path]["b"] * (module.alpha / module.rank / scale)
+        rest[path] = new(row, rank, scale * rank, {path: {"a": a, "b": b}})
+    return list(rest.values())
+
+
+def _without_rslora(module: Any) -> Any:
+    """A module whose scale is alpha / rank."""
+    layers = tuple(layer._replace(alpha=layer.alpha * layer.rank**0.5) for layer in module.layers)
+    return module._replace(alpha=module.alpha * module.rank**0.5, layers=layers)
+
+
+def first(modules: Sequence[Any]) -> Any:
+    """The module whose rank and alpha are not in the patterns."""
+    return next((module for module in modules if is_routed(module.row) and module.row.ours[0] in _PAIR), modules[0])
+
+
+def pattern_names(row: Tensor, name: str) -> tuple[str, ...]:
+    """What patterns call a module of this name: with transformers 4, and as PEFT turns it into a parameter with 5."""
+    if is_router(row):
+        return (name, _ROUTER)
+    return (name, _DOWN) if is_routed(row) and row.ours == (_LAST,) and name != _DOWN else (name,)

@@ -1,0 +1,480 @@
+"""Folders of PEFT: adapter_config.json and adapter_model.safetensors, read and written.
+
+interop.peft_modules says how adapters of several weights in one tensor, and of some layers alone, are held;
+interop.peft_experts how experts' are written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from capibara.core import extras, limits, tree
+from capibara.core.types import Params, UserError
+from capibara.interop.hf import safetensors_header, tables
+from capibara.interop.hf.tensors import Shape, Tensor
+from capibara.interop.peft import experts as peft_experts
+from capibara.interop.peft import modules as peft_modules
+from capibara.interop.peft.modules import PARTS, PREFIX, Layer, Module, Values
+from capibara.models.api import Lora, Model
+from capibara.storage import partial
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_TASKS = {"causal": "CAUSAL_LM", "encoder_decoder": "SEQ_2_SEQ_LM"}
+_NOT_OURS = ("trainable_token_indices", "layer_replication")
+
+_LARGEST, _PATTERNS, _CONFIG_VALUES, _RANK = 2**31, 4096, 200_000, 2**16
+
+
+class Pair(NamedTuple):
+    """The adapter of one tensor of a checkpoint: scale * b @ a is added to it.
+
+    Attributes:
+      name: of the tensor.
+      a: [rank, inputs].
+      b: [outputs, rank].
+    """
+
+    name: str
+    a: np.ndarray
+    b: np.ndarray
+    scale: float
+
+
+def pairs(params: Params, model: Model, model_type: str) -> Iterator[Pair]:
+    """The adapters of a model as tensors of a checkpoint have them, those of experts one by one.
+
+    Args:
+      params: the adapters' at least.
+      model, model_type: as in `write_peft`.
+
+    Raises:
+      UserError: they are more than pairs of matrices: with magnitudes, or parameters that were trained as they are.
+    """
+    lora, shapes = model.config.lora, _plain_shapes(model)
+    rows = tables.of(model_type, shapes)
+    trained = next((path for row in rows for path in row.ours if lora.trains(path)), None)
+    if lora.dora or trained is not None:
+        what = "Lora.dora has magnitudes" if lora.dora else f"Lora.modules_to_save trains {trained} as it is"
+        raise UserError(f"{what}, which is more than pairs of matrices: write the merged model, --format=gguf")
+    values = dict(zip(tree.path_names(params), jax.tree.leaves(params), strict=True))
+    for row in rows:
+        if any(f"{path}_lora/b" in values for path in row.ours):
+            yield from _pairs(peft_modules.of_ours(row, values, shapes, lora), shapes, lora)
+
+
+def _pairs(module: Module, shapes: Mapping[str, Shape], lora: Lora) -> Iterator[Pair]:
+    parts = dict(module.written())
+    for name, at in module.row.names(shapes):
+        layer = module.layers[at[0]] if module.layers else Layer(module.rank, module.alpha)
+        if layer.rank:
+            a, b = (parts[PREFIX + name.removesuffix(".weight") + PARTS[part]] for part in "ab")
+            yield Pair(name, a, b, layer.alpha / (layer.rank**0.5 if lora.rslora else layer.rank))
+
+
+def write_peft(
+    folder: str, params: Params, model: Model, model_type: str, base: str | None = None, *, fused_experts: bool = False
+) -> None:
+    """Writes the adapters of a model, and the other parameters that were trained, as PEFT does. Whole, or not at all.
+
+    Args:
+      folder: a new one.
+      params: of a model with TransformerConfig.lora.
+      model: theirs.
+      model_type: Hugging Face's name of the architecture (interop.tables.NAMES).
+      base: where PEFT finds the model without adapters; None: PEFT is told when it loads.
+      fused_experts: adapters of the experts of a layer together, as PEFT has them with transformers 5; else of each by
+        itself, which it reads with transformers 4 and 5.
+
+    Raises:
+      UserError: the folder is there, the model has no adapters, or PEFT has no such ones.
+    """
+    lora = model.config.lora
+    if lora is None:
+        raise UserError(f"{type(model.config).__name__}.lora is None: there is no adapter to write")
+    if os.path.exists(folder):
+        raise UserError(f"{folder} must be a new folder: it is there already, name another or remove it")
+    values = dict(zip(tree.path_names(params), jax.tree.leaves(params), strict=True))
+    shapes = _plain_shapes(model)
+    rows = tables.of(model_type, shapes, fused_experts=fused_experts)
+    held = [row for row in rows if any(f"{path}_lora/b" in values for path in row.ours)]
+    if fused_experts and any(map(peft_experts.parameter, held)):
+        peft_experts.check_fused(lora)
+    modules = [peft_modules.of_ours(row, values, shapes, lora) for row in held]
+    if not fused_experts:
+        modules = peft_experts.loadable(modules, rows, shapes, lora, Module)
+    saved = dict(_saved(rows, values, shapes, lora))
+    biases = _biases(modules, rows, saved)
+    whole = [name for name in saved if name not in biases.names]
+    config = _config(modules, rows, lora, model, base, fused_experts)
+    config |= {"bias": biases.kind, "modules_to_save": _modules_of(whole) or None}
+    tensors = {name: value for module in modules for name, value in module.written()}
+    tensors = peft_experts.wrapped(tensors) | {PREFIX + biases.written(name): x for name, x in saved.items()}
+    extras.require("safetensors", why="PEFT folders")
+    from safetensors.numpy import save_file
+
+    with partial.whole(folder) as unfinished:
+        config_path, weights_path = os.path.join(unfinished, CONFIG), os.path.join(unfinished, WEIGHTS)
+        save_file(tensors, weights_path, metadata={"format": "pt"})
+        with open(config_path, "w", encoding="utf-8") as file:
+            file.write(json.dumps(config, indent=2) + "\n")
+        shutil.copymode(config_path, weights_path)  # safetensors: its owner's alone
+
+
+def read_peft(folder: str, model: Model, model_type: str) -> tuple[Lora, Params]:
+    """The adapters of a folder, and the other parameters that it holds.
+
+    Args:
+      folder: with adapter_config.json and adapter_model.safetensors.
+      model: without adapters, of the same sizes.
+      model_type: as in `write_peft`.
+
+    Returns:
+      The TransformerConfig.lora that they belong to, and float32 arrays on the host: what Model.trained gives of its
+      parameters.
+
+    Raises:
+      UserError: they cannot be read, are of another kind or another model.
+    """
+    config = read_config(folder)
+    try:
+        return _read(folder, config, model, model_type)
+    except UserError:
+        raise
+    # Names and shapes of a foreign file in code that is written for whole ones: what they break is the file's fault.
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError, ArithmeticError) as error:
+        what = f"{type(error).__name__}: {limits.cause(error)}"
+        raise UserError(
+            f"{folder} is no adapter that can be read ({what}): name a folder that PEFT has written"
+        ) from error
+
+
+def _read(folder: str, config: Mapping[str, Any], model: Model, model_type: str) -> tuple[Lora, Params]:
+    fused = peft_experts.is_fused(config, os.path.join(folder, CONFIG))
+    stored = _read_tensors(folder, tables.NAMES[model_type])
+    if fused:
+        stored = peft_experts.named(stored, config["target_parameters"])
+    shapes = _plain_shapes(model)
+    rows = tables.of(model_type, shapes, fused_experts=fused)
+    found = (_read_module(row, stored, shapes, config, fused) for row in rows)
+    modules = [module for module in found if module is not None]
+    saved: Values = {}
+    for row in rows:
+        if row.name.format(**dict.fromkeys(row.numbered, 0)) in stored:
+            saved |= _read_saved(row, stored, shapes)
+    if stored:
+        raise UserError(f"{folder}: {next(iter(stored))} is of no weight that has adapters in this {model_type} model")
+    if not modules:
+        raise UserError(f"{folder}/{WEIGHTS} holds no adapter")
+    values = {
+        f"{path}_lora/{part}": value
+        for module in modules
+        for path, parts in module.values.items()
+        for part, value in parts.items()
+        if part != "a" or path == min(module.row.ours)  # which the others share
+    }
+    return _lora_of(modules, saved, config), tree.nested(values | saved)
+
+
+def _plain_shapes(model: Model) -> dict[str, Shape]:
+    plain = model.plain.abstract_params
+    return {path: tuple(leaf.shape) for path, leaf in zip(tree.path_names(plain), jax.tree.leaves(plain), strict=True)}
+
+
+def _saved(rows: Iterable[Tensor], values: Mapping[str, Any], shapes, lora: Lora) -> Iterator[tuple[str, np.ndarray]]:
+    """The tensors whose parameters were trained as they are."""
+    for row in rows:
+        trained = [path for path in row.ours if lora.trains(path)]
+        if trained and len(trained) < len(row.ours):
+            raise UserError(f"PEFT has {', '.join(row.ours)} together: Lora.modules_to_save must have all of them")
+        for name, at in row.names(shapes) if trained else ():
+            yield name, row.join({path: np.asarray(values[path])[at] for path in trained}, shapes).astype(np.float32)
+
+
+class _Biases(NamedTuple):
+    """Biases that are trained by themselves, without the modules that have them.
+
+    Attributes:
+      kind: what LoraConfig.bias calls them.
+      names: of the tensors.
+      adapted: the modules with adapters.
+    """
+
+    kind: str
+    names: frozenset[str]
+    adapted: frozenset[str]
+
+    def written(self, name: str) -> str:
+        """What PEFT calls a tensor."""
+        module = name.removesuffix(".bias")
+        return f"{module}.base_layer.bias" if name.endswith(".bias") and module in self.adapted else name
+
+
+def _biases(modules: Sequence[Module], rows: Sequence[Tensor], saved: Mapping[str, np.ndarray]) -> _Biases:
+    """
+    Raises:
+      UserError: PEFT trains no such choice of biases.
+    """
+    layers = range(max(len(module.values[module.row.ours[0]]["b"]) for module in modules))
+    names = lambda kept: {row.name.format(l=at, e=0) for row in rows if kept(row) for at in layers}  # noqa: E731
+    adapted = {name.removesuffix(".weight") for name in names(lambda row: row in {m.row for m in modules})}
+    alone = {name for name in saved if name.endswith(".bias") and f"{name.removesuffix('.bias')}.weight" not in saved}
+    every = names(lambda row: row.name.endswith(".bias"))
+    if not alone:
+        return _Biases("none", frozenset(), frozenset(adapted))
+    if alone == {name for name in every if name.removesuffix(".bias") in adapted}:
+        return _Biases("lora_only", frozenset(alone), frozenset(adapted))
+    if every <= saved.keys():
+        return _Biases("all", frozenset(every), frozenset(adapted))
+    raise UserError(
+        f"PEFT trains the biases of all modules or of those with adapters, and Lora.modules_to_save has {min(alone)} and not "
+        "all of either: take all of them, or write the merged model"
+    )
+
+
+def _modules_of(saved: Iterable[str]) -> list[str]:
+    """PEFT's modules_to_save: the last part of every module's name."""
+    return sorted({name.rpartition(".")[0].rpartition(".")[2] for name in saved})
+
+
+def _config(
+    modules: Sequence[Module], rows: Sequence[Tensor], lora: Lora, model: Model, base: str | None, fused: bool
+) -> dict:
+    parameters = {m.row.name: peft_experts.parameter(m.row) for m in modules if fused and peft_experts.parameter(m.row)}
+    names = {m.row.name: parameters.get(m.row.name) or _suffix(m.row, modules, rows) for m in modules}
+    keys = {m.row.name: peft_experts.pattern_names(m.row, names[m.row.name]) for m in modules}
+    rank, alpha = peft_experts.first(modules).rank, peft_experts.first(modules).alpha
+    routed = any(peft_experts.is_routed(m.row) for m in modules)
+    turned = routed or any(peft_experts.is_router(m.row) for m in modules)  # into parameters, by transformers 5
+    more = {"target_parameters": list(parameters.values())} if parameters else {}
+    return more | {
+        "peft_type": "LORA",
+        "task_type": _TASKS.get(model.config.objective),
+        "base_model_name_or_path": base,
+        "r": rank,
+        "lora_alpha": alpha,
+        "target_modules": [name for m in modules if m.row.name not in parameters for name in _targets(m, names)],
+        "rank_pattern": {key: one.rank for m in modules for key, one in _each(m, keys) if one.rank != rank},
+        "alpha_pattern": {key: one.alpha for m in modules for key, one in _each(m, keys) if one.alpha != alpha},
+        "use_rslora": lora.rslora and (fused or lora.dora or not routed),
+        "use_dora": lora.dora,
+        "lora_dropout": 0.0 if turned else lora.dropout,  # PEFT refuses another for parameters
+        # GPT-2's layers have their weights the other way round.
+        "fan_in_fan_out": any(m.row.dims.split()[0] == peft_modules.groups(m.row)[0] for m in modules),
+        "init_lora_weights": True,
+        "inference_mode": True,
+    }
+
+
+def _targets(module: Module, names: Mapping[str, str]) -> list[str]:
+    """What `target_modules` calls a module: an end of its name, or its names in the layers that have an adapter."""
+    return [names[module.row.name]] if module.everywhere else [name for name, _ in module.names()]
+
+
+def _each(module: Module, keys: Mapping[str, Sequence[str]]) -> list[tuple[str, Layer]]:
+    """What patterns call a module, or each of its layers where they differ, with its rank and alpha."""
+    whole = Layer(module.rank, module.alpha)
+    return [*module.names()] if module.layers else [(key, whole) for key in keys[module.row.name]]
+
+
+def _suffix(row: Tensor, modules: Sequence[Module], rows: Sequence[Tensor]) -> str:
+    """The shortest end of a module's name that no module without an adapter has."""
+    chosen = {module.row.name for module in modules}
+    others = [other.name for other in rows if other.name not in chosen and " " in other.dims]
+    parts = row.name.removesuffix(".weight").split(".")
+    for count in range(1, len(parts) + 1):
+        end = ".".join(parts[-count:])
+        if not any(f".{name}".endswith(f".{end}.weight") for name in others) and "{" not in end:
+            return end
+    raise UserError(f"PEFT cannot name {row.name} without others: give them an adapter too (Lora.targets)")
+
+
+def read_config(folder: str) -> dict[str, Any]:
+    """What adapter_config.json says.
+
+    Raises:
+      UserError: it cannot be read, says what PEFT does not write, or something that we do not have.
+    """
+    path = os.path.join(folder, CONFIG)
+    try:
+        config = limits.read_json(path, limits.SMALL_BYTES, values=_CONFIG_VALUES)
+    except FileNotFoundError as error:
+        raise UserError(f"{path} cannot be read (there is none): name a folder that PEFT has written") from error
+    wrong = [name for name in _NOT_OURS if config.get(name)]
+    biases = ("none", "all", "lora_only", None)
+    for name, allowed in (
+        ("peft_type", ("LORA",)),
+        ("bias", biases),
+        ("lora_bias", (False, None)),
+        ("use_bdlora", (None,)),
+    ):
+        wrong += [name] if config.get(name, allowed[0]) not in allowed else []
+    if wrong:
+        raise UserError(
+            f"{path} has {wrong[0]} = {limits.shortened(config[wrong[0]])}, of which we have nothing: merge it with PEFT first"
+        )
+    for name, must, fine in (
+        ("r", "a whole number of at least 1", lambda value: type(value) is int and 0 < value < _LARGEST),
+        ("lora_alpha", "a number", _is_number),
+        ("lora_dropout", "a number", lambda value: value is None or _is_number(value)),
+        ("alpha_pattern", "an object of regular expressions with numbers", _is_pattern),
+        ("base_model_name_or_path", "a name", lambda value: value is None or isinstance(value, str)),
+    ):
+        if not fine(config.get(name)):
+            raise UserError(
+                f"{path} has {name} = {limits.shortened(config.get(name))}, must be {must}: name a folder that PEFT wrote"
+            )
+    return config
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) < _LARGEST and math.isfinite(value)
+
+
+def _is_pattern(values: Any) -> bool:
+    if values is None:
+        return True
+    if not isinstance(values, dict) or len(values) > _PATTERNS or not all(map(_is_number, values.values())):
+        return False
+    with contextlib.suppress(re.error, limits.Refused, RecursionError, OverflowError):
+        for pattern in values:
+            limits.check_pattern(pattern, most=512)
+            re.compile(pattern)
+        return True
+    return False
+
+
+def _read_tensors(folder: str, names: tables.Names) -> Values:
+    """The tensors by the names of the table: a module's, with the ending of the part, or a parameter's."""
+    stored = {}
+    for name, value in read_raw(folder).items():
+        name = name.removeprefix(PREFIX)
+        end = next((end for end in PARTS.values() if name.endswith(end)), "")
+        name = name if end else re.sub(r"\.base_layer(?=\.bias$)", "", name)  # where the module has an adapter
+        weight = names.canonical(f"{name.removesuffix(end)}.weight" if end else name)
+        stored[weight.removesuffix(".weight") + end if end and weight else weight or name] = value.astype(np.float32)
+    return stored
+
+
+def read_raw(folder: str) -> dict[str, np.ndarray]:
+    """The tensors as they are stored.
+
+    Raises:
+      UserError: they cannot be read.
+    """
+    path = os.path.join(folder, WEIGHTS)
+    extras.require("safetensors", why="PEFT folders")
+    from safetensors import SafetensorError
+    from safetensors.numpy import load_file
+
+    try:
+        safetensors_header.check(path)
+        return load_file(path)
+    except UserError:
+        raise
+    # KeyError, TypeError: a dtype that numpy does not have.
+    except (OSError, SafetensorError, limits.Refused, KeyError, TypeError, ValueError, MemoryError) as error:
+        raise UserError(
+            f"{path} cannot be read ({limits.cause(error)}): name a folder that PEFT has written"
+        ) from error
+
+
+def _read_module(
+    row: Tensor, stored: Values, shapes: Mapping[str, Shape], config: Mapping[str, Any], fused: bool
+) -> Module | None:
+    """The adapter of a module in every layer, whose tensors go out of `stored`; None: it has none."""
+    ranks = peft_modules.layers_of(row, stored, shapes)
+    if not any(ranks):
+        return None
+    layers = [Layer(rank, _alpha(row, number, config, fused) if rank else 0.0) for number, rank in enumerate(ranks)]
+    count, inputs, rank = peft_modules.stacked(row), len(peft_modules.groups(row)[0]), max(ranks)
+    name = row.name.format(l=ranks.index(rank), e=0).removesuffix(".weight")
+    if rank > _RANK:
+        raise UserError(f"{name} has an adapter of rank {rank:,}, must be 1 to {_RANK:,}")
+    module = peft_modules.of_layers(row, layers, {path: {} for path in row.ours})
+    for part, tensor in module.tensors:
+        if name + PARTS[part] not in stored:
+            continue
+        wanted = {}
+        for path in tensor.ours:
+            leading, rest = shapes[path][:count], shapes[path][count:]
+            of_part = {"a": (*rest[:inputs], rank), "b": (rank, *rest[inputs:]), "magnitude": rest[inputs:]}
+            wanted[path] = (*leading, *of_part[part])
+        for path, value in _taken(tensor, part, stored, wanted, module).items():
+            for other in row.ours if part == "a" else (path,):
+                module.values[other][part] = value
+    return module
+
+
+def _alpha(row: Tensor, layer: int, config: Mapping[str, Any], fused: bool) -> float:
+    """Of a module in a layer, by the first pattern that its name matches."""
+    name = row.name.format(l=layer, e=0).removesuffix(".weight")
+    return alpha_of(name + (".weight" if fused and peft_experts.is_router(row) else ""), config)
+
+
+def alpha_of(name: str, config: Mapping[str, Any]) -> float:
+    """Of the module of this name, by what `read_config` gave."""
+    patterns = config.get("alpha_pattern") or {}
+    found = (alpha for key, alpha in patterns.items() if re.match(rf"(.*\.)?({key})$", name))
+    return float(next(found, config["lora_alpha"]))
+
+
+def _read_saved(row: Tensor, stored: Values, shapes: Mapping[str, Shape]) -> Values:
+    return _taken(row, "", stored, {path: shapes[path] for path in row.ours})
+
+
+def _taken(row: Tensor, part: str, stored: Values, wanted: Mapping[str, Shape], module: Module | None = None) -> Values:
+    """Our parameters of these shapes, of tensors that go out of `stored`; zeros where layers have less of them."""
+    values = {path: np.zeros(shape, np.float32) for path, shape in wanted.items()}
+    for name, at in row.names(wanted):
+        rank = module.layers[at[0]].rank if module and module.layers else None
+        if rank == 0:
+            continue
+        name = name.removesuffix(".weight") + PARTS[part] if part else name
+        if name not in stored:
+            raise UserError(f"{name} is missing in the adapter, which has it in another layer: copy the adapter again")
+        value, shape = stored.pop(name), row.shape(wanted)
+        if rank is not None:
+            value = peft_modules.padded(value, part, module.rank)
+        if value.shape != shape:
+            raise UserError(f"{name} has the shape {list(value.shape)}, must be {list(shape)} in this model")
+        for path, own in row.split(value, wanted).items():
+            values[path][at] = own
+    return values
+
+
+def _lora_of(modules: Sequence[Module], saved: Iterable[str], config: Mapping[str, Any]) -> Lora:
+    rank, alpha = int(config["r"]), float(config["lora_alpha"])
+    targets: list[str] = []
+    ranks: list[tuple[str, int]] = []
+    alphas: list[tuple[str, float]] = []
+    for module in modules:
+        for path in module.row.ours:
+            names = [(path, Layer(module.rank, module.alpha))]
+            if module.layers:
+                names = [(Lora.numbered(path, at), layer) for at, layer in enumerate(module.layers) if layer.rank]
+            targets += [path] if module.everywhere else [name for name, _ in names]
+            ranks += [(name, layer.rank) for name, layer in names if layer.rank != rank]
+            alphas += [(name, layer.alpha) for name, layer in names if layer.alpha != alpha]
+    fused = {tuple(path.rpartition("/")[2] for path in m.row.ours): None for m in modules if len(m.row.ours) > 1}
+    return Lora(
+        rank=rank,
+        alpha=alpha,
+        rslora=bool(config.get("use_rslora")),
+        dora=bool(config.get("use_dora")),
+        dropout=float(config.get("lora_dropout") or 0.0),
+        targets=tuple(targets),
+        rank_pattern=tuple(ranks),
+        alpha_pattern=tuple(alphas),
+        fused=tuple(fused),
+        modules_to_save=tuple(saved),
+    )

@@ -1,0 +1,239 @@
+"""PEFT's adapters from runs of ours, and merged into the models that they are of."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from capibara.core import limits, tree
+from capibara.core.types import Params, UserError
+from capibara.interop import open_model
+from capibara.interop.hf import config as hf_config
+from capibara.interop.hf import folder as hf_folder
+from capibara.interop.hf import model_card
+from capibara.interop.peft import folder as peft
+from capibara.models import api
+
+
+class Run(Protocol):
+    """What training.run_folder.load gives.
+
+    Attributes:
+      trainer: of the run.
+      model: with adapters or without.
+      params: its parameters.
+    """
+
+    trainer: Any
+    model: api.Model
+    params: Params
+
+
+def is_adapter(path: str) -> bool:
+    """Whether a path is a folder of PEFT."""
+    return os.path.exists(os.path.join(path, peft.CONFIG))
+
+
+def base_of(folder: str, given: str | None) -> str:
+    """Where the model is that an adapter is of.
+
+    Args:
+      folder: the adapter's.
+      given: by the user, before what the adapter names.
+
+    Raises:
+      UserError: it is not here.
+    """
+    named = given or peft.read_config(folder).get("base_model_name_or_path")
+    if not named or not os.path.exists(named):
+        raise UserError(f"{folder} is an adapter of {named!r}, which is not here: name its folder with --base=PATH")
+    return named
+
+
+def merged(folder: str, model: api.Model, params: Params, like: Mapping[str, Any]) -> tuple[api.Model, Params]:
+    """A model with the adapters of a folder in its parameters.
+
+    Args:
+      folder: of PEFT.
+      model, params: what they are of, on one device.
+      like: the model's config.json.
+    """
+    lora, values = peft.read_peft(folder, model, hf_config.to_hf(model.config, like)["model_type"])
+    adapted = api.build(dataclasses.replace(model.config, lora=lora))
+    return model, jax.jit(adapted.merge)(tree.joined(values, params))
+
+
+def as_gguf(folder: str, target: str, model: api.Model, like: Mapping[str, Any]) -> str:
+    """Writes the adapters of a folder of PEFT as a GGUF file; returns a line that says what is there now.
+
+    Args:
+      folder: of PEFT.
+      target: a new file.
+      model: what they are of.
+      like: the model's config.json.
+
+    Raises:
+      UserError: they cannot be read, or llama.cpp has no such ones.
+    """
+    config = hf_config.to_hf(model.config, like)
+    lora, values = peft.read_peft(folder, model, config["model_type"])
+    return _write_gguf(target, values, api.build(dataclasses.replace(model.config, lora=lora)), config)
+
+
+def run_as_gguf(run: Run, target: str, base: str | None, origin: Mapping[str, bytes]) -> str:
+    """As `as_gguf`, of a run with adapters; `base` and `origin` as in `write_run`."""
+    _, values = _base(run, base, origin)
+    return _write_gguf(target, run.model.trained(run.params), run.model, values)
+
+
+def _write_gguf(target: str, values: Params, model: api.Model, config: Mapping[str, Any]) -> str:
+    from capibara.interop.gguf import adapter as gguf_adapter
+
+    count = gguf_adapter.write_adapter(target, config, peft.pairs(values, model, config["model_type"]))
+    return f"{target}: adapters of {config['model_type']} for llama.cpp, of {count} tensors"
+
+
+@dataclasses.dataclass(frozen=True)
+class Loader:
+    """What a run begins with from a folder of PEFT: a training.given.Adapted.
+
+    Attributes:
+      base: reads the model that the adapter is of.
+      values: of the adapter, on the host.
+      merged: its configuration, where it becomes a part of the base; None: it goes on.
+    """
+
+    base: open_model.Loader
+    values: Params
+    merged: api.Lora | None = None
+
+    def __call__(self, target: Params) -> Params:
+        return self.base(target)
+
+    def adapters(self, target: Params) -> Params:
+        def placed(value: np.ndarray, wanted: jax.ShapeDtypeStruct) -> jax.Array:
+            return jax.make_array_from_callback(
+                wanted.shape, wanted.sharding, lambda at: value[at].astype(wanted.dtype)
+            )
+
+        return jax.tree.map(placed, self.values, target)
+
+    @property
+    def origin(self) -> dict[str, bytes]:
+        """What came with the base's tensors."""
+        return self.base.origin
+
+
+def loader(path: str, model: api.Model, merge: bool = False) -> open_model.Loader | Loader:
+    """What reads the parameters that a run begins from, of a foreign model or of an adapter of one.
+
+    Args:
+      path: as of checkpoint.open_model, or a folder of PEFT.
+      model: of the run.
+      merge: an adapter becomes a part of the base; else the run's own adapters begin as it is.
+
+    Raises:
+      UserError: it is of another model, or the run's adapters are others.
+    """
+    if not is_adapter(path):
+        return open_model.loader(path, model.plain)
+    if model.config.lora is None and not merge:
+        raise UserError(
+            f"{path} is an adapter of PEFT, and {type(model.config).__name__}.lora is None: set it to @Lora() to go on with "
+            "the adapter, or Trainer.init_with = 'merged' to train the model with it"
+        )
+    base = open_model.loader(base_of(path, None), model.plain)
+    model_type = hf_config.to_hf(model.plain.config, base.foreign.config)["model_type"]
+    lora, values = peft.read_peft(path, model.plain, model_type)
+    if merge:
+        return Loader(base, values, lora)
+    _check_same(path, lora, model, values)
+    return Loader(base, values)
+
+
+def _check_same(path: str, theirs: api.Lora, model: api.Model, values: Params) -> None:
+    field = _different(theirs, model, values)
+    if field:
+        own, found = limits.shortened(getattr(model.config.lora, field)), getattr(theirs, field)
+        raise UserError(f"Lora.{field} is {own}, {path} was trained with {found!r}: set it to that")
+
+
+def _different(theirs: api.Lora, model: api.Model, values: Params) -> str:
+    """The field of a run's Lora that makes its adapters others than these values; "": none."""
+    ours, trained = model.config.lora, model.trained(model.abstract_params)
+    if ours.dora != theirs.dora:
+        return "dora"
+    named, own = set(tree.path_names(values)), set(tree.path_names(trained))
+    for end, field in (("_lora/b", "targets"), ("_lora/a", "fused"), ("", "modules_to_save")):
+        if any(name.endswith(end) for name in named ^ own):
+            return field
+    for name, leaf in zip(tree.path_names(trained), jax.tree.leaves(trained), strict=True):
+        weight, count = name.removesuffix("_lora/b"), leaf.shape[0]
+        if weight == name:
+            continue
+        (ranks, scales), (their_ranks, their_scales) = ours.of_layers(weight, count), theirs.of_layers(weight, count)
+        if ranks != their_ranks:
+            return "targets" if list(map(bool, ranks)) != list(map(bool, their_ranks)) else _of(ours, theirs, "rank")
+        if scales != their_scales:
+            return "rslora" if ours.rslora != theirs.rslora else _of(ours, theirs, "alpha")
+    return ""
+
+
+def _of(ours: api.Lora, theirs: api.Lora, field: str) -> str:
+    return field if getattr(ours, field) != getattr(theirs, field) else f"{field}_pattern"
+
+
+def write_run(
+    run: Run, target: str, base: str | None, origin: Mapping[str, bytes], *, fused_experts: bool = False
+) -> str:
+    """Writes the adapters of a run; returns a line that says what is there now.
+
+    Args:
+      run: with adapters that are not merged.
+      target: the folder, a new one.
+      base: where PEFT finds the model without them; None: where the run began, or what its weights came from calls it.
+      origin: what the run's initial weights came with, by name.
+      fused_experts: as in peft.write_peft.
+
+    Raises:
+      UserError: the run has no adapters, or PEFT has no such ones, or nothing says what they are of.
+    """
+    base, values = _base(run, base, origin)
+    if base is None:
+        raise UserError(
+            "nothing says what these adapters are of, as the run began with new parameters: name the folder of the model "
+            "without them, --base=PATH"
+        )
+    peft.write_peft(target, run.params, run.model, values["model_type"], base, fused_experts=fused_experts)
+    count = tree.param_count(run.model.trained(run.model.abstract_params))
+    return f"{target}: adapters of {values['model_type']}, {count:,} parameters, of {base}"
+
+
+def _base(run: Run, base: str | None, origin: Mapping[str, bytes]) -> tuple[str | None, dict[str, Any]]:
+    """Where the base of a run's adapters is, or what it is called, None where nothing says it; and its config.json."""
+    began = run.trainer.init_from
+    if run.model.config.lora is None:
+        raise UserError("--format=peft and gguf_lora are of a run with adapters, and this one has none: take hf")
+    if base is None and began is not None and is_adapter(began):
+        if run.trainer.init_with == "merged":
+            raise UserError(
+                f"the run's base has the adapter {began} in it: write that, capibara convert --from={began} --to=NEW, and "
+                "name it with --base=NEW"
+            )
+        base = base_of(began, None)
+    if base is None and began is not None and os.path.exists(os.path.join(began, hf_folder.CONFIG)):
+        base = began
+    if base is not None and os.path.exists(base):  # else a name of the Hub
+        base = os.path.abspath(base)
+    # Names are those of the base's architecture: some are another's with other tensors, Phi 3 is Llama so.
+    if base is not None and os.path.exists(os.path.join(base, hf_folder.CONFIG)):
+        like = hf_folder.config_of(base)
+    else:
+        like = limits.parse_json(origin.get(hf_folder.CONFIG, b"{}"))
+    base = base or model_card.name_of(model_card.facts(origin.get(model_card.CARD, b"")), like) or began
+    return base, hf_config.to_hf(run.model.plain.config, like)

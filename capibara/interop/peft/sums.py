@@ -1,0 +1,126 @@
+"""Weighted sums of adapters, as PEFT's add_weighted_adapter makes them: folders of PEFT in, one folder out.
+
+cat: the factors stand side by side, so that the product is the sum of theirs: sum_i w_i s_i b_i a_i, of rank sum_i r_i.
+linear: factors of one rank are added up, each times sqrt(|w_i s_i|), the sign with `a`: the rank stays, and the product has
+terms that mix adapters (Zhang et al. 2023, arXiv:2306.14870).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from capibara.core import extras
+from capibara.core.types import UserError
+from capibara.interop.peft import folder as peft
+from capibara.interop.peft.modules import PARTS
+from capibara.interop.peft.sum_options import Combination, Sum
+from capibara.storage import partial
+
+
+@dataclasses.dataclass(frozen=True)
+class _Read:
+    """A folder: its configuration, and each module's factors `a` [r, in], `b` [out, r] and scale."""
+
+    path: str
+    config: Mapping[str, Any]
+    modules: Mapping[str, tuple[np.ndarray, np.ndarray, float]]
+
+
+def write(target: str, of: Sum, base: str | None = None) -> str:
+    """Writes the sum as one adapter, whose scale is 1; returns a line that says what is there now.
+
+    Args:
+      target: a new folder.
+      of: what is added up.
+      base: the model that the adapter is of; None: what the first of them names.
+
+    Raises:
+      UserError: one cannot be read, or cannot be added up with the others.
+    """
+    read = [_read(folder) for folder in of.folders]
+    names = sorted({name for one in read for name in one.modules})
+    factors = {}
+    for name in names:
+        having = [(one, weight) for one, weight in zip(read, of.weights) if name in one.modules]
+        own = [(*one.modules[name][:2], weight * one.modules[name][2]) for one, weight in having]
+        _check(name, [one for one, _ in having], of.combination)
+        factors[name] = _linear(own) if of.combination is Combination.LINEAR else _side_by_side(own)
+    ranks = {name: len(a) for name, (a, _) in factors.items()}
+    rank = max(ranks.values())
+    others = {name: own for name, own in ranks.items() if own != rank}
+    config = {
+        **{"peft_type": "LORA", "task_type": read[0].config.get("task_type")},
+        **{"base_model_name_or_path": base or read[0].config.get("base_model_name_or_path")},
+        **{"r": rank, "lora_alpha": rank, "rank_pattern": others, "alpha_pattern": others, "target_modules": names},
+        **{"fan_in_fan_out": bool(read[0].config.get("fan_in_fan_out")), "bias": "none", "lora_dropout": 0.0},
+        **{"use_rslora": False, "use_dora": False, "init_lora_weights": True, "inference_mode": True},
+    }
+    tensors = {
+        f"{peft.PREFIX}{name}{PARTS[part]}": np.ascontiguousarray(value, np.float32)
+        for name, pair in factors.items()
+        for part, value in zip("ab", pair)
+    }
+    extras.require("safetensors", why="PEFT folders")
+    from safetensors.numpy import save_file
+
+    with partial.whole(target) as unfinished:
+        save_file(tensors, os.path.join(unfinished, peft.WEIGHTS), metadata={"format": "pt"})
+        with open(os.path.join(unfinished, peft.CONFIG), "w", encoding="utf-8") as file:
+            file.write(json.dumps(config, indent=2) + "\n")
+    return f"{target}: the sum of {len(read)} adapters ({of.combination}), of rank {rank}"
+
+
+def _read(folder: str) -> _Read:
+    config = peft.read_config(folder)
+    if config.get("target_parameters"):
+        raise UserError(
+            f"{folder} has target_parameters (adapters of experts), which are not added up: merge it instead"
+        )
+    tensors = peft.read_raw(folder)
+    ends = PARTS["a"], PARTS["b"]
+    other = next((name for name in tensors if not name.endswith(ends)), None)
+    if other is not None:
+        raise UserError(f"{folder} has {other}, and pairs of matrices alone are added up: merge it instead")
+    modules = {}
+    for name in (name.removesuffix(ends[0]) for name in tensors if name.endswith(ends[0])):
+        if name + ends[1] not in tensors:
+            raise UserError(f"{folder} has no {name + ends[1]}: copy the adapter again")
+        a, b = (np.asarray(tensors[name + end], np.float32) for end in ends)
+        module = name.removeprefix(peft.PREFIX)
+        alpha = peft.alpha_of(module, config)
+        modules[module] = a, b, alpha / (len(a) ** 0.5 if config.get("use_rslora") else len(a))
+    if not modules:
+        raise UserError(f"{folder} holds no adapter: name one of PEFT")
+    return _Read(folder, config, modules)
+
+
+def _check(name: str, having: Sequence[_Read], combination: Combination) -> None:
+    first = having[0].modules[name]
+    for other in having[1:]:
+        a, b, _ = other.modules[name]
+        if (a.shape[1], b.shape[0]) != (first[0].shape[1], first[1].shape[0]):
+            raise UserError(
+                f"{name} is {[b.shape[0], a.shape[1]]} in {other.path} and {[first[1].shape[0], first[0].shape[1]]} in "
+                f"{having[0].path}: add up adapters of one model"
+            )
+        if combination is Combination.LINEAR and len(a) != len(first[0]):
+            raise UserError(
+                f"{name} has rank {len(a)} in {other.path} and {len(first[0])} in {having[0].path}, and --combination=linear "
+                "needs one rank: set cat"
+            )
+
+
+def _side_by_side(own: Sequence[tuple[np.ndarray, np.ndarray, float]]) -> tuple[np.ndarray, np.ndarray]:
+    return np.concatenate([a * scale for a, _, scale in own]), np.concatenate([b for _, b, _ in own], axis=1)
+
+
+def _linear(own: Sequence[tuple[np.ndarray, np.ndarray, float]]) -> tuple[np.ndarray, np.ndarray]:
+    a = sum(np.float32(math.copysign(math.sqrt(abs(scale)), scale)) * a for a, _, scale in own)
+    return a, sum(np.float32(math.sqrt(abs(scale))) * b for _, b, scale in own)

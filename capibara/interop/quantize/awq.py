@@ -1,0 +1,104 @@
+"""AWQ (Lin et al. 2023, arXiv:2306.00978): inputs that are large are scaled down, their weights up, before rounding."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from capibara.core.types import Params
+from capibara.interop.quantize.grid import Grid
+from capibara.models.api import DecoderConfig
+
+_STEPS = 20  # powers that are tried, from 0 to below 1
+_LEAST = 1e-4
+
+
+def channel_scales(
+    weights: Sequence[np.ndarray], hessian_II: np.ndarray, means_I: np.ndarray, grid: Grid, channels: np.ndarray
+) -> np.ndarray:
+    """What the inputs are divided by, and the weights multiplied with: a power of the inputs' mean magnitudes.
+
+    The power is the one with which the products of the rounded weights are nearest to those of the weights.
+
+    Args:
+      weights: all weights [O, I] that have these inputs.
+      hessian_II: sum of x x^T over the calibration's tokens.
+      means_I: mean of |x|.
+      grid: what is rounded to.
+      channels: [I] numbers; inputs of the same number must have the same scale.
+    """
+    hessian, stacked = jnp.asarray(hessian_II, jnp.float32), jnp.asarray(np.concatenate(weights))
+    means = (np.bincount(channels, means_I) / np.bincount(channels))[channels]
+    best, found = np.inf, np.ones_like(means)
+    for power in np.arange(_STEPS) / _STEPS:
+        scales = np.maximum(means**power, _LEAST).astype(np.float32)
+        scales /= np.sqrt(scales.max() * scales.min())
+        loss = float(_loss(grid, stacked, jnp.asarray(scales), hessian))
+        if loss < best:
+            best, found = loss, scales
+    return found
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _loss(grid: Grid, weight_OI: jax.Array, scales_I: jax.Array, hessian_II: jax.Array) -> jax.Array:
+    """Squared error of the products with inputs and weight scaled and the weight rounded."""
+    error = grid.nearest_values(weight_OI * scales_I) / scales_I - weight_OI
+    return jnp.sum((error @ hessian_II) * error)
+
+
+def fold(layer: Params, config: DecoderConfig, name: str, scales_I: np.ndarray) -> Params:
+    """The layer with its inputs to a weight scaled down by what makes them, and the weights that read them scaled up.
+
+    Args:
+      layer: parameters of one layer.
+      config: of the model.
+      name: "attention/query", "attention/out", "mlp/up" or "mlp/down": a weight with these inputs.
+      scales_I: of the inputs; those to "attention/out" are equal for the heads that share a value head.
+    """
+    part, _, last = name.partition("/")
+    own = dict(layer[part])
+    if last in ("query", "up"):
+        for reader in ("query", "key", "value") if part == "attention" else ("up", "gate"):
+            if reader in own:
+                own[reader] = own[reader] * scales_I.reshape(-1, *[1] * (own[reader].ndim - 1))
+        offset = 1.0 if str(config.norm_scale) == "offset" else 0.0
+        norm = dict(layer[f"{part}_norm"])
+        norm["scale"] = (norm["scale"] + offset) / scales_I - offset
+        if "bias" in norm:
+            norm["bias"] = norm["bias"] / scales_I
+        return layer | {part: own, f"{part}_norm": norm}
+    if last == "out":
+        shape = own["out"].shape[:2]  # heads, and their dimensions
+        by_head = scales_I.reshape(shape)
+        maker, divisor = "value", by_head[:: shape[0] // config.kv_heads]
+        own["out"] = own["out"] * by_head[..., None]
+    else:
+        maker, divisor = "up", scales_I
+        own["down"] = own["down"] * scales_I[:, None]
+    own[maker] = own[maker] / divisor
+    if f"{maker}_bias" in own:
+        own[f"{maker}_bias"] = own[f"{maker}_bias"] / divisor
+    return layer | {part: own}
+
+
+def foldable(config: DecoderConfig, layer: Params) -> dict[str, Any]:
+    """The names that `fold` takes for a layer -> channels, as of `channel_scales`.
+
+    What an activation without a gate makes cannot be scaled before it.
+    """
+    heads, size, embed = config.num_heads, config.head_size, np.arange(config.embed_dim)
+    values = np.arange(config.kv_heads * size).reshape(config.kv_heads, size)
+    found = {"attention/query": embed, "mlp/up": embed} if _normed_before(config) else {}
+    found["attention/out"] = np.repeat(values, heads // config.kv_heads, 0).reshape(-1)
+    if "gate" in layer["mlp"]:
+        found["mlp/down"] = np.arange(config.mlp_dim)
+    return found
+
+
+def _normed_before(config: DecoderConfig) -> bool:
+    return str(config.norm_placement) != "post"

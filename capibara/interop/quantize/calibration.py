@@ -1,0 +1,101 @@
+"""Text that a model is run on before its weights are rounded, as rows of tokens."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+from capibara.core import limits
+from capibara.core.types import UserError
+from capibara.data.chat.formats import read_conversation
+from capibara.data.chat.template import ChatTemplate
+from capibara.data.tokenizers.files import TOKENIZER_FILE
+from capibara.data.tokenizers.vocabulary import TokenizerJsonVocabulary, Vocabulary
+
+_CHARACTERS_PER_TOKEN = 16  # more than any tokenizer has in the mean: so much text is enough
+
+
+def rows(
+    path: str, tokenizer: Mapping[str, bytes], vocabulary: Vocabulary | None, *, length: int, most: int
+) -> np.ndarray:
+    """Tokens [R, length] of a text, its documents one after the other, each with the end token.
+
+    Args:
+      path: a .jsonl file whose lines are objects with a `text`, or conversations (data.chat_formats); any other file is
+        one text.
+      tokenizer: files of the model's tokenizer, by name.
+      vocabulary: the model's; None: that of tokenizer.json.
+      length: of a row.
+      most: rows at most.
+
+    Raises:
+      UserError: the file cannot be read, or has less than a row.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        for name, content in tokenizer.items():
+            with open(os.path.join(folder, name), "wb") as file:
+                file.write(content)
+        if vocabulary is None:
+            if TOKENIZER_FILE not in tokenizer:
+                raise UserError(f"--calibration={path} needs the model's tokenizer: put {TOKENIZER_FILE} beside it")
+            with _tokenizer_told(folder):
+                vocabulary = TokenizerJsonVocabulary(path=folder)
+        tokens: list[int] = []
+        with _tokenizer_told(folder):
+            for document in _documents(path, folder, vocabulary, length * most * _CHARACTERS_PER_TOKEN):
+                tokens += [*document, vocabulary.eos_id]
+                if len(tokens) >= length * most:
+                    break
+    count = min(len(tokens) // length, most)
+    if not count:
+        raise UserError(
+            f"--calibration={path} has {len(tokens)} tokens, must have at least {length}, better {length * most}: add text"
+        )
+    return np.asarray(tokens[: count * length], np.int32).reshape(count, length)
+
+
+@contextlib.contextmanager
+def _tokenizer_told(folder: str) -> Iterator[None]:
+    """Says what is wrong with a copy of the tokenizer as of the model that it is of."""
+    try:
+        yield
+    except UserError as error:
+        if folder not in str(error):
+            raise
+        what, _, _ = str(error).replace(folder, TOKENIZER_FILE).partition(": name it with")
+        raise UserError(
+            f"the tokenizer of --from cannot be used: {what}: put the model's own files beside it"
+        ) from None
+
+
+def _documents(path: str, folder: str, vocabulary: Vocabulary, characters: int) -> Iterator[list[int]]:
+    try:
+        if not path.endswith(".jsonl"):
+            with limits.opened(path) as file:
+                yield vocabulary.encode(io.TextIOWrapper(file, "utf-8").read(characters))
+            return
+        for number, line in limits.lines(path):
+            if line.strip():
+                yield _of_record(line, f"{path}:{number}", folder, vocabulary)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"--calibration={path} cannot be read ({error}): name a text file in UTF-8, or .jsonl"
+        ) from None
+
+
+def _of_record(line: bytes, where: str, folder: str, vocabulary: Vocabulary) -> list[int]:
+    try:
+        record = limits.parse_json(line, finite=False)
+    except ValueError as error:
+        raise UserError(f"{where} is no JSON ({error}): each line must be an object") from None
+    if isinstance(record, dict) and isinstance(record.get("text"), str):
+        return vocabulary.encode(record["text"])
+    if not os.path.exists(os.path.join(folder, TOKENIZER_FILE)):
+        raise UserError(f"{where} is a conversation, and --from has no {TOKENIZER_FILE} with a template: give it texts")
+    rendered = ChatTemplate(tokenizer=folder).render(read_conversation(record, where), where)
+    return vocabulary.encode_rendered(rendered.text)[0].tolist()

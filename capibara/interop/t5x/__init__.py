@@ -1,0 +1,1 @@
+"""Checkpoints and Gin files of T5X."""

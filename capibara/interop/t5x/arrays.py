@@ -1,0 +1,220 @@
+"""The arrays of a T5X checkpoint: zarr folders, or one OCDBT store, read by a process whose memory is bounded."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import math
+import os
+import select
+import signal
+import subprocess
+import sys
+import weakref
+from typing import Any, NamedTuple
+
+import ml_dtypes  # noqa: F401  registers bfloat16 with numpy
+import numpy as np
+
+from capibara.core import limits
+from capibara.core.types import UserError
+
+_READER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "reader.py")
+_WAIT_S, _BYTES_S = 60.0, 20e6  # for an answer, and longer for a large one
+_ARRAYS, _CHUNKS, _DIMENSIONS, _SIZE, _ANSWER_BYTES = 200_000, 100_000, 8, 2**40, 64 << 20
+_RATIO, _FREE_BYTES = 64, 64 << 20  # an array may have so many times what is stored, or so many bytes
+_COMPRESSORS = (None, "gzip", "zlib", "zstd", "blosc", "bz2")
+
+
+class Broken(Exception):
+    """An array that cannot be read; says why."""
+
+
+class About(NamedTuple):
+    """What a store says of an array."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    chunk_bytes: int
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@functools.lru_cache(maxsize=4)
+def names_in(root: str, begin: str = "target.") -> tuple[str, ...]:
+    """The arrays in Orbax's OCDBT store whose names begin so, by default the model's; none: there is no such store.
+
+    Raises:
+      UserError: it cannot be read.
+    """
+    if not os.path.isfile(os.path.join(root, "manifest.ocdbt")):
+        return ()
+    _check_folder(root)
+    base = {"driver": "file", "path": os.path.join(os.path.abspath(root), "")}
+    try:
+        found = Arrays(root)._asked({"list": {"driver": "ocdbt", "base": base}})[0]["names"]
+    except Broken as error:
+        raise UserError(f"{root}/manifest.ocdbt cannot be read ({error}): copy the checkpoint again") from None
+    if len(found) > _ARRAYS:
+        raise UserError(f"{root} has {len(found):,} arrays, must have at most {_ARRAYS:,}")
+    return tuple(name for name in found if name.startswith(begin))
+
+
+class Arrays:
+    """The arrays of a checkpoint's folder.
+
+    Each method raises Broken where an array is missing, damaged, or more than what is stored can hold.
+    """
+
+    def __init__(self, root: str):
+        self._root = os.path.abspath(root)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._known: dict[str, About] = {}
+
+    def about(self, spec: dict[str, Any]) -> About:
+        """Shape and dtype of an array; `spec`: TensorStore's, with a path of ours."""
+        key = json.dumps(spec)
+        if key not in self._known:
+            stored = self._stored(spec)
+            said, _ = self._asked({"open": self._absolute(spec)})
+            shape, chunk = tuple(said["shape"]), said["chunk"]
+            if len(shape) > _DIMENSIONS or not all(0 <= size <= _SIZE for size in (*shape, *chunk)):
+                raise Broken(f"it has the shape {list(shape)} in chunks of {chunk}")
+            kind = np.dtype(said["dtype"])
+            found = About(shape, kind, math.prod(chunk) * kind.itemsize)
+            if found.nbytes + found.chunk_bytes > max(_FREE_BYTES, _RATIO * stored):
+                raise Broken(
+                    f"it says {found.nbytes:,} bytes in chunks of {found.chunk_bytes:,}, {stored:,} are stored"
+                )
+            self._known[key] = found
+        return self._known[key]
+
+    def read(self, spec: dict[str, Any], axis: int = 0, layer: int | None = None) -> np.ndarray:
+        """An array, or what it has at a place of an axis."""
+        about = self.about(spec)
+        own = about.nbytes if layer is None else about.nbytes // max(1, about.shape[axis])
+        need = 3 * own + 4 * about.chunk_bytes + min(about.nbytes, 256 << 20)
+        request = {"read": self._absolute(spec), "index": None if layer is None else [axis, layer], "need": need}
+        said, data = self._asked(request, own)
+        return np.frombuffer(data, np.dtype(said["dtype"])).reshape(said["shape"])
+
+    def _absolute(self, spec: dict[str, Any]) -> dict[str, Any]:
+        if spec["kvstore"]["driver"] != "file":
+            return spec
+        path = os.path.join(self._root, spec["kvstore"]["path"], "")
+        return spec | {"kvstore": {"driver": "file", "path": path}}
+
+    def _stored(self, spec: dict[str, Any]) -> int:
+        """The bytes that a folder has, each of whose chunks is there: zarr reads zeros for one that is not."""
+        if spec["kvstore"]["driver"] != "file":
+            return _check_folder(self._root)
+        return _check_chunks(os.path.join(self._root, spec["kvstore"]["path"]))
+
+    def _asked(self, request: dict[str, Any], expected: int = 0) -> tuple[dict[str, Any], bytes]:
+        if self._process is None:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", _READER],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                env=dict(os.environ) | {"JAX_PLATFORMS": "cpu"},
+            )  # fmt: skip
+            weakref.finalize(self, _end, self._process)
+        try:
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+            self._process.stdin.flush()
+            wait = _WAIT_S + expected / _BYTES_S
+            size = int.from_bytes(self._received(8, wait), "little")
+            if size > _ANSWER_BYTES:
+                raise Broken(f"its reader answers with {size:,} bytes")
+            said = json.loads(self._received(size, wait))
+            if said["bytes"] > expected + 4096:
+                raise Broken(f"it has {said['bytes']:,} bytes, must have {expected:,}")
+            data = self._received(said["bytes"], wait)
+        except (OSError, EOFError, TimeoutError) as error:
+            raise Broken(self._ended(error)) from None
+        if "error" in said:
+            raise Broken(said["error"])
+        return said, data
+
+    def _received(self, size: int, wait: float) -> bytes:
+        pipe, parts, left = self._process.stdout, [], size
+        while left:
+            if not select.select([pipe], [], [], wait)[0]:
+                raise TimeoutError(f"no answer for {wait:.0f} s")
+            part = os.read(pipe.fileno(), min(left, 1 << 20))
+            if not part:
+                raise EOFError
+            parts.append(part)
+            left -= len(part)
+        return b"".join(parts)
+
+    def _ended(self, error: BaseException) -> str:
+        """Why the reader is no more, which is ended here."""
+        process, self._process = self._process, None
+        if isinstance(error, TimeoutError):
+            process.kill()
+        code = process.wait()
+        _end(process)
+        if isinstance(error, TimeoutError):
+            return f"its reader gives {error}"
+        name = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        return f"its reader ends with {name}: it unpacks to more memory than its shape needs, or is damaged"
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    for pipe in (process.stdin, process.stdout):
+        pipe.close()
+    process.kill()
+    process.wait()
+
+
+def _check_folder(root: str) -> int:
+    """The bytes of a store's files, which are all its own."""
+    total = 0
+    for folder, _, files in itertools.islice(os.walk(root), _CHUNKS):
+        for file in files:
+            path = os.path.join(folder, file)
+            total += limits.check_file(path)
+            if os.path.islink(path):
+                raise UserError(f"{path} is a link, must be a file of the checkpoint: put a copy in its place")
+    return total
+
+
+def _check_chunks(folder: str) -> int:
+    """The bytes of an array's chunks; raises where one is missing, or the array's sizes are no usual numbers."""
+    path = os.path.join(folder, ".zarray")
+    about = limits.parse_json(_read(path))
+    if not isinstance(about, dict):
+        raise Broken("its .zarray is no object")
+    shape, chunks = about.get("shape"), about.get("chunks")
+    for name, values, least in (("shape", shape, 0), ("chunks", chunks, 1)):
+        fine = isinstance(values, list) and all(type(size) is int and least <= size <= _SIZE for size in values)
+        if not fine or len(values) > _DIMENSIONS:
+            raise Broken(f"its .zarray has {name} = {limits.shortened(values)}")
+    if len(shape) != len(chunks):
+        raise Broken(f"its .zarray has the shape {shape} in chunks of {chunks}")
+    compressor = about.get("compressor")
+    kind = compressor.get("id") if isinstance(compressor, dict) else compressor
+    if kind not in _COMPRESSORS or about.get("filters"):
+        raise Broken(f"its .zarray has the compressor {limits.shortened(kind)}, or filters")
+    separator = about.get("dimension_separator", ".")
+    grid = [-(-size // chunk) for size, chunk in zip(shape, chunks)]
+    if separator not in (".", "/") or math.prod(grid) > _CHUNKS:
+        raise Broken(f"its .zarray says {math.prod(grid):,} chunks, must say at most {_CHUNKS:,}")
+    total = 0
+    for at in np.ndindex(*grid):
+        chunk = separator.join(map(str, at)) or "0"
+        try:
+            total += limits.check_file(os.path.join(folder, chunk))
+        except FileNotFoundError:
+            raise Broken(f"its chunk {chunk} is not there") from None
+    return total
+
+
+def _read(path: str) -> bytes:
+    try:
+        return limits.read(path, limits.SMALL_BYTES)
+    except FileNotFoundError:
+        raise Broken(f"{path}: No such file or directory") from None

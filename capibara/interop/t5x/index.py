@@ -1,0 +1,158 @@
+"""The msgpack file of a T5X checkpoint: the state as a tree, arrays inside it or told where they are.
+
+Its structure is walked before the library unpacks it: the library makes room for as many elements as a header says.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import ml_dtypes
+import msgpack
+import numpy as np
+
+from capibara.core import limits
+from capibara.core.types import UserError
+
+_CHUNKED = "__msgpack_chunked_array__"
+_PLACEHOLDER = "PLACEHOLDER://"
+_SPEC = {"driver", "kvstore"}
+_ITEMS, _DEPTH, _NAME = 1_000_000, 64, 1024
+_INDEX_BYTES = 2**36  # of a file with all arrays in it
+_SHAPE_ITEMS = 64  # of an array inside the file: its shape, dtype and bytes
+
+Leaf = np.ndarray | dict[str, Any]  # an array, or TensorStore's specification of one
+
+# First byte of an item -> the struct format of its size, and what follows: "b" bytes, "e" bytes after a type, "a" items,
+# "m" pairs.
+_SIZED = {
+    0xC4: (">B", "b"), 0xC5: (">H", "b"), 0xC6: (">I", "b"), 0xC7: (">B", "e"), 0xC8: (">H", "e"), 0xC9: (">I", "e"),
+    0xD9: (">B", "b"), 0xDA: (">H", "b"), 0xDB: (">I", "b"),
+    0xDC: (">H", "a"), 0xDD: (">I", "a"), 0xDE: (">H", "m"), 0xDF: (">I", "m"),
+}  # fmt: skip
+# First byte -> bytes that follow it.
+_FIXED = {
+    0xC0: 0, 0xC2: 0, 0xC3: 0, 0xCA: 4, 0xCB: 8, 0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8, 0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8,
+    0xD4: 2, 0xD5: 3, 0xD6: 5, 0xD7: 9, 0xD8: 17,
+}  # fmt: skip
+
+
+def check_structure(content: bytes | memoryview, items: int = _ITEMS) -> None:
+    """Walks over a msgpack item.
+
+    Raises:
+      ValueError: it has more items or is deeper than a checkpoint's, or ends too soon.
+    """
+    at, count, open_ = 0, 0, [1]  # open_: items that are left of each container around
+    while open_:
+        if not open_[-1]:
+            open_.pop()
+            continue
+        open_[-1] -= 1
+        count += 1
+        if count > items or len(open_) > _DEPTH:
+            raise ValueError(f"it has more than {items:,} items, or is deeper than {_DEPTH}")
+        if at >= len(content):
+            raise ValueError("it ends too soon")
+        size, inner, at = _item(content, at)
+        at += size
+        if at > len(content) or inner > 2 * (len(content) - at):
+            raise ValueError(f"an item says {max(size, inner):,} bytes or items, and the file ends before")
+        if inner:
+            open_.append(inner)
+
+
+def _item(content: bytes | memoryview, at: int) -> tuple[int, int, int]:
+    """Of the item that begins at a place: its bytes, the items in it, and where both begin."""
+    first = content[at]
+    if first < 0x80 or first >= 0xE0:
+        return 0, 0, at + 1
+    if first < 0xA0:
+        return 0, (first & 15) * (2 if first < 0x90 else 1), at + 1
+    if first < 0xC0:
+        return first & 31, 0, at + 1
+    if first in _FIXED:
+        return _FIXED[first], 0, at + 1
+    if first not in _SIZED:
+        raise ValueError(f"it has the byte {first:#x}, which begins no item")
+    form, kind = _SIZED[first]
+    if at + 1 + struct.calcsize(form) > len(content):
+        raise ValueError("it ends too soon")
+    (size,) = struct.unpack_from(form, content, at + 1)
+    after = at + 1 + struct.calcsize(form)
+    if kind in "be":
+        return size + (kind == "e"), 0, after
+    return 0, size * (2 if kind == "m" else 1), after
+
+
+def leaves_of(index: str, part: str = "target") -> dict[str, Leaf]:
+    """The leaves under `target`, which is the model, or under `state`, which is the optimizer's.
+
+    Raises:
+      UserError: it is no T5X checkpoint, or names files that are not its own.
+    """
+    content = limits.read(index, _INDEX_BYTES)
+    try:
+        check_structure(content)
+        tree = msgpack.unpackb(content, ext_hook=_extension, raw=False, strict_map_key=False)
+        tree = tree.get("optimizer", tree)
+        leaves: dict[str, Leaf] = {}
+        _collect(tree["target"] if part == "target" else tree.get(part, {}), "", leaves.__setitem__, index)
+    except UserError:
+        raise
+    # MemoryError: what an array says of itself; RecursionError: none of ours, its depth is bounded.
+    except (ValueError, KeyError, TypeError, AttributeError, MemoryError, msgpack.exceptions.UnpackException) as error:
+        cause = limits.cause(error, 120)
+        raise UserError(f"{index} is no T5X checkpoint, cut short or damaged ({cause}): copy it again") from error
+    return leaves
+
+
+def zarr(path: str) -> dict[str, Any]:
+    """TensorStore's specification of an array in a folder."""
+    return {"driver": "zarr", "kvstore": {"driver": "file", "path": path}}
+
+
+def _collect(node: Any, prefix: str, put: Callable[[str, Leaf], None], index: str) -> None:
+    if isinstance(node, str) and node.startswith(_PLACEHOLDER):
+        put(prefix, _own(node.removeprefix(_PLACEHOLDER), index))
+    elif isinstance(node, Mapping) and _CHUNKED in node:
+        parts = [node["chunks"][str(i)] for i in range(len(node["chunks"]))]
+        shape = [node["shape"][str(i)] for i in range(len(node["shape"]))]
+        put(prefix, np.concatenate(parts).reshape(shape))
+    elif isinstance(node, Mapping) and node.keys() >= _SPEC:
+        path = node["kvstore"].get("path", node.get("path"))  # until TensorStore 0.1.14 it was outside
+        if not isinstance(path, str):
+            raise ValueError(f"{prefix} has the path {limits.shortened(path)}")
+        put(prefix, _own(path, index))
+    elif isinstance(node, Mapping):
+        for name, inner in node.items():
+            if not isinstance(name, str | int) or len(prefix) > _NAME:
+                raise ValueError(f"{limits.shortened(prefix)} has no name for one of its parts, or too long ones")
+            _collect(inner, f"{prefix}/{name}" if prefix else str(name), put, index)
+    elif isinstance(node, (np.ndarray, int)) and not isinstance(node, bool):
+        put(prefix, np.asarray(node))
+    elif node is not None:
+        raise ValueError(f"{prefix} is {type(node).__name__}, no array")
+
+
+def _own(path: str, index: str) -> dict[str, Any]:
+    """An array beside the index; it may not be anywhere else."""
+    limits.inside(os.path.dirname(index), path.removesuffix("/"), index, links=False)
+    return zarr(path)
+
+
+def _extension(code: int, data: bytes) -> Any:
+    """What Flax writes with msgpack's extension types: 1 an array, 2 a complex number, 3 a scalar."""
+    if code not in (1, 2, 3):
+        return msgpack.ExtType(code, data)
+    check_structure(data, _SHAPE_ITEMS)
+    if code == 2:
+        return complex(*msgpack.unpackb(data))
+    shape, dtype, values = msgpack.unpackb(data, raw=True)
+    kind = ml_dtypes.bfloat16 if dtype == b"bfloat16" else np.dtype(dtype.decode())
+    if np.dtype(kind).hasobject:
+        raise ValueError("an array of objects")
+    return np.frombuffer(values, kind).reshape(shape)

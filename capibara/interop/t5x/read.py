@@ -1,0 +1,420 @@
+"""T5X's checkpoints of T5, read as a Hugging Face T5, and of its decoders: those of its own format (msgpack and zarr), and those of Orbax.
+
+checkpoint_N/checkpoint          msgpack: the state as a tree, arrays inside it or told where they are
+checkpoint_N/target.encoder...   zarr: an array
+checkpoint_N/state/...           Orbax: the same, or all arrays in one OCDBT store
+checkpoint_N, or any name        msgpack alone: all of the state in one file
+config.gin                       of the run, here or above
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import logging
+import os
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from capibara.core import limits
+from capibara.core.types import PyTree, UserError
+from capibara.interop.hf import folder as hf_folder
+from capibara.interop.hf import tables
+from capibara.interop.hf.tensors import Shape
+from capibara.interop.t5x import arrays as t5x_arrays
+from capibara.interop.t5x import index as t5x_index
+from capibara.interop.t5x import names as t5x_names
+from capibara.interop.t5x import states as t5x_states
+
+INDEX = "checkpoint"
+_TF = b"model_checkpoint_path"  # how TensorFlow's file of this name begins
+_LAYERS = 4096
+_VOCABULARIES = ("spiece.model", "sentencepiece.model")
+
+
+def is_t5x(path: str) -> bool:
+    """Whether a path is a T5X checkpoint, or the folder of a T5X run."""
+    if os.path.isfile(path):
+        return _is_bare(path)
+    if not os.path.isdir(path) or os.path.exists(os.path.join(path, hf_folder.CONFIG)):
+        return False
+    return _root(path) is not None or bool(_steps(path))
+
+
+class T5xModel:
+    """A model of T5X: a checkpoint.ForeignModel.
+
+    Attributes:
+      config: what its config.json would say: as config.gin has it, else as the shapes do.
+      tokenizer: the SentencePiece model that config.gin names or that lies beside it, if it is here.
+      about: none.
+      computing: the dtype that it computes in and its dropout_rate, as far as config.gin says.
+      guessed: fields of the configuration that nothing here says: they are T5's, or those of T5 1.1.
+
+    Raises:
+      UserError: it cannot be read, or is none of T5X's networks.
+    """
+
+    def __init__(self, path: str):
+        if (root := _root(path)) is None:
+            root = _root(_steps(path)[-1])
+        if root is None:
+            raise UserError(f"{_steps(path)[-1]} is not whole: it has no {INDEX} file and no arrays: copy it again")
+        self.path = root
+        self._folder = os.path.dirname(os.path.abspath(root)) if os.path.isfile(root) else os.path.abspath(root)
+        self._arrays = t5x_arrays.Arrays(self._folder)
+        self._leaves = _leaves(root)
+        self._gated = any("/mlp/wi_0/" in name for name in self._leaves)
+        self._is_decoder = "decoder/token_embedder/embedding" in self._leaves
+        gin = self._gin()
+        text = None if gin is None else limits.read_text(gin)
+        network = {} if text is None else t5x_names.network_of(text)
+        self._layer_axis = network.get("param_scan_axis", 1)
+        if type(self._layer_axis) is not int or self._layer_axis < 0:
+            raise UserError(f"config.gin has T5Config.param_scan_axis = {self._layer_axis!r}, must be an axis, e.g. 1")
+        self._each_positions = self._positions_of_layers()
+        self._rows = t5x_names.decoder_rows(self._gated)
+        if not self._is_decoder:
+            self._rows = t5x_names.rows(self._gated, self._each_positions)
+        self._tensors = self._found()
+        said, self.computing = t5x_names.config_of(network), t5x_names.computing_of(network)
+        unsaid = {"activation": "feed_forward_proj" not in said, "inputs_attention": self._is_decoder and text is None}
+        self.guessed = frozenset(name for name, guessed in unsaid.items() if guessed)
+        found = self._decoder_from_shapes() if self._is_decoder else self._from_shapes()
+        self.config: dict[str, Any] = found | said
+        if self._is_decoder and text is not None:
+            self.config["inputs_attention"] = t5x_names.inputs_attention_of(text)
+        self.tokenizer = self._vocabulary(gin, text)
+        self.about: dict[str, bytes] = {}
+
+    def shapes(self) -> dict[str, Shape]:
+        return {name: shape for name, (_, _, shape) in self._tensors.items()}
+
+    def dtype(self, name: str) -> str:
+        return self._dtype(self._tensors[name][0])
+
+    def read(self, name: str) -> np.ndarray:
+        stored, layer, _ = self._tensors[name]
+        value = self._value(stored, layer)
+        row = self._rows[_pattern(stored)[0]]
+        return np.ascontiguousarray(value.reshape(t5x_names.grouped(value.shape, row.theirs.dims)).transpose(row.order))
+
+    def optimizer(self, opt_state: PyTree, shapes: Mapping[str, Shape]) -> tuple[int, PyTree]:
+        """The step of the checkpoint, and the state of our optimizer that goes on from there.
+
+        Args:
+          opt_state: of the run's optimizer, as jax.ShapeDtypeStructs.
+          shapes: of the run's parameters, by name, in the order of their tree.
+
+        Raises:
+          UserError: there is none, or it is not that of the run's Adafactor.
+        """
+        leaves, scanned = _leaves(self.path, "state"), any(_scanned(name) for name in self._leaves)
+        if "step" not in leaves or not any(name.startswith("param_states/") for name in leaves):
+            raise UserError(
+                f"{self.path} has no optimizer's state: set Trainer.init_with = 'weights' to begin with its parameters"
+            )
+        if scanned and self._layer_axis != 1:
+            raise UserError(
+                f"config.gin has T5Config.param_scan_axis = {self._layer_axis}, states of the optimizer are read where it "
+                "is 1: set Trainer.init_with = 'weights'"
+            )
+        old = {_pattern_of_stack(name): name for name in self._leaves}
+
+        def read(name: str, part: str) -> np.ndarray:
+            stored = f"param_states/{old.get(name, name)}/{part}"
+            if stored not in leaves:
+                raise UserError(f"{self.path} has no {stored}: it is not whole, or another optimizer's than Adafactor")
+            return self._read_leaf(leaves[stored], stored)
+
+        step = self._read_leaf(leaves["step"], "step")
+        if step.size != 1 or step.dtype.kind not in "iu" or not 0 <= (number := int(step.reshape(())[()])) < 2**31:
+            raise UserError(f"{self.path} has the step {limits.shortened(step.tolist())}, must be a whole number")
+        places = list(t5x_states.places(shapes, self._rows, scanned=scanned))
+        return number, t5x_states.from_t5x(opt_state, shapes, places, read, number)
+
+    def _read_leaf(self, leaf: t5x_index.Leaf, name: str) -> np.ndarray:
+        if isinstance(leaf, np.ndarray):
+            return leaf
+        with _damage_told(self.path, name):
+            return self._arrays.read(leaf)
+
+    def _value(self, stored: str, layer: int | None = None) -> np.ndarray:
+        leaf, axis = self._leaves[stored], self._layer_axis
+        self._dtype(stored)
+        index = (slice(None),) if layer is None else (*(slice(None),) * axis, layer)
+        if isinstance(leaf, np.ndarray):
+            return leaf[index]
+        with _damage_told(self.path, stored):
+            value = self._arrays.read(leaf, axis, layer)
+        return value.view(ml_dtypes.bfloat16) if value.dtype == np.uint16 else value  # how T5X's version 2 has it
+
+    def _dtype(self, stored: str) -> str:
+        """Raises UserError where it is none of a weight."""
+        leaf = self._leaves[stored]
+        kind = leaf.dtype if isinstance(leaf, np.ndarray) else self._about(stored).dtype
+        if not isinstance(leaf, np.ndarray) and kind == np.uint16:
+            return "bfloat16"
+        if kind.name not in hf_folder.DTYPES:
+            raise UserError(f"{self.path}: {stored} is stored as {kind}, must be one of {', '.join(hf_folder.DTYPES)}")
+        return kind.name
+
+    def _shape(self, stored: str) -> Shape:
+        leaf = self._leaves[stored]
+        return tuple(leaf.shape if isinstance(leaf, np.ndarray) else self._about(stored).shape)
+
+    def _about(self, stored: str) -> t5x_arrays.About:
+        with _damage_told(self.path, stored):
+            return self._arrays.about(self._leaves[stored])
+
+    def _found(self) -> dict[str, tuple[str, int | None, Shape]]:
+        """Hugging Face's name -> (the tensor, the layer in it, the shape of that in Hugging Face's order)."""
+        rows, found = self._rows, {}
+        if not self._is_decoder and not any(name.startswith("encoder/") for name in self._leaves):
+            raise UserError(
+                f"{self.path} has no encoder and no decoder/token_embedder: of T5X's networks t5, scalable_t5 and "
+                "decoder_only are read"
+            )
+        for stored in self._leaves:
+            pattern, number = _pattern(stored)
+            shape = self._shape(stored)
+            if pattern not in rows:
+                found[stored] = (stored, None, shape)  # is told to be of no model
+                continue
+            row, layers = rows[pattern], [number]
+            if "{l}" in pattern and number is None:
+                if len(shape) <= self._layer_axis:
+                    raise UserError(f"{self.path}: {stored} has the shape {list(shape)}, which has no layers")
+                if shape[self._layer_axis] > _LAYERS:
+                    raise UserError(
+                        f"{self.path}: {stored} has the shape {list(shape)}, must have at most {_LAYERS} layers"
+                    )
+                layers = list(range(shape[self._layer_axis]))
+                shape = (*shape[: self._layer_axis], *shape[self._layer_axis + 1 :])
+            flat = t5x_names.grouped(shape, row.theirs.dims)
+            if flat is None:
+                raise UserError(f"{self.path}: {stored} has the shape {list(shape)}, must have {row.theirs.dims!r}")
+            for layer in layers:
+                part = None if number is not None else layer
+                found[row.hf.name.format(l=layer)] = (stored, part, tuple(flat[i] for i in row.order))
+        return found
+
+    def _positions_of_layers(self) -> bool:
+        """Whether layers have relative positions of their own; where these are all the same they become one table."""
+        shared: dict[str, np.ndarray] = {}
+        own_names: list[str] = []
+        for side in ("encoder", "decoder"):
+            each = re.compile(rf"{side}/(?:layers_\d+|layers|{side})/(?:relpos_bias|relative_posemb)/rel_embedding")
+            own = [name for name in self._leaves if each.fullmatch(name)]
+            tables = [self._value(name) for name in own]
+            if len(tables) == 1 and tables[0].ndim == 3:
+                tables = list(np.moveaxis(tables[0], self._layer_axis, 0))
+            if any(not np.array_equal(table, tables[0]) for table in tables):
+                return True
+            own_names += own
+            if tables:
+                shared[f"{side}/relpos_bias/rel_embedding"] = tables[0]
+        for name in own_names:
+            del self._leaves[name]
+        self._leaves |= shared
+        return False
+
+    def _from_shapes(self) -> dict[str, Any]:
+        shapes = self.shapes()
+        table, query = f"{_SELF}relative_attention_bias.weight", f"{_SELF}q.weight"
+        up = f"encoder.block.0.layer.1.DenseReluDense.{'wi_0' if self._gated else 'wi'}.weight"
+        for name, what in (
+            ("shared.weight", "token_embedder/embedding"),
+            (table, "encoder/relpos_bias/rel_embedding"),
+            (query, "attention/query/kernel of the first layer"),
+            (up, "mlp/wi of the first layer"),
+        ):
+            if name not in shapes:
+                raise UserError(f"{self.path} has no {what}: it is not whole, or no T5")
+        self._check_matrices(table, "shared.weight", query, up)
+        buckets, heads = shapes[table]
+        count = lambda side: len({name.split(".")[2] for name in shapes if name.startswith(f"{side}.block.")})  # noqa: E731
+        return {
+            "model_type": "umt5" if self._each_positions else "t5",
+            "architectures": [f"{'UMT5' if self._each_positions else 'T5'}ForConditionalGeneration"],
+            "vocab_size": shapes["shared.weight"][0],
+            "d_model": shapes["shared.weight"][1],
+            "num_layers": count("encoder"),
+            "num_decoder_layers": count("decoder"),
+            "num_heads": heads,
+            "d_kv": shapes[query][0] // heads,
+            "d_ff": shapes[up][0],
+            "relative_attention_num_buckets": buckets,
+            "relative_attention_max_distance": 128,
+            "layer_norm_epsilon": 1e-6,
+            "feed_forward_proj": "gated-gelu" if self._gated else "relu",
+            "tie_word_embeddings": "lm_head.weight" not in shapes,
+            "scale_decoder_outputs": "lm_head.weight" not in shapes,
+            "pad_token_id": 0,
+            "eos_token_id": 1,
+            "decoder_start_token_id": 0,
+        }
+
+    def _decoder_from_shapes(self) -> dict[str, Any]:
+        shapes, names = self.shapes(), tables.T5X_DECODER
+        embedding, table = names[0].name, "decoder/relpos_bias/rel_embedding"
+        query = "decoder/layers_0/self_attention/query/kernel"
+        up = f"decoder/layers_0/mlp/{'wi_0' if self._gated else 'wi'}/kernel"
+        for name in (table, query, up):
+            if name not in shapes:
+                raise UserError(f"{self.path} has no {name}: it is not whole, or no decoder_only of T5X")
+        self._check_matrices(embedding, table, query, up)
+        heads, buckets = shapes[table]
+        tied = "decoder/logits_dense/kernel" not in shapes
+        return {
+            "model_type": tables.T5X_DECODER_TYPE,
+            "architectures": ["T5XDecoder"],
+            "vocab_size": shapes[embedding][0],
+            "d_model": shapes[embedding][1],
+            "num_layers": len({name.split("/")[1] for name in shapes if name.startswith("decoder/layers_")}),
+            "num_heads": heads,
+            "d_kv": shapes[query][1] // heads,
+            "d_ff": shapes[up][1],
+            "relative_attention_num_buckets": buckets,
+            "relative_attention_max_distance": 128,
+            "layer_norm_epsilon": 1e-6,
+            "feed_forward_proj": "gated-gelu" if self._gated else "relu",
+            "tie_word_embeddings": tied,
+            "pad_token_id": 0,
+            "eos_token_id": 1,
+        }
+
+    def _check_matrices(self, *names: str) -> None:
+        shapes = self.shapes()
+        for name in names:
+            if len(shapes[name]) != 2 or 0 in shapes[name]:
+                raise UserError(f"{self.path}: {name} has the shape {list(shapes[name])}, must have two dimensions")
+
+    def _gin(self) -> str | None:
+        """The path of T5X's configuration, in the folder of the checkpoint or of the run."""
+        folder = self._folder
+        levels = [folder, os.path.dirname(folder), os.path.dirname(os.path.dirname(folder))]
+        for level in levels if os.path.basename(folder) == "state" else levels[:2]:
+            path = os.path.join(level, "config.gin")
+            if os.path.exists(path):
+                return limits.own_file(level, "config.gin")
+        return None
+
+    def _vocabulary(self, gin: str | None, text: str | None) -> dict[str, bytes]:
+        folder = self._folder
+        named = None if text is None else t5x_names.vocabulary_of(text)
+        beside = [os.path.join(folder, *up, name) for up in ((), (os.pardir,)) for name in _VOCABULARIES]
+        for path in filter(None, [self._own(gin, named), *beside]):
+            if os.path.isfile(path):
+                return {"spiece.model": limits.read(limits.own_file(*os.path.split(path)))}
+        return {}
+
+    def _own(self, gin: str | None, named: str | None) -> str | None:
+        """The path of a file that config.gin names, if it is in its folder: what a checkpoint says opens no other."""
+        if gin is None or named is None or not os.path.isfile(path := os.path.join(os.path.dirname(gin), named)):
+            return None
+        real, root = os.path.realpath(path), os.path.realpath(os.path.dirname(gin))
+        if os.path.commonpath([real, root]) == root:
+            return path
+        logging.getLogger(__name__).warning(
+            "%s names the vocabulary %s, which is not in its folder and is not read: copy it there, or name it with "
+            "--gin.SentencePieceVocabulary.path=PATH",
+            gin,
+            limits.shortened(named, 200),
+        )
+        return None
+
+
+_SELF = "encoder.block.0.layer.0.SelfAttention."
+
+
+def _pattern(stored: str) -> tuple[str, int | None]:
+    """A tensor's name with {l} for its layer, and the layer; None: of all, or of none."""
+    stored = stored.replace("/relative_posemb/", "/relpos_bias/")  # as the first versions had it
+    if match := re.fullmatch(r"(encoder|decoder)/layers_(\d+)/(.*)", stored):
+        return f"{match[1]}/layers_{{l}}/{match[3]}", int(match[2])
+    if match := re.fullmatch(r"(encoder|decoder)/(?:\1|layers)/(.*)", stored):
+        return f"{match[1]}/layers_{{l}}/{match[2]}", None
+    return stored, None
+
+
+def _scanned(stored: str) -> bool:
+    pattern, layer = _pattern(stored)
+    return layer is None and "{l}" in pattern
+
+
+def _pattern_of_stack(stored: str) -> str:
+    """The name that all layers' parameter has now, of whatever version it is."""
+    pattern, layer = _pattern(stored)
+    return t5x_names.scanned_name(pattern) if layer is None else pattern.format(l=layer)
+
+
+def _steps(path: str) -> list[str]:
+    """The checkpoints of a T5X run, oldest first."""
+    found = [name for name in glob.glob(os.path.join(glob.escape(path), "checkpoint_*")) if _number(name) is not None]
+    return sorted(found, key=_number)
+
+
+def _number(path: str) -> int | None:
+    match = re.fullmatch(r"checkpoint_(\d+)", os.path.basename(path))
+    return int(match[1]) if match else None
+
+
+def _root(path: str) -> str | None:
+    """The folder that has a checkpoint's arrays, or the file that has all of them; None: it is no checkpoint."""
+    if os.path.isfile(path):
+        return path if _is_bare(path) else None
+    for folder in (path, os.path.join(path, "state")):
+        index = os.path.join(folder, INDEX)
+        if os.path.isfile(index):
+            with limits.opened(index) as file:
+                if file.read(len(_TF)) == _TF:
+                    raise UserError(f"{index} is TensorFlow's: convert it to T5X's own format first")
+            return folder
+        if glob.glob(os.path.join(glob.escape(folder), "target.*")):
+            return folder
+        if os.path.isfile(os.path.join(folder, "manifest.ocdbt")) and t5x_arrays.names_in(folder):
+            return folder
+    return None
+
+
+def _is_bare(path: str) -> bool:
+    """Whether a file begins as a state of T5X in msgpack does: with a map, and one of its names."""
+    with limits.opened(path) as file:
+        begin = file.read(16)
+    first, names = begin[:1], ("target", "optimizer", "state", "version", "flax_mutables")
+    size = 1 if first and 0x80 < first[0] <= 0x8F else 3 if first == b"\xde" else 0
+    return bool(size) and any(begin[size:].startswith(bytes([0xA0 | len(n)]) + n.encode()) for n in names)
+
+
+def _leaves(root: str, part: str = "target") -> dict[str, t5x_index.Leaf]:
+    """The arrays of the model, by T5X's names; or those of the optimizer's `state`."""
+    index, begin = root if os.path.isfile(root) else os.path.join(root, INDEX), f"{part}."
+    if os.path.isfile(index):
+        return t5x_index.leaves_of(index, part)
+    if names := t5x_arrays.names_in(root, begin):
+        base = {"driver": "file", "path": os.path.join(os.path.abspath(root), "")}
+        of = lambda name: {"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": base, "path": f"{name}/"}}  # noqa: E731
+    else:
+        names = [os.path.basename(path) for path in glob.glob(os.path.join(glob.escape(root), f"{begin}*"))]
+        of = t5x_index.zarr
+    return {name.removeprefix(begin).replace(".", "/"): of(name) for name in sorted(names)}
+
+
+def _zarr(path: str) -> dict[str, Any]:
+    return {"driver": "zarr", "kvstore": {"driver": "file", "path": path}}
+
+
+@contextlib.contextmanager
+def _damage_told(root: str, name: str) -> Iterator[None]:
+    try:
+        yield
+    except UserError:
+        raise
+    except (t5x_arrays.Broken, ValueError, KeyError, OSError, TypeError, ArithmeticError, MemoryError) as error:
+        cause = limits.cause(error)
+        raise UserError(f"{root}: {name} is missing or damaged ({cause}): copy the checkpoint again") from error

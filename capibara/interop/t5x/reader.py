@@ -1,0 +1,74 @@
+"""Run as a program: reads arrays by TensorStore for capibara.interop.t5x.arrays, in a process of its own.
+
+TensorStore decompresses a chunk, or a node of an OCDBT store, before it compares its size with anything: here that ends
+this process, at a bound that follows from the array's shape. Imports nothing of ours, and runs nothing that a file says.
+
+Standard input: a request a line, {"list": ROOT}, {"open": SPEC} or {"read": SPEC, "index": [AXIS, LAYER] or null}.
+Standard output: for each, 8 bytes, the length of a JSON object, that, and the object's "bytes" of data.
+"""
+
+import json
+import resource
+import sys
+from typing import Any
+
+BASE_BYTES = 640 << 20  # of the libraries, and of what a small array needs
+CACHE_BYTES = 256 << 20
+
+
+def main() -> int:
+    """Answers until its input ends."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _bound(BASE_BYTES)
+    import ml_dtypes  # noqa: F401  registers bfloat16 with numpy
+    import tensorstore
+
+    context = tensorstore.Context(
+        {"cache_pool": {"total_bytes_limit": CACHE_BYTES}, "data_copy_concurrency": {"limit": 2}}
+    )
+    stores: dict[str, Any] = {}
+
+    def opened(spec: dict[str, Any]) -> Any:
+        key = json.dumps(spec)
+        if key not in stores:
+            stores[key] = tensorstore.open(spec, open=True, read=True, context=context).result()
+        return stores[key]
+
+    for line in sys.stdin.buffer:
+        request = json.loads(line)
+        data: Any = b""
+        try:
+            if "list" in request:
+                keys = tensorstore.KvStore.open(request["list"]).result().list().result()
+                said = {"names": [key.decode().removesuffix("/.zarray") for key in keys if key.endswith(b"/.zarray")]}
+            elif "open" in request:
+                store = opened(request["open"])
+                chunk = list(store.chunk_layout.read_chunk.shape or store.shape)
+                said = {"shape": list(store.shape), "dtype": store.dtype.numpy_dtype.name, "chunk": chunk}
+            else:
+                _bound(BASE_BYTES + request["need"])
+                data, said = _read(opened(request["read"]), request["index"])
+        except (ValueError, KeyError, TypeError, OSError, ArithmeticError, UnicodeDecodeError, MemoryError) as error:
+            data, said = b"", {"error": " ".join(str(error).split())[:300] or type(error).__name__}
+        answer = json.dumps(said | {"bytes": len(data)}).encode()
+        sys.stdout.buffer.write(len(answer).to_bytes(8, "little") + answer)
+        sys.stdout.buffer.write(data)
+        sys.stdout.buffer.flush()
+    return 0
+
+
+def _read(store: Any, index: list[int] | None) -> tuple[Any, dict[str, Any]]:
+    import numpy as np
+
+    part = store if index is None else store[(*(slice(None),) * index[0], index[1])]
+    value = np.ascontiguousarray(part.read().result())
+    return value.reshape(-1).view(np.uint8).data, {"shape": list(value.shape), "dtype": value.dtype.name}
+
+
+def _bound(size: int) -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (size, hard))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,175 @@
+"""Attention a block of queries at a time: what the mask hides is mostly never computed, nothing [T, T] kept.
+
+For back ends without a fused attention kernel. The backward pass recomputes the probabilities from the saved
+normalisers, as FlashAttention does (Dao et al. 2022, arXiv:2205.14135), and its products are written in the operand
+orders that XLA's CPU matmul runs at full speed: keys' and values' gradients come out transposed, [H, S].
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from capibara.kernels.attention.spec import AttentionKind
+
+_MASKED = -1e30  # finite, so that a row with nothing to see stays a number
+_MIN_BLOCK, _MAX_BLOCKS = 64, 16
+
+
+def block_size(length: int) -> int | None:
+    """Queries of a block for rows of this length; None where the length does not divide into blocks."""
+    size = max(_MIN_BLOCK, length // _MAX_BLOCKS)
+    return size if length % size == 0 else None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
+def blockwise_attention(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    q_segments_BT: jax.Array,
+    kv_segments_BS: jax.Array,
+    bias_NTS: jax.Array | None,
+    kind: AttentionKind,
+    block: int,
+) -> jax.Array:
+    """softmax(scores) v for rows in order; softmax in float32.
+
+    Args:
+      q_BTNH: queries; head n reads key/value head n // (N / K).
+      k_BSKH: keys.
+      v_BSKH: values.
+      q_segments_BT: document number of each query.
+      kv_segments_BS: document number of each key.
+      bias_NTS: added to the scores, or None.
+      kind: mask, scale and cap.
+      block: queries of a block; divides T.
+
+    Returns:
+      [B, T, N, H] in the dtype of the queries.
+    """
+    return _forward(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, kv_segments_BS, bias_NTS, kind, block)[0]
+
+
+def _forward(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, kv_segments_BS, bias_NTS, kind, block):
+    K = k_BSKH.shape[2]
+    k_BKSH, v_BKSH = jnp.swapaxes(k_BSKH, 1, 2), jnp.swapaxes(v_BSKH, 1, 2)
+    segments = (q_segments_BT, kv_segments_BS)
+    queries, outputs, log_z = [], [], []  # of the blocks: cut first, each is laid out once and never copied
+    for start in range(0, q_BTNH.shape[1], block):
+        q = _queries_first(q_BTNH[:, start : start + block] * kind.scale, K)
+        scores, keys = _scores(q, k_BKSH, segments, bias_NTS, kind, start)
+        largest = jnp.max(scores, axis=-1, keepdims=True)
+        weights = jnp.exp(scores - largest)
+        total = jnp.sum(weights, axis=-1, keepdims=True)
+        y = _dot(weights.astype(v_BSKH.dtype), v_BKSH[:, :, keys], 3, 2) / total
+        queries.append(q)
+        outputs.append(_unfold(y, block).astype(q_BTNH.dtype))
+        log_z.append(largest + jnp.log(total))
+    saved = (queries, k_BKSH, v_BKSH, segments, bias_NTS, outputs, log_z)
+    return jnp.concatenate([_time_first(y) for y in outputs], axis=1), saved
+
+
+def _backward(kind, block, saved, dy_BTNH):
+    queries, k_BKSH, v_BKSH, segments, bias_NTS, outputs, log_z = saved
+    (B, K, S, H), T, dtype = k_BKSH.shape, dy_BTNH.shape[1], dy_BTNH.dtype
+    # The parts of keys that queries' blocks see begin and end where blocks do, or at the end of the keys.
+    edges = sorted({edge for start in range(0, T, block) for edge in _edges(_seen(kind, start, block, S))} | {0, S})
+    dk, dv = ([jnp.zeros((B, K, H, b - a), jnp.float32) for a, b in zip(edges, edges[1:])] for _ in range(2))
+    dq, dbias = [], []
+    for index, start in enumerate(range(0, T, block)):
+        scores, keys = _scores(queries[index], k_BKSH, segments, bias_NTS, kind, start)
+        q, y = _fold(queries[index]), _fold(outputs[index])
+        dy = _fold(_queries_first(dy_BTNH[:, start : start + block], K))
+        # The gradient through the softmax needs only sum(dy * y) of each query (Dao et al. 2022, section 3.1).
+        inner = jnp.sum(dy.astype(jnp.float32) * y.astype(jnp.float32), axis=-1, keepdims=True)
+        weights = jnp.exp(scores - log_z[index])
+        dscores = weights * (_dot(dy, v_BKSH[:, :, keys], 3, 3) - inner)
+        if kind.soft_cap is not None:
+            # Hidden scores are far beyond the cap, but their weights are 0.
+            dscores = dscores * jnp.maximum(1.0 - jnp.square(scores / kind.soft_cap), 0.0)
+        if bias_NTS is not None:
+            rows = jnp.sum(dscores.reshape(B, -1, block, dscores.shape[-1]), axis=0)
+            dbias.append(jnp.pad(rows, ((0, 0), (0, 0), (keys.start, S - keys.stop))))
+        dscores = dscores.astype(dtype)
+        dq.append(_unfold(_dot(dscores, k_BKSH[:, :, keys], 3, 2), block))
+        dk_HS, dv_HS = _dot(q, dscores, 2, 2), _dot(dy, weights.astype(dtype), 2, 2)
+        for part, (a, b) in enumerate(zip(edges, edges[1:])):
+            if keys.start <= a and b <= keys.stop:
+                columns = slice(a - keys.start, b - keys.start)
+                dk[part] += dk_HS[..., columns]
+                dv[part] += dv_HS[..., columns]
+    dq_BTNH = jnp.concatenate([_time_first(x) for x in dq], axis=1) * kind.scale
+    # Turned part by part: of whole rows XLA would read each column through all of the cache.
+    dk_BSKH, dv_BSKH = (jnp.concatenate([jnp.moveaxis(x, 3, 1) for x in parts], axis=1) for parts in (dk, dv))
+    dbias_NTS = None if bias_NTS is None else jnp.concatenate(dbias, axis=1).astype(bias_NTS.dtype)
+    return dq_BTNH.astype(dtype), dk_BSKH.astype(dtype), dv_BSKH.astype(dtype), None, None, dbias_NTS
+
+
+blockwise_attention.defvjp(_forward, _backward)
+
+
+def _seen(kind: AttentionKind, start: int, block: int, key_count: int) -> slice:
+    """The keys that a block of queries may see by its places; from a multiple of the block on."""
+    first, last = 0, key_count
+    if kind.causal:
+        last = min(start + block, key_count)
+    if kind.window is not None:
+        first = max(0, start - kind.window + 1) // block * block
+        if not kind.causal:
+            last = min(-(-(start + block + kind.window - 1) // block) * block, key_count)
+    return slice(min(first, last - 1), last)
+
+
+def _edges(keys: slice) -> tuple[int, int]:
+    return keys.start, keys.stop
+
+
+def _scores(q_BKGTH, k_BKSH, segments, bias_NTS, kind, start):
+    """Masked scores [B, K, G * T, keys] of the block of queries from `start` on, and the slice of keys it may see."""
+    B, K, G, block, _ = q_BKGTH.shape
+    rows, keys = slice(start, start + block), _seen(kind, start, block, k_BKSH.shape[2])
+    scores = _dot(_fold(q_BKGTH), k_BKSH[:, :, keys], 3, 3)
+    scores = scores.reshape(B, K, G, block, -1)
+    if bias_NTS is not None:
+        scores = scores + bias_NTS[:, rows, keys].reshape(K, G, block, -1).astype(jnp.float32)
+    if kind.soft_cap is not None:
+        scores = kind.soft_cap * jnp.tanh(scores / kind.soft_cap)
+    visible = segments[0][:, rows, None] == segments[1][:, None, keys]
+    back = jnp.arange(start, start + block)[:, None] - jnp.arange(keys.start, keys.stop)[None, :]
+    if kind.causal:
+        visible &= back >= 0
+    if kind.window is not None:
+        visible &= jnp.abs(back) < kind.window
+    scores = jnp.where(visible[:, None, None], scores, _MASKED)
+    return scores.reshape(B, K, G * block, -1), keys
+
+
+def _dot(a, b, contract_a, contract_b):
+    """Batched over the first two dimensions, summed in float32."""
+    dimensions = (((contract_a,), (contract_b,)), ((0, 1), (0, 1)))
+    return jax.lax.dot_general(a, b, dimensions, preferred_element_type=jnp.float32)
+
+
+def _queries_first(x_BTNH, K):
+    """[B, T, N, H] -> [B, K, G, T, H]."""
+    B, T, N, H = x_BTNH.shape
+    return jnp.moveaxis(x_BTNH.reshape(B, T, K, N // K, H), 1, 3)
+
+
+def _time_first(x_BKGTH):
+    B, K, G, T, H = x_BKGTH.shape
+    return jnp.moveaxis(x_BKGTH, 3, 1).reshape(B, T, K * G, H)
+
+
+def _fold(x_BKGTX):
+    """Puts the query heads of a key/value head beside each other: [B, K, G * T, X]."""
+    B, K, G, T, X = x_BKGTX.shape
+    return x_BKGTX.reshape(B, K, G * T, X)
+
+
+def _unfold(x, block):
+    B, K, rows, H = x.shape
+    return x.reshape(B, K, rows // block, block, H)

@@ -1,0 +1,262 @@
+"""Attention on TPU by JAX's Pallas kernel "splash" (sparse flash attention), on one device or under a mesh.
+
+Blocks of keys that the mask hides from a block of queries are never loaded. Scores stay in the chip's vector memory;
+the backward pass makes them again from the normalisers (Dao et al. 2022, arXiv:2205.14135).
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel_lib
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as mask_lib
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from capibara import sharding
+from capibara.kernels.attention.spec import AttentionKind
+
+# A multiple of the 128 lanes of a vector register; rows are padded to it.
+_LANES = 128
+# No token has this segment: padding sees padding only, so that its softmax has a finite sum too.
+_PADDING_SEGMENT = -1
+# Largest blocks, in places: with 512 the kernels fit the 16 MiB of scoped vector memory of a v5e, with 1024 the 32 MiB
+# of a v6e, at head_dim 256 in float32 too (tests/kernels/attention/test_splash.py compiles them).
+_BLOCK = {"TPU v5 lite": 512, "TPU v5e": 512}
+_DEFAULT_BLOCK = 1024
+_COMPUTE_BLOCK = 512
+_WIDEST_HEAD = 256
+# The policy name under which a checkpoint may keep the kernel's output and normalisers.
+_RESIDUALS = "attention"
+
+
+def supported(q_BTNH: jax.Array, k_BSKH: jax.Array, *, kind: AttentionKind, bias_NTS: jax.Array | None = None) -> bool:
+    """Whether the kernel computes this attention: no bias, a head it has room for, keys for every query.
+
+    A causal row without keys of its own place (S < T) would have an empty softmax.
+    """
+    T, S = q_BTNH.shape[1], k_BSKH.shape[1]
+    positional = kind.causal or kind.window is not None
+    return bias_NTS is None and q_BTNH.shape[-1] <= _WIDEST_HEAD and T > 0 and (T == S or not positional)
+
+
+def splash_attention(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    *,
+    kind: AttentionKind,
+    q_segments_BT: jax.Array,
+    kv_segments_BS: jax.Array,
+    q_places_T: np.ndarray | None = None,
+    kv_places_S: np.ndarray | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """softmax(scores) v of arrays that lie on one device; the arguments are those of attention.attend.
+
+    Args:
+      q_BTNH, k_BSKH, v_BSKH: queries, keys and values; `supported` tells which.
+      kind: mask, scale and cap of the scores.
+      q_segments_BT, kv_segments_BS: document numbers, at least 0; a query sees only keys of its own number.
+      q_places_T, kv_places_S: original places of rows that are not in order; known when the program is traced.
+      interpret: run the kernel in Pallas's interpreter, on any platform.
+
+    Returns:
+      [B, T, N, H] in the dtype of the queries.
+    """
+    if kv_places_S is not None:
+        k_BSKH, v_BSKH, kv_segments_BS = (in_order(x, kv_places_S) for x in (k_BSKH, v_BSKH, kv_segments_BS))
+    T, S = q_BTNH.shape[1], k_BSKH.shape[1]
+    places_T = np.arange(T) if q_places_T is None else np.asarray(q_places_T)
+    kernel = _kernel(kind, places_T, S, q_BTNH.shape[2], shards=1, interpret=interpret)
+    return _run(kernel, kind, q_BTNH, k_BSKH, v_BSKH, q_segments_BT, kv_segments_BS)
+
+
+def sharded_splash(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    *,
+    kind: AttentionKind,
+    q_segments_BT: jax.Array,
+    kv_segments_BS: jax.Array,
+    q_places_T: jax.Array | None = None,
+    kv_places_S: jax.Array | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """`splash_attention` of global arrays over the mesh of `sharding.active()`.
+
+    Rows lie where the rules put "batch", heads over the axes of "act_heads", queries over those of "act_time"; each
+    context shard gathers all keys and values. Places that are only known on the device count as the one order that
+    sharding.balanced makes.
+    """
+    mesh, rules = sharding.active() or (None, None)
+    if mesh is None:
+        segments = {"q_segments_BT": q_segments_BT, "kv_segments_BS": kv_segments_BS}
+        places = {"q_places_T": q_places_T, "kv_places_S": kv_places_S}
+        return splash_attention(q_BTNH, k_BSKH, v_BSKH, kind=kind, **segments, **places, interpret=interpret)
+    (T, N), (S, K) = q_BTNH.shape[1:3], k_BSKH.shape[1:3]
+    time_axes, head_axes = _axes(mesh, rules.act_time), _axes(mesh, rules.act_heads, N)
+    time_shards, head_shards = _size(mesh, time_axes), _size(mesh, head_axes)
+    q_places_T, kv_places_S = _static(q_places_T, T, time_shards), _static(kv_places_S, S, time_shards)
+    if copies := head_shards // math.gcd(K, head_shards) - 1:
+        # Fewer key/value heads than shards: each shard gets the ones that its queries read.
+        k_BSKH, v_BSKH = (jnp.repeat(x, copies + 1, axis=2) for x in (k_BSKH, v_BSKH))
+    if T % (time_shards * _LANES) or S % time_shards:
+        time_axes, time_shards = (), 1  # padding would have to go between the shards
+    places_T = np.arange(T) if q_places_T is None else q_places_T
+    parts = 1 if _sees_all(kind, T, S) else time_shards
+    kernel = _kernel(kind, places_T[: T * parts // time_shards], S, N // head_shards, shards=parts, interpret=interpret)
+
+    def local(kernel, q, k, v, q_segments, kv_segments):
+        if time_axes:
+            k, v, kv_segments = (jax.lax.all_gather(x, time_axes, axis=1, tiled=True) for x in (k, v, kv_segments))
+        if kv_places_S is not None:
+            k, v, kv_segments = (in_order(x, kv_places_S) for x in (k, v, kv_segments))
+        return _run(kernel, kind, q, k, v, q_segments, kv_segments)
+
+    batch_axes = _axes(mesh, rules.batch, q_BTNH.shape[0])
+    rows, heads = P(batch_axes, time_axes), P(batch_axes, time_axes, head_axes)
+    # Inside another shard_map (a pipeline's) the mesh knows which axes are taken already.
+    outer = jax.sharding.get_abstract_mesh()
+    mesh = outer if outer.manual_axes else mesh
+    masks = kernel.manual_sharding_spec(NamedSharding(mesh, P(None, time_axes if parts > 1 else ())))
+    sharded = jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(masks, heads, heads, heads, rows, rows),
+        out_specs=heads,
+        # All of them, those of one device too: the compiler cannot partition a kernel.
+        axis_names=set(mesh.axis_names) - set(outer.manual_axes),
+        check_vma=False,
+    )
+    return sharded(kernel, q_BTNH, k_BSKH, v_BSKH, q_segments_BT, kv_segments_BS)
+
+
+def in_order(x_BS: jax.Array, places_S: np.ndarray) -> jax.Array:
+    """Puts places along the second dimension back in their order; moves runs of consecutive places, no gather."""
+    starts = np.flatnonzero(np.diff(places_S, prepend=places_S[0] - 2) != 1)
+    ends = np.append(starts[1:], len(places_S))
+    runs = sorted(zip(places_S[starts], starts, ends))
+    return jnp.concatenate([x_BS[:, start:end] for _, start, end in runs], axis=1) if len(runs) > 1 else x_BS
+
+
+def block_sizes(T: int, S: int) -> kernel_lib.BlockSizes:
+    """Blocks for T queries and S keys (multiples of 128) on the chip that is compiled for."""
+    largest = _BLOCK.get(sharding.device_kind(), _DEFAULT_BLOCK)
+    block_q, block_kv = _divisor(T, largest), _divisor(S, largest)
+    compute = _divisor(block_kv, _COMPUTE_BLOCK)
+    return kernel_lib.BlockSizes(
+        block_q=block_q,
+        block_kv=block_kv,
+        block_kv_compute=compute,
+        block_q_dkv=block_q,
+        block_kv_dkv=block_kv,
+        block_kv_dkv_compute=compute,
+        block_q_dq=block_q,
+        block_kv_dq=block_kv,
+    )
+
+
+def _run(kernel, kind, q_BTNH, k_BSKH, v_BSKH, q_segments_BT, kv_segments_BS) -> jax.Array:
+    T, H = q_BTNH.shape[1], q_BTNH.shape[3]
+    q_BTNH = (q_BTNH.astype(jnp.float32) * kind.scale).astype(q_BTNH.dtype)  # the kernel does not scale
+    q, k, v = (_padded(jnp.swapaxes(x, 1, 2), 2) for x in (q_BTNH, k_BSKH, v_BSKH))
+    segments = kernel_lib.SegmentIds(*(_padded(x, 1, _PADDING_SEGMENT) for x in (q_segments_BT, kv_segments_BS)))
+    y_BNTH = _with_early_normalisers(kernel, q, k, v, segments)
+    return jnp.swapaxes(y_BNTH, 1, 2)[:, :T, :, :H]
+
+
+@jax.custom_vjp
+def _with_early_normalisers(kernel, q_BNTH, k_BKSH, v_BKSH, segments):
+    """The kernel of each row. Its normalisers come 128 times over, and XLA would keep them so until they are read.
+
+    They are as large as the queries in float32. Tied to the output, the one of 128 that counts is taken at once.
+    """
+    return jax.vmap(kernel)(q_BNTH, k_BKSH, v_BKSH, segments)
+
+
+def _early_forward(kernel, q_BNTH, k_BKSH, v_BKSH, segments):
+    y_BNTH, pull = jax.vjp(lambda q, k, v: jax.vmap(kernel)(q, k, v, segments), q_BNTH, k_BKSH, v_BKSH)
+    leaves, tree = jax.tree.flatten(pull)
+    places = [n for n, x in enumerate(leaves) if x.dtype == jnp.float32 and x.shape == y_BNTH.shape[:3]]
+    y_BNTH, *tied = jax.lax.optimization_barrier((y_BNTH, *(leaves[n] for n in places)))
+    for n, x in zip(places, tied):
+        leaves[n] = x
+    return y_BNTH, jax.tree.unflatten(tree, leaves)
+
+
+def _early_backward(pull, dy_BNTH):
+    return None, *pull(dy_BNTH), None
+
+
+_with_early_normalisers.defvjp(_early_forward, _early_backward)
+
+
+def _padded(x: jax.Array, axis: int, value: int = 0) -> jax.Array:
+    missing = -x.shape[axis] % _LANES
+    if not missing:
+        return x
+    return jnp.pad(x, [(0, missing if a == axis else 0) for a in range(x.ndim)], constant_values=value)
+
+
+def _kernel(kind, places_T, S, heads, *, shards, interpret) -> kernel_lib.SplashAttentionKernel:
+    """The kernel for `heads` query heads; with shards > 1 its mask is cut into that many parts along the queries."""
+    T = len(places_T)
+    padded_T, padded_S = (-(-n // _LANES) * _LANES for n in (T, S))
+    # Padding stands where the last place does, so that the mask leaves it something to see.
+    places_T = np.concatenate([places_T, np.arange(T, padded_T)]).astype(np.int32)
+    mask = _mask(kind, places_T, padded_S)
+    blocks = block_sizes(padded_T // shards, padded_S)
+    return kernel_lib.make_splash_mha(
+        mask=mask_lib.MultiHeadMask([mask] * heads),
+        block_sizes=blocks,
+        head_shards=1,
+        q_seq_shards=shards,
+        attn_logits_soft_cap=kind.soft_cap,
+        residual_checkpoint_name=_RESIDUALS,
+        interpret=interpret,
+    )
+
+
+def _sees_all(kind: AttentionKind, T: int, S: int) -> bool:
+    """Whether the mask hides nothing: all shards then have the same, and JAX fails to cut one without half-hidden blocks."""
+    return not kind.causal and (kind.window is None or kind.window >= max(T, S))
+
+
+def _mask(kind: AttentionKind, places_T: np.ndarray, S: int) -> mask_lib.Mask:
+    shape = (len(places_T), S)
+    if _sees_all(kind, *shape):
+        return mask_lib.FullMask(shape)
+    if kind.window is not None:
+        back = kind.window - 1
+        mask = mask_lib.LocalMask(shape, window_size=(back, 0 if kind.causal else back), offset=0)
+    else:
+        mask = mask_lib.CausalMask(shape)
+    mask.q_sequence = places_T
+    return mask
+
+
+def _divisor(length: int, largest: int) -> int:
+    """The largest multiple of 128 up to `largest` that divides the length."""
+    return next(size for size in range(largest, 0, -_LANES) if length % size == 0)
+
+
+def _static(places: jax.Array | np.ndarray | None, length: int, shards: int) -> np.ndarray | None:
+    """The places as numpy; those of a traced array are sharding.balanced's."""
+    if places is None:
+        return None
+    return sharding.zigzag(length, shards) if isinstance(places, jax.core.Tracer) else np.asarray(places)
+
+
+def _axes(mesh: Mesh, axes: tuple[str, ...], size: int | None = None) -> tuple[str, ...]:
+    """The axes of more than one device; none of them where together they do not divide `size`."""
+    axes = tuple(axis for axis in axes if mesh.shape[axis] > 1)
+    return axes if size is None or size % _size(mesh, axes) == 0 else ()
+
+
+def _size(mesh: Mesh | None, axes: tuple[str, ...]) -> int:
+    return math.prod(mesh.shape[axis] for axis in axes)

@@ -1,0 +1,88 @@
+"""Adapters that a model is served with, unmerged: which there are, and what is in them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from capibara import config
+from capibara.config import configurable
+from capibara.core.types import Params, UserError
+from capibara.interop.hf import config as hf_config
+from capibara.interop.peft import folder as peft
+from capibara.interop.peft import runs as adapters
+from capibara.loading import Opened
+from capibara.models.api import Adapter, Lora, unmerged
+from capibara.training import initialization, run_folder
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Adapters:
+    """Adapters beside the model, which requests name.
+
+    Attributes:
+      paths: pairs of a name and a folder: one of PEFT, or of a run with adapters, whose base is the model.
+    """
+
+    paths: tuple[tuple[str, str], ...] = ()
+
+    def __post_init__(self):
+        names = [name for name, _ in self.paths]
+        for name, path in self.paths:
+            if not name or not path:
+                raise UserError(
+                    f"Adapters.paths has {name!r} at {path!r}, must be a name and a folder: try ('poet', PATH)"
+                )
+            if names.count(name) > 1:
+                raise UserError(f"Adapters.paths has two adapters {name!r}: give each a name of its own")
+
+
+def beside(opened: Opened, asked: Sequence[str] = (), base: str | None = None) -> Opened:
+    """The model with the adapters of Adapters.paths and of the command line beside it.
+
+    Args:
+      opened: the model that they are of.
+      asked: each "NAME=PATH".
+      base: what requests call the model itself; None: they do not.
+
+    Raises:
+      UserError: one is not there, or cannot be read, or is of another model.
+    """
+    pairs = [*config.build(Adapters).paths, *(_parsed(one) for one in asked)]
+    names = [name for name, _ in pairs]
+    for name in names:
+        if name == base or names.count(name) > 1:
+            other = "the model" if name == base else "another adapter"
+            raise UserError(f"--adapter={name}=... has the name of {other}: give it one of its own")
+    found = tuple(_read(name, path, opened) for name, path in pairs)
+    return dataclasses.replace(opened, adapters=found, paths=dict(pairs))
+
+
+def _parsed(one: str) -> tuple[str, str]:
+    name, equals, path = one.partition("=")
+    if not (name and equals and path):
+        raise UserError(f"--adapter={one} must be NAME=PATH: try --adapter=poet=runs/poet")
+    return name, path
+
+
+def _read(name: str, path: str, opened: Opened) -> Adapter:
+    try:
+        found = Adapter(name, *_values(path, opened))
+        unmerged.check(opened.run.model, found)
+    except UserError as error:
+        raise UserError(f"--adapter={name}={path}: {error}") from None
+    return found
+
+
+def _values(path: str, opened: Opened) -> tuple[Lora, Params]:
+    model, trainer = opened.run.model, opened.run.trainer
+    if adapters.is_adapter(path):
+        model_type = hf_config.to_hf(model.config, opened.like)["model_type"]
+        return peft.read_peft(path, model, model_type)
+    if not run_folder.is_run(path):
+        raise UserError(f"there is neither a folder of PEFT ({peft.CONFIG}) nor a run folder: name one of the two")
+    found = initialization.adapters_of(path, trainer.checkpointing)
+    if found is None:
+        raise UserError("it is a run without adapters: serve it as --model_dir")
+    return found

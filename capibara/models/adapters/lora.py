@@ -1,0 +1,400 @@
+"""Low-rank adapters beside a frozen base (Hu et al. 2021, arXiv:2106.09685).
+
+The adapter of the weight "layers/attention/query" is "layers/attention/query_lora": its factors `a` [in ..., r] and `b`
+[r, out ...] are parameters of their own, stacked along the layers as the weight is, and sharded as its dimensions are.
+Every expert has an adapter of its own: `a` of "layers/mlp/up_lora" is [layers, experts, in, r].
+
+Adapters that share their `a` (Lora.fused) have it with the first of them by name. Where layers differ in their ranks, the
+factors have the largest, and zeros beyond a layer's own: these have no gradients, so that they stay zero.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import fnmatch
+import functools
+import math
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from capibara.config import configurable
+from capibara.core.types import UserError
+from capibara.models.adapters.lora_experts import Factors
+from capibara.models.adapters.quantized_weights import BaseDtype, Blocks, FrozenWeight, StoredWeight, Whole
+from capibara.models.layers import layers
+
+SUFFIX = "_lora"
+ALL_LINEAR = "all-linear"
+# Weights of layers that are used by `layers.dense` or by experts, which is where an adapter adds to them. A router has
+# one too, but is stored in float32.
+_LINEAR = ("query", "key", "value", "out", "up", "gate", "down", "shared_up", "shared_gate", "shared_down")
+
+
+_Number = TypeVar("_Number", int, float)
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Lora:
+    """Adapters of rank r: y = x W + scale (x a) b, where `b` begins as zero and W is not trained.
+
+    A pattern is a shell pattern over parameters' names, in which `*` also matches slashes ("*attention/query",
+    "decoder/*"), or the last part of a name alone ("query"). Targets, ranks and alphas may be of some layers alone, by
+    names with their numbers ("layers/3/attention/query", "layers/[0-5]/*").
+
+    Attributes:
+      rank: r.
+      alpha: scale is alpha / r.
+      rslora: scale is alpha / sqrt(r) instead, so that ever larger ranks learn alike (Kalajdzievski 2023,
+        arXiv:2312.03732).
+      dora: the columns of W + scale a b have a length of their own, which is trained too (Liu et al. 2024,
+        arXiv:2402.09353). As there, the length that they are divided by has no gradient.
+      targets: patterns of the weights that have an adapter; "all-linear" is every projection of the layers, of their
+        experts and, as in PEFT, routers too. The default is PEFT's for models whose queries and values are weights of
+        their own.
+      rank_pattern, alpha_pattern: pairs of a pattern and what those weights have instead; the first that matches counts.
+      fused: groups of weights of a block that share their adapters' `a`, as PEFT's adapter of a tensor does that
+        transformers has for all of them: (("query", "key", "value"), ("gate", "up")).
+      dropout: share of an adapter's inputs that a train step leaves out; micro-batches of a step leave out the same places.
+      modules_to_save: patterns of other parameters, which are trained as they are.
+      base_dtype: how the frozen parameters are stored. With nf4 it is QLoRA (Dettmers et al. 2023, arXiv:2305.14314).
+      double_quantization: the scales of blocks are in 8 bits too.
+    """
+
+    rank: int = 16
+    alpha: float = 32.0
+    rslora: bool = False
+    dora: bool = False
+    targets: tuple[str, ...] = ("query", "value")
+    rank_pattern: tuple[tuple[str, int], ...] = ()
+    alpha_pattern: tuple[tuple[str, float], ...] = ()
+    fused: tuple[tuple[str, ...], ...] = ()
+    dropout: float = 0.0
+    modules_to_save: tuple[str, ...] = ()
+    base_dtype: BaseDtype = BaseDtype.FLOAT32
+    double_quantization: bool = False
+
+    def __post_init__(self):
+        for name, rank in (("rank", self.rank), *((f"rank_pattern {p!r}", r) for p, r in self.rank_pattern)):
+            if rank < 1:
+                raise UserError(f"Lora.{name} is {rank}, must be at least 1: try 16")
+        for name, alpha in (("alpha", self.alpha), *((f"alpha_pattern {p!r}", a) for p, a in self.alpha_pattern)):
+            if not 0 < alpha < math.inf:
+                raise UserError(f"Lora.{name} is {alpha}, must be finite and above 0: try twice the rank")
+        if not 0 <= self.dropout < 1:
+            raise UserError(f"Lora.dropout is {self.dropout}, must be from 0 to below 1: try 0.05")
+        if not self.targets:
+            raise UserError(f'Lora.targets is empty: try ("query", "value"), or ("{ALL_LINEAR}",)')
+        grouped = [name for group in self.fused for name in group]
+        for name in grouped:
+            if name not in _LINEAR or grouped.count(name) > 1:
+                known = ", ".join(_LINEAR)
+                raise UserError(f"Lora.fused has {name!r}, must be one of {known}, and each in one group")
+        if self.double_quantization and not self.base_dtype.in_blocks:
+            raise UserError(
+                f"Lora.double_quantization is for a base in blocks, and base_dtype is {str(self.base_dtype)!r}: set 'nf4', "
+                "or leave it out"
+            )
+
+    def rank_of(self, name: str) -> int:
+        """Of the adapter of the weight of this name."""
+        return self._rank(name)
+
+    def scale_of(self, name: str) -> float:
+        """What the adapter's product is multiplied by."""
+        return self._scale(name)
+
+    def of_layers(self, name: str, count: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
+        """Ranks and scales of the adapter of this name in each of `count` layers; where it has none both are 0."""
+        names = [self.numbered(name, layer) for layer in range(count)]
+        there = [self._targets(name) or self._targets(one) for one in names]
+        ranks = tuple(self._rank(name, one) if has else 0 for one, has in zip(names, there))
+        return ranks, tuple(self._scale(name, one) if has else 0.0 for one, has in zip(names, there))
+
+    def _targets(self, name: str) -> bool:
+        return ALL_LINEAR in self.targets or any(_matches(name, pattern) for pattern in self.targets)
+
+    def _rank(self, *names: str) -> int:
+        return _first(self.rank_pattern, names, self.rank)
+
+    def _scale(self, *names: str) -> float:
+        rank = self._rank(*names)
+        return _first(self.alpha_pattern, names, self.alpha) / (rank**0.5 if self.rslora else rank)
+
+    def chosen(self, names: Mapping[str, int]) -> list[str]:
+        """Those of the weights that have an adapter in some layer.
+
+        Args:
+          names: of the weights, and of how many layers each is.
+
+        Raises:
+          UserError: a pattern matches none of them.
+        """
+        every = {name: [name, *(self.numbered(name, layer) for layer in range(count))] for name, count in names.items()}
+        found = [name for name, ways in every.items() if any(map(self._targets, ways))]
+        targets = [pattern for pattern in self.targets if pattern != ALL_LINEAR]
+        _check_patterns("targets", targets, every, names)
+        _check_patterns("rank_pattern", [pattern for pattern, _ in self.rank_pattern], every, found)
+        _check_patterns("alpha_pattern", [pattern for pattern, _ in self.alpha_pattern], every, found)
+        return found
+
+    def first_of(self, name: str, others: Collection[str]) -> str:
+        """Of the weights of this one's block that have adapters, the one that has its adapter's `a`.
+
+        Args:
+          name: of a weight.
+          others: last parts of the names of those that have adapters.
+        """
+        last = name.rpartition("/")[2]
+        group = next((group for group in self.fused if last in group), ())
+        return min((other for other in group if other in others), default=last)
+
+    @staticmethod
+    def numbered(name: str, layer: int) -> str:
+        """What patterns call a weight in one layer: "layers/3/attention/query"."""
+        return re.sub(r"(?<![^/])layers/", f"layers/{layer}/", name, count=1)
+
+    def trains(self, name: str) -> bool:
+        """Whether training changes the parameter of this name."""
+        *owners, last = name.split("/")
+        adapter = any(owner.endswith(SUFFIX) for owner in owners) and last not in ("seed", "scale")
+        return adapter or any(_matches(name, pattern) for pattern in self.modules_to_save)
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return fnmatch.fnmatchcase(name, pattern) or name.rpartition("/")[2] == pattern
+
+
+def _first(patterns: Sequence[tuple[str, _Number]], names: Sequence[str], otherwise: _Number) -> _Number:
+    """The value of the first pattern that matches one of the names."""
+    found = (value for pattern, value in patterns if any(_matches(name, pattern) for name in names))
+    return next(found, otherwise)
+
+
+def _check_patterns(
+    field: str, patterns: Sequence[str], every: Mapping[str, Sequence[str]], names: Collection[str]
+) -> None:
+    for pattern in patterns:
+        if not any(_matches(one, pattern) for name in names for one in every[name]):
+            raise UserError(f"Lora.{field} has {pattern!r}, which must match one of {', '.join(names) or 'no weights'}")
+
+
+_current_step: contextvars.ContextVar[jax.Array | None] = contextvars.ContextVar("lora_step", default=None)
+
+
+@contextlib.contextmanager
+def at_step(step: jax.Array | None) -> Iterator[None]:
+    """Within this context (at trace time) adapters drop inputs as this train step does; None: they drop none."""
+    token = _current_step.set(step)
+    try:
+        yield
+    finally:
+        _current_step.reset(token)
+
+
+class Adapter(nnx.Module):
+    """The factors of one weight's adapter.
+
+    `a` is drawn from the uniform distribution of variance 1 / (3 fan-in) (as in PEFT and Microsoft's loralib), `b` is 0.
+
+    Args:
+      name: of the weight.
+      lora: what all adapters have.
+      weight: the weight, stacked along the layers.
+      axes: its own.
+      rngs: what `a` is drawn with.
+      first: the adapter that has the `a`, and the seed, of this one too.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        lora: Lora,
+        weight: jax.Array,
+        axes: tuple[str | None, ...],
+        rngs: nnx.Rngs,
+        first: Adapter | None = None,
+    ):
+        stacked, inputs = stack_dims(axes), input_dims(axes)
+        shape, split = weight.shape, stacked + inputs
+        ranks, scales = lora.of_layers(name, shape[0] if stacked else 1)
+        self.inputs, self.dropout = inputs, lora.dropout
+        if len(set(scales)) > 1:
+            _check_layers(name, lora, ranks, axes)
+            self.scale = nnx.Param(jnp.asarray(scales, jnp.float32), axes=("layers",))
+        else:
+            self.scale = scales[0]
+        bound = math.prod(shape[stacked:split]) ** -0.5
+        self.a = nnx.Param(_drawn(rngs.params(), shape[:split], ranks, bound), axes=(*axes[:split], None))
+        b = jnp.zeros((*shape[:stacked], max(ranks), *shape[split:]), jnp.float32)
+        self.b = nnx.Param(b, axes=(*axes[:stacked], None, *axes[split:]))
+        # Of each layer and expert its own, as a scan runs the same program for all of them.
+        seed = jax.random.bits(rngs.params(), shape[:stacked], jnp.uint32) if lora.dropout else None
+        self.seed = None if seed is None else nnx.Param(seed, axes=axes[:stacked])
+        if first is not None:
+            _check_fused(name, self.a, first.a)
+            self.a, self.seed = first.a, first.seed
+        lengths = jnp.sqrt(jnp.sum(jnp.square(weight), axis=tuple(range(stacked, split))))
+        self.magnitude = nnx.Param(lengths, axes=(*axes[:stacked], *axes[split:])) if lora.dora else None
+
+    def __call__(self, x: jax.Array, y: jax.Array, weight: jax.Array | Whole | Blocks) -> jax.Array:
+        """What the weight with its adapter makes of x [B, T, in ...], given what it makes of it alone."""
+        h_BTR = layers.dense(self._dropped(x), self.a[...], self.inputs)
+        scale = self.scale[...] if isinstance(self.scale, nnx.Param) else self.scale
+        y = y + jnp.asarray(scale, y.dtype) * layers.dense(h_BTR, self.b[...])
+        if self.magnitude is None:
+            return y
+        lengths = column_lengths(weight.astype(jnp.float32), self.a[...], self.b[...], scale, self.inputs)
+        return y * (self.magnitude[...] / jax.lax.stop_gradient(lengths)).astype(y.dtype)
+
+    def of_experts(self, weight: jax.Array | Whole | Blocks, dtype: jax.typing.DTypeLike) -> Factors:
+        """The adapters of one weight of all experts, [E, in, out], as dispatching takes them."""
+        a, b, share, step = self.a[...], self.b[...], None, _current_step.get()
+        if self.magnitude is not None:
+            lengths = jax.vmap(functools.partial(column_lengths, scale=self.scale, inputs=self.inputs))
+            share = self.magnitude[...] / jax.lax.stop_gradient(lengths(weight.astype(jnp.float32), a, b))
+        seeds = None if self.seed is None or step is None else self.seed[...]
+        of_step = None if seeds is None else step
+        return Factors(a.astype(dtype), b.astype(dtype), share, seeds, of_step, self.scale, self.dropout)
+
+    def _dropped(self, x: jax.Array) -> jax.Array:
+        """x without some of its values, the others larger in proportion; x itself outside a train step."""
+        step = _current_step.get()
+        if self.seed is None or step is None:
+            return x
+        key = jax.random.fold_in(jax.random.key(self.seed[...]), step)
+        kept = jax.random.bernoulli(key, 1 - self.dropout, x.shape)
+        return jnp.where(kept, x / (1 - self.dropout), jnp.zeros((), x.dtype))
+
+
+def _drawn(key: jax.Array, shape: tuple[int, ...], ranks: Sequence[int], bound: float) -> jax.Array:
+    """A new `a` [*shape, largest rank], with zeros beyond each layer's rank."""
+    a = jax.random.uniform(key, (*shape, max(ranks)), jnp.float32, -bound, bound)
+    if len(set(ranks)) == 1:
+        return a
+    own = jnp.arange(max(ranks)) < jnp.asarray(ranks)[:, None]
+    return jnp.where(own.reshape(len(ranks), *(1,) * (len(shape) - 1), max(ranks)), a, 0.0)
+
+
+def _check_layers(name: str, lora: Lora, ranks: Sequence[int], axes: tuple[str | None, ...]) -> None:
+    """
+    Raises:
+      UserError: layers of this weight must have adapters alike.
+    """
+    if "experts" in axes:
+        raise UserError(
+            f"Lora's adapters of {name} differ between layers, those of experts must be alike in all of them"
+        )
+    if lora.dora and not all(ranks):
+        raise UserError(
+            f"Lora.dora is set, and {name} has no adapter in layer {ranks.index(0)}: give it one in all layers"
+        )
+
+
+def _check_fused(name: str, a: nnx.Param, first: nnx.Param) -> None:
+    if a.shape != first.shape:
+        raise UserError(
+            f"Lora.fused has {name} with another, whose rank or inputs are another's ({list(a.shape[1:])} and "
+            f"{list(first.shape[1:])}): give them one rank in rank_pattern"
+        )
+
+
+def column_lengths(weight: jax.Array, a: jax.Array, b: jax.Array, scale: float, inputs: int) -> jax.Array:
+    """Of the columns of W + scale a b, one for each output; the sum is not made."""
+    dims, precision = tuple(range(inputs)), jax.lax.Precision.HIGHEST
+    aw = jnp.tensordot(a, weight, (dims, dims), precision=precision)
+    aab = jnp.tensordot(jnp.tensordot(a, a, (dims, dims), precision=precision), b, 1, precision=precision)
+    squares = jnp.sum(jnp.square(weight), dims) + jnp.sum(b * (2 * scale * aw + scale**2 * aab), 0)
+    return jnp.sqrt(squares)
+
+
+class _Tap:
+    """In the place of an adapter: keeps what goes into the weight, and adds nothing."""
+
+    def __init__(self, name: str, seen: dict[str, jax.Array]):
+        self._name, self._seen = name, seen
+
+    def __call__(self, x: jax.Array, y: jax.Array, weight: jax.Array) -> jax.Array:
+        self._seen[self._name] = x
+        return y
+
+
+def tap(module: nnx.Module) -> dict[str, jax.Array]:
+    """Has a module without adapters tell what goes into its projections: their names -> inputs, once it has run."""
+    seen: dict[str, jax.Array] = {}
+    for name, owner, key in list(_params(module)):
+        if key in _LINEAR and "experts" not in getattr(owner, key).axes:
+            setattr(owner, key + SUFFIX, _Tap(name, seen))
+    return seen
+
+
+def stack_dims(axes: tuple[str | None, ...]) -> int:
+    """Leading dimensions along which independent weights are stacked."""
+    return next((index for index, name in enumerate(axes) if name not in ("layers", "experts")), len(axes))
+
+
+def input_dims(axes: tuple[str | None, ...]) -> int:
+    """Dimensions that a weight contracts, after those it is stacked along: the heads' features, or one."""
+    return 2 if axes[stack_dims(axes)] == "heads" else 1
+
+
+def attach(model: nnx.Module, lora: Lora, rngs: nnx.Rngs) -> None:
+    """Gives a model with plain parameters its adapters, and stores the others as they are to be stored.
+
+    Raises:
+      UserError: a pattern of `lora` matches nothing, or weights are not stored so.
+    """
+    found = {name: (owner, key) for name, owner, key in _params(model)}
+    _check_patterns("modules_to_save", lora.modules_to_save, {name: [name] for name in found}, found)
+    chosen = lora.chosen(
+        {name: getattr(owner, key).shape[0] for name, (owner, key) in found.items() if _adaptable(name)}
+    )
+    for name, (owner, key) in found.items():
+        param = getattr(owner, key)
+        if not lora.trains(name):
+            setattr(owner, key, _stored(name, param, lora))
+        elif name in chosen:
+            raise UserError(f"Lora.modules_to_save has {name}, which has an adapter: leave it out of one of the two")
+        if name in chosen:
+            weight = getattr(owner, key)[...].astype(jnp.float32)
+            beside = {other.rpartition("/")[2] for other in chosen if found[other][0] is owner}
+            first = getattr(owner, lora.first_of(name, beside) + SUFFIX, None)
+            setattr(owner, key + SUFFIX, Adapter(name, lora, weight, param.axes, rngs, first))
+
+
+def _stored(name: str, param: nnx.Param, lora: Lora) -> nnx.Param | StoredWeight:
+    """A frozen parameter as `lora.base_dtype` wants it."""
+    axes = param.axes
+    *owner, last = name.split("/")
+    linear = "layers" in owner and last in _LINEAR
+    if linear and lora.base_dtype.in_blocks:
+        return StoredWeight(param, lora.base_dtype, block_dim(axes), double=lora.double_quantization)
+    wide = len(axes) - stack_dims(axes) > 1 and {"embed", "expert_embed"} & set(axes)
+    value = param[...].astype(jnp.bfloat16 if wide and lora.base_dtype is not BaseDtype.FLOAT32 else jnp.float32)
+    return FrozenWeight(value, axes=axes) if linear else nnx.Param(value, axes=axes)
+
+
+def block_dim(axes: tuple[str | None, ...]) -> int:
+    """The last of the dimensions that a weight contracts, counted from the end."""
+    return stack_dims(axes) + input_dims(axes) - 1 - len(axes)
+
+
+def _params(module: nnx.Module, prefix: str = "") -> Iterator[tuple[str, nnx.Module, str]]:
+    """(name, the module that has it, its attribute) of every parameter."""
+    for key, value in sorted(vars(module).items()):
+        if isinstance(value, nnx.Param):
+            yield prefix + key, module, key
+        elif isinstance(value, nnx.Module):
+            yield from _params(value, f"{prefix}{key}/")
+
+
+def _adaptable(name: str) -> bool:
+    *owner, last = name.split("/")
+    return "layers" in owner and last in (*_LINEAR, "router")

@@ -1,0 +1,176 @@
+"""What experts are multiplied with where their weights are frozen: weights as they are stored, and adapters beside them.
+
+These run on a device's own experts, inside shard_map where there is a mesh. Letters as in models/moe/dispatch.py: M rows,
+G experts of the device, K inputs and N outputs of a weight, R rank.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from capibara.models.adapters.quantized_weights import Blocks, Whole
+
+Names = tuple[str, ...]
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["a", "b", "share", "seeds", "step"],
+    meta_fields=["scale", "dropout"],
+)
+@dataclasses.dataclass(frozen=True)
+class Factors:
+    """The adapters of one weight of all experts: y = x W + scale (x a) b.
+
+    Attributes:
+      a: [G, K, R]; in the compute dtype.
+      b: [G, R, N].
+      share: [G, N] of DoRA, what columns are multiplied with: their trained length over the one that they have.
+      seeds: [G] uint32 of dropout; None: nothing is dropped.
+      step: the train step, of dropout.
+      scale: of the product.
+      dropout: share of the inputs that are left out.
+    """
+
+    a: jax.Array
+    b: jax.Array
+    share: jax.Array | None
+    seeds: jax.Array | None
+    step: jax.Array | None
+    scale: float
+    dropout: float
+
+    def __call__(self, x: jax.Array, y: jax.Array, rows: Rows, start: jax.Array | int) -> jax.Array:
+        """What the weight with its adapter makes of x, given what it makes of it alone.
+
+        Args:
+          x: rows of the experts.
+          y: their products with the weight.
+          rows: how rows are multiplied.
+          start: which of all inputs is the first one of x.
+        """
+        h = rows.product(self._dropped(x, rows, start), self.a)
+        y = y + self.scale * rows.product(h, self.b)
+        if self.share is None:
+            return y
+        # Rows of no expert are undefined, and 0 times an infinity is none.
+        return jnp.where(rows.real, y, 0) * rows.of_experts(self.share.astype(y.dtype))
+
+    def _dropped(self, x: jax.Array, rows: Rows, start: jax.Array | int) -> jax.Array:
+        if self.seeds is None:
+            return x
+        seeds, tokens = jnp.broadcast_arrays(rows.of_experts(self.seeds[:, None]), rows.tokens)
+        features = start + jnp.arange(x.shape[-1], dtype=jnp.int32)
+        kept = _kept(seeds.reshape(-1), self.step, tokens.reshape(-1), features, self.dropout).reshape(x.shape)
+        return jnp.where(kept, x / (1 - self.dropout), jnp.zeros((), x.dtype))
+
+    def specs(self, experts: Names | None, hidden: Names | None, *, hidden_inputs: bool) -> Factors:
+        """How they lie on the mesh, given the axes of the experts and of their hidden width."""
+        inputs, outputs = (hidden, None) if hidden_inputs else (None, hidden)
+        of = {"a": P(experts, inputs), "b": P(experts, None, outputs), "share": P(experts, outputs)}
+        of |= {"seeds": P(experts), "step": P()}
+        return dataclasses.replace(self, **{name: of[name] for name in of if getattr(self, name) is not None})
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """How the rows of experts are multiplied.
+
+    Attributes:
+      product: (rows, weight [G, K, N]) -> rows.
+      of_experts: [G, N] -> each row's, as rows or what broadcasts to them.
+      real: which rows are of an expert, broadcasting to rows.
+      tokens: int32, the number of the token in each row, of those of all devices, where dropout asks for it.
+    """
+
+    product: Callable[..., jax.Array]
+    of_experts: Callable[[jax.Array], jax.Array]
+    real: jax.Array | bool
+    tokens: jax.Array | None
+
+
+def _kept(seeds_M: jax.Array, step: jax.Array, tokens_M: jax.Array, features_K: jax.Array, dropout: float) -> jax.Array:
+    """Which inputs of rows are kept, [M, K]: the same wherever a row and a feature of it are."""
+
+    def of_row(seed, token):
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), step), token)
+        return jax.vmap(lambda feature: jax.random.key_data(jax.random.fold_in(key, feature))[0])(features_K)
+
+    return jax.vmap(of_row)(seeds_M, tokens_M) >= jnp.uint32(math.ceil(dropout * 2**32))
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["whole"], meta_fields=["axes"])
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A device's inputs of a weight whose blocks do not divide over the devices, so that it has all of them.
+
+    Attributes:
+      whole: [G, K, N] with the inputs of all devices.
+      axes: mesh axes, manual ones, that share the inputs out.
+    """
+
+    whole: Blocks
+    axes: Names
+
+    def astype(self, dtype: jax.typing.DTypeLike) -> jax.Array:
+        weight = self.whole.astype(dtype)
+        size = weight.shape[1] // jax.lax.axis_size(self.axes)
+        return jax.lax.dynamic_slice_in_dim(weight, jax.lax.axis_index(self.axes) * size, size, axis=1)
+
+
+Weight = jax.Array | Whole | Blocks | Part
+
+
+def in_compute_dtype(weight: Weight, dtype: jax.typing.DTypeLike) -> Weight:
+    """A weight as experts take it: what is in blocks stays so."""
+    match weight:
+        case Whole():
+            return Whole(weight.astype(dtype))
+        case Blocks():
+            return weight
+    return weight.astype(dtype)
+
+
+def placed(weight: Weight, spec: P, hidden: Names, shards: int, *, hidden_inputs: bool) -> tuple[Weight, Weight]:
+    """A weight [E, K, N] for shard_map, and the specs of its arrays.
+
+    Args:
+      weight: of all experts.
+      spec: of the weight as an array.
+      hidden: mesh axes of the experts' hidden width.
+      shards: their size.
+      hidden_inputs: whether the hidden width is K; else it is N.
+    """
+    if not isinstance(weight, Blocks):
+        return weight, spec
+    experts = spec[0]
+    if hidden_inputs and weight.scales.shape[1] % shards:
+        weight, spec = Part(weight, hidden), P(experts)
+    blocks = weight.whole if isinstance(weight, Part) else weight
+    across = P(experts) if hidden_inputs else P(experts, spec[-1])
+    of_scales = None if blocks.means is None else across
+    specs = dataclasses.replace(blocks, codes=spec, scales=spec, means=of_scales, steps=of_scales)
+    return weight, dataclasses.replace(weight, whole=specs) if isinstance(weight, Part) else specs
+
+
+@jax.custom_vjp
+def batched_matmul(x_GMK: jax.Array, weight_GKN: Whole | Blocks | Part) -> jax.Array:
+    """The product of experts with as many rows each, in x's dtype, with a weight that has no gradient.
+
+    The backward pass keeps of it only the weight as it is stored.
+    """
+    return jnp.einsum("GMK,GKN->GMN", x_GMK, weight_GKN.astype(x_GMK.dtype))
+
+
+def _backward(weight_GKN, dy_GMN: jax.Array) -> tuple[jax.Array, None]:
+    return jnp.einsum("GMN,GKN->GMK", dy_GMN, weight_GKN.astype(dy_GMN.dtype)), None
+
+
+batched_matmul.defvjp(lambda x, weight: (batched_matmul(x, weight), weight), _backward)

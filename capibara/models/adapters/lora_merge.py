@@ -1,0 +1,118 @@
+"""The merged model that adapters make (models/adapters/lora.py), and the way back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from capibara.core.types import Params, UserError
+from capibara.models.adapters.lora import SUFFIX, Lora, block_dim, input_dims, stack_dims
+from capibara.models.adapters.quantized_weights import Blocks
+
+
+def merge(params: Params, lora: Lora, axes: Params) -> Params:
+    """The plain model's parameters, float32, that compute the same: every adapter added to its weight.
+
+    Args:
+      params: of a model with these adapters.
+      lora: their configuration.
+      axes: of the parameters.
+    """
+
+    def one(name: str, weight: jax.Array, adapter: Params | None, axes: tuple[str | None, ...]) -> jax.Array:
+        if adapter is None:
+            return weight
+        stacked, inputs = stack_dims(axes), input_dims(axes)
+        weight = weight + _product(adapter, weight.shape, stacked, lora, name)
+        if "magnitude" not in adapter:
+            return weight
+        dims = tuple(range(stacked, stacked + inputs))
+        lengths = jnp.sqrt(jnp.sum(jnp.square(weight), dims))
+        return weight * jnp.expand_dims(adapter["magnitude"] / lengths, dims)
+
+    return _over_weights(_as_arrays(params, axes, lora), axes, lora, one)
+
+
+def base(params: Params, lora: Lora, axes: Params) -> Params:
+    """The plain model's parameters, float32, without the adapters; arguments as of `merge`."""
+    return _over_weights(_as_arrays(params, axes, lora), axes, lora, lambda name, weight, adapter, axes: weight)
+
+
+def unmerge(merged: Params, adapters: Params, lora: Lora, axes: Params) -> Params:
+    """The plain model's parameters before `merge`, but for rounding.
+
+    Args:
+      merged: what `merge` gave.
+      adapters: parameters that have the adapters; the others of them are not looked at.
+      lora, axes: as for `merge`.
+
+    Raises:
+      UserError: the lengths of DoRA's columns before it are not known any more.
+    """
+    if lora.dora:
+        raise UserError("Lora.dora is set, and a weight that was merged so cannot be had back: keep the base beside it")
+
+    def one(name: str, weight: jax.Array, adapter: Params | None, axes: tuple[str | None, ...]) -> jax.Array:
+        if adapter is None:
+            return weight
+        return weight - _product(adapter, weight.shape, stack_dims(axes), lora, name)
+
+    return _over_weights(_with_adapters(merged, adapters), axes, lora, one)
+
+
+def _over_weights(params: Params, axes: Params, lora: Lora, one: Callable[..., jax.Array], prefix: str = "") -> Params:
+    """`one(name, weight, its adapter or None, its axes)` in place of each parameter, without the adapters."""
+    plain = {}
+    for key, value in params.items():
+        if key.endswith(SUFFIX):
+            continue
+        if isinstance(value, dict):
+            plain[key] = _over_weights(value, axes[key], lora, one, f"{prefix}{key}/")
+        else:
+            of_weight = axes[key]["codes"] if isinstance(axes[key], dict) else axes[key]
+            plain[key] = one(prefix + key, value, whole(params, key, lora), of_weight)
+    return plain
+
+
+def whole(params: Params, key: str, lora: Lora) -> Params | None:
+    """The adapter of a weight with the `a` that it shares; None: it has none.
+
+    Args:
+      params: of the block that has the weight.
+      key: the weight's.
+      lora: of all adapters.
+    """
+    adapter = params.get(key + SUFFIX)
+    if adapter is None or "a" in adapter:
+        return adapter
+    beside = {name.removesuffix(SUFFIX) for name in params if name.endswith(SUFFIX)}
+    return adapter | {"a": params[lora.first_of(key, beside) + SUFFIX]["a"]}
+
+
+def _as_arrays(params: Params, axes: Params, lora: Lora) -> Params:
+    """The parameters with an array in place of what is stored in blocks, all in float32."""
+    if not isinstance(params, dict):
+        return params.astype(jnp.float32)
+    if "codes" in params:
+        parts = (params.get(name) for name in ("codes", "scales", "means", "steps"))
+        return Blocks(*parts, lora.base_dtype, block_dim(axes["codes"])).astype(jnp.float32)
+    return {key: _as_arrays(value, axes[key], lora) for key, value in params.items()}
+
+
+def _with_adapters(params: Params, adapters: Params) -> Params:
+    inner = {k: _with_adapters(v, adapters.get(k, {})) if isinstance(v, dict) else v for k, v in params.items()}
+    return inner | {k: v for k, v in adapters.items() if k.endswith(SUFFIX)}
+
+
+def _product(adapter: Params, shape: tuple[int, ...], stacked: int, lora: Lora, name: str) -> jax.Array:
+    """scale * a b, of the weight's shape."""
+    a, b = adapter["a"], adapter["b"]
+    rank, count = a.shape[-1], math.prod(shape[:stacked])
+    flat = jnp.einsum("lir,lro->lio", a.reshape(count, -1, rank), b.reshape(count, rank, -1))
+    _, scales = lora.of_layers(name, shape[0] if stacked else 1)
+    same = len(set(scales)) == 1
+    return (scales[0] if same else np.float32(scales).reshape(-1, *(1,) * (len(shape) - 1))) * flat.reshape(shape)

@@ -1,0 +1,225 @@
+"""Adapters of several names beside one model, none of them merged: every row of a batch is read with one, or with none.
+
+The factors of all adapters of a weight lie together, of the largest rank, with zeros beyond an adapter's own and the scale
+in `b`: of A adapters `a` [in ..., A, r] and `b` [A, r, out ...], of each layer apart, as generation reads weights. DoRA's
+magnitudes come to one factor of each output, `gain` [A, out ...]. Rows are of several adapters at once as in S-LoRA (Sheng
+et al. 2023, arXiv:2311.03285).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from capibara import sharding
+from capibara.core.types import Params, UserError
+from capibara.models.adapters.lora import SUFFIX, Lora, column_lengths
+from capibara.models.layers import layers
+
+_END = f"{SUFFIX}/b"
+_PARTS = ("a", "b", "magnitude", "seed", "scale")
+
+
+class Adapter(NamedTuple):
+    """One adapter.
+
+    Attributes:
+      name: what requests call it.
+      lora: its configuration.
+      values: its parameters, as Model.trained gives them.
+    """
+
+    name: str
+    lora: Lora
+    values: Params
+
+
+class Beside(NamedTuple):
+    """What a batch is read with.
+
+    Attributes:
+      layers: of each layer, by the part of a block and the weight's name, the factors of all adapters.
+      of_row: [B] int32, the number of each row's adapter, from 1; 0: the model alone reads it.
+    """
+
+    layers: tuple[Params, ...]
+    of_row: jax.Array | np.ndarray
+
+
+class Shaped(Protocol):
+    """What is asked of a model without adapters: an api.Model."""
+
+    @property
+    def axes(self) -> Params: ...
+
+    @property
+    def abstract_params(self) -> Params: ...
+
+
+def check(model: Shaped, one: Adapter) -> None:
+    """
+    Raises:
+      UserError: the adapter is of another model, or cannot be used without merging it.
+    """
+    axes, known = _flat(model.axes), _flat(model.abstract_params)
+    for name in _flat(one.values):
+        owner, _, part = name.rpartition("/")
+        weight = owner.removesuffix(SUFFIX)
+        if weight == owner or part not in _PARTS:
+            raise UserError(
+                f"{name} is trained as it is (Lora.modules_to_save), and all requests share one: merge the adapter with "
+                "capibara convert, and serve that alone"
+            )
+        if weight not in known:
+            raise UserError(f"{weight} is no weight of this model: name an adapter of this model")
+        if not weight.startswith("layers/"):
+            raise UserError(f"{weight} is of an encoder-decoder, whose adapters are merged: use capibara convert")
+        if "experts" in axes[weight] or weight.endswith("/router"):
+            raise UserError(f"{weight} is of experts or their router, whose adapters are merged: use capibara convert")
+        if part == "b":
+            _check_shape(weight, known[weight].shape, one)
+
+
+def _check_shape(weight: str, shape: tuple[int, ...], one: Adapter) -> None:
+    a, b, _ = _factors(one)[weight]
+    found = (*b.shape[:1], *a.shape[1:-1], *b.shape[2:])
+    if found != shape or a.shape[0] != shape[0]:
+        raise UserError(
+            f"{weight} is {list(found)} in the adapter and {list(shape)} in this model: name an adapter of this model"
+        )
+
+
+def together(
+    given: Sequence[Adapter], num_layers: int, dtype: Any, gains: Sequence[Mapping[str, np.ndarray]] = ()
+) -> tuple[Params, ...]:
+    """The factors of all adapters, of each layer, on the host.
+
+    Args:
+      given: adapters that `check` has nothing against.
+      num_layers: of the model.
+      dtype: the model's compute dtype.
+      gains: of each adapter the `gain` of its weights with magnitudes, by their names.
+    """
+    each = [_factors(one) for one in given]
+    names = sorted({name for factors in each for name in factors})
+    found: tuple[Params, ...] = tuple({} for _ in range(num_layers))
+    for name in names:
+        first = next(factors[name] for factors in each if name in factors)
+        inner, outer = first[0].shape[1:-1], first[1].shape[2:]
+        rank = max(factors[name][0].shape[-1] for factors in each if name in factors)
+        a = np.zeros((num_layers, *inner, len(given), rank), np.float32)
+        b = np.zeros((num_layers, len(given), rank, *outer), np.float32)
+        gain = np.ones((num_layers, len(given), *outer), np.float32)
+        for number, factors in enumerate(each):
+            if name in factors:
+                own_a, own_b, _ = factors[name]
+                a[..., number, : own_a.shape[-1]] = own_a
+                b[:, number, : own_b.shape[1]] = own_b
+            if gains and name in gains[number]:
+                gain[:, number] = gains[number][name]
+        _, part, last = name.split("/")
+        scaled = any(name in of_one for of_one in gains)
+        for layer, values in enumerate(found):
+            own = {"a": a[layer].astype(dtype), "b": b[layer].astype(dtype)}
+            values.setdefault(part, {})[last] = own | ({"gain": gain[layer]} if scaled else {})
+    return found
+
+
+def axes_of(model: Shaped, found: tuple[Params, ...]) -> tuple[Params, ...]:
+    """The logical axes of what `together` gave of adapters of a model."""
+
+    def of_weight(part: str, last: str, own: Params) -> dict[str, tuple[str | None, ...]]:
+        axes = model.axes["layers"][part][last][1:]
+        inputs = own["a"].ndim - 2
+        every = {"a": (*axes[:inputs], None, None), "b": (None, None, *axes[inputs:]), "gain": (None, *axes[inputs:])}
+        return {name: every[name] for name in own}
+
+    return tuple(
+        {part: {last: of_weight(part, last, own) for last, own in of_part.items()} for part, of_part in layer.items()}
+        for layer in found
+    )
+
+
+def attach(block: nnx.Module, beside: Beside | None, layer: int) -> None:
+    """Gives the parts of a block that was just bound the adapters of that layer, for the rows that it reads now."""
+    for part, weights in beside.layers[layer].items() if beside else ():
+        for name, factors in weights.items():
+            setattr(getattr(block, part), name + SUFFIX, _OfRows(factors, beside.of_row))
+
+
+class _OfRows:
+    """In the place of an adapter: each row's own."""
+
+    def __init__(self, factors: Params, of_row: jax.Array):
+        self._factors, self._of_row = factors, jnp.asarray(of_row)
+
+    def __call__(self, x: jax.Array, y: jax.Array, weight: Any) -> jax.Array:
+        """What the weight with the adapters makes of x [B, T, in ...], given what it makes of it alone."""
+        a, b = self._factors["a"], self._factors["b"]
+        count = a.shape[-2]
+        of_all = x.shape[1] == 1 and count <= 2 * len(
+            x
+        )  # one token of each row: to gather costs more than the products
+        y = y + (self._of_all(x, a, b) if of_all else self._gathered(x, a, b))
+        if "gain" not in self._factors:
+            return y
+        own = jnp.take(self._factors["gain"], jnp.maximum(self._of_row - 1, 0), axis=0)
+        base = self._of_row.reshape(-1, *(1,) * (own.ndim - 1)) == 0
+        return y * jnp.where(base, 1.0, own)[:, None].astype(y.dtype)
+
+    def _of_all(self, x: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
+        """Every row times all adapters, of which all but its own then count for nothing."""
+        h_BTAR = layers.dense(x, a, a.ndim - 2)
+        own_BA = self._of_row[:, None] == jnp.arange(1, a.shape[-2] + 1, dtype=jnp.int32)
+        return layers.dense(jnp.where(own_BA[:, None, :, None], h_BTAR, 0), b, 2)
+
+    def _gathered(self, x: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
+        """Every row times its own adapter, which is copied for it."""
+        (B, T), number = x.shape[:2], jnp.maximum(self._of_row - 1, 0)
+        a_BIR = jnp.moveaxis(jnp.take(a, number, axis=a.ndim - 2), -2, 0).reshape(B, -1, a.shape[-1])
+        h_BTR = jnp.einsum("BTI,BIR->BTR", x.reshape(B, T, -1), a_BIR)
+        h_BTR = jnp.where(self._of_row[:, None, None] > 0, h_BTR, 0)
+        b_BRO = jnp.take(b, number, axis=0).reshape(B, b.shape[1], -1)
+        return jnp.einsum("BTR,BRO->BTO", h_BTR, b_BRO).reshape(B, T, *b.shape[2:])
+
+
+def magnitudes_of(one: Adapter) -> dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """What `gain` takes besides the weight, of each weight of an adapter with magnitudes (DoRA), by its name."""
+    return {name: (a, b, magnitude) for name, (a, b, magnitude) in _factors(one).items() if magnitude is not None}
+
+
+def gain(weight: jax.Array, a: jax.Array, b: jax.Array, magnitude: jax.Array) -> jax.Array:
+    """The factor [L, out ...] of the outputs of a plain model's weight [L, in ..., out ...], on every device."""
+    lengths = jax.vmap(functools.partial(column_lengths, scale=1.0, inputs=a.ndim - 2))
+    found = magnitude / lengths(weight.astype(jnp.float32), a, b)
+    return sharding.constrain(found, (None,) * found.ndim)
+
+
+def _factors(one: Adapter) -> dict[str, tuple[np.ndarray, np.ndarray, np.ndarray | None]]:
+    """By weights' names `a` [L, in ..., r], `b` [L, r, out ...] with the scale in it, and the magnitudes or None."""
+    flat, found = _flat(one.values), {}
+    names = [name.removesuffix(_END) for name in flat if name.endswith(_END)]
+    for name in names:
+        owner = name.rpartition("/")[0]
+        beside = {other.rpartition("/")[2] for other in names if other.rpartition("/")[0] == owner}
+        a = np.asarray(flat[f"{owner}/{one.lora.first_of(name, beside)}{SUFFIX}/a"], np.float32)
+        b = np.asarray(flat[name + _END], np.float32)
+        scales = np.asarray(one.lora.of_layers(name, len(b))[1], np.float32)
+        found[name] = a, b * scales.reshape(-1, *(1,) * (b.ndim - 1)), flat.get(f"{name}{SUFFIX}/magnitude")
+    return found
+
+
+def _flat(values: Params) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            found |= {f"{key}/{name}": inner for name, inner in _flat(value).items()}
+        else:
+            found[key] = value
+    return found

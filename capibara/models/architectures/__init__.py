@@ -1,0 +1,1 @@
+"""Decoders, encoder-decoders and encoders."""

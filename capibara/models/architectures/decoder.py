@@ -1,0 +1,284 @@
+"""The decoder-only transformer, in every shape its configuration can say."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from capibara.config import configurable
+from capibara.core.types import Batch, UserError
+from capibara.kernels.attention.spec import AttentionKind
+from capibara.models.adapters import lora, unmerged
+from capibara.models.cache import dense
+from capibara.models.layers import dropout, embedding, layers, stack, transformer
+from capibara.models.layers.attention import AttentionBackend
+from capibara.models.layers.dropout import Dropout, Site
+from capibara.models.layers.layers import NormScale
+from capibara.models.layers.relative import RelativeBias
+from capibara.models.layers.rope import Rope
+from capibara.models.layers.transformer import (
+    Block,
+    ComputeDtype,
+    EmbeddingScale,
+    Head,
+    LayerKind,
+    Positions,
+    Rows,
+    Shared,
+    TransformerConfig,
+)
+from capibara.sharding import RematPolicy, constrain
+
+__all__ = ["ComputeDtype", "Decoder", "DecoderConfig", "Head", "NormScale", "Positions"]
+
+
+class InputsAttention(enum.StrEnum):
+    """What the places of an example's inputs see of each other: those before them, or all (a prefix LM, Raffel et al.
+    2020, arXiv:1910.10683, section 3.2.1)."""
+
+    CAUSAL = "causal"
+    BIDIRECTIONAL = "bidirectional"
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecoderConfig(TransformerConfig):
+    """Sizes and variants of a decoder; the rest is in TransformerConfig.
+
+    Attributes:
+      positions, rope: rotary (as `rope` says), learned, relative (T5's biases of the scores, one table for all layers)
+        or no positions. Where rotary frequencies depend on the length of the row, all rows of a cache turn as one of
+        max_length does (an engine sets that), or of the cache's own length.
+      relative_buckets, relative_distance: of relative positions: how many there are, and the distance from which on all
+        share the last.
+      inputs_attention: whether an example's inputs see each other both ways; Dataset.kind is then "prefix".
+      logit_scale: what final hidden states are multiplied by before the head; embed_dim**-0.5 in T5X's tied decoders.
+      window: how many places a query of a local layer sees, its own included.
+      layer_pattern: kinds of the first layers, repeated to the last: ("local", "global") alternates (Gemma 2).
+    """
+
+    positions: Positions = Positions.ROPE
+    rope: Rope = Rope()
+    window: int | None = None
+    layer_pattern: tuple[LayerKind, ...] = (LayerKind.GLOBAL,)
+    relative_buckets: int = 32
+    relative_distance: int = 128
+    inputs_attention: InputsAttention = InputsAttention.CAUSAL
+    logit_scale: float = 1.0
+
+    @property
+    def objective(self) -> str:
+        return "prefix" if self.inputs_attention is InputsAttention.BIDIRECTIONAL else "causal"
+
+    def __post_init__(self):
+        super().__post_init__()
+        self._check_relative()
+        if self.positions is Positions.ROPE and self.head_size % 2:
+            raise UserError(
+                f"DecoderConfig.head_dim ({self.head_size}) must be even for rotary positions: "
+                f"try {max(2, self.head_size - 1)}"
+            )
+        if self.positions is Positions.ROPE and not self.rope.rotated_dims(self.head_size):
+            raise UserError(
+                f"Rope.fraction ({self.rope.fraction}) of head_dim ({self.head_size}) must be at least 2 dimensions, or "
+                "nothing turns: try 0.25, or DecoderConfig.positions = 'none'"
+            )
+        if self.positions is Positions.ROPE:
+            self.rope.check(self.head_size)
+        if self.positions is not Positions.ROPE and self.rope != Rope():
+            raise UserError(
+                f"DecoderConfig.rope is set, but positions ({str(self.positions)!r}) are not rotary: leave it out, or set "
+                "DecoderConfig.positions = 'rope'"
+            )
+        if self.positions is Positions.LEARNED and self.max_length is None:
+            raise UserError(
+                "DecoderConfig.max_length has no value, learned positions need one: set it to the row length"
+            )
+        if not self.layer_pattern:
+            raise UserError('DecoderConfig.layer_pattern is empty: try ("global",)')
+        if self.window is not None and not 1 <= self.window < 2**31:
+            raise UserError(
+                f"DecoderConfig.window is {self.window}, must be at least 1 and below 2**31, or None: try 4096"
+            )
+        if LayerKind.LOCAL in self.layer_pattern and self.window is None:
+            raise UserError("DecoderConfig.window has no value, local layers in layer_pattern need one: try 4096")
+        if self.window is not None and LayerKind.LOCAL not in self.layer_pattern:
+            raise UserError(
+                f"DecoderConfig.window ({self.window}) is for local layers, layer_pattern has none: "
+                'set DecoderConfig.layer_pattern = ("local",), or window = None'
+            )
+
+    def _check_relative(self) -> None:
+        if self.relative_buckets < 2 or self.relative_buckets % 2:
+            raise UserError(
+                f"DecoderConfig.relative_buckets ({self.relative_buckets}) must be even and above 0: try 32"
+            )
+        if self.relative_distance <= self.relative_buckets // 2:
+            raise UserError(
+                f"DecoderConfig.relative_distance ({self.relative_distance}) must be above half of relative_buckets "
+                f"({self.relative_buckets}): try {4 * self.relative_buckets}"
+            )
+        if self.positions is not Positions.RELATIVE and (self.relative_buckets, self.relative_distance) != (32, 128):
+            raise UserError(
+                f"DecoderConfig.relative_buckets and relative_distance are of relative positions, not of "
+                f"{str(self.positions)!r}: leave them out"
+            )
+        if self.positions is Positions.RELATIVE and self.attention in (AttentionBackend.SPLASH, AttentionBackend.CUDNN):
+            raise UserError(f"DecoderConfig.attention ({str(self.attention)!r}) has no relative positions: try 'auto'")
+        if not 0 < self.logit_scale < math.inf:
+            raise UserError(f"DecoderConfig.logit_scale is {self.logit_scale}, must be finite and above 0: try 1.0")
+
+
+class Decoder(nnx.Module):
+    """Embedding, layers, final norm; `head` gives the output projection."""
+
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+        V, D = config.vocab_size, config.embed_dim
+        self.config = config
+        self.embedding = layers.param(rngs, (V, D), ("vocab", "embed"), layers.normal(0.02))
+        if config.positions is Positions.LEARNED:
+            shape = (config.max_length, D)
+            self.position_embedding = layers.param(rngs, shape, ("position", "embed"), layers.normal(0.02))
+        if config.positions is Positions.RELATIVE:
+            self.relative_bias = RelativeBias(config, rngs, bidirectional=False)
+        self.layers = stack.stacked(lambda rngs: Block(config, rngs), rngs, config.num_layers)
+        self.final_norm = config.make_norm(rngs)
+        if config.head is Head.SEPARATE:
+            self.output = layers.param(rngs, (V, D), ("vocab", "embed"), layers.normal(D**-0.5))
+
+    def __call__(self, batch: Batch, remat: RematPolicy, step: jax.Array | None) -> tuple[jax.Array, stack.Stats]:
+        """The final hidden states [B, T, D], normalised, in the compute dtype; and statistics [L, ...] of the layers."""
+        config = self.config
+        rows, places, kinds = self._rows(batch), batch.get("places"), self._kinds()
+        shared = Shared(places=places, bias=self._bias(batch["tokens"].shape[1], places), step=step)
+        drop = dropout.of_step(config.dropout_rate, step, batch["tokens"])
+
+        def apply(block: Block, x: jax.Array, rows: Rows, kind: LayerKind, number: Any = None):
+            own = shared if drop is None else shared._replace(drop=drop.at(Site.LAYERS).at(number))
+            return block(x, rows, own, kinds[kind], kind)
+
+        x = dropout.apply(drop, self._embed(batch), Site.EMBEDDING)
+        how = (apply, config.layer_pattern, config.layer_loop, remat)
+        x, stats = stack.run(self.layers, x, rows, *how, numbered=drop is not None)
+        return self._normed(x, drop), stats
+
+    def start_cache(
+        self, batch: int, length: int, dtype: jnp.dtype, encoder_length: int | None = None, spare: int = 0
+    ) -> dense.Cache:
+        """A cache for rows of up to `length` tokens, of which none was read; api.Model.start_cache says the rest."""
+        config = self.config
+        windows = {LayerKind.GLOBAL: None, LayerKind.LOCAL: None if config.window is None else config.window + spare}
+        kinds = [config.layer_pattern[i % len(config.layer_pattern)] for i in range(config.num_layers)]
+        of_layers = tuple(dense.empty_layer(config, batch, length, dtype, windows[kind]) for kind in kinds)
+        return {"lengths": jnp.zeros(batch, jnp.int32), "layers": of_layers}
+
+    def read(
+        self, values: Sequence[Any], batch: Batch, kept: dense.Cache, fresh: bool
+    ) -> tuple[jax.Array, dense.Cache]:
+        """The final hidden states [B, T, D] of `counts` more tokens, and the cache with them.
+
+        Args:
+          values: parameters of the layers, from `stack.unstacked`.
+          batch: `tokens` [B, T] and `counts` [B], how many of them are no padding; of fresh rows of a prefix LM `inputs`
+            [B], how many of the first see each other both ways, without it all; perhaps `adapters`, an unmerged.Beside.
+          kept: the cache.
+          fresh: no row has read any before.
+        """
+        config = self.config
+        now = dense.reading(batch["tokens"], batch["counts"], kept, fresh)
+        whole = {"tokens": batch["tokens"], "positions": now.positions, "segment_ids": now.real.astype(jnp.int32)}
+        if config.inputs_attention is InputsAttention.BIDIRECTIONAL:
+            whole["prefix"] = _inputs(batch, now) if fresh else None  # later tokens see what was before, as any text
+        length = config.max_length or _places(kept)
+        rows, kinds, x, of_layers = self._rows(whole, length), self._kinds(), self._embed(whole), []
+        shared = Shared(bias=self._bias(x.shape[1]) if fresh else None, bias_at=self._bias_at)
+        for index, block in enumerate(stack.each(self.layers, values)):
+            unmerged.attach(block, batch.get("adapters"), index)
+            kind = config.layer_pattern[index % len(config.layer_pattern)]
+            x, layer = block.cached(x, kept["layers"][index], now, rows, shared, kinds[kind], kind)
+            of_layers.append(layer)
+        kept = kept | {"lengths": now.lengths + now.counts, "layers": tuple(of_layers)}
+        return self._normed(x), kept
+
+    def begin(self, batch: Batch) -> jax.Array:
+        """What goes into the first layer, [B, T, D]."""
+        return self._embed(batch)
+
+    def layer(self, values: Any, x: jax.Array, batch: Batch, place: int) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """The output of one layer, and what goes into each of its projections, by the weight's name in the layer.
+
+        Args:
+          values: its parameters.
+          x: what goes into it, [B, T, D].
+          batch: the rows.
+          place: which entry of layer_pattern it has.
+        """
+        (block,) = stack.each(self.layers, [values])
+        inputs = lora.tap(block)
+        kind = self.config.layer_pattern[place]
+        shared = Shared(bias=self._bias(x.shape[1]))
+        x, _ = block(x, self._rows(batch), shared, self._kinds()[kind], kind)
+        return x, inputs
+
+    def head(self) -> jax.Array:
+        """The output projection [V, D]: logits are hidden @ head.T."""
+        return self.embedding[...] if self.config.head is Head.TIED else self.output[...]
+
+    def _normed(self, x: jax.Array, drop: Dropout | None = None) -> jax.Array:
+        """The final hidden states."""
+        x = dropout.apply(drop, constrain(self.final_norm(x), ("batch", "act_time", "act_embed")), Site.FINAL)
+        return x if self.config.logit_scale == 1 else x * self.config.logit_scale
+
+    def _bias(self, length: int, places: Any = None) -> jax.Array | None:
+        """Of all scores of rows of this length; None: none."""
+        return self.relative_bias(length, places) if self.config.positions is Positions.RELATIVE else None
+
+    @property
+    def _bias_at(self) -> Any:
+        return self.relative_bias.at if self.config.positions is Positions.RELATIVE else None
+
+    def _kinds(self) -> dict[LayerKind, AttentionKind]:
+        config = self.config
+        return {
+            LayerKind.GLOBAL: config.attention_kind(causal=True),
+            LayerKind.LOCAL: config.attention_kind(causal=True, window=config.window),
+        }
+
+    def _embed(self, batch: Batch) -> jax.Array:
+        config = self.config
+        x = embedding.lookup(self.embedding[...], batch["tokens"], config.dtype.value)
+        if config.positions is Positions.LEARNED:
+            x = x + self.position_embedding[...][batch["positions"]].astype(x.dtype)
+        x = transformer.residual(x)
+        return x * config.embed_dim**0.5 if config.embedding_scale is EmbeddingScale.SQRT_DIM else x
+
+    def _rows(self, batch: Batch, length: int | None = None) -> Rows:
+        config, angles = self.config, None
+        if config.positions is Positions.ROPE:
+            angles = transformer.rotary(config, config.rope, batch["positions"], set(config.layer_pattern), length)
+        prefix = batch["prefix"] if config.inputs_attention is InputsAttention.BIDIRECTIONAL else None
+        return Rows(batch["segment_ids"], angles, batch.get("domains"), prefix=prefix)
+
+
+def _inputs(batch: Batch, now: dense.Reading) -> jax.Array:
+    """[B, T] 1 where inputs are read."""
+    inputs_B1 = jnp.asarray(batch.get("inputs", now.counts))[:, None]
+    return (now.positions < jnp.minimum(inputs_B1, now.counts[:, None])).astype(jnp.int32)
+
+
+def _places(kept: dense.Cache) -> int:
+    """Tokens that a row of a cache has room for, as far as its layers show."""
+
+    def of_layer(layer: dense.LayerCache) -> int:
+        if "key_pages" in layer:
+            return layer["key_pages"].shape[2] * layer["table"].shape[1]
+        return layer["key"].shape[2]
+
+    return max(map(of_layer, kept["layers"]))

@@ -1,0 +1,322 @@
+"""The encoder-decoder of T5 and T5 1.1 (Raffel et al. 2020, arXiv:1910.10683; Shazeer 2020, arXiv:2002.05202)."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from capibara.config import configurable
+from capibara.core.types import Batch, UserError
+from capibara.kernels.attention.spec import AttentionKind
+from capibara.models.cache import dense
+from capibara.models.layers import dropout, embedding, layers, stack, transformer
+from capibara.models.layers.attention import Attention, AttentionBackend
+from capibara.models.layers.dropout import Dropout, Site
+from capibara.models.layers.layers import Activation
+from capibara.models.layers.relative import RelativeBias
+from capibara.models.layers.transformer import (
+    Block,
+    EmbeddingScale,
+    Head,
+    LayerKind,
+    Residual,
+    Rows,
+    Shared,
+    TransformerConfig,
+)
+from capibara.sharding import RematPolicy, constrain
+
+_PATTERN = (LayerKind.GLOBAL,)
+
+
+class RelativeTables(enum.StrEnum):
+    """Who has a table of relative positions: a stack's layers share one (T5), or each has its own (umT5, scalable T5)."""
+
+    SHARED = "shared"
+    EACH_LAYER = "each_layer"
+
+
+class HeadScale(enum.StrEnum):
+    """What the final hidden states before a tied head are multiplied by: embed_dim**-0.5 (T5), or nothing."""
+
+    INVERSE_SQRT_DIM = "inverse_sqrt_dim"
+    NONE = "none"
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EncoderDecoderConfig(TransformerConfig):
+    """Sizes and variants of an encoder-decoder; the rest is in TransformerConfig, with T5 1.1's variants for defaults.
+
+    T5 itself has activation "relu" and head "tied".
+
+    Attributes:
+      head_scale: of the final hidden states before a tied head; a separate one has none.
+      num_layers: of the decoder.
+      num_encoder_layers: of the encoder; None: as many.
+      relative_buckets: of relative positions; half of them are for keys after the query in the encoder.
+      relative_distance: from here on all distances share a bucket.
+      relative_tables: one for all layers of the encoder and one for those of the decoder, or one for each layer.
+    """
+
+    objective: ClassVar[str] = "encoder_decoder"
+
+    activation: Activation = Activation.GEGLU
+    head: Head = Head.SEPARATE
+    head_scale: HeadScale = HeadScale.INVERSE_SQRT_DIM
+    attention_scale: float | None = 1.0
+    num_encoder_layers: int | None = None
+    relative_buckets: int = 32
+    relative_distance: int = 128
+    relative_tables: RelativeTables = RelativeTables.SHARED
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.num_encoder_layers is not None and self.num_encoder_layers < 1:
+            raise UserError(
+                f"EncoderDecoderConfig.num_encoder_layers is {self.num_encoder_layers}, must be at least 1, or None: "
+                "as many as num_layers"
+            )
+        if self.relative_buckets < 4 or self.relative_buckets % 4:
+            raise UserError(
+                f"EncoderDecoderConfig.relative_buckets ({self.relative_buckets}) must be a multiple of 4: try 32"
+            )
+        if self.relative_distance <= self.relative_buckets // 2:
+            raise UserError(
+                f"EncoderDecoderConfig.relative_distance ({self.relative_distance}) must be above half of "
+                f"relative_buckets ({self.relative_buckets}): try {4 * self.relative_buckets}"
+            )
+        if self.residual is Residual.PARALLEL:
+            raise UserError("EncoderDecoderConfig.residual ('parallel') is for decoders only: leave it out")
+        if self.attention in (AttentionBackend.SPLASH, AttentionBackend.CUDNN):
+            raise UserError(
+                f"EncoderDecoderConfig.attention ({str(self.attention)!r}) has no relative positions: try 'auto'"
+            )
+
+    @property
+    def encoder_layers(self) -> int:
+        return self.num_layers if self.num_encoder_layers is None else self.num_encoder_layers
+
+
+class CrossBlock(Block):
+    """A layer of the decoder: self-attention, attention to what was encoded, then an MLP or a mixture of experts."""
+
+    def __init__(self, config: EncoderDecoderConfig, rngs: nnx.Rngs):
+        super().__init__(config, rngs)
+        self.cross_attention = Attention(config, rngs)
+        self.cross_attention_norm = config.make_norm(rngs)
+        if config.norm_placement is transformer.NormPlacement.SANDWICH:
+            self.cross_attention_post_norm = config.make_norm(rngs)
+
+    def __call__(
+        self, x_BTD: jax.Array, rows: Rows, shared: Shared, kind: AttentionKind, layer_kind: LayerKind
+    ) -> tuple[jax.Array, dict[str, Any]]:
+        """The layer's output, and its statistics (those of the experts, else none)."""
+        stats: dict[str, Any] = {}
+
+        def attention(x):
+            of_rows = {"segment_ids_BT": rows.segment_ids, "places_T": shared.places}
+            y = self.attention(x, kind=kind, bias_NTS=shared.bias, drop=shared.drop, **of_rows)
+            return dropout.apply(shared.drop, y, Site.ATTENTION)
+
+        def cross_attention(x):
+            y = self.cross_attention(
+                x,
+                kind=dataclasses.replace(kind, causal=False),
+                segment_ids_BT=rows.segment_ids,
+                encoded_BSD=rows.encoded,
+                encoded_segments_BS=rows.encoded_segments,
+                drop=shared.drop,
+            )
+            return dropout.apply(shared.drop, y, Site.CROSS_ATTENTION)
+
+        x_BTD = self.add(x_BTD, "attention", attention)
+        x_BTD = self.add(x_BTD, "cross_attention", cross_attention)
+        return self.add(x_BTD, "mlp", self.mlp_part(rows, shared, stats)), stats
+
+    def cached(
+        self,
+        x_BTD: jax.Array,
+        layer: dense.LayerCache,
+        now: dense.Reading,
+        rows: Rows,
+        shared: Shared,
+        kind: AttentionKind,
+        bias_at: Any,
+    ) -> tuple[jax.Array, dense.LayerCache]:
+        """As of `Block`; `bias_at` gives the relative positions of rows that have read tokens before."""
+        written = dict(layer)
+        if rows.encoded is not None:
+            across = self.cross_attention.keys_values(rows.encoded)
+            for name, x in zip(("cross_key", "cross_value"), across, strict=True):
+                written[name] = x.astype(layer[name].dtype)
+
+        def attention(x):
+            y, new = self.attention.cached(x, layer, now, kind=kind, bias_NTS=shared.bias, bias_at=bias_at)
+            written.update({name: x for name, x in new.items() if not name.startswith("cross_")})
+            return y
+
+        def cross_attention(x):
+            keys, values = written["cross_key"], written["cross_value"]
+            return self.cross_attention.to_encoded(x, keys, values, rows.encoded_segments, kind)
+
+        x_BTD = self.add(x_BTD, "attention", attention)
+        x_BTD = self.add(x_BTD, "cross_attention", cross_attention)
+        return self.add(x_BTD, "mlp", self.mlp_part(rows, shared, {})), written
+
+
+class Stack(nnx.Module):
+    """Layers that share their relative positions, and the norm after them."""
+
+    def __init__(
+        self, config: EncoderDecoderConfig, rngs: nnx.Rngs, *, block: type[Block], num_layers: int, causal: bool
+    ):
+        self.config, self.causal = config, causal
+        self.each_has_positions = config.relative_tables is RelativeTables.EACH_LAYER
+        if not self.each_has_positions:
+            self.relative_bias = RelativeBias(config, rngs, bidirectional=not causal)
+
+        def make(rngs: nnx.Rngs) -> Block:
+            made = block(config, rngs)
+            if self.each_has_positions:
+                made.relative_bias = RelativeBias(config, rngs, bidirectional=not causal)
+            return made
+
+        self.layers = stack.stacked(make, rngs, num_layers)
+        self.norm = config.make_norm(rngs)
+
+    def __call__(
+        self,
+        x_BTD: jax.Array,
+        rows: Rows,
+        remat: RematPolicy,
+        step: jax.Array | None,
+        places: Any = None,
+        drop: Dropout | None = None,
+    ) -> tuple[jax.Array, stack.Stats]:
+        """The normalised output [B, T, D], and the layers' statistics [L, ...]."""
+        kind, length = self.config.attention_kind(causal=self.causal), x_BTD.shape[1]
+        all_bias = None if self.each_has_positions else self.relative_bias(length, places)
+
+        def apply(block: Block, x: jax.Array, rows: Rows, layer_kind: LayerKind, number: Any = None):
+            bias = block.relative_bias(length, places) if self.each_has_positions else all_bias
+            own = None if drop is None else drop.at(Site.LAYERS).at(number)
+            return block(x, rows, Shared(places=places, bias=bias, step=step, drop=own), kind, layer_kind)
+
+        x_BTD = dropout.apply(drop, x_BTD, Site.EMBEDDING)
+        how = (apply, _PATTERN, self.config.layer_loop, remat)
+        x_BTD, stats = stack.run(self.layers, x_BTD, rows, *how, numbered=drop is not None)
+        x_BTD = constrain(self.norm(x_BTD), ("batch", "act_time", "act_embed"))
+        if drop is not None:  # in the encoder each place has a mask of its own, as in T5X
+            x_BTD = drop(x_BTD, Site.FINAL, shared=-2 if self.causal else None)
+        return x_BTD, stats
+
+    def read(
+        self, values: Sequence[Any], x_BTD: jax.Array, rows: Rows, kept: dense.Cache, now: dense.Reading
+    ) -> tuple[jax.Array, list[dense.LayerCache]]:
+        """The normalised output [B, T, D] for the tokens that are read now, and the layers' cache with them."""
+        kind, of_layers = self.config.attention_kind(causal=True), []
+        for block, layer in zip(stack.each(self.layers, values), kept["layers"], strict=True):
+            positions = block.relative_bias if self.each_has_positions else self.relative_bias
+            shared = Shared(bias=positions(x_BTD.shape[1])) if now.fresh else Shared()
+            x_BTD, layer = block.cached(x_BTD, layer, now, rows, shared, kind, positions.at)
+            of_layers.append(layer)
+        return constrain(self.norm(x_BTD), ("batch", "act_time", "act_embed")), of_layers
+
+
+class EncoderDecoder(nnx.Module):
+    """One embedding, an encoder, and a decoder that reads what was encoded; `head` gives the output projection."""
+
+    def __init__(self, config: EncoderDecoderConfig, rngs: nnx.Rngs):
+        V, D = config.vocab_size, config.embed_dim
+        self.config = config
+        self.embedding = layers.param(rngs, (V, D), ("vocab", "embed"), layers.normal(1.0))
+        self.encoder = Stack(config, rngs, block=Block, num_layers=config.encoder_layers, causal=False)
+        self.decoder = Stack(config, rngs, block=CrossBlock, num_layers=config.num_layers, causal=True)
+        if config.head is Head.SEPARATE:
+            self.output = layers.param(rngs, (V, D), ("vocab", "embed"), layers.normal(D**-0.5))
+
+    def encode(self, batch: Batch, remat: RematPolicy, step: jax.Array | None) -> tuple[jax.Array, stack.Stats]:
+        """The encoder's output [B, S, D], normalised, in the compute dtype; and its layers' statistics."""
+        rows, tokens = Rows(batch["encoder_segment_ids"]), batch["encoder_tokens"]
+        drop = dropout.of_step(self.config.dropout_rate, step, tokens)
+        drop = None if drop is None else drop.at(Site.ENCODER)
+        return self.encoder(self._embed(tokens), rows, remat, step, drop=drop)
+
+    def __call__(self, batch: Batch, remat: RematPolicy, step: jax.Array | None) -> tuple[jax.Array, stack.Stats]:
+        """The decoder's final hidden states [B, T, D], normalised, in the compute dtype; and the layers' statistics.
+
+        Where the batch has an entry `encoded` [B, S, D], what `encode` gave, nothing is encoded again. Statistics are
+        of the encoder's layers, then of the decoder's.
+        """
+        if "encoded" in batch:
+            encoded, of_encoder = batch["encoded"], {}
+        else:
+            encoded, of_encoder = self.encode(batch, remat, step)
+        rows = Rows(
+            batch["segment_ids"],
+            domains=batch.get("domains"),
+            encoded=encoded,
+            encoded_segments=batch["encoder_segment_ids"],
+        )
+        drop = dropout.of_step(self.config.dropout_rate, step, batch["tokens"])
+        x, stats = self.decoder(self._embed(batch["tokens"]), rows, remat, step, batch.get("places"), drop)
+        if of_encoder:
+            stats = jax.tree.map(lambda *parts: jnp.concatenate(parts), of_encoder, stats)
+        return self._scaled(x), stats
+
+    def start_cache(
+        self, batch: int, length: int, dtype: jnp.dtype, encoder_length: int | None = None, spare: int = 0
+    ) -> dense.Cache:
+        """A cache for decoder rows of up to `length` tokens, of which none was read, and so long an encoder's output.
+
+        `spare` is of layers with a window, and here are none.
+        """
+        if encoder_length is None:
+            raise ValueError("an encoder-decoder's cache needs encoder_length")
+
+        def layer() -> dense.LayerCache:
+            # What was encoded is not in 8 bits: it is there once, and no longer than the encoder's input.
+            exact = self.config.dtype.value if jnp.dtype(dtype) == jnp.int8 else dtype
+            across = dense.empty_layer(self.config, batch, encoder_length, exact)
+            own = dense.empty_layer(self.config, batch, length, dtype)
+            return own | {f"cross_{name}": x for name, x in across.items()}
+
+        return {
+            "lengths": jnp.zeros(batch, jnp.int32),
+            "encoder_segment_ids": jnp.zeros((batch, encoder_length), jnp.int32),
+            "layers": tuple(layer() for _ in range(self.config.num_layers)),
+        }
+
+    def read(
+        self, values: Sequence[Any], batch: Batch, kept: dense.Cache, fresh: bool
+    ) -> tuple[jax.Array, dense.Cache]:
+        """As of a decoder; a fresh batch has the encoder's entries too, and what it says is encoded."""
+        now = dense.reading(batch["tokens"], batch["counts"], kept, fresh)
+        encoded, segments = None, kept["encoder_segment_ids"]
+        if fresh:
+            encoded = batch["encoded"] if "encoded" in batch else self.encode(batch, RematPolicy(), None)[0]
+            segments = jnp.asarray(batch["encoder_segment_ids"])
+        rows = Rows(now.real.astype(jnp.int32), encoded=encoded, encoded_segments=segments)
+        x, of_layers = self.decoder.read(values, self._embed(batch["tokens"]), rows, kept, now)
+        kept = {"lengths": now.lengths + now.counts, "encoder_segment_ids": segments, "layers": tuple(of_layers)}
+        return self._scaled(x), kept
+
+    def head(self) -> jax.Array:
+        """The output projection [V, D]: logits are hidden @ head.T."""
+        return self.embedding[...] if self.config.head is Head.TIED else self.output[...]
+
+    def _scaled(self, x: jax.Array) -> jax.Array:
+        scaled = self.config.head is Head.TIED and self.config.head_scale is HeadScale.INVERSE_SQRT_DIM
+        return x * self.config.embed_dim**-0.5 if scaled else x
+
+    def _embed(self, tokens: jax.Array) -> jax.Array:
+        config = self.config
+        x = transformer.residual(embedding.lookup(self.embedding[...], tokens, config.dtype.value))
+        return x * config.embed_dim**0.5 if config.embedding_scale is EmbeddingScale.SQRT_DIM else x

@@ -1,0 +1,293 @@
+"""Keys and values of the tokens that a model has read, so that the next token costs the work of one token.
+
+A cache is a dict, a pytree: `lengths` [B] int32, the tokens that each row has read; `layers`, for each layer a dict of
+`key` and `value` [B, K, S, H]. The token at position p lies at place p % S: a layer whose queries see a window has no
+more places than that, and of a row that is longer than its cache the last S tokens are there. Each layer has arrays of
+its own, not a part of one array of all layers: a donated cache is then written in place, and read without a copy.
+
+An encoder-decoder's layers also have `cross_key` and `cross_value` of what was encoded, and the cache
+`encoder_segment_ids` [B, S] (0: padding).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from capibara import sharding
+from capibara.kernels import paged_attention
+from capibara.kernels.attention.spec import AttentionKind
+from capibara.sharding import constrain
+
+Cache = dict[str, Any]
+LayerCache = dict[str, jax.Array]
+
+_MASKED = -1e30  # finite, so that a row with nothing to see stays a number
+_KEYS = ("batch", "act_kv_heads", None, None)
+_AT_ONCE = 2048  # most tokens whose scores are all made at once, where another way is as good
+_ROWS_WRITTEN_APART = 32  # most rows that a CPU writes one by one: XLA makes a slow loop of its scatter there
+
+
+class Reading(NamedTuple):
+    """The tokens that are read now, right-padded to T.
+
+    Attributes:
+      lengths: [B] tokens that each row has read before.
+      counts: [B] tokens that are read now.
+      positions: [B, T] of these tokens.
+      fresh: whether no row has read any before; a Python bool, since it decides what is compiled.
+    """
+
+    lengths: jax.Array
+    counts: jax.Array
+    positions: jax.Array
+    fresh: bool
+
+    @property
+    def real(self) -> jax.Array:
+        """[B, T] bool: no padding."""
+        return jnp.arange(self.positions.shape[1], dtype=jnp.int32) < self.counts[:, None]
+
+
+def reading(tokens_BT: jax.Array, counts_B: jax.Array, cache: Cache, fresh: bool) -> Reading:
+    """What is read when the rows of a cache are given so many more tokens."""
+    steps = jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)
+    return Reading(cache["lengths"], counts_B, cache["lengths"][:, None] + steps, fresh)
+
+
+def empty_layer(config, batch: int, length: int, dtype: jnp.dtype, window: int | None = None) -> LayerCache:
+    """A layer's part of a cache in which nothing was read; `dtype` int8: with scales."""
+    places = length if window is None else min(length, window)
+    shape = (batch, config.kv_heads, places, config.head_size)
+    layer = {"key": jnp.zeros(shape, dtype), "value": jnp.zeros(shape, dtype)}
+    if jnp.dtype(dtype) == jnp.int8:
+        layer |= {"key_scale": jnp.zeros(shape[:3], jnp.float32), "value_scale": jnp.zeros(shape[:3], jnp.float32)}
+    return layer
+
+
+def axes(cache: Cache) -> Any:
+    """The logical axes of every array of a cache."""
+    return jax.tree.map(lambda x: _KEYS[: x.ndim] if x.ndim > 2 else ("batch",) + (None,) * (x.ndim - 1), cache)
+
+
+def places(lengths_B: jax.Array, count: int) -> jax.Array:
+    """[B, count]: the position of the token at each place of rows that have read `lengths`; negative: none."""
+    last_B1 = lengths_B[:, None] - 1
+    return last_B1 - (last_B1 - jnp.arange(count, dtype=jnp.int32)) % count
+
+
+def write(layer: LayerCache, k_BTKH: jax.Array, v_BTKH: jax.Array, now: Reading) -> LayerCache:
+    """The layer's cache with the keys and values of the tokens that are read now."""
+    new = as_stored(layer["key"].dtype, k_BTKH, v_BTKH)
+    return layer | {name: constrain(_written(layer[name], x, now), _KEYS[: x.ndim]) for name, x in new.items()}
+
+
+def as_kept(layer: LayerCache, k_BTKH: jax.Array, v_BTKH: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Keys and values as the layer's cache will give them back, in their own dtypes.
+
+    What tokens that are read together say to each other is then what they say to later ones: a text does not depend on
+    how its prompt was cut.
+    """
+    dtype = layer["key"].dtype
+    if dtype == jnp.int8:
+        new = as_stored(dtype, k_BTKH, v_BTKH)
+        kept = [new[name].astype(jnp.float32) * new[f"{name}_scale"][..., None] for name in ("key", "value")]
+        return kept[0].astype(k_BTKH.dtype), kept[1].astype(v_BTKH.dtype)
+    if dtype == k_BTKH.dtype:
+        return k_BTKH, v_BTKH
+    # XLA may drop a cast and its inverse: it computes in more precision than was asked for.
+    bits = {"exponent_bits": jnp.finfo(dtype).nexp, "mantissa_bits": jnp.finfo(dtype).nmant}
+    return jax.lax.reduce_precision(k_BTKH, **bits), jax.lax.reduce_precision(v_BTKH, **bits)
+
+
+def multiplied_as_kept(layer: LayerCache, q_BTNH: jax.Array) -> bool:
+    """Whether `attend` is for tokens of rows that have read nothing, too.
+
+    In 16 bits `as_kept` would round what `attend` does not: numbers in 8 bits with their scales. Of a longer piece than an
+    engine reads at once all scores would take too much memory.
+    """
+    return "key_scale" in layer and q_BTNH.dtype.itemsize < 4 and q_BTNH.shape[1] <= _AT_ONCE
+
+
+def as_stored(dtype: jnp.dtype, k_BTKH: jax.Array, v_BTKH: jax.Array) -> LayerCache:
+    """Keys and values as a layer's cache of that dtype holds them, but [B, T, K, ...]."""
+    if dtype != jnp.int8:
+        return {"key": k_BTKH.astype(dtype), "value": v_BTKH.astype(dtype)}
+    (key, key_scale), (value, value_scale) = _in_8_bits(k_BTKH), _in_8_bits(v_BTKH)
+    return {"key": key, "value": value, "key_scale": key_scale, "value_scale": value_scale}
+
+
+def _in_8_bits(x_BTKH: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Symmetric int8 numbers, the largest of a token's head being 127, and the scale [B, T, K] of each."""
+    x_BTKH = x_BTKH.astype(jnp.float32)
+    scale_BTK = jnp.max(jnp.abs(x_BTKH), axis=-1) / 127
+    divisor_BTK = jnp.where(scale_BTK > 0, scale_BTK, 1.0)
+    return jnp.round(x_BTKH / divisor_BTK[..., None]).astype(jnp.int8), scale_BTK
+
+
+def _written(old_BKSx: jax.Array, new_BTKx: jax.Array, now: Reading) -> jax.Array:
+    T, S = new_BTKx.shape[1], old_BKSx.shape[2]
+    if T == 1:
+        return _append(old_BKSx, new_BTKx[:, 0], now.lengths % S)
+    new_BKTx = jnp.swapaxes(new_BTKx, 1, 2)
+    if now.fresh and T <= S:  # padding lies at places that no position has yet
+        return jax.lax.dynamic_update_slice(old_BKSx, new_BKTx, (0,) * old_BKSx.ndim)
+    index_BS = places(now.lengths + now.counts, S) - now.lengths[:, None]
+    index_B1Sx = jnp.expand_dims(index_BS, (1, *range(3, old_BKSx.ndim)))
+    taken = jnp.take_along_axis(new_BKTx, jnp.clip(index_B1Sx, 0, T - 1), axis=2)
+    return jnp.where(index_B1Sx >= 0, taken, old_BKSx)
+
+
+def _append(old_BKSx: jax.Array, new_BKx: jax.Array, place_B: jax.Array) -> jax.Array:
+    B = len(place_B)
+    if sharding.platform() != "cpu" or sharding.active() or B > _ROWS_WRITTEN_APART:
+        if whole_places(old_BKSx):
+            return old_BKSx.at[jnp.arange(B, dtype=jnp.int32), :, place_B].set(new_BKx)
+        # Rows and heads are batches of the scatter: nothing is asked of other devices.
+        place_BK = jnp.broadcast_to(place_B[:, None], new_BKx.shape[:2])
+        return jax.vmap(jax.vmap(lambda old, new, place: old.at[place].set(new)))(old_BKSx, new_BKx, place_BK)
+    for row in range(B):
+        one, rest = new_BKx[row][None, :, None], (0,) * (old_BKSx.ndim - 3)
+        old_BKSx = jax.lax.dynamic_update_slice(old_BKSx, one, (row, 0, place_B[row], *rest))
+    return old_BKSx
+
+
+def whole_places(x: jax.Array) -> bool:
+    """Whether all heads of a place are written by one update of a scatter.
+
+    A TPU packs four rows of 8 bits into one, and has the heads in a tile's rows for such updates: XLA then turned the whole
+    cache before and after each of them. An update for each head writes it where it lies.
+    """
+    return x.dtype.itemsize > 1 and x.ndim > 3  # the scales go with what is in 8 bits
+
+
+def attend(
+    q_BTNH: jax.Array,
+    layer: LayerCache,
+    before: LayerCache | None,
+    new,
+    kind: AttentionKind,
+    now: Reading,
+    bias=None,
+    prefix_BT: jax.Array | None = None,
+) -> jax.Array:
+    """Self-attention of the tokens that are read now, after the cache.
+
+    Args:
+      q_BTNH: queries.
+      layer: the cache with these tokens: all that a single token (T = 1) needs.
+      before: the cache without them: several tokens could have overwritten what the first of them sees.
+      new: their keys and values [B, T, K, H].
+      kind: mask, scale and cap.
+      now: the tokens.
+      bias: (positions of queries [B, T], of keys [B, S]) -> [B, N, T, S], added to the scores; None: nothing.
+      prefix_BT: of several tokens: those with a 1 see each other both ways.
+
+    Returns:
+      [B, T, N, H] in the dtype of the queries.
+    """
+    plain = bias is None and "key_scale" not in layer
+    if paged_attention.supported(q_BTNH, layer["key"], kind, layer["key"].shape[2], plain=plain):
+        there_B = jnp.minimum(now.lengths + now.counts, layer["key"].shape[2])
+        return paged_attention.attend(q_BTNH, layer["key"], layer["value"], there_B, None, kind)
+    if q_BTNH.shape[1] == 1:
+        positions_BS = places(now.lengths + now.counts, layer["key"].shape[2])
+    else:
+        stored = as_stored(before["key"].dtype, *new)
+        layer = {n: jnp.concatenate([before[n], jnp.swapaxes(x, 1, 2)], axis=2) for n, x in stored.items()}
+        old_BS = places(now.lengths, before["key"].shape[2])
+        positions_BS = jnp.concatenate([old_BS, jnp.where(now.real, now.positions, -1)], axis=1)
+    back_BTS = now.positions[:, :, None] - positions_BS[:, None, :]
+    visible_BTS = back_BTS >= 0
+    if prefix_BT is not None and q_BTNH.shape[1] > 1:
+        seen_BS = jnp.pad(prefix_BT, ((0, 0), (positions_BS.shape[1] - prefix_BT.shape[1], 0)))
+        visible_BTS |= (prefix_BT[:, :, None] > 0) & (seen_BS[:, None, :] > 0)
+    visible_BTS &= positions_BS[:, None, :] >= 0
+    if kind.window is not None:
+        visible_BTS &= jnp.abs(back_BTS) < kind.window
+    bias_BNTS = None if bias is None else bias(now.positions, positions_BS)
+    scales = (layer["key_scale"], layer["value_scale"]) if "key_scale" in layer else None
+    return attend_to(q_BTNH, layer["key"], layer["value"], visible_BTS, kind, bias_BNTS, scales)
+
+
+def attend_to(
+    q_BTNH: jax.Array,
+    k_BKSH: jax.Array,
+    v_BKSH: jax.Array,
+    visible_BTS: jax.Array,
+    kind: AttentionKind,
+    bias_BNTS: jax.Array | None = None,
+    scales: tuple[jax.Array, jax.Array] | None = None,
+) -> jax.Array:
+    """softmax(scores) v over keys in the order of a cache; softmax in float32.
+
+    Args:
+      q_BTNH: queries; query head n reads key/value head n // (N / K).
+      k_BKSH: keys.
+      v_BKSH: values.
+      visible_BTS: which keys (places) each query sees.
+      kind: scale and cap; its mask is in `visible_BTS`.
+      bias_BNTS: added to the scores.
+      scales: [B, K, S] of keys and of values in 8 bits; None: they are as they are.
+
+    Returns:
+      [B, T, N, H] in the dtype of the queries.
+    """
+    (B, T), K = q_BTNH.shape[:2], k_BKSH.shape[1]
+    k_BKSH, v_BKSH = k_BKSH.astype(q_BTNH.dtype), v_BKSH.astype(q_BTNH.dtype)
+    # XLA's CPU back end drops the batch of one row from a product, and then updates the cache twice, in copies of it.
+    apart = sharding.platform() == "cpu" and B == T == 1
+    batched = ((0, 1), (0, 1))
+
+    def scores(q_BKXH: jax.Array) -> jax.Array:
+        if apart:
+            return jnp.sum((q_BKXH[:, :, :, None] * k_BKSH[:, :, None]).astype(jnp.float32), axis=-1)
+        return jax.lax.dot_general(q_BKXH, k_BKSH, (((3,), (3,)), batched), preferred_element_type=jnp.float32)
+
+    def mixed(w_BKXS: jax.Array) -> jax.Array:
+        if apart:
+            return jnp.sum(w_BKXS[..., None] * v_BKSH[:, :, None], axis=3, dtype=jnp.float32).astype(v_BKSH.dtype)
+        return jax.lax.dot_general(w_BKXS, v_BKSH, (((3,), (2,)), batched))
+
+    return attend_by(q_BTNH, scores, mixed, K, visible_BTS, kind, bias_BNTS, scales)
+
+
+def attend_by(
+    q_BTNH: jax.Array,
+    scores_of: Callable[[jax.Array], jax.Array],
+    mixed: Callable[[jax.Array], jax.Array],
+    kv_heads: int,
+    visible_BTS: jax.Array,
+    kind: AttentionKind,
+    bias_BNTS: jax.Array | None,
+    scales: tuple[jax.Array, jax.Array] | None,
+) -> jax.Array:
+    """As `attend_to`, whoever multiplies.
+
+    `scores_of`: queries [B, K, X, H] -> products with the keys [B, K, X, S], float32; `mixed`: weights [B, K, X, S] ->
+    sums of the values [B, K, X, H]. X are the queries of one key/value head.
+    """
+    (B, T, N, H), K, S = q_BTNH.shape, kv_heads, visible_BTS.shape[2]
+    G = N // K
+    q_BKXH = jnp.moveaxis((q_BTNH * kind.scale).reshape(B, T, K, G, H), 1, 3).reshape(B, K, G * T, H)
+    scores = scores_of(q_BKXH).reshape(B, K, G, T, S)
+    if scales is not None:
+        scores = scores * scales[0][:, :, None, None]
+    if bias_BNTS is not None:
+        scores = scores + bias_BNTS.reshape(B, K, G, T, S).astype(jnp.float32)
+    if kind.soft_cap is not None:
+        scores = kind.soft_cap * jnp.tanh(scores / kind.soft_cap)
+    scores = jnp.where(visible_BTS[:, None, None], scores, _MASKED)
+    weights = jax.nn.softmax(scores, axis=-1)
+    if scales is not None:
+        weights = weights * scales[1][:, :, None, None]
+    y_BKXH = mixed(weights.astype(q_BTNH.dtype).reshape(B, K, G * T, S))
+    return jnp.moveaxis(y_BKXH.reshape(B, K, G, T, H), 3, 1).reshape(B, T, N, H)
+
+
+def put_rows(cache: Cache, rows: Cache, index: jax.Array) -> Cache:
+    """The cache with `rows`, a cache of fewer rows and as many places, in place of those from `index` on."""
+    return jax.tree.map(lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new, index, axis=0), cache, rows)

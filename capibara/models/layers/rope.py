@@ -1,0 +1,233 @@
+"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864) and the ways to stretch it to longer texts."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from capibara import sharding
+from capibara.config import configurable
+from capibara.core.types import UserError
+
+Angles = tuple[jax.Array, jax.Array]
+
+
+class RopeScaling(enum.StrEnum):
+    """How frequencies change for texts longer than those of pre-training.
+
+    linear divides all of them (Chen et al. 2023, arXiv:2306.15595); llama3 only the low ones (Llama 3.1); yarn by
+    how often each turns in the original length, and sharpens attention (Peng et al. 2023, arXiv:2309.00071). Two change
+    them by the length of the row: dynamic raises theta for rows longer than the original (NTK-aware); longrope divides
+    each by a factor of its own, of two sets, and sharpens attention (Ding et al. 2024, arXiv:2402.13753; Phi-3).
+    """
+
+    NONE = "none"
+    LINEAR = "linear"
+    LLAMA3 = "llama3"
+    YARN = "yarn"
+    DYNAMIC = "dynamic"
+    LONGROPE = "longrope"
+
+    @property
+    def by_length(self) -> bool:
+        """Whether frequencies depend on the length of the row."""
+        return self in (RopeScaling.DYNAMIC, RopeScaling.LONGROPE)
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rope:
+    """Rotary position embedding.
+
+    Attributes:
+      theta: base of the wavelengths.
+      local_theta: that of layers with a window, which are never scaled; None: as the others.
+      fraction: share of head_dim that turns, from its beginning (GPT-NeoX: 0.25).
+      scaling, factor: how frequencies are changed, and for how many times the original length.
+      original_length: tokens of a row in pre-training; all scalings but linear need it.
+      low_frequency_factor, high_frequency_factor: of llama3: wavelengths above original_length / low are divided by
+        the factor, those below original_length / high stay.
+      beta_fast, beta_slow: of yarn: frequencies that turn more than beta_fast times in the original length stay, those
+        that turn less than beta_slow times are divided.
+      attention_factor: of yarn and longrope: multiplies queries and keys; None: 0.1 * ln(factor) + 1 of yarn,
+        sqrt(1 + ln(factor) / ln(original_length)) of longrope.
+      short_factors, long_factors: of longrope: what each frequency is divided by, in rows of up to original_length
+        tokens and in longer ones.
+    """
+
+    theta: float = 10_000.0
+    local_theta: float | None = None
+    fraction: float = 1.0
+    scaling: RopeScaling = RopeScaling.NONE
+    factor: float = 1.0
+    original_length: int | None = None
+    low_frequency_factor: float = 1.0
+    high_frequency_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+
+    def __post_init__(self):
+        for name in ("theta", "local_theta", "factor"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                usual = 1.0 if name == "factor" else 10_000.0
+                raise UserError(f"Rope.{name} is {value}, must be finite and above 0: try {usual}")
+        if not 0 < self.fraction <= 1:
+            raise UserError(f"Rope.fraction is {self.fraction}, must be above 0 and at most 1")
+        if self.scaling is not RopeScaling.NONE and self.factor <= 1:
+            raise UserError(f"Rope.factor ({self.factor}) must be above 1 with {self.scaling} scaling: try 8.0")
+        if self.scaling not in (RopeScaling.NONE, RopeScaling.LINEAR) and not self.original_length:
+            raise UserError(
+                f"Rope.original_length is {self.original_length}, {self.scaling} scaling needs the row length of "
+                "pre-training: try 8192"
+            )
+        for low, high in (("low_frequency_factor", "high_frequency_factor"), ("beta_slow", "beta_fast")):
+            if not 0 < getattr(self, low) < getattr(self, high):
+                raise UserError(
+                    f"Rope.{low} ({getattr(self, low)}) must be above 0 and below {high} ({getattr(self, high)})"
+                )
+        for name in ("short_factors", "long_factors"):
+            if not all(0 < value < math.inf for value in getattr(self, name)):
+                raise UserError(f"Rope.{name} are {getattr(self, name)}, must be finite and above 0")
+
+    def check(self, head_dim: int) -> None:
+        """
+        Raises:
+          UserError: the factors of longrope are not one for each frequency.
+        """
+        wanted = self.rotated_dims(head_dim) // 2 if self.scaling is RopeScaling.LONGROPE else 0
+        for name in ("short_factors", "long_factors"):
+            if len(getattr(self, name)) != wanted:
+                of = (
+                    f"one for each of {wanted} frequencies"
+                    if wanted
+                    else "are of longrope scaling alone: leave them out"
+                )
+                raise UserError(f"Rope.{name} has {len(getattr(self, name))} numbers, {'must be ' * bool(wanted)}{of}")
+
+    def rotated_dims(self, head_dim: int) -> int:
+        """How many of a head's dimensions turn; even."""
+        return int(head_dim * self.fraction) // 2 * 2
+
+    def frequencies(self, head_dim: int, *, local: bool = False, length: int | None = None) -> np.ndarray:
+        """Radians a place, float32 [rotated_dims / 2], of the layers with a window (`local`) or the others.
+
+        Args:
+          head_dim: of the heads.
+          local: of layers with a window.
+          length: of the row, in tokens; None: no longer than original_length.
+        """
+        dims = self.rotated_dims(head_dim)
+        theta = self.local_theta if local and self.local_theta is not None else self.theta
+        base = theta ** (-np.arange(0, dims, 2, dtype=np.float64) / dims)
+        long = self.original_length is not None and length is not None and length > self.original_length
+        match self.scaling if self._scaled(local) else RopeScaling.NONE:
+            case RopeScaling.LINEAR:
+                base = base / self.factor
+            case RopeScaling.LLAMA3:
+                base = self._llama3(base)
+            case RopeScaling.YARN:
+                base = self._yarn(base, dims)
+            case RopeScaling.DYNAMIC if long:
+                base = base * self._stretch(length) ** self._shares(dims)
+            case RopeScaling.LONGROPE:
+                base = base / np.array(self.long_factors if long else self.short_factors)
+        return base.astype(np.float32)
+
+    def frequencies_of(self, longest_B: jax.Array, head_dim: int, *, local: bool = False) -> jax.Array:
+        """As `frequencies`, [B, rotated_dims / 2], of rows whose lengths are known when they are computed."""
+        short = jnp.asarray(self.frequencies(head_dim, local=local))
+        if not self.scaling.by_length or not self._scaled(local):
+            return short[None]
+        if self.scaling is RopeScaling.LONGROPE:
+            long = jnp.asarray(self.frequencies(head_dim, local=local, length=self.original_length + 1))
+            return jnp.where(longest_B[:, None] > self.original_length, long, short)
+        stretch_B = self._stretch(jnp.maximum(longest_B, self.original_length).astype(jnp.float32))
+        return short * stretch_B[:, None] ** jnp.asarray(self._shares(self.rotated_dims(head_dim)), jnp.float32)
+
+    def magnitude(self, *, local: bool = False) -> float:
+        """What sines and cosines are multiplied by; 1 but for yarn and longrope."""
+        if self.scaling not in (RopeScaling.YARN, RopeScaling.LONGROPE) or not self._scaled(local):
+            return 1.0
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.scaling is RopeScaling.LONGROPE:
+            return math.sqrt(1 + math.log(self.factor) / math.log(self.original_length))
+        return 0.1 * math.log(self.factor) + 1.0
+
+    def _scaled(self, local: bool) -> bool:
+        return self.local_theta is None or not local
+
+    def _stretch(self, length):
+        """What dynamic scaling multiplies the slowest frequency's wavelength by in rows of this length."""
+        return self.factor * length / self.original_length - (self.factor - 1)
+
+    def _shares(self, dims: int) -> np.ndarray:
+        """The exponent of that of each frequency."""
+        return -np.arange(0, dims, 2, dtype=np.float64) / max(dims - 2, 1)
+
+    def _llama3(self, base: np.ndarray) -> np.ndarray:
+        turns = self.original_length * base / (2 * math.pi)
+        # 0: as slow as the factor makes it, 1: as it was.
+        share = (turns - self.low_frequency_factor) / (self.high_frequency_factor - self.low_frequency_factor)
+        share = np.clip(share, 0.0, 1.0)
+        return base / self.factor * (1 - share) + base * share
+
+    def _yarn(self, base: np.ndarray, dims: int) -> np.ndarray:
+        def dimension(turns: float) -> float:
+            """Where in the head the frequency turns so often in the original length."""
+            return dims * math.log(self.original_length / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
+
+        low = max(math.floor(dimension(self.beta_fast)), 0)
+        high = min(math.ceil(dimension(self.beta_slow)), dims - 1)
+        divided = np.clip((np.arange(dims // 2) - low) / max(high - low, 1e-3), 0.0, 1.0)
+        return base / self.factor * divided + base * (1 - divided)
+
+
+def angles(
+    positions_BT: jax.Array, rope: Rope, head_dim: int, *, local: bool = False, length: int | None = None
+) -> Angles:
+    """Sines and cosines [B, T, 1, R / 2] for the R dimensions of a head that turn; once for all layers.
+
+    Args:
+      positions_BT: of the tokens.
+      rope: how they turn.
+      head_dim: of the heads.
+      local: of layers with a window.
+      length: of all rows, where frequencies depend on it; None: each row's is that of its last position.
+    """
+    if rope.scaling.by_length and length is None:
+        frequency = rope.frequencies_of(jnp.max(positions_BT, axis=1) + 1, head_dim, local=local)[:, None, None]
+    else:
+        frequency = jnp.asarray(rope.frequencies(head_dim, local=local, length=length))
+    magnitude = rope.magnitude(local=local)
+
+    def sin_cos(frequency: jax.Array) -> Angles:
+        angle = positions_BT[:, :, None, None].astype(jnp.float32) * frequency
+        return jnp.sin(angle) * magnitude, jnp.cos(angle) * magnitude
+
+    if sharding.platform() != "cpu" or frequency.shape[-1] % 2:
+        return sin_cos(frequency)
+    # XLA's CPU back end would compute sines and cosines anew in the fusions of every unrolled layer; what a loop has
+    # computed it keeps (an optimization_barrier is removed before fusion).
+    halves = jax.lax.map(sin_cos, jnp.stack(jnp.split(frequency, 2, axis=-1)))
+    return tuple(jnp.concatenate([x[0], x[1]], axis=-1) for x in halves)
+
+
+def rotate(x_BTNH: jax.Array, angles: Angles) -> jax.Array:
+    """Turns the first half of the R turning dimensions against the second, as Llama checkpoints expect."""
+    sin, cos = angles
+    turning = 2 * sin.shape[-1]
+    x, rest = x_BTNH[..., :turning].astype(jnp.float32), x_BTNH[..., turning:]
+    first, second = jnp.split(x, 2, axis=-1)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    rotated = rotated.astype(x_BTNH.dtype)
+    return jnp.concatenate([rotated, rest], axis=-1) if rest.shape[-1] else rotated

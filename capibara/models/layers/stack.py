@@ -1,0 +1,193 @@
+"""Many equal layers as one: parameters stacked along a leading `layers` axis, run by scan, recomputed by policy."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from capibara import sharding
+from capibara.core.types import UserError
+from capibara.models.adapters.quantized_weights import Frozen
+from capibara.models.layers import pipeline
+from capibara.sharding import Remat, RematPolicy
+
+Stats = dict[str, Any]  # float32 sums over tokens; of a stack each with a leading axis of layers
+Apply = Callable[..., tuple[jax.Array, Stats]]
+
+# Results of projections: what costs matmuls to make again.
+_PROJECTIONS = (
+    "query", "key", "value", "attention_out", "mlp_gate", "mlp_up", "mlp_down", "expert_gate", "expert_up", "expert_down",
+)  # fmt: skip
+
+
+class LayerLoop(enum.StrEnum):
+    """How the layers run: one compiled body (compile time independent of depth), or written out one by one."""
+
+    SCAN = "scan"
+    UNROLL = "unroll"
+
+
+def stacked(make: Callable[[nnx.Rngs], nnx.Module], rngs: nnx.Rngs, num_layers: int) -> nnx.Module:
+    """A module like `make(rngs)` whose parameters have a leading axis of `num_layers`, each layer drawn anew."""
+    graphdef, template = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
+
+    def init(key: jax.Array) -> Any:
+        return nnx.to_pure_dict(nnx.state(make(nnx.Rngs(key))))
+
+    values = jax.vmap(init)(jax.random.split(rngs.params(), num_layers))
+    leaves = jax.tree.leaves(values)
+    variables = jax.tree.leaves(template, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    stacked_variables = [
+        nnx.Param(value, axes=("layers", *variable.axes)) for variable, value in zip(variables, leaves, strict=True)
+    ]
+    structure = jax.tree.structure(template, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    return nnx.merge(graphdef, jax.tree.unflatten(structure, stacked_variables))
+
+
+def unstacked(values: Any) -> tuple[Any, ...]:
+    """A stack's parameters as a tuple of one nested dict a layer; what is a tuple stays as it is.
+
+    A program that runs the layers one by one reads these where they lie; of stacked ones it would make a copy.
+    """
+    if isinstance(values, tuple):
+        return values
+    count = len(jax.tree.leaves(values)[0])
+    return tuple(jax.tree.map(lambda v: v[index], values) for index in range(count))
+
+
+def each(layers: nnx.Module, values: Sequence[Any]) -> Iterator[nnx.Module]:
+    """The layers of a stacked module one by one, with the parameters that `unstacked` gave."""
+    graphdef, state = nnx.split(layers)
+    for layer in values:
+        yield nnx.merge(graphdef, _as_state(state, layer))
+
+
+def run(
+    layers: nnx.Module,
+    x: jax.Array,
+    rows: Any,
+    apply: Apply,
+    pattern: Sequence[Any],
+    loop: LayerLoop,
+    remat: RematPolicy,
+    *,
+    numbered: bool = False,
+) -> tuple[jax.Array, Stats]:
+    """Applies a stacked module layer after layer; as a pipeline where the active mesh has stages.
+
+    Args:
+      layers: made by `stacked`.
+      x: [B, ...] input of the first layer; every layer's output has its shape.
+      rows: pytree of arrays with the leading axis B that every layer is given.
+      apply: (one layer's module, x, rows, its entry of the pattern) -> (x, statistics of the layer).
+      pattern: what distinguishes layers but is not in their parameters, repeated to the last layer. A scan runs over
+        groups of so many layers, what is left over comes after it.
+      loop: scan or unroll.
+      remat: what the backward pass recomputes of each layer.
+      numbered: `apply` is given the number of the layer, too.
+
+    Returns:
+      The last layer's output, and the statistics, each with a leading axis of layers.
+    """
+    graphdef, state = nnx.split(layers)
+    values = nnx.to_pure_dict(state)
+    count, group = jax.tree.leaves(values)[0].shape[0], len(pattern)
+
+    def one(kind: Any):
+        def body(x: jax.Array, layer: Any, rows: Any) -> tuple[jax.Array, Stats]:
+            if numbered:
+                number, layer = layer
+                return apply(nnx.merge(graphdef, _as_state(state, layer)), x, rows, kind, number)
+            return apply(nnx.merge(graphdef, _as_state(state, layer)), x, rows, kind)
+
+        return _recomputed(body, remat, in_scan=loop is LayerLoop.SCAN)
+
+    bodies = [one(kind) for kind in pattern]
+    frozen = any(isinstance(v, Frozen) for v in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, nnx.Variable)))
+    shape = sharding.active_pipeline()
+    if numbered:
+        if shape is not None:
+            raise UserError(
+                "dropout_rate is above 0 and Plan.stage above 1: set either to 0 or 1, pipelines drop nothing"
+            )
+        values = (jnp.arange(count, dtype=jnp.int32), values)
+    if shape is None:
+        return _in_sequence(bodies, x, values, rows, count, loop, frozen)
+    _check_stages(count, group, shape)
+    size = count // (shape.stages * shape.repeats)
+    stage = lambda x, values, rows: _in_sequence(bodies, x, values, rows, size, loop, frozen)  # noqa: E731
+    return pipeline.run(stage, x, rows, values, shape)
+
+
+def _in_sequence(
+    bodies: Sequence[Callable], x: jax.Array, values: Any, rows: Any, size: int, loop: LayerLoop, frozen: bool
+) -> tuple[jax.Array, Stats]:
+    """The first `size` layers of `values`, of which the first one runs by the first of the bodies."""
+    if frozen and len(bodies) == 1 and loop is LayerLoop.SCAN:
+        # What a layer keeps for its backward pass is not copied where it is the scan's own slice of its input.
+        return jax.lax.scan(lambda x, layer: bodies[0](x, layer, rows), x, values)
+    parts: list[Stats] = []
+    group = len(bodies)
+    whole = size // group if loop is LayerLoop.SCAN else 0
+    if whole:
+        grouped = jax.tree.map(lambda v: v[: whole * group].reshape(whole, group, *v.shape[1:]), values)
+
+        def body(x: jax.Array, layers: Any) -> tuple[jax.Array, Stats]:
+            stats = []
+            for index, layer in enumerate(bodies):
+                x, of_layer = layer(x, jax.tree.map(lambda v: v[index], layers), rows)
+                stats.append(of_layer)
+            return x, jax.tree.map(lambda *s: jnp.stack(s), *stats)
+
+        x, stats = jax.lax.scan(body, x, grouped)
+        parts.append(jax.tree.map(lambda s: s.reshape(whole * group, *s.shape[2:]), stats))
+    for index in range(whole * group, size):
+        x, of_layer = bodies[index % group](x, jax.tree.map(lambda v: v[index], values), rows)
+        parts.append(jax.tree.map(lambda s: s[None], of_layer))
+    return x, jax.tree.map(lambda *s: jnp.concatenate(s), *parts)
+
+
+def _check_stages(count: int, group: int, shape: sharding.Pipeline) -> None:
+    parts = shape.stages * shape.repeats
+    if count % (parts * group):
+        pattern = f" with a layer pattern of {group}" if group > 1 else ""
+        raise UserError(
+            f"num_layers ({count}){pattern} must be a multiple of {parts * group}: Plan.stage ({shape.stages}) x "
+            f"Plan.pipeline_repeats ({shape.repeats}){' x pattern' if group > 1 else ''}: "
+            f"try {max(1, round(count / (parts * group))) * parts * group} layers or fewer stages"
+        )
+
+
+def _recomputed(body: Callable, remat: RematPolicy, *, in_scan: bool) -> Callable:
+    policies = jax.checkpoint_policies
+    match remat.kind:
+        case Remat.NONE:
+            return body
+        case Remat.FULL:
+            policy = None
+        case Remat.DOTS:
+            policy = policies.dots_with_no_batch_dims_saveable
+        case Remat.MINIMAL:
+            policy = policies.save_only_these_names(*_PROJECTIONS)
+        case Remat.SAVE:
+            policy = policies.save_only_these_names(*remat.names)
+        case Remat.OFFLOAD:
+            policy = policies.save_and_offload_only_these_names(
+                names_which_can_be_saved=[],
+                names_which_can_be_offloaded=list(remat.names),
+                offload_src="device",
+                offload_dst="pinned_host",
+            )
+    return jax.checkpoint(body, prevent_cse=not in_scan, policy=policy)
+
+
+def _as_state(template: nnx.State, values: Any) -> nnx.State:
+    """The template's variables with these values (pure nested dict of the same structure)."""
+    state = jax.tree.map(lambda v: v, template)
+    nnx.replace_by_pure_dict(state, values)
+    return state

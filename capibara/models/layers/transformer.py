@@ -1,0 +1,372 @@
+"""What all transformers share: the configuration of a layer, the MLP and the residual block."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from capibara.core.types import UserError
+from capibara.kernels.attention.spec import AttentionKind
+from capibara.kernels.quantized_matmul import Quantization
+from capibara.models.adapters.lora import Lora
+from capibara.models.cache import dense
+from capibara.models.layers import dropout, layers
+from capibara.models.layers.attention import Attention, AttentionBackend
+from capibara.models.layers.dropout import Dropout, Site
+from capibara.models.layers.layers import Activation, Bias, Norm, NormKind, NormScale, QKNorm
+from capibara.models.layers.rope import Angles, Rope, angles
+from capibara.models.layers.stack import LayerLoop
+from capibara.models.moe.moe import Moe, MoeMLP
+from capibara.sharding import constrain
+
+
+class Positions(enum.StrEnum):
+    ROPE = "rope"
+    LEARNED = "learned"
+    RELATIVE = "relative"
+    NONE = "none"
+
+
+class Head(enum.StrEnum):
+    """Whether the output projection shares the token embedding's weights."""
+
+    TIED = "tied"
+    SEPARATE = "separate"
+
+
+class ComputeDtype(enum.StrEnum):
+    """Dtype of activations and matmuls; parameters stay float32. float16 trains with a dynamic loss scale."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+
+class NormPlacement(enum.StrEnum):
+    """Where a block normalises: its inputs, the sums after its residuals (BERT), or its inputs and outputs (Gemma 2)."""
+
+    PRE = "pre"
+    POST = "post"
+    SANDWICH = "sandwich"
+
+
+class Residual(enum.StrEnum):
+    """The MLP after attention, or both from the same input (GPT-NeoX)."""
+
+    SEQUENTIAL = "sequential"
+    PARALLEL = "parallel"
+
+
+class LayerKind(enum.StrEnum):
+    """A layer whose queries see the whole row, or only their window."""
+
+    GLOBAL = "global"
+    LOCAL = "local"
+
+
+class EmbeddingScale(enum.StrEnum):
+    """What token embeddings are multiplied by on the way in: nothing, or sqrt(embed_dim) (Gemma)."""
+
+    NONE = "none"
+    SQRT_DIM = "sqrt_dim"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TransformerConfig:
+    """Sizes and variants that every transformer has.
+
+    Attributes:
+      vocab_size: rows of the token embedding; at least the vocabulary's size.
+      embed_dim, num_layers, num_heads, mlp_dim: width, depth, query heads, hidden width of the MLP.
+      num_kv_heads: key/value heads; None: as many as query heads.
+      head_dim: size of a head; None: embed_dim / num_heads.
+      norm, norm_eps, norm_scale, norm_placement: normalisation: its kind, epsilon, scale parameter and places.
+      activation, bias, residual: of the blocks.
+      qk_norm: normalisation of queries and keys.
+      attention_scale: what q k^T is multiplied by; None: head_dim**-0.5.
+      attention_soft_cap, logit_soft_cap: scores and logits become cap * tanh(x / cap); None: they stay.
+      attention: who computes attention.
+      max_length: longest row; None: no limit. Learned positions need one.
+      moe: a mixture of experts in place of every MLP; None: none.
+      embedding_scale, head: token embeddings on the way in, and the output projection.
+      quantization: of the matmuls with weights, in training too.
+      lora: adapters, which are then all that is trained; None: everything is.
+      dtype: compute dtype.
+      layer_loop: scan over layers, or unrolled.
+      dropout_rate: share of embeddings, attention's probabilities, branches and MLPs that training leaves out (T5X's
+        places); 0: none. Attention is then the plain formula.
+    """
+
+    objective: ClassVar[str] = "causal"  # what it is trained for: the Dataset.kind that fits
+
+    vocab_size: int
+    embed_dim: int
+    num_layers: int
+    num_heads: int
+    mlp_dim: int
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    norm: NormKind = NormKind.RMS
+    norm_eps: float = 1e-6
+    norm_scale: NormScale = NormScale.ONE
+    norm_placement: NormPlacement = NormPlacement.PRE
+    activation: Activation = Activation.SWIGLU
+    bias: Bias = Bias.NONE
+    residual: Residual = Residual.SEQUENTIAL
+    qk_norm: QKNorm = QKNorm.NONE
+    attention_scale: float | None = None
+    attention_soft_cap: float | None = None
+    logit_soft_cap: float | None = None
+    attention: AttentionBackend = AttentionBackend.AUTO
+    max_length: int | None = None
+    moe: Moe | None = None
+    embedding_scale: EmbeddingScale = EmbeddingScale.NONE
+    head: Head = Head.TIED
+    quantization: Quantization = Quantization.NONE
+    lora: Lora | None = None
+    dtype: ComputeDtype = ComputeDtype.BFLOAT16
+    layer_loop: LayerLoop = LayerLoop.SCAN
+    dropout_rate: float = 0.0
+
+    def __post_init__(self):
+        own = type(self).__name__
+        if not 0 <= self.dropout_rate < 1:
+            raise UserError(f"{own}.dropout_rate is {self.dropout_rate}, must be from 0 to below 1: try 0.1")
+        for name in ("vocab_size", "embed_dim", "num_layers", "num_heads", "mlp_dim", "kv_heads"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{own}.{name} is {getattr(self, name)}, must be at least 1")
+            if getattr(self, name) >= 2**31:
+                raise UserError(f"{own}.{name} is {getattr(self, name)}, must be below 2**31: no device has room")
+        for name, default in (("head_dim", "embed_dim / num_heads"), ("max_length", "no limit")):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"{own}.{name} is {value}, must be at least 1, or None: {default}")
+        for name in ("norm_eps", "attention_scale", "attention_soft_cap", "logit_soft_cap"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                usual = "1e-6" if name == "norm_eps" else "None"
+                raise UserError(f"{own}.{name} is {value}, must be finite and above 0: try {usual}")
+        if self.num_heads % self.kv_heads:
+            divisors = [d for d in range(1, self.num_heads + 1) if self.num_heads % d == 0]
+            nearest = min(divisors, key=lambda d: abs(d - self.kv_heads))
+            raise UserError(
+                f"{own}.num_kv_heads ({self.kv_heads}) must divide num_heads ({self.num_heads}): try {nearest}"
+            )
+        if self.head_dim is None and self.embed_dim % self.num_heads:
+            raise UserError(
+                f"{own}.embed_dim ({self.embed_dim}) must be a multiple of num_heads ({self.num_heads}), "
+                f"or set {own}.head_dim"
+            )
+
+    @property
+    def kv_heads(self) -> int:
+        return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+
+    @property
+    def head_size(self) -> int:
+        return self.embed_dim // self.num_heads if self.head_dim is None else self.head_dim
+
+    def attention_kind(self, *, causal: bool, window: int | None = None) -> AttentionKind:
+        """Mask and scores of a layer."""
+        scale = self.head_size**-0.5 if self.attention_scale is None else self.attention_scale
+        return AttentionKind(causal=causal, window=window, soft_cap=self.attention_soft_cap, scale=scale)
+
+    def make_norm(self, rngs: nnx.Rngs) -> Norm:
+        """A norm over the residual stream."""
+        return Norm(self.embed_dim, kind=self.norm, eps=self.norm_eps, rngs=rngs, scale=self.norm_scale)
+
+
+class Rows(NamedTuple):
+    """What a layer must know of the rows beside its input; each leaf has their leading axis, or is None.
+
+    Attributes:
+      segment_ids: [B, T] document numbers.
+      angles: of rotary positions, by the kind of layer.
+      domains: [B, T] domain hints.
+      encoded, encoded_segments: [B, S, D] output of an encoder and [B, S] its document numbers.
+      prefix: [B, T] 1 where a document's inputs are read, which see each other both ways.
+    """
+
+    segment_ids: jax.Array
+    angles: dict[LayerKind, Angles] | None = None
+    domains: jax.Array | None = None
+    encoded: jax.Array | None = None
+    encoded_segments: jax.Array | None = None
+    prefix: jax.Array | None = None
+
+
+class Shared(NamedTuple):
+    """What a layer must know that all rows have in common, or None.
+
+    Attributes:
+      places: [T] places in the row, where rows are not in order (sharding.balanced).
+      bias: [N, T, S] of the attention scores.
+      step: int32 scalar, the train step; None outside training.
+      drop: of the layer; None: nothing is dropped.
+      bias_at: gives the bias of rows that have read tokens before (cache.attend).
+    """
+
+    places: jax.Array | None = None
+    bias: jax.Array | None = None
+    step: jax.Array | None = None
+    bias_at: Callable[[jax.Array, jax.Array], jax.Array] | None = None
+    drop: Dropout | None = None
+
+
+class MLP(nnx.Module):
+    """Two projections with an activation between, or three where the activation is gated."""
+
+    def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
+        D, F = config.embed_dim, config.mlp_dim
+        self.config = config
+        self.up = layers.param(rngs, (D, F), ("embed", "mlp"), layers.fan_in(0))
+        if config.activation.gated:
+            self.gate = layers.param(rngs, (D, F), ("embed", "mlp"), layers.fan_in(0))
+        self.down = layers.param(rngs, (F, D), ("mlp", "embed"), layers.fan_in(0, scale=0.5 / config.num_layers))
+        if config.bias.of_mlp:
+            self.up_bias = layers.param(rngs, (F,), ("mlp",), layers.zeros)
+            if config.activation.gated:
+                self.gate_bias = layers.param(rngs, (F,), ("mlp",), layers.zeros)
+            self.down_bias = layers.param(rngs, (D,), ("norm",), layers.zeros)
+
+    def __call__(self, x_BTD: jax.Array, drop: Dropout | None = None) -> jax.Array:
+        dtype, quantization = x_BTD.dtype, self.config.quantization
+        into = [self.up[...], self.gate[...]] if self.config.activation.gated else [self.up[...]]
+        down, up_lora, gate_lora, down_lora = (
+            self.down[...],
+            *(layers.adapter_of(self, n) for n in ("up", "gate", "down")),
+        )
+        if self.config.lora is None:  # else they have no gradients
+            x_BTD, down, *into = layers.gradients_together(x_BTD, down, *into)
+        h = layers.dense(x_BTD, into[0], quantization=quantization, adapter=up_lora)
+        if self.config.bias.of_mlp:
+            h = h + self.up_bias[...].astype(dtype)
+        h = checkpoint_name(constrain(h, ("batch", "act_time", "act_mlp")), "mlp_up")
+        if self.config.activation.gated:
+            gate = layers.dense(x_BTD, into[1], quantization=quantization, adapter=gate_lora)
+            gate = gate + self.gate_bias[...].astype(dtype) if self.config.bias.of_mlp else gate
+            gate = constrain(gate, ("batch", "act_time", "act_mlp"))
+            h = self.config.activation.gate(checkpoint_name(gate, "mlp_gate"), h)
+        else:
+            h = self.config.activation(h)
+        h = dropout.apply(drop, h, Site.MLP_INNER)
+        y = layers.dense(h, down, quantization=quantization, adapter=down_lora)
+        y = y + self.down_bias[...].astype(dtype) if self.config.bias.of_mlp else y
+        return checkpoint_name(y, "mlp_down")
+
+
+class Block(nnx.Module):
+    """A residual layer: self-attention, then an MLP or a mixture of experts."""
+
+    def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
+        self.config = config
+        self.attention = Attention(config, rngs)
+        self.mlp = MLP(config, rngs) if config.moe is None else MoeMLP(config, config.moe, rngs)
+        self.attention_norm, self.mlp_norm = config.make_norm(rngs), config.make_norm(rngs)
+        if config.norm_placement is NormPlacement.SANDWICH:
+            self.attention_post_norm, self.mlp_post_norm = config.make_norm(rngs), config.make_norm(rngs)
+
+    def __call__(
+        self, x_BTD: jax.Array, rows: Rows, shared: Shared, kind: AttentionKind, layer_kind: LayerKind
+    ) -> tuple[jax.Array, dict[str, Any]]:
+        """The layer's output, and its statistics (those of the experts, else none)."""
+        stats: dict[str, Any] = {}
+
+        def attention(x):
+            angles = None if rows.angles is None else rows.angles[layer_kind]
+            y = self.attention(
+                x,
+                kind=kind,
+                segment_ids_BT=rows.segment_ids,
+                angles=angles,
+                places_T=shared.places,
+                bias_NTS=shared.bias,
+                prefix_BT=rows.prefix,
+                drop=shared.drop,
+            )
+            return dropout.apply(shared.drop, y, Site.ATTENTION)
+
+        return self._joined(x_BTD, attention, self.mlp_part(rows, shared, stats)), stats
+
+    def cached(
+        self,
+        x_BTD: jax.Array,
+        layer: dense.LayerCache,
+        now: dense.Reading,
+        rows: Rows,
+        shared: Shared,
+        kind: AttentionKind,
+        layer_kind: LayerKind,
+    ) -> tuple[jax.Array, dense.LayerCache]:
+        """The layer's output for the tokens that are read now, and its part of the cache with them."""
+        written: dense.LayerCache = {}
+
+        def attention(x):
+            angles = None if rows.angles is None else rows.angles[layer_kind]
+            of_scores = {"bias_NTS": shared.bias, "bias_at": shared.bias_at, "prefix_BT": rows.prefix}
+            y, new = self.attention.cached(x, layer, now, kind=kind, angles=angles, **of_scores)
+            written.update(new)
+            return y
+
+        return self._joined(x_BTD, attention, self.mlp_part(rows, shared, {})), written
+
+    def _joined(self, x_BTD: jax.Array, attention, mlp) -> jax.Array:
+        if self.config.residual is Residual.PARALLEL:
+            y = self._normed(x_BTD, "attention", attention) + self._normed(x_BTD, "mlp", mlp)
+            return residual(x_BTD + y)
+        x_BTD = self.add(x_BTD, "attention", attention)
+        return self.add(x_BTD, "mlp", mlp)
+
+    def mlp_part(self, rows: Rows, shared: Shared, stats: dict[str, Any]) -> Callable[[jax.Array], jax.Array]:
+        """The MLP or the experts, whose statistics it adds to `stats`, as a part that `add` takes."""
+
+        def part(x):
+            if self.config.moe is None:
+                return dropout.apply(shared.drop, self.mlp(x, shared.drop), Site.MLP)
+            y, of_experts = self.mlp(x, rows.segment_ids, rows.domains, shared.step, shared.places)
+            stats.update(of_experts)
+            return dropout.apply(shared.drop, y, Site.MLP)
+
+        return part
+
+    def add(self, x: jax.Array, name: str, part) -> jax.Array:
+        """x + part(x), with the block's norms of that name, which profiles show too."""
+        if self.config.norm_placement is NormPlacement.POST:
+            with jax.named_scope(name):
+                return residual(getattr(self, f"{name}_norm")(x + part(within(x))))
+        return residual(x + self._normed(x, name, part))
+
+    def _normed(self, x: jax.Array, name: str, part) -> jax.Array:
+        with jax.named_scope(name):
+            y = part(within(getattr(self, f"{name}_norm")(x)))
+            if self.config.norm_placement is NormPlacement.SANDWICH:
+                y = getattr(self, f"{name}_post_norm")(y)
+            return y
+
+
+def residual(x_BTD: jax.Array) -> jax.Array:
+    """Places the residual stream, which lies between blocks."""
+    return constrain(x_BTD, ("batch", "act_residual", "act_embed"))
+
+
+def within(x_BTD: jax.Array) -> jax.Array:
+    """Places the input of a block's projections."""
+    return constrain(x_BTD, ("batch", "act_time", "act_embed"))
+
+
+def rotary(
+    config, rope: Rope, positions_BT: jax.Array, kinds: set[LayerKind], length: int | None = None
+) -> dict[LayerKind, Angles]:
+    """Angles for each kind of layer; one table where they are the same. `length` as of `rope.angles`."""
+    local = {kind: kind is LayerKind.LOCAL and rope.local_theta is not None for kind in kinds}
+    tables = {
+        flag: angles(positions_BT, rope, config.head_size, local=flag, length=length) for flag in set(local.values())
+    }
+    return {kind: tables[flag] for kind, flag in local.items()}

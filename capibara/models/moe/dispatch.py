@@ -1,0 +1,356 @@
+"""Brings tokens to their experts and what the experts made of them back, on one device or over an axis of experts.
+
+These functions run on a device's own tokens, inside shard_map where there is a mesh. Letters: N tokens of the device,
+k experts of each; M rows that experts work on; G experts of the device, E of all devices; C rows of an expert.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from capibara import sharding
+from capibara.models.adapters.lora_experts import Factors, Rows, Weight, batched_matmul
+from capibara.models.layers.layers import Activation
+from capibara.models.moe.grouped_matmul import grouped_matmul, padded_rows, row_tile
+
+# up, gate [G, D, F], down [G, F, D], up_bias [G, F] in the compute dtype, and up_lora and so on: adapters of them.
+Weights = dict[str, Weight | Factors]
+
+
+@dataclasses.dataclass(frozen=True)
+class Axes:
+    """The mesh axes, all manual, over which tokens and weights lie; empty where there are none.
+
+    Attributes:
+      batch, time: of the tokens.
+      experts: of the experts. Where they are also axes of the tokens, tokens travel; else every device of these axes
+        has all tokens.
+      hidden: of the experts' hidden width.
+    """
+
+    batch: tuple[str, ...] = ()
+    time: tuple[str, ...] = ()
+    experts: tuple[str, ...] = ()
+    hidden: tuple[str, ...] = ()
+
+    @property
+    def tokens_travel(self) -> bool:
+        return bool(self.experts) and set(self.experts) <= set(self.batch)
+
+    @property
+    def partial(self) -> tuple[str, ...]:
+        """Axes over which the devices' outputs are parts of a sum."""
+        return self.hidden if self.tokens_travel else (*self.experts, *self.hidden)
+
+
+class Layout(NamedTuple):
+    """Where choices lie in the rows of the experts.
+
+    Attributes:
+      choice: [M] the choice (token * k + rank) that fills a row; N * k: none.
+      row: [N, k] the row of a choice; M: none.
+    """
+
+    choice: jax.Array
+    row: jax.Array
+
+
+@jax.custom_vjp
+def to_rows(x_ND: jax.Array, layout: Layout) -> jax.Array:
+    """The token of each row, [M, D]; 0 where there is none."""
+    return _take(x_ND, layout.choice // layout.row.shape[1])
+
+
+def _to_rows_forward(x_ND, layout):
+    return to_rows(x_ND, layout), layout
+
+
+def _to_rows_backward(layout, dx_MD):
+    # Both directions gather: XLA scatters a row at a time on CPU, and on TPU it sorts first.
+    dx_NkD = _take(dx_MD, layout.row).astype(jnp.float32)
+    return jnp.sum(dx_NkD, axis=1).astype(dx_MD.dtype), None
+
+
+to_rows.defvjp(_to_rows_forward, _to_rows_backward)
+
+
+@jax.custom_vjp
+def from_rows(y_MD: jax.Array, gates_Nk: jax.Array, layout: Layout) -> jax.Array:
+    """The sum of each token's rows weighted by its gates, [N, D]; what no choice fills is never looked at."""
+    y_NkD = _take(y_MD, layout.row).astype(jnp.float32)
+    return jnp.sum(y_NkD * gates_Nk[..., None], axis=1).astype(y_MD.dtype)
+
+
+def _from_rows_forward(y_MD, gates_Nk, layout):
+    return from_rows(y_MD, gates_Nk, layout), (y_MD, gates_Nk, layout)
+
+
+def _from_rows_backward(saved, dy_ND):
+    y_MD, gates_Nk, layout = saved
+    gates_M = _take(gates_Nk.reshape(-1), layout.choice)
+    dy_MD = _take(dy_ND, layout.choice // gates_Nk.shape[1]).astype(jnp.float32) * gates_M[:, None]
+    dgates_Nk = jnp.sum(_take(y_MD, layout.row).astype(jnp.float32) * dy_ND[:, None].astype(jnp.float32), axis=-1)
+    return dy_MD.astype(y_MD.dtype), dgates_Nk.astype(gates_Nk.dtype), None
+
+
+from_rows.defvjp(_from_rows_forward, _from_rows_backward)
+
+
+def _take(x: jax.Array, index: jax.Array) -> jax.Array:
+    """x[index], 0 where the index is beyond the end."""
+    return x.at[index].get(mode="fill", fill_value=0)
+
+
+def sorted_by_expert(experts_Nk: jax.Array, num_experts: int, rows: int) -> tuple[Layout, jax.Array]:
+    """The layout with one expert's rows after another's, and their sizes [num_experts].
+
+    Args:
+      experts_Nk: num_experts or more: no row.
+      num_experts: how many groups there are.
+      rows: M; choices that have an expert must fit in.
+    """
+    flat = experts_Nk.reshape(-1)
+    order = jnp.argsort(flat, stable=True).astype(jnp.int32)
+    row = jnp.argsort(order).astype(jnp.int32)
+    sizes = jnp.sum((flat[:, None] == jnp.arange(num_experts, dtype=flat.dtype)).astype(jnp.int32), axis=0)
+    filled = jnp.arange(rows, dtype=jnp.int32) < jnp.sum(sizes)
+    order = jnp.pad(order, (0, max(0, rows - len(order))))[:rows]
+    choice = jnp.where(filled, order, len(flat))
+    return Layout(choice, jnp.where(flat < num_experts, row, rows).reshape(experts_Nk.shape)), sizes
+
+
+def mlp(x: jax.Array, weights: Weights, activation: Activation, rows: Rows, axes: Axes) -> jax.Array:
+    """The experts' own work.
+
+    Args:
+      x: rows of all experts.
+      weights: of the experts.
+      activation: of the hidden layer.
+      rows: how they are multiplied.
+      axes: of the mesh.
+    """
+
+    def dense(name: str, x: jax.Array) -> jax.Array:
+        y, adapter = rows.product(x, weights[name]), weights.get(f"{name}_lora")
+        if adapter is None:
+            return y
+        shared = name == "down" and axes.hidden
+        start = x.shape[-1] * jax.lax.axis_index(axes.hidden).astype(jnp.int32) if shared else 0
+        return adapter(x, y, rows, start)
+
+    h = dense("up", x)
+    if "up_bias" in weights:
+        h = h + rows.of_experts(weights["up_bias"])
+    h = checkpoint_name(h, "expert_up")
+    if activation.gated:
+        h = activation.gate(checkpoint_name(dense("gate", x), "expert_gate"), h)
+    else:
+        h = activation(h)
+    return checkpoint_name(dense("down", h), "expert_down")
+
+
+def _grouped_mlp(x_MD, tokens_M1, sizes_G, tile: int, weights: Weights, activation: Activation, axes: Axes):
+    ends, row = jnp.cumsum(sizes_G), jnp.arange(len(x_MD), dtype=jnp.int32)[:, None]
+
+    def of_experts(values_GN):
+        # A product, not a look-up: its gradient is one as well.
+        return ((row >= ends - sizes_G) & (row < ends)).astype(values_GN.dtype) @ values_GN
+
+    product = lambda x, w: grouped_matmul(x, w, sizes_G, tile)  # noqa: E731
+    return mlp(x_MD, weights, activation, Rows(product, of_experts, row < ends[-1], tokens_M1), axes)
+
+
+def _count(weights: Weights) -> int:
+    """G."""
+    return jax.tree.leaves(weights["up"])[0].shape[0]
+
+
+def dropless(
+    x_ND: jax.Array, experts_Nk: jax.Array, gates_Nk: jax.Array,
+    weights: Weights, activation: Activation, axes: Axes, tokens_N1: jax.Array | None = None,
+) -> jax.Array:  # fmt: skip
+    """Every token through all of its experts.
+
+    Over an axis of experts either the tokens themselves travel (ragged all-to-all: k rows a token), or all devices of
+    the axis get all tokens and sum up what their experts made of them (one row a token and device). The numbers agree.
+
+    Args:
+      x_ND: tokens of this device.
+      experts_Nk: of E; E: none.
+      gates_Nk: float32.
+      weights: of this device's experts; E is their number times the size of the axis.
+      activation: of the experts.
+      axes: of the mesh.
+      tokens_N1: int32 numbers of the tokens among those of all devices; None: adapters drop nothing.
+
+    Returns:
+      [N, D], to be summed over `axes.partial`.
+    """
+    G, k = _count(weights), experts_Nk.shape[1]
+    parts = jax.lax.axis_size(axes.experts) if axes.experts else 1
+    if axes.tokens_travel and k < parts and sharding.platform() == "tpu":
+        return _exchanged(x_ND, experts_Nk, gates_Nk, weights, activation, axes, tokens_N1)
+    if axes.tokens_travel:
+        x_ND, experts_Nk, gates_Nk, tokens_N1 = jax.tree.map(
+            lambda a: jax.lax.all_gather(a, axes.experts, tiled=True), (x_ND, experts_Nk, gates_Nk, tokens_N1)
+        )
+    if axes.experts:
+        experts_Nk = experts_Nk - G * jax.lax.axis_index(axes.experts).astype(jnp.int32)
+        experts_Nk = jnp.where((experts_Nk >= 0) & (experts_Nk < G), experts_Nk, G)
+    N = len(x_ND)
+    tile = row_tile(N * k // parts, G)
+    layout, sizes_G = sorted_by_expert(experts_Nk, G, padded_rows(N * min(k, G), tile))
+    tokens_M1 = None if tokens_N1 is None else _take(tokens_N1, layout.choice // k)
+    y_MD = _grouped_mlp(to_rows(x_ND, layout), tokens_M1, sizes_G, tile, weights, activation, axes)
+    y_ND = from_rows(y_MD, gates_Nk, layout)
+    return jax.lax.psum_scatter(y_ND, axes.experts, tiled=True) if axes.tokens_travel else y_ND
+
+
+def _exchanged(x_ND, experts_Nk, gates_Nk, weights: Weights, activation: Activation, axes: Axes, tokens_N1):
+    """`dropless` by ragged all-to-all: rows sorted by expert go to the experts' devices and come back."""
+    (N, k), G, axis = experts_Nk.shape, _count(weights), axes.experts
+    parts, me = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
+    layout, sizes_E = sorted_by_expert(experts_Nk, parts * G, N * k)
+    sizes_SPG = jax.lax.all_gather(sizes_E, axis).reshape(parts, parts, G)  # sender, receiver, expert
+    sizes_SP = jnp.sum(sizes_SPG, axis=-1)
+    before_SP = jnp.cumsum(sizes_SP, axis=0) - sizes_SP  # where a sender's rows begin at the receiver
+    starts_SP = jnp.cumsum(sizes_SP, axis=1) - sizes_SP  # where a receiver's rows begin at the sender
+    tile = row_tile(N * k, G)
+    R = padded_rows(parts * N * min(k, G), tile)
+
+    def sent(rows):
+        return jax.lax.ragged_all_to_all(
+            rows, jnp.zeros((R, rows.shape[1]), rows.dtype),
+            starts_SP[me], sizes_SP[me], before_SP[me], sizes_SP[:, me], axis_name=axis,
+        )  # fmt: skip
+
+    received_RD = sent(to_rows(x_ND, layout))
+    # What came is sorted by sender, then by expert; experts want theirs together.
+    ends = jnp.cumsum(sizes_SPG[:, me].reshape(-1))
+    piece_R = jnp.sum((jnp.arange(R, dtype=jnp.int32)[:, None] >= ends).astype(jnp.int32), axis=1)
+    expert_R = jnp.where(piece_R < parts * G, piece_R % G, G)
+    by_expert, sizes_G = sorted_by_expert(expert_R[:, None], G, R)
+    tokens_R1 = None if tokens_N1 is None else _take(sent(_take(tokens_N1, layout.choice // k)), by_expert.choice)
+    y_RD = _grouped_mlp(to_rows(received_RD, by_expert), tokens_R1, sizes_G, tile, weights, activation, axes)
+    back = Layout(by_expert.row[:, 0], by_expert.choice[:, None])
+    y_MD = jax.lax.ragged_all_to_all(
+        to_rows(y_RD, back), jnp.zeros((N * k, x_ND.shape[1]), x_ND.dtype),
+        before_SP[:, me], sizes_SP[:, me], starts_SP[:, me], sizes_SP[me], axis_name=axis,
+    )  # fmt: skip
+    return from_rows(y_MD, gates_Nk, layout)
+
+
+def with_capacity(
+    x_BTD: jax.Array, experts_BTk: jax.Array, places_BTk: jax.Array, gates_BTk: jax.Array,
+    weights: Weights, activation: Activation, capacity: int, axes: Axes, tokens_BT1: jax.Array | None = None,
+) -> jax.Array:  # fmt: skip
+    """Tokens through those of their experts that have a place for them.
+
+    Args:
+      x_BTD: tokens of this device.
+      experts_BTk: of E; E: none.
+      places_BTk: among the choices of the same expert and row, on all devices; `capacity` or more is dropped.
+      gates_BTk: float32.
+      weights, activation, axes: as for `dropless`.
+      capacity: C.
+      tokens_BT1: as for `dropless`.
+
+    Returns:
+      [B, T, D], to be summed over `axes.partial`.
+    """
+    B, T, k = experts_BTk.shape
+    E, C = _buffer(weights, capacity, axes)
+    M = B * E * C
+    first_B11 = jnp.arange(B, dtype=jnp.int32)[:, None, None] * (E * C)
+    kept = (experts_BTk < E) & (places_BTk < capacity)
+    row = jnp.where(kept, first_B11 + experts_BTk * C + places_BTk, M).reshape(-1, k)
+    every = jnp.arange(B * T * k, dtype=jnp.int32)
+    choice = jnp.full(M, B * T * k, jnp.int32).at[row.reshape(-1)].set(every, mode="drop")
+    layout = Layout(choice, row)
+    x_MD = to_rows(x_BTD.reshape(B * T, -1), layout)
+    tokens_M1 = None if tokens_BT1 is None else _take(tokens_BT1.reshape(-1, 1), choice // k)
+    y_MD = _buffered((x_MD, tokens_M1), (B, E, C), weights, activation, axes).reshape(M, -1)
+    return from_rows(y_MD, gates_BTk.reshape(-1, k), layout).reshape(x_BTD.shape)
+
+
+def by_expert_choice(
+    x_BTD: jax.Array, tokens_BEC: jax.Array, gates_BEC: jax.Array,
+    weights: Weights, activation: Activation, axes: Axes, tokens_BT1: jax.Array | None = None,
+) -> jax.Array:  # fmt: skip
+    """The tokens that experts chose through these experts.
+
+    Args:
+      x_BTD: tokens of this device.
+      tokens_BEC: places in the rows as they are on all devices; T or more: none.
+      gates_BEC: float32.
+      weights, activation, axes, tokens_BT1: as for `dropless`.
+
+    Returns:
+      [B, T, D], to be summed over `axes.partial`.
+    """
+    B, T, D = x_BTD.shape
+    E, C = _buffer(weights, tokens_BEC.shape[2], axes)
+    missing = [(0, 0), (0, 0), (0, C - tokens_BEC.shape[2])]
+    gates_BEC = jnp.pad(gates_BEC, missing)
+    if axes.time:
+        tokens_BEC = tokens_BEC - T * jax.lax.axis_index(axes.time).astype(jnp.int32)
+    here = (tokens_BEC >= 0) & (tokens_BEC < T)
+    tokens_BEC = jnp.where(here, tokens_BEC + T * jnp.arange(B, dtype=jnp.int32)[:, None, None], B * T)
+    tokens_M = jnp.pad(tokens_BEC, missing, constant_values=B * T).reshape(-1)
+    x_MD = _take(x_BTD.reshape(-1, D), tokens_M)
+    numbers_M1 = None if tokens_BT1 is None else _take(tokens_BT1.reshape(-1, 1), tokens_M)
+    y_MD = _buffered((x_MD, numbers_M1), (B, E, C), weights, activation, axes).reshape(-1, D)
+    y_MD = y_MD.astype(jnp.float32) * gates_BEC.reshape(-1, 1)
+    y_ND = jnp.zeros((B * T, D), jnp.float32).at[tokens_M].add(y_MD, mode="drop")
+    return y_ND.astype(x_BTD.dtype).reshape(x_BTD.shape)
+
+
+def _buffer(weights: Weights, capacity: int, axes: Axes) -> tuple[int, int]:
+    """E, and the capacity rounded up to what the axes of time divide."""
+    E = _count(weights) * (jax.lax.axis_size(axes.experts) if axes.experts else 1)
+    shards = jax.lax.axis_size(axes.time) if axes.time else 1
+    return E, -(-capacity // shards) * shards
+
+
+def _buffered(rows, shape: tuple[int, int, int], weights: Weights, activation: Activation, axes: Axes) -> jax.Array:
+    """The rows of every expert through it; on each device those of its own tokens.
+
+    Args:
+      rows: [M, D], and [M, 1] the tokens' numbers or None.
+      shape: [B, E, C] of them.
+      weights, activation, axes: as for `dropless`.
+    """
+    (B, E, C), G = shape, _count(weights)
+
+    def to_experts(x_MD):
+        x_BECD = x_MD.reshape(B, E, C, -1)
+        if axes.time:  # each device has some of a row's tokens; they share out the places of the row's experts
+            x_BECD = jax.lax.psum_scatter(x_BECD, axes.time, scatter_dimension=2, tiled=True)
+        if axes.tokens_travel:
+            x_BECD = jax.lax.all_to_all(x_BECD, axes.experts, split_axis=1, concat_axis=0, tiled=True)
+        elif axes.experts:
+            x_BECD = jax.lax.dynamic_slice_in_dim(x_BECD, G * jax.lax.axis_index(axes.experts), G, axis=1)
+        return jnp.swapaxes(x_BECD, 0, 1).reshape(G, -1, x_BECD.shape[-1])
+
+    x_GMD, tokens_GM1 = jax.tree.map(to_experts, rows)
+
+    def product(x_GMD, w_GDF):
+        if not isinstance(w_GDF, jax.Array):
+            return batched_matmul(x_GMD, w_GDF)
+        return jnp.einsum("GMD,GDF->GMF", x_GMD, w_GDF)
+
+    of_experts = lambda values_GN: values_GN[:, None]  # noqa: E731
+    y_GMD = mlp(x_GMD, weights, activation, Rows(product, of_experts, True, tokens_GM1), axes)
+    here = C // (jax.lax.axis_size(axes.time) if axes.time else 1)
+    y_BECD = jnp.swapaxes(y_GMD.reshape(G, -1, here, y_GMD.shape[-1]), 0, 1)
+    if axes.tokens_travel:
+        y_BECD = jax.lax.all_to_all(y_BECD, axes.experts, split_axis=0, concat_axis=1, tiled=True)
+    elif axes.experts:
+        others = jnp.zeros((len(y_BECD), E, here, y_BECD.shape[-1]), y_BECD.dtype)
+        y_BECD = jax.lax.dynamic_update_slice_in_dim(others, y_BECD, G * jax.lax.axis_index(axes.experts), axis=1)
+    return jax.lax.all_gather(y_BECD, axes.time, axis=2, tiled=True) if axes.time else y_BECD

@@ -1,0 +1,213 @@
+"""A mixture of experts in place of an MLP (Shazeer et al. 2017, arXiv:1701.06538)."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from capibara import sharding
+from capibara.models.adapters.lora_experts import Factors, in_compute_dtype, placed
+from capibara.models.layers import layers
+from capibara.models.moe import dispatch, router
+from capibara.models.moe.router import (
+    Choice,
+    Dispatch,
+    ExpertChoice,
+    Gates,
+    Hints,
+    Moe,
+    Routing,
+    Score,
+    Stats,
+    router_loss,
+    router_metrics,
+)
+from capibara.sharding import constrain
+
+__all__ = [
+    "Dispatch",
+    "Gates",
+    "Hints",
+    "Moe",
+    "MoeMLP",
+    "Routing",
+    "Score",
+    "router_loss",
+    "router_metrics",
+]
+
+
+class MoeMLP(nnx.Module):
+    """Experts, each an MLP as the configuration's, and the router that gives every token some of them.
+
+    The products of experts are in the compute dtype whatever TransformerConfig.quantization is.
+    """
+
+    def __init__(self, config, moe: Moe, rngs: nnx.Rngs):
+        D, E = config.embed_dim, moe.num_experts
+        F = config.mlp_dim if moe.expert_dim is None else moe.expert_dim
+        self.config, self.moe = config, moe
+        self.router = layers.param(rngs, (D, E), ("router", "router"), layers.fan_in(0))
+        names = ("up", "gate") if config.activation.gated else ("up",)
+        for name in names:
+            into = layers.param(rngs, (E, D, F), ("experts", "expert_embed", "mlp"), layers.fan_in(1))
+            setattr(self, name, into)
+        out = layers.fan_in(1, scale=0.5 / config.num_layers)
+        self.down = layers.param(rngs, (E, F, D), ("experts", "mlp", "expert_embed"), out)
+        if config.bias.of_mlp:
+            self.up_bias = layers.param(rngs, (E, F), ("experts", "mlp"), layers.zeros)
+            self.down_bias = layers.param(rngs, (E, D), ("experts", "norm"), layers.zeros)
+        if moe.shared_experts:
+            shared = moe.shared_experts * (F if moe.shared_dim is None else moe.shared_dim)
+            for name in names:
+                setattr(self, f"shared_{name}", layers.param(rngs, (D, shared), ("embed", "mlp"), layers.fan_in(0)))
+            out = layers.fan_in(0, scale=0.5 / config.num_layers)
+            self.shared_down = layers.param(rngs, (shared, D), ("mlp", "embed"), out)
+
+    def __call__(
+        self,
+        x_BTD: jax.Array,
+        segment_ids_BT: jax.Array,
+        domains_BT: jax.Array | None = None,
+        step: jax.Array | None = None,
+        places_T: jax.Array | None = None,
+    ) -> tuple[jax.Array, Stats]:
+        """The layer.
+
+        Args:
+          x_BTD: input.
+          segment_ids_BT: 0 is padding, which is not routed: 0 comes out.
+          domains_BT: int32 domain of each token, counted from 1; 0 or None: not known.
+          step: the train step, for the weight of the hints; None: evaluation, where no hint counts.
+          places_T: where each place was in its row, if rows are not in order; capacity is given in that order.
+
+        Returns:
+          [B, T, D], and the sums of `router.choose`.
+        """
+        moe = self.moe
+        # In float32 on TPU too, where a product's default is bfloat16: a choice flips on little.
+        with jax.default_matmul_precision("highest"):
+            x32_BTD, router_lora = x_BTD.astype(jnp.float32), layers.adapter_of(self, "router")
+            logits = jnp.einsum("BTD,DE->BTE", x32_BTD, self.router[...])
+            if router_lora is not None:
+                logits = router_lora(x32_BTD, logits, self.router[...])
+        logits = constrain(logits, ("batch", "act_time", None))
+        choice, stats = router.choose(logits, segment_ids_BT > 0, moe, router.hint_of(moe, domains_BT, step))
+        if isinstance(choice, Choice) and moe.has_capacity:
+            places_BTk = router.places_of_experts(choice.experts, moe.num_experts, places_T)
+            late = (places_BTk >= moe.capacity(x_BTD.shape[1])) & (choice.experts < moe.num_experts)
+            stats["dropped"] = jnp.sum(late.astype(jnp.float32))
+            choice = choice._replace(gates=jnp.where(late, 0.0, choice.gates))
+            y = self._experts(x_BTD, choice, places_BTk)
+        else:
+            y = self._experts(x_BTD, choice, None)
+        if self.config.bias.of_mlp:
+            gates_BTE = _dense_gates(choice, x_BTD.shape[1], moe.num_experts)
+            y = y + jnp.einsum("BTE,ED->BTD", gates_BTE, self.down_bias[...]).astype(y.dtype)
+        if moe.shared_experts:
+            y = y + self._shared(x_BTD)
+        return constrain(y, ("batch", "act_time", "act_embed")), stats
+
+    def _shared(self, x_BTD: jax.Array) -> jax.Array:
+        dense = lambda name, x: layers.dense(  # noqa: E731
+            x, getattr(self, name)[...], adapter=layers.adapter_of(self, name)
+        )
+        h = constrain(dense("shared_up", x_BTD), ("batch", "act_time", "act_mlp"))
+        if self.config.activation.gated:
+            gate = constrain(dense("shared_gate", x_BTD), ("batch", "act_time", "act_mlp"))
+            h = self.config.activation.gate(gate, h)
+        else:
+            h = self.config.activation(h)
+        return dense("shared_down", h)
+
+    def _experts(self, x_BTD: jax.Array, choice: Choice | ExpertChoice, places_BTk: jax.Array | None) -> jax.Array:
+        """The experts' weighted outputs [B, T, D], on the active mesh where there is one."""
+        names = [name for name in ("up", "gate", "down", "up_bias") if hasattr(self, name)]
+        # Cast out here, so that what is gathered from the other devices is in the compute dtype.
+        weights = {name: in_compute_dtype(getattr(self, name)[...], x_BTD.dtype) for name in names}
+        for name in names:
+            if (adapter := layers.adapter_of(self, name)) is not None:
+                weights[f"{name}_lora"] = adapter.of_experts(getattr(self, name)[...], x_BTD.dtype)
+        of_routing = tuple(choice) if places_BTk is None else (choice.experts, places_BTk, choice.gates)
+        run = functools.partial(self._on_device, isinstance(choice, ExpertChoice), x_BTD.shape[1])
+        dropped = any(weight.seeds is not None for weight in weights.values() if isinstance(weight, Factors))
+        numbers = jnp.arange(x_BTD.shape[0] * x_BTD.shape[1], dtype=jnp.int32).reshape(*x_BTD.shape[:2], 1)
+        tokens_BT1 = numbers if dropped else None
+        current = sharding.active()
+        if current is None:
+            return run(dispatch.Axes(), x_BTD, of_routing, weights, tokens_BT1)
+        mesh, rules = current
+        axes = _axes(mesh, rules, *x_BTD.shape[:2])
+        tokens = P(axes.batch or None, axes.time or None)
+        weights, specs = _placed(weights, mesh, axes)
+        of_choice = P(axes.batch or None) if isinstance(choice, ExpertChoice) else tokens
+        return jax.shard_map(
+            functools.partial(run, axes),
+            mesh=mesh,
+            in_specs=(tokens, of_choice, specs, tokens),
+            out_specs=tokens,
+            # All of them, also where nothing is shared out: the compiler does not partition kernels. A stage axis comes in
+            # by vmap (pipeline.run).
+            axis_names=set(mesh.axis_names),
+            check_vma=False,
+        )(x_BTD, of_routing, weights, tokens_BT1)
+
+    def _on_device(self, by_experts: bool, length: int, axes: dispatch.Axes, x_BTD, of_routing, weights, tokens_BT1):
+        moe, activation = self.moe, self.config.activation
+        if by_experts:
+            y = dispatch.by_expert_choice(x_BTD, *of_routing, weights, activation, axes, tokens_BT1)
+        elif moe.has_capacity:
+            y = dispatch.with_capacity(x_BTD, *of_routing, weights, activation, moe.capacity(length), axes, tokens_BT1)
+        else:
+            flat = jax.tree.map(lambda a: a.reshape(-1, a.shape[-1]), (x_BTD, *of_routing, tokens_BT1))
+            y = dispatch.dropless(*flat[:-1], weights, activation, axes, flat[-1]).reshape(x_BTD.shape)
+        return sharding.psum(y, axes.partial) if axes.partial else y
+
+
+def _placed(weights: dispatch.Weights, mesh: jax.sharding.Mesh, axes: dispatch.Axes):
+    """The weights of experts for shard_map, and their specs."""
+    experts, hidden = axes.experts or None, axes.hidden or None
+    shards = int(np.prod([mesh.shape[axis] for axis in axes.hidden]))
+    of_weights, specs = {}, {}
+    for name, weight in weights.items():
+        down = name.startswith("down")
+        if isinstance(weight, Factors):
+            of_weights[name], specs[name] = weight, weight.specs(experts, hidden, hidden_inputs=down)
+            continue
+        spec = P(experts, hidden) if down or name == "up_bias" else P(experts, None, hidden)
+        of_weights[name], specs[name] = placed(weight, spec, axes.hidden, shards, hidden_inputs=down)
+    return of_weights, specs
+
+
+def _axes(mesh: jax.sharding.Mesh, rules: sharding.Rules, rows: int, length: int) -> dispatch.Axes:
+    """The axes of more than one device; of the tokens' axes the first that divide them, as `constrain` does."""
+
+    def used(names: tuple[str, ...], size: int | None = None) -> tuple[str, ...]:
+        kept: list[str] = []
+        for name in names:
+            if size is not None and size % int(np.prod([mesh.shape[a] for a in (*kept, name)])):
+                break
+            kept.append(name)
+        return tuple(name for name in kept if mesh.shape[name] > 1)
+
+    return dispatch.Axes(
+        batch=used(rules.batch, rows),
+        time=used(rules.act_time, length),
+        experts=used(rules.experts),
+        hidden=used(rules.mlp),
+    )
+
+
+def _dense_gates(choice: Choice | ExpertChoice, length: int, num_experts: int) -> jax.Array:
+    """The weight of every expert for every token, [B, T, E]."""
+    if isinstance(choice, Choice):
+        chosen_BTkE = choice.experts[..., None] == jnp.arange(num_experts, dtype=jnp.int32)
+        return jnp.sum(jnp.where(chosen_BTkE, choice.gates[..., None], 0.0), axis=2)
+    B, E, _ = choice.tokens.shape
+    rows, experts = jnp.arange(B)[:, None, None], jnp.arange(E)[:, None]
+    return jnp.zeros((B, length, E), jnp.float32).at[rows, choice.tokens, experts].set(choice.gates, mode="drop")

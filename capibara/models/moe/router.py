@@ -1,0 +1,415 @@
+"""Which experts a token goes to: scores, the choice, domain hints, and the sums that say how the choice fares.
+
+Letters: E experts, k experts of a token, C tokens of an expert (its capacity).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from capibara.config import configurable
+from capibara.core.types import UserError
+
+Stats = dict[str, jax.Array]
+_NEVER = -1e30  # the logarithm of no chance at all, finite so that differences of it are numbers
+
+
+class Dispatch(enum.StrEnum):
+    """Every token reaches its experts (MegaBlocks, Gale et al. 2022), or an expert takes at most its capacity."""
+
+    DROPLESS = "dropless"
+    CAPACITY = "capacity"
+
+
+class Routing(enum.StrEnum):
+    """Tokens choose their top_k experts, or experts choose their tokens (Zhou et al. 2022, arXiv:2202.09368).
+
+    Expert choice compares a token with later ones of its row, so it is not causal: what a decoder learns with it, it
+    cannot repeat while it generates. It suits encoders.
+    """
+
+    TOKEN_CHOICE = "token_choice"
+    EXPERT_CHOICE = "expert_choice"
+
+
+class Score(enum.StrEnum):
+    """What turns the router's logits into scores: softmax over all experts, or a sigmoid each (DeepSeek-V3)."""
+
+    SOFTMAX = "softmax"
+    SIGMOID = "sigmoid"
+
+
+class Gates(enum.StrEnum):
+    """Weights of a token's experts: their scores, or scaled to sum to 1 (Mixtral, Qwen3-MoE's norm_topk_prob).
+
+    Softmax scores scaled so are the softmax over the chosen logits alone.
+    """
+
+    SCORES = "scores"
+    NORMALIZED = "normalized"
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Hints:
+    """Domain hints of the hybrid router: tokens of a known domain go to its experts at first, later where they like.
+
+    Attributes:
+      domains: their names, in the order of the batch's `domains` (1 is the first one; 0: no hint).
+      experts: for each domain the experts it is given; None: all experts in turn, as evenly as it goes.
+      start: weight of the hints at the first step.
+      hold_steps: steps at that weight.
+      decay_steps: steps over which it then falls to 0 on a straight line.
+      loss: coefficient of the cross entropy of the router to the hint, in proportion to the weight. It is what the
+        router learns the domains from while the hints decide for it.
+    """
+
+    domains: tuple[str, ...]
+    experts: tuple[tuple[int, ...], ...] | None = None
+    start: float = 1.0
+    hold_steps: int = 0
+    decay_steps: int
+    loss: float = 0.01
+
+    def __post_init__(self):
+        if not self.domains:
+            raise UserError("Hints.domains is empty, must name at least one domain, or leave Moe.hints None")
+        if self.experts is not None and len(self.experts) != len(self.domains):
+            raise UserError(
+                f"Hints.experts has {len(self.experts)} entries, must have one for each of the {len(self.domains)} "
+                "domains, or be None to spread the experts evenly"
+            )
+        if not 0 < self.start <= 1:
+            raise UserError(f"Hints.start is {self.start}, must be above 0 and at most 1: try 1.0")
+        if self.hold_steps < 0:
+            raise UserError(f"Hints.hold_steps is {self.hold_steps}, must be at least 0")
+        if self.decay_steps < 1:
+            raise UserError(f"Hints.decay_steps is {self.decay_steps}, must be at least 1")
+        if not 0 <= self.loss < math.inf:
+            raise UserError(f"Hints.loss is {self.loss}, must be finite and at least 0: try 0.01")
+
+    def weight(self, step: jax.Array) -> jax.Array:
+        """Of the hints at a train step: float32, from `start` to 0."""
+        decayed = (jnp.asarray(step, jnp.float32) - float(self.hold_steps)) / float(self.decay_steps)
+        return self.start * (1.0 - jnp.clip(decayed, 0.0, 1.0))
+
+    def assignment(self, num_experts: int) -> tuple[tuple[int, ...], ...]:
+        """The experts of each domain."""
+        if self.experts is not None:
+            return self.experts
+        if num_experts < len(self.domains):
+            return tuple((index % num_experts,) for index in range(len(self.domains)))
+        return tuple(tuple(part.tolist()) for part in np.array_split(np.arange(num_experts), len(self.domains)))
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Moe:
+    """A mixture of experts in place of an MLP.
+
+    Attributes:
+      num_experts: of a layer.
+      top_k: experts of a token; with expert choice their mean.
+      expert_dim: hidden width of one expert; None: the model's mlp_dim.
+      shared_experts: experts that every token goes to as well (DeepSeekMoE, Dai et al. 2024, arXiv:2401.06066).
+      shared_dim: hidden width of one of them; None: that of the others.
+      dispatch: dropless, or up to a capacity.
+      capacity_factor: an expert's capacity in a row of T tokens is ceil(T * top_k * capacity_factor / num_experts),
+        where `dispatch` is capacity and for expert choice.
+      routing: who chooses.
+      score, gates: the weights of a token's experts.
+      balance_loss: coefficient of the load-balance loss, 1 a token and layer when all experts are used alike.
+      router_z_loss: coefficient of the squared log normaliser of the router (ST-MoE, Zoph et al. 2022).
+      hints: domain hints; None: the router is alone.
+    """
+
+    num_experts: int
+    top_k: int = 2
+    expert_dim: int | None = None
+    shared_experts: int = 0
+    shared_dim: int | None = None
+    dispatch: Dispatch = Dispatch.DROPLESS
+    capacity_factor: float = 1.25
+    routing: Routing = Routing.TOKEN_CHOICE
+    score: Score = Score.SOFTMAX
+    gates: Gates = Gates.NORMALIZED
+    balance_loss: float = 0.01
+    router_z_loss: float = 0.0
+    hints: Hints | None = None
+
+    def __post_init__(self):
+        for name in ("num_experts", "top_k", "expert_dim", "shared_dim"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"Moe.{name} is {value}, must be at least 1")
+        if self.top_k > self.num_experts:
+            most = self.num_experts
+            raise UserError(f"Moe.top_k ({self.top_k}) must be at most num_experts ({most}): try {min(2, most)}")
+        if self.shared_experts < 0:
+            raise UserError(f"Moe.shared_experts is {self.shared_experts}, must be at least 0")
+        if not 0 < self.capacity_factor < math.inf:
+            raise UserError(f"Moe.capacity_factor is {self.capacity_factor}, must be finite and above 0: try 1.25")
+        for name, usual in (("balance_loss", 0.01), ("router_z_loss", 0.001)):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise UserError(f"Moe.{name} is {getattr(self, name)}, must be finite and at least 0: try {usual}")
+        if self.hints is not None:
+            for domain, experts in zip(self.hints.domains, self.hints.assignment(self.num_experts)):
+                if not experts or not all(0 <= e < self.num_experts for e in experts):
+                    raise UserError(
+                        f"Hints.experts of the domain {domain!r} are {experts}, must be at least one of 0 to "
+                        f"{self.num_experts - 1} (Moe.num_experts is {self.num_experts})"
+                    )
+
+    @property
+    def has_capacity(self) -> bool:
+        """Whether an expert takes a fixed number of tokens of a row."""
+        return self.dispatch is Dispatch.CAPACITY or self.routing is Routing.EXPERT_CHOICE
+
+    def capacity(self, length: int) -> int:
+        """Tokens of a row of `length` that an expert takes at most."""
+        return min(length, math.ceil(length * self.top_k * self.capacity_factor / self.num_experts))
+
+
+class Hint(NamedTuple):
+    """What is known of tokens' domains at a step.
+
+    Attributes:
+      experts: [B, T, E] bool: experts of the token's domain; all, where nothing is known.
+      known: [B, T] float32: 1 where something is.
+      weight: float32 scalar.
+    """
+
+    experts: jax.Array
+    known: jax.Array
+    weight: jax.Array
+
+
+class Choice(NamedTuple):
+    """What tokens chose.
+
+    Attributes:
+      experts: [B, T, k] int32; num_experts where there is none (padding; what a hint of weight 1 rules out).
+      gates: [B, T, k] float32.
+    """
+
+    experts: jax.Array
+    gates: jax.Array
+
+
+class ExpertChoice(NamedTuple):
+    """What experts chose.
+
+    Attributes:
+      tokens: [B, E, C] int32 places in the row; T where there is none.
+      gates: [B, E, C] float32.
+    """
+
+    tokens: jax.Array
+    gates: jax.Array
+
+
+def hint_of(moe: Moe, domains_BT: jax.Array | None, step: jax.Array | None) -> Hint | None:
+    """The hint of a batch; None without hints, and in evaluation, where there is no step."""
+    if moe.hints is None or domains_BT is None or step is None:
+        return None
+    table = np.ones((len(moe.hints.domains) + 1, moe.num_experts), bool)  # row 0: nothing is known
+    for row, experts in zip(table[1:], moe.hints.assignment(moe.num_experts)):
+        row[:] = np.isin(np.arange(moe.num_experts), experts)
+    domains_BT = jnp.where(domains_BT < len(table), domains_BT, 0)
+    return Hint(jnp.asarray(table)[domains_BT], (domains_BT > 0).astype(jnp.float32), moe.hints.weight(step))
+
+
+def choose(
+    logits_BTE: jax.Array, real_BT: jax.Array, moe: Moe, hint: Hint | None = None
+) -> tuple[Choice | ExpertChoice, Stats]:
+    """Routes the tokens.
+
+    Args:
+      logits_BTE: of the router, float32.
+      real_BT: bool; padding is neither routed nor counted.
+      moe: the mixture.
+      hint: of the tokens' domains.
+
+    Returns:
+      The choice, and float32 sums over real tokens that add up over rows:
+        tokens: their number.
+        balance: load-balance loss (Shazeer et al. 2017; Fedus et al. 2021, eq. 4), found within each row and
+          weighted by its tokens: the same however rows are spread over devices and micro-batches. 1 a token when
+          experts are used alike; with expert choice 0.
+        z: squared log normaliser.
+        entropy: of the learned probabilities, in nats.
+        load: [E] tokens that go to each expert; fewer than top_k a token where a hint of weight 1 leaves fewer.
+        dropped: tokens' choices beyond an expert's capacity (added by whom it concerns); with expert choice, tokens
+          that no expert took.
+      With a hint also: hint (its cross entropy times its weight), hint_weight, hinted (tokens with a known domain) and
+      hint_hits (those whose most probable expert is one of their domain's).
+    """
+    if moe.score is Score.SOFTMAX:
+        log_scores = log_p = jax.nn.log_softmax(logits_BTE, axis=-1)
+    else:
+        log_scores = jax.nn.log_sigmoid(logits_BTE)
+        log_p = jax.nn.log_softmax(log_scores, axis=-1)
+    p, real = jnp.exp(log_p), real_BT.astype(jnp.float32)
+    stats = {
+        "tokens": jnp.sum(real),
+        "z": jnp.sum(jnp.square(jax.nn.logsumexp(logits_BTE, axis=-1)) * real),
+        "entropy": -jnp.sum(p * log_p * real[..., None]),
+    }
+    if hint is not None:
+        log_scores, of_hint = _hinted(log_scores, log_p, real, hint)
+        stats.update(of_hint)
+    if moe.routing is Routing.EXPERT_CHOICE:
+        choice, of_choice = _expert_choice(log_scores, real_BT, moe)
+    else:
+        choice, of_choice = _token_choice(log_scores, p, real_BT, moe)
+    return choice, stats | of_choice
+
+
+def _hinted(log_scores_BTE, log_p_BTE, real_BT, hint: Hint) -> tuple[jax.Array, Stats]:
+    """Logarithms of the scores with the hint mixed in, and the sums of `choose` about it."""
+    # Probabilities are mixed, not logits: however sure the router is, a weight of 1 sends a token to its domain, and
+    # half the weight is half the say. The hint is the router's own distribution over the domain's experts and not an
+    # equal share for each: top-k would always break that tie for the first of them.
+    log_inside_BTE = jnp.where(hint.experts, log_p_BTE, _NEVER)
+    log_share_BT1 = jax.nn.logsumexp(log_inside_BTE, axis=-1, keepdims=True)
+    log_total_BT1 = jax.nn.logsumexp(log_scores_BTE, axis=-1, keepdims=True)  # 0 for softmax
+    # As logarithms: where the router is sure of another domain, its share for this one can be too small for a float.
+    mixed = log_total_BT1 + jnp.logaddexp(
+        jnp.log1p(-hint.weight) + log_p_BTE, jnp.log(hint.weight) + log_inside_BTE - log_share_BT1
+    )
+    hinted = hint.known * real_BT
+    best = jnp.argmax(log_p_BTE, axis=-1)[..., None] == jnp.arange(log_p_BTE.shape[-1])
+    return mixed, {
+        # -sum(of_hint * log(p)) less the entropy of the hint: what the domain's experts lack of all probability.
+        "hint": -hint.weight * jnp.sum(log_share_BT1[..., 0] * hinted),
+        "hint_weight": hint.weight * jnp.sum(real_BT),
+        "hinted": jnp.sum(hinted),
+        "hint_hits": jnp.sum(jnp.any(best & hint.experts, axis=-1).astype(jnp.float32) * hinted),
+    }
+
+
+def _token_choice(log_scores_BTE, p_BTE, real_BT, moe: Moe) -> tuple[Choice, Stats]:
+    rest = jax.lax.stop_gradient(log_scores_BTE)
+    every = jnp.arange(moe.num_experts, dtype=jnp.int32)
+    experts, possible = [], []
+    # Not lax.top_k: it is a call that the partitioner would gather all tokens for.
+    for _ in range(moe.top_k):
+        best_BT = jnp.argmax(rest, axis=-1).astype(jnp.int32)
+        experts.append(best_BT)
+        # At a hint weight of 1 a domain with fewer experts than top_k leaves choices without a chance: they would add
+        # nothing, but take a place from a token that needs the expert. (A NaN is a choice, so that it is seen.)
+        possible.append(real_BT & ~(jnp.max(rest, axis=-1) < _NEVER / 2))
+        rest = jnp.where(best_BT[..., None] == every, -jnp.inf, rest)
+    experts_BTk = jnp.where(jnp.stack(possible, axis=-1), jnp.stack(experts, axis=-1), moe.num_experts)
+    chosen_BTkE = experts_BTk[..., None] == every
+    gates_BTk = jnp.sum(jnp.where(chosen_BTkE, jnp.exp(log_scores_BTE)[..., None, :], 0.0), axis=-1)
+    if moe.gates is Gates.NORMALIZED:
+        gates_BTk = gates_BTk / jnp.maximum(jnp.sum(gates_BTk, axis=-1, keepdims=True), 1e-20)
+    real = real_BT.astype(jnp.float32)
+    load_BE = jnp.sum(chosen_BTkE.astype(jnp.float32), axis=(1, 2))
+    p_BE = jnp.sum(p_BTE * real[..., None], axis=1)
+    balance_B = jnp.sum(load_BE * p_BE, axis=-1) / jnp.maximum(jnp.sum(load_BE, axis=-1), 1.0)
+    stats = {
+        "balance": moe.num_experts * jnp.sum(balance_B),
+        "load": jnp.sum(load_BE, axis=0),
+        "dropped": jnp.zeros((), jnp.float32),
+    }
+    return Choice(experts_BTk, gates_BTk), stats
+
+
+def _expert_choice(log_scores_BTE, real_BT, moe: Moe) -> tuple[ExpertChoice, Stats]:
+    T = real_BT.shape[1]
+    C = moe.capacity(T)
+    scores_BET = jnp.swapaxes(jnp.where(real_BT[..., None], log_scores_BTE, -jnp.inf), 1, 2)
+    order_BET = jnp.argsort(-jax.lax.stop_gradient(scores_BET), axis=-1, stable=True)
+    tokens_BEC = order_BET[..., :C].astype(jnp.int32)
+    scores_BEC = jnp.take_along_axis(scores_BET, tokens_BEC, axis=-1)
+    taken = scores_BEC > _NEVER / 2  # neither padding nor what a hint keeps away
+    tokens_BEC, gates_BEC = jnp.where(taken, tokens_BEC, T), jnp.exp(scores_BEC)
+    rows = jnp.arange(len(real_BT))[:, None, None]
+    reached_BT = jnp.zeros(real_BT.shape, bool).at[rows, tokens_BEC].set(True, mode="drop")
+    stats = {
+        "balance": jnp.zeros((), jnp.float32),
+        "load": jnp.sum(taken.astype(jnp.float32), axis=(0, 2)),
+        "dropped": jnp.sum((real_BT & ~reached_BT).astype(jnp.float32)),
+    }
+    return ExpertChoice(tokens_BEC, gates_BEC), stats
+
+
+def places_of_experts(experts_BTk: jax.Array, num_experts: int, places_T: jax.Array | None) -> jax.Array:
+    """How many choices of the same expert come before each choice of a row: [B, T, k] int32.
+
+    Choices are in the order of the tokens' places, a token's by their rank: whether a token is dropped for lack of
+    capacity depends on earlier tokens only.
+
+    Args:
+      experts_BTk: num_experts for none.
+      num_experts: of them.
+      places_T: where each token was in its row, if rows are not in order.
+    """
+    B, T, k = experts_BTk.shape
+    places_T = jnp.arange(T, dtype=jnp.int32) if places_T is None else places_T.astype(jnp.int32)
+    turn = jnp.broadcast_to(places_T[:, None] * k + jnp.arange(k, dtype=jnp.int32), (B, T, k)).reshape(B, -1)
+    index = jnp.broadcast_to(jnp.arange(T * k, dtype=jnp.int32), (B, T * k))
+    experts, _, index = jax.lax.sort((experts_BTk.reshape(B, -1), turn, index), num_keys=2)
+    of_expert = experts_BTk.reshape(B, -1, 1) == jnp.arange(num_experts + 1, dtype=jnp.int32)
+    sizes = jnp.sum(of_expert.astype(jnp.int32), axis=1)
+    first = jnp.take_along_axis(jnp.cumsum(sizes, axis=1) - sizes, experts, axis=1)
+    place = jnp.arange(T * k, dtype=jnp.int32) - first
+    return jax.lax.sort((index, place), num_keys=1)[1].reshape(B, T, k)
+
+
+def router_loss(stats: Stats, moe: Moe) -> jax.Array:
+    """What a mixture adds to the loss sum: its losses times their coefficients, over all layers.
+
+    Args:
+      stats: of `choose`, of one layer or with a leading axis of layers.
+      moe: has the coefficients.
+    """
+    loss = moe.balance_loss * jnp.sum(stats["balance"]) + moe.router_z_loss * jnp.sum(stats["z"])
+    return loss + moe.hints.loss * jnp.sum(stats["hint"]) if "hint" in stats else loss
+
+
+def router_metrics(stats: Stats, moe: Moe) -> dict[str, jax.Array]:
+    """Scalars that say how the experts are used.
+
+    Args:
+      stats: sums of `choose` over the whole batch, of one layer or with a leading axis of layers.
+      moe: the mixture.
+
+    Returns:
+      balance_loss, router_z_loss: their part of the loss of a token, layers added up.
+      router_entropy: mean over tokens and layers, 1 for a router that prefers none.
+      dropped_share: of all choices those beyond an expert's capacity; with expert choice, of all tokens those that no
+        expert took.
+      expert_load_max, expert_load_min: the busiest and the idlest expert of all layers; 1 is the mean.
+      expert_load/<expert>: mean over layers.
+      With hints: hint_loss, hint_weight, and hint_accuracy: of the tokens with a known domain the share whose most
+        probable expert is one of that domain's.
+    """
+    tokens_L = jnp.maximum(jnp.atleast_1d(stats["tokens"]), 1.0)
+    load_LE = stats["load"].reshape(len(tokens_L), moe.num_experts)
+    share_LE = load_LE * moe.num_experts / jnp.maximum(jnp.sum(load_LE, axis=-1, keepdims=True), 1.0)
+    total = jnp.sum(tokens_L)
+    choices = total if moe.routing is Routing.EXPERT_CHOICE else jnp.maximum(jnp.sum(load_LE), 1.0)
+    metrics = {
+        "balance_loss": moe.balance_loss * jnp.sum(stats["balance"] / tokens_L),
+        "router_z_loss": moe.router_z_loss * jnp.sum(stats["z"] / tokens_L),
+        "router_entropy": jnp.sum(stats["entropy"]) / total / math.log(max(moe.num_experts, 2)),
+        "dropped_share": jnp.sum(stats["dropped"]) / choices,
+        "expert_load_max": jnp.max(share_LE),
+        "expert_load_min": jnp.min(share_LE),
+    }
+    metrics |= {f"expert_load/{expert}": share for expert, share in enumerate(jnp.mean(share_LE, axis=0))}
+    if "hint" in stats:
+        metrics["hint_loss"] = moe.hints.loss * jnp.sum(stats["hint"] / tokens_L)
+        metrics["hint_weight"] = jnp.sum(stats["hint_weight"]) / total
+        metrics["hint_accuracy"] = jnp.sum(stats["hint_hits"]) / jnp.maximum(jnp.sum(stats["hinted"]), 1.0)
+    return metrics

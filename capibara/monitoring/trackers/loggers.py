@@ -1,0 +1,346 @@
+"""Keeps what a run reports: metrics.jsonl and TensorBoard event files in the run folder."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import errno
+import json
+import logging
+import math
+import os
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from capibara.checkpoints.run_manifest import METRICS as METRICS_FILE
+from capibara.config import configurable
+from capibara.core.types import UserError
+from capibara.storage.outputs import is_remote
+from capibara.training.callbacks import Callback, RunInfo
+
+_SECONDS_BETWEEN_FLUSHES = 120.0
+AGAIN = ("start", "roll_back")  # events after which the steps that follow theirs are made again
+
+
+def mfu(run: RunInfo, step_s: float) -> float | None:
+    """Model FLOPs utilisation: the share of all devices' peak FLOP/s that a step of `step_s` seconds reaches.
+
+    Source: PaLM, Chowdhery et al. 2022, appendix B. None where the device's peak is not known.
+    """
+    if not run.peak_flops or not step_s > 0:
+        return None
+    return run.flops_per_step / step_s / (run.device_count * run.peak_flops)
+
+
+@configurable
+class MetricsFile(Callback):
+    """Appends everything to metrics.jsonl in the run folder, one JSON object a line.
+
+    Each line has `kind` ("train", "eval", "sample" or "event"), `step` and `time` (seconds since 1970); train and eval
+    lines have the metrics beside them, samples `prompt` and `text`, events `event` ("start", "spent", "checkpoint",
+    "roll_back" or "end") and what belongs to it. Numbers that are not finite are null. Nothing is ever rewritten: a run
+    that resumes from its last checkpoint repeats the steps after it, and `read_metrics` keeps the newer lines.
+    """
+
+    def __init__(self) -> None:
+        self._lines: _LocalLines | _RemoteLines | None = None
+        self._run: RunInfo | None = None
+
+    def on_train_begin(self, run: RunInfo) -> None:
+        self._run = run
+        self._lines = (_RemoteLines if is_remote(run.model_dir) else _LocalLines)(metrics_path(run.model_dir))
+        names = "total_steps param_count tokens_per_step flops_per_step device_count device_kind peak_flops".split()
+        self._write("event", run.start_step, event="start", **{name: getattr(run, name) for name in names})
+
+    def on_spent(self, step: int, seconds: Mapping[str, float]) -> None:
+        self._write("event", step, event="spent", **seconds)
+
+    def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        utilisation = mfu(self._run, metrics.get("step_s", 0.0))
+        self._write("train", step, **metrics, **({} if utilisation is None else {"mfu": utilisation}))
+
+    def on_evaluate(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._write("eval", step, **metrics)
+
+    def on_sample(self, step: int, prompt: str, text: str) -> None:
+        self._write("sample", step, prompt=prompt, text=text)
+
+    def on_checkpoint(self, step: int) -> None:
+        self._write("event", step, event="checkpoint")
+        self._lines.flush()
+
+    def on_roll_back(self, step: int) -> None:
+        self._write("event", step, event="roll_back")
+
+    def on_train_end(self, step: int, reason: str) -> None:
+        self._write("event", step, event="end", reason=reason)
+        self._lines.close()
+
+    def _write(self, kind: str, step: int, **fields: Any) -> None:
+        record = {"kind": kind, "step": int(step), "time": round(time.time(), 3)}
+        record.update((name, _json_value(value)) for name, value in fields.items())
+        self._lines.write(json.dumps(record, ensure_ascii=False, allow_nan=False))
+
+
+def metrics_path(model_dir: str) -> str:
+    """Where a run folder keeps its metrics."""
+    return os.path.join(model_dir, METRICS_FILE)
+
+
+def folder_error(path: str) -> UserError:
+    """What to say of a folder that has the name of one of the run's files."""
+    return UserError(f"{path} is a folder, must be a file: move it away, or set another MODEL_DIR")
+
+
+def read_metrics(path: str) -> list[dict[str, Any]]:
+    """The records of a metrics.jsonl as if the run had never been stopped.
+
+    A start at step k, or going back to it, makes everything recorded before of later steps void; of several lines of one kind and step
+    (for samples: and prompt; for events: and event) the last counts. A torn line, from a run that was killed, is
+    left out.
+
+    Args:
+      path: the file, or the run folder that holds it.
+
+    Returns:
+      Records in the order of their steps.
+
+    Raises:
+      UserError: there is no such file, or it is a folder.
+    """
+    path = path if path.endswith(".jsonl") else metrics_path(path)
+    kept: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for record in all_records(path):
+        kind, step = record["kind"], record["step"]
+        if kind == "event" and record.get("event") in AGAIN:
+            kept = {key: old for key, old in kept.items() if old["step"] <= step}
+        key = (kind, step, record.get("prompt") if kind == "sample" else record.get("event"))
+        kept.pop(key, None)
+        kept[key] = record
+    return sorted(kept.values(), key=lambda record: record["step"])
+
+
+def all_records(path: str) -> list[dict[str, Any]]:
+    """Every whole line of a metrics.jsonl, in the order in which they were written; as of `read_metrics`."""
+    return list(filter(None, map(_parse, _read_text(path).split("\n"))))
+
+
+@configurable
+class TensorBoard(Callback):
+    """Writes TensorBoard event files to `tensorboard` in the run folder; see them with `tensorboard --logdir`."""
+
+    def __init__(self) -> None:
+        self._events: _EventFile | None = None
+        self._run: RunInfo | None = None
+
+    def on_train_begin(self, run: RunInfo) -> None:
+        self._run = run
+        folder = os.path.join(run.model_dir, "tensorboard")
+        if os.path.lexists(folder) and not os.path.isdir(folder):
+            raise UserError(f"{folder} is a file, must be a folder: move it away, or set another MODEL_DIR")
+        # Steps after the checkpoint were written by the run that was stopped: TensorBoard is told to forget them.
+        self._events = _EventFile(folder, purge_step=run.start_step + 1)
+        self._events.text("config", _preformatted(run.config), run.start_step)
+
+    def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        utilisation = mfu(self._run, metrics.get("step_s", 0.0))
+        self._scalars("train", step, metrics if utilisation is None else {**metrics, "mfu": utilisation})
+
+    def on_evaluate(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._scalars("eval", step, metrics)
+        self._events.flush()
+
+    def on_sample(self, step: int, prompt: str, text: str) -> None:
+        tag = f"sample/{_encodable(prompt) or '(empty prompt)'}"
+        self._events.text(tag, _preformatted(prompt + text), step)
+
+    def on_checkpoint(self, step: int) -> None:
+        self._events.flush()
+
+    def on_train_end(self, step: int, reason: str) -> None:
+        self._events.close()
+
+    def _scalars(self, group: str, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._events.scalar(f"{group}/{name}", value, step)
+        self._events.flush(_SECONDS_BETWEEN_FLUSHES)
+
+
+class _EventFile:
+    """A TensorBoard event file of this start of the run, written in the thread of the caller.
+
+    tensorboardX's own writer has a thread and a queue: the thread ends at the first error, or when the clock goes back by
+    weeks, and whoever writes, closes or exits then waits for ever. Here an error ends only the events: a warning says so,
+    and metrics.jsonl has the same numbers.
+    """
+
+    def __init__(self, folder: str, purge_step: int):
+        from tensorboardX import event_file_writer, record_writer
+        from tensorboardX.proto.event_pb2 import SessionLog
+
+        self._folder, self._flushed_s = folder, time.monotonic()
+        record_writer.directory_check(folder)
+        # The name begins with the time: after the clock has gone back it must not be that of an older file.
+        suffix = f".{os.getpid()}.{secrets.token_hex(4)}"
+        self._writer = event_file_writer.EventsWriter(os.path.join(folder, "events"), suffix)
+        atexit.register(self._close_after_fault)
+        self._write(purge_step, file_version="brain.Event:2")
+        self._write(purge_step, session_log=SessionLog(status=SessionLog.START))
+
+    def scalar(self, tag: str, value: float, step: int) -> None:
+        from tensorboardX import summary
+
+        self._write(step, summary=summary.scalar(tag, value))
+
+    def text(self, tag: str, text: str, step: int) -> None:
+        from tensorboardX import summary
+
+        self._write(step, summary=summary.text(tag, text))
+
+    def flush(self, at_most_every_s: float = 0.0) -> None:
+        if time.monotonic() - self._flushed_s >= at_most_every_s:
+            self._flushed_s = time.monotonic()
+            self._do(lambda writer: writer.flush())
+
+    def close(self) -> None:
+        atexit.unregister(self._close_after_fault)
+        self._do(lambda writer: writer.close())
+        self._writer = None
+
+    def _close_after_fault(self) -> None:
+        """At the exit of a run that did not come to its end. What ended it, and has been said, may fail this, too."""
+        if self._writer is not None:
+            with contextlib.suppress(Exception):
+                self._writer.close()
+            self._forget()
+
+    def _write(self, step: int, **fields: Any) -> None:
+        from tensorboardX.proto.event_pb2 import Event
+
+        self._do(lambda writer: writer.write_event(Event(wall_time=time.time(), step=int(step), **fields)))
+
+    def _do(self, what: Callable[[Any], Any]) -> None:
+        if self._writer is None:
+            return
+        try:
+            what(self._writer)
+        except Exception as error:  # buckets have errors of their own
+            self._forget()
+            logging.getLogger(__name__).warning(
+                "%s is not written any more (%s: %s); metrics.jsonl has the same numbers",
+                self._folder, type(error).__name__, error,
+            )  # fmt: skip
+
+    def _forget(self) -> None:
+        """Drops a writer that has failed. That of a bucket would upload once more when it is collected, and fail aloud."""
+        writer, self._writer = self._writer, None
+        if is_remote(self._folder):
+            writer._py_recordio_writer._writer.close = lambda: None
+
+
+class _LocalLines:
+    """Appends lines to a file; each is on the operating system's side when `write` returns."""
+
+    def __init__(self, path: str):
+        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+        self._path = path
+        # A sample's undecodable bytes (surrogates) become JSON escapes: they must not stop a run.
+        try:
+            self._file = open(path, "a+", encoding="utf-8", errors="backslashreplace", newline="")
+        except IsADirectoryError:
+            raise folder_error(path) from None
+        if not _ends_with_newline(path):
+            self.write("")  # ends the torn line of a run that was killed
+
+    def write(self, line: str) -> None:
+        try:
+            self._file.write(line + "\n")
+            self._file.flush()
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise UserError(f"{self._path} cannot be written: the disk is full; free some and run again") from None
+
+    def flush(self) -> None:
+        """Nothing is left to write."""
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class _RemoteLines:
+    """Lines of an object in a bucket, which cannot be appended to: it is rewritten now and then, and at the end."""
+
+    _SECONDS_BETWEEN_WRITES = 30.0
+
+    def __init__(self, path: str):
+        from etils import epath
+
+        self._path = epath.Path(path)
+        text = self._path.read_text() if self._path.exists() else ""
+        self._lines = text.removesuffix("\n").split("\n") if text else []
+        self._written = -math.inf
+
+    def write(self, line: str) -> None:
+        self._lines.append(line)
+        if time.monotonic() - self._written >= self._SECONDS_BETWEEN_WRITES:
+            self.flush()
+
+    def flush(self) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        text = "".join(f"{line}\n" for line in self._lines)
+        self._path.write_bytes(text.encode("utf-8", errors="backslashreplace"))
+        self._written = time.monotonic()
+
+    def close(self) -> None:
+        self.flush()
+
+
+def _ends_with_newline(path: str) -> bool:
+    with open(path, "rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        if size == 0:
+            return True
+        file.seek(size - 1)
+        return file.read(1) == b"\n"
+
+
+def _read_text(path: str) -> str:
+    try:
+        if is_remote(path):
+            from etils import epath
+
+            return epath.Path(path).read_text()
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read()
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist: name a run folder, or its {METRICS_FILE}") from None
+    except IsADirectoryError:
+        raise folder_error(path) from None
+
+
+def _parse(line: str) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError:
+        return None
+    whole = isinstance(record, dict) and isinstance(record.get("kind"), str) and isinstance(record.get("step"), int)
+    return record if whole else None
+
+
+def _json_value(value: Any) -> Any:
+    if value is None or isinstance(value, (str, bool, int)):
+        return value
+    return float(value) if math.isfinite(value) else None
+
+
+def _preformatted(text: str) -> str:
+    """Markdown that shows the text as it is."""
+    return "\n".join(f"    {line}" for line in _encodable(text).splitlines())
+
+
+def _encodable(text: str) -> str:
+    """With escapes for what UTF-8 cannot hold: the surrogates of bytes that could not be decoded."""
+    return text.encode("utf-8", errors="backslashreplace").decode("utf-8")

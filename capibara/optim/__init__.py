@@ -1,0 +1,263 @@
+"""Optimizers and learning-rate schedules by name, and the logical axes of an optimizer's state.
+
+`axes` is everywhere a tree like the parameters whose leaves are tuples of logical axis names, one name (or None) per
+dimension: ("layers", "embed", "mlp"), ("vocab", "embed"), ("layers", "embed").
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+
+import jax
+import optax
+
+from capibara.config import configurable
+from capibara.core.tree import is_axes
+from capibara.core.types import Params, PyTree, UserError
+from capibara.optim import adafactor, matrices
+from capibara.optim import state_dtypes as optim_state
+from capibara.optim.adafactor import Adafactor, FactoredState, Factoring, Parts
+from capibara.optim.matrices import Axes
+from capibara.optim.schedules import FactorSchedule, Schedule, ScheduleKind, StepFunction
+from capibara.optim.state_dtypes import StateDtype
+
+__all__ = [
+    "Adafactor",
+    "FactorSchedule",
+    "FactoredState",
+    "Factoring",
+    "Optimizer",
+    "OptimizerName",
+    "Parts",
+    "Schedule",
+    "ScheduleKind",
+    "decay_mask",
+    "hidden_matrix",
+    "state_axes",
+]
+
+
+class OptimizerName(enum.StrEnum):
+    """The update rules."""
+
+    ADAMW = "adamw"
+    ADAFACTOR = "adafactor"
+    LION = "lion"
+    MUON = "muon"
+    SGD = "sgd"
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    """An update rule with its schedule, global-norm clip and decoupled, masked weight decay.
+
+    adamw (Loshchilov and Hutter 2019, arXiv:1711.05101); adafactor (Shazeer and Stern 2018, arXiv:1804.04235), whose
+    learning rate is relative to the root mean square of each weight unless parameter_scale is False; lion (Chen et
+    al. 2023, arXiv:2302.06675); muon (Jordan 2024; scaled as in Liu et al. 2025, arXiv:2502.16982, so that AdamW's
+    learning rates fit) for the matrices of the hidden layers, AdamW for embeddings, output head, biases and norms;
+    sgd with momentum. Stacked layers are treated as separate weights by all of them.
+
+    Attributes:
+      name: the update rule.
+      schedule: the learning rate.
+      weight_decay: share of a weight that the update takes away, times the learning rate. Only weights that map one
+        space to another decay: biases and norm scales do not.
+      b1: decay of the first moment: adamw, lion, and adamw inside muon.
+      b2: decay of the second moment, for lion of the momentum; None is 0.95, for lion 0.99.
+      eps: what adamw and muon add to denominators.
+      momentum: muon (None is 0.95), sgd (None is 0.9), adafactor (None is without; of updates, learning rate included).
+      nesterov: whether muon and sgd look ahead along their momentum.
+      muon_rms: root mean square of muon's update before the learning rate; 0.2 is what AdamW's is.
+      factored_min_size: adafactor keeps row and column moments where both sides of a weight, as a matrix, have this
+        size; heads and their features are one side. Adafactor.factoring has other rules.
+      parameter_scale: whether adafactor's update is relative to the weight.
+      adafactor: what else adafactor has.
+      clip_norm: gradients are scaled down to this global norm; None is no limit.
+      state_dtype: how the moments of weights are stored between updates. Adafactor's are small by themselves.
+    """
+
+    name: OptimizerName = OptimizerName.ADAMW
+    schedule: Schedule | FactorSchedule = dataclasses.field(default_factory=Schedule)
+    weight_decay: float = 0.1
+    b1: float = 0.9
+    b2: float | None = None
+    eps: float = 1e-8
+    momentum: float | None = None
+    nesterov: bool = True
+    muon_rms: float = 0.2
+    factored_min_size: int = 128
+    parameter_scale: bool = True
+    adafactor: Adafactor = dataclasses.field(default_factory=Adafactor)
+    clip_norm: float | None = 1.0
+    state_dtype: StateDtype = StateDtype.FLOAT32
+
+    def __post_init__(self):
+        for name in ("b1", "b2", "momentum"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < 1:
+                raise UserError(f"Optimizer.{name} is {value}, must be from 0 to below 1: try 0.9")
+        for name in ("eps", "clip_norm", "muon_rms"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                hint = ": None is no limit" if name == "clip_norm" else ""
+                raise UserError(f"Optimizer.{name} is {value}, must be finite and above 0{hint}")
+        if not 0 <= self.weight_decay < math.inf:
+            raise UserError(
+                f"Optimizer.weight_decay is {self.weight_decay}, must be finite and not negative: 0 is none"
+            )
+        if self.factored_min_size < 2:
+            raise UserError(f"Optimizer.factored_min_size is {self.factored_min_size}, must be at least 2: try 128")
+        if self.name is OptimizerName.ADAFACTOR and self.state_dtype is not StateDtype.FLOAT32:
+            raise UserError(
+                f"Optimizer.state_dtype is {self.state_dtype}, which adafactor's row and column moments do not take: "
+                "set float32, or another Optimizer.name"
+            )
+        if self.name is OptimizerName.ADAFACTOR and self.weight_decay and self.adafactor.decays:
+            raise UserError(
+                f"Optimizer.weight_decay ({self.weight_decay}) and Adafactor.weight_decay_rate are two ways to decay: set "
+                "Optimizer.weight_decay = 0.0, or take the other out"
+            )
+
+    def build(self, total_steps: int, axes: PyTree) -> optax.GradientTransformation:
+        """The optimizer for parameters with these axes.
+
+        Args:
+          total_steps: updates in the whole run, for the schedule.
+          axes: tree like the parameters, of tuples of logical axis names.
+
+        Raises:
+          UserError: the schedule does not fit into the run.
+        """
+        schedule = self.schedule.build(total_steps)
+        chain = [] if self.clip_norm is None else [optax.clip_by_global_norm(self.clip_norm)]
+        weights = jax.tree.map(lambda a, decays: a if decays else None, axes, decay_mask(axes), is_leaf=is_axes)
+        if self.name is OptimizerName.ADAFACTOR:
+            return optax.chain(*chain, *self._adafactor(axes, schedule))
+        chain += [optim_state.stored(rule, self.state_dtype, weights) for rule in self._rule(axes)]
+        if self.weight_decay:
+            chain.append(optax.add_decayed_weights(self.weight_decay, mask=decay_mask(axes)))
+        return optax.chain(*chain, optax.scale_by_learning_rate(schedule))
+
+    def _rule(self, axes: PyTree) -> list[optax.GradientTransformation]:
+        """From gradients to updates, before weight decay and learning rate."""
+        adam = optax.scale_by_adam(b1=self.b1, b2=_default(self.b2, 0.95), eps=self.eps)
+        match self.name:
+            case OptimizerName.ADAMW:
+                return [adam]
+            case OptimizerName.LION:
+                return [optax.scale_by_lion(b1=self.b1, b2=_default(self.b2, 0.99))]
+            case OptimizerName.SGD:
+                return [optax.trace(decay=_default(self.momentum, 0.9), nesterov=self.nesterov)]
+            case OptimizerName.MUON:
+                hidden = jax.tree.map(lambda a: "muon" if hidden_matrix(a) else "adamw", axes, is_leaf=is_axes)
+                muon = _muon(axes, _default(self.momentum, 0.95), self.eps, self.nesterov, self.muon_rms)
+                return [optax.partition({"muon": muon, "adamw": adam}, hidden)]
+        raise ValueError(f"{self.name} has a rule of its own")
+
+    def _adafactor(self, axes: PyTree, schedule: StepFunction) -> list[optax.GradientTransformation]:
+        """From gradients to updates, weight decay and learning rate included.
+
+        Where there is no momentum the parts, and so the state, are in the order that they always had.
+        """
+        own, old = self.adafactor, self.adafactor.factoring is Factoring.DIMENSIONS
+        rule = adafactor.Rule(own, axes, min_size=self.factored_min_size, parameter_scale=self.parameter_scale)
+        parts = [rule.scale_by_factored_rms(), rule.clip_by_rms()]
+        if rule.scales_by_parameters:
+            parts.append(rule.scale_by_parameter_rms())
+        averaged = [] if self.momentum is None else [optax.ema(self.momentum, debias=False)]
+        learn = optax.scale_by_learning_rate(schedule)
+        if self.weight_decay and (old or not averaged):
+            decay = optax.add_decayed_weights(self.weight_decay, mask=decay_mask(axes))
+            parts += [*averaged, decay, learn]
+        elif self.weight_decay:
+            share = lambda step: self.weight_decay * schedule(step)  # noqa: E731
+            parts += [learn, *averaged, adafactor.decay(share, decay_mask(axes))]
+        else:
+            parts += [*averaged, learn] if old else [learn, *averaged]
+        if own.decays:
+            parts.append(adafactor.decay(lambda step: own.decay_of(schedule(step)), None))
+        return parts
+
+
+def decay_mask(axes: PyTree) -> PyTree:
+    """True for the weights that decay: those with at least two spaces beside the stack axes.
+
+    A bias of attention heads, ("heads", "head_dim"), has one space (the heads' features): it does not decay.
+    """
+    return jax.tree.map(lambda a: matrices.sides(a) is not None, axes, is_leaf=is_axes)
+
+
+def hidden_matrix(axes: Axes) -> optax.contrib.MuonDimensionNumbers | None:
+    """Which dimensions of a weight are a matrix's inputs and outputs; None for everything but hidden matrices.
+
+    Which they are says `matrices.sides`. Stack axes hold independent matrices.
+    """
+    sides = matrices.sides(axes)
+    if sides is None or set(axes) & set(matrices.LOOKUP_AXES):
+        return None
+    return optax.contrib.MuonDimensionNumbers(*sides)
+
+
+def state_axes(tx: optax.GradientTransformation, abstract_params: Params, axes: PyTree) -> PyTree:
+    """Logical axes of an optimizer's state, so that it can be sharded like the parameters.
+
+    Args:
+      tx: the optimizer.
+      abstract_params: tree of the parameters' shapes (jax.ShapeDtypeStruct) or arrays.
+      axes: tree like the parameters, of tuples of logical axis names.
+
+    Returns:
+      A tree like `jax.eval_shape(tx.init, abstract_params)` whose leaves are tuples with one entry per dimension:
+      the parameter's axes where a leaf mirrors a parameter (the scales of 8-bit blocks too, though one dimension of
+      theirs is shorter and may not divide over its mesh axes), the remaining axes for Adafactor's rows and columns,
+      None (replicated) for every dimension of anything else, () for scalars. Containers of the state are tuples
+      too: map it beside the abstract state, `jax.tree.map(fn, state, axes)`, or with `is_leaf=is_axes`.
+    """
+    shapes = {path: leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(abstract_params)}
+    named = dict(jax.tree_util.tree_leaves_with_path(axes, is_leaf=is_axes))
+    if missing := sorted(map(jax.tree_util.keystr, shapes.keys() ^ named.keys())):
+        raise ValueError(f"parameters and axes differ in {', '.join(missing)}")
+
+    def leaf_axes(path, leaf):
+        owner = optim_state.parameter_path(path, shapes)
+        if owner is None:
+            return (None,) * leaf.ndim
+        shape, names = shapes[owner], named[owner]
+        if leaf.shape == shape or getattr(path[-1], "name", None) in optim_state.Blocks._fields:
+            return names
+        return (None,) * leaf.ndim
+
+    def node_axes(path, node):
+        if isinstance(node, adafactor.FactoredState):
+            return node.axes_of(axes)
+        return leaf_axes(path, node)
+
+    state = jax.eval_shape(tx.init, abstract_params)
+    of_adafactor = lambda x: isinstance(x, adafactor.FactoredState)  # noqa: E731
+    return jax.tree_util.tree_map_with_path(node_axes, state, is_leaf=of_adafactor)
+
+
+def _muon(axes: PyTree, momentum: float, eps: float, nesterov: bool, rms: float) -> optax.GradientTransformation:
+    """Momentum, orthogonalised matrix by matrix, then scaled to root mean square `rms`."""
+    numbers = jax.tree.map(lambda a: hidden_matrix(a) or optax.MaskedNode(), axes, is_leaf=is_axes)
+
+    def scale(updates, params):
+        del params
+
+        def one(update, matrix):
+            sizes = [math.prod(update.shape[i] for i in dims) for dims in matrix]
+            return rms * math.sqrt(max(sizes)) * update
+
+        return jax.tree.map(one, updates, numbers)
+
+    return optax.chain(
+        optax.contrib.scale_by_muon(beta=momentum, eps=eps, nesterov=nesterov, weight_dimension_numbers=numbers),
+        optax.stateless(scale),
+    )
+
+
+def _default(value: float | None, default: float) -> float:
+    return default if value is None else value

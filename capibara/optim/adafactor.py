@@ -1,0 +1,345 @@
+"""Adafactor (Shazeer and Stern 2018, arXiv:1804.04235) of weights with any number of dimensions, as T5X has it.
+
+A weight's second moment is kept as the means of its rows and of its columns. A kernel of attention, [embed, heads,
+head_dim], is a matrix from `embed` to all the heads' features: its columns are two dimensions, and how large one head is
+says nothing of whether it is factored.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+import re
+from collections.abc import Callable, Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from capibara.config import configurable
+from capibara.core import tree
+from capibara.core.types import PyTree, UserError
+from capibara.optim import matrices
+from capibara.optim.matrices import Axes, Dims
+
+_ROLES = ("row", "column", "batch", "none")
+
+
+class Factoring(enum.StrEnum):
+    """Which weights have row and column moments in place of a moment for each of their values.
+
+    matrices: those whose two sides, [embed] and [heads x head_dim], both have Optimizer.factored_min_size: what T5X does
+    where each layer is a parameter of its own.
+
+    stacked: of weights that are stacked over layers every matrix, the others as by "matrices": what T5X does where
+    layers are scanned (`scan_layers`).
+
+    dimensions: those whose two largest dimensions both have that size, whatever they are, which leaves the attention of
+    heads below it unfactored; and a momentum of updates before the learning rate. The rule of runs that were begun
+    before there were others.
+    """
+
+    MATRICES = "matrices"
+    STACKED = "stacked"
+    DIMENSIONS = "dimensions"
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Adafactor:
+    """What Adafactor has beside the fields of Optimizer, by T5X's names.
+
+    T5X's beta1 is Optimizer.momentum, its min_dim_size_to_factor Optimizer.factored_min_size, its
+    multiply_by_parameter_scale Optimizer.parameter_scale, its global_norm_clip_threshold Optimizer.clip_norm.
+
+    Attributes:
+      factoring: which weights have row and column moments.
+      factor_map: (pattern, roles) of parameters by name ("layers/attention/query"): the first pattern found in a name says
+        what each of its dimensions is, "row", "column", "batch" (weights of their own are stacked along it) or "none".
+        Roles without rows or columns: not factored. Holds whatever the sizes are.
+      decay_rate: the second moments' decay at update t is 1 - t ** -decay_rate.
+      step_offset: updates before the first of this kind, for fine-tuning that carries on the number of the step.
+      clipping_threshold: updates of a weight are scaled down to this root mean square; None is no limit.
+      epsilon1: is added to squared gradients.
+      epsilon2: the least scale of a parameter.
+      max_parameter_scale: the largest one; None is no limit.
+      parameter_scale_map: (pattern, whether) of parameters by name, in place of Optimizer.parameter_scale.
+      weight_decay_rate: the share of every parameter, norm scales too, that an update takes away, whatever the learning
+        rate; None is none. Optimizer.weight_decay is the other way, for weights and times the learning rate.
+      weight_decay_rate_lr_exponent: weight_decay_rate (None: 1) is times the learning rate to this power.
+    """
+
+    factoring: Factoring = Factoring.MATRICES
+    factor_map: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    decay_rate: float = 0.8
+    step_offset: int = 0
+    clipping_threshold: float | None = 1.0
+    epsilon1: float = 1e-30
+    epsilon2: float = 1e-3
+    max_parameter_scale: float | None = None
+    parameter_scale_map: tuple[tuple[str, bool], ...] = ()
+    weight_decay_rate: float | None = None
+    weight_decay_rate_lr_exponent: float | None = None
+
+    def __post_init__(self):
+        for name in ("decay_rate", "clipping_threshold", "epsilon1", "epsilon2", "max_parameter_scale"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise UserError(f"Adafactor.{name} is {value}, must be finite and above 0")
+        for name in ("weight_decay_rate", "weight_decay_rate_lr_exponent"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < math.inf:
+                raise UserError(f"Adafactor.{name} is {value}, must be finite and not negative: None is none")
+        if self.step_offset < 0:
+            raise UserError(f"Adafactor.step_offset is {self.step_offset}, must not be negative: 0 is none")
+        if self.factor_map and self.factoring is Factoring.DIMENSIONS:
+            raise UserError("Adafactor.factor_map has no effect with factoring 'dimensions': set 'matrices'")
+        for name, given in (("factor_map", self.factor_map), ("parameter_scale_map", self.parameter_scale_map)):
+            for pattern, _ in given:
+                _check_pattern(name, pattern)
+        for pattern, roles in self.factor_map:
+            if wrong := [role for role in roles if role not in _ROLES]:
+                raise UserError(
+                    f"Adafactor.factor_map has the role {wrong[0]!r} for {pattern!r}, must be one of {', '.join(_ROLES)}"
+                )
+            if ("row" in roles) != ("column" in roles):
+                raise UserError(
+                    f"Adafactor.factor_map has {roles} for {pattern!r}, must have rows and columns, or neither"
+                )
+
+    @property
+    def decays(self) -> bool:
+        """Whether it decays parameters in T5X's way."""
+        return self.weight_decay_rate is not None or bool(self.weight_decay_rate_lr_exponent)
+
+    def decay_of(self, learning_rate: jax.Array) -> jax.Array | float:
+        """The share of a parameter that an update with this learning rate takes away."""
+        if not self.weight_decay_rate_lr_exponent:
+            return self.weight_decay_rate or 0.0
+        return (self.weight_decay_rate or 1.0) * learning_rate**self.weight_decay_rate_lr_exponent
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """What the dimensions of a parameter are.
+
+    Attributes:
+      rows, columns: () both: it is not factored.
+      own: those of one of the weights that are stacked in it.
+    """
+
+    rows: Dims
+    columns: Dims
+    own: Dims
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class FactoredState:
+    """State of `scale_by_factored_rms`; what a parameter has not is a zero of the shape [1].
+
+    Attributes:
+      count: updates done, int32.
+      v_row: tree like the parameters, of the means over columns: a parameter's shape without these dimensions.
+      v_col: of the means over rows.
+      v: of the second moments of those that are not factored.
+      parts: of each parameter, in the order of jax.tree.leaves.
+    """
+
+    count: jax.Array
+    v_row: PyTree
+    v_col: PyTree
+    v: PyTree
+    parts: tuple[Parts, ...] = dataclasses.field(metadata={"static": True})
+
+    def axes_of(self, axes: PyTree) -> FactoredState:
+        """The logical axes of every leaf, by those of the parameters."""
+        names, structure = jax.tree.flatten(axes, is_leaf=tree.is_axes)
+
+        def without(dropped: Callable[[Parts], Dims]) -> PyTree:
+            each = (_left(own, dropped(p)) if p.rows else (None,) for own, p in zip(names, self.parts, strict=True))
+            return structure.unflatten(list(each))
+
+        whole = structure.unflatten([(None,) if p.rows else own for own, p in zip(names, self.parts, strict=True)])
+        return FactoredState((), without(lambda p: p.columns), without(lambda p: p.rows), whole, self.parts)
+
+
+class Rule:
+    """Adafactor for parameters with these axes, in parts that an optimizer chains.
+
+    Args:
+      config: its own options.
+      axes: tree like the parameters, of tuples of logical axis names.
+      min_size: of a side, or of a dimension, that is factored.
+      parameter_scale: whether updates are relative to the parameter, where config.parameter_scale_map says nothing.
+    """
+
+    def __init__(self, config: Adafactor, axes: PyTree, *, min_size: int, parameter_scale: bool):
+        self.config, self.axes, self.min_size, self.parameter_scale = config, axes, min_size, parameter_scale
+
+    def parts(self, params: PyTree) -> tuple[Parts, ...]:
+        """Of each parameter (or what has its shape)."""
+        names = jax.tree.leaves(self.axes, is_leaf=tree.is_axes)
+        named = zip(tree.path_names(params), jax.tree.leaves(params), names, strict=True)
+        return tuple(self._parts(name, leaf.shape, axes) for name, leaf, axes in named)
+
+    def scale_by_factored_rms(self) -> optax.GradientTransformation:
+        """Gradients over the root of their second moments."""
+        config = self.config
+
+        def init(params):
+            leaves, structure = jax.tree.flatten(params)
+            parts = self.parts(params)
+            empty = [_empty(leaf, p) for leaf, p in zip(leaves, parts, strict=True)]
+            return FactoredState(jnp.zeros((), jnp.int32), *_transposed(structure, empty), parts)
+
+        def update(grads, state, params):
+            del params
+            t = jnp.asarray(state.count - config.step_offset + 1, jnp.float32)
+            if config.step_offset:  # before it, as at the first update, moments are those of the gradient at hand
+                t = jnp.maximum(t, 1.0)
+            decay = 1.0 - t ** (-config.decay_rate)
+            leaves, structure = jax.tree.flatten(grads)
+            moments = (jax.tree.leaves(x) for x in (state.v_row, state.v_col, state.v))
+            each = [
+                _scaled(grad, kept, p, decay, config.epsilon1)
+                for grad, *kept, p in zip(leaves, *moments, state.parts, strict=True)
+            ]
+            count = optax.safe_increment(state.count)
+            new = FactoredState(count, *_transposed(structure, [kept for _, kept in each]), state.parts)
+            return structure.unflatten([update for update, _ in each]), new
+
+        return optax.GradientTransformation(init, update)
+
+    def clip_by_rms(self) -> optax.GradientTransformation:
+        """Updates scaled down to a root mean square of `clipping_threshold`, weight by weight."""
+        limit = self.config.clipping_threshold
+        return self._stateless(
+            lambda u, _p, own, _n: u if limit is None else u / jnp.maximum(1.0, _rms(u, own) / limit)
+        )
+
+    def scale_by_parameter_rms(self) -> optax.GradientTransformation:
+        """Updates times their parameter's root mean square, within `epsilon2` and `max_parameter_scale`."""
+        least, most = self.config.epsilon2, self.config.max_parameter_scale
+
+        def scaled(update: jax.Array, param: jax.Array, own: Dims, name: str) -> jax.Array:
+            if not _first_match(self.config.parameter_scale_map, name, self.parameter_scale):
+                return update
+            scale = jnp.maximum(_rms(param, own), least)
+            return update * (scale if most is None else jnp.minimum(scale, most))
+
+        return self._stateless(scaled)
+
+    @property
+    def scales_by_parameters(self) -> bool:
+        return self.parameter_scale or any(whether for _, whether in self.config.parameter_scale_map)
+
+    def _stateless(self, fn: Callable[[jax.Array, jax.Array, Dims, str], jax.Array]) -> optax.GradientTransformation:
+        def update(updates, params):
+            leaves, structure = jax.tree.flatten(updates)
+            values = leaves if params is None else jax.tree.leaves(params)
+            owns = (parts.own for parts in self.parts(updates))
+            named = zip(leaves, values, owns, tree.path_names(updates), strict=True)
+            return structure.unflatten([fn(*each) for each in named])
+
+        return optax.stateless(update)
+
+    def _parts(self, name: str, shape: tuple[int, ...], axes: Axes) -> Parts:
+        own = matrices.own_dims(axes)
+        roles = _first_match(self.config.factor_map, name, None)
+        if roles is not None:
+            if len(roles) != len(shape):
+                raise UserError(
+                    f"Adafactor.factor_map has {len(roles)} roles for {name}, which has {len(shape)} dimensions: {axes}"
+                )
+            dims = {role: tuple(i for i, own_role in enumerate(roles) if own_role == role) for role in _ROLES}
+            return Parts(dims["row"], dims["column"], tuple(i for i in range(len(shape)) if i not in dims["batch"]))
+        if self.config.factoring is Factoring.DIMENSIONS:
+            largest = [int(i) for i in np.argsort(shape)]
+            factored = len(shape) >= 2 and shape[largest[-2]] >= self.min_size
+            return Parts(*((largest[-2],), (largest[-1],)) if factored else ((), ()), own)
+        if (sides := matrices.sides(axes)) is None:
+            return Parts((), (), own)
+        stacked = len(own) < len(shape) and self.config.factoring is Factoring.STACKED
+        small = min(math.prod(shape[i] for i in side) for side in sides) < self.min_size
+        if small and not stacked or stacked and "position" in axes:  # T5X factors no relative positions
+            return Parts((), (), own)
+        inputs, outputs = sides
+        return Parts(outputs, inputs, own) if axes[outputs[-1]] == "embed" else Parts(inputs, outputs, own)
+
+
+def decay(rate: Callable[[jax.Array], jax.Array | float], mask: PyTree | None) -> optax.GradientTransformation:
+    """Takes a share of the parameters away, after everything else.
+
+    Args:
+      rate: updates done before -> the share.
+      mask: tree like the parameters, of bools: which of them decay; None: all.
+    """
+
+    def init(params):
+        del params
+        return optax.ScaleByScheduleState(count=jnp.zeros((), jnp.int32))
+
+    def update(updates, state, params):
+        share = rate(state.count)
+        of = jax.tree.map(lambda _: True, params) if mask is None else mask
+        updates = jax.tree.map(lambda u, p, decays: u - share * p if decays else u, updates, params, of)
+        return updates, optax.ScaleByScheduleState(count=optax.safe_increment(state.count))
+
+    return optax.GradientTransformation(init, update)
+
+
+def _empty(param: jax.Array, parts: Parts) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """v_row, v_col and v of a parameter before its first update."""
+    nothing = jnp.zeros((1,), param.dtype)
+    if not parts.rows:
+        return nothing, nothing, jnp.zeros_like(param)
+    return *(jnp.zeros(_left(param.shape, dims), param.dtype) for dims in (parts.columns, parts.rows)), nothing
+
+
+def _scaled(
+    grad: jax.Array, kept: list[jax.Array], parts: Parts, decay: jax.Array, epsilon: float
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
+    """A gradient over the root of its second moment, and the new v_row, v_col and v."""
+    (v_row, v_col, v), square = kept, jnp.square(grad) + epsilon
+    mix = lambda old, new: (decay * old + (1.0 - decay) * new).astype(grad.dtype)  # noqa: E731
+    nothing = jnp.zeros((1,), grad.dtype)
+    if not parts.rows:
+        v = mix(v, square)
+        return grad * v**-0.5, (nothing, nothing, v)
+    v_row, v_col = (
+        mix(old, jnp.mean(square, axis=dims)) for old, dims in ((v_row, parts.columns), (v_col, parts.rows))
+    )
+    rows_left = tuple(i - sum(j < i for j in parts.columns) for i in parts.rows)
+    row_factor = (v_row / jnp.mean(v_row, axis=rows_left, keepdims=True)) ** -0.5
+    update = grad * jnp.expand_dims(row_factor, parts.columns) * jnp.expand_dims(v_col**-0.5, parts.rows)
+    return update, (v_row, v_col, nothing)
+
+
+def _rms(x: jax.Array, own: Dims) -> jax.Array:
+    """Root mean square of each of the weights stacked in `x`; its other dimensions are 1."""
+    return jnp.sqrt(jnp.mean(jnp.square(x), axis=own, keepdims=True))
+
+
+def _left(values: tuple, dropped: Dims) -> tuple:
+    return tuple(value for i, value in enumerate(values) if i not in dropped)
+
+
+def _transposed(structure: jax.tree_util.PyTreeDef, each: list[tuple]) -> Iterator[PyTree]:
+    """From a triple of each leaf three trees."""
+    return (structure.unflatten([of[i] for of in each]) for i in range(3))
+
+
+def _first_match(rules: tuple[tuple[str, object], ...], name: str, default):
+    return next((value for pattern, value in rules if re.search(pattern, name)), default)
+
+
+def _check_pattern(field: str, pattern: str) -> None:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise UserError(
+            f"Adafactor.{field} has the pattern {pattern!r}, which is no regular expression ({error})"
+        ) from None

@@ -1,0 +1,219 @@
+"""Proof by the TPU compiler: compiles a lowered train step and reports its memory and costs. Nothing is run."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import re
+import time
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from capibara.planner.compiler import hbm_peak, hlo
+from capibara.planner.hardware import chips
+
+_ALIVE = 16  # buffers that a report names
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+# An out-of-memory error says "Used 18.04G of 15.75G hbm.", or where temporaries alone are too much "the total memory
+# required for HLO temporaries (20.42G) exceeds available HBM (15.75G)", or, far beyond, "Requires 3.84T, has 15.75G".
+_SIZE = r"([\d.]+)([KMGT]?)"
+_USED = re.compile(
+    rf"Used {_SIZE} of {_SIZE} hbm|temporaries \({_SIZE}\) exceeds available HBM \({_SIZE}\)|"
+    rf"Requires {_SIZE}, has {_SIZE} available",
+    re.IGNORECASE,
+)
+# libtpu before 0.0.50 does not name the error: the words are all there is.
+_OUT_OF_HBM = ("memory space hbm", "Ran out of memory on HBM", "unlikely to have enough memory")
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """What the compiler says of one step on one device.
+
+    Of a step that does not fit, only fits, peak_bytes, limit_bytes and compile_s say something.
+
+    Attributes:
+      fits: whether the step fits the device's HBM. The compiler decides it: no sum of the figures below is its limit.
+      peak_bytes: most HBM in use at one time, arguments included and host buffers not; of a step that does not fit what
+        it would need. The compiler's own figure counts host buffers: all of them are taken off, so that it is too low
+        where they are not all alive at the peak. Without host buffers it is the compiler's own.
+      compile_s: seconds on the clock.
+      limit_bytes: the HBM that there is, as the compiler said it or, of a step that fits, chips.py; None: neither does.
+      argument_bytes: state and batch.
+      output_bytes: results; the donated state is no second one.
+      temporary_bytes: everything between them, packed without regard to time: with the others more than the peak.
+      code_bytes: the program itself, which the peak does not count.
+      host_argument_bytes, host_output_bytes, host_temporary_bytes: the same of buffers in the host's memory
+        (pinned_host: offloaded optimizer state or activations).
+      chip: planner.chips' name of the device; None where it is no TPU or GPU that is known there.
+      costs: read from the optimised HLO.
+      alive_bytes: the peak as planner.live reads it from the schedule, near the compiler's own.
+      alive: the largest buffers of that moment, arguments left out.
+      text: the optimised HLO; not kept in the JSON form.
+    """
+
+    fits: bool
+    peak_bytes: int | None
+    compile_s: float
+    limit_bytes: int | None = None
+    argument_bytes: int = 0
+    output_bytes: int = 0
+    temporary_bytes: int = 0
+    code_bytes: int = 0
+    host_argument_bytes: int = 0
+    host_output_bytes: int = 0
+    host_temporary_bytes: int = 0
+    chip: str | None = None
+    costs: hlo.Costs = dataclasses.field(default_factory=hlo.Costs)
+    alive_bytes: int = 0
+    alive: tuple[hbm_peak.Buffer, ...] = ()
+    text: str = ""
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the host's memory that one device's buffers take."""
+        return self.host_argument_bytes + self.host_output_bytes + self.host_temporary_bytes
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of matrix products, loops as often as they turn; attention kernels as if nothing were masked."""
+        return self.costs.matmul_flops + self.costs.kernel_flops
+
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        """Names of the Pallas kernels; the compiler's own custom calls, which begin with a capital, are left out."""
+        return tuple(sorted(name for name in self.costs.kernels if not name[:1].isupper()))
+
+    @property
+    def compiled_s(self) -> float | None:
+        """Seconds that the compiler estimates for what it scheduled; None on a chip without a known clock.
+
+        Pallas kernels and collectives are not in it (planner.cost has terms for them): it is no whole step.
+        """
+        known = chips.find(self.chip) if self.chip else None
+        return self.costs.cycles / known.clock_hz if known and self.costs.cycles else None
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, without the HLO's text; `from_json` reads them back."""
+        apart = ("costs", "alive", "text")
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in apart}
+        values["alive"] = [dataclasses.asdict(buffer) for buffer in self.alive]
+        costs = {f.name: getattr(self.costs, f.name) for f in dataclasses.fields(self.costs)}
+        return values | {"costs": {name: dict(v) if isinstance(v, Counter) else v for name, v in costs.items()}}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Compiled:
+        """Reads what `to_json` made.
+
+        Raises:
+          ValueError: these are not the values of a report.
+        """
+        try:
+            costs = {k: Counter(v) if isinstance(v, Mapping) else float(v) for k, v in values["costs"].items()}
+            alive = tuple(hbm_peak.Buffer(**buffer) for buffer in values["alive"])
+            report = cls(**{**values, "costs": hlo.Costs(**costs), "alive": alive})
+            numbers = [getattr(report, f.name) for f in dataclasses.fields(report) if f.name.endswith(("_bytes", "_s"))]
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ValueError(f"this is no compiler's report: {error}") from error
+        if not isinstance(report.fits, bool) or not all(n is None or isinstance(n, (int, float)) for n in numbers):
+            raise ValueError("this is no compiler's report: fits must be true or false, sizes and times numbers")
+        if report.fits and report.peak_bytes is None:
+            raise ValueError("this is no compiler's report: a step that fits has a peak")
+        return report
+
+
+def compile_train_step(lowered: jax.stages.Lowered, flags: Mapping[str, str] | None = None) -> Compiled:
+    """Compiles a step that was lowered for the devices of a slice (planner.topology.slice_devices).
+
+    Args:
+      lowered: the step, with donated state: what training.run.lower_step gives.
+      flags: XLA options by name: what planner.xla_flags.options gives.
+
+    Returns:
+      The report; a step that does not fit is one too, any other fault of the compiler is raised.
+    """
+    begin_s = time.perf_counter()
+    try:
+        compiled = lowered.compile(compiler_options=dict(flags) if flags else None)
+    except jax.errors.JaxRuntimeError as error:
+        if not out_of_memory(str(error)):
+            raise
+        used, limit = hbm_need(str(error))
+        return Compiled(fits=False, peak_bytes=used, limit_bytes=limit, compile_s=time.perf_counter() - begin_s)
+    return read(compiled, time.perf_counter() - begin_s)
+
+
+def read(compiled: jax.stages.Compiled, compile_s: float) -> Compiled:
+    """The report of a program that is compiled.
+
+    Args:
+      compiled: the program.
+      compile_s: seconds that it took.
+    """
+    memory, text, chip = compiled.memory_analysis(), compiled.as_text(), _chip(compiled)
+    host = {
+        "host_argument_bytes": memory.host_argument_size_in_bytes,
+        "host_output_bytes": memory.host_output_size_in_bytes - memory.host_alias_size_in_bytes,
+        "host_temporary_bytes": memory.host_temp_size_in_bytes,
+    }
+    module = hlo.parse(text)
+    moment = hbm_peak.at_peak(module)
+    argument_bytes = memory.argument_size_in_bytes
+    output_bytes = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return Compiled(
+        fits=True,
+        peak_bytes=max(memory.peak_memory_in_bytes - sum(host.values()), argument_bytes),
+        compile_s=compile_s,
+        limit_bytes=int(chip.device_usable_hbm_bytes) if chip else None,
+        argument_bytes=argument_bytes,
+        output_bytes=output_bytes,
+        temporary_bytes=memory.temp_size_in_bytes,
+        code_bytes=memory.generated_code_size_in_bytes,
+        **host,
+        chip=chip.name if chip else None,
+        costs=hlo.costs(module),
+        alive_bytes=moment.bytes,
+        alive=moment.buffers[:_ALIVE],
+        text=text,
+    )
+
+
+def fingerprint(lowered: jax.stages.Lowered, slice_name: str, mesh: jax.sharding.Mesh, flags: Mapping[str, str]) -> str:
+    """SHA-256 of all that we give the compiler: the program, the devices in the mesh's order and the XLA options.
+
+    The names of the program's parts count: a report names buffers by them.
+    The same in every checkout where it was lowered within planner.proof.without_locations.
+    """
+    given = {"slice": slice_name, "devices": [device.id for device in mesh.devices.flat], "flags": dict(flags)}
+    text = json.dumps(given, sort_keys=True) + lowered.as_text(debug_info=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _chip(compiled: jax.stages.Compiled) -> chips.Chip | None:
+    """The chip that a program is compiled for; None where it has no arguments, or the chip is not known."""
+    for sharding in jax.tree.leaves(compiled.input_shardings):
+        return chips.find(next(iter(sharding.device_set)).device_kind)
+    return None
+
+
+def out_of_memory(message: str) -> bool:
+    """Whether a compiler's error says that the program does not fit the HBM."""
+    exhausted = "RESOURCE_EXHAUSTED" in message and any(words in message for words in _OUT_OF_HBM)
+    return exhausted or "CompileTimeHbmOom" in message
+
+
+def hbm_need(message: str) -> tuple[int | None, int | None]:
+    """(bytes needed, bytes there) of an out-of-memory error; None where it does not say.
+
+    What is needed may be that of temporaries alone: no more than the whole need.
+    """
+    match = _USED.search(message)
+    if not match:
+        return None, None
+    sizes = [text for text in match.groups() if text is not None]
+    used, limit = (int(float(sizes[i]) * _UNITS[sizes[i + 1].upper()]) for i in (0, 2))
+    return used, limit

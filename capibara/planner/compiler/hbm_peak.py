@@ -1,0 +1,244 @@
+"""What lies in a device's HBM when a compiled step needs most: read from its scheduled HLO, buffer by buffer.
+
+The compiler says how large the peak is, not of what it is made. Here the schedule is gone through with every buffer's
+first and last use, as far as the text tells them: which results share a buffer with an operand (loops, updates in
+place, donated arguments) is taken from HLO's rules. The sum is no second opinion on the peak: `capibara prove` prints
+it beside the compiler's own, of which it may miss a fifth. What it is for is the list of what is large.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections import Counter
+from collections.abc import Iterator
+
+from capibara.planner.compiler.hlo import Instruction, Module, branches, callee
+
+# Results that are no memory of their own: names for operands, and what is in the program itself.
+_NAMES = ("bitcast", "get-tuple-element", "tuple", "optimization-barrier", "while")
+_NO_MEMORY = (*_NAMES, "parameter", "constant", "iota", "after-all", "dynamic-update-slice", "call", "conditional")
+_SCOPES = re.compile(r"\b(attention|mlp|loss|optimizer)\b")
+
+
+@dataclasses.dataclass(frozen=True)
+class Buffer:
+    """Arrays of one kind that are alive at the peak.
+
+    Attributes:
+      bytes: of all of them.
+      count: how many.
+      array: their type and shape on one device, as HLO writes it: "bf16[12,2048,7168]".
+      source: what they belong to, as far as it is known.
+    """
+
+    bytes: int
+    count: int
+    array: str
+    source: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Peak:
+    """The largest moment.
+
+    Attributes:
+      bytes: arguments and temporaries together.
+      argument_bytes: state and batch.
+      buffers: temporaries, the largest first.
+    """
+
+    bytes: int
+    argument_bytes: int
+    buffers: tuple[Buffer, ...]
+
+
+def at_peak(module: Module) -> Peak:
+    """The buffers that are alive when the sum is largest."""
+    entry = module.computations[module.entry].values()
+    arguments = sum(a.hbm_bytes for i in entry if i.opcode == "parameter" for a in i.arrays)
+    size, found = _Computations(module).largest(module.entry)
+    counts: Counter[tuple[str, str]] = Counter()
+    sizes: Counter[tuple[str, str]] = Counter()
+    for amount, array, source in found:
+        counts[array, source] += 1
+        sizes[array, source] += amount
+    buffers = [Buffer(amount, counts[key], *key) for key, amount in sizes.items()]
+    return Peak(arguments + size, arguments, tuple(sorted(buffers, key=lambda b: -b.bytes)))
+
+
+class _Computations:
+    """The largest moment of each computation of a module, what it calls included; its parameters are the caller's."""
+
+    def __init__(self, module: Module):
+        self._module = module
+        self._known: dict[str, tuple[int, list[tuple[int, str, str]]]] = {}
+
+    def largest(self, name: str) -> tuple[int, list[tuple[int, str, str]]]:
+        """Bytes, and (bytes, array, source) of each buffer."""
+        if name not in self._known:
+            self._known[name] = self._largest(self._module.computations[name])
+        return self._known[name]
+
+    def _largest(self, computation: dict[str, Instruction]) -> tuple[int, list[tuple[int, str, str]]]:
+        order = list(computation.values())
+        buffers, born, sizes = _buffers(self._module, computation)
+        last = _last_uses(order, buffers, born)
+        alive: dict[str, int] = {}
+        best: tuple[int, list[tuple[int, str, str]]] = (0, [])
+        dying: dict[int, list[str]] = {}
+        for name, when in last.items():
+            dying.setdefault(when, []).append(name)
+        starting: dict[int, list[str]] = {}
+        for name, when in born.items():
+            starting.setdefault(when, []).append(name)
+        for when, instruction in enumerate(order):
+            alive |= {name: sizes[name] for name in starting.get(when, ()) if sizes[name]}
+            inner, within = self._called(instruction)
+            total = sum(alive.values()) + inner
+            if total > best[0]:
+                best = total, [_described(computation, name, size) for name, size in alive.items()] + within
+            for name in dying.get(when, ()):
+                alive.pop(name, None)
+        return best
+
+    def _called(self, instruction: Instruction) -> tuple[int, list[tuple[int, str, str]]]:
+        match instruction.opcode:
+            case "while":
+                names = [instruction.called("body")]
+            case "call" | "async-start":
+                names = [callee(instruction)]
+            case "conditional":
+                names = branches(instruction)
+            case _:
+                names = []
+        return max((self.largest(name) for name in names if name), key=lambda moment: moment[0], default=(0, []))
+
+
+def _described(computation: dict[str, Instruction], name: str, size: int) -> tuple[int, str, str]:
+    producer, _, index = name.partition("#")
+    instruction = computation[producer]
+    array = instruction.arrays[int(index or 0)] if instruction.arrays else None
+    shape = f"{array.dtype}[{','.join(map(str, array.dims))}]" if array else ""
+    return size, shape, _source(instruction)
+
+
+def _source(instruction: Instruction) -> str:
+    """What a buffer belongs to, from the path of operations that JAX leaves in the text."""
+    path = re.search(r'op_name="([^"]*)"', instruction.attributes)
+    text = path[1] if path else ""
+    scope = _SCOPES.findall(text)
+    kind = instruction.opcode.removesuffix("-start")
+    parts = [scope[-1]] if scope else []
+    parts += (
+        [kind] if kind in ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute") else []
+    )
+    parts += [kernel[0]] if (kernel := re.match(r"splash_\w*?_(?:fwd|dq|dkv)", instruction.name)) else []
+    if "transpose(jvp" in text:
+        parts.append("made again" if "rematted_computation" in text else "backward pass")
+    elif "jvp(" in text:
+        parts.append("forward pass")
+    return ", ".join(parts) or "buffers of loops and copies"
+
+
+def _buffers(
+    module: Module, computation: dict[str, Instruction]
+) -> tuple[dict[str, frozenset[str]], dict[str, int], dict[str, int]]:
+    """Which buffers each result lies in; when each buffer begins; and its bytes.
+
+    A buffer is named after its instruction, one of several results "name#index". What leaves the computation lies in the
+    caller's buffers: of a loop the carried ones, of the entry the donated arguments. It has no bytes here.
+    """
+    lies_in: dict[str, frozenset[str]] = {}
+    born: dict[str, int] = {}
+    sizes: dict[str, int] = {}
+    root = None
+    for when, instruction in enumerate(computation.values()):
+        root = instruction if instruction.is_root else root
+        own = dict(_own(module, computation, instruction))
+        sizes |= own
+        born |= dict.fromkeys(own, when)
+        if instruction.opcode == "get-tuple-element":
+            lies_in[instruction.name] = _element(computation, instruction, lies_in, own=born)
+            continue
+        shared = (lies_in.get(o, frozenset()) for o in _shared(module, instruction))
+        lies_in[instruction.name] = frozenset(own).union(*shared)
+    leaving = lies_in[root.name] if root else frozenset()
+    return lies_in, born, {name: 0 if name in leaving else size for name, size in sizes.items()}
+
+
+def _element(computation, instruction: Instruction, lies_in, own) -> frozenset[str]:
+    """The buffers of one element of a tuple."""
+    index = int(re.search(r"index=(\d+)", instruction.attributes)[1])
+    producer = computation.get(instruction.operands[0])
+    while producer is not None and producer.opcode in ("while", "optimization-barrier") and producer.operands:
+        producer = computation.get(producer.operands[0])
+    if producer is None or producer.opcode == "parameter":
+        return frozenset()
+    if producer.opcode == "tuple":
+        return lies_in.get(producer.operands[index], frozenset()) if index < len(producer.operands) else frozenset()
+    name = f"{producer.name}#{index}"
+    return frozenset({name}) if name in own else lies_in.get(producer.name, frozenset())
+
+
+def _own(module: Module, computation: dict[str, Instruction], instruction: Instruction) -> Iterator[tuple[str, int]]:
+    """(name, bytes) of the buffers that an instruction's results take."""
+    opcode, arrays = instruction.opcode, instruction.arrays
+    if (
+        opcode in _NO_MEMORY
+        or opcode.endswith(("-done", "-update"))
+        or "output_to_operand_aliasing" in instruction.attributes
+    ):
+        return
+    if opcode.endswith("-start"):  # its result repeats the operands
+        operands = sum(a.hbm_bytes for o in instruction.operands if o in computation for a in computation[o].arrays)
+        yield instruction.name, max(0, sum(a.hbm_bytes for a in arrays) - operands)
+        return
+    in_place = sum(a.hbm_bytes for o in _shared(module, instruction) if o in computation for a in computation[o].arrays)
+    if len(arrays) == 1 or in_place:
+        yield instruction.name, max(0, sum(a.hbm_bytes for a in arrays) - in_place)
+    else:
+        yield from ((f"{instruction.name}#{index}", a.hbm_bytes) for index, a in enumerate(arrays))
+
+
+def _shared(module: Module, instruction: Instruction) -> tuple[str, ...]:
+    """Operands whose buffers the result lies in."""
+    opcode = instruction.opcode
+    if opcode in _NAMES:
+        return instruction.operands
+    if opcode.endswith("-done") or opcode == "dynamic-update-slice":
+        return instruction.operands[:1]
+    if opcode != "fusion":
+        return ()
+    inner = module.computations[instruction.called("calls")]
+    root = next(i for i in inner.values() if i.is_root)
+    outputs = [inner[o] for o in root.operands] if root.opcode == "tuple" else [root]
+    found = (_updated_parameter(inner, output) for output in outputs)
+    return tuple(instruction.operands[n] for n in found if n is not None and n < len(instruction.operands))
+
+
+def _updated_parameter(inner: dict[str, Instruction], output: Instruction) -> int | None:
+    """The number of the parameter that a fusion's output is an update of, in place; None: of none."""
+
+    def through(instruction: Instruction, opcodes: tuple[str, ...]) -> Instruction:
+        while instruction.opcode in opcodes and instruction.operands and instruction.operands[0] in inner:
+            instruction = inner[instruction.operands[0]]
+        return instruction
+
+    output = through(output, ("bitcast", "convert"))
+    if output.opcode != "dynamic-update-slice":
+        return None
+    target = through(inner[output.operands[0]], ("bitcast",))
+    return int(re.match(r"(\d+)\)", target.attributes)[1]) if target.opcode == "parameter" else None
+
+
+def _last_uses(order: list[Instruction], lies_in: dict[str, frozenset[str]], born: dict[str, int]) -> dict[str, int]:
+    """When each buffer is used last; taking an element of a tuple uses none."""
+    last = dict(born)
+    for when, instruction in enumerate(order):
+        if instruction.opcode in ("get-tuple-element", "tuple", "bitcast"):
+            continue
+        for operand in instruction.operands:
+            for name in lies_in.get(operand, ()):
+                last[name] = max(last.get(name, when), when)
+    return last

@@ -1,0 +1,147 @@
+"""Proof of a plan: the very step that `train` runs, compiled for the slice by a child process."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from capibara.planner.compiler import compile as compiler
+from capibara.planner.compiler import compile_cache
+from capibara.planner.compiler.compile_cache import Verdict
+from capibara.planner.hardware import xla_flags
+from capibara.planner.hardware.slices import Slice
+from capibara.planner.model import workload
+from capibara.planner.model.workload import Workload
+from capibara.planner.search.ranking import Ranked
+
+
+@dataclasses.dataclass(frozen=True)
+class Configuration:
+    """What the user gave, for a child process to read again.
+
+    Attributes:
+      gin_files, gin_bindings, gin_search_paths: as config.parse takes them.
+      length, encoder_length: places of a row in place of the run's.
+    """
+
+    gin_files: Sequence[str]
+    gin_bindings: Sequence[str] = ()
+    gin_search_paths: Sequence[str] = ()
+    length: int | None = None
+    encoder_length: int | None = None
+
+    def command(self, slice_: Slice) -> list[str]:
+        """The verb `prove` as a child that compiles this configuration."""
+        command = [sys.executable, "-m", "capibara.prove", "--child", f"--slice={slice_.name}"]
+        command += [f"--gin_file={file}" for file in self.gin_files]
+        command += [f"--gin_bindings={binding}" for binding in self.gin_bindings]
+        command += [f"--gin_search_paths={path}" for path in self.gin_search_paths]
+        lengths = {"length": self.length, "encoder_length": self.encoder_length}
+        return command + [f"--{name}={places}" for name, places in lengths.items() if places is not None]
+
+
+def flags(trainer: Any, slice_: Slice) -> dict[str, str]:
+    """The XLA options that `train` compiles this run's step with on this slice."""
+    return xla_flags.options(slice_.chip.name, tensor=trainer.plan.tensor)
+
+
+def key(trainer: Any, slice_: Slice) -> dict[str, Any]:
+    """All of a run (training.trainer.Trainer) that decides its compiled step: the key of its verdict."""
+    batch = trainer.batch_spec
+    return {
+        "slice": slice_.name,
+        "model": repr(trainer.model),
+        "plan": repr(trainer.plan),
+        "optimizer": repr(trainer.optimizer),
+        "batch": {name: [shape, str(dtype)] for name, (shape, dtype) in batch.items()},
+        "steps": trainer.steps,
+        "z_loss": trainer.z_loss,
+        **({"label_smoothing": trainer.label_smoothing} if trainer.label_smoothing else {}),
+        **({"loss_normalization": str(given)} if (given := trainer.loss_normalization) != "tokens" else {}),
+        "ema_decay": trainer.ema_decay,
+        "loss_scaling": repr(trainer.loss_scaling),
+        "flags": flags(trainer, slice_),
+        **({} if trainer.loss is None else {"loss": repr(trainer.loss)}),
+    }
+
+
+@contextlib.contextmanager
+def without_locations() -> Iterator[None]:
+    """Lowers programs without the places in source files that they come from.
+
+    Pallas kernels carry theirs in the payload: the same program would differ from checkout to checkout.
+    """
+    before = jax.config.jax_traceback_in_locations_limit
+    jax.config.update("jax_traceback_in_locations_limit", 0)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_traceback_in_locations_limit", before)
+
+
+def answer(lowered: jax.stages.Lowered, slice_: Slice, mesh: jax.sharding.Mesh, flags: Mapping[str, str]) -> None:
+    """Compiles a step, in the child, and says to the parent which it is and what came out."""
+    compile_cache.announce_program(compiler.fingerprint(lowered, slice_.name, mesh, flags))
+    compile_cache.announce("compiling")
+    compile_cache.report(compiler.compile_train_step(lowered, flags))
+
+
+def prove(
+    trainer: Any,
+    configuration: Configuration,
+    slice_: Slice,
+    *,
+    deadline_s: float,
+    status: Callable[[float, str], None] = lambda elapsed_s, phase: None,
+    fresh: bool = False,
+) -> Verdict:
+    """The compiler's verdict of a run's step, from the cache or from a child process, with what the run holds beside it.
+
+    Args:
+      trainer: the run (training.trainer.Trainer) that `configuration` describes.
+      configuration: what the child reads.
+      slice_: the slice that it is compiled for.
+      deadline_s, status, fresh: as of verdict.verdict.
+    """
+    command = configuration.command(slice_)
+    found = compile_cache.verdict(command, key(trainer, slice_), deadline_s=deadline_s, status=status, fresh=fresh)
+    if trainer.loss is None:
+        return found
+    held = workload.of_run(trainer).held
+    return found.beside(round(held.on_device(trainer.plan.mesh_shape(slice_.devices, slice_.name))))
+
+
+def prover(
+    trainer: Any,
+    configuration: Configuration,
+    work: Workload,
+    slice_: Slice,
+    *,
+    deadline_s: float,
+    status: Callable[[str, str], None] = lambda topic, detail: None,
+) -> Callable[[Ranked], Verdict]:
+    """What verify.walk compiles plans with: each as `train` would, had it the plan's Gin file.
+
+    Args:
+      trainer, configuration, slice_, deadline_s: as of `prove`; the run's own plan is not looked at.
+      work: its workload.
+      status: told what is compiled, and how far it is.
+    """
+
+    def prove_plan(ranked: Ranked) -> Verdict:
+        choice, topic = ranked.choice, f"proving {ranked.choice.describe()}"
+        optimizer = dataclasses.replace(trainer.optimizer, state_dtype=choice.state_dtype)
+        planned = dataclasses.replace(trainer, plan=choice.plan(work, slice_.name, trainer.plan), optimizer=optimizer)
+        extra = [*configuration.gin_bindings, *choice.bindings(work, slice_.name)]
+        child = dataclasses.replace(configuration, gin_bindings=extra)
+        return prove(
+            planned, child, slice_, deadline_s=deadline_s,
+            status=lambda elapsed_s, phase: status(topic, f"{phase}, {elapsed_s:.0f} s"),
+        )  # fmt: skip
+
+    return prove_plan

@@ -1,0 +1,1 @@
+"""Chips, slices and their networks."""

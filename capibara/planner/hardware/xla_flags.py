@@ -1,0 +1,84 @@
+"""XLA options by TPU generation: one table, for steps that are compiled to be proven and those compiled to run."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+
+from capibara.planner.hardware import chips
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Option:
+    """One XLA option.
+
+    Attributes:
+      name, value: as compiler_options of jax take them.
+      reason: what it is good for, and how that is known: "compiled" is what the compiler says of a step.
+      source: where it comes from.
+      tensor: whether it is for meshes with tensor parallelism too.
+    """
+
+    name: str
+    value: str
+    reason: str
+    source: str
+    tensor: bool = True
+
+
+# What is measured here is compiled, with jax 0.10.2 and libtpu 0.0.42 and with jax 0.12 and libtpu 0.0.50: a train step
+# of a decoder of 4 layers, 2048 wide, a vocabulary of 32,000, 4 rows of 2048 tokens a chip, remat full, fsdp over a
+# slice of 4x4. "Cycles" are the compiler's estimates; kernels and collectives are not in them.
+_COLLECTIVE_MATMUL = (
+    "Gathers the weights of a matmul, and scatters its gradient, at once, not in as many steps as the axis has chips "
+    "(collective matmul): over fsdp each step reads and writes the whole result again. Compiled: HBM traffic 120 to 41 "
+    "GB a step on v5e, 140 to 45 GB on v6e, cycles -63% and -71%, peak -20% and +0.1%, with either libtpu; on v5e:2x2 "
+    "cycles -20%, peak -7%. Measured by the source on v6e-8: 8B parameters 9.8% faster, peak 28.3 to 22.2 GiB. "
+    "Collectives are fewer and larger, and no longer hidden step by step. Tensor parallelism gathers activations, for "
+    "which collective matmul was made (Wang et al., ASPLOS 2023): there the compiler's choice holds."
+)
+_COLLECTIVE_MATMUL_SOURCE = (
+    "github.com/vlasenkoalexey/tpu_performance_autoresearch_wiki, Qwen3-8B on v6e-8, experiments v116, v117; MaxText "
+    "and recipes for v6e turn it off by xla_jf_spmd_threshold_for_windowed_einsum_mib=1000000: the same collectives"
+)
+_FSDP = tuple(
+    Option(
+        name=f"xla_tpu_{collective}_collective_matmul_mode",
+        value="none",
+        reason=_COLLECTIVE_MATMUL,
+        source=_COLLECTIVE_MATMUL_SOURCE,
+        tensor=False,
+    )
+    for collective in ("all_gather", "reduce_scatter")
+)
+
+# Tried on that step and left out, though recipes have them (libtpu 0.0.42, v6e, with collective matmul):
+# - xla_tpu_scoped_vmem_limit_kib=98304 (MaxText, axlearn; 16384 by default): peak +2.6%, cycles +6.2%, and more than
+#   twice the time to compile. With the table's options instead: cycles -4.7%, peak the same; not compiled with libtpu
+#   0.0.50. Faster on chips in some reports: the next to add, once it is compiled more widely.
+# - xla_tpu_enable_async_collective_fusion and its kin for all-gathers (MaxText): cycles -8.7%, but libtpu 0.0.50
+#   refuses a program with them on v6e ("not supported/recommended on platforms other than TPU v5e"); on v5e they are
+#   the default (OpenXLA's guide).
+# - xla_tpu_enable_ici_ag_pipelining and the two xla_should_*_in_chain (OpenXLA's guide): peak +0.9%, cycles -0.8%.
+# - xla_tpu_assign_all_reduce_scatter_layout and the two that go with it (MaxText): the same program.
+# - xla_tpu_enable_sunk_dcn_allreduce_done_with_host_reduction (axlearn, for several slices): libtpu 0.0.50 refuses it.
+TABLE: dict[str, tuple[Option, ...]] = {"v5e": _FSDP, "v6e": _FSDP}
+
+
+def options(chip_name: str, *, tensor: int = 1) -> dict[str, str]:
+    """The options that a train step is compiled with: planner.compile.compile_train_step and jax take them.
+
+    Those that the user sets in LIBTPU_INIT_ARGS are left out, so that the user's hold.
+
+    Args:
+      chip_name: a chip's name, alias or JAX device kind.
+      tensor: size of the mesh axis for tensor parallelism.
+
+    Returns:
+      name -> value; empty where the compiler's own choices are the best that is known, and for devices that are not.
+    """
+    taken = set(re.findall(r"--(\w+)", os.environ.get("LIBTPU_INIT_ARGS", "")))
+    known = chips.find(chip_name)
+    table = TABLE.get(known.name, ()) if known else ()
+    return {o.name: o.value for o in table if o.name not in taken and (o.tensor or tensor == 1)}

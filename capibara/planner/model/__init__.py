@@ -1,0 +1,1 @@
+"""What a train step needs and takes: predictions."""

@@ -1,0 +1,427 @@
+"""Seconds of a train step on a slice: a prediction by roofline, from FLOPs, bytes of HBM and bytes over links.
+
+Nothing here is measured. Compute runs at a stated share of the peak, HBM and links at their listed bandwidth. Of what
+goes over links nothing is taken to be hidden: published steps are as long as compute and collectives one after the
+other, though XLA starts most gathers early (`EXPOSED`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+from capibara.planner.hardware import network
+from capibara.planner.hardware.network import Layout
+from capibara.planner.hardware.slices import Slice
+from capibara.planner.model import memory
+from capibara.planner.model.workload import Stack, Workload
+from capibara.planner.search.choice import Choice
+from capibara.sharding import Remat
+
+# Share of the peak FLOP/s that matmuls reach, and of that those of experts (smaller, padded, and dispatched to). Fitted,
+# with network.DCN_REACHED, to four published rows of MaxText, one each: 16 B on v5e-256, Llama 3.1 8B on v6e-256,
+# Mixtral 8x7B on v6e-256, 64 B on 16 x v5e-256 (benchmarks/planner.py: its other rows were not fitted to). Chips
+# without a row have the share of the chip most like them.
+_MATMUL = {
+    "v4": 0.636,
+    "v5e": 0.857,
+    "v5p": 0.636,
+    "v6e": 0.636,
+    "tpu7x": 0.636,
+    "h100": 0.60,
+    "h200": 0.60,
+    "cpu": 0.70,
+}
+_EXPERTS = 0.79
+_ATTENTION = 0.45  # of _MATMUL in attention kernels, whose softmax runs on the vector units
+# Assumed, neither measured nor published: tokens of the busiest group of experts over the mean, without a capacity.
+_IMBALANCE = 1.1
+_QUANTIZED = {"int8": "int8", "fp8": "float8"}  # quantization -> dtype of chips.py
+EXPOSED = 1.0  # share of the collectives that could hide behind compute by which the step is longer all the same
+# Share of the HBM's bandwidth that is reached: of the element-wise operations, which only read and write.
+HBM_REACHED = 0.85
+# FLOPs of flash attention's backward pass over those of its forward pass: two kernels, that for the gradients of keys
+# and values makes four products and that for the queries' three, the forward pass two.
+_ATTENTION_BACKWARD = 3.5
+
+
+@dataclasses.dataclass(frozen=True)
+class Flops:
+    """FLOPs of one device and step, matmuls 2 a multiply-add; attention under its mask.
+
+    Attributes:
+      forward, backward, recompute: of layers, experts included.
+      attention: of all three passes, in none of these.
+      head: of the output head.
+      experts: of products of experts, which are in forward, backward and recompute.
+      model: without recomputation: what MFU counts.
+    """
+
+    forward: float
+    backward: float
+    recompute: float
+    attention: float
+    head: float
+    experts: float
+    model: float
+
+    @property
+    def hardware(self) -> float:
+        return self.forward + self.backward + self.recompute + self.attention + self.head
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One kind of traffic over some mesh axes.
+
+    Attributes:
+      name: what is moved.
+      kind: all-gather, reduce-scatter, all-reduce, all-to-all or permute.
+      axes: mesh axes.
+      bytes: of one device and step, of the larger side.
+      seconds: at the bandwidth of the links.
+      overlaps: whether compute could go on meanwhile.
+    """
+
+    name: str
+    kind: str
+    axes: tuple[str, ...]
+    bytes: float
+    seconds: float
+    overlaps: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """The predicted step of a choice on a slice.
+
+    Attributes:
+      compute_s: matmuls and attention, each at the rate of its dtype and the stated efficiency.
+      hbm_s: bytes over HBM at their bandwidth.
+      host_s: offloaded activations to the host's memory and back, over PCIe.
+      update_s: the optimizer's update, which is HBM alone.
+      links_s: collectives that could hide behind compute, of which EXPOSED counts; blocking_s: those that stand in its way.
+      bubble: share of a pipeline's time in which a stage waits.
+      imbalance: tokens of the busiest group of experts over the mean, which compute_s has in it.
+      peak_flops: FLOP/s of one device in the dtype of its weight products.
+      flops: of one device.
+      collectives: all of them.
+      hbm_bytes: of one device and step.
+      tokens: of a step, all devices.
+      step_s: the prediction.
+    """
+
+    compute_s: float
+    hbm_s: float
+    host_s: float
+    update_s: float
+    links_s: float
+    blocking_s: float
+    bubble: float
+    imbalance: float
+    peak_flops: float
+    flops: Flops
+    collectives: tuple[Collective, ...]
+    hbm_bytes: float
+    tokens: int
+    slice_: Slice
+
+    @property
+    def step_s(self) -> float:
+        busy = max(self.compute_s, self.hbm_s, self.host_s) + EXPOSED * self.links_s + self.blocking_s
+        return busy / (1 - self.bubble) + self.update_s
+
+    @property
+    def bound(self) -> str:
+        """What the step waits for most."""
+        links = EXPOSED * self.links_s + self.blocking_s
+        parts = {"compute": self.compute_s, "HBM": self.hbm_s, "PCIe": self.host_s, "ICI": links}
+        return "bubble" if self.bubble > 0.2 else max(parts, key=parts.get)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.step_s
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOP/s over the peak in bfloat16, or in the dtype of quantised products (PaLM, appendix B)."""
+        return self.flops.model / self.step_s / self.peak_flops
+
+    @property
+    def hfu(self) -> float:
+        """The same with recomputation."""
+        return self.flops.hardware / self.step_s / self.peak_flops
+
+    def days(self, tokens: float) -> float:
+        """Days to train on so many tokens, without interruption."""
+        return tokens / self.tokens_per_s / 86_400
+
+    def usd(self, tokens: float, usd_per_chip_hour: float | None = None) -> float | None:
+        """Dollars for them; None without a price."""
+        hourly = self.slice_.price_per_hour(usd_per_chip_hour)
+        return None if hourly is None else hourly * 24 * self.days(tokens)
+
+
+def cost(work: Workload, choice: Choice, slice_: Slice) -> Cost:
+    """The prediction.
+
+    Raises:
+      UserError: the mesh does not fit the slice.
+    """
+    layout = network.layout(slice_, choice.mesh)
+    flops = step_flops(work, choice)
+    chip = slice_.chip
+    host = memory.memory(work, choice).host if choice.remat.kind is Remat.OFFLOAD else 0.0
+    layers_bytes, update_bytes = hbm_bytes(work, choice)
+    bandwidth = chip.device_hbm_bytes_per_s * HBM_REACHED
+    collectives = tuple(_collectives(work, choice, layout))
+    return Cost(
+        compute_s=sum(part.seconds for part in compute(work, choice, slice_, flops)),
+        hbm_s=layers_bytes / bandwidth,
+        host_s=2 * choice.accumulation * host * chip.devices / chip.pcie_bytes_per_s,
+        update_s=update_bytes / bandwidth,
+        links_s=sum(c.seconds for c in collectives if c.overlaps),
+        blocking_s=sum(c.seconds for c in collectives if not c.overlaps),
+        bubble=bubble(choice),
+        imbalance=imbalance(work, choice),
+        peak_flops=_weights_peak(work, slice_),
+        flops=flops,
+        collectives=collectives,
+        hbm_bytes=layers_bytes + update_bytes,
+        tokens=choice.tokens(work),
+        slice_=slice_,
+    )
+
+
+class Compute(NamedTuple):
+    """A part of the compute: FLOPs of a device and step at a share of its peak.
+
+    Attributes:
+      name: which products.
+      flops: those of the busiest device.
+      share: of the peak that they reach.
+      peak_flops: FLOP/s of the device in their dtype.
+    """
+
+    name: str
+    flops: float
+    share: float
+    peak_flops: float
+
+    @property
+    def seconds(self) -> float:
+        return self.flops / (self.share * self.peak_flops)
+
+
+def compute(work: Workload, choice: Choice, slice_: Slice, flops: Flops) -> tuple[Compute, ...]:
+    """The parts of Cost.compute_s, which is the sum of their seconds.
+
+    Quantised are the weights' products alone, those of experts and head are not.
+    """
+    full, share = slice_.chip.device_flops(), _MATMUL[slice_.chip.name]
+    dense = flops.forward + flops.backward + flops.recompute - flops.experts
+    parts = (
+        Compute("layers", dense, share, _weights_peak(work, slice_)),
+        Compute("experts", imbalance(work, choice) * flops.experts, share * _EXPERTS, full),
+        Compute("attention", flops.attention, share * _ATTENTION, full),
+        Compute("head", flops.head, share, full),
+    )
+    return tuple(part for part in parts if part.flops)
+
+
+def _weights_peak(work: Workload, slice_: Slice) -> float:
+    """FLOP/s of a device in the dtype of the weights' products; float32 is multiplied in bfloat16, JAX's default on TPUs."""
+    return slice_.chip.device_flops(_QUANTIZED.get(str(work.config.quantization), "bfloat16"))
+
+
+def bubble(choice: Choice) -> float:
+    """Share of a pipeline's time in which a stage has nothing to do: (stages - 1) / (parts + stages - 1)."""
+    stages = choice.mesh["stage"]
+    return (stages - 1) / (choice.pipeline_microbatches + stages - 1)
+
+
+def imbalance(work: Workload, choice: Choice) -> float:
+    """Tokens of the busiest group of experts over the mean: with a capacity none has more, by itself a device has all."""
+    moe = work.config.moe
+    uneven = moe is not None and str(moe.dispatch) != "capacity" and choice.mesh["expert"] > 1
+    return _IMBALANCE if uneven else 1.0
+
+
+def step_flops(work: Workload, choice: Choice) -> Flops:
+    """FLOPs of one device: every mesh axis shares out all of them, by tokens, by heads and hidden units, or by layers."""
+    config, devices = work.config, choice.devices
+    rows = choice.batch_size(work)
+    forward = experts = attention = 0.0
+    for stack in work.stacks:
+        tokens = rows * stack.length
+        of_experts = _expert_flops(work, stack) * tokens
+        forward += 2 * stack.weights.total() * tokens + of_experts
+        experts += of_experts
+        seen = sum(a.seen_keys for a in stack.attentions)
+        attention += stack.layers * tokens * 4 * config.num_heads * config.head_size * seen
+    head = 2 * config.vocab_size * config.embed_dim * rows * work.length
+    by_weights = 1 if config.lora is None else 0  # passes that make their gradients; those of adapters are little
+    again, attention_again = recomputed(work, choice)
+    return Flops(
+        forward=forward / devices,
+        backward=(1 + by_weights) * forward / devices,
+        recompute=again * forward / devices,
+        attention=attention * (1 + _ATTENTION_BACKWARD + attention_again) / devices,
+        head=(2 + work.model.trains_head) * head / devices,
+        experts=experts * (2 + by_weights + again) / devices,
+        model=work.model_flops_per_token * choice.tokens(work) / devices,
+    )
+
+
+def _expert_flops(work: Workload, stack: Stack) -> float:
+    """Of one token in all layers of a stack: top_k experts, and places of a capacity that are filled or not."""
+    moe = work.config.moe
+    if moe is None or not stack.expert_weights.parts:
+        return 0.0
+    slack = moe.capacity_factor if str(moe.dispatch) == "capacity" else 1.0
+    return 2 * stack.expert_weights.total() * moe.top_k * slack / moe.num_experts
+
+
+def recomputed(work: Workload, choice: Choice) -> tuple[float, float]:
+    """Shares of the layers' forward matmuls and of forward attention that the backward pass does again."""
+    remat = choice.remat
+    match remat.kind:
+        case Remat.NONE:
+            return 0.0, 0.0
+        case Remat.DOTS | Remat.MINIMAL:
+            return 0.0, 1.0
+        case Remat.FULL:
+            # The last product of a layer is not needed again: nothing of the backward pass reads its result.
+            return 1.0 - _last_share(work), 1.0
+    weights = _weights_by_name(work)
+    total = sum(weights.values())
+    kept = sum(weights.get(name, 0.0) for name in remat.names)
+    last = "mlp_down" if "mlp_down" in weights else "expert_down"
+    again = 1.0 - kept / total - (0.0 if last in remat.names else _last_share(work))
+    return max(0.0, again), 0.0 if "attention" in remat.names else 1.0
+
+
+def _weights_by_name(work: Workload) -> dict[str, float]:
+    """Weights of one layer by the name of the result they make, experts by those a token meets."""
+    c, F = work.config, work.expert_dim
+    D, heads, kv = c.embed_dim, c.num_heads * c.head_size, c.kv_heads * c.head_size
+    experts = 1 if c.moe is None else c.moe.top_k
+    mlp = "mlp" if c.moe is None else "expert"
+    weights = {"query": D * heads, "key": D * kv, "value": D * kv, "attention_out": heads * D}
+    weights |= {f"{mlp}_up": D * F * experts, f"{mlp}_down": D * F * experts}
+    return weights | ({f"{mlp}_gate": D * F * experts} if c.activation.gated else {})
+
+
+def _last_share(work: Workload) -> float:
+    weights = _weights_by_name(work)
+    return weights.get("mlp_down", weights.get("expert_down", 0.0)) / sum(weights.values())
+
+
+def hbm_bytes(work: Workload, choice: Choice) -> tuple[float, float]:
+    """Bytes of one device and step that layers and head read and write, and that the update does.
+
+    A weight is written when gathered, or made floating-point, and read by each pass, of which one makes its gradient;
+    what frozen weights are made from is read besides. Of activations each product reads its input and writes its
+    result, and norms and activations read and write once more.
+    """
+    c, mesh, size = work.config, choice.mesh, work.compute_bytes
+    passes = 2 + (c.lora is None) + (choice.remat.kind is not Remat.NONE)
+    gathered = ("fsdp", "expert", "context", "data")
+    total = 0.0
+    for stack in work.stacks:
+        n = choice.rows * stack.length / mesh["context"] * choice.accumulation / mesh["stage"] * stack.layers
+        heads = (2 * c.num_heads + 2 * c.kv_heads) * c.head_size / mesh["tensor"]
+        routed = 1 if c.moe is None else c.moe.top_k
+        hidden = 3 * work.expert_dim * routed / mesh["tensor"]
+        residual = 8 * c.embed_dim / mesh["tensor"] + 4 * c.embed_dim * routed
+        total += passes * n * (residual + 2 * heads + 2 * hidden) * size
+        # Scores that no kernel keeps on the chip: written, read by the softmax, written, and read as probabilities.
+        scores = sum(a.scores for a in stack.attentions) / stack.length * c.num_heads / mesh["tensor"]
+        total += passes * n * 4 * scores * 4
+        weights = stack.weights.on_device(mesh, without=gathered)
+        weights += stack.expert_weights.on_device(mesh, without=[a for a in gathered if a != "expert"])
+        total += passes * 2 * weights * size * choice.accumulation * choice.ticks
+    head = work.head.on_device(mesh, without=gathered)
+    places = choice.rows * work.length / mesh["context"] / mesh["stage"] * choice.accumulation
+    total += head * size * 3 * choice.accumulation + places * c.vocab_size / mesh["tensor"] * 4 * 4
+    if c.lora is not None and c.lora.base_dtype.in_blocks:
+        total += passes * work.params.on_device(mesh) * choice.accumulation
+    state = work.trained.on_device(mesh)
+    moments = work.state[choice.state_dtype].on_device(mesh)
+    return total, 2 * (state + moments) + 3 * state + (2 * state if work.ema else 0.0)
+
+
+def _collectives(work: Workload, choice: Choice, layout: Layout):
+    """What the axes of a mesh move: yields Collective."""
+    mesh, size = choice.mesh, work.compute_bytes
+    micro = choice.accumulation
+    shards = [axis for axis in work.rules.embed if mesh[axis] > 1]
+    expert_shards = [axis for axis in work.rules.expert_embed if mesh[axis] > 1]
+    copies = [axis for axis in ("data",) if mesh[axis] > 1]
+    weights = sum(s.weights.on_device(mesh, without=shards) for s in work.stacks)
+    experts = sum(s.expert_weights.on_device(mesh, without=expert_shards) for s in work.stacks)
+    head = work.head.on_device(mesh, without=shards)
+    # The backward pass gathers again: whole weights of all layers would not fit. A pipeline does both at every tick.
+    gathers = 2 * micro * choice.ticks
+    for name, amount, axes in (("weights", weights, shards), ("experts' weights", experts, expert_shards)):
+        if amount and axes:
+            bytes_ = amount * size
+            yield _gathered(f"gather {name}", layout, bytes_, axes, gathers)
+            if work.config.lora is None:
+                yield _reduced(f"reduce gradients of {name}", layout, bytes_, axes, micro * choice.ticks)
+    if shards:
+        yield _gathered("gather the head", layout, head * size, shards, micro)
+    if shards and work.model.trains_head:
+        yield _reduced("reduce the head's gradient", layout, head * 4, shards, micro)
+    if copies:
+        state = work.trained.on_device(mesh)
+        yield Collective(
+            "reduce gradients of copies", "all-reduce", tuple(copies), micro * state,
+            micro * layout.reduce_s(state, copies), False,
+        )  # fmt: skip
+    yield from _activation_collectives(work, choice, layout)
+
+
+def _activation_collectives(work: Workload, choice: Choice, layout: Layout):
+    c, mesh, size, micro = work.config, choice.mesh, work.compute_bytes, choice.accumulation
+    passes = 2 + (choice.remat.kind is not Remat.NONE)
+    for stack in work.stacks:
+        rows = choice.rows * stack.length / mesh["context"]
+        layers = stack.layers / mesh["stage"] * micro
+        if mesh["tensor"] > 1:  # sequence parallel: gathered before attention and MLP, scattered after each
+            amount = rows * c.embed_dim * size
+            count = layers * 2 * (len(stack.attentions) + 1) * passes
+            yield Collective(
+                f"activations of the {stack.name}", "all-gather", ("tensor",), count * amount,
+                count * layout.gather_s(amount, ["tensor"]), False,
+            )  # fmt: skip
+        if mesh["context"] > 1:
+            amount = 2 * choice.rows * stack.length * c.kv_heads * c.head_size / mesh["tensor"] * size
+            count = layers * len(stack.attentions) * passes
+            yield Collective(
+                f"keys and values of the {stack.name}", "all-gather", ("context",), count * amount,
+                count * layout.gather_s(amount, ["context"]), False,
+            )  # fmt: skip
+        if mesh["expert"] > 1 and stack.expert_weights.parts:
+            slack = c.moe.capacity_factor if str(c.moe.dispatch) == "capacity" else 1.0
+            amount = rows * c.moe.top_k * slack * c.embed_dim * size
+            count = layers * 2 * passes
+            yield Collective(
+                f"tokens to experts of the {stack.name}", "all-to-all", ("expert",), count * amount,
+                count * layout.exchange_s(amount, ["expert"]), False,
+            )  # fmt: skip
+        if mesh["stage"] > 1:
+            amount = rows / choice.pipeline_microbatches * c.embed_dim / mesh["tensor"] * size
+            count = 2 * micro * (choice.pipeline_microbatches + mesh["stage"] - 1)
+            yield Collective(
+                f"activations between stages of the {stack.name}", "permute", ("stage",), count * amount,
+                count * layout.pass_on_s(amount, "stage"), False,
+            )  # fmt: skip
+
+
+def _gathered(name: str, layout: Layout, size: float, axes: list[str], times: float) -> Collective:
+    return Collective(name, "all-gather", tuple(axes), times * size, times * layout.gather_s(size, axes), True)
+
+
+def _reduced(name: str, layout: Layout, size: float, axes: list[str], times: float) -> Collective:
+    return Collective(name, "reduce-scatter", tuple(axes), times * size, times * layout.gather_s(size, axes), True)

@@ -1,0 +1,326 @@
+"""What a train step works on, as numbers: all that the cost of a plan depends on beside the plan and the chips."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+
+from capibara import optim
+from capibara.core import tree
+from capibara.core.types import PyTree, UserError
+from capibara.models import api
+from capibara.models.api import Model
+from capibara.optim import Optimizer, OptimizerName, StateDtype
+from capibara.sharding import Rules
+
+# Parts of a weight that is stored in blocks: made floating-point where they are used, never all at once.
+_OF_BLOCKS = ("/codes", "/scales", "/means", "/steps")
+_COMPUTE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """One array of the state: name, shape, logical axes and bytes of an element."""
+
+    name: str
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+    itemsize: int
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sharded:
+    """An amount, by the mesh axes that share it out.
+
+    Attributes:
+      parts: pairs of an amount and the mesh axes over which it is divided.
+    """
+
+    parts: tuple[tuple[float, tuple[str, ...]], ...] = ()
+
+    def __add__(self, other: Sharded) -> Sharded:
+        return Sharded(self.parts + other.parts)
+
+    def scaled_to(self, total: float) -> Sharded:
+        """Divided alike, but so much in all."""
+        return Sharded(tuple((amount * total / self.total(), axes) for amount, axes in self.parts))
+
+    def total(self) -> float:
+        return sum(amount for amount, _ in self.parts)
+
+    def on_device(self, mesh: Mapping[str, int], without: Iterable[str] = ()) -> float:
+        """The share of one device of a mesh (axis -> size); axes in `without` are gathered."""
+        total = 0.0
+        for amount, axes in self.parts:  # plain loops: a search asks hundreds of thousands of times
+            shards = 1
+            for axis in axes:
+                if axis not in without:
+                    shards *= mesh[axis]
+            total += amount / shards
+        return total
+
+
+@dataclasses.dataclass(frozen=True)
+class Attention:
+    """One attention of a layer.
+
+    Attributes:
+      seen_keys: keys that a query sees, in the mean over a row.
+      scores: scores of a head and row that are made all at once, where no kernel takes them: relative positions; or 0.
+    """
+
+    seen_keys: float
+    scores: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Stack:
+    """Equal layers, one after another.
+
+    Attributes:
+      name: "decoder" or "encoder".
+      layers: how many.
+      length: places of a row that go through them.
+      attentions: of one layer, in the mean over the layers where they differ.
+      weights: matmul weights of all layers in elements; those of experts are in `expert_weights`.
+      expert_weights: the same of experts.
+      adapted_experts: weights of a layer's experts that have adapters.
+    """
+
+    name: str
+    layers: int
+    length: int
+    attentions: tuple[Attention, ...]
+    weights: Sharded
+    expert_weights: Sharded
+    adapted_experts: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """A train step without its plan.
+
+    Attributes:
+      model: the model; its config has the widths.
+      rules: logical axes -> mesh axes.
+      stacks: its layers.
+      length: places of a row whose tokens are counted.
+      encoder_length: places that an encoder reads; None without one.
+      params, state: bytes of the parameters, and of the optimizer's state.
+      trained: bytes of the parameters that are trained, and of their gradients.
+      casts: bytes of the parameters that are stored in float32.
+      relaid: bytes of frozen attention weights in 16 bits, of which XLA makes copies in its products' layout. Those in
+        float32 it copies when it casts them, those in blocks are small.
+      head: elements of the output head.
+      constraints: (parameter, logical axis, size, mesh axes): the mesh axes must divide the size.
+      ema: whether the state holds an average of the parameters.
+      held: bytes that training holds beside the state: of rewards the reference and the engine.
+    """
+
+    model: Model
+    rules: Rules
+    stacks: tuple[Stack, ...]
+    length: int
+    encoder_length: int | None
+    params: Sharded
+    state: Mapping[StateDtype, Sharded]
+    trained: Sharded
+    casts: Sharded
+    relaid: Sharded
+    head: Sharded
+    constraints: tuple[tuple[str, str, int, tuple[str, ...]], ...]
+    ema: bool
+    held: Sharded = Sharded()
+
+    @functools.cached_property
+    def config(self) -> Any:
+        return self.model.config
+
+    @functools.cached_property
+    def compute_bytes(self) -> int:
+        """Of an element of activations."""
+        return _COMPUTE_BYTES[str(self.config.dtype)]
+
+    @functools.cached_property
+    def model_flops_per_token(self) -> float:
+        """6 a weight and attention, recomputation not counted (models/flops.py)."""
+        return self.model.flops_per_token(self.length, self.encoder_length)
+
+    @property
+    def active_weights(self) -> float:
+        """Matmul weights of all layers that a token meets; embedding and head are not in it."""
+        moe = self.config.moe
+        share = 1.0 if moe is None else moe.top_k / moe.num_experts
+        return sum(stack.weights.total() + share * stack.expert_weights.total() for stack in self.stacks)
+
+    @property
+    def expert_dim(self) -> int:
+        """Hidden width of one MLP, of an expert where there are some."""
+        moe = self.config.moe
+        return self.config.mlp_dim if moe is None or moe.expert_dim is None else moe.expert_dim
+
+
+def describe(
+    model: Model,
+    optimizer: Optimizer,
+    *,
+    length: int,
+    encoder_length: int | None = None,
+    rules: Rules | None = None,
+    ema: bool = False,
+    state_dtypes: Iterable[StateDtype] | None = None,
+    held: Iterable[Any] = (),
+) -> Workload:
+    """The workload of training a model. Nothing is computed but shapes.
+
+    Args:
+      model: models.api.build(config).
+      optimizer: of the run.
+      length: places of a row.
+      encoder_length: of the rows that an encoder reads.
+      rules: logical axes -> mesh axes; None: the default ones.
+      ema: whether a moving average of the parameters is kept.
+      state_dtypes: dtypes of the optimizer's state to weigh; None: the optimizer's own.
+      held: what the run's loss holds beside the state (training.objective.Held).
+    """
+    held = tuple(held)
+    rules = rules or Rules()
+    leaves, stored = _leaves(model.whole_params, model.whole_axes), _leaves(model.abstract_params, model.axes)
+    trained = _leaves(model.trained(model.abstract_params), model.trained(model.axes))
+    dtypes = tuple(state_dtypes or (optimizer.state_dtype,))
+    if optimizer.name is OptimizerName.ADAFACTOR and any(dtype is not optimizer.state_dtype for dtype in dtypes):
+        shown = ",".join(map(str, dtypes))
+        raise UserError(
+            f"--state_dtypes={shown} with Optimizer.name adafactor, which keeps float32 sums only: leave it out"
+        )
+    in_layers = ("layers/", "encoder/layers/", "decoder/layers/")
+    heads = [leaf for leaf in leaves if "vocab" in leaf.axes and not leaf.name.startswith(in_layers)]
+    return Workload(
+        model=model,
+        rules=rules,
+        stacks=tuple(_stacks(model.config, leaves, rules, length, encoder_length)),
+        length=length,
+        encoder_length=encoder_length,
+        params=_sharded(stored, rules, by_bytes=True),
+        state={dtype: _state(model, optimizer, dtype, rules) for dtype in dtypes},
+        trained=_sharded(trained, rules, by_bytes=True),
+        casts=_sharded(
+            [x for x in stored if x.itemsize == 4 and not x.name.endswith(_OF_BLOCKS)], rules, by_bytes=True
+        ),
+        relaid=_sharded([x for x in stored if _is_relaid(model, x)], rules, by_bytes=True),
+        head=_sharded(heads[-1:], rules),
+        constraints=_constraints(stored, rules),
+        ema=ema,
+        held=_held(held, rules),
+    )
+
+
+def of_run(trainer: Any, state_dtypes: Iterable[StateDtype] | None = None) -> Workload:
+    """The workload of a run (training.trainer.Trainer); its plan's mesh and batch are not looked at.
+
+    `state_dtypes`: of the optimizer's state to weigh; None: the run's own.
+    """
+    model = api.build(trainer.model)
+    return describe(
+        model,
+        trainer.optimizer,
+        length=trainer.dataset.length,
+        encoder_length=trainer.dataset.encoder_length,
+        rules=trainer.plan.rules,
+        ema=trainer.ema_decay is not None,
+        state_dtypes=state_dtypes,
+        held=() if trainer.loss is None else trainer.loss.held(model, trainer.dataset),
+    )
+
+
+def _held(held: Iterable[Any], rules: Rules) -> Sharded:
+    total = Sharded()
+    for one in held:
+        if one.spread_as is None:
+            total += Sharded(((float(one.bytes), ()),))
+        else:
+            total += _sharded(_leaves(*one.spread_as), rules, by_bytes=True).scaled_to(one.bytes)
+    return total
+
+
+def _leaves(shapes: PyTree, axes: PyTree) -> list[Leaf]:
+    names = tree.path_names(shapes)
+    parts = zip(names, jax.tree.leaves(shapes), jax.tree.leaves(axes, is_leaf=tree.is_axes), strict=True)
+    return [Leaf(name, tuple(leaf.shape), tuple(a), leaf.dtype.itemsize) for name, leaf, a in parts]
+
+
+def _is_relaid(model: Model, leaf: Leaf) -> bool:
+    by_heads = leaf.axes[:1] == ("layers",) and {"heads", "kv_heads"} & set(leaf.axes)
+    return bool(by_heads) and leaf.itemsize == 2 and not model.config.lora.trains(leaf.name)
+
+
+def _state(model: Model, optimizer: Optimizer, dtype: StateDtype, rules: Rules) -> Sharded:
+    trained, trained_axes = model.trained(model.abstract_params), model.trained(model.axes)
+    tx = dataclasses.replace(optimizer, state_dtype=dtype).build(1_000_000, trained_axes)
+    shapes = jax.eval_shape(tx.init, trained)
+    axes = jax.tree.map(lambda _, a: _Axes(a), shapes, optim.state_axes(tx, trained, trained_axes))
+    pairs = zip(jax.tree.leaves(shapes), jax.tree.leaves(axes), strict=True)
+    leaves = [Leaf("", tuple(leaf.shape), tuple(a.names), leaf.dtype.itemsize) for leaf, a in pairs]
+    return _sharded(leaves, rules, by_bytes=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Axes:
+    """Keeps a tuple of names one leaf."""
+
+    names: tuple[str | None, ...]
+
+
+def _sharded(leaves: Iterable[Leaf], rules: Rules, *, by_bytes: bool = False) -> Sharded:
+    sums: Counter[tuple[str, ...]] = Counter()
+    for leaf in leaves:
+        mesh_axes = sorted(axis for name in leaf.axes if name for axis in getattr(rules, name))
+        sums[tuple(mesh_axes)] += leaf.size * (leaf.itemsize if by_bytes else 1)
+    return Sharded(tuple((float(amount), axes) for axes, amount in sums.items()))
+
+
+def _constraints(leaves: Iterable[Leaf], rules: Rules) -> tuple[tuple[str, str, int, tuple[str, ...]], ...]:
+    found: dict[tuple[str, int], tuple[str, str, int, tuple[str, ...]]] = {}
+    for leaf in leaves:
+        for name, size in zip(leaf.axes, leaf.shape, strict=True):
+            if name and getattr(rules, name):
+                found.setdefault((name, size), (leaf.name, name, size, getattr(rules, name)))
+    return tuple(found.values())
+
+
+def _stacks(sizes: Any, leaves: list[Leaf], rules: Rules, length: int, encoder_length: int | None) -> Iterable[Stack]:
+    def stack(name: str, prefix: str, layers: int, places: int, attentions: tuple[Attention, ...]) -> Stack:
+        own = [leaf for leaf in leaves if leaf.name.startswith(prefix)]
+        experts = [leaf for leaf in own if "experts" in leaf.axes]
+        others = [leaf for leaf in own if "experts" not in leaf.axes]
+        adapted = sum(leaf.name.endswith("_lora/a") for leaf in experts)
+        return Stack(name, layers, places, attentions, _sharded(others, rules), _sharded(experts, rules), adapted)
+
+    match sizes.objective:
+        case "encoder_decoder":
+            S = encoder_length or length
+            yield stack("encoder", "encoder/layers/", sizes.encoder_layers, S, (Attention(S, S * S),))
+            cross = (Attention(length / 2, length * length), Attention(S))
+            yield stack("decoder", "decoder/layers/", sizes.num_layers, length, cross)
+        case "masked":
+            yield stack("encoder", "layers/", sizes.num_layers, length, (Attention(length),))
+        case _:
+            yield stack("decoder", "layers/", sizes.num_layers, length, (Attention(_seen_keys(sizes, length)),))
+
+
+def _seen_keys(sizes: Any, length: int) -> float:
+    """Keys that a token of a decoder sees, in the mean over its row and over the layers' pattern."""
+    pattern = sizes.layer_pattern
+    kinds = [pattern[index % len(pattern)] for index in range(sizes.num_layers)]
+    windows = [min(sizes.window, length) if kind == "local" else length for kind in kinds]
+    return sum(window - window**2 / (2 * length) for window in windows) / len(windows)

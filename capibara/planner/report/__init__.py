@@ -1,0 +1,1 @@
+"""What the planner found, for people and machines."""

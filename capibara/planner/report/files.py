@@ -1,0 +1,50 @@
+"""The files that the verb `plan` writes: JSON, an HTML page, a Gin file that train takes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+
+from capibara.planner.hardware.slices import Slice
+from capibara.planner.model.workload import Workload
+from capibara.planner.report import page, report
+from capibara.planner.search import questions
+from capibara.planner.search.slice_choice import Offer
+from capibara.planner.search.verify import Walk
+from capibara.storage import outputs
+
+
+def save(
+    args: argparse.Namespace,
+    walk: Walk,
+    work: Workload,
+    slice_: Slice,
+    offers: Sequence[Offer],
+    *,
+    tokens: float | None,
+    usd: float | None,
+) -> None:
+    """Writes those that the command line asks for.
+
+    Args:
+      args: of the verb (see `questions`): json, html, output, include, top.
+      walk: the ranking, and what the compiler said of it.
+      work: what was planned.
+      slice_: the slice that was chosen.
+      offers: the best plan on each slice, where a slice was to be chosen.
+      tokens: of the whole run, for its price.
+      usd: price of a chip-hour; None: list price.
+
+    Raises:
+      UserError: a file cannot be written.
+    """
+    money = {"tokens": tokens, "usd": usd}
+    if args.json:
+        shown = report.plans_json(walk, work, slice_, top=args.top, offers=offers, **money)
+        outputs.save(args.json, json.dumps(shown, indent=1))
+    if args.html:
+        outputs.save(args.html, page.page(walk, work, slice_, offers=offers, **money))
+    if args.output:
+        before = (questions.included(args), args.gin_bindings) if args.include else ((), ())
+        outputs.save(args.output, report.gin(walk, work, slice_, *before))

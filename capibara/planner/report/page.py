@@ -1,0 +1,216 @@
+"""A plan as one HTML page without outside files: memory of a chip, the step's time, the roofline and the ranking."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Iterator, Sequence
+
+from capibara.planner.hardware.chips import GIB
+from capibara.planner.hardware.slices import Slice
+from capibara.planner.model.workload import Workload
+from capibara.planner.report import report
+from capibara.planner.search.ranking import Ranked
+from capibara.planner.search.slice_choice import Offer
+from capibara.planner.search.verify import Walk
+
+_COLORS = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951", "#ff8ab7", "#a463f2", "#97bbf5", "#9c6b4e", "#9498a0",
+           "#7a8b2e", "#c44e52")  # fmt: skip
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 62rem; padding: 0 1rem; color: #222; }
+h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
+table { border-collapse: collapse; width: 100%; } td, th { padding: .25rem .6rem; border-bottom: 1px solid #ddd; }
+td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; } th { text-align: left; }
+.note { color: #666; } svg text { font: 12px system-ui, sans-serif; fill: #222; } tr.out { color: #999; } tr.chosen { font-weight: bold; }
+@media (prefers-color-scheme: dark) { body { background: #181818; color: #ddd; } svg text { fill: #ddd; } }
+"""
+
+
+_NUMBER, _CHOSEN = ' class="n"', ' class="chosen"'
+_NOTE_PREDICTED = "Predictions of the cost model. Nothing here was compiled or measured."
+_NOTE = "Predictions of the cost model, but for what the TPU compiler says, which is named so. Nothing was measured."
+
+
+def page(
+    walk: Walk,
+    work: Workload,
+    slice_: Slice,
+    *,
+    top: int = 20,
+    tokens: float | None = None,
+    usd: float | None = None,
+    offers: Sequence[Offer] = (),
+) -> str:
+    """The page's text.
+
+    Args:
+      walk: plans, the chosen one first, and what was compiled of them.
+      work, slice_: what they are for.
+      top: how many of them are listed.
+      tokens: of the whole training, for days and dollars; None: neither.
+      usd: per chip-hour; None: the list price.
+      offers: slices that were weighed, if some were.
+    """
+    ranked, best = walk.ranked, walk.ranked[0]
+    title = f"{slice_.name}: {best.choice.describe()}"
+    cost = best.cost
+    facts = [
+        f"{work.model.param_count:,} parameters, rows of {work.length:,} places: {cost.tokens_per_s:,.0f} tokens/s, "
+        f"{cost.hfu:.1%} of the peak FLOP/s with recomputation",
+        *report.summary(best, work, slice_, tokens, usd),
+    ]
+    sections = [
+        f"<h1>{html.escape(title)}</h1>",
+        f'<p class="note">{_NOTE if walk.tried else _NOTE_PREDICTED}</p>',
+        *(f"<p>{html.escape(fact[:1].upper() + fact[1:])}.</p>" for fact in facts),
+        *_offers(offers, slice_, tokens, usd),
+        *_proof(walk, slice_),
+        "<h2>HBM of a chip at the peak, predicted</h2>",
+        _memory_bar(best, slice_),
+        "<h2>Seconds of a step</h2>",
+        _time_bars(best),
+        "<h2>Roofline</h2>",
+        _roofline(ranked[:top], slice_),
+        f"<h2>The first {min(top, len(ranked))} of {len(ranked)} plans</h2>",
+        _table(walk, work, slice_, top),
+    ]
+    head = f'<meta charset="utf-8"><title>{html.escape(title)}</title><style>{_STYLE}</style>'
+    return f'<!doctype html><html lang="en"><head>{head}</head><body>{"".join(sections)}</body></html>\n'
+
+
+def _offers(offers: Sequence[Offer], chosen: Slice, tokens: float | None, usd: float | None) -> Iterator[str]:
+    """The slices that were weighed."""
+    if not offers:
+        return
+    yield "<h2>Slices with their best plans, predicted</h2>"
+    left = ("slice", "plan")
+    head = "".join(f"<th{'' if name in left else _NUMBER}>{name}</th>" for name in report.OFFER_COLUMNS)
+    rows = []
+    for offer in offers:
+        cells = zip(report.OFFER_COLUMNS, report.offer_cells(offer, tokens, usd))
+        row = "".join(f"<td{'' if name in left else _NUMBER}>{html.escape(cell)}</td>" for name, cell in cells)
+        rows.append(f"<tr{_CHOSEN if offer.slice_ == chosen else ''}>{row}</tr>")
+    yield f"<table><tr>{head}</tr>{''.join(rows)}</table>"
+
+
+def _proof(walk: Walk, slice_: Slice) -> Iterator[str]:
+    """What the compiler said: a table, and the proven plan's own figures."""
+    if not walk.tried:
+        return
+    yield "<h2>Compiled</h2>"
+    rows = []
+    for one in walk.tried:
+        compiled, words = one.verdict.compiled, str(one.verdict.outcome)
+        peak = f"{compiled.peak_bytes / GIB:.2f}" if compiled and compiled.peak_bytes else ""
+        cells = f'<td class="n">{peak}</td><td class="n">{one.ranked.memory.peak / GIB:.2f}</td><td>{words}</td>'
+        rows.append(f"<tr><td>{html.escape(one.ranked.choice.describe())}</td>{cells}</tr>")
+    head = '<th>plan</th><th class="n">compiled, GiB</th><th class="n">predicted before, GiB</th><th></th>'
+    yield f"<table><tr>{head}</tr>{''.join(rows)}</table>"
+    if walk.proven:
+        lines = report.verdict_lines(walk.proven.verdict, slice_)
+        yield f"<pre>{html.escape(chr(10).join(lines))}</pre>"
+
+
+def _memory_bar(best: Ranked, slice_: Slice) -> str:
+    memory, usable = best.memory, slice_.chip.device_usable_hbm_bytes
+    at_peak = {"loss": ("saved", "casts", "summed", "loss"), "update": ("gradients",)}.get(
+        memory.peak_moment, ("saved", "casts", "summed", "gradients", "layer", "weights", "pipeline")
+    )
+    scaled = {name: getattr(memory, name) * memory.scale for name in at_peak}
+    parts = {name: getattr(memory, name) for name in ("parameters", "optimizer", "average", "batch", "held")} | scaled
+    parts = {name: amount for name, amount in parts.items() if amount}
+    full = max(usable, memory.peak)
+    shapes, legend, x = [], [], 0.0
+    for color, (name, amount) in zip(_COLORS, parts.items()):
+        width = 860 * amount / full
+        text = f"{name}: {amount / GIB:.2f} GiB"
+        shapes.append(
+            f'<rect x="{x:.1f}" y="0" width="{width:.1f}" height="40" fill="{color}"><title>{text}</title></rect>'
+        )
+        meaning = html.escape(report.MEMORY_PARTS[name])
+        legend.append(
+            f'<tr><td><span style="color:{color}">&#9632;</span> {meaning}</td><td class="n">{amount / GIB:.3f}</td></tr>'
+        )
+        x += width
+    for amount, label in ((usable, "usable"), (best.limit_bytes, "limit")):
+        place = 860 * amount / full
+        shapes.append(
+            f'<line x1="{place:.1f}" x2="{place:.1f}" y1="-4" y2="46" stroke="currentColor" stroke-dasharray="4 3"/>'
+            f'<text x="{place:.1f}" y="{-8 if label == "usable" else 60}" text-anchor="end">'
+            f"{label} {amount / GIB:.2f} GiB</text>"
+        )
+    total = f'<tr><td>peak, in the {memory.peak_moment}</td><td class="n">{memory.peak / GIB:.3f}</td></tr>'
+    svg = f'<svg viewBox="0 -24 880 92" role="img" aria-label="HBM of a chip">{"".join(shapes)}</svg>'
+    return f'{svg}<table><tr><th>part</th><th class="n">GiB</th></tr>{"".join(legend)}{total}</table>'
+
+
+def _time_bars(best: Ranked) -> str:
+    cost = best.cost
+    rows = {
+        "compute": cost.compute_s,
+        "HBM": cost.hbm_s,
+        "offloading": cost.host_s,
+        "links, could hide": cost.links_s,
+        "links, in the way": cost.blocking_s,
+        "update": cost.update_s,
+        "step": cost.step_s,
+    }
+    longest = max(rows.values())
+    bars = "".join(
+        f'<text x="150" y="{26 * i + 17}" text-anchor="end">{name}</text>'
+        f'<rect x="160" y="{26 * i + 4}" width="{600 * value / longest:.1f}" height="18" fill="{_COLORS[i]}"/>'
+        f'<text x="{168 + 600 * value / longest:.1f}" y="{26 * i + 17}">{value:.4f}</text>'
+        for i, (name, value) in enumerate(rows.items())
+    )
+    return f'<svg viewBox="0 0 880 {26 * len(rows) + 6}" role="img" aria-label="seconds of a step">{bars}</svg>'
+
+
+def _roofline(ranked: Sequence[Ranked], slice_: Slice) -> str:
+    """FLOP/s over FLOP per byte of HBM, both logarithmic: the chip's roof and the plans under it."""
+    chip = slice_.chip
+    peak, bandwidth = chip.device_flops(), chip.device_hbm_bytes_per_s
+    points = [
+        (one.cost.flops.hardware / one.cost.hbm_bytes, one.cost.flops.hardware / one.cost.step_s, one) for one in ranked
+    ]
+    low = math.log10(min([peak / bandwidth, *(p[0] for p in points)])) - 0.4
+    high = math.log10(max([peak / bandwidth, *(p[0] for p in points)])) + 0.4
+    bottom = math.log10(min([peak / 10, *(p[1] for p in points)])) - 0.1
+    top = math.log10(peak) + 0.15
+
+    def place(intensity: float, speed: float) -> tuple[float, float]:
+        x = 60 + 780 * (math.log10(intensity) - low) / (high - low)
+        return x, 240 - 220 * (math.log10(speed) - bottom) / (top - bottom)
+
+    left = max(10**low, 10**bottom / bandwidth)
+    roof = [place(left, left * bandwidth), place(peak / bandwidth, peak), place(10**high, peak)]
+    line = " ".join(f"{x:.1f},{y:.1f}" for x, y in roof)
+    dots = []
+    for index, (intensity, speed, one) in reversed(list(enumerate(points))):
+        x, y = place(intensity, speed)
+        color = _COLORS[0] if index == 0 else "#aaa"
+        label = html.escape(f"{one.choice.describe()}: {speed / 1e12:.0f} TFLOP/s")
+        dots.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{color}"><title>{label}</title></circle>')
+    return (
+        f'<svg viewBox="0 0 880 280" role="img" aria-label="roofline"><polyline points="{line}" fill="none" '
+        f'stroke="currentColor" stroke-width="2"/>{"".join(dots)}'
+        f'<text x="{roof[1][0]:.0f}" y="{roof[1][1] - 6:.0f}">{peak / 1e12:.0f} TFLOP/s</text>'
+        '<text x="860" y="268" text-anchor="end">FLOP per byte of HBM</text>'
+        '<text x="14" y="130" text-anchor="middle" transform="rotate(-90 14 130)">FLOP/s of a device</text></svg>'
+    )
+
+
+def _table(walk: Walk, work: Workload, slice_: Slice, top: int) -> str:
+    rows = []
+    for index, one in enumerate(walk.ranked[:top]):
+        cost = one.cost
+        cells = [
+            one.choice.batch_size(work), f"{one.memory.peak / GIB:.2f}", f"{cost.step_s:.3f}",
+            f"{cost.tokens_per_s / slice_.chips:,.0f}", f"{cost.mfu:.1%}",
+        ]  # fmt: skip
+        numbers = "".join(f'<td class="n">{cell}</td>' for cell in cells)
+        why = html.escape(report.why_not(one, walk, work)) if index else "the choice"
+        style = "" if one.fits else ' class="out"'
+        rows.append(f"<tr{style}><td>{html.escape(one.choice.describe())}</td>{numbers}<td>{why}</td></tr>")
+    names = ("batch", "HBM GiB", "step s", "tokens/s chip", "MFU")
+    head = "<th>plan</th>" + "".join(f'<th class="n">{name}</th>' for name in names) + "<th>why not first</th>"
+    return f"<table><tr>{head}</tr>{''.join(rows)}</table>"

@@ -1,0 +1,56 @@
+"""The plan of a run whose Gin files name a slice and leave the mesh open: the search's first choice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from capibara import config
+from capibara.planner.hardware import slices
+from capibara.planner.hardware.chips import GIB
+from capibara.planner.hardware.slices import Slice
+from capibara.planner.model import workload
+from capibara.planner.report import report
+from capibara.planner.search import ranking
+from capibara.planner.search.ranking import Question
+from capibara.sharding import MESH_AXES
+
+
+def is_open(trainer: Any) -> bool:
+    """Whether the parsed Gin files name a slice for this run, and no mesh axis."""
+    return trainer.plan.slice is not None and not any(config.is_bound(f"Plan.{axis}") for axis in MESH_AXES)
+
+
+def bindings(trainer: Any, slice_: Slice | None = None) -> tuple[list[str], str]:
+    """Gin statements that close the mesh of a run (training.trainer.Trainer), and a line that says what was chosen.
+
+    The batch is the run's. Remat and accumulation are chosen too where the Gin files leave them open. The prediction is
+    not proven: `capibara plan --verify` does that, and writes a Gin file.
+
+    Args:
+      trainer: the run.
+      slice_: in place of the one that its Gin files name.
+
+    Returns:
+      No statements and no line where the mesh is not open.
+
+    Raises:
+      UserError: no plan fits the slice, or its batch no mesh.
+    """
+    if not is_open(trainer):
+        return [], ""
+    slice_, work = slice_ or slices.parse(trainer.plan.slice), workload.of_run(trainer)
+    remats = (trainer.plan.remat_policy,) if config.is_bound("Plan.remat") else ranking.REMATS
+    question = Question(
+        batch_size=trainer.plan.batch_size,
+        accumulation=trainer.plan.accumulation if config.is_bound("Plan.accumulation") else None,
+        state_dtypes=tuple(work.state),
+        remats=remats,
+    )
+    best = ranking.search(work, slice_, question)[0]
+    if not best.fits:
+        raise ranking.no_plan(best, work, slice_, question, ranking.BINDINGS)
+    line = (
+        f"plan for {slice_.name}: {best.choice.describe()}; predicted {best.memory.peak / GIB:.2f} GiB of HBM a "
+        f"{slice_.chip.unit}, {report.seconds(best.cost.step_s)} a step"
+    )
+    return best.choice.bindings(work, slice_.name), line

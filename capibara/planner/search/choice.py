@@ -1,0 +1,127 @@
+"""One way to lay a workload on chips: what the search varies, the cost model weighs and a Plan says in Gin."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping
+
+from capibara.optim import StateDtype
+from capibara.planner.model.workload import Workload
+from capibara.sharding import MESH_AXES, Plan, Remat, RematPolicy
+
+_FEW = 6  # names of kept results that are listed
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Choice:
+    """A mesh, rows and what is recomputed.
+
+    Attributes:
+      sizes: of the mesh axes, in the order of sharding.MESH_AXES.
+      rows: of one micro-batch on one of the devices that share out the batch.
+      accumulation: micro-batches of a step.
+      pipeline_microbatches: parts of a micro-batch in a pipeline; 1 without stages.
+      remat: what the backward pass recomputes.
+      state_dtype: of the optimizer's state.
+    """
+
+    sizes: tuple[int, ...]
+    rows: int
+    accumulation: int = 1
+    pipeline_microbatches: int = 1
+    remat: RematPolicy = RematPolicy()
+    state_dtype: StateDtype = StateDtype.FLOAT32
+
+    @functools.cached_property  # asked for some twenty times by each prediction
+    def mesh(self) -> dict[str, int]:
+        """Mesh axis -> size."""
+        return dict(zip(MESH_AXES, self.sizes))
+
+    @property
+    def devices(self) -> int:
+        return math.prod(self.sizes)
+
+    def batch_shards(self, work: Workload) -> int:
+        """Devices that have rows of their own."""
+        return math.prod(self.mesh[axis] for axis in work.rules.batch)
+
+    def batch_size(self, work: Workload) -> int:
+        """Rows of a step."""
+        return self.rows * self.accumulation * self.batch_shards(work)
+
+    def tokens(self, work: Workload) -> int:
+        """Counted tokens of a step."""
+        return self.batch_size(work) * work.length
+
+    @property
+    def ticks(self) -> int:
+        """Times that a stage runs its layers for one micro-batch, bubbles included; 1 without stages."""
+        return self.pipeline_microbatches + self.mesh["stage"] - 1 if self.mesh["stage"] > 1 else 1
+
+    @property
+    def kind(self) -> tuple[RematPolicy, tuple[str, ...]]:
+        """Plans of a kind keep and recompute the same things: what the memory model gets wrong of one, it does of all."""
+        return self.remat, tuple(axis for axis in ("stage", "expert", "context", "tensor") if self.mesh[axis] > 1)
+
+    def plan(self, work: Workload, slice_name: str | None = None, base: Plan | None = None) -> Plan:
+        """The sharding.Plan that trains so; what a choice says nothing of is that of `base`."""
+        return dataclasses.replace(
+            base or Plan(batch_size=1),
+            batch_size=self.batch_size(work),
+            accumulation=self.accumulation,
+            pipeline_microbatches=self.pipeline_microbatches if self.mesh["stage"] > 1 else None,
+            pipeline_repeats=1,
+            remat=self.remat.kind,
+            remat_names=self.remat.names,
+            rules=work.rules,
+            slice=slice_name,
+            **self.mesh,
+        )
+
+    def bindings(self, work: Workload, slice_name: str) -> list[str]:
+        """The plan as Gin statements."""
+        lines = [
+            f"Plan.slice = {slice_name!r}",
+            f"Plan.batch_size = {self.batch_size(work)}",
+            *(f"Plan.{axis} = {self.mesh[axis]}" for axis in MESH_AXES),
+            f"Plan.accumulation = {self.accumulation}",
+            f"Plan.remat = {str(self.remat.kind)!r}",
+        ]
+        if self.remat.kind in (Remat.SAVE, Remat.OFFLOAD):
+            lines.append(f"Plan.remat_names = {self.remat.names!r}")
+        if self.mesh["stage"] > 1:
+            lines.append(f"Plan.pipeline_microbatches = {self.pipeline_microbatches}")
+            lines.append("Plan.pipeline_repeats = 1")
+        return [*lines, f"Optimizer.state_dtype = {str(self.state_dtype)!r}"]
+
+    def describe(self) -> str:
+        """One line: "fsdp=64, 12 rows, remat full"."""
+        mesh = " x ".join(f"{axis}={size}" for axis, size in self.mesh.items() if size > 1) or "one device"
+        parts = [mesh, f"{self.rows} rows" + (f" x {self.accumulation}" if self.accumulation > 1 else "")]
+        names = "all products" if len(self.remat.names) > _FEW else " ".join(self.remat.names)
+        kept = f" {names}" if self.remat.kind in (Remat.SAVE, Remat.OFFLOAD) else ""
+        parts.append(f"remat {self.remat.kind}{kept}")
+        if self.state_dtype is not StateDtype.FLOAT32:
+            parts.append(f"{self.state_dtype} optimizer state")
+        return ", ".join(parts)
+
+
+def of_plan(plan: Plan, work: Workload, devices: int, state_dtype: StateDtype = StateDtype.FLOAT32) -> Choice:
+    """The choice that a plan stands for on so many devices.
+
+    Raises:
+      UserError: the mesh does not fit the devices.
+    """
+    mesh: Mapping[str, int] = plan.mesh_shape(devices)
+    shards = math.prod(mesh[axis] for axis in work.rules.batch)
+    stages = mesh["stage"]
+    return Choice(
+        sizes=tuple(mesh[axis] for axis in MESH_AXES),
+        rows=max(1, plan.batch_size // (shards * plan.accumulation)),
+        accumulation=plan.accumulation,
+        pipeline_microbatches=(plan.pipeline_microbatches or 2 * stages) if stages > 1 else 1,
+        remat=plan.remat_policy,
+        state_dtype=state_dtype,
+    )

@@ -1,0 +1,233 @@
+"""What the verb `plan` can be asked: its flags, and what they mean to the search."""
+
+from __future__ import annotations
+
+import argparse
+import enum
+import os
+import pathlib
+import re
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from capibara.core.types import UserError
+from capibara.planner.hardware import chips
+
+_LARGEST = 1e18  # tokens, seconds, ...: beyond it a number is a slip
+_MOST_ROWS = 10**9  # of a step
+# Flags that are numbers above 0, each with one that makes sense.
+_EXAMPLES = {
+    "length": "4096",
+    "encoder_length": "512",
+    "batch_size": "1024",
+    "tokens": "2e11",
+    "tokens_per_s": "1e6",
+    "max_days": "14",
+    "tries": "6",
+    "deadline": "1800",
+    "top": "8",
+}
+
+# Flags that say nothing of generation.
+_OF_TRAINING = ("batch_size", "tokens", "usd_per_chip_hour", "state_dtypes", "html", "encoder_length")
+
+if TYPE_CHECKING:
+    from capibara.optim import StateDtype
+    from capibara.planner.hardware.slices import Slice
+    from capibara.planner.model.workload import Workload
+    from capibara.planner.search.ranking import Question
+    from capibara.sharding import Plan
+
+OBJECTIVES = {
+    "throughput": "most tokens a second on --slice, at --batch_size where there is one",
+    "largest_batch": "most rows of a step on --slice",
+    "smallest_slice": "fewest chips (of --chips) on which the model can be trained",
+    "cheapest": "fewest dollars for a token, within --max_days for --tokens where they are given",
+    "target_throughput": "fewest chips that make --tokens_per_s",
+}
+
+
+class SliceObjective(enum.StrEnum):
+    """The objectives that look for a slice."""
+
+    SMALLEST_SLICE = "smallest_slice"
+    CHEAPEST = "cheapest"
+    TARGET_THROUGHPUT = "target_throughput"
+
+
+SLICE_OBJECTIVES = tuple(SliceObjective)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of `plan`. Nothing heavy is imported: --help must be quick."""
+    goals = "; ".join(f"{name}: {text}" for name, text in OBJECTIVES.items())
+    add = parser.add_argument
+    add("--slice", metavar="NAME", help="v5e-64, v6e-256, 2xv5e-256, ...; default: Plan.slice")
+    add("--chips", metavar="A,B", help="whose slices to weigh where the objective is about slices; default: v5e,v6e")
+    add("--length", type=int, metavar="N", help="places of a row; default: Dataset.length, or 2048")
+    add("--encoder_length", type=int, metavar="N", help="the same of an encoder's rows")
+    add("--batch_size", type=int, metavar="N", help="rows of a step; default: the run's, or the best")
+    add("--objective", default="throughput", choices=tuple(OBJECTIVES), metavar="GOAL", help=goals)
+    add("--tokens", type=float, metavar="N", help="of the whole training, for days, dollars and advice")
+    add("--tokens_per_s", type=float, metavar="N", help="of all chips, for target_throughput")
+    add("--max_days", type=float, metavar="N", help="longest training, for cheapest")
+    add("--usd_per_chip_hour", type=float, metavar="X", help="in place of the list price")
+    add("--headroom", type=float, default=0.06, metavar="X", help="share of the HBM to keep free")
+    add(
+        "--state_dtypes",
+        metavar="A,B",
+        help="of the optimizer's state, to weigh: float32,bfloat16,int8; default: the run's",
+    )
+    add("--axis", action="append", default=[], metavar="NAME=N", help="a mesh axis of that size")
+    add("--serve", action="store_true", help="plan generation: the mesh, its slots of --length tokens, tokens a second")
+    add("--verify", action="store_true", help="compile plans until one is proven by the TPU compiler")
+    add("--tries", type=int, metavar="N", help="plans that --verify compiles at most; default: 6")
+    add("--deadline", type=float, metavar="S", help="seconds for each of them; default: 1800")
+    add("--top", type=int, default=8, metavar="N", help="plans to show")
+    add("--explain", action="store_true", help="print every term of the first plan's prediction")
+    add("--json", metavar="FILE", help="write the shown plans there")
+    add("--html", metavar="FILE", help="write a page with memory, time, roofline and ranking there")
+    add("--output", metavar="FILE", help="write the first plan there, as a Gin file for train")
+    add("--include", action="store_true", help="let --output have the --gin_file and --gin.X too, to stand alone")
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raises UserError for flags that make no sense, or none together."""
+    if not args.gin_file:
+        raise UserError("--gin_file has no value: name a model or a run file, e.g. --gin_file=models/capibara_8b.gin")
+    for name in _EXAMPLES:
+        value = getattr(args, name)
+        if value is not None and not 0 < value <= _LARGEST:
+            raise UserError(
+                f"--{name}={value:g} must be above 0 and at most {_LARGEST:g}, e.g. --{name}={_EXAMPLES[name]}"
+            )
+    if args.usd_per_chip_hour is not None and not 0 <= args.usd_per_chip_hour <= _LARGEST:
+        raise UserError(f"--usd_per_chip_hour is {args.usd_per_chip_hour:g}, must be at least 0, e.g. 2.7")
+    if args.batch_size is not None and args.batch_size > _MOST_ROWS:
+        raise UserError(f"--batch_size={args.batch_size} must be at most {_MOST_ROWS}: try --batch_size=1024")
+    if args.tokens is not None and args.tokens < 1:
+        raise UserError(f"--tokens={args.tokens:g} must be at least 1, e.g. --tokens=2e11")
+    for name in args.chips.split(",") if args.chips is not None else ():
+        chips.chip(name)
+    if args.chips is not None and args.objective not in SLICE_OBJECTIVES:
+        raise UserError(
+            f"--chips={args.chips} is for objectives that look for a slice ({', '.join(SLICE_OBJECTIVES)}), not for "
+            f"{args.objective}: leave it out"
+        )
+    for name in ("tries", "deadline"):
+        if getattr(args, name) is not None and not args.verify:
+            raise UserError(f"--{name}={getattr(args, name):g} is of --verify: give that too, or leave it out")
+    args.chips, args.tries, args.deadline = args.chips or "v5e,v6e", args.tries or 6, args.deadline or 1800.0
+    axes = [text.partition("=")[0] for text in args.axis]
+    for axis in axes:
+        if axes.count(axis) > 1:
+            raise UserError(f"--axis={axis} is given {axes.count(axis)} times: give one size")
+    if args.objective == "largest_batch" and args.batch_size is not None:
+        raise UserError(
+            f"--batch_size={args.batch_size} with --objective=largest_batch, which looks for it: leave one out"
+        )
+    for name, objective in (("tokens_per_s", "target_throughput"), ("max_days", "cheapest")):
+        if getattr(args, name) is not None and args.objective != objective:
+            raise UserError(f"--{name} is for --objective={objective}, not for {args.objective}: leave one out")
+    if args.objective == "target_throughput" and args.tokens_per_s is None:
+        raise UserError("--objective=target_throughput needs --tokens_per_s, e.g. --tokens_per_s=1e6")
+    given = [f"--{name}" for name in _OF_TRAINING if getattr(args, name) is not None] + ["--axis"] * bool(args.axis)
+    given += [f"--objective={args.objective}"] * (args.objective != "throughput")
+    given += [f"--{name}" for name in ("explain", "include") if getattr(args, name)]
+    if args.serve and given:
+        raise UserError(f"{given[0]} is of training, and --serve plans generation: leave one out")
+    if args.include and args.output is None:
+        raise UserError("--include is of the Gin file that --output writes: give --output=FILE, or leave it out")
+    if args.max_days is not None and args.tokens is None:
+        raise UserError("--max_days needs --tokens, the length of the training, e.g. --tokens=1e12")
+    if args.slice and args.objective in SLICE_OBJECTIVES:
+        raise UserError(
+            f"--slice={args.slice} with --objective={args.objective}, which looks for one: give --chips instead"
+        )
+
+
+def slice_of(asked: Slice | None, plan: Plan) -> Slice:
+    """The slice that --slice names, or else the Gin files.
+
+    Raises:
+      UserError: none is named, or that of the Gin files is none.
+    """
+    from capibara.planner.hardware import slices
+
+    bound = slices.parse(plan.slice) if plan.slice else None
+    if not (asked or bound):
+        raise UserError("--slice has no value and Plan.slice is not bound: name a slice, e.g. --slice=v5e-64")
+    return asked or bound
+
+
+def question(args: argparse.Namespace, work: Workload, plan: Plan) -> Question:
+    """The search's question.
+
+    Args:
+      args: the flags.
+      work: what is trained.
+      plan: of the run: its batch size counts where it is bound.
+    """
+    from capibara import config
+    from capibara.planner.search import ranking
+    from capibara.planner.search.ranking import Objective, Question
+
+    largest = args.objective == "largest_batch"
+    bound = plan.batch_size if config.is_bound("Plan.batch_size") else None
+    return Question(
+        objective=Objective.LARGEST_BATCH if largest else Objective.THROUGHPUT,
+        batch_size=None if largest else args.batch_size or bound,
+        headroom=args.headroom,
+        state_dtypes=tuple(work.state),
+        fixed=tuple(ranking.parse_axis(text) for text in args.axis),
+    )
+
+
+def state_dtypes(args: argparse.Namespace) -> tuple[StateDtype, ...] | None:
+    """The dtypes that --state_dtypes names; None without it."""
+    from capibara.core import fields
+    from capibara.optim import StateDtype
+
+    if args.state_dtypes is None:
+        return None
+    known = [str(dtype) for dtype in StateDtype]
+    for name in args.state_dtypes.split(","):
+        if name not in known:
+            near = fields.nearest(name, known)
+            hint = f": did you mean {near[0]}?" if near else ""
+            raise UserError(f"--state_dtypes has {name!r}, must be of {', '.join(known)}{hint}")
+    return tuple(StateDtype(name) for name in dict.fromkeys(args.state_dtypes.split(",")))
+
+
+def included(args: argparse.Namespace) -> list[str]:
+    """The Gin files as a plan includes them that stands alone: those of --gin_search_paths by their whole path."""
+    paths = (
+        [os.path.abspath(os.path.join(folder, file)) for folder in args.gin_search_paths] for file in args.gin_file
+    )
+    return [next(filter(os.path.isfile, there), file) for there, file in zip(paths, args.gin_file)]
+
+
+def notes(args: argparse.Namespace, plan: Plan, read: Iterable[str | os.PathLike[str]] = ()) -> list[str]:
+    """What the search made of fields of Plan that the Gin files bind: lines for the user.
+
+    Args:
+      args: the flags.
+      plan: of the run.
+      read: all Gin files that were read; of two that describe a model the later one's statements count.
+    """
+    from capibara import config
+    from capibara.sharding import MESH_AXES
+
+    names = (*MESH_AXES, "remat", "remat_names", "accumulation", "pipeline_microbatches", "pipeline_repeats")
+    lines = []
+    if anew := [f"Plan.{name}" for name in names if config.is_bound(f"Plan.{name}")]:
+        lines.append(f"chosen anew, whatever the Gin files say: {', '.join(anew)}; --axis=NAME=N keeps a size")
+    if config.is_bound("Plan.batch_size") and args.batch_size is None and args.objective != "largest_batch":
+        lines.append(
+            f"kept: Plan.batch_size = {plan.batch_size}; --batch_size or --objective=largest_batch takes another"
+        )
+    sizes = re.compile(r"^\w+Config\.num_layers\s*=", re.MULTILINE)
+    models = [os.fspath(path) for path in read if sizes.search(pathlib.Path(path).read_text(encoding="utf-8"))]
+    if len(models) > 1:
+        lines.append(f"one model of several files, in each field what the last of them says: {', '.join(models)}")
+    return lines

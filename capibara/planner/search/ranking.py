@@ -1,0 +1,420 @@
+"""All legal ways to train a workload on a slice, weighed by the cost model and ranked. Predictions, in a second."""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import enum
+import functools
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from capibara.core.fields import did_you_mean
+from capibara.core.types import UserError
+from capibara.optim import StateDtype
+from capibara.planner.hardware import network, slices
+from capibara.planner.hardware.chips import GIB
+from capibara.planner.hardware.slices import Slice
+from capibara.planner.model import cost, memory
+from capibara.planner.model.cost import Cost
+from capibara.planner.model.memory import Memory
+from capibara.planner.model.workload import Workload
+from capibara.planner.search.choice import Choice
+from capibara.sharding import MESH_AXES, Remat, RematPolicy
+
+_PRODUCTS = (
+    "query", "key", "value", "attention", "attention_out", "mlp_up", "mlp_gate", "expert_up", "expert_gate", "expert_down",
+)  # fmt: skip
+# Remat policies that are weighed, from the least to the most recomputation. The second makes norms and activations
+# again and no product: half of what `none` keeps.
+REMATS = (
+    RematPolicy(Remat.NONE),
+    RematPolicy(Remat.SAVE, _PRODUCTS),
+    RematPolicy(Remat.MINIMAL),
+    RematPolicy(Remat.SAVE, ("query", "key", "value", "attention")),
+    RematPolicy(Remat.SAVE, ("query", "key", "value")),
+    RematPolicy(Remat.FULL),
+)
+# Beyond these an axis only adds traffic: of a chip's neighbours in a torus, and of layers in flight.
+_MOST_TENSOR, _MOST_CONTEXT, _MOST_STAGES = 16, 32, 16
+_PARTS = 4  # of a micro-batch in a pipeline for each stage: more make the bubble shorter, and the products smaller
+_FEWEST_PLACES = 512  # of a row on one device of a context axis: less and its kernels are too small
+_MOST_ROWS = 8192  # of a micro-batch on one device
+_ALIKE = 1.01  # plans whose speeds differ by less are as good as each other
+
+
+class Objective(enum.StrEnum):
+    """What the best plan is best at: most tokens a second, or the most rows a step."""
+
+    THROUGHPUT = "throughput"
+    LARGEST_BATCH = "largest_batch"
+
+
+@dataclasses.dataclass(frozen=True)
+class Ranked:
+    """A choice with its predictions.
+
+    Attributes:
+      choice, memory, cost: what was weighed.
+      limit_bytes: HBM of a device that a plan may use.
+    """
+
+    choice: Choice
+    memory: Memory
+    cost: Cost
+    limit_bytes: float
+
+    @property
+    def fits(self) -> bool:
+        return self.memory.peak <= self.limit_bytes
+
+    @property
+    def missing_bytes(self) -> float:
+        """HBM that it lacks on each device; 0 where it fits."""
+        return max(0.0, self.memory.peak - self.limit_bytes)
+
+
+def check_headroom(headroom: float) -> None:
+    """Raises UserError for what is no share of the HBM."""
+    if not 0 <= headroom < 1:
+        raise UserError(f"--headroom={headroom} must be from 0 to below 1: try --headroom=0.06")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Question:
+    """What is asked of the search.
+
+    Attributes:
+      objective: what is best.
+      batch_size: rows of a step; None: as many as are best.
+      accumulation: micro-batches of a step; None: as few as fit.
+      headroom: share of the usable HBM that predictions leave free: they err by a few percent.
+      state_dtypes: dtypes of the optimizer's state that are weighed.
+      remats: remat policies that are weighed.
+      fixed: mesh axis -> size that it must have.
+      scales: corrections of the memory model (planner.memory) for kinds of choices, learned from compiles.
+    """
+
+    objective: Objective = Objective.THROUGHPUT
+    batch_size: int | None = None
+    accumulation: int | None = None
+    headroom: float = 0.06
+    state_dtypes: tuple[StateDtype, ...] = (StateDtype.FLOAT32,)
+    remats: tuple[RematPolicy, ...] = REMATS
+    fixed: tuple[tuple[str, int], ...] = ()
+    scales: tuple[tuple[Any, float], ...] = ()
+
+    def scale(self, choice: Choice) -> float:
+        """The correction for a choice; for kinds that were not compiled the median of the others, and at least 1."""
+        return self._by_kind.get(choice.kind, self._fallback) if self.scales else 1.0
+
+    @functools.cached_property
+    def _by_kind(self) -> dict[Any, float]:
+        return dict(self.scales)
+
+    @functools.cached_property
+    def _fallback(self) -> float:
+        # That one kind needs less than predicted says little of others; that it needs more is a warning.
+        return max(1.0, statistics.median(self._by_kind.values()))
+
+    def __post_init__(self):
+        if self.batch_size is not None and self.batch_size < 1:
+            raise UserError(f"batch_size is {self.batch_size}, must be at least 1")
+        check_headroom(self.headroom)
+
+
+def parse_axis(text: str) -> tuple[str, int]:
+    """A mesh axis and its size from "tensor=4".
+
+    Raises:
+      UserError: no such axis, or no size.
+    """
+    name, _, size = text.partition("=")
+    if name not in MESH_AXES:
+        raise UserError(f"--axis={text}: no mesh axis {name!r}{did_you_mean(name, MESH_AXES)}")
+    if not (size.isascii() and size.isdigit()) or int(size) < 1:
+        raise UserError(f"--axis={text} must be like {name}=4: a number of at least 1")
+    return name, int(size)
+
+
+def search(work: Workload, slice_: Slice, question: Question | None = None) -> list[Ranked]:
+    """Plans by their rank, the best first; those that do not fit come last, by what they lack.
+
+    Args:
+      work: what is trained.
+      slice_: the chips.
+      question: objective and limits.
+
+    Raises:
+      UserError: no mesh of the slice suits the model, or none the batch.
+    """
+    question = question or Question()
+    ranked: list[Ranked] = []
+    for sizes in meshes(work, slice_, dict(question.fixed)):
+        ranked += _of_mesh(work, slice_, sizes, question)
+    if not ranked:
+        raise _no_mesh(work, slice_, question)
+    return sorted(ranked, key=functools.partial(_order, work=work, question=question))
+
+
+def _order(ranked: Ranked, work: Workload, question: Question) -> tuple:
+    axes = sum(size > 1 for size in ranked.choice.sizes)
+    if not ranked.fits:
+        return 1, ranked.missing_bytes, axes
+    if question.objective is Objective.LARGEST_BATCH:
+        return 0, -ranked.choice.batch_size(work), -ranked.cost.tokens_per_s, axes
+    # Predictions do not tell plans apart that are within a percent: of those the plainest, moments as exact as can be.
+    rounded = list(StateDtype).index(ranked.choice.state_dtype)
+    return 0, -round(math.log(ranked.cost.tokens_per_s) / math.log(_ALIKE)), rounded, axes, -ranked.cost.tokens_per_s
+
+
+def meshes(work: Workload, slice_: Slice, fixed: dict[str, int] | None = None) -> Iterator[tuple[int, ...]]:
+    """Sizes of sharding.MESH_AXES that divide the model and multiply to the slice's devices."""
+    fixed, devices = fixed or {}, slice_.devices
+    longest = max(1, min(_MOST_CONTEXT, work.length // _FEWEST_PLACES))
+    most = {"tensor": _MOST_TENSOR, "context": longest, "expert": devices, "stage": _MOST_STAGES}
+    if slice_.count > 1:  # stages over the data centre's network are left to those who ask for them
+        most["stage"] = 1
+    options = {
+        axis: [n for n in _divisors(devices) if (n == fixed[axis] if axis in fixed else n <= largest)]
+        for axis, largest in most.items()
+    }
+    options = {axis: [n for n in sizes if not _illegal(work, axis, n)] for axis, sizes in options.items()}
+    for stage in options["stage"]:
+        for expert in options["expert"]:
+            for context in options["context"]:
+                for tensor in options["tensor"]:
+                    inner = stage * expert * context * tensor
+                    if devices % inner:
+                        continue
+                    for fsdp in _divisors(devices // inner):
+                        sizes = dict(stage=stage, expert=expert, context=context, tensor=tensor, fsdp=fsdp)
+                        sizes["data"] = devices // inner // fsdp
+                        if all(sizes[axis] == size for axis, size in fixed.items()) and _legal(work, slice_, sizes):
+                            yield tuple(sizes[axis] for axis in MESH_AXES)
+
+
+def _illegal(work: Workload, axis: str, size: int) -> str | None:
+    """Why the model cannot be trained with an axis of that size; None: it can, as far as this axis goes."""
+    c = work.config
+    experts = 1 if c.moe is None else c.moe.num_experts
+    pattern = len(getattr(c, "layer_pattern", (0,)))
+    if size == 1:
+        return None
+    if axis == "context" and work.length % (2 * size):
+        return f"rows of {work.length} must be a multiple of {2 * size}"
+    if axis == "expert" and experts % size:
+        return f"it must divide the {experts} experts" if c.moe is not None else "the model has no experts"
+    if axis == "stage" and c.num_layers % (size * pattern):
+        of_pattern = f" in patterns of {pattern}" if pattern > 1 else ""
+        return f"stages must divide the {c.num_layers} layers{of_pattern}"
+    return None
+
+
+@functools.lru_cache(maxsize=256)
+def _divisors(n: int) -> tuple[int, ...]:
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return tuple(sorted({*small, *(n // d for d in small)}))
+
+
+def _legal(work: Workload, slice_: Slice, mesh: dict[str, int]) -> bool:
+    if slice_.count > 1 and all(mesh[axis] % slice_.count for axis in MESH_AXES[:3]):
+        return False
+    for _, _, size, axes in work.constraints:
+        if size % math.prod(mesh[axis] for axis in axes):
+            return False
+    return True
+
+
+def _of_mesh(work: Workload, slice_: Slice, sizes: tuple[int, ...], question: Question) -> Iterator[Ranked]:
+    """The best rows and accumulation of a mesh for each remat policy and state dtype."""
+    limit = slice_.chip.device_usable_hbm_bytes * (1 - question.headroom)
+    base = Choice(sizes=sizes, rows=1)
+    shards = base.batch_shards(work)
+    for dtype, remat in itertools.product(question.state_dtypes, question.remats):
+
+        @functools.cache  # most pairs are asked for more than once
+        def weighed(rows: int, accumulation: int, remat=remat, dtype=dtype) -> tuple[Choice, Memory]:
+            choice = _choice(base, rows=rows, accumulation=accumulation, remat=remat, state_dtype=dtype)
+            return choice, memory.memory(work, choice, question.scale(choice), limit)
+
+        for pair in _rows(weighed, base.mesh["stage"], shards, question, limit):
+            choice, predicted = weighed(*pair)
+            yield Ranked(choice, predicted, cost.cost(work, choice, slice_), limit)
+
+
+def _choice(base: Choice, *, rows: int, accumulation: int, **parts) -> Choice:
+    """With as many parts in the pipeline as rows allow, up to four for each stage."""
+    stages = base.mesh["stage"]
+    parts_of_rows = max((n for n in _divisors(rows) if n <= _PARTS * stages), default=1) if stages > 1 else 1
+    return dataclasses.replace(base, rows=rows, accumulation=accumulation, pipeline_microbatches=parts_of_rows, **parts)
+
+
+def _rows(
+    weighed: Callable[[int, int], tuple[Choice, Memory]],
+    stages: int,
+    shards: int,
+    question: Question,
+    limit: float,
+) -> Iterable[tuple[int, int]]:
+    """Pairs of rows and accumulation that are worth a place in the ranking."""
+
+    def peak(rows: int, accumulation: int) -> float:
+        return weighed(rows, accumulation)[1].peak
+
+    if question.batch_size is not None:
+        if question.batch_size % shards:
+            return []
+        each = question.batch_size // shards
+        counts = [n for n in _divisors(each) if each // n % stages == 0]
+        pairs = [(each // n, n) for n in counts if question.accumulation in (None, n)]
+        if not pairs:
+            return []
+        # Fewer micro-batches gather weights less often: the first that fits, or what comes closest to it. From two on,
+        # where the sum of their gradients is held, the more there are the less each needs.
+        whole, split = pairs[: pairs[0][1] == 1], pairs[pairs[0][1] == 1 :]
+        if any(peak(*pair) <= limit for pair in whole):
+            return whole
+        if not split or peak(*split[-1]) > limit:
+            return [min([*whole, *split[-1:]], key=lambda pair: peak(*pair))]
+        return [split[bisect.bisect_left(split, True, key=lambda pair: peak(*pair) <= limit)]]
+    fewest, parts = stages, question.accumulation or 1
+    if peak(fewest, parts) > limit:
+        return [(fewest, parts)]
+    if stages > 1 and peak(_PARTS * stages, parts) <= limit:  # whole pipelines: else fewer parts, which hold more
+        fewest = _PARTS * stages
+    most = _most(lambda n: peak(n * fewest, parts) <= limit, _MOST_ROWS // fewest, _guess(peak, fewest, parts, limit))
+    most *= fewest
+    return [(rows, parts) for rows in sorted({fewest * max(1, most // fewest // part) for part in (1, 2, 4)})]
+
+
+def _guess(peak: Callable[[int, int], float], fewest: int, parts: int, limit: float) -> int:
+    """About how many times the fewest rows fit: peak memory is nearly linear in rows."""
+    low, high = peak(fewest, parts), peak(8 * fewest, parts)
+    return int(1 + 7 * (limit - low) / max(1.0, high - low))
+
+
+def _most(fits: Callable[[int], bool], end: int, guess: int) -> int:
+    """The largest n up to `end` that fits, as all below it do, 1 among them; quick where the guess is near."""
+    good, bad, step = 1, end + 1, 1
+    n = min(max(guess, 1), end)
+    while bad - good > 1:
+        if fits(n):
+            good = n
+            n = good + step if bad > end else (good + bad) // 2
+        else:
+            bad = n
+            n = bad - step if good == 1 else (good + bad) // 2
+        n, step = min(max(n, good + 1), bad - 1), 2 * step
+    return good
+
+
+def _no_mesh(work: Workload, slice_: Slice, question: Question) -> UserError:
+    fixed, devices = dict(question.fixed), slice_.devices
+    shown = " ".join(f"{axis}={size}" for axis, size in fixed.items())
+    asked = f"{slice_.name} with {shown}" if fixed else slice_.name
+    if question.batch_size is not None and any(True for _ in meshes(work, slice_, fixed)):
+        if question.accumulation is not None and question.batch_size % question.accumulation:
+            return UserError(
+                f"batch_size ({question.batch_size}) must be a multiple of Plan.accumulation ({question.accumulation}): "
+                f"try {max(1, round(question.batch_size / question.accumulation)) * question.accumulation}"
+            )
+        return UserError(
+            f"batch_size ({question.batch_size}) divides over no mesh of {asked}: try a multiple of {devices}"
+        )
+    if devices % math.prod(fixed.values()):
+        near = max(d for d in _divisors(devices) if d <= math.prod(fixed.values()))
+        return UserError(
+            f"no mesh of {asked}: the axes must divide its {devices} devices: try axes that multiply to {near}"
+        )
+    if len(fixed) == len(MESH_AXES) and math.prod(fixed.values()) != devices:
+        return UserError(
+            f"no mesh of {asked}: the axes multiply to {math.prod(fixed.values())}, the slice has {devices} devices: leave "
+            "one of them open"
+        )
+    for axis, size in fixed.items():
+        if why := _illegal(work, axis, size):
+            return UserError(f"no mesh of {asked}: {why}")
+    for name, logical, dimension, axes in work.constraints:
+        size = math.prod(fixed.get(axis, 1) for axis in axes)
+        if dimension % size:
+            near = max(n for n in _divisors(size) if dimension % n == 0)
+            product = " x ".join(axis for axis in axes if fixed.get(axis, 1) > 1)
+            return UserError(
+                f"no mesh of {asked}: {product} ({size}) must divide {logical} of {name} ({dimension}): try {near}, or "
+                "Rules that keep it whole"
+            )
+    if slice_.count > 1 and fixed and all(fixed.get(axis, slice_.count) % slice_.count for axis in MESH_AXES[:3]):
+        return UserError(f"no mesh of {asked}: data, stage or fsdp must be a multiple of the {slice_.count} slices")
+    names = ", ".join(f"{name} {axis}={size}" for name, axis, size, _ in work.constraints[:4])
+    return UserError(
+        f"no mesh of {asked} ({devices} devices) divides the model's sizes ({names}): try another slice, or Rules that "
+        "keep one of them whole"
+    )
+
+
+def smallest_slice(work: Workload, chip: str, question: Question) -> Slice | None:
+    """The smallest slice of a chip that some plan fits."""
+    for slice_ in slices.sizes(chip):
+        if slice_.devices & (slice_.devices - 1):
+            continue  # numbers of chips that are no power of two divide few models
+        try:
+            if search(work, slice_, question)[0].fits:
+                return slice_
+        except UserError:  # no mesh of this slice divides the model or the batch
+            continue
+    return None
+
+
+# How the way out is worded for `plan`, and for runs whose mesh is open, which have other flags.
+FLAGS = {
+    "headroom": "it fits with --headroom={free:g}",
+    "batch_size": "use a smaller --batch_size",
+    "state_dtype": "--state_dtypes=int8",
+}
+BINDINGS = {
+    "headroom": "it fits with a plan that capibara plan --headroom={free:g} --output=plan.gin writes",
+    "batch_size": "use a smaller Plan.batch_size",
+    "state_dtype": "Optimizer.state_dtype = 'int8'",
+}
+
+
+def no_plan(
+    best: Ranked, work: Workload, slice_: Slice, question: Question, words: Mapping[str, str] = FLAGS
+) -> UserError:
+    """One line that says what the leanest plan lacks, and where it would fit.
+
+    Args:
+      best, work, slice_, question: what was found of what was asked.
+      words: FLAGS or BINDINGS: what the user can set.
+    """
+    usable, need = slice_.chip.device_usable_hbm_bytes / GIB, best.memory.peak / GIB
+    return UserError(
+        f"no plan fits {slice_.name}: the leanest ({best.choice.describe()}) needs "
+        f"{f'{need:.1f}' if need >= 0.1 else f'{need:.2g}'} GiB a {slice_.chip.unit}, {slice_.chip.name} has {usable:.2f} "
+        f"usable and {100 * question.headroom:.5g}% of it is kept free: {_way_out(best, work, slice_, question, words)}"
+    )
+
+
+def _way_out(best: Ranked, work: Workload, slice_: Slice, question: Question, words: Mapping[str, str]) -> str:
+    """What would make a plan fit."""
+    free = 1 - best.memory.peak / slice_.chip.device_usable_hbm_bytes
+    if free >= 0:
+        return words["headroom"].format(free=math.floor(1000 * free) / 1000)
+    ways = [f"use {fitting.name}"] if (fitting := smallest_slice(work, slice_.chip.name, question)) else []
+    plain = dataclasses.replace(question, batch_size=None, accumulation=None)
+    if question.batch_size is not None and search(work, slice_, plain)[0].fits:
+        ways.append(words["batch_size"])
+    if not ways:
+        ways = ["no single slice of these chips has enough: use chips with more HBM", "shorter rows"]
+        ways += [words["state_dtype"]] if StateDtype.INT8 not in question.state_dtypes else []
+    return ", or ".join(ways)
+
+
+def layout_lines(ranked: Ranked, slice_: Slice) -> Sequence[str]:
+    """Which mesh axis lies on which torus axis."""
+    layout = network.layout(slice_, ranked.choice.mesh)
+    return [layout.describe(axis) for axis in MESH_AXES if layout.mesh[axis] > 1]

@@ -1,0 +1,260 @@
+"""Which mesh generates on a slice, how many slots it holds, and how fast: predictions of one device, compiled nowhere here.
+
+A decode step reads every weight and the keys and values of all rows: both must fit the HBM, and their bytes over its
+bandwidth are the step. `tensor` shares out weights and heads, and costs collectives; `data` copies the weights, and shares
+out the slots.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+
+import jax
+
+from capibara.core import tree
+from capibara.core.types import UserError
+from capibara.models.api import Model
+from capibara.planner.hardware import network, slices
+from capibara.planner.hardware.slices import Slice
+from capibara.planner.model import cost
+from capibara.sharding import MESH_AXES, Rules
+
+GIB = 2**30
+COMPILED = 1.02
+"""Bytes of the compiled step over the least possible, at most, where JAX's kernel reads rows (benchmarks/tpu_decode.py)."""
+_COMPILED_INT8 = 1.58
+"""The same of keys and values in 8 bits alone, which XLA reads: it writes about half of them back (8b-v5e-4-int8 there)."""
+_MATMUL = 0.6  # share of the peak FLOP/s; matters only where there are hundreds of slots
+_ROOMY = ("v6e", "v5p")  # chips to name where those that were asked for have too little, however many they are
+_HOP_S = 1e-6  # assumed, neither measured nor published: what an all-reduce takes for each device of its ring
+_MOST_SLOTS = 1024  # of all devices: more would wait for their prompts
+
+
+@dataclasses.dataclass(frozen=True)
+class Engine:
+    """What an engine is asked to hold.
+
+    Attributes:
+      length: places of a slot.
+      cache_dtype: of keys and values: "bfloat16", "int8", ...
+      slots: of all devices; None: as many as fit.
+      prefill_tokens: of prompts that are read at a time.
+      prefix_bytes: of beginnings that are kept, on all devices of the tensor axis together.
+    """
+
+    length: int
+    cache_dtype: str
+    slots: int | None = None
+    prefill_tokens: int = 1024
+    prefix_bytes: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Serving:
+    """One mesh with one kind of cache.
+
+    Attributes:
+      tensor, data: sizes of ServingMesh.
+      engine: what it was asked.
+      slots: that it has, or at most could have; 0: the weights alone are too much.
+      weights, keys_values, prefixes, working: bytes on one device: parameters, all slots, kept beginnings, and what reading
+        a prompt takes.
+      limit_bytes: what may be used.
+      step_s: of a decode step of full rows.
+      seconds: what it is made of: hbm, compute, links.
+    """
+
+    tensor: int
+    data: int
+    engine: Engine
+    slots: int
+    weights: float
+    keys_values: float
+    prefixes: float
+    working: float
+    limit_bytes: float
+    step_s: float
+    seconds: dict[str, float]
+
+    @property
+    def bytes(self) -> float:
+        """On one device."""
+        return self.weights + self.keys_values + self.prefixes + self.working
+
+    @property
+    def fits(self) -> bool:
+        return self.slots >= max(1, self.data) and self.bytes <= self.limit_bytes
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of all slots, while all are taken."""
+        return self.slots / self.step_s if self.slots else 0.0
+
+    @property
+    def mesh(self) -> str:
+        return f"tensor={self.tensor}" + (f" x data={self.data}" if self.data > 1 else "")
+
+
+def ranked(model: Model, slice_: Slice, engine: Engine, headroom: float) -> list[Serving]:
+    """Every mesh of a slice's devices: those that fit first, the fastest first of these; else the leanest first.
+
+    Args:
+      model: a decoder or an encoder-decoder.
+      slice_: the chips.
+      engine: what it shall hold.
+      headroom: share of the HBM to keep free.
+    """
+    found = [weigh(model, slice_, tensor, engine, headroom) for tensor in _tensors(model, slice_)]
+    return sorted(found, key=lambda one: (not one.fits, -one.tokens_per_s if one.fits else one.bytes))
+
+
+def weigh(model: Model, slice_: Slice, tensor: int, engine: Engine, headroom: float) -> Serving:
+    """One mesh: `tensor` devices share each layer, groups of them are copies."""
+    data = slice_.devices // tensor
+    limit = slice_.chip.device_usable_hbm_bytes * (1 - headroom)
+    whole, read, _ = _weights(model.plain, tensor)
+    row = _row_bytes(model.plain, engine, tensor)
+    prefixes, working = engine.prefix_bytes / tensor, _working_bytes(model.plain, engine, tensor)
+    free = limit - whole - prefixes - working
+    most = min(max(0, math.floor(free / row)) * data, _MOST_SLOTS // data * data)
+    # Slots that the data axis does not divide are copied.
+    slots = most if engine.slots is None else engine.slots
+    own = slots // data if slots % data == 0 else slots
+    moved = COMPILED * read + (_COMPILED_INT8 if engine.cache_dtype == "int8" else COMPILED) * own * row
+    seconds = _seconds(model.plain, slice_, tensor, own, moved)
+    step_s = max(seconds["hbm"], seconds["compute"]) + seconds["links"]
+    return Serving(tensor, data, engine, slots, whole, own * row, prefixes, working, limit, step_s, seconds)
+
+
+def does_not_fit(model: Model, slice_: Slice, found: Sequence[Serving], headroom: float) -> UserError:
+    """One line that says what the leanest mesh lacks, and what would do."""
+    best, unit = found[0], slice_.chip.unit
+    ways = []
+    if best.engine.slots is not None:
+        fewer = dataclasses.replace(best.engine, slots=None)
+        most = ranked(model, slice_, fewer, headroom)[0]
+        if most.fits:
+            ways.append(f"EngineConfig.slots = {most.slots}")
+    if best.engine.cache_dtype != "int8":
+        smaller = ranked(model, slice_, dataclasses.replace(best.engine, cache_dtype="int8"), headroom)[0]
+        if smaller.fits:
+            ways.append("EngineConfig.cache_dtype = 'int8'")
+    larger = [one for one in slices.sizes(slice_.chip) if one.devices > slice_.devices]
+    larger += [one for chip in _ROOMY for one in slices.sizes(chip) if one.chip != slice_.chip]
+    fitting = next((one for one in larger if ranked(model, one, best.engine, headroom)[0].fits), None)
+    if fitting is not None:
+        ways.append(f"--slice={fitting.name}")
+    asked = "a slot" if best.engine.slots is None else f"{best.engine.slots} slots"
+    need = best.bytes if best.slots else best.bytes + _row_bytes(model.plain, best.engine, best.tensor)
+    return UserError(
+        f"{slice_.name} has no room for {asked} of {best.engine.length} tokens: the leanest mesh ({best.mesh}) needs "
+        f"{need / GIB:.2f} GiB a {unit}, weights {best.weights / GIB:.2f}, and may use {best.limit_bytes / GIB:.2f}: try "
+        f"{', or '.join(ways) or 'a shorter --length'}"
+    )
+
+
+def _tensors(model: Model, slice_: Slice) -> Iterator[int]:
+    """Sizes of the tensor axis that ServingMesh takes."""
+    shapes, axes = model.plain.abstract_params, model.plain.axes
+    rules, sizes = Rules(), {model.config.kv_heads}
+    for leaf, names in zip(jax.tree.leaves(shapes), jax.tree.leaves(axes, is_leaf=tree.is_axes), strict=True):
+        sizes |= {
+            n for name, n in zip(names, leaf.shape) if name != "vocab" and name and "tensor" in getattr(rules, name)
+        }
+    for tensor in range(1, slice_.devices + 1):
+        if slice_.devices % tensor == 0 and all(size % tensor == 0 for size in sizes):
+            yield tensor
+
+
+def _weights(model: Model, tensor: int) -> tuple[float, float, float]:
+    """Of the parameters on one device: bytes as an engine keeps them, those that a step reads, elements for a token."""
+    rules, whole, unread, active, size = Rules(), 0.0, 0.0, 0.0, model.config.dtype.value
+    moe = model.config.moe
+    paths = tree.path_names(model.abstract_params)
+    leaves = zip(jax.tree.leaves(model.abstract_params), jax.tree.leaves(model.axes, is_leaf=tree.is_axes), strict=True)
+    for path, (leaf, names) in zip(paths, leaves, strict=True):
+        kept = leaf.dtype.itemsize if {"norm", "router"} & set(names) else jax.numpy.dtype(size).itemsize
+        cuts = any(
+            name and "tensor" in getattr(rules, name) and extent % tensor == 0
+            for name, extent in zip(names, leaf.shape)
+        )
+        own = math.prod(leaf.shape) * kept / (tensor if cuts else 1)
+        whole += own
+        looked_up = path == "embedding" and str(model.config.head) == "separate"  # a few of its rows
+        unread += own if looked_up else 0.0
+        share = moe.top_k / moe.num_experts if "experts" in names else 1.0
+        active += 0.0 if looked_up else share * own / kept
+    return whole, whole - unread, active
+
+
+def _row_bytes(model: Model, engine: Engine, tensor: int) -> float:
+    """Of a slot on its devices: keys and values, and which tokens it has seen."""
+    encoder = {} if model.encode is None else {"encoder_length": engine.length}
+    row = jax.eval_shape(lambda: model.start_cache(1, engine.length, dtype=engine.cache_dtype, **encoder))
+    return (tree.byte_count(row["layers"]) + model.config.vocab_size) / tensor
+
+
+def _working_bytes(model: Model, engine: Engine, tensor: int) -> float:
+    """While a prompt is read: its row twice, a layer's activations, and scores where it is read in parts."""
+    c = model.config
+    tokens = min(engine.prefill_tokens, engine.length)
+    row = 2 * _row_bytes(model, engine, tensor)
+    hidden = tokens * (8 * c.embed_dim + 4 * (c.mlp_dim + c.num_heads * c.head_size) / tensor) * 2
+    scores = 2 * 4 * tokens * engine.length * c.num_heads / tensor if engine.length > tokens else 0.0
+    return row + hidden + scores + 4 * c.vocab_size / tensor * (engine.slots or 32)
+
+
+def _seconds(model: Model, slice_: Slice, tensor: int, rows: int, moved: float) -> dict[str, float]:
+    """Of a step of so many rows on each device."""
+    c, chip = model.config, slice_.chip
+    mesh = dict.fromkeys(MESH_AXES, 1) | {"tensor": tensor, "data": slice_.devices // tensor}
+    layout = network.layout(slice_, mesh)
+    reduced = layout.reduce_s(rows * c.embed_dim * 2, ("tensor",)) + 2 * (tensor - 1) * _HOP_S if tensor > 1 else 0.0
+    flops = 2 * rows * _weights(model, tensor)[2]
+    return {
+        "hbm": moved / (chip.device_hbm_bytes_per_s * cost.HBM_REACHED),
+        "compute": flops / (chip.device_flops() * _MATMUL),
+        "links": (2 * c.num_layers + 2) * reduced,
+    }
+
+
+def lines(found: Sequence[Serving], model: Model, slice_: Slice, name: str) -> Iterator[str]:
+    """What there is to say of the first, and a table of all."""
+    best = found[0]
+    dtype, gib = str(model.config.dtype), {k: v / GIB for k, v in dataclasses.asdict(best).items() if k in _PARTS}
+    parts = ", ".join(f"{label} {gib[key]:.2f}" for key, label in _PARTS.items())
+    yield f"{name} ({model.param_count / 1e9:.1f} B parameters) on {slice_.name}, {slice_.hosts} host(s): {best.mesh}"
+    yield f"  weights in {dtype}, keys and values in {best.engine.cache_dtype}"
+    yield (
+        f"  HBM a {slice_.chip.unit} (predicted): {best.bytes / GIB:.2f} of {best.limit_bytes / GIB:.2f} GiB that may be used: "
+        f"{parts}"
+    )
+    seconds = ", ".join(f"{name} {1e3 * value:.2f}" for name, value in best.seconds.items())
+    yield (
+        f"  {best.slots} slots of {best.engine.length} tokens; a decode step of full rows {1e3 * best.step_s:.2f} ms "
+        f"({seconds}), {best.tokens_per_s:,.0f} tokens/s: predicted"
+    )
+    yield ""
+    yield f"  {'mesh':22}{'cache':>10}{'length':>9}{'slots':>7}{'GiB':>8}{'step ms':>9}{'tokens/s':>10}   predicted"
+    for one in found:
+        fits = "" if one.fits else "   does not fit"
+        yield (
+            f"  {one.mesh:22}{one.engine.cache_dtype:>10}{one.engine.length:>9}{one.slots:>7}{one.bytes / GIB:>8.2f}"
+            f"{1e3 * one.step_s:>9.2f}{one.tokens_per_s:>10,.0f}{fits}"
+        )
+
+
+_PARTS = {"weights": "weights", "keys_values": "slots", "prefixes": "prefixes", "working": "reading a prompt"}
+
+
+def bindings(best: Serving) -> list[str]:
+    """Gin statements with which `serve` and `infer` have it."""
+    return [
+        f"ServingMesh.tensor = {best.tensor}",
+        f"ServingMesh.data = {best.data}",
+        f"EngineConfig.slots = {best.slots}",
+        f"EngineConfig.cache_dtype = '{best.engine.cache_dtype}'",
+        f"Dataset.length = {best.engine.length}",
+    ]

@@ -1,0 +1,127 @@
+"""Which slice to rent: the best plan on every slice of some chips, and the slice that an objective asks for."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+
+from capibara.core.types import UserError
+from capibara.planner.hardware import chips, slices
+from capibara.planner.hardware.slices import Slice
+from capibara.planner.model.workload import Workload
+from capibara.planner.search import ranking
+from capibara.planner.search.questions import SliceObjective
+from capibara.planner.search.ranking import Question, Ranked
+
+_MANY = 64  # slices that are still advised
+_MOST_CHIPS = 1024  # of a slice: larger ones take minutes to search, and are asked for by name
+
+
+@dataclasses.dataclass(frozen=True)
+class Offer:
+    """A slice with its best plans; those of `ranked` that do not fit come last."""
+
+    slice_: Slice
+    ranked: list[Ranked]
+
+    @property
+    def best(self) -> Ranked:
+        return self.ranked[0]
+
+    def usd_per_million_tokens(self, usd: float | None) -> float | None:
+        """Predicted; None without a price."""
+        return self.best.cost.usd(1e6, usd)
+
+
+def offers(
+    work: Workload, args: argparse.Namespace, question: Question, status: Callable[[str], None] = lambda name: None
+) -> list[Offer]:
+    """The slices that the model fits, by their number of chips, up to those that the objective needs to see.
+
+    Args:
+      work: what is trained.
+      args: the flags of questions.add_arguments: chips, objective and tokens_per_s are looked at.
+      question: of the search on each of them.
+      status: told the slice that is searched.
+
+    Raises:
+      UserError: the model, the batch or the mesh axes that were asked for suit none of them.
+    """
+    kinds = {chips.chip(name).name: None for name in args.chips.split(",")}
+    weighed = [slice_ for kind in kinds for slice_ in slices.sizes(kind) if slice_.chips <= _MOST_CHIPS]
+    # Numbers of chips that are no power of two divide few models.
+    weighed = [slice_ for slice_ in weighed if not slice_.devices & (slice_.devices - 1)]
+    found: list[Offer] = []
+    objection: UserError | None = None  # of the largest slice, unless it has a mesh
+    for slice_ in sorted(weighed, key=lambda slice_: (slice_.chips, slice_.name)):
+        if found and slice_.chips > found[-1].slice_.chips and _enough(found, args):
+            break
+        status(slice_.name)
+        try:
+            ranked = ranking.search(work, slice_, question)
+        except UserError as error:  # no mesh of this slice divides the model or the batch
+            objection = error
+            continue
+        objection = None
+        if ranked[0].fits:
+            found.append(Offer(slice_, ranked))
+    if not found and objection is not None:
+        raise objection
+    return found
+
+
+def _enough(found: Sequence[Offer], args: argparse.Namespace) -> bool:
+    """Whether more chips cannot be what the objective asks for."""
+    if args.objective == SliceObjective.TARGET_THROUGHPUT:
+        return any(offer.best.cost.tokens_per_s >= args.tokens_per_s for offer in found)
+    return args.objective == SliceObjective.SMALLEST_SLICE
+
+
+def best(found: Sequence[Offer], args: argparse.Namespace) -> Offer:
+    """The offer that the objective asks for.
+
+    Args:
+      found: of `offers`.
+      args: the flags: objective, tokens_per_s, tokens, max_days, usd_per_chip_hour.
+
+    Raises:
+      UserError: none does it.
+    """
+    if not found:
+        raise UserError(
+            "no slice of these chips has a plan that fits: add larger chips, e.g. --chips=v5p, or shorten --length"
+        )
+    usd = args.usd_per_chip_hour
+    match SliceObjective(args.objective):
+        case SliceObjective.SMALLEST_SLICE:
+            return min(found, key=lambda offer: (offer.slice_.chips, -offer.best.cost.tokens_per_s))
+        case SliceObjective.TARGET_THROUGHPUT:
+            return _fastest_enough(found, args.tokens_per_s)
+    priced = [offer for offer in found if offer.usd_per_million_tokens(usd) is not None]
+    if not priced:
+        raise UserError("no list price is known of these chips: give one with --usd_per_chip_hour")
+    if args.max_days is not None:
+        quickest = min(offer.best.cost.days(args.tokens) for offer in priced)
+        priced = [offer for offer in priced if offer.best.cost.days(args.tokens) <= args.max_days]
+        if not priced:
+            raise UserError(
+                f"no slice trains {args.tokens:.3g} tokens in {args.max_days:g} days: the quickest takes {quickest:.1f} "
+                "(predicted); allow more days, or plan for several: --slice=4xv5e-256 without --objective and --max_days"
+            )
+    return min(priced, key=lambda offer: offer.usd_per_million_tokens(usd))
+
+
+def _fastest_enough(found: Sequence[Offer], target: float) -> Offer:
+    reached = [offer for offer in found if offer.best.cost.tokens_per_s >= target]
+    if not reached:
+        most = max(found, key=lambda offer: offer.best.cost.tokens_per_s)
+        count = math.ceil(target / most.best.cost.tokens_per_s)
+        several = f"several may do it: --slice={count}x{most.slice_.name} without --objective and --tokens_per_s"
+        fix = several if count <= _MANY else "ask for fewer"
+        raise UserError(
+            f"no slice reaches {target:,.0f} tokens/s: {most.slice_.name} is predicted to make "
+            f"{most.best.cost.tokens_per_s:,.0f}; {fix}"
+        )
+    return min(reached, key=lambda offer: (offer.slice_.chips, -offer.best.cost.tokens_per_s))

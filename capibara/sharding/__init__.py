@@ -1,0 +1,489 @@
+"""Where arrays live: the plan, the mesh, and the one table from logical axes to mesh axes.
+
+Parameters and activations carry logical axis names; model code never names a mesh axis. `Rules` maps one to the other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import enum
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from capibara.config import configurable
+from capibara.core import tree
+from capibara.core.fields import did_you_mean
+from capibara.core.types import Batch, PyTree, UserError
+
+# From the outermost to the innermost: what talks most lies closest together on the chips.
+MESH_AXES = ("data", "stage", "fsdp", "expert", "context", "tensor")
+Axes = tuple[str | None, ...]
+
+
+class Remat(enum.StrEnum):
+    """What the backward pass recomputes of each layer.
+
+    none: nothing. dots: all but matmul results. minimal: all but the results of projections, so attention and
+    what is element by element. save: all but the results named in Plan.remat_names. offload: the same, but the named
+    results wait in the host's memory. full: everything, from the layer's input.
+    """
+
+    NONE = "none"
+    DOTS = "dots"
+    MINIMAL = "minimal"
+    SAVE = "save"
+    OFFLOAD = "offload"
+    FULL = "full"
+
+
+# Names that layers give to their intermediate results; MoE layers have those of the experts in place of the MLP's.
+REMAT_NAMES = (
+    "query", "key", "value", "attention", "attention_out", "mlp_gate", "mlp_up", "mlp_down",
+    "expert_gate", "expert_up", "expert_down",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class RematPolicy:
+    """A Remat with the names that `save` and `offload` keep."""
+
+    kind: Remat = Remat.NONE
+    names: tuple[str, ...] = ("query", "key", "value")
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rules:
+    """Logical axis -> mesh axes. `batch` and names that begin with `act_` are of activations, the others of parameters.
+
+    Parameters are sharded over every axis along which they would else be copies (ZeRO-3), those of experts over
+    their own axis first. `act_residual` is the time of the residual stream between blocks: with the tensor axis in it
+    (sequence parallelism, Korthikanti et al. 2022, arXiv:2205.05198) norms and residuals are not computed twice.
+    """
+
+    embed: tuple[str, ...] = ("fsdp", "expert", "context")
+    vocab: tuple[str, ...] = ("tensor",)
+    mlp: tuple[str, ...] = ("tensor",)
+    heads: tuple[str, ...] = ("tensor",)
+    kv_heads: tuple[str, ...] = ("tensor",)
+    head_dim: tuple[str, ...] = ()
+    norm: tuple[str, ...] = ()
+    position: tuple[str, ...] = ()
+    layers: tuple[str, ...] = ("stage",)
+    experts: tuple[str, ...] = ("expert",)
+    expert_embed: tuple[str, ...] = ("fsdp", "context")
+    router: tuple[str, ...] = ()
+    batch: tuple[str, ...] = ("data", "fsdp", "expert")
+    act_time: tuple[str, ...] = ("context",)
+    act_residual: tuple[str, ...] = ("context", "tensor")
+    act_embed: tuple[str, ...] = ()
+    act_mlp: tuple[str, ...] = ("tensor",)
+    act_stage: tuple[str, ...] = ("stage",)
+    act_heads: tuple[str, ...] = ("tensor",)
+    act_kv_heads: tuple[str, ...] = ("tensor",)
+    act_vocab: tuple[str, ...] = ("tensor",)
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            for axis in getattr(self, field.name):
+                if axis not in MESH_AXES:
+                    raise UserError(
+                        f"Rules.{field.name} names the mesh axis {axis!r}, which must be one of "
+                        f"{', '.join(MESH_AXES)}{did_you_mean(axis, MESH_AXES)}"
+                    )
+
+    def spec(self, axes: Axes) -> PartitionSpec:
+        """The PartitionSpec of an array whose dimensions have these logical names.
+
+        Args:
+          axes: one logical name (or None: not sharded) per dimension.
+
+        Raises:
+          UserError: a name has no rule, or two dimensions would lie on one mesh axis.
+        """
+        owner: dict[str, str] = {}
+        parts: list[tuple[str, ...] | str | None] = []
+        for name in axes:
+            if name is None or name is PartitionSpec.UNCONSTRAINED:
+                parts.append(name)
+                continue
+            if not hasattr(self, name):
+                names = [f.name for f in dataclasses.fields(self)]
+                raise UserError(f"logical axis {name!r} has no rule in Rules{did_you_mean(name, names)}")
+            mesh_axes = getattr(self, name)
+            for mesh_axis in mesh_axes:
+                if mesh_axis in owner:
+                    raise UserError(
+                        f"Rules.{owner[mesh_axis]} and Rules.{name} both map to the mesh axis {mesh_axis!r} in one "
+                        f"array with axes {tuple(axes)}: give one of them another mesh axis or ()"
+                    )
+                owner[mesh_axis] = name
+            parts.append(mesh_axes[0] if len(mesh_axes) == 1 else (mesh_axes or None))
+        while parts and parts[-1] is None:
+            parts.pop()
+        return PartitionSpec(*parts)
+
+
+@dataclasses.dataclass(frozen=True)
+class Pipeline:
+    """Stages of consecutive layers, the microbatches that go through them, and how often each does."""
+
+    stages: int
+    microbatches: int
+    repeats: int = 1
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How a run is laid out on its devices.
+
+    Attributes:
+      batch_size: rows of the global batch, all accumulation steps together.
+      data, fsdp, expert, context, tensor, stage: sizes of the mesh axes; one of them may be -1 and takes the devices
+        that are left. data: copies of the parameters; fsdp: rows with sharded parameters (ZeRO-3); expert: rows too,
+        and experts; context: places of a row; tensor: heads and hidden units; stage: layers, as a pipeline.
+      accumulation: micro-batches per step; gradients are averaged over all their real tokens.
+      pipeline_microbatches: parts of a micro-batch that are in the pipeline; None: two for each stage.
+      pipeline_repeats: how often a row passes each stage (circular schedule): more of them, shorter bubbles.
+      remat: what the backward pass recomputes.
+      remat_names: what `save` and `offload` keep.
+      rules: logical axes -> mesh axes.
+      slice: the TPU slice the plan is meant for ("v5e-64"): where the Gin files bind it and no mesh axis, `train` takes
+        the planner's mesh. None for whatever is there.
+    """
+
+    batch_size: int
+    data: int = 1
+    fsdp: int = -1
+    expert: int = 1
+    context: int = 1
+    tensor: int = 1
+    stage: int = 1
+    accumulation: int = 1
+    pipeline_microbatches: int | None = None
+    pipeline_repeats: int = 1
+    remat: Remat = Remat.NONE
+    remat_names: tuple[str, ...] = RematPolicy.names
+    rules: Rules = Rules()
+    slice: str | None = None
+
+    def __post_init__(self):
+        for name in ("batch_size", "accumulation", "pipeline_repeats"):
+            if getattr(self, name) < 1:
+                raise UserError(f"Plan.{name} is {getattr(self, name)}, must be at least 1")
+        if self.pipeline_microbatches is not None and self.pipeline_microbatches < 1:
+            raise UserError(
+                f"Plan.pipeline_microbatches is {self.pipeline_microbatches}, must be at least 1, or None: two a stage"
+            )
+        for name in MESH_AXES:
+            if getattr(self, name) < 1 and getattr(self, name) != -1:
+                raise UserError(f"Plan.{name} is {getattr(self, name)}, must be at least 1, or -1 for the devices left")
+        if sum(getattr(self, name) == -1 for name in MESH_AXES) > 1:
+            raise UserError("Plan has more than one mesh axis of -1: only one can take the devices that are left")
+        for name in self.remat_names:
+            if name not in REMAT_NAMES:
+                raise UserError(f"Plan.remat_names has {name!r}, which no layer has{did_you_mean(name, REMAT_NAMES)}")
+
+    @property
+    def remat_policy(self) -> RematPolicy:
+        return RematPolicy(self.remat, self.remat_names)
+
+    def pipeline(self, mesh: Mesh) -> Pipeline | None:
+        """The pipeline over the mesh's stage axis; None where that has one device.
+
+        Raises:
+          UserError: a repeat needs at least as many microbatches as stages.
+        """
+        stages = mesh.shape["stage"]
+        if stages == 1:
+            return None
+        microbatches = self.pipeline_microbatches or 2 * stages
+        if microbatches < stages:
+            raise UserError(
+                f"Plan.pipeline_microbatches ({microbatches}) must be at least the stages ({stages}): try {2 * stages}"
+            )
+        return Pipeline(stages=stages, microbatches=microbatches, repeats=self.pipeline_repeats)
+
+    def mesh_shape(self, device_count: int, of: str | None = None) -> dict[str, int]:
+        """Sizes of the mesh axes on `device_count` devices, -1 resolved.
+
+        Args:
+          device_count: devices of the whole mesh.
+          of: the slice that has them, for errors; None: this run.
+
+        Raises:
+          UserError: the sizes do not multiply to the number of devices.
+        """
+        sizes = {name: getattr(self, name) for name in MESH_AXES}
+        fixed = int(np.prod([s for s in sizes.values() if s != -1]))
+        shown = " x ".join(f"{name}={size}" for name, size in sizes.items())
+        if -1 in sizes.values():
+            if device_count % fixed:
+                raise UserError(
+                    f"Plan ({shown}): the fixed axes multiply to {fixed}, which must divide the {device_count} devices: "
+                    f"try {_nearest_divisor(fixed, device_count)}"
+                )
+            return {name: device_count // fixed if size == -1 else size for name, size in sizes.items()}
+        if fixed != device_count:
+            there, fix = (
+                (f"{of} has {device_count}", "")
+                if of
+                else (f"{device_count} are here", f", or run with --emulate={fixed}")
+            )
+            raise UserError(f"Plan ({shown}) needs {fixed} devices, {there}: set one axis to -1{fix}")
+        return sizes
+
+    def check_batch(self, mesh: Mesh) -> None:
+        """Raises UserError, with the nearest batch that works, unless the batch divides over the mesh."""
+        shards = int(np.prod([mesh.shape[a] for a in self.rules.batch]))
+        pipeline = self.pipeline(mesh)
+        host_shards(mesh, self.rules)
+        unit = shards * self.accumulation * (pipeline.microbatches if pipeline else 1)
+        if self.batch_size % unit:
+            nearest = max(unit, round(self.batch_size / unit) * unit)
+            parts = [f"{a}={mesh.shape[a]}" for a in self.rules.batch if mesh.shape[a] > 1] or ["1 device"]
+            parts += [f"{self.accumulation} accumulation steps"] if self.accumulation > 1 else []
+            parts += [f"{pipeline.microbatches} pipeline microbatches"] if pipeline else []
+            raise UserError(
+                f"Plan.batch_size ({self.batch_size}) must be a multiple of {unit} ({' x '.join(parts)}): try {nearest}"
+            )
+
+
+def make_mesh(plan: Plan, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """The mesh of a plan; on a TPU slice JAX orders the devices by the slice's real topology.
+
+    Axes are Auto: the compiler propagates shardings from the arguments and the `constrain` calls. Of several slices
+    each has an equal part of the first of the axes data, stage and fsdp that divides.
+    """
+    devices = list(jax.devices() if devices is None else devices)
+    shape = plan.mesh_shape(len(devices))
+    mesh = Mesh(_arranged(shape, devices), tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
+    plan.check_batch(mesh)
+    return mesh
+
+
+def _arranged(shape: dict[str, int], devices: Sequence[jax.Device]) -> np.ndarray:
+    """The devices in the mesh's shape, neighbours on the innermost axes."""
+    from jax.experimental import mesh_utils
+
+    # jax.make_mesh lets axes share a torus axis on v5e alone: on a v6e-256 it has no mesh with a tensor axis of 4.
+    sizes, options = tuple(shape.values()), {"allow_split_physical_axes": True}
+    slices = len({getattr(device, "slice_index", 0) for device in devices})
+    if slices == 1:
+        return mesh_utils.create_device_mesh(sizes, devices, **options)
+    outer = next((axis for axis in MESH_AXES[:3] if shape[axis] % slices == 0), None)
+    if outer is None:
+        raise UserError(
+            f"Plan.data ({shape['data']}), Plan.stage ({shape['stage']}) or Plan.fsdp ({shape['fsdp']}) must be a "
+            f"multiple of the {slices} slices: try data={slices}"
+        )
+    across = tuple(slices if axis == outer else 1 for axis in shape)
+    inside = tuple(size // part for size, part in zip(sizes, across))
+    return mesh_utils.create_hybrid_device_mesh(inside, across, devices, **options)
+
+
+def shardings(mesh: Mesh, rules: Rules, axes: PyTree, shapes: PyTree | None = None) -> PyTree:
+    """NamedShardings for a tree whose leaves are tuples of logical axis names.
+
+    Args:
+      mesh: the mesh.
+      rules: logical axes -> mesh axes.
+      axes: tree of tuples of logical names.
+      shapes: the same tree of things with `.shape`, to check that every dimension divides; None: no check.
+
+    Raises:
+      UserError: a dimension does not divide over its mesh axes; names parameter, dimension and fix.
+    """
+    result = jax.tree.map(lambda a: NamedSharding(mesh, rules.spec(a)), axes, is_leaf=tree.is_axes)
+    if shapes is not None:
+        for path, leaf, leaf_axes in zip(
+            tree.path_names(shapes), jax.tree.leaves(shapes), jax.tree.leaves(axes, is_leaf=tree.is_axes), strict=True
+        ):
+            _check_divides(mesh, rules, path, leaf_axes, leaf.shape)
+    return result
+
+
+def _check_divides(mesh: Mesh, rules: Rules, path: str, names: Axes, shape: tuple[int, ...]) -> None:
+    if len(names) != len(shape):
+        raise ValueError(f"{path} has {len(shape)} dimensions {shape} but {len(names)} axis names {names}")
+    for name, size in zip(names, shape):
+        mesh_axes = getattr(rules, name) if name else ()
+        shards = int(np.prod([mesh.shape[a] for a in mesh_axes]))
+        if size % shards:
+            where = " x ".join(f"{a}={mesh.shape[a]}" for a in mesh_axes)
+            common = math.gcd(size, shards)  # divides the devices too, since the axes of the mesh do
+            if name == "layers":  # a stage without its layers has nothing to do: keeping them whole is no way out
+                raise UserError(
+                    f"num_layers ({size}) must be a multiple of {shards} ({where}): try {-(-size // shards) * shards} "
+                    f"layers, or Plan.{' x Plan.'.join(mesh_axes)} = {common} ({path})"
+                )
+            raise UserError(
+                f"{path}: axis {name!r} ({size}) must be a multiple of {where}: try a mesh axis of {common}, "
+                f"or Rules.{name} = () to keep it whole on every device"
+            )
+
+
+def batch_sharding(mesh: Mesh, rules: Rules) -> NamedSharding:
+    """Sharding of a [B, T] array of a batch: whole rows, as hosts read them."""
+    return NamedSharding(mesh, rules.spec(("batch",)))
+
+
+def host_shards(mesh: Mesh, rules: Rules) -> list[int]:
+    """For each process, which of the equal parts of a global batch its devices need.
+
+    Processes whose devices hold the same rows (a tensor, context or stage axis that spans hosts) have the same number.
+
+    Raises:
+      UserError: the rows of two processes overlap but differ.
+    """
+    rows = int(np.prod([mesh.shape[axis] for axis in rules.batch]))
+    held: dict[int, set[int]] = {}
+    for device, index in batch_sharding(mesh, rules).devices_indices_map((rows,)).items():
+        held.setdefault(device.process_index, set()).update(range(*index[0].indices(rows)))
+    parts = sorted({tuple(sorted(part)) for part in held.values()})
+    if sorted(sum(parts, ())) != list(range(rows)) or len({len(part) for part in parts}) > 1:
+        sizes = " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1)
+        raise UserError(
+            f"Plan ({sizes}) gives the {len(held)} hosts rows that overlap or are no equal runs: each host must hold "
+            "whole batch shards, choose axis sizes that divide the devices of a host or are multiples of them"
+        )
+    return [parts.index(tuple(sorted(held[process]))) for process in sorted(held)]
+
+
+def global_batch(sharding: NamedSharding, host_batch: Batch) -> dict[str, jax.Array]:
+    """Turns this host's rows (numpy, [B / hosts, T]) into global arrays [B, T]."""
+    return {k: jax.make_array_from_process_local_data(sharding, v) for k, v in host_batch.items()}
+
+
+def balanced(batch: Batch) -> dict[str, jax.Array]:
+    """The batch in the order in which each context shard has an early and a late part of every row (traceable).
+
+    Under a causal mask the last shard of a row in its own order would do twice the mean work. Nothing but attention
+    depends on the order; it gets the original places from the new entry `places` [T]. Outside `activate`, without a
+    context axis, or where a row does not divide, the batch stays as it is. Entries of an encoder keep their order.
+    """
+    current = active()
+    shards = current[0].shape["context"] if current else 1
+    length = batch["tokens"].shape[1]
+    if shards == 1 or length % (2 * shards):
+        return dict(batch)
+    places_T = zigzag(length, shards)
+    moved = {k: v if k.startswith("encoder_") or v.ndim < 2 else v[:, places_T] for k, v in batch.items()}
+    return moved | {"places": np.asarray(places_T, np.int32)}
+
+
+def zigzag(length: int, shards: int) -> np.ndarray:
+    """Places [length] of a row in the order of its shards: shard i has parts i and 2 * shards - 1 - i of 2 * shards."""
+    parts = np.arange(length).reshape(2 * shards, -1)
+    return np.concatenate([parts[[i, 2 * shards - 1 - i]] for i in range(shards)]).reshape(-1)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Active:
+    mesh: Mesh
+    rules: Rules
+    pipeline: Pipeline | None
+
+
+_current: contextvars.ContextVar[_Active | None] = contextvars.ContextVar("active", default=None)
+
+
+@contextlib.contextmanager
+def activate(mesh: Mesh, rules: Rules, pipeline: Pipeline | None = None) -> Iterator[None]:
+    """Within this context (at trace time) `constrain` applies to this mesh and layers run in this pipeline."""
+    token = _current.set(_Active(mesh, rules, pipeline))
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def active() -> tuple[Mesh, Rules] | None:
+    """The mesh and rules of the `activate` context; None outside it and on a single device."""
+    current = _current.get()
+    return None if current is None or current.mesh.size == 1 else (current.mesh, current.rules)
+
+
+def active_pipeline() -> Pipeline | None:
+    """The pipeline of the `activate` context."""
+    current = _current.get()
+    return None if current is None else current.pipeline
+
+
+def platform() -> str:
+    """What the traced program is for: "cpu", "gpu" or "tpu".
+
+    Inside `activate` that of the mesh's devices, of a mesh of one device too: a program for a TPU slice can be lowered
+    in a process that has only a CPU. Elsewhere that of JAX's default devices.
+    """
+    current = _current.get()
+    return jax.default_backend() if current is None else current.mesh.devices.flat[0].platform
+
+
+def device_kind() -> str:
+    """Of the devices that the traced program is for, JAX's name ("TPU v5 lite"); where as in `platform`."""
+    current = _current.get()
+    return (jax.devices() if current is None else current.mesh.devices.flat)[0].device_kind
+
+
+def psum(x: jax.Array, axes: Sequence[str]) -> jax.Array:
+    """jax.lax.psum, for shard_map beside axes that the partitioner keeps.
+
+    XLA's CPU compiler dies of such a sum in 16 bits ("Invalid binary instruction opcode copy"): there it is in float32.
+    """
+    if platform() == "cpu" and x.dtype.itemsize < 4:
+        return jax.lax.psum(x.astype(jnp.float32), axes).astype(x.dtype)
+    return jax.lax.psum(x, axes)
+
+
+def psum_scatter(x: jax.Array, axes: Sequence[str], dimension: int) -> jax.Array:
+    """jax.lax.psum_scatter, tiled along a dimension; as `psum`."""
+    scatter = functools.partial(jax.lax.psum_scatter, axis_name=axes, scatter_dimension=dimension, tiled=True)
+    if platform() == "cpu" and x.dtype.itemsize < 4:
+        return scatter(x.astype(jnp.float32)).astype(x.dtype)
+    return scatter(x)
+
+
+def constrain(x: jax.Array, axes: Axes) -> jax.Array:
+    """Tells the compiler how an activation lies on the mesh; outside `activate` it returns `x` as it is.
+
+    A dimension keeps only the first of its mesh axes that divide it: one key/value head stays whole on a tensor axis.
+    """
+    current = active()
+    if current is None:
+        return x
+    return jax.lax.with_sharding_constraint(x, lying(*current, axes, x.shape))
+
+
+def lying(mesh: Mesh, rules: Rules, axes: Axes, shape: Sequence[int]) -> NamedSharding:
+    """How `constrain` lays an array of this shape on a mesh."""
+    spec = rules.spec(axes)
+    parts = [dividing(mesh, part, size) for part, size in zip((*spec, *[None] * (len(shape) - len(spec))), shape)]
+    return NamedSharding(mesh, PartitionSpec(*parts))
+
+
+def dividing(mesh: Mesh, part: Any, size: int) -> Any:
+    """The first mesh axes of one dimension's part of a PartitionSpec that divide the dimension; None: none does."""
+    if part is PartitionSpec.UNCONSTRAINED:
+        return part
+    kept: list[str] = []
+    for axis in (part,) if isinstance(part, str) else part or ():
+        if size % int(np.prod([mesh.shape[a] for a in (*kept, axis)])):
+            break
+        kept.append(axis)
+    return tuple(kept) or None
+
+
+def _nearest_divisor(wanted: int, total: int) -> int:
+    divisors = [d for d in range(1, total + 1) if total % d == 0]
+    return min(divisors, key=lambda d: (abs(d - wanted), d))

@@ -1,0 +1,65 @@
+"""A full disk, told from other faults and explained."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from capibara.core.types import UserError
+
+_NOT_WRITABLE = {
+    getattr(errno, name)
+    for name in ("EACCES", "EEXIST", "EISDIR", "ELOOP", "ENAMETOOLONG", "ENOENT", "ENOTDIR", "EPERM", "EROFS")
+}
+
+
+@contextmanager
+def disk_full_explained(folder: str) -> Iterator[None]:
+    """Within it, whatever fails because the disk is full raises a UserError that names `folder`."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        if not is_disk_full(error):
+            raise
+        raise UserError(
+            f"disk full while saving to {folder} ({free_bytes(folder) / 2**20:.0f} MiB free): make room, lower "
+            "Checkpointing.keep, or set another MODEL_DIR; run the command again to carry on"
+        ) from error
+
+
+@contextmanager
+def not_writable_explained(folder: os.PathLike[str] | str) -> Iterator[None]:
+    """Within it, what fails because a run folder cannot be written raises a UserError that names `folder`."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _NOT_WRITABLE:
+            raise
+        raise UserError(
+            f"{os.fspath(folder)} cannot be written ({error.strerror}: {error.filename}): make it a folder that you may "
+            "write to, or set another MODEL_DIR"
+        ) from error
+
+
+def is_disk_full(error: BaseException | None) -> bool:
+    """Whether an error, or one that it came of, says that the disk is full."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            return True
+        if "No space left on device" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def free_bytes(folder: str) -> int:
+    """Bytes that can still be written to a local folder, or to where it would be."""
+    folder = os.path.abspath(folder)
+    while not os.path.exists(folder):
+        folder = os.path.dirname(folder)
+    return shutil.disk_usage(folder).free

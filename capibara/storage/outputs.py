@@ -1,0 +1,164 @@
+"""Files that a verb writes its results to: checked before the long work, written after it; and those of run folders."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import functools
+import os
+import pathlib
+import secrets
+import stat
+import tempfile
+from collections.abc import Iterable, Iterator
+from typing import IO, Any
+
+from capibara.core import limits
+from capibara.core.types import UserError
+
+
+def check_writable(*paths: str, inputs: Iterable[str | os.PathLike[str]] = ()) -> None:
+    """Raises UserError where `save` would, or would write over an input or another output.
+
+    To be asked before the long work whose results they are for, of several processes by the one that writes them; it
+    leaves nothing behind, and makes nothing by a name that another process may write to meanwhile.
+    """
+    taken = {
+        os.path.realpath(path): "is read as a Gin file" if os.fspath(path).endswith(".gin") else "is an input"
+        for path in inputs
+    }
+    with contextlib.ExitStack() as stack:
+        own = functools.cache(
+            lambda above: stack.enter_context(tempfile.TemporaryDirectory(prefix=".capibara-", dir=above))
+        )
+        for path in paths:
+            real = os.path.realpath(path)
+            if not path or real in taken:
+                why = f"{path} {taken[real]}" if path else "--json, --html or --output has no name"
+                raise UserError(f"{why}: name another file for what is written")
+            taken[real] = "is named for two outputs"
+            if is_remote(path):
+                raise UserError(f"{path} must be a local file: name one, and copy it there")
+            with unwritable_told(path):
+                file = pathlib.Path(real)
+                above = next(one for one in (file, *file.parents) if one.exists())
+                # What is missing is made in a folder of this process's own.
+                like = file if above == file else pathlib.Path(own(above), *file.relative_to(above).parts)
+                like.parent.mkdir(parents=True, exist_ok=True)
+                open(like, "a", encoding="utf-8").close()
+
+
+@contextlib.contextmanager
+def unwritable_told(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Raises UserError where the system does not let a path be written."""
+    try:
+        yield
+    except OSError as error:
+        cause = error.strerror or error
+        raise UserError(f"{os.fspath(path)} cannot be written ({cause}): name a file in a folder of yours") from error
+
+
+def save(path: str, text: str) -> None:
+    """Writes a text, and the folders above it.
+
+    Raises:
+      UserError: the file cannot be written.
+    """
+    with unwritable_told(path):
+        pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(text)
+
+
+def is_remote(path: str | os.PathLike[str]) -> bool:
+    """Whether a path is in a bucket (gs://): there a file is there whole or not at all, and nothing can be locked."""
+    return "://" in os.fspath(path)
+
+
+def check_regular(path: str | os.PathLike[str]) -> None:
+    """Raises OSError where a local path is a pipe, a socket or a device: to open it may block, to read it never end."""
+    mode = os.stat(path).st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
+
+
+def read(path: str, most: int = limits.SMALL_BYTES) -> str | None:
+    """The text of a file, also of one in a bucket (gs://); None where there is none.
+
+    Raises:
+      UserError: it is no text in UTF-8, no regular file, or has more than `most` bytes.
+    """
+    try:
+        if is_remote(path):
+            from etils import epath
+
+            return epath.Path(path).read_text()
+        check_regular(path)
+        if os.path.isfile(path):
+            limits.check_file(path, most)
+        with open(path, encoding="utf-8") as file:
+            return file.read()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (IsADirectoryError, PermissionError) as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}): it must be a file that you may read") from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror or error}): copy it again") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is no text in UTF-8 ({error.reason} at byte {error.start}): copy it again") from None
+
+
+def replace(path: str, text: str) -> None:
+    """Puts a whole file in place of what was there, also in a bucket."""
+    if is_remote(path):
+        from etils import epath
+
+        epath.Path(path).write_text(text)
+        return
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    with replacing(path) as partial, open(partial, "w", encoding="utf-8") as file:
+        file.write(text)
+
+
+@contextlib.contextmanager
+def replacing(path: str) -> Iterator[str]:
+    """A name beside a local file to write it to, which is no other process's.
+
+    It takes the file's name when the context ends: of several writers one wins, whole. It goes where the context fails.
+    """
+    partial = f"{path}.{secrets.token_hex(4)}.partial"
+    try:
+        yield partial
+        os.replace(partial, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(partial)
+        raise
+
+
+def lock(file: IO[Any], name: str) -> None:
+    """Takes an open local file for this process alone, until it is closed.
+
+    Args:
+      file: what is appended to.
+      name: of the flag and the file.
+
+    Raises:
+      UserError: another process has it.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(f"{name} is being written by another process: wait for its end, or name another file") from None
+    except OSError:  # a file system without locks
+        return
+
+
+def sync_entry(path: str | os.PathLike[str]) -> None:
+    """Waits until a local file, or a folder's names, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,135 @@
+"""What the host does about updates that were left out: it counts them, and writes down which documents they were of."""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import math
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from capibara.core.background import Worker
+from capibara.core.types import UserError
+from capibara.data.pipeline.loader import Loader, Position
+from capibara.storage import durable
+from capibara.training.stability.anomalies import Anomalies, OnSpike
+from capibara.training.stability.loss_scale import LossScaling
+
+_CLOSE_S = 60.0  # for reading a few documents again
+_READ = ("loss", "grad_norm", "skipped", "loss_spikes", "loss_scale", "window_mean", "window_spread")
+
+
+class BadBatches:
+    """Looks at the steps between two logs, when the host waits for the devices anyway.
+
+    An update that was left out becomes a line of bad_batches.jsonl in the run folder (bad_batches.N.jsonl of process N):
+    step, why, loss, grad_norm, and the documents of each of this process's rows, from row `first_row` of the batch on. A
+    thread reads these documents again, from where the data stood before the batch: until then only that is kept.
+
+    Args:
+      model_dir: the run folder.
+      anomalies: what is bad.
+      scaling: of a float16 run, else None.
+      batches: where the batches come from.
+    """
+
+    def __init__(self, model_dir: str, anomalies: Anomalies, scaling: LossScaling | None, batches: Loader):
+        index = jax.process_index()
+        self._path = durable.folder_of(model_dir) / f"bad_batches{f'.{index}' if index else ''}.jsonl"
+        self._anomalies, self._scaling, self._batches = anomalies, scaling, batches
+        self._pending: list[tuple[int, Position, dict[str, jax.Array]]] = []
+        self._thread = Worker("capibara-bad-batches")
+        self._in_a_row = 0
+        self.spike: int | None = None  # the first one that the run has not gone back for, where it is to
+
+    def add(self, step: int, position: Position, metrics: Mapping[str, jax.Array]) -> None:
+        """Takes a step's metrics, still on the devices, and where the data stood before its batch."""
+        if "skipped" in metrics:
+            self._pending.append((step, position, {name: metrics[name] for name in _READ if name in metrics}))
+
+    def read(self) -> None:
+        """Looks at the steps since this was last called.
+
+        Raises:
+          UserError: too many updates were left out one after the other.
+        """
+        pending, self._pending = self._pending, []
+        values = jax.device_get([metrics for _, _, metrics in pending])
+        for (step, position, _), numbers in zip(pending, values, strict=True):
+            self._look(step, position, {name: float(number) for name, number in numbers.items()})
+
+    def rolled_back(self) -> None:
+        """The steps looked at so far are undone."""
+        self.spike, self._in_a_row = None, 0
+
+    def close(self) -> None:
+        """Waits until everything is written down, unless the data cannot be read."""
+        if not self._thread.close(_CLOSE_S):
+            logging.getLogger(__name__).warning(
+                "%s lacks lines: the documents of bad batches could not be read within %.0f s", self._path, _CLOSE_S
+            )
+
+    def _look(self, step: int, position: Position, numbers: dict[str, float]) -> None:
+        if not numbers["skipped"]:
+            self._in_a_row = 0
+            return
+        if self._scaling and math.isfinite(numbers["loss"]) and numbers["loss_scale"] > self._scaling.minimum:
+            if not numbers.get("loss_spikes"):
+                return  # the loss scale finds out what the gradients bear
+        why = explained(numbers, self._anomalies.window)
+        self._thread.submit(functools.partial(self._write, step, why, numbers, position))
+        if numbers.get("loss_spikes") and self._anomalies.on_spike is OnSpike.ROLL_BACK:
+            self.spike = step if self.spike is None else self.spike
+            return
+        self._in_a_row += 1
+        if self._in_a_row >= self._anomalies.most_in_a_row:
+            raise UserError(
+                f"{self._in_a_row} updates in a row were left out, the last at step {step}: {why}: earlier checkpoints are "
+                f"kept; lower Schedule.learning_rate, set Optimizer.clip_norm, or look at the documents in {self._path} "
+                "(Anomalies.most_in_a_row)"
+            )
+
+    def _write(self, step: int, why: str, numbers: dict[str, float], position: Position) -> None:
+        """In the thread. A run that goes on well does not end for a line that is lost."""
+        record: dict[str, Any] = {"step": step, "why": why}
+        record |= {name: numbers[name] if math.isfinite(numbers[name]) else None for name in ("loss", "grad_norm")}
+        try:
+            record |= self._batches.documents_after(position)
+        except Exception as error:
+            record |= {"first_row": None, "rows": None, "error": str(error)}
+        try:
+            append(self._path, json.dumps(record))
+        except OSError as error:
+            logging.getLogger(__name__).warning("%s cannot be written: %s: %s", self._path, error, json.dumps(record))
+
+
+def explained(numbers: Mapping[str, float], window: int) -> str:
+    """What is bad about the numbers of a step whose update was left out."""
+    loss = numbers["loss"]
+    if numbers.get("loss_spikes"):
+        mean, sigmas = numbers["window_mean"], (loss - numbers["window_mean"]) / numbers["window_spread"]
+        return f"loss {loss:.4g} is {sigmas:.1f} sigma above the mean {mean:.4g} of {window} steps"
+    if not math.isfinite(loss):
+        return f"loss is {loss}"
+    return f"gradients are not finite (their norm is {numbers['grad_norm']}, the loss {loss:.4g})"
+
+
+def append(path: Any, line: str) -> None:
+    """Adds a line to a file, which need not be there; what a run that was killed left of one becomes a line of its own.
+
+    Raises:
+      OSError: it cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if durable.is_remote(path):  # an object in a bucket cannot be appended to
+        path.write_text((path.read_text() if path.exists() else "") + line + "\n")
+        return
+    with open(path, "a+b") as file:
+        if file.seek(0, os.SEEK_END):
+            file.seek(-1, os.SEEK_END)
+            line = line if file.read(1) == b"\n" else "\n" + line
+        file.write(line.encode() + b"\n")

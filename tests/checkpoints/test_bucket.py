@@ -1,0 +1,151 @@
+"""Checkpoints in Google Cloud Storage, as its emulator has it."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import secrets
+import shutil
+import subprocess
+import sys
+import time
+
+import pytest
+from etils import epath
+
+from capibara.checkpoints import run_manifest
+from capibara.core import exits
+
+HERE = pathlib.Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def bucket(bucket_server):
+    """The environment of a program whose bucket gs://bucket is the emulator's."""
+    return {**os.environ, **bucket_server.environment, "PYTHONPATH": str(HERE.parents[1])}
+
+
+def run(bucket, *command):
+    return subprocess.run([sys.executable, *command], env=bucket, capture_output=True, text=True, timeout=300)
+
+
+def part(bucket, name, folder="gs://bucket/run"):
+    done = run(bucket, str(HERE / "bucket.py"), folder, name)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_what_is_saved_in_a_bucket_comes_back(bucket):
+    part(bucket, "save")
+
+
+@pytest.mark.heavy
+def test_a_bucket_is_as_good_as_a_disk(bucket):
+    for name in ("save", "damage", "two writers", "taken over", "options"):
+        part(bucket, name, "gs://bucket/another")
+
+
+@pytest.mark.fault(1)
+@pytest.mark.heavy
+def test_a_save_that_is_killed_leaves_its_step_whole_in_the_bucket_or_none(bucket, tmp_path):
+    for step, delay_s in enumerate((0.0, 0.1, 0.3), 6):
+        child = subprocess.Popen(
+            [sys.executable, str(HERE / "bucket.py"), "gs://bucket/run", "killed", str(step)],
+            env=bucket, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        )  # fmt: skip
+        assert child.stdout.readline() == "saving\n"
+        time.sleep(delay_s)
+        child.kill()
+        saved = "saved" in child.communicate()[0]
+        table = tmp_path / "verdict.json"
+        done = run(bucket, "-m", "capibara", "convert", "verify", "gs://bucket/run", f"--json={table}")
+        listed = step in [row["step"] for row in json.loads(table.read_text())]
+        # It may be killed after the commit and before it says so, but what it said was saved is there.
+        assert done.returncode == 0 and saved <= listed, done.stdout + done.stderr
+
+
+@pytest.mark.heavy
+def test_a_run_lives_in_a_bucket(bucket, corpus, tmp_path):
+    """Trained, stopped, carried on, listed, pruned and asked; a folder is read where there is no bucket's library."""
+    train = (
+        "-m",
+        "capibara",
+        "train",
+        "--gin_file=quickstart.gin",
+        "--emulate=2",
+        "--gin.MODEL_DIR='gs://bucket/tiny'",
+    )
+    small = ("--gin.Trainer.log_every=1", "--gin.DecoderConfig.num_layers=1", "--gin.DecoderConfig.embed_dim=64")
+    for steps in (2, 4):
+        done = run(bucket, *train, *small, f"--gin.TRAIN_STEPS={steps}", "--gin.Checkpointing.every=1")
+        assert done.returncode == 0, done.stderr[-3000:]
+    assert "carrying on from step 2" in done.stdout
+    done = run(bucket, "-m", "capibara", "convert", "list", "gs://bucket/tiny", f"--json={tmp_path / 'list.json'}")
+    assert done.returncode == 0, done.stderr
+    assert [row["step"] for row in json.loads((tmp_path / "list.json").read_text())] == [2, 3, 4]
+    done = run(bucket, "-m", "capibara", "convert", "prune", "gs://bucket/tiny", "--keep=1")
+    assert done.returncode == 0, done.stderr
+    done = run(bucket, "-m", "capibara", "convert", "verify", "gs://bucket/tiny")
+    assert done.returncode == 0 and done.stdout.split()[0] == "4", done.stdout + done.stderr
+    done = run(bucket, "-m", "capibara", "infer", "--model_dir=gs://bucket/tiny", "--prompt=def ")
+    assert done.returncode == 0 and done.stdout.startswith("def "), done.stdout + done.stderr
+
+
+@pytest.mark.fault(66)
+@pytest.mark.parametrize("ask", [run_manifest.read, run_manifest.check, run_manifest.seal, run_manifest.seal_logs])
+@pytest.mark.parametrize("part", ["alt=media", "/o?", "/b/bucket"])
+def test_a_bucket_that_refuses_has_not_damaged_the_manifest_of_a_run(gs, ask, part, capfd):
+    """To restore it from a copy, or to seal it anew, would be the wrong thing to do."""
+    folder = epath.Path(f"gs://bucket/{secrets.token_hex(4)}")
+    run_manifest.begin(folder)
+    run_manifest.replace(folder, {"config.gin": b"A = 1\n"})
+    with gs.failing(lambda method, path: 403 if part in path else None):
+        code = exits.run_verb(lambda argv: ask(folder) and None, [])
+    told = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
+    if code == 0:  # it had no need to ask that
+        assert part != "/b/bucket" and not told
+    else:
+        assert code == 2 and len(told) == 1 and told[0].startswith("error: permission denied in gs://bucket ")
+    assert run_manifest.read(folder).steps == frozenset()
+
+
+TOKENIZER = """
+import shutil, sys
+from capibara.data.chat.conversations import ChatJsonlSource
+from capibara.data.chat.formats import Conversation
+from capibara.data.chat.template import ChatTemplate
+from capibara.data.dataset import Dataset
+from capibara.data.tokenizers.vocabulary import TokenizerJsonVocabulary
+from capibara.models.api import DecoderConfig
+from capibara.optim import Optimizer
+from capibara.sharding import Plan
+from capibara.training import own_tokenizer
+from capibara.training.trainer import Trainer
+from capibara.core.types import UserError
+
+path, run = sys.argv[1], "gs://bucket/chats"
+source = ChatJsonlSource(files=("a.jsonl",), template=ChatTemplate(tokenizer=path))
+dataset = Dataset(source=source, vocabulary=TokenizerJsonVocabulary(path=path), length=64)
+prints = dataset.vocabulary.fingerprint(), source.template.fingerprint()
+own_tokenizer.keep(dataset, run)
+own_tokenizer.keep(dataset, run)
+with open(f"{path}/chat_template.jinja", "a") as file:
+    file.write("more")
+try:
+    own_tokenizer.keep(Dataset(source=source, vocabulary=dataset.vocabulary, length=64), run)
+except UserError as error:
+    assert "(chat_template.jinja differs" in str(error), error
+else:
+    raise AssertionError("a changed template was not refused")
+shutil.rmtree(path)
+small = DecoderConfig(vocab_size=384, embed_dim=32, num_layers=1, num_heads=2, mlp_dim=64)
+trainer = Trainer(model_dir=run, steps=1, model=small, plan=Plan(batch_size=8), optimizer=Optimizer(), dataset=dataset)
+own = own_tokenizer.of_run(trainer).dataset
+assert (own.vocabulary.fingerprint(), own.source.template.fingerprint()) == prints
+"""
+
+
+@pytest.mark.heavy  # test_own_tokenizer has disks in the short suite
+def test_a_tokenizer_is_carried_in_a_bucket_too(bucket, toy_tokenizer, tmp_path):
+    done = run(bucket, "-c", TOKENIZER, shutil.copytree(toy_tokenizer, tmp_path / "tokenizer"))
+    assert done.returncode == 0, done.stderr[-3000:]

@@ -1,0 +1,102 @@
+"""The verb `prove`, and `plan --verify`; where libtpu is installed, with the real TPU compiler."""
+
+import importlib.util
+import json
+import math
+import os
+
+import pytest
+
+from capibara.cli import plan, prove
+from capibara.core import exits
+
+needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
+SMALL = """
+DecoderConfig.vocab_size = 1024
+DecoderConfig.embed_dim = 256
+DecoderConfig.num_layers = 4
+DecoderConfig.num_heads = 2
+DecoderConfig.mlp_dim = 512
+DecoderConfig.dtype = "bfloat16"
+"""
+OPEN = ("--gin.Plan.slice='v5e-16'", "--length=4096")  # a run whose mesh is open
+
+
+def run(verb, *argv):
+    return exits.run_verb(verb.main, list(argv))
+
+
+@needs_libtpu
+def test_a_verified_plan_is_proven_and_what_it_wrote_is_the_same_step(tmp_path, monkeypatch, capsys):
+    """One compile of a small model for v5e:2x2: the search's plan, its Gin file and the verdict are of one step."""
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")]))
+    model, chosen, found = (str(tmp_path / name) for name in ("model.gin", "plan.gin", "plan.json"))
+    (tmp_path / "model.gin").write_text(SMALL)
+    flags = ["--length=512", "--batch_size=8", "--axis=fsdp=4", "--slice=v5e-4", "--tries=1"]
+    assert run(plan, f"--gin_file={model}", *flags, "--verify", f"--output={chosen}", f"--json={found}") == 0
+    text = capsys.readouterr().out
+    assert "compiled: fsdp=4" in text and "fits, peak" in text
+    verdict = json.loads((tmp_path / "plan.json").read_text())["plans"][0]["verdict"]
+    assert verdict["outcome"] == "fits" and verdict["versions"]["libtpu"]
+    compiled = verdict["compiled"]
+    # Layers: 4 x (4 x 256 x 256 + 3 x 256 x 512); the head, 1024 x 256, is tied; 3 or, with remat, 4 forwards' FLOPs.
+    tokens, layers, head = 8 * 512 // 4, 4 * (4 * 256 * 256 + 3 * 256 * 512), 1024 * 256
+    flops = compiled["costs"]["matmul_flops"]
+    assert 0.95 * 2 * tokens * 3 * (layers + head) < flops < 1.05 * 2 * tokens * 4 * (layers + head)
+    assert compiled["chip"] == "v5e" and compiled["limit_bytes"] == math.floor(15.75 * 2**30)
+    # Parameters and two moments in float32 over four chips, and a batch.
+    assert 3 * 4 * (layers + head) / 4 < compiled["argument_bytes"] < compiled["peak_bytes"] < 2**30
+    assert any(name.startswith("splash") for name in compiled["costs"]["kernels"])
+    assert f"Compiled on {verdict['date']}" in (tmp_path / "plan.gin").read_text()
+
+    files = [f"--gin_file={model}", f"--gin_file={chosen}"]
+    assert run(prove, *files, "--length=512", "--deadline=0.001") == 0  # cached: nothing is compiled again
+    text = capsys.readouterr().out
+    assert text.startswith("v5e-4: fits (compiled earlier") and "kernels: splash" in text and "all-gather" in text
+    # Another batch is another step, for which there is no time.
+    assert run(prove, *files, "--length=512", "--gin.Plan.batch_size=12", "--deadline=0.001") == 2
+    assert capsys.readouterr().err.endswith(
+        "error: stopped after --deadline=0.001 s: a compile takes 40 s to some minutes, try --deadline=1800\n"
+    )
+
+
+def test_the_verdict_is_not_written_over_what_is_read(capsys, tmp_path):
+    model = tmp_path / "mine.gin"
+    model.write_text(SMALL)
+    for name, message in ((str(model), "mine.gin is read as a Gin file"), ("", "has no name")):
+        assert run(prove, f"--gin_file={model}", "--slice=v5e-4", f"--json={name}", "--deadline=1") == 2
+        assert message in capsys.readouterr().err and model.read_text() == SMALL
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        ([], "--gin_file has no value"),
+        (["--gin_file=models/capibara_1b.gin"], "--slice has no value and Plan.slice is not bound"),
+        (["--gin_file=models/capibara_1b.gin", "--slice=v5e-63"], "try v5e-64"),
+        (["--gin_file=models/capibara_1b.gin", "--slice=h100-8"], "is of no TPUs"),
+        (["--gin_file=tasks/text.gin", "--slice=v5e-16"], "configures no model"),
+        (
+            ["--gin_file=models/capibara_1b.gin", "--gin_file=models/t5_base.gin", "--slice=v5e-16"],
+            "configures several models (EncoderDecoderConfig and DecoderConfig): keep one",
+        ),
+        (
+            ["--gin_file=slices/v5e-64/capibara_1b.gin", "--slice=v5e-16"],
+            "needs 64 devices, v5e-16 has 16: set one axis to -1\n",
+        ),
+        (
+            ["--gin_file=models/capibara_8b.gin", *OPEN, "--gin.Plan.remat='none'", "--gin.Plan.batch_size=16"],
+            "it fits with a plan that capibara plan --headroom=0.01 --output=plan.gin writes",
+        ),
+        (
+            ["--gin_file=models/capibara_1b.gin", *OPEN, "--gin.Plan.batch_size=64", "--gin.Plan.accumulation=3"],
+            "batch_size (64) must be a multiple of Plan.accumulation (3): try 63",
+        ),
+    ],
+)
+def test_mistakes_are_one_line(argv, message, capsys):
+    assert run(prove, *argv) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1 and message in captured.err

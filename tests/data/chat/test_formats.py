@@ -1,0 +1,188 @@
+"""Conversations in every format, and what is said of records that hold none."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from capibara.core.types import UserError
+from capibara.data.chat.formats import Conversation, Format, read_conversation, read_preference
+
+TALK = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+CALL = {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
+
+
+@pytest.mark.parametrize(
+    ("record", "format"),
+    [
+        ({"messages": TALK}, Format.MESSAGES),
+        ({"prompt": "p", "messages": TALK}, Format.MESSAGES),
+        (
+            {"messages": [{"role": m["role"], "content": [{"type": "text", "text": m["content"]}]} for m in TALK]},
+            "messages",
+        ),
+        ({"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}, Format.SHAREGPT),
+        ({"conversations": TALK}, Format.SHAREGPT),
+        ({"prompt": "q", "completion": "a"}, Format.PROMPT_COMPLETION),
+        ({"prompt": TALK[:1], "completion": TALK[1:]}, Format.PROMPT_COMPLETION),
+        ({"instruction": "q", "input": "", "output": "a"}, Format.ALPACA),
+        ({"instruction": "q", "output": "a", "system": ""}, Format.ALPACA),
+        ({"question": "q", "solution": "a"}, Format.QUESTION),
+        ({"question": "q", "answer": "a", "id": 7}, Format.QUESTION),
+        ({"prompt": "q", "chosen": "a", "rejected": "b"}, Format.CHOSEN),
+    ],
+)
+def test_formats(record, format):
+    assert read_conversation(record, "a:1", Format(format)) == Conversation(TALK, None)
+    if format != "chosen":
+        assert read_conversation(record, "a:1") == Conversation(TALK, None)
+
+
+def test_alpaca_with_everything():
+    record = {"instruction": "i", "input": "n", "output": "o", "system": "s", "history": [["q", "a"]]}
+    messages = read_conversation(record, "a:1").messages
+    assert messages == [
+        {"role": "system", "content": "s"},
+        *TALK,
+        {"role": "user", "content": "i\n\nn"},
+        {"role": "assistant", "content": "o"},
+    ]
+
+
+def test_tool_calls_of_sharegpt_and_openai_are_the_same():
+    sharegpt = {
+        "conversations": [
+            {"from": "system", "value": "s"},
+            {"from": "human", "value": "q"},
+            {"from": "function_call", "value": '{"name": "f", "arguments": {"x": 1}}'},
+            {"from": "observation", "value": '{"y": 2}'},
+            {"from": "gpt", "value": "a"},
+        ],
+        "tools": '[{"name": "f", "parameters": {}}]',
+    }
+    openai = {
+        "messages": [
+            {"role": "system", "content": "s"},
+            {"role": "user", "content": "q"},
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [{**CALL, "function": {"name": "f", "arguments": '{"x": 1}'}}],
+            },
+            {"role": "tool", "content": {"y": 2}, "tool_call_id": "call00001"},
+            {"role": "assistant", "content": "a"},
+        ],
+        "tools": [TOOL],
+    }
+    first, second = read_conversation(sharegpt, "a:1"), read_conversation(openai, "a:1")
+    assert first == second
+    assert first.messages[2] == {"role": "assistant", "content": "", "tool_calls": [CALL]}
+    assert first.messages[3] == {"role": "tool", "content": '{"y": 2}', "tool_call_id": "call00001"}
+    assert first.tools == [TOOL]
+
+
+def test_what_else_a_message_has_is_kept():
+    messages = [TALK[0], {**TALK[1], "weight": 0, "name": "n"}]
+    assert read_conversation({"messages": messages, "tools": ""}, "a:1") == Conversation(messages, None)
+
+
+@pytest.mark.parametrize("key", ["reasoning", "reasoning_content", "thinking"])
+def test_reasoning_goes_by_the_names_that_templates_know(key):
+    message = read_conversation({"messages": [TALK[0], {**TALK[1], key: "r"}]}, "a:1").messages[1]
+    assert message["reasoning_content"] == message["thinking"] == "r" and message["content"] == "a"
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        (
+            {"text": "x"},
+            r"a.jsonl:7 holds no conversation \(it has: text\): known are messages; conversations/.*; prompt \+",
+        ),
+        ({}, r"a.jsonl:7 holds no conversation \(it has: nothing\)"),
+        ([TALK], r"a.jsonl:7 must hold a JSON object, not list: .* `capibara prepare instructions` makes lines"),
+        (
+            {"prompt": "x", "chosen": "y", "rejected": "z"},
+            r"is a preference pair: set ChatJsonlSource.format = 'chosen'",
+        ),
+        ({"messages": []}, r"a.jsonl:7: messages must be a list of messages, not \[\]"),
+        ({"messages": "hi"}, r"messages must be a list of messages, not 'hi'"),
+        ({"messages": [{"role": "user"}]}, r"messages\[0\]: the content must be text, not None"),
+        ({"messages": [TALK[0], {"text": "x"}]}, r"messages\[1\] must have role and content, .*\(it has: text\)"),
+        ({"messages": ["x"]}, r"messages\[0\] must have role and content, .*\(it has: 'x'\)"),
+        ({"messages": [{"role": 3, "content": "x"}]}, r"messages\[0\]: the role must be text, not 3"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            r"only parts of type text .* not \[\{'type': 'im",
+        ),
+        ({"messages": TALK, "images": ["x.jpg"]}, r"a.jsonl:7 has images: only text"),
+        ({"prompt": 1, "completion": "x"}, r"a.jsonl:7: prompt must be text, not 1"),
+        ({"instruction": "x", "output": None}, r"a.jsonl:7: output must be text, not None"),
+        ({"instruction": "x", "output": "y", "history": [["q"]]}, r"history must hold \[instruction, answer\] pairs"),
+        (
+            {"conversations": [{"from": "function_call", "value": "f("}]},
+            r"conversations\[0\]: a call must be JSON .*: 'f\('",
+        ),
+        ({"messages": [{**TALK[1], "tool_calls": [{"x": 1}]}]}, r"a tool call must have a name and arguments, not"),
+        (
+            {"messages": [{**TALK[1], "tool_calls": [{"name": "f", "arguments": "{"}]}]},
+            r"the arguments of f must be JSON",
+        ),
+        ({"messages": TALK, "tools": "["}, r"a.jsonl:7: tools must be JSON"),
+        ({"messages": TALK, "tools": [3]}, r"a.jsonl:7: tools must be a list of functions with a name, not \[3\]"),
+    ],
+)
+def test_bad_records(record, message):
+    with pytest.raises(UserError, match=message) as caught:
+        read_conversation(record, "a.jsonl:7")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_record_of_another_format_than_is_asked_for():
+    with pytest.raises(
+        UserError, match=r"a:1 is no alpaca record: it needs instruction and output \(it has: messages\)"
+    ):
+        read_conversation({"messages": TALK}, "a:1", Format.ALPACA)
+
+
+ENDINGS = ([*TALK], [TALK[0], {"role": "assistant", "content": "b"}])
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"prompt": "q", "chosen": "a", "rejected": "b"},
+        {"prompt": TALK[:1], "chosen": ENDINGS[0][1:], "rejected": ENDINGS[1][1:]},
+        {"chosen": ENDINGS[0], "rejected": ENDINGS[1]},
+        {"prompt": "q", "chosen": ENDINGS[0], "rejected": ENDINGS[1], "score": 3},
+        {"instruction": "q", "input": "", "chosen": "a", "rejected": "b"},
+        {
+            "conversations": [{"from": "human", "value": "q"}],
+            "chosen": {"from": "gpt", "value": "a"},
+            "rejected": {"from": "gpt", "value": "b"},
+        },
+    ],
+)
+def test_preferences(record):
+    pair = read_preference(json.loads(json.dumps(record)), "a:1")
+    assert (pair.chosen.messages, pair.rejected.messages) == ENDINGS
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        (
+            {"prompt": "q", "chosen": "a"},
+            r"a:1 is no preference pair: it needs chosen and rejected \(it has: prompt, chosen\)",
+        ),
+        ({"chosen": "a", "rejected": "b"}, r"a:1: chosen and rejected answer nothing .*: known are prompt, "),
+        ({"chosen": ENDINGS[0], "rejected": [TALK[1], TALK[1]]}, r"must differ in their last message alone"),
+        ({"prompt": "q", "chosen": "a", "rejected": 3}, r"a:1: rejected must be text, not 3"),
+        ({"chosen": TALK[:1], "rejected": TALK[:1]}, r"chosen must end with an assistant's message"),
+    ],
+)
+def test_bad_preferences(record, message):
+    with pytest.raises(UserError, match=message):
+        read_preference(record, "a:1")

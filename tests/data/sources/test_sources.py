@@ -1,0 +1,160 @@
+"""Sources: what they read, how they split, and the one line they say about bad input."""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+
+import pytest
+
+from capibara.core.types import UserError
+from capibara.data.sources.sources import HuggingFaceSource, JsonlSource, StdlibSource, TextSource
+
+
+def texts(documents) -> list[str]:
+    return [documents[i] for i in range(len(documents))]
+
+
+def test_the_standard_library():
+    train, validation = StdlibSource().open("train"), StdlibSource().open("validation")
+    paths = StdlibSource().paths("train"), StdlibSource().paths("validation")
+    assert not set(paths[0]) & set(paths[1]) and all(list(part) == sorted(part) for part in paths)
+    assert len(train) > 300 and 0.01 < len(validation) / len(train) < 0.06
+    assert not any("/test/" in path or "site-packages" in path for path in paths[0])
+    assert train.fingerprint() == StdlibSource().open("train").fingerprint() != validation.fingerprint()
+    assert sum(map(len, texts(validation))) > 50_000
+
+
+def test_text_files_are_cut_at_line_ends_and_lose_nothing(tmp_path):
+    lines = [f"line {i} " + "é" * (i % 50) + "\n" for i in range(500)]
+    (tmp_path / "a.txt").write_text("".join(lines[:400]))
+    (tmp_path / "b.txt").write_text("".join(lines[400:]))
+    (tmp_path / "v.txt").write_text("held out")
+    source = TextSource(
+        files=(str(tmp_path / "[ab].txt"),), validation_files=(str(tmp_path / "v.txt"),), document_bytes=1000
+    )
+    parts = texts(source.open("train"))
+    assert "".join(parts) == "".join(lines) and len(parts) > 15
+    assert all(part.endswith("\n") for part in parts)
+    assert texts(source.open("validation")) == ["held out"]
+
+
+def test_a_file_without_lines_is_cut_between_characters(tmp_path):
+    (tmp_path / "a.txt").write_text("漢字" * 1000)
+    source = TextSource(files=(str(tmp_path / "a.txt"),), document_bytes=500)
+    parts = texts(source.open("train")) + texts(source.open("validation"))
+    assert len(parts) > 10 and not any("\ufffd" in part for part in parts)
+
+
+def test_jsonl_reads_every_line_once(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"body": "one"}\n\n{"body": "two"}\r\n\r\n{"body": "three"}')
+    source = JsonlSource(files=(str(path),), field="body")
+    train, validation = texts(source.open("train")), texts(source.open("validation"))
+    assert sorted(train + validation) == ["one", "three", "two"] and train and validation
+
+
+def test_a_document_keeps_its_side_when_others_are_added(tmp_path):
+    path = tmp_path / "a.jsonl"
+    lines = [json.dumps({"text": str(i)}) for i in range(2000)]
+    path.write_text("\n".join(lines[:1000]) + "\n")
+    source = JsonlSource(files=(str(path),), validation_fraction=0.1)
+    before = set(texts(source.open("validation")))
+    path.write_text("\n".join(lines) + "\n")
+    after = set(texts(source.open("validation")))
+    assert 50 < len(before) < 150 and before <= after
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'{"text": "a"}\n{"text": \n{"text": "c"}\n', r"a.jsonl:2 is not JSON"),
+        (b'{"text": "a"}\n\n{"txt": "b"}\n', r"a.jsonl:3 has no field 'text' \(it has: txt\): set JsonlSource.field"),
+        (b'{"text": "a"}\n["b"]\n', r"a.jsonl:2 has no field 'text' \(it has: list\)"),
+        (b'{"text": "a"}\n{"text": 7}\n', r"a.jsonl:2: field 'text' must be a string, not int"),
+        (b"\xff\xfe\n\x00\n", r"a.jsonl:\d is not JSON"),
+        (b"", r"the corpus is empty"),
+        (b"\n\n\n", r"the corpus is empty"),
+        (b'{"text": "a"}\n', r"has 1 document: none can be held out"),
+        (b'{"text": "a"\n', r"a.jsonl:1 is not JSON"),
+        (b'{"txt": "a"}\n', r"a.jsonl:1 has no field 'text'"),
+    ],
+)
+def test_bad_jsonl(tmp_path, content, message):
+    (tmp_path / "a.jsonl").write_bytes(content)
+    source = JsonlSource(files=(str(tmp_path / "a.jsonl"),))
+    with pytest.raises(UserError, match=message) as caught:
+        source.open("train")
+        source.open("validation")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("make", [TextSource, JsonlSource])
+def test_missing_and_empty_files(tmp_path, make):
+    with pytest.raises(UserError, match=r"files \('.*nothing-\*'\) matches no file"):
+        make(files=(str(tmp_path / "nothing-*"),)).open("train")
+    with pytest.raises(UserError, match="files is empty: name at least one"):
+        make(files=()).open("train")
+    (tmp_path / "empty").write_text("")
+    with pytest.raises(UserError, match="the corpus is empty"):
+        make(files=(str(tmp_path / "empty"),)).open("train")
+    with pytest.raises(UserError, match="split"):
+        make(files=(str(tmp_path / "empty"),)).open("test")
+    with pytest.raises(UserError, match="validation_fraction"):
+        make(files=("x",), validation_fraction=0.0)
+
+
+@pytest.mark.parametrize("make", [TextSource, JsonlSource])
+def test_an_empty_validation_file_is_named(tmp_path, make):
+    (tmp_path / "empty").write_text("")
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
+    source = make(files=(str(tmp_path / "a.jsonl"),), validation_files=(str(tmp_path / "empty"),))
+    assert len(source.open("train")) == 1
+    with pytest.raises(UserError, match=r"Source.validation_files \(.*empty\) hold no .*: the corpus is empty"):
+        source.open("validation")
+
+
+def test_fingerprints_follow_the_content(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("one\ntwo\n" * 10)
+    source = TextSource(files=(str(path),), document_bytes=8)
+    first = source.open("train").fingerprint()
+    path.touch()
+    assert source.open("train").fingerprint() == first
+    path.write_text("one\nTwo\n" * 10)
+    assert source.open("train").fingerprint() != first
+
+
+class _Table(list):
+    """As much of a Hugging Face dataset as the source uses."""
+
+    column_names = ("body", "id")
+    _fingerprint = "abc"
+
+
+def test_hugging_face(monkeypatch, tmp_path):
+    table = _Table({"body": f"text {i}", "id": i} for i in range(100))
+
+    def load_dataset(path, name=None, split=None, **files):
+        if path != "known":
+            raise FileNotFoundError(f"Couldn't find\n{path}")
+        assert (name, split, files) == (None, "train", {"data_files": ["x.csv"]})
+        return table
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    source = HuggingFaceSource(path="known", field="body", data_files=("x.csv",), validation_fraction=0.2)
+    train, validation = source.open("train"), source.open("validation")
+    assert sorted(texts(train) + texts(validation)) == sorted(f"text {i}" for i in range(100))
+    assert train.fingerprint() != validation.fingerprint()
+    with pytest.raises(UserError, match=r"field \('text'\) is not one of body, id"):
+        HuggingFaceSource(path="known", data_files=("x.csv",)).open("train")
+    with pytest.raises(UserError, match="Couldn't find unknown") as caught:
+        HuggingFaceSource(path="unknown").open("train")
+    assert "\n" not in str(caught.value)
+
+
+def test_hugging_face_is_optional(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(UserError, match=r"capibara\[hf\]"):
+        HuggingFaceSource(path="x").open("train")

@@ -1,0 +1,196 @@
+"""Prompts are read together, in parts, or not again; texts stay what they are."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+
+import jax
+import numpy as np
+import pytest
+
+from capibara.core.types import UserError
+from capibara.data.tokenizers.vocabulary import ByteVocabulary
+from capibara.inference.engine.engine import Engine, EngineConfig
+from capibara.inference.sampling.sampling import Sampling
+from capibara.models import api
+from capibara.models.api import DecoderConfig
+
+MODEL = api.build(
+    DecoderConfig(
+        vocab_size=384, embed_dim=32, num_layers=2, num_heads=2, mlp_dim=64, dtype="float32",
+        layer_pattern=("local", "global"), window=24,
+    )
+)  # fmt: skip
+VOCABULARY, LENGTH = ByteVocabulary(), 96
+GREEDY = Sampling(temperature=0.0, max_new_tokens=6)
+
+
+@pytest.fixture(scope="module")
+def params():
+    return jax.tree.map(lambda x: x * 3, jax.jit(MODEL.init)(jax.random.key(1)))
+
+
+def made(params, **config):
+    return Engine(MODEL, params, VOCABULARY, LENGTH, EngineConfig(**{"prefix_cache_mib": 0} | config))
+
+
+class Counted:
+    """Programs of an engine, with the rows and places of what was read."""
+
+    def __init__(self, engine):
+        self.begun, self.resumed, programs = [], [], engine._programs
+
+        def begin(params, batch):
+            self.begun.append(batch["tokens"].shape)
+            return programs.begin(params, batch)
+
+        def resume(params, batch, *rest):
+            self.resumed.append(batch["tokens"].shape)
+            return programs.resume(params, batch, *rest)
+
+        engine._reader._programs = programs._replace(begin=begin, resume=resume)
+
+
+def test_prompts_of_one_size_are_read_together(params):
+    prompts = [f"{number} is a number" for number in range(5)] + [
+        "a prompt of other size, it is longer",
+        "0 is a number",
+    ]
+    alone = [made(params, slots=1).submit(prompt, GREEDY).result() for prompt in prompts]
+    together = made(params, slots=8)
+    counted = Counted(together)
+    streams = [together.submit(prompt, GREEDY) for prompt in prompts]
+    found = [stream.result() for stream in streams]
+    assert [r.tokens for r in found] == [r.tokens for r in alone]
+    assert len({tuple(r.tokens) for r in found}) == 6
+    assert counted.begun == [(4, 32), (1, 32), (1, 48)]  # the last prompt is the first one again
+    assert [r.cached_tokens for r in found] == [0] * 6 + [found[0].prompt_tokens]
+
+
+def test_what_two_prompts_share_is_read_once(params):
+    system = "you are a helpful animal. "
+    prompts = [system + "a", system + "b", "something else of that size"]
+    plain = [made(params).submit(prompt, GREEDY).result().tokens for prompt in prompts]
+    one = made(params, prefix_cache_mib=16)
+    counted = Counted(one)
+    streams = [one.submit(prompt, GREEDY) for prompt in prompts]
+    found = [stream.result() for stream in streams]
+    assert [r.tokens for r in found] == plain
+    assert counted.begun[0] == (2, 32)
+
+
+def test_a_long_prompt_is_read_in_parts_while_others_go_on(params):
+    long = list(range(10, 90))
+    want = made(params).submit(long, GREEDY).result().tokens
+    one = made(params, slots=2, prefill_tokens=32)
+    counted = Counted(one)
+    short = one.submit("x", dataclasses.replace(GREEDY, max_new_tokens=30))
+    one.step()
+    stream = one.submit(long, GREEDY)
+    received = []
+    while stream._arrived.empty():
+        one.step()
+        received.append(short._arrived.qsize())
+    assert counted.begun == [(1, 32), (1, 32)] and counted.resumed == [(1, 32), (1, 32)]
+    assert received == sorted(set(received)) and len(received) >= 3  # more in every step
+    assert stream.result().tokens == want and len(short.result().tokens) == 30
+    # A cancelled one leaves nothing of what was read of it.
+    dropped = one.submit(long, GREEDY)
+    one.step()
+    dropped.cancel()
+    after = one.submit(long[::-1], GREEDY)
+    assert after.result().tokens == made(params).submit(long[::-1], GREEDY).result().tokens
+    assert dropped.result().finish == "cancelled"
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("dtype", ["int8", "bfloat16"])
+def test_a_rounded_cache_gives_one_text_however_its_prompt_was_cut(params, dtype):
+    long = list(range(10, 90))
+    ways = ({}, {"prefill_tokens": 32}, {"draft_tokens": 3, "prefill_tokens": 32}, {"prefix_cache_mib": 16})
+    found = []
+    for way in ways:
+        one = made(params, slots=2, cache_dtype=dtype, **way)
+        if "prefix_cache_mib" in way:
+            one.submit(long[:41], dataclasses.replace(GREEDY, max_new_tokens=1)).result()
+        found.append(one.submit(long, dataclasses.replace(GREEDY, max_new_tokens=16)).result())
+    assert found[-1].cached_tokens == 41
+    for one in found[1:]:
+        assert one.tokens == found[0].tokens
+        want = [piece.log_probability for piece in found[0].pieces]
+        np.testing.assert_allclose([piece.log_probability for piece in one.pieces], want, atol=1e-4)
+
+
+def test_parameters_are_replaced(params):
+    others = jax.tree.map(lambda x: x * 3, jax.jit(MODEL.init)(jax.random.key(2)))
+    want = made(others).submit("a prompt that is kept", GREEDY).result().tokens
+    one = made(params, prefix_cache_mib=16)
+    before = one.submit("a prompt that is kept", GREEDY).result().tokens
+    compiled = one._programs.serving._cache_size(), one._programs.step._cache_size()
+    one.update(others)
+    after = one.submit("a prompt that is kept", GREEDY).result()
+    assert after.tokens == want != before and after.cached_tokens == 0
+    assert compiled == (one._programs.serving._cache_size(), one._programs.step._cache_size())
+
+
+@pytest.mark.parametrize("steps, parts", [(4, 1024), (1, 32)], ids=["a text under way", "a prompt half read"])
+def test_what_was_read_with_old_parameters_is_not_kept(params, steps, parts):
+    others = jax.tree.map(lambda x: x * 3, jax.jit(MODEL.init)(jax.random.key(2)))
+    prompt = list(range(10, 60))
+    one = made(params, slots=2, prefix_cache_mib=16, prefill_tokens=parts, decode_steps=1)
+    under_way = one.submit(prompt, GREEDY)
+    for _ in range(steps):
+        one.step()
+    assert one.load == (0, 1) and under_way._arrived.empty() == (parts == 32)
+    one.update(others)
+    first, plain = under_way.result(), made(others)
+    if parts == 32:
+        assert first.tokens == plain.submit(prompt, GREEDY).result().tokens
+    again = one.submit([*prompt, 7], GREEDY).result()
+    assert again.tokens == plain.submit([*prompt, 7], GREEDY).result().tokens
+    assert again.cached_tokens == (len(prompt) if parts == 32 else 0)
+
+
+def test_parameters_that_come_while_others_are_taken_are_not_lost(params):
+    one = made(params)
+
+    class Slow(type(one)):
+        """Gives another thread all the time there is between looking and taking."""
+
+        def __setattr__(self, name, value):
+            if name == "_updated" and value is None:
+                other.start()
+                other.join(0.5)
+            super().__setattr__(name, value)
+
+    last = jax.tree.map(lambda x: x * 2, params)
+    other = threading.Thread(target=lambda: one.update(last))
+    one.update(params)
+    one.__class__ = Slow
+    one.step()
+    one.__class__ = Engine
+    other.join()
+    one.step()
+    want = one._programs.serving(last)
+    assert all((a == b).all() for a, b in zip(jax.tree.leaves(one._params), jax.tree.leaves(want)))
+
+
+@pytest.mark.heavy
+def test_nothing_is_compiled_after_the_warm_up(params):
+    one = made(params, slots=2, draft_tokens=3)
+    one.warm_up()
+    programs = [one._programs.begin, one._programs.admit, one._programs.step, one._programs.verify]
+    sizes = [program._cache_size() for program in programs]
+    assert one.statistics.steps == 0
+    streams = [
+        one.submit([7, 8] * count, GREEDY, likeliest=likeliest) for count, likeliest in ((9, 0), (20, 2), (40, 0))
+    ]
+    assert all(len(stream.result().tokens) == 6 for stream in streams)
+    assert [program._cache_size() for program in programs] == sizes
+
+
+@pytest.mark.parametrize("name, value", [("prefill_tokens", 0), ("draft_tokens", -1), ("slots", 0)])
+def test_sizes_are_checked(name, value):
+    with pytest.raises(UserError, match=f"EngineConfig.{name} is {value}"):
+        EngineConfig(**{name: value})

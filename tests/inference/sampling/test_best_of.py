@@ -1,0 +1,63 @@
+"""Of several texts that are drawn of a prompt the likeliest is given."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from capibara.core.types import UserError
+from capibara.data.tokenizers.vocabulary import ByteVocabulary
+from capibara.inference.engine.engine import Engine, EngineConfig
+from capibara.inference.engine.stream import Finish
+from capibara.inference.sampling import best_of
+from capibara.inference.sampling.sampling import Sampling
+from capibara.models import api
+from capibara.models.api import DecoderConfig
+
+MODEL = api.build(DecoderConfig(vocab_size=384, embed_dim=32, num_layers=1, num_heads=2, mlp_dim=64, dtype="float32"))
+DRAWN = Sampling(temperature=1.2, top_k=40, max_new_tokens=6, seed=3, num_decodes=4, num_return=3)
+
+
+@pytest.fixture(scope="module")
+def engine():
+    params = jax.tree.map(lambda x: x * 3, jax.jit(MODEL.init)(jax.random.key(1)))
+    return Engine(MODEL, params, ByteVocabulary(), 64, EngineConfig(slots=3))
+
+
+def test_the_likeliest_of_what_each_seed_draws_is_given(engine):
+    each = [engine.submit("one", sampling).result() for sampling in best_of.samplings(DRAWN)]
+    scores = [sum(one.drawn) + one.end_drawn for one in each]
+    order = np.argsort(scores)
+    found = engine.submit("one", DRAWN).result()
+    assert [one.score for one in found.decodes] == [scores[i] for i in order[-3:]] and len({*scores}) == 4
+    assert [one.text for one in found.decodes] == [each[i].text for i in order[-3:]]
+    best = each[order[-1]]
+    assert (found.text, found.tokens, found.finish, found.end) == (best.text, best.tokens, best.finish, best.end)
+
+
+def test_seeds_of_neighbouring_prompts_share_no_draw():
+    seeds = [one.seed for seed in (-(2**63), -1, 0, 1, 2**63 - 1)
+             for one in best_of.samplings(dataclasses.replace(DRAWN, seed=seed))]  # fmt: skip
+    assert len({*seeds}) == 20
+
+
+def test_one_that_nobody_wants_is_drawn_no_further(engine):
+    stream = engine.submit("one", dataclasses.replace(DRAWN, max_new_tokens=40))
+    stream.cancel()
+    assert stream.result().finish is Finish.CANCELLED and engine.load == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        (dict(num_decodes=0), "Sampling.num_decodes is 0, must be from 1 to 1024"),
+        (dict(num_return=2), "Sampling.num_return is 2, must be from 1 to Sampling.num_decodes"),
+        (dict(num_decodes=2, temperature=0.0), "num_decodes is 2 and Sampling.temperature 0: all would be the same"),
+    ],
+)
+def test_bad_counts(fields, told):
+    with pytest.raises(UserError, match=told):
+        Sampling(**fields)

@@ -1,0 +1,82 @@
+"""A run folder, and the Hugging Face folder and GGUF file made of it, are one model."""
+
+from __future__ import annotations
+
+import os
+
+import jax
+import numpy as np
+import pytest
+import tokenizers
+
+from capibara import config, loading
+from capibara.core.types import UserError
+from capibara.interop import conversion, gin_of
+from capibara.interop.hf import config as hf_config
+from capibara.models import api
+from capibara.models.api import DecoderConfig
+from capibara.training import run_folder
+
+CONFIG = DecoderConfig(
+    vocab_size=258, embed_dim=32, num_layers=2, num_heads=4, mlp_dim=64, dtype="float32", max_length=128
+)
+RUNS = run_folder.RunFolders()
+OURS = ("Dataset.length = 64", "DecoderConfig.dtype = 'float32'")
+
+
+@pytest.fixture(scope="module")
+def forms(tmp_path_factory):
+    """A folder with the model as a run, a Hugging Face folder and a file; and its parameters."""
+    folder = tmp_path_factory.mktemp("models")
+    pieces = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    vocabulary = {piece: i for i, piece in enumerate(["<eos>", *sorted(pieces), "ab"])}
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [("a", "b")]))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    made.add_special_tokens(["<eos>"])
+    params = jax.jit(api.build(CONFIG).init)(jax.random.key(0))
+    os.makedirs(folder / "run")
+    made.save(str(folder / "run" / "tokenizer.json"))
+    files = {"tokenizer.json": b"", "tokenizer_config.json": b'{"eos_token": "<eos>"}'}
+    run_folder.save(str(folder / "run"), params, gin_of.run(CONFIG, str(folder / "run"), files))
+    for form, target in (("hf", "hf"), ("gguf", "m.gguf")):
+        conversion.convert(str(folder / "run"), str(folder / target), form, "f32", None, ((), (), ()), RUNS)
+    config.reset()
+    return folder, params
+
+
+@pytest.mark.parametrize("form, step, weights", [("run", 0, "raw"), ("hf", None, "stored"), ("m.gguf", None, "stored")])
+def test_all_forms_are_one_model(forms, form, step, weights):
+    folder, params = forms
+    opened = loading.load(str(folder / form), bindings=OURS)
+    assert (opened.step, opened.weights, opened.path) == (step, weights, str(folder / form))
+    jax.tree.map(np.testing.assert_array_equal, opened.run.params, params)
+    vocabulary = opened.run.trainer.dataset.get_vocabulary()
+    assert vocabulary.decode(vocabulary.encode("Grüße, a b")) == "Grüße, a b" and vocabulary.size == 258
+    assert opened.run.trainer.dataset.length == 64 and opened.run.model.config.dtype == "float32"
+
+
+@pytest.mark.parametrize("text", [b"{", b"[]", b'{"model_type": "none"}', b"\xff"])
+def test_a_damaged_config_json_of_the_origin_is_one_line(text):
+    with pytest.raises(UserError, match="config.json"):
+        hf_config.kept_by_run(text)
+
+
+def test_what_a_foreign_model_does_not_have(forms, tmp_path):
+    folder, _ = forms
+    for given, why in (
+        ({"step": 3}, "--step=3 is of run folders"),
+        ({"weights": "ema"}, "--weights=ema is of run folders"),
+    ):
+        with pytest.raises(UserError, match=why):
+            loading.load(str(folder / "hf"), **given)
+    with pytest.raises(UserError, match="keeps no average"):
+        loading.load(str(folder / "run"), weights="ema")
+    with pytest.raises(UserError, match="has no checkpoint of step 5: there are 0"):
+        loading.load(str(folder / "run"), step=5)
+    with pytest.raises(UserError, match="does not exist"):
+        loading.load(str(tmp_path / "none"))
+    with pytest.raises(UserError, match="config.json"):
+        loading.load(str(tmp_path))
+    with pytest.raises(UserError, match=r"has the shape \[64, 32\], must be \[96, 32\]"):
+        loading.load(str(folder / "hf"), bindings=("DecoderConfig.mlp_dim = 96",))

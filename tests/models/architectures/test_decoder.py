@@ -1,0 +1,241 @@
+"""The decoder against a plain numpy transformer, and the invariances that its options must keep."""
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from capibara.core.types import UserError
+from capibara.models import api
+from capibara.models.architectures.decoder import DecoderConfig
+from capibara.models.layers.rope import Rope
+from capibara.sharding import Remat
+
+TINY = DecoderConfig(
+    vocab_size=64, embed_dim=32, num_layers=2, num_heads=4, num_kv_heads=2, mlp_dim=48, dtype="float32", max_length=16
+)
+VARIANTS = [
+    dict(norm=norm, activation=activation, positions=positions, head=head, bias=bias)
+    for norm, activation, positions, head, bias in [
+        ("rms", "swiglu", "rope", "tied", "none"),
+        ("layer", "gelu", "learned", "tied", "all"),
+        ("rms", "geglu", "none", "separate", "none"),
+        ("layer", "swiglu", "rope", "separate", "all"),
+    ]
+]
+
+
+def batch_of(rows, rng=0, vocab=64):
+    """Rows are lists of document lengths; what is left of 16 places is padding."""
+    rng = np.random.default_rng(rng)
+    B, T = len(rows), 16
+    segment_ids, positions = np.zeros((B, T), np.int32), np.zeros((B, T), np.int32)
+    for b, lengths in enumerate(rows):
+        start = 0
+        for number, length in enumerate(lengths, 1):
+            segment_ids[b, start : start + length] = number
+            positions[b, start : start + length] = np.arange(length)
+            start += length
+    tokens = rng.integers(0, vocab, (B, T)).astype(np.int32)
+    return {"tokens": tokens, "positions": positions, "segment_ids": segment_ids}
+
+
+def random_params(model, seed=0):
+    """All parameters random: zero biases and unit scales would hide mistakes."""
+    keys = iter(jax.random.split(jax.random.key(seed), 100))
+    return jax.tree.map(lambda s: jax.random.normal(next(keys), s.shape) * 0.3, model.abstract_params)
+
+
+def reference(config, params, batch):
+    """A decoder in numpy and float64, one token and one head at a time."""
+    p = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
+    group = config.num_heads // config.kv_heads
+
+    def norm(x, scale, bias):
+        if config.norm == "layer":
+            x = x - x.mean(-1, keepdims=True)
+        return x / np.sqrt((x * x).mean(-1, keepdims=True) + config.norm_eps) * scale + bias
+
+    def rotate(x, position):
+        if config.positions != "rope":
+            return x
+        half = len(x) // 2
+        out = np.empty_like(x)
+        for i in range(half):
+            angle = position * config.rope.theta ** (-i / half)
+            out[i] = x[i] * np.cos(angle) - x[half + i] * np.sin(angle)
+            out[half + i] = x[half + i] * np.cos(angle) + x[i] * np.sin(angle)
+        return out
+
+    def gelu(x):
+        return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+    def layer(l, x, segments, positions):
+        a, m = l["attention"], l["mlp"]
+        h = norm(x, l["attention_norm"]["scale"], l["attention_norm"].get("bias", 0))
+        q = np.einsum("td,dnh->tnh", h, a["query"]) + a.get("query_bias", 0)
+        k = np.einsum("td,dnh->tnh", h, a["key"]) + a.get("key_bias", 0)
+        v = np.einsum("td,dnh->tnh", h, a["value"]) + a.get("value_bias", 0)
+        y = np.zeros_like(q)
+        for t, n in itertools.product(range(len(x)), range(config.num_heads)):
+            seen = [s for s in range(t + 1) if segments[s] == segments[t]]
+            query = rotate(q[t, n], positions[t])
+            scores = np.array([query @ rotate(k[s, n // group], positions[s]) for s in seen]) / np.sqrt(q.shape[-1])
+            weights = np.exp(scores - scores.max())
+            y[t, n] = (weights / weights.sum()) @ np.stack([v[s, n // group] for s in seen])
+        x = x + np.einsum("tnh,nhd->td", y, a["out"]) + a.get("out_bias", 0)
+        h = norm(x, l["mlp_norm"]["scale"], l["mlp_norm"].get("bias", 0))
+        up = h @ m["up"] + m.get("up_bias", 0)
+        if config.activation == "gelu":
+            up = gelu(up)
+        else:
+            gate = h @ m["gate"] + m.get("gate_bias", 0)
+            up = up * (gate / (1 + np.exp(-gate)) if config.activation == "swiglu" else gelu(gate))
+        return x + up @ m["down"] + m.get("down_bias", 0)
+
+    rows = []
+    for tokens, segments, positions in zip(batch["tokens"], batch["segment_ids"], batch["positions"]):
+        x = p["embedding"][tokens]
+        if config.positions == "learned":
+            x = x + p["position_embedding"][positions]
+        for index in range(config.num_layers):
+            x = layer(jax.tree.map(lambda w: w[index], p["layers"]), x, segments, positions)
+        x = norm(x, p["final_norm"]["scale"], p["final_norm"].get("bias", 0))
+        rows.append(x @ (p["embedding"] if config.head == "tied" else p["output"]).T)
+    return np.stack(rows)
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: "-".join(map(str, v.values())))
+def test_logits_equal_a_plain_transformer(variant):
+    config = dataclasses.replace(TINY, **variant)
+    model = api.build(config)
+    params, batch = random_params(model), batch_of([[16], [5, 8]])
+    got = np.asarray(jax.jit(model.logits)(params, batch))
+    want = reference(config, params, batch)
+    real = batch["segment_ids"] > 0
+    np.testing.assert_allclose(got[real], want[real], rtol=2e-4, atol=2e-4)
+
+
+def test_scan_unroll_and_remat_give_the_same_loss_and_gradients():
+    batch = batch_of([[16], [7, 9]])
+
+    def grads(loop, remat):
+        model = api.build(dataclasses.replace(TINY, layer_loop=loop))
+        loss = lambda p: jnp.mean(jnp.square(model.hidden(p, batch, remat)[0][..., :3]))  # noqa: E731
+        return jax.jit(jax.value_and_grad(loss))(random_params(model))
+
+    want = grads("scan", Remat.NONE)
+    for loop, remat in itertools.product(("scan", "unroll"), Remat):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), grads(loop, remat), want)
+
+
+def test_a_document_does_not_see_its_neighbours():
+    model = api.build(TINY)
+    params, batch = random_params(model), batch_of([[6, 7]])
+    changed = {**batch, "tokens": batch["tokens"].copy()}
+    changed["tokens"][0, :6] = (changed["tokens"][0, :6] + 1) % 64
+    before, after = (np.asarray(model.logits(params, b)) for b in (batch, changed))
+    np.testing.assert_array_equal(before[0, 6:13], after[0, 6:13])
+    assert np.abs(before[0, :6] - after[0, :6]).max() > 0.1
+
+
+def test_a_token_does_not_see_what_follows():
+    model = api.build(TINY)
+    params, batch = random_params(model), batch_of([[16]])
+    changed = {**batch, "tokens": batch["tokens"].copy()}
+    changed["tokens"][0, 9:] = 0
+    before, after = (np.asarray(model.logits(params, b)) for b in (batch, changed))
+    np.testing.assert_array_equal(before[0, :9], after[0, :9])
+
+
+def test_bfloat16_computes_in_bfloat16_and_stays_near():
+    batch = batch_of([[16]])
+    exact = api.build(TINY)
+    rough = api.build(dataclasses.replace(TINY, dtype="bfloat16"))
+    params = random_params(exact)
+    hidden, exact_hidden = rough.hidden(params, batch)[0], exact.hidden(params, batch)[0]
+    assert hidden.dtype == jnp.bfloat16
+    assert rough.logits(params, batch).dtype == jnp.float32
+    np.testing.assert_allclose(hidden.astype(jnp.float32), exact_hidden, atol=0.15)
+
+
+def test_init_is_scaled_and_the_same_on_every_run():
+    model = api.build(dataclasses.replace(TINY, embed_dim=256, num_heads=4, mlp_dim=512))
+    params = model.init(jax.random.key(0))
+    again = model.init(jax.random.key(0))
+    jax.tree.map(np.testing.assert_array_equal, params, again)
+    assert np.std(params["layers"]["mlp"]["up"]) == pytest.approx(256**-0.5, rel=0.02)
+    assert np.std(params["layers"]["mlp"]["down"]) == pytest.approx((0.25 / 512) ** 0.5, rel=0.02)
+    assert not np.array_equal(params["layers"]["mlp"]["up"][0], params["layers"]["mlp"]["up"][1])
+
+
+def test_axes_mirror_the_parameters():
+    model = api.build(dataclasses.replace(TINY, bias="all", positions="learned", norm="layer"))
+    ranks = jax.tree.map(lambda s: len(s.shape), model.abstract_params)
+    lengths = jax.tree.map(len, model.axes, is_leaf=lambda x: isinstance(x, tuple))
+    assert ranks == lengths
+    assert model.axes["layers"]["mlp"]["up"] == ("layers", "embed", "mlp")
+
+
+def test_flops_count_the_matmuls_that_are_there():
+    model = api.build(TINY)
+    D, H, F, V, L = 32, 8, 48, 64, 2
+    weights = L * (D * 4 * H + 2 * D * 2 * H + 4 * H * D + 3 * D * F) + V * D
+    attention = 12 * L * 4 * H * 16 / 2  # query-key and value products, forward and backward, causal half
+    assert model.flops_per_token(16) == 6 * weights + attention
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(num_kv_heads=3), r"num_kv_heads \(3\) must divide num_heads \(4\): try 2"),
+        (dict(embed_dim=30), r"embed_dim \(30\) must be a multiple of num_heads \(4\)"),
+        (dict(head_dim=7), r"head_dim \(7\) must be even for rotary positions: try 6"),
+        (dict(rope=Rope(fraction=0.01)), r"Rope.fraction \(0.01\) of head_dim \(8\) must be at least 2 dimensions"),
+        (dict(rope=Rope(theta=5.0), positions="none"), r"rope is set, but positions \('none'\) are not rotary"),
+        (dict(positions="learned", max_length=None), "max_length has no value"),
+        (dict(num_layers=0), "num_layers is 0, must be at least 1"),
+        (dict(vocab_size=2**31), "vocab_size is 2147483648, must be below 2..31"),
+        (dict(head_dim=0), "head_dim is 0, must be at least 1, or None"),
+        (dict(head_dim=-2), "head_dim is -2, must be at least 1, or None"),
+        (dict(max_length=0), "max_length is 0, must be at least 1, or None"),
+        (dict(norm_eps=0.0), "norm_eps is 0.0, must be finite and above 0: try 1e-6"),
+        (dict(norm_eps=float("nan")), "norm_eps is nan, must be finite"),
+        (dict(layer_pattern=()), "layer_pattern is empty"),
+        (dict(layer_pattern=("local",)), "window has no value, local layers in layer_pattern need one"),
+        (dict(window=8), r'window \(8\) is for local layers, layer_pattern has none: set .* \("local",\)'),
+        (dict(logit_soft_cap=0.0), "logit_soft_cap is 0.0, must be finite and above 0: try None"),
+    ],
+)
+def test_impossible_shapes_are_refused(change, message):
+    with pytest.raises(UserError, match=message):
+        dataclasses.replace(TINY, **change)
+
+
+@pytest.mark.parametrize("scaling", ["linear", "llama3", "yarn"])
+@pytest.mark.parametrize("factor", [1.0, 0.5])
+def test_a_scaling_stretches(scaling, factor):
+    with pytest.raises(UserError, match=rf"Rope.factor \({factor}\) must be above 1 with {scaling} scaling: try 8.0"):
+        Rope(scaling=scaling, factor=factor, original_length=64)
+
+
+@pytest.mark.parametrize(
+    "layers, pattern", [(5, ("local", "global")), (2, ("local", "local", "global")), (4, ("local",))]
+)
+def test_layer_patterns_run_in_groups_and_what_is_left_over(layers, pattern):
+    """The same as unrolled, and a local layer sees no further than its window."""
+    config = dataclasses.replace(TINY, num_layers=layers, layer_pattern=pattern, window=3)
+    batch = batch_of([[16], [7, 9]])
+    params = random_params(api.build(config))
+    scan, unrolled = (
+        api.build(dataclasses.replace(config, layer_loop=loop)).logits(params, batch) for loop in ("scan", "unroll")
+    )
+    np.testing.assert_allclose(scan, unrolled, rtol=1e-4, atol=1e-4)
+    reach = 2 * layers if "global" not in pattern[:layers] else 16
+    changed = {**batch, "tokens": batch["tokens"].copy()}
+    changed["tokens"][0, 0] += 1
+    moved = np.abs(api.build(config).logits(params, changed) - scan)[0].max(-1) > 0
+    assert moved[0] and not moved[reach + 1 :].any() and (reach < 16 or moved[15])

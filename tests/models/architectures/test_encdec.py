@@ -1,0 +1,259 @@
+"""The encoder-decoder against transformers' T5, and the invariances that packing, remat and scan must keep."""
+
+import dataclasses
+import itertools
+import json
+import pathlib
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from capibara import config
+from capibara.core import tree
+from capibara.core.types import UserError
+from capibara.interop.hf import tables, tensors
+from capibara.models import api
+from capibara.models.api import EncoderDecoderConfig
+from capibara.models.layers.relative import RelativeBias, buckets
+from capibara.sharding import Remat
+
+GOLDEN = pathlib.Path(__file__).resolve().parents[1] / "golden"
+sys.path.insert(0, str(GOLDEN))
+
+import answers  # noqa: E402
+
+ANSWERS = json.loads((GOLDEN / "encoders.json").read_text())
+TINY = EncoderDecoderConfig(
+    vocab_size=96,
+    embed_dim=32,
+    num_layers=2,
+    num_encoder_layers=3,
+    num_heads=4,
+    head_dim=16,
+    mlp_dim=48,
+    relative_buckets=8,
+    relative_distance=20,
+    dtype="float32",
+)
+T5 = dataclasses.replace(TINY, activation="relu", head="tied")
+UNSCALED = dataclasses.replace(TINY, head="tied", head_scale="none")
+
+
+def side(rows, length, vocab=96, seed=0):
+    """Tokens, segments and positions; rows are lists of document lengths."""
+    segments, positions = np.zeros((len(rows), length), np.int32), np.zeros((len(rows), length), np.int32)
+    for b, lengths in enumerate(rows):
+        start = 0
+        for number, size in enumerate(lengths, 1):
+            segments[b, start : start + size] = number
+            positions[b, start : start + size] = np.arange(size)
+            start += size
+    tokens = np.random.default_rng(seed).integers(0, vocab, segments.shape).astype(np.int32)
+    return tokens, segments, positions
+
+
+def batch_of(encoder_rows, rows, encoder_length=32, length=24):
+    tokens, segments, positions = side(rows, length)
+    encoder_tokens, encoder_segments, encoder_positions = side(encoder_rows, encoder_length, seed=1)
+    return {
+        "tokens": tokens,
+        "segment_ids": segments,
+        "positions": positions,
+        "encoder_tokens": encoder_tokens,
+        "encoder_segment_ids": encoder_segments,
+        "encoder_positions": encoder_positions,
+    }
+
+
+def random_params(model, seed=0):
+    keys = iter(jax.random.split(jax.random.key(seed), 100))
+    return jax.tree.map(lambda s: jax.random.normal(next(keys), s.shape) * 0.3, model.abstract_params)
+
+
+@pytest.mark.parametrize(("name", "config"), [("t5", T5), ("t5_1_1", TINY), ("t5_1_1_tied", UNSCALED)])
+def test_logits_are_those_of_transformers(name, config):
+    model = api.build(config)
+    names = tree.path_names(model.abstract_params)
+    shapes = {name: leaf.shape for name, leaf in zip(names, jax.tree.leaves(model.abstract_params), strict=True)}
+    values = tensors.read(tables.of("t5", shapes), shapes, answers.draw)
+    assert values.keys() == shapes.keys()
+    params = tree.map_with_names(lambda name, _: values[name], model.abstract_params)
+    batch = batch_of([[32], [32 - ANSWERS["padding"]]], [[24], [24]])
+    batch |= {key: np.array(ANSWERS[key], np.int32) for key in ("tokens", "encoder_tokens")}
+    got, want = np.asarray(jax.jit(model.logits)(params, batch)), ANSWERS[name]
+    for row, answer in zip(got, want["logits"], strict=True):
+        np.testing.assert_allclose(row[np.ix_(ANSWERS["positions"], ANSWERS["entries"])], answer, rtol=0, atol=2e-4)
+    assert np.square(got[:, : -ANSWERS["padding"]]).mean() == pytest.approx(want["mean_square"], abs=2e-4)
+
+
+@pytest.mark.parametrize("bidirectional", [True, False])
+def test_buckets_are_those_of_the_paper(bidirectional):
+    """Half for one distance each, then logarithmic up to 128, from where all share the last; later keys apart."""
+    got = buckets(np.arange(-300, 301), count=32, longest=128, bidirectional=bidirectional)
+    past, future = got[300::-1], got[300:]  # by distance
+    count = 16 if bidirectional else 32
+    assert past[: count // 2].tolist() == list(range(count // 2))
+    assert (np.diff(past) >= 0).all() and (past[128:] == count - 1).all() and set(past) == set(range(count))
+    widths = np.bincount(past)[count // 2 : -1]
+    assert (widths >= 1).all() and widths[-1] > 3 * widths[0]
+    assert future[1:].tolist() == ((past[1:] + 16).tolist() if bidirectional else [0] * 300)
+
+
+def test_a_bias_is_looked_up_by_the_distance_of_places():
+    bias = RelativeBias(TINY, nnx.Rngs(0), bidirectional=True)
+    table = np.asarray(bias.table[...])
+    places = np.array([0, 5, 2, 3, 1, 4, 7, 6])
+    distance = places[None, :] - places[:, None]
+    want = table[buckets(distance, count=8, longest=20, bidirectional=True)].transpose(2, 0, 1)
+    np.testing.assert_array_equal(bias(8, places), want)
+    np.testing.assert_array_equal(bias(8), want[:, np.argsort(places)][:, :, np.argsort(places)])
+
+
+def test_packed_pairs_do_not_see_each_other():
+    model = api.build(TINY)
+    params = random_params(model)
+    packed = batch_of([[13, 15]], [[9, 12]])
+    logits = np.asarray(jax.jit(model.logits)(params, packed))
+    for segment, ends in ((1, (13, 9)), (2, (28, 21))):
+        alone = {}
+        for key, value in packed.items():
+            ids = packed["encoder_segment_ids" if key.startswith("encoder") else "segment_ids"]
+            part = value[ids == segment]
+            alone[key] = np.zeros_like(value)
+            alone[key][0, : len(part)] = part
+        size = int((packed["segment_ids"] == segment).sum())
+        got = np.asarray(jax.jit(model.logits)(params, alone))[0, :size]
+        np.testing.assert_allclose(got, logits[0, ends[1] - size : ends[1]], rtol=2e-4, atol=2e-4)
+
+
+def test_who_sees_what():
+    model = api.build(TINY)
+    params, batch = random_params(model), batch_of([[32]], [[24]])
+    logits = np.asarray(jax.jit(model.logits)(params, batch))
+
+    def changed(key, at):
+        tokens = batch[key].copy()
+        tokens[0, at] = (tokens[0, at] + 1) % 96
+        return np.abs(np.asarray(jax.jit(model.logits)(params, batch | {key: tokens})) - logits)[0].max(axis=1)
+
+    later = changed("tokens", 10)
+    assert (later[:10] == 0).all() and (later[10:] > 1e-3).all()
+    assert (changed("encoder_tokens", 31) > 1e-3).all()
+
+
+def test_layers_with_relative_positions_of_their_own():
+    """With one and the same table in each layer it is the model whose layers share that; with others it is not."""
+    own = api.build(dataclasses.replace(TINY, relative_tables="each_layer"))
+    shared = api.build(TINY)
+    params, batch = random_params(shared), batch_of([[32], [20]], [[24], [10]])
+    spread = {"embedding": params["embedding"], "output": params["output"]}
+    for side in ("encoder", "decoder"):
+        count, table = len(params[side]["layers"]["mlp"]["up"]), params[side]["relative_bias"]["table"]
+        layers = params[side]["layers"] | {"relative_bias": {"table": jnp.stack([table] * count)}}
+        spread[side] = {"layers": layers, "norm": params[side]["norm"]}
+    want = np.asarray(jax.jit(shared.logits)(params, batch))
+    np.testing.assert_allclose(jax.jit(own.logits)(spread, batch), want, rtol=1e-5, atol=1e-5)
+    table = spread["decoder"]["layers"]["relative_bias"]["table"]
+    spread["decoder"]["layers"]["relative_bias"]["table"] = table.at[1].add(jnp.arange(8.0)[:, None])
+    assert np.abs(np.asarray(jax.jit(own.logits)(spread, batch)) - want).max() > 1e-2
+
+
+def test_what_was_encoded_before_is_not_encoded_again():
+    model = api.build(TINY)
+    params, batch = random_params(model), batch_of([[32], [20]], [[24], [10]])
+    encoded = model.encode(params, batch)
+    assert encoded.shape == (2, 32, 32)
+    without = {key: value for key, value in batch.items() if key != "encoder_tokens"} | {"encoded": encoded}
+    np.testing.assert_allclose(model.logits(params, without), model.logits(params, batch), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.heavy
+def test_scan_unroll_and_remat_give_the_same_loss_and_gradients():
+    batch = batch_of([[32], [12, 9]], [[24], [7, 9]])
+
+    def grads(loop, remat):
+        model = api.build(dataclasses.replace(TINY, layer_loop=loop))
+        loss = lambda p: jnp.mean(jnp.square(model.hidden(p, batch, remat)[0][..., :3]))  # noqa: E731
+        return jax.jit(jax.value_and_grad(loss))(random_params(model))
+
+    want = grads("scan", Remat.NONE)
+    for loop, remat in itertools.product(("scan", "unroll"), (Remat.DOTS, Remat.FULL)):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), grads(loop, remat), want)
+
+
+@pytest.mark.parametrize("backend", ["xla", "blockwise"])
+def test_attention_back_ends_agree(backend):
+    batch = batch_of([[100, 28], [90]], [[40, 24], [64]], encoder_length=128, length=64)
+    want = api.build(dataclasses.replace(TINY, attention="xla"))
+    got = api.build(dataclasses.replace(TINY, attention=backend))
+    params = random_params(want)
+
+    def grads(model):
+        loss = lambda p: jnp.mean(jnp.square(model.hidden(p, batch)[0][..., :3]))  # noqa: E731
+        return jax.jit(jax.value_and_grad(loss))(params)
+
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5), grads(got), grads(want))
+
+
+def test_a_new_model_begins_with_scores_and_logits_of_variance_one():
+    for start in (TINY, T5):
+        model = api.build(dataclasses.replace(start, vocab_size=512, embed_dim=256, head_dim=64))
+        params = model.init(jax.random.key(0))
+        query, key = (np.asarray(params["encoder"]["layers"]["attention"][name][0]) for name in ("query", "key"))
+        x = np.random.default_rng(0).normal(size=(200, 256))
+        scores = np.einsum("tnh,snh->tsn", np.einsum("td,dnh->tnh", x, query), np.einsum("td,dnh->tnh", x, key))
+        assert scores.std() == pytest.approx(1.0, rel=0.1)
+        assert np.std(model.logits(params, batch_of([[32]], [[24]]))) == pytest.approx(1.0, rel=0.2)
+
+
+PUBLISHED = {
+    "t5_small": 60_506_624,
+    "t5_base": 222_903_552,
+    "t5_large": 737_668_096,
+    "t5_3b": 2_851_598_336,
+    "t5_11b": 11_307_321_344,
+    "t5_1_1_small": 76_961_152,
+    "t5_1_1_base": 247_577_856,
+    "t5_1_1_large": 783_150_080,
+    "t5_1_1_xl": 2_849_757_184,
+    "t5_1_1_xxl": 11_135_332_352,
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_model_has_its_published_size(name):
+    config.parse([f"models/{name}.gin"])
+    model = api.build(config.build(EncoderDecoderConfig))
+    assert config.unused() == []
+    assert model.param_count == PUBLISHED[name]
+    assert model.config.dtype == "bfloat16"
+
+
+def test_flops_count_each_side_for_its_own_length():
+    D, H, F, V, S, T = 32, 64, 48, 96, 32, 24  # H: of all heads
+    encoder = 3 * (4 * D * H + 3 * D * F)
+    decoder = 2 * (6 * D * H + 3 * D * F)
+    keys_and_values = 2 * 2 * D * H  # of what was encoded
+    attention = 12 * H * (3 * S * S + 2 * (T * T / 2 + T * S))
+    want = 6 * ((encoder + keys_and_values) * S + (decoder + V * D) * T) + attention
+    assert api.build(TINY).flops_per_token(T, S) * T == pytest.approx(want)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(num_encoder_layers=0), "num_encoder_layers is 0, must be at least 1, or None"),
+        (dict(relative_buckets=6), r"relative_buckets \(6\) must be a multiple of 4: try 32"),
+        (dict(relative_distance=4), r"relative_distance \(4\) must be above half of relative_buckets \(8\): try 32"),
+        (dict(residual="parallel"), "residual .* is for decoders only"),
+        (dict(attention="splash"), "has no relative positions: try 'auto'"),
+        (dict(num_kv_heads=3), r"EncoderDecoderConfig.num_kv_heads \(3\) must divide"),
+    ],
+)
+def test_impossible_shapes_are_refused(change, message):
+    with pytest.raises(UserError, match=message):
+        dataclasses.replace(TINY, **change)

@@ -1,0 +1,156 @@
+"""The encoder against transformers' BERT, and what it sees."""
+
+import dataclasses
+import json
+import pathlib
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from capibara import config, sharding
+from capibara.core import tree
+from capibara.core.types import UserError
+from capibara.interop.hf import tables, tensors
+from capibara.models import api
+from capibara.models.api import EncoderConfig
+from capibara.sharding import Plan, Remat
+
+GOLDEN = pathlib.Path(__file__).resolve().parents[1] / "golden"
+sys.path.insert(0, str(GOLDEN))
+
+import answers  # noqa: E402
+
+ANSWERS = json.loads((GOLDEN / "encoders.json").read_text())
+TINY = EncoderConfig(vocab_size=96, embed_dim=32, num_layers=2, num_heads=4, mlp_dim=48, max_length=40, dtype="float32")
+
+
+def batch_of(tokens, padding=0):
+    """One document a row; the last one has padding."""
+    segments = np.ones_like(tokens)
+    segments[-1, tokens.shape[1] - padding :] = 0
+    positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
+    return {"tokens": tokens, "segment_ids": segments, "positions": positions}
+
+
+def random_params(model, seed=0):
+    keys = iter(jax.random.split(jax.random.key(seed), 100))
+    return jax.tree.map(lambda s: jax.random.normal(next(keys), s.shape) * 0.3, model.abstract_params)
+
+
+def random_tokens(rows=2, length=24):
+    return np.random.default_rng(0).integers(0, 96, (rows, length)).astype(np.int32)
+
+
+def test_logits_are_those_of_transformers():
+    model = api.build(TINY)
+    names = tree.path_names(model.abstract_params)
+    shapes = {name: leaf.shape for name, leaf in zip(names, jax.tree.leaves(model.abstract_params), strict=True)}
+    values = tensors.read(tables.of("bert", shapes), shapes, answers.draw)
+    assert values.keys() == shapes.keys()
+    params = tree.map_with_names(lambda name, _: values[name], model.abstract_params)
+    batch = batch_of(np.array(ANSWERS["tokens"], np.int32), ANSWERS["padding"])
+    batch["token_types"] = np.array(ANSWERS["token_types"], np.int32)
+    got, want = np.asarray(jax.jit(model.logits)(params, batch)), ANSWERS["bert"]
+    kept = np.array(ANSWERS["positions"]) < 24 - ANSWERS["padding"]  # what stands on padding means nothing
+    for row, answer, some in zip(got, want["logits"], (slice(None), kept), strict=True):
+        picked = row[np.ix_(ANSWERS["positions"], ANSWERS["entries"])]
+        np.testing.assert_allclose(picked[some], np.array(answer)[some], rtol=0, atol=2e-4)
+    assert np.square(got[:, : -ANSWERS["padding"]]).mean() == pytest.approx(want["mean_square"], abs=2e-4)
+
+
+def test_without_token_types_all_are_of_the_first():
+    model, batch = api.build(TINY), batch_of(random_tokens())
+    params = random_params(model)
+    zeros = batch | {"token_types": np.zeros_like(batch["tokens"])}
+    np.testing.assert_allclose(model.logits(params, batch), model.logits(params, zeros), rtol=1e-5, atol=1e-5)
+
+
+def test_every_token_sees_its_whole_document_and_no_other():
+    model = api.build(TINY)
+    params, batch = random_params(model), batch_of(random_tokens(1))
+    batch["segment_ids"][0, 10:] = 2
+    logits = np.asarray(jax.jit(model.logits)(params, batch))
+    tokens = batch["tokens"].copy()
+    tokens[0, 9] = (tokens[0, 9] + 1) % 96
+    change = np.abs(np.asarray(jax.jit(model.logits)(params, batch | {"tokens": tokens})) - logits)[0].max(axis=1)
+    assert (change[:10] > 1e-3).all() and (change[10:] == 0).all()
+
+
+@pytest.mark.parametrize(
+    "placement",
+    ["pre", pytest.param("post", marks=pytest.mark.heavy), pytest.param("sandwich", marks=pytest.mark.heavy)],
+)
+def test_scan_unroll_and_remat_give_the_same_loss_and_gradients(placement):
+    batch = batch_of(random_tokens(), padding=5)
+
+    def grads(loop, remat):
+        model = api.build(dataclasses.replace(TINY, layer_loop=loop, norm_placement=placement, head="separate"))
+        loss = lambda p: jnp.mean(jnp.square(model.logits(p, batch)))  # noqa: E731
+        got = jax.jit(jax.value_and_grad(loss))(random_params(model))
+        hidden, _ = model.hidden(random_params(model), batch, remat)
+        return got, hidden
+
+    want = grads("scan", Remat.NONE)
+    got = grads("unroll", Remat.FULL)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, want)
+
+
+def test_the_output_bias_is_a_column_of_the_head():
+    model, batch = api.build(TINY), batch_of(random_tokens())
+    params = random_params(model)
+    assert model.head(params).shape == (96, 33)
+    moved = {**params, "output_bias": params["output_bias"] + jnp.arange(96, dtype=jnp.float32)}
+    difference = model.logits(moved, batch) - model.logits(params, batch)
+    np.testing.assert_allclose(difference, np.broadcast_to(np.arange(96.0), difference.shape), atol=1e-4)
+
+
+def test_a_mesh_gives_the_gradients_of_one_device():
+    batch = batch_of(random_tokens(8), padding=5)
+    model = api.build(TINY)
+
+    def grads(plan, devices):
+        mesh = sharding.make_mesh(plan, devices)
+        spread = sharding.shardings(mesh, plan.rules, model.axes, model.abstract_params)
+
+        def loss(params, batch):
+            with sharding.activate(mesh, plan.rules):
+                logits = model.logits(params, sharding.balanced(batch))
+            return jnp.mean(jax.nn.logsumexp(logits, axis=-1))
+
+        params = jax.device_put(random_params(model), spread)
+        rows = sharding.global_batch(sharding.batch_sharding(mesh, plan.rules), batch)
+        return jax.device_get(jax.jit(jax.value_and_grad(loss))(params, rows))
+
+    want = grads(Plan(batch_size=8), jax.devices()[:1])
+    got = grads(Plan(batch_size=8, fsdp=2, tensor=2, context=2), jax.devices())
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, want)
+
+
+@pytest.mark.parametrize(("name", "count"), [("bert_base", 109_514_298), ("bert_large", 335_174_458)])
+def test_a_published_model_has_its_published_size(name, count):
+    config.parse([f"models/{name}.gin"])
+    model = api.build(config.build(EncoderConfig))
+    assert config.unused() == []
+    assert model.param_count == count
+    assert model.config.dtype == "bfloat16"
+
+
+def test_flops_count_attention_in_both_directions():
+    weights = 2 * (4 * 32 * 32 + 2 * 32 * 48) + 32 * 32 + 96 * 32
+    assert api.build(TINY).flops_per_token(24) == 6 * weights + 12 * 2 * 32 * 24
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(max_length=None), "max_length has no value, learned positions need one"),
+        (dict(token_types=0), "token_types is 0, must be at least 1"),
+        (dict(embed_dim=30), r"EncoderConfig.embed_dim \(30\) must be a multiple of num_heads \(4\)"),
+    ],
+)
+def test_impossible_shapes_are_refused(change, message):
+    with pytest.raises(UserError, match=message):
+        dataclasses.replace(TINY, **change)

@@ -1,0 +1,56 @@
+"""Looking tokens up on a mesh gives the table's rows, and gradients to them alone."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from capibara import sharding
+from capibara.models.layers import embedding
+from capibara.sharding import Plan
+
+ROWS, LENGTH, VOCAB, EMBED = 16, 8, 32, 16
+MESHES = [
+    dict(fsdp=8),
+    dict(data=2, fsdp=4),
+    dict(fsdp=2, tensor=4),
+    dict(fsdp=2, context=2, tensor=2),
+    dict(data=2, expert=2, fsdp=1, tensor=2),
+]
+
+
+@pytest.mark.parametrize("most", [64 * 2**20, 64], ids=["whole", "blocks"])
+@pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: "_".join(mesh))
+def test_as_on_one_device(mesh, most, monkeypatch):
+    monkeypatch.setattr(embedding, "_EXCHANGED_BYTES", most)
+    plan = Plan(batch_size=ROWS, **mesh)
+    mesh = sharding.make_mesh(plan, jax.devices()[:8])
+    rng = np.random.default_rng(0)
+    table = jnp.asarray(rng.normal(size=(VOCAB, EMBED)), jnp.float32)
+    tokens = jnp.asarray(rng.integers(0, VOCAB, (ROWS, LENGTH)), jnp.int32)
+    weights = jnp.asarray(rng.normal(size=(ROWS, LENGTH, EMBED)), jnp.float32)
+
+    def on_mesh(table, tokens):
+        with sharding.activate(mesh, plan.rules):
+            x = embedding.lookup(table, tokens, jnp.float32)
+            x = sharding.constrain(x, ("batch", "act_residual", "act_embed"))
+            return jnp.sum(x * weights), x
+
+    shardings = sharding.shardings(mesh, plan.rules, ("vocab", "embed"), jax.eval_shape(lambda: table))
+    (_, x), gradient = jax.jit(jax.value_and_grad(on_mesh, has_aux=True))(jax.device_put(table, shardings), tokens)
+    np.testing.assert_array_equal(x, table[tokens])
+    want = jax.grad(lambda table: jnp.sum(table[tokens] * weights))(table)
+    np.testing.assert_allclose(gradient, want, rtol=1e-6, atol=1e-6)
+
+
+def test_nothing_as_large_as_the_result_is_kept_for_the_backward_pass():
+    plan = Plan(batch_size=ROWS, fsdp=4, tensor=2)
+    mesh = sharding.make_mesh(plan, jax.devices()[:8])
+
+    def looked_up(table, tokens):
+        with sharding.activate(mesh, plan.rules):
+            return embedding.lookup(table, tokens, jnp.float32)
+
+    tokens = jnp.zeros((ROWS, LENGTH), jnp.int32)
+    back = jax.eval_shape(lambda table: jax.vjp(lambda t: looked_up(t, tokens), table)[1], jnp.zeros((VOCAB, EMBED)))
+    assert max(leaf.size for leaf in jax.tree.leaves(back)) < ROWS * LENGTH * EMBED

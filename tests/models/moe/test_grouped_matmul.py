@@ -1,0 +1,109 @@
+"""Products of groups: each platform's way against one product a group, and what the real TPU compiler makes of them."""
+
+import functools
+import importlib
+import importlib.util
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from capibara.models.moe import grouped_matmul
+from capibara.models.moe.grouped_matmul import padded_rows, row_tile
+
+# Empty groups, groups smaller and larger than a tile, and rows that belong to none.
+SIZES = {"mixed": (0, 3, 150, 1, 70), "one": (0, 0, 224, 0, 0), "none": (0, 0, 0, 0, 0), "even": (48,) * 5}
+
+
+def by_group(x, w, sizes):
+    ends = np.cumsum(sizes)
+    parts = [x[end - size : end] @ w[group] for group, (end, size) in enumerate(zip(ends, sizes))]
+    return jnp.concatenate(parts)
+
+
+@pytest.fixture(params=["cpu", "gpu", "tpu"])
+def platform(request, monkeypatch):
+    """Takes the way of a platform; the TPU's kernels are run by Pallas's interpreter."""
+    monkeypatch.setattr(grouped_matmul.sharding, "platform", lambda: request.param)
+    kernels = importlib.import_module("jax.experimental.pallas.ops.tpu.megablox.gmm")
+    for name in ("gmm", "tgmm"):
+        monkeypatch.setattr(kernels, name, functools.partial(getattr(kernels, name), interpret=True))
+    return request.param
+
+
+@pytest.mark.standard_promotion  # the kernels that JAX has mix dtypes
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_values_and_gradients_are_those_of_one_product_a_group(platform, sizes):
+    rows, K, N = 240, 24, 40
+    tile = row_tile(rows, len(sizes))
+    assert tile == {"cpu": 16, "gpu": 16, "tpu": 128}[platform]
+    keys = jax.random.split(jax.random.key(0), 3)
+    x = jax.random.normal(keys[0], (padded_rows(rows, tile), K))
+    w, dy = jax.random.normal(keys[1], (len(sizes), K, N)), jax.random.normal(keys[2], (sum(sizes), N))
+
+    def loss(product, x, w):
+        y = product(x, w)[: len(dy)]
+        return jnp.sum(y * dy), y
+
+    sizes_G = jnp.array(sizes, jnp.int32)
+    ours = functools.partial(loss, lambda x, w: grouped_matmul.grouped_matmul(x, w, sizes_G, tile))
+    theirs = functools.partial(loss, lambda x, w: by_group(x, w, sizes))
+    (_, y), (dx, dw) = jax.jit(jax.value_and_grad(ours, (0, 1), has_aux=True))(x, w)
+    (_, want), (want_dx, want_dw) = jax.value_and_grad(theirs, (0, 1), has_aux=True)(x, w)
+    for got, wanted in ((y, want), (dx[: len(dy)], want_dx[: len(dy)]), (dw, want_dw)):
+        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-4)
+
+
+COMPILE = """
+import re
+import jax, jax.numpy as jnp
+from flax import nnx
+from jax.sharding import NamedSharding
+from capibara import sharding
+from capibara.models.architectures.decoder import DecoderConfig
+from capibara.models.moe.moe import Moe, MoeMLP
+from capibara.planner.hardware import topology
+from capibara.sharding import Plan, Rules
+
+plan, rules = Plan(batch_size=4, fsdp=1, expert=4), Rules()
+mesh = sharding.make_mesh(plan, topology.slice_devices("v5e:2x2"))
+for dtype in ("bfloat16", "float32"):
+    config = DecoderConfig(vocab_size=8, embed_dim=1024, num_layers=1, num_heads=8, mlp_dim=1024, dtype=dtype)
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: MoeMLP(config, Moe(num_experts=8), nnx.Rngs(0))))
+    place = lambda axes: NamedSharding(mesh, rules.spec(axes))
+    shape = lambda s, d, axes: jax.ShapeDtypeStruct(s, d, sharding=place(axes))
+    params = {k: shape(v.shape, jnp.float32, v.axes) for k, v in state.items()}
+    x, segments = shape((4, 1024, 1024), dtype, ("batch",)), shape((4, 1024), jnp.int32, ("batch",))
+
+    def loss(params, x, segments):
+        template = jax.tree.map(lambda v: v, state)
+        nnx.replace_by_pure_dict(template, params)
+        with sharding.activate(mesh, rules):
+            return jnp.sum(nnx.merge(graphdef, template)(x, segments)[0].astype(jnp.float32) ** 2)
+
+    text = jax.jit(jax.grad(loss, (0, 1))).lower(params, x, segments).compile().as_text()
+    kernels = re.findall(r'op_name="jit\\(loss\\)/(\\S+)/pallas_call"', text)
+    exchanges = re.findall(r" ragged-all-to-all(?:-start)?\\(", text)  # libtpu 0.0.42 leaves them synchronous
+    print("RESULT", len(exchanges), *sorted(set(kernels)))
+"""
+
+
+@pytest.mark.heavy
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
+def test_the_tpu_compiler_takes_experts_on_several_chips():
+    """Tokens travel by ragged all-to-all, and experts are the grouped kernels, forward and backward."""
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    environment.pop("XLA_FLAGS", None)
+    child = subprocess.run(
+        [sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, timeout=600
+    )
+    assert child.returncode == 0, child.stderr[-2000:]
+    results = [line.split()[1:] for line in child.stdout.splitlines() if line.startswith("RESULT ")]
+    assert len(results) == 2
+    for exchanges, *kernels in results:
+        assert exchanges == "4"  # there and back, each way
+        assert [kernel.rpartition("jit(")[2].strip(")") for kernel in kernels] == ["gmm", "gmm", "tgmm"]

@@ -1,0 +1,112 @@
+"""FLOPs, traffic and time of a step against counts by hand."""
+
+import dataclasses
+
+import pytest
+from cases import DENSE, EXPERTS, V5E, choice_of, work_of
+
+from capibara.models.moe.moe import Moe
+from capibara.planner.model import cost, memory
+
+
+def test_flops_are_six_a_weight_and_recomputation_is_the_forward_pass_again():
+    work = work_of()
+    plain, full = (cost.step_flops(work, choice_of(remat=remat, fsdp=8)) for remat in ("none", "full"))
+    weights = sum(stack.weights.total() for stack in work.stacks)
+    tokens = 8 * 2048 / 8
+    assert plain.forward == pytest.approx(2 * weights * tokens)
+    assert plain.forward + plain.backward == pytest.approx(6 * weights * tokens)
+    assert plain.recompute == 0 < full.recompute < full.forward
+    assert full.model == plain.model == pytest.approx(work.model.flops_per_token(2048) * tokens)
+
+
+def test_what_is_kept_by_name_is_not_recomputed():
+    work = work_of()
+    again = {
+        names: cost.recomputed(work, choice_of(remat="save", names=names, fsdp=8))
+        for names in [("query",), ("query", "key", "value"), ("query", "key", "value", "attention")]
+    }
+    matmuls, attention = zip(*again.values())
+    assert matmuls[0] > matmuls[1] == matmuls[2] and attention == (1.0, 1.0, 0.0)
+
+
+def test_experts_cost_what_a_token_meets():
+    dense, experts = (cost.step_flops(work_of(c), choice_of(fsdp=8)) for c in (DENSE, EXPERTS))
+    attention_weights = 4 * 512 * (2 * 8 + 2 * 4) * 64
+    mlp = 4 * 3 * 512 * 1024
+    router = 4 * 512 * 8
+    assert dense.forward / experts.forward == pytest.approx(
+        (attention_weights + mlp) / (attention_weights + 2 * mlp + router), rel=0.01
+    )
+
+
+def test_a_pipeline_gathers_at_every_tick():
+    """All its weights pass through each stage once for each part of the rows, and for the bubbles."""
+    work = work_of(length=4096)
+    plain, staged = (
+        dataclasses.replace(choice_of(rows=16, remat="full", **mesh), pipeline_microbatches=parts)
+        for mesh, parts in ((dict(fsdp=64), 1), (dict(stage=4, fsdp=16), 16))
+    )
+    assert (plain.ticks, staged.ticks) == (1, 19)
+    gathered = [
+        sum(c.bytes for c in cost.cost(work, choice, V5E).collectives if c.name == "gather weights")
+        for choice in (plain, staged)
+    ]
+    assert gathered[1] / gathered[0] == pytest.approx(19 / 4, rel=0.01)
+
+
+def test_the_step_is_the_sum_of_what_explain_prints():
+    """compute or the like, links, what blocks; stretched by the bubble; then the update."""
+    work = work_of()
+    for mesh in (dict(fsdp=64), dict(fsdp=16, tensor=4), dict(stage=4, fsdp=16), dict(data=8, fsdp=8)):
+        c = cost.cost(work, dataclasses.replace(choice_of(rows=8, **mesh), pipeline_microbatches=8), V5E)
+        busy = max(c.compute_s, c.hbm_s, c.host_s) + cost.EXPOSED * c.links_s + c.blocking_s
+        assert c.step_s == pytest.approx(busy / (1 - c.bubble) + c.update_s)
+        assert (c.bubble > 0) == ("stage" in mesh) and (c.blocking_s > 0) == (mesh != dict(fsdp=64))
+
+
+def test_of_the_listed_bandwidth_85_percent_are_reached():
+    found = cost.cost(work_of(), choice_of(rows=8, fsdp=64), V5E)
+    assert found.hbm_s + found.update_s == pytest.approx(found.hbm_bytes / (0.85 * 819e9))
+
+
+@pytest.mark.parametrize("config", [DENSE, EXPERTS, dataclasses.replace(DENSE, quantization="int8")])
+def test_compute_is_the_sum_of_its_parts(config):
+    work = work_of(config)
+    for choice in (choice_of(rows=8, remat="full", fsdp=64), choice_of(rows=8, fsdp=16, context=4)):
+        found = cost.cost(work, choice, V5E)
+        parts = cost.compute(work, choice, V5E, found.flops)
+        assert sum(part.seconds for part in parts) == pytest.approx(found.compute_s)
+        flops = {part.name: part.flops for part in parts}
+        flops["experts"] = flops.get("experts", 0.0) / found.imbalance
+        assert sum(flops.values()) == pytest.approx(found.flops.hardware)
+        assert ("experts" in {part.name for part in parts}) == (config is EXPERTS)
+
+
+def test_offloaded_activations_cross_pcie_twice():
+    work = work_of()
+    choice = choice_of(rows=8, remat="offload", fsdp=64)
+    host = memory.memory(work, choice).host
+    assert host > 0 and cost.cost(work, choice, V5E).host_s == pytest.approx(2 * host / V5E.chip.pcie_bytes_per_s)
+
+
+def test_experts_are_uneven_only_across_devices_and_without_a_capacity():
+    capacity = dataclasses.replace(EXPERTS, moe=Moe(num_experts=8, top_k=2, dispatch="capacity", capacity_factor=1.25))
+    shared, alone = choice_of(fsdp=8, expert=8), choice_of(fsdp=64)
+    assert cost.imbalance(work_of(EXPERTS), shared) > 1 == cost.imbalance(work_of(EXPERTS), alone)
+    assert cost.imbalance(work_of(capacity), shared) == cost.imbalance(work_of(), alone) == 1
+
+
+def test_utilisation_stays_below_the_peak_in_every_dtype():
+    """Quantised are the weights' products alone; float32 is multiplied in bfloat16, as JAX does by default."""
+    steps = {}
+    for dtype, quantization in (("bfloat16", "none"), ("float32", "none"), ("bfloat16", "int8")):
+        work = work_of(
+            dataclasses.replace(DENSE, embed_dim=4096, mlp_dim=16384, dtype=dtype, quantization=quantization)
+        )
+        found = cost.cost(work, choice_of(rows=8, fsdp=64), V5E)
+        assert 0 < found.mfu < 1
+        steps[dtype, quantization] = found
+    plain, full, int8 = steps.values()
+    assert full.compute_s == pytest.approx(plain.compute_s)
+    assert 0.5 * plain.compute_s < int8.compute_s < 0.75 * plain.compute_s

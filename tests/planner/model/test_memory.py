@@ -1,0 +1,227 @@
+"""The memory model's parts against counts by hand; how near the whole is to compiled steps: benchmarks/planner.py memory."""
+
+import dataclasses
+import math
+
+import jax
+import pytest
+from cases import DENSE, EXPERTS, PAIRS, choice_of, work_of
+
+from capibara import config as gin
+from capibara import sharding
+from capibara.core import tree
+from capibara.models import api
+from capibara.models.moe.moe import Moe
+from capibara.objectives.base import Held
+from capibara.optim import Adafactor, Optimizer, StateDtype
+from capibara.planner.hardware import slices
+from capibara.planner.model import cost, memory, workload
+from capibara.planner.search import ranking
+from capibara.sharding import Plan
+from capibara.training import state as states
+from capibara.training import trainer
+
+QLORA = dataclasses.replace(DENSE, lora=api.Lora(targets=("all-linear",), base_dtype="nf4"))
+QLORA_EXPERTS = dataclasses.replace(EXPERTS, lora=QLORA.lora)
+LARGE = api.DecoderConfig(vocab_size=4096, embed_dim=1024, num_layers=8, num_heads=8, mlp_dim=4096)
+LARGE_EXPERTS = dataclasses.replace(LARGE, moe=Moe(num_experts=8, top_k=2, dispatch="capacity", capacity_factor=1.25))
+
+
+@pytest.mark.parametrize("mesh", [dict(fsdp=8), dict(fsdp=2, tensor=4), dict(fsdp=2, expert=2, tensor=2)], ids=str)
+@pytest.mark.parametrize("dtype", list(StateDtype))
+@pytest.mark.parametrize(
+    "config", [DENSE, EXPERTS, PAIRS, QLORA, QLORA_EXPERTS], ids=["dense", "experts", "pairs", "qlora", "qlora_experts"]
+)
+def test_the_state_has_the_bytes_that_its_shards_have(config, dtype, mesh):
+    optimizer = Optimizer(state_dtype=dtype)
+    model = api.build(config)
+    plan = Plan(batch_size=8, **mesh)
+    emulated = sharding.make_mesh(plan, jax.devices())
+    tx = optimizer.build(10, model.trained(model.axes))
+    shardings = states.state_shardings(model, tx, emulated, plan.rules, ema=False)
+    state = states.abstract_state(model, tx, shardings, ema=False)
+    real = sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves((state.params, state.opt_state))
+    )
+    predicted = memory.memory(
+        work_of(config, optimizer=optimizer), dataclasses.replace(choice_of(**mesh), state_dtype=dtype)
+    )
+    # Scales of 8-bit blocks that do not divide stay whole.
+    assert predicted.parameters + predicted.optimizer == pytest.approx(real, rel=0.02 if dtype == "int8" else 1e-4)
+
+
+def test_adafactor_is_counted_as_it_factors():
+    """T5 1.1 XXL: heads of 64 features leave nothing of attention unfactored, whatever the mesh."""
+    xxl = api.EncoderDecoderConfig(
+        vocab_size=32128, embed_dim=4096, num_layers=24, num_heads=64, head_dim=64, mlp_dim=10240
+    )
+    model, found = api.build(xxl), {}
+    for factoring in ("matrices", "dimensions"):
+        optimizer = Optimizer(name="adafactor", clip_norm=None, adafactor=Adafactor(factoring=factoring))
+        work = workload.describe(model, optimizer, length=512, encoder_length=512)
+        found[factoring] = work.state[StateDtype.FLOAT32]
+    assert found["dimensions"].total() > 18 * 2**30 and found["matrices"].total() < 0.03 * 2**30
+    one = found["matrices"].on_device(dict.fromkeys(("data", "fsdp", "tensor", "context", "expert", "stage"), 1))
+    mesh = dict(data=1, fsdp=8, tensor=4, context=1, expert=1, stage=1)
+    assert one == found["matrices"].total() and found["matrices"].on_device(mesh) < one / 3
+
+
+def test_what_a_loss_holds_is_in_the_state_of_all_moments():
+    model, choice = api.build(DENSE), choice_of(fsdp=4, tensor=2)
+    spread_as = model.abstract_params, model.axes
+    size = tree.byte_count(model.abstract_params)
+    held = [Held("reference", size, spread_as), Held("engine", size // 2, spread_as), Held("cache", 1000)]
+    none, many = work_of(), work_of(held=held)
+    on_device = none.params.on_device(choice.mesh)
+    found = memory.memory(many, choice)
+    assert found.held == pytest.approx(on_device * 1.5 + 1000)
+    assert memory.memory(none, choice).held == 0
+    for moment, amount in memory.memory(none, choice).moments.items():
+        assert found.moments[moment] == pytest.approx(amount + found.held)
+    v5e = slices.parse("v5e-16")
+    smaller, larger = (ranking.search(work, v5e)[0].memory for work in (many, none))
+    assert smaller.held > 0 == larger.held
+
+
+def test_a_frozen_base_has_no_gradients():
+    plain, lora, qlora = (
+        work_of(dataclasses.replace(QLORA, lora=of)) for of in (None, api.Lora(), api.Lora(base_dtype="nf4"))
+    )
+    full, adapters, in_blocks = (memory.memory(work, choice_of(rows=8, fsdp=8)) for work in (plain, lora, qlora))
+    assert adapters.gradients < 0.05 * full.gradients and adapters.optimizer < 0.05 * full.optimizer
+    assert 1.0 < adapters.parameters / full.parameters < 1.06 and in_blocks.parameters < 0.4 * full.parameters
+    assert in_blocks.peak < adapters.peak < full.peak
+    assert 0.66 < lora.model_flops_per_token / plain.model_flops_per_token < 0.8
+    assert plain.model.param_count < lora.model.param_count == qlora.model.param_count
+
+
+def test_adapters_of_experts_are_counted():
+    """Their parameters, gradients and moments, what their products keep for a layer's backward pass, and their FLOPs."""
+    all_linear, attention = api.Lora(rank=8, targets=("all-linear",)), api.Lora(rank=8, targets=("*attention*",))
+    every, some = (work_of(dataclasses.replace(LARGE_EXPERTS, lora=of)) for of in (all_linear, attention))
+    assert (every.stacks[0].adapted_experts, some.stacks[0].adapted_experts) == (3, 0)
+    of_experts = 8 * 3 * 8 * 8 * (1024 + 4096)
+    of_routers = 8 * 8 * (1024 + 8)
+    assert every.trained.total() - some.trained.total() == 4 * (of_experts + of_routers)
+    first, second = (memory.memory(work, choice_of(rows=8)) for work in (every, some))
+    assert first.parameters - second.parameters == first.gradients - second.gradients == 4 * (of_experts + of_routers)
+    assert first.optimizer - second.optimizer == pytest.approx(2 * 4 * (of_experts + of_routers), rel=1e-3)
+    rows = 8 * 2048 * 2 * 1.25
+    assert first.layer - second.layer == 3 * 2 * rows * 4096 * 2
+    met = of_experts * 2 / 8 + of_routers
+    assert every.model_flops_per_token - some.model_flops_per_token == pytest.approx(6 * met, rel=1e-6)
+
+
+def test_what_a_frozen_base_is_stored_in_is_all_that_is_held_of_it():
+    """No cast of the scales; of bfloat16 attention weights there is a copy in another layout."""
+    dtypes = {name: api.Lora(targets=("all-linear",), base_dtype=name) for name in ("bfloat16", "int8", "int4", "nf4")}
+    held = {name: work_of(dataclasses.replace(LARGE, lora=lora)) for name, lora in dtypes.items()}
+    of = {name: memory.memory(work, choice_of(rows=8, fsdp=8)) for name, work in held.items()}
+    weights = 8 * (4 * 1024 * 1024 + 3 * 1024 * 4096)
+    # Factors lie whole where the weight's other dimension is not shared out, norms do everywhere.
+    whole = held["nf4"].trained.on_device(choice_of(fsdp=8).mesh) + 17 * 1024 * 4
+    for name, bytes_of_one in (("bfloat16", 2), ("int8", 1 + 4 / 64), ("int4", 0.5 + 4 / 64), ("nf4", 0.5 + 4 / 64)):
+        expected = (bytes_of_one * weights + 2 * 4096 * 1024) / 8 + whole
+        assert of[name].parameters == pytest.approx(expected, rel=1e-3)
+    assert of["nf4"].casts == pytest.approx(whole / 2, rel=1e-3)
+    assert of["bfloat16"].casts - of["nf4"].casts == pytest.approx(8 * 4 * 1024 * 1024 * 2 / 8)
+
+
+def test_more_recomputation_keeps_less_and_more_rows_need_more():
+    work = work_of()
+    peaks = [memory.memory(work, choice_of(rows=8, remat=remat, fsdp=8)).peak for remat in ("none", "minimal", "full")]
+    assert peaks == sorted(peaks, reverse=True)
+    assert memory.memory(work, choice_of(rows=16, fsdp=8)).peak > memory.memory(work, choice_of(rows=8, fsdp=8)).peak
+
+
+def test_offloaded_results_are_in_the_hosts_memory():
+    work = work_of()
+    kept, away = (memory.memory(work, choice_of(rows=8, remat=remat, fsdp=8)) for remat in ("save", "offload"))
+    assert kept.host == 0 < away.host == pytest.approx(kept.saved - away.saved)
+
+
+def test_the_cache_of_a_row_is_its_keys_and_values():
+    assert memory.kv_cache_bytes(work_of(), choice_of()) == 4 * 2048 * 2 * 4 * 64 * 2  # bfloat16
+
+
+def test_scores_without_a_kernel_need_memory_and_others_do_not():
+    """Relative positions take no kernel: the encoder-decoder's self-attention makes [rows, N, T, T] in float32."""
+    work = work_of(PAIRS)
+    assert [sum(a.scores for a in stack.attentions) for stack in work.stacks] == [1024**2, 2048**2]
+    scores = 8 * 2048**2 * 4
+    kept = memory.saved_bytes(work, work.stacks[1], choice_of(remat="none"))[0]
+    twice = memory.saved_bytes(work, work.stacks[1], choice_of(rows=2, remat="none"))[0]
+    assert kept > 2 * scores and twice == pytest.approx(2 * kept)
+    assert memory.saved_bytes(work, work.stacks[1], choice_of(remat="full"))[0] < scores / 8
+    assert not any(a.scores for stack in work_of().stacks for a in stack.attentions)
+
+
+def test_keeping_all_products_makes_none_again_in_half_of_the_memory():
+    work = work_of(dataclasses.replace(DENSE, embed_dim=2048, mlp_dim=8192))
+    none, products = (dataclasses.replace(choice_of(rows=8, fsdp=64), remat=remat) for remat in ranking.REMATS[:2])
+    assert cost.recomputed(work, products) == pytest.approx((0.0, 0.0), abs=1e-12)
+    saved = [memory.memory(work, choice).saved for choice in (none, products)]
+    assert 0.3 < saved[1] / saved[0] < 0.6
+
+
+def memory_of(config=LARGE, rows=16, most_bytes=math.inf, **mesh):
+    parts = 2 * mesh["stage"] if "stage" in mesh else 1
+    choice = dataclasses.replace(choice_of(rows, "full", **mesh), pipeline_microbatches=parts)
+    return memory.memory(work_of(config), choice, most_bytes=most_bytes)
+
+
+def test_a_pipeline_holds_all_rows_twice_and_a_second_sum_of_gradients():
+    one, staged = memory_of(fsdp=8), memory_of(fsdp=4, stage=2)
+    assert one.pipeline == 0
+    layers = 8 * (4 * 1024 * 1024 + 3 * 1024 * 4096)  # weights; norms are a rounding
+    assert staged.pipeline == pytest.approx(2 * 16 * 2048 * 1024 * 2 + layers * 4 / 8, rel=0.01)
+    assert staged.moments["backward"] > staged.state + staged.saved + staged.pipeline
+
+
+@pytest.mark.parametrize(
+    "config, mesh", [(LARGE, dict(fsdp=2, tensor=4)), (LARGE_EXPERTS, dict(fsdp=8))], ids=["tensor", "experts"]
+)
+def test_for_want_of_hbm_less_is_held_at_once(config, mesh):
+    usual = memory_of(config, **mesh)
+    assert usual == memory_of(config, most_bytes=usual.peak * 1.1, **mesh) and not usual.lean
+    lean = memory_of(config, most_bytes=usual.peak * 0.99, **mesh)
+    assert lean.lean and lean.peak < usual.peak and lean.saved == usual.saved and lean.state == usual.state
+
+
+def test_rows_that_experts_exchange_are_padded():
+    layers = {rows: memory_of(LARGE_EXPERTS, rows, fsdp=4, expert=2).layer for rows in (8, 9, 15, 16)}
+    assert layers[9] > 1.5 * layers[8] and layers[15] > 0.97 * layers[16]
+    assert memory_of(LARGE, 9, fsdp=8).layer == pytest.approx(memory_of(LARGE, 8, fsdp=8).layer * 9 / 8)
+
+
+def test_an_expert_axis_keeps_what_it_exchanges():
+    inside, across = memory_of(LARGE_EXPERTS, 8, fsdp=8), memory_of(LARGE_EXPERTS, 8, fsdp=4, expert=2, most_bytes=1)
+    tokens = 8 * 2048 * 2 * 1.25 * 1024 * 2
+    assert across.layer > 3 * tokens and inside.layer > 2 * tokens
+
+
+@pytest.mark.parametrize(
+    "name, base, rows, length, devices, compiled_gib",
+    [("1b", "bfloat16", 4, 2048, 4, 2.042), ("1b", "nf4", 4, 2048, 4, 1.620)]
+    + [("8b", "bfloat16", 2, 4096, 8, 6.772), ("8b", "nf4", 2, 4096, 8, 5.081)],
+    ids=["1b-lora", "1b-qlora", "8b-lora", "8b-qlora"],
+)
+def test_adapters_need_what_the_tpu_compiler_said(name, base, rows, length, devices, compiled_gib):
+    """Points of benchmarks/planner.py, compiled for v5e by libtpu 0.0.42.1 (jax 0.10.2); the constants were fitted on them."""
+    double = f"Lora.double_quantization = {base == 'nf4'}"
+    lora = ["DecoderConfig.lora = @Lora()", 'Lora.targets = ("all-linear",)', f'Lora.base_dtype = "{base}"', double]
+    gin.parse([f"models/capibara_{name}.gin"], lora)
+    work = workload.of_run(trainer.of_gin(length))
+    predicted = memory.memory(work, choice_of(rows=rows, remat="full", fsdp=devices))
+    assert predicted.peak == pytest.approx(compiled_gib * 2**30, rel=0.03)
+
+
+@pytest.mark.parametrize("base, devices, compiled_gib", [("bfloat16", 16, 14.907), ("nf4", 8, 12.532)])
+def test_adapters_of_experts_need_what_the_tpu_compiler_said(base, devices, compiled_gib):
+    """As above, compiled for v6e; the constant was fitted on the first."""
+    lora = ["DecoderConfig.lora = @Lora()", 'Lora.targets = ("all-linear",)', f'Lora.base_dtype = "{base}"']
+    gin.parse(["models/mixtral_8x7b.gin"], [*lora, f"Lora.double_quantization = {base == 'nf4'}"])
+    work = workload.of_run(trainer.of_gin(4096))
+    predicted = memory.memory(work, choice_of(rows=1, remat="full", fsdp=devices))
+    assert predicted.peak == pytest.approx(compiled_gib * 2**30, rel=0.03)

@@ -1,0 +1,72 @@
+"""Files that a verb writes its results to."""
+
+from __future__ import annotations
+
+import pathlib
+
+import pytest
+
+from capibara.core.types import UserError
+from capibara.storage import outputs
+
+
+def test_a_check_leaves_nothing_behind(tmp_path):
+    outputs.check_writable(str(tmp_path / "new" / "folder" / "a.json"), str(tmp_path / "new" / "b.json"))
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "a.json").write_text("kept")
+    outputs.check_writable(str(tmp_path / "a.json"))
+    assert (tmp_path / "a.json").read_text() == "kept"
+    with pytest.raises(UserError, match="is named for two outputs"):
+        outputs.check_writable(str(tmp_path / "b"), str(tmp_path / "b"))
+    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_a_check_makes_nothing_by_a_name_that_another_process_writes_meanwhile(tmp_path, monkeypatch):
+    path = tmp_path / "new" / "a.json"
+
+    def other_writes(name, *mode, **options):
+        assert not path.parent.exists()
+        path.parent.mkdir()
+        path.write_text("of another")
+        return open(name, *mode, **options)
+
+    monkeypatch.setattr(outputs, "open", other_writes, raising=False)
+    outputs.check_writable(str(path))
+    assert path.read_text() == "of another" and list(tmp_path.iterdir()) == [path.parent]
+
+
+@pytest.mark.parametrize("name", ["folder", "file/below", "x" * 300, "new/" + "x" * 300])
+def test_a_check_refuses_what_cannot_be_written(tmp_path, name):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_text("kept")
+    with pytest.raises(UserError, match=r"cannot be written \((Is a directory|Not a directory|File name too long)\)"):
+        outputs.check_writable(str(tmp_path / name))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder"]
+
+
+def test_a_bucket_is_refused_and_no_folder_has_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"^gs://bucket/a.json must be a local file: name one, and copy it there$"):
+        outputs.check_writable("gs://bucket/a.json")
+    assert not list(tmp_path.iterdir())
+
+
+def test_of_two_writers_of_a_file_one_wins_whole(tmp_path):
+    path = str(tmp_path / "a")
+    with outputs.replacing(path) as first, outputs.replacing(path) as second:
+        for name in (first, second):
+            pathlib.Path(name).write_text(name)
+    assert pathlib.Path(path).read_text() == first
+    with pytest.raises(ZeroDivisionError), outputs.replacing(path) as third:
+        pathlib.Path(third).write_text("half")
+        raise ZeroDivisionError
+    assert pathlib.Path(path).read_text() == first and [one.name for one in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_file_that_is_appended_to_is_one_process_s(tmp_path):
+    with open(tmp_path / "a", "a") as file, open(tmp_path / "a", "a") as other:
+        outputs.lock(file, "--out=a")
+        with pytest.raises(UserError, match="--out=a is being written by another process: wait for its end, or name"):
+            outputs.lock(other, "--out=a")
+        file.close()
+        outputs.lock(other, "--out=a")

@@ -1,0 +1,55 @@
+"""Evaluation: sums over real tokens of the whole split, the same on every mesh."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+
+import jax
+import numpy as np
+import pytest
+
+from capibara.core.types import UserError
+from capibara.data.pipeline.loader import make_loader
+from capibara.sharding import Plan
+from capibara.training.evaluation import evaluate
+from capibara.training.setup import set_up
+from capibara.training.trainer import Evaluation
+
+
+def metrics_of(trainer, devices=None):
+    run = set_up(trainer, devices)
+    with run.checkpoints, contextlib.closing(run.batches):
+        state, _, _ = run.start()
+        return run, state, run.evaluate(state.eval_params)
+
+
+def test_the_whole_split_counts_once_on_every_mesh(make_trainer, tmp_path):
+    run, state, metrics = metrics_of(make_trainer(evaluation=Evaluation(unigram_batches=2)))
+    dataset = make_trainer().dataset
+    batches = list(make_loader(dataset, split="validation", batch_size=8, epochs=1))
+    tokens = sum(batch["weights"].sum() for batch in batches)
+    text_bytes = sum(dataset.vocabulary.token_bytes()[b["targets"][b["weights"] > 0]].sum() for b in batches)
+    assert metrics["tokens"] == tokens and len(batches) > 2 and batches[-1]["weights"].sum(-1).min() == 0
+    assert metrics["perplexity"] == pytest.approx(math.exp(metrics["loss"]))
+    assert metrics["bits_per_byte"] == pytest.approx(metrics["loss"] * tokens / math.log(2) / text_bytes, rel=1e-6)
+
+    nll = sum(_nll(run, state, batch) for batch in batches)  # by hand, in float64
+    assert metrics["loss"] == pytest.approx(nll / tokens, rel=1e-5)
+    assert 2 < metrics["unigram_bits_per_byte"] < 6
+
+    one = make_trainer(plan=Plan(batch_size=8), model_dir=str(tmp_path / "one"), evaluation=Evaluation(batch_size=3))
+    _, _, other = metrics_of(one, jax.devices()[:1])
+    assert other["loss"] == pytest.approx(metrics["loss"], rel=1e-5) and other["tokens"] == tokens
+
+
+def _nll(run, state, batch):
+    logits = np.asarray(run.model.logits(state.params, batch), np.float64)
+    log_total = np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1)) + logits.max(-1)
+    target = np.take_along_axis(logits, batch["targets"][..., None], -1)[..., 0]
+    return ((log_total - target) * batch["weights"]).sum()
+
+
+def test_no_batch_is_a_mistake_with_its_remedy():
+    with pytest.raises(UserError, match="set Evaluation.every = 0"):
+        evaluate(lambda params, batch: None, {}, [], None)
