@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 
@@ -26,7 +27,7 @@ from capibara.training.trainer import Trainer
 class TaskJudge:
     """A `capibara.training.evaluation.Judge` by the metrics that a SeqIO task brings.
 
-    Its examples are read once. What answers and scores is made anew for each evaluation, from the parameters of the moment,
+    Its examples are read once. A metric that fails is left out with a warning: a run must not end by it. What answers and scores is made anew for each evaluation, from the parameters of the moment,
     so that nothing of it takes the devices' memory while the run trains.
 
     Args:
@@ -59,8 +60,22 @@ class TaskJudge:
         subject = Subject(self._model.plain, plain, about, self._trainer, mesh, self._batching, ServingMesh())
         with Predictions(None, {}) as told:
             show = lambda topic, detail: tell(f"{topic}: {detail}")  # noqa: E731
-            for task, (metrics, _) in seqio_tasks.judged(subject, self._opened, told, show).items():
-                yield task, {name: one.value for name, one in metrics.items() if math.isfinite(one.value)}
+            try:
+                found = seqio_tasks.judged(subject, self._opened, told, show)
+            except seqio_tasks.MetricFails as error:
+                del self._opened  # SeqIO's Evaluator would wait for the metrics that failed
+                _warn(f"an evaluation is without its tasks' metrics: {error}")
+                return
+        for task, (metrics, _) in found.items():
+            for name, one in metrics.items():
+                if not math.isfinite(one.value):
+                    _warn(f"metric {name!r} of SeqIO task {task!r} is {one.value}, and is left out")
+            yield task, {name: one.value for name, one in metrics.items() if math.isfinite(one.value)}
+
+
+def _warn(text: str) -> None:
+    if jax.process_index() == 0:
+        logging.getLogger(__name__).warning(text)
 
 
 def of_run(trainer: Trainer, model: Model) -> TaskJudge | None:

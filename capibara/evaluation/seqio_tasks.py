@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Sequence
-from typing import Any
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
 from capibara.config import configurable
+from capibara.core import limits
 from capibara.core.types import UserError
 from capibara.data.dataset import Dataset
 from capibara.data.tasks import tasks
@@ -25,6 +27,12 @@ from capibara.models.api import Model
 from capibara.training.trainer import Trainer
 
 PREFIX = "seqio:"
+
+T = TypeVar("T")
+
+
+class MetricFails(UserError):
+    """A task's own metric_fns or postprocess_fn raise, or give what is no number."""
 
 
 @configurable
@@ -119,14 +127,27 @@ def judged(
 
     Raises:
       UserError: a metric is of something that cannot be made of the model.
+      MetricFails: a task's own code fails, or a metric is no number. What is opened must be opened again.
     """
     opened.check(subject.model)
     evaluator, kinds = opened.evaluator, tasks.load().metrics.ModelOutputType
     asking = _Asking(subject, opened.options, told, show, opened.name)
-    known = {kinds.PREDICTION: asking.predictions, kinds.SCORE: asking.scores}
-    found, _ = evaluator.evaluate(compute_metrics=True, model_fns=known)
+    known = {kinds.PREDICTION: asking.guarded(asking.predictions), kinds.SCORE: asking.guarded(asking.scores)}
+    try:
+        results = evaluator.evaluate(compute_metrics=True, model_fns=known)[0].result()
+    except Exception as error:
+        if error is asking.error:
+            raise
+        cause = error.__cause__ or error  # SeqIO's own says the same, and the task
+        raise MetricFails(
+            f"SeqIO task {opened.name!r} fails in its metric_fns or postprocess_fn ({_where(cause)}: "
+            f"{type(cause).__name__}: {limits.cause(cause)}): mend them"
+        ) from error
     counts = {one.name: len(evaluator.cached_task_datasets[one.name]) for one in evaluator.eval_tasks}
-    return {key: ({m: _estimate(v) for m, v in values.items()}, counts[key]) for key, values in found.result().items()}
+    return {
+        task: ({name: _estimate(task, name, value) for name, value in values.items()}, counts[task])
+        for task, values in results.items()
+    }
 
 
 def _lengths(dataset: Dataset, task: Any) -> dict[str, int]:
@@ -149,8 +170,19 @@ def _evaluator(seqio: Any, name: str, options: SeqioEvaluation, limit: int | Non
         log.setLevel(before)
 
 
-def _estimate(value: Any) -> Estimate:
-    return Estimate(float(getattr(value, "value", value)))
+def _estimate(task: str, name: str, value: Any) -> Estimate:
+    try:
+        return Estimate(float(getattr(value, "value", value)))
+    except (TypeError, ValueError):
+        raise MetricFails(
+            f"metric {name!r} of SeqIO task {task!r} is of type {type(value).__name__}, must be a number: mend its metric_fns"
+        ) from None
+
+
+def _where(error: BaseException) -> str:
+    """The line that raised it."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{frame.filename}:{frame.lineno}"
 
 
 @dataclasses.dataclass
@@ -162,6 +194,19 @@ class _Asking:
     told: Predictions
     show: Show
     name: str
+    error: Exception | None = None  # that ended an answer of ours
+
+    def guarded(self, function: Callable[[Any], T]) -> Callable[[Any], T]:
+        """The function; what it raises is ours, and no fault of the task's own code."""
+
+        def asked(dataset: Any) -> T:
+            try:
+                return function(dataset)
+            except Exception as error:
+                self.error = error
+                raise
+
+        return asked
 
     def predictions(self, dataset: Any) -> list[tuple[int, np.ndarray]]:
         examples, sampling = list(dataset.as_numpy_iterator()), self.options.sampling

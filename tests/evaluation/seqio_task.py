@@ -25,6 +25,16 @@ def scored(targets, scores):
     return {"score": seqio.metrics.Scalar(float(np.sum(scores)))}
 
 
+FAULTS = []  # what `faulty` gives or raises, one for each call; then it works
+
+
+def faulty(targets, predictions):
+    fault = FAULTS.pop(0) if FAULTS else 3.0
+    if isinstance(fault, Exception):
+        raise fault
+    return {"faulty": fault, "count": 3}
+
+
 def bracketed(text, is_target, **_):
     return f"<{text}>" if is_target else text
 
@@ -43,6 +53,7 @@ def add(name, metric_fns, splits=("validation",)):
 add("sums", [lengths, scored])
 add("unjudged", [])
 add("lengths", [lengths], ("train", "validation"))
+add("faulty", [faulty], ("train", "validation"))
 add("scores", [scored], ("train", "validation"))
 add("trained_only", [scored], ("train",))
 seqio.MixtureRegistry.add("judged", ["lengths", "scores", "trained_only"], default_rate=1.0)

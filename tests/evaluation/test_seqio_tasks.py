@@ -76,6 +76,23 @@ def test_mistakes(subject):
             seqio_tasks.evaluated(subject, name, OPTIONS, None, told, lambda *_: None)
 
 
+@pytest.mark.parametrize(
+    "fault, said",
+    [
+        (
+            ZeroDivisionError("no texts"),
+            r"task 'faulty' fails in its .*seqio_task.py:\d+: ZeroDivisionError: no texts\): mend",
+        ),
+        ("many", "metric 'faulty' of SeqIO task 'faulty' is of type str, must be a number"),
+        (None, "is of type NoneType"),
+    ],
+)
+def test_a_metric_that_fails_is_named(subject, fault, said):
+    sys.modules["seqio_task"].FAULTS[:] = [fault]
+    with Predictions(None, {}) as told, pytest.raises(UserError, match=said):
+        seqio_tasks.evaluated(subject, "faulty", OPTIONS, None, told, lambda *_: None)
+
+
 class Told(Callback):
     def __init__(self):
         self.metrics, self.progress, self.stop_at = {}, [], None
@@ -142,6 +159,20 @@ def test_each_task_of_a_mixture_is_judged_while_the_run_trains(mixture_run):
     assert metrics["loss"] == pytest.approx((metrics["lengths/loss"] + metrics["scores/loss"]) / 2, rel=1e-6)
     assert not [name for name in metrics if name.startswith("trained_only")]
     assert "judged: 3 of 3 answers" in told.progress and "judged: 3 of 3 scores" in told.progress
+
+
+def test_a_metric_that_fails_does_not_end_the_run(mixture_run, caplog):
+    """Nor is a later evaluation without it."""
+    trainer, told = mixture_run("faulty", task_metrics=True), Told()
+    trainer = dataclasses.replace(trainer, steps=4, evaluation=dataclasses.replace(trainer.evaluation, every=1))
+    judge = judging.TaskJudge(trainer, api.build(trainer.model), OPTIONS, EngineConfig(slots=2))
+    judge.prepare()
+    sys.modules["seqio_task"].FAULTS[:] = [ValueError("bad"), "text", float("nan")]
+    assert loop.train(trainer, told, judge=judge).reason == "finished"
+    assert [told.metrics[step].get("faulty/faulty") for step in (1, 2, 3, 4)] == [None, None, None, 3.0]
+    assert told.metrics[3]["faulty/count"] == 3 and told.metrics[1]["loss"] > 0
+    said = [record.getMessage() for record in caplog.records if record.name.endswith("judging")]
+    assert len(said) == 3 and "ValueError: bad" in said[0] and "type str" in said[1] and "is nan" in said[2]
 
 
 @pytest.mark.heavy
