@@ -88,6 +88,21 @@ def test_mistakes_are_one_line(folders, capfd):
     assert "has base_model.model.lm_head.weight, and pairs of matrices alone" in mistake(capfd, one, two, *to)
 
 
+def test_adapters_of_two_bases_or_tokenizers_are_not_added_up(folders, capfd):
+    one, two, to = f"--from={folders}/one", f"--plus={folders}/two", [f"--to={folders}/sum", "--format=peft"]
+    for name, text in (("one", "{}"), ("two", "{ }")):
+        (folders / name / "tokenizer_config.json").write_text(text)
+    assert "tokenizer_config.json of" in (said := mistake(capfd, one, two, *to)) and said.count(str(folders)) == 2
+    about = json.loads((folders / "two" / peft.CONFIG).read_text())
+    (folders / "two" / peft.CONFIG).write_text(json.dumps(about | {"base_model_name_or_path": "other/model"}))
+    assert f"two is of 'other/model', {folders}/one of '{folders}/base': add up" in mistake(capfd, one, two, *to)
+    (folders / "two" / "tokenizer_config.json").unlink()
+    config.reset()
+    assert exits.run_verb(convert.main, [one, two, *to, "--base=my/model"]) == 0
+    assert (folders / "sum" / "tokenizer_config.json").read_text() == "{}"
+    assert peft.read_config(f"{folders}/sum")["base_model_name_or_path"] == "my/model"
+
+
 def test_a_sum_is_merged_into_its_base(folders):
     """What comes out is the base with the deltas of PEFT's sum added."""
     from capibara.interop.hf import config as hf_config

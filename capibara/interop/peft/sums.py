@@ -16,8 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from capibara.core import extras
+from capibara.core import extras, limits
 from capibara.core.types import UserError
+from capibara.data.tokenizers import files as tokenizer_files
 from capibara.interop.peft import folder as peft
 from capibara.interop.peft.modules import PARTS
 from capibara.interop.peft.sum_options import Combination, Sum
@@ -39,12 +40,13 @@ def write(target: str, of: Sum, base: str | None = None) -> str:
     Args:
       target: a new folder.
       of: what is added up.
-      base: the model that the adapter is of; None: what the first of them names.
+      base: the model that the adapter is of; None: what they name.
 
     Raises:
-      UserError: one cannot be read, or cannot be added up with the others.
+      UserError: one cannot be read, or cannot be added up with the others: its base or its tokenizer is another.
     """
     read = [_read(folder) for folder in of.folders]
+    base, carried = base or _base(read), _tokenizer(of.folders)
     names = sorted({name for one in read for name in one.modules})
     factors = {}
     for name in names:
@@ -57,7 +59,7 @@ def write(target: str, of: Sum, base: str | None = None) -> str:
     others = {name: own for name, own in ranks.items() if own != rank}
     config = {
         **{"peft_type": "LORA", "task_type": read[0].config.get("task_type")},
-        **{"base_model_name_or_path": base or read[0].config.get("base_model_name_or_path")},
+        **{"base_model_name_or_path": base},
         **{"r": rank, "lora_alpha": rank, "rank_pattern": others, "alpha_pattern": others, "target_modules": names},
         **{"fan_in_fan_out": bool(read[0].config.get("fan_in_fan_out")), "bias": "none", "lora_dropout": 0.0},
         **{"use_rslora": False, "use_dora": False, "init_lora_weights": True, "inference_mode": True},
@@ -74,6 +76,9 @@ def write(target: str, of: Sum, base: str | None = None) -> str:
         save_file(tensors, os.path.join(unfinished, peft.WEIGHTS), metadata={"format": "pt"})
         with open(os.path.join(unfinished, peft.CONFIG), "w", encoding="utf-8") as file:
             file.write(json.dumps(config, indent=2) + "\n")
+        for name, content in carried.items():
+            with open(os.path.join(unfinished, name), "wb") as file:
+                file.write(content)
     return f"{target}: the sum of {len(read)} adapters ({of.combination}), of rank {rank}"
 
 
@@ -99,6 +104,31 @@ def _read(folder: str) -> _Read:
     if not modules:
         raise UserError(f"{folder} holds no adapter: name one of PEFT")
     return _Read(folder, config, modules)
+
+
+def _base(read: Sequence[_Read]) -> str | None:
+    """The model that all are of, as far as they name it."""
+    named = [(one, str(name)) for one in read if (name := one.config.get("base_model_name_or_path"))]
+    for one, name in named[1:]:
+        if os.path.realpath(name) != os.path.realpath(named[0][1]):
+            raise UserError(
+                f"{one.path} is of {limits.shortened(name)}, {named[0][0].path} of {limits.shortened(named[0][1])}: add up "
+                "adapters of one model, or say with --base that these are"
+            )
+    return named[0][1] if named else None
+
+
+def _tokenizer(folders: Sequence[str]) -> dict[str, bytes]:
+    """The files of a tokenizer that the folders carry; those that have one have the same."""
+    found: dict[str, tuple[str, bytes]] = {}
+    for folder in folders:
+        for name, content in tokenizer_files.carried(folder).items():
+            before, known = found.setdefault(name, (folder, content))
+            if known != content:
+                raise UserError(
+                    f"{name} of {folder} differs from that of {before}: remove the one that the sum is not to have"
+                )
+    return {name: content for name, (_, content) in found.items()}
 
 
 def _check(name: str, having: Sequence[_Read], combination: Combination) -> None:
