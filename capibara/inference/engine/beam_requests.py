@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
+import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from capibara.core.types import Params
+from capibara.core import tree
+from capibara.core.types import Params, UserError
 from capibara.inference.engine import prefill, programs
 from capibara.inference.engine.batching import bucket
 from capibara.inference.engine.request import Request
@@ -66,7 +69,11 @@ class Searcher:
         return found.texts
 
     def _found(self, params: Params, requests: Sequence[Request], how: BeamSearch, rows: int) -> beam_search.Found:
-        """Of so many rows: those that no request has repeat the first prompt, and are done from the beginning."""
+        """Of so many rows: those that no request has repeat the first prompt, and are done from the beginning.
+
+        Raises:
+          UserError: there is no memory for it.
+        """
         sizes, limits = self._sizes, [request.limit for request in requests]
         read = bucket(max(len(request.tokens) for request in requests), sizes.length)
         tokens = bucket(max(limits), sizes.length)
@@ -87,7 +94,22 @@ class Searcher:
         )
         tokens_of = [request.tokens for request in all_of]
         batch = prefill.batch_of(all_of, tokens_of, read, self._model.config.objective == "prefix")
-        return beam_search.search(compiled, params, batch, asked)
+        try:
+            return beam_search.search(compiled, params, batch, asked)
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            raise UserError(
+                f"BeamSearch.num_decodes ({how.num_decodes}) of {rows} prompts with {places} tokens need "
+                f"{self._cache_bytes(rows * how.num_decodes, places) / 2**30:,.1f} GiB of keys and values, more memory than "
+                "there is: ask for fewer, a lower EngineConfig.slots, or a shorter Dataset.length"
+            ) from None
+
+    def _cache_bytes(self, rows: int, places: int) -> int:
+        start = functools.partial(
+            self._model.start_cache, rows, places, dtype=self._sizes.dtype, encoder_length=self._sizes.encoder_length
+        )
+        return tree.byte_count(jax.eval_shape(start))
 
     def _decodes(self, request: Request, found: beam_search.Found) -> list[Decode]:
         return [

@@ -190,3 +190,19 @@ def test_what_has_no_beams_says_so(made_by, told):
     with pytest.raises(UserError, match=told) as error:
         made_by()
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("said, error", [("RESOURCE_EXHAUSTED: out of memory", UserError), ("INTERNAL: x", None)])
+def test_a_search_without_room_says_what_it_asked_for(said, error, monkeypatch):
+    def search(*arguments):
+        raise jax.errors.JaxRuntimeError(said)
+
+    monkeypatch.setattr(beam_search, "search", search)
+    engine = made("decoder")
+    with pytest.raises(
+        error or jax.errors.JaxRuntimeError,
+        match=said
+        if error is None
+        else r"num_decodes \(3\) of 2 prompts with \d+ tokens need 0\.\d GiB .* ask for fewer",
+    ):
+        results(engine, BEAMS, PROMPTS[:1])
