@@ -7,6 +7,7 @@ the devices make the next; where it gives more, or tokens are guessed, the host 
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 import zlib
@@ -217,8 +218,8 @@ class Engine:
         if sampling.beams is not None:
             self._check_searches(likeliest, adapter)
         if sampling.num_decodes > 1:
-            each = [self.submit(prompt, one, ends=ends, adapter=adapter) for one in best_of.samplings(sampling)]
-            return BestOf(self._drive, sampling, each)
+            submit = functools.partial(self.submit, prompt, ends=ends, likeliest=likeliest, adapter=adapter)
+            return BestOf(self._drive, sampling, [submit(one) for one in best_of.samplings(sampling)])
         if self._encoder_length is not None:
             spelled = sentinels.ids_of(prompt, vocabulary) if isinstance(prompt, str) else prompt
             encoder = sentinels.encoder_entries(spelled, self._encoder_length, vocabulary.pad_id)

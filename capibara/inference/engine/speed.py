@@ -32,12 +32,9 @@ def measure(
       text the mean, as some come together; where the engine guesses tokens, how many percent of the guesses were right.
 
     Raises:
-      UserError: texts are searched for.
+      UserError: texts are searched for, or chosen of several.
     """
-    if sampling.beams is not None:
-        raise UserError(
-            "--benchmark times tokens one after the other, and Sampling.beams is set: leave one of both out"
-        )
+    _check(sampling)
     random = np.random.default_rng(0)
 
     def prompt() -> list[int]:
@@ -78,3 +75,15 @@ def _between_tokens(completion) -> float:
     """Mean seconds from a token of a text to the next; 0: it has no two."""
     times = [piece.at_s for piece in completion.pieces if piece.token is not None]
     return (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else 0.0
+
+
+def _check(sampling: Sampling) -> None:
+    if sampling.num_decodes > 1:
+        raise UserError(
+            f"--benchmark times one text of each prompt, and Sampling.num_decodes is {sampling.num_decodes}: leave one of both "
+            "out"
+        )
+    if sampling.beams is not None:
+        raise UserError(
+            "--benchmark times tokens one after the other, and Sampling.beams is set: leave one of both out"
+        )

@@ -10,6 +10,7 @@ import pytest
 
 from capibara.core.types import UserError
 from capibara.data.tokenizers.vocabulary import ByteVocabulary
+from capibara.inference.engine import speed
 from capibara.inference.engine.engine import Engine, EngineConfig
 from capibara.inference.engine.stream import Finish
 from capibara.inference.sampling import best_of
@@ -36,6 +37,19 @@ def test_the_likeliest_of_what_each_seed_draws_is_given(engine):
     assert [one.text for one in found.decodes] == [each[i].text for i in order[-3:]]
     best = each[order[-1]]
     assert (found.text, found.tokens, found.finish, found.end) == (best.text, best.tokens, best.finish, best.end)
+
+
+def test_its_tokens_name_others_as_those_of_one_text_do(engine):
+    each = [engine.submit("one", one, likeliest=2).result() for one in best_of.samplings(DRAWN)]
+    best = max(each, key=lambda one: sum(one.drawn) + one.end_drawn)
+    found = engine.submit("one", DRAWN, likeliest=2).result()
+    assert [piece.likeliest for piece in found.pieces] == [piece.likeliest for piece in best.pieces]
+    assert all(len(piece.likeliest) == 2 for piece in found.pieces if piece.token is not None)
+
+
+def test_a_benchmark_draws_one_text_of_each_prompt(engine):
+    with pytest.raises(UserError, match="--benchmark times one text of each prompt, and Sampling.num_decodes is 4"):
+        speed.measure(engine, DRAWN, 4, 300)
 
 
 def test_seeds_of_neighbouring_prompts_share_no_draw():
