@@ -8,9 +8,12 @@ import fcntl
 import functools
 import os
 import pathlib
+import re
 import secrets
+import socket
 import stat
 import tempfile
+import zlib
 from collections.abc import Iterable, Iterator
 from typing import IO, Any
 
@@ -125,16 +128,38 @@ def replace(path: str, text: str) -> None:
 def replacing(path: str) -> Iterator[str]:
     """A name beside a local file to write it to, which is no other process's.
 
-    It takes the file's name when the context ends: of several writers one wins, whole. It goes where the context fails.
+    It takes the file's name when the context ends: of several writers one wins, whole. It goes where the context fails;
+    where the process is killed, the next writer of the path on this host removes it, whose lock nobody holds then.
     """
-    partial = f"{path}.{secrets.token_hex(4)}.partial"
-    try:
-        yield partial
-        os.replace(partial, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(partial)
-        raise
+    _remove_left(path)
+    partial = f"{path}.{_host()}{secrets.token_hex(4)}.partial"
+    with open(partial, "xb") as alive:
+        with contextlib.suppress(OSError):  # a file system without locks: then nobody removes it
+            fcntl.flock(alive, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            yield partial
+            os.replace(partial, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(partial)
+            raise
+
+
+def _host() -> str:
+    """Of this host, in a name: file systems tell hosts of each other's locks, or do not."""
+    return f"{zlib.crc32(socket.gethostname().encode()):08x}"
+
+
+def _remove_left(path: str) -> None:
+    """Removes what killed writers of a path left."""
+    above, name = os.path.split(path)
+    own = re.compile(re.escape(f"{name}.{_host()}") + r"[0-9a-f]{8}\.partial")
+    with contextlib.suppress(OSError):  # it is said where the file is written
+        for left in filter(own.fullmatch, os.listdir(above or os.curdir)):
+            # A living writer's is locked; another may remove it just now.
+            with contextlib.suppress(OSError), open(os.path.join(above, left), "rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.unlink(file.name)
 
 
 def lock(file: IO[Any], name: str) -> None:

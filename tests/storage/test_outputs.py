@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pathlib
+import subprocess
+import sys
 
 import pytest
 
@@ -61,6 +63,29 @@ def test_of_two_writers_of_a_file_one_wins_whole(tmp_path):
         pathlib.Path(third).write_text("half")
         raise ZeroDivisionError
     assert pathlib.Path(path).read_text() == first and [one.name for one in tmp_path.iterdir()] == ["a"]
+
+
+def test_what_a_killed_writer_left_goes_with_the_next_write(tmp_path):
+    """A living writer's file stays, and so does that of another host."""
+    path, program = str(tmp_path / "a"), (
+        "import sys, time; from capibara.storage import outputs\n"
+        "with outputs.replacing(sys.argv[1]) as name: print(name, flush=True); time.sleep(100)"
+    )  # fmt: skip
+    dead, alive = (
+        subprocess.Popen([sys.executable, "-c", program, path], stdout=subprocess.PIPE, text=True) for _ in range(2)
+    )
+    try:
+        left, kept = dead.stdout.readline().strip(), alive.stdout.readline().strip()
+        dead.kill()
+        dead.wait()
+        foreign = f"{path}.0123456789abcdef.partial"
+        pathlib.Path(foreign).touch()
+        with outputs.replacing(path) as name:
+            pathlib.Path(name).write_text("new")
+        assert sorted(map(str, tmp_path.iterdir())) == sorted([path, kept, foreign]) and left != kept
+    finally:
+        alive.kill()
+        alive.wait()
 
 
 def test_a_file_that_is_appended_to_is_one_process_s(tmp_path):
