@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from capibara import sharding
 from capibara.core.types import Batch, Params, UserError
+from capibara.inference.engine.programs import Same
 from capibara.models.api import Model
 from capibara.sharding import Plan
 
@@ -171,10 +172,14 @@ def make_scores(
     model: Model, plan: Plan | None, mesh: Mesh | None
 ) -> Callable[[Params, Batch], tuple[jax.Array, jax.Array]]:
     """(params, batch) -> what `_score` gives, on every device, jitted; `mesh`: None where one device has it all."""
+    return _scores(Same(model), plan, mesh)
 
+
+@functools.lru_cache(maxsize=8)  # a run evaluates many times
+def _scores(same: Same, plan: Plan | None, mesh: Mesh | None) -> Callable[[Params, Batch], tuple[jax.Array, jax.Array]]:
     def scores(params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
         with contextlib.nullcontext() if mesh is None else sharding.activate(mesh, plan.rules, plan.pipeline(mesh)):
-            return _score(model, params, sharding.balanced(batch))
+            return _score(same.model, params, sharding.balanced(batch))
 
     return jax.jit(scores, out_shardings=None if mesh is None else NamedSharding(mesh, PartitionSpec()))
 

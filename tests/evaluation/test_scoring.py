@@ -6,10 +6,13 @@ import jax
 import numpy as np
 import pytest
 
+from capibara import sharding
 from capibara.core.types import UserError
-from capibara.evaluation.scoring import Pair, Scorer
+from capibara.evaluation.scoring import Pair, Scorer, make_scores
+from capibara.inference.engine import own_chips
 from capibara.models import api
-from capibara.models.api import EncoderDecoderConfig
+from capibara.models.api import DecoderConfig, EncoderDecoderConfig
+from capibara.sharding import Plan
 
 
 def logits(run, params, ids):
@@ -84,3 +87,17 @@ def test_what_cannot_be_scored(subject):
     ):
         with pytest.raises(UserError, match=why):
             subject.scorer([pair])
+
+
+def test_the_next_evaluation_of_a_run_compiles_nothing():
+    """The programs of equal models, plans and meshes are one, whatever is made anew around them."""
+
+    def programs():
+        model, plan = (
+            api.build(DecoderConfig(vocab_size=384, embed_dim=32, num_layers=1, num_heads=2, mlp_dim=64)),
+            Plan(batch_size=8, fsdp=2),
+        )
+        mesh = sharding.make_mesh(plan, jax.devices()[:2])
+        return make_scores(model.plain, plan, mesh), own_chips.make_computed(model, mesh, plan.rules)
+
+    assert programs() == programs()

@@ -110,7 +110,7 @@ STEP, START, MERGE = (
     "training/initialization.py merger",
 )
 ANSWERS, LOG_P = "training/reference.py make_answers", "strategies/rollouts.py make_log_probabilities"
-COMPUTED = "inference/engine/own_chips.py make_computed"
+COMPUTED = "inference/engine/own_chips.py _computed"
 DPO, GRPO = {"loss": LOSSES["Dpo"]}, {"loss": LOSSES["Grpo"]}
 MUON = {"optimizer": Optimizer(name="muon", state_dtype="int8")}
 PROGRAMS = {
@@ -125,7 +125,7 @@ PROGRAMS = {
     "reference, DPO": Program(ANSWERS, reference_answers, ("decoder", "experts", "decoder QLoRA"), DPO),
     "log-probabilities, GRPO": Program(LOG_P, rollout_log_probabilities, ("decoder", "experts"), GRPO),
     "parameters for rollouts": Program(COMPUTED, rollout_parameters, ("decoder", "experts", "decoder QLoRA")),
-    "scores": Program("evaluation/scoring.py make_scores", scores, READS),
+    "scores": Program("evaluation/scoring.py _scores", scores, READS),
     "replica check": Program("sharding/replicas.py _checksums", replica_check, ("experts", "decoder QLoRA")),
     "all finite": Program("checkpoints/snapshot.py all_finite", all_finite, ("experts", "decoder QLoRA")),
     "fingerprint of weights": Program("training/reference.py weighed", fingerprint, ("experts", "decoder QLoRA")),

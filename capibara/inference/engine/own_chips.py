@@ -7,6 +7,7 @@ own chips, in the compute dtype; all processes together bring them there.
 from __future__ import annotations
 
 import enum
+import functools
 import math
 from collections.abc import Callable, Sequence
 
@@ -18,6 +19,7 @@ from capibara import sharding
 from capibara.core.types import Params, PyTree, UserError
 from capibara.inference.engine import footprint
 from capibara.inference.engine.batching import EngineConfig
+from capibara.inference.engine.programs import Same
 from capibara.inference.engine.serving_mesh import ServingMesh
 from capibara.models.api import Model
 from capibara.sharding import Rules
@@ -159,7 +161,12 @@ def make_computed(model: Model, mesh: Mesh | None, rules: Rules) -> Callable[[Pa
       mesh: of training, on which they lie and stay; None: on one device.
       rules: how they lie there.
     """
-    plain = model.plain
+    return _computed(Same(model), mesh, rules)
+
+
+@functools.lru_cache(maxsize=8)  # a run evaluates many times
+def _computed(same: Same, mesh: Mesh | None, rules: Rules) -> Callable[[Params], Params]:
+    model, plain = same.model, same.model.plain
     shardings = None if mesh is None else sharding.shardings(mesh, rules, plain.axes)
     return jax.jit(lambda given: plain.computed(model.merge(given)), out_shardings=shardings)
 
