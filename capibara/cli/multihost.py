@@ -6,7 +6,8 @@ import argparse
 from collections.abc import Callable
 
 from capibara.config.search import find_file, search_folders
-from capibara.core.multihost.joining import Joining, join
+from capibara.core.multihost import joining
+from capibara.core.multihost.joining import Joining
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,4 +44,4 @@ def asked(args: argparse.Namespace) -> dict[str, str]:
 
 def join_all(args: argparse.Namespace, tell: Callable[[str], None] = print) -> None:
     """`join`s as a verb's command line says, which must be the same everywhere."""
-    join(of(args), asked(args), emulated=args.emulate is not None, tell=tell)
+    joining.join(of(args), asked(args), emulated=args.emulate is not None, tell=tell)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
+import random
 import signal
 import socket
 import sys
@@ -20,6 +22,7 @@ from capibara.jobs.workers import Health, Worker, meaning
 _PAUSES_S = (1.0, 2.0, 5.0, 15.0, 60.0)  # before a restart; the last one for all further ones
 # Where a file that lets `train --start_over` rename the run folder once; no restart does it again.
 PERMIT = "CAPIBARA_START_OVER"
+_TO_ANYONE, _LOWEST_PORT = "/proc/sys/net/ipv4/ip_local_port_range", 10_000
 _WELL_S = 10.0  # what has run that long is started again after the first pause
 
 
@@ -168,7 +171,16 @@ class _Signals:
 
 
 def free_address() -> str:
-    """An address on loopback that nobody listens on."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{free.getsockname()[1]}"
+    """An address on loopback that nobody listens on, at a port that the system gives to nobody who asks for any.
+
+    Until whoever is told it listens there, a connection of another process could take a port of that range.
+    """
+    ports = []
+    with contextlib.suppress(OSError), open(_TO_ANYONE, encoding="ascii") as file:
+        lowest, highest = map(int, file.read().split())
+        ports = [*range(_LOWEST_PORT, lowest), *range(highest + 1, 2**16)]
+    while True:
+        port = random.choice(ports) if ports else 0
+        with contextlib.suppress(OSError), socket.socket() as free:
+            free.bind(("127.0.0.1", port))
+            return f"127.0.0.1:{free.getsockname()[1]}"

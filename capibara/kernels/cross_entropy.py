@@ -289,8 +289,8 @@ def _loss_backward(layout, terms, softmax, gradients, upstream):
     dloss, _ = upstream  # the sums have no gradient
     dhidden_BTD, dhead_VD, like_head = gradients
     # In float32, and rounded only then: dloss is a float16 run's loss scale.
-    dhidden = (dhidden_BTD * dloss).astype(dhidden_BTD.dtype)
-    dhead = None if dhead_VD is None else (dhead_VD * dloss).astype(like_head.dtype)
+    dhidden = (dhidden_BTD.astype(dloss.dtype) * dloss).astype(dhidden_BTD.dtype)
+    dhead = None if dhead_VD is None else (dhead_VD.astype(dloss.dtype) * dloss).astype(like_head.dtype)
     return dhidden, dhead, None, None
 
 

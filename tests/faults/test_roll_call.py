@@ -9,6 +9,7 @@ import pytest
 from capibara.core.multihost import roll_call
 from capibara.core.multihost.roll_call import Process
 from capibara.core.types import TryAgain, UserError
+from capibara.jobs.local import free_address
 
 FACTS = {"version of capibara": "1", "configuration": "Trainer.seed = 0\nTrainer.steps = 9"}
 
@@ -21,9 +22,7 @@ def _short(monkeypatch):
 
 @pytest.fixture
 def address():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{free.getsockname()[1]}"
+    return free_address()
 
 
 def calls(address, *processes, timeout_s=10.0, later_s=()):

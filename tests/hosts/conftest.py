@@ -7,13 +7,14 @@ import http.server
 import importlib.util
 import os
 import pathlib
-import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Mapping
 
 import pytest
+
+from capibara.jobs.local import free_address
 
 HERE = pathlib.Path(__file__).resolve().parent
 CHECKOUT = HERE.parents[1]
@@ -41,9 +42,7 @@ class Cluster:
 
     def __init__(self, folder: pathlib.Path, count: int, nursery=None):
         self.folder, self.count, self.nursery = folder, count, nursery
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.port = int(free_address().rpartition(":")[2])
 
     def environment(self, index: int) -> dict[str, str]:
         """What the cluster says to a process."""

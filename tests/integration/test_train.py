@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 
 import numpy as np
 import pytest
 
+from capibara.jobs.local import free_address
 from capibara.monitoring.trackers.loggers import read_metrics
 
 TRAIN = ("train", "--gin_file=tiny.gin")
@@ -75,9 +75,7 @@ def test_sigterm_ends_with_a_checkpoint_and_the_command_carries_on(shell):
 def test_two_processes_learn_as_one_and_their_checkpoint_is_anyones(shell):
     """Two processes of 4 devices each, joined on loopback, against one of 8; then one carries on from the two."""
     common = ("--gin.Plan.tensor=2", "--gin.Evaluation.every=4", "--gin.Trainer.ema_decay=0.9")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = free_address()
     processes = [
         shell.start(
             *TRAIN,

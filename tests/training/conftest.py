@@ -9,7 +9,6 @@ import json
 import os
 import pathlib
 import signal
-import socket
 import sys
 
 import jax
@@ -20,6 +19,7 @@ from capibara.checkpoints.manager import Checkpointing
 from capibara.data.dataset import Dataset
 from capibara.data.sources.sources import JsonlSource
 from capibara.data.tokenizers.vocabulary import ByteVocabulary
+from capibara.jobs.local import free_address
 from capibara.models.api import DecoderConfig
 from capibara.optim import Optimizer, Schedule
 from capibara.sharding import Plan
@@ -43,10 +43,8 @@ flaky_bucket = _flaky_bucket()
 def bucket_server():
     """A FlakyBucket before the emulator, with the bucket gs://bucket."""
     server = pytest.importorskip("gcp_storage_emulator.server")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        host, port = free.getsockname()
-    emulator = server.create_server(host, port, in_memory=True, default_bucket="bucket")
+    host, _, port = free_address().rpartition(":")
+    emulator = server.create_server(host, int(port), in_memory=True, default_bucket="bucket")
     emulator.start()
     flaky = flaky_bucket.FlakyBucket(f"{host}:{port}")
     yield flaky
