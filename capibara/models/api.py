@@ -16,7 +16,7 @@ from capibara.core import tree
 from capibara.core.types import Batch, Params
 from capibara.kernels.quantized_matmul import Quantization
 from capibara.models import flops
-from capibara.models.adapters import lora, lora_merge, unmerged
+from capibara.models.adapters import lora, lora_merge, trainable_tokens, unmerged
 from capibara.models.adapters.lora import Lora
 from capibara.models.adapters.unmerged import Adapter, Beside
 from capibara.models.architectures.decoder import Decoder, DecoderConfig
@@ -48,6 +48,7 @@ __all__ = [
     "build",
     "paged",
     "put_rows",
+    "trainable_tokens",
     "unmerged",
 ]
 
@@ -118,6 +119,8 @@ class Model:
     def trains_head(self) -> bool:
         """Whether training changes the output projection."""
         name = "embedding" if self.config.head is Head.TIED else "output"
+        if self.config.head is Head.TIED and self.config.lora is not None and self.config.lora.trainable_tokens:
+            return True
         return self.config.lora is None or any(self.config.lora.trains(part) for part in (name, "output_bias"))
 
     def merge(self, params: Params) -> Params:

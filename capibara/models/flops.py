@@ -46,7 +46,7 @@ def flops_per_token(
 
 def _met(config: TransformerConfig, name: str, leaf: jax.Array | jax.ShapeDtypeStruct, names: tuple[str, ...]) -> float:
     """Weights of a parameter that a token is multiplied with."""
-    matrix = len([n for n in names if n != "layers"]) > 1 and not name.endswith(("bias", "magnitude"))
+    matrix = len([n for n in names if n != "layers"]) > 1 and not name.endswith(("bias", "magnitude", "_lora/rows"))
     if not matrix or "vocab" in names or "position" in names:
         return 0.0
     size = leaf.size * _share(config, name)
@@ -55,7 +55,8 @@ def _met(config: TransformerConfig, name: str, leaf: jax.Array | jax.ShapeDtypeS
 
 def _share(config: TransformerConfig, name: str) -> float:
     """Of the passes through a weight: all three, or two where it is frozen."""
-    return 1 if config.lora is None or config.lora.trains(name) else (_TRAINED - 1) / _TRAINED
+    of_rows = config.lora is not None and config.lora.trainable_tokens and name == "embedding"  # of a tied head
+    return 1 if config.lora is None or config.lora.trains(name) or of_rows else (_TRAINED - 1) / _TRAINED
 
 
 def _keys(config: TransformerConfig, length: int, encoder_length: int) -> tuple[float, float]:

@@ -33,6 +33,7 @@ LORAS = {
     "saved": Lora(rank=2, alpha=4.0, modules_to_save=("layers/mlp_norm/scale", "output")),
     "dora": Lora(rank=2, alpha=4.0, dora=True, targets=("all-linear",)),
     "rslora": Lora(rank=4, alpha=4.0, rslora=True),
+    "tokens": Lora(rank=2, alpha=4.0, trainable_tokens=(9, 3, 271)),
     "phi3": Lora(rank=2, alpha=4.0),  # of parts of a fused weight, in the names of another architecture
     "gpt2": Lora(rank=2, alpha=4.0, targets=("query", "key", "value", "down")),
 }
@@ -81,6 +82,7 @@ def test_adapters_of_a_run_go_out_and_are_merged_to_the_same(name, tmp_path, cap
     assert len(modes) == 1
     assert (about["use_dora"], about["use_rslora"]) == (name == "dora", name == "rslora")
     assert about["modules_to_save"] == (["lm_head", "post_attention_layernorm"] if name == "saved" else None)
+    assert about.get("trainable_token_indices") == ({"embed_tokens": [9, 3, 271]} if name == "tokens" else None)
     if name == "phi3":
         assert about["target_modules"] == ["qkv_proj"]
     # Its base is found, or given; either way the parameters are those of the run, merged.

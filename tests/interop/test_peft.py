@@ -168,7 +168,11 @@ def test_adapters_of_parts_of_a_fused_tensor_become_one(tmp_path, name, rslora):
     [
         (dict(peft_type="IA3"), "has peft_type = 'IA3', of which we have nothing"),
         (dict(bias="some"), "has bias = 'some'"),
-        (dict(trainable_token_indices=[0]), r"has trainable_token_indices = \[0\], of which we have nothing: merge it"),
+        (
+            dict(trainable_token_indices=[0]),
+            "embed_tokens.token_adapter.trainable_tokens_delta is missing in the adapter",
+        ),
+        (dict(trainable_token_indices=dict(lm_head=[0])), "must be tokens of model.embed_tokens alone: merge it"),
         (dict(target_parameters=["mixer.a_log"]), r"has target_parameters = \['mixer.a_log'\]"),
         ("list", "is no JSON object"),
         (dict(r=None), "has r = None, must be a whole number"),

@@ -66,7 +66,9 @@ def learned(model, params, steps):
     return losses, norms[0], state.params
 
 
-@pytest.mark.parametrize("name", ["fused", "layers", pytest.param("fused_biases", marks=pytest.mark.heavy)])
+@pytest.mark.parametrize(
+    "name", ["fused", "layers", "tokens", "tokens_untied", pytest.param("fused_biases", marks=pytest.mark.heavy)]
+)
 def test_five_steps_are_those_of_peft(name, tmp_path):
     case = RECORDED[name]
     before = written(tmp_path, case)

@@ -65,8 +65,12 @@ MORE = {
             rank_pattern={"layers.1.mlp.up_proj": 2, r".*\.k_\w+": 3},
             alpha_pattern={r"layers\.[0-4]\.mlp\.\w+": 5, "q_proj": 1},
         ),
+        lora_tokens=dict(target_modules=LLAMA_LIKE, trainable_token_indices=[7, 90, 3]),
     ),
-    "qwen2": dict(lora_biases=dict(target_modules=["q_proj", "o_proj"], bias="lora_only")),
+    "qwen2": dict(
+        lora_biases=dict(target_modules=["q_proj", "o_proj"], bias="lora_only"),
+        lora_tokens=dict(target_modules=["q_proj", "o_proj"], trainable_token_indices=[7, 90, 3]),  # its head is tied
+    ),
     "gpt2": dict(fused_biases=dict(target_modules=["c_attn"], bias="all")),
     "phi3": dict(fused_dora=dict(target_modules=["qkv_proj"], use_dora=True)),
 }

@@ -39,6 +39,7 @@ EPS = 1e-6
 TIED = ("gpt_neox", "llama", "mistral", "qwen3", "phi3", "mixtral", "qwen3_moe")  # which are not, otherwise
 
 FIELDS = ("peft_type", "r", "lora_alpha", "target_modules", "rank_pattern", "alpha_pattern", "bias", "fan_in_fan_out")
+FIELDS += ("trainable_token_indices",)
 RECORDED = {
     "fused": ("phi3", dict(r=4, lora_alpha=8, target_modules=["qkv_proj", "gate_up_proj"])),
     "fused_biases": ("gpt2", dict(r=4, lora_alpha=8, target_modules=["c_attn"], bias="all", fan_in_fan_out=True)),
@@ -52,6 +53,16 @@ RECORDED = {
             alpha_pattern={"q_proj": 1},
         ),
     ),
+    "tokens": (
+        "qwen2",  # its head is tied
+        dict(
+            r=4,
+            lora_alpha=8,
+            target_modules=["q_proj", "down_proj"],
+            trainable_token_indices={"embed_tokens": [7, 90, 3]},
+        ),
+    ),
+    "tokens_untied": ("llama", dict(r=4, lora_alpha=8, target_modules=["q_proj"], trainable_token_indices=[5, 64])),
 }
 
 

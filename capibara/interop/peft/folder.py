@@ -7,6 +7,7 @@ interop.peft_experts how experts' are written.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import math
 import os
@@ -24,13 +25,14 @@ from capibara.interop.hf import safetensors_header, tables
 from capibara.interop.hf.tensors import Shape, Tensor
 from capibara.interop.peft import experts as peft_experts
 from capibara.interop.peft import modules as peft_modules
+from capibara.interop.peft import tokens
 from capibara.interop.peft.modules import PARTS, PREFIX, Layer, Module, Values
 from capibara.models.api import Lora, Model
 from capibara.storage import partial
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _TASKS = {"causal": "CAUSAL_LM", "encoder_decoder": "SEQ_2_SEQ_LM"}
-_NOT_OURS = ("trainable_token_indices", "layer_replication")
+_NOT_OURS = ("layer_replication",)
 
 _LARGEST, _PATTERNS, _CONFIG_VALUES, _RANK = 2**31, 4096, 200_000, 2**16
 
@@ -63,6 +65,9 @@ def pairs(params: Params, model: Model, model_type: str) -> Iterator[Pair]:
     lora, shapes = model.config.lora, _plain_shapes(model)
     rows = tables.of(model_type, shapes)
     trained = next((path for row in rows for path in row.ours if lora.trains(path)), None)
+    if lora.trainable_tokens:
+        what = "Lora.trainable_tokens has rows of the embedding"
+        raise UserError(f"{what}, which is more than pairs of matrices: write the merged model, --format=gguf")
     if lora.dora or trained is not None:
         what = "Lora.dora has magnitudes" if lora.dora else f"Lora.modules_to_save trains {trained} as it is"
         raise UserError(f"{what}, which is more than pairs of matrices: write the merged model, --format=gguf")
@@ -117,6 +122,8 @@ def write_peft(
     whole = [name for name in saved if name not in biases.names]
     config = _config(modules, rows, lora, model, base, fused_experts)
     config |= {"bias": biases.kind, "modules_to_save": _modules_of(whole) or None}
+    of_tokens, option = tokens.written(values, rows, lora.trainable_tokens)
+    saved, config = saved | of_tokens, config | option
     tensors = {name: value for module in modules for name, value in module.written()}
     tensors = peft_experts.wrapped(tensors) | {PREFIX + biases.written(name): x for name, x in saved.items()}
     extras.require("safetensors", why="PEFT folders")
@@ -168,6 +175,7 @@ def _read(folder: str, config: Mapping[str, Any], model: Model, model_type: str)
     found = (_read_module(row, stored, shapes, config, fused) for row in rows)
     modules = [module for module in found if module is not None]
     saved: Values = {}
+    ids, of_tokens = tokens.read(stored, rows, config, shapes)
     for row in rows:
         if row.name.format(**dict.fromkeys(row.numbered, 0)) in stored:
             saved |= _read_saved(row, stored, shapes)
@@ -182,7 +190,8 @@ def _read(folder: str, config: Mapping[str, Any], model: Model, model_type: str)
         for part, value in parts.items()
         if part != "a" or path == min(module.row.ours)  # which the others share
     }
-    return _lora_of(modules, saved, config), tree.nested(values | saved)
+    lora = dataclasses.replace(_lora_of(modules, saved, config), trainable_tokens=ids)
+    return lora, tree.nested(values | saved | of_tokens)
 
 
 def _plain_shapes(model: Model) -> dict[str, Shape]:
@@ -358,7 +367,7 @@ def _read_tensors(folder: str, names: tables.Names) -> Values:
     stored = {}
     for name, value in read_raw(folder).items():
         name = name.removeprefix(PREFIX)
-        end = next((end for end in PARTS.values() if name.endswith(end)), "")
+        end = next((end for end in (*PARTS.values(), tokens.END) if name.endswith(end)), "")
         name = name if end else re.sub(r"\.base_layer(?=\.bias$)", "", name)  # where the module has an adapter
         weight = names.canonical(f"{name.removesuffix(end)}.weight" if end else name)
         stored[weight.removesuffix(".weight") + end if end and weight else weight or name] = value.astype(np.float32)

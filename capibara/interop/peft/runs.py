@@ -168,6 +168,8 @@ def _different(theirs: api.Lora, model: api.Model, values: Params) -> str:
     ours, trained = model.config.lora, model.trained(model.abstract_params)
     if ours.dora != theirs.dora:
         return "dora"
+    if ours.trainable_tokens != theirs.trainable_tokens:
+        return "trainable_tokens"
     named, own = set(tree.path_names(values)), set(tree.path_names(trained))
     for end, field in (("_lora/b", "targets"), ("_lora/a", "fused"), ("", "modules_to_save")):
         if any(name.endswith(end) for name in named ^ own):

@@ -26,6 +26,7 @@ from flax import nnx
 
 from capibara.config import configurable
 from capibara.core.types import UserError
+from capibara.models.adapters import trainable_tokens
 from capibara.models.adapters.lora_experts import Factors
 from capibara.models.adapters.quantized_weights import BaseDtype, Blocks, FrozenWeight, StoredWeight, Whole
 from capibara.models.layers import layers
@@ -64,6 +65,7 @@ class Lora:
         transformers has for all of them: (("query", "key", "value"), ("gate", "up")).
       dropout: share of an adapter's inputs that a train step leaves out; micro-batches of a step leave out the same places.
       modules_to_save: patterns of other parameters, which are trained as they are.
+      trainable_tokens: ids of tokens whose rows of the embedding are trained, and of a tied head with it (decoders).
       base_dtype: how the frozen parameters are stored. With nf4 it is QLoRA (Dettmers et al. 2023, arXiv:2305.14314).
       double_quantization: the scales of blocks are in 8 bits too.
     """
@@ -78,6 +80,7 @@ class Lora:
     fused: tuple[tuple[str, ...], ...] = ()
     dropout: float = 0.0
     modules_to_save: tuple[str, ...] = ()
+    trainable_tokens: tuple[int, ...] = ()
     base_dtype: BaseDtype = BaseDtype.FLOAT32
     double_quantization: bool = False
 
@@ -92,6 +95,7 @@ class Lora:
             raise UserError(f"Lora.dropout is {self.dropout}, must be from 0 to below 1: try 0.05")
         if not self.targets:
             raise UserError(f'Lora.targets is empty: try ("query", "value"), or ("{ALL_LINEAR}",)')
+        trainable_tokens.check(self.trainable_tokens)
         grouped = [name for group in self.fused for name in group]
         for name in grouped:
             if name not in _LINEAR or grouped.count(name) > 1:
@@ -353,6 +357,10 @@ def attach(model: nnx.Module, lora: Lora, rngs: nnx.Rngs) -> None:
     """
     found = {name: (owner, key) for name, owner, key in _params(model)}
     _check_patterns("modules_to_save", lora.modules_to_save, {name: [name] for name in found}, found)
+    if lora.trainable_tokens:
+        sizes = model.config
+        whole = lora.trains("embedding")
+        trainable_tokens.check_sizes(lora.trainable_tokens, sizes.vocab_size, sizes.objective, whole)
     chosen = lora.chosen(
         {name: getattr(owner, key).shape[0] for name, (owner, key) in found.items() if _adaptable(name)}
     )
@@ -367,6 +375,8 @@ def attach(model: nnx.Module, lora: Lora, rngs: nnx.Rngs) -> None:
             beside = {other.rpartition("/")[2] for other in chosen if found[other][0] is owner}
             first = getattr(owner, lora.first_of(name, beside) + SUFFIX, None)
             setattr(owner, key + SUFFIX, Adapter(name, lora, weight, param.axes, rngs, first))
+    if lora.trainable_tokens:
+        setattr(model, trainable_tokens.ATTRIBUTE, trainable_tokens.Rows(model.embedding[...], lora.trainable_tokens))
 
 
 def _stored(name: str, param: nnx.Param, lora: Lora) -> nnx.Param | StoredWeight:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from capibara.core.types import Params, UserError
+from capibara.models.adapters import trainable_tokens
 from capibara.models.adapters.lora import SUFFIX, Lora, block_dim, input_dims, stack_dims
 from capibara.models.adapters.quantized_weights import Blocks
 
@@ -26,6 +27,8 @@ def merge(params: Params, lora: Lora, axes: Params) -> Params:
     def one(name: str, weight: jax.Array, adapter: Params | None, axes: tuple[str | None, ...]) -> jax.Array:
         if adapter is None:
             return weight
+        if trainable_tokens.PART in adapter:
+            return trainable_tokens.replaced(weight, adapter[trainable_tokens.PART], lora.trainable_tokens)
         stacked, inputs = stack_dims(axes), input_dims(axes)
         weight = weight + _product(adapter, weight.shape, stacked, lora, name)
         if "magnitude" not in adapter:
@@ -55,6 +58,11 @@ def unmerge(merged: Params, adapters: Params, lora: Lora, axes: Params) -> Param
     """
     if lora.dora:
         raise UserError("Lora.dora is set, and a weight that was merged so cannot be had back: keep the base beside it")
+
+    if lora.trainable_tokens:
+        raise UserError(
+            "Lora.trainable_tokens has rows that were replaced, which cannot be had back: keep the base beside it"
+        )
 
     def one(name: str, weight: jax.Array, adapter: Params | None, axes: tuple[str | None, ...]) -> jax.Array:
         if adapter is None:
@@ -87,7 +95,7 @@ def whole(params: Params, key: str, lora: Lora) -> Params | None:
       lora: of all adapters.
     """
     adapter = params.get(key + SUFFIX)
-    if adapter is None or "a" in adapter:
+    if adapter is None or "a" in adapter or trainable_tokens.PART in adapter:
         return adapter
     beside = {name.removesuffix(SUFFIX) for name in params if name.endswith(SUFFIX)}
     return adapter | {"a": params[lora.first_of(key, beside) + SUFFIX]["a"]}

@@ -72,8 +72,9 @@ def check(model: Shaped, one: Adapter) -> None:
         owner, _, part = name.rpartition("/")
         weight = owner.removesuffix(SUFFIX)
         if weight == owner or part not in _PARTS:
+            option = "trainable_tokens" if weight == "embedding" and weight != owner else "modules_to_save"
             raise UserError(
-                f"{name} is trained as it is (Lora.modules_to_save), and all requests share one: merge the adapter with "
+                f"{name} is trained as it is (Lora.{option}), and all requests share one: merge the adapter with "
                 "capibara convert, and serve that alone"
             )
         if weight not in known:

@@ -15,9 +15,9 @@ from flax import nnx
 from capibara.config import configurable
 from capibara.core.types import Batch, UserError
 from capibara.kernels.attention.spec import AttentionKind
-from capibara.models.adapters import lora, unmerged
+from capibara.models.adapters import lora, trainable_tokens, unmerged
 from capibara.models.cache import dense
-from capibara.models.layers import dropout, embedding, layers, stack, transformer
+from capibara.models.layers import dropout, layers, stack, transformer
 from capibara.models.layers.attention import AttentionBackend
 from capibara.models.layers.dropout import Dropout, Site
 from capibara.models.layers.layers import NormScale
@@ -229,7 +229,7 @@ class Decoder(nnx.Module):
 
     def head(self) -> jax.Array:
         """The output projection [V, D]: logits are hidden @ head.T."""
-        return self.embedding[...] if self.config.head is Head.TIED else self.output[...]
+        return trainable_tokens.table(self) if self.config.head is Head.TIED else self.output[...]
 
     def _normed(self, x: jax.Array, drop: Dropout | None = None) -> jax.Array:
         """The final hidden states."""
@@ -253,7 +253,7 @@ class Decoder(nnx.Module):
 
     def _embed(self, batch: Batch) -> jax.Array:
         config = self.config
-        x = embedding.lookup(self.embedding[...], batch["tokens"], config.dtype.value)
+        x = trainable_tokens.lookup(self, batch["tokens"], config.dtype.value)
         if config.positions is Positions.LEARNED:
             x = x + self.position_embedding[...][batch["positions"]].astype(x.dtype)
         x = transformer.residual(x)

@@ -307,3 +307,41 @@ def test_what_a_layer_does_not_have_is_zero_and_has_no_gradient():
 def test_mistakes_are_named(changes, told):
     with pytest.raises(UserError, match=told):
         api.build(dataclasses.replace(CONFIG, lora=Lora(**changes)))
+
+
+@pytest.mark.parametrize("head", ["tied", "separate"])
+def test_rows_of_the_embedding_are_trained_and_begin_as_they_are(head):
+    """The plain model's answers before training; what is trained answers as the model that it is merged into."""
+    config = DecoderConfig(
+        vocab_size=40, embed_dim=16, num_layers=1, num_heads=2, mlp_dim=24, dtype="float32", head=head
+    )
+    model = api.build(dataclasses.replace(config, lora=Lora(rank=2, trainable_tokens=(7, 39, 2))))
+    base = jax.jit(model.plain.init)(jax.random.key(0))
+    params = jax.jit(model.adapt)(base, jax.random.key(1))
+    np.testing.assert_array_equal(params["embedding_lora"]["rows"], base["embedding"][np.array([7, 39, 2])])
+    assert model.trained(params).keys() == {"embedding_lora", "layers"} and model.trains_head == (head == "tied")
+    tokens = np.array([[7, 1, 39, 2, 7, 3]], np.int32)
+    batch = {"tokens": tokens, "positions": np.arange(6, dtype=np.int32)[None], "segment_ids": np.ones_like(tokens)}
+    want = model.plain.logits(base, batch)
+    np.testing.assert_allclose(model.logits(params, batch), want, rtol=0, atol=1e-6)
+    params["embedding_lora"]["rows"] += 0.1
+    got = model.logits(params, batch)
+    assert np.abs(got - want).max() > 1e-3
+    np.testing.assert_allclose(got, model.plain.logits(model.merge(params), batch), rtol=0, atol=1e-6)
+    with pytest.raises(UserError, match="Lora.trainable_tokens has rows that were replaced"):
+        model.unmerge(base, model.trained(params))
+
+
+@pytest.mark.parametrize(
+    ("ids", "told"),
+    [
+        ((3, 3), "has 3 twice"),
+        ((-1,), "has -1, must be ids"),
+        ((40,), r"has 40, must be below vocab_size \(40\)"),
+    ],
+    ids=str,
+)
+def test_tokens_that_cannot_be_trained_are_refused(ids, told):
+    config = DecoderConfig(vocab_size=40, embed_dim=16, num_layers=1, num_heads=2, mlp_dim=24)
+    with pytest.raises(UserError, match=f"Lora.trainable_tokens {told}"):
+        api.build(dataclasses.replace(config, lora=Lora(trainable_tokens=ids)))
