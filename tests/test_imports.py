@@ -132,6 +132,8 @@ def violations(package: pathlib.Path) -> list[str]:
             if imported.module in modules and imported.module != name:
                 edges.setdefault(name, set()).add(imported.module)
         problems += _too_long(path, package)
+    hidden = [path for path in sorted(package.rglob("*.py")) if path.with_suffix("").is_dir()]
+    problems += [f"{path.relative_to(package.parent)}:1: the folder of its name hides it" for path in hidden]
     problems += [f"import cycle: {' -> '.join(cycle)}" for cycle in cycles(edges)]
     return problems
 
@@ -263,6 +265,11 @@ def house(tmp_path):
 
 def test_a_clean_package_passes(house):
     assert violations(house) == []
+
+
+def test_a_module_beside_a_folder_of_its_name_is_found(house):
+    (house / "jobs.py").touch()
+    assert violations(house) == ["house/jobs.py:1: the folder of its name hides it"]
 
 
 @pytest.mark.parametrize("file", PLANTED)

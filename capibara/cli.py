@@ -1,9 +1,0 @@
-"""`python -m capibara.cli`."""
-
-import sys
-
-from capibara.cli.cli import main
-from capibara.core.exits import run_process
-
-if __name__ == "__main__":
-    sys.exit(run_process(main))
