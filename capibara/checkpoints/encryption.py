@@ -43,7 +43,7 @@ class Encryption:
       key_file: a file that holds it instead, in these forms or as bare bytes; None: none.
       old_key_file: holds the key before this one, with which steps are still read; None: none.
       encrypt: new steps are encrypted; False: encrypted ones are read, and new ones are not.
-      plain_steps: a run may carry on from a step that is not encrypted: anybody may have written that.
+      plain_steps: a run may resume from a step that is not encrypted: anybody may have written that.
     """
 
     key_env: str = "CAPIBARA_CHECKPOINT_KEY"

@@ -232,7 +232,7 @@ class Checkpoints:
         """What `attempt` gives of the newest step that it finds undamaged, on all processes; None: there is no step."""
         lost = step_folders.lost(self._folder)
         step_folders.check_foreign(self._folder)
-        passed: list[int] = []  # moved aside only when there is one to carry on from
+        passed: list[int] = []  # moved aside only when there is one to resume from
         steps, lost = hosts.gathered([self.steps()[::-1], lost])[0]
         for step in lost[-_TOLD:]:
             self._pass_over(step, step_folders.why_lost(self._folder, step))
@@ -533,7 +533,7 @@ class Checkpoints:
         elif encryption is not None and encryption.encrypt and not encryption.plain_steps:
             raise UserError(
                 f"checkpoint {self._folder}/{step} is not encrypted, and Checkpointing.encryption is set: where it is your "
-                "own, set Encryption.plain_steps = True to carry on from it"
+                "own, set Encryption.plain_steps = True to resume from it"
             )
         return found
 
@@ -555,7 +555,7 @@ class Checkpoints:
                     step_folders.move_aside(self._folder / str(step), step_folders.DAMAGED)
             raise RestoredFromDamage(
                 f"{self._folder}/{step}, from which this run was restored, is damaged: {fault}: run the command again to "
-                "carry on from the step before"
+                "resume from the step before"
             ) from None
 
     def _check_lease(self) -> None:

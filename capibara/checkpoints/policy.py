@@ -11,7 +11,7 @@ from capibara.core.types import UserError
 
 
 class Verify(enum.StrEnum):
-    """When the files of the step that a run carries on from are compared with its manifest.
+    """When the files of the step that a run resumes from are compared with its manifest.
 
     before: anything is restored. background: while training goes on; what has changed since it was saved stops the run
     at its next checkpoint, and is moved aside. off: never.
@@ -41,7 +41,7 @@ class Checkpointing:
       keep_best: how many of those with the lowest validation loss are kept besides; 0: none.
       milestones: steps that are kept for ever.
       verify: when a step's files are compared with its manifest.
-      cast: arrays that were saved in another floating-point dtype are converted where a run carries on; else refused.
+      cast: arrays that were saved in another floating-point dtype are converted where a run resumes; else refused.
       incremental: arrays that have not changed since the step before (frozen ones, those beside LoRA) are not written
         again: a step refers to the older one that holds them, which stays as long as it is needed.
       compression: of the arrays' files.

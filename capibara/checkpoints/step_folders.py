@@ -232,7 +232,7 @@ def remove_leftovers(folder: epath.Path) -> None:
 
 
 def check_foreign(folder: epath.Path) -> None:
-    """Raises UserError where a folder has steps, but none to carry on from: to start anew would lose them."""
+    """Raises UserError where a folder has steps, but none to resume from: to start anew would lose them."""
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is no folder: move it away, or set another MODEL_DIR")
     if folder.exists() and not steps(folder):

@@ -81,7 +81,7 @@ class Curves:
       bits_per_nat: bits per byte of a loss of one nat per token on the validation text; None as above.
       baseline: loss of the baseline in nats per token; None: none.
       baseline_label: what it is.
-      resumed: steps at which the run carried on.
+      resumed: steps at which the run resumed.
       param_count, tokens: of the model, and read in training so far; None where the file does not say.
       unit: what is said of the loss's; nothing of one that is no cross entropy.
     """

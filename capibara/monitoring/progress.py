@@ -228,9 +228,9 @@ def _start_line(run: RunInfo) -> str:
     if run.start_step >= run.total_steps:
         return f"{quantity(run.param_count)} parameters on {devices}"
     steps = f"steps {run.start_step} to {run.total_steps}" if run.start_step else f"{_count(run.total_steps, 'step')}"
-    carry_on = f"carrying on from step {run.start_step}; " if run.start_step else ""
+    resuming = f"resuming from step {run.start_step}; " if run.start_step else ""
     return (
-        f"{carry_on}{quantity(run.param_count)} parameters on {devices}; {steps} of "
+        f"{resuming}{quantity(run.param_count)} parameters on {devices}; {steps} of "
         f"{quantity(run.tokens_per_step)} tokens"
     )
 

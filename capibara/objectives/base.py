@@ -96,7 +96,7 @@ class Supply(abc.ABC):
         Args:
           params: of the state at hand.
           step: steps done.
-          saved: what `state` gave for the checkpoint that the run carries on from; None: a new run.
+          saved: what `state` gave for the checkpoint that the run resumes from; None: a new run.
         """
 
     @abc.abstractmethod

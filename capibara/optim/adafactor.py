@@ -60,7 +60,7 @@ class Adafactor:
         what each of its dimensions is, "row", "column", "batch" (weights of their own are stacked along it) or "none".
         Roles without rows or columns: not factored. Holds whatever the sizes are.
       decay_rate: the second moments' decay at update t is 1 - t ** -decay_rate.
-      step_offset: updates before the first of this kind, for fine-tuning that carries on the number of the step.
+      step_offset: updates before the first of this kind, for fine-tuning that continues to count the steps.
       clipping_threshold: updates of a weight are scaled down to this root mean square; None is no limit.
       epsilon1: is added to squared gradients.
       epsilon2: the least scale of a parameter.

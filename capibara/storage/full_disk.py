@@ -28,7 +28,7 @@ def disk_full_explained(folder: str) -> Iterator[None]:
             raise
         raise UserError(
             f"disk full while saving to {folder} ({free_bytes(folder) / 2**20:.0f} MiB free): make room, lower "
-            "Checkpointing.keep, or set another MODEL_DIR; run the command again to carry on"
+            "Checkpointing.keep, or set another MODEL_DIR; run the command again to resume"
         ) from error
 
 

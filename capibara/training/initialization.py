@@ -56,7 +56,7 @@ class Adapted(Protocol):
 def reader(trainer: Trainer, load: Load | None) -> Read | None:
     """What reads the parameters at `trainer.init_from` where that is no run folder; it is looked at here, not read.
 
-    None where it is one, and for a run that begins with other parameters or carries on.
+    None where it is one, and for a run that begins with other parameters or resumes.
 
     Args:
       trainer: the run.
@@ -66,12 +66,12 @@ def reader(trainer: Trainer, load: Load | None) -> Read | None:
       UserError: nothing is there, or another model.
     """
     own = step_folders.folder_of(trainer.model_dir)
-    carries_on = own.exists() and bool(step_folders.steps(own))
-    return None if carries_on else reader_again(trainer, load)
+    resumes = own.exists() and bool(step_folders.steps(own))
+    return None if resumes else reader_again(trainer, load)
 
 
 def reader_again(trainer: Trainer, load: Load | None) -> Read | None:
-    """As `reader`, for a run that carries on and needs what it began from once more."""
+    """As `reader`, for a run that resumes and needs what it began from once more."""
     if load is None or trainer.init_from is None or step_folders.folder_of(trainer.init_from).exists():
         return None
     return load()

@@ -51,7 +51,7 @@ def train(
     config: str = "",
     load: Load | None = None,
 ) -> Outcome:
-    """Trains until `trainer.steps`, early stopping or a signal; run again with the same folder to carry on.
+    """Trains until `trainer.steps`, early stopping or a signal; run again with the same folder to resume.
 
     Args:
       trainer: the run.
@@ -207,7 +207,7 @@ def _evaluate(
             callbacks.on_sample(step, *sample)
     run.progress("")
     if loss is None:
-        callbacks.on_status(f"step {step}: the evaluation is left, and made when the run carries on")
+        callbacks.on_status(f"step {step}: the evaluation is left, and made when the run resumes")
     return loss
 
 

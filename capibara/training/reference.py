@@ -40,7 +40,7 @@ _TOLD_EVERY_S = 10.0
 class ReferenceTables(Supply):
     """Fills the reference's log-probabilities into the batches of preference pairs.
 
-    A run that carries on takes them from its folder. Where they are not there, or of other data, they are computed anew
+    A run that resumes takes them from its folder. Where they are not there, or of other data, they are computed anew
     from `Trainer.init_from`, which must still hold the weights that the run began from.
 
     Args:

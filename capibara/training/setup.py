@@ -64,7 +64,7 @@ class Run:
     goes_on: tuple[int, PyTree] | None  # the step and the optimizer's state that a new run goes on from
     bad_batches: BadBatches
     spent: dict[str, float]  # seconds by what took them, before the first step
-    owes_evaluation: bool = False  # the run was to stop before the evaluation of the step that it carries on from
+    owes_evaluation: bool = False  # the run was to stop before the evaluation of the step that it resumes from
     unused_data: dict[str, Any] | None = None  # the data's state before a batch that was given up
     roll_backs: Counter[int] = dataclasses.field(default_factory=Counter)  # by the step that it went back to
     before_batch: Position = None  # where the data stood before the batch at hand

@@ -84,7 +84,7 @@ class Trainer:
       steps: the step at which the run ends, counted from its very beginning.
       seed: of the parameters, from 0 to 2**32 - 1; the data has its own.
       init_from: where the parameters of a run that starts anew come from; None: they are drawn. Of a run folder the
-        newest step is read, its adapters merged (init_with says otherwise). With TransformerConfig.lora they are the base's. A run that carries on does not look there.
+        newest step is read, its adapters merged (init_with says otherwise). With TransformerConfig.lora they are the base's. A run that resumes does not look there.
       init_with: what is taken from there.
       model, plan, dataset, optimizer, evaluation, checkpointing: the parts.
       loss: what is minimised, such as @Dpo() on preference pairs; None: the cross entropy of the texts.

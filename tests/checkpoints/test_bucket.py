@@ -66,7 +66,7 @@ def test_a_save_that_is_killed_leaves_its_step_whole_in_the_bucket_or_none(bucke
 
 @pytest.mark.heavy
 def test_a_run_lives_in_a_bucket(bucket, corpus, tmp_path):
-    """Trained, stopped, carried on, listed, pruned and asked; a folder is read where there is no bucket's library."""
+    """Trained, stopped, resumed, listed, pruned and asked; a folder is read where there is no bucket's library."""
     train = (
         "-m",
         "capibara",
@@ -79,7 +79,7 @@ def test_a_run_lives_in_a_bucket(bucket, corpus, tmp_path):
     for steps in (2, 4):
         done = run(bucket, *train, *small, f"--gin.TRAIN_STEPS={steps}", "--gin.Checkpointing.every=1")
         assert done.returncode == 0, done.stderr[-3000:]
-    assert "carrying on from step 2" in done.stdout
+    assert "resuming from step 2" in done.stdout
     done = run(bucket, "-m", "capibara", "convert", "list", "gs://bucket/tiny", f"--json={tmp_path / 'list.json'}")
     assert done.returncode == 0, done.stderr
     assert [row["step"] for row in json.loads((tmp_path / "list.json").read_text())] == [2, 3, 4]

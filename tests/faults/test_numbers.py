@@ -106,12 +106,12 @@ def test_a_nan_leaves_out_its_update_as_if_it_had_never_been(make_trainer, train
     assert [whole.metrics[step]["skipped"] for step in range(1, 8)] == [0, 0, 0, 1, 0, 0, 0]
     assert [step for step, loss in whole.losses.items() if not np.isfinite(loss)] == [4]
     assert whole.checkpoints == [2, 4, 6, 7]  # the state of step 4 is good
-    # Stopped right after it and carried on: as without the stop.
+    # Stopped right after it and resumed: as without the stop.
     stopped = make_trainer(**{**vars(trainer), "model_dir": str(tmp_path / "stopped"), "steps": 4})
     train(stopped)
-    carried_on = train(dataclasses.replace(stopped, steps=7))
-    assert carried_on.start_step == 4
-    assert_equal(dataclasses.asdict(carried_on.state), dataclasses.asdict(whole.state))
+    resumed = train(dataclasses.replace(stopped, steps=7))
+    assert resumed.start_step == 4
+    assert_equal(dataclasses.asdict(resumed.state), dataclasses.asdict(whole.state))
     # A run without that batch has the same parameters and moments, a step sooner.
     watched.feed(without=(4,))
     without = train(dataclasses.replace(trainer, model_dir=str(tmp_path / "without"), steps=6))
@@ -209,8 +209,8 @@ def test_a_loss_spike_is_left_out(make_trainer, train, watched, tmp_path):
     # The window comes back with the state: stopped before the spike, it is seen all the same.
     stopped = dataclasses.replace(trainer, model_dir=str(tmp_path / "stopped"), steps=12)
     train(stopped)
-    carried_on = train(dataclasses.replace(stopped, steps=15))
-    assert_equal(dataclasses.asdict(carried_on.state), dataclasses.asdict(whole.state))
+    resumed = train(dataclasses.replace(stopped, steps=15))
+    assert_equal(dataclasses.asdict(resumed.state), dataclasses.asdict(whole.state))
 
 
 @pytest.mark.fault(41)
@@ -225,13 +225,13 @@ def test_a_run_goes_back_from_a_spike_and_leaves_its_batches_out(make_trainer, t
     assert names(trainer) == {"2", "4", "6", "8", "10", "10.rolled_back", "12", "14", "15"}
     assert sorted(watched.batches) == [*range(1, 13), *range(15, 22)]
     assert [line["step"] for line in lines(trainer)] == [11]
-    # As a run that never saw these batches; and it carries on where it ended.
+    # As a run that never saw these batches; and it resumes where it ended.
     watched.feed(without=range(9, 15))
     without = train(dataclasses.replace(trainer, model_dir=str(tmp_path / "without"), steps=17))
     assert_equal(dataclasses.asdict(seen.state), dataclasses.asdict(watched.states[15]))
     watched.feed()
-    carried_on = train(dataclasses.replace(trainer, steps=17))
-    assert_equal(dataclasses.asdict(carried_on.state), dataclasses.asdict(without.state))
+    resumed = train(dataclasses.replace(trainer, steps=17))
+    assert_equal(dataclasses.asdict(resumed.state), dataclasses.asdict(without.state))
 
 
 @pytest.mark.fault(41)

@@ -53,12 +53,12 @@ def ends(processes, within_s):
     return codes
 
 
-def assert_carries_on(shell, run):
-    """One process of four devices carries on from the newest step of the two."""
+def assert_resumes(shell, run):
+    """One process of four devices resumes from the newest step of the two."""
     step = steps_of(shell.folder / run)[-1]
     flags = (*TRAIN, "--emulate=4", f"--gin.MODEL_DIR={run}", f"--gin.TRAIN_STEPS={step + 2}")
     done = shell.run(*flags)
-    assert done.code == 0 and f"carrying on from step {step};" in done.out, done.err
+    assert done.code == 0 and f"resuming from step {step};" in done.out, done.err
     assert "damaged" not in done.err
 
 
@@ -71,7 +71,7 @@ def test_a_process_that_is_killed_ends_the_others(shell, killed):
     processes[killed].kill()
     code = ends(processes, within_s=60)[1 - killed]
     assert code not in (None, 0)
-    assert_carries_on(shell, run)
+    assert_resumes(shell, run)
 
 
 @pytest.mark.heavy
@@ -86,7 +86,7 @@ def test_one_signal_to_one_process_saves_one_step_on_all(shell):
         step = reader.verified_step()
         assert step == max(reader.steps()) and not reader.damaged
     done = shell.run(*TRAIN, "--emulate=4", "--gin.MODEL_DIR=signalled", f"--gin.TRAIN_STEPS={step + 2}")
-    assert done.code == 0 and f"carrying on from step {step};" in done.out, done.err
+    assert done.code == 0 and f"resuming from step {step};" in done.out, done.err
 
 
 @pytest.mark.heavy
@@ -103,7 +103,7 @@ def test_a_process_that_is_stopped_ends_the_others(shell):
     processes[1].kill()
     if processes[0].returncode == 75:
         assert "this run hangs and ends" in errors and "Thread 0x" in errors
-    assert_carries_on(shell, "stopped")
+    assert_resumes(shell, "stopped")
 
 
 def start_peers(folder, scenario, count):
@@ -246,7 +246,7 @@ def test_one_of_two_processes_that_cannot_write_ends_both_and_they_start_again(s
     flags = (*TRAIN, "--emulate=2", "--gin.MODEL_DIR=failing", "--gin.TRAIN_STEPS=40")
     done = shell.run("launch", "local", "--processes=2", "--restarts=1", "--", *flags, **hooked(shell, FAILING))
     assert done.code == 0 and "exit code 1; restart 1 of 1" in done.err, done.err
-    assert "OSError: [Errno 5] Input/output error" in done.err and "carrying on from step 2;" in done.out
+    assert "OSError: [Errno 5] Input/output error" in done.err and "resuming from step 2;" in done.out
     assert steps_of(shell.folder / "failing") == [36, 38, 40] and time.monotonic() - began_s < 120
 
 

@@ -1,4 +1,4 @@
-"""Runs that are stopped, carried on, and handed other data: as a user starts them, and in this process."""
+"""Runs that are stopped, resumed, and handed other data: as a user starts them, and in this process."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_sigterm_saves_the_step_at_hand(shell):
     [step] = steps_of(run)
     assert step >= 5 and max(r["step"] for r in records(run) if r["kind"] == "train") == step
     done = shell.run(*TRAIN, f"--gin.TRAIN_STEPS={step + 2}")
-    assert done.code == 0 and f"carrying on from step {step};" in done.out
+    assert done.code == 0 and f"resuming from step {step};" in done.out
     assert steps_of(run) == [step, step + 2]
 
 
@@ -78,7 +78,7 @@ def test_a_second_sigterm_does_no_harm(shell):
 
 
 @pytest.mark.fault(22)
-def test_a_run_carries_on_from_the_step_before_a_damaged_one_and_says_so(make_trainer, train, caplog):
+def test_a_run_resumes_from_the_step_before_a_damaged_one_and_says_so(make_trainer, train, caplog):
     trainer = make_trainer(checkpointing=Checkpointing(every=4), steps=8)
     whole = train(trainer)
     newest = pathlib.Path(trainer.model_dir) / "checkpoints" / "8"

@@ -141,7 +141,7 @@ def test_one_of_two_is_killed_and_four_and_then_one_go_on(cluster, shell, data):
         more = (*flags, f"--emulate={4 // count}", f"--gin.TRAIN_STEPS={steps}")
         done = joined.run("train", *more) if joined else [shell.run("train", *more)]
         assert [one.code for one in done] == [0] * count, [one.err[-2000:] for one in done]
-        assert f"carrying on from step {steps - 4};" in done[0].out
+        assert f"resuming from step {steps - 4};" in done[0].out
     whole = shell.run("train", *flags, "--emulate=4", f"--gin.TRAIN_STEPS={step + 8}", f"--gin.MODEL_DIR={name}_whole")
     assert whole.code == 0, whole.err
     parts, whole = losses(run), losses(shell.folder / f"{name}_whole")

@@ -1,4 +1,4 @@
-"""`python -m capibara.train`: trains, stops, carries on, and answers every mistake with one line."""
+"""`python -m capibara.train`: trains, stops, resumes, and answers every mistake with one line."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_train_then_again_then_with_more_steps(shell):
 
     more = shell.run(*TRAIN, "--emulate=8", "--gin.TRAIN_STEPS=9")
     assert (more.code, more.err) == (0, "")
-    assert "carrying on from step 6" in more.out and "changed since the last start" in more.out
+    assert "resuming from step 6" in more.out and "changed since the last start" in more.out
     assert sorted(losses(shell.folder / "run")) == list(range(1, 10))
 
 
@@ -55,7 +55,7 @@ def test_a_run_in_two_parts_has_the_losses_of_one(shell):
 
 
 @pytest.mark.heavy  # fault 4 in the short suite
-def test_sigterm_ends_with_a_checkpoint_and_the_command_carries_on(shell):
+def test_sigterm_ends_with_a_checkpoint_and_the_command_resumes(shell):
     args = (*TRAIN, "--emulate=8", "--gin.MODEL_DIR=stopped")
     process = shell.start(*args, "--gin.TRAIN_STEPS=100000")
     for line in process.stdout:
@@ -67,13 +67,13 @@ def test_sigterm_ends_with_a_checkpoint_and_the_command_carries_on(shell):
     step = max(int(name) for name in os.listdir(shell.folder / "stopped" / "checkpoints"))
     assert step >= 5 and f"interrupted at step {step}" in out
     again = shell.run(*args, f"--gin.TRAIN_STEPS={step + 2}")
-    assert again.code == 0 and f"carrying on from step {step};" in again.out
+    assert again.code == 0 and f"resuming from step {step};" in again.out
     assert sorted(losses(shell.folder / "stopped")) == list(range(1, step + 3))
 
 
 @pytest.mark.heavy  # tests/hosts has four in the short suite
 def test_two_processes_learn_as_one_and_their_checkpoint_is_anyones(shell):
-    """Two processes of 4 devices each, joined on loopback, against one of 8; then one carries on from the two."""
+    """Two processes of 4 devices each, joined on loopback, against one of 8; then one resumes from the two."""
     common = ("--gin.Plan.tensor=2", "--gin.Evaluation.every=4", "--gin.Trainer.ema_decay=0.9")
     address = free_address()
     processes = [
@@ -95,7 +95,7 @@ def test_two_processes_learn_as_one_and_their_checkpoint_is_anyones(shell):
     assert "on 8 x cpu" in ends[0][0] and "loss" not in ends[1][0]
     one = shell.run(*TRAIN, *common, "--emulate=8", "--gin.MODEL_DIR=one", "--gin.TRAIN_STEPS=8")
     again = shell.run(*TRAIN, *common, "--emulate=8", "--gin.MODEL_DIR=two", "--gin.TRAIN_STEPS=8")
-    assert (one.code, again.code) == (0, 0) and "carrying on from step 6" in again.out
+    assert (one.code, again.code) == (0, 0) and "resuming from step 6" in again.out
     together, alone = losses(shell.folder / "two"), losses(shell.folder / "one")
     assert sorted(together) == sorted(alone) == list(range(1, 9))
     np.testing.assert_allclose(list(together.values()), list(alone.values()), rtol=1e-5)
@@ -164,7 +164,7 @@ def test_another_model_shape_is_one_line(here, shell):
 
 
 @pytest.mark.heavy  # tests/faults/test_disk.py fills a disk in the short suite
-def test_a_full_disk_is_one_line_and_the_run_carries_on_once_there_is_room(shell):
+def test_a_full_disk_is_one_line_and_the_run_resumes_once_there_is_room(shell):
     disk = shell.folder / "disk"
     disk.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", disk], capture_output=True, text=True)
@@ -180,7 +180,7 @@ def test_a_full_disk_is_one_line_and_the_run_carries_on_once_there_is_room(shell
         assert saved, full
         subprocess.run(["mount", "-o", "remount,size=20m", disk], check=True)
         again = shell.run(*args)
-        assert (again.code, again.err) == (0, "") and f"carrying on from step {max(saved)};" in again.out
+        assert (again.code, again.err) == (0, "") and f"resuming from step {max(saved)};" in again.out
         assert sorted(losses(disk / "run")) == list(range(1, 13))
     finally:
         subprocess.run(["umount", "-l", disk], check=True)

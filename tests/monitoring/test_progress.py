@@ -64,7 +64,7 @@ def test_plain_lines():
 
 def test_resumed_run_says_so():
     lines = show(dataclasses.replace(RUN, start_step=200)).splitlines()
-    assert lines[0].startswith("carrying on from step 200; ") and "steps 200 to 1000" in lines[0]
+    assert lines[0].startswith("resuming from step 200; ") and "steps 200 to 1000" in lines[0]
     assert "interrupted at step 210: 10 steps" in lines[-1]
 
 

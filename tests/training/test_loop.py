@@ -32,7 +32,7 @@ def assert_equal_states(one, other):
     jax.tree.map(np.testing.assert_array_equal, dataclasses.asdict(one), dataclasses.asdict(other))
 
 
-def assert_carried_on(whole, first, second, at=10):
+def assert_resumed(whole, first, second, at=10):
     assert (first.start_step, second.start_step) == (0, at)
     assert first.batches + second.batches == whole.batches
     assert {**first.losses, **second.losses} == whole.losses  # exactly, as floats
@@ -44,7 +44,7 @@ def test_stop_and_resume_equals_the_uninterrupted_run_bit_for_bit(make_trainer, 
     whole = train(dataclasses.replace(trainer, model_dir=str(tmp_path / "whole")))
     first = train(dataclasses.replace(trainer, steps=10))
     second = train(trainer)
-    assert_carried_on(whole, first, second)
+    assert_resumed(whole, first, second)
     assert len(set(whole.batches)) == 20 and sorted(whole.losses) == list(range(1, 21))
     assert whole.losses[20] < 0.8 * whole.losses[1]
     assert second.state.ema is not None and int(second.state.step) == 20
@@ -65,7 +65,7 @@ def test_it_holds_for_adafactor_and_smoothed_labels(make_trainer, train, tmp_pat
     trainer = make_trainer(steps=4, optimizer=optimizer, label_smoothing=0.1, loss_normalization="documents")
     whole = train(dataclasses.replace(trainer, model_dir=str(tmp_path / "whole")))
     first = train(dataclasses.replace(trainer, steps=2))
-    assert_carried_on(whole, first, train(trainer), at=2)
+    assert_resumed(whole, first, train(trainer), at=2)
     assert whole.metrics[4]["smoothed_loss"] > 0 and whole.metrics[4]["tokens"] > 100
     old = dataclasses.replace(optimizer, adafactor=dataclasses.replace(adafactor, factoring="dimensions"))
     with pytest.raises(
@@ -90,7 +90,7 @@ def test_it_holds_for_a_seqio_task(make_trainer, train, tmp_path):
     )
     trainer = make_trainer(dataset=dataset)
     whole = train(dataclasses.replace(trainer, model_dir=str(tmp_path / "whole")))
-    assert_carried_on(whole, train(dataclasses.replace(trainer, steps=10)), train(trainer))
+    assert_resumed(whole, train(dataclasses.replace(trainer, steps=10)), train(trainer))
 
 
 def test_a_run_goes_on_on_other_meshes(make_trainer, train):
@@ -162,7 +162,7 @@ def test_a_signal_in_an_evaluation_ends_the_run_without_another_step(make_traine
 
 @pytest.mark.parametrize("steps", [pytest.param(10, marks=pytest.mark.heavy), 5], ids=["before the end", "at the end"])
 def test_a_signal_ends_an_evaluation_in_its_middle(make_trainer, train, steps):
-    """What carries on from there makes up for it, and early stopping is as if there had been no signal."""
+    """What resumes from there makes up for it, and early stopping is as if there had been no signal."""
     trainer = make_trainer(steps=steps, evaluation=Evaluation(every=5, max_batches=4, patience=9))
     whole = train(dataclasses.replace(trainer, model_dir=trainer.model_dir + "_whole"))
     stopped = train(trainer, signal_at="evaluating: 2 of 4 batches")

@@ -247,7 +247,7 @@ def test_a_foreign_model_is_looked_at_before_the_step_is_compiled(make_trainer):
     assert asked == ["looked at"]
     params = jax.jit(api.build(make_trainer().model).init)(jax.random.key(0))
     run_folder.save(make_trainer().model_dir, params, "")
-    assert given.reader(make_trainer(init_from="elsewhere"), load) is None  # it carries on
+    assert given.reader(make_trainer(init_from="elsewhere"), load) is None  # it resumes
 
 
 def test_a_run_begins_from_one_with_adapters_merged(make_trainer, tmp_path):

@@ -196,7 +196,7 @@ class Loader:
         }
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Carries on after the batches that `state` stands for.
+        """Resumes after the batches that `state` stands for.
 
         For a SeqIO task the comparison with the data waits until SeqIO is imported: `next` raises then.
 
@@ -238,7 +238,7 @@ class Loader:
 
 
 def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One state of all hosts' states of the same batch, from which any number of hosts can carry on.
+    """One state of all hosts' states of the same batch, from which any number of hosts can resume.
 
     Args:
       states: in the order of the hosts.

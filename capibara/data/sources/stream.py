@@ -113,7 +113,7 @@ class RowStream:
           layout: how they are packed.
           first_rows: `window_rows` of the very first window, so that the windows of many streams do not all end at
             the same step; None is as the others.
-          state: where to carry on.
+          state: where to resume.
         """
         self._layout, self._first_rows = layout, first_rows
         self._state = state

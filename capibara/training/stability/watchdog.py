@@ -185,7 +185,7 @@ class Watchdog:
 
     def _end(self, waited_s: float) -> None:
         after = "" if self._last_step is None else f" after step {self._last_step}"
-        phase, ends = self._phase_at_hand, "this run hangs and ends; start it again to carry on"
+        phase, ends = self._phase_at_hand, "this run hangs and ends; start it again to resume"
         if phase is None:
             usual_s = statistics.median(self._times)
             found = (

@@ -106,7 +106,7 @@ def test_best_fit_fills_rows():
 
 @pytest.mark.parametrize("apart", [1, 1000])
 @pytest.mark.parametrize("packing", list(Packing))
-def test_a_restored_stream_carries_on_exactly(packing, apart):
+def test_a_restored_stream_resumes_exactly(packing, apart):
     read = reader(make_documents(4), apart)
     whole, states = read_all(RowStream(read, layout(packing), first_rows=3))
     for at, state in enumerate(states[:-1]):

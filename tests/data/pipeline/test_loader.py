@@ -152,7 +152,7 @@ def test_global_batches_do_not_depend_on_the_number_of_hosts(corpus, epochs):
         assert_same(read(shard_count), whole)
 
 
-def test_states_of_two_hosts_carry_on_on_four(corpus):
+def test_states_of_two_hosts_resume_on_four(corpus):
     dataset = make_dataset(corpus)
     loader = make_loader(dataset, batch_size=BATCH)
     whole = take(loader, 10)

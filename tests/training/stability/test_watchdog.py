@@ -63,7 +63,7 @@ with Watchdog(Watch(factor=5.0, at_least_s=0.3, **limits)) as dog:
 @pytest.mark.parametrize(
     "where, said",
     [
-        ("compile", "the start has not come on for 1 s: this run hangs and ends; start it again to carry on (Watch.start_s)"),
+        ("compile", "the start has not come on for 1 s: this run hangs and ends; start it again to resume (Watch.start_s)"),
         ("first steps", "the start after step 2 has not come on"),
         ("steps", r"nothing has come of the devices for . s after step 12, where 0\.(0[1-9]|1\d)"),
         ("evaluation", "the evaluation after step 12 has not come on for 1 s"),
