@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from capibara import sharding
-from capibara.kernels.attention.spec import AttentionKind
+from capibara.kernels.attention.spec import AttentionSpec
 
 NAME = "paged_attention"
 """Of the kernel in compiled programs."""
@@ -30,7 +30,7 @@ _MOST_PAGES = 2**17  # of all rows and heads of a device: half of its scalar mem
 _LANES, _SUBLANES = 128, 16  # of a tile of bfloat16
 
 
-def supported(q_BTNH: jax.Array, keys: jax.Array, kind: AttentionKind, places: int, *, plain: bool) -> bool:
+def supported(q_BTNH: jax.Array, keys: jax.Array, kind: AttentionSpec, places: int, *, plain: bool) -> bool:
     """Whether the kernel computes this attention.
 
     Args:
@@ -56,7 +56,7 @@ def attend(
     values: jax.Array,
     lengths_B: jax.Array,
     table_BM: jax.Array | None,
-    kind: AttentionKind,
+    kind: AttentionSpec,
 ) -> jax.Array:
     """softmax(scores) v of one query a row over the first places of its row; under the mesh of `sharding.active()`.
 
@@ -99,7 +99,7 @@ def _shards(rows: int, kv_heads: int) -> int:
     return math.prod(mesh.shape[axis] for axes in _axes(rows, kv_heads) for axis in axes or ())
 
 
-def _attend(q_BTNH, keys, values, lengths_B, table_BM, kind: AttentionKind) -> jax.Array:
+def _attend(q_BTNH, keys, values, lengths_B, table_BM, kind: AttentionSpec) -> jax.Array:
     from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention  # Pallas takes a second to import
 
     (B, _, N, H), (_, K, places, _) = q_BTNH.shape, keys.shape

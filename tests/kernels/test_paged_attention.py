@@ -10,12 +10,12 @@ from jax.experimental.pallas import tpu as pltpu
 
 from capibara import sharding
 from capibara.kernels import paged_attention
-from capibara.kernels.attention.spec import AttentionKind
+from capibara.kernels.attention.spec import AttentionSpec
 from capibara.models.cache import dense, paged
 from capibara.sharding import Plan
 
-PLAIN = AttentionKind(causal=True, window=None, soft_cap=None, scale=0.1)
-CAPPED = AttentionKind(causal=True, window=None, soft_cap=4.0, scale=0.2)
+PLAIN = AttentionSpec(causal=True, window=None, soft_cap=None, scale=0.1)
+CAPPED = AttentionSpec(causal=True, window=None, soft_cap=4.0, scale=0.2)
 B, K, N, H = 4, 2, 8, 128
 LENGTHS = np.array([33, 0, 96, 1], np.int32)  # read before; one more is read now
 
@@ -89,7 +89,7 @@ def test_what_the_kernel_cannot_do_is_left_to_the_formula(monkeypatch):
     q, keys = drawn(B, 1, N, H), drawn(B, K, 64, H)
 
     def asked(q=q, keys=keys, window=None, plain=True):
-        return paged_attention.supported(q, keys, AttentionKind(True, window, None, 1.0), 64, plain=plain)
+        return paged_attention.supported(q, keys, AttentionSpec(True, window, None, 1.0), 64, plain=plain)
 
     assert asked()
     assert not asked(q=drawn(B, 2, N, H)) and not asked(plain=False) and not asked(window=63)

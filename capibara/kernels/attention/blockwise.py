@@ -12,7 +12,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from capibara.kernels.attention.spec import AttentionKind
+from capibara.kernels.attention.spec import AttentionSpec
 
 _MASKED = -1e30  # finite, so that a row with nothing to see stays a number
 _MIN_BLOCK, _MAX_BLOCKS = 64, 16
@@ -32,7 +32,7 @@ def blockwise_attention(
     q_segments_BT: jax.Array,
     kv_segments_BS: jax.Array,
     bias_NTS: jax.Array | None,
-    kind: AttentionKind,
+    kind: AttentionSpec,
     block: int,
 ) -> jax.Array:
     """softmax(scores) v for rows in order; softmax in float32.
@@ -111,7 +111,7 @@ def _backward(kind, block, saved, dy_BTNH):
 blockwise_attention.defvjp(_forward, _backward)
 
 
-def _seen(kind: AttentionKind, start: int, block: int, key_count: int) -> slice:
+def _seen(kind: AttentionSpec, start: int, block: int, key_count: int) -> slice:
     """The keys that a block of queries may see by its places; from a multiple of the block on."""
     first, last = 0, key_count
     if kind.causal:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from capibara.kernels.attention.spec import AttentionKind
+from capibara.kernels.attention.spec import AttentionSpec
 
 # cuDNN takes heads to 256 on Hopper and later, to 128 on any GPU with flash attention (compute capability 8.0).
 _WIDEST_HEAD = 128
 
 
-def supported(q_BTNH: jax.Array, k_BSKH: jax.Array, *, kind: AttentionKind, bias_NTS: jax.Array | None = None) -> bool:
+def supported(q_BTNH: jax.Array, k_BSKH: jax.Array, *, kind: AttentionSpec, bias_NTS: jax.Array | None = None) -> bool:
     """Whether cuDNN computes this attention: 16-bit floats, heads that are multiples of 8, no cap, no bias of scores.
 
     The mask of the segments makes lengths even; a window needs a causal mask.
@@ -35,7 +35,7 @@ def cudnn_attention(
     k_BSKH: jax.Array,
     v_BSKH: jax.Array,
     *,
-    kind: AttentionKind,
+    kind: AttentionSpec,
     q_segments_BT: jax.Array,
     kv_segments_BS: jax.Array,
     implementation: str = "cudnn",

@@ -6,7 +6,7 @@ import dataclasses
 
 
 @dataclasses.dataclass(frozen=True)
-class AttentionKind:
+class AttentionSpec:
     """The mask and the scores of one attention layer; segment ids come on top, as arrays.
 
     Attributes:

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from capibara import sharding
-from capibara.kernels.attention.spec import AttentionKind
+from capibara.kernels.attention.spec import AttentionSpec
 
 # A multiple of the 128 lanes of a vector register; rows are padded to it.
 _LANES = 128
@@ -33,7 +33,7 @@ _WIDEST_HEAD = 256
 _RESIDUALS = "attention"
 
 
-def supported(q_BTNH: jax.Array, k_BSKH: jax.Array, *, kind: AttentionKind, bias_NTS: jax.Array | None = None) -> bool:
+def supported(q_BTNH: jax.Array, k_BSKH: jax.Array, *, kind: AttentionSpec, bias_NTS: jax.Array | None = None) -> bool:
     """Whether the kernel computes this attention: no bias, a head it has room for, keys for every query.
 
     A causal row without keys of its own place (S < T) would have an empty softmax.
@@ -48,7 +48,7 @@ def splash_attention(
     k_BSKH: jax.Array,
     v_BSKH: jax.Array,
     *,
-    kind: AttentionKind,
+    kind: AttentionSpec,
     q_segments_BT: jax.Array,
     kv_segments_BS: jax.Array,
     q_places_T: np.ndarray | None = None,
@@ -80,7 +80,7 @@ def sharded_splash(
     k_BSKH: jax.Array,
     v_BSKH: jax.Array,
     *,
-    kind: AttentionKind,
+    kind: AttentionSpec,
     q_segments_BT: jax.Array,
     kv_segments_BS: jax.Array,
     q_places_T: jax.Array | None = None,
@@ -222,12 +222,12 @@ def _kernel(kind, places_T, S, heads, *, shards, interpret) -> kernel_lib.Splash
     )
 
 
-def _sees_all(kind: AttentionKind, T: int, S: int) -> bool:
+def _sees_all(kind: AttentionSpec, T: int, S: int) -> bool:
     """Whether the mask hides nothing: all shards then have the same, and JAX fails to cut one without half-hidden blocks."""
     return not kind.causal and (kind.window is None or kind.window >= max(T, S))
 
 
-def _mask(kind: AttentionKind, places_T: np.ndarray, S: int) -> mask_lib.Mask:
+def _mask(kind: AttentionSpec, places_T: np.ndarray, S: int) -> mask_lib.Mask:
     shape = (len(places_T), S)
     if _sees_all(kind, *shape):
         return mask_lib.FullMask(shape)

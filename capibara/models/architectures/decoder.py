@@ -14,7 +14,7 @@ from flax import nnx
 
 from capibara.config import configurable
 from capibara.core.types import Batch, UserError
-from capibara.kernels.attention.spec import AttentionKind
+from capibara.kernels.attention.spec import AttentionSpec
 from capibara.models.adapters import lora, trainable_tokens, unmerged
 from capibara.models.cache import dense
 from capibara.models.layers import dropout, layers, stack, transformer
@@ -244,7 +244,7 @@ class Decoder(nnx.Module):
     def _bias_at(self) -> Any:
         return self.relative_bias.at if self.config.positions is Positions.RELATIVE else None
 
-    def _kinds(self) -> dict[LayerKind, AttentionKind]:
+    def _kinds(self) -> dict[LayerKind, AttentionSpec]:
         config = self.config
         return {
             LayerKind.GLOBAL: config.attention_kind(causal=True),

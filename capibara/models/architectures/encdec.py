@@ -13,7 +13,7 @@ from flax import nnx
 
 from capibara.config import configurable
 from capibara.core.types import Batch, UserError
-from capibara.kernels.attention.spec import AttentionKind
+from capibara.kernels.attention.spec import AttentionSpec
 from capibara.models.cache import dense
 from capibara.models.layers import dropout, embedding, layers, stack, transformer
 from capibara.models.layers.attention import Attention, AttentionBackend
@@ -115,7 +115,7 @@ class CrossBlock(Block):
             self.cross_attention_post_norm = config.make_norm(rngs)
 
     def __call__(
-        self, x_BTD: jax.Array, rows: Rows, shared: Shared, kind: AttentionKind, layer_kind: LayerKind
+        self, x_BTD: jax.Array, rows: Rows, shared: Shared, kind: AttentionSpec, layer_kind: LayerKind
     ) -> tuple[jax.Array, dict[str, Any]]:
         """The layer's output, and its statistics (those of the experts, else none)."""
         stats: dict[str, Any] = {}
@@ -147,7 +147,7 @@ class CrossBlock(Block):
         now: dense.Reading,
         rows: Rows,
         shared: Shared,
-        kind: AttentionKind,
+        kind: AttentionSpec,
         bias_at: Any,
     ) -> tuple[jax.Array, dense.LayerCache]:
         """As of `Block`; `bias_at` gives the relative positions of rows that have read tokens before."""

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from capibara import sharding
 from capibara.kernels import paged_attention
-from capibara.kernels.attention.spec import AttentionKind
+from capibara.kernels.attention.spec import AttentionSpec
 from capibara.sharding import constrain
 
 Cache = dict[str, Any]
@@ -169,7 +169,7 @@ def attend(
     layer: LayerCache,
     before: LayerCache | None,
     new,
-    kind: AttentionKind,
+    kind: AttentionSpec,
     now: Reading,
     bias=None,
     prefix_BT: jax.Array | None = None,
@@ -218,7 +218,7 @@ def attend_to(
     k_BKSH: jax.Array,
     v_BKSH: jax.Array,
     visible_BTS: jax.Array,
-    kind: AttentionKind,
+    kind: AttentionSpec,
     bias_BNTS: jax.Array | None = None,
     scales: tuple[jax.Array, jax.Array] | None = None,
 ) -> jax.Array:
@@ -261,7 +261,7 @@ def attend_by(
     mixed: Callable[[jax.Array], jax.Array],
     kv_heads: int,
     visible_BTS: jax.Array,
-    kind: AttentionKind,
+    kind: AttentionSpec,
     bias_BNTS: jax.Array | None,
     scales: tuple[jax.Array, jax.Array] | None,
 ) -> jax.Array:

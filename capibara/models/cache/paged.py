@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from capibara import sharding
 from capibara.kernels import paged_attention
-from capibara.kernels.attention.spec import AttentionKind
+from capibara.kernels.attention.spec import AttentionSpec
 from capibara.models.cache import dense
 from capibara.models.cache.dense import Cache, LayerCache, Reading
 
@@ -173,7 +173,7 @@ def _one_by_one() -> bool:
     return sharding.platform() == "cpu" and not sharding.active()
 
 
-def attend(q_BTNH: jax.Array, layer: LayerCache, kind: AttentionKind, now: Reading, bias=None) -> jax.Array:
+def attend(q_BTNH: jax.Array, layer: LayerCache, kind: AttentionSpec, now: Reading, bias=None) -> jax.Array:
     """Self-attention of the tokens that are read now, which the layer's cache has already.
 
     Args:

@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from capibara import sharding
 from capibara.core.types import UserError
 from capibara.kernels.attention.blockwise import block_size, blockwise_attention
-from capibara.kernels.attention.spec import AttentionKind
+from capibara.kernels.attention.spec import AttentionSpec
 from capibara.models.cache import dense, paged
 from capibara.models.layers import layers, rope
 from capibara.models.layers.dropout import Dropout, Site
@@ -51,7 +51,7 @@ def attend(
     k_BSKH: jax.Array,
     v_BSKH: jax.Array,
     *,
-    kind: AttentionKind,
+    kind: AttentionSpec,
     q_segments_BT: jax.Array,
     kv_segments_BS: jax.Array,
     q_places_T: jax.Array | None = None,
@@ -137,7 +137,7 @@ def _choose(
     raise UserError(f"attention is {str(backend)!r}, which {objection}: set 'auto'")
 
 
-def _shape_objection(backend: AttentionBackend, q_BTNH, k_BSKH, kind: AttentionKind, bias_NTS) -> str | None:
+def _shape_objection(backend: AttentionBackend, q_BTNH, k_BSKH, kind: AttentionSpec, bias_NTS) -> str | None:
     """Why the back end cannot compute this attention; None where it can."""
     T, H = q_BTNH.shape[1], q_BTNH.shape[-1]
     given = f"{q_BTNH.dtype}, head_dim {H}, {T} queries, {k_BSKH.shape[1]} keys, {kind}"
@@ -166,7 +166,7 @@ def dot_product_attention(
     k_BSKH: jax.Array,
     v_BSKH: jax.Array,
     *,
-    kind: AttentionKind,
+    kind: AttentionSpec,
     q_segments_BT: jax.Array,
     kv_segments_BS: jax.Array,
     q_places_T: jax.Array | None = None,
@@ -232,7 +232,7 @@ class Attention(nnx.Module):
         self,
         x_BTD: jax.Array,
         *,
-        kind: AttentionKind,
+        kind: AttentionSpec,
         segment_ids_BT: jax.Array,
         angles: rope.Angles | None = None,
         places_T: jax.Array | None = None,
@@ -271,7 +271,7 @@ class Attention(nnx.Module):
         layer: dense.LayerCache,
         now: dense.Reading,
         *,
-        kind: AttentionKind,
+        kind: AttentionSpec,
         angles: rope.Angles | None = None,
         bias_NTS: jax.Array | None = None,
         bias_at=None,
@@ -306,7 +306,7 @@ class Attention(nnx.Module):
         _, k, v = self._heads(encoded_BSD, encoded_BSD, None)
         return jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
 
-    def to_encoded(self, x_BTD: jax.Array, k_BKSH, v_BKSH, segments_BS: jax.Array, kind: AttentionKind) -> jax.Array:
+    def to_encoded(self, x_BTD: jax.Array, k_BKSH, v_BKSH, segments_BS: jax.Array, kind: AttentionSpec) -> jax.Array:
         """Attention of x_BTD, each row one document, to the keys and values of what was encoded."""
         q, _, _ = self._heads(x_BTD, x_BTD, None)
         visible = jnp.broadcast_to((segments_BS == 1)[:, None], (*x_BTD.shape[:2], segments_BS.shape[1]))

@@ -13,7 +13,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from capibara.core.types import UserError
-from capibara.kernels.attention.spec import AttentionKind
+from capibara.kernels.attention.spec import AttentionSpec
 from capibara.kernels.quantized_matmul import Quantization
 from capibara.models.adapters.lora import Lora
 from capibara.models.cache import dense
@@ -173,10 +173,10 @@ class TransformerConfig:
     def head_size(self) -> int:
         return self.embed_dim // self.num_heads if self.head_dim is None else self.head_dim
 
-    def attention_kind(self, *, causal: bool, window: int | None = None) -> AttentionKind:
+    def attention_kind(self, *, causal: bool, window: int | None = None) -> AttentionSpec:
         """Mask and scores of a layer."""
         scale = self.head_size**-0.5 if self.attention_scale is None else self.attention_scale
-        return AttentionKind(causal=causal, window=window, soft_cap=self.attention_soft_cap, scale=scale)
+        return AttentionSpec(causal=causal, window=window, soft_cap=self.attention_soft_cap, scale=scale)
 
     def make_norm(self, rngs: nnx.Rngs) -> Norm:
         """A norm over the residual stream."""
@@ -274,7 +274,7 @@ class Block(nnx.Module):
             self.attention_post_norm, self.mlp_post_norm = config.make_norm(rngs), config.make_norm(rngs)
 
     def __call__(
-        self, x_BTD: jax.Array, rows: Rows, shared: Shared, kind: AttentionKind, layer_kind: LayerKind
+        self, x_BTD: jax.Array, rows: Rows, shared: Shared, kind: AttentionSpec, layer_kind: LayerKind
     ) -> tuple[jax.Array, dict[str, Any]]:
         """The layer's output, and its statistics (those of the experts, else none)."""
         stats: dict[str, Any] = {}
@@ -302,7 +302,7 @@ class Block(nnx.Module):
         now: dense.Reading,
         rows: Rows,
         shared: Shared,
-        kind: AttentionKind,
+        kind: AttentionSpec,
         layer_kind: LayerKind,
     ) -> tuple[jax.Array, dense.LayerCache]:
         """The layer's output for the tokens that are read now, and its part of the cache with them."""

@@ -22,7 +22,7 @@ from capibara.inference.engine.stream import Piece
 from capibara.inference.sampling.sampling import Sampling
 from capibara.inference.server.prometheus import ServingMetrics
 from capibara.inference.server.service import Served, ServerConfig, Service
-from capibara.kernels.attention.spec import AttentionKind
+from capibara.kernels.attention.spec import AttentionSpec
 from capibara.models import api
 from capibara.models.api import DecoderConfig, EncoderDecoderConfig
 from capibara.models.cache import dense, paged
@@ -323,7 +323,7 @@ def test_models_that_have_nothing_to_share():
 
 @pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
-@pytest.mark.parametrize("kind", [AttentionKind(True, None, None, 0.3), AttentionKind(True, 9, 2.0, 0.3)], ids=str)
+@pytest.mark.parametrize("kind", [AttentionSpec(True, None, None, 0.3), AttentionSpec(True, 9, 2.0, 0.3)], ids=str)
 def test_attention_is_that_to_rows_whoever_computes_it(monkeypatch, tokens, dtype, kind):
     B, K, S, P, H, random = 3, 2, 24, 8, 8, np.random.default_rng(0)
     lengths, counts = np.array([11, 5, 20], np.int32), np.array([tokens, 1, tokens], np.int32)

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from capibara.kernels.attention import cudnn
-from capibara.kernels.attention.spec import AttentionKind
+from capibara.kernels.attention.spec import AttentionSpec
 from capibara.models.layers.attention import dot_product_attention
 
-CAUSAL = AttentionKind(causal=True, window=None, soft_cap=None, scale=0.2)
+CAUSAL = AttentionSpec(causal=True, window=None, soft_cap=None, scale=0.2)
 
 
 @pytest.mark.standard_promotion  # jax.nn's own formula mixes dtypes

@@ -13,16 +13,16 @@ import pytest
 
 from capibara import sharding
 from capibara.kernels.attention import splash
-from capibara.kernels.attention.spec import AttentionKind
+from capibara.kernels.attention.spec import AttentionSpec
 from capibara.models import api
 from capibara.models.layers.attention import dot_product_attention
 from capibara.sharding import Plan, Remat, RematPolicy, Rules
 
-CAUSAL = AttentionKind(causal=True, window=None, soft_cap=None, scale=0.125)
-WINDOW = AttentionKind(causal=True, window=70, soft_cap=None, scale=0.125)
-CAPPED = AttentionKind(causal=True, window=None, soft_cap=5.0, scale=0.2)
-BOTH_SIDES = AttentionKind(causal=False, window=40, soft_cap=None, scale=0.125)
-FULL = AttentionKind(causal=False, window=None, soft_cap=None, scale=0.125)
+CAUSAL = AttentionSpec(causal=True, window=None, soft_cap=None, scale=0.125)
+WINDOW = AttentionSpec(causal=True, window=70, soft_cap=None, scale=0.125)
+CAPPED = AttentionSpec(causal=True, window=None, soft_cap=5.0, scale=0.2)
+BOTH_SIDES = AttentionSpec(causal=False, window=40, soft_cap=None, scale=0.125)
+FULL = AttentionSpec(causal=False, window=None, soft_cap=None, scale=0.125)
 
 
 def arrays(B=2, T=256, S=None, N=4, K=2, H=64):
@@ -120,7 +120,7 @@ import jax, jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
 from capibara import sharding
 from capibara.models.layers.attention import attend
-from capibara.kernels.attention.spec import AttentionKind
+from capibara.kernels.attention.spec import AttentionSpec
 from capibara.planner.compiler import hlo
 from capibara.planner.hardware import topology
 from capibara.sharding import Plan, Remat, RematPolicy, Rules
@@ -139,7 +139,7 @@ for axes, T, N, K, H, dtype, kind in cases:
 
     def loss(q, k, v, segments):
         with sharding.activate(mesh, rules):
-            y = attend(q, k, v, kind=AttentionKind(**kind), q_segments_BT=segments, kv_segments_BS=segments,
+            y = attend(q, k, v, kind=AttentionSpec(**kind), q_segments_BT=segments, kv_segments_BS=segments,
                        q_places_T=places, kv_places_S=places)
         return jnp.sum(y.astype(jnp.float32) ** 2)
 

@@ -8,7 +8,7 @@ import pytest
 from capibara import sharding
 from capibara.core.types import UserError
 from capibara.kernels.attention.blockwise import block_size, blockwise_attention
-from capibara.kernels.attention.spec import AttentionKind
+from capibara.kernels.attention.spec import AttentionSpec
 from capibara.models.layers.attention import AttentionBackend, attend, dot_product_attention
 from capibara.sharding import Plan
 
@@ -34,7 +34,7 @@ KINDS = {
 
 
 def kind_of(*, causal, window=None, soft_cap=None, scale=0.3):
-    return AttentionKind(causal=causal, window=window, soft_cap=soft_cap, scale=scale)
+    return AttentionSpec(causal=causal, window=window, soft_cap=soft_cap, scale=scale)
 
 
 def blockwise(q, k, v, *, kind, q_segments_BT, kv_segments_BS, bias_NTS, block):
