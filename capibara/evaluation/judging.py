@@ -27,8 +27,9 @@ from capibara.training.trainer import Trainer
 class TaskJudge:
     """A `capibara.training.evaluation.Judge` by the metrics that a SeqIO task brings.
 
-    Its examples are read once. A metric that fails is left out with a warning: a run must not end by it. What answers and scores is made anew for each evaluation, from the parameters of the moment,
-    so that nothing of it takes the devices' memory while the run trains.
+    Its examples are read once. What answers and scores is made anew for each evaluation, from the parameters of the moment,
+    so that nothing of it takes the devices' memory while the run trains. Where a metric fails, the evaluation is without
+    its tasks' metrics, and a warning says so: the run goes on.
 
     Args:
       trainer: the run.

@@ -173,9 +173,10 @@ def _evaluator(seqio: Any, name: str, options: SeqioEvaluation, limit: int | Non
 def _estimate(task: str, name: str, value: Any) -> Estimate:
     try:
         return Estimate(float(getattr(value, "value", value)))
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise MetricFails(
-            f"metric {name!r} of SeqIO task {task!r} is of type {type(value).__name__}, must be a number: mend its metric_fns"
+            f"metric {name!r} of SeqIO task {task!r} is of type {type(value).__name__}, must be a finite number: mend its "
+            "metric_fns"
         ) from None
 
 

@@ -157,7 +157,7 @@ def _remove_left(path: str) -> None:
     with contextlib.suppress(OSError):  # it is said where the file is written
         for left in filter(own.fullmatch, os.listdir(above or os.curdir)):
             # A living writer's is locked; another may remove it just now.
-            with contextlib.suppress(OSError), open(os.path.join(above, left), "rb") as file:
+            with contextlib.suppress(OSError), open(os.path.join(above, left), "r+b") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 os.unlink(file.name)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 import json
 import pathlib
 import signal
@@ -83,12 +84,13 @@ def test_mistakes(subject):
             ZeroDivisionError("no texts"),
             r"task 'faulty' fails in its .*seqio_task.py:\d+: ZeroDivisionError: no texts\): mend",
         ),
-        ("many", "metric 'faulty' of SeqIO task 'faulty' is of type str, must be a number"),
+        ("many", "metric 'faulty' of SeqIO task 'faulty' is of type str, must be a finite number"),
         (None, "is of type NoneType"),
+        (10**400, "is of type int, must be a finite number"),
     ],
 )
 def test_a_metric_that_fails_is_named(subject, fault, said):
-    sys.modules["seqio_task"].FAULTS[:] = [fault]
+    importlib.import_module("seqio_task").FAULTS[:] = [fault]
     with Predictions(None, {}) as told, pytest.raises(UserError, match=said):
         seqio_tasks.evaluated(subject, "faulty", OPTIONS, None, told, lambda *_: None)
 
@@ -167,7 +169,7 @@ def test_a_metric_that_fails_does_not_end_the_run(mixture_run, caplog):
     trainer = dataclasses.replace(trainer, steps=4, evaluation=dataclasses.replace(trainer.evaluation, every=1))
     judge = judging.TaskJudge(trainer, api.build(trainer.model), OPTIONS, EngineConfig(slots=2))
     judge.prepare()
-    sys.modules["seqio_task"].FAULTS[:] = [ValueError("bad"), "text", float("nan")]
+    importlib.import_module("seqio_task").FAULTS[:] = [ValueError("bad"), "text", float("nan")]
     assert loop.train(trainer, told, judge=judge).reason == "finished"
     assert [told.metrics[step].get("faulty/faulty") for step in (1, 2, 3, 4)] == [None, None, None, 3.0]
     assert told.metrics[3]["faulty/count"] == 3 and told.metrics[1]["loss"] > 0

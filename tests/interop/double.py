@@ -17,7 +17,9 @@ from capibara.models.layers import relative
 from capibara.models.layers.transformer import ComputeDtype
 
 _ROOMS = (
+    "capibara.kernels.",
     "capibara.models.",
+    "capibara.objectives.",
     "capibara.training.",
     "capibara.optim",
     "capibara.optim.schedules",
