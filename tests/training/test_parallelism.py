@@ -13,7 +13,7 @@ from capibara.core import tree
 from capibara.core.types import UserError
 from capibara.kernels.cross_entropy import cross_entropy
 from capibara.models import api
-from capibara.models.api import DecoderConfig, EncoderDecoderConfig
+from capibara.models.api import DecoderConfig, EncoderDecoderConfig, Lora
 from capibara.models.moe.moe import Moe
 from capibara.sharding import Plan
 
@@ -33,7 +33,14 @@ EXPERTS = Moe(num_experts=8, top_k=2, expert_dim=32, balance_loss=0.01, router_z
 PAIRS = EncoderDecoderConfig(
     vocab_size=VOCAB, embed_dim=32, num_layers=2, num_encoder_layers=2, num_heads=4, mlp_dim=64, dtype="float32"
 )
-MODELS = {"dense": DENSE, "experts": dataclasses.replace(DENSE, moe=EXPERTS), "encoder_decoder": PAIRS}
+TOKENS = dataclasses.replace(DENSE, lora=Lora(rank=4, targets=("query",), trainable_tokens=(3, 50)))
+MODELS = {
+    "dense": DENSE,
+    "experts": dataclasses.replace(DENSE, moe=EXPERTS),
+    "encoder_decoder": PAIRS,
+    "trainable tokens": TOKENS,
+    "trainable tokens, head": dataclasses.replace(TOKENS, head="separate"),
+}
 # The six axes alone, then eight products of them.
 MESHES = [
     dict(data=8, fsdp=1),
@@ -107,10 +114,12 @@ def one_device(name):
     return loss_and_grads(name, Plan(batch_size=ROWS), jax.devices()[:1])
 
 
-def compare(got, want):
+def compare(name, got, want):
+    lora = MODELS[name].lora
     np.testing.assert_allclose(got[0], want[0], rtol=1e-5)
     for path, a, b in zip(tree.path_names(want[1]), jax.tree.leaves(got[1]), jax.tree.leaves(want[1])):
-        assert np.abs(b).max() > 1e-6, f"{path} has no gradient"
+        is_frozen = lora is not None and not lora.trains(path)
+        assert is_frozen or np.abs(b).max() > 1e-6, f"{path} has no gradient"
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5, err_msg=path)
 
 
@@ -119,7 +128,8 @@ def matrix():
     for index, sizes in enumerate(MESHES):
         mesh = "-".join(f"{axis}{size}" for axis, size in sizes.items() if size > 1)
         for name in MODELS:
-            short = name == {6: "encoder_decoder", 8: "experts"}.get(index, "dense") and index not in (0, 9)
+            short = (index, name) == (7, "trainable tokens")
+            short |= name == {6: "encoder_decoder", 8: "experts"}.get(index, "dense") and index not in (0, 9)
             yield pytest.param(name, sizes, id=f"{mesh}-{name}", marks=() if short else pytest.mark.heavy)
 
 
@@ -127,7 +137,7 @@ def matrix():
 def test_loss_and_gradients_are_those_of_one_device(name, sizes):
     devices = math.prod(size for axis, size in sizes.items() if axis in sharding.MESH_AXES)
     got = loss_and_grads(name, Plan(batch_size=ROWS, **sizes), jax.devices()[:devices])
-    compare(got, one_device(name))
+    compare(name, got, one_device(name))
 
 
 @pytest.mark.parametrize("name", ["dense", pytest.param("experts", marks=pytest.mark.heavy)])
@@ -148,7 +158,7 @@ def test_a_circular_pipeline_passes_each_stage_again():
     MODELS["plain"] = plain
     try:
         got = loss_and_grads("plain", Plan(batch_size=ROWS, **sizes), jax.devices()[:4])
-        compare(got, loss_and_grads("plain", Plan(batch_size=ROWS), jax.devices()[:1]))
+        compare("dense", got, loss_and_grads("plain", Plan(batch_size=ROWS), jax.devices()[:1]))
     finally:
         del MODELS["plain"]
 
