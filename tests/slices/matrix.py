@@ -52,7 +52,7 @@ MODELS = {
     "experts": EXPERTS,
     "encoder-decoder": EncoderDecoderConfig(**SIZES),
     "encoder": EncoderConfig(**SIZES),
-    "decoder LoRA": dataclasses.replace(DECODER, lora=LORA),
+    "decoder LoRA": dataclasses.replace(DECODER, lora=dataclasses.replace(LORA, trainable_tokens=(3, 200))),
     "decoder QLoRA": dataclasses.replace(DECODER, **QLORA),
     "experts LoRA": dataclasses.replace(EXPERTS, lora=LORA),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -34,6 +35,7 @@ class BestOf(Stream):
         super().__init__(drive)
         self._sampling, self._texts = sampling, texts
         self._found: dict[int, Completion] = {}
+        self._taking = threading.Lock()
         for number, text in enumerate(texts):
             text.forward(lambda item, number=number: self._take(number, item))
 
@@ -48,8 +50,10 @@ class BestOf(Stream):
         if isinstance(item, BaseException):
             self.fail(item)
             return
-        self._found[number] = item
-        if len(self._found) == len(self._texts):
+        with self._taking:  # the engine's thread, or the one that asks and finds a text ended already
+            self._found[number] = item
+            is_last = len(self._found) == len(self._texts)
+        if is_last:
             self._choose()
 
     def _choose(self) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import threading
 
 import jax
 import numpy as np
@@ -37,6 +39,28 @@ def test_the_likeliest_of_what_each_seed_draws_is_given(engine):
     assert [one.text for one in found.decodes] == [each[i].text for i in order[-3:]]
     best = each[order[-1]]
     assert (found.text, found.tokens, found.finish, found.end) == (best.text, best.tokens, best.finish, best.end)
+
+
+def test_two_texts_that_end_at_once_are_chosen_from_once(engine, monkeypatch):
+    """The one by the engine's thread, the other by the thread that asked."""
+    best, barrier = engine.submit("one", dataclasses.replace(DRAWN, num_decodes=2, num_return=1)), threading.Barrier(2)
+
+    class Slow(dict):
+        def __len__(self):
+            with contextlib.suppress(threading.BrokenBarrierError):
+                barrier.wait(0.5)
+            return super().__len__()
+
+    chosen, best._found = [], Slow()
+    monkeypatch.setattr(best, "_choose", lambda: chosen.append(1))
+    threads = [threading.Thread(target=best._take, args=(number, object())) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert chosen == [1]
+    best.cancel()
+    engine.run()
 
 
 def test_its_tokens_name_others_as_those_of_one_text_do(engine):
