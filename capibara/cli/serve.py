@@ -19,9 +19,10 @@ examples:
   python -m capibara.serve --model=base --adapter=poet=peft/poet --adapter=coder=runs/coder
   {_KEY}=... python -m capibara.serve --model_dir=runs/finetune/adapted --host=0.0.0.0 --gin.ServerConfig.queue=200
 
-Requests name the model or an adapter: those are not merged, and texts of all are made together. A slot holds Dataset.length tokens of prompt and text. Without a key only this machine is served, by the names localhost,
-127.0.0.1, [::1] and those of ServerConfig.allowed_hosts; web pages only from ServerConfig.allowed_origins. SIGTERM or
-ctrl-C lets the texts at hand end, a second one does not.
+Requests name the model or an adapter; adapters are not merged, and texts of all are made together. A slot holds
+Dataset.length tokens of prompt and text. Without a key only this machine is served, by the names localhost, 127.0.0.1,
+[::1] and those of ServerConfig.allowed_hosts; web pages only from ServerConfig.allowed_origins. SIGTERM or ctrl-C lets
+the texts at hand end, a second one does not.
 On several hosts start the same command on each: all make each token, with process 0, which alone listens.
 exit codes: 0 ended by a signal; 1 the engine failed, all who waited were told; 2 a mistake in what was given; 75 another
 host is gone: start the command again"""
