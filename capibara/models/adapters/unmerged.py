@@ -164,9 +164,9 @@ class _OfRows:
         """What the weight with the adapters makes of x [B, T, in ...], given what it makes of it alone."""
         a, b = self._factors["a"], self._factors["b"]
         count = a.shape[-2]
-        of_all = x.shape[1] == 1 and count <= 2 * len(
-            x
-        )  # one token of each row: to gather costs more than the products
+        B, T = x.shape[:2]
+        # Of one token a row, to gather the factors costs more than to multiply by those of all adapters.
+        of_all = T == 1 and count <= 2 * B
         y = y + (self._of_all(x, a, b) if of_all else self._gathered(x, a, b))
         if "gain" not in self._factors:
             return y
