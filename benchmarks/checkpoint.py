@@ -218,7 +218,7 @@ class Flipped:
             try:
                 manifest.verify(epath.Path(self._step))
                 found = False
-            except manifest.Damaged:
+            except manifest.Corrupted:
                 found = True
             if restored is not False and found:
                 return "refused" if restored is None else "unread"

@@ -12,7 +12,7 @@ import jax
 from etils import epath
 
 from capibara.checkpoints import chunks
-from capibara.checkpoints.manifest import Damaged, File
+from capibara.checkpoints.manifest import Corrupted, File
 from capibara.core import tree
 from capibara.core.types import PyTree
 from capibara.storage import durable, full_disk
@@ -82,7 +82,7 @@ def _chunk(cut: chunks.Layout, path: epath.Path, name: str, array: jax.Array) ->
     data, on_disk = durable.read_hashed(path, durable.size_of(path))
     file = File(inner, len(data), on_disk, array=name, chunk=index, content=digest)
     if chunks.content_hash(chunks.decode(data, cut, file), None) != digest:
-        raise Damaged(f"{file.describe()} does not hold what was to be saved")
+        raise Corrupted(f"{file.describe()} does not hold what was to be saved")
     return file
 
 

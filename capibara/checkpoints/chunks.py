@@ -21,7 +21,7 @@ from etils import epath
 
 from capibara.checkpoints import manifest
 from capibara.checkpoints.encryption import Key
-from capibara.checkpoints.manifest import Damaged, File, Manifest
+from capibara.checkpoints.manifest import Corrupted, File, Manifest
 from capibara.core import limits, tree
 from capibara.core.types import PyTree
 from capibara.storage import durable
@@ -103,17 +103,17 @@ def layout(folder: epath.Path, found: Manifest, array: str) -> Layout:
     """How an array of a step is cut.
 
     Raises:
-      Damaged: nothing says it.
+      Corrupted: nothing says it.
     """
     path = f"{folder_of(array)}/{LAYOUT}"
     if path not in found.by_path:
-        raise Damaged(f"{path} is gone")
+        raise Corrupted(f"{path} is gone")
     if (size := found.by_path[path].size) > _LAYOUT_BYTES:
-        raise Damaged(f"{path} has {size:,} bytes, must have at most {_LAYOUT_BYTES:,}")
+        raise Corrupted(f"{path} has {size:,} bytes, must have at most {_LAYOUT_BYTES:,}")
     try:
         return Layout.parse(manifest.contents(folder, found.by_path[path]).tobytes())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise Damaged(f"{path} cannot be read ({manifest.one_line(error)})") from error
+        raise Corrupted(f"{path} cannot be read ({manifest.one_line(error)})") from error
 
 
 def read(folder: epath.Path, found: Manifest, target: PyTree, *, check: bool = True, key: Key | None = None) -> PyTree:
@@ -127,7 +127,7 @@ def read(folder: epath.Path, found: Manifest, target: PyTree, *, check: bool = T
       key: of an encrypted step.
 
     Raises:
-      Damaged: what this process needs is not what was saved.
+      Corrupted: what this process needs is not what was saved.
     """
     names, leaves = tree.path_names(target), jax.tree.leaves(target)
     arrays = durable.each(lambda pair: _Array(folder, found, *pair, check, key), list(zip(names, leaves, strict=True)))
@@ -218,13 +218,13 @@ def decode(data: np.ndarray, cut: Layout, file: File) -> np.ndarray:
     """The chunk of a compressed file.
 
     Raises:
-      Damaged: it is none.
+      Corrupted: it is none.
     """
     try:
         store, _, _ = _in_memory(cut, data.tobytes())
         return store.read().result()
     except ValueError as error:
-        raise Damaged(f"{file.describe()} cannot be decoded ({manifest.one_line(error)})") from error
+        raise Corrupted(f"{file.describe()} cannot be decoded ({manifest.one_line(error)})") from error
 
 
 class _Array:
@@ -236,7 +236,7 @@ class _Array:
         self._folder, self._found, self._name, self._check, self._key = folder, found, name, check, key
         self._target, self._cut = target, layout(folder, found, name)
         if self._cut.shape != tuple(target.shape):
-            raise Damaged(f"array {name} is of {self._cut.shape}, must be of {tuple(target.shape)}")
+            raise Corrupted(f"array {name} is of {self._cut.shape}, must be of {tuple(target.shape)}")
         parts = target.sharding.addressable_devices_indices_map(target.shape).values()
         self._parts: dict[Bounds, np.ndarray | None] = dict.fromkeys(_bounds(part, target.shape) for part in parts)
         self.needed = sorted({index for part in self._parts for index in self._cut.touched(part)})
@@ -254,12 +254,12 @@ class _Array:
         path = f"{folder_of(self._name)}/{name_of(index)}"
         file = self._found.by_path.get(path)
         if file is None:
-            raise Damaged(f"{path} (array {self._name}) is gone")
+            raise Corrupted(f"{path} (array {self._name}) is gone")
         self._check_bytes(file)
         content = opened(manifest.contents(self._folder, file, check=self._check), self._found, file, self._key)
         chunk = self._decoded(content, file)
         if self._check and file.content is not None and content_hash(chunk, self._key) != file.content:
-            raise Damaged(f"{file.describe()} does not hold what was saved")
+            raise Corrupted(f"{file.describe()} does not hold what was saved")
         at = self._cut.bounds(index)
         if self._parts.get(at, 0) is None:  # the whole of a part: taken as it is
             self._parts[at] = chunk
@@ -284,13 +284,13 @@ class _Array:
         """Before they are read: compressed or encrypted, a chunk may be a little longer."""
         whole = math.prod(self._cut.chunks) * self._cut.dtype.itemsize
         if file.size > 2 * whole + _LAYOUT_BYTES:
-            raise Damaged(f"{file.describe()} has {file.size:,} bytes, and is of {whole:,}")
+            raise Corrupted(f"{file.describe()} has {file.size:,} bytes, and is of {whole:,}")
 
     def _decoded(self, content: np.ndarray, file: File) -> np.ndarray:
         if self._cut.compressor is not None:
             return decode(content, self._cut, file)
         if len(content) != math.prod(self._cut.chunks) * self._cut.dtype.itemsize:
-            raise Damaged(f"{file.describe()} is not a chunk of {self._cut.chunks} {self._cut.dtype}")
+            raise Corrupted(f"{file.describe()} is not a chunk of {self._cut.chunks} {self._cut.dtype}")
         return content.view(self._cut.dtype).reshape(self._cut.chunks)
 
     def _is_chunk(self, part: Bounds) -> bool:

@@ -18,7 +18,7 @@ import secrets
 import struct
 from typing import Any
 
-from capibara.checkpoints.manifest import Damaged
+from capibara.checkpoints.manifest import Corrupted
 from capibara.config import configurable
 from capibara.core import extras
 from capibara.core.types import UserError
@@ -107,7 +107,7 @@ class Key:
         """What `seal` was given.
 
         Raises:
-          Damaged: it was not sealed by this key under this name, or has changed since.
+          Corrupted: it was not sealed by this key under this name, or has changed since.
         """
         from cryptography.exceptions import InvalidTag
 
@@ -123,7 +123,7 @@ class Key:
                 nonce, text = view[begin : begin + _NONCE], view[begin + _NONCE : end]
                 parts.append(self._cipher.decrypt(nonce, text, _bound_to(name, index, count)))
         except (InvalidTag, ValueError, struct.error) as error:
-            raise Damaged(f"{name} is not authentic: it has changed since it was encrypted") from error
+            raise Corrupted(f"{name} is not authentic: it has changed since it was encrypted") from error
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def content_hash(self, data: Any) -> str:
@@ -135,9 +135,9 @@ class Key:
         return hashlib.blake2b(manifest, key=self._manifest, digest_size=32).hexdigest()
 
     def check_mac(self, manifest: bytes, mac: str | None) -> None:
-        """Raises Damaged where a manifest was not signed with this key."""
+        """Raises Corrupted where a manifest was not signed with this key."""
         if not hmac.compare_digest(self.mac(manifest), mac or ""):
-            raise Damaged("its manifest is not authentic: it was not signed with this key")
+            raise Corrupted("its manifest is not authentic: it was not signed with this key")
 
 
 def _bound_to(name: str, index: int, count: int) -> bytes:

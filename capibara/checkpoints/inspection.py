@@ -9,13 +9,18 @@ from typing import Any
 
 from capibara.checkpoints import manifest, run_manifest, step_folders
 from capibara.checkpoints.lease import Lease
-from capibara.checkpoints.manifest import Damaged, Manifest
+from capibara.checkpoints.manifest import Corrupted, Manifest
 from capibara.checkpoints.retention import expendable
 from capibara.core.types import UserError
 from capibara.storage.full_disk import not_writable_explained
 
 Row = dict[str, Any]
-_ASIDE = {step_folders.DAMAGED: "found it damaged", step_folders.ROLLED_BACK: "went back before it"}
+_FOUND = "found it corrupted"
+_QUARANTINED = {
+    step_folders.CORRUPTED: _FOUND,
+    step_folders.FORMERLY: _FOUND,
+    step_folders.ROLLED_BACK: "rolled back before it",
+}
 
 
 def check(action: str, keep: int | None, keep_every: int | None) -> None:
@@ -51,7 +56,7 @@ class Inspection:
             raise UserError(
                 f"{model_dir} is no run folder: it has no folder {self._folder.name} that can be read"
             ) from error
-        self._aside = sorted(name for name in names if name.endswith(tuple(_ASIDE)))
+        self._quarantined = sorted(name for name in names if name.endswith(tuple(_QUARANTINED)))
         if step is not None:
             if step not in self._steps:
                 have = ", ".join(map(str, self._steps[-5:])) or "none"
@@ -76,8 +81,8 @@ class Inspection:
             [self._row(step)[0] for step in self._steps]
             + self._lost_rows()
             + [
-                {"step": name, "faults": [f"moved aside by a run that {_ASIDE[pathlib.PurePath(name).suffix]}"]}
-                for name in self._aside
+                {"step": name, "faults": [f"quarantined by a run that {_QUARANTINED[pathlib.PurePath(name).suffix]}"]}
+                for name in self._quarantined
             ]
         )
 
@@ -115,7 +120,7 @@ class Inspection:
         row: Row = {"step": "run", "faults": [], "strays": []}
         try:
             found = run_manifest.read(run)
-        except Damaged as fault:
+        except Corrupted as fault:
             return row | {"faults": [str(fault)]}
         named = {path for step in self._steps for path in self._named(step)}
         if found is None:
@@ -132,15 +137,15 @@ class Inspection:
         """The run's own files that a step's manifest names."""
         try:
             return list(manifest.read(self._folder / str(step)).about.get("run", ()))
-        except Damaged:
+        except Corrupted:
             return []
 
-    def pruned(self, *, keep: int, keep_every: int | None, damaged: bool, dry_run: bool) -> list[Row]:
+    def pruned(self, *, keep: int, keep_every: int | None, corrupted: bool, dry_run: bool) -> list[Row]:
         """Removes the steps that no rule keeps; a row for every one that went, or would.
 
         Args:
           keep, keep_every: as of retention.expendable.
-          damaged: remove what was moved aside, too.
+          corrupted: remove what was quarantined, too.
           dry_run: remove nothing.
 
         Raises:
@@ -155,7 +160,7 @@ class Inspection:
                     f"none of the steps that would stay ({', '.join(map(str, stay))}) is what was saved: nothing is removed; "
                     "capibara convert verify says what is wrong with them"
                 )
-            names = [*map(str, gone), *(self._aside if damaged else ())]  # in the order in which they go
+            names = [*map(str, gone), *(self._quarantined if corrupted else ())]  # in the order in which they go
             rows = [self._row(int(name))[0] if name.isdecimal() else {"step": name, "faults": []} for name in names]
             for name in () if dry_run else names:
                 step_folders.remove(self._folder / name)
@@ -177,7 +182,7 @@ class Inspection:
         """A step's row, and its manifest where that can be read."""
         try:
             found = manifest.read(self._folder / str(step))
-        except Damaged as fault:
+        except Corrupted as fault:
             return {"step": step, "faults": [str(fault)]}, None
         return _described(found), found
 
@@ -198,7 +203,7 @@ def _short(row: Row) -> str:
         return "; ".join(row["faults"])
     if "sealed" in row:
         return f"sealed: {', '.join(row['sealed'])}"
-    return f"its own {row['files']} files, whole" if "files" in row else "moved aside"
+    return f"its own {row['files']} files, whole" if "files" in row else "quarantined"
 
 
 def lines(rows: Sequence[Row], action: str) -> Iterator[str]:
@@ -217,6 +222,6 @@ def lines(rows: Sequence[Row], action: str) -> Iterator[str]:
         size = f"{row['bytes'] / 2**20:10.1f} MiB in {row['files']} files"
         yield f"{row['step']:>10}  {size}, {row['date']}{score}{commit}{whole}"
         for fault in row["faults"]:
-            yield f"{'':12}damaged: {fault}"
+            yield f"{'':12}corrupted: {fault}"
         for path in row.get("strays", ()):
             yield f"{'':12}no part of it: {path}"

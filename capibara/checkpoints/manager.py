@@ -3,7 +3,7 @@
     checkpoints/1000/state/...       the arrays (array_files, chunks)
     checkpoints/1000/run.json        the data iterator, the progress, the operative configuration
     checkpoints/1000/manifest.json   every file with its size and hash; without it there is no step 1000
-    checkpoints/1200.damaged/        a step that was not what had been saved, moved aside
+    checkpoints/1200.corrupted/        a step that was not what had been saved, quarantined
     checkpoints/lease.json           who may write here
 
 A save is asynchronous: the arrays are copied, and a thread writes them, has them put on the disk, writes the manifest,
@@ -34,7 +34,7 @@ from jax.sharding import SingleDeviceSharding
 from capibara.checkpoints import array_files, chunks, lease, manifest, run_manifest, shapes, step_folders
 from capibara.checkpoints.encryption import Key
 from capibara.checkpoints.lease import Lease
-from capibara.checkpoints.manifest import Damaged, File, Manifest
+from capibara.checkpoints.manifest import Corrupted, File, Manifest
 from capibara.checkpoints.policy import Checkpointing, Compression, Verify
 from capibara.checkpoints.snapshot import snapshot
 from capibara.checkpoints.step_files import Writer, together
@@ -76,7 +76,7 @@ class Restored:
     score: float | None = None
 
 
-class RestoredFromDamage(TryAgain):
+class RestoredFromCorruption(TryAgain):
     """What a run was restored from turned out not to be what was saved: it must be started again."""
 
 
@@ -113,7 +113,7 @@ class Checkpoints:
         self._verifying: Task | None = None
         self._open = contextlib.ExitStack()
         self._parent: int | None = None  # the step that the next one comes after
-        self.damaged: dict[int, str] = {}  # step -> why it was passed over
+        self.corrupted: dict[int, str] = {}  # step -> why it was passed over
         if read_only:
             return
         array_files.hush()
@@ -149,7 +149,7 @@ class Checkpoints:
     def restore(self, target: S) -> tuple[Restored, S] | None:
         """The newest step that is what was saved, read onto the devices; None in a new run folder.
 
-        Newer ones that are not are named in `damaged`, and moved aside unless this is read only. Every process calls it.
+        Newer ones that are not are named in `corrupted`, and quarantined unless this is read only. Every process calls it.
 
         Args:
           target: as of `restore_state`.
@@ -229,10 +229,10 @@ class Checkpoints:
         return self._newest(attempt)
 
     def _newest(self, attempt: Callable[[int], _T]) -> _T | None:
-        """What `attempt` gives of the newest step that it finds undamaged, on all processes; None: there is no step."""
+        """What `attempt` gives of the newest step that it finds whole, on all processes; None: there is no step."""
         lost = step_folders.lost(self._folder)
         step_folders.check_foreign(self._folder)
-        passed: list[int] = []  # moved aside only when there is one to resume from
+        passed: list[int] = []  # quarantined only when there is one to resume from
         steps, lost = hosts.gathered([self.steps()[::-1], lost])[0]
         for step in lost[-_TOLD:]:
             self._pass_over(step, step_folders.why_lost(self._folder, step))
@@ -241,7 +241,7 @@ class Checkpoints:
             found, fault = None, None
             try:
                 found = attempt(step)
-            except Damaged as error:
+            except Corrupted as error:
                 fault = str(error)
             fault = next(filter(None, hosts.gathered(fault)), None)
             if fault is None:
@@ -252,26 +252,26 @@ class Checkpoints:
                 return found
             passed.append(step)
             self._pass_over(step, fault)
-        if self.damaged:
-            last = max(self.damaged)
+        if self.corrupted:
+            last = max(self.corrupted)
             raise UserError(
-                f"{self._folder} holds no step that is what was saved: {last}: {self.damaged[last]}: restore the folder "
+                f"{self._folder} holds no step that is what was saved: {last}: {self.corrupted[last]}: restore the folder "
                 "from a copy, or set another MODEL_DIR to start anew"
             )
         return None
 
     def _pass_over(self, step: int, fault: str) -> None:
-        self.damaged[step] = fault
-        logging.getLogger(__name__).warning("%s/%d is damaged: %s", self._folder, step, fault)
+        self.corrupted[step] = fault
+        logging.getLogger(__name__).warning("%s/%d is corrupted: %s", self._folder, step, fault)
 
     def _quarantine(self, step: int) -> None:
         if (self._folder / str(step)).exists():
-            step_folders.move_aside(self._folder / str(step), step_folders.DAMAGED)
+            step_folders.quarantine(self._folder / str(step), step_folders.CORRUPTED)
         else:
             run_manifest.forget_step(self._folder.parent, step)
 
     def _check_rest(self, step: int) -> None:
-        """Raises Damaged where a step has no manifest; where it is to be verified, also for files that are no chunks.
+        """Raises Corrupted where a step has no manifest; where it is to be verified, also for files that are no chunks.
 
         Chunks are compared as they are read.
         """
@@ -325,7 +325,7 @@ class Checkpoints:
         """Gives a committed step the score of an evaluation that was made later; every process calls it."""
         self.wait()
         if jax.process_index() == 0:
-            with self._disk_errors(), contextlib.suppress(Damaged):  # of which another verification tells
+            with self._disk_errors(), contextlib.suppress(Corrupted):  # of which another verification tells
                 self._check_lease()
                 found = self._manifest(step)
                 told = dataclasses.replace(found, about=found.about | {"score": score})
@@ -337,15 +337,15 @@ class Checkpoints:
         """Reads the JSON parts of a committed step; the arrays come with `restore_state`.
 
         Raises:
-          Damaged: they are not what was saved.
+          Corrupted: they are not what was saved.
         """
         self.wait()  # it may be the step that is being saved
         found = self._manifest(step)
         file = found.by_path.get(manifest.RUN)
         if file is None:
-            raise Damaged(f"{manifest.RUN} is gone")
+            raise Corrupted(f"{manifest.RUN} is gone")
         if file.size > _RUN_BYTES:
-            raise Damaged(f"{manifest.RUN} has {file.size:,} bytes, must have at most {_RUN_BYTES:,}")
+            raise Corrupted(f"{manifest.RUN} has {file.size:,} bytes, must have at most {_RUN_BYTES:,}")
         content = manifest.contents(self._folder / str(step), file)
         try:
             content = chunks.opened(content, found, file, self._key_of(found)).tobytes()
@@ -357,7 +357,7 @@ class Checkpoints:
                 raise ValueError("its shapes are no texts")
             restored = Restored(step=step, **parts, score=found.about.get("score"))
         except (ValueError, KeyError, TypeError) as error:
-            raise Damaged(f"{manifest.RUN} cannot be read ({manifest.one_line(error)})") from error
+            raise Corrupted(f"{manifest.RUN} cannot be read ({manifest.one_line(error)})") from error
         self._parent = step
         return restored
 
@@ -373,7 +373,7 @@ class Checkpoints:
 
         Raises:
           UserError: the checkpoint holds another model: names the first array that differs.
-          Damaged: it is not what was saved.
+          Corrupted: it is not what was saved.
         """
         saved, wanted = restored.shapes, target.parts()
         if shapes.window(saved) != shapes.window(shapes.of(wanted)):
@@ -395,7 +395,7 @@ class Checkpoints:
         together("going back")
         for newer in reversed(self.steps()) if jax.process_index() == 0 else ():
             if newer > step:
-                step_folders.move_aside(self._folder / str(newer), step_folders.ROLLED_BACK)
+                step_folders.quarantine(self._folder / str(newer), step_folders.ROLLED_BACK)
         together("gone back")
         return self.restore_progress(step)
 
@@ -409,7 +409,7 @@ class Checkpoints:
 
         Raises:
           UserError: the checkpoint holds another model: names the first array that differs.
-          Damaged: it is not what was saved.
+          Corrupted: it is not what was saved.
         """
         saved = self.restore_progress(step).shapes
         averaged = {path.partition("/")[2] for path in saved if average and path.startswith("ema/")}
@@ -471,7 +471,7 @@ class Checkpoints:
         about: dict[str, Any],
         verifying: Task | None,
     ) -> None:
-        """Writes and commits a step, in the thread of a save; not where what the run was restored from is damaged."""
+        """Writes and commits a step, in the thread of a save; not where what the run was restored from is corrupted."""
         good = np.asarray(finite.addressable_data(0))
         if bad := [name for name, ok in zip(tree.path_names(arrays), good, strict=True) if not ok]:
             raise UserError(
@@ -511,7 +511,7 @@ class Checkpoints:
         """What an incremental step refers to; None: nothing."""
         if not self._config.incremental or parent is None:
             return None
-        with contextlib.suppress(Damaged):
+        with contextlib.suppress(Corrupted):
             return self._manifest(parent)
 
     def _manifest(self, step: int) -> Manifest:
@@ -548,13 +548,13 @@ class Checkpoints:
     def _verify_later(self, step: int) -> None:
         try:
             manifest.verify(self._folder / str(step), _is_ours)
-        except Damaged as fault:
-            self.damaged[step] = str(fault)
+        except Corrupted as fault:
+            self.corrupted[step] = str(fault)
             if not self._read_only:  # whichever process has found it
                 with contextlib.suppress(FileNotFoundError):
-                    step_folders.move_aside(self._folder / str(step), step_folders.DAMAGED)
-            raise RestoredFromDamage(
-                f"{self._folder}/{step}, from which this run was restored, is damaged: {fault}: run the command again to "
+                    step_folders.quarantine(self._folder / str(step), step_folders.CORRUPTED)
+            raise RestoredFromCorruption(
+                f"{self._folder}/{step}, from which this run was restored, is corrupted: {fault}: run the command again to "
                 "resume from the step before"
             ) from None
 

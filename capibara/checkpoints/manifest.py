@@ -27,13 +27,13 @@ NAME = "manifest.json"
 RUN = "run.json"  # the first file of a step that is written, as the manifest is the last
 _FORMAT = 2
 _MOST_FILES, _MOST_BYTES, _MOST_VALUES = 400_000, 128 << 20, 8_000_000  # 300 bytes and 20 values a file
-_SHOWN = 3  # damaged files that a message names
+_SHOWN = 3  # corrupted files that a message names
 _TRIES, _PAUSE_S = 3, 0.5  # of a read that the disk refuses
 
 T = TypeVar("T")
 
 
-class Damaged(Exception):
+class Corrupted(Exception):
     """A step's files are not those that were saved; one line."""
 
 
@@ -133,7 +133,7 @@ def read(folder: epath.Path) -> Manifest:
     """The manifest of a step's folder, which is named after the step.
 
     Raises:
-      Damaged: there is none, it has changed since it was written, or it is of another step.
+      Corrupted: there is none, it has changed since it was written, or it is of another step.
       Unreadable: the disk does not give it.
     """
     text = _patiently(NAME, folder / NAME, lambda: durable.read_bounded(folder / NAME, _MOST_BYTES))
@@ -143,16 +143,16 @@ def read(folder: epath.Path) -> Manifest:
             raise ValueError(f"it names more than {_MOST_FILES:,} files")
         digest = values.pop("xxh128")
         if digest != durable.hash_of(_canonical(values)):
-            raise Damaged(f"{NAME} has changed since it was written")
+            raise Corrupted(f"{NAME} has changed since it was written")
         if values["format"] != _FORMAT:
-            raise Damaged(f"{NAME} is of format {values['format']}, this version of capibara reads {_FORMAT}")
+            raise Corrupted(f"{NAME} is of format {values['format']}, this version of capibara reads {_FORMAT}")
         files = tuple(_file(file) for file in values["files"])
         manifest = Manifest(values["step"], files, values["about"], values.get("encryption"), values.get("mac"))
         _check_types(manifest)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise Damaged(f"{NAME} cannot be read ({one_line(error)})") from error
+        raise Corrupted(f"{NAME} cannot be read ({one_line(error)})") from error
     if str(manifest.step) != folder.name:
-        raise Damaged(f"{NAME} is of step {manifest.step}")
+        raise Corrupted(f"{NAME} is of step {manifest.step}")
     return manifest
 
 
@@ -183,12 +183,12 @@ def verify(folder: epath.Path, wanted: Callable[[File], bool] = lambda file: Tru
     """The manifest of a step whose files are those that were saved.
 
     Raises:
-      Damaged: some are not.
+      Corrupted: some are not.
     """
     manifest = read(folder)
     if found := faults(folder, manifest, wanted):
         more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-        raise Damaged("; ".join(found[:_SHOWN]) + more)
+        raise Corrupted("; ".join(found[:_SHOWN]) + more)
     return manifest
 
 
@@ -221,7 +221,7 @@ def contents(folder: epath.Path, file: File, *, check: bool = True) -> np.ndarra
       check: compare the hash; the size is always.
 
     Raises:
-      Damaged: they are not those that were saved.
+      Corrupted: they are not those that were saved.
     """
     path = place(folder, file)
 
@@ -243,34 +243,34 @@ def _fault(folder: epath.Path, file: File) -> str | None:
 
     try:
         return _patiently(file.describe(), path, once)
-    except Damaged as fault:
+    except Corrupted as fault:
         return str(fault)
 
 
 def _check_size(path: epath.Path, file: File) -> None:
     if (size := durable.size_of(path)) != file.size:
-        raise Damaged(f"{file.describe()} has {size} bytes, not {file.size}")
+        raise Corrupted(f"{file.describe()} has {size} bytes, not {file.size}")
 
 
 def _check_hash(digest: str, file: File) -> None:
     if digest != file.xxh128:
-        raise Damaged(f"{file.describe()} has changed since it was saved")
+        raise Corrupted(f"{file.describe()} has changed since it was saved")
 
 
 def _patiently(what: str, path: epath.Path, read: Callable[[], T]) -> T:
-    """What `read` gives, asked again after a moment where the disk refuses: only what is known to be damaged is."""
+    """What `read` gives, asked again after a moment where the disk refuses: only what is known to be corrupted is."""
     for attempt in itertools.count(1):
         try:
             return read()
         except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
-            raise Damaged(f"{what} is gone") from error
+            raise Corrupted(f"{what} is gone") from error
         except limits.Refused as error:
-            raise Damaged(f"{what} has {error}") from None
+            raise Corrupted(f"{what} has {error}") from None
         except OSError as error:
             if attempt < _TRIES:
                 time.sleep(_PAUSE_S)
             elif error.errno == errno.EIO:
-                raise Damaged(f"{what} cannot be read ({one_line(error)})") from error
+                raise Corrupted(f"{what} cannot be read ({one_line(error)})") from error
             else:
                 raise Unreadable(
                     f"{path} cannot be read ({error.strerror or one_line(error)}): nothing was changed; see to it that it "

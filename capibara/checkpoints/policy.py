@@ -14,7 +14,7 @@ class Verify(enum.StrEnum):
     """When the files of the step that a run resumes from are compared with its manifest.
 
     before: anything is restored. background: while training goes on; what has changed since it was saved stops the run
-    at its next checkpoint, and is moved aside. off: never.
+    at its next checkpoint, and is quarantined. off: never.
     """
 
     BEFORE = "before"

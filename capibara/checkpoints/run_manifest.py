@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Mapping
 from etils import epath
 
 from capibara.checkpoints import manifest
-from capibara.checkpoints.manifest import Damaged
+from capibara.checkpoints.manifest import Corrupted
 from capibara.core import bucket_faults, limits
 from capibara.core.types import UserError
 from capibara.data.tokenizers import files as tokenizer_files
@@ -80,7 +80,7 @@ def read(folder: epath.Path) -> RunManifest | None:
     """The manifest of a run folder; None: there is none.
 
     Raises:
-      Damaged: it has changed since it was written.
+      Corrupted: it has changed since it was written.
       UserError: the bucket refuses.
     """
     path = folder / NAME
@@ -90,19 +90,19 @@ def read(folder: epath.Path) -> RunManifest | None:
         values = limits.parse_json(durable.read_bounded(path, _MOST_BYTES), values=_MOST_VALUES, finite=False)
         digest = values.pop("xxh128")
         if digest != _digest(values):
-            raise Damaged(f"{path} has changed since it was written")
+            raise Corrupted(f"{path} has changed since it was written")
         if values["format"] != _FORMAT:
-            raise Damaged(f"{path} is of format {values['format']}, this version of capibara reads {_FORMAT}")
+            raise Corrupted(f"{path} is of format {values['format']}, this version of capibara reads {_FORMAT}")
         entries = [_entry(one) for one in values["files"]]
         if not all(type(step) is int for step in values["steps"]):
             raise ValueError("its steps are no numbers")
         return RunManifest({entry.path: entry for entry in entries}, frozenset(values["steps"]))
     except limits.Refused as error:
-        raise Damaged(f"{path} has {error}") from None
+        raise Corrupted(f"{path} has {error}") from None
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OSError) as error:
         if (told := bucket_faults.explained([error])) is not None:  # nothing is wrong with the file
             raise told from error
-        raise Damaged(f"{path} cannot be read ({manifest.one_line(error)})") from error
+        raise Corrupted(f"{path} cannot be read ({manifest.one_line(error)})") from error
 
 
 def _entry(values: Mapping[str, object]) -> Entry:
@@ -189,7 +189,7 @@ def check(folder: epath.Path) -> None:
     known = (CONFIG, tokenizer_files.PATHS)
     try:
         found = read(folder)
-    except Damaged as fault:
+    except Corrupted as fault:
         raise UserError(f"{fault}: {_mend(folder)}") from None
     if found is None:
         for name in known:
@@ -228,7 +228,7 @@ def recorded_steps(folder: epath.Path) -> frozenset[int]:
     """
     try:
         found = read(folder)
-    except Damaged as fault:
+    except Corrupted as fault:
         raise UserError(f"{fault}: {_mend(folder)}") from None
     return _steps_of_metrics(folder) if found is None else found.steps
 
@@ -354,7 +354,7 @@ def _read_or_empty(folder: epath.Path) -> RunManifest:
     """The manifest to change; that of a folder which has none begins with the steps that are there."""
     try:
         found = read(folder)
-    except Damaged as fault:
+    except Corrupted as fault:
         raise UserError(f"{fault}: {_mend(folder)}") from None
     return RunManifest(steps=frozenset(_committed(folder))) if found is None else found
 

@@ -13,7 +13,7 @@ from etils import epath
 
 from capibara.checkpoints import array_files, chunks, manifest, step_folders
 from capibara.checkpoints.encryption import CIPHER, Key
-from capibara.checkpoints.manifest import Damaged, File, Manifest
+from capibara.checkpoints.manifest import Corrupted, File, Manifest
 from capibara.core import tree
 from capibara.core.types import PyTree
 from capibara.sharding.replicas import SilentCorruption
@@ -95,7 +95,7 @@ class Writer:
         there = durable.files_below(folder)
         for file in known.values():
             if there.get(file.path) != file.size:
-                raise Damaged(f"{file.describe()} was not written whole")
+                raise Corrupted(f"{file.describe()} was not written whole")
         others = [path for path in there if path not in known]
         return [*known.values(), *manifest.of_disk(folder, others), *carried]
 
@@ -120,7 +120,7 @@ class Writer:
         """Those of the chunks of an array in `base` that hold what this process does, and whose files still do."""
         try:
             cut = chunks.layout(folder, base, name)
-        except Damaged:
+        except Corrupted:
             return []
         if (
             cut.shape != leaf.shape

@@ -11,14 +11,15 @@ from collections.abc import Iterable, Sequence
 from etils import epath
 
 from capibara.checkpoints import manifest, run_manifest
-from capibara.checkpoints.manifest import Damaged
+from capibara.checkpoints.manifest import Corrupted
 from capibara.checkpoints.policy import Checkpointing
 from capibara.checkpoints.retention import expendable
 from capibara.core.types import UserError
 from capibara.storage import durable
 
 _ARRAYS = "state"  # begins the name of their folder, as of the one that Orbax renames to it
-DAMAGED, UNFINISHED, ROLLED_BACK = ".damaged", ".unfinished", ".rolled_back"  # end the names of what was moved aside
+# They end the names of steps that were quarantined. FORMERLY ended those that are CORRUPTED now.
+CORRUPTED, UNFINISHED, ROLLED_BACK, FORMERLY = ".corrupted", ".unfinished", ".rolled_back", ".damaged"
 # A failed save is looked after in these intervals until it was gone so many times in a row, or that many in all.
 _LOOK_S, _GONE_LOOKS, _MOST_LOOKS = 0.05, 4, 40
 
@@ -42,8 +43,8 @@ def is_whole(folder: epath.Path) -> bool:
     """Whether a step's files are those that were saved; where they are not the log says why."""
     try:
         manifest.verify(folder)
-    except Damaged as fault:
-        logging.getLogger(__name__).warning("%s is damaged: %s", folder, fault)
+    except Corrupted as fault:
+        logging.getLogger(__name__).warning("%s is corrupted: %s", folder, fault)
         return False
     return True
 
@@ -62,7 +63,7 @@ def bases(folder: epath.Path, steps: Iterable[int]) -> set[int]:
     """The older steps of a folder that hold files of these."""
     found: set[int] = set()
     for step in steps:
-        with contextlib.suppress(Damaged):
+        with contextlib.suppress(Corrupted):
             found |= {file.step for file in manifest.read(folder / str(step)).files if file.step is not None}
     return found
 
@@ -110,7 +111,7 @@ def retain(folder: epath.Path, config: Checkpointing, written: int | None = None
     """
     there, scores = steps(folder), {}
     for step in there if config.keep_best else ():
-        with contextlib.suppress(Damaged):
+        with contextlib.suppress(Corrupted):
             scores[step] = manifest.read(folder / str(step)).about.get("score")
     drop = expendable(
         there,
@@ -140,7 +141,7 @@ def remove(folder: epath.Path) -> None:
             lambda path: (folder / path).unlink(), [p for p in durable.files_below(folder) if p != manifest.RUN]
         )
     else:
-        folder = move_aside(folder, UNFINISHED)
+        folder = quarantine(folder, UNFINISHED)
     folder.rmtree()
 
 
@@ -160,7 +161,7 @@ def remove_failed(folder: epath.Path) -> None:
         time.sleep(_LOOK_S)
 
 
-def move_aside(folder: epath.Path, ending: str) -> epath.Path:
+def quarantine(folder: epath.Path, ending: str) -> epath.Path:
     """Gives a step's folder another name, and returns it; what had that name before makes room."""
     _forget(folder)
     aside = folder.with_name(f"{folder.name}{ending}")
@@ -183,7 +184,7 @@ def make_room(folder: epath.Path) -> None:
         and int(folder.name) in run_manifest.recorded_steps(folder.parent.parent)
     )
     if lost_there:
-        move_aside(folder, DAMAGED)
+        quarantine(folder, CORRUPTED)
     else:
         remove(folder)
 
@@ -224,7 +225,7 @@ def remove_leftovers(folder: epath.Path) -> None:
             if committed:
                 path.rmtree()
             else:
-                move_aside(path, UNFINISHED)
+                quarantine(path, UNFINISHED)
         elif committed and path.name.endswith(UNFINISHED):
             path.rmtree()
         elif path.name.endswith(durable.PARTIAL):
@@ -237,9 +238,9 @@ def check_foreign(folder: epath.Path) -> None:
         raise UserError(f"{folder} is no folder: move it away, or set another MODEL_DIR")
     if folder.exists() and not steps(folder):
         for path in folder.iterdir():
-            if path.name.endswith(DAMAGED):
+            if path.name.endswith((CORRUPTED, FORMERLY)):
                 raise UserError(
-                    f"{folder} holds no step but {path.name}, which was found damaged: restore the folder from a copy, or "
+                    f"{folder} holds no step but {path.name}, which was found corrupted: restore the folder from a copy, or "
                     f"set another MODEL_DIR to start anew"
                 )
             if is_step(path.name) and path.is_dir() and any(path.iterdir()) and not is_unfinished(path):

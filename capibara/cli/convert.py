@@ -29,7 +29,7 @@ examples: python -m capibara.convert --from=poet --plus=coder --weights=0.7,0.3 
 
 exit codes: 0 done, all steps are what was saved; 1 some are not; 2 a mistake in what was given"""
 _FORMATS = ("hf", "pytorch", "gguf", "t5x", "peft", "peft_fused", "gguf_lora", "capibara")
-_PRUNE = ("keep", "keep_every", "damaged", "dry_run")
+_PRUNE = ("keep", "keep_every", "corrupted", "dry_run")
 _MODEL = ("source", "target", "format", "dtype", "base", "trust_config", *quantize.FLAGS, *sum_options.FLAGS)
 _OF = dict.fromkeys(_MODEL, ("a model",)) | {"step": ("list", "verify")} | dict.fromkeys(_PRUNE, ("prune",))
 
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--step", type=int, metavar="N", help="of list and verify: this one alone")
     parser.add_argument("--keep", type=int, metavar="N", help="of prune: newest steps that stay")
     parser.add_argument("--keep_every", type=int, metavar="N", help="of prune: multiples of it stay")
-    parser.add_argument("--damaged", action="store_true", help="of prune: remove what was quarantined, too")
+    parser.add_argument("--corrupted", action="store_true", help="of prune: remove what was quarantined, too")
     parser.add_argument("--dry_run", action="store_true", help="of prune: only say what would go")
     parser.add_argument("--json", metavar="FILE", help="write what is printed there")
     flags.add_trust(parser)

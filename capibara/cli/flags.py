@@ -11,6 +11,9 @@ from typing import NoReturn
 from capibara.core.fields import did_you_mean
 from capibara.core.types import UserError
 
+# Flags by the names that they had: they work for one version more.
+_RENAMED = {"--damaged": "--corrupted"}
+
 
 class ArgumentParser(argparse.ArgumentParser):
     """argparse, with mistakes raised as UserError and flags never abbreviated."""
@@ -119,6 +122,9 @@ def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str] | None 
 
 
 def _rewrite(arg: str) -> tuple[str, ...]:
+    if arg in _RENAMED:
+        print(f"{arg} is now {_RENAMED[arg]}: the next version does not know the old name", file=sys.stderr)
+        return (_RENAMED[arg],)
     if not arg.startswith("--gin."):
         return (arg,)
     name, equals, value = arg.removeprefix("--gin.").partition("=")

@@ -318,7 +318,7 @@ class Bounded(io.RawIOBase):
     """A stream that gives no more than a number of bytes, whatever it unpacks to."""
 
     def __init__(self, inner: BinaryIO, most: int, name: str, damage: tuple[type[Exception], ...] = (OSError,)):
-        """Args beyond a stream's: damage: what the stream raises where it is damaged; that becomes a UserError."""
+        """Args beyond a stream's: damage: what the stream raises where it is corrupted; that becomes a UserError."""
         self._inner, self._left, self._most, self._name, self._damage = inner, most, most, name, damage
 
     def readable(self) -> bool:
@@ -330,7 +330,7 @@ class Bounded(io.RawIOBase):
         except UserError:
             raise
         except self._damage as error:
-            raise UserError(f"{self._name} is cut short or damaged ({cause(error)}): get it again") from None
+            raise UserError(f"{self._name} is cut short or corrupted ({cause(error)}): get it again") from None
         self._left -= len(content)
         if self._left < 0:
             raise UserError(f"{self._name} unpacks to more than {self._most:,} bytes: it is refused, unpack it by hand")

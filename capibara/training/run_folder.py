@@ -17,7 +17,7 @@ from capibara import config
 from capibara.checkpoints import run_manifest, step_folders
 from capibara.checkpoints.lease import Lease
 from capibara.checkpoints.manager import Checkpoints
-from capibara.checkpoints.manifest import Damaged
+from capibara.checkpoints.manifest import Corrupted
 from capibara.checkpoints.policy import Checkpointing
 from capibara.checkpoints.step_files import together
 from capibara.core.types import Params, PyTree, UserError
@@ -177,10 +177,10 @@ def load_step(
         if found is None:
             raise UserError(f"{folder} holds no checkpoint yet: train it first")
         step, params = found
-        if checkpoints.damaged:
-            newest = max(checkpoints.damaged)
+        if checkpoints.corrupted:
+            newest = max(checkpoints.corrupted)
             logging.getLogger(__name__).warning(
-                "%s: step %d is used, not step %d: %s", folder, step, newest, checkpoints.damaged[newest]
+                "%s: step %d is used, not step %d: %s", folder, step, newest, checkpoints.corrupted[newest]
             )
         kept = any(path.startswith("ema/") for path in checkpoints.restore_progress(step).shapes)
     if average and not kept:
@@ -215,8 +215,8 @@ def _found(
         raise UserError(f"{folder} has no checkpoint of step {step}: there are {', '.join(map(str, steps)) or 'none'}")
     try:
         return step, checkpoints.restore_params(step, target, average=average)
-    except Damaged as fault:
-        raise UserError(f"{folder}: step {step} is damaged ({fault}): take another") from None
+    except Corrupted as fault:
+        raise UserError(f"{folder}: step {step} is corrupted ({fault}): take another") from None
 
 
 def check_resumable(model_dir: str) -> None:

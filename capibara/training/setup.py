@@ -237,7 +237,7 @@ class Run:
 
     def counters(self) -> dict[str, float]:
         """What went wrong and was survived, where something did, and what there is to tell of batches; for the metrics."""
-        counts = {"checkpoints_damaged": len(self.checkpoints.damaged), "roll_backs": self.roll_backs.total()}
+        counts = {"checkpoints_corrupted": len(self.checkpoints.corrupted), "roll_backs": self.roll_backs.total()}
         told = {} if self.supply is None else self.supply.metrics()
         return {name: float(count) for name, count in counts.items() if count} | told
 

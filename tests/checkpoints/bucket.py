@@ -32,7 +32,7 @@ def newest(folder, **options):
     with Checkpoints(folder, Checkpointing(keep=2, **options)) as checkpoints:
         restored, state = checkpoints.restore(target)
         jax.tree.map(np.testing.assert_array_equal, state, saver.state_of(restored.step))
-        return restored.step, dict(checkpoints.damaged), checkpoints.steps()
+        return restored.step, dict(checkpoints.corrupted), checkpoints.steps()
 
 
 def main(folder: str, part: str, step: str = "") -> None:
@@ -47,9 +47,9 @@ def main(folder: str, part: str, step: str = "") -> None:
             path = f"{folder}/checkpoints/3/state/params.layer.kernel/0.0"
             content = files.cat_file(path)
             files.pipe_file(path, content[:-1] + bytes([content[-1] ^ 1]))
-            restored, damaged, steps = newest(folder)
-            assert (restored, list(damaged), steps) == (2, [3], [2]), (restored, damaged, steps)
-            assert "state/params.layer.kernel/0.0 (array params/layer/kernel) has changed" in damaged[3]
+            restored, corrupted, steps = newest(folder)
+            assert (restored, list(corrupted), steps) == (2, [3], [2]), (restored, corrupted, steps)
+            assert "state/params.layer.kernel/0.0 (array params/layer/kernel) has changed" in corrupted[3]
             assert save(folder, (3,)) == [2, 3]
         case "two writers":
             with Checkpoints(folder, Checkpointing()):

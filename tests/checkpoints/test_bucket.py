@@ -94,7 +94,7 @@ def test_a_run_lives_in_a_bucket(bucket, corpus, tmp_path):
 @pytest.mark.fault(66)
 @pytest.mark.parametrize("ask", [run_manifest.read, run_manifest.check, run_manifest.seal, run_manifest.seal_logs])
 @pytest.mark.parametrize("part", ["alt=media", "/o?", "/b/bucket"])
-def test_a_bucket_that_refuses_has_not_damaged_the_manifest_of_a_run(gs, ask, part, capfd):
+def test_a_bucket_that_refuses_has_not_corrupted_the_manifest_of_a_run(gs, ask, part, capfd):
     """To restore it from a copy, or to seal it anew, would be the wrong thing to do."""
     folder = epath.Path(f"gs://bucket/{secrets.token_hex(4)}")
     run_manifest.begin(folder)

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from capibara import sharding
 from capibara.checkpoints import array_files, chunks, manifest
 from capibara.checkpoints.encryption import Key
-from capibara.checkpoints.manifest import Damaged, Manifest
+from capibara.checkpoints.manifest import Corrupted, Manifest
 from capibara.sharding import Plan
 from capibara.storage import durable
 
@@ -110,5 +110,5 @@ def test_what_does_not_fit_is_damage(tmp_path, how):
     message = {"no layout": r"\.zarray is gone", "another layout": "is not a chunk of", "no chunk": "0.0 .* is gone"}[
         how
     ]
-    with pytest.raises(Damaged, match=message):
+    with pytest.raises(Corrupted, match=message):
         chunks.read(folder, Manifest(7, tuple(files)), target)

@@ -43,16 +43,26 @@ def test_steps_are_listed_with_what_they_are(model_dir, capsys):
     assert rows[1]["step"] == 2 and rows[1]["parent"] == 1 and rows[1]["bytes"] > 400 and rows[1]["faults"] == []
 
 
-def test_what_was_moved_aside_is_listed_and_goes_when_asked(model_dir, capsys):
+def test_what_was_quarantined_is_listed_and_goes_when_asked(model_dir, capsys):
     folder = model_dir / "checkpoints"
     (folder / "3").rename(folder / "3.rolled_back")
-    (folder / "2").rename(folder / "2.damaged")
+    (folder / "2").rename(folder / "2.corrupted")
     assert run("list", model_dir) == 0
     out = capsys.readouterr().out
-    assert "2.damaged  moved aside by a run that found it damaged" in out
-    assert "3.rolled_back  moved aside by a run that went back before it" in out
-    assert run("prune", model_dir, "--keep=1", "--damaged") == 0
+    assert "2.corrupted  quarantined by a run that found it corrupted" in out
+    assert "3.rolled_back  quarantined by a run that rolled back before it" in out
+    assert run("prune", model_dir, "--keep=1", "--corrupted") == 0
     assert [path.name for path in folder.iterdir()] == ["1"]
+
+
+def test_the_names_that_were_before_are_known_for_one_version(model_dir, capsys):
+    folder = model_dir / "checkpoints"
+    (folder / "3").rename(folder / "3.damaged")
+    assert run("list", model_dir) == 0
+    assert "3.damaged  quarantined by a run that found it corrupted" in capsys.readouterr().out
+    assert run("prune", model_dir, "--keep=2", "--damaged") == 0
+    assert capsys.readouterr().err.startswith("--damaged is now --corrupted: ")
+    assert sorted(path.name for path in folder.iterdir()) == ["1", "2"]
 
 
 def test_what_a_step_names_and_the_run_no_longer_does_is_told(tmp_path, capsys):
@@ -76,7 +86,7 @@ def test_every_file_is_verified(model_dir, capsys):
     capsys.readouterr()
     assert run("verify", model_dir) == 1
     text = capsys.readouterr().out
-    assert "damaged: state/params.w/0 (array params/w) has 7 bytes, not 400" in text
+    assert "corrupted: state/params.w/0 (array params/w) has 7 bytes, not 400" in text
     assert "3  manifest.json cannot be read ('xxh128')" in text
     assert run("verify", model_dir, "--step=1") == 0
     assert capsys.readouterr().out.endswith(", whole\n") and "whole" not in text.splitlines()[-2]
@@ -91,8 +101,8 @@ def test_pruning_keeps_what_is_asked_for_and_the_last_whole_step(model_dir, caps
     assert "none of the steps that would stay (3) is what was saved: nothing is removed" in capsys.readouterr().err
     assert run("prune", model_dir, "--keep=1", "--keep_every=2") == 0
     assert sorted(p.name for p in folder.iterdir()) == ["2", "3"]
-    (folder / "3").rename(folder / "3.damaged")
-    assert run("prune", model_dir, "--keep=1", "--damaged") == 0
+    (folder / "3").rename(folder / "3.corrupted")
+    assert run("prune", model_dir, "--keep=1", "--corrupted") == 0
     assert [p.name for p in folder.iterdir()] == ["2"]
     capsys.readouterr()
     assert run("prune", model_dir, "--keep=1") == 0 and capsys.readouterr().out == "nothing to remove\n"

@@ -17,7 +17,7 @@ import xxhash
 from etils import epath
 
 from capibara.checkpoints import array_files, manifest, run_manifest, step_folders
-from capibara.checkpoints.manager import Checkpointing, Checkpoints, RestoredFromDamage
+from capibara.checkpoints.manager import Checkpointing, Checkpoints, RestoredFromCorruption
 from capibara.core.types import UserError
 from capibara.storage import durable, full_disk
 from capibara.training.stability.anomalies import LossWindow
@@ -83,7 +83,7 @@ def test_a_window_of_losses_comes_back_where_it_is_wanted_as_it_was(tmp_path):
             checkpoints.restore_state(checkpoints.restore_progress(2), target_of(other))
 
 
-def test_going_back_moves_newer_steps_aside(tmp_path, caplog):
+def test_going_back_quarantines_newer_steps(tmp_path, caplog):
     with Checkpoints(str(tmp_path), Checkpointing(keep=9)) as checkpoints:
         for step in (2, 4, 6, 8):
             checkpoints.save(step, state_of(step), {"batches": step}, {})
@@ -91,7 +91,7 @@ def test_going_back_moves_newer_steps_aside(tmp_path, caplog):
         assert [checkpoints.step_before(7, most) for most in (7, 5, 4, 1)] == [6, 4, 4, 2]
         assert checkpoints.step_before(2, 1) is None
         os.truncate(tmp_path / "checkpoints" / "4" / "run.json", 3)
-        assert checkpoints.step_before(7, 5) == 2 and "4 is damaged: run.json has 3 bytes" in caplog.text
+        assert checkpoints.step_before(7, 5) == 2 and "4 is corrupted: run.json has 3 bytes" in caplog.text
         assert checkpoints.go_back(2).data == {"batches": 2}
         assert checkpoints.steps() == [2]
         checkpoints.save(4, state_of(4), {"batches": 9}, {})
@@ -120,7 +120,7 @@ def test_retention(tmp_path):
 
 
 def test_nothing_is_removed_unless_a_step_that_is_kept_is_whole(tmp_path, monkeypatch, caplog):
-    """Each newer step is damaged as soon as it is committed: the last whole one stays, whatever `keep` says."""
+    """Each newer step is corrupted as soon as it is committed: the last whole one stays, whatever `keep` says."""
     with Checkpoints(str(tmp_path), Checkpointing(keep=1)) as checkpoints:
         checkpoints.save(1, state_of(1), {}, {})
         checkpoints.wait()
@@ -284,7 +284,7 @@ def _damage(step_folder, how):
 
 
 @pytest.mark.parametrize("how", ["run", "manifest", "truncated"])
-def test_a_damaged_step_is_passed_over_and_moved_aside(tmp_path, how, caplog):
+def test_a_corrupted_step_is_passed_over_and_quarantined(tmp_path, how, caplog):
     with Checkpoints(str(tmp_path), Checkpointing()) as checkpoints:
         for step in (1, 2, 3):
             checkpoints.save(step, state_of(step), {}, {})
@@ -293,10 +293,10 @@ def test_a_damaged_step_is_passed_over_and_moved_aside(tmp_path, how, caplog):
     for read_only in (True, False):
         with Checkpoints(str(tmp_path), Checkpointing(), read_only=read_only) as checkpoints:
             assert checkpoints.verified_step() == 2
-            assert list(checkpoints.damaged) == [3] and "checkpoints/3 is damaged: " in caplog.text
+            assert list(checkpoints.corrupted) == [3] and "checkpoints/3 is corrupted: " in caplog.text
             state = checkpoints.restore_state(checkpoints.restore_progress(2), target_of(state_of(0)))
             jax.tree.map(np.testing.assert_array_equal, state, state_of(2))
-            assert (folder / "3").exists() == read_only and (folder / "3.damaged").exists() != read_only
+            assert (folder / "3").exists() == read_only and (folder / "3.corrupted").exists() != read_only
             if not read_only:
                 checkpoints.save(3, state_of(3), {}, {})
     assert checkpoints.steps() == [1, 2, 3]
@@ -314,10 +314,11 @@ def test_where_no_step_is_whole_nothing_is_started_anew(tmp_path):
     assert (tmp_path / "checkpoints" / "1").exists()  # and does not look like a new folder at the next start
 
 
-def test_what_is_left_of_a_run_with_damaged_steps_alone_is_no_new_run(tmp_path):
-    (tmp_path / "checkpoints" / "4.damaged").mkdir(parents=True)
+@pytest.mark.parametrize("name", ["4.corrupted", "4.damaged"])
+def test_what_is_left_of_a_run_with_corrupted_steps_alone_is_no_new_run(tmp_path, name):
+    (tmp_path / "checkpoints" / name).mkdir(parents=True)
     with Checkpoints(str(tmp_path), Checkpointing()) as checkpoints:
-        with pytest.raises(UserError, match="holds no step but 4.damaged, which was found damaged: restore the folder"):
+        with pytest.raises(UserError, match=f"holds no step but {name}, which was found corrupted: restore the folder"):
             checkpoints.restore(target_of(state_of(0)))
 
 
@@ -364,7 +365,7 @@ def test_small_files_are_always_verified(tmp_path, verify, name):
 
 
 def test_what_was_trained_from_damage_is_not_committed(tmp_path, monkeypatch):
-    """Verified beside training, and found damaged while the next step is being saved."""
+    """Verified beside training, and found corrupted while the next step is being saved."""
     beside = Checkpointing(verify="background")
     with Checkpoints(str(tmp_path), beside) as checkpoints:
         for step in (1, 2):
@@ -374,7 +375,7 @@ def test_what_was_trained_from_damage_is_not_committed(tmp_path, monkeypatch):
     largest.write_bytes(bytes([content[0] ^ 1]) + content[1:])
     saving, verify = threading.Event(), manifest.verify
     monkeypatch.setattr(manifest, "verify", lambda *args: (saving.wait(10), verify(*args))[1])
-    with pytest.raises(RestoredFromDamage):
+    with pytest.raises(RestoredFromCorruption):
         with Checkpoints(str(tmp_path), beside) as checkpoints:
             restored, _ = checkpoints.restore(target_of(state_of(0)))
             assert restored.step == 2
@@ -407,7 +408,7 @@ def test_verification_beside_training_stops_it(tmp_path):
             checkpoints.save(step, state_of(step), {}, {})
     _damage(tmp_path / "checkpoints" / "2", "truncated")
     with pytest.raises(
-        RestoredFromDamage, match="checkpoints/2, from which this run was restored, is damaged: .*again"
+        RestoredFromCorruption, match="checkpoints/2, from which this run was restored, is corrupted: .*again"
     ):
         with Checkpoints(str(tmp_path), beside) as checkpoints:
             assert checkpoints.verified_step() == 2

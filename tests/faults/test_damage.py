@@ -19,7 +19,7 @@ from etils import epath
 
 from capibara.checkpoints import manifest, step_folders
 from capibara.checkpoints.manager import Checkpointing, Checkpoints
-from capibara.checkpoints.manifest import Damaged
+from capibara.checkpoints.manifest import Corrupted
 from capibara.cli import convert
 from capibara.core import exits
 from capibara.core.types import UserError
@@ -58,7 +58,7 @@ def _axes(layout):
 
 @pytest.fixture
 def run(saved, tmp_path):
-    """A copy of it that may be damaged."""
+    """A copy of it that may be corrupted."""
     shutil.copytree(saved / "checkpoints", tmp_path / "checkpoints")
     return tmp_path
 
@@ -71,7 +71,7 @@ def fault_of(folder):
     """What is said of a step; None where it is whole."""
     try:
         manifest.verify(epath.Path(folder))
-    except Damaged as fault:
+    except Corrupted as fault:
         return str(fault)
     return None
 
@@ -211,16 +211,16 @@ def test_what_has_no_manifest_is_no_step(run, how):
 
 
 @pytest.mark.fault(22)
-def test_a_damaged_newest_step_is_passed_over(run, caplog):
+def test_a_corrupted_newest_step_is_passed_over(run, caplog):
     path = max(files(run / "checkpoints" / "2" / "state"), key=lambda path: path.stat().st_size)
     os.truncate(path, path.stat().st_size // 2)
     with Checkpoints(str(run), Checkpointing()) as checkpoints:
-        assert checkpoints.verified_step() == 1 and list(checkpoints.damaged) == [2]
-        assert "checkpoints/2 is damaged: state/" in caplog.text
+        assert checkpoints.verified_step() == 1 and list(checkpoints.corrupted) == [2]
+        assert "checkpoints/2 is corrupted: state/" in caplog.text
         state = checkpoints.restore_state(checkpoints.restore_progress(1), saver.target_of(saver.state_of(0)))
         jax.tree.map(np.testing.assert_array_equal, state, saver.state_of(1))
         checkpoints.save(2, saver.state_of(2), {}, {})  # that step comes again
-    assert fault_of(run / "checkpoints" / "2") is None and (run / "checkpoints" / "2.damaged").is_dir()
+    assert fault_of(run / "checkpoints" / "2") is None and (run / "checkpoints" / "2.corrupted").is_dir()
 
 
 @pytest.mark.fault(23)

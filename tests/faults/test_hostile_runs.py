@@ -13,7 +13,7 @@ from etils import epath
 
 from capibara.checkpoints import encryption, inspection, manifest, run_manifest
 from capibara.checkpoints.manager import Checkpointing, Checkpoints
-from capibara.checkpoints.manifest import Damaged
+from capibara.checkpoints.manifest import Corrupted
 from capibara.core import limits
 from capibara.core.types import UserError
 from capibara.storage import durable, outputs
@@ -127,7 +127,7 @@ STEPS = {
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_a_hostile_step_is_damaged(run, name, monkeypatch):
+def test_a_hostile_step_is_corrupted(run, name, monkeypatch):
     read, most = durable.read_hashed, 1 << 20
     monkeypatch.setattr(
         durable, "read_hashed", lambda path, size: read(path, size) if size < most else pytest.fail(path)
@@ -135,7 +135,7 @@ def test_a_hostile_step_is_damaged(run, name, monkeypatch):
     STEPS[name](run)
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), PARAMS)
-    with Checkpoints(str(run), Checkpointing(), read_only=True) as checkpoints, pytest.raises(Damaged) as found:
+    with Checkpoints(str(run), Checkpointing(), read_only=True) as checkpoints, pytest.raises(Corrupted) as found:
         checkpoints.restore_progress(1)
         checkpoints.restore_params(1, target)
     assert len(str(found.value)) < 400 and "\n" not in str(found.value)

@@ -38,7 +38,7 @@ def assert_goes_on(folder, possible):
     target = saver.target_of(saver.state_of(0, saver.LARGE))
     with Checkpoints(str(folder), Checkpointing()) as checkpoints:
         step = checkpoints.verified_step()
-        assert step in possible and not checkpoints.damaged
+        assert step in possible and not checkpoints.corrupted
         for listed in (*checkpoints.steps(), step + 1):
             if listed == step + 1:
                 checkpoints.save(listed, saver.state_of(listed, saver.LARGE), {}, {})

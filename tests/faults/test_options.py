@@ -57,7 +57,7 @@ def newest(folder, options, state=saver.state_of, devices=2):
         restored, back = reader.restore(target)
         assert restored.data == {"rows": ["the data"]}
         jax.tree.map(np.testing.assert_array_equal, back, state(restored.step))
-        return restored.step, dict(reader.damaged)
+        return restored.step, dict(reader.corrupted)
 
 
 def files_of(folder, step):
@@ -153,8 +153,8 @@ def test_ciphertexts_that_were_changed_are_found_out(tmp_path, key, how, monkeyp
             path.write_bytes(files_of(tmp_path, 2)["state/params.layer.kernel/1.0"].read_bytes())
         case "of another step":
             path.write_bytes(files_of(tmp_path, 1)[changed].read_bytes())
-    step, damaged = newest(tmp_path, options)
-    assert step == 1 and changed in damaged[2] and ("has changed" in damaged[2] or "bytes, not" in damaged[2])
+    step, corrupted = newest(tmp_path, options)
+    assert step == 1 and changed in corrupted[2] and ("has changed" in corrupted[2] or "bytes, not" in corrupted[2])
     folder = epath.Path(tmp_path / "checkpoints" / "2")
     old = manifest.read(folder)
     now = manifest.of_disk(folder, [changed])[0]
@@ -180,14 +180,14 @@ def test_long_contents_are_encrypted_piece_by_piece_in_their_order(key, monkeypa
         sealed = found.seal(content, "it")
         assert found.open(sealed, "it") == content
         assert found.seal(content, "it") != sealed  # a nonce of its own
-        with pytest.raises(manifest.Damaged, match="other is not authentic"):
+        with pytest.raises(manifest.Corrupted, match="other is not authentic"):
             found.open(sealed, "other")
-    with pytest.raises(manifest.Damaged):
+    with pytest.raises(manifest.Corrupted):
         found.open(sealed[:8] + bytes(4), "it")  # of no pieces
     head, piece = len(sealed) - 10 * 128, 128
     pieces = [sealed[head + i * piece : head + (i + 1) * piece] for i in range(10)]
     for order in ((1, 0, *range(2, 10)), range(9)):
-        with pytest.raises(manifest.Damaged):
+        with pytest.raises(manifest.Corrupted):
             found.open(sealed[:head] + b"".join(pieces[i] for i in order), "it")
 
 
@@ -218,7 +218,7 @@ def test_what_has_not_changed_is_not_written_again(tmp_path, key, options):
 
 @pytest.mark.fault(46)
 @pytest.mark.parametrize("how", ["gone", "a bit", "cut"])
-def test_a_step_whose_base_is_damaged_is_refused(tmp_path, how):
+def test_a_step_whose_base_is_corrupted_is_refused(tmp_path, how):
     save(tmp_path, OPTIONS["incremental"], steps=(1, 2, 3), state=frozen)
     path = files_of(tmp_path, 1)["state/params.layer.kernel/0.0"]
     content = path.read_bytes()

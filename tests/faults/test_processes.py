@@ -59,7 +59,7 @@ def assert_resumes(shell, run):
     flags = (*TRAIN, "--emulate=4", f"--gin.MODEL_DIR={run}", f"--gin.TRAIN_STEPS={step + 2}")
     done = shell.run(*flags)
     assert done.code == 0 and f"resuming from step {step};" in done.out, done.err
-    assert "damaged" not in done.err
+    assert "corrupted" not in done.err
 
 
 @pytest.mark.heavy
@@ -84,7 +84,7 @@ def test_one_signal_to_one_process_saves_one_step_on_all(shell):
     assert ends(processes, within_s=60) == [128 + signal.SIGTERM] * 2
     with Checkpoints(str(shell.folder / "signalled"), Checkpointing(), read_only=True) as reader:
         step = reader.verified_step()
-        assert step == max(reader.steps()) and not reader.damaged
+        assert step == max(reader.steps()) and not reader.corrupted
     done = shell.run(*TRAIN, "--emulate=4", "--gin.MODEL_DIR=signalled", f"--gin.TRAIN_STEPS={step + 2}")
     assert done.code == 0 and f"resuming from step {step};" in done.out, done.err
 

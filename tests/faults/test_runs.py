@@ -78,15 +78,15 @@ def test_a_second_sigterm_does_no_harm(shell):
 
 
 @pytest.mark.fault(22)
-def test_a_run_resumes_from_the_step_before_a_damaged_one_and_says_so(make_trainer, train, caplog):
+def test_a_run_resumes_from_the_step_before_a_corrupted_one_and_says_so(make_trainer, train, caplog):
     trainer = make_trainer(checkpointing=Checkpointing(every=4), steps=8)
     whole = train(trainer)
     newest = pathlib.Path(trainer.model_dir) / "checkpoints" / "8"
     path = max((p for p in newest.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
     os.truncate(path, path.stat().st_size - 1)
     again = train(trainer)
-    assert again.start_step == 4 and "checkpoints/8 is damaged: " in caplog.text
-    assert again.metrics[5]["checkpoints_damaged"] == 1.0 and "checkpoints_damaged" not in whole.metrics[5]
+    assert again.start_step == 4 and "checkpoints/8 is corrupted: " in caplog.text
+    assert again.metrics[5]["checkpoints_corrupted"] == 1.0 and "checkpoints_corrupted" not in whole.metrics[5]
     assert again.batches == whole.batches[4:]
     assert_equal_states(again.state, whole.state)
 

@@ -527,7 +527,7 @@ def test_a_run_saves_and_ends_where_the_clock_jumps_and_threads_are_left(shell):
     assert done.code == 0, done.err
     assert "a logger that waits hangs" in done.err and time.monotonic() - began_s < 90
     with Checkpoints(str(shell.folder / "jumpy_run"), Checkpointing(), read_only=True) as reader:
-        assert reader.verified_step() == 6 and not reader.damaged
+        assert reader.verified_step() == 6 and not reader.corrupted
     steps = [r["step"] for r in loggers.read_metrics(str(shell.folder / "jumpy_run")) if r["kind"] == "train"]
     assert steps == [1, 2, 3, 4, 5, 6]
 

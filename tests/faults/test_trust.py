@@ -338,11 +338,11 @@ def test_without_the_newest_step_the_one_before_is_used_and_it_is_said(trained, 
     done = here(*readers(run)["infer"])
     assert done.code == 0 and f"{run}: step 2 is used, not step 4: {reason}" in caplog.text, done.err
     done = here(*readers(run)["resume"])
-    assert done.code == 0 and "from step 2" in done.out and f"checkpoints/4 is damaged: {reason}" in caplog.text, done
-    assert (run / "checkpoints" / "4.damaged").exists() == (what == "its manifest")  # quarantined, not removed
+    assert done.code == 0 and "from step 2" in done.out and f"checkpoints/4 is corrupted: {reason}" in caplog.text, done
+    assert (run / "checkpoints" / "4.corrupted").exists() == (what == "its manifest")  # quarantined, not removed
     assert here("convert", "verify", str(run)).code == 0
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [r["checkpoints_damaged"] for r in records if "checkpoints_damaged" in r] == [1.0] * 4
+    assert [r["checkpoints_corrupted"] for r in records if "checkpoints_corrupted" in r] == [1.0] * 4
 
 
 @pytest.mark.fault(54)

@@ -73,7 +73,7 @@ def averages(run):
     target = with_shardings(model.abstract_params, jax.tree.map(lambda _: here, model.abstract_params))
     with Checkpoints(run.model_dir, Checkpointing(), read_only=True) as reader:
         step, found = reader.newest_params(target)
-        assert step == axes.STEPS and not reader.damaged
+        assert step == axes.STEPS and not reader.corrupted
         return found
 
 

@@ -122,7 +122,7 @@ def test_one_of_two_is_killed_and_two_and_then_one_resume(bucket):
     assert (step := bucket.steps("killed")[-1]) >= 4
     for count, steps in ((2, step + 2), (1, step + 4)):
         done = bucket.train(count, "killed", steps)
-        assert f"resuming from step {steps - 2};" in done[0].out and "damaged" not in done[0].err
+        assert f"resuming from step {steps - 2};" in done[0].out and "corrupted" not in done[0].err
         assert bucket.holder("killed") is None
     bucket.assert_learned_as_one("killed", step + 4)
 
@@ -166,5 +166,5 @@ def test_a_run_resumes_when_the_permission_is_back(bucket, count):
         hosts.ends(processes)
     step = bucket.steps(run)[-1]
     done = bucket.train(count, run, step + 2)
-    assert f"resuming from step {step};" in done[0].out and "damaged" not in done[0].err
+    assert f"resuming from step {step};" in done[0].out and "corrupted" not in done[0].err
     bucket.assert_learned_as_one(run, step + 2)

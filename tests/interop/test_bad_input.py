@@ -1,4 +1,4 @@
-"""Models that are damaged, not whole, or no such model: told in one line by convert and by a run that begins from one."""
+"""Models that are corrupted, not whole, or no such model: told in one line by convert and by a run that begins from one."""
 
 import dataclasses
 import json
@@ -107,7 +107,7 @@ def written_over(name, content):
     return lambda folder: (folder / name).write_bytes(content)
 
 
-FILE = "is cut short or damaged"
+FILE = "is cut short or corrupted"
 DAMAGES = {
     "header cut": ("one", lambda folder: cut(folder / "model.safetensors", 5), FILE),
     "header length": ("one", written_over("model.safetensors", struct.pack("<Q", 2**60) + b"{}"), FILE),
@@ -199,7 +199,7 @@ def unknown_type(path):
     path.write_bytes(content[:at] + struct.pack("<I", 250) + content[at + 4 :])
 
 
-def damaged(good, tmp_path, kind, damage):
+def corrupted(good, tmp_path, kind, damage):
     path = tmp_path / ("model.gguf" if kind == "gguf" else "model")
     (shutil.copy if kind == "gguf" else shutil.copytree)(good / ("model.gguf" if kind == "gguf" else kind), path)
     damage(path)
@@ -209,7 +209,7 @@ def damaged(good, tmp_path, kind, damage):
 @pytest.mark.parametrize("name", DAMAGES)
 def test_convert_tells_it_in_a_line_and_writes_nothing(name, good, tmp_path, capsys):
     kind, damage, told = DAMAGES[name]
-    path = damaged(good, tmp_path, kind, damage)
+    path = corrupted(good, tmp_path, kind, damage)
     for target in ("to", "to.gguf"):
         capsys.readouterr()
         assert run(f"--from={path}", f"--to={tmp_path}/{target}") == 2
@@ -222,7 +222,7 @@ def test_convert_tells_it_in_a_line_and_writes_nothing(name, good, tmp_path, cap
 @pytest.mark.parametrize("name", DAMAGES)
 def test_a_run_that_begins_from_it_tells_it_in_a_line(name, good, tmp_path):
     kind, damage, told = DAMAGES[name]
-    path = damaged(good, tmp_path, kind, damage)
+    path = corrupted(good, tmp_path, kind, damage)
     here = SingleDeviceSharding(jax.devices()[0])
     target = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=here), MODEL.abstract_params)
     with pytest.raises(UserError, match=told) as error:
@@ -253,7 +253,7 @@ def test_extra_tensors_are_refused_and_known_buffers_are_not(good, tmp_path):
 
 
 def test_the_verb_that_trains_tells_it_before_it_compiles(good, tmp_path):
-    path = damaged(good, tmp_path, "several", a_shard_is_gone)
+    path = corrupted(good, tmp_path, "several", a_shard_is_gone)
     argv = ["--gin_file=runs/pretrain.gin", "--gin_file=models/tiny.gin", "--gin_file=tasks/stdlib.gin", "--emulate=1"]
     argv += [f"--gin.MODEL_DIR={tmp_path}/run", f"--gin.Trainer.init_from={path}", "--gin.TRAIN_STEPS=1"]
     done = subprocess.run([sys.executable, "-m", "capibara.train", *argv], text=True, capture_output=True)

@@ -324,7 +324,7 @@ def test_bad_files(tmp_path):
     whole = path.read_bytes()
     for size in (10, 500, 9000, len(whole) - 100):
         other.write_bytes(whole[:size])
-        with one_line("cut short or damaged"):
+        with one_line("cut short or corrupted"):
             open_gguf(other)
     other.write_bytes(b"PK\x03\x04" + whole[4:])
     with one_line("no GGUF file"):

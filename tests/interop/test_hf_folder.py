@@ -260,7 +260,7 @@ def test_a_folder_that_is_not_whole_is_refused_in_a_line(tmp_path):
     messages.append(_refusal(folder))
     os.unlink(about)
     messages += [_refusal(folder), _refusal(str(tmp_path / "none"))]
-    wanted = ["is cut short or damaged", "is cut short or damaged", "pytorch_model.bin is cut short"]
+    wanted = ["is cut short or corrupted", "is cut short or corrupted", "pytorch_model.bin is cut short"]
     wanted += ["config.json cannot be read", "config.json does not exist", "none does not exist"]
     for message, part in zip(messages, wanted, strict=True):
         assert part in message and "\n" not in message

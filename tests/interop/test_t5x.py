@@ -400,7 +400,7 @@ def array_is_elsewhere(folder):
     os.symlink("../moved", path)
 
 
-def chunk_is_damaged(folder):
+def chunk_is_corrupted(folder):
     path = f"{folder}/target.encoder.layers_0.mlp.wi_0.kernel/0.0"
     os.truncate(path, os.path.getsize(path) - 20)
 
@@ -450,19 +450,19 @@ def gin_says(content):
 
 
 INTEGERS = packed(np.ones((96, 16), np.int32))
-ARRAY = "token_embedder/embedding is missing or damaged"
+ARRAY = "token_embedder/embedding is missing or corrupted"
 
 
 @pytest.mark.parametrize(
     ("damage", "told"),
     [
-        (chunks_are_lost, r"token_embedder/embedding is missing or damaged \(its chunk 1.0 is not there\)"),
-        (index_is_cut, "is no T5X checkpoint, cut short or damaged"),
-        (array_is_gone, "decoder/layers_1/mlp/wi_0/kernel is missing or damaged"),
+        (chunks_are_lost, r"token_embedder/embedding is missing or corrupted \(its chunk 1.0 is not there\)"),
+        (index_is_cut, "is no T5X checkpoint, cut short or corrupted"),
+        (array_is_gone, "decoder/layers_1/mlp/wi_0/kernel is missing or corrupted"),
         (array_is_elsewhere, "target.token_embedder.embedding', a link out of its folder to .*/moved: put a copy"),
-        (chunk_is_damaged, "encoder/layers_0/mlp/wi_0/kernel is missing or damaged"),
+        (chunk_is_corrupted, "encoder/layers_0/mlp/wi_0/kernel is missing or corrupted"),
         (tensorflow_made_it, "is TensorFlow's"),
-        (it_is_nothing_of_the_kind, "is no T5X checkpoint, cut short or damaged"),
+        (it_is_nothing_of_the_kind, "is no T5X checkpoint, cut short or corrupted"),
         (index_with(lambda of: of["embedding"]["kvstore"].pop("path")), "token_embedder/embedding has the path None"),
         (index_with(lambda of: of["embedding"]["kvstore"].update(path=5)), "token_embedder/embedding has the path 5"),
         (index_with(lambda of: of.update(embedding=INTEGERS)), "embedding is stored as int32, must be one of float32"),
@@ -476,7 +476,7 @@ ARRAY = "token_embedder/embedding is missing or damaged"
         (gin_says(b"\xff\xfe"), "config.gin is no text in UTF-8"),
     ],
 )
-def test_what_is_damaged_is_told_in_a_line(damage, told, params, tmp_path):
+def test_what_is_corrupted_is_told_in_a_line(damage, told, params, tmp_path):
     path = write_legacy(tmp_path / "checkpoint_7", arrays_of(params["t5_1_1"]))
     damage(path)
     with pytest.raises(UserError, match=told) as error:

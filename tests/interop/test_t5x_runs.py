@@ -96,7 +96,7 @@ def test_a_decoder_of_t5x_has_no_other_form(inputs, ready, capsys):
         assert told in capsys.readouterr().err
     assert converted("t5x", "again", "t5x") == 0
     os.remove(folder / "t5x" / "checkpoint_0" / "target.decoder.decoder_norm.scale" / "0")
-    with pytest.raises(UserError, match="decoder_norm/scale is missing or damaged"):
+    with pytest.raises(UserError, match="decoder_norm/scale is missing or corrupted"):
         open_model.load_params(open_model.open_model(str(folder / "t5x")), model, jax.tree.map(lambda _: here, params))
 
 

@@ -57,7 +57,7 @@ def test_all_forms_are_one_model(forms, form, step, weights):
 
 
 @pytest.mark.parametrize("text", [b"{", b"[]", b'{"model_type": "none"}', b"\xff"])
-def test_a_damaged_config_json_of_the_origin_is_one_line(text):
+def test_a_corrupted_config_json_of_the_origin_is_one_line(text):
     with pytest.raises(UserError, match="config.json"):
         hf_config.kept_by_run(text)
 

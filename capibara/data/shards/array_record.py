@@ -41,10 +41,10 @@ class ArrayRecords(ShardFormat):
             chunk = _chunk(shard, footer, shard.size)
             begins = [_footer_entry(record) for record in chunk[1:]]
         except (Malformed, IndexError, struct.error) as error:
-            raise _damaged(shard, footer, error) from None
+            raise _corrupted(shard, footer, error) from None
         begins.append(footer)
         if sorted(set(begins)) != begins:
-            raise _damaged(shard, footer, "its chunks are not in order")
+            raise _corrupted(shard, footer, "its chunks are not in order")
         starts, at = [], None
         for begin in begins[:-1]:
             if at is None or begin - at >= self.block_bytes:
@@ -56,11 +56,11 @@ class ArrayRecords(ShardFormat):
         try:
             return [(at, record) for at, record in _records(shard, start, stop)]
         except (Malformed, IndexError, struct.error) as error:
-            raise _damaged(shard, start, error) from None
+            raise _corrupted(shard, start, error) from None
 
 
-def _damaged(shard: Entry, at: int, why: object) -> UserError:
-    return UserError(f"{shard.url} is damaged at byte {at:,} ({why}): copy it again")
+def _corrupted(shard: Entry, at: int, why: object) -> UserError:
+    return UserError(f"{shard.url} is corrupted at byte {at:,} ({why}): copy it again")
 
 
 def _footer_position(shard: Entry) -> int:

@@ -54,9 +54,9 @@ class ParquetRows(ShardFormat):
             try:
                 found = _rows(file, shard, group, list(self.columns))
             except (OSError, ValueError) as error:  # pyarrow's own are of these
-                raise _damaged(shard, error) from error
+                raise _corrupted(shard, error) from error
         if len(found) != stop - start:
-            raise _damaged(shard, f"a row group has {len(found):,} rows, {stop - start:,} were announced")
+            raise _corrupted(shard, f"a row group has {len(found):,} rows, {stop - start:,} were announced")
         return list(enumerate(found, start))
 
 
@@ -108,7 +108,7 @@ def _opened(shard: Entry, metadata: Any = None) -> Any:
     except (OSError, ValueError) as error:
         if isinstance(error, UserError):
             raise
-        raise _damaged(shard, error) from error
+        raise _corrupted(shard, error) from error
 
 
 @functools.lru_cache(maxsize=256)
@@ -117,7 +117,7 @@ def _metadata(shard: Entry) -> Any:
         return file.metadata
 
 
-def _damaged(shard: Entry, error: Exception | str) -> UserError:
+def _corrupted(shard: Entry, error: Exception | str) -> UserError:
     if isinstance(error, UserError):
         return error
     return UserError(

@@ -43,7 +43,7 @@ class TfRecords(ShardFormat):
         while at is not None and at < stop:
             length = window.length(at)
             if length is None:
-                raise UserError(f"{shard.url} is no TFRecord file, or damaged, at byte {at:,}: copy it again")
+                raise UserError(f"{shard.url} is no TFRecord file, or corrupted, at byte {at:,}: copy it again")
             if at + _FRAME + length > shard.size:
                 raise UserError(f"{shard.url} is cut short: the record at byte {at:,} has {length:,}: copy it again")
             found.append((at, window.bytes(at + _HEAD, length)))
@@ -118,7 +118,7 @@ def _check_end(shard: Entry) -> None:
         if at is not None or not begin:
             break
         if size > _MOST_BYTES:  # no record is that long: what is not read cannot help
-            raise UserError(f"{shard.url} is damaged: its last {size:,} bytes have no record: copy it again")
+            raise UserError(f"{shard.url} is corrupted: its last {size:,} bytes have no record: copy it again")
         size = min(8 * size, shard.size)
     while at is not None and at < shard.size:
         length = window.length(at)

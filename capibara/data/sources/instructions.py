@@ -146,7 +146,7 @@ def _contents(path: str, members: Sequence[str]) -> Iterator[tuple[str, BinaryIO
                         yield f"{path}/{name}", file
     except UserError:
         raise
-    # What a damaged archive does to the readers of Python: RuntimeError is an encrypted member.
+    # What a corrupted archive does to the readers of Python: RuntimeError is an encrypted member.
     except _DAMAGE as error:
         raise UserError(f"{path} cannot be read as an archive: {limits.cause(error)}") from None
 

@@ -77,7 +77,7 @@ def raise_damage(task: Any, split: str, error: Exception) -> NoReturn:
     if isinstance(error, tf.errors.DataLossError):
         said = str(error.message).splitlines()[0].rpartition("}}")[2].partition("[Op:")[0].strip()
         raise UserError(
-            f"SeqIO task {task.name!r}: a record of its cache is damaged ({said}): write it again with seqio_cache_tasks"
+            f"SeqIO task {task.name!r}: a record of its cache is corrupted ({said}): write it again with seqio_cache_tasks"
         ) from error
     raise error
 

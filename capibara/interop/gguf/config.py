@@ -157,7 +157,7 @@ def from_metadata(
         if isinstance(value, list):
             raise UserError(f"{arch}.{FIELDS[name]} varies from layer to layer: such models are not known here")
         if value is None and name not in (*_NULL, "num_key_value_heads", "head_dim"):
-            raise UserError(f"the file has no {arch}.{FIELDS[name]}: it is damaged, or no {arch} model")
+            raise UserError(f"the file has no {arch}.{FIELDS[name]}: it is corrupted, or no {arch} model")
         config[family.renamed.get(name, name)] = value or None if name in _NULL else value
     _check_counts(arch, config, shapes, family)
     _check_foreign(arch, values, config, family)
@@ -180,7 +180,7 @@ def from_metadata(
 
 
 def _check_counts(arch: Any, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], family: Family) -> None:
-    """Raises where a number is damaged so that all the tensors that it promises could not be named."""
+    """Raises where a number is corrupted so that all the tensors that it promises could not be named."""
     most = {"num_hidden_layers": len(shapes), "num_experts": max((shape[0] for shape in shapes.values()), default=0)}
     for name, largest in most.items():
         value = family.get(config, name)

@@ -145,7 +145,7 @@ class GgufFile:
         try:
             return self._content[begin : begin + size].decode()
         except UnicodeDecodeError:
-            raise limits.Refused(f"{limits.shortened(what)[1:-1]} is no UTF-8 text: it is damaged") from None
+            raise limits.Refused(f"{limits.shortened(what)[1:-1]} is no UTF-8 text: it is corrupted") from None
 
     def _value(self, key: str, kind: int) -> Value:
         if kind == _STRING:

@@ -137,7 +137,7 @@ class GgufModel:
         shapes, experts = self._stored_shapes(), gguf_names.expert_count(self._tensors.values())
         for tensor in self._tensors.values():
             if tensor.stored not in shapes:
-                raise UserError(f"the tensor {tensor.stored} is missing: the file is damaged, or no such model")
+                raise UserError(f"the tensor {tensor.stored} is missing: the file is corrupted, or no such model")
             want = stored_shape(tensor, experts)
             if shapes[tensor.stored] != want:
                 raise UserError(f"{tensor.stored} has shape {shapes[tensor.stored]}, must have {want} by the metadata")
@@ -163,7 +163,7 @@ def _read(path: str) -> gguf_file.GgufFile:
     except gguf_file.NoGguf as error:
         raise UserError(f"{path} is no GGUF file: {error}") from None
     except (limits.Refused, OSError) as error:
-        raise UserError(f"{path} is cut short or damaged ({limits.cause(error)}): get it again") from None
+        raise UserError(f"{path} is cut short or corrupted ({limits.cause(error)}): get it again") from None
 
 
 def _value(file: gguf_file.GgufFile, key: str) -> Any:

@@ -85,9 +85,9 @@ def files(values: Mapping[str, Any], path: str) -> dict[str, bytes]:
     tokens = values.get("ggml.tokens", [])
     needed = {"llama": ("scores", "token_type"), "gpt2": ("merges",)}.get(model, ())
     if needed and (not tokens or any(f"ggml.{name}" not in values for name in needed)):
-        raise UserError(f"{path}: tokenizer.ggml has not all of tokens, {', '.join(needed)}: the file is damaged")
+        raise UserError(f"{path}: tokenizer.ggml has not all of tokens, {', '.join(needed)}: the file is corrupted")
     if any(len(values.get(f"ggml.{name}", tokens)) != len(tokens) for name in ("scores", "token_type")):
-        raise UserError(f"{path}: tokenizer.ggml has more tokens than scores or types, or fewer: the file is damaged")
+        raise UserError(f"{path}: tokenizer.ggml has more tokens than scores or types, or fewer: the file is corrupted")
     if model == "llama":
         made, adds_bos = _sentencepiece(values), values.get("ggml.add_bos_token", True)
     elif model == "gpt2" and pre in PRES:
@@ -144,13 +144,13 @@ def _check_types(values: Mapping[str, Any], path: str) -> None:
         checks.append((key, lambda value, of=of: isinstance(value, list) and all(isinstance(one, of) for one in value)))
     for key, is_fine in checks:
         if key in values and not is_fine(values[key]):
-            raise UserError(f"{path}: tokenizer.{key} is {limits.shortened(values[key])}: the file is damaged")
+            raise UserError(f"{path}: tokenizer.{key} is {limits.shortened(values[key])}: the file is corrupted")
     for key in ("ggml.tokens", "ggml.merges"):
         sizes = [len(text) for text in values.get(key, ())]
         if max(sizes, default=0) > _TOKEN_CHARACTERS or sum(sizes) > _TOKENS_CHARACTERS:
             raise UserError(f"{path}: tokenizer.{key} has texts of {max(sizes):,} characters, {sum(sizes):,} in all")
     if any(" " not in merge for merge in values.get("ggml.merges", ())):
-        raise UserError(f"{path}: tokenizer.ggml.merges has one without a space: the file is damaged")
+        raise UserError(f"{path}: tokenizer.ggml.merges has one without a space: the file is corrupted")
 
 
 def _byte_level(values: Mapping[str, Any], pre: Pre, path: str) -> tokenizers.Tokenizer:
@@ -158,7 +158,9 @@ def _byte_level(values: Mapping[str, Any], pre: Pre, path: str) -> tokenizers.To
     try:
         model = models.BPE(vocab=_vocab(values), merges=merges, ignore_merges=pre.ignore_merges)
     except Exception as error:  # the library raises bare Exception
-        raise UserError(f"{path}: tokenizer.ggml.merges do not fit its tokens ({error}): the file is damaged") from None
+        raise UserError(
+            f"{path}: tokenizer.ggml.merges do not fit its tokens ({error}): the file is corrupted"
+        ) from None
     made = tokenizers.Tokenizer(model)
     parts = [_splitter(split) for split in pre.splits if split != "gpt2"]
     bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex="gpt2" in pre.splits)

@@ -75,7 +75,7 @@ class TorchFile:
     """A state dict in a file, read tensor by tensor; with the methods of safetensors' safe_open.
 
     Raises:
-      Refused: it is cut short or damaged, or holds other than tensors, or unpacks to more than its tensors need.
+      Refused: it is cut short or corrupted, or holds other than tensors, or unpacks to more than its tensors need.
     """
 
     def __init__(self, path: str):

@@ -66,7 +66,7 @@ def names_in(root: str, begin: str = "target.") -> tuple[str, ...]:
 class Arrays:
     """The arrays of a checkpoint's folder.
 
-    Each method raises Broken where an array is missing, damaged, or more than what is stored can hold.
+    Each method raises Broken where an array is missing, corrupted, or more than what is stored can hold.
     """
 
     def __init__(self, root: str):
@@ -160,7 +160,7 @@ class Arrays:
         if isinstance(error, TimeoutError):
             return f"its reader gives {error}"
         name = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        return f"its reader ends with {name}: it unpacks to more memory than its shape needs, or is damaged"
+        return f"its reader ends with {name}: it unpacks to more memory than its shape needs, or is corrupted"
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

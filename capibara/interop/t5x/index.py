@@ -106,7 +106,7 @@ def leaves_of(index: str, part: str = "target") -> dict[str, Leaf]:
     # MemoryError: what an array says of itself; RecursionError: none of ours, its depth is bounded.
     except (ValueError, KeyError, TypeError, AttributeError, MemoryError, msgpack.exceptions.UnpackException) as error:
         cause = limits.cause(error, 120)
-        raise UserError(f"{index} is no T5X checkpoint, cut short or damaged ({cause}): copy it again") from error
+        raise UserError(f"{index} is no T5X checkpoint, cut short or corrupted ({cause}): copy it again") from error
     return leaves
 
 

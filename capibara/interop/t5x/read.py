@@ -417,4 +417,4 @@ def _damage_told(root: str, name: str) -> Iterator[None]:
         raise
     except (t5x_arrays.Broken, ValueError, KeyError, OSError, TypeError, ArithmeticError, MemoryError) as error:
         cause = limits.cause(error)
-        raise UserError(f"{root}: {name} is missing or damaged ({cause}): copy the checkpoint again") from error
+        raise UserError(f"{root}: {name} is missing or corrupted ({cause}): copy the checkpoint again") from error

@@ -267,7 +267,7 @@ def test_a_state_of_another_batch_size_or_other_data_is_refused(corpus):
 
 
 @pytest.mark.parametrize("damage", [None, [], {}, {"version": 99, "rows": []}])
-def test_a_damaged_state_is_refused(corpus, damage):
+def test_a_corrupted_state_is_refused(corpus, damage):
     with pytest.raises(UserError, match="data state"):
         make_loader(make_dataset(corpus), batch_size=BATCH).set_state(damage)
 

@@ -124,9 +124,9 @@ def test_examples_of_tensorflow_are_read_without_it():
         pair = b"\x0a" + bytes([len(name)]) + name + b"\x12" + bytes([len(feature)]) + feature
         entries += b"\x0a" + bytes([len(pair)]) + pair
     assert example(b"\x0a" + bytes([len(entries)]) + entries) == {"text": [b"hi"], "f": [0.5], "ids": [5, -1]}
-    for damaged in (b"\x0a\xff", b"\x0a\x05abc", b"\xff" * 12):
+    for corrupted in (b"\x0a\xff", b"\x0a\x05abc", b"\xff" * 12):
         with pytest.raises(Malformed):
-            example(damaged)
+            example(corrupted)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in FORMATS if kind != "text"])
@@ -196,18 +196,18 @@ def test_of_a_table_only_the_named_columns_are_read(corpus):
         given.open("train")
 
 
-def test_damaged_array_records_raise_nothing_else(tmp_path):
+def test_corrupted_array_records_raise_nothing_else(tmp_path):
     """Bytes changed at random: each is a UserError, or does no harm."""
     content = shard("array_record", texts_of(30), tmp_path)
     rng = np.random.default_rng(0)
     reader = array_record.ArrayRecords(block_bytes=200)
     refused = 0
     for _ in range(150):
-        damaged = bytearray(content)
+        corrupted = bytearray(content)
         used = [int(i) for i in rng.integers(0, 3000, 3)] + [len(content) - 65536 + int(rng.integers(0, 140))]
         for at in used:
-            damaged[at] = int(rng.integers(0, 256))
-        entry = _memory(bytes(damaged), "damaged")
+            corrupted[at] = int(rng.integers(0, 256))
+        entry = _memory(bytes(corrupted), "corrupted")
         try:
             for start, stop in reader.blocks(entry):
                 reader.records(entry, int(start), int(stop))
@@ -236,10 +236,10 @@ def test_array_records_that_are_larger_than_they_may_be_are_refused(tmp_path, mo
     reader = array_record.ArrayRecords(block_bytes=1 << 20)
     ((start, stop),) = reader.blocks(entry)
     monkeypatch.setattr(array_record, "_MOST_BYTES", 900)  # of chunks that have 3 of the 30 records each
-    with pytest.raises(UserError, match="damaged.*more than 900 bytes unpacked"):
+    with pytest.raises(UserError, match="corrupted.*more than 900 bytes unpacked"):
         reader.records(entry, int(start), int(stop))
     monkeypatch.setattr(array_record, "read", None)
-    with pytest.raises(UserError, match="damaged.*a chunk of"):
+    with pytest.raises(UserError, match="corrupted.*a chunk of"):
         reader.records(entry, 0, 1 << 20)
 
 
@@ -248,7 +248,7 @@ def test_a_tfrecord_file_without_a_record_at_its_end_is_not_read_through(monkeyp
     monkeypatch.setattr(tfrecord, "_MOST_BYTES", 1 << 17)
     most, read = [], tfrecord.read
     monkeypatch.setattr(tfrecord, "read", lambda shard, a, b: most.append(b - a) or read(shard, a, b))
-    with pytest.raises(UserError, match="damaged: its last"):
+    with pytest.raises(UserError, match="corrupted: its last"):
         TfRecords(block_bytes=1000).blocks(entry)
     assert max(most) < 1 << 20
 

@@ -227,7 +227,9 @@ def test_a_cache_that_is_not_there_or_not_whole(cache, tmp_path):
     with pytest.raises(UserError, match="train.tfrecord-00002-of-00003 is cut short"):
         read(dataset(mixture_or_task_name="cached_mix"), 60)  # in SeqIO's order it shows when it is read
     path.write_bytes(whole[:30] + bytes([whole[30] ^ 255]) + whole[31:])
-    with pytest.raises(UserError, match="'cached_mix': a record of its cache is damaged .corrupted record at .*again"):
+    with pytest.raises(
+        UserError, match="'cached_mix': a record of its cache is corrupted .corrupted record at .*again"
+    ):
         read(dataset(mixture_or_task_name="cached_mix"), 60)
     path.unlink()
     for name in ("cached", "cached_mix"):
