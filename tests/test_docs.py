@@ -1,0 +1,92 @@
+"""README.md and docs/: links lead to a file, commands have flags, Gin files and parameters that are there."""
+
+from __future__ import annotations
+
+import importlib
+import pathlib
+import re
+import shlex
+import textwrap
+
+import pytest
+
+from capibara import config
+from capibara.cli import flags
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+PAGES = [ROOT / name for name in ("README.md", "SECURITY.md", "CONTRIBUTING.md")] + sorted((ROOT / "docs").glob("*.md"))
+
+
+class Parsed(Exception):
+    """Carries what a command line says, instead of doing it."""
+
+
+def commands() -> list[tuple[pathlib.Path, str]]:
+    """Page and command line of each indented `capibara VERB`, lines that end with a backslash joined."""
+    found = []
+    for page in PAGES:
+        for block in re.findall(r"(?:^ {4}.+\n)+", page.read_text(), re.MULTILINE):
+            for line in block.replace("\\\n", " ").splitlines():
+                if line.strip().startswith(("python -m capibara.", "capibara ")):
+                    found.append((page, " ".join(line.partition("  #")[0].split())))
+    return found
+
+
+COMMANDS = commands()
+
+
+def slug(heading: str) -> str:
+    return re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\((?!https?:)([^)]+)\)", page.read_text()):
+        path, _, anchor = target.partition("#")
+        there = page.parent / path if path else page
+        assert there.exists(), f"{page.name} links to {target}"
+        if anchor:
+            headings = re.findall(r"^#+ (.+)$", there.read_text(), re.MULTILINE)
+            assert anchor in map(slug, headings), f"{page.name} links to {target}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_that_are_named_are_there(page):
+    for name in re.findall(r"`((?:capibara|tests|benchmarks|docs|gin)/[\w./]+\.\w+)", page.read_text()):
+        assert (ROOT / name).exists(), f"{page.name} names {name}"
+
+
+def test_the_readme_is_short_and_names_every_page():
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 110
+    assert not [page.name for page in (ROOT / "docs").glob("*.md") if f"(docs/{page.name})" not in text]
+
+
+def test_there_are_commands():
+    assert len(COMMANDS) > 40
+
+
+@pytest.mark.parametrize(("page", "command"), COMMANDS, ids=range(len(COMMANDS)))
+def test_a_command_is_one_that_the_verb_takes(page, command, monkeypatch, tmp_path):
+    """To the point where it would begin its work: flags, the Gin files, and every name that a binding has."""
+    monkeypatch.chdir(tmp_path)
+    for name, text in re.findall(r"^ {4}# (\w+\.\w+)\n((?: {4}.+\n)+)", page.read_text(), re.MULTILINE):
+        (tmp_path / name).write_text(textwrap.dedent(text))  # the reader's own
+    argv = shlex.split(command.removeprefix("python -m capibara.").removeprefix("capibara "))
+    argv = argv[argv.index("--") + 1 :] if argv[0] == "launch" else argv
+    verb, *argv = argv
+    parse = flags.parse_arguments
+
+    def parsed(parser, argv=None):
+        raise Parsed(parse(parser, argv))
+
+    module = importlib.import_module(f"capibara.cli.{verb.replace('-', '_')}")
+    monkeypatch.setattr(module if hasattr(module, "parse_arguments") else flags, "parse_arguments", parsed)
+    with pytest.raises(Parsed) as found:
+        module.main(argv)
+    (args,) = found.value.args
+    config.reset()
+    try:
+        config.parse(args.gin_file, args.gin_bindings, args.gin_search_paths)
+    finally:
+        config.reset()
