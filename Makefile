@@ -65,8 +65,8 @@ finetune: $(STAMP)
 	$(BIN)/python benchmarks/finetune.py $(ARGS)
 
 format: $(STAMP)
-	$(BIN)/ruff format capibara benchmarks tests
-	$(BIN)/ruff check --fix capibara benchmarks tests
+	$(BIN)/ruff format capibara benchmarks tests examples
+	$(BIN)/ruff check --fix capibara benchmarks tests examples
 
 bench: $(STAMP)
 	@set -e; for script in $(filter-out benchmarks/finetune.py,$(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python $$script $(ARGS); done

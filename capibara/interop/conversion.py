@@ -297,7 +297,7 @@ def _merged(run: adapters.Run, origin: Mapping[str, bytes]) -> OurModel:
 
 def _optimizer(source: OurModel, run: adapters.Run, found: tuple[int, PyTree] | None) -> t5x_states.Stored | None:
     """What T5X goes on from; None: it begins anew from the parameters, as where the run had another optimizer."""
-    if found is None or run.trainer.optimizer.name != "adafactor" or run.model.config.lora is not None:
+    if found is None or not t5x_states.is_adafactor(run.trainer.optimizer) or run.model.config.lora is not None:
         return None
     abstract = run.model.abstract_params
     shapes = dict(zip(tree.path_names(abstract), (leaf.shape for leaf in jax.tree.leaves(abstract)), strict=True))

@@ -19,8 +19,9 @@ from capibara.core.types import Params, PyTree, UserError
 from capibara.optim import adafactor, matrices
 from capibara.optim import state_dtypes as optim_state
 from capibara.optim.adafactor import Adafactor, FactoredState, Factoring, Parts
+from capibara.optim.base import HasAxes, OptimizerConfig, StandardOptimizer, decay_mask
 from capibara.optim.matrices import Axes
-from capibara.optim.schedules import FactorSchedule, Schedule, ScheduleKind, StepFunction
+from capibara.optim.schedules import FactorSchedule, Schedule, ScheduleConfig, ScheduleKind, StepFunction
 from capibara.optim.state_dtypes import StateDtype
 
 __all__ = [
@@ -29,10 +30,14 @@ __all__ = [
     "FactoredState",
     "Factoring",
     "Optimizer",
+    "OptimizerConfig",
     "OptimizerName",
     "Parts",
     "Schedule",
+    "ScheduleConfig",
     "ScheduleKind",
+    "StandardOptimizer",
+    "StateDtype",
     "decay_mask",
     "hidden_matrix",
     "state_axes",
@@ -40,7 +45,7 @@ __all__ = [
 
 
 class OptimizerName(enum.StrEnum):
-    """The update rules."""
+    """The update rules that come with the package; `Trainer.optimizer` takes any OptimizerConfig."""
 
     ADAMW = "adamw"
     ADAFACTOR = "adafactor"
@@ -51,8 +56,8 @@ class OptimizerName(enum.StrEnum):
 
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Optimizer:
-    """An update rule with its schedule, global-norm clip and decoupled, masked weight decay.
+class Optimizer(StandardOptimizer):
+    """A known update rule with its schedule, global-norm clip and decoupled, masked weight decay.
 
     adamw (Loshchilov and Hutter 2019, arXiv:1711.05101); adafactor (Shazeer and Stern 2018, arXiv:1804.04235), whose
     learning rate is relative to the root mean square of each weight unless parameter_scale is False; lion (Chen et
@@ -80,8 +85,6 @@ class Optimizer:
     """
 
     name: OptimizerName = OptimizerName.ADAMW
-    schedule: Schedule | FactorSchedule = dataclasses.field(default_factory=Schedule)
-    weight_decay: float = 0.1
     b1: float = 0.9
     b2: float | None = None
     eps: float = 1e-8
@@ -91,23 +94,17 @@ class Optimizer:
     factored_min_size: int = 128
     parameter_scale: bool = True
     adafactor: Adafactor = dataclasses.field(default_factory=Adafactor)
-    clip_norm: float | None = 1.0
-    state_dtype: StateDtype = StateDtype.FLOAT32
 
     def __post_init__(self):
+        super().__post_init__()
         for name in ("b1", "b2", "momentum"):
             value = getattr(self, name)
             if value is not None and not 0 <= value < 1:
                 raise UserError(f"Optimizer.{name} is {value}, must be from 0 to below 1: try 0.9")
-        for name in ("eps", "clip_norm", "muon_rms"):
+        for name in ("eps", "muon_rms"):
             value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                hint = ": None is no limit" if name == "clip_norm" else ""
-                raise UserError(f"Optimizer.{name} is {value}, must be finite and above 0{hint}")
-        if not 0 <= self.weight_decay < math.inf:
-            raise UserError(
-                f"Optimizer.weight_decay is {self.weight_decay}, must be finite and not negative: 0 is none"
-            )
+            if not 0 < value < math.inf:
+                raise UserError(f"Optimizer.{name} is {value}, must be finite and above 0")
         if self.factored_min_size < 2:
             raise UserError(f"Optimizer.factored_min_size is {self.factored_min_size}, must be at least 2: try 128")
         if self.name is OptimizerName.ADAFACTOR and self.state_dtype is not StateDtype.FLOAT32:
@@ -122,39 +119,28 @@ class Optimizer:
             )
 
     def build(self, total_steps: int, axes: PyTree) -> optax.GradientTransformation:
-        """The optimizer for parameters with these axes.
+        if self.name is not OptimizerName.ADAFACTOR:
+            return super().build(total_steps, axes)
+        return optax.chain(*self._clip(), *self._adafactor(axes, self.schedule.build(total_steps)))
 
-        Args:
-          total_steps: updates in the whole run, for the schedule.
-          axes: tree like the parameters, of tuples of logical axis names.
+    def with_state_dtype(self, dtype: StateDtype) -> OptimizerConfig:
+        if self.name is OptimizerName.ADAFACTOR and dtype is not self.state_dtype:
+            raise UserError("with Optimizer.name adafactor, which keeps float32 sums only")
+        return super().with_state_dtype(dtype)
 
-        Raises:
-          UserError: the schedule does not fit into the run.
-        """
-        schedule = self.schedule.build(total_steps)
-        chain = [] if self.clip_norm is None else [optax.clip_by_global_norm(self.clip_norm)]
-        weights = jax.tree.map(lambda a, decays: a if decays else None, axes, decay_mask(axes), is_leaf=is_axes)
-        if self.name is OptimizerName.ADAFACTOR:
-            return optax.chain(*chain, *self._adafactor(axes, schedule))
-        chain += [optim_state.stored(rule, self.state_dtype, weights) for rule in self._rule(axes)]
-        if self.weight_decay:
-            chain.append(optax.add_decayed_weights(self.weight_decay, mask=decay_mask(axes)))
-        return optax.chain(*chain, optax.scale_by_learning_rate(schedule))
-
-    def _rule(self, axes: PyTree) -> list[optax.GradientTransformation]:
-        """From gradients to updates, before weight decay and learning rate."""
+    def rule(self, axes: PyTree) -> optax.GradientTransformation:
         adam = optax.scale_by_adam(b1=self.b1, b2=_default(self.b2, 0.95), eps=self.eps)
         match self.name:
             case OptimizerName.ADAMW:
-                return [adam]
+                return adam
             case OptimizerName.LION:
-                return [optax.scale_by_lion(b1=self.b1, b2=_default(self.b2, 0.99))]
+                return optax.scale_by_lion(b1=self.b1, b2=_default(self.b2, 0.99))
             case OptimizerName.SGD:
-                return [optax.trace(decay=_default(self.momentum, 0.9), nesterov=self.nesterov)]
+                return optax.trace(decay=_default(self.momentum, 0.9), nesterov=self.nesterov)
             case OptimizerName.MUON:
                 hidden = jax.tree.map(lambda a: "muon" if hidden_matrix(a) else "adamw", axes, is_leaf=is_axes)
                 muon = _muon(axes, _default(self.momentum, 0.95), self.eps, self.nesterov, self.muon_rms)
-                return [optax.partition({"muon": muon, "adamw": adam}, hidden)]
+                return optax.partition({"muon": muon, "adamw": adam}, hidden)
         raise ValueError(f"{self.name} has a rule of its own")
 
     def _adafactor(self, axes: PyTree, schedule: StepFunction) -> list[optax.GradientTransformation]:
@@ -182,14 +168,6 @@ class Optimizer:
         return parts
 
 
-def decay_mask(axes: PyTree) -> PyTree:
-    """True for the weights that decay: those with at least two spaces beside the stack axes.
-
-    A bias of attention heads, ("heads", "head_dim"), has one space (the heads' features): it does not decay.
-    """
-    return jax.tree.map(lambda a: matrices.sides(a) is not None, axes, is_leaf=is_axes)
-
-
 def hidden_matrix(axes: Axes) -> optax.contrib.MuonDimensionNumbers | None:
     """Which dimensions of a weight are a matrix's inputs and outputs; None for everything but hidden matrices.
 
@@ -212,7 +190,7 @@ def state_axes(tx: optax.GradientTransformation, abstract_params: Params, axes: 
     Returns:
       A tree like `jax.eval_shape(tx.init, abstract_params)` whose leaves are tuples with one entry per dimension:
       the parameter's axes where a leaf mirrors a parameter (the scales of 8-bit blocks too, though one dimension of
-      theirs is shorter and may not divide over its mesh axes), the remaining axes for Adafactor's rows and columns,
+      theirs is shorter and may not divide over its mesh axes), what a node that has axes of its own says (HasAxes),
       None (replicated) for every dimension of anything else, () for scalars. Containers of the state are tuples
       too: map it beside the abstract state, `jax.tree.map(fn, state, axes)`, or with `is_leaf=is_axes`.
     """
@@ -231,13 +209,12 @@ def state_axes(tx: optax.GradientTransformation, abstract_params: Params, axes: 
         return (None,) * leaf.ndim
 
     def node_axes(path, node):
-        if isinstance(node, adafactor.FactoredState):
+        if isinstance(node, HasAxes):
             return node.axes_of(axes)
         return leaf_axes(path, node)
 
     state = jax.eval_shape(tx.init, abstract_params)
-    of_adafactor = lambda x: isinstance(x, adafactor.FactoredState)  # noqa: E731
-    return jax.tree_util.tree_map_with_path(node_axes, state, is_leaf=of_adafactor)
+    return jax.tree_util.tree_map_with_path(node_axes, state, is_leaf=lambda x: isinstance(x, HasAxes))
 
 
 def _muon(axes: PyTree, momentum: float, eps: float, nesterov: bool, rms: float) -> optax.GradientTransformation:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import enum
 import math
@@ -20,6 +21,24 @@ StepFunction = Callable[[Any], jax.Array]
 MAX_LEARNING_RATE = 10.0  # no update rule here learns with more: what is above is a slip of the pen
 
 
+class ScheduleConfig(abc.ABC):
+    """Configuration of a learning rate over a run; examples/extend/my_schedule.py is a new one."""
+
+    @abc.abstractmethod
+    def build(self, total_steps: int) -> StepFunction:
+        """The learning rate as a function of the number of updates done before (0 for the first).
+
+        Args:
+          total_steps: updates in the whole run.
+
+        Returns:
+          A function of an int or a traced int32 scalar to a float32 scalar.
+
+        Raises:
+          UserError: it does not fit into the run.
+        """
+
+
 class ScheduleKind(enum.StrEnum):
     """How the learning rate goes on after the warm-up."""
 
@@ -32,7 +51,7 @@ class ScheduleKind(enum.StrEnum):
 
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Schedule:
+class Schedule(ScheduleConfig):
     """A learning rate for every step: a linear warm-up to the peak, then what `kind` says.
 
     constant stays at the peak. cosine and linear fall to `final_fraction` of it. wsd (warm-up, stable, decay; Hu et
@@ -151,7 +170,7 @@ class Factor(enum.StrEnum):
 
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FactorSchedule:
+class FactorSchedule(ScheduleConfig):
     """The learning rate of T5X's `create_learning_rate_scheduler`: a product of factors, each by its own rule.
 
     constant: base_learning_rate.

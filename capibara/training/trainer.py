@@ -19,7 +19,7 @@ from capibara.data.sources.sources import Holds
 from capibara.models import api
 from capibara.models.api import TransformerConfig
 from capibara.objectives.base import Loss, Normalization
-from capibara.optim import Optimizer
+from capibara.optim import Optimizer, OptimizerConfig
 from capibara.sharding import Plan
 from capibara.training.stability.anomalies import Anomalies, OnSpike
 from capibara.training.stability.loss_scale import LossScaling
@@ -106,7 +106,7 @@ class Trainer:
     model: TransformerConfig
     plan: Plan
     dataset: Dataset
-    optimizer: Optimizer
+    optimizer: OptimizerConfig
     evaluation: Evaluation = Evaluation()
     checkpointing: Checkpointing = Checkpointing()
     init_from: str | None = None

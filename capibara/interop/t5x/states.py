@@ -20,7 +20,7 @@ import optax
 from capibara.core.types import PyTree, UserError
 from capibara.interop.hf.tensors import Shape
 from capibara.interop.t5x import names as t5x_names
-from capibara.optim import FactoredState, Optimizer, Parts
+from capibara.optim import FactoredState, Optimizer, OptimizerConfig, OptimizerName, Parts
 
 _OF_GIN = {  # T5X's names of Adafactor's fields -> ours, of Optimizer, then of Adafactor
     "beta1": "momentum",
@@ -116,6 +116,11 @@ def places(shapes: Mapping[str, Shape], rows: Mapping[str, t5x_names.Row], *, sc
         else:
             for name, (layer,) in tensor.names(shapes):
                 yield Place(name, path, layer, groups, tensor.layout)
+
+
+def is_adafactor(optimizer: OptimizerConfig) -> bool:
+    """Whether it is the Adafactor that T5X has too."""
+    return isinstance(optimizer, Optimizer) and optimizer.name is OptimizerName.ADAFACTOR
 
 
 def gin_of(optimizer: Optimizer) -> str:

@@ -19,6 +19,7 @@ import enum
 import functools
 import hashlib
 import importlib.util
+import inspect
 import json
 import math
 import os
@@ -26,6 +27,7 @@ import pathlib
 import re
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -211,6 +213,27 @@ def _source_digest(package: pathlib.Path, sources: Sequence[str]) -> str:
             content = _statements(path.read_text(encoding="utf-8")).encode() if path.exists() else b""
             digest.update(f"{path.relative_to(package).as_posix()} {len(content)}\n".encode() + content)
     return digest.hexdigest()
+
+
+def users_digest(config: Any) -> dict[str, str]:
+    """Module -> SHA-256 of its code, of all modules outside the package whose classes a configuration is made of.
+
+    Args:
+      config: a dataclass of dataclasses.
+    """
+    found, waiting = {}, [config]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, (tuple, list)):
+            waiting += one
+        elif dataclasses.is_dataclass(one):
+            waiting += [getattr(one, field.name) for field in dataclasses.fields(one) if hasattr(one, field.name)]
+            module = sys.modules.get(type(one).__module__)
+            if module is not None and module.__name__.partition(".")[0] != "capibara":
+                with contextlib.suppress(OSError, TypeError, SyntaxError):  # made where there is no file: a notebook
+                    code = _statements(inspect.getsource(module))
+                    found[module.__name__] = hashlib.sha256(code.encode()).hexdigest()
+    return dict(sorted(found.items()))
 
 
 def _statements(source: str) -> str:

@@ -67,6 +67,7 @@ def key(trainer: Any, slice_: Slice) -> dict[str, Any]:
         "loss_scaling": repr(trainer.loss_scaling),
         "flags": flags(trainer, slice_),
         **({} if trainer.loss is None else {"loss": repr(trainer.loss)}),
+        **({"modules": code} if (code := compile_cache.users_digest(trainer)) else {}),
     }
 
 
@@ -135,7 +136,7 @@ def prover(
 
     def prove_plan(ranked: Ranked) -> Verdict:
         choice, topic = ranked.choice, f"proving {ranked.choice.describe()}"
-        optimizer = dataclasses.replace(trainer.optimizer, state_dtype=choice.state_dtype)
+        optimizer = trainer.optimizer.with_state_dtype(choice.state_dtype)
         planned = dataclasses.replace(trainer, plan=choice.plan(work, slice_.name, trainer.plan), optimizer=optimizer)
         extra = [*configuration.gin_bindings, *choice.bindings(work, slice_.name)]
         child = dataclasses.replace(configuration, gin_bindings=extra)

@@ -16,7 +16,7 @@ from capibara.core import tree
 from capibara.core.types import PyTree, UserError
 from capibara.models import api
 from capibara.models.api import Model
-from capibara.optim import Optimizer, OptimizerName, StateDtype
+from capibara.optim import OptimizerConfig, StateDtype
 from capibara.sharding import Rules
 
 # Parts of a weight that is stored in blocks: made floating-point where they are used, never all at once.
@@ -125,6 +125,7 @@ class Workload:
       constraints: (parameter, logical axis, size, mesh axes): the mesh axes must divide the size.
       ema: whether the state holds an average of the parameters.
       held: bytes that training holds beside the state: of rewards the reference and the engine.
+      optimizer: the class of the optimizer's configuration, as Gin names it.
     """
 
     model: Model
@@ -141,6 +142,7 @@ class Workload:
     constraints: tuple[tuple[str, str, int, tuple[str, ...]], ...]
     ema: bool
     held: Sharded = Sharded()
+    optimizer: str = "Optimizer"
 
     @functools.cached_property
     def config(self) -> Any:
@@ -172,7 +174,7 @@ class Workload:
 
 def describe(
     model: Model,
-    optimizer: Optimizer,
+    optimizer: OptimizerConfig,
     *,
     length: int,
     encoder_length: int | None = None,
@@ -198,11 +200,10 @@ def describe(
     leaves, stored = _leaves(model.whole_params, model.whole_axes), _leaves(model.abstract_params, model.axes)
     trained = _leaves(model.trained(model.abstract_params), model.trained(model.axes))
     dtypes = tuple(state_dtypes or (optimizer.state_dtype,))
-    if optimizer.name is OptimizerName.ADAFACTOR and any(dtype is not optimizer.state_dtype for dtype in dtypes):
-        shown = ",".join(map(str, dtypes))
-        raise UserError(
-            f"--state_dtypes={shown} with Optimizer.name adafactor, which keeps float32 sums only: leave it out"
-        )
+    try:
+        optimizers = {dtype: optimizer.with_state_dtype(dtype) for dtype in dtypes}
+    except UserError as error:
+        raise UserError(f"--state_dtypes={','.join(map(str, dtypes))} {error}: leave it out") from None
     in_layers = ("layers/", "encoder/layers/", "decoder/layers/")
     heads = [leaf for leaf in leaves if "vocab" in leaf.axes and not leaf.name.startswith(in_layers)]
     return Workload(
@@ -212,7 +213,8 @@ def describe(
         length=length,
         encoder_length=encoder_length,
         params=_sharded(stored, rules, by_bytes=True),
-        state={dtype: _state(model, optimizer, dtype, rules) for dtype in dtypes},
+        state={dtype: _state(model, one, rules) for dtype, one in optimizers.items()},
+        optimizer=type(optimizer).__name__,
         trained=_sharded(trained, rules, by_bytes=True),
         casts=_sharded(
             [x for x in stored if x.itemsize == 4 and not x.name.endswith(_OF_BLOCKS)], rules, by_bytes=True
@@ -264,9 +266,9 @@ def _is_relaid(model: Model, leaf: Leaf) -> bool:
     return bool(by_heads) and leaf.itemsize == 2 and not model.config.lora.trains(leaf.name)
 
 
-def _state(model: Model, optimizer: Optimizer, dtype: StateDtype, rules: Rules) -> Sharded:
+def _state(model: Model, optimizer: OptimizerConfig, rules: Rules) -> Sharded:
     trained, trained_axes = model.trained(model.abstract_params), model.trained(model.axes)
-    tx = dataclasses.replace(optimizer, state_dtype=dtype).build(1_000_000, trained_axes)
+    tx = optimizer.build(1_000_000, trained_axes)
     shapes = jax.eval_shape(tx.init, trained)
     axes = jax.tree.map(lambda _, a: _Axes(a), shapes, optim.state_axes(tx, trained, trained_axes))
     pairs = zip(jax.tree.leaves(shapes), jax.tree.leaves(axes), strict=True)

@@ -94,7 +94,9 @@ class Choice:
         if self.mesh["stage"] > 1:
             lines.append(f"Plan.pipeline_microbatches = {self.pipeline_microbatches}")
             lines.append("Plan.pipeline_repeats = 1")
-        return [*lines, f"Optimizer.state_dtype = {str(self.state_dtype)!r}"]
+        if self.state_dtype is StateDtype.FLOAT32 and work.optimizer != "Optimizer":
+            return lines  # another optimizer need not have the field
+        return [*lines, f"{work.optimizer}.state_dtype = {str(self.state_dtype)!r}"]
 
     def describe(self) -> str:
         """One line: "fsdp=64, 12 rows, remat full"."""

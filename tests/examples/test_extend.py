@@ -1,0 +1,117 @@
+"""Every file of examples/extend runs, resumes with the same bits, and does what it says: all that is new is in that file."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import pathlib
+import shutil
+
+import pytest
+
+from capibara import config
+from capibara.core import devices, exits
+from capibara.monitoring.trackers.loggers import read_metrics
+
+FOLDER = pathlib.Path(__file__).resolve().parents[2] / "examples" / "extend"
+
+
+@pytest.fixture
+def run(monkeypatch, capfd, tmp_path):
+    """(verb, name, arguments) -> what it printed; in the folder of the examples, the run folder elsewhere."""
+    emulate = devices.emulate
+
+    def emulate_as_before(count):
+        with contextlib.suppress(RuntimeError):  # JAX has computed in this process: its devices stay as they are
+            emulate(count)
+
+    monkeypatch.setattr(devices, "emulate", emulate_as_before)
+    monkeypatch.chdir(FOLDER)
+
+    def run(verb, *args, code=0):
+        capfd.readouterr()
+        done = exits.run_verb(importlib.import_module(f"capibara.{verb}").main, list(args))
+        out, err = capfd.readouterr()
+        assert done == code, (out, err)
+        return out + err
+
+    return run
+
+
+@pytest.fixture
+def train(run, tmp_path):
+    """(name, steps, arguments, folder) -> train metrics by step, of a run that ends there; a second call resumes."""
+
+    def train(name, steps, *args, folder="run"):
+        where = tmp_path / folder
+        given = [f"--gin_file={name}.gin", "--emulate=8", f"--gin.MODEL_DIR={where}", f"--gin.TRAIN_STEPS={steps}"]
+        run("train", *given, *args)
+        return {r["step"]: r for r in read_metrics(str(where)) if r["kind"] == "train"}
+
+    return train
+
+
+def losses(metrics):
+    return {step: record["loss"] for step, record in metrics.items()}
+
+
+@pytest.fixture
+def resumed(train, tmp_path):
+    """(name, arguments) -> the metrics of a run of 4 steps, of which the last two, made again from step 2, are the same."""
+
+    def resumed(name, *args):
+        whole = train(name, 4, *args)
+        shutil.rmtree(tmp_path / "run" / "checkpoints" / "4")
+        assert sorted(whole) == [1, 2, 3, 4] and losses(train(name, 4, *args)) == losses(whole)
+        assert (tmp_path / "run" / "checkpoints" / "4").is_dir()
+        return whole
+
+    return resumed
+
+
+def trainer_of(name):
+    from capibara.training.trainer import Trainer
+
+    config.parse([f"{name}.gin"], ["MODEL_DIR=unused"])
+    return config.build(Trainer)
+
+
+def test_optimizer(resumed):
+    """The planner counts its average, in 16 bits for the weights, and asks it which others it has."""
+    import jax
+
+    from capibara.core import tree
+    from capibara.models import api
+    from capibara.optim import decay_mask
+    from capibara.planner.model import workload
+
+    resumed("my_optimizer")
+    trainer = trainer_of("my_optimizer")
+    assert type(trainer.optimizer).__name__ == "Signum" and trainer.optimizer.state_dtype == "bfloat16"
+    model, work = api.build(trainer.model), workload.of_run(trainer, ["float32", "bfloat16"])
+    one = dict.fromkeys(("data", "stage", "fsdp", "expert", "context", "tensor"), 1)
+    params = tree.byte_count(model.abstract_params)
+    assert work.state["float32"].on_device(one) == pytest.approx(params, abs=16)
+    in_16_bits = sum(
+        leaf.size
+        for leaf, decays in zip(jax.tree.leaves(model.abstract_params), jax.tree.leaves(decay_mask(model.axes)))
+        if decays
+    )
+    assert work.state["bfloat16"].on_device(one) == pytest.approx(params - 2 * in_16_bits, abs=16)
+    halved = dict(one, fsdp=2)
+    assert work.state["float32"].on_device(halved) < 0.6 * params
+
+
+def test_a_verdict_of_the_compiler_is_of_the_users_code_too(monkeypatch):
+    from capibara.planner.compiler import compile_cache
+
+    monkeypatch.chdir(FOLDER)
+    assert list(compile_cache.users_digest(trainer_of("my_optimizer"))) == ["my_optimizer"]
+    assert compile_cache.users_digest(trainer_of("tiny")) == {}
+
+
+def test_schedule(resumed):
+    import numpy as np
+
+    rates = [record["learning_rate"] for record in resumed("my_schedule").values()]
+    np.testing.assert_allclose(rates, [1e-2, 5e-3, 1e-2, 5e-3], rtol=1e-6)
