@@ -5,13 +5,11 @@ A leaf's name is its path with slashes: params["layers"]["mlp"]["kernel"] is "la
 
 from __future__ import annotations
 
-import difflib
-import fnmatch
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from capibara.core.types import PyTree, UserError
+from capibara.core.types import PyTree
 
 
 def path_names(tree: PyTree) -> list[str]:
@@ -47,27 +45,6 @@ def param_count(tree: PyTree) -> int:
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
 
 
-def mask_by_pattern(tree: PyTree, patterns: str | Sequence[str]) -> PyTree:
-    """True for the leaves whose whole name matches any of the patterns.
-
-    Args:
-      tree: any pytree.
-      patterns: shell patterns, in which `*` also matches slashes: "embedding/*", "*/bias", "layers/mlp/[gu]*".
-
-    Returns:
-      A tree like `tree` of bools.
-
-    Raises:
-      UserError: a pattern matches no leaf.
-    """
-    patterns = (patterns,) if isinstance(patterns, str) else tuple(patterns)
-    names = path_names(tree)
-    for pattern in patterns:
-        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
-            raise UserError(f"pattern {pattern!r} must match a parameter: {_suggestion(pattern, names)}")
-    return map_with_names(lambda name, _: any(fnmatch.fnmatchcase(name, p) for p in patterns), tree)
-
-
 def part(tree: Any, keep: Callable[[str], bool], prefix: str = "") -> dict[str, Any]:
     """The entries of nested dicts whose whole name is kept, without the dicts that are left empty."""
     inner = {
@@ -101,18 +78,3 @@ def _name(path: tuple[Any, ...]) -> str:
     import jax
 
     return jax.tree_util.keystr(path, simple=True, separator="/")
-
-
-def _suggestion(pattern: str, names: Sequence[str]) -> str:
-    if not names:
-        return "there are no parameters"
-    bare = pattern.replace("*", "").strip("/")
-    inside = [name for name in names if bare and bare in name]
-    # A long name scores low against the short piece that people type, so its pieces are compared too.
-    pieces = {piece: name for name in reversed(names) for piece in (*name.split("/"), name)}
-    close = [pieces[piece] for piece in difflib.get_close_matches(bare, pieces, n=3, cutoff=0.6)]
-    nearest = list(dict.fromkeys([*inside, *close]))[:3]
-    if nearest:
-        return f"nearest {'is' if len(nearest) == 1 else 'are'} {', '.join(nearest)}"
-    shown = ", ".join(names[:5])
-    return f"there {'is' if len(names) == 1 else 'are'} {shown}{', ...' if len(names) > 5 else ''}"

@@ -198,11 +198,6 @@ class Dataset:
         marks = {"domains": bool(self.domains), "numbers": numbers, "prefix": self.kind is Kind.PREFIX}
         return {"encoder_length": self.encoder_length} | marks
 
-    @property
-    def row_tokens(self) -> int:
-        """Positions of a row, those of an encoder included."""
-        return self.length + (self.encoder_length or 0)
-
     def preload(self) -> None:
         """Starts the imports that this dataset needs in a background thread; call it before a long compilation."""
         if self.is_seqio:

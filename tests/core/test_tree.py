@@ -6,10 +6,8 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from capibara.core import tree
-from capibara.core.types import UserError
 
 PARAMS = {
     "embedding": {"table": np.zeros((4, 2), np.float32)},
@@ -40,37 +38,6 @@ def test_counts_of_arrays_and_shapes():
     assert tree.byte_count({}) == tree.param_count({}) == 0
     huge = {"w": jax.ShapeDtypeStruct((400_000, 400_000), jnp.float32)}
     assert tree.byte_count(huge) == 640_000_000_000
-
-
-@pytest.mark.parametrize(
-    ("patterns", "expected"),
-    [
-        ("embedding/table", {"embedding/table"}),
-        ("*/mlp/*", {"layers/mlp/bias", "layers/mlp/kernel"}),
-        (["*bias", "*norms/0"], {"layers/mlp/bias", "layers/norms/0"}),
-        ("layers/mlp/[bk]*", {"layers/mlp/bias", "layers/mlp/kernel"}),
-        ([], set()),
-    ],
-)
-def test_mask_by_pattern(patterns, expected):
-    mask = tree.mask_by_pattern(PARAMS, patterns)
-    assert jax.tree.structure(mask) == jax.tree.structure(PARAMS)
-    assert {name for name, on in zip(NAMES, jax.tree.leaves(mask)) if on} == expected
-
-
-@pytest.mark.parametrize(
-    ("patterns", "hint"),
-    [
-        (["*bias", "embeding/*"], "pattern 'embeding/\\*' must match a parameter: nearest is embedding/table"),
-        ("kernel", "nearest is layers/mlp/kernel"),
-        ("*/KERNEL", "must match"),
-        ("zzz", "there are embedding/table, layers/mlp/bias"),
-    ],
-)
-def test_a_pattern_that_matches_nothing(patterns, hint):
-    with pytest.raises(UserError, match=hint) as error:
-        tree.mask_by_pattern(PARAMS, patterns)
-    assert "\n" not in str(error.value)
 
 
 def test_import_is_light():

@@ -405,10 +405,6 @@ def _leaves(root: str, part: str = "target") -> dict[str, t5x_index.Leaf]:
     return {name.removeprefix(begin).replace(".", "/"): of(name) for name in sorted(names)}
 
 
-def _zarr(path: str) -> dict[str, Any]:
-    return {"driver": "zarr", "kvstore": {"driver": "file", "path": path}}
-
-
 @contextlib.contextmanager
 def _damage_told(root: str, name: str) -> Iterator[None]:
     try:

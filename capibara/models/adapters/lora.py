@@ -107,10 +107,6 @@ class Lora:
                 "or leave it out"
             )
 
-    def rank_of(self, name: str) -> int:
-        """Of the adapter of the weight of this name."""
-        return self._rank(name)
-
     def scale_of(self, name: str) -> float:
         """What the adapter's product is multiplied by."""
         return self._scale(name)
@@ -269,7 +265,7 @@ class Adapter(nnx.Module):
         return Factors(a.astype(dtype), b.astype(dtype), share, seeds, of_step, self.scale, self.dropout)
 
     def _dropped(self, x: jax.Array) -> jax.Array:
-        """x without some of its values, the others larger in proportion; x itself outside a train step."""
+        """`x` without some of its values, the others larger in proportion; x itself outside a train step."""
         step = _current_step.get()
         if self.seed is None or step is None:
             return x
@@ -288,7 +284,8 @@ def _drawn(key: jax.Array, shape: tuple[int, ...], ranks: Sequence[int], bound: 
 
 
 def _check_layers(name: str, lora: Lora, ranks: Sequence[int], axes: tuple[str | None, ...]) -> None:
-    """
+    """Refuses layers with other adapters than those beside them.
+
     Raises:
       UserError: layers of this weight must have adapters alike.
     """
