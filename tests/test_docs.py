@@ -21,14 +21,19 @@ class Parsed(Exception):
     """Carries what a command line says, instead of doing it."""
 
 
-def commands() -> list[tuple[pathlib.Path, str]]:
-    """Page and command line of each indented `capibara VERB`, lines that end with a backslash joined."""
+def commands() -> list[tuple[pathlib.Path, str, str]]:
+    """Page, folder and command of each indented `capibara VERB`, lines that end with a backslash joined.
+
+    The folder is that of a `cd` before it in the same block; "" where there is none.
+    """
     found = []
     for page in PAGES:
         for block in re.findall(r"(?:^ {4}.+\n)+", page.read_text(), re.MULTILINE):
+            folder = ""
             for line in block.replace("\\\n", " ").splitlines():
+                folder = line.split()[1] if line.strip().startswith("cd ") else folder
                 if line.strip().startswith(("python -m capibara.", "capibara ")):
-                    found.append((page, " ".join(line.partition("  #")[0].split())))
+                    found.append((page, folder, " ".join(line.partition("  #")[0].split())))
     return found
 
 
@@ -66,10 +71,10 @@ def test_there_are_commands():
     assert len(COMMANDS) > 40
 
 
-@pytest.mark.parametrize(("page", "command"), COMMANDS, ids=range(len(COMMANDS)))
-def test_a_command_is_one_that_the_verb_takes(page, command, monkeypatch, tmp_path):
+@pytest.mark.parametrize(("page", "folder", "command"), COMMANDS, ids=range(len(COMMANDS)))
+def test_a_command_is_one_that_the_verb_takes(page, folder, command, monkeypatch, tmp_path):
     """To the point where it would begin its work: flags, the Gin files, and every name that a binding has."""
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.chdir(ROOT / folder if folder else tmp_path)
     for name, text in re.findall(r"^ {4}# (\w+\.\w+)\n((?: {4}.+\n)+)", page.read_text(), re.MULTILINE):
         (tmp_path / name).write_text(textwrap.dedent(text))  # the reader's own
     argv = shlex.split(command.removeprefix("python -m capibara.").removeprefix("capibara "))

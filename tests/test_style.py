@@ -30,7 +30,9 @@ GIVEN_UP = {
 @pytest.mark.parametrize("pattern", GIVEN_UP)
 def test_a_word_that_was_given_up_is_said_nowhere(pattern):
     files = [
-        path for folder in ("capibara", "tests", "benchmarks", "docs", "examples", "gin") for path in (ROOT / folder).rglob("*")
+        path
+        for folder in ("capibara", "tests", "benchmarks", "docs", "examples", "gin")
+        for path in (ROOT / folder).rglob("*")
     ]
     found = [
         f"{path.relative_to(ROOT)}:{number}"

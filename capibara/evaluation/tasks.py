@@ -29,12 +29,12 @@ class PromptFormat(enum.StrEnum):
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvalTask:
-    """A task, bound under its name as a scope: `qa/EvalTask.files = (...)` is the task qa.
+    r"""A task, bound under its name as a scope: `qa/EvalTask.files = (...)` is the task qa.
 
     Attributes:
       files: paths or globs of .jsonl files, one JSON object a line.
       metrics: functions of (targets, predictions), see `metrics`. None for choices: their accuracy.
-      prompt: with the keys of a line in braces: "Question: {question}\\nAnswer:". A brace itself is {{ or }}.
+      prompt: with the keys of a line in braces: "Question: {question}\nAnswer:". A brace itself is {{ or }}.
       target: the key that has the right answer, or a list of right ones; a tuple of keys: the target is a dict of those
         that the line has.
       choices: the key of a list of answers: they are ranked by their probability, nothing is generated. The target is

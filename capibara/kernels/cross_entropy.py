@@ -110,7 +110,6 @@ def cross_entropy(
     Returns:
       The loss, nll + z_loss * z + smoothing, to differentiate; and the sums, without gradient.
     """
-
     layout = _layout_of(targets_BT, head_VD, trains_head)
     terms = Terms(z_loss, label_smoothing)
     loss, sums = _loss(hidden_BTD, head_VD, targets_BT, weights_BT, layout, terms, _Softmax(soft_cap))

@@ -99,7 +99,7 @@ def _scaled_dot(a, a_kind, a_dims: tuple[int, ...], b, b_kind, b_dims: tuple[int
 
 
 def quantize(x: jax.Array, kind: jax.typing.DTypeLike, dims: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-    """x rounded to `kind`, and float32 scales of size 1 along `dims`: x is about values * scale.
+    """`x` rounded to `kind`, and float32 scales of size 1 along `dims`: x is about values * scale.
 
     The largest magnitude along `dims` becomes the largest number of the format, so nothing is clipped.
     """

@@ -136,6 +136,7 @@ class RunFolders:
 
 
 def on_one_device(trainer: Trainer, model: api.Model) -> PyTree:
+    """A sharding for each parameter that puts it whole on the first local device."""
     here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     return jax.tree.map(lambda _: here, model.abstract_params)
 

@@ -94,8 +94,10 @@ def read_conversation(record: Any, where: str, format: Format = Format.AUTO) -> 
 
 
 def read_preference(record: Any, where: str) -> Preference:
-    """The pair of one JSON object: "chosen" and "rejected", with what comes before them in "prompt", "conversations",
-    "messages" or "instruction" and "input", or, of lists of messages, in their common beginning.
+    """The pair of one JSON object: "chosen" and "rejected", and the prompt before them.
+
+    The prompt is in "prompt", "conversations", "messages" or "instruction" and "input", or, of lists of messages, their
+    common beginning.
 
     Raises:
       UserError: a key is missing, or the two do not share all messages before their last.
@@ -117,8 +119,10 @@ def read_preference(record: Any, where: str) -> Preference:
 
 
 def read_prompt(record: Any, where: str) -> Conversation:
-    """What one JSON object asks: its "messages", "conversations" or "prompt" (text or messages), "instruction" and "input", or
-    "question"; an assistant's message at the end is left out, what the record has besides is not looked at.
+    """The prompt of one JSON object, without an assistant's message at its end.
+
+    It is in "messages", "conversations", "prompt" (text or messages), "instruction" and "input", or "question"; other
+    keys are not read.
 
     Raises:
       UserError: it asks nothing.

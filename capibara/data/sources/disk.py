@@ -42,6 +42,7 @@ def domain_of(path: str) -> str | None:
 
 
 def fingerprint(paths: Sequence[str], names: Sequence[str], count: int, extra: bytes = b"") -> dict[str, Any]:
+    """What tells one set of files from another: a hash of names, sizes in bytes and `extra`, and the count of documents."""
     digest = hashlib.blake2b(extra, digest_size=8)
     sizes = [os.path.getsize(path) for path in paths]
     for path, name, size in zip(paths, names, sizes, strict=True):
@@ -56,11 +57,13 @@ def fingerprint(paths: Sequence[str], names: Sequence[str], count: int, extra: b
 
 
 def check_split(split: str) -> None:
+    """Raises UserError where there is no such split."""
     if split not in SPLITS:
         raise UserError(f"split ({split!r}) must be one of {', '.join(SPLITS)}")
 
 
 def check_fraction(fraction: float) -> None:
+    """Raises UserError where a validation split would be empty, or all."""
     if not 0 < fraction < 1:
         raise UserError(f"validation_fraction ({fraction}) must lie between 0 and 1: try 0.03")
 
@@ -167,6 +170,7 @@ def line_bounds(path: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def name_hashes(names: Sequence[str]) -> np.ndarray:
+    """A hash of 64 bits for each name, [N] uint64."""
     digests = b"".join(hashlib.blake2b(name.encode("utf-8", "replace"), digest_size=8).digest() for name in names)
     return np.frombuffer(digests, np.uint64)
 
@@ -183,9 +187,11 @@ def split_by_hash(keys: np.ndarray, split: str, fraction: float, name: str, noun
 
 
 def shown(paths: Sequence[str]) -> str:
+    """The first path, and how many more there are, for a message."""
     return paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
 
 
 def excerpt(line: bytes) -> str:
+    """The beginning of a line, quoted, for a message."""
     text = line[:60].decode("utf-8", errors="replace").strip()
     return repr(text + "..." if len(line) > 60 else text)

@@ -167,7 +167,7 @@ class SeqioVocabulary(Vocabulary):
 
     @property
     def sentinel_ids(self) -> Sequence[int]:
-        """seqio's extra ids from the top, as T5 takes them; the unused ids above them where there are none."""
+        """The extra ids of SeqIO from the top, as T5 takes them; the unused ids above them where there are none."""
         size, extra = self.vocabulary.vocab_size, self.vocabulary.extra_ids
         return range(size - 1, size - extra - 1, -1) if extra else super().sentinel_ids
 

@@ -52,8 +52,11 @@ wire, dialogue, parting, private_root = map(_beside, ("wire", "dialogue", "parti
 
 
 class Options:
-    """What `sandbox` decides: limits as there; an empty folder; what a private root shows; bwrap and its arguments, or none;
-    whether to use the machine's namespaces."""
+    """What `sandbox` decides: limits, and how the judged process is kept apart.
+
+    They are: limits as there; an empty folder; what a private root shows; bwrap and its arguments, or none; whether to use
+    the machine's namespaces.
+    """
 
     seconds: float
     memory_bytes: int

@@ -224,7 +224,7 @@ def _shown() -> list[str]:
 
 
 def _bubblewrapped(bubblewrap: str, options: dict[str, object]) -> list[str]:
-    """bwrap's arguments to run `jail` in there, with its last argument."""
+    """The arguments of bwrap to run `jail` in there, with its last argument."""
     size = str(options["disk_bytes"])
     argv = [bubblewrap, "--unshare-ipc", "--unshare-pid", "--unshare-uts", "--unshare-cgroup-try"]
     argv += ["--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL"]

@@ -28,8 +28,10 @@ _AHEAD = 4  # requests that wait for each slot, so that none is idle while an ea
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """A line of the file: the prompt, its sampling, what else the line says, which is copied to the output, its place, and
-    the adapter that it is read with, None for the model alone.
+    """A line of the file.
+
+    It has the prompt, its sampling, what else the line says (copied to the output), its number, and the adapter that it is
+    read with, None for the model alone.
     """
 
     text: str

@@ -46,8 +46,14 @@ class Sizes(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """Of B prompts: `limits` [B] tokens of a text, 0: no prompt; `before` [B] tokens that count as its own in its length;
-    `ends` [B, E] ids that end it, -1: none; `alpha` and `min_log_prob` as of BeamSearch."""
+    """What is asked for, of B prompts.
+
+    Attributes:
+      limits: [B] most tokens of a text; 0: no prompt.
+      before: [B] tokens that count as its own in its length.
+      ends: [B, E] ids that end it; -1: none.
+      alpha, min_log_prob: as of BeamSearch.
+    """
 
     limits: np.ndarray
     before: np.ndarray
@@ -57,8 +63,11 @@ class Asked(NamedTuple):
 
 
 class Found(NamedTuple):
-    """Of B prompts, the best last: `texts` [B, K, T], 0 after their ends; `scores` [B, K]; whether there is such a text
-    [B, K]; `steps` [B]: how many tokens the search has given."""
+    """What was found, of B prompts, the best of the K texts last.
+
+    They are: `texts` [B, K, T], 0 after their ends; `scores` [B, K]; whether there is such a text [B, K]; `steps` [B], how
+    many tokens the search has given.
+    """
 
     texts: jax.Array
     scores: jax.Array

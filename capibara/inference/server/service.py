@@ -144,8 +144,10 @@ class Served:
 
 @dataclasses.dataclass(frozen=True)
 class Ask:
-    """One text that is wanted: the prompt's ids, the sampling, the ids that end it, how many likeliest tokens to name, and
-    the adapter, None for the model alone.
+    """One text that is wanted.
+
+    It has the prompt's ids, the sampling, the ids that end the text, how many likeliest tokens to name, and the adapter,
+    None for the model alone.
     """
 
     ids: Sequence[int]

@@ -378,7 +378,7 @@ def _sentencepiece_pieces(spec: Mapping[str, Any], tokens: Mapping[int, str], si
 def _kind(
     i: int, tokens: Mapping[int, str], added: Mapping[int, Mapping[str, Any]], unknown: str | None, model: str
 ) -> int:
-    """ggml's type of a token."""
+    """The type of a token in ggml."""
     token = tokens.get(i)
     if token is None:
         return UNUSED

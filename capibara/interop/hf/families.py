@@ -327,6 +327,7 @@ def with_head_of(values: Values, names: Collection[str]) -> dict[str, Any]:
 
 
 def write_head(config: TransformerConfig) -> dict[str, Any]:
+    """Values of config.json that say whether the head is the embedding, and scaled."""
     written = {"tie_word_embeddings": config.head == "tied"}
     if isinstance(config, EncoderDecoderConfig) and config.head == "tied" and config.head_scale == "none":
         written["scale_decoder_outputs"] = False
@@ -341,6 +342,7 @@ def bias(values: Values, family: Family) -> str | None:
 
 
 def write_bias(config: TransformerConfig, family: Family) -> dict[str, bool]:
+    """Values of config.json that say which projections have a bias."""
     return {key: config.bias in (ours, "all") for key, ours in family.biases.items()}
 
 
@@ -365,6 +367,7 @@ def activation(values: Values, family: Family) -> str:
 
 
 def write_activation(config: TransformerConfig, family: Family) -> dict[str, Any]:
+    """Values of config.json that name the activation."""
     name = _WRITTEN[str(config.activation)]
     if family.model_type in _T5S:
         name = {"swiglu": "gated-silu", "geglu": "gated-gelu"}.get(str(config.activation), name)
@@ -374,7 +377,7 @@ def write_activation(config: TransformerConfig, family: Family) -> dict[str, Any
 
 
 def kinds(config: DecoderConfig) -> list[str]:
-    """ "global" or "local" of every layer."""
+    """For every layer "global" or "local"."""
     pattern = config.layer_pattern
     return [str(pattern[i % len(pattern)]) for i in range(config.num_layers)]
 
@@ -414,6 +417,7 @@ def _default_types(values: Values, family: Family, num_layers: int) -> list[str]
 
 
 def write_pattern(config: DecoderConfig, family: Family) -> dict[str, Any]:
+    """Values of config.json that say which layers have a window, and how long it is."""
     if family.window == "none":
         return {}
     found, window = kinds(config), config.window

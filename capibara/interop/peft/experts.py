@@ -37,6 +37,7 @@ def is_routed(row: Tensor) -> bool:
 
 
 def is_router(row: Tensor) -> bool:
+    """Whether a tensor is a router's."""
     return row.ours == ("layers/mlp/router",)
 
 
@@ -98,7 +99,8 @@ def wrapped(values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def check_fused(lora: Lora) -> None:
-    """
+    """Refuses adapters that cannot be written.
+
     Raises:
       UserError: PEFT has no such adapters in the layout of transformers 5.
     """

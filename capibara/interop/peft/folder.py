@@ -229,7 +229,8 @@ class _Biases(NamedTuple):
 
 
 def _biases(modules: Sequence[Module], rows: Sequence[Tensor], saved: Mapping[str, np.ndarray]) -> _Biases:
-    """
+    """Which biases are trained, by PEFT's word for it.
+
     Raises:
       UserError: PEFT trains no such choice of biases.
     """

@@ -197,7 +197,7 @@ def _codes(words: np.ndarray, bits: int, order: tuple[int, ...] | None = None) -
 
 
 def _scaled(codes_IO: np.ndarray, scales_GO: np.ndarray, zeros_GO: np.ndarray, group_I: np.ndarray) -> np.ndarray:
-    """scale * (code - zero), rounded once to the scales' dtype."""
+    """`scale * (code - zero)`, rounded once to the scales' dtype."""
     found = np.empty(codes_IO.shape, scales_GO.dtype)
     for start in range(0, len(codes_IO), 1024):  # so many inputs at once: float32 takes four times the memory of codes
         rows = slice(start, start + 1024)

@@ -117,7 +117,7 @@ def _with_adapters(params: Params, adapters: Params) -> Params:
 
 
 def _product(adapter: Params, shape: tuple[int, ...], stacked: int, lora: Lora, name: str) -> jax.Array:
-    """scale * a b, of the weight's shape."""
+    """`scale * a b`, of the weight's shape."""
     a, b = adapter["a"], adapter["b"]
     rank, count = a.shape[-1], math.prod(shape[:stacked])
     flat = jnp.einsum("lir,lro->lio", a.reshape(count, -1, rank), b.reshape(count, rank, -1))

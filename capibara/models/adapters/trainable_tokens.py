@@ -45,7 +45,8 @@ class Embedding(Protocol):
 
 
 def check(ids: Sequence[int]) -> None:
-    """
+    """Refuses what is no choice of tokens.
+
     Raises:
       UserError: they are no ids of tokens, each there once.
     """
@@ -57,7 +58,8 @@ def check(ids: Sequence[int]) -> None:
 
 
 def check_sizes(ids: Sequence[int], vocab_size: int, objective: str, whole: bool) -> None:
-    """
+    """Refuses tokens that this model cannot train by themselves.
+
     Args:
       ids: of the tokens.
       vocab_size, objective: of the model.

@@ -63,7 +63,8 @@ class Shaped(Protocol):
 
 
 def check(model: Shaped, one: Adapter) -> None:
-    """
+    """Refuses an adapter that the model cannot have beside it.
+
     Raises:
       UserError: the adapter is of another model, or cannot be used without merging it.
     """

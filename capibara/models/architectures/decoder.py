@@ -40,8 +40,10 @@ __all__ = ["ComputeDtype", "Decoder", "DecoderConfig", "Head", "NormScale", "Pos
 
 
 class InputsAttention(enum.StrEnum):
-    """What the places of an example's inputs see of each other: those before them, or all (a prefix LM, Raffel et al.
-    2020, arXiv:1910.10683, section 3.2.1)."""
+    """What the positions of an example's inputs see of each other: those before them, or all.
+
+    All of them is a prefix LM (Raffel et al. 2020, arXiv:1910.10683, section 3.2.1).
+    """
 
     CAUSAL = "causal"
     BIDIRECTIONAL = "bidirectional"

@@ -44,7 +44,7 @@ class Dropout(NamedTuple):
         return Dropout(self.rate, jax.random.fold_in(self.key, number))
 
     def __call__(self, x: jax.Array, site: Site, shared: int | None = -2) -> jax.Array:
-        """x with some entries 0.
+        """`x` with some entries 0.
 
         Args:
           x: an activation.
@@ -75,5 +75,5 @@ def of_step(rate: float, step: jax.Array | None, tokens: jax.Array) -> Dropout |
 
 
 def apply(drop: Dropout | None, x: jax.Array, site: Site) -> jax.Array:
-    """x after dropout, where there is some."""
+    """`x` after dropout, where there is some."""
     return x if drop is None else drop(x, site)

@@ -106,7 +106,7 @@ def pays_in_pairs(weight_OI: jax.Array, x_NI: jax.Array) -> bool:
 
 
 def product_in_pairs(weight_OI: jax.Array, x_NI: jax.Array) -> jax.Array:
-    """x @ weight.T [N, O], with the weight as the first operand and two of its rows as one.
+    """`x @ weight.T` [N, O], with the weight as the first operand and two of its rows as one.
 
     XLA's CPU product has vectors of 16 columns: of 8 tokens half of each lies idle. Two rows of the weight that lie one
     after the other, times the tokens beside zeros, fill it, in half as many parts; the zeros change no sum.
@@ -154,7 +154,7 @@ def _product(x: jax.Array, weight: jax.Array | OutputFirst, in_dims: int, quanti
 
 @jax.custom_vjp
 def _matmul(x_NI: jax.Array, weight_IO: jax.Array) -> jax.Array:
-    """x @ weight, whose weight gradient has the order of operands that XLA's CPU matmul runs at full speed.
+    """`x @ weight`, whose weight gradient has the order of operands that XLA's CPU matmul runs at full speed.
 
     x.T @ dy runs so only where dy is wider than x. Where it is narrower the gradient's transpose is made, and where both
     are alike (attention's projections) x is transposed first: once for all weights that it is multiplied with.
@@ -208,8 +208,11 @@ _gradients_together.defvjp(
 
 
 class Bias(enum.StrEnum):
-    """Which projections have a bias: none; those to queries, keys and values (Qwen 2); all of attention (Llama's
-    attention_bias); all of the MLP (Llama's mlp_bias); all of both (GPT-2)."""
+    """Which projections have a bias.
+
+    None; those to queries, keys and values (Qwen 2); all of attention (Llama's attention_bias); all of the MLP (Llama's
+    mlp_bias); all of both (GPT-2).
+    """
 
     NONE = "none"
     QKV = "qkv"
@@ -241,6 +244,8 @@ class QKNorm(enum.StrEnum):
 
 
 class NormKind(enum.StrEnum):
+    """RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467) or LayerNorm (Ba et al. 2016, arXiv:1607.06450)."""
+
     RMS = "rms"
     LAYER = "layer"
 

@@ -99,7 +99,8 @@ class Rope:
                 raise UserError(f"Rope.{name} are {getattr(self, name)}, must be finite and above 0")
 
     def check(self, head_dim: int) -> None:
-        """
+        """Refuses factors that do not fit the heads.
+
         Raises:
           UserError: the factors of longrope are not one for each frequency.
         """

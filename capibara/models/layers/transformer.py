@@ -28,6 +28,8 @@ from capibara.sharding import constrain
 
 
 class Positions(enum.StrEnum):
+    """How a model knows where a token stands: rotated queries and keys, a learned table, T5's relative biases, or not."""
+
     ROPE = "rope"
     LEARNED = "learned"
     RELATIVE = "relative"
@@ -337,7 +339,7 @@ class Block(nnx.Module):
         return part
 
     def add(self, x: jax.Array, name: str, part) -> jax.Array:
-        """x + part(x), with the block's norms of that name, which profiles show too."""
+        """`x + part(x)`, with the block's norms of that name, which profiles show too."""
         if self.config.norm_placement is NormPlacement.POST:
             with jax.named_scope(name):
                 return residual(getattr(self, f"{name}_norm")(x + part(within(x))))

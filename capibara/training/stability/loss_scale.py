@@ -1,5 +1,6 @@
-"""Dynamic loss scaling: float16 gradients are multiplied out of the range where they vanish (Micikevicius et al. 2018,
-arXiv:1710.03740), by as much as they bear.
+"""Dynamic loss scaling: float16 gradients are multiplied out of the range where they vanish, by as much as they bear.
+
+Source: Micikevicius et al. 2018, arXiv:1710.03740.
 """
 
 from __future__ import annotations
