@@ -71,7 +71,7 @@ class Model:
       adapt: (parameters of the plain model, PRNG key) -> parameters: with new adapters, where there are some.
       encode: of an encoder-decoder: (parameters, batch) -> what its encoder makes of the batch's encoder entries,
         [B, S, D]. A batch that has it as the entry `encoded` is not encoded again.
-      read: (parameters, batch, cache, fresh) -> final hidden states [B, T, D] of more tokens and the cache with them;
+      read: (parameters, batch, cache, is_prefill) -> final hidden states [B, T, D] of more tokens and the cache with them;
         `prefill`, `extend` and `decode` say the rest. None for a model that has no next token.
       empty_cache: (batch, length, dtype, encoder_length, spare) -> cache.
       begin: of a decoder: (parameters, batch) -> what goes into its first layer, [B, T, D].
@@ -185,11 +185,11 @@ class Model:
         Returns:
           Logits [B, V] in float32 after each row's last token, and the cache.
         """
-        return self._last(params, batch, cache, fresh=True)
+        return self._last(params, batch, cache, is_prefill=True)
 
     def resume(self, params: Params, batch: Batch, cache: Cache) -> tuple[jax.Array, Cache]:
         """As `prefill`, of rows whose first tokens are in the cache already."""
-        return self._last(params, batch, cache, fresh=False)
+        return self._last(params, batch, cache, is_prefill=False)
 
     def extend(self, params: Params, batch: Batch, cache: Cache) -> tuple[jax.Array, Cache]:
         """As `resume`, with the logits [B, T, V] after every token."""
@@ -203,8 +203,8 @@ class Model:
         batch = {"tokens": tokens[:, None], "counts": jnp.ones_like(tokens), "adapters": adapters}
         return self.resume(params, batch, cache)
 
-    def _last(self, params: Params, batch: Batch, cache: Cache, *, fresh: bool) -> tuple[jax.Array, Cache]:
-        hidden, cache = self.read(params, batch, cache, fresh)
+    def _last(self, params: Params, batch: Batch, cache: Cache, *, is_prefill: bool) -> tuple[jax.Array, Cache]:
+        hidden, cache = self.read(params, batch, cache, is_prefill)
         if hidden.shape[1] > 1:
             last_B11 = (jnp.asarray(batch["counts"]) - 1)[:, None, None]
             hidden = jnp.take_along_axis(hidden, last_B11, axis=1)
@@ -342,10 +342,10 @@ def build(config: TransformerConfig) -> Model:
         # Of what `serving` made the layers do not fit the template; the head is none of them.
         return bind({name: value for name, value in params.items() if name not in ("layers", "decoder")}).head()
 
-    def read(params: Params, batch: Batch, cache: Cache, fresh: bool) -> tuple[jax.Array, Cache]:
+    def read(params: Params, batch: Batch, cache: Cache, is_prefill: bool) -> tuple[jax.Array, Cache]:
         values = []
         rest = _with_layers(params, lambda layers: values.extend(stack.unstacked(layers)))
-        return bind(rest).read(values, batch, cache, fresh)
+        return bind(rest).read(values, batch, cache, is_prefill)
 
     def empty_cache(*sizes) -> Cache:
         return bind({}).start_cache(*sizes)

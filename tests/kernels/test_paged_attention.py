@@ -26,7 +26,7 @@ def drawn(*shape, seed=0):
 
 def now(lengths=LENGTHS):
     tokens = jnp.zeros((len(lengths), 1), jnp.int32)
-    return dense.reading(tokens, jnp.ones(len(lengths), jnp.int32), {"lengths": jnp.asarray(lengths)}, False)
+    return dense.prefill_inputs(tokens, jnp.ones(len(lengths), jnp.int32), {"lengths": jnp.asarray(lengths)}, False)
 
 
 def both(monkeypatch, attend):

@@ -182,25 +182,26 @@ class Decoder(nnx.Module):
         return {"lengths": jnp.zeros(batch, jnp.int32), "layers": of_layers}
 
     def read(
-        self, values: Sequence[Any], batch: Batch, kept: dense.Cache, fresh: bool
+        self, values: Sequence[Any], batch: Batch, kept: dense.Cache, is_prefill: bool
     ) -> tuple[jax.Array, dense.Cache]:
         """The final hidden states [B, T, D] of `counts` more tokens, and the cache with them.
 
         Args:
           values: parameters of the layers, from `stack.unstacked`.
-          batch: `tokens` [B, T] and `counts` [B], how many of them are no padding; of fresh rows of a prefix LM `inputs`
+          batch: `tokens` [B, T] and `counts` [B], how many of them are no padding; in a prefill of a prefix LM `inputs`
             [B], how many of the first see each other both ways, without it all; perhaps `adapters`, an unmerged.Beside.
           kept: the cache.
-          fresh: no row has read any before.
+          is_prefill: no row has read any before.
         """
         config = self.config
-        now = dense.reading(batch["tokens"], batch["counts"], kept, fresh)
+        now = dense.prefill_inputs(batch["tokens"], batch["counts"], kept, is_prefill)
         whole = {"tokens": batch["tokens"], "positions": now.positions, "segment_ids": now.real.astype(jnp.int32)}
         if config.inputs_attention is InputsAttention.BIDIRECTIONAL:
-            whole["prefix"] = _inputs(batch, now) if fresh else None  # later tokens see what was before, as any text
+            # Later tokens see what was before, as any text.
+            whole["prefix"] = _inputs(batch, now) if is_prefill else None
         length = config.max_length or _places(kept)
         rows, kinds, x, of_layers = self._rows(whole, length), self._kinds(), self._embed(whole), []
-        shared = Shared(bias=self._bias(x.shape[1]) if fresh else None, bias_at=self._bias_at)
+        shared = Shared(bias=self._bias(x.shape[1]) if is_prefill else None, bias_at=self._bias_at)
         for index, block in enumerate(stack.each(self.layers, values)):
             unmerged.attach(block, batch.get("adapters"), index)
             kind = config.layer_pattern[index % len(config.layer_pattern)]
@@ -269,7 +270,7 @@ class Decoder(nnx.Module):
         return Rows(batch["segment_ids"], angles, batch.get("domains"), prefix=prefix)
 
 
-def _inputs(batch: Batch, now: dense.Reading) -> jax.Array:
+def _inputs(batch: Batch, now: dense.PrefillInputs) -> jax.Array:
     """[B, T] 1 where inputs are read."""
     inputs_B1 = jnp.asarray(batch.get("inputs", now.counts))[:, None]
     return (now.positions < jnp.minimum(inputs_B1, now.counts[:, None])).astype(jnp.int32)

@@ -144,7 +144,7 @@ class CrossBlock(Block):
         self,
         x_BTD: jax.Array,
         layer: dense.LayerCache,
-        now: dense.Reading,
+        now: dense.PrefillInputs,
         rows: Rows,
         shared: Shared,
         kind: AttentionSpec,
@@ -218,13 +218,13 @@ class Stack(nnx.Module):
         return x_BTD, stats
 
     def read(
-        self, values: Sequence[Any], x_BTD: jax.Array, rows: Rows, kept: dense.Cache, now: dense.Reading
+        self, values: Sequence[Any], x_BTD: jax.Array, rows: Rows, kept: dense.Cache, now: dense.PrefillInputs
     ) -> tuple[jax.Array, list[dense.LayerCache]]:
         """The normalised output [B, T, D] for the tokens that are read now, and the layers' cache with them."""
         kind, of_layers = self.config.attention_kind(causal=True), []
         for block, layer in zip(stack.each(self.layers, values), kept["layers"], strict=True):
             positions = block.relative_bias if self.each_has_positions else self.relative_bias
-            shared = Shared(bias=positions(x_BTD.shape[1])) if now.fresh else Shared()
+            shared = Shared(bias=positions(x_BTD.shape[1])) if now.is_prefill else Shared()
             x_BTD, layer = block.cached(x_BTD, layer, now, rows, shared, kind, positions.at)
             of_layers.append(layer)
         return constrain(self.norm(x_BTD), ("batch", "act_time", "act_embed")), of_layers
@@ -295,12 +295,12 @@ class EncoderDecoder(nnx.Module):
         }
 
     def read(
-        self, values: Sequence[Any], batch: Batch, kept: dense.Cache, fresh: bool
+        self, values: Sequence[Any], batch: Batch, kept: dense.Cache, is_prefill: bool
     ) -> tuple[jax.Array, dense.Cache]:
-        """As of a decoder; a fresh batch has the encoder's entries too, and what it says is encoded."""
-        now = dense.reading(batch["tokens"], batch["counts"], kept, fresh)
+        """As of a decoder; the batch of a prefill has the encoder's entries too, and what it says is encoded."""
+        now = dense.prefill_inputs(batch["tokens"], batch["counts"], kept, is_prefill)
         encoded, segments = None, kept["encoder_segment_ids"]
-        if fresh:
+        if is_prefill:
             encoded = batch["encoded"] if "encoded" in batch else self.encode(batch, RematPolicy(), None)[0]
             segments = jnp.asarray(batch["encoder_segment_ids"])
         rows = Rows(now.real.astype(jnp.int32), encoded=encoded, encoded_segments=segments)

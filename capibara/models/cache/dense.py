@@ -31,20 +31,20 @@ _AT_ONCE = 2048  # most tokens whose scores are all made at once, where another 
 _ROWS_WRITTEN_APART = 32  # most rows that a CPU writes one by one: XLA makes a slow loop of its scatter there
 
 
-class Reading(NamedTuple):
-    """The tokens that are read now, right-padded to T.
+class PrefillInputs(NamedTuple):
+    """The tokens that are read now, right-padded to T: by a prefill, by its next part, or one of each row by a decode step.
 
     Attributes:
       lengths: [B] tokens that each row has read before.
       counts: [B] tokens that are read now.
       positions: [B, T] of these tokens.
-      fresh: whether no row has read any before; a Python bool, since it decides what is compiled.
+      is_prefill: whether no row has read any before: the cache is empty. A Python bool: it decides what is compiled.
     """
 
     lengths: jax.Array
     counts: jax.Array
     positions: jax.Array
-    fresh: bool
+    is_prefill: bool
 
     @property
     def real(self) -> jax.Array:
@@ -52,10 +52,10 @@ class Reading(NamedTuple):
         return jnp.arange(self.positions.shape[1], dtype=jnp.int32) < self.counts[:, None]
 
 
-def reading(tokens_BT: jax.Array, counts_B: jax.Array, cache: Cache, fresh: bool) -> Reading:
+def prefill_inputs(tokens_BT: jax.Array, counts_B: jax.Array, cache: Cache, is_prefill: bool) -> PrefillInputs:
     """What is read when the rows of a cache are given so many more tokens."""
     steps = jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)
-    return Reading(cache["lengths"], counts_B, cache["lengths"][:, None] + steps, fresh)
+    return PrefillInputs(cache["lengths"], counts_B, cache["lengths"][:, None] + steps, is_prefill)
 
 
 def empty_layer(config, batch: int, length: int, dtype: jnp.dtype, window: int | None = None) -> LayerCache:
@@ -79,7 +79,7 @@ def places(lengths_B: jax.Array, count: int) -> jax.Array:
     return last_B1 - (last_B1 - jnp.arange(count, dtype=jnp.int32)) % count
 
 
-def write(layer: LayerCache, k_BTKH: jax.Array, v_BTKH: jax.Array, now: Reading) -> LayerCache:
+def write(layer: LayerCache, k_BTKH: jax.Array, v_BTKH: jax.Array, now: PrefillInputs) -> LayerCache:
     """The layer's cache with the keys and values of the tokens that are read now."""
     new = as_stored(layer["key"].dtype, k_BTKH, v_BTKH)
     return layer | {name: constrain(_written(layer[name], x, now), _KEYS[: x.ndim]) for name, x in new.items()}
@@ -128,12 +128,12 @@ def _in_8_bits(x_BTKH: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.round(x_BTKH / divisor_BTK[..., None]).astype(jnp.int8), scale_BTK
 
 
-def _written(old_BKSx: jax.Array, new_BTKx: jax.Array, now: Reading) -> jax.Array:
+def _written(old_BKSx: jax.Array, new_BTKx: jax.Array, now: PrefillInputs) -> jax.Array:
     T, S = new_BTKx.shape[1], old_BKSx.shape[2]
     if T == 1:
         return _append(old_BKSx, new_BTKx[:, 0], now.lengths % S)
     new_BKTx = jnp.swapaxes(new_BTKx, 1, 2)
-    if now.fresh and T <= S:  # padding lies at places that no position has yet
+    if now.is_prefill and T <= S:  # padding lies at places that no position has yet
         return jax.lax.dynamic_update_slice(old_BKSx, new_BKTx, (0,) * old_BKSx.ndim)
     index_BS = places(now.lengths + now.counts, S) - now.lengths[:, None]
     index_B1Sx = jnp.expand_dims(index_BS, (1, *range(3, old_BKSx.ndim)))
@@ -170,7 +170,7 @@ def attend(
     before: LayerCache | None,
     new,
     kind: AttentionSpec,
-    now: Reading,
+    now: PrefillInputs,
     bias=None,
     prefix_BT: jax.Array | None = None,
 ) -> jax.Array:

@@ -20,7 +20,7 @@ from capibara import sharding
 from capibara.kernels import paged_attention
 from capibara.kernels.attention.spec import AttentionSpec
 from capibara.models.cache import dense
-from capibara.models.cache.dense import Cache, LayerCache, Reading
+from capibara.models.cache.dense import Cache, LayerCache, PrefillInputs
 
 _NAMES = ("key", "value", "key_scale", "value_scale")
 _WRITTEN_APART = 32  # as in `cache`: most tokens that a CPU writes one by one
@@ -145,7 +145,7 @@ def _gathered(pool: jax.Array, table_BM: jax.Array) -> jax.Array:
     return x_BKMPx.reshape(*x_BKMPx.shape[:2], -1, *x_BKMPx.shape[4:])
 
 
-def write(layer: LayerCache, k_BTKH: jax.Array, v_BTKH: jax.Array, now: Reading) -> LayerCache:
+def write(layer: LayerCache, k_BTKH: jax.Array, v_BTKH: jax.Array, now: PrefillInputs) -> LayerCache:
     """The layer's cache with the keys and values of the tokens that are read now."""
     P, M = layer["key_pages"].shape[2], layer["table"].shape[1]
     new = dense.as_stored(layer["key_pages"].dtype, k_BTKH, v_BTKH)
@@ -173,7 +173,7 @@ def _one_by_one() -> bool:
     return sharding.platform() == "cpu" and not sharding.active()
 
 
-def attend(q_BTNH: jax.Array, layer: LayerCache, kind: AttentionSpec, now: Reading, bias=None) -> jax.Array:
+def attend(q_BTNH: jax.Array, layer: LayerCache, kind: AttentionSpec, now: PrefillInputs, bias=None) -> jax.Array:
     """Self-attention of the tokens that are read now, which the layer's cache has already.
 
     Args:

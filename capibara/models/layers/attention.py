@@ -269,7 +269,7 @@ class Attention(nnx.Module):
         self,
         x_BTD: jax.Array,
         layer: dense.LayerCache,
-        now: dense.Reading,
+        now: dense.PrefillInputs,
         *,
         kind: AttentionSpec,
         angles: rope.Angles | None = None,
@@ -285,7 +285,7 @@ class Attention(nnx.Module):
         q, k, v = self._heads(x_BTD, x_BTD, angles)
         in_pages = paged.is_paged(layer)
         written = (paged if in_pages else dense).write(layer, k, v, now)
-        if now.fresh and not dense.multiplied_as_kept(layer, q):
+        if now.is_prefill and not dense.multiplied_as_kept(layer, q):
             segments = now.real.astype(jnp.int32)
             of_rows = {
                 "q_segments_BT": segments,

@@ -301,7 +301,7 @@ class Block(nnx.Module):
         self,
         x_BTD: jax.Array,
         layer: dense.LayerCache,
-        now: dense.Reading,
+        now: dense.PrefillInputs,
         rows: Rows,
         shared: Shared,
         kind: AttentionSpec,

@@ -327,9 +327,9 @@ def test_models_that_have_nothing_to_share():
 def test_attention_is_that_to_rows_whoever_computes_it(monkeypatch, tokens, dtype, kind):
     B, K, S, P, H, random = 3, 2, 24, 8, 8, np.random.default_rng(0)
     lengths, counts = np.array([11, 5, 20], np.int32), np.array([tokens, 1, tokens], np.int32)
-    now = dense.Reading(lengths, counts, lengths[:, None] + np.arange(tokens, dtype=np.int32), False)
+    now = dense.PrefillInputs(lengths, counts, lengths[:, None] + np.arange(tokens, dtype=np.int32), False)
     drawn = lambda *shape: jnp.asarray(random.normal(size=shape), jnp.float32)  # noqa: E731
-    read = dense.Reading(jnp.zeros(B, jnp.int32), lengths, np.arange(S, dtype=np.int32)[None].repeat(B, 0), True)
+    read = dense.PrefillInputs(jnp.zeros(B, jnp.int32), lengths, np.arange(S, dtype=np.int32)[None].repeat(B, 0), True)
     empty = dense.empty_layer(dataclasses.replace(CONFIG, embed_dim=32), B, S, jnp.dtype(dtype))
     rows = dense.write(empty, drawn(B, S, K, H), drawn(B, S, K, H), read)
     pages = Pages(B, S, paged.Sizes(9, P))
