@@ -408,7 +408,7 @@ def _output_first(axes: tuple[str, ...], x: jax.Array) -> jax.Array | OutputFirs
 
 def _is_cast(axes: tuple[str, ...]) -> bool:
     """Whether a parameter with these axes is cast to the compute dtype wherever it is used."""
-    return not {"norm", "router"} & set(axes) and axes[-2:] != ("position", "heads")
+    return not {"norm", "router"} & set(axes) and axes[-1] != "heads"  # tables of relative positions, sinks
 
 
 @dataclasses.dataclass(frozen=True)

@@ -34,6 +34,7 @@ def blockwise_attention(
     bias_NTS: jax.Array | None,
     kind: AttentionSpec,
     block: int,
+    sinks_N: jax.Array | None = None,
 ) -> jax.Array:
     """softmax(scores) v for rows in order; softmax in float32.
 
@@ -46,14 +47,15 @@ def blockwise_attention(
       bias_NTS: added to the scores, or None.
       kind: mask, scale and cap.
       block: queries of a block; divides T.
+      sinks_N: a logit of each query head in the softmax's denominator, or None.
 
     Returns:
       [B, T, N, H] in the dtype of the queries.
     """
-    return _forward(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, kv_segments_BS, bias_NTS, kind, block)[0]
+    return _forward(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, kv_segments_BS, bias_NTS, kind, block, sinks_N)[0]
 
 
-def _forward(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, kv_segments_BS, bias_NTS, kind, block):
+def _forward(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, kv_segments_BS, bias_NTS, kind, block, sinks_N):
     K = k_BSKH.shape[2]
     k_BKSH, v_BKSH = jnp.swapaxes(k_BSKH, 1, 2), jnp.swapaxes(v_BSKH, 1, 2)
     segments = (q_segments_BT, kv_segments_BS)
@@ -61,24 +63,26 @@ def _forward(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, kv_segments_BS, bias_NTS, ki
     for start in range(0, q_BTNH.shape[1], block):
         q = _queries_first(q_BTNH[:, start : start + block] * kind.scale, K)
         scores, keys = _scores(q, k_BKSH, segments, bias_NTS, kind, start)
-        largest = jnp.max(scores, axis=-1, keepdims=True)
+        largest, sinks = jnp.max(scores, axis=-1, keepdims=True), _sinks(sinks_N, K, block)
+        largest = largest if sinks is None else jnp.maximum(largest, sinks)
         weights = jnp.exp(scores - largest)
         total = jnp.sum(weights, axis=-1, keepdims=True)
+        total = total if sinks is None else total + jnp.exp(sinks - largest)
         y = _dot(weights.astype(v_BSKH.dtype), v_BKSH[:, :, keys], 3, 2) / total
         queries.append(q)
         outputs.append(_unfold(y, block).astype(q_BTNH.dtype))
         log_z.append(largest + jnp.log(total))
-    saved = (queries, k_BKSH, v_BKSH, segments, bias_NTS, outputs, log_z)
+    saved = (queries, k_BKSH, v_BKSH, segments, bias_NTS, sinks_N, outputs, log_z)
     return jnp.concatenate([_time_first(y) for y in outputs], axis=1), saved
 
 
 def _backward(kind, block, saved, dy_BTNH):
-    queries, k_BKSH, v_BKSH, segments, bias_NTS, outputs, log_z = saved
+    queries, k_BKSH, v_BKSH, segments, bias_NTS, sinks_N, outputs, log_z = saved
     (B, K, S, H), T, dtype = k_BKSH.shape, dy_BTNH.shape[1], dy_BTNH.dtype
     # The parts of keys that queries' blocks see begin and end where blocks do, or at the end of the keys.
     edges = sorted({edge for start in range(0, T, block) for edge in _edges(_seen(kind, start, block, S))} | {0, S})
     dk, dv = ([jnp.zeros((B, K, H, b - a), jnp.float32) for a, b in zip(edges, edges[1:])] for _ in range(2))
-    dq, dbias = [], []
+    dq, dbias, dsinks = [], [], 0.0
     for index, start in enumerate(range(0, T, block)):
         scores, keys = _scores(queries[index], k_BKSH, segments, bias_NTS, kind, start)
         q, y = _fold(queries[index]), _fold(outputs[index])
@@ -86,6 +90,9 @@ def _backward(kind, block, saved, dy_BTNH):
         # The gradient through the softmax needs only sum(dy * y) of each query (Dao et al. 2022, section 3.1).
         inner = jnp.sum(dy.astype(jnp.float32) * y.astype(jnp.float32), axis=-1, keepdims=True)
         weights = jnp.exp(scores - log_z[index])
+        if sinks_N is not None:  # a key whose value is 0
+            taken = jnp.exp(_sinks(sinks_N, K, block) - log_z[index]) * inner
+            dsinks -= jnp.sum(taken.reshape(B, K, -1, block), axis=(0, 3)).reshape(-1)
         dscores = weights * (_dot(dy, v_BKSH[:, :, keys], 3, 3) - inner)
         if kind.soft_cap is not None:
             # Hidden scores are far beyond the cap, but their weights are 0.
@@ -105,7 +112,8 @@ def _backward(kind, block, saved, dy_BTNH):
     # Turned part by part: of whole rows XLA would read each column through all of the cache.
     dk_BSKH, dv_BSKH = (jnp.concatenate([jnp.moveaxis(x, 3, 1) for x in parts], axis=1) for parts in (dk, dv))
     dbias_NTS = None if bias_NTS is None else jnp.concatenate(dbias, axis=1).astype(bias_NTS.dtype)
-    return dq_BTNH.astype(dtype), dk_BSKH.astype(dtype), dv_BSKH.astype(dtype), None, None, dbias_NTS
+    dsinks_N = None if sinks_N is None else dsinks.astype(sinks_N.dtype)
+    return dq_BTNH.astype(dtype), dk_BSKH.astype(dtype), dv_BSKH.astype(dtype), None, None, dbias_NTS, dsinks_N
 
 
 blockwise_attention.defvjp(_forward, _backward)
@@ -145,6 +153,11 @@ def _scores(q_BKGTH, k_BKSH, segments, bias_NTS, kind, start):
         visible &= jnp.abs(back) < kind.window
     scores = jnp.where(visible[:, None, None], scores, _MASKED)
     return scores.reshape(B, K, G * block, -1), keys
+
+
+def _sinks(sinks_N, K, block):
+    """Of each row of scores: [1, K, G * block, 1]."""
+    return None if sinks_N is None else jnp.repeat(sinks_N.reshape(1, K, -1), block, axis=2)[..., None]
 
 
 def _dot(a, b, contract_a, contract_b):

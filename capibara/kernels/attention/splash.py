@@ -7,6 +7,7 @@ the backward pass makes them again from the normalisers (Dao et al. 2022, arXiv:
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -53,6 +54,7 @@ def splash_attention(
     kv_segments_BS: jax.Array,
     q_places_T: np.ndarray | None = None,
     kv_places_S: np.ndarray | None = None,
+    sinks_N: jax.Array | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """softmax(scores) v of arrays that lie on one device; the arguments are those of attention.attend.
@@ -62,6 +64,7 @@ def splash_attention(
       kind: mask, scale and cap of the scores.
       q_segments_BT, kv_segments_BS: document numbers, at least 0; a query sees only keys of its own number.
       q_places_T, kv_places_S: original places of rows that are not in order; known when the program is traced.
+      sinks_N: float32, a logit of each query head in the softmax's denominator, or None.
       interpret: run the kernel in Pallas's interpreter, on any platform.
 
     Returns:
@@ -72,7 +75,7 @@ def splash_attention(
     T, S = q_BTNH.shape[1], k_BSKH.shape[1]
     places_T = np.arange(T) if q_places_T is None else np.asarray(q_places_T)
     kernel = _kernel(kind, places_T, S, q_BTNH.shape[2], shards=1, interpret=interpret)
-    return _run(kernel, kind, q_BTNH, k_BSKH, v_BSKH, q_segments_BT, kv_segments_BS)
+    return _run(kernel, kind, q_BTNH, k_BSKH, v_BSKH, q_segments_BT, kv_segments_BS, sinks_N)
 
 
 def sharded_splash(
@@ -85,6 +88,7 @@ def sharded_splash(
     kv_segments_BS: jax.Array,
     q_places_T: jax.Array | None = None,
     kv_places_S: jax.Array | None = None,
+    sinks_N: jax.Array | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """`splash_attention` of global arrays over the mesh of `sharding.active()`.
@@ -96,8 +100,8 @@ def sharded_splash(
     mesh, rules = sharding.active() or (None, None)
     if mesh is None:
         segments = {"q_segments_BT": q_segments_BT, "kv_segments_BS": kv_segments_BS}
-        places = {"q_places_T": q_places_T, "kv_places_S": kv_places_S}
-        return splash_attention(q_BTNH, k_BSKH, v_BSKH, kind=kind, **segments, **places, interpret=interpret)
+        rest = {"q_places_T": q_places_T, "kv_places_S": kv_places_S, "sinks_N": sinks_N, "interpret": interpret}
+        return splash_attention(q_BTNH, k_BSKH, v_BSKH, kind=kind, **segments, **rest)
     (T, N), (S, K) = q_BTNH.shape[1:3], k_BSKH.shape[1:3]
     time_axes, head_axes = _axes(mesh, rules.act_time), _axes(mesh, rules.act_heads, N)
     time_shards, head_shards = _size(mesh, time_axes), _size(mesh, head_axes)
@@ -111,12 +115,12 @@ def sharded_splash(
     parts = 1 if _sees_all(kind, T, S) else time_shards
     kernel = _kernel(kind, places_T[: T * parts // time_shards], S, N // head_shards, shards=parts, interpret=interpret)
 
-    def local(kernel, q, k, v, q_segments, kv_segments):
+    def local(kernel, q, k, v, q_segments, kv_segments, sinks):
         if time_axes:
             k, v, kv_segments = (jax.lax.all_gather(x, time_axes, axis=1, tiled=True) for x in (k, v, kv_segments))
         if kv_places_S is not None:
             k, v, kv_segments = (in_order(x, kv_places_S) for x in (k, v, kv_segments))
-        return _run(kernel, kind, q, k, v, q_segments, kv_segments)
+        return _run(kernel, kind, q, k, v, q_segments, kv_segments, sinks)
 
     batch_axes = _axes(mesh, rules.batch, q_BTNH.shape[0])
     rows, heads = P(batch_axes, time_axes), P(batch_axes, time_axes, head_axes)
@@ -127,13 +131,13 @@ def sharded_splash(
     sharded = jax.shard_map(
         local,
         mesh=mesh,
-        in_specs=(masks, heads, heads, heads, rows, rows),
+        in_specs=(masks, heads, heads, heads, rows, rows, P(head_axes)),
         out_specs=heads,
         # All of them, those of one device too: the compiler cannot partition a kernel.
         axis_names=set(mesh.axis_names) - set(outer.manual_axes),
         check_vma=False,
     )
-    return sharded(kernel, q_BTNH, k_BSKH, v_BSKH, q_segments_BT, kv_segments_BS)
+    return sharded(kernel, q_BTNH, k_BSKH, v_BSKH, q_segments_BT, kv_segments_BS, sinks_N)
 
 
 def in_order(x_BS: jax.Array, places_S: np.ndarray) -> jax.Array:
@@ -161,36 +165,51 @@ def block_sizes(T: int, S: int) -> kernel_lib.BlockSizes:
     )
 
 
-def _run(kernel, kind, q_BTNH, k_BSKH, v_BSKH, q_segments_BT, kv_segments_BS) -> jax.Array:
+def _run(kernel, kind, q_BTNH, k_BSKH, v_BSKH, q_segments_BT, kv_segments_BS, sinks_N) -> jax.Array:
     T, H = q_BTNH.shape[1], q_BTNH.shape[3]
     q_BTNH = (q_BTNH.astype(jnp.float32) * kind.scale).astype(q_BTNH.dtype)  # the kernel does not scale
     q, k, v = (_padded(jnp.swapaxes(x, 1, 2), 2) for x in (q_BTNH, k_BSKH, v_BSKH))
     segments = kernel_lib.SegmentIds(*(_padded(x, 1, _PADDING_SEGMENT) for x in (q_segments_BT, kv_segments_BS)))
-    y_BNTH = _with_early_normalisers(kernel, q, k, v, segments)
+    y_BNTH = _with_early_normalisers(kernel, q, k, v, segments, sinks_N)
     return jnp.swapaxes(y_BNTH, 1, 2)[:, :T, :, :H]
 
 
 @jax.custom_vjp
-def _with_early_normalisers(kernel, q_BNTH, k_BKSH, v_BKSH, segments):
+def _with_early_normalisers(kernel, q_BNTH, k_BKSH, v_BKSH, segments, sinks_N):
     """The kernel of each row. Its normalisers come 128 times over, and XLA would keep them so until they are read.
 
     They are as large as the queries in float32. Tied to the output, the one of 128 that counts is taken at once.
     """
-    return jax.vmap(kernel)(q_BNTH, k_BKSH, v_BKSH, segments)
+    return _of_rows(kernel, segments, sinks_N)(q_BNTH, k_BKSH, v_BKSH)
 
 
-def _early_forward(kernel, q_BNTH, k_BKSH, v_BKSH, segments):
-    y_BNTH, pull = jax.vjp(lambda q, k, v: jax.vmap(kernel)(q, k, v, segments), q_BNTH, k_BKSH, v_BKSH)
+def _of_rows(kernel, segments, sinks_N) -> Callable[..., jax.Array]:
+    """The kernel of each row: a function of queries, keys and values."""
+    if sinks_N is None:
+        return lambda q, k, v: jax.vmap(kernel)(q, k, v, segments)
+    return lambda q, k, v: jax.vmap(kernel, in_axes=(0, 0, 0, 0, None))(q, k, v, segments, sinks_N)
+
+
+def _early_forward(kernel, q_BNTH, k_BKSH, v_BKSH, segments, sinks_N):
+    y_BNTH, pull = jax.vjp(_of_rows(kernel, segments, sinks_N), q_BNTH, k_BKSH, v_BKSH)
     leaves, tree = jax.tree.flatten(pull)
     places = [n for n, x in enumerate(leaves) if x.dtype == jnp.float32 and x.shape == y_BNTH.shape[:3]]
     y_BNTH, *tied = jax.lax.optimization_barrier((y_BNTH, *(leaves[n] for n in places)))
     for n, x in zip(places, tied):
         leaves[n] = x
-    return y_BNTH, jax.tree.unflatten(tree, leaves)
+    of_sinks = None if sinks_N is None else (sinks_N, y_BNTH, tied[0])
+    return y_BNTH, (jax.tree.unflatten(tree, leaves), of_sinks)
 
 
-def _early_backward(pull, dy_BNTH):
-    return None, *pull(dy_BNTH), None
+def _early_backward(saved, dy_BNTH):
+    pull, of_sinks = saved
+    return None, *pull(dy_BNTH), None, None if of_sinks is None else _sinks_gradient(*of_sinks, dy_BNTH)
+
+
+def _sinks_gradient(sinks_N, y_BNTH, log_z_BNT, dy_BNTH) -> jax.Array:
+    """In float32; the kernel's own is summed in the dtype of the queries."""
+    inner_BNT = jnp.sum(y_BNTH.astype(jnp.float32) * dy_BNTH.astype(jnp.float32), axis=-1)
+    return -jnp.sum(jnp.exp(sinks_N[:, None] - log_z_BNT) * inner_BNT, axis=(0, 2))
 
 
 _with_early_normalisers.defvjp(_early_forward, _early_backward)

@@ -173,6 +173,7 @@ def attend(
     now: PrefillInputs,
     bias=None,
     prefix_BT: jax.Array | None = None,
+    sinks_N: jax.Array | None = None,
 ) -> jax.Array:
     """Self-attention of the tokens that are read now, after the cache.
 
@@ -185,11 +186,12 @@ def attend(
       now: the tokens.
       bias: (positions of queries [B, T], of keys [B, S]) -> [B, N, T, S], added to the scores; None: nothing.
       prefix_BT: of several tokens: those with a 1 see each other both ways.
+      sinks_N: float32, a logit of each query head in the softmax's denominator; None: none.
 
     Returns:
       [B, T, N, H] in the dtype of the queries.
     """
-    plain = bias is None and "key_scale" not in layer
+    plain = bias is None and sinks_N is None and "key_scale" not in layer
     if paged_attention.supported(q_BTNH, layer["key"], kind, layer["key"].shape[2], plain=plain):
         there_B = jnp.minimum(now.lengths + now.counts, layer["key"].shape[2])
         return paged_attention.attend(q_BTNH, layer["key"], layer["value"], there_B, None, kind)
@@ -210,7 +212,7 @@ def attend(
         visible_BTS &= jnp.abs(back_BTS) < kind.window
     bias_BNTS = None if bias is None else bias(now.positions, positions_BS)
     scales = (layer["key_scale"], layer["value_scale"]) if "key_scale" in layer else None
-    return attend_to(q_BTNH, layer["key"], layer["value"], visible_BTS, kind, bias_BNTS, scales)
+    return attend_to(q_BTNH, layer["key"], layer["value"], visible_BTS, kind, bias_BNTS, scales, sinks_N)
 
 
 def attend_to(
@@ -221,6 +223,7 @@ def attend_to(
     kind: AttentionSpec,
     bias_BNTS: jax.Array | None = None,
     scales: tuple[jax.Array, jax.Array] | None = None,
+    sinks_N: jax.Array | None = None,
 ) -> jax.Array:
     """softmax(scores) v over keys in the order of a cache; softmax in float32.
 
@@ -232,6 +235,7 @@ def attend_to(
       kind: scale and cap; its mask is in `visible_BTS`.
       bias_BNTS: added to the scores.
       scales: [B, K, S] of keys and of values in 8 bits; None: they are as they are.
+      sinks_N: as of `attend`.
 
     Returns:
       [B, T, N, H] in the dtype of the queries.
@@ -252,7 +256,7 @@ def attend_to(
             return jnp.sum(w_BKXS[..., None] * v_BKSH[:, :, None], axis=3, dtype=jnp.float32).astype(v_BKSH.dtype)
         return jax.lax.dot_general(w_BKXS, v_BKSH, (((3,), (2,)), batched))
 
-    return attend_by(q_BTNH, scores, mixed, K, visible_BTS, kind, bias_BNTS, scales)
+    return attend_by(q_BTNH, scores, mixed, K, visible_BTS, kind, bias_BNTS, scales, sinks_N)
 
 
 def attend_by(
@@ -264,6 +268,7 @@ def attend_by(
     kind: AttentionSpec,
     bias_BNTS: jax.Array | None,
     scales: tuple[jax.Array, jax.Array] | None,
+    sinks_N: jax.Array | None = None,
 ) -> jax.Array:
     """As `attend_to`, whoever multiplies.
 
@@ -281,11 +286,18 @@ def attend_by(
     if kind.soft_cap is not None:
         scores = kind.soft_cap * jnp.tanh(scores / kind.soft_cap)
     scores = jnp.where(visible_BTS[:, None, None], scores, _MASKED)
-    weights = jax.nn.softmax(scores, axis=-1)
+    weights = jax.nn.softmax(scores, axis=-1) if sinks_N is None else _softmax(scores, sinks_N.reshape(K, G, 1, 1))
     if scales is not None:
         weights = weights * scales[1][:, :, None, None]
     y_BKXH = mixed(weights.astype(q_BTNH.dtype).reshape(B, K, G * T, S))
     return jnp.moveaxis(y_BKXH.reshape(B, K, G, T, H), 3, 1).reshape(B, T, N, H)
+
+
+def _softmax(scores: jax.Array, sinks: jax.Array) -> jax.Array:
+    """Along the last axis, beside a logit that has no weight of its own."""
+    largest = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), sinks)
+    weights = jnp.exp(scores - largest)
+    return weights / (jnp.sum(weights, axis=-1, keepdims=True) + jnp.exp(sinks - largest))
 
 
 def put_rows(cache: Cache, rows: Cache, index: jax.Array) -> Cache:

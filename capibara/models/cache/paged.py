@@ -173,7 +173,9 @@ def _one_by_one() -> bool:
     return sharding.platform() == "cpu" and not sharding.active()
 
 
-def attend(q_BTNH: jax.Array, layer: LayerCache, kind: AttentionSpec, now: PrefillInputs, bias=None) -> jax.Array:
+def attend(
+    q_BTNH: jax.Array, layer: LayerCache, kind: AttentionSpec, now: PrefillInputs, bias=None, sinks_N=None
+) -> jax.Array:
     """Self-attention of the tokens that are read now, which the layer's cache has already.
 
     Args:
@@ -181,13 +183,13 @@ def attend(q_BTNH: jax.Array, layer: LayerCache, kind: AttentionSpec, now: Prefi
       layer: the cache with these tokens.
       kind: mask, scale and cap.
       now: the tokens.
-      bias: as of `cache.attend`.
+      bias, sinks_N: as of `cache.attend`.
 
     Returns:
       [B, T, N, H] in the dtype of the queries.
     """
     P, table_BM = layer["key_pages"].shape[2], layer["table"]
-    plain = bias is None and "key_scale_pages" not in layer
+    plain = bias is None and sinks_N is None and "key_scale_pages" not in layer
     if paged_attention.supported(q_BTNH, layer["key_pages"], kind, table_BM.shape[1] * P, plain=plain):
         has_B = jnp.sum(table_BM > 0, axis=1, dtype=jnp.int32) * P  # a slot without pages has nothing to read
         there_B = jnp.minimum(now.lengths + now.counts, has_B)
@@ -208,11 +210,12 @@ def attend(q_BTNH: jax.Array, layer: LayerCache, kind: AttentionSpec, now: Prefi
     if not _one_by_one():
         keys, values = (_gathered(layer[f"{name}_pages"], table_BM) for name in ("key", "value"))
         values = jnp.where(there_BS[:, None, :, None], values, 0)
-        return dense.attend_to(q_BTNH, keys, values, visible_BTS, kind, bias_BNTS, scales)
+        return dense.attend_to(q_BTNH, keys, values, visible_BTS, kind, bias_BNTS, scales, sinks_N)
     each = _each_page(visible_BTS.any(axis=1), P)
     scores = lambda q: _scores(q, layer["key_pages"], table_BM, each)  # noqa: E731
     mixed = lambda w: _mixed(w, layer["value_pages"], table_BM, there_BS, each)  # noqa: E731
-    return dense.attend_by(q_BTNH, scores, mixed, layer["key_pages"].shape[1], visible_BTS, kind, bias_BNTS, scales)
+    heads, rest = layer["key_pages"].shape[1], (visible_BTS, kind, bias_BNTS, scales, sinks_N)
+    return dense.attend_by(q_BTNH, scores, mixed, heads, *rest)
 
 
 Loop = Callable[[Callable, jax.Array], jax.Array]

@@ -59,6 +59,7 @@ def attend(
     bias_NTS: jax.Array | None = None,
     prefix_BT: jax.Array | None = None,
     drop: Callable[[jax.Array], jax.Array] | None = None,
+    sinks_N: jax.Array | None = None,
     backend: AttentionBackend = AttentionBackend.AUTO,
 ) -> jax.Array:
     """softmax(scores) v by the way that is fastest for the platform and the shape; softmax in float32.
@@ -75,6 +76,7 @@ def attend(
       bias_NTS: added to the scores (T5's relative positions).
       prefix_BT: of self-attention: queries with a 1 see later keys with a 1, too (a prefix LM's inputs).
       drop: probabilities [B, N, T, S] -> those that dropout leaves.
+      sinks_N: float32, a logit of each query head in the softmax's denominator, as of a key whose value is 0.
       backend: who computes it.
 
     Returns:
@@ -86,23 +88,25 @@ def attend(
     segments = {"q_segments_BT": q_segments_BT, "kv_segments_BS": kv_segments_BS}
     places = {"q_places_T": q_places_T, "kv_places_S": kv_places_S}
     in_order = q_places_T is None and kv_places_S is None
-    match _choose(q_BTNH, k_BSKH, kind, bias_NTS, in_order, backend, _plain_alone(prefix_BT, drop)):
+    plain = _plain_alone(prefix_BT, drop)
+    match _choose(q_BTNH, k_BSKH, kind, bias_NTS, in_order, backend, plain, sinks=sinks_N is not None):
         case AttentionBackend.SPLASH:
             from capibara.kernels.attention import splash  # Pallas takes a second to import
 
             # It names its own output, in the kernel's layout: this one would be kept beside that.
-            return splash.sharded_splash(q_BTNH, k_BSKH, v_BSKH, kind=kind, **segments, **places)
+            return splash.sharded_splash(q_BTNH, k_BSKH, v_BSKH, kind=kind, **segments, **places, sinks_N=sinks_N)
         case AttentionBackend.CUDNN:
             from capibara.kernels.attention import cudnn
 
             y = cudnn.cudnn_attention(q_BTNH, k_BSKH, v_BSKH, kind=kind, **segments)
         case AttentionBackend.BLOCKWISE:
             block = block_size(q_BTNH.shape[1])
-            y = blockwise_attention(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, kv_segments_BS, bias_NTS, kind, block)
+            rows = (q_segments_BT, kv_segments_BS, bias_NTS, kind, block)
+            y = blockwise_attention(q_BTNH, k_BSKH, v_BSKH, *rows, sinks_N)
         case _:
             # Each context shard has its queries and everybody's keys.
             k_BSKH, v_BSKH = (constrain(x, ("batch", None, "act_kv_heads", None)) for x in (k_BSKH, v_BSKH))
-            of_scores = {"bias_NTS": bias_NTS, "prefix_BT": prefix_BT, "drop": drop}
+            of_scores = {"bias_NTS": bias_NTS, "prefix_BT": prefix_BT, "drop": drop, "sinks_N": sinks_N}
             y = dot_product_attention(q_BTNH, k_BSKH, v_BSKH, kind=kind, **of_scores, **segments, **places)
     return checkpoint_name(y, "attention")
 
@@ -115,19 +119,24 @@ def _plain_alone(prefix_BT: jax.Array | None, drop: Callable[[jax.Array], jax.Ar
 
 
 def _choose(
-    q_BTNH, k_BSKH, kind, bias_NTS, in_order: bool, backend: AttentionBackend, plain: str | None
+    q_BTNH, k_BSKH, kind, bias_NTS, in_order: bool, backend: AttentionBackend, plain: str | None, sinks: bool = False
 ) -> AttentionBackend:
     """The back end for AUTO (`plain`: why only the plain formula will do, or None); one that the user named is only checked, so that none computes what it cannot."""
     mesh, _ = sharding.active() or (None, None)
     whole_rows = in_order and (mesh is None or mesh.shape["context"] == 1)
     platform = sharding.platform()
-    chosen = _BEST.get(platform, AttentionBackend.BLOCKWISE) if backend is AttentionBackend.AUTO else backend
+    best = _BEST.get(platform, AttentionBackend.BLOCKWISE)
+    if sinks and best is AttentionBackend.CUDNN:
+        best = AttentionBackend.BLOCKWISE
+    chosen = best if backend is AttentionBackend.AUTO else backend
     if plain is not None and chosen is not AttentionBackend.XLA:
         objection = plain
     elif chosen in _PLATFORM and _PLATFORM[chosen] != platform:
         objection = f"runs on {_PLATFORM[chosen].upper()} only, not on {platform.upper()}"
     elif chosen in (AttentionBackend.CUDNN, AttentionBackend.BLOCKWISE) and not whole_rows:
         objection = "needs whole rows in their order on each device, but Plan.context cuts and reorders them"
+    elif chosen is AttentionBackend.CUDNN and sinks:
+        objection = "has no attention sinks"
     else:
         objection = _shape_objection(chosen, q_BTNH, k_BSKH, kind, bias_NTS)
     if objection is None:
@@ -174,6 +183,7 @@ def dot_product_attention(
     bias_NTS: jax.Array | None = None,
     prefix_BT: jax.Array | None = None,
     drop: Callable[[jax.Array], jax.Array] | None = None,
+    sinks_N: jax.Array | None = None,
 ) -> jax.Array:
     """The plain formula, with all scores at once; what every other back end must agree with."""
     B, T, N, H = q_BTNH.shape
@@ -195,7 +205,11 @@ def dot_product_attention(
     if kind.window is not None:
         visible_BTS &= jnp.abs(back_TS) < kind.window
     scores = jnp.where(visible_BTS[:, None, None], scores, _MASKED)
+    if sinks_N is not None:
+        sinks = jnp.broadcast_to(sinks_N.reshape(K, N // K, 1, 1), (*scores.shape[:-1], 1))
+        scores = jnp.concatenate([scores, sinks], axis=-1)
     probabilities = jax.nn.softmax(scores, axis=-1).astype(v_BSKH.dtype)
+    probabilities = probabilities if sinks_N is None else probabilities[..., :S]
     if drop is not None:
         probabilities = drop(probabilities.reshape(B, N, T, S)).reshape(probabilities.shape)
     return jnp.einsum("BKGTS,BSKH->BTKGH", probabilities, v_BSKH).reshape(B, T, N, H)
@@ -223,6 +237,8 @@ class Attention(nnx.Module):
             self.value_bias = layers.param(rngs, (K, H), ("kv_heads", "head_dim"), layers.zeros)
         if config.bias.of_attention:
             self.out_bias = layers.param(rngs, (D,), ("norm",), layers.zeros)
+        if config.attention_sinks is layers.AttentionSinks.HEAD:
+            self.sinks = layers.param(rngs, (N,), ("heads",), layers.zeros)
         if config.qk_norm is layers.QKNorm.HEAD:
             norm = {"kind": layers.NormKind.RMS, "eps": config.norm_eps, "rngs": rngs, "scale": config.norm_scale}
             self.query_norm = layers.Norm(H, **norm)
@@ -261,6 +277,7 @@ class Attention(nnx.Module):
             bias_NTS=bias_NTS,
             prefix_BT=prefix_BT,
             drop=None if drop is None else functools.partial(drop, site=site),
+            sinks_N=self.sinks_N,
             backend=self.config.attention,
         )
         return self._output(y)
@@ -292,13 +309,14 @@ class Attention(nnx.Module):
                 "kv_segments_BS": segments,
                 "bias_NTS": bias_NTS,
                 "prefix_BT": prefix_BT,
+                "sinks_N": self.sinks_N,
             }
             k, v = dense.as_kept(layer, k, v)
             y = attend(q, k, v, kind=kind, **of_rows, backend=self.config.attention)
         elif in_pages:
-            y = paged.attend(q, written, kind, now, bias_at)
+            y = paged.attend(q, written, kind, now, bias_at, self.sinks_N)
         else:
-            y = dense.attend(q, written, layer, (k, v), kind, now, bias_at, prefix_BT)
+            y = dense.attend(q, written, layer, (k, v), kind, now, bias_at, prefix_BT, self.sinks_N)
         return self._output(y), written
 
     def keys_values(self, encoded_BSD: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -310,7 +328,14 @@ class Attention(nnx.Module):
         """Attention of x_BTD, each row one document, to the keys and values of what was encoded."""
         q, _, _ = self._heads(x_BTD, x_BTD, None)
         visible = jnp.broadcast_to((segments_BS == 1)[:, None], (*x_BTD.shape[:2], segments_BS.shape[1]))
-        return self._output(dense.attend_to(q, k_BKSH, v_BKSH, visible, kind))
+        return self._output(dense.attend_to(q, k_BKSH, v_BKSH, visible, kind, sinks_N=self.sinks_N))
+
+    @property
+    def sinks_N(self) -> jax.Array | None:
+        """The heads' sinks in float32; None: they have none."""
+        if self.config.attention_sinks is not layers.AttentionSinks.HEAD:
+            return None
+        return self.sinks[...].astype(jnp.float32)
 
     def _output(self, y: jax.Array) -> jax.Array:
         y = constrain(y, ("batch", "act_time", "act_heads", None))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -243,6 +244,13 @@ class QKNorm(enum.StrEnum):
     HEAD = "head"
 
 
+class AttentionSinks(enum.StrEnum):
+    """A logit of every head that takes part in the softmax and has no value (gpt-oss, arXiv:2508.10925), or none."""
+
+    NONE = "none"
+    HEAD = "head"
+
+
 class NormKind(enum.StrEnum):
     """RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467) or LayerNorm (Ba et al. 2016, arXiv:1607.06450)."""
 
@@ -283,10 +291,12 @@ class Norm(nnx.Module):
 class Activation(enum.StrEnum):
     """SwiGLU and GeGLU (Shazeer 2020) are gated: two projections in; the others have one.
 
-    gelu and geglu use the tanh approximation, gelu_exact the error function (BERT, GPT-NeoX).
+    gelu and geglu use the tanh approximation, gelu_exact the error function (BERT, GPT-NeoX). clamped_swiglu is
+    gpt-oss's; `ClampedSwiglu` computes it.
     """
 
     SWIGLU = "swiglu"
+    CLAMPED_SWIGLU = "clamped_swiglu"
     GEGLU = "geglu"
     GELU = "gelu"
     GELU_EXACT = "gelu_exact"
@@ -294,7 +304,7 @@ class Activation(enum.StrEnum):
 
     @property
     def gated(self) -> bool:
-        return self in (Activation.SWIGLU, Activation.GEGLU)
+        return self in (Activation.SWIGLU, Activation.CLAMPED_SWIGLU, Activation.GEGLU)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         match self:
@@ -332,3 +342,26 @@ def _gated_backward(activation: Activation, kept, upstream: jax.Array):
 
 
 _gated.defvjp(_gated_forward, _gated_backward)
+
+
+@dataclasses.dataclass(frozen=True)
+class ClampedSwiglu:
+    """The gated activation of gpt-oss (OpenAI 2025, arXiv:2508.10925): g * sigmoid(alpha * g) * (u + 1), g and u clamped.
+
+    Attributes:
+      alpha: slope of the sigmoid.
+      limit: the gate is at most this, the other projection between this and its negative; gradients end there.
+    """
+
+    alpha: float
+    limit: float
+    gated: ClassVar[bool] = True
+
+    def gate(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+        """Of both projections, of the same shape and dtype."""
+        gate = jnp.where(gate > self.limit, jnp.asarray(self.limit, gate.dtype), gate)
+        up = jnp.where(jnp.abs(up) > self.limit, jnp.sign(up) * jnp.asarray(self.limit, up.dtype), up)
+        return gate * jax.nn.sigmoid(self.alpha * gate) * (up + 1)
+
+
+Gating = Activation | ClampedSwiglu

@@ -39,6 +39,13 @@ class RopeScaling(enum.StrEnum):
         return self in (RopeScaling.DYNAMIC, RopeScaling.LONGROPE)
 
 
+class YarnBounds(enum.StrEnum):
+    """Where YaRN begins and ends to change frequencies: at whole ones, rounded outward, or exactly there (gpt-oss)."""
+
+    WHOLE = "whole"
+    EXACT = "exact"
+
+
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rope:
@@ -54,6 +61,7 @@ class Rope:
         the factor, those below original_length / high stay.
       beta_fast, beta_slow: of yarn: frequencies that turn more than beta_fast times in the original length stay, those
         that turn less than beta_slow times are divided.
+      yarn_bounds: of yarn: whether the frequencies that turn so often are counted in whole numbers.
       attention_factor: of yarn and longrope: multiplies queries and keys; None: 0.1 * ln(factor) + 1 of yarn,
         sqrt(1 + ln(factor) / ln(original_length)) of longrope.
       short_factors, long_factors: of longrope: what each frequency is divided by, in rows of up to original_length
@@ -70,6 +78,7 @@ class Rope:
     high_frequency_factor: float = 4.0
     beta_fast: float = 32.0
     beta_slow: float = 1.0
+    yarn_bounds: YarnBounds = YarnBounds.WHOLE
     attention_factor: float | None = None
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
@@ -97,6 +106,8 @@ class Rope:
         for name in ("short_factors", "long_factors"):
             if not all(0 < value < math.inf for value in getattr(self, name)):
                 raise UserError(f"Rope.{name} are {getattr(self, name)}, must be finite and above 0")
+        if self.yarn_bounds is not YarnBounds.WHOLE and self.scaling is not RopeScaling.YARN:
+            raise UserError(f"Rope.yarn_bounds is of yarn, and scaling is {str(self.scaling)!r}: leave it out")
 
     def check(self, head_dim: int) -> None:
         """Refuses factors that do not fit the heads.
@@ -187,8 +198,10 @@ class Rope:
             """Where in the head the frequency turns so often in the original length."""
             return dims * math.log(self.original_length / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
 
-        low = max(math.floor(dimension(self.beta_fast)), 0)
-        high = min(math.ceil(dimension(self.beta_slow)), dims - 1)
+        low, high = dimension(self.beta_fast), dimension(self.beta_slow)
+        if self.yarn_bounds is YarnBounds.WHOLE:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, dims - 1)
         divided = np.clip((np.arange(dims // 2) - low) / max(high - low, 1e-3), 0.0, 1.0)
         return base / self.factor * divided + base * (1 - divided)
 

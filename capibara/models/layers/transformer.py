@@ -20,7 +20,17 @@ from capibara.models.cache import dense
 from capibara.models.layers import dropout, layers
 from capibara.models.layers.attention import Attention, AttentionBackend
 from capibara.models.layers.dropout import Dropout, Site
-from capibara.models.layers.layers import Activation, Bias, Norm, NormKind, NormScale, QKNorm
+from capibara.models.layers.layers import (
+    Activation,
+    AttentionSinks,
+    Bias,
+    ClampedSwiglu,
+    Gating,
+    Norm,
+    NormKind,
+    NormScale,
+    QKNorm,
+)
 from capibara.models.layers.rope import Angles, Rope, angles
 from capibara.models.layers.stack import LayerLoop
 from capibara.models.moe.moe import Moe, MoeMLP
@@ -80,6 +90,16 @@ class EmbeddingScale(enum.StrEnum):
     SQRT_DIM = "sqrt_dim"
 
 
+_POSITIVE = {  # fields that must be above 0 where they are set, and what each usually is
+    "norm_eps": "1e-6",
+    "attention_scale": "None",
+    "attention_soft_cap": "None",
+    "logit_soft_cap": "None",
+    "swiglu_alpha": "1.702",
+    "swiglu_limit": "7.0",
+}
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TransformerConfig:
     """Sizes and variants that every transformer has.
@@ -91,7 +111,9 @@ class TransformerConfig:
       head_dim: size of a head; None: embed_dim / num_heads.
       norm, norm_eps, norm_scale, norm_placement: normalisation: its kind, epsilon, scale parameter and places.
       activation, bias, residual: of the blocks.
+      swiglu_alpha, swiglu_limit: of the activation "clamped_swiglu" (layers.ClampedSwiglu).
       qk_norm: normalisation of queries and keys.
+      attention_sinks: a learned logit of every head in the softmax's denominator, or none.
       attention_scale: what q k^T is multiplied by; None: head_dim**-0.5.
       attention_soft_cap, logit_soft_cap: scores and logits become cap * tanh(x / cap); None: they stay.
       attention: who computes attention.
@@ -122,7 +144,10 @@ class TransformerConfig:
     activation: Activation = Activation.SWIGLU
     bias: Bias = Bias.NONE
     residual: Residual = Residual.SEQUENTIAL
+    swiglu_alpha: float = 1.702
+    swiglu_limit: float = 7.0
     qk_norm: QKNorm = QKNorm.NONE
+    attention_sinks: AttentionSinks = AttentionSinks.NONE
     attention_scale: float | None = None
     attention_soft_cap: float | None = None
     logit_soft_cap: float | None = None
@@ -150,11 +175,15 @@ class TransformerConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"{own}.{name} is {value}, must be at least 1, or None: {default}")
-        for name in ("norm_eps", "attention_scale", "attention_soft_cap", "logit_soft_cap"):
+        for name, usual in _POSITIVE.items():
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
-                usual = "1e-6" if name == "norm_eps" else "None"
                 raise UserError(f"{own}.{name} is {value}, must be finite and above 0: try {usual}")
+        if self.activation is not Activation.CLAMPED_SWIGLU and (self.swiglu_alpha, self.swiglu_limit) != (1.702, 7.0):
+            raise UserError(
+                f"{own}.swiglu_alpha and swiglu_limit are of the activation 'clamped_swiglu', not of "
+                f"{str(self.activation)!r}: leave them out"
+            )
         if self.num_heads % self.kv_heads:
             divisors = [d for d in range(1, self.num_heads + 1) if self.num_heads % d == 0]
             nearest = min(divisors, key=lambda d: abs(d - self.kv_heads))
@@ -174,6 +203,13 @@ class TransformerConfig:
     @property
     def head_size(self) -> int:
         return self.embed_dim // self.num_heads if self.head_dim is None else self.head_dim
+
+    @property
+    def gating(self) -> Gating:
+        """The activation, with its parameters where it has some."""
+        if self.activation is Activation.CLAMPED_SWIGLU:
+            return ClampedSwiglu(self.swiglu_alpha, self.swiglu_limit)
+        return self.activation
 
     def attention_kind(self, *, causal: bool, window: int | None = None) -> AttentionSpec:
         """Mask and scores of a layer."""
@@ -255,7 +291,7 @@ class MLP(nnx.Module):
             gate = layers.dense(x_BTD, into[1], quantization=quantization, adapter=gate_lora)
             gate = gate + self.gate_bias[...].astype(dtype) if self.config.bias.of_mlp else gate
             gate = constrain(gate, ("batch", "act_time", "act_mlp"))
-            h = self.config.activation.gate(checkpoint_name(gate, "mlp_gate"), h)
+            h = self.config.gating.gate(checkpoint_name(gate, "mlp_gate"), h)
         else:
             h = self.config.activation(h)
         h = dropout.apply(drop, h, Site.MLP_INNER)

@@ -15,10 +15,10 @@ from jax.ad_checkpoint import checkpoint_name
 
 from capibara import sharding
 from capibara.models.adapters.lora_experts import Factors, Rows, Weight, batched_matmul
-from capibara.models.layers.layers import Activation
+from capibara.models.layers.layers import Gating
 from capibara.models.moe.grouped_matmul import grouped_matmul, padded_rows, row_tile
 
-# up, gate [G, D, F], down [G, F, D], up_bias [G, F] in the compute dtype, and up_lora and so on: adapters of them.
+# up, gate [G, D, F], down [G, F, D], up_bias, gate_bias [G, F] in the compute dtype, and up_lora and so on: adapters of them.
 Weights = dict[str, Weight | Factors]
 
 
@@ -124,7 +124,7 @@ def sorted_by_expert(experts_Nk: jax.Array, num_experts: int, rows: int) -> tupl
     return Layout(choice, jnp.where(flat < num_experts, row, rows).reshape(experts_Nk.shape)), sizes
 
 
-def mlp(x: jax.Array, weights: Weights, activation: Activation, rows: Rows, axes: Axes) -> jax.Array:
+def mlp(x: jax.Array, weights: Weights, activation: Gating, rows: Rows, axes: Axes) -> jax.Array:
     """The experts' own work.
 
     Args:
@@ -148,13 +148,16 @@ def mlp(x: jax.Array, weights: Weights, activation: Activation, rows: Rows, axes
         h = h + rows.of_experts(weights["up_bias"])
     h = checkpoint_name(h, "expert_up")
     if activation.gated:
-        h = activation.gate(checkpoint_name(dense("gate", x), "expert_gate"), h)
+        gate = dense("gate", x)
+        if "gate_bias" in weights:
+            gate = gate + rows.of_experts(weights["gate_bias"])
+        h = activation.gate(checkpoint_name(gate, "expert_gate"), h)
     else:
         h = activation(h)
     return checkpoint_name(dense("down", h), "expert_down")
 
 
-def _grouped_mlp(x_MD, tokens_M1, sizes_G, tile: int, weights: Weights, activation: Activation, axes: Axes):
+def _grouped_mlp(x_MD, tokens_M1, sizes_G, tile: int, weights: Weights, activation: Gating, axes: Axes):
     ends, row = jnp.cumsum(sizes_G), jnp.arange(len(x_MD), dtype=jnp.int32)[:, None]
 
     def of_experts(values_GN):
@@ -172,7 +175,7 @@ def _count(weights: Weights) -> int:
 
 def dropless(
     x_ND: jax.Array, experts_Nk: jax.Array, gates_Nk: jax.Array,
-    weights: Weights, activation: Activation, axes: Axes, tokens_N1: jax.Array | None = None,
+    weights: Weights, activation: Gating, axes: Axes, tokens_N1: jax.Array | None = None,
 ) -> jax.Array:  # fmt: skip
     """Every token through all of its experts.
 
@@ -211,7 +214,7 @@ def dropless(
     return jax.lax.psum_scatter(y_ND, axes.experts, tiled=True) if axes.tokens_travel else y_ND
 
 
-def _exchanged(x_ND, experts_Nk, gates_Nk, weights: Weights, activation: Activation, axes: Axes, tokens_N1):
+def _exchanged(x_ND, experts_Nk, gates_Nk, weights: Weights, activation: Gating, axes: Axes, tokens_N1):
     """`dropless` by ragged all-to-all: rows sorted by expert go to the experts' devices and come back."""
     (N, k), G, axis = experts_Nk.shape, _count(weights), axes.experts
     parts, me = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
@@ -247,7 +250,7 @@ def _exchanged(x_ND, experts_Nk, gates_Nk, weights: Weights, activation: Activat
 
 def with_capacity(
     x_BTD: jax.Array, experts_BTk: jax.Array, places_BTk: jax.Array, gates_BTk: jax.Array,
-    weights: Weights, activation: Activation, capacity: int, axes: Axes, tokens_BT1: jax.Array | None = None,
+    weights: Weights, activation: Gating, capacity: int, axes: Axes, tokens_BT1: jax.Array | None = None,
 ) -> jax.Array:  # fmt: skip
     """Tokens through those of their experts that have a place for them.
 
@@ -280,7 +283,7 @@ def with_capacity(
 
 def by_expert_choice(
     x_BTD: jax.Array, tokens_BEC: jax.Array, gates_BEC: jax.Array,
-    weights: Weights, activation: Activation, axes: Axes, tokens_BT1: jax.Array | None = None,
+    weights: Weights, activation: Gating, axes: Axes, tokens_BT1: jax.Array | None = None,
 ) -> jax.Array:  # fmt: skip
     """The tokens that experts chose through these experts.
 
@@ -317,7 +320,7 @@ def _buffer(weights: Weights, capacity: int, axes: Axes) -> tuple[int, int]:
     return E, -(-capacity // shards) * shards
 
 
-def _buffered(rows, shape: tuple[int, int, int], weights: Weights, activation: Activation, axes: Axes) -> jax.Array:
+def _buffered(rows, shape: tuple[int, int, int], weights: Weights, activation: Gating, axes: Axes) -> jax.Array:
     """The rows of every expert through it; on each device those of its own tokens.
 
     Args:

@@ -21,6 +21,7 @@ from capibara.models.moe.router import (
     Gates,
     Hints,
     Moe,
+    MoeBias,
     Routing,
     Score,
     Stats,
@@ -34,12 +35,16 @@ __all__ = [
     "Gates",
     "Hints",
     "Moe",
+    "MoeBias",
     "MoeMLP",
     "Routing",
     "Score",
     "router_loss",
     "router_metrics",
 ]
+
+
+_HIDDEN_BIASES = ("up_bias", "gate_bias")
 
 
 class MoeMLP(nnx.Module):
@@ -59,7 +64,11 @@ class MoeMLP(nnx.Module):
             setattr(self, name, into)
         out = layers.fan_in(1, scale=0.5 / config.num_layers)
         self.down = layers.param(rngs, (E, F, D), ("experts", "mlp", "expert_embed"), out)
-        if config.bias.of_mlp:
+        if moe.bias is MoeBias.ALL:
+            self.router_bias = layers.param(rngs, (E,), ("router",), layers.zeros)
+            if config.activation.gated:
+                self.gate_bias = layers.param(rngs, (E, F), ("experts", "mlp"), layers.zeros)
+        if self.has_biases:
             self.up_bias = layers.param(rngs, (E, F), ("experts", "mlp"), layers.zeros)
             self.down_bias = layers.param(rngs, (E, D), ("experts", "norm"), layers.zeros)
         if moe.shared_experts:
@@ -68,6 +77,11 @@ class MoeMLP(nnx.Module):
                 setattr(self, f"shared_{name}", layers.param(rngs, (D, shared), ("embed", "mlp"), layers.fan_in(0)))
             out = layers.fan_in(0, scale=0.5 / config.num_layers)
             self.shared_down = layers.param(rngs, (shared, D), ("mlp", "embed"), out)
+
+    @property
+    def has_biases(self) -> bool:
+        """Whether the experts' projections have biases."""
+        return self.config.bias.of_mlp or self.moe.bias is MoeBias.ALL
 
     def __call__(
         self,
@@ -96,6 +110,8 @@ class MoeMLP(nnx.Module):
             logits = jnp.einsum("BTD,DE->BTE", x32_BTD, self.router[...])
             if router_lora is not None:
                 logits = router_lora(x32_BTD, logits, self.router[...])
+        if moe.bias is MoeBias.ALL:
+            logits = logits + self.router_bias[...]
         logits = constrain(logits, ("batch", "act_time", None))
         choice, stats = router.choose(logits, segment_ids_BT > 0, moe, router.hint_of(moe, domains_BT, step))
         if isinstance(choice, Choice) and moe.has_capacity:
@@ -106,7 +122,7 @@ class MoeMLP(nnx.Module):
             y = self._experts(x_BTD, choice, places_BTk)
         else:
             y = self._experts(x_BTD, choice, None)
-        if self.config.bias.of_mlp:
+        if self.has_biases:
             gates_BTE = _dense_gates(choice, x_BTD.shape[1], moe.num_experts)
             y = y + jnp.einsum("BTE,ED->BTD", gates_BTE, self.down_bias[...]).astype(y.dtype)
         if moe.shared_experts:
@@ -120,14 +136,14 @@ class MoeMLP(nnx.Module):
         h = constrain(dense("shared_up", x_BTD), ("batch", "act_time", "act_mlp"))
         if self.config.activation.gated:
             gate = constrain(dense("shared_gate", x_BTD), ("batch", "act_time", "act_mlp"))
-            h = self.config.activation.gate(gate, h)
+            h = self.config.gating.gate(gate, h)
         else:
             h = self.config.activation(h)
         return dense("shared_down", h)
 
     def _experts(self, x_BTD: jax.Array, choice: Choice | ExpertChoice, places_BTk: jax.Array | None) -> jax.Array:
         """The experts' weighted outputs [B, T, D], on the active mesh where there is one."""
-        names = [name for name in ("up", "gate", "down", "up_bias") if hasattr(self, name)]
+        names = [name for name in ("up", "gate", "down", *_HIDDEN_BIASES) if hasattr(self, name)]
         # Cast out here, so that what is gathered from the other devices is in the compute dtype.
         weights = {name: in_compute_dtype(getattr(self, name)[...], x_BTD.dtype) for name in names}
         for name in names:
@@ -158,7 +174,7 @@ class MoeMLP(nnx.Module):
         )(x_BTD, of_routing, weights, tokens_BT1)
 
     def _on_device(self, by_experts: bool, length: int, axes: dispatch.Axes, x_BTD, of_routing, weights, tokens_BT1):
-        moe, activation = self.moe, self.config.activation
+        moe, activation = self.moe, self.config.gating
         if by_experts:
             y = dispatch.by_expert_choice(x_BTD, *of_routing, weights, activation, axes, tokens_BT1)
         elif moe.has_capacity:
@@ -179,7 +195,7 @@ def _placed(weights: dispatch.Weights, mesh: jax.sharding.Mesh, axes: dispatch.A
         if isinstance(weight, Factors):
             of_weights[name], specs[name] = weight, weight.specs(experts, hidden, hidden_inputs=down)
             continue
-        spec = P(experts, hidden) if down or name == "up_bias" else P(experts, None, hidden)
+        spec = P(experts, hidden) if down or name in _HIDDEN_BIASES else P(experts, None, hidden)
         of_weights[name], specs[name] = placed(weight, spec, axes.hidden, shards, hidden_inputs=down)
     return of_weights, specs
 

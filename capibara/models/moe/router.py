@@ -56,6 +56,14 @@ class Gates(enum.StrEnum):
     NORMALIZED = "normalized"
 
 
+class MoeBias(enum.StrEnum):
+    """Biases of a mixture: where TransformerConfig.bias has the MLP, of the experts' up and down; or of the router and of
+    all projections of the experts (gpt-oss)."""
+
+    MLP = "mlp"
+    ALL = "all"
+
+
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Hints:
@@ -125,6 +133,7 @@ class Moe:
         where `dispatch` is capacity and for expert choice.
       routing: who chooses.
       score, gates: the weights of a token's experts.
+      bias: which of its projections have one.
       balance_loss: coefficient of the load-balance loss, 1 a token and layer when all experts are used alike.
       router_z_loss: coefficient of the squared log normaliser of the router (ST-MoE, Zoph et al. 2022).
       hints: domain hints; None: the router is alone.
@@ -140,6 +149,7 @@ class Moe:
     routing: Routing = Routing.TOKEN_CHOICE
     score: Score = Score.SOFTMAX
     gates: Gates = Gates.NORMALIZED
+    bias: MoeBias = MoeBias.MLP
     balance_loss: float = 0.01
     router_z_loss: float = 0.0
     hints: Hints | None = None
