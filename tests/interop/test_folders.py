@@ -31,7 +31,7 @@ DECODERS, MOE, ENCODERS = (
 
 
 # The others' logits with tensors of the same names are compared in tests/models/test_parity.py.
-QUICK = ("phi3", "gpt_neox", "gemma3", "mixtral", "qwen3_moe", "t5_1_1", "bert")
+QUICK = ("phi3", "gpt_neox", "gemma3", "mixtral", "qwen3_moe", "gpt_oss", "t5_1_1", "bert")
 ALL = [pytest.param(name, marks=() if name in QUICK else pytest.mark.heavy) for name in FOLDERS]
 
 

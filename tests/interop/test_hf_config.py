@@ -24,6 +24,30 @@ def llama(*args, **rest):
 LLAMA3 = dict(rope_type="llama3", low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
 GEMMA3_TEXT = dict(model_type="gemma3_text", rope_scaling={"factor": 8.0, "rope_type": "linear"}, sliding_window=1024)
 BLOCK = dict(rope_theta=1e6, rms_norm_eps=1e-6, hidden_act="silu", vocab_size=151936)
+GPT_OSS = dict(
+    architectures=["GptOssForCausalLM"],
+    attention_bias=True,
+    eos_token_id=200002,
+    experts_per_token=4,
+    hidden_act="silu",
+    initial_context_length=4096,
+    num_experts_per_tok=4,
+    output_router_logits=False,
+    rms_norm_eps=1e-5,
+    rope_scaling=dict(
+        beta_fast=32.0,
+        beta_slow=1.0,
+        factor=32.0,
+        original_max_position_embeddings=4096,
+        rope_type="yarn",
+        truncate=False,
+    ),
+    rope_theta=150000,
+    router_aux_loss_coef=0.9,
+    sliding_window=128,
+    swiglu_limit=7.0,
+    tie_word_embeddings=False,
+)
 T5 = dict(model_type="t5", vocab_size=32128, relative_attention_num_buckets=32, layer_norm_epsilon=1e-6, d_kv=64)
 
 # What the published files say, where it matters.
@@ -72,6 +96,8 @@ PUBLISHED = {
     "qwen3_30b_a3b": BLOCK
     | sizes(151936, 2048, 6144, 48, 32, 4, model_type="qwen3_moe", head_dim=128, num_experts=128)
     | dict(num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True, mlp_only_layers=[]),
+    "gpt_oss_20b": sizes(201088, 2880, 2880, 24, 64, 8, model_type="gpt_oss", head_dim=64, **GPT_OSS)
+    | dict(num_local_experts=32, layer_types=["sliding_attention", "full_attention"] * 12),
     "phi3_mini": sizes(32064, 3072, 8192, 32, 32, 32, model_type="phi3", sliding_window=2047, rms_norm_eps=1e-5)
     | dict(rope_scaling=None, rope_theta=10000.0, original_max_position_embeddings=4096),
     "gpt2_124m": dict(model_type="gpt2", vocab_size=50257, n_embd=768, n_layer=12, n_head=12, n_positions=1024)
@@ -87,7 +113,17 @@ PUBLISHED = {
     "bert_base": sizes(30522, 768, 3072, 12, 12, model_type="bert", hidden_act="gelu", layer_norm_eps=1e-12)
     | dict(max_position_embeddings=512, type_vocab_size=2, architectures=["BertForMaskedLM"]),
 }
-PRESETS = [*PUBLISHED, "gpt2_1558m", "gemma_7b", "gemma2_9b", "gemma3_12b", "mixtral_8x22b", "t5_11b", "capibara_1b"]
+PRESETS = [
+    *PUBLISHED,
+    "gpt2_1558m",
+    "gemma_7b",
+    "gemma2_9b",
+    "gemma3_12b",
+    "mixtral_8x22b",
+    "gpt_oss_120b",
+    "t5_11b",
+    "capibara_1b",
+]
 
 
 def preset(name):
@@ -220,3 +256,14 @@ def test_a_model_that_transformers_does_not_have_is_refused_by_name(changes, mes
 def test_how_a_model_is_trained_does_not_matter():
     moe = Moe(num_experts=4, dispatch="capacity", balance_loss=0.5, router_z_loss=0.1)
     assert hf_config.to_hf(dataclasses.replace(TINY, moe=moe, max_length=64))["model_type"] == "mixtral"
+
+
+def test_gpt_oss_balances_its_experts_where_transformers_does():
+    published = PUBLISHED["gpt_oss_20b"]
+    assert hf_config.from_hf(published).moe.balance_loss == 0
+    assert hf_config.from_hf(published | dict(output_router_logits=True)).moe.balance_loss == 0.9
+    bare = {key: value for key, value in published.items() if key not in ("rope_scaling", "rope_theta", "layer_types")}
+    assert hf_config.resolved(hf_config.from_hf(bare)) == hf_config.resolved(hf_config.from_hf(published))
+    exact = hf_config.from_hf(published).rope
+    rounded = dataclasses.replace(exact, yarn_bounds="whole")
+    assert (exact.frequencies(64) != rounded.frequencies(64)).sum() > 3

@@ -82,6 +82,16 @@ _GPT2 = dict(activation="gelu", norm="layer", norm_eps=1e-5, positions="learned"
 _NEOX = dict(norm="layer", norm_eps=1e-5, residual="parallel", bias="all")
 _QWEN2 = _LLAMA | dict(norm_eps=1e-6, bias="qkv")
 _QWEN3 = _LLAMA | dict(norm_eps=1e-6, bias="none", qk_norm="head")
+_GPT_OSS = _LLAMA | dict(
+    activation="clamped_swiglu",
+    swiglu_alpha=1.702,
+    swiglu_limit=7.0,
+    attention_sinks="head",
+    bias="attention",
+    layer_pattern=("local", "global"),
+    window=128,
+    head="separate",
+)
 FACTS = {  # file -> (fields, RoPE's base, its scaling)
     "gpt2_124m": (_GPT2, None, None),
     "gpt2_1558m": (_GPT2, None, None),
@@ -105,6 +115,8 @@ FACTS = {  # file -> (fields, RoPE's base, its scaling)
     "qwen2_7b": (_QWEN2 | dict(head="separate"), 1e6, "none"),
     "qwen3_0.6b": (_QWEN3 | dict(head="tied"), 1e6, "none"),
     "qwen3_30b_a3b": (_QWEN3 | dict(head="separate"), 1e6, "none"),
+    "gpt_oss_20b": (_GPT_OSS, 1.5e5, "yarn"),
+    "gpt_oss_120b": (_GPT_OSS, 1.5e5, "yarn"),
     "phi3_mini": (_LLAMA | dict(window=2047), 1e4, "none"),
     "smollm2_135m": (_LLAMA | dict(head="tied"), 1e5, "none"),
     "smollm2_1.7b": (_LLAMA | dict(head="tied"), 1.3e5, "none"),

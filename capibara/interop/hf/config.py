@@ -218,7 +218,7 @@ def resolved(config: TransformerConfig) -> dict[str, Any]:
     return fields
 
 
-_MOE_FIELDS = ("num_experts", "top_k", "shared_experts", "routing", "score", "gates")
+_MOE_FIELDS = ("num_experts", "top_k", "shared_experts", "routing", "score", "gates", "bias")
 _CLASSES = {
     families.DECODER: DecoderConfig,
     families.ENCODER: EncoderConfig,
@@ -262,11 +262,16 @@ def _decoder(values: Values, family: Family, num_layers: int) -> dict[str, Any]:
         count = values.get(family.experts) or values.get("num_local_experts")  # either, by the version
         if not count:
             raise UserError(f"config.json of a {family.model_type} has no {family.experts}: it is cut short")
+        normalized = values.get("norm_topk_prob", family.model_type in ("mixtral", "gpt_oss"))
+        balance_loss = values.get("router_aux_loss_coef", 0.001)
+        if not values.get("output_router_logits", True):  # the published gpt-oss says 0.9, and that it is not used
+            balance_loss = 0.0 if family.model_type == "gpt_oss" else balance_loss
         fields["moe"] = Moe(
             num_experts=count,
             top_k=values["num_experts_per_tok"],
-            gates="normalized" if values.get("norm_topk_prob", family.model_type == "mixtral") else "scores",
-            balance_loss=values.get("router_aux_loss_coef", 0.001),
+            gates="normalized" if normalized else "scores",
+            bias="all" if family.model_type == "gpt_oss" else "mlp",
+            balance_loss=balance_loss,
         )
     return fields
 
@@ -294,7 +299,9 @@ def _written(config: TransformerConfig, family: Family) -> dict[str, Any]:
         values |= {family.experts: config.moe.num_experts, "num_experts_per_tok": config.moe.top_k}
         values |= {"router_aux_loss_coef": config.moe.balance_loss}
         values[family.keys["mlp_dim"]] = config.moe.expert_dim or config.mlp_dim
-        if family.model_type != "mixtral":
+        if family.model_type == "gpt_oss":
+            values["output_router_logits"] = config.moe.balance_loss > 0
+        elif family.model_type != "mixtral":
             values["norm_topk_prob"] = config.moe.gates == "normalized"
     return values
 

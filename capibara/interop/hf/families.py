@@ -19,14 +19,22 @@ OPTIONAL = ("num_key_value_heads", "head_dim", "n_inner", "attn_logit_softcappin
 OTHER_NAMES = (
     "rope_parameters", "rope_theta", "rope_scaling", "rope_local_base_freq", "partial_rotary_factor", "rotary_pct",
     "rotary_emb_base", "layer_types", "sliding_window_pattern", "_sliding_window_pattern", "num_local_experts",
-    "scale_decoder_outputs", "dense_act_fn", "is_gated_act", "hidden_activation",
+    "scale_decoder_outputs", "dense_act_fn", "is_gated_act", "hidden_activation", "experts_per_token",
 )  # fmt: skip
 
 _KINDS = {"full_attention": "global", "sliding_attention": "local"}
 _TANH = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")
 _GATED = {"silu": "swiglu", "swish": "swiglu"} | dict.fromkeys(_TANH, "geglu")
+_CLAMPED = dict.fromkeys(("silu", "swish"), "clamped_swiglu")
 _PLAIN = {"relu": "relu", "gelu": "gelu_exact"} | dict.fromkeys(_TANH, "gelu")
-_WRITTEN = {"swiglu": "silu", "geglu": "gelu_pytorch_tanh", "relu": "relu", "gelu_exact": "gelu", "gelu": "gelu_new"}
+_WRITTEN = {
+    "swiglu": "silu",
+    "clamped_swiglu": "silu",
+    "geglu": "gelu_pytorch_tanh",
+    "relu": "relu",
+    "gelu_exact": "gelu",
+    "gelu": "gelu_new",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -205,6 +213,19 @@ _LIST = (
         experts="num_experts",
     ),
     Family(
+        model_type="gpt_oss",
+        architectures=("GptOssForCausalLM",),
+        keys=_KEYS | {"swiglu_alpha": "swiglu_alpha", "swiglu_limit": "swiglu_limit"},
+        fixed={"attention_sinks": "head"},
+        defaults=_SILU
+        | {"rope_theta": 150_000.0, "rms_norm_eps": 1e-5, "head_dim": 64, "num_key_value_heads": 8}
+        | {"sliding_window": 128, "num_experts_per_tok": 4, "num_local_experts": 128, "attention_bias": True}
+        | {"swiglu_alpha": 1.702, "swiglu_limit": 7.0, "output_router_logits": False},
+        biases=_ATTENTION_BIAS,
+        window="types",
+        experts="num_local_experts",
+    ),
+    Family(
         model_type="phi3",
         architectures=("Phi3ForCausalLM",),
         keys={ours: theirs for ours, theirs in _KEYS.items() if ours != "head_dim"},
@@ -360,7 +381,7 @@ def activation(values: Values, family: Family) -> str:
         name = values.get("hidden_activation") or name
     if name == "gelu" and gated and family.model_type in ("gemma", *_T5S):
         name = "gelu_new"
-    known = _GATED if gated else _PLAIN
+    known = _CLAMPED if "swiglu_limit" in family.keys else _GATED if gated else _PLAIN
     if name not in known:
         raise UserError(f"config.json has {family.activation} = {name!r}, must be one of {', '.join(known)}")
     return known[name]

@@ -38,6 +38,11 @@ _OF_SCALING = {
         "long_factors": "long_factor",
     },
 }
+# What transformers takes where a config.json of gpt-oss does not say.
+_GPT_OSS = {
+    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    "original_max_position_embeddings": 4096,
+}  # fmt: skip
 
 
 def read(values: Values, family: Family) -> dict[str, Any]:
@@ -47,6 +52,8 @@ def read(values: Values, family: Family) -> dict[str, Any]:
       UserError: a scaling that we do not have.
     """
     given, old = _object(values, "rope_parameters"), _object(values, "rope_scaling")
+    if family.model_type == "gpt_oss" and not given and not old:
+        given = _GPT_OSS
     nested = any(isinstance(value, Mapping) for value in given.values())
     if "type" in old:  # transformers' first name for it
         old = {"rope_type": old["type"]} | old
@@ -71,8 +78,10 @@ def read(values: Values, family: Family) -> dict[str, Any]:
         raise UserError(
             f"config.json has RoPE scaling {named!r}, must be one of {', '.join(_SCALINGS)}: take another model"
         )
-    if full.get("mscale") or full.get("mscale_all_dim") or full.get("truncate") is False:
-        raise UserError("config.json has YaRN with mscale, mscale_all_dim or truncate, must be without")
+    if full.get("mscale") or full.get("mscale_all_dim"):
+        raise UserError("config.json has YaRN with mscale or mscale_all_dim, must be without")
+    if kind == "yarn" and not full.get("truncate", True):
+        rope["yarn_bounds"] = "exact"
     rope["scaling"] = _SCALINGS[kind]
     longest = values.get("max_position_embeddings")
     if kind in ("llama3", "yarn", "longrope"):
@@ -126,6 +135,8 @@ def write(config: DecoderConfig, family: Family) -> dict[str, Any]:
         value = getattr(rope, ours)
         if value is not None:
             scaling[theirs] = list(value) if isinstance(value, tuple) else value
+    if kind == "yarn" and rope.yarn_bounds == "exact":
+        scaling["truncate"] = False
     turned = {} if rope.fraction == 1 else {"partial_rotary_factor": rope.fraction}
     full = scaling | {"rope_theta": rope.theta} | turned
     old: dict[str, Any] | None = None if kind == "default" else scaling

@@ -17,6 +17,7 @@ _LAYER = {
     **{f"attention/{name}_norm/scale": "lh" for name in ("query", "key")},
     "attention/out": "lnhd",
     "attention/out_bias": "ld",
+    "attention/sinks": "ln",
     **dict.fromkeys(("mlp/up", "mlp/gate"), "ldf"),
     **dict.fromkeys(("mlp/up_bias", "mlp/gate_bias"), "lf"),
     "mlp/down": "lfd",
@@ -44,6 +45,9 @@ _EXPERTS = {
     "layers/mlp/router": "lde",
     **dict.fromkeys(("layers/mlp/up", "layers/mlp/gate"), "ledf"),
     "layers/mlp/down": "lefd",
+    "layers/mlp/router_bias": "le",
+    **dict.fromkeys(("layers/mlp/up_bias", "layers/mlp/gate_bias"), "lef"),
+    "layers/mlp/down_bias": "led",
 }
 
 Rows = tuple[Tensor, ...]
@@ -153,6 +157,23 @@ FUSED_EXPERTS = _rows(
         (_L + "mlp.experts.down_proj", "e d f", _M + "down"),
     ],
     _EXPERTS,
+)
+
+# Gate and up of gpt-oss lie in turn, one output of each; its matrices have their inputs first.
+GPT_OSS = (
+    _without(LLAMA_BIASED, ".mlp.")
+    + _rows([(_L + "self_attn.sinks", "n", _A + "sinks")])
+    + _rows(
+        [
+            (_L + "mlp.router.weight", "e d", _M + "router"),
+            (_L + "mlp.router.bias", "e", _M + "router_bias"),
+            (_L + "mlp.experts.gate_up_proj", "e d fi", f"{_M}gate {_M}up", "i"),
+            (_L + "mlp.experts.gate_up_proj_bias", "e fi", f"{_M}gate_bias {_M}up_bias", "i"),
+            (_L + "mlp.experts.down_proj", "e f d", _M + "down"),
+            (_L + "mlp.experts.down_proj_bias", "e d", _M + "down_bias"),
+        ],
+        _EXPERTS,
+    )
 )
 
 _H = "transformer.h.{l}."
@@ -333,6 +354,7 @@ NAMES = {
     "phi3": Names(PHI3, **_LLAMA_LIKE),
     "mixtral": Names(MIXTRAL, **_LLAMA_LIKE),
     "qwen3_moe": Names(QWEN3_MOE, **_LLAMA_LIKE),
+    "gpt_oss": Names(GPT_OSS, **_LLAMA_LIKE),
     "gpt2": Names(GPT2, ((r"^(?=(?:h|wte|wpe|ln_f)\.)", "transformer."),), r"\.attn\.(?:masked_)?bias$"),
     "gpt_neox": Names(
         GPT_NEOX,
@@ -373,7 +395,7 @@ def of(model_type: str, paths: Collection[str], *, fused_experts: bool = False) 
         rows = T5_GATED if rows is T5 else UMT5_GATED
     if rows is T5X_DECODER and "layers/mlp/gate" not in paths:
         rows = T5X_DECODER_PLAIN
-    if fused_experts and "layers/mlp/router" in paths:
+    if fused_experts and "layers/mlp/router" in paths and rows is not GPT_OSS:  # whose files have them so
         rows = tuple(row for row in rows if not row.ours[0].startswith(_M)) + FUSED_EXPERTS
     return tuple(row for row in rows if row.ours[0] in paths)
 

@@ -3,7 +3,8 @@
 Needs numpy alone: what makes reference answers runs in an environment without JAX.
 
 Dimensions are letters: l layers, e experts, v vocabulary, p positions, t token types, r relative positions, d embed,
-o another embed, n heads, h head_dim, f hidden width of an MLP. "nh d" is a tensor of two dimensions, the first of which
+o another embed, n heads, h head_dim, f hidden width of an MLP, i one of the values that a tensor has side by side: it has
+no dimension in ours. "nh d" is a tensor of two dimensions, the first of which
 runs over heads and, within each, over its own. A tensor of one layer or expert has that letter in its name: "{l}".
 """
 
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 
 Shape = tuple[int, ...]
+_BESIDE = "i"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,14 +66,19 @@ class Tensor:
         if self.along:
             ends = np.cumsum([self._size(path, shapes) for path in self.ours])[:-1]
             parts = np.split(value, ends, axis=letters.index(self.along))
+        if self.along == _BESIDE:
+            at = letters.index(_BESIDE)
+            letters, parts = letters.replace(_BESIDE, ""), [part.squeeze(at) for part in parts]
         order = [letters.index(letter) for letter in self.layout[len(self.numbered) :]]
         return {path: part.transpose(order) for path, part in zip(self.ours, parts, strict=True)}
 
     def join(self, parts: Mapping[str, np.ndarray], shapes: Mapping[str, Shape]) -> np.ndarray:
         """The way back: a tensor of the parts that `split` gives."""
         letters, layout = self.dims.replace(" ", ""), self.layout[len(self.numbered) :]
-        order = [layout.index(letter) for letter in letters]
+        order = [layout.index(letter) for letter in letters if letter != _BESIDE]
         values = [parts[path].transpose(order) for path in self.ours]
+        if self.along == _BESIDE:
+            values = [np.expand_dims(value, letters.index(_BESIDE)) for value in values]
         value = values[0] if len(values) == 1 else np.concatenate(values, axis=letters.index(self.along))
         return np.ascontiguousarray(value).reshape(self.shape(shapes))
 
@@ -80,7 +87,7 @@ class Tensor:
         return sizes | ({self.along: sum(self._size(path, shapes) for path in self.ours)} if self.along else {})
 
     def _size(self, path: str, shapes: Mapping[str, Shape]) -> int:
-        return shapes[path][self.layout.index(self.along)]
+        return 1 if self.along == _BESIDE else shapes[path][self.layout.index(self.along)]
 
 
 def read(

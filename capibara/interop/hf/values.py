@@ -28,7 +28,7 @@ _NUMBERS = (
     "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "rope_theta", "rotary_emb_base", "rope_local_base_freq",
     "rotary_pct", "partial_rotary_factor", "attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar",
     "router_aux_loss_coef", "initializer_range", "factor", "low_freq_factor", "high_freq_factor", "beta_fast",
-    "beta_slow", "attention_factor", "max_window_layers",
+    "beta_slow", "attention_factor", "max_window_layers", "swiglu_alpha", "swiglu_limit",
 )  # fmt: skip
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 _TEXTS = (

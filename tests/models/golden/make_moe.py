@@ -24,6 +24,25 @@ CASES = {
         norm_topk_prob=True,
         rope_parameters=rope(theta=1e6),
     ),
+    "gpt_oss": dict(
+        SIZES,
+        model_type="gpt_oss",
+        head_dim=16,
+        num_local_experts=8,
+        num_experts_per_tok=3,
+        sliding_window=8,
+        swiglu_alpha=1.5,
+        swiglu_limit=0.5,
+        rope_parameters=rope(
+            "yarn",
+            500.0,
+            factor=4.0,
+            original_max_position_embeddings=64,
+            beta_fast=2.0,
+            beta_slow=0.25,
+            truncate=False,
+        ),
+    ),
 }
 
 
