@@ -30,6 +30,7 @@ import make_moe  # noqa: E402
 DECODERS = make.CASES | make_moe.CASES
 NEW_TOKENS, ANSWER_TOKENS, STEPS = 8, 16, 5
 EXPERTS = ("mixtral", "qwen3_moe")
+MIXTURES = (*EXPERTS, "gpt_oss")
 RENAMED = ("gpt_neox", "mixtral", "qwen3_moe")  # have other names in memory than in files, since transformers 5
 KINDS = {"t5": AutoModelForSeq2SeqLM, "bert": AutoModelForMaskedLM}
 
@@ -182,7 +183,7 @@ def adapted(folder: pathlib.Path) -> None:
     """Logits of the golden tokens with each FOLDER/NAME/adapter* on top of FOLDER/NAME/theirs, in adapted*.npz."""
     tokens, options = torch.from_numpy(make.tokens()), dict(attn_implementation="eager", dtype=torch.float32)
     for path in sorted(folder.glob("*/adapter*")):
-        eager = {"experts_implementation": "eager"} if path.parent.name in EXPERTS else {}  # has float64
+        eager = {"experts_implementation": "eager"} if path.parent.name in MIXTURES else {}  # has float64
         base = AutoModelForCausalLM.from_pretrained(path.parent / "theirs", **options, **eager)
         model = peft.PeftModel.from_pretrained(base, path, torch_device="cpu").eval()
         with torch.no_grad():

@@ -39,7 +39,7 @@ DECODERS = (
     "gpt2", "gpt_neox", "gpt_neox_unbiased", "gpt_neox_tanh", "llama", "llama_linear", "llama_llama3", "llama_yarn",
     "llama_dynamic", "llama_biased", "llama_mlp_biased", "llama_all_biased", "smollm2", "mistral", "gemma", "gemma_biased",
     "gemma2", "gemma3", "qwen2", "qwen3", "qwen3_biased", "phi3", "phi3_partial", "phi3_long", "phi3_short", "mixtral",
-    "qwen3_moe",
+    "qwen3_moe", "gpt_oss",
 )  # fmt: skip
 OTHERS = ("t5", "t5_1_1", "t5_1_1_tied", "bert")
 ATOL = 2e-4
@@ -62,6 +62,7 @@ ADAPTERS = {
     "qwen2": Lora(rank=4, alpha=8.0, targets=("query", "out"), modules_to_save=("query_bias",)),
     "mixtral": Lora(rank=4, alpha=8.0, targets=("all-linear",), rank_pattern=(("up", 3), ("down", 2)), rslora=True),
     "qwen3_moe": Lora(rank=4, alpha=8.0, targets=("query", "up", "router"), alpha_pattern=(("router", 3.0),)),
+    "gpt_oss": Lora(rank=4, alpha=8.0, targets=("all-linear",), rank_pattern=(("up", 3), ("down", 2))),
 }
 EXPERTS = ("mixtral", "qwen3_moe")
 

@@ -44,6 +44,7 @@ TARGETS = {
     "gpt_neox": ["dense", "dense_h_to_4h"],
     "phi3": ["o_proj", "down_proj"],
     "mixtral": ["q_proj", "o_proj"],
+    "gpt_oss": ["q_proj", "o_proj"],
     "t5": ["q", "wo"],
     "bert": ["query", "intermediate.dense"],
 }
@@ -53,6 +54,7 @@ FUSED = {
     "phi3": dict(target_modules=["qkv_proj", "gate_up_proj"]),
     "mixtral": dict(target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"], target_modules=["q_proj"]),
     "qwen3_moe": dict(target_parameters=["mlp.experts.gate_up_proj"], target_modules=["q_proj", "k_proj"]),
+    "gpt_oss": dict(target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"], target_modules=["q_proj"]),
 }
 # Of one family more of what LoraConfig has.
 MORE = {
@@ -93,7 +95,9 @@ pytestmark = [
 
 
 def family(name):
-    return name.partition("_")[0] if name != "qwen3_moe" and not name.startswith("gpt_neox") else name[:9].rstrip("_")
+    if name in ("qwen3_moe", "gpt_oss"):
+        return name
+    return name.partition("_")[0] if not name.startswith("gpt_neox") else name[:9].rstrip("_")
 
 
 def cases(name):
@@ -106,7 +110,7 @@ def cases(name):
     if of in FUSED and name in answers.DECODERS:
         found["fused"] = ("base", common | FUSED[of])
         found["fused_qlora"] = ("nf4", common | FUSED[of])
-    if name in ("gpt_neox", "llama", "mistral", "qwen3", "phi3", "mixtral", "qwen3_moe"):
+    if name in ("gpt_neox", "llama", "mistral", "qwen3", "phi3", "mixtral", "qwen3_moe", "gpt_oss"):
         found["tied"] = ("tied_base", None)
     return found | {how: ("base", common | more) for how, more in MORE.get(name, {}).items()}
 

@@ -36,7 +36,7 @@ TASKS = {"t5": "SEQ_2_SEQ_LM", "bert": None}
 LEARNING_RATE, DECAY, STEPS = 1e-4, 0.1, 5
 # Above the rounding of gradients that are zero by arithmetic, as those of biases of keys: AdamW would make steps of them.
 EPS = 1e-6
-TIED = ("gpt_neox", "llama", "mistral", "qwen3", "phi3", "mixtral", "qwen3_moe")  # which are not, otherwise
+TIED = ("gpt_neox", "llama", "mistral", "qwen3", "phi3", *peer.MIXTURES)  # which are not, otherwise
 
 FIELDS = ("peft_type", "r", "lora_alpha", "target_modules", "rank_pattern", "alpha_pattern", "bias", "fan_in_fan_out")
 FIELDS += ("trainable_token_indices",)
@@ -105,7 +105,7 @@ def logits_of(name: str, model: torch.nn.Module) -> np.ndarray:
 
 def opened(name: str, base: pathlib.Path, dtype: torch.dtype) -> torch.nn.Module:
     kind = KINDS.get(name.partition("_")[0], AutoModelForCausalLM)
-    eager = {"experts_implementation": "eager"} if name in peer.EXPERTS else {}
+    eager = {"experts_implementation": "eager"} if name in peer.MIXTURES else {}
     return kind.from_pretrained(base, attn_implementation="eager", dtype=dtype, **eager).eval()
 
 

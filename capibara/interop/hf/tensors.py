@@ -20,6 +20,11 @@ Shape = tuple[int, ...]
 _BESIDE = "i"
 
 
+def own_letters(group: str) -> str:
+    """Those of a tensor's dimension that ours have, too."""
+    return group.replace(_BESIDE, "")
+
+
 @dataclasses.dataclass(frozen=True)
 class Tensor:
     """One row of a table: a tensor of a checkpoint, or one for each layer or expert.

@@ -18,10 +18,11 @@ from typing import Any
 import numpy as np
 
 from capibara.core.types import UserError
-from capibara.interop.hf.tensors import Shape, Tensor
+from capibara.interop.hf.tensors import Shape, Tensor, own_letters
 from capibara.models.api import Lora
 
 _GATE_UP, _DOWN, _ROUTER = "gate_up_proj", "down_proj", "gate.weight"
+_ROUTERS = (_ROUTER, "router.weight")  # the latter of gpt-oss
 _INNER, _OUTER = re.compile(r"(?<=\.experts)\.base_layer(?=\.lora_)"), re.compile(r"(?<=\.experts)(?=\.lora_)")
 _PAIR, _LAST = ("layers/mlp/gate", "layers/mlp/up"), "layers/mlp/down"
 
@@ -47,14 +48,18 @@ def stacked(row: Tensor, part: str, inputs: str, outputs: str) -> Tensor:
         return dataclasses.replace(
             row, dims=f"er {inputs}", layout=f"{row.numbered}e{inputs}r", ours=row.ours[:1], along=""
         )
-    return dataclasses.replace(row, dims=f"{outputs} re", layout=f"{row.numbered}er{outputs}")
+    return dataclasses.replace(row, dims=f"{outputs} re", layout=f"{row.numbered}er{own_letters(outputs)}")
 
 
 def parameter(row: Tensor) -> str:
     """What `target_parameters` and the patterns call a row of transformers 5 that is a parameter; "": it is a module."""
     if is_router(row):
-        return _ROUTER
+        return _router_name(row)
     return row.name.rpartition(".")[2] if is_stacked(row) else ""
+
+
+def _router_name(row: Tensor) -> str:
+    return _ROUTERS[row.name.endswith(_ROUTERS[1])]
 
 
 def is_fused(config: Mapping[str, Any], path: str) -> bool:
@@ -68,7 +73,8 @@ def is_fused(config: Mapping[str, Any], path: str) -> bool:
       UserError: it has adapters of other parameters.
     """
     named = config.get("target_parameters") or ()
-    of_experts = [name for name in named if f".{name}".endswith((f".{_GATE_UP}", f".{_DOWN}", f".{_ROUTER}"))]
+    ends = tuple(f".{end}" for end in (_GATE_UP, _DOWN, *_ROUTERS))
+    of_experts = [name for name in named if f".{name}".endswith(ends)]
     strange = [name for name in named if name not in of_experts and not name.endswith(".weight")]
     if strange:
         raise UserError(
@@ -161,5 +167,5 @@ def first(modules: Sequence[Any]) -> Any:
 def pattern_names(row: Tensor, name: str) -> tuple[str, ...]:
     """What patterns call a module of this name: with transformers 4, and as PEFT turns it into a parameter with 5."""
     if is_router(row):
-        return (name, _ROUTER)
+        return tuple(dict.fromkeys((name, _router_name(row))))
     return (name, _DOWN) if is_routed(row) and row.ours == (_LAST,) and name != _DOWN else (name,)

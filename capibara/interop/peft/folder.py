@@ -74,6 +74,10 @@ def pairs(params: Params, model: Model, model_type: str) -> Iterator[Pair]:
     values = dict(zip(tree.path_names(params), jax.tree.leaves(params), strict=True))
     for row in rows:
         if any(f"{path}_lora/b" in values for path in row.ours):
+            if peft_experts.is_stacked(row):
+                raise UserError(
+                    f"adapters of {row.ours[0]} are of all experts together: write the merged model, --format=gguf"
+                )
             yield from _pairs(peft_modules.of_ours(row, values, shapes, lora), shapes, lora)
 
 
@@ -111,6 +115,7 @@ def write_peft(
     values = dict(zip(tree.path_names(params), jax.tree.leaves(params), strict=True))
     shapes = _plain_shapes(model)
     rows = tables.of(model_type, shapes, fused_experts=fused_experts)
+    fused_experts = fused_experts or any(map(peft_experts.is_stacked, rows))
     held = [row for row in rows if any(f"{path}_lora/b" in values for path in row.ours)]
     if fused_experts and any(map(peft_experts.parameter, held)):
         peft_experts.check_fused(lora)

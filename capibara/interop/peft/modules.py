@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from capibara.core.types import UserError
-from capibara.interop.hf.tensors import Shape, Tensor
+from capibara.interop.hf.tensors import Shape, Tensor, own_letters
 from capibara.interop.peft import experts as peft_experts
 from capibara.models.api import Lora
 
@@ -162,7 +162,7 @@ def _widen(parts: dict[str, Values], held: Sequence[str], rank: int, scale: floa
 
 def _zeros(path: str, rank: int, row: Tensor, shapes: Mapping[str, Shape]) -> np.ndarray:
     """A `b` that does nothing."""
-    shape, count, outputs = shapes[path], stacked(row), len(groups(row)[1])
+    shape, count, outputs = shapes[path], stacked(row), len(own_letters(groups(row)[1]))
     return np.zeros((*shape[:count], rank, *shape[len(shape) - outputs :]), np.float32)
 
 

@@ -93,9 +93,8 @@ def sharded_splash(
 ) -> jax.Array:
     """`splash_attention` of global arrays over the mesh of `sharding.active()`.
 
-    Rows lie where the rules put "batch", heads over the axes of "act_heads", queries over those of "act_time"; each
-    context shard gathers all keys and values. Places that are only known on the device count as the one order that
-    sharding.balanced makes.
+    Rows lie where the rules put "batch", heads and sinks over the axes of "act_heads", queries over those of "act_time";
+    each context shard gathers all keys and values. Places known on the device alone count as sharding.balanced's order.
     """
     mesh, rules = sharding.active() or (None, None)
     if mesh is None:
@@ -104,15 +103,15 @@ def sharded_splash(
         return splash_attention(q_BTNH, k_BSKH, v_BSKH, kind=kind, **segments, **rest)
     (T, N), (S, K) = q_BTNH.shape[1:3], k_BSKH.shape[1:3]
     time_axes, head_axes = _axes(mesh, rules.act_time), _axes(mesh, rules.act_heads, N)
-    time_shards, head_shards = _size(mesh, time_axes), _size(mesh, head_axes)
+    time_shards, head_shards = (_size(mesh, axes) for axes in (time_axes, head_axes))
     q_places_T, kv_places_S = _static(q_places_T, T, time_shards), _static(kv_places_S, S, time_shards)
     if copies := head_shards // math.gcd(K, head_shards) - 1:
         # Fewer key/value heads than shards: each shard gets the ones that its queries read.
         k_BSKH, v_BSKH = (jnp.repeat(x, copies + 1, axis=2) for x in (k_BSKH, v_BSKH))
     if T % (time_shards * _LANES) or S % time_shards:
         time_axes, time_shards = (), 1  # padding would have to go between the shards
-    places_T = np.arange(T) if q_places_T is None else q_places_T
     parts = 1 if _sees_all(kind, T, S) else time_shards
+    places_T = np.arange(T) if q_places_T is None else q_places_T
     kernel = _kernel(kind, places_T[: T * parts // time_shards], S, N // head_shards, shards=parts, interpret=interpret)
 
     def local(kernel, q, k, v, q_segments, kv_segments, sinks):

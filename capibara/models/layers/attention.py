@@ -66,13 +66,10 @@ def attend(
 
     Args:
       q_BTNH: queries, N = K * G heads; query head n reads key/value head n // G.
-      k_BSKH: keys.
-      v_BSKH: values.
+      k_BSKH, v_BSKH: keys and values.
       kind: mask, scale and cap of the scores.
-      q_segments_BT: document number of each query; it sees only keys of its own number.
-      kv_segments_BS: document number of each key.
-      q_places_T: place in the row of each query where rows are not in order (sharding.balanced); None: in order.
-      kv_places_S: the same of keys.
+      q_segments_BT, kv_segments_BS: document numbers; a query sees only keys of its own number.
+      q_places_T, kv_places_S: places in the row where rows are not in order (sharding.balanced); None: in order.
       bias_NTS: added to the scores (T5's relative positions).
       prefix_BT: of self-attention: queries with a 1 see later keys with a 1, too (a prefix LM's inputs).
       drop: probabilities [B, N, T, S] -> those that dropout leaves.
@@ -88,8 +85,8 @@ def attend(
     segments = {"q_segments_BT": q_segments_BT, "kv_segments_BS": kv_segments_BS}
     places = {"q_places_T": q_places_T, "kv_places_S": kv_places_S}
     in_order = q_places_T is None and kv_places_S is None
-    plain = _plain_alone(prefix_BT, drop)
-    match _choose(q_BTNH, k_BSKH, kind, bias_NTS, in_order, backend, plain, sinks=sinks_N is not None):
+    rest = (in_order, backend, _plain_alone(prefix_BT, drop), sinks_N is not None)
+    match _choose(q_BTNH, k_BSKH, kind, bias_NTS, *rest):
         case AttentionBackend.SPLASH:
             from capibara.kernels.attention import splash  # Pallas takes a second to import
 
@@ -100,9 +97,8 @@ def attend(
 
             y = cudnn.cudnn_attention(q_BTNH, k_BSKH, v_BSKH, kind=kind, **segments)
         case AttentionBackend.BLOCKWISE:
-            block = block_size(q_BTNH.shape[1])
-            rows = (q_segments_BT, kv_segments_BS, bias_NTS, kind, block)
-            y = blockwise_attention(q_BTNH, k_BSKH, v_BSKH, *rows, sinks_N)
+            of_blocks = (*segments.values(), bias_NTS, kind, block_size(q_BTNH.shape[1]))
+            y = blockwise_attention(q_BTNH, k_BSKH, v_BSKH, *of_blocks, sinks_N)
         case _:
             # Each context shard has its queries and everybody's keys.
             k_BSKH, v_BSKH = (constrain(x, ("batch", None, "act_kv_heads", None)) for x in (k_BSKH, v_BSKH))

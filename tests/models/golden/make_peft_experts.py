@@ -27,6 +27,12 @@ FUSED = {
         alpha_pattern={r".*\.down_proj": 3},
     ),
     "qwen3_moe": dict(target_modules=[], target_parameters=["gate_up_proj"], use_rslora=True),
+    "gpt_oss": dict(
+        target_modules=["q_proj"],
+        target_parameters=["experts.gate_up_proj", "experts.down_proj", "router.weight"],
+        rank_pattern={r".*\.down_proj": 2},
+        alpha_pattern={r".*\.down_proj": 3},
+    ),
 }
 # Of transformers 4, where each expert is modules: those that have an adapter, and where they are.
 MODULES = {
