@@ -57,8 +57,11 @@ class Gates(enum.StrEnum):
 
 
 class MoeBias(enum.StrEnum):
-    """Biases of a mixture: where TransformerConfig.bias has the MLP, of the experts' up and down; or of the router and of
-    all projections of the experts (gpt-oss)."""
+    """Which parts of a mixture have biases.
+
+    mlp: the experts' up and down, where TransformerConfig.bias has the MLP; all: the router and every projection of the
+    experts (gpt-oss).
+    """
 
     MLP = "mlp"
     ALL = "all"
