@@ -75,7 +75,7 @@ ROWS = {
 def measure(row: Row) -> dict[str, Any]:
     """Compiles a row's step, and reads what it says."""
     from capibara import config, sharding
-    from capibara.inference.engine import lowering
+    from capibara.inference.engine.placement import lowering
     from capibara.models import api
     from capibara.planner.compiler import hlo
     from capibara.planner.hardware import topology
@@ -107,14 +107,14 @@ def _engine(row: Row):
 
 
 def _aliased(memory, step) -> int:
-    from capibara.inference.engine import lowering
+    from capibara.inference.engine.placement import lowering
 
     return min(memory.alias_size_in_bytes, lowering.device_bytes(step.state["cache"]))
 
 
 def _counted(row: Row, sizes, step, module, live: int) -> dict[str, Any]:
     """Least and compiled bytes where every row has `live` tokens."""
-    from capibara.inference.engine import lowering
+    from capibara.inference.engine.placement import lowering
     from capibara.kernels import paged_attention
     from capibara.planner.compiler import hlo
 

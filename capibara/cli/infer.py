@@ -51,8 +51,9 @@ def run(args) -> None:
     from capibara import config, loading
     from capibara.core import devices
     from capibara.core.multihost import channel, hosts
-    from capibara.inference.engine import serving_mesh, speed
+    from capibara.inference.engine import speed
     from capibara.inference.engine.engine import Engine, EngineConfig
+    from capibara.inference.engine.placement import serving_mesh
     from capibara.inference.interactive import chat, files, terminal
     from capibara.inference.sampling import sample
     from capibara.loading import adapters
@@ -87,8 +88,7 @@ def run(args) -> None:
             stream = engine.submit(asked, sampling, ends=ends, adapter=names[0])
             print(files.shown(stream.result(), "" if lengths[1] or talk else prompt))
         elif args.benchmark:
-            measured = speed.measure(engine, sampling, (lengths[1] or lengths[0]) // 2, vocabulary.size, names[0])
-            print(*(f"{name:32} {value:12.1f}" for name, value in measured.items()), sep="\n")
+            print(speed.report(engine, sampling, (lengths[1] or lengths[0]) // 2, vocabulary.size, names[0]))
         elif args.prompts:
             about |= {"cache_dtype": str(batching.cache_dtype), "length": lengths[0], "chat": args.chat}
             with StatusLine() as status:

@@ -74,8 +74,8 @@ def _load(args):
     import jax
 
     from capibara import config, loading
-    from capibara.inference.engine import serving_mesh
     from capibara.inference.engine.engine import Engine, EngineConfig
+    from capibara.inference.engine.placement import serving_mesh
     from capibara.inference.interactive import chat
     from capibara.inference.sampling.sampling import Sampling
     from capibara.inference.server.service import Served, ServerConfig, check_streams

@@ -10,8 +10,8 @@ from typing import Any
 
 from capibara import config, sharding
 from capibara.core.types import UserError
-from capibara.inference.engine import lowering
 from capibara.inference.engine.batching import CacheDtype, EngineConfig
+from capibara.inference.engine.placement import lowering
 from capibara.models.api import Model
 from capibara.planner.compiler import compile as compiler
 from capibara.planner.hardware import topology

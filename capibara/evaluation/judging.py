@@ -17,9 +17,9 @@ from capibara.evaluation import seqio_tasks
 from capibara.evaluation.predictions import Predictions
 from capibara.evaluation.seqio_tasks import SeqioEvaluation
 from capibara.evaluation.subject import Subject
-from capibara.inference.engine import own_chips
 from capibara.inference.engine.engine import EngineConfig
-from capibara.inference.engine.serving_mesh import ServingMesh
+from capibara.inference.engine.placement import own_chips
+from capibara.inference.engine.placement.serving_mesh import ServingMesh
 from capibara.models.api import Model
 from capibara.training.trainer import Trainer
 

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from capibara import sharding
 from capibara.core.types import Batch, Params, UserError
-from capibara.inference.engine.programs import Same
+from capibara.inference.engine.runner.programs import Same
 from capibara.models.api import Model
 from capibara.sharding import Plan
 

@@ -14,10 +14,10 @@ from capibara import config, loading, sharding
 from capibara.core.multihost import hosts
 from capibara.core.types import Params, PyTree, UserError
 from capibara.evaluation.scoring import Scorer
-from capibara.inference.engine import own_chips
 from capibara.inference.engine.engine import Engine, EngineConfig, check_generates
-from capibara.inference.engine.own_chips import OwnChips, Where
-from capibara.inference.engine.serving_mesh import ServingMesh
+from capibara.inference.engine.placement import own_chips
+from capibara.inference.engine.placement.own_chips import OwnChips, Where
+from capibara.inference.engine.placement.serving_mesh import ServingMesh
 from capibara.inference.interactive import chat
 from capibara.models.api import Model
 from capibara.sharding import MESH_AXES, Plan

@@ -14,9 +14,9 @@ import numpy as np
 
 from capibara.core.multihost import hosts
 from capibara.core.types import Batch, Params, UserError
-from capibara.inference.engine import own_chips
 from capibara.inference.engine.engine import Engine
-from capibara.inference.engine.own_chips import OwnChips
+from capibara.inference.engine.placement import own_chips
+from capibara.inference.engine.placement.own_chips import OwnChips
 from capibara.inference.engine.stream import Completion, Finish, Stream
 from capibara.inference.interactive import chat
 from capibara.inference.sampling.sampling import Sampling

@@ -24,10 +24,10 @@ from capibara.data.dataset import Dataset
 from capibara.data.packing.packing import Packing
 from capibara.data.pipeline.loader import Loader, make_loader
 from capibara.data.sources.sources import Holds
-from capibara.inference.engine import footprint
 from capibara.inference.engine.engine import EngineConfig
-from capibara.inference.engine.own_chips import Where
-from capibara.inference.engine.serving_mesh import ServingMesh
+from capibara.inference.engine.placement import footprint
+from capibara.inference.engine.placement.own_chips import Where
+from capibara.inference.engine.placement.serving_mesh import ServingMesh
 from capibara.inference.sampling.sampling import Sampling
 from capibara.models.api import Model
 from capibara.objectives.base import Held, Loss, Metrics, Objective, Totals, log_probabilities

@@ -9,7 +9,7 @@ import pytest
 from capibara import sharding
 from capibara.core.types import UserError
 from capibara.evaluation.scoring import Pair, Scorer, make_scores
-from capibara.inference.engine import own_chips
+from capibara.inference.engine.placement import own_chips
 from capibara.models import api
 from capibara.models.api import DecoderConfig, EncoderDecoderConfig
 from capibara.sharding import Plan

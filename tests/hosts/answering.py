@@ -26,8 +26,8 @@ from capibara.data.dataset import Dataset
 from capibara.data.sources.answers import PreferenceJsonlSource, PromptJsonlSource
 from capibara.data.tokenizers.vocabulary import TokenizerJsonVocabulary
 from capibara.inference.engine.engine import Engine, EngineConfig
-from capibara.inference.engine.own_chips import Where
-from capibara.inference.engine.serving_mesh import ServingMesh
+from capibara.inference.engine.placement.own_chips import Where
+from capibara.inference.engine.placement.serving_mesh import ServingMesh
 from capibara.inference.sampling.sample import SampleText, sampler
 from capibara.inference.sampling.sampling import Sampling
 from capibara.models import api

@@ -15,8 +15,10 @@ from matrix import MODELS, mesh_of, replicated, running, shown
 
 from capibara import sharding
 from capibara.core import tree
-from capibara.inference.engine import beam_requests, footprint, lowering, programs
+from capibara.inference.engine import beam_requests
 from capibara.inference.engine.engine import EngineConfig
+from capibara.inference.engine.placement import footprint, lowering
+from capibara.inference.engine.runner import programs
 from capibara.inference.sampling import beam_search
 from capibara.inference.sampling.sampler import GREEDY, Settings
 from capibara.models import api
@@ -198,7 +200,8 @@ class Abstract:
 def test_every_program_of_the_engine_compiles_for_the_slice(slice_name, sizes, name, cache, tell):
     engine = Abstract(slice_name, sizes, name, cache)
     with running(
-        "inference/engine/programs.py on_mesh.active", *(site for site, of in WITHIN.items() if of == (name, cache))
+        "inference/engine/runner/programs.py on_mesh.active",
+        *(site for site, of in WITHIN.items() if of == (name, cache)),
     ):
         state = engine.all()
     for program, report in engine.reports.items():

@@ -9,12 +9,12 @@ import test_generation
 import test_training
 from matrix import PACKAGE
 
-from capibara.inference.engine.programs import Programs
+from capibara.inference.engine.runner.programs import Programs
 
 JITS = ("jit", "pjit", "pmap", "xmap")
 BY_HAND = ("shard_map", "pallas_call")
 
-ENGINE = "inference/engine/programs.py on_mesh"
+ENGINE = "inference/engine/runner/programs.py on_mesh"
 COVERED = {ENGINE, *(program.site for program in test_training.PROGRAMS.values())}
 ON_ONE_DEVICE = {
     "interop/peft/runs.py merged": "convert has all of a model on one device",

@@ -12,7 +12,7 @@ from matrix import LOSSES, SLICES, Case, running, shown
 
 from capibara.checkpoints import snapshot
 from capibara.evaluation import scoring
-from capibara.inference.engine import own_chips
+from capibara.inference.engine.placement import own_chips
 from capibara.optim import Optimizer
 from capibara.planner.compiler import compile as compiler
 from capibara.planner.hardware import slices, xla_flags
@@ -110,7 +110,7 @@ STEP, START, MERGE = (
     "training/initialization.py merger",
 )
 ANSWERS, LOG_P = "training/reference.py make_answers", "strategies/rollouts.py make_log_probabilities"
-COMPUTED = "inference/engine/own_chips.py _computed"
+COMPUTED = "inference/engine/placement/own_chips.py _computed"
 DPO, GRPO = {"loss": LOSSES["Dpo"]}, {"loss": LOSSES["Grpo"]}
 MUON = {"optimizer": Optimizer(name="muon", state_dtype="int8")}
 PROGRAMS = {

@@ -12,9 +12,9 @@ from jax.sharding import Mesh
 
 from capibara.core import tree
 from capibara.core.types import Params, UserError
-from capibara.inference.engine import prefill, programs
 from capibara.inference.engine.batching import bucket
 from capibara.inference.engine.request import Request
+from capibara.inference.engine.runner import prefill, programs
 from capibara.inference.engine.stream import Decode, Finish, Piece
 from capibara.inference.sampling import beam_search
 from capibara.inference.sampling.sampling import BeamSearch

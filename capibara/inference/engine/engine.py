@@ -21,17 +21,19 @@ import numpy as np
 from capibara.core.multihost import peers
 from capibara.core.types import Params, UserError
 from capibara.data.tokenizers.vocabulary import Vocabulary
-from capibara.inference.engine import batching, donated, footprint, programs
+from capibara.inference.engine import batching
 from capibara.inference.engine.adapters import Adapters
 from capibara.inference.engine.batching import EngineConfig, Statistics, WhenFull
 from capibara.inference.engine.beam_requests import Searcher
-from capibara.inference.engine.decode_schedule import Pace
-from capibara.inference.engine.orders import Asked, Orders
-from capibara.inference.engine.pages import Pages
-from capibara.inference.engine.prefill import Read, Reader
-from capibara.inference.engine.prefix import PrefixCache
+from capibara.inference.engine.cache.pages import Pages
+from capibara.inference.engine.cache.prefix import PrefixCache
+from capibara.inference.engine.following import Asked, Orders
+from capibara.inference.engine.placement import donated, footprint
 from capibara.inference.engine.request import LIKELIEST, Request
-from capibara.inference.engine.speculative import Drafter
+from capibara.inference.engine.runner import programs
+from capibara.inference.engine.runner.decode_schedule import Pace
+from capibara.inference.engine.runner.prefill import Read, Reader
+from capibara.inference.engine.runner.speculative import Drafter
 from capibara.inference.engine.stream import Finish, Stream
 from capibara.inference.sampling import best_of, sentinels
 from capibara.inference.sampling.best_of import BestOf

@@ -7,8 +7,8 @@ from typing import Any
 
 from capibara.core.types import Batch
 from capibara.data.tokenizers.vocabulary import Vocabulary
-from capibara.inference.engine.orders import Asked
-from capibara.inference.engine.speculative import Drafter
+from capibara.inference.engine.following import Asked
+from capibara.inference.engine.runner.speculative import Drafter
 from capibara.inference.engine.stream import Finish, Piece, Stream
 from capibara.inference.sampling.sampling import Sampling
 from capibara.inference.sampling.text import TextStream

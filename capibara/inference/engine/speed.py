@@ -71,6 +71,12 @@ def measure(
     return found
 
 
+def report(engine: Engine, sampling: Sampling, prompt_tokens: int, vocab_size: int, adapter: str | None = None) -> str:
+    """What `measure` returns, as a table."""
+    measured = measure(engine, sampling, prompt_tokens, vocab_size, adapter)
+    return "\n".join(f"{name:32} {value:12.1f}" for name, value in measured.items())
+
+
 def _between_tokens(completion) -> float:
     """Mean seconds from a token of a text to the next; 0: it has no two."""
     times = [piece.at_s for piece in completion.pieces if piece.token is not None]

@@ -10,10 +10,10 @@ import jax
 from capibara.config import configurable
 from capibara.core.types import Params
 from capibara.data.tokenizers.vocabulary import Vocabulary
-from capibara.inference.engine import own_chips
 from capibara.inference.engine.engine import Engine, EngineConfig, WhenFull, check_generates
-from capibara.inference.engine.own_chips import OwnChips, Where
-from capibara.inference.engine.serving_mesh import ServingMesh
+from capibara.inference.engine.placement import own_chips
+from capibara.inference.engine.placement.own_chips import OwnChips, Where
+from capibara.inference.engine.placement.serving_mesh import ServingMesh
 from capibara.inference.sampling.sampling import Sampling
 from capibara.models.api import Model
 from capibara.sharding import Rules

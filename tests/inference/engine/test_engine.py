@@ -16,10 +16,11 @@ import pytest
 
 from capibara.core.types import UserError
 from capibara.data.tokenizers.vocabulary import ByteVocabulary
-from capibara.inference.engine import decode_schedule, speed
 from capibara.inference.engine import engine as engine_module
+from capibara.inference.engine import speed
+from capibara.inference.engine.cache.prefix import PrefixCache
 from capibara.inference.engine.engine import Engine, EngineConfig
-from capibara.inference.engine.prefix import PrefixCache
+from capibara.inference.engine.runner import decode_schedule
 from capibara.inference.engine.stream import Piece
 from capibara.inference.interactive import files
 from capibara.inference.sampling.sampling import Sampling

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import pytest
 
 from capibara.data.tokenizers.vocabulary import ByteVocabulary
-from capibara.inference.engine import programs
 from capibara.inference.engine.engine import Engine
+from capibara.inference.engine.runner import programs
 from capibara.models import api
 from capibara.models.api import DecoderConfig, Rope
 

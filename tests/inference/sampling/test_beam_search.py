@@ -16,7 +16,7 @@ from capibara.data.tokenizers.vocabulary import ByteVocabulary
 from capibara.evaluation.tasks import EvalTask
 from capibara.inference.engine import speed
 from capibara.inference.engine.engine import Engine, EngineConfig
-from capibara.inference.engine.orders import Asked, Orders
+from capibara.inference.engine.following import Asked, Orders
 from capibara.inference.engine.stream import Finish
 from capibara.inference.interactive import files
 from capibara.inference.sampling import beam_search

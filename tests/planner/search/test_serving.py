@@ -6,8 +6,8 @@ import jax
 import pytest
 
 from capibara import sharding
-from capibara.inference.engine import lowering
 from capibara.inference.engine.engine import EngineConfig
+from capibara.inference.engine.placement import lowering
 from capibara.models import api
 from capibara.models.api import DecoderConfig
 from capibara.models.moe.moe import Moe

@@ -4,9 +4,9 @@ import types
 
 import pytest
 
-from capibara.inference.engine import decode_schedule
-from capibara.inference.engine.decode_schedule import Pace
 from capibara.inference.engine.engine import EngineConfig
+from capibara.inference.engine.runner import decode_schedule
+from capibara.inference.engine.runner.decode_schedule import Pace
 from capibara.inference.sampling.sampling import Sampling
 
 

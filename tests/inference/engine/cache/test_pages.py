@@ -15,9 +15,9 @@ from capibara import sharding
 from capibara.core import tree
 from capibara.core.types import UserError
 from capibara.data.tokenizers.vocabulary import ByteVocabulary
-from capibara.inference.engine import footprint
+from capibara.inference.engine.cache.pages import Pages
 from capibara.inference.engine.engine import Engine, EngineConfig
-from capibara.inference.engine.pages import Pages
+from capibara.inference.engine.placement import footprint
 from capibara.inference.engine.stream import Piece
 from capibara.inference.sampling.sampling import Sampling
 from capibara.inference.server.prometheus import ServingMetrics

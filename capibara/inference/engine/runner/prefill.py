@@ -11,9 +11,9 @@ import numpy as np
 from capibara.core.types import Params
 from capibara.inference.engine.adapters import Adapters
 from capibara.inference.engine.batching import bucket
-from capibara.inference.engine.prefix import PrefixCache, common_beginning
-from capibara.inference.engine.programs import Programs
+from capibara.inference.engine.cache.prefix import PrefixCache, common_beginning
 from capibara.inference.engine.request import Request
+from capibara.inference.engine.runner.programs import Programs
 
 
 class Read(NamedTuple):

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from capibara.core import tree
-from capibara.inference.engine import donated, programs
-from capibara.inference.engine.serving_mesh import ServingMesh
+from capibara.inference.engine.placement import donated
+from capibara.inference.engine.placement.serving_mesh import ServingMesh
+from capibara.inference.engine.runner import programs
 from capibara.models import api
 from capibara.models.api import DecoderConfig, EncoderDecoderConfig, Lora, Moe
 

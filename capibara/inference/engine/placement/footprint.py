@@ -8,8 +8,9 @@ import jax
 
 from capibara.core import tree
 from capibara.core.types import UserError
-from capibara.inference.engine import pages, programs
 from capibara.inference.engine.batching import CacheDtype, EngineConfig
+from capibara.inference.engine.cache import pages
+from capibara.inference.engine.runner import programs
 from capibara.models.api import Model
 
 

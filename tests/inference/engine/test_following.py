@@ -8,9 +8,9 @@ import jax
 import pytest
 
 from capibara.data.tokenizers.vocabulary import ByteVocabulary
-from capibara.inference.engine import decode_schedule
 from capibara.inference.engine.engine import Engine, EngineConfig
-from capibara.inference.engine.orders import Asked, Orders
+from capibara.inference.engine.following import Asked, Orders
+from capibara.inference.engine.runner import decode_schedule
 from capibara.inference.engine.stream import Finish
 from capibara.inference.sampling.sampling import Sampling
 from capibara.models import api

@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from capibara.core.types import UserError
-from capibara.inference.engine.serving_mesh import ServingMesh
+from capibara.inference.engine.placement.serving_mesh import ServingMesh
 from capibara.models import api
 from capibara.models.api import DecoderConfig
 from capibara.planner.hardware import topology

@@ -12,8 +12,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from capibara import sharding
 from capibara.core import tree
 from capibara.core.types import PyTree
-from capibara.inference.engine import footprint, programs
 from capibara.inference.engine.batching import EngineConfig
+from capibara.inference.engine.placement import footprint
+from capibara.inference.engine.runner import programs
 from capibara.inference.sampling.sampler import GREEDY, Settings
 from capibara.models.api import Model
 from capibara.sharding import Rules

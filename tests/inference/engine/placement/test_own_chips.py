@@ -10,10 +10,10 @@ import pytest
 
 from capibara import sharding
 from capibara.core.types import UserError
-from capibara.inference.engine import footprint, own_chips
 from capibara.inference.engine.engine import EngineConfig
-from capibara.inference.engine.own_chips import OwnChips, Where
-from capibara.inference.engine.serving_mesh import ServingMesh
+from capibara.inference.engine.placement import footprint, own_chips
+from capibara.inference.engine.placement.own_chips import OwnChips, Where
+from capibara.inference.engine.placement.serving_mesh import ServingMesh
 from capibara.models import api
 from capibara.models.api import DecoderConfig, Lora
 from capibara.planner.hardware import topology

@@ -1,0 +1,1 @@
+"""Where an engine lies on the devices, and what it needs there."""

@@ -1,0 +1,1 @@
+"""What an engine runs on the devices: its programs, prefill and decode."""
