@@ -40,7 +40,7 @@ class Ids(Vocabulary):
         raise NotImplementedError
 
     @functools.cached_property
-    def _pieces(self) -> list[bytes]:
+    def pieces(self) -> list[bytes]:
         return [b""] * self._count
 
 

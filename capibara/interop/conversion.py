@@ -481,7 +481,7 @@ def _tokenizer(vocabulary: Vocabulary, length: int, model_type: str) -> dict[str
         files = {name: content for name, content in beside.items() if name not in tokenizer_files.SENTENCEPIECE_FILES}
         return files | {_SENTENCEPIECE.get(model_type, "tokenizer.model"): limits.read(vocabulary.file)}
     if not isinstance(vocabulary, TokenizerJsonVocabulary):
-        return {}
+        return vocabulary.own_files().files
     files = tokenizer_files.carried(vocabulary.folder)
     files[tokenizer_files.TOKENIZER_FILE] = limits.read(vocabulary.file)  # of any name
     about = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": length}

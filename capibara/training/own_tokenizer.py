@@ -22,8 +22,8 @@ from capibara.core.types import UserError
 from capibara.data.chat.template import ChatTemplate
 from capibara.data.dataset import Dataset
 from capibara.data.tokenizers import files as tokenizer_files
-from capibara.data.tokenizers.files import OWN, PATHS, TEMPLATE_FILE, TOKENIZER_FILE
-from capibara.data.tokenizers.vocabulary import SentencePieceVocabulary, TokenizerJsonVocabulary
+from capibara.data.tokenizers.files import OWN, PATHS, TEMPLATE_FILE
+from capibara.data.tokenizers.vocabulary import OwnFiles
 from capibara.storage import durable, outputs
 from capibara.training.trainer import Trainer
 
@@ -35,14 +35,14 @@ def keep(dataset: Dataset, model_dir: str) -> None:
       UserError: the tokenizer is not the one that the run began with.
       OSError: the folder cannot be written.
     """
-    files, places = _taken(dataset)
+    files, places, deciding = _taken(dataset)
     if not files:
         return
     folder, known = durable.folder_of(model_dir), _paths(model_dir)
     own = folder / OWN
     if not any(place.split("/")[0] == OWN for place in known.values()):
         run_manifest.replace(folder, {f"{OWN}/{name}": content for name, content in files.items()})
-    elif changed := [name for name in _compared(dataset) if _read(own / name) != files.get(name)]:
+    elif changed := [name for name in deciding if _read(own / name) != files.get(name)]:
         given, names = " and ".join(places), ", ".join(changed)
         raise UserError(
             f"the tokenizer of {given} is not the one that this run began with ({names} differs from {own}): put the "
@@ -50,13 +50,6 @@ def keep(dataset: Dataset, model_dir: str) -> None:
         )
     if not {*places.items()} <= {*known.items()}:  # last: with it the copy is whole
         run_manifest.replace(folder, {PATHS: (json.dumps(known | places, indent=1) + "\n").encode()})
-
-
-def _compared(dataset: Dataset) -> list[str]:
-    """The files of a tokenizer that training reads: what ends an answer is none, and of SentencePiece the model is all."""
-    if isinstance(dataset.vocabulary, SentencePieceVocabulary):
-        return [tokenizer_files.SENTENCEPIECE_FILES[0]]
-    return [name for name in tokenizer_files.FILES if name != tokenizer_files.GENERATION_FILE]
 
 
 def of_run(trainer: Trainer, model_dir: str | None = None) -> Trainer:
@@ -82,8 +75,8 @@ def of_run(trainer: Trainer, model_dir: str | None = None) -> Trainer:
         own = {name: _local(model_dir, known()[path]) for name, path in gone.items()}
         return dataclasses.replace(value, **own) if own else value
 
-    if isinstance(vocabulary, (SentencePieceVocabulary, TokenizerJsonVocabulary)):
-        vocabulary = moved(vocabulary, "path")
+    if vocabulary is not None:
+        vocabulary = moved(vocabulary, *vocabulary.path_fields)
     source = dataset.source
     if isinstance(template, ChatTemplate) and (own := moved(template, "tokenizer", "template")) is not template:
         source = dataclasses.replace(source, template=own)
@@ -92,50 +85,24 @@ def of_run(trainer: Trainer, model_dir: str | None = None) -> Trainer:
     return dataclasses.replace(trainer, dataset=dataclasses.replace(dataset, vocabulary=vocabulary, source=source))
 
 
-def _taken(dataset: Dataset) -> tuple[dict[str, bytes], dict[str, str]]:
-    """The files of a run's tokenizer, by the names that they have in its folder, and where each given path leads there."""
+def _taken(dataset: Dataset) -> OwnFiles:
+    """The files of a run's tokenizer and chat template, and where each given path leads in the run folder."""
     vocabulary, template = dataset.vocabulary, getattr(dataset.source, "template", None)
-    files: dict[str, bytes] = {}
-    places: dict[str, str] = {}
-    if isinstance(vocabulary, SentencePieceVocabulary):
-        name = tokenizer_files.SENTENCEPIECE_FILES[0]
-        beside = tokenizer_files.carried(os.path.dirname(vocabulary.file))
-        files = {
-            other: content for other, content in beside.items() if other not in tokenizer_files.SENTENCEPIECE_FILES
-        }
-        files[name] = _bytes(vocabulary.file)
-        places[vocabulary.path] = f"{OWN}/{name}"
-    elif isinstance(vocabulary, TokenizerJsonVocabulary):
-        files = _beside(vocabulary.path)
-        places[vocabulary.path] = _place(vocabulary.path)
+    own = OwnFiles({}, {}, ()) if vocabulary is None else vocabulary.own_files()
+    files, places = dict(own.files), dict(own.places)
     if isinstance(template, ChatTemplate):
-        beside = _beside(template.tokenizer)
+        beside = tokenizer_files.beside(template.tokenizer)
         if all(files.get(name, content) == content for name, content in beside.items()):  # it is the vocabulary's
             files |= beside
-            places[template.tokenizer] = _place(template.tokenizer)
+            places[template.tokenizer] = tokenizer_files.place_of(template.tokenizer)
         if _is_path(template.template):  # in place of the one beside
-            files[TEMPLATE_FILE] = _bytes(tokenizer_files.local(template.template))
+            files[TEMPLATE_FILE] = tokenizer_files.read_bytes(tokenizer_files.local(template.template))
             places[template.template] = f"{OWN}/{TEMPLATE_FILE}"
-    return files, places
-
-
-def _beside(tokenizer: str) -> dict[str, bytes]:
-    """The files of a tokenizer.json, which may have any name, and those beside it."""
-    files = tokenizer_files.carried(tokenizer_files.folder_of(tokenizer))
-    return files | {TOKENIZER_FILE: _bytes(tokenizer_files.file_of(tokenizer, TOKENIZER_FILE))}
-
-
-def _place(tokenizer: str) -> str:
-    return OWN if tokenizer_files.is_folder(tokenizer) else f"{OWN}/{TOKENIZER_FILE}"
+    return OwnFiles(files, places, own.deciding)
 
 
 def _is_path(value: str | None) -> bool:
     return value is not None and "{" not in value  # ChatTemplate.template may be the template itself
-
-
-def _bytes(path: str) -> bytes:
-    with open(path, "rb") as file:
-        return file.read()
 
 
 def _read(path: epath.Path) -> bytes | None:
@@ -160,8 +127,7 @@ def _local(model_dir: str, place: str) -> str:
     """A path that tokenizers are read from, of what a run folder has."""
     if not outputs.is_remote(model_dir):
         return os.path.join(model_dir, place)
-    inner, name = os.path.split(place)
-    return os.path.join(_fetched(model_dir, inner if name in tokenizer_files.FILES else place), place)
+    return os.path.join(_fetched(model_dir, OWN if place == OWN else os.path.dirname(place)), place)
 
 
 @functools.cache
@@ -170,8 +136,10 @@ def _fetched(model_dir: str, inner: str) -> str:
     target = tempfile.mkdtemp(prefix="capibara-tokenizer-")
     atexit.register(shutil.rmtree, target, ignore_errors=True)
     os.makedirs(os.path.join(target, inner), exist_ok=True)
-    for name in tokenizer_files.FILES:
-        content = _read(durable.folder_of(model_dir) / inner / name)
+    folder = durable.folder_of(model_dir) / inner
+    names = [path.name for path in folder.iterdir()] if inner == OWN and folder.exists() else tokenizer_files.FILES
+    for name in names:
+        content = _read(folder / name)
         if content is not None:
             with open(os.path.join(target, inner, name), "wb") as file:
                 file.write(content)

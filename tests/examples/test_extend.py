@@ -115,3 +115,58 @@ def test_schedule(resumed):
 
     rates = [record["learning_rate"] for record in resumed("my_schedule").values()]
     np.testing.assert_allclose(rates, [1e-2, 5e-3, 1e-2, 5e-3], rtol=1e-6)
+
+
+def test_source(resumed):
+    """Its topics, and a split that holds some out."""
+    import pydoc_data.topics
+
+    resumed("my_source")
+    source = trainer_of("my_source").dataset.source
+    train, validation = source.open("train"), source.open("validation")
+    texts = [train[i] for i in range(len(train))] + [validation[i] for i in range(len(validation))]
+    assert sorted(texts) == sorted(pydoc_data.topics.topics.values()) and len(train) > 3 * len(validation)
+
+
+def test_tokenizer(resumed, run, tmp_path, monkeypatch):
+    """Nothing is lost; the run folder carries the words, and is read where there are no others."""
+    vocabulary = trainer_of("my_tokenizer").dataset.vocabulary
+    ids = vocabulary.encode("import née")
+    assert vocabulary.decode(ids) == "import née" and len(ids) == 1 + 1 + len("née".encode())
+    resumed("my_tokenizer")
+    assert (tmp_path / "run" / "tokenizer" / "words.txt").read_bytes() == (FOLDER / "data/words.txt").read_bytes()
+    shutil.copytree(tmp_path / "run", tmp_path / "moved" / "run")
+    monkeypatch.chdir(tmp_path / "moved")
+    asked = ["--model_dir=run", "--prompt=import", "--gin.Sampling.max_new_tokens=2"]
+    assert run("infer", *asked, "--trust_config").startswith("import")
+
+
+def test_tracker(resumed, tmp_path):
+    told = resumed("my_tracker")
+    lines = (tmp_path / "run" / "table.csv").read_text().splitlines()
+    wanted = [f"{step},{told[step]['loss']},{told[step]['grad_norm']}" for step in (1, 2, 3, 4)]
+    assert lines == [*wanted, *wanted[2:]]  # the last two steps were made again
+
+
+def test_metric(train, run, tmp_path):
+    import json
+
+    from my_metric import numbers_apart
+
+    assert numbers_apart(["4", "7"], ["it is 6.", "-"], most=9.0) == {"numbers_apart": [2.0, 9.0]}
+    train("my_source", 1)
+    out = tmp_path / "out.json"
+    run(
+        "evaluate",
+        f"--model_dir={tmp_path / 'run'}",
+        "--gin_file=my_metric.gin,my_source.gin",
+        "--limit=8",
+        f"--out={out}",
+    )
+    found = json.loads(out.read_text())["tasks"]["sums"]["metrics"]["numbers_apart"]
+    assert 0 <= found["value"] <= 50
+
+
+def test_reward(resumed):
+    rewards = [record["reward"] for record in resumed("my_reward").values()]
+    assert all(0 <= reward <= 1 for reward in rewards)

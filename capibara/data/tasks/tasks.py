@@ -175,7 +175,7 @@ class SeqioVocabulary(Vocabulary):
         return list(self.vocabulary.encode(text))
 
     @functools.cached_property
-    def _pieces(self) -> Sequence[bytes]:
+    def pieces(self) -> Sequence[bytes]:
         seqio, vocabulary = load(), self.vocabulary
         if isinstance(vocabulary, seqio.ByteVocabulary):
             pieces = [b""] * 3 + [bytes([i]) for i in range(256)]

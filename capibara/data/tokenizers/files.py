@@ -95,6 +95,22 @@ def carried(folder: str) -> dict[str, bytes]:
     return files
 
 
+def beside(tokenizer: str) -> dict[str, bytes]:
+    """The files of a tokenizer.json, which may have any name, and those beside it."""
+    return carried(folder_of(tokenizer)) | {TOKENIZER_FILE: read_bytes(file_of(tokenizer, TOKENIZER_FILE))}
+
+
+def place_of(tokenizer: str) -> str:
+    """Where a run folder has what Gin names so: its folder of the tokenizer, or the tokenizer.json in it."""
+    return OWN if is_folder(tokenizer) else f"{OWN}/{TOKENIZER_FILE}"
+
+
+def read_bytes(path: str) -> bytes:
+    """The content of a file on this machine."""
+    with open(path, "rb") as file:
+        return file.read()
+
+
 def generation(config: Mapping[str, Any]) -> bytes:
     """What transformers' generate starts from, of a config.json: its token ids; empty where it has none."""
     ids = {name: config[name] for name in _TOKEN_IDS if config.get(name) is not None}

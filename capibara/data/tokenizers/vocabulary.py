@@ -20,7 +20,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -29,13 +29,20 @@ from capibara.core import limits
 from capibara.core.types import UserError
 from capibara.data.tokenizers import limits as tokenizer_limits
 from capibara.data.tokenizers.files import (
+    FILES,
+    GENERATION_FILE,
+    OWN,
     SENTENCEPIECE_FILES,
     TOKENIZER_FILE,
+    beside,
+    carried,
     end_ids,
     file_of,
     folder_of,
     is_folder,
     one_line,
+    place_of,
+    read_bytes,
     special_tokens,
 )
 
@@ -44,15 +51,37 @@ _SPACE = "\u2581"  # what SentencePiece writes for a space
 GUARD = "\ufdd0"
 
 
+_DECIDING = tuple(name for name in FILES if name != GENERATION_FILE)  # what ends a text, training does not read
+
+
+class OwnFiles(NamedTuple):
+    """A tokenizer's files as a run folder keeps them.
+
+    Attributes:
+      files: content by name, of what goes into the run folder's tokenizer/.
+      places: a path that Gin gives -> where the run folder has what was there: "tokenizer", or "tokenizer/NAME".
+      deciding: names of the files that must not change within a run.
+    """
+
+    files: dict[str, bytes]
+    places: dict[str, str]
+    deciding: Sequence[str]
+
+
 class Vocabulary(abc.ABC):
     """What the loader, the metrics and the sampler need to know of a tokenizer.
 
+    A new one is a frozen dataclass that gives `encode`, `pieces` and the attributes here; where it reads files it says so
+    in `path_fields` and `own_files`. examples/extend/my_tokenizer.py is one.
+
     Attributes:
+      path_fields: fields that hold paths; a run whose folder was moved reads the copies there.
       size: number of ids, padded to `size_multiple` so that tensor axes divide the embedding.
       extra_ids: ids without text that are added at the end; `size` has room for them.
       pad_id, eos_id, bos_id: padding, end of a document, and the first input of every document.
     """
 
+    path_fields: ClassVar[tuple[str, ...]] = ()
     size_multiple: int
     extra_ids: int
     pad_id: int
@@ -61,7 +90,7 @@ class Vocabulary(abc.ABC):
 
     @property
     def size(self) -> int:
-        return -(-(len(self._pieces) + self.extra_ids) // self.size_multiple) * self.size_multiple
+        return -(-(len(self.pieces) + self.extra_ids) // self.size_multiple) * self.size_multiple
 
     @property
     def end_ids(self) -> tuple[int, ...]:
@@ -74,7 +103,7 @@ class Vocabulary(abc.ABC):
     @property
     def sentinel_ids(self) -> Sequence[int]:
         """Ids free to stand for removed spans, the first span's first: the extra ids, else the unused, from the top."""
-        text = len(self._pieces)
+        text = len(self.pieces)
         return range((text + self.extra_ids if self.extra_ids else self.size) - 1, text - 1, -1)
 
     @property
@@ -123,27 +152,35 @@ class Vocabulary(abc.ABC):
 
     def bytes_of(self, ids: Iterable[int]) -> bytes:
         """What `ids` stand for in UTF-8, which a single one of them may break; special and unused ids: nothing."""
-        pieces = self._pieces
+        pieces = self.pieces
         known = len(pieces)
         return b"".join(pieces[i] for i in map(int, ids) if 0 <= i < known)
 
     def token_bytes(self) -> np.ndarray:
         """[V] int32: the UTF-8 bytes each id stands for, 0 for special and unused ids."""
         lengths = np.zeros(self.size, np.int32)
-        lengths[: len(self._pieces)] = [len(piece) for piece in self._pieces]
+        lengths[: len(self.pieces)] = [len(piece) for piece in self.pieces]
         return lengths
 
     def fingerprint(self) -> str:
         """Changes when any id stands for something else."""
         digest = hashlib.blake2b(digest_size=8)
-        for piece in self._pieces:
+        for piece in self.pieces:
             digest.update(len(piece).to_bytes(4, "little") + piece)
         return f"{self.size}:{self.pad_id}:{self.eos_id}:{self.bos_id}:{digest.hexdigest()}"
 
     @property
     @abc.abstractmethod
-    def _pieces(self) -> Sequence[bytes]:
+    def pieces(self) -> Sequence[bytes]:
         """The bytes of every id; b"" for special ids."""
+
+    def own_files(self) -> OwnFiles:
+        """What a run folder keeps, so that the folder can be moved.
+
+        Raises:
+          OSError, UserError: a file of the tokenizer cannot be read.
+        """
+        return OwnFiles({}, {}, _DECIDING)
 
     def __getstate__(self) -> dict[str, Any]:
         # Tokenizer handles are cached properties: a worker process loads its own.
@@ -187,7 +224,7 @@ class ByteVocabulary(Vocabulary):
         ]
 
     @functools.cached_property
-    def _pieces(self) -> Sequence[bytes]:
+    def pieces(self) -> Sequence[bytes]:
         return [b""] * self._OFFSET + [bytes([i]) for i in range(256)]
 
 
@@ -202,12 +239,20 @@ class SentencePieceVocabulary(Vocabulary):
       extra_ids: ids without text added after the model's (T5 has 100, for the sentinels of removed spans).
     """
 
+    path_fields = ("path",)
+
     path: str
     size_multiple: int = 128
     extra_ids: int = 0
 
     def __post_init__(self) -> None:
         _check_sizes(self)
+
+    def own_files(self) -> OwnFiles:
+        name = SENTENCEPIECE_FILES[0]
+        beside = carried(os.path.dirname(self.file))
+        files = {other: content for other, content in beside.items() if other not in SENTENCEPIECE_FILES}
+        return OwnFiles(files | {name: read_bytes(self.file)}, {self.path: f"{OWN}/{name}"}, (name,))
 
     @property
     def file(self) -> str:
@@ -272,7 +317,7 @@ class SentencePieceVocabulary(Vocabulary):
         return {int(piece[3:5], 16): i for piece, i in pieces if _BYTE_PIECE.fullmatch(piece)}
 
     @functools.cached_property
-    def _pieces(self) -> Sequence[bytes]:
+    def pieces(self) -> Sequence[bytes]:
         return sentencepiece_pieces(self.processor)
 
 
@@ -293,6 +338,8 @@ class TokenizerJsonVocabulary(Vocabulary):
       extra_ids: ids without text added after the tokenizer's.
     """
 
+    path_fields = ("path",)
+
     path: str
     eos_token: str | None = None
     bos_token: str | None = None
@@ -303,6 +350,9 @@ class TokenizerJsonVocabulary(Vocabulary):
 
     def __post_init__(self) -> None:
         _check_sizes(self)
+
+    def own_files(self) -> OwnFiles:
+        return OwnFiles(beside(self.path), {self.path: place_of(self.path)}, _DECIDING)
 
     @property
     def folder(self) -> str:
@@ -412,7 +462,7 @@ class TokenizerJsonVocabulary(Vocabulary):
         return tokenizers.Tokenizer.from_str(json.dumps(spec))
 
     @functools.cached_property
-    def _pieces(self) -> Sequence[bytes]:
+    def pieces(self) -> Sequence[bytes]:
         tokenizer = self.tokenizer
         spec = json.loads(tokenizer.to_str())
         special = {token["id"] for token in spec.get("added_tokens", []) if token.get("special")}
