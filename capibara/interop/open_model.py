@@ -297,7 +297,7 @@ def _matched(
     _check_missing(rows, shapes, stored)
     wanted = {name: row.shape(shapes) for row in rows for name, _ in row.names(shapes)}
     tied = {row.name for row in names.rows if row.ours == ("output",)}  # some write a tied head all the same
-    _check_names(wanted, stored, set() if "output" in shapes else tied)
+    _check_names(wanted, stored, tables.unused(rows, shapes) | (set() if "output" in shapes else tied))
     for name, shape in wanted.items():
         if tuple(found[stored[name]]) != shape:
             raise UserError(

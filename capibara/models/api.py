@@ -19,9 +19,11 @@ from capibara.models import flops
 from capibara.models.adapters import lora, lora_merge, trainable_tokens, unmerged
 from capibara.models.adapters.lora import Lora
 from capibara.models.adapters.unmerged import Adapter, Beside
-from capibara.models.architectures.decoder import Decoder, DecoderConfig
-from capibara.models.architectures.encdec import EncoderDecoder, EncoderDecoderConfig
-from capibara.models.architectures.encoder import Encoder, EncoderConfig
+from capibara.models.architectures.decoder import DecoderConfig
+from capibara.models.architectures.encdec import EncoderDecoderConfig
+from capibara.models.architectures.encoder import EncoderConfig
+from capibara.models.architectures.gemma3n.config import Gemma3nConfig
+from capibara.models.architectures.gemma3n.model import Gemma3n
 from capibara.models.cache import paged
 from capibara.models.cache.dense import Cache, put_rows
 from capibara.models.layers import stack
@@ -31,6 +33,7 @@ from capibara.models.layers.stack import Stats
 from capibara.models.layers.transformer import Head, TransformerConfig
 from capibara.models.moe import moe
 from capibara.models.moe.moe import Moe
+from capibara.models.registry import model_of, module_of
 from capibara.sharding import Remat, RematPolicy
 
 __all__ = [
@@ -40,19 +43,20 @@ __all__ = [
     "DecoderConfig",
     "EncoderConfig",
     "EncoderDecoderConfig",
+    "Gemma3n",
+    "Gemma3nConfig",
     "Lora",
     "Model",
     "Moe",
     "Rope",
     "TransformerConfig",
     "build",
+    "model_of",
     "paged",
     "put_rows",
     "trainable_tokens",
     "unmerged",
 ]
-
-_MODULES = {DecoderConfig: Decoder, EncoderDecoderConfig: EncoderDecoder, EncoderConfig: Encoder}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,10 +234,7 @@ class Model:
         stacks: list[Params] = []
         axes, rest = (_with_layers(given, stacks.append) for given in (self.axes, params))
         of_all = each(self._served_layers, *stacks)
-        layers = tuple(
-            jax.tree.map(lambda layers, number=number: layers[number], of_all, is_leaf=lambda x: isinstance(x, tuple))
-            for number in range(self.config.num_layers)
-        )
+        layers = tuple(_of_layer(of_all, number) for number in range(self.config.num_layers))
         served = each(self._served, axes, rest)
         if "decoder" in params:
             return served | {"decoder": served["decoder"] | {"layers": layers}}
@@ -253,8 +254,10 @@ class Model:
         """The logical axes of what `serving` gives, where it turns nothing."""
 
         def of_each(layers: Params) -> tuple[Params, ...]:
-            one = jax.tree.map(lambda names: names[1:], layers, is_leaf=tree.is_axes)
-            return (one,) * self.config.num_layers
+            stacks: list[Params] = []
+            _with_layers(self.abstract_params, stacks.append)
+            of_all = jax.tree.map(lambda names, x: (names[1:],) * x.shape[0], layers, *stacks, is_leaf=tree.is_axes)
+            return tuple(_of_layer(of_all, number) for number in range(self.config.num_layers))
 
         return _with_layers(self.axes, of_each)
 
@@ -309,7 +312,7 @@ class Model:
 @functools.lru_cache(maxsize=32)
 def build(config: TransformerConfig) -> Model:
     """The model of a configuration; nothing is computed or placed on a device."""
-    make = _MODULES[type(config)]
+    make = module_of(config)
     of_plain = nnx.split(nnx.eval_shape(lambda: make(config, nnx.Rngs(0))))
     graphdef, template = (
         of_plain
@@ -362,7 +365,7 @@ def build(config: TransformerConfig) -> Model:
         encode=encode if hasattr(make, "encode") else None,
         read=read if generates else None,
         empty_cache=empty_cache if generates else None,
-        **(_layerwise(bind) if hasattr(make, "layer") else {}),
+        **(_layerwise(bind) if getattr(make, "layerwise", False) else {}),
     )
 
 
@@ -397,6 +400,14 @@ def _with_layers(params: Params, fn: Callable[[Params], Params | None]) -> Param
     rest = {name: value for name, value in params.items() if name != "layers"}
     layers = fn(params["layers"])
     return rest if layers is None else rest | {"layers": layers}
+
+
+def _of_layer(of_all: Params, number: int) -> Params:
+    """Of tuples with an entry for each layer that has the parameter, those of one layer."""
+    if isinstance(of_all, dict):
+        parts = {name: _of_layer(value, number) for name, value in of_all.items()}
+        return {name: part for name, part in parts.items() if part is not None}
+    return of_all[number] if number < len(of_all) else None
 
 
 def _output_first(axes: tuple[str, ...], x: jax.Array) -> jax.Array | OutputFirst:

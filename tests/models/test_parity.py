@@ -13,6 +13,7 @@ from capibara.core import tree
 from capibara.interop.hf import tables, tensors
 from capibara.models import api
 from capibara.models.architectures.decoder import DecoderConfig
+from capibara.models.architectures.gemma3n.config import Gemma3nConfig
 from capibara.models.layers.rope import Rope
 
 GOLDEN = pathlib.Path(__file__).resolve().parent / "golden"
@@ -76,6 +77,23 @@ GEMMA3 = dict(
     attention_scale=8**-0.5,
     rope=Rope(theta=1e6, local_theta=10_000.0, scaling="linear", factor=8.0),
 )
+GEMMA3N = dict(
+    SIZES,
+    num_layers=8,
+    num_kv_heads=2,
+    head_dim=16,
+    norm_eps=1e-6,
+    layer_pattern=("local", "local", "local", "global"),
+    window=8,
+    logit_soft_cap=3.0,
+    rope=Rope(theta=1e6, local_theta=10_000.0),
+    streams=3,
+    laurel_rank=6,
+    per_layer_dim=8,
+    per_layer_vocab_size=answers.VOCAB - 6,
+    kv_shared_layers=4,
+    activation_sparsity=(0.8,) * 3,
+)
 LLAMA3_SCALING = Rope(theta=500.0, scaling="llama3", factor=8.0, original_length=16)
 YARN_SCALING = Rope(theta=500.0, scaling="yarn", factor=4.0, original_length=64, beta_fast=2.0, beta_slow=0.25)
 DYNAMIC_SCALING = Rope(theta=500.0, scaling="dynamic", factor=2.0, original_length=16)
@@ -107,6 +125,7 @@ FAMILIES = {
     "gemma_biased": ("gemma", GEMMA | dict(bias="attention")),
     "gemma2": ("gemma2", GEMMA2),
     "gemma3": ("gemma3_text", GEMMA3),
+    "gemma3n": ("gemma3n_text", GEMMA3N),
     "qwen2": ("qwen2", SIZES | dict(bias="qkv", rope=Rope(theta=1e6))),
     "qwen3": ("qwen3", LLAMA | dict(head_dim=16, qk_norm="head", rope=Rope(theta=1e6))),
     "qwen3_biased": ("qwen3", LLAMA | dict(head_dim=16, qk_norm="head", rope=Rope(theta=1e6), bias="attention")),
@@ -134,7 +153,8 @@ def logits(model_type: str, config: DecoderConfig) -> np.ndarray:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_logits_equal_the_reference(name):
     model_type, config = FAMILIES[name]
-    got, want = logits(model_type, DecoderConfig(**config)), ANSWERS[name]
+    kind = Gemma3nConfig if name == "gemma3n" else DecoderConfig
+    got, want = logits(model_type, kind(**config)), ANSWERS[name]
     some = got[-1][np.ix_(ANSWERS["positions"], ANSWERS["entries"])]
     np.testing.assert_allclose(some, want["logits"], rtol=0, atol=2e-4)
     np.testing.assert_allclose([got.mean(), got.std()], [want["mean"], want["std"]], rtol=0, atol=2e-4)

@@ -12,11 +12,19 @@ from typing import Any
 
 from capibara.core import limits
 from capibara.core.types import UserError
-from capibara.interop.hf import families, tables
+from capibara.interop.hf import families, gemma3n, tables
 from capibara.interop.hf import rope as hf_rope
 from capibara.interop.hf import values as hf_values
 from capibara.interop.hf.families import FAMILIES, Family
-from capibara.models.api import DecoderConfig, EncoderConfig, EncoderDecoderConfig, Moe, Rope, TransformerConfig
+from capibara.models.api import (
+    DecoderConfig,
+    EncoderConfig,
+    EncoderDecoderConfig,
+    Gemma3nConfig,
+    Moe,
+    Rope,
+    TransformerConfig,
+)
 
 Values = Mapping[str, Any]
 
@@ -25,6 +33,7 @@ _CARRIED = (
     "max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id",
     "initializer_range",
 )  # fmt: skip
+_SEEING = ("gemma3", "gemma3n")  # model types of which the text part is taken
 # Fields of ours that say how to compute or to train, not what the model is.
 _OURS_ALONE = ("dtype", "attention", "layer_loop", "quantization", "dropout_rate")
 
@@ -92,7 +101,8 @@ def _config(values: Values, family: Family, fields: dict[str, Any], dtype: str) 
     match family.kind:
         case families.DECODER:
             fields |= _decoder(values, family, fields["num_layers"])
-            return DecoderConfig(**fields, dtype=dtype)
+            fields |= {} if family.read is None else family.read(values)
+            return (family.config or DecoderConfig)(**fields, dtype=dtype)
         case families.ENCODER:
             return EncoderConfig(**fields, dtype=dtype)
         case _:
@@ -123,11 +133,13 @@ def text_part(values: Values) -> dict[str, Any]:
     """
     hf_values.check(values)
     model_type = values.get("model_type")
-    if model_type == "gemma3":
+    if model_type in _SEEING:
         around = {"tie_word_embeddings": values.get("tie_word_embeddings", True)} | _kept(values)
-        values, model_type = around | (values.get("text_config") or {}) | {"model_type": "gemma3_text"}, "gemma3_text"
+        model_type = f"{model_type}_text"
+        values = around | (values.get("text_config") or {}) | {"model_type": model_type}
     names = values.get("architectures") or []
-    known = ", ".join([*(name for name in FAMILIES if name != tables.T5X_DECODER_TYPE), "gemma3 (its text)"])
+    own = (name for name in FAMILIES if name != tables.T5X_DECODER_TYPE)
+    known = ", ".join([*own, *(f"{name} (its text)" for name in _SEEING)])
     if model_type not in FAMILIES:
         raise UserError(f"config.json has model_type {model_type!r}, must be one of {known}")
     if names and names[0] not in FAMILIES[model_type].architectures:
@@ -155,12 +167,12 @@ def to_hf(config: TransformerConfig, like: Values | None = None, *, dtype: str =
       UserError: no architecture of transformers that we write computes this; says what stands in the way.
     """
     like = dict(like or {})
-    if like.get("model_type") == "gemma3":
+    if like.get("model_type") in _SEEING:
         like = text_part(like)
     wanted, best = resolved(config), None
     order = sorted(FAMILIES.values(), key=lambda family: family.model_type != like.get("model_type"))
     for family in order:
-        if not isinstance(config, _CLASSES[family.kind]):
+        if type(config) is not (family.config or _CLASSES[family.kind]):
             continue
         values = _written(config, family)
         different = _different(values, wanted, family)
@@ -215,6 +227,8 @@ def resolved(config: TransformerConfig) -> dict[str, Any]:
     if isinstance(config, DecoderConfig):
         kinds = families.kinds(config)
         fields |= {"layer_pattern": kinds, "rope": _resolved_rope(config, "local" in kinds, "global" in kinds)}
+    if isinstance(config, Gemma3nConfig):
+        fields |= gemma3n.resolved(config)
     return fields
 
 
@@ -288,6 +302,7 @@ def _written(config: TransformerConfig, family: Family) -> dict[str, Any]:
         return values
     values |= families.write_pattern(config, family) | hf_rope.write(config, family)
     values |= families.write_bias(config, family)
+    values |= {} if family.write is None else family.write(config)
     if "query_pre_attn_scalar" in family.defaults:
         scale = config.head_size**-0.5 if config.attention_scale is None else config.attention_scale
         values["query_pre_attn_scalar"] = round(scale**-2)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from capibara.core.types import UserError
+from capibara.interop.hf import gemma3n
 from capibara.interop.hf.tables import T5X_DECODER_TYPE
-from capibara.models.api import DecoderConfig, EncoderDecoderConfig, TransformerConfig
+from capibara.models.api import DecoderConfig, EncoderDecoderConfig, Gemma3nConfig, TransformerConfig
 
 Values = Mapping[str, Any]
 
@@ -59,6 +60,8 @@ class Family:
       partial: whether only a part of a head may turn.
       biases: the keys in config.json of biases that it may have, and what of our `bias` each is.
       divides: whether transformers refuses an embed_dim that is no multiple of the heads.
+      config: the class of our decoders' configurations; None: DecoderConfig.
+      read, write: values of config.json -> further fields of ours, and a configuration -> those values.
     """
 
     model_type: str
@@ -78,6 +81,9 @@ class Family:
     partial: bool = False
     biases: dict[str, str] = dataclasses.field(default_factory=dict)
     divides: bool = False
+    config: type[DecoderConfig] | None = None
+    read: Callable[[Values], dict[str, Any]] | None = None
+    write: Callable[[TransformerConfig], dict[str, Any]] | None = None
 
 
 _KEYS = {
@@ -174,6 +180,22 @@ _LIST = (
         activation="hidden_activation",
         window="types",
         divides=True,
+    ),
+    Family(
+        model_type="gemma3n_text",
+        architectures=("Gemma3nForCausalLM", "Gemma3nForConditionalGeneration"),
+        keys=_KEYS | {"logit_soft_cap": "final_logit_softcapping"} | gemma3n.KEYS,
+        fixed={"embedding_scale": "sqrt_dim", "norm_placement": "sandwich", "qk_norm": "head"},
+        defaults=_TANH_DEFAULT
+        | {"hidden_activation": "gelu_pytorch_tanh", "rope_theta": 1_000_000.0, "rope_local_base_freq": 10_000.0}
+        | gemma3n.DEFAULTS,
+        only=_NO_BIAS | _CAUSAL | gemma3n.ONLY,
+        tied=True,
+        activation="hidden_activation",
+        window="types",
+        config=Gemma3nConfig,
+        read=gemma3n.read,
+        write=gemma3n.write,
     ),
     Family(
         model_type="qwen2",
@@ -432,7 +454,7 @@ def _default_types(values: Values, family: Family, num_layers: int) -> list[str]
     if family.model_type.startswith("qwen"):
         first = values["max_window_layers"]
         return ["sliding_attention" if i >= first else "full_attention" for i in range(num_layers)]
-    default = 6 if family.model_type == "gemma3_text" else 2
+    default = {"gemma3_text": 6, "gemma3n_text": 5}.get(family.model_type, 2)
     every = values.get("sliding_window_pattern") or values.get("_sliding_window_pattern") or default
     return ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(num_layers)]
 

@@ -150,7 +150,7 @@ def write(config: DecoderConfig, family: Family) -> dict[str, Any]:
     if family.model_type == "gpt_neox":
         written = {"rotary_emb_base": rope.theta, "rotary_pct": rope.fraction}
         written |= {} if kind == "default" else {"rope_scaling": scaling}
-    if family.model_type != "gemma3_text":
+    if family.model_type not in ("gemma3_text", "gemma3n_text"):
         return written | {"rope_parameters": full}
     local_theta = rope.theta if rope.local_theta is None else rope.local_theta
     local = {"rope_type": "default", "rope_theta": local_theta}

@@ -41,6 +41,21 @@ _LAYOUTS = {
     **{f"{side}/layers/relative_bias/table": "lrn" for side in ("encoder", "decoder")},
     **{f"{side}/norm/scale": "d" for side in ("encoder", "decoder")},
 }
+_LAYOUTS |= {  # of Gemma 3n
+    "per_layer_embedding": "wx",
+    "per_layer_projection": "dx",
+    "per_layer_norm/scale": "y",
+    **dict.fromkeys(("stream_projections", "stream_unprojections"), "ado"),
+    "layers/altup/modality_router": "lda",
+    "layers/altup/prediction": "labc",
+    "layers/altup/correction": "lab",
+    **dict.fromkeys(("layers/altup/correct_scale", "layers/altup/router_norm/scale"), "ld"),
+    "layers/laurel/left": "ldk",
+    "layers/laurel/right": "lkd",
+    "layers/per_layer/input_gate": "ldy",
+    "layers/per_layer/projection": "lyd",
+    **dict.fromkeys(("layers/laurel/norm/scale", "layers/per_layer/norm/scale"), "ld"),
+}
 _EXPERTS = {
     "layers/mlp/router": "lde",
     **dict.fromkeys(("layers/mlp/up", "layers/mlp/gate"), "ledf"),
@@ -120,6 +135,32 @@ GEMMA2 = _without(GEMMA, "post_attention_layernorm") + _rows(
     ]
 )
 GEMMA3 = GEMMA2 + _QK_NORM
+
+_U = "layers/altup/"
+GEMMA3N = (
+    _without(GEMMA2, ".bias")
+    + _QK_NORM
+    + _rows(
+        [
+            ("model.embed_tokens_per_layer.weight", "w x", "per_layer_embedding"),
+            ("model.per_layer_model_projection.weight", "x d", "per_layer_projection"),
+            ("model.per_layer_projection_norm.weight", "y", "per_layer_norm/scale"),
+            ("model.altup_projections.{a}.weight", "o d", "stream_projections"),
+            ("model.altup_unembed_projections.{a}.weight", "o d", "stream_unprojections"),
+            (_L + "altup.modality_router.weight", "a d", _U + "modality_router"),
+            (_L + "altup.router_norm.weight", "d", _U + "router_norm/scale"),
+            (_L + "altup.prediction_coefs.weight", "bc a", _U + "prediction"),
+            (_L + "altup.correction_coefs.weight", "b a", _U + "correction"),
+            (_L + "altup.correct_output_scale", "d", _U + "correct_scale"),
+            (_L + "laurel.linear_left.weight", "k d", "layers/laurel/left"),
+            (_L + "laurel.linear_right.weight", "d k", "layers/laurel/right"),
+            (_L + "laurel.post_laurel_norm.weight", "d", "layers/laurel/norm/scale"),
+            (_L + "per_layer_input_gate.weight", "y d", "layers/per_layer/input_gate"),
+            (_L + "per_layer_projection.weight", "d y", "layers/per_layer/projection"),
+            (_L + "post_per_layer_input_norm.weight", "d", "layers/per_layer/norm/scale"),
+        ]
+    )
+)
 
 _QKV = f"{_A}query {_A}key {_A}value"
 _QKV_BIAS = f"{_A}query_bias {_A}key_bias {_A}value_bias"
@@ -351,6 +392,11 @@ NAMES = {
     "gemma3_text": Names(
         GEMMA3, (_TEXT_HEAD, _TEXT, _BARE), r"^(?:model\.)?(?:vision_tower|multi_modal_projector)\.|" + _BUFFERS
     ),
+    "gemma3n_text": Names(
+        GEMMA3N,
+        (_TEXT_HEAD, _TEXT, _BARE, (r"^(?=(?:embed_tokens_per_layer|per_layer_|altup_)[a-z_.]*)", "model.")),
+        r"^(?:model\.)?(?:vision_tower|audio_tower|embed_vision|embed_audio)\.|" + _BUFFERS,
+    ),
     "phi3": Names(PHI3, **_LLAMA_LIKE),
     "mixtral": Names(MIXTRAL, **_LLAMA_LIKE),
     "qwen3_moe": Names(QWEN3_MOE, **_LLAMA_LIKE),
@@ -398,6 +444,18 @@ def of(model_type: str, paths: Collection[str], *, fused_experts: bool = False) 
     if fused_experts and "layers/mlp/router" in paths and rows is not GPT_OSS:  # whose files have them so
         rows = tuple(row for row in rows if not row.ours[0].startswith(_M)) + FUSED_EXPERTS
     return tuple(row for row in rows if row.ours[0] in paths)
+
+
+def unused(rows: Rows, shapes: Mapping[str, tuple[int, ...]]) -> set[str]:
+    """Names of tensors that a checkpoint may have for layers that have no such parameter, and that nothing reads.
+
+    Args:
+      rows: of the model.
+      shapes: of its parameters.
+    """
+    depths = {row: shapes[row.ours[0]][0] for row in rows if row.numbered == "l"}
+    deepest = max(depths.values(), default=0)
+    return {row.name.format(l=layer) for row, depth in depths.items() for layer in range(depth, deepest)}
 
 
 def aliases(model_type: str, names: Collection[str]) -> dict[str, str]:

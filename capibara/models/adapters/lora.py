@@ -35,7 +35,10 @@ SUFFIX = "_lora"
 ALL_LINEAR = "all-linear"
 # Weights of layers that are used by `layers.dense` or by experts, which is where an adapter adds to them. A router has
 # one too, but is stored in float32.
-_LINEAR = ("query", "key", "value", "out", "up", "gate", "down", "shared_up", "shared_gate", "shared_down")
+_LINEAR = (
+    "query", "key", "value", "out", "up", "gate", "down", "shared_up", "shared_gate", "shared_down",
+    "left", "right", "input_gate", "projection",
+)  # fmt: skip
 
 
 _Number = TypeVar("_Number", int, float)

@@ -6,7 +6,7 @@ import dataclasses
 import enum
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,7 @@ from capibara.models.layers.transformer import (
     Shared,
     TransformerConfig,
 )
+from capibara.models.registry import model_of
 from capibara.sharding import RematPolicy, constrain
 
 __all__ = ["ComputeDtype", "Decoder", "DecoderConfig", "Head", "NormScale", "Positions"]
@@ -138,8 +139,17 @@ class DecoderConfig(TransformerConfig):
             raise UserError(f"DecoderConfig.logit_scale is {self.logit_scale}, must be finite and above 0: try 1.0")
 
 
+@model_of(DecoderConfig)
 class Decoder(nnx.Module):
-    """Embedding, layers, final norm; `head` gives the output projection."""
+    """Embedding, layers, final norm; `head` gives the output projection.
+
+    Attributes:
+      block: the class of its layers, each made by `block(config, rngs)`.
+      layerwise: whether `begin` and `layer` run it layer by layer.
+    """
+
+    block: ClassVar[type[nnx.Module]] = Block
+    layerwise: ClassVar[bool] = True
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
         V, D = config.vocab_size, config.embed_dim
@@ -150,7 +160,7 @@ class Decoder(nnx.Module):
             self.position_embedding = layers.param(rngs, shape, ("position", "embed"), layers.normal(0.02))
         if config.positions is Positions.RELATIVE:
             self.relative_bias = RelativeBias(config, rngs, bidirectional=False)
-        self.layers = stack.stacked(lambda rngs: Block(config, rngs), rngs, config.num_layers)
+        self.layers = stack.stacked(lambda rngs: self.block(config, rngs), rngs, config.num_layers)
         self.final_norm = config.make_norm(rngs)
         if config.head is Head.SEPARATE:
             self.output = layers.param(rngs, (V, D), ("vocab", "embed"), layers.normal(D**-0.5))
@@ -199,8 +209,7 @@ class Decoder(nnx.Module):
         if config.inputs_attention is InputsAttention.BIDIRECTIONAL:
             # Later tokens see what was before, as any text.
             whole["prefix"] = _inputs(batch, now) if is_prefill else None
-        length = config.max_length or _places(kept)
-        rows, kinds, x, of_layers = self._rows(whole, length), self._kinds(), self._embed(whole), []
+        rows, kinds, x, of_layers = self._rows(whole, self._length(kept)), self._kinds(), self._embed(whole), []
         shared = Shared(bias=self._bias(x.shape[1]) if is_prefill else None, bias_at=self._bias_at)
         for index, block in enumerate(stack.each(self.layers, values)):
             unmerged.attach(block, batch.get("adapters"), index)
@@ -246,6 +255,10 @@ class Decoder(nnx.Module):
     @property
     def _bias_at(self) -> Any:
         return self.relative_bias.at if self.config.positions is Positions.RELATIVE else None
+
+    def _length(self, kept: dense.Cache) -> int:
+        """Tokens of the longest row that a cache is for."""
+        return self.config.max_length or _places(kept)
 
     def _kinds(self) -> dict[LayerKind, AttentionSpec]:
         config = self.config

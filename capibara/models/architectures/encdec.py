@@ -30,6 +30,7 @@ from capibara.models.layers.transformer import (
     Shared,
     TransformerConfig,
 )
+from capibara.models.registry import model_of
 from capibara.sharding import RematPolicy, constrain
 
 _PATTERN = (LayerKind.GLOBAL,)
@@ -230,6 +231,7 @@ class Stack(nnx.Module):
         return constrain(self.norm(x_BTD), ("batch", "act_time", "act_embed")), of_layers
 
 
+@model_of(EncoderDecoderConfig)
 class EncoderDecoder(nnx.Module):
     """One embedding, an encoder, and a decoder that reads what was encoded; `head` gives the output projection."""
 

@@ -24,6 +24,7 @@ from capibara.models.layers.transformer import (
     Shared,
     TransformerConfig,
 )
+from capibara.models.registry import model_of
 from capibara.sharding import RematPolicy, constrain
 
 _PATTERN = (LayerKind.GLOBAL,)
@@ -58,6 +59,7 @@ class EncoderConfig(TransformerConfig):
             raise UserError(f"EncoderConfig.token_types is {self.token_types}, must be at least 1")
 
 
+@model_of(EncoderConfig)
 class Encoder(nnx.Module):
     """Embeddings, layers, and the transform before the output projection, which `head` gives."""
 

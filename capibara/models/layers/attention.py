@@ -253,13 +253,15 @@ class Attention(nnx.Module):
         encoded_BSD: jax.Array | None = None,
         encoded_segments_BS: jax.Array | None = None,
         drop: Dropout | None = None,
+        heads: tuple[jax.Array, jax.Array, jax.Array] | None = None,
     ) -> jax.Array:
         """Self-attention of x_BTD, or its attention to `encoded_BSD`.
 
-        `angles` turn queries and keys, the rest is as in `attend`.
+        `angles` turn queries and keys, `heads` are queries, keys and values where a block made them itself, the rest is
+        as in `attend`.
         """
         itself = encoded_BSD is None
-        q, k, v = self._heads(x_BTD, x_BTD if itself else encoded_BSD, angles)
+        q, k, v = self._heads(x_BTD, x_BTD if itself else encoded_BSD, angles) if heads is None else heads
         site = Site.PROBABILITIES if itself else Site.CROSS_PROBABILITIES
         y = attend(
             checkpoint_name(q, "query"),
@@ -289,15 +291,18 @@ class Attention(nnx.Module):
         bias_NTS: jax.Array | None = None,
         bias_at=None,
         prefix_BT: jax.Array | None = None,
+        heads: tuple[jax.Array, jax.Array, jax.Array] | None = None,
+        written: dense.LayerCache | None = None,
     ) -> tuple[jax.Array, dense.LayerCache]:
         """Self-attention of the tokens that are read now to themselves and to those in the cache; and the new cache.
 
         Of rows that have read nothing before `bias_NTS` is added to the scores, of others `bias_at` (`cache.attend`);
-        `prefix_BT` as in `attend`, of rows that have read nothing before.
+        `prefix_BT` as in `attend`, of rows that have read nothing before; `heads` as in `__call__`; `written`: the new
+        cache, where another layer wrote these keys and values.
         """
-        q, k, v = self._heads(x_BTD, x_BTD, angles)
+        q, k, v = self._heads(x_BTD, x_BTD, angles) if heads is None else heads
         in_pages = paged.is_paged(layer)
-        written = (paged if in_pages else dense).write(layer, k, v, now)
+        written = (paged if in_pages else dense).write(layer, k, v, now) if written is None else written
         if now.is_prefill and not dense.multiplied_as_kept(layer, q):
             segments = now.real.astype(jnp.int32)
             of_rows = {

@@ -56,8 +56,26 @@ def unstacked(values: Any) -> tuple[Any, ...]:
     """
     if isinstance(values, tuple):
         return values
-    count = len(jax.tree.leaves(values)[0])
-    return tuple(jax.tree.map(lambda v: v[index], values) for index in range(count))
+    return tuple(_one(values, index) for index in range(depth(values)))
+
+
+def depth(values: Any) -> int:
+    """Layers of a stack's parameters: some of these may be of the first layers alone."""
+    return max((leaf.shape[0] for leaf in jax.tree.leaves(values)), default=0)
+
+
+def _one(values: Any, index: int) -> Any:
+    """Parameters of one layer, those that it has."""
+    if isinstance(values, dict):
+        return {name: _one(value, index) for name, value in values.items() if index < depth(value)}
+    return jax.tree.map(lambda v: v[index], values)
+
+
+def _between(values: Any, start: int, stop: int) -> Any:
+    """A stack of the parameters of some layers, those that all of them have."""
+    if isinstance(values, dict):
+        return {name: _between(value, start, stop) for name, value in values.items() if stop <= depth(value)}
+    return jax.tree.map(lambda v: v[start:stop], values)
 
 
 def each(layers: nnx.Module, values: Sequence[Any]) -> Iterator[nnx.Module]:
@@ -77,6 +95,8 @@ def run(
     remat: RematPolicy,
     *,
     numbered: bool = False,
+    beside: Any = None,
+    span: tuple[int, int] | None = None,
 ) -> tuple[jax.Array, Stats]:
     """Applies a stacked module layer after layer; as a pipeline where the active mesh has stages.
 
@@ -90,32 +110,31 @@ def run(
       loop: scan or unroll.
       remat: what the backward pass recomputes of each layer.
       numbered: `apply` is given the number of the layer, too.
+      beside: pytree of arrays with an axis of layers, of which `apply` is given the layer's part, too; not in a pipeline.
+      span: the first layer to run and the one after the last, to which `pattern` and `beside` then belong; None: all.
 
     Returns:
       The last layer's output, and the statistics, each with a leading axis of layers.
     """
     graphdef, state = nnx.split(layers)
     values = nnx.to_pure_dict(state)
-    count, group = jax.tree.leaves(values)[0].shape[0], len(pattern)
+    values = values if span is None else _between(values, *span)
+    count, group = depth(values), len(pattern)
+    own = jnp.arange(count, dtype=jnp.int32) if numbered else beside
 
     def one(kind: Any):
         def body(x: jax.Array, layer: Any, rows: Any) -> tuple[jax.Array, Stats]:
-            if numbered:
-                number, layer = layer
-                return apply(nnx.merge(graphdef, _as_state(state, layer)), x, rows, kind, number)
-            return apply(nnx.merge(graphdef, _as_state(state, layer)), x, rows, kind)
+            parts, layer = ((), layer) if own is None else ((layer[0],), layer[1])
+            return apply(nnx.merge(graphdef, _as_state(state, layer)), x, rows, kind, *parts)
 
         return _recomputed(body, remat, in_scan=loop is LayerLoop.SCAN)
 
     bodies = [one(kind) for kind in pattern]
     frozen = any(isinstance(v, Frozen) for v in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, nnx.Variable)))
     shape = sharding.active_pipeline()
-    if numbered:
-        if shape is not None:
-            raise UserError(
-                "dropout_rate is above 0 and Plan.stage above 1: set either to 0 or 1, pipelines drop nothing"
-            )
-        values = (jnp.arange(count, dtype=jnp.int32), values)
+    if numbered and shape is not None:
+        raise UserError("dropout_rate is above 0 and Plan.stage above 1: set either to 0 or 1, pipelines drop nothing")
+    values = values if own is None else (own, values)
     if shape is None:
         return _in_sequence(bodies, x, values, rows, count, loop, frozen)
     _check_stages(count, group, shape)

@@ -211,6 +211,11 @@ class TransformerConfig:
             return ClampedSwiglu(self.swiglu_alpha, self.swiglu_limit)
         return self.activation
 
+    @property
+    def runs_in_stages(self) -> bool:
+        """Whether a pipeline can cut its layers into stages."""
+        return True
+
     def attention_kind(self, *, causal: bool, window: int | None = None) -> AttentionSpec:
         """Mask and scores of a layer."""
         scale = self.head_size**-0.5 if self.attention_scale is None else self.attention_scale
@@ -274,7 +279,13 @@ class MLP(nnx.Module):
                 self.gate_bias = layers.param(rngs, (F,), ("mlp",), layers.zeros)
             self.down_bias = layers.param(rngs, (D,), ("norm",), layers.zeros)
 
-    def __call__(self, x_BTD: jax.Array, drop: Dropout | None = None) -> jax.Array:
+    def __call__(
+        self,
+        x_BTD: jax.Array,
+        drop: Dropout | None = None,
+        on_gate: Callable[[jax.Array], jax.Array] | None = None,
+    ) -> jax.Array:
+        """[B, T, D]; `on_gate`: gate [B, T, F] -> what its activation is of, None: the gate itself."""
         dtype, quantization = x_BTD.dtype, self.config.quantization
         into = [self.up[...], self.gate[...]] if self.config.activation.gated else [self.up[...]]
         down, up_lora, gate_lora, down_lora = (
@@ -291,7 +302,8 @@ class MLP(nnx.Module):
             gate = layers.dense(x_BTD, into[1], quantization=quantization, adapter=gate_lora)
             gate = gate + self.gate_bias[...].astype(dtype) if self.config.bias.of_mlp else gate
             gate = constrain(gate, ("batch", "act_time", "act_mlp"))
-            h = self.config.gating.gate(checkpoint_name(gate, "mlp_gate"), h)
+            gate = checkpoint_name(gate, "mlp_gate")
+            h = self.config.gating.gate(gate if on_gate is None else on_gate(gate), h)
         else:
             h = self.config.activation(h)
         h = dropout.apply(drop, h, Site.MLP_INNER)
