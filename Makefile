@@ -8,6 +8,7 @@
 # make test-slices  every program that trains, evaluates or generates, compiled by the TPU compiler for v5e and v6e slices
 # make test-faults  the faults that a run must survive, injected, and a table of what became of them
 # make finetune     an open model in, adapters trained on conversations, answers before and after, a GGUF file out
+# make types        what mypy finds in the package; tests/test_types.py runs it, too
 # make format       the layout of the code, by ruff; tests/test_style.py runs its checks
 #
 # PYTHON=python3.12 chooses the interpreter (3.11, 3.12 or 3.13); each other version gets a .venv-3.X of its own.
@@ -30,7 +31,7 @@ PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses=4 --dist=loadfile -q
 # Named after the version, so that a newer python3 makes a new environment instead of using half of the old one.
 STAMP := $(VENV)/.installed-$(VERSION)
 
-.PHONY: quickstart test test-heavy test-transformers test-t5x test-quantized test-faults test-hosts test-slices finetune format bench wheel lock setup
+.PHONY: quickstart test test-heavy test-transformers test-t5x test-quantized test-faults test-hosts test-slices finetune types format bench wheel lock setup
 
 quickstart: $(STAMP)
 	$(BIN)/python -m capibara.train --gin_file=quickstart.gin --emulate=8 \
@@ -63,6 +64,9 @@ test-faults: $(STAMP)
 
 finetune: $(STAMP)
 	$(BIN)/python benchmarks/finetune.py $(ARGS)
+
+types: $(STAMP)
+	$(BIN)/python -m mypy $(ARGS)
 
 format: $(STAMP)
 	$(BIN)/ruff format capibara benchmarks tests examples

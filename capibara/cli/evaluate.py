@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Sequence
 
@@ -42,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _check(args) -> None:
+def _check(args: argparse.Namespace) -> None:
     if bool(args.model_dir) == bool(args.model):
         raise UserError("give one of --model_dir (a run folder) and --model (a Hugging Face folder or .gguf file)")
     if args.limit is not None and args.limit < 1:
@@ -53,7 +54,7 @@ def _check(args) -> None:
         raise UserError("--harness_path is of --harness: name a task in it, e.g. --harness=my_task")
 
 
-def run(args) -> None:
+def run(args: argparse.Namespace) -> None:
     """Evaluates what the flags say."""
     import jax
 

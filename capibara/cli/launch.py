@@ -6,6 +6,7 @@ import argparse
 import math
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from capibara.core.types import UserError
 
@@ -27,10 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Parses the command line and runs the verb; returns the exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
     own, verb = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
-    parser = argparse.ArgumentParser(
-        "capibara launch", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.error = _raise
+    parser = _Parser("capibara launch", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("where", choices=("local",), metavar="local")
     parser.add_argument("--restarts", type=int, default=3, metavar="N", help="at most; default: 3")
     parser.add_argument("--processes", type=int, default=1, metavar="N", help="of the verb; default: 1")
@@ -74,5 +72,6 @@ def _check(args: argparse.Namespace, verb: Sequence[str]) -> None:
         )
 
 
-def _raise(message: str) -> None:
-    raise UserError(f"{message} (see --help)")
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message} (see --help)")

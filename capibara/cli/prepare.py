@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from capibara.cli.flags import ArgumentParser, parse_arguments
 from capibara.core.types import UserError
+
+if TYPE_CHECKING:
+    from capibara.data.sources.sources import Source
 
 _DESCRIPTION = """Prepares what training needs.
 
@@ -64,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _source(args):
+def _source(args: argparse.Namespace) -> Source:
     from capibara.data.sources import sources
 
     if args.gin_file or args.gin_bindings:
@@ -78,7 +83,7 @@ def _source(args):
     return sources.JsonlSource(files=tuple(args.files), field=args.field)
 
 
-def _source_in_gin(args):
+def _source_in_gin(args: argparse.Namespace) -> Source:
     from capibara import config
     from capibara.data.dataset import Dataset
 

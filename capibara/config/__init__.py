@@ -18,6 +18,7 @@ import pkgutil
 import re
 import sys
 import tokenize
+import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -55,6 +56,7 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+
 in_scope = gin.config_scope  # a context in which `build` takes the bindings of a scope, and else those of none
 
 MODULE = {"capibara": "module"}  # metadata of a dataclass's field that names a Python module, which is imported
@@ -73,6 +75,7 @@ def configurable(cls: T) -> T:
     Calling the class from Python is unaffected, but for one thing: the fields of a dataclass are checked against
     their annotations, before its own __post_init__ (see capibara.core.fields.check), however it is made.
     """
+    assert isinstance(cls, (type, types.FunctionType))
     if isinstance(cls, type) and dataclasses.is_dataclass(cls):
         fields.check_on_creation(cls, _check)
     selector = f"{cls.__module__}.{cls.__name__}"
@@ -208,8 +211,8 @@ def parse(
         for name in gin_files:  # for the modules that they import, to which the record may refer
             parsing.file(name)
         reset()
-        parsing = _Parsing(search_folders(search_paths), recorded, {*parsing.imported})
-        parsing.recorded()
+        parsing = _Parsing(search_folders(search_paths), {*parsing.imported})
+        parsing.recorded(recorded)
     for name in gin_files:
         parsing.file(name)
     from_files = {scope for scope, selector in gin_config._CONFIG if selector == _MACRO}
@@ -217,7 +220,7 @@ def parse(
         parsing.statements(io.StringIO(quoted(binding)), "command line")
     parsing.check_macros(from_files)
     if recorded is not None and not recorded.trusted:
-        parsing.check_modules()
+        parsing.check_modules(recorded)
     return parsing.read
 
 
@@ -319,16 +322,15 @@ class _Parsing:
       imported: modules that these import.
     """
 
-    def __init__(self, folders: list[pathlib.Path], record: Recorded | None = None, known: Iterable[str] = ()):
-        self._folders, self._record, self._known = folders, record, {*known}
+    def __init__(self, folders: list[pathlib.Path], known: Iterable[str] = ()):
+        self._folders, self._known = folders, {*known}
         self._in_record = False
         self.read: list[pathlib.Path] = []
         self.imported: list[str] = []
         self._open: list[pathlib.Path] = []  # being read, the outermost first
 
-    def recorded(self) -> None:
-        """Reads the recorded configuration, as data."""
-        record = self._record
+    def recorded(self, record: Recorded) -> None:
+        """Reads a recorded configuration, as data."""
         gin_record.check_size(record.text, record.where)
         named = gin_record.modules_named(record.text)
         for module in named if record.trusted else ():
@@ -351,13 +353,15 @@ class _Parsing:
             self._in_record = False
         _check_growth(record.where)
 
-    def check_modules(self) -> None:
+    def check_modules(self, record: Recorded) -> None:
         """Raises UserError where the record alone names a module that is not capibara's and would be imported."""
         for scope, selector in [*gin_config._CONFIG]:
             wrapped = gin_config._REGISTRY[selector].wrapped if selector in gin_config._REGISTRY else None
-            for field in dataclasses.fields(wrapped) if dataclasses.is_dataclass(wrapped) else ():
+            if not isinstance(wrapped, type) or not dataclasses.is_dataclass(wrapped):
+                continue
+            for field in dataclasses.fields(wrapped):
                 module, where = _value_of(scope, selector, field.name)
-                recorded = field.metadata == MODULE and where.startswith(f"{self._record.where}:")
+                recorded = field.metadata == MODULE and where.startswith(f"{record.where}:")
                 if recorded and isinstance(module, str) and not self._is_known(module):
                     raise UserError(
                         f"{where}: {wrapped.__name__}.{field.name} names the module {module}, which a recorded "

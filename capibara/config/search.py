@@ -160,7 +160,7 @@ def _fields_for(part: Any, known: Sequence[Any]) -> Iterable[tuple[Any, str]]:
     """The classes with a field that takes an object of the class `part`, or None, each with that field's name."""
     for owner in known:
         if isinstance(owner, type) and dataclasses.is_dataclass(owner):
-            for name, annotation in fields.annotations(owner).items():
+            for name, annotation in fields.annotations_of(owner).items():
                 choices = typing.get_args(annotation) or (annotation,)
                 bases = part.__mro__[:-1] if isinstance(part, type) else (part,)
                 if typing.get_origin(annotation) is not tuple and any(base in choices for base in bases):

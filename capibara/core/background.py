@@ -19,7 +19,8 @@ class Task:
     """
 
     def __init__(self, fn: Callable[[], None], name: str):
-        self._fn, self._error = fn, None
+        self._fn = fn
+        self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -95,7 +96,7 @@ def before_exit(finish: Callable[[], None]) -> Iterator[None]:
         if wanted[0]:
             finish()
 
-    threading._register_atexit(at_exit)
+    threading._register_atexit(at_exit)  # type: ignore[attr-defined]  # typeshed leaves private functions out
     try:
         yield
     finally:

@@ -38,7 +38,7 @@ def refused(errors: Iterable[BaseException]) -> UserError | TryAgain | None:
             continue
         room, text = type(error).__module__.partition(".")[0], _text(error)
         code = getattr(error, "code", None) if room in ("gcsfs", "google") else None  # some of them an HTTPStatus
-        code = int(code) if isinstance(code, int) or str(code).isdigit() else None
+        code = int(code) if isinstance(code, int) or isinstance(code, str) and code.isdigit() else None
         nameless = isinstance(error, OSError) and error.errno is None  # gcsfs's; the system's have a number
         if code in _DENIED or (nameless and text.startswith("Forbidden: ")) or "PERMISSION_DENIED" in text:
             named = _BUCKET.search(text)

@@ -19,7 +19,7 @@ def start(device_count: int | None = None) -> None:
     use_compilation_cache()
     if device_count is not None:
         emulate(device_count)
-    elif jax.config.jax_platforms == "cpu":
+    elif jax.config.values["jax_platforms"] == "cpu":
         allocator.keep_freed_memory()
 
 
@@ -81,7 +81,7 @@ def skip_absent_tpu() -> None:
 
 def use_compilation_cache() -> None:
     """Keeps compiled programs across starts, in JAX_COMPILATION_CACHE_DIR or the user's cache folder."""
-    if not jax.config.jax_compilation_cache_dir:
+    if not jax.config.values["jax_compilation_cache_dir"]:
         base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
         jax.config.update("jax_compilation_cache_dir", os.path.join(base, "capibara", "xla"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)

@@ -162,10 +162,10 @@ def _told(error: BaseException) -> UserError | TryAgain | None:
 
 def unwrap(error: BaseException) -> BaseException:
     """The exception as it was raised: Gin re-raises a proxy whose message it lengthened, one per configurable."""
-    while error.__suppress_context__ and type(error).__bases__ == (type(error.__context__),):
-        if type(error).__name__ != type(error.__context__).__name__:
+    while error.__suppress_context__ and (raised := error.__context__) is not None:
+        if type(error).__bases__ != (type(raised),) or type(error).__name__ != type(raised).__name__:
             break
-        error = error.__context__
+        error = raised
     return error
 
 

@@ -92,7 +92,7 @@ def short(value: Any) -> str:
 
 
 @functools.cache
-def annotations(cls: type) -> dict[str, Any]:
+def annotations_of(cls: type) -> dict[str, Any]:
     """The resolved annotations of a dataclass's fields; Any where a name is known to type checkers only."""
     try:
         return typing.get_type_hints(cls)
@@ -119,24 +119,24 @@ def check_on_creation(cls: type, check: Callable[[Any], None]) -> None:
     if validate is not None:
 
         @functools.wraps(validate)
-        def __post_init__(self, *init_vars: Any) -> None:
+        def __post_init__(self: Any, *init_vars: Any) -> None:
             check(self)
             validate(self, *init_vars)
 
-        __post_init__._checks_fields = True
-        cls.__post_init__ = __post_init__
+        vars(__post_init__)["_checks_fields"] = True
+        type.__setattr__(cls, "__post_init__", __post_init__)
         return
 
     # dataclass() writes the call of __post_init__ into __init__ only where it finds one, so wrap __init__ itself.
-    init = cls.__init__
+    init: Callable[..., None] = inspect.getattr_static(cls, "__init__")
 
     @functools.wraps(init)
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
         check(self)
 
-    __init__.__signature__ = inspect.signature(init)  # Gin reads names and defaults from it
-    cls.__init__ = __init__
+    vars(__init__)["__signature__"] = inspect.signature(init)  # Gin reads names and defaults from it
+    type.__setattr__(cls, "__init__", __init__)
 
 
 def check(instance: Any) -> None:
@@ -145,8 +145,8 @@ def check(instance: Any) -> None:
     Raises:
       FieldError: a value does not fit; the message names the field, the value, its type and the wanted type.
     """
-    cls = type(instance)
-    hints = annotations(cls)
+    cls: type = type(instance)
+    hints = annotations_of(cls)
     for field in dataclasses.fields(cls):
         if not hasattr(instance, field.name):  # init=False, set later by __post_init__
             continue
@@ -234,9 +234,9 @@ def _convert_container(value: Any, origin: type, args: tuple[Any, ...]) -> Any:
         _expect(isinstance(value, collections.abc.Mapping), value)
         if len(args) != 2:
             return value
-        items = {convert(key, args[0]): convert(item, args[1]) for key, item in value.items()}
-        same = all(value.get(key) is item for key, item in items.items())
-        return value if same and len(items) == len(value) else items
+        mapped = {convert(key, args[0]): convert(item, args[1]) for key, item in value.items()}
+        same = all(value.get(key) is item for key, item in mapped.items())
+        return value if same and len(mapped) == len(value) else mapped
     if not issubclass(origin, (tuple, list, collections.abc.Set, collections.abc.Iterable)):
         return _convert_class(value, origin)
     if not isinstance(value, (tuple, list, collections.abc.Set)):
@@ -255,7 +255,7 @@ def _convert_container(value: Any, origin: type, args: tuple[Any, ...]) -> Any:
 
 
 def _convert_class(value: Any, cls: type) -> Any:
-    if cls in (int, float) and isinstance(value, numbers.Real) and not isinstance(value, bool):
+    if cls in (int, float) and _is_number(value):
         if cls is float or isinstance(value, numbers.Integral):
             return value if type(value) is cls else cls(value)
         raise _Mismatch(f"write {int(value)}" if value == value // 1 and abs(value) < 1e18 else "")
@@ -278,6 +278,10 @@ def _convert_class(value: Any, cls: type) -> Any:
     if isinstance(value, types.FunctionType) and cls is not types.FunctionType:
         hint = f"the function was not called, write @{value.__name__}() with the brackets"
     return _expect(isinstance(value, cls), value, hint)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def _convert_enum(value: Any, cls: type[enum.Enum]) -> enum.Enum:

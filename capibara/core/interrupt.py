@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType
+from typing import Any
 
 import jax
 import numpy as np
@@ -26,7 +28,7 @@ class StopRequest:
         self._agree_every = agree_every
         self.signal_number: int | None = None
         self._agreed: int | None = None  # where there are several hosts
-        self._previous: dict[int, object] = {}
+        self._previous: dict[int, Callable[[int, FrameType | None], Any] | int | None] = {}
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():  # only there can handlers be set

@@ -12,8 +12,9 @@ def age_s() -> float:
     """Seconds since this process was started; 0 where the system does not say."""
     try:
         with open("/proc/uptime", encoding="ascii") as file:
-            return max(0.0, float(file.read().split()[0]) - int(start_of(os.getpid())) / os.sysconf("SC_CLK_TCK"))
-    except (OSError, ValueError, TypeError, IndexError):
+            up_s, start = float(file.read().split()[0]), start_of(os.getpid())
+            return 0.0 if start is None else max(0.0, up_s - int(start) / os.sysconf("SC_CLK_TCK"))
+    except (OSError, ValueError, IndexError):
         return 0.0
 
 

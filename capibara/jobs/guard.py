@@ -101,8 +101,8 @@ class Guard:
         read, write = os.pipe()
         try:
             command = [sys.executable, "-I", "-S", os.path.abspath(__file__)]
-            silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-            starting = subprocess.Popen(command, stdin=read, start_new_session=True, **silent)
+            silent = subprocess.DEVNULL
+            starting = subprocess.Popen(command, stdin=read, stdout=silent, stderr=silent, start_new_session=True)
             try:
                 starting.wait(_START_S)
             except subprocess.TimeoutExpired:
@@ -136,7 +136,8 @@ class _Ending:
 
     def __init__(self, groups: Sequence[tuple[int, int]], grace_s: float):
         self._groups, now_s = dict(groups), time.monotonic()
-        self._until_s, self._left_s = now_s + grace_s, None  # the latter once a worker has ended
+        self._until_s = now_s + grace_s
+        self._left_s: float | None = None  # once a worker has ended
         self._thaws, self._busy_s, self._ticks = 0, now_s, 0
         self._members = Members(list(self._groups))
 

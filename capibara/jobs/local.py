@@ -80,7 +80,8 @@ class Supervisor:
                 pause_s = self.pauses_s[min(in_a_row, len(self.pauses_s) - 1)]
                 restarts, in_a_row = restarts + 1, in_a_row + 1
                 self.say(f"ended {lived}; restart {restarts} of {self.restarts} in {pause_s:g} s")
-                if stop.wait(pause_s):
+                stop.wait(pause_s)
+                if stop.number is not None:
                     return 128 + stop.number
 
     def _once(self, stop: _Signals, guard: Guard, permit: str) -> int:

@@ -115,7 +115,7 @@ class Health:
     def __post_init__(self) -> None:
         self._looked_s = time.monotonic()
         self._members = guard.Members([worker.pid for worker in self.workers])
-        self._stopped_s = collections.Counter[int]()  # by the worker's index
+        self._stopped_s = collections.defaultdict[int, float](float)  # by the worker's index
         self._silent_s: dict[int, float] = {}  # of those that have told us that they live
         self._thawed_s: dict[int, float] = {}
         self._thaws = collections.Counter[int]()  # of each, those in a row that did not help

@@ -11,7 +11,7 @@ import dataclasses
 import enum
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -92,7 +92,7 @@ class Rules:
     act_kv_heads: tuple[str, ...] = ("tensor",)
     act_vocab: tuple[str, ...] = ("tensor",)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             for axis in getattr(self, field.name):
                 if axis not in MESH_AXES:
@@ -113,7 +113,7 @@ class Rules:
         owner: dict[str, str] = {}
         parts: list[tuple[str, ...] | str | None] = []
         for name in axes:
-            if name is None or name is PartitionSpec.UNCONSTRAINED:
+            if not isinstance(name, str):  # None, or PartitionSpec.UNCONSTRAINED
                 parts.append(name)
                 continue
             if not hasattr(self, name):
@@ -177,7 +177,7 @@ class Plan:
     rules: Rules = Rules()
     slice: str | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name in ("batch_size", "accumulation", "pipeline_repeats"):
             if getattr(self, name) < 1:
                 raise UserError(f"Plan.{name} is {getattr(self, name)}, must be at least 1")
@@ -348,7 +348,8 @@ def host_shards(mesh: Mesh, rules: Rules) -> list[int]:
     """
     rows = int(np.prod([mesh.shape[axis] for axis in rules.batch]))
     held: dict[int, set[int]] = {}
-    for device, index in batch_sharding(mesh, rules).devices_indices_map((rows,)).items():
+    parts_of: Mapping[jax.Device, tuple[slice, ...]] = batch_sharding(mesh, rules).devices_indices_map((rows,))
+    for device, index in parts_of.items():
         held.setdefault(device.process_index, set()).update(range(*index[0].indices(rows)))
     parts = sorted({tuple(sorted(part)) for part in held.values()})
     if sorted(sum(parts, ())) != list(range(rows)) or len({len(part) for part in parts}) > 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import jax
 import numpy as np
@@ -61,7 +61,7 @@ def each(make: Callable[[], T]) -> list[T]:
 
 def of_first(make: Callable[[], T]) -> T:
     """What `make` gives on process 0, a JSON value, on all of them; errors as of `each`."""
-    return each(lambda: make() if jax.process_index() == 0 else None)[0]
+    return cast(T, each(lambda: make() if jax.process_index() == 0 else None)[0])  # the first is never the None
 
 
 def in_turns(things: Sequence[S], make: Callable[[Sequence[S]], Iterator[T]], every: int) -> Iterator[T]:

@@ -55,8 +55,8 @@ class _Place(NamedTuple):
     """Of this process among all; local_device_ids: those of the host's accelerators that it takes, None: all."""
 
     address: str
-    count: int
-    index: int
+    num_processes: int
+    process_id: int
     local_device_ids: list[int] | None
 
 
@@ -85,14 +85,14 @@ def join(
     import jax
 
     place = _find(joining, emulated)
-    if place is None or place.count == 1:
+    if place is None or place.num_processes == 1:
         return
-    mine = roll_call.Process(place.index, place.count, {**_versions(), **facts})
+    mine = roll_call.Process(place.process_id, place.num_processes, {**_versions(), **facts})
     came = roll_call.call(mine, place.address, joining.timeout_s)
     jax.distributed.initialize(
         coordinator_address=place.address,
-        num_processes=place.count,
-        process_id=place.index,
+        num_processes=place.num_processes,
+        process_id=place.process_id,
         local_device_ids=place.local_device_ids,
         cluster_detection_method="deactivate",
         initialization_timeout=_JAX_CONNECTS_S,
@@ -137,6 +137,7 @@ def _find(joining: Joining, emulated: bool) -> _Place | None:
     missing = {"coordinator_address": address, "num_processes": count, "process_id": index}
     if lacking := [f"--{name}" for name, value in missing.items() if value is None]:
         raise UserError(f"{', '.join(lacking)} is not given, and no cluster that JAX knows says it: give it, too")
+    assert address is not None and count is not None and index is not None
     if not 0 <= index < count:
         raise UserError(f"this is process {index} of {count}: the first must be from 0, and below the second")
     return _Place(address, count, index, None if local is None else list(local))
@@ -149,7 +150,9 @@ def _number(variable: str) -> int | None:
     return int(text) if text else None
 
 
-def _detected(address: str | None, count: int | None, index: int | None, timeout_s: float):
+def _detected(
+    address: str | None, count: int | None, index: int | None, timeout_s: float
+) -> tuple[str | None, int | None, int | None, Sequence[int] | None]:
     """What is known, and what JAX finds of the rest: on TPU VMs, GKE, Slurm, Open MPI and in indexed jobs."""
     from jax._src import clusters  # jax.distributed.initialize does the same, and aborts where one process is missing
 

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from capibara.core.types import TryAgain
 
@@ -35,6 +35,18 @@ _SHOWN = 200
 
 _leaving, _told, _watched = threading.Event(), threading.Event(), threading.Event()
 _noted: list[Fault] = []
+
+
+class _Client(Protocol):
+    """What is used of JAX's client of the coordinator."""
+
+    def key_value_set(self, key: str, value: str, *, allow_overwrite: bool = False) -> None: ...
+
+    def key_value_try_get(self, key: str) -> str: ...
+
+    def blocking_key_value_get(self, key: str, timeout_ms: int) -> str: ...
+
+    def key_value_dir_get(self, key: str) -> list[tuple[str, str]]: ...
 
 
 class Fault(NamedTuple):
@@ -174,18 +186,18 @@ def listen() -> None:
     threading.Thread(target=_listen, args=_client(), name="capibara-peers", daemon=True).start()
 
 
-def _client():
+def _client() -> tuple[_Client, int]:
     state = sys.modules["jax._src.distributed"].global_state  # jax.distributed has no names for them
     return state.client, state.process_id
 
 
-def _read(client, index: int) -> Fault | None:
+def _read(client: _Client, index: int) -> Fault | None:
     word = json.loads(client.key_value_try_get(_KEY))
     line = f"process {word['index']} on {word['host']} ended: {word['message']}"
     return None if word["index"] == index else Fault(word["code"], line)
 
 
-def _listen(client, index: int) -> None:
+def _listen(client: _Client, index: int) -> None:
     while not _leaving.wait(_LOOK_S):
         try:
             fault = _read(client, index)

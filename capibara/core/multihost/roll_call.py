@@ -16,7 +16,7 @@ import selectors
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from capibara.core.types import TryAgain, UserError
 
@@ -79,7 +79,7 @@ def call(process: Process, address: str, timeout_s: float, say: Callable[[str], 
 
 
 @contextlib.contextmanager
-def _listening(port: int, address: str):
+def _listening(port: int, address: str) -> Iterator[socket.socket]:
     try:
         dual = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if dual else socket.AF_INET
@@ -105,7 +105,9 @@ class _Refused(Exception):
 class _Caller:
     """Process 0: hears the others, and tells them how it went."""
 
-    def __init__(self, process: Process, listening: socket.socket, timeout_s: float, end_s: float, say) -> None:
+    def __init__(
+        self, process: Process, listening: socket.socket, timeout_s: float, end_s: float, say: Callable[[str], None]
+    ) -> None:
         self._own, self._listening, self._timeout_s, self._end_s, self._say = process, listening, timeout_s, end_s, say
         self._came: dict[int, Process] = {0: process}
         self._heard: dict[socket.socket, bytes] = {}  # of those that have not said all
@@ -139,7 +141,9 @@ class _Caller:
                 said_s = now_s
                 self._say(f"waiting for {self._missing()}: {len(self._came)} of {self._own.count} processes have come")
             for key, _ in self._selector.select(min(self._end_s - now_s, 1.0)):
-                self._accept() if key.fileobj is self._listening else self._hear(key.fileobj)
+                one = key.fileobj
+                assert isinstance(one, socket.socket)
+                self._accept() if one is self._listening else self._hear(one)
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
@@ -228,7 +232,9 @@ class _Caller:
                     self._selector.unregister(key.fileobj)
 
 
-def _answer(process: Process, address: tuple[str, int], timeout_s: float, end_s: float, say) -> None:
+def _answer(
+    process: Process, address: tuple[str, int], timeout_s: float, end_s: float, say: Callable[[str], None]
+) -> None:
     """Another process: finds process 0 and waits for its word."""
     said_s, shown, cause = time.monotonic(), "{}:{}".format(*address), "nobody answers"
     while (now_s := time.monotonic()) < end_s:

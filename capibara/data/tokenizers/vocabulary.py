@@ -87,6 +87,7 @@ class Vocabulary(abc.ABC):
     pad_id: int
     eos_id: int
     bos_id: int
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]  # each of them is a dataclass
 
     @property
     def size(self) -> int:
@@ -184,7 +185,7 @@ class Vocabulary(abc.ABC):
 
     def __getstate__(self) -> dict[str, Any]:
         # Tokenizer handles are cached properties: a worker process loads its own.
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}  # type: ignore[arg-type]
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
