@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 # Bit of the dot in row r (top first), column c of a braille character: Unicode 15, block U+2800.
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 MARK = "●"
+Values = Sequence[float] | np.ndarray
 
 
 def ticks(low: float, high: float, count: int) -> list[float]:
@@ -24,8 +26,8 @@ def ticks(low: float, high: float, count: int) -> list[float]:
 
 
 def draw(
-    line: tuple[Sequence[float], Sequence[float]],
-    marks: tuple[Sequence[float], Sequence[float]] = ((), ()),
+    line: tuple[Values, Values],
+    marks: tuple[Values, Values] = ((), ()),
     *,
     level: float | None = None,
     width: int = 72,
@@ -51,10 +53,10 @@ def draw(
     y_low, y_high = (y_low, y_high) if y_high > y_low else (y_low - 0.5, y_high + 0.5)
     x_span = (x_high - x_low) or 1.0
 
-    def column(x, cells):
+    def column(x: ArrayLike, cells: int) -> np.ndarray:
         return np.round((np.asarray(x, float) - x_low) / x_span * (cells - 1)).astype(int)
 
-    def row(y, cells):
+    def row(y: ArrayLike, cells: int) -> np.ndarray:
         return np.round((y_high - np.asarray(y, float)) / (y_high - y_low) * (cells - 1)).astype(int)
 
     dots = np.zeros((height * 4, width * 2), bool)
@@ -89,7 +91,7 @@ def _characters(dots: np.ndarray) -> list[list[str]]:
     return [[chr(0x2800 + int(b)) if b else " " for b in cells] for cells in bits]
 
 
-def _x_labels(low: float, high: float, width: int, column) -> str:
+def _x_labels(low: float, high: float, width: int, column: Callable[[float, int], np.ndarray]) -> str:
     """Round numbers, each centred below its place on the axis, as many as fit."""
     text = ""
     for x in ticks(low, high, max(2, width // 10)):

@@ -188,7 +188,7 @@ def print_chart(curves: Curves, console: Console) -> None:
         console.print(text)
     if curves.bits_per_byte is not None:
         line = f"validation: {curves.bits_per_byte:.4f} bits per byte"
-        if curves.baseline is not None:
+        if curves.baseline is not None and curves.bits_per_nat is not None:
             line += f" ({curves.baseline_label}: {curves.baseline * curves.bits_per_nat:.4f})"
         console.print(Text(line))
 
@@ -293,7 +293,7 @@ def _subtitle(curves: Curves) -> str:
         parts.append(f"{quantity(curves.tokens)} tokens read")
     if curves.bits_per_byte is not None:
         text = f"validation {curves.bits_per_byte:.3f} bits per byte"
-        if curves.baseline is not None:
+        if curves.baseline is not None and curves.bits_per_nat is not None:
             text += f" ({curves.baseline_label} {curves.baseline * curves.bits_per_nat:.3f})"
         parts.append(text)
     return "   ·   ".join(parts)

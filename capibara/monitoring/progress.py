@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from capibara.config import configurable
 from capibara.core.types import UserError
@@ -15,6 +16,7 @@ from capibara.training.callbacks import Callback, RunInfo
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.live import Live
 
 _LIVE_EVERY_S = 0.2  # how often the live line may change within an evaluation or a rollout
 _LINE_EVERY_S = 30.0  # how long there may be no line where there is no live one
@@ -33,9 +35,9 @@ class ProgressLine(Callback):
 
     def __init__(self, *, sample_characters: int = 600, console: Console | None = None):
         self._sample_characters = sample_characters
-        self._console = console
-        self._live: Any = None
-        self._run: RunInfo | None = None
+        self._given_console = console
+        self._live: Live | None = None
+        self._run: RunInfo  # from on_train_begin on
         self._began = self._last_time = 0.0
         self._shown_s = 0.0  # when anything was
         self._line, self._evaluated = _WAITING, False
@@ -43,21 +45,23 @@ class ProgressLine(Callback):
         self._seconds_per_step: float | None = None
 
     def on_status(self, text: str) -> None:
-        self._console = self._console or make_console()
         self._print(text, style="dim")
 
     def on_progress(self, text: str) -> None:
         now = time.perf_counter()
         if not text:
             if self._live is not None:
-                self._show_live(self._last_step, self._line)
+                self._show_live(self._live, self._last_step, self._line)
         elif self._live is None and now > self._shown_s + _LINE_EVERY_S:
             self._print(text, style="dim")
         elif self._live is not None and now > self._shown_s + _LIVE_EVERY_S:
-            self._show_live(self._last_step, text)
+            self._show_live(self._live, self._last_step, text)
+
+    @functools.cached_property
+    def _console(self) -> Console:
+        return self._given_console or make_console()
 
     def on_train_begin(self, run: RunInfo) -> None:
-        self._console = self._console or make_console()
         self._run = run
         self._began = self._last_time = time.perf_counter()
         self._last_step = run.start_step
@@ -72,11 +76,11 @@ class ProgressLine(Callback):
         past = self._seconds_per_step
         self._seconds_per_step = seconds if past is None else _SPEED_MEMORY * past + (1 - _SPEED_MEMORY) * seconds
         self._last_time, self._last_step = now, step
-        self._line = self._step_line(step, metrics)
+        self._line = self._step_line(step, metrics, self._seconds_per_step)
         if self._live is None:
             self._print(self._line)
         else:
-            self._show_live(step, self._line)
+            self._show_live(self._live, step, self._line)
 
     def on_evaluate(self, step: int, metrics: Mapping[str, float]) -> None:
         self._evaluated = True
@@ -114,7 +118,7 @@ class ProgressLine(Callback):
             style="bold",
         )
 
-    def _step_line(self, step: int, metrics: Mapping[str, float]) -> str:
+    def _step_line(self, step: int, metrics: Mapping[str, float], seconds_per_step: float) -> str:
         total = self._run.total_steps
         parts = [f"step {step:>{len(str(total))}}/{total}", f"loss {metrics['loss']:z.4f}"]
         rewards = ("reward", "reward_margin")
@@ -132,15 +136,15 @@ class ProgressLine(Callback):
             parts.append(f"MFU {utilisation:.1%}")
         if step_s > 0 and metrics.get("data_wait_s", 0.0) / step_s >= 0.01:
             parts.append(f"data wait {metrics['data_wait_s'] / step_s:.0%}")
-        parts.append(f"ETA {duration((total - step) * self._seconds_per_step)}")
+        parts.append(f"ETA {duration((total - step) * seconds_per_step)}")
         return "  ".join(parts)
 
-    def _show_live(self, step: int, line: str) -> None:
+    def _show_live(self, live: Live, step: int, line: str) -> None:
         from rich.text import Text
 
         self._shown_s = time.perf_counter()
         bar = progress_bar(step / self._run.total_steps, width=20)
-        self._live.update(Text.assemble((bar, "green"), " ", line, no_wrap=True, overflow="ellipsis"), refresh=True)
+        live.update(Text.assemble((bar, "green"), " ", line, no_wrap=True, overflow="ellipsis"), refresh=True)
 
     def _print(self, line: str, style: str = "") -> None:
         self._shown_s = time.perf_counter()
@@ -196,7 +200,7 @@ def progress_bar(share: float, width: int) -> str:
     return ("█" * full + (" ▏▎▍▌▋▊▉"[part] if part else "")).ljust(width, "·")
 
 
-def _live_line(console: Console) -> Any:
+def _live_line(console: Console) -> Live:
     import atexit
     import sys
 

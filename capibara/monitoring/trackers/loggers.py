@@ -45,8 +45,8 @@ class MetricsFile(Callback):
     """
 
     def __init__(self) -> None:
-        self._lines: _LocalLines | _RemoteLines | None = None
-        self._run: RunInfo | None = None
+        self._lines: _LocalLines | _RemoteLines  # from on_train_begin on, as is the run
+        self._run: RunInfo
 
     def on_train_begin(self, run: RunInfo) -> None:
         self._run = run
@@ -79,7 +79,7 @@ class MetricsFile(Callback):
         self._lines.close()
 
     def _write(self, kind: str, step: int, **fields: Any) -> None:
-        record = {"kind": kind, "step": int(step), "time": round(time.time(), 3)}
+        record: dict[str, Any] = {"kind": kind, "step": int(step), "time": round(time.time(), 3)}
         record.update((name, _json_value(value)) for name, value in fields.items())
         self._lines.write(json.dumps(record, ensure_ascii=False, allow_nan=False))
 
@@ -132,8 +132,8 @@ class TensorBoard(Callback):
     """Writes TensorBoard event files to `tensorboard` in the run folder; see them with `tensorboard --logdir`."""
 
     def __init__(self) -> None:
-        self._events: _EventFile | None = None
-        self._run: RunInfo | None = None
+        self._events: _EventFile  # from on_train_begin on, as is the run
+        self._run: RunInfo
 
     def on_train_begin(self, run: RunInfo) -> None:
         self._run = run
