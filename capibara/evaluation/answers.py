@@ -15,7 +15,7 @@ from capibara.evaluation.predictions import Predictions
 from capibara.evaluation.scoring import Pair
 from capibara.evaluation.subject import Subject
 from capibara.evaluation.tasks import EvalTask, Item, PromptFormat
-from capibara.inference.engine.stream import of_search
+from capibara.inference.engine.stream import Stream, of_search
 from capibara.inference.sampling import sentinels
 from capibara.inference.sampling.sampling import Sampling, changed
 
@@ -69,7 +69,8 @@ def ask(
 
 def _answered(subject: Subject, questions: Sequence[Question]) -> Iterator[dict[str, Any]]:
     """What comes of each question, in their order; later ones are answered meanwhile."""
-    waiting, left = deque(), iter(questions)
+    waiting: deque[Stream] = deque()
+    left = iter(questions)
     for _ in questions:
         for more in itertools.islice(left, max(_AHEAD * subject.slots - len(waiting), 0)):
             waiting.append(subject.engine.submit(more.prompt, more.sampling, ends=more.ends))

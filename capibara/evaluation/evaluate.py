@@ -143,7 +143,9 @@ def _of_ours(subject: Subject, ours: Ours, told: Predictions, show: Show) -> dic
 
 def _measured(ours: Ours, given: list) -> tuple[dict[str, tuple[float, float | None]], dict[str, Any]]:
     """The values and standard errors of a task's metrics, and what they tell of how they were made."""
-    name, found, about = ours.name, {}, {}
+    name = ours.name
+    found: dict[str, Estimate] = {}
+    about: dict[str, Any] = {}
     for metric in ours.task.scored_by:
         with config.in_scope(name):  # what is bound for this task's calls of the metric
             new = metrics.computed(metric, [item.target for item in ours.items], given)

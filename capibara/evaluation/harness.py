@@ -99,8 +99,8 @@ class CapibaraLM(TemplateLM):
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """Ids, special tokens that the text spells among them; the beginning token unless it is there or not wanted."""
         if self._reads is not None:
-            ids = sentinels.ids_of(string, self._vocabulary)
-            return ids[:-1] if add_special_tokens is False else ids
+            read = sentinels.ids_of(string, self._vocabulary)
+            return read[:-1] if add_special_tokens is False else read
         ids, begin = self._vocabulary.encode(string), self._vocabulary.bos_id
         begins = self._options.begin_token and not self._options.chat  # a template has all that a chat begins with
         wanted = begins if add_special_tokens is None else add_special_tokens
@@ -118,7 +118,8 @@ class CapibaraLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
-        prefix, cut = [self.prefix_token_id], []
+        prefix: list[int] = [self.prefix_token_id]
+        cut: list[Any] = []
         pairs = [Pair(context or prefix, continuation) for _, context, continuation in requests]
         for owner, pair in zip(self._owners, pairs, strict=True):
             with _named(owner):
@@ -128,10 +129,11 @@ class CapibaraLM(TemplateLM):
         _tell_cut(cut, len(pairs))
         with tqdm(total=len(pairs), disable=disable_tqdm, desc="Scoring") as bar:
             scores = self._subject.scorer(pairs, lambda count: bar.update(count - bar.n))
-        for (asked, _, _), score in zip(requests, scores):
+        found = [(score.log_probability, score.greedy) for score in scores]
+        for asked, one in zip([asked for asked, _, _ in requests], found):
             if asked is not None:
-                self.cache_hook.add_partial("loglikelihood", asked, tuple(score))
-        return [tuple(score) for score in scores]
+                self.cache_hook.add_partial("loglikelihood", asked, one)
+        return found
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """Of whole texts, of each token after as many as fit a row."""
@@ -268,7 +270,7 @@ def _manager(tasks: Sequence[str], path: str | None) -> TaskManager:
 
 
 @contextlib.contextmanager
-def _named(request: Any):
+def _named(request: Any) -> Iterator[None]:
     """Says of a mistake which document of which task has it."""
     try:
         yield
@@ -289,7 +291,7 @@ def _tell_cut(requests: Sequence[Any], count: int) -> None:
 
 
 @contextlib.contextmanager
-def _quiet():
+def _quiet() -> Iterator[None]:
     """Without the harness's notes of what it is about to do."""
     log = logging.getLogger("lm_eval")
     before = log.level
@@ -301,7 +303,7 @@ def _quiet():
 
 
 @contextlib.contextmanager
-def _data_explained(tasks: Sequence[str]):
+def _data_explained(tasks: Sequence[str]) -> Iterator[None]:
     try:
         yield
     except (FileNotFoundError, ConnectionError) as error:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 
 import jax
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from capibara import config, sharding
 from capibara.core.types import Params
@@ -48,14 +48,15 @@ class TaskJudge:
     @functools.cached_property
     def _opened(self) -> seqio_tasks.Opened:
         name = self._trainer.dataset.mixture_or_task_name
+        assert name is not None, "Trainer refuses Evaluation.task_metrics without a SeqIO task"
         return seqio_tasks.opened(self._trainer, name, self._options, self._options.num_examples)
 
     def __call__(self, params: Params, tell: Callable[[str], None]) -> Iterator[tuple[str, Mapping[str, float]]]:
         """Each task with its metrics; `tell` is told of each answer and each batch of scores, alike on every process."""
-        leaf, rules = jax.tree.leaves(params)[0], self._trainer.plan.rules
-        mesh = (
-            leaf.sharding.mesh if isinstance(leaf.sharding, NamedSharding) else sharding.make_mesh(self._trainer.plan)
-        )
+        placed, rules = jax.tree.leaves(params)[0].sharding, self._trainer.plan.rules
+        mesh = placed.mesh if isinstance(placed, NamedSharding) else None
+        if not isinstance(mesh, Mesh):
+            mesh = sharding.make_mesh(self._trainer.plan)
         plain = own_chips.make_computed(self._model, mesh, rules)(params)
         about = {"model": self._trainer.model_dir, "step": None, "weights": "training"}
         subject = Subject(self._model.plain, plain, about, self._trainer, mesh, self._batching, ServingMesh())

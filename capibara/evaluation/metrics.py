@@ -107,7 +107,7 @@ def _several(target: Any) -> list[str]:
 
 
 def _of_texts(metric: Metric) -> Metric:
-    metric.judges, metric.check_target = "texts", _several
+    vars(metric).update(judges="texts", check_target=_several)
     return metric
 
 
@@ -115,14 +115,14 @@ def _checked(check: Callable[[int], None]) -> Callable[[Metric], Metric]:
     """A decorator: `check` is told EvalTask.num_samples before anything is answered, and raises where that is for nothing."""
 
     def marked(metric: Metric) -> Metric:
-        metric.check = check
+        vars(metric).update(check=check)
         return metric
 
     return marked
 
 
 def _of_choices(metric: Metric) -> Metric:
-    metric.judges = "choices"
+    vars(metric).update(judges="choices")
     return metric
 
 

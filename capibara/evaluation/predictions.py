@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 from collections.abc import Iterable, Mapping
@@ -44,7 +43,7 @@ class Predictions:
                 os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
                 file = undo.enter_context(open(path, "a", encoding="utf-8", errors="surrogatepass"))
                 outputs.lock(file, f"--predictions={path}")  # before a line is taken for one that was cut off
-                old = self._read(json.loads(json.dumps(head)))
+                old = self._read(path, json.loads(json.dumps(head)))
             except OSError as error:
                 raise UserError(
                     f"--predictions={path} cannot be written ({error.strerror}): name another file"
@@ -52,7 +51,7 @@ class Predictions:
             undo.pop_all()
         self._file = file
         if not old:
-            self._write(head)
+            _write(file, head)
         return old[1:]
 
     def __enter__(self) -> Predictions:
@@ -68,7 +67,12 @@ class Predictions:
         Raises:
           UserError: a line is of something else.
         """
-        return list(itertools.takewhile(lambda line: line is not None, map(self.known, asked)))
+        lines: list[dict[str, Any]] = []
+        for one in asked:
+            if (line := self.known(one)) is None:
+                break
+            lines.append(line)
+        return lines
 
     def known(self, asked: Mapping[str, Any]) -> dict[str, Any] | None:
         """What the file has of the next line, if it goes so far; None: it is to be made, and given to `add`.
@@ -89,16 +93,12 @@ class Predictions:
         """Writes the next line, and returns it."""
         line = {**asked, **answer}
         if self._file is not None:
-            self._write(line)
+            _write(self._file, line)
         return line
 
-    def _write(self, line: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(line, ensure_ascii=False) + "\n")
-        self._file.flush()
-
-    def _read(self, head: dict[str, Any]) -> list[dict[str, Any]]:
+    def _read(self, path: str, head: dict[str, Any]) -> list[dict[str, Any]]:
         """The whole lines; one that was cut off is removed, once the file is known as one of ours."""
-        with open(self._path, "rb+") as file:
+        with open(path, "rb+") as file:
             *lines, rest = file.read().split(b"\n")
             try:
                 found = [json.loads(line) for line in lines]
@@ -109,10 +109,13 @@ class Predictions:
             else:
                 ours = rest[: len(_BEGINS)] == _BEGINS[: len(rest)]  # not even the first line was written to its end
             if not ours:
-                raise UserError(
-                    f"--predictions={self._path} is there already, and no file of predictions: name another"
-                )
+                raise UserError(f"--predictions={path} is there already, and no file of predictions: name another")
             if found and found[0] != head:
-                raise UserError(f"--predictions={self._path} is there already, of another model: name another file")
+                raise UserError(f"--predictions={path} is there already, of another model: name another file")
             file.truncate(sum(len(line) + 1 for line in lines))
         return found
+
+
+def _write(file: IO[str], line: Mapping[str, Any]) -> None:
+    file.write(json.dumps(line, ensure_ascii=False) + "\n")
+    file.flush()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -70,14 +69,16 @@ class Scorer:
     ):
         self._params, self._length, self._encoder_length, self._pad_id = params, length, encoder_length, pad_id
         self._marks = model.config.objective == "prefix"
-        self._unit, self._placed, self._in_turns = 1, None, in_turns
+        self._unit, self._in_turns = 1, in_turns
+        self._placed: NamedSharding | None = None
         on_mesh = mesh if mesh is not None and mesh.size > 1 else None
         self._program = make_scores(model, plan, on_mesh)
         if on_mesh is not None:
-            pipeline = plan.pipeline(mesh)
-            shards = math.prod(mesh.shape[axis] for axis in plan.rules.batch)
+            assert plan is not None, "parameters on several devices have a plan"
+            pipeline = plan.pipeline(on_mesh)
+            shards = math.prod(on_mesh.shape[axis] for axis in plan.rules.batch)
             self._unit = shards * (pipeline.microbatches if pipeline else 1)
-            self._placed = sharding.batch_sharding(mesh, plan.rules)
+            self._placed = sharding.batch_sharding(on_mesh, plan.rules)
 
     def __call__(self, pairs: Sequence[Pair], done: Callable[[int], None] = lambda count: None) -> list[Score]:
         """The score of each pair; `done` is told how many there are so far.
@@ -85,7 +86,7 @@ class Scorer:
         Raises:
           UserError: a pair has no context or no continuation, or the continuation does not fit a row.
         """
-        scores: list[Score | None] = [None] * len(pairs)
+        scores: dict[int, Score] = {}
         count, batches = 0, list(self._batches(pairs))
         scored = self._in_turns(batches, functools.partial(self._scored, pairs), _BATCHES)
         for (numbers, _), found in zip(batches, scored, strict=True):
@@ -93,7 +94,7 @@ class Scorer:
                 scores[i] = Score(log_probability, greedy)
             count += len(numbers)
             done(count)
-        return scores
+        return [scores[i] for i in range(len(pairs))]
 
     def _scored(self, pairs: Sequence[Pair], batches: Sequence[_Numbers]) -> Iterator[list[tuple[float, bool]]]:
         """The scores of each batch's pairs."""
@@ -178,7 +179,10 @@ def make_scores(
 @functools.lru_cache(maxsize=8)  # a run evaluates many times
 def _scores(same: Same, plan: Plan | None, mesh: Mesh | None) -> Callable[[Params, Batch], tuple[jax.Array, jax.Array]]:
     def scores(params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        with contextlib.nullcontext() if mesh is None else sharding.activate(mesh, plan.rules, plan.pipeline(mesh)):
+        if mesh is None:
+            return _score(same.model, params, sharding.balanced(batch))
+        assert plan is not None
+        with sharding.activate(mesh, plan.rules, plan.pipeline(mesh)):
             return _score(same.model, params, sharding.balanced(batch))
 
     return jax.jit(scores, out_shardings=None if mesh is None else NamedSharding(mesh, PartitionSpec()))

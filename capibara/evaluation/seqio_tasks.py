@@ -54,7 +54,7 @@ class SeqioEvaluation:
     num_examples: int | None = None
     sampling: Sampling = Sampling(temperature=0.0)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.num_examples is not None and self.num_examples < 1:
             raise UserError(f"SeqioEvaluation.num_examples is {self.num_examples}, must be at least 1, or None")
 

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from capibara import config, loading, sharding
 from capibara.core.multihost import hosts
 from capibara.core.types import Params, PyTree, UserError
+from capibara.data.tokenizers.vocabulary import Vocabulary
 from capibara.evaluation.scoring import Scorer
 from capibara.inference.engine.engine import Engine, EngineConfig, check_generates
 from capibara.inference.engine.placement import own_chips
@@ -53,7 +54,7 @@ class Subject:
         }
 
     @property
-    def vocabulary(self):
+    def vocabulary(self) -> Vocabulary:
         return self.trainer.dataset.get_vocabulary()
 
     @property
@@ -73,12 +74,14 @@ class Subject:
     def scorer(self) -> Scorer:
         """Scores given texts, on this process's chips (`apart`) or on all."""
         dataset, vocabulary = self.trainer.dataset, self.vocabulary
-        plan, mesh = self.trainer.plan, self.mesh
+        plan: Plan | None = self.trainer.plan
+        mesh: Mesh | None = self.mesh
         if self._layout is not None:
             mesh = getattr(jax.tree.leaves(self._layout)[0], "mesh", None)
-            plan = mesh and Plan(
-                batch_size=mesh.shape["data"], fsdp=1, **{n: mesh.shape[n] for n in ("data", "tensor")}
-            )
+            sizes = {} if mesh is None else mesh.shape
+            plan = None if mesh is None else Plan(
+                batch_size=sizes["data"], fsdp=1, data=sizes["data"], tensor=sizes["tensor"]
+            )  # fmt: skip
         return Scorer(
             self.model, self._brought(), dataset.length, encoder_length=dataset.encoder_length,
             pad_id=vocabulary.pad_id, plan=plan, mesh=mesh, in_turns=self.in_turns,
@@ -101,9 +104,11 @@ class Subject:
     def _layout(self) -> PyTree | None:
         """Of the parameters on this process's chips; None: they do not hold them."""
         check_generates(self.model)
-        dataset, free = self.trainer.dataset, hosts.gathered(own_chips.free_bytes())
-        lengths, free = (dataset.length, dataset.encoder_length), None if None in free else min(free)
-        return own_chips.found(self.model, self._serving, Where.AUTO, self._batching, *lengths, free)
+        dataset, each = self.trainer.dataset, hosts.gathered(own_chips.free_bytes())
+        free = None if None in each else min(each)
+        return own_chips.found(
+            self.model, self._serving, Where.AUTO, self._batching, dataset.length, dataset.encoder_length, free
+        )
 
     def _brought(self) -> Params:
         """The parameters for answers, which no other process has a part in where there are enough chips."""
@@ -147,7 +152,7 @@ def _laid_out(plan: Plan, chosen: bool) -> tuple[Plan, Mesh]:
         if chosen:
             raise
     count = jax.device_count()
-    axes = dict.fromkeys(MESH_AXES, 1) | {"fsdp": count}
     rows = max(1, round(plan.batch_size / plan.accumulation / count)) * count
+    axes: dict[str, Any] = dict.fromkeys(MESH_AXES, 1) | {"fsdp": count}
     plan = dataclasses.replace(plan, **axes, batch_size=rows, accumulation=1, pipeline_microbatches=None)
     return plan, sharding.make_mesh(plan)

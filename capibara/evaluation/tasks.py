@@ -78,7 +78,7 @@ class EvalTask:
             raise UserError(
                 f"EvalTask.prompt ({self.prompt!r}) cannot be read ({error}): write {{{{ for a brace"
             ) from None
-        if not all(name.isidentifier() and not form and not conversion for name, form, conversion in fields):
+        if not all(name and name.isidentifier() and not form and not conversion for name, form, conversion in fields):
             raise UserError(f"EvalTask.prompt ({self.prompt!r}) must have names of keys in its braces, and no more")
         judged = "texts" if self.choices is None else "choices"
         for metric in self.scored_by:

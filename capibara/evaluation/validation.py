@@ -6,9 +6,10 @@ import contextlib
 import dataclasses
 import itertools
 import math
+from collections.abc import Iterable, Iterator
 
 from capibara import sharding
-from capibara.core.types import UserError
+from capibara.core.types import Batch, UserError
 from capibara.evaluation.answers import Show
 from capibara.evaluation.metrics import Estimate
 from capibara.evaluation.subject import Subject
@@ -37,16 +38,19 @@ def validated(subject: Subject, limit: int | None, show: Show) -> tuple[dict[str
     step = evaluation.make_eval_step(subject.model, trainer.plan, mesh, subject.vocabulary.token_bytes())
     placed = sharding.batch_sharding(mesh, trainer.plan.rules)
     with contextlib.closing(loaders.validation_loader(trainer, mesh)) as loader:
-        batches = (
-            (show(NAME, f"batch {number}"), batch)[1] for number, batch in enumerate(itertools.islice(loader, limit), 1)
-        )
-        sums = evaluation.sums_of(step, subject.params, batches, placed)
+        sums = evaluation.sums_of(step, subject.params, _shown(itertools.islice(loader, limit), show), placed)
     metrics = evaluation.metrics_of(sums)
     loss = _error([float(s.nll) for s, _ in sums], [float(s.weight) for s, _ in sums])
     errors = {"loss": loss, "perplexity": loss and metrics["perplexity"] * loss}
     errors["token_accuracy"] = _error([float(s.correct) for s, _ in sums], [float(s.weight) for s, _ in sums])
     errors["bits_per_byte"] = _error([float(s.nll) / math.log(2) for s, _ in sums], [float(count) for _, count in sums])
     return {name: Estimate(value, errors.get(name)) for name, value in metrics.items()}, len(sums)
+
+
+def _shown(batches: Iterable[Batch], show: Show) -> Iterator[Batch]:
+    for number, batch in enumerate(batches, 1):
+        show(NAME, f"batch {number}")
+        yield batch
 
 
 def _error(numerators: list[float], denominators: list[float]) -> float | None:

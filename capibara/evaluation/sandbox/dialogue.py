@@ -22,7 +22,13 @@ import threading
 import types
 from collections.abc import Callable, Iterator, Mapping
 
-import wire  # beside this file: `jail` says where
+TYPE_CHECKING = False  # typing's own takes a while to import
+if TYPE_CHECKING:
+    from typing import NoReturn
+
+    from capibara.evaluation.sandbox import wire
+else:
+    import wire  # beside this file: `jail` says where
 
 _BINARY = ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "and", "or", "xor")
 _COMPARED = ("eq", "lt", "le", "gt", "ge")
@@ -73,17 +79,17 @@ class Remote:
         else:
             self._side.do("set", self, name, value)
 
-    def __iter__(self) -> Iterator[object]:
+    # Python itself refuses what the other side gives for an iterator or a length and is none.
+    def __iter__(self) -> object:
         return self._side.do("iter", self)
 
-    def __exit__(self, *_: object) -> bool:
+    def __exit__(self, *_: object) -> None:
         self._side.do("exit", self)
-        return False
 
     def __bool__(self) -> bool:
         return self._side.do("bool", self) is True
 
-    def __len__(self) -> int:
+    def __len__(self) -> object:
         return self._side.do("len", self)
 
     def __instancecheck__(self, value: object) -> bool:
@@ -122,7 +128,7 @@ class Side:
         does not come back.
     """
 
-    def __init__(self, channel: socket.socket, careful: bool, lost: Callable[[str], None]):
+    def __init__(self, channel: socket.socket, careful: bool, lost: Callable[[str], NoReturn]):
         self.careful, self._channel, self._lost = careful, channel, lost
         self._exported: list[object] = []
         self._numbers: dict[int, int] = {}
@@ -152,7 +158,7 @@ class Side:
             return self._exported[part]
         if tag != "mine":
             raise ValueError(f"no tag {str(tag)[:20]}")
-        number, kind, name, base = part
+        number, kind, name, base = wire.as_list(part)
         if not (isinstance(number, int) and isinstance(name, str)):
             raise ValueError("no reference")
         if kind == "exception":
@@ -178,7 +184,7 @@ class Side:
         if kind == "stop" and op == "next":
             raise StopIteration
         try:
-            return self._result(kind, found, args)
+            return self._result(wire.as_text(kind), found, args)
         except _CANNOT_BE_READ as error:
             if getattr(error, "__of_program__", False):
                 raise
@@ -190,21 +196,24 @@ class Side:
         if kind != "ok":
             raise ValueError(kind)
         value, changed = found
-        for number, new in changed:
-            _merge(args[number], wire.decode(new, self.resolve))
+        for number, new in map(wire.as_list, wire.as_list(changed)):
+            _merge(args[wire.as_int(number)], wire.decode(new, self.resolve))
         if isinstance(value, list) and value[0] == "argument":
-            return args[value[1]]
+            return args[wire.as_int(value[1])]
         return wire.decode(value, self.resolve)
 
     def _error(self, kind: wire.Json, args: wire.Json) -> Exception:
-        known = kind[0] == "builtin"
-        made = _builtin_exception(kind[1]) if known else wire.decode(kind, self.resolve)
+        of = wire.as_list(kind)
+        made = _builtin_exception(of[1]) if of[0] == "builtin" else wire.decode(kind, self.resolve)
         given = wire.decode(args, self.resolve)
+        if not (isinstance(made, type) and issubclass(made, Exception) and isinstance(given, (tuple, list))):
+            raise TypeError("no error")
+        error: Exception
         try:
             error = made(*given)
         except TypeError:  # some of Python's own need more than was sent
             error = RuntimeError(*given)
-        error.__of_program__ = True
+        vars(error)["__of_program__"] = True
         return error
 
     def ask(self, message: list[wire.Json]) -> list[wire.Json]:
@@ -223,11 +232,14 @@ class Side:
 
     def answer(self, message: list[wire.Json]) -> None:
         """Does what is asked for."""
-        args: object = ()
+        op = ""
         try:
-            _, op, target, args, kwargs = message
-            before = [json.dumps(one) for one in args[1]]
-            target, args, kwargs = (wire.decode(one, self.resolve) for one in (target, args, kwargs))
+            _, asked, *sent = message
+            op = wire.as_text(asked)
+            before = [json.dumps(one) for one in wire.as_list(wire.as_list(sent[1])[1])]
+            target, args, kwargs = (wire.decode(one, self.resolve) for one in sent)
+            if not isinstance(args, tuple) or not isinstance(kwargs, dict):
+                raise TypeError("no arguments")
             if self.careful and not _permitted(op, target, args):
                 raise TypeError(f"the tests' {type(target).__name__} does not offer that")
             value = _DONE_TO[op](target, *args, **kwargs)
@@ -255,7 +267,7 @@ class Side:
         return ["ok", wire.encode(value, self.refer), changed]
 
     def _told(self, error: Exception) -> list[wire.Json]:
-        kind = type(error)
+        kind: type = type(error)
         mine = None if getattr(builtins, kind.__name__, None) is kind or self.careful else self.refer(kind)
         base = next(one for one in kind.__mro__ if one.__module__ == "builtins")
         try:
@@ -279,28 +291,29 @@ def _described(value: object) -> tuple[str, str, str]:
     return ("module" if isinstance(value, types.ModuleType) else "object"), name, ""
 
 
-def _function(remote: Remote, name: str) -> types.FunctionType:
+def _function(remote: Remote, name: str) -> Callable[..., object]:
     def called(*args: object, **kwargs: object) -> object:
         return remote(*args, **kwargs)
 
     called.__name__ = called.__qualname__ = name
-    called.__remote_number__ = remote._number
+    vars(called)["__remote_number__"] = remote._number
     return called
 
 
-def _coroutine_function(remote: Remote, name: str) -> types.FunctionType:
+def _coroutine_function(remote: Remote, name: str) -> Callable[..., object]:
     async def called(*args: object, **kwargs: object) -> object:
         return remote(*args, **kwargs)
 
     called.__name__ = called.__qualname__ = name
-    called.__remote_number__ = remote._number
+    vars(called)["__remote_number__"] = remote._number
     return called
 
 
 def _builtin_exception(name: wire.Json) -> type[Exception]:
     kind = getattr(builtins, name, None) if isinstance(name, str) else None
-    raised = isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, _NEVER_RAISED)
-    return kind if raised else RuntimeError
+    if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, _NEVER_RAISED):
+        return kind
+    return RuntimeError
 
 
 def _offered(value: object) -> bool:
@@ -319,8 +332,10 @@ def _permitted(op: str, target: object, args: tuple[object, ...]) -> bool:
     if isinstance(target, type) or type(target).__module__ != "__main__":
         return op in ("bool", "hash", "repr", "str", "eq")
     if op in ("get", "set"):
-        public = isinstance(args[0], str) and not args[0].startswith("_")
-        return public and (op == "get" or not callable(getattr(type(target), args[0], None)))
+        name = args[0]
+        if not isinstance(name, str) or name.startswith("_"):
+            return False
+        return op == "get" or not callable(getattr(type(target), name, None))
     return op in _DONE_TO
 
 
@@ -328,37 +343,39 @@ def _merge(old: object, new: object) -> object:
     """Makes the old container what the new one is, and keeps those in it that are of one kind."""
     if type(old) is not type(new) or not isinstance(old, _MUTABLE):
         return new
-    if isinstance(old, dict):
+    if isinstance(old, dict) and isinstance(new, dict):
         merged = {key: _merge(old[key], one) if key in old else one for key, one in new.items()}
         old.clear()
         old.update(merged)
-    elif isinstance(old, set):
+    elif isinstance(old, set) and isinstance(new, set):
         old.clear()
         old.update(new)
-    else:
+    elif isinstance(old, bytearray) and isinstance(new, bytearray):
+        old[:] = new
+    elif isinstance(old, (list, collections.deque)) and isinstance(new, (list, collections.deque)):
         kept = [_merge(one, other) for one, other in zip(old, new)]
-        new = [*kept, *list(new)[len(kept) :]]
+        rest = list(new)[len(kept) :]
         old.clear()
-        old.extend(new)
+        old.extend([*kept, *rest])
     return old
 
 
-def serve(channel: socket.socket, run: Callable[[str], dict[str, object]], ended: Callable[[str], None]) -> None:
+def serve(channel: socket.socket, run: Callable[[str], dict[str, object]], ended: Callable[[str], NoReturn]) -> None:
     """The program's end: runs its text by `run`, then does what the tests ask. Does not come back."""
     side = Side(channel, careful=False, lost=ended)
-    names = run(wire.read_message(channel)[1])
+    names = run(wire.as_text(wire.read_message(channel)[1]))
     while True:
         message = wire.read_message(channel)
         if message[0] == "ready":
             wire.write_message(channel, message)
         elif message[0] == "look":
-            held = {name: wire.encode(names[name], side.refer) for name in message[1] if name in names}
-            wire.write_message(channel, ["ok", held])
+            wanted = [name for name in map(wire.as_text, wire.as_list(message[1])) if name in names]
+            wire.write_message(channel, ["ok", {name: wire.encode(names[name], side.refer) for name in wanted}])
         else:
             side.answer(message)
 
 
-def judge(channel: socket.socket, job: Mapping[str, str], failed: Callable[[str], None]) -> None:
+def judge(channel: socket.socket, job: Mapping[str, str], failed: Callable[[str], NoReturn]) -> None:
     """The tests' end: comes back where they pass, and calls `failed` where the dialogue ends before.
 
     Args:
@@ -435,19 +452,20 @@ def _free_names(text: str) -> set[str]:
     return used - defined
 
 
-def _looked_up(side: Side, wanted: list[str], failed: Callable[[str], None]) -> dict[str, object]:
+def _looked_up(side: Side, wanted: list[str], failed: Callable[[str], NoReturn]) -> dict[str, object]:
     """What the program has under these names."""
-    kind, *found = side.ask(["look", wanted])
+    kind, *found = side.ask(["look", [*wanted]])
     held: dict[str, object] = {}
     try:
-        for name in wanted:
-            if kind == "ok" and name in found[0]:
-                given = found[0][name]
-                value = wire.decode(given, side.resolve)
-                if isinstance(value, Remote):
-                    value._named = name[:1].isupper()
-                    value = _module(name, given[1]) or value
-                held[name] = value
+        given = found[0] if kind == "ok" else {}
+        if not isinstance(given, dict):
+            raise TypeError("no names")
+        for name in filter(given.__contains__, wanted):
+            value = wire.decode(given[name], side.resolve)
+            if isinstance(value, Remote):
+                value._named = name[:1].isupper()
+                value = _module(name, wire.as_list(wire.as_list(given[name])[1])) or value
+            held[name] = value
     except _CANNOT_BE_READ as error:
         failed(f"the program's names cannot be read ({type(error).__name__})")
     return held

@@ -36,6 +36,7 @@ _CHANNEL = 3  # the program's descriptor to its tests
 _ENDING_S = 1.0  # for a process that has closed its descriptors to end
 _SHARED = ("/tmp", "/var/tmp", "/dev/shm", "/dev/mqueue", "/run/lock")
 _RMID = 0  # of ipc.h
+_Libc = ctypes.CDLL | types.SimpleNamespace
 
 
 def _beside(name: str) -> types.ModuleType:
@@ -43,6 +44,7 @@ def _beside(name: str) -> types.ModuleType:
     folder, own = os.path.split(os.path.abspath(__file__))
     path = os.path.join(folder, own.replace("jail", name))
     spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -119,7 +121,7 @@ def _outcome(verdict: bytes, program: int, tests: int, late: bool) -> dict[str, 
     """What the tests' process says; where it says nothing of itself, how both ended."""
     if late and not verdict:
         return {"passed": False, "reason": "out of time"}
-    found = json.loads(verdict) if verdict else {"passed": False, "reason": ""}
+    found: dict[str, bool | str] = json.loads(verdict) if verdict else {"passed": False, "reason": ""}
     if found["passed"] or found["reason"]:
         return found
     if (ended := _wait(program, _ENDING_S)) is not None:
@@ -128,7 +130,7 @@ def _outcome(verdict: bytes, program: int, tests: int, late: bool) -> dict[str, 
     return {"passed": False, "reason": "the tests hang" if ended is None else f"the tests: {_reason(ended)}"}
 
 
-def _libc() -> ctypes.CDLL | types.SimpleNamespace:
+def _libc() -> _Libc:
     """What Linux has beyond Python's library; elsewhere functions that do nothing."""
     if sys.platform.startswith("linux"):
         return ctypes.CDLL(None, use_errno=True)
@@ -148,7 +150,7 @@ def _fork(run: Callable[[], None]) -> int:
 # The program.
 
 
-def _start_program(libc: ctypes.CDLL, options: Options, channel: socket.socket, tell: int, uid: int | None) -> None:
+def _start_program(libc: _Libc, options: Options, channel: socket.socket, tell: int, uid: int | None) -> None:
     """The program's outer."""
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)  # ours brings the tests, and is how the supervisor tells the outcome
@@ -169,7 +171,7 @@ def _start_program(libc: ctypes.CDLL, options: Options, channel: socket.socket, 
     _confine(libc, options, run, "root")
 
 
-def _run_program(libc: ctypes.CDLL, options: Options, folder: str, uid: int | None) -> None:
+def _run_program(libc: _Libc, options: Options, folder: str, uid: int | None) -> None:
     """The program's own process. Does not come back."""
     os.closerange(_CHANNEL + 1, 256)
     os.umask(0o022)
@@ -204,7 +206,7 @@ def _run_program(libc: ctypes.CDLL, options: Options, folder: str, uid: int | No
 # The tests.
 
 
-def _start_tests(libc: ctypes.CDLL, options: Options, channel: socket.socket, say: int, uid: int | None) -> None:
+def _start_tests(libc: _Libc, options: Options, channel: socket.socket, say: int, uid: int | None) -> None:
     """The outer of the tests."""
     libc.prctl(_DUMPABLE, 1, 0, 0, 0)  # for as long as it is to say which users there are in its namespace
 
@@ -214,9 +216,7 @@ def _start_tests(libc: ctypes.CDLL, options: Options, channel: socket.socket, sa
     _confine(libc, options, run, "other root")
 
 
-def _run_tests(
-    libc: ctypes.CDLL, options: Options, channel: socket.socket, say: int, folder: str, uid: int | None
-) -> None:
+def _run_tests(libc: _Libc, options: Options, channel: socket.socket, say: int, folder: str, uid: int | None) -> None:
     """The tests' own process: writes the verdict. Does not come back."""
     own = os.getpid()
 
@@ -254,7 +254,7 @@ def _said(error: BaseException) -> str:
 # What both may do.
 
 
-def _confine(libc: ctypes.CDLL, options: Options, run: Callable[[Confined], None], root: str) -> None:
+def _confine(libc: _Libc, options: Options, run: Callable[[Confined], None], root: str) -> None:
     """The outer: leaves the machine's namespaces as far as it may, and starts the keeper, who runs. Does not come back."""
     libc.prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     apart = _unshare(libc) if options.namespaces else 0
@@ -263,7 +263,7 @@ def _confine(libc: ctypes.CDLL, options: Options, run: Callable[[Confined], None
     os._exit(_code(os.waitpid(keeper, 0)[1]))
 
 
-def _unshare(libc: ctypes.CDLL) -> int:
+def _unshare(libc: _Libc) -> int:
     """The namespaces that it now has of its own."""
     apart, ids = _NEWNET | _NEWPID | _NEWIPC, (os.getuid(), os.getgid())
     for flags in (apart | _NEWNS, apart, _NEWUSER | apart | _NEWNS, _NEWUSER | apart, _NEWUSER | _NEWNET):
@@ -281,7 +281,7 @@ def _keep_ids(uid: int, gid: int) -> None:
             file.write(text)
 
 
-def _keep(libc: ctypes.CDLL, options: Options, run: Callable[[Confined], None], apart: int, root: str) -> None:
+def _keep(libc: _Libc, options: Options, run: Callable[[Confined], None], apart: int, root: str) -> None:
     """The keeper: starts the process proper, takes up the processes that it leaves, and ends with it."""
     libc.prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     files = False
@@ -305,7 +305,7 @@ def _work(confined: Confined, options: Options, name: str) -> str:
     return folder
 
 
-def _limit(libc: ctypes.CDLL, options: Options, folder: str, uid: int | None) -> None:
+def _limit(libc: _Libc, options: Options, folder: str, uid: int | None) -> None:
     """Sets limits, the folder and the environment of a process, and gives up its rights."""
     processes = options.processes
     if os.getuid():  # the limit counts all that the user has, here or in a new namespace
@@ -332,7 +332,7 @@ def _new_uid() -> int | None:
     return None if os.getuid() else _FIRST_UID + int.from_bytes(os.urandom(4), "big") % _UIDS
 
 
-def _become(libc: ctypes.CDLL, folder: str, uid: int) -> None:
+def _become(libc: _Libc, folder: str, uid: int) -> None:
     """Takes another id. Root is under no limit of processes, and could write anywhere."""
     with contextlib.suppress(PermissionError):  # inside bubblewrap the folder is everybody's
         os.chown(folder, uid, uid)
@@ -405,7 +405,7 @@ def _children() -> list[int]:
         return []
 
 
-def _sweep(libc: ctypes.CDLL, uids: set[int]) -> None:
+def _sweep(libc: _Libc, uids: set[int]) -> None:
     """Removes what users who own nothing else have left in folders and tables that all share; their processes are dead."""
     for top in _SHARED if uids else ():
         for folder, names, files in os.walk(top):

@@ -40,7 +40,7 @@ def parted(text: str) -> tuple[str, str]:
         return text, ""
     first = body[begins]
     line = min([first.lineno, *(one.lineno for one in getattr(first, "decorator_list", ()))]) - 1
-    if begins and body[begins - 1].end_lineno > line:  # two statements on a line
+    if begins and (body[begins - 1].end_lineno or 0) > line:  # two statements on a line
         return text, ""
     lines = io.StringIO(text, newline=None).readlines()
     return "".join(lines[:line]), "".join(lines[line:])
@@ -51,8 +51,7 @@ def _checked_from(body: list[ast.stmt], places: dict[str, int]) -> int | None:
     import ast
 
     call = getattr(body[-1], "value", None) if body and isinstance(body[-1], ast.Expr) else None
-    place = places.get(getattr(call.func, "id", "")) if isinstance(call, ast.Call) else None
-    if place is None:
+    if not isinstance(call, ast.Call) or (place := places.get(getattr(call.func, "id", ""))) is None:
         return None
     given = any(isinstance(one, ast.Name) and one.id in places for one in call.args)
     return place if given or any(isinstance(one, ast.Assert) for one in ast.walk(body[place])) else None

@@ -9,8 +9,9 @@ import contextlib
 import ctypes
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
+_Mount = Callable[[str | None, str, str | None, int, str | None], None]
 _NOSUID, _NODEV, _BIND, _REC, _PRIVATE = 2, 4, 4096, 16384, 1 << 18  # of mount.h
 _DETACH = 2
 _SETATTR, _AT_RECURSIVE = 442, 0x8000  # mount_setattr: the same number on all processors
@@ -77,7 +78,7 @@ def _moved(libc: ctypes.CDLL, at: str) -> Iterator[None]:
     yield
 
 
-def _mounter(libc: ctypes.CDLL):
+def _mounter(libc: ctypes.CDLL) -> _Mount:
     def mount(source: str | None, target: str, kind: str | None, flags: int, options: str | None) -> None:
         words = [None if word is None else word.encode() for word in (source, target, kind, options)]
         if libc.mount(words[0], words[1], words[2], ctypes.c_ulong(flags), words[3]) != 0:
@@ -86,7 +87,7 @@ def _mounter(libc: ctypes.CDLL):
     return mount
 
 
-def _show(libc: ctypes.CDLL, mount, path: str, at: str) -> None:
+def _show(libc: ctypes.CDLL, mount: _Mount, path: str, at: str) -> None:
     if os.path.islink(path):
         os.makedirs(os.path.dirname(at + path), exist_ok=True)
         os.symlink(os.readlink(path), at + path)
@@ -95,7 +96,7 @@ def _show(libc: ctypes.CDLL, mount, path: str, at: str) -> None:
     _read_only(libc, at + path, _AT_RECURSIVE)
 
 
-def _bind(mount, path: str, target: str) -> None:
+def _bind(mount: _Mount, path: str, target: str) -> None:
     os.makedirs(os.path.dirname(target), exist_ok=True)
     if stat.S_ISDIR(os.stat(path).st_mode):
         os.makedirs(target, exist_ok=True)

@@ -225,7 +225,8 @@ def _shown() -> list[str]:
 
 def _bubblewrapped(bubblewrap: str, options: dict[str, object]) -> list[str]:
     """The arguments of bwrap to run `jail` in there, with its last argument."""
-    size = str(options["disk_bytes"])
+    size, shown = str(options["disk_bytes"]), options["shown"]
+    assert isinstance(shown, list)
     argv = [bubblewrap, "--unshare-ipc", "--unshare-pid", "--unshare-uts", "--unshare-cgroup-try"]
     argv += ["--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL"]
     if os.getuid():
@@ -238,9 +239,9 @@ def _bubblewrapped(bubblewrap: str, options: dict[str, object]) -> list[str]:
         argv += ["--perms", "1777", "--size", size, "--tmpfs", folder]
     argv += ["--perms", "0777", "--dir", private_root.WORK, "--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev"]
     argv += ["--perms", "1777", "--size", size, "--tmpfs", "/dev/shm"]
-    for parent in sorted({parent for path in options["shown"] for parent in _parents(path)}):
+    for parent in sorted({parent for path in shown for parent in _parents(path)}):
         argv += ["--perms", "0755", "--dir", parent]  # bwrap's own would be closed to the program's user
-    for path in options["shown"]:
+    for path in shown:
         argv += ["--symlink", os.readlink(path), path] if os.path.islink(path) else ["--ro-bind", path, path]
     for name, path in _scripts().items():
         argv += ["--ro-bind", path, f"/judge/{name}{os.path.splitext(path)[1]}"]

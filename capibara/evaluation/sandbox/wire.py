@@ -11,7 +11,7 @@ import collections
 import json
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 
 LONGEST = 64 * 2**20  # bytes of a message
 CANNOT_CROSS = "which cannot cross to the program's process"
@@ -21,16 +21,19 @@ Refer = Callable[[object], Json]
 Resolve = Callable[[str, Json], object]
 
 # Types that may be named across: none of them runs code that a text names.
-TYPES = {
+TYPES: Mapping[str, type] = {
     kind.__name__: kind
     for kind in (
         bool, int, float, complex, str, bytes, bytearray, list, tuple, set, frozenset, dict, range, object, type(None),
     )
 }  # fmt: skip
-_MADE_OF_LIST = {
+_MADE_OF_LIST: Mapping[str, Callable[[list[object]], object]] = {
     "list": list, "tuple": tuple, "set": set, "frozenset": frozenset, "deque": collections.deque,
 }  # fmt: skip
-_MADE_OF_PAIRS = {"dict": dict, "Counter": collections.Counter, "OrderedDict": collections.OrderedDict}
+_MADE_OF_PAIRS: Mapping[str, Callable[[dict[object, object]], object]] = {
+    "dict": dict, "Counter": collections.Counter, "OrderedDict": collections.OrderedDict,
+}  # fmt: skip
+_KEYS, _ITEMS = type(dict[object, object]().keys()), type(dict[object, object]().items())
 _DATES = ("date", "datetime", "time")
 _NUMPY_KINDS = "?bhilqBHILQefdFD"
 
@@ -46,7 +49,7 @@ class NotPlain(TypeError):
 def encode(value: object, refer: Refer) -> Json:
     """The JSON form of a value; `refer` gives that of one which is no plain data, or raises NotPlain."""
     kind = type(value)
-    if value is None or kind in (bool, str, float):
+    if value is None or isinstance(value, (bool, str, float)) and kind in (bool, str, float):
         return value
     if isinstance(value, int):
         number = int(value)
@@ -55,7 +58,8 @@ def encode(value: object, refer: Refer) -> Json:
         return str.__str__(value)
     for parent in (list, tuple, set, frozenset, collections.deque):
         if isinstance(value, parent):
-            return [parent.__name__, [encode(one, refer) for one in parent.__iter__(value)]]
+            iterate: Callable[[object], Iterator[object]] = vars(parent)["__iter__"]  # not one of a subclass
+            return [parent.__name__, [encode(one, refer) for one in iterate(value)]]
     if isinstance(value, dict):
         name = kind.__name__ if kind in (collections.Counter, collections.OrderedDict) else "dict"
         return [name, [[encode(key, refer), encode(one, refer)] for key, one in dict.items(value)]]
@@ -72,8 +76,8 @@ def _rarer(value: object, refer: Refer) -> Json:
         return [name, _base64(value)]
     if isinstance(value, range):
         return ["range", *(encode(one, refer) for one in (value.start, value.stop, value.step))]
-    if isinstance(value, (type({}.keys()), type({}.items()))):
-        name = "keys" if isinstance(value, type({}.keys())) else "items"
+    if isinstance(value, (_KEYS, _ITEMS)):
+        name = "keys" if isinstance(value, _KEYS) else "items"
         return [name, [encode(one, refer) for one in value]]
     if value is Ellipsis or value is NotImplemented:
         return ["constant", str(value)]
@@ -90,9 +94,10 @@ def _of_library(value: object, refer: Refer) -> Json:
         return ["Decimal", str(value)]
     if datetime := sys.modules.get("datetime"):
         name = type(value).__name__
-        if name in _DATES and type(value) is getattr(datetime, name) and getattr(value, "tzinfo", None) is None:
-            return [name, value.isoformat()]
-        if type(value) is datetime.timedelta:
+        is_date = name in _DATES and type(value) is getattr(datetime, name)
+        if is_date and getattr(value, "tzinfo", None) is None and (written := getattr(value, "isoformat", None)):
+            return [name, written()]
+        if isinstance(value, datetime.timedelta) and type(value) is datetime.timedelta:
             return ["timedelta", value.days, value.seconds, value.microseconds]
     return None
 
@@ -117,31 +122,73 @@ def decode(value: Json, resolve: Resolve) -> object:
             raise ValueError("no value")
         return value
     tag, *parts = value
+    if not isinstance(tag, str):
+        raise ValueError("no tag")
     if tag in _MADE_OF_LIST:
-        return _MADE_OF_LIST[tag]([decode(one, resolve) for one in parts[0]])
+        return _MADE_OF_LIST[tag]([decode(one, resolve) for one in as_list(parts[0])])
     if tag in _MADE_OF_PAIRS:
-        pairs = [(decode(key, resolve), decode(one, resolve)) for key, one in parts[0]]
+        pairs = [(decode(key, resolve), decode(one, resolve)) for key, one in map(as_list, as_list(parts[0]))]
         return _MADE_OF_PAIRS[tag](dict(pairs))
     if tag == "int":
-        return int(parts[0], 16)
+        return int(as_text(parts[0]), 16)
     if tag in ("bytes", "bytearray"):
-        return TYPES[tag](binascii.a2b_base64(parts[0]))
+        return TYPES[tag](binascii.a2b_base64(as_text(parts[0])))
     if tag == "complex":
-        return complex(*parts)
+        real, imaginary = parts
+        return complex(_as_number(real), _as_number(imaginary))
     if tag == "range":
-        return range(*(decode(one, resolve) for one in parts))
+        start, stop, step = (as_int(decode(one, resolve)) for one in parts)
+        return range(start, stop, step)
     if tag in ("Fraction", "Decimal", "timedelta", *_DATES):
         return _library(tag, [decode(one, resolve) for one in parts])
     if tag in ("keys", "items"):
-        held = [decode(one, resolve) for one in parts[0]]
-        return dict.fromkeys(held).keys() if tag == "keys" else dict(held).items()
+        held = [decode(one, resolve) for one in as_list(parts[0])]
+        return dict.fromkeys(held).keys() if tag == "keys" else dict(map(_as_pair, held)).items()
     if tag == "constant":
-        return {"Ellipsis": Ellipsis, "NotImplemented": NotImplemented}[parts[0]]
+        return {"Ellipsis": Ellipsis, "NotImplemented": NotImplemented}[as_text(parts[0])]
     if tag == "type":
-        return TYPES[parts[0]]
+        return TYPES[as_text(parts[0])]
     if tag == "numpy":
-        return _numpy(*parts)
+        kind, shape, data = parts
+        return _numpy(as_text(kind), None if shape is None else [*map(as_int, as_list(shape))], as_text(data))
     return resolve(tag, parts[0])
+
+
+def as_list(value: Json) -> list[Json]:
+    """The value, which must be a list.
+
+    Raises:
+      TypeError: it is none.
+    """
+    if not isinstance(value, list):
+        raise TypeError("no list")
+    return value
+
+
+def as_text(value: Json) -> str:
+    """The same of a text."""
+    if not isinstance(value, str):
+        raise TypeError("no text")
+    return value
+
+
+def as_int(value: object) -> int:
+    """The same of a whole number."""
+    if not isinstance(value, int):
+        raise TypeError("no whole number")
+    return value
+
+
+def _as_number(value: Json) -> float:
+    if not isinstance(value, (int, float)):
+        raise TypeError("no number")
+    return value
+
+
+def _as_pair(value: object) -> tuple[object, object]:
+    if not isinstance(value, tuple) or len(value) != 2:
+        raise TypeError("no pair")
+    return value
 
 
 def _library(tag: str, parts: list[object]) -> object:
@@ -151,7 +198,11 @@ def _library(tag: str, parts: list[object]) -> object:
 
     if tag in _DATES:
         return getattr(datetime, tag).fromisoformat(*parts)
-    made = {"Fraction": fractions.Fraction, "Decimal": decimal.Decimal, "timedelta": datetime.timedelta}
+    made: dict[str, Callable[..., object]] = {
+        "Fraction": fractions.Fraction,
+        "Decimal": decimal.Decimal,
+        "timedelta": datetime.timedelta,
+    }
     return made[tag](*parts)
 
 
