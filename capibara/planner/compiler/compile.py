@@ -79,6 +79,12 @@ class Compiled:
         return self.host_argument_bytes + self.host_output_bytes + self.host_temporary_bytes
 
     @property
+    def fitting_bytes(self) -> int:
+        """`peak_bytes` of a step that fits, which has them."""
+        assert self.peak_bytes is not None
+        return self.peak_bytes
+
+    @property
     def flops(self) -> float:
         """FLOPs of matrix products, loops as often as they turn; attention kernels as if nothing were masked."""
         return self.costs.matmul_flops + self.costs.kernel_flops
@@ -113,7 +119,9 @@ class Compiled:
           ValueError: these are not the values of a report.
         """
         try:
-            costs = {k: Counter(v) if isinstance(v, Mapping) else float(v) for k, v in values["costs"].items()}
+            costs: dict[str, Any] = {
+                k: Counter(v) if isinstance(v, Mapping) else float(v) for k, v in values["costs"].items()
+            }
             alive = tuple(hbm_peak.Buffer(**buffer) for buffer in values["alive"])
             report = cls(**{**values, "costs": hlo.Costs(**costs), "alive": alive})
             numbers = [getattr(report, f.name) for f in dataclasses.fields(report) if f.name.endswith(("_bytes", "_s"))]
@@ -155,6 +163,7 @@ def read(compiled: jax.stages.Compiled, compile_s: float) -> Compiled:
       compile_s: seconds that it took.
     """
     memory, text, chip = compiled.memory_analysis(), compiled.as_text(), _chip(compiled)
+    assert memory is not None and text is not None, "the TPU's compiler gives both"
     host = {
         "host_argument_bytes": memory.host_argument_size_in_bytes,
         "host_output_bytes": memory.host_output_size_in_bytes - memory.host_alias_size_in_bytes,

@@ -120,7 +120,7 @@ class Verdict:
         if self.compiled is None or not held_bytes:
             return self
         peak = None if self.compiled.peak_bytes is None else self.compiled.peak_bytes + held_bytes
-        fits = self.compiled.fits and peak <= (self.compiled.limit_bytes or math.inf)
+        fits = self.compiled.fits and peak is not None and peak <= (self.compiled.limit_bytes or math.inf)
         compiled = dataclasses.replace(self.compiled, peak_bytes=peak, fits=fits)
         return dataclasses.replace(self, outcome=_outcome(compiled), compiled=compiled, held_bytes=held_bytes)
 
@@ -241,7 +241,7 @@ def _statements(source: str) -> str:
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(body := getattr(node, "body", None), list):
-            node.body = [s for s in body if not (isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant))]
+            body[:] = [s for s in body if not (isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant))]
     return ast.unparse(tree)
 
 
@@ -282,7 +282,7 @@ def _own_library() -> dict[str, str]:
     path = os.environ.get("TPU_LIBRARY_PATH")
     package = importlib.util.find_spec("libtpu")
     # libtpu sets the variable itself, to its own file.
-    if not path or (package and os.path.dirname(path) in package.submodule_search_locations):
+    if not path or (package and os.path.dirname(path) in (package.submodule_search_locations or ())):
         return {}
     try:
         found = os.stat(path)
@@ -315,6 +315,7 @@ def _read(cache_dir: pathlib.Path, identity: Mapping[str, Any]) -> Verdict | Non
 def _write(cache_dir: pathlib.Path, identity: Mapping[str, Any], result: Verdict) -> None:
     """Puts the entry in place whole; a cache that cannot be written costs the next compile, not this verdict."""
     path = _entry_path(identity, cache_dir)
+    assert result.compiled is not None
     entry = {
         "identity": identity,
         "date": result.date,
@@ -386,8 +387,8 @@ def _verdict_of(returncode: int, lines: Sequence[str], errors: Sequence[str], el
 def _child(command: Sequence[str], out: IO[bytes], err: IO[bytes]) -> Iterator[subprocess.Popen]:
     """The running command; at the end it and all that it started are killed."""
     with contextlib.ExitStack() as undo:
-        silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        guard = subprocess.Popen(_GUARD, stdin=subprocess.PIPE, process_group=0, **silent)
+        silent = subprocess.DEVNULL
+        guard = subprocess.Popen(_GUARD, stdin=subprocess.PIPE, stdout=silent, stderr=silent, process_group=0)
         undo.callback(_end, guard)
         child = subprocess.Popen(
             list(command),
@@ -409,6 +410,7 @@ def _end(guard: subprocess.Popen) -> None:
     """Kills the guard's group. Its number is the guard's, which none other gets before the guard is waited for."""
     with contextlib.suppress(ProcessLookupError, PermissionError):  # the latter on macOS, where all have ended
         os.killpg(guard.pid, signal.SIGKILL)
+    assert guard.stdin is not None
     guard.stdin.close()
     guard.wait()
 
@@ -431,7 +433,9 @@ class _Says:
     """
 
     def __init__(self, status: Callable[[float, str], None], of_program: Callable[[str], Verdict | None]):
-        self.phase, self.program, self.known = "starting", None, None
+        self.phase = "starting"
+        self.program: str | None = None
+        self.known: Verdict | None = None
         self._status, self._of_program, self._told_s = status, of_program, -_STATUS_EVERY_S
 
     def hear(self, elapsed_s: float, lines: Sequence[str]) -> None:

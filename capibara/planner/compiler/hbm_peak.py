@@ -11,9 +11,9 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Sequence
 
-from capibara.planner.compiler.hlo import Instruction, Module, branches, callee
+from capibara.planner.compiler.hlo import Instruction, Module, branches, callee, number_of, searched
 
 # Results that are no memory of their own: names for operands, and what is in the program itself.
 _NAMES = ("bitcast", "get-tuple-element", "tuple", "optimization-barrier", "while")
@@ -103,6 +103,7 @@ class _Computations:
         return best
 
     def _called(self, instruction: Instruction) -> tuple[int, list[tuple[int, str, str]]]:
+        names: Sequence[str | None]
         match instruction.opcode:
             case "while":
                 names = [instruction.called("body")]
@@ -167,9 +168,14 @@ def _buffers(
     return lies_in, born, {name: 0 if name in leaving else size for name, size in sizes.items()}
 
 
-def _element(computation, instruction: Instruction, lies_in, own) -> frozenset[str]:
+def _element(
+    computation: dict[str, Instruction],
+    instruction: Instruction,
+    lies_in: dict[str, frozenset[str]],
+    own: Container[str],
+) -> frozenset[str]:
     """The buffers of one element of a tuple."""
-    index = int(re.search(r"index=(\d+)", instruction.attributes)[1])
+    index = int(searched(r"index=(\d+)", instruction.attributes)[1])
     producer = computation.get(instruction.operands[0])
     while producer is not None and producer.opcode in ("while", "optimization-barrier") and producer.operands:
         producer = computation.get(producer.operands[0])
@@ -210,7 +216,7 @@ def _shared(module: Module, instruction: Instruction) -> tuple[str, ...]:
         return instruction.operands[:1]
     if opcode != "fusion":
         return ()
-    inner = module.computations[instruction.called("calls")]
+    inner = module.computations[instruction.inner("calls")]
     root = next(i for i in inner.values() if i.is_root)
     outputs = [inner[o] for o in root.operands] if root.opcode == "tuple" else [root]
     found = (_updated_parameter(inner, output) for output in outputs)
@@ -229,7 +235,7 @@ def _updated_parameter(inner: dict[str, Instruction], output: Instruction) -> in
     if output.opcode != "dynamic-update-slice":
         return None
     target = through(inner[output.operands[0]], ("bitcast",))
-    return int(re.match(r"(\d+)\)", target.attributes)[1]) if target.opcode == "parameter" else None
+    return number_of(target) if target.opcode == "parameter" else None
 
 
 def _last_uses(order: list[Instruction], lies_in: dict[str, frozenset[str]], born: dict[str, int]) -> dict[str, int]:

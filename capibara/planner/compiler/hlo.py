@@ -90,6 +90,16 @@ class Instruction:
         match = re.search(rf"\b{key}=%?([\w.\-]+)", self.attributes)
         return match[1] if match else None
 
+    def inner(self, key: str) -> str:
+        """The same of an instruction that has one.
+
+        Raises:
+          KeyError: it has none.
+        """
+        if (name := self.called(key)) is None:
+            raise KeyError(f"{self.opcode} {self.name} names no {key}")
+        return name
+
 
 @dataclasses.dataclass(frozen=True)
 class Module:
@@ -175,7 +185,7 @@ def costs(
             if instruction.opcode == "while":
                 times = trip_count(module, name, instruction)
                 for key in ("body", "condition"):
-                    total = total.plus(of(instruction.called(key)), times)
+                    total = total.plus(of(instruction.inner(key)), times)
             elif instruction.opcode in ("call", "async-start") and (called := callee(instruction)):
                 total = total.plus(of(called))
             elif instruction.opcode == "conditional":
@@ -191,7 +201,7 @@ def trip_count(module: Module, computation: str, loop: Instruction) -> int:
     """How often a while loop turns: what XLA says, else the constant that its condition compares with; else 1."""
     if known := re.search(r"known_trip_count\W+n\W+(\d+)", loop.attributes):
         return int(known[1])
-    condition = module.computations[loop.called("condition")]
+    condition = module.computations[loop.inner("condition")]
     compares = [i for i in _reachable(module, condition) if i.opcode == "compare" and "direction=LT" in i.attributes]
     constants = [re.match(r"(\d+)\)", i.attributes) for i in condition.values() if i.opcode == "constant"]
     limits = [int(match[1]) for match in constants if match]
@@ -202,7 +212,7 @@ def _reachable(module: Module, computation: dict[str, Instruction]) -> Iterator[
     for instruction in computation.values():
         yield instruction
         if instruction.opcode == "fusion":
-            yield from _reachable(module, module.computations[instruction.called("calls")])
+            yield from _reachable(module, module.computations[instruction.inner("calls")])
 
 
 def _own_costs(
@@ -214,7 +224,8 @@ def _own_costs(
     if instruction.opcode == "fusion":
         inside = list(_fused(module, instruction, lookup))
     flops = sum(_matmul_flops(i, lookup[i.name]) for i in inside)
-    counts, sizes = Counter(), Counter()
+    counts: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
     for i in inside:
         kind = i.opcode.removesuffix("-start")
         # A collective that runs beside several fusions stands in each of them, with one channel.
@@ -227,7 +238,7 @@ def _own_costs(
             results = sum(a.bytes for a in i.arrays)
             sizes[kind] += max(operands, results - operands if i.opcode.endswith("-start") else results)
     cycles = re.search(r'"estimated_cycles":"(\d+)"', instruction.attributes)
-    kernels = Counter()
+    kernels: Counter[str] = Counter()
     kernel_flops = 0.0
     hbm_bytes = _hbm_bytes(module, instruction, module.computations[computation])
     if instruction.opcode == "custom-call":
@@ -247,7 +258,7 @@ def _own_costs(
 
 
 def _fused(module: Module, fusion: Instruction, lookup: dict[str, dict[str, Instruction]]) -> Iterator[Instruction]:
-    inner = module.computations[fusion.called("calls")]
+    inner = module.computations[fusion.inner("calls")]
     for instruction in inner.values():
         if instruction.opcode == "fusion":
             yield from _fused(module, instruction, lookup)
@@ -259,7 +270,7 @@ def _fused(module: Module, fusion: Instruction, lookup: dict[str, dict[str, Inst
 def _matmul_flops(instruction: Instruction, names: dict[str, Instruction]) -> float:
     if instruction.opcode == "dot":
         lhs = names[instruction.operands[0]].arrays[0]
-        contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", instruction.attributes)[1]
+        contracted = searched(r"lhs_contracting_dims=\{([\d,]*)\}", instruction.attributes)[1]
         return 2.0 * instruction.arrays[0].size * math.prod(lhs.dims[int(d)] for d in contracted.split(",") if d)
     if instruction.opcode == "convolution":
         return 2.0 * _multiply_adds(instruction, names)
@@ -270,7 +281,7 @@ def _multiply_adds(convolution: Instruction, names: dict[str, Instruction]) -> f
     """Of a convolution, the TPU's form of every matmul, padding not counted."""
     lhs, rhs = (names[o].arrays[0].dims for o in convolution.operands[:2])
     out = convolution.arrays[0].dims
-    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", convolution.attributes)
+    labels = searched(r"dim_labels=(\w+)_(\w+)->(\w+)", convolution.attributes)
     groups = re.search(r"batch_group_count=(\d+)", convolution.attributes)
     window = _window(convolution.attributes)
     positions = 1
@@ -312,6 +323,22 @@ def _window(attributes: str) -> dict[str, list]:
     return result
 
 
+def searched(pattern: str | re.Pattern[str], text: str) -> re.Match[str]:
+    """Where a pattern is in a text that has it.
+
+    Raises:
+      ValueError: it has not.
+    """
+    if (match := re.search(pattern, text)) is None:
+        raise ValueError(f"this is no HLO text: {text[:100]!r} has no {pattern}")
+    return match
+
+
+def number_of(parameter: Instruction) -> int:
+    """Which parameter of its computation it is."""
+    return int(searched(r"^(\d+)\)", parameter.attributes)[1])
+
+
 def _kernel_name(call: Instruction) -> str:
     target = re.search(r'custom_call_target="([^"]*)"', call.attributes)
     name = target[1] if target else "custom-call"
@@ -345,7 +372,7 @@ def _hbm_bytes(module: Module, instruction: Instruction, names: dict[str, Instru
     if opcode in ("dynamic-update-slice", "scatter"):
         return 2.0 * sum(a.hbm_bytes for a in names[_update_of(instruction)].arrays)
     if opcode == "fusion":
-        return _fusion_bytes(module.computations[instruction.called("calls")], operands, result)
+        return _fusion_bytes(module.computations[instruction.inner("calls")], operands, result)
     return float(sum(operands) + result)
 
 
@@ -369,7 +396,7 @@ def _fusion_bytes(inner: dict[str, Instruction], operands: list[int], result: in
     for instruction in inner.values():
         if instruction.opcode != "parameter":
             continue
-        number = int(re.match(r"(\d+)\)", instruction.attributes)[1])
+        number = number_of(instruction)
         full = operands[number] if number < len(operands) else 0
         uses = users.get(instruction.name, [])
         if full and uses and all(u.opcode in ("dynamic-slice", "slice", "gather") for u in uses):
@@ -449,7 +476,7 @@ def _instruction(line: str) -> Instruction | None:
 def _array(dtype: str, dims: str, layout: str) -> Array:
     """Of "bf16", "32,2048" and "1,0:T(8,128)(2,1)S(1)": the tile covers the last dimensions in the layout's order."""
     sizes = tuple(int(d) for d in dims.split(",") if d)
-    order, tile = _LAYOUT.match(layout).groups()
+    order, tile = searched(_LAYOUT, layout).groups()
     padded = None
     if tile and sizes:
         laid_out = [sizes[int(d)] for d in order.split(",") if d][::-1]  # it names the innermost first

@@ -77,7 +77,7 @@ def without_locations() -> Iterator[None]:
 
     Pallas kernels carry theirs in the payload: the same program would differ from checkout to checkout.
     """
-    before = jax.config.jax_traceback_in_locations_limit
+    before = jax.config.values["jax_traceback_in_locations_limit"]
     jax.config.update("jax_traceback_in_locations_limit", 0)
     try:
         yield

@@ -217,12 +217,12 @@ def sizes(kind: Chip | str) -> list[Slice]:
     For the three-dimensional chips these are all whole numbers of cubes; the shape is the one nearest to a cube.
     """
     kind = chips.chip(kind) if isinstance(kind, str) else kind
-    return [Slice(kind, _usual_shape(kind, size)) for size in _all_sizes(kind)]
+    return [Slice(kind, _shape_of(kind, size)) for size in _all_sizes(kind)]
 
 
 def slice_names() -> list[str]:
     """The names of the usual slices of every chip, by growing size; further numbers of cubes and CPUs are left out."""
-    return [Slice(kind, _usual_shape(kind, size)).name for kind in chips.CHIPS.values() for size in _named_sizes(kind)]
+    return [Slice(kind, _shape_of(kind, size)).name for kind in chips.CHIPS.values() for size in _named_sizes(kind)]
 
 
 def _all_sizes(kind: Chip) -> list[int]:
@@ -289,7 +289,14 @@ def _is_shape(kind: Chip, shape: tuple[int, ...]) -> bool:
 
 def _nearest_size(kind: Chip, size: int, units: int = 1) -> tuple[int, ...]:
     """The usual shape of the size nearest to `size`, which counts in units of which a chip has `units`."""
-    return _usual_shape(kind, min(_all_sizes(kind), key=lambda known: (abs(known * units - size), known)))
+    return _shape_of(kind, min(_all_sizes(kind), key=lambda known: (abs(known * units - size), known)))
+
+
+def _shape_of(kind: Chip, size: int) -> tuple[int, ...]:
+    """The usual shape of a size that there is."""
+    shape = _usual_shape(kind, size)
+    assert shape is not None, f"no slice of {size} {kind.name}"
+    return shape
 
 
 def _unlike(name: str) -> UserError:

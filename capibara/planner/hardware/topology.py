@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import jax
 
@@ -57,7 +58,7 @@ def slice_devices(name: str) -> list[jax.Device]:
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # a killed process leaves a lock file that means nothing
     from jax.experimental import topologies
 
-    options = {}
+    options: dict[str, Any] = {}  # of its own, not JAX's
     if wanted.hosts == wanted.count:
         options["chips_per_host_bounds"] = (*wanted.shape, 1, 1)[:3]  # else a host has four
     if wanted.count > 1:

@@ -8,6 +8,7 @@ other, though XLA starts most gathers early (`EXPOSED`).
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from capibara.planner.hardware import network
@@ -136,7 +137,7 @@ class Cost:
         """What the step waits for most."""
         links = EXPOSED * self.links_s + self.blocking_s
         parts = {"compute": self.compute_s, "HBM": self.hbm_s, "PCIe": self.host_s, "ICI": links}
-        return "bubble" if self.bubble > 0.2 else max(parts, key=parts.get)
+        return "bubble" if self.bubble > 0.2 else max(parts, key=parts.__getitem__)
 
     @property
     def tokens_per_s(self) -> float:
@@ -351,8 +352,8 @@ def hbm_bytes(work: Workload, choice: Choice) -> tuple[float, float]:
     return total, 2 * (state + moments) + 3 * state + (2 * state if work.ema else 0.0)
 
 
-def _collectives(work: Workload, choice: Choice, layout: Layout):
-    """What the axes of a mesh move: yields Collective."""
+def _collectives(work: Workload, choice: Choice, layout: Layout) -> Iterator[Collective]:
+    """What the axes of a mesh move."""
     mesh, size = choice.mesh, work.compute_bytes
     micro = choice.accumulation
     shards = [axis for axis in work.rules.embed if mesh[axis] > 1]
@@ -382,7 +383,7 @@ def _collectives(work: Workload, choice: Choice, layout: Layout):
     yield from _activation_collectives(work, choice, layout)
 
 
-def _activation_collectives(work: Workload, choice: Choice, layout: Layout):
+def _activation_collectives(work: Workload, choice: Choice, layout: Layout) -> Iterator[Collective]:
     c, mesh, size, micro = work.config, choice.mesh, work.compute_bytes, choice.accumulation
     passes = 2 + (choice.remat.kind is not Remat.NONE)
     for stack in work.stacks:

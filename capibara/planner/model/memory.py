@@ -116,7 +116,7 @@ class Memory:
 
     @property
     def peak_moment(self) -> str:
-        return max(self.moments, key=self.moments.get)
+        return max(self.moments, key=self.moments.__getitem__)
 
 
 def memory(work: Workload, choice: Choice, scale: float = 1.0, most_bytes: float = math.inf) -> Memory:

@@ -263,7 +263,8 @@ def _leaves(shapes: PyTree, axes: PyTree) -> list[Leaf]:
 
 def _is_relaid(model: Model, leaf: Leaf) -> bool:
     by_heads = leaf.axes[:1] == ("layers",) and {"heads", "kv_heads"} & set(leaf.axes)
-    return bool(by_heads) and leaf.itemsize == 2 and not model.config.lora.trains(leaf.name)
+    lora = model.config.lora
+    return bool(by_heads) and leaf.itemsize == 2 and lora is not None and not lora.trains(leaf.name)
 
 
 def _state(model: Model, optimizer: OptimizerConfig, rules: Rules) -> Sharded:

@@ -39,12 +39,11 @@ def save(
     Raises:
       UserError: a file cannot be written.
     """
-    money = {"tokens": tokens, "usd": usd}
     if args.json:
-        shown = report.plans_json(walk, work, slice_, top=args.top, offers=offers, **money)
+        shown = report.plans_json(walk, work, slice_, top=args.top, offers=offers, tokens=tokens, usd=usd)
         outputs.save(args.json, json.dumps(shown, indent=1))
     if args.html:
-        outputs.save(args.html, page.page(walk, work, slice_, offers=offers, **money))
+        outputs.save(args.html, page.page(walk, work, slice_, offers=offers, tokens=tokens, usd=usd))
     if args.output:
         before = (questions.included(args), args.gin_bindings) if args.include else ((), ())
         outputs.save(args.output, report.gin(walk, work, slice_, *before))

@@ -6,7 +6,7 @@ import errno
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from capibara import config
 from capibara.planner.compiler.compile_cache import Verdict
@@ -16,10 +16,14 @@ from capibara.planner.model.cost import EXPOSED, Cost
 from capibara.planner.model.memory import memory as predict
 from capibara.planner.model.workload import Workload
 from capibara.planner.search import advice, ranking
+from capibara.planner.search.choice import Kind
 from capibara.planner.search.ranking import Objective, Ranked
 from capibara.planner.search.slice_choice import Offer
 from capibara.planner.search.verify import Walk
 from capibara.sharding import Remat
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 def plans_json(
@@ -44,7 +48,7 @@ def plans_json(
     return {"plans": plans, "tried": compiled, "memory_scales": scales} | ({"slices": weighed} if offers else {})
 
 
-def _kind(kind) -> str:
+def _kind(kind: Kind) -> str:
     remat, axes = kind
     kept = " ".join((str(remat.kind), *(remat.names if remat.kind in (Remat.SAVE, Remat.OFFLOAD) else ())))
     return f"remat {kept}, {' x '.join(axes) or 'data and fsdp only'}"
@@ -60,7 +64,7 @@ def as_json(ranked: Ranked, work: Workload, slice_: Slice, tokens: float | None,
       usd: per chip-hour; None: the list price.
     """
     choice, memory, cost = ranked.choice, ranked.memory, ranked.cost
-    result = {
+    result: dict[str, Any] = {
         "slice": slice_.name,
         "mesh": choice.mesh,
         "batch_size": choice.batch_size(work),
@@ -175,16 +179,14 @@ def offer_cells(offer: Offer, tokens: float | None, usd: float | None) -> list[s
     ]
 
 
-def _console():
+def _console() -> Console:
     from rich.console import Console
 
-    console = Console(width=None if sys.stdout.isatty() else 140, highlight=False, markup=False)
-    console.on_broken_pipe = _closed  # its own way is an exit code of 1
-    return console
+    class Ours(Console):
+        def on_broken_pipe(self) -> None:  # its own way is an exit code of 1
+            raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
-
-def _closed() -> None:
-    raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+    return Ours(width=None if sys.stdout.isatty() else 140, highlight=False, markup=False)
 
 
 def summary(best: Ranked, work: Workload, slice_: Slice, tokens: float | None, usd: float | None) -> Iterable[str]:
@@ -230,8 +232,8 @@ def _proof(walk: Walk) -> Iterable[str]:
             yield f"compiled: {plan}: does not fit ({before})"
         else:
             spare = "" if one.good else ", less to spare than asked"
-            error = predicted / compiled.peak_bytes - 1
-            yield f"compiled: {plan}: fits, peak {compiled.peak_bytes / GIB:.2f} GiB{spare} ({before}: {error:+.1%})"
+            error = predicted / compiled.fitting_bytes - 1
+            yield f"compiled: {plan}: fits, peak {compiled.fitting_bytes / GIB:.2f} GiB{spare} ({before}: {error:+.1%})"
     for kind, scale in walk.question.scales:
         yield f"learned: memory of plans with {_kind(kind)}, beside their state, x {scale:.2f}"
 
@@ -257,13 +259,13 @@ def why_not(one: Ranked, walk: Walk, work: Workload) -> str:
         return "as fast as far as predictions go: the first is plainer"
     ours, its = _parts(best.cost), _parts(one.cost)
     grown = {name: its[name] - ours[name] for name in its}
-    why = max(grown, key=grown.get)
+    why = max(grown, key=grown.__getitem__)
     if why == "on chip":
         again = one.cost.flops.recompute / one.cost.tokens > 1.01 * best.cost.flops.recompute / best.cost.tokens
         compute = "recomputes more" if again else "more compute"
         by = {compute: one.cost.compute_s, "more traffic to HBM": one.cost.hbm_s}
         by["more traffic over PCIe"] = one.cost.host_s
-        why = max(by, key=by.get)
+        why = max(by, key=by.__getitem__)
     return f"{slower:.1%} slower: {why}"
 
 
@@ -300,9 +302,9 @@ def verdict_lines(verdict: Verdict, slice_: Slice) -> Iterable[str]:
         yield from held
         return
     yield f"{slice_.name}: fits ({when})"
-    share = compiled.peak_bytes / usable
+    share = compiled.fitting_bytes / usable
     yield from held
-    yield f"  peak HBM {compiled.peak_bytes / GIB:.2f} of {usable / GIB:.2f} GiB a chip ({share:.0%})"
+    yield f"  peak HBM {compiled.fitting_bytes / GIB:.2f} of {usable / GIB:.2f} GiB a chip ({share:.0%})"
     parts = {"arguments": compiled.argument_bytes, "temporaries": compiled.temporary_bytes, "code": compiled.code_bytes}
     parts |= {"in the host's memory": compiled.host_bytes} if compiled.host_bytes else {}
     yield "  " + ", ".join(f"{name} {size / GIB:.2f} GiB" for name, size in parts.items())
@@ -349,9 +351,9 @@ def gin(walk: Walk, work: Workload, slice_: Slice, includes: Sequence[str] = (),
         f"# Predicted: {_uncorrected_peak(best, work) / GIB:.2f} GiB of HBM a {slice_.chip.unit}, "
         f"{seconds(best.cost.step_s)} a step, {best.cost.mfu:.1%} MFU.",
     ]
-    if verdict:
+    if verdict and verdict.compiled:
         versions = " and ".join(f"{name} {verdict.versions.get(name)}" for name in ("jax", "libtpu"))
-        lines.append(f"# Compiled on {verdict.date}, {versions}: {verdict.compiled.peak_bytes / GIB:.2f} GiB.")
+        lines.append(f"# Compiled on {verdict.date}, {versions}: {verdict.compiled.fitting_bytes / GIB:.2f} GiB.")
     lines += [*(f'include "{file}"' for file in includes), *map(config.quoted, bound)]
     lengths = {"length": work.length, "encoder_length": work.encoder_length}
     lines += [f"Dataset.{name} = {places}" for name, places in lengths.items() if places is not None]

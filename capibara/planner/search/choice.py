@@ -13,6 +13,8 @@ from capibara.sharding import MESH_AXES, Plan, Remat, RematPolicy
 
 _FEW = 6  # names of kept results that are listed
 
+Kind = tuple[RematPolicy, tuple[str, ...]]  # the remat, and the mesh axes that cut layers
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Choice:
@@ -61,7 +63,7 @@ class Choice:
         return self.pipeline_microbatches + self.mesh["stage"] - 1 if self.mesh["stage"] > 1 else 1
 
     @property
-    def kind(self) -> tuple[RematPolicy, tuple[str, ...]]:
+    def kind(self) -> Kind:
         """Plans of a kind keep and recompute the same things: what the memory model gets wrong of one, it does of all."""
         return self.remat, tuple(axis for axis in ("stage", "expert", "context", "tensor") if self.mesh[axis] > 1)
 

@@ -155,9 +155,10 @@ def slice_of(asked: Slice | None, plan: Plan) -> Slice:
     from capibara.planner.hardware import slices
 
     bound = slices.parse(plan.slice) if plan.slice else None
-    if not (asked or bound):
+    found = asked or bound
+    if found is None:
         raise UserError("--slice has no value and Plan.slice is not bound: name a slice, e.g. --slice=v5e-64")
-    return asked or bound
+    return found
 
 
 def question(args: argparse.Namespace, work: Workload, plan: Plan) -> Question:

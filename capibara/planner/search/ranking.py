@@ -10,7 +10,6 @@ import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 from capibara.core.fields import did_you_mean
 from capibara.core.types import UserError
@@ -22,7 +21,7 @@ from capibara.planner.model import cost, memory
 from capibara.planner.model.cost import Cost
 from capibara.planner.model.memory import Memory
 from capibara.planner.model.workload import Workload
-from capibara.planner.search.choice import Choice
+from capibara.planner.search.choice import Choice, Kind
 from capibara.sharding import MESH_AXES, Remat, RematPolicy
 
 _PRODUCTS = (
@@ -105,14 +104,14 @@ class Question:
     state_dtypes: tuple[StateDtype, ...] = (StateDtype.FLOAT32,)
     remats: tuple[RematPolicy, ...] = REMATS
     fixed: tuple[tuple[str, int], ...] = ()
-    scales: tuple[tuple[Any, float], ...] = ()
+    scales: tuple[tuple[Kind, float], ...] = ()
 
     def scale(self, choice: Choice) -> float:
         """The correction for a choice; for kinds that were not compiled the median of the others, and at least 1."""
         return self._by_kind.get(choice.kind, self._fallback) if self.scales else 1.0
 
     @functools.cached_property
-    def _by_kind(self) -> dict[Any, float]:
+    def _by_kind(self) -> dict[Kind, float]:
         return dict(self.scales)
 
     @functools.cached_property
@@ -120,7 +119,7 @@ class Question:
         # That one kind needs less than predicted says little of others; that it needs more is a warning.
         return max(1.0, statistics.median(self._by_kind.values()))
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.batch_size is not None and self.batch_size < 1:
             raise UserError(f"batch_size is {self.batch_size}, must be at least 1")
         check_headroom(self.headroom)
@@ -237,7 +236,9 @@ def _of_mesh(work: Workload, slice_: Slice, sizes: tuple[int, ...], question: Qu
     for dtype, remat in itertools.product(question.state_dtypes, question.remats):
 
         @functools.cache  # most pairs are asked for more than once
-        def weighed(rows: int, accumulation: int, remat=remat, dtype=dtype) -> tuple[Choice, Memory]:
+        def weighed(
+            rows: int, accumulation: int, remat: RematPolicy = remat, dtype: StateDtype = dtype
+        ) -> tuple[Choice, Memory]:
             choice = _choice(base, rows=rows, accumulation=accumulation, remat=remat, state_dtype=dtype)
             return choice, memory.memory(work, choice, question.scale(choice), limit)
 
@@ -246,11 +247,14 @@ def _of_mesh(work: Workload, slice_: Slice, sizes: tuple[int, ...], question: Qu
             yield Ranked(choice, predicted, cost.cost(work, choice, slice_), limit)
 
 
-def _choice(base: Choice, *, rows: int, accumulation: int, **parts) -> Choice:
+def _choice(base: Choice, *, rows: int, accumulation: int, remat: RematPolicy, state_dtype: StateDtype) -> Choice:
     """With as many parts in the pipeline as rows allow, up to four for each stage."""
     stages = base.mesh["stage"]
     parts_of_rows = max((n for n in _divisors(rows) if n <= _PARTS * stages), default=1) if stages > 1 else 1
-    return dataclasses.replace(base, rows=rows, accumulation=accumulation, pipeline_microbatches=parts_of_rows, **parts)
+    return dataclasses.replace(
+        base, rows=rows, accumulation=accumulation, pipeline_microbatches=parts_of_rows, remat=remat,
+        state_dtype=state_dtype,
+    )  # fmt: skip
 
 
 def _rows(

@@ -184,15 +184,15 @@ def _weights(model: Model, tensor: int) -> tuple[float, float, float]:
         whole += own
         looked_up = path == "embedding" and str(model.config.head) == "separate"  # a few of its rows
         unread += own if looked_up else 0.0
-        share = moe.top_k / moe.num_experts if "experts" in names else 1.0
+        share = moe.top_k / moe.num_experts if moe is not None and "experts" in names else 1.0
         active += 0.0 if looked_up else share * own / kept
     return whole, whole - unread, active
 
 
 def _row_bytes(model: Model, engine: Engine, tensor: int) -> float:
     """Of a slot on its devices: keys and values, and which tokens it has seen."""
-    encoder = {} if model.encode is None else {"encoder_length": engine.length}
-    row = jax.eval_shape(lambda: model.start_cache(1, engine.length, dtype=engine.cache_dtype, **encoder))
+    encoder, dtype = None if model.encode is None else engine.length, jax.numpy.dtype(engine.cache_dtype)
+    row = jax.eval_shape(lambda: model.start_cache(1, engine.length, dtype=dtype, encoder_length=encoder))
     return (tree.byte_count(row["layers"]) + model.config.vocab_size) / tensor
 
 

@@ -99,18 +99,18 @@ def best(found: Sequence[Offer], args: argparse.Namespace) -> Offer:
             return min(found, key=lambda offer: (offer.slice_.chips, -offer.best.cost.tokens_per_s))
         case SliceObjective.TARGET_THROUGHPUT:
             return _fastest_enough(found, args.tokens_per_s)
-    priced = [offer for offer in found if offer.usd_per_million_tokens(usd) is not None]
+    priced = [(price, offer) for offer in found if (price := offer.usd_per_million_tokens(usd)) is not None]
     if not priced:
         raise UserError("no list price is known of these chips: give one with --usd_per_chip_hour")
     if args.max_days is not None:
-        quickest = min(offer.best.cost.days(args.tokens) for offer in priced)
-        priced = [offer for offer in priced if offer.best.cost.days(args.tokens) <= args.max_days]
+        quickest = min(offer.best.cost.days(args.tokens) for _, offer in priced)
+        priced = [(price, offer) for price, offer in priced if offer.best.cost.days(args.tokens) <= args.max_days]
         if not priced:
             raise UserError(
                 f"no slice trains {args.tokens:.3g} tokens in {args.max_days:g} days: the quickest takes {quickest:.1f} "
                 "(predicted); allow more days, or plan for several: --slice=4xv5e-256 without --objective and --max_days"
             )
-    return min(priced, key=lambda offer: offer.usd_per_million_tokens(usd))
+    return min(priced, key=lambda one: one[0])[1]
 
 
 def _fastest_enough(found: Sequence[Offer], target: float) -> Offer:

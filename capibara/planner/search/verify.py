@@ -40,7 +40,7 @@ class Tried:
         """Whether it compiled, and left as much HBM free as was asked."""
         compiled = self.verdict.compiled
         fits = self.verdict.outcome is Outcome.FITS
-        return fits and (compiled.peak_bytes or 0) <= self.ranked.limit_bytes
+        return fits and compiled is not None and (compiled.peak_bytes or 0) <= self.ranked.limit_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +95,7 @@ def walk(
         proven = max(good, key=lambda one: score(one.ranked), default=None)
         new = next((one for one in ranked if one.choice not in done), None)
         worth = new is not None and new.fits and (proven is None or score(new) > _BETTER * score(proven.ranked))
-        if not worth or len(tried) == most:
+        if new is None or not worth or len(tried) == most:
             if proven is None:
                 raise UserError(_nothing_proven(tried, new, slice_, question))
             return Walk(_with_first(ranked, proven, tried), tried, proven, question)
@@ -117,7 +117,7 @@ def learned(work: Workload, ranked: Ranked, verdict: Verdict) -> float | None:
     # What was refused does not fit in the leaner order of work either.
     lean = ranked.memory.lean or verdict.outcome is Outcome.DOES_NOT_FIT
     plain = memory.memory(work, ranked.choice, most_bytes=0 if lean else math.inf)
-    peak = verdict.compiled.peak_bytes or 0
+    peak = float(verdict.compiled.peak_bytes or 0)
     if verdict.outcome is Outcome.DOES_NOT_FIT:  # what the error names may be a part of the need
         peak = max(peak, _BEYOND * max(ranked.memory.peak, verdict.compiled.limit_bytes or 0))
     return max(0.1, (peak - plain.state) / (plain.peak - plain.state))
