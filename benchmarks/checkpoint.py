@@ -278,6 +278,7 @@ def training(rounds: int, folder: str) -> dict:
 
     from capibara import config
     from capibara.core import allocator
+    from capibara.training.feed import BatchFeed
     from capibara.training.setup import set_up
     from capibara.training.trainer import Trainer
 
@@ -288,16 +289,22 @@ def training(rounds: int, folder: str) -> dict:
     config.parse(["quickstart.gin"], bindings)
     seconds: list[float] = []  # of the blocks; those with odd numbers have a save
     try:
-        with set_up(config.build(Trainer), jax.devices()[:1]) as run:
-            (state, step, early), metrics = run.start(), {}
+        run, initial = set_up(config.build(Trainer), jax.devices()[:1])
+        with run:
+            start, metrics = run.begin(initial), {}
+            state, step, feed = start.state, start.step, BatchFeed(run.batches, run.batch_sharding, None)
             for block in range(2 * rounds + 1):
                 name = "saves" if block % 2 else "never"
                 begin_s = time.perf_counter()
                 if name == "saves":
-                    run.save(step, state, early, metrics)
+                    run.recovery.save(step, state, feed, metrics)
                 for _ in range(STEPS):
                     step += 1
-                    state, metrics = run.step(step, state, run.next_batch(step, state.params))
+                    run.checkpoints.check()
+                    batch = feed.next_batch(step, state.params)
+                    with jax.transfer_guard("disallow"):
+                        state, metrics = run.train_step(state, batch)
+                    run.recovery.watch(step, feed.position, metrics)
                 jax.block_until_ready(state)
                 run.checkpoints.wait()  # what of a save is not done by then is paid for, too
                 seconds.append(time.perf_counter() - begin_s)

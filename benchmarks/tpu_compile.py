@@ -102,7 +102,7 @@ def compile_ours(row: Row) -> dict[str, Any]:
     )
     model = api.build(trainer.model)
     mesh = sharding.make_mesh(trainer.plan, devices)
-    lowered = setup.lower_step(trainer, model, mesh)["train_step"]
+    lowered = setup.lower_step(trainer, model, mesh)
     report = planner.compile_train_step(lowered, xla_flags.options(row.slice.partition("-")[0]))
     return report.to_json() | {"model_flops": model.flops_per_token(LENGTH) * row.rows * LENGTH}
 

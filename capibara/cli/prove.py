@@ -94,6 +94,6 @@ def _compile(run, slice_) -> int:
     compile_cache.announce("lowering")
     mesh = sharding.make_mesh(run.plan, topology.slice_devices(slice_.name))
     with proof.without_locations():
-        lowered = lower_step(run, api.build(run.model), mesh)["train_step"]
+        lowered = lower_step(run, api.build(run.model), mesh)
     proof.answer(lowered, slice_, mesh, proof.flags(run, slice_))
     return 0

@@ -13,7 +13,7 @@ from capibara.core.types import Batch, UserError
 from capibara.evaluation.answers import Show
 from capibara.evaluation.metrics import Estimate
 from capibara.evaluation.subject import Subject
-from capibara.training import evaluation, loaders
+from capibara.training import evaluation, feed
 
 NAME = "validation"
 
@@ -37,7 +37,7 @@ def validated(subject: Subject, limit: int | None, show: Show) -> tuple[dict[str
         trainer = dataclasses.replace(trainer, evaluation=dataclasses.replace(trainer.evaluation, max_batches=None))
     step = evaluation.make_eval_step(subject.model, trainer.plan, mesh, subject.vocabulary.token_bytes())
     placed = sharding.batch_sharding(mesh, trainer.plan.rules)
-    with contextlib.closing(loaders.validation_loader(trainer, mesh)) as loader:
+    with contextlib.closing(feed.validation_loader(trainer, mesh)) as loader:
         sums = evaluation.sums_of(step, subject.params, _shown(itertools.islice(loader, limit), show), placed)
     metrics = evaluation.metrics_of(sums)
     loss = _error([float(s.nll) for s, _ in sums], [float(s.weight) for s, _ in sums])

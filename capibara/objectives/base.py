@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import abc
+import contextlib
+import dataclasses
 import enum
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
 
 from capibara import sharding
 from capibara.core.types import Batch, Params
 from capibara.data.pipeline.loader import Dataset, Loader, make_loader
 from capibara.kernels.cross_entropy import LossSums, cross_entropy, token_log_probabilities
 from capibara.models.api import Model, Stats
-from capibara.sharding import RematPolicy
+from capibara.sharding import Plan, RematPolicy
 
 Metrics = dict[str, jax.Array]
 
@@ -86,6 +89,65 @@ class Held(NamedTuple):
     spread_as: tuple[Params, Params] | None = None
 
 
+class Check(Protocol):
+    """Whether a run is to stop in the middle of what takes long."""
+
+    def __call__(self, done: int, every: int = 1) -> None:
+        """As StopRequest.check: after `done` parts, asked of all hosts every so many; raises Interrupted."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Reporter:
+    """Where work that takes longer than a step says how far it is, and asks whether the run is to stop.
+
+    Attributes:
+      check: called before each part of the work, alike on every process.
+      progress: shows how far it is; "": it is over.
+      status: says what is worth a line of its own.
+      took: notes seconds that no step has, by what took them.
+    """
+
+    check: Check
+    progress: Callable[[str], None]
+    status: Callable[[str], None]
+    took: Callable[[str, float], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class RunParts:
+    """What a loss may use of a run to make its batches.
+
+    Attributes:
+      model_dir, seed, init_from: of the run.
+      model, dataset, plan, mesh: of the run.
+      batch_sharding: of every array of a batch.
+      batches: the training split, as the run reads it.
+      step_temp_bytes: of a device, what the train step takes beside its arguments.
+      evaluates: whether the run has evaluations.
+      open_once: (data, split, rows) -> this process's share of a split, read once in global batches of so many rows.
+      validation: opens the batches of one evaluation; each of them is reported.
+      initial_params: makes the parameters that the run began from again, of adapters those without effect.
+      reporter: of the loop.
+    """
+
+    model_dir: str
+    seed: int
+    init_from: str | None
+    model: Model
+    dataset: Dataset
+    plan: Plan
+    mesh: Mesh
+    batch_sharding: NamedSharding
+    batches: Loader
+    step_temp_bytes: int
+    evaluates: bool
+    open_once: Callable[[Dataset, str, int], Loader]
+    validation: Callable[[], contextlib.AbstractContextManager[Iterator[Batch]]]
+    initial_params: Callable[[], Params]
+    reporter: Reporter
+
+
 class Supply(abc.ABC):
     """What stands between the loader of a run and its steps, where batches take more than the data."""
 
@@ -151,8 +213,8 @@ class Loss(abc.ABC):
         return ()
 
     @abc.abstractmethod
-    def check(self, trainer: Any) -> None:
-        """Raises UserError where a run (a `training.trainer.Trainer`) cannot be trained so."""
+    def check(self, dataset: Dataset, batch_size: int) -> None:
+        """Raises UserError where a run on this data, in batches of so many rows, cannot be trained so."""
 
     @abc.abstractmethod
     def batch_spec(self, dataset: Dataset, rows: int) -> dict[str, tuple[tuple[int, int], np.dtype]]:
@@ -167,8 +229,8 @@ class Loss(abc.ABC):
         """For the train step of a model."""
 
     @abc.abstractmethod
-    def supply(self, run: Any) -> Supply:
-        """What makes the batches of a `training.run.Run`."""
+    def supply(self, run: RunParts) -> Supply:
+        """What makes the batches of a run."""
 
 
 def of_cross_entropy(

@@ -20,7 +20,7 @@ from capibara.inference.engine.placement.own_chips import OwnChips
 from capibara.inference.engine.stream import Completion, Finish, Stream
 from capibara.inference.interactive import chat
 from capibara.inference.sampling.sampling import Sampling
-from capibara.training.setup import Run
+from capibara.objectives.base import RunParts
 
 _ASK_EVERY_STEPS = 64  # of the engine, after which several hosts ask each other whether to stop, and who has work left
 
@@ -85,10 +85,10 @@ class Answerer:
       grpo: a `grpo.Grpo`: how they are answered, and what is rewarded.
     """
 
-    def __init__(self, run: Run, grpo: Any):
-        dataset = run.trainer.dataset
+    def __init__(self, run: RunParts, grpo: Any):
+        dataset = run.dataset
         self._run, self._grpo, self._chat = run, grpo, chat.of_run(dataset, type(grpo).__name__)
-        splits = ("train", "validation") if run.trainer.evaluation.every else ("train",)
+        splits = ("train", "validation") if run.evaluates else ("train",)
         self._documents = {split: dataset.source.open(split) for split in splits}
         self._engine: Engine | None = None
         self._own: OwnChips | None = None
@@ -100,7 +100,7 @@ class Answerer:
             self._engine.update(params if self._own is None else self._own(params))
             return
         run, grpo = self._run, self._grpo
-        dataset, rules = run.trainer.dataset, run.trainer.plan.rules
+        dataset, rules = run.dataset, run.plan.rules
         layout = own_chips.found(run.model, grpo.mesh, grpo.where, grpo.engine, dataset.length, free=self._free_bytes())
         given = (dataset.get_vocabulary(), dataset.length, grpo.engine)
         if layout is None:
@@ -111,8 +111,7 @@ class Answerer:
 
     def _free_bytes(self) -> int | None:
         """Of a device, on every process, beside the train step."""
-        about = self._run.train_step.memory_analysis()
-        free = hosts.gathered(own_chips.free_bytes(0 if about is None else about.temp_size_in_bytes))
+        free = hosts.gathered(own_chips.free_bytes(self._run.step_temp_bytes))
         return None if None in free else min(free)
 
     def answers(
@@ -140,12 +139,12 @@ class Answerer:
     def _write(self, what: str, count: int) -> None:
         """Until the engines of all processes have nothing left to do."""
         for turn in itertools.count():
-            self._run.check(turn)
+            self._run.reporter.check(turn)
             found = hosts.each(self._worked)
             if not any(busy for busy, _ in found):
                 return
             left = found[0][1] if self._own is None else sum(one for _, one in found)
-            self._run.progress(f"{what}: {count - left} of {count} answers")
+            self._run.reporter.progress(f"{what}: {count - left} of {count} answers")
 
     def _worked(self) -> tuple[bool, int]:
         """Whether this process's engine went on, and the answers that it still has to begin or to end."""
@@ -158,8 +157,8 @@ class Answerer:
     ) -> list[list[Answer]]:
         judged: list[list[Answer]] = []
         for turn in range(-(-len(prompts) // jax.process_count())):  # a reward may take long, too
-            self._run.check(turn)
-            self._run.progress(told.format(sum(map(len, judged))))
+            self._run.reporter.check(turn)
+            self._run.reporter.progress(told.format(sum(map(len, judged))))
             part = mine[turn : turn + 1]
             found = hosts.each(lambda: [[p.row, self._judged(split, p, streams[p.row])] for p in part])
             for row, answers in itertools.chain.from_iterable(found):

@@ -30,7 +30,7 @@ from capibara.inference.engine.placement.own_chips import Where
 from capibara.inference.engine.placement.serving_mesh import ServingMesh
 from capibara.inference.sampling.sampling import Sampling
 from capibara.models.api import Model
-from capibara.objectives.base import Held, Loss, Metrics, Objective, Totals, log_probabilities
+from capibara.objectives.base import Held, Loss, Metrics, Objective, RunParts, Totals, log_probabilities
 from capibara.sharding import RematPolicy
 from capibara.strategies.rewards import check_reward
 from capibara.strategies.rollouts import Rollouts
@@ -139,7 +139,7 @@ class Grpo(Loss):
     def later(self) -> tuple[Callable[..., Any], ...]:
         return self.rewards
 
-    def check(self, trainer: Any) -> None:
+    def check(self, dataset: Dataset, batch_size: int) -> None:
         for reward in self.rewards:
             check_reward(reward)
         if self.sampling.thinking_tokens is not None:
@@ -147,7 +147,6 @@ class Grpo(Loss):
                 "Sampling.thinking_tokens forces tokens that the policy did not choose, which GRPO would reward: leave it "
                 "out, or reward short thoughts"
             )
-        dataset, rows = trainer.dataset, trainer.plan.batch_size
         if dataset.holds is not Holds.PROMPTS:
             raise UserError(
                 f"Trainer.loss (@Grpo()) is for prompts, and Dataset.source holds {dataset.holds}: set Dataset.source = "
@@ -155,10 +154,10 @@ class Grpo(Loss):
             )
         if dataset.packing is not Packing.NONE:
             raise UserError(f"Dataset.packing ({str(dataset.packing)!r}) cannot be with @Grpo(): set it to 'none'")
-        if rows % self.group:
+        if batch_size % self.group:
             raise UserError(
-                f"Plan.batch_size ({rows}) must be a multiple of Grpo.group ({self.group}): try "
-                f"{max(1, round(rows / self.group)) * self.group}"
+                f"Plan.batch_size ({batch_size}) must be a multiple of Grpo.group ({self.group}): try "
+                f"{max(1, round(batch_size / self.group)) * self.group}"
             )
         if self.prompt_length(dataset) < 2:
             raise UserError(
@@ -231,7 +230,7 @@ class Grpo(Loss):
 
         return Objective(sums, metrics)
 
-    def supply(self, run: Any) -> Rollouts:
+    def supply(self, run: RunParts) -> Rollouts:
         return Rollouts(run, self)
 
     def totals(self, log_p_BT: jax.Array, batch: Batch) -> tuple[jax.Array, Totals]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -21,12 +20,10 @@ from capibara.core.types import Batch, Params, UserError
 from capibara.inference.engine.engine import check_generates, reads_whole
 from capibara.inference.sampling.sampling import Sampling
 from capibara.models.api import Model
-from capibara.objectives.base import Supply, log_probabilities
+from capibara.objectives.base import RunParts, Supply, log_probabilities
 from capibara.sharding import Plan
 from capibara.strategies.answering import Answer, Answerer, name_of, prompts_of
-from capibara.training.loaders import validation_loader
-from capibara.training.reference import first_params, weights_fingerprint
-from capibara.training.setup import Run
+from capibara.training.preference import weights_fingerprint
 
 
 class Rollouts(Supply):
@@ -40,7 +37,7 @@ class Rollouts(Supply):
       grpo: a `grpo.Grpo`, what is done with the answers.
     """
 
-    def __init__(self, run: Run, grpo: Any):
+    def __init__(self, run: RunParts, grpo: Any):
         check_generates(run.model)
         if reads_whole(run.model):
             raise UserError(
@@ -52,13 +49,13 @@ class Rollouts(Supply):
         self._reference: Params | None = None  # the trained part of it
         self._weights: str | None = None
         self._told: list[dict[str, float]] = []
-        drawn_from = grpo.drawn_from(run.model, run.trainer.dataset)
-        self._log_p = make_log_probabilities(run.model, run.trainer.plan, run.mesh, **drawn_from)
+        drawn_from = grpo.drawn_from(run.model, run.dataset)
+        self._log_p = make_log_probabilities(run.model, run.plan, run.mesh, **drawn_from)
 
     def begin(self, params: Params, step: int, saved: Mapping[str, Any] | None) -> None:
         rows = (saved or {}).get("rows")
         self._step = step
-        self._rows = rows and {name: _array(value, self._run.trainer.dataset.length) for name, value in rows.items()}
+        self._rows = rows and {name: _array(value, self._run.dataset.length) for name, value in rows.items()}
         if step % self._grpo.updates and not {*self._grpo.entries} <= (self._rows or {}).keys():
             raise UserError(
                 f"Grpo.updates ({self._grpo.updates}) or Grpo.kl ({self._grpo.kl}) is not what it was when the answers of "
@@ -68,16 +65,16 @@ class Rollouts(Supply):
             return
         begin_s, run = time.perf_counter(), self._run
         if step:
-            run.status("reading what the run began from, its reference")
-        first = jax.tree.map(jnp.copy, params) if step == 0 else first_params(run)
+            run.reporter.status("reading what the run began from, its reference")
+        first = jax.tree.map(jnp.copy, params) if step == 0 else run.initial_params()
         self._weights = weights_fingerprint(first)
         if saved is not None and saved["weights"] not in (None, self._weights):
             raise UserError(
-                f"Trainer.init_from ({run.trainer.init_from!r}) no longer holds the weights that this run began from, its "
+                f"Trainer.init_from ({run.init_from!r}) no longer holds the weights that this run began from, its "
                 "reference: restore them, set Grpo.kl = 0, or set another MODEL_DIR for a new run"
             )
         self._reference = run.model.trained(first)
-        run.spent["reference"] = time.perf_counter() - begin_s
+        run.reporter.took("reference", time.perf_counter() - begin_s)
 
     def state(self) -> dict[str, Any]:
         state: dict[str, Any] = {"weights": self._weights}
@@ -97,9 +94,9 @@ class Rollouts(Supply):
     def evaluate(self, params: Params) -> dict[str, float]:
         run, answers = self._run, []
         greedy = dataclasses.replace(self._grpo.sampling, temperature=0.0)
-        with contextlib.closing(validation_loader(run.trainer, run.mesh)) as loader:
+        with run.validation() as batches:
             self._answerer.load(params)
-            for number, batch in enumerate(run.each_validation_batch(loader), 1):
+            for number, batch in enumerate(batches, 1):
                 given = ("validation", prompts_of(batch), lambda row: [greedy], f"evaluating, batch {number}")
                 answers += self._answerer.answers(*given)
         if not answers:
@@ -114,7 +111,7 @@ class Rollouts(Supply):
 
     def _rolled_out(self, step: int, params: Params) -> dict[str, np.ndarray]:
         """The whole batch of a step, on the host."""
-        grpo, seed = self._grpo, self._run.trainer.seed
+        grpo, seed = self._grpo, self._run.seed
         self._answerer.load(params)
 
         def samplings(row: int) -> list[Sampling]:
@@ -150,7 +147,7 @@ class Rollouts(Supply):
 
     def _laid_out(self, answers: Sequence[Answer], advantages: np.ndarray) -> dict[str, np.ndarray]:
         """A row for each answer, after its prompt."""
-        dataset = self._run.trainer.dataset
+        dataset = self._run.dataset
         rows = {key: value for key, value in dataset.empty_batch(len(answers)).items() if key != "numbers"}
         rows |= {name: np.zeros((len(answers), dataset.length), np.float32) for name in ("advantages", "drawn")}
         for row, (answer, advantage) in enumerate(zip(answers, advantages, strict=True)):
@@ -164,10 +161,10 @@ class Rollouts(Supply):
 
     def _log_p_of(self, params: Params, rows: Mapping[str, np.ndarray]) -> np.ndarray:
         """The log-probability of the answers' tokens, 0 elsewhere; as many rows at a time as in a step."""
-        names, parts = self._run.trainer.dataset.batch_spec(1).keys() - {"numbers"}, self._run.trainer.plan.accumulation
+        names, parts = self._run.dataset.batch_spec(1).keys() - {"numbers"}, self._run.plan.accumulation
         found = np.zeros_like(rows["weights"])
         for part in range(parts):
-            self._run.check(part)
+            self._run.reporter.check(part)
             batch = {name: self._own(rows[name][part::parts]) for name in names}
             found[part::parts] = self._log_p(params, sharding.global_batch(self._run.batch_sharding, batch))
         return np.where(rows["weights"] > 0, found, np.float32(0))
@@ -179,7 +176,7 @@ class Rollouts(Supply):
 
     @functools.cached_property
     def _share(self) -> tuple[int, int]:
-        shards = sharding.host_shards(self._run.mesh, self._run.trainer.plan.rules)
+        shards = sharding.host_shards(self._run.mesh, self._run.plan.rules)
         return shards[jax.process_index()], max(shards) + 1
 
 

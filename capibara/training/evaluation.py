@@ -1,8 +1,12 @@
-"""Loss over a whole validation split."""
+"""Loss over a whole validation split, and what else is told of parameters between two steps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import contextlib
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Protocol
 
 import jax
@@ -11,11 +15,23 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from capibara import sharding
+from capibara.core.interrupt import Interrupted
+from capibara.core.multihost import hosts
 from capibara.core.types import Batch, Params, UserError
+from capibara.data.pipeline.loader import unigram_bits_per_byte
 from capibara.kernels.cross_entropy import LossSums, cross_entropy
 from capibara.models.api import Model
+from capibara.objectives.base import Reporter, Supply
 from capibara.sharding import Plan
+from capibara.training.callbacks import Callback
+from capibara.training.feed import each_task, open_loader, validation_batches, validation_loader
 from capibara.training.metrics import evaluation_metrics
+from capibara.training.trainer import Trainer
+
+_AHEAD = 8  # batches that may wait on the devices at a time
+_ASK_EVERY = 8  # batches, after which several hosts ask each other whether to stop
+EvalStep = Callable[[Params, Batch], tuple[LossSums, jax.Array]]
+Sampler = Callable[[Params], Iterable[tuple[str, str]]]  # parameters -> (prompt, text) pairs
 
 
 class Judge(Protocol):
@@ -28,8 +44,134 @@ class Judge(Protocol):
         """Each task with its metrics, on every process; `tell` is called often, alike on every process, and may raise."""
 
 
-_AHEAD = 8  # batches that may wait on the devices at a time
-EvalStep = Callable[[Params, Batch], tuple[LossSums, jax.Array]]
+@dataclasses.dataclass(frozen=True)
+class Evaluator:
+    """Evaluates the parameters of a run between two steps, and tells its callbacks.
+
+    Attributes:
+      trainer, mesh: of the run.
+      eval_step, batch_sharding: of `make_eval_step`, and of every array of a batch.
+      reporter, callbacks: of the loop.
+      supply: evaluates in place of the validation split's loss, where a loss has one.
+      sampler: writes texts after each evaluation.
+      judge: its metrics of tasks join those of the evaluation.
+    """
+
+    trainer: Trainer
+    mesh: Mesh
+    eval_step: EvalStep
+    batch_sharding: NamedSharding
+    reporter: Reporter
+    callbacks: Callback = Callback()
+    supply: Supply | None = None
+    sampler: Sampler | None = None
+    judge: Judge | None = None
+
+    def prepare(self) -> None:
+        """Before the first step: what can be wrong with the judge's tasks shows now."""
+        if self.judge is not None:
+            self.judge.prepare()
+
+    def due(self, step: int, first_step: int, owed: bool) -> bool:
+        """Whether parameters are to be evaluated: new ones, and those that were given, for what becomes of them.
+
+        Args:
+          step: steps done.
+          first_step: that of this start.
+          owed: the run was to stop before the evaluation of that step.
+        """
+        given = step == 0 and self.trainer.init_from is not None
+        last = step >= self.trainer.steps
+        return (step > first_step or given or owed) and is_due(step, self.trainer.evaluation.every, last)
+
+    def evaluate(self, step: int, params: Params) -> float | None:
+        """Evaluates, judges and samples; returns the loss, or None if the run is to stop before there is one."""
+        loss = None
+        with contextlib.suppress(Interrupted):
+            metrics = self.metrics(params)
+            if self.judge is not None:
+                metrics = with_tasks(metrics, self.judge(params, self._telling()))
+            loss = metrics["loss"]
+            self.callbacks.on_evaluate(step, metrics)
+            self._sample(step, params)
+        self.reporter.progress("")
+        if loss is None:
+            self.reporter.status(f"step {step}: the evaluation is left, and made when the run resumes")
+        return loss
+
+    def metrics(self, params: Params) -> dict[str, float]:
+        """Metrics over the validation split, with the unigram baseline where one is asked for; raises Interrupted.
+
+        Of a SeqIO mixture those of each task, too, as "TASK/METRIC".
+        """
+        if self.supply is not None:
+            return self.supply.evaluate(params)
+        sums = {}
+        for task, trainer in each_task(self.trainer).items():
+            with validation(trainer, self.mesh, self.reporter) as batches:
+                sums[task] = sums_of(self.eval_step, params, batches, self.batch_sharding)
+        metrics = metrics_of([one for of_task in sums.values() for one in of_task])
+        if len(sums) > 1:
+            metrics = with_tasks(metrics, ((task, metrics_of(of_task)) for task, of_task in sums.items()))
+        if self.trainer.evaluation.unigram_batches:
+            metrics["unigram_bits_per_byte"] = self._unigram_bits_per_byte
+        return metrics
+
+    def _sample(self, step: int, params: Params) -> None:
+        samples = iter(self.sampler(params)) if self.sampler else iter(())
+        for done in itertools.count():
+            self.reporter.check(done)
+            self.reporter.progress(f"sampling: {done} texts")
+            if (sample := next(samples, None)) is None:
+                break
+            self.callbacks.on_sample(step, *sample)
+
+    def _telling(self) -> Callable[[str], None]:
+        """For a judge: shows what it is at; raises Interrupted where the run is to stop."""
+        done = itertools.count()
+
+        def tell(text: str) -> None:
+            self.reporter.check(next(done), every=_ASK_EVERY)
+            self.reporter.progress(text)
+
+        return tell
+
+    @functools.cached_property
+    def _unigram_bits_per_byte(self) -> float:
+        trainer, most = self.trainer, self.trainer.evaluation.unigram_batches
+        seen = open_loader(trainer, self.mesh, "train", trainer.plan.batch_size)
+        with contextlib.closing(seen), contextlib.closing(validation_loader(trainer, self.mesh)) as unseen:
+            return unigram_bits_per_byte(
+                _reported(seen, most, "counting tokens for the unigram model", self.reporter),
+                _reported(unseen, validation_batches(trainer), "evaluating the unigram model", self.reporter),
+                trainer.dataset.get_vocabulary().token_bytes(),
+                self._of_all_hosts,
+            )
+
+    def _of_all_hosts(self, counts: np.ndarray) -> np.ndarray:
+        """The sum over all shards of the batches; all processes call it."""
+        shards = sharding.host_shards(self.mesh, self.trainer.plan.rules)
+        found = hosts.gathered(counts.tolist())
+        return np.sum([found[shards.index(shard)] for shard in set(shards)], axis=0)
+
+
+def is_due(step: int, every: int, last: bool = False) -> bool:
+    """Whether a step is one of every so many, or the last; never where `every` is 0."""
+    return every > 0 and (step % every == 0 or last)
+
+
+@contextlib.contextmanager
+def validation(trainer: Trainer, mesh: Mesh, reporter: Reporter) -> Iterator[Iterator[Batch]]:
+    """Opens the batches of one evaluation; each of them is reported, and raises Interrupted if the run is to stop."""
+    with contextlib.closing(validation_loader(trainer, mesh)) as loader:
+        yield _reported(loader, validation_batches(trainer), "evaluating", reporter)
+
+
+def _reported(batches: Iterable[Batch], most: int | None, what: str, reporter: Reporter) -> Iterator[Batch]:
+    for done, batch in enumerate(itertools.islice(batches, most)):
+        reporter.check(done, every=_ASK_EVERY)
+        reporter.progress(f"{what}: {done} batches" if most is None else f"{what}: {done} of {most} batches")
+        yield batch
 
 
 def make_eval_step(model: Model, plan: Plan, mesh: Mesh, token_bytes: np.ndarray) -> EvalStep:

@@ -77,6 +77,21 @@ def reader_again(trainer: Trainer, load: Load | None) -> Read | None:
     return load()
 
 
+def initial_params(
+    trainer: Trainer, model: Model, mesh: Mesh, load: Load | None, init: Callable[..., TrainState]
+) -> Params:
+    """The parameters that a run began from, made again: of adapters those without effect.
+
+    Args:
+      trainer, model, mesh: of the run.
+      load: as of `reader`.
+      init: (key, given=parameters or None) -> a new state.
+    """
+    read = reader_again(trainer, load)
+    loaded = None if trainer.init_from is None else load_params(trainer, model, mesh, read)
+    return init(jax.random.key(trainer.seed), given=loaded).params
+
+
 def load_params(trainer: Trainer, model: Model, mesh: Mesh, read: Read | None) -> Params:
     """The parameters at `trainer.init_from`, on the mesh: of the model without adapters, and those of an adapter there.
 

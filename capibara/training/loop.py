@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
-from collections.abc import Callable, Iterable, Mapping
+import functools
+from collections.abc import Mapping
 
 import jax
 
 from capibara.core.interrupt import Interrupted, StopRequest
 from capibara.core.multihost.decisions import Decisions
 from capibara.core.types import Batch, Params
+from capibara.objectives.base import Metrics, Reporter
+from capibara.sharding.replicas import ReplicaCheck
 from capibara.storage.full_disk import disk_full_explained
 from capibara.training.callbacks import Callback
-from capibara.training.evaluation import Judge, with_tasks
+from capibara.training.evaluation import Evaluator, Judge, Sampler, is_due
+from capibara.training.feed import BatchFeed
 from capibara.training.initialization import Load
-from capibara.training.metrics import EarlyStopping, Meter
-from capibara.training.setup import ASK_EVERY, Run, set_up
+from capibara.training.metrics import Meter
+from capibara.training.recovery import Start
+from capibara.training.setup import Setup, set_up
 from capibara.training.stability.watchdog import Watchdog
 from capibara.training.state import TrainState
 from capibara.training.trainer import Trainer
-
-Sampler = Callable[[Params], Iterable[tuple[str, str]]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,163 +66,162 @@ def train(
     callbacks = callbacks if jax.process_index() == 0 else Callback()
     with disk_full_explained(trainer.model_dir), contextlib.ExitStack() as stack:
         dog = stack.enter_context(Watchdog(trainer.watch, trainer.log_every))
-        run = set_up(trainer, status=callbacks.on_status, compiler_options=compiler_options, config=config, load=load)
+        setup, initial = set_up(
+            trainer, status=callbacks.on_status, compiler_options=compiler_options, config=config, load=load
+        )
         stop = stack.enter_context(StopRequest(agree_every=trainer.log_every))
-        stack.enter_context(run)
+        stack.enter_context(setup)
         stack.callback(dog.ending)
-
-        def check(done: int, every: int = 1) -> None:
-            dog.advance()
-            stop.check(done, every)
-
-        run.check, run.progress = check, callbacks.on_progress
+        spent = dict(setup.spent)
+        reporter = _reporter(stop, dog, callbacks, spent)
+        feed = BatchFeed(setup.batches, setup.batch_sharding, setup.supply(reporter))
+        evaluator = setup.evaluator(reporter, feed.supply, callbacks, sampler, judge)
+        begins, reason = initial.step, None
         try:
-            started = run.start()
+            start = setup.begin(initial)
+            del initial  # a frozen base that was rounded to blocks is not needed any more
+            feed.begin(start.state.params, start.step, start.progress.get("supply"))
+            evaluator.prepare()
+            begins = start.step
         except Interrupted:
-            return _not_begun(run, callbacks, stop, peak_flops, config)
-        if judge is not None:
-            judge.prepare()
-        callbacks.on_train_begin(run.info(started[1], peak_flops, config))
-        callbacks.on_spent(started[1], run.spent)
+            reason = "interrupted"
+        callbacks.on_train_begin(setup.info(begins, peak_flops, config))
+        callbacks.on_spent(begins, spent)
+        if reason is not None:
+            callbacks.on_train_end(begins, reason)
+            return Outcome(begins, reason, stop.agreed(begins))
         decisions = stack.enter_context(Decisions())
-        return _stepped(run, started, stop, dog, decisions, callbacks, sampler, judge)
+        return _Loop(setup, feed, evaluator, callbacks, stop, dog, decisions, setup.meter()).run(start)
 
 
-def _stepped(
-    run: Run,
-    started: tuple[TrainState, int, EarlyStopping],
-    stop: StopRequest,
-    dog: Watchdog,
-    decisions: Decisions,
-    callbacks: Callback,
-    sampler: Sampler | None,
-    judge: Judge | None,
-) -> Outcome:
-    """The loop, from what `Run.start` gave."""
-    trainer, (state, first_step, early) = run.trainer, started
-    step, saved, score, metrics = first_step, first_step, None, {}
-    meter = Meter(trainer.plan.batch_size * trainer.dataset.length, trainer.loss.means if trainer.loss else ())
-    while True:
-        signal_number = stop.agreed(step)
-        done = step >= trainer.steps or signal_number is not None
-        due = score is None and _evaluation_due(run, step, first_step)
-        if due and signal_number is None:  # else there may be seconds: then the checkpoint comes first
-            decisions.made(step, "evaluate")
-            with meter.paused("evaluate"), dog.allowing("the evaluation", "evaluation_s"):
-                score = _evaluate(run, step, state.eval_params, callbacks, sampler, judge)
-            if score is not None:
-                run.evaluated(step, score, early)
-            signal_number = None if done and score is not None else stop.agreed(step)
-        done = done or early.stop or signal_number is not None
-        if step > saved and (done or _due(step, trainer.checkpointing.every)):
-            decisions.made(step, "save")
-            with meter.paused("save"), dog.allowing("the save", "save_s"):
-                run.save(step, state, early, metrics, score, owes_evaluation=due and score is None)
-                callbacks.on_checkpoint(step)
-            saved = step
-        if done:
-            decisions.made(step, "end")
-            dog.ending()
-            return _ended(run, callbacks, meter, step, early.stop, signal_number)
-        decisions.passed(step)
-        batch = _next_batch(run, step + 1, state.params, meter, dog)
-        if batch is None:
-            continue
-        step, score = step + 1, None
-        state, metrics = run.step(step, state, batch)
-        meter.add(metrics)
-        if step % trainer.log_every == 0 or step == trainer.steps:
-            callbacks.on_step(step, meter.read() | run.counters())
-            if (spike := run.spike()) is not None:
-                decisions.made(step, "go back")
-                with meter.paused("roll_back"), dog.allowing("going back", "save_s"):
-                    state, first_step, early = _gone_back(run, spike, state, callbacks)
-                step = saved = first_step
-        dog.beat(step)
+def _reporter(stop: StopRequest, dog: Watchdog, callbacks: Callback, spent: dict[str, float]) -> Reporter:
+    def check(done: int, every: int = 1) -> None:
+        dog.advance()
+        stop.check(done, every)
+
+    return Reporter(check, callbacks.on_progress, callbacks.on_status, spent.__setitem__)
 
 
-def _not_begun(run: Run, callbacks: Callback, stop: StopRequest, peak_flops: float | None, config: str) -> Outcome:
-    """Tells the callbacks of a run that is to stop before its first step, and returns the outcome."""
-    step = 0 if run.restored is None else run.restored.step
-    callbacks.on_train_begin(run.info(step, peak_flops, config))
-    callbacks.on_spent(step, run.spent)
-    callbacks.on_train_end(step, "interrupted")
-    return Outcome(step, "interrupted", stop.agreed(step))
+@dataclasses.dataclass(frozen=True)
+class _Loop:
+    """The loop, once there is a state: `run`, and what each of its lines does."""
 
+    setup: Setup
+    feed: BatchFeed
+    evaluator: Evaluator
+    callbacks: Callback
+    stop: StopRequest
+    dog: Watchdog
+    decisions: Decisions
+    meter: Meter
 
-def _next_batch(run: Run, step: int, params: Params, meter: Meter, dog: Watchdog) -> Batch | None:
-    """The batch of a step, None if the run is to stop before it is made; a rollout is no part of the step's time."""
-    if not run.batch_takes_long(step):
-        with meter.waiting():
-            return run.next_batch(step, params)
-    watched = dog.left_out("the rollout", "evaluation_s")
-    with meter.paused("rollout"), watched, contextlib.suppress(Interrupted):
-        batch = run.next_batch(step, params)
-        run.progress("")
-        return batch
+    def run(self, start: Start) -> Outcome:
+        """From a start to the end of the run."""
+        trainer, recovery = self.setup.trainer, self.setup.recovery
+        state, step, score, metrics = start.state, start.step, None, {}
+        first_step = saved = step
+        while True:
+            signal_number = self.stop.agreed(step)
+            done = step >= trainer.steps or signal_number is not None
 
+            due = score is None and self.evaluator.due(step, first_step, recovery.owes_evaluation)
+            if due and signal_number is None:  # else there may be seconds: then the checkpoint comes first
+                score = self._evaluate(step, state)
+                signal_number = None if done and score is not None else self.stop.agreed(step)
+            done = done or recovery.early.stop or signal_number is not None
 
-def _evaluation_due(run: Run, step: int, first_step: int) -> bool:
-    """Whether parameters are to be evaluated: new ones, and those that were given, for what becomes of them."""
-    trainer = run.trainer
-    given = step == 0 and trainer.init_from is not None
-    return (step > first_step or given or run.owes_evaluation) and _due(
-        step, trainer.evaluation.every, step >= trainer.steps
-    )
+            if step > saved and (done or is_due(step, trainer.checkpointing.every)):
+                self._save(step, state, metrics, score, owes_evaluation=due and score is None)
+                saved = step
+            if done:
+                return self._ended(step, signal_number)
 
+            self.decisions.passed(step)
+            batch = self._next_batch(step + 1, state.params)
+            if batch is None:
+                continue
 
-def _ended(run: Run, callbacks: Callback, meter: Meter, step: int, stopped: bool, signal_number: int | None) -> Outcome:
-    """Waits for the last save, tells the callbacks, and returns the outcome."""
-    with meter.paused("save"):
-        run.checkpoints.wait()
-    reason = "interrupted" if signal_number else "early_stopping" if stopped else "finished"
-    outcome = Outcome(step, reason, signal_number)
-    callbacks.on_spent(outcome.step, meter.spent())
-    callbacks.on_train_end(outcome.step, outcome.reason)
-    return outcome
+            step, score = step + 1, None
+            state, metrics = self._step(step, state, batch)
 
+            self.meter.add(metrics)
+            if step % trainer.log_every == 0 or step == trainer.steps:
+                self.callbacks.on_step(step, self.meter.read() | recovery.counters() | self.feed.metrics())
+                if (spike := recovery.spike()) is not None:
+                    start = self._roll_back(step, spike, state)
+                    state, step = start.state, start.step
+                    first_step = saved = step
+            self.dog.beat(step)
 
-def _gone_back(run: Run, spike: int, state: TrainState, callbacks: Callback) -> tuple[TrainState, int, EarlyStopping]:
-    """Goes back from a loss spike, tells the callbacks, and returns what `Run.start` does."""
-    state, step, early = run.roll_back(spike, state)
-    callbacks.on_roll_back(step)
-    return state, step, early
+    def _evaluate(self, step: int, state: TrainState) -> float | None:
+        """The loss; None if the run is to stop before there is one."""
+        self.decisions.made(step, "evaluate")
+        with self.meter.paused("evaluate"), self.dog.allowing("the evaluation", "evaluation_s"):
+            score = self.evaluator.evaluate(step, state.eval_params)
+        if score is not None:
+            self.setup.recovery.evaluated(step, score)
+        return score
 
+    def _save(
+        self,
+        step: int,
+        state: TrainState,
+        metrics: Mapping[str, jax.Array],
+        score: float | None,
+        owes_evaluation: bool,
+    ) -> None:
+        self.decisions.made(step, "save")
+        with self.meter.paused("save"), self.dog.allowing("the save", "save_s"):
+            self.setup.recovery.save(step, state, self.feed, metrics, score, owes_evaluation)
+            self.callbacks.on_checkpoint(step)
 
-def _evaluate(
-    run: Run, step: int, params: Params, callbacks: Callback, sampler: Sampler | None, judge: Judge | None
-) -> float | None:
-    """Evaluates, judges, samples, tells the callbacks, and returns the loss; None if the run is to stop before there is one."""
-    loss = None
-    with contextlib.suppress(Interrupted):
-        metrics = run.evaluate(params)
-        if judge is not None:
-            metrics = with_tasks(metrics, judge(params, _telling(run)))
-        loss = metrics["loss"]
-        callbacks.on_evaluate(step, metrics)
-        samples = iter(sampler(params)) if sampler else iter(())
-        for done in itertools.count():
-            run.check(done)
-            run.progress(f"sampling: {done} texts")
-            if (sample := next(samples, None)) is None:
-                break
-            callbacks.on_sample(step, *sample)
-    run.progress("")
-    if loss is None:
-        callbacks.on_status(f"step {step}: the evaluation is left, and made when the run resumes")
-    return loss
+    def _next_batch(self, step: int, params: Params) -> Batch | None:
+        """The batch of a step, None if the run is to stop before it is made; a rollout is no part of the step's time."""
+        if not self.feed.takes_long(step):
+            with self.meter.waiting():
+                return self.feed.next_batch(step, params)
+        watched = self.dog.left_out("the rollout", "evaluation_s")
+        with self.meter.paused("rollout"), watched, contextlib.suppress(Interrupted):
+            batch = self.feed.next_batch(step, params)
+            self.callbacks.on_progress("")
+            return batch
 
+    def _step(self, step: int, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        """Makes a step; no array crosses to or from the devices unseen.
 
-def _telling(run: Run) -> Callable[[str], None]:
-    """For a judge: shows what it is at; raises Interrupted where the run is to stop."""
-    done = itertools.count()
+        Raises:
+          SilentCorruption: every `replica_check_every` steps: devices hold different bits of what they must hold alike.
+        """
+        setup = self.setup
+        setup.checkpoints.check()
+        with jax.transfer_guard("disallow"):
+            state, metrics = setup.train_step(state, batch)
+        setup.recovery.watch(step, self.feed.position, metrics)
+        if is_due(step, setup.trainer.replica_check_every) and self._replicas.copies > 1:
+            self._replicas.check(state.params)
+        return state, metrics
 
-    def tell(text: str) -> None:
-        run.check(next(done), every=ASK_EVERY)
-        run.progress(text)
+    @functools.cached_property
+    def _replicas(self) -> ReplicaCheck:
+        return ReplicaCheck(self.setup.spec.abstract.params, self.setup.mesh)
 
-    return tell
+    def _roll_back(self, step: int, spike: int, state: TrainState) -> Start:
+        """Goes back from a loss spike, and tells the callbacks."""
+        self.decisions.made(step, "go back")
+        with self.meter.paused("roll_back"), self.dog.allowing("going back", "save_s"):
+            start = self.setup.recovery.roll_back(spike, state)
+            self.feed.begin(start.state.params, start.step, start.progress.get("supply"))
+            self.callbacks.on_roll_back(start.step)
+        return start
 
-
-def _due(step: int, every: int, last: bool = False) -> bool:
-    return every > 0 and (step % every == 0 or last)
+    def _ended(self, step: int, signal_number: int | None) -> Outcome:
+        """Waits for the last save, tells the callbacks, and returns the outcome."""
+        self.decisions.made(step, "end")
+        self.dog.ending()
+        with self.meter.paused("save"):
+            self.setup.checkpoints.wait()
+        stopped = self.setup.recovery.early.stop
+        reason = "interrupted" if signal_number else "early_stopping" if stopped else "finished"
+        self.callbacks.on_spent(step, self.meter.spent())
+        self.callbacks.on_train_end(step, reason)
+        return Outcome(step, reason, signal_number)

@@ -200,7 +200,7 @@ class Trainer:
                 f"Evaluation.unigram_batches is {self.evaluation.unigram_batches}, and there are no bits per byte with "
                 f"Trainer.loss (@{name}()): leave it out"
             )
-        self.loss.check(self)
+        self.loss.check(self.dataset, self.plan.batch_size)
 
     @property
     def batch_spec(self) -> dict[str, tuple[tuple[int, int], np.dtype]]:

@@ -33,7 +33,7 @@ from capibara.sharding import Plan
 from capibara.training import loop
 from capibara.training.callbacks import Callback
 from capibara.training.evaluation import evaluate, make_eval_step, with_tasks
-from capibara.training.loaders import validation_loader
+from capibara.training.feed import validation_loader
 from capibara.training.trainer import Evaluation, Trainer
 
 GREEDY = Sampling(temperature=0.0, max_new_tokens=4)

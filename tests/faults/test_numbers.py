@@ -16,7 +16,8 @@ from capibara.core.types import UserError
 from capibara.data.tokenizers.vocabulary import ByteVocabulary
 from capibara.jobs.local import free_address
 from capibara.sharding import Plan
-from capibara.training.setup import Run
+from capibara.training import loop
+from capibara.training.feed import BatchFeed
 from capibara.training.stability.anomalies import Anomalies, OnSpike
 
 ROLL_BACK = Anomalies(on_spike=OnSpike.ROLL_BACK, window=6, roll_back_steps=3, skip_batches=6)
@@ -75,23 +76,33 @@ class Watched:
 
 @pytest.fixture
 def watched(monkeypatch):
-    next_batch, step, this = Run.next_batch, Run.step, Watched()
+    set_up, this = loop.set_up, Watched()
 
-    def changing(run, *state):
-        batch = next_batch(run, *state)
-        while run.batches.batches in this.without:
-            batch = next_batch(run, *state)
-        number = run.batches.batches
-        this.batches[number] = jax.device_get(batch)
-        return this.changes[number](batch) if number in this.changes else batch
+    def watching(*args, **options):
+        run, initial = set_up(*args, **options)
 
-    def stepping(run, number, state, batch):
-        state, metrics = step(run, number, state, batch)
-        this.states[number] = jax.device_get(state)
-        return state, metrics
+        def stepping(state, batch):
+            state, metrics = run.train_step(state, batch)
+            this.states[int(state.step)] = jax.device_get(state)
+            return state, metrics
 
-    monkeypatch.setattr(Run, "next_batch", changing)
-    monkeypatch.setattr(Run, "step", stepping)
+        return dataclasses.replace(run, train_step=stepping), initial
+
+    class Changing(BatchFeed):
+        def __init__(self, batches, *args):
+            super().__init__(batches, *args)
+            self.loader = batches
+
+        def next_batch(self, *state):
+            batch = super().next_batch(*state)
+            while self.loader.batches in this.without:
+                batch = super().next_batch(*state)
+            number = self.loader.batches
+            this.batches[number] = jax.device_get(batch)
+            return this.changes[number](batch) if number in this.changes else batch
+
+    monkeypatch.setattr(loop, "BatchFeed", Changing)
+    monkeypatch.setattr(loop, "set_up", watching)
     return this
 
 
@@ -166,20 +177,25 @@ def test_too_many_in_a_row_end_the_run(make_trainer, train, watched):
 
 @pytest.mark.fault(39)
 def test_an_infinity_on_one_replica_is_decided_alike_on_all(make_trainer, train, watched, monkeypatch):
-    step, copies = Run.step, {}
+    set_up, copies = loop.set_up, {}
 
     def held(state):
         leaves = jax.tree.leaves((state.params, state.opt_state))
         return [[np.asarray(shard.data).copy() for shard in leaf.addressable_shards] for leaf in leaves]
 
-    def stepping(run, number, state, batch):
-        before = held(state)
-        state, metrics = step(run, number, state, batch)
-        decisions = [float(shard.data) for shard in metrics["skipped"].addressable_shards]
-        copies[number] = (before, held(state), decisions)
-        return state, metrics
+    def holding(*args, **options):
+        run, initial = set_up(*args, **options)
 
-    monkeypatch.setattr(Run, "step", stepping)
+        def stepping(state, batch):
+            before = held(state)
+            state, metrics = run.train_step(state, batch)
+            decisions = [float(shard.data) for shard in metrics["skipped"].addressable_shards]
+            copies[int(state.step)] = (before, held(state), decisions)
+            return state, metrics
+
+        return dataclasses.replace(run, train_step=stepping), initial
+
+    monkeypatch.setattr(loop, "set_up", holding)
     watched.feed({3: changed("weights", np.inf, rows=5)})  # on the sixth of eight devices
     train(make_trainer(steps=4, plan=Plan(batch_size=8, data=8, fsdp=1)))
     for number, (before, after, decisions) in copies.items():

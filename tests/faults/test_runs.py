@@ -191,25 +191,24 @@ def with_flipped_bit(array, device):
 def test_a_bit_that_flips_in_one_replica_ends_the_run(make_trainer, train, monkeypatch):
     """In the first device's copy, in step 4; compared every third step."""
     from capibara.sharding.replicas import SilentCorruption
-    from capibara.training import setup as run_module
+    from capibara.training import loop
 
-    compile_step = run_module.compile_step
+    set_up = loop.set_up
 
-    def broken(*args):
-        parts = compile_step(*args)
-        step = parts["train_step"]
+    def broken(*args, **options):
+        run, initial = set_up(*args, **options)
 
         def flipping(state, batch):
-            state, metrics = step(state, batch)
+            state, metrics = run.train_step(state, batch)
             if jax.device_get(state.step) == 4:
                 leaves, tree = jax.tree.flatten(state.params)
                 leaves[0] = with_flipped_bit(leaves[0], jax.devices()[0])
                 state = dataclasses.replace(state, params=jax.tree.unflatten(tree, leaves))
             return state, metrics
 
-        return parts | {"train_step": flipping}
+        return dataclasses.replace(run, train_step=flipping), initial
 
-    monkeypatch.setattr(run_module, "compile_step", broken)
+    monkeypatch.setattr(loop, "set_up", broken)
     trainer = make_trainer(steps=20, plan=Plan(batch_size=8, data=8), replica_check_every=3)
     trainer = dataclasses.replace(trainer, checkpointing=Checkpointing(every=2))
     with pytest.raises(SilentCorruption, match=r"silent data corruption: \S+ differs on \S*0 from the other copies"):

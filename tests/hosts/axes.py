@@ -7,6 +7,7 @@ written to FOLDER/PART.PROCESS.json. A test does the same alone.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import pathlib
@@ -95,17 +96,16 @@ def trained(trainer: Trainer, after_step=None, devices=None) -> dict:
     seen, set_up = Seen(), loop.set_up
 
     def hooked(trainer, **options):
-        run = set_up(trainer, devices, **options)
-        step = run.step
+        run, initial = set_up(trainer, devices, **options)
+        steps = itertools.count(initial.step + 1)
 
-        def stepped(number, state, batch):
-            done = step(number, state, batch)
+        def stepped(state, batch):
+            done = run.train_step(state, batch)
             if after_step is not None:
-                after_step(number)
+                after_step(next(steps))
             return done
 
-        run.step = stepped
-        return run
+        return dataclasses.replace(run, train_step=stepped), initial
 
     loop.set_up = hooked
     try:

@@ -3,6 +3,7 @@
 trl.json is the found.json of test_transformers_trl.py (trl 1.16 made the committed file), which compares more.
 """
 
+import dataclasses
 import json
 import pathlib
 import sys
@@ -111,16 +112,14 @@ def trained(loss, params, folder, tokenizer, monkeypatch):
     seen, after, set_up = Seen(), [], loop.set_up
 
     def watched(trainer, **options):
-        run = set_up(trainer, jax.devices()[:1], **options)
-        step = run.train_step
+        run, initial = set_up(trainer, jax.devices()[:1], **options)
 
         def train_step(state, batch):
-            state, metrics = step(state, batch)
+            state, metrics = run.train_step(state, batch)
             after[:] = [jax.device_get(state.params)]
             return state, metrics
 
-        run.train_step = train_step
-        return run
+        return dataclasses.replace(run, train_step=train_step), initial
 
     monkeypatch.setattr(loop, "set_up", watched)
     put = lambda target: jax.tree.map(lambda x, to: jax.device_put(x, to.sharding), params, target)  # noqa: E731

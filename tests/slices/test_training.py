@@ -19,11 +19,11 @@ from capibara.planner.hardware import slices, xla_flags
 from capibara.sharding.replicas import ReplicaCheck
 from capibara.strategies import rollouts
 from capibara.training import evaluation as evaluate
-from capibara.training import initialization, reference, setup
+from capibara.training import initialization, preference, setup
 
 
 def step(case):
-    return setup.lower_step(case.trainer, case.model, case.mesh, case.state)["train_step"]
+    return setup.lower_step(case.trainer, case.model, case.mesh, case.state)
 
 
 def start(case):
@@ -42,12 +42,12 @@ def evaluation(case):
 
 def preference_totals(case):
     objective = case.trainer.loss.objective(case.model, case.trainer.dataset)
-    return reference.make_totals(objective, case.plan, case.mesh).lower(case.state.abstract.params, case.batch())
+    return preference.make_totals(objective, case.plan, case.mesh).lower(case.state.abstract.params, case.batch())
 
 
 def reference_answers(case):
     dataset = case.trainer.dataset
-    answers = reference.make_answers(case.model, case.plan, case.mesh, dataset.most_pairs)
+    answers = preference.make_answers(case.model, case.plan, case.mesh, dataset.most_pairs)
     return answers.lower(case.state.abstract.params, case.batch(dataset.batch_spec(case.plan.batch_size)))
 
 
@@ -76,7 +76,7 @@ def all_finite(case):
 
 
 def fingerprint(case):
-    return reference.weighed.lower(jax.tree.leaves(case.state.abstract.params))
+    return preference.weighed.lower(jax.tree.leaves(case.state.abstract.params))
 
 
 def merge(case):
@@ -109,7 +109,7 @@ STEP, START, MERGE = (
     "training/setup.py StateSpec.init",
     "training/initialization.py merger",
 )
-ANSWERS, LOG_P = "training/reference.py make_answers", "strategies/rollouts.py make_log_probabilities"
+ANSWERS, LOG_P = "training/preference.py make_answers", "strategies/rollouts.py make_log_probabilities"
 COMPUTED = "inference/engine/placement/own_chips.py _computed"
 DPO, GRPO = {"loss": LOSSES["Dpo"]}, {"loss": LOSSES["Grpo"]}
 MUON = {"optimizer": Optimizer(name="muon", state_dtype="int8")}
@@ -121,14 +121,14 @@ PROGRAMS = {
     "new state": Program(START, start, (*READS, "decoder QLoRA")),
     "state of given weights": Program(START, start_with_given, ("experts", "experts LoRA", "decoder QLoRA")),
     "evaluation": Program("training/evaluation.py make_eval_step", evaluation, (*GENERAL, "decoder QLoRA")),
-    "evaluation, DPO": Program("training/reference.py make_totals", preference_totals, ("decoder", "experts"), DPO),
+    "evaluation, DPO": Program("training/preference.py make_totals", preference_totals, ("decoder", "experts"), DPO),
     "reference, DPO": Program(ANSWERS, reference_answers, ("decoder", "experts", "decoder QLoRA"), DPO),
     "log-probabilities, GRPO": Program(LOG_P, rollout_log_probabilities, ("decoder", "experts"), GRPO),
     "parameters for rollouts": Program(COMPUTED, rollout_parameters, ("decoder", "experts", "decoder QLoRA")),
     "scores": Program("evaluation/scoring.py _scores", scores, READS),
     "replica check": Program("sharding/replicas.py _checksums", replica_check, ("experts", "decoder QLoRA")),
     "all finite": Program("checkpoints/snapshot.py all_finite", all_finite, ("experts", "decoder QLoRA")),
-    "fingerprint of weights": Program("training/reference.py weighed", fingerprint, ("experts", "decoder QLoRA")),
+    "fingerprint of weights": Program("training/preference.py weighed", fingerprint, ("experts", "decoder QLoRA")),
     "merge of adapters": Program(MERGE, merge, ADAPTED),
 }
 # What partitions by hand -> a program, and a model of it, that it is part of.

@@ -27,7 +27,7 @@ from capibara.strategies import rewards
 from capibara.strategies.grpo import Grpo
 from capibara.training import loop
 from capibara.training.callbacks import Callback
-from capibara.training.setup import Run
+from capibara.training.feed import BatchFeed
 from capibara.training.trainer import Evaluation, Trainer
 
 LENGTH, NEW = 24, 8
@@ -95,20 +95,30 @@ def train(monkeypatch):
 
     `signal_at`: the beginning of what is told within a rollout or an evaluation, for which the run is told to stop.
     """
-    set_up, step = loop.set_up, Run.step
+    set_up = loop.set_up
 
     def run_it(trainer, devices=2, signal_at=None):
         seen = Seen(signal_at)
 
-        def stepping(run, number, state, batch):
+        def watched(trainer, **options):
+            seen.run, initial = set_up(trainer, jax.devices()[:devices], **options)
+            run = dataclasses.replace(seen.run, train_step=stepping)
+            return run, initial
+
+        def stepping(state, batch):
+            number = int(state.step) + 1
             seen.batches[number] = jax.device_get(batch)
-            seen.run = run
-            state, metrics = step(run, number, state, batch)
+            state, metrics = seen.run.train_step(state, batch)
             seen.state = jax.device_get(state)
             return state, metrics
 
-        monkeypatch.setattr(Run, "step", stepping)
-        monkeypatch.setattr(loop, "set_up", lambda t, **options: set_up(t, jax.devices()[:devices], **options))
+        class Seeing(BatchFeed):
+            def __init__(self, *args):
+                super().__init__(*args)
+                seen.supply = self.supply
+
+        monkeypatch.setattr(loop, "BatchFeed", Seeing)
+        monkeypatch.setattr(loop, "set_up", watched)
         seen.outcome = loop.train(trainer, seen)
         return seen
 
@@ -304,14 +314,13 @@ def test_adapters_are_rewarded_and_their_base_is_the_reference(make_trainer, tra
     seen = train(trainer := make_trainer({"kl": 0.1}, model=model, steps=3))
     assert seen.metrics[1]["kl"] < 1e-6 < seen.metrics[3]["kl"]
     # What is held beside the state is what the planner is told.
-    answerer, size = seen.run.supply._answerer, lambda arrays: sum(x.nbytes for x in jax.tree.leaves(arrays))  # noqa: E731
+    answerer, size = seen.supply._answerer, lambda arrays: sum(x.nbytes for x in jax.tree.leaves(arrays))  # noqa: E731
     held = {one.name: one for one in trainer.loss.held(seen.run.model, trainer.dataset)}
-    assert held["reference"].bytes == size(seen.run.supply._reference) < held["engine's parameters"].bytes
+    assert held["reference"].bytes == size(seen.supply._reference) < held["engine's parameters"].bytes
     assert held["engine's parameters"].bytes == size(answerer._engine._params)
     assert held["engine's keys and values"].bytes == size(answerer._engine._state) + 2**20  # and prefix_cache_mib
     devices = [
-        {len(leaf.devices()) for leaf in jax.tree.leaves(x)}
-        for x in (answerer._engine._params, seen.run.supply._reference)
+        {len(leaf.devices()) for leaf in jax.tree.leaves(x)} for x in (answerer._engine._params, seen.supply._reference)
     ]
     assert devices == [{1}, {2}]
     without = dataclasses.replace(trainer.loss, kl=0.0)

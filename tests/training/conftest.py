@@ -25,6 +25,7 @@ from capibara.optim import Optimizer, Schedule
 from capibara.sharding import Plan
 from capibara.training import loop
 from capibara.training.callbacks import Callback
+from capibara.training.evaluation import Evaluator
 from capibara.training.trainer import Evaluation, Trainer
 
 
@@ -110,7 +111,11 @@ class Seen(Callback):
         self.statuses: list[str] = []
         self.progress: list[str] = []
         self.signal_at: str | None = None
-        self.start_step = self.outcome = self.started = self.state = self.early = None
+        self.start_step = self.outcome = self.started = self.state = self.recovery = None
+
+    @property
+    def early(self):
+        return self.recovery.early
 
     def on_progress(self, text):
         self.progress.append(text)
@@ -144,20 +149,20 @@ def train(monkeypatch):
     `evaluate(n)` may give the loss of the n-th evaluation; told of `signal_at`, the run gets a signal.
     """
 
-    set_up = loop.set_up
+    set_up, metrics = loop.set_up, Evaluator.metrics
 
     def run_it(trainer, devices=None, evaluate=None, after_step=None, signal_at=None):
         seen = Seen()
         seen.signal_at = signal_at
 
         def watched(trainer, **options):
-            run = set_up(trainer, devices, **options)
-            step, start, evaluation = run.train_step, run.start, run.evaluate
+            run, initial = set_up(trainer, devices, **options)
+            step, begin, seen.recovery = run.train_step, run.recovery.begin, run.recovery
 
-            def started():
-                state, first, seen.early = start()
-                seen.started = seen.state = jax.device_get(state)
-                return state, first, seen.early
+            def begun(*given):
+                start = begin(*given)
+                seen.started = seen.state = jax.device_get(start.state)
+                return start
 
             def train_step(state, batch):
                 host = jax.device_get(batch)
@@ -168,13 +173,14 @@ def train(monkeypatch):
                     after_step(int(seen.state.step))
                 return state, metrics
 
-            def evaluated(params):
-                return evaluation(params) if evaluate is None else {"loss": evaluate(len(seen.evaluations))}
+            run.recovery.begin = begun
+            return dataclasses.replace(run, train_step=train_step), initial
 
-            run.train_step, run.start, run.evaluate = train_step, started, evaluated
-            return run
+        def evaluated(evaluator, params):
+            return metrics(evaluator, params) if evaluate is None else {"loss": evaluate(len(seen.evaluations))}
 
         monkeypatch.setattr(loop, "set_up", watched)
+        monkeypatch.setattr(Evaluator, "metrics", evaluated)
         seen.outcome = loop.train(trainer, seen)
         return seen
 

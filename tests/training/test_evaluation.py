@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 
 import jax
@@ -11,6 +10,7 @@ import pytest
 
 from capibara.core.types import UserError
 from capibara.data.pipeline.loader import make_loader
+from capibara.objectives.base import Reporter
 from capibara.sharding import Plan
 from capibara.training.evaluation import evaluate
 from capibara.training.setup import set_up
@@ -18,10 +18,12 @@ from capibara.training.trainer import Evaluation
 
 
 def metrics_of(trainer, devices=None):
-    run = set_up(trainer, devices)
-    with run.checkpoints, contextlib.closing(run.batches):
-        state, _, _ = run.start()
-        return run, state, run.evaluate(state.eval_params)
+    run, initial = set_up(trainer, devices)
+    ignore = lambda *_, **options: None  # noqa: E731
+    with run:
+        state = run.begin(initial).state
+        evaluator = run.evaluator(Reporter(ignore, ignore, ignore, ignore))
+        return run, state, evaluator.metrics(state.eval_params)
 
 
 def test_the_whole_split_counts_once_on_every_mesh(make_trainer, tmp_path):

@@ -6,12 +6,10 @@ import types
 
 from capibara.checkpoints import manifest
 from capibara.training import initialization as given
-from capibara.training import reference
 
 
-def run_of(init_from, own, load=None):
-    trainer = types.SimpleNamespace(init_from=init_from, model_dir=str(own), seed=0)
-    return types.SimpleNamespace(trainer=trainer, load=load, model=None, mesh=None)
+def trainer_of(init_from, own):
+    return types.SimpleNamespace(init_from=init_from, model_dir=str(own), seed=0)
 
 
 def test_run_folders_are_read_by_ourselves_and_other_models_by_what_is_given(tmp_path):
@@ -22,9 +20,9 @@ def test_run_folders_are_read_by_ourselves_and_other_models_by_what_is_given(tmp
     (tmp_path / "own" / "checkpoints" / "3").mkdir(parents=True)
     (tmp_path / "own" / "checkpoints" / "3" / manifest.NAME).touch()
     for init_from, want in ((None, None), (tmp_path / "base", None), (tmp_path / "model.gguf", "a reader")):
-        trainer = run_of(init_from and str(init_from), tmp_path / "new").trainer
+        trainer = trainer_of(init_from and str(init_from), tmp_path / "new")
         assert given.reader(trainer, load) == given.reader_again(trainer, load) == want
-        trainer = run_of(init_from and str(init_from), tmp_path / "own").trainer
+        trainer = trainer_of(init_from and str(init_from), tmp_path / "own")
         assert given.reader(trainer, load) is None and given.reader_again(trainer, load) == want
 
 
@@ -33,7 +31,8 @@ def test_a_reference_is_read_as_the_run_was_begun(tmp_path, monkeypatch):
     seen = []
     monkeypatch.setattr(given, "load_params", lambda trainer, model, mesh, read: seen.append(read))
     for name in ("base", "model.gguf"):
-        run = run_of(str(tmp_path / name), tmp_path / "own", load=lambda: "a reader")
-        run.init = lambda key, given: types.SimpleNamespace(params=given)
-        reference.first_params(run)
+        trainer = trainer_of(str(tmp_path / name), tmp_path / "own")
+        given.initial_params(
+            trainer, None, None, lambda: "a reader", lambda key, given: types.SimpleNamespace(params=given)
+        )
     assert seen == [None, "a reader"]

@@ -23,6 +23,8 @@ from capibara.models import api
 from capibara.optim import Adafactor, FactorSchedule, Optimizer, Schedule
 from capibara.sharding import Plan
 from capibara.training import loop, setup
+from capibara.training.evaluation import Evaluator
+from capibara.training.recovery import Recovery
 from capibara.training.stability.anomalies import Anomalies
 from capibara.training.stability.watchdog import Watch, Watchdog
 from capibara.training.trainer import Evaluation
@@ -233,12 +235,12 @@ def test_what_takes_time_is_said_and_watched_by_its_own_limit(make_trainer, trai
         return noted
 
     monkeypatch.setattr(loop, "Watchdog", Noted)
-    for name in ("start", "step", "evaluate", "save"):
-        monkeypatch.setattr(setup.Run, name, noting(name, getattr(setup.Run, name)))
+    for of, name in ((Recovery, "begin"), (Recovery, "watch"), (Evaluator, "evaluate"), (Recovery, "save")):
+        monkeypatch.setattr(of, name, noting(name, getattr(of, name)))
     watch = Watch(start_s=1001.0, evaluation_s=1002.0, save_s=1003.0)
     statuses = train(make_trainer(steps=2, watch=watch, evaluation=Evaluation(every=2, max_batches=1))).statuses
     assert statuses[0] == "compiling the train step for 8 devices" and statuses[1].startswith("compiled in ")
-    assert limits_s == {"start": 1001.0, "step": 1001.0, "evaluate": 1002.0, "save": 1003.0}
+    assert limits_s == {"begin": 1001.0, "watch": 1001.0, "evaluate": 1002.0, "save": 1003.0}
     assert dogs[0].limit_s == 1003.0  # of the last save
 
 

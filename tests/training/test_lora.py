@@ -226,10 +226,11 @@ def test_full_fine_tuning_begins_from_what_a_function_reads(make_trainer):
             told.extend(jax.tree.leaves(target))
             return jax.tree.map(lambda s, x: jax.device_put(np.asarray(x), s.sharding), target, made)
 
-    with set_up(trainer, load=Load) as run:
+    run, initial = set_up(trainer, load=Load)
+    with run:
         assert origin.read(trainer.model_dir) == Load.origin
-        state, step, _ = run.start()
-        assert step == 0 and len(told) == len(jax.tree.leaves(made))
+        state = run.begin(initial).state
+        assert initial.step == 0 and len(told) == len(jax.tree.leaves(made))
         jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.params), made)
         assert jax.tree.leaves(state.params)[0].sharding == told[0].sharding
 
@@ -262,8 +263,9 @@ def test_a_run_begins_from_one_with_adapters_merged(make_trainer, tmp_path):
     gin += ['Lora.targets = ("query", "down")', 'Lora.modules_to_save = ("final_norm/scale",)']
     run_folder.save(source, drawn, "\n".join(gin) + "\n")
     want = jax.jit(model.merge)(drawn)
-    with set_up(make_trainer(init_from=source, model_dir=str(tmp_path / "run"))) as run:
-        params = run.start()[0].params
+    run, initial = set_up(make_trainer(init_from=source, model_dir=str(tmp_path / "run")))
+    with run:
+        params = run.begin(initial).state.params
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6, atol=1e-6), jax.device_get(params), want)
         assert {len(x.sharding.device_set) for x in jax.tree.leaves(params)} == {8}
 

@@ -26,7 +26,7 @@ from capibara.models import api
 from capibara.models.api import DecoderConfig, Lora
 from capibara.optim import Optimizer, Schedule
 from capibara.sharding import Plan, Rules
-from capibara.training import reference
+from capibara.training import preference
 from capibara.training.preference import Dpo
 from capibara.training.trainer import Evaluation, Trainer
 
@@ -237,7 +237,7 @@ def test_a_resumed_run_ends_bit_by_bit_as_one_that_was_not_stopped(make_trainer,
     two = jax.devices()[:2]
     whole = train(make_trainer(steps=6, model_dir=make_trainer().model_dir + "_whole"), two)
     train(make_trainer(steps=3), two)
-    monkeypatch.setattr(reference.ReferenceTables, "_computed", None)  # it has its tables
+    monkeypatch.setattr(preference.ReferenceTables, "_computed", None)  # it has its tables
     resumed = train(make_trainer(steps=6), two)
     assert resumed.start_step == 3 and whole.batches[3:] == resumed.batches
     same_state(whole.state, resumed.state)
@@ -245,7 +245,7 @@ def test_a_resumed_run_ends_bit_by_bit_as_one_that_was_not_stopped(make_trainer,
 
 @pytest.mark.heavy
 def test_a_signal_ends_the_reference_before_the_first_step(make_trainer, train, monkeypatch, tmp_path):
-    two, step = jax.devices()[:2], reference._each
+    two, step = jax.devices()[:2], preference._each
 
     def signalled(*args):
         for count, one in enumerate(step(*args)):
@@ -254,7 +254,7 @@ def test_a_signal_ends_the_reference_before_the_first_step(make_trainer, train, 
             yield one
 
     with monkeypatch.context() as patch:
-        patch.setattr(reference, "_each", signalled)
+        patch.setattr(preference, "_each", signalled)
         stopped = train(make_trainer(steps=2), two)
     assert dataclasses.astuple(stopped.outcome) == (0, "interrupted", signal.SIGTERM)
     assert stopped.start_step == 0 and not stopped.losses and not stopped.checkpoints

@@ -16,7 +16,7 @@ from capibara.planner.compiler.compile_cache import Verdict
 from capibara.planner.hardware import xla_flags
 from capibara.planner.hardware.slices import Slice
 from capibara.planner.model import workload
-from capibara.planner.model.workload import Workload
+from capibara.planner.model.workload import Run, Workload
 from capibara.planner.search.ranking import Ranked
 
 
@@ -45,29 +45,29 @@ class Configuration:
         return command + [f"--{name}={places}" for name, places in lengths.items() if places is not None]
 
 
-def flags(trainer: Any, slice_: Slice) -> dict[str, str]:
+def flags(run: Run, slice_: Slice) -> dict[str, str]:
     """The XLA options that `train` compiles this run's step with on this slice."""
-    return xla_flags.options(slice_.chip.name, tensor=trainer.plan.tensor)
+    return xla_flags.options(slice_.chip.name, tensor=run.plan.tensor)
 
 
-def key(trainer: Any, slice_: Slice) -> dict[str, Any]:
-    """All of a run (training.trainer.Trainer) that decides its compiled step: the key of its verdict."""
-    batch = trainer.batch_spec
+def key(run: Run, slice_: Slice) -> dict[str, Any]:
+    """All of a run that decides its compiled step: the key of its verdict."""
+    batch = run.batch_spec
     return {
         "slice": slice_.name,
-        "model": repr(trainer.model),
-        "plan": repr(trainer.plan),
-        "optimizer": repr(trainer.optimizer),
+        "model": repr(run.model),
+        "plan": repr(run.plan),
+        "optimizer": repr(run.optimizer),
         "batch": {name: [shape, str(dtype)] for name, (shape, dtype) in batch.items()},
-        "steps": trainer.steps,
-        "z_loss": trainer.z_loss,
-        **({"label_smoothing": trainer.label_smoothing} if trainer.label_smoothing else {}),
-        **({"loss_normalization": str(given)} if (given := trainer.loss_normalization) != "tokens" else {}),
-        "ema_decay": trainer.ema_decay,
-        "loss_scaling": repr(trainer.loss_scaling),
-        "flags": flags(trainer, slice_),
-        **({} if trainer.loss is None else {"loss": repr(trainer.loss)}),
-        **({"modules": code} if (code := compile_cache.users_digest(trainer)) else {}),
+        "steps": run.steps,
+        "z_loss": run.z_loss,
+        **({"label_smoothing": run.label_smoothing} if run.label_smoothing else {}),
+        **({"loss_normalization": str(given)} if (given := run.loss_normalization) != "tokens" else {}),
+        "ema_decay": run.ema_decay,
+        "loss_scaling": repr(run.loss_scaling),
+        "flags": flags(run, slice_),
+        **({} if run.loss is None else {"loss": repr(run.loss)}),
+        **({"modules": code} if (code := compile_cache.users_digest(run)) else {}),
     }
 
 
@@ -93,7 +93,7 @@ def answer(lowered: jax.stages.Lowered, slice_: Slice, mesh: jax.sharding.Mesh, 
 
 
 def prove(
-    trainer: Any,
+    run: Run,
     configuration: Configuration,
     slice_: Slice,
     *,
@@ -104,21 +104,21 @@ def prove(
     """The compiler's verdict of a run's step, from the cache or from a child process, with what the run holds beside it.
 
     Args:
-      trainer: the run (training.trainer.Trainer) that `configuration` describes.
+      run: what `configuration` describes.
       configuration: what the child reads.
       slice_: the slice that it is compiled for.
       deadline_s, status, fresh: as of verdict.verdict.
     """
     command = configuration.command(slice_)
-    found = compile_cache.verdict(command, key(trainer, slice_), deadline_s=deadline_s, status=status, fresh=fresh)
-    if trainer.loss is None:
+    found = compile_cache.verdict(command, key(run, slice_), deadline_s=deadline_s, status=status, fresh=fresh)
+    if run.loss is None:
         return found
-    held = workload.of_run(trainer).held
-    return found.beside(round(held.on_device(trainer.plan.mesh_shape(slice_.devices, slice_.name))))
+    held = workload.of_run(run).held
+    return found.beside(round(held.on_device(run.plan.mesh_shape(slice_.devices, slice_.name))))
 
 
 def prover(
-    trainer: Any,
+    run: Run,
     configuration: Configuration,
     work: Workload,
     slice_: Slice,
@@ -129,15 +129,15 @@ def prover(
     """What verify.walk compiles plans with: each as `train` would, had it the plan's Gin file.
 
     Args:
-      trainer, configuration, slice_, deadline_s: as of `prove`; the run's own plan is not looked at.
+      run, configuration, slice_, deadline_s: as of `prove`; the run's own plan is not looked at.
       work: its workload.
       status: told what is compiled, and how far it is.
     """
 
     def prove_plan(ranked: Ranked) -> Verdict:
         choice, topic = ranked.choice, f"proving {ranked.choice.describe()}"
-        optimizer = trainer.optimizer.with_state_dtype(choice.state_dtype)
-        planned = dataclasses.replace(trainer, plan=choice.plan(work, slice_.name, trainer.plan), optimizer=optimizer)
+        optimizer = run.optimizer.with_state_dtype(choice.state_dtype)
+        planned = dataclasses.replace(run, plan=choice.plan(work, slice_.name, run.plan), optimizer=optimizer)
         extra = [*configuration.gin_bindings, *choice.bindings(work, slice_.name)]
         child = dataclasses.replace(configuration, gin_bindings=extra)
         return prove(

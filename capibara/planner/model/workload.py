@@ -7,21 +7,62 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import jax
+import numpy as np
 
 from capibara import optim
 from capibara.core import tree
 from capibara.core.types import PyTree, UserError
+from capibara.data.dataset import Dataset
 from capibara.models import api
-from capibara.models.api import Model
+from capibara.models.api import DecoderConfig, EncoderConfig, EncoderDecoderConfig, Model, TransformerConfig
+from capibara.objectives.base import Held, Loss
 from capibara.optim import OptimizerConfig, StateDtype
-from capibara.sharding import Rules
+from capibara.sharding import Plan, Rules
 
 # Parts of a weight that is stored in blocks: made floating-point where they are used, never all at once.
 _OF_BLOCKS = ("/codes", "/scales", "/means", "/steps")
 _COMPUTE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+class Run(Protocol):
+    """A training run as the planner sees it: a training.trainer.Trainer, which this room does not import.
+
+    Attributes:
+      model, plan, dataset, optimizer, loss: the parts that decide the compiled step and what is held beside it.
+      steps, ema_decay, z_loss, label_smoothing, loss_normalization, loss_scaling: as of Trainer.
+      batch_spec: shape and dtype of every array that a step reads.
+    """
+
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
+
+    @property
+    def model(self) -> TransformerConfig: ...
+    @property
+    def plan(self) -> Plan: ...
+    @property
+    def dataset(self) -> Dataset: ...
+    @property
+    def optimizer(self) -> OptimizerConfig: ...
+    @property
+    def loss(self) -> Loss | None: ...
+    @property
+    def steps(self) -> int: ...
+    @property
+    def ema_decay(self) -> float | None: ...
+    @property
+    def z_loss(self) -> float: ...
+    @property
+    def label_smoothing(self) -> float: ...
+    @property
+    def loss_normalization(self) -> str | float: ...
+    @property
+    def loss_scaling(self) -> object: ...
+
+    @property
+    def batch_spec(self) -> dict[str, tuple[tuple[int, int], np.dtype]]: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,7 +186,7 @@ class Workload:
     optimizer: str = "Optimizer"
 
     @functools.cached_property
-    def config(self) -> Any:
+    def config(self) -> TransformerConfig:
         return self.model.config
 
     @functools.cached_property
@@ -181,7 +222,7 @@ def describe(
     rules: Rules | None = None,
     ema: bool = False,
     state_dtypes: Iterable[StateDtype] | None = None,
-    held: Iterable[Any] = (),
+    held: Iterable[Held] = (),
 ) -> Workload:
     """The workload of training a model. Nothing is computed but shapes.
 
@@ -193,7 +234,7 @@ def describe(
       rules: logical axes -> mesh axes; None: the default ones.
       ema: whether a moving average of the parameters is kept.
       state_dtypes: dtypes of the optimizer's state to weigh; None: the optimizer's own.
-      held: what the run's loss holds beside the state (training.objective.Held).
+      held: what the run's loss holds beside the state (objectives.base.Held).
     """
     held = tuple(held)
     rules = rules or Rules()
@@ -227,25 +268,25 @@ def describe(
     )
 
 
-def of_run(trainer: Any, state_dtypes: Iterable[StateDtype] | None = None) -> Workload:
-    """The workload of a run (training.trainer.Trainer); its plan's mesh and batch are not looked at.
+def of_run(run: Run, state_dtypes: Iterable[StateDtype] | None = None) -> Workload:
+    """The workload of a run; its plan's mesh and batch are not looked at.
 
     `state_dtypes`: of the optimizer's state to weigh; None: the run's own.
     """
-    model = api.build(trainer.model)
+    model = api.build(run.model)
     return describe(
         model,
-        trainer.optimizer,
-        length=trainer.dataset.length,
-        encoder_length=trainer.dataset.encoder_length,
-        rules=trainer.plan.rules,
-        ema=trainer.ema_decay is not None,
+        run.optimizer,
+        length=run.dataset.length,
+        encoder_length=run.dataset.encoder_length,
+        rules=run.plan.rules,
+        ema=run.ema_decay is not None,
         state_dtypes=state_dtypes,
-        held=() if trainer.loss is None else trainer.loss.held(model, trainer.dataset),
+        held=() if run.loss is None else run.loss.held(model, run.dataset),
     )
 
 
-def _held(held: Iterable[Any], rules: Rules) -> Sharded:
+def _held(held: Iterable[Held], rules: Rules) -> Sharded:
     total = Sharded()
     for one in held:
         if one.spread_as is None:
@@ -301,7 +342,9 @@ def _constraints(leaves: Iterable[Leaf], rules: Rules) -> tuple[tuple[str, str, 
     return tuple(found.values())
 
 
-def _stacks(sizes: Any, leaves: list[Leaf], rules: Rules, length: int, encoder_length: int | None) -> Iterable[Stack]:
+def _stacks(
+    sizes: TransformerConfig, leaves: list[Leaf], rules: Rules, length: int, encoder_length: int | None
+) -> Iterable[Stack]:
     def stack(name: str, prefix: str, layers: int, places: int, attentions: tuple[Attention, ...]) -> Stack:
         own = [leaf for leaf in leaves if leaf.name.startswith(prefix)]
         experts = [leaf for leaf in own if "experts" in leaf.axes]
@@ -309,20 +352,22 @@ def _stacks(sizes: Any, leaves: list[Leaf], rules: Rules, length: int, encoder_l
         adapted = sum(leaf.name.endswith("_lora/a") for leaf in experts)
         return Stack(name, layers, places, attentions, _sharded(others, rules), _sharded(experts, rules), adapted)
 
-    match sizes.objective:
-        case "encoder_decoder":
+    match sizes:
+        case EncoderDecoderConfig():
             S = encoder_length or length
             yield stack("encoder", "encoder/layers/", sizes.encoder_layers, S, (Attention(S, S * S),))
             cross = (Attention(length / 2, length * length), Attention(S))
             yield stack("decoder", "decoder/layers/", sizes.num_layers, length, cross)
-        case "masked":
+        case EncoderConfig():
             yield stack("encoder", "layers/", sizes.num_layers, length, (Attention(length),))
         case _:
             yield stack("decoder", "layers/", sizes.num_layers, length, (Attention(_seen_keys(sizes, length)),))
 
 
-def _seen_keys(sizes: Any, length: int) -> float:
+def _seen_keys(sizes: TransformerConfig, length: int) -> float:
     """Keys that a token of a decoder sees, in the mean over its row and over the layers' pattern."""
+    if not isinstance(sizes, DecoderConfig):
+        return length / 2
     pattern = sizes.layer_pattern
     kinds = [pattern[index % len(pattern)] for index in range(sizes.num_layers)]
     windows = [min(sizes.window, length) if kind == "local" else length for kind in kinds]

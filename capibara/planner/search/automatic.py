@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from capibara import config
 from capibara.planner.hardware import slices
 from capibara.planner.hardware.chips import GIB
 from capibara.planner.hardware.slices import Slice
 from capibara.planner.model import workload
+from capibara.planner.model.workload import Run
 from capibara.planner.report import report
 from capibara.planner.search import ranking
 from capibara.planner.search.ranking import Question
 from capibara.sharding import MESH_AXES
 
 
-def is_open(trainer: Any) -> bool:
+def is_open(run: Run) -> bool:
     """Whether the parsed Gin files name a slice for this run, and no mesh axis."""
-    return trainer.plan.slice is not None and not any(config.is_bound(f"Plan.{axis}") for axis in MESH_AXES)
+    return run.plan.slice is not None and not any(config.is_bound(f"Plan.{axis}") for axis in MESH_AXES)
 
 
-def bindings(trainer: Any, slice_: Slice | None = None) -> tuple[list[str], str]:
-    """Gin statements that close the mesh of a run (training.trainer.Trainer), and a line that says what was chosen.
+def bindings(run: Run, slice_: Slice | None = None) -> tuple[list[str], str]:
+    """Gin statements that close the mesh of a run, and a line that says what was chosen.
 
     The batch is the run's. Remat and accumulation are chosen too where the Gin files leave them open. The prediction is
     not proven: `capibara plan --verify` does that, and writes a Gin file.
 
     Args:
-      trainer: the run.
+      run: as its Gin files say.
       slice_: in place of the one that its Gin files name.
 
     Returns:
@@ -36,13 +35,13 @@ def bindings(trainer: Any, slice_: Slice | None = None) -> tuple[list[str], str]
     Raises:
       UserError: no plan fits the slice, or its batch no mesh.
     """
-    if not is_open(trainer):
+    if not is_open(run):
         return [], ""
-    slice_, work = slice_ or slices.parse(trainer.plan.slice), workload.of_run(trainer)
-    remats = (trainer.plan.remat_policy,) if config.is_bound("Plan.remat") else ranking.REMATS
+    slice_, work = slice_ or slices.parse(run.plan.slice), workload.of_run(run)
+    remats = (run.plan.remat_policy,) if config.is_bound("Plan.remat") else ranking.REMATS
     question = Question(
-        batch_size=trainer.plan.batch_size,
-        accumulation=trainer.plan.accumulation if config.is_bound("Plan.accumulation") else None,
+        batch_size=run.plan.batch_size,
+        accumulation=run.plan.accumulation if config.is_bound("Plan.accumulation") else None,
         state_dtypes=tuple(work.state),
         remats=remats,
     )

@@ -104,7 +104,7 @@ trainer = Trainer(
     optimizer=Optimizer(schedule=Schedule(learning_rate=1e-3)),
 )
 mesh = sharding.make_mesh(trainer.plan, topology.slice_devices(f"{chip}:2x2"))
-lowered = run.lower_step(trainer, api.build(trainer.model), mesh)["train_step"]
+lowered = run.lower_step(trainer, api.build(trainer.model), mesh)
 verdict.report(planner.compile_train_step(lowered, xla_flags.options(chip) if with_table else None))
 """
 

@@ -1,0 +1,120 @@
+"""A run's data: this process's share of a split, as its objective wants it, and the batches of its steps."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+
+from capibara import sharding
+from capibara.core.multihost import hosts
+from capibara.core.types import Params
+from capibara.data.pipeline.loader import Loader, Position, make_loader, merge_states
+from capibara.objectives.base import Supply
+from capibara.training.trainer import Trainer
+
+
+class BatchFeed:
+    """The batches of a run's steps, on its devices, and where its data stands.
+
+    Args:
+      batches: the training split.
+      batch_sharding: of every array of a batch.
+      supply: what makes the batches, where a loss takes more than the data.
+    """
+
+    def __init__(self, batches: Loader, batch_sharding: NamedSharding, supply: Supply | None):
+        self._batches, self._batch_sharding, self.supply = batches, batch_sharding, supply
+        self._unused: dict[str, Any] | None = None  # the data's state before a batch that was given up
+        self.position: Position = None  # where the data stood before the batch at hand
+
+    def begin(self, params: Params, step: int, saved: Mapping[str, Any] | None) -> None:
+        """Before the first step of this start, and after the run went back.
+
+        Args:
+          params: of the state at hand.
+          step: steps done.
+          saved: what `supply_state` gave for the checkpoint that the run resumes from; None: a new run.
+
+        Raises:
+          Interrupted: the run is to stop.
+        """
+        if self.supply is not None:
+            self.supply.begin(params, step, saved)
+
+    def takes_long(self, step: int) -> bool:
+        """Whether the devices make the batch of a step."""
+        return self.supply is not None and self.supply.takes_long(step)
+
+    def next_batch(self, step: int, params: Params) -> dict[str, jax.Array]:
+        """The batch of a step, on its devices; `params`: of the state before it.
+
+        Raises:
+          Interrupted: the run is to stop, and its next start makes this batch.
+        """
+        if self.supply is None:
+            self.position = self._batches.position
+            return sharding.global_batch(self._batch_sharding, next(self._batches))
+        before, count = self._batches.position, self._batches.batches
+        self._unused = self._batches.get_state() if self.takes_long(step) else None
+        batch = self.supply.next_batch(step, params)
+        self._unused = None
+        self.position = before if self._batches.batches > count else self.position
+        return batch
+
+    def state(self) -> dict[str, Any]:
+        """Where the data of all hosts stands, for a checkpoint; every process calls it."""
+        return merge_states(hosts.gathered(self._unused or self._batches.get_state()))
+
+    def supply_state(self) -> dict[str, Any] | None:
+        """What a checkpoint keeps of the supply; None: there is none."""
+        return None if self.supply is None else self.supply.state()
+
+    def metrics(self) -> dict[str, float]:
+        """What there is to tell of the batches since this was last asked."""
+        return {} if self.supply is None else self.supply.metrics()
+
+
+def open_loader(trainer: Trainer, mesh: Mesh, split: str, rows: int, epochs: int | None = None) -> Loader:
+    """This process's share of a split, in global batches of so many rows."""
+    shards = sharding.host_shards(mesh, trainer.plan.rules)
+    open_one = make_loader if trainer.loss is None else trainer.loss.open
+    return open_one(
+        trainer.dataset,
+        split=split,
+        batch_size=rows,
+        shard_index=shards[jax.process_index()],
+        shard_count=max(shards) + 1,
+        epochs=epochs,
+    )
+
+
+def validation_loader(trainer: Trainer, mesh: Mesh) -> Loader:
+    """Once over the validation split."""
+    rows = trainer.evaluation.batch_size or trainer.plan.batch_size // trainer.plan.accumulation
+    return open_loader(trainer, mesh, "validation", rows, epochs=1)
+
+
+def each_task(trainer: Trainer) -> dict[str, Trainer]:
+    """The run as one of each task of its SeqIO mixture that has a validation split, by the task's name; else of its own data."""
+    dataset = trainer.dataset
+    if not dataset.is_seqio or trainer.loss is not None:
+        return {"": trainer}
+    from capibara.data.tasks import tasks  # TensorFlow
+
+    names = tasks.parts(tasks.get(dataset.mixture_or_task_name, dataset.task_module), "validation")
+    if len(names) < 2:
+        return {"": trainer}
+    apart = (dataclasses.replace(dataset, mixture_or_task_name=name) for name in names)
+    return {name: dataclasses.replace(trainer, dataset=one) for name, one in zip(names, apart, strict=True)}
+
+
+def validation_batches(trainer: Trainer) -> int | None:
+    """Batches of `validation_loader` in one evaluation: as many rows with accumulation as without."""
+    evaluation = trainer.evaluation
+    if evaluation.max_batches is None or evaluation.batch_size is not None:
+        return evaluation.max_batches
+    return evaluation.max_batches * trainer.plan.accumulation
