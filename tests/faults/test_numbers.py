@@ -198,6 +198,7 @@ def test_an_infinity_on_one_replica_is_decided_alike_on_all(make_trainer, train,
     monkeypatch.setattr(loop, "set_up", holding)
     watched.feed({3: changed("weights", np.inf, rows=5)})  # on the sixth of eight devices
     train(make_trainer(steps=4, plan=Plan(batch_size=8, data=8, fsdp=1)))
+    assert sorted(copies) == [1, 2, 3, 4]
     for number, (before, after, decisions) in copies.items():
         assert all(len(leaf) == 8 and all(np.array_equal(leaf[0], copy) for copy in leaf) for leaf in after)
         assert decisions == [float(number == 3)] * 8

@@ -149,10 +149,10 @@ def train(monkeypatch):
     `evaluate(n)` may give the loss of the n-th evaluation; told of `signal_at`, the run gets a signal.
     """
 
-    set_up, metrics = loop.set_up, Evaluator.metrics
+    metrics = Evaluator.metrics
 
     def run_it(trainer, devices=None, evaluate=None, after_step=None, signal_at=None):
-        seen = Seen()
+        seen, set_up = Seen(), loop.set_up  # which a test may have changed
         seen.signal_at = signal_at
 
         def watched(trainer, **options):
@@ -179,9 +179,10 @@ def train(monkeypatch):
         def evaluated(evaluator, params):
             return metrics(evaluator, params) if evaluate is None else {"loss": evaluate(len(seen.evaluations))}
 
-        monkeypatch.setattr(loop, "set_up", watched)
-        monkeypatch.setattr(Evaluator, "metrics", evaluated)
-        seen.outcome = loop.train(trainer, seen)
+        with monkeypatch.context() as patch:
+            patch.setattr(loop, "set_up", watched)
+            patch.setattr(Evaluator, "metrics", evaluated)
+            seen.outcome = loop.train(trainer, seen)
         return seen
 
     return run_it
