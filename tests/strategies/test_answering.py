@@ -22,8 +22,7 @@ class Documents(list):
 
 @pytest.mark.parametrize("others, want", [([60, 95], 60), ([99, 98], 93), ([99, None], None)])
 def test_the_fullest_device_of_all_processes_counts_beside_the_train_step(others, want, monkeypatch):
-    about = types.SimpleNamespace(temp_size_in_bytes=7)
-    run = types.SimpleNamespace(train_step=types.SimpleNamespace(memory_analysis=lambda: about))
+    run = types.SimpleNamespace(step_temp_bytes=7)
     monkeypatch.setattr(own_chips, "free_bytes", lambda reserved=0: 100 - reserved)
     monkeypatch.setattr(hosts, "gathered", lambda own: [others[0], own, others[1]])
     answerer = object.__new__(Answerer)
