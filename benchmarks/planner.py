@@ -472,7 +472,7 @@ def largest(options: argparse.Namespace) -> dict[str, Any]:
                 f"--gin_file=models/{model}.gin",
                 f"--slice={asked[model]}",
             ]
-            command += ["--objective=largest_batch", "--verify", f"--json={out}", "--top=1"]
+            command += ["--goal=largest_batch", "--verify", f"--json={out}", "--top=1"]
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
             with open(out, encoding="utf-8") as file:
                 found = json.load(file)

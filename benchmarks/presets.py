@@ -102,7 +102,7 @@ def write_finetuning(model: str, base: str, chip: str) -> None:
     # A row of the largest is too long for one chip of these: its places may be shared out.
     whole = ("context", "stage") if model == "capibara_120b" else ("tensor", "context", "stage")
     command += [f"--axis={axis}=1" for axis in whole]
-    command += ["--objective=smallest_slice", f"--chips={chip}", f"--headroom={HEADROOM}", "--top=1"]
+    command += ["--goal=smallest_slice", f"--chips={chip}", f"--headroom={HEADROOM}", "--top=1"]
     child = run([*command, "--include", f"--output={plan_file}", f"--json={raw}"])
     if child.returncode:
         print(f"{chip:8} {name}: {child.stderr.strip().splitlines()[-1]}", flush=True)

@@ -23,6 +23,8 @@ GIVEN_UP = {
     r"carr(y|ies|ied|ying)[ _]on\b": "resume",
     r"\bAttentionKind\b": "AttentionSpec",
     r"(?<![-.])\bdamaged\b": "corrupted",  # --damaged and STEP.damaged are still known
+    r"--objective=": "--goal",
+    r"config\.objective\b": "data_kind",
     r"\bmoved aside\b": "quarantined",
 }
 

@@ -12,7 +12,7 @@ from capibara.core.fields import did_you_mean
 from capibara.core.types import UserError
 
 # Flags by the names that they had: they work for one version more.
-_RENAMED = {"--damaged": "--corrupted"}
+_RENAMED = {"--damaged": "--corrupted", "--objective": "--goal"}
 
 
 class ArgumentParser(argparse.ArgumentParser):
@@ -122,9 +122,10 @@ def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str] | None 
 
 
 def _rewrite(arg: str) -> tuple[str, ...]:
-    if arg in _RENAMED:
-        print(f"{arg} is now {_RENAMED[arg]}: the next version does not know the old name", file=sys.stderr)
-        return (_RENAMED[arg],)
+    flag, equals, value = arg.partition("=")
+    if flag in _RENAMED:
+        print(f"{flag} is now {_RENAMED[flag]}: the next version does not know the old name", file=sys.stderr)
+        return (_RENAMED[flag] + equals + value,)
     if not arg.startswith("--gin."):
         return (arg,)
     name, equals, value = arg.removeprefix("--gin.").partition("=")

@@ -19,7 +19,7 @@ examples:
   python -m capibara.plan --gin_file=base_v5e64.gin --explain
   python -m capibara.plan --gin_file=models/capibara_1b.gin --slice=v5e-64 --verify --output=plan.gin
   python -m capibara.plan --gin_file=models/llama3_70b.gin --slice=v6e-16 --serve --length=8192
-  python -m capibara.plan --gin_file=models/capibara_8b.gin --objective=cheapest --tokens=2e11 --max_days=14"""
+  python -m capibara.plan --gin_file=models/capibara_8b.gin --goal=cheapest --tokens=2e11 --max_days=14"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -60,7 +60,7 @@ def plan(args: argparse.Namespace) -> int:
     work = workload.of_run(run, dtypes)
     question = questions.question(args, work, run.plan)
     found, money = [], {"tokens": args.tokens, "usd": args.usd_per_chip_hour}
-    if args.objective in questions.SLICE_OBJECTIVES:
+    if args.goal in questions.SLICE_GOALS:
         with StatusLine() as line:
             found = slice_choice.offers(work, args, question, lambda name: line.show("searching", name))
         chosen = slice_choice.best(found, args)

@@ -68,7 +68,7 @@ class Scorer:
         in_turns: InTurns = lambda things, make, every: make(things),
     ):
         self._params, self._length, self._encoder_length, self._pad_id = params, length, encoder_length, pad_id
-        self._marks = model.config.objective == "prefix"
+        self._marks = model.config.data_kind == "prefix"
         self._unit, self._in_turns = 1, in_turns
         self._placed: NamedSharding | None = None
         on_mesh = mesh if mesh is not None and mesh.size > 1 else None

@@ -38,7 +38,7 @@ def run(config: TransformerConfig, folder: str, tokenizer: Mapping[str, bytes], 
     """
     own = type(config).__name__
     length = min(length, config.max_length or length)
-    data = [f'Dataset.kind = "{config.objective}"', f"Dataset.length = {length}", "Dataset.source = @StdlibSource()"]
+    data = [f'Dataset.kind = "{config.data_kind}"', f"Dataset.length = {length}", "Dataset.source = @StdlibSource()"]
     if isinstance(config, EncoderDecoderConfig):
         data.append(f"Dataset.encoder_length = {length}")
     parts = [

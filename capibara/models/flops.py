@@ -66,7 +66,7 @@ def _keys(config: TransformerConfig, length: int, encoder_length: int) -> tuple[
         window = length if window is None else min(window, length)
         return window - window**2 / (2 * length)
 
-    match config.objective:
+    match config.data_kind:
         case "masked":
             return config.num_layers * length, 0
         case "encoder_decoder":

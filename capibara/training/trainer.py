@@ -155,10 +155,10 @@ class Trainer:
             raise UserError(f"Trainer.loss_normalization is {number}, must be finite and above 0, or 'tokens'")
         if not 0 <= self.seed < 2**32:
             raise UserError(f"Trainer.seed is {self.seed}, must be from 0 to 4294967295 (32 bits): try 0")
-        if self.model.objective != self.dataset.kind:
+        if self.model.data_kind != self.dataset.kind:
             raise UserError(
                 f"Dataset.kind ({str(self.dataset.kind)!r}) does not fit the model: {type(self.model).__name__} is trained "
-                f"on {self.model.objective!r}: set Dataset.kind, or another Trainer.model"
+                f"on {self.model.data_kind!r}: set Dataset.kind, or another Trainer.model"
             )
         self._check_loss()
         if self.evaluation.task_metrics and (not self.dataset.is_seqio or self.loss is not None):
@@ -262,7 +262,7 @@ def of_gin(length: int | None = None, encoder_length: int | None = None) -> Trai
         lengths.setdefault("length", min(2048, model.max_length or 2048))
     if kind is api.EncoderDecoderConfig and not config.is_bound("Dataset.encoder_length"):
         lengths.setdefault("encoder_length", lengths.get("length", 2048))
-    data = lengths | {"kind": model.objective}
+    data = lengths | {"kind": model.data_kind}
     if model.moe and model.moe.hints:
         data["domains"] = model.moe.hints.domains
     return config.build(

@@ -41,7 +41,7 @@ def test_a_model_on_a_slice(capsys, tmp_path):
 def test_slices_that_were_weighed_are_in_all_outputs_and_a_closed_pipe_loses_none(tmp_path):
     """As `plan ... | head -1`: the reader goes before the table is printed."""
     out, page = tmp_path / "plan.json", tmp_path / "plan.html"
-    flags = [MODEL, "--objective=cheapest", "--tokens=2e11", "--chips=v5e", f"--json={out}", f"--html={page}"]
+    flags = [MODEL, "--goal=cheapest", "--tokens=2e11", "--chips=v5e", f"--json={out}", f"--html={page}"]
     command = [sys.executable, "-m", "capibara.plan", *flags, "--explain", "--top=900"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
         child.stdout.readline()
@@ -55,6 +55,12 @@ def test_slices_that_were_weighed_are_in_all_outputs_and_a_closed_pipe_loses_non
     )
     assert "days and" in page.read_text() and "USD/M tokens" in page.read_text()
     assert f'<tr class="chosen"><td>{found["plans"][0]["slice"]}</td>' in page.read_text()
+
+
+def test_the_flag_of_before_works_for_one_version(capsys):
+    assert run(MODEL, "--objective", "target_throughput") == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith("--objective is now --goal: ") and "needs --tokens_per_s" in second
 
 
 def test_models_with_fewer_places_than_the_default_have_as_many_as_they_can(capsys):
@@ -146,7 +152,7 @@ def test_a_run_brings_its_slice_length_and_batch(capsys):
         ([MODEL, "--slice=v5e-64", "--tries=0"], "--tries=0 must be above 0 and at most 1e+18, e.g. --tries=6"),
         ([MODEL, "--slice=v5e-64", "--tries=3"], "--tries=3 is of --verify: give that too, or leave it out"),
         ([MODEL, "--slice=v5e-64", "--deadline=30"], "--deadline=30 is of --verify"),
-        ([MODEL, "--slice=v5e-64", "--chips=v5e"], "--chips=v5e is for objectives that look for a slice"),
+        ([MODEL, "--slice=v5e-64", "--chips=v5e"], "--chips=v5e is for goals that look for a slice"),
         ([MODEL, "--slice=v5e-64", "--tokens=1e-300"], "--tokens=1e-300 must be at least 1, e.g. --tokens=2e11"),
         ([MODEL, "--slice=v5e-16", "--batch_size=1000000000000000000"], "must be at most 1000000000: try"),
         ([MODEL, "--slice=v5e-²"], "slice 'v5e-²' must be like v5e-64"),
@@ -160,7 +166,7 @@ def test_a_run_brings_its_slice_length_and_batch(capsys):
         ),
         (["--gin_file=/usr", "--slice=v5e-64"], "/usr is a folder: name a Gin file in it"),
         (["--gin_file=/usr/none.gin", "--slice=v5e-64"], "no Gin file /usr/none.gin in /usr"),
-        ([MODEL, "--objective=smallest_slice", "--axis=tensor=7"], "no mesh of v6e-256 with tensor=7"),
+        ([MODEL, "--goal=smallest_slice", "--axis=tensor=7"], "no mesh of v6e-256 with tensor=7"),
         (
             [
                 MODEL,
@@ -171,15 +177,15 @@ def test_a_run_brings_its_slice_length_and_batch(capsys):
         ),
         ([MODEL, "--slice=v5e-4", "--headroom=0.99999"], "v5e has 15.75 usable and 99.999% of it is kept free"),
         ([MODEL, "--slice=v5e-64", "--usd_per_chip_hour=nan"], "--usd_per_chip_hour is nan, must be at least 0"),
-        ([MODEL, "--chips=v5e,v6x", "--objective=smallest_slice"], "chip 'v6x' is not known: did you mean v6"),
+        ([MODEL, "--chips=v5e,v6x", "--goal=smallest_slice"], "chip 'v6x' is not known: did you mean v6"),
         ([MODEL, "--slice=v5e-64", "--axis=fsdp=8", "--axis=fsdp=16"], "--axis=fsdp is given 2 times"),
         (
-            [MODEL, "--slice=v5e-64", "--objective=largest_batch", "--batch_size=64"],
+            [MODEL, "--slice=v5e-64", "--goal=largest_batch", "--batch_size=64"],
             "which looks for it: leave one out",
         ),
-        ([MODEL, "--slice=v5e-64", "--max_days=3", "--tokens=1e9"], "--max_days is for --objective=cheapest"),
-        ([MODEL, "--slice=v5e-64", "--objective=cheapest"], "which looks for one: give --chips instead"),
-        ([MODEL, "--objective=target_throughput"], "needs --tokens_per_s"),
+        ([MODEL, "--slice=v5e-64", "--max_days=3", "--tokens=1e9"], "--max_days is for --goal=cheapest"),
+        ([MODEL, "--slice=v5e-64", "--goal=cheapest"], "which looks for one: give --chips instead"),
+        ([MODEL, "--goal=target_throughput"], "needs --tokens_per_s"),
         ([MODEL, "--slice=h100-8", "--verify"], "is of no TPUs"),
         ([MODEL, "--slice=v5e-16", "--axis=tensor=32"], "the axes must divide its 16 devices"),
         (
@@ -298,7 +304,7 @@ def test_a_slice_is_chosen(capsys, monkeypatch):
     monkeypatch.setattr(
         "capibara.monitoring.status._PLAIN_AFTER_S", 0.0
     )  # a fast machine says nothing of a short search
-    assert run(MODEL, "--objective=cheapest", "--tokens=1e11", "--chips=v5e", "--top=1") == 0
+    assert run(MODEL, "--goal=cheapest", "--tokens=1e11", "--chips=v5e", "--top=1") == 0
     captured = capsys.readouterr()
     assert "USD/M tokens" in captured.out and "> " in captured.out and "searching" in captured.err
 

@@ -130,7 +130,7 @@ class Case:
             data["encoder_length"] = LENGTH
         files = {} if loss is None else {"files": ("unread.jsonl",), "template": ChatTemplate(tokenizer="unread")}
         dataset = Dataset(
-            source=source(**files), vocabulary=ByteVocabulary(), length=LENGTH, kind=config.objective, **data
+            source=source(**files), vocabulary=ByteVocabulary(), length=LENGTH, kind=config.data_kind, **data
         )
         plan = Plan(batch_size=ROWS, remat="minimal", **{"fsdp": 1} | self.sizes)
         options = {"optimizer": Optimizer(), "ema_decay": 0.999} | self.options

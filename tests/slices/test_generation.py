@@ -136,7 +136,7 @@ class Abstract:
 
     @property
     def reads_whole(self) -> bool:
-        return self.model.config.objective == "prefix"
+        return self.model.config.data_kind == "prefix"
 
     def served(self):
         """The parameters as programs read them."""

@@ -71,6 +71,6 @@ def test_the_gin_files_make_a_run(files):
     bindings = ["MODEL_DIR = 'run'", "TRAIN_STEPS = 5", "FILES = ('x.jsonl',)"]
     config.parse([f"models/{model}.gin", "tasks/jsonl_pairs.gin", f"runs/{run}.gin"], bindings)
     trainer = config.build(Trainer)
-    assert trainer.model.objective == trainer.dataset.kind
+    assert trainer.model.data_kind == trainer.dataset.kind
     assert (trainer.dataset.source.inputs_field, trainer.dataset.source.field) == ("inputs", "targets")
     assert trainer.dataset.encoder_length == (512 if model.startswith("t5") else None)

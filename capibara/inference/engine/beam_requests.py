@@ -93,7 +93,7 @@ class Searcher:
             how.min_log_prob,
         )
         tokens_of = [request.tokens for request in all_of]
-        batch = prefill.batch_of(all_of, tokens_of, read, self._model.config.objective == "prefix")
+        batch = prefill.batch_of(all_of, tokens_of, read, self._model.config.data_kind == "prefix")
         try:
             return beam_search.search(compiled, params, batch, asked)
         except jax.errors.JaxRuntimeError as error:

@@ -622,7 +622,7 @@ class Engine:
 
 def reads_whole(model: Model) -> bool:
     """Whether a prompt's tokens see each other both ways: the beginning of another prompt is then read otherwise."""
-    return model.config.objective == "prefix"
+    return model.config.data_kind == "prefix"
 
 
 def check_generates(model: Model) -> None:

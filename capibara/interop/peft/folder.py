@@ -273,7 +273,7 @@ def _config(
     more = {"target_parameters": list(parameters.values())} if parameters else {}
     return more | {
         "peft_type": "LORA",
-        "task_type": _TASKS.get(model.config.objective),
+        "task_type": _TASKS.get(model.config.data_kind),
         "base_model_name_or_path": base,
         "r": rank,
         "lora_alpha": alpha,

@@ -360,7 +360,7 @@ def attach(model: nnx.Module, lora: Lora, rngs: nnx.Rngs) -> None:
     if lora.trainable_tokens:
         sizes = model.config
         whole = lora.trains("embedding")
-        trainable_tokens.check_sizes(lora.trainable_tokens, sizes.vocab_size, sizes.objective, whole)
+        trainable_tokens.check_sizes(lora.trainable_tokens, sizes.vocab_size, sizes.data_kind, whole)
     chosen = lora.chosen(
         {name: getattr(owner, key).shape[0] for name, (owner, key) in found.items() if _adaptable(name)}
     )

@@ -57,20 +57,20 @@ def check(ids: Sequence[int]) -> None:
             raise UserError(f"Lora.trainable_tokens has {one} twice: name each token once")
 
 
-def check_sizes(ids: Sequence[int], vocab_size: int, objective: str, whole: bool) -> None:
+def check_sizes(ids: Sequence[int], vocab_size: int, data_kind: str, whole: bool) -> None:
     """Refuses tokens that this model cannot train by themselves.
 
     Args:
       ids: of the tokens.
-      vocab_size, objective: of the model.
+      vocab_size, data_kind: of the model.
       whole: the embedding is trained as a whole.
 
     Raises:
       UserError: the model can have no such rows.
     """
-    if objective not in ("causal", "prefix"):
+    if data_kind not in ("causal", "prefix"):
         raise UserError(
-            f"Lora.trainable_tokens is of decoders, and this model's objective is {objective!r}: leave it out"
+            f"Lora.trainable_tokens is of decoders, and this model is trained on {data_kind!r}: leave it out"
         )
     if max(ids) >= vocab_size:
         raise UserError(f"Lora.trainable_tokens has {max(ids)}, must be below vocab_size ({vocab_size}): leave it out")

@@ -77,7 +77,7 @@ class DecoderConfig(TransformerConfig):
     logit_scale: float = 1.0
 
     @property
-    def objective(self) -> str:
+    def data_kind(self) -> str:
         return "prefix" if self.inputs_attention is InputsAttention.BIDIRECTIONAL else "causal"
 
     def __post_init__(self):

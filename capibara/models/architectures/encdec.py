@@ -66,7 +66,7 @@ class EncoderDecoderConfig(TransformerConfig):
       relative_tables: one for all layers of the encoder and one for those of the decoder, or one for each layer.
     """
 
-    objective: ClassVar[str] = "encoder_decoder"
+    data_kind: ClassVar[str] = "encoder_decoder"
 
     activation: Activation = Activation.GEGLU
     head: Head = Head.SEPARATE

@@ -41,7 +41,7 @@ class EncoderConfig(TransformerConfig):
       max_length: longest row; its positions are learned.
     """
 
-    objective: ClassVar[str] = "masked"
+    data_kind: ClassVar[str] = "masked"
 
     norm: NormKind = NormKind.LAYER
     norm_eps: float = 1e-12

@@ -128,7 +128,7 @@ class TransformerConfig:
         places); 0: none. Attention is then the plain formula.
     """
 
-    objective: ClassVar[str] = "causal"  # what it is trained for: the Dataset.kind that fits
+    data_kind: ClassVar[str] = "causal"  # what it is trained for: the Dataset.kind that fits
 
     vocab_size: int
     embed_dim: int

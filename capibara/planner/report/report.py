@@ -17,7 +17,7 @@ from capibara.planner.model.memory import memory as predict
 from capibara.planner.model.workload import Workload
 from capibara.planner.search import advice, ranking
 from capibara.planner.search.choice import Kind
-from capibara.planner.search.ranking import Objective, Ranked
+from capibara.planner.search.ranking import Goal, Ranked
 from capibara.planner.search.slice_choice import Offer
 from capibara.planner.search.verify import Walk
 from capibara.sharding import Remat
@@ -211,7 +211,7 @@ def summary(best: Ranked, work: Workload, slice_: Slice, tokens: float | None, u
 
 def _advice(work: Workload, tokens: float | None) -> Iterable[str]:
     """Batch and learning rate by others' rules, for decoders that are trained whole: nothing else was in their fits."""
-    if work.config.objective != "causal" or work.config.lora is not None:
+    if work.config.data_kind != "causal" or work.config.lora is not None:
         return
     weights = work.active_weights
     tokens = tokens or advice.CHINCHILLA_TOKENS * weights
@@ -248,7 +248,7 @@ def why_not(one: Ranked, walk: Walk, work: Workload) -> str:
     best = walk.ranked[0]
     if not one.fits:
         return f"memory: {one.missing_bytes / GIB:.1f} GiB too much"
-    if walk.question.objective is Objective.LARGEST_BATCH:
+    if walk.question.goal is Goal.LARGEST_BATCH:
         rows, most = one.choice.batch_size(work), best.choice.batch_size(work)
         if rows > most:
             return f"{rows} rows are not compiled, {most} are proven"

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from capibara.planner.search.ranking import Question
     from capibara.sharding import Plan
 
-OBJECTIVES = {
+GOALS = {
     "throughput": "most tokens a second on --slice, at --batch_size where there is one",
     "largest_batch": "most rows of a step on --slice",
     "smallest_slice": "fewest chips (of --chips) on which the model can be trained",
@@ -47,27 +47,27 @@ OBJECTIVES = {
 }
 
 
-class SliceObjective(enum.StrEnum):
-    """The objectives that look for a slice."""
+class SliceGoal(enum.StrEnum):
+    """The goals that look for a slice."""
 
     SMALLEST_SLICE = "smallest_slice"
     CHEAPEST = "cheapest"
     TARGET_THROUGHPUT = "target_throughput"
 
 
-SLICE_OBJECTIVES = tuple(SliceObjective)
+SLICE_GOALS = tuple(SliceGoal)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of `plan`. Nothing heavy is imported: --help must be quick."""
-    goals = "; ".join(f"{name}: {text}" for name, text in OBJECTIVES.items())
+    goals = "; ".join(f"{name}: {text}" for name, text in GOALS.items())
     add = parser.add_argument
     add("--slice", metavar="NAME", help="v5e-64, v6e-256, 2xv5e-256, ...; default: Plan.slice")
-    add("--chips", metavar="A,B", help="whose slices to weigh where the objective is about slices; default: v5e,v6e")
+    add("--chips", metavar="A,B", help="whose slices to weigh where the goal is about slices; default: v5e,v6e")
     add("--length", type=int, metavar="N", help="places of a row; default: Dataset.length, or 2048")
     add("--encoder_length", type=int, metavar="N", help="the same of an encoder's rows")
     add("--batch_size", type=int, metavar="N", help="rows of a step; default: the run's, or the best")
-    add("--objective", default="throughput", choices=tuple(OBJECTIVES), metavar="GOAL", help=goals)
+    add("--goal", default="throughput", choices=tuple(GOALS), metavar="GOAL", help=goals)
     add("--tokens", type=float, metavar="N", help="of the whole training, for days, dollars and advice")
     add("--tokens_per_s", type=float, metavar="N", help="of all chips, for target_throughput")
     add("--max_days", type=float, metavar="N", help="longest training, for cheapest")
@@ -109,10 +109,10 @@ def check(args: argparse.Namespace) -> None:
         raise UserError(f"--tokens={args.tokens:g} must be at least 1, e.g. --tokens=2e11")
     for name in args.chips.split(",") if args.chips is not None else ():
         chips.chip(name)
-    if args.chips is not None and args.objective not in SLICE_OBJECTIVES:
+    if args.chips is not None and args.goal not in SLICE_GOALS:
         raise UserError(
-            f"--chips={args.chips} is for objectives that look for a slice ({', '.join(SLICE_OBJECTIVES)}), not for "
-            f"{args.objective}: leave it out"
+            f"--chips={args.chips} is for goals that look for a slice ({', '.join(SLICE_GOALS)}), not for "
+            f"{args.goal}: leave it out"
         )
     for name in ("tries", "deadline"):
         if getattr(args, name) is not None and not args.verify:
@@ -122,17 +122,15 @@ def check(args: argparse.Namespace) -> None:
     for axis in axes:
         if axes.count(axis) > 1:
             raise UserError(f"--axis={axis} is given {axes.count(axis)} times: give one size")
-    if args.objective == "largest_batch" and args.batch_size is not None:
-        raise UserError(
-            f"--batch_size={args.batch_size} with --objective=largest_batch, which looks for it: leave one out"
-        )
-    for name, objective in (("tokens_per_s", "target_throughput"), ("max_days", "cheapest")):
-        if getattr(args, name) is not None and args.objective != objective:
-            raise UserError(f"--{name} is for --objective={objective}, not for {args.objective}: leave one out")
-    if args.objective == "target_throughput" and args.tokens_per_s is None:
-        raise UserError("--objective=target_throughput needs --tokens_per_s, e.g. --tokens_per_s=1e6")
+    if args.goal == "largest_batch" and args.batch_size is not None:
+        raise UserError(f"--batch_size={args.batch_size} with --goal=largest_batch, which looks for it: leave one out")
+    for name, goal in (("tokens_per_s", "target_throughput"), ("max_days", "cheapest")):
+        if getattr(args, name) is not None and args.goal != goal:
+            raise UserError(f"--{name} is for --goal={goal}, not for {args.goal}: leave one out")
+    if args.goal == "target_throughput" and args.tokens_per_s is None:
+        raise UserError("--goal=target_throughput needs --tokens_per_s, e.g. --tokens_per_s=1e6")
     given = [f"--{name}" for name in _OF_TRAINING if getattr(args, name) is not None] + ["--axis"] * bool(args.axis)
-    given += [f"--objective={args.objective}"] * (args.objective != "throughput")
+    given += [f"--goal={args.goal}"] * (args.goal != "throughput")
     given += [f"--{name}" for name in ("explain", "include") if getattr(args, name)]
     if args.serve and given:
         raise UserError(f"{given[0]} is of training, and --serve plans generation: leave one out")
@@ -140,10 +138,8 @@ def check(args: argparse.Namespace) -> None:
         raise UserError("--include is of the Gin file that --output writes: give --output=FILE, or leave it out")
     if args.max_days is not None and args.tokens is None:
         raise UserError("--max_days needs --tokens, the length of the training, e.g. --tokens=1e12")
-    if args.slice and args.objective in SLICE_OBJECTIVES:
-        raise UserError(
-            f"--slice={args.slice} with --objective={args.objective}, which looks for one: give --chips instead"
-        )
+    if args.slice and args.goal in SLICE_GOALS:
+        raise UserError(f"--slice={args.slice} with --goal={args.goal}, which looks for one: give --chips instead")
 
 
 def slice_of(asked: Slice | None, plan: Plan) -> Slice:
@@ -171,12 +167,12 @@ def question(args: argparse.Namespace, work: Workload, plan: Plan) -> Question:
     """
     from capibara import config
     from capibara.planner.search import ranking
-    from capibara.planner.search.ranking import Objective, Question
+    from capibara.planner.search.ranking import Goal, Question
 
-    largest = args.objective == "largest_batch"
+    largest = args.goal == "largest_batch"
     bound = plan.batch_size if config.is_bound("Plan.batch_size") else None
     return Question(
-        objective=Objective.LARGEST_BATCH if largest else Objective.THROUGHPUT,
+        goal=Goal.LARGEST_BATCH if largest else Goal.THROUGHPUT,
         batch_size=None if largest else args.batch_size or bound,
         headroom=args.headroom,
         state_dtypes=tuple(work.state),
@@ -223,10 +219,8 @@ def notes(args: argparse.Namespace, plan: Plan, read: Iterable[str | os.PathLike
     lines = []
     if anew := [f"Plan.{name}" for name in names if config.is_bound(f"Plan.{name}")]:
         lines.append(f"chosen anew, whatever the Gin files say: {', '.join(anew)}; --axis=NAME=N keeps a size")
-    if config.is_bound("Plan.batch_size") and args.batch_size is None and args.objective != "largest_batch":
-        lines.append(
-            f"kept: Plan.batch_size = {plan.batch_size}; --batch_size or --objective=largest_batch takes another"
-        )
+    if config.is_bound("Plan.batch_size") and args.batch_size is None and args.goal != "largest_batch":
+        lines.append(f"kept: Plan.batch_size = {plan.batch_size}; --batch_size or --goal=largest_batch takes another")
     sizes = re.compile(r"^\w+Config\.num_layers\s*=", re.MULTILINE)
     models = [os.fspath(path) for path in read if sizes.search(pathlib.Path(path).read_text(encoding="utf-8"))]
     if len(models) > 1:

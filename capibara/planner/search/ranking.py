@@ -45,7 +45,7 @@ _MOST_ROWS = 8192  # of a micro-batch on one device
 _ALIKE = 1.01  # plans whose speeds differ by less are as good as each other
 
 
-class Objective(enum.StrEnum):
+class Goal(enum.StrEnum):
     """What the best plan is best at: most tokens a second, or the most rows a step."""
 
     THROUGHPUT = "throughput"
@@ -87,7 +87,7 @@ class Question:
     """What is asked of the search.
 
     Attributes:
-      objective: what is best.
+      goal: what is best.
       batch_size: rows of a step; None: as many as are best.
       accumulation: micro-batches of a step; None: as few as fit.
       headroom: share of the usable HBM that predictions leave free: they err by a few percent.
@@ -97,7 +97,7 @@ class Question:
       scales: corrections of the memory model (planner.memory) for kinds of choices, learned from compiles.
     """
 
-    objective: Objective = Objective.THROUGHPUT
+    goal: Goal = Goal.THROUGHPUT
     batch_size: int | None = None
     accumulation: int | None = None
     headroom: float = 0.06
@@ -145,7 +145,7 @@ def search(work: Workload, slice_: Slice, question: Question | None = None) -> l
     Args:
       work: what is trained.
       slice_: the chips.
-      question: objective and limits.
+      question: goal and limits.
 
     Raises:
       UserError: no mesh of the slice suits the model, or none the batch.
@@ -163,7 +163,7 @@ def _order(ranked: Ranked, work: Workload, question: Question) -> tuple:
     axes = sum(size > 1 for size in ranked.choice.sizes)
     if not ranked.fits:
         return 1, ranked.missing_bytes, axes
-    if question.objective is Objective.LARGEST_BATCH:
+    if question.goal is Goal.LARGEST_BATCH:
         return 0, -ranked.choice.batch_size(work), -ranked.cost.tokens_per_s, axes
     # Predictions do not tell plans apart that are within a percent: of those the plainest, moments as exact as can be.
     rounded = list(StateDtype).index(ranked.choice.state_dtype)

@@ -1,4 +1,4 @@
-"""Which slice to rent: the best plan on every slice of some chips, and the slice that an objective asks for."""
+"""Which slice to rent: the best plan on every slice of some chips, and the slice that a goal asks for."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from capibara.planner.hardware import chips, slices
 from capibara.planner.hardware.slices import Slice
 from capibara.planner.model.workload import Workload
 from capibara.planner.search import ranking
-from capibara.planner.search.questions import SliceObjective
+from capibara.planner.search.questions import SliceGoal
 from capibara.planner.search.ranking import Question, Ranked
 
 _MANY = 64  # slices that are still advised
@@ -38,11 +38,11 @@ class Offer:
 def offers(
     work: Workload, args: argparse.Namespace, question: Question, status: Callable[[str], None] = lambda name: None
 ) -> list[Offer]:
-    """The slices that the model fits, by their number of chips, up to those that the objective needs to see.
+    """The slices that the model fits, by their number of chips, up to those that the goal needs to see.
 
     Args:
       work: what is trained.
-      args: the flags of questions.add_arguments: chips, objective and tokens_per_s are looked at.
+      args: the flags of questions.add_arguments: chips, goal and tokens_per_s are looked at.
       question: of the search on each of them.
       status: told the slice that is searched.
 
@@ -73,18 +73,18 @@ def offers(
 
 
 def _enough(found: Sequence[Offer], args: argparse.Namespace) -> bool:
-    """Whether more chips cannot be what the objective asks for."""
-    if args.objective == SliceObjective.TARGET_THROUGHPUT:
+    """Whether more chips cannot be what the goal asks for."""
+    if args.goal == SliceGoal.TARGET_THROUGHPUT:
         return any(offer.best.cost.tokens_per_s >= args.tokens_per_s for offer in found)
-    return args.objective == SliceObjective.SMALLEST_SLICE
+    return args.goal == SliceGoal.SMALLEST_SLICE
 
 
 def best(found: Sequence[Offer], args: argparse.Namespace) -> Offer:
-    """The offer that the objective asks for.
+    """The offer that the goal asks for.
 
     Args:
       found: of `offers`.
-      args: the flags: objective, tokens_per_s, tokens, max_days, usd_per_chip_hour.
+      args: the flags: goal, tokens_per_s, tokens, max_days, usd_per_chip_hour.
 
     Raises:
       UserError: none does it.
@@ -94,10 +94,10 @@ def best(found: Sequence[Offer], args: argparse.Namespace) -> Offer:
             "no slice of these chips has a plan that fits: add larger chips, e.g. --chips=v5p, or shorten --length"
         )
     usd = args.usd_per_chip_hour
-    match SliceObjective(args.objective):
-        case SliceObjective.SMALLEST_SLICE:
+    match SliceGoal(args.goal):
+        case SliceGoal.SMALLEST_SLICE:
             return min(found, key=lambda offer: (offer.slice_.chips, -offer.best.cost.tokens_per_s))
-        case SliceObjective.TARGET_THROUGHPUT:
+        case SliceGoal.TARGET_THROUGHPUT:
             return _fastest_enough(found, args.tokens_per_s)
     priced = [(price, offer) for offer in found if (price := offer.usd_per_million_tokens(usd)) is not None]
     if not priced:
@@ -108,7 +108,7 @@ def best(found: Sequence[Offer], args: argparse.Namespace) -> Offer:
         if not priced:
             raise UserError(
                 f"no slice trains {args.tokens:.3g} tokens in {args.max_days:g} days: the quickest takes {quickest:.1f} "
-                "(predicted); allow more days, or plan for several: --slice=4xv5e-256 without --objective and --max_days"
+                "(predicted); allow more days, or plan for several: --slice=4xv5e-256 without --goal and --max_days"
             )
     return min(priced, key=lambda one: one[0])[1]
 
@@ -118,7 +118,7 @@ def _fastest_enough(found: Sequence[Offer], target: float) -> Offer:
     if not reached:
         most = max(found, key=lambda offer: offer.best.cost.tokens_per_s)
         count = math.ceil(target / most.best.cost.tokens_per_s)
-        several = f"several may do it: --slice={count}x{most.slice_.name} without --objective and --tokens_per_s"
+        several = f"several may do it: --slice={count}x{most.slice_.name} without --goal and --tokens_per_s"
         fix = several if count <= _MANY else "ask for fewer"
         raise UserError(
             f"no slice reaches {target:,.0f} tokens/s: {most.slice_.name} is predicted to make "

@@ -15,7 +15,7 @@ from capibara.planner.hardware.slices import Slice
 from capibara.planner.model import memory
 from capibara.planner.model.workload import Workload
 from capibara.planner.search import ranking
-from capibara.planner.search.ranking import Objective, Question, Ranked
+from capibara.planner.search.ranking import Goal, Question, Ranked
 
 _BETTER = 1.01  # a plan that promises less than this over a proven one is not worth a compile
 _BEYOND = 1.02  # how far beyond the limit a plan is taken to be that does not fit, where the compiler does not say
@@ -85,7 +85,7 @@ def walk(
     tried: list[Tried] = []
 
     def score(ranked: Ranked) -> float:
-        largest = question.objective is Objective.LARGEST_BATCH
+        largest = question.goal is Goal.LARGEST_BATCH
         return ranked.choice.batch_size(work) if largest else ranked.cost.tokens_per_s
 
     while True:

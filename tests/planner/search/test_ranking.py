@@ -13,7 +13,7 @@ from capibara.planner.hardware import slices
 from capibara.planner.model import cost, memory
 from capibara.planner.search import ranking
 from capibara.planner.search.choice import Choice
-from capibara.planner.search.ranking import Objective, Question
+from capibara.planner.search.ranking import Goal, Question
 from capibara.sharding import MESH_AXES
 
 
@@ -58,7 +58,7 @@ def test_the_first_choice_is_the_best_of_all(monkeypatch):
 def test_the_largest_batch_is_the_largest_of_all_that_fit(config):
     wide = dataclasses.replace(config, embed_dim=2048, mlp_dim=8192)
     work = work_of(wide)
-    ranked = ranking.search(work, slices.parse("v5e-16"), Question(objective=Objective.LARGEST_BATCH))
+    ranked = ranking.search(work, slices.parse("v5e-16"), Question(goal=Goal.LARGEST_BATCH))
     assert ranked[0].fits
     assert ranked[0].choice.batch_size(work) == max(one.choice.batch_size(work) for one in ranked if one.fits)
     for sizes in ((1, 1, 16, 1, 1, 1), (1, 1, 4, 1, 1, 4), (1, 1, 8, 1, 2, 1)):

@@ -1,4 +1,4 @@
-"""Which slice an objective picks, among the best plans of each."""
+"""Which slice a goal picks, among the best plans of each."""
 
 import argparse
 import dataclasses
@@ -18,10 +18,10 @@ CONFIG = api.DecoderConfig(
 WORK = workload.describe(api.build(CONFIG), Optimizer(), length=2048)
 
 
-def args(objective="cheapest", chips="v5e,v6e", **values):
+def args(goal="cheapest", chips="v5e,v6e", **values):
     parser = argparse.ArgumentParser()
     questions.add_arguments(parser)
-    parsed = parser.parse_args([f"--objective={objective}", f"--chips={chips}"])
+    parsed = parser.parse_args([f"--goal={goal}", f"--chips={chips}"])
     return argparse.Namespace(**{**vars(parsed), **values})
 
 

@@ -12,7 +12,7 @@ from capibara.planner.compiler.compile_cache import Outcome, Verdict
 from capibara.planner.hardware import slices
 from capibara.planner.model import memory, workload
 from capibara.planner.search import ranking, verify
-from capibara.planner.search.ranking import Objective, Question
+from capibara.planner.search.ranking import Goal, Question
 
 WORK = workload.describe(
     api.build(
@@ -25,7 +25,7 @@ WORK = workload.describe(
 )
 V5E = slices.parse("v5e-16")
 USABLE = V5E.chip.device_usable_hbm_bytes
-QUESTION = Question(objective=Objective.LARGEST_BATCH, headroom=0.05)
+QUESTION = Question(goal=Goal.LARGEST_BATCH, headroom=0.05)
 
 
 def compiler(scale, seen=None):
