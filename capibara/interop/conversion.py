@@ -29,6 +29,7 @@ from capibara.interop.open_model import ForeignModel
 from capibara.interop.peft import runs as adapters
 from capibara.interop.peft import sums as peft_sums
 from capibara.interop.peft.sum_options import Sum
+from capibara.interop.quantize import folder as quantized_folder
 from capibara.interop.quantize import quantization
 from capibara.interop.quantize.options import Quantize
 from capibara.interop.t5x import names as t5x_names
@@ -44,6 +45,7 @@ _ADAPTERS = (*_PEFT, "gguf_lora")
 _FILES = ("gguf", "gguf_lora")
 FORMATS = (*_STORED, *_ADAPTERS, "capibara")
 _FLOATS = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
+_MXFP4 = "mxfp4"
 _SPECIAL = ("bos", "eos", "pad")
 _SENTENCEPIECE = {"t5": "spiece.model"}  # the name of the model file, where it is not tokenizer.model
 
@@ -274,7 +276,7 @@ def _check_target(target: str, form: str, dtype: str | None) -> None:
     if form in ("capibara", *_ADAPTERS) and dtype not in (None, "f32"):
         what = "a run folder" if form == "capibara" else "an adapter"
         raise UserError(f"--dtype={dtype} is of {', '.join(_STORED)}: {what} has f32")
-    if form != "gguf" and dtype not in (None, *_FLOATS):
+    if form != "gguf" and dtype not in (None, *_FLOATS, *([_MXFP4] if form == "hf" else [])):
         raise UserError(f"--dtype={dtype} is of gguf, must be one of {', '.join(_FLOATS)} for {form}")
 
 
@@ -368,7 +370,8 @@ def write(
     optimizer = source.optimizer if isinstance(source, OurModel) else None
     dtype = dtype or ("f32" if optimizer is not None else _stored(source))  # what goes on is not rounded
     shapes = view.shapes()
-    config = dict(view.config) | {name: _FLOATS.get(dtype, "float32") for name in ("dtype", "torch_dtype")}
+    computed = "bfloat16" if dtype == _MXFP4 else _FLOATS.get(dtype, "float32")
+    config = dict(view.config) | dict.fromkeys(("dtype", "torch_dtype"), computed)
     if form == "gguf":
         from capibara.interop.gguf import write as gguf_write
 
@@ -379,9 +382,24 @@ def write(
         if optimizer is not None:
             return f"{target}: {config['model_type']}, {len(shapes)} tensors in {dtype}, Adafactor at step {optimizer.step}"
     else:
-        how = {"dtype": _FLOATS[dtype], "state_dict": form == "pytorch"}
-        hf_folder.save_hf(target, config, shapes, view.tensors(), source.tokenizer | source.about, **how)
+        tensors = view.tensors()
+        if dtype == _MXFP4:
+            shapes, tensors, config = _in_mxfp4(shapes, tensors, config)
+        how = {"dtype": computed, "state_dict": form == "pytorch"}
+        hf_folder.save_hf(target, config, shapes, tensors, source.tokenizer | source.about, **how)
     return f"{target}: {config['model_type']}, {len(shapes)} tensors in {dtype}"
+
+
+def _in_mxfp4(
+    shapes: Mapping[str, Shape], tensors: Iterator[tuple[str, np.ndarray]], config: dict[str, Any]
+) -> tuple[dict[str, Shape], Iterator[tuple[str, np.ndarray]], dict[str, Any]]:
+    """A gpt-oss's tensors and config.json, the experts in MXFP4."""
+    if config["model_type"] != "gpt_oss":
+        raise UserError(
+            f"--dtype={_MXFP4} is of gpt_oss, whose experts it is for, not of {config['model_type']}: try bf16"
+        )
+    config = config | {"quantization_config": quantized_folder.MXFP4_ABOUT}
+    return quantized_folder.mxfp4_shapes(shapes), quantized_folder.in_mxfp4(tensors), config
 
 
 def _in_4_bits(

@@ -16,6 +16,7 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from capibara.data.tokenizers import train_vocabulary
+from capibara.interop.gguf import gpt_oss
 from capibara.interop.gguf import names as gguf_names
 from capibara.interop.gguf import vocabulary as gguf_vocabulary
 
@@ -47,6 +48,9 @@ _LLAMA3 = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_m
 _YARN = dict(factor=4.0, original_max_position_embeddings=64, attention_factor=1.25)
 _GEMMA = dict(head_dim=16, tie_word_embeddings=True, rms_norm_eps=1e-6, hidden_activation="gelu_pytorch_tanh")
 
+_GPT_OSS = dict(head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=8, attention_bias=True)
+_GPT_OSS_YARN = dict(factor=32.0, original_max_position_embeddings=4096, truncate=False)
+
 # Name -> config.json.
 CASES: dict[str, dict[str, Any]] = {
     "llama": _hf("llama", attention_bias=False, mlp_bias=False),
@@ -67,6 +71,8 @@ CASES: dict[str, dict[str, Any]] = {
         norm_topk_prob=True,
         rope_parameters=_rope(theta=1e6),
     ),
+    "gpt_oss": _hf("gpt_oss", **_GPT_OSS),
+    "gpt_oss_yarn": _hf("gpt_oss", **_GPT_OSS, rope_parameters=_rope("yarn", 150_000.0, **_GPT_OSS_YARN)),
     "gemma": _hf("gemma", **_GEMMA),
     "gemma2": _hf(
         "gemma2",
@@ -102,6 +108,15 @@ CASES: dict[str, dict[str, Any]] = {
 
 def tensors(config: Mapping[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
     """Random values of all tensors, which adding 1 does not round."""
+    rows = dict(_rows(config))
+    if config["model_type"] != "gpt_oss":
+        yield from rows.items()
+        return
+    for name, parts in gpt_oss.names(rows).items():
+        yield name, gpt_oss.joined(name, [rows[part] for part in parts])
+
+
+def _rows(config: Mapping[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
     for tensor in gguf_names.of_model_type(config["model_type"]).tensors(config):
         value = 0.25 * np.random.default_rng(zlib.crc32(tensor.name.encode())).normal(size=tensor.shape)
         is_scale = tensor.name.endswith("weight") and ("norm" in tensor.name or ".ln_" in tensor.name)

@@ -493,7 +493,10 @@ def test_llama_cpp_goes_on_as_we_do(name, llama_cpp, tmp_path):
     with llama_cpp(path) as peer:
         theirs = peer.ask("continue", ids=prompt, count=24)["ids"]
         best = peer.ask("continue", ids=prompt, count=1, best=cases.VOCAB)["best"]
-    logits = our_logits(open_gguf(path), prompt + theirs)
+    found = open_gguf(path)
+    if name == "gpt_oss_yarn":  # llama.cpp rounds YaRN's bounds, which gpt-oss does not
+        found.config["rope_parameters"] |= {"truncate": True}
+    logits = our_logits(found, prompt + theirs)
     assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == theirs
     # ggml looks the tanh of GELU up in a table of float16.
     tolerance = 2e-2 if name.startswith(("gemma", "gpt")) else 1e-4

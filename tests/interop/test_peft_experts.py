@@ -27,7 +27,7 @@ SIZES = dict(vocab_size=96, embed_dim=32, num_layers=2, num_heads=4, num_kv_head
 FAMILIES = {
     "mixtral": dict(mlp_dim=48, moe=Moe(num_experts=8, top_k=2)),
     "gpt_oss": dict(
-        mlp_dim=48,
+        mlp_dim=64,
         head_dim=16,
         bias="attention",
         activation="clamped_swiglu",

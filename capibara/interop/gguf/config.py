@@ -36,7 +36,7 @@ FIELDS = {
 _NULL = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping", "original_max_position_embeddings")
 _FLOATS = ("rms_norm_eps", "layer_norm_eps", "attn_logit_softcapping", "final_logit_softcapping")
 # Every how many layers one sees the whole row, in llama.cpp.
-_PERIODS = {"gemma2": 2, "gemma3_text": 6}
+_PERIODS = {"gemma2": 2, "gemma3_text": 6, "gpt_oss": 2}
 # Layers of the one model whose scores are scaled by the mean width of its heads.
 _ODD_SCALE = {"gemma2": 46, "gemma3_text": 62}
 _MOST_EXPERTS = 1_000_000  # of all layers: each has names of its own
@@ -99,14 +99,19 @@ def _check_fixed(config: Mapping[str, Any], family: Family) -> None:
     """Raises where the model is none that llama.cpp can compute."""
     fixed = dict(family.fixed)
     if family.model_type in _PERIODS:
-        fixed["query_pre_attn_scalar"] = _scalar(config, family)
-        fixed["layer_types"] = _layer_types(config, family)
+        fixed |= _of_layers(config, family)
     for name, value in fixed.items():
         if config.get(name, value) not in (value, None):
             raise UserError(
                 f"{name} of the {family.model_type} model is {config[name]!r}, llama.cpp computes it with {value!r}: it "
                 "has no GGUF form"
             )
+
+
+def _of_layers(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """What config.json says of the layers with and without a window, as llama.cpp computes them."""
+    scaled = {"query_pre_attn_scalar": _scalar(config, family)} if family.model_type in _ODD_SCALE else {}
+    return scaled | {"layer_types": _layer_types(config, family)}
 
 
 def _scalar(config: Mapping[str, Any], family: Family) -> int:
@@ -173,7 +178,7 @@ def from_metadata(
     if family.model_type == "llama":
         config["attention_bias"] = "blk.0.attn_q.bias" in shapes
     if family.model_type in _PERIODS:
-        config |= {"query_pre_attn_scalar": _scalar(config, family), "layer_types": _layer_types(config, family)}
+        config |= _of_layers(config, family)
     if family.model_type != "gpt2":
         config |= gguf_rope.from_metadata(values, family, head_dim, divided)
     return config

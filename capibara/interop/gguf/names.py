@@ -3,7 +3,7 @@
 A table has a tensor's name in a Hugging Face checkpoint, {layer} and {expert} for their numbers; its name in a GGUF
 file is what the gguf package makes of that. Dimensions are letters, in the order of the checkpoint: v vocabulary,
 p positions, d embed, f hidden width of the MLP, g twice that (gate and up), q query heads times head_dim, k key heads
-times head_dim, c queries, keys and values together, h head_dim, e experts, m hidden width of an expert.
+times head_dim, c queries, keys and values together, h head_dim, n query heads, e experts, m hidden width of an expert.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from capibara.core.types import UserError
 
 Shape = tuple[int, ...]
 # llama.cpp computes with these in float32 only.
-EXACT = ("ffn_gate_inp.weight", "position_embd.weight")
+EXACT = ("ffn_gate_inp.weight", "position_embd.weight", ".bias")
 
 
 def package() -> Any:
@@ -110,6 +110,7 @@ class Family:
             shape = tuple(sizes[letter] for letter in row.dims.split())
             for layer in range(layers if "{layer}" in row.name else 1):
                 of_map = row.name.replace("{layer}", str(layer)).replace(".{expert}", "")
+                of_map = f"{of_map}.weight" if of_map.endswith(".sinks") else of_map
                 stored = names.get_name(of_map, try_suffixes=(".weight", ".bias"))
                 for expert in range(sizes["e"]) if "{expert}" in row.name else (None,):
                     name = row.name.format(layer=layer, expert=expert)
@@ -139,6 +140,7 @@ class Family:
             "k": keys,
             "c": queries + 2 * keys,
             "h": head_dim,
+            "n": heads,
             "e": self.get(config, "num_experts") or 0,
             "m": self.get(config, "moe_intermediate_size") or hidden,
         }
@@ -260,6 +262,21 @@ _QWEN3_MOE = (
         (_L + "mlp.experts.{expert}.down_proj.weight", "d m"),
     )
 )
+_EXPERTS_OF = _L + "mlp.experts."
+_GPT_OSS = (
+    _without(_PLAIN, *_DENSE)
+    + _QKV_BIAS
+    + _rows(
+        (_L + "self_attn.o_proj.bias", "d"),
+        (_L + "self_attn.sinks", "n"),
+        (_L + "mlp.router.weight", "e d"),
+        (_L + "mlp.router.bias", "e"),
+        *((f"{_EXPERTS_OF}{name}_proj.weight", "e m d") for name in ("gate", "up")),
+        (_EXPERTS_OF + "down_proj.weight", "e d m"),
+        *((f"{_EXPERTS_OF}{name}_proj.bias", "e m") for name in ("gate", "up")),
+        (_EXPERTS_OF + "down_proj.bias", "e d"),
+    )
+)
 _PHI3 = _without(_PLAIN, "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj") + _rows(
     (_L + "self_attn.qkv_proj.weight", "c d"), (_L + "mlp.gate_up_proj.weight", "g d")
 )
@@ -344,6 +361,15 @@ FAMILIES = {
             _SILU
             | {"use_sliding_window": False, "attention_bias": False, "norm_topk_prob": True}
             | {"decoder_sparse_step": 1, "mlp_only_layers": []},
+        ),
+        Family(
+            "gpt_oss",
+            "GptOssForCausalLM",
+            "gpt-oss",
+            _GPT_OSS,
+            (*_ROPED, *_EXPERTS, "moe_intermediate_size", "sliding_window"),
+            _SILU | {"attention_bias": True, "swiglu_alpha": 1.702, "swiglu_limit": 7.0},
+            {"num_experts": "num_local_experts", "moe_intermediate_size": "intermediate_size"},
         ),
         Family("gemma", "GemmaForCausalLM", "gemma", _gemma(), _ROPED, _GELU),
         Family(

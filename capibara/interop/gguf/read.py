@@ -13,6 +13,7 @@ from capibara.core import limits
 from capibara.core.types import UserError
 from capibara.interop.gguf import config as gguf_config
 from capibara.interop.gguf import file as gguf_file
+from capibara.interop.gguf import gpt_oss
 from capibara.interop.gguf import names as gguf_names
 from capibara.interop.gguf import rope as gguf_rope
 from capibara.interop.gguf import vocabulary as gguf_vocabulary
@@ -61,6 +62,9 @@ class GgufModel:
             self.config = gguf_config.from_metadata(arch, values, self._stored_shapes(), self._factors())
             self._family = gguf_names.of_model_type(self.config["model_type"])
             self._tensors = {tensor.name: tensor for tensor in self._family.tensors(self.config)}
+            self._rows = {name: (name,) for name in self._tensors}
+            if self._family.model_type == gpt_oss.MODEL_TYPE:
+                self._rows = gpt_oss.names(self._tensors)
             self._check()
             self._matrices = max(self._stored.values(), key=lambda stored: stored.n_elements)
         except UserError as error:
@@ -92,17 +96,24 @@ class GgufModel:
 
     def shapes(self) -> dict[str, Shape]:
         """Checkpoint name -> shape."""
-        return {name: tensor.shape for name, tensor in self._tensors.items()}
+        shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
+        return {
+            name: gpt_oss.shape(name, shapes) if len(shapes) > len(self._rows) else shapes[name] for name in self._rows
+        }
 
     def dtype(self, name: str) -> str:
         """Of its matrices: vectors, routers and positions are float32 in every GGUF file, whatever the model had."""
-        stored = self._stored[self._tensors[name].stored]
+        stored = self._stored[self._tensors[self._rows[name][0]].stored]
         exact = len(stored.shape) == 1 or stored.name.endswith(gguf_names.EXACT)
         kind = (self._matrices if exact else stored).tensor_type.name
-        return {"F16": "float16", "BF16": "bfloat16"}.get(kind, "float32")
+        return {"F16": "float16", "BF16": "bfloat16", "MXFP4": "bfloat16"}.get(kind, "float32")
 
     def read(self, name: str) -> np.ndarray:
-        """A tensor as it is stored (float32, float16, bfloat16), in float32 where it was quantised."""
+        """A tensor as it is stored (float32, float16, bfloat16), in float32 where it was quantised; bfloat16 of MXFP4."""
+        values = [self._row(row) for row in self._rows[name]]
+        return gpt_oss.joined(name, values) if self._family.model_type == gpt_oss.MODEL_TYPE else values[0]
+
+    def _row(self, name: str) -> np.ndarray:
         tensor = self._tensors[name]
         stored = self._stored[tensor.stored]
         data = stored.data if tensor.expert is None else stored.data[tensor.expert]
@@ -116,7 +127,8 @@ class GgufModel:
             case "BF16":
                 return data.view(ml_dtypes.bfloat16)
         try:
-            return gguf_names.package().dequantize(data, stored.tensor_type)
+            value = gguf_names.package().dequantize(data, stored.tensor_type)
+            return value.astype(ml_dtypes.bfloat16) if stored.tensor_type.name == "MXFP4" else value
         except NotImplementedError:
             kind = stored.tensor_type.name
             raise UserError(

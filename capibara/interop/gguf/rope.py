@@ -42,7 +42,7 @@ def to_metadata(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
             original = [_needed(rope, name) for name in _LLAMA3][-1]
             values["rope.scaling.original_context_length"] = int(original)
         case "yarn":
-            values |= _yarn(rope, config)
+            values |= _yarn(rope, config, family)
         case other:
             raise UserError(
                 f"rope_type {other!r} of a {family.model_type} model has no GGUF form here: try linear or yarn"
@@ -50,7 +50,7 @@ def to_metadata(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     return values
 
 
-def _yarn(rope: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+def _yarn(rope: Mapping[str, Any], config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     factor = float(_needed(rope, "factor"))
     original = rope.get("original_max_position_embeddings") or config["max_position_embeddings"]
     values: dict[str, Any] = {
@@ -63,6 +63,10 @@ def _yarn(rope: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
             raise UserError(
                 f"{name} of the yarn scaling is {rope[name]}, llama.cpp computes it with {usual}: no GGUF form"
             )
+    # llama.cpp rounds where YaRN begins and ends for all models, gpt-oss too, which was trained without: it is what it is.
+    if bool(rope.get("truncate", True)) is (family.model_type == "gpt_oss"):
+        said = rope.get("truncate", True)
+        raise UserError(f"truncate of the yarn scaling is {said}, of a {family.model_type} model it has no GGUF form")
     if rope.get("attention_factor") is not None:
         # llama.cpp multiplies the usual factor by it.
         values["rope.scaling.attn_factor"] = float(rope["attention_factor"]) / (0.1 * math.log(factor) + 1)
@@ -135,6 +139,7 @@ def from_metadata(
     elif kind == "yarn":
         factor = _factor(values, family)
         rope |= {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
+        rope |= {"truncate": False} if family.model_type == "gpt_oss" else {}
         if "rope.scaling.attn_factor" in values:
             rope["attention_factor"] = tidy(values["rope.scaling.attn_factor"] * (0.1 * math.log(factor) + 1))
     elif kind != "none":

@@ -85,7 +85,8 @@ MIXTURES = {
     "q5_k_m": Mixture("Q5_K", _MORE, _MORE),
     "q6_k": Mixture("Q6_K"),
 }
-DTYPES = (*_PLAIN, *MIXTURES)
+MXFP4 = "mxfp4"  # experts in MXFP4, what is left in bf16
+DTYPES = (*_PLAIN, *MIXTURES, MXFP4)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,6 +128,8 @@ class Types:
 
     def _wanted(self, name: str) -> str:
         """The type of a matrix whose rows are blocks of it."""
+        if self.dtype == MXFP4:
+            return "MXFP4" if "_exps." in name else "BF16"
         mixture = MIXTURES.get(self.dtype)
         if mixture is None:
             return "Q8_0" if self.dtype == "q4_0" and name in (HEAD, EMBEDDING) else _PLAIN[self.dtype]
@@ -150,12 +153,14 @@ class Types:
     @property
     def file_type(self) -> Any:
         """general.file_type, as the gguf package has it."""
+        if self.dtype == MXFP4:
+            return gguf_names.package().LlamaFileType.MOSTLY_MXFP4_MOE
         return gguf_names.package().LlamaFileType[_FILE_TYPES.get(self.dtype, f"MOSTLY_{self.dtype.upper()}")]
 
     @property
     def blocks(self) -> bool:
         """Whether matrices are quantised."""
-        return self.dtype.startswith("q")
+        return self.dtype.startswith("q") or self.dtype == MXFP4
 
 
 def quantized(value: np.ndarray, kind: Any) -> np.ndarray:

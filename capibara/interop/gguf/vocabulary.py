@@ -36,6 +36,9 @@ PADDING = "[PAD{}]"  # the name of a token that only fills the embedding's rows
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _SUFFIXES = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_WORD_START = r"[^\r\n\p{L}\p{N}]?"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_REST_4O = r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
 
 
@@ -59,6 +62,10 @@ PRES = {
     "smollm": Pre(("digits", "gpt2")),
     "llama-bpe": Pre((rf"{_SUFFIXES}|{_WORDS}|\p{{N}}{{1,3}}|{_REST}",), ignore_merges=True, adds_bos=True),
     "qwen2": Pre((rf"{_SUFFIXES}|{_WORDS}|\p{{N}}|{_REST}",)),
+    # o200k, of gpt-oss.
+    "gpt-4o": Pre(
+        (rf"{_WORD_START}{_UPPER}*{_LOWER}+{_SUFFIXES}?|{_WORD_START}{_UPPER}+{_LOWER}*{_SUFFIXES}?|{_REST_4O}",)
+    ),
     "default": Pre((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
 }
 # Names that llama.cpp splits by in the same way.
@@ -66,6 +73,7 @@ _SAME = {
     **dict.fromkeys(("phi-2", "mpt", "olmo", "jais"), "gpt-2"),
     **dict.fromkeys(("starcoder", "refact", "command-r", "codeshell", "exaone"), "smollm"),
     **dict.fromkeys(("llama3", "llama-v3"), "llama-bpe"),
+    "llama4": "gpt-4o",
     **dict.fromkeys(("stablelm2", "deepseek-r1-qwen", "megrez"), "qwen2"),
 }
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from capibara.core.types import UserError
 from capibara.interop.gguf import config as gguf_config
+from capibara.interop.gguf import gpt_oss
 from capibara.interop.gguf import names as gguf_names
 from capibara.interop.gguf import rope as gguf_rope
 from capibara.interop.gguf import types as gguf_types
@@ -53,6 +54,10 @@ def write_gguf(
         raise UserError(f"dtype {dtype!r} is none that GGUF files are written in, must be one of {known}")
     family = gguf_names.of_model_type(config.get("model_type"))
     wanted = family.tensors(config)
+    if family.model_type == gpt_oss.MODEL_TYPE:
+        tensors = gpt_oss.apart(tensors)
+    elif dtype == "mxfp4":
+        raise UserError(f"dtype 'mxfp4' is of gpt_oss, whose experts it is for, not of {family.model_type}: try q4_0")
     values = {f"{family.arch}.{key}": value for key, value in gguf_config.to_metadata(config).items()}
     values |= {f"general.{key}": value for key, value in model_card.general(about or {}, config).items()}
     values |= {f"tokenizer.{key}": value for key, value in gguf_vocabulary.metadata(tokenizer, config).items()}

@@ -28,6 +28,7 @@ TORCH_WEIGHTS, TORCH_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 _SHARD_BYTES = 5 * 10**9
 _WORDS = (".qweight", ".qzeros", ".g_idx")  # int32, of weights in 4 bits: they stay what they are
+_BYTES = ("_blocks", "_scales")  # uint8, of weights in MXFP4
 _MOST_FILES, _CONFIG_VALUES = 10_000, 200_000
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
@@ -197,7 +198,7 @@ def _write_weights(
     from safetensors import numpy as safetensors
 
     kind = np.dtype(DTYPES[dtype])
-    itemsizes = {name: 4 if name.endswith(_WORDS) else kind.itemsize for name in shapes}
+    itemsizes = {name: 4 if name.endswith(_WORDS) else 1 if name.endswith(_BYTES) else kind.itemsize for name in shapes}
     sizes = {name: math.prod(shape) * itemsizes[name] for name, shape in shapes.items()}
     files = _planned(sizes, shard_bytes)
     given = iter(tensors)
@@ -210,7 +211,7 @@ def _write_weights(
         for expected in names:
             name, value = next(given)
             assert name == expected and value.shape == shapes[name], (name, expected)
-            held[name] = value if name.endswith(_WORDS) else cast(name, value, kind)
+            held[name] = value if name.endswith((*_WORDS, *_BYTES)) else cast(name, value, kind)
         if tied is None:
             safetensors.save_file(held, os.path.join(folder, file), metadata={"format": "pt"})
         else:

@@ -1,7 +1,8 @@
-"""Hugging Face folders whose weights are quantized: GPTQ, AWQ and bitsandbytes, read as the values that they stand for.
+"""Hugging Face folders whose weights are quantized: GPTQ, AWQ, bitsandbytes and MXFP4, read as what they stand for.
 
-The layouts are those of GPTQModel (gptq and gptq_v2), AutoAWQ ("gemm") and bitsandbytes (nf4, fp4 and int8), the rounding
-that of their own dequantization: the product of a scale and a code, once, to the dtype that the folder computes in.
+The layouts are those of GPTQModel (gptq and gptq_v2), AutoAWQ ("gemm"), bitsandbytes (nf4, fp4 and int8) and transformers
+(mxfp4), the rounding that of their own dequantization: the product of a scale and a code, once, to the dtype that the
+folder computes in.
 
 Letters: O outputs, I inputs of a weight, G groups of inputs, N values in the order of the weight.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Protocol
 
 import numpy as np
@@ -20,6 +21,7 @@ from capibara.core.types import UserError
 from capibara.interop.hf import config as hf_config
 from capibara.interop.hf.folder import DTYPES
 from capibara.interop.hf.tensors import Shape
+from capibara.interop.quantize import mxfp4
 from capibara.interop.quantize.grid import AWQ_ORDER
 
 _WORD = 32  # bits
@@ -299,12 +301,88 @@ def _state(folder: Folder, mark: str, shapes: Mapping[str, Shape]) -> dict[str, 
     return {"nested_offset": 0.0, "nested_blocksize": 1} | found | {"shape": tuple(shape)}
 
 
+# --- MXFP4 -----------------------------------------------------------------------------------------------------------
+
+MXFP4_PARTS = ("_blocks", "_scales")
+MXFP4_ABOUT = {
+    "quant_method": "mxfp4",
+    "modules_to_not_convert": [
+        "model.layers.*.self_attn",
+        "model.layers.*.mlp.router",
+        "model.embed_tokens",
+        "lm_head",
+    ],
+}
+"""The quantization_config of a gpt-oss in MXFP4, as published."""
+
+
+def _mxfp4(folder: Folder, about: Mapping[str, object]) -> _Found:
+    """Weights of experts [E, I, O], whose blocks are [E, O, I / 32, 16]."""
+    shapes = folder.shapes()
+    weights: dict[str, _Weight] = {}
+    parts: set[str] = set()
+    for name in _bases(shapes, MXFP4_PARTS[0]):
+        of_name = [f"{name}{part}" for part in MXFP4_PARTS]
+        shape = tuple(shapes[of_name[0]])
+        if len(shape) != 4 or shape[3] != mxfp4.BLOCK // 2:
+            raise UserError(f"{of_name[0]} has the shape {list(shape)}, must be [experts, outputs, blocks, 16]")
+        for part, wanted in zip(of_name, (shape, shape[:3])):
+            _check(folder, shapes, part, wanted, ("U8",))
+        parts.update(of_name)
+
+        def values(of_name: list[str] = of_name, shape: Shape = shape) -> np.ndarray:
+            blocks, scales = map(folder.stored, of_name)
+            experts, outputs, groups = shape[:3]
+            found = np.empty((experts, groups * mxfp4.BLOCK, outputs), DTYPES["bfloat16"])
+            for expert in range(experts):  # float32 of one at a time
+                found[expert] = mxfp4.values(blocks[expert], scales[expert]).T
+            return found
+
+        weights[name] = _Weight((shape[0], shape[2] * mxfp4.BLOCK, shape[1]), "bfloat16", values)
+    return weights, parts
+
+
+def mxfp4_shapes(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
+    """Names and shapes of a gpt-oss's tensors once its experts are in MXFP4.
+
+    Raises:
+      UserError: their inputs are no blocks of 32.
+    """
+    found: dict[str, Shape] = {}
+    for name, shape in shapes.items():
+        if not is_mxfp4(name):
+            found[name] = shape
+            continue
+        experts, inputs, outputs = shape
+        if inputs % mxfp4.BLOCK:
+            raise UserError(f"{name} has {inputs} inputs, mxfp4 needs a multiple of {mxfp4.BLOCK}: take bf16")
+        blocks = (experts, outputs, inputs // mxfp4.BLOCK)
+        found |= {f"{name}{MXFP4_PARTS[0]}": (*blocks, mxfp4.BLOCK // 2), f"{name}{MXFP4_PARTS[1]}": blocks}
+    return found
+
+
+def is_mxfp4(name: str) -> bool:
+    """Whether a tensor of gpt-oss is in MXFP4 where a folder is."""
+    return name.endswith((".experts.gate_up_proj", ".experts.down_proj"))
+
+
+def in_mxfp4(tensors: Iterable[tuple[str, np.ndarray]]) -> Iterator[tuple[str, np.ndarray]]:
+    """The tensors with those of experts in MXFP4, in the order of `mxfp4_shapes`."""
+    for name, value in tensors:
+        if not is_mxfp4(name):
+            yield name, value
+            continue
+        made = [mxfp4.packed(name, one.T) for one in value]
+        yield from ((f"{name}{part}", np.stack(of_part)) for part, of_part in zip(MXFP4_PARTS, zip(*made)))
+
+
 # --- names and sizes -------------------------------------------------------------------------------------------------
 
 _READERS: dict[str, Callable[[Folder, Mapping[str, object]], _Found]] = {
     "gptq": _gptq,
     "awq": _awq,
     "bitsandbytes": _bitsandbytes,
+    "mxfp4": _mxfp4,
 }
 
 

@@ -10,10 +10,10 @@ from capibara.core.types import UserError
 
 FLAGS = ("quantize", "calibration", "group_size")
 GROUP_SIZES = (128, 64, 32)
-# What --dtype may say; all but the first three are of GGUF.
+# What --dtype may say; all but the first three and the last are of GGUF.
 DTYPES = (
     *("f32", "bf16", "f16", "q8_0", "q6_k", "q5_k_m", "q5_k_s", "q4_k_m", "q4_k_s"),
-    *("q3_k_l", "q3_k_m", "q3_k_s", "q4_0"),
+    *("q3_k_l", "q3_k_m", "q3_k_s", "q4_0", "mxfp4"),
 )
 
 
@@ -58,7 +58,7 @@ class Quantize:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags, and --dtype."""
-    told = "of weights; default: as stored, else bf16; q*: of gguf, q8_0 and q*_k* as llama-quantize writes them"
+    told = "of weights; default: as stored, else bf16; q*: of gguf, q8_0 and q*_k* as llama-quantize writes them; mxfp4: of gpt-oss"
     parser.add_argument("--dtype", type=str.lower, choices=DTYPES, help=told)
     parser.add_argument(
         "--quantize", choices=[str(m) for m in Method], help="layers' weights in 4 bits: of hf and gguf"

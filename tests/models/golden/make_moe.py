@@ -28,6 +28,7 @@ CASES = {
         SIZES,
         model_type="gpt_oss",
         head_dim=16,
+        intermediate_size=64,  # blocks of 32, for MXFP4
         num_local_experts=8,
         num_experts_per_tok=3,
         sliding_window=8,

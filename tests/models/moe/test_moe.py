@@ -546,7 +546,7 @@ FAMILIES = {
     ),
     "gpt_oss": dict(
         SIZES,
-        mlp_dim=48,
+        mlp_dim=64,
         head_dim=16,
         bias="attention",
         activation="clamped_swiglu",

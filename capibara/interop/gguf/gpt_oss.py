@@ -1,0 +1,66 @@
+"""The experts of gpt-oss: GGUF has gate and up by themselves and outputs first, transformers both side by side, inputs first.
+
+`gguf.names` has the rows of the file, by the names that transformers would give to such tensors.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+
+import numpy as np
+
+from capibara.interop.hf.tensors import Shape
+
+MODEL_TYPE = "gpt_oss"
+_TENSOR = re.compile(r"(?P<layer>.*\.mlp\.experts)\.(?P<what>gate_up|down)_proj(?P<bias>_bias)?")
+
+
+def parts(name: str) -> tuple[str, ...]:
+    """The rows of the table that hold a tensor of transformers."""
+    found = _TENSOR.fullmatch(name)
+    if found is None:
+        return (name,)
+    end = "bias" if found["bias"] else "weight"
+    return tuple(f"{found['layer']}.{what}_proj.{end}" for what in found["what"].split("_"))
+
+
+def names(rows: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """The tensors of transformers that rows of the table make, and the rows of each."""
+    found = {}
+    for row in rows:
+        name = re.sub(r"(?<=\.mlp\.experts\.)(?:gate|up)(?=_proj\.)", "gate_up", row)
+        if ".mlp.experts." in name:
+            name = name.removesuffix(".weight").replace("_proj.bias", "_proj_bias")
+        found[name] = parts(name)
+    return found
+
+
+def shape(name: str, shapes: Mapping[str, Shape]) -> Shape:
+    """Of a tensor of transformers, given those of the rows."""
+    first = shapes[parts(name)[0]]
+    if _TENSOR.fullmatch(name) is None:
+        return first
+    experts, *rest = first
+    inner = rest[::-1]  # outputs last
+    return (experts, *inner[:-1], inner[-1] * len(parts(name)))
+
+
+def joined(name: str, values: list[np.ndarray]) -> np.ndarray:
+    """A tensor of transformers, of those of its rows."""
+    if _TENSOR.fullmatch(name) is None:
+        return values[0]
+    values = [np.moveaxis(value, 1, -1) for value in values]
+    whole = np.stack(values, axis=-1)
+    return np.ascontiguousarray(whole.reshape(*whole.shape[:-2], -1))
+
+
+def apart(tensors: Iterable[tuple[str, np.ndarray]]) -> Iterator[tuple[str, np.ndarray]]:
+    """The tensors of transformers as those of the rows."""
+    for name, value in tensors:
+        rows = parts(name)
+        if _TENSOR.fullmatch(name) is None:
+            yield name, value
+            continue
+        for at, row in enumerate(rows):
+            yield row, np.moveaxis(value[..., at :: len(rows)], -1, 1)
