@@ -3,6 +3,7 @@
 Needs an environment with torch and trl: make test-transformers TORCH_PYTHON=PATH/bin/python
 """
 
+import datetime
 import itertools
 import json
 import os
@@ -92,6 +93,7 @@ CHAT = {
     "cohere": ("<BOS_TOKEN>", "<|END_OF_TURN_TOKEN|>", "<|START_OF_TURN_TOKEN|> <|USER_TOKEN|> <|CHATBOT_TOKEN|>"),
     "lfm2": ("<|startoftext|>", "<|im_end|>", "<|im_start|>"),
     "deepseekv3": ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜> <｜Assistant｜>"),
+    "gptoss": ("<|startoftext|>", "<|return|>", "<|start|> <|end|> <|message|> <|channel|> <|constrain|> <|call|>"),
     "glm4moe": (None, "<|endoftext|>", "[gMASK] <sop> <|system|> <|user|> <|assistant|> <|observation|>"),
 }
 QUESTIONS = ("What is 2+2?", "And 3+3?")
@@ -103,6 +105,19 @@ def chat(*answers):
 
 
 CONVERSATIONS = {"one": chat("Hello."), "two": chat("It is 4.", "6,\n\n of course (é)!")}
+_CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 2}}}
+# Channels: thoughts of the last turn, and calls of tools.
+OF_TEMPLATE = {
+    "gptoss": {
+        "thoughts": [message | ({"thinking": "Sums."} if n % 2 else {}) for n, message in enumerate(chat("4.", "6."))],
+        "calls": [
+            {"role": "user", "content": "2+2?"},
+            {"role": "assistant", "thinking": "A tool adds.", "content": "", "tool_calls": [_CALL]},
+            {"role": "tool", "name": "add", "content": "4"},
+            {"role": "assistant", "thinking": "It said 4.", "content": "It is 4."},
+        ],
+    }
+}
 # Without marks, and said how: what TRL has besides (two answers under Qwen 3 are another text in its template).
 EQUAL = ("gemma", "gemma3", "llama3", "phi3", "phi3_5", "qwen3_instruct_2507", "cohere", "lfm2")
 REFUSED = ("deepseekv3", "glm4moe")  # their prompts or ends of turns are no part of the text
@@ -119,14 +134,17 @@ def chats(toy_tokenizer, tmp_path_factory):
         tokenizer.save(str(folder / name / "tokenizer.json"))
         (folder / name / "tokenizer_config.json").write_text(json.dumps({"bos_token": bos, "eos_token": eos}))
     asked = {name: ends[:2] for name, ends in CHAT.items()}
-    (folder / "asked.json").write_text(json.dumps({"templates": asked, "conversations": CONVERSATIONS}))
+    asked = {"templates": asked, "conversations": CONVERSATIONS, "of_template": OF_TEMPLATE}
+    (folder / "asked.json").write_text(json.dumps(asked))
     peer("masks", folder)
     return folder, json.loads((folder / "masks.json").read_text())
 
 
 def masked(folder, messages, **options):
     """Our ids of a conversation, and which of them carry loss."""
-    template, vocabulary = ChatTemplate(tokenizer=str(folder), **options), TokenizerJsonVocabulary(path=str(folder))
+    today = datetime.date.today().isoformat()  # which transformers tells the model
+    template = ChatTemplate(tokenizer=str(folder), date=today, **options)
+    vocabulary = TokenizerJsonVocabulary(path=str(folder))
     example = render_example(template, Conversation(messages, None), TrainOn.ASSISTANT, "a.jsonl:1")
     dataset = Dataset(source=StdlibSource(), vocabulary=vocabulary, length=4096)
     document = Assembler(dataset, adds_end=True).conversation(example, (0,))
@@ -149,6 +167,18 @@ def test_marked_templates_have_the_mask_of_trl(name, which, chats):
     assert found == (want["input_ids"], want["assistant_masks"])
 
 
+@pytest.mark.parametrize(("name", "which"), [(name, which) for name, more in OF_TEMPLATE.items() for which in more])
+def test_channels_have_the_mask_of_trl(name, which, chats):
+    folder, want, messages = chats[0] / name, chats[1][name][which], OF_TEMPLATE[name][which]
+    found = masked(folder, messages, template=str(folder / "training.jinja"))
+    assert found == (want["input_ids"], want["assistant_masks"])
+    ids, mask = masked(folder, messages, end_of_turn="<|end|>")
+    theirs = [
+        text.removeprefix("<|start|>assistant") for text in said(folder, want["input_ids"], want["assistant_masks"])
+    ]
+    assert ids == want["input_ids"] and said(folder, ids, mask) == theirs
+
+
 @pytest.mark.parametrize("which", CONVERSATIONS)
 @pytest.mark.parametrize("name", CHAT)
 def test_unmarked_templates_have_the_mask_of_trl(name, which, chats):
@@ -159,11 +189,15 @@ def test_unmarked_templates_have_the_mask_of_trl(name, which, chats):
         with pytest.raises(UserError, match="generation|no special token ends"):
             masked(folder, messages, after_turn="all")
         return
-    ids, mask = masked(folder, messages, after_turn="all")
+    more = {"end_of_turn": "<|end|>"} if name == "gptoss" else {}
+    ids, mask = masked(folder, messages, after_turn="all", **more)
     theirs = said(folder, want["input_ids"], want["assistant_masks"])
     if name == "qwen2_5":  # TRL trains the line break that its own generation prompt ends with
         assert ids == want["input_ids"]
         theirs = [text.removeprefix("\n") for text in theirs]
+    elif name == "gptoss":  # TRL trains the generation prompt, too
+        assert ids == want["input_ids"]
+        theirs = [text.removeprefix("<|start|>assistant") for text in theirs]
     elif name == "qwen3" and which == "two":  # TRL gives every answer a thought; the template only the last one
         theirs = [theirs[0].removeprefix("<think>\n\n</think>\n\n"), *theirs[1:]]
     else:

@@ -109,7 +109,7 @@ def masks(folder: pathlib.Path) -> None:
         (folder / name / "training.jinja").write_text(training)
         found[name] = {
             which: dict(tokenizer.apply_chat_template(messages, **options))
-            for which, messages in asked["conversations"].items()
+            for which, messages in (asked["conversations"] | asked["of_template"].get(name, {})).items()
         }
     (folder / "masks.json").write_text(json.dumps(found))
 

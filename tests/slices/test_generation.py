@@ -71,6 +71,7 @@ def cases():
                         yield slice_name, sizes, model, cache
                 yield slice_name, sizes, "decoder LoRA", "guesses"  # adapters are merged for the engine
                 yield slice_name, sizes, "prefix LM", "int8"
+                yield slice_name, sizes, "gpt-oss", "pages" if meshes is SERVING else "rows"
                 if meshes is SERVING:
                     yield from ((slice_name, sizes, "decoder", cache) for cache in BESIDE)
 

@@ -114,7 +114,7 @@ COMPUTED = "inference/engine/placement/own_chips.py _computed"
 DPO, GRPO = {"loss": LOSSES["Dpo"]}, {"loss": LOSSES["Grpo"]}
 MUON = {"optimizer": Optimizer(name="muon", state_dtype="int8")}
 PROGRAMS = {
-    "train step": Program(STEP, step, (*GENERAL, *ADAPTED)),
+    "train step": Program(STEP, step, (*GENERAL, "gpt-oss", *ADAPTED)),
     "train step, Muon": Program(STEP, step, ("decoder", "experts"), MUON),
     "train step, DPO": Program(STEP, step, ("decoder", "experts", "decoder QLoRA"), DPO),
     "train step, GRPO": Program(STEP, step, ("decoder", "experts", "decoder QLoRA"), GRPO),

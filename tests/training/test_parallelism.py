@@ -37,6 +37,14 @@ TOKENS = dataclasses.replace(DENSE, lora=Lora(rank=4, targets=("query",), traina
 MODELS = {
     "dense": DENSE,
     "experts": dataclasses.replace(DENSE, moe=EXPERTS),
+    "gpt_oss": dataclasses.replace(
+        DENSE,
+        bias="attention",
+        activation="clamped_swiglu",
+        swiglu_limit=1.0,
+        attention_sinks="head",
+        moe=dataclasses.replace(EXPERTS, bias="all"),
+    ),
     "encoder_decoder": PAIRS,
     "trainable tokens": TOKENS,
     "trainable tokens, head": dataclasses.replace(TOKENS, head="separate"),
@@ -129,6 +137,7 @@ def matrix():
         mesh = "-".join(f"{axis}{size}" for axis, size in sizes.items() if size > 1)
         for name in MODELS:
             short = (index, name) == (7, "trainable tokens")
+            short |= (index, name) == (10, "gpt_oss")
             short |= name == {6: "encoder_decoder", 8: "experts"}.get(index, "dense") and index not in (0, 9)
             yield pytest.param(name, sizes, id=f"{mesh}-{name}", marks=() if short else pytest.mark.heavy)
 

@@ -185,7 +185,9 @@ class _Finder:
             else:
                 rest = alone[len(alone) - self._unchanged(messages, k, alone) :]
             follows = follows[: _common_beginning(follows, rest)]
-        found = self._template.turn_ends.search(follows)
+        found, own = self._template.turn_ends.search(follows), self._template.end_of_turn
+        if found is None and own is not None and self._text.startswith(own, said):
+            return said + len(own)  # gpt-oss: <|end|>, and <|return|> after the last turn
         if found is None:
             raise UserError(
                 f"{self._where}: no special token ends message {k}, the text has {_shown(self._text[said:])} after it: "

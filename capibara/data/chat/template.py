@@ -102,7 +102,8 @@ class ChatTemplate:
         name, else "default".
       date: what strftime_now says, as year-month-day: the same in all runs, or one that is resumed would read other
         rows. (Templates of Llama 3 tell the model today's date; 26 July 2024 is what they say without a clock.)
-      end_of_turn: the text that ends an assistant's turn, where this is no special token of the tokenizer.
+      end_of_turn: the text that ends an assistant's turn, where this is no special token of the tokenizer, or where a turn
+        before the last ends otherwise than the last: "<|end|>" of gpt-oss.
       after_turn: what more the assistant says where the template has no {% generation %} blocks.
       spelled_tokens: whether a message that spells a special token, such as "</s>", shall have its id. By default it
         is text, as everything that a user writes.

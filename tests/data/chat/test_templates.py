@@ -311,6 +311,30 @@ def test_an_end_of_turn_that_is_no_special_token(tokenizer_folder):
     assert found.said == [f"{answer}\n###END" for answer in STRIPPED[:2]]
 
 
+def test_channels_and_turns_that_end_otherwise_than_the_last(tokenizer_folder):
+    """As gpt-oss has it: thoughts in a channel of their own, of the last turn alone, which has another end."""
+    folder = tokenizer_folder(
+        "channels",
+        "{% for m in messages %}{% set last = loop.last and not add_generation_prompt %}{{ '<|im_start|>' + m.role }}"
+        "{% if m.role == 'assistant' and last and m.thinking %}"
+        "{{ ' thinks:' + m.thinking + '<|end|><|im_start|>assistant' }}{% endif %}"
+        "{{ ' says:' + m.content + ('<|eot_id|>' if m.role == 'assistant' and last else '<|end|>') }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant' }}{% endif %}",
+    )
+    messages = plain()[:4]
+    for number in (1, 3):
+        messages[number]["thinking"] = f"thought {number}"
+    with pytest.raises(
+        UserError, match="no special token ends message 1, the text has .* set ChatTemplate.end_of_turn"
+    ):
+        tokens_of(folder, messages)
+    last = f" thinks:thought 3<|end|><|im_start|>assistant says:{STRIPPED[1]}<|eot_id|>"
+    assert tokens_of(folder, messages, train_on=TrainOn.LAST).said == [last]
+    found = tokens_of(folder, messages, end_of_turn="<|end|>")
+    assert found.said == [f" says:{STRIPPED[0]}<|end|>", last]
+    assert "thought 1" not in found.whole
+
+
 def test_generation_blocks_in_the_messages_that_count(tokenizer_folder):
     template = (
         "{% for m in messages %}{% set text %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
