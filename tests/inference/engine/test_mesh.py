@@ -22,6 +22,16 @@ SIZES = dict(vocab_size=384, embed_dim=32, num_layers=2, num_heads=4, mlp_dim=64
 CONFIGS = {
     "decoder": DecoderConfig(**SIZES, num_kv_heads=2, layer_pattern=("local", "global"), window=16),
     "experts": DecoderConfig(**SIZES, moe=Moe(num_experts=4, top_k=2, expert_dim=32)),
+    "gpt_oss": DecoderConfig(
+        **SIZES,
+        num_kv_heads=2,
+        layer_pattern=("local", "global"),
+        window=16,
+        bias="attention",
+        activation="clamped_swiglu",
+        attention_sinks="head",
+        moe=Moe(num_experts=4, top_k=2, expert_dim=32, bias="all"),
+    ),
     "encoder_decoder": EncoderDecoderConfig(**SIZES),
 }
 MESHES = [dict(data=2, fsdp=1), dict(fsdp=1, tensor=2), dict(fsdp=4), dict(data=2, fsdp=1, tensor=2)]
@@ -60,10 +70,16 @@ def matrix():
         ("decoder", dict(cache_dtype="int8", page_size=8)),
         ("decoder", dict(draft_tokens=3)),
         ("experts", {}),
+        ("gpt_oss", {}),
+        ("gpt_oss", dict(page_size=8)),
         ("encoder_decoder", {}),
     ]:
         for index, sizes in enumerate(MESHES):
-            short = (name, config) == ("decoder", {}) and index > 1 or (index == 3 and "page_size" in config)
+            short = (
+                (name, config) == ("decoder", {})
+                and index > 1
+                or (name != "gpt_oss" and index == 3 and "page_size" in config)
+            )
             yield pytest.param(name, config, sizes, marks=() if short else pytest.mark.heavy)
 
 

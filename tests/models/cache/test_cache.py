@@ -56,6 +56,16 @@ VARIANTS = {
         residual="parallel",
     ),
     "capacity": dict(moe=Moe(num_experts=4, top_k=2, dispatch="capacity", capacity_factor=4.0)),
+    "gpt_oss": dict(
+        moe=Moe(num_experts=4, top_k=2, bias="all"),
+        bias="attention",
+        activation="clamped_swiglu",
+        swiglu_limit=1.0,
+        attention_sinks="head",
+        layer_pattern=("local", "global"),
+        window=6,
+        rope=Rope(scaling="yarn", factor=4.0, original_length=8, yarn_bounds="exact"),
+    ),
     "int8": dict(quantization="int8"),
 }
 ENCODER_DECODER = EncoderDecoderConfig(
@@ -117,7 +127,7 @@ def compare(config, encoder, **how):
     return cache
 
 
-QUICK = ("gemma2", "mixture", "longrope")  # what the others have is in these, or differs outside the cache
+QUICK = ("gemma2", "mixture", "longrope", "gpt_oss")  # what the others have is in these, or differs outside the cache
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,7 @@ REQUESTS = [
 VARIANTS = {
     "global": {},
     "patterns": dict(layer_pattern=("local", "global"), window=8, attention_soft_cap=5.0),
+    "sinks": dict(layer_pattern=("local", "global"), window=8, attention_sinks="head"),
     "masked": dict(layer_pattern=("local", "global"), window=LENGTH, positions="learned", max_length=LENGTH),
 }
 SMALL = dict(page_size=8, pages=10)  # three slots could need 24
@@ -82,6 +83,7 @@ def of_rows(variant="global", dtype="compute"):
         pytest.param("global", dict(page_size=24), marks=pytest.mark.heavy),  # no divisor of the length
         ("global", SMALL),
         ("patterns", SMALL),
+        pytest.param("sinks", SMALL, marks=pytest.mark.heavy),
         pytest.param("masked", SMALL, marks=pytest.mark.heavy),
         pytest.param("patterns", dict(page_size=8), marks=pytest.mark.heavy),
     ],
