@@ -206,6 +206,7 @@ def load_params(foreign: ForeignModel, model: Model, shardings: PyTree, *, dtype
     shapes = _shapes(model)
     targets = dict(zip(shapes, jax.tree.leaves(shardings), strict=True))
     rows, stored = _matched(foreign, shapes, model)
+    foreign = _filled(foreign, model, rows, shapes, stored)
     _check_memory(shapes, targets, np.dtype(dtype or np.float32))
     params: dict[str, jax.Array] = {}
     for row in rows:
@@ -232,7 +233,8 @@ def hf_tensors(params: Params, model: Model, model_type: str) -> Iterator[tuple[
     for row in tables.of(model_type, shapes):
         ours = {path: np.asarray(values[path]) for path in row.ours}
         for name, at in row.names(shapes):
-            yield name, row.join({path: value[at] for path, value in ours.items()}, shapes)
+            value = row.join({path: value[at] for path, value in ours.items()}, shapes)
+            yield name, value[tuple(map(slice, _narrow(model, row, value.shape, at)))]
 
 
 def foreign_tensors(foreign: ForeignModel, model: Model, model_type: str) -> Iterator[tuple[str, np.ndarray]]:
@@ -276,7 +278,45 @@ def hf_shapes(model: Model, model_type: str) -> dict[str, Shape]:
     """Names and shapes of what `hf_tensors` gives."""
     shapes = _shapes(model)
     rows = tables.of(model_type, shapes)
-    return {name: row.shape(shapes) for row in rows for name, _ in row.names(shapes)}
+    return {name: _narrow(model, row, row.shape(shapes), at) for row in rows for name, at in row.names(shapes)}
+
+
+def _narrow(model: Model, row: Tensor, shape: Shape, at: tuple[int, ...]) -> Shape:
+    """A tensor's shape in a checkpoint, where the MLPs of layers differ in width."""
+    if model.config.layer_widths is None or "f" not in row.layout or row.numbered[:1] != "l":
+        return shape
+    width = model.config.layer_widths[at[0]]
+    return tuple(width if letters == "f" else size for letters, size in zip(row.dims.split(), shape, strict=True))
+
+
+class _Filled:
+    """A foreign model whose narrow layers are filled up with zeros: a ForeignModel as far as tensors are read."""
+
+    def __init__(self, foreign: ForeignModel, shapes: Mapping[str, Shape]):
+        self.config, self.tokenizer, self.about = foreign.config, foreign.tokenizer, foreign.about
+        self._foreign, self._shapes = foreign, foreign.shapes() | shapes
+
+    def shapes(self) -> dict[str, Shape]:
+        return dict(self._shapes)
+
+    def dtype(self, name: str) -> str:
+        return self._foreign.dtype(name)
+
+    def read(self, name: str) -> np.ndarray:
+        value = self._foreign.read(name)
+        return np.pad(value, [(0, size - own) for size, own in zip(self._shapes[name], value.shape, strict=True)])
+
+
+def _filled(
+    foreign: ForeignModel,
+    model: Model,
+    rows: tuple[Tensor, ...],
+    shapes: Mapping[str, Shape],
+    stored: Mapping[str, str],
+) -> ForeignModel:
+    if model.config.layer_widths is None:
+        return foreign
+    return _Filled(foreign, {stored[name]: row.shape(shapes) for row in rows for name, _ in row.names(shapes)})
 
 
 def _shapes(model: Model) -> dict[str, Shape]:
@@ -295,7 +335,7 @@ def _matched(
     fused = any(name.endswith(".experts.gate_up_proj") for name in stored)
     rows = tables.of(model_type, shapes, fused_experts=fused)
     _check_missing(rows, shapes, stored)
-    wanted = {name: row.shape(shapes) for row in rows for name, _ in row.names(shapes)}
+    wanted = {name: _narrow(model, row, row.shape(shapes), at) for row in rows for name, at in row.names(shapes)}
     tied = {row.name for row in names.rows if row.ours == ("output",)}  # some write a tied head all the same
     _check_names(wanted, stored, tables.unused(rows, shapes) | (set() if "output" in shapes else tied))
     for name, shape in wanted.items():

@@ -7,7 +7,7 @@ import pytest
 from capibara import config
 from capibara.core.types import UserError
 from capibara.interop.hf import config as hf_config
-from capibara.models.api import DecoderConfig, EncoderConfig, EncoderDecoderConfig, Moe, Rope
+from capibara.models.api import DecoderConfig, EncoderConfig, EncoderDecoderConfig, Gemma3nConfig, Moe, Rope
 
 
 def sizes(vocab, width, mlp, layers, heads, kv=None, **rest):
@@ -23,6 +23,26 @@ def llama(*args, **rest):
 
 LLAMA3 = dict(rope_type="llama3", low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
 GEMMA3_TEXT = dict(model_type="gemma3_text", rope_scaling={"factor": 8.0, "rope_type": "linear"}, sliding_window=1024)
+GEMMA3N_TEXT = dict(
+    model_type="gemma3n_text",
+    altup_active_idx=0,
+    altup_coef_clip=120.0,
+    altup_correct_scale=True,
+    altup_num_inputs=4,
+    final_logit_softcapping=30.0,
+    head_dim=256,
+    hidden_activation="gelu_pytorch_tanh",
+    hidden_size=2048,
+    hidden_size_per_layer_input=256,
+    laurel_rank=64,
+    query_pre_attn_scalar=256,
+    rope_local_base_freq=10000.0,
+    rope_scaling=None,
+    rope_theta=1000000.0,
+    sliding_window=512,
+    vocab_size=262400,
+    vocab_size_per_layer_input=262144,
+)
 BLOCK = dict(rope_theta=1e6, rms_norm_eps=1e-6, hidden_act="silu", vocab_size=151936)
 GPT_OSS = dict(
     architectures=["GptOssForCausalLM"],
@@ -87,6 +107,22 @@ PUBLISHED = {
         | dict(hidden_size=5376, intermediate_size=21504, num_hidden_layers=62, num_attention_heads=32)
         | dict(num_key_value_heads=16, head_dim=128, query_pre_attn_scalar=168),
     ),
+    "gemma3n_e4b": dict(
+        model_type="gemma3n",
+        architectures=["Gemma3nForConditionalGeneration"],
+        audio_config={"hidden_size": 1536},
+        vision_config={"hidden_size": 2048},
+        text_config=GEMMA3N_TEXT
+        | dict(num_hidden_layers=35, num_kv_shared_layers=15, intermediate_size=[16384] * 35)
+        | dict(activation_sparsity_pattern=[0.95] * 10 + [0.0] * 25),
+    ),
+    "gemma3n_e2b": dict(
+        model_type="gemma3n",
+        architectures=["Gemma3nForConditionalGeneration"],
+        text_config=GEMMA3N_TEXT
+        | dict(num_hidden_layers=30, num_kv_shared_layers=10, intermediate_size=[8192] * 30)
+        | dict(layer_types=(["sliding_attention"] * 4 + ["full_attention"]) * 6),
+    ),
     "qwen2_0.5b": BLOCK
     | sizes(151936, 896, 4864, 24, 14, 2, model_type="qwen2", tie_word_embeddings=True, sliding_window=131072)
     | dict(use_sliding_window=False, max_window_layers=24),
@@ -129,7 +165,7 @@ PRESETS = [
 def preset(name):
     config.parse([f"models/{name}.gin"])
     kind = {"t": EncoderDecoderConfig, "b": EncoderConfig}.get(name[0], DecoderConfig)
-    return config.build(kind)
+    return config.build(Gemma3nConfig if name.startswith("gemma3n") else kind)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -147,7 +183,7 @@ def test_what_is_written_of_a_preset_is_read_back(name):
 def test_an_architecture_keeps_its_name_where_it_is_known(name):
     values = hf_config.to_hf(preset(name), PUBLISHED[name])
     known = PUBLISHED[name]["model_type"]
-    assert values["model_type"] == ("gemma3_text" if known == "gemma3" else known)
+    assert values["model_type"] == (f"{known}_text" if known in ("gemma3", "gemma3n") else known)
     assert hf_config.resolved(hf_config.from_hf(values)) == hf_config.resolved(preset(name))
 
 

@@ -38,7 +38,7 @@ PYTHON = os.environ.get("TORCH_PYTHON")
 DECODERS = (
     "gpt2", "gpt_neox", "gpt_neox_unbiased", "gpt_neox_tanh", "llama", "llama_linear", "llama_llama3", "llama_yarn",
     "llama_dynamic", "llama_biased", "llama_mlp_biased", "llama_all_biased", "smollm2", "mistral", "gemma", "gemma_biased",
-    "gemma2", "gemma3", "qwen2", "qwen3", "qwen3_biased", "phi3", "phi3_partial", "phi3_long", "phi3_short", "mixtral",
+    "gemma2", "gemma3", "gemma3n", "gemma3n_mix", "qwen2", "qwen3", "qwen3_biased", "phi3", "phi3_partial", "phi3_long", "phi3_short", "mixtral",
     "qwen3_moe", "gpt_oss",
 )  # fmt: skip
 OTHERS = ("t5", "t5_1_1", "t5_1_1_tied", "bert")
@@ -58,6 +58,9 @@ ADAPTERS = {
         targets=("layers/1/attention/*", "up"),
         rank_pattern=(("layers/0/mlp/up", 2), ("layers/1/attention/value", 3)),
         alpha_pattern=(("layers/0/mlp/up", 3.0),),
+    ),
+    "gemma3n": Lora(
+        rank=4, alpha=8.0, targets=("all-linear",), rank_pattern=(("left", 3), ("layers/1/attention/key", 2))
     ),
     "qwen2": Lora(rank=4, alpha=8.0, targets=("query", "out"), modules_to_save=("query_bias",)),
     "mixtral": Lora(rank=4, alpha=8.0, targets=("all-linear",), rank_pattern=(("up", 3), ("down", 2)), rslora=True),

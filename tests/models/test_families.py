@@ -7,7 +7,9 @@ from capibara.models import api
 
 # A tied head counts once. Of Gemma 3 the text part: the published total of 4B, 12B and 27B (4,300,079,472,
 # 12,187,325,040 and 27,432,406,640) less the vision tower (416,866,032) and the projection 1152 -> embed_dim with its
-# norm. Each number is also what transformers counts for the same sizes.
+# norm. Each number is also what transformers counts for the same sizes; of Gemma 3n the text part again, without the keys
+# and values that published files have for layers that read others'. Without embeddings, and with those, they are the 1.91
+# and 3.98 billion of E2B and E4B.
 PUBLISHED = {
     "gpt2_124m": 124_439_808,
     "gpt2_355m": 354_823_168,
@@ -32,6 +34,8 @@ PUBLISHED = {
     "gemma3_4b": 3_880_263_168,
     "gemma3_12b": 11_766_034_176,
     "gemma3_27b": 27_009_346_304,
+    "gemma3n_e2b": 4_435_182_688,
+    "gemma3n_e4b": 6_835_235_568,
     "qwen2_0.5b": 494_032_768,
     "qwen2_1.5b": 1_543_714_304,
     "qwen2_7b": 7_615_616_512,
@@ -51,9 +55,13 @@ PUBLISHED = {
 OURS = {"capibara_125m": 125e6, "capibara_1b": 1e9, "capibara_8b": 8e9, "capibara_20b": 20e9, "capibara_120b": 120e9}
 
 
+def kind_of(name: str) -> type[api.DecoderConfig]:
+    return api.Gemma3nConfig if name.startswith("gemma3n") else api.DecoderConfig
+
+
 def built(name: str) -> api.Model:
     config.parse([f"models/{name}.gin"])
-    model = api.build(config.build(api.DecoderConfig))
+    model = api.build(config.build(kind_of(name)))
     assert config.unused() == []
     return model
 
@@ -92,6 +100,21 @@ _GPT_OSS = _LLAMA | dict(
     window=128,
     head="separate",
 )
+_GEMMA3N = dict(
+    activation="geglu",
+    attention_scale=1.0,
+    norm_scale="one",
+    norm_eps=1e-6,
+    embedding_scale="sqrt_dim",
+    norm_placement="sandwich",
+    qk_norm="head",
+    head="tied",
+    logit_soft_cap=30.0,
+    kv_layers=20,
+    window=512,
+    layer_pattern=("local",) * 4 + ("global",),
+    activation_sparsity=(0.95,) * 10,
+)
 FACTS = {  # file -> (fields, RoPE's base, its scaling)
     "gpt2_124m": (_GPT2, None, None),
     "gpt2_1558m": (_GPT2, None, None),
@@ -111,6 +134,8 @@ FACTS = {  # file -> (fields, RoPE's base, its scaling)
     "gemma3_1b": (_GEMMA3 | dict(window=512), 1e6, "none"),
     "gemma3_4b": (_GEMMA3 | dict(window=1024), 1e6, "linear"),
     "gemma3_27b": (_GEMMA3 | dict(window=1024, attention_scale=168**-0.5), 1e6, "linear"),
+    "gemma3n_e2b": (_GEMMA3N | dict(mlp_dim=8192, num_layers=30), 1e6, "none"),
+    "gemma3n_e4b": (_GEMMA3N | dict(mlp_dim=16384, num_layers=35), 1e6, "none"),
     "qwen2_0.5b": (_QWEN2 | dict(head="tied"), 1e6, "none"),
     "qwen2_7b": (_QWEN2 | dict(head="separate"), 1e6, "none"),
     "qwen3_0.6b": (_QWEN3 | dict(head="tied"), 1e6, "none"),
@@ -123,11 +148,20 @@ FACTS = {  # file -> (fields, RoPE's base, its scaling)
 }
 
 
+@pytest.mark.parametrize(("name", "billions"), [("gemma3n_e2b", 1.91), ("gemma3n_e4b", 3.98)])
+def test_the_effective_parameters_of_gemma_3n_are_the_published(name, billions):
+    model = built(name)
+    sizes, c = model.abstract_params, model.config
+    unused = c.kv_shared_layers * 2 * c.embed_dim * c.kv_heads * c.head_size  # as published files have them
+    effective = model.param_count + unused - sizes["embedding"].size - sizes["per_layer_embedding"].size
+    assert effective / 1e9 == pytest.approx(billions, abs=0.005)
+
+
 @pytest.mark.parametrize("name", FACTS)
 def test_a_published_model_is_made_as_published(name):
     fields, theta, scaling = FACTS[name]
     config.parse([f"models/{name}.gin"], [], [])
-    model = config.build(api.DecoderConfig)
+    model = config.build(kind_of(name))
     for field, value in fields.items():
         wanted = pytest.approx(value) if isinstance(value, float) else value
         assert getattr(model, field) == wanted, field

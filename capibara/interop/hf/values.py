@@ -20,7 +20,10 @@ _SIZES = {
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "n_head", "num_heads"), 2**14),
     **dict.fromkeys(("head_dim", "d_kv", "num_experts", "num_local_experts", "num_experts_per_tok"), 2**14),
     **dict.fromkeys(("type_vocab_size", "relative_attention_num_buckets"), 2**16),
-    "vocab_size": 2**24,
+    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), 2**24),
+    **dict.fromkeys(("hidden_size_per_layer_input", "laurel_rank"), 2**20),
+    "num_kv_shared_layers": LAYERS,
+    "altup_num_inputs": 2**10,
     **dict.fromkeys(("max_position_embeddings", "n_positions", "sliding_window"), _LENGTH),
     **dict.fromkeys(("relative_attention_max_distance", "original_max_position_embeddings"), _LENGTH),
 }
@@ -29,6 +32,7 @@ _NUMBERS = (
     "rotary_pct", "partial_rotary_factor", "attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar",
     "router_aux_loss_coef", "initializer_range", "factor", "low_freq_factor", "high_freq_factor", "beta_fast",
     "beta_slow", "attention_factor", "max_window_layers", "swiglu_alpha", "swiglu_limit",
+    "altup_coef_clip",
 )  # fmt: skip
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 _TEXTS = (
@@ -37,6 +41,7 @@ _TEXTS = (
 )  # fmt: skip
 _INNER = ("rope_parameters", "rope_scaling", "full_attention", "sliding_attention", "text_config")
 _LISTS = ("architectures", "layer_types")
+_OF_EACH_LAYER = ("intermediate_size", "activation_sparsity_pattern")  # numbers of every layer, in a Gemma 3n
 
 
 def check(values: Mapping[str, Any]) -> None:
@@ -45,8 +50,11 @@ def check(values: Mapping[str, Any]) -> None:
     Raises:
       UserError: one has a type or a size that no model has.
     """
+    of_each = _OF_EACH_LAYER if values.get("model_type") == "gemma3n_text" else ()
+    for key in of_each:
+        _check_layers(key, values.get(key))
     for key, most in _SIZES.items():
-        value = values.get(key)
+        value = None if key in of_each and isinstance(values.get(key), list) else values.get(key)
         least = (
             0 if most == _LENGTH and key != "sliding_window" else -most
         )  # our configurations refuse the rest by name
@@ -74,6 +82,19 @@ def check(values: Mapping[str, Any]) -> None:
             check(value)
         elif key == "text_config" and value is not None:
             raise _wrong(key, value, "an object")
+
+
+def _check_layers(key: str, value: Any) -> None:
+    """Looks at a list with a number for every layer.
+
+    Raises:
+      UserError: it is another list.
+    """
+    if not isinstance(value, list):
+        return
+    kinds, most = ((int,), 2**22) if key == "intermediate_size" else ((int, float), 1)
+    if len(value) > LAYERS or not value or not all(type(one) in kinds and 0 <= one <= most for one in value):
+        raise _wrong(key, value, f"a list of at most {LAYERS} numbers to {most:,}")
 
 
 def _is_short(value: Any) -> bool:

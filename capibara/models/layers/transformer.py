@@ -128,6 +128,7 @@ class TransformerConfig:
         places); 0: none. Attention is then the plain formula.
     """
 
+    streams: ClassVar[int] = 1  # residual streams
     data_kind: ClassVar[str] = "causal"  # what it is trained for: the Dataset.kind that fits
 
     vocab_size: int
@@ -210,6 +211,21 @@ class TransformerConfig:
         if self.activation is Activation.CLAMPED_SWIGLU:
             return ClampedSwiglu(self.swiglu_alpha, self.swiglu_limit)
         return self.activation
+
+    @property
+    def layer_widths(self) -> tuple[int, ...] | None:
+        """Hidden widths of the layers' MLPs where they differ, of which mlp_dim is the largest; None: all are alike."""
+        return None
+
+    @property
+    def kv_layers(self) -> int:
+        """Layers that have keys and values of their own: the first ones."""
+        return self.num_layers
+
+    @property
+    def embedded_dim(self) -> int:
+        """Values of a token's embedding that wait beside the residual stream until their layers read them."""
+        return 0
 
     @property
     def runs_in_stages(self) -> bool:

@@ -26,6 +26,8 @@ _NONE_RESIDUAL = 14.5  # [tokens, D]
 _NONE_NORMED = 6.0  # queries and keys
 # What a layer's backward pass holds at once: gradients of the hidden units with what they are made of, and so on.
 _WORK_HIDDEN, _WORK_HEADS, _WORK_RESIDUAL = 4.0, 1.0, 2.0
+_NONE_STREAMS, _WORK_STREAMS = 3.0, 4.0  # [streams, tokens, D], where there are several
+_EMBEDDED = 2.0  # embeddings that wait for their layers, and their gradients
 _NONE_SCORES = 2.0  # float32 scores of attention that no kernel takes
 _WORK_SCORES = 1.5
 _WORK_KEYS = 3.0  # keys and values of all of a context axis, with their gradients
@@ -146,6 +148,8 @@ def _usual(work: Workload, choice: Choice, scale: float) -> Memory:
         saved, host = saved + layers * device, host + layers * away
         weights = max(weights, _gathered_bytes(work, stack, choice))
         pipeline = max(pipeline, _pipeline_bytes(work, stack, choice))
+    embedded = _EMBEDDED * work.config.embedded_dim * size / mesh["tensor"]
+    saved += embedded * choice.rows * work.length / mesh["context"]
     encoder, summed = work.encoder_length or 0, choice.accumulation > 1
     return Memory(
         parameters=parameters,
@@ -172,7 +176,7 @@ def kv_cache_bytes(work: Workload, choice: Choice, rows: int = 1) -> float:
     They are no part of a train step: sampling during training and serving have them beside the parameters.
     """
     c, mesh = work.config, choice.mesh
-    layers = sum(stack.layers * len(stack.attentions) for stack in work.stacks if stack.name == "decoder")
+    layers = sum(c.kv_layers * len(stack.attentions) for stack in work.stacks if stack.name == "decoder")
     keys = layers * rows * work.length * 2 * c.kv_heads * c.head_size
     return keys * work.compute_bytes / (mesh["tensor"] * mesh["stage"])
 
@@ -192,15 +196,16 @@ def places(work: Workload, stack: Stack, choice: Choice) -> float:
 def saved_bytes(work: Workload, stack: Stack, choice: Choice) -> tuple[float, float]:
     """What one layer keeps for its backward pass: bytes on the device and in the host's memory."""
     named, residual, hidden = _results(work, stack, choice)
-    remat = choice.remat
+    remat, carried = choice.remat, work.config.streams * residual
     if remat.kind is Remat.FULL:
-        return residual, 0.0
+        return carried, 0.0
     if remat.kind is Remat.NONE:
         share = 1.0 if work.config.activation.gated else 2 / 3
         heads = named["query"] + named["key"] + named["value"] + named["attention"]
         normed = _NONE_NORMED * (named["query"] + named["key"]) if str(work.config.qk_norm) != "none" else 0.0
         scores = _NONE_SCORES * _scores_bytes(work, stack, choice)
-        return _NONE_RESIDUAL * residual + heads + normed + _NONE_HIDDEN * share * hidden + scores, 0.0
+        streams = _NONE_STREAMS * carried if work.config.streams > 1 else 0.0
+        return _NONE_RESIDUAL * residual + streams + heads + normed + _NONE_HIDDEN * share * hidden + scores, 0.0
     # Arrays [.., heads, head_dim] lie in tiles of 128 lanes: smaller heads are kept with as much padding.
     padding = -(-work.config.head_size // _LANES) * _LANES / work.config.head_size
     by_kernel = sum(not a.scores for a in stack.attentions) / len(stack.attentions)
@@ -209,7 +214,7 @@ def saved_bytes(work: Workload, stack: Stack, choice: Choice) -> tuple[float, fl
     kept = sum((named | padded).get(name, 0.0) for name in _kept_names(remat))
     if remat.kind in (Remat.DOTS, Remat.MINIMAL) and str(work.config.norm_placement) != "pre":
         kept += residual  # the last product is read again, by the norm behind it
-    return (residual, kept) if remat.kind is Remat.OFFLOAD else (residual + kept, 0.0)
+    return (carried, kept) if remat.kind is Remat.OFFLOAD else (carried + kept, 0.0)
 
 
 def _kept_names(remat: RematPolicy) -> tuple[str, ...]:
@@ -281,7 +286,8 @@ def _stack_layer_bytes(work: Workload, stack: Stack, choice: Choice, order: _Ord
     gathered = order.gathered * residual * choice.mesh["tensor"] if choice.mesh["tensor"] > 1 else 0.0
     keys = (named["key"] + named["value"]) * choice.mesh["context"] if choice.mesh["context"] > 1 else 0.0
     shared = gathered + _WORK_KEYS * keys + _WORK_SCORES * _scores_bytes(work, stack, choice)
-    return again + _WORK_HEADS * heads + _WORK_RESIDUAL * residual + shared + moe
+    streams = _WORK_STREAMS * work.config.streams * residual if work.config.streams > 1 else 0.0
+    return again + _WORK_HEADS * heads + _WORK_RESIDUAL * residual + streams + shared + moe
 
 
 def _gathered_bytes(work: Workload, stack: Stack, choice: Choice) -> float:

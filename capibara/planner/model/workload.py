@@ -245,7 +245,7 @@ def describe(
         optimizers = {dtype: optimizer.with_state_dtype(dtype) for dtype in dtypes}
     except UserError as error:
         raise UserError(f"--state_dtypes={','.join(map(str, dtypes))} {error}: leave it out") from None
-    in_layers = ("layers/", "encoder/layers/", "decoder/layers/")
+    in_layers = ("layers/", "encoder/layers/", "decoder/layers/", "per_layer_embedding")
     heads = [leaf for leaf in leaves if "vocab" in leaf.axes and not leaf.name.startswith(in_layers)]
     return Workload(
         model=model,

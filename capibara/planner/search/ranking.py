@@ -207,6 +207,8 @@ def _illegal(work: Workload, axis: str, size: int) -> str | None:
         return f"rows of {work.length} must be a multiple of {2 * size}"
     if axis == "expert" and experts % size:
         return f"it must divide the {experts} experts" if c.moe is not None else "the model has no experts"
+    if axis == "stage" and not c.runs_in_stages:
+        return "the model's layers run in one stage"
     if axis == "stage" and c.num_layers % (size * pattern):
         of_pattern = f" in patterns of {pattern}" if pattern > 1 else ""
         return f"stages must divide the {c.num_layers} layers{of_pattern}"

@@ -141,6 +141,14 @@ class Gemma3nConfig(DecoderConfig):
             )
 
     @property
+    def layer_widths(self) -> tuple[int, ...] | None:
+        return self.mlp_dims
+
+    @property
+    def embedded_dim(self) -> int:
+        return self.num_layers * self.per_layer_dim
+
+    @property
     def kinds(self) -> tuple[LayerKind, ...]:
         """Of every layer."""
         pattern = self.layer_pattern
@@ -148,7 +156,6 @@ class Gemma3nConfig(DecoderConfig):
 
     @property
     def kv_layers(self) -> int:
-        """How many layers have keys and values of their own: the first ones."""
         return self.num_layers - self.kv_shared_layers
 
     def sparsity(self, layer: int) -> float:
