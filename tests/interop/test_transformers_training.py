@@ -42,6 +42,7 @@ LLAMA_LIKE = ["q_proj", "v_proj", "down_proj"]
 TARGETS = {
     "gpt2": ["attn.c_proj", "c_fc"],
     "gpt_neox": ["dense", "dense_h_to_4h"],
+    "gemma3n": [*LLAMA_LIKE, "linear_left", "per_layer_input_gate"],
     "phi3": ["o_proj", "down_proj"],
     "mixtral": ["q_proj", "o_proj"],
     "gpt_oss": ["q_proj", "o_proj"],
@@ -107,6 +108,8 @@ def cases(name):
         common["fan_in_fan_out"] = True
     plain = dict(target_modules=TARGETS.get(of, LLAMA_LIKE if of != "qwen3_moe" else ["q_proj", "v_proj"]))
     found = {"full": ("base", None), "lora": ("base", common | plain), "qlora": ("nf4", common | plain)}
+    if name == "gemma3n_mix":
+        return {"full": ("base", None)}  # no adapters of layers whose widths differ
     if of in FUSED and name in answers.DECODERS:
         found["fused"] = ("base", common | FUSED[of])
         found["fused_qlora"] = ("nf4", common | FUSED[of])

@@ -110,6 +110,7 @@ def write_peft(
     lora = model.config.lora
     if lora is None:
         raise UserError(f"{type(model.config).__name__}.lora is None: there is no adapter to write")
+    _check_widths(model, folder)
     if os.path.exists(folder):
         raise UserError(f"{folder} must be a new folder: it is there already, name another or remove it")
     values = dict(zip(tree.path_names(params), jax.tree.leaves(params), strict=True))
@@ -158,6 +159,7 @@ def read_peft(folder: str, model: Model, model_type: str) -> tuple[Lora, Params]
       UserError: they cannot be read, are of another kind or another model.
     """
     config = read_config(folder)
+    _check_widths(model, folder)
     try:
         return _read(folder, config, model, model_type)
     except UserError:
@@ -168,6 +170,19 @@ def read_peft(folder: str, model: Model, model_type: str) -> tuple[Lora, Params]
         raise UserError(
             f"{folder} is no adapter that can be read ({what}): name a folder that PEFT has written"
         ) from error
+
+
+def _check_widths(model: Model, folder: str) -> None:
+    """Checks that all layers have MLPs of one width.
+
+    Raises:
+      UserError: they differ.
+    """
+    if model.config.layer_widths is not None:
+        raise UserError(
+            f"{folder} is of a model whose layers differ in width (mlp_dims), which adapters of PEFT here do not: merge "
+            "them, and write the whole model"
+        )
 
 
 def _read(folder: str, config: Mapping[str, Any], model: Model, model_type: str) -> tuple[Lora, Params]:
