@@ -176,10 +176,12 @@ def quantize(
       UserError: it is no such model, has values that are not finite, the group size or the form does not suit it, or
         the calibration text cannot be used.
     """
-    if model.layer is None or model.config.moe is not None:
+    if not isinstance(model.config, api.DecoderConfig) or model.config.moe is not None:
+        raise UserError(f"--quantize={how.method} is for decoders without experts, not for {config['model_type']}")
+    if model.layer is None:
         raise UserError(
-            f"--quantize={how.method} is for decoders without experts whose layers need nothing of each other, not for "
-            f"{config['model_type']}: try a GGUF file, --dtype=q4_k_m"
+            f"--quantize={how.method} is for decoders whose layers need nothing of each other, not for "
+            f"{config['model_type']}: write a GGUF file with --dtype=q4_k_m"
         )
     chosen = grid_of(how, model, q4_0=q4_0)
     model = api.build(dataclasses.replace(model.config, dtype="float32", quantization="none"))
