@@ -48,8 +48,10 @@ ADAPTERS = {
     "gpt2": ("gpt2", ALL),
     "gpt_neox": ("gpt_neox", ALL),
     "mixtral": ("mixtral", ALL),
+    "gpt_oss": ("gpt_oss", dataclasses.replace(ALL, rank_pattern=(("up", 3),), alpha_pattern=(("down", 1.5),))),
+    "gpt_oss, together": ("gpt_oss", dataclasses.replace(ALL, fused=(("gate", "up"),))),
 }
-_QUICK = ("llama", "patterns", "parts of a fused tensor", "gpt_neox", "mixtral")  # every rule, once
+_QUICK = ("llama", "patterns", "parts of a fused tensor", "gpt_neox", "mixtral", "gpt_oss")  # every rule, once
 
 
 class Made:

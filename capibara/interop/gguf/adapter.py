@@ -60,14 +60,14 @@ def write_adapter(path: str | os.PathLike[str], config: Mapping[str, Any], pairs
 def _alpha(stored: Mapping[str, list[tuple[Tensor, Pair]]]) -> float:
     """The alpha of the file: llama.cpp scales every pair by it over the pair's rank."""
     first = next(iter(stored.values()))[0][1]
-    return first.scale * len(first.a)
+    return first.scale * first.rank
 
 
 def _parts(tensor: Tensor, pair: Pair, alpha: float, heads: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
     """`lora_a` [rank, inputs] and `lora_b` [outputs, rank] of the file."""
     change = Change.NONE if tensor.change is Change.TRANSPOSED else tensor.change  # lora_A reads the inputs either way
     b = gguf_names.to_gguf(pair.b, change, heads)
-    own = pair.scale * len(pair.a)
+    own = pair.scale * pair.rank
     return pair.a, b if own == alpha else b * (own / alpha)
 
 

@@ -42,14 +42,18 @@ class Pair(NamedTuple):
 
     Attributes:
       name: of the tensor.
-      a: [rank, inputs].
-      b: [outputs, rank].
+      a: [rank, inputs]; of the experts of a layer together [experts, rank, inputs].
+      b: [outputs, rank], or [experts, outputs, rank].
     """
 
     name: str
     a: np.ndarray
     b: np.ndarray
     scale: float
+
+    @property
+    def rank(self) -> int:
+        return self.a.shape[-2]
 
 
 def pairs(params: Params, model: Model, model_type: str) -> Iterator[Pair]:
@@ -75,10 +79,23 @@ def pairs(params: Params, model: Model, model_type: str) -> Iterator[Pair]:
     for row in rows:
         if any(f"{path}_lora/b" in values for path in row.ours):
             if peft_experts.is_stacked(row):
-                raise UserError(
-                    f"adapters of {row.ours[0]} are of all experts together: write the merged model, --format=gguf"
-                )
+                yield from _stacked_pairs(row, values, lora)
+                continue
             yield from _pairs(peft_modules.of_ours(row, values, shapes, lora), shapes, lora)
+
+
+def _stacked_pairs(row: Tensor, values: Mapping[str, Any], lora: Lora) -> Iterator[Pair]:
+    """Of all experts of a layer together, gate and up each by itself, as GGUF has them."""
+    for path in row.ours:
+        if f"{path}_lora/b" not in values:
+            continue
+        what = path.rpartition("/")[2]
+        beside = {other.rpartition("/")[2] for other in row.ours if f"{other}_lora/b" in values}
+        first = f"{path.rpartition('/')[0]}/{lora.first_of(path, beside)}"
+        a_LEIR, b_LERO = (np.asarray(values[f"{one}_lora/{part}"]) for one, part in ((first, "a"), (path, "b")))
+        for layer, (a_EIR, b_ERO) in enumerate(zip(a_LEIR, b_LERO, strict=True)):
+            name = f"{row.name.format(l=layer).rpartition('.')[0]}.{what}_proj.weight"
+            yield Pair(name, np.swapaxes(a_EIR, 1, 2), np.swapaxes(b_ERO, 1, 2), lora.scale_of(path))
 
 
 def _pairs(module: Module, shapes: Mapping[str, Shape], lora: Lora) -> Iterator[Pair]:
