@@ -1,9 +1,11 @@
 """gpt-oss's own layouts: MXFP4 in folders of transformers and in GGUF files, and experts that lie side by side."""
 
+import dataclasses
 import json
 import pathlib
 import sys
 
+import jax
 import numpy as np
 import pytest
 from safetensors import numpy as safetensors
@@ -13,9 +15,12 @@ from capibara.core import exits
 from capibara.core.types import UserError
 from capibara.interop import open_model
 from capibara.interop.quantize import mxfp4
+from capibara.models import api
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
 
+import test_folders  # noqa: E402
+import test_peft_training  # noqa: E402
 from test_folders import FOLDERS, Drawn  # noqa: E402
 
 # What the 16 codes of FP4 (E2M1) stand for.
@@ -136,3 +141,25 @@ def test_what_mxfp4_is_not_for_is_refused(folder, tmp_path, capsys):
     safetensors.save_file(stored, corrupted / "model.safetensors")
     with pytest.raises(UserError, match="down_proj_scales is missing in the checkpoint"):
         open_model.open_model(str(corrupted))
+
+
+@pytest.mark.standard_promotion
+def test_five_steps_of_all_its_parameters_are_those_of_transformers():
+    """training.json has the losses of transformers and how far it moved each tensor, sinks and biases too."""
+    recorded = test_peft_training.RECORDED["gpt_oss"]
+    model, params = test_folders.loaded("gpt_oss")
+    before = dict(open_model.hf_tensors(jax.tree.map(np.asarray, params), model, "gpt_oss"))
+    assert {name: list(value.shape) for name, value in before.items()} == recorded["tensors"]
+    before = {name: value.copy() for name, value in before.items()}
+    losses, norm, params = test_peft_training.learned(without_balance(model), params, len(recorded["losses"]))
+    np.testing.assert_allclose(norm, recorded["grad_norm"], rtol=1e-5)
+    np.testing.assert_allclose(losses, recorded["losses"], rtol=0, atol=5e-6)
+    after = dict(open_model.hf_tensors(params, model, "gpt_oss"))
+    moved = {name: float(np.linalg.norm(after[name] - value)) for name, value in before.items()}
+    assert moved == pytest.approx(recorded["moved"], rel=2e-3)
+
+
+def without_balance(model):
+    """transformers adds no balance loss unless it is asked for."""
+    moe = dataclasses.replace(model.config.moe, balance_loss=0.0)
+    return api.build(dataclasses.replace(model.config, moe=moe))

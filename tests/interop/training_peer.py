@@ -63,6 +63,7 @@ RECORDED = {
         ),
     ),
     "tokens_untied": ("llama", dict(r=4, lora_alpha=8, target_modules=["q_proj"], trainable_token_indices=[5, 64])),
+    "gpt_oss": ("gpt_oss", None),  # all of it is trained
 }
 
 
@@ -132,9 +133,12 @@ def loss_of(name: str, model: torch.nn.Module, given: dict[str, torch.Tensor]) -
 def steps(name: str, model: torch.nn.Module) -> tuple[dict[str, np.ndarray], np.ndarray]:
     """The losses of the steps and the norm of the gradient before the first, and that gradient; the model has made them."""
     peer.forgetful(model)
-    trained = [value for value in model.parameters() if value.requires_grad]
-    # As ours: biases and scales of norms do not decay.
-    kinds = [{"params": [x for x in trained if (x.ndim > 1) == wide], "weight_decay": DECAY * wide} for wide in (1, 0)]
+    named = {part: value for part, value in model.named_parameters() if value.requires_grad}
+    trained = [*named.values()]
+    # As ours: biases, those of experts too, and scales of norms do not decay.
+    wide = [x for part, x in named.items() if x.ndim > 1 and not part.endswith("bias")]
+    narrow = [x for part, x in named.items() if x.ndim == 1 or part.endswith("bias")]
+    kinds = [{"params": wide, "weight_decay": DECAY}, {"params": narrow, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(kinds, lr=LEARNING_RATE, betas=(0.9, 0.95), eps=EPS)
     given, losses, gradients = peer.labelled(name), [], []
     for _ in range(STEPS):
@@ -181,11 +185,17 @@ def train(path: pathlib.Path) -> None:
 
 
 def record(file: pathlib.Path) -> None:
-    """Adapters of drawn weights, in float64: the tensors' shapes, losses, and how far each tensor moves."""
+    """Adapters or models of drawn weights, in float64: the tensors' shapes, losses, and how far each tensor moves."""
     found = {}
     for case, (name, options) in RECORDED.items():
-        config = peft.LoraConfig(task_type="CAUSAL_LM", **options)
-        model = peft.get_peft_model(make.model_of(make.CASES[name]), config).eval()
+        model, settings = make.model_of(peer.DECODERS[name]), None
+        if options is None:
+            model.set_experts_implementation("eager")  # has float64
+        else:
+            config = peft.LoraConfig(task_type="CAUSAL_LM", **options)
+            model = peft.get_peft_model(model, config).eval()
+            settings = {key: value for key, value in config.to_dict().items() if key in FIELDS}
+            settings = {key: sorted(x) if isinstance(x, set) else x for key, x in settings.items()}
         parts = {part.replace(".default", ""): value for part, value in model.named_parameters() if value.requires_grad}
         for part, value in parts.items():
             value.data.copy_(torch.from_numpy(answers.draw(part, tuple(value.shape))))
@@ -193,8 +203,6 @@ def record(file: pathlib.Path) -> None:
         before = {part: value.detach().clone() for part, value in parts.items()}
         numbers = {key: value.tolist() for key, value in steps(name, model)[0].items()}
         moved = {part: (value.detach() - before[part]).norm().item() for part, value in parts.items()}
-        settings = {key: value for key, value in config.to_dict().items() if key in FIELDS}
-        settings = {key: sorted(x) if isinstance(x, set) else x for key, x in settings.items()}
         shapes = {part: list(value.shape) for part, value in parts.items()}
         found[case] = {"name": name, "config": settings, "tensors": shapes, "moved": moved} | numbers
     lines = [f"{json.dumps(case)}: {json.dumps(values)}" for case, values in found.items()]
