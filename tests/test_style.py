@@ -26,6 +26,9 @@ GIVEN_UP = {
     r"--objective=": "--goal",
     r"config\.objective\b": "data_kind",
     r"\bmoved aside\b": "quarantined",
+    r"(?-i:\bHolds\.[A-Z]|import .*\bHolds\b)": "DataFormat, RecordFormat",
+    r"(?-i:\bHeld\(|import .*\bHeld\b)": "ResidentArrays",
+    r"(?-i:\bSupply\b)": "BatchProvider",
 }
 
 

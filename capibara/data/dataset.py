@@ -14,7 +14,7 @@ from capibara.core.types import UserError
 from capibara.data.packing import packing as packed
 from capibara.data.packing.masking import Masking, SpanCorruption
 from capibara.data.packing.packing import Packing
-from capibara.data.sources.sources import Holds, Source
+from capibara.data.sources.sources import DataFormat, Source
 from capibara.data.tokenizers.vocabulary import Vocabulary
 
 
@@ -164,8 +164,8 @@ class Dataset:
                 )
             if self.packing is Packing.CONCAT:
                 raise UserError("Dataset.packing ('concat') would cut conversations: try 'best_fit' or 'none'")
-        if self.holds is not Holds.TEXTS and self.too_long is TooLong.CUT:
-            raise UserError(f"Dataset.too_long ('cut') cannot be done with {self.holds}: only 'drop' can")
+        if self.data_format is not DataFormat.TEXTS and self.too_long is TooLong.CUT:
+            raise UserError(f"Dataset.too_long ('cut') cannot be done with {self.data_format}: only 'drop' can")
         if len(set(self.domains)) != len(self.domains) or not all(self.domains):
             raise UserError(f"Dataset.domains ({self.domains}) must be different names, none of them empty")
 
@@ -174,9 +174,9 @@ class Dataset:
         return self.mixture_or_task_name is not None
 
     @property
-    def holds(self) -> Holds:
+    def data_format(self) -> DataFormat:
         """What the documents are for."""
-        return Holds.TEXTS if self.source is None else self.source.holds
+        return DataFormat.TEXTS if self.source is None else self.source.data_format
 
     @property
     def most_pairs(self) -> int:
@@ -194,7 +194,7 @@ class Dataset:
     @property
     def _entries(self) -> dict[str, Any]:
         """What batches have besides."""
-        numbers = self.holds is not Holds.TEXTS
+        numbers = self.data_format is not DataFormat.TEXTS
         marks = {"domains": bool(self.domains), "numbers": numbers, "prefix": self.kind is Kind.PREFIX}
         return {"encoder_length": self.encoder_length} | marks
 

@@ -1,26 +1,20 @@
-"""What a run minimises: the cross entropy of its texts, or what `Trainer.loss` names in its place."""
+"""What a train step differentiates, and the cross entropy, which it does where a run names no loss."""
 
 from __future__ import annotations
 
-import abc
-import contextlib
-import dataclasses
 import enum
 import math
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import Mesh, NamedSharding
 
 from capibara import sharding
 from capibara.core.types import Batch, Params
-from capibara.data.pipeline.loader import Dataset, Loader, make_loader
 from capibara.kernels.cross_entropy import LossSums, cross_entropy, token_log_probabilities
 from capibara.models.api import Model, Stats
-from capibara.sharding import Plan, RematPolicy
+from capibara.sharding import RematPolicy
 
 Metrics = dict[str, jax.Array]
 
@@ -73,164 +67,6 @@ class Totals(NamedTuple):
     def means(self, weight: jax.Array) -> Metrics:
         """The metrics of what the sums are over, and how many tokens that was."""
         return {name: value / weight for name, value in self.values.items()} | {"tokens": self.tokens}
-
-
-class Held(NamedTuple):
-    """Arrays that training holds on the devices beside the state and what its step makes.
-
-    Attributes:
-      name: what they are.
-      bytes: of all of them.
-      spread_as: parameters by which they are spread over the mesh, as (shapes, logical axes); None: each device has all.
-    """
-
-    name: str
-    bytes: int
-    spread_as: tuple[Params, Params] | None = None
-
-
-class Check(Protocol):
-    """Whether a run is to stop in the middle of what takes long."""
-
-    def __call__(self, done: int, every: int = 1) -> None:
-        """As StopRequest.check: after `done` parts, asked of all hosts every so many; raises Interrupted."""
-        ...
-
-
-@dataclasses.dataclass(frozen=True)
-class Reporter:
-    """Where work that takes longer than a step says how far it is, and asks whether the run is to stop.
-
-    Attributes:
-      check: called before each part of the work, alike on every process.
-      progress: shows how far it is; "": it is over.
-      status: says what is worth a line of its own.
-      took: notes seconds that no step has, by what took them.
-    """
-
-    check: Check
-    progress: Callable[[str], None]
-    status: Callable[[str], None]
-    took: Callable[[str, float], None]
-
-
-@dataclasses.dataclass(frozen=True)
-class RunParts:
-    """What a loss may use of a run to make its batches.
-
-    Attributes:
-      model_dir, seed, init_from: of the run.
-      model, dataset, plan, mesh: of the run.
-      batch_sharding: of every array of a batch.
-      batches: the training split, as the run reads it.
-      step_temp_bytes: of a device, what the train step takes beside its arguments.
-      evaluates: whether the run has evaluations.
-      open_once: (data, split, rows) -> this process's share of a split, read once in global batches of so many rows.
-      validation: opens the batches of one evaluation; each of them is reported.
-      initial_params: makes the parameters that the run began from again, of adapters those without effect.
-      reporter: of the loop.
-    """
-
-    model_dir: str
-    seed: int
-    init_from: str | None
-    model: Model
-    dataset: Dataset
-    plan: Plan
-    mesh: Mesh
-    batch_sharding: NamedSharding
-    batches: Loader
-    step_temp_bytes: int
-    evaluates: bool
-    open_once: Callable[[Dataset, str, int], Loader]
-    validation: Callable[[], contextlib.AbstractContextManager[Iterator[Batch]]]
-    initial_params: Callable[[], Params]
-    reporter: Reporter
-
-
-class Supply(abc.ABC):
-    """What stands between the loader of a run and its steps, where batches take more than the data."""
-
-    @abc.abstractmethod
-    def begin(self, params: Params, step: int, saved: Mapping[str, Any] | None) -> None:
-        """Before the first step of this start, and after the run went back.
-
-        Args:
-          params: of the state at hand.
-          step: steps done.
-          saved: what `state` gave for the checkpoint that the run resumes from; None: a new run.
-        """
-
-    @abc.abstractmethod
-    def next_batch(self, step: int, params: Params) -> dict[str, jax.Array]:
-        """The batch of a step, on its devices.
-
-        Args:
-          step: its number; that of the first is 1.
-          params: that it is made with.
-        """
-
-    @abc.abstractmethod
-    def evaluate(self, params: Params) -> dict[str, float]:
-        """Metrics of the validation split, `loss` among them."""
-
-    @abc.abstractmethod
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it, JSON-able; alike on all processes."""
-
-    def takes_long(self, step: int) -> bool:
-        """Whether the batch of a step is made by the devices, which is time of its own."""
-        del step
-        return False
-
-    def metrics(self) -> dict[str, float]:
-        """What there is to tell of the batches since this was last asked."""
-        return {}
-
-
-class Loss(abc.ABC):
-    """Configuration of what a run minimises.
-
-    Attributes:
-      means: metrics of a step of which a log has the mean over its steps.
-    """
-
-    means: tuple[str, ...] = ()
-
-    @property
-    def rows_of_a_prompt(self) -> int:
-        """Rows of a batch that belong together."""
-        return 1
-
-    @property
-    def later(self) -> tuple[Callable[..., Any], ...]:
-        """Functions that Gin names and that are called only in training: what is bound for them is used then."""
-        return ()
-
-    def held(self, model: Model, dataset: Dataset) -> tuple[Held, ...]:
-        """What training holds beside the state, between the steps too."""
-        del model, dataset
-        return ()
-
-    @abc.abstractmethod
-    def check(self, dataset: Dataset, batch_size: int) -> None:
-        """Raises UserError where a run on this data, in batches of so many rows, cannot be trained so."""
-
-    @abc.abstractmethod
-    def batch_spec(self, dataset: Dataset, rows: int) -> dict[str, tuple[tuple[int, int], np.dtype]]:
-        """Shape and dtype of every array of the step's batch."""
-
-    def open(self, dataset: Dataset, **options: Any) -> Loader:
-        """A loader of the data; `options` are those of `make_loader`."""
-        return make_loader(dataset, **options)
-
-    @abc.abstractmethod
-    def objective(self, model: Model, dataset: Dataset) -> Objective:
-        """For the train step of a model."""
-
-    @abc.abstractmethod
-    def supply(self, run: RunParts) -> Supply:
-        """What makes the batches of a run."""
 
 
 def of_cross_entropy(

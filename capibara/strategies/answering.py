@@ -20,7 +20,7 @@ from capibara.inference.engine.placement.own_chips import OwnChips
 from capibara.inference.engine.stream import Completion, Finish, Stream
 from capibara.inference.interactive import chat
 from capibara.inference.sampling.sampling import Sampling
-from capibara.objectives.base import RunParts
+from capibara.objectives.batches import RunParts
 
 _ASK_EVERY_STEPS = 64  # of the engine, after which several hosts ask each other whether to stop, and who has work left
 

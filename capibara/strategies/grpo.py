@@ -23,14 +23,16 @@ from capibara.core.types import Batch, Params, UserError
 from capibara.data.dataset import Dataset
 from capibara.data.packing.packing import Packing
 from capibara.data.pipeline.loader import Loader, make_loader
-from capibara.data.sources.sources import Holds
+from capibara.data.sources.sources import DataFormat
 from capibara.inference.engine.engine import EngineConfig
 from capibara.inference.engine.placement import footprint
 from capibara.inference.engine.placement.own_chips import Where
 from capibara.inference.engine.placement.serving_mesh import ServingMesh
 from capibara.inference.sampling.sampling import Sampling
 from capibara.models.api import Model
-from capibara.objectives.base import Held, Loss, Metrics, Objective, RunParts, Totals, log_probabilities
+from capibara.objectives.base import Metrics, Objective, Totals, log_probabilities
+from capibara.objectives.batches import RunParts
+from capibara.objectives.loss import Loss, ResidentArrays
 from capibara.sharding import RematPolicy
 from capibara.strategies.rewards import check_reward
 from capibara.strategies.rollouts import Rollouts
@@ -96,6 +98,7 @@ class Grpo(Loss):
     where: Where = Where.AUTO
     mesh: ServingMesh = ServingMesh()
 
+    data_format = DataFormat.PROMPTS
     means = ("kl", "clip_fraction", "ratio", "engine_difference", "importance_capped")
 
     def __post_init__(self):
@@ -147,9 +150,9 @@ class Grpo(Loss):
                 "Sampling.thinking_tokens forces tokens that the policy did not choose, which GRPO would reward: leave it "
                 "out, or reward short thoughts"
             )
-        if dataset.holds is not Holds.PROMPTS:
+        if dataset.data_format is not DataFormat.PROMPTS:
             raise UserError(
-                f"Trainer.loss (@Grpo()) is for prompts, and Dataset.source holds {dataset.holds}: set Dataset.source = "
+                f"Trainer.loss (@Grpo()) is for prompts, and Dataset.source holds {dataset.data_format}: set Dataset.source = "
                 "@PromptJsonlSource(), or leave Trainer.loss out"
             )
         if dataset.packing is not Packing.NONE:
@@ -175,17 +178,17 @@ class Grpo(Loss):
     def rows_of_a_prompt(self) -> int:
         return self.group
 
-    def held(self, model: Model, dataset: Dataset) -> tuple[Held, ...]:
+    def resident_arrays(self, model: Model, dataset: Dataset) -> tuple[ResidentArrays, ...]:
         """The reference, where there is one, and the engine with its copy of the parameters."""
         trained, whole = (model.trained(model.abstract_params), model.trained(model.axes)), model.plain
-        reference = [Held("reference", tree.byte_count(trained[0]), trained)] if self.kl else []
+        reference = [ResidentArrays("reference", tree.byte_count(trained[0]), trained)] if self.kl else []
         size, spread_as = footprint.parameters_bytes(model), (whole.abstract_params, whole.axes)
         # Where a process's own chips do not hold them they are spread as those that are trained.
-        own = Held("engine's parameters", size // (self.mesh.tensor or 1))
+        own = ResidentArrays("engine's parameters", size // (self.mesh.tensor or 1))
         return (
             *reference,
-            own if self.where is Where.OWN else Held("engine's parameters", size, spread_as),
-            Held("engine's keys and values", footprint.state_bytes(model, self.engine, dataset.length)),
+            own if self.where is Where.OWN else ResidentArrays("engine's parameters", size, spread_as),
+            ResidentArrays("engine's keys and values", footprint.state_bytes(model, self.engine, dataset.length)),
         )
 
     def prompt_length(self, dataset: Dataset) -> int:
@@ -230,7 +233,7 @@ class Grpo(Loss):
 
         return Objective(sums, metrics)
 
-    def supply(self, run: RunParts) -> Rollouts:
+    def batch_provider(self, run: RunParts) -> Rollouts:
         return Rollouts(run, self)
 
     def totals(self, log_p_BT: jax.Array, batch: Batch) -> tuple[jax.Array, Totals]:

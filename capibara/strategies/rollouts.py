@@ -20,13 +20,14 @@ from capibara.core.types import Batch, Params, UserError
 from capibara.inference.engine.engine import check_generates, reads_whole
 from capibara.inference.sampling.sampling import Sampling
 from capibara.models.api import Model
-from capibara.objectives.base import RunParts, Supply, log_probabilities
+from capibara.objectives.base import log_probabilities
+from capibara.objectives.batches import BatchProvider, RunParts
 from capibara.sharding import Plan
 from capibara.strategies.answering import Answer, Answerer, name_of, prompts_of
 from capibara.training.preference import weights_fingerprint
 
 
-class Rollouts(Supply):
+class Rollouts(BatchProvider):
     """Answers prompts with the parameters at hand, and makes the step's batch of the answers.
 
     In a run of several processes all of them read all prompts, each answers its share, and all have the same batch, of

@@ -6,7 +6,7 @@ import math
 
 from jax.sharding import AbstractMesh
 
-from capibara.data.sources.sources import Holds
+from capibara.data.sources.sources import DataFormat
 from capibara.models.api import TransformerConfig
 from capibara.training.trainer import Trainer
 
@@ -32,7 +32,7 @@ def bindings(trainer: Trainer, device_count: int) -> tuple[list[str], str]:
     parts = pipeline.stages * pipeline.repeats if pipeline else 1
     rows = math.prod(sizes[axis] for axis in plan.rules.batch) * plan.accumulation
     # Both answers of a preference pair, or a prompt and its answer, would have no place in a shorter row.
-    length = min(dataset.length, _LENGTH) if dataset.holds is Holds.TEXTS else dataset.length
+    length = min(dataset.length, _LENGTH) if dataset.data_format is DataFormat.TEXTS else dataset.length
     rows *= 1 if trainer.loss is None else trainer.loss.rows_of_a_prompt
     rows *= pipeline.microbatches if pipeline else 1
     values = {

@@ -21,7 +21,7 @@ from capibara.core.types import Batch, Params, UserError
 from capibara.data.pipeline.loader import unigram_bits_per_byte
 from capibara.kernels.cross_entropy import LossSums, cross_entropy
 from capibara.models.api import Model
-from capibara.objectives.base import Reporter, Supply
+from capibara.objectives.batches import BatchProvider, Reporter
 from capibara.sharding import Plan
 from capibara.training.callbacks import Callback
 from capibara.training.feed import each_task, open_loader, validation_batches, validation_loader
@@ -52,7 +52,7 @@ class Evaluator:
       trainer, mesh: of the run.
       eval_step, batch_sharding: of `make_eval_step`, and of every array of a batch.
       reporter, callbacks: of the loop.
-      supply: evaluates in place of the validation split's loss, where a loss has one.
+      provider: evaluates in place of the validation split's loss, where a loss has one.
       sampler: writes texts after each evaluation.
       judge: its metrics of tasks join those of the evaluation.
     """
@@ -63,7 +63,7 @@ class Evaluator:
     batch_sharding: NamedSharding
     reporter: Reporter
     callbacks: Callback = Callback()
-    supply: Supply | None = None
+    provider: BatchProvider | None = None
     sampler: Sampler | None = None
     judge: Judge | None = None
 
@@ -104,8 +104,8 @@ class Evaluator:
 
         Of a SeqIO mixture those of each task, too, as "TASK/METRIC".
         """
-        if self.supply is not None:
-            return self.supply.evaluate(params)
+        if self.provider is not None:
+            return self.provider.evaluate(params)
         sums = {}
         for task, trainer in each_task(self.trainer).items():
             with validation(trainer, self.mesh, self.reporter) as batches:

@@ -13,7 +13,7 @@ from capibara import sharding
 from capibara.core.multihost import hosts
 from capibara.core.types import Params
 from capibara.data.pipeline.loader import Loader, Position, make_loader, merge_states
-from capibara.objectives.base import Supply
+from capibara.objectives.batches import BatchProvider
 from capibara.training.trainer import Trainer
 
 
@@ -23,11 +23,11 @@ class BatchFeed:
     Args:
       batches: the training split.
       batch_sharding: of every array of a batch.
-      supply: what makes the batches, where a loss takes more than the data.
+      provider: what makes the batches, where a loss takes more than the data.
     """
 
-    def __init__(self, batches: Loader, batch_sharding: NamedSharding, supply: Supply | None):
-        self._batches, self._batch_sharding, self.supply = batches, batch_sharding, supply
+    def __init__(self, batches: Loader, batch_sharding: NamedSharding, provider: BatchProvider | None):
+        self._batches, self._batch_sharding, self.provider = batches, batch_sharding, provider
         self._unused: dict[str, Any] | None = None  # the data's state before a batch that was given up
         self.position: Position = None  # where the data stood before the batch at hand
 
@@ -37,17 +37,17 @@ class BatchFeed:
         Args:
           params: of the state at hand.
           step: steps done.
-          saved: what `supply_state` gave for the checkpoint that the run resumes from; None: a new run.
+          saved: what `provider_state` gave for the checkpoint that the run resumes from; None: a new run.
 
         Raises:
           Interrupted: the run is to stop.
         """
-        if self.supply is not None:
-            self.supply.begin(params, step, saved)
+        if self.provider is not None:
+            self.provider.begin(params, step, saved)
 
     def takes_long(self, step: int) -> bool:
         """Whether the devices make the batch of a step."""
-        return self.supply is not None and self.supply.takes_long(step)
+        return self.provider is not None and self.provider.takes_long(step)
 
     def next_batch(self, step: int, params: Params) -> dict[str, jax.Array]:
         """The batch of a step, on its devices; `params`: of the state before it.
@@ -55,12 +55,12 @@ class BatchFeed:
         Raises:
           Interrupted: the run is to stop, and its next start makes this batch.
         """
-        if self.supply is None:
+        if self.provider is None:
             self.position = self._batches.position
             return sharding.global_batch(self._batch_sharding, next(self._batches))
         before, count = self._batches.position, self._batches.batches
         self._unused = self._batches.get_state() if self.takes_long(step) else None
-        batch = self.supply.next_batch(step, params)
+        batch = self.provider.next_batch(step, params)
         self._unused = None
         self.position = before if self._batches.batches > count else self.position
         return batch
@@ -69,13 +69,13 @@ class BatchFeed:
         """Where the data of all hosts stands, for a checkpoint; every process calls it."""
         return merge_states(hosts.gathered(self._unused or self._batches.get_state()))
 
-    def supply_state(self) -> dict[str, Any] | None:
-        """What a checkpoint keeps of the supply; None: there is none."""
-        return None if self.supply is None else self.supply.state()
+    def provider_state(self) -> dict[str, Any] | None:
+        """What a checkpoint keeps of the provider; None: there is none."""
+        return None if self.provider is None else self.provider.state()
 
     def metrics(self) -> dict[str, float]:
         """What there is to tell of the batches since this was last asked."""
-        return {} if self.supply is None else self.supply.metrics()
+        return {} if self.provider is None else self.provider.metrics()
 
 
 def open_loader(trainer: Trainer, mesh: Mesh, split: str, rows: int, epochs: int | None = None) -> Loader:

@@ -12,7 +12,8 @@ import jax
 from capibara.core.interrupt import Interrupted, StopRequest
 from capibara.core.multihost.decisions import Decisions
 from capibara.core.types import Batch, Params
-from capibara.objectives.base import Metrics, Reporter
+from capibara.objectives.base import Metrics
+from capibara.objectives.batches import Reporter
 from capibara.sharding.replicas import ReplicaCheck
 from capibara.storage.full_disk import disk_full_explained
 from capibara.training.callbacks import Callback
@@ -74,8 +75,8 @@ def train(
         stack.callback(dog.ending)
         spent = dict(setup.spent)
         reporter = _reporter(stop, dog, callbacks, spent)
-        feed = BatchFeed(setup.batches, setup.batch_sharding, setup.supply(reporter))
-        evaluator = setup.evaluator(reporter, feed.supply, callbacks, sampler, judge)
+        feed = BatchFeed(setup.batches, setup.batch_sharding, setup.batch_provider(reporter))
+        evaluator = setup.evaluator(reporter, feed.provider, callbacks, sampler, judge)
         begins, reason = initial.step, None
         try:
             start = setup.begin(initial)

@@ -31,9 +31,11 @@ from capibara.core import tree
 from capibara.core.multihost import hosts
 from capibara.core.types import Batch, Params, UserError
 from capibara.data.dataset import Dataset
-from capibara.data.sources.sources import Holds
+from capibara.data.sources.sources import DataFormat
 from capibara.models.api import Model
-from capibara.objectives.base import Loss, Metrics, Objective, RunParts, Supply, Totals, log_probabilities
+from capibara.objectives.base import Metrics, Objective, Totals, log_probabilities
+from capibara.objectives.batches import BatchProvider, RunParts
+from capibara.objectives.loss import Loss
 from capibara.sharding import Plan, RematPolicy
 from capibara.storage import durable
 
@@ -81,6 +83,7 @@ class Dpo(Loss):
     label_smoothing: float = 0.0
     sft_weight: float = 0.0
 
+    data_format = DataFormat.PREFERENCES
     means = (
         *("reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy"),
         *("log_prob_chosen", "log_prob_rejected", "log_ratio", "nll_chosen"),
@@ -96,9 +99,9 @@ class Dpo(Loss):
 
     def check(self, dataset: Dataset, batch_size: int) -> None:
         del batch_size
-        if dataset.holds is not Holds.PREFERENCES:
+        if dataset.data_format is not DataFormat.PREFERENCES:
             raise UserError(
-                f"Trainer.loss (@Dpo()) is for preference pairs, and Dataset.source holds {dataset.holds}: set "
+                f"Trainer.loss (@Dpo()) is for preference pairs, and Dataset.source holds {dataset.data_format}: set "
                 "Dataset.source = @PreferenceJsonlSource(), or leave Trainer.loss out"
             )
 
@@ -122,7 +125,7 @@ class Dpo(Loss):
 
         return Objective(sums, metrics)
 
-    def supply(self, run: RunParts) -> ReferenceTables:
+    def batch_provider(self, run: RunParts) -> ReferenceTables:
         return ReferenceTables(run, self.objective(run.model, run.dataset))
 
     def totals(self, log_p_BT: jax.Array, batch: Batch, pairs: int) -> tuple[jax.Array, Totals]:
@@ -177,7 +180,7 @@ class Dpo(Loss):
         return -jax.nn.log_sigmoid(self.beta * gain)
 
 
-class ReferenceTables(Supply):
+class ReferenceTables(BatchProvider):
     """Fills the reference's log-probabilities into the batches of preference pairs.
 
     A run that resumes takes them from its folder. Where they are not there, or of other data, they are computed anew

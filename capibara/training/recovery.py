@@ -146,7 +146,7 @@ class Recovery:
         data = feed.state()
         if owes_evaluation:
             progress["owes_evaluation"] = True
-        if (supplied := feed.supply_state()) is not None:
+        if (supplied := feed.provider_state()) is not None:
             progress["supply"] = supplied
         self._checkpoints.save(step, state, data, progress, score)
 

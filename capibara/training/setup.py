@@ -25,7 +25,8 @@ from capibara.core.types import Batch, UserError
 from capibara.data.dataset import Dataset
 from capibara.data.pipeline.loader import Loader, check_task_shards, merge_states
 from capibara.models import api
-from capibara.objectives.base import Metrics, Objective, Reporter, RunParts, Supply, of_cross_entropy
+from capibara.objectives.base import Metrics, Objective, of_cross_entropy
+from capibara.objectives.batches import BatchProvider, Reporter, RunParts
 from capibara.training import evaluation, origin, own_tokenizer
 from capibara.training import state as states
 from capibara.training.callbacks import Callback, RunInfo
@@ -88,21 +89,21 @@ class Setup:
         """The state that the run begins with, on the mesh."""
         return self.recovery.begin(initial, self.spec.init(self.model))
 
-    def supply(self, reporter: Reporter) -> Supply | None:
+    def batch_provider(self, reporter: Reporter) -> BatchProvider | None:
         """What makes the batches, where the loss takes more than the data."""
-        return None if self.trainer.loss is None else self.trainer.loss.supply(self._parts(reporter))
+        return None if self.trainer.loss is None else self.trainer.loss.batch_provider(self._parts(reporter))
 
     def evaluator(
         self,
         reporter: Reporter,
-        supply: Supply | None = None,
+        provider: BatchProvider | None = None,
         callbacks: Callback = Callback(),
         sampler: Sampler | None = None,
         judge: Judge | None = None,
     ) -> Evaluator:
         """Of this run, for the loop."""
         own = (self.trainer, self.mesh, self.eval_step, self.batch_sharding)
-        return Evaluator(*own, reporter, callbacks, supply, sampler, judge)
+        return Evaluator(*own, reporter, callbacks, provider, sampler, judge)
 
     def meter(self) -> Meter:
         """Of the steps from now on."""

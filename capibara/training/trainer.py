@@ -15,10 +15,11 @@ from capibara.checkpoints.policy import Checkpointing
 from capibara.config import configurable
 from capibara.core.types import UserError
 from capibara.data.pipeline.loader import Dataset
-from capibara.data.sources.sources import Holds
+from capibara.data.sources.sources import DataFormat
 from capibara.models import api
 from capibara.models.api import TransformerConfig
-from capibara.objectives.base import Loss, Normalization
+from capibara.objectives.base import Normalization
+from capibara.objectives.loss import Loss
 from capibara.optim import Optimizer, OptimizerConfig
 from capibara.sharding import Plan
 from capibara.training.stability.anomalies import Anomalies, OnSpike
@@ -178,10 +179,10 @@ class Trainer:
             )
 
     def _check_loss(self) -> None:
-        holds = self.dataset.holds
+        holds = self.dataset.data_format
         if self.loss is None:
-            if holds is not Holds.TEXTS:
-                wanted = {Holds.PREFERENCES: "@Dpo()", Holds.PROMPTS: "@Grpo()"}[holds]
+            if holds is not DataFormat.TEXTS:
+                wanted = {DataFormat.PREFERENCES: "@Dpo()", DataFormat.PROMPTS: "@Grpo()"}[holds]
                 raise UserError(f"Dataset.source holds {holds} and Trainer.loss is None: set Trainer.loss = {wanted}")
             return
         name = type(self.loss).__name__

@@ -170,3 +170,31 @@ def test_metric(train, run, tmp_path):
 def test_reward(resumed):
     rewards = [record["reward"] for record in resumed("my_reward").values()]
     assert all(0 <= reward <= 1 for reward in rewards)
+
+
+def evaluations(folder):
+    return {r["step"]: r["loss"] for r in read_metrics(str(folder)) if r["kind"] == "eval"}
+
+
+def test_loss(resumed, train, tmp_path):
+    """It is below the cross entropy and evaluated as it is trained; with gamma 0 it is the cross entropy, up to rounding."""
+    import numpy as np
+
+    told = resumed("my_loss")
+    assert all(0 < record["loss"] < record["nll"] for record in told.values())
+    assert 0 < evaluations(tmp_path / "run")[4] < told[4]["nll"]
+    once = ("--gin.Evaluation.every=2", "--gin.Checkpointing.every=0")
+    focal, plain = (
+        train("my_loss", 2, "--gin.FocalLoss.gamma=0.0", *once, folder="g"),
+        train("tiny", 2, *once, folder="p"),
+    )
+    np.testing.assert_allclose([*losses(focal).values()], [*losses(plain).values()], rtol=1e-5)
+    np.testing.assert_allclose(evaluations(tmp_path / "g")[2], evaluations(tmp_path / "p")[2], rtol=1e-5)
+
+
+def test_batch_provider(train, resumed):
+    """Without noise the run is that of a plain loss, bit by bit."""
+    noisy = resumed("my_batches")
+    clean = losses(train("my_batches", 2, "--gin.NoisyInputs.share=0.0", folder="clean"))
+    assert clean == losses(train("tiny", 2, folder="plain"))
+    assert losses(noisy)[1] != clean[1]

@@ -115,7 +115,7 @@ def train(monkeypatch):
         class Seeing(BatchFeed):
             def __init__(self, *args):
                 super().__init__(*args)
-                seen.supply = self.supply
+                seen.provider = self.provider
 
         monkeypatch.setattr(loop, "BatchFeed", Seeing)
         monkeypatch.setattr(loop, "set_up", watched)
@@ -314,17 +314,18 @@ def test_adapters_are_rewarded_and_their_base_is_the_reference(make_trainer, tra
     seen = train(trainer := make_trainer({"kl": 0.1}, model=model, steps=3))
     assert seen.metrics[1]["kl"] < 1e-6 < seen.metrics[3]["kl"]
     # What is held beside the state is what the planner is told.
-    answerer, size = seen.supply._answerer, lambda arrays: sum(x.nbytes for x in jax.tree.leaves(arrays))  # noqa: E731
-    held = {one.name: one for one in trainer.loss.held(seen.run.model, trainer.dataset)}
-    assert held["reference"].bytes == size(seen.supply._reference) < held["engine's parameters"].bytes
+    answerer, size = seen.provider._answerer, lambda arrays: sum(x.nbytes for x in jax.tree.leaves(arrays))  # noqa: E731
+    held = {one.name: one for one in trainer.loss.resident_arrays(seen.run.model, trainer.dataset)}
+    assert held["reference"].bytes == size(seen.provider._reference) < held["engine's parameters"].bytes
     assert held["engine's parameters"].bytes == size(answerer._engine._params)
     assert held["engine's keys and values"].bytes == size(answerer._engine._state) + 2**20  # and prefix_cache_mib
     devices = [
-        {len(leaf.devices()) for leaf in jax.tree.leaves(x)} for x in (answerer._engine._params, seen.supply._reference)
+        {len(leaf.devices()) for leaf in jax.tree.leaves(x)}
+        for x in (answerer._engine._params, seen.provider._reference)
     ]
     assert devices == [{1}, {2}]
     without = dataclasses.replace(trainer.loss, kl=0.0)
-    assert "reference" not in [one.name for one in without.held(seen.run.model, trainer.dataset)]
+    assert "reference" not in [one.name for one in without.resident_arrays(seen.run.model, trainer.dataset)]
 
 
 # Mistakes.

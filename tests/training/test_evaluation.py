@@ -10,7 +10,7 @@ import pytest
 
 from capibara.core.types import UserError
 from capibara.data.pipeline.loader import make_loader
-from capibara.objectives.base import Reporter
+from capibara.objectives.batches import Reporter
 from capibara.sharding import Plan
 from capibara.training.evaluation import evaluate
 from capibara.training.setup import set_up

@@ -14,7 +14,7 @@ from capibara.data.dataset import Dataset, Kind, TooLong
 from capibara.data.packing.packing import Document
 from capibara.data.packing.pairs import Pair, Pairs
 from capibara.data.packing.preferences import Answers
-from capibara.data.sources.sources import Example, Holds
+from capibara.data.sources.sources import DataFormat, Example
 
 
 class Tally:
@@ -51,11 +51,11 @@ class Tally:
     def nothing_left(self, dataset: Dataset) -> UserError:
         """Where no conversation is left."""
         room, fix = f"Dataset.length ({dataset.length})", f"raise Dataset.length to {self.longest}"
-        if dataset.holds is Holds.PROMPTS:
+        if dataset.data_format is DataFormat.PROMPTS:
             room = f"what Dataset.length leaves them beside the answer's max_new_tokens ({dataset.length})"
             fix = f"raise Dataset.length by {self.longest - dataset.length}"
         reason = f"of {self.read} {self.noun} {self.long} are longer than {room}"
-        if dataset.holds is Holds.TEXTS:
+        if dataset.data_format is DataFormat.TEXTS:
             fix += " or set Dataset.too_long = 'cut'"
         if not self.long:
             reason, fix = f"{self.read} {self.noun} carry no loss", "give messages of the assistant a weight of 1"
@@ -114,10 +114,10 @@ class Assembler:
           number: of the example in its split, counted from 1.
           place: as in a call.
         """
-        match self.dataset.holds:
-            case Holds.PREFERENCES:
+        match self.dataset.data_format:
+            case DataFormat.PREFERENCES:
                 return self._answers(example, number, place)
-            case Holds.PROMPTS:
+            case DataFormat.PROMPTS:
                 return self._prompt(example, number, place)
         return self.conversation(example, place)
 

@@ -13,10 +13,10 @@ from capibara.core.types import Batch, UserError
 from capibara.data.dataset import Dataset, Kind
 from capibara.data.packing.examples import Tally
 from capibara.data.sources.readers import BlockReader, DocumentReader, Reader
-from capibara.data.sources.sources import Blocks, Holds
+from capibara.data.sources.sources import Blocks, DataFormat
 from capibara.data.sources.stream import Layout, Row, RowStream, State
 
-_NOUNS = {Holds.TEXTS: "conversations", Holds.PREFERENCES: "preference pairs", Holds.PROMPTS: "prompts"}
+_NOUNS = {DataFormat.TEXTS: "conversations", DataFormat.PREFERENCES: "preference pairs", DataFormat.PROMPTS: "prompts"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -108,7 +108,7 @@ class SourceFeed(Feed):
         super().__init__(dataset, share)
         self.documents = dataset.source.open(share.split)
         self._fingerprint = self.documents.fingerprint()
-        self.tally = Tally(_NOUNS[dataset.holds])
+        self.tally = Tally(_NOUNS[dataset.data_format])
         self._endless = share.epochs is None
         self.first_row = share.first_row if self._endless else 0
         if self._endless and isinstance(self.documents, Blocks) and len(self.documents) < share.batch_size:
@@ -174,7 +174,7 @@ def _objective_settings(dataset: Dataset) -> dict[str, Any]:
         settings["sentinels"] = [*dataset.get_vocabulary().sentinel_ids[:1]]
     if dataset.source is not None and dataset.source.has_conversations:
         settings["too_long"] = str(dataset.too_long)
-    if dataset.holds is Holds.PREFERENCES:
+    if dataset.data_format is DataFormat.PREFERENCES:
         settings["pairs_per_row"] = dataset.most_pairs
     return settings | ({"domains": list(dataset.domains)} if dataset.domains else {})
 
@@ -189,7 +189,7 @@ def layout_of(dataset: Dataset, streams: int, seeds: tuple[int, ...] | None) -> 
         window_documents=math.ceil(dataset.window_documents / streams),
         shuffle_seeds=seeds,
         encoder_length=dataset.encoder_length,
-        most_pairs=dataset.most_pairs if dataset.holds is Holds.PREFERENCES else None,
+        most_pairs=dataset.most_pairs if dataset.data_format is DataFormat.PREFERENCES else None,
     )
 
 

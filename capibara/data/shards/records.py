@@ -15,7 +15,7 @@ from capibara.data.sources import disk
 from capibara.data.sources.sources import LINE_VALUES, Example
 
 
-class Holds(enum.StrEnum):
+class RecordFormat(enum.StrEnum):
     """What a record of a TFRecord or ArrayRecord file is.
 
     AUTO: JSON where it begins with a brace, else a tf.train.Example where it is one, else text.
@@ -35,12 +35,12 @@ class Fields:
     """Where an example's parts are in a record.
 
     Attributes:
-      holds: what a record is.
+      record_format: what a record is.
       text, inputs, domain: the fields of these; of text records nothing but the text is there.
       default_domain: of records that name none.
     """
 
-    holds: Holds
+    record_format: RecordFormat
     text: str
     inputs: str | None
     domain: str | None
@@ -65,18 +65,18 @@ class Fields:
     def _values(self, record: Record, where: str) -> Mapping[str, Any] | str:
         if isinstance(record, Mapping):
             return record
-        holds = self.holds
-        if holds is Holds.AUTO and record.lstrip()[:1] == b"{":
-            holds = Holds.JSON
-        if holds in (Holds.AUTO, Holds.EXAMPLE):
+        record_format = self.record_format
+        if record_format is RecordFormat.AUTO and record.lstrip()[:1] == b"{":
+            record_format = RecordFormat.JSON
+        if record_format in (RecordFormat.AUTO, RecordFormat.EXAMPLE):
             try:
                 found = protobuf.example(record)
-                if found or holds is Holds.EXAMPLE:
+                if found or record_format is RecordFormat.EXAMPLE:
                     return {name: value[0] if len(value) == 1 else value for name, value in found.items()}
             except protobuf.Malformed as error:
-                if holds is Holds.EXAMPLE:
+                if record_format is RecordFormat.EXAMPLE:
                     raise UserError(f"{where} is no tf.train.Example ({error}): set ShardedSource.record") from None
-        if holds is Holds.JSON:
+        if record_format is RecordFormat.JSON:
             try:
                 values = limits.parse_json(record, values=LINE_VALUES, finite=False)
             except ValueError as error:

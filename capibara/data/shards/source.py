@@ -18,7 +18,7 @@ from capibara.data.shards.formats import ShardFormat
 from capibara.data.shards.index import Index
 from capibara.data.shards.lines import JsonLines, TextLines
 from capibara.data.shards.parquet import ParquetRows
-from capibara.data.shards.records import Fields, Holds
+from capibara.data.shards.records import Fields, RecordFormat
 from capibara.data.shards.tfrecord import TfRecords
 from capibara.data.sources import disk
 from capibara.data.sources.sources import Blocks, Example, Source
@@ -71,7 +71,7 @@ class ShardedSource(Source):
 
     files: tuple[str, ...]
     format: Format | None = None
-    record: Holds = Holds.AUTO
+    record: RecordFormat = RecordFormat.AUTO
     field: str = "text"
     inputs_field: str | None = None
     domain_field: str | None = "domain"
@@ -155,9 +155,9 @@ class ShardBlocks(Blocks):
 
     def __init__(self, source: ShardedSource, index: Index, shard_format: ShardFormat):
         self._index, self._format, self.mix_blocks = index, shard_format, source.mix_blocks
-        fixed = {Format.JSONL: Holds.JSON, Format.TEXT: Holds.TEXT}
+        fixed = {Format.JSONL: RecordFormat.JSON, Format.TEXT: RecordFormat.TEXT}
         self._fields = Fields(
-            holds=fixed.get(Format(shard_format.name), source.record),
+            record_format=fixed.get(Format(shard_format.name), source.record),
             text=source.field,
             inputs=source.inputs_field,
             domain=source.domain_field,

@@ -15,7 +15,7 @@ from capibara.data.chat.conversations import TrainOn, render_example
 from capibara.data.chat.formats import Conversation, Preference, read_preference, read_prompt
 from capibara.data.chat.template import ChatTemplate
 from capibara.data.sources import disk
-from capibara.data.sources.sources import Documents, Example, Holds, LineDocuments, Source, open_lines
+from capibara.data.sources.sources import DataFormat, Documents, Example, LineDocuments, Source, open_lines
 from capibara.data.tokenizers.vocabulary import GUARD
 
 _RENDERED_FIRST = 200  # so many lines of a split are rendered before the run starts
@@ -60,8 +60,8 @@ class PreferenceJsonlSource(_ChatLines):
     """JSON lines, one preference pair a line: `chosen` and `rejected`, with what they answer (`read_preference`)."""
 
     @property
-    def holds(self) -> Holds:
-        return Holds.PREFERENCES
+    def data_format(self) -> DataFormat:
+        return DataFormat.PREFERENCES
 
     def open(self, split: str) -> Documents:
         return self._open(split, _Preferences)
@@ -73,8 +73,8 @@ class PromptJsonlSource(_ChatLines):
     """JSON lines, one prompt a line (`read_prompt`), with whatever else a reward reads: an answer, a test."""
 
     @property
-    def holds(self) -> Holds:
-        return Holds.PROMPTS
+    def data_format(self) -> DataFormat:
+        return DataFormat.PROMPTS
 
     def open(self, split: str) -> Documents:
         return self._open(split, _Prompts)

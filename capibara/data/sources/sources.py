@@ -28,7 +28,7 @@ LINE_VALUES = 1_000_000  # of JSON in a line
 _CHECK_WHOLE_BYTES = 64 << 20  # JSON-lines files up to this size are parsed once before the run starts
 
 
-class Holds(enum.StrEnum):
+class DataFormat(enum.StrEnum):
     """What the documents of a source are for.
 
     TEXTS: to be predicted.
@@ -127,9 +127,9 @@ class Source(abc.ABC):
         return False
 
     @property
-    def holds(self) -> Holds:
+    def data_format(self) -> DataFormat:
         """What the documents are for."""
-        return Holds.TEXTS
+        return DataFormat.TEXTS
 
     @abc.abstractmethod
     def open(self, split: str) -> Documents | Blocks:
@@ -332,8 +332,8 @@ class CombinedSource(Source):
     def __post_init__(self) -> None:
         if not self.sources:
             raise UserError("CombinedSource.sources is empty: give at least one source")
-        if len({source.holds for source in self.sources}) > 1:
-            kinds = ", ".join(sorted({str(source.holds) for source in self.sources}))
+        if len({source.data_format for source in self.sources}) > 1:
+            kinds = ", ".join(sorted({str(source.data_format) for source in self.sources}))
             raise UserError(f"CombinedSource.sources hold different things ({kinds}): give sources of one of these")
 
     @property
@@ -341,8 +341,8 @@ class CombinedSource(Source):
         return any(source.has_conversations for source in self.sources)
 
     @property
-    def holds(self) -> Holds:
-        return self.sources[0].holds
+    def data_format(self) -> DataFormat:
+        return self.sources[0].data_format
 
     def open(self, split: str) -> Documents | Blocks:
         parts = [source.open(split) for source in self.sources]

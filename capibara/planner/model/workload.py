@@ -18,7 +18,7 @@ from capibara.core.types import PyTree, UserError
 from capibara.data.dataset import Dataset
 from capibara.models import api
 from capibara.models.api import DecoderConfig, EncoderConfig, EncoderDecoderConfig, Model, TransformerConfig
-from capibara.objectives.base import Held, Loss
+from capibara.objectives.loss import Loss, ResidentArrays
 from capibara.optim import OptimizerConfig, StateDtype
 from capibara.sharding import Plan, Rules
 
@@ -222,7 +222,7 @@ def describe(
     rules: Rules | None = None,
     ema: bool = False,
     state_dtypes: Iterable[StateDtype] | None = None,
-    held: Iterable[Held] = (),
+    held: Iterable[ResidentArrays] = (),
 ) -> Workload:
     """The workload of training a model. Nothing is computed but shapes.
 
@@ -234,7 +234,7 @@ def describe(
       rules: logical axes -> mesh axes; None: the default ones.
       ema: whether a moving average of the parameters is kept.
       state_dtypes: dtypes of the optimizer's state to weigh; None: the optimizer's own.
-      held: what the run's loss holds beside the state (objectives.base.Held).
+      held: what the run's loss holds beside the state (objectives.loss.ResidentArrays).
     """
     held = tuple(held)
     rules = rules or Rules()
@@ -282,11 +282,11 @@ def of_run(run: Run, state_dtypes: Iterable[StateDtype] | None = None) -> Worklo
         rules=run.plan.rules,
         ema=run.ema_decay is not None,
         state_dtypes=state_dtypes,
-        held=() if run.loss is None else run.loss.held(model, run.dataset),
+        held=() if run.loss is None else run.loss.resident_arrays(model, run.dataset),
     )
 
 
-def _held(held: Iterable[Held], rules: Rules) -> Sharded:
+def _held(held: Iterable[ResidentArrays], rules: Rules) -> Sharded:
     total = Sharded()
     for one in held:
         if one.spread_as is None:

@@ -12,7 +12,7 @@ from capibara import sharding
 from capibara.core import tree
 from capibara.models import api
 from capibara.models.moe.moe import Moe
-from capibara.objectives.base import Held
+from capibara.objectives.loss import ResidentArrays
 from capibara.optim import Adafactor, Optimizer, StateDtype
 from capibara.planner.hardware import slices
 from capibara.planner.model import cost, memory, workload
@@ -71,7 +71,11 @@ def test_what_a_loss_holds_is_in_the_state_of_all_moments():
     model, choice = api.build(DENSE), choice_of(fsdp=4, tensor=2)
     spread_as = model.abstract_params, model.axes
     size = tree.byte_count(model.abstract_params)
-    held = [Held("reference", size, spread_as), Held("engine", size // 2, spread_as), Held("cache", 1000)]
+    held = [
+        ResidentArrays("reference", size, spread_as),
+        ResidentArrays("engine", size // 2, spread_as),
+        ResidentArrays("cache", 1000),
+    ]
     none, many = work_of(), work_of(held=held)
     on_device = none.params.on_device(choice.mesh)
     found = memory.memory(many, choice)
