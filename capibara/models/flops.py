@@ -71,6 +71,4 @@ def _keys(config: TransformerConfig, length: int, encoder_length: int) -> tuple[
             return config.num_layers * length, 0
         case "encoder_decoder":
             return config.num_layers * (causal(None) + encoder_length), config.encoder_layers * encoder_length
-    pattern = config.layer_pattern
-    kinds = [pattern[index % len(pattern)] for index in range(config.num_layers)]
-    return sum(causal(config.window if kind == "local" else None) for kind in kinds), 0
+    return sum(map(causal, config.windows)), 0

@@ -198,3 +198,64 @@ def test_batch_provider(train, resumed):
     clean = losses(train("my_batches", 2, "--gin.NoisyInputs.share=0.0", folder="clean"))
     assert clean == losses(train("tiny", 2, folder="plain"))
     assert losses(noisy)[1] != clean[1]
+
+
+def test_decoder_block(resumed, run, tmp_path):
+    """Its vectors are trained, each step of its cache is what training reads, and it writes text."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from capibara.models import api
+
+    resumed("my_block")
+    model = api.build(trainer_of("my_block").model)
+    params = model.init(jax.random.key(0))
+    assert model.abstract_params["layers"]["mlp_scale"].shape == (2, 16)
+    np.testing.assert_array_equal(params["layers"]["attention_scale"], np.float32(0.2))
+    tokens = jnp.arange(12, dtype=jnp.int32).reshape(2, 6)
+    rows = {"tokens": tokens, "positions": jnp.tile(jnp.arange(6), (2, 1)), "segment_ids": jnp.ones_like(tokens)}
+    whole = jax.jit(model.logits)(params, rows)
+    last, cache = jax.jit(model.prefill)(
+        params, {"tokens": tokens[:, :5], "counts": jnp.full(2, 5)}, model.start_cache(2, 6)
+    )
+    np.testing.assert_allclose(last, whole[:, 4], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(jax.jit(model.decode)(params, tokens[:, 5], cache)[0], whole[:, 5], rtol=1e-4, atol=1e-5)
+    told = run(
+        "infer",
+        f"--model_dir={tmp_path / 'run'}",
+        "--gin_file=my_block.gin",
+        "--prompt=def",
+        "--gin.Sampling.max_new_tokens=2",
+    )
+    assert told.startswith("def")
+
+
+def test_model(resumed, run, tmp_path):
+    """It sees no later token and no other document; the planner weighs it, and what cannot write says so."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from capibara.models import api
+    from capibara.planner.model import workload
+
+    told = resumed("my_model")
+    assert told[4]["loss"] < told[1]["loss"]
+    trainer = trainer_of("my_model")
+    model = api.build(trainer.model)
+    params = model.init(jax.random.key(0))
+    tokens = jnp.array([[5, 6, 7, 8, 9, 10]], jnp.int32)
+    rows = {
+        "tokens": tokens,
+        "positions": jnp.array([[0, 1, 2, 0, 1, 2]]),
+        "segment_ids": jnp.array([[1, 1, 1, 2, 2, 2]]),
+    }
+    of_rows = jax.jit(lambda rows: model.hidden(params, rows)[0])
+    hidden = of_rows(rows)
+    changed = of_rows(rows | {"tokens": tokens.at[0, 1].set(99)})
+    same = np.isclose(hidden, changed, atol=1e-6).all(axis=-1)[0]
+    assert same.tolist() == [True, False, False, True, True, True]
+    assert workload.of_run(trainer).model_flops_per_token > 6 * 2 * 3 * 16 * 32
+    refused = run("infer", f"--model_dir={tmp_path / 'run'}", "--gin_file=my_model.gin", "--prompt=def", code=2)
+    assert "MinGruConfig has no `read`" in refused

@@ -628,10 +628,13 @@ def reads_whole(model: Model) -> bool:
 def check_generates(model: Model) -> None:
     """Raises UserError for a model that has no next token."""
     if model.read is None:
-        raise UserError(
-            f"the model ({type(model.config).__name__}) is a masked language model: it fills in tokens of a whole text "
-            "and cannot continue one; sample from a decoder or an encoder-decoder, and leave SampleText.prompts empty"
+        name = type(model.config).__name__
+        why = (
+            f"the model ({name}) is a masked language model: it fills in tokens of a whole text and cannot continue one"
+            if model.config.objective == "masked"
+            else f"the model of {name} has no `read` and `start_cache`, by which texts are written"
         )
+        raise UserError(f"{why}; sample from a decoder or an encoder-decoder, and leave SampleText.prompts empty")
     if model.config.moe is not None and model.config.moe.routing == "expert_choice":
         raise UserError(
             "Moe.routing is 'expert_choice': experts compare a token with later ones, which are not there yet while a text "

@@ -80,6 +80,11 @@ class DecoderConfig(TransformerConfig):
     def data_kind(self) -> str:
         return "prefix" if self.inputs_attention is InputsAttention.BIDIRECTIONAL else "causal"
 
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        kinds = (self.layer_pattern[i % len(self.layer_pattern)] for i in range(self.num_layers))
+        return tuple(self.window if kind is LayerKind.LOCAL else None for kind in kinds)
+
     def __post_init__(self):
         super().__post_init__()
         self._check_relative()

@@ -228,6 +228,11 @@ class TransformerConfig:
         return 0
 
     @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Of each layer, how many positions a query sees, its own included; None: all before it."""
+        return (None,) * self.num_layers
+
+    @property
     def runs_in_stages(self) -> bool:
         """Whether a pipeline can cut its layers into stages."""
         return True

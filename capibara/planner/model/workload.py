@@ -17,7 +17,7 @@ from capibara.core import tree
 from capibara.core.types import PyTree, UserError
 from capibara.data.dataset import Dataset
 from capibara.models import api
-from capibara.models.api import DecoderConfig, EncoderConfig, EncoderDecoderConfig, Model, TransformerConfig
+from capibara.models.api import EncoderConfig, EncoderDecoderConfig, Model, TransformerConfig
 from capibara.objectives.loss import Loss, ResidentArrays
 from capibara.optim import OptimizerConfig, StateDtype
 from capibara.sharding import Plan, Rules
@@ -366,9 +366,5 @@ def _stacks(
 
 def _seen_keys(sizes: TransformerConfig, length: int) -> float:
     """Keys that a token of a decoder sees, in the mean over its row and over the layers' pattern."""
-    if not isinstance(sizes, DecoderConfig):
-        return length / 2
-    pattern = sizes.layer_pattern
-    kinds = [pattern[index % len(pattern)] for index in range(sizes.num_layers)]
-    windows = [min(sizes.window, length) if kind == "local" else length for kind in kinds]
+    windows = [length if window is None else min(window, length) for window in sizes.windows]
     return sum(window - window**2 / (2 * length) for window in windows) / len(windows)
