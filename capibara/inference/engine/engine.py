@@ -631,7 +631,7 @@ def check_generates(model: Model) -> None:
         name = type(model.config).__name__
         why = (
             f"the model ({name}) is a masked language model: it fills in tokens of a whole text and cannot continue one"
-            if model.config.objective == "masked"
+            if model.config.data_kind == "masked"
             else f"the model of {name} has no `read` and `start_cache`, by which texts are written"
         )
         raise UserError(f"{why}; sample from a decoder or an encoder-decoder, and leave SampleText.prompts empty")
