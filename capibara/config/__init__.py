@@ -47,6 +47,7 @@ __all__ = [
     "configurable",
     "diff",
     "find_file",
+    "load_modules",
     "operative",
     "parse",
     "reset",
@@ -224,6 +225,21 @@ def parse(
     return parsing.read
 
 
+def load_modules(gin_files: Sequence[str | os.PathLike], search_paths: Sequence[str | os.PathLike] = ()) -> None:
+    """Imports what Gin files import and binds nothing: what a module adds must be there before a model is looked at.
+
+    Raises:
+      UserError: as of `parse`.
+    """
+    if not gin_files:
+        return
+    user_modules.search(".", *search_paths)
+    parsing = _Parsing(search_folders(search_paths))
+    for name in gin_files:
+        parsing.file(name)
+    reset()
+
+
 def quoted(binding: str) -> str:
     """The statement `NAME = VALUE` of a command line, with VALUE made a string literal where it is no Gin value and does not try to be one."""
     name, equals, value = (part.strip() for part in binding.partition("="))
@@ -351,7 +367,7 @@ class _Parsing:
             raise
         finally:
             self._in_record = False
-        _check_growth(record.where)
+        gin_record.check_growth(record.where)
 
     def check_modules(self, record: Recorded) -> None:
         """Raises UserError where the record alone names a module that is not capibara's and would be imported."""
@@ -481,42 +497,6 @@ def _value_of(scope: str, selector: str, parameter: str) -> tuple[Any, str]:
         where = _bound_at.get((macro, _MACRO, "value"), where)
         value = gin_config._CONFIG.get((macro, _MACRO), {}).get("value")
     return value, where
-
-
-def _check_growth(where: str) -> None:
-    """Raises UserError where the bindings refer to themselves, or come to very many values with all references put in."""
-    counts: dict[tuple[tuple[str, ...], str], int] = {}
-    open_: set[tuple[tuple[str, ...], str]] = set()
-
-    def count(value: Any, scopes: tuple[str, ...]) -> int:
-        if isinstance(value, gin_config.ConfigurableReference):
-            return count_reference(value, tuple(value.scopes) or scopes)
-        if isinstance(value, dict):
-            value = [inner for pair in value.items() for inner in pair]
-        return 1 + (sum(count(inner, scopes) for inner in value) if isinstance(value, (list, tuple)) else 0)
-
-    def count_reference(reference: gin_config.ConfigurableReference, scopes: tuple[str, ...]) -> int:
-        key = (scopes, reference.configurable.selector)
-        if key in open_:
-            raise UserError(f"{where}: {reference} refers to itself: it is no run's record")
-        if key not in counts:
-            open_.add(key)
-            with gin.config_scope(list(scopes) or None):
-                bound = gin_config._get_bindings(reference.configurable.selector)
-            counts[key] = 1 + sum(count(inner, scopes) for inner in bound.values())
-            open_.discard(key)
-            if counts[key] > gin_record.MOST_VALUES:
-                raise UserError(
-                    f"{where}: {reference} comes to more than {gin_record.MOST_VALUES:,} values: it is no run's record"
-                )
-        return counts[key]
-
-    try:
-        for parameters in [*gin_config._CONFIG.values()]:
-            for value in parameters.values():
-                count(value, ())
-    except RecursionError:
-        raise UserError(f"{where}: its references are nested too deep: it is no run's record") from None
 
 
 def bind(scope: str, selector: str, parameter: str, value: Any, where: str, written: str = "") -> None:

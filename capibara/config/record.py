@@ -9,8 +9,11 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterable, Sequence
+from typing import Any
 
+import gin
 from capibara.core.types import UserError
+from gin import config as gin_config
 
 NEVER = ("capibara.evaluation.", "capibara.inference.server.service")  # modules of which training binds nothing
 MOST_VALUES = 100_000  # that a recorded configuration comes to with all macros and references put in
@@ -42,6 +45,42 @@ def check_size(text: str, where: str) -> None:
     """Raises UserError where a recorded configuration is larger than any run writes."""
     if len(text) > _MOST_BYTES:
         raise UserError(f"{where} has {len(text):,} characters, must be at most {_MOST_BYTES:,}: it is no run's record")
+
+
+def check_growth(where: str) -> None:
+    """Raises UserError where the bindings refer to themselves, or come to very many values with all references put in."""
+    counts: dict[tuple[tuple[str, ...], str], int] = {}
+    open_: set[tuple[tuple[str, ...], str]] = set()
+
+    def count(value: Any, scopes: tuple[str, ...]) -> int:
+        if isinstance(value, gin_config.ConfigurableReference):
+            return count_reference(value, tuple(value.scopes) or scopes)
+        if isinstance(value, dict):
+            value = [inner for pair in value.items() for inner in pair]
+        return 1 + (sum(count(inner, scopes) for inner in value) if isinstance(value, (list, tuple)) else 0)
+
+    def count_reference(reference: gin_config.ConfigurableReference, scopes: tuple[str, ...]) -> int:
+        key = (scopes, reference.configurable.selector)
+        if key in open_:
+            raise UserError(f"{where}: {reference} refers to itself: it is no run's record")
+        if key not in counts:
+            open_.add(key)
+            with gin.config_scope(list(scopes) or None):
+                bound = gin_config._get_bindings(reference.configurable.selector)
+            counts[key] = 1 + sum(count(inner, scopes) for inner in bound.values())
+            open_.discard(key)
+            if counts[key] > MOST_VALUES:
+                raise UserError(
+                    f"{where}: {reference} comes to more than {MOST_VALUES:,} values: it is no run's record"
+                )
+        return counts[key]
+
+    try:
+        for parameters in [*gin_config._CONFIG.values()]:
+            for value in parameters.values():
+                count(value, ())
+    except RecursionError:
+        raise UserError(f"{where}: its references are nested too deep: it is no run's record") from None
 
 
 def refused(what: str) -> str:

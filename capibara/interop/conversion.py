@@ -177,6 +177,7 @@ def convert(
     """
     form = form or ("gguf" if target.endswith(".gguf") else "hf")
     _check_target(target, form, dtype)
+    gin_config.load_modules(gin[0], gin[2])
     if isinstance(path, Sum):
         return _of_sum(path, target, form, dtype, base, gin, runs, how, show)
     if outputs.is_remote(path) and (path.endswith(".gguf") or not runs.is_run(path)):

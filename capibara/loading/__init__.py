@@ -106,6 +106,7 @@ def load(
     for flag, value in (("--step", step), ("--weights", weights)):
         if value is not None:
             raise UserError(f"{flag}={value} is of run folders, and {path} is none: leave it out")
+    config.load_modules(gin_files, search_paths)
     run, like = _foreign(path, *given, placed)
     return Opened(run, given_path, None, "stored", like)
 

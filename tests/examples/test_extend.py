@@ -259,3 +259,42 @@ def test_model(resumed, run, tmp_path):
     assert workload.of_run(trainer).model_flops_per_token > 6 * 2 * 3 * 16 * 32
     refused = run("infer", f"--model_dir={tmp_path / 'run'}", "--gin_file=my_model.gin", "--prompt=def", code=2)
     assert "MinGruConfig has no `read`" in refused
+
+
+def test_hugging_face_family(run, tmp_path):
+    """A folder comes in, may have buffers, trains as a run, and goes out with the same tensors under the same names."""
+    import json
+
+    import numpy as np
+    from safetensors.numpy import load_file, save_file
+
+    rng, D, F, V = np.random.default_rng(0), 16, 32, 258
+    blocks = {
+        "norm_1": (D,),
+        "qkv": (3 * D, D),
+        "out": (D, D),
+        "norm_2": (D,),
+        "gate": (F, D),
+        "up": (F, D),
+        "down": (D, F),
+    }
+    shapes = {f"blocks.{i}.{name}.weight": shape for i in range(2) for name, shape in blocks.items()}
+    shapes |= {"embed.weight": (V, D), "norm.weight": (D,), "head.weight": (V, D)}
+    tensors = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    save_file(tensors | {"blocks.0.rotary_buffer": np.ones(4, np.float32)}, folder / "model.safetensors")
+    sizes = {"vocab_size": V, "width": D, "depth": 2, "heads": 2, "mlp_width": F, "model_type": "my_decoder"}
+    (folder / "config.json").write_text(json.dumps(sizes | {"architectures": ["MyDecoderForCausalLM"]}))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(FOLDER / "data" / "tokenizer" / name, folder)
+    gin = "--gin_file=my_family.gin"
+    run("convert", gin, f"--from={folder}", f"--to={tmp_path / 'run'}", "--format=capibara")
+    run("convert", gin, f"--from={tmp_path / 'run'}", f"--to={tmp_path / 'back'}", "--dtype=f32")
+    back = load_file(tmp_path / "back" / "model.safetensors")
+    assert back.keys() == tensors.keys()
+    for name, value in tensors.items():
+        np.testing.assert_array_equal(back[name], value, err_msg=name)
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["width"] == D
+    told = run("infer", gin, f"--model={folder}", "--prompt=def", "--gin.Sampling.max_new_tokens=1")
+    assert told.startswith("def")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from capibara.core.types import UserError
-from capibara.interop.hf import gemma3n
+from capibara.interop.hf import gemma3n, tables
 from capibara.interop.hf.tables import T5X_DECODER_TYPE
 from capibara.models.api import DecoderConfig, EncoderDecoderConfig, Gemma3nConfig, TransformerConfig
 
@@ -337,7 +337,28 @@ _LIST = (
         divides=True,
     ),
 )
-FAMILIES = {family.model_type: family for family in _LIST}
+FAMILIES: dict[str, Family] = {}
+_OWN = frozenset(family.model_type for family in _LIST)
+
+
+def add(family: Family, names: tables.Names) -> None:
+    """Lets folders of a family be read and written: examples/extend/my_family.py adds one from outside.
+
+    Args:
+      family: what its config.json says.
+      names: its tensors.
+
+    Raises:
+      UserError: capibara has one of that model_type.
+    """
+    if family.model_type in _OWN and family.model_type in FAMILIES:
+        raise UserError(f"capibara has a family of model_type {family.model_type!r} already: give yours another name")
+    FAMILIES[family.model_type] = family
+    tables.NAMES[family.model_type] = names
+
+
+for _family in _LIST:
+    add(_family, tables.NAMES[_family.model_type])
 
 
 def head(values: Values, family: Family) -> str:

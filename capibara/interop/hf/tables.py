@@ -77,6 +77,17 @@ def _rows(rows: Iterable[tuple[str, ...]], layouts: Mapping[str, str] = _LAYOUTS
     return tuple(made)
 
 
+def table(rows: Iterable[tuple[str, ...]], layouts: Mapping[str, str] | None = None) -> Rows:
+    """The table of a family that is added from outside.
+
+    Args:
+      rows: (name of a tensor, its dimensions, our parameters that it holds), and the letter along which it holds several.
+        Dimensions are in the letters of interop.hf.tensors; ours are named as capibara.core.tree does.
+      layouts: dimensions of our parameters that no other family has, by name.
+    """
+    return _rows(rows, _LAYOUTS | dict(layouts or {}))
+
+
 def _without(rows: Rows, *words: str) -> Rows:
     return tuple(row for row in rows if not any(word in row.name for word in words))
 
