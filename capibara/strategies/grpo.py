@@ -34,7 +34,7 @@ from capibara.objectives.base import Metrics, Objective, Totals, log_probabiliti
 from capibara.objectives.batches import RunParts
 from capibara.objectives.loss import Loss, ResidentArrays
 from capibara.sharding import RematPolicy
-from capibara.strategies.rewards import check_reward
+from capibara.strategies.rewards import Reward, check_reward
 from capibara.strategies.rollouts import Rollouts
 
 ENTRIES = ("advantages", "drawn", "old", "reference")  # of a batch of answers, float32 [B, T], besides the usual ones
@@ -84,7 +84,7 @@ class Grpo(Loss):
       mesh: how an engine lies on a process's own chips.
     """
 
-    rewards: tuple[Callable, ...] = dataclasses.field(default=(), repr=False)
+    rewards: tuple[Reward, ...] = dataclasses.field(default=(), repr=False)
     reward_weights: tuple[float, ...] | None = None
     group: int = 8
     sampling: Sampling = Sampling(max_new_tokens=256, temperature=1.0)

@@ -12,10 +12,23 @@ import inspect
 import math
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from capibara.config import configurable
 from capibara.core.types import UserError
+
+
+class Reward(Protocol):
+    """What `Grpo.rewards` takes: examples/extend/my_reward.py is one."""
+
+    def __call__(self, prompt: str, answer: str, record: Mapping[str, Any]) -> float:
+        """How good an answer is; finite.
+
+        Args:
+          prompt: what the model was asked, as the chat template writes it.
+          answer: what it said.
+          record: the line of the data.
+        """
 
 
 @configurable

@@ -1,6 +1,6 @@
 """A metric: how near a number in an answer is to the right one. It judges the answers of any model or run folder.
 
-cd examples/extend && python -m capibara.evaluate --gin_file=my_metric.gin --model_dir=runs/my_source
+cd examples/extend && python -m capibara.evaluate --gin_file=my_metric.gin --model_dir=runs/my_source --trust_config
 """
 
 import re

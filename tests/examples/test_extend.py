@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
 import pathlib
 import shutil
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from capibara import config
 from capibara.core import devices, exits
+from capibara.core.types import UserError
 from capibara.monitoring.trackers.loggers import read_metrics
 
 FOLDER = pathlib.Path(__file__).resolve().parents[2] / "examples" / "extend"
@@ -102,6 +106,20 @@ def test_optimizer(resumed):
     assert work.state["float32"].on_device(halved) < 0.6 * params
 
 
+def test_both_are_called_from_python(monkeypatch):
+    """As any other class; a field of a wrong type is refused as in Gin."""
+    monkeypatch.chdir(FOLDER)
+    trainer = trainer_of("my_optimizer")
+    signum = type(trainer.optimizer)
+    restarts = type(trainer_of("my_schedule").optimizer.schedule)
+    built = signum(schedule=restarts(cycles=2), weight_decay=0.0).build(4, {"w": ("embed", "mlp")})
+    weights = {"w": jnp.ones((2, 2))}
+    updates, _ = built.update({"w": jnp.array([[3.0, -2.0], [0.5, -0.1]])}, built.init(weights), weights)
+    np.testing.assert_allclose(updates["w"], [[-1e-3, 1e-3], [-1e-3, 1e-3]], rtol=1e-6)
+    with pytest.raises(UserError, match="Trainer.optimizer .* must be OptimizerConfig"):
+        dataclasses.replace(trainer, optimizer=restarts())
+
+
 def test_a_verdict_of_the_compiler_is_of_the_users_code_too(monkeypatch):
     from capibara.planner.compiler import compile_cache
 
@@ -111,8 +129,6 @@ def test_a_verdict_of_the_compiler_is_of_the_users_code_too(monkeypatch):
 
 
 def test_schedule(resumed):
-    import numpy as np
-
     rates = [record["learning_rate"] for record in resumed("my_schedule").values()]
     np.testing.assert_allclose(rates, [1e-2, 5e-3, 1e-2, 5e-3], rtol=1e-6)
 
@@ -178,8 +194,6 @@ def evaluations(folder):
 
 def test_loss(resumed, train, tmp_path):
     """It is below the cross entropy and evaluated as it is trained; with gamma 0 it is the cross entropy, up to rounding."""
-    import numpy as np
-
     told = resumed("my_loss")
     assert all(0 < record["loss"] < record["nll"] for record in told.values())
     assert 0 < evaluations(tmp_path / "run")[4] < told[4]["nll"]
@@ -203,8 +217,6 @@ def test_batch_provider(train, resumed):
 def test_decoder_block(resumed, run, tmp_path):
     """Its vectors are trained, each step of its cache is what training reads, and it writes text."""
     import jax
-    import jax.numpy as jnp
-    import numpy as np
 
     from capibara.models import api
 
@@ -234,8 +246,6 @@ def test_decoder_block(resumed, run, tmp_path):
 def test_model(resumed, run, tmp_path):
     """It sees no later token and no other document; the planner weighs it, and what cannot write says so."""
     import jax
-    import jax.numpy as jnp
-    import numpy as np
 
     from capibara.models import api
     from capibara.planner.model import workload
@@ -265,7 +275,6 @@ def test_hugging_face_family(run, tmp_path):
     """A folder comes in, may have buffers, trains as a run, and goes out with the same tensors under the same names."""
     import json
 
-    import numpy as np
     from safetensors.numpy import load_file, save_file
 
     rng, D, F, V = np.random.default_rng(0), 16, 32, 258
