@@ -197,7 +197,7 @@ def test_loss(resumed, train, tmp_path):
     told = resumed("my_loss")
     assert all(0 < record["loss"] < record["nll"] for record in told.values())
     assert 0 < evaluations(tmp_path / "run")[4] < told[4]["nll"]
-    once = ("--gin.Evaluation.every=2", "--gin.Checkpointing.every=0")
+    once = ("--gin.Evaluation.every=2", "--gin.Evaluation.max_batches=2", "--gin.Checkpointing.every=0")
     focal, plain = (
         train("my_loss", 2, "--gin.FocalLoss.gamma=0.0", *once, folder="g"),
         train("tiny", 2, *once, folder="p"),
