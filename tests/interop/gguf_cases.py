@@ -108,10 +108,10 @@ CASES: dict[str, dict[str, Any]] = {
 
 def tensors(config: Mapping[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
     """Random values of all tensors, which adding 1 does not round."""
-    rows = dict(_rows(config))
     if config["model_type"] != "gpt_oss":
-        yield from rows.items()
+        yield from _rows(config)
         return
+    rows = dict(_rows(config))
     for name, parts in gpt_oss.names(rows).items():
         yield name, gpt_oss.joined(name, [rows[part] for part in parts])
 
