@@ -115,7 +115,7 @@ def _aliased(memory, step) -> int:
 def _counted(row: Row, sizes, step, module, live: int) -> dict[str, Any]:
     """Least and compiled bytes where every row has `live` tokens."""
     from capibara.inference.engine.placement import lowering
-    from capibara.kernels import paged_attention
+    from capibara.kernels.cached_attention import tpu as paged_attention
     from capibara.planner.compiler import hlo
 
     embedding = lowering.device_bytes(step.params["embedding"])

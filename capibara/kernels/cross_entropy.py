@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from capibara import sharding
-from capibara.kernels.transposition import transposed
+from capibara.kernels.matmul.transposition import transposed
 from capibara.sharding import Rules
 
 # Bytes of one block of float32 logits on a device: what stays in a CPU's cache, and little beside an HBM.

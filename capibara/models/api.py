@@ -14,7 +14,9 @@ from flax import nnx
 from capibara import sharding
 from capibara.core import tree
 from capibara.core.types import Batch, Params
-from capibara.kernels.quantized_matmul import Quantization
+from capibara.kernels.matmul import dispatch as matmul
+from capibara.kernels.matmul.cpu import OutputFirst
+from capibara.kernels.matmul.quantized import Quantization
 from capibara.models import flops
 from capibara.models.adapters import lora, lora_merge, trainable_tokens, unmerged
 from capibara.models.adapters.lora import Lora
@@ -27,7 +29,6 @@ from capibara.models.architectures.gemma3n.model import Gemma3n
 from capibara.models.cache import paged
 from capibara.models.cache.dense import Cache, put_rows
 from capibara.models.layers import stack
-from capibara.models.layers.layers import OutputFirst, pays_in_pairs, product_in_pairs
 from capibara.models.layers.rope import Rope
 from capibara.models.layers.stack import Stats
 from capibara.models.layers.transformer import Head, TransformerConfig
@@ -146,14 +147,7 @@ class Model:
 
     def logits_of(self, params: Params, hidden: jax.Array) -> jax.Array:
         """Logits [B, T, V] in float32 of final hidden states [B, T, D]."""
-        head = self.head(params).astype(hidden.dtype)
-        if hidden.shape[1] == 1 and sharding.platform() == "cpu":  # as OutputFirst
-            if not sharding.active() and pays_in_pairs(head, hidden[:, 0]):
-                return self.capped(product_in_pairs(head, hidden[:, 0])[:, None])
-            logits = jnp.einsum("VD,BTD->VBT", head, hidden, preferred_element_type=jnp.float32)
-            return self.capped(jnp.moveaxis(logits, 0, -1))
-        logits = jnp.einsum("BTD,VD->BTV", hidden, head, preferred_element_type=jnp.float32)
-        return self.capped(logits)
+        return self.capped(matmul.logits(hidden, self.head(params).astype(hidden.dtype)))
 
     def start_cache(
         self,
@@ -220,7 +214,7 @@ class Model:
         """The parameters as generation reads them fastest: layers apart, matrices in the compute dtype.
 
         A program that runs the layers one by one would copy each of a stack. On a CPU matrices have their outputs first
-        (`layers.OutputFirst`). The results are those of the parameters themselves.
+        (`OutputFirst`). The results are those of the parameters themselves.
 
         Args:
           params: as training has them.
@@ -245,7 +239,7 @@ class Model:
 
     def _served_layers(self, axes: tuple[str, ...], x: jax.Array) -> tuple[jax.Array | OutputFirst, ...]:
         """Of an array of all layers that of each."""
-        turns = self.config.quantization is Quantization.NONE and sharding.platform() == "cpu" and not sharding.active()
+        turns = self.config.quantization is Quantization.NONE and matmul.wants_outputs_first()
         layers = (sharding.constrain(one, axes[1:]) for one in self._computed(axes, x))
         return tuple(_output_first(axes[1:], one) if turns else one for one in layers)
 

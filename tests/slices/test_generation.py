@@ -56,7 +56,7 @@ SHORT = [
     ("v6e-4", dict(tensor=4), "encoder-decoder", "rows"),
 ]
 # What partitions by hand -> a model and a cache whose programs have it.
-WITHIN = {"kernels/paged_attention.py attend": ("decoder", "pages")}
+WITHIN = {"kernels/cached_attention/tpu.py attend": ("decoder", "pages")}
 
 
 def cases():

@@ -1,1 +1,1 @@
-"""Attention of queries, keys and values: by cuDNN, by splash on TPU, a block at a time."""
+"""Attention of queries to keys and values: the plain formula, blocks of queries, cuDNN on GPU, splash on TPU."""

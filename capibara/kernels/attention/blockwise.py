@@ -12,6 +12,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from capibara.kernels.attention.signature import AttentionInputs, cut_rows, plain_alone
 from capibara.kernels.attention.spec import AttentionSpec
 
 _MASKED = -1e30  # finite, so that a row with nothing to see stays a number
@@ -24,45 +25,33 @@ def block_size(length: int) -> int | None:
     return size if length % size == 0 else None
 
 
+def objection(inputs: AttentionInputs, spec: AttentionSpec) -> str | None:
+    """As signature.AttentionKernel says: it takes whole rows in their order that divide into blocks."""
+    del spec
+    T = inputs.q_BTNH.shape[1]
+    odd = f"takes rows of a multiple of 64 places, or of 16 above 1024, not of {T}" if block_size(T) is None else None
+    return plain_alone(inputs) or cut_rows(inputs) or odd
+
+
+def attend(inputs: AttentionInputs, spec: AttentionSpec, block: int | None = None) -> jax.Array:
+    """As signature.AttentionKernel says; `block`: queries of a block, which divide T; None: as many as suit T."""
+    block = block_size(inputs.q_BTNH.shape[1]) if block is None else block
+    return _blockwise(*inputs[:5], inputs.bias_NTS, spec, block, inputs.sinks_N)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
-def blockwise_attention(
-    q_BTNH: jax.Array,
-    k_BSKH: jax.Array,
-    v_BSKH: jax.Array,
-    q_segments_BT: jax.Array,
-    kv_segments_BS: jax.Array,
-    bias_NTS: jax.Array | None,
-    kind: AttentionSpec,
-    block: int,
-    sinks_N: jax.Array | None = None,
-) -> jax.Array:
-    """softmax(scores) v for rows in order; softmax in float32.
-
-    Args:
-      q_BTNH: queries; head n reads key/value head n // (N / K).
-      k_BSKH: keys.
-      v_BSKH: values.
-      q_segments_BT: document number of each query.
-      kv_segments_BS: document number of each key.
-      bias_NTS: added to the scores, or None.
-      kind: mask, scale and cap.
-      block: queries of a block; divides T.
-      sinks_N: a logit of each query head in the softmax's denominator, or None.
-
-    Returns:
-      [B, T, N, H] in the dtype of the queries.
-    """
-    return _forward(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, kv_segments_BS, bias_NTS, kind, block, sinks_N)[0]
+def _blockwise(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, kv_segments_BS, bias_NTS, spec: AttentionSpec, block, sinks_N):
+    return _forward(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, kv_segments_BS, bias_NTS, spec, block, sinks_N)[0]
 
 
-def _forward(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, kv_segments_BS, bias_NTS, kind, block, sinks_N):
+def _forward(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, kv_segments_BS, bias_NTS, spec, block, sinks_N):
     K = k_BSKH.shape[2]
     k_BKSH, v_BKSH = jnp.swapaxes(k_BSKH, 1, 2), jnp.swapaxes(v_BSKH, 1, 2)
     segments = (q_segments_BT, kv_segments_BS)
     queries, outputs, log_z = [], [], []  # of the blocks: cut first, each is laid out once and never copied
     for start in range(0, q_BTNH.shape[1], block):
-        q = _queries_first(q_BTNH[:, start : start + block] * kind.scale, K)
-        scores, keys = _scores(q, k_BKSH, segments, bias_NTS, kind, start)
+        q = _queries_first(q_BTNH[:, start : start + block] * spec.scale, K)
+        scores, keys = _scores(q, k_BKSH, segments, bias_NTS, spec, start)
         largest, sinks = jnp.max(scores, axis=-1, keepdims=True), _sinks(sinks_N, K, block)
         largest = largest if sinks is None else jnp.maximum(largest, sinks)
         weights = jnp.exp(scores - largest)
@@ -76,15 +65,15 @@ def _forward(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, kv_segments_BS, bias_NTS, ki
     return jnp.concatenate([_time_first(y) for y in outputs], axis=1), saved
 
 
-def _backward(kind, block, saved, dy_BTNH):
+def _backward(spec, block, saved, dy_BTNH):
     queries, k_BKSH, v_BKSH, segments, bias_NTS, sinks_N, outputs, log_z = saved
     (B, K, S, H), T, dtype = k_BKSH.shape, dy_BTNH.shape[1], dy_BTNH.dtype
     # The parts of keys that queries' blocks see begin and end where blocks do, or at the end of the keys.
-    edges = sorted({edge for start in range(0, T, block) for edge in _edges(_seen(kind, start, block, S))} | {0, S})
+    edges = sorted({edge for start in range(0, T, block) for edge in _edges(_seen(spec, start, block, S))} | {0, S})
     dk, dv = ([jnp.zeros((B, K, H, b - a), jnp.float32) for a, b in zip(edges, edges[1:])] for _ in range(2))
     dq, dbias, dsinks = [], [], 0.0
     for index, start in enumerate(range(0, T, block)):
-        scores, keys = _scores(queries[index], k_BKSH, segments, bias_NTS, kind, start)
+        scores, keys = _scores(queries[index], k_BKSH, segments, bias_NTS, spec, start)
         q, y = _fold(queries[index]), _fold(outputs[index])
         dy = _fold(_queries_first(dy_BTNH[:, start : start + block], K))
         # The gradient through the softmax needs only sum(dy * y) of each query (Dao et al. 2022, section 3.1).
@@ -94,9 +83,9 @@ def _backward(kind, block, saved, dy_BTNH):
             taken = jnp.exp(_sinks(sinks_N, K, block) - log_z[index]) * inner
             dsinks -= jnp.sum(taken.reshape(B, K, -1, block), axis=(0, 3)).reshape(-1)
         dscores = weights * (_dot(dy, v_BKSH[:, :, keys], 3, 3) - inner)
-        if kind.soft_cap is not None:
+        if spec.soft_cap is not None:
             # Hidden scores are far beyond the cap, but their weights are 0.
-            dscores = dscores * jnp.maximum(1.0 - jnp.square(scores / kind.soft_cap), 0.0)
+            dscores = dscores * jnp.maximum(1.0 - jnp.square(scores / spec.soft_cap), 0.0)
         if bias_NTS is not None:
             rows = jnp.sum(dscores.reshape(B, -1, block, dscores.shape[-1]), axis=0)
             dbias.append(jnp.pad(rows, ((0, 0), (0, 0), (keys.start, S - keys.stop))))
@@ -108,7 +97,7 @@ def _backward(kind, block, saved, dy_BTNH):
                 columns = slice(a - keys.start, b - keys.start)
                 dk[part] += dk_HS[..., columns]
                 dv[part] += dv_HS[..., columns]
-    dq_BTNH = jnp.concatenate([_time_first(x) for x in dq], axis=1) * kind.scale
+    dq_BTNH = jnp.concatenate([_time_first(x) for x in dq], axis=1) * spec.scale
     # Turned part by part: of whole rows XLA would read each column through all of the cache.
     dk_BSKH, dv_BSKH = (jnp.concatenate([jnp.moveaxis(x, 3, 1) for x in parts], axis=1) for parts in (dk, dv))
     dbias_NTS = None if bias_NTS is None else jnp.concatenate(dbias, axis=1).astype(bias_NTS.dtype)
@@ -116,18 +105,18 @@ def _backward(kind, block, saved, dy_BTNH):
     return dq_BTNH.astype(dtype), dk_BSKH.astype(dtype), dv_BSKH.astype(dtype), None, None, dbias_NTS, dsinks_N
 
 
-blockwise_attention.defvjp(_forward, _backward)
+_blockwise.defvjp(_forward, _backward)
 
 
-def _seen(kind: AttentionSpec, start: int, block: int, key_count: int) -> slice:
+def _seen(spec: AttentionSpec, start: int, block: int, key_count: int) -> slice:
     """The keys that a block of queries may see by its places; from a multiple of the block on."""
     first, last = 0, key_count
-    if kind.causal:
+    if spec.causal:
         last = min(start + block, key_count)
-    if kind.window is not None:
-        first = max(0, start - kind.window + 1) // block * block
-        if not kind.causal:
-            last = min(-(-(start + block + kind.window - 1) // block) * block, key_count)
+    if spec.window is not None:
+        first = max(0, start - spec.window + 1) // block * block
+        if not spec.causal:
+            last = min(-(-(start + block + spec.window - 1) // block) * block, key_count)
     return slice(min(first, last - 1), last)
 
 
@@ -135,22 +124,22 @@ def _edges(keys: slice) -> tuple[int, int]:
     return keys.start, keys.stop
 
 
-def _scores(q_BKGTH, k_BKSH, segments, bias_NTS, kind, start):
+def _scores(q_BKGTH, k_BKSH, segments, bias_NTS, spec, start):
     """Masked scores [B, K, G * T, keys] of the block of queries from `start` on, and the slice of keys it may see."""
     B, K, G, block, _ = q_BKGTH.shape
-    rows, keys = slice(start, start + block), _seen(kind, start, block, k_BKSH.shape[2])
+    rows, keys = slice(start, start + block), _seen(spec, start, block, k_BKSH.shape[2])
     scores = _dot(_fold(q_BKGTH), k_BKSH[:, :, keys], 3, 3)
     scores = scores.reshape(B, K, G, block, -1)
     if bias_NTS is not None:
         scores = scores + bias_NTS[:, rows, keys].reshape(K, G, block, -1).astype(jnp.float32)
-    if kind.soft_cap is not None:
-        scores = kind.soft_cap * jnp.tanh(scores / kind.soft_cap)
+    if spec.soft_cap is not None:
+        scores = spec.soft_cap * jnp.tanh(scores / spec.soft_cap)
     visible = segments[0][:, rows, None] == segments[1][:, None, keys]
     back = jnp.arange(start, start + block)[:, None] - jnp.arange(keys.start, keys.stop)[None, :]
-    if kind.causal:
+    if spec.causal:
         visible &= back >= 0
-    if kind.window is not None:
-        visible &= jnp.abs(back) < kind.window
+    if spec.window is not None:
+        visible &= jnp.abs(back) < spec.window
     scores = jnp.where(visible[:, None, None], scores, _MASKED)
     return scores.reshape(B, K, G * block, -1), keys
 

@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from capibara import sharding
+from capibara.kernels.attention.signature import AttentionInputs, plain_alone
 from capibara.kernels.attention.spec import AttentionSpec
 
 # A multiple of the 128 lanes of a vector register; rows are padded to it.
@@ -34,92 +35,67 @@ _WIDEST_HEAD = 256
 _RESIDUALS = "attention"
 
 
-def supported(q_BTNH: jax.Array, k_BSKH: jax.Array, *, kind: AttentionSpec, bias_NTS: jax.Array | None = None) -> bool:
-    """Whether the kernel computes this attention: no bias, a head it has room for, keys for every query.
+def objection(inputs: AttentionInputs, spec: AttentionSpec) -> str | None:
+    """As signature.AttentionKernel says: no bias, a head that the kernel has room for, keys for every query.
 
     A causal row without keys of its own place (S < T) would have an empty softmax.
     """
-    T, S = q_BTNH.shape[1], k_BSKH.shape[1]
-    positional = kind.causal or kind.window is not None
-    return bias_NTS is None and q_BTNH.shape[-1] <= _WIDEST_HEAD and T > 0 and (T == S or not positional)
+    if found := plain_alone(inputs):
+        return found
+    (T, H), S = inputs.q_BTNH.shape[1::2], inputs.k_BSKH.shape[1]
+    positional = spec.causal or spec.window is not None
+    if inputs.bias_NTS is None and H <= _WIDEST_HEAD and T > 0 and (T == S or not positional):
+        return None
+    takes = "head_dim up to 256, no relative positions, as many keys as queries if causal or windowed"
+    return f"takes {takes}, not {inputs.described(spec)}"
 
 
-def splash_attention(
-    q_BTNH: jax.Array,
-    k_BSKH: jax.Array,
-    v_BSKH: jax.Array,
-    *,
-    kind: AttentionSpec,
-    q_segments_BT: jax.Array,
-    kv_segments_BS: jax.Array,
-    q_places_T: np.ndarray | None = None,
-    kv_places_S: np.ndarray | None = None,
-    sinks_N: jax.Array | None = None,
-    interpret: bool = False,
-) -> jax.Array:
-    """softmax(scores) v of arrays that lie on one device; the arguments are those of attention.attend.
+def attend(inputs: AttentionInputs, spec: AttentionSpec, interpret: bool = False) -> jax.Array:
+    """As signature.AttentionKernel says, of global arrays over the mesh of `sharding.active()` where there is one.
 
-    Args:
-      q_BTNH, k_BSKH, v_BSKH: queries, keys and values; `supported` tells which.
-      kind: mask, scale and cap of the scores.
-      q_segments_BT, kv_segments_BS: document numbers, at least 0; a query sees only keys of its own number.
-      q_places_T, kv_places_S: original places of rows that are not in order; known when the program is traced.
-      sinks_N: float32, a logit of each query head in the softmax's denominator, or None.
-      interpret: run the kernel in Pallas's interpreter, on any platform.
-
-    Returns:
-      [B, T, N, H] in the dtype of the queries.
+    Rows lie where the rules put "batch", heads and sinks over the axes of "act_heads", queries over those of "act_time"; each
+    context shard gathers all keys and values. Places that are only known on the device count as the one order that
+    sharding.balanced makes; others are known when the program is traced. `interpret` runs the kernel in Pallas's
+    interpreter, on any platform.
     """
-    if kv_places_S is not None:
-        k_BSKH, v_BSKH, kv_segments_BS = (in_order(x, kv_places_S) for x in (k_BSKH, v_BSKH, kv_segments_BS))
+    if sharding.active() is None:
+        return _on_one_device(inputs, spec, interpret)
+    return _on_mesh(inputs, spec, interpret)
+
+
+def _on_one_device(inputs: AttentionInputs, spec: AttentionSpec, interpret: bool) -> jax.Array:
+    q_BTNH, *of_keys = inputs.q_BTNH, inputs.k_BSKH, inputs.v_BSKH, inputs.kv_segments_BS
+    if inputs.kv_places_S is not None:
+        of_keys = [in_order(x, inputs.kv_places_S) for x in of_keys]
+    k_BSKH, v_BSKH, kv_segments_BS = of_keys
     T, S = q_BTNH.shape[1], k_BSKH.shape[1]
-    places_T = np.arange(T) if q_places_T is None else np.asarray(q_places_T)
-    kernel = _kernel(kind, places_T, S, q_BTNH.shape[2], shards=1, interpret=interpret)
-    return _run(kernel, kind, q_BTNH, k_BSKH, v_BSKH, q_segments_BT, kv_segments_BS, sinks_N)
+    places_T = np.arange(T) if inputs.q_places_T is None else np.asarray(inputs.q_places_T)
+    kernel = _kernel(spec, places_T, S, q_BTNH.shape[2], shards=1, interpret=interpret)
+    return _run(kernel, spec, q_BTNH, k_BSKH, v_BSKH, inputs.q_segments_BT, kv_segments_BS, inputs.sinks_N)
 
 
-def sharded_splash(
-    q_BTNH: jax.Array,
-    k_BSKH: jax.Array,
-    v_BSKH: jax.Array,
-    *,
-    kind: AttentionSpec,
-    q_segments_BT: jax.Array,
-    kv_segments_BS: jax.Array,
-    q_places_T: jax.Array | None = None,
-    kv_places_S: jax.Array | None = None,
-    sinks_N: jax.Array | None = None,
-    interpret: bool = False,
-) -> jax.Array:
-    """`splash_attention` of global arrays over the mesh of `sharding.active()`.
-
-    Rows lie where the rules put "batch", heads and sinks over the axes of "act_heads", queries over those of "act_time";
-    each context shard gathers all keys and values. Places known on the device alone count as sharding.balanced's order.
-    """
-    mesh, rules = sharding.active() or (None, None)
-    if mesh is None:
-        segments = {"q_segments_BT": q_segments_BT, "kv_segments_BS": kv_segments_BS}
-        rest = {"q_places_T": q_places_T, "kv_places_S": kv_places_S, "sinks_N": sinks_N, "interpret": interpret}
-        return splash_attention(q_BTNH, k_BSKH, v_BSKH, kind=kind, **segments, **rest)
+def _on_mesh(inputs: AttentionInputs, spec: AttentionSpec, interpret: bool) -> jax.Array:
+    mesh, rules = sharding.active()
+    q_BTNH, k_BSKH, v_BSKH = inputs[:3]
     (T, N), (S, K) = q_BTNH.shape[1:3], k_BSKH.shape[1:3]
     time_axes, head_axes = _axes(mesh, rules.act_time), _axes(mesh, rules.act_heads, N)
-    time_shards, head_shards = (_size(mesh, axes) for axes in (time_axes, head_axes))
-    q_places_T, kv_places_S = _static(q_places_T, T, time_shards), _static(kv_places_S, S, time_shards)
+    time_shards, head_shards = _size(mesh, time_axes), _size(mesh, head_axes)
+    q_places_T, kv_places_S = _static(inputs.q_places_T, T, time_shards), _static(inputs.kv_places_S, S, time_shards)
     if copies := head_shards // math.gcd(K, head_shards) - 1:
         # Fewer key/value heads than shards: each shard gets the ones that its queries read.
         k_BSKH, v_BSKH = (jnp.repeat(x, copies + 1, axis=2) for x in (k_BSKH, v_BSKH))
     if T % (time_shards * _LANES) or S % time_shards:
         time_axes, time_shards = (), 1  # padding would have to go between the shards
-    parts = 1 if _sees_all(kind, T, S) else time_shards
     places_T = np.arange(T) if q_places_T is None else q_places_T
-    kernel = _kernel(kind, places_T[: T * parts // time_shards], S, N // head_shards, shards=parts, interpret=interpret)
+    parts = 1 if _sees_all(spec, T, S) else time_shards
+    kernel = _kernel(spec, places_T[: T * parts // time_shards], S, N // head_shards, shards=parts, interpret=interpret)
 
     def local(kernel, q, k, v, q_segments, kv_segments, sinks):
         if time_axes:
             k, v, kv_segments = (jax.lax.all_gather(x, time_axes, axis=1, tiled=True) for x in (k, v, kv_segments))
         if kv_places_S is not None:
             k, v, kv_segments = (in_order(x, kv_places_S) for x in (k, v, kv_segments))
-        return _run(kernel, kind, q, k, v, q_segments, kv_segments, sinks)
+        return _run(kernel, spec, q, k, v, q_segments, kv_segments, sinks)
 
     batch_axes = _axes(mesh, rules.batch, q_BTNH.shape[0])
     rows, heads = P(batch_axes, time_axes), P(batch_axes, time_axes, head_axes)
@@ -136,7 +112,7 @@ def sharded_splash(
         axis_names=set(mesh.axis_names) - set(outer.manual_axes),
         check_vma=False,
     )
-    return sharded(kernel, q_BTNH, k_BSKH, v_BSKH, q_segments_BT, kv_segments_BS, sinks_N)
+    return sharded(kernel, q_BTNH, k_BSKH, v_BSKH, inputs.q_segments_BT, inputs.kv_segments_BS, inputs.sinks_N)
 
 
 def in_order(x_BS: jax.Array, places_S: np.ndarray) -> jax.Array:
@@ -164,9 +140,9 @@ def block_sizes(T: int, S: int) -> kernel_lib.BlockSizes:
     )
 
 
-def _run(kernel, kind, q_BTNH, k_BSKH, v_BSKH, q_segments_BT, kv_segments_BS, sinks_N) -> jax.Array:
+def _run(kernel, spec, q_BTNH, k_BSKH, v_BSKH, q_segments_BT, kv_segments_BS, sinks_N) -> jax.Array:
     T, H = q_BTNH.shape[1], q_BTNH.shape[3]
-    q_BTNH = (q_BTNH.astype(jnp.float32) * kind.scale).astype(q_BTNH.dtype)  # the kernel does not scale
+    q_BTNH = (q_BTNH.astype(jnp.float32) * spec.scale).astype(q_BTNH.dtype)  # the kernel does not scale
     q, k, v = (_padded(jnp.swapaxes(x, 1, 2), 2) for x in (q_BTNH, k_BSKH, v_BSKH))
     segments = kernel_lib.SegmentIds(*(_padded(x, 1, _PADDING_SEGMENT) for x in (q_segments_BT, kv_segments_BS)))
     y_BNTH = _with_early_normalisers(kernel, q, k, v, segments, sinks_N)
@@ -221,37 +197,37 @@ def _padded(x: jax.Array, axis: int, value: int = 0) -> jax.Array:
     return jnp.pad(x, [(0, missing if a == axis else 0) for a in range(x.ndim)], constant_values=value)
 
 
-def _kernel(kind, places_T, S, heads, *, shards, interpret) -> kernel_lib.SplashAttentionKernel:
+def _kernel(spec, places_T, S, heads, *, shards, interpret) -> kernel_lib.SplashAttentionKernel:
     """The kernel for `heads` query heads; with shards > 1 its mask is cut into that many parts along the queries."""
     T = len(places_T)
     padded_T, padded_S = (-(-n // _LANES) * _LANES for n in (T, S))
     # Padding stands where the last place does, so that the mask leaves it something to see.
     places_T = np.concatenate([places_T, np.arange(T, padded_T)]).astype(np.int32)
-    mask = _mask(kind, places_T, padded_S)
+    mask = _mask(spec, places_T, padded_S)
     blocks = block_sizes(padded_T // shards, padded_S)
     return kernel_lib.make_splash_mha(
         mask=mask_lib.MultiHeadMask([mask] * heads),
         block_sizes=blocks,
         head_shards=1,
         q_seq_shards=shards,
-        attn_logits_soft_cap=kind.soft_cap,
+        attn_logits_soft_cap=spec.soft_cap,
         residual_checkpoint_name=_RESIDUALS,
         interpret=interpret,
     )
 
 
-def _sees_all(kind: AttentionSpec, T: int, S: int) -> bool:
+def _sees_all(spec: AttentionSpec, T: int, S: int) -> bool:
     """Whether the mask hides nothing: all shards then have the same, and JAX fails to cut one without half-hidden blocks."""
-    return not kind.causal and (kind.window is None or kind.window >= max(T, S))
+    return not spec.causal and (spec.window is None or spec.window >= max(T, S))
 
 
-def _mask(kind: AttentionSpec, places_T: np.ndarray, S: int) -> mask_lib.Mask:
+def _mask(spec: AttentionSpec, places_T: np.ndarray, S: int) -> mask_lib.Mask:
     shape = (len(places_T), S)
-    if _sees_all(kind, *shape):
+    if _sees_all(spec, *shape):
         return mask_lib.FullMask(shape)
-    if kind.window is not None:
-        back = kind.window - 1
-        mask = mask_lib.LocalMask(shape, window_size=(back, 0 if kind.causal else back), offset=0)
+    if spec.window is not None:
+        back = spec.window - 1
+        mask = mask_lib.LocalMask(shape, window_size=(back, 0 if spec.causal else back), offset=0)
     else:
         mask = mask_lib.CausalMask(shape)
     mask.q_sequence = places_T

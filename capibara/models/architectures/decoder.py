@@ -14,11 +14,11 @@ from flax import nnx
 
 from capibara.config import configurable
 from capibara.core.types import Batch, UserError
+from capibara.kernels.attention.dispatch import AttentionBackend
 from capibara.kernels.attention.spec import AttentionSpec
 from capibara.models.adapters import lora, trainable_tokens, unmerged
 from capibara.models.cache import dense
 from capibara.models.layers import dropout, layers, stack, transformer
-from capibara.models.layers.attention import AttentionBackend
 from capibara.models.layers.dropout import Dropout, Site
 from capibara.models.layers.layers import NormScale
 from capibara.models.layers.relative import RelativeBias

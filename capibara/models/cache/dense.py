@@ -11,24 +11,21 @@ An encoder-decoder's layers also have `cross_key` and `cross_value` of what was 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from capibara import sharding
-from capibara.kernels import paged_attention
+from capibara.kernels import cache_writes
 from capibara.kernels.attention.spec import AttentionSpec
+from capibara.kernels.cached_attention import dispatch as cached_attention
 from capibara.sharding import constrain
 
 Cache = dict[str, Any]
 LayerCache = dict[str, jax.Array]
 
-_MASKED = -1e30  # finite, so that a row with nothing to see stays a number
 _KEYS = ("batch", "act_kv_heads", None, None)
 _AT_ONCE = 2048  # most tokens whose scores are all made at once, where another way is as good
-_ROWS_WRITTEN_APART = 32  # most rows that a CPU writes one by one: XLA makes a slow loop of its scatter there
 
 
 class PrefillInputs(NamedTuple):
@@ -131,7 +128,7 @@ def _in_8_bits(x_BTKH: jax.Array) -> tuple[jax.Array, jax.Array]:
 def _written(old_BKSx: jax.Array, new_BTKx: jax.Array, now: PrefillInputs) -> jax.Array:
     T, S = new_BTKx.shape[1], old_BKSx.shape[2]
     if T == 1:
-        return _append(old_BKSx, new_BTKx[:, 0], now.lengths % S)
+        return cache_writes.append(old_BKSx, new_BTKx[:, 0], now.lengths % S)
     new_BKTx = jnp.swapaxes(new_BTKx, 1, 2)
     if now.is_prefill and T <= S:  # padding lies at places that no position has yet
         return jax.lax.dynamic_update_slice(old_BKSx, new_BKTx, (0,) * old_BKSx.ndim)
@@ -139,29 +136,6 @@ def _written(old_BKSx: jax.Array, new_BTKx: jax.Array, now: PrefillInputs) -> ja
     index_B1Sx = jnp.expand_dims(index_BS, (1, *range(3, old_BKSx.ndim)))
     taken = jnp.take_along_axis(new_BKTx, jnp.clip(index_B1Sx, 0, T - 1), axis=2)
     return jnp.where(index_B1Sx >= 0, taken, old_BKSx)
-
-
-def _append(old_BKSx: jax.Array, new_BKx: jax.Array, place_B: jax.Array) -> jax.Array:
-    B = len(place_B)
-    if sharding.platform() != "cpu" or sharding.active() or B > _ROWS_WRITTEN_APART:
-        if whole_places(old_BKSx):
-            return old_BKSx.at[jnp.arange(B, dtype=jnp.int32), :, place_B].set(new_BKx)
-        # Rows and heads are batches of the scatter: nothing is asked of other devices.
-        place_BK = jnp.broadcast_to(place_B[:, None], new_BKx.shape[:2])
-        return jax.vmap(jax.vmap(lambda old, new, place: old.at[place].set(new)))(old_BKSx, new_BKx, place_BK)
-    for row in range(B):
-        one, rest = new_BKx[row][None, :, None], (0,) * (old_BKSx.ndim - 3)
-        old_BKSx = jax.lax.dynamic_update_slice(old_BKSx, one, (row, 0, place_B[row], *rest))
-    return old_BKSx
-
-
-def whole_places(x: jax.Array) -> bool:
-    """Whether all heads of a place are written by one update of a scatter.
-
-    A TPU packs four rows of 8 bits into one, and has the heads in a tile's rows for such updates: XLA then turned the whole
-    cache before and after each of them. An update for each head writes it where it lies.
-    """
-    return x.dtype.itemsize > 1 and x.ndim > 3  # the scales go with what is in 8 bits
 
 
 def attend(
@@ -191,12 +165,10 @@ def attend(
     Returns:
       [B, T, N, H] in the dtype of the queries.
     """
-    plain = bias is None and sinks_N is None and "key_scale" not in layer
-    if paged_attention.supported(q_BTNH, layer["key"], kind, layer["key"].shape[2], plain=plain):
-        there_B = jnp.minimum(now.lengths + now.counts, layer["key"].shape[2])
-        return paged_attention.attend(q_BTNH, layer["key"], layer["value"], there_B, None, kind)
+    there_B = None
     if q_BTNH.shape[1] == 1:
         positions_BS = places(now.lengths + now.counts, layer["key"].shape[2])
+        there_B = jnp.minimum(now.lengths + now.counts, layer["key"].shape[2])
     else:
         stored = as_stored(before["key"].dtype, *new)
         layer = {n: jnp.concatenate([before[n], jnp.swapaxes(x, 1, 2)], axis=2) for n, x in stored.items()}
@@ -212,92 +184,9 @@ def attend(
         visible_BTS &= jnp.abs(back_BTS) < kind.window
     bias_BNTS = None if bias is None else bias(now.positions, positions_BS)
     scales = (layer["key_scale"], layer["value_scale"]) if "key_scale" in layer else None
-    return attend_to(q_BTNH, layer["key"], layer["value"], visible_BTS, kind, bias_BNTS, scales, sinks_N)
-
-
-def attend_to(
-    q_BTNH: jax.Array,
-    k_BKSH: jax.Array,
-    v_BKSH: jax.Array,
-    visible_BTS: jax.Array,
-    kind: AttentionSpec,
-    bias_BNTS: jax.Array | None = None,
-    scales: tuple[jax.Array, jax.Array] | None = None,
-    sinks_N: jax.Array | None = None,
-) -> jax.Array:
-    """softmax(scores) v over keys in the order of a cache; softmax in float32.
-
-    Args:
-      q_BTNH: queries; query head n reads key/value head n // (N / K).
-      k_BKSH: keys.
-      v_BKSH: values.
-      visible_BTS: which keys (places) each query sees.
-      kind: scale and cap; its mask is in `visible_BTS`.
-      bias_BNTS: added to the scores.
-      scales: [B, K, S] of keys and of values in 8 bits; None: they are as they are.
-      sinks_N: as of `attend`.
-
-    Returns:
-      [B, T, N, H] in the dtype of the queries.
-    """
-    (B, T), K = q_BTNH.shape[:2], k_BKSH.shape[1]
-    k_BKSH, v_BKSH = k_BKSH.astype(q_BTNH.dtype), v_BKSH.astype(q_BTNH.dtype)
-    # XLA's CPU back end drops the batch of one row from a product, and then updates the cache twice, in copies of it.
-    apart = sharding.platform() == "cpu" and B == T == 1
-    batched = ((0, 1), (0, 1))
-
-    def scores(q_BKXH: jax.Array) -> jax.Array:
-        if apart:
-            return jnp.sum((q_BKXH[:, :, :, None] * k_BKSH[:, :, None]).astype(jnp.float32), axis=-1)
-        return jax.lax.dot_general(q_BKXH, k_BKSH, (((3,), (3,)), batched), preferred_element_type=jnp.float32)
-
-    def mixed(w_BKXS: jax.Array) -> jax.Array:
-        if apart:
-            return jnp.sum(w_BKXS[..., None] * v_BKSH[:, :, None], axis=3, dtype=jnp.float32).astype(v_BKSH.dtype)
-        return jax.lax.dot_general(w_BKXS, v_BKSH, (((3,), (2,)), batched))
-
-    return attend_by(q_BTNH, scores, mixed, K, visible_BTS, kind, bias_BNTS, scales, sinks_N)
-
-
-def attend_by(
-    q_BTNH: jax.Array,
-    scores_of: Callable[[jax.Array], jax.Array],
-    mixed: Callable[[jax.Array], jax.Array],
-    kv_heads: int,
-    visible_BTS: jax.Array,
-    kind: AttentionSpec,
-    bias_BNTS: jax.Array | None,
-    scales: tuple[jax.Array, jax.Array] | None,
-    sinks_N: jax.Array | None = None,
-) -> jax.Array:
-    """As `attend_to`, whoever multiplies.
-
-    `scores_of`: queries [B, K, X, H] -> products with the keys [B, K, X, S], float32; `mixed`: weights [B, K, X, S] ->
-    sums of the values [B, K, X, H]. X are the queries of one key/value head.
-    """
-    (B, T, N, H), K, S = q_BTNH.shape, kv_heads, visible_BTS.shape[2]
-    G = N // K
-    q_BKXH = jnp.moveaxis((q_BTNH * kind.scale).reshape(B, T, K, G, H), 1, 3).reshape(B, K, G * T, H)
-    scores = scores_of(q_BKXH).reshape(B, K, G, T, S)
-    if scales is not None:
-        scores = scores * scales[0][:, :, None, None]
-    if bias_BNTS is not None:
-        scores = scores + bias_BNTS.reshape(B, K, G, T, S).astype(jnp.float32)
-    if kind.soft_cap is not None:
-        scores = kind.soft_cap * jnp.tanh(scores / kind.soft_cap)
-    scores = jnp.where(visible_BTS[:, None, None], scores, _MASKED)
-    weights = jax.nn.softmax(scores, axis=-1) if sinks_N is None else _softmax(scores, sinks_N.reshape(K, G, 1, 1))
-    if scales is not None:
-        weights = weights * scales[1][:, :, None, None]
-    y_BKXH = mixed(weights.astype(q_BTNH.dtype).reshape(B, K, G * T, S))
-    return jnp.moveaxis(y_BKXH.reshape(B, K, G, T, H), 3, 1).reshape(B, T, N, H)
-
-
-def _softmax(scores: jax.Array, sinks: jax.Array) -> jax.Array:
-    """Along the last axis, beside a logit that has no weight of its own."""
-    largest = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), sinks)
-    weights = jnp.exp(scores - largest)
-    return weights / (jnp.sum(weights, axis=-1, keepdims=True) + jnp.exp(sinks - largest))
+    rows = cached_attention.Rows(layer["key"], layer["value"], scales)
+    seen = cached_attention.Seen(visible_BTS, bias_BNTS, there_B, sinks_N)
+    return cached_attention.attend_rows(q_BTNH, rows, seen, kind)
 
 
 def put_rows(cache: Cache, rows: Cache, index: jax.Array) -> Cache:

@@ -10,20 +10,18 @@ Shapes do not depend on lengths, so nothing is compiled again as rows grow.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from capibara import sharding
-from capibara.kernels import paged_attention
+from capibara.kernels import cache_writes
 from capibara.kernels.attention.spec import AttentionSpec
+from capibara.kernels.cached_attention import dispatch as cached_attention
 from capibara.models.cache import dense
 from capibara.models.cache.dense import Cache, LayerCache, PrefillInputs
 
 _NAMES = ("key", "value", "key_scale", "value_scale")
-_WRITTEN_APART = 32  # as in `cache`: most tokens that a CPU writes one by one
 
 
 class Sizes(NamedTuple):
@@ -131,18 +129,10 @@ def row(kept: Cache, slot: jax.Array, places: int, table: jax.Array | None) -> C
         needed = -(-places // layer["key_pages"].shape[2])
         pages = jax.lax.dynamic_slice(table, (slot, 0), (1, needed))
         pools = {name: layer[f"{name}_pages"] for name in _NAMES if f"{name}_pages" in layer}
-        return {name: _gathered(pool, pages)[:, :, :places] for name, pool in pools.items()}
+        return {name: cached_attention.gathered(pool, pages)[:, :, :places] for name, pool in pools.items()}
 
     rest = {name: of_slot(x) for name, x in kept.items() if name != "layers"}
     return rest | {"layers": tuple(map(of_layer, kept["layers"]))}
-
-
-def _gathered(pool: jax.Array, table_BM: jax.Array) -> jax.Array:
-    """The pages of each slot side by side, [B, K, M * P, ...]."""
-    # Each head's part is brought to its place at once: nothing is transposed afterwards.
-    heads_K1 = jnp.arange(pool.shape[1], dtype=jnp.int32)[:, None]
-    x_BKMPx = pool.at[table_BM[:, None], heads_K1].get(mode="promise_in_bounds")
-    return x_BKMPx.reshape(*x_BKMPx.shape[:2], -1, *x_BKMPx.shape[4:])
 
 
 def write(layer: LayerCache, k_BTKH: jax.Array, v_BTKH: jax.Array, now: PrefillInputs) -> LayerCache:
@@ -152,25 +142,10 @@ def write(layer: LayerCache, k_BTKH: jax.Array, v_BTKH: jax.Array, now: PrefillI
     inside_BT = now.real & (now.positions < M * P)
     taken_BT = jnp.take_along_axis(layer["table"], jnp.clip(now.positions // P, 0, M - 1), axis=1)
     page_BT, place_BT = jnp.where(inside_BT, taken_BT, 0), now.positions % P
-    return layer | {f"{name}_pages": _written(layer[f"{name}_pages"], x, page_BT, place_BT) for name, x in new.items()}
-
-
-def _written(pool: jax.Array, new_BTKx: jax.Array, page_BT: jax.Array, place_BT: jax.Array) -> jax.Array:
-    page, place, new = page_BT.reshape(-1), place_BT.reshape(-1), new_BTKx.reshape(-1, *new_BTKx.shape[2:])
-    if not _one_by_one() or len(page) > _WRITTEN_APART:
-        if dense.whole_places(pool):
-            return pool.at[page, :, place].set(new, mode="promise_in_bounds")
-        heads_K = jnp.arange(pool.shape[1], dtype=jnp.int32)
-        return pool.at[page[:, None], heads_K, place[:, None]].set(new, mode="promise_in_bounds")
-    for token in range(len(page)):
-        at = (page[token], 0, place[token], *(0,) * (pool.ndim - 3))
-        pool = jax.lax.dynamic_update_slice(pool, new[token][None, :, None], at)
-    return pool
-
-
-def _one_by_one() -> bool:
-    """Whether a loop over pages is quicker than one gather: XLA makes a slow loop over numbers of that on a CPU."""
-    return sharding.platform() == "cpu" and not sharding.active()
+    return layer | {
+        f"{name}_pages": cache_writes.into_pages(layer[f"{name}_pages"], x, page_BT, place_BT)
+        for name, x in new.items()
+    }
 
 
 def attend(
@@ -189,11 +164,7 @@ def attend(
       [B, T, N, H] in the dtype of the queries.
     """
     P, table_BM = layer["key_pages"].shape[2], layer["table"]
-    plain = bias is None and sinks_N is None and "key_scale_pages" not in layer
-    if paged_attention.supported(q_BTNH, layer["key_pages"], kind, table_BM.shape[1] * P, plain=plain):
-        has_B = jnp.sum(table_BM > 0, axis=1, dtype=jnp.int32) * P  # a slot without pages has nothing to read
-        there_B = jnp.minimum(now.lengths + now.counts, has_B)
-        return paged_attention.attend(q_BTNH, layer["key_pages"], layer["value_pages"], there_B, table_BM, kind)
+    has_B = jnp.sum(table_BM > 0, axis=1, dtype=jnp.int32) * P  # a slot without pages has nothing to read
     places_S = jnp.arange(table_BM.shape[1] * P, dtype=jnp.int32)
     there_BS = (places_S < (now.lengths + now.counts)[:, None]) & (jnp.repeat(table_BM, P, axis=1) > 0)
     positions_BS = jnp.where(there_BS, places_S, -1)
@@ -202,69 +173,7 @@ def attend(
     if kind.window is not None:
         visible_BTS &= back_BTS < kind.window
     bias_BNTS = None if bias is None else bias(now.positions, positions_BS)
-    scales = None
-    if "key_scale_pages" in layer:
-        scales = tuple(_gathered(layer[f"{name}_scale_pages"], table_BM) for name in ("key", "value"))
-        # What others left may be no number, which a weight of 0 does not hide.
-        scales = scales[0], jnp.where(there_BS[:, None], scales[1], 0)
-    if not _one_by_one():
-        keys, values = (_gathered(layer[f"{name}_pages"], table_BM) for name in ("key", "value"))
-        values = jnp.where(there_BS[:, None, :, None], values, 0)
-        return dense.attend_to(q_BTNH, keys, values, visible_BTS, kind, bias_BNTS, scales, sinks_N)
-    each = _each_page(visible_BTS.any(axis=1), P)
-    scores = lambda q: _scores(q, layer["key_pages"], table_BM, each)  # noqa: E731
-    mixed = lambda w: _mixed(w, layer["value_pages"], table_BM, there_BS, each)  # noqa: E731
-    heads, rest = layer["key_pages"].shape[1], (visible_BTS, kind, bias_BNTS, scales, sinks_N)
-    return dense.attend_by(q_BTNH, scores, mixed, heads, *rest)
-
-
-Loop = Callable[[Callable, jax.Array], jax.Array]
-"""(function of slot, place of the page in its table and what it has made, its beginning) -> what it has made of all."""
-
-
-def _each_page(seen_BS: jax.Array, page_size: int) -> Loop:
-    """A loop over all pages of all slots in which anything is seen."""
-    B, M = seen_BS.shape[0], seen_BS.shape[1] // page_size
-    seen_X = seen_BS.reshape(B * M, page_size).any(axis=1)
-    (order,) = jnp.nonzero(seen_X, size=B * M, fill_value=0)
-    count, order = jnp.sum(seen_X, dtype=jnp.int32), order.astype(jnp.int32)
-
-    def loop(body: Callable, first: jax.Array) -> jax.Array:
-        return jax.lax.fori_loop(0, count, lambda i, made: body(order[i] // M, order[i] % M, made), first)
-
-    return loop
-
-
-def _page(pool: jax.Array, table_BM: jax.Array, slot: jax.Array, place: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_index_in_dim(pool, table_BM[slot, place])
-
-
-def _scores(q_BKXH: jax.Array, pool: jax.Array, table_BM: jax.Array, each: Loop) -> jax.Array:
-    """Products [B, K, X, S] of queries and keys; 0 where a slot has no page."""
-    (B, K, X, _), P = q_BKXH.shape, pool.shape[2]
-
-    def body(slot, place, made):
-        k_1KPH = _page(pool, table_BM, slot, place).astype(q_BKXH.dtype)
-        q_1KXH = jax.lax.dynamic_index_in_dim(q_BKXH, slot)
-        dims = (((3,), (3,)), ((0, 1), (0, 1)))
-        new = jax.lax.dot_general(q_1KXH, k_1KPH, dims, preferred_element_type=jnp.float32)
-        return jax.lax.dynamic_update_slice(made, new, (slot, 0, 0, place * P))
-
-    return each(body, jnp.zeros((B, K, X, table_BM.shape[1] * P), jnp.float32))
-
-
-def _mixed(w_BKXS: jax.Array, pool: jax.Array, table_BM: jax.Array, there_BS: jax.Array, each: Loop) -> jax.Array:
-    """Sums [B, K, X, H] of values by their weights."""
-    (B, K, X, _), (P, H) = w_BKXS.shape, pool.shape[2:]
-
-    def body(slot, place, made):
-        v_1KPH = _page(pool, table_BM, slot, place).astype(w_BKXS.dtype)
-        there_P = jax.lax.dynamic_slice(there_BS, (slot, place * P), (1, P))[0]
-        v_1KPH = jnp.where(there_P[:, None], v_1KPH, 0)
-        w_1KXP = jax.lax.dynamic_slice(w_BKXS, (slot, 0, 0, place * P), (1, K, X, P))
-        dims = (((3,), (2,)), ((0, 1), (0, 1)))
-        new = jax.lax.dot_general(w_1KXP, v_1KPH, dims, preferred_element_type=jnp.float32)
-        old = jax.lax.dynamic_index_in_dim(made, slot)
-        return jax.lax.dynamic_update_slice(made, old + new, (slot, 0, 0, 0))
-
-    return each(body, jnp.zeros((B, K, X, H), jnp.float32)).astype(w_BKXS.dtype)
+    scales = (layer["key_scale_pages"], layer["value_scale_pages"]) if "key_scale_pages" in layer else None
+    pages = cached_attention.Pages(layer["key_pages"], layer["value_pages"], table_BM, there_BS, scales)
+    seen = cached_attention.Seen(visible_BTS, bias_BNTS, jnp.minimum(now.lengths + now.counts, has_B), sinks_N)
+    return cached_attention.attend_pages(q_BTNH, pages, seen, kind)

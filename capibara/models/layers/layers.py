@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import functools
-import math
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from capibara import sharding
-from capibara.kernels.quantized_matmul import Quantization, quantized_matmul
-from capibara.kernels.transposition import transposed
+from capibara.kernels.gate import gated
+from capibara.kernels.matmul.cpu import OutputFirst
+from capibara.kernels.matmul.dispatch import matmul
+from capibara.kernels.matmul.quantized import Quantization
 from capibara.models.adapters.quantized_weights import Blocks, Whole, frozen_matmul
 
 Initializer = Callable[..., jax.Array]
@@ -54,70 +53,6 @@ def adapter_of(module: nnx.Module, name: str) -> Callable[..., jax.Array] | None
     return getattr(module, f"{name}_lora", None)
 
 
-@jax.tree_util.register_pytree_node_class
-class OutputFirst:
-    """A weight [in ..., out ...] that lies in memory as a matrix [out, in].
-
-    XLA's CPU back end copies the second operand of a product into blocks. Of few tokens it multiplies fastest with the
-    weight as the first one: 8 tokens in 70% of the time.
-    """
-
-    def __init__(self, matrix_OI: jax.Array, outer: tuple[int, ...]):
-        self.matrix_OI, self.outer = matrix_OI, outer
-
-    @classmethod
-    def of(cls, weight: jax.Array, in_dims: int) -> OutputFirst:
-        """From a weight as parameters hold it."""
-        inner = math.prod(weight.shape[:in_dims])
-        return cls(weight.reshape(inner, -1).T, weight.shape[in_dims:])
-
-    def product(self, x: jax.Array, in_dims: int) -> jax.Array:
-        """As of `dense`."""
-        leading = x.shape[:-in_dims]
-        x_NI = x.reshape(math.prod(leading), -1)
-        weight_OI = self.matrix_OI.astype(x.dtype)
-        if len(weight_OI) > weight_OI.shape[1] and pays_in_pairs(weight_OI, x_NI):
-            y = product_in_pairs(weight_OI, x_NI)
-        elif 1 < len(x_NI) <= _FEW_TOKENS:  # without the barrier XLA would swap the operands
-            y = jax.lax.optimization_barrier(weight_OI @ x_NI.T).T
-        else:
-            y = x_NI @ weight_OI.T
-        return y.reshape(*leading, *self.outer)
-
-    def __getitem__(self, index: Any) -> OutputFirst:
-        if index is not Ellipsis:
-            raise TypeError("a weight with its outputs first has no parts")
-        return self
-
-    def tree_flatten(self):
-        return (self.matrix_OI,), self.outer
-
-    @classmethod
-    def tree_unflatten(cls, outer, children):
-        return cls(*children, outer)
-
-
-_FEW_TOKENS = 32
-_PAIRED_TOKENS = range(4, 9)
-
-
-def pays_in_pairs(weight_OI: jax.Array, x_NI: jax.Array) -> bool:
-    """Whether `product_in_pairs` is quicker on a CPU: of 4 to 8 tokens in float32, where outputs are many."""
-    return len(x_NI) in _PAIRED_TOKENS and len(weight_OI) % 2 == 0 and x_NI.dtype == weight_OI.dtype == jnp.float32
-
-
-def product_in_pairs(weight_OI: jax.Array, x_NI: jax.Array) -> jax.Array:
-    """`x @ weight.T` [N, O], with the weight as the first operand and two of its rows as one.
-
-    XLA's CPU product has vectors of 16 columns: of 8 tokens half of each lies idle. Two rows of the weight that lie one
-    after the other, times the tokens beside zeros, fill it, in half as many parts; the zeros change no sum.
-    """
-    (O, I), zeros_NI = weight_OI.shape, jnp.zeros_like(x_NI)
-    columns = jax.lax.optimization_barrier(jnp.block([[x_NI, zeros_NI], [zeros_NI, x_NI]]))
-    pairs = weight_OI.reshape(O // 2, 2 * I) @ columns.T
-    return jax.lax.optimization_barrier(pairs).reshape(O, -1).T
-
-
 def dense(
     x: jax.Array,
     weight: jax.Array | Whole | Blocks | OutputFirst,
@@ -138,74 +73,8 @@ def dense(
       [B, T, out ...].
     """
     frozen = isinstance(weight, Whole | Blocks)
-    y = frozen_matmul(x, weight, in_dims) if frozen else _product(x, weight, in_dims, quantization)
+    y = frozen_matmul(x, weight, in_dims) if frozen else matmul(x, weight, in_dims, quantization)
     return y if adapter is None else adapter(x, y, weight)
-
-
-def _product(x: jax.Array, weight: jax.Array | OutputFirst, in_dims: int, quantization: Quantization) -> jax.Array:
-    if isinstance(weight, OutputFirst):
-        return weight.product(x, in_dims)
-    if quantization is not Quantization.NONE or not _as_matrices():
-        return quantized_matmul(x, weight, quantization, in_dims)
-    leading, inner, outer = x.shape[:-in_dims], x.shape[x.ndim - in_dims :], weight.shape[in_dims:]
-    size = math.prod(inner)
-    y = _matmul(x.reshape(-1, size), weight.astype(x.dtype).reshape(size, -1))
-    return y.reshape(*leading, *outer)
-
-
-@jax.custom_vjp
-def _matmul(x_NI: jax.Array, weight_IO: jax.Array) -> jax.Array:
-    """`x @ weight`, whose weight gradient has the order of operands that XLA's CPU matmul runs at full speed.
-
-    x.T @ dy runs so only where dy is wider than x. Where it is narrower the gradient's transpose is made, and where both
-    are alike (attention's projections) x is transposed first: once for all weights that it is multiplied with.
-    """
-    return x_NI @ weight_IO
-
-
-def _matmul_backward(operands: tuple[jax.Array, jax.Array], dy_NO: jax.Array) -> tuple[jax.Array, jax.Array]:
-    x_NI, weight_IO = operands
-    if x_NI.shape[1] > dy_NO.shape[1]:  # without the barrier XLA would fold the transposition into the product
-        dweight_IO = transposed(jax.lax.optimization_barrier(dy_NO.T @ x_NI))
-    elif x_NI.shape[1] == dy_NO.shape[1]:
-        dweight_IO = transposed(x_NI) @ dy_NO
-    else:
-        dweight_IO = x_NI.T @ dy_NO
-    return dy_NO @ weight_IO.T, dweight_IO
-
-
-_matmul.defvjp(lambda x_NI, weight_IO: (x_NI @ weight_IO, (x_NI, weight_IO)), _matmul_backward)
-
-
-def _as_matrices() -> bool:
-    """Whether a product is better written with batch and time as one dimension.
-
-    A weight gradient that contracts them as two costs XLA's CPU back end a transposed copy of the output gradient and
-    its slower matmul. The partitioner, though, cannot join dimensions of which the second is sharded: it would
-    gather every activation.
-    """
-    mesh, rules = sharding.active() or (None, None)
-    return sharding.platform() == "cpu" and (mesh is None or all(mesh.shape[a] == 1 for a in rules.act_residual))
-
-
-def gradients_together(x: jax.Array, *weights: jax.Array) -> tuple[jax.Array, ...]:
-    """Its arguments; on TPU their gradients come out together: none goes on before all of them are there.
-
-    Around a part of a layer it makes the backward pass finish the part's weight gradients before it enters the part
-    below. The TPU's scheduler would leave them for later, to have something to do beside collectives, and keep all that
-    they are made of: for an MLP three arrays [B, T, F].
-    """
-    return _gradients_together((x, *weights)) if sharding.platform() == "tpu" else (x, *weights)
-
-
-@jax.custom_vjp
-def _gradients_together(arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    return arrays
-
-
-_gradients_together.defvjp(
-    lambda arrays: (arrays, None), lambda _, gradients: (jax.lax.optimization_barrier(gradients),)
-)
 
 
 class Bias(enum.StrEnum):
@@ -316,32 +185,8 @@ class Activation(enum.StrEnum):
                 return jax.nn.gelu(x, approximate=self is not Activation.GELU_EXACT)
 
     def gate(self, gate: jax.Array, up: jax.Array) -> jax.Array:
-        """activation(gate) * up, of a gated one; both of the same shape and dtype.
-
-        XLA's CPU back end would make and keep its parts one by one, each in a pass over memory; there the two alone are
-        kept for the backward pass.
-        """
-        return _gated(self, gate, up) if sharding.platform() == "cpu" else self(gate) * up
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gated(activation: Activation, gate: jax.Array, up: jax.Array) -> jax.Array:
-    return activation(gate) * up
-
-
-def _gated_forward(activation: Activation, gate: jax.Array, up: jax.Array):
-    return _gated(activation, gate, up), (gate, up)
-
-
-def _gated_backward(activation: Activation, kept, upstream: jax.Array):
-    # Without the first barrier XLA would find what both passes compute, and keep that; without the second what both
-    # gradients compute would be written and read again, which takes longer than to compute it twice.
-    gate, up = jax.lax.optimization_barrier(kept)
-    _, pull = jax.vjp(lambda gate: activation(gate) * up, gate)
-    return *pull(upstream), upstream * activation(jax.lax.optimization_barrier(gate))
-
-
-_gated.defvjp(_gated_forward, _gated_backward)
+        """activation(gate) * up, of a gated one; both of the same shape and dtype."""
+        return gated(self, gate, up)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,11 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from capibara import sharding
 from capibara.config import configurable
 from capibara.core.types import UserError
-
-Angles = tuple[jax.Array, jax.Array]
+from capibara.kernels import rotary
+from capibara.kernels.rotary import Angles
 
 
 class RopeScaling(enum.StrEnum):
@@ -222,26 +221,4 @@ def angles(
         frequency = rope.frequencies_of(jnp.max(positions_BT, axis=1) + 1, head_dim, local=local)[:, None, None]
     else:
         frequency = jnp.asarray(rope.frequencies(head_dim, local=local, length=length))
-    magnitude = rope.magnitude(local=local)
-
-    def sin_cos(frequency: jax.Array) -> Angles:
-        angle = positions_BT[:, :, None, None].astype(jnp.float32) * frequency
-        return jnp.sin(angle) * magnitude, jnp.cos(angle) * magnitude
-
-    if sharding.platform() != "cpu" or frequency.shape[-1] % 2:
-        return sin_cos(frequency)
-    # XLA's CPU back end would compute sines and cosines anew in the fusions of every unrolled layer; what a loop has
-    # computed it keeps (an optimization_barrier is removed before fusion).
-    halves = jax.lax.map(sin_cos, jnp.stack(jnp.split(frequency, 2, axis=-1)))
-    return tuple(jnp.concatenate([x[0], x[1]], axis=-1) for x in halves)
-
-
-def rotate(x_BTNH: jax.Array, angles: Angles) -> jax.Array:
-    """Turns the first half of the R turning dimensions against the second, as Llama checkpoints expect."""
-    sin, cos = angles
-    turning = 2 * sin.shape[-1]
-    x, rest = x_BTNH[..., :turning].astype(jnp.float32), x_BTNH[..., turning:]
-    first, second = jnp.split(x, 2, axis=-1)
-    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    rotated = rotated.astype(x_BTNH.dtype)
-    return jnp.concatenate([rotated, rest], axis=-1) if rest.shape[-1] else rotated
+    return rotary.sin_cos(positions_BT, frequency, rope.magnitude(local=local))

@@ -13,12 +13,14 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from capibara.core.types import UserError
+from capibara.kernels.attention.dispatch import AttentionBackend
 from capibara.kernels.attention.spec import AttentionSpec
-from capibara.kernels.quantized_matmul import Quantization
+from capibara.kernels.gradients import gradients_together
+from capibara.kernels.matmul.quantized import Quantization
 from capibara.models.adapters.lora import Lora
 from capibara.models.cache import dense
 from capibara.models.layers import dropout, layers
-from capibara.models.layers.attention import Attention, AttentionBackend
+from capibara.models.layers.attention import Attention
 from capibara.models.layers.dropout import Dropout, Site
 from capibara.models.layers.layers import (
     Activation,
@@ -314,7 +316,7 @@ class MLP(nnx.Module):
             *(layers.adapter_of(self, n) for n in ("up", "gate", "down")),
         )
         if self.config.lora is None:  # else they have no gradients
-            x_BTD, down, *into = layers.gradients_together(x_BTD, down, *into)
+            x_BTD, down, *into = gradients_together(x_BTD, down, *into)
         h = layers.dense(x_BTD, into[0], quantization=quantization, adapter=up_lora)
         if self.config.bias.of_mlp:
             h = h + self.up_bias[...].astype(dtype)

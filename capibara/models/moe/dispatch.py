@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from capibara import sharding
+from capibara.kernels import ragged_exchange
+from capibara.kernels.grouped_matmul.dispatch import grouped_matmul, padded_rows, row_tile
 from capibara.models.adapters.lora_experts import Factors, Rows, Weight, batched_matmul
 from capibara.models.layers.layers import Gating
-from capibara.models.moe.grouped_matmul import grouped_matmul, padded_rows, row_tile
 
 # up, gate [G, D, F], down [G, F, D], up_bias, gate_bias [G, F] in the compute dtype, and up_lora and so on: adapters of them.
 Weights = dict[str, Weight | Factors]
@@ -196,7 +196,7 @@ def dropless(
     """
     G, k = _count(weights), experts_Nk.shape[1]
     parts = jax.lax.axis_size(axes.experts) if axes.experts else 1
-    if axes.tokens_travel and k < parts and sharding.platform() == "tpu":
+    if axes.tokens_travel and k < parts and ragged_exchange.supported():
         return _exchanged(x_ND, experts_Nk, gates_Nk, weights, activation, axes, tokens_N1)
     if axes.tokens_travel:
         x_ND, experts_Nk, gates_Nk, tokens_N1 = jax.tree.map(
@@ -227,10 +227,7 @@ def _exchanged(x_ND, experts_Nk, gates_Nk, weights: Weights, activation: Gating,
     R = padded_rows(parts * N * min(k, G), tile)
 
     def sent(rows):
-        return jax.lax.ragged_all_to_all(
-            rows, jnp.zeros((R, rows.shape[1]), rows.dtype),
-            starts_SP[me], sizes_SP[me], before_SP[me], sizes_SP[:, me], axis_name=axis,
-        )  # fmt: skip
+        return ragged_exchange.exchanged(rows, R, starts_SP[me], sizes_SP[me], before_SP[me], sizes_SP[:, me], axis)
 
     received_RD = sent(to_rows(x_ND, layout))
     # What came is sorted by sender, then by expert; experts want theirs together.
@@ -241,10 +238,9 @@ def _exchanged(x_ND, experts_Nk, gates_Nk, weights: Weights, activation: Gating,
     tokens_R1 = None if tokens_N1 is None else _take(sent(_take(tokens_N1, layout.choice // k)), by_expert.choice)
     y_RD = _grouped_mlp(to_rows(received_RD, by_expert), tokens_R1, sizes_G, tile, weights, activation, axes)
     back = Layout(by_expert.row[:, 0], by_expert.choice[:, None])
-    y_MD = jax.lax.ragged_all_to_all(
-        to_rows(y_RD, back), jnp.zeros((N * k, x_ND.shape[1]), x_ND.dtype),
-        before_SP[:, me], sizes_SP[:, me], starts_SP[:, me], sizes_SP[me], axis_name=axis,
-    )  # fmt: skip
+    y_MD = ragged_exchange.exchanged(
+        to_rows(y_RD, back), N * k, before_SP[:, me], sizes_SP[:, me], starts_SP[:, me], sizes_SP[me], axis
+    )
     return from_rows(y_MD, gates_Nk, layout)
 
 

@@ -7,11 +7,11 @@ import pytest
 
 from capibara import sharding
 from capibara.core.types import UserError
-from capibara.kernels.attention import splash
-from capibara.kernels.attention.blockwise import blockwise_attention
+from capibara.kernels.attention import blockwise, reference, splash
+from capibara.kernels.attention.dispatch import AttentionBackend, attend
+from capibara.kernels.attention.signature import AttentionInputs
 from capibara.kernels.attention.spec import AttentionSpec
-from capibara.models.cache import dense
-from capibara.models.layers.attention import AttentionBackend, attend, dot_product_attention
+from capibara.kernels.cached_attention import dispatch as cached_attention
 from capibara.sharding import Plan
 
 B, T, N, K, H = 2, 128, 4, 2, 16
@@ -52,12 +52,20 @@ def compared(got, want, atol=2e-5):
         np.testing.assert_allclose(np.asarray(a, np.float32), b, rtol=2e-5, atol=atol * max(1, np.abs(b).max()))
 
 
+def way_of(attend, kind, segments, **options):
+    """(queries, keys, values, sinks) -> what a back end makes of them."""
+    return lambda *qkv_sinks: attend(inputs_of(*qkv_sinks, segments), kind, **options)
+
+
+def inputs_of(q, k, v, sinks, segments):
+    return AttentionInputs(q, k, v, segments, segments, sinks_N=sinks)
+
+
 def ways(kind, segments):
-    named = {"kind": kind, "q_segments_BT": segments, "kv_segments_BS": segments}
     return {
-        "plain": lambda q, k, v, sinks: dot_product_attention(q, k, v, **named, sinks_N=sinks),
-        "blockwise": lambda q, k, v, sinks: blockwise_attention(q, k, v, segments, segments, None, kind, 32, sinks),
-        "splash": lambda q, k, v, sinks: splash.splash_attention(q, k, v, **named, sinks_N=sinks, interpret=True),
+        "plain": way_of(reference.attend, kind, segments),
+        "blockwise": way_of(blockwise.attend, kind, segments, block=32),
+        "splash": way_of(splash.attend, kind, segments, interpret=True),
     }
 
 
@@ -68,7 +76,7 @@ def test_each_way_and_its_gradients_are_the_formula(way, kind):
     want = jax.jit(lambda *a: outputs(lambda *x: written_out(*x, segments, kind), a, dy))(*arrays)
     got = jax.jit(lambda *a: outputs(ways(kind, segments)[way], a, dy))(*arrays)
     compared(got, want)
-    without = dot_product_attention(*arrays[:3], kind=kind, q_segments_BT=segments, kv_segments_BS=segments)
+    without = reference.attend(inputs_of(*arrays[:3], None, segments), kind)
     assert np.abs(got[0] - without).max() > 0.1
 
 
@@ -87,20 +95,18 @@ def test_a_sharded_kernel_adds_up_the_sinks_gradient(mesh):
     arrays, dy, segments = drawn()
     want = jax.jit(lambda *a: outputs(lambda *x: written_out(*x, segments, CAUSAL), a, dy))(*arrays)
     plan = Plan(batch_size=2, **mesh)
-    named = {"kind": CAUSAL, "q_segments_BT": segments, "kv_segments_BS": segments, "interpret": True}
     with sharding.activate(sharding.make_mesh(plan, jax.devices()[:4]), plan.rules):
-        way = lambda q, k, v, sinks: splash.sharded_splash(q, k, v, **named, sinks_N=sinks)  # noqa: E731
+        way = way_of(splash.attend, CAUSAL, segments, interpret=True)
         compared(jax.jit(lambda *a: outputs(way, a, dy))(*arrays), want)
 
 
 def test_a_gpu_takes_blocks_and_cudnn_is_refused(monkeypatch):
     (q, k, v, sinks), _, segments = drawn(jnp.bfloat16)
     monkeypatch.setattr(sharding, "platform", lambda: "gpu")
-    named = {"kind": CAUSAL, "q_segments_BT": segments, "kv_segments_BS": segments, "sinks_N": sinks}
-    got = attend(q, k, v, **named)
-    np.testing.assert_array_equal(got, blockwise_attention(q, k, v, segments, segments, None, CAUSAL, 64, sinks))
+    inputs = inputs_of(q, k, v, sinks, segments)
+    np.testing.assert_array_equal(attend(inputs, CAUSAL), blockwise.attend(inputs, CAUSAL, block=64))
     with pytest.raises(UserError, match="attention is 'cudnn', which has no attention sinks: set 'auto'"):
-        attend(q, k, v, **named, backend=AttentionBackend.CUDNN)
+        attend(inputs, CAUSAL, AttentionBackend.CUDNN)
 
 
 def test_a_sink_far_above_all_scores_takes_everything():
@@ -116,5 +122,6 @@ def test_cached_keys_are_attended_to_with_sinks():
     seen = jnp.ones((B, T, T), bool) & (jnp.arange(T)[:, None] >= jnp.arange(T))
     want = written_out(q, k, v, sinks, jnp.zeros_like(segments), CAUSAL)
     keys, values = (jnp.swapaxes(x, 1, 2) for x in (k, v))
-    got = dense.attend_to(q, keys, values, seen, CAUSAL, sinks_N=sinks)
+    seen = cached_attention.Seen(seen, sinks_N=sinks)
+    got = cached_attention.attend_rows(q, cached_attention.Rows(keys, values), seen, CAUSAL)
     np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)

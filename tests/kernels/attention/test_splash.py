@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from capibara import sharding
-from capibara.kernels.attention import splash
+from capibara.kernels.attention import reference, splash
+from capibara.kernels.attention.signature import AttentionInputs
 from capibara.kernels.attention.spec import AttentionSpec
 from capibara.models import api
-from capibara.models.layers.attention import dot_product_attention
 from capibara.sharding import Plan, Remat, RematPolicy, Rules
 
 CAUSAL = AttentionSpec(causal=True, window=None, soft_cap=None, scale=0.125)
@@ -38,9 +38,9 @@ def arrays(B=2, T=256, S=None, N=4, K=2, H=64):
     return (q, k, v), dy, {name: jnp.broadcast_to(x, (B, x.shape[1])) for name, x in segments.items()}
 
 
-def value_and_grads(attention, qkv, dy, **options):
+def value_and_grads(attend, spec, qkv, dy, arrays, **options):
     def loss(q, k, v):
-        y = attention(q, k, v, **options)
+        y = attend(AttentionInputs(q, k, v, **arrays), spec, **options)
         return jnp.sum(y * dy), y
 
     (_, y), grads = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))(*qkv)
@@ -52,66 +52,73 @@ def check(got, want):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", [CAUSAL, CAPPED, BOTH_SIDES], ids=lambda kind: str(kind)[14:-1])
-def test_values_and_gradients_are_those_of_the_plain_formula(kind):
+@pytest.mark.parametrize("spec", [CAUSAL, CAPPED, BOTH_SIDES], ids=lambda spec: str(spec)[14:-1])
+def test_values_and_gradients_are_those_of_the_plain_formula(spec):
     qkv, dy, segments = arrays()
-    want = value_and_grads(dot_product_attention, qkv, dy, kind=kind, **segments)
-    check(value_and_grads(splash.splash_attention, qkv, dy, kind=kind, interpret=True, **segments), want)
+    want = value_and_grads(reference.attend, spec, qkv, dy, segments)
+    check(value_and_grads(splash.attend, spec, qkv, dy, segments, interpret=True), want)
 
 
 def test_lengths_that_are_no_multiples_of_128_are_padded():
     qkv, dy, segments = arrays(T=200, H=40, K=1)
-    want = value_and_grads(dot_product_attention, qkv, dy, kind=WINDOW, **segments)
-    check(value_and_grads(splash.splash_attention, qkv, dy, kind=WINDOW, interpret=True, **segments), want)
+    want = value_and_grads(reference.attend, WINDOW, qkv, dy, segments)
+    check(value_and_grads(splash.attend, WINDOW, qkv, dy, segments, interpret=True), want)
 
 
 def test_cross_attention_has_its_own_number_of_keys():
     qkv, dy, segments = arrays(T=128, S=320)
-    want = value_and_grads(dot_product_attention, qkv, dy, kind=FULL, **segments)
-    check(value_and_grads(splash.splash_attention, qkv, dy, kind=FULL, interpret=True, **segments), want)
+    want = value_and_grads(reference.attend, FULL, qkv, dy, segments)
+    check(value_and_grads(splash.attend, FULL, qkv, dy, segments, interpret=True), want)
 
 
 def test_rows_in_another_order_see_by_their_original_places():
     qkv, dy, segments = arrays()
-    want = value_and_grads(dot_product_attention, qkv, dy, kind=WINDOW, **segments)
+    want = value_and_grads(reference.attend, WINDOW, qkv, dy, segments)
     places = sharding.zigzag(256, 2)
-    moved = {name: x[:, places] for name, x in segments.items()}
-    options = {"kind": WINDOW, "interpret": True, "q_places_T": places, "kv_places_S": places} | moved
-    got = value_and_grads(splash.splash_attention, [x[:, places] for x in qkv], dy[:, places], **options)
+    moved = {name: x[:, places] for name, x in segments.items()} | {"q_places_T": places, "kv_places_S": places}
+    qkv = [x[:, places] for x in qkv]
+    got = value_and_grads(splash.attend, WINDOW, qkv, dy[:, places], moved, interpret=True)
     check([x[:, np.argsort(places)] for x in got], want)
 
 
 @pytest.mark.parametrize(
-    ("axes", "heads", "kind", "zigzag"),
+    ("axes", "heads", "spec", "zigzag"),
     [
         ({"fsdp": 2, "context": 2, "tensor": 2}, 2, CAUSAL, True),
         ({"fsdp": 2, "tensor": 4}, 2, WINDOW, False),  # fewer key/value heads than shards
         ({"fsdp": 2, "context": 2, "tensor": 2}, 2, FULL, True),  # as an encoder sees
     ],
 )
-def test_a_mesh_changes_nothing(axes, heads, kind, zigzag):
+def test_a_mesh_changes_nothing(axes, heads, spec, zigzag):
     shards = axes.get("context", 1)
     qkv, dy, segments = arrays(T=256 * shards, N=4, K=heads)
-    want = value_and_grads(dot_product_attention, qkv, dy, kind=kind, **segments)
+    want = value_and_grads(reference.attend, spec, qkv, dy, segments)
     places = sharding.zigzag(256 * shards, shards) if zigzag else np.arange(256 * shards)
     mesh = sharding.make_mesh(Plan(batch_size=2, **{"fsdp": 1} | axes))
 
-    def attention(q, k, v):
-        order = {"q_places_T": places, "kv_places_S": places} if zigzag else {}
-        moved = {name: x[:, places] for name, x in segments.items()}
-        with sharding.activate(mesh, Rules()):
-            return splash.sharded_splash(q, k, v, kind=kind, interpret=True, **moved, **order)
+    moved = {name: x[:, places] for name, x in segments.items()}
+    moved |= {"q_places_T": places, "kv_places_S": places} if zigzag else {}
 
-    got = value_and_grads(attention, [x[:, places] for x in qkv], dy[:, places])
+    def attend(inputs, spec):
+        with sharding.activate(mesh, Rules()):
+            return splash.attend(inputs, spec, interpret=True)
+
+    got = value_and_grads(attend, spec, [x[:, places] for x in qkv], dy[:, places], moved)
     check([x[:, np.argsort(places)] for x in got], want)
 
 
 def test_what_the_kernel_cannot_do_is_said():
     q, k, _ = (jnp.zeros(x.shape) for x in arrays()[0])
-    assert splash.supported(q, k, kind=CAUSAL)
-    assert not splash.supported(q, k, kind=CAUSAL, bias_NTS=jnp.zeros((4, 256, 256)))
-    assert not splash.supported(q, k[:, :128], kind=CAUSAL)
-    assert not splash.supported(jnp.zeros((1, 256, 1, 512)), jnp.zeros((1, 256, 1, 512)), kind=CAUSAL)
+    wide = jnp.zeros((1, 256, 1, 512))
+
+    def fits(q, k, **more):
+        rows = (jnp.zeros(x.shape[:2], jnp.int32) for x in (q, k))
+        return splash.objection(AttentionInputs(q, k, k, *rows, **more), CAUSAL) is None
+
+    assert fits(q, k)
+    assert not fits(q, k, bias_NTS=jnp.zeros((4, 256, 256)))
+    assert not fits(q, k[:, :128])
+    assert not fits(wide, wide)
 
 
 COMPILE = """
@@ -119,17 +126,18 @@ import json, sys
 import jax, jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
 from capibara import sharding
-from capibara.models.layers.attention import attend
+from capibara.kernels.attention.dispatch import attend
+from capibara.kernels.attention.signature import AttentionInputs
 from capibara.kernels.attention.spec import AttentionSpec
 from capibara.planner.compiler import hlo
 from capibara.planner.hardware import topology
 from capibara.sharding import Plan, Remat, RematPolicy, Rules
 
 name, cases = sys.argv[1], json.loads(sys.argv[2])
-for axes, T, N, K, H, dtype, kind in cases:
+for axes, T, N, K, H, dtype, spec in cases:
     mesh = sharding.make_mesh(Plan(batch_size=4, fsdp=axes.pop("fsdp", 1), **axes), topology.slice_devices(name))
     rules = Rules()
-    place = lambda spec: NamedSharding(mesh, rules.spec(spec))
+    place = lambda names: NamedSharding(mesh, rules.spec(names))
     q = jax.ShapeDtypeStruct((4, T, N, H), dtype, sharding=place(("batch", "act_time", "act_heads", None)))
     kv_heads = "act_kv_heads" if K % mesh.shape["tensor"] == 0 else None
     k = jax.ShapeDtypeStruct((4, T, K, H), dtype, sharding=place(("batch", "act_time", kv_heads, None)))
@@ -139,8 +147,8 @@ for axes, T, N, K, H, dtype, kind in cases:
 
     def loss(q, k, v, segments):
         with sharding.activate(mesh, rules):
-            y = attend(q, k, v, kind=AttentionSpec(**kind), q_segments_BT=segments, kv_segments_BS=segments,
-                       q_places_T=places, kv_places_S=places)
+            inputs = AttentionInputs(q, k, v, segments, segments, places, places)
+            y = attend(inputs, AttentionSpec(**spec))
         return jnp.sum(y.astype(jnp.float32) ** 2)
 
     compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(q, k, k, segments).compile()
@@ -208,7 +216,7 @@ def test_the_normalisers_are_taken_with_the_output():
     (q, k, v), dy, segments = arrays()
 
     def loss(q, k, v):
-        return jnp.sum(splash.splash_attention(q, k, v, kind=CAUSAL, interpret=True, **segments) * dy)
+        return jnp.sum(splash.attend(AttentionInputs(q, k, v, **segments), CAUSAL, interpret=True) * dy)
 
     equations = [
         line for line in str(jax.make_jaxpr(jax.grad(loss))(q, k, v)).splitlines() if "optimization_barrier" in line

@@ -14,11 +14,12 @@ from flax import nnx
 from capibara import sharding
 from capibara.core import tree
 from capibara.core.types import UserError
+from capibara.kernels.grouped_matmul import dispatch as grouped_matmul
 from capibara.models import api
 from capibara.models.adapters import lora, lora_experts, lora_merge
 from capibara.models.adapters.quantized_weights import BaseDtype, Blocks, quantize
 from capibara.models.api import DecoderConfig, Lora
-from capibara.models.moe import dispatch, grouped_matmul
+from capibara.models.moe import dispatch
 from capibara.models.moe.moe import Moe, MoeMLP
 from capibara.sharding import Plan
 
@@ -160,7 +161,7 @@ def test_rows_that_travel_by_ragged_all_to_all_take_their_tokens_numbers_along(m
     """The path of TPUs, with test_moe's stand-in for the collective that XLA's CPU back end does not have."""
     want = on_one_device("dropless", "qlora", 3)
     monkeypatch.setattr(dispatch.jax.lax, "ragged_all_to_all", ragged_all_to_all)
-    monkeypatch.setattr(dispatch.sharding, "platform", lambda: "tpu")
+    monkeypatch.setattr(grouped_matmul.sharding, "platform", lambda: "tpu")
     for name in ("_product", "_frozen_product"):
         product = getattr(grouped_matmul, name)
         monkeypatch.setattr(grouped_matmul, name, lambda *args, of=product: of(*args[:-1], "cpu"))

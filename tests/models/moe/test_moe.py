@@ -16,10 +16,11 @@ from capibara import config, sharding
 from capibara.core import tree
 from capibara.core.types import UserError
 from capibara.interop.hf import tables, tensors
+from capibara.kernels.grouped_matmul import dispatch as grouped_matmul
 from capibara.models import api
 from capibara.models.architectures.decoder import DecoderConfig
 from capibara.models.layers.rope import Rope
-from capibara.models.moe import dispatch, grouped_matmul, moe, router
+from capibara.models.moe import dispatch, moe, router
 from capibara.models.moe.moe import Hints, Moe, MoeMLP
 from capibara.sharding import Plan
 
@@ -370,7 +371,7 @@ def test_tokens_that_travel_by_ragged_all_to_all(sizes, monkeypatch):
         return ragged_all_to_all(*args, **kwargs)
 
     monkeypatch.setattr(dispatch.jax.lax, "ragged_all_to_all", exchange)
-    monkeypatch.setattr(dispatch.sharding, "platform", lambda: "tpu")
+    monkeypatch.setattr(grouped_matmul.sharding, "platform", lambda: "tpu")
     product = grouped_matmul._product
     monkeypatch.setattr(grouped_matmul, "_product", lambda *args: product(*args[:-1], "cpu"))
     got = on_mesh(MOE, sizes)

@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from capibara.kernels import rotary
 from capibara.kernels.attention.spec import AttentionSpec
 from capibara.models.architectures.gemma3n import parts
 from capibara.models.architectures.gemma3n.config import Gemma3nConfig
 from capibara.models.cache import dense
-from capibara.models.layers import rope
 from capibara.models.layers.attention import Attention
 from capibara.models.layers.transformer import MLP, within
 from capibara.sharding import constrain
@@ -42,11 +42,11 @@ class LayerInputs(NamedTuple):
 class Gemma3nAttention(Attention):
     """Attention whose values are normalised too, or that reads another layer's keys and values."""
 
-    def heads(self, x_BTD: jax.Array, angles: rope.Angles, given: KeysValues | None = None) -> tuple[jax.Array, ...]:
+    def heads(self, x_BTD: jax.Array, angles: rotary.Angles, given: KeysValues | None = None) -> tuple[jax.Array, ...]:
         """Queries of x, and its keys and values; or those that are given."""
         if given is not None:
             q = constrain(self._dense("query", x_BTD), ("batch", "act_time", "act_heads", None))
-            return rope.rotate(self.query_norm(q), angles), *given
+            return rotary.rotate(self.query_norm(q), angles), *given
         q, k, v = self._heads(x_BTD, x_BTD, angles)
         squares = jnp.mean(jnp.square(v.astype(jnp.float32)), axis=-1, keepdims=True)
         return q, k, (v * jax.lax.rsqrt(squares + self.config.norm_eps)).astype(v.dtype)
@@ -71,7 +71,7 @@ class Gemma3nBlock(nnx.Module):
         inputs: LayerInputs,
         given: KeysValues | None,
         kind: AttentionSpec,
-        angles: rope.Angles,
+        angles: rotary.Angles,
         segment_ids_BT: jax.Array,
         places_T: jax.Array | None,
     ) -> tuple[jax.Array, KeysValues]:
@@ -104,7 +104,7 @@ class Gemma3nBlock(nnx.Module):
         source: CachedLayer,
         now: dense.PrefillInputs,
         kind: AttentionSpec,
-        angles: rope.Angles,
+        angles: rotary.Angles,
     ) -> tuple[jax.Array, CachedLayer]:
         """The streams for the tokens that are read now, and the cache of the layer whose keys and values it read."""
         kept: list[CachedLayer] = []

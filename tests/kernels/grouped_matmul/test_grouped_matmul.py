@@ -12,23 +12,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from capibara.models.moe import grouped_matmul
-from capibara.models.moe.grouped_matmul import padded_rows, row_tile
+from capibara.kernels.grouped_matmul import dispatch, reference
+from capibara.kernels.grouped_matmul.dispatch import padded_rows, row_tile
 
 # Empty groups, groups smaller and larger than a tile, and rows that belong to none.
 SIZES = {"mixed": (0, 3, 150, 1, 70), "one": (0, 0, 224, 0, 0), "none": (0, 0, 0, 0, 0), "even": (48,) * 5}
 
 
-def by_group(x, w, sizes):
-    ends = np.cumsum(sizes)
-    parts = [x[end - size : end] @ w[group] for group, (end, size) in enumerate(zip(ends, sizes))]
-    return jnp.concatenate(parts)
-
-
 @pytest.fixture(params=["cpu", "gpu", "tpu"])
 def platform(request, monkeypatch):
     """Takes the way of a platform; the TPU's kernels are run by Pallas's interpreter."""
-    monkeypatch.setattr(grouped_matmul.sharding, "platform", lambda: request.param)
+    monkeypatch.setattr(dispatch.sharding, "platform", lambda: request.param)
     kernels = importlib.import_module("jax.experimental.pallas.ops.tpu.megablox.gmm")
     for name in ("gmm", "tgmm"):
         monkeypatch.setattr(kernels, name, functools.partial(getattr(kernels, name), interpret=True))
@@ -50,12 +44,28 @@ def test_values_and_gradients_are_those_of_one_product_a_group(platform, sizes):
         return jnp.sum(y * dy), y
 
     sizes_G = jnp.array(sizes, jnp.int32)
-    ours = functools.partial(loss, lambda x, w: grouped_matmul.grouped_matmul(x, w, sizes_G, tile))
-    theirs = functools.partial(loss, lambda x, w: by_group(x, w, sizes))
+    ours = functools.partial(loss, lambda x, w: dispatch.grouped_matmul(x, w, sizes_G, tile))
+    theirs = functools.partial(loss, lambda x, w: reference.matmul(x, w, sizes_G, tile, transposed=False))
     (_, y), (dx, dw) = jax.jit(jax.value_and_grad(ours, (0, 1), has_aux=True))(x, w)
     (_, want), (want_dx, want_dw) = jax.value_and_grad(theirs, (0, 1), has_aux=True)(x, w)
     for got, wanted in ((y, want), (dx[: len(dy)], want_dx[: len(dy)]), (dw, want_dw)):
         np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_the_reference_is_one_product_a_group(sizes):
+    x, w = (jax.random.normal(jax.random.key(0), shape) for shape in ((240, 24), (len(sizes), 24, 40)))
+    dy, ends = jax.random.normal(jax.random.key(1), (240, 40)), np.cumsum(sizes)
+    groups = [slice(end - size, end) for end, size in zip(ends, sizes)]
+    sizes_G = jnp.array(sizes, jnp.int32)
+    # What lies after the last group is undefined.
+    x, dy = (a.at[ends[-1] :].set(jnp.nan) for a in (x, dy))
+    y = reference.matmul(x, w, sizes_G, 8, transposed=False)[: ends[-1]]
+    np.testing.assert_allclose(y, np.concatenate([x[g] @ m for g, m in zip(groups, w)]), rtol=1e-5, atol=1e-4)
+    dx = reference.matmul(dy, w, sizes_G, 8, transposed=True)[: ends[-1]]
+    np.testing.assert_allclose(dx, np.concatenate([dy[g] @ m.T for g, m in zip(groups, w)]), rtol=1e-5, atol=1e-4)
+    dw = reference.weight_gradient(x, dy, sizes_G, 8)
+    np.testing.assert_allclose(dw, [x[g].T @ dy[g] for g in groups], rtol=1e-5, atol=1e-4)
 
 
 COMPILE = """

@@ -1,5 +1,7 @@
 """Every way to attend gives the numbers and gradients of the plain one."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,13 +9,14 @@ import pytest
 
 from capibara import sharding
 from capibara.core.types import UserError
-from capibara.kernels.attention.blockwise import block_size, blockwise_attention
+from capibara.kernels.attention import blockwise, reference
+from capibara.kernels.attention.dispatch import AttentionBackend, attend
+from capibara.kernels.attention.signature import AttentionInputs
 from capibara.kernels.attention.spec import AttentionSpec
-from capibara.models.layers.attention import AttentionBackend, attend, dot_product_attention
 from capibara.sharding import Plan
 
 
-def inputs(B=2, T=128, S=128, N=4, K=2, H=16, dtype=jnp.float32):
+def drawn(B=2, T=128, S=128, N=4, K=2, H=16, dtype=jnp.float32):
     rng = np.random.default_rng(0)
     shapes = ((B, T, N, H), (B, S, K, H), (B, S, K, H), (N, T, S), (B, T, N, H))
     q, k, v, bias, dy = (jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes)
@@ -21,7 +24,7 @@ def inputs(B=2, T=128, S=128, N=4, K=2, H=16, dtype=jnp.float32):
     return q, k, v, bias, dy, *segments
 
 
-KINDS = {
+SPECS = {
     "causal": dict(causal=True),
     "both sides": dict(causal=False),
     "window": dict(causal=True, window=37),
@@ -33,12 +36,8 @@ KINDS = {
 }
 
 
-def kind_of(*, causal, window=None, soft_cap=None, scale=0.3):
+def spec_of(*, causal, window=None, soft_cap=None, scale=0.3):
     return AttentionSpec(causal=causal, window=window, soft_cap=soft_cap, scale=scale)
-
-
-def blockwise(q, k, v, *, kind, q_segments_BT, kv_segments_BS, bias_NTS, block):
-    return blockwise_attention(q, k, v, q_segments_BT, kv_segments_BS, bias_NTS, kind, block)
 
 
 def outputs(attend, arrays, dy):
@@ -47,74 +46,61 @@ def outputs(attend, arrays, dy):
     return [y, *jax.tree.leaves(backward(dy))]
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("K, block, biased", [(1, 32, False), (2, 128, True), (4, 32, True)])
 def test_blockwise_equals_plain_attention_and_its_gradients(name, K, block, biased):
-    q, k, v, bias, dy, *segments = inputs(K=K)
-    options = dict(kind=kind_of(**KINDS[name]), q_segments_BT=segments[0], kv_segments_BS=segments[0])
+    q, k, v, bias, dy, *segments = drawn(K=K)
+    spec, ids = spec_of(**SPECS[name]), (segments[0], segments[0])
     arrays = (q, k, v, bias if biased else None)
-    ways = (
-        (lambda *a, bias: blockwise(*a, **options, bias_NTS=bias, block=block)),
-        (lambda *a, bias: dot_product_attention(*a, **options, bias_NTS=bias)),
-    )
-    got, want = (
-        jax.jit(lambda way=way: outputs(lambda q, k, v, bias: way(q, k, v, bias=bias), arrays, dy))() for way in ways
-    )
+
+    def found(attend):
+        of_arrays = lambda q, k, v, bias: attend(AttentionInputs(q, k, v, *ids, bias_NTS=bias), spec)  # noqa: E731
+        return jax.jit(lambda: outputs(of_arrays, arrays, dy))()
+
+    got, want = found(functools.partial(blockwise.attend, block=block)), found(reference.attend)
     assert len(got) == len(want) == 4 + biased
     for a, b in zip(got, want):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=3e-5)
 
 
 def test_blockwise_cross_attention():
-    q, k, v, bias, dy, q_segments, kv_segments = inputs(T=64, S=96)
-    options = dict(kind=kind_of(causal=False), q_segments_BT=q_segments, kv_segments_BS=kv_segments)
-    got = outputs(lambda *a: blockwise(*a, **options, bias_NTS=bias, block=32), (q, k, v), dy)
-    want = outputs(lambda *a: dot_product_attention(*a, **options, bias_NTS=bias), (q, k, v), dy)
+    q, k, v, bias, dy, q_segments, kv_segments = drawn(T=64, S=96)
+    spec = spec_of(causal=False)
+    inputs = lambda *qkv: AttentionInputs(*qkv, q_segments, kv_segments, bias_NTS=bias)  # noqa: E731
+    got = outputs(lambda *qkv: blockwise.attend(inputs(*qkv), spec, block=32), (q, k, v), dy)
+    want = outputs(lambda *qkv: reference.attend(inputs(*qkv), spec), (q, k, v), dy)
     for a, b in zip(got, want):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=3e-5)
 
 
 def test_rows_out_of_order_need_only_their_places():
-    q, k, v, _, dy, segments, _ = inputs()
+    q, k, v, _, dy, segments, _ = drawn()
     order = np.random.default_rng(1).permutation(128)
-    kind = kind_of(causal=True, window=50)
-    want = dot_product_attention(q, k, v, kind=kind, q_segments_BT=segments, kv_segments_BS=segments)
-    moved = [x[:, order] for x in (q, k, v)]
-    ids = segments[:, order]
-    got = dot_product_attention(
-        *moved, kind=kind, q_segments_BT=ids, kv_segments_BS=ids, q_places_T=order, kv_places_S=order
-    )
+    spec = spec_of(causal=True, window=50)
+    want = reference.attend(AttentionInputs(q, k, v, segments, segments), spec)
+    moved = [x[:, order] for x in (q, k, v, segments, segments)]
+    got = reference.attend(AttentionInputs(*moved, order, order), spec)
     np.testing.assert_allclose(got, want[:, order], rtol=1e-5, atol=1e-6)
 
 
 def test_blockwise_in_bfloat16_stays_near():
-    q, k, v, _, _, segments, _ = inputs(dtype=jnp.bfloat16)
-    options = dict(kind=kind_of(causal=True), q_segments_BT=segments, kv_segments_BS=segments)
-    got = blockwise(q, k, v, **options, bias_NTS=None, block=64)
+    q, k, v, _, _, segments, _ = drawn(dtype=jnp.bfloat16)
+    spec, ids = spec_of(causal=True), (segments, segments)
+    got = blockwise.attend(AttentionInputs(q, k, v, *ids), spec, block=64)
     assert got.dtype == jnp.bfloat16
-    want = dot_product_attention(*(x.astype(jnp.float32) for x in (q, k, v)), **options)
+    want = reference.attend(AttentionInputs(*(x.astype(jnp.float32) for x in (q, k, v)), *ids), spec)
     np.testing.assert_allclose(got.astype(jnp.float32), want, atol=0.03)
 
 
 @pytest.mark.parametrize("length, block", [(256, 64), (64, 64), (2048, 128), (100, None), (16, None)])
 def test_block_size(length, block):
-    assert block_size(length) == block
+    assert blockwise.block_size(length) == block
 
 
-def attended(backend, *, T=128, places=None, kind=None, dtype=jnp.float32, H=16, bias=False):
-    q, k, v, bias_NTS, _, segments, _ = inputs(T=T, S=T, H=H, dtype=dtype)
-    return attend(
-        q,
-        k,
-        v,
-        kind=kind or kind_of(causal=True),
-        q_segments_BT=segments,
-        kv_segments_BS=segments,
-        q_places_T=places,
-        kv_places_S=places,
-        bias_NTS=bias_NTS if bias else None,
-        backend=AttentionBackend(backend),
-    )
+def attended(backend, *, T=128, places=None, spec=None, dtype=jnp.float32, H=16, bias=False):
+    q, k, v, bias_NTS, _, segments, _ = drawn(T=T, S=T, H=H, dtype=dtype)
+    inputs = AttentionInputs(q, k, v, segments, segments, places, places, bias_NTS if bias else None)
+    return attend(inputs, spec or spec_of(causal=True), AttentionBackend(backend))
 
 
 @pytest.mark.parametrize(
@@ -127,8 +113,8 @@ def attended(backend, *, T=128, places=None, kind=None, dtype=jnp.float32, H=16,
         ("blockwise", "cpu", dict(places=np.arange(128)[::-1]), "needs whole rows in their order"),
         ("cudnn", "gpu", dict(places=np.arange(128)[::-1], dtype=jnp.bfloat16), "needs whole rows in their order"),
         ("cudnn", "gpu", {}, "takes 16-bit floats.*not float32"),
-        ("cudnn", "gpu", dict(dtype=jnp.bfloat16, kind=kind_of(causal=True, soft_cap=2.0)), "soft_cap=2.0"),
-        ("cudnn", "gpu", dict(dtype=jnp.bfloat16, kind=kind_of(causal=False, window=9)), "causal=False, window=9"),
+        ("cudnn", "gpu", dict(dtype=jnp.bfloat16, spec=spec_of(causal=True, soft_cap=2.0)), "soft_cap=2.0"),
+        ("cudnn", "gpu", dict(dtype=jnp.bfloat16, spec=spec_of(causal=False, window=9)), "causal=False, window=9"),
         ("splash", "tpu", dict(H=320), "takes head_dim up to 256.*head_dim 320"),
         ("splash", "tpu", dict(bias=True), "no relative positions.*relative positions: set 'auto'"),
     ],

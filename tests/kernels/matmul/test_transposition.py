@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from capibara.kernels import transposition
-from capibara.kernels.transposition import transposed
+from capibara.kernels.matmul import transposition
+from capibara.kernels.matmul.transposition import transposed
 
 
 @pytest.fixture(autouse=True, params=[0, 2**20], ids=["large", "small"])

@@ -9,8 +9,8 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from capibara import sharding
-from capibara.kernels import paged_attention
 from capibara.kernels.attention.spec import AttentionSpec
+from capibara.kernels.cached_attention import tpu as paged_attention
 from capibara.models.cache import dense, paged
 from capibara.sharding import Plan
 

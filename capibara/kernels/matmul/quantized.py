@@ -13,6 +13,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from capibara.kernels.matmul import reference
+
 _LARGEST = {jnp.int8: 127.0, jnp.float8_e4m3fn: 448.0, jnp.float8_e5m2: 57344.0}
 
 
@@ -52,7 +54,7 @@ def quantized_matmul(x: jax.Array, w: jax.Array, quantization: Quantization, in_
       [..., out ...] in the dtype of x. Gradients are in the dtypes of x and w.
     """
     if quantization is Quantization.NONE:
-        return _dot(x, w.astype(x.dtype), *_contracted(x, in_dims), x.dtype)
+        return reference.contracted(x, w, in_dims)
     return _matmul(x, w, quantization, in_dims)
 
 

@@ -30,20 +30,20 @@ _MOST_PAGES = 2**17  # of all rows and heads of a device: half of its scalar mem
 _LANES, _SUBLANES = 128, 16  # of a tile of bfloat16
 
 
-def supported(q_BTNH: jax.Array, keys: jax.Array, kind: AttentionSpec, places: int, *, plain: bool) -> bool:
+def supported(q_BTNH: jax.Array, keys: jax.Array, spec: AttentionSpec, places: int, *, plain: bool) -> bool:
     """Whether the kernel computes this attention.
 
     Args:
       q_BTNH: queries.
       keys: pages [pages, K, P, H] or whole rows [B, K, S, H].
-      kind: a window must not hide anything that is there.
+      spec: a window must not hide anything that is there.
       places: of a row.
       plain: nothing is added to the scores, and there are no numbers in 8 bits.
     """
     T, H = q_BTNH.shape[1], q_BTNH.shape[3]
     # It multiplies in bfloat16, whatever it is given.
     fits = keys.dtype == jnp.bfloat16 and H % _LANES == 0 and keys.shape[2] % _SUBLANES == 0
-    sees_all = kind.window is None or kind.window >= places
+    sees_all = spec.window is None or spec.window >= places
     if not (plain and T == 1 and fits and sees_all and sharding.platform() == "tpu"):
         return False
     page = _pages(places, whole_rows=True)[0] if keys.shape[2] == places else keys.shape[2]
@@ -56,7 +56,7 @@ def attend(
     values: jax.Array,
     lengths_B: jax.Array,
     table_BM: jax.Array | None,
-    kind: AttentionSpec,
+    spec: AttentionSpec,
 ) -> jax.Array:
     """softmax(scores) v of one query a row over the first places of its row; under the mesh of `sharding.active()`.
 
@@ -65,18 +65,18 @@ def attend(
       keys, values: pages [pages, K, P, H], or whole rows [B, K, S, H].
       lengths_B: how many places each row has; of a row with 0 the result is 0.
       table_BM: the pages of each row; None: of whole rows.
-      kind: scale and cap.
+      spec: scale and cap.
 
     Returns:
       [B, 1, N, H] in the dtype of the queries.
     """
     if sharding.active() is None:
-        return _attend(q_BTNH, keys, values, lengths_B, table_BM, kind)
+        return _attend(q_BTNH, keys, values, lengths_B, table_BM, spec)
     mesh, _ = sharding.active()
     rows, heads = _axes(q_BTNH.shape[0], keys.shape[1])
     of_keys = P(rows if table_BM is None else None, heads)
     sharded = jax.shard_map(
-        lambda q, k, v, lengths, table: _attend(q, k, v, lengths, table, kind),
+        lambda q, k, v, lengths, table: _attend(q, k, v, lengths, table, spec),
         mesh=mesh,
         in_specs=(P(rows, None, heads), of_keys, of_keys, P(rows), P(rows)),
         out_specs=P(rows, None, heads),
@@ -99,7 +99,7 @@ def _shards(rows: int, kv_heads: int) -> int:
     return math.prod(mesh.shape[axis] for axes in _axes(rows, kv_heads) for axis in axes or ())
 
 
-def _attend(q_BTNH, keys, values, lengths_B, table_BM, kind: AttentionSpec) -> jax.Array:
+def _attend(q_BTNH, keys, values, lengths_B, table_BM, spec: AttentionSpec) -> jax.Array:
     from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention  # Pallas takes a second to import
 
     (B, _, N, H), (_, K, places, _) = q_BTNH.shape, keys.shape
@@ -111,14 +111,14 @@ def _attend(q_BTNH, keys, values, lengths_B, table_BM, kind: AttentionSpec) -> j
         indices = (table_BM[:, None] * K + jnp.arange(K, dtype=jnp.int32)[:, None]).reshape(B * K, -1)
     pages = (x.reshape(1, -1, page, H) for x in (keys, values))
     # It keeps sums in the dtype of the queries.
-    q = (q_BTNH.astype(jnp.float32) * kind.scale).reshape(B * K, N // K, H)
+    q = (q_BTNH.astype(jnp.float32) * spec.scale).reshape(B * K, N // K, H)
     with jax.numpy_dtype_promotion("standard"):  # it multiplies float32 and bfloat16
         y = paged_attention(
             q,
             *pages,
             jnp.repeat(lengths_B, K),
             indices,
-            attn_logits_soft_cap=kind.soft_cap,
+            attn_logits_soft_cap=spec.soft_cap,
             pages_per_compute_block=together,
         )
     return y.reshape(q_BTNH.shape).astype(q_BTNH.dtype)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from capibara.kernels.quantized_matmul import Quantization, quantize, quantized_matmul
+from capibara.kernels.matmul.quantized import Quantization, quantize, quantized_matmul
 
 M, K, N = 256, 128, 192
 QUANTIZED = [Quantization.INT8, Quantization.FP8]

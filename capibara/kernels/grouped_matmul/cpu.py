@@ -1,0 +1,73 @@
+"""Grouped products on CPU: a loop over tiles of rows with a trip count known at run time.
+
+XLA's own ragged_dot there multiplies all rows with all matrices. Letters as in dispatch.py.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+
+def _over_tiles(sizes_G, rows: int, tile: int, body, carry):
+    """Folds `body(group, start, end, tile size, carry)` over tiles that cover every group; `end` is the group's.
+
+    A group is cut into the largest tiles that fit, then smaller ones; only its last one may reach beyond its end, and
+    what it writes there is written anew: the smallest tiles come first, and of one size the groups are in order.
+    """
+    ends = jnp.cumsum(sizes_G)
+    starts = ends - sizes_G
+    levels = [size for size in (4 * tile, tile, tile // 4) if 8 <= size <= rows]
+    loops = []
+    for size in levels:
+        left = ends - starts
+        count_G = -(-left // size) if size == levels[-1] else left // size
+        loops.append((size, starts, count_G))
+        starts = starts + count_G * size
+    for size, starts, count_G in reversed(loops):
+        last_G = jnp.cumsum(count_G)
+        index = jnp.arange(rows // size + len(sizes_G), dtype=jnp.int32)
+        group = jnp.sum((index[:, None] >= last_G[None, :]).astype(jnp.int32), axis=1)
+        group = jnp.minimum(group, len(sizes_G) - 1)
+        start = starts[group] + (index - (last_G - count_G)[group]) * size
+
+        def one(i, carry, size=size, group=group, start=start):
+            return body(group[i], start[i], ends[group[i]], size, carry)
+
+        carry = jax.lax.fori_loop(0, last_G[-1], one, carry)
+    return carry
+
+
+def matmul(x_MK, w_GKN, sizes_G, tile: int, *, transposed: bool) -> jax.Array:
+    """As kernel.GroupedKernel says."""
+    contracted = 2 if transposed else 1
+
+    def body(group, start, end, size, y_MN):
+        x = jax.lax.dynamic_slice_in_dim(x_MK, start, size)
+        w = jax.lax.dynamic_index_in_dim(w_GKN, group, keepdims=False)
+        y = _dot(x, w, 1, contracted - 1).astype(y_MN.dtype)
+        return jax.lax.dynamic_update_slice_in_dim(y_MN, y, start, 0)
+
+    y_MN = jnp.zeros((x_MK.shape[0], w_GKN.shape[3 - contracted]), x_MK.dtype)
+    return _over_tiles(sizes_G, x_MK.shape[0], tile, body, y_MN)
+
+
+def weight_gradient(x_MK, dy_MN, sizes_G, tile: int) -> jax.Array:
+    """As kernel.GroupedKernel says."""
+
+    def body(group, start, end, size, dw_GKN):
+        x = jax.lax.dynamic_slice_in_dim(x_MK, start, size)
+        dy = jax.lax.dynamic_slice_in_dim(dy_MN, start, size)
+        if size < 4 * tile:  # the largest tiles end within their group
+            # Both are cut: what lies after the last group is undefined, and 0 times an infinity is none.
+            real = (start + jnp.arange(size, dtype=jnp.int32) < end)[:, None]
+            x, dy = jnp.where(real, x, 0), jnp.where(real, dy, 0)
+        total = jax.lax.dynamic_index_in_dim(dw_GKN, group, keepdims=False)
+        return jax.lax.dynamic_update_index_in_dim(dw_GKN, total + _dot(x, dy, 0, 0), group, 0)
+
+    dw_GKN = jnp.zeros((sizes_G.shape[0], x_MK.shape[1], dy_MN.shape[1]), jnp.float32)
+    return _over_tiles(sizes_G, x_MK.shape[0], tile, body, dw_GKN)
+
+
+def _dot(a, b, contract_a: int, contract_b: int) -> jax.Array:
+    return jax.lax.dot_general(a, b, (((contract_a,), (contract_b,)), ((), ())), preferred_element_type=jnp.float32)

@@ -1,0 +1,89 @@
+"""The product of groups of rows with a matrix each, by the way of the platform.
+
+Letters: M rows, K inputs and N outputs of a matrix, G groups.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+
+from capibara import sharding
+from capibara.kernels.grouped_matmul import cpu, gpu, tpu
+from capibara.kernels.grouped_matmul.kernel import GroupedKernel, StoredWeight
+
+
+def row_tile(rows: int, groups: int) -> int:
+    """How many rows are multiplied at once where `groups` groups share `rows` rows: a quarter of a group's mean."""
+    quarter = 1 << (max(1, rows // (4 * groups)) - 1).bit_length()
+    smallest, largest = (128, 512) if sharding.platform() == "tpu" else (8, 128)
+    return min(largest, max(smallest, quarter))
+
+
+def padded_rows(rows: int, tile: int) -> int:
+    """Rows that the input of `grouped_matmul` must have so that groups of up to `rows` rows in all fit."""
+    return (-(-rows // tile) + 1) * tile
+
+
+def grouped_matmul(x_MK: jax.Array, w_GKN: jax.Array | StoredWeight, sizes_G: jax.Array, tile: int) -> jax.Array:
+    """x[rows of group g] @ w[g] for every group, in time proportional to the rows that the groups have.
+
+    Args:
+      x_MK: the first sizes[0] rows are of group 0, the next sizes[1] of group 1 and so on. M is given by `padded_rows`.
+      w_GKN: in the dtype of x; or one that has no gradient, of which the backward pass keeps only what is stored.
+      sizes_G: int32 rows of each group; their sum is at most the `rows` given to `padded_rows`.
+      tile: of `row_tile`.
+
+    Returns:
+      [M, N] in the dtype of x, summed in float32. Rows after the last group are undefined, in the gradient by x too.
+    """
+    # Asked once: the backward pass may be traced where the mesh is no longer active.
+    if not isinstance(w_GKN, jax.Array):
+        return _frozen_product(x_MK, w_GKN, sizes_G, tile, sharding.platform())
+    return _product(x_MK, w_GKN, sizes_G, tile, sharding.platform())
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _product(x_MK, w_GKN, sizes_G, tile: int, platform: str) -> jax.Array:
+    return _kernel(platform).matmul(x_MK, w_GKN, sizes_G, tile, transposed=False)
+
+
+def _forward(x_MK, w_GKN, sizes_G, tile, platform):
+    return _kernel(platform).matmul(x_MK, w_GKN, sizes_G, tile, transposed=False), (x_MK, w_GKN, sizes_G)
+
+
+def _backward(tile, platform, saved, dy_MN):
+    x_MK, w_GKN, sizes_G = saved
+    dw_GKN = _kernel(platform).weight_gradient(x_MK, dy_MN, sizes_G, tile)
+    return _kernel(platform).matmul(dy_MN, w_GKN, sizes_G, tile, transposed=True), dw_GKN.astype(w_GKN.dtype), None
+
+
+_product.defvjp(_forward, _backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _frozen_product(x_MK, weight, sizes_G, tile: int, platform: str) -> jax.Array:
+    return _kernel(platform).matmul(x_MK, weight.astype(x_MK.dtype), sizes_G, tile, transposed=False)
+
+
+def _frozen_forward(x_MK, weight, sizes_G, tile, platform):
+    return _frozen_product(x_MK, weight, sizes_G, tile, platform), (weight, sizes_G)
+
+
+def _frozen_backward(tile, platform, saved, dy_MN):
+    weight, sizes_G = saved
+    dx_MK = _kernel(platform).matmul(dy_MN, weight.astype(dy_MN.dtype), sizes_G, tile, transposed=True)
+    return dx_MK, None, None
+
+
+_frozen_product.defvjp(_frozen_forward, _frozen_backward)
+
+
+def _kernel(platform: str) -> GroupedKernel:
+    match platform:
+        case "cpu":
+            return cpu
+        case "tpu":
+            return tpu
+    return gpu

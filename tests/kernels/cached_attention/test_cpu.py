@@ -1,0 +1,53 @@
+"""What a CPU does in its own way has the numbers of the plain formula."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from capibara import sharding
+from capibara.kernels.attention.spec import AttentionSpec
+from capibara.kernels.cached_attention import cpu, dispatch, reference
+from capibara.kernels.cached_attention.reference import Pages, Rows, Seen
+
+SPEC = AttentionSpec(causal=True, window=None, soft_cap=3.0, scale=0.4)
+K, N, H, P = 2, 4, 8, 4
+
+
+def drawn(*shape, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+def in_8_bits(*shape, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).integers(-127, 127, shape), jnp.int8)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_one_token_of_one_row(scaled):
+    S = 12
+    of_shape = in_8_bits if scaled else drawn
+    scales = tuple(jnp.abs(drawn(1, K, S, seed=seed)) for seed in (3, 4)) if scaled else None
+    rows = Rows(of_shape(1, K, S, H, seed=1), of_shape(1, K, S, H, seed=2), scales)
+    seen = Seen(jnp.arange(S)[None, None] < 9, drawn(1, N, 1, S, seed=5))
+    q = drawn(1, 1, N, H)
+    want = reference.attend_rows(q, rows, seen, SPEC)
+    np.testing.assert_allclose(cpu.attend_one(q, rows, seen, SPEC), want, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(dispatch.attend_rows(q, rows, seen, SPEC), want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_pages_one_by_one(scaled, monkeypatch):
+    B, T, M = 3, 2, 3
+    table = jnp.asarray([[4, 2, 0], [5, 0, 0], [1, 6, 3]], jnp.int32)
+    counts = np.array([7, 3, 12])
+    there = jnp.asarray(np.arange(M * P) < counts[:, None])
+    visible = there[:, None] & (np.arange(M * P) <= (counts[:, None, None] - T + np.arange(T)[:, None]))
+    of_shape = in_8_bits if scaled else drawn
+    scales = tuple(jnp.abs(drawn(7, K, P, seed=seed)) for seed in (3, 4)) if scaled else None
+    pages = Pages(of_shape(7, K, P, H, seed=1), of_shape(7, K, P, H, seed=2), table, there, scales)
+    seen, q = Seen(visible, drawn(B, N, T, M * P, seed=5)), drawn(B, T, N, H)
+    want = reference.attend_rows(q, reference.rows_of(pages), seen, SPEC)
+    assert "while" in jax.jit(lambda q: dispatch.attend_pages(q, pages, seen, SPEC)).lower(q).as_text()
+    np.testing.assert_allclose(dispatch.attend_pages(q, pages, seen, SPEC), want, rtol=1e-5, atol=1e-5)
+    monkeypatch.setattr(sharding, "platform", lambda: "gpu")
+    np.testing.assert_array_equal(dispatch.attend_pages(q, pages, seen, SPEC), want)

@@ -1,0 +1,45 @@
+"""The product in the middle of a gated MLP."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from capibara.kernels.gate import gated, reference
+from capibara.models.layers.layers import Activation
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("activation", [a for a in Activation if a.gated])
+def test_a_gate_has_the_gradients_of_its_parts(activation, dtype):
+    rng = np.random.default_rng(0)
+    operands = [jnp.asarray(4 * rng.normal(size=(64, 48)), dtype) for _ in range(3)]
+
+    def value_and_gradients(of, gate, up, factor):
+        def loss(gate, up):
+            return jnp.sum((of(gate, up) * factor).astype(jnp.float64 if gate.dtype == jnp.float64 else jnp.float32))
+
+        value, gradients = jax.jit(jax.value_and_grad(loss, (0, 1)))(gate, up)
+        return value, *gradients
+
+    plain = functools.partial(reference, activation)
+    found, wanted = (value_and_gradients(of, *operands) for of in (functools.partial(gated, activation), plain))
+    tolerance = 1e-5 if dtype == "float32" else 2e-2
+    for name, ours, formula in zip(("value", "gate", "up"), found, wanted):
+        if (activation, dtype, name) != (Activation.GEGLU, "float32", "gate"):
+            np.testing.assert_allclose(ours, formula, rtol=tolerance, atol=tolerance, err_msg=name)
+    if (activation, dtype) == (Activation.GEGLU, "float32"):
+        # Where 1 - tanh(x)**2 is nearly 0 the formula itself is rounding: ours must be as near to float64's.
+        with jax.enable_x64(True):
+            exact = np.asarray(value_and_gradients(plain, *(jnp.asarray(x, jnp.float64) for x in operands))[1])
+        error, allowed = (np.max(np.abs(np.asarray(x[1], np.float64) - exact)) for x in (found, wanted))
+        assert error <= 1.5 * allowed and allowed < 1e-3
+
+
+def test_of_a_gate_only_its_two_operands_are_kept():
+    """What an activation computes on the way is computed again: beside a product it is little."""
+    gate, up = jnp.ones((8, 16)), jnp.ones((8, 16))
+    _, pull = jax.vjp(functools.partial(gated, Activation.SWIGLU), gate, up)
+    assert [x.shape for x in jax.tree.leaves(pull) if x.ndim] == [(8, 16)] * 2
