@@ -65,6 +65,9 @@ ANYTHING = VERBS | {"cli", "__main__"}
 ONLY_IN = {"flax": ("models",), "gin": ("config",)}
 # Modules of these rooms are loaded before anybody knows whether JAX is needed; those that need it are named.
 LIGHT = ("core", "storage", "config", "cli")
+# A room where nothing depends on what the program is for, and the names that would ask: kernels/ knows.
+PLATFORM_FREE = "models"
+PLATFORM_NAMES = {"platform", "device_kind", "default_backend", "get_backend", "devices", "local_devices", "backends"}
 OF_JAX = {"core.devices", "core.interrupt", "core.multihost.hosts", "core.multihost.joining"}
 LONGEST_FILE, LONGEST_FUNCTION, LONGEST_VERB = 700, 60, 100
 
@@ -131,7 +134,7 @@ def violations(package: pathlib.Path) -> list[str]:
                 problems.append(f"{path.relative_to(package.parent)}:{imported.line}: {reason}")
             if imported.module in modules and imported.module != name:
                 edges.setdefault(name, set()).add(imported.module)
-        problems += _too_long(path, package)
+        problems += _too_long(path, package) + _asks_for_the_platform(name, path, package)
     hidden = [path for path in sorted(package.rglob("*.py")) if path.with_suffix("").is_dir()]
     problems += [f"{path.relative_to(package.parent)}:1: the folder of its name hides it" for path in hidden]
     problems += [f"import cycle: {' -> '.join(cycle)}" for cycle in cycles(edges)]
@@ -163,6 +166,22 @@ def _forbidden(imported: Import, package: str) -> str | None:
     if target in allowed or any(inner == rule or inner.startswith(f"{rule}.") for rule in allowed):
         return None
     return f"{room} must not import {inner}"
+
+
+def _asks_for_the_platform(name: str, path: pathlib.Path, package: pathlib.Path) -> list[str]:
+    """Attributes and imported names of PLATFORM_NAMES in a room that does without."""
+    if room_of(name, package.name) != PLATFORM_FREE:
+        return []
+    problems = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        names = [node.attr] if isinstance(node, ast.Attribute) else []
+        names += [alias.name for alias in node.names] if isinstance(node, ast.ImportFrom) else []
+        asked = [asked for asked in names if asked in PLATFORM_NAMES]
+        line = f"{path.relative_to(package.parent)}:{getattr(node, 'lineno', 0)}"
+        problems += [
+            f"{line}: {PLATFORM_FREE} must not ask for the platform ({asked}): kernels does" for asked in asked
+        ]
+    return problems
 
 
 def cycles(edges: dict[str, set[str]]) -> list[list[str]]:
@@ -227,6 +246,13 @@ PLANTED = {
         "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import jax",
         "core.tree must not import jax",
     ),
+    "models/moe.py": (
+        "from house import sharding\nx = sharding.platform()",
+        "must not ask for the platform (platform)",
+    ),
+    "models/rope.py": ("import jax\ndef f():\n    return jax.default_backend()", "the platform (default_backend)"),
+    "models/cache.py": ("from house.sharding import device_kind as kind", "the platform (device_kind)"),
+    "models/layers.py": ("import jax\non = jax.devices()[0]", "the platform (devices)"),
     "models/decoder.py": ("from house.data import loader", "models must not import data.loader"),
     "consensus/merge.py": ("import house.optim.schedules", "consensus must not import optim.schedules"),
     "monitoring/log.py": ("from house.training import loop", "monitoring must not import training.loop"),
