@@ -13,7 +13,7 @@ Activation = Callable[[jax.Array], jax.Array]
 
 
 def gated(activation: Activation, gate: jax.Array, up: jax.Array) -> jax.Array:
-    """activation(gate) * up.
+    """`activation(gate) * up`.
 
     XLA's CPU back end would make and keep its parts one by one, each in a pass over memory; there the two alone are
     kept for the backward pass.

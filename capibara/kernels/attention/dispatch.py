@@ -39,7 +39,7 @@ _PLATFORM = {AttentionBackend.SPLASH: "tpu", AttentionBackend.CUDNN: "gpu"}
 def attend(
     inputs: AttentionInputs, spec: AttentionSpec, backend: AttentionBackend = AttentionBackend.AUTO
 ) -> jax.Array:
-    """softmax(scores) v by the way that is fastest for the platform and the shape; softmax in float32.
+    """`softmax(scores) v` by the way that is fastest for the platform and the shape; softmax in float32.
 
     Args:
       inputs: queries, keys, values and what hides some of them.

@@ -13,7 +13,7 @@ __all__ = ["Pages", "Rows", "Seen", "attend_pages", "attend_rows", "gathered"]
 
 
 def attend_rows(q_BTNH: jax.Array, rows: Rows, seen: Seen, spec: AttentionSpec) -> jax.Array:
-    """softmax(scores) v over the rows of a cache; softmax in float32.
+    """`softmax(scores) v` over the rows of a cache; softmax in float32.
 
     Args:
       q_BTNH: queries; query head n reads key/value head n // (N / K).

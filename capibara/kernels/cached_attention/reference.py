@@ -108,7 +108,7 @@ def attend_by(
     spec: AttentionSpec,
     scales: tuple[jax.Array, jax.Array] | None,
 ) -> jax.Array:
-    """softmax(scores) v, whoever multiplies; softmax in float32.
+    """`softmax(scores) v`, whoever multiplies; softmax in float32.
 
     `scores_of`: queries [B, K, X, H] -> products with the keys [B, K, X, S], float32; `mixed`: weights [B, K, X, S] ->
     sums of the values [B, K, X, H]. X are the queries of one key/value head.

@@ -58,7 +58,7 @@ def attend(
     table_BM: jax.Array | None,
     spec: AttentionSpec,
 ) -> jax.Array:
-    """softmax(scores) v of one query a row over the first places of its row; under the mesh of `sharding.active()`.
+    """`softmax(scores) v` of one query a row over the first places of its row; under the mesh of `sharding.active()`.
 
     Args:
       q_BTNH: queries, T = 1.

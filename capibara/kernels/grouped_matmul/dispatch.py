@@ -27,7 +27,7 @@ def padded_rows(rows: int, tile: int) -> int:
 
 
 def grouped_matmul(x_MK: jax.Array, w_GKN: jax.Array | StoredWeight, sizes_G: jax.Array, tile: int) -> jax.Array:
-    """x[rows of group g] @ w[g] for every group, in time proportional to the rows that the groups have.
+    """`x[rows of group g] @ w[g]` for every group, in time proportional to the rows that the groups have.
 
     Args:
       x_MK: the first sizes[0] rows are of group 0, the next sizes[1] of group 1 and so on. M is given by `padded_rows`.

@@ -64,7 +64,7 @@ def pays_in_pairs(weight_OI: jax.Array, x_NI: jax.Array) -> bool:
 
 
 def product_in_pairs(weight_OI: jax.Array, x_NI: jax.Array) -> jax.Array:
-    """X @ weight.T [N, O], with the weight as the first operand and two of its rows as one.
+    """`x @ weight.T` [N, O], with the weight as the first operand and two of its rows as one.
 
     XLA's CPU product has vectors of 16 columns: of 8 tokens half of each lies idle. Two rows of the weight that lie one
     after the other, times the tokens beside zeros, fill it, in half as many parts; the zeros change no sum.
@@ -85,7 +85,7 @@ def as_matrices(x: jax.Array, weight: jax.Array, in_dims: int) -> jax.Array:
 
 @jax.custom_vjp
 def _matmul(x_NI: jax.Array, weight_IO: jax.Array) -> jax.Array:
-    """X @ weight, whose weight gradient has the order of operands that XLA's CPU matmul runs at full speed.
+    """`x @ weight`, whose weight gradient has the order of operands that XLA's CPU matmul runs at full speed.
 
     x.T @ dy runs so only where dy is wider than x. Where it is narrower the gradient's transpose is made, and where both
     are alike (attention's projections) x is transposed first: once for all weights that it is multiplied with.

@@ -42,7 +42,7 @@ def _as_matrices() -> bool:
 
 
 def logits(hidden_BTD: jax.Array, head_VD: jax.Array) -> jax.Array:
-    """Hidden @ head.T [B, T, V] in float32; both of one dtype."""
+    """`hidden @ head.T` [B, T, V] in float32; both of one dtype."""
     if hidden_BTD.shape[1] == 1 and sharding.platform() == "cpu":
         return cpu.logits_of_one(hidden_BTD, head_VD, in_pairs=not sharding.active())
     return reference.logits(hidden_BTD, head_VD)

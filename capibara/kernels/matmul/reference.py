@@ -16,5 +16,5 @@ def contracted(x: jax.Array, weight: jax.Array, in_dims: int) -> jax.Array:
 
 
 def logits(hidden_BTD: jax.Array, head_VD: jax.Array) -> jax.Array:
-    """Hidden @ head.T [B, T, V] in float32; both of one dtype."""
+    """`hidden @ head.T` [B, T, V] in float32; both of one dtype."""
     return jnp.einsum("BTD,VD->BTV", hidden_BTD, head_VD, preferred_element_type=jnp.float32)
