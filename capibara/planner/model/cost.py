@@ -308,7 +308,7 @@ def _weights_by_name(work: Workload) -> dict[str, float]:
     D, heads, kv = c.embed_dim, c.num_heads * c.head_size, c.kv_heads * c.head_size
     experts = 1 if c.moe is None else c.moe.top_k
     mlp = "mlp" if c.moe is None else "expert"
-    weights = {"query": D * heads, "key": D * kv, "value": D * kv, "attention_out": heads * D}
+    weights: dict[str, float] = {"query": D * heads, "key": D * kv, "value": D * kv, "attention_out": heads * D}
     weights |= {f"{mlp}_up": D * F * experts, f"{mlp}_down": D * F * experts}
     return weights | ({f"{mlp}_gate": D * F * experts} if c.activation.gated else {})
 
@@ -403,7 +403,7 @@ def _activation_collectives(work: Workload, choice: Choice, layout: Layout) -> I
                 f"keys and values of the {stack.name}", "all-gather", ("context",), count * amount,
                 count * layout.gather_s(amount, ["context"]), False,
             )  # fmt: skip
-        if mesh["expert"] > 1 and stack.expert_weights.parts:
+        if mesh["expert"] > 1 and stack.expert_weights.parts and c.moe is not None:
             slack = c.moe.capacity_factor if str(c.moe.dispatch) == "capacity" else 1.0
             amount = rows * c.moe.top_k * slack * c.embed_dim * size
             count = layers * 2 * passes

@@ -35,9 +35,10 @@ def bindings(run: Run, slice_: Slice | None = None) -> tuple[list[str], str]:
     Raises:
       UserError: no plan fits the slice, or its batch no mesh.
     """
-    if not is_open(run):
+    named = run.plan.slice
+    if named is None or not is_open(run):
         return [], ""
-    slice_, work = slice_ or slices.parse(run.plan.slice), workload.of_run(run)
+    slice_, work = slice_ or slices.parse(named), workload.of_run(run)
     remats = (run.plan.remat_policy,) if config.is_bound("Plan.remat") else ranking.REMATS
     question = Question(
         batch_size=run.plan.batch_size,
