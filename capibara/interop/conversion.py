@@ -142,7 +142,7 @@ def of_run(
     if trained and began:
         about = model_card.of_fine_tuned(about, began)
     stored = {name: short for short, name in _FLOATS.items()}.get(
-        began.get("dtype") or began.get("torch_dtype"), "bf16"
+        str(began.get("dtype") or began.get("torch_dtype")), "bf16"
     )
     return OurModel(model, params, config, tokenizer, about, vocabulary, stored)
 
@@ -196,8 +196,10 @@ def convert(
         raise UserError(f"--base={base} is of adapters, and --from={path} is none: leave it out")
     if run is not None and form == "capibara" and run.model.config.lora is None:
         raise UserError("--from is a run folder already: --format=capibara is for foreign models and for adapters")
-    source = _foreign(path, gin) if run is None else _merged(run, runs.origin(path))
-    if run is not None and form == "t5x":
+    if run is None:
+        return write(_foreign(path, gin), target, form, dtype, runs.save, how, show)
+    source = _merged(run, runs.origin(path))
+    if form == "t5x":
         source = dataclasses.replace(source, optimizer=_optimizer(source, run, runs.optimizer(path, run)))
     return write(source, target, form, dtype, runs.save, how, show)
 
@@ -340,7 +342,8 @@ def _rebind(foreign: ForeignModel, gin: Gin) -> None:
     if gin_config.is_bound("SentencePieceVocabulary.path"):
         vocabulary = gin_config.build(SentencePieceVocabulary)
         vocabulary.processor.get_piece_size()  # it is there, and one
-        foreign.tokenizer = {**foreign.tokenizer, "spiece.model": limits.read(vocabulary.file)}
+        own_file = {"spiece.model": limits.read(vocabulary.file)}
+        vars(foreign).update(tokenizer=foreign.tokenizer | own_file)  # a cached property, too
 
 
 def _loaded(source: ForeignModel | OurModel) -> tuple[api.Model, Params]:
@@ -378,16 +381,18 @@ def write(
 
         gguf_write.write_gguf(target, config, view.tensors(), source.tokenizer, source.about, dtype=dtype, show=show)
     elif form == "t5x":
-        of_t5x = {"dtype": _FLOATS[dtype], "optimizer": optimizer, "computing": _computing(source)}
-        t5x_write.save_t5x(target, config, shapes, view.tensors(), source.tokenizer, **of_t5x)
+        t5x_write.save_t5x(
+            target, config, shapes, view.tensors(), source.tokenizer, dtype=_FLOATS[dtype], optimizer=optimizer,
+            computing=_computing(source),
+        )  # fmt: skip
         if optimizer is not None:
             return f"{target}: {config['model_type']}, {len(shapes)} tensors in {dtype}, Adafactor at step {optimizer.step}"
     else:
         tensors = view.tensors()
         if dtype == _MXFP4:
             shapes, tensors, config = _in_mxfp4(shapes, tensors, config)
-        how = {"dtype": computed, "state_dict": form == "pytorch"}
-        hf_folder.save_hf(target, config, shapes, tensors, source.tokenizer | source.about, **how)
+        beside = source.tokenizer | source.about
+        hf_folder.save_hf(target, config, shapes, tensors, beside, dtype=computed, state_dict=form == "pytorch")
     return f"{target}: {config['model_type']}, {len(shapes)} tensors in {dtype}"
 
 

@@ -9,7 +9,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -43,8 +43,12 @@ class ForeignModel(Protocol):
     """
 
     config: dict[str, Any]
-    tokenizer: dict[str, bytes]
-    about: dict[str, bytes]
+
+    @property
+    def tokenizer(self) -> dict[str, bytes]: ...
+
+    @property
+    def about(self) -> dict[str, bytes]: ...
 
     def shapes(self) -> dict[str, Shape]:
         """The shape of every tensor, by its name in a Hugging Face checkpoint."""
@@ -54,6 +58,16 @@ class ForeignModel(Protocol):
 
     def read(self, name: str) -> np.ndarray:
         """A tensor on the host, in f32, f16 or bf16: as it is stored, or dequantised."""
+
+
+class Described(Protocol):
+    """What a folder says of a model beside its tensors."""
+
+    @property
+    def config(self) -> dict[str, Any]: ...
+
+    @property
+    def about(self) -> dict[str, bytes]: ...
 
 
 @runtime_checkable
@@ -152,7 +166,7 @@ class Loader:
         return origin_of(self.foreign)
 
 
-def origin_of(foreign: ForeignModel) -> dict[str, bytes]:
+def origin_of(foreign: Described) -> dict[str, bytes]:
     """The config.json of a model, its model card and licence files, by name."""
     text = json.dumps(foreign.config, indent=2) + "\n"
     return foreign.about | {tokenizer_files.MODEL_FILE: text.encode()}
@@ -171,7 +185,7 @@ def loader(path: str, model: Model) -> Loader:
       UserError: it is another model. Only how far it sees may differ (RoPE, windows): that is told, and left to the run.
     """
     foreign = open_model(path)
-    guessed = getattr(foreign, "guessed", frozenset())
+    guessed: Container[str] = getattr(foreign, "guessed", frozenset())
     for name, (ours, theirs) in hf_config.differences(foreign.config, model.config).items():
         if name in guessed:
             continue
@@ -256,7 +270,7 @@ def foreign_tensors(foreign: ForeignModel, model: Model, model_type: str) -> Ite
                 yield name, foreign.read(stored[name])
         return
     # The experts of a layer in one tensor, which is taken apart.
-    last: tuple[str, np.ndarray | None] = ("", None)
+    last = ("", np.zeros(0))
     for row in tables.of(model_type, shapes):
         (source,) = (other for other in rows if set(other.ours) & set(row.ours))
         for name, at in row.names(shapes):
@@ -294,7 +308,7 @@ class _Filled:
 
     def __init__(self, foreign: ForeignModel, shapes: Mapping[str, Shape]):
         self.config, self.tokenizer, self.about = foreign.config, foreign.tokenizer, foreign.about
-        self._foreign, self._shapes = foreign, foreign.shapes() | shapes
+        self._foreign, self._shapes = foreign, {**foreign.shapes(), **shapes}
 
     def shapes(self) -> dict[str, Shape]:
         return dict(self._shapes)
@@ -362,11 +376,12 @@ def _check_missing(rows: tuple[Tensor, ...], shapes: Mapping[str, Shape], stored
 
 def _check_memory(shapes: Mapping[str, Shape], targets: Mapping[str, jax.sharding.Sharding], dtype: np.dtype) -> None:
     """Raises where this host's memory cannot hold its shards: the system would end the process, without a word."""
-    need = sum(
-        math.prod(targets[path].shard_shape(shape)) * dtype.itemsize * len(targets[path].addressable_devices)
-        for path, shape in shapes.items()
-        if all(device.platform == "cpu" for device in targets[path].addressable_devices)
-    )
+    need = 0
+    for path, shape in shapes.items():
+        own: Iterable[jax.Device] = targets[path].addressable_devices
+        if all(device.platform == "cpu" for device in own):
+            shard = math.prod(targets[path].shard_shape(shape)) * dtype.itemsize
+            need += shard * len(targets[path].addressable_devices)
     if need > (have := limits.host_bytes()):
         raise UserError(
             f"the model needs {need / 2**30:,.1f} GiB, this host has {have / 2**30:,.1f}: take a larger one"
@@ -429,7 +444,9 @@ def _shards(row: Tensor, shapes: Mapping[str, Shape], targets: Mapping[str, jax.
     """The different shards of this host."""
     for path in row.ours:
         holders: dict[tuple[tuple[int, int], ...], Shard] = {}
-        for device, index in targets[path].addressable_devices_indices_map(shapes[path]).items():
+        parts: Mapping[jax.Device, Index | None] = targets[path].addressable_devices_indices_map(shapes[path])
+        for device, index in parts.items():
+            assert index is not None, "a sharding of arrays says where each part is"
             key = tuple(part.indices(size)[:2] for part, size in zip(index, shapes[path], strict=True))
             holders.setdefault(key, (path, index, []))[2].append(device)
         yield from holders.values()

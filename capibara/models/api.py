@@ -31,7 +31,7 @@ from capibara.models.cache.dense import Cache, put_rows
 from capibara.models.layers import stack
 from capibara.models.layers.rope import Rope
 from capibara.models.layers.stack import Stats
-from capibara.models.layers.transformer import Head, TransformerConfig
+from capibara.models.layers.transformer import ComputeDtype, Head, TransformerConfig
 from capibara.models.moe import moe
 from capibara.models.moe.moe import Moe
 from capibara.models.registry import model_of, module_of
@@ -41,6 +41,7 @@ __all__ = [
     "Adapter",
     "Beside",
     "Cache",
+    "ComputeDtype",
     "DecoderConfig",
     "EncoderConfig",
     "EncoderDecoderConfig",

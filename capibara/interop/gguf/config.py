@@ -68,7 +68,7 @@ def to_metadata(config: Mapping[str, Any]) -> dict[str, Any]:
     family = gguf_names.of_model_type(config.get("model_type"))
     _check_fixed(config, family)
     values: dict[str, Any] = {"vocab_size": config["vocab_size"]}
-    derived = {"num_key_value_heads": family.heads(config)[1], "head_dim": family.head_dim(config)}
+    derived: dict[str, Any] = {"num_key_value_heads": family.heads(config)[1], "head_dim": family.head_dim(config)}
     # GPT-2 need not say it; a mixture whose every layer has experts has none.
     wide = 4 * family.get(config, "hidden_size") if family.model_type == "gpt2" else config.get("moe_intermediate_size")
     derived["intermediate_size"] = wide

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import numpy as np
 
 from capibara.interop.hf.tensors import Shape
+from capibara.interop.quantize.grid import Packed
 
 MODEL_TYPE = "gpt_oss"
 _TENSOR = re.compile(r"(?P<layer>.*\.mlp\.experts)\.(?P<what>gate_up|down)_proj(?P<bias>_bias)?")
@@ -55,12 +56,13 @@ def joined(name: str, values: list[np.ndarray]) -> np.ndarray:
     return np.ascontiguousarray(whole.reshape(*whole.shape[:-2], -1))
 
 
-def apart(tensors: Iterable[tuple[str, np.ndarray]]) -> Iterator[tuple[str, np.ndarray]]:
+def apart(tensors: Iterable[tuple[str, np.ndarray | Packed]]) -> Iterator[tuple[str, np.ndarray | Packed]]:
     """The tensors of transformers as those of the rows."""
     for name, value in tensors:
         rows = parts(name)
         if _TENSOR.fullmatch(name) is None:
             yield name, value
             continue
+        assert isinstance(value, np.ndarray), "experts are on no grid"
         for at, row in enumerate(rows):
             yield row, np.moveaxis(value[..., at :: len(rows)], -1, 1)

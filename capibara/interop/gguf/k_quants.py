@@ -55,7 +55,7 @@ def _nearest(x: np.ndarray) -> np.ndarray:
 
 
 def _sum(x_VG: np.ndarray) -> np.ndarray:
-    return np.add.reduce(x_VG, axis=0)
+    return x_VG.sum(axis=0)
 
 
 def _groups(blocks_NK: np.ndarray, values: int) -> np.ndarray:

@@ -62,7 +62,7 @@ class GgufModel:
             self.config = gguf_config.from_metadata(arch, values, self._stored_shapes(), self._factors())
             self._family = gguf_names.of_model_type(self.config["model_type"])
             self._tensors = {tensor.name: tensor for tensor in self._family.tensors(self.config)}
-            self._rows = {name: (name,) for name in self._tensors}
+            self._rows: dict[str, tuple[str, ...]] = {name: (name,) for name in self._tensors}
             if self._family.model_type == gpt_oss.MODEL_TYPE:
                 self._rows = gpt_oss.names(self._tensors)
             self._check()

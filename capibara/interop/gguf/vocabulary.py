@@ -7,9 +7,10 @@ That name stands for a list of splits here, which is made into the pre_tokenizer
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tokenizers
@@ -87,11 +88,11 @@ def files(values: Mapping[str, Any], path: str) -> dict[str, bytes]:
       UserError: the metadata contradict themselves.
     """
     _check_types(values, path)
-    found = {}
+    found: dict[str, bytes] = {}
     model, pre = values.get("ggml.model"), values.get("ggml.pre", "default")
     pre = _SAME.get(pre, pre)
     tokens = values.get("ggml.tokens", [])
-    needed = {"llama": ("scores", "token_type"), "gpt2": ("merges",)}.get(model, ())
+    needed = {"llama": ("scores", "token_type"), "gpt2": ("merges",)}.get(str(model), ())
     if needed and (not tokens or any(f"ggml.{name}" not in values for name in needed)):
         raise UserError(f"{path}: tokenizer.ggml has not all of tokens, {', '.join(needed)}: the file is corrupted")
     if any(len(values.get(f"ggml.{name}", tokens)) != len(tokens) for name in ("scores", "token_type")):
@@ -137,19 +138,30 @@ def _ends(values: Mapping[str, Any], tokens: Sequence[str], kinds: Sequence[int]
 
 
 _TEXT_KEYS = ("ggml.model", "ggml.pre", "chat_template")
-_LISTS = {"ggml.tokens": str, "ggml.merges": str, "ggml.token_type": int, "ggml.scores": (float, int)}
+_LISTS: dict[str, type | tuple[type, ...]] = {
+    "ggml.tokens": str,
+    "ggml.merges": str,
+    "ggml.token_type": int,
+    "ggml.scores": (float, int),
+}
 _FLAGS = ("ggml.add_bos_token", "ggml.add_eos_token", "ggml.add_space_prefix")
 _IDS = tuple(f"ggml.{key}_token_id" for key in (*KEYS.values(), *_MORE_ENDS))
 _TOKEN_CHARACTERS, _TOKENS_CHARACTERS = 4096, 64 << 20  # of one, and of all
 
 
+def _is_list(of: type | tuple[type, ...], value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(one, of) for one in value)
+
+
 def _check_types(values: Mapping[str, Any], path: str) -> None:
     """Raises where the metadata have other types or sizes than a tokenizer's."""
-    checks = [(key, lambda value: isinstance(value, str)) for key in _TEXT_KEYS]
+    checks: list[tuple[str, Callable[[Any], bool]]] = [
+        (key, lambda value: isinstance(value, str)) for key in _TEXT_KEYS
+    ]
     checks += [(key, lambda value: type(value) is bool) for key in _FLAGS]
     checks += [(key, lambda value: type(value) is int and 0 <= value < 2**31) for key in _IDS]
     for key, of in _LISTS.items():
-        checks.append((key, lambda value, of=of: isinstance(value, list) and all(isinstance(one, of) for one in value)))
+        checks.append((key, functools.partial(_is_list, of)))
     for key, is_fine in checks:
         if key in values and not is_fine(values[key]):
             raise UserError(f"{path}: tokenizer.{key} is {limits.shortened(values[key])}: the file is corrupted")

@@ -126,7 +126,7 @@ class _File:
                 show("writing", f"tensor {len(self._wanted) - len(missing)} of {len(self._wanted)}, {tensor.stored}")
                 data = self._data(tensor, value)
                 file.seek(start + self._places[tensor.stored] + (tensor.expert or 0) * data.nbytes)
-                file.write(data)
+                file.write(data.data)
             if missing:
                 raise UserError(
                     f"the tensor {next(iter(missing))} is missing ({len(missing)} in all): the model is not whole"

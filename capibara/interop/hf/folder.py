@@ -81,7 +81,8 @@ class HfFolder:
         names = {"lm_head.weight", "shared.weight"}
         if not names <= self._files.keys() or not all(self._files[name].endswith(".bin") for name in names):
             return set()
-        return {"lm_head.weight"} if np.array_equal(*map(self.read, sorted(names))) else set()
+        head, shared = map(self.read, sorted(names))
+        return {"lm_head.weight"} if np.array_equal(head, shared) else set()
 
     def _where(self) -> dict[str, str]:
         """The file of every tensor."""

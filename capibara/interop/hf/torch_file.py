@@ -13,7 +13,7 @@ import os
 import struct
 import zipfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, BinaryIO, NamedTuple
 
 import ml_dtypes
@@ -53,7 +53,7 @@ class Refused(Exception):
 class _Storage(NamedTuple):
     kind: str
     key: str
-    count: int
+    elements: int
 
 
 class _Slice(NamedTuple):
@@ -112,10 +112,10 @@ class TorchFile:
             if math.prod(size or 1 for size in shape) > _MOST:
                 raise Refused(f"{name} has the shape {limits.shortened(list(shape))}")
             return np.zeros(shape, kind)
-        if not 0 <= offset <= last < storage.count or min(strides, default=0) < 0:
+        if not 0 <= offset <= last < storage.elements or min(strides, default=0) < 0:
             raise Refused(f"{name} is not within its storage")
-        if math.prod(shape) > storage.count:
-            raise Refused(f"{name} has {math.prod(shape):,} values, its storage has {storage.count:,}")
+        if math.prod(shape) > storage.elements:
+            raise Refused(f"{name} has {math.prod(shape):,} values, its storage has {storage.elements:,}")
         data = np.frombuffer(self._bytes(storage), kind)
         steps = [stride * kind.itemsize for stride in strides]
         return np.lib.stride_tricks.as_strided(data[offset:], shape, steps, writeable=False)
@@ -156,7 +156,7 @@ class TorchFile:
 
     def _bytes(self, storage: _Storage) -> bytes:
         if self._held is None or self._held[0] != storage.key:
-            size = storage.count * np.dtype(_KINDS[storage.kind][1]).itemsize
+            size = storage.elements * np.dtype(_KINDS[storage.kind][1]).itemsize
             try:
                 with limits.opened(self._path) as file:
                     content = self._read(file, storage.key, size)
@@ -237,7 +237,7 @@ def _parameter(tensor: Any = None, *_: Any) -> Any:
     return tensor
 
 
-_CALLABLE = {
+_CALLABLE: dict[tuple[str, str], Callable[..., Any]] = {
     ("collections", "OrderedDict"): _ordered,
     ("torch._utils", "_rebuild_tensor"): _rebuild,
     ("torch._utils", "_rebuild_tensor_v2"): _rebuild,
@@ -290,6 +290,7 @@ def save_torch(path: str, tensors: Mapping[str, np.ndarray], tied: Mapping[str, 
 def _add(archive: zipfile.ZipFile, name: str, content: Any) -> None:
     """An entry whose bytes begin at a multiple of 64, as torch has them."""
     info = zipfile.ZipInfo(name)  # without a date: the same model makes the same file
+    assert archive.fp is not None
     begin = archive.fp.tell() + 30 + len(name) + 4
     info.extra = b"FB" + struct.pack("<H", -begin % _ALIGNMENT) + b"Z" * (-begin % _ALIGNMENT)
     archive.writestr(info, content)

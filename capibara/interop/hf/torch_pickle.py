@@ -15,7 +15,7 @@ from typing import Any
 STEPS = 4_000_000  # some 30 make a tensor
 _KEYS = (str, int, bytes, bool, float, type(None))
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
-_EMPTY = {"EMPTY_DICT": dict, "EMPTY_LIST": list, "EMPTY_TUPLE": tuple}
+_EMPTY: dict[str, Callable[[], object]] = {"EMPTY_DICT": dict, "EMPTY_LIST": list, "EMPTY_TUPLE": tuple}
 _SIZES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 _VALUES = frozenset(
     "INT BININT BININT1 BININT2 LONG LONG1 LONG4 FLOAT BINFLOAT UNICODE BINUNICODE SHORT_BINUNICODE BINUNICODE8 "
@@ -57,7 +57,7 @@ def load(content: io.BytesIO, named: Callable[[str, str], Any], call: Call, stor
                 raise Broken(f"its pickle has more than {STEPS:,} steps")
             if opcode.name == "STOP":
                 return machine.stack.pop()
-            machine.step(opcode.name, argument, at)
+            machine.step(opcode.name, argument, at or 0)
     except (IndexError, KeyError, TypeError, AttributeError, ValueError, OverflowError, RecursionError) as error:
         raise Broken(" ".join(str(error).split())[:160] or type(error).__name__) from error
     raise Broken("its pickle has no end")
@@ -90,7 +90,8 @@ class _Machine:
             stack[-_SIZES[name] :] = [tuple(self._last(_SIZES[name]))]
         elif name in ("TUPLE", "LIST", "DICT"):
             items = self._marked()
-            self.stack.append({"TUPLE": tuple, "LIST": list, "DICT": _pairs}[name](items))
+            made: dict[str, Callable[[list[Any]], object]] = {"TUPLE": tuple, "LIST": list, "DICT": _pairs}
+            self.stack.append(made[name](items))
         elif name in ("APPEND", "APPENDS", "SETITEM", "SETITEMS"):
             self._fill(name)
         else:

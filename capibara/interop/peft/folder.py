@@ -67,6 +67,7 @@ def pairs(params: Params, model: Model, model_type: str) -> Iterator[Pair]:
       UserError: they are more than pairs of matrices: with magnitudes, or parameters that were trained as they are.
     """
     lora, shapes = model.config.lora, _plain_shapes(model)
+    assert lora is not None
     rows = tables.of(model_type, shapes)
     trained = next((path for row in rows for path in row.ours if lora.trains(path)), None)
     if lora.trainable_tokens:
@@ -236,7 +237,9 @@ def _plain_shapes(model: Model) -> dict[str, Shape]:
     return {path: tuple(leaf.shape) for path, leaf in zip(tree.path_names(plain), jax.tree.leaves(plain), strict=True)}
 
 
-def _saved(rows: Iterable[Tensor], values: Mapping[str, Any], shapes, lora: Lora) -> Iterator[tuple[str, np.ndarray]]:
+def _saved(
+    rows: Iterable[Tensor], values: Mapping[str, Any], shapes: Mapping[str, Shape], lora: Lora
+) -> Iterator[tuple[str, np.ndarray]]:
     """The tensors whose parameters were trained as they are."""
     for row in rows:
         trained = [path for path in row.ours if lora.trains(path)]
@@ -490,7 +493,7 @@ def _taken(row: Tensor, part: str, stored: Values, wanted: Mapping[str, Shape], 
         if name not in stored:
             raise UserError(f"{name} is missing in the adapter, which has it in another layer: copy the adapter again")
         value, shape = stored.pop(name), row.shape(wanted)
-        if rank is not None:
+        if module is not None and rank is not None:
             value = peft_modules.padded(value, part, module.rank)
         if value.shape != shape:
             raise UserError(f"{name} has the shape {list(value.shape)}, must be {list(shape)} in this model")

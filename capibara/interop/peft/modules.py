@@ -146,7 +146,15 @@ def of_ours(row: Tensor, values: Mapping[str, Any], shapes: Mapping[str, Shape],
     return Module(row, rank, scales[0] * (rank**0.5 if lora.rslora else rank), parts)
 
 
-def _widen(parts: dict[str, Values], held: Sequence[str], rank: int, scale: float, row: Tensor, shapes, lora) -> None:
+def _widen(
+    parts: dict[str, Values],
+    held: Sequence[str],
+    rank: int,
+    scale: float,
+    row: Tensor,
+    shapes: Mapping[str, Shape],
+    lora: Lora,
+) -> None:
     """Gives all weights of a row the same `a`, which has the ranks of all, and each a `b` that uses its own."""
     a = np.concatenate([parts[path]["a"] for path in held], axis=-1)
     count, start = stacked(row), 0

@@ -166,6 +166,7 @@ def _check_same(path: str, theirs: api.Lora, model: api.Model, values: Params) -
 def _different(theirs: api.Lora, model: api.Model, values: Params) -> str:
     """The field of a run's Lora that makes its adapters others than these values; "": none."""
     ours, trained = model.config.lora, model.trained(model.abstract_params)
+    assert ours is not None
     if ours.dora != theirs.dora:
         return "dora"
     if ours.trainable_tokens != theirs.trainable_tokens:

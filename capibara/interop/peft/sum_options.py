@@ -33,7 +33,7 @@ class Sum:
     weights: tuple[float, ...]
     combination: Combination = Combination.CAT
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if len(self.weights) != len(self.folders):
             raise UserError(
                 f"--weights has {len(self.weights)} numbers, there are {len(self.folders)} adapters: give one for each"

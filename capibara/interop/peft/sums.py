@@ -152,5 +152,6 @@ def _side_by_side(own: Sequence[tuple[np.ndarray, np.ndarray, float]]) -> tuple[
 
 
 def _linear(own: Sequence[tuple[np.ndarray, np.ndarray, float]]) -> tuple[np.ndarray, np.ndarray]:
-    a = sum(np.float32(math.copysign(math.sqrt(abs(scale)), scale)) * a for a, _, scale in own)
-    return a, sum(np.float32(math.sqrt(abs(scale))) * b for _, b, scale in own)
+    nothing = np.zeros((), np.float32)
+    a = sum((np.float32(math.copysign(math.sqrt(abs(scale)), scale)) * a for a, _, scale in own), nothing)
+    return a, sum((np.float32(math.sqrt(abs(scale))) * b for _, b, scale in own), nothing)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -65,6 +65,16 @@ class _Weight:
     values: Callable[[], np.ndarray]
 
 
+class _State(NamedTuple):
+    """What bitsandbytes says of a weight; nested: of the scales of its blocks."""
+
+    shape: Shape
+    dtype: str
+    block: int
+    nested_block: int
+    nested_offset: float
+
+
 class QuantizedFolder:
     """A folder's model with every tensor in float16, bfloat16 or float32: a checkpoint.ForeignModel.
 
@@ -82,7 +92,7 @@ class QuantizedFolder:
         self.tokenizer, self.about = folder.tokenizer, folder.about
         method = about.get("quant_method") if isinstance(about, dict) else None
         method = method or ("bitsandbytes" if _is_bitsandbytes(about) else None)
-        if method not in _READERS:
+        if not isinstance(about, dict) or method not in _READERS:
             raise UserError(
                 f"config.json has quant_method = {limits.shortened(method)} in quantization_config, must be one of "
                 f"{', '.join(_READERS)}: take the folder before it was quantized"
@@ -244,7 +254,7 @@ def _bitsandbytes(folder: Folder, about: Mapping[str, object]) -> _Found:
 def _in_4_bits(folder: Folder, name: str, mark: str, shapes: Mapping[str, Shape]) -> tuple[_Weight, set[str]]:
     """A weight of nf4 or fp4, and the tensors that it is made of."""
     state = _state(folder, mark, shapes)
-    shape, dtype, block = state["shape"], state["dtype"], state["blocksize"]
+    shape, dtype, block = state.shape, state.dtype, state.block
     count = math.prod(shape)
     blocks = -(-count // block)
     have = math.prod(shapes[name]) * _BYTES.get(folder.kind(name), 0) if name in shapes else 0
@@ -255,7 +265,7 @@ def _in_4_bits(folder: Folder, name: str, mark: str, shapes: Mapping[str, Shape]
     nested = f"{name}.nested_absmax" in shapes
     _check(folder, shapes, f"{name}.absmax", (blocks,), ("U8",) if nested else _FLOATS)
     if nested:
-        _check(folder, shapes, f"{name}.nested_absmax", (-(-blocks // state["nested_blocksize"]),), ("F32",))
+        _check(folder, shapes, f"{name}.nested_absmax", (-(-blocks // state.nested_block),), ("F32",))
         _check(folder, shapes, f"{name}.nested_quant_map", (256,), ("F32",))
         parts |= {f"{name}.nested_absmax", f"{name}.nested_quant_map"}
 
@@ -264,8 +274,8 @@ def _in_4_bits(folder: Folder, name: str, mark: str, shapes: Mapping[str, Shape]
         if not nested:
             return stored.astype(np.float32)
         levels = folder.stored(f"{name}.nested_quant_map").astype(np.float32)[stored]
-        scales = np.repeat(folder.stored(f"{name}.nested_absmax").astype(np.float32), state["nested_blocksize"])
-        return levels * scales[:blocks] + np.float32(state["nested_offset"])
+        scales = np.repeat(folder.stored(f"{name}.nested_absmax").astype(np.float32), state.nested_block)
+        return levels * scales[:blocks] + np.float32(state.nested_offset)
 
     def values() -> np.ndarray:
         packed = folder.stored(name).reshape(-1).view(np.uint8)
@@ -282,7 +292,7 @@ def _in_4_bits(folder: Folder, name: str, mark: str, shapes: Mapping[str, Shape]
     return _Weight(shape, dtype, values), parts
 
 
-def _state(folder: Folder, mark: str, shapes: Mapping[str, Shape]) -> dict[str, object]:
+def _state(folder: Folder, mark: str, shapes: Mapping[str, Shape]) -> _State:
     """What bitsandbytes says of a weight, checked."""
     if math.prod(shapes[mark]) > _STATE_BYTES or folder.kind(mark) != "U8":
         raise UserError(f"{mark} must be at most {_STATE_BYTES:,} bytes of JSON: copy the folder again")
@@ -291,14 +301,20 @@ def _state(folder: Folder, mark: str, shapes: Mapping[str, Shape]) -> dict[str, 
     except ValueError as error:
         raise UserError(f"{mark} cannot be read ({limits.cause(error)}): copy the folder again") from None
     found = found if isinstance(found, dict) else {}
-    shape, dtype, nested = found.get("shape"), found.get("dtype"), found.get("nested_blocksize", 1)
+    shape, dtype, block = found.get("shape"), found.get("dtype"), found.get("blocksize")
+    nested, offset = found.get("nested_blocksize", 1), found.get("nested_offset", 0.0)
     whole = lambda value, most: type(value) is int and 0 < value <= most  # noqa: E731
-    fits = isinstance(shape, list) and len(shape) == 2 and all(whole(size, 2**31) for size in shape)
-    block = found.get("blocksize")
-    fits = fits and whole(block, 2**16) and not block % 2 and whole(nested, 2**16) and dtype in DTYPES
-    if not fits or not isinstance(found.get("nested_offset", 0.0), (int, float)):
-        raise UserError(f"{mark} does not say the shape, dtype and block size of a weight: copy the folder again")
-    return {"nested_offset": 0.0, "nested_blocksize": 1} | found | {"shape": tuple(shape)}
+    if isinstance(shape, list) and len(shape) == 2 and all(whole(size, 2**31) for size in shape):
+        if (
+            isinstance(block, int)
+            and whole(block, 2**16)
+            and not block % 2
+            and whole(nested, 2**16)
+            and isinstance(offset, (int, float))
+        ):
+            if isinstance(dtype, str) and dtype in DTYPES:
+                return _State(tuple(shape), dtype, block, nested, offset)
+    raise UserError(f"{mark} does not say the shape, dtype and block size of a weight: copy the folder again")
 
 
 # --- MXFP4 -----------------------------------------------------------------------------------------------------------

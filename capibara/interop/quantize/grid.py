@@ -72,22 +72,28 @@ def _scales(grid: Grid, weight_OI: jax.Array, share: jax.Array, sign: jax.Array)
     return scales, jnp.clip(zeros, 0, _LAST).astype(jnp.uint8)
 
 
+_Best = tuple[jax.Array, jax.Array, jax.Array]  # errors, scales and zeros
+
+
 @functools.partial(jax.jit, static_argnums=0)
 def _fit(grid: Grid, weight_OI: jax.Array, importance_I: jax.Array) -> tuple[jax.Array, jax.Array]:
     shape = (weight_OI.shape[0], -1, grid.group_size)
     groups, importance = weight_OI.reshape(shape), importance_I.reshape(1, -1, grid.group_size)
 
-    def better(best, candidate):
+    def better(best: _Best, candidate: tuple[jax.Array, jax.Array]) -> tuple[_Best, None]:
         scales, zeros = _scales(grid, weight_OI, *candidate)
         rounded = _values(_codes(groups, scales[..., None], zeros[..., None]), scales[..., None], zeros[..., None])
         error = jnp.sum(importance * jnp.square(rounded - groups), -1)
         chosen = error < best[0]
-        return tuple(jnp.where(chosen, new, old) for new, old in zip((error, scales, zeros), best)), None
+        kept = [jnp.where(chosen, new, old) for new, old in zip((error, scales, zeros), best)]
+        return (kept[0], kept[1], kept[2]), None
 
     signs = (1.0, -1.0) if grid.symmetric and grid.signed else (1.0,)
     candidates = jnp.asarray([(share, sign) for sign in signs for share in _RANGES], jnp.float32).T
-    first = (jnp.full(groups.shape[:2], jnp.inf), *_scales(grid, weight_OI, 1.0, 1.0))
-    return jax.lax.scan(better, first, tuple(candidates))[0][1:]
+    shares, their_signs = candidates
+    first: _Best = (jnp.full(groups.shape[:2], jnp.inf), *_scales(grid, weight_OI, 1.0, 1.0))
+    (_, scales, zeros), _ = jax.lax.scan(better, first, (shares, their_signs))
+    return scales, zeros
 
 
 def _codes(values: jax.Array, scales: jax.Array, zeros: jax.Array) -> jax.Array:

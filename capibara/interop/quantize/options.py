@@ -47,7 +47,7 @@ class Quantize:
     length: int = 512
     act_order: bool = True
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.method is not Method.RTN and not self.calibration:
             raise UserError(f"--quantize={self.method} needs --calibration=FILE, text like that which the model is for")
         if self.method is Method.RTN and self.calibration:

@@ -24,6 +24,7 @@ from capibara.interop.quantize import awq, calibration, grid
 from capibara.interop.quantize.gptq import gptq
 from capibara.interop.quantize.grid import Grid, Packed
 from capibara.interop.quantize.options import GROUP_SIZES, Method, Quantize
+from capibara.kernels.quantized_matmul import Quantization
 from capibara.models import api
 
 _BATCH = 8  # rows that are run at once
@@ -106,7 +107,8 @@ class QuantizedModel:
 
     def word_shapes(self) -> dict[str, Shape]:
         """Names and shapes of what `in_words` gives."""
-        shapes, found = _shapes(self.model), {}
+        shapes = _shapes(self.model)
+        found: dict[str, Shape] = {}
         for row in tables.of(self.config["model_type"], shapes):
             for name, _ in row.names(shapes):
                 if name not in self.packed:
@@ -115,7 +117,11 @@ class QuantizedModel:
                 (outputs, inputs), groups = self.packed[name].codes.shape, self.packed[name].scales.shape[1]
                 gptq = self.method is not Method.AWQ
                 words = (inputs // 8, outputs) if gptq else (inputs, outputs // 8)
-                parts = {"qweight": words, "qzeros": (groups, outputs // 8), "scales": (groups, outputs)}
+                parts: dict[str, Shape] = {
+                    "qweight": words,
+                    "qzeros": (groups, outputs // 8),
+                    "scales": (groups, outputs),
+                }
                 parts |= {"g_idx": (inputs,)} if gptq else {}
                 found |= {f"{name.removesuffix('weight')}{part}": shape for part, shape in parts.items()}
         return found | self._activation_scales()
@@ -139,7 +145,8 @@ class QuantizedModel:
 
     def float_params(self) -> Params:
         """The parameters that the model has now, float32."""
-        shapes, values = _shapes(self.model), {}
+        shapes = _shapes(self.model)
+        values: dict[str, np.ndarray] = {}
         for row in tables.of(self.config["model_type"], shapes):
             for name, at in row.names(shapes):
                 if name in self.packed:
@@ -184,9 +191,9 @@ def quantize(
             f"{config['model_type']}: write a GGUF file with --dtype=q4_k_m"
         )
     chosen = grid_of(how, model, q4_0=q4_0)
-    model = api.build(dataclasses.replace(model.config, dtype="float32", quantization="none"))
+    model = api.build(dataclasses.replace(model.config, dtype=api.ComputeDtype.FLOAT32, quantization=Quantization.NONE))
     batches: list[dict[str, np.ndarray]] = []
-    if how.method is not Method.RTN:
+    if how.calibration is not None:
         length = min(how.length, model.config.max_length or how.length)
         rows = calibration.rows(how.calibration, tokenizer, vocabulary, length=length, most=how.rows)
         if (largest := int(rows.max())) >= model.config.vocab_size:
@@ -208,12 +215,14 @@ class _Layers:
     def __init__(
         self, model: api.Model, model_type: str, how: Quantize, chosen: Grid, batches: list[dict[str, np.ndarray]]
     ):
-        self._model, self._how, self._grid, self._batches = model, how, chosen, batches
+        assert model.begin is not None and model.layer is not None and isinstance(model.config, api.DecoderConfig)
+        self._config, self._begin, self._model_layer = model.config, model.begin, model.layer
+        self._how, self._grid, self._batches = how, chosen, batches
         self._shapes = _shapes(model)
         self._all = tables.of(model_type, self._shapes)
         self._rows = [row for row in self._all if _is_projection(row)]
-        self._seen = jax.jit(functools.partial(_seen, model), static_argnums=3)
-        self._after = jax.jit(lambda *given: model.layer(*given)[0], static_argnums=3)
+        self._seen = jax.jit(functools.partial(_seen, model.layer), static_argnums=3)
+        self._after = jax.jit(lambda *given: self._model_layer(*given)[0], static_argnums=3)
 
     def check_words(self) -> None:
         """Raises UserError where eight outputs do not make a word."""
@@ -227,9 +236,9 @@ class _Layers:
 
     def run(self, params: Params, show: Callable[[str, str], None]) -> tuple[dict[str, Packed], Params]:
         """The weights in 4 bits, by name, and the parameters with the others."""
-        count = self._model.config.num_layers
+        count = self._config.num_layers
         self._check_finite(params | {"layers": {}})
-        xs = [np.asarray(self._model.begin(params, batch)) for batch in self._batches]
+        xs = [np.asarray(self._begin(params, batch)) for batch in self._batches]
         packed: dict[str, Packed] = {}
         others: list[Params] = []
         for index in range(count):
@@ -251,7 +260,7 @@ class _Layers:
         self, layer: Params, xs: list[np.ndarray], index: int
     ) -> tuple[Params, dict[str, Packed], list[np.ndarray]]:
         """A layer as it is then, its weights in 4 bits, and what goes into the next one."""
-        place = index % len(self._model.config.layer_pattern)
+        place = index % len(self._config.layer_pattern)
         sums: dict[str, _Sums] = {}
         after = []
         for x, batch in zip(xs, self._batches):
@@ -270,13 +279,13 @@ class _Layers:
 
     def _folded(self, layer: Params, sums: dict[str, _Sums]) -> Params:
         """The layer with scales folded into it; of scaled inputs the sums are put right."""
-        for name, channels in awq.foldable(self._model.config, layer).items():
+        for name, channels in awq.foldable(self._config, layer).items():
             weights = [
                 _outputs_first(path, value) for path, value in _projections(layer) if _READS.get(path, path) == name
             ]
             one = sums[name]
             scales = awq.channel_scales(weights, one.products, one.sizes / one.count, self._grid, channels)
-            layer = awq.fold(layer, self._model.config, name, scales)
+            layer = awq.fold(layer, self._config, name, scales)
             one.products = one.products / np.outer(scales, scales)
         return layer
 
@@ -305,8 +314,8 @@ class _Layers:
 class _Sums:
     """Over the tokens that were seen: of the products of their inputs, x x^T, and of |x|; and how many they are."""
 
-    products: np.ndarray | float = 0.0
-    sizes: np.ndarray | float = 0.0
+    products: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((), np.float32))
+    sizes: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((), np.float32))
     count: int = 0
 
     def add(self, products: jax.Array, sizes: jax.Array, count: int) -> None:
@@ -315,10 +324,14 @@ class _Sums:
 
 
 def _seen(
-    model: api.Model, layer: Params, x: jax.Array, batch: Mapping[str, jax.Array], place: int
+    run: Callable[..., tuple[jax.Array, dict[str, jax.Array]]],
+    layer: Params,
+    x: jax.Array,
+    batch: Mapping[str, jax.Array],
+    place: int,
 ) -> tuple[jax.Array, dict[str, tuple[jax.Array, jax.Array]]]:
     """What a layer answers, and of the inputs of its weights the sums of products and of magnitudes."""
-    y, inputs = model.layer(layer, x, batch, place)
+    y, inputs = run(layer, x, batch, place)
     flat = {name: inputs[name].reshape(x.shape[0] * x.shape[1], -1) for name in _INPUTS}
     return y, {name: (x_NI.T @ x_NI, jnp.sum(jnp.abs(x_NI), 0)) for name, x_NI in flat.items()}
 

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import weakref
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import ml_dtypes  # noqa: F401  registers bfloat16 with numpy
 import numpy as np
@@ -121,38 +121,28 @@ class Arrays:
                 env=dict(os.environ) | {"JAX_PLATFORMS": "cpu"},
             )  # fmt: skip
             weakref.finalize(self, _end, self._process)
+        process = self._process
+        asking, answers = _pipes(process)
         try:
-            self._process.stdin.write(json.dumps(request).encode() + b"\n")
-            self._process.stdin.flush()
+            asking.write(json.dumps(request).encode() + b"\n")
+            asking.flush()
             wait = _WAIT_S + expected / _BYTES_S
-            size = int.from_bytes(self._received(8, wait), "little")
+            size = int.from_bytes(_received(answers, 8, wait), "little")
             if size > _ANSWER_BYTES:
                 raise Broken(f"its reader answers with {size:,} bytes")
-            said = json.loads(self._received(size, wait))
+            said = json.loads(_received(answers, size, wait))
             if said["bytes"] > expected + 4096:
                 raise Broken(f"it has {said['bytes']:,} bytes, must have {expected:,}")
-            data = self._received(said["bytes"], wait)
+            data = _received(answers, said["bytes"], wait)
         except (OSError, EOFError, TimeoutError) as error:
-            raise Broken(self._ended(error)) from None
+            raise Broken(self._ended(process, error)) from None
         if "error" in said:
             raise Broken(said["error"])
         return said, data
 
-    def _received(self, size: int, wait: float) -> bytes:
-        pipe, parts, left = self._process.stdout, [], size
-        while left:
-            if not select.select([pipe], [], [], wait)[0]:
-                raise TimeoutError(f"no answer for {wait:.0f} s")
-            part = os.read(pipe.fileno(), min(left, 1 << 20))
-            if not part:
-                raise EOFError
-            parts.append(part)
-            left -= len(part)
-        return b"".join(parts)
-
-    def _ended(self, error: BaseException) -> str:
+    def _ended(self, process: subprocess.Popen[bytes], error: BaseException) -> str:
         """Why the reader is no more, which is ended here."""
-        process, self._process = self._process, None
+        self._process = None
         if isinstance(error, TimeoutError):
             process.kill()
         code = process.wait()
@@ -164,10 +154,28 @@ class Arrays:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    for pipe in (process.stdin, process.stdout):
+    for pipe in _pipes(process):
         pipe.close()
     process.kill()
     process.wait()
+
+
+def _pipes(process: subprocess.Popen[bytes]) -> tuple[IO[bytes], IO[bytes]]:
+    assert process.stdin is not None and process.stdout is not None
+    return process.stdin, process.stdout
+
+
+def _received(pipe: IO[bytes], size: int, wait: float) -> bytes:
+    parts, left = [], size
+    while left:
+        if not select.select([pipe], [], [], wait)[0]:
+            raise TimeoutError(f"no answer for {wait:.0f} s")
+        part = os.read(pipe.fileno(), min(left, 1 << 20))
+        if not part:
+            raise EOFError
+        parts.append(part)
+        left -= len(part)
+    return b"".join(parts)
 
 
 def _check_folder(root: str) -> int:
@@ -182,17 +190,21 @@ def _check_folder(root: str) -> int:
     return total
 
 
+def _sizes(about: dict[str, Any], name: str, least: int) -> list[int]:
+    values = about.get(name)
+    if isinstance(values, list) and len(values) <= _DIMENSIONS:
+        if all(type(size) is int and least <= size <= _SIZE for size in values):
+            return values
+    raise Broken(f"its .zarray has {name} = {limits.shortened(values)}")
+
+
 def _check_chunks(folder: str) -> int:
     """The bytes of an array's chunks; raises where one is missing, or the array's sizes are no usual numbers."""
     path = os.path.join(folder, ".zarray")
     about = limits.parse_json(_read(path))
     if not isinstance(about, dict):
         raise Broken("its .zarray is no object")
-    shape, chunks = about.get("shape"), about.get("chunks")
-    for name, values, least in (("shape", shape, 0), ("chunks", chunks, 1)):
-        fine = isinstance(values, list) and all(type(size) is int and least <= size <= _SIZE for size in values)
-        if not fine or len(values) > _DIMENSIONS:
-            raise Broken(f"its .zarray has {name} = {limits.shortened(values)}")
+    shape, chunks = _sizes(about, "shape", 0), _sizes(about, "chunks", 1)
     if len(shape) != len(chunks):
         raise Broken(f"its .zarray has the shape {shape} in chunks of {chunks}")
     compressor = about.get("compressor")

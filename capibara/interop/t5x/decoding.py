@@ -9,8 +9,14 @@ OWNERS = ("beam_search", "temperature_sample", "predict_batch", "predict_batch_w
 OF_MODELS = ("decode_fn", "default_decoder_params")
 _PREDICTING = OWNERS[2:]
 # What says nothing of the texts here: how a cache lies, and what T5X itself puts in.
-_NOTHING = {"cache_offset": 0, "decode_rng": None, "initial_index": None, "rng": None, "prompt_with_targets": False}
-_DEFAULTS = {
+_NOTHING: dict[str, Any] = {
+    "cache_offset": 0,
+    "decode_rng": None,
+    "initial_index": None,
+    "rng": None,
+    "prompt_with_targets": False,
+}
+_DEFAULTS: dict[str, dict[str, Any]] = {
     "beam_search": {"max_decode_step": -1},
     "temperature_sample": {
         "max_decode_steps_hard_limit": None, "rescale_log_probs": True, "state_callback_fn": None,
@@ -67,7 +73,7 @@ def _is_unknown(function: str, parameter: str, value: Any) -> bool:
 
 def _of_beams(options: Mapping[str, Any], targets: int | None) -> list[tuple[str, Any, str]]:
     count = options.get("num_decodes") or 1
-    lines = [("Sampling.beams", "@BeamSearch()", "decoding.beam_search")]
+    lines: list[tuple[str, Any, str]] = [("Sampling.beams", "@BeamSearch()", "decoding.beam_search")]
     lines.append(("BeamSearch.num_decodes", count, "predict_batch_with_aux.num_decodes"))
     lines += [(ours, options[name], f"beam_search.{name}") for name, ours in _BEAMS.items() if name in options]
     if options.get("return_all_decodes"):
@@ -77,7 +83,9 @@ def _of_beams(options: Mapping[str, Any], targets: int | None) -> list[tuple[str
 
 def _of_draws(options: Mapping[str, Any], targets: int | None) -> list[tuple[str, Any, str]]:
     top_k, top_p = options.get("topk", 1), options.get("topp", 0.0)
-    lines = [("Sampling.temperature", options.get("temperature", 1.0), "temperature_sample.temperature")]
+    lines: list[tuple[str, Any, str]] = [
+        ("Sampling.temperature", options.get("temperature", 1.0), "temperature_sample.temperature")
+    ]
     lines.append(("Sampling.top_k", top_k or None, "temperature_sample.topk (1 by default; 0: all)"))
     if top_p:
         lines.append(("Sampling.top_p", top_p, "temperature_sample.topp"))

@@ -295,9 +295,9 @@ class _Writing:
             raise UserError(
                 f"TASK_FEATURE_LENGTHS is {limits.shortened(lengths)}, must be {{'inputs': N, 'targets': N}}"
             )
-        names = {"mixture_or_task_name": "Dataset.mixture_or_task_name", "batch_size": "Plan.batch_size"}
-        names |= {"shuffle": "Dataset.shuffle", "use_cached": "Dataset.use_cached"}
-        self._each("DatasetConfig", names, "train")
+        ours_of = {"mixture_or_task_name": "Dataset.mixture_or_task_name", "batch_size": "Plan.batch_size"}
+        ours_of |= {"shuffle": "Dataset.shuffle", "use_cached": "Dataset.use_cached"}
+        self._each("DatasetConfig", ours_of, "train")
         for name, ours in (("module", "Dataset.task_module"), ("seed", "Dataset.seed")):
             if self._value(self._left.get(("train", "DatasetConfig", name))) is not None:
                 self._moved("DatasetConfig", name, ours, "train")

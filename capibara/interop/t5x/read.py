@@ -168,12 +168,15 @@ class T5xModel:
         return tuple(leaf.shape if isinstance(leaf, np.ndarray) else self._about(stored).shape)
 
     def _about(self, stored: str) -> t5x_arrays.About:
+        leaf = self._leaves[stored]
+        assert not isinstance(leaf, np.ndarray), "its shape and dtype are at hand"
         with _damage_told(self.path, stored):
-            return self._arrays.about(self._leaves[stored])
+            return self._arrays.about(leaf)
 
     def _found(self) -> dict[str, tuple[str, int | None, Shape]]:
         """Hugging Face's name -> (the tensor, the layer in it, the shape of that in Hugging Face's order)."""
-        rows, found = self._rows, {}
+        rows = self._rows
+        found: dict[str, tuple[str, int | None, Shape]] = {}
         if not self._is_decoder and not any(name.startswith("encoder/") for name in self._leaves):
             raise UserError(
                 f"{self.path} has no encoder and no decoder/token_embedder: of T5X's networks t5, scalable_t5 and "
@@ -355,8 +358,9 @@ def _pattern_of_stack(stored: str) -> str:
 
 def _steps(path: str) -> list[str]:
     """The checkpoints of a T5X run, oldest first."""
-    found = [name for name in glob.glob(os.path.join(glob.escape(path), "checkpoint_*")) if _number(name) is not None]
-    return sorted(found, key=_number)
+    found = glob.glob(os.path.join(glob.escape(path), "checkpoint_*"))
+    numbered = [(number, name) for name in found if (number := _number(name)) is not None]
+    return [name for _, name in sorted(numbered)]
 
 
 def _number(path: str) -> int | None:
@@ -400,7 +404,7 @@ def _leaves(root: str, part: str = "target") -> dict[str, t5x_index.Leaf]:
         base = {"driver": "file", "path": os.path.join(os.path.abspath(root), "")}
         of = lambda name: {"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": base, "path": f"{name}/"}}  # noqa: E731
     else:
-        names = [os.path.basename(path) for path in glob.glob(os.path.join(glob.escape(root), f"{begin}*"))]
+        names = tuple(os.path.basename(path) for path in glob.glob(os.path.join(glob.escape(root), f"{begin}*")))
         of = t5x_index.zarr
     return {name.removeprefix(begin).replace(".", "/"): of(name) for name in sorted(names)}
 

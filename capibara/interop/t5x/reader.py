@@ -37,6 +37,7 @@ def main() -> int:
     for line in sys.stdin.buffer:
         request = json.loads(line)
         data: Any = b""
+        said: dict[str, Any]
         try:
             if "list" in request:
                 keys = tensorstore.KvStore.open(request["list"]).result().list().result()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import numpy as np
@@ -221,7 +221,8 @@ def from_t5x(
             else:
                 whole = new[name].setdefault(place.path, np.empty([sizes[letter] for letter in have], np.float32))
                 whole[place.layer] = value
-    return at_step(_put(opt_state, new, list(shapes)), np.asarray(step, np.int32))
+    count = cast(jax.Array, np.asarray(step, np.int32))  # as all the others on the host, until the state is placed
+    return at_step(_put(opt_state, new, list(shapes)), count)
 
 
 def _arrays(
@@ -240,10 +241,10 @@ def _arrays(
     yield "v_col", _without(layout, rows), read(place.name, column)
 
 
-def at_step(opt_state: PyTree, step: int | jax.Array) -> PyTree:
+def at_step(opt_state: PyTree, step: jax.Array) -> PyTree:
     """The state of an optimizer with all its counts of updates at a step."""
 
-    def counted(node):
+    def counted(node: Any) -> Any:
         if isinstance(node, FactoredState):
             return dataclasses.replace(node, count=step)
         return node._replace(count=step) if isinstance(node, _COUNTED) else node
@@ -258,7 +259,7 @@ def _put(opt_state: PyTree, new: Mapping[str, Mapping[str, np.ndarray]], names: 
     def of(name: str, old: PyTree) -> PyTree:
         return jax.tree.unflatten(jax.tree.structure(old), [new[name].get(path, nothing) for path in names])
 
-    def replaced(node):
+    def replaced(node: Any) -> Any:
         if isinstance(node, FactoredState):
             return dataclasses.replace(node, **{name: of(name, getattr(node, name)) for name in KEPT[:3]})
         return node._replace(ema=jax.tree.map(np.negative, of("m", node.ema))) if _is_ema(node) else node

@@ -73,7 +73,9 @@ def save_t5x(
     }
     files |= {name: content for name, content in tokenizer.items() if name.endswith(".model")}
     with partial.whole(folder) as unfinished:
-        target, states, number = {}, {}, 0 if optimizer is None else optimizer.step
+        target: dict[str, Any] = {}
+        states: dict[str, Any] = {}
+        number = 0 if optimizer is None else optimizer.step
         step = os.path.join(unfinished, f"checkpoint_{number}")
         os.makedirs(step)
         for theirs, value in _named(tensors, shapes, rows, kind, config["num_heads"] if scanned else None):
@@ -114,7 +116,8 @@ def _named(
     With `scanned_heads`, of scanned layers: those of one name, which come one after the other, are one array, stacked
     along its second dimension, and the heads and their features are two.
     """
-    together, layers = "", []
+    together = ""
+    layers: list[np.ndarray] = []
     for name, value in tensors:
         assert value.shape == shapes[name], name
         row, layer = _row(name, rows)
@@ -178,7 +181,9 @@ def _with_heads(value: np.ndarray, dims: str, heads: int) -> np.ndarray:
 def _row(name: str, rows: Mapping[str, t5x_names.Row]) -> tuple[t5x_names.Row, str]:
     if name in rows:
         return rows[name], ""
-    begin, layer, end = re.match(r"(\w+(?:\.block\.|/layers_))(\d+)([./].*)", name).groups()
+    match = re.match(r"(\w+(?:\.block\.|/layers_))(\d+)([./].*)", name)
+    assert match is not None, name
+    begin, layer, end = match.groups()
     return rows[f"{begin}{{l}}{end}"], layer
 
 
