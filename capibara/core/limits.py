@@ -15,7 +15,7 @@ import re
 import stat
 import zipfile
 from collections.abc import Iterator
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 from capibara.core.types import UserError
 
@@ -314,10 +314,16 @@ def check_line(size: int, where: str, most: int = LINE_BYTES) -> None:
 # --- archives --------------------------------------------------------------------------------------------------------
 
 
+class Readable(Protocol):
+    """A stream of bytes."""
+
+    def read(self, size: int, /) -> bytes: ...
+
+
 class Bounded(io.RawIOBase):
     """A stream that gives no more than a number of bytes, whatever it unpacks to."""
 
-    def __init__(self, inner: BinaryIO, most: int, name: str, damage: tuple[type[Exception], ...] = (OSError,)):
+    def __init__(self, inner: Readable, most: int, name: str, damage: tuple[type[Exception], ...] = (OSError,)):
         """Args beyond a stream's: damage: what the stream raises where it is corrupted; that becomes a UserError."""
         self._inner, self._left, self._most, self._name, self._damage = inner, most, most, name, damage
 

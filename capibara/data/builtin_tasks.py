@@ -9,6 +9,8 @@ from __future__ import annotations
 import functools
 import os
 import sysconfig
+from collections.abc import Callable
+from typing import Any
 
 import seqio
 import tensorflow as tf
@@ -38,7 +40,7 @@ def _title(examples: tf.data.Dataset) -> tf.data.Dataset:
     return examples.map(lambda e: {**e, "text": tf.strings.join(["# ", e["name"], "\n", e["text"]])})
 
 
-def _register(name: str, *preprocessors) -> None:
+def _register(name: str, *preprocessors: Callable[..., Any]) -> None:
     seqio.TaskRegistry.add(
         name,
         source=seqio.FunctionDataSource(

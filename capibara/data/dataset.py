@@ -213,4 +213,5 @@ class Dataset:
     def _task_vocabulary(self) -> Vocabulary:
         from capibara.data.tasks import tasks
 
+        assert self.mixture_or_task_name is not None
         return tasks.vocabulary_of(tasks.get(self.mixture_or_task_name, self.task_module))

@@ -67,7 +67,9 @@ class ChatJsonlSource(Source):
 
     def open(self, split: str) -> Documents:
         files, fraction = (self.files, self.validation_files), self.validation_fraction
-        documents = open_lines("ChatJsonlSource", files, fraction, split, lambda *lines: _Chats(*lines, self))
+        documents = open_lines(
+            "ChatJsonlSource", files, fraction, split, lambda paths, lines: _Chats(paths, lines, self)
+        )
         for i in np.unique(np.linspace(0, len(documents) - 1, _RENDERED_FIRST).astype(int)):
             documents.example(i)  # a template that cannot write them is found before the run starts
         return documents

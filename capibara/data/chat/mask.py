@@ -81,6 +81,7 @@ class _Finder:
 
     def generated(self, chosen: Sequence[int]) -> list[Range]:
         """The {% generation %} blocks of the chosen messages."""
+        assert self._rendered.generated is not None
         ranges = list(self._rendered.generated)
         turns = [k for k, message in enumerate(self._messages) if message["role"] == "assistant"]
         if list(chosen) != turns:
@@ -102,7 +103,11 @@ class _Finder:
         return ranges
 
     def _blocks(self, count: int) -> int:
-        return len(self._render(self._messages[:count]).generated) if count else 0
+        if not count:
+            return 0
+        generated = self._render(self._messages[:count]).generated
+        assert generated is not None, "the template has such blocks"
+        return len(generated)
 
     def turn(self, k: int) -> Range:
         """What the assistant has to say in message `k`."""

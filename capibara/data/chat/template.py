@@ -217,7 +217,14 @@ class ChatTemplate:
     def fingerprint(self) -> str:
         """Changes with everything that decides a text."""
         texts = {name: text for name, (_, text) in self._sources.items()}  # wherever they are
-        parts = [texts, self._token_names, sorted(self.special_tokens), self.variables, self.name, self.date]
+        parts: list[object] = [
+            texts,
+            self._token_names,
+            sorted(self.special_tokens),
+            self.variables,
+            self.name,
+            self.date,
+        ]
         parts += [self.end_of_turn, self.spelled_tokens]
         return hashlib.blake2b(repr(parts).encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 

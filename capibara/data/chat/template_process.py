@@ -140,9 +140,9 @@ def _retried(act: Callable[[], Any]) -> Any:
 class _Process:
     """The process; between two calls it waits, or there is none."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._running: subprocess.Popen | None = None
+        self._running: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._asked: dict[str, list[str]] = {}
 
@@ -192,13 +192,15 @@ class _Process:
         import markupsafe
 
         ours, theirs = socket.socketpair()
-        places = {os.path.dirname(os.path.dirname(os.path.abspath(module.__file__))) for module in (jinja2, markupsafe)}
+        places = {
+            os.path.dirname(os.path.dirname(os.path.abspath(file))) for file in (jinja2.__file__, markupsafe.__file__)
+        }
         script = os.path.abspath(template_worker.__file__)
         argv = [sys.executable, "-I", "-S", script, str(MEMORY_MIB * 2**20), *sorted(places)]
         kept = {name: value for name, value in os.environ.items() if name == "LD_LIBRARY_PATH"}
         with theirs:
             self._running = subprocess.Popen(
-                argv, stdin=theirs, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=kept, cwd="/"
+                argv, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=kept, cwd="/"
             )
         # By the kernel, which costs less than asking it before each call.
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
@@ -228,7 +230,7 @@ class _Process:
             self.close()
             raise
         if answer is None:
-            self._explain_end(cpu_s)
+            raise self._end_explained(cpu_s)
         try:
             said = json.loads(answer[1:].decode("utf-8", "surrogatepass"))
         except (ValueError, RecursionError):
@@ -240,17 +242,18 @@ class _Process:
             raise _error_of(said)
         return said
 
-    def _explain_end(self, cpu_s: float) -> None:
+    def _end_explained(self, cpu_s: float) -> TemplateError | _Lost:
         running = self._running
+        assert running is not None
         with contextlib.suppress(subprocess.TimeoutExpired):
             running.wait(_ENDS_WITHIN_S)
         self.close()
         code = running.returncode
         if -code == signal.SIGPROF:
-            raise TemplateError(f"it takes more than {cpu_s:.1f} s: it loops, or does too much", is_bound=True)
+            return TemplateError(f"it takes more than {cpu_s:.1f} s: it loops, or does too much", is_bound=True)
         if -code in (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE):
-            raise TemplateError(f"its process crashed with signal {-code}", is_bound=True)
-        raise _Lost(f"its process ended with code {code}")
+            return TemplateError(f"its process crashed with signal {-code}", is_bound=True)
+        return _Lost(f"its process ended with code {code}")
 
 
 def _error_of(said: Mapping[str, Any]) -> TemplateError:

@@ -120,7 +120,7 @@ def _json(value: Any) -> bytes:
 class Templates:
     """Templates that were compiled, by their keys."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._environments: dict[str, Any] = {}
         self._compiled: dict[str, Any] = {}
 

@@ -15,6 +15,7 @@ from capibara.data.packing.packing import Document
 from capibara.data.packing.pairs import Pair, Pairs
 from capibara.data.packing.preferences import Answers
 from capibara.data.sources.sources import DataFormat, Example
+from capibara.data.tokenizers.vocabulary import Vocabulary
 
 
 class Tally:
@@ -93,8 +94,9 @@ class Assembler:
         """
         number = self._domains.get(domain, 0)
         if self.dataset.kind in (Kind.CAUSAL, Kind.PREFIX):
-            prefixed = self.dataset.kind is Kind.PREFIX and inputs is not None and len(inputs)
-            prefix = len(inputs) + 1 if prefixed else 0  # the beginning token is read before the inputs
+            prefix = 0
+            if self.dataset.kind is Kind.PREFIX and inputs is not None and len(inputs):
+                prefix = len(inputs) + 1  # the beginning token is read before the inputs
             ids, weights = self._joined(self._ended(ids), inputs)
             return Document(ids, weights, self._vocabulary.bos_id, number, place=place, prefix=prefix)
         seeds = (self.dataset.seed, *place)
@@ -126,7 +128,7 @@ class Assembler:
         first, ids, weights = self._read(example)
         if first is None:
             return Document(ids, None, self._vocabulary.bos_id, place=place)
-        self.tally.add(len(ids), self.dataset, carries_loss=weights.any())
+        self.tally.add(len(ids), self.dataset, carries_loss=bool(weights.any()))
         if len(ids) > self.dataset.length:
             kept = self.dataset.length if self.dataset.too_long is TooLong.CUT else 0
             ids, weights = ids[:kept], weights[:kept]
@@ -136,12 +138,17 @@ class Assembler:
 
     def _answers(self, example: Example, number: int, place: tuple[int, ...]) -> Answers:
         """Both answers of a preference pair; without tokens where a row does not hold them, or one carries no loss."""
+        assert example.rejected is not None, "a preference pair has both"
         read = [self._read(side) for side in (example, example.rejected)]
         size, counts = sum(len(ids) for _, ids, _ in read), all(weights.any() for _, _, weights in read)
         self.tally.add(size, self.dataset, carries_loss=counts)
         kept = size if counts and size <= self.dataset.length else 0
-        sides = (Document(ids[:kept], weights[:kept], first, place=place) for first, ids, weights in read)
-        return Answers(*sides, number, place)
+        bos_id = self._vocabulary.bos_id
+        chosen, rejected = (
+            Document(ids[:kept], weights[:kept], bos_id if first is None else first, place=place)
+            for first, ids, weights in read
+        )
+        return Answers(chosen, rejected, number, place)
 
     def _prompt(self, example: Example, number: int, place: tuple[int, ...]) -> Document:
         """A prompt's own tokens; none where a row does not hold them."""
@@ -160,6 +167,7 @@ class Assembler:
         ids, offsets = self._vocabulary.encode_rendered(example.text)
         if not len(ids):
             return None, ids, np.zeros(0, np.float32)
+        assert example.loss is not None, "it is rendered"
         begins = np.array([first for first, _ in example.loss], np.int64)
         ends = np.array([last for _, last in example.loss], np.int64)
         # Ranges are ascending: a token is within one if more have begun before its end than have ended at its start.
@@ -168,7 +176,7 @@ class Assembler:
         return int(ids[0]), ids[1:], weights
 
     @functools.cached_property
-    def _vocabulary(self):
+    def _vocabulary(self) -> Vocabulary:
         return self.dataset.get_vocabulary()
 
     @functools.cached_property
@@ -221,6 +229,7 @@ class Assembler:
     @functools.cached_property
     def _chunk_length(self) -> int:
         dataset, end = self.dataset, int(self.dataset.append_eos)
+        assert dataset.encoder_length is not None, "pairs have an encoder"
         length = dataset.span_corruption.longest_text(dataset.encoder_length - end, dataset.length - end)
         if length < 2:
             raise UserError(

@@ -131,7 +131,7 @@ class Window(Rows):
     @property
     def checksum(self) -> int:
         """CRC-32 of the window's tokens, by which a restored stream knows that the data is still the same."""
-        return zlib.crc32(self._targets)
+        return zlib.crc32(self._targets.data)
 
     def places(self, i: int) -> list[tuple[int, ...]]:
         """Of the documents that row `i` has tokens of."""

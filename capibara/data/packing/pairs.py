@@ -78,7 +78,7 @@ class PairWindow(Rows):
         """CRC-32 of the window's tokens, by which a restored stream knows that the data is still the same."""
         checksum = 0
         for pair in self._pairs:
-            checksum = zlib.crc32(pair.targets, zlib.crc32(pair.inputs, checksum))
+            checksum = zlib.crc32(pair.targets.data, zlib.crc32(pair.inputs.data, checksum))
         return checksum
 
     def places(self, i: int) -> list[tuple[int, ...]]:

@@ -56,7 +56,7 @@ class PreferenceWindow(Rows):
         """CRC-32 of the window's tokens, by which a restored stream knows that the data is still the same."""
         checksum = 0
         for pair in self._pairs:
-            checksum = zlib.crc32(pair.rejected.ids, zlib.crc32(pair.chosen.ids, checksum))
+            checksum = zlib.crc32(pair.rejected.ids.data, zlib.crc32(pair.chosen.ids.data, checksum))
         return checksum
 
     def places(self, i: int) -> list[tuple[int, ...]]:

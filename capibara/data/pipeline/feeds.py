@@ -106,6 +106,7 @@ class SourceFeed(Feed):
 
     def __init__(self, dataset: Dataset, share: Share):
         super().__init__(dataset, share)
+        assert dataset.source is not None
         self.documents = dataset.source.open(share.split)
         self._fingerprint = self.documents.fingerprint()
         self.tally = Tally(_NOUNS[dataset.data_format])
@@ -147,17 +148,12 @@ class SourceFeed(Feed):
         return RowStream(self._reader(index, count).read, layout, first_rows=first_rows, state=state)
 
     def _reader(self, index: int, count: int) -> Reader:
-        kind = BlockReader if isinstance(self.documents, Blocks) else DocumentReader
-        return kind(
-            self.documents,
-            self.dataset,
-            self.tally,
-            index=index,
-            count=count,
-            shuffles=self.shuffles,
-            epochs=self.share.epochs,
-            need=layout_of(self.dataset, count, None).need,
-        )
+        documents, dataset, tally, epochs = self.documents, self.dataset, self.tally, self.share.epochs
+        of = {"index": index, "count": count}
+        need, shuffles = layout_of(dataset, count, None).need, self.shuffles
+        if isinstance(documents, Blocks):
+            return BlockReader(documents, dataset, tally, **of, shuffles=shuffles, epochs=epochs, need=need)
+        return DocumentReader(documents, dataset, tally, **of, shuffles=shuffles, epochs=epochs, need=need)
 
 
 def _objective_settings(dataset: Dataset) -> dict[str, Any]:

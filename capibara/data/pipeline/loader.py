@@ -144,14 +144,18 @@ class Loader:
 
     def start(self) -> None:
         """Begins to prefetch (and to import SeqIO, for a task) in the background; `set_state` comes before this."""
+        self._prefetching()
+
+    def _prefetching(self) -> Prefetcher:
         if self._prefetcher is None:
             self._prefetcher = Prefetcher(self._produce, self._dataset.prefetch)
+        return self._prefetcher
 
     def __next__(self) -> Batch:
         begin_s = time.perf_counter()
-        self.start()
+        prefetcher = self._prefetching()
         try:
-            batch, self._rows = next(self._prefetcher)
+            batch, self._rows = next(prefetcher)
         finally:
             self._wait_s += time.perf_counter() - begin_s
         self.batches += 1

@@ -42,15 +42,15 @@ class Prefetcher:
             if self._items is None:
                 self._items = self._open_items()
             return next(self._items)
-        item, failure = self._next()
+        item, failure = self._next(self._thread)
         if item is _END:
             self._failure = failure or StopIteration()
             raise self._failure
         return item
 
-    def _next(self) -> tuple[Any, BaseException | None]:
+    def _next(self, thread: threading.Thread) -> tuple[Any, BaseException | None]:
         while True:
-            alive = self._thread.is_alive()
+            alive = thread.is_alive()
             try:
                 return self._queue.get(timeout=_LOOK_S if alive else 0.0)
             except queue.Empty:

@@ -53,7 +53,7 @@ class ShardFormat(abc.ABC):
 
     def byte_blocks(self, shard: Entry) -> np.ndarray:
         """Blocks of equal bytes."""
-        starts = np.arange(0, shard.size, self.block_bytes, np.int64)
+        starts = np.arange(0, shard.size, self.block_bytes, dtype=np.int64)
         return np.stack([starts, np.minimum(starts + self.block_bytes, shard.size)], axis=1)
 
 

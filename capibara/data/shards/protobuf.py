@@ -86,6 +86,8 @@ def _feature(data: bytes) -> list[Any]:
             if kind == 1:
                 values.append(value)
             elif kind == 2:
+                if not isinstance(value, bytes):
+                    raise Malformed("a float of another size")
                 values += struct.unpack(f"<{len(value) // 4}f", value)
             elif isinstance(value, int):  # not packed
                 values.append(_signed(value))

@@ -146,7 +146,8 @@ def line_bounds(path: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """
     size = limits.check_file(path)
     if not size:
-        return (np.zeros(0, np.int64),) * 3
+        nothing = np.zeros(0, np.int64)
+        return nothing, nothing, nothing
     content = np.memmap(path, np.uint8, "r")
     block = 4 << 20
     found: list[tuple[np.ndarray, ...]] = []
@@ -166,7 +167,8 @@ def line_bounds(path: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         kept = (stops > starts) & ~lone
         found.append((starts[kept], stops[kept], np.flatnonzero(kept) + lines + 1))
         first, lines = int(stops[-1]) + 1, lines + len(stops)
-    return tuple(np.concatenate([columns[i] for columns in found]) for i in range(3))
+    starts, stops, numbers = (np.concatenate([columns[i] for columns in found]) for i in range(3))
+    return starts, stops, numbers
 
 
 def name_hashes(names: Sequence[str]) -> np.ndarray:

@@ -14,7 +14,7 @@ import tarfile
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
 from capibara.core import limits
 from capibara.core.types import UserError
@@ -74,15 +74,15 @@ def prepare_instructions(
     if not all(sides):
         train, apart = map(len, sides)
         raise UserError(f"{train} conversations to train on and {apart} held out: give more, or another --held_out")
-    for name, lines in zip((TRAIN_FILE, HELD_OUT_FILE), sides):
+    for name, side in zip((TRAIN_FILE, HELD_OUT_FILE), sides):
         path = os.path.join(output, name)
         try:
             os.makedirs(output, exist_ok=True)
             with outputs.replacing(path) as part, open(part, "w", encoding="utf-8", errors="surrogatepass") as file:
-                file.writelines(f"{line}\n" for line in lines)
+                file.writelines(f"{line}\n" for line in side)
         except OSError as error:
             raise UserError(f"--output={output} cannot be written ({error.strerror}): name a folder of yours") from None
-        report(f"wrote {path}: {len(lines)} lines")
+        report(f"wrote {path}: {len(side)} lines")
     return len(sides[0]), len(sides[1])
 
 
@@ -164,8 +164,8 @@ def _opened(path: str, file: BinaryIO) -> Iterator[tuple[list[str], Callable[[st
 
             yield list(members), read
         return
-    with _tar(path, file) as archive:
-        yield from _of_tar(path, archive, file)
+    with _tar(path, file) as tar:
+        yield from _of_tar(path, tar, file)
 
 
 class _Member(tarfile.TarInfo):
@@ -174,7 +174,7 @@ class _Member(tarfile.TarInfo):
     def _proc_member(self, archive: tarfile.TarFile) -> tarfile.TarInfo:
         if not self.isreg() and self.size > limits.MIB:
             raise tarfile.ReadError(f"a header of {self.size:,} bytes")
-        return super()._proc_member(archive)
+        return super()._proc_member(archive)  # type: ignore[misc]  # typeshed leaves private methods out
 
 
 def _tar(path: str, file: BinaryIO) -> tarfile.TarFile:
@@ -194,7 +194,7 @@ def _of_tar(
     for number, one in enumerate(archive):
         if number > _MEMBERS:
             raise UserError(f"{path} has more than {_MEMBERS:,} members: unpack it by hand")
-        archive.members = []  # it keeps all that it has seen
+        vars(archive)["members"] = []  # it keeps all that it has seen
         if one.isreg() and not one.issparse() and one.name.endswith(_ENDINGS):
             sizes[one.name] = one.size
 
@@ -202,9 +202,9 @@ def _of_tar(
         _check_size(path, name, sizes[name])
         again = _tar(path, file)
         for one in again:
-            again.members = []
-            if one.name == name and one.isreg():
-                return _bounded(again.extractfile(one), f"{path}/{name}")
+            vars(again)["members"] = []
+            if one.name == name and one.isreg() and (found := again.extractfile(one)) is not None:
+                return _bounded(found, f"{path}/{name}")
         raise UserError(f"{path} has no {name} any more: it changes while it is read")
 
     yield list(sizes), read
@@ -216,5 +216,5 @@ def _check_size(path: str, name: str, size: int, packed: int | None = None) -> N
         raise UserError(f"{path}/{name} unpacks to {size:,} bytes, must have at most {most:,}: unpack it by hand")
 
 
-def _bounded(file: BinaryIO, name: str) -> BinaryIO:
+def _bounded(file: IO[bytes], name: str) -> BinaryIO:
     return io.BufferedReader(limits.Bounded(file, _MEMBER_BYTES, name, _DAMAGE))

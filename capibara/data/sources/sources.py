@@ -251,7 +251,9 @@ class JsonlSource(Source):
 
     def open(self, split: str) -> Documents:
         files, fraction = (self.files, self.validation_files), self.validation_fraction
-        return open_lines("JsonlSource", files, fraction, split, lambda *lines: _JsonlDocuments(*lines, self))
+        return open_lines(
+            "JsonlSource", files, fraction, split, lambda paths, lines: _JsonlDocuments(paths, lines, self)
+        )
 
 
 @configurable
@@ -288,8 +290,10 @@ class HuggingFaceSource(Source):
 
     def open(self, split: str) -> Documents:
         disk.check_split(split)
-        explicit = self.validation_split is not None
-        table = self._load(self.validation_split if explicit and split == "validation" else self.train_split)
+        explicit, chosen = self.validation_split is not None, self.train_split
+        if self.validation_split is not None and split == "validation":
+            chosen = self.validation_split
+        table = self._load(chosen)
         for name in ("field", "inputs_field", "domain_field"):
             column = getattr(self, name)
             if column is not None and column not in table.column_names:
@@ -346,13 +350,15 @@ class CombinedSource(Source):
 
     def open(self, split: str) -> Documents | Blocks:
         parts = [source.open(split) for source in self.sources]
-        if all(isinstance(part, Blocks) for part in parts):
-            return _CombinedBlocks(parts)
+        blocks = [part for part in parts if isinstance(part, Blocks)]
+        documents = [part for part in parts if not isinstance(part, Blocks)]
+        if not documents:
+            return _CombinedBlocks(blocks)
         for source, part in zip(self.sources, parts, strict=True):
             if isinstance(part, Blocks):
                 name = type(source).__name__
                 raise UserError(f"CombinedSource.sources holds {name} beside others: give all of them as @{name}()")
-        return _CombinedDocuments(parts)
+        return _CombinedDocuments(documents)
 
 
 class _CombinedBlocks(Blocks):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from capibara.core.types import Batch, UserError
 from capibara.data.packing.packing import Document, Packing, Window
@@ -19,6 +19,7 @@ from capibara.data.packing.preferences import Answers, PreferenceWindow
 AnyDocument = Document | Pairs | Answers
 Numbered = tuple[int, AnyDocument]  # a document and its number in the stream: numbers ascend, and may leave some out
 AnyWindow = Window | PairWindow | PreferenceWindow
+D = TypeVar("D", Document, Pairs, Answers)
 
 
 class State(NamedTuple):
@@ -41,16 +42,16 @@ class Row(NamedTuple):
     """A packed row that is not copied yet, and the state of its stream after it."""
 
     window: AnyWindow
-    index: int
+    number: int
     state: State
 
     def places(self) -> list[tuple[int, ...]]:
         """Where the row's documents are in the data."""
-        return self.window.places(self.index)
+        return self.window.places(self.number)
 
     def fill(self, batch: Batch, b: int) -> None:
         """Copies the row into row `b` of a batch."""
-        self.window.fill(batch, b, self.index)
+        self.window.fill(batch, b, self.number)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,20 +80,29 @@ class Layout:
 
     def need(self, document: AnyDocument) -> int:
         """Positions of rows that a document takes."""
-        if self.most_pairs is not None:
+        if isinstance(document, Answers):
             return document.need
-        if self.encoder_length is None:
+        if isinstance(document, Document):
             return len(document.ids)
+        assert self.encoder_length is not None, "pairs have an encoder"
         return document.need(self.encoder_length, self.length)
 
     def window(self, documents: Sequence[AnyDocument]) -> AnyWindow:
         """The documents in rows."""
-        sizes = {"length": self.length, "packing": self.packing, "pad_id": self.pad_id}
+        length, packing, pad_id = self.length, self.packing, self.pad_id
         if self.most_pairs is not None:
-            return PreferenceWindow(documents, length=self.length, most_pairs=self.most_pairs, pad_id=self.pad_id)
+            answers = _all(Answers, documents)
+            return PreferenceWindow(answers, length=length, most_pairs=self.most_pairs, pad_id=pad_id)
         if self.encoder_length is None:
-            return Window(documents, **sizes)
-        return PairWindow(documents, encoder_length=self.encoder_length, **sizes)
+            return Window(_all(Document, documents), length=length, packing=packing, pad_id=pad_id)
+        pairs, encoder_length = _all(Pairs, documents), self.encoder_length
+        return PairWindow(pairs, encoder_length=encoder_length, length=length, packing=packing, pad_id=pad_id)
+
+
+def _all(kind: type[D], documents: Sequence[AnyDocument]) -> list[D]:
+    found = [document for document in documents if isinstance(document, kind)]
+    assert len(found) == len(documents), f"a window of {kind.__name__} has others, too"
+    return found
 
 
 class RowStream:
@@ -141,6 +151,7 @@ class RowStream:
         begin, layout = self._state, self._layout
         if self._offset:
             number, document = next(self._documents)
+            assert isinstance(document, Document), "no other is cut"
             self._ahead, self._offset = [(number, document.cut(self._offset))], 0
         rows = layout.window_rows
         if begin.document == 0 and begin.offset == 0 and self._first_rows is not None:
@@ -174,6 +185,7 @@ class RowStream:
         excess = tokens % self._layout.length
         while excess:
             number, document = documents.pop()
+            assert isinstance(document, Document), "no other is cut"
             keep = max(0, len(document.ids) - excess)
             excess -= len(document.ids) - keep
             self._ahead.insert(0, (number, document.cut(keep)))

@@ -174,7 +174,8 @@ class CachedBlocks:
 
     def _records(self, block: int) -> list[bytes]:
         file, start, stop = map(int, self._index.blocks[block])
-        return [record for _, record in self._format.records(self._index.shards[file], start, stop)]
+        found = self._format.records(self._index.shards[file], start, stop)
+        return [record for _, record in found if isinstance(record, bytes)]
 
     def _preprocessed(self, records: list[bytes], stream: int, group: int) -> list[dict[str, Any]]:
         """What the preprocessors after the cache make of a group's examples."""

@@ -43,6 +43,7 @@ class TaskFeed(Feed):
 
     def __init__(self, dataset: Dataset, share: Share):
         super().__init__(dataset, share)
+        assert dataset.mixture_or_task_name is not None
         self._task = tasks.get(dataset.mixture_or_task_name, dataset.task_module)
         self._endless = share.epochs is None
         self._shards = dataset.task_shards if self._endless else 1

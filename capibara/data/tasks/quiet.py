@@ -8,6 +8,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Iterator
+from typing import TextIO
 
 # What C++ code logs ("I0000 00:00:1795260255.792467 20288 cudart_stub.cc:31] ..."), and absl's line before the first.
 _LOG_LINE = re.compile(rb"^(WARNING: All log messages before absl::InitializeLog|[IWE]\d{4} [\d:. ]+\S+:\d+\] )")
@@ -35,7 +36,7 @@ def without_cpp_logs() -> Iterator[None]:
             direct.reconfigure(line_buffering=True)
             sys.stderr = direct
         os.dup2(file.fileno(), 2)
-        pattern = _LOG_LINE
+        pattern: re.Pattern[bytes] | None = _LOG_LINE
         try:
             yield
         except BaseException:
@@ -51,7 +52,7 @@ def without_cpp_logs() -> Iterator[None]:
                     sink.write(line)
 
 
-def _is_descriptor_2(stream: object) -> bool:
+def _is_descriptor_2(stream: TextIO) -> bool:
     try:
         return stream.fileno() == 2
     except (AttributeError, OSError, ValueError):

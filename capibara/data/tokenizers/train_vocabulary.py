@@ -10,6 +10,7 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from capibara.core.types import UserError
 from capibara.data.sources.sources import Corpus
@@ -19,7 +20,7 @@ from capibara.storage import outputs
 _LEAST_SIZE = 384  # three special ids, 256 bytes, and room for the usual characters
 _CHUNK_CHARACTERS = 4096
 _MEASURED_DOCUMENTS = 50
-_TRAINER = dict(
+_TRAINER: dict[str, Any] = dict(
     model_type="bpe",
     byte_fallback=True,
     normalization_rule_name="identity",

@@ -20,7 +20,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -84,10 +84,18 @@ class Vocabulary(abc.ABC):
     path_fields: ClassVar[tuple[str, ...]] = ()
     size_multiple: int
     extra_ids: int
-    pad_id: int
-    eos_id: int
-    bos_id: int
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]  # each of them is a dataclass
+
+    if TYPE_CHECKING:  # fields of some, properties of others
+
+        @property
+        def pad_id(self) -> int: ...
+
+        @property
+        def eos_id(self) -> int: ...
+
+        @property
+        def bos_id(self) -> int: ...
 
     @property
     def size(self) -> int:

@@ -124,7 +124,8 @@ def test_examples_of_tensorflow_are_read_without_it():
         pair = b"\x0a" + bytes([len(name)]) + name + b"\x12" + bytes([len(feature)]) + feature
         entries += b"\x0a" + bytes([len(pair)]) + pair
     assert example(b"\x0a" + bytes([len(entries)]) + entries) == {"text": [b"hi"], "f": [0.5], "ids": [5, -1]}
-    for corrupted in (b"\x0a\xff", b"\x0a\x05abc", b"\xff" * 12):
+    number_for_floats = b"\x0a\x0b\x0a\x09\x0a\x01f\x12\x04\x12\x02\x08\x05"
+    for corrupted in (b"\x0a\xff", b"\x0a\x05abc", b"\xff" * 12, number_for_floats):
         with pytest.raises(Malformed):
             example(corrupted)
 
