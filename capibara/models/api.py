@@ -50,6 +50,7 @@ __all__ = [
     "Lora",
     "Model",
     "Moe",
+    "Quantization",
     "Rope",
     "TransformerConfig",
     "build",
@@ -154,7 +155,7 @@ class Model:
         self,
         batch: int,
         length: int,
-        dtype: jnp.dtype | None = None,
+        dtype: jax.typing.DTypeLike | None = None,
         encoder_length: int | None = None,
         spare: int = 0,
     ) -> Cache:

@@ -84,7 +84,7 @@ class EngineConfig:
         # Only rows that are kept have to be whole after their end.
         return self.draft_tokens or (self.most_steps - 1 if self.prefix_cache_mib else 0)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name in ("slots", "prefill_tokens"):
             if getattr(self, name) < 1:
                 raise UserError(f"EngineConfig.{name} is {getattr(self, name)}, must be at least 1")

@@ -7,7 +7,6 @@ import math
 from collections.abc import Sequence
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
 from capibara.core import tree
@@ -54,11 +53,12 @@ class Searcher:
         if request in self._waiting:
             self._waiting.remove(request)
 
-    def run(self, params: Params) -> np.ndarray | None:
+    def run(self, params: Params) -> jax.Array | None:
         """Searches for the first that wait and are alike, and ends them; the tokens found, None: nobody waits."""
         if not self._waiting:
             return None
         how = self._waiting[0].sampling.beams
+        assert how is not None, "others do not wait here"
         most = prompts_at_once(self._sizes.slots, how.num_decodes, *self._on)
         together = [request for request in self._waiting if request.sampling.beams == how][:most]
         found = self._found(params, together, how, most)
@@ -84,7 +84,8 @@ class Searcher:
             beam_search.Sizes(how.num_decodes, tokens, places, sizes.encoder_length, sizes.dtype),
             *self._on,
         )
-        idle, all_of = rows - len(requests), [*requests, *requests[:1] * (rows - len(requests))]
+        idle = rows - len(requests)
+        all_of = [*requests, *[requests[0]] * idle]
         asked = beam_search.asked_of(
             [*limits, *[0] * idle],
             [len(request.tokens) - 1 for request in all_of],

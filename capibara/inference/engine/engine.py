@@ -184,12 +184,14 @@ class Engine:
         for done, alternatives in enumerate((0, LIKELIEST), len(prompts)):
             show(done, len(prompts) + 2)
             common = self._settings, zeros, zeros
-            given = self._params, self._state, *common, np.int32(1), self._table
-            self._state, chosen = self._programs.step(*given, alternatives, self._beside)
+            self._state, chosen = self._programs.step(
+                self._params, self._state, *common, np.int32(1), self._table, alternatives, self._beside
+            )
             if drafts:
                 guessed = np.zeros((self.slots, drafts), np.int32)
-                given = self._params, self._state, *common, guessed, zeros, self._table
-                self._state, chosen = self._programs.verify(*given, alternatives, self._beside)
+                self._state, chosen = self._programs.verify(
+                    self._params, self._state, *common, guessed, zeros, self._table, alternatives, self._beside
+                )
             jax.block_until_ready(chosen)
         show(len(prompts) + 2, len(prompts) + 2)
 
@@ -287,8 +289,7 @@ class Engine:
                     "this process has seen other tokens than process 0: its devices, packages or files are not the same"
                 )
             for one in orders.asked:
-                how = {"ends": one.ends, "likeliest": one.likeliest, "adapter": one.adapter}
-                stream = self.submit(one.ids, one.sampling, **how)
+                stream = self.submit(one.ids, one.sampling, ends=one.ends, likeliest=one.likeliest, adapter=one.adapter)
                 stream.forward(lambda _: None)
             new, self._new = self._new, []
             self._advance(new, set(orders.cancelled), orders.most)
@@ -316,7 +317,7 @@ class Engine:
     def __enter__(self) -> Engine:
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def run(self) -> None:
@@ -409,8 +410,9 @@ class Engine:
                 self.fail(left_alone())
                 return
             self.fail(error)
-            for slot in range(self.slots if self._pages else 0):
-                self._pages.release(slot)
+            if self._pages:
+                for slot in range(self.slots):
+                    self._pages.release(slot)
             raise
 
     def fail(self, error: BaseException) -> None:
@@ -469,10 +471,11 @@ class Engine:
 
     def _begin(self, read: Read) -> None:
         """Puts a row that was read into its slot and begins a token."""
-        request = read.request
+        request, place = read.request, read.request.slot
+        assert place is not None, "it was given one"
         seen, index = self._seen(request), np.array([request.begun], np.int32)
-        slot, forced = np.int32(request.slot), np.array([request.forced.get(request.begun, -1)], np.int32)
-        settings = Settings(*(x[request.slot : request.slot + 1] for x in self._settings))
+        slot, forced = np.int32(place), np.array([request.forced.get(request.begun, -1)], np.int32)
+        settings = Settings(*(x[place : place + 1] for x in self._settings))
         alternatives = LIKELIEST if request.likeliest else 0
         self._state, chosen = self._programs.admit(
             self._state, read.row, read.logits, slot, settings, index, forced, seen, self._table, alternatives
@@ -493,7 +496,7 @@ class Engine:
 
     @property
     def _table(self) -> np.ndarray | None:
-        return self._pages and self._pages.table
+        return None if self._pages is None else self._pages.table
 
     def _with_pages(self, active: list[tuple[int, Request]], count: int) -> tuple[list[tuple[int, Request]], int]:
         """Gives slots the pages that the next steps write to, the first requests first; those that go on, and the steps.
@@ -501,18 +504,20 @@ class Engine:
         Where there is none the request that came last goes back to the queue. The first of all never does: it goes on,
         and alone it has a place.
         """
+        pages = self._pages
+        assert pages is not None, "slots have pages"
         for slot, request in sorted(active, key=lambda one: one[1].number):
-            while request.slot is not None and not self._pages.grow(slot, request.places):
+            while request.slot is not None and not pages.grow(slot, request.places):
                 if self._pending:
                     self._receive(0)  # texts that have ended make room, and of the others all tokens are known
                 else:
                     self._put_back(max(filter(None, self._requests), key=lambda one: one.number))
         active = [(slot, request) for slot, request in active if request.slot is not None]
         ahead = lambda: [(slot, request.places + count - 1) for slot, request in active]  # noqa: E731
-        while count > 1 and not self._pages.fit(ahead()):  # nobody is put back for more than one
+        while count > 1 and not pages.fit(ahead()):  # nobody is put back for more than one
             count -= 1
         for slot, tokens in ahead():
-            self._pages.grow(slot, tokens)
+            pages.grow(slot, tokens)
         return active, count
 
     def _put_back(self, request: Request) -> None:
@@ -546,11 +551,19 @@ class Engine:
         if request.drafter is None:
             request.drafter = Drafter(request.tokens)
         tokens = request.drafter.guess(most) if most > 0 else []
-        if self._pages and tokens and not self._pages.grow(request.slot, request.places + len(tokens)):
-            return tokens[: self._pages.room(request.slot) - request.places]  # for guesses nobody has to wait
+        pages, slot = self._pages, request.slot
+        if pages and slot is not None and tokens and not pages.grow(slot, request.places + len(tokens)):
+            return tokens[: pages.room(slot) - request.places]  # for guesses nobody has to wait
         return tokens
 
-    def _verify(self, active, guesses: dict[int, list[int]], index, forced, alternatives: int) -> None:
+    def _verify(
+        self,
+        active: list[tuple[int, Request]],
+        guesses: dict[int, list[int]],
+        index: np.ndarray,
+        forced: np.ndarray,
+        alternatives: int,
+    ) -> None:
         guessed = np.zeros((self._config.slots, self._config.draft_tokens), np.int32)
         counts = np.zeros(self._config.slots, np.int32)
         for slot, tokens in guesses.items():
@@ -561,11 +574,17 @@ class Engine:
         self.statistics.drafted += int(counts.sum())
         for slot, request in active:
             self.statistics.accepted += int(held[slot]) - 1
-            if guesses[slot]:
+            if guesses[slot] and request.drafter is not None:
                 request.drafter.told(int(held[slot]) - 1)
         self._begun(chosen, active, held)
 
-    def _begun(self, chosen: programs.Chosen, rows: list[tuple[int, Request]], counts=None, at_s=None) -> None:
+    def _begun(
+        self,
+        chosen: programs.Chosen,
+        rows: list[tuple[int, Request]],
+        counts: Sequence[int] | np.ndarray | None = None,
+        at_s: float | None = None,
+    ) -> None:
         """The devices were asked for `counts` tokens of each row, None: for one; `at_s`: when, to be timed."""
         self._pending.append((chosen, rows, at_s))
         for place, request in rows:
@@ -615,7 +634,7 @@ class Engine:
         if request.row is not None:
             (row, read), request.row = request.row, None
             known = min(read, len(request.tokens))
-            if request.generation == self._generation:
+            if self._prefixes is not None and request.generation == self._generation:
                 row = row | {"lengths": np.array([known], np.int32)}
                 self._prefixes.keep(request.tokens[:known], row, request.adapter)
 

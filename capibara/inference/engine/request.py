@@ -70,12 +70,13 @@ class Request:
         self.ends = frozenset(ends)
         self._of_text = vocabulary, sampling.stop, names
         self._text = self.text_stream()
-        self._tags = ([], [])
+        self._tags: tuple[list[int], list[int]] = ([], [])
         if sampling.thinking_tokens is not None:
-            self._tags = tuple(vocabulary.encode(tag) for tag in sampling.thinking_tags)
+            opened, closed = map(vocabulary.encode, sampling.thinking_tags)
+            self._tags = opened, closed
             self._thinks = False
             if self._open_in_prompt():
-                self._think(0)
+                self._think(0, sampling.thinking_tokens)
 
     def text_stream(self) -> TextStream:
         """For a text of its tokens."""
@@ -103,7 +104,7 @@ class Request:
         elif self.received == self.limit:
             self.finish(Finish.LENGTH)
         elif self.sampling.thinking_tokens is not None:
-            self._follow_thought()
+            self._follow_thought(self.sampling.thinking_tokens)
 
     def finish(self, why: Finish, end: int | None = None, drawn: float = 0.0) -> None:
         """Ends the stream; `end`: the token that ended the text, `drawn` with this log-probability."""
@@ -116,17 +117,17 @@ class Request:
         opened, closed = (_last(self.tokens, tag) for tag in self._tags)
         return opened > closed
 
-    def _follow_thought(self) -> None:
+    def _follow_thought(self, most: int) -> None:
         opened, closed = self._tags
         if not self._thinks and self.tokens[-len(opened) :] == opened:
-            self._think(self.received)
+            self._think(self.received, most)
         elif self._thinks and self.tokens[-len(closed) :] == closed:
             self._thinks, self.forced = False, {}
 
-    def _think(self, first: int) -> None:
-        """A thought begins at this index of the text."""
+    def _think(self, first: int, most: int) -> None:
+        """A thought of at most so many tokens begins at this index of the text."""
         self._thinks = True
-        end = first + self.sampling.thinking_tokens
+        end = first + most
         self.forced = {end + i: token for i, token in enumerate(self._tags[1])}
 
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from capibara.core.types import UserError
 from capibara.inference.engine.engine import Engine
+from capibara.inference.engine.stream import Completion
 from capibara.inference.sampling.sampling import Sampling
 
 _READINGS = 5
@@ -77,7 +78,7 @@ def report(engine: Engine, sampling: Sampling, prompt_tokens: int, vocab_size: i
     return "\n".join(f"{name:32} {value:12.1f}" for name, value in measured.items())
 
 
-def _between_tokens(completion) -> float:
+def _between_tokens(completion: Completion) -> float:
     """Mean seconds from a token of a text to the next; 0: it has no two."""
     times = [piece.at_s for piece in completion.pieces if piece.token is not None]
     return (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else 0.0

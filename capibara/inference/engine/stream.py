@@ -154,6 +154,7 @@ class Stream:
             pass
         if isinstance(self._end, BaseException):
             raise self._end
+        assert self._end is not None, "the iterator ends with one of both"
         return self._end
 
     def forward(self, to: Callable[[Item], None]) -> None:

@@ -56,6 +56,7 @@ class Chat:
         with contextlib.suppress(UserError):  # a template that answers cannot be told in: there is the end token
             example = render_example(self.template, said, TrainOn.ASSISTANT, "an answer")
             ids, offsets = self.vocabulary.encode_rendered(example.text)
+            assert example.loss is not None, "it is rendered"
             begin, end = example.loss[-1]
             inside = ids[(offsets[:, 1] > begin) & (offsets[:, 0] < end)]
             return tuple(int(i) for i in np.unique(inside) if not self.vocabulary.bytes_of([i]))

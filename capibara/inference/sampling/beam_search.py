@@ -188,7 +188,7 @@ def _nothing_found(rows: int, sizes: Sizes, asked: Asked) -> State:
     }
 
 
-def _penalty(alpha: jax.Array, tokens: jax.Array) -> jax.Array:
+def _penalty(alpha: jax.Array | np.ndarray, tokens: jax.Array) -> jax.Array:
     """Of brevity."""
     return ((5.0 + tokens.astype(jnp.float32)) / 6.0) ** alpha
 
@@ -222,7 +222,9 @@ def _chosen(logits: jax.Array, usable: int, state: State, asked: Asked) -> State
     return kept | {"cache": _reordered(state["cache"], _taken(parents, order))}
 
 
-def _candidates(logits, usable: int, log_p_BK, count: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _candidates(
+    logits: jax.Array, usable: int, log_p_BK: jax.Array, count: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The `count` likeliest texts of one token more, [B, count]: log probability, whose they are, and their new tokens."""
     (B, K), V = log_p_BK.shape, logits.shape[-1]
     log_p = sharding.constrain(jax.nn.log_softmax(logits), ("batch", None))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import threading
 from collections.abc import Callable, Sequence
 
@@ -37,7 +38,7 @@ class BestOf(Stream):
         self._found: dict[int, Completion] = {}
         self._taking = threading.Lock()
         for number, text in enumerate(texts):
-            text.forward(lambda item, number=number: self._take(number, item))
+            text.forward(functools.partial(self._take, number))
 
     def cancel(self) -> None:
         super().cancel()

@@ -96,9 +96,11 @@ def sampler(
     def made(params: Params) -> Iterator[tuple[str, str]]:
         if not texts.prompts:
             return
-        free, lengths = gathered(own_chips.free_bytes()), (length, encoder_length)
-        given = ServingMesh(), Where.AUTO, of_one_slot(EngineConfig()), *lengths
-        layout = own_chips.found(model, *given, None if None in free else min(free))
+        each = gathered(own_chips.free_bytes())
+        known = [one for one in each if one is not None]
+        free = min(known) if len(known) == len(each) else None
+        given = ServingMesh(), Where.AUTO, of_one_slot(EngineConfig())
+        layout = own_chips.found(model, *given, length, encoder_length, free)
         params = params if layout is None else OwnChips(model, layout, rules)(params)
         own = model if layout is None else model.plain
         generator = Generator(own, get_vocabulary(), length, texts.sampling, encoder_length)

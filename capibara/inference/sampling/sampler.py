@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -31,7 +31,12 @@ class Settings(NamedTuple):
 
 
 GREEDY = Settings(
-    *(np.array([x], dtype) for x, dtype in zip((0, 0, 1, 0, 1), ("f4", "i4", "f4", "f4", "f4"))), np.zeros((1, 2), "u4")
+    temperature=np.zeros(1, np.float32),
+    top_k=np.zeros(1, np.int32),
+    top_p=np.ones(1, np.float32),
+    min_p=np.zeros(1, np.float32),
+    penalty=np.ones(1, np.float32),
+    key=np.zeros((1, 2), np.uint32),
 )
 
 
@@ -45,7 +50,7 @@ def with_row(old: np.ndarray, index: int, new: np.ndarray) -> np.ndarray:
 def settings_of(samplings: Sequence[Sampling]) -> Settings:
     """The settings of one row for each of them."""
 
-    def column(dtype, values) -> np.ndarray:
+    def column(dtype: type[np.number], values: Iterable[float]) -> np.ndarray:
         return np.array([*values], dtype)
 
     return Settings(

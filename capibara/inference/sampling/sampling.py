@@ -35,7 +35,7 @@ class BeamSearch:
     num_return: int = 1
     min_log_prob: float = -1e7
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not 1 <= self.num_decodes <= 1024:
             raise UserError(f"BeamSearch.num_decodes is {self.num_decodes}, must be from 1 to 1024: try 4")
         if not 0 <= self.alpha < math.inf:
@@ -86,7 +86,7 @@ class Sampling:
     num_return: int = 1
     beams: BeamSearch | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
             raise UserError(f"Sampling.max_new_tokens is {self.max_new_tokens}, must be at least 1")
         if not self.temperature >= 0:  # as NaN is not
@@ -138,7 +138,7 @@ def of_values(fields: Mapping[str, Any], others: Sampling = Sampling()) -> Sampl
       UserError: a value is out of its range.
       TypeError: there is no such field, or a value is none of its kind.
     """
-    given = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
+    given: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
     if given.get("beams") is not None:
         given["beams"] = BeamSearch(**given["beams"])
     return dataclasses.replace(others, **given)

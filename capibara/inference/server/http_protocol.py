@@ -94,7 +94,7 @@ class _Connection(h11.Connection):
         super().__init__(h11.SERVER, most_bytes)
         self._chunks = self._bytes = 0
 
-    def next_event(self):
+    def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
         try:
             event = super().next_event()
         except h11.RemoteProtocolError as error:
@@ -147,7 +147,7 @@ class Protocol(H11Protocol):
     ):
         super().__init__(config, server_state, app_state, _loop)
         self._room = room
-        self.conn = _Connection(room.service.config.max_header_kib * 1024)
+        self._own_conn = self.conn = _Connection(room.service.config.max_header_kib * 1024)
         self.since_s = time.monotonic()  # when it began to wait for a header, or for a body
         self._has_begun = False  # whether a byte of that has come
         self._stuck_since_s: float | None = None
@@ -167,9 +167,11 @@ class Protocol(H11Protocol):
 
     # What uvicorn calls.
 
-    def connection_made(self, transport: asyncio.Transport) -> None:
+    def connection_made(  # type: ignore[override]  # as uvicorn's own: a server's transports are no others
+        self, transport: asyncio.Transport
+    ) -> None:
         super().connection_made(transport)
-        self.flow = _Flow(transport)
+        self._own_flow = self.flow = _Flow(transport)
         if hasattr(transport, "max_size"):  # asyncio's own reads four times as much in one turn of the loop
             transport.max_size = _READ_AT_ONCE
         self._room.add(self)
@@ -180,12 +182,13 @@ class Protocol(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         if delay_s := self._room.delay_s(len(data)):
-            self.flow.hold(self.loop, delay_s)
+            self._own_flow.hold(self.loop, delay_s)
         for at in range(0, len(data), _FED):
             if self.transport.is_closing():
                 return
             self._has_begun = True
-            if self.waits is not Waits.HEADER:
+            before = self.waits
+            if before is not Waits.HEADER:
                 super().data_received(data[at:])
                 return
             super().data_received(data[at : at + _FED])
@@ -199,7 +202,7 @@ class Protocol(H11Protocol):
         super().on_response_complete()
 
     def send_400_response(self, msg: str) -> None:
-        self.refuse(self.conn.status)
+        self.refuse(self._own_conn.status)
 
     def shutdown(self) -> None:
         if not self.transport.is_closing():

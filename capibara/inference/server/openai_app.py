@@ -10,7 +10,7 @@ import hmac
 import json
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -69,8 +69,8 @@ def app_of(
     @app.get("/v1/models", dependencies=checked)
     async def models() -> Response:
         served = service.served
-        names = (served.name, *served.adapters) if served else ()
-        return JSONResponse({"object": "list", "data": [_about(served, name) for name in names]})
+        data = [_about(served, name) for name in (served.name, *served.adapters)] if served else []
+        return JSONResponse({"object": "list", "data": data})
 
     @app.get("/v1/models/{name:path}", dependencies=checked)
     async def model(name: str) -> Response:
@@ -99,7 +99,7 @@ def app_of(
     app.add_exception_handler(ClientDisconnect, _gone)
     app.add_exception_handler(Exception, _failed)
     guarded = Guarded(_Patient(app, service), service, visitors)
-    return _Counted(guarded, service, metrics, {route.path for route in app.routes})
+    return _Counted(guarded, service, metrics, {getattr(route, "path", "") for route in app.routes})
 
 
 def _about(served: Served, name: str) -> dict[str, Any]:
@@ -108,7 +108,7 @@ def _about(served: Served, name: str) -> dict[str, Any]:
     return about if name == served.name else about | {"parent": served.name}
 
 
-def _authorised(keys: Sequence[str]) -> Callable[[Request], None]:
+def _authorised(keys: Sequence[str]) -> Callable[[Request], Awaitable[None]]:
     known = [key.encode() for key in keys]
 
     async def check(request: Request) -> None:
@@ -238,8 +238,8 @@ async def _events(answers: Answers, reply: Reply) -> AsyncIterator[str]:
             if isinstance(item, Completion):
                 completions[index] = item
                 yield _event(reply.end(index, item))
-            elif (chunk := reply.piece(index, item)) is not None:
-                yield _event(chunk)
+            elif (part := reply.piece(index, item)) is not None:
+                yield _event(part)
         for chunk in reply.usage([completions[index] for index in range(len(completions))]):
             yield _event(chunk)
     except Refusal as refusal:
@@ -257,22 +257,24 @@ def _event(chunk: dict[str, Any]) -> str:
 # Errors.
 
 
-async def _refused(_: Request, refusal: Refusal) -> Response:
+async def _refused(_: Request, refusal: Exception) -> Response:
+    assert isinstance(refusal, Refusal)
     return JSONResponse(refusal.body, refusal.status, refusal.headers)
 
 
-async def _mistaken(_: Request, error: UserError) -> Response:
+async def _mistaken(_: Request, error: Exception) -> Response:
     return JSONResponse(Refusal(400, str(error), code="invalid_value").body, 400)
 
 
-async def _not_found(request: Request, error: HTTPException) -> Response:
+async def _not_found(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
     refusal = Refusal(
         error.status_code, f"{request.method} {request.scope['path'][:200]}: {error.detail}", code="no_such_url"
     )
     return JSONResponse(refusal.body, error.status_code, error.headers)
 
 
-async def _gone(_: Request, __: ClientDisconnect) -> Response:
+async def _gone(_: Request, __: Exception) -> Response:
     return PlainTextResponse("", _CLIENT_GONE)
 
 
@@ -298,7 +300,8 @@ class _Patient:
         if scope["method"] != "POST" or "expect" in headers or is_refused or not has_body:
             await self._app(scope, receive, send)
             return
-        body, message = bytearray(), {"more_body": True}
+        body = bytearray()
+        message: Message = {"more_body": True}
         while message.get("more_body") and len(body) < _PATIENT_BYTES:
             message = await receive()
             if message["type"] == "http.disconnect":

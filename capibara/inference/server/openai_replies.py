@@ -10,7 +10,7 @@ from typing import Any
 
 from capibara.data.tokenizers.vocabulary import Vocabulary
 from capibara.inference.engine.stream import Completion, Piece
-from capibara.inference.server.openai_api import Asked, CompletionAsked
+from capibara.inference.server.openai_api import Asked, ChatAsked, CompletionAsked
 from capibara.inference.server.service import Ask, Served
 
 _LEAST_LOGPROB = -9999.0  # JSON has no infinity; OpenAI says the same
@@ -101,6 +101,7 @@ class CompletionReply(Reply):
 
     kind = chunk_kind = "text_completion"
     prefix = "cmpl"
+    _asked: CompletionAsked
 
     def __init__(self, asked: CompletionAsked, served: Served, asks: Sequence[Ask]):
         super().__init__(asked, served, asks)
@@ -137,6 +138,7 @@ class ChatReply(Reply):
     """Of /v1/chat/completions."""
 
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+    _asked: ChatAsked
 
     def begin(self) -> list[Json]:
         first = {"role": "assistant", "content": ""}
@@ -159,12 +161,12 @@ class ChatReply(Reply):
     def _logprobs(self, pieces: Iterable[Piece]) -> Json | None:
         if not self._names_tokens:
             return None
-        named = (piece for piece in pieces if piece.token is not None)
         return {
             "content": [
-                self._token(piece.token, piece.log_probability)
+                self._token(token, piece.log_probability)
                 | {"top_logprobs": [self._token(*one) for one in piece.likeliest]}
-                for piece in named
+                for piece in pieces
+                if (token := piece.token) is not None
             ],
             "refusal": None,
         }

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
 from prometheus_client.core import CounterMetricFamily
@@ -14,6 +16,9 @@ _FIRST_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60)
 _TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
 
 
+Load = tuple[int, int, int, int, int, int]
+
+
 class ServingMetrics:
     """Counts requests and texts.
 
@@ -22,9 +27,9 @@ class ServingMetrics:
         cache, those that are taken, and how many texts were put back into the queue for want of one.
     """
 
-    def __init__(self, load: Callable[[], tuple[int, int, int, int, int, int]]):
+    def __init__(self, load: Callable[[], Load]):
         self._registry = CollectorRegistry()
-        own = {"namespace": "capibara", "registry": self._registry}
+        own: dict[str, Any] = {"namespace": "capibara", "registry": self._registry}
         self._requests = Counter("requests", "Requests, by path and status of HTTP.", ["path", "status"], **own)
         self._texts = Counter("texts", "Texts, by why they ended.", ["finish"], **own)
         self._prompt = Counter("prompt_tokens", "Tokens of prompts.", **own)
@@ -44,7 +49,7 @@ class ServingMetrics:
             ("pages_busy", "Pages that are taken."),
         )
         for place, (name, about) in enumerate(gauges):
-            Gauge(name, about, **own).set_function(lambda place=place: load()[place])
+            Gauge(name, about, **own).set_function(functools.partial(_of_load, load, place))
         self._registry.register(_PutBack(load))
 
     def request(self, path: str, status: int) -> None:
@@ -77,3 +82,7 @@ class _PutBack(Collector):
     def collect(self) -> Iterator[Metric]:
         about = "Texts that went back to the queue for want of a page."
         yield CounterMetricFamily("capibara_put_back_texts", about, value=self._load()[5])
+
+
+def _of_load(load: Callable[[], Load], place: int) -> float:
+    return load()[place]

@@ -52,7 +52,7 @@ class Server(uvicorn.Server):
         self._room = http_protocol.Room(service)
         config = uvicorn.Config(
             app,
-            http=functools.partial(http_protocol.Protocol, self._room),
+            http=functools.partial(http_protocol.Protocol, self._room),  # type: ignore[arg-type]  # uvicorn only calls it
             backlog=_ACCEPTED_AT_ONCE,
             log_config=None,
             log_level="error",

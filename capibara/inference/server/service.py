@@ -81,7 +81,7 @@ class ServerConfig:
     warm_up: bool = True
     access_log: bool = False
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name, smallest in _LEAST.items():
             value = getattr(self, name)
             if value is not None and not value >= smallest:
@@ -299,6 +299,7 @@ class Service:
                 raise shutting_down()
             case State.FAILED:
                 raise Refusal(503, "the model has failed: the server must be started again", code="model_failed")
+        assert self.served is not None, "it is loading else"
         most = self.served.engine.slots + self.config.queue
         if texts > most:
             raise Refusal(400, f"{texts} texts are asked for, there is room for {most}: ask for fewer", param="n")
@@ -338,8 +339,9 @@ class Service:
         engine, streams = self.check_room(len(asks)).engine, []
         try:
             for ask in asks:
-                how = {"ends": ask.ends, "likeliest": ask.likeliest, "adapter": ask.adapter}
-                streams.append(engine.submit(ask.ids, ask.sampling, **how))
+                streams.append(
+                    engine.submit(ask.ids, ask.sampling, ends=ask.ends, likeliest=ask.likeliest, adapter=ask.adapter)
+                )
         except BaseException:
             for stream in streams:
                 stream.cancel()

@@ -24,7 +24,6 @@ from capibara.interop.quantize import awq, calibration, grid
 from capibara.interop.quantize.gptq import gptq
 from capibara.interop.quantize.grid import Grid, Packed
 from capibara.interop.quantize.options import GROUP_SIZES, Method, Quantize
-from capibara.kernels.quantized_matmul import Quantization
 from capibara.models import api
 
 _BATCH = 8  # rows that are run at once
@@ -191,7 +190,9 @@ def quantize(
             f"{config['model_type']}: write a GGUF file with --dtype=q4_k_m"
         )
     chosen = grid_of(how, model, q4_0=q4_0)
-    model = api.build(dataclasses.replace(model.config, dtype=api.ComputeDtype.FLOAT32, quantization=Quantization.NONE))
+    model = api.build(
+        dataclasses.replace(model.config, dtype=api.ComputeDtype.FLOAT32, quantization=api.Quantization.NONE)
+    )
     batches: list[dict[str, np.ndarray]] = []
     if how.calibration is not None:
         length = min(how.length, model.config.max_length or how.length)

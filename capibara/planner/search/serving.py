@@ -191,7 +191,7 @@ def _weights(model: Model, tensor: int) -> tuple[float, float, float]:
 
 def _row_bytes(model: Model, engine: Engine, tensor: int) -> float:
     """Of a slot on its devices: keys and values, and which tokens it has seen."""
-    encoder, dtype = None if model.encode is None else engine.length, jax.numpy.dtype(engine.cache_dtype)
+    encoder, dtype = None if model.encode is None else engine.length, engine.cache_dtype
     row = jax.eval_shape(lambda: model.start_cache(1, engine.length, dtype=dtype, encoder_length=encoder))
     return (tree.byte_count(row["layers"]) + model.config.vocab_size) / tensor
 

@@ -113,7 +113,7 @@ def sizes_of(model: Model, config: EngineConfig, length: int, encoder_length: in
     if not paged.shares(rows, length):
         raise UserError(
             f"EngineConfig.page_size is {config.page_size}, but every layer of the model has a window "
-            f"({model.config.window}) shorter than a slot ({length}), and keeps no more than that: {leave_out}"
+            f"({getattr(model.config, 'window', None)}) shorter than a slot ({length}), and keeps no more than that: {leave_out}"
         )
     every = config.slots * sizes.of_slot(length)
     return sizes._replace(pages=every if config.pages is None else config.pages)

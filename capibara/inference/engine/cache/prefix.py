@@ -70,7 +70,7 @@ class PrefixCache:
         self._entries = []
 
 
-def common_beginning(one: Sequence[int], other: Sequence[int]) -> int:
+def common_beginning(one: Sequence[int] | np.ndarray, other: Sequence[int] | np.ndarray) -> int:
     """How many first tokens two texts share."""
     size = min(len(one), len(other))
     equal = np.asarray(one[:size]) == np.asarray(other[:size])

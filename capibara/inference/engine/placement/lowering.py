@@ -15,9 +15,9 @@ from capibara.core.types import PyTree
 from capibara.inference.engine.batching import EngineConfig
 from capibara.inference.engine.placement import footprint
 from capibara.inference.engine.runner import programs
-from capibara.inference.sampling.sampler import GREEDY, Settings
+from capibara.inference.sampling.sampler import GREEDY
 from capibara.models.api import Model
-from capibara.sharding import Rules
+from capibara.sharding import Axes, Rules
 
 
 class Step:
@@ -49,8 +49,7 @@ class Step:
         """The program, with the state donated; none of the likeliest tokens is asked for."""
         B, pool = self._slots, self._sizes.pool
         length = self._sizes.length
-        of_row = [np.repeat(x, B, axis=0) for x in GREEDY]
-        settings = Settings(*(self._everywhere(x.shape, x.dtype) for x in of_row))
+        settings = jax.tree.map(lambda x: self._everywhere((B, *x.shape[1:]), x.dtype), GREEDY)
         table = None if pool is None else self._everywhere((B, pool.of_slot(length)), jnp.int32)
         rows, count = self._everywhere((B,), jnp.int32), self._everywhere((), jnp.int32)
         return self._programs.step.lower(self.params, self.state, settings, rows, rows, count, table, 0)
@@ -59,7 +58,7 @@ class Step:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self._mesh, PartitionSpec()))
 
     def _laid_out(self, rules: Rules, shapes: PyTree, axes: PyTree) -> PyTree:
-        def one(names, x):
+        def one(names: Axes, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding.lying(self._mesh, rules, names, x.shape))
 
         return jax.tree.map(one, axes, shapes, is_leaf=tree.is_axes)

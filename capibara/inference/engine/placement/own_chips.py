@@ -92,7 +92,7 @@ def found(
         least = min(least, need)
         if free is None or need <= free * _LEFT:
             return layout
-    if where is Where.OWN:
+    if where is Where.OWN and free is not None:
         raise UserError(
             f"a process's own {len(devices)} chips have {free * _LEFT / 2**30:,.1f} GiB free each, and parameters and slots "
             f"need {least / 2**30:,.1f} GiB of each: ask for fewer EngineConfig.slots, or let all processes generate "
@@ -147,8 +147,8 @@ class OwnChips:
     def _computed(self, params: Params) -> Params:
         """Where they are: in fewer bytes, as a rule, and each once."""
         if self._program is None:
-            leaf = jax.tree.leaves(params)[0]
-            mesh = leaf.sharding.mesh if isinstance(leaf.sharding, NamedSharding) else None
+            own = jax.tree.leaves(params)[0].sharding
+            mesh = _mesh_of(own) if isinstance(own, NamedSharding) else None
             self._program = make_computed(self._model, mesh, self._rules)
         return self._program(params)
 
@@ -198,4 +198,6 @@ def _on_every_process(own: Sharding) -> NamedSharding:
 
 
 def _mesh_of(own: Sharding) -> Mesh:
-    return own.mesh if isinstance(own, NamedSharding) else Mesh(np.array(list(own.device_set)), ("data",))
+    if isinstance(own, NamedSharding) and isinstance(own.mesh, Mesh):
+        return own.mesh
+    return Mesh(np.array(list(own.device_set)), ("data",))

@@ -150,7 +150,7 @@ class Reader:
         return any(2 * common_beginning(request.tokens, other.tokens) >= len(request.tokens) for other in alike)
 
     def _kept(self, request: Request) -> bool:
-        return self.prefixes.find(request.tokens, request.adapter) is not None
+        return self.prefixes is not None and self.prefixes.find(request.tokens, request.adapter) is not None
 
     def _read_group(self, params: Params, group: list[Request], prompts: list[Request]) -> Iterator[Read]:
         size = bucket(len(group[0].tokens), self._length)
@@ -203,7 +203,7 @@ def batch_of(requests: Sequence[Request], prompts: Sequence[Sequence[int]], size
         tokens[row, : len(prompt)] = prompt
     batch = {"tokens": tokens, "counts": np.array([len(prompt) for prompt in prompts], np.int32)}
     if requests[0].encoder is not None:
-        entries = [request.encoder for request in requests]
+        entries = [request.encoder for request in requests if request.encoder is not None]  # all have one, or none
         batch |= {name: np.concatenate([of[name] for of in entries]) for name in entries[0]}
     if marked:
         gone = [len(request.tokens) - len(prompt) for request, prompt in zip(requests, prompts)]

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from capibara import sharding
@@ -52,6 +53,15 @@ class Sizes(NamedTuple):
     pool: paged.Sizes | None = None
 
 
+class Step(Protocol):
+    """A jitted step."""
+
+    def __call__(self, *args: Any) -> tuple[State, Chosen]: ...
+
+    def lower(self, *args: Any) -> jax.stages.Lowered:
+        """As jax.jit's."""
+
+
 class Programs(NamedTuple):
     """Jitted functions; a state that is given to one is gone. `table`: which pages each slot has; None: there are none.
 
@@ -78,7 +88,7 @@ class Programs(NamedTuple):
     resume: Callable[..., tuple[jax.Array, Cache]]
     one: Callable[..., Any]
     admit: Callable[..., tuple[State, Chosen]]
-    step: Callable[..., tuple[State, Chosen]]
+    step: Step
     verify: Callable[..., tuple[State, Chosen]]
     row: Callable[..., Cache]
 
@@ -99,7 +109,8 @@ class Same:
 def mesh_of(params: Params) -> jax.sharding.Mesh | None:
     """Of parameters that are spread over devices."""
     sharding = getattr(jax.tree.leaves(params)[0], "sharding", None)
-    return sharding.mesh if isinstance(sharding, jax.sharding.NamedSharding) and sharding.mesh.size > 1 else None
+    mesh = sharding.mesh if isinstance(sharding, jax.sharding.NamedSharding) else None
+    return mesh if isinstance(mesh, jax.sharding.Mesh) and mesh.size > 1 else None
 
 
 def build(
@@ -131,28 +142,28 @@ def _build(same: Same, usable: int, sizes: Sizes, mesh: Mesh | None, rules: shar
     def resume(params: Params, batch: dict, row: Cache, places: int) -> tuple[jax.Array, Cache]:
         return model.resume(params, batch, put_rows(empty(1, places), row, jnp.int32(0)))
 
-    def admit(state, row, logits, slot, settings, index, forced, seen, table, alternatives: int):
+    def admit(
+        state: State, row: Cache, logits: Array, slot: Array, settings: Settings, index: Array, forced: Array,
+        seen: Array, table: Array | None, alternatives: int,
+    ) -> tuple[State, Chosen]:  # fmt: skip
         chosen = _pick(logits, usable, settings, index, forced, seen, alternatives)
-        token = chosen.tokens[0, 0]
-        new = {
-            "cache": paged.put_row(state["cache"], row, slot, table),
-            "tokens": state["tokens"].at[slot].set(token),
-            "seen": state["seen"].at[slot].set(seen[0].at[token].set(True)),
-        }
-        return _laid_out(new), known(chosen)
+        return _laid_out(_with_row(state, row, slot, seen, table, chosen.tokens[0, 0])), known(chosen)
 
-    def step(params, state, settings, index, forced, count, table, alternatives: int, beside: Beside | None = None):
+    def step(
+        params: Params, state: State, settings: Settings, index: Array, forced: Array, count: Array,
+        table: Array | None, alternatives: int, beside: Beside | None = None,
+    ) -> tuple[State, Chosen]:  # fmt: skip
         def next_of(state: State, done: jax.Array) -> tuple[State, Chosen]:
             weights, put = _as_they_are(params, sizes, done), jnp.where(done == 0, forced, -1)
             return _next(model, usable, weights, state, settings, index + done, put, table, alternatives, beside)
 
-        if sizes.steps == 1:
-            state, chosen = next_of(state, jnp.int32(0))
-        else:
-            state, chosen = _repeated(next_of, state, count, sizes, alternatives)
+        state, chosen = _repeated(next_of, state, count, sizes, alternatives)
         return _laid_out(state), known(chosen)
 
-    def verify(params, state, settings, index, forced, guesses, counts, table, alternatives: int, beside=None):
+    def verify(
+        params: Params, state: State, settings: Settings, index: Array, forced: Array, guesses: Array, counts: Array,
+        table: Array | None, alternatives: int, beside: Beside | None = None,
+    ) -> tuple[State, Chosen]:  # fmt: skip
         state = state | {"cache": paged.with_table(state["cache"], table)}
         given = (settings, index, forced, guesses, counts, alternatives, beside)
         new, chosen = _verify(model, usable, params, state, *given)
@@ -178,7 +189,7 @@ def _build(same: Same, usable: int, sizes: Sizes, mesh: Mesh | None, rules: shar
     )
 
 
-def on_mesh(mesh: Mesh | None, rules: sharding.Rules, program: Callable, **options: Any) -> Callable:
+def on_mesh(mesh: Mesh | None, rules: sharding.Rules, program: Callable, **options: Any) -> jax.stages.Wrapped:
     """Lowered with the mesh active: kernels are then partitioned by hand, which the compiler does not do."""
 
     @functools.wraps(program)
@@ -216,7 +227,18 @@ def _constrained(arrays: Any, axes: Any) -> Any:
     return jax.tree.map(lambda names, x: sharding.constrain(x, names), axes, arrays, is_leaf=tree.is_axes)
 
 
-def _next(model, usable: int, params, state: State, settings, index_B, forced_B, table, alternatives: int, adapters):
+def _next(
+    model: Model,
+    usable: int,
+    params: Params,
+    state: State,
+    settings: Settings,
+    index_B: jax.Array,
+    forced_B: jax.Array,
+    table: jax.Array | None,
+    alternatives: int,
+    adapters: Beside | None,
+) -> tuple[State, Chosen]:
     """State, and the next token of every row."""
     logits, cache = model.decode(params, state["tokens"], paged.with_table(state["cache"], table), adapters)
     chosen = _pick(logits, usable, settings, index_B, forced_B, state["seen"], alternatives)
@@ -232,19 +254,33 @@ def _as_they_are(params: Params, sizes: Sizes, turn: jax.Array) -> Params:
     return jax.lax.optimization_barrier((params, turn))[0]
 
 
-def _repeated(next_of: Callable, state: State, count: jax.Array, sizes: Sizes, alternatives: int):
+def _repeated(
+    next_of: Callable[[State, jax.Array], tuple[State, Chosen]],
+    state: State,
+    count: jax.Array,
+    sizes: Sizes,
+    alternatives: int,
+) -> tuple[State, Chosen]:
     """State and tokens of `next_of` (state, tokens before) so often; the count is not compiled in."""
+    if sizes.steps == 1:
+        return next_of(state, jnp.int32(0))
 
     def more(done: jax.Array, so_far: tuple[State, Chosen]) -> tuple[State, Chosen]:
         state, chosen = so_far
         state, one = next_of(state, done)
         place = lambda all_, new: jax.lax.dynamic_update_slice_in_dim(all_, new, done, axis=1)  # noqa: E731
-        return state, Chosen(*map(place, chosen[:-1], one[:-1]), chosen.counts + 1)
+        tokens, log_probabilities, drawn, likeliest, theirs = map(place, chosen[:-1], one[:-1])
+        return state, Chosen(tokens, log_probabilities, drawn, likeliest, theirs, chosen.counts + 1)
 
     B, T, n = sizes.slots, sizes.steps, min(alternatives, state["seen"].shape[1])
-    of_tokens = jnp.zeros((B, T), jnp.int32), jnp.zeros((B, T)), jnp.zeros((B, T))
-    of_alternatives = jnp.zeros((B, T, n), jnp.int32), jnp.zeros((B, T, n))
-    nothing = Chosen(*of_tokens, *of_alternatives, counts=jnp.zeros(B, jnp.int32))
+    nothing = Chosen(
+        tokens=jnp.zeros((B, T), jnp.int32),
+        log_probabilities=jnp.zeros((B, T)),
+        drawn=jnp.zeros((B, T)),
+        likeliest=jnp.zeros((B, T, n), jnp.int32),
+        their_log_probabilities=jnp.zeros((B, T, n)),
+        counts=jnp.zeros(B, jnp.int32),
+    )
     return jax.lax.fori_loop(0, count, more, (state, nothing))
 
 
@@ -255,7 +291,15 @@ def _nothing_read(vocab_size: int, sizes: Sizes, empty: Callable[[int, int], Cac
     return {"cache": kept, "tokens": jnp.zeros(B, jnp.int32), "seen": jnp.zeros((B, vocab_size), bool)}
 
 
-def _pick(logits_BV, usable: int, settings: Settings, index_B, forced_B, seen_BV, alternatives: int) -> Chosen:
+def _pick(
+    logits_BV: jax.Array,
+    usable: int,
+    settings: Settings,
+    index_B: jax.Array,
+    forced_B: jax.Array,
+    seen_BV: jax.Array,
+    alternatives: int,
+) -> Chosen:
     """The next token of every row."""
     logits_BV = jnp.where(jnp.arange(logits_BV.shape[-1]) < usable, logits_BV, -jnp.inf)
     tokens_B, drawn_B = choose(logits_BV, settings, index_B, seen_BV)
@@ -264,15 +308,43 @@ def _pick(logits_BV, usable: int, settings: Settings, index_B, forced_B, seen_BV
     normaliser_B1 = jax.nn.logsumexp(logits_BV, axis=-1, keepdims=True)
     log_probability_B = log_probability(logits_BV, tokens_B)
     counts_B = jnp.ones_like(tokens_B)
-    of_one = (tokens_B, log_probability_B, drawn_B, likeliest[1], likeliest[0] - normaliser_B1)
-    return Chosen(*(x[:, None] for x in of_one), counts_B)
+    theirs = likeliest[0] - normaliser_B1
+    return Chosen(
+        tokens_B[:, None],
+        log_probability_B[:, None],
+        drawn_B[:, None],
+        likeliest[1][:, None],
+        theirs[:, None],
+        counts_B,
+    )
+
+
+def _with_row(state: State, row: Cache, slot: Array, seen: Array, table: Array | None, token: Array) -> State:
+    """The state with a row in a slot, whose next token is that."""
+    return {
+        "cache": paged.put_row(state["cache"], row, slot, table),
+        "tokens": state["tokens"].at[slot].set(token),
+        "seen": state["seen"].at[slot].set(seen[0].at[token].set(True)),
+    }
 
 
 def _with_seen(seen_BV: jax.Array, tokens_B: jax.Array) -> jax.Array:
     return seen_BV.at[jnp.arange(len(tokens_B), dtype=jnp.int32), tokens_B].set(True)
 
 
-def _verify(model, usable, params, state, settings, index_B, forced_B, guesses, counts_B, alternatives, adapters):
+def _verify(
+    model: Model,
+    usable: int,
+    params: Params,
+    state: State,
+    settings: Settings,
+    index_B: jax.Array,
+    forced_B: jax.Array,
+    guesses: jax.Array,
+    counts_B: jax.Array,
+    alternatives: int,
+    adapters: Beside | None,
+) -> tuple[State, Chosen]:
     """Reads the guesses as if they were right, and chooses a token after each: those hold until a guess is wrong."""
     B, T = len(forced_B), 1 + guesses.shape[1]
     forced_BT = jnp.pad(forced_B[:, None], ((0, 0), (0, T - 1)), constant_values=-1)
@@ -284,12 +356,11 @@ def _verify(model, usable, params, state, settings, index_B, forced_B, guesses, 
         seen.append(_with_seen(seen[-1], guesses[:, place]))
     seen_BTV = jnp.stack(seen, axis=1)
     index_BT = index_B[:, None] + jnp.arange(T, dtype=jnp.int32)
-    of_tokens = Settings(*(jnp.repeat(jnp.asarray(x), T, axis=0) for x in settings))
+    of_tokens = jax.tree.map(lambda x: jnp.repeat(jnp.asarray(x), T, axis=0), settings)
     together = [x.reshape(B * T, *x.shape[2:]) for x in (logits_BTV, index_BT, forced_BT, seen_BTV)]
-    logits, index, forced, seen = together
-    chosen = _pick(logits, usable, of_tokens, index, forced, seen, alternatives)
-    *of_one, _ = (x.reshape(B, T, *x.shape[2:]) if x.ndim > 1 else x for x in chosen)
-    tokens_BT = of_one[0]
+    logits, index, forced, seen_NV = together
+    chosen = _pick(logits, usable, of_tokens, index, forced, seen_NV, alternatives)
+    tokens_BT, log_probabilities, drawn, likeliest, theirs = (x.reshape(B, T, *x.shape[2:]) for x in chosen[:-1])
     right = (tokens_BT[:, :-1] == guesses) & (jnp.arange(T - 1, dtype=jnp.int32) < counts_B[:, None])
     accepted_B = jnp.sum(jnp.cumprod(right.astype(jnp.int32), axis=1), axis=1)
     at_end = lambda x: jnp.take_along_axis(x, accepted_B.reshape(B, *(1,) * (x.ndim - 1)), axis=1)[:, 0]  # noqa: E731
@@ -299,4 +370,4 @@ def _verify(model, usable, params, state, settings, index_B, forced_B, guesses, 
         "tokens": tokens_B,
         "seen": _with_seen(at_end(seen_BTV), tokens_B),
     }
-    return new, Chosen(*of_one, accepted_B + 1)
+    return new, Chosen(tokens_BT, log_probabilities, drawn, likeliest, theirs, accepted_B + 1)
