@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import types
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -13,6 +14,8 @@ from matrix import LOSSES, SLICES, Case, running, shown
 from capibara.checkpoints import snapshot
 from capibara.evaluation import scoring
 from capibara.inference.engine.placement import own_chips
+from capibara.objectives.base import of_cross_entropy
+from capibara.objectives.batches import LoaderBatches
 from capibara.optim import Optimizer
 from capibara.planner.compiler import compile as compiler
 from capibara.planner.hardware import slices, xla_flags
@@ -43,6 +46,13 @@ def evaluation(case):
 def preference_totals(case):
     objective = case.trainer.loss.objective(case.model, case.trainer.dataset)
     return preference.make_totals(objective, case.plan, case.mesh).lower(case.state.abstract.params, case.batch())
+
+
+def own_loss_evaluation(case):
+    """As a loss of the user's own evaluates, on the loader's batches."""
+    run = types.SimpleNamespace(plan=case.plan, mesh=case.mesh)
+    batches = LoaderBatches(run, of_cross_entropy(case.model, 0.0))
+    return batches._sums.lower(case.state.abstract.params, case.batch())
 
 
 def reference_answers(case):
@@ -109,6 +119,7 @@ STEP, START, MERGE = (
     "training/setup.py StateSpec.init",
     "training/initialization.py merger",
 )
+OWN_LOSS = "objectives/batches.py LoaderBatches.__init__"
 ANSWERS, LOG_P = "training/preference.py make_answers", "strategies/rollouts.py make_log_probabilities"
 COMPUTED = "inference/engine/placement/own_chips.py _computed"
 DPO, GRPO = {"loss": LOSSES["Dpo"]}, {"loss": LOSSES["Grpo"]}
@@ -122,6 +133,7 @@ PROGRAMS = {
     "state of given weights": Program(START, start_with_given, ("experts", "experts LoRA", "decoder QLoRA")),
     "evaluation": Program("training/evaluation.py make_eval_step", evaluation, (*GENERAL, "decoder QLoRA")),
     "evaluation, DPO": Program("training/preference.py make_totals", preference_totals, ("decoder", "experts"), DPO),
+    "evaluation, own loss": Program(OWN_LOSS, own_loss_evaluation, ("decoder", "experts")),
     "reference, DPO": Program(ANSWERS, reference_answers, ("decoder", "experts", "decoder QLoRA"), DPO),
     "log-probabilities, GRPO": Program(LOG_P, rollout_log_probabilities, ("decoder", "experts"), GRPO),
     "parameters for rollouts": Program(COMPUTED, rollout_parameters, ("decoder", "experts", "decoder QLoRA")),
@@ -148,6 +160,7 @@ SHORT = {  # in `make test`: on the first mesh of the slice
     ("state of given weights", "decoder QLoRA", "v5e-4"),
     ("evaluation", "decoder QLoRA", "v5e-4"),
     ("evaluation, DPO", "decoder", "v5e-4"),
+    ("evaluation, own loss", "decoder", "v5e-4"),
     ("reference, DPO", "decoder", "v5e-16"),
     ("log-probabilities, GRPO", "decoder", "v5e-4"),
     ("parameters for rollouts", "decoder QLoRA", "v5e-4"),

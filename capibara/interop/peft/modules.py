@@ -193,6 +193,11 @@ def layers_of(row: Tensor, stored: Mapping[str, Any], shapes: Mapping[str, Shape
     Raises:
       UserError: experts of a layer have adapters and others have none.
     """
+    if set(row.numbered) - {
+        "l",
+        "e",
+    }:  # of no layer and no expert, as AltUp's projections: PEFT's adapters are not there
+        return []
     shape, experts = shapes[row.ours[0]], "e" in row.numbered
     of_all = math.prod(shape[len(row.numbered) : stacked(row)])
     ranks = []
