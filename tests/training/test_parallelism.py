@@ -138,7 +138,7 @@ def matrix():
         for name in MODELS:
             short = (index, name) == (7, "trainable tokens")
             short |= (index, name) == (10, "gpt_oss")
-            short |= name == {6: "encoder_decoder", 8: "experts"}.get(index, "dense") and index not in (0, 9)
+            short |= name == {6: "encoder_decoder", 8: "experts"}.get(index, "dense") and index not in (0, 9, 10)
             yield pytest.param(name, sizes, id=f"{mesh}-{name}", marks=() if short else pytest.mark.heavy)
 
 

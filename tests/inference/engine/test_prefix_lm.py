@@ -50,7 +50,7 @@ def written(model, params, prompt, count):
     return found
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.heavy) if x == "rope" else x for x in MODELS])
 def test_texts_are_those_of_a_pass_over_the_whole(name):
     """However the engine is set: in pages, in 8 bits, with guesses, read in parts and from earlier prompts, which it is not."""
     model = MODELS[name]

@@ -84,7 +84,7 @@ def results(engine, sampling, prompts=PROMPTS):
     return [stream.result() for stream in streams]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [x if x == "decoder" else pytest.param(x, marks=pytest.mark.heavy) for x in MODELS])
 def test_a_text_does_not_depend_on_what_else_is_searched_for(name):
     """Prompts of several lengths at once, for texts of several; beside them texts that are drawn."""
     together, alone = made(name, slots=12), made(name, slots=1)

@@ -62,7 +62,9 @@ def test_layers_run_one_by_one_or_by_a_scan_alike(sparse):
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("pieces", [(24,), (9, 8, 7), (5, *[1] * 19)])
+@pytest.mark.parametrize(
+    "pieces", [(9, 14, 1), *(pytest.param(x, marks=pytest.mark.heavy) for x in ((24,), (9, 8, 7), (5, *[1] * 19)))]
+)
 def test_the_cache_gives_what_whole_rows_give(pieces):
     model, params = model_and_params()
     batch = batch_of()
@@ -95,6 +97,7 @@ def test_documents_do_not_see_each_other():
     np.testing.assert_allclose(got[:, 10:], jax.jit(model.logits)(params, second), rtol=0, atol=1e-5)
 
 
+@pytest.mark.heavy
 def test_recomputation_changes_no_gradient():
     model, params = model_and_params()
     batch = batch_of()
