@@ -7,6 +7,7 @@ import importlib.metadata
 import os
 import pathlib
 import subprocess
+import sys
 
 # All of this is read when JAX starts, so it is set before any test module imports it; child processes inherit it.
 CHECKOUT = pathlib.Path(__file__).resolve().parent.parent
@@ -43,6 +44,17 @@ def _no_gin_bindings():
     config.reset()
     yield
     config.reset()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_modules_of_tests(tmp_path_factory):
+    """What a file of tests wrote and imported is gone for the next one: both may call a module my_metrics."""
+    path, base = [*sys.path], str(tmp_path_factory.getbasetemp())
+    yield
+    sys.path[:] = path
+    for name, module in [*sys.modules.items()]:
+        if (getattr(module, "__file__", None) or "").startswith(base):
+            del sys.modules[name]
 
 
 # Folders whose tests run under strict promotion. The optimizers do not: optax 0.2.8 multiplies int32 by float32.
