@@ -11,6 +11,9 @@ A Batch is a dict of arrays, numpy on the host and jax.Array on the devices:
   segment_ids [B, T] int32    1, 2, ... for the documents packed into a row; 0 is padding
   positions   [B, T] int32    0, 1, ... within each document
 
+Where sharding.balanced has reordered the columns for a context axis, the batch also has
+  row_positions [T] int32     index of each column in the row before the move
+
 In a masked batch (an encoder's) `tokens` are the targets themselves, some of them replaced, and `weights` are 1 at the
 places that were chosen to be predicted. An encoder-decoder's batch has more: S places that its encoder reads. Segment i
 of the arrays above, which are the decoder's, is predicted from segment i of these:

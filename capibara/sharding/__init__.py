@@ -369,22 +369,23 @@ def global_batch(sharding: NamedSharding, host_batch: Batch) -> dict[str, jax.Ar
 def balanced(batch: Batch) -> dict[str, jax.Array]:
     """The batch in the order in which each context shard has an early and a late part of every row (traceable).
 
-    Under a causal mask the last shard of a row in its own order would do twice the mean work. Nothing but attention
-    depends on the order; it gets the original places from the new entry `places` [T]. Outside `activate`, without a
-    context axis, or where a row does not divide, the batch stays as it is. Entries of an encoder keep their order.
+    Under a causal mask the last shard of a row in its own order would do twice the mean work. Attention and the capacity
+    of experts depend on the order: for them the new entry `row_positions` [T] holds each column's index in the row
+    before the move. Outside `activate`, without a context axis, or where a row does not divide, the batch stays as it
+    is. Encoder entries keep their order.
     """
     current = active()
     shards = current[0].shape["context"] if current else 1
     length = batch["tokens"].shape[1]
     if shards == 1 or length % (2 * shards):
         return dict(batch)
-    places_T = zigzag(length, shards)
-    moved = {k: v if k.startswith("encoder_") or v.ndim < 2 else v[:, places_T] for k, v in batch.items()}
-    return moved | {"places": np.asarray(places_T, np.int32)}
+    row_positions_T = zigzag(length, shards)
+    moved = {k: v if k.startswith("encoder_") or v.ndim < 2 else v[:, row_positions_T] for k, v in batch.items()}
+    return moved | {"row_positions": np.asarray(row_positions_T, np.int32)}
 
 
 def zigzag(length: int, shards: int) -> np.ndarray:
-    """Places [length] of a row in the order of its shards: shard i has parts i and 2 * shards - 1 - i of 2 * shards."""
+    """Column indices [length] in the order of the shards: shard i has parts i and 2 * shards - 1 - i of 2 * shards."""
     parts = np.arange(length).reshape(2 * shards, -1)
     return np.concatenate([parts[[i, 2 * shards - 1 - i]] for i in range(shards)]).reshape(-1)
 

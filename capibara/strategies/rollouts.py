@@ -193,7 +193,7 @@ def make_log_probabilities(
         with sharding.activate(mesh, plan.rules, plan.pipeline(mesh)):
             batch = sharding.balanced(batch)
             found, _ = log_probabilities(model, params, batch, temperature=temperature, usable=usable)
-        return found[:, np.argsort(batch["places"])] if "places" in batch else found
+        return found[:, np.argsort(batch["row_positions"])] if "row_positions" in batch else found
 
     return jax.jit(log_p, out_shardings=NamedSharding(mesh, PartitionSpec()))
 

@@ -129,7 +129,7 @@ def test_a_batch_is_balanced_only_where_a_context_axis_divides_it():
     with sharding.activate(mesh, Rules()):
         moved = sharding.balanced(batch)
         assert set(sharding.balanced({"tokens": np.zeros((2, 12))})) == {"tokens"}
-    np.testing.assert_array_equal(moved["tokens"][0], moved["places"])
+    np.testing.assert_array_equal(moved["tokens"][0], moved["row_positions"])
     np.testing.assert_array_equal(moved["encoder_tokens"], batch["encoder_tokens"])
     assert set(sharding.balanced(batch)) == set(batch)
 

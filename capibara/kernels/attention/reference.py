@@ -43,9 +43,9 @@ def attend(inputs: AttentionInputs, spec: AttentionSpec) -> jax.Array:
 def _visible(inputs: AttentionInputs, spec: AttentionSpec) -> jax.Array:
     """[B, T, S] bool: which keys each query sees."""
     T, S, prefix_BT = inputs.q_BTNH.shape[1], inputs.k_BSKH.shape[1], inputs.prefix_BT
-    q_places_T = jnp.arange(T) if inputs.q_places_T is None else inputs.q_places_T
-    kv_places_S = jnp.arange(S) if inputs.kv_places_S is None else inputs.kv_places_S
-    back_TS = q_places_T[:, None] - kv_places_S[None, :]
+    q_row_positions_T = jnp.arange(T) if inputs.q_row_positions_T is None else inputs.q_row_positions_T
+    kv_row_positions_S = jnp.arange(S) if inputs.kv_row_positions_S is None else inputs.kv_row_positions_S
+    back_TS = q_row_positions_T[:, None] - kv_row_positions_S[None, :]
     visible_BTS = inputs.q_segments_BT[:, :, None] == inputs.kv_segments_BS[:, None, :]
     if spec.causal and prefix_BT is not None:
         visible_BTS &= (back_TS >= 0) | ((prefix_BT[:, :, None] > 0) & (prefix_BT[:, None, :] > 0))

@@ -21,8 +21,8 @@ class AttentionInputs(NamedTuple):
       v_BSKH: values.
       q_segments_BT: document number of each query, at least 0; it sees only keys of its own number.
       kv_segments_BS: document number of each key.
-      q_places_T: place in the row of each query where rows are not in order (sharding.balanced); None: in order.
-      kv_places_S: the same of keys.
+      q_row_positions_T: column of each query in the row as it was before sharding.balanced; None: in order.
+      kv_row_positions_S: the same of keys.
       bias_NTS: added to the scores (T5's relative positions).
       prefix_BT: of self-attention: queries with a 1 see later keys with a 1, too (a prefix LM's inputs).
       drop: probabilities [B, N, T, S] -> those that dropout leaves.
@@ -34,8 +34,8 @@ class AttentionInputs(NamedTuple):
     v_BSKH: jax.Array
     q_segments_BT: jax.Array
     kv_segments_BS: jax.Array
-    q_places_T: jax.Array | np.ndarray | None = None
-    kv_places_S: jax.Array | np.ndarray | None = None
+    q_row_positions_T: jax.Array | np.ndarray | None = None
+    kv_row_positions_S: jax.Array | np.ndarray | None = None
     bias_NTS: jax.Array | None = None
     prefix_BT: jax.Array | None = None
     drop: Callable[[jax.Array], jax.Array] | None = None
@@ -44,7 +44,7 @@ class AttentionInputs(NamedTuple):
     @property
     def in_order(self) -> bool:
         """Whether each row's queries and keys are in their order."""
-        return self.q_places_T is None and self.kv_places_S is None
+        return self.q_row_positions_T is None and self.kv_row_positions_S is None
 
     def described(self, spec: AttentionSpec) -> str:
         """Dtype and shape, as messages name what a back end cannot compute."""

@@ -65,12 +65,12 @@ def attend(inputs: AttentionInputs, spec: AttentionSpec, interpret: bool = False
 
 def _on_one_device(inputs: AttentionInputs, spec: AttentionSpec, interpret: bool) -> jax.Array:
     q_BTNH, *of_keys = inputs.q_BTNH, inputs.k_BSKH, inputs.v_BSKH, inputs.kv_segments_BS
-    if inputs.kv_places_S is not None:
-        of_keys = [in_order(x, inputs.kv_places_S) for x in of_keys]
+    if inputs.kv_row_positions_S is not None:
+        of_keys = [in_order(x, inputs.kv_row_positions_S) for x in of_keys]
     k_BSKH, v_BSKH, kv_segments_BS = of_keys
     T, S = q_BTNH.shape[1], k_BSKH.shape[1]
-    places_T = np.arange(T) if inputs.q_places_T is None else np.asarray(inputs.q_places_T)
-    kernel = _kernel(spec, places_T, S, q_BTNH.shape[2], shards=1, interpret=interpret)
+    row_positions_T = np.arange(T) if inputs.q_row_positions_T is None else np.asarray(inputs.q_row_positions_T)
+    kernel = _kernel(spec, row_positions_T, S, q_BTNH.shape[2], shards=1, interpret=interpret)
     return _run(kernel, spec, q_BTNH, k_BSKH, v_BSKH, inputs.q_segments_BT, kv_segments_BS, inputs.sinks_N)
 
 
@@ -80,21 +80,26 @@ def _on_mesh(inputs: AttentionInputs, spec: AttentionSpec, interpret: bool) -> j
     (T, N), (S, K) = q_BTNH.shape[1:3], k_BSKH.shape[1:3]
     time_axes, head_axes = _axes(mesh, rules.act_time), _axes(mesh, rules.act_heads, N)
     time_shards, head_shards = _size(mesh, time_axes), _size(mesh, head_axes)
-    q_places_T, kv_places_S = _static(inputs.q_places_T, T, time_shards), _static(inputs.kv_places_S, S, time_shards)
+    q_row_positions_T, kv_row_positions_S = (
+        _static(inputs.q_row_positions_T, T, time_shards),
+        _static(inputs.kv_row_positions_S, S, time_shards),
+    )
     if copies := head_shards // math.gcd(K, head_shards) - 1:
         # Fewer key/value heads than shards: each shard gets the ones that its queries read.
         k_BSKH, v_BSKH = (jnp.repeat(x, copies + 1, axis=2) for x in (k_BSKH, v_BSKH))
     if T % (time_shards * _LANES) or S % time_shards:
         time_axes, time_shards = (), 1  # padding would have to go between the shards
-    places_T = np.arange(T) if q_places_T is None else q_places_T
+    row_positions_T = np.arange(T) if q_row_positions_T is None else q_row_positions_T
     parts = 1 if _sees_all(spec, T, S) else time_shards
-    kernel = _kernel(spec, places_T[: T * parts // time_shards], S, N // head_shards, shards=parts, interpret=interpret)
+    kernel = _kernel(
+        spec, row_positions_T[: T * parts // time_shards], S, N // head_shards, shards=parts, interpret=interpret
+    )
 
     def local(kernel, q, k, v, q_segments, kv_segments, sinks):
         if time_axes:
             k, v, kv_segments = (jax.lax.all_gather(x, time_axes, axis=1, tiled=True) for x in (k, v, kv_segments))
-        if kv_places_S is not None:
-            k, v, kv_segments = (in_order(x, kv_places_S) for x in (k, v, kv_segments))
+        if kv_row_positions_S is not None:
+            k, v, kv_segments = (in_order(x, kv_row_positions_S) for x in (k, v, kv_segments))
         return _run(kernel, spec, q, k, v, q_segments, kv_segments, sinks)
 
     batch_axes = _axes(mesh, rules.batch, q_BTNH.shape[0])
@@ -115,11 +120,11 @@ def _on_mesh(inputs: AttentionInputs, spec: AttentionSpec, interpret: bool) -> j
     return sharded(kernel, q_BTNH, k_BSKH, v_BSKH, inputs.q_segments_BT, inputs.kv_segments_BS, inputs.sinks_N)
 
 
-def in_order(x_BS: jax.Array, places_S: np.ndarray) -> jax.Array:
-    """Puts places along the second dimension back in their order; moves runs of consecutive places, no gather."""
-    starts = np.flatnonzero(np.diff(places_S, prepend=places_S[0] - 2) != 1)
-    ends = np.append(starts[1:], len(places_S))
-    runs = sorted(zip(places_S[starts], starts, ends))
+def in_order(x_BS: jax.Array, row_positions_S: np.ndarray) -> jax.Array:
+    """Puts the columns (second dimension) back in their order; moves runs of consecutive columns, no gather."""
+    starts = np.flatnonzero(np.diff(row_positions_S, prepend=row_positions_S[0] - 2) != 1)
+    ends = np.append(starts[1:], len(row_positions_S))
+    runs = sorted(zip(row_positions_S[starts], starts, ends))
     return jnp.concatenate([x_BS[:, start:end] for _, start, end in runs], axis=1) if len(runs) > 1 else x_BS
 
 
@@ -197,13 +202,13 @@ def _padded(x: jax.Array, axis: int, value: int = 0) -> jax.Array:
     return jnp.pad(x, [(0, missing if a == axis else 0) for a in range(x.ndim)], constant_values=value)
 
 
-def _kernel(spec, places_T, S, heads, *, shards, interpret) -> kernel_lib.SplashAttentionKernel:
+def _kernel(spec, row_positions_T, S, heads, *, shards, interpret) -> kernel_lib.SplashAttentionKernel:
     """The kernel for `heads` query heads; with shards > 1 its mask is cut into that many parts along the queries."""
-    T = len(places_T)
+    T = len(row_positions_T)
     padded_T, padded_S = (-(-n // _LANES) * _LANES for n in (T, S))
     # Padding stands where the last place does, so that the mask leaves it something to see.
-    places_T = np.concatenate([places_T, np.arange(T, padded_T)]).astype(np.int32)
-    mask = _mask(spec, places_T, padded_S)
+    row_positions_T = np.concatenate([row_positions_T, np.arange(T, padded_T)]).astype(np.int32)
+    mask = _mask(spec, row_positions_T, padded_S)
     blocks = block_sizes(padded_T // shards, padded_S)
     return kernel_lib.make_splash_mha(
         mask=mask_lib.MultiHeadMask([mask] * heads),
@@ -221,8 +226,8 @@ def _sees_all(spec: AttentionSpec, T: int, S: int) -> bool:
     return not spec.causal and (spec.window is None or spec.window >= max(T, S))
 
 
-def _mask(spec: AttentionSpec, places_T: np.ndarray, S: int) -> mask_lib.Mask:
-    shape = (len(places_T), S)
+def _mask(spec: AttentionSpec, row_positions_T: np.ndarray, S: int) -> mask_lib.Mask:
+    shape = (len(row_positions_T), S)
     if _sees_all(spec, *shape):
         return mask_lib.FullMask(shape)
     if spec.window is not None:
@@ -230,7 +235,7 @@ def _mask(spec: AttentionSpec, places_T: np.ndarray, S: int) -> mask_lib.Mask:
         mask = mask_lib.LocalMask(shape, window_size=(back, 0 if spec.causal else back), offset=0)
     else:
         mask = mask_lib.CausalMask(shape)
-    mask.q_sequence = places_T
+    mask.q_sequence = row_positions_T
     return mask
 
 
@@ -239,11 +244,11 @@ def _divisor(length: int, largest: int) -> int:
     return next(size for size in range(largest, 0, -_LANES) if length % size == 0)
 
 
-def _static(places: jax.Array | np.ndarray | None, length: int, shards: int) -> np.ndarray | None:
-    """The places as numpy; those of a traced array are sharding.balanced's."""
-    if places is None:
+def _static(row_positions: jax.Array | np.ndarray | None, length: int, shards: int) -> np.ndarray | None:
+    """The row positions as numpy; those of a traced array are sharding.balanced's."""
+    if row_positions is None:
         return None
-    return sharding.zigzag(length, shards) if isinstance(places, jax.core.Tracer) else np.asarray(places)
+    return sharding.zigzag(length, shards) if isinstance(row_positions, jax.core.Tracer) else np.asarray(row_positions)
 
 
 def _axes(mesh: Mesh, axes: tuple[str, ...], size: int | None = None) -> tuple[str, ...]:

@@ -173,8 +173,10 @@ class Decoder(nnx.Module):
     def __call__(self, batch: Batch, remat: RematPolicy, step: jax.Array | None) -> tuple[jax.Array, stack.Stats]:
         """The final hidden states [B, T, D], normalised, in the compute dtype; and statistics [L, ...] of the layers."""
         config = self.config
-        rows, places, kinds = self._rows(batch), batch.get("places"), self._kinds()
-        shared = Shared(places=places, bias=self._bias(batch["tokens"].shape[1], places), step=step)
+        rows, row_positions, kinds = self._rows(batch), batch.get("row_positions"), self._kinds()
+        shared = Shared(
+            row_positions=row_positions, bias=self._bias(batch["tokens"].shape[1], row_positions), step=step
+        )
         drop = dropout.of_step(config.dropout_rate, step, batch["tokens"])
 
         def apply(block: Block, x: jax.Array, rows: Rows, kind: LayerKind, number: Any = None):
@@ -253,9 +255,9 @@ class Decoder(nnx.Module):
         x = dropout.apply(drop, constrain(self.final_norm(x), ("batch", "act_time", "act_embed")), Site.FINAL)
         return x if self.config.logit_scale == 1 else x * self.config.logit_scale
 
-    def _bias(self, length: int, places: Any = None) -> jax.Array | None:
+    def _bias(self, length: int, row_positions: Any = None) -> jax.Array | None:
         """Of all scores of rows of this length; None: none."""
-        return self.relative_bias(length, places) if self.config.positions is Positions.RELATIVE else None
+        return self.relative_bias(length, row_positions) if self.config.positions is Positions.RELATIVE else None
 
     @property
     def _bias_at(self) -> Any:

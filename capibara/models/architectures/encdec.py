@@ -123,7 +123,7 @@ class CrossBlock(Block):
         stats: dict[str, Any] = {}
 
         def attention(x):
-            of_rows = {"segment_ids_BT": rows.segment_ids, "places_T": shared.places}
+            of_rows = {"segment_ids_BT": rows.segment_ids, "row_positions_T": shared.row_positions}
             y = self.attention(x, kind=kind, bias_NTS=shared.bias, drop=shared.drop, **of_rows)
             return dropout.apply(shared.drop, y, Site.ATTENTION)
 
@@ -199,17 +199,17 @@ class Stack(nnx.Module):
         rows: Rows,
         remat: RematPolicy,
         step: jax.Array | None,
-        places: Any = None,
+        row_positions: Any = None,
         drop: Dropout | None = None,
     ) -> tuple[jax.Array, stack.Stats]:
         """The normalised output [B, T, D], and the layers' statistics [L, ...]."""
         kind, length = self.config.attention_kind(causal=self.causal), x_BTD.shape[1]
-        all_bias = None if self.each_has_positions else self.relative_bias(length, places)
+        all_bias = None if self.each_has_positions else self.relative_bias(length, row_positions)
 
         def apply(block: Block, x: jax.Array, rows: Rows, layer_kind: LayerKind, number: Any = None):
-            bias = block.relative_bias(length, places) if self.each_has_positions else all_bias
+            bias = block.relative_bias(length, row_positions) if self.each_has_positions else all_bias
             own = None if drop is None else drop.at(Site.LAYERS).at(number)
-            return block(x, rows, Shared(places=places, bias=bias, step=step, drop=own), kind, layer_kind)
+            return block(x, rows, Shared(row_positions=row_positions, bias=bias, step=step, drop=own), kind, layer_kind)
 
         x_BTD = dropout.apply(drop, x_BTD, Site.EMBEDDING)
         how = (apply, _PATTERN, self.config.layer_loop, remat)
@@ -269,7 +269,7 @@ class EncoderDecoder(nnx.Module):
             encoded_segments=batch["encoder_segment_ids"],
         )
         drop = dropout.of_step(self.config.dropout_rate, step, batch["tokens"])
-        x, stats = self.decoder(self._embed(batch["tokens"]), rows, remat, step, batch.get("places"), drop)
+        x, stats = self.decoder(self._embed(batch["tokens"]), rows, remat, step, batch.get("row_positions"), drop)
         if of_encoder:
             stats = jax.tree.map(lambda *parts: jnp.concatenate(parts), of_encoder, stats)
         return self._scaled(x), stats

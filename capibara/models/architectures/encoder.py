@@ -88,7 +88,7 @@ class Encoder(nnx.Module):
         """
         config = self.config
         rows = Rows(batch["segment_ids"], domains=batch.get("domains"))
-        shared = Shared(places=batch.get("places"), step=step)
+        shared = Shared(row_positions=batch.get("row_positions"), step=step)
         kind = config.attention_kind(causal=False)
 
         drop = dropout.of_step(config.dropout_rate, step, batch["tokens"])

@@ -46,8 +46,11 @@ class RelativeBias(nnx.Module):
         shape = (config.relative_buckets, config.num_heads)
         self.table = layers.param(rngs, shape, ("position", "heads"), layers.normal(config.embed_dim**-0.5))
 
-    def __call__(self, length: int, places_T: np.ndarray | None = None) -> jax.Array:
-        """Biases [N, T, T] in float32 of rows of this length; `places_T` is where the places of a row belong."""
+    def __call__(self, length: int, row_positions_T: np.ndarray | None = None) -> jax.Array:
+        """Biases [N, T, T] in float32 of rows of this length.
+
+        `row_positions_T` holds each column's index in the row as it was before sharding.balanced; None: in order.
+        """
         distances = np.arange(1 - length, length)
         index = buckets(distances, count=self.count, longest=self.longest, bidirectional=self.bidirectional)
         by_distance = self.table[...][index].T  # [N, 2 T - 1]
@@ -57,8 +60,8 @@ class RelativeBias(nnx.Module):
         repeated = jnp.broadcast_to(jnp.pad(by_distance, ((0, 0), (0, 1)))[:, None], (N, length, R + 1))
         moved = repeated.reshape(N, -1)[:, : length * R].reshape(N, length, R)
         bias_NTT = moved[:, :, length - 1 :]
-        if places_T is not None:
-            bias_NTT = bias_NTT[:, places_T][:, :, places_T]
+        if row_positions_T is not None:
+            bias_NTT = bias_NTT[:, row_positions_T][:, :, row_positions_T]
         return constrain(bias_NTT, ("act_heads", "act_time", None))
 
     def at(self, q_positions_BT: jax.Array, kv_positions_BS: jax.Array) -> jax.Array:

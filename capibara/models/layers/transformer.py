@@ -272,14 +272,14 @@ class Shared(NamedTuple):
     """What a layer must know that all rows have in common, or None.
 
     Attributes:
-      places: [T] places in the row, where rows are not in order (sharding.balanced).
+      row_positions: [T] column of each token in the row as it was before sharding.balanced; None: in order.
       bias: [N, T, S] of the attention scores.
       step: int32 scalar, the train step; None outside training.
       drop: of the layer; None: nothing is dropped.
       bias_at: gives the bias of rows that have read tokens before (cache.attend).
     """
 
-    places: jax.Array | None = None
+    row_positions: jax.Array | None = None
     bias: jax.Array | None = None
     step: jax.Array | None = None
     bias_at: Callable[[jax.Array, jax.Array], jax.Array] | None = None
@@ -359,7 +359,7 @@ class Block(nnx.Module):
                 kind=kind,
                 segment_ids_BT=rows.segment_ids,
                 angles=angles,
-                places_T=shared.places,
+                row_positions_T=shared.row_positions,
                 bias_NTS=shared.bias,
                 prefix_BT=rows.prefix,
                 drop=shared.drop,
@@ -403,7 +403,7 @@ class Block(nnx.Module):
         def part(x):
             if self.config.moe is None:
                 return dropout.apply(shared.drop, self.mlp(x, shared.drop), Site.MLP)
-            y, of_experts = self.mlp(x, rows.segment_ids, rows.domains, shared.step, shared.places)
+            y, of_experts = self.mlp(x, rows.segment_ids, rows.domains, shared.step, shared.row_positions)
             stats.update(of_experts)
             return dropout.apply(shared.drop, y, Site.MLP)
 

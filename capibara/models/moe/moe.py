@@ -89,7 +89,7 @@ class MoeMLP(nnx.Module):
         segment_ids_BT: jax.Array,
         domains_BT: jax.Array | None = None,
         step: jax.Array | None = None,
-        places_T: jax.Array | None = None,
+        row_positions_T: jax.Array | None = None,
     ) -> tuple[jax.Array, Stats]:
         """The layer.
 
@@ -98,7 +98,8 @@ class MoeMLP(nnx.Module):
           segment_ids_BT: 0 is padding, which is not routed: 0 comes out.
           domains_BT: int32 domain of each token, counted from 1; 0 or None: not known.
           step: the train step, for the weight of the hints; None: evaluation, where no hint counts.
-          places_T: where each place was in its row, if rows are not in order; capacity is given in that order.
+          row_positions_T: column of each token in the row before sharding.balanced; None: in order. Capacity is
+            assigned in this order.
 
         Returns:
           [B, T, D], and the sums of `router.choose`.
@@ -115,7 +116,7 @@ class MoeMLP(nnx.Module):
         logits = constrain(logits, ("batch", "act_time", None))
         choice, stats = router.choose(logits, segment_ids_BT > 0, moe, router.hint_of(moe, domains_BT, step))
         if isinstance(choice, Choice) and moe.has_capacity:
-            places_BTk = router.places_of_experts(choice.experts, moe.num_experts, places_T)
+            places_BTk = router.places_of_experts(choice.experts, moe.num_experts, row_positions_T)
             late = (places_BTk >= moe.capacity(x_BTD.shape[1])) & (choice.experts < moe.num_experts)
             stats["dropped"] = jnp.sum(late.astype(jnp.float32))
             choice = choice._replace(gates=jnp.where(late, 0.0, choice.gates))

@@ -356,7 +356,7 @@ def _expert_choice(log_scores_BTE, real_BT, moe: Moe) -> tuple[ExpertChoice, Sta
     return ExpertChoice(tokens_BEC, gates_BEC), stats
 
 
-def places_of_experts(experts_BTk: jax.Array, num_experts: int, places_T: jax.Array | None) -> jax.Array:
+def places_of_experts(experts_BTk: jax.Array, num_experts: int, row_positions_T: jax.Array | None) -> jax.Array:
     """How many choices of the same expert come before each choice of a row: [B, T, k] int32.
 
     Choices are in the order of the tokens' places, a token's by their rank: whether a token is dropped for lack of
@@ -365,11 +365,11 @@ def places_of_experts(experts_BTk: jax.Array, num_experts: int, places_T: jax.Ar
     Args:
       experts_BTk: num_experts for none.
       num_experts: of them.
-      places_T: where each token was in its row, if rows are not in order.
+      row_positions_T: column of each token in the row before sharding.balanced; None: in order.
     """
     B, T, k = experts_BTk.shape
-    places_T = jnp.arange(T, dtype=jnp.int32) if places_T is None else places_T.astype(jnp.int32)
-    turn = jnp.broadcast_to(places_T[:, None] * k + jnp.arange(k, dtype=jnp.int32), (B, T, k)).reshape(B, -1)
+    row_positions_T = jnp.arange(T, dtype=jnp.int32) if row_positions_T is None else row_positions_T.astype(jnp.int32)
+    turn = jnp.broadcast_to(row_positions_T[:, None] * k + jnp.arange(k, dtype=jnp.int32), (B, T, k)).reshape(B, -1)
     index = jnp.broadcast_to(jnp.arange(T * k, dtype=jnp.int32), (B, T * k))
     experts, _, index = jax.lax.sort((experts_BTk.reshape(B, -1), turn, index), num_keys=2)
     of_expert = experts_BTk.reshape(B, -1, 1) == jnp.arange(num_experts + 1, dtype=jnp.int32)

@@ -75,7 +75,8 @@ def test_rows_in_another_order_see_by_their_original_places():
     qkv, dy, segments = arrays()
     want = value_and_grads(reference.attend, WINDOW, qkv, dy, segments)
     places = sharding.zigzag(256, 2)
-    moved = {name: x[:, places] for name, x in segments.items()} | {"q_places_T": places, "kv_places_S": places}
+    moved = {name: x[:, places] for name, x in segments.items()}
+    moved |= {"q_row_positions_T": places, "kv_row_positions_S": places}
     qkv = [x[:, places] for x in qkv]
     got = value_and_grads(splash.attend, WINDOW, qkv, dy[:, places], moved, interpret=True)
     check([x[:, np.argsort(places)] for x in got], want)
@@ -97,7 +98,7 @@ def test_a_mesh_changes_nothing(axes, heads, spec, zigzag):
     mesh = sharding.make_mesh(Plan(batch_size=2, **{"fsdp": 1} | axes))
 
     moved = {name: x[:, places] for name, x in segments.items()}
-    moved |= {"q_places_T": places, "kv_places_S": places} if zigzag else {}
+    moved |= {"q_row_positions_T": places, "kv_row_positions_S": places} if zigzag else {}
 
     def attend(inputs, spec):
         with sharding.activate(mesh, Rules()):

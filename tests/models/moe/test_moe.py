@@ -198,7 +198,7 @@ def test_capacity_follows_the_places_of_rows_out_of_order():
     x, segments = inputs()
     places = np.random.default_rng(3).permutation(LENGTH).astype(np.int32)
     y, stats = apply(params, x, segments)
-    got, got_stats = apply(params, x[:, places], segments[:, places], places_T=jnp.asarray(places))
+    got, got_stats = apply(params, x[:, places], segments[:, places], row_positions_T=jnp.asarray(places))
     assert_close(got, y[:, places])
     assert stats["dropped"] == got_stats["dropped"] > 0
 

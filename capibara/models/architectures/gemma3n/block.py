@@ -73,7 +73,7 @@ class Gemma3nBlock(nnx.Module):
         kind: AttentionSpec,
         angles: rotary.Angles,
         segment_ids_BT: jax.Array,
-        places_T: jax.Array | None,
+        row_positions_T: jax.Array | None,
     ) -> tuple[jax.Array, KeysValues]:
         """The streams after the layer, and the keys and values that its attention read.
 
@@ -84,14 +84,14 @@ class Gemma3nBlock(nnx.Module):
           kind: mask and scores.
           angles: of rotary positions.
           segment_ids_BT: document numbers.
-          places_T: places in the row, where rows are not in order.
+          row_positions_T: column of each token in the row as it was before sharding.balanced; None: in order.
         """
         kept: list[KeysValues] = []
 
         def attention(x: jax.Array) -> jax.Array:
             q, k, v = self.attention.heads(x, angles, given)
             kept.append((k, v))
-            rows = {"segment_ids_BT": segment_ids_BT, "places_T": places_T}
+            rows = {"segment_ids_BT": segment_ids_BT, "row_positions_T": row_positions_T}
             return self.attention(x, kind=kind, heads=(q, k, v), **rows)
 
         x_SBTD = self._around(x_SBTD, inputs, attention)

@@ -68,7 +68,7 @@ class Gemma3n(Decoder):
         of_layers = (per_layer, None if self.config.mlp_dims is None else jnp.asarray(self.config.mlp_dims, jnp.int32))
         shared: dict[LayerKind, KeysValues] = {}
         for segment in self.config.segments():
-            x, stored = self._segment(segment, x, rows, of_layers, shared, remat, step, batch.get("places"))
+            x, stored = self._segment(segment, x, rows, of_layers, shared, remat, step, batch.get("row_positions"))
             shared |= stored
         return self._normed(self._joined(x)), {}
 
@@ -81,7 +81,7 @@ class Gemma3n(Decoder):
         shared: dict[LayerKind, KeysValues],
         remat: RematPolicy,
         step: jax.Array | None,
-        places_T: jax.Array | None,
+        row_positions_T: jax.Array | None,
     ) -> tuple[jax.Array, dict[LayerKind, KeysValues]]:
         """The streams after some layers, and the keys and values that later ones read, by kind of layer."""
         config, specs = self.config, self._kinds()
@@ -91,7 +91,7 @@ class Gemma3n(Decoder):
             rows, shared = given
             inputs = LayerInputs(own[0], segment.sparsity, own[1], training=step is not None)
             read = shared[kind] if segment.reads else None
-            x, (k, v) = block(x, inputs, read, specs[kind], rows.angles[kind], rows.segment_ids, places_T)
+            x, (k, v) = block(x, inputs, read, specs[kind], rows.angles[kind], rows.segment_ids, row_positions_T)
             return x, {"key": k, "value": v} if segment.stores else {}
 
         start = segment.start % len(config.layer_pattern)
