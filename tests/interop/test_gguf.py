@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import pathlib
+import statistics
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import sentencepiece
@@ -29,6 +31,7 @@ from capibara.interop.gguf import vocabulary as gguf_vocabulary  # noqa: E402
 from capibara.interop.gguf.read import GgufModel, open_gguf  # noqa: E402
 from capibara.interop.gguf.write import write_gguf  # noqa: E402
 from capibara.models import api  # noqa: E402
+from capibara.models.architectures.gemma3n import parts  # noqa: E402
 
 TEXTS = (
     "Hello world, it's 2026!",
@@ -86,6 +89,36 @@ def test_float32_comes_back_as_it_was(name, tmp_path):
         got = found.read(key)
         assert got.dtype == np.float32
         np.testing.assert_array_equal(got, value, err_msg=key)
+
+
+def test_gemma_3n_fills_what_llama_cpp_wants_and_the_model_lacks(tmp_path):
+    """Keys and values of layers that share them, and rows of tokens that the per-layer table has not."""
+    path = write(tmp_path / "model.gguf", "gemma3n", vocab_size_per_layer_input=300)
+    stored = {tensor.name: tensor.data for tensor in gguf.GGUFReader(path).tensors}
+    assert all(not stored[f"blk.{layer}.attn_{part}.weight"].any() for layer in (20, 21) for part in ("k", "v"))
+    assert (stored["blk.21.attn_k_norm.weight"] == 1).all() and stored["blk.19.attn_v.weight"].any()
+    table = dict(cases.tensors(config_of("gemma3n") | {"vocab_size_per_layer_input": 300}))[
+        "model.embed_tokens_per_layer.weight"
+    ]
+    np.testing.assert_array_equal(stored["per_layer_token_embd.weight"][:300], table)
+    np.testing.assert_array_equal(stored["per_layer_token_embd.weight"][300:], np.repeat(table[:1], 20, axis=0))
+    found = open_gguf(path)
+    assert (
+        found.config["vocab_size_per_layer_input"] == 320
+        and "model.layers.20.self_attn.k_proj.weight" not in found.shapes()
+    )
+    with pytest.raises(UserError, match="num_kv_shared_layers of the gemma3n_text model is 3"):
+        write(tmp_path / "model.gguf", "gemma3n", num_kv_shared_layers=3)
+    with pytest.raises(UserError, match=r"intermediate_size of the gemma3n_text model is \[256, 512\]"):
+        write(tmp_path / "model.gguf", "gemma3n", intermediate_size=[256] + [512] * 21)
+    with pytest.raises(UserError, match="attention.shared_kv_layers is 4, llama.cpp computes 2"):
+        open_gguf(
+            copy(
+                path,
+                tmp_path / "other.gguf",
+                values={"general.architecture": "gemma3n", "gemma3n.attention.shared_kv_layers": 4},
+            )
+        )
 
 
 def test_queries_and_keys_of_llama_are_paired(tmp_path):
@@ -485,9 +518,26 @@ def test_a_file_is_the_same_after_it_was_our_model(name, tmp_path):
     assert again.read_bytes() == path.read_bytes()
 
 
+def compute_as_ggml(monkeypatch):
+    """Of many sparse layers: the deviation over one unit fewer, and GELU from a table of float16."""
+    normal, gate, gelu = statistics.NormalDist(), parts.gate, jax.nn.gelu
+
+    def of_fewer(sparsity, width, gate_BTF):
+        units = gate_BTF.shape[-1]
+        share = normal.cdf(normal.inv_cdf(sparsity) * (units / (units - 1)) ** 0.5) if sparsity else 0
+        return gate(share, width, gate_BTF)
+
+    def of_table(x, approximate=True):
+        within = gelu(x.astype(jnp.float16).astype(jnp.float32), approximate=approximate).astype(jnp.float16)
+        return jnp.where(x <= -10, 0, jnp.where(x >= 10, x, within.astype(jnp.float32)))
+
+    monkeypatch.setattr(parts, "gate", of_fewer)
+    monkeypatch.setattr(jax.nn, "gelu", of_table)
+
+
 @pytest.mark.heavy
 @pytest.mark.parametrize("name", cases.CASES)
-def test_llama_cpp_goes_on_as_we_do(name, llama_cpp, tmp_path):
+def test_llama_cpp_goes_on_as_we_do(name, llama_cpp, tmp_path, monkeypatch):
     path = write(tmp_path / "model.gguf", name)
     prompt = [int(i) for i in np.random.default_rng(0).integers(2, 300, 12)]
     with llama_cpp(path) as peer:
@@ -496,6 +546,8 @@ def test_llama_cpp_goes_on_as_we_do(name, llama_cpp, tmp_path):
     found = open_gguf(path)
     if name == "gpt_oss_yarn":  # llama.cpp rounds YaRN's bounds, which gpt-oss does not
         found.config["rope_parameters"] |= {"truncate": True}
+    if name == "gemma3n":
+        compute_as_ggml(monkeypatch)
     logits = our_logits(found, prompt + theirs)
     assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == theirs
     # ggml looks the tanh of GELU up in a table of float16.

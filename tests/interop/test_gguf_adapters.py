@@ -43,6 +43,7 @@ ADAPTERS = {
     "rslora": ("llama", Lora(rank=4, alpha=6.0, rslora=True, targets=("query", "value"))),
     "qwen3": ("qwen3", ALL),
     "gemma2": ("gemma2", ALL),
+    "gemma3n": ("gemma3n", ALL),
     "phi3": ("phi3", ALL),
     "parts of a fused tensor": ("phi3", Lora(rank=2, alpha=6.0, targets=("query", "value", "up"), rslora=True)),
     "gpt2": ("gpt2", ALL),
@@ -135,9 +136,11 @@ def test_llama_cpp_answers_with_the_adapter_as_the_merged_model(name, tmp_path):
             told.append(peer.ask("continue", **asked))
     merged, added, base = told
     assert added["ids"] == merged["ids"] != base["ids"]
+    # Rounding is a step of its table of GELU further on, in each of Gemma 3n's 22 layers.
+    tolerance = 2e-2 if name == "gemma3n" else 2e-3
     for want, got in zip(merged["best"], added["best"], strict=True):
         want, got = dict(want), dict(got)
-        assert max(abs(got[token] - value) for token, value in want.items()) < 2e-3
+        assert max(abs(got[token] - value) for token, value in want.items()) < tolerance
 
 
 def run(*argv) -> int:

@@ -142,6 +142,18 @@ def test_mixtures_are_those_of_llama_quantize(name):
         assert got == unusual, dtype
 
 
+def test_small_matrices_of_gemma_3n_are_in_no_blocks():
+    """llama-quantize leaves AltUp, LAuReL and the model's projection to all layers as they are."""
+    for dtype in ("q8_0", "q4_k_m"):
+        found = types(cases.CASES["gemma3n"] | {"hidden_size": 256}, dtype)
+        small = {name for name in found if any(part in name for part in ("altup", "laurel", "per_layer_model_proj"))}
+        coefficients = {name for name in small if "_coef." in name}
+        assert {found[name] for name in coefficients} == {"F32"}
+        matrices = {name for name in found if found[name] != "F32"}
+        assert {name for name in matrices if found[name] == "F16"} == {n for n in small & matrices}
+        assert "altup_proj.weight" in matrices and "per_layer_token_embd.weight" in matrices - small
+
+
 def test_the_flag_has_all_types():
     assert sorted(quantize.DTYPES) == sorted(gguf_types.DTYPES)
 

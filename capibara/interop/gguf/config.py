@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from capibara.core.types import UserError
+from capibara.interop.gguf import gemma3n
 from capibara.interop.gguf import names as gguf_names
 from capibara.interop.gguf import rope as gguf_rope
 from capibara.interop.gguf.names import Family
@@ -32,11 +33,12 @@ FIELDS = {
     "moe_intermediate_size": "expert_feed_forward_length",
     "original_max_position_embeddings": "rope.scaling.original_context_length",
     "use_parallel_residual": "use_parallel_residual",
+    **gemma3n.FIELDS,
 }
 _NULL = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping", "original_max_position_embeddings")
 _FLOATS = ("rms_norm_eps", "layer_norm_eps", "attn_logit_softcapping", "final_logit_softcapping")
 # Every how many layers one sees the whole row, in llama.cpp.
-_PERIODS = {"gemma2": 2, "gemma3_text": 6, "gpt_oss": 2}
+_PERIODS = {"gemma2": 2, "gemma3_text": 6, gemma3n.MODEL_TYPE: 5, "gpt_oss": 2}
 # Layers of the one model whose scores are scaled by the mean width of its heads.
 _ODD_SCALE = {"gemma2": 46, "gemma3_text": 62}
 _MOST_EXPERTS = 1_000_000  # of all layers: each has names of its own
@@ -75,6 +77,7 @@ def to_metadata(config: Mapping[str, Any]) -> dict[str, Any]:
     for name in family.fields:
         value = family.get(config, name)
         value = derived.get(name) if value is None else value
+        value = gemma3n.width(value) if name == "intermediate_size" else value
         if value is None and name not in _NULL:
             raise UserError(f"config.json of the {family.model_type} model has no {family.renamed.get(name, name)}")
         if value is not None:
@@ -83,6 +86,8 @@ def to_metadata(config: Mapping[str, Any]) -> dict[str, Any]:
         values["attention.value_length"] = values["attention.key_length"]
     if family.model_type != "gpt2":
         values |= gguf_rope.to_metadata(config, family)
+    if family.model_type == gemma3n.MODEL_TYPE:
+        values |= gemma3n.metadata(config, _layer_types(config, family))
     window = config.get("sliding_window")
     if family.model_type in _WINDOW_LOST and window and window < config["max_position_embeddings"]:
         warnings.warn(
@@ -111,7 +116,8 @@ def _check_fixed(config: Mapping[str, Any], family: Family) -> None:
 def _of_layers(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """What config.json says of the layers with and without a window, as llama.cpp computes them."""
     scaled = {"query_pre_attn_scalar": _scalar(config, family)} if family.model_type in _ODD_SCALE else {}
-    return scaled | {"layer_types": _layer_types(config, family)}
+    of_each = gemma3n.of_layers(config) if family.model_type == gemma3n.MODEL_TYPE else {}
+    return scaled | of_each | {"layer_types": _layer_types(config, family)}
 
 
 def _scalar(config: Mapping[str, Any], family: Family) -> int:
@@ -159,6 +165,8 @@ def from_metadata(
     config: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.model_type}
     for name in family.fields:
         value = values.get(FIELDS[name])
+        if family.model_type == gemma3n.MODEL_TYPE and name == "intermediate_size":
+            value = gemma3n.width(value)
         if isinstance(value, list):
             raise UserError(f"{arch}.{FIELDS[name]} varies from layer to layer: such models are not known here")
         if value is None and name not in (*_NULL, "num_key_value_heads", "head_dim"):
@@ -175,6 +183,8 @@ def from_metadata(
     config["vocab_size"] = shapes.get("token_embd.weight", (0,))[0]
     config["tie_word_embeddings"] = "output.weight" not in shapes
     config |= family.fixed
+    if family.model_type == gemma3n.MODEL_TYPE:
+        config |= gemma3n.from_metadata(values, config)
     if family.model_type == "llama":
         config["attention_bias"] = "blk.0.attn_q.bias" in shapes
     if family.model_type in _PERIODS:
@@ -201,7 +211,7 @@ def _check_foreign(arch: Any, values: Mapping[str, Any], config: Mapping[str, An
     """Raises where the metadata say something that the family's config.json cannot."""
     own = {FIELDS[name] for name in family.fields}
     for key in _FOREIGN:
-        if values.get(key) and key not in own:
+        if values.get(key) and key not in own and values[key] != family.fixed.get(key):
             raise UserError(f"{arch}.{key} is {values[key]}, {family.model_type} models here have none")
     said = values.get("attention.sliding_window_pattern")
     if said is not None and family.model_type in _PERIODS:

@@ -3,7 +3,9 @@
 A table has a tensor's name in a Hugging Face checkpoint, {layer} and {expert} for their numbers; its name in a GGUF
 file is what the gguf package makes of that. Dimensions are letters, in the order of the checkpoint: v vocabulary,
 p positions, d embed, f hidden width of the MLP, g twice that (gate and up), q query heads times head_dim, k key heads
-times head_dim, c queries, keys and values together, h head_dim, n query heads, e experts, m hidden width of an expert.
+times head_dim, c queries, keys and values together, h head_dim, n query heads, e experts, m hidden width of an expert;
+of Gemma 3n w rows of the per-layer table, y its width and x that of all layers, r LAuReL's rank, s streams, z their
+square.
 """
 
 from __future__ import annotations
@@ -17,10 +19,17 @@ import numpy as np
 
 from capibara.core import extras
 from capibara.core.types import UserError
+from capibara.interop.gguf import gemma3n
 
 Shape = tuple[int, ...]
 # llama.cpp computes with these in float32 only.
-EXACT = ("ffn_gate_inp.weight", "position_embd.weight", ".bias")
+EXACT = (
+    "ffn_gate_inp.weight",
+    "position_embd.weight",
+    ".bias",
+    "altup_correct_coef.weight",
+    "altup_predict_coef.weight",
+)
 
 
 def package() -> Any:
@@ -46,12 +55,20 @@ class Change(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One line of a table: `when` is the value of config.json without which the tensor is not there."""
+    """One line of a table.
+
+    Attributes:
+      name, dims: of the tensor in the checkpoint.
+      change: what GGUF makes of it.
+      when: the value of config.json without which the tensor is not there.
+      own: whether layers that read others' keys and values are without it.
+    """
 
     name: str
     dims: str
     change: Change = Change.NONE
     when: str = ""
+    own: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +79,8 @@ class Tensor:
       name, shape: in the checkpoint.
       stored: its name in the GGUF file.
       change: what makes the one of the other.
-      expert: where it is in the stack of experts that GGUF makes of them; None: it is not of an expert.
+      expert: where it is in the stack of experts (or of AltUp's streams) that GGUF makes of them; None: in none.
+      rows: how many the file has, where the checkpoint has fewer: further ones are its first row; None: as many.
     """
 
     name: str
@@ -70,6 +88,7 @@ class Tensor:
     stored: str
     change: Change
     expert: int | None = None
+    rows: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,14 +127,23 @@ class Family:
             if row.when and not _there(row.when, config):
                 continue
             shape = tuple(sizes[letter] for letter in row.dims.split())
-            for layer in range(layers if "{layer}" in row.name else 1):
+            rows = sizes["v"] if row.dims.startswith("w ") and sizes["w"] != sizes["v"] else None
+            of_row = gemma3n.kv_layers(config) if row.own else layers
+            for layer in range(of_row if "{layer}" in row.name else 1):
                 of_map = row.name.replace("{layer}", str(layer)).replace(".{expert}", "")
-                of_map = f"{of_map}.weight" if of_map.endswith(".sinks") else of_map
+                of_map = f"{of_map}.weight" if of_map.endswith((".sinks", "_scale")) else of_map
                 stored = names.get_name(of_map, try_suffixes=(".weight", ".bias"))
                 for expert in range(sizes["e"]) if "{expert}" in row.name else (None,):
                     name = row.name.format(layer=layer, expert=expert)
-                    found.append(Tensor(name, shape, stored, row.change, expert))
+                    found.append(Tensor(name, shape, stored, row.change, expert, rows))
         return found
+
+    def unread(self, config: Mapping[str, Any]) -> dict[str, tuple[Shape, float]]:
+        """Tensors that only the file has, by name: shapes, and the value that fills them."""
+        if self.model_type != gemma3n.MODEL_TYPE:
+            return {}
+        sizes = self._sizes(config)
+        return gemma3n.unread(config, (sizes["k"], sizes["d"]), sizes["h"])
 
     def heads(self, config: Mapping[str, Any]) -> tuple[int, int]:
         """Query heads, and key and value heads."""
@@ -128,7 +156,8 @@ class Family:
     def _sizes(self, config: Mapping[str, Any]) -> dict[str, int]:
         (heads, kv_heads), head_dim = self.heads(config), self.head_dim(config)
         embed = self._size(config, "hidden_size")
-        hidden = self.get(config, "intermediate_size") or 4 * embed
+        hidden = gemma3n.width(self.get(config, "intermediate_size")) or 4 * embed
+        streams, per_layer = config.get("altup_num_inputs") or 1, config.get("hidden_size_per_layer_input") or 0
         queries, keys = heads * head_dim, kv_heads * head_dim
         return {
             "v": self._size(config, "vocab_size"),
@@ -141,7 +170,13 @@ class Family:
             "c": queries + 2 * keys,
             "h": head_dim,
             "n": heads,
-            "e": self.get(config, "num_experts") or 0,
+            "e": self.get(config, "num_experts") or streams - 1,
+            "w": config.get("vocab_size_per_layer_input") or 0,
+            "x": per_layer * self._size(config, "num_hidden_layers"),
+            "y": per_layer,
+            "r": config.get("laurel_rank") or 0,
+            "s": streams,
+            "z": streams**2,
             "m": self.get(config, "moe_intermediate_size") or hidden,
         }
 
@@ -204,7 +239,10 @@ def _regroup(value: np.ndarray, first: tuple[int, int, int]) -> np.ndarray:
 
 
 def _rows(*lines: tuple[str, ...]) -> tuple[Row, ...]:
-    return tuple(Row(name, dims, Change(rest[0]) if rest else Change.NONE, *rest[1:]) for name, dims, *rest in lines)
+    return tuple(
+        Row(name, dims, Change(rest[0]) if rest else Change.NONE, rest[1] if rest[1:] else "")
+        for name, dims, *rest in lines
+    )
 
 
 def _without(rows: tuple[Row, ...], *words: str) -> tuple[Row, ...]:
@@ -279,6 +317,30 @@ _GPT_OSS = (
 )
 _PHI3 = _without(_PLAIN, "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj") + _rows(
     (_L + "self_attn.qkv_proj.weight", "c d"), (_L + "mlp.gate_up_proj.weight", "g d")
+)
+_OWN = tuple(
+    dataclasses.replace(row, own=any(part in row.name for part in ("k_proj", "v_proj", "k_norm")))
+    for row in _PLAIN + _QK_NORM
+)
+_GEMMA3N = _OWN + _rows(
+    (_L + "pre_feedforward_layernorm.weight", "d"),
+    (_L + "post_feedforward_layernorm.weight", "d"),
+    ("model.embed_tokens_per_layer.weight", "w x"),
+    ("model.per_layer_model_projection.weight", "x d"),
+    ("model.per_layer_projection_norm.weight", "y"),
+    ("model.altup_projections.{expert}.weight", "d d"),
+    ("model.altup_unembed_projections.{expert}.weight", "d d"),
+    (_L + "altup.modality_router.weight", "s d"),
+    (_L + "altup.router_norm.weight", "d"),
+    (_L + "altup.prediction_coefs.weight", "z s"),
+    (_L + "altup.correction_coefs.weight", "s s"),
+    (_L + "altup.correct_output_scale", "d"),
+    (_L + "laurel.linear_left.weight", "r d"),
+    (_L + "laurel.linear_right.weight", "d r"),
+    (_L + "laurel.post_laurel_norm.weight", "d"),
+    (_L + "per_layer_input_gate.weight", "y d"),
+    (_L + "per_layer_projection.weight", "d y"),
+    (_L + "post_per_layer_input_norm.weight", "d"),
 )
 _SANDWICH = _rows((_L + "pre_feedforward_layernorm.weight", "d"), (_L + "post_feedforward_layernorm.weight", "d"))
 
@@ -387,6 +449,14 @@ FAMILIES = {
             _gemma(*_SANDWICH, *_QK_NORM),
             (*_ROPED, "sliding_window", "final_logit_softcapping"),
             _GELU | {"attn_logit_softcapping": None},
+        ),
+        Family(
+            gemma3n.MODEL_TYPE,
+            "Gemma3nForCausalLM",
+            "gemma3n",
+            _GEMMA3N,
+            (*_ROPED, "sliding_window", *gemma3n.FIELDS),
+            gemma3n.FIXED,
         ),
         Family(
             "phi3",

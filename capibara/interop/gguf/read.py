@@ -153,7 +153,7 @@ class GgufModel:
             want = stored_shape(tensor, experts)
             if shapes[tensor.stored] != want:
                 raise UserError(f"{tensor.stored} has shape {shapes[tensor.stored]}, must have {want} by the metadata")
-        known = {tensor.stored for tensor in self._tensors.values()}
+        known = {tensor.stored for tensor in self._tensors.values()} | self._family.unread(self.config).keys()
         unknown = [name for name in shapes if name not in known and not name.endswith(_IGNORED)]
         if unknown:
             raise UserError(
@@ -164,6 +164,7 @@ class GgufModel:
 def stored_shape(tensor: Tensor, experts: int) -> Shape:
     """The shape in the file, slowest dimension first: experts are stacked."""
     shape = tensor.shape[::-1] if tensor.change is gguf_names.Change.TRANSPOSED else tensor.shape
+    shape = shape if tensor.rows is None else (tensor.rows, *shape[1:])
     return shape if tensor.expert is None else (experts, *shape)
 
 

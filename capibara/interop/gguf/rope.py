@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from capibara.core.types import UserError
+from capibara.interop.gguf import gemma3n
 from capibara.interop.gguf.names import Family
 
 FACTORS = "rope_freqs.weight"  # what llama.cpp divides each frequency by: the llama3 scaling has no metadata
@@ -150,7 +151,7 @@ def from_metadata(
         rope["partial_rotary_factor"] = share
     if family.model_type == "gpt_neox":
         more["rotary_pct"] = share
-    if family.model_type == "gemma3_text":
+    if family.model_type in ("gemma3_text", gemma3n.MODEL_TYPE):
         local = {"rope_type": "default", "rope_theta": values.get("rope.freq_base_swa", _LOCAL_THETA)}
         return {"rope_parameters": {"sliding_attention": local, "full_attention": rope}}
     return {"rope_parameters": rope} | more

@@ -89,6 +89,9 @@ MXFP4 = "mxfp4"  # experts in MXFP4, what is left in bf16
 DTYPES = (*_PLAIN, *MIXTURES, MXFP4)
 
 
+_SMALL = ("altup_", "laurel_", "per_layer_model_proj")  # of Gemma 3n, which llama.cpp does not put in blocks
+
+
 @dataclasses.dataclass(frozen=True)
 class Types:
     """The types of a file's tensors.
@@ -130,6 +133,8 @@ class Types:
         """The type of a matrix whose rows are blocks of it."""
         if self.dtype == MXFP4:
             return "MXFP4" if "_exps." in name else "BF16"
+        if self.blocks and any(part in name for part in _SMALL):
+            return "F16"
         mixture = MIXTURES.get(self.dtype)
         if mixture is None:
             return "Q8_0" if self.dtype == "q4_0" and name in (HEAD, EMBEDDING) else _PLAIN[self.dtype]

@@ -89,6 +89,8 @@ class _File:
         self._places: dict[str, int] = {}
         experts = gguf_names.expert_count(wanted)
         shapes = {tensor.stored: stored_shape(tensor, experts) for tensor in wanted}
+        self._unread = family.unread(config)
+        shapes |= {name: shape for name, (shape, _) in self._unread.items()}
         factors = gguf_rope.factors(config, family)
         self._factors = None if factors is None else factors.astype(np.float32)
         if factors is not None:
@@ -116,6 +118,9 @@ class _File:
             if self._factors is not None:
                 file.seek(start + self._places[gguf_rope.FACTORS])
                 file.write(self._factors.tobytes())
+            for name, (shape, filling) in self._unread.items():
+                file.seek(start + self._places[name])
+                file.write(gguf_types.quantized(np.full(shape, filling, np.float32), self._types[name]).data)
             for name, value in tensors:
                 if name == "lm_head.weight" and self._tied:
                     continue  # some checkpoints hold the embedding twice
@@ -147,6 +152,8 @@ class _File:
         value = np.asarray(value)
         if value.shape != tensor.shape:
             raise UserError(f"{tensor.name} has shape {value.shape}, must have {tensor.shape} by config.json")
+        if tensor.rows is not None:  # a token that the table lacks has the row of token 0
+            value = np.concatenate([value, np.repeat(value[:1], tensor.rows - len(value), axis=0)])
         return self._quantized(tensor, gguf_names.to_gguf(value, tensor.change, self._heads))
 
     def _quantized(self, tensor: Tensor, value: np.ndarray) -> np.ndarray:
