@@ -57,7 +57,7 @@ class Contender:
         asked = Sampling(temperature=0.0, max_new_tokens=STEPS)
         for turn in range(rounds + 1):
             streams = [self.engine.submit(prompt, asked) for prompt in prompts]
-            while any(request is None or not request.written for request in self.engine._requests):
+            while any(request is None or not request.written for request in self.engine._core.scheduler.slots):
                 self.engine.step()
             for _ in range(STEPS // 2):
                 self.timed(self.engine.step, counts=turn > 0)
@@ -82,7 +82,7 @@ def cache_bytes(engine: Any) -> int:
     """Of keys and values, as they lie on the device."""
     import jax
 
-    return sum(x.nbytes for x in jax.tree.leaves(engine._state["cache"]["layers"]))
+    return sum(x.nbytes for x in jax.tree.leaves(engine._core.runner._state["cache"]["layers"]))
 
 
 def compared(texts: list) -> None:
@@ -111,11 +111,11 @@ def mixed(contenders: list[Contender], shape: dict, count: int, new: int, rounds
     prompts, news = prompts_of(shape, [prompt for prompt, _ in requests]), [new for _, new in requests]
     for turn in range(rounds + 1):
         for one in contenders:
-            one.engine.statistics.put_back = one.engine.statistics.steps = 0
+            one.engine.statistics.preempted = one.engine.statistics.steps = 0
         compared([one.timed(one.mixed, prompts, news, counts=turn > 0) for one in contenders])
     found = {one.name: one.medians() for one in contenders}
     for one in contenders:
-        about = {"put_back": one.engine.statistics.put_back, "steps": one.engine.statistics.steps}
+        about = {"preempted": one.engine.statistics.preempted, "steps": one.engine.statistics.steps}
         found[one.name] |= about | {"cache_mib": cache_bytes(one.engine) / 2**20}
     show(f"{count} mixed requests, {sum(news)} tokens", found, sum(news))
     return found
@@ -124,7 +124,7 @@ def mixed(contenders: list[Contender], shape: dict, count: int, new: int, rounds
 def show(title: str, results: dict[str, dict], tokens: int) -> None:
     """Prints one comparison; the first contender has rows."""
     rows = next(iter(results.values()))
-    more = [name for name in ("steps", "put_back", "cache_mib") if name in rows]
+    more = [name for name in ("steps", "preempted", "cache_mib") if name in rows]
     print(f"\n{title}")
     print(
         f"{'':28}{'tokens/s':>10}{'wall s':>9}{'ratio':>7}{'CPU s':>9}{'ratio':>7}" + "".join(f"{m:>11}" for m in more)

@@ -17,7 +17,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from capibara import sharding
 from capibara.core import tree
 from capibara.core.types import Batch, Params, UserError
-from capibara.inference.engine.engine import check_generates, reads_whole
+from capibara.inference.engine.core import reads_whole
+from capibara.inference.engine.engine import check_generates
 from capibara.inference.sampling.sampling import Sampling
 from capibara.models.api import Model
 from capibara.objectives.base import log_probabilities

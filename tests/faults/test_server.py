@@ -291,7 +291,7 @@ class Idle:
     """An engine that is never reached."""
 
     failed, slots, load, pages = None, 2, (0, 0), (0, 0)
-    statistics = type("Statistics", (), {"put_back": 0})
+    statistics = type("Statistics", (), {"preempted": 0})
 
     def submit(self, *_, **__):
         raise UserError("no text is made here")

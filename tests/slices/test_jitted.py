@@ -79,7 +79,7 @@ def test_the_short_half_has_every_jitted_function_and_every_axis():
     assert {axis for *_, sizes in chosen for axis in sizes} == {"data", "fsdp", "expert", "tensor", "context", "stage"}
     engines = [p.values for p in test_generation.matrix() if not p.marks]
     assert len(engines) == len(test_generation.SHORT)
-    called = {"serving", "start", "begin", "one", "resume", "admit", "step", "verify", "row"}
+    called = {"serving", "start", "prefill", "one", "resume", "admit", "step", "verify", "row"}
     assert called == set(Programs._fields), "test_generation.py must call what the engine calls"
 
 

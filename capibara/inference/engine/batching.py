@@ -76,10 +76,10 @@ class EngineConfig:
 
     @property
     def spare(self) -> int:
-        """Places that a layer with a window has beside it, so that tokens can be taken back.
+        """Positions that a layer with a window has beside it, so that tokens can be taken back.
 
         Those are wrong guesses, or what was read beyond an end: as many as a program gives, but one, as whoever sees a
-        window needs one place fewer of what was before.
+        window needs one position fewer of what was before.
         """
         # Only rows that are kept have to be whole after their end.
         return self.draft_tokens or (self.most_steps - 1 if self.prefix_cache_mib else 0)
@@ -119,14 +119,19 @@ class Statistics:
       tokens: of texts, those after an end that was not known yet too.
       drafted: tokens that were guessed.
       accepted: those of them that were right.
-      put_back: requests that went back to the queue, for want of a page.
+      preempted: requests that lost their slot for want of a page, and wait again.
     """
 
     steps: int = 0
     tokens: int = 0
     drafted: int = 0
     accepted: int = 0
-    put_back: int = 0
+    preempted: int = 0
+
+    def clear(self) -> None:
+        """Counts from nothing."""
+        for field in dataclasses.fields(self):
+            setattr(self, field.name, field.default)
 
     @property
     def acceptance(self) -> float:
@@ -135,7 +140,7 @@ class Statistics:
 
 
 def bucket(count: int, length: int) -> int:
-    """Places for so many tokens of rows of up to `length`: few sizes, so that few programs are compiled."""
+    """Positions for so many tokens of rows of up to `length`: few sizes, so that few programs are compiled."""
     if count == 1:  # what an encoder-decoder's text begins with
         return 1
     size = _SMALLEST_BUCKET

@@ -27,7 +27,7 @@ def prompts_at_once(slots: int, num_decodes: int, mesh: Mesh | None, rules: Rule
     return -(-max(1, slots // num_decodes) // shards) * shards
 
 
-class Searcher:
+class BeamSearcher:
     """Requests that wait for their search, in their order.
 
     Args:
@@ -62,9 +62,9 @@ class Searcher:
         most = prompts_at_once(self._sizes.slots, how.num_decodes, *self._on)
         together = [request for request in self._waiting if request.sampling.beams == how][:most]
         found = self._found(params, together, how, most)
-        for place, request in enumerate(together):
+        for index, request in enumerate(together):
             self._waiting.remove(request)
-            of_prompt = beam_search.Found(*(x[place] for x in found))
+            of_prompt = beam_search.Found(*(x[index] for x in found))
             _end(request, self._decodes(request, of_prompt), how)
         return found.texts
 
@@ -77,11 +77,11 @@ class Searcher:
         sizes, limits = self._sizes, [request.limit for request in requests]
         read = bucket(max(len(request.tokens) for request in requests), sizes.length)
         tokens = bucket(max(limits), sizes.length)
-        places = bucket(min(read + tokens, sizes.length), sizes.length)
+        positions = bucket(min(read + tokens, sizes.length), sizes.length)
         compiled = beam_search.build(
             self._model,
             self._usable,
-            beam_search.Sizes(how.num_decodes, tokens, places, sizes.encoder_length, sizes.dtype),
+            beam_search.Sizes(how.num_decodes, tokens, positions, sizes.encoder_length, sizes.dtype),
             *self._on,
         )
         idle = rows - len(requests)
@@ -101,14 +101,14 @@ class Searcher:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
             raise UserError(
-                f"BeamSearch.num_decodes ({how.num_decodes}) of {rows} prompts with {places} tokens need "
-                f"{self._cache_bytes(rows * how.num_decodes, places) / 2**30:,.1f} GiB of keys and values, more memory than "
+                f"BeamSearch.num_decodes ({how.num_decodes}) of {rows} prompts with {positions} tokens need "
+                f"{self._cache_bytes(rows * how.num_decodes, positions) / 2**30:,.1f} GiB of keys and values, more memory than "
                 "there is: ask for fewer, a lower EngineConfig.slots, or a shorter Dataset.length"
             ) from None
 
-    def _cache_bytes(self, rows: int, places: int) -> int:
+    def _cache_bytes(self, rows: int, positions: int) -> int:
         start = functools.partial(
-            self._model.start_cache, rows, places, dtype=self._sizes.dtype, encoder_length=self._sizes.encoder_length
+            self._model.start_cache, rows, positions, dtype=self._sizes.dtype, encoder_length=self._sizes.encoder_length
         )
         return tree.byte_count(jax.eval_shape(start))
 

@@ -8,14 +8,18 @@ all of them. Process 0 alone knows who asks and what time it is.
 from __future__ import annotations
 
 import dataclasses
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+import jax
+import numpy as np
 
 from capibara.inference.sampling.sampling import Sampling, changed, of_values
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class Submission:
     """A request, as `Engine.submit` takes it; `ids` of its prompt, the name of its adapter."""
 
     ids: Sequence[int]
@@ -30,27 +34,45 @@ class Orders:
     """Of one step.
 
     Attributes:
-      asked: requests that have come since the step before.
+      submitted: requests that have come since the step before.
       cancelled: numbers of requests that nobody wants any more.
-      most: tokens that a program may give each row.
-      seen: a sum of all tokens that came of the devices so far: who has another one has gone another way.
+      allowed: tokens that a program may give each row.
+      checksum: of all tokens that came of the devices so far: who has another one has gone another way.
     """
 
-    asked: Sequence[Asked]
+    submitted: Sequence[Submission]
     cancelled: Sequence[int]
-    most: int
-    seen: int
+    allowed: int
+    checksum: int
 
     def packed(self) -> dict[str, Any]:
         """As JSON values."""
-        asked = [
-            [list(map(int, a.ids)), changed(a.sampling), list(map(int, a.ends)), a.likeliest, a.adapter]
-            for a in self.asked
+        submitted = [
+            [list(map(int, s.ids)), changed(s.sampling), list(map(int, s.ends)), s.likeliest, s.adapter]
+            for s in self.submitted
         ]
-        return {"asked": asked, "cancelled": list(self.cancelled), "most": self.most, "seen": self.seen}
+        rest = {"cancelled": list(self.cancelled), "allowed": self.allowed, "checksum": self.checksum}
+        return {"submitted": submitted} | rest
 
     @staticmethod
     def of(packed: Mapping[str, Any]) -> Orders:
         """What `packed` gave."""
-        asked = [Asked(ids, of_values(fields), *rest) for ids, fields, *rest in packed["asked"]]
-        return Orders(asked, packed["cancelled"], packed["most"], packed["seen"])
+        submitted = [Submission(ids, of_values(fields), *rest) for ids, fields, *rest in packed["submitted"]]
+        return Orders(submitted, packed["cancelled"], packed["allowed"], packed["checksum"])
+
+    def check(self, checksum: int) -> None:
+        """Raises RuntimeError where other tokens have come of the devices here than of those of process 0."""
+        if self.checksum != checksum:
+            raise RuntimeError(
+                "this process has seen other tokens than process 0: its devices, packages or files are not the same"
+            )
+
+
+class TokenChecksum:
+    """Of the tokens that came of the devices, in their order; `value` tells whether two engines have had the same."""
+
+    def __init__(self) -> None:
+        self.value = 0
+
+    def add(self, tokens: np.ndarray | jax.Array) -> None:
+        self.value = zlib.crc32(tokens.tobytes(), self.value)

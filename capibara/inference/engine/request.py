@@ -1,15 +1,19 @@
-"""One request on its way through an engine: its tokens, its text, and what is forced into it."""
+"""One request on its way through an engine: what was submitted, its tokens, its text, and what is forced into it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from capibara.core.types import Batch
+from capibara.core.types import Batch, UserError
 from capibara.data.tokenizers.vocabulary import Vocabulary
-from capibara.inference.engine.following import Asked
+from capibara.inference.engine.adapters import Adapters
+from capibara.inference.engine.batching import EngineConfig, WhenFull
+from capibara.inference.engine.cache.pages import Pages
+from capibara.inference.engine.following import Submission
 from capibara.inference.engine.runner.speculative import Drafter
 from capibara.inference.engine.stream import Finish, Piece, Stream
+from capibara.inference.sampling import sentinels
 from capibara.inference.sampling.sampling import Sampling
 from capibara.inference.sampling.text import TextStream
 
@@ -17,7 +21,7 @@ LIKELIEST = 20  # most tokens that a piece may name
 
 
 class Request:
-    """A prompt and the text after it, of which the engine may have begun more tokens than have come back.
+    """A prompt and the text after it, of which the engine may have requested more tokens than have come back.
 
     Attributes:
       tokens: of the prompt and, as they come back, of the text.
@@ -25,7 +29,7 @@ class Request:
       limit: most tokens of the text.
       likeliest: how many of the likeliest tokens each piece names.
       encoder: what an encoder reads, as entries of a batch.
-      begun: tokens of the text that the devices were asked for.
+      requested: tokens of the text that the devices were asked for.
       received: those that have come back.
       forced: index in the text -> token that is put there.
       cached_tokens: tokens of the prompt that were read before.
@@ -35,7 +39,7 @@ class Request:
       generation: of the parameters that its row was begun with.
       row: its row's cache, copied for later prompts that begin so, and how many tokens that has read.
       drafter: guesses its next tokens; None: nobody asked yet.
-      asked: what was asked for, for other processes to ask the same.
+      submission: what was asked for, for other processes to ask the same.
       adapter: the number of the adapter that its row is read with; 0: none.
       cancelled: whether its engine has dropped it because nobody wants it.
       finished: whether its stream has ended.
@@ -54,13 +58,13 @@ class Request:
         likeliest: int = 0,
         encoder: Batch | None = None,
         names: Mapping[int, bytes] | None = None,
-        asked: Asked,
+        submission: Submission,
         adapter: int = 0,
     ):
         self.tokens, self.prompt_tokens = list(prompt), len(prompt)
         self.sampling, self.stream, self.limit, self.likeliest = sampling, stream, limit, likeliest
-        self.encoder, self.asked, self.adapter = encoder, asked, adapter
-        self.begun = self.received = self.cached_tokens = self.generation = self.number = 0
+        self.encoder, self.submission, self.adapter = encoder, submission, adapter
+        self.requested = self.received = self.cached_tokens = self.generation = self.number = 0
         self.forced: dict[int, int] = {}
         self.slot: int | None = None
         self.written = False
@@ -83,9 +87,9 @@ class Request:
         return TextStream(*self._of_text)
 
     @property
-    def places(self) -> int:
+    def row_length(self) -> int:
         """Of its row: tokens that have to be read before the next one is chosen."""
-        return self.prompt_tokens + self.begun
+        return self.prompt_tokens + self.requested
 
     def receive(
         self, token: int, log_probability: float, drawn: float, likeliest: tuple[tuple[int, float], ...]
@@ -133,5 +137,93 @@ class Request:
 
 def _last(tokens: list[int], part: list[int]) -> int:
     """Where the last occurrence of `part` begins; -1: nowhere."""
-    places = range(len(tokens) - len(part), -1, -1)
-    return next((i for i in places if tokens[i : i + len(part)] == part), -1)
+    starts = range(len(tokens) - len(part), -1, -1)
+    return next((i for i in starts if tokens[i : i + len(part)] == part), -1)
+
+
+class InputProcessor:
+    """Makes requests of what is submitted, if it can be done.
+
+    Args:
+      vocabulary: of the model's training data.
+      length: positions of a slot.
+      config: of the engine.
+      encoder_length: an encoder reads at most this many tokens; None: there is none.
+      pages: that the slots share; None: each has the memory of its whole length.
+      adapters: that may be named.
+    """
+
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        length: int,
+        config: EngineConfig,
+        encoder_length: int | None,
+        pages: Pages | None,
+        adapters: Adapters,
+    ):
+        self._vocabulary, self._length, self._config = vocabulary, length, config
+        self._encoder_length, self._pages, self._adapters = encoder_length, pages, adapters
+        self._names = None if encoder_length is None else sentinels.names(vocabulary)
+
+    def check(self, sampling: Sampling, likeliest: int, adapter: str | None) -> None:
+        """Raises UserError where so many tokens cannot be named, or a text is not searched for."""
+        if not 0 <= likeliest <= LIKELIEST:
+            raise UserError(f"likeliest is {likeliest}, must be from 0 to {LIKELIEST}")
+        if sampling.beams is None:
+            return
+        if self._config.draft_tokens:
+            raise UserError(
+                f"EngineConfig.draft_tokens is {self._config.draft_tokens}, but beam search guesses no tokens: set it to 0, "
+                "or leave Sampling.beams out"
+            )
+        if likeliest:
+            raise UserError(f"likeliest is {likeliest}, but beam search names no other tokens: set it to 0")
+        if adapter is not None:
+            raise UserError(
+                f"adapter is {adapter!r}, but beam search reads with the model alone: merge it, or leave Sampling.beams out"
+            )
+
+    def request(
+        self,
+        prompt: str | Sequence[int],
+        sampling: Sampling,
+        drive: Callable[[], bool],
+        *,
+        ends: Sequence[int],
+        likeliest: int,
+        adapter: str | None,
+    ) -> Request:
+        """A request as `Engine.submit` describes it; `drive` is for its stream.
+
+        Raises:
+          UserError: the prompt has no place in a slot, or there is no such adapter.
+        """
+        vocabulary, encoder = self._vocabulary, None
+        if self._encoder_length is not None:
+            spelled = sentinels.ids_of(prompt, vocabulary) if isinstance(prompt, str) else prompt
+            encoder = sentinels.encoder_entries(spelled, self._encoder_length, vocabulary.pad_id)
+            ids = [vocabulary.pad_id]
+        else:
+            ids = [vocabulary.bos_id, *vocabulary.encode(prompt)] if isinstance(prompt, str) else list(prompt)
+        if not ids:
+            raise UserError("the prompt is empty, must have at least one token")
+        submission = Submission(spelled if encoder else ids, sampling, tuple(ends), likeliest, adapter)
+        if self._config.when_full is WhenFull.SLIDE:
+            ids = ids[-self._length :]
+        elif len(ids) > self._length:
+            raise UserError(f"the prompt has {len(ids)} tokens, must have at most {self._length}: shorten it")
+        return Request(
+            ids, sampling, vocabulary, Stream(drive),
+            limit=self._limit(len(ids), sampling), ends=(*vocabulary.end_ids, *ends), likeliest=likeliest, encoder=encoder,
+            names=self._names, submission=submission, adapter=self._adapters.number(adapter),
+        )  # fmt: skip
+
+    def _limit(self, prompt_tokens: int, sampling: Sampling) -> int:
+        """Most tokens of the text."""
+        limit = sampling.max_new_tokens
+        if self._config.when_full is not WhenFull.SLIDE or sampling.beams is not None:  # which do not slide together
+            limit = min(limit, self._length - prompt_tokens + 1)
+        if self._pages:
+            limit = min(limit, self._pages.most_new(prompt_tokens))  # as a slot's length does
+        return limit

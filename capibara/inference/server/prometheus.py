@@ -24,7 +24,7 @@ class ServingMetrics:
 
     Args:
       load: gives the texts that wait for a slot, the slots that are taken, and how many there are; the pages of the
-        cache, those that are taken, and how many texts were put back into the queue for want of one.
+        cache, those that are taken, and how many texts were preempted for want of one.
     """
 
     def __init__(self, load: Callable[[], Load]):
@@ -50,7 +50,7 @@ class ServingMetrics:
         )
         for place, (name, about) in enumerate(gauges):
             Gauge(name, about, **own).set_function(functools.partial(_of_load, load, place))
-        self._registry.register(_PutBack(load))
+        self._registry.register(_Preempted(load))
 
     def request(self, path: str, status: int) -> None:
         """A request has its answer, or the beginning of one."""
@@ -73,15 +73,16 @@ class ServingMetrics:
         return generate_latest(self._registry)
 
 
-class _PutBack(Collector):
+class _Preempted(Collector):
     """Reads what the engine counts itself."""
 
     def __init__(self, load: Callable[[], Sequence[int]]):
         self._load = load
 
     def collect(self) -> Iterator[Metric]:
-        about = "Texts that went back to the queue for want of a page."
-        yield CounterMetricFamily("capibara_put_back_texts", about, value=self._load()[5])
+        about, count = "Texts that lost their slot for want of a page, and wait again.", self._load()[5]
+        yield CounterMetricFamily("capibara_preempted_texts", about, value=count)
+        yield CounterMetricFamily("capibara_put_back_texts", "Old name of capibara_preempted_texts.", value=count)
 
 
 def _of_load(load: Callable[[], Load], place: int) -> float:

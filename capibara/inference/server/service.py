@@ -276,11 +276,11 @@ class Service:
 
     @property
     def load(self) -> tuple[int, int, int, int, int, int]:
-        """Texts that wait for a slot, slots that are taken, all slots; all pages, pages that are taken, texts put back."""
+        """Texts that wait for a slot, slots that are taken, all slots; all pages, pages that are taken, texts preempted."""
         if self.served is None:
             return (0,) * 6
         engine = self.served.engine
-        return (*engine.load, engine.slots, *engine.pages, engine.statistics.put_back)
+        return (*engine.load, engine.slots, *engine.pages, engine.statistics.preempted)
 
     def ready(self, served: Served, config: ServerConfig) -> None:
         """The model is there; from any thread."""

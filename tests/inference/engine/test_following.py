@@ -9,7 +9,7 @@ import pytest
 
 from capibara.data.tokenizers.vocabulary import ByteVocabulary
 from capibara.inference.engine.engine import Engine, EngineConfig
-from capibara.inference.engine.following import Asked, Orders
+from capibara.inference.engine.following import Orders, Submission
 from capibara.inference.engine.runner import decode_schedule
 from capibara.inference.engine.stream import Finish
 from capibara.inference.sampling.sampling import Sampling
@@ -28,7 +28,7 @@ class Recorded(Engine):
     def __init__(self, **config):
         params = jax.jit(MODEL.init)(jax.random.key(0))
         super().__init__(MODEL, params, ByteVocabulary(), 64, EngineConfig(slots=2, **config))
-        self.calls, programs = [], self._programs
+        self.calls, programs = [], self._core.runner._programs
 
         def noted(name):
             program = getattr(programs, name)
@@ -40,7 +40,9 @@ class Recorded(Engine):
 
             return call
 
-        self._programs = programs._replace(**{name: noted(name) for name in ("admit", "step", "verify", "one", "row")})
+        self._core.runner._programs = programs._replace(
+            **{name: noted(name) for name in ("admit", "step", "verify", "one", "row")}
+        )
 
 
 def sent(*configs):
@@ -55,7 +57,7 @@ def test_what_follows_calls_the_same_programs_with_the_same(config, monkeypatch)
     clock = [0.0]
     monkeypatch.setattr(decode_schedule.time, "monotonic", lambda: clock[0])
     lead, messages = sent(config)
-    lead._pace.read_along = True
+    lead._core.schedule.streaming = True
     streams = [
         lead.submit("def f" * (1 + i), DRAWN if i % 2 else GREEDY, likeliest=i if config else 0) for i in range(3)
     ]
@@ -72,14 +74,14 @@ def test_what_follows_calls_the_same_programs_with_the_same(config, monkeypatch)
     follows = Recorded(**config)
     follows.follow(map(json.loads, messages))
     assert follows.calls == lead.calls and len(lead.calls) > 10
-    assert follows._seen_sum == lead._seen_sum and follows.load == (0, 0)
+    assert follows._core.runner.checksum.value == lead._core.runner.checksum.value and follows.load == (0, 0)
 
 
 def test_other_tokens_are_found_at_the_next_step():
     lead, messages = sent({})
     lead.submit("def", GREEDY).result()
     follows = Recorded()
-    follows._params = jax.tree.map(lambda x: -x, follows._params)
+    follows._core.params.current = jax.tree.map(lambda x: -x, follows._core.params.current)
     with pytest.raises(RuntimeError, match="other tokens than process 0"):
         follows.follow(map(json.loads, messages))
     assert len(follows.calls) < len(lead.calls)
@@ -89,8 +91,8 @@ def test_orders_come_as_they_were_given():
     odd = Sampling(
         temperature=0.1 + 0.2, stop=("ü", "\n"), thinking_tokens=3, thinking_tags=("<a>", "</a>"), seed=-(2**63)
     )
-    orders = Orders([Asked([1, 2], odd, (3,), 4), Asked([5], Sampling(), (), 0, "poet")], [7], 4, 2**32 - 1)
+    orders = Orders([Submission([1, 2], odd, (3,), 4), Submission([5], Sampling(), (), 0, "poet")], [7], 4, 2**32 - 1)
     found = Orders.of(json.loads(json.dumps(orders.packed())))
-    assert [one.sampling for one in found.asked] == [odd, Sampling()]
-    assert [one.adapter for one in found.asked] == [None, "poet"]
+    assert [one.sampling for one in found.submitted] == [odd, Sampling()]
+    assert [one.adapter for one in found.submitted] == [None, "poet"]
     assert found.packed() == orders.packed()

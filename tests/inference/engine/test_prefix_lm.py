@@ -70,14 +70,14 @@ def test_texts_are_those_of_a_pass_over_the_whole(name):
 
 
 def test_a_prompt_that_is_read_again_has_its_text_after_it():
-    """Where there are too few pages the last request is put back: what it has written is no input."""
+    """Where there are too few pages the last request is preempted: what it has written is no input."""
     model = MODELS["rope"]
     params, long = params_of(model), Sampling(temperature=0.0, max_new_tokens=40)
     alone = Engine(model, params, VOCABULARY, LENGTH, EngineConfig(slots=1))
     engine = Engine(model, params, VOCABULARY, LENGTH, EngineConfig(slots=2, page_size=8, pages=12, decode_steps=1))
     streams = [engine.submit(prompt, long) for prompt in PROMPTS[:2]]
     assert [s.result().tokens for s in streams] == [alone.submit(p, long).result().tokens for p in PROMPTS[:2]]
-    assert engine.statistics.put_back
+    assert engine.statistics.preempted
 
 
 def test_prompts_in_8_bits_are_read_both_ways():

@@ -111,8 +111,9 @@ def test_what_cannot_be_said_is_as_if_it_had_not_been(talk):
 
 
 def test_an_answer_that_is_stopped_is_kept_as_far_as_it_came(served, talk, monkeypatch):
-    step, calls, pause_s = served.engine.step, [], 0.04 * served.engine._config.most_steps
-    monkeypatch.setattr(served.engine, "step", lambda: time.sleep(pause_s) or step())
+    loop = served.engine._loop
+    step, calls, pause_s = loop.step, [], 0.04 * served.engine._config.most_steps
+    monkeypatch.setattr(loop, "step", lambda: time.sleep(pause_s) or step())
 
     def write(text):
         calls.append(text)

@@ -16,7 +16,7 @@ from capibara.data.tokenizers.vocabulary import ByteVocabulary
 from capibara.evaluation.tasks import EvalTask
 from capibara.inference.engine import speed
 from capibara.inference.engine.engine import Engine, EngineConfig
-from capibara.inference.engine.following import Asked, Orders
+from capibara.inference.engine.following import Orders, Submission
 from capibara.inference.engine.stream import Finish
 from capibara.inference.interactive import files
 from capibara.inference.sampling import beam_search
@@ -152,13 +152,13 @@ def test_files_have_scores_and_say_how_they_were_made(tmp_path):
 def test_other_processes_search_for_the_same():
     """A sampling comes through the messages as it is, and an engine that follows sees the same tokens."""
     assert of_values(json.loads(json.dumps(changed(BEAMS)))) == BEAMS
-    orders = Orders([Asked([0, 5], BEAMS, (3,), 0)], [], 1, 7)
-    assert Orders.of(json.loads(json.dumps(orders.packed()))).asked[0].sampling == BEAMS
+    orders = Orders([Submission([0, 5], BEAMS, (3,), 0)], [], 1, 7)
+    assert Orders.of(json.loads(json.dumps(orders.packed()))).submitted[0].sampling == BEAMS
     leader, follower, sent = made("decoder", slots=4), made("decoder", slots=4), []
     leader.lead(sent.append)
     results(leader, BEAMS, PROMPTS[:2])
     follower.follow(json.loads(json.dumps(sent)))
-    assert follower._seen_sum == leader._seen_sum != 0
+    assert follower._core.runner.checksum.value == leader._core.runner.checksum.value != 0
 
 
 def test_one_that_nobody_wants_is_not_searched_for():

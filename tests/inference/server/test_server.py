@@ -80,13 +80,13 @@ def running(served):
 @pytest.fixture
 def slow(served, monkeypatch):
     """The engine takes its time over each program."""
-    step = served.engine.step
+    step = served.engine._loop.step
 
     def slowly():
         time.sleep(0.02 * served.engine._config.most_steps)
         return step()
 
-    monkeypatch.setattr(served.engine, "step", slowly)
+    monkeypatch.setattr(served.engine._loop, "step", slowly)
 
 
 def expected(served, prompt, **sampling):
@@ -453,14 +453,14 @@ def test_what_does_not_end_in_the_grace_is_cancelled(served, slow):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_an_engine_that_fails_is_told(served, run, monkeypatch):
     engine = Engine(run.model, run.params, served.vocabulary, LENGTH, EngineConfig(slots=1))
-    step = engine.step
+    step = engine._loop.step
 
     def broken():
         if engine.load[0]:
             raise FloatingPointError("planted")
         return step()
 
-    monkeypatch.setattr(engine, "step", broken)
+    monkeypatch.setattr(engine._loop, "step", broken)
     monkeypatch.setattr(server, "_FAILED_S", 600.0)
     with Running(dataclasses.replace(served, engine=engine.start())) as running:
         with pytest.raises(openai.InternalServerError, match="FloatingPointError") as error:

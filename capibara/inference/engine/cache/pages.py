@@ -53,7 +53,7 @@ class Pages:
         return rows * self.sizes.of_slot(tokens) <= self.sizes.pages
 
     def begin(self, slot: int, tokens: int) -> bool:
-        """As `grow`, of a slot that has none yet; some are left to those that run, or one of these is soon put back."""
+        """As `grow`, of a slot that has none yet; some are left to those that run, or one of these is soon preempted."""
         running = [taken for taken in self._taken if taken]
         may_take = len(running) * self.table.shape[1] - sum(running)  # until they are as long as a slot
         return self.grow(slot, tokens, spare=min(-(-len(running) // 4), may_take))

@@ -24,7 +24,7 @@ class PrefixCache:
     Args:
       max_bytes: of the rows' caches together; 0: nothing is kept.
       window: the shortest window of the model's layers; None: all see the whole row. A layer with a window has only its
-        last places, which are of no use to a text that differs earlier.
+        last positions, which are of no use to a text that differs earlier.
       shortest: fewer tokens in common are not worth it.
     """
 

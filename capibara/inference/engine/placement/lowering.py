@@ -26,12 +26,12 @@ class Step:
     Args:
       model: a decoder.
       config: how requests are batched.
-      length: places of a slot.
+      length: positions of a slot.
       mesh: of devices to compile for.
       rules: how parameters, slots and heads lie on it.
 
     Attributes:
-      params: shapes of the parameters as the engine reads them, each with its place on the mesh.
+      params: shapes of the parameters as the engine reads them, each with its sharding.
       state: the same of keys, values and the rest that is kept of all slots.
     """
 

@@ -187,11 +187,11 @@ def _on_every_process(own: Sharding) -> NamedSharding:
     mine = _mesh_of(own).devices
     local = list(jax.local_devices())
     order = [local.index(device) for device in mine.flat]  # the same on every process: their devices are alike
-    order += [place for place in range(len(local)) if place not in order]
+    order += [index for index in range(len(local)) if index not in order]
     by_process: dict[int, list[jax.Device]] = {}
     for device in jax.devices():
         by_process.setdefault(device.process_index, []).append(device)
-    devices = np.array([[by_process[process][place] for place in order] for process in sorted(by_process)])
+    devices = np.array([[by_process[process][index] for index in order] for process in sorted(by_process)])
     axes = _mesh_of(own).axis_names
     mesh = Mesh(devices.reshape(len(by_process), -1, *mine.shape), ("process", "copies", *axes))
     return NamedSharding(mesh, own.spec if isinstance(own, NamedSharding) else PartitionSpec())

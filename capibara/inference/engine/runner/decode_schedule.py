@@ -11,7 +11,7 @@ from capibara.inference.engine.request import Request
 _MOST_BETWEEN_S = 0.1  # a reader sees a text go on at least so often, if its model is that fast
 
 
-class Pace:
+class DecodeSchedule:
     """Chooses how many tokens the next program gives each row, by what may happen meanwhile.
 
     Where somebody reads along, by the time it takes too. Elsewhere the clock decides nothing: the same requests make the
@@ -19,39 +19,39 @@ class Pace:
 
     Args:
       config: of the engine.
-      length: places of a slot.
+      length: positions of a slot.
 
     Attributes:
-      read_along: whether texts are read while they are made.
+      streaming: whether texts are read while they are made.
     """
 
     def __init__(self, config: EngineConfig, length: int):
         self._most, self._fixed, self._length = config.most_steps, config.decode_steps is not None, length
         self._token_s = self._came_s = 0.0
-        self.read_along = False
+        self.streaming = False
 
     def allowed(self) -> int:
         """For any requests, at least one: by the time that it takes, where somebody reads along."""
-        if not self.read_along or self._fixed:
+        if not self.streaming or self._fixed:
             return self._most
         return max(1, min(self._most, int(_MOST_BETWEEN_S / self._token_s) if self._token_s else 1))
 
     def tokens(self, requests: Iterable[Request], allowed: int) -> int:
-        """For these requests together, at least one: for none more than it may still have or has places for.
+        """For these requests together, at least one: for none more than it may still have or has positions for.
 
         `allowed`: as `allowed` gives it, here or in the process that decides.
 
-        What is forced into a thought is the first of a program's tokens, so none goes beyond the place of it.
+        What is forced into a thought is the first of a program's tokens, so none goes beyond its position.
         """
         most = allowed
         for one in requests:
-            most = min(most, one.limit - one.begun, self._length - one.places + 1)
+            most = min(most, one.limit - one.requested, self._length - one.row_length + 1)
             if one.sampling.thinking_tokens is not None:  # a thought that begins among them must not end there
-                ahead = (index - one.begun for index in one.forced if index >= one.begun)
+                ahead = (index - one.requested for index in one.forced if index >= one.requested)
                 most = min(most, one.sampling.thinking_tokens, *ahead)
         return max(1, most)
 
-    def came(self, began_s: float | None, count: int) -> None:
+    def record(self, began_s: float | None, count: int) -> None:
         """So many tokens of each row have come, of a program asked for at `began_s` (time.monotonic); None: of a prompt."""
         now_s = time.monotonic()
         if began_s is not None:  # after what was asked for before: a prompt that was read meanwhile does not count

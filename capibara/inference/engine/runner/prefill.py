@@ -1,4 +1,4 @@
-"""Reading prompts: those of one size together, long ones in parts, what was read before not again."""
+"""Prefill: prompts of one size are read together, long ones in parts, what was read before not again."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from capibara.inference.engine.request import Request
 from capibara.inference.engine.runner.programs import Programs
 
 
-class Read(NamedTuple):
-    """A request whose prompt is read: the cache of its row and the logits [1, V] after it."""
+class Prefilled(NamedTuple):
+    """A request whose prompt has been read: the cache of its row and the logits [1, V] after it."""
 
     request: Request
     row: Any
     logits: jax.Array
 
 
-class Reader:
+class PrefillQueue:
     """Prompts that wait to be read, in their order.
 
     Args:
       programs: of the engine.
-      length: places of a slot.
+      length: positions of a slot.
       together: most rows that are read at once.
       tokens: about how many are read at a time; a longer prompt is read in parts.
       prefixes: beginnings that were read before; None: none are kept.
@@ -54,7 +54,7 @@ class Reader:
         self._part: tuple[Any, int] | None = None  # of the first of them: its row, and tokens that this has read
 
     @property
-    def waits(self) -> bool:
+    def pending(self) -> bool:
         """Whether there is anything to read."""
         return bool(self._waiting)
 
@@ -68,20 +68,20 @@ class Reader:
                 self._part = None
             self._waiting.remove(request)
 
-    def begin_anew(self, generation: int) -> None:
+    def restart(self, generation: int) -> None:
         """There are other parameters: what waits is read with them from its first token."""
         self._part = None
         for request in self._waiting:
             request.generation = generation
-            self._was_read(request, 0)
+            self._count_cached(request, 0)
 
-    def read(self, params: Params) -> Iterator[Read]:
+    def run(self, params: Params) -> Iterator[Prefilled]:
         """Reads about as many tokens as are read at a time; gives the requests of which that was the end."""
         left = self._most
         while self._waiting and left > 0:
             first = self._waiting[0]
             if self._part is None:
-                self._part = self._read_before(first)
+                self._part = self._cached(first)
             if self._part is None and len(first.tokens) <= self._most:
                 group = self._alike(first, left)
                 prompts = _unlike(group)
@@ -91,40 +91,40 @@ class Reader:
             row, known = self._part or (None, 0)
             tokens = first.tokens[: known + self._most]
             left -= bucket(len(tokens) - known, self._length)
-            logits, row = self.go_on(params, first, tokens, row, known, len(first.tokens))
+            logits, row = self.extend(params, first, tokens, row, known, len(first.tokens))
             self._part = row, len(tokens)
             if len(tokens) == len(first.tokens):
                 self._waiting.pop(0)
                 self._part = None
                 self._keep(first, row)
-                yield Read(first, row, logits)
+                yield Prefilled(first, row, logits)
 
-    def go_on(
+    def extend(
         self, params: Params, request: Request, tokens: Sequence[int], row: Any, known: int, whole: int
     ) -> tuple[jax.Array, Any]:
         """Reads the tokens of a request after the first `known`, which `row` has: the logits, and a row with them.
 
-        It has places for `whole` tokens, or more where the row had; None: there was no row.
+        It has positions for `whole` tokens, or more where the row had; None: there was no row.
         """
         rest = tokens[known:]
         size = bucket(len(rest), self._length)
         batch = self._batch([request], [rest], size)
         if row is None:
-            return self._programs.begin(params, batch)
-        places = max(bucket(whole, self._length), max(layer["key"].shape[2] for layer in row["layers"]))
-        return self._programs.resume(params, batch, row, places)
+            return self._programs.prefill(params, batch)
+        positions = max(bucket(whole, self._length), max(layer["key"].shape[2] for layer in row["layers"]))
+        return self._programs.resume(params, batch, row, positions)
 
-    def _read_before(self, request: Request) -> tuple[Any, int] | None:
+    def _cached(self, request: Request) -> tuple[Any, int] | None:
         found = self.prefixes.find(request.tokens, request.adapter) if self.prefixes else None
         if found is None:
             return None
         prefix, known = found
-        self._was_read(request, known)
+        self._count_cached(request, known)
         return prefix.row | {"lengths": np.array([known], np.int32)}, known
 
-    def _was_read(self, request: Request, known: int) -> None:
+    def _count_cached(self, request: Request, known: int) -> None:
         """So many of its first tokens were read before; of a text that is read again that says nothing of its prompt."""
-        if not request.begun:
+        if not request.requested:
             request.cached_tokens = known
 
     def _alike(self, first: Request, left: int) -> list[Request]:
@@ -152,21 +152,21 @@ class Reader:
     def _kept(self, request: Request) -> bool:
         return self.prefixes is not None and self.prefixes.find(request.tokens, request.adapter) is not None
 
-    def _read_group(self, params: Params, group: list[Request], prompts: list[Request]) -> Iterator[Read]:
+    def _read_group(self, params: Params, group: list[Request], prompts: list[Request]) -> Iterator[Prefilled]:
         size = bucket(len(group[0].tokens), self._length)
         batch = self._batch(prompts, [request.tokens for request in prompts], size)
-        logits, rows = self._programs.begin(params, batch)
+        logits, rows = self._programs.prefill(params, batch)
         self._waiting = [request for request in self._waiting if request not in group]
         read: list[tuple[Any, jax.Array]] = []
-        for place, request in enumerate(prompts):
-            row = (rows, logits) if len(prompts) == 1 else self._programs.one((rows, logits), np.int32(place))
+        for index, request in enumerate(prompts):
+            row = (rows, logits) if len(prompts) == 1 else self._programs.one((rows, logits), np.int32(index))
             self._keep(request, row[0])
             read.append(row)
         for request in group:
-            place = next(i for i, other in enumerate(prompts) if _same(request, other))
-            if request is not prompts[place]:
-                self._was_read(request, len(request.tokens))
-            yield Read(request, *read[place])
+            index = next(i for i, other in enumerate(prompts) if _same(request, other))
+            if request is not prompts[index]:
+                self._count_cached(request, len(request.tokens))
+            yield Prefilled(request, *read[index])
 
     def _batch(self, requests: Sequence[Request], tokens: Sequence[Sequence[int]], size: int) -> dict[str, Any]:
         beside = self._adapters.of([request.adapter for request in requests])
@@ -185,7 +185,7 @@ def _same(one: Request, other: Request) -> bool:
 
 def _unlike(group: list[Request]) -> list[Request]:
     """The first request of each prompt."""
-    return [request for place, request in enumerate(group) if not any(_same(request, o) for o in group[:place])]
+    return [request for index, request in enumerate(group) if not any(_same(request, o) for o in group[:index])]
 
 
 def _read(request: Request) -> tuple[int, list[int]]:

@@ -22,7 +22,7 @@ State = dict[str, Any]
 """On the devices, of B slots: `cache`; `tokens` [B], the last of each; `seen` [B, V] bool, the tokens of each text."""
 
 
-class Chosen(NamedTuple):
+class SampledTokens(NamedTuple):
     """Tokens [B, T], their log probabilities [B, T] and, where asked for, the likeliest tokens and theirs [B, T, n].
 
     `drawn` [B, T]: their log probabilities in what they were drawn from, as `choose` gives them. `counts` [B]: how many
@@ -38,10 +38,10 @@ class Chosen(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """What programs are compiled for: so many slots of `length` places in `dtype` (None: the compute dtype).
+    """What programs are compiled for: so many slots of `length` positions in `dtype` (None: the compute dtype).
 
-    An encoder reads `encoder_length` tokens; layers with a window have `spare` places more; a program gives a row at most
-    `steps` tokens. Of `pool` are the pages that slots take as they grow; None: each has all its places.
+    An encoder reads `encoder_length` tokens; layers with a window have `spare` positions more; a program gives a row at most
+    `steps` tokens. Of `pool` are the pages that slots take as they grow; None: each has all its positions.
     """
 
     slots: int
@@ -56,7 +56,7 @@ class Sizes(NamedTuple):
 class Step(Protocol):
     """A jitted step."""
 
-    def __call__(self, *args: Any) -> tuple[State, Chosen]: ...
+    def __call__(self, *args: Any) -> tuple[State, SampledTokens]: ...
 
     def lower(self, *args: Any) -> jax.stages.Lowered:
         """As jax.jit's."""
@@ -68,9 +68,9 @@ class Programs(NamedTuple):
     Attributes:
       serving: parameters -> what the others take; adapters are merged.
       start: () -> state in which no slot has read anything.
-      begin: (params, batch of n rows) -> logits [n, V] and the cache of these rows, of as many places as the batch has.
-      resume: (params, batch, row, places) -> the same after more tokens, the row grown to so many places.
-      one: (rows of any tree, place) -> the tree of that row alone.
+      prefill: (params, batch of n rows) -> logits [n, V] and the cache of these rows, of as many positions as the batch.
+      resume: (params, batch, row, positions) -> the same after more tokens, the row grown to so many positions.
+      one: (rows of any tree, index) -> the tree of that row alone.
       admit: (state, row, logits, slot, settings, index, forced, seen, table, alternatives) -> state with the row in the
         slot, and its next token.
       step: (params, state, settings, index, forced, count, table, alternatives, beside) -> state, and every slot's next
@@ -79,17 +79,17 @@ class Programs(NamedTuple):
       verify: (params, state, settings, index, forced, guesses, counts, table, alternatives, beside) -> state, and every
         slot's next tokens: of its first `counts` guesses those that are right, and one more. What is forced is the first
         of them.
-      row: (state, slot, table, places) -> the cache of that slot, cut to its first places.
+      row: (state, slot, table, positions) -> the cache of that slot, cut to its first positions.
     """
 
     serving: Callable[[Params], Params]
     start: Callable[[], State]
-    begin: Callable[..., tuple[jax.Array, Cache]]
+    prefill: Callable[..., tuple[jax.Array, Cache]]
     resume: Callable[..., tuple[jax.Array, Cache]]
     one: Callable[..., Any]
-    admit: Callable[..., tuple[State, Chosen]]
+    admit: Callable[..., tuple[State, SampledTokens]]
     step: Step
-    verify: Callable[..., tuple[State, Chosen]]
+    verify: Callable[..., tuple[State, SampledTokens]]
     row: Callable[..., Cache]
 
 
@@ -123,7 +123,7 @@ def build(
     """The programs for a model and `usable` ids of a vocabulary; made once.
 
     `mesh` is that of parameters which are spread over devices. Slots lie on it as rows of a batch do, keys and values with
-    their heads, by `rules`; every device knows what was chosen.
+    their heads, by `rules`; every device knows what was sampled.
     """
     return _build(Same(model), usable, sizes, mesh, rules)
 
@@ -136,38 +136,38 @@ def _build(same: Same, usable: int, sizes: Sizes, mesh: Mesh | None, rules: shar
         model.start_cache, dtype=sizes.dtype, encoder_length=sizes.encoder_length, spare=sizes.spare
     )
 
-    def begin(params: Params, batch: dict) -> tuple[jax.Array, Cache]:
+    def prefill(params: Params, batch: dict) -> tuple[jax.Array, Cache]:
         return model.prefill(params, batch, empty(*batch["tokens"].shape))
 
-    def resume(params: Params, batch: dict, row: Cache, places: int) -> tuple[jax.Array, Cache]:
-        return model.resume(params, batch, put_rows(empty(1, places), row, jnp.int32(0)))
+    def resume(params: Params, batch: dict, row: Cache, positions: int) -> tuple[jax.Array, Cache]:
+        return model.resume(params, batch, put_rows(empty(1, positions), row, jnp.int32(0)))
 
     def admit(
         state: State, row: Cache, logits: Array, slot: Array, settings: Settings, index: Array, forced: Array,
         seen: Array, table: Array | None, alternatives: int,
-    ) -> tuple[State, Chosen]:  # fmt: skip
-        chosen = _pick(logits, usable, settings, index, forced, seen, alternatives)
-        return _laid_out(_with_row(state, row, slot, seen, table, chosen.tokens[0, 0])), known(chosen)
+    ) -> tuple[State, SampledTokens]:  # fmt: skip
+        sampled = _pick(logits, usable, settings, index, forced, seen, alternatives)
+        return _laid_out(_with_row(state, row, slot, seen, table, sampled.tokens[0, 0])), known(sampled)
 
     def step(
         params: Params, state: State, settings: Settings, index: Array, forced: Array, count: Array,
         table: Array | None, alternatives: int, beside: Beside | None = None,
-    ) -> tuple[State, Chosen]:  # fmt: skip
-        def next_of(state: State, done: jax.Array) -> tuple[State, Chosen]:
+    ) -> tuple[State, SampledTokens]:  # fmt: skip
+        def next_of(state: State, done: jax.Array) -> tuple[State, SampledTokens]:
             weights, put = _as_they_are(params, sizes, done), jnp.where(done == 0, forced, -1)
             return _next(model, usable, weights, state, settings, index + done, put, table, alternatives, beside)
 
-        state, chosen = _repeated(next_of, state, count, sizes, alternatives)
-        return _laid_out(state), known(chosen)
+        state, sampled = _repeated(next_of, state, count, sizes, alternatives)
+        return _laid_out(state), known(sampled)
 
     def verify(
         params: Params, state: State, settings: Settings, index: Array, forced: Array, guesses: Array, counts: Array,
         table: Array | None, alternatives: int, beside: Beside | None = None,
-    ) -> tuple[State, Chosen]:  # fmt: skip
+    ) -> tuple[State, SampledTokens]:  # fmt: skip
         state = state | {"cache": paged.with_table(state["cache"], table)}
         given = (settings, index, forced, guesses, counts, alternatives, beside)
-        new, chosen = _verify(model, usable, params, state, *given)
-        return _laid_out(new | {"cache": paged.without_table(new["cache"])}), known(chosen)
+        new, sampled = _verify(model, usable, params, state, *given)
+        return _laid_out(new | {"cache": paged.without_table(new["cache"])}), known(sampled)
 
     def start() -> State:
         return _laid_out(_nothing_read(model.config.vocab_size, sizes, empty))
@@ -179,7 +179,7 @@ def _build(same: Same, usable: int, sizes: Sizes, mesh: Mesh | None, rules: shar
     return Programs(
         serving=jit(serving),
         start=jit(start),
-        begin=jit(begin),
+        prefill=jit(prefill),
         resume=jit(resume, static_argnums=3),
         one=jit(_one),
         admit=jit(admit, donate_argnums=0, static_argnums=9),
@@ -200,17 +200,17 @@ def on_mesh(mesh: Mesh | None, rules: sharding.Rules, program: Callable, **optio
     return jax.jit(active, **options)
 
 
-def _known(mesh: Mesh | None, chosen: Chosen) -> Chosen:
-    """What was chosen, on every device."""
-    return jax.lax.with_sharding_constraint(chosen, NamedSharding(mesh, PartitionSpec())) if mesh else chosen
+def _known(mesh: Mesh | None, sampled: SampledTokens) -> SampledTokens:
+    """What was sampled, on every device."""
+    return jax.lax.with_sharding_constraint(sampled, NamedSharding(mesh, PartitionSpec())) if mesh else sampled
 
 
-def _row(state: State, slot: jax.Array, table: jax.Array | None, places: int) -> Cache:
-    return paged.row(state["cache"], slot, places, table)
+def _row(state: State, slot: jax.Array, table: jax.Array | None, positions: int) -> Cache:
+    return paged.row(state["cache"], slot, positions, table)
 
 
-def _one(rows: Any, place: jax.Array) -> Any:
-    return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, place, 1), rows)
+def _one(rows: Any, index: jax.Array) -> Any:
+    return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, index, 1), rows)
 
 
 def _laid_out(state: State) -> State:
@@ -238,13 +238,13 @@ def _next(
     table: jax.Array | None,
     alternatives: int,
     adapters: Beside | None,
-) -> tuple[State, Chosen]:
+) -> tuple[State, SampledTokens]:
     """State, and the next token of every row."""
     logits, cache = model.decode(params, state["tokens"], paged.with_table(state["cache"], table), adapters)
-    chosen = _pick(logits, usable, settings, index_B, forced_B, state["seen"], alternatives)
-    tokens_B = chosen.tokens[:, 0]
+    sampled = _pick(logits, usable, settings, index_B, forced_B, state["seen"], alternatives)
+    tokens_B = sampled.tokens[:, 0]
     new = {"cache": paged.without_table(cache), "tokens": tokens_B, "seen": _with_seen(state["seen"], tokens_B)}
-    return new, chosen
+    return new, sampled
 
 
 def _as_they_are(params: Params, sizes: Sizes, turn: jax.Array) -> Params:
@@ -255,25 +255,25 @@ def _as_they_are(params: Params, sizes: Sizes, turn: jax.Array) -> Params:
 
 
 def _repeated(
-    next_of: Callable[[State, jax.Array], tuple[State, Chosen]],
+    next_of: Callable[[State, jax.Array], tuple[State, SampledTokens]],
     state: State,
     count: jax.Array,
     sizes: Sizes,
     alternatives: int,
-) -> tuple[State, Chosen]:
+) -> tuple[State, SampledTokens]:
     """State and tokens of `next_of` (state, tokens before) so often; the count is not compiled in."""
     if sizes.steps == 1:
         return next_of(state, jnp.int32(0))
 
-    def more(done: jax.Array, so_far: tuple[State, Chosen]) -> tuple[State, Chosen]:
-        state, chosen = so_far
+    def more(done: jax.Array, so_far: tuple[State, SampledTokens]) -> tuple[State, SampledTokens]:
+        state, sampled = so_far
         state, one = next_of(state, done)
-        place = lambda all_, new: jax.lax.dynamic_update_slice_in_dim(all_, new, done, axis=1)  # noqa: E731
-        tokens, log_probabilities, drawn, likeliest, theirs = map(place, chosen[:-1], one[:-1])
-        return state, Chosen(tokens, log_probabilities, drawn, likeliest, theirs, chosen.counts + 1)
+        put = lambda all_, new: jax.lax.dynamic_update_slice_in_dim(all_, new, done, axis=1)  # noqa: E731
+        tokens, log_probabilities, drawn, likeliest, theirs = map(put, sampled[:-1], one[:-1])
+        return state, SampledTokens(tokens, log_probabilities, drawn, likeliest, theirs, sampled.counts + 1)
 
     B, T, n = sizes.slots, sizes.steps, min(alternatives, state["seen"].shape[1])
-    nothing = Chosen(
+    nothing = SampledTokens(
         tokens=jnp.zeros((B, T), jnp.int32),
         log_probabilities=jnp.zeros((B, T)),
         drawn=jnp.zeros((B, T)),
@@ -299,7 +299,7 @@ def _pick(
     forced_B: jax.Array,
     seen_BV: jax.Array,
     alternatives: int,
-) -> Chosen:
+) -> SampledTokens:
     """The next token of every row."""
     logits_BV = jnp.where(jnp.arange(logits_BV.shape[-1]) < usable, logits_BV, -jnp.inf)
     tokens_B, drawn_B = choose(logits_BV, settings, index_B, seen_BV)
@@ -309,7 +309,7 @@ def _pick(
     log_probability_B = log_probability(logits_BV, tokens_B)
     counts_B = jnp.ones_like(tokens_B)
     theirs = likeliest[0] - normaliser_B1
-    return Chosen(
+    return SampledTokens(
         tokens_B[:, None],
         log_probability_B[:, None],
         drawn_B[:, None],
@@ -344,7 +344,7 @@ def _verify(
     counts_B: jax.Array,
     alternatives: int,
     adapters: Beside | None,
-) -> tuple[State, Chosen]:
+) -> tuple[State, SampledTokens]:
     """Reads the guesses as if they were right, and chooses a token after each: those hold until a guess is wrong."""
     B, T = len(forced_B), 1 + guesses.shape[1]
     forced_BT = jnp.pad(forced_B[:, None], ((0, 0), (0, T - 1)), constant_values=-1)
@@ -352,15 +352,15 @@ def _verify(
     read = {"tokens": given_BT, "counts": counts_B + 1, "adapters": adapters}
     logits_BTV, cache = model.extend(params, read, state["cache"])
     seen = [state["seen"]]
-    for place in range(T - 1):
-        seen.append(_with_seen(seen[-1], guesses[:, place]))
+    for before in range(T - 1):
+        seen.append(_with_seen(seen[-1], guesses[:, before]))
     seen_BTV = jnp.stack(seen, axis=1)
     index_BT = index_B[:, None] + jnp.arange(T, dtype=jnp.int32)
     of_tokens = jax.tree.map(lambda x: jnp.repeat(jnp.asarray(x), T, axis=0), settings)
     together = [x.reshape(B * T, *x.shape[2:]) for x in (logits_BTV, index_BT, forced_BT, seen_BTV)]
     logits, index, forced, seen_NV = together
-    chosen = _pick(logits, usable, of_tokens, index, forced, seen_NV, alternatives)
-    tokens_BT, log_probabilities, drawn, likeliest, theirs = (x.reshape(B, T, *x.shape[2:]) for x in chosen[:-1])
+    sampled = _pick(logits, usable, of_tokens, index, forced, seen_NV, alternatives)
+    tokens_BT, log_probabilities, drawn, likeliest, theirs = (x.reshape(B, T, *x.shape[2:]) for x in sampled[:-1])
     right = (tokens_BT[:, :-1] == guesses) & (jnp.arange(T - 1, dtype=jnp.int32) < counts_B[:, None])
     accepted_B = jnp.sum(jnp.cumprod(right.astype(jnp.int32), axis=1), axis=1)
     at_end = lambda x: jnp.take_along_axis(x, accepted_B.reshape(B, *(1,) * (x.ndim - 1)), axis=1)[:, 0]  # noqa: E731
@@ -370,4 +370,4 @@ def _verify(
         "tokens": tokens_B,
         "seen": _with_seen(at_end(seen_BTV), tokens_B),
     }
-    return new, Chosen(tokens_BT, log_probabilities, drawn, likeliest, theirs, accepted_B + 1)
+    return new, SampledTokens(tokens_BT, log_probabilities, drawn, likeliest, theirs, accepted_B + 1)

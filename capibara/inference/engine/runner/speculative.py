@@ -18,7 +18,7 @@ class Drafter:
     def __init__(self, tokens: Sequence[int]):
         self._tokens = tokens
         self._known = 0  # tokens of which it is known where runs end
-        self._after: dict[tuple[int, ...], int] = {}  # run -> the place after its last occurrence
+        self._after: dict[tuple[int, ...], int] = {}  # run -> the position after its last occurrence
         self._failed = self._rests = 0  # guesses in a row of which nothing was right; steps without a guess after them
 
     def guess(self, most: int) -> list[int]:
@@ -33,16 +33,16 @@ class Drafter:
             self._rests -= 1
             return []
         for size in _SIZES:
-            place = self._after.get(tuple(tokens[-size:])) if size < len(tokens) else None
-            if place is not None:
-                text = list(tokens[place : place + most])
-                period = len(tokens) - place  # a text that repeats itself goes on so
+            position = self._after.get(tuple(tokens[-size:])) if size < len(tokens) else None
+            if position is not None:
+                text = list(tokens[position : position + most])
+                period = len(tokens) - position  # a text that repeats itself goes on so
                 while len(text) < most:
                     text.append(text[len(text) - period])
                 return text
         return []
 
-    def told(self, right: int) -> None:
+    def record(self, right: int) -> None:
         """How many tokens of the last guess were right: after none there is none for a while, twice as long every time.
 
         To verify a guess costs more than a plain step where the devices multiply no faster than they read.

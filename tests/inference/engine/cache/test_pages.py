@@ -96,7 +96,7 @@ def test_texts_are_those_of_rows(variant, pages):
         np.testing.assert_allclose(
             *([piece.log_probability for piece in r.pieces] for r in (found, other)), rtol=1e-4, atol=1e-4
         )
-    assert (one.statistics.put_back > 0) == ("pages" in pages)
+    assert (one.statistics.preempted > 0) == ("pages" in pages)
     assert len({tuple(found.tokens) for found in want}) == len(REQUESTS)
 
 
@@ -105,8 +105,8 @@ def test_texts_are_those_of_rows(variant, pages):
 def test_other_dtypes_lie_in_pages_too(dtype):
     one = engine(cache_dtype=dtype, **SMALL)
     assert [r.tokens for r in texts(one)] == [r.tokens for r in of_rows(dtype=dtype)]
-    assert one.statistics.put_back > 0
-    assert {x.dtype for x in jax.tree.leaves(one._state["cache"]["layers"])} >= {jnp.dtype(dtype)}
+    assert one.statistics.preempted > 0
+    assert {x.dtype for x in jax.tree.leaves(one._core.runner._state["cache"]["layers"])} >= {jnp.dtype(dtype)}
 
 
 def test_on_a_mesh():
@@ -116,16 +116,16 @@ def test_on_a_mesh():
     spread = jax.device_put(params, sharding.shardings(mesh, plan.rules, model.axes))
     one = engine(params=spread, **SMALL)
     assert [r.tokens for r in texts(one)] == [r.tokens for r in of_rows()]
-    assert one.statistics.put_back > 0
-    for layer in one._state["cache"]["layers"]:  # each device has one of the two heads
+    assert one.statistics.preempted > 0
+    for layer in one._core.runner._state["cache"]["layers"]:  # each device has one of the two heads
         assert layer["key_pages"].sharding.shard_shape(layer["key_pages"].shape) == (11, 1, 8, 8)
 
 
-def test_what_is_put_back_is_not_read_from_its_first_token():
+def test_what_is_preempted_is_not_read_from_its_first_token():
     one = engine(**SMALL | {"prefix_cache_mib": 16})
     found = texts(one)
     assert [r.tokens for r in found] == [r.tokens for r in of_rows()]
-    assert one.statistics.put_back > 0
+    assert one.statistics.preempted > 0
     assert all(r.cached_tokens <= r.prompt_tokens for r in found)
     again = one.submit("a longer prompt, of many words again", GREEDY).result()
     assert again.cached_tokens == 31
@@ -142,7 +142,7 @@ def test_guesses_take_no_page_from_others():
         one = engine(params=params, draft_tokens=5, **pages)
         assert [r.tokens for r in texts(one)] == [r.tokens for r in want]
         assert 0 < one.statistics.accepted < one.statistics.drafted
-        assert (one.statistics.put_back > 0) == ("pages" in pages)
+        assert (one.statistics.preempted > 0) == ("pages" in pages)
 
 
 def test_a_stop_string_and_a_cancelled_request_give_their_pages_back():
@@ -166,7 +166,7 @@ def test_those_who_wait_go_on_where_all_end_for_want_of_a_page():
     one = engine(slots=2, page_size=8, pages=2)
     streams = [one.submit(prompt, asked, ends=tokens[2:3]) for _ in range(5)]
     one.run()
-    assert one.load == (0, 0) and one.pages == (2, 0) and one.statistics.put_back == 0
+    assert one.load == (0, 0) and one.pages == (2, 0) and one.statistics.preempted == 0
     assert all(stream.result().tokens == tokens[:2] for stream in streams)
 
 
@@ -179,15 +179,15 @@ def test_a_failed_engine_has_no_page():
     def fails(*_):
         raise RuntimeError("no device")
 
-    one._programs = one._programs._replace(step=fails)
+    one._core.runner._programs = one._core.runner._programs._replace(step=fails)
     with pytest.raises(RuntimeError, match="no device"):
-        one._work()
+        one._loop._work()
     with pytest.raises(RuntimeError, match="no device"):
         stream.result()
     assert one.pages[1] == 0
 
 
-def test_who_is_put_back_is_told_where_that_fails():
+def test_who_is_preempted_is_told_where_that_fails():
     one, ended = engine(slots=2, page_size=8, pages=5, prefix_cache_mib=16), []
     for _ in range(2):
         stream = one.submit([5] * 10, dataclasses.replace(GREEDY, max_new_tokens=30))
@@ -196,10 +196,10 @@ def test_who_is_put_back_is_told_where_that_fails():
     def fails(*_):
         raise RuntimeError("no device")
 
-    one._programs = one._programs._replace(row=fails)  # the copy of what it has read
+    one._core.runner._programs = one._core.runner._programs._replace(row=fails)  # the copy of what it has read
     with pytest.raises(RuntimeError, match="no device"):
-        one._work()
-    assert one.statistics.put_back == 1 and ended == ["no device"] * 2
+        one._loop._work()
+    assert one.statistics.preempted == 1 and ended == ["no device"] * 2
 
 
 def test_a_server_tells_of_pages():
@@ -213,7 +213,9 @@ def test_a_server_tells_of_pages():
     one.step()
     page = metrics.page().decode()
     assert "capibara_pages 10.0" in page and "capibara_pages_busy 8.0" in page
-    assert f"capibara_put_back_texts_total {float(one.statistics.put_back)}" in page and one.statistics.put_back > 0
+    count = one.statistics.preempted
+    assert count > 0 and f"capibara_preempted_texts_total {float(count)}" in page
+    assert f"capibara_put_back_texts_total {float(count)}" in page  # the old name
     assert all(stream.result().finish == "length" for stream in streams)
 
 
@@ -290,7 +292,7 @@ def test_memory_is_that_of_the_pool():
     for pages in (10, 20):
         one = engine(page_size=8, pages=pages)
         needs[pages] = footprint.state_bytes(model, one._config, LENGTH)
-        assert needs[pages] == tree.byte_count(one._state)
+        assert needs[pages] == tree.byte_count(one._core.runner._state)
     assert needs[20] - needs[10] == 10 * 8 * per_token
 
 
@@ -361,13 +363,22 @@ def test_attention_is_that_to_rows_whoever_computes_it(monkeypatch, tokens, dtyp
 def test_the_pool_is_updated_in_place(program):
     one = engine(slots=4, page_size=32, pages=400)
     zeros = np.zeros(4, np.int32)
-    given = (one._params, one._state, one._settings, zeros, zeros, np.int32(1), one._table, 0)
+    given = (
+        one._core.params.current,
+        one._core.runner._state,
+        one._core.runner._settings,
+        zeros,
+        zeros,
+        np.int32(1),
+        one._core.runner._table,
+        0,
+    )
     if program == "admit":
         batch = {"tokens": np.zeros((1, 32), np.int32), "counts": np.array([3], np.int32)}
-        logits, row = one._programs.begin(one._params, batch)
-        of_one = jax.tree.map(lambda x: x[:1], one._settings)
+        logits, row = one._core.runner._programs.prefill(one._core.params.current, batch)
+        of_one = jax.tree.map(lambda x: x[:1], one._core.runner._settings)
         given = (
-            one._state,
+            one._core.runner._state,
             row,
             logits,
             np.int32(1),
@@ -375,9 +386,9 @@ def test_the_pool_is_updated_in_place(program):
             zeros[:1],
             zeros[:1],
             np.zeros((1, 384), bool),
-            one._table,
+            one._core.runner._table,
             0,
         )
-    memory = getattr(one._programs, program).lower(*given).compile().memory_analysis()
-    pool = sum(x.nbytes for x in jax.tree.leaves(one._state["cache"]))
+    memory = getattr(one._core.runner._programs, program).lower(*given).compile().memory_analysis()
+    pool = sum(x.nbytes for x in jax.tree.leaves(one._core.runner._state["cache"]))
     assert memory.alias_size_in_bytes >= pool and memory.temp_size_in_bytes < pool / 2

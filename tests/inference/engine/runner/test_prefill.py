@@ -39,17 +39,17 @@ class Counted:
     """Programs of an engine, with the rows and places of what was read."""
 
     def __init__(self, engine):
-        self.begun, self.resumed, programs = [], [], engine._programs
+        self.prefilled, self.resumed, programs = [], [], engine._core.runner._programs
 
-        def begin(params, batch):
-            self.begun.append(batch["tokens"].shape)
-            return programs.begin(params, batch)
+        def prefill(params, batch):
+            self.prefilled.append(batch["tokens"].shape)
+            return programs.prefill(params, batch)
 
         def resume(params, batch, *rest):
             self.resumed.append(batch["tokens"].shape)
             return programs.resume(params, batch, *rest)
 
-        engine._reader._programs = programs._replace(begin=begin, resume=resume)
+        engine._core.prefill._programs = programs._replace(prefill=prefill, resume=resume)
 
 
 def test_prompts_of_one_size_are_read_together(params):
@@ -64,7 +64,7 @@ def test_prompts_of_one_size_are_read_together(params):
     found = [stream.result() for stream in streams]
     assert [r.tokens for r in found] == [r.tokens for r in alone]
     assert len({tuple(r.tokens) for r in found}) == 6
-    assert counted.begun == [(4, 32), (1, 32), (1, 48)]  # the last prompt is the first one again
+    assert counted.prefilled == [(4, 32), (1, 32), (1, 48)]  # the last prompt is the first one again
     assert [r.cached_tokens for r in found] == [0] * 6 + [found[0].prompt_tokens]
 
 
@@ -77,7 +77,7 @@ def test_what_two_prompts_share_is_read_once(params):
     streams = [one.submit(prompt, GREEDY) for prompt in prompts]
     found = [stream.result() for stream in streams]
     assert [r.tokens for r in found] == plain
-    assert counted.begun[0] == (2, 32)
+    assert counted.prefilled[0] == (2, 32)
 
 
 def test_a_long_prompt_is_read_in_parts_while_others_go_on(params):
@@ -92,7 +92,7 @@ def test_a_long_prompt_is_read_in_parts_while_others_go_on(params):
     while stream._arrived.empty():
         one.step()
         received.append(short._arrived.qsize())
-    assert counted.begun == [(1, 32), (1, 32)] and counted.resumed == [(1, 32), (1, 32)]
+    assert counted.prefilled == [(1, 32), (1, 32)] and counted.resumed == [(1, 32), (1, 32)]
     assert received == sorted(set(received)) and len(received) >= 3  # more in every step
     assert stream.result().tokens == want and len(short.result().tokens) == 30
     # A cancelled one leaves nothing of what was read of it.
@@ -127,11 +127,11 @@ def test_parameters_are_replaced(params):
     want = made(others).submit("a prompt that is kept", GREEDY).result().tokens
     one = made(params, prefix_cache_mib=16)
     before = one.submit("a prompt that is kept", GREEDY).result().tokens
-    compiled = one._programs.serving._cache_size(), one._programs.step._cache_size()
+    compiled = one._core.runner._programs.serving._cache_size(), one._core.runner._programs.step._cache_size()
     one.update(others)
     after = one.submit("a prompt that is kept", GREEDY).result()
     assert after.tokens == want != before and after.cached_tokens == 0
-    assert compiled == (one._programs.serving._cache_size(), one._programs.step._cache_size())
+    assert compiled == (one._core.runner._programs.serving._cache_size(), one._core.runner._programs.step._cache_size())
 
 
 @pytest.mark.parametrize("steps, parts", [(4, 1024), (1, 32)], ids=["a text under way", "a prompt half read"])
@@ -154,8 +154,9 @@ def test_what_was_read_with_old_parameters_is_not_kept(params, steps, parts):
 
 def test_parameters_that_come_while_others_are_taken_are_not_lost(params):
     one = made(params)
+    held = one._core.params
 
-    class Slow(type(one)):
+    class Slow(type(held)):
         """Gives another thread all the time there is between looking and taking."""
 
         def __setattr__(self, name, value):
@@ -167,20 +168,25 @@ def test_parameters_that_come_while_others_are_taken_are_not_lost(params):
     last = jax.tree.map(lambda x: x * 2, params)
     other = threading.Thread(target=lambda: one.update(last))
     one.update(params)
-    one.__class__ = Slow
+    held.__class__ = Slow
     one.step()
-    one.__class__ = Engine
+    held.__class__ = Slow.__base__
     other.join()
     one.step()
-    want = one._programs.serving(last)
-    assert all((a == b).all() for a, b in zip(jax.tree.leaves(one._params), jax.tree.leaves(want)))
+    want = one._core.runner._programs.serving(last)
+    assert all((a == b).all() for a, b in zip(jax.tree.leaves(held.current), jax.tree.leaves(want)))
 
 
 @pytest.mark.heavy
 def test_nothing_is_compiled_after_the_warm_up(params):
     one = made(params, slots=2, draft_tokens=3)
     one.warm_up()
-    programs = [one._programs.begin, one._programs.admit, one._programs.step, one._programs.verify]
+    programs = [
+        one._core.runner._programs.prefill,
+        one._core.runner._programs.admit,
+        one._core.runner._programs.step,
+        one._core.runner._programs.verify,
+    ]
     sizes = [program._cache_size() for program in programs]
     assert one.statistics.steps == 0
     streams = [

@@ -120,11 +120,11 @@ def test_wrong_guesses_make_it_rest():
     drafter, rests = Drafter([1, 2, 3, 1, 2]), []
     for _ in range(6):
         assert drafter.guess(1) == [3]
-        drafter.told(0)
+        drafter.record(0)
         rests.append(0)
         while drafter._rests:
             assert drafter.guess(1) == []
             rests[-1] += 1
     assert rests == [2, 4, 8, 16, 16, 16]
-    drafter.told(1)
+    drafter.record(1)
     assert drafter.guess(1) == [3]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from capibara.core import tree
-from capibara.inference.engine.placement import donated
+from capibara.inference.engine.placement import parameters
 from capibara.inference.engine.placement.serving_mesh import ServingMesh
 from capibara.inference.engine.runner import programs
 from capibara.models import api
@@ -24,7 +24,7 @@ MODELS = {
 }
 
 
-def parameters(model, mesh):
+def of_model(model, mesh):
     rng = np.random.default_rng(0)
     params = jax.tree.map(lambda x: rng.integers(-100, 100, x.shape).astype(x.dtype), model.abstract_params)
     return jax.device_put(params, mesh.shardings(model, jax.devices()))
@@ -36,11 +36,11 @@ def parameters(model, mesh):
 def test_they_are_those_of_a_copy_and_the_given_ones_are_gone(name, tensor):
     config, mesh = MODELS[name], ServingMesh(tensor=tensor, data=1)
     model = api.build(config)
-    params = parameters(model, mesh)
+    params = of_model(model, mesh)
     on, rules = programs.mesh_of(params), programs.sharding.Rules()
     sizes = programs.Sizes(1, 8, 8 if isinstance(config, EncoderDecoderConfig) else None, None, 0, 1, None)
     want = programs.build(model, config.vocab_size, sizes, on, rules).serving(params)
-    got = donated.served(model, params, on, rules)
+    got = parameters.donated(model, params, on, rules)
     assert all(x.is_deleted() for x in jax.tree.leaves(params))
     assert jax.tree.structure(got) == jax.tree.structure(want)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want)):
@@ -50,7 +50,7 @@ def test_they_are_those_of_a_copy_and_the_given_ones_are_gone(name, tensor):
 
 def test_no_more_than_the_largest_array_is_there_twice(monkeypatch):
     model = api.build(MODELS["decoder"])
-    params = parameters(model, ServingMesh())
+    params = of_model(model, ServingMesh())
     others = tree.byte_count(jax.live_arrays()) - tree.byte_count(params)
     found = []
 
@@ -64,8 +64,8 @@ def test_no_more_than_the_largest_array_is_there_twice(monkeypatch):
 
         return called
 
-    monkeypatch.setattr(donated, "on_mesh", seen)
+    monkeypatch.setattr(parameters, "on_mesh", seen)
     whole, largest = tree.byte_count(params), max(x.nbytes for x in jax.tree.leaves(params))
-    donated.served(model, params, None, programs.sharding.Rules())
+    parameters.donated(model, params, None, programs.sharding.Rules())
     assert len(found) == len(jax.tree.leaves(params))
     assert max(found) <= whole + largest and found[-1] < 0.6 * whole

@@ -1,0 +1,230 @@
+"""The decode programs of all slots: the state on the devices, and the tokens that come back from there."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from capibara.core.types import Params
+from capibara.inference.engine.adapters import Adapters
+from capibara.inference.engine.batching import EngineConfig, Statistics
+from capibara.inference.engine.cache.pages import Pages
+from capibara.inference.engine.following import TokenChecksum
+from capibara.inference.engine.request import LIKELIEST, Request
+from capibara.inference.engine.runner.decode_schedule import DecodeSchedule
+from capibara.inference.engine.runner.prefill import Prefilled
+from capibara.inference.engine.runner.programs import Programs, SampledTokens, State
+from capibara.inference.sampling.sampler import GREEDY, Settings, settings_of, with_row
+from capibara.models.api import Beside, Cache
+
+
+class Pending(NamedTuple):
+    """A program whose tokens have not been received.
+
+    Attributes:
+      sampled: the tokens, on the devices.
+      rows: (row of `sampled`, the request whose tokens it has).
+      at_s: when the program was asked for, by time.monotonic; None: it is not timed.
+    """
+
+    sampled: SampledTokens
+    rows: Sequence[tuple[int, Request]]
+    at_s: float | None
+
+
+class DecodeRunner:
+    """Runs the programs that read and write the state of the slots; nothing else touches it.
+
+    Tokens are requested of the devices and received later, program by program. Methods that request tokens return the
+    requests that have been asked for all theirs: their slots are free before the last token is back.
+
+    Args:
+      programs: of the engine.
+      state: on the devices, in which no slot has read anything.
+      config: of the engine.
+      vocab_size: ids of the model.
+      adapters: of the engine.
+      pages: of the slots; None: each has the memory of its whole length.
+      schedule: learns how long programs take.
+
+    Attributes:
+      ahead: tokens that the last decode program gives a row.
+      checksum: of all tokens that came back.
+      statistics: of what was asked for.
+    """
+
+    def __init__(
+        self,
+        programs: Programs,
+        state: State,
+        config: EngineConfig,
+        vocab_size: int,
+        adapters: Adapters,
+        pages: Pages | None,
+        schedule: DecodeSchedule,
+    ):
+        self._programs, self._state, self._schedule = programs, state, schedule
+        self._slots, self._draft_tokens, self._vocab_size = config.slots, config.draft_tokens, vocab_size
+        self._pages, self._adapters = pages, adapters
+        self._settings = Settings(*(np.repeat(x, config.slots, axis=0) for x in GREEDY))
+        self._adapter_numbers = [0] * config.slots
+        self._pending: deque[Pending] = deque()
+        self.ahead, self.checksum, self.statistics = 0, TokenChecksum(), Statistics()
+
+    @property
+    def pending(self) -> bool:
+        """Whether there are tokens to receive."""
+        return bool(self._pending)
+
+    def pending_requests(self) -> list[Request]:
+        """Those whose tokens have not been received; from any thread."""
+        return [request for one in list(self._pending) for _, request in one.rows]
+
+    def assign(self, slot: int, request: Request) -> None:
+        """From now on the slot's tokens are sampled, and its rows are read, as this request asks for."""
+        self._set(slot, settings_of([request.sampling]), request.adapter)
+
+    def clear(self, slot: int) -> None:
+        """Nobody has the slot any more."""
+        self._set(slot, GREEDY, 0)
+
+    def _set(self, slot: int, settings: Settings, adapter: int) -> None:
+        self._settings = Settings(*map(lambda old, new: with_row(old, slot, new), self._settings, settings))
+        self._adapter_numbers[slot] = adapter
+
+    def row(self, slot: int, positions: int) -> Cache:
+        """A copy of the first positions of a slot's keys and values."""
+        return self._programs.row(self._state, np.int32(slot), self._table, positions)
+
+    def admit(self, prefilled: Prefilled) -> list[Request]:
+        """Puts a row that was read into its slot and requests a token."""
+        request, slot = prefilled.request, prefilled.request.slot
+        assert slot is not None, "it was given one"
+        forced = np.array([request.forced.get(request.requested, -1)], np.int32)
+        settings = Settings(*(x[slot : slot + 1] for x in self._settings))
+        self._state, sampled = self._programs.admit(
+            self._state,
+            prefilled.row,
+            prefilled.logits,
+            np.int32(slot),
+            settings,
+            np.array([request.requested], np.int32),
+            forced,
+            self._seen(request),
+            self._table,
+            LIKELIEST if request.likeliest else 0,
+        )
+        request.written = True
+        return self._request(sampled, [(0, request)], np.ones(1, np.int32))
+
+    def step(self, params: Params, active: Sequence[tuple[int, Request]], count: int) -> list[Request]:
+        """Requests so many tokens for the rows of these slots."""
+        index, forced, alternatives = self._of_next(active)
+        self.ahead, at_s = count, time.monotonic()
+        given = params, self._state, self._settings, index, forced, np.int32(count)
+        self._state, sampled = self._programs.step(*given, self._table, alternatives, self._beside)
+        self.statistics.steps += 1
+        return self._request(sampled, active, np.full(self._slots, count), at_s)
+
+    def verify(
+        self, params: Params, active: Sequence[tuple[int, Request]], guesses: Mapping[int, Sequence[int]]
+    ) -> list[Request]:
+        """Requests, of the guesses for each slot, the tokens up to the first that is wrong, and the right one there.
+
+        It waits for the devices, to know how many these are.
+        """
+        index, forced, alternatives = self._of_next(active)
+        guessed = np.zeros((self._slots, self._draft_tokens), np.int32)
+        counts = np.zeros(self._slots, np.int32)
+        for slot, tokens in guesses.items():
+            counts[slot], guessed[slot, : len(tokens)] = len(tokens), tokens
+        given = params, self._state, self._settings, index, forced, guessed, counts
+        self._state, sampled = self._programs.verify(*given, self._table, alternatives, self._beside)
+        held = jax.device_get(sampled.counts)
+        self.statistics.steps += 1
+        self.statistics.drafted += int(counts.sum())
+        for slot, request in active:
+            self.statistics.accepted += int(held[slot]) - 1
+            if guesses[slot] and request.drafter is not None:
+                request.drafter.record(int(held[slot]) - 1)
+        return self._request(sampled, active, held)
+
+    def receive(self, left: int) -> Iterator[Request]:
+        """Gives requests the tokens of all but the last `left` programs; yields those that have ended, as they do."""
+        while len(self._pending) > left:
+            # Still there if they fail: some of its requests may have no slot any more.
+            sampled, rows, at_s = self._pending[0]
+            sampled = jax.device_get(sampled)
+            self._schedule.record(at_s, int(sampled.counts[0]))
+            self.checksum.add(sampled.tokens)
+            for row, request in rows:
+                _give(request, sampled, row)
+                if request.finished:
+                    yield request
+            self._pending.popleft()
+
+    def warm_up(self, params: Params, alternatives: int) -> None:
+        """Compiles the programs that request tokens, so many of the likeliest among them, and waits for these."""
+        zeros = np.zeros(self._slots, np.int32)
+        common = self._settings, zeros, zeros
+        self._state, sampled = self._programs.step(
+            params, self._state, *common, np.int32(1), self._table, alternatives, self._beside
+        )
+        if self._draft_tokens:
+            guessed = np.zeros((self._slots, self._draft_tokens), np.int32)
+            self._state, sampled = self._programs.verify(
+                params, self._state, *common, guessed, zeros, self._table, alternatives, self._beside
+            )
+        jax.block_until_ready(sampled)
+
+    def _of_next(self, active: Sequence[tuple[int, Request]]) -> tuple[np.ndarray, np.ndarray, int]:
+        """The index of each slot's next token in its text, the token that is forced there, and the likeliest to name."""
+        index, forced = np.zeros(self._slots, np.int32), np.full(self._slots, -1, np.int32)
+        for slot, request in active:
+            index[slot], forced[slot] = request.requested, request.forced.get(request.requested, -1)
+        return index, forced, LIKELIEST if any(request.likeliest for _, request in active) else 0
+
+    def _request(
+        self,
+        sampled: SampledTokens,
+        rows: Sequence[tuple[int, Request]],
+        counts: np.ndarray,
+        at_s: float | None = None,
+    ) -> list[Request]:
+        """The devices were asked for `counts` tokens of each row; `at_s`: when, to be timed."""
+        self._pending.append(Pending(sampled, rows, at_s))
+        for row, request in rows:
+            request.requested += int(counts[row])
+            self.statistics.tokens += int(counts[row])
+        return [request for _, request in rows if request.requested == request.limit]
+
+    def _seen(self, request: Request) -> np.ndarray:
+        """The tokens [1, V] that the request's penalty is for."""
+        seen = np.zeros((1, self._vocab_size), bool)
+        seen[0, request.tokens] = request.sampling.repetition_penalty != 1
+        return seen
+
+    @property
+    def _beside(self) -> Beside | None:
+        """The adapters, and which of them each slot has."""
+        return self._adapters.of(self._adapter_numbers)
+
+    @property
+    def _table(self) -> np.ndarray | None:
+        return None if self._pages is None else self._pages.table
+
+
+def _give(request: Request, sampled: SampledTokens, row: int) -> None:
+    """Hands a request the tokens of its row, of arrays on the host."""
+    for step in range(sampled.counts[row]):
+        count = min(request.likeliest, sampled.likeliest.shape[2])
+        named = zip(
+            sampled.likeliest[row, step, :count].tolist(), sampled.their_log_probabilities[row, step, :count].tolist()
+        )
+        of_one = float(sampled.log_probabilities[row, step]), float(sampled.drawn[row, step])
+        request.receive(int(sampled.tokens[row, step]), *of_one, tuple(named))
