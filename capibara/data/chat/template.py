@@ -24,28 +24,16 @@ from capibara.config import configurable
 from capibara.core.types import UserError
 from capibara.data.chat import template_process
 from capibara.data.chat.formats import Conversation
+from capibara.data.chat.template_files import TemplateFiles
 from capibara.data.chat.template_process import Template, TemplateError
 from capibara.data.chat.template_worker import BEGIN, END
-from capibara.data.tokenizers.files import (
-    CONFIG_FILE,
-    MAP_FILE,
-    TEMPLATE_FILE,
-    TOKENIZER_FILE,
-    folder_of,
-    is_folder,
-    local,
-    one_line,
-    read_json,
-    special_tokens,
-)
+from capibara.data.tokenizers.files import one_line
 from capibara.data.tokenizers.vocabulary import GUARD
 
 # What no text may hold, and would not come through: these and lone surrogates are dropped from messages.
 _NO_TEXT = f"[{GUARD}{BEGIN}{END}\ud800-\udfff]"
 _REASONING = ("<think>", "</think>")
-_NAMED = ("name", "template")
 _DEEPEST = 100  # lists and objects within each other, of a message or a tool
-_MOST_SPELLED = 1 << 20  # characters of all special tokens
 _DEEPEST_CHOICE = 20  # groups within each other, of a regular expression
 
 
@@ -158,7 +146,7 @@ class ChatTemplate:
           TemplateFails: the template needs too much time or memory.
         """
         name = self._name_for(conversations[0][0])
-        shared = {**self._token_names, **self.variables, "tools": conversations[0][0].tools, "documents": None}
+        shared = {**self._files.token_names, **self.variables, "tools": conversations[0][0].tools, "documents": None}
         each = [{"messages": one.messages, "add_generation_prompt": prompt} for one, prompt in conversations]
         try:
             texts = template_process.render(*self._compiled(name), shared, each)
@@ -212,19 +200,13 @@ class ChatTemplate:
 
     def has_generation_blocks(self, name: str) -> bool:
         """Whether the template of this name marks what the assistant says."""
-        return re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", self._sources[name][1]) is not None
+        return re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", self._files.sources[name][1]) is not None
 
     def fingerprint(self) -> str:
         """Changes with everything that decides a text."""
-        texts = {name: text for name, (_, text) in self._sources.items()}  # wherever they are
-        parts: list[object] = [
-            texts,
-            self._token_names,
-            sorted(self.special_tokens),
-            self.variables,
-            self.name,
-            self.date,
-        ]
+        texts = {name: text for name, (_, text) in self._files.sources.items()}  # wherever they are
+        parts: list[object] = [texts, self._files.token_names, sorted(self.special_tokens)]
+        parts += [self.variables, self.name, self.date]
         parts += [self.end_of_turn, self.spelled_tokens]
         return hashlib.blake2b(repr(parts).encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
@@ -235,90 +217,31 @@ class ChatTemplate:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
 
-    # Files.
-
-    @functools.cached_property
+    @property
     def special_tokens(self) -> tuple[str, ...]:
         """The tokenizer's special tokens, longest first."""
-        added = self._file(TOKENIZER_FILE).get("added_tokens", [])
-        try:
-            names = {token["content"] for token in added if token.get("special")}
-            if not all(isinstance(name, str) for name in names):
-                raise TypeError("a content is no text")
-        except (AttributeError, KeyError, TypeError) as error:
-            raise UserError(
-                f"ChatTemplate.tokenizer ({self.tokenizer!r}): added_tokens of {TOKENIZER_FILE} must be a list of objects "
-                f"with content ({one_line(error)})"
-            ) from None
-        if sum(map(len, names)) > _MOST_SPELLED:
-            raise UserError(
-                f"ChatTemplate.tokenizer ({self.tokenizer!r}): the special tokens of {TOKENIZER_FILE} have more than "
-                f"{_MOST_SPELLED} characters together"
-            )
-        return tuple(sorted({*names, *self._token_names.values()} - {""}, key=lambda name: (-len(name), name)))
+        return self._files.special_tokens
 
     @functools.cached_property
-    def _token_names(self) -> dict[str, str]:
-        """bos_token, eos_token, ...: what templates call them."""
-        return special_tokens(self._folder)
-
-    @property
-    def _folder(self) -> str:
-        return folder_of(self.tokenizer)
-
-    def _file(self, name: str) -> Mapping[str, Any]:
-        """A JSON file beside the tokenizer; empty where there is none, but for the tokenizer itself."""
-        is_tokenizer = name == TOKENIZER_FILE and not is_folder(self.tokenizer)
-        path = local(self.tokenizer) if is_tokenizer else os.path.join(self._folder, name)
-        content = read_json(path)
-        if content is None and name == TOKENIZER_FILE:
-            raise UserError(
-                f"ChatTemplate.tokenizer ({self.tokenizer!r}) has no {name}: name a tokenizer's folder, or that of a run, "
-                "as TOKENIZER"
-            )
-        return content or {}
-
-    # Templates.
-
-    @functools.cached_property
-    def _sources(self) -> dict[str, tuple[str, str]]:
-        """Of each template, by name, where it is from and its text."""
-        if self.template is not None:
-            if "{" in self.template:
-                return {"default": ("ChatTemplate.template", self.template)}
-            return {"default": (self.template, _read(local(self.template), "ChatTemplate.template"))}
-        path = os.path.join(self._folder, TEMPLATE_FILE)
-        if os.path.isfile(path):
-            return {"default": (path, _read(path, TEMPLATE_FILE))}
-        path, found = os.path.join(self._folder, CONFIG_FILE), self._file(CONFIG_FILE)
-        given = found.get("chat_template")
-        if isinstance(given, str):
-            return {"default": (f"the template of {path}", given)}
-        if isinstance(given, list) and given:
-            if not all(isinstance(one, dict) and all(isinstance(one.get(k), str) for k in _NAMED) for one in given):
-                raise UserError(f"{path}: each chat_template of several must have a name and a template, both text")
-            return {one["name"]: (f"the template {one['name']!r} of {path}", one["template"]) for one in given}
-        raise UserError(
-            f"ChatTemplate.tokenizer ({self.tokenizer!r}) has no chat template (neither chat_template.jinja nor "
-            "chat_template in tokenizer_config.json): set ChatTemplate.template to one"
-        )
+    def _files(self) -> TemplateFiles:
+        return TemplateFiles(self.tokenizer, self.template)
 
     def _name_for(self, conversation: Conversation) -> str:
-        name = self.name
+        name, sources = self.name, self._files.sources
         if name is None:
-            name = "tool_use" if conversation.tools and "tool_use" in self._sources else "default"
-        if name not in self._sources:
-            known = ", ".join(self._sources)
+            name = "tool_use" if conversation.tools and "tool_use" in sources else "default"
+        if name not in sources:
+            known = ", ".join(sources)
             raise UserError(f"ChatTemplate.name ({name!r}) is no template of {self.tokenizer!r}: known are {known}")
         return name
 
     def _where(self, name: str) -> str:
-        return self._sources[name][0]
+        return self._files.sources[name][0]
 
     def _compiled(self, name: str) -> tuple[Template, str]:
         """The template of this name, which is known to be one, and its key."""
         if name not in self._checked:
-            template = Template(self._sources[name][1], self.date)
+            template = Template(self._files.sources[name][1], self.date)
             try:
                 asked = template_process.asked_by(template)
             except TemplateError as error:
@@ -331,8 +254,8 @@ class ChatTemplate:
 
     def _check_tokens(self, asked: set[str], name: str) -> None:
         """A template without the names of its tokens would silently leave them out."""
-        missing = sorted(({"bos_token", "eos_token"} & asked) - {*self._token_names, *self.variables})
-        if missing and not any(os.path.isfile(os.path.join(self._folder, file)) for file in (CONFIG_FILE, MAP_FILE)):
+        missing = sorted(({"bos_token", "eos_token"} & asked) - {*self._files.token_names, *self.variables})
+        if missing and not self._files.has_token_names:
             raise UserError(
                 f"{self._where(name)} asks for {' and '.join(missing)}, and there is no tokenizer_config.json beside the "
                 f"tokenizer to say: set ChatTemplate.variables = {{{', '.join(f'{one!r}: ...' for one in missing)}}}"
@@ -372,15 +295,3 @@ def _choice(names: Sequence[str], deepest: int) -> str:
         rest = [member[len(shared) :] for member in members]
         found.append(re.escape(shared) + (f"(?:{_choice(rest, deepest - 1)})" if len(rest) > 1 else rest[0]))
     return "|".join([*found, *([""] if ends else [])])
-
-
-def _read(path: str, name: str) -> str:
-    most = template_process.LONGEST_TEMPLATE_KIB * 1024
-    try:
-        with open(path, encoding="utf-8") as file:
-            text = file.read(most + 1)
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{name} ({path!r}) cannot be read: {one_line(error)}") from None
-    if len(text) > most:
-        raise UserError(f"{name} ({path!r}) has more than {most} characters: no chat template needs so many")
-    return text
