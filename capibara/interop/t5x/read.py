@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import glob
-import logging
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -23,9 +22,9 @@ import numpy as np
 from capibara.core import limits
 from capibara.core.types import PyTree, UserError
 from capibara.interop.hf import folder as hf_folder
-from capibara.interop.hf import tables
 from capibara.interop.hf.tensors import Shape
 from capibara.interop.t5x import arrays as t5x_arrays
+from capibara.interop.t5x import config, run_files
 from capibara.interop.t5x import index as t5x_index
 from capibara.interop.t5x import names as t5x_names
 from capibara.interop.t5x import states as t5x_states
@@ -33,7 +32,6 @@ from capibara.interop.t5x import states as t5x_states
 INDEX = "checkpoint"
 _TF = b"model_checkpoint_path"  # how TensorFlow's file of this name begins
 _LAYERS = 4096
-_VOCABULARIES = ("spiece.model", "sentencepiece.model")
 
 
 def is_t5x(path: str) -> bool:
@@ -70,7 +68,7 @@ class T5xModel:
         self._leaves = _leaves(root)
         self._gated = any("/mlp/wi_0/" in name for name in self._leaves)
         self._is_decoder = "decoder/token_embedder/embedding" in self._leaves
-        gin = self._gin()
+        gin = run_files.gin_of(self._folder)
         text = None if gin is None else limits.read_text(gin)
         network = {} if text is None else t5x_names.network_of(text)
         self._layer_axis = network.get("param_scan_axis", 1)
@@ -84,11 +82,11 @@ class T5xModel:
         said, self.computing = t5x_names.config_of(network), t5x_names.computing_of(network)
         unsaid = {"activation": "feed_forward_proj" not in said, "inputs_attention": self._is_decoder and text is None}
         self.guessed = frozenset(name for name, guessed in unsaid.items() if guessed)
-        found = self._decoder_from_shapes() if self._is_decoder else self._from_shapes()
+        found = self._from_shapes()
         self.config: dict[str, Any] = found | said
         if self._is_decoder and text is not None:
             self.config["inputs_attention"] = t5x_names.inputs_attention_of(text)
-        self.tokenizer = self._vocabulary(gin, text)
+        self.tokenizer = run_files.vocabulary_of(self._folder, gin, text)
         self.about: dict[str, bytes] = {}
 
     def shapes(self) -> dict[str, Shape]:
@@ -206,6 +204,11 @@ class T5xModel:
                 found[row.hf.name.format(l=layer)] = (stored, part, tuple(flat[i] for i in row.order))
         return found
 
+    def _from_shapes(self) -> dict[str, Any]:
+        if self._is_decoder:
+            return config.of_decoder(self.shapes(), self._gated, self.path)
+        return config.of_encoder_decoder(self.shapes(), self._gated, self._each_positions, self.path)
+
     def _positions_of_layers(self) -> bool:
         """Whether layers have relative positions of their own; where these are all the same they become one table."""
         shared: dict[str, np.ndarray] = {}
@@ -225,114 +228,6 @@ class T5xModel:
             del self._leaves[name]
         self._leaves |= shared
         return False
-
-    def _from_shapes(self) -> dict[str, Any]:
-        shapes = self.shapes()
-        table, query = f"{_SELF}relative_attention_bias.weight", f"{_SELF}q.weight"
-        up = f"encoder.block.0.layer.1.DenseReluDense.{'wi_0' if self._gated else 'wi'}.weight"
-        for name, what in (
-            ("shared.weight", "token_embedder/embedding"),
-            (table, "encoder/relpos_bias/rel_embedding"),
-            (query, "attention/query/kernel of the first layer"),
-            (up, "mlp/wi of the first layer"),
-        ):
-            if name not in shapes:
-                raise UserError(f"{self.path} has no {what}: it is not whole, or no T5")
-        self._check_matrices(table, "shared.weight", query, up)
-        buckets, heads = shapes[table]
-        count = lambda side: len({name.split(".")[2] for name in shapes if name.startswith(f"{side}.block.")})  # noqa: E731
-        return {
-            "model_type": "umt5" if self._each_positions else "t5",
-            "architectures": [f"{'UMT5' if self._each_positions else 'T5'}ForConditionalGeneration"],
-            "vocab_size": shapes["shared.weight"][0],
-            "d_model": shapes["shared.weight"][1],
-            "num_layers": count("encoder"),
-            "num_decoder_layers": count("decoder"),
-            "num_heads": heads,
-            "d_kv": shapes[query][0] // heads,
-            "d_ff": shapes[up][0],
-            "relative_attention_num_buckets": buckets,
-            "relative_attention_max_distance": 128,
-            "layer_norm_epsilon": 1e-6,
-            "feed_forward_proj": "gated-gelu" if self._gated else "relu",
-            "tie_word_embeddings": "lm_head.weight" not in shapes,
-            "scale_decoder_outputs": "lm_head.weight" not in shapes,
-            "pad_token_id": 0,
-            "eos_token_id": 1,
-            "decoder_start_token_id": 0,
-        }
-
-    def _decoder_from_shapes(self) -> dict[str, Any]:
-        shapes, names = self.shapes(), tables.T5X_DECODER
-        embedding, table = names[0].name, "decoder/relpos_bias/rel_embedding"
-        query = "decoder/layers_0/self_attention/query/kernel"
-        up = f"decoder/layers_0/mlp/{'wi_0' if self._gated else 'wi'}/kernel"
-        for name in (table, query, up):
-            if name not in shapes:
-                raise UserError(f"{self.path} has no {name}: it is not whole, or no decoder_only of T5X")
-        self._check_matrices(embedding, table, query, up)
-        heads, buckets = shapes[table]
-        tied = "decoder/logits_dense/kernel" not in shapes
-        return {
-            "model_type": tables.T5X_DECODER_TYPE,
-            "architectures": ["T5XDecoder"],
-            "vocab_size": shapes[embedding][0],
-            "d_model": shapes[embedding][1],
-            "num_layers": len({name.split("/")[1] for name in shapes if name.startswith("decoder/layers_")}),
-            "num_heads": heads,
-            "d_kv": shapes[query][1] // heads,
-            "d_ff": shapes[up][1],
-            "relative_attention_num_buckets": buckets,
-            "relative_attention_max_distance": 128,
-            "layer_norm_epsilon": 1e-6,
-            "feed_forward_proj": "gated-gelu" if self._gated else "relu",
-            "tie_word_embeddings": tied,
-            "pad_token_id": 0,
-            "eos_token_id": 1,
-        }
-
-    def _check_matrices(self, *names: str) -> None:
-        shapes = self.shapes()
-        for name in names:
-            if len(shapes[name]) != 2 or 0 in shapes[name]:
-                raise UserError(f"{self.path}: {name} has the shape {list(shapes[name])}, must have two dimensions")
-
-    def _gin(self) -> str | None:
-        """The path of T5X's configuration, in the folder of the checkpoint or of the run."""
-        folder = self._folder
-        levels = [folder, os.path.dirname(folder), os.path.dirname(os.path.dirname(folder))]
-        for level in levels if os.path.basename(folder) == "state" else levels[:2]:
-            path = os.path.join(level, "config.gin")
-            if os.path.exists(path):
-                return limits.own_file(level, "config.gin")
-        return None
-
-    def _vocabulary(self, gin: str | None, text: str | None) -> dict[str, bytes]:
-        folder = self._folder
-        named = None if text is None else t5x_names.vocabulary_of(text)
-        beside = [os.path.join(folder, *up, name) for up in ((), (os.pardir,)) for name in _VOCABULARIES]
-        for path in filter(None, [self._own(gin, named), *beside]):
-            if os.path.isfile(path):
-                return {"spiece.model": limits.read(limits.own_file(*os.path.split(path)))}
-        return {}
-
-    def _own(self, gin: str | None, named: str | None) -> str | None:
-        """The path of a file that config.gin names, if it is in its folder: what a checkpoint says opens no other."""
-        if gin is None or named is None or not os.path.isfile(path := os.path.join(os.path.dirname(gin), named)):
-            return None
-        real, root = os.path.realpath(path), os.path.realpath(os.path.dirname(gin))
-        if os.path.commonpath([real, root]) == root:
-            return path
-        logging.getLogger(__name__).warning(
-            "%s names the vocabulary %s, which is not in its folder and is not read: copy it there, or name it with "
-            "--gin.SentencePieceVocabulary.path=PATH",
-            gin,
-            limits.shortened(named, 200),
-        )
-        return None
-
-
-_SELF = "encoder.block.0.layer.0.SelfAttention."
 
 
 def _pattern(stored: str) -> tuple[str, int | None]:
