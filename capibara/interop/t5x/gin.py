@@ -70,11 +70,11 @@ _ELSEWHERE = {
     ("Evaluator", "use_memory_cache"): "capibara evaluate", ("JSONLogger", "write_n_results"): "capibara evaluate",
 }  # fmt: skip
 _MODELS = ("EncoderDecoderModel", "DecoderOnlyModel", "PrefixLanguageModel")
-for _model in _MODELS:
+for _owner in _MODELS:
     for _name, _where in (("module", "Trainer.model"), ("optimizer_def", "Trainer.optimizer")):
-        _ELSEWHERE[_model, _name] = _where
+        _ELSEWHERE[_owner, _name] = _where
     for _name in ("input_vocabulary", "output_vocabulary", "vocabulary"):
-        _ELSEWHERE[_model, _name] = "the task's own vocabulary"
+        _ELSEWHERE[_owner, _name] = "the task's own vocabulary"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +104,7 @@ def translate(path: str, folders: Sequence[str] = ()) -> Translated:
     """
     reading = _Reading([os.path.dirname(os.path.abspath(path)), *map(os.path.abspath, folders)])
     reading.file(path, ())
-    return _Writing(reading).done()
+    return _translated(_Bindings(reading))
 
 
 class _Reading:
@@ -156,47 +156,24 @@ class _Reading:
         )
 
 
-class _Writing:
-    """Takes bindings out of a `_Reading` and writes ours."""
+class _Bindings:
+    """The bindings of a `_Reading` that are not translated yet, and the lines of ours that are.
+
+    Attributes:
+      left: (scope, owner's last name, parameter) -> value.
+      lines: of our file.
+      kept: macros of T5X's that ours has, too.
+      notes: on bindings that are not written.
+      modules: that T5X's file imports.
+    """
 
     def __init__(self, reading: _Reading):
-        self._left, self._macros = dict(reading.bound), reading.macros
-        self._lines: list[str] = []
-        self._notes: list[str] = []
-        self._modules = reading.modules
-        self._targets: int | None = None  # tokens of a text
-        self._kept: dict[str, str] = {}  # macros of T5X's that ours has, too
+        self.left, self._macros, self.modules = dict(reading.bound), reading.macros, reading.modules
+        self.lines: list[str] = []
+        self.notes: list[str] = []
+        self.kept: dict[str, str] = {}
 
-    def done(self) -> Translated:
-        decoder = any(owner in ("DecoderOnlyModel", "TransformerConfig") for _, owner, _ in self._left)
-        head = ["# Made by capibara convert-config of a T5X Gin file; each line says what it was."]
-        if others := sorted({owner for _, owner, _ in self._left} & _OTHER_RUNS):
-            raise UserError(
-                f"it configures {others[0]} of T5X, and only training and models are translated: take its run file"
-            )
-        if any(owner == "train" for _, owner, _ in self._left):
-            self._data(decoder)
-            self._run()
-        self._model(decoder)
-        self._objective(decoder)
-        self._optimizer()
-        self._decoding(decoder)
-        for (scope, owner, name), value in list(self._left.items()):
-            where = "capibara evaluate" if scope == "infer_eval" else _ELSEWHERE.get((owner, name))
-            if where is None and self._has_its_default(owner, name, value):
-                where = "it is None"
-            if where is not None:
-                del self._left[scope, owner, name]
-                self._notes.append(f"{_shown(scope, owner, name)} is not written: {where}")
-        left = tuple(_shown(*key) for key in self._left)
-        rest = [f"# {name} has no place in capibara" for name in left]
-        macros = [f"{name} = {value}" for name, value in self._kept.items()]
-        return Translated("\n".join([*head, "", *macros, *self._lines, *rest]) + "\n", tuple(self._notes), left)
-
-    def _has_its_default(self, owner: str, name: str, value: Any) -> bool:
-        return (owner, name) in (("train", "relative_steps"), ("train", "eval_steps")) and self._value(value) is None
-
-    def _value(self, value: Any) -> Any:
+    def value(self, value: Any) -> Any:
         """With macros followed."""
         seen: set[str] = set()
         while isinstance(value, Text) and str(value).startswith("%"):
@@ -210,201 +187,240 @@ class _Writing:
             value = self._macros[str(value)[1:]]
         return value
 
-    def _taken(self, owner: str, name: str, default: Any = None, scope: str = "") -> Any:
-        return self._value(self._left.pop((scope, owner, name), default))
+    def taken(self, owner: str, name: str, default: Any = None, scope: str = "") -> Any:
+        return self.value(self.left.pop((scope, owner, name), default))
 
-    def _has(self, owner: str, name: str, scope: str = "") -> bool:
-        return (scope, owner, name) in self._left
+    def has(self, owner: str, name: str, scope: str = "") -> bool:
+        return (scope, owner, name) in self.left
 
-    def _put(self, ours: str, value: Any, theirs: str) -> None:
+    def put(self, ours: str, value: Any, theirs: str) -> None:
         value = str(value) if isinstance(value, Text) else repr(value)
         if value.startswith("@"):
             raise UserError(f"{theirs} = {value} is no plain value: capibara has it as {ours}, give it there")
-        self._lines.append(f"{ours} = {value}  # {theirs}")
+        self.lines.append(f"{ours} = {value}  # {theirs}")
 
-    def _moved(self, owner: str, name: str, ours: str, scope: str = "", default: Any = None) -> Any:
+    def moved(self, owner: str, name: str, ours: str, scope: str = "", default: Any = None) -> Any:
         """Writes a binding under our name, its macro too; returns its value."""
-        raw = self._left.get((scope, owner, name), default)
-        value = self._taken(owner, name, default, scope)
+        raw = self.left.get((scope, owner, name), default)
+        value = self.taken(owner, name, default, scope)
         macro = str(raw)[1:] if isinstance(raw, Text) and str(raw)[1:] in _MACROS else None
         if macro is None:
-            self._put(ours, value, _shown(scope, owner, name))
+            self.put(ours, value, _shown(scope, owner, name))
         else:
-            self._kept[macro] = str(value) if isinstance(value, Text) else repr(value)
-            self._lines.append(f"{ours} = %{macro}  # {_shown(scope, owner, name)}")
+            self.kept[macro] = str(value) if isinstance(value, Text) else repr(value)
+            self.lines.append(f"{ours} = %{macro}  # {_shown(scope, owner, name)}")
         return value
 
-    def _each(self, owner: str, names: Mapping[str, str], scope: str = "") -> None:
+    def each(self, owner: str, names: Mapping[str, str], scope: str = "") -> None:
         for theirs, ours in names.items():
-            if self._has(owner, theirs, scope):
-                self._moved(owner, theirs, ours, scope)
+            if self.has(owner, theirs, scope):
+                self.moved(owner, theirs, ours, scope)
 
-    def _run(self) -> None:
-        self._lines += ["", "Trainer.plan = @Plan()", "Trainer.evaluation = @Evaluation()"]
-        self._lines.append("Trainer.checkpointing = @Checkpointing()")
-        names = {"model_dir": "Trainer.model_dir", "total_steps": "Trainer.steps", "eval_period": "Evaluation.every"}
-        names |= {"eval_steps": "Evaluation.max_batches"}
-        self._each("train", names)
-        self._task_metrics()
-        if (seed := self._taken("train", "random_seed")) is not None:
-            self._put("Trainer.seed", seed, "train.random_seed")
-        if (parts := self._taken("PjitPartitioner", "num_partitions", 1)) != 1:
-            self._put("Plan.tensor", parts, "PjitPartitioner.num_partitions")
-        if (batches := self._taken("Trainer", "num_microbatches")) is not None:
-            self._put("Plan.accumulation", batches, "Trainer.num_microbatches")
-        self._each("SaveCheckpointConfig", {"period": "Checkpointing.every"})
-        kept = self._taken("SaveCheckpointConfig", "keep")
-        self._put("Checkpointing.keep", 1_000_000 if kept is None else kept, "SaveCheckpointConfig.keep")
-        path = self._taken("RestoreCheckpointConfig", "path", [])
-        if path not in ([], (), None, ""):
-            path = path[0] if isinstance(path, (list, tuple)) and len(path) == 1 else path
-            self._put("Trainer.init_from", path, "RestoreCheckpointConfig.path")
-            self._put("Trainer.init_with", "state", "it restores the optimizer's state and the step too")
 
-    def _task_metrics(self) -> None:
-        """The metrics of generated texts during training."""
-        if self._value(self._left.get(("", "train", "infer_eval_dataset_cfg"))) is None:
-            return
-        self._taken("train", "infer_eval_dataset_cfg")
-        self._put("Evaluation.task_metrics", True, "train.infer_eval_dataset_cfg")
-        if isinstance(split := self._taken("DatasetConfig", "split", None, "infer_eval"), str) and split != _UNSET:
-            self._put("SeqioEvaluation.split", split, "infer_eval/DatasetConfig.split")
-        if (count := self._taken("Evaluator", "num_examples")) is not None:
-            self._put("SeqioEvaluation.num_examples", count, "seqio.Evaluator.num_examples")
-
-    def _data(self, decoder: bool) -> None:
-        self._lines += ["Trainer.dataset = @Dataset()"]
-        kind = "encoder_decoder"
-        if decoder:
-            kind = "prefix" if self._bidirectional() is True else "causal"
-        self._put("Dataset.kind", kind, "the model")
-        lengths = self._taken("DatasetConfig", "task_feature_lengths", Text(_UNSET), "train")
-        if isinstance(lengths, Mapping) and {"targets"} <= lengths.keys() <= {"inputs", "targets"}:
-            self._targets = lengths["targets"]
-            total = sum(lengths.values()) if decoder else lengths["targets"]
-            self._put("Dataset.length", total, f"TASK_FEATURE_LENGTHS = {dict(lengths)}")
-            if decoder and "inputs" in lengths:
-                self._put("Dataset.inputs_length", lengths["inputs"], "TASK_FEATURE_LENGTHS")
-            if not decoder:
-                self._put("Dataset.encoder_length", lengths.get("inputs"), "TASK_FEATURE_LENGTHS")
-        elif str(lengths) == _UNSET:
-            names = ["Dataset.length"] if decoder else ["Dataset.length", "Dataset.encoder_length"]
-            for name in names:
-                self._put(name, Text(_UNSET), "TASK_FEATURE_LENGTHS has no value")
-        else:
-            raise UserError(
-                f"TASK_FEATURE_LENGTHS is {limits.shortened(lengths)}, must be {{'inputs': N, 'targets': N}}"
-            )
-        ours_of = {"mixture_or_task_name": "Dataset.mixture_or_task_name", "batch_size": "Plan.batch_size"}
-        ours_of |= {"shuffle": "Dataset.shuffle", "use_cached": "Dataset.use_cached"}
-        self._each("DatasetConfig", ours_of, "train")
-        for name, ours in (("module", "Dataset.task_module"), ("seed", "Dataset.seed")):
-            if self._value(self._left.get(("train", "DatasetConfig", name))) is not None:
-                self._moved("DatasetConfig", name, ours, "train")
-            else:
-                self._taken("DatasetConfig", name, scope="train")
-        pack = self._taken("DatasetConfig", "pack", True, "train")
-        self._put("Dataset.packing", "best_fit" if pack else "none", "train/DatasetConfig.pack")
-        self._check_split("train", "train")
-        self._check_split("train_eval", "validation")
-        self._each("DatasetConfig", {"batch_size": "Evaluation.batch_size"}, "train_eval")
-        for name in ("mixture_or_task_name", "task_feature_lengths", "shuffle", "seed", "use_cached", "pack", "module"):
-            if self._has("DatasetConfig", name, "train_eval"):
-                self._taken("DatasetConfig", name, scope="train_eval")
-                self._notes.append(f"train_eval/DatasetConfig.{name} is not written: evaluation reads as training does")
-
-    def _bidirectional(self) -> Any:
-        return self._taken("DecoderOnlyModel", "inputs_bidirectional_attention", False)
-
-    def _check_split(self, scope: str, split: str) -> None:
-        if (given := self._taken("DatasetConfig", "split", split, scope)) not in (split, Text(_UNSET)):
-            raise UserError(f"{scope}/DatasetConfig.split is {given!r}, must be {split!r}: name it so in the task")
-
-    def _model(self, decoder: bool) -> None:
-        ours, owner = ("DecoderConfig", "TransformerConfig") if decoder else ("EncoderDecoderConfig", "T5Config")
-        self._lines += ["", f"Trainer.model = @{ours}()"]
-        network = next((name for name in _NETWORKS if f"t5x.examples.{name}" in " ".join(self._modules)), "t5")
-        layers = {"num_layers": 6} if decoder else {"num_encoder_layers": 6, "num_decoder_layers": 6}
-        defaults = _NETWORK_DEFAULTS | layers | {"vocab_size": Text(_UNSET)}
-        values = {}
-        for name, default in defaults.items():
-            if name in _SIZES:
-                values[name] = self._moved(owner, name, f"{ours}.{_SIZES[name]}", default=default)
-            else:
-                values[name] = self._taken(owner, name, default)
-        given = values["mlp_activations"]
-        activations = tuple(given) if isinstance(given, (list, tuple)) else (given,)
-        if not all(isinstance(name, str) for name in activations) or activations not in _ACTIVATIONS:
-            raise UserError(
-                f"{owner}.mlp_activations is {limits.shortened(given)}, must be one of {', '.join(map(str, _ACTIVATIONS))}"
-            )
-        self._put(f"{ours}.activation", _ACTIVATIONS[activations], f"{owner}.mlp_activations")
-        tied = values["logits_via_embedding"] is True
-        self._put(f"{ours}.head", "tied" if tied else "separate", f"{owner}.logits_via_embedding")
-        if decoder:
-            self._put(f"{ours}.positions", "relative", "the network")
-            self._put(f"{ours}.attention_scale", 1.0, "the network")
-            if tied:
-                self._put(f"{ours}.logit_scale", float(values["emb_dim"]) ** -0.5, "the network")
-            if any("Dataset.kind = 'prefix'" in line for line in self._lines):
-                self._put(
-                    f"{ours}.inputs_attention", "bidirectional", "DecoderOnlyModel.inputs_bidirectional_attention"
-                )
-        elif _NETWORKS[network] != "shared":
-            self._put(f"{ours}.relative_tables", _NETWORKS[network], f"t5x.examples.{network}")
-        if self._has(owner, "scan_layers"):
-            loop = "scan" if self._taken(owner, "scan_layers") else "unroll"
-            self._put(f"{ours}.layer_loop", loop, f"{owner}.scan_layers")
-        policy = self._taken(owner, "remat_policy", "none")
-        if policy not in (None, "none"):
-            self._put("Plan.remat", {"minimal": "minimal", "full": "full"}.get(policy, policy), f"{owner}.remat_policy")
-
-    def _objective(self, decoder: bool) -> None:
-        for owner in _MODELS:
-            self._each(owner, {"z_loss": "Trainer.z_loss", "label_smoothing": "Trainer.label_smoothing"})
-            if not self._has(owner, "loss_normalizing_factor"):
-                continue
-            factor = self._taken(owner, "loss_normalizing_factor")
-            name = str(factor).rpartition(".")[2] if isinstance(factor, (str, Text)) else factor
-            known = _NORMALIZATIONS.get(name, name) if name is None or isinstance(name, str) else float(name)
-            if isinstance(known, str) and known not in _NORMALIZATIONS.values():
-                raise UserError(f"{owner}.loss_normalizing_factor is {known!r}, must be a number or one of T5X's three")
-            self._put("Trainer.loss_normalization", known, f"{owner}.loss_normalizing_factor")
-        if not any(line.startswith("Trainer.loss_normalization") for line in self._lines):
-            self._put("Trainer.loss_normalization", "sum", "T5X's own")
-
-    def _decoding(self, decoder: bool) -> None:
-        keys = [key for key in self._left if key[1] in t5x_decoding.OWNERS]
-        keys += [key for key in self._left if key[1] in _MODELS and key[2] in t5x_decoding.OF_MODELS]
-        given = {key[2] if key[1] in _MODELS else f"{key[1]}.{key[2]}": key for key in keys}
-        found = t5x_decoding.translated(
-            decoder, {n: self._value(self._left[k]) for n, k in given.items()}, self._targets
+def _translated(run: _Bindings) -> Translated:
+    decoder = any(owner in ("DecoderOnlyModel", "TransformerConfig") for _, owner, _ in run.left)
+    head = ["# Made by capibara convert-config of a T5X Gin file; each line says what it was."]
+    if others := sorted({owner for _, owner, _ in run.left} & _OTHER_RUNS):
+        raise UserError(
+            f"it configures {others[0]} of T5X, and only training and models are translated: take its run file"
         )
-        if not given:
-            return
-        self._lines.append("")
-        for ours, value, theirs in found.lines:
-            self._lines.append(f"{ours} = {value}  # {theirs}")
-        for name in given.keys() - set(found.left):
-            del self._left[given[name]]
-        self._notes += found.unused
-        self._notes.append("capibara evaluate decodes so with '--gin.SeqioEvaluation.sampling=@Sampling()'")
+    targets = None
+    if any(owner == "train" for _, owner, _ in run.left):
+        targets = _data(run, decoder)
+        _training(run)
+    _model(run, decoder)
+    _objective(run, decoder)
+    _optimizer(run)
+    _decoding(run, decoder, targets)
+    for (scope, owner, name), value in list(run.left.items()):
+        where = "capibara evaluate" if scope == "infer_eval" else _ELSEWHERE.get((owner, name))
+        if where is None and _has_its_default(run, owner, name, value):
+            where = "it is None"
+        if where is not None:
+            del run.left[scope, owner, name]
+            run.notes.append(f"{_shown(scope, owner, name)} is not written: {where}")
+    left = tuple(_shown(*key) for key in run.left)
+    rest = [f"# {name} has no place in capibara" for name in left]
+    macros = [f"{name} = {value}" for name, value in run.kept.items()]
+    return Translated("\n".join([*head, "", *macros, *run.lines, *rest]) + "\n", tuple(run.notes), left)
 
-    def _optimizer(self) -> None:
-        self._lines += ["", "Trainer.optimizer = @Optimizer()", "Optimizer.adafactor = @Adafactor()"]
-        other = [owner for _, owner, _ in self._left if owner in ("AdamW", "adamw", "adam", "sgd", "lamb", "chain")]
-        if other:
-            raise UserError(f"the optimizer {other[0]} is not translated, only Adafactor is: bind Optimizer by hand")
-        self._put("Optimizer.name", "adafactor", "OPTIMIZER")
-        self._put("Optimizer.weight_decay", 0.0, "T5X's own")
-        if not self._has("Adafactor", "global_norm_clip_threshold"):
-            self._put("Optimizer.clip_norm", None, "T5X's own")
-        self._each("Adafactor", _OPTIMIZER)
-        self._each("Adafactor", {name: f"Adafactor.{name}" for name in _ADAFACTOR})
-        if any("t5x.examples.scalable_t5" in module for module in self._modules):
-            self._put("Adafactor.factoring", "stacked", "t5x.examples.scalable_t5")
-        self._lines.append("Optimizer.schedule = @FactorSchedule()")
-        self._each("create_learning_rate_scheduler", {name: f"FactorSchedule.{name}" for name in _SCHEDULE})
+
+def _has_its_default(run: _Bindings, owner: str, name: str, value: Any) -> bool:
+    return (owner, name) in (("train", "relative_steps"), ("train", "eval_steps")) and run.value(value) is None
+
+
+def _training(run: _Bindings) -> None:
+    run.lines += ["", "Trainer.plan = @Plan()", "Trainer.evaluation = @Evaluation()"]
+    run.lines.append("Trainer.checkpointing = @Checkpointing()")
+    names = {"model_dir": "Trainer.model_dir", "total_steps": "Trainer.steps", "eval_period": "Evaluation.every"}
+    names |= {"eval_steps": "Evaluation.max_batches"}
+    run.each("train", names)
+    _task_metrics(run)
+    if (seed := run.taken("train", "random_seed")) is not None:
+        run.put("Trainer.seed", seed, "train.random_seed")
+    if (parts := run.taken("PjitPartitioner", "num_partitions", 1)) != 1:
+        run.put("Plan.tensor", parts, "PjitPartitioner.num_partitions")
+    if (batches := run.taken("Trainer", "num_microbatches")) is not None:
+        run.put("Plan.accumulation", batches, "Trainer.num_microbatches")
+    run.each("SaveCheckpointConfig", {"period": "Checkpointing.every"})
+    kept = run.taken("SaveCheckpointConfig", "keep")
+    run.put("Checkpointing.keep", 1_000_000 if kept is None else kept, "SaveCheckpointConfig.keep")
+    path = run.taken("RestoreCheckpointConfig", "path", [])
+    if path not in ([], (), None, ""):
+        path = path[0] if isinstance(path, (list, tuple)) and len(path) == 1 else path
+        run.put("Trainer.init_from", path, "RestoreCheckpointConfig.path")
+        run.put("Trainer.init_with", "state", "it restores the optimizer's state and the step too")
+
+
+def _task_metrics(run: _Bindings) -> None:
+    """The metrics of generated texts during training."""
+    if run.value(run.left.get(("", "train", "infer_eval_dataset_cfg"))) is None:
+        return
+    run.taken("train", "infer_eval_dataset_cfg")
+    run.put("Evaluation.task_metrics", True, "train.infer_eval_dataset_cfg")
+    if isinstance(split := run.taken("DatasetConfig", "split", None, "infer_eval"), str) and split != _UNSET:
+        run.put("SeqioEvaluation.split", split, "infer_eval/DatasetConfig.split")
+    if (count := run.taken("Evaluator", "num_examples")) is not None:
+        run.put("SeqioEvaluation.num_examples", count, "seqio.Evaluator.num_examples")
+
+
+def _data(run: _Bindings, decoder: bool) -> int | None:
+    """Of the data; the tokens of a text, as far as they are said."""
+    targets = None
+    run.lines += ["Trainer.dataset = @Dataset()"]
+    kind = "encoder_decoder"
+    if decoder:
+        kind = "prefix" if _bidirectional(run) is True else "causal"
+    run.put("Dataset.kind", kind, "the model")
+    lengths = run.taken("DatasetConfig", "task_feature_lengths", Text(_UNSET), "train")
+    if isinstance(lengths, Mapping) and {"targets"} <= lengths.keys() <= {"inputs", "targets"}:
+        targets = lengths["targets"]
+        total = sum(lengths.values()) if decoder else lengths["targets"]
+        run.put("Dataset.length", total, f"TASK_FEATURE_LENGTHS = {dict(lengths)}")
+        if decoder and "inputs" in lengths:
+            run.put("Dataset.inputs_length", lengths["inputs"], "TASK_FEATURE_LENGTHS")
+        if not decoder:
+            run.put("Dataset.encoder_length", lengths.get("inputs"), "TASK_FEATURE_LENGTHS")
+    elif str(lengths) == _UNSET:
+        names = ["Dataset.length"] if decoder else ["Dataset.length", "Dataset.encoder_length"]
+        for name in names:
+            run.put(name, Text(_UNSET), "TASK_FEATURE_LENGTHS has no value")
+    else:
+        raise UserError(f"TASK_FEATURE_LENGTHS is {limits.shortened(lengths)}, must be {{'inputs': N, 'targets': N}}")
+    ours_of = {"mixture_or_task_name": "Dataset.mixture_or_task_name", "batch_size": "Plan.batch_size"}
+    ours_of |= {"shuffle": "Dataset.shuffle", "use_cached": "Dataset.use_cached"}
+    run.each("DatasetConfig", ours_of, "train")
+    for name, ours in (("module", "Dataset.task_module"), ("seed", "Dataset.seed")):
+        if run.value(run.left.get(("train", "DatasetConfig", name))) is not None:
+            run.moved("DatasetConfig", name, ours, "train")
+        else:
+            run.taken("DatasetConfig", name, scope="train")
+    pack = run.taken("DatasetConfig", "pack", True, "train")
+    run.put("Dataset.packing", "best_fit" if pack else "none", "train/DatasetConfig.pack")
+    _check_split(run, "train", "train")
+    _check_split(run, "train_eval", "validation")
+    run.each("DatasetConfig", {"batch_size": "Evaluation.batch_size"}, "train_eval")
+    for name in ("mixture_or_task_name", "task_feature_lengths", "shuffle", "seed", "use_cached", "pack", "module"):
+        if run.has("DatasetConfig", name, "train_eval"):
+            run.taken("DatasetConfig", name, scope="train_eval")
+            run.notes.append(f"train_eval/DatasetConfig.{name} is not written: evaluation reads as training does")
+    return targets
+
+
+def _bidirectional(run: _Bindings) -> Any:
+    return run.taken("DecoderOnlyModel", "inputs_bidirectional_attention", False)
+
+
+def _check_split(run: _Bindings, scope: str, split: str) -> None:
+    if (given := run.taken("DatasetConfig", "split", split, scope)) not in (split, Text(_UNSET)):
+        raise UserError(f"{scope}/DatasetConfig.split is {given!r}, must be {split!r}: name it so in the task")
+
+
+def _model(run: _Bindings, decoder: bool) -> None:
+    ours, owner = ("DecoderConfig", "TransformerConfig") if decoder else ("EncoderDecoderConfig", "T5Config")
+    run.lines += ["", f"Trainer.model = @{ours}()"]
+    network = next((name for name in _NETWORKS if f"t5x.examples.{name}" in " ".join(run.modules)), "t5")
+    layers = {"num_layers": 6} if decoder else {"num_encoder_layers": 6, "num_decoder_layers": 6}
+    defaults = _NETWORK_DEFAULTS | layers | {"vocab_size": Text(_UNSET)}
+    values = {}
+    for name, default in defaults.items():
+        if name in _SIZES:
+            values[name] = run.moved(owner, name, f"{ours}.{_SIZES[name]}", default=default)
+        else:
+            values[name] = run.taken(owner, name, default)
+    given = values["mlp_activations"]
+    activations = tuple(given) if isinstance(given, (list, tuple)) else (given,)
+    if not all(isinstance(name, str) for name in activations) or activations not in _ACTIVATIONS:
+        raise UserError(
+            f"{owner}.mlp_activations is {limits.shortened(given)}, must be one of {', '.join(map(str, _ACTIVATIONS))}"
+        )
+    run.put(f"{ours}.activation", _ACTIVATIONS[activations], f"{owner}.mlp_activations")
+    tied = values["logits_via_embedding"] is True
+    run.put(f"{ours}.head", "tied" if tied else "separate", f"{owner}.logits_via_embedding")
+    if decoder:
+        run.put(f"{ours}.positions", "relative", "the network")
+        run.put(f"{ours}.attention_scale", 1.0, "the network")
+        if tied:
+            run.put(f"{ours}.logit_scale", float(values["emb_dim"]) ** -0.5, "the network")
+        if any("Dataset.kind = 'prefix'" in line for line in run.lines):
+            run.put(f"{ours}.inputs_attention", "bidirectional", "DecoderOnlyModel.inputs_bidirectional_attention")
+    elif _NETWORKS[network] != "shared":
+        run.put(f"{ours}.relative_tables", _NETWORKS[network], f"t5x.examples.{network}")
+    if run.has(owner, "scan_layers"):
+        loop = "scan" if run.taken(owner, "scan_layers") else "unroll"
+        run.put(f"{ours}.layer_loop", loop, f"{owner}.scan_layers")
+    policy = run.taken(owner, "remat_policy", "none")
+    if policy not in (None, "none"):
+        run.put("Plan.remat", {"minimal": "minimal", "full": "full"}.get(policy, policy), f"{owner}.remat_policy")
+
+
+def _objective(run: _Bindings, decoder: bool) -> None:
+    for owner in _MODELS:
+        run.each(owner, {"z_loss": "Trainer.z_loss", "label_smoothing": "Trainer.label_smoothing"})
+        if not run.has(owner, "loss_normalizing_factor"):
+            continue
+        factor = run.taken(owner, "loss_normalizing_factor")
+        name = str(factor).rpartition(".")[2] if isinstance(factor, (str, Text)) else factor
+        known = _NORMALIZATIONS.get(name, name) if name is None or isinstance(name, str) else float(name)
+        if isinstance(known, str) and known not in _NORMALIZATIONS.values():
+            raise UserError(f"{owner}.loss_normalizing_factor is {known!r}, must be a number or one of T5X's three")
+        run.put("Trainer.loss_normalization", known, f"{owner}.loss_normalizing_factor")
+    if not any(line.startswith("Trainer.loss_normalization") for line in run.lines):
+        run.put("Trainer.loss_normalization", "sum", "T5X's own")
+
+
+def _decoding(run: _Bindings, decoder: bool, targets: int | None) -> None:
+    """`targets`: tokens of a text, as far as they are said."""
+    keys = [key for key in run.left if key[1] in t5x_decoding.OWNERS]
+    keys += [key for key in run.left if key[1] in _MODELS and key[2] in t5x_decoding.OF_MODELS]
+    given = {key[2] if key[1] in _MODELS else f"{key[1]}.{key[2]}": key for key in keys}
+    found = t5x_decoding.translated(decoder, {n: run.value(run.left[k]) for n, k in given.items()}, targets)
+    if not given:
+        return
+    run.lines.append("")
+    for ours, value, theirs in found.lines:
+        run.lines.append(f"{ours} = {value}  # {theirs}")
+    for name in given.keys() - set(found.left):
+        del run.left[given[name]]
+    run.notes += found.unused
+    run.notes.append("capibara evaluate decodes so with '--gin.SeqioEvaluation.sampling=@Sampling()'")
+
+
+def _optimizer(run: _Bindings) -> None:
+    run.lines += ["", "Trainer.optimizer = @Optimizer()", "Optimizer.adafactor = @Adafactor()"]
+    other = [owner for _, owner, _ in run.left if owner in ("AdamW", "adamw", "adam", "sgd", "lamb", "chain")]
+    if other:
+        raise UserError(f"the optimizer {other[0]} is not translated, only Adafactor is: bind Optimizer by hand")
+    run.put("Optimizer.name", "adafactor", "OPTIMIZER")
+    run.put("Optimizer.weight_decay", 0.0, "T5X's own")
+    if not run.has("Adafactor", "global_norm_clip_threshold"):
+        run.put("Optimizer.clip_norm", None, "T5X's own")
+    run.each("Adafactor", _OPTIMIZER)
+    run.each("Adafactor", {name: f"Adafactor.{name}" for name in _ADAFACTOR})
+    if any("t5x.examples.scalable_t5" in module for module in run.modules):
+        run.put("Adafactor.factoring", "stacked", "t5x.examples.scalable_t5")
+    run.lines.append("Optimizer.schedule = @FactorSchedule()")
+    run.each("create_learning_rate_scheduler", {name: f"FactorSchedule.{name}" for name in _SCHEDULE})
 
 
 def _shown(scope: str, owner: str, name: str) -> str:
