@@ -5,19 +5,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from capibara import sharding
 from capibara.core import tree
 from capibara.core.types import Batch, Params
 from capibara.kernels.matmul import dispatch as matmul
-from capibara.kernels.matmul.cpu import OutputFirst
 from capibara.kernels.matmul.quantized import Quantization
-from capibara.models import flops
+from capibara.models import flops, serving_params
 from capibara.models.adapters import lora, lora_merge, trainable_tokens, unmerged
 from capibara.models.adapters.lora import Lora
 from capibara.models.adapters.unmerged import Adapter, Beside
@@ -210,60 +207,18 @@ class Model:
             hidden = jnp.take_along_axis(hidden, last_B11, axis=1)
         return self.logits_of(params, hidden)[:, 0], cache
 
-    def serving(
-        self, params: Params, convert: Callable[[Callable, jax.Array], Any] = lambda of_array, x: of_array(x)
-    ) -> Params:
-        """The parameters as generation reads them fastest: layers apart, matrices in the compute dtype.
-
-        A program that runs the layers one by one would copy each of a stack. On a CPU matrices have their outputs first
-        (`OutputFirst`). The results are those of the parameters themselves.
-
-        Args:
-          params: as training has them.
-          convert: calls the first argument with the second, of one array after the other.
-        """
-
-        def each(of_array: Callable, axes: Params, values: Params) -> Params:
-            one = lambda names, x: convert(functools.partial(of_array, names), x)  # noqa: E731
-            return jax.tree.map(one, axes, values, is_leaf=tree.is_axes)
-
-        stacks: list[Params] = []
-        axes, rest = (_with_layers(given, stacks.append) for given in (self.axes, params))
-        of_all = each(self._served_layers, *stacks)
-        layers = tuple(_of_layer(of_all, number) for number in range(self.config.num_layers))
-        served = each(self._served, axes, rest)
-        if "decoder" in params:
-            return served | {"decoder": served["decoder"] | {"layers": layers}}
-        return served | {"layers": layers}
-
-    def _served(self, axes: tuple[str, ...], x: jax.Array) -> jax.Array:
-        return sharding.constrain(self._computed(axes, x), axes)
-
-    def _served_layers(self, axes: tuple[str, ...], x: jax.Array) -> tuple[jax.Array | OutputFirst, ...]:
-        """Of an array of all layers that of each."""
-        turns = self.config.quantization is Quantization.NONE and matmul.wants_outputs_first()
-        layers = (sharding.constrain(one, axes[1:]) for one in self._computed(axes, x))
-        return tuple(_output_first(axes[1:], one) if turns else one for one in layers)
+    def serving(self, params: Params, convert: serving_params.Convert = lambda of_array, x: of_array(x)) -> Params:
+        """The parameters as generation reads them fastest, as `serving_params.served`."""
+        return serving_params.served(self.config, self.axes, params, convert)
 
     @property
     def serving_axes(self) -> Params:
         """The logical axes of what `serving` gives, where it turns nothing."""
-
-        def of_each(layers: Params) -> tuple[Params, ...]:
-            stacks: list[Params] = []
-            _with_layers(self.abstract_params, stacks.append)
-            of_all = jax.tree.map(lambda names, x: (names[1:],) * x.shape[0], layers, *stacks, is_leaf=tree.is_axes)
-            return tuple(_of_layer(of_all, number) for number in range(self.config.num_layers))
-
-        return _with_layers(self.axes, of_each)
+        return serving_params.served_axes(self.config, self.axes, self.abstract_params)
 
     def computed(self, params: Params) -> Params:
         """The parameters in the compute dtype, those that are cast to it wherever they are used."""
-        return jax.tree.map(self._computed, self.axes, params, is_leaf=tree.is_axes)
-
-    def _computed(self, axes: tuple[str, ...], x: jax.Array) -> jax.Array:
-        plain = self.config.quantization is Quantization.NONE
-        return x.astype(self.config.dtype.value) if plain and _is_cast(axes) else x
+        return serving_params.computed(self.config, self.axes, params)
 
     def capped(self, logits: jax.Array) -> jax.Array:
         """Logits after the model's soft cap."""
@@ -343,7 +298,7 @@ def build(config: TransformerConfig) -> Model:
 
     def read(params: Params, batch: Batch, cache: Cache, is_prefill: bool) -> tuple[jax.Array, Cache]:
         values = []
-        rest = _with_layers(params, lambda layers: values.extend(stack.unstacked(layers)))
+        rest = serving_params.with_layers(params, lambda layers: values.extend(stack.unstacked(layers)))
         return bind(rest).read(values, batch, cache, is_prefill)
 
     def empty_cache(*sizes) -> Cache:
@@ -387,35 +342,6 @@ def _adapted(module: nnx.Module, config: TransformerConfig, key: jax.Array) -> n
     if config.lora is not None:
         lora.attach(module, config.lora, nnx.Rngs(key))
     return module
-
-
-def _with_layers(params: Params, fn: Callable[[Params], Params | None]) -> Params:
-    """The parameters with `fn` of those of the decoder's layers; without them where it gives None."""
-    if "decoder" in params:
-        return params | {"decoder": _with_layers(params["decoder"], fn)}
-    rest = {name: value for name, value in params.items() if name != "layers"}
-    layers = fn(params["layers"])
-    return rest if layers is None else rest | {"layers": layers}
-
-
-def _of_layer(of_all: Params, number: int) -> Params:
-    """Of tuples with an entry for each layer that has the parameter, those of one layer."""
-    if isinstance(of_all, dict):
-        parts = {name: _of_layer(value, number) for name, value in of_all.items()}
-        return {name: part for name, part in parts.items() if part is not None}
-    return of_all[number] if number < len(of_all) else None
-
-
-def _output_first(axes: tuple[str, ...], x: jax.Array) -> jax.Array | OutputFirst:
-    """A matrix of a projection turned, all else as it is."""
-    if axes in (("embed", "heads", "head_dim"), ("embed", "kv_heads", "head_dim"), ("embed", "mlp")):
-        return OutputFirst.of(x, 1)
-    return OutputFirst.of(x, x.ndim - 1) if axes in (("heads", "head_dim", "embed"), ("mlp", "embed")) else x
-
-
-def _is_cast(axes: tuple[str, ...]) -> bool:
-    """Whether a parameter with these axes is cast to the compute dtype wherever it is used."""
-    return not {"norm", "router"} & set(axes) and axes[-1] != "heads"  # tables of relative positions, sinks
 
 
 @dataclasses.dataclass(frozen=True)
