@@ -1,5 +1,6 @@
 """No name that is not there, used before it is set, or never used; one layout: `make format` mends it."""
 
+import ast
 import pathlib
 import re
 import subprocess
@@ -59,3 +60,40 @@ def test_the_glossary_names_places_that_are_there():
     assert not gone, gone
     each = [name.strip() for term, _ in terms for name in term.split(",")]
     assert len(each) == len({*each}), "a term is there twice"
+
+
+# Lines of a class, a function and a file, and files of a folder, at most; and what is above that until it is divided.
+LIMITS = {"class": 200, "function": 60, "file": 700, "folder": 14}
+STILL_ABOVE = {
+    "class capibara/checkpoints/manager.py Checkpoints": 502,
+    "folder capibara/checkpoints": 16,
+    "folder capibara/training": 17,
+}
+
+
+def sizes_of(path: pathlib.Path) -> dict[str, int]:
+    """Of a file and all that it defines: the kind, where it is and its name -> its lines."""
+    text, where = path.read_text(encoding="utf-8"), path.relative_to(ROOT)
+    found = {f"file {where}": text.count("\n")}
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            kind = "class" if isinstance(node, ast.ClassDef) else "function"
+            name = f"{kind} {where} {node.name}"
+            found[name] = max(found.get(name, 0), node.end_lineno - node.lineno + 1)
+    return found
+
+
+def test_classes_functions_files_and_folders_are_short():
+    paths = sorted((ROOT / "capibara").rglob("*.py"))
+    sizes = {name: lines for path in paths for name, lines in sizes_of(path).items()}
+    for path in (path for folder in ("tests", "benchmarks", "examples") for path in (ROOT / folder).rglob("*.py")):
+        sizes[f"file {path.relative_to(ROOT)}"] = path.read_text(encoding="utf-8").count("\n")
+    for folder in {path.parent for path in paths}:
+        sizes[f"folder {folder.relative_to(ROOT)}"] = sum(path.parent == folder for path in paths)
+    assert {name.split()[0] for name in sizes} == LIMITS.keys()
+    above = [
+        f"{name}: {size}"
+        for name, size in sizes.items()
+        if size > max(LIMITS[name.split()[0]], STILL_ABOVE.get(name, 0))
+    ]
+    assert not above, f"divide by concepts what has more than {LIMITS}: {above}"
