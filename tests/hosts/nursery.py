@@ -44,6 +44,8 @@ class Nursery:
         with self._told:
             number = len(self._pids)
             names = [os.path.join(self._outputs.name, f"{number}.{stream}") for stream in ("out", "err")]
+            for name in names:  # the process may be slower to write than who started it is to read
+                pathlib.Path(name).touch()
             asked = {"verb": verb, "args": list(args), "cwd": os.fspath(cwd), "environment": environment}
             print(json.dumps({**asked, "names": names}), file=self._process.stdin, flush=True)
             assert self._told.wait_for(lambda: len(self._pids) > number, 120), "the nursery does not answer"
