@@ -66,11 +66,12 @@ class Ours:
         import jax
         import jax.numpy as jnp
 
-        from capibara.checkpoints.manager import Checkpointing, Checkpoints
+        from capibara.checkpoints.manager import Checkpointing, CheckpointReader, Checkpoints
         from capibara.training.state import TrainState, with_shardings
 
-        self._open = lambda **options: Checkpoints(str(folder), Checkpointing(keep=1000), **options)
-        self._folder, self._checkpoints = folder, self._open()
+        config = Checkpointing(keep=1000)
+        self._reader = lambda: CheckpointReader(str(folder), config)
+        self._folder, self._checkpoints = folder, Checkpoints(str(folder), config)
         self._state = TrainState(step=jnp.int32(0), params=arrays, opt_state=(), ema=None)
         self._target = with_shardings(self._state, jax.tree.map(lambda x: x.sharding, self._state))
 
@@ -91,8 +92,7 @@ class Ours:
     def load(self, step: int) -> object:
         import jax
 
-        reader = self._open(read_only=True)
-        return jax.block_until_ready(reader.restore(self._target)[1])
+        return jax.block_until_ready(self._reader().restore(self._target)[1])
 
 
 class Orbax:
@@ -186,16 +186,16 @@ class Flipped:
         import jax
         import jax.numpy as jnp
 
-        from capibara.checkpoints.manager import Checkpointing, Checkpoints
+        from capibara.checkpoints.manager import Checkpointing, CheckpointReader, Checkpoints
         from capibara.training.state import TrainState, with_shardings
 
-        self._open = lambda **more: Checkpoints(str(root), Checkpointing(**options), **more)
+        self._reader = lambda: CheckpointReader(str(root), Checkpointing(**options))
         arrays = {f"layer_{i}": jax.random.normal(jax.random.key(i), (64, 64)) for i in range(ARRAYS)}
         moments = jax.tree.map(lambda x: (x * 0.1).astype(jnp.bfloat16), arrays)
         self._state = TrainState(jnp.int32(1), arrays, (moments,), None)
         self._target = with_shardings(self._state, jax.tree.map(lambda x: x.sharding, self._state))
         self._about = 1, {"rows": [[1, 2]]}, {"early_stopping": {"best": 0.5}}
-        with self._open() as checkpoints:
+        with Checkpoints(str(root), Checkpointing(**options)) as checkpoints:
             checkpoints.save(self._about[0], self._state, *self._about[1:])
         self._step = root / "checkpoints" / "1"
         self._files = sorted(path for path in self._step.rglob("*") if path.is_file())
@@ -237,7 +237,7 @@ class Flipped:
         from capibara.core.types import UserError
 
         try:
-            found, state = self._open(read_only=True).restore(self._target)
+            found, state = self._reader().restore(self._target)
         except UserError:
             return None
         if (found.step, found.data, found.progress) != self._about:

@@ -7,10 +7,9 @@ import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from capibara.checkpoints import manifest, run_manifest, step_folders
+from capibara.checkpoints import manifest, retention, run_manifest, step_folders
 from capibara.checkpoints.lease import Lease
 from capibara.checkpoints.manifest import Corrupted, Manifest
-from capibara.checkpoints.retention import expendable
 from capibara.core.types import UserError
 from capibara.storage.full_disk import not_writable_explained
 
@@ -151,10 +150,10 @@ class Inspection:
         Raises:
           UserError: a run is writing there, or no step that would stay is what was saved.
         """
-        drop = expendable(self._steps, keep=keep, keep_every=keep_every)
+        drop = retention.expendable(self._steps, keep=keep, keep_every=keep_every)
         stay = [step for step in self._steps if step not in drop]
         with not_writable_explained(self._folder), self._held(dry_run):
-            gone = step_folders.prunable(self._folder, stay, drop) if drop else []
+            gone = retention.prunable(self._folder, stay, drop) if drop else []
             if gone is None:
                 raise UserError(
                     f"none of the steps that would stay ({', '.join(map(str, stay))}) is what was saved: nothing is removed; "

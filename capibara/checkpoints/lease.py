@@ -21,6 +21,7 @@ from typing import Any
 from etils import epath
 
 from capibara.core import processes
+from capibara.core.multihost import hosts
 from capibara.core.types import UserError
 from capibara.storage import durable, versions
 
@@ -31,6 +32,7 @@ _LOOK_S = 1.0
 _LOCK_S = 10.0  # for the lock of the folder, which nobody holds for longer than it takes to write the file
 _LOCK_LOOK_S = 0.05
 _JOIN_S = 5.0  # more than that for the thread that renews it
+_SEEN_S = 20.0  # in which what process 0 writes must be seen everywhere: network disks remember for some seconds
 _MOST_BYTES = 1 << 16  # of a record, which has some hundred
 
 
@@ -211,7 +213,22 @@ def _lock_explained(folder: epath.Path) -> Iterator[None]:
         ) from None
 
 
-def is_seen(folder: epath.Path, nonce: str, within_s: float) -> bool:
+def check_shared(folder: epath.Path, lease: Lease | None) -> None:
+    """Raises UserError where this process does not see what process 0 has written; every process calls it.
+
+    Args:
+      folder: of the lease.
+      lease: of process 0; None in the others.
+    """
+    nonce = hosts.gathered(None if lease is None else lease.nonce)[0]
+    if lease is None and not _is_seen(folder, nonce, _SEEN_S):
+        raise UserError(
+            f"{folder} on {socket.gethostname()} is not the folder that process 0 writes to: name a MODEL_DIR that "
+            "all hosts share, in a bucket (gs://...) or on a network disk"
+        )
+
+
+def _is_seen(folder: epath.Path, nonce: str, within_s: float) -> bool:
     """Whether this process sees, within so many seconds, that the lease with this nonce is held."""
     until_s = time.monotonic() + within_s
     while (_read(folder / NAME)[0] or {}).get("nonce") != nonce:

@@ -12,6 +12,8 @@ import errno
 import functools
 import itertools
 import json
+import platform
+import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -19,7 +21,8 @@ from typing import Any, TypeVar
 import numpy as np
 from etils import epath
 
-from capibara.core import limits
+import capibara
+from capibara.core import extras, limits
 from capibara.core.types import UserError
 from capibara.storage import durable
 
@@ -29,6 +32,9 @@ _FORMAT = 2
 _MOST_FILES, _MOST_BYTES, _MOST_VALUES = 400_000, 128 << 20, 8_000_000  # 300 bytes and 20 values a file
 _SHOWN = 3  # corrupted files that a message names
 _TRIES, _PAUSE_S = 3, 0.5  # of a read that the disk refuses
+
+_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "libtpu")  # whose versions a manifest has
+_GIT_S = 5.0
 
 T = TypeVar("T")
 
@@ -320,3 +326,38 @@ def _check_types(manifest: Manifest) -> None:
 def one_line(error: BaseException) -> str:
     """What an error says, short."""
     return (str(error).strip() or type(error).__name__).split("\n")[0][:160]
+
+
+def provenance(config: str) -> dict[str, Any]:
+    """What the manifests of a run's checkpoints say of where they come from, as JSON values.
+
+    Args:
+      config: the operative Gin configuration.
+    """
+    import jax
+
+    return {
+        "capibara": capibara.__version__,
+        "python": platform.python_version(),
+        "packages": {name: version for name in _PACKAGES if (version := extras.version(name))},
+        "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
+        "processes": jax.process_count(),
+        "commit": commit(),
+        "config": config,
+    }
+
+
+def commit() -> str | None:
+    """The git commit of the folder that the program runs in, "+" behind it where files differ; None: it is in none."""
+    found = _git("rev-parse", "HEAD")
+    if not found:
+        return None
+    return found + ("+" if _git("status", "--porcelain", "--untracked-files=no") else "")
+
+
+def _git(*command: str) -> str | None:
+    try:
+        done = subprocess.run(["git", *command], capture_output=True, text=True, timeout=_GIT_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

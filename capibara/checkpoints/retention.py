@@ -1,8 +1,18 @@
-"""Which checkpoints are kept."""
+"""Which steps are kept, and the removal of the others: only where a step that is kept is what was saved."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import contextlib
+import functools
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+
+from etils import epath
+
+from capibara.checkpoints import manifest, step_folders
+from capibara.checkpoints.manifest import Corrupted
+from capibara.checkpoints.policy import Checkpointing
+from capibara.storage import durable
 
 
 def expendable(
@@ -31,3 +41,74 @@ def expendable(
     scored = [step for step in steps if scores and step in scores]
     kept |= set(sorted(scored, key=lambda step: (scores[step], -step))[:keep_best])
     return [step for step in steps if step not in kept]
+
+
+def bases(folder: epath.Path, steps: Iterable[int]) -> set[int]:
+    """The older steps of a folder that hold files of these."""
+    found: set[int] = set()
+    for step in steps:
+        with contextlib.suppress(Corrupted):
+            found |= {file.step for file in manifest.read(folder / str(step)).files if file.step is not None}
+    return found
+
+
+def prunable(
+    folder: epath.Path, kept: Sequence[int], dropped: Sequence[int], written: int | None = None
+) -> list[int] | None:
+    """Which of the steps that are dropped may go, in that order; None: none, as none of those that are kept is whole.
+
+    Args:
+      folder: of the steps.
+      kept, dropped: steps.
+      written: the one that this process has just written: what a bucket has taken of it is not fetched again.
+    """
+    sent = written if durable.is_remote(folder) else None
+    if not any(
+        _is_sent(folder / str(s)) if s == sent else step_folders.is_whole(folder / str(s))
+        for s in sorted(kept, reverse=True)
+    ):
+        return None
+    return sorted(set(dropped) - bases(folder, kept), reverse=True)
+
+
+def _is_sent(folder: epath.Path) -> bool:
+    return all(durable.each(functools.partial(manifest.is_there, folder), manifest.read(folder).files))
+
+
+def prune(folder: epath.Path, kept: Sequence[int], dropped: Sequence[int], written: int | None = None) -> bool:
+    """Removes steps, provided that the newest or another of those that are kept is what was saved; whether it did.
+
+    Those that hold files of the kept ones stay. The newest go first: none is without its base, whenever this is stopped.
+    """
+    gone = prunable(folder, kept, dropped, written)
+    for step in gone or ():
+        step_folders.remove(folder / str(step))
+    return gone is not None
+
+
+def retain(folder: epath.Path, config: Checkpointing, written: int | None = None) -> None:
+    """Removes the steps that no rule keeps, provided that a step which is kept is what was saved, and leftovers.
+
+    Args:
+      folder: of the steps.
+      config: the rules.
+      written: as of `prunable`.
+    """
+    there, scores = step_folders.steps(folder), {}
+    for step in there if config.keep_best else ():
+        with contextlib.suppress(Corrupted):
+            scores[step] = manifest.read(folder / str(step)).about.get("score")
+    drop = expendable(
+        there,
+        keep=config.keep,
+        keep_every=config.keep_every,
+        milestones=config.milestones,
+        keep_best=config.keep_best,
+        scores={step: score for step, score in scores.items() if score is not None},
+    )
+    try:
+        if drop and not prune(folder, [step for step in there if step not in drop], drop, written):
+            logging.getLogger(__name__).warning("%s: older steps are kept", folder)
+        step_folders.remove_leftovers(folder)
+    except (OSError, manifest.Unreadable) as error:  # the step that was saved is there all the same
+        logging.getLogger(__name__).warning("%s: old steps cannot be removed: %s", folder, error)

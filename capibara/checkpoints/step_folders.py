@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import logging
-import time
-from collections.abc import Iterable, Sequence
 
 from etils import epath
 
 from capibara.checkpoints import manifest, run_manifest
 from capibara.checkpoints.manifest import Corrupted
-from capibara.checkpoints.policy import Checkpointing
-from capibara.checkpoints.retention import expendable
 from capibara.core.types import UserError
 from capibara.storage import durable
 
-_ARRAYS = "state"  # begins the name of their folder, as of the one that Orbax renames to it
+_ARRAYS = "state"  # begins the name of their folder, as of the one that Orbax renamed to it in earlier versions
 # They end the names of steps that were quarantined. FORMERLY ended those that are CORRUPTED now.
 CORRUPTED, UNFINISHED, ROLLED_BACK, FORMERLY = ".corrupted", ".unfinished", ".rolled_back", ".damaged"
-# A failed save is looked after in these intervals until it was gone so many times in a row, or that many in all.
-_LOOK_S, _GONE_LOOKS, _MOST_LOOKS = 0.05, 4, 40
 
 
 def folder_of(model_dir: str) -> epath.Path:
@@ -59,76 +51,6 @@ def is_unfinished(folder: epath.Path) -> bool:
     return ours or any(name.startswith(manifest.RUN) for name in names)
 
 
-def bases(folder: epath.Path, steps: Iterable[int]) -> set[int]:
-    """The older steps of a folder that hold files of these."""
-    found: set[int] = set()
-    for step in steps:
-        with contextlib.suppress(Corrupted):
-            found |= {file.step for file in manifest.read(folder / str(step)).files if file.step is not None}
-    return found
-
-
-def prunable(
-    folder: epath.Path, kept: Sequence[int], dropped: Sequence[int], written: int | None = None
-) -> list[int] | None:
-    """Which of the steps that are dropped may go, in that order; None: none, as none of those that are kept is whole.
-
-    Args:
-      folder: of the steps.
-      kept, dropped: steps.
-      written: the one that this process has just written: what a bucket has taken of it is not fetched again.
-    """
-    sent = written if durable.is_remote(folder) else None
-    if not any(
-        _is_sent(folder / str(s)) if s == sent else is_whole(folder / str(s)) for s in sorted(kept, reverse=True)
-    ):
-        return None
-    return sorted(set(dropped) - bases(folder, kept), reverse=True)
-
-
-def _is_sent(folder: epath.Path) -> bool:
-    return all(durable.each(functools.partial(manifest.is_there, folder), manifest.read(folder).files))
-
-
-def prune(folder: epath.Path, kept: Sequence[int], dropped: Sequence[int], written: int | None = None) -> bool:
-    """Removes steps, provided that the newest or another of those that are kept is what was saved; whether it did.
-
-    Those that hold files of the kept ones stay. The newest go first: none is without its base, whenever this is stopped.
-    """
-    gone = prunable(folder, kept, dropped, written)
-    for step in gone or ():
-        remove(folder / str(step))
-    return gone is not None
-
-
-def retain(folder: epath.Path, config: Checkpointing, written: int | None = None) -> None:
-    """Removes the steps that no rule keeps, provided that a step which is kept is what was saved, and leftovers.
-
-    Args:
-      folder: of the steps.
-      config: the rules.
-      written: as of `prunable`.
-    """
-    there, scores = steps(folder), {}
-    for step in there if config.keep_best else ():
-        with contextlib.suppress(Corrupted):
-            scores[step] = manifest.read(folder / str(step)).about.get("score")
-    drop = expendable(
-        there,
-        keep=config.keep,
-        keep_every=config.keep_every,
-        milestones=config.milestones,
-        keep_best=config.keep_best,
-        scores={step: score for step, score in scores.items() if score is not None},
-    )
-    try:
-        if drop and not prune(folder, [step for step in there if step not in drop], drop, written):
-            logging.getLogger(__name__).warning("%s: older steps are kept", folder)
-        remove_leftovers(folder)
-    except (OSError, manifest.Unreadable) as error:  # the step that was saved is there all the same
-        logging.getLogger(__name__).warning("%s: old steps cannot be removed: %s", folder, error)
-
-
 def remove(folder: epath.Path) -> None:
     """Removes a step's folder, if it is there; no half of it is taken for a step, whenever this is stopped."""
     if not folder.exists():
@@ -143,22 +65,6 @@ def remove(folder: epath.Path) -> None:
     else:
         folder = quarantine(folder, UNFINISHED)
     folder.rmtree()
-
-
-def remove_failed(folder: epath.Path) -> None:
-    """Removes what a save left that failed just now, and what its writes leave that have not heard of it yet.
-
-    Where one write fails TensorStore does not wait for the others, which make the folder anew that is gone.
-    """
-    gone = 0
-    for _ in range(_MOST_LOOKS):
-        if folder.exists():
-            with contextlib.suppress(OSError):  # one of these writes came in between
-                remove(folder)
-            gone = 0
-        elif (gone := gone + 1) == _GONE_LOOKS:
-            return
-        time.sleep(_LOOK_S)
 
 
 def quarantine(folder: epath.Path, ending: str) -> epath.Path:

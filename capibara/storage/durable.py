@@ -22,6 +22,7 @@ from capibara.core.types import UserError
 from capibara.storage.outputs import check_regular, is_remote, sync_entry
 
 _PIECE = 1 << 18  # bytes that are hashed at a time: still in the processor's cache when they are
+_WRITTEN = 1 << 20  # bytes that are hashed and written at a time
 _ALIGNED = 64  # bytes: what JAX takes over on a CPU without a copy
 _MOST_THREADS = 16
 _DEEPEST = 32  # folders in each other
@@ -176,6 +177,32 @@ def first_hash(path: epath.Path, size: int | None) -> tuple[int, str]:
             digest.update(piece[:count])
             left -= count
     return begun - left, digest.hexdigest()
+
+
+def write_hashed(path: epath.Path, data: np.ndarray) -> str:
+    """Writes a new file that nobody reads yet, and hashes it in the same pass; it is on the disk when this returns.
+
+    Its name is after a `sync` of the folders above it.
+
+    Args:
+      path: the file.
+      data: uint8 [size].
+
+    Returns:
+      `hash_of` the data.
+    """
+    view, digest = memoryview(data), xxhash.xxh3_128()
+    if is_remote(path):
+        path.write_bytes(data.tobytes())
+        return hash_of(data)
+    with open(path, "wb", buffering=0) as file:
+        for begin in range(0, len(view), _WRITTEN):
+            left = view[begin : begin + _WRITTEN]
+            digest.update(left)
+            while left:
+                left = left[file.write(left) :]
+        os.fsync(file.fileno())
+    return digest.hexdigest()
 
 
 def read_hashed(path: epath.Path, size: int) -> tuple[np.ndarray, str]:

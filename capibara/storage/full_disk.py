@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from capibara.core.types import UserError
+from capibara.storage.outputs import is_remote
 
 _NOT_WRITABLE = {
     getattr(errno, name)
@@ -55,6 +56,16 @@ def is_disk_full(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
+
+
+def check_room(folder: os.PathLike[str], size: int) -> None:
+    """Refuses a write that cannot end well: one that fails half-way takes the rest of the disk with it.
+
+    Raises:
+      OSError: the disk has less room than `size` bytes.
+    """
+    if not is_remote(folder) and free_bytes(os.fspath(folder)) < size:
+        raise OSError(errno.ENOSPC, f"a checkpoint takes about {size / 2**20:.0f} MiB")
 
 
 def free_bytes(folder: str) -> int:

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from capibara import config, sharding
 from capibara.checkpoints import run_manifest, step_folders
-from capibara.checkpoints.manager import Checkpoints, Restored
+from capibara.checkpoints.manager import CheckpointReader, Restored
 from capibara.checkpoints.policy import Checkpointing
 from capibara.core import tree
 from capibara.core.types import Params, PyTree, UserError
@@ -164,7 +164,7 @@ def load_optimizer(trainer: Trainer, target: TrainState, read: Read | None) -> t
 
 def _restored(trainer: Trainer, target: TrainState) -> tuple[Restored, TrainState]:
     own = dataclasses.replace(target, ema=None, losses=None)
-    with Checkpoints(trainer.init_from, trainer.checkpointing, read_only=True) as checkpoints:
+    with CheckpointReader(trainer.init_from, trainer.checkpointing) as checkpoints:
         found = checkpoints.restore(own)
     if found is None:
         raise UserError(
@@ -207,7 +207,7 @@ def adapters_of(folder: str, how: Checkpointing) -> tuple[Lora, Params] | None:
     lora = adapters_at(folder)
     if lora is None:
         return None
-    with Checkpoints(folder, dataclasses.replace(how, cast=True), read_only=True) as checkpoints:
+    with CheckpointReader(folder, dataclasses.replace(how, cast=True)) as checkpoints:
         values = checkpoints.newest_part(lora.trains)
     if values is None:
         raise UserError(f"{folder} holds no checkpoint yet: train it first")
@@ -257,13 +257,11 @@ def merger(model: Model, target: Params, *, base: bool = False) -> Callable[[Par
 
 def _of_run_folder(trainer: Trainer, target: Params) -> Params:
     # Whatever precision it was trained in.
-    with Checkpoints(
-        trainer.init_from, dataclasses.replace(trainer.checkpointing, cast=True), read_only=True
-    ) as checkpoints:
-        params = checkpoints.restore_newest_params(target)
-    if params is None:
+    with CheckpointReader(trainer.init_from, dataclasses.replace(trainer.checkpointing, cast=True)) as checkpoints:
+        found = checkpoints.newest_params(target)
+    if found is None:
         raise UserError(
             f"Trainer.init_from ({trainer.init_from!r}) holds no checkpoint: name a run folder that has one, or None to "
             "begin with new parameters"
         )
-    return params
+    return found[1]

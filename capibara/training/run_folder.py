@@ -16,10 +16,10 @@ import jax.numpy as jnp
 from capibara import config
 from capibara.checkpoints import run_manifest, step_folders
 from capibara.checkpoints.lease import Lease
-from capibara.checkpoints.manager import Checkpoints
+from capibara.checkpoints.manager import CheckpointReader, Checkpoints
 from capibara.checkpoints.manifest import Corrupted
 from capibara.checkpoints.policy import Checkpointing
-from capibara.checkpoints.step_files import together
+from capibara.core.multihost import peers
 from capibara.core.types import Params, PyTree, UserError
 from capibara.models import api
 from capibara.storage import durable, outputs
@@ -173,7 +173,7 @@ def load_step(
     trainer = own_tokenizer.of_run(config.build(Trainer), folder)
     model = api.build(trainer.model)
     target = with_shardings(model.abstract_params, placed(trainer, model))
-    with Checkpoints(folder, trainer.checkpointing, read_only=True) as checkpoints:
+    with CheckpointReader(folder, trainer.checkpointing) as checkpoints:
         found = _found(checkpoints, folder, target, step, average is not False)
         if found is None:
             raise UserError(f"{folder} holds no checkpoint yet: train it first")
@@ -203,12 +203,12 @@ def optimizer(folder: str, run: Loaded) -> tuple[int, PyTree] | None:
     here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     shapes = jax.eval_shape(tx.init, trained)
     target = with_shardings(shapes, jax.tree.map(lambda _: here, shapes))
-    with Checkpoints(folder, trainer.checkpointing, read_only=True) as checkpoints:
+    with CheckpointReader(folder, trainer.checkpointing) as checkpoints:
         return checkpoints.newest_optimizer(target)
 
 
 def _found(
-    checkpoints: Checkpoints, folder: str, target: PyTree, step: int | None, average: bool
+    checkpoints: CheckpointReader, folder: str, target: PyTree, step: int | None, average: bool
 ) -> tuple[int, Params] | None:
     if step is None:
         return checkpoints.newest_params(target, average=average)
@@ -264,7 +264,7 @@ def start_over(model_dir: str) -> None:
     if jax.process_index() == 0 and permit is not None:
         with contextlib.suppress(FileNotFoundError):
             os.remove(permit)
-    together("started over")
+    peers.together("started over")
 
 
 def save(folder: str, params: Params, gin: str) -> None:

@@ -17,7 +17,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 
 from capibara import sharding
-from capibara.checkpoints import provenance
+from capibara.checkpoints import manifest
 from capibara.checkpoints.manager import Checkpoints, Restored
 from capibara.core import processes
 from capibara.core.multihost import hosts
@@ -333,7 +333,7 @@ def _open_checkpoints_and_data(
     trainer: Trainer, mesh: Mesh, config: str, target: TrainState, read: Read | None
 ) -> _Opened:
     """The data feed starts from the newest checkpoint's state, so the checkpoints are opened first."""
-    about = provenance.about(config) if jax.process_index() == 0 else None
+    about = manifest.provenance(config) if jax.process_index() == 0 else None
     with contextlib.ExitStack() as undo:
         checkpoints = undo.enter_context(Checkpoints(trainer.model_dir, trainer.saves, about=about))
         restored = checkpoints.restore(target)

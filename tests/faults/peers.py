@@ -23,8 +23,9 @@ def main(folder: str, scenario: str) -> None:
         jax.distributed.initialize(heartbeat_timeout_seconds=10, num_processes=count, process_id=index)
     import saver
 
-    from capibara.checkpoints import array_files, step_files
+    from capibara.checkpoints import arrays
     from capibara.checkpoints.manager import Checkpointing, Checkpoints
+    from capibara.core.multihost import peers
 
     def state(step):
         return saver.sharded(saver.state_of(step), DEVICES)
@@ -42,11 +43,11 @@ def main(folder: str, scenario: str) -> None:
         print("saved", step, flush=True)
         if scenario == "killed":
             if jax.process_index() == 1:
-                array_files.write = lambda *args, **options: os.kill(os.getpid(), signal.SIGKILL)
+                arrays.write = lambda *args, **options: os.kill(os.getpid(), signal.SIGKILL)
             checkpoints.save(step + 1, state(step + 1), {}, {})
         if scenario == "lost":
             if jax.process_index() == 1:
-                step_files.together = functools.partial(lose_answer, step_files.together)
+                peers.together = functools.partial(lose_answer, peers.together)
             checkpoints.save(step + 1, state(step + 1), {}, {})
             try:
                 checkpoints.wait()

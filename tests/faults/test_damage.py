@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 from etils import epath
 
-from capibara.checkpoints import manifest, step_folders
-from capibara.checkpoints.manager import Checkpointing, Checkpoints
+from capibara.checkpoints import manifest, retention
+from capibara.checkpoints.manager import Checkpointing, CheckpointReader, Checkpoints
 from capibara.checkpoints.manifest import Corrupted
 from capibara.cli import convert
 from capibara.core import exits
@@ -185,7 +185,7 @@ def test_files_that_were_added_harm_nothing(run, capsys):
         (step / name).parent.mkdir(exist_ok=True)
         (step / name).write_bytes(b"x")
     assert fault_of(step) is None
-    with Checkpoints(str(run), Checkpointing(), read_only=True) as reader:
+    with CheckpointReader(str(run), Checkpointing()) as reader:
         restored, state = reader.restore(saver.target_of(saver.sharded(saver.state_of(0), 2)))
     jax.tree.map(np.testing.assert_array_equal, state, saver.state_of(2))
     assert restored.step == 2 and exits.run_verb(convert.main, ["verify", str(run)]) == 0
@@ -205,7 +205,7 @@ def test_what_has_no_manifest_is_no_step(run, how):
             (folder / "9").mkdir()
         case "a file":
             (folder / "9").write_bytes(b"x")
-    with Checkpoints(str(run), Checkpointing(), read_only=True) as reader:
+    with CheckpointReader(str(run), Checkpointing()) as reader:
         assert reader.verified_step() == (1 if how in ("gone", "empty") else 2)
         assert reader.latest_step() == (1 if how == "gone" else 2)
 
@@ -229,7 +229,7 @@ def test_the_last_whole_step_is_not_removed(run):
     content = path.read_bytes()
     path.write_bytes(bytes([content[0] ^ 1]) + content[1:])
     with Checkpoints(str(run), Checkpointing(keep=1)) as checkpoints:
-        step_folders.retain(checkpoints._folder, checkpoints._config)
+        retention.retain(checkpoints._folder, checkpoints._config)
         assert checkpoints.steps() == [1, 2] and checkpoints.verified_step() == 1
         checkpoints.save(2, saver.state_of(2), {}, {})
     assert checkpoints.steps() == [2] and fault_of(run / "checkpoints" / "2") is None
@@ -240,7 +240,7 @@ def test_the_last_whole_step_is_not_removed(run):
 def test_arrays_are_the_same_on_every_mesh(saved, layout):
     layout = LAYOUTS[layout]
     target = saver.target_of(saver.sharded(saver.state_of(0), layout["devices"], **_axes(layout)))
-    with Checkpoints(str(saved), Checkpointing(), read_only=True) as reader:
+    with CheckpointReader(str(saved), Checkpointing()) as reader:
         state = reader.restore_state(reader.restore_progress(2), target)
     jax.tree.map(np.testing.assert_array_equal, state, saver.state_of(2))
     assert jax.tree.map(lambda x: x.sharding, state) == jax.tree.map(lambda x: x.sharding, target)
@@ -269,7 +269,7 @@ def test_arrays_are_the_same_on_every_mesh(saved, layout):
 def test_another_state_is_refused(saved, change, message):
     state = saver.state_of(0)
     target = saver.target_of(type(state)(**{**vars(state), "params": change(state.params)}))
-    with Checkpoints(str(saved), Checkpointing(), read_only=True) as reader:
+    with CheckpointReader(str(saved), Checkpointing()) as reader:
         with pytest.raises(UserError, match=message):
             reader.restore_state(reader.restore_progress(2), target)
 
@@ -281,10 +281,10 @@ def test_another_precision_is_taken_where_that_is_asked_for(saved):
     state = saver.state_of(0)
     half = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x, state.params)
     other = dataclasses.replace(state, params=half)
-    with Checkpoints(str(saved), Checkpointing(), read_only=True) as reader:
+    with CheckpointReader(str(saved), Checkpointing()) as reader:
         with pytest.raises(UserError, match=r"the configuration of the run, set Checkpointing.cast = True, or set"):
             reader.restore(saver.target_of(other))
-    with Checkpoints(str(saved), as_asked, read_only=True) as reader:
+    with CheckpointReader(str(saved), as_asked) as reader:
         _, back = reader.restore(saver.target_of(other))
         right = jax.tree.map(lambda x, like: x.astype(like.dtype), saver.state_of(2), other)
         jax.tree.map(np.testing.assert_array_equal, back, right)
@@ -314,6 +314,6 @@ def test_buffers_that_are_donated_after_the_save(tmp_path):
         for _ in range(5):
             state = change(state)
         jax.block_until_ready(state)
-    with Checkpoints(str(tmp_path), Checkpointing(), read_only=True) as reader:
+    with CheckpointReader(str(tmp_path), Checkpointing()) as reader:
         back = reader.restore_state(reader.restore_progress(1), saver.target_of(saver.state_of(0, saver.LARGE)))
     jax.tree.map(np.testing.assert_array_equal, back, saver.state_of(1, saver.LARGE))

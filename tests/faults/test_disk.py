@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 from etils import epath
 
-from capibara.checkpoints import lease, manifest
+from capibara.checkpoints import lease, manifest, saving
 from capibara.checkpoints import manager as module
-from capibara.checkpoints.manager import Checkpointing, Checkpoints
+from capibara.checkpoints.manager import Checkpointing, CheckpointReader, Checkpoints
 from capibara.core.types import UserError
 from capibara.storage import durable
 
@@ -40,7 +40,7 @@ def read(checkpoints, step, width=64):
 @pytest.mark.parametrize("room", [0, 80_000, 200_000])
 def test_a_full_disk(small_disk, room, monkeypatch):
     """That there is no room is found out by the write itself."""
-    monkeypatch.setattr(Checkpoints, "_check_room", lambda self, state_bytes: None)
+    monkeypatch.setattr(module, "check_room", lambda folder, size: None)
     width = 16_384
     with Checkpoints(str(small_disk), Checkpointing()) as checkpoints:
         checkpoints.save(1, saver.state_of(1, width), {}, {})
@@ -148,7 +148,7 @@ def test_writes_that_fail(tmp_path, faulty_library, count, lost):
     environment |= {"FAULTY_FOLDER": "/checkpoints/2/state", "FAULTY_FROM": "3", "FAULTY_COUNT": str(count)}
     command = [sys.executable, str(HERE / "saver.py"), str(tmp_path), "return"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
-    with Checkpoints(str(tmp_path), Checkpointing(), read_only=True) as reader:
+    with CheckpointReader(str(tmp_path), Checkpointing()) as reader:
         assert reader.verified_step() == (1 if lost else 2)
     if lost:
         assert done.returncode == 1 and "error: " in done.stderr and "nput/output error" in done.stderr
@@ -165,7 +165,7 @@ def test_a_disk_that_cannot_sync(tmp_path, monkeypatch):
             raise OSError(5, "Input/output error")
         return sync(descriptor)
 
-    monkeypatch.setattr(module, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(saving, "_PAUSE_S", 0.0)
     with pytest.raises(OSError, match="Input/output error"):
         with Checkpoints(str(tmp_path), Checkpointing()) as checkpoints:
             checkpoints.save(1, saver.state_of(1), {}, {})
@@ -194,7 +194,7 @@ def test_a_slow_disk(shell, faulty_library):
     assert handed_over_s < waited_s / 2 and sum(meanwhile) < waited_s  # they took less than half of its time
     # With one access a step it would be more; the half is for the save's own work on the same processors.
     assert statistics.median(meanwhile) < 1.5 * statistics.median(before) + access_ms / 2000
-    with Checkpoints(str(shell.folder / "run"), Checkpointing(), read_only=True) as reader:
+    with CheckpointReader(str(shell.folder / "run"), Checkpointing()) as reader:
         assert reader.steps() == [30, 60, 61] and reader.verified_step() == 61
 
 

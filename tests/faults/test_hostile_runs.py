@@ -12,7 +12,7 @@ import pytest
 from etils import epath
 
 from capibara.checkpoints import encryption, inspection, manifest, run_manifest
-from capibara.checkpoints.manager import Checkpointing, Checkpoints
+from capibara.checkpoints.manager import Checkpointing, CheckpointReader, Checkpoints
 from capibara.checkpoints.manifest import Corrupted
 from capibara.core import limits
 from capibara.core.types import UserError
@@ -135,7 +135,7 @@ def test_a_hostile_step_is_corrupted(run, name, monkeypatch):
     STEPS[name](run)
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), PARAMS)
-    with Checkpoints(str(run), Checkpointing(), read_only=True) as checkpoints, pytest.raises(Corrupted) as found:
+    with CheckpointReader(str(run), Checkpointing()) as checkpoints, pytest.raises(Corrupted) as found:
         checkpoints.restore_progress(1)
         checkpoints.restore_params(1, target)
     assert len(str(found.value)) < 400 and "\n" not in str(found.value)
@@ -251,7 +251,7 @@ def test_a_file_in_place_of_the_checkpoints(run):
     (run / "checkpoints").touch()
     for action in (
         lambda: inspection.Inspection(str(run)),
-        lambda: Checkpoints(str(run), Checkpointing(), read_only=True).newest_params(PARAMS),
+        lambda: CheckpointReader(str(run), Checkpointing()).newest_params(PARAMS),
     ):
         with pytest.raises(UserError):
             action()

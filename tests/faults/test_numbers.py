@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from capibara.checkpoints.manager import Checkpointing, Checkpoints
+from capibara.checkpoints.manager import Checkpointing, CheckpointReader
 from capibara.core.types import UserError
 from capibara.data.tokenizers.vocabulary import ByteVocabulary
 from capibara.jobs.local import free_address
@@ -293,5 +293,5 @@ def test_two_processes_go_back_alike(shell):
         assert one["step"] == other["step"] == spike
         assert (one["first_row"], other["first_row"]) == (0, 4) and one["rows"] != other["rows"]
         assert len(one["rows"]) == len(other["rows"]) == 4
-    with Checkpoints(str(shell.folder / "spikes"), Checkpointing(), read_only=True) as reader:
+    with CheckpointReader(str(shell.folder / "spikes"), Checkpointing()) as reader:
         assert reader.verified_step() == 24

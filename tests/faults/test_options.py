@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 from etils import epath
 
-from capibara.checkpoints import encryption, manifest, step_folders
+from capibara.checkpoints import arrays, encryption, manifest, retention, saving, step_folders
 from capibara.checkpoints.encryption import Encryption
-from capibara.checkpoints.manager import Checkpointing, Checkpoints
+from capibara.checkpoints.manager import Checkpointing, CheckpointReader, Checkpoints
 from capibara.cli import convert
 from capibara.core import exits
 from capibara.core.types import UserError
@@ -53,7 +53,7 @@ def save(folder, options, steps=(1, 2), state=saver.state_of, place=saver.sharde
 
 def newest(folder, options, state=saver.state_of, devices=2):
     target = saver.target_of(saver.sharded(state(0), devices))
-    with Checkpoints(str(folder), options, read_only=True) as reader:
+    with CheckpointReader(str(folder), options) as reader:
         restored, back = reader.restore(target)
         assert restored.data == {"rows": ["the data"]}
         jax.tree.map(np.testing.assert_array_equal, back, state(restored.step))
@@ -280,7 +280,7 @@ def test_removal_that_is_stopped_leaves_no_step_without_its_base(tmp_path, monke
 
         with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
             patch.setattr(step_folders, "remove", counted)
-            ended = step_folders.prune(step_folders.folder_of(str(run)), [3], [1, 2])
+            ended = retention.prune(step_folders.folder_of(str(run)), [3], [1, 2])
         folder = step_folders.folder_of(str(run))
         assert all(step_folders.is_whole(folder / str(step)) for step in step_folders.steps(folder))
         if ended:
@@ -330,19 +330,17 @@ def test_a_base_that_rots_is_written_anew(tmp_path):
     assert newest(tmp_path, options, frozen) == (3, {})
 
 
-def test_a_compressed_chunk_that_reached_the_disk_wrong_is_written_again(tmp_path, monkeypatch):
+def test_a_chunk_that_was_compressed_wrong_is_written_again(tmp_path, monkeypatch):
     """Whole, by its own measure, but of other numbers."""
-    from capibara.storage import durable
+    encode, left = arrays.encode, [1]
 
-    read, left = durable.read_hashed, [1]
-
-    def wrong(path, size):
-        if path.name == "0.0" and left[0]:
+    def wrong(chunk, cut):
+        if left[0] and chunk.any():
             left[0] -= 1
-            path.write_bytes((path.parent / "1.0").read_bytes())
-            size = path.stat().length
-        return read(path, size)
+            chunk = np.zeros_like(chunk)
+        return encode(chunk, cut)
 
-    monkeypatch.setattr(durable, "read_hashed", wrong)
+    monkeypatch.setattr(arrays, "encode", wrong)
+    monkeypatch.setattr(saving, "_PAUSE_S", 0.0)
     save(tmp_path, OPTIONS["compressed"], steps=(1,))
     assert not left[0] and newest(tmp_path, OPTIONS["compressed"]) == (1, {})

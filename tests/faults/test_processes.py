@@ -13,7 +13,7 @@ import time
 
 import pytest
 
-from capibara.checkpoints.manager import Checkpointing, Checkpoints
+from capibara.checkpoints.manager import Checkpointing, CheckpointReader
 from capibara.jobs.local import free_address
 
 HERE = pathlib.Path(__file__).parent
@@ -37,7 +37,7 @@ def start_two(shell, run, *args):
 
 
 def steps_of(run):
-    with Checkpoints(str(run), Checkpointing(), read_only=True) as reader:
+    with CheckpointReader(str(run), Checkpointing()) as reader:
         return reader.steps()
 
 
@@ -82,7 +82,7 @@ def test_one_signal_to_one_process_saves_one_step_on_all(shell):
         processes[1].send_signal(signal.SIGTERM)
         time.sleep(0.05)
     assert ends(processes, within_s=60) == [128 + signal.SIGTERM] * 2
-    with Checkpoints(str(shell.folder / "signalled"), Checkpointing(), read_only=True) as reader:
+    with CheckpointReader(str(shell.folder / "signalled"), Checkpointing()) as reader:
         step = reader.verified_step()
         assert step == max(reader.steps()) and not reader.corrupted
     done = shell.run(*TRAIN, "--emulate=4", "--gin.MODEL_DIR=signalled", f"--gin.TRAIN_STEPS={step + 2}")
@@ -183,17 +183,17 @@ sharding.global_batch = recording
 
 FAILING = """
 import os
-from capibara.checkpoints import array_files
+from capibara.checkpoints import arrays
 
-write = array_files.write
+write = arrays.write
 
-def failing(folder, arrays, **options):
+def failing(folder, state, **options):
     if folder.name == "4" and os.environ.get("JAX_PROCESS_ID") == "1" and not os.path.exists("failed"):
         open("failed", "w").close()
         raise OSError(5, "Input/output error")
-    return write(folder, arrays, **options)
+    return write(folder, state, **options)
 
-array_files.write = failing
+arrays.write = failing
 """
 
 

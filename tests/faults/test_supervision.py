@@ -23,7 +23,7 @@ from etils import epath
 
 from capibara.checkpoints import lease as lease_module
 from capibara.checkpoints.lease import NAME, Lease
-from capibara.checkpoints.manager import Checkpointing, Checkpoints
+from capibara.checkpoints.manager import Checkpointing, CheckpointReader
 from capibara.core.types import UserError
 from capibara.jobs import guard, workers
 from capibara.jobs.local import Supervisor
@@ -526,7 +526,7 @@ def test_a_run_saves_and_ends_where_the_clock_jumps_and_threads_are_left(shell):
     done = shell.run("train", *flags, **path)
     assert done.code == 0, done.err
     assert "a logger that waits hangs" in done.err and time.monotonic() - began_s < 90
-    with Checkpoints(str(shell.folder / "jumpy_run"), Checkpointing(), read_only=True) as reader:
+    with CheckpointReader(str(shell.folder / "jumpy_run"), Checkpointing()) as reader:
         assert reader.verified_step() == 6 and not reader.corrupted
     steps = [r["step"] for r in loggers.read_metrics(str(shell.folder / "jumpy_run")) if r["kind"] == "train"]
     assert steps == [1, 2, 3, 4, 5, 6]
@@ -576,7 +576,7 @@ def test_a_run_saves_and_ends_where_the_clock_jumps_for_compiled_code_too(shell)
         done = shell.run("train", *flags, f"--gin.TRAIN_STEPS={steps}", LD_PRELOAD=str(library))
         assert done.code == 0, done.err
     assert time.monotonic() - began_s < 120
-    with Checkpoints(str(shell.folder / "jumps"), Checkpointing(), read_only=True) as reader:
+    with CheckpointReader(str(shell.folder / "jumps"), Checkpointing()) as reader:
         assert reader.verified_step() == 10 and reader.steps() == [6, 8, 10]
 
 
@@ -587,7 +587,7 @@ def test_a_save_that_never_ends_does_not_keep_the_process(tmp_path):
         "import jax, sys, threading\n"
         "from capibara.checkpoints import manager as checkpoints\n"
         "from capibara.core.background import Task\n"
-        "checkpoints._SAVE_S = 0.5\n"
+        "checkpoints.restoring.TASK_LIMIT_S = 0.5\n"
         "made = checkpoints.Checkpoints(sys.argv[1], checkpoints.Checkpointing())\n"
         "made._saving = Task(threading.Event().wait, 'capibara-save')\n"
     )

@@ -17,7 +17,7 @@ import sys
 import jax
 import numpy as np
 
-from capibara.checkpoints import manager as checkpoints
+from capibara.checkpoints import lease
 from capibara.checkpoints.manager import Checkpointing, Checkpoints
 from capibara.core import exits
 from capibara.core.multihost import joining
@@ -143,7 +143,7 @@ def differing(folder: pathlib.Path) -> dict:
 
 def not_shared(folder: pathlib.Path) -> dict:
     """Each process has a folder of its own by the same name, as on the disks of hosts."""
-    checkpoints._SEEN_S = 1.0
+    lease._SEEN_S = 1.0
     try:
         Checkpoints(str(folder / f"own.{jax.process_index()}"), Checkpointing()).close()
     except UserError as error:

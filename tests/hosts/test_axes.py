@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from capibara.checkpoints.manager import Checkpointing, Checkpoints
+from capibara.checkpoints.manager import Checkpointing, CheckpointReader
 from capibara.models import api
 from capibara.training.state import with_shardings
 
@@ -71,7 +71,7 @@ def averages(run):
     """The moving averages of the newest checkpoint, read by this process alone."""
     model, here = api.build(run.model), SingleDeviceSharding(jax.devices()[0])
     target = with_shardings(model.abstract_params, jax.tree.map(lambda _: here, model.abstract_params))
-    with Checkpoints(run.model_dir, Checkpointing(), read_only=True) as reader:
+    with CheckpointReader(run.model_dir, Checkpointing()) as reader:
         step, found = reader.newest_params(target)
         assert step == axes.STEPS and not reader.corrupted
         return found

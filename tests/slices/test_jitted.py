@@ -24,7 +24,7 @@ ON_ONE_DEVICE = {
     "interop/quantize/grid.py _scales": "convert rounds a layer at a time, on one device",
     "interop/quantize/quantization.py _Layers.__init__": "convert runs a layer at a time, on one device",
     "interop/quantize/quantization.py _Layers.__init__ 2": "convert runs a layer at a time, on one device",
-    "checkpoints/snapshot.py _copied": "on CPUs alone: elsewhere the copies go to the host's memory without a program",
+    "checkpoints/saving.py _copied": "on CPUs alone: elsewhere the copies go to the host's memory without a program",
 }
 
 

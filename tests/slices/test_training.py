@@ -11,7 +11,7 @@ import jax
 import pytest
 from matrix import LOSSES, SLICES, Case, running, shown
 
-from capibara.checkpoints import snapshot
+from capibara.checkpoints import saving
 from capibara.evaluation import scoring
 from capibara.inference.engine.placement import own_chips
 from capibara.objectives.base import of_cross_entropy
@@ -82,7 +82,7 @@ def replica_check(case):
 
 
 def all_finite(case):
-    return snapshot.all_finite.lower(case.state.abstract)
+    return saving.all_finite.lower(case.state.abstract)
 
 
 def fingerprint(case):
@@ -139,7 +139,7 @@ PROGRAMS = {
     "parameters for rollouts": Program(COMPUTED, rollout_parameters, ("decoder", "experts", "decoder QLoRA")),
     "scores": Program("evaluation/scoring.py _scores", scores, READS),
     "replica check": Program("sharding/replicas.py _checksums", replica_check, ("experts", "decoder QLoRA")),
-    "all finite": Program("checkpoints/snapshot.py all_finite", all_finite, ("experts", "decoder QLoRA")),
+    "all finite": Program("checkpoints/saving.py all_finite", all_finite, ("experts", "decoder QLoRA")),
     "fingerprint of weights": Program("training/preference.py weighed", fingerprint, ("experts", "decoder QLoRA")),
     "merge of adapters": Program(MERGE, merge, ADAPTED),
 }

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from capibara import sharding
-from capibara.checkpoints import shapes
+from capibara.checkpoints import restoring
 from capibara.checkpoints.encryption import Encryption
-from capibara.checkpoints.manager import Checkpointing, Checkpoints
+from capibara.checkpoints.manager import Checkpointing, CheckpointReader
 from capibara.core.multihost import hosts
 from capibara.core.types import UserError
 from capibara.data.dataset import Dataset
@@ -79,7 +79,7 @@ def test_it_holds_for_adafactor_and_smoothed_labels(make_trainer, train, tmp_pat
 def test_the_state_of_adafactor_before_it_had_rules_says_how_to_go_on():
     saved = {"params/q": "float32[2,8]", "opt_state/1/v/q": "float32[2,8]"}
     with pytest.raises(UserError, match="which of runs begun by an earlier version is Adafactor.factoring = 'dimens"):
-        shapes.check("run/10", saved, saved | {"opt_state/1/v/q": "float32[1]"}, cast=False)
+        restoring.check_shapes("run/10", saved, saved | {"opt_state/1/v/q": "float32[1]"}, cast=False)
 
 
 @pytest.mark.heavy
@@ -142,7 +142,7 @@ def test_an_evaluation_that_is_made_up_for_counts_for_the_checkpoints_that_are_k
     # The next start has the score from the checkpoint.
     resumed = train(trainer, evaluate=lambda n: 5.0)
     assert list(resumed.evaluations) == [6] and resumed.early.state() == {"best": 1.0, "bad": 1}
-    with Checkpoints(trainer.model_dir, checkpointing, read_only=True) as reader:
+    with CheckpointReader(trainer.model_dir, checkpointing) as reader:
         assert reader.steps() == [4, 6] and [reader.restore_progress(step).score for step in (4, 6)] == [1.0, 5.0]
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from capibara import config, sharding
-from capibara.checkpoints.manager import Checkpointing, Checkpoints
+from capibara.checkpoints.manager import Checkpointing, CheckpointReader
 from capibara.core import tree
 from capibara.core.types import UserError
 from capibara.kernels.cross_entropy import cross_entropy
@@ -209,8 +209,8 @@ def test_a_run_from_given_weights_resumes_bit_for_bit_without_them(make_trainer,
 def check_inference_restores(model_dir, state):
     one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one), state.params)
-    with Checkpoints(model_dir, Checkpointing(), read_only=True) as checkpoints:
-        params = checkpoints.restore_newest_params(target)
+    with CheckpointReader(model_dir, Checkpointing()) as checkpoints:
+        _, params = checkpoints.newest_params(target)
     jax.tree.map(np.testing.assert_array_equal, params, state.eval_params)
 
 

@@ -13,6 +13,7 @@ import socket
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
@@ -32,9 +33,13 @@ _UNREACHABLE = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED")  # how the erro
 # In errors of computations of several processes one of which is gone: Gloo's on CPUs, NCCL's on GPUs.
 _LOST = ("Gloo", "Connection closed by peer", "Connection reset by peer", "remote process exited")
 _SHOWN = 200
+# At a barrier: one host's disk may be slower than the others'; of a process that is dead the heartbeat tells.
+_PATIENCE_S = 3600
 
 _leaving, _told, _watched = threading.Event(), threading.Event(), threading.Event()
 _noted: list[Fault] = []
+_passed: Counter[str] = Counter()  # how often this process has come to each barrier
+_counting = threading.Lock()
 
 
 class _Client(Protocol):
@@ -47,6 +52,8 @@ class _Client(Protocol):
     def blocking_key_value_get(self, key: str, timeout_ms: int) -> str: ...
 
     def key_value_dir_get(self, key: str) -> list[tuple[str, str]]: ...
+
+    def wait_at_barrier(self, key: str, timeout_ms: int) -> None: ...
 
 
 class Fault(NamedTuple):
@@ -143,6 +150,15 @@ def got(name: str, timeout_s: float) -> str:
 def all_put(folder: str) -> list[str]:
     """What has been put by names that begin so; does not wait."""
     return [value for _, value in _client()[0].key_value_dir_get(f"capibara/{folder}/")]
+
+
+def together(point: str) -> None:
+    """Waits for all processes to come to this point, each of which calls it as often; not by the devices: they may train."""
+    if not is_joined():
+        return
+    with _counting:
+        number = _passed[point] = _passed[point] + 1
+    _client()[0].wait_at_barrier(f"capibara/{point}/{number}", int(1000 * _PATIENCE_S))
 
 
 def lost(errors: Iterable[BaseException]) -> TryAgain | None:

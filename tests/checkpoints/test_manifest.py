@@ -1,10 +1,10 @@
-"""What a checkpoint says of where it comes from."""
+"""Manifests: what a checkpoint says of where it comes from."""
 
 import json
 import subprocess
 
 import capibara
-from capibara.checkpoints import provenance
+from capibara.checkpoints import manifest
 
 
 def git(folder, *command):
@@ -14,7 +14,7 @@ def git(folder, *command):
 
 
 def test_versions_and_configuration():
-    found = json.loads(json.dumps(provenance.about("a = 1")))
+    found = json.loads(json.dumps(manifest.provenance("a = 1")))
     assert (found["capibara"], found["config"], found["devices"]) == (capibara.__version__, "a = 1", "8 x cpu")
     assert found["packages"]["jax"].startswith("0.")
 
@@ -22,17 +22,17 @@ def test_versions_and_configuration():
 def test_the_commit_and_whether_files_differ(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    assert provenance.commit() is None
+    assert manifest.commit() is None
     git(tmp_path, "init", "-q")
     (tmp_path / "a.gin").write_text("a = 1")
     git(tmp_path, "add", "a.gin")
     git(tmp_path, "commit", "-qm", "one")
     head = git(tmp_path, "rev-parse", "HEAD")
-    assert provenance.commit() == head
+    assert manifest.commit() == head
     (tmp_path / "a.gin").write_text("a = 2")
-    assert provenance.commit() == f"{head}+"
+    assert manifest.commit() == f"{head}+"
 
 
 def test_without_git_nothing_is_said(monkeypatch):
     monkeypatch.setenv("PATH", "")
-    assert provenance.commit() is None
+    assert manifest.commit() is None

@@ -1,11 +1,13 @@
-"""Chunks of arrays as files (zarr 2): read, compared with the manifest and put on the devices in one pass.
+"""Arrays as chunks in files (zarr 2): written and hashed in one pass, read, verified and put on the devices in another.
 
-Orbax writes them (array_files); those that are encrypted are written here. Each is the bytes of a part of an array, row
-by row, in a file named after its place: `state/params.layers.mlp.kernel/0.3`.
+A chunk is what one device holds of an array, or its share of that where others hold the same: its bytes, row by row, in a
+file named after its position, such as `state/params.layers.mlp.kernel/0.3`. Arrays that are not encrypted have Orbax's
+metadata beside them: Orbax reads them too.
 """
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import functools
 import itertools
@@ -18,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from etils import epath
+from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from capibara.checkpoints import manifest
 from capibara.checkpoints.encryption import Key
@@ -138,42 +141,152 @@ def read(folder: epath.Path, found: Manifest, target: PyTree, *, check: bool = T
     return jax.tree.unflatten(jax.tree.structure(target), placed)
 
 
-def write(folder: epath.Path, arrays: PyTree, key: Key, compressor: dict[str, Any] | None = None) -> list[File]:
-    """Writes arrays encrypted, a chunk for every shard, of which each process writes its own; in any thread.
+def write(folder: epath.Path, arrays: PyTree, *, key: Key | None = None, compress: bool = False) -> list[File]:
+    """Writes all arrays to `folder`/state, all devices of the run together; every process calls it, from any thread.
 
     Args:
       folder: of the step.
       arrays: jax.Array leaves that nobody changes meanwhile.
-      key: encrypts the chunks, not their layouts.
-      compressor: of the chunks before that.
+      key: encrypts the chunks, not their layouts; None: they are not encrypted.
+      compress: the chunks, by zstd.
 
     Returns:
-      The chunks that this process wrote.
+      The chunks of which this process holds the contents, hashed in memory, whoever writes them; of encrypted ones, of
+      which no two are alike, those that it wrote.
+
+    Raises:
+      Corrupted: what was compressed does not decompress to what it was.
     """
-    names, leaves = tree.path_names(arrays), jax.tree.leaves(arrays)
-    jobs = []
-    for name, leaf in zip(names, leaves, strict=True):
-        shard = leaf.sharding.shard_shape(leaf.shape)
-        cut = Layout(leaf.shape, tuple(max(1, size) for size in shard), np.dtype(leaf.dtype), compressor)
+    first, jobs = jax.process_index() == 0, []
+    for name, leaf in zip(tree.path_names(arrays), jax.tree.leaves(arrays), strict=True):
+        cut = Layout(leaf.shape, _chunk_shape(leaf), np.dtype(leaf.dtype), COMPRESSOR if compress else None)
         inner = folder / folder_of(name)
         inner.mkdir(parents=True, exist_ok=True)
-        if jax.process_index() == 0:
+        if first:
             (inner / LAYOUT).write_bytes(cut.text())
-        jobs += [(name, cut, part) for part in leaf.addressable_shards if not part.replica_id and part.data.size]
+        jobs += _held(name, leaf, cut)
+    if first and key is None:
+        _write_orbax_metadata(folder / FOLDER, arrays)
+    together = _by_bytes(jobs, lambda job: job.host_bytes(key))
+    files = [file for group in together for file in durable.each(lambda job: job.write(folder, key), group)]
+    return [file for file in files if file is not None]
 
-    def sealed(job: tuple[str, Layout, jax.Shard]) -> File:
-        name, cut, part = job
-        starts = (axis.start or 0 for axis in part.index)
-        index = tuple(start // size for start, size in zip(starts, cut.chunks, strict=True))
-        path = f"{folder_of(name)}/{name_of(index)}"
-        plain = np.asarray(part.data)
-        data = key.seal(_bytes(plain) if compressor is None else encode(plain, cut), _seal(int(folder.name), path))
-        (folder / path).write_bytes(data)
-        content = key.content_hash(_bytes(plain))
-        return File(path, len(data), durable.hash_of(data), array=name, chunk=index, content=content)
 
-    together = _by_bytes(jobs, lambda job: 3 * job[2].data.nbytes)  # as it is, encrypted, and its pieces joined
-    return [file for group in together for file in durable.each(sealed, group)]
+@dataclasses.dataclass(frozen=True)
+class _Chunk:
+    """A chunk that this process holds.
+
+    Attributes:
+      array: whose it is.
+      cut: how that is cut.
+      index: which chunk.
+      shard: holds it, on a device or in the host's memory.
+      part: which of it.
+      is_ours: this process writes it; else another that holds it, too.
+    """
+
+    array: str
+    cut: Layout
+    index: tuple[int, ...]
+    shard: jax.Array
+    part: tuple[slice, ...]
+    is_ours: bool
+
+    def host_bytes(self, key: Key | None) -> int:
+        """Of the host's memory while it is written: as it is, and encrypted, its pieces and these joined."""
+        size = math.prod(self.cut.chunks) * self.cut.dtype.itemsize
+        return size if key is None else 3 * size
+
+    def write(self, folder: epath.Path, key: Key | None) -> File | None:
+        """Writes it where it is ours; None: there is nothing to say of it."""
+        plain = np.asarray(self.shard)[self.part]
+        inner = f"{folder_of(self.array)}/{name_of(self.index)}"
+        about = {"array": self.array, "chunk": self.index}
+        if key is None and self.cut.compressor is None:
+            content = _bytes(plain)
+            digest = durable.write_hashed(folder / inner, content) if self.is_ours else durable.hash_of(content)
+            return File(inner, content.nbytes, digest, **about)
+        if key is not None and not self.is_ours:
+            return None
+        data, digest = _bytes(plain), content_hash(plain, key)
+        if self.cut.compressor is not None:
+            data = np.frombuffer(encode(plain, self.cut), np.uint8)
+        if key is not None:
+            data = np.frombuffer(key.seal(data, _seal(int(folder.name), inner)), np.uint8)
+        on_disk = durable.write_hashed(folder / inner, data) if self.is_ours else durable.hash_of(data)
+        file = File(inner, data.nbytes, on_disk, content=digest, **about)
+        if key is None and content_hash(decode(data, self.cut, file), None) != digest:
+            raise Corrupted(f"{file.describe()} does not hold what was to be saved")
+        return file
+
+
+def _chunk_shape(array: jax.Array) -> tuple[int, ...]:
+    """What one device holds, divided among those that hold the same, along the first axis that this divides."""
+    shard = array.sharding.shard_shape(array.shape)
+    shards = math.prod(full // size for full, size in zip(array.shape, shard, strict=True) if size)
+    replicas = array.sharding.num_devices // shards
+    axis = next((axis for axis, size in enumerate(shard) if size % replicas == 0), None)
+    return tuple(max(1, size // replicas if i == axis else size) for i, size in enumerate(shard))
+
+
+def _held(name: str, array: jax.Array, cut: Layout) -> list[_Chunk]:
+    """The chunks that this process holds, each once; of several devices that hold it the n-th writes the n-th of a shard."""
+    if not array.size:
+        return []
+    found: dict[tuple[int, ...], _Chunk] = {}
+    for shard in array.addressable_shards:
+        starts = [axis.start or 0 for axis in shard.index]
+        whole = [(start, start + size) for start, size in zip(starts, shard.data.shape, strict=True)]
+        inside = list(cut.touched(tuple(whole)))
+        for number, index in enumerate(inside):
+            is_ours = shard.replica_id == (number if len(inside) > 1 else 0)
+            if is_ours or index not in found:
+                bounds = zip(cut.bounds(index), starts, strict=True)
+                part = tuple(slice(begin - start, end - start) for (begin, end), start in bounds)
+                found[index] = _Chunk(name, cut, index, shard.data, part, is_ours)
+    return list(found.values())
+
+
+def _write_orbax_metadata(folder: epath.Path, arrays: PyTree) -> None:
+    """The two files by which Orbax reads the arrays of `folder`, in the form of its version 0.12."""
+    values, shardings = {}, {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(arrays, is_leaf=_is_empty):
+        names = [jax.tree_util.keystr((key,), simple=True) for key in path]
+        kinds = [1 if isinstance(key, jax.tree_util.SequenceKey) else 2 for key in path]
+        about = {"value_type": "jax.Array", "skip_deserialize": False}
+        if isinstance(leaf, jax.Array):
+            about["write_shape"] = _chunk_shape(leaf)
+            if (sharding := _orbax_sharding(leaf.sharding)) is not None:
+                shardings[base64.b64encode(".".join(names).encode()).decode()] = json.dumps(sharding)
+        else:
+            kind = "None" if leaf is None or hasattr(leaf, "_fields") else type(leaf).__name__.title()
+            about = {"value_type": kind, "skip_deserialize": True}
+        keys = [{"key": name, "key_type": kind} for name, kind in zip(names, kinds, strict=True)]
+        values[str(tuple(names))] = {"key_metadata": keys, "value_metadata": about}
+    whole = {"tree_metadata": values, "use_ocdbt": False, "use_zarr3": False}
+    whole |= {"store_array_data_equal_to_fill_value": True, "custom_metadata": None}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "_METADATA").write_bytes(json.dumps(whole).encode())
+    (folder / "_sharding").write_bytes(json.dumps(shardings).encode())
+
+
+def _is_empty(node: Any) -> bool:
+    return node is None or isinstance(node, (tuple, list, dict)) and not node
+
+
+def _orbax_sharding(sharding: jax.sharding.Sharding) -> dict[str, Any] | None:
+    """What Orbax says of a sharding; None: nothing that it can make one of."""
+    if isinstance(sharding, SingleDeviceSharding):
+        return {"sharding_type": "SingleDeviceSharding", "device_str": str(next(iter(sharding.device_set)))}
+    if not isinstance(sharding, NamedSharding):
+        return None
+    mesh = sharding.mesh
+    ids = np.vectorize(lambda device: {"id": device.id}, otypes=[object])(mesh.devices)
+    return {
+        "sharding_type": "NamedSharding", "shape": [*mesh.devices.shape], "axis_names": [*mesh.axis_names],
+        "axis_types": [f"AxisType.{kind.name}" for kind in mesh.axis_types], "partition_spec": [*sharding.spec],
+        "device_mesh": {"mesh": ids.tolist()},
+    }  # fmt: skip
 
 
 def opened(content: np.ndarray, found: Manifest, file: File, key: Key | None) -> np.ndarray:
@@ -231,7 +344,13 @@ class _Array:
     """An array that is being read: the parts that this process's devices hold, filled chunk by chunk."""
 
     def __init__(
-        self, folder: epath.Path, found: Manifest, name: str, target: jax.ShapeDtypeStruct, check: bool, key: Any
+        self,
+        folder: epath.Path,
+        found: Manifest,
+        name: str,
+        target: jax.ShapeDtypeStruct,
+        check: bool,
+        key: Key | None,
     ):
         self._folder, self._found, self._name, self._check, self._key = folder, found, name, check, key
         self._target, self._cut = target, layout(folder, found, name)

@@ -1,0 +1,434 @@
+"""Reads steps onto the devices: whole, their parameters alone, or parts; and falls back to the newest that is whole."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, Self, TypeVar
+
+import jax
+from etils import epath
+from jax.sharding import SingleDeviceSharding
+
+from capibara.checkpoints import arrays, manifest, run_manifest, step_folders, verification
+from capibara.checkpoints.encryption import Key
+from capibara.checkpoints.manifest import Corrupted, Manifest
+from capibara.checkpoints.policy import Checkpointing, Verify
+from capibara.core import limits, tree
+from capibara.core.background import Task
+from capibara.core.multihost import hosts
+from capibara.core.types import PyTree, UserError
+
+_RUN_BYTES, _RUN_VALUES = 256 << 20, 8_000_000  # of a run.json
+TASK_LIMIT_S = 3600.0  # that a save or a verification may take; hosts wait for each other's as long
+_LOGGED = 20  # lost steps that the log names
+T = TypeVar("T")
+
+
+class State(Protocol):
+    """What is saved: arrays by name, of which a constructor makes the same again."""
+
+    def parts(self) -> dict[str, Any]:
+        """A tree of arrays by each of its names."""
+        ...
+
+
+S = TypeVar("S", bound=State)
+
+
+@dataclasses.dataclass(frozen=True)
+class Restored:
+    """The JSON parts of a checkpoint, as they were given to `save`, the shapes of its arrays, and its score."""
+
+    step: int
+    data: dict[str, Any]
+    progress: dict[str, Any]
+    shapes: dict[str, str]
+    score: float | None = None
+
+
+class StepReader:
+    """Reads the steps of a folder by the keys that a run has.
+
+    Args:
+      folder: of the steps.
+      config: how they are verified and converted, and where the keys are.
+
+    Raises:
+      UserError: a key that is named is not there.
+    """
+
+    def __init__(self, folder: epath.Path, config: Checkpointing):
+        self._folder, self._config = folder, config
+        self._keys = {} if config.encryption is None else config.encryption.keys()
+
+    def manifest(self, step: int) -> Manifest:
+        """Of a step that we have the key of.
+
+        Raises:
+          UserError: we do not have it, or the step is not encrypted and must be.
+          Corrupted: it is not what was saved.
+        """
+        found = manifest.read(self._folder / str(step))
+        key, encryption = self.key_of(found), self._config.encryption
+        if key is not None:
+            key.check_mac(found.signed(), found.mac)
+        elif found.encryption is not None:
+            wanted = found.encryption.get("key")
+            raise UserError(
+                f"checkpoint {self._folder}/{step} is encrypted with the key {wanted}, "
+                + (
+                    f"{' and '.join(self._keys)} given: give that key, as Encryption.old_key_file where it was replaced"
+                    if self._keys
+                    else "no key is given: set Checkpointing.encryption = @Encryption(), and what holds that key"
+                )
+            )
+        elif encryption is not None and encryption.encrypt and not encryption.plain_steps:
+            raise UserError(
+                f"checkpoint {self._folder}/{step} is not encrypted, and Checkpointing.encryption is set: where it is your "
+                "own, set Encryption.plain_steps = True to resume from it"
+            )
+        return found
+
+    def key_of(self, found: Manifest) -> Key | None:
+        """The key of an encrypted step, if we have it."""
+        return None if found.encryption is None else self._keys.get(found.encryption.get("key", ""))
+
+    def progress(self, step: int) -> Restored:
+        """The JSON parts of a committed step.
+
+        Raises:
+          Corrupted: they are not what was saved.
+        """
+        found = self.manifest(step)
+        file = found.by_path.get(manifest.RUN)
+        if file is None:
+            raise Corrupted(f"{manifest.RUN} is gone")
+        if file.size > _RUN_BYTES:
+            raise Corrupted(f"{manifest.RUN} has {file.size:,} bytes, must have at most {_RUN_BYTES:,}")
+        content = manifest.contents(self._folder / str(step), file)
+        try:
+            content = arrays.opened(content, found, file, self.key_of(found)).tobytes()
+            values = limits.parse_json(content, values=_RUN_VALUES, finite=False)
+            parts = {name: values[name] for name in ("data", "progress", "shapes")}
+            if not all(isinstance(part, dict) for part in parts.values()):
+                raise ValueError("its parts are no objects")
+            if not all(isinstance(shape, str) for shape in parts["shapes"].values()):
+                raise ValueError("its shapes are no texts")
+            return Restored(step=step, **parts, score=found.about.get("score"))
+        except (ValueError, KeyError, TypeError) as error:
+            raise Corrupted(f"{manifest.RUN} cannot be read ({manifest.one_line(error)})") from error
+
+    def state(self, restored: Restored, target: S) -> S:
+        """The arrays of a step; as of `CheckpointReader.restore_state`."""
+        saved, wanted = restored.shapes, target.parts()
+        if _window(saved) != _window(shapes_of(wanted)):
+            saved = {path: shape for path, shape in saved.items() if path not in _window(saved)}
+            wanted.pop("losses", None)
+        self._check(restored.step, saved, wanted)
+        return type(target)(**self._read(restored.step, wanted))
+
+    def params(self, restored: Restored, target: PyTree, *, average: bool) -> PyTree:
+        """The parameters of a step; as of `CheckpointReader.restore_params`."""
+        saved = restored.shapes
+        averaged = {path.partition("/")[2] for path in saved if average and path.startswith("ema/")}
+        wanted = {
+            "ema": tree.part(target, lambda name: name in averaged),
+            "params": tree.part(target, lambda name: name not in averaged),
+        }
+        saved = {
+            path: shape
+            for path, shape in saved.items()
+            if path.startswith("params/") != (path.partition("/")[2] in averaged)
+            and path.startswith(("ema/", "params/"))
+        }
+        self._check(restored.step, saved, wanted)
+        found = self._read(restored.step, wanted)
+        return tree.joined(found["ema"], found["params"]) if averaged else found["params"]
+
+    def part(self, restored: Restored, keep: Callable[[str], bool]) -> PyTree:
+        """Parameters whose names are kept; as of `CheckpointReader.newest_part`."""
+        here = SingleDeviceSharding(jax.local_devices()[0])
+        saved, wanted = restored.shapes, {}
+        for path, shape in saved.items():
+            part, _, name = path.partition("/")
+            has_average = part == "params" and f"ema/{name}" in saved
+            if part in ("ema", "params") and not has_average and keep(name):
+                leaf = parsed_shape(shape)
+                wanted |= {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here)}
+        found = self._read(restored.step, tree.nested(wanted))
+        return tree.joined(found.get("ema", {}), found.get("params", {}))
+
+    def optimizer(self, restored: Restored, target: PyTree) -> tuple[int, PyTree] | None:
+        """The step and its optimizer's state; as of `CheckpointReader.newest_optimizer`."""
+        step, saved = restored.step, restored.shapes
+        if any(path.startswith("ema/") for path in saved):
+            return None
+        saved = {path: shape for path, shape in saved.items() if path.startswith("opt_state/")}
+        if not saved:
+            return None
+        wanted = {"opt_state": target}
+        self._check(step, saved, wanted)
+        return step, self._read(step, wanted)["opt_state"]
+
+    def _check(self, step: int, saved: Mapping[str, str], wanted: PyTree) -> None:
+        check_shapes(self._folder / str(step), saved, shapes_of(wanted), cast=self._config.cast)
+
+    def _read(self, step: int, target: PyTree) -> PyTree:
+        found, check = self.manifest(step), self._config.verify is Verify.BEFORE
+        return arrays.read(self._folder / str(step), found, target, check=check, key=self.key_of(found))
+
+
+class CheckpointReader:
+    """The steps of a run folder, which is not changed: another process may be saving there.
+
+    Args:
+      model_dir: the run folder.
+      config: how steps are read.
+    """
+
+    _is_read_only, _in_flight = True, "the verification in flight"
+
+    def __init__(self, model_dir: str, config: Checkpointing):
+        self._folder, self._config = step_folders.folder_of(model_dir), config
+        self._reader = StepReader(self._folder, config)
+        self._verifying: Task | None = None
+        self.corrupted: dict[int, str] = {}  # step -> why it was passed over
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        try:
+            self.close()
+        except Exception as failed:
+            if error is None:
+                raise
+            error.add_note(f"{self._in_flight} failed too: {failed}")
+
+    def steps(self) -> list[int]:
+        """All committed steps, oldest first; nothing is said of what has become of their files since."""
+        return step_folders.steps(self._folder) if self._folder.is_dir() else []
+
+    def latest_step(self) -> int | None:
+        """The newest committed step, None in a new run folder."""
+        return max(self.steps(), default=None)
+
+    def restore(self, target: S) -> tuple[Restored, S] | None:
+        """The newest step that is what was saved, read onto the devices; None in a new run folder.
+
+        Newer ones that are not are named in `corrupted`, and quarantined by a run. Every process calls it.
+
+        Args:
+          target: as of `restore_state`.
+
+        Raises:
+          UserError: there are steps and not one of them is whole, or they hold another model.
+        """
+
+        def attempt(step: int) -> tuple[Restored, S]:
+            verification.check_rest(self._folder / str(step), self._config.verify)
+            restored = self.restore_progress(step)
+            return restored, self.restore_state(restored, target)
+
+        return self._newest(attempt)
+
+    def verified_step(self) -> int | None:
+        """The newest step whose files are those that were saved; as `restore`, without reading it."""
+
+        def attempt(step: int) -> int:
+            verification.check_rest(self._folder / str(step), self._config.verify)
+            if self._config.verify is Verify.BEFORE:
+                verification.check_all(self._folder / str(step))
+            return step
+
+        return self._newest(attempt)
+
+    def newest_params(self, target: PyTree, *, average: bool = True) -> tuple[int, PyTree] | None:
+        """The newest whole step with its parameters, as `restore_params` gives them; None: there is none."""
+        return self._newest(lambda step: (step, self.restore_params(step, target, average=average)))
+
+    def newest_part(self, keep: Callable[[str], bool]) -> PyTree | None:
+        """Of the newest whole step those parameters whose names are kept, their averages where it has some.
+
+        They lie on this process's first device, of whatever model they are; None: there is no step.
+        """
+        return self._newest(lambda step: self._reader.part(self.restore_progress(step), keep))
+
+    def newest_optimizer(self, target: PyTree) -> tuple[int, PyTree] | None:
+        """The newest whole step with its optimizer's state; None: it has none, or averages of its parameters.
+
+        Args:
+          target: of the state, ShapeDtypeStructs with the shardings wanted.
+
+        Raises:
+          UserError: it is the state of another optimizer.
+        """
+        return self._newest(lambda step: self._reader.optimizer(self.restore_progress(step), target))
+
+    def restore_progress(self, step: int) -> Restored:
+        """Reads the JSON parts of a committed step; the arrays come with `restore_state`.
+
+        Raises:
+          Corrupted: they are not what was saved.
+        """
+        return self._reader.progress(step)
+
+    def restore_state(self, restored: Restored, target: S) -> S:
+        """Reads the arrays of a step onto the devices.
+
+        Args:
+          restored: from `restore_progress`.
+          target: ShapeDtypeStructs with the shardings wanted now (they may differ from those of the save).
+
+        Returns:
+          The state, without `losses` where the save had none, or others: this may be switched from start to start.
+
+        Raises:
+          UserError: the checkpoint holds another model: names the first array that differs.
+          Corrupted: it is not what was saved.
+        """
+        return self._reader.state(restored, target)
+
+    def restore_params(self, step: int, target: PyTree, *, average: bool = True) -> PyTree:
+        """Reads only the parameters of a step, of each its moving average where one was kept: for inference and export.
+
+        Args:
+          step: a committed one.
+          target: ShapeDtypeStructs with the shardings wanted.
+          average: False: not their averages, but they themselves.
+
+        Raises:
+          UserError: the checkpoint holds another model: names the first array that differs.
+          Corrupted: it is not what was saved.
+        """
+        return self._reader.params(self.restore_progress(step), target, average=average)
+
+    def check(self) -> None:
+        """Raises what a verification beside training has found, if it has ended; waits for nothing."""
+        if self._verifying is not None and self._verifying.done:
+            verifying, self._verifying = self._verifying, None
+            verifying.wait(0.0)
+
+    def close(self) -> None:
+        """Waits for a verification beside training, and raises what it has found."""
+        if self._verifying is not None:
+            self._verifying.join(TASK_LIMIT_S)
+        self.check()
+
+    def _newest(self, attempt: Callable[[int], T]) -> T | None:
+        """What `attempt` gives of the newest step that it finds whole, on all processes; None: there is no step."""
+        found = newest_whole(self._folder, attempt, self.corrupted, read_only=self._is_read_only)
+        if found is None:
+            return None
+        if self._config.verify is Verify.BACKGROUND:
+            folder = self._folder / str(found[0])
+            self._verifying = verification.beside_training(folder, self.corrupted, read_only=self._is_read_only)
+        return found[1]
+
+
+def newest_whole(
+    folder: epath.Path, attempt: Callable[[int], T], corrupted: dict[int, str], *, read_only: bool
+) -> tuple[int, T] | None:
+    """The newest step that `attempt` finds whole on all processes, and what it gives; None: there is no step.
+
+    Args:
+      folder: of the steps.
+      attempt: reads a step, and raises Corrupted where it is not what was saved.
+      corrupted: is told of the steps that are passed over, and why.
+      read_only: they are not quarantined.
+
+    Raises:
+      UserError: there are steps, and not one of them is whole.
+    """
+    lost = step_folders.lost(folder)
+    step_folders.check_foreign(folder)
+    there = step_folders.steps(folder) if folder.is_dir() else []
+    steps, lost = hosts.gathered([there[::-1], lost])[0]
+    passed: list[int] = [*lost]  # quarantined only when there is one to resume from
+
+    def pass_over(step: int, fault: str) -> None:
+        corrupted[step] = fault
+        logging.getLogger(__name__).warning("%s/%d is corrupted: %s", folder, step, fault)
+
+    for step in lost[-_LOGGED:]:
+        pass_over(step, step_folders.why_lost(folder, step))
+    for step in steps:
+        found, fault = None, None
+        try:
+            found = attempt(step)
+        except Corrupted as error:
+            fault = str(error)
+        fault = next(filter(None, hosts.gathered(fault)), None)
+        if fault is None:
+            for other in passed if not read_only and jax.process_index() == 0 else ():
+                _quarantine(folder, other)
+            return step, found
+        passed.append(step)
+        pass_over(step, fault)
+    if corrupted:
+        last = max(corrupted)
+        raise UserError(
+            f"{folder} holds no step that is what was saved: {last}: {corrupted[last]}: restore the folder "
+            "from a copy, or set another MODEL_DIR to start anew"
+        )
+    return None
+
+
+def _quarantine(folder: epath.Path, step: int) -> None:
+    if (folder / str(step)).exists():
+        step_folders.quarantine(folder / str(step), step_folders.CORRUPTED)
+    else:
+        run_manifest.forget_step(folder.parent, step)
+
+
+def shapes_of(arrays: PyTree) -> dict[str, str]:
+    """Name -> "float32[2,3]" for every array: two models can be told apart before anything is read."""
+    described = (f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]" for leaf in jax.tree.leaves(arrays))
+    return dict(zip(tree.path_names(arrays), described, strict=True))
+
+
+def parsed_shape(text: str) -> jax.ShapeDtypeStruct:
+    """The array of which `shapes_of` gave this."""
+    dtype, _, sizes = text.removesuffix("]").partition("[")
+    return jax.ShapeDtypeStruct(tuple(map(int, filter(None, sizes.split(",")))), jax.numpy.dtype(dtype))
+
+
+def check_shapes(folder: epath.Path, saved: Mapping[str, str], wanted: Mapping[str, str], *, cast: bool) -> None:
+    """Compares a step's arrays with those wanted.
+
+    Args:
+      folder: of the step.
+      saved, wanted: of `shapes_of`.
+      cast: another floating-point dtype is no difference.
+
+    Raises:
+      UserError: they differ: names the first array that does.
+    """
+    # Parameters first: the moments of the optimizer differ only because they do.
+    for path in sorted(saved.keys() | wanted.keys(), key=lambda p: (not p.startswith("params/"), p)):
+        old, new = saved.get(path, "nothing"), wanted.get(path, "nothing")
+        if old == new or (cast and _differ_in_precision(old, new)):
+            continue
+        part, absent = path.partition("/")[0], "nothing" in (old, new)
+        other = {"opt_state": "another optimizer's state"}
+        other |= {"ema": "another ema_decay's state"} if absent else {}
+        other |= {"loss_scale": "another dtype's state"}
+        hint = ", set Checkpointing.cast = True" if _differ_in_precision(old, new) else ""
+        if not absent and any(f"/{moment}/" in path for moment in ("v", "v_row", "v_col")):
+            hint = ", which of runs begun by an earlier version is Adafactor.factoring = 'dimensions'"
+        raise UserError(
+            f"checkpoint {folder} holds {other.get(part, 'another model')}: {path} is {old} there, {new} in this "
+            f"configuration: restore the configuration of the run{hint}, or set another MODEL_DIR"
+        )
+
+
+def _window(shapes: Mapping[str, str]) -> dict[str, str]:
+    """Those of the window of losses, of `shapes_of`."""
+    return {path: shape for path, shape in shapes.items() if path.startswith("losses/")}
+
+
+def _differ_in_precision(old: str, new: str) -> bool:
+    (old_dtype, old_shape), (new_dtype, new_shape) = (text.partition("[")[::2] for text in (old, new))
+    return old_shape == new_shape and all("float" in dtype for dtype in (old_dtype, new_dtype))

@@ -1,0 +1,266 @@
+"""Saves a step: copies the arrays, writes them and the other files in a thread, and commits the step by its manifest.
+
+All processes write together; what an older step holds already is left to that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from etils import epath
+
+from capibara.checkpoints import arrays as array_files
+from capibara.checkpoints import manifest, retention, run_manifest, step_folders
+from capibara.checkpoints.encryption import CIPHER, Key
+from capibara.checkpoints.manifest import Corrupted, File, Manifest
+from capibara.checkpoints.policy import Checkpointing, Compression
+from capibara.core import bucket_faults, tree
+from capibara.core.background import Task
+from capibara.core.multihost import peers
+from capibara.core.types import PyTree, TryAgain, UserError
+from capibara.sharding.replicas import SilentCorruption
+from capibara.storage import durable
+from capibara.storage.full_disk import is_disk_full
+
+_ATTEMPTS, _PAUSE_S = 3, 0.5  # of a save that fails for another reason than a full disk; the pause doubles
+_MESSAGE = "word."  # begins the name of what a process tells the others, until they have read it
+
+
+def snapshot(arrays: PyTree) -> tuple[PyTree, jax.Array]:
+    """Copies of arrays that outlive them, under way when this returns; and whether each has only finite numbers.
+
+    On TPU and GPU the copies are in the host's memory: the HBM has no room for a second state.
+    """
+    finite = all_finite(arrays)
+    if next(iter(jax.tree.leaves(arrays)[0].sharding.device_set)).platform == "cpu":
+        return _copied(arrays), finite
+    on_hosts = jax.tree.map(lambda x: x.sharding.with_memory_kind("pinned_host"), arrays)
+    return jax.device_put(arrays, on_hosts, may_alias=False), finite
+
+
+@jax.jit
+def _copied(arrays: PyTree) -> PyTree:
+    return jax.tree.map(jnp.copy, arrays)
+
+
+@jax.jit
+def all_finite(arrays: PyTree) -> jax.Array:
+    """Whether each array has only finite numbers, bool [arrays]."""
+    return jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(arrays)])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Save:
+    """A save under way: what it writes, called in its thread by every process.
+
+    Attributes:
+      folder: of the step, which is named after it.
+      config: of the run.
+      writer: writes the files.
+      base: gives the older step to which what has not changed since is left; None: all is written.
+      run: the content of run.json.
+      about: what the manifest says of the step.
+      check_lease: raises where process 0 may not write there any more.
+    """
+
+    folder: epath.Path
+    config: Checkpointing
+    writer: Writer
+    base: Callable[[], Manifest | None]
+    run: bytes
+    about: dict[str, Any]
+    check_lease: Callable[[], None]
+
+    def begin(self, arrays: PyTree, verified: Callable[[], None]) -> Task:
+        """Copies the arrays, which may be changed or donated when this returns, and saves in a thread.
+
+        Args:
+          arrays: of all hosts.
+          verified: waits for a verification, and raises what it has found, before the step is committed.
+        """
+        copies, finite = snapshot(arrays)
+        return Task(functools.partial(self._save, copies, finite, verified), "capibara-save")
+
+    def _save(self, arrays: PyTree, finite: jax.Array, verified: Callable[[], None]) -> None:
+        good = np.asarray(finite.addressable_data(0))
+        if bad := [name for name, ok in zip(tree.path_names(arrays), good, strict=True) if not ok]:
+            raise UserError(
+                f"{bad[0]} is not finite at step {self.folder.name}, not saved: earlier checkpoints are kept; lower "
+                "Schedule.learning_rate or set Optimizer.clip_norm, and run the command again"
+            )
+        base = self.base()
+        for attempt in range(_ATTEMPTS):
+            try:
+                self._commit(self.writer.write(self.folder, arrays, self.run, base, self.check_lease), verified)
+                break
+            except Exception as error:
+                self._remove_failed()
+                last = attempt == _ATTEMPTS - 1 or jax.process_count() > 1  # the others would wait for ever
+                if last or is_disk_full(error) or isinstance(error, (UserError, TryAgain)):
+                    raise
+                if (explained := bucket_faults.explained([error])) is not None:  # it was tried often enough
+                    raise explained from error
+                logging.getLogger(__name__).warning("saving step %s failed (%s): trying again", self.folder.name, error)
+                time.sleep(_PAUSE_S * 2**attempt)
+        peers.together("committed")
+        if jax.process_index() == 0:
+            self.check_lease()
+            retention.retain(self.folder.parent, self.config, written=int(self.folder.name))
+
+    def _commit(self, files: list[File], verified: Callable[[], None]) -> None:
+        verified()
+        if jax.process_index() > 0:
+            return
+        self.check_lease()
+        step, run_folder = int(self.folder.name), self.folder.parent.parent
+        about = self.about | {"run": run_manifest.hashes(run_folder)}
+        manifest.write(self.folder, self.writer.signed(Manifest(step, tuple(files), about)))
+        run_manifest.add_step(run_folder, step)
+
+    def _remove_failed(self) -> None:
+        if jax.process_index() == 0:  # the others do not know whether it has been committed meanwhile
+            with contextlib.suppress(Exception):
+                self.check_lease()  # where it is another's now, so is what lies there
+                step_folders.remove(self.folder)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Writer:
+    """How a run's steps are written.
+
+    Attributes:
+      compress: chunks are compressed.
+      key: encrypts all files but the manifest and the arrays' layouts; None: they are not encrypted.
+    """
+
+    compress: bool = False
+    key: Key | None = None
+
+    @classmethod
+    def of(cls, config: Checkpointing) -> Writer:
+        """That of a run; raises UserError where its key is not there."""
+        encryption = config.encryption
+        key = encryption.key() if encryption is not None and encryption.encrypt else None
+        return cls(compress=config.compression is Compression.ZSTD, key=key)
+
+    def write(
+        self, folder: epath.Path, arrays: PyTree, run: bytes, base: Manifest | None, check: Callable[[], None]
+    ) -> list[File]:
+        """Everything but the manifest, on the disk when this returns; every process calls it, from any thread.
+
+        Args:
+          folder: of the step; what is there goes.
+          arrays: jax.Array leaves that nobody changes meanwhile.
+          run: the content of run.json.
+          base: of an older step, to which what has not changed since is left; None: all is written.
+          check: called by process 0 before it changes anything.
+
+        Returns:
+          On process 0 all files of the step.
+        """
+        if jax.process_index() == 0:
+            check()
+            step_folders.make_room(folder)
+            folder.mkdir()
+            sealed = run if self.key is None else array_files.seal_run(int(folder.name), run, self.key)
+            durable.write(folder / manifest.RUN, sealed)
+        peers.together("begun")
+        carried = [] if base is None else self._carried(folder, base, arrays)
+        if carried:
+            kept = {file.array for file in carried}
+            arrays = tree.map_with_names(lambda name, leaf: None if name in kept else leaf, arrays)
+        files = array_files.write(folder, arrays, key=self.key, compress=self.compress)
+        durable.sync(folder)
+        told = _exchanged(folder, "files", [dataclasses.asdict(file) for file in files])
+        if jax.process_index() > 0:
+            return []
+        return self._all(folder, [File(**values) for files in told for values in files], carried)
+
+    def signed(self, plain: Manifest) -> Manifest:
+        """The manifest as it is written: signed, where files are encrypted."""
+        if self.key is None:
+            return plain
+        named = dataclasses.replace(plain, encryption=self._encryption)
+        return dataclasses.replace(named, mac=self.key.mac(named.signed()))
+
+    @property
+    def _encryption(self) -> dict[str, str] | None:
+        return None if self.key is None else {"cipher": CIPHER, "key": self.key.id}
+
+    def _all(self, folder: epath.Path, files: list[File], carried: list[File]) -> list[File]:
+        for path in folder.glob(f"{_MESSAGE}*"):
+            path.unlink()
+        known: dict[str, File] = {}
+        for file in files:
+            if known.setdefault(file.path, file) != file:
+                raise SilentCorruption(
+                    f"silent data corruption: two processes hold {file.describe()}, and they differ: this run's state is "
+                    "not worth keeping; start it again from its last checkpoint"
+                )
+        there = durable.files_below(folder)
+        for file in known.values():
+            if there.get(file.path) != file.size:
+                raise Corrupted(f"{file.describe()} was not written whole")
+        others = [path for path in there if path not in known]
+        return [*known.values(), *manifest.of_disk(folder, others), *carried]
+
+    def _carried(self, folder: epath.Path, base: Manifest, arrays: PyTree) -> list[File]:
+        """The files of `base` that hold what these arrays do: of an array all, or none."""
+        if base.encryption != self._encryption:
+            return []
+        mine = [
+            file.path
+            for name, leaf in zip(tree.path_names(arrays), jax.tree.leaves(arrays), strict=True)
+            for file in self._same(folder.parent / str(base.step), base, name, leaf)
+        ]
+        same = {path for told in _exchanged(folder, "same", mine) for path in told}
+        found = []
+        for name in tree.path_names(arrays):
+            files = base.by_folder.get(array_files.folder_of(name), ())
+            if files and all(file.path in same for file in files if not file.path.endswith(array_files.LAYOUT)):
+                found += [dataclasses.replace(file, array=name, step=file.step or base.step) for file in files]
+        return found
+
+    def _same(self, folder: epath.Path, base: Manifest, name: str, leaf: jax.Array) -> list[File]:
+        """Those of the chunks of an array in `base` that hold what this process does, and whose files still do."""
+        try:
+            cut = array_files.layout(folder, base, name)
+        except Corrupted:
+            return []
+        if (
+            cut.shape != leaf.shape
+            or cut.dtype != np.dtype(leaf.dtype)
+            or (cut.compressor is not None) != self.compress
+        ):
+            return []
+        found = []
+        for file in base.by_folder[array_files.folder_of(name)]:
+            content = None if file.chunk is None else array_files.region(leaf, cut.bounds(file.chunk))
+            if content is not None and array_files.content_hash(content, self.key) == (file.content or file.xxh128):
+                found.append(file)
+        # What a step refers to is as good as what it writes. A bucket keeps what it has taken.
+        if durable.is_remote(folder):
+            return [file for file in found if manifest.is_there(folder, file)]
+        return [] if manifest.faults(folder, base, set(found).__contains__) else found
+
+
+def _exchanged(folder: epath.Path, topic: str, value: Any) -> list[Any]:
+    """Every process's JSON value, by files in the step's folder."""
+    if jax.process_count() == 1:
+        return [value]
+    durable.write(folder / f"{_MESSAGE}{topic}.{jax.process_index()}", json.dumps(value).encode())
+    peers.together(topic)
+    paths = [folder / f"{_MESSAGE}{topic}.{index}" for index in range(jax.process_count())]
+    found = [json.loads(path.read_bytes()) for path in paths]
+    peers.together(f"{topic} read")
+    return found
