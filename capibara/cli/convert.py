@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from capibara.cli import flags
 from capibara.core.types import UserError
+from capibara.interop import submodel_options as submodel
 from capibara.interop.peft import sum_options
 from capibara.interop.quantize import options as quantize
 from capibara.monitoring.status import StatusLine
@@ -30,7 +31,7 @@ examples: python -m capibara.convert --from=poet --plus=coder --weights=0.7,0.3 
 exit codes: 0 done, all steps are what was saved; 1 some are not; 2 a mistake in what was given"""
 _FORMATS = ("hf", "pytorch", "gguf", "t5x", "peft", "peft_fused", "gguf_lora", "capibara")
 _PRUNE = ("keep", "keep_every", "corrupted", "dry_run")
-_MODEL = ("source", "target", "format", "dtype", "base", "trust_config", *quantize.FLAGS, *sum_options.FLAGS)
+_MODEL = (*"source target format dtype base trust_config".split(), *quantize.FLAGS, *sum_options.FLAGS, *submodel.FLAGS)
 _OF = dict.fromkeys(_MODEL, ("a model",)) | {"step": ("list", "verify")} | dict.fromkeys(_PRUNE, ("prune",))
 
 
@@ -45,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--base", metavar="PATH", help="of an adapter: its model; default: what it names")
     sum_options.add_arguments(parser)
     quantize.add_arguments(parser)
+    submodel.add_arguments(parser)
     parser.add_argument("--step", type=int, metavar="N", help="of list and verify: this one alone")
     parser.add_argument("--keep", type=int, metavar="N", help="of prune: newest steps that stay")
     parser.add_argument("--keep_every", type=int, metavar="N", help="of prune: multiples of it stay")
@@ -67,7 +69,7 @@ def _model(args: argparse.Namespace) -> int:
     what = (sum_options.asked(args), args.target, args.format, args.dtype, args.base)
     gin, how = (args.gin_file, args.gin_bindings, args.gin_search_paths), quantize.asked(args)
     with StatusLine() as bar:
-        print(conversion.convert(*what, gin, RunFolders(args.trust_config), how, bar.show))
+        print(conversion.convert(*what, gin, RunFolders(args.trust_config), how, bar.show, submodel.asked(args)))
     return 0
 
 

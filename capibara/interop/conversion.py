@@ -8,7 +8,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, overload
 
 import jax
 import numpy as np
@@ -20,7 +20,7 @@ from capibara.core.types import Params, PyTree, UserError
 from capibara.data.dataset import Dataset
 from capibara.data.tokenizers import files as tokenizer_files
 from capibara.data.tokenizers.vocabulary import SentencePieceVocabulary, TokenizerJsonVocabulary, Vocabulary
-from capibara.interop import gin_of, open_model
+from capibara.interop import gin_of, open_model, submodel_options
 from capibara.interop.hf import config as hf_config
 from capibara.interop.hf import folder as hf_folder
 from capibara.interop.hf import model_card, tables
@@ -157,6 +157,7 @@ def convert(
     runs: RunFolders,
     how: Quantize | None = None,
     show: Show = _silent,
+    part: submodel_options.Asked | None = None,
 ) -> str:
     """Writes a model in another form; returns a line that says what is there now.
 
@@ -171,6 +172,7 @@ def convert(
       runs: training.run_folder.
       how: the layers' weights are written in 4 bits; None: they are not.
       show: is told what a long work does now.
+      part: of a Gemma 3n: what is left of it; None: all.
 
     Raises:
       UserError: the target is there already, the model cannot be read, or the form cannot hold it.
@@ -178,6 +180,8 @@ def convert(
     form = form or ("gguf" if target.endswith(".gguf") else "hf")
     _check_target(target, form, dtype)
     gin_config.load_modules(gin[0], gin[2])
+    if part is not None and (form in _ADAPTERS or isinstance(path, Sum) or adapters.is_adapter(path)):
+        raise UserError("--skip_layers and --mlp_dims are of whole models, not of adapters: merge them first")
     if isinstance(path, Sum):
         return _of_sum(path, target, form, dtype, base, gin, runs, how, show)
     if outputs.is_remote(path) and (path.endswith(".gguf") or not runs.is_run(path)):
@@ -197,8 +201,8 @@ def convert(
     if run is not None and form == "capibara" and run.model.config.lora is None:
         raise UserError("--from is a run folder already: --format=capibara is for foreign models and for adapters")
     if run is None:
-        return write(_foreign(path, gin), target, form, dtype, runs.save, how, show)
-    source = _merged(run, runs.origin(path))
+        return write(_part(_foreign(path, gin), part), target, form, dtype, runs.save, how, show)
+    source = _part(_merged(run, runs.origin(path)), part)
     if form == "t5x":
         source = dataclasses.replace(source, optimizer=_optimizer(source, run, runs.optimizer(path, run)))
     return write(source, target, form, dtype, runs.save, how, show)
@@ -416,11 +420,7 @@ def _in_4_bits(
     fixed = "q4_0" if form == "gguf" else "f16"
     if dtype not in (None, fixed):
         raise UserError(f"--dtype={dtype} with --quantize={how.method}, whose {form} has {fixed}: leave it out")
-    if not isinstance(source, OurModel):
-        model = api.build(hf_config.from_hf(source.config))
-        config = hf_config.to_hf(model.config, source.config)
-        stored = hf_folder.DTYPES[_FLOATS[_stored(source)]]
-        source = OurModel(model, _here(source, model, stored), config, source.tokenizer, source.about)
+    source = _as_ours(source)
     made = quantization.quantize(
         source.model, source.params, source.config, source.tokenizer, how,
         q4_0=form == "gguf", vocabulary=source.vocabulary, show=show,
@@ -440,6 +440,36 @@ def _in_4_bits(
     return (
         f"{target}: {made.config['model_type']}, {len(made.packed)} weights in 4 bits by {how.method}, groups of {size}"
     )
+
+
+@overload
+def _part(source: OurModel, part: submodel_options.Asked | None) -> OurModel: ...
+@overload
+def _part(source: ForeignModel, part: submodel_options.Asked | None) -> ForeignModel | OurModel: ...
+def _part(source: ForeignModel | OurModel, part: submodel_options.Asked | None) -> ForeignModel | OurModel:
+    """What is left of a model."""
+    if part is None:
+        return source
+    skip_layers, mlp_dims = part
+    ours = _as_ours(source)
+    whole = ours.model.config
+    if not isinstance(whole, api.Gemma3nConfig):
+        raise UserError(f"--skip_layers and --mlp_dims are of gemma3n_text, not of {ours.config['model_type']}")
+    of = api.Submodel(skip_layers=skip_layers, mlp_dims=mlp_dims)
+    left = of.config(whole)
+    params, config = of.params(whole, ours.params), hf_config.to_hf(left, ours.config)
+    return dataclasses.replace(ours, model=api.build(left), params=params, config=config)
+
+
+def _as_ours(source: ForeignModel | OurModel) -> OurModel:
+    """A model whose parameters are on this host, as they are stored."""
+    if isinstance(source, OurModel):
+        return source
+    model = api.build(hf_config.from_hf(source.config))
+    config = hf_config.to_hf(model.config, source.config)
+    short = _stored(source)
+    params = _here(source, model, hf_folder.DTYPES[_FLOATS[short]])
+    return OurModel(model, params, config, source.tokenizer, source.about, stored=short)
 
 
 def _here(source: ForeignModel, model: api.Model, dtype: Any = None) -> Params:

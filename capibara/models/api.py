@@ -23,6 +23,7 @@ from capibara.models.architectures.encdec import EncoderDecoderConfig
 from capibara.models.architectures.encoder import EncoderConfig
 from capibara.models.architectures.gemma3n.config import Gemma3nConfig
 from capibara.models.architectures.gemma3n.model import Gemma3n
+from capibara.models.architectures.gemma3n.submodel import Submodel
 from capibara.models.cache import paged
 from capibara.models.cache.dense import Cache, put_rows
 from capibara.models.layers import stack
@@ -49,6 +50,7 @@ __all__ = [
     "Moe",
     "Quantization",
     "Rope",
+    "Submodel",
     "TransformerConfig",
     "build",
     "model_of",
