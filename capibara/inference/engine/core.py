@@ -26,7 +26,7 @@ from capibara.sharding import Rules
 
 
 class EngineCore:
-    """Builds the parts of an engine and makes its steps; only who makes the steps calls it.
+    """Builds the parts of an engine and makes its steps, all from one thread at a time.
 
     Where a step gives each row one token the host looks at it while the devices make the next; where it gives more, or
     tokens are guessed, the host looks first.

@@ -21,7 +21,7 @@ from capibara.inference.engine.stream import Finish
 class Scheduler:
     """Admits requests to slots, in the order in which they came, and takes their slots away.
 
-    Only who makes the steps calls what changes it, `add` aside.
+    All but `add` is called by the thread that makes the steps.
 
     Args:
       config: of the engine.
@@ -33,8 +33,8 @@ class Scheduler:
       runner: decodes the slots.
 
     Attributes:
-      changed: held where a request comes, or goes from one place to another: whoever holds it finds each request that is
-        not done in one of them. Told of requests that come.
+      changed: the lock under which requests move between the queue, the slots and the beam search: whoever holds it
+        finds each unfinished request in one of them. Notified when a request is added.
       slots: the request that has each; None: it is free.
     """
 
