@@ -1,4 +1,4 @@
-"""What the other rooms see of a model: pure functions over a tree of parameters."""
+"""The public interface of models: pure functions over a tree of parameters."""
 
 from __future__ import annotations
 
@@ -66,23 +66,23 @@ class Model:
     """A model without its parameters.
 
     Attributes:
-      config: what it was built from.
+      config: the configuration that it was built from.
       abstract_params: nested dict of jax.ShapeDtypeStruct.
-      axes: the same nested dict, each leaf a tuple of logical axis names.
+      axes: the same nested dict, with a tuple of logical axis names for each leaf.
       init: PRNG key -> parameters.
-      hidden: (parameters, batch, remat, step) -> final hidden states [B, T, D] and the layers' statistics, float32
-        sums over tokens [L, ...], none for dense layers. `remat` is a Remat or RematPolicy; `step` the train step,
+      hidden: (parameters, batch, remat, step) -> final hidden states [B, T, D] and the layers' statistics: float32 sums
+        over tokens [L, ...], empty for dense layers. `remat` is a Remat or RematPolicy; `step` is the train step, or
         None outside training.
       head: parameters -> output projection [V, D].
-      adapt: (parameters of the plain model, PRNG key) -> parameters: with new adapters, where there are some.
-      encode: of an encoder-decoder: (parameters, batch) -> what its encoder makes of the batch's encoder entries,
-        [B, S, D]. A batch that has it as the entry `encoded` is not encoded again.
-      read: (parameters, batch, cache, is_prefill) -> final hidden states [B, T, D] of more tokens and the cache with them;
-        `prefill`, `extend` and `decode` say the rest. None for a model that has no next token.
+      adapt: (parameters of the plain model, PRNG key) -> parameters, with newly initialised adapters if it has any.
+      encode: encoder-decoders only: (parameters, batch) -> the encoder's output [B, S, D]. A batch that already holds
+        it as the entry `encoded` is not encoded again.
+      read: (parameters, batch, cache, is_prefill) -> final hidden states [B, T, D] of the new tokens, and the updated
+        cache; see `prefill`, `extend` and `decode`. None for a model that does not predict the next token.
       empty_cache: (batch, length, dtype, encoder_length, spare) -> cache.
-      begin: of a decoder: (parameters, batch) -> what goes into its first layer, [B, T, D].
-      layer: of a decoder, without adapters: (parameters of one layer, what goes into it, batch, its place in
-        layer_pattern) -> what comes out, and what goes into each of its projections, by the weight's name.
+      begin: decoders only: (parameters, batch) -> the input of the first layer, [B, T, D].
+      layer: decoders without adapters only: (parameters of one layer, its input, batch, its index in layer_pattern) ->
+        its output, and the inputs of its projections by weight name.
     """
 
     config: TransformerConfig
@@ -100,13 +100,13 @@ class Model:
 
     @property
     def plain(self) -> Model:
-        """The model without adapters, all of which is trained."""
+        """The same model without adapters: all its parameters are trained."""
         return build(dataclasses.replace(self.config, lora=None))
 
     def of_length(self, length: int) -> Model:
-        """The model whose caches hold rows of up to `length` tokens, where its rotary positions depend on that.
+        """The model for caches of up to `length` tokens a row, if its rotary frequencies depend on the row length.
 
-        All rows of a cache then turn as one of that length does; parameters are the same.
+        All rows of such a cache use the frequencies of a row of `length` tokens. The parameters are the same.
         """
         config = self.config
         if not isinstance(config, DecoderConfig) or not config.rope.scaling.by_length:
@@ -114,11 +114,11 @@ class Model:
         return build(dataclasses.replace(config, max_length=length))
 
     def trained(self, params: Params) -> Params:
-        """The part of the parameters, or of a tree like them, that training changes."""
+        """The trainable part of the parameters, or of a tree of the same structure."""
         return params if self.config.lora is None else tree.part(params, self.config.lora.trains)
 
     def frozen(self, params: Params) -> Params:
-        """The rest of them."""
+        """The part that is not trained."""
         return {} if self.config.lora is None else tree.part(params, lambda name: not self.config.lora.trains(name))
 
     @property
@@ -130,19 +130,19 @@ class Model:
         return self.config.lora is None or any(self.config.lora.trains(part) for part in (name, "output_bias"))
 
     def merge(self, params: Params) -> Params:
-        """The plain model's parameters that compute the same."""
+        """The plain model's parameters with all adapters merged into the weights."""
         return params if self.config.lora is None else lora_merge.merge(params, self.config.lora, self.axes)
 
     def base(self, params: Params) -> Params:
-        """The plain model's parameters as they are without the adapters."""
+        """The plain model's parameters without the adapters."""
         return params if self.config.lora is None else lora_merge.base(params, self.config.lora, self.axes)
 
     def unmerge(self, merged: Params, adapters: Params) -> Params:
-        """The plain model's parameters before `merge`; `adapters`: what `trained` gives of those that were merged."""
+        """Undoes `merge`; `adapters` is what `trained` returned for the adapters that were merged."""
         return merged if self.config.lora is None else lora_merge.unmerge(merged, adapters, self.config.lora, self.axes)
 
     def logits(self, params: Params, batch: Batch) -> jax.Array:
-        """Logits [B, T, V] in float32. For sampling and tests: training never makes them whole."""
+        """Logits [B, T, V] in float32. For sampling and tests; training never materialises them."""
         hidden, _ = self.hidden(params, batch)
         return self.logits_of(params, hidden)
 
@@ -158,47 +158,47 @@ class Model:
         encoder_length: int | None = None,
         spare: int = 0,
     ) -> Cache:
-        """A cache for `batch` rows of up to `length` tokens (then of their last ones), of which none was read.
+        """An empty cache for `batch` rows of up to `length` tokens; longer rows keep their last tokens.
 
         Args:
-          batch: rows.
-          length: places of a row; layers with a window have no more than that.
-          dtype: of keys and values; None: the compute dtype; int8: in 8 bits, with a scale for each token and head.
-          encoder_length: places of the encoder's input, where there is an encoder.
-          spare: places more than their window of layers that have one, so that as many tokens may be taken back (by
-            smaller `lengths`) after they were read.
+          batch: number of rows.
+          length: token capacity of a row; layers with a window allocate no more than the window.
+          dtype: dtype of keys and values; None: the compute dtype; int8: 8 bits, with one scale per token and head.
+          encoder_length: length of the encoder's input, for an encoder-decoder.
+          spare: extra capacity of layers with a window. It allows as many tokens to be rolled back (by smaller
+            `lengths`) after they were read.
         """
         dtype = self.config.dtype.value if dtype is None else dtype
         return self.empty_cache(batch, length, dtype, encoder_length, spare)
 
     def prefill(self, params: Params, batch: Batch, cache: Cache) -> tuple[jax.Array, Cache]:
-        """Reads the beginning of rows into a new cache.
+        """Reads the first tokens of each row into an empty cache.
 
         Args:
-          params: parameters, or what `serving` made of them.
-          batch: `tokens` [B, T] right-padded, `counts` [B] how many of them are real (at least 1), of an
-            encoder-decoder the encoder's entries; of a prefix LM `inputs` [B], how many of the first see each other both
-            ways (without it all); perhaps `adapters`: what each row is read with besides.
-          cache: from `start_cache`.
+          params: parameters, or the result of `serving`.
+          batch: `tokens` [B, T], right-padded, and `counts` [B], the number of real tokens in each row (at least 1).
+            For an encoder-decoder also the encoder's entries. For a prefix LM optionally `inputs` [B], the length of
+            the prefix that is attended in both directions. Optionally `adapters`, the unmerged adapter of each row.
+          cache: made by `start_cache`.
 
         Returns:
-          Logits [B, V] in float32 after each row's last token, and the cache.
+          Logits [B, V] in float32 after each row's last token, and the updated cache.
         """
         return self._last(params, batch, cache, is_prefill=True)
 
     def resume(self, params: Params, batch: Batch, cache: Cache) -> tuple[jax.Array, Cache]:
-        """As `prefill`, of rows whose first tokens are in the cache already."""
+        """Like `prefill`, for rows whose first tokens are in the cache already."""
         return self._last(params, batch, cache, is_prefill=False)
 
     def extend(self, params: Params, batch: Batch, cache: Cache) -> tuple[jax.Array, Cache]:
-        """As `resume`, with the logits [B, T, V] after every token."""
+        """Like `resume`, but returns the logits [B, T, V] after every token."""
         hidden, cache = self.read(params, batch, cache, False)
         return self.logits_of(params, hidden), cache
 
     def decode(
         self, params: Params, tokens: jax.Array, cache: Cache, adapters: Beside | None = None
     ) -> tuple[jax.Array, Cache]:
-        """Reads one more token [B] of each row: logits [B, V] in float32 after it, and the cache."""
+        """Reads one token [B] of each row; returns the logits [B, V] in float32 after it, and the updated cache."""
         batch = {"tokens": tokens[:, None], "counts": jnp.ones_like(tokens), "adapters": adapters}
         return self.resume(params, batch, cache)
 
@@ -228,25 +228,25 @@ class Model:
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
     def layer_loss(self, stats: Stats) -> jax.Array | float:
-        """What the layers' statistics add to the loss sum: the balance of experts."""
+        """What the layers' statistics add to the loss sum: the router losses of a mixture of experts."""
         if self.config.moe is None:
             return 0.0
         return moe.router_loss(stats, self.config.moe)
 
     def layer_metrics(self, stats: Stats) -> dict[str, jax.Array]:
-        """Scalars that say how the layers fare: how experts are used."""
+        """Scalar metrics from the layers' statistics: how evenly experts are used."""
         if self.config.moe is None:
             return {}
         return moe.router_metrics(stats, self.config.moe)
 
     @property
     def param_count(self) -> int:
-        """Of the plain model and the adapters, however they are stored."""
+        """Number of parameters of the plain model and the adapters, whatever their storage format."""
         return tree.param_count(self.whole_params)
 
     @property
     def whole_params(self) -> Params:
-        """The abstract parameters of the plain model and the adapters, as if nothing was stored in blocks."""
+        """The abstract parameters of the plain model and the adapters, as if none were quantized."""
         return tree.joined(self.trained(self.abstract_params), self._plain_part(lambda plain: plain.abstract_params))
 
     @property
@@ -258,13 +258,13 @@ class Model:
         return {} if self.config.lora is None else of(self.plain)
 
     def flops_per_token(self, length: int, encoder_length: int | None = None) -> float:
-        """Model FLOPs of one trained token in a row of `length`; `flops.flops_per_token` says what is counted."""
+        """Model FLOPs per trained token in a row of `length`; see `flops.flops_per_token`."""
         return flops.flops_per_token(self.config, self.whole_params, self.whole_axes, length, encoder_length)
 
 
 @functools.lru_cache(maxsize=32)
 def build(config: TransformerConfig) -> Model:
-    """The model of a configuration; nothing is computed or placed on a device."""
+    """Builds the model of a configuration. Computes nothing and places nothing on a device."""
     make = module_of(config)
     of_plain = nnx.split(nnx.eval_shape(lambda: make(config, nnx.Rngs(0))))
     graphdef, template = (
@@ -295,7 +295,7 @@ def build(config: TransformerConfig) -> Model:
         return bind(params).encode(batch, RematPolicy(), None)[0]
 
     def head(params: Params) -> jax.Array:
-        # Of what `serving` made the layers do not fit the template; the head is none of them.
+        # The layers of `serving` do not fit the template; the head does not need them.
         return bind({name: value for name, value in params.items() if name not in ("layers", "decoder")}).head()
 
     def read(params: Params, batch: Batch, cache: Cache, is_prefill: bool) -> tuple[jax.Array, Cache]:

@@ -1,4 +1,4 @@
-"""Model FLOPs: what a trained token costs by arithmetic, whatever the hardware then does (PaLM, appendix B)."""
+"""Model FLOPs per trained token, independent of the hardware (PaLM, appendix B)."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from capibara.core import tree
 from capibara.core.types import Params
 from capibara.models.layers.transformer import TransformerConfig
 
-_TRAINED = 3  # forward once, backward twice: for the gradients of inputs and of weights
+_TRAINED = 3  # one forward pass, and two backward: the gradients of the inputs and of the weights
 
 
 def flops_per_token(
     config: TransformerConfig, params: Params, axes: Params, length: int, encoder_length: int | None = None
 ) -> float:
-    """Of a forward and a backward pass, recomputation not counted; for one token of a full row of one document.
+    """FLOPs of a forward and a backward pass without recomputation, per token of a full row with one document.
 
-    2 a matmul weight that the token meets (of a mixture of experts top_k of num_experts, and the router), and 4 a key,
-    head and dimension in attention: its causal half, or what a local layer's window lets it see. The gradient of a weight
-    that adapters keep frozen is not made.
+    Counts 2 per matmul weight applied to the token (top_k of num_experts in a mixture of experts, and the router), and
+    4 per key, head and dimension in attention: the causal half, or the keys in a local layer's window. The gradients of
+    frozen weights are not counted.
 
     Args:
       config: of the model.
       params: nested dict of arrays or shapes.
       axes: the same nested dict of logical axes.
-      length: tokens in a row; of an encoder-decoder in the decoder's, whose tokens are counted.
-      encoder_length: tokens in a row of its encoder; their cost is shared out among the decoder's.
+      length: tokens in a row; for an encoder-decoder, in a decoder row. Decoder tokens are counted.
+      encoder_length: tokens in an encoder row; their cost is divided among the decoder's tokens.
     """
     head = "embedding" if config.head == "tied" else "output"
-    weights = config.vocab_size * config.embed_dim * _share(config, head)  # tied or not; the look-up is no matmul
+    weights = config.vocab_size * config.embed_dim * _share(config, head)  # tied or not; the lookup is no matmul
     of_encoder = 0.0
     parts = zip(
         tree.path_names(params), jax.tree.leaves(params), jax.tree.leaves(axes, is_leaf=tree.is_axes), strict=True
@@ -45,7 +45,7 @@ def flops_per_token(
 
 
 def _met(config: TransformerConfig, name: str, leaf: jax.Array | jax.ShapeDtypeStruct, names: tuple[str, ...]) -> float:
-    """Weights of a parameter that a token is multiplied with."""
+    """Number of a parameter's weights that one token is multiplied by."""
     matrix = len([n for n in names if n != "layers"]) > 1 and not name.endswith(("bias", "magnitude", "_lora/rows"))
     if not matrix or "vocab" in names or "position" in names:
         return 0.0
@@ -54,13 +54,13 @@ def _met(config: TransformerConfig, name: str, leaf: jax.Array | jax.ShapeDtypeS
 
 
 def _share(config: TransformerConfig, name: str) -> float:
-    """Of the passes through a weight: all three, or two where it is frozen."""
+    """Passes through a weight: three, or two if it is frozen."""
     of_rows = config.lora is not None and config.lora.trainable_tokens and name == "embedding"  # of a tied head
     return 1 if config.lora is None or config.lora.trains(name) or of_rows else (_TRAINED - 1) / _TRAINED
 
 
 def _keys(config: TransformerConfig, length: int, encoder_length: int) -> tuple[float, float]:
-    """Keys that a token sees, in the mean over a row and summed over layers: of a decoder (or BERT), of its encoder."""
+    """Keys visible to a token, averaged over a row and summed over layers: in the decoder (or BERT), in its encoder."""
 
     def causal(window: int | None) -> float:
         window = length if window is None else min(window, length)

@@ -1,4 +1,4 @@
-"""Which class of models a configuration is of: the door by which a model is added from outside."""
+"""Maps a configuration class to its model class. Models from user code register here."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _MODULES: dict[type[TransformerConfig], type[nnx.Module]] = {}
 
 
 def model_of(config: type[TransformerConfig]) -> Callable[[_Module], _Module]:
-    """Decorates the class of the models of a configuration, which is made by `Module(config, rngs)`.
+    """Class decorator: registers a model class for a configuration class. The model is built by `Module(config, rngs)`.
 
     Args:
-      config: the class of configurations; its subclasses have the same models until they name their own.
+      config: the configuration class. Its subclasses use the same model unless they register their own.
     """
 
     def register(module: _Module) -> _Module:
@@ -29,10 +29,10 @@ def model_of(config: type[TransformerConfig]) -> Callable[[_Module], _Module]:
 
 
 def module_of(config: TransformerConfig) -> type[nnx.Module]:
-    """The class of a configuration's model.
+    """The model class of a configuration.
 
     Raises:
-      UserError: none was registered.
+      UserError: no model class is registered.
     """
     for one in type(config).__mro__:
         if one in _MODULES:

@@ -1,1 +1,1 @@
-"""Low-rank adapters beside frozen weights, which may be in few bits."""
+"""Low-rank adapters beside frozen weights, which may be quantized."""

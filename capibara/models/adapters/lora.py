@@ -1,11 +1,11 @@
 """Low-rank adapters beside a frozen base (Hu et al. 2021, arXiv:2106.09685).
 
-The adapter of the weight "layers/attention/query" is "layers/attention/query_lora": its factors `a` [in ..., r] and `b`
-[r, out ...] are parameters of their own, stacked along the layers as the weight is, and sharded as its dimensions are.
-Every expert has an adapter of its own: `a` of "layers/mlp/up_lora" is [layers, experts, in, r].
+The adapter of the weight "layers/attention/query" is "layers/attention/query_lora". Its factors `a` [in ..., r] and `b`
+[r, out ...] are parameters of their own, stacked along the layers and sharded as the weight's dimensions are. Every
+expert has its own adapter: `a` of "layers/mlp/up_lora" is [layers, experts, in, r].
 
-Adapters that share their `a` (Lora.fused) have it with the first of them by name. Where layers differ in their ranks, the
-factors have the largest, and zeros beyond a layer's own: these have no gradients, so that they stay zero.
+Adapters that share one `a` (Lora.fused) store it with the first of them by name. Where layers differ in rank, factors
+have the largest rank, padded with zeros in layers of a smaller one; the padding has no gradient and stays zero.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from capibara.models.layers import layers
 
 SUFFIX = "_lora"
 ALL_LINEAR = "all-linear"
-# Weights of layers that are used by `layers.dense` or by experts, which is where an adapter adds to them. A router has
-# one too, but is stored in float32.
+# Weights of layers that `layers.dense` or the experts multiply by: those can have adapters. A router can have one too,
+# but is stored in float32.
 _LINEAR = (
     "query", "key", "value", "out", "up", "gate", "down", "shared_up", "shared_gate", "shared_down",
     "left", "right", "input_gate", "projection",
@@ -47,30 +47,30 @@ _Number = TypeVar("_Number", int, float)
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Lora:
-    """Adapters of rank r: y = x W + scale (x a) b, where `b` begins as zero and W is not trained.
+    """Adapters of rank r: y = x W + scale (x a) b. `b` starts at zero and W is frozen.
 
-    A pattern is a shell pattern over parameters' names, in which `*` also matches slashes ("*attention/query",
-    "decoder/*"), or the last part of a name alone ("query"). Targets, ranks and alphas may be of some layers alone, by
-    names with their numbers ("layers/3/attention/query", "layers/[0-5]/*").
+    Patterns are shell patterns over parameter names, in which `*` also matches slashes ("*attention/query",
+    "decoder/*"), or the last component of a name ("query"). Targets, ranks and alphas may apply to some layers only, by
+    names with layer numbers ("layers/3/attention/query", "layers/[0-5]/*").
 
     Attributes:
       rank: r.
       alpha: scale is alpha / r.
-      rslora: scale is alpha / sqrt(r) instead, so that ever larger ranks learn alike (Kalajdzievski 2023,
+      rslora: scale is alpha / sqrt(r) instead, so that larger ranks learn equally fast (Kalajdzievski 2023,
         arXiv:2312.03732).
-      dora: the columns of W + scale a b have a length of their own, which is trained too (Liu et al. 2024,
-        arXiv:2402.09353). As there, the length that they are divided by has no gradient.
-      targets: patterns of the weights that have an adapter; "all-linear" is every projection of the layers, of their
-        experts and, as in PEFT, routers too. The default is PEFT's for models whose queries and values are weights of
-        their own.
-      rank_pattern, alpha_pattern: pairs of a pattern and what those weights have instead; the first that matches counts.
-      fused: groups of weights of a block that share their adapters' `a`, as PEFT's adapter of a tensor does that
-        transformers has for all of them: (("query", "key", "value"), ("gate", "up")).
-      dropout: share of an adapter's inputs that a train step leaves out; micro-batches of a step leave out the same places.
-      modules_to_save: patterns of other parameters, which are trained as they are.
-      trainable_tokens: ids of tokens whose rows of the embedding are trained, and of a tied head with it (decoders).
-      base_dtype: how the frozen parameters are stored. With nf4 it is QLoRA (Dettmers et al. 2023, arXiv:2305.14314).
-      double_quantization: the scales of blocks are in 8 bits too.
+      dora: also trains the norms of the columns of W + scale a b (Liu et al. 2024, arXiv:2402.09353). As in the paper,
+        the norm that the columns are divided by gets no gradient.
+      targets: patterns of the weights that get an adapter; "all-linear" is every projection of the layers and their
+        experts and, as in PEFT, the routers. The default is PEFT's for models with separate query and value weights.
+      rank_pattern, alpha_pattern: pairs of a pattern and the rank or alpha of the weights it matches; the first match
+        wins.
+      fused: groups of weights of a block that share one `a`, as PEFT's adapter does where transformers stores the group
+        as one tensor: (("query", "key", "value"), ("gate", "up")).
+      dropout: share of an adapter's inputs that a train step drops; all micro-batches of a step drop the same ones.
+      modules_to_save: patterns of other parameters to train in full.
+      trainable_tokens: ids of tokens whose embedding rows are trained, in a tied head too (decoders only).
+      base_dtype: storage format of the frozen parameters. nf4 makes it QLoRA (Dettmers et al. 2023, arXiv:2305.14314).
+      double_quantization: also stores the blocks' scales in 8 bits.
     """
 
     rank: int = 16
@@ -111,11 +111,11 @@ class Lora:
             )
 
     def scale_of(self, name: str) -> float:
-        """What the adapter's product is multiplied by."""
+        """The factor that the adapter's product is scaled by."""
         return self._scale(name)
 
     def of_layers(self, name: str, count: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
-        """Ranks and scales of the adapter of this name in each of `count` layers; where it has none both are 0."""
+        """Rank and scale of the named adapter in each of `count` layers; both are 0 in layers without it."""
         names = [self.numbered(name, layer) for layer in range(count)]
         there = [self._targets(name) or self._targets(one) for one in names]
         ranks = tuple(self._rank(name, one) if has else 0 for one, has in zip(names, there))
@@ -132,13 +132,13 @@ class Lora:
         return _first(self.alpha_pattern, names, self.alpha) / (rank**0.5 if self.rslora else rank)
 
     def chosen(self, names: Mapping[str, int]) -> list[str]:
-        """Those of the weights that have an adapter in some layer.
+        """The names of the weights that have an adapter in at least one layer.
 
         Args:
-          names: of the weights, and of how many layers each is.
+          names: weight name -> number of layers that have it.
 
         Raises:
-          UserError: a pattern matches none of them.
+          UserError: a pattern matches no weight.
         """
         every = {name: [name, *(self.numbered(name, layer) for layer in range(count))] for name, count in names.items()}
         found = [name for name, ways in every.items() if any(map(self._targets, ways))]
@@ -149,11 +149,11 @@ class Lora:
         return found
 
     def first_of(self, name: str, others: Collection[str]) -> str:
-        """Of the weights of this one's block that have adapters, the one that has its adapter's `a`.
+        """The weight of the same block that stores the `a` which this weight's adapter shares.
 
         Args:
-          name: of a weight.
-          others: last parts of the names of those that have adapters.
+          name: name of the weight.
+          others: last components of the names of the block's weights that have adapters.
         """
         last = name.rpartition("/")[2]
         group = next((group for group in self.fused if last in group), ())
@@ -161,11 +161,11 @@ class Lora:
 
     @staticmethod
     def numbered(name: str, layer: int) -> str:
-        """What patterns call a weight in one layer: "layers/3/attention/query"."""
+        """The name that patterns see for a weight in one layer: "layers/3/attention/query"."""
         return re.sub(r"(?<![^/])layers/", f"layers/{layer}/", name, count=1)
 
     def trains(self, name: str) -> bool:
-        """Whether training changes the parameter of this name."""
+        """Whether training changes the named parameter."""
         *owners, last = name.split("/")
         adapter = any(owner.endswith(SUFFIX) for owner in owners) and last not in ("seed", "scale")
         return adapter or any(_matches(name, pattern) for pattern in self.modules_to_save)
@@ -176,7 +176,7 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def _first(patterns: Sequence[tuple[str, _Number]], names: Sequence[str], otherwise: _Number) -> _Number:
-    """The value of the first pattern that matches one of the names."""
+    """The value of the first pattern that matches any of the names."""
     found = (value for pattern, value in patterns if any(_matches(name, pattern) for name in names))
     return next(found, otherwise)
 
@@ -194,7 +194,7 @@ _current_step: contextvars.ContextVar[jax.Array | None] = contextvars.ContextVar
 
 @contextlib.contextmanager
 def at_step(step: jax.Array | None) -> Iterator[None]:
-    """Within this context (at trace time) adapters drop inputs as this train step does; None: they drop none."""
+    """A context for tracing in which adapters apply the dropout of this train step; None: no dropout."""
     token = _current_step.set(step)
     try:
         yield
@@ -203,17 +203,18 @@ def at_step(step: jax.Array | None) -> Iterator[None]:
 
 
 class Adapter(nnx.Module):
-    """The factors of one weight's adapter.
+    """The low-rank factors of one weight.
 
-    `a` is drawn from the uniform distribution of variance 1 / (3 fan-in) (as in PEFT and Microsoft's loralib), `b` is 0.
+    `a` is initialised from a uniform distribution of variance 1 / (3 fan-in), as in PEFT and Microsoft's loralib; `b`
+    to 0.
 
     Args:
-      name: of the weight.
-      lora: what all adapters have.
+      name: name of the weight.
+      lora: the configuration of all adapters.
       weight: the weight, stacked along the layers.
-      axes: its own.
-      rngs: what `a` is drawn with.
-      first: the adapter that has the `a`, and the seed, of this one too.
+      axes: the weight's logical axes.
+      rngs: source of the initial `a`.
+      first: the adapter whose `a` and seed this one shares.
     """
 
     def __init__(
@@ -238,7 +239,7 @@ class Adapter(nnx.Module):
         self.a = nnx.Param(_drawn(rngs.params(), shape[:split], ranks, bound), axes=(*axes[:split], None))
         b = jnp.zeros((*shape[:stacked], max(ranks), *shape[split:]), jnp.float32)
         self.b = nnx.Param(b, axes=(*axes[:stacked], None, *axes[split:]))
-        # Of each layer and expert its own, as a scan runs the same program for all of them.
+        # One seed per layer and expert, since a scan runs the same program for all of them.
         seed = jax.random.bits(rngs.params(), shape[:stacked], jnp.uint32) if lora.dropout else None
         self.seed = None if seed is None else nnx.Param(seed, axes=axes[:stacked])
         if first is not None:
@@ -248,7 +249,7 @@ class Adapter(nnx.Module):
         self.magnitude = nnx.Param(lengths, axes=(*axes[:stacked], *axes[split:])) if lora.dora else None
 
     def __call__(self, x: jax.Array, y: jax.Array, weight: jax.Array | Whole | Blocks) -> jax.Array:
-        """What the weight with its adapter makes of x [B, T, in ...], given what it makes of it alone."""
+        """The output of the weight with its adapter for x [B, T, in ...]; `y` is the output of the weight alone."""
         h_BTR = layers.dense(self._dropped(x), self.a[...], self.inputs)
         scale = self.scale[...] if isinstance(self.scale, nnx.Param) else self.scale
         y = y + jnp.asarray(scale, y.dtype) * layers.dense(h_BTR, self.b[...])
@@ -258,7 +259,7 @@ class Adapter(nnx.Module):
         return y * (self.magnitude[...] / jax.lax.stop_gradient(lengths)).astype(y.dtype)
 
     def of_experts(self, weight: jax.Array | Whole | Blocks, dtype: jax.typing.DTypeLike) -> Factors:
-        """The adapters of one weight of all experts, [E, in, out], as dispatching takes them."""
+        """The adapters of one weight of all experts, [E, in, out], in the form that `moe.dispatch` takes."""
         a, b, share, step = self.a[...], self.b[...], None, _current_step.get()
         if self.magnitude is not None:
             lengths = jax.vmap(functools.partial(column_lengths, scale=self.scale, inputs=self.inputs))
@@ -268,7 +269,7 @@ class Adapter(nnx.Module):
         return Factors(a.astype(dtype), b.astype(dtype), share, seeds, of_step, self.scale, self.dropout)
 
     def _dropped(self, x: jax.Array) -> jax.Array:
-        """`x` without some of its values, the others larger in proportion; x itself outside a train step."""
+        """Applies dropout to `x` in a train step; returns x itself otherwise."""
         step = _current_step.get()
         if self.seed is None or step is None:
             return x
@@ -278,7 +279,7 @@ class Adapter(nnx.Module):
 
 
 def _drawn(key: jax.Array, shape: tuple[int, ...], ranks: Sequence[int], bound: float) -> jax.Array:
-    """A new `a` [*shape, largest rank], with zeros beyond each layer's rank."""
+    """Draws an initial `a` [*shape, largest rank], zero beyond each layer's rank."""
     a = jax.random.uniform(key, (*shape, max(ranks)), jnp.float32, -bound, bound)
     if len(set(ranks)) == 1:
         return a
@@ -287,14 +288,14 @@ def _drawn(key: jax.Array, shape: tuple[int, ...], ranks: Sequence[int], bound: 
 
 
 def _check_layers(name: str, lora: Lora, ranks: Sequence[int], axes: tuple[str | None, ...]) -> None:
-    """Refuses layers with other adapters than those beside them.
+    """Checks that the layers' adapters can be stacked.
 
     Raises:
-      UserError: layers of this weight must have adapters alike.
+      UserError: layers differ where all of them must have the same adapter.
     """
     if "experts" in axes:
         raise UserError(
-            f"Lora's adapters of {name} differ between layers, those of experts must be alike in all of them"
+            f"Lora's adapters of {name} differ between layers, those of experts must be the same in all layers"
         )
     if lora.dora and not all(ranks):
         raise UserError(
@@ -305,13 +306,13 @@ def _check_layers(name: str, lora: Lora, ranks: Sequence[int], axes: tuple[str |
 def _check_fused(name: str, a: nnx.Param, first: nnx.Param) -> None:
     if a.shape != first.shape:
         raise UserError(
-            f"Lora.fused has {name} with another, whose rank or inputs are another's ({list(a.shape[1:])} and "
+            f"Lora.fused groups {name} with a weight of another rank or input size ({list(a.shape[1:])} and "
             f"{list(first.shape[1:])}): give them one rank in rank_pattern"
         )
 
 
 def column_lengths(weight: jax.Array, a: jax.Array, b: jax.Array, scale: float, inputs: int) -> jax.Array:
-    """Of the columns of W + scale a b, one for each output; the sum is not made."""
+    """Norms of the columns of W + scale a b, one per output, without materialising the sum."""
     dims, precision = tuple(range(inputs)), jax.lax.Precision.HIGHEST
     aw = jnp.tensordot(a, weight, (dims, dims), precision=precision)
     aab = jnp.tensordot(jnp.tensordot(a, a, (dims, dims), precision=precision), b, 1, precision=precision)
@@ -320,7 +321,7 @@ def column_lengths(weight: jax.Array, a: jax.Array, b: jax.Array, scale: float, 
 
 
 class _Tap:
-    """In the place of an adapter: keeps what goes into the weight, and adds nothing."""
+    """Stands in for an adapter: records the input of the weight and adds nothing."""
 
     def __init__(self, name: str, seen: dict[str, jax.Array]):
         self._name, self._seen = name, seen
@@ -331,7 +332,7 @@ class _Tap:
 
 
 def tap(module: nnx.Module) -> dict[str, jax.Array]:
-    """Has a module without adapters tell what goes into its projections: their names -> inputs, once it has run."""
+    """Makes a module without adapters record the inputs of its projections: name -> input, filled when it runs."""
     seen: dict[str, jax.Array] = {}
     for name, owner, key in list(_params(module)):
         if key in _LINEAR and "experts" not in getattr(owner, key).axes:
@@ -340,20 +341,20 @@ def tap(module: nnx.Module) -> dict[str, jax.Array]:
 
 
 def stack_dims(axes: tuple[str | None, ...]) -> int:
-    """Leading dimensions along which independent weights are stacked."""
+    """Number of leading dimensions along which independent weights are stacked."""
     return next((index for index, name in enumerate(axes) if name not in ("layers", "experts")), len(axes))
 
 
 def input_dims(axes: tuple[str | None, ...]) -> int:
-    """Dimensions that a weight contracts, after those it is stacked along: the heads' features, or one."""
+    """Number of dimensions that a weight contracts after the stacked ones: two (heads and features) or one."""
     return 2 if axes[stack_dims(axes)] == "heads" else 1
 
 
 def attach(model: nnx.Module, lora: Lora, rngs: nnx.Rngs) -> None:
-    """Gives a model with plain parameters its adapters, and stores the others as they are to be stored.
+    """Adds adapters to a model with plain parameters, and stores the frozen parameters in their storage format.
 
     Raises:
-      UserError: a pattern of `lora` matches nothing, or weights are not stored so.
+      UserError: a pattern of `lora` matches nothing, or a weight cannot be stored in that format.
     """
     found = {name: (owner, key) for name, owner, key in _params(model)}
     _check_patterns("modules_to_save", lora.modules_to_save, {name: [name] for name in found}, found)
@@ -369,7 +370,7 @@ def attach(model: nnx.Module, lora: Lora, rngs: nnx.Rngs) -> None:
         if not lora.trains(name):
             setattr(owner, key, _stored(name, param, lora))
         elif name in chosen:
-            raise UserError(f"Lora.modules_to_save has {name}, which has an adapter: leave it out of one of the two")
+            raise UserError(f"Lora.modules_to_save has {name}, which has an adapter: remove it from one of the two")
         if name in chosen:
             weight = getattr(owner, key)[...].astype(jnp.float32)
             beside = {other.rpartition("/")[2] for other in chosen if found[other][0] is owner}
@@ -380,7 +381,7 @@ def attach(model: nnx.Module, lora: Lora, rngs: nnx.Rngs) -> None:
 
 
 def _stored(name: str, param: nnx.Param, lora: Lora) -> nnx.Param | StoredWeight:
-    """A frozen parameter as `lora.base_dtype` wants it."""
+    """A frozen parameter in the storage format `lora.base_dtype`."""
     axes = param.axes
     *owner, last = name.split("/")
     linear = "layers" in owner and last in _LINEAR
@@ -392,12 +393,12 @@ def _stored(name: str, param: nnx.Param, lora: Lora) -> nnx.Param | StoredWeight
 
 
 def block_dim(axes: tuple[str | None, ...]) -> int:
-    """The last of the dimensions that a weight contracts, counted from the end."""
+    """The last dimension that a weight contracts, counted from the end."""
     return stack_dims(axes) + input_dims(axes) - 1 - len(axes)
 
 
 def _params(module: nnx.Module, prefix: str = "") -> Iterator[tuple[str, nnx.Module, str]]:
-    """(name, the module that has it, its attribute) of every parameter."""
+    """(name, module that owns it, attribute) of every parameter."""
     for key, value in sorted(vars(module).items()):
         if isinstance(value, nnx.Param):
             yield prefix + key, module, key

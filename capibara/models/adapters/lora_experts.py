@@ -1,7 +1,7 @@
-"""What experts are multiplied with where their weights are frozen: weights as they are stored, and adapters beside them.
+"""Frozen weights of experts, in their storage format, and the adapters beside them.
 
-These run on a device's own experts, inside shard_map where there is a mesh. Letters as in models/moe/dispatch.py: M rows,
-G experts of the device, K inputs and N outputs of a weight, R rank.
+This code runs on a device's own experts, inside shard_map if there is a mesh. Shape letters as in
+models/moe/dispatch.py: M rows, G experts of the device, K inputs and N outputs of a weight, R rank.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class Factors:
     """The adapters of one weight of all experts: y = x W + scale (x a) b.
 
     Attributes:
-      a: [G, K, R]; in the compute dtype.
+      a: [G, K, R], in the compute dtype.
       b: [G, R, N].
-      share: [G, N] of DoRA, what columns are multiplied with: their trained length over the one that they have.
-      seeds: [G] uint32 of dropout; None: nothing is dropped.
-      step: the train step, of dropout.
-      scale: of the product.
-      dropout: share of the inputs that are left out.
+      share: [G, N], DoRA's factor for the columns: their trained norm divided by their current one.
+      seeds: [G] uint32, seeds of dropout; None: no dropout.
+      step: the train step, for dropout.
+      scale: factor of the product.
+      dropout: share of the inputs to drop.
     """
 
     a: jax.Array
@@ -48,19 +48,19 @@ class Factors:
     dropout: float
 
     def __call__(self, x: jax.Array, y: jax.Array, rows: Rows, start: jax.Array | int) -> jax.Array:
-        """What the weight with its adapter makes of x, given what it makes of it alone.
+        """The output of the weight with its adapter for x.
 
         Args:
           x: rows of the experts.
           y: their products with the weight.
-          rows: how rows are multiplied.
-          start: which of all inputs is the first one of x.
+          rows: how to multiply rows.
+          start: index of x's first column among all inputs.
         """
         h = rows.product(self._dropped(x, rows, start), self.a)
         y = y + self.scale * rows.product(h, self.b)
         if self.share is None:
             return y
-        # Rows of no expert are undefined, and 0 times an infinity is none.
+        # Rows without an expert are undefined, and 0 times infinity is not 0.
         return jnp.where(rows.real, y, 0) * rows.of_experts(self.share.astype(y.dtype))
 
     def _dropped(self, x: jax.Array, rows: Rows, start: jax.Array | int) -> jax.Array:
@@ -72,7 +72,7 @@ class Factors:
         return jnp.where(kept, x / (1 - self.dropout), jnp.zeros((), x.dtype))
 
     def specs(self, experts: Names | None, hidden: Names | None, *, hidden_inputs: bool) -> Factors:
-        """How they lie on the mesh, given the axes of the experts and of their hidden width."""
+        """The arrays' partition specs; `experts` and `hidden` are the mesh axes of experts and hidden width."""
         inputs, outputs = (hidden, None) if hidden_inputs else (None, hidden)
         of = {"a": P(experts, inputs), "b": P(experts, None, outputs), "share": P(experts, outputs)}
         of |= {"seeds": P(experts), "step": P()}
@@ -81,13 +81,13 @@ class Factors:
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """How the rows of experts are multiplied.
+    """How to multiply the rows of experts.
 
     Attributes:
       product: (rows, weight [G, K, N]) -> rows.
-      of_experts: [G, N] -> each row's, as rows or what broadcasts to them.
-      real: which rows are of an expert, broadcasting to rows.
-      tokens: int32, the number of the token in each row, of those of all devices, where dropout asks for it.
+      of_experts: [G, N] values of experts -> values of the rows, or an array that broadcasts to them.
+      real: bool, broadcasts to rows: whether a row belongs to an expert.
+      tokens: int32, the number of each row's token among those of all devices; set if dropout needs it.
     """
 
     product: Callable[..., jax.Array]
@@ -97,7 +97,7 @@ class Rows:
 
 
 def _kept(seeds_M: jax.Array, step: jax.Array, tokens_M: jax.Array, features_K: jax.Array, dropout: float) -> jax.Array:
-    """Which inputs of rows are kept, [M, K]: the same wherever a row and a feature of it are."""
+    """[M, K] bool: which inputs dropout keeps. Depends on the token and the feature, not on their location."""
 
     def of_row(seed, token):
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), step), token)
@@ -109,11 +109,11 @@ def _kept(seeds_M: jax.Array, step: jax.Array, tokens_M: jax.Array, features_K: 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["whole"], meta_fields=["axes"])
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A device's inputs of a weight whose blocks do not divide over the devices, so that it has all of them.
+    """A device's inputs of a weight that every device stores whole, since its blocks do not divide over the devices.
 
     Attributes:
       whole: [G, K, N] with the inputs of all devices.
-      axes: mesh axes, manual ones, that share the inputs out.
+      axes: manual mesh axes over which the inputs are divided.
     """
 
     whole: Blocks
@@ -129,7 +129,7 @@ Weight = jax.Array | Whole | Blocks | Part
 
 
 def in_compute_dtype(weight: Weight, dtype: jax.typing.DTypeLike) -> Weight:
-    """A weight as experts take it: what is in blocks stays so."""
+    """An array cast to the compute dtype; quantized weights stay as they are."""
     match weight:
         case Whole():
             return Whole(weight.astype(dtype))
@@ -139,13 +139,13 @@ def in_compute_dtype(weight: Weight, dtype: jax.typing.DTypeLike) -> Weight:
 
 
 def placed(weight: Weight, spec: P, hidden: Names, shards: int, *, hidden_inputs: bool) -> tuple[Weight, Weight]:
-    """A weight [E, K, N] for shard_map, and the specs of its arrays.
+    """A weight [E, K, N] for shard_map, and the partition specs of its arrays.
 
     Args:
       weight: of all experts.
-      spec: of the weight as an array.
+      spec: the spec if the weight were one array.
       hidden: mesh axes of the experts' hidden width.
-      shards: their size.
+      shards: number of devices along `hidden`.
       hidden_inputs: whether the hidden width is K; else it is N.
     """
     if not isinstance(weight, Blocks):
@@ -162,9 +162,9 @@ def placed(weight: Weight, spec: P, hidden: Names, shards: int, *, hidden_inputs
 
 @jax.custom_vjp
 def batched_matmul(x_GMK: jax.Array, weight_GKN: Whole | Blocks | Part) -> jax.Array:
-    """The product of experts with as many rows each, in x's dtype, with a weight that has no gradient.
+    """Multiplies the experts' rows, the same number each, by a frozen weight, in x's dtype.
 
-    The backward pass keeps of it only the weight as it is stored.
+    The backward pass saves only the weight, in its storage format.
     """
     return jnp.einsum("GMK,GKN->GMN", x_GMK, weight_GKN.astype(x_GMK.dtype))
 

@@ -1,4 +1,4 @@
-"""The merged model that adapters make (models/adapters/lora.py), and the way back."""
+"""Merges adapters (models/adapters/lora.py) into their weights, and takes them out again."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from capibara.models.adapters.quantized_weights import Blocks
 
 
 def merge(params: Params, lora: Lora, axes: Params) -> Params:
-    """The plain model's parameters, float32, that compute the same: every adapter added to its weight.
+    """The plain model's parameters in float32, with every adapter added to its weight.
 
     Args:
-      params: of a model with these adapters.
-      lora: their configuration.
-      axes: of the parameters.
+      params: parameters of a model with these adapters.
+      lora: the adapters' configuration.
+      axes: logical axes of the parameters.
     """
 
     def one(name: str, weight: jax.Array, adapter: Params | None, axes: tuple[str | None, ...]) -> jax.Array:
@@ -41,28 +41,26 @@ def merge(params: Params, lora: Lora, axes: Params) -> Params:
 
 
 def base(params: Params, lora: Lora, axes: Params) -> Params:
-    """The plain model's parameters, float32, without the adapters; arguments as of `merge`."""
+    """The plain model's parameters in float32, without the adapters; arguments as in `merge`."""
     return _over_weights(_as_arrays(params, axes, lora), axes, lora, lambda name, weight, adapter, axes: weight)
 
 
 def unmerge(merged: Params, adapters: Params, lora: Lora, axes: Params) -> Params:
-    """The plain model's parameters before `merge`, but for rounding.
+    """Undoes `merge`, up to rounding.
 
     Args:
-      merged: what `merge` gave.
-      adapters: parameters that have the adapters; the others of them are not looked at.
-      lora, axes: as for `merge`.
+      merged: the result of `merge`.
+      adapters: parameters that include the adapters; others are ignored.
+      lora, axes: as in `merge`.
 
     Raises:
-      UserError: the lengths of DoRA's columns before it are not known any more.
+      UserError: the adapters cannot be taken out: DoRA's original column norms or replaced embedding rows are lost.
     """
     if lora.dora:
-        raise UserError("Lora.dora is set, and a weight that was merged so cannot be had back: keep the base beside it")
+        raise UserError("Lora.dora is set, and a weight merged with it cannot be recovered: keep the base beside it")
 
     if lora.trainable_tokens:
-        raise UserError(
-            "Lora.trainable_tokens has rows that were replaced, which cannot be had back: keep the base beside it"
-        )
+        raise UserError("Lora.trainable_tokens has replaced rows, which cannot be recovered: keep the base beside it")
 
     def one(name: str, weight: jax.Array, adapter: Params | None, axes: tuple[str | None, ...]) -> jax.Array:
         if adapter is None:
@@ -73,7 +71,7 @@ def unmerge(merged: Params, adapters: Params, lora: Lora, axes: Params) -> Param
 
 
 def _over_weights(params: Params, axes: Params, lora: Lora, one: Callable[..., jax.Array], prefix: str = "") -> Params:
-    """`one(name, weight, its adapter or None, its axes)` in place of each parameter, without the adapters."""
+    """Maps each parameter to `one(name, weight, its adapter or None, its axes)`; leaves the adapters out."""
     plain = {}
     for key, value in params.items():
         if key.endswith(SUFFIX):
@@ -87,12 +85,12 @@ def _over_weights(params: Params, axes: Params, lora: Lora, one: Callable[..., j
 
 
 def whole(params: Params, key: str, lora: Lora) -> Params | None:
-    """The adapter of a weight with the `a` that it shares; None: it has none.
+    """The adapter of a weight, with the `a` that it shares; None: the weight has no adapter.
 
     Args:
-      params: of the block that has the weight.
-      key: the weight's.
-      lora: of all adapters.
+      params: parameters of the block that owns the weight.
+      key: the weight's key in `params`.
+      lora: the configuration of all adapters.
     """
     adapter = params.get(key + SUFFIX)
     if adapter is None or "a" in adapter or trainable_tokens.PART in adapter:
@@ -102,7 +100,7 @@ def whole(params: Params, key: str, lora: Lora) -> Params | None:
 
 
 def _as_arrays(params: Params, axes: Params, lora: Lora) -> Params:
-    """The parameters with an array in place of what is stored in blocks, all in float32."""
+    """The parameters as float32 arrays, quantized ones dequantized."""
     if not isinstance(params, dict):
         return params.astype(jnp.float32)
     if "codes" in params:
@@ -117,7 +115,7 @@ def _with_adapters(params: Params, adapters: Params) -> Params:
 
 
 def _product(adapter: Params, shape: tuple[int, ...], stacked: int, lora: Lora, name: str) -> jax.Array:
-    """`scale * a b`, of the weight's shape."""
+    """`scale * a b`, in the weight's shape."""
     a, b = adapter["a"], adapter["b"]
     rank, count = a.shape[-1], math.prod(shape[:stacked])
     flat = jnp.einsum("lir,lro->lio", a.reshape(count, -1, rank), b.reshape(count, rank, -1))

@@ -1,10 +1,10 @@
-"""Frozen weights: as they are, or in few bits and made floating-point where they are used, a layer at a time.
+"""Frozen weights, in floating point or quantized; quantized ones are dequantized where they are used, layer by layer.
 
-Blocks of 64 values along a weight's inputs share a float32 scale, their largest magnitude; a value is stored as the
-number of the entry of a code book that is nearest to value / scale. Two 4-bit numbers are one byte.
+Blocks of 64 values along a weight's inputs share a float32 scale, their largest magnitude. A value is stored as the
+index of the codebook entry nearest to value / scale. Two 4-bit indices share a byte.
 
-Why not qwix 0.1.8: its NF4 codes are arrays of a 4-bit dtype, which checkpoints do not hold, it has no double
-quantization, and its products keep the weight in floating point for the backward pass.
+Why not qwix 0.1.8: its NF4 codes are arrays of a 4-bit dtype, which checkpoints cannot store; it has no double
+quantization; and its products save the weight in floating point for the backward pass.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from capibara.core.types import UserError
 
 _BLOCK = 64
 _SHARDED_BLOCKS = 16
-# NF4 of QLoRA (Dettmers et al. 2023, arXiv:2305.14314, appendix E): quantiles of the normal distribution, with a zero.
+# NF4 of QLoRA (Dettmers et al. 2023, arXiv:2305.14314, appendix E): quantiles of the normal distribution, including 0.
 NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
     -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
@@ -32,10 +32,11 @@ NF4 = (
 
 
 class BaseDtype(enum.StrEnum):
-    """How the weights of a frozen base are stored.
+    """Storage format of the weights of a frozen base.
 
-    bfloat16: embeddings and all weight matrices. int8, int4, nf4: the projections of layers in so many bits, the others
-    of these in bfloat16. Norms, biases and routers stay float32.
+    bfloat16: embeddings and all weight matrices. int8, int4, nf4: the layers' projections in 8 or 4 bits, other
+      matrices
+    in bfloat16. Norms, biases and routers stay float32.
     """
 
     FLOAT32 = "float32"
@@ -50,13 +51,13 @@ class BaseDtype(enum.StrEnum):
 
 
 class Frozen(nnx.Param):
-    """A weight without a gradient, or a part of one."""
+    """A frozen weight, or one of the arrays of a quantized one."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Whole:
-    """A weight without a gradient, in floating point."""
+    """A frozen weight in floating point."""
 
     values: jax.Array
 
@@ -69,7 +70,7 @@ class Whole:
 
 
 class FrozenWeight(Frozen):
-    """A parameter whose `[...]` is Whole."""
+    """A parameter whose `[...]` returns a Whole."""
 
     def __getitem__(self, _) -> Whole:
         return Whole(self.get_value())
@@ -82,15 +83,15 @@ class FrozenWeight(Frozen):
 )
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """A weight in blocks.
+    """A weight quantized in blocks.
 
     Attributes:
-      codes: int8 of the weight's shape; or uint8 with half of it along `dim`: the byte i of a block has the values i
-        and i + half a block.
-      scales: float32, one a block; int8 with double quantization: a scale is means + steps * scales.
+      codes: int8 in the weight's shape; or uint8 with half as many entries along `dim`: byte i of a block holds values
+        i and i + half a block.
+      scales: float32, one per block; int8 with double quantization, where a scale is means + steps * scales.
       means, steps: float32, one for all blocks along `dim`; None without double quantization.
       kind: int8, int4 or nf4.
-      dim: along which blocks lie, counted from the last one (-1).
+      dim: the dimension that blocks run along, counted from the last one (-1).
     """
 
     codes: jax.Array
@@ -110,7 +111,7 @@ class Blocks:
         if self.means is not None:
             steps, means = (jnp.expand_dims(x, self.dim) for x in (self.steps, self.means))
             scales = means + steps * scales.astype(jnp.float32)
-        axis = self.codes.ndim + self.dim  # of the blocks; their values are the next one
+        axis = self.codes.ndim + self.dim  # of the blocks; the values within a block are the next axis
         count = scales.shape[axis]
         codes = self.codes.reshape(*self.codes.shape[:axis], count, -1, *self.codes.shape[axis + 1 :])
         if self.kind is not BaseDtype.INT8:
@@ -120,10 +121,10 @@ class Blocks:
 
 
 def block_size(size: int) -> int:
-    """Values in a block along a dimension of this size: 64, or the largest even divisor below that.
+    """Values per block along a dimension of this size: 64, or its largest even divisor below that.
 
     Raises:
-      UserError: there is none.
+      UserError: there is no even divisor.
     """
     found = max((block for block in range(2, _BLOCK + 1, 2) if size % block == 0), default=None)
     if found is None:
@@ -132,7 +133,7 @@ def block_size(size: int) -> int:
 
 
 def quantize(weight: jax.Array, kind: BaseDtype, dim: int, *, double: bool = False) -> Blocks:
-    """A floating-point weight in blocks along `dim` (negative)."""
+    """Quantizes a floating-point weight in blocks along `dim` (negative)."""
     weight = weight.astype(jnp.float32)
     axis = weight.ndim + dim
     size = block_size(weight.shape[axis])
@@ -153,7 +154,7 @@ def quantize(weight: jax.Array, kind: BaseDtype, dim: int, *, double: bool = Fal
 
 
 def _codes(share: jax.Array, kind: BaseDtype) -> jax.Array:
-    """The numbers of the nearest entries for values from -1 to 1."""
+    """The indices of the nearest codebook entries for values from -1 to 1."""
     match kind:
         case BaseDtype.INT8:
             return jnp.round(share * 127).astype(jnp.int8)
@@ -167,13 +168,13 @@ def _codes(share: jax.Array, kind: BaseDtype) -> jax.Array:
 
 
 def _values(codes: jax.Array, kind: BaseDtype) -> jax.Array:
-    """The float32 entries of these numbers."""
+    """The float32 codebook entries of these indices."""
     match kind:
         case BaseDtype.INT8:
             return codes.astype(jnp.float32) / 127
         case BaseDtype.INT4:
             return (codes.astype(jnp.float32) - 8) / 7
-    # By selection, bit by bit: a TPU looks tables up one by one, but selects 1024 values at once.
+    # By selection, bit by bit: a TPU looks up table entries one by one, but selects 1024 values at once.
     values: list = [np.float32(value) for value in NF4]
     for bit in range(4):
         chosen = (codes >> bit) & 1 == 1
@@ -182,13 +183,13 @@ def _values(codes: jax.Array, kind: BaseDtype) -> jax.Array:
 
 
 class StoredWeight(nnx.Module):
-    """A parameter in blocks; `[...]` gives its Blocks, as that of a Param gives its array.
+    """A quantized parameter; `[...]` returns its Blocks, as that of a Param returns its array.
 
     Args:
-      weight: what is stored.
+      weight: the parameter to store.
       kind: int8, int4 or nf4.
-      dim: along which blocks lie, counted from the last one (-1).
-      double: whether the scales are stored in 8 bits.
+      dim: the dimension that blocks run along, counted from the last one (-1).
+      double: whether to store the scales in 8 bits.
     """
 
     def __init__(self, weight: nnx.Param, kind: BaseDtype, dim: int, *, double: bool):
@@ -196,7 +197,7 @@ class StoredWeight(nnx.Module):
         blocks, axes = quantize(weight[...], kind, dim, double=double), weight.axes
         self.codes = Frozen(blocks.codes, axes=axes)
         axis = len(axes) + dim
-        # A dimension of few blocks stays whole on every device: it would not divide where the weight does.
+        # A dimension with few blocks is replicated: it might not divide where the weight does.
         of_blocks = axes[axis] if blocks.scales.shape[axis] % _SHARDED_BLOCKS == 0 else None
         self.scales = Frozen(blocks.scales, axes=(*axes[:axis], of_blocks, *axes[axis + 1 :]))
         across = (*axes[:axis], *axes[axis + 1 :])
@@ -210,9 +211,10 @@ class StoredWeight(nnx.Module):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def frozen_matmul(x: jax.Array, weight: Whole | Blocks, in_dims: int) -> jax.Array:
-    """Contracts the last `in_dims` dimensions of x with the first of a weight that has no gradient, in x's dtype.
+    """Contracts the last `in_dims` dimensions of x with the first ones of a frozen weight, in x's dtype.
 
-    The backward pass keeps of it only the weight as it is stored: neither the input nor a weight in x's dtype.
+    The backward pass saves only the weight in its storage format: neither the input nor a copy of the weight in x's
+    dtype.
     """
     return _dot(x, weight.astype(x.dtype), range(x.ndim - in_dims, x.ndim), range(in_dims))
 

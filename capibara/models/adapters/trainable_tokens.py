@@ -1,7 +1,7 @@
-"""Rows of a frozen token embedding that are trained beside adapters, as PEFT's trainable_token_indices are.
+"""Trains some rows of a frozen token embedding beside adapters, like PEFT's trainable_token_indices.
 
-They are a parameter of their own, "embedding_lora/rows" [tokens, D], which begins as the rows of the embedding and stands in
-their place, in a tied head too.
+The rows are a parameter of their own, "embedding_lora/rows" [tokens, D]. It starts as a copy of the embedding's rows
+and replaces them, in a tied head too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NAME = f"{ATTRIBUTE}/{PART}"
 
 
 class Rows(nnx.Module):
-    """The rows [tokens, D] in float32, on every device."""
+    """The rows [tokens, D] in float32, replicated on every device."""
 
     def __init__(self, table_VD: jax.Array, ids: Sequence[int]):
         self.rows = nnx.Param(table_VD[np.asarray(ids)].astype(jnp.float32), axes=(None, None))
@@ -45,43 +45,41 @@ class Embedding(Protocol):
 
 
 def check(ids: Sequence[int]) -> None:
-    """Refuses what is no choice of tokens.
+    """Checks the choice of tokens.
 
     Raises:
-      UserError: they are no ids of tokens, each there once.
+      UserError: an id is negative or occurs twice.
     """
     for one in ids:
         if one < 0:
-            raise UserError(f"Lora.trainable_tokens has {one!r}, must be ids of tokens, from 0: try (5, 7)")
+            raise UserError(f"Lora.trainable_tokens has {one!r}, must be token ids of at least 0: try (5, 7)")
         if ids.count(one) > 1:
             raise UserError(f"Lora.trainable_tokens has {one} twice: name each token once")
 
 
 def check_sizes(ids: Sequence[int], vocab_size: int, data_kind: str, whole: bool) -> None:
-    """Refuses tokens that this model cannot train by themselves.
+    """Checks that this model can train single tokens.
 
     Args:
-      ids: of the tokens.
+      ids: the tokens' ids.
       vocab_size, data_kind: of the model.
-      whole: the embedding is trained as a whole.
+      whole: whether the embedding is trained as a whole.
 
     Raises:
-      UserError: the model can have no such rows.
+      UserError: the model has no such rows, or trains them already.
     """
     if data_kind not in ("causal", "prefix"):
         raise UserError(
-            f"Lora.trainable_tokens is of decoders, and this model is trained on {data_kind!r}: leave it out"
+            f"Lora.trainable_tokens is for decoders, and this model is trained on {data_kind!r}: leave it out"
         )
     if max(ids) >= vocab_size:
         raise UserError(f"Lora.trainable_tokens has {max(ids)}, must be below vocab_size ({vocab_size}): leave it out")
     if whole:
-        raise UserError(
-            "Lora.modules_to_save has embedding, whose rows are in trainable_tokens: leave it out of one of the two"
-        )
+        raise UserError("Lora.modules_to_save has embedding, whose rows are in trainable_tokens: remove one of the two")
 
 
 def lookup(model: Embedding, tokens_BT: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """The rows that the tokens name, [B, T, D] in `dtype`."""
+    """The embeddings of the tokens, [B, T, D] in `dtype`."""
     x_BTD = embedding.lookup(model.embedding[...], tokens_BT, dtype)
     rows = getattr(model, ATTRIBUTE, None)
     if rows is None:
@@ -94,11 +92,11 @@ def lookup(model: Embedding, tokens_BT: jax.Array, dtype: jnp.dtype) -> jax.Arra
 
 
 def table(model: Embedding) -> jax.Array:
-    """The embedding [V, D] with the rows in their places."""
+    """The embedding [V, D] with the trained rows in it."""
     whole, rows = model.embedding[...], getattr(model, ATTRIBUTE, None)
     return whole if rows is None else replaced(whole, rows.rows[...], model.config.lora.trainable_tokens)
 
 
 def replaced(table_VD: jax.Array, rows: jax.Array, ids: Sequence[int]) -> jax.Array:
-    """A table with rows in the places of these tokens."""
+    """A table with the rows of these tokens replaced."""
     return table_VD.at[np.asarray(ids)].set(rows.astype(table_VD.dtype))

@@ -1,9 +1,9 @@
-"""Adapters of several names beside one model, none of them merged: every row of a batch is read with one, or with none.
+"""Several unmerged adapters beside one model: each row of a batch uses one of them, or none.
 
-The factors of all adapters of a weight lie together, of the largest rank, with zeros beyond an adapter's own and the scale
-in `b`: of A adapters `a` [in ..., A, r] and `b` [A, r, out ...], of each layer apart, as generation reads weights. DoRA's
-magnitudes come to one factor of each output, `gain` [A, out ...]. Rows are of several adapters at once as in S-LoRA (Sheng
-et al. 2023, arXiv:2311.03285).
+The factors of all adapters of a weight are stacked, padded with zeros to the largest rank, with the scale multiplied
+into `b`. For A adapters they are `a` [in ..., A, r] and `b` [A, r, out ...], separate for each layer, as generation
+reads weights. DoRA's magnitudes become one factor per output, `gain` [A, out ...]. Batching rows of different adapters
+follows S-LoRA (Sheng et al. 2023, arXiv:2311.03285).
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Adapter(NamedTuple):
     """One adapter.
 
     Attributes:
-      name: what requests call it.
+      name: the name that requests use.
       lora: its configuration.
-      values: its parameters, as Model.trained gives them.
+      values: its parameters, as returned by Model.trained.
     """
 
     name: str
@@ -41,11 +41,11 @@ class Adapter(NamedTuple):
 
 
 class Beside(NamedTuple):
-    """What a batch is read with.
+    """The adapters of a batch.
 
     Attributes:
-      layers: of each layer, by the part of a block and the weight's name, the factors of all adapters.
-      of_row: [B] int32, the number of each row's adapter, from 1; 0: the model alone reads it.
+      layers: for each layer, by the block's part and the weight's name, the stacked factors of all adapters.
+      of_row: [B] int32, the number of each row's adapter, from 1; 0: no adapter.
     """
 
     layers: tuple[Params, ...]
@@ -53,7 +53,7 @@ class Beside(NamedTuple):
 
 
 class Shaped(Protocol):
-    """What is asked of a model without adapters: an api.Model."""
+    """The parts of a model without adapters (an api.Model) that are used here."""
 
     @property
     def axes(self) -> Params: ...
@@ -63,10 +63,10 @@ class Shaped(Protocol):
 
 
 def check(model: Shaped, one: Adapter) -> None:
-    """Refuses an adapter that the model cannot have beside it.
+    """Checks that the model can run with this adapter unmerged.
 
     Raises:
-      UserError: the adapter is of another model, or cannot be used without merging it.
+      UserError: the adapter belongs to another model, or works only when merged.
     """
     axes, known = _flat(model.axes), _flat(model.abstract_params)
     for name in _flat(one.values):
@@ -75,15 +75,17 @@ def check(model: Shaped, one: Adapter) -> None:
         if weight == owner or part not in _PARTS:
             option = "trainable_tokens" if weight == "embedding" and weight != owner else "modules_to_save"
             raise UserError(
-                f"{name} is trained as it is (Lora.{option}), and all requests share one: merge the adapter with "
-                "capibara convert, and serve that alone"
+                f"{name} is trained in full (Lora.{option}), which requests cannot choose: merge the adapter with "
+                "capibara convert, and serve the merged model"
             )
         if weight not in known:
             raise UserError(f"{weight} is no weight of this model: name an adapter of this model")
         if not weight.startswith("layers/"):
-            raise UserError(f"{weight} is of an encoder-decoder, whose adapters are merged: use capibara convert")
+            raise UserError(f"{weight} is of an encoder-decoder, whose adapters must be merged: use capibara convert")
         if "experts" in axes[weight] or weight.endswith("/router"):
-            raise UserError(f"{weight} is of experts or their router, whose adapters are merged: use capibara convert")
+            raise UserError(
+                f"{weight} is of experts or their router, whose adapters must be merged: use capibara convert"
+            )
         if part == "b":
             _check_shape(weight, known[weight].shape, one)
 
@@ -100,13 +102,13 @@ def _check_shape(weight: str, shape: tuple[int, ...], one: Adapter) -> None:
 def together(
     given: Sequence[Adapter], num_layers: int, dtype: Any, gains: Sequence[Mapping[str, np.ndarray]] = ()
 ) -> tuple[Params, ...]:
-    """The factors of all adapters, of each layer, on the host.
+    """Stacks the factors of all adapters, for each layer, on the host.
 
     Args:
-      given: adapters that `check` has nothing against.
+      given: adapters that passed `check`.
       num_layers: of the model.
       dtype: the model's compute dtype.
-      gains: of each adapter the `gain` of its weights with magnitudes, by their names.
+      gains: for each adapter the `gain` of its weights with magnitudes, by name.
     """
     each = [_factors(one) for one in given]
     names = sorted({name for factors in each for name in factors})
@@ -134,7 +136,7 @@ def together(
 
 
 def axes_of(model: Shaped, found: tuple[Params, ...]) -> tuple[Params, ...]:
-    """The logical axes of what `together` gave of adapters of a model."""
+    """The logical axes of the result of `together`."""
 
     def of_weight(part: str, last: str, own: Params) -> dict[str, tuple[str | None, ...]]:
         axes = model.axes["layers"][part][last][1:]
@@ -149,24 +151,24 @@ def axes_of(model: Shaped, found: tuple[Params, ...]) -> tuple[Params, ...]:
 
 
 def attach(block: nnx.Module, beside: Beside | None, layer: int) -> None:
-    """Gives the parts of a block that was just bound the adapters of that layer, for the rows that it reads now."""
+    """Attaches one layer's adapters to the parts of a bound block, for the rows that it reads next."""
     for part, weights in beside.layers[layer].items() if beside else ():
         for name, factors in weights.items():
             setattr(getattr(block, part), name + SUFFIX, _OfRows(factors, beside.of_row))
 
 
 class _OfRows:
-    """In the place of an adapter: each row's own."""
+    """Stands in for an adapter: applies each row's own."""
 
     def __init__(self, factors: Params, of_row: jax.Array):
         self._factors, self._of_row = factors, jnp.asarray(of_row)
 
     def __call__(self, x: jax.Array, y: jax.Array, weight: Any) -> jax.Array:
-        """What the weight with the adapters makes of x [B, T, in ...], given what it makes of it alone."""
+        """The weight's output for x [B, T, in ...] with each row's adapter; `y` is that of the weight alone."""
         a, b = self._factors["a"], self._factors["b"]
         count = a.shape[-2]
         B, T = x.shape[:2]
-        # Of one token a row, to gather the factors costs more than to multiply by those of all adapters.
+        # For one token per row, gathering factors costs more than multiplying by those of all adapters.
         of_all = T == 1 and count <= 2 * B
         y = y + (self._of_all(x, a, b) if of_all else self._gathered(x, a, b))
         if "gain" not in self._factors:
@@ -176,13 +178,13 @@ class _OfRows:
         return y * jnp.where(base, 1.0, own)[:, None].astype(y.dtype)
 
     def _of_all(self, x: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
-        """Every row times all adapters, of which all but its own then count for nothing."""
+        """Multiplies every row by all adapters and masks out all but its own."""
         h_BTAR = layers.dense(x, a, a.ndim - 2)
         own_BA = self._of_row[:, None] == jnp.arange(1, a.shape[-2] + 1, dtype=jnp.int32)
         return layers.dense(jnp.where(own_BA[:, None, :, None], h_BTAR, 0), b, 2)
 
     def _gathered(self, x: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
-        """Every row times its own adapter, which is copied for it."""
+        """Multiplies every row by a gathered copy of its own adapter."""
         (B, T), number = x.shape[:2], jnp.maximum(self._of_row - 1, 0)
         a_BIR = jnp.moveaxis(jnp.take(a, number, axis=a.ndim - 2), -2, 0).reshape(B, -1, a.shape[-1])
         h_BTR = jnp.einsum("BTI,BIR->BTR", x.reshape(B, T, -1), a_BIR)
@@ -192,19 +194,19 @@ class _OfRows:
 
 
 def magnitudes_of(one: Adapter) -> dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """What `gain` takes besides the weight, of each weight of an adapter with magnitudes (DoRA), by its name."""
+    """The inputs of `gain` besides the weight, by name, for each weight of an adapter with magnitudes (DoRA)."""
     return {name: (a, b, magnitude) for name, (a, b, magnitude) in _factors(one).items() if magnitude is not None}
 
 
 def gain(weight: jax.Array, a: jax.Array, b: jax.Array, magnitude: jax.Array) -> jax.Array:
-    """The factor [L, out ...] of the outputs of a plain model's weight [L, in ..., out ...], on every device."""
+    """DoRA's factor [L, out ...] for the outputs of a plain model's weight [L, in ..., out ...], replicated."""
     lengths = jax.vmap(functools.partial(column_lengths, scale=1.0, inputs=a.ndim - 2))
     found = magnitude / lengths(weight.astype(jnp.float32), a, b)
     return sharding.constrain(found, (None,) * found.ndim)
 
 
 def _factors(one: Adapter) -> dict[str, tuple[np.ndarray, np.ndarray, np.ndarray | None]]:
-    """By weights' names `a` [L, in ..., r], `b` [L, r, out ...] with the scale in it, and the magnitudes or None."""
+    """By weight name: `a` [L, in ..., r], `b` [L, r, out ...] with the scale in it, and the magnitudes or None."""
     flat, found = _flat(one.values), {}
     names = [name.removesuffix(_END) for name in flat if name.endswith(_END)]
     for name in names:

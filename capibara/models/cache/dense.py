@@ -1,12 +1,13 @@
-"""Keys and values of the tokens that a model has read, so that the next token costs the work of one token.
+"""The key-value cache: decoding one token computes only that token.
 
-A cache is a dict, a pytree: `lengths` [B] int32, the tokens that each row has read; `layers`, for each layer a dict of
-`key` and `value` [B, K, S, H]. The token at position p lies at place p % S: a layer whose queries see a window has no
-more places than that, and of a row that is longer than its cache the last S tokens are there. Each layer has arrays of
-its own, not a part of one array of all layers: a donated cache is then written in place, and read without a copy.
+A cache is a dict, a pytree. `lengths` [B] int32 counts the tokens that each row has read; `layers` has one dict per
+layer with `key` and `value` [B, K, S, H]. The token at position p is stored at index p % S: a layer with a sliding
+window allocates no more than the window, and a row longer than its cache keeps the last S tokens. Each layer has its
+own arrays rather than a part of one array for all layers, so that a donated cache is updated in place and read without
+a copy.
 
-An encoder-decoder's layers also have `cross_key` and `cross_value` of what was encoded, and the cache
-`encoder_segment_ids` [B, S] (0: padding).
+An encoder-decoder's layers also have `cross_key` and `cross_value`, computed from the encoder's output, and the cache
+has `encoder_segment_ids` [B, S] (0: padding).
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ Cache = dict[str, Any]
 LayerCache = dict[str, jax.Array]
 
 _KEYS = ("batch", "act_kv_heads", None, None)
-_AT_ONCE = 2048  # most tokens whose scores are all made at once, where another way is as good
+_AT_ONCE = 2048  # most tokens whose scores are materialised at once where there is an alternative
 
 
 class PrefillInputs(NamedTuple):
-    """The tokens that are read now, right-padded to T: by a prefill, by its next part, or one of each row by a decode step.
+    """The tokens to read now, right-padded to T: a prefill, a later chunk of one, or one token a row in a decode step.
 
     Attributes:
       lengths: [B] tokens that each row has read before.
-      counts: [B] tokens that are read now.
-      positions: [B, T] of these tokens.
-      is_prefill: whether no row has read any before: the cache is empty. A Python bool: it decides what is compiled.
+      counts: [B] tokens to read now.
+      positions: [B, T] positions of these tokens.
+      is_prefill: whether the cache is empty for every row. A Python bool: it decides what is compiled.
     """
 
     lengths: jax.Array
@@ -45,18 +46,18 @@ class PrefillInputs(NamedTuple):
 
     @property
     def real(self) -> jax.Array:
-        """[B, T] bool: no padding."""
+        """[B, T] bool: True for real tokens, False for padding."""
         return jnp.arange(self.positions.shape[1], dtype=jnp.int32) < self.counts[:, None]
 
 
 def prefill_inputs(tokens_BT: jax.Array, counts_B: jax.Array, cache: Cache, is_prefill: bool) -> PrefillInputs:
-    """What is read when the rows of a cache are given so many more tokens."""
+    """Describes the next `counts` tokens of each row of a cache."""
     steps = jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)
     return PrefillInputs(cache["lengths"], counts_B, cache["lengths"][:, None] + steps, is_prefill)
 
 
 def empty_layer(config, batch: int, length: int, dtype: jnp.dtype, window: int | None = None) -> LayerCache:
-    """A layer's part of a cache in which nothing was read; `dtype` int8: with scales."""
+    """An empty cache for one layer; `dtype` int8 adds scales."""
     places = length if window is None else min(length, window)
     shape = (batch, config.kv_heads, places, config.head_size)
     layer = {"key": jnp.zeros(shape, dtype), "value": jnp.zeros(shape, dtype)}
@@ -71,22 +72,22 @@ def axes(cache: Cache) -> Any:
 
 
 def places(lengths_B: jax.Array, count: int) -> jax.Array:
-    """[B, count]: the position of the token at each place of rows that have read `lengths`; negative: none."""
+    """[B, count]: the position of the token at each cache index of rows that have read `lengths`; negative: empty."""
     last_B1 = lengths_B[:, None] - 1
     return last_B1 - (last_B1 - jnp.arange(count, dtype=jnp.int32)) % count
 
 
 def write(layer: LayerCache, k_BTKH: jax.Array, v_BTKH: jax.Array, now: PrefillInputs) -> LayerCache:
-    """The layer's cache with the keys and values of the tokens that are read now."""
+    """The layer's cache, updated with the keys and values of the new tokens."""
     new = as_stored(layer["key"].dtype, k_BTKH, v_BTKH)
     return layer | {name: constrain(_written(layer[name], x, now), _KEYS[: x.ndim]) for name, x in new.items()}
 
 
 def as_kept(layer: LayerCache, k_BTKH: jax.Array, v_BTKH: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Keys and values as the layer's cache will give them back, in their own dtypes.
+    """Keys and values as the layer's cache will return them, in their own dtypes.
 
-    What tokens that are read together say to each other is then what they say to later ones: a text does not depend on
-    how its prompt was cut.
+    Tokens that are read together then see the same keys and values as later tokens do, so the generated text does not
+    depend on how the prompt was split.
     """
     dtype = layer["key"].dtype
     if dtype == jnp.int8:
@@ -95,22 +96,22 @@ def as_kept(layer: LayerCache, k_BTKH: jax.Array, v_BTKH: jax.Array) -> tuple[ja
         return kept[0].astype(k_BTKH.dtype), kept[1].astype(v_BTKH.dtype)
     if dtype == k_BTKH.dtype:
         return k_BTKH, v_BTKH
-    # XLA may drop a cast and its inverse: it computes in more precision than was asked for.
+    # XLA may remove a cast and its inverse, since that only adds precision.
     bits = {"exponent_bits": jnp.finfo(dtype).nexp, "mantissa_bits": jnp.finfo(dtype).nmant}
     return jax.lax.reduce_precision(k_BTKH, **bits), jax.lax.reduce_precision(v_BTKH, **bits)
 
 
 def multiplied_as_kept(layer: LayerCache, q_BTNH: jax.Array) -> bool:
-    """Whether `attend` is for tokens of rows that have read nothing, too.
+    """Whether `attend` also handles a prefill into an empty cache.
 
-    In 16 bits `as_kept` would round what `attend` does not: numbers in 8 bits with their scales. Of a longer piece than an
-    engine reads at once all scores would take too much memory.
+    For an 8-bit cache, `as_kept` would round to 16 bits what `attend` multiplies exactly as 8-bit numbers and scales. A
+    chunk longer than an engine reads at once does not qualify: its scores would take too much memory.
     """
     return "key_scale" in layer and q_BTNH.dtype.itemsize < 4 and q_BTNH.shape[1] <= _AT_ONCE
 
 
 def as_stored(dtype: jnp.dtype, k_BTKH: jax.Array, v_BTKH: jax.Array) -> LayerCache:
-    """Keys and values as a layer's cache of that dtype holds them, but [B, T, K, ...]."""
+    """Keys and values in the storage format of a cache of that dtype, but as [B, T, K, ...]."""
     if dtype != jnp.int8:
         return {"key": k_BTKH.astype(dtype), "value": v_BTKH.astype(dtype)}
     (key, key_scale), (value, value_scale) = _in_8_bits(k_BTKH), _in_8_bits(v_BTKH)
@@ -118,7 +119,7 @@ def as_stored(dtype: jnp.dtype, k_BTKH: jax.Array, v_BTKH: jax.Array) -> LayerCa
 
 
 def _in_8_bits(x_BTKH: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Symmetric int8 numbers, the largest of a token's head being 127, and the scale [B, T, K] of each."""
+    """Symmetric int8 values, scaled to a maximum of 127 per token and head, and the scales [B, T, K]."""
     x_BTKH = x_BTKH.astype(jnp.float32)
     scale_BTK = jnp.max(jnp.abs(x_BTKH), axis=-1) / 127
     divisor_BTK = jnp.where(scale_BTK > 0, scale_BTK, 1.0)
@@ -130,7 +131,7 @@ def _written(old_BKSx: jax.Array, new_BTKx: jax.Array, now: PrefillInputs) -> ja
     if T == 1:
         return cache_writes.append(old_BKSx, new_BTKx[:, 0], now.lengths % S)
     new_BKTx = jnp.swapaxes(new_BTKx, 1, 2)
-    if now.is_prefill and T <= S:  # padding lies at places that no position has yet
+    if now.is_prefill and T <= S:  # padding is stored at indices that hold no position yet
         return jax.lax.dynamic_update_slice(old_BKSx, new_BKTx, (0,) * old_BKSx.ndim)
     index_BS = places(now.lengths + now.counts, S) - now.lengths[:, None]
     index_B1Sx = jnp.expand_dims(index_BS, (1, *range(3, old_BKSx.ndim)))
@@ -149,21 +150,21 @@ def attend(
     prefix_BT: jax.Array | None = None,
     sinks_N: jax.Array | None = None,
 ) -> jax.Array:
-    """Self-attention of the tokens that are read now, after the cache.
+    """Self-attention of the new tokens over the cache.
 
     Args:
       q_BTNH: queries.
-      layer: the cache with these tokens: all that a single token (T = 1) needs.
-      before: the cache without them: several tokens could have overwritten what the first of them sees.
-      new: their keys and values [B, T, K, H].
-      kind: mask, scale and cap.
-      now: the tokens.
-      bias: (positions of queries [B, T], of keys [B, S]) -> [B, N, T, S], added to the scores; None: nothing.
-      prefix_BT: of several tokens: those with a 1 see each other both ways.
-      sinks_N: float32, a logit of each query head in the softmax's denominator; None: none.
+      layer: the cache with these tokens; sufficient for a single token (T = 1).
+      before: the cache without them: several new tokens may overwrite entries that the first of them attends to.
+      new: the keys and values [B, T, K, H] of the new tokens.
+      kind: mask, scale and soft cap.
+      now: the new tokens.
+      bias: (positions of queries [B, T], of keys [B, S]) -> [B, N, T, S], added to the scores; None: no bias.
+      prefix_BT: for several tokens: those marked 1 attend to each other in both directions.
+      sinks_N: float32, a logit per query head in the softmax's denominator; None: no sinks.
 
     Returns:
-      [B, T, N, H] in the dtype of the queries.
+      [B, T, N, H] in the queries' dtype.
     """
     there_B = None
     if q_BTNH.shape[1] == 1:
@@ -190,5 +191,5 @@ def attend(
 
 
 def put_rows(cache: Cache, rows: Cache, index: jax.Array) -> Cache:
-    """The cache with `rows`, a cache of fewer rows and as many places, in place of those from `index` on."""
+    """Copies `rows`, a cache with fewer rows of the same capacity, into the cache from row `index` on."""
     return jax.tree.map(lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new, index, axis=0), cache, rows)

@@ -1,11 +1,11 @@
-"""A cache whose rows lie in pages of one pool, taken as they grow: PagedAttention (Kwon et al. 2023, arXiv:2309.06180).
+"""A paged key-value cache: rows are pages of one pool, allocated as they grow (Kwon et al. 2023, arXiv:2309.06180).
 
-A layer that sees whole rows has, in place of a row for each slot, `key_pages` and `value_pages` [N + 1, K, P, H] of P
-tokens each, in 8 bits with `key_scale_pages` and `value_scale_pages` [N + 1, K, P]. A table [B, M] int32 says which page
-has the tokens from m * P on of each slot; page 0 is nobody's, and takes what is written where a slot has no page.
-A layer with a window shorter than the rows keeps a row of its last places for each slot, as in `cache`.
+A layer with full attention has `key_pages` and `value_pages` [N + 1, K, P, H] with P tokens per page instead of one row
+per slot; in 8 bits also `key_scale_pages` and `value_scale_pages` [N + 1, K, P]. A table [B, M] int32 maps tokens
+m * P to (m + 1) * P - 1 of each slot to a page. Page 0 belongs to no slot: writes of slots without a page go there.
+A layer whose window is shorter than the rows keeps its last tokens as one row per slot, as in `dense`.
 
-Shapes do not depend on lengths, so nothing is compiled again as rows grow.
+Shapes do not depend on lengths, so nothing is recompiled as rows grow.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ _NAMES = ("key", "value", "key_scale", "value_scale")
 
 
 class Sizes(NamedTuple):
-    """Of a pool: pages in all, and the tokens of each."""
+    """Size of a pool: number of pages, and tokens per page."""
 
     pages: int
     page_size: int
 
     def of_slot(self, length: int) -> int:
-        """Pages of a row of so many tokens."""
+        """Number of pages for a row of `length` tokens."""
         return -(-length // self.page_size)
 
 
 def empty(rows: Cache, length: int, sizes: Sizes) -> Cache:
-    """A cache in pages in which nothing was read.
+    """An empty paged cache.
 
     Args:
-      rows: what `start_cache` gives for as many slots of `length` places; its shapes are enough.
-      length: places of a slot.
-      sizes: of the pool, which all layers have alike.
+      rows: the result of `start_cache` for the same slots with a capacity of `length`; shapes are enough.
+      length: token capacity of a slot.
+      sizes: size of the pool, the same for all layers.
     """
 
     def pool(x) -> jax.Array:
@@ -56,7 +56,7 @@ def empty(rows: Cache, length: int, sizes: Sizes) -> Cache:
 
 
 def axes(kept: Cache) -> Any:
-    """The logical axes of every array of a cache, in pages or not; a page is on every device that has a slot."""
+    """The logical axes of every array of a cache, paged or dense; every device that has slots has all pages."""
     named = dense.axes(kept)
     layers = tuple(
         {name: (None, *of[1:]) if name.endswith("_pages") else of for name, of in layer.items()}
@@ -66,22 +66,22 @@ def axes(kept: Cache) -> Any:
 
 
 def shares(rows: Cache, length: int) -> bool:
-    """Whether any layer of what `start_cache` gives for rows of `length` places would lie in pages."""
+    """Whether any layer of a `start_cache` result with a capacity of `length` would be paged."""
     return not all(is_short(layer, length) for layer in rows["layers"])
 
 
 def is_short(layer: LayerCache, length: int) -> bool:
-    """Whether a layer's rows have fewer places than `length`, those of its window: it has nothing to share."""
+    """Whether a layer's capacity is below `length` because of its window; such a layer is not paged."""
     return layer["key"].shape[2] < length
 
 
 def is_paged(layer: LayerCache) -> bool:
-    """Whether a layer's keys and values lie in pages."""
+    """Whether a layer's keys and values are stored in pages."""
     return "key_pages" in layer
 
 
 def with_table(kept: Cache, table: jax.Array | None) -> Cache:
-    """The cache as a model reads it, its layers in pages with the table; None: there are no pages."""
+    """The cache as a model reads it, with the page table in its paged layers; None: the cache has no pages."""
     if table is None:
         return kept
     layers = tuple(layer | {"table": table} if is_paged(layer) else layer for layer in kept["layers"])
@@ -89,13 +89,13 @@ def with_table(kept: Cache, table: jax.Array | None) -> Cache:
 
 
 def without_table(kept: Cache) -> Cache:
-    """What is kept of it between the steps."""
+    """The cache as it is stored between steps, without the page table."""
     layers = tuple({name: x for name, x in layer.items() if name != "table"} for layer in kept["layers"])
     return kept | {"layers": layers}
 
 
 def put_row(kept: Cache, row: Cache, slot: jax.Array, table: jax.Array | None) -> Cache:
-    """The cache with a row, a cache of one row, in a slot; what lies beyond the slot's pages is nobody's."""
+    """Copies a cache of one row into a slot; tokens beyond the slot's pages go to page 0."""
     if table is None:
         return dense.put_rows(kept, row, slot)
 
@@ -117,7 +117,7 @@ def _put(pool: jax.Array, new_KSx: jax.Array, table_M: jax.Array) -> jax.Array:
 
 
 def row(kept: Cache, slot: jax.Array, places: int, table: jax.Array | None) -> Cache:
-    """The cache of one slot as a row, cut to its first places."""
+    """Copies one slot of the cache as a row, cut to its first `length` tokens."""
 
     def of_slot(x: jax.Array) -> jax.Array:
         x = jax.lax.dynamic_slice_in_dim(x, slot, 1)
@@ -136,7 +136,7 @@ def row(kept: Cache, slot: jax.Array, places: int, table: jax.Array | None) -> C
 
 
 def write(layer: LayerCache, k_BTKH: jax.Array, v_BTKH: jax.Array, now: PrefillInputs) -> LayerCache:
-    """The layer's cache with the keys and values of the tokens that are read now."""
+    """The layer's cache, updated with the keys and values of the new tokens."""
     P, M = layer["key_pages"].shape[2], layer["table"].shape[1]
     new = dense.as_stored(layer["key_pages"].dtype, k_BTKH, v_BTKH)
     inside_BT = now.real & (now.positions < M * P)
@@ -151,20 +151,20 @@ def write(layer: LayerCache, k_BTKH: jax.Array, v_BTKH: jax.Array, now: PrefillI
 def attend(
     q_BTNH: jax.Array, layer: LayerCache, kind: AttentionSpec, now: PrefillInputs, bias=None, sinks_N=None
 ) -> jax.Array:
-    """Self-attention of the tokens that are read now, which the layer's cache has already.
+    """Self-attention of the new tokens over a cache that holds them already.
 
     Args:
       q_BTNH: queries.
-      layer: the cache with these tokens.
-      kind: mask, scale and cap.
-      now: the tokens.
-      bias, sinks_N: as of `cache.attend`.
+      layer: the cache, with the new tokens.
+      kind: mask, scale and soft cap.
+      now: the new tokens.
+      bias, sinks_N: as in `dense.attend`.
 
     Returns:
-      [B, T, N, H] in the dtype of the queries.
+      [B, T, N, H] in the queries' dtype.
     """
     P, table_BM = layer["key_pages"].shape[2], layer["table"]
-    has_B = jnp.sum(table_BM > 0, axis=1, dtype=jnp.int32) * P  # a slot without pages has nothing to read
+    has_B = jnp.sum(table_BM > 0, axis=1, dtype=jnp.int32) * P  # a slot without pages reads nothing
     places_S = jnp.arange(table_BM.shape[1] * P, dtype=jnp.int32)
     there_BS = (places_S < (now.lengths + now.counts)[:, None]) & (jnp.repeat(table_BM, P, axis=1) > 0)
     positions_BS = jnp.where(there_BS, places_S, -1)

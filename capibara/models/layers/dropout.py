@@ -1,7 +1,7 @@
-"""Dropout (Srivastava et al. 2014) at T5X's places: embeddings, attention's probabilities, branches, MLPs, final states.
+"""Dropout (Srivastava et al. 2014) where T5X has it: embeddings, attention probabilities, branches, MLPs, final states.
 
-One mask is for all places of a row: it has the shape of an activation without time. Masks depend on the train step and on
-the batch's tokens, so that a step that is made again, or recomputed in its backward pass, has the same.
+All positions of a row share one mask: its shape is that of the activation without the time axis. Masks depend on the
+train step and the batch's tokens, so that a repeated step, or one recomputed in the backward pass, has the same masks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 
 class Site(enum.IntEnum):
-    """Where in a layer, or in a stack; each has a key of its own."""
+    """Where dropout is applied, in a layer or in a stack; each site has its own key."""
 
     EMBEDDING = 0
     PROBABILITIES = 1
@@ -29,27 +29,27 @@ class Site(enum.IntEnum):
 
 
 class Dropout(NamedTuple):
-    """What is dropped in a program.
+    """The dropout of a layer or a stack.
 
     Attributes:
-      rate: share of the entries that become 0; the others are divided by what is left.
-      key: of the layer, or of the stack.
+      rate: share of the entries that are set to 0; the others are divided by 1 - rate.
+      key: PRNG key of the layer or stack.
     """
 
     rate: float
     key: jax.Array
 
     def at(self, number: jax.Array | int) -> Dropout:
-        """Of one layer or part."""
+        """The dropout of one layer or part."""
         return Dropout(self.rate, jax.random.fold_in(self.key, number))
 
     def __call__(self, x: jax.Array, site: Site, shared: int | None = -2) -> jax.Array:
-        """`x` with some entries 0.
+        """Applies dropout to `x`.
 
         Args:
           x: an activation.
           site: where it is.
-          shared: the dimension whose entries have a mask in common; None: none.
+          shared: the dimension along which entries share a mask; None: every entry has its own.
         """
         shape = list(x.shape)
         if shared is not None:
@@ -59,12 +59,12 @@ class Dropout(NamedTuple):
 
 
 def of_step(rate: float, step: jax.Array | None, tokens: jax.Array) -> Dropout | None:
-    """What is dropped of a batch in a train step; None: nothing, as wherever there is no step: evaluation, generation.
+    """The dropout of a train step; None without a step (evaluation, generation) or with rate 0.
 
     Args:
-      rate: of the configuration.
+      rate: from the configuration.
       step: the train step, or None.
-      tokens: of the batch: micro-batches of one step have other masks each.
+      tokens: the batch's tokens: micro-batches of one step get different masks.
     """
     if not rate or step is None:
         return None
@@ -75,5 +75,5 @@ def of_step(rate: float, step: jax.Array | None, tokens: jax.Array) -> Dropout |
 
 
 def apply(drop: Dropout | None, x: jax.Array, site: Site) -> jax.Array:
-    """`x` after dropout, where there is some."""
+    """Applies dropout if there is any."""
     return x if drop is None else drop(x, site)

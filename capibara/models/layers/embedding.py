@@ -1,4 +1,4 @@
-"""Looking tokens up in an embedding table that is spread over the mesh."""
+"""Embedding lookup in a table that is sharded over the mesh."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from jax.sharding import PartitionSpec as P
 from capibara import sharding
 from capibara.sharding import Rules
 
-# Of one all-to-all: TPUs reserve three times as much for it during the whole step.
+# Of one all-to-all: TPUs reserve three times this size for it during the whole step.
 _EXCHANGED_BYTES = 64 * 2**20
 
 
 def lookup(table_VD: jax.Array, tokens_BT: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """The rows of `table_VD` (axes vocab, embed) that the tokens name: [B, T, D] in `dtype`.
+    """The rows of `table_VD` (axes vocab, embed) for the tokens: [B, T, D] in `dtype`.
 
-    Each device looks all tokens up in its own columns, then columns are exchanged for rows and places (an all-to-all):
-    the table is never gathered, nor its gradient made whole. The partitioner left alone would replicate the result.
-    Where the residual stream is shared out along the vocabulary's axis too, partial rows are summed right into it.
-    Tokens are of the vocabulary: what others give is not defined (zeros on a mesh, some row on one device).
+    Each device looks up all tokens in its own columns, then an all-to-all exchanges columns for rows and positions.
+    Neither the table nor its gradient is ever gathered; the partitioner by itself would replicate the result. If the
+    residual stream is also sharded along the vocabulary's axis, partial rows are reduce-scattered into it. The result
+    for tokens outside the vocabulary is undefined (zeros on a mesh, some row on one device).
     """
     axes = _axes(table_VD, tokens_BT)
     if axes is None:
@@ -33,7 +33,7 @@ def lookup(table_VD: jax.Array, tokens_BT: jax.Array, dtype: jnp.dtype) -> jax.A
     def block(table_VD, tokens_BT):
         V = len(table_VD)
         index = tokens_BT - (jax.lax.axis_index(vocab) * V if vocab else 0)
-        # Zeros for rows of other devices, without a mask [B, T, D] that would be kept for the backward pass.
+        # Zeros for rows of other devices, without a mask [B, T, D] that the backward pass would have to save.
         index = jnp.where((index >= 0) & (index < V), index, V)
         x_BTD = table_VD.at[index].get(mode="fill", fill_value=0).astype(dtype)
         if time:
@@ -72,9 +72,14 @@ def lookup(table_VD: jax.Array, tokens_BT: jax.Array, dtype: jnp.dtype) -> jax.A
 
 
 class _LookupAxes(NamedTuple):
-    """Mesh axes of rows that stay, of rows and of places that columns are exchanged for, of the vocabulary, of columns.
+    """Mesh axes of a lookup.
 
-    `scattered`: whether places of the result are shared out along the vocabulary's axes.
+    Attributes:
+      mesh: the active mesh.
+      kept: axes of the rows that do not shard columns.
+      moved, time: axes of rows and of positions, which also shard columns; the exchange moves columns to them.
+      vocab, embed: axes of the table's rows and columns.
+      scattered: whether positions of the result are also sharded along the vocabulary's axes.
     """
 
     mesh: Mesh
@@ -87,9 +92,9 @@ class _LookupAxes(NamedTuple):
 
 
 def _axes(table_VD: jax.Array, tokens_BT: jax.Array) -> _LookupAxes | None:
-    """How a lookup goes about the active mesh.
+    """The axes for a lookup on the active mesh.
 
-    None where there is one device, or where rules or sizes do not allow the exchange.
+    None on one device, or if rules or sizes do not allow the exchange.
     """
     mesh, rules = sharding.active() or (None, Rules())
     if mesh is None:
@@ -102,7 +107,7 @@ def _axes(table_VD: jax.Array, tokens_BT: jax.Array) -> _LookupAxes | None:
     count = lambda names: math.prod(mesh.shape[axis] for axis in names)  # noqa: E731
     (V, D), (B, T) = table_VD.shape, tokens_BT.shape
     divides = B % count(rows) == 0 and T % count(time) == 0 and V % count(vocab) == 0 and D % count(embed) == 0
-    # Columns are sharded by the exchanged axes and no others, in the order in which they are put together again.
+    # Columns are sharded by exactly the exchanged axes, in the order in which they are concatenated again.
     in_order = embed == moved + time and rows == kept + moved and rows + time + vocab
     scattered = bool(vocab) and used(rules.act_residual) == time + vocab and T % count(time + vocab) == 0
     return _LookupAxes(mesh, kept, moved, time, vocab, embed, scattered) if divides and in_order else None

@@ -1,4 +1,4 @@
-"""The small parts of every model. A parameter's shape, dtype, logical axes and initialiser stand in one place."""
+"""The basic layers. Each parameter's shape, dtype, logical axes and initialiser are declared in one place."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ Initializer = Callable[..., jax.Array]
 
 
 def param(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], init: Initializer) -> nnx.Param:
-    """A float32 parameter that carries the logical names of its dimensions."""
+    """A float32 parameter with a logical axis name for each dimension."""
     if len(shape) != len(axes):
-        raise ValueError(f"shape {shape} and axes {axes} differ in length")
+        raise ValueError(f"shape {shape} and axes {axes} differ in length: give one axis name per dimension")
     return nnx.Param(init(rngs.params(), shape, jnp.float32), axes=axes)
 
 
 def normal(std: float) -> Initializer:
-    """Normal, cut at two standard deviations, with the standard deviation of what is left."""
+    """Normal distribution truncated at two standard deviations, rescaled to have standard deviation `std`."""
     return jax.nn.initializers.truncated_normal(std / 0.87962566103423978)
 
 
 def fan_in(*in_axes: int, scale: float = 1.0) -> Initializer:
-    """Truncated normal of variance scale / fan-in, the fan-in being the product of `in_axes`."""
+    """Truncated normal distribution of variance scale / fan-in, where fan-in is the product of `in_axes`."""
 
     def init(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
         size = 1
@@ -49,7 +49,7 @@ ones = jax.nn.initializers.ones
 
 
 def adapter_of(module: nnx.Module, name: str) -> Callable[..., jax.Array] | None:
-    """What `dense` adds to the product with a module's weight of this name (models/adapters/lora.py)."""
+    """The adapter of a module's weight with this name, or None (models/adapters/lora.py)."""
     return getattr(module, f"{name}_lora", None)
 
 
@@ -64,10 +64,10 @@ def dense(
 
     Args:
       x: [B, T, in ...].
-      weight: [in ..., out ...]; one that is frozen has no gradient, and its product is not in 8 bits.
-      in_dims: how many dimensions `in ...` has.
-      quantization: 8-bit operands, or none.
-      adapter: (x, the product, weight) -> what it makes of it; None: the product it is.
+      weight: [in ..., out ...]; a frozen one gets no gradient, and its product is not quantized.
+      in_dims: number of dimensions in `in ...`.
+      quantization: operand format of the product: 8 bits, or none.
+      adapter: (x, product, weight) -> the product with the adapter's; None: no adapter.
 
     Returns:
       [B, T, out ...].
@@ -80,8 +80,9 @@ def dense(
 class Bias(enum.StrEnum):
     """Which projections have a bias.
 
-    None; those to queries, keys and values (Qwen 2); all of attention (Llama's attention_bias); all of the MLP (Llama's
-    mlp_bias); all of both (GPT-2).
+    none: no projection. qkv: queries, keys and values (Qwen 2). attention: all of attention (Llama's attention_bias).
+      mlp:
+    all of the MLP (Llama's mlp_bias). all: both (GPT-2).
     """
 
     NONE = "none"
@@ -92,29 +93,29 @@ class Bias(enum.StrEnum):
 
     @property
     def of_heads(self) -> bool:
-        """Whether queries, keys and values have one."""
+        """Whether queries, keys and values have a bias."""
         return self not in (Bias.NONE, Bias.MLP)
 
     @property
     def of_attention(self) -> bool:
-        """Whether all of attention has."""
+        """Whether all attention projections have a bias."""
         return self in (Bias.ATTENTION, Bias.ALL)
 
     @property
     def of_mlp(self) -> bool:
-        """Whether the MLP has."""
+        """Whether the MLP's projections have a bias."""
         return self in (Bias.MLP, Bias.ALL)
 
 
 class QKNorm(enum.StrEnum):
-    """RMSNorm of every head's queries and keys before they are rotated (Qwen 3, Gemma 3), or none."""
+    """Whether queries and keys get an RMSNorm per head before rotation (Qwen 3, Gemma 3)."""
 
     NONE = "none"
     HEAD = "head"
 
 
 class AttentionSinks(enum.StrEnum):
-    """A logit of every head that takes part in the softmax and has no value (gpt-oss, arXiv:2508.10925), or none."""
+    """Whether each head has a learned logit in the softmax's denominator (gpt-oss, arXiv:2508.10925)."""
 
     NONE = "none"
     HEAD = "head"
@@ -128,7 +129,7 @@ class NormKind(enum.StrEnum):
 
 
 class NormScale(enum.StrEnum):
-    """What the scale parameter is: the factor itself, or (Gemma) what is added to 1."""
+    """Meaning of the scale parameter: the factor itself, or (Gemma) its offset from 1."""
 
     ONE = "one"
     OFFSET = "offset"
@@ -158,7 +159,7 @@ class Norm(nnx.Module):
 
 
 class Activation(enum.StrEnum):
-    """SwiGLU and GeGLU (Shazeer 2020) are gated: two projections in; the others have one.
+    """Activation of the MLP. SwiGLU and GeGLU (Shazeer 2020) are gated: they take two projections, the others one.
 
     gelu and geglu use the tanh approximation, gelu_exact the error function (BERT, GPT-NeoX). clamped_swiglu is
     gpt-oss's; `ClampedSwiglu` computes it.
@@ -185,7 +186,7 @@ class Activation(enum.StrEnum):
                 return jax.nn.gelu(x, approximate=self is not Activation.GELU_EXACT)
 
     def gate(self, gate: jax.Array, up: jax.Array) -> jax.Array:
-        """activation(gate) * up, of a gated one; both of the same shape and dtype."""
+        """activation(gate) * up, for a gated activation; both of the same shape and dtype."""
         return gated(self, gate, up)
 
 
@@ -195,7 +196,7 @@ class ClampedSwiglu:
 
     Attributes:
       alpha: slope of the sigmoid.
-      limit: the gate is at most this, the other projection between this and its negative; gradients end there.
+      limit: the gate is clamped to at most this, the other projection to +-limit; clamped values get no gradient.
     """
 
     alpha: float
@@ -203,7 +204,7 @@ class ClampedSwiglu:
     gated: ClassVar[bool] = True
 
     def gate(self, gate: jax.Array, up: jax.Array) -> jax.Array:
-        """Of both projections, of the same shape and dtype."""
+        """Combines both projections, which have the same shape and dtype."""
         gate = jnp.where(gate > self.limit, jnp.asarray(self.limit, gate.dtype), gate)
         up = jnp.where(jnp.abs(up) > self.limit, jnp.sign(up) * jnp.asarray(self.limit, up.dtype), up)
         return gate * jax.nn.sigmoid(self.alpha * gate) * (up + 1)

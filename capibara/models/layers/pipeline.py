@@ -1,9 +1,9 @@
-"""Pipeline parallelism: stages of layers side by side on the mesh's stage axis, microbatches moving from one to the next.
+"""Pipeline parallelism: stages of layers along the mesh's stage axis; microbatches pass from stage to stage.
 
 With repeats it is the circular schedule (Megatron's interleaved one, Narayanan et al. 2021, arXiv:2104.04473): each
-stage holds several runs of layers and a microbatch passes it as often, so a bubble is `stages - 1` short runs long.
-The whole is one program: all stages compute at once (a vmap over the stage axis), then everything moves on by one
-(a roll, which the compiler turns into a collective permute). The backward pass is the reverse by differentiation.
+stage holds several runs of layers and a microbatch passes it once per run, so that a bubble lasts `stages - 1` shorter
+runs. It is one program: all stages compute at once (a vmap over the stage axis), then all activations move one stage on
+(a roll, which the compiler turns into a collective permute). Differentiation yields the reverse schedule.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ def run(stage: Stage, x: jax.Array, rows: Any, values: Any, shape: Pipeline) -> 
 
     def tick(carry, t):
         state, store, totals = carry
-        work = t - stages  # the how-manieth piece of work of each stage; outside [0, M * R) it is a bubble
+        work = t - stages  # index of each stage's current run; outside [0, M * R) the stage is in a bubble
         real = (work >= 0) & (work < M * R)
         microbatch, repeat = work % M, jnp.clip(work // M, 0, R - 1)
-        # The first stage takes a new microbatch, or one that comes round again.
+        # The first stage takes a new microbatch, or one that returns for the next repeat.
         first = (stages == 0).reshape(S, *[1] * (state.ndim - 1))
         state = _on_stages(jnp.where(first, _piece(store, t % M)[None], state), "batch")
         pick = jax.vmap(_pick, spmd_axis_name=_STAGE)
@@ -72,17 +72,17 @@ def run(stage: Stage, x: jax.Array, rows: Any, values: Any, shape: Pipeline) -> 
 
 
 def _on_stages(x: jax.Array, second: Any = _FREE) -> jax.Array:
-    """Places the leading axis of an array on the stage axis; the second by name, and others as the compiler likes."""
+    """Shards the leading axis over the stage axis and the second by name; the compiler decides the others."""
     return constrain(x, ("act_stage", second, *[_FREE] * (x.ndim - 2)))
 
 
 def _by_microbatch(x: jax.Array) -> jax.Array:
-    """Keeps [M, rows, ...] on the devices that the rows lie on; else the compiler gathers the rows of all of them."""
+    """Keeps [M, rows, ...] sharded by rows; else the compiler would gather all rows."""
     return constrain(x, (None, "batch", *[_FREE] * (x.ndim - 2)))
 
 
 def _piece(store: jax.Array, index: jax.Array) -> jax.Array:
-    """One microbatch [rows, ...] of all."""
+    """One microbatch [rows, ...]."""
     return _by_rows(jax.lax.dynamic_index_in_dim(store, index, keepdims=False))
 
 
@@ -95,8 +95,8 @@ def _pick(values_R: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def _add_real(total, stats, real, repeat):
-    """Adds [S, ...] statistics to total [R, S, ...] at each stage's repeat, bubbles left out."""
+    """Adds statistics [S, ...] to totals [R, S, ...] at each stage's current repeat, except in bubbles."""
     R, S = total.shape[:2]
     chosen = (jnp.arange(R)[:, None] == repeat[None, :]) & real[None, :]
-    # A bubble computes on what is lying around: where, not a product, keeps its infinities out.
+    # A bubble computes on arbitrary data: `where`, unlike a product, keeps infinities out.
     return total + jnp.where(chosen.reshape(R, S, *[1] * (stats.ndim - 1)), stats[None], 0.0)

@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864) and the ways to stretch it to longer texts."""
+"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864) and its scaling to longer contexts."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from capibara.kernels.rotary import Angles
 
 
 class RopeScaling(enum.StrEnum):
-    """How frequencies change for texts longer than those of pre-training.
+    """How frequencies are changed for contexts longer than in pre-training.
 
-    linear divides all of them (Chen et al. 2023, arXiv:2306.15595); llama3 only the low ones (Llama 3.1); yarn by
-    how often each turns in the original length, and sharpens attention (Peng et al. 2023, arXiv:2309.00071). Two change
-    them by the length of the row: dynamic raises theta for rows longer than the original (NTK-aware); longrope divides
-    each by a factor of its own, of two sets, and sharpens attention (Ding et al. 2024, arXiv:2402.13753; Phi-3).
+    linear divides all of them (Chen et al. 2023, arXiv:2306.15595); llama3 only the low ones (Llama 3.1); yarn by how
+    many turns each makes in the original length, and it scales attention (Peng et al. 2023, arXiv:2309.00071). Two
+    depend on the row length: dynamic raises theta for rows longer than the original (NTK-aware); longrope divides each
+    frequency by its own factor from one of two sets, and scales attention (Ding et al. 2024, arXiv:2402.13753; Phi-3).
     """
 
     NONE = "none"
@@ -34,12 +34,12 @@ class RopeScaling(enum.StrEnum):
 
     @property
     def by_length(self) -> bool:
-        """Whether frequencies depend on the length of the row."""
+        """Whether frequencies depend on the row length."""
         return self in (RopeScaling.DYNAMIC, RopeScaling.LONGROPE)
 
 
 class YarnBounds(enum.StrEnum):
-    """Where YaRN begins and ends to change frequencies: at whole ones, rounded outward, or exactly there (gpt-oss)."""
+    """Whether YaRN rounds the bounds of its ramp outward to whole dimensions, or keeps them exact (gpt-oss)."""
 
     WHOLE = "whole"
     EXACT = "exact"
@@ -52,19 +52,19 @@ class Rope:
 
     Attributes:
       theta: base of the wavelengths.
-      local_theta: that of layers with a window, which are never scaled; None: as the others.
-      fraction: share of head_dim that turns, from its beginning (GPT-NeoX: 0.25).
-      scaling, factor: how frequencies are changed, and for how many times the original length.
-      original_length: tokens of a row in pre-training; all scalings but linear need it.
-      low_frequency_factor, high_frequency_factor: of llama3: wavelengths above original_length / low are divided by
-        the factor, those below original_length / high stay.
-      beta_fast, beta_slow: of yarn: frequencies that turn more than beta_fast times in the original length stay, those
-        that turn less than beta_slow times are divided.
-      yarn_bounds: of yarn: whether the frequencies that turn so often are counted in whole numbers.
-      attention_factor: of yarn and longrope: multiplies queries and keys; None: 0.1 * ln(factor) + 1 of yarn,
-        sqrt(1 + ln(factor) / ln(original_length)) of longrope.
-      short_factors, long_factors: of longrope: what each frequency is divided by, in rows of up to original_length
-        tokens and in longer ones.
+      local_theta: theta of layers with a window, which are never scaled; None: the same theta.
+      fraction: share of head_dim that is rotated, from its start (GPT-NeoX: 0.25).
+      scaling, factor: how frequencies are changed, and by what multiple the context grows.
+      original_length: row length in pre-training; required by every scaling but linear.
+      low_frequency_factor, high_frequency_factor: for llama3: wavelengths above original_length / low are divided by
+        the factor, those below original_length / high are unchanged.
+      beta_fast, beta_slow: for yarn: frequencies with more than beta_fast turns in the original length are unchanged,
+        those with fewer than beta_slow turns are divided by the factor.
+      yarn_bounds: for yarn: whether the bounds between the two are rounded to whole dimensions.
+      attention_factor: for yarn and longrope: multiplies queries and keys; None: 0.1 * ln(factor) + 1 for yarn, sqrt(1
+        + ln(factor) / ln(original_length)) for longrope.
+      short_factors, long_factors: for longrope: the divisor of each frequency, in rows of up to original_length tokens
+        and in longer ones.
     """
 
     theta: float = 10_000.0
@@ -106,13 +106,13 @@ class Rope:
             if not all(0 < value < math.inf for value in getattr(self, name)):
                 raise UserError(f"Rope.{name} are {getattr(self, name)}, must be finite and above 0")
         if self.yarn_bounds is not YarnBounds.WHOLE and self.scaling is not RopeScaling.YARN:
-            raise UserError(f"Rope.yarn_bounds is of yarn, and scaling is {str(self.scaling)!r}: leave it out")
+            raise UserError(f"Rope.yarn_bounds is for yarn scaling, and scaling is {str(self.scaling)!r}: leave it out")
 
     def check(self, head_dim: int) -> None:
-        """Refuses factors that do not fit the heads.
+        """Checks that longrope's factors fit the heads.
 
         Raises:
-          UserError: the factors of longrope are not one for each frequency.
+          UserError: their number is not the number of frequencies.
         """
         wanted = self.rotated_dims(head_dim) // 2 if self.scaling is RopeScaling.LONGROPE else 0
         for name in ("short_factors", "long_factors"):
@@ -120,21 +120,21 @@ class Rope:
                 of = (
                     f"one for each of {wanted} frequencies"
                     if wanted
-                    else "are of longrope scaling alone: leave them out"
+                    else "are for longrope scaling only: leave them out"
                 )
                 raise UserError(f"Rope.{name} has {len(getattr(self, name))} numbers, {'must be ' * bool(wanted)}{of}")
 
     def rotated_dims(self, head_dim: int) -> int:
-        """How many of a head's dimensions turn; even."""
+        """Number of a head's dimensions that are rotated; even."""
         return int(head_dim * self.fraction) // 2 * 2
 
     def frequencies(self, head_dim: int, *, local: bool = False, length: int | None = None) -> np.ndarray:
-        """Radians a place, float32 [rotated_dims / 2], of the layers with a window (`local`) or the others.
+        """Radians per position, float32 [rotated_dims / 2].
 
         Args:
-          head_dim: of the heads.
-          local: of layers with a window.
-          length: of the row, in tokens; None: no longer than original_length.
+          head_dim: size of a head.
+          local: whether for layers with a window.
+          length: row length in tokens; None: at most original_length.
         """
         dims = self.rotated_dims(head_dim)
         theta = self.local_theta if local and self.local_theta is not None else self.theta
@@ -154,7 +154,7 @@ class Rope:
         return base.astype(np.float32)
 
     def frequencies_of(self, longest_B: jax.Array, head_dim: int, *, local: bool = False) -> jax.Array:
-        """As `frequencies`, [B, rotated_dims / 2], of rows whose lengths are known when they are computed."""
+        """Like `frequencies`, [B, rotated_dims / 2], for row lengths that are known only at run time."""
         short = jnp.asarray(self.frequencies(head_dim, local=local))
         if not self.scaling.by_length or not self._scaled(local):
             return short[None]
@@ -165,7 +165,7 @@ class Rope:
         return short * stretch_B[:, None] ** jnp.asarray(self._shares(self.rotated_dims(head_dim)), jnp.float32)
 
     def magnitude(self, *, local: bool = False) -> float:
-        """What sines and cosines are multiplied by; 1 but for yarn and longrope."""
+        """Factor of the sines and cosines; 1 except for yarn and longrope."""
         if self.scaling not in (RopeScaling.YARN, RopeScaling.LONGROPE) or not self._scaled(local):
             return 1.0
         if self.attention_factor is not None:
@@ -178,23 +178,23 @@ class Rope:
         return self.local_theta is None or not local
 
     def _stretch(self, length):
-        """What dynamic scaling multiplies the slowest frequency's wavelength by in rows of this length."""
+        """The factor by which dynamic scaling multiplies the longest wavelength in rows of this length."""
         return self.factor * length / self.original_length - (self.factor - 1)
 
     def _shares(self, dims: int) -> np.ndarray:
-        """The exponent of that of each frequency."""
+        """Each frequency's exponent of that factor."""
         return -np.arange(0, dims, 2, dtype=np.float64) / max(dims - 2, 1)
 
     def _llama3(self, base: np.ndarray) -> np.ndarray:
         turns = self.original_length * base / (2 * math.pi)
-        # 0: as slow as the factor makes it, 1: as it was.
+        # 0: divided by the full factor; 1: unchanged.
         share = (turns - self.low_frequency_factor) / (self.high_frequency_factor - self.low_frequency_factor)
         share = np.clip(share, 0.0, 1.0)
         return base / self.factor * (1 - share) + base * share
 
     def _yarn(self, base: np.ndarray, dims: int) -> np.ndarray:
         def dimension(turns: float) -> float:
-            """Where in the head the frequency turns so often in the original length."""
+            """The (fractional) index of the frequency that makes `turns` turns in the original length."""
             return dims * math.log(self.original_length / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
 
         low, high = dimension(self.beta_fast), dimension(self.beta_slow)
@@ -208,14 +208,14 @@ class Rope:
 def angles(
     positions_BT: jax.Array, rope: Rope, head_dim: int, *, local: bool = False, length: int | None = None
 ) -> Angles:
-    """Sines and cosines [B, T, 1, R / 2] for the R dimensions of a head that turn; once for all layers.
+    """Sines and cosines [B, T, 1, R / 2] for the R rotated dimensions of a head; computed once for all layers.
 
     Args:
-      positions_BT: of the tokens.
-      rope: how they turn.
-      head_dim: of the heads.
-      local: of layers with a window.
-      length: of all rows, where frequencies depend on it; None: each row's is that of its last position.
+      positions_BT: positions of the tokens.
+      rope: the rotation's configuration.
+      head_dim: size of a head.
+      local: whether for layers with a window.
+      length: length of all rows, if frequencies depend on it; None: each row's last position decides.
     """
     if rope.scaling.by_length and length is None:
         frequency = rope.frequencies_of(jnp.max(positions_BT, axis=1) + 1, head_dim, local=local)[:, None, None]

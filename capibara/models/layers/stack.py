@@ -1,4 +1,4 @@
-"""Many equal layers as one: parameters stacked along a leading `layers` axis, run by scan, recomputed by policy."""
+"""A stack of equal layers: parameters stacked along a leading `layers` axis, run by scan, recomputed by policy."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from capibara.models.adapters.quantized_weights import Frozen
 from capibara.models.layers import pipeline
 from capibara.sharding import Remat, RematPolicy
 
-Stats = dict[str, Any]  # float32 sums over tokens; of a stack each with a leading axis of layers
+Stats = dict[str, Any]  # float32 sums over tokens; for a stack, each with a leading axis of layers
 Apply = Callable[..., tuple[jax.Array, Stats]]
 
-# Results of projections: what costs matmuls to make again.
+# Outputs of projections, whose recomputation would cost matmuls.
 _PROJECTIONS = (
     "query", "key", "value", "attention_out", "mlp_gate", "mlp_up", "mlp_down", "expert_gate", "expert_up", "expert_down",
 )  # fmt: skip
 
 
 class LayerLoop(enum.StrEnum):
-    """How the layers run: one compiled body (compile time independent of depth), or written out one by one."""
+    """How layers run: a scan over one compiled body (compile time independent of depth), or unrolled."""
 
     SCAN = "scan"
     UNROLL = "unroll"
 
 
 def stacked(make: Callable[[nnx.Rngs], nnx.Module], rngs: nnx.Rngs, num_layers: int) -> nnx.Module:
-    """A module like `make(rngs)` whose parameters have a leading axis of `num_layers`, each layer drawn anew."""
+    """A module like `make(rngs)` whose parameters have a leading axis of `num_layers`, initialised layer by layer."""
     graphdef, template = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
 
     def init(key: jax.Array) -> Any:
@@ -50,9 +50,9 @@ def stacked(make: Callable[[nnx.Rngs], nnx.Module], rngs: nnx.Rngs, num_layers: 
 
 
 def unstacked(values: Any) -> tuple[Any, ...]:
-    """A stack's parameters as a tuple of one nested dict a layer; what is a tuple stays as it is.
+    """Splits stacked parameters into a tuple with one nested dict per layer; a tuple is returned unchanged.
 
-    A program that runs the layers one by one reads these where they lie; of stacked ones it would make a copy.
+    A program with unrolled layers reads these in place; it would copy each layer out of stacked parameters.
     """
     if isinstance(values, tuple):
         return values
@@ -60,26 +60,26 @@ def unstacked(values: Any) -> tuple[Any, ...]:
 
 
 def depth(values: Any) -> int:
-    """Layers of a stack's parameters: some of these may be of the first layers alone."""
+    """Number of layers in stacked parameters; some parameters may exist in the first layers only."""
     return max((leaf.shape[0] for leaf in jax.tree.leaves(values)), default=0)
 
 
 def _one(values: Any, index: int) -> Any:
-    """Parameters of one layer, those that it has."""
+    """The parameters of one layer that exist in it."""
     if isinstance(values, dict):
         return {name: _one(value, index) for name, value in values.items() if index < depth(value)}
     return jax.tree.map(lambda v: v[index], values)
 
 
 def _between(values: Any, start: int, stop: int) -> Any:
-    """A stack of the parameters of some layers, those that all of them have."""
+    """Slices a stack from layer `start` to `stop`; keeps the parameters that exist in all of these layers."""
     if isinstance(values, dict):
         return {name: _between(value, start, stop) for name, value in values.items() if stop <= depth(value)}
     return jax.tree.map(lambda v: v[start:stop], values)
 
 
 def each(layers: nnx.Module, values: Sequence[Any]) -> Iterator[nnx.Module]:
-    """The layers of a stacked module one by one, with the parameters that `unstacked` gave."""
+    """Yields the layers of a stacked module one by one, with the parameters from `unstacked`."""
     graphdef, state = nnx.split(layers)
     for layer in values:
         yield nnx.merge(graphdef, _as_state(state, layer))
@@ -98,20 +98,21 @@ def run(
     beside: Any = None,
     span: tuple[int, int] | None = None,
 ) -> tuple[jax.Array, Stats]:
-    """Applies a stacked module layer after layer; as a pipeline where the active mesh has stages.
+    """Applies the layers of a stacked module in order; as a pipeline if the active mesh has stages.
 
     Args:
       layers: made by `stacked`.
       x: [B, ...] input of the first layer; every layer's output has its shape.
-      rows: pytree of arrays with the leading axis B that every layer is given.
-      apply: (one layer's module, x, rows, its entry of the pattern) -> (x, statistics of the layer).
-      pattern: what distinguishes layers but is not in their parameters, repeated to the last layer. A scan runs over
-        groups of so many layers, what is left over comes after it.
+      rows: pytree of arrays with leading axis B, passed to every layer.
+      apply: (one layer's module, x, rows, its entry of the pattern) -> (x, the layer's statistics).
+      pattern: what distinguishes layers besides their parameters, repeated over all layers. A scan runs over groups of
+        that many layers; remaining layers run after it.
       loop: scan or unroll.
       remat: what the backward pass recomputes of each layer.
-      numbered: `apply` is given the number of the layer, too.
-      beside: pytree of arrays with an axis of layers, of which `apply` is given the layer's part, too; not in a pipeline.
-      span: the first layer to run and the one after the last, to which `pattern` and `beside` then belong; None: all.
+      numbered: whether `apply` is also passed the layer's number.
+      beside: pytree of arrays with an axis of layers, whose slice is also passed to `apply`; not supported in a
+        pipeline.
+      span: first layer to run and end of the range; `pattern` and `beside` start at the first one. None: all layers.
 
     Returns:
       The last layer's output, and the statistics, each with a leading axis of layers.
@@ -133,7 +134,9 @@ def run(
     frozen = any(isinstance(v, Frozen) for v in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, nnx.Variable)))
     shape = sharding.active_pipeline()
     if numbered and shape is not None:
-        raise UserError("dropout_rate is above 0 and Plan.stage above 1: set either to 0 or 1, pipelines drop nothing")
+        raise UserError(
+            "dropout_rate is above 0 and Plan.stage above 1, pipelines have no dropout: set dropout_rate to 0"
+        )
     values = values if own is None else (own, values)
     if shape is None:
         return _in_sequence(bodies, x, values, rows, count, loop, frozen)
@@ -146,9 +149,9 @@ def run(
 def _in_sequence(
     bodies: Sequence[Callable], x: jax.Array, values: Any, rows: Any, size: int, loop: LayerLoop, frozen: bool
 ) -> tuple[jax.Array, Stats]:
-    """The first `size` layers of `values`, of which the first one runs by the first of the bodies."""
+    """Runs the first `size` layers of `values`; layer i uses body i modulo the number of bodies."""
     if frozen and len(bodies) == 1 and loop is LayerLoop.SCAN:
-        # What a layer keeps for its backward pass is not copied where it is the scan's own slice of its input.
+        # What the scan saves of a layer for the backward pass is not copied if it is a slice of the scan's own input.
         return jax.lax.scan(lambda x, layer: bodies[0](x, layer, rows), x, values)
     parts: list[Stats] = []
     group = len(bodies)
@@ -206,7 +209,7 @@ def _recomputed(body: Callable, remat: RematPolicy, *, in_scan: bool) -> Callabl
 
 
 def _as_state(template: nnx.State, values: Any) -> nnx.State:
-    """The template's variables with these values (pure nested dict of the same structure)."""
+    """The template's variables with these values, a pure nested dict of the same structure."""
     state = jax.tree.map(lambda v: v, template)
     nnx.replace_by_pure_dict(state, values)
     return state

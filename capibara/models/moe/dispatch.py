@@ -1,7 +1,8 @@
-"""Brings tokens to their experts and what the experts made of them back, on one device or over an axis of experts.
+"""Sends tokens to their experts and combines the experts' outputs, on one device or over an expert axis of the mesh.
 
-These functions run on a device's own tokens, inside shard_map where there is a mesh. Letters: N tokens of the device,
-k experts of each; M rows that experts work on; G experts of the device, E of all devices; C rows of an expert.
+These functions run on a device's own tokens, inside shard_map if there is a mesh. Shape letters: N tokens of the
+device, k experts per token; M rows of expert inputs; G experts of the device, E of all devices; C rows per expert
+(capacity).
 """
 
 from __future__ import annotations
@@ -18,19 +19,19 @@ from capibara.kernels.grouped_matmul.dispatch import grouped_matmul, padded_rows
 from capibara.models.adapters.lora_experts import Factors, Rows, Weight, batched_matmul
 from capibara.models.layers.layers import Gating
 
-# up, gate [G, D, F], down [G, F, D], up_bias, gate_bias [G, F] in the compute dtype, and up_lora and so on: adapters of them.
+# up, gate [G, D, F], down [G, F, D], up_bias, gate_bias [G, F] in the compute dtype; up_lora and so on: their adapters.
 Weights = dict[str, Weight | Factors]
 
 
 @dataclasses.dataclass(frozen=True)
 class Axes:
-    """The mesh axes, all manual, over which tokens and weights lie; empty where there are none.
+    """The manual mesh axes over which tokens and weights are sharded; empty if not sharded.
 
     Attributes:
-      batch, time: of the tokens.
-      experts: of the experts. Where they are also axes of the tokens, tokens travel; else every device of these axes
-        has all tokens.
-      hidden: of the experts' hidden width.
+      batch, time: axes of the tokens.
+      experts: axes of the experts. If these are also axes of the tokens, tokens are exchanged; else every device along
+        them has all tokens.
+      hidden: axes of the experts' hidden width.
     """
 
     batch: tuple[str, ...] = ()
@@ -44,16 +45,16 @@ class Axes:
 
     @property
     def partial(self) -> tuple[str, ...]:
-        """Axes over which the devices' outputs are parts of a sum."""
+        """Axes over which the devices' outputs must be summed."""
         return self.hidden if self.tokens_travel else (*self.experts, *self.hidden)
 
 
 class Layout(NamedTuple):
-    """Where choices lie in the rows of the experts.
+    """Which expert row holds which choice.
 
     Attributes:
-      choice: [M] the choice (token * k + rank) that fills a row; N * k: none.
-      row: [N, k] the row of a choice; M: none.
+      choice: [M] the choice (token * k + rank) in each row; N * k: empty.
+      row: [N, k] the row of each choice; M: none.
     """
 
     choice: jax.Array
@@ -62,7 +63,7 @@ class Layout(NamedTuple):
 
 @jax.custom_vjp
 def to_rows(x_ND: jax.Array, layout: Layout) -> jax.Array:
-    """The token of each row, [M, D]; 0 where there is none."""
+    """Gathers the token of each row, [M, D]; 0 in empty rows."""
     return _take(x_ND, layout.choice // layout.row.shape[1])
 
 
@@ -81,7 +82,7 @@ to_rows.defvjp(_to_rows_forward, _to_rows_backward)
 
 @jax.custom_vjp
 def from_rows(y_MD: jax.Array, gates_Nk: jax.Array, layout: Layout) -> jax.Array:
-    """The sum of each token's rows weighted by its gates, [N, D]; what no choice fills is never looked at."""
+    """Sums each token's rows weighted by its gates, [N, D]; empty rows are never read."""
     y_NkD = _take(y_MD, layout.row).astype(jnp.float32)
     return jnp.sum(y_NkD * gates_Nk[..., None], axis=1).astype(y_MD.dtype)
 
@@ -102,17 +103,17 @@ from_rows.defvjp(_from_rows_forward, _from_rows_backward)
 
 
 def _take(x: jax.Array, index: jax.Array) -> jax.Array:
-    """x[index], 0 where the index is beyond the end."""
+    """x[index], or 0 where the index is past the end."""
     return x.at[index].get(mode="fill", fill_value=0)
 
 
 def sorted_by_expert(experts_Nk: jax.Array, num_experts: int, rows: int) -> tuple[Layout, jax.Array]:
-    """The layout with one expert's rows after another's, and their sizes [num_experts].
+    """The layout that groups rows by expert, and the number of rows of each expert [num_experts].
 
     Args:
-      experts_Nk: num_experts or more: no row.
-      num_experts: how many groups there are.
-      rows: M; choices that have an expert must fit in.
+      experts_Nk: the chosen experts; num_experts or more: none.
+      num_experts: number of groups.
+      rows: M, at least the number of choices that have an expert.
     """
     flat = experts_Nk.reshape(-1)
     order = jnp.argsort(flat, stable=True).astype(jnp.int32)
@@ -125,13 +126,13 @@ def sorted_by_expert(experts_Nk: jax.Array, num_experts: int, rows: int) -> tupl
 
 
 def mlp(x: jax.Array, weights: Weights, activation: Gating, rows: Rows, axes: Axes) -> jax.Array:
-    """The experts' own work.
+    """Runs the experts' MLPs.
 
     Args:
       x: rows of all experts.
       weights: of the experts.
       activation: of the hidden layer.
-      rows: how they are multiplied.
+      rows: how to multiply the rows.
       axes: of the mesh.
     """
 
@@ -161,7 +162,7 @@ def _grouped_mlp(x_MD, tokens_M1, sizes_G, tile: int, weights: Weights, activati
     ends, row = jnp.cumsum(sizes_G), jnp.arange(len(x_MD), dtype=jnp.int32)[:, None]
 
     def of_experts(values_GN):
-        # A product, not a look-up: its gradient is one as well.
+        # A product, not a lookup, so that its gradient is a product too.
         return ((row >= ends - sizes_G) & (row < ends)).astype(values_GN.dtype) @ values_GN
 
     product = lambda x, w: grouped_matmul(x, w, sizes_G, tile)  # noqa: E731
@@ -177,19 +178,19 @@ def dropless(
     x_ND: jax.Array, experts_Nk: jax.Array, gates_Nk: jax.Array,
     weights: Weights, activation: Gating, axes: Axes, tokens_N1: jax.Array | None = None,
 ) -> jax.Array:  # fmt: skip
-    """Every token through all of its experts.
+    """Sends every token to all of its experts, without a capacity.
 
-    Over an axis of experts either the tokens themselves travel (ragged all-to-all: k rows a token), or all devices of
-    the axis get all tokens and sum up what their experts made of them (one row a token and device). The numbers agree.
+    Over an expert axis there are two ways with equal results: a ragged all-to-all exchanges the tokens (k rows per
+    token), or all devices of the axis gather all tokens and sum their experts' outputs (one row per token and device).
 
     Args:
       x_ND: tokens of this device.
-      experts_Nk: of E; E: none.
+      experts_Nk: chosen experts, of E; E: none.
       gates_Nk: float32.
-      weights: of this device's experts; E is their number times the size of the axis.
+      weights: of this device's experts; E is their number times the size of the expert axis.
       activation: of the experts.
       axes: of the mesh.
-      tokens_N1: int32 numbers of the tokens among those of all devices; None: adapters drop nothing.
+      tokens_N1: int32, the tokens' numbers among those of all devices; None: adapters have no dropout.
 
     Returns:
       [N, D], to be summed over `axes.partial`.
@@ -215,14 +216,14 @@ def dropless(
 
 
 def _exchanged(x_ND, experts_Nk, gates_Nk, weights: Weights, activation: Gating, axes: Axes, tokens_N1):
-    """`dropless` by ragged all-to-all: rows sorted by expert go to the experts' devices and come back."""
+    """`dropless` by ragged all-to-all: sends rows, sorted by expert, to the experts' devices and outputs back."""
     (N, k), G, axis = experts_Nk.shape, _count(weights), axes.experts
     parts, me = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
     layout, sizes_E = sorted_by_expert(experts_Nk, parts * G, N * k)
     sizes_SPG = jax.lax.all_gather(sizes_E, axis).reshape(parts, parts, G)  # sender, receiver, expert
     sizes_SP = jnp.sum(sizes_SPG, axis=-1)
-    before_SP = jnp.cumsum(sizes_SP, axis=0) - sizes_SP  # where a sender's rows begin at the receiver
-    starts_SP = jnp.cumsum(sizes_SP, axis=1) - sizes_SP  # where a receiver's rows begin at the sender
+    before_SP = jnp.cumsum(sizes_SP, axis=0) - sizes_SP  # offset of a sender's rows at the receiver
+    starts_SP = jnp.cumsum(sizes_SP, axis=1) - sizes_SP  # offset of a receiver's rows at the sender
     tile = row_tile(N * k, G)
     R = padded_rows(parts * N * min(k, G), tile)
 
@@ -230,7 +231,7 @@ def _exchanged(x_ND, experts_Nk, gates_Nk, weights: Weights, activation: Gating,
         return ragged_exchange.exchanged(rows, R, starts_SP[me], sizes_SP[me], before_SP[me], sizes_SP[:, me], axis)
 
     received_RD = sent(to_rows(x_ND, layout))
-    # What came is sorted by sender, then by expert; experts want theirs together.
+    # Received rows are sorted by sender, then by expert; group them by expert.
     ends = jnp.cumsum(sizes_SPG[:, me].reshape(-1))
     piece_R = jnp.sum((jnp.arange(R, dtype=jnp.int32)[:, None] >= ends).astype(jnp.int32), axis=1)
     expert_R = jnp.where(piece_R < parts * G, piece_R % G, G)
@@ -245,19 +246,20 @@ def _exchanged(x_ND, experts_Nk, gates_Nk, weights: Weights, activation: Gating,
 
 
 def with_capacity(
-    x_BTD: jax.Array, experts_BTk: jax.Array, places_BTk: jax.Array, gates_BTk: jax.Array,
+    x_BTD: jax.Array, experts_BTk: jax.Array, positions_BTk: jax.Array, gates_BTk: jax.Array,
     weights: Weights, activation: Gating, capacity: int, axes: Axes, tokens_BT1: jax.Array | None = None,
 ) -> jax.Array:  # fmt: skip
-    """Tokens through those of their experts that have a place for them.
+    """Sends tokens to those of their experts that have capacity left.
 
     Args:
       x_BTD: tokens of this device.
-      experts_BTk: of E; E: none.
-      places_BTk: among the choices of the same expert and row, on all devices; `capacity` or more is dropped.
+      experts_BTk: chosen experts, of E; E: none.
+      positions_BTk: position of each choice among those of the same expert and row on all devices; choices at
+        `capacity` or later are dropped.
       gates_BTk: float32.
-      weights, activation, axes: as for `dropless`.
+      weights, activation, axes: as in `dropless`.
       capacity: C.
-      tokens_BT1: as for `dropless`.
+      tokens_BT1: as in `dropless`.
 
     Returns:
       [B, T, D], to be summed over `axes.partial`.
@@ -266,8 +268,8 @@ def with_capacity(
     E, C = _buffer(weights, capacity, axes)
     M = B * E * C
     first_B11 = jnp.arange(B, dtype=jnp.int32)[:, None, None] * (E * C)
-    kept = (experts_BTk < E) & (places_BTk < capacity)
-    row = jnp.where(kept, first_B11 + experts_BTk * C + places_BTk, M).reshape(-1, k)
+    kept = (experts_BTk < E) & (positions_BTk < capacity)
+    row = jnp.where(kept, first_B11 + experts_BTk * C + positions_BTk, M).reshape(-1, k)
     every = jnp.arange(B * T * k, dtype=jnp.int32)
     choice = jnp.full(M, B * T * k, jnp.int32).at[row.reshape(-1)].set(every, mode="drop")
     layout = Layout(choice, row)
@@ -281,13 +283,13 @@ def by_expert_choice(
     x_BTD: jax.Array, tokens_BEC: jax.Array, gates_BEC: jax.Array,
     weights: Weights, activation: Gating, axes: Axes, tokens_BT1: jax.Array | None = None,
 ) -> jax.Array:  # fmt: skip
-    """The tokens that experts chose through these experts.
+    """Sends each expert the tokens that it chose.
 
     Args:
       x_BTD: tokens of this device.
-      tokens_BEC: places in the rows as they are on all devices; T or more: none.
+      tokens_BEC: positions of the chosen tokens in the rows of all devices; T or more: none.
       gates_BEC: float32.
-      weights, activation, axes, tokens_BT1: as for `dropless`.
+      weights, activation, axes, tokens_BT1: as in `dropless`.
 
     Returns:
       [B, T, D], to be summed over `axes.partial`.
@@ -310,25 +312,25 @@ def by_expert_choice(
 
 
 def _buffer(weights: Weights, capacity: int, axes: Axes) -> tuple[int, int]:
-    """E, and the capacity rounded up to what the axes of time divide."""
+    """E, and the capacity rounded up to a multiple of the size of the time axes."""
     E = _count(weights) * (jax.lax.axis_size(axes.experts) if axes.experts else 1)
     shards = jax.lax.axis_size(axes.time) if axes.time else 1
     return E, -(-capacity // shards) * shards
 
 
 def _buffered(rows, shape: tuple[int, int, int], weights: Weights, activation: Gating, axes: Axes) -> jax.Array:
-    """The rows of every expert through it; on each device those of its own tokens.
+    """Runs buffered rows through their experts; returns those of the device's own tokens.
 
     Args:
       rows: [M, D], and [M, 1] the tokens' numbers or None.
-      shape: [B, E, C] of them.
-      weights, activation, axes: as for `dropless`.
+      shape: [B, E, C] of the buffer.
+      weights, activation, axes: as in `dropless`.
     """
     (B, E, C), G = shape, _count(weights)
 
     def to_experts(x_MD):
         x_BECD = x_MD.reshape(B, E, C, -1)
-        if axes.time:  # each device has some of a row's tokens; they share out the places of the row's experts
+        if axes.time:  # each device has some of a row's tokens, and takes a part of the buffer
             x_BECD = jax.lax.psum_scatter(x_BECD, axes.time, scatter_dimension=2, tiled=True)
         if axes.tokens_travel:
             x_BECD = jax.lax.all_to_all(x_BECD, axes.experts, split_axis=1, concat_axis=0, tiled=True)

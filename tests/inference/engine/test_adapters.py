@@ -155,7 +155,7 @@ def test_what_is_asked_of_an_adapter_that_is_not_there_is_refused():
             Lora(targets=("all-linear",)),
             "of experts or their router",
         ),
-        ({}, Lora(modules_to_save=("embedding",)), "embedding is trained as it is"),
+        ({}, Lora(modules_to_save=("embedding",)), "embedding is trained in full"),
     ],
 )
 def test_what_cannot_be_beside_others_is_named(config, lora, what):

@@ -151,7 +151,7 @@ def test_a_bad_adapter_is_one_line(folder, paths, run, tmp_path, capfd):
     # What cannot be beside another.
     saved = Lora(rank=2, modules_to_save=("final_norm/scale",))
     peft.write_peft(str(tmp_path / "saved"), adapted(run, saved, 3)[1], adapted(run, saved, 3)[0], "llama", base=folder)
-    assert "saved: final_norm/scale is trained as it is (Lora.modules_to_save)" in mistake(
+    assert "saved: final_norm/scale is trained in full (Lora.modules_to_save)" in mistake(
         capfd, model, f"--adapter=a={tmp_path}/saved"
     )
     (tmp_path / "in.jsonl").write_text('{"prompt": "a", "adapter": "painter"}\n')

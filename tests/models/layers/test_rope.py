@@ -48,7 +48,7 @@ def test_each_row_has_its_own_length():
         ),
         (
             dict(short_factors=(1.0, 2.0)),
-            "Rope.short_factors has 2 numbers, are of longrope scaling alone: leave them out",
+            "Rope.short_factors has 2 numbers, are for longrope scaling only: leave them out",
         ),
     ],
 )
