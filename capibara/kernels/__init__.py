@@ -1,1 +1,1 @@
-"""Operations that are programmed for a chip: one reference each, and what is faster where."""
+"""Operations with an implementation per platform: a reference for each, and faster ones beside it."""

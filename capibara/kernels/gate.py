@@ -1,4 +1,4 @@
-"""The product in the middle of a gated MLP: activation(gate) * up."""
+"""The gated product of an MLP: activation(gate) * up."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Activation = Callable[[jax.Array], jax.Array]
 def gated(activation: Activation, gate: jax.Array, up: jax.Array) -> jax.Array:
     """`activation(gate) * up`.
 
-    XLA's CPU back end would make and keep its parts one by one, each in a pass over memory; there the two alone are
-    kept for the backward pass.
+    XLA's CPU back end would compute and save intermediate results one by one, each in a pass over memory; on CPU this
+    saves only the two inputs for the backward pass.
 
     Args:
-      activation: of each number; equal ones are one program, so it must be hashable.
+      activation: applied to each value; must be hashable, equal ones share a program.
       gate, up: of the same shape and dtype.
     """
     return _cpu_gated(activation, gate, up) if sharding.platform() == "cpu" else reference(activation, gate, up)
@@ -40,8 +40,8 @@ def _cpu_gated_forward(activation: Activation, gate: jax.Array, up: jax.Array):
 
 
 def _cpu_gated_backward(activation: Activation, kept, upstream: jax.Array):
-    # Without the first barrier XLA would find what both passes compute, and keep that; without the second what both
-    # gradients compute would be written and read again, which takes longer than to compute it twice.
+    # Without the first barrier XLA would notice what both passes compute, and save it; without the second it would
+    # write and reread what both gradients compute, which takes longer than computing it twice.
     gate, up = jax.lax.optimization_barrier(kept)
     _, pull = jax.vjp(lambda gate: activation(gate) * up, gate)
     return *pull(upstream), upstream * activation(jax.lax.optimization_barrier(gate))

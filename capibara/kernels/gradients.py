@@ -1,4 +1,4 @@
-"""When gradients come out of the backward pass."""
+"""Controls when the backward pass computes gradients."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from capibara import sharding
 
 
 def gradients_together(x: jax.Array, *weights: jax.Array) -> tuple[jax.Array, ...]:
-    """Its arguments; on TPU their gradients come out together: none goes on before all of them are there.
+    """Returns its arguments; on TPU, none of their gradients is used before all of them are computed.
 
-    Around a part of a layer it makes the backward pass finish the part's weight gradients before it enters the part
-    below. The TPU's scheduler would leave them for later, to have something to do beside collectives, and keep all that
-    they are made of: for an MLP three arrays [B, T, F].
+    Around a part of a layer this makes the backward pass finish the part's weight gradients before it enters the part
+    below. The TPU's scheduler would postpone them, to have work to overlap with collectives, and keep all their
+    operands
+    alive: for an MLP three arrays [B, T, F].
     """
     return _gradients_together((x, *weights)) if sharding.platform() == "tpu" else (x, *weights)
 

@@ -1,4 +1,4 @@
-"""Rotary position embedding: the sines and cosines of all layers, and the turning of heads by them."""
+"""Rotary position embedding: sines and cosines for all layers, and the rotation of heads."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ Angles = tuple[jax.Array, jax.Array]
 
 
 def sin_cos(positions_BT: jax.Array, frequency: jax.Array, magnitude: float) -> Angles:
-    """Sines and cosines [B, T, 1, R / 2] of R dimensions that turn, in float32.
+    """Sines and cosines [B, T, 1, R / 2] of R rotated dimensions, in float32.
 
     Args:
-      positions_BT: of the tokens.
-      frequency: radians a position, [R / 2], or [B, 1, 1, R / 2] where rows have their own.
-      magnitude: what both are multiplied by.
+      positions_BT: positions of the tokens.
+      frequency: radians per position, [R / 2], or [B, 1, 1, R / 2] if rows differ.
+      magnitude: factor of both.
     """
     if sharding.platform() != "cpu" or frequency.shape[-1] % 2:
         return reference(positions_BT, frequency, magnitude)
-    # XLA's CPU back end would compute sines and cosines anew in the fusions of every unrolled layer; what a loop has
-    # computed it keeps (an optimization_barrier is removed before fusion).
+    # XLA's CPU back end would recompute sines and cosines in the fusions of every unrolled layer; it keeps the results
+    # of a loop (an optimization_barrier is removed before fusion).
     halves = jnp.stack(jnp.split(frequency, 2, axis=-1))
     found = jax.lax.map(lambda half: reference(positions_BT, half, magnitude), halves)
     return tuple(jnp.concatenate([x[0], x[1]], axis=-1) for x in found)
 
 
 def reference(positions_BT: jax.Array, frequency: jax.Array, magnitude: float) -> Angles:
-    """`sin_cos` by the plain formula."""
+    """The reference of `sin_cos`."""
     angle = positions_BT[:, :, None, None].astype(jnp.float32) * frequency
     return jnp.sin(angle) * magnitude, jnp.cos(angle) * magnitude
 
 
 def rotate(x_BTNH: jax.Array, angles: Angles) -> jax.Array:
-    """Turns the first half of the R turning dimensions against the second, as Llama checkpoints expect."""
+    """Rotates the first half of the R rotated dimensions against the second half, as Llama checkpoints expect."""
     sin, cos = angles
     turning = 2 * sin.shape[-1]
     x, rest = x_BTNH[..., :turning].astype(jnp.float32), x_BTNH[..., turning:]

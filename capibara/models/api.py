@@ -328,8 +328,8 @@ def _layerwise(bind: Callable[[Params], nnx.Module]) -> dict[str, Callable]:
     def begin(params: Params, batch: Batch) -> jax.Array:
         return bind({name: value for name, value in params.items() if name != "layers"}).begin(batch)
 
-    def layer(values: Params, x: jax.Array, batch: Batch, place: int) -> tuple[jax.Array, dict[str, jax.Array]]:
-        return bind({}).layer(values, x, batch, place)
+    def layer(values: Params, x: jax.Array, batch: Batch, index: int) -> tuple[jax.Array, dict[str, jax.Array]]:
+        return bind({}).layer(values, x, batch, index)
 
     return {"begin": begin, "layer": layer}
 

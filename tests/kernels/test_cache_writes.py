@@ -25,26 +25,26 @@ def platform(request, monkeypatch):
 @pytest.mark.parametrize("dtype, rest", [("float32", (H,)), ("int8", (H,)), ("float32", ())], ids=str)
 def test_a_token_of_each_row(platform, dtype, rest):
     old, new = drawn(dtype, B, K, S, *rest), drawn(dtype, B, K, *rest, seed=1)
-    place = np.array([5, 0, 7], np.int32)
+    index = np.array([5, 0, 7], np.int32)
     want = np.array(old)
-    want[np.arange(B), :, place] = new
+    want[np.arange(B), :, index] = new
     write = jax.jit(lambda *arrays: cache_writes.append(*arrays))
-    np.testing.assert_array_equal(write(old, new, place), want)
-    assert ("scatter" in write.lower(old, new, place).as_text()) == (platform == "tpu")
+    np.testing.assert_array_equal(write(old, new, index), want)
+    assert ("scatter" in write.lower(old, new, index).as_text()) == (platform == "tpu")
 
 
 @pytest.mark.parametrize("dtype, rest", [("float32", (H,)), ("int8", (H,)), ("float32", ())], ids=str)
 def test_tokens_in_pages(platform, dtype, rest):
     pool, new = drawn(dtype, 5, K, S, *rest), drawn(dtype, B, 2, K, *rest, seed=1)
-    page, place = np.array([[1, 3], [2, 2], [4, 4]], np.int32), np.array([[7, 0], [2, 3], [0, 1]], np.int32)
+    page, offset = np.array([[1, 3], [2, 2], [4, 4]], np.int32), np.array([[7, 0], [2, 3], [0, 1]], np.int32)
     want = np.array(pool)
-    want[page, :, place] = new
+    want[page, :, offset] = new
     write = jax.jit(lambda *arrays: cache_writes.into_pages(*arrays))
-    np.testing.assert_array_equal(write(pool, new, page, place), want)
-    assert ("scatter" in write.lower(pool, new, page, place).as_text()) == (platform == "tpu")
+    np.testing.assert_array_equal(write(pool, new, page, offset), want)
+    assert ("scatter" in write.lower(pool, new, page, offset).as_text()) == (platform == "tpu")
 
 
 def test_many_tokens_are_one_scatter_on_a_cpu_too():
     old, new = drawn("float32", 40, K, S, H), drawn("float32", 40, K, H, seed=1)
-    place = np.arange(40, dtype=np.int32) % S
-    assert "scatter" in jax.jit(lambda *arrays: cache_writes.append(*arrays)).lower(old, new, place).as_text()
+    index = np.arange(40, dtype=np.int32) % S
+    assert "scatter" in jax.jit(lambda *arrays: cache_writes.append(*arrays)).lower(old, new, index).as_text()

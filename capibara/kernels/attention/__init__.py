@@ -1,1 +1,1 @@
-"""Attention of queries to keys and values: the plain formula, blocks of queries, cuDNN on GPU, splash on TPU."""
+"""Attention of queries to keys and values: a reference, blockwise on CPU, cuDNN on GPU, splash on TPU."""

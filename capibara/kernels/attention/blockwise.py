@@ -1,8 +1,8 @@
-"""Attention a block of queries at a time: what the mask hides is mostly never computed, nothing [T, T] kept.
+"""Attention by blocks of queries: most masked scores are never computed, and no [T, T] array is saved.
 
-For back ends without a fused attention kernel. The backward pass recomputes the probabilities from the saved
-normalisers, as FlashAttention does (Dao et al. 2022, arXiv:2205.14135), and its products are written in the operand
-orders that XLA's CPU matmul runs at full speed: keys' and values' gradients come out transposed, [H, S].
+For platforms without a fused attention kernel. The backward pass recomputes the probabilities from the saved
+normalisers, as FlashAttention does (Dao et al. 2022, arXiv:2205.14135). Its products use the operand orders that XLA's
+CPU matmul runs at full speed: gradients of keys and values are computed transposed, [H, S].
 """
 
 from __future__ import annotations
@@ -12,29 +12,29 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from capibara.kernels.attention.signature import AttentionInputs, cut_rows, plain_alone
+from capibara.kernels.attention.signature import AttentionInputs, needs_whole_rows, reference_only
 from capibara.kernels.attention.spec import AttentionSpec
 
-_MASKED = -1e30  # finite, so that a row with nothing to see stays a number
+_MASKED = -1e30  # finite, so that a fully masked row yields a number
 _MIN_BLOCK, _MAX_BLOCKS = 64, 16
 
 
 def block_size(length: int) -> int | None:
-    """Queries of a block for rows of this length; None where the length does not divide into blocks."""
+    """Number of queries in a block for rows of this length; None if the length does not divide into blocks."""
     size = max(_MIN_BLOCK, length // _MAX_BLOCKS)
     return size if length % size == 0 else None
 
 
-def objection(inputs: AttentionInputs, spec: AttentionSpec) -> str | None:
-    """As signature.AttentionKernel says: it takes whole rows in their order that divide into blocks."""
+def unsupported_reason(inputs: AttentionInputs, spec: AttentionSpec) -> str | None:
+    """See signature.AttentionKernel: it needs whole rows in order that divide into blocks."""
     del spec
     T = inputs.q_BTNH.shape[1]
-    odd = f"takes rows of a multiple of 64 places, or of 16 above 1024, not of {T}" if block_size(T) is None else None
-    return plain_alone(inputs) or cut_rows(inputs) or odd
+    odd = f"takes rows of a multiple of 64 tokens, or of 16 above 1024, not of {T}" if block_size(T) is None else None
+    return reference_only(inputs) or needs_whole_rows(inputs) or odd
 
 
 def attend(inputs: AttentionInputs, spec: AttentionSpec, block: int | None = None) -> jax.Array:
-    """As signature.AttentionKernel says; `block`: queries of a block, which divide T; None: as many as suit T."""
+    """See signature.AttentionKernel. `block`: queries per block, a divisor of T; None: chosen by T."""
     block = block_size(inputs.q_BTNH.shape[1]) if block is None else block
     return _blockwise(*inputs[:5], inputs.bias_NTS, spec, block, inputs.sinks_N)
 
@@ -48,7 +48,7 @@ def _forward(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, kv_segments_BS, bias_NTS, sp
     K = k_BSKH.shape[2]
     k_BKSH, v_BKSH = jnp.swapaxes(k_BSKH, 1, 2), jnp.swapaxes(v_BSKH, 1, 2)
     segments = (q_segments_BT, kv_segments_BS)
-    queries, outputs, log_z = [], [], []  # of the blocks: cut first, each is laid out once and never copied
+    queries, outputs, log_z = [], [], []  # by block: sliced once, so that each is laid out once and never copied
     for start in range(0, q_BTNH.shape[1], block):
         q = _queries_first(q_BTNH[:, start : start + block] * spec.scale, K)
         scores, keys = _scores(q, k_BKSH, segments, bias_NTS, spec, start)
@@ -68,7 +68,7 @@ def _forward(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, kv_segments_BS, bias_NTS, sp
 def _backward(spec, block, saved, dy_BTNH):
     queries, k_BKSH, v_BKSH, segments, bias_NTS, sinks_N, outputs, log_z = saved
     (B, K, S, H), T, dtype = k_BKSH.shape, dy_BTNH.shape[1], dy_BTNH.dtype
-    # The parts of keys that queries' blocks see begin and end where blocks do, or at the end of the keys.
+    # The ranges of keys visible to blocks of queries begin and end at block boundaries, or at the end of the keys.
     edges = sorted({edge for start in range(0, T, block) for edge in _edges(_seen(spec, start, block, S))} | {0, S})
     dk, dv = ([jnp.zeros((B, K, H, b - a), jnp.float32) for a, b in zip(edges, edges[1:])] for _ in range(2))
     dq, dbias, dsinks = [], [], 0.0
@@ -76,15 +76,15 @@ def _backward(spec, block, saved, dy_BTNH):
         scores, keys = _scores(queries[index], k_BKSH, segments, bias_NTS, spec, start)
         q, y = _fold(queries[index]), _fold(outputs[index])
         dy = _fold(_queries_first(dy_BTNH[:, start : start + block], K))
-        # The gradient through the softmax needs only sum(dy * y) of each query (Dao et al. 2022, section 3.1).
+        # The softmax's gradient needs only sum(dy * y) of each query (Dao et al. 2022, section 3.1).
         inner = jnp.sum(dy.astype(jnp.float32) * y.astype(jnp.float32), axis=-1, keepdims=True)
         weights = jnp.exp(scores - log_z[index])
-        if sinks_N is not None:  # a key whose value is 0
+        if sinks_N is not None:  # like a key whose value is 0
             taken = jnp.exp(_sinks(sinks_N, K, block) - log_z[index]) * inner
             dsinks -= jnp.sum(taken.reshape(B, K, -1, block), axis=(0, 3)).reshape(-1)
         dscores = weights * (_dot(dy, v_BKSH[:, :, keys], 3, 3) - inner)
         if spec.soft_cap is not None:
-            # Hidden scores are far beyond the cap, but their weights are 0.
+            # Masked scores are far beyond the cap, but their weights are 0.
             dscores = dscores * jnp.maximum(1.0 - jnp.square(scores / spec.soft_cap), 0.0)
         if bias_NTS is not None:
             rows = jnp.sum(dscores.reshape(B, -1, block, dscores.shape[-1]), axis=0)
@@ -98,7 +98,7 @@ def _backward(spec, block, saved, dy_BTNH):
                 dk[part] += dk_HS[..., columns]
                 dv[part] += dv_HS[..., columns]
     dq_BTNH = jnp.concatenate([_time_first(x) for x in dq], axis=1) * spec.scale
-    # Turned part by part: of whole rows XLA would read each column through all of the cache.
+    # Transposed part by part: for whole rows XLA would read each column across the whole cache.
     dk_BSKH, dv_BSKH = (jnp.concatenate([jnp.moveaxis(x, 3, 1) for x in parts], axis=1) for parts in (dk, dv))
     dbias_NTS = None if bias_NTS is None else jnp.concatenate(dbias, axis=1).astype(bias_NTS.dtype)
     dsinks_N = None if sinks_N is None else dsinks.astype(sinks_N.dtype)
@@ -109,7 +109,7 @@ _blockwise.defvjp(_forward, _backward)
 
 
 def _seen(spec: AttentionSpec, start: int, block: int, key_count: int) -> slice:
-    """The keys that a block of queries may see by its places; from a multiple of the block on."""
+    """The keys that a block of queries can see by their positions; the range begins at a block boundary."""
     first, last = 0, key_count
     if spec.causal:
         last = min(start + block, key_count)
@@ -125,7 +125,7 @@ def _edges(keys: slice) -> tuple[int, int]:
 
 
 def _scores(q_BKGTH, k_BKSH, segments, bias_NTS, spec, start):
-    """Masked scores [B, K, G * T, keys] of the block of queries from `start` on, and the slice of keys it may see."""
+    """Masked scores [B, K, G * T, keys] of the block of queries at `start`, and the slice of keys that they cover."""
     B, K, G, block, _ = q_BKGTH.shape
     rows, keys = slice(start, start + block), _seen(spec, start, block, k_BKSH.shape[2])
     scores = _dot(_fold(q_BKGTH), k_BKSH[:, :, keys], 3, 3)
@@ -145,12 +145,12 @@ def _scores(q_BKGTH, k_BKSH, segments, bias_NTS, spec, start):
 
 
 def _sinks(sinks_N, K, block):
-    """Of each row of scores: [1, K, G * block, 1]."""
+    """The sink of each row of scores: [1, K, G * block, 1]."""
     return None if sinks_N is None else jnp.repeat(sinks_N.reshape(1, K, -1), block, axis=2)[..., None]
 
 
 def _dot(a, b, contract_a, contract_b):
-    """Batched over the first two dimensions, summed in float32."""
+    """A product batched over the first two dimensions, accumulated in float32."""
     dimensions = (((contract_a,), (contract_b,)), ((0, 1), (0, 1)))
     return jax.lax.dot_general(a, b, dimensions, preferred_element_type=jnp.float32)
 
@@ -167,7 +167,7 @@ def _time_first(x_BKGTH):
 
 
 def _fold(x_BKGTX):
-    """Puts the query heads of a key/value head beside each other: [B, K, G * T, X]."""
+    """Merges the query heads of each key/value head: [B, K, G * T, X]."""
     B, K, G, T, X = x_BKGTX.shape
     return x_BKGTX.reshape(B, K, G * T, X)
 

@@ -1,26 +1,26 @@
-"""Attention on NVIDIA GPUs by cuDNN's fused flash attention, through JAX."""
+"""Attention on NVIDIA GPUs by cuDNN's fused flash attention, called through JAX."""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
 
-from capibara.kernels.attention.signature import AttentionInputs, cut_rows, plain_alone
+from capibara.kernels.attention.signature import AttentionInputs, needs_whole_rows, reference_only
 from capibara.kernels.attention.spec import AttentionSpec
 
-# cuDNN takes heads to 256 on Hopper and later, to 128 on any GPU with flash attention (compute capability 8.0).
+# cuDNN supports head sizes up to 256 on Hopper and later, up to 128 from compute capability 8.0 on.
 _WIDEST_HEAD = 128
 
 
-def objection(inputs: AttentionInputs, spec: AttentionSpec) -> str | None:
-    """As signature.AttentionKernel says: 16-bit floats, heads that are multiples of 8, no cap, no bias of scores.
+def unsupported_reason(inputs: AttentionInputs, spec: AttentionSpec) -> str | None:
+    """See signature.AttentionKernel: it needs 16-bit floats and head sizes in multiples of 8, without cap and bias.
 
-    The mask of the segments makes lengths even; a window needs a causal mask.
+    The segment mask requires even lengths; a window requires a causal mask.
     """
-    if found := plain_alone(inputs) or cut_rows(inputs):
+    if found := reference_only(inputs) or needs_whole_rows(inputs):
         return found
     if inputs.sinks_N is not None:
-        return "has no attention sinks"
+        return "does not support attention sinks"
     T, S, H = inputs.q_BTNH.shape[1], inputs.k_BSKH.shape[1], inputs.q_BTNH.shape[-1]
     if (
         inputs.q_BTNH.dtype in (jnp.bfloat16, jnp.float16)
@@ -34,16 +34,16 @@ def objection(inputs: AttentionInputs, spec: AttentionSpec) -> str | None:
         and inputs.bias_NTS is None
     ):
         return None
-    takes = "16-bit floats, head_dim up to 128 in eights, even lengths, as many keys as queries if causal"
+    takes = "16-bit floats, head_dim up to 128 in multiples of 8, even lengths, as many keys as queries if causal"
     takes = f"{takes}, windows only if causal, no soft cap and no relative positions"
     return f"takes {takes}, not {inputs.described(spec)}"
 
 
 def attend(inputs: AttentionInputs, spec: AttentionSpec, implementation: str = "cudnn") -> jax.Array:
-    """As signature.AttentionKernel says.
+    """See signature.AttentionKernel.
 
-    cuDNN skips what the causal mask and the window hide. Segments go in as a mask [B, 1, T, S], which it reads as a bias.
-    `implementation` is jax.nn.dot_product_attention's: "xla" runs the same call anywhere.
+    cuDNN skips blocks hidden by the causal mask and the window. Segments are passed as a mask [B, 1, T, S], which it
+    reads as a bias. `implementation` is that of jax.nn.dot_product_attention: "xla" runs the same call on any platform.
     """
     return jax.nn.dot_product_attention(
         inputs.q_BTNH,

@@ -1,4 +1,4 @@
-"""Who computes attention: the choice by platform and shape, or the back end that the user named."""
+"""Chooses the attention back end by platform and shape, or uses the one that the user set."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from capibara.kernels.attention.spec import AttentionSpec
 
 
 class AttentionBackend(enum.StrEnum):
-    """Who computes attention; the numbers agree.
+    """Back ends of attention; their results agree.
 
-    auto: splash on TPU, cudnn on GPU, blockwise on CPU, each where it supports the layer, else xla. splash: the Pallas
-    kernel; cudnn: NVIDIA's fused kernel; blockwise: blocks of queries, nothing [T, T] kept; xla: the plain formula.
+    auto: splash on TPU, cudnn on GPU, blockwise on CPU, each if it supports the layer, else xla. splash: the Pallas
+    kernel; cudnn: NVIDIA's fused kernel; blockwise: by blocks of queries, saves no [T, T] array; xla: the reference.
     """
 
     AUTO = "auto"
@@ -27,7 +27,7 @@ class AttentionBackend(enum.StrEnum):
     XLA = "xla"
 
 
-# What is fastest where; and where else it does not run.
+# The fastest back end of each platform; and the only platform of those that run on one.
 _BEST = {
     "tpu": AttentionBackend.SPLASH,
     "gpu": AttentionBackend.CUDNN,
@@ -39,47 +39,47 @@ _PLATFORM = {AttentionBackend.SPLASH: "tpu", AttentionBackend.CUDNN: "gpu"}
 def attend(
     inputs: AttentionInputs, spec: AttentionSpec, backend: AttentionBackend = AttentionBackend.AUTO
 ) -> jax.Array:
-    """`softmax(scores) v` by the way that is fastest for the platform and the shape; softmax in float32.
+    """`softmax(scores) v` by the fastest back end for the platform and shape; softmax in float32.
 
     Args:
-      inputs: queries, keys, values and what hides some of them.
-      spec: mask, scale and cap of the scores.
-      backend: who computes it.
+      inputs: queries, keys, values and masks.
+      spec: mask, scale and soft cap of the scores.
+      backend: which back end to use.
 
     Returns:
-      [B, T, N, H] in the dtype of the queries; a checkpoint knows it, or what the kernel keeps of it, as "attention".
+      [B, T, N, H] in the queries' dtype; named "attention" for checkpoint policies, as is what the kernel saves.
 
     Raises:
-      UserError: the named back end cannot compute this on this platform.
+      UserError: the back end that the user set cannot compute this on this platform.
     """
     chosen = _chosen(inputs, spec, backend)
     y_BTNH = _kernel(chosen).attend(inputs, spec)
-    # Splash names its own output, in the kernel's layout: this one would be kept beside that.
+    # Splash names its own output, in the kernel's layout: naming this one would save both.
     return y_BTNH if chosen is AttentionBackend.SPLASH else checkpoint_name(y_BTNH, "attention")
 
 
 def _chosen(inputs: AttentionInputs, spec: AttentionSpec, backend: AttentionBackend) -> AttentionBackend:
-    """The back end for AUTO; one that the user named is only checked, so that none computes what it cannot."""
+    """The back end for AUTO; any other is only checked, so that none runs what it does not support."""
     platform = sharding.platform()
     best = _BEST.get(platform, AttentionBackend.BLOCKWISE)
     if inputs.sinks_N is not None and best is AttentionBackend.CUDNN:
         best = AttentionBackend.BLOCKWISE
     chosen = best if backend is AttentionBackend.AUTO else backend
     if _PLATFORM.get(chosen, platform) != platform:
-        objection = f"runs on {_PLATFORM[chosen].upper()} only, not on {platform.upper()}"
+        unsupported_reason = f"runs on {_PLATFORM[chosen].upper()} only, not on {platform.upper()}"
     else:
-        objection = _kernel(chosen).objection(inputs, spec)
-    if objection is None:
+        unsupported_reason = _kernel(chosen).unsupported_reason(inputs, spec)
+    if unsupported_reason is None:
         return chosen
     if backend is AttentionBackend.AUTO:
         return AttentionBackend.XLA
-    raise UserError(f"attention is {str(backend)!r}, which {objection}: set 'auto'")
+    raise UserError(f"attention is {str(backend)!r}, which {unsupported_reason}: set 'auto'")
 
 
 def _kernel(backend: AttentionBackend) -> AttentionKernel:
     match backend:
         case AttentionBackend.SPLASH:
-            from capibara.kernels.attention import splash as kernel  # Pallas takes a second to import
+            from capibara.kernels.attention import splash as kernel  # importing Pallas takes a second
         case AttentionBackend.CUDNN:
             from capibara.kernels.attention import cudnn as kernel
         case AttentionBackend.BLOCKWISE:

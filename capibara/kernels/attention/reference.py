@@ -1,4 +1,4 @@
-"""Attention by the plain formula, with all scores at once: what every other back end must agree with."""
+"""The reference implementation of attention, which materialises all scores; the other back ends must agree with it."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from capibara.kernels.attention.signature import AttentionInputs
 from capibara.kernels.attention.spec import AttentionSpec
 from capibara.sharding import constrain
 
-_MASKED = -1e30  # finite, so that a row with nothing to see stays a number
+_MASKED = -1e30  # finite, so that a fully masked row yields a number
 
 
-def objection(inputs: AttentionInputs, spec: AttentionSpec) -> str | None:
-    """None: it computes everything."""
+def unsupported_reason(inputs: AttentionInputs, spec: AttentionSpec) -> str | None:
+    """None: it supports everything."""
     del inputs, spec
     return None
 
 
 def attend(inputs: AttentionInputs, spec: AttentionSpec) -> jax.Array:
-    """As signature.AttentionKernel says."""
+    """See signature.AttentionKernel."""
     (B, T, N, H), (S, K) = inputs.q_BTNH.shape, inputs.k_BSKH.shape[1:3]
-    # Each context shard has its queries and everybody's keys.
+    # Each context shard has its own queries and the keys of all shards.
     k_BSKH, v_BSKH = (constrain(x, ("batch", None, "act_kv_heads", None)) for x in (inputs.k_BSKH, inputs.v_BSKH))
     q_BTKGH = inputs.q_BTNH.reshape(B, T, K, N // K, H) * spec.scale
     scores = jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, preferred_element_type=jnp.float32)

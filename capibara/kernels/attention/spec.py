@@ -1,4 +1,4 @@
-"""Which keys a query sees and how their scores are made: the part of attention that every back end must agree on."""
+"""Which keys a query sees and how scores are computed: what all attention back ends must agree on."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class AttentionSpec:
-    """The mask and the scores of one attention layer; segment ids come on top, as arrays.
+    """Mask and scores of an attention layer. Segment ids are masked in addition and passed as arrays.
 
     Attributes:
-      causal: a query sees no later place.
-      window: how many places a query sees, its own included: at most `window - 1` back; on both sides where not causal.
-        None: all.
-      soft_cap: the scores become soft_cap * tanh(scores / soft_cap), after scaling (Gemma 2, arXiv:2408.00118).
-      scale: what q k^T is multiplied by, usually head_dim**-0.5.
+      causal: whether a query sees no later position.
+      window: number of positions that a query sees, its own included: at most `window - 1` back, and as many forward if
+        not causal. None: all positions.
+      soft_cap: scores become soft_cap * tanh(scores / soft_cap) after scaling (Gemma 2, arXiv:2408.00118).
+      scale: factor of q k^T, usually head_dim**-0.5.
     """
 
     causal: bool

@@ -1,7 +1,7 @@
 """Attention on TPU by JAX's Pallas kernel "splash" (sparse flash attention), on one device or under a mesh.
 
-Blocks of keys that the mask hides from a block of queries are never loaded. Scores stay in the chip's vector memory;
-the backward pass makes them again from the normalisers (Dao et al. 2022, arXiv:2205.14135).
+The kernel does not load blocks of keys that are masked for a whole block of queries. Scores stay in the chip's vector
+memory; the backward pass recomputes them from the normalisers (Dao et al. 2022, arXiv:2205.14135).
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from capibara import sharding
-from capibara.kernels.attention.signature import AttentionInputs, plain_alone
+from capibara.kernels.attention.signature import AttentionInputs, reference_only
 from capibara.kernels.attention.spec import AttentionSpec
 
 # A multiple of the 128 lanes of a vector register; rows are padded to it.
 _LANES = 128
-# No token has this segment: padding sees padding only, so that its softmax has a finite sum too.
+# No token has this segment id: padding sees only padding, so that its softmax has a finite sum too.
 _PADDING_SEGMENT = -1
-# Largest blocks, in places: with 512 the kernels fit the 16 MiB of scoped vector memory of a v5e, with 1024 the 32 MiB
+# Largest blocks, in tokens: with 512 the kernels fit the 16 MiB of scoped vector memory of a v5e, with 1024 the 32 MiB
 # of a v6e, at head_dim 256 in float32 too (tests/kernels/attention/test_splash.py compiles them).
 _BLOCK = {"TPU v5 lite": 512, "TPU v5e": 512}
 _DEFAULT_BLOCK = 1024
 _COMPUTE_BLOCK = 512
 _WIDEST_HEAD = 256
-# The policy name under which a checkpoint may keep the kernel's output and normalisers.
+# The name by which a checkpoint policy can save the kernel's output and normalisers.
 _RESIDUALS = "attention"
 
 
-def objection(inputs: AttentionInputs, spec: AttentionSpec) -> str | None:
-    """As signature.AttentionKernel says: no bias, a head that the kernel has room for, keys for every query.
+def unsupported_reason(inputs: AttentionInputs, spec: AttentionSpec) -> str | None:
+    """See signature.AttentionKernel: no bias, a head size that fits the kernel, and a visible key for every query.
 
-    A causal row without keys of its own place (S < T) would have an empty softmax.
+    A causal row with fewer keys than queries (S < T) would have an empty softmax.
     """
-    if found := plain_alone(inputs):
+    if found := reference_only(inputs):
         return found
     (T, H), S = inputs.q_BTNH.shape[1::2], inputs.k_BSKH.shape[1]
     positional = spec.causal or spec.window is not None
@@ -51,12 +51,12 @@ def objection(inputs: AttentionInputs, spec: AttentionSpec) -> str | None:
 
 
 def attend(inputs: AttentionInputs, spec: AttentionSpec, interpret: bool = False) -> jax.Array:
-    """As signature.AttentionKernel says, of global arrays over the mesh of `sharding.active()` where there is one.
+    """See signature.AttentionKernel. Takes global arrays, sharded over the mesh of `sharding.active()` if there is one.
 
-    Rows lie where the rules put "batch", heads and sinks over the axes of "act_heads", queries over those of "act_time"; each
-    context shard gathers all keys and values. Places that are only known on the device count as the one order that
-    sharding.balanced makes; others are known when the program is traced. `interpret` runs the kernel in Pallas's
-    interpreter, on any platform.
+    Rows are sharded as the rules for "batch" say, heads and sinks along "act_heads", queries along "act_time"; each
+    context shard gathers all keys and values. Row positions that are traced arrays are assumed to be those of
+    sharding.balanced; others are read at trace time. `interpret` runs the kernel in Pallas's interpreter, on any
+    platform.
     """
     if sharding.active() is None:
         return _on_one_device(inputs, spec, interpret)
@@ -85,10 +85,10 @@ def _on_mesh(inputs: AttentionInputs, spec: AttentionSpec, interpret: bool) -> j
         _static(inputs.kv_row_positions_S, S, time_shards),
     )
     if copies := head_shards // math.gcd(K, head_shards) - 1:
-        # Fewer key/value heads than shards: each shard gets the ones that its queries read.
+        # With fewer key/value heads than shards, each shard gets the heads that its queries use.
         k_BSKH, v_BSKH = (jnp.repeat(x, copies + 1, axis=2) for x in (k_BSKH, v_BSKH))
     if T % (time_shards * _LANES) or S % time_shards:
-        time_axes, time_shards = (), 1  # padding would have to go between the shards
+        time_axes, time_shards = (), 1  # padding would have to be inserted between the shards
     row_positions_T = np.arange(T) if q_row_positions_T is None else q_row_positions_T
     parts = 1 if _sees_all(spec, T, S) else time_shards
     kernel = _kernel(
@@ -104,7 +104,7 @@ def _on_mesh(inputs: AttentionInputs, spec: AttentionSpec, interpret: bool) -> j
 
     batch_axes = _axes(mesh, rules.batch, q_BTNH.shape[0])
     rows, heads = P(batch_axes, time_axes), P(batch_axes, time_axes, head_axes)
-    # Inside another shard_map (a pipeline's) the mesh knows which axes are taken already.
+    # Inside another shard_map (of a pipeline), the mesh has manual axes already.
     outer = jax.sharding.get_abstract_mesh()
     mesh = outer if outer.manual_axes else mesh
     masks = kernel.manual_sharding_spec(NamedSharding(mesh, P(None, time_axes if parts > 1 else ())))
@@ -113,7 +113,7 @@ def _on_mesh(inputs: AttentionInputs, spec: AttentionSpec, interpret: bool) -> j
         mesh=mesh,
         in_specs=(masks, heads, heads, heads, rows, rows, P(head_axes)),
         out_specs=heads,
-        # All of them, those of one device too: the compiler cannot partition a kernel.
+        # All axes, those of size one too: the compiler cannot partition a kernel.
         axis_names=set(mesh.axis_names) - set(outer.manual_axes),
         check_vma=False,
     )
@@ -121,7 +121,7 @@ def _on_mesh(inputs: AttentionInputs, spec: AttentionSpec, interpret: bool) -> j
 
 
 def in_order(x_BS: jax.Array, row_positions_S: np.ndarray) -> jax.Array:
-    """Puts the columns (second dimension) back in their order; moves runs of consecutive columns, no gather."""
+    """Puts columns (the second dimension) back in order, by slicing runs of consecutive columns instead of a gather."""
     starts = np.flatnonzero(np.diff(row_positions_S, prepend=row_positions_S[0] - 2) != 1)
     ends = np.append(starts[1:], len(row_positions_S))
     runs = sorted(zip(row_positions_S[starts], starts, ends))
@@ -129,7 +129,7 @@ def in_order(x_BS: jax.Array, row_positions_S: np.ndarray) -> jax.Array:
 
 
 def block_sizes(T: int, S: int) -> kernel_lib.BlockSizes:
-    """Blocks for T queries and S keys (multiples of 128) on the chip that is compiled for."""
+    """Block sizes for T queries and S keys (multiples of 128) on the target chip."""
     largest = _BLOCK.get(sharding.device_kind(), _DEFAULT_BLOCK)
     block_q, block_kv = _divisor(T, largest), _divisor(S, largest)
     compute = _divisor(block_kv, _COMPUTE_BLOCK)
@@ -156,15 +156,16 @@ def _run(kernel, spec, q_BTNH, k_BSKH, v_BSKH, q_segments_BT, kv_segments_BS, si
 
 @jax.custom_vjp
 def _with_early_normalisers(kernel, q_BNTH, k_BKSH, v_BKSH, segments, sinks_N):
-    """The kernel of each row. Its normalisers come 128 times over, and XLA would keep them so until they are read.
+    """Runs the kernel on each row, and reduces its saved normalisers right away.
 
-    They are as large as the queries in float32. Tied to the output, the one of 128 that counts is taken at once.
+    The kernel returns each normaliser 128 times, together as large as the queries in float32, and XLA would keep them
+    until the backward pass. Tying one copy to the output makes XLA select it at once.
     """
     return _of_rows(kernel, segments, sinks_N)(q_BNTH, k_BKSH, v_BKSH)
 
 
 def _of_rows(kernel, segments, sinks_N) -> Callable[..., jax.Array]:
-    """The kernel of each row: a function of queries, keys and values."""
+    """The kernel, mapped over rows: a function of queries, keys and values."""
     if sinks_N is None:
         return lambda q, k, v: jax.vmap(kernel)(q, k, v, segments)
     return lambda q, k, v: jax.vmap(kernel, in_axes=(0, 0, 0, 0, None))(q, k, v, segments, sinks_N)
@@ -173,9 +174,9 @@ def _of_rows(kernel, segments, sinks_N) -> Callable[..., jax.Array]:
 def _early_forward(kernel, q_BNTH, k_BKSH, v_BKSH, segments, sinks_N):
     y_BNTH, pull = jax.vjp(_of_rows(kernel, segments, sinks_N), q_BNTH, k_BKSH, v_BKSH)
     leaves, tree = jax.tree.flatten(pull)
-    places = [n for n, x in enumerate(leaves) if x.dtype == jnp.float32 and x.shape == y_BNTH.shape[:3]]
-    y_BNTH, *tied = jax.lax.optimization_barrier((y_BNTH, *(leaves[n] for n in places)))
-    for n, x in zip(places, tied):
+    indices = [n for n, x in enumerate(leaves) if x.dtype == jnp.float32 and x.shape == y_BNTH.shape[:3]]
+    y_BNTH, *tied = jax.lax.optimization_barrier((y_BNTH, *(leaves[n] for n in indices)))
+    for n, x in zip(indices, tied):
         leaves[n] = x
     of_sinks = None if sinks_N is None else (sinks_N, y_BNTH, tied[0])
     return y_BNTH, (jax.tree.unflatten(tree, leaves), of_sinks)
@@ -187,7 +188,7 @@ def _early_backward(saved, dy_BNTH):
 
 
 def _sinks_gradient(sinks_N, y_BNTH, log_z_BNT, dy_BNTH) -> jax.Array:
-    """In float32; the kernel's own is summed in the dtype of the queries."""
+    """In float32; the kernel would accumulate it in the queries' dtype."""
     inner_BNT = jnp.sum(y_BNTH.astype(jnp.float32) * dy_BNTH.astype(jnp.float32), axis=-1)
     return -jnp.sum(jnp.exp(sinks_N[:, None] - log_z_BNT) * inner_BNT, axis=(0, 2))
 
@@ -203,10 +204,10 @@ def _padded(x: jax.Array, axis: int, value: int = 0) -> jax.Array:
 
 
 def _kernel(spec, row_positions_T, S, heads, *, shards, interpret) -> kernel_lib.SplashAttentionKernel:
-    """The kernel for `heads` query heads; with shards > 1 its mask is cut into that many parts along the queries."""
+    """The kernel for `heads` query heads; its mask is split along the queries into `shards` parts."""
     T = len(row_positions_T)
     padded_T, padded_S = (-(-n // _LANES) * _LANES for n in (T, S))
-    # Padding stands where the last place does, so that the mask leaves it something to see.
+    # Padding repeats the last position, so that the mask leaves it a visible key.
     row_positions_T = np.concatenate([row_positions_T, np.arange(T, padded_T)]).astype(np.int32)
     mask = _mask(spec, row_positions_T, padded_S)
     blocks = block_sizes(padded_T // shards, padded_S)
@@ -222,7 +223,7 @@ def _kernel(spec, row_positions_T, S, heads, *, shards, interpret) -> kernel_lib
 
 
 def _sees_all(spec: AttentionSpec, T: int, S: int) -> bool:
-    """Whether the mask hides nothing: all shards then have the same, and JAX fails to cut one without half-hidden blocks."""
+    """Whether nothing is masked: shards then share one mask, since JAX cannot split one without partial blocks."""
     return not spec.causal and (spec.window is None or spec.window >= max(T, S))
 
 
@@ -245,14 +246,14 @@ def _divisor(length: int, largest: int) -> int:
 
 
 def _static(row_positions: jax.Array | np.ndarray | None, length: int, shards: int) -> np.ndarray | None:
-    """The row positions as numpy; those of a traced array are sharding.balanced's."""
+    """The row positions as a numpy array; those of a traced array are sharding.balanced's."""
     if row_positions is None:
         return None
     return sharding.zigzag(length, shards) if isinstance(row_positions, jax.core.Tracer) else np.asarray(row_positions)
 
 
 def _axes(mesh: Mesh, axes: tuple[str, ...], size: int | None = None) -> tuple[str, ...]:
-    """The axes of more than one device; none of them where together they do not divide `size`."""
+    """The axes with more than one device; none if together they do not divide `size`."""
     axes = tuple(axis for axis in axes if mesh.shape[axis] > 1)
     return axes if size is None or size % _size(mesh, axes) == 0 else ()
 

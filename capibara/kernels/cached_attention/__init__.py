@@ -1,1 +1,1 @@
-"""Attention of new tokens to keys and values in a cache, which lie in rows or in pages of a pool."""
+"""Attention of new tokens to a cache of keys and values, stored as rows or as pages of a pool."""

@@ -1,4 +1,4 @@
-"""Who computes attention to a cache: the TPU's kernel, the CPU's loops, or the plain formula."""
+"""Chooses how to compute attention to a cache: the TPU's kernel, the CPU's loops, or the reference."""
 
 from __future__ import annotations
 
@@ -7,36 +7,36 @@ import jax
 from capibara import sharding
 from capibara.kernels.attention.spec import AttentionSpec
 from capibara.kernels.cached_attention import cpu, reference, tpu
-from capibara.kernels.cached_attention.reference import Pages, Rows, Seen, gathered
+from capibara.kernels.cached_attention.reference import Pages, Rows, Visibility, gathered
 
-__all__ = ["Pages", "Rows", "Seen", "attend_pages", "attend_rows", "gathered"]
+__all__ = ["Pages", "Rows", "Visibility", "attend_pages", "attend_rows", "gathered"]
 
 
-def attend_rows(q_BTNH: jax.Array, rows: Rows, seen: Seen, spec: AttentionSpec) -> jax.Array:
+def attend_rows(q_BTNH: jax.Array, rows: Rows, seen: Visibility, spec: AttentionSpec) -> jax.Array:
     """`softmax(scores) v` over the rows of a cache; softmax in float32.
 
     Args:
-      q_BTNH: queries; query head n reads key/value head n // (N / K).
+      q_BTNH: queries; query head n uses key/value head n // (N / K).
       rows: keys and values.
       seen: which of them each query sees.
-      spec: scale and cap; its mask is in `seen` already.
+      spec: scale and soft cap; its mask is contained in `seen`.
 
     Returns:
-      [B, T, N, H] in the dtype of the queries.
+      [B, T, N, H] in the queries' dtype.
     """
     plain = seen.bias_BNTS is None and seen.sinks_N is None and rows.scales is None
-    places = rows.k_BKSH.shape[2]
-    if seen.first_B is not None and tpu.supported(q_BTNH, rows.k_BKSH, spec, places, plain=plain):
+    capacity = rows.k_BKSH.shape[2]
+    if seen.first_B is not None and tpu.supported(q_BTNH, rows.k_BKSH, spec, capacity, plain=plain):
         return tpu.attend(q_BTNH, rows.k_BKSH, rows.v_BKSH, seen.first_B, None, spec)
     one = sharding.platform() == "cpu" and q_BTNH.shape[0] == q_BTNH.shape[1] == 1
     return (cpu.attend_one if one else reference.attend_rows)(q_BTNH, rows, seen, spec)
 
 
-def attend_pages(q_BTNH: jax.Array, pages: Pages, seen: Seen, spec: AttentionSpec) -> jax.Array:
-    """As `attend_rows`, over pages."""
+def attend_pages(q_BTNH: jax.Array, pages: Pages, seen: Visibility, spec: AttentionSpec) -> jax.Array:
+    """Like `attend_rows`, for pages."""
     plain = seen.bias_BNTS is None and seen.sinks_N is None and pages.scales is None
-    places = pages.there_BS.shape[1]
-    if seen.first_B is not None and tpu.supported(q_BTNH, pages.keys, spec, places, plain=plain):
+    capacity = pages.written_BS.shape[1]
+    if seen.first_B is not None and tpu.supported(q_BTNH, pages.keys, spec, capacity, plain=plain):
         return tpu.attend(q_BTNH, pages.keys, pages.values, seen.first_B, pages.table_BM, spec)
     if _one_by_one():
         return cpu.attend_pages(q_BTNH, pages, seen, spec)
@@ -44,5 +44,5 @@ def attend_pages(q_BTNH: jax.Array, pages: Pages, seen: Seen, spec: AttentionSpe
 
 
 def _one_by_one() -> bool:
-    """Whether a loop over pages is quicker than one gather."""
+    """Whether a loop over pages is faster than one gather."""
     return sharding.platform() == "cpu" and not sharding.active()

@@ -1,4 +1,4 @@
-"""Attention to a cache by the plain formula, with all scores at once: what the kernel and the CPU's loops must agree with."""
+"""The reference for attention to a cache, which materialises all scores; the kernel and the CPU's loops must agree."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import jax.numpy as jnp
 
 from capibara.kernels.attention.spec import AttentionSpec
 
-_MASKED = -1e30  # finite, so that a row with nothing to see stays a number
+_MASKED = -1e30  # finite, so that a fully masked row yields a number
 _BATCHED = ((0, 1), (0, 1))
 
 
 class Rows(NamedTuple):
-    """Keys and values of B rows with S places each, K key/value heads.
+    """Keys and values of B rows with a capacity of S tokens and K key/value heads.
 
     Attributes:
       k_BKSH: keys.
       v_BKSH: values.
-      scales: [B, K, S] of keys and of values in 8 bits; None: they are as they are.
+      scales: [B, K, S] of 8-bit keys and of 8-bit values; None: not quantized.
     """
 
     k_BKSH: jax.Array
@@ -29,31 +29,31 @@ class Rows(NamedTuple):
 
 
 class Pages(NamedTuple):
-    """Keys and values in pages of P places of one pool.
+    """Keys and values in pages of P tokens of one pool.
 
     Attributes:
       keys, values: [pages, K, P, H].
-      table_BM: int32, the pages of each row in their order; 0: none.
-      there_BS: bool, which of the M * P places of each row have been written.
-      scales: [pages, K, P] of keys and of values in 8 bits; None: they are as they are.
+      table_BM: int32, the pages of each row in order; 0: none.
+      written_BS: bool, which of the M * P tokens of each row have been written.
+      scales: [pages, K, P] of 8-bit keys and of 8-bit values; None: not quantized.
     """
 
     keys: jax.Array
     values: jax.Array
     table_BM: jax.Array
-    there_BS: jax.Array
+    written_BS: jax.Array
     scales: tuple[jax.Array, jax.Array] | None = None
 
 
-class Seen(NamedTuple):
-    """What each query sees.
+class Visibility(NamedTuple):
+    """What each query sees, and what is added to its scores.
 
     Attributes:
-      visible_BTS: bool, which places.
+      visible_BTS: bool, which cached tokens.
       bias_BNTS: added to the scores.
-      first_B: of one query a row that sees the first places of its row, or the last of a window, and no others: how
-        many of them are there; None: `visible_BTS` alone says.
-      sinks_N: float32, a logit of each query head in the softmax's denominator; None: none.
+      first_B: for one query per row that sees exactly the first tokens of its row, or the last ones of a window: their
+        number. None: only `visible_BTS` describes them.
+      sinks_N: float32, a logit per query head in the softmax's denominator; None: no sinks.
     """
 
     visible_BTS: jax.Array
@@ -62,8 +62,8 @@ class Seen(NamedTuple):
     sinks_N: jax.Array | None = None
 
 
-def attend_rows(q_BTNH: jax.Array, rows: Rows, seen: Seen, spec: AttentionSpec) -> jax.Array:
-    """As dispatch.attend_rows."""
+def attend_rows(q_BTNH: jax.Array, rows: Rows, seen: Visibility, spec: AttentionSpec) -> jax.Array:
+    """See dispatch.attend_rows."""
     k_BKSH, v_BKSH = (x.astype(q_BTNH.dtype) for x in rows[:2])
 
     def scores(q_BKXH: jax.Array) -> jax.Array:
@@ -76,24 +76,24 @@ def attend_rows(q_BTNH: jax.Array, rows: Rows, seen: Seen, spec: AttentionSpec) 
 
 
 def rows_of(pages: Pages) -> Rows:
-    """The pages of each row side by side; 0 for values that are not there."""
+    """The pages of each row, concatenated; unwritten values are 0."""
     scales = scales_of(pages)
     keys, values = (gathered(pool, pages.table_BM) for pool in (pages.keys, pages.values))
-    return Rows(keys, jnp.where(pages.there_BS[:, None, :, None], values, 0), scales)
+    return Rows(keys, jnp.where(pages.written_BS[:, None, :, None], values, 0), scales)
 
 
 def scales_of(pages: Pages) -> tuple[jax.Array, jax.Array] | None:
-    """Those of each row."""
+    """The scales of each row."""
     if pages.scales is None:
         return None
     of_keys, of_values = (gathered(pool, pages.table_BM) for pool in pages.scales)
-    # What others left may be no number, which a weight of 0 does not hide.
-    return of_keys, jnp.where(pages.there_BS[:, None], of_values, 0)
+    # Left-over data may be NaN, which a weight of 0 would not hide.
+    return of_keys, jnp.where(pages.written_BS[:, None], of_values, 0)
 
 
 def gathered(pool: jax.Array, table_BM: jax.Array) -> jax.Array:
-    """The pages of each row side by side, [B, K, M * P, ...]."""
-    # Each head's part is brought to its place at once: nothing is transposed afterwards.
+    """The pages of each row, concatenated: [B, K, M * P, ...]."""
+    # Each head's part is moved to its final position at once: nothing is transposed afterwards.
     heads_K1 = jnp.arange(pool.shape[1], dtype=jnp.int32)[:, None]
     x_BKMPx = pool.at[table_BM[:, None], heads_K1].get(mode="promise_in_bounds")
     return x_BKMPx.reshape(*x_BKMPx.shape[:2], -1, *x_BKMPx.shape[4:])
@@ -104,14 +104,14 @@ def attend_by(
     scores_of: Callable[[jax.Array], jax.Array],
     mixed: Callable[[jax.Array], jax.Array],
     kv_heads: int,
-    seen: Seen,
+    seen: Visibility,
     spec: AttentionSpec,
     scales: tuple[jax.Array, jax.Array] | None,
 ) -> jax.Array:
-    """`softmax(scores) v`, whoever multiplies; softmax in float32.
+    """`softmax(scores) v` with these products; softmax in float32.
 
-    `scores_of`: queries [B, K, X, H] -> products with the keys [B, K, X, S], float32; `mixed`: weights [B, K, X, S] ->
-    sums of the values [B, K, X, H]. X are the queries of one key/value head.
+    `scores_of` maps queries [B, K, X, H] to their products with the keys [B, K, X, S] in float32; `mixed` maps weights
+    [B, K, X, S] to weighted sums of the values [B, K, X, H]. X counts the queries of one key/value head.
     """
     (B, T, N, H), K, S = q_BTNH.shape, kv_heads, seen.visible_BTS.shape[2]
     G = N // K
@@ -134,7 +134,7 @@ def attend_by(
 
 
 def _softmax(scores: jax.Array, sinks: jax.Array) -> jax.Array:
-    """Along the last axis, beside a logit that has no weight of its own."""
+    """Softmax along the last axis with an additional logit in the denominator."""
     largest = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), sinks)
     weights = jnp.exp(scores - largest)
     return weights / (jnp.sum(weights, axis=-1, keepdims=True) + jnp.exp(sinks - largest))

@@ -1,1 +1,1 @@
-"""Rows sorted by group, each group times its own matrix: the product of a mixture of experts without a capacity."""
+"""Multiplies rows, sorted by group, by their group's matrix: the product of a mixture of experts without a capacity."""

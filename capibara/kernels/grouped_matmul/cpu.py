@@ -1,6 +1,6 @@
-"""Grouped products on CPU: a loop over tiles of rows with a trip count known at run time.
+"""Grouped products on CPU: a loop over tiles of rows, whose number is known only at run time.
 
-XLA's own ragged_dot there multiplies all rows with all matrices. Letters as in dispatch.py.
+XLA's own ragged_dot there multiplies all rows by all matrices. Shape letters as in dispatch.py.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import jax.numpy as jnp
 
 
 def _over_tiles(sizes_G, rows: int, tile: int, body, carry):
-    """Folds `body(group, start, end, tile size, carry)` over tiles that cover every group; `end` is the group's.
+    """Folds `body(group, start, end, tile size, carry)` over tiles that cover every group; `end` is the group's end.
 
-    A group is cut into the largest tiles that fit, then smaller ones; only its last one may reach beyond its end, and
-    what it writes there is written anew: the smallest tiles come first, and of one size the groups are in order.
+    A group is cut into the largest tiles that fit, then smaller ones. Only its last tile may exceed its end; what it
+    writes there is overwritten: the smallest tiles come first, and tiles of one size run in the order of the groups.
     """
     ends = jnp.cumsum(sizes_G)
     starts = ends - sizes_G
@@ -39,7 +39,7 @@ def _over_tiles(sizes_G, rows: int, tile: int, body, carry):
 
 
 def matmul(x_MK, w_GKN, sizes_G, tile: int, *, transposed: bool) -> jax.Array:
-    """As kernel.GroupedKernel says."""
+    """See kernel.GroupedKernel."""
     contracted = 2 if transposed else 1
 
     def body(group, start, end, size, y_MN):
@@ -53,13 +53,13 @@ def matmul(x_MK, w_GKN, sizes_G, tile: int, *, transposed: bool) -> jax.Array:
 
 
 def weight_gradient(x_MK, dy_MN, sizes_G, tile: int) -> jax.Array:
-    """As kernel.GroupedKernel says."""
+    """See kernel.GroupedKernel."""
 
     def body(group, start, end, size, dw_GKN):
         x = jax.lax.dynamic_slice_in_dim(x_MK, start, size)
         dy = jax.lax.dynamic_slice_in_dim(dy_MN, start, size)
-        if size < 4 * tile:  # the largest tiles end within their group
-            # Both are cut: what lies after the last group is undefined, and 0 times an infinity is none.
+        if size < 4 * tile:  # the largest tiles never exceed their group
+            # Both are masked: rows after the last group are undefined, and 0 times infinity is not 0.
             real = (start + jnp.arange(size, dtype=jnp.int32) < end)[:, None]
             x, dy = jnp.where(real, x, 0), jnp.where(real, dy, 0)
         total = jax.lax.dynamic_index_in_dim(dw_GKN, group, keepdims=False)

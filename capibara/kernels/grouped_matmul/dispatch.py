@@ -1,6 +1,6 @@
-"""The product of groups of rows with a matrix each, by the way of the platform.
+"""Multiplies groups of rows by a matrix each; chooses the implementation by platform.
 
-Letters: M rows, K inputs and N outputs of a matrix, G groups.
+Shape letters: M rows, K inputs and N outputs of a matrix, G groups.
 """
 
 from __future__ import annotations
@@ -15,30 +15,31 @@ from capibara.kernels.grouped_matmul.kernel import GroupedKernel, StoredWeight
 
 
 def row_tile(rows: int, groups: int) -> int:
-    """How many rows are multiplied at once where `groups` groups share `rows` rows: a quarter of a group's mean."""
+    """Rows per tile if `groups` groups share `rows` rows: a quarter of the mean group size."""
     quarter = 1 << (max(1, rows // (4 * groups)) - 1).bit_length()
     smallest, largest = (128, 512) if sharding.platform() == "tpu" else (8, 128)
     return min(largest, max(smallest, quarter))
 
 
 def padded_rows(rows: int, tile: int) -> int:
-    """Rows that the input of `grouped_matmul` must have so that groups of up to `rows` rows in all fit."""
+    """Number of rows that the input of `grouped_matmul` needs, so that groups with up to `rows` rows in total fit."""
     return (-(-rows // tile) + 1) * tile
 
 
 def grouped_matmul(x_MK: jax.Array, w_GKN: jax.Array | StoredWeight, sizes_G: jax.Array, tile: int) -> jax.Array:
-    """`x[rows of group g] @ w[g]` for every group, in time proportional to the rows that the groups have.
+    """`x[rows of group g] @ w[g]` for every group, in time proportional to the number of rows in groups.
 
     Args:
-      x_MK: the first sizes[0] rows are of group 0, the next sizes[1] of group 1 and so on. M is given by `padded_rows`.
-      w_GKN: in the dtype of x; or one that has no gradient, of which the backward pass keeps only what is stored.
-      sizes_G: int32 rows of each group; their sum is at most the `rows` given to `padded_rows`.
-      tile: of `row_tile`.
+      x_MK: the first sizes[0] rows belong to group 0, the next sizes[1] to group 1 and so on. M comes from
+        `padded_rows`.
+      w_GKN: in x's dtype; or a frozen weight, of which the backward pass saves only the storage format.
+      sizes_G: int32, rows of each group; their sum is at most the `rows` passed to `padded_rows`.
+      tile: from `row_tile`.
 
     Returns:
-      [M, N] in the dtype of x, summed in float32. Rows after the last group are undefined, in the gradient by x too.
+      [M, N] in x's dtype, accumulated in float32. Rows after the last group are undefined, also in the gradient for x.
     """
-    # Asked once: the backward pass may be traced where the mesh is no longer active.
+    # Determined here: the backward pass may be traced where the mesh is no longer active.
     if not isinstance(w_GKN, jax.Array):
         return _frozen_product(x_MK, w_GKN, sizes_G, tile, sharding.platform())
     return _product(x_MK, w_GKN, sizes_G, tile, sharding.platform())

@@ -1,4 +1,4 @@
-"""Grouped products by XLA's ragged_dot: on GPU, and wherever there is no way of its own."""
+"""Grouped products by XLA's ragged_dot: on GPU, and on platforms without their own implementation."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 
 def matmul(x_MK, w_GKN, sizes_G, tile: int, *, transposed: bool) -> jax.Array:
-    """As kernel.GroupedKernel says."""
+    """See kernel.GroupedKernel."""
     del tile
     w_GKN = jnp.swapaxes(w_GKN, 1, 2) if transposed else w_GKN
     y_MN = jax.lax.ragged_dot(x_MK, w_GKN, sizes_G, preferred_element_type=jnp.float32)
@@ -15,7 +15,7 @@ def matmul(x_MK, w_GKN, sizes_G, tile: int, *, transposed: bool) -> jax.Array:
 
 
 def weight_gradient(x_MK, dy_MN, sizes_G, tile: int) -> jax.Array:
-    """As kernel.GroupedKernel says."""
+    """See kernel.GroupedKernel."""
     del tile
     dimensions = jax.lax.RaggedDotDimensionNumbers(
         dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]

@@ -1,4 +1,4 @@
-"""What every way of multiplying groups offers: the signature stands here once."""
+"""The signature of grouped products, declared once for all implementations."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import jax
 
 
 class StoredWeight(Protocol):
-    """A weight [G, K, N] without a gradient, in a form of its own: in blocks of 4 bits, say."""
+    """A frozen weight [G, K, N] in its own storage format, for example in blocks of 4 bits."""
 
     def astype(self, dtype: jax.typing.DTypeLike) -> jax.Array:
         """Its numbers, [G, K, N]."""
 
 
 class GroupedKernel(Protocol):
-    """A way: a module with these two functions. Letters as in dispatch.py."""
+    """An implementation: a module with these two functions. Shape letters as in dispatch.py."""
 
     def matmul(
         self, x_MK: jax.Array, w_GKN: jax.Array, sizes_G: jax.Array, tile: int, *, transposed: bool
     ) -> jax.Array:
-        """Each group times its matrix, [M, N]; `transposed`: [M, N] times the matrices transposed, [M, K]."""
+        """Multiplies each group by its matrix, [M, N]; `transposed`: by its transposed matrix, [M, K]."""
 
     def weight_gradient(self, x_MK: jax.Array, dy_MN: jax.Array, sizes_G: jax.Array, tile: int) -> jax.Array:
-        """Each group's x^T dy: [G, K, N], in float32 or the dtype of x."""
+        """x^T dy of each group: [G, K, N], in float32 or x's dtype."""

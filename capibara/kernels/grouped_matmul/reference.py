@@ -1,4 +1,4 @@
-"""Grouped products by the plain formula, every row with every matrix: what the others must agree with."""
+"""The reference for grouped products, which multiplies every row by every matrix; the others must agree with it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 
 def matmul(x_MK, w_GKN, sizes_G, tile: int, *, transposed: bool) -> jax.Array:
-    """As kernel.GroupedKernel says; rows after the last group become 0."""
+    """See kernel.GroupedKernel; rows after the last group become 0."""
     del tile
     w_GKN = jnp.swapaxes(w_GKN, 1, 2) if transposed else w_GKN
     every_GMN = jnp.einsum("MK,GKN->GMN", x_MK, w_GKN, preferred_element_type=jnp.float32)
@@ -15,7 +15,7 @@ def matmul(x_MK, w_GKN, sizes_G, tile: int, *, transposed: bool) -> jax.Array:
 
 
 def weight_gradient(x_MK, dy_MN, sizes_G, tile: int) -> jax.Array:
-    """As kernel.GroupedKernel says."""
+    """See kernel.GroupedKernel."""
     del tile
     own_GMK = jnp.where(_of_group(sizes_G, len(x_MK)), x_MK, jnp.zeros((), x_MK.dtype))
     dy_MN = jnp.where(jnp.any(_of_group(sizes_G, len(x_MK)), axis=0), dy_MN, jnp.zeros((), dy_MN.dtype))
@@ -23,6 +23,6 @@ def weight_gradient(x_MK, dy_MN, sizes_G, tile: int) -> jax.Array:
 
 
 def _of_group(sizes_G: jax.Array, rows: int) -> jax.Array:
-    """[G, M, 1] bool: whose each row is."""
+    """[G, M, 1] bool: which group each row belongs to."""
     ends_G1, row_M = jnp.cumsum(sizes_G)[:, None], jnp.arange(rows, dtype=jnp.int32)
     return ((row_M >= ends_G1 - sizes_G[:, None]) & (row_M < ends_G1))[..., None]

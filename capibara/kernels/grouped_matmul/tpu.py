@@ -1,23 +1,23 @@
-"""Grouped products on TPU, by the kernels of MegaBlocks (Gale et al. 2022, arXiv:2211.15841) that JAX has."""
+"""Grouped products on TPU, by JAX's MegaBlocks kernels (Gale et al. 2022, arXiv:2211.15841)."""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
 
-_WIDTH = 1024  # of a tile of 512 rows; in both directions 10 MiB of VMEM in bfloat16
+_WIDTH = 1024  # width of a tile of 512 rows; 10 MiB of VMEM in bfloat16, in both directions
 
 
 def matmul(x_MK, w_GKN, sizes_G, tile: int, *, transposed: bool) -> jax.Array:
-    """As kernel.GroupedKernel says."""
-    from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm  # Pallas takes a second to import
+    """See kernel.GroupedKernel."""
+    from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm  # importing Pallas takes a second
 
     tiling = _tiling(tile, x_MK.shape[1], w_GKN.shape[1 if transposed else 2], x_MK.dtype)
     return gmm(x_MK, w_GKN, sizes_G, x_MK.dtype, tiling, transpose_rhs=transposed)
 
 
 def weight_gradient(x_MK, dy_MN, sizes_G, tile: int) -> jax.Array:
-    """As kernel.GroupedKernel says."""
+    """See kernel.GroupedKernel."""
     from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 
     tiling = _tiling(tile, x_MK.shape[1], dy_MN.shape[1], x_MK.dtype)

@@ -1,1 +1,1 @@
-"""Products of activations and weights: plain, in the orders that XLA's CPU back end runs at full speed, in 8 bits."""
+"""Products of activations and weights: a reference, operand orders that are fast on CPU, 8-bit products."""

@@ -1,4 +1,4 @@
-"""Products in the orders of operands that XLA's CPU back end runs at full speed, and weights that lie in those orders."""
+"""Products in the operand orders that XLA's CPU back end runs at full speed, and weights stored in those orders."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from capibara.kernels.matmul.transposition import transposed
 
 @jax.tree_util.register_pytree_node_class
 class OutputFirst:
-    """A weight [in ..., out ...] that lies in memory as a matrix [out, in].
+    """A weight [in ..., out ...] stored as a matrix [out, in].
 
-    XLA's CPU back end copies the second operand of a product into blocks. Of few tokens it multiplies fastest with the
-    weight as the first one: 8 tokens in 70% of the time.
+    XLA's CPU back end copies the second operand of a product into blocks. For few tokens it is fastest with the weight
+    as the first operand: 8 tokens take 70% of the time.
     """
 
     def __init__(self, matrix_OI: jax.Array, outer: tuple[int, ...]):
@@ -24,12 +24,12 @@ class OutputFirst:
 
     @classmethod
     def of(cls, weight: jax.Array, in_dims: int) -> OutputFirst:
-        """From a weight as parameters hold it."""
+        """Converts a weight from the layout of the parameters."""
         inner = math.prod(weight.shape[:in_dims])
         return cls(weight.reshape(inner, -1).T, weight.shape[in_dims:])
 
     def product(self, x: jax.Array, in_dims: int) -> jax.Array:
-        """As of dispatch.matmul."""
+        """See dispatch.matmul."""
         leading = x.shape[:-in_dims]
         x_NI = x.reshape(math.prod(leading), -1)
         weight_OI = self.matrix_OI.astype(x.dtype)
@@ -43,7 +43,7 @@ class OutputFirst:
 
     def __getitem__(self, index: Any) -> OutputFirst:
         if index is not Ellipsis:
-            raise TypeError("a weight with its outputs first has no parts")
+            raise TypeError("a weight with its outputs first cannot be indexed: use `[...]`")
         return self
 
     def tree_flatten(self):
@@ -59,15 +59,15 @@ _PAIRED_TOKENS = range(4, 9)
 
 
 def pays_in_pairs(weight_OI: jax.Array, x_NI: jax.Array) -> bool:
-    """Whether `product_in_pairs` is quicker on a CPU: of 4 to 8 tokens in float32, where outputs are many."""
+    """Whether `product_in_pairs` is faster on a CPU: for 4 to 8 tokens in float32 and many outputs."""
     return len(x_NI) in _PAIRED_TOKENS and len(weight_OI) % 2 == 0 and x_NI.dtype == weight_OI.dtype == jnp.float32
 
 
 def product_in_pairs(weight_OI: jax.Array, x_NI: jax.Array) -> jax.Array:
-    """`x @ weight.T` [N, O], with the weight as the first operand and two of its rows as one.
+    """`x @ weight.T` [N, O] with the weight as the first operand, two of its rows merged into one.
 
-    XLA's CPU product has vectors of 16 columns: of 8 tokens half of each lies idle. Two rows of the weight that lie one
-    after the other, times the tokens beside zeros, fill it, in half as many parts; the zeros change no sum.
+    XLA's CPU product uses vectors of 16 columns; 8 tokens fill only half of each. Two consecutive rows of the weight,
+    times the tokens padded with zeros, fill it in half as many products; the zeros change no sum.
     """
     (O, I), zeros_NI = weight_OI.shape, jnp.zeros_like(x_NI)
     columns = jax.lax.optimization_barrier(jnp.block([[x_NI, zeros_NI], [zeros_NI, x_NI]]))
@@ -76,7 +76,7 @@ def product_in_pairs(weight_OI: jax.Array, x_NI: jax.Array) -> jax.Array:
 
 
 def as_matrices(x: jax.Array, weight: jax.Array, in_dims: int) -> jax.Array:
-    """As reference.contracted, with all leading dimensions of x as one."""
+    """See reference.contracted; merges all leading dimensions of x into one."""
     leading, inner, outer = x.shape[:-in_dims], x.shape[x.ndim - in_dims :], weight.shape[in_dims:]
     size = math.prod(inner)
     y = _matmul(x.reshape(-1, size), weight.astype(x.dtype).reshape(size, -1))
@@ -85,10 +85,10 @@ def as_matrices(x: jax.Array, weight: jax.Array, in_dims: int) -> jax.Array:
 
 @jax.custom_vjp
 def _matmul(x_NI: jax.Array, weight_IO: jax.Array) -> jax.Array:
-    """`x @ weight`, whose weight gradient has the order of operands that XLA's CPU matmul runs at full speed.
+    """`x @ weight` with a weight gradient in the operand order that XLA's CPU matmul runs at full speed.
 
-    x.T @ dy runs so only where dy is wider than x. Where it is narrower the gradient's transpose is made, and where both
-    are alike (attention's projections) x is transposed first: once for all weights that it is multiplied with.
+    x.T @ dy is fast only if dy is wider than x. If it is narrower, the transposed gradient is computed; if both are
+    equal (attention's projections), x is transposed first, once for all weights that it is multiplied by.
     """
     return x_NI @ weight_IO
 
@@ -108,7 +108,7 @@ _matmul.defvjp(lambda x_NI, weight_IO: (x_NI @ weight_IO, (x_NI, weight_IO)), _m
 
 
 def logits_of_one(hidden_B1D: jax.Array, head_VD: jax.Array, *, in_pairs: bool) -> jax.Array:
-    """As reference.logits, of one token a row, with the head as the first operand; `in_pairs`: perhaps two rows as one."""
+    """See reference.logits; for one token per row. The head is the first operand, in pairs of rows if that pays."""
     if in_pairs and pays_in_pairs(head_VD, hidden_B1D[:, 0]):
         return product_in_pairs(head_VD, hidden_B1D[:, 0])[:, None]
     logits = jnp.einsum("VD,BTD->VBT", head_VD, hidden_B1D, preferred_element_type=jnp.float32)

@@ -1,4 +1,4 @@
-"""Which way activations are multiplied with weights."""
+"""Chooses how to multiply activations by weights."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from capibara.kernels.matmul.quantized import Quantization, quantized_matmul
 
 
 def matmul(x: jax.Array, weight: jax.Array | OutputFirst, in_dims: int, quantization: Quantization) -> jax.Array:
-    """Contracts the last `in_dims` dimensions of x with the first of the weight.
+    """Contracts the last `in_dims` dimensions of x with the first ones of the weight.
 
     Args:
       x: [B, T, in ...].
       weight: [in ..., out ...].
-      in_dims: how many dimensions `in ...` has.
+      in_dims: number of dimensions in `in ...`.
       quantization: 8-bit operands, or none.
 
     Returns:
-      [B, T, out ...] in the dtype of x.
+      [B, T, out ...] in x's dtype.
     """
     if isinstance(weight, OutputFirst):
         return weight.product(x, in_dims)
@@ -31,23 +31,23 @@ def matmul(x: jax.Array, weight: jax.Array | OutputFirst, in_dims: int, quantiza
 
 
 def _as_matrices() -> bool:
-    """Whether a product is better written with batch and time as one dimension.
+    """Whether to merge batch and time into one dimension for a product.
 
-    A weight gradient that contracts them as two costs XLA's CPU back end a transposed copy of the output gradient and
-    its slower matmul. The partitioner, though, cannot join dimensions of which the second is sharded: it would
-    gather every activation.
+    A weight gradient that contracts two dimensions makes XLA's CPU back end copy the output gradient transposed and use
+    its slower matmul. But the partitioner cannot merge dimensions if the second one is sharded: it would gather every
+    activation.
     """
     mesh, rules = sharding.active() or (None, None)
     return sharding.platform() == "cpu" and (mesh is None or all(mesh.shape[a] == 1 for a in rules.act_residual))
 
 
 def logits(hidden_BTD: jax.Array, head_VD: jax.Array) -> jax.Array:
-    """`hidden @ head.T` [B, T, V] in float32; both of one dtype."""
+    """`hidden @ head.T` [B, T, V] in float32; both operands have the same dtype."""
     if hidden_BTD.shape[1] == 1 and sharding.platform() == "cpu":
         return cpu.logits_of_one(hidden_BTD, head_VD, in_pairs=not sharding.active())
     return reference.logits(hidden_BTD, head_VD)
 
 
 def wants_outputs_first() -> bool:
-    """Whether a program that reads few tokens at a time multiplies faster with weights as `OutputFirst`."""
+    """Whether a program that reads few tokens at a time is faster with weights as `OutputFirst`."""
     return sharding.platform() == "cpu" and not sharding.active()

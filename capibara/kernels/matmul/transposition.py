@@ -1,4 +1,4 @@
-"""Transposes of matrices that XLA's CPU back end makes quickly."""
+"""Fast matrix transposition on XLA's CPU back end."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import jax.numpy as jnp
 from capibara import sharding
 
 _ROWS, _MOST_PARTS = 8, 64
-_LARGE_BYTES = 2**20  # what is smaller stays in the cache, and each part takes time to compile
+_LARGE_BYTES = 2**20  # smaller matrices stay in the CPU's cache, and each part takes time to compile
 
 
 def transposed(x: jax.Array) -> jax.Array:
-    """x.T [N, M] of x [M, N], made once.
+    """x.T [N, M] of x [M, N], computed once.
 
-    XLA's CPU back end would transpose again in each operation that reads it, and column by column, through all of the
-    cache: of a few rows at a time it is made three times as fast.
-    Not on several devices: rows that they share out would be sent about.
+    XLA's CPU back end would repeat the transposition in each operation that reads it, column by column across the whole
+    CPU cache; a few rows at a time it is three times as fast. On several devices it is a plain transpose: slicing
+    sharded rows would move them between devices.
     """
     if sharding.platform() != "cpu" or sharding.active():
         return x.T

@@ -85,10 +85,10 @@ def lookup(model: Embedding, tokens_BT: jax.Array, dtype: jnp.dtype) -> jax.Arra
     if rows is None:
         return x_BTD
     ids = np.asarray(model.config.lora.trainable_tokens)
-    place_V = jnp.full(model.embedding.shape[0], -1, jnp.int32).at[ids].set(jnp.arange(len(ids), dtype=jnp.int32))
-    place_BT = place_V[tokens_BT]
-    own_BTD = rows.rows[...].astype(dtype)[jnp.maximum(place_BT, 0)]
-    return jnp.where(place_BT[..., None] >= 0, own_BTD, x_BTD)
+    index_V = jnp.full(model.embedding.shape[0], -1, jnp.int32).at[ids].set(jnp.arange(len(ids), dtype=jnp.int32))
+    index_BT = index_V[tokens_BT]
+    own_BTD = rows.rows[...].astype(dtype)[jnp.maximum(index_BT, 0)]
+    return jnp.where(index_BT[..., None] >= 0, own_BTD, x_BTD)
 
 
 def table(model: Embedding) -> jax.Array:

@@ -1,4 +1,4 @@
-"""The decoder-only transformer, in every shape its configuration can say."""
+"""The decoder-only transformer, in all variants of its configuration."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ __all__ = ["ComputeDtype", "Decoder", "DecoderConfig", "Head", "NormScale", "Pos
 
 
 class InputsAttention(enum.StrEnum):
-    """What the positions of an example's inputs see of each other: those before them, or all.
+    """Whether an example's inputs attend causally, or to each other in both directions.
 
-    All of them is a prefix LM (Raffel et al. 2020, arXiv:1910.10683, section 3.2.1).
+    The latter makes a prefix LM (Raffel et al. 2020, arXiv:1910.10683, section 3.2.1).
     """
 
     CAUSAL = "causal"
@@ -53,18 +53,19 @@ class InputsAttention(enum.StrEnum):
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderConfig(TransformerConfig):
-    """Sizes and variants of a decoder; the rest is in TransformerConfig.
+    """Sizes and variants of a decoder; see also TransformerConfig.
 
     Attributes:
-      positions, rope: rotary (as `rope` says), learned, relative (T5's biases of the scores, one table for all layers)
-        or no positions. Where rotary frequencies depend on the length of the row, all rows of a cache turn as one of
-        max_length does (an engine sets that), or of the cache's own length.
-      relative_buckets, relative_distance: of relative positions: how many there are, and the distance from which on all
-        share the last.
-      inputs_attention: whether an example's inputs see each other both ways; Dataset.kind is then "prefix".
-      logit_scale: what final hidden states are multiplied by before the head; embed_dim**-0.5 in T5X's tied decoders.
-      window: how many places a query of a local layer sees, its own included.
-      layer_pattern: kinds of the first layers, repeated to the last: ("local", "global") alternates (Gemma 2).
+      positions, rope: rotary (configured by `rope`), learned, relative (T5's bias of the scores, one table for all
+        layers) or no positions. If rotary frequencies depend on the row length, all rows of a cache use those of
+        max_length (which an engine sets), or of the cache's capacity.
+      relative_buckets, relative_distance: for relative positions: the number of buckets, and the distance from which on
+        all share the last.
+      inputs_attention: whether an example's inputs attend to each other in both directions; Dataset.kind is then
+        "prefix".
+      logit_scale: factor of the final hidden states before the head; embed_dim**-0.5 in T5X's tied decoders.
+      window: number of positions visible to a query of a local layer, its own included.
+      layer_pattern: kinds of the first layers, repeated over all layers: ("local", "global") alternates (Gemma 2).
     """
 
     positions: Positions = Positions.ROPE
@@ -96,7 +97,7 @@ class DecoderConfig(TransformerConfig):
         if self.positions is Positions.ROPE and not self.rope.rotated_dims(self.head_size):
             raise UserError(
                 f"Rope.fraction ({self.rope.fraction}) of head_dim ({self.head_size}) must be at least 2 dimensions, or "
-                "nothing turns: try 0.25, or DecoderConfig.positions = 'none'"
+                "nothing is rotated: try 0.25, or DecoderConfig.positions = 'none'"
             )
         if self.positions is Positions.ROPE:
             self.rope.check(self.head_size)
@@ -135,22 +136,24 @@ class DecoderConfig(TransformerConfig):
             )
         if self.positions is not Positions.RELATIVE and (self.relative_buckets, self.relative_distance) != (32, 128):
             raise UserError(
-                f"DecoderConfig.relative_buckets and relative_distance are of relative positions, not of "
+                f"DecoderConfig.relative_buckets and relative_distance are for relative positions, not for "
                 f"{str(self.positions)!r}: leave them out"
             )
         if self.positions is Positions.RELATIVE and self.attention in (AttentionBackend.SPLASH, AttentionBackend.CUDNN):
-            raise UserError(f"DecoderConfig.attention ({str(self.attention)!r}) has no relative positions: try 'auto'")
+            raise UserError(
+                f"DecoderConfig.attention ({str(self.attention)!r}) cannot add relative positions: try 'auto'"
+            )
         if not 0 < self.logit_scale < math.inf:
             raise UserError(f"DecoderConfig.logit_scale is {self.logit_scale}, must be finite and above 0: try 1.0")
 
 
 @model_of(DecoderConfig)
 class Decoder(nnx.Module):
-    """Embedding, layers, final norm; `head` gives the output projection.
+    """Embedding, layers and final norm; `head` returns the output projection.
 
     Attributes:
-      block: the class of its layers, each made by `block(config, rngs)`.
-      layerwise: whether `begin` and `layer` run it layer by layer.
+      block: the class of its layers, built by `block(config, rngs)`.
+      layerwise: whether `begin` and `layer` can run it layer by layer.
     """
 
     block: ClassVar[type[nnx.Module]] = Block
@@ -171,7 +174,7 @@ class Decoder(nnx.Module):
             self.output = layers.param(rngs, (V, D), ("vocab", "embed"), layers.normal(D**-0.5))
 
     def __call__(self, batch: Batch, remat: RematPolicy, step: jax.Array | None) -> tuple[jax.Array, stack.Stats]:
-        """The final hidden states [B, T, D], normalised, in the compute dtype; and statistics [L, ...] of the layers."""
+        """The final hidden states [B, T, D], normalised, in the compute dtype; and the layers' statistics [L, ...]."""
         config = self.config
         rows, row_positions, kinds = self._rows(batch), batch.get("row_positions"), self._kinds()
         shared = Shared(
@@ -191,7 +194,7 @@ class Decoder(nnx.Module):
     def start_cache(
         self, batch: int, length: int, dtype: jnp.dtype, encoder_length: int | None = None, spare: int = 0
     ) -> dense.Cache:
-        """A cache for rows of up to `length` tokens, of which none was read; api.Model.start_cache says the rest."""
+        """An empty cache for rows of up to `length` tokens; see api.Model.start_cache."""
         config = self.config
         windows = {LayerKind.GLOBAL: None, LayerKind.LOCAL: None if config.window is None else config.window + spare}
         kinds = [config.layer_pattern[i % len(config.layer_pattern)] for i in range(config.num_layers)]
@@ -201,20 +204,21 @@ class Decoder(nnx.Module):
     def read(
         self, values: Sequence[Any], batch: Batch, kept: dense.Cache, is_prefill: bool
     ) -> tuple[jax.Array, dense.Cache]:
-        """The final hidden states [B, T, D] of `counts` more tokens, and the cache with them.
+        """The final hidden states [B, T, D] of the next `counts` tokens, and the updated cache.
 
         Args:
           values: parameters of the layers, from `stack.unstacked`.
-          batch: `tokens` [B, T] and `counts` [B], how many of them are no padding; in a prefill of a prefix LM `inputs`
-            [B], how many of the first see each other both ways, without it all; perhaps `adapters`, an unmerged.Beside.
+          batch: `tokens` [B, T] and `counts` [B], the number of real tokens in each row. For a prefill of a prefix LM
+            optionally `inputs` [B], the length of the prefix, by default all tokens. Optionally `adapters`, an
+            unmerged.Beside.
           kept: the cache.
-          is_prefill: no row has read any before.
+          is_prefill: whether the cache is empty.
         """
         config = self.config
         now = dense.prefill_inputs(batch["tokens"], batch["counts"], kept, is_prefill)
         whole = {"tokens": batch["tokens"], "positions": now.positions, "segment_ids": now.real.astype(jnp.int32)}
         if config.inputs_attention is InputsAttention.BIDIRECTIONAL:
-            # Later tokens see what was before, as any text.
+            # Later tokens attend to the prefix causally.
             whole["prefix"] = _inputs(batch, now) if is_prefill else None
         rows, kinds, x, of_layers = self._rows(whole, self._length(kept)), self._kinds(), self._embed(whole), []
         shared = Shared(bias=self._bias(x.shape[1]) if is_prefill else None, bias_at=self._bias_at)
@@ -227,21 +231,21 @@ class Decoder(nnx.Module):
         return self._normed(x), kept
 
     def begin(self, batch: Batch) -> jax.Array:
-        """What goes into the first layer, [B, T, D]."""
+        """The input of the first layer, [B, T, D]."""
         return self._embed(batch)
 
-    def layer(self, values: Any, x: jax.Array, batch: Batch, place: int) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """The output of one layer, and what goes into each of its projections, by the weight's name in the layer.
+    def layer(self, values: Any, x: jax.Array, batch: Batch, index: int) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """The output of one layer, and the inputs of its projections by weight name.
 
         Args:
-          values: its parameters.
-          x: what goes into it, [B, T, D].
+          values: the layer's parameters.
+          x: the layer's input, [B, T, D].
           batch: the rows.
-          place: which entry of layer_pattern it has.
+          index: the layer's entry in layer_pattern.
         """
         (block,) = stack.each(self.layers, [values])
         inputs = lora.tap(block)
-        kind = self.config.layer_pattern[place]
+        kind = self.config.layer_pattern[index]
         shared = Shared(bias=self._bias(x.shape[1]))
         x, _ = block(x, self._rows(batch), shared, self._kinds()[kind], kind)
         return x, inputs
@@ -251,12 +255,12 @@ class Decoder(nnx.Module):
         return trainable_tokens.table(self) if self.config.head is Head.TIED else self.output[...]
 
     def _normed(self, x: jax.Array, drop: Dropout | None = None) -> jax.Array:
-        """The final hidden states."""
+        """Normalises and scales the final hidden states."""
         x = dropout.apply(drop, constrain(self.final_norm(x), ("batch", "act_time", "act_embed")), Site.FINAL)
         return x if self.config.logit_scale == 1 else x * self.config.logit_scale
 
     def _bias(self, length: int, row_positions: Any = None) -> jax.Array | None:
-        """Of all scores of rows of this length; None: none."""
+        """The relative bias of the scores in rows of this length; None: no relative positions."""
         return self.relative_bias(length, row_positions) if self.config.positions is Positions.RELATIVE else None
 
     @property
@@ -264,8 +268,8 @@ class Decoder(nnx.Module):
         return self.relative_bias.at if self.config.positions is Positions.RELATIVE else None
 
     def _length(self, kept: dense.Cache) -> int:
-        """Tokens of the longest row that a cache is for."""
-        return self.config.max_length or _places(kept)
+        """The token capacity of the cache's rows."""
+        return self.config.max_length or _capacity(kept)
 
     def _kinds(self) -> dict[LayerKind, AttentionSpec]:
         config = self.config
@@ -291,13 +295,13 @@ class Decoder(nnx.Module):
 
 
 def _inputs(batch: Batch, now: dense.PrefillInputs) -> jax.Array:
-    """[B, T] 1 where inputs are read."""
+    """[B, T], 1 at the tokens of the prefix."""
     inputs_B1 = jnp.asarray(batch.get("inputs", now.counts))[:, None]
     return (now.positions < jnp.minimum(inputs_B1, now.counts[:, None])).astype(jnp.int32)
 
 
-def _places(kept: dense.Cache) -> int:
-    """Tokens that a row of a cache has room for, as far as its layers show."""
+def _capacity(kept: dense.Cache) -> int:
+    """Token capacity of a row of the cache, as its layers' shapes tell."""
 
     def of_layer(layer: dense.LayerCache) -> int:
         if "key_pages" in layer:

@@ -38,14 +38,14 @@ _PATTERN = (LayerKind.GLOBAL,)
 
 
 class RelativeTables(enum.StrEnum):
-    """Who has a table of relative positions: a stack's layers share one (T5), or each has its own (umT5, scalable T5)."""
+    """Whether a stack's layers share one table of relative positions (T5) or each has its own (umT5, scalable T5)."""
 
     SHARED = "shared"
     EACH_LAYER = "each_layer"
 
 
 class HeadScale(enum.StrEnum):
-    """What the final hidden states before a tied head are multiplied by: embed_dim**-0.5 (T5), or nothing."""
+    """Factor of the final hidden states before a tied head: embed_dim**-0.5 (T5), or none."""
 
     INVERSE_SQRT_DIM = "inverse_sqrt_dim"
     NONE = "none"
@@ -54,17 +54,17 @@ class HeadScale(enum.StrEnum):
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EncoderDecoderConfig(TransformerConfig):
-    """Sizes and variants of an encoder-decoder; the rest is in TransformerConfig, with T5 1.1's variants for defaults.
+    """Sizes and variants of an encoder-decoder; see also TransformerConfig. Defaults are T5 1.1's.
 
-    T5 itself has activation "relu" and head "tied".
+    T5 itself uses activation "relu" and head "tied".
 
     Attributes:
-      head_scale: of the final hidden states before a tied head; a separate one has none.
-      num_layers: of the decoder.
-      num_encoder_layers: of the encoder; None: as many.
-      relative_buckets: of relative positions; half of them are for keys after the query in the encoder.
-      relative_distance: from here on all distances share a bucket.
-      relative_tables: one for all layers of the encoder and one for those of the decoder, or one for each layer.
+      head_scale: factor of the final hidden states before a tied head.
+      num_layers: layers of the decoder.
+      num_encoder_layers: layers of the encoder; None: as many as the decoder's.
+      relative_buckets: number of buckets of relative positions; the encoder uses half of them for keys after the query.
+      relative_distance: distances from this one on share a bucket.
+      relative_tables: whether the layers of a stack share a table.
     """
 
     data_kind: ClassVar[str] = "encoder_decoder"
@@ -98,7 +98,7 @@ class EncoderDecoderConfig(TransformerConfig):
             raise UserError("EncoderDecoderConfig.residual ('parallel') is for decoders only: leave it out")
         if self.attention in (AttentionBackend.SPLASH, AttentionBackend.CUDNN):
             raise UserError(
-                f"EncoderDecoderConfig.attention ({str(self.attention)!r}) has no relative positions: try 'auto'"
+                f"EncoderDecoderConfig.attention ({str(self.attention)!r}) cannot add relative positions: try 'auto'"
             )
 
     @property
@@ -107,7 +107,7 @@ class EncoderDecoderConfig(TransformerConfig):
 
 
 class CrossBlock(Block):
-    """A layer of the decoder: self-attention, attention to what was encoded, then an MLP or a mixture of experts."""
+    """A decoder layer: self-attention, cross-attention to the encoder's output, then an MLP or a mixture of experts."""
 
     def __init__(self, config: EncoderDecoderConfig, rngs: nnx.Rngs):
         super().__init__(config, rngs)
@@ -119,7 +119,7 @@ class CrossBlock(Block):
     def __call__(
         self, x_BTD: jax.Array, rows: Rows, shared: Shared, kind: AttentionSpec, layer_kind: LayerKind
     ) -> tuple[jax.Array, dict[str, Any]]:
-        """The layer's output, and its statistics (those of the experts, else none)."""
+        """The layer's output, and its statistics (those of the experts, or none)."""
         stats: dict[str, Any] = {}
 
         def attention(x):
@@ -152,7 +152,7 @@ class CrossBlock(Block):
         kind: AttentionSpec,
         bias_at: Any,
     ) -> tuple[jax.Array, dense.LayerCache]:
-        """As of `Block`; `bias_at` gives the relative positions of rows that have read tokens before."""
+        """Like `Block.cached`; `bias_at` computes the relative bias of rows that have read tokens before."""
         written = dict(layer)
         if rows.encoded is not None:
             across = self.cross_attention.keys_values(rows.encoded)
@@ -174,7 +174,7 @@ class CrossBlock(Block):
 
 
 class Stack(nnx.Module):
-    """Layers that share their relative positions, and the norm after them."""
+    """The layers of the encoder or the decoder, and their final norm."""
 
     def __init__(
         self, config: EncoderDecoderConfig, rngs: nnx.Rngs, *, block: type[Block], num_layers: int, causal: bool
@@ -215,14 +215,14 @@ class Stack(nnx.Module):
         how = (apply, _PATTERN, self.config.layer_loop, remat)
         x_BTD, stats = stack.run(self.layers, x_BTD, rows, *how, numbered=drop is not None)
         x_BTD = constrain(self.norm(x_BTD), ("batch", "act_time", "act_embed"))
-        if drop is not None:  # in the encoder each place has a mask of its own, as in T5X
+        if drop is not None:  # in the encoder every position has its own mask, as in T5X
             x_BTD = drop(x_BTD, Site.FINAL, shared=-2 if self.causal else None)
         return x_BTD, stats
 
     def read(
         self, values: Sequence[Any], x_BTD: jax.Array, rows: Rows, kept: dense.Cache, now: dense.PrefillInputs
     ) -> tuple[jax.Array, list[dense.LayerCache]]:
-        """The normalised output [B, T, D] for the tokens that are read now, and the layers' cache with them."""
+        """The normalised output [B, T, D] for the new tokens, and the layers' updated caches."""
         kind, of_layers = self.config.attention_kind(causal=True), []
         for block, layer in zip(stack.each(self.layers, values), kept["layers"], strict=True):
             positions = block.relative_bias if self.each_has_positions else self.relative_bias
@@ -234,7 +234,7 @@ class Stack(nnx.Module):
 
 @model_of(EncoderDecoderConfig)
 class EncoderDecoder(nnx.Module):
-    """One embedding, an encoder, and a decoder that reads what was encoded; `head` gives the output projection."""
+    """An embedding, an encoder, and a decoder that attends to its output; `head` returns the output projection."""
 
     def __init__(self, config: EncoderDecoderConfig, rngs: nnx.Rngs):
         V, D = config.vocab_size, config.embed_dim
@@ -246,7 +246,7 @@ class EncoderDecoder(nnx.Module):
             self.output = layers.param(rngs, (V, D), ("vocab", "embed"), layers.normal(D**-0.5))
 
     def encode(self, batch: Batch, remat: RematPolicy, step: jax.Array | None) -> tuple[jax.Array, stack.Stats]:
-        """The encoder's output [B, S, D], normalised, in the compute dtype; and its layers' statistics."""
+        """The encoder's normalised output [B, S, D] in the compute dtype, and its layers' statistics."""
         rows, tokens = Rows(batch["encoder_segment_ids"]), batch["encoder_tokens"]
         drop = dropout.of_step(self.config.dropout_rate, step, tokens)
         drop = None if drop is None else drop.at(Site.ENCODER)
@@ -255,8 +255,8 @@ class EncoderDecoder(nnx.Module):
     def __call__(self, batch: Batch, remat: RematPolicy, step: jax.Array | None) -> tuple[jax.Array, stack.Stats]:
         """The decoder's final hidden states [B, T, D], normalised, in the compute dtype; and the layers' statistics.
 
-        Where the batch has an entry `encoded` [B, S, D], what `encode` gave, nothing is encoded again. Statistics are
-        of the encoder's layers, then of the decoder's.
+        A batch with the entry `encoded` [B, S, D], the result of `encode`, is not encoded again. Statistics are those
+        of the encoder's layers, if it runs, then of the decoder's.
         """
         if "encoded" in batch:
             encoded, of_encoder = batch["encoded"], {}
@@ -277,15 +277,15 @@ class EncoderDecoder(nnx.Module):
     def start_cache(
         self, batch: int, length: int, dtype: jnp.dtype, encoder_length: int | None = None, spare: int = 0
     ) -> dense.Cache:
-        """A cache for decoder rows of up to `length` tokens, of which none was read, and so long an encoder's output.
+        """An empty cache for decoder rows of up to `length` tokens and encoder rows of `encoder_length`.
 
-        `spare` is of layers with a window, and here are none.
+        `spare` has no effect: no layer has a window.
         """
         if encoder_length is None:
-            raise ValueError("an encoder-decoder's cache needs encoder_length")
+            raise ValueError("encoder_length is None, the cache of an encoder-decoder needs it: set it")
 
         def layer() -> dense.LayerCache:
-            # What was encoded is not in 8 bits: it is there once, and no longer than the encoder's input.
+            # The encoder's keys and values are not quantized: there is one copy, no longer than the encoder's input.
             exact = self.config.dtype.value if jnp.dtype(dtype) == jnp.int8 else dtype
             across = dense.empty_layer(self.config, batch, encoder_length, exact)
             own = dense.empty_layer(self.config, batch, length, dtype)
@@ -300,7 +300,7 @@ class EncoderDecoder(nnx.Module):
     def read(
         self, values: Sequence[Any], batch: Batch, kept: dense.Cache, is_prefill: bool
     ) -> tuple[jax.Array, dense.Cache]:
-        """As of a decoder; the batch of a prefill has the encoder's entries too, and what it says is encoded."""
+        """Like `Decoder.read`. The batch of a prefill also has the encoder's entries, which are encoded here."""
         now = dense.prefill_inputs(batch["tokens"], batch["counts"], kept, is_prefill)
         encoded, segments = None, kept["encoder_segment_ids"]
         if is_prefill:

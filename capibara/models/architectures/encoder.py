@@ -33,11 +33,11 @@ _PATTERN = (LayerKind.GLOBAL,)
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EncoderConfig(TransformerConfig):
-    """Sizes and variants of an encoder; the rest is in TransformerConfig, with BERT's variants for defaults.
+    """Sizes and variants of an encoder; see also TransformerConfig. Defaults are BERT's.
 
     Attributes:
-      token_types: kinds of tokens that have an embedding ("segments" in BERT). A batch without an entry `token_types`
-        [B, T] has only the first.
+      token_types: number of token types with an embedding ("segments" in BERT). A batch without an entry `token_types`
+        [B, T] uses the first one.
       max_length: longest row; its positions are learned.
     """
 
@@ -61,7 +61,7 @@ class EncoderConfig(TransformerConfig):
 
 @model_of(EncoderConfig)
 class Encoder(nnx.Module):
-    """Embeddings, layers, and the transform before the output projection, which `head` gives."""
+    """Embeddings, layers, and the transform before the output projection; `head` returns the latter."""
 
     def __init__(self, config: EncoderConfig, rngs: nnx.Rngs):
         V, D = config.vocab_size, config.embed_dim
@@ -82,7 +82,7 @@ class Encoder(nnx.Module):
         self.output_bias = layers.param(rngs, (V,), ("vocab",), layers.zeros)
 
     def __call__(self, batch: Batch, remat: RematPolicy, step: jax.Array | None) -> tuple[jax.Array, stack.Stats]:
-        """What the head is multiplied with, [B, T, D + 1] in the compute dtype, and the layers' statistics.
+        """The input of the head, [B, T, D + 1] in the compute dtype, and the layers' statistics.
 
         The last of its D + 1 columns is 1, for the output bias.
         """
@@ -104,7 +104,7 @@ class Encoder(nnx.Module):
             x = self.final_norm(x)
         x = constrain(x, ("batch", "act_time", "act_embed"))
         x = layers.dense(x, self.transform[...]) + self.transform_bias[...].astype(x.dtype)
-        # The transform has the encoder's activation; a gated one is for two projections, of which this is one.
+        # The transform uses the encoder's activation, except a gated one, which needs two projections.
         activation = Activation.GELU if config.activation.gated else config.activation
         x = self.transform_norm(activation(x))
         return jnp.pad(x, ((0, 0), (0, 0), (0, 1)), constant_values=1), stats
@@ -122,6 +122,6 @@ class Encoder(nnx.Module):
             x = x * config.embed_dim**0.5
         types = self.type_embedding[...][batch["token_types"] if "token_types" in batch else 0]
         positions = self.position_embedding[...][batch["positions"]]
-        # In float32, if they are stored in less.
+        # In float32, in case they are stored in a smaller dtype.
         x = x + (positions.astype(jnp.float32) + types.astype(jnp.float32)).astype(x.dtype)
         return transformer.residual(self.embedding_norm(x))

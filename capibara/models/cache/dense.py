@@ -58,8 +58,8 @@ def prefill_inputs(tokens_BT: jax.Array, counts_B: jax.Array, cache: Cache, is_p
 
 def empty_layer(config, batch: int, length: int, dtype: jnp.dtype, window: int | None = None) -> LayerCache:
     """An empty cache for one layer; `dtype` int8 adds scales."""
-    places = length if window is None else min(length, window)
-    shape = (batch, config.kv_heads, places, config.head_size)
+    capacity = length if window is None else min(length, window)
+    shape = (batch, config.kv_heads, capacity, config.head_size)
     layer = {"key": jnp.zeros(shape, dtype), "value": jnp.zeros(shape, dtype)}
     if jnp.dtype(dtype) == jnp.int8:
         layer |= {"key_scale": jnp.zeros(shape[:3], jnp.float32), "value_scale": jnp.zeros(shape[:3], jnp.float32)}
@@ -71,7 +71,7 @@ def axes(cache: Cache) -> Any:
     return jax.tree.map(lambda x: _KEYS[: x.ndim] if x.ndim > 2 else ("batch",) + (None,) * (x.ndim - 1), cache)
 
 
-def places(lengths_B: jax.Array, count: int) -> jax.Array:
+def cached_positions(lengths_B: jax.Array, count: int) -> jax.Array:
     """[B, count]: the position of the token at each cache index of rows that have read `lengths`; negative: empty."""
     last_B1 = lengths_B[:, None] - 1
     return last_B1 - (last_B1 - jnp.arange(count, dtype=jnp.int32)) % count
@@ -133,7 +133,7 @@ def _written(old_BKSx: jax.Array, new_BTKx: jax.Array, now: PrefillInputs) -> ja
     new_BKTx = jnp.swapaxes(new_BTKx, 1, 2)
     if now.is_prefill and T <= S:  # padding is stored at indices that hold no position yet
         return jax.lax.dynamic_update_slice(old_BKSx, new_BKTx, (0,) * old_BKSx.ndim)
-    index_BS = places(now.lengths + now.counts, S) - now.lengths[:, None]
+    index_BS = cached_positions(now.lengths + now.counts, S) - now.lengths[:, None]
     index_B1Sx = jnp.expand_dims(index_BS, (1, *range(3, old_BKSx.ndim)))
     taken = jnp.take_along_axis(new_BKTx, jnp.clip(index_B1Sx, 0, T - 1), axis=2)
     return jnp.where(index_B1Sx >= 0, taken, old_BKSx)
@@ -166,14 +166,14 @@ def attend(
     Returns:
       [B, T, N, H] in the queries' dtype.
     """
-    there_B = None
+    count_B = None
     if q_BTNH.shape[1] == 1:
-        positions_BS = places(now.lengths + now.counts, layer["key"].shape[2])
-        there_B = jnp.minimum(now.lengths + now.counts, layer["key"].shape[2])
+        positions_BS = cached_positions(now.lengths + now.counts, layer["key"].shape[2])
+        count_B = jnp.minimum(now.lengths + now.counts, layer["key"].shape[2])
     else:
         stored = as_stored(before["key"].dtype, *new)
         layer = {n: jnp.concatenate([before[n], jnp.swapaxes(x, 1, 2)], axis=2) for n, x in stored.items()}
-        old_BS = places(now.lengths, before["key"].shape[2])
+        old_BS = cached_positions(now.lengths, before["key"].shape[2])
         positions_BS = jnp.concatenate([old_BS, jnp.where(now.real, now.positions, -1)], axis=1)
     back_BTS = now.positions[:, :, None] - positions_BS[:, None, :]
     visible_BTS = back_BTS >= 0
@@ -186,7 +186,7 @@ def attend(
     bias_BNTS = None if bias is None else bias(now.positions, positions_BS)
     scales = (layer["key_scale"], layer["value_scale"]) if "key_scale" in layer else None
     rows = cached_attention.Rows(layer["key"], layer["value"], scales)
-    seen = cached_attention.Seen(visible_BTS, bias_BNTS, there_B, sinks_N)
+    seen = cached_attention.Visibility(visible_BTS, bias_BNTS, count_B, sinks_N)
     return cached_attention.attend_rows(q_BTNH, rows, seen, kind)
 
 

@@ -116,20 +116,20 @@ def _put(pool: jax.Array, new_KSx: jax.Array, table_M: jax.Array) -> jax.Array:
     return pool.at[table_M[:M]].set(new_MKPx, mode="promise_in_bounds")
 
 
-def row(kept: Cache, slot: jax.Array, places: int, table: jax.Array | None) -> Cache:
+def row(kept: Cache, slot: jax.Array, length: int, table: jax.Array | None) -> Cache:
     """Copies one slot of the cache as a row, cut to its first `length` tokens."""
 
     def of_slot(x: jax.Array) -> jax.Array:
         x = jax.lax.dynamic_slice_in_dim(x, slot, 1)
-        return x[:, :, :places] if x.ndim > 2 else x
+        return x[:, :, :length] if x.ndim > 2 else x
 
     def of_layer(layer: LayerCache) -> LayerCache:
         if not is_paged(layer):
             return jax.tree.map(of_slot, layer)
-        needed = -(-places // layer["key_pages"].shape[2])
+        needed = -(-length // layer["key_pages"].shape[2])
         pages = jax.lax.dynamic_slice(table, (slot, 0), (1, needed))
         pools = {name: layer[f"{name}_pages"] for name in _NAMES if f"{name}_pages" in layer}
-        return {name: cached_attention.gathered(pool, pages)[:, :, :places] for name, pool in pools.items()}
+        return {name: cached_attention.gathered(pool, pages)[:, :, :length] for name, pool in pools.items()}
 
     rest = {name: of_slot(x) for name, x in kept.items() if name != "layers"}
     return rest | {"layers": tuple(map(of_layer, kept["layers"]))}
@@ -141,9 +141,9 @@ def write(layer: LayerCache, k_BTKH: jax.Array, v_BTKH: jax.Array, now: PrefillI
     new = dense.as_stored(layer["key_pages"].dtype, k_BTKH, v_BTKH)
     inside_BT = now.real & (now.positions < M * P)
     taken_BT = jnp.take_along_axis(layer["table"], jnp.clip(now.positions // P, 0, M - 1), axis=1)
-    page_BT, place_BT = jnp.where(inside_BT, taken_BT, 0), now.positions % P
+    page_BT, offset_BT = jnp.where(inside_BT, taken_BT, 0), now.positions % P
     return layer | {
-        f"{name}_pages": cache_writes.into_pages(layer[f"{name}_pages"], x, page_BT, place_BT)
+        f"{name}_pages": cache_writes.into_pages(layer[f"{name}_pages"], x, page_BT, offset_BT)
         for name, x in new.items()
     }
 
@@ -164,16 +164,18 @@ def attend(
       [B, T, N, H] in the queries' dtype.
     """
     P, table_BM = layer["key_pages"].shape[2], layer["table"]
-    has_B = jnp.sum(table_BM > 0, axis=1, dtype=jnp.int32) * P  # a slot without pages reads nothing
-    places_S = jnp.arange(table_BM.shape[1] * P, dtype=jnp.int32)
-    there_BS = (places_S < (now.lengths + now.counts)[:, None]) & (jnp.repeat(table_BM, P, axis=1) > 0)
-    positions_BS = jnp.where(there_BS, places_S, -1)
-    back_BTS = now.positions[:, :, None] - places_S
-    visible_BTS = there_BS[:, None, :] & (back_BTS >= 0)
+    allocated_B = jnp.sum(table_BM > 0, axis=1, dtype=jnp.int32) * P  # a slot without pages reads nothing
+    slot_positions_S = jnp.arange(table_BM.shape[1] * P, dtype=jnp.int32)
+    written_BS = (slot_positions_S < (now.lengths + now.counts)[:, None]) & (jnp.repeat(table_BM, P, axis=1) > 0)
+    positions_BS = jnp.where(written_BS, slot_positions_S, -1)
+    back_BTS = now.positions[:, :, None] - slot_positions_S
+    visible_BTS = written_BS[:, None, :] & (back_BTS >= 0)
     if kind.window is not None:
         visible_BTS &= back_BTS < kind.window
     bias_BNTS = None if bias is None else bias(now.positions, positions_BS)
     scales = (layer["key_scale_pages"], layer["value_scale_pages"]) if "key_scale_pages" in layer else None
-    pages = cached_attention.Pages(layer["key_pages"], layer["value_pages"], table_BM, there_BS, scales)
-    seen = cached_attention.Seen(visible_BTS, bias_BNTS, jnp.minimum(now.lengths + now.counts, has_B), sinks_N)
+    pages = cached_attention.Pages(layer["key_pages"], layer["value_pages"], table_BM, written_BS, scales)
+    seen = cached_attention.Visibility(
+        visible_BTS, bias_BNTS, jnp.minimum(now.lengths + now.counts, allocated_B), sinks_N
+    )
     return cached_attention.attend_pages(q_BTNH, pages, seen, kind)

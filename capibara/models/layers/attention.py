@@ -1,4 +1,4 @@
-"""Attention as a layer: its projections, and the cache of what it has read."""
+"""The attention layer: projections, attention, and the use of the key-value cache."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from capibara.sharding import constrain
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245); multi-head where num_kv_heads equals num_heads."""
+    """Grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245); multi-head if num_kv_heads == num_heads."""
 
     def __init__(self, config, rngs: nnx.Rngs):
         D, N, K, H = config.embed_dim, config.num_heads, config.kv_heads, config.head_size
         self.config = config
         into = layers.fan_in(0)
-        # Whatever scales the scores (nothing does in T5), they begin with variance 1.
+        # Whatever the scale of the scores (T5 has none), they start with variance 1.
         scale = H**-0.5 if config.attention_scale is None else config.attention_scale
         to_queries = layers.fan_in(0, scale=1.0 / (H * scale**2))
         self.query = layers.param(rngs, (D, N, H), ("embed", "heads", "head_dim"), to_queries)
         self.key = layers.param(rngs, (D, K, H), ("embed", "kv_heads", "head_dim"), into)
         self.value = layers.param(rngs, (D, K, H), ("embed", "kv_heads", "head_dim"), into)
-        # The sum over 2 L residual branches keeps its variance (Radford et al. 2019).
+        # Keeps the variance of the sum over 2 L residual branches (Radford et al. 2019).
         out = layers.fan_in(0, 1, scale=0.5 / config.num_layers)
         self.out = layers.param(rngs, (N, H, D), ("heads", "head_dim", "embed"), out)
         if config.bias.of_heads:
@@ -64,10 +64,10 @@ class Attention(nnx.Module):
         drop: Dropout | None = None,
         heads: tuple[jax.Array, jax.Array, jax.Array] | None = None,
     ) -> jax.Array:
-        """Self-attention of x_BTD, or its attention to `encoded_BSD`.
+        """Self-attention of x_BTD, or cross-attention to `encoded_BSD`.
 
-        `angles` turn queries and keys, `heads` are queries, keys and values where a block made them itself, the rest is
-        as in `attend` and `AttentionInputs`.
+        `angles` rotate queries and keys; `heads` are queries, keys and values that the block has computed already. See
+        `attend` and `AttentionInputs` for the others.
         """
         itself = encoded_BSD is None
         q, k, v = self._heads(x_BTD, x_BTD if itself else encoded_BSD, angles) if heads is None else heads
@@ -101,11 +101,11 @@ class Attention(nnx.Module):
         heads: tuple[jax.Array, jax.Array, jax.Array] | None = None,
         written: dense.LayerCache | None = None,
     ) -> tuple[jax.Array, dense.LayerCache]:
-        """Self-attention of the tokens that are read now to themselves and to those in the cache; and the new cache.
+        """Self-attention of the new tokens to each other and to the cached ones; also returns the updated cache.
 
-        Of rows that have read nothing before `bias_NTS` is added to the scores, of others `bias_at` (`cache.attend`);
-        `prefix_BT` as in `AttentionInputs`, of rows that have read nothing before; `heads` as in `__call__`; `written`: the new
-        cache, where another layer wrote these keys and values.
+        A prefill adds `bias_NTS` to the scores and uses `prefix_BT` (as in `AttentionInputs`); other steps add
+        `bias_at` (as in `dense.attend`). `heads` is as in `__call__`. `written` is the updated cache if another layer
+        has already written these keys and values.
         """
         q, k, v = self._heads(x_BTD, x_BTD, angles) if heads is None else heads
         in_pages = paged.is_paged(layer)
@@ -123,20 +123,20 @@ class Attention(nnx.Module):
         return self._output(y), written
 
     def keys_values(self, encoded_BSD: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Keys and values [B, K, S, H] of what was encoded, for `to_encoded`."""
+        """Keys and values [B, K, S, H] of the encoder's output, for `to_encoded`."""
         _, k, v = self._heads(encoded_BSD, encoded_BSD, None)
         return jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
 
     def to_encoded(self, x_BTD: jax.Array, k_BKSH, v_BKSH, segments_BS: jax.Array, kind: AttentionSpec) -> jax.Array:
-        """Attention of x_BTD, each row one document, to the keys and values of what was encoded."""
+        """Cross-attention of x_BTD, each row one document, to cached keys and values of the encoder's output."""
         q, _, _ = self._heads(x_BTD, x_BTD, None)
         visible = jnp.broadcast_to((segments_BS == 1)[:, None], (*x_BTD.shape[:2], segments_BS.shape[1]))
-        rows, seen = cached_attention.Rows(k_BKSH, v_BKSH), cached_attention.Seen(visible, sinks_N=self.sinks_N)
+        rows, seen = cached_attention.Rows(k_BKSH, v_BKSH), cached_attention.Visibility(visible, sinks_N=self.sinks_N)
         return self._output(cached_attention.attend_rows(q, rows, seen, kind))
 
     @property
     def sinks_N(self) -> jax.Array | None:
-        """The heads' sinks in float32; None: they have none."""
+        """The heads' attention sinks in float32; None: no sinks."""
         if self.config.attention_sinks is not layers.AttentionSinks.HEAD:
             return None
         return self.sinks[...].astype(jnp.float32)
@@ -155,7 +155,7 @@ class Attention(nnx.Module):
     def _heads(
         self, x_BTD: jax.Array, y_BSD: jax.Array, angles: rotary.Angles | None
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Queries of x, keys and values of y, normalised and turned."""
+        """Queries of x, keys and values of y, normalised and rotated."""
         q, k, v = self._projections(x_BTD, y_BSD)
         if self.config.qk_norm is layers.QKNorm.HEAD:
             q, k = self.query_norm(q), self.key_norm(k)

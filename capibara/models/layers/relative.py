@@ -1,4 +1,4 @@
-"""T5's relative positions: a bias of the attention scores that depends on how far apart query and key are."""
+"""T5's relative positions: a bias of the attention scores that depends on the distance from query to key."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from capibara.sharding import constrain
 def buckets(distance: np.ndarray, *, count: int, longest: int, bidirectional: bool) -> np.ndarray:
     """Buckets of distances (Raffel et al. 2020, arXiv:1910.10683, section 2.1).
 
-    Half of the buckets are for one distance each, the other half for ranges that grow with it by a constant factor.
+    Half of the buckets hold one distance each, the other half hold ranges that grow geometrically.
 
     Args:
-      distance: place of the key minus place of the query.
-      count: of buckets.
+      distance: position of the key minus position of the query.
+      count: number of buckets.
       longest: distances from this one on share the last bucket.
-      bidirectional: later keys have half of the buckets; else they are not seen and share the first.
+      bidirectional: half of the buckets are for later keys; otherwise later keys are masked, and share the first
+        bucket.
 
     Returns:
       int32 of the shape of `distance`.
@@ -31,14 +32,14 @@ def buckets(distance: np.ndarray, *, count: int, longest: int, bidirectional: bo
     else:
         first, distance = 0, np.maximum(-distance, 0)
     exact = count // 2
-    # float32 as in T5's own code: a range begins where its rounding says.
+    # float32 as in T5's own code: its rounding decides where a range begins.
     ratio = np.log(np.maximum(distance, 1).astype(np.float32) / np.float32(exact)) / np.float32(np.log(longest / exact))
     ranges = exact + (ratio * np.float32(count - exact)).astype(np.int32)
     return (first + np.where(distance < exact, distance, np.minimum(ranges, count - 1))).astype(np.int32)
 
 
 class RelativeBias(nnx.Module):
-    """The biases of one stack of layers, which share them."""
+    """The relative bias of one stack of layers, or of one layer."""
 
     def __init__(self, config, rngs: nnx.Rngs, *, bidirectional: bool):
         self.count, self.longest = config.relative_buckets, config.relative_distance
@@ -54,8 +55,8 @@ class RelativeBias(nnx.Module):
         distances = np.arange(1 - length, length)
         index = buckets(distances, count=self.count, longest=self.longest, bidirectional=self.bidirectional)
         by_distance = self.table[...][index].T  # [N, 2 T - 1]
-        # Every query's row is the one before moved by a place: written as reshapes of a row repeated, whose gradient is
-        # a sum. Looked up place by place it would be a scatter of T x T updates.
+        # Each query's row is the previous one shifted by one position: computed by reshaping a repeated row, whose
+        # gradient is a sum. A lookup per position would make it a scatter of T x T updates.
         N, R = by_distance.shape
         repeated = jnp.broadcast_to(jnp.pad(by_distance, ((0, 0), (0, 1)))[:, None], (N, length, R + 1))
         moved = repeated.reshape(N, -1)[:, : length * R].reshape(N, length, R)
@@ -65,7 +66,7 @@ class RelativeBias(nnx.Module):
         return constrain(bias_NTT, ("act_heads", "act_time", None))
 
     def at(self, q_positions_BT: jax.Array, kv_positions_BS: jax.Array) -> jax.Array:
-        """Biases [B, N, T, S] in float32 of a causal stack, by position; what no query sees has any."""
+        """Biases [B, N, T, S] in float32 of a causal stack, by position; arbitrary for masked keys."""
         back = np.arange(self.longest + 1)  # from the last of them on all distances share a bucket
         index = jnp.asarray(buckets(-back, count=self.count, longest=self.longest, bidirectional=False))
         back_BTS = jnp.clip(q_positions_BT[:, :, None] - kv_positions_BS[:, None, :], 0, self.longest)

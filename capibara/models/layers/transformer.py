@@ -1,4 +1,4 @@
-"""What all transformers share: the configuration of a layer, the MLP and the residual block."""
+"""Parts of all transformers: the configuration of a layer, the MLP and the residual block."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from capibara.sharding import constrain
 
 
 class Positions(enum.StrEnum):
-    """How a model knows where a token stands: rotated queries and keys, a learned table, T5's relative biases, or not."""
+    """Position encoding: rotary, a learned table, T5's relative biases, or none."""
 
     ROPE = "rope"
     LEARNED = "learned"
@@ -49,7 +49,7 @@ class Positions(enum.StrEnum):
 
 
 class Head(enum.StrEnum):
-    """Whether the output projection shares the token embedding's weights."""
+    """Whether the output projection is tied to the token embedding or has its own weights."""
 
     TIED = "tied"
     SEPARATE = "separate"
@@ -64,7 +64,7 @@ class ComputeDtype(enum.StrEnum):
 
 
 class NormPlacement(enum.StrEnum):
-    """Where a block normalises: its inputs, the sums after its residuals (BERT), or its inputs and outputs (Gemma 2)."""
+    """What a block normalises: its inputs, the sums after its residuals (BERT), or inputs and outputs (Gemma 2)."""
 
     PRE = "pre"
     POST = "post"
@@ -72,21 +72,21 @@ class NormPlacement(enum.StrEnum):
 
 
 class Residual(enum.StrEnum):
-    """The MLP after attention, or both from the same input (GPT-NeoX)."""
+    """Whether the MLP follows attention, or both have the same input (GPT-NeoX)."""
 
     SEQUENTIAL = "sequential"
     PARALLEL = "parallel"
 
 
 class LayerKind(enum.StrEnum):
-    """A layer whose queries see the whole row, or only their window."""
+    """Whether a layer's queries attend to the whole row (global) or to a sliding window (local)."""
 
     GLOBAL = "global"
     LOCAL = "local"
 
 
 class EmbeddingScale(enum.StrEnum):
-    """What token embeddings are multiplied by on the way in: nothing, or sqrt(embed_dim) (Gemma)."""
+    """Factor of the token embeddings: none, or sqrt(embed_dim) (Gemma)."""
 
     NONE = "none"
     SQRT_DIM = "sqrt_dim"
@@ -104,34 +104,34 @@ _POSITIVE = {  # fields that must be above 0 where they are set, and what each u
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TransformerConfig:
-    """Sizes and variants that every transformer has.
+    """Sizes and variants common to all transformers.
 
     Attributes:
-      vocab_size: rows of the token embedding; at least the vocabulary's size.
+      vocab_size: rows of the token embedding; at least the size of the vocabulary.
       embed_dim, num_layers, num_heads, mlp_dim: width, depth, query heads, hidden width of the MLP.
       num_kv_heads: key/value heads; None: as many as query heads.
       head_dim: size of a head; None: embed_dim / num_heads.
-      norm, norm_eps, norm_scale, norm_placement: normalisation: its kind, epsilon, scale parameter and places.
-      activation, bias, residual: of the blocks.
-      swiglu_alpha, swiglu_limit: of the activation "clamped_swiglu" (layers.ClampedSwiglu).
+      norm, norm_eps, norm_scale, norm_placement: kind, epsilon, scale parameter and placement of normalisation.
+      activation, bias, residual: variants of the blocks.
+      swiglu_alpha, swiglu_limit: parameters of the activation "clamped_swiglu" (layers.ClampedSwiglu).
       qk_norm: normalisation of queries and keys.
-      attention_sinks: a learned logit of every head in the softmax's denominator, or none.
-      attention_scale: what q k^T is multiplied by; None: head_dim**-0.5.
-      attention_soft_cap, logit_soft_cap: scores and logits become cap * tanh(x / cap); None: they stay.
-      attention: who computes attention.
+      attention_sinks: a learned logit per head in the softmax's denominator, or none.
+      attention_scale: factor of q k^T; None: head_dim**-0.5.
+      attention_soft_cap, logit_soft_cap: scores and logits become cap * tanh(x / cap); None: no cap.
+      attention: back end of attention.
       max_length: longest row; None: no limit. Learned positions need one.
       moe: a mixture of experts in place of every MLP; None: none.
-      embedding_scale, head: token embeddings on the way in, and the output projection.
+      embedding_scale, head: factor of the token embeddings; kind of output projection.
       quantization: of the matmuls with weights, in training too.
-      lora: adapters, which are then all that is trained; None: everything is.
+      lora: adapters; only they are trained then. None: all parameters are trained.
       dtype: compute dtype.
       layer_loop: scan over layers, or unrolled.
-      dropout_rate: share of embeddings, attention's probabilities, branches and MLPs that training leaves out (T5X's
-        places); 0: none. Attention is then the plain formula.
+      dropout_rate: dropout rate in training, on embeddings, attention probabilities, branches and MLPs, as in T5X; 0:
+        no dropout. A rate above 0 makes attention use the reference implementation.
     """
 
     streams: ClassVar[int] = 1  # residual streams
-    data_kind: ClassVar[str] = "causal"  # what it is trained for: the Dataset.kind that fits
+    data_kind: ClassVar[str] = "causal"  # the Dataset.kind that the model is trained on
 
     vocab_size: int
     embed_dim: int
@@ -184,7 +184,7 @@ class TransformerConfig:
                 raise UserError(f"{own}.{name} is {value}, must be finite and above 0: try {usual}")
         if self.activation is not Activation.CLAMPED_SWIGLU and (self.swiglu_alpha, self.swiglu_limit) != (1.702, 7.0):
             raise UserError(
-                f"{own}.swiglu_alpha and swiglu_limit are of the activation 'clamped_swiglu', not of "
+                f"{own}.swiglu_alpha and swiglu_limit are for the activation 'clamped_swiglu', not for "
                 f"{str(self.activation)!r}: leave them out"
             )
         if self.num_heads % self.kv_heads:
@@ -209,55 +209,55 @@ class TransformerConfig:
 
     @property
     def gating(self) -> Gating:
-        """The activation, with its parameters where it has some."""
+        """The activation, with its parameters if it has any."""
         if self.activation is Activation.CLAMPED_SWIGLU:
             return ClampedSwiglu(self.swiglu_alpha, self.swiglu_limit)
         return self.activation
 
     @property
     def layer_widths(self) -> tuple[int, ...] | None:
-        """Hidden widths of the layers' MLPs where they differ, of which mlp_dim is the largest; None: all are alike."""
+        """Hidden widths of the layers' MLPs if they differ (mlp_dim is the largest); None: all are equal."""
         return None
 
     @property
     def kv_layers(self) -> int:
-        """Layers that have keys and values of their own: the first ones."""
+        """Number of layers, from the first, that compute their own keys and values."""
         return self.num_layers
 
     @property
     def embedded_dim(self) -> int:
-        """Values of a token's embedding that wait beside the residual stream until their layers read them."""
+        """Values per token that are embedded once and kept beside the residual stream until their layers read them."""
         return 0
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Of each layer, how many positions a query sees, its own included; None: all before it."""
+        """For each layer, the number of positions visible to a query, its own included; None: all before it."""
         return (None,) * self.num_layers
 
     @property
     def runs_in_stages(self) -> bool:
-        """Whether a pipeline can cut its layers into stages."""
+        """Whether a pipeline can divide its layers into stages."""
         return True
 
     def attention_kind(self, *, causal: bool, window: int | None = None) -> AttentionSpec:
-        """Mask and scores of a layer."""
+        """The attention spec of a layer."""
         scale = self.head_size**-0.5 if self.attention_scale is None else self.attention_scale
         return AttentionSpec(causal=causal, window=window, soft_cap=self.attention_soft_cap, scale=scale)
 
     def make_norm(self, rngs: nnx.Rngs) -> Norm:
-        """A norm over the residual stream."""
+        """A norm for the residual stream."""
         return Norm(self.embed_dim, kind=self.norm, eps=self.norm_eps, rngs=rngs, scale=self.norm_scale)
 
 
 class Rows(NamedTuple):
-    """What a layer must know of the rows beside its input; each leaf has their leading axis, or is None.
+    """Per-row inputs of a layer besides the activations; each leaf has the batch axis, or is None.
 
     Attributes:
       segment_ids: [B, T] document numbers.
-      angles: of rotary positions, by the kind of layer.
+      angles: of the rotary positions, by kind of layer.
       domains: [B, T] domain hints.
       encoded, encoded_segments: [B, S, D] output of an encoder and [B, S] its document numbers.
-      prefix: [B, T] 1 where a document's inputs are read, which see each other both ways.
+      prefix: [B, T], 1 at a document's inputs, which attend to each other in both directions.
     """
 
     segment_ids: jax.Array
@@ -269,14 +269,14 @@ class Rows(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """What a layer must know that all rows have in common, or None.
+    """Inputs of a layer that all rows share, or None.
 
     Attributes:
       row_positions: [T] column of each token in the row as it was before sharding.balanced; None: in order.
-      bias: [N, T, S] of the attention scores.
+      bias: [N, T, S], added to the attention scores.
       step: int32 scalar, the train step; None outside training.
-      drop: of the layer; None: nothing is dropped.
-      bias_at: gives the bias of rows that have read tokens before (cache.attend).
+      drop: the layer's dropout; None: no dropout.
+      bias_at: computes the bias for rows that have read tokens before (dense.attend).
     """
 
     row_positions: jax.Array | None = None
@@ -287,7 +287,7 @@ class Shared(NamedTuple):
 
 
 class MLP(nnx.Module):
-    """Two projections with an activation between, or three where the activation is gated."""
+    """Two projections with an activation between them, or three if the activation is gated."""
 
     def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
         D, F = config.embed_dim, config.mlp_dim
@@ -308,14 +308,14 @@ class MLP(nnx.Module):
         drop: Dropout | None = None,
         on_gate: Callable[[jax.Array], jax.Array] | None = None,
     ) -> jax.Array:
-        """[B, T, D]; `on_gate`: gate [B, T, F] -> what its activation is of, None: the gate itself."""
+        """[B, T, D]; `on_gate` maps the gate [B, T, F] to the activation's input; None: the gate itself."""
         dtype, quantization = x_BTD.dtype, self.config.quantization
         into = [self.up[...], self.gate[...]] if self.config.activation.gated else [self.up[...]]
         down, up_lora, gate_lora, down_lora = (
             self.down[...],
             *(layers.adapter_of(self, n) for n in ("up", "gate", "down")),
         )
-        if self.config.lora is None:  # else they have no gradients
+        if self.config.lora is None:  # with adapters these weights have no gradient
             x_BTD, down, *into = gradients_together(x_BTD, down, *into)
         h = layers.dense(x_BTD, into[0], quantization=quantization, adapter=up_lora)
         if self.config.bias.of_mlp:
@@ -349,7 +349,7 @@ class Block(nnx.Module):
     def __call__(
         self, x_BTD: jax.Array, rows: Rows, shared: Shared, kind: AttentionSpec, layer_kind: LayerKind
     ) -> tuple[jax.Array, dict[str, Any]]:
-        """The layer's output, and its statistics (those of the experts, else none)."""
+        """The layer's output, and its statistics (those of the experts, or none)."""
         stats: dict[str, Any] = {}
 
         def attention(x):
@@ -378,7 +378,7 @@ class Block(nnx.Module):
         kind: AttentionSpec,
         layer_kind: LayerKind,
     ) -> tuple[jax.Array, dense.LayerCache]:
-        """The layer's output for the tokens that are read now, and its part of the cache with them."""
+        """The layer's output for the new tokens, and its updated cache."""
         written: dense.LayerCache = {}
 
         def attention(x):
@@ -398,7 +398,7 @@ class Block(nnx.Module):
         return self.add(x_BTD, "mlp", mlp)
 
     def mlp_part(self, rows: Rows, shared: Shared, stats: dict[str, Any]) -> Callable[[jax.Array], jax.Array]:
-        """The MLP or the experts, whose statistics it adds to `stats`, as a part that `add` takes."""
+        """The MLP or the experts as a part for `add`; fills `stats` with the experts' statistics."""
 
         def part(x):
             if self.config.moe is None:
@@ -410,7 +410,7 @@ class Block(nnx.Module):
         return part
 
     def add(self, x: jax.Array, name: str, part) -> jax.Array:
-        """`x + part(x)`, with the block's norms of that name, which profiles show too."""
+        """`x + part(x)`, with the block's norms of that name. Profiles show the name."""
         if self.config.norm_placement is NormPlacement.POST:
             with jax.named_scope(name):
                 return residual(getattr(self, f"{name}_norm")(x + part(within(x))))
@@ -425,19 +425,19 @@ class Block(nnx.Module):
 
 
 def residual(x_BTD: jax.Array) -> jax.Array:
-    """Places the residual stream, which lies between blocks."""
+    """Shards the residual stream between blocks."""
     return constrain(x_BTD, ("batch", "act_residual", "act_embed"))
 
 
 def within(x_BTD: jax.Array) -> jax.Array:
-    """Places the input of a block's projections."""
+    """Shards the input of a block's projections."""
     return constrain(x_BTD, ("batch", "act_time", "act_embed"))
 
 
 def rotary(
     config, rope: Rope, positions_BT: jax.Array, kinds: set[LayerKind], length: int | None = None
 ) -> dict[LayerKind, Angles]:
-    """Angles for each kind of layer; one table where they are the same. `length` as of `rope.angles`."""
+    """Rotary angles for each kind of layer; equal ones share a table. `length` is as in `rope.angles`."""
     local = {kind: kind is LayerKind.LOCAL and rope.local_theta is not None for kind in kinds}
     tables = {
         flag: angles(positions_BT, rope, config.head_size, local=flag, length=length) for flag in set(local.values())

@@ -48,9 +48,9 @@ _HIDDEN_BIASES = ("up_bias", "gate_bias")
 
 
 class MoeMLP(nnx.Module):
-    """Experts, each an MLP as the configuration's, and the router that gives every token some of them.
+    """Experts, each an MLP as configured, and the router that chooses some of them for every token.
 
-    The products of experts are in the compute dtype whatever TransformerConfig.quantization is.
+    Experts' products are in the compute dtype whatever TransformerConfig.quantization is.
     """
 
     def __init__(self, config, moe: Moe, rngs: nnx.Rngs):
@@ -91,21 +91,21 @@ class MoeMLP(nnx.Module):
         step: jax.Array | None = None,
         row_positions_T: jax.Array | None = None,
     ) -> tuple[jax.Array, Stats]:
-        """The layer.
+        """Applies the layer.
 
         Args:
           x_BTD: input.
-          segment_ids_BT: 0 is padding, which is not routed: 0 comes out.
-          domains_BT: int32 domain of each token, counted from 1; 0 or None: not known.
-          step: the train step, for the weight of the hints; None: evaluation, where no hint counts.
+          segment_ids_BT: 0 marks padding, which is not routed and yields 0.
+          domains_BT: int32 domain of each token, counted from 1; 0 or None: unknown.
+          step: the train step, which sets the weight of the hints; None: evaluation, without hints.
           row_positions_T: column of each token in the row before sharding.balanced; None: in order. Capacity is
             assigned in this order.
 
         Returns:
-          [B, T, D], and the sums of `router.choose`.
+          [B, T, D], and the statistics of `router.choose`.
         """
         moe = self.moe
-        # In float32 on TPU too, where a product's default is bfloat16: a choice flips on little.
+        # In float32 on TPU too, where the default for a product is bfloat16: small errors flip choices.
         with jax.default_matmul_precision("highest"):
             x32_BTD, router_lora = x_BTD.astype(jnp.float32), layers.adapter_of(self, "router")
             logits = jnp.einsum("BTD,DE->BTE", x32_BTD, self.router[...])
@@ -116,11 +116,11 @@ class MoeMLP(nnx.Module):
         logits = constrain(logits, ("batch", "act_time", None))
         choice, stats = router.choose(logits, segment_ids_BT > 0, moe, router.hint_of(moe, domains_BT, step))
         if isinstance(choice, Choice) and moe.has_capacity:
-            places_BTk = router.places_of_experts(choice.experts, moe.num_experts, row_positions_T)
-            late = (places_BTk >= moe.capacity(x_BTD.shape[1])) & (choice.experts < moe.num_experts)
+            positions_BTk = router.positions_in_experts(choice.experts, moe.num_experts, row_positions_T)
+            late = (positions_BTk >= moe.capacity(x_BTD.shape[1])) & (choice.experts < moe.num_experts)
             stats["dropped"] = jnp.sum(late.astype(jnp.float32))
             choice = choice._replace(gates=jnp.where(late, 0.0, choice.gates))
-            y = self._experts(x_BTD, choice, places_BTk)
+            y = self._experts(x_BTD, choice, positions_BTk)
         else:
             y = self._experts(x_BTD, choice, None)
         if self.has_biases:
@@ -142,15 +142,15 @@ class MoeMLP(nnx.Module):
             h = self.config.activation(h)
         return dense("shared_down", h)
 
-    def _experts(self, x_BTD: jax.Array, choice: Choice | ExpertChoice, places_BTk: jax.Array | None) -> jax.Array:
+    def _experts(self, x_BTD: jax.Array, choice: Choice | ExpertChoice, positions_BTk: jax.Array | None) -> jax.Array:
         """The experts' weighted outputs [B, T, D], on the active mesh where there is one."""
         names = [name for name in ("up", "gate", "down", *_HIDDEN_BIASES) if hasattr(self, name)]
-        # Cast out here, so that what is gathered from the other devices is in the compute dtype.
+        # Cast here, so that what is gathered from other devices is in the compute dtype.
         weights = {name: in_compute_dtype(getattr(self, name)[...], x_BTD.dtype) for name in names}
         for name in names:
             if (adapter := layers.adapter_of(self, name)) is not None:
                 weights[f"{name}_lora"] = adapter.of_experts(getattr(self, name)[...], x_BTD.dtype)
-        of_routing = tuple(choice) if places_BTk is None else (choice.experts, places_BTk, choice.gates)
+        of_routing = tuple(choice) if positions_BTk is None else (choice.experts, positions_BTk, choice.gates)
         run = functools.partial(self._on_device, isinstance(choice, ExpertChoice), x_BTD.shape[1])
         dropped = any(weight.seeds is not None for weight in weights.values() if isinstance(weight, Factors))
         numbers = jnp.arange(x_BTD.shape[0] * x_BTD.shape[1], dtype=jnp.int32).reshape(*x_BTD.shape[:2], 1)
@@ -168,8 +168,8 @@ class MoeMLP(nnx.Module):
             mesh=mesh,
             in_specs=(tokens, of_choice, specs, tokens),
             out_specs=tokens,
-            # All of them, also where nothing is shared out: the compiler does not partition kernels. A stage axis comes in
-            # by vmap (pipeline.run).
+            # All axes, even unsharded ones: the compiler does not partition kernels. A stage axis is added by vmap
+            # (pipeline.run).
             axis_names=set(mesh.axis_names),
             check_vma=False,
         )(x_BTD, of_routing, weights, tokens_BT1)
@@ -187,7 +187,7 @@ class MoeMLP(nnx.Module):
 
 
 def _placed(weights: dispatch.Weights, mesh: jax.sharding.Mesh, axes: dispatch.Axes):
-    """The weights of experts for shard_map, and their specs."""
+    """The experts' weights for shard_map, and their partition specs."""
     experts, hidden = axes.experts or None, axes.hidden or None
     shards = int(np.prod([mesh.shape[axis] for axis in axes.hidden]))
     of_weights, specs = {}, {}
@@ -202,7 +202,7 @@ def _placed(weights: dispatch.Weights, mesh: jax.sharding.Mesh, axes: dispatch.A
 
 
 def _axes(mesh: jax.sharding.Mesh, rules: sharding.Rules, rows: int, length: int) -> dispatch.Axes:
-    """The axes of more than one device; of the tokens' axes the first that divide them, as `constrain` does."""
+    """The axes with more than one device; for tokens the leading axes that divide them, as in `constrain`."""
 
     def used(names: tuple[str, ...], size: int | None = None) -> tuple[str, ...]:
         kept: list[str] = []

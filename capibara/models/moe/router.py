@@ -1,6 +1,6 @@
-"""Which experts a token goes to: scores, the choice, domain hints, and the sums that say how the choice fares.
+"""The router: scores, choice of experts, domain hints, and statistics of the choice.
 
-Letters: E experts, k experts of a token, C tokens of an expert (its capacity).
+Shape letters: E experts, k experts per token, C tokens per expert (its capacity).
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from capibara.config import configurable
 from capibara.core.types import UserError
 
 Stats = dict[str, jax.Array]
-_NEVER = -1e30  # the logarithm of no chance at all, finite so that differences of it are numbers
+_NEVER = -1e30  # log probability of an excluded choice; finite, so that differences are numbers
 
 
 class Dispatch(enum.StrEnum):
-    """Every token reaches its experts (MegaBlocks, Gale et al. 2022), or an expert takes at most its capacity."""
+    """Whether experts process all their tokens (dropless: MegaBlocks, Gale et al. 2022) or at most their capacity."""
 
     DROPLESS = "dropless"
     CAPACITY = "capacity"
 
 
 class Routing(enum.StrEnum):
-    """Tokens choose their top_k experts, or experts choose their tokens (Zhou et al. 2022, arXiv:2202.09368).
+    """Whether tokens choose their top_k experts, or experts choose their tokens (Zhou et al. 2022, arXiv:2202.09368).
 
-    Expert choice compares a token with later ones of its row, so it is not causal: what a decoder learns with it, it
-    cannot repeat while it generates. It suits encoders.
+    Expert choice compares a token with later ones of its row, so it is not causal: a decoder trained with it cannot
+    reproduce it in generation. It suits encoders.
     """
 
     TOKEN_CHOICE = "token_choice"
@@ -40,16 +40,16 @@ class Routing(enum.StrEnum):
 
 
 class Score(enum.StrEnum):
-    """What turns the router's logits into scores: softmax over all experts, or a sigmoid each (DeepSeek-V3)."""
+    """How logits become scores: softmax over all experts, or a sigmoid for each (DeepSeek-V3)."""
 
     SOFTMAX = "softmax"
     SIGMOID = "sigmoid"
 
 
 class Gates(enum.StrEnum):
-    """Weights of a token's experts: their scores, or scaled to sum to 1 (Mixtral, Qwen3-MoE's norm_topk_prob).
+    """Weights of a token's experts: their scores, or scores normalised to sum to 1 (Mixtral, Qwen3-MoE).
 
-    Softmax scores scaled so are the softmax over the chosen logits alone.
+    Normalised softmax scores equal a softmax over the chosen logits only.
     """
 
     SCORES = "scores"
@@ -59,8 +59,8 @@ class Gates(enum.StrEnum):
 class MoeBias(enum.StrEnum):
     """Which parts of a mixture have biases.
 
-    mlp: the experts' up and down, where TransformerConfig.bias has the MLP; all: the router and every projection of the
-    experts (gpt-oss).
+    mlp: the experts' up and down projections, if TransformerConfig.bias includes the MLP; all: the router and every
+    projection of the experts (gpt-oss).
     """
 
     MLP = "mlp"
@@ -70,16 +70,16 @@ class MoeBias(enum.StrEnum):
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Hints:
-    """Domain hints of the hybrid router: tokens of a known domain go to its experts at first, later where they like.
+    """Domain hints of the hybrid router: tokens of a known domain first go to its experts, later the router decides.
 
     Attributes:
-      domains: their names, in the order of the batch's `domains` (1 is the first one; 0: no hint).
-      experts: for each domain the experts it is given; None: all experts in turn, as evenly as it goes.
+      domains: names of the domains, in the numbering of the batch's `domains` (1 is the first; 0: no hint).
+      experts: the experts of each domain; None: all experts are distributed evenly.
       start: weight of the hints at the first step.
-      hold_steps: steps at that weight.
-      decay_steps: steps over which it then falls to 0 on a straight line.
-      loss: coefficient of the cross entropy of the router to the hint, in proportion to the weight. It is what the
-        router learns the domains from while the hints decide for it.
+      hold_steps: number of steps at that weight.
+      decay_steps: number of steps over which it then decays linearly to 0.
+      loss: coefficient of the cross entropy between router and hint, scaled by the weight. It teaches the router the
+        domains while the hints still decide.
     """
 
     domains: tuple[str, ...]
@@ -107,7 +107,7 @@ class Hints:
             raise UserError(f"Hints.loss is {self.loss}, must be finite and at least 0: try 0.01")
 
     def weight(self, step: jax.Array) -> jax.Array:
-        """Of the hints at a train step: float32, from `start` to 0."""
+        """The hints' weight at a train step: float32, from `start` to 0."""
         decayed = (jnp.asarray(step, jnp.float32) - float(self.hold_steps)) / float(self.decay_steps)
         return self.start * (1.0 - jnp.clip(decayed, 0.0, 1.0))
 
@@ -126,20 +126,20 @@ class Moe:
     """A mixture of experts in place of an MLP.
 
     Attributes:
-      num_experts: of a layer.
-      top_k: experts of a token; with expert choice their mean.
-      expert_dim: hidden width of one expert; None: the model's mlp_dim.
-      shared_experts: experts that every token goes to as well (DeepSeekMoE, Dai et al. 2024, arXiv:2401.06066).
-      shared_dim: hidden width of one of them; None: that of the others.
+      num_experts: experts of a layer.
+      top_k: experts per token; with expert choice their mean.
+      expert_dim: hidden width of an expert; None: the model's mlp_dim.
+      shared_experts: experts that process every token (DeepSeekMoE, Dai et al. 2024, arXiv:2401.06066).
+      shared_dim: hidden width of a shared expert; None: as the other experts.
       dispatch: dropless, or up to a capacity.
-      capacity_factor: an expert's capacity in a row of T tokens is ceil(T * top_k * capacity_factor / num_experts),
-        where `dispatch` is capacity and for expert choice.
-      routing: who chooses.
-      score, gates: the weights of a token's experts.
-      bias: which of its projections have one.
-      balance_loss: coefficient of the load-balance loss, 1 a token and layer when all experts are used alike.
-      router_z_loss: coefficient of the squared log normaliser of the router (ST-MoE, Zoph et al. 2022).
-      hints: domain hints; None: the router is alone.
+      capacity_factor: an expert's capacity in a row of T tokens is ceil(T * top_k * capacity_factor / num_experts);
+        used with dispatch "capacity" and expert choice.
+      routing: whether tokens or experts choose.
+      score, gates: how the weights of a token's experts are computed.
+      bias: which projections have a bias.
+      balance_loss: coefficient of the load-balance loss, which is 1 per token and layer if experts are used evenly.
+      router_z_loss: coefficient of the router's squared log normaliser (ST-MoE, Zoph et al. 2022).
+      hints: domain hints; None: no hints.
     """
 
     num_experts: int
@@ -182,20 +182,20 @@ class Moe:
 
     @property
     def has_capacity(self) -> bool:
-        """Whether an expert takes a fixed number of tokens of a row."""
+        """Whether an expert processes a limited number of tokens per row."""
         return self.dispatch is Dispatch.CAPACITY or self.routing is Routing.EXPERT_CHOICE
 
     def capacity(self, length: int) -> int:
-        """Tokens of a row of `length` that an expert takes at most."""
+        """The most tokens of a row of `length` that an expert processes."""
         return min(length, math.ceil(length * self.top_k * self.capacity_factor / self.num_experts))
 
 
 class Hint(NamedTuple):
-    """What is known of tokens' domains at a step.
+    """Domain hints of a batch at a step.
 
     Attributes:
-      experts: [B, T, E] bool: experts of the token's domain; all, where nothing is known.
-      known: [B, T] float32: 1 where something is.
+      experts: [B, T, E] bool: the experts of the token's domain; all experts if the domain is unknown.
+      known: [B, T] float32: 1 where the domain is known.
       weight: float32 scalar.
     """
 
@@ -205,10 +205,10 @@ class Hint(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """What tokens chose.
+    """The experts that tokens chose.
 
     Attributes:
-      experts: [B, T, k] int32; num_experts where there is none (padding; what a hint of weight 1 rules out).
+      experts: [B, T, k] int32; num_experts for no expert (padding, or choices that a hint of weight 1 excludes).
       gates: [B, T, k] float32.
     """
 
@@ -217,10 +217,10 @@ class Choice(NamedTuple):
 
 
 class ExpertChoice(NamedTuple):
-    """What experts chose.
+    """The tokens that experts chose.
 
     Attributes:
-      tokens: [B, E, C] int32 places in the row; T where there is none.
+      tokens: [B, E, C] int32 positions in the row; T for no token.
       gates: [B, E, C] float32.
     """
 
@@ -229,10 +229,10 @@ class ExpertChoice(NamedTuple):
 
 
 def hint_of(moe: Moe, domains_BT: jax.Array | None, step: jax.Array | None) -> Hint | None:
-    """The hint of a batch; None without hints, and in evaluation, where there is no step."""
+    """The hint of a batch; None without hints, and in evaluation (no step)."""
     if moe.hints is None or domains_BT is None or step is None:
         return None
-    table = np.ones((len(moe.hints.domains) + 1, moe.num_experts), bool)  # row 0: nothing is known
+    table = np.ones((len(moe.hints.domains) + 1, moe.num_experts), bool)  # row 0: unknown domain
     for row, experts in zip(table[1:], moe.hints.assignment(moe.num_experts)):
         row[:] = np.isin(np.arange(moe.num_experts), experts)
     domains_BT = jnp.where(domains_BT < len(table), domains_BT, 0)
@@ -245,24 +245,24 @@ def choose(
     """Routes the tokens.
 
     Args:
-      logits_BTE: of the router, float32.
+      logits_BTE: the router's logits, float32.
       real_BT: bool; padding is neither routed nor counted.
-      moe: the mixture.
-      hint: of the tokens' domains.
+      moe: the configuration.
+      hint: the tokens' domain hints.
 
     Returns:
-      The choice, and float32 sums over real tokens that add up over rows:
-        tokens: their number.
-        balance: load-balance loss (Shazeer et al. 2017; Fedus et al. 2021, eq. 4), found within each row and
-          weighted by its tokens: the same however rows are spread over devices and micro-batches. 1 a token when
-          experts are used alike; with expert choice 0.
+      The choice, and float32 sums over real tokens, which can be added over rows:
+        tokens: number of tokens.
+        balance: load-balance loss (Shazeer et al. 2017; Fedus et al. 2021, eq. 4), computed within each row and
+          weighted by its tokens, so that it does not depend on how rows are divided over devices and micro-batches. 1
+          per token if experts are used evenly; 0 with expert choice.
         z: squared log normaliser.
-        entropy: of the learned probabilities, in nats.
-        load: [E] tokens that go to each expert; fewer than top_k a token where a hint of weight 1 leaves fewer.
-        dropped: tokens' choices beyond an expert's capacity (added by whom it concerns); with expert choice, tokens
-          that no expert took.
-      With a hint also: hint (its cross entropy times its weight), hint_weight, hinted (tokens with a known domain) and
-      hint_hits (those whose most probable expert is one of their domain's).
+        entropy: of the router's probabilities, in nats.
+        load: [E] tokens routed to each expert; fewer than top_k per token where a hint of weight 1 leaves fewer.
+        dropped: choices beyond an expert's capacity (added by the caller); with expert choice, tokens that no expert
+          chose.
+      With a hint also: hint (its cross entropy times its weight), hint_weight, hinted (tokens of a known domain) and
+      hint_hits (those whose most probable expert belongs to their domain).
     """
     if moe.score is Score.SOFTMAX:
         log_scores = log_p = jax.nn.log_softmax(logits_BTE, axis=-1)
@@ -286,21 +286,21 @@ def choose(
 
 
 def _hinted(log_scores_BTE, log_p_BTE, real_BT, hint: Hint) -> tuple[jax.Array, Stats]:
-    """Logarithms of the scores with the hint mixed in, and the sums of `choose` about it."""
-    # Probabilities are mixed, not logits: however sure the router is, a weight of 1 sends a token to its domain, and
-    # half the weight is half the say. The hint is the router's own distribution over the domain's experts and not an
-    # equal share for each: top-k would always break that tie for the first of them.
+    """The log scores with the hint mixed in, and the statistics of the hint."""
+    # Probabilities are mixed, not logits: however confident the router is, weight 1 routes a token to its domain, and
+    # weight 0.5 counts half. The hint is the router's own distribution restricted to the domain's experts rather than a
+    # uniform one, since top-k would always break that tie in favour of the first ones.
     log_inside_BTE = jnp.where(hint.experts, log_p_BTE, _NEVER)
     log_share_BT1 = jax.nn.logsumexp(log_inside_BTE, axis=-1, keepdims=True)
     log_total_BT1 = jax.nn.logsumexp(log_scores_BTE, axis=-1, keepdims=True)  # 0 for softmax
-    # As logarithms: where the router is sure of another domain, its share for this one can be too small for a float.
+    # In logarithms: if the router is confident of another domain, its probability for this one can underflow.
     mixed = log_total_BT1 + jnp.logaddexp(
         jnp.log1p(-hint.weight) + log_p_BTE, jnp.log(hint.weight) + log_inside_BTE - log_share_BT1
     )
     hinted = hint.known * real_BT
     best = jnp.argmax(log_p_BTE, axis=-1)[..., None] == jnp.arange(log_p_BTE.shape[-1])
     return mixed, {
-        # -sum(of_hint * log(p)) less the entropy of the hint: what the domain's experts lack of all probability.
+        # -sum(of_hint * log(p)) minus the entropy of the hint: -log of the total probability of the domain's experts.
         "hint": -hint.weight * jnp.sum(log_share_BT1[..., 0] * hinted),
         "hint_weight": hint.weight * jnp.sum(real_BT),
         "hinted": jnp.sum(hinted),
@@ -312,12 +312,12 @@ def _token_choice(log_scores_BTE, p_BTE, real_BT, moe: Moe) -> tuple[Choice, Sta
     rest = jax.lax.stop_gradient(log_scores_BTE)
     every = jnp.arange(moe.num_experts, dtype=jnp.int32)
     experts, possible = [], []
-    # Not lax.top_k: it is a call that the partitioner would gather all tokens for.
+    # Not lax.top_k: the partitioner would gather all tokens for that call.
     for _ in range(moe.top_k):
         best_BT = jnp.argmax(rest, axis=-1).astype(jnp.int32)
         experts.append(best_BT)
-        # At a hint weight of 1 a domain with fewer experts than top_k leaves choices without a chance: they would add
-        # nothing, but take a place from a token that needs the expert. (A NaN is a choice, so that it is seen.)
+        # At hint weight 1, a domain with fewer experts than top_k leaves excluded choices. They would add nothing, but
+        # use capacity that another token needs. (A NaN stays a choice, so that it is noticed.)
         possible.append(real_BT & ~(jnp.max(rest, axis=-1) < _NEVER / 2))
         rest = jnp.where(best_BT[..., None] == every, -jnp.inf, rest)
     experts_BTk = jnp.where(jnp.stack(possible, axis=-1), jnp.stack(experts, axis=-1), moe.num_experts)
@@ -344,7 +344,7 @@ def _expert_choice(log_scores_BTE, real_BT, moe: Moe) -> tuple[ExpertChoice, Sta
     order_BET = jnp.argsort(-jax.lax.stop_gradient(scores_BET), axis=-1, stable=True)
     tokens_BEC = order_BET[..., :C].astype(jnp.int32)
     scores_BEC = jnp.take_along_axis(scores_BET, tokens_BEC, axis=-1)
-    taken = scores_BEC > _NEVER / 2  # neither padding nor what a hint keeps away
+    taken = scores_BEC > _NEVER / 2  # neither padding nor excluded by a hint
     tokens_BEC, gates_BEC = jnp.where(taken, tokens_BEC, T), jnp.exp(scores_BEC)
     rows = jnp.arange(len(real_BT))[:, None, None]
     reached_BT = jnp.zeros(real_BT.shape, bool).at[rows, tokens_BEC].set(True, mode="drop")
@@ -356,15 +356,15 @@ def _expert_choice(log_scores_BTE, real_BT, moe: Moe) -> tuple[ExpertChoice, Sta
     return ExpertChoice(tokens_BEC, gates_BEC), stats
 
 
-def places_of_experts(experts_BTk: jax.Array, num_experts: int, row_positions_T: jax.Array | None) -> jax.Array:
-    """How many choices of the same expert come before each choice of a row: [B, T, k] int32.
+def positions_in_experts(experts_BTk: jax.Array, num_experts: int, row_positions_T: jax.Array | None) -> jax.Array:
+    """Position of each choice among its row's choices of the same expert: [B, T, k] int32.
 
-    Choices are in the order of the tokens' places, a token's by their rank: whether a token is dropped for lack of
-    capacity depends on earlier tokens only.
+    Choices are ordered by the tokens' row positions, then by rank: whether a token is dropped for lack of capacity
+    depends only on earlier tokens.
 
     Args:
-      experts_BTk: num_experts for none.
-      num_experts: of them.
+      experts_BTk: the chosen experts; num_experts: none.
+      num_experts: number of experts.
       row_positions_T: column of each token in the row before sharding.balanced; None: in order.
     """
     B, T, k = experts_BTk.shape
@@ -375,37 +375,37 @@ def places_of_experts(experts_BTk: jax.Array, num_experts: int, row_positions_T:
     of_expert = experts_BTk.reshape(B, -1, 1) == jnp.arange(num_experts + 1, dtype=jnp.int32)
     sizes = jnp.sum(of_expert.astype(jnp.int32), axis=1)
     first = jnp.take_along_axis(jnp.cumsum(sizes, axis=1) - sizes, experts, axis=1)
-    place = jnp.arange(T * k, dtype=jnp.int32) - first
-    return jax.lax.sort((index, place), num_keys=1)[1].reshape(B, T, k)
+    position = jnp.arange(T * k, dtype=jnp.int32) - first
+    return jax.lax.sort((index, position), num_keys=1)[1].reshape(B, T, k)
 
 
 def router_loss(stats: Stats, moe: Moe) -> jax.Array:
-    """What a mixture adds to the loss sum: its losses times their coefficients, over all layers.
+    """The router's losses times their coefficients, summed over layers; part of the loss sum.
 
     Args:
-      stats: of `choose`, of one layer or with a leading axis of layers.
-      moe: has the coefficients.
+      stats: from `choose`, of one layer or with a leading axis of layers.
+      moe: the configuration.
     """
     loss = moe.balance_loss * jnp.sum(stats["balance"]) + moe.router_z_loss * jnp.sum(stats["z"])
     return loss + moe.hints.loss * jnp.sum(stats["hint"]) if "hint" in stats else loss
 
 
 def router_metrics(stats: Stats, moe: Moe) -> dict[str, jax.Array]:
-    """Scalars that say how the experts are used.
+    """Metrics of how the experts are used.
 
     Args:
       stats: sums of `choose` over the whole batch, of one layer or with a leading axis of layers.
-      moe: the mixture.
+      moe: the configuration.
 
     Returns:
-      balance_loss, router_z_loss: their part of the loss of a token, layers added up.
-      router_entropy: mean over tokens and layers, 1 for a router that prefers none.
-      dropped_share: of all choices those beyond an expert's capacity; with expert choice, of all tokens those that no
-        expert took.
-      expert_load_max, expert_load_min: the busiest and the idlest expert of all layers; 1 is the mean.
-      expert_load/<expert>: mean over layers.
-      With hints: hint_loss, hint_weight, and hint_accuracy: of the tokens with a known domain the share whose most
-        probable expert is one of that domain's.
+      balance_loss, router_z_loss: their contributions to the loss per token, summed over layers.
+      router_entropy: mean over tokens and layers, relative to a uniform router: 1 if it prefers no expert.
+      dropped_share: share of choices beyond an expert's capacity; with expert choice, share of tokens that no expert
+        chose.
+      expert_load_max, expert_load_min: load of the busiest and the idlest expert of all layers, relative to the mean.
+      expert_load/<expert>: mean over layers. With hints: hint_loss, hint_weight, and hint_accuracy: the share of tokens
+      of a known domain whose most probable
+        expert belongs to that domain.
     """
     tokens_L = jnp.maximum(jnp.atleast_1d(stats["tokens"]), 1.0)
     load_LE = stats["load"].reshape(len(tokens_L), moe.num_experts)

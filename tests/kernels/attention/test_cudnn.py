@@ -33,7 +33,7 @@ def test_what_cudnn_cannot_do_is_said():
 
     def fits(q=q, k=k, bias_NTS=None, **changes):
         inputs = AttentionInputs(q, k, k, segments, segments, bias_NTS=bias_NTS)
-        return cudnn.objection(inputs, dataclasses.replace(CAUSAL, **changes)) is None
+        return cudnn.unsupported_reason(inputs, dataclasses.replace(CAUSAL, **changes)) is None
 
     assert fits()
     assert fits(window=4)

@@ -73,7 +73,7 @@ def test_blockwise_cross_attention():
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=3e-5)
 
 
-def test_rows_out_of_order_need_only_their_places():
+def test_rows_out_of_order_need_only_their_row_positions():
     q, k, v, _, dy, segments, _ = drawn()
     order = np.random.default_rng(1).permutation(128)
     spec = spec_of(causal=True, window=50)
@@ -97,9 +97,9 @@ def test_block_size(length, block):
     assert blockwise.block_size(length) == block
 
 
-def attended(backend, *, T=128, places=None, spec=None, dtype=jnp.float32, H=16, bias=False):
+def attended(backend, *, T=128, row_positions=None, spec=None, dtype=jnp.float32, H=16, bias=False):
     q, k, v, bias_NTS, _, segments, _ = drawn(T=T, S=T, H=H, dtype=dtype)
-    inputs = AttentionInputs(q, k, v, segments, segments, places, places, bias_NTS if bias else None)
+    inputs = AttentionInputs(q, k, v, segments, segments, row_positions, row_positions, bias_NTS if bias else None)
     return attend(inputs, spec or spec_of(causal=True), AttentionBackend(backend))
 
 
@@ -109,9 +109,14 @@ def attended(backend, *, T=128, places=None, spec=None, dtype=jnp.float32, H=16,
         ("splash", "cpu", {}, "attention is 'splash', which runs on TPU only, not on CPU: set 'auto'"),
         ("cudnn", "cpu", {}, "attention is 'cudnn', which runs on GPU only, not on CPU: set 'auto'"),
         ("cudnn", "tpu", {}, "runs on GPU only, not on TPU"),
-        ("blockwise", "cpu", dict(T=100), "'blockwise', which takes rows of a multiple of 64 places.*not of 100"),
-        ("blockwise", "cpu", dict(places=np.arange(128)[::-1]), "needs whole rows in their order"),
-        ("cudnn", "gpu", dict(places=np.arange(128)[::-1], dtype=jnp.bfloat16), "needs whole rows in their order"),
+        ("blockwise", "cpu", dict(T=100), "'blockwise', which takes rows of a multiple of 64 tokens.*not of 100"),
+        ("blockwise", "cpu", dict(row_positions=np.arange(128)[::-1]), "needs whole rows in their order"),
+        (
+            "cudnn",
+            "gpu",
+            dict(row_positions=np.arange(128)[::-1], dtype=jnp.bfloat16),
+            "needs whole rows in their order",
+        ),
         ("cudnn", "gpu", {}, "takes 16-bit floats.*not float32"),
         ("cudnn", "gpu", dict(dtype=jnp.bfloat16, spec=spec_of(causal=True, soft_cap=2.0)), "soft_cap=2.0"),
         ("cudnn", "gpu", dict(dtype=jnp.bfloat16, spec=spec_of(causal=False, window=9)), "causal=False, window=9"),
@@ -130,10 +135,10 @@ def test_a_context_axis_takes_no_blocks_of_rows_out_of_order():
     layout = Plan(batch_size=2, fsdp=1, context=2)
     with sharding.activate(sharding.make_mesh(layout, jax.devices()[:2]), layout.rules):
         with pytest.raises(UserError, match="attention is 'blockwise'.*Plan.context"):
-            attended("blockwise", places=sharding.zigzag(128, 2))
+            attended("blockwise", row_positions=sharding.zigzag(128, 2))
 
 
-def test_auto_heeds_the_places():
+def test_auto_heeds_row_positions():
     order = np.random.default_rng(1).permutation(128)
-    np.testing.assert_array_equal(attended("auto", places=order), attended("xla", places=order))
-    assert np.abs(attended("auto", places=order) - attended("auto")).max() > 0.1
+    np.testing.assert_array_equal(attended("auto", row_positions=order), attended("xla", row_positions=order))
+    assert np.abs(attended("auto", row_positions=order) - attended("auto")).max() > 0.1

@@ -105,7 +105,7 @@ def test_a_gpu_takes_blocks_and_cudnn_is_refused(monkeypatch):
     monkeypatch.setattr(sharding, "platform", lambda: "gpu")
     inputs = inputs_of(q, k, v, sinks, segments)
     np.testing.assert_array_equal(attend(inputs, CAUSAL), blockwise.attend(inputs, CAUSAL, block=64))
-    with pytest.raises(UserError, match="attention is 'cudnn', which has no attention sinks: set 'auto'"):
+    with pytest.raises(UserError, match="attention is 'cudnn', which does not support attention sinks: set 'auto'"):
         attend(inputs, CAUSAL, AttentionBackend.CUDNN)
 
 
@@ -122,6 +122,6 @@ def test_cached_keys_are_attended_to_with_sinks():
     seen = jnp.ones((B, T, T), bool) & (jnp.arange(T)[:, None] >= jnp.arange(T))
     want = written_out(q, k, v, sinks, jnp.zeros_like(segments), CAUSAL)
     keys, values = (jnp.swapaxes(x, 1, 2) for x in (k, v))
-    seen = cached_attention.Seen(seen, sinks_N=sinks)
+    seen = cached_attention.Visibility(seen, sinks_N=sinks)
     got = cached_attention.attend_rows(q, cached_attention.Rows(keys, values), seen, CAUSAL)
     np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)

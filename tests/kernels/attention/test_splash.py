@@ -71,15 +71,15 @@ def test_cross_attention_has_its_own_number_of_keys():
     check(value_and_grads(splash.attend, FULL, qkv, dy, segments, interpret=True), want)
 
 
-def test_rows_in_another_order_see_by_their_original_places():
+def test_rows_in_another_order_see_by_their_row_positions():
     qkv, dy, segments = arrays()
     want = value_and_grads(reference.attend, WINDOW, qkv, dy, segments)
-    places = sharding.zigzag(256, 2)
-    moved = {name: x[:, places] for name, x in segments.items()}
-    moved |= {"q_row_positions_T": places, "kv_row_positions_S": places}
-    qkv = [x[:, places] for x in qkv]
-    got = value_and_grads(splash.attend, WINDOW, qkv, dy[:, places], moved, interpret=True)
-    check([x[:, np.argsort(places)] for x in got], want)
+    row_positions = sharding.zigzag(256, 2)
+    moved = {name: x[:, row_positions] for name, x in segments.items()}
+    moved |= {"q_row_positions_T": row_positions, "kv_row_positions_S": row_positions}
+    qkv = [x[:, row_positions] for x in qkv]
+    got = value_and_grads(splash.attend, WINDOW, qkv, dy[:, row_positions], moved, interpret=True)
+    check([x[:, np.argsort(row_positions)] for x in got], want)
 
 
 @pytest.mark.parametrize(
@@ -94,18 +94,18 @@ def test_a_mesh_changes_nothing(axes, heads, spec, zigzag):
     shards = axes.get("context", 1)
     qkv, dy, segments = arrays(T=256 * shards, N=4, K=heads)
     want = value_and_grads(reference.attend, spec, qkv, dy, segments)
-    places = sharding.zigzag(256 * shards, shards) if zigzag else np.arange(256 * shards)
+    row_positions = sharding.zigzag(256 * shards, shards) if zigzag else np.arange(256 * shards)
     mesh = sharding.make_mesh(Plan(batch_size=2, **{"fsdp": 1} | axes))
 
-    moved = {name: x[:, places] for name, x in segments.items()}
-    moved |= {"q_row_positions_T": places, "kv_row_positions_S": places} if zigzag else {}
+    moved = {name: x[:, row_positions] for name, x in segments.items()}
+    moved |= {"q_row_positions_T": row_positions, "kv_row_positions_S": row_positions} if zigzag else {}
 
     def attend(inputs, spec):
         with sharding.activate(mesh, Rules()):
             return splash.attend(inputs, spec, interpret=True)
 
-    got = value_and_grads(attend, spec, [x[:, places] for x in qkv], dy[:, places], moved)
-    check([x[:, np.argsort(places)] for x in got], want)
+    got = value_and_grads(attend, spec, [x[:, row_positions] for x in qkv], dy[:, row_positions], moved)
+    check([x[:, np.argsort(row_positions)] for x in got], want)
 
 
 def test_what_the_kernel_cannot_do_is_said():
@@ -114,7 +114,7 @@ def test_what_the_kernel_cannot_do_is_said():
 
     def fits(q, k, **more):
         rows = (jnp.zeros(x.shape[:2], jnp.int32) for x in (q, k))
-        return splash.objection(AttentionInputs(q, k, k, *rows, **more), CAUSAL) is None
+        return splash.unsupported_reason(AttentionInputs(q, k, k, *rows, **more), CAUSAL) is None
 
     assert fits(q, k)
     assert not fits(q, k, bias_NTS=jnp.zeros((4, 256, 256)))
@@ -138,17 +138,17 @@ name, cases = sys.argv[1], json.loads(sys.argv[2])
 for axes, T, N, K, H, dtype, spec in cases:
     mesh = sharding.make_mesh(Plan(batch_size=4, fsdp=axes.pop("fsdp", 1), **axes), topology.slice_devices(name))
     rules = Rules()
-    place = lambda names: NamedSharding(mesh, rules.spec(names))
-    q = jax.ShapeDtypeStruct((4, T, N, H), dtype, sharding=place(("batch", "act_time", "act_heads", None)))
+    sharded = lambda names: NamedSharding(mesh, rules.spec(names))
+    q = jax.ShapeDtypeStruct((4, T, N, H), dtype, sharding=sharded(("batch", "act_time", "act_heads", None)))
     kv_heads = "act_kv_heads" if K % mesh.shape["tensor"] == 0 else None
-    k = jax.ShapeDtypeStruct((4, T, K, H), dtype, sharding=place(("batch", "act_time", kv_heads, None)))
-    segments = jax.ShapeDtypeStruct((4, T), jnp.int32, sharding=place(("batch", "act_time")))
+    k = jax.ShapeDtypeStruct((4, T, K, H), dtype, sharding=sharded(("batch", "act_time", kv_heads, None)))
+    segments = jax.ShapeDtypeStruct((4, T), jnp.int32, sharding=sharded(("batch", "act_time")))
     shards = mesh.shape["context"]
-    places = sharding.zigzag(T, shards) if shards > 1 else None
+    row_positions = sharding.zigzag(T, shards) if shards > 1 else None
 
     def loss(q, k, v, segments):
         with sharding.activate(mesh, rules):
-            inputs = AttentionInputs(q, k, v, segments, segments, places, places)
+            inputs = AttentionInputs(q, k, v, segments, segments, row_positions, row_positions)
             y = attend(inputs, AttentionSpec(**spec))
         return jnp.sum(y.astype(jnp.float32) ** 2)
 

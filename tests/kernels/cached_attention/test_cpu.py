@@ -8,7 +8,7 @@ import pytest
 from capibara import sharding
 from capibara.kernels.attention.spec import AttentionSpec
 from capibara.kernels.cached_attention import cpu, dispatch, reference
-from capibara.kernels.cached_attention.reference import Pages, Rows, Seen
+from capibara.kernels.cached_attention.reference import Pages, Rows, Visibility
 
 SPEC = AttentionSpec(causal=True, window=None, soft_cap=3.0, scale=0.4)
 K, N, H, P = 2, 4, 8, 4
@@ -28,7 +28,7 @@ def test_one_token_of_one_row(scaled):
     of_shape = in_8_bits if scaled else drawn
     scales = tuple(jnp.abs(drawn(1, K, S, seed=seed)) for seed in (3, 4)) if scaled else None
     rows = Rows(of_shape(1, K, S, H, seed=1), of_shape(1, K, S, H, seed=2), scales)
-    seen = Seen(jnp.arange(S)[None, None] < 9, drawn(1, N, 1, S, seed=5))
+    seen = Visibility(jnp.arange(S)[None, None] < 9, drawn(1, N, 1, S, seed=5))
     q = drawn(1, 1, N, H)
     want = reference.attend_rows(q, rows, seen, SPEC)
     np.testing.assert_allclose(cpu.attend_one(q, rows, seen, SPEC), want, rtol=1e-5, atol=1e-5)
@@ -45,7 +45,7 @@ def test_pages_one_by_one(scaled, monkeypatch):
     of_shape = in_8_bits if scaled else drawn
     scales = tuple(jnp.abs(drawn(7, K, P, seed=seed)) for seed in (3, 4)) if scaled else None
     pages = Pages(of_shape(7, K, P, H, seed=1), of_shape(7, K, P, H, seed=2), table, there, scales)
-    seen, q = Seen(visible, drawn(B, N, T, M * P, seed=5)), drawn(B, T, N, H)
+    seen, q = Visibility(visible, drawn(B, N, T, M * P, seed=5)), drawn(B, T, N, H)
     want = reference.attend_rows(q, reference.rows_of(pages), seen, SPEC)
     assert "while" in jax.jit(lambda q: dispatch.attend_pages(q, pages, seen, SPEC)).lower(q).as_text()
     np.testing.assert_allclose(dispatch.attend_pages(q, pages, seen, SPEC), want, rtol=1e-5, atol=1e-5)

@@ -84,8 +84,8 @@ mesh = sharding.make_mesh(plan, topology.slice_devices("v5e:2x2"))
 for dtype in ("bfloat16", "float32"):
     config = DecoderConfig(vocab_size=8, embed_dim=1024, num_layers=1, num_heads=8, mlp_dim=1024, dtype=dtype)
     graphdef, state = nnx.split(nnx.eval_shape(lambda: MoeMLP(config, Moe(num_experts=8), nnx.Rngs(0))))
-    place = lambda axes: NamedSharding(mesh, rules.spec(axes))
-    shape = lambda s, d, axes: jax.ShapeDtypeStruct(s, d, sharding=place(axes))
+    sharded = lambda axes: NamedSharding(mesh, rules.spec(axes))
+    shape = lambda s, d, axes: jax.ShapeDtypeStruct(s, d, sharding=sharded(axes))
     params = {k: shape(v.shape, jnp.float32, v.axes) for k, v in state.items()}
     x, segments = shape((4, 1024, 1024), dtype, ("batch",)), shape((4, 1024), jnp.int32, ("batch",))
 

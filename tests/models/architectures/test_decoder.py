@@ -29,7 +29,7 @@ VARIANTS = [
 
 
 def batch_of(rows, rng=0, vocab=64):
-    """Rows are lists of document lengths; what is left of 16 places is padding."""
+    """Rows are lists of document lengths; the rest of the 16 positions is padding."""
     rng = np.random.default_rng(rng)
     B, T = len(rows), 16
     segment_ids, positions = np.zeros((B, T), np.int32), np.zeros((B, T), np.int32)

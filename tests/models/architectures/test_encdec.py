@@ -103,14 +103,14 @@ def test_buckets_are_those_of_the_paper(bidirectional):
     assert future[1:].tolist() == ((past[1:] + 16).tolist() if bidirectional else [0] * 300)
 
 
-def test_a_bias_is_looked_up_by_the_distance_of_places():
+def test_a_bias_is_looked_up_by_the_distance_of_positions():
     bias = RelativeBias(TINY, nnx.Rngs(0), bidirectional=True)
     table = np.asarray(bias.table[...])
-    places = np.array([0, 5, 2, 3, 1, 4, 7, 6])
-    distance = places[None, :] - places[:, None]
+    row_positions = np.array([0, 5, 2, 3, 1, 4, 7, 6])
+    distance = row_positions[None, :] - row_positions[:, None]
     want = table[buckets(distance, count=8, longest=20, bidirectional=True)].transpose(2, 0, 1)
-    np.testing.assert_array_equal(bias(8, places), want)
-    np.testing.assert_array_equal(bias(8), want[:, np.argsort(places)][:, :, np.argsort(places)])
+    np.testing.assert_array_equal(bias(8, row_positions), want)
+    np.testing.assert_array_equal(bias(8), want[:, np.argsort(row_positions)][:, :, np.argsort(row_positions)])
 
 
 def test_packed_pairs_do_not_see_each_other():
@@ -250,7 +250,7 @@ def test_flops_count_each_side_for_its_own_length():
         (dict(relative_buckets=6), r"relative_buckets \(6\) must be a multiple of 4: try 32"),
         (dict(relative_distance=4), r"relative_distance \(4\) must be above half of relative_buckets \(8\): try 32"),
         (dict(residual="parallel"), "residual .* is for decoders only"),
-        (dict(attention="splash"), "has no relative positions: try 'auto'"),
+        (dict(attention="splash"), "cannot add relative positions: try 'auto'"),
         (dict(num_kv_heads=3), r"EncoderDecoderConfig.num_kv_heads \(3\) must divide"),
     ],
 )

@@ -137,8 +137,8 @@ def test_a_decoder(name):
     config = dataclasses.replace(TINY, **VARIANTS[name])
     cache = compare(config, {})
     kinds = [config.layer_pattern[i % len(config.layer_pattern)] for i in range(config.num_layers)]
-    places = [layer["key"].shape[2] for layer in cache["layers"]]
-    assert places == [config.window if kind == "local" else LENGTH for kind in kinds]
+    capacities = [layer["key"].shape[2] for layer in cache["layers"]]
+    assert capacities == [config.window if kind == "local" else LENGTH for kind in kinds]
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_a_row_longer_than_its_cache_sees_its_last_tokens():
     got, cache = step_by_step(model, params, rows_of(), {}, capacity=8)
     for row, count in enumerate(PROMPTS):  # from the first token after the prompt, which is read whole
         np.testing.assert_allclose(got[row, 1:], want[row, count:][: got.shape[1] - 1], rtol=2e-4, atol=2e-4)
-    np.testing.assert_array_equal(caches.places(cache["lengths"], 8)[0], [24 - 8, 17, 18, 19, 20, 21, 22, 23])
+    np.testing.assert_array_equal(caches.cached_positions(cache["lengths"], 8)[0], [24 - 8, 17, 18, 19, 20, 21, 22, 23])
 
 
 def test_rows_go_on_by_several_tokens_at_once():
@@ -182,7 +182,7 @@ def test_rows_go_on_by_several_tokens_at_once():
     np.testing.assert_allclose(logits, np.stack([want[0, 12], want[1, 7]]), rtol=2e-4, atol=2e-4)
 
 
-def test_a_row_takes_another_ones_place():
+def test_a_row_replaces_another_one():
     model, params = made(TINY)
     tokens = rows_of()
     _, cache = step_by_step(model, params, tokens, {})

@@ -1,4 +1,4 @@
-"""What the scripts that write committed answers share: sizes, weights, the places that are kept, the file's form."""
+"""What the scripts that write committed answers share: sizes, weights, the positions that are kept, the file's form."""
 
 from __future__ import annotations
 

@@ -63,12 +63,12 @@ def test_a_program_without_it_draws_nothing(name):
     assert "random" not in text and "threefry" not in text
 
 
-def test_the_mean_stays_and_places_share_a_mask():
+def test_the_mean_stays_and_positions_share_a_mask():
     drop = Dropout(0.25, jax.random.key(1))
     x = jnp.ones((64, 5, 128))
     y = np.asarray(drop(x, Site.MLP))
     assert set(np.unique(y)) == {0.0, np.float32(1 / 0.75)}
-    assert (y == y[:, :1]).all()  # a row's places
+    assert (y == y[:, :1]).all()  # the positions of a row
     assert abs(y.mean() - 1) < 0.03 and abs((y == 0).mean() - 0.25) < 0.03
     apart = np.asarray(drop(x, Site.MLP, shared=None))
     assert not (apart == apart[:, :1]).all()
@@ -99,5 +99,7 @@ def test_bad_rates(rate):
 
 def test_a_back_end_that_drops_nothing_is_refused():
     config = DecoderConfig(**SIZES | dict(vocab_size=65), attention="blockwise", dropout_rate=0.1)
-    with pytest.raises(UserError, match="attention is 'blockwise', which drops no probabilities: set 'auto'"):
+    with pytest.raises(
+        UserError, match="attention is 'blockwise', which does not support dropout of probabilities: set 'auto'"
+    ):
         hidden(config, 1)

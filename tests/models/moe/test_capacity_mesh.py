@@ -31,11 +31,11 @@ MODELS = {
 def batch_of():
     rng = np.random.default_rng(0)
     segments = np.tile(np.repeat([1, 2, 0], [9, 5, 2]).astype(np.int32), (ROWS, 1))
-    places = np.tile(np.arange(LENGTH, dtype=np.int32), (ROWS, 1))
+    positions = np.tile(np.arange(LENGTH, dtype=np.int32), (ROWS, 1))
     tokens = rng.integers(0, VOCAB, (2, ROWS, LENGTH)).astype(np.int32)
-    batch = {"tokens": tokens[0], "segment_ids": segments, "positions": places}
+    batch = {"tokens": tokens[0], "segment_ids": segments, "positions": positions}
     batch |= {"weights": rng.standard_normal((ROWS, LENGTH)).astype(np.float32) * (segments > 0)}
-    return batch | {"encoder_tokens": tokens[1], "encoder_segment_ids": segments, "encoder_positions": places}
+    return batch | {"encoder_tokens": tokens[1], "encoder_segment_ids": segments, "encoder_positions": positions}
 
 
 def loss_and_grads(name, layout, devices):

@@ -174,13 +174,13 @@ def test_drops_are_the_latest_choices_and_are_counted():
     want, dropped, offered = np.zeros(x.shape, np.float32), 0, np.zeros(8)
     for row in range(ROWS):
         taken = np.zeros(8, int)
-        for place in range(LENGTH):
-            for rank, expert in enumerate(np.array(experts)[row, place]):
-                if segments[row, place] == 0:
+        for position in range(LENGTH):
+            for rank, expert in enumerate(np.array(experts)[row, position]):
+                if segments[row, position] == 0:
                     continue
                 offered[expert] += 1
                 if taken[expert] < capacity:
-                    want[row, place] += gates[row, place, rank] * outputs[row, place, expert]
+                    want[row, position] += gates[row, position, rank] * outputs[row, position, expert]
                 else:
                     dropped += 1
                 taken[expert] += 1
@@ -192,14 +192,16 @@ def test_drops_are_the_latest_choices_and_are_counted():
     np.testing.assert_allclose(metrics["dropped_share"], dropped / offered.sum(), rtol=1e-6)
 
 
-def test_capacity_follows_the_places_of_rows_out_of_order():
+def test_capacity_follows_row_positions():
     mixture = dataclasses.replace(MOE, dispatch="capacity", capacity_factor=0.5)
     params, _, apply = functional(mixture)
     x, segments = inputs()
-    places = np.random.default_rng(3).permutation(LENGTH).astype(np.int32)
+    row_positions = np.random.default_rng(3).permutation(LENGTH).astype(np.int32)
     y, stats = apply(params, x, segments)
-    got, got_stats = apply(params, x[:, places], segments[:, places], row_positions_T=jnp.asarray(places))
-    assert_close(got, y[:, places])
+    got, got_stats = apply(
+        params, x[:, row_positions], segments[:, row_positions], row_positions_T=jnp.asarray(row_positions)
+    )
+    assert_close(got, y[:, row_positions])
     assert stats["dropped"] == got_stats["dropped"] > 0
 
 
@@ -215,10 +217,10 @@ def test_expert_choice_against_numpy():
     for row in range(ROWS):
         real = np.flatnonzero(np.array(segments[row]) > 0)
         for expert in range(8):
-            for place in real[np.argsort(-scores[row, real, expert])][:capacity]:
-                want[row, place] += scores[row, place, expert] * outputs[row, place, expert]
+            for position in real[np.argsort(-scores[row, real, expert])][:capacity]:
+                want[row, position] += scores[row, position, expert] * outputs[row, position, expert]
                 load[expert] += 1
-                reached[row, place] = True
+                reached[row, position] = True
     y, stats = apply(params, x, segments)
     assert_close(y, want)
     np.testing.assert_array_equal(stats["load"], load)
@@ -341,14 +343,14 @@ def test_biases_on_a_mesh_are_added_once():
 def ragged_all_to_all(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name):
     """What jax.lax.ragged_all_to_all does, for CPU, where XLA has none; one slice a device."""
     me = jax.lax.axis_index(axis_name)
-    operands, starts, sizes, places = (
+    operands, starts, sizes, offsets = (
         jax.lax.all_gather(a, axis_name) for a in (operand, input_offsets, send_sizes, output_offsets)
     )
     row = jnp.arange(len(output))
     for sender in range(len(operands)):
-        start, size, place = starts[sender, me], sizes[sender, me], places[sender, me]
-        here = (row >= place) & (row < place + size)
-        piece = operands[sender].at[row - place + start].get(mode="fill", fill_value=0)
+        start, size, offset = starts[sender, me], sizes[sender, me], offsets[sender, me]
+        here = (row >= offset) & (row < offset + size)
+        piece = operands[sender].at[row - offset + start].get(mode="fill", fill_value=0)
         output = jnp.where(here[:, None], piece, output)
     return output
 

@@ -60,7 +60,7 @@ def test_an_expert_chooses_only_tokens_of_its_domain():
 
 
 @pytest.mark.parametrize("dispatch", ["capacity", "dropless"])
-def test_no_token_of_a_domain_loses_its_place(dispatch):
+def test_no_token_of_a_domain_is_dropped(dispatch):
     config = DecoderConfig(vocab_size=64, embed_dim=16, num_layers=1, num_heads=2, mlp_dim=32, dtype="float32")
     mixture = dataclasses.replace(MOE, dispatch=dispatch)
     layer = MoeMLP(config, mixture, nnx.Rngs(0))
