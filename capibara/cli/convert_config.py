@@ -10,40 +10,40 @@ from capibara.cli import flags
 from capibara.core.types import UserError
 from capibara.storage import outputs
 
-_DESCRIPTION = """Translate a Gin file of T5X to one of capibara. It is read as data: nothing that it names is imported.
+_DESCRIPTION = """Translate a T5X Gin file for capibara. The file is only parsed: nothing that it names is imported.
 
-  T5X.gin             a run file, or several one after the other, as T5X's --gin_file
-  --gin_search_paths  T5X's repository, where it includes files of it
+  T5X.gin             a run file, or several, as passed to T5X's --gin_file
+  --gin_search_paths  the T5X repository, if the file includes files of it
   --to                the new file; without it the text is printed
-  --leave_out         write it although some bindings have no place here: they become comments
+  --leave_out         write bindings without a counterpart here as comments
 
 example: capibara convert-config finetune.gin --gin_search_paths=t5x --to=mine.gin
 
-exit codes: 0 all has a place, 2 a mistake in what was given, or something has none"""
+exit codes: 0 translated; 2 invalid input, or bindings without a counterpart"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parses the command line and translates; returns the exit code."""
+    """Parses the command line and translates the file; returns the exit code."""
     parser = flags.ArgumentParser("capibara convert-config", _DESCRIPTION)
     parser.add_argument("source", metavar="T5X.gin", help="the file")
     parser.add_argument("--to", metavar="FILE", help="a new file")
-    parser.add_argument("--leave_out", action="store_true", help="of bindings that have no place: leave them out")
+    parser.add_argument("--leave_out", action="store_true", help="turn bindings without a counterpart into comments")
     args = flags.parse_arguments(parser, argv)
     if args.gin_file or args.gin_bindings:
-        raise UserError("--gin_file and --gin.NAME are of runs: give them to capibara train with the new file")
+        raise UserError("--gin_file and --gin.NAME are for runs: pass them to capibara train with the new file")
     from capibara.interop.t5x import gin as t5x_gin
 
     found = t5x_gin.translate(args.source, args.gin_search_paths)
     if found.left and not args.leave_out:
         raise UserError(
             f"{args.source} binds {', '.join(found.left[:5])}{' and more' * (len(found.left) > 5)}, which capibara does not "
-            "have: take it out, or give --leave_out"
+            "have: remove it, or pass --leave_out"
         )
     if args.to is None:
         print(found.text, end="")
     else:
         if os.path.lexists(args.to):
-            raise UserError(f"--to={args.to} is there already: name another")
+            raise UserError(f"--to={args.to} exists already: name another file")
         outputs.check_writable(args.to)
         outputs.save(args.to, found.text)
     for note in found.notes:

@@ -11,8 +11,8 @@ from capibara.core.types import UserError
 
 _DESCRIPTION = """Score a model: its loss on held-out text, its answers to tasks, or EleutherAI's evaluation harness.
 
-A task is bound in Gin under its name, as qa/EvalTask.files = ("qa.jsonl",); capibara's gin/evaluation/ has the usual
-ones. --task=validation is the run's validation split; --task=seqio:NAME a SeqIO task with its own metrics.
+A task is bound in Gin under its name, as qa/EvalTask.files = ("qa.jsonl",); capibara's gin/evaluation/ has common ones.
+--task=validation is the run's validation split; --task=seqio:NAME is a SeqIO task with its own metrics.
 
 examples:
   python -m capibara.evaluate --model_dir=runs/quickstart
@@ -20,7 +20,7 @@ examples:
   python -m capibara.evaluate --model=Qwen3-0.6B --gin_file=my_tasks.gin --task=qa,code --out=results.json
   python -m capibara.evaluate --model=model.gguf --harness=my_task --harness_path=tasks/ --out=harness.json
 
-exit codes: 0 finished, 1 a crash, 2 a mistake in what was given, 75 another process is gone: run the same again"""
+exit codes: 0 finished, 1 crashed, 2 invalid input, 75 lost another process: run the same command again"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,14 +28,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = flags.ArgumentParser("capibara evaluate", _DESCRIPTION)
     flags.add_model(parser)
     parser.add_argument("--task", action="append", default=[], metavar="NAME", help="repeatable or comma-separated")
-    parser.add_argument("--out", metavar="FILE", help="write the results there, as JSON")
-    parser.add_argument("--predictions", metavar="FILE", help="write the answers there (.jsonl); goes on where it ends")
+    parser.add_argument("--out", metavar="FILE", help="write the results to this file, as JSON")
+    parser.add_argument(
+        "--predictions", metavar="FILE", help="write the answers to this .jsonl file; resumes from its end"
+    )
     parser.add_argument("--limit", type=int, metavar="N", help="most examples of a task (batches of validation)")
-    parser.add_argument("--weights", choices=("ema", "raw"), help="of a run; default: averages where it keeps some")
-    parser.add_argument("--step", type=int, metavar="N", help="of a run's checkpoint; default: the newest")
+    parser.add_argument(
+        "--weights", choices=("ema", "raw"), help="of a run; default: its moving averages if it keeps them"
+    )
+    parser.add_argument("--step", type=int, metavar="N", help="checkpoint step of a run; default: the newest")
     parser.add_argument("--emulate", type=int, metavar="N", help="run on N emulated CPU devices (1 to 64)")
-    parser.add_argument("--harness", metavar="TASKS", help="tasks of lm-eval in place of ours, comma-separated")
-    parser.add_argument("--harness_path", metavar="DIR", help="folder of YAML tasks for it")
+    parser.add_argument("--harness", metavar="TASKS", help="tasks of lm-eval, comma-separated, instead of ours")
+    parser.add_argument("--harness_path", metavar="DIR", help="folder of its YAML tasks")
     multihost.add_arguments(parser)
     args = flags.parse_arguments(parser, argv)
     _check(args)
@@ -45,17 +49,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     if bool(args.model_dir) == bool(args.model):
-        raise UserError("give one of --model_dir (a run folder) and --model (a Hugging Face folder or .gguf file)")
+        raise UserError("pass one of --model_dir (a run folder) and --model (a Hugging Face folder or .gguf file)")
     if args.limit is not None and args.limit < 1:
         raise UserError(f"--limit={args.limit} must be at least 1")
     if args.harness and (args.task or args.predictions):
-        raise UserError("--harness stands alone: leave out --task and --predictions, or evaluate those apart")
+        raise UserError("--harness excludes --task and --predictions: leave them out, or evaluate them separately")
     if args.harness_path and not args.harness:
-        raise UserError("--harness_path is of --harness: name a task in it, e.g. --harness=my_task")
+        raise UserError("--harness_path needs --harness: name a task in it, e.g. --harness=my_task")
 
 
 def run(args: argparse.Namespace) -> None:
-    """Evaluates what the flags say."""
+    """Evaluates as the flags say."""
     import jax
 
     from capibara import config

@@ -1,4 +1,4 @@
-"""What every verb's command line shares: the Gin flags, and one line instead of a traceback for user mistakes."""
+"""Command-line parsing common to all verbs: the Gin flags, and one-line errors for invalid input."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import NoReturn
 from capibara.core.fields import did_you_mean
 from capibara.core.types import UserError
 
-# Flags by the names that they had: they work for one version more.
+# Old names of flags; they work for one more version.
 _RENAMED = {"--damaged": "--corrupted", "--objective": "--goal"}
 
 
@@ -32,7 +32,7 @@ class ArgumentParser(argparse.ArgumentParser):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags that every verb takes: --gin_file, --gin_search_paths, --gin_bindings and, in words, --gin.X."""
+    """Adds the flags of every verb: --gin_file, --gin_search_paths, --gin_bindings and the shorthand --gin.X."""
     group = parser.add_argument_group("configuration")
     group.add_argument(
         "--gin_file",
@@ -64,42 +64,42 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    """Adds --model_dir, --model and --trust_config, of verbs that use a model."""
+    """Adds --model_dir, --model and --trust_config, for verbs that use a model."""
     parser.add_argument("--model_dir", metavar="DIR", help="run folder: its config.gin and newest checkpoint are used")
     parser.add_argument("--model", metavar="PATH", help="instead: a Hugging Face folder or a .gguf file")
     add_trust(parser)
 
 
 def add_adapters(parser: argparse.ArgumentParser) -> None:
-    """Adds --adapter, of verbs that generate."""
+    """Adds --adapter, for verbs that generate."""
     parser.add_argument(
         "--adapter",
         action="append",
         default=[],
         metavar="NAME=PATH",
-        help="load an adapter beside the model, unmerged: a folder of PEFT or a run with adapters; may be repeated; "
+        help="load an adapter beside the model, unmerged: a PEFT folder or a run with adapters; repeatable; "
         "infer answers with the first",
     )
 
 
 def add_trust(parser: argparse.ArgumentParser) -> None:
-    """Adds --trust_config, of verbs that open run folders."""
+    """Adds --trust_config, for verbs that open run folders."""
     parser.add_argument(
         "--trust_config",
         action="store_true",
-        help="import the modules that a run folder's config.gin names, as its run did: for folders that you trust",
+        help="import the modules that a run folder's config.gin names; only for folders that you trust",
     )
 
 
 def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parses a verb's command line (sys.argv where `argv` is None).
+    """Parses a verb's command line; `argv` defaults to sys.argv.
 
     Returns:
-      The namespace, with `gin_file` and `gin_search_paths` as flat lists of str and `gin_bindings` as a list of
-      "NAME = VALUE" in the order given, --gin.NAME=VALUE included: what config.parse takes.
+      The namespace, with `gin_file` and `gin_search_paths` as flat lists of str, and `gin_bindings` as a list of
+      "NAME = VALUE" in the order of the command line, --gin.NAME=VALUE included, for config.parse.
 
     Raises:
-      UserError: an unknown flag (with the nearest one) or a bad value.
+      UserError: an unknown flag (the message suggests the nearest one) or an invalid value.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     # --gin.X=Y is rewritten before argparse sees it, so that values such as "-1" and "a b" pass untouched.
@@ -116,7 +116,7 @@ def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str] | None 
     args.gin_search_paths = [part for value in args.gin_search_paths for part in value.split(",") if part]
     for folder in args.gin_search_paths:
         if not os.path.isdir(os.path.expanduser(folder)):
-            raise UserError(f"--gin_search_paths={folder} must be a folder: there is none")
+            raise UserError(f"--gin_search_paths={folder} must be an existing folder")
     del args.gin_override_help
     return args
 
@@ -124,7 +124,7 @@ def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str] | None 
 def _rewrite(arg: str) -> tuple[str, ...]:
     flag, equals, value = arg.partition("=")
     if flag in _RENAMED:
-        print(f"{flag} is now {_RENAMED[flag]}: the next version does not know the old name", file=sys.stderr)
+        print(f"{flag} is now {_RENAMED[flag]}: the next version will reject the old name", file=sys.stderr)
         return (_RENAMED[flag] + equals + value,)
     if not arg.startswith("--gin."):
         return (arg,)

@@ -1,4 +1,4 @@
-"""Continues a prompt with a trained model, or answers it: `python -m capibara.infer --model_dir=runs/quickstart --prompt="def "`."""
+"""Continues or answers a prompt: `python -m capibara.infer --model_dir=runs/quickstart --prompt="def "`."""
 
 from __future__ import annotations
 
@@ -28,9 +28,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags.add_adapters(parser)
     parser.add_argument("--prompt", metavar="TEXT", help="text to continue; default: standard input")
     parser.add_argument("--prompts", metavar="FILE", help='a prompt a line, or .jsonl: {"prompt": .., "adapter": ..}')
-    parser.add_argument("--out", metavar="FILE", help="jsonl file for the texts of --prompts; goes on where it ends")
-    parser.add_argument("--chat", action="store_true", help="prompts are a user's turns; in a terminal one by one")
-    parser.add_argument("--benchmark", action="store_true", help="print tokens a second and latencies, no text")
+    parser.add_argument("--out", metavar="FILE", help="jsonl file for the texts of --prompts; resumes from its end")
+    parser.add_argument(
+        "--chat", action="store_true", help="prompts are a user's turns; a terminal reads them one by one"
+    )
+    parser.add_argument("--benchmark", action="store_true", help="print tokens per second and latencies, no text")
     parser.add_argument("--emulate", type=int, metavar="N", help="run on N emulated CPU devices (1 to 64)")
     multihost.add_arguments(parser)
     args = flags.parse_arguments(parser, argv)
@@ -47,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(args) -> None:
-    """Does what the flags say with the run's newest checkpoint (its averaged parameters where it kept them)."""
+    """Runs the flags' request with the run's newest checkpoint (its moving averages if it keeps them)."""
     from capibara import config, loading
     from capibara.core import devices
     from capibara.core.multihost import channel, hosts

@@ -1,4 +1,4 @@
-"""Starts a verb and starts it again when it dies: `python -m capibara.launch local --restarts=5 -- train --gin_file=F`."""
+"""Runs a verb and restarts it if it dies: `python -m capibara.launch local --restarts=5 -- train --gin_file=F`."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import NoReturn
 
 from capibara.core.types import UserError
 
-_DESCRIPTION = """Run a verb until it has ended well: after a crash, a hang or a kill it is started again.
+_DESCRIPTION = """Run a verb until it succeeds: restart it after a crash, a hang or a kill.
 
-  local   on this machine, in one process or in several that jax.distributed joins
+  local   on this machine, in one process or in several that jax.distributed connects
 
 examples:
   python -m capibara.launch local --restarts=5 -- train --gin_file=quickstart.gin --emulate=8
   python -m capibara.launch local --processes=2 -- train --gin_file=quickstart.gin --emulate=4
 
-A run resumes from its last verified checkpoint. A process that is stopped (SIGSTOP) is continued after 3 s, and where it
-does not stay so, all are started again. They end with their launcher, however that ends.
+A run resumes from its last verified checkpoint. A stopped process (SIGSTOP) is continued after 3 s; if it stops again,
+all processes are restarted. They end with their launcher, however that ends.
 
-exit codes: those of the verb; 128 + N where signal N stopped it"""
+exit codes: those of the verb; 128 + N if signal N stopped it"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,17 +30,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     own, verb = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
     parser = _Parser("capibara launch", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("where", choices=("local",), metavar="local")
-    parser.add_argument("--restarts", type=int, default=3, metavar="N", help="at most; default: 3")
-    parser.add_argument("--processes", type=int, default=1, metavar="N", help="of the verb; default: 1")
+    parser.add_argument("--restarts", type=int, default=3, metavar="N", help="most restarts; default: 3")
+    parser.add_argument("--processes", type=int, default=1, metavar="N", help="processes of the verb; default: 1")
     parser.add_argument(
-        "--grace", type=float, default=300.0, metavar="S", help="seconds to save and end in after SIGTERM"
+        "--grace", type=float, default=300.0, metavar="S", help="seconds to save and exit after SIGTERM"
     )
     parser.add_argument(
         "--crash_grace",
         type=float,
         default=3.0,
         metavar="S",
-        help="seconds to end in after another process has crashed",
+        help="seconds to exit after another process crashed",
     )
     args = parser.parse_args(own)
     _check(args, verb)

@@ -1,4 +1,4 @@
-"""The flags by which a verb joins the other processes of its run."""
+"""The flags by which a verb connects to the other processes of its run."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from capibara.core.multihost.joining import Joining
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags, which are named as the arguments of jax.distributed.initialize."""
-    group = parser.add_argument_group("several hosts", "found by themselves on TPU slices, GKE, Slurm and Open MPI")
+    """Adds the flags, named after the arguments of jax.distributed.initialize."""
+    group = parser.add_argument_group("several hosts", "detected automatically on TPU slices, GKE, Slurm and Open MPI")
     group.add_argument("--coordinator_address", metavar="HOST:PORT", help="of process 0")
-    group.add_argument("--num_processes", type=int, metavar="N", help="of the run, one a host")
-    group.add_argument("--process_id", type=int, metavar="I", help="of this process, from 0")
+    group.add_argument("--num_processes", type=int, metavar="N", help="processes of the run, one per host")
+    group.add_argument("--process_id", type=int, metavar="I", help="index of this process, from 0")
     group.add_argument(
-        "--join_timeout", type=float, default=300.0, metavar="S", help="seconds for all to come; default: 300"
+        "--join_timeout", type=float, default=300.0, metavar="S", help="seconds to wait for all processes; default: 300"
     )
 
 
 def of(args: argparse.Namespace) -> Joining:
-    """What the flags say."""
+    """Reads the flags."""
     return Joining(
         coordinator_address=args.coordinator_address,
         num_processes=args.num_processes,
@@ -32,7 +32,7 @@ def of(args: argparse.Namespace) -> Joining:
 
 
 def asked(args: argparse.Namespace) -> dict[str, str]:
-    """What the command line asks for, as a fact that is the same for all processes of a verb."""
+    """The command line as facts that must be the same in all processes of a verb."""
     own = ("coordinator_address", "num_processes", "process_id", "join_timeout")
     folders = search_folders(args.gin_search_paths)
     files = {name: find_file(name, folders).read_text(encoding="utf-8", errors="replace") for name in args.gin_file}
@@ -43,5 +43,5 @@ def asked(args: argparse.Namespace) -> dict[str, str]:
 
 
 def join_all(args: argparse.Namespace, tell: Callable[[str], None] = print) -> None:
-    """`join`s as a verb's command line says, which must be the same everywhere."""
+    """Connects the processes as a verb's command line says; it must be the same in all of them."""
     joining.join(of(args), asked(args), emulated=args.emulate is not None, tell=tell)

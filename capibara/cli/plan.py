@@ -1,4 +1,4 @@
-"""Finds mesh, batch and recomputation for a model on a slice: `python -m capibara.plan --gin_file=F --slice=v5e-64`."""
+"""Finds mesh, batch size and remat for a model on a slice: `python -m capibara.plan --gin_file=F --slice=v5e-64`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from capibara.cli import flags
 from capibara.planner.search import questions
 
-_DESCRIPTION = """Find mesh, batch size and recomputation for a model on a TPU slice, and what it would take.
+_DESCRIPTION = """Find mesh, batch size and rematerialisation for a model on a TPU slice, and predict their cost.
 
-Everything printed is predicted, in a second or two; --verify has the TPU compiler prove the first plan (a minute or
-some for each plan it tries; needs libtpu, no TPU).
+All figures are predictions, made in a second or two. --verify checks the first plan with the TPU compiler (about a
+minute for each plan that it tries; needs libtpu, but no TPU).
 
 examples:
   python -m capibara.plan --gin_file=models/capibara_8b.gin --slice=v5e-64 --length=4096 --batch_size=512
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def plan(args: argparse.Namespace) -> int:
     """Searches, verifies and reports; returns the exit code."""
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # shapes are all that is computed
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # computes only shapes
     from capibara import config
     from capibara.cli import serving_plan
     from capibara.models import api
@@ -46,7 +46,7 @@ def plan(args: argparse.Namespace) -> int:
     from capibara.storage import outputs
     from capibara.training import trainer
 
-    asked = slices.parse(args.slice) if args.slice is not None else None  # mistakes show before the model is looked at
+    asked = slices.parse(args.slice) if args.slice is not None else None  # errors are raised before the model is built
     dtypes = questions.state_dtypes(args)
     given = proof.Configuration(
         args.gin_file, args.gin_bindings, args.gin_search_paths, args.length, args.encoder_length

@@ -1,4 +1,4 @@
-"""python -m capibara.prepare: trains a SentencePiece vocabulary, or lays out conversations to fine-tune on."""
+"""Trains a SentencePiece vocabulary, or prepares conversations for fine-tuning: `python -m capibara.prepare`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from capibara.core.types import UserError
 if TYPE_CHECKING:
     from capibara.data.sources.sources import Source
 
-_DESCRIPTION = """Prepares what training needs.
+_DESCRIPTION = """Prepare data for training.
 
-  vocabulary     train a SentencePiece vocabulary on a corpus (BPE with byte fallback; loses nothing)
-  instructions   conversations or preference pairs of JSON files, also in archives, into train.jsonl and held_out.jsonl
+  vocabulary     train a SentencePiece vocabulary on a corpus (BPE with byte fallback, lossless)
+  instructions   write conversations or preference pairs from JSON files, or archives of them, to train.jsonl and
+                 held_out.jsonl
 
 examples:
   python -m capibara.prepare vocabulary --size=8192 --output=python.model
@@ -37,12 +38,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("what", choices=["vocabulary", "instructions"], help="what to prepare")
     parser.add_argument("--source", choices=["stdlib", "text", "jsonl"], default="stdlib", help="kind of corpus")
     parser.add_argument("--files", nargs="+", default=[], metavar="FILE", help="files or globs")
-    parser.add_argument("--members", nargs="+", default=[], metavar="NAME", help="files to take out of archives")
+    parser.add_argument("--members", nargs="+", default=[], metavar="NAME", help="files to read from archives")
     parser.add_argument("--held_out", type=float, default=0.1, help="share of the instructions held out (default 0.1)")
     parser.add_argument("--field", default="text", help="the field of a JSON line that holds the text")
     parser.add_argument("--size", type=int, default=8192, help="number of ids (default 8192)")
     parser.add_argument("--sample_megabytes", type=float, default=64.0, help="how much text to train on (default 64)")
-    parser.add_argument("--seed", type=int, default=0, help="chooses the sample")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sample")
     parser.add_argument(
         "--output", help="model file (default tokenizer.model), or the instructions' folder (default .)"
     )
@@ -76,7 +77,7 @@ def _source(args: argparse.Namespace) -> Source:
         return _source_in_gin(args)
     if args.source == "stdlib":
         if args.files:
-            raise UserError("--files needs --source=text or --source=jsonl")
+            raise UserError("--files needs --source=text or --source=jsonl: add one of them")
         return sources.StdlibSource()
     if args.source == "text":
         return sources.TextSource(files=tuple(args.files))
@@ -90,5 +91,5 @@ def _source_in_gin(args: argparse.Namespace) -> Source:
     config.parse(args.gin_file, args.gin_bindings, args.gin_search_paths)
     source = config.build(Dataset).source
     if source is None:
-        raise UserError("Dataset.source is not set in the Gin files: a SeqIO task brings its own vocabulary")
+        raise UserError("Dataset.source is not set in the Gin files (a SeqIO task has its own vocabulary): set it")
     return source

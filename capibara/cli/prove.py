@@ -1,4 +1,4 @@
-"""Compiles a run's train step for a TPU slice that is not there: `python -m capibara.prove --gin_file=base_v5e64.gin`."""
+"""Compiles a run's train step for a TPU slice: `python -m capibara.prove --gin_file=base_v5e64.gin`."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from collections.abc import Sequence
 from capibara.cli import flags
 from capibara.core.types import UserError
 
-_DESCRIPTION = """Compile the train step of a run, as its Gin file says, with the TPU compiler: no TPU is needed.
+_DESCRIPTION = """Compile a run's train step, as its Gin file describes it, with the TPU compiler. Needs no TPU.
 
-Says whether it fits a chip's HBM, and what it takes. Needs libtpu (pip install capibara[tpu]). Verdicts are kept in
+Reports whether it fits a chip's HBM, and how much it needs. Needs libtpu (pip install capibara[tpu]). Caches results in
 ~/.cache/capibara/verdicts.
 
 examples:
   python -m capibara.prove --gin_file=base_v5e64.gin
   python -m capibara.prove --gin_file=models/llama2_7b.gin --slice=v5e-64 --gin.Plan.batch_size=256 --gin.Plan.remat="'full'"
 
-exit codes: 0 it fits, 1 it does not, 2 a mistake in what was given"""
+exit codes: 0 it fits, 1 it does not fit, 2 invalid input"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parses the command line and compiles; returns the exit code."""
     parser = flags.ArgumentParser("capibara prove", _DESCRIPTION)
     parser.add_argument("--slice", metavar="NAME", help="v5e-64, v6e-256, 2xv5e-256, ...; default: Plan.slice")
-    parser.add_argument("--length", type=int, metavar="N", help="places of a row; default: Dataset.length, or 2048")
-    parser.add_argument("--encoder_length", type=int, metavar="N", help="the same of an encoder's rows")
-    parser.add_argument("--deadline", type=float, default=1800, metavar="S", help="seconds after which to stop")
-    parser.add_argument("--fresh", action="store_true", help="compile again even where the verdict is known")
-    parser.add_argument("--json", metavar="FILE", help="write the verdict there")
+    parser.add_argument("--length", type=int, metavar="N", help="tokens of a row; default: Dataset.length, or 2048")
+    parser.add_argument("--encoder_length", type=int, metavar="N", help="tokens of an encoder's row")
+    parser.add_argument("--deadline", type=float, default=1800, metavar="S", help="most seconds to compile")
+    parser.add_argument("--fresh", action="store_true", help="compile even if the result is cached")
+    parser.add_argument("--json", metavar="FILE", help="also write the result to this file")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = flags.parse_arguments(parser, argv)
     if not args.gin_file:
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def prove(args: argparse.Namespace) -> int:
-    """Compiles, or asks a child to; returns the exit code."""
+    """Compiles, in this process or a child; returns the exit code."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     from capibara import config
     from capibara.monitoring.status import StatusLine
@@ -59,7 +59,7 @@ def prove(args: argparse.Namespace) -> int:
         raise UserError("--slice has no value and Plan.slice is not bound: name a slice, e.g. --slice=v5e-64")
     slice_ = asked or slices.parse(run.plan.slice)
     chosen, line = automatic.bindings(run, slice_)
-    if chosen:  # as `train` does
+    if chosen:  # as in `train`
         args.gin_bindings = [*args.gin_bindings, *chosen]
         config.parse(args.gin_file, args.gin_bindings, args.gin_search_paths)
         run = trainer.of_gin(args.length, args.encoder_length)

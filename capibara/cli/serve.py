@@ -10,7 +10,7 @@ from capibara.cli import flags, multihost
 from capibara.core.types import UserError
 
 _KEY = "CAPIBARA_API_KEY"
-_DESCRIPTION = f"""Serve a model over HTTP with OpenAI's API: /v1/completions, /v1/chat/completions (both also as streams),
+_DESCRIPTION = f"""Serve a model over HTTP with OpenAI's API: /v1/completions, /v1/chat/completions (both can stream),
 /v1/models, /health, /ready and /metrics.
 
 examples:
@@ -19,36 +19,36 @@ examples:
   python -m capibara.serve --model=base --adapter=poet=peft/poet --adapter=coder=runs/coder
   {_KEY}=... python -m capibara.serve --model_dir=runs/finetune/adapted --host=0.0.0.0 --gin.ServerConfig.queue=200
 
-Requests name the model or an adapter; adapters are not merged, and texts of all are made together. A slot holds
-Dataset.length tokens of prompt and text. Without a key only this machine is served, by the names localhost, 127.0.0.1,
-[::1] and those of ServerConfig.allowed_hosts; web pages only from ServerConfig.allowed_origins. SIGTERM or ctrl-C lets
-the texts at hand end, a second one does not.
-On several hosts start the same command on each: all make each token, with process 0, which alone listens.
-exit codes: 0 ended by a signal; 1 the engine failed, all who waited were told; 2 a mistake in what was given; 75 another
-host is gone: start the command again"""
+Requests name the model or an adapter; adapters stay unmerged and share batches. A slot holds Dataset.length tokens of
+prompt and text. Without a key the server accepts only requests from this machine, to localhost, 127.0.0.1, [::1] and
+ServerConfig.allowed_hosts; from web pages only of ServerConfig.allowed_origins. The first SIGTERM or ctrl-C finishes the
+running requests, a second one aborts them.
+On several hosts start the same command on each: all of them compute every token, and process 0 alone listens.
+exit codes: 0 stopped by a signal; 1 the engine failed (clients received an error); 2 invalid input; 75 lost another
+host: start the command again"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parses the command line and serves until a signal comes; returns the exit code."""
+    """Parses the command line and serves until a signal arrives; returns the exit code."""
     parser = flags.ArgumentParser("capibara serve", _DESCRIPTION)
     flags.add_model(parser)
     flags.add_adapters(parser)
-    parser.add_argument("--name", metavar="NAME", help="what clients call the model; default: the folder's name")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen at; default: this machine's own")
-    parser.add_argument("--port", type=int, default=8000, help="0: any that is free; default: 8000")
-    parser.add_argument("--api_key_file", metavar="FILE", help=f"keys of clients, one a line; or one in {_KEY}")
+    parser.add_argument("--name", metavar="NAME", help="the model's name for clients; default: the folder's name")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; default: this machine only")
+    parser.add_argument("--port", type=int, default=8000, help="0: any free one; default: 8000")
+    parser.add_argument("--api_key_file", metavar="FILE", help=f"API keys, one per line; or set one in {_KEY}")
     parser.add_argument("--emulate", type=int, metavar="N", help="run on N emulated CPU devices (1 to 64)")
     multihost.add_arguments(parser)
     args = flags.parse_arguments(parser, argv)
     if bool(args.model_dir) == bool(args.model):
-        raise UserError("one of --model_dir and --model is needed: name a run folder, e.g. --model_dir=runs/quickstart")
+        raise UserError("one of --model_dir and --model is needed, not both: try --model_dir=runs/quickstart")
     if not 0 <= args.port < 65536:
         raise UserError(f"--port={args.port} must be from 0 to 65535")
     return serve(args)
 
 
 def serve(args) -> int:
-    """Joins the others, listens, loads the model, answers until a signal comes or the engine fails; the exit code."""
+    """Connects the processes, loads the model and serves until a signal or an engine failure; the exit code."""
     from capibara.core import devices, extras
     from capibara.core.multihost import channel
 
@@ -70,7 +70,7 @@ def serve(args) -> int:
 
 
 def _load(args):
-    """The model with its engine, which all processes make alike, and what the server takes on."""
+    """The model with its engine, built alike in all processes, and the server's limits."""
     import jax
 
     from capibara import config, loading

@@ -1,4 +1,4 @@
-"""`capibara plan --serve`: the mesh that generates, its slots, and the compiler's word on them."""
+"""`capibara plan --serve`: finds a mesh and a number of slots for generation, and has the compiler check them."""
 
 from __future__ import annotations
 
@@ -20,24 +20,26 @@ from capibara.planner.search import ranking, serving
 from capibara.planner.search.serving import Engine, Serving
 from capibara.storage import outputs
 
-_LONGER = (4, 16)  # times the length that is asked for, in the table
+_LONGER = (4, 16)  # multiples of the requested length that the table shows too
 
 
 def plan(args: argparse.Namespace, model: Model, length: int, slice_: Slice) -> int:
-    """Ranks the meshes, has the first compiled where that is asked for, and reports; returns the exit code.
+    """Ranks the meshes, compiles for the first one if requested, and reports; returns the exit code.
 
     Args:
       args: of the verb.
-      model: what shall generate.
-      length: places of a slot.
-      slice_: the chips.
+      model: the model to serve.
+      length: token capacity of a slot.
+      slice_: the TPU slice.
 
     Raises:
       UserError: nothing fits, or the model does not generate.
     """
     ranking.check_headroom(args.headroom)
     if model.read is None:
-        raise UserError(f"--serve is for models that generate, and {type(model.config).__name__} is none: leave it out")
+        raise UserError(
+            f"--serve is for models that generate, which {type(model.config).__name__} is not: leave it out"
+        )
     asked = config.build(EngineConfig)
     dtype = str(asked.cache_dtype)
     engine = Engine(
@@ -69,7 +71,7 @@ def plan(args: argparse.Namespace, model: Model, length: int, slice_: Slice) -> 
 
 
 def _others(model: Model, slice_: Slice, best: Serving, headroom: float) -> Iterator[Serving]:
-    """The same mesh with longer slots, and with keys and values in 8 bits: as many slots as fit."""
+    """The same mesh with longer slots, and with an 8-bit cache: as many slots as fit."""
     for times in (1, *_LONGER):
         for dtype in dict.fromkeys((best.engine.cache_dtype, "int8")):
             engine = dataclasses.replace(best.engine, length=best.engine.length * times, cache_dtype=dtype, slots=None)
@@ -78,7 +80,7 @@ def _others(model: Model, slice_: Slice, best: Serving, headroom: float) -> Iter
 
 
 def _compiled(model: Model, slice_: Slice, best: Serving, asked: EngineConfig) -> dict[str, Any]:
-    """What the TPU compiler says of the engine's own step with these slots."""
+    """The TPU compiler's result for the engine's own decode step with these slots."""
     topology.check(slice_.name)
     plan_ = sharding.Plan(batch_size=best.data, data=best.data, fsdp=1, tensor=best.tensor)
     mesh = sharding.make_mesh(plan_, topology.slice_devices(slice_.name))
@@ -93,10 +95,10 @@ def _compiled(model: Model, slice_: Slice, best: Serving, asked: EngineConfig) -
 def _proof_lines(proof: dict[str, Any], best: Serving) -> Iterator[str]:
     peak = f"{(proof['peak_bytes'] or 0) / serving.GIB:.2f} GiB"
     if not proof["fits"]:
-        yield f"  compiled: the decode step does not fit, it needs {peak} a device: try fewer EngineConfig.slots"
+        yield f"  compiled: the decode step does not fit, it needs {peak} per device: try fewer EngineConfig.slots"
         return
     predicted = (best.weights + best.keys_values) / serving.GIB
     yield (
-        f"  compiled in {proof['compile_s']:.0f} s: the decode step needs {peak} a device, {predicted:.2f} of it were predicted "
-        "for weights and slots; reading a prompt is not in it"
+        f"  compiled in {proof['compile_s']:.0f} s: the decode step needs {peak} per device, {predicted:.2f} predicted for "
+        "weights and slots; prefill is not included"
     )

@@ -8,24 +8,22 @@ from capibara.cli import flags, multihost
 from capibara.core.multihost import joining
 from capibara.core.types import UserError
 
-_DESCRIPTION = """Train a model as a Gin file says; run again to resume from the last checkpoint.
+_DESCRIPTION = """Train a model as a Gin file describes; run it again to resume from the last checkpoint.
 
 examples:
   python -m capibara.train --gin_file=quickstart.gin --emulate=8
   python -m capibara.train --gin_file=base_v5e64.gin --emulate=8 --gin.TRAIN_STEPS=3
   python -m capibara.train --gin_file=my_run.gin --gin.MODEL_DIR=runs/mine --gin.TRAIN_STEPS=20000
 
-exit codes: 0 finished, 1 a crash, damage or silent corruption, 2 a mistake in what was given, 75 hung, or to be run
-again, 130 / 143 stopped by ctrl-C / SIGTERM after a checkpoint"""
+exit codes: 0 finished, 1 a crash, corruption or silent corruption, 2 invalid input, 75 hung, or to be run again,
+130 / 143 stopped by ctrl-C / SIGTERM after a checkpoint"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parses the command line and trains; returns the exit code."""
     parser = flags.ArgumentParser("capibara train", _DESCRIPTION)
     parser.add_argument("--emulate", type=int, metavar="N", help="run on N emulated CPU devices (1 to 64)")
-    parser.add_argument(
-        "--start_over", action="store_true", help="rename MODEL_DIR if it is there, and begin a new run in its place"
-    )
+    parser.add_argument("--start_over", action="store_true", help="rename MODEL_DIR if it exists, and start a new run")
     multihost.add_arguments(parser)
     args = flags.parse_arguments(parser, argv)
     if not args.gin_file:

@@ -112,8 +112,8 @@ def mistake(done):
 
 
 def test_mistakes_are_one_line(here, trained):
-    assert "give one of --model_dir" in mistake(here("evaluate"))
-    assert "give one of --model_dir" in mistake(here("evaluate", RUN, "--model=x"))
+    assert "pass one of --model_dir" in mistake(here("evaluate"))
+    assert "pass one of --model_dir" in mistake(here("evaluate", RUN, "--model=x"))
     assert "has no checkpoint of step 7: there are 20, 40" in mistake(here("evaluate", RUN, "--step=7"))
     assert "--task=qa is bound nowhere" in mistake(here("evaluate", RUN, "--task=qa"))
     assert "x does not exist" in mistake(here("evaluate", "--model=x"))

@@ -1,1 +1,1 @@
-"""Files of prompts and conversations in a terminal."""
+"""Generation for files of prompts, and conversations in a terminal."""

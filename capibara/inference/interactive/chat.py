@@ -1,4 +1,4 @@
-"""A conversation as a model that was trained on some reads it, and where its answer ends."""
+"""Renders conversations to prompts with a chat template, and finds the tokens that end an answer."""
 
 from __future__ import annotations
 
@@ -26,34 +26,34 @@ class Chat:
     template: ChatTemplate
 
     def ids(self, turn: str) -> list[int]:
-        """The prompt for an answer to a user's turn; where the turn spells a special token it has its letters."""
+        """The prompt for an answer to a user's turn; special tokens in the turn are encoded as plain text."""
         return self.ids_after(Conversation([{"role": "user", "content": turn}]), "the prompt")
 
     def ids_after(self, conversation: Conversation, where: str) -> list[int]:
-        """The prompt for the answer that follows a conversation; `where` names it in errors.
+        """The prompt for the next answer in a conversation; `where` names the conversation in errors.
 
         Raises:
-          UserError: the template refuses it.
+          UserError: the template rejects it.
         """
         return self.ids_of(self.text_after(conversation, where))
 
     def text_after(self, conversation: Conversation, where: str) -> str:
-        """The text of that prompt.
+        """The prompt's text.
 
         Raises:
-          UserError: the template refuses it.
+          UserError: the template rejects it.
         """
         return self.template.render(conversation, where, add_generation_prompt=True).text
 
     def ids_of(self, text: str) -> list[int]:
-        """The ids of such a text."""
+        """The token ids of a rendered prompt."""
         return self.vocabulary.encode_rendered(text)[0].tolist()
 
     @functools.cached_property
     def ends(self) -> tuple[int, ...]:
-        """The special tokens with which the template ends an answer; models have an end token besides, or the same."""
+        """The special tokens with which the template ends an answer; may include the vocabulary's end token."""
         said = Conversation([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}])
-        with contextlib.suppress(UserError):  # a template that answers cannot be told in: there is the end token
+        with contextlib.suppress(UserError):  # the template's answers cannot be located: the end token must do
             example = render_example(self.template, said, TrainOn.ASSISTANT, "an answer")
             ids, offsets = self.vocabulary.encode_rendered(example.text)
             assert example.loss is not None, "it is rendered"
@@ -64,7 +64,7 @@ class Chat:
 
 
 def of_served(dataset: Dataset) -> Chat | None:
-    """As `of_run`; None, with a line on standard error, where there is none that can be used: there are completions alone."""
+    """Like `of_run`, but warns on standard error and returns None if there is no usable template."""
     try:
         talk = of_run(dataset)
         talk.ids("Hello")
@@ -79,10 +79,10 @@ def of_served(dataset: Dataset) -> Chat | None:
 
 
 def of_run(dataset: Dataset, asked: str = "--chat") -> Chat:
-    """With the template that a run was trained with, or that beside its tokenizer; `asked`: by what, for errors.
+    """The run's tokenizer with the chat template of training, or the one beside the tokenizer; errors name `asked`.
 
     Raises:
-      UserError: the run has none.
+      UserError: the run has no chat template.
     """
     vocabulary, template = dataset.get_vocabulary(), getattr(dataset.source, "template", None)
     if template is not None:

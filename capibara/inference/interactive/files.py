@@ -1,4 +1,4 @@
-"""A file of prompts in, a file of texts out; where it was stopped it goes on."""
+"""Generates a file of texts from a file of prompts; resumes where it was interrupted."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from capibara.inference.interactive.chat import Chat
 from capibara.inference.sampling.sampling import Sampling, changed, of_values
 from capibara.storage import outputs
 
-_BEGINS = b'{"prompt": '  # every line of an output
-_MOST = 1_000_000  # prompts of a file, which are all held in memory
-_AHEAD = 4  # requests that wait for each slot, so that none is idle while an earlier text is not finished yet
+_BEGINS = b'{"prompt": '  # the start of every line of the output
+_MOST = 1_000_000  # prompts in a file; all are held in memory
+_AHEAD = 4  # queued requests per slot, so that no slot is idle while an earlier text is unfinished
 
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
     """A line of the file.
 
-    It has the prompt, its sampling, what else the line says (copied to the output), its number, and the adapter that it is
-    read with, None for the model alone.
+    It has the prompt, its sampling, other fields of the line (copied to the output), the line number, and the adapter
+    to use, None for the model alone.
     """
 
     text: str
@@ -42,25 +42,25 @@ class Prompt:
 
 
 def read_standard_input() -> str:
-    """The prompt that it is, without the line's end.
+    """Standard input without its final newline, as a prompt.
 
     Raises:
-      UserError: it is not in UTF-8.
+      UserError: it is not UTF-8.
     """
     try:
         return sys.stdin.read().rstrip("\n")
     except UnicodeDecodeError as error:
-        raise UserError(f"standard input is not text in UTF-8 ({error}): convert it, or give --prompt") from None
+        raise UserError(f"standard input is not text in UTF-8 ({error}): convert it, or pass --prompt") from None
 
 
 def read_prompts(path: str, sampling: Sampling, adapters: Sequence[str] = ()) -> list[Prompt]:
-    """The prompts of a .jsonl file ({"prompt": ...}, any fields of Sampling, "adapter"), or of the lines of a text file.
+    """The prompts of a .jsonl file ({"prompt": ..., "adapter": ..., fields of Sampling}) or the lines of a text file.
 
-    Where texts are drawn and a line has no seed of its own, it is the sampling's for the first line, one more for the
-    second, and so on: equal prompts get different texts. A line that says none has the first of the adapters; null is the model alone.
+    When texts are drawn, a line without its own seed gets the sampling's seed plus its index, so that equal prompts get
+    different texts. A line without "adapter" uses the first adapter; null means the model alone.
 
     Raises:
-      UserError: there is no such file, or a line is none of these.
+      UserError: the file cannot be read, or a line is invalid.
     """
     try:
         with open(path, encoding="utf-8") as file:
@@ -72,7 +72,7 @@ def read_prompts(path: str, sampling: Sampling, adapters: Sequence[str] = ()) ->
 
 
 def _prompts(file: TextIO, path: str, sampling: Sampling, adapters: Sequence[str]) -> Iterator[Prompt]:
-    """Read line by line, so that a mistake in the first costs nothing of the others."""
+    """Yields prompts line by line, so that an error in the first line is found at once."""
     of_json = path.endswith(".jsonl")
     for index, line in enumerate(_lines(file, path)):
         where = f"{path}:{index + 1}"
@@ -85,7 +85,7 @@ def _prompts(file: TextIO, path: str, sampling: Sampling, adapters: Sequence[str
 
 
 def _lines(file: TextIO, path: str) -> Iterator[str]:
-    """Those of an open file, or of a pipe that the user names, without their ends; also those that are empty."""
+    """The lines of an open file or named pipe without line ends, empty ones included."""
     for number in itertools.count(1):
         line = file.readline(limits.LINE_BYTES + 1)
         if not line:
@@ -111,11 +111,11 @@ def _of_json(where: str, line: str, sampling: Sampling, index: int, adapters: Se
     own = {name: values.pop(name) for name in fields & values.keys()}
     adapter = values.pop("adapter", next(iter(adapters), None))
     if adapter is not None and adapter not in adapters:
-        known = ", ".join(adapters) or "none: there is none, give --adapter=NAME=PATH"
+        known = ", ".join(adapters) or "none: no adapter is loaded, pass --adapter=NAME=PATH"
         raise UserError(f"{where} has adapter = {short(adapter)}, must be null or one of {known}")
     close = next((name for name in values if nearest(name, fields)), None)
     if close is not None:
-        raise UserError(f"{where} has {close!r}, which no sampling has{did_you_mean(close, fields)}")
+        raise UserError(f"{where} has {close!r}, which is no field of Sampling{did_you_mean(close, fields)}")
     try:
         sampling = of_values(own, sampling)
         return Prompt(text, sampling if "seed" in own else _of_line(sampling, index), values, where, adapter)
@@ -124,7 +124,7 @@ def _of_json(where: str, line: str, sampling: Sampling, index: int, adapters: Se
 
 
 def shown(result: Completion, prompt: str) -> str:
-    """A text after its prompt; where a search was to give several a line each, behind their scores."""
+    """A prompt with its text; if several texts were requested, one per line after its score."""
     if len(result.decodes) < 2:
         return prompt + result.text
     return "\n".join(f"{one.score:.6f}\t{prompt}{one.text}" for one in result.decodes)
@@ -133,25 +133,25 @@ def shown(result: Completion, prompt: str) -> str:
 def complete(
     engine: Engine, prompts: list[Prompt], path: str, chat: Chat | None = None, made_by: Mapping[str, Any] | None = None
 ) -> Iterator[int]:
-    """Writes a line {"prompt", "text", "sampling", ...} for every prompt, in their order; gives how many are done.
+    """Writes a line {"prompt", "text", "sampling", ...} for every prompt, in order; yields the number of finished ones.
 
     Args:
-      engine: generates.
-      prompts: what to.
-      path: of the output.
-      chat: for prompts that are turns of a user; None: they are texts to go on with.
-      made_by: the model, as JSON values: each line has it, so that no file goes on with another.
+      engine: the engine.
+      prompts: the prompts.
+      path: output file.
+      chat: renders prompts that are a user's turns; None: prompts are texts to continue.
+      made_by: the model's identity as JSON values; written to each line, so that the file is not resumed with another.
 
     Raises:
       UserError: the output has lines of other prompts, another sampling or another model, or cannot be written, or a
-        prompt has no place.
+        prompt does not fit.
     """
     made_by = json.loads(json.dumps(dict(made_by or {})))
     with contextlib.ExitStack() as opened:
         try:
             os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
             out = opened.enter_context(open(path, "a", encoding="utf-8", errors="surrogatepass"))
-            outputs.lock(out, f"--out={path}")  # before a line is taken for one that was cut off
+            outputs.lock(out, f"--out={path}")  # before a line is taken for an incomplete one
             done = _resume(path, prompts, made_by)
         except OSError as error:
             raise UserError(f"--out={path} cannot be written ({error.strerror}): name another file") from None
@@ -162,7 +162,7 @@ def complete(
             while len(streams) < _AHEAD * engine.slots and (more := next(left, None)) is not None:
                 streams.append(_submitted(engine, more, chat))
             result = streams.popleft().result()
-            line = _asked(prompt, made_by) | prompt.rest | _asked(prompt, made_by)  # first in the line, and ours win
+            line = _asked(prompt, made_by) | prompt.rest | _asked(prompt, made_by)  # our fields come first, and win
             line |= {"text": result.text, "finish": str(result.finish), "tokens": len(result.tokens)}
             line |= of_search(result)
             out.write(json.dumps(line, ensure_ascii=False) + "\n")
@@ -180,27 +180,27 @@ def _submitted(engine: Engine, prompt: Prompt, chat: Chat | None) -> Stream:
 
 
 def _asked(prompt: Prompt, made_by: Mapping[str, Any]) -> dict[str, Any]:
-    """What a line says of how its text came to be; the prompt first."""
+    """The fields of a line that describe how its text was made; the prompt first."""
     adapter = {} if prompt.adapter is None else {"adapter": prompt.adapter}
     return {"prompt": prompt.text, **adapter, "sampling": changed(prompt.sampling), "made_by": made_by}
 
 
 def _resume(path: str, prompts: list[Prompt], made_by: Mapping[str, Any]) -> int:
-    """How many whole lines the output has; what follows them (a line cut off) is removed, once all are known as ours."""
+    """Number of complete lines in the output; removes an incomplete one after them if all are ours."""
     with open(path, "rb+") as file:
         *lines, rest = file.read().split(b"\n")
         for number, line in enumerate(lines, 1):
             _check_line(f"--out={path}: line {number}", line, prompts[number - 1 : number], made_by)
         if rest[: len(_BEGINS)] != _BEGINS[: len(rest)]:
-            raise UserError(f"--out={path}: line {len(lines) + 1} is none that was cut off: name another file")
-        if _values(rest):  # it is whole, and may be somebody's
+            raise UserError(f"--out={path}: line {len(lines) + 1} is not an incomplete line of ours: name another file")
+        if _values(rest):  # it is complete, and may be another program's
             _check_line(f"--out={path}: line {len(lines) + 1}", rest, prompts[len(lines) : len(lines) + 1], made_by)
         file.truncate(sum(len(line) + 1 for line in lines))
     return len(lines)
 
 
 def _values(line: bytes) -> dict[str, Any]:
-    """Of a line; none where it is no JSON object."""
+    """The JSON object in a line; empty if there is none."""
     try:
         found = json.loads(line)
     except (ValueError, RecursionError):
@@ -209,10 +209,10 @@ def _values(line: bytes) -> dict[str, Any]:
 
 
 def _check_line(where: str, line: bytes, prompt: list[Prompt], made_by: Mapping[str, Any]) -> None:
-    """Raises UserError unless a line of the output is of this prompt, and made as its text would be made now."""
+    """Raises UserError unless a line of the output has this prompt, and the settings that would be used now."""
     found = _values(line)
     if not prompt or found.get("prompt") != prompt[0].text:
-        raise UserError(f"{where} is not of the prompt in that line: name another file")
+        raise UserError(f"{where} has another prompt than the input's line: name another file")
     for name, now in _asked(prompt[0], made_by).items():
         if found.get(name) != now:
             raise UserError(f"{where} has another {name} ({found.get(name)}) than now ({now}): name another file")

@@ -1,4 +1,4 @@
-"""A conversation in the terminal: what is typed is a turn, the answer comes as it is written."""
+"""A conversation in the terminal: typed lines are turns, answers are streamed."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from capibara.inference.engine.stream import Finish
 from capibara.inference.interactive.chat import Chat
 from capibara.inference.sampling.sampling import Sampling
 
-_HELP = """/system TEXT  what the model is told before the first turn; without TEXT: nothing
-/reset        forget the conversation, but for that
-/save FILE    add the conversation to a .jsonl file, as a line {"messages": [...]}
-/exit         end, as ctrl-D does
+_HELP = """/system TEXT  set the system message; without TEXT: remove it
+/reset        forget the conversation, but keep the system message
+/save FILE    append the conversation to a .jsonl file, as a line {"messages": [...]}
+/exit         end, like ctrl-D
 //...         a turn that begins with /
 ctrl-C stops an answer"""
 _COMMANDS = ("/help", "/system", "/reset", "/save", "/exit")
@@ -30,15 +30,15 @@ class Talk:
     """A conversation of many turns.
 
     Args:
-      engine: with a thread of its own.
-      chat: of the model.
-      length: tokens of a slot.
+      engine: an engine with its own thread.
+      chat: the model's chat template.
+      length: token capacity of a slot.
       sampling: of the answers.
-      write: puts text on the terminal.
-      adapter: of the engine, with which it answers; None: the model alone.
+      write: writes text to the terminal.
+      adapter: the engine's adapter to answer with; None: the model alone.
 
     Attributes:
-      messages: so far.
+      messages: the conversation so far.
     """
 
     def __init__(
@@ -55,10 +55,10 @@ class Talk:
         self.messages: list[Message] = []
 
     def run(self, read: Callable[[str], str] = input) -> None:
-        """Goes on until the end of what is typed.
+        """Runs until the input ends.
 
         Args:
-          read: (prompt) -> a line that was typed; raises EOFError at the end.
+          read: (prompt) -> a typed line; raises EOFError at the end.
         """
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401 - with it input() has a line that can be edited
@@ -77,7 +77,7 @@ class Talk:
             self.take(line)
 
     def take(self, line: str) -> None:
-        """Does what a line says: a command, or a turn, to which the answer is written."""
+        """Handles a line: a command, or a turn whose answer it writes."""
         if not line.strip():
             return
         if line.startswith("/") and not line.startswith("//"):
@@ -87,7 +87,7 @@ class Talk:
         self.messages.append({"role": "user", "content": line.removeprefix("/") if line.startswith("//") else line})
         try:
             self._answer()
-        except UserError as error:  # the template refuses it, or it has no place: as if it had not been said
+        except UserError as error:  # the template rejects the turn, or it does not fit: drop it
             self.messages = before
             self._write(f"error: {error}\n")
         except KeyboardInterrupt:
@@ -114,7 +114,9 @@ class Talk:
 
     def _save(self, path: str) -> None:
         if not path or not self.messages:
-            self._write("/save needs a file, e.g. /save chat.jsonl\n" if self.messages else "nothing was said yet\n")
+            self._write(
+                "/save needs a file, e.g. /save chat.jsonl\n" if self.messages else "the conversation is empty\n"
+            )
             return
         try:
             with open(path, "a", encoding="utf-8") as file:
@@ -138,11 +140,11 @@ class Talk:
         self.messages.append({"role": "assistant", "content": result.text})
 
     def _fitting(self) -> list[int]:
-        """The prompt; the oldest turns are dropped until it and an answer have a place."""
+        """The prompt; drops the oldest turns until the prompt and an answer fit."""
         room = min(self._sampling.max_new_tokens, self._length // 4)
         dropped = 0
         while True:
-            ids = self._chat.ids_after(Conversation(self.messages), "what was said")
+            ids = self._chat.ids_after(Conversation(self.messages), "the conversation")
             turns = [k for k, message in enumerate(self.messages) if message["role"] == "user"]
             if len(ids) + room <= self._length + 1 or len(turns) < 2:
                 break
@@ -150,7 +152,7 @@ class Talk:
             del self.messages[turns[0] : turns[1]]
         if len(ids) > self._length:
             raise UserError(
-                f"that has {len(ids)} tokens with the template, must have at most {self._length}: shorten it"
+                f"the message has {len(ids)} tokens with the template, must have at most {self._length}: shorten it"
             )
         if dropped:
             self._write(f"[the first {dropped} messages are forgotten: the context of {self._length} tokens is full]\n")
@@ -158,7 +160,7 @@ class Talk:
 
 
 def printable(text: str) -> str:
-    """Text without what would command the terminal: control characters but new lines and tabs become U+FFFD."""
+    """Text without control characters: all except newlines and tabs become U+FFFD."""
     return "".join(
         "\ufffd" if unicodedata.category(character) == "Cc" and character not in "\n\t" else character
         for character in text
@@ -166,7 +168,7 @@ def printable(text: str) -> str:
 
 
 def write(text: str) -> None:
-    """Puts text on standard output at once; what its encoding has not becomes a question mark."""
+    """Writes text to standard output at once; characters that its encoding lacks become question marks."""
     encoding = sys.stdout.encoding or "utf-8"
     sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
     sys.stdout.flush()

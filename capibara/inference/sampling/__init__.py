@@ -1,1 +1,1 @@
-"""How the next token is chosen, and how tokens become text."""
+"""Chooses next tokens, and turns tokens into text."""

@@ -1,10 +1,11 @@
-"""Beam search as T5X's `decoding.beam_search`: K texts of each prompt are followed at a time, and K that ended are kept.
+"""Beam search as in T5X's `decoding.beam_search`: K live beams and up to K finished ones for each prompt.
 
-Every step takes the candidates of highest log probability of all K x V: twice K, so that K go on though K end. Those that
-end are ranked by their log probability over a penalty of brevity, ((5 + tokens) / 6) ** alpha. A prompt's search ends
-where nothing that goes on can be better than the K that have ended, whatever the other prompts of its batch do.
+Every step takes the 2 K candidates with the highest log probabilities of all K x V, so that K beams stay live even if K
+finish. Finished beams are ranked by their log probability divided by the length penalty ((5 + tokens) / 6) ** alpha.
+The search for a prompt ends when no live beam can still beat its K finished ones, independently of the batch's other
+prompts.
 
-The texts of a prompt are neighbouring rows of one cache, whose rows a step puts in the order of those that go on.
+The beams of a prompt are adjacent rows of one cache; each step reorders these rows to follow the live beams.
 """
 
 from __future__ import annotations
@@ -26,33 +27,34 @@ from capibara.models import api
 from capibara.models.api import Cache, Model
 from capibara.sharding import Rules
 
-NEVER = -1e7  # T5X's log probability of what must not be chosen: finite
-_STEPS = 64  # of a program: then the host sees whether anything is left to do
+NEVER = -1e7  # T5X's log probability of an excluded token: finite
+_STEPS = 64  # steps in one program; after it the host checks whether the search is done
 
 State = dict[str, Any]
-"""On the devices, of B prompts with K texts each, T tokens at most: `cache` of B * K rows; `last` [B, K], `texts` and
-`log_p` of those that go on, [B, K, T] and [B, K], the likeliest last; `ended_texts`, `scores` and `ended` (whether there is
-such a text) of those that have ended; `steps`, `done`, `limits` and `before` [B]; `ends` [B, E]."""
+"""The state on the devices, for B prompts with K beams of at most T tokens. `cache` has B * K rows; `last` [B, K],
+`texts` [B, K, T] and `log_p` [B, K] describe the live beams, likeliest last; `ended_texts`, `scores` and `ended`
+(whether the entry is used) describe the finished ones; `steps`, `done`, `limits` and `before` are [B]; `ends` is [B,
+E]."""
 
 
 class Sizes(NamedTuple):
-    """What programs are compiled for: K texts a prompt, of at most `tokens`, in rows of `places` of `dtype`."""
+    """Static shapes of the programs: K beams of at most `tokens`, in rows with `capacity` tokens of `dtype`."""
 
     num_decodes: int
     tokens: int
-    places: int
+    capacity: int
     encoder_length: int | None = None
     dtype: str | None = None
 
 
 class Asked(NamedTuple):
-    """What is asked for, of B prompts.
+    """The requests of B prompts.
 
     Attributes:
-      limits: [B] most tokens of a text; 0: no prompt.
-      before: [B] tokens that count as its own in its length.
-      ends: [B, E] ids that end it; -1: none.
-      alpha, min_log_prob: as of BeamSearch.
+      limits: [B] most tokens of a beam; 0: no prompt.
+      before: [B] tokens of the prompt that count towards the length.
+      ends: [B, E] end token ids; -1: none.
+      alpha, min_log_prob: as in BeamSearch.
     """
 
     limits: np.ndarray
@@ -63,10 +65,10 @@ class Asked(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What was found, of B prompts, the best of the K texts last.
+    """The results for B prompts; the best of the K beams comes last.
 
-    They are: `texts` [B, K, T], 0 after their ends; `scores` [B, K]; whether there is such a text [B, K]; `steps` [B], how
-    many tokens the search has given.
+    `texts` [B, K, T], 0 after the end token; `scores` [B, K]; whether the entry is used [B, K]; `steps` [B], the number
+    of tokens that the search generated.
     """
 
     texts: jax.Array
@@ -76,12 +78,12 @@ class Found(NamedTuple):
 
 
 class Programs(NamedTuple):
-    """Jitted functions; a state that is given to one is gone.
+    """Jitted functions; a state that is passed to one is donated.
 
     Attributes:
-      begin: (params, batch of B prompts, Asked) -> state with the first token of each text, and whether all is done.
-      advance: (params, state, Asked, most) -> the same after at most so many tokens more.
-      found: state -> Found, on every device.
+      begin: (params, batch of B prompts, Asked) -> state with the first token of each beam, and whether all are done.
+      advance: (params, state, Asked, most) -> the same after at most `most` more tokens.
+      found: state -> Found, replicated on every device.
     """
 
     begin: Callable[[Params, Batch, Asked], tuple[State, jax.Array]]
@@ -90,7 +92,7 @@ class Programs(NamedTuple):
 
 
 def build(model: Model, usable: int, sizes: Sizes, mesh: Mesh | None = None, rules: Rules = Rules()) -> Programs:
-    """The programs for a model and `usable` ids of a vocabulary; made once. `mesh`, `rules`: as of an engine's."""
+    """The programs for a model and the first `usable` ids of its vocabulary; cached. `mesh`, `rules`: the engine's."""
     return _build(Same(model), usable, sizes, mesh, rules)
 
 
@@ -99,12 +101,12 @@ def _build(same: Same, usable: int, sizes: Sizes, mesh: Mesh | None, rules: Rule
     model, K = same.model.plain, sizes.num_decodes
 
     def known(x: Any) -> Any:
-        """On every device: the host of every process looks at it."""
+        """Replicates a value, so that every process can read it."""
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec())) if mesh else x
 
     def begin(params: Params, batch: Batch, asked: Asked) -> tuple[State, jax.Array]:
         rows = len(batch["tokens"])
-        empty = model.start_cache(rows, sizes.places, dtype=sizes.dtype, encoder_length=sizes.encoder_length)
+        empty = model.start_cache(rows, sizes.capacity, dtype=sizes.dtype, encoder_length=sizes.encoder_length)
         logits, cache = model.prefill(params, batch, empty)
         state = _nothing_found(rows, sizes, asked) | {"cache": jax.tree.map(lambda x: jnp.repeat(x, K, axis=0), cache)}
         state = _laid_out(_chosen(jnp.repeat(logits, K, axis=0), usable, state, asked))
@@ -134,13 +136,13 @@ def _build(same: Same, usable: int, sizes: Sizes, mesh: Mesh | None, rules: Rule
 
 
 def search(programs: Programs, params: Params, batch: Batch, asked: Asked) -> Found:
-    """Searches to the end: what is found, on the host.
+    """Runs the search to its end; returns the results on the host.
 
     Args:
-      programs: of `build`.
-      params: as `Model.serving` gives them.
-      batch: prompts, as `Model.prefill` takes them.
-      asked: of the prompts.
+      programs: from `build`.
+      params: from `Model.serving`.
+      batch: prompts, as for `Model.prefill`.
+      asked: the prompts' requests.
     """
     state, done = programs.begin(params, batch, asked)
     while not bool(done):
@@ -151,7 +153,7 @@ def search(programs: Programs, params: Params, batch: Batch, asked: Asked) -> Fo
 def asked_of(
     limits: Sequence[int], before: Sequence[int], ends: Sequence[Sequence[int]], alpha: float, min_log_prob: float
 ) -> Asked:
-    """Of lists, one entry a prompt."""
+    """Builds an Asked from lists with one entry per prompt."""
     longest = max(map(len, ends))
     rows = [[*own, *[-1] * (longest - len(own))] for own in ends]
     ints, floats = functools.partial(np.asarray, dtype=np.int32), functools.partial(np.asarray, dtype=np.float32)
@@ -159,7 +161,7 @@ def asked_of(
 
 
 def _laid_out(state: State) -> State:
-    """On the active mesh prompts lie as rows of a batch do, each with all its texts, keys and values with their heads."""
+    """Shards the state over the active mesh: prompts (with their beams) as rows, keys and values by heads."""
     B, K = state["last"].shape
 
     def of_cache(axes: tuple[str | None, ...], x: jax.Array) -> jax.Array:
@@ -174,7 +176,7 @@ def _laid_out(state: State) -> State:
 
 def _nothing_found(rows: int, sizes: Sizes, asked: Asked) -> State:
     B, K, T = rows, sizes.num_decodes, sizes.tokens
-    first_K = jnp.where(jnp.arange(K) == 0, 0.0, NEVER).astype(jnp.float32)  # the texts of a prompt are still the same
+    first_K = jnp.where(jnp.arange(K) == 0, 0.0, NEVER).astype(jnp.float32)  # at first a prompt's beams are identical
     nothing = jnp.zeros((B, K, T), jnp.int32)
     return {
         "last": jnp.zeros((B, K), jnp.int32),
@@ -194,7 +196,7 @@ def _penalty(alpha: jax.Array | np.ndarray, tokens: jax.Array) -> jax.Array:
 
 
 def _chosen(logits: jax.Array, usable: int, state: State, asked: Asked) -> State:
-    """The state with one token more of each text, whose `logits` [B * K, V] follow its last; done prompts stay as they are."""
+    """Adds a token to each beam, given the `logits` [B * K, V] after its last one; done prompts are unchanged."""
     (B, K, T), E = state["texts"].shape, asked.ends.shape[1]
     totals, parents, tokens = _candidates(logits, usable, state["log_p"], (1 + E) * K)
     steps_B, before_B = state["steps"], jnp.asarray(asked.before)
@@ -225,20 +227,20 @@ def _chosen(logits: jax.Array, usable: int, state: State, asked: Asked) -> State
 def _candidates(
     logits: jax.Array, usable: int, log_p_BK: jax.Array, count: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The `count` likeliest texts of one token more, [B, count]: log probability, whose they are, and their new tokens."""
+    """The `count` likeliest extensions, [B, count]: log probabilities, the beams that they extend, and their tokens."""
     (B, K), V = log_p_BK.shape, logits.shape[-1]
     log_p = sharding.constrain(jax.nn.log_softmax(logits), ("batch", None))
     log_p = jnp.where(jnp.arange(V) < usable, log_p, -jnp.inf) + log_p_BK.reshape(-1, 1)
-    each = min(count, V)  # the likeliest of all are among the likeliest of each
+    each = min(count, V)  # the overall likeliest are among each beam's likeliest
     best, tokens = (x.reshape(B, K * each) for x in jax.lax.top_k(log_p, each))
     totals, at = jax.lax.top_k(best, min(count, K * each))
     return totals, at // each, _taken(tokens, at).astype(jnp.int32)
 
 
 def _done(state: State, asked: Asked) -> jax.Array:
-    """[B]: whether nothing better can come, or no more may."""
+    """[B]: whether no better beam is possible, or the limit is reached."""
     limits, steps_B = jnp.asarray(asked.limits), state["steps"]
-    # No text is longer, and none gets likelier.
+    # No beam is longer than the limit, and log probabilities never increase.
     penalty_B1 = _penalty(asked.alpha, jnp.asarray(asked.before) + limits + 1)[:, None]
     best_B1 = state["log_p"][:, -1:] / penalty_B1
     worst = jnp.where(state["ended"], jnp.min(state["scores"], axis=1, keepdims=True), NEVER)
@@ -247,12 +249,12 @@ def _done(state: State, asked: Asked) -> jax.Array:
 
 
 def _taken(x_BN: jax.Array, index_BM: jax.Array) -> jax.Array:
-    """Of each prompt's entries those of an index, [B, M, ...]."""
+    """Gathers entries of each prompt by index: [B, M, ...]."""
     return jnp.take_along_axis(x_BN, index_BM.reshape(*index_BM.shape, *(1,) * (x_BN.ndim - 2)), axis=1)
 
 
 def _reordered(cache: Cache, parents_BK: jax.Array) -> Cache:
-    """The cache with the rows of those that go on; what all texts of a prompt share stays."""
+    """Reorders the cache's rows to follow the live beams; what a prompt's beams share stays."""
     B, K = parents_BK.shape
 
     def moved(x: jax.Array) -> jax.Array:

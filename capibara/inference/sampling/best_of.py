@@ -1,4 +1,4 @@
-"""Several texts of one prompt, each drawn by a seed of its own, and the likeliest of them, as T5X's `temperature_sample`."""
+"""Draws several texts of one prompt with different seeds and picks the likeliest, as T5X's `temperature_sample`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from capibara.inference.sampling.sampling import Sampling
 
 
 def samplings(sampling: Sampling) -> list[Sampling]:
-    """Of each text alone; no two seeds give seeds that are alike."""
+    """The sampling of each text, with its own derived seed."""
 
     def seed(number: int) -> int:
         return int(np.random.SeedSequence((sampling.seed + 2**63, number)).generate_state(1, np.uint64)[0] >> 1)
@@ -24,12 +24,12 @@ def samplings(sampling: Sampling) -> list[Sampling]:
 
 
 class BestOf(Stream):
-    """The likeliest of texts that others are given, once all of them are there.
+    """A stream that returns the likeliest of several texts once all of them are finished.
 
     Args:
-      drive: as of `Stream`.
-      sampling: of them together.
-      texts: of each.
+      drive: as in `Stream`.
+      sampling: the request's sampling.
+      texts: the streams of the single texts.
     """
 
     def __init__(self, drive: Callable[[], bool], sampling: Sampling, texts: Sequence[Stream]):
@@ -51,7 +51,7 @@ class BestOf(Stream):
         if isinstance(item, BaseException):
             self.fail(item)
             return
-        with self._taking:  # the engine's thread, or the one that asks and finds a text ended already
+        with self._taking:  # called by the engine's thread, or by a caller that finds a text finished already
             self._found[number] = item
             is_last = len(self._found) == len(self._texts)
         if is_last:

@@ -1,4 +1,4 @@
-"""Continues or answers one text after the other: what a training run shows of its model, and `infer`."""
+"""Continues or answers texts one at a time: for samples during training, and for `infer`."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ __all__ = ["Generator", "SampleText", "Sampling", "check_generates", "of_one_slo
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SampleText:
-    """Prompts that a training run continues (or answers) after each evaluation; an empty one begins a document."""
+    """Prompts that a training run continues (or answers) after each evaluation; an empty one starts a new document."""
 
     prompts: tuple[str, ...] = ()
     sampling: Sampling = Sampling()
 
 
 class Generator:
-    """Continues prompts with a decoder, or answers them with an encoder-decoder; a row that is full moves on.
+    """Continues prompts with a decoder, or answers them with an encoder-decoder; a full row drops its oldest tokens.
 
     An encoder-decoder's prompts and answers spell the sentinels of removed spans as <extra_id_0>, <extra_id_1>, ...
 
     Args:
       model: the model.
       vocabulary: of its training data.
-      length: the decoder reads at most this many last tokens, as in training.
+      length: the decoder reads at most the last `length` tokens, as in training.
       sampling: how tokens are chosen.
-      encoder_length: an encoder reads at most this many first tokens, as in training.
-      config: of the engine, which has one slot and keeps no prefixes; in pages a row that is full ends.
+      encoder_length: an encoder reads at most the first `encoder_length` tokens, as in training.
+      config: configuration of the engine, which has one slot and no prefix cache; with pages a full row ends.
 
     Raises:
       UserError: the model is an encoder.
@@ -62,9 +62,9 @@ class Generator:
         self._lengths = length, encoder_length
 
     def __call__(self, params: Params, prompt: str | Sequence[int], ends: Sequence[int] = ()) -> str:
-        """The continuation of `prompt` (text, or ids as they are), without it, or the answer to it; where `params` lie.
+        """The continuation of `prompt` (text, or token ids), or the answer to it.
 
-        `ends`: ids that end it, beside the vocabulary's end tokens.
+        Runs on the devices that hold `params`. `ends`: additional end token ids.
         """
         length, encoder_length = self._lengths
         engine = Engine(self._model, params, self._vocabulary, length, self._config, encoder_length)
@@ -80,15 +80,15 @@ def sampler(
     rules: Rules = Rules(),
     gathered: Callable[[int | None], list[int | None]] = lambda value: [value],
 ) -> Callable[[Params], Iterator[tuple[str, str]]]:
-    """For the training loop: parameters -> (prompt, continuation) pairs, each made as it is asked for.
+    """For the training loop: parameters -> an iterator of (prompt, continuation) pairs, generated one by one.
 
-    Answers begin on a new line. Of several processes the first makes them, on its own chips where they suffice, and the
-    others have empty ones.
+    Answers begin on a new line. With several processes only the first generates them, on its own chips if these
+    suffice; the others yield empty ones.
 
     Args:
-      model, get_vocabulary, length, texts, encoder_length: what is continued how, by which model.
-      rules: how its parameters lie on the mesh of training.
-      gathered: gives the values that all processes have.
+      model, get_vocabulary, length, texts, encoder_length: the model and the prompts.
+      rules: the sharding rules of the parameters in training.
+      gathered: gathers parameters from all processes.
     """
     if texts.prompts:
         check_generates(model)
@@ -113,6 +113,6 @@ def sampler(
 
 
 def of_one_slot(config: EngineConfig) -> EngineConfig:
-    """For one text after the other: nothing is kept, and a row that is full moves on, but in pages it ends."""
+    """For one text at a time: no prefix cache; a full row drops its oldest tokens, or ends if paged."""
     when_full = WhenFull.STOP if config.page_size else WhenFull.SLIDE
     return dataclasses.replace(config, slots=1, when_full=when_full, prefix_cache_mib=0)

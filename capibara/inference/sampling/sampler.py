@@ -1,4 +1,4 @@
-"""The next token of every row of a batch, each row by settings of its own, in one program."""
+"""Chooses the next token of every row of a batch, each row with its own settings, in one program."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from capibara.inference.sampling.sampling import Sampling
 
 
 class Settings(NamedTuple):
-    """`Sampling` of B rows as arrays.
+    """`Sampling` for B rows, as arrays.
 
     Attributes:
       temperature: [B] float32; 0: greedy.
       top_k: [B] int32; 0: all tokens.
-      top_p, min_p, penalty: [B] float32; 1, 0 and 1: no limit.
-      key: [B, 2] uint32, the words of a random key.
+      top_p, min_p, penalty: [B] float32; 1, 0 and 1: off.
+      key: [B, 2] uint32, the words of a PRNG key.
     """
 
     temperature: np.ndarray
@@ -41,14 +41,14 @@ GREEDY = Settings(
 
 
 def with_row(old: np.ndarray, index: int, new: np.ndarray) -> np.ndarray:
-    """A copy with one row changed: the devices may still read the old one."""
+    """A copy with one row changed: the devices may still be reading the old array."""
     changed = old.copy()
     changed[index] = new[0]
     return changed
 
 
 def settings_of(samplings: Sequence[Sampling]) -> Settings:
-    """The settings of one row for each of them."""
+    """The settings of one row per sampling."""
 
     def column(dtype: type[np.number], values: Iterable[float]) -> np.ndarray:
         return np.array([*values], dtype)
@@ -66,17 +66,17 @@ def settings_of(samplings: Sequence[Sampling]) -> Settings:
 def choose(
     logits_BV: jax.Array, settings: Settings, index_B: jax.Array, seen_BV: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """One token id for every row, int32 [B], and its log-probability in what it was drawn from, float32 [B].
+    """Chooses a token id for every row, int32 [B]; also returns its log probability, float32 [B].
 
-    That is after temperature, limits and penalty; 0 where nothing was drawn.
+    The log probability is taken after temperature, limits and penalty; it is 0 for greedy choices.
 
-    A row's token depends on its own logits, settings and index alone, whatever the other rows are.
+    A row's token depends only on its own logits, settings and index, not on other rows.
 
     Args:
-      logits_BV: float32; -inf: never.
+      logits_BV: float32; -inf: excluded.
       settings: of the rows.
-      index_B: which token of its text it is: equal keys and indices draw alike.
-      seen_BV: bool, the tokens that the row's penalty is for; None: no row has one.
+      index_B: index of the token in its text: equal keys and indices draw equal tokens.
+      seen_BV: bool, the tokens that the row's penalty applies to; None: no row has one.
     """
     if seen_BV is not None:
 
@@ -92,7 +92,7 @@ def choose(
         scaled = logits_BV / jnp.where(draws_B, settings.temperature, 1.0)[:, None]
         limited = (jnp.asarray(settings.top_k) > 0) | (jnp.asarray(settings.top_p) < 1)
         scaled = jax.lax.cond(jnp.any(limited), lambda: _likeliest(scaled, settings), lambda: scaled)
-        # p < min_p * (the largest p), in logarithms.
+        # p < min_p * max(p), in logarithms.
         least_B1 = jnp.max(scaled, axis=-1, keepdims=True) + jnp.log(settings.min_p)[:, None]
         scaled = jnp.where(scaled < least_B1, -jnp.inf, scaled)
         keys = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(jnp.asarray(settings.key)), index_B)
@@ -105,34 +105,34 @@ def choose(
 
 
 def log_probability(logits_BV: jax.Array, tokens_B: jax.Array) -> jax.Array:
-    """Of one token of each row, [B]."""
+    """The log probability of one token per row, [B]."""
     chosen_B = jnp.take_along_axis(logits_BV, tokens_B[:, None], axis=-1)[:, 0]
     return chosen_B - jax.nn.logsumexp(logits_BV, axis=-1)
 
 
 def _likeliest(logits_BV: jax.Array, settings: Settings) -> jax.Array:
-    """The logits of the tokens that top_k and then top_p leave; -inf for the others."""
+    """The logits of the tokens that pass top_k and then top_p; -inf for the others."""
     V = logits_BV.shape[-1]
     k_B = jnp.where(settings.top_k > 0, settings.top_k, V)
-    # A token stays while fewer than k are likelier.
+    # A token passes if fewer than k are likelier.
     count = lambda larger: jnp.sum(larger.astype(jnp.int32), axis=-1) < k_B  # noqa: E731
     logits_BV = jnp.where(_from_smallest(logits_BV, count), logits_BV, -jnp.inf)
     probability_BV = jax.nn.softmax(logits_BV, axis=-1)
     top_p_B = jnp.where(settings.top_p < 1, settings.top_p, jnp.inf)
-    # A token stays while the likelier ones have not reached top_p: the first always does.
+    # A token passes if the likelier ones together are below top_p: the first always passes.
     mass = lambda larger: jnp.sum(jnp.where(larger, probability_BV, 0.0), axis=-1) < top_p_B  # noqa: E731
     return jnp.where(_from_smallest(logits_BV, mass), logits_BV, -jnp.inf)
 
 
 def _from_smallest(x_BV: jax.Array, fits: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """Bool [B, V]: the values v of a row for which `fits` (mask of larger values [B, V] -> [B]) is true.
+    """Bool [B, V]: the values v of a row for which `fits` (mask of larger values [B, V] -> [B]) holds.
 
-    If it fits v it must fit all that is larger. The smallest such v is found bit by bit, which takes 32 passes over a
-    row; a sort takes many more.
+    `fits` must be monotonic: if it holds for v, then also for all larger values. The smallest such v is found bit by
+    bit, in 32 passes over a row; a sort takes many more.
     """
     bits = jax.lax.bitcast_convert_type(x_BV, jnp.int32)
     top = jnp.int32(-(2**31))
-    # As unsigned integers in the order of the floats.
+    # As unsigned integers that sort like the floats.
     order_BV = jax.lax.bitcast_convert_type(jnp.where(bits < 0, ~bits, bits | top), jnp.uint32)
 
     def narrow(step: jax.Array, below_B: jax.Array) -> jax.Array:

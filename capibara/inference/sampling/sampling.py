@@ -1,4 +1,4 @@
-"""How text is generated: what is asked for, beside the prompt."""
+"""Configures generation: the options of a request besides its prompt."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _NOT_WITH_BEAMS = ("top_k", "top_p", "min_p", "repetition_penalty", "thinking_to
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BeamSearch:
-    """The likeliest texts that a search finds, as T5X's `decoding.beam_search` does; nothing is drawn.
+    """Beam search for the likeliest texts, as in T5X's `decoding.beam_search`; deterministic.
 
-    A text's score is its log probability over ((5 + its tokens) / 6) ** alpha (Wu et al. 2016, arXiv:1609.08144, section
-    7); a decoder's prompt counts among them. The search ends where no text that goes on can be better than those that
-    have ended. Where none has ended, those that go on are given, with their log probabilities as scores.
+    A text's score is its log probability divided by ((5 + its tokens) / 6) ** alpha (Wu et al. 2016, arXiv:1609.08144,
+    section 7); for a decoder the prompt's tokens count too. The search ends when no live beam can beat the finished
+    ones. If none has finished, the live ones are returned, with their log probabilities as scores.
 
     Attributes:
-      num_decodes: texts that are followed at a time, and kept of those that have ended.
-      alpha: how much longer texts are preferred; 0: not at all.
-      num_return: how many texts are told, with their scores.
-      min_log_prob: the search ends where no text that goes on is as likely.
+      num_decodes: number of beams: live ones, and finished ones that are kept.
+      alpha: strength of the length penalty, which favours longer texts; 0: none.
+      num_return: number of texts to return, with their scores.
+      min_log_prob: the search ends when all live beams are less likely than this.
     """
 
     num_decodes: int = 4
@@ -54,22 +54,23 @@ class Sampling:
     """How the next token is chosen, and when a text ends.
 
     Attributes:
-      max_new_tokens: where a continuation is cut off.
+      max_new_tokens: most tokens to generate.
       temperature: divides the logits; 0: greedy.
-      top_k: only the k likeliest tokens; None: all.
-      top_p: only the likeliest tokens that together reach this probability (Holtzman et al. 2020); None: all.
-      min_p: only tokens with at least this share of the likeliest one's probability (Nguyen et al. 2024,
+      top_k: keep only the k likeliest tokens; None: all.
+      top_p: keep only the likeliest tokens that together reach this probability (Holtzman et al. 2020); None: all.
+      min_p: keep only tokens with at least this share of the likeliest one's probability (Nguyen et al. 2024,
         arXiv:2407.01082); None: all.
-      repetition_penalty: divides the positive logits of tokens that are in the text already, the prompt included, and
-        multiplies the negative ones (Keskar et al. 2019, arXiv:1909.05858); 1: nothing.
-      seed: equal seeds give equal text.
+      repetition_penalty: divides positive logits of tokens that occur in the prompt or the text, and multiplies
+        negative ones (Keskar et al. 2019, arXiv:1909.05858); 1: off.
+      seed: equal seeds draw equal texts.
       stop: strings that end the text; it does not contain them.
-      thinking_tokens: most tokens between the tags of a thought: then the closing one is put there; None: no limit.
-      thinking_tags: what begins and ends a thought.
-      num_decodes: texts drawn of a prompt, of which the likeliest is given (by its log probability in what its tokens were
-        drawn from), as T5X's `temperature_sample`.
-      num_return: how many of them are told, with their log probabilities.
-      beams: searches for the likeliest text, whatever temperature and seed are; None: tokens are chosen one by one.
+      thinking_tokens: most tokens between the tags of a thought, after which the closing tag is inserted; None: no
+        limit.
+      thinking_tags: opening and closing tag of a thought.
+      num_decodes: number of texts to draw per prompt; the likeliest is returned (by its log probability under the
+        distribution that its tokens were drawn from), as in T5X's `temperature_sample`.
+      num_return: how many of them to return, with their log probabilities.
+      beams: beam search, which ignores temperature and seed; None: draw tokens one by one.
     """
 
     max_new_tokens: int = 128
@@ -89,7 +90,7 @@ class Sampling:
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
             raise UserError(f"Sampling.max_new_tokens is {self.max_new_tokens}, must be at least 1")
-        if not self.temperature >= 0:  # as NaN is not
+        if not self.temperature >= 0:  # rejects NaN too
             raise UserError(f"Sampling.temperature is {self.temperature}, must be at least 0 (0: greedy)")
         if self.top_k is not None and not 1 <= self.top_k < 2**31:
             raise UserError(f"Sampling.top_k is {self.top_k}, must be from 1 to 2**31 - 1, or None for all tokens")
@@ -98,7 +99,7 @@ class Sampling:
         if self.min_p is not None and not 0 <= self.min_p <= 1:
             raise UserError(f"Sampling.min_p is {self.min_p}, must be from 0 to 1, or None for all tokens")
         if not self.repetition_penalty > 0:
-            raise UserError(f"Sampling.repetition_penalty is {self.repetition_penalty}, must be above 0 (1: nothing)")
+            raise UserError(f"Sampling.repetition_penalty is {self.repetition_penalty}, must be above 0 (1: off)")
         if not -(2**63) <= self.seed < 2**63:
             raise UserError(f"Sampling.seed is {self.seed}, must be from -2**63 to 2**63 - 1")
         if isinstance(self.stop, str) or not all(self.stop):
@@ -115,28 +116,28 @@ class Sampling:
             )
         if self.num_decodes > 1 and self.temperature == 0 and self.beams is None:
             raise UserError(
-                f"Sampling.num_decodes is {self.num_decodes} and Sampling.temperature 0: all would be the same, set a "
+                f"Sampling.num_decodes is {self.num_decodes} and Sampling.temperature 0: texts would be equal, set a "
                 "temperature above 0, or Sampling.beams = @BeamSearch()"
             )
         for name in _NOT_WITH_BEAMS if self.beams is not None else ():
             if (value := getattr(self, name)) != getattr(Sampling, name):
                 raise UserError(
-                    f"Sampling.{name} is {value}, which beam search has not: leave it or Sampling.beams out"
+                    f"Sampling.{name} is {value}, which beam search does not support: leave it or Sampling.beams out"
                 )
 
 
 def changed(sampling: Sampling) -> dict[str, Any]:
-    """What differs from the defaults, as JSON values."""
+    """The fields that differ from the defaults, as JSON values."""
     fields, default = dataclasses.asdict(sampling), dataclasses.asdict(Sampling())
     return json.loads(json.dumps({name: x for name, x in fields.items() if x != default[name]}))
 
 
 def of_values(fields: Mapping[str, Any], others: Sampling = Sampling()) -> Sampling:
-    """The sampling whose fields have these JSON values, and the rest those of `others`.
+    """`others` with the fields replaced that are in these JSON values.
 
     Raises:
-      UserError: a value is out of its range.
-      TypeError: there is no such field, or a value is none of its kind.
+      UserError: a value is out of range.
+      TypeError: a field is unknown, or a value has the wrong type.
     """
     given: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
     if given.get("beams") is not None:

@@ -1,4 +1,4 @@
-"""What an encoder-decoder reads and writes: the sentinels of removed spans are spelled <extra_id_0>, <extra_id_1>, ..."""
+"""Text of encoder-decoders: spells the sentinels of removed spans as <extra_id_0>, <extra_id_1>, ..."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ _SENTINEL = re.compile(r"<extra_id_(\d+)>")
 
 
 def names(vocabulary: Vocabulary) -> dict[int, bytes]:
-    """How each sentinel is spelled."""
+    """The spelling of each sentinel, by id."""
     return {token: b"<extra_id_%d>" % number for number, token in enumerate(vocabulary.sentinel_ids)}
 
 
 def ids_of(prompt: str, vocabulary: Vocabulary) -> list[int]:
-    """Tokens of a prompt, its sentinels among them, and the end token.
+    """The tokens of a prompt, including its sentinels, and the end token.
 
     Raises:
-      UserError: there is no such sentinel.
+      UserError: the prompt names a sentinel that does not exist.
     """
     ids: list[int] = []
     count = len(vocabulary.sentinel_ids)
-    for i, part in enumerate(_SENTINEL.split(prompt)):  # text and the numbers of sentinels in turn
+    for i, part in enumerate(_SENTINEL.split(prompt)):  # alternates text and sentinel numbers
         if i % 2 and (len(part) > _DIGITS or int(part) >= count):
             raise UserError(
                 f"the prompt has <extra_id_{part[:_DIGITS]}>, the vocabulary {count} sentinels: number them from 0"
@@ -37,7 +37,7 @@ def ids_of(prompt: str, vocabulary: Vocabulary) -> list[int]:
 
 
 def encoder_entries(ids: Sequence[int], length: int, pad_id: int) -> Batch:
-    """The first `length` tokens as the encoder's entries of a batch of one row."""
+    """The first `length` tokens as the encoder's entries of a batch with one row."""
     ids = ids[:length]
     return {
         "encoder_tokens": _row(ids, length, pad_id),

@@ -1,4 +1,4 @@
-"""Tokens to text as they come: whole characters only, and nothing of a stop string."""
+"""Decodes a stream of tokens to text: whole characters only, up to a stop string."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from capibara.data.tokenizers.vocabulary import Vocabulary
 
 
 class TextStream:
-    """Text of tokens that come one by one; together the pieces are what `Vocabulary.decode` says of all of them.
+    """Incremental decoding: the pieces concatenate to what `Vocabulary.decode` returns for all tokens.
 
-    A character may take several tokens (an emoji of a byte-level vocabulary four): it comes with the last of them. Text
-    that may be the beginning of a stop string is held back until that is decided.
+    A character may take several tokens (an emoji in a byte-level vocabulary takes four): it is emitted with the last
+    one. Text that may be the beginning of a stop string is held back until that is decided.
 
     Args:
       vocabulary: of the tokens.
       stop: strings that end the text.
-      names: of tokens that stand for no text, but are shown.
+      names: spellings of tokens that have no text but are shown.
 
     Attributes:
-      stopped: whether a stop string came; the text ends before it.
+      stopped: whether a stop string occurred; the text ends before it.
     """
 
     def __init__(self, vocabulary: Vocabulary, stop: Sequence[str] = (), names: Mapping[int, bytes] | None = None):
@@ -30,12 +30,12 @@ class TextStream:
         self.stopped = False
 
     def feed(self, token: int) -> str:
-        """The text that has become certain with this token."""
+        """The text that this token completes."""
         spelled = self._names.get(token)
         return self._take(self._decoder.decode(self._vocabulary.bytes_of([token]) if spelled is None else spelled))
 
     def close(self) -> str:
-        """The text that is left when no token comes any more; a character cut off becomes U+FFFD."""
+        """The rest of the text after the last token; an incomplete character becomes U+FFFD."""
         text = self._take(self._decoder.decode(b"", final=True))
         if self.stopped:
             return text
@@ -56,5 +56,5 @@ class TextStream:
 
 
 def _begun(text: str, stop: str) -> int:
-    """Characters at the end of `text` with which `stop` may begin."""
+    """Length of the longest end of `text` that is a prefix of `stop`."""
     return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0)

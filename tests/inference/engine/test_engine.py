@@ -402,7 +402,7 @@ def test_a_file_of_prompts_goes_on_where_it_was_stopped(tmp_path):
     assert out.read_text() == whole
     out.write_text(whole[: whole.index("}") + 1])
     assert list(files.complete(engine(), prompts, str(out)))[0] == 0 and out.read_text() == whole
-    with pytest.raises(UserError, match="line 1 is not of the prompt"):
+    with pytest.raises(UserError, match="line 1 has another prompt"):
         list(files.complete(engine(), prompts[1:], str(out)))
     other = [dataclasses.replace(one, sampling=dataclasses.replace(one.sampling, seed=1)) for one in prompts]
     with pytest.raises(UserError, match="line 1 has another sampling"):

@@ -177,7 +177,7 @@ def test_one_that_nobody_wants_is_not_searched_for():
         (lambda: BeamSearch(alpha=-0.1), "BeamSearch.alpha is -0.1, must be finite and at least 0"),
         (lambda: BeamSearch(num_return=5), "BeamSearch.num_return is 5, must be from 1 to num_decodes"),
         (lambda: BeamSearch(min_log_prob=0.0), "BeamSearch.min_log_prob is 0.0, must be below 0"),
-        (lambda: Sampling(beams=BeamSearch(), top_p=0.5), "Sampling.top_p is 0.5, which beam search has not"),
+        (lambda: Sampling(beams=BeamSearch(), top_p=0.5), "Sampling.top_p is 0.5, which beam search does not support"),
         (lambda: made("decoder", draft_tokens=2).submit("x", BEAMS), "draft_tokens is 2, but beam search guesses no"),
         (lambda: made("decoder").submit("x", BEAMS, likeliest=1), "likeliest is 1, but beam search names no"),
         (lambda: check_streams(BEAMS), "Sampling.beams is set: a server streams tokens"),

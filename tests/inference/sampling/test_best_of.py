@@ -93,7 +93,7 @@ def test_one_that_nobody_wants_is_drawn_no_further(engine):
     [
         (dict(num_decodes=0), "Sampling.num_decodes is 0, must be from 1 to 1024"),
         (dict(num_return=2), "Sampling.num_return is 2, must be from 1 to Sampling.num_decodes"),
-        (dict(num_decodes=2, temperature=0.0), "num_decodes is 2 and Sampling.temperature 0: all would be the same"),
+        (dict(num_decodes=2, temperature=0.0), "num_decodes is 2 and Sampling.temperature 0: texts would be equal"),
     ],
 )
 def test_bad_counts(fields, told):

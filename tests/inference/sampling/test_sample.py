@@ -33,7 +33,7 @@ def text_of(prompt="def ", length=LENGTH, **sampling):
 
 
 def test_a_text_is_made_by_the_engine_that_is_asked_for():
-    config = EngineConfig(page_size=4, pages=2)  # eight places, of which the prompt takes five
+    config = EngineConfig(page_size=4, pages=2)  # a capacity of eight tokens, five of them the prompt's
     asked = Sampling(temperature=0.0, max_new_tokens=12)
     short = Generator(MODEL, ByteVocabulary(), LENGTH, asked, config=config)(params(), "def ")
     assert short == text_of(temperature=0.0, max_new_tokens=4) != text_of(temperature=0.0)

@@ -157,7 +157,7 @@ def test_a_bad_adapter_is_one_line(folder, paths, run, tmp_path, capfd):
     (tmp_path / "in.jsonl").write_text('{"prompt": "a", "adapter": "painter"}\n')
     prompts = [f"--prompts={tmp_path}/in.jsonl", f"--out={tmp_path}/out.jsonl"]
     assert "in.jsonl:1 has adapter = 'painter', must be null or one of poet" in mistake(capfd, model, twice, *prompts)
-    assert "none: there is none, give --adapter" in mistake(capfd, model, *prompts)
+    assert "none: no adapter is loaded, pass --adapter" in mistake(capfd, model, *prompts)
 
 
 def checkpoint_of(model, path):

@@ -328,7 +328,7 @@ def test_rows_of_the_embedding_are_trained_and_begin_as_they_are(head):
     got = model.logits(params, batch)
     assert np.abs(got - want).max() > 1e-3
     np.testing.assert_allclose(got, model.plain.logits(model.merge(params), batch), rtol=0, atol=1e-6)
-    with pytest.raises(UserError, match="Lora.trainable_tokens has rows that were replaced"):
+    with pytest.raises(UserError, match="Lora.trainable_tokens has replaced rows"):
         model.unmerge(base, model.trained(params))
 
 
