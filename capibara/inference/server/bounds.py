@@ -1,4 +1,4 @@
-"""How much one request may ask to be read: bounds that hold before anything is parsed, rendered or tokenised."""
+"""Limits on a request, checked before anything is parsed, rendered or tokenised."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from capibara.core.fields import short
 from capibara.inference.server.http_errors import Refusal
 from capibara.inference.server.service import Served, ServerConfig
 
-_MOST_CONTAINERS = 65_536  # also texts: more take longer than others' tokens may wait
+_MOST_CONTAINERS = 65_536  # counts texts too: parsing more would delay other requests' tokens
 _DEEPEST = 64
 _MOST_PARAMETERS = 100
 _LONGEST_ARGUMENTS = 1 << 17  # characters of JSON within JSON
-# Text of one token: most have 3 to 5 characters, a few of a vocabulary are runs of a hundred spaces.
+# Length of one token's text: most have 3 to 5 characters, a few vocabularies have runs of a hundred spaces.
 _CHARACTERS_PER_TOKEN = (4, 16)
-_TEMPLATE_CHARACTERS = 1 << 16  # that a chat template may add of its own
+_TEMPLATE_CHARACTERS = 1 << 16  # that a chat template may add itself
 
 
 def parse(body: bytes, most_tokens: int) -> dict[str, Any]:
-    """The parameters of a request, within milliseconds of a processor's time whatever the body is.
+    """Parses a request's parameters within milliseconds of CPU time, whatever the body is.
 
     Args:
       body: of the request.
-      most_tokens: that may be given as numbers.
+      most_tokens: most tokens that may be passed as numbers.
 
     Raises:
-      Refusal: the body is no JSON object in UTF-8, or has too many parts.
+      Refusal: the body is not a JSON object in UTF-8, or has too many values.
     """
     _check_parts(body, most_tokens)
     try:
@@ -47,7 +47,7 @@ def parse(body: bytes, most_tokens: int) -> dict[str, Any]:
 
 
 def _check_parts(body: bytes, most_tokens: int) -> None:
-    """Raises Refusal where there are more lists, texts or numbers than a request needs."""
+    """Raises Refusal if there are more lists, texts or numbers than a request needs."""
     limits = [
         ((b"[", b"{", b":"), _MOST_CONTAINERS, "lists, objects and keys"),
         ((b",",), max(_MOST_CONTAINERS, most_tokens), "values"),
@@ -56,7 +56,7 @@ def _check_parts(body: bytes, most_tokens: int) -> None:
         sum(map(body.count, signs)) <= most for signs, most, _ in limits
     ):
         return
-    # Many may be in a text, which is one value.
+    # A text may contain many of these characters, and is one value.
     plain = body.replace(b"\\\\", b"").replace(b'\\"', b"")
     if plain.count(b'"') > 2 * _MOST_CONTAINERS:
         raise _too_many(_MOST_CONTAINERS, "texts")
@@ -71,7 +71,7 @@ def _too_many(most: int, what: str) -> Refusal:
 
 
 def check_prompt(prompt: Any, served: Served, config: ServerConfig) -> None:
-    """Raises Refusal where a completion's prompt has too many texts, characters or tokens, before each is looked at."""
+    """Raises Refusal if a completion's prompt has too many texts, characters or tokens; does not read each of them."""
     if isinstance(prompt, str):
         check_characters(len(prompt), served, config, "prompt")
     if not isinstance(prompt, list) or not prompt:
@@ -81,7 +81,7 @@ def check_prompt(prompt: Any, served: Served, config: ServerConfig) -> None:
     elif len(prompt) > config.max_texts:
         raise Refusal(
             400,
-            f"{len(prompt)} prompts are given: at most {config.max_texts} texts in all",
+            f"{len(prompt)} prompts: at most {config.max_texts} texts in all",
             param="prompt",
             code="too_many_texts",
         )
@@ -94,7 +94,7 @@ def check_prompt(prompt: Any, served: Served, config: ServerConfig) -> None:
 
 
 def check_tokens(tokens: int, served: Served, config: ServerConfig, param: str) -> None:
-    """Raises Refusal where a prompt has too many tokens."""
+    """Raises Refusal if a prompt has too many tokens."""
     most = most_tokens(served, config)
     if tokens > most:
         raise Refusal(
@@ -106,7 +106,7 @@ def check_tokens(tokens: int, served: Served, config: ServerConfig, param: str) 
 
 
 def most_characters(served: Served, config: ServerConfig) -> int:
-    """The longest prompt that is tokenised: a longer one has more tokens than the model reads."""
+    """Length of the longest prompt that is tokenised; a longer one has more tokens than the model can read."""
     if config.max_prompt_chars is not None:
         return config.max_prompt_chars
     least, most = _CHARACTERS_PER_TOKEN
@@ -114,20 +114,20 @@ def most_characters(served: Served, config: ServerConfig) -> int:
 
 
 def most_tokens(served: Served, config: ServerConfig) -> int:
-    """The tokens of the longest prompt."""
-    places = served.length if served.encoder_length is None else served.encoder_length
-    return min(config.max_prompt_tokens or places, places)
+    """Number of tokens in the longest prompt."""
+    capacity = served.length if served.encoder_length is None else served.encoder_length
+    return min(config.max_prompt_tokens or capacity, capacity)
 
 
 def check_characters(characters: int, served: Served, config: ServerConfig, param: str, own: bool = False) -> None:
-    """Raises Refusal where a prompt is too long to be tokenised.
+    """Raises Refusal if a prompt is too long to be tokenised.
 
     Args:
-      characters: of the prompt.
+      characters: length of the prompt.
       served: the model.
       config: the limits.
-      param: the parameter that has it.
-      own: whether a chat template has added to it.
+      param: the parameter that contains it.
+      own: whether the text includes that of a chat template.
     """
     most = most_characters(served, config)
     if characters > (2 * most + _TEMPLATE_CHARACTERS if own else most):
@@ -141,7 +141,7 @@ def check_characters(characters: int, served: Served, config: ServerConfig, para
 
 
 def check_conversation(messages: list[Any], tools: list[Any] | None, served: Served, config: ServerConfig) -> None:
-    """Raises Refusal where a conversation has too many messages or characters, or is nested too deeply."""
+    """Raises Refusal if a conversation has too many messages or characters, or is nested too deeply."""
     if len(messages) > config.max_messages:
         raise Refusal(
             400,
@@ -154,13 +154,13 @@ def check_conversation(messages: list[Any], tools: list[Any] | None, served: Ser
 
 
 def _characters(value: Any, param: str) -> int:
-    """The characters of all text in a value, keys included."""
+    """Number of characters of all text in a value, keys included."""
     total, level, depth = 0, [value], 0
     while level:
         if depth > _DEEPEST:
             raise Refusal(
                 400,
-                f"{param} nests lists and objects more than {_DEEPEST} deep: write it flatter",
+                f"{param} nests lists and objects more than {_DEEPEST} deep: flatten it",
                 param=param,
                 code="invalid_value",
             )
@@ -195,7 +195,7 @@ _brief.maxstring = 200
 
 
 def brief(value: Any) -> str:
-    """A value for an error message, in a time that does not grow with it."""
+    """A value for an error message; takes constant time."""
     return short(value) if isinstance(value, (int, float)) or value is None else _short_text(value)
 
 

@@ -1,4 +1,4 @@
-"""What a server says instead of an answer."""
+"""Error responses of the server."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from typing import Any
 
 
 class Refusal(Exception):
-    """A request that gets no answer, or no more of it, as OpenAI's API says so.
+    """An error response in the format of OpenAI's API; also ends a stream.
 
     Args:
-      status: of HTTP.
-      message: the name, the value, the constraint and the fix.
-      param: the parameter that is wrong; None: none of them is.
-      code: for programs; None: by the status.
+      status: HTTP status code.
+      message: name, value, constraint and fix.
+      param: the parameter at fault; None: no parameter.
+      code: machine-readable code; None: derived from the status.
       headers: of the response.
     """
 
@@ -37,5 +37,5 @@ class Refusal(Exception):
 
 
 def left_alone() -> Refusal:
-    """What those are told whose texts were made together with a process that is gone."""
+    """The error for requests whose texts were computed together with a lost process."""
     return Refusal(503, "another host is gone: the server must be started again", code="model_failed")

@@ -1,8 +1,8 @@
-"""HTTP/1.1 for clients of any kind: half a request, or an answer that nobody reads, is closed at a deadline.
+"""HTTP/1.1 with deadlines: closes a connection whose request stays incomplete, or whose client does not read.
 
-uvicorn has no deadline before a request is whole, and answers what is no HTTP with plain text. A connection waits on its
-client while a header or a body is on its way; when there are too many connections, the oldest of those makes room, so
-that a new client is always heard.
+uvicorn has no deadline for an incomplete request, and answers malformed HTTP with plain text. Here a connection whose
+header or body is incomplete counts as waiting for its client; if there are too many connections, the oldest waiting one
+is closed, so that a new client can always connect.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from uvicorn.server import ServerState
 from capibara.inference.server.http_errors import Refusal
 from capibara.inference.server.service import Service
 
-# What is fed to h11 at once while a header is on its way: it looks at its limit only in between.
+# Most bytes of a header fed to h11 at once: it checks its limit only between calls.
 _FED = 8192
-# A chunk costs as much as the bytes of a large one.
+# A chunk costs as much time as this many bytes of a large one.
 _FREE_CHUNKS, _LEAST_CHUNK = 256, 512
 _READ_AT_ONCE = 32 * 1024
-_BYTES_PER_S, _AHEAD_S = 64 * 2**20, 0.01  # of all bodies together
-_CLOSED_AT_ONCE = 32  # others' tokens wait for it
-_LINGER_S = 5.0  # for an answer to be read
+_BYTES_PER_S, _AHEAD_S = 64 * 2**20, 0.01  # for all bodies together
+_CLOSED_AT_ONCE = 32  # other requests' tokens wait meanwhile
+_LINGER_S = 5.0  # for the client to read an error
 _MESSAGES = {
     400: ("the request is not HTTP/1.1", "invalid_request"),
-    408: ("the request did not come in time", "timeout"),
+    408: ("the request did not arrive in time", "timeout"),
     431: ("the header is too large", "header_too_large"),
     501: ("the Transfer-Encoding is not supported: send chunked, or Content-Length", "invalid_request"),
     503: ("there are too many connections: try again", "overloaded"),
@@ -40,7 +40,7 @@ _MESSAGES = {
 
 
 class Waits(enum.Enum):
-    """Whom a connection waits for."""
+    """What a connection is waiting for."""
 
     HEADER = "the client's header"
     BODY = "the client's body"
@@ -48,10 +48,10 @@ class Waits(enum.Enum):
 
 
 class Room:
-    """The connections that are open, the one that has waited longest for a header first.
+    """The open connections, sorted by how long they have been waiting for a header.
 
     Args:
-      service: with the limits.
+      service: has the limits.
     """
 
     def __init__(self, service: Service):
@@ -60,24 +60,24 @@ class Room:
         self._read_until_s = 0.0
 
     def delay_s(self, count: int) -> float:
-        """How long to read no more after so many bytes of a body: all together come at a pace that leaves time."""
+        """Seconds to pause reading after `count` bytes of a body, which limits the rate of all bodies together."""
         now_s = time.monotonic()
         self._read_until_s = max(now_s, self._read_until_s) + count / _BYTES_PER_S
         return max(self._read_until_s - now_s - _AHEAD_S, 0.0)
 
     def add(self, connection: Protocol) -> None:
-        """Takes a new one, or one that begins to wait; the oldest that waits on its client makes room for it."""
+        """Adds a connection, or marks one as waiting; at the limit closes the oldest that waits for its client."""
         self._open.pop(connection, None)
         self._open[connection] = None
         if len(self._open) > self.service.config.max_connections:
-            next(one for one in self._open if one.waits_on_client).refuse(503)  # at least the new one does
+            next(one for one in self._open if one.waits_on_client).refuse(503)  # the new one always qualifies
 
     def remove(self, connection: Protocol) -> None:
-        """Forgets one that is closed."""
+        """Removes a closed connection."""
         self._open.pop(connection, None)
 
     def check(self) -> None:
-        """Closes those that are late, a few at a time; to be called every now and then."""
+        """Closes overdue connections, a few at a time; called periodically."""
         now_s, closed = time.monotonic(), 0
         for connection in list(self._open):
             closed += connection.check(now_s)
@@ -86,7 +86,7 @@ class Room:
 
 
 class _Connection(h11.Connection):
-    """h11's, which keeps the status of its last error, and refuses bodies of many small chunks."""
+    """h11's connection; keeps the status of its last error, and rejects bodies of many small chunks."""
 
     status = 400
 
@@ -110,7 +110,7 @@ class _Connection(h11.Connection):
 
 
 class _Flow(FlowControl):
-    """uvicorn's, which reads no more for a while, whoever asks for it."""
+    """uvicorn's flow control, with pauses that nothing can cut short."""
 
     _is_held = False
 
@@ -133,8 +133,8 @@ class Protocol(H11Protocol):
     """One connection.
 
     Args:
-      room: of the server.
-      config, server_state, app_state, _loop: as uvicorn gives them.
+      room: the server's connections.
+      config, server_state, app_state, _loop: from uvicorn.
     """
 
     def __init__(
@@ -148,31 +148,31 @@ class Protocol(H11Protocol):
         super().__init__(config, server_state, app_state, _loop)
         self._room = room
         self._own_conn = self.conn = _Connection(room.service.config.max_header_kib * 1024)
-        self.since_s = time.monotonic()  # when it began to wait for a header, or for a body
-        self._has_begun = False  # whether a byte of that has come
+        self.since_s = time.monotonic()  # when it began to wait for a header or a body
+        self._has_begun = False  # whether a byte of it has arrived
         self._stuck_since_s: float | None = None
         self._unread_bytes = 0
 
     @property
     def waits(self) -> Waits:
-        """Whom it waits for."""
+        """What it is waiting for."""
         if self.cycle is None or self.cycle.response_complete:
             return Waits.HEADER
         return Waits.BODY if self.cycle.more_body and not self.cycle.response_started else Waits.ANSWER
 
     @property
     def waits_on_client(self) -> bool:
-        """Whether it can be closed without that an answer is lost."""
+        """Whether closing it loses no answer."""
         return self.waits is not Waits.ANSWER and not self.transport.is_closing()
 
-    # What uvicorn calls.
+    # Called by uvicorn.
 
     def connection_made(  # type: ignore[override]  # as uvicorn's own: a server's transports are no others
         self, transport: asyncio.Transport
     ) -> None:
         super().connection_made(transport)
         self._own_flow = self.flow = _Flow(transport)
-        if hasattr(transport, "max_size"):  # asyncio's own reads four times as much in one turn of the loop
+        if hasattr(transport, "max_size"):  # by default asyncio reads four times as much per turn of its loop
             transport.max_size = _READ_AT_ONCE
         self._room.add(self)
 
@@ -208,26 +208,26 @@ class Protocol(H11Protocol):
         if not self.transport.is_closing():
             super().shutdown()
 
-    # What the server calls.
+    # Called by the server.
 
     def refuse(self, status: int) -> None:
-        """Says why, where nothing was said yet, and closes the connection."""
-        # Where nothing was asked, what is said would be taken for the answer to the next request.
+        """Sends an error, if nothing was sent yet, and closes the connection."""
+        # Without a request, an error would be taken for the answer to the next request.
         asked = self.waits is not Waits.HEADER or self._has_begun
         if asked and self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE) and not self.transport.is_closing():
             self.transport.write(_response(status))
-        if self.cycle is not None:  # whoever waits for the rest of a body
+        if self.cycle is not None:  # the application waits for the rest of a body
             self.cycle.disconnected = True
             self.cycle.message_event.set()
-        if self.transport.get_write_buffer_size():  # the client does not read
+        if self.transport.get_write_buffer_size():  # the client is not reading
             self.transport.abort()
         self.transport.close()
         self._room.remove(self)
 
     def check(self, now_s: float) -> bool:
-        """Closes the connection where a header or a body is late, or the client does not read what it has asked for.
+        """Closes the connection if a header or a body is overdue, or the client does not read its answer.
 
-        Returns whether it has.
+        Returns whether it did.
         """
         config = self._room.service.config
         if self.transport.is_closing():
@@ -242,7 +242,7 @@ class Protocol(H11Protocol):
         return False
 
     def _is_stuck(self, now_s: float, most_s: float) -> bool:
-        """Aborts the connection where nothing was read for so long: nothing is written any more before that."""
+        """Aborts the connection if the client has read nothing for that long; until it reads, nothing is written."""
         unread_bytes = self.transport.get_write_buffer_size()
         if self._stuck_since_s is None or unread_bytes < self._unread_bytes:
             self._stuck_since_s = now_s

@@ -1,6 +1,6 @@
-"""OpenAI's completions and chat API: what a request asks for.
+"""Requests of OpenAI's completions and chat API.
 
-Parameters that are not OpenAI's: top_k, min_p, repetition_penalty and thinking_tokens, as in `Sampling`.
+Parameters beyond OpenAI's: top_k, min_p, repetition_penalty and thinking_tokens, as in `Sampling`.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from capibara.inference.server.service import Ask, Served, ServerConfig
 
 T = TypeVar("T", bound="Asked")
 
-_GREEDY_BELOW = 1e-4  # the logits divided by less may overflow
+_GREEDY_BELOW = 1e-4  # dividing the logits by less may overflow
 _SEEDS = 2**31
 _LONGEST_STOP = 1000
 _OWN = ("top_k", "min_p", "repetition_penalty", "thinking_tokens")
-# What we do not do -> the values that ask for nothing.
+# Unsupported parameters -> their values that request nothing.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("presence_penalty", "frequency_penalty"), (0,)),
     **dict.fromkeys(("logit_bias", "functions", "suffix", "web_search_options", "prediction", "audio"), ({}, [], "")),
     **{"best_of": (1,), "parallel_tool_calls": (True,), "function_call": ("none",), "modalities": (["text"],)},
     **{"response_format": ({"type": "text"},), "reasoning_effort": (), "verbosity": (), "moderation": ()},
 }
-# What changes no text.
+# Parameters that do not change the text.
 _IGNORED = (
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
     "prompt_cache_options",
@@ -45,7 +45,7 @@ _IGNORED = (
 
 
 class StreamOptions(pydantic.BaseModel):
-    """How a stream is written."""
+    """Options of a stream."""
 
     model_config = pydantic.ConfigDict(extra="forbid", strict=True)
 
@@ -54,7 +54,7 @@ class StreamOptions(pydantic.BaseModel):
 
 
 class Asked(pydantic.BaseModel):
-    """What both APIs take; None: not said."""
+    """The parameters common to both APIs; None: not set."""
 
     model_config = pydantic.ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -74,17 +74,17 @@ class Asked(pydantic.BaseModel):
 
     @property
     def longest(self) -> tuple[str, int | None]:
-        """The parameter that says how long a text may become, and its value."""
+        """The parameter that limits the text's length, and its value."""
         return "max_tokens", self.max_tokens
 
     @property
     def likeliest(self) -> int:
-        """How many of the likeliest tokens are to be named."""
+        """How many of the likeliest tokens to return."""
         return 0
 
 
 class CompletionAsked(Asked):
-    """Of POST /v1/completions."""
+    """The body of POST /v1/completions."""
 
     prompt: Any
     echo: bool | None = None
@@ -96,7 +96,7 @@ class CompletionAsked(Asked):
 
 
 class ChatAsked(Asked):
-    """Of POST /v1/chat/completions."""
+    """The body of POST /v1/chat/completions."""
 
     messages: list[Any] = pydantic.Field(min_length=1)
     tools: list[Any] | None = None
@@ -117,10 +117,10 @@ class ChatAsked(Asked):
 
 
 def read(kind: type[T], body: bytes, most_tokens: int) -> T:
-    """A request's body, which has at most so many tokens as numbers.
+    """Parses a request's body, which may have at most `most_tokens` tokens as numbers.
 
     Raises:
-      Refusal: it is not JSON in UTF-8, has too many values, or a parameter is missing, unknown, not supported or has a wrong value.
+      Refusal: it is not JSON in UTF-8, has too many values, or a parameter is missing, unknown, unsupported or invalid.
     """
     values = bounds.parse(body, most_tokens)
     for name, nothing in _UNSUPPORTED.items():
@@ -144,13 +144,13 @@ def _explained(error: Any, kind: type[Asked]) -> Refusal:
         return Refusal(400, f"{name} is missing", param=param, code="missing_required_parameter")
     if error["type"] == "extra_forbidden":
         hint = did_you_mean(name, kind.model_fields)
-        return Refusal(400, f"there is no parameter {name}{hint}", param=param, code="unknown_parameter")
+        return Refusal(400, f"{name} is not a parameter{hint}", param=param, code="unknown_parameter")
     said = error["msg"][:1].lower() + error["msg"][1:]
     return Refusal(400, f"{name} is {brief(error['input'])}: {said}", param=param, code="invalid_value")
 
 
 def check_model(asked: Asked, served: Served) -> None:
-    """Raises Refusal where another model is asked for than the one that is served or an adapter of it."""
+    """Raises Refusal if the request names neither the model nor one of its adapters."""
     if asked.model not in (served.name, *served.adapters):
         names = ", ".join(map(repr, (served.name, *served.adapters)))
         raise Refusal(
@@ -162,10 +162,10 @@ def check_model(asked: Asked, served: Served) -> None:
 
 
 def asks_of_completion(asked: CompletionAsked, served: Served, config: ServerConfig) -> list[Ask]:
-    """The texts of a completion: n of the first prompt, n of the second, ...
+    """The texts of a completion: n for the first prompt, n for the second, ...
 
     Raises:
-      Refusal: a parameter has a wrong value, or a prompt is too long.
+      Refusal: a parameter is invalid, or a prompt is too long.
     """
     if asked.echo and asked.logprobs is not None:
         raise Refusal(400, "echo with logprobs is not supported: leave one out", param="echo", code="unsupported_value")
@@ -179,10 +179,10 @@ def asks_of_completion(asked: CompletionAsked, served: Served, config: ServerCon
 
 
 def asks_of_chat(asked: ChatAsked, served: Served, config: ServerConfig) -> list[Ask]:
-    """The n answers of a conversation.
+    """The n answers to a conversation.
 
     Raises:
-      Refusal: a parameter has a wrong value, the model's template refuses the messages, or they are too long.
+      Refusal: a parameter is invalid, the chat template rejects the messages, or they are too long.
     """
     if asked.top_logprobs is not None and not asked.logprobs:
         raise Refusal(400, "top_logprobs needs logprobs = true", param="top_logprobs", code="invalid_value")
@@ -201,7 +201,7 @@ def asks_of_chat(asked: ChatAsked, served: Served, config: ServerConfig) -> list
     _check_count(asked, 1, config)
     talk = served.chat
     if talk is None:
-        raise Refusal(400, f"{served.name} has no chat template: ask for completions", code="no_chat_template")
+        raise Refusal(400, f"{served.name} has no chat template: request completions", code="no_chat_template")
     tools = asked.tools if asked.tool_choice != "none" else None
     bounds.check_conversation(asked.messages, tools, served, config)
     try:
@@ -209,11 +209,11 @@ def asks_of_chat(asked: ChatAsked, served: Served, config: ServerConfig) -> list
         conversation = read_conversation(record, "the request", Format.MESSAGES)
     except UserError as error:
         raise Refusal(400, str(error), param="messages", code="invalid_messages") from None
-    except RecursionError:  # of JSON within JSON
+    except RecursionError:  # JSON within JSON
         raise Refusal(400, "a tool call is nested too deeply", param="messages", code="invalid_messages") from None
     try:
         text = talk.text_after(conversation, "the request")
-    except UserError as error:  # whose message has paths of this machine, which are not for clients
+    except UserError as error:  # its message may have local paths, which clients must not see
         why = f": {error.why}" if isinstance(error, TemplateFails) else ""
         raise Refusal(400, f"the chat template fails{why}", param="messages", code="invalid_messages") from None
     bounds.check_characters(len(text), served, config, "messages", own=True)
@@ -240,7 +240,7 @@ def _asks(
 
 
 def _sampling(asked: Asked, served: Served, config: ServerConfig, room: int) -> Sampling:
-    """How a text is made for which there are `room` tokens."""
+    """The sampling of a text that may have at most `room` tokens."""
     name, wanted = asked.longest
     most = min(config.max_tokens or room, room)
     if wanted is not None and wanted > most:
@@ -285,7 +285,7 @@ def _stops(value: Any, config: ServerConfig) -> tuple[str, ...]:
 
 
 def _prompts(value: Any) -> list[str | list[int]]:
-    """The prompts: a string, strings, ids, or lists of ids."""
+    """Parses the prompts: a string, strings, token ids, or lists of token ids."""
     if isinstance(value, str) or (isinstance(value, list) and value and all(_is_id(one) for one in value)):
         return [value]
     if isinstance(value, list) and value and all(isinstance(one, str) for one in value):

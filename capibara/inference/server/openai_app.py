@@ -1,4 +1,4 @@
-"""OpenAI's API over HTTP: completions and chat, whole or streamed, the list of models; health and metrics.
+"""The HTTP application of OpenAI's API: completions and chat, whole or streamed, models, health and metrics.
 
 Needs FastAPI and prometheus_client: the extra `serve`.
 """
@@ -32,13 +32,13 @@ from capibara.inference.server.service import Answers, Ask, Served, ServerConfig
 from capibara.inference.server.visitors import Guarded, Visitors
 
 _PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
-_CLIENT_GONE = 499  # as nginx says it; nobody reads it but the metrics
-_DISCARDED = 8  # times the largest body: so much is read and thrown away, so that the client comes to read the refusal
+_CLIENT_GONE = 499  # nginx's status for it; only metrics see it
+_DISCARDED = 8  # times the largest body: the most that is read and discarded, so that the client reads the error
 _PAUSED_AFTER_S = 1e-3
 _PATIENT_BYTES = 32 * 1024
-_LAST_WRITES_S = 5.0  # for a client that is slow to read, after its texts' time is over
+_LAST_WRITES_S = 5.0  # for a client that reads slowly, after the texts' deadline
 
-# Two: the interpreter runs one of them at a time but where it waits for a tokenizer or a template.
+# Two threads: the interpreter runs one at a time, except while it waits for a tokenizer or a template.
 _preparing = ThreadPoolExecutor(2, thread_name_prefix="preparing")
 
 Asks = Callable[[Any, Served, ServerConfig], list[Ask]]
@@ -50,10 +50,10 @@ def app_of(
     """The application.
 
     Args:
-      service: lets requests in.
-      metrics: are told of every request.
-      keys: one of them must come with each request, but for those of health; empty: none is needed.
-      visitors: whose requests are answered.
+      service: admits requests.
+      metrics: count every request.
+      keys: valid API keys, required except for health checks; empty: no key is required.
+      visitors: which hosts and origins may send requests.
     """
     app = fastapi.FastAPI(title="capibara", openapi_url=None)
     checked = [fastapi.Depends(_authorised(keys))]
@@ -76,7 +76,7 @@ def app_of(
     async def model(name: str) -> Response:
         served = service.served
         if served is None or name not in (served.name, *served.adapters):
-            raise Refusal(404, f"there is no model {name[:100]!r}", param="model", code="model_not_found")
+            raise Refusal(404, f"{name[:100]!r} is no model here", param="model", code="model_not_found")
         return JSONResponse(_about(served, name))
 
     @app.get("/health")
@@ -103,7 +103,7 @@ def app_of(
 
 
 def _about(served: Served, name: str) -> dict[str, Any]:
-    """Of the model, or of an adapter of it."""
+    """Describes the model, or one of its adapters."""
     about = {"id": name, "object": "model", "created": int(served.created_s), "owned_by": "capibara"}
     return about if name == served.name else about | {"parent": served.name}
 
@@ -113,7 +113,7 @@ def _authorised(keys: Sequence[str]) -> Callable[[Request], Awaitable[None]]:
 
     async def check(request: Request) -> None:
         kind, _, given = request.headers.get("authorization", "").partition(" ")
-        # All are compared, each in a time that does not tell how much of it is right.
+        # All keys are compared, each in constant time.
         right = [hmac.compare_digest(given.strip(" \t").encode("latin-1"), key) for key in known]
         if known and not (kind.lower() == "bearer" and any(right)):
             raise Refusal(
@@ -138,7 +138,7 @@ async def _answer(
         body = await _body(request, config, take)
         asked = await _parsed(service, kind, body, config.max_texts * bounds.most_tokens(served, config))
         openai_api.check_model(asked, served)
-        # Templates and tokenizers may take long, others' tokens must not wait for them.
+        # Templates and tokenizers may take long; other requests' tokens must not wait for them.
         work = asyncio.get_running_loop().run_in_executor(_preparing, asks_of, asked, served, config)
         try:
             async with asyncio.timeout(began_s + config.timeout_s - time.monotonic()):
@@ -153,7 +153,7 @@ async def _answer(
 
 
 async def _parsed(service: Service, kind: type[Asked], body: bytes, most_tokens: int) -> Asked:
-    """Reads one body at a time, and leaves half of the time to others; a thread would hold them up at each of their reads."""
+    """Parses one body at a time and yields to others half of the time; a thread would delay them at each read."""
     async with service.parsing:
         began_s = time.monotonic()
         try:
@@ -165,7 +165,7 @@ async def _parsed(service: Service, kind: type[Asked], body: bytes, most_tokens:
 
 async def _body(request: Request, config: ServerConfig, take: Callable[[int], None]) -> bytes:
     content = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if content != "application/json":  # which a web page of others cannot send without asking
+    if content != "application/json":  # a cross-origin page cannot send this without a preflight
         raise Refusal(
             415, f"Content-Type is {content[:60]!r}, must be 'application/json'", code="unsupported_media_type"
         )
@@ -176,7 +176,7 @@ async def _body(request: Request, config: ServerConfig, take: Callable[[int], No
     announced = _announced(request.headers)
     if announced > _DISCARDED * most or (announced > most and "expect" in request.headers):
         raise too_large
-    async for part in request.stream():  # `http_protocol` has a deadline
+    async for part in request.stream():  # `http_protocol` enforces a deadline
         size += len(part)
         if size <= most:
             take(len(part))
@@ -191,11 +191,11 @@ async def _body(request: Request, config: ServerConfig, take: Callable[[int], No
 
 
 def _announced(headers: Headers) -> int:
-    return int(headers.get("content-length", 0))  # h11 has found it to be a number
+    return int(headers.get("content-length", 0))  # h11 has checked that it is a number
 
 
 async def _unless_gone(request: Request, answers: Answers) -> list[Completion] | None:
-    """The whole texts; None: the client does not wait any more."""
+    """The complete texts; None: the client has disconnected."""
 
     async def gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -212,7 +212,7 @@ async def _unless_gone(request: Request, answers: Answers) -> list[Completion] |
 
 
 class _Events(StreamingResponse):
-    """The texts as server-sent events; when the client goes they end."""
+    """The texts as server-sent events; cancels them when the client disconnects."""
 
     def __init__(self, answers: Answers, reply: Reply):
         super().__init__(_events(answers, reply), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
@@ -223,7 +223,7 @@ class _Events(StreamingResponse):
         try:
             async with asyncio.timeout(left_s + _LAST_WRITES_S):
                 await super().__call__(scope, receive, send)
-        except TimeoutError:  # the client does not read
+        except TimeoutError:  # the client is not reading
             pass
         finally:
             self._answers.cancel()
@@ -283,11 +283,11 @@ async def _failed(_: Request, error: Exception) -> Response:
 
 
 def _fault(error: Exception) -> Refusal:
-    return Refusal(500, f"the server has made a mistake ({type(error).__name__}): its log says more", code="internal")
+    return Refusal(500, f"internal error ({type(error).__name__}): see the server's log", code="internal")
 
 
 class _Patient:
-    """An application that is called when a request's body is there, or much of it: half a body costs little."""
+    """Calls an application once a request's body has arrived, in full or large part: incomplete ones stay cheap."""
 
     def __init__(self, app: ASGIApp, service: Service):
         self._app, self._service = app, service
@@ -295,7 +295,7 @@ class _Patient:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
         has_body = "content-length" in headers or "transfer-encoding" in headers
-        # What is refused by its announcement alone is not waited for.
+        # A request that its headers alone disqualify is refused at once.
         is_refused = _announced(headers) > _DISCARDED * self._service.config.max_body_kib * 1024
         if scope["method"] != "POST" or "expect" in headers or is_refused or not has_body:
             await self._app(scope, receive, send)
@@ -316,7 +316,7 @@ class _Patient:
 
 
 class _Counted:
-    """An application whose requests are counted, and told where that is asked for."""
+    """Counts an application's requests, and logs them if requested."""
 
     def __init__(self, app: ASGIApp, service: Service, metrics: ServingMetrics, paths: set[str]):
         self._app, self._service, self._metrics, self._paths = app, service, metrics, paths
@@ -331,7 +331,7 @@ class _Counted:
             nonlocal answered
             if message["type"] == "http.response.start":
                 answered = True
-                # What anyone may make up is no label: there would be a number for each.
+                # Arbitrary paths are no labels: each would add a time series.
                 self._metrics.request(path if path in self._paths else "other", message["status"])
                 if self._service.config.access_log:
                     passed_ms = 1e3 * (time.monotonic() - began_s)
@@ -341,6 +341,6 @@ class _Counted:
 
         try:
             await self._app(scope, receive, watched)
-        except asyncio.CancelledError:  # the process ends, and this client has not even sent its request whole
+        except asyncio.CancelledError:  # the process ends, and this client has not completed its request
             if not answered:
                 await JSONResponse(shutting_down().body, 503)(scope, receive, watched)

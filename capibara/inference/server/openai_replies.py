@@ -1,4 +1,4 @@
-"""OpenAI's completions and chat API: what a response says, whole or in chunks."""
+"""Responses of OpenAI's completions and chat API, whole or in chunks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from capibara.inference.engine.stream import Completion, Piece
 from capibara.inference.server.openai_api import Asked, ChatAsked, CompletionAsked
 from capibara.inference.server.service import Ask, Served
 
-_LEAST_LOGPROB = -9999.0  # JSON has no infinity; OpenAI says the same
+_LEAST_LOGPROB = -9999.0  # JSON has no infinity; OpenAI uses the same value
 
 Json = dict[str, Any]
 
@@ -24,7 +24,7 @@ class Reply(abc.ABC):
     Args:
       asked: the request.
       served: the model.
-      asks: the texts, n of each prompt.
+      asks: the requested texts, n for each prompt.
     """
 
     kind = chunk_kind = prefix = ""
@@ -40,7 +40,7 @@ class Reply(abc.ABC):
         self._tells_usage = options is not None and options.include_usage
 
     def whole(self, completions: Sequence[Completion]) -> Json:
-        """All the texts at once."""
+        """The complete response."""
         choices = [
             self._choice(index, completion.text, completion.pieces, str(completion.finish))
             for index, completion in enumerate(completions)
@@ -48,11 +48,11 @@ class Reply(abc.ABC):
         return self._about | {"object": self.kind, "choices": choices, "usage": self._usage(completions)}
 
     def begin(self) -> list[Json]:
-        """The chunks that come before any piece."""
+        """The chunks before the first piece."""
         return []
 
     def piece(self, index: int, piece: Piece) -> Json | None:
-        """The chunk of one piece of a text; None: it has nothing to tell yet."""
+        """The chunk for one piece of a text; None: the piece adds nothing yet."""
         named = self._names_tokens and piece.token is not None
         return self._chunk(index, piece.text, [piece], None) if piece.text or named else None
 
@@ -61,7 +61,7 @@ class Reply(abc.ABC):
         return self._chunk(index, "", [], str(completion.finish))
 
     def usage(self, completions: Sequence[Completion]) -> list[Json]:
-        """The chunk that comes last of all, where it was asked for."""
+        """The final chunk with the usage, if the request asks for it."""
         if not self._tells_usage:
             return []
         return [self._about | {"object": self.chunk_kind, "choices": [], "usage": self._usage(completions)}]
@@ -76,7 +76,7 @@ class Reply(abc.ABC):
 
     @abc.abstractmethod
     def _part(self, text: str, pieces: Iterable[Piece], finish: str | None, index: int) -> Json:
-        """What a chunk tells of a text, beside its number and how it ended."""
+        """The fields of a choice besides its index and finish reason."""
 
     def _chunk(self, index: int, text: str, pieces: Iterable[Piece], finish: str | None) -> Json:
         choice = {"index": index, "finish_reason": finish} | self._part(text, pieces, finish, index)
@@ -135,7 +135,7 @@ class CompletionReply(Reply):
 
 
 class ChatReply(Reply):
-    """Of /v1/chat/completions."""
+    """The response of /v1/chat/completions."""
 
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
     _asked: ChatAsked
@@ -181,7 +181,7 @@ class ChatReply(Reply):
 
 
 def _named(vocabulary: Vocabulary, token: int) -> str:
-    """Its text; its bytes where it is a part of characters: as text, many tokens would have one name."""
+    """A token's text, or its bytes if it is part of a character: as text, many tokens would have the same name."""
     spelled = vocabulary.bytes_of([token])
     try:
         return spelled.decode()

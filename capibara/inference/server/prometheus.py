@@ -1,4 +1,4 @@
-"""What a server tells Prometheus."""
+"""The server's metrics for Prometheus."""
 
 from __future__ import annotations
 
@@ -23,41 +23,39 @@ class ServingMetrics:
     """Counts requests and texts.
 
     Args:
-      load: gives the texts that wait for a slot, the slots that are taken, and how many there are; the pages of the
-        cache, those that are taken, and how many texts were preempted for want of one.
+      load: returns the numbers of queued texts, busy slots and slots; of the cache's pages and busy pages; and of texts
+        that were preempted for lack of pages.
     """
 
     def __init__(self, load: Callable[[], Load]):
         self._registry = CollectorRegistry()
         own: dict[str, Any] = {"namespace": "capibara", "registry": self._registry}
-        self._requests = Counter("requests", "Requests, by path and status of HTTP.", ["path", "status"], **own)
-        self._texts = Counter("texts", "Texts, by why they ended.", ["finish"], **own)
-        self._prompt = Counter("prompt_tokens", "Tokens of prompts.", **own)
-        self._cached = Counter("cached_tokens", "Tokens of prompts that were read before.", **own)
-        self._generated = Counter("generated_tokens", "Tokens of texts.", **own)
+        self._requests = Counter("requests", "Requests, by path and HTTP status.", ["path", "status"], **own)
+        self._texts = Counter("texts", "Texts, by finish reason.", ["finish"], **own)
+        self._prompt = Counter("prompt_tokens", "Prompt tokens.", **own)
+        self._cached = Counter("cached_tokens", "Prompt tokens found in the prefix cache.", **own)
+        self._generated = Counter("generated_tokens", "Generated tokens.", **own)
         self._first = Histogram(
-            "time_to_first_token_seconds", "From a request to the first token.", buckets=_FIRST_S, **own
+            "time_to_first_token_seconds", "Time from request to first token.", buckets=_FIRST_S, **own
         )
-        self._each = Histogram(
-            "time_per_token_seconds", "Between tokens, the mean of each text.", buckets=_TOKEN_S, **own
-        )
+        self._each = Histogram("time_per_token_seconds", "Mean time between tokens of a text.", buckets=_TOKEN_S, **own)
         gauges = (
             ("queue_depth", "Texts that wait for a slot."),
-            ("slots_busy", "Slots that are taken."),
+            ("slots_busy", "Slots in use."),
             ("slots", "Slots."),
-            ("pages", "Pages of the cache; 0: slots have none."),
-            ("pages_busy", "Pages that are taken."),
+            ("pages", "Pages of the cache; 0: it is not paged."),
+            ("pages_busy", "Pages in use."),
         )
-        for place, (name, about) in enumerate(gauges):
-            Gauge(name, about, **own).set_function(functools.partial(_of_load, load, place))
+        for index, (name, about) in enumerate(gauges):
+            Gauge(name, about, **own).set_function(functools.partial(_of_load, load, index))
         self._registry.register(_Preempted(load))
 
     def request(self, path: str, status: int) -> None:
-        """A request has its answer, or the beginning of one."""
+        """Counts a request when its answer is complete, or begins to stream."""
         self._requests.labels(path, status).inc()
 
     def text(self, completion: Completion) -> None:
-        """A text has come to its end."""
+        """Counts a finished text."""
         tokens = len(completion.tokens)
         self._texts.labels(str(completion.finish)).inc()
         self._prompt.inc(completion.prompt_tokens)
@@ -69,21 +67,21 @@ class ServingMetrics:
             self._each.observe((completion.elapsed_s - completion.waited_s) / (tokens - 1))
 
     def page(self) -> bytes:
-        """All of it in Prometheus' text format."""
+        """All metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
 
 class _Preempted(Collector):
-    """Reads what the engine counts itself."""
+    """Exports the engine's own counter of preempted texts."""
 
     def __init__(self, load: Callable[[], Sequence[int]]):
         self._load = load
 
     def collect(self) -> Iterator[Metric]:
-        about, count = "Texts that lost their slot for want of a page, and wait again.", self._load()[5]
+        about, count = "Texts preempted for lack of pages; they return to the queue.", self._load()[5]
         yield CounterMetricFamily("capibara_preempted_texts", about, value=count)
         yield CounterMetricFamily("capibara_put_back_texts", "Old name of capibara_preempted_texts.", value=count)
 
 
-def _of_load(load: Callable[[], Load], place: int) -> float:
-    return load()[place]
+def _of_load(load: Callable[[], Load], index: int) -> float:
+    return load()[index]

@@ -1,4 +1,4 @@
-"""The process of an HTTP server: it listens at once, loads its model, and ends when it is told to.
+"""The server process: listens at once, loads the model, and shuts down on a signal.
 
 Needs FastAPI, uvicorn and prometheus_client: the extra `serve`.
 """
@@ -34,18 +34,18 @@ from capibara.inference.server.visitors import visitors_of
 
 _KILLED = 130
 _BACKLOG = 2048  # connections that wait to be accepted
-_ACCEPTED_AT_ONCE = 64  # in one turn of the loop: others' tokens wait for it
-_GIVEN_BACK_BYTES = 8 * 2**20  # of bodies: the allocator would keep what they took
-_OTHER_FILES = 256  # that a process has open besides connections
-_LAST_WRITES_S = 2  # for those who are still being written to when the grace is over
+_ACCEPTED_AT_ONCE = 64  # per turn of the event loop: other requests' tokens wait meanwhile
+_GIVEN_BACK_BYTES = 8 * 2**20  # of bodies read, after which freed memory is returned to the system
+_OTHER_FILES = 256  # files that the process has open besides connections
+_LAST_WRITES_S = 2  # to finish writing when the grace period is over
 _CLOSE_S = 3.0
-_FAILED_S = 5.0  # in which those who ask still hear that the engine has failed
+_FAILED_S = 5.0  # during which requests still get an error after the engine failed
 
 
 class Server(uvicorn.Server):
-    """uvicorn, which after the first signal lets the texts at hand end; a second one ends the process at once.
+    """uvicorn's server; the first signal lets running texts finish, a second one ends the process at once.
 
-    It ends soon after its engine has failed, too.
+    It also ends soon after its engine has failed.
     """
 
     def __init__(self, app: ASGIApp, service: Service):
@@ -68,7 +68,7 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for one in sockets or []:
-            one.listen(_BACKLOG)  # asyncio has taken the number that it accepts at once for this one
+            one.listen(_BACKLOG)  # asyncio has set the backlog to the number that it accepts at once
 
     async def on_tick(self, counter: int) -> bool:
         self._room.check()
@@ -85,17 +85,17 @@ class Server(uvicorn.Server):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that takes connections; they wait until the server runs.
+    """A socket that accepts connections; they wait until the server runs.
 
     Raises:
-      OSError: there is no such address, or another process has it.
+      OSError: the address does not exist or is in use.
     """
     family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     return socket.create_server(address[:2], family=family, backlog=_BACKLOG)
 
 
 class Door(NamedTuple):
-    """Where clients come in: a socket that listens, the keys that let them in (empty: none is needed), and the URL."""
+    """The server's entrance: a listening socket, its API keys (empty: none is required), and the URL."""
 
     listening: socket.socket
     keys: Sequence[str]
@@ -103,26 +103,26 @@ class Door(NamedTuple):
 
 
 def opened(host: str, port: int, key_file: str | None, variable: str) -> Door:
-    """Listens, with the keys of a file or of an environment variable.
+    """Listens, with API keys from a file or an environment variable.
 
     Raises:
-      UserError: it cannot be listened there, or all machines could ask without a key.
+      UserError: the address cannot be used, or other machines could send requests without a key.
     """
     keys = keys_of(key_file, variable)
     try:
         listening = listen(host, port)
-    except (OSError, UnicodeError) as error:  # the latter: a name that no host may have
-        raise UserError(f"--host={host} --port={port} cannot be listened at ({error}): try others") from None
+    except (OSError, UnicodeError) as error:  # the latter: an invalid host name
+        raise UserError(f"--host={host} --port={port} cannot be listened on ({error}): try others") from None
     address, port = listening.getsockname()[:2]
     if not keys and not ipaddress.ip_address(address).is_loopback:
-        raise UserError(f"--host={host} lets other machines in: set {variable} or --api_key_file, or leave --host out")
+        raise UserError(f"--host={host} is open to other machines: set {variable} or --api_key_file, or omit --host")
     return Door(listening, keys, f"http://{f'[{address}]' if ':' in address else address}:{port}/v1")
 
 
 def fitting(config: ServerConfig) -> ServerConfig:
-    """Lets the process have as many files open as the connections need; with fewer connections where it may not."""
+    """Raises the process's limit of open files for the connections; lowers the number of connections if that fails."""
     now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # Each may be open beside the one that makes room for it.
+    # Each connection may be open beside the one that it replaces.
     needed = 2 * config.max_connections + _ACCEPTED_AT_ONCE + _OTHER_FILES
     if most != resource.RLIM_INFINITY and needed > most:
         connections = max((most - _ACCEPTED_AT_ONCE - _OTHER_FILES) // 2, 8)
@@ -139,10 +139,10 @@ def fitting(config: ServerConfig) -> ServerConfig:
 
 
 def keys_of(path: str | None, variable: str) -> list[str]:
-    """The keys of clients: the lines of a file, or what an environment variable holds; none of them may be empty.
+    """The API keys: the lines of a file, or the value of an environment variable; none may be empty.
 
     Raises:
-      UserError: the file cannot be read, or has none.
+      UserError: the file cannot be read, or has no key.
     """
     if path is None:
         return list(filter(None, [os.environ.get(variable, "").strip()]))
@@ -150,9 +150,9 @@ def keys_of(path: str | None, variable: str) -> list[str]:
         with open(path, encoding="utf-8") as file:
             keys = list(filter(None, map(str.strip, file)))
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--api_key_file={path} cannot be read ({error}): name a text file with a key a line") from None
+        raise UserError(f"--api_key_file={path} cannot be read ({error}): name a file with one key per line") from None
     if not keys:
-        raise UserError(f"--api_key_file={path} has no key: write one a line")
+        raise UserError(f"--api_key_file={path} has no key: write one per line")
     return keys
 
 
@@ -164,15 +164,16 @@ def run(
     host: str = "localhost",
     leader: Leader | None = None,
 ) -> int:
-    """Serves until a signal comes, or the engine fails: all who wait are told then. Returns the exit code.
+    """Serves until a signal arrives or the engine fails; open requests then get an error. Returns the exit code.
 
     Args:
-      listening: of `listen`.
-      keys: of clients; empty: none is needed.
-      load: loads the model, in a thread of its own: until then requests are told to wait. Its engine is started here.
-      tell: called when it is ready.
-      host: what the user has called the address that it listens at.
-      leader: of the other processes that serve this model; a signal to one of them is one to this.
+      listening: from `listen`.
+      keys: API keys; empty: none is required.
+      load: loads the model, in its own thread; until then requests get an error. Its engine is started here.
+      tell: called when the model is ready.
+      host: the address to listen on, as the user wrote it.
+      leader: leads the other processes that serve this model; a signal to one of them is treated as one to this
+        process.
 
     Raises:
       Exception: what `load` raised.
@@ -192,7 +193,7 @@ def run(
                 served.engine.lead(leader.send)
             served.engine.start()
             service.ready(served, fitting(config))
-            # What is loaded stays: looking through all of it for garbage stops every thread, here for up to 0.1 s.
+            # Freezes what is loaded: a garbage collection over it would stop every thread for up to 0.1 s.
             gc.collect()
             gc.freeze()
             tell(served)
@@ -215,7 +216,7 @@ def run(
 
 
 def _gone(service: Service) -> float:
-    """Another process is gone: all who wait are told; gives the seconds in which this one ends."""
+    """Fails open requests after another process was lost; returns the seconds until this process ends."""
     if service.served is None:
         return 0.0
     service.served.engine.fail(left_alone())
@@ -223,7 +224,7 @@ def _gone(service: Service) -> float:
 
 
 def _end(loading: threading.Thread, service: Service, leader: Leader | None, code: int) -> None:
-    """Stops the threads. One that is inside XLA cannot be stopped, and would crash the interpreter's own end."""
+    """Stops the threads. A thread inside XLA cannot be stopped, and would crash the interpreter at exit."""
     threads = [loading]
     if service.served is not None:
         threads.append(threading.Thread(target=service.served.engine.close, name="closing", daemon=True))

@@ -1,4 +1,4 @@
-"""What stands between an HTTP server and the engine: who is let in, and whose texts come to an end."""
+"""Between HTTP server and engine: admits requests and follows their texts."""
 
 from __future__ import annotations
 
@@ -35,30 +35,31 @@ _ORIGIN = re.compile(r"https?://[^\s/@]+")
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServerConfig:
-    """What a server takes on.
+    """Limits of a server.
 
     Attributes:
-      queue: texts that may wait for a slot; one more is refused with 429.
-      max_tokens: longest text that may be asked for; None: what a slot holds.
-      max_prompt_tokens: longest prompt; None: what a slot holds.
+      queue: most texts that wait for a slot; more are refused with 429.
+      max_tokens: longest text that may be requested; None: the slot's capacity.
+      max_prompt_tokens: longest prompt; None: the slot's capacity.
       max_texts: most texts of one request: prompts times n.
       max_stops: most stop strings of one request.
-      max_prompt_chars: characters of the longest prompt; None: what the tokens of the longest prompt may have, up to 16
-        each, or less where the tokenizer has no token so long. A longer one is refused before it is tokenised.
+      max_prompt_chars: characters of the longest prompt; None: what the longest prompt's tokens can spell, up to 16 per
+        token, or fewer if the tokenizer's longest token is shorter. Longer prompts are refused before tokenisation.
       max_messages: most messages of a conversation.
       max_body_kib: largest body of a request.
-      max_bodies_mib: of all bodies that are being read together; one more is refused with 503.
-      body_timeout_s: seconds in which a body must have come, and in which a client must read on that has stopped.
+      max_bodies_mib: total of all bodies that are being received; more are refused with 503.
+      body_timeout_s: seconds for a body to arrive, and for a client that stopped reading to continue.
       max_header_kib: largest header of a request.
-      header_timeout_s: seconds in which a header must have come, from the connection or the answer before.
-      max_connections: most connections; with one more the oldest that has not sent a whole request is closed.
-      allowed_hosts: names in Host that are answered besides localhost, 127.0.0.1 and [::1], such as that of a proxy; a
-        server with a key that other machines reach answers to all names if there are none.
-      allowed_origins: of web pages that may ask, such as https://chat.example.com, besides this server's own.
+      header_timeout_s: seconds for a header to arrive, after the connection or the previous answer.
+      max_connections: most connections; one more closes the oldest that has not sent a complete request.
+      allowed_hosts: accepted values of Host besides localhost, 127.0.0.1 and [::1], such as a proxy's name; if empty, a
+        server with a key that other machines can reach accepts every name.
+      allowed_origins: origins of web pages that may send requests, such as https://chat.example.com, besides the
+        server's.
       timeout_s: seconds from a request to the end of its texts.
-      grace_s: seconds that texts have to end in after a signal to stop.
-      warm_up: whether programs for prompts of all lengths are compiled before the first request.
-      access_log: whether each request is a line on standard error.
+      grace_s: seconds for texts to finish after a signal to stop.
+      warm_up: whether to compile programs for all prompt lengths before the first request.
+      access_log: whether to log each request on standard error.
     """
 
     queue: int = 64
@@ -102,7 +103,7 @@ class ServerConfig:
 
 
 class State(enum.StrEnum):
-    """LOADING: not yet; DRAINING: no more; FAILED: the engine has ended with an error."""
+    """LOADING: not ready yet; DRAINING: accepts no more; FAILED: the engine ended with an error."""
 
     LOADING = "loading"
     READY = "ready"
@@ -112,18 +113,18 @@ class State(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Served:
-    """A model that is ready.
+    """A loaded model.
 
     Attributes:
-      engine: with a thread of its own.
+      engine: an engine with its own thread.
       vocabulary: of the model.
-      chat: with its template; None: it has none.
-      length: tokens of a slot.
-      encoder_length: tokens that an encoder reads; None: there is no encoder.
-      name: what clients call the model.
-      sampling: where a request says nothing.
+      chat: its chat template; None: it has none.
+      length: token capacity of a slot.
+      encoder_length: most tokens that an encoder reads; None: there is no encoder.
+      name: the model's name for clients.
+      sampling: defaults for a request.
       created_s: when it was loaded, by time.time.
-      adapters: names of the engine's adapters, by which clients ask for them in place of the model.
+      adapters: names of the engine's adapters, which clients can request instead of the model.
     """
 
     engine: Engine
@@ -138,16 +139,16 @@ class Served:
 
     @functools.cached_property
     def longest_piece(self) -> int:
-        """The bytes of the longest token."""
+        """Number of bytes of the longest token."""
         return int(self.vocabulary.token_bytes().max())
 
 
 @dataclasses.dataclass(frozen=True)
 class Ask:
-    """One text that is wanted.
+    """One requested text.
 
-    It has the prompt's ids, the sampling, the ids that end the text, how many likeliest tokens to name, and the adapter,
-    None for the model alone.
+    It has the prompt's ids, the sampling, the end token ids, how many of the likeliest tokens to return, and the
+    adapter, None for the model alone.
     """
 
     ids: Sequence[int]
@@ -158,39 +159,39 @@ class Ask:
 
 
 def check_streams(sampling: Sampling) -> None:
-    """Raises UserError where texts are not made token by token."""
+    """Raises UserError if texts cannot be streamed token by token."""
     for name, is_set in (("beams", sampling.beams is not None), ("num_decodes", sampling.num_decodes > 1)):
         if is_set:
             raise UserError(
-                f"Sampling.{name} is set: a server streams tokens as they are chosen, and which text is the best is known at "
-                "its end; leave it out, or use capibara infer --prompts"
+                f"Sampling.{name} is set, and a server streams tokens before the best text is known: leave "
+                "it out, or use capibara infer --prompts"
             )
 
 
 def shutting_down() -> Refusal:
-    """What those are told who come after a signal, or whose texts have not ended in time."""
+    """The error for requests after a signal, or whose texts did not finish in time."""
     return Refusal(503, "the server is shutting down", code="shutting_down", headers=_SOON)
 
 
 class Watch(Protocol):
-    """Is told what became of each text."""
+    """Is notified of each finished text."""
 
     def text(self, completion: Completion) -> None: ...
 
 
 class Answers:
-    """The texts of one request, as they come: iterate over (index, piece) and, last of each text, (index, completion).
+    """The texts of one request: iterates over (index, piece) and, last for each text, (index, completion).
 
-    It lives in an event loop; the engine's thread puts things in.
+    It belongs to an event loop; the engine's thread adds items.
 
     Args:
-      streams: one of each text.
+      streams: one per text.
       deadline_s: by time.monotonic.
-      ended: called as each text comes to its end, of whatever kind.
+      ended: called when a text ends, for any reason.
 
-    Raises (while it is iterated over):
+    Raises (during iteration):
       Refusal: the deadline has passed, or the texts were cancelled.
-      Exception: what stopped the engine.
+      Exception: the engine's error.
     """
 
     def __init__(self, streams: Sequence[Stream], deadline_s: float, ended: Callable[[Answers, Item], None]):
@@ -220,17 +221,17 @@ class Answers:
             yield index, item
 
     async def all(self) -> list[Completion]:
-        """The whole texts, in order."""
+        """The complete texts, in order."""
         completions = {index: item async for index, item in self if isinstance(item, Completion)}
         return [completions[index] for index in range(len(completions))]
 
     def cancel(self) -> None:
-        """Ends the texts where they are; their slots become free."""
+        """Cancels the texts; frees their slots."""
         for stream in self._streams:
             stream.cancel()
 
     def _from_engine(self, loop: asyncio.AbstractEventLoop, index: int, item: Item) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nothing waits any more
             loop.call_soon_threadsafe(self._take, index, item)
 
     def _take(self, index: int, item: Item) -> None:
@@ -241,18 +242,18 @@ class Answers:
 
 
 class Service:
-    """Lets requests in while there is room; all but `ready` in one event loop.
+    """Admits requests while there is room; all methods except `ready` run in one event loop.
 
     Args:
-      watch: is told what became of each text.
+      watch: is notified of each finished text.
 
     Attributes:
-      config: what it takes on; the defaults until it is ready.
-      served: the model; None: it is not loaded yet.
-      texts: that are being written or wait.
-      body_bytes: of the requests that are being read.
-      freed_bytes: of bodies that were read since this was set to 0.
-      parsing: held by the one whose body is being parsed.
+      config: the limits; defaults until it is ready.
+      served: the model; None: not loaded yet.
+      texts: number of queued and running texts.
+      body_bytes: total size of the bodies that are being received.
+      freed_bytes: size of the bodies received since this was last set to 0.
+      parsing: a lock, held while a body is parsed.
     """
 
     def __init__(self, watch: Watch):
@@ -276,21 +277,21 @@ class Service:
 
     @property
     def load(self) -> tuple[int, int, int, int, int, int]:
-        """Texts that wait for a slot, slots that are taken, all slots; all pages, pages that are taken, texts preempted."""
+        """Numbers of queued texts, busy slots, slots, pages, busy pages, and texts preempted for lack of pages."""
         if self.served is None:
             return (0,) * 6
         engine = self.served.engine
         return (*engine.load, engine.slots, *engine.pages, engine.statistics.preempted)
 
     def ready(self, served: Served, config: ServerConfig) -> None:
-        """The model is there; from any thread."""
+        """Sets the loaded model; thread-safe."""
         self.config, self.served = config, served
 
     def check_room(self, texts: int = 1) -> Served:
-        """The model, if it would take so many texts more now.
+        """The model, if `texts` more texts can be accepted now.
 
         Raises:
-          Refusal: it would not.
+          Refusal: they cannot.
         """
         match self.state:
             case State.LOADING:
@@ -299,20 +300,20 @@ class Service:
                 raise shutting_down()
             case State.FAILED:
                 raise Refusal(503, "the model has failed: the server must be started again", code="model_failed")
-        assert self.served is not None, "it is loading else"
+        assert self.served is not None, "it is loading otherwise"
         most = self.served.engine.slots + self.config.queue
         if texts > most:
-            raise Refusal(400, f"{texts} texts are asked for, there is room for {most}: ask for fewer", param="n")
+            raise Refusal(400, f"{texts} texts are requested, there is room for {most}: request fewer", param="n")
         if self.texts + texts > most:
-            raise Refusal(429, f"{self.texts} texts are waited for: try again", code="queue_full", headers=_SOON)
+            raise Refusal(429, f"{self.texts} texts are in progress: try again", code="queue_full", headers=_SOON)
         return self.served
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[Callable[[int], None]]:
-        """Counts the bytes of a body while there is one: call what this gives with those that have come.
+        """Counts the bytes of a body while it is received: call the yielded function with each number of new bytes.
 
-        Raises (when it is called):
-          Refusal: there are too many at once.
+        Raises (when that is called):
+          Refusal: too many bytes are being received at once.
         """
         held = 0
 
@@ -330,11 +331,11 @@ class Service:
             self.freed_bytes += held
 
     def ask(self, asks: Sequence[Ask], began_s: float) -> Answers:
-        """Asks for the texts of one request, which came at `began_s` by time.monotonic.
+        """Submits the texts of one request that arrived at `began_s` by time.monotonic.
 
         Raises:
           Refusal: there is no room.
-          UserError: a prompt has no place in a slot.
+          UserError: a prompt does not fit in a slot.
         """
         engine, streams = self.check_room(len(asks)).engine, []
         try:
@@ -352,11 +353,11 @@ class Service:
         return answers
 
     def drain(self) -> None:
-        """Lets nobody in any more."""
+        """Admits no more requests."""
         self._draining_since_s = self._draining_since_s or time.monotonic()
 
     def drained(self) -> bool:
-        """Whether `drain` was called and no text is left, or none has time any more: those are cancelled."""
+        """Whether `drain` was called and no text is left; cancels the rest when the grace period is over."""
         if self._draining_since_s is None:
             return False
         if time.monotonic() - self._draining_since_s < self.config.grace_s:
@@ -366,7 +367,7 @@ class Service:
         return True
 
     def failed_for(self, seconds: float) -> bool:
-        """Whether it is so long ago that this was first asked after the engine had ended with an error."""
+        """Whether this was first called at least `seconds` ago with a failed engine."""
         if self.state is not State.FAILED:
             return False
         self._failed_since_s = self._failed_since_s or time.monotonic()

@@ -1,10 +1,9 @@
-"""Whose requests a server answers: by their Host and Origin, so that web pages of others do not reach it.
+"""Checks Host and Origin of requests, so that other sites' web pages cannot use the server.
 
-A page that a browser shows may send requests to this machine, and by DNS rebinding (its own name made to mean
-127.0.0.1) read the answers as well; what gives it away is the name in Host, or the Origin. A server on a loopback
-address therefore answers to loopback names alone. One that other machines reach needs a key, which such a page does not
-have: its names are not known here, so any Host will do unless `ServerConfig.allowed_hosts` says which. A foreign Origin
-is refused by both.
+A page in a browser can send requests to this machine and, by DNS rebinding (its own name resolved to 127.0.0.1), also
+read the answers; the name in Host or the Origin gives it away. A server on a loopback address therefore accepts only
+loopback names. One that other machines can reach requires a key, which such a page does not have; its names are not
+known here, so it accepts any Host unless `ServerConfig.allowed_hosts` is set. Both refuse a foreign Origin.
 """
 
 from __future__ import annotations
@@ -30,23 +29,23 @@ _PREFLIGHT_S = 600
 
 @dataclasses.dataclass(frozen=True)
 class Visitors:
-    """Who may come.
+    """Which hosts and origins may send requests.
 
     Attributes:
-      own: names of this server besides the loopback ones; an address that a connection came to is always one.
-      any_host: whether any Host will do where `ServerConfig.allowed_hosts` is empty.
+      own: names of this server besides the loopback ones; the address that a connection was made to always counts.
+      any_host: whether any Host is accepted if `ServerConfig.allowed_hosts` is empty.
     """
 
     own: frozenset[str] = frozenset()
     any_host: bool = False
 
     def check(self, headers: Headers, reached: str, config: ServerConfig) -> None:
-        """Raises Refusal where a request is not let in.
+        """Raises Refusal if a request is not allowed.
 
         Args:
           headers: of the request.
-          reached: the address that the connection came to.
-          config: with what the user allows.
+          reached: the address that the connection was made to.
+          config: the user's settings.
         """
         host, origin = headers.get("host"), ", ".join(headers.getlist("origin")) or headers.get("origin")
         if host is not None and not self._knows_host(_name(host), reached, config):
@@ -75,7 +74,7 @@ class Visitors:
         if origin.lower() in {one.lower() for one in config.allowed_origins}:
             return True
         found = _ORIGIN.fullmatch(origin.lower())
-        if found is None:  # "null", as of a file or a frame in a sandbox
+        if found is None:  # "null", as of a file or a sandboxed frame
             return False
         scheme, authority = found.groups()
         if _name(authority) is None:
@@ -87,12 +86,12 @@ class Visitors:
 
 
 def bracketed(address: str) -> str:
-    """An address as a Host has it."""
+    """An address in the form that Host uses."""
     return f"[{address}]" if ":" in address else address
 
 
 def _name(authority: str) -> str | None:
-    """The name in a Host, without its port; None: it is none."""
+    """The name in a Host, without its port; None: invalid."""
     found = _AUTHORITY.fullmatch(authority.lower())
     return found and found[1]
 
@@ -103,12 +102,12 @@ def _with_port(authority: str, default: str) -> tuple[str, str] | None:
 
 
 def visitors_of(host: str, address: str, is_loopback: bool) -> Visitors:
-    """Of a server that listens at `address`, which the user has called `host`."""
+    """The rules for a server that listens at `address`; `host` is the address as the user wrote it."""
     return Visitors(frozenset({bracketed(host.lower()), bracketed(address.lower())}), any_host=not is_loopback)
 
 
 class Guarded:
-    """An application that only those reach who may come; it answers browsers that ask first (CORS)."""
+    """Passes allowed requests on to an application; answers browsers' preflight requests (CORS)."""
 
     def __init__(self, app: ASGIApp, service: Service, visitors: Visitors):
         self._app, self._service, self._visitors = app, service, visitors
@@ -143,7 +142,7 @@ def _check_size(headers: Iterable[tuple[bytes, bytes]], config: ServerConfig) ->
             f"the request has {len(headers)} header fields of {size} bytes, must have at most {_MOST_HEADERS} of {most}",
             code="header_too_large",
         )
-    if {b"content-length", b"transfer-encoding"} <= names:  # two ends of one body: what is behind a proxy reads another
+    if {b"content-length", b"transfer-encoding"} <= names:  # ambiguous: a proxy may see another end of the body
         raise Refusal(
             400, "the request has Content-Length and Transfer-Encoding: leave one out", code="invalid_request"
         )

@@ -180,7 +180,7 @@ def test_one_that_nobody_wants_is_not_searched_for():
         (lambda: Sampling(beams=BeamSearch(), top_p=0.5), "Sampling.top_p is 0.5, which beam search does not support"),
         (lambda: made("decoder", draft_tokens=2).submit("x", BEAMS), "draft_tokens is 2, but beam search guesses no"),
         (lambda: made("decoder").submit("x", BEAMS, likeliest=1), "likeliest is 1, but beam search names no"),
-        (lambda: check_streams(BEAMS), "Sampling.beams is set: a server streams tokens"),
+        (lambda: check_streams(BEAMS), "Sampling.beams is set, and a server streams tokens"),
         (lambda: speed.measure(made("decoder"), BEAMS, 4, 300), "--benchmark times tokens one after the other"),
         (lambda: Grpo(rewards=(len,), sampling=BEAMS), "Grpo's Sampling.beams is set: every answer is drawn"),
         (lambda: EvalTask(files=("x",), metrics=(len,), num_samples=2, sampling=BEAMS), "num_samples is 2 and"),

@@ -316,7 +316,7 @@ def test_what_is_not_there_is_told_in_the_same_shape(running):
 
 def test_a_model_without_a_template_has_no_chat(served):
     with Running(dataclasses.replace(served, chat=None)) as running:
-        with pytest.raises(openai.BadRequestError, match="tiny has no chat template: ask for completions"):
+        with pytest.raises(openai.BadRequestError, match="tiny has no chat template: request completions"):
             running.client().chat.completions.create(messages=HELLO, **GREEDY)
         assert running.client().completions.create(prompt="a", **GREEDY).choices
 

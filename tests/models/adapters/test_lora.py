@@ -336,7 +336,7 @@ def test_rows_of_the_embedding_are_trained_and_begin_as_they_are(head):
     ("ids", "told"),
     [
         ((3, 3), "has 3 twice"),
-        ((-1,), "has -1, must be ids"),
+        ((-1,), "has -1, must be token ids"),
         ((40,), r"has 40, must be below vocab_size \(40\)"),
     ],
     ids=str,
