@@ -19,8 +19,7 @@ _DESCRIPTION = """Convert a model to another format, or manage the checkpoints o
   --from  a run folder (its newest checkpoint), a Hugging Face, PEFT or T5X folder, or a .gguf file
   --to    a path that does not exist yet. --format=hf: a Hugging Face folder; pytorch: the same with pytorch_model.bin;
           gguf: a file; t5x: a T5X checkpoint; peft: a run's adapters; peft_fused: the same with a layer's experts
-          fused, as transformers 5 expects; gguf_lora: a run's or PEFT's adapters for llama.cpp; capibara: a run folder to
-          start from
+          fused, as transformers 5 expects; gguf_lora: a run's or PEFT's adapters for llama.cpp; capibara: a run folder
   list    list the steps with their size, date, score and origin
   verify  read every file of the run folder and of every step, and compare it with the manifests
   seal    accept the run folder's own files as they are now, after you edited one by hand

@@ -29,9 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--prompt", metavar="TEXT", help="text to continue; default: standard input")
     parser.add_argument("--prompts", metavar="FILE", help='a prompt a line, or .jsonl: {"prompt": .., "adapter": ..}')
     parser.add_argument("--out", metavar="FILE", help="jsonl file for the texts of --prompts; resumes from its end")
-    parser.add_argument(
-        "--chat", action="store_true", help="prompts are a user's turns; a terminal reads them one by one"
-    )
+    parser.add_argument("--chat", action="store_true", help="prompts are a user's turns; interactive in a terminal")
     parser.add_argument("--benchmark", action="store_true", help="print tokens per second and latencies, no text")
     parser.add_argument("--emulate", type=int, metavar="N", help="run on N emulated CPU devices (1 to 64)")
     multihost.add_arguments(parser)

@@ -134,13 +134,15 @@ def test_mistakes_are_one_line(capfd, folder, tmp_path, monkeypatch):
     model = f"--model={folder}"
     assert "one of --model_dir and --model" in mistake(capfd, serve.main)
     assert "one of --model_dir and --model" in mistake(capfd, serve.main, model, "--model_dir=x")
-    assert "lets other machines in: set CAPIBARA_API_KEY" in mistake(capfd, serve.main, model, "--host=0.0.0.0", *QUICK)
+    assert "is open to other machines: set CAPIBARA_API_KEY" in mistake(
+        capfd, serve.main, model, "--host=0.0.0.0", *QUICK
+    )
     assert "--port=70000" in mistake(capfd, serve.main, model, "--port=70000")
-    assert "cannot be listened at" in mistake(capfd, serve.main, model, "--host=no.such.host.invalid", *QUICK)
-    assert "cannot be listened at" in mistake(capfd, serve.main, model, "--host=" + "a" * 64, *QUICK)
+    assert "cannot be listened on" in mistake(capfd, serve.main, model, "--host=no.such.host.invalid", *QUICK)
+    assert "cannot be listened on" in mistake(capfd, serve.main, model, "--host=" + "a" * 64, *QUICK)
     with server.listen("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
-        assert "cannot be listened at" in mistake(capfd, serve.main, model, f"--port={port}")
+        assert "cannot be listened on" in mistake(capfd, serve.main, model, f"--port={port}")
     assert "--api_key_file=/none cannot be read" in mistake(capfd, serve.main, model, "--api_key_file=/none", *QUICK)
     # What is wrong with the model is found while the server listens already.
     assert "does not exist: name a run folder, a Hugging Face folder" in mistake(
