@@ -116,7 +116,7 @@ def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str] | None 
     args.gin_search_paths = [part for value in args.gin_search_paths for part in value.split(",") if part]
     for folder in args.gin_search_paths:
         if not os.path.isdir(os.path.expanduser(folder)):
-            raise UserError(f"--gin_search_paths={folder} must be an existing folder")
+            raise UserError(f"--gin_search_paths={folder} must be a folder: it does not exist")
     del args.gin_override_help
     return args
 

@@ -119,7 +119,7 @@ def test_a_run_that_learns_from_rewards_holds_its_reference_and_its_engine(capsy
 def test_two_files_of_one_model_are_named(capsys):
     assert run("--gin_file=models/tiny.gin", MODEL, "--slice=v5e-64") == 0
     text = capsys.readouterr().out
-    assert "note: one model of several files, in each field what the last of them says: " in text
+    assert "note: one model from several files, where later statements win: " in text
     assert run(MODEL, "--slice=v5e-64") == 0 and "several files" not in capsys.readouterr().out
 
 
@@ -142,7 +142,7 @@ def test_a_run_brings_its_slice_length_and_batch(capsys):
         ([MODEL, "--slice=v5e-64", "--json=plan.txt", "--html=./plan.txt"], "plan.txt is named for two outputs"),
         ([MODEL, "--slice=v5e-16", "--headroom=0.99"], "is kept free: it fits with --headroom=0."),
         ([MODEL, "--slice=v5e-16", "--batch_size=1000000000"], "is kept free: use a smaller --batch_size"),
-        ([MODEL, "--slice=v5e-16", "--include"], "give --output=FILE, or leave it out"),
+        ([MODEL, "--slice=v5e-16", "--include"], "add --output=FILE, or leave it out"),
         (["--gin_file=models/capibara_1bb.gin", "--slice=v5e-16"], "did you mean models/capibara_1b.gin or"),
         (["--gin_file=tasks/text.gin", "--slice=v5e-16"], "configures no model"),
         (
@@ -150,8 +150,8 @@ def test_a_run_brings_its_slice_length_and_batch(capsys):
             "--tokens=inf must be above 0 and at most 1e+18, e.g. --tokens=2e11",
         ),
         ([MODEL, "--slice=v5e-64", "--tries=0"], "--tries=0 must be above 0 and at most 1e+18, e.g. --tries=6"),
-        ([MODEL, "--slice=v5e-64", "--tries=3"], "--tries=3 is of --verify: give that too, or leave it out"),
-        ([MODEL, "--slice=v5e-64", "--deadline=30"], "--deadline=30 is of --verify"),
+        ([MODEL, "--slice=v5e-64", "--tries=3"], "--tries=3 needs --verify: add that, or leave it out"),
+        ([MODEL, "--slice=v5e-64", "--deadline=30"], "--deadline=30 needs --verify"),
         ([MODEL, "--slice=v5e-64", "--chips=v5e"], "--chips=v5e is for goals that look for a slice"),
         ([MODEL, "--slice=v5e-64", "--tokens=1e-300"], "--tokens=1e-300 must be at least 1, e.g. --tokens=2e11"),
         ([MODEL, "--slice=v5e-16", "--batch_size=1000000000000000000"], "must be at most 1000000000: try"),
@@ -181,12 +181,12 @@ def test_a_run_brings_its_slice_length_and_batch(capsys):
         ([MODEL, "--slice=v5e-64", "--axis=fsdp=8", "--axis=fsdp=16"], "--axis=fsdp is given 2 times"),
         (
             [MODEL, "--slice=v5e-64", "--goal=largest_batch", "--batch_size=64"],
-            "which looks for it: leave one out",
+            "which chooses it: leave one out",
         ),
         ([MODEL, "--slice=v5e-64", "--max_days=3", "--tokens=1e9"], "--max_days is for --goal=cheapest"),
-        ([MODEL, "--slice=v5e-64", "--goal=cheapest"], "which looks for one: give --chips instead"),
+        ([MODEL, "--slice=v5e-64", "--goal=cheapest"], "which chooses one: use --chips instead"),
         ([MODEL, "--goal=target_throughput"], "needs --tokens_per_s"),
-        ([MODEL, "--slice=h100-8", "--verify"], "is of no TPUs"),
+        ([MODEL, "--slice=h100-8", "--verify"], "has no TPUs"),
         ([MODEL, "--slice=v5e-16", "--axis=tensor=32"], "the axes must divide its 16 devices"),
         (
             [MODEL, "--slice=v5e-16", "--state_dtypes=float32,bfloat8"],
@@ -224,7 +224,7 @@ def test_what_is_bound_reaches_the_plan_or_is_named(capsys, tmp_path):
     assert run(MODEL, *flags, "--slice=v5e-16", f"--output={plan_file}", "--include") == 0
     text = capsys.readouterr().out
     assert "a step of 65,536 tokens" in text
-    assert "note: chosen anew, whatever the Gin files say: Plan.remat; --axis=NAME=N keeps a size" in text
+    assert "note: chosen by the search, ignoring the Gin files: Plan.remat; --axis=NAME=N fixes a size" in text
     config.reset()
     config.parse([str(plan_file)], [], [])
     again = of_gin()
@@ -325,9 +325,9 @@ def test_generation_is_planned(capsys, tmp_path):
     [
         (["--gin_file=models/llama3_70b.gin", "--slice=v5e-4"], "may use 14.80: try --slice=v6e-8"),
         (["--gin_file=models/bert_base.gin", "--slice=v5e-4"], "is for models that generate"),
-        ([MODEL, "--slice=v5e-4", "--batch_size=4"], "--batch_size is of training"),
-        ([MODEL, "--slice=v5e-4", "--include", "--output=x.gin"], "--include is of training"),
-        ([MODEL, "--slice=v5e-4", "--explain"], "--explain is of training"),
+        ([MODEL, "--slice=v5e-4", "--batch_size=4"], "--batch_size is for training"),
+        ([MODEL, "--slice=v5e-4", "--include", "--output=x.gin"], "--include is for training"),
+        ([MODEL, "--slice=v5e-4", "--explain"], "--explain is for training"),
         ([MODEL, "--slice=v5e-4", "--headroom=-1"], "--headroom=-1.0 must be from 0"),
         ([MODEL], "--slice has no value"),
     ],

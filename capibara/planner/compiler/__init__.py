@@ -1,1 +1,1 @@
-"""What the TPU compiler says of a plan."""
+"""Compiles plans with the TPU compiler and reads its results."""

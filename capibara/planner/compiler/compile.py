@@ -1,4 +1,4 @@
-"""Proof by the TPU compiler: compiles a lowered train step and reports its memory and costs. Nothing is run."""
+"""Compiles a lowered train step with the TPU compiler; reports its memory and costs. Nothing is executed."""
 
 from __future__ import annotations
 
@@ -16,44 +16,44 @@ import jax
 from capibara.planner.compiler import hbm_peak, hlo
 from capibara.planner.hardware import chips
 
-_ALIVE = 16  # buffers that a report names
+_ALIVE = 16  # number of buffers in a report
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-# An out-of-memory error says "Used 18.04G of 15.75G hbm.", or where temporaries alone are too much "the total memory
-# required for HLO temporaries (20.42G) exceeds available HBM (15.75G)", or, far beyond, "Requires 3.84T, has 15.75G".
+# An out-of-memory error says "Used 18.04G of 15.75G hbm."; or, if temporaries alone do not fit, "the total memory
+# required for HLO temporaries (20.42G) exceeds available HBM (15.75G)"; or, far beyond, "Requires 3.84T, has 15.75G".
 _SIZE = r"([\d.]+)([KMGT]?)"
 _USED = re.compile(
     rf"Used {_SIZE} of {_SIZE} hbm|temporaries \({_SIZE}\) exceeds available HBM \({_SIZE}\)|"
     rf"Requires {_SIZE}, has {_SIZE} available",
     re.IGNORECASE,
 )
-# libtpu before 0.0.50 does not name the error: the words are all there is.
+# libtpu before 0.0.50 does not name the error: only its text tells.
 _OUT_OF_HBM = ("memory space hbm", "Ran out of memory on HBM", "unlikely to have enough memory")
 
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """What the compiler says of one step on one device.
+    """The compiler's report of one step on one device.
 
-    Of a step that does not fit, only fits, peak_bytes, limit_bytes and compile_s say something.
+    For a step that does not fit, only fits, peak_bytes, limit_bytes and compile_s are meaningful.
 
     Attributes:
-      fits: whether the step fits the device's HBM. The compiler decides it: no sum of the figures below is its limit.
-      peak_bytes: most HBM in use at one time, arguments included and host buffers not; of a step that does not fit what
-        it would need. The compiler's own figure counts host buffers: all of them are taken off, so that it is too low
-        where they are not all alive at the peak. Without host buffers it is the compiler's own.
-      compile_s: seconds on the clock.
-      limit_bytes: the HBM that there is, as the compiler said it or, of a step that fits, chips.py; None: neither does.
+      fits: whether the step fits the device's HBM. The compiler decides; no sum of the figures below is its limit.
+      peak_bytes: peak HBM, arguments included, host buffers excluded; for a step that does not fit, what it would need.
+        The compiler's figure includes host buffers. All of them are subtracted, so that the result is too low if not
+        all of them are alive at the peak. Without host buffers it is the compiler's figure.
+      compile_s: wall-clock seconds.
+      limit_bytes: usable HBM, from the compiler or, for a step that fits, from chips.py; None: unknown.
       argument_bytes: state and batch.
-      output_bytes: results; the donated state is no second one.
-      temporary_bytes: everything between them, packed without regard to time: with the others more than the peak.
-      code_bytes: the program itself, which the peak does not count.
-      host_argument_bytes, host_output_bytes, host_temporary_bytes: the same of buffers in the host's memory
+      output_bytes: results; the donated state is not counted twice.
+      temporary_bytes: everything else, packed without regard to time: with the others more than the peak.
+      code_bytes: the program itself, which the peak does not include.
+      host_argument_bytes, host_output_bytes, host_temporary_bytes: the same for buffers in the host's memory
         (pinned_host: offloaded optimizer state or activations).
-      chip: planner.chips' name of the device; None where it is no TPU or GPU that is known there.
+      chip: planner.hardware.chips' name of the device; None for an unknown device.
       costs: read from the optimised HLO.
-      alive_bytes: the peak as planner.live reads it from the schedule, near the compiler's own.
-      alive: the largest buffers of that moment, arguments left out.
-      text: the optimised HLO; not kept in the JSON form.
+      alive_bytes: the peak as hbm_peak computes it from the schedule, close to the compiler's.
+      alive: the largest buffers at that peak, without arguments.
+      text: the optimised HLO; not in the JSON form.
     """
 
     fits: bool
@@ -75,36 +75,36 @@ class Compiled:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of the host's memory that one device's buffers take."""
+        """Host memory used by one device's buffers, in bytes."""
         return self.host_argument_bytes + self.host_output_bytes + self.host_temporary_bytes
 
     @property
     def fitting_bytes(self) -> int:
-        """`peak_bytes` of a step that fits, which has them."""
+        """`peak_bytes` of a step that fits, which is never None."""
         assert self.peak_bytes is not None
         return self.peak_bytes
 
     @property
     def flops(self) -> float:
-        """FLOPs of matrix products, loops as often as they turn; attention kernels as if nothing were masked."""
+        """FLOPs of matrix products, with loop trip counts; attention kernels count as if nothing were masked."""
         return self.costs.matmul_flops + self.costs.kernel_flops
 
     @property
     def kernels(self) -> tuple[str, ...]:
-        """Names of the Pallas kernels; the compiler's own custom calls, which begin with a capital, are left out."""
+        """Names of the Pallas kernels, without the compiler's own custom calls, whose names are capitalised."""
         return tuple(sorted(name for name in self.costs.kernels if not name[:1].isupper()))
 
     @property
     def compiled_s(self) -> float | None:
-        """Seconds that the compiler estimates for what it scheduled; None on a chip without a known clock.
+        """The compiler's estimate of the scheduled instructions' time in seconds; None if the chip's clock is unknown.
 
-        Pallas kernels and collectives are not in it (planner.cost has terms for them): it is no whole step.
+        Excludes Pallas kernels and collectives (planner.model.cost has terms for them), so it is not the whole step.
         """
         known = chips.find(self.chip) if self.chip else None
         return self.costs.cycles / known.clock_hz if known and self.costs.cycles else None
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, without the HLO's text; `from_json` reads them back."""
+        """Plain values without the HLO's text, for `from_json`."""
         apart = ("costs", "alive", "text")
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in apart}
         values["alive"] = [dataclasses.asdict(buffer) for buffer in self.alive]
@@ -113,10 +113,10 @@ class Compiled:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Compiled:
-        """Reads what `to_json` made.
+        """Reads the result of `to_json`.
 
         Raises:
-          ValueError: these are not the values of a report.
+          ValueError: the values are not those of a report.
         """
         try:
             costs: dict[str, Any] = {
@@ -126,23 +126,23 @@ class Compiled:
             report = cls(**{**values, "costs": hlo.Costs(**costs), "alive": alive})
             numbers = [getattr(report, f.name) for f in dataclasses.fields(report) if f.name.endswith(("_bytes", "_s"))]
         except (AttributeError, KeyError, TypeError) as error:
-            raise ValueError(f"this is no compiler's report: {error}") from error
+            raise ValueError(f"not a compiler report: {error}") from error
         if not isinstance(report.fits, bool) or not all(n is None or isinstance(n, (int, float)) for n in numbers):
-            raise ValueError("this is no compiler's report: fits must be true or false, sizes and times numbers")
+            raise ValueError("not a compiler report: fits must be true or false, sizes and times numbers")
         if report.fits and report.peak_bytes is None:
-            raise ValueError("this is no compiler's report: a step that fits has a peak")
+            raise ValueError("not a compiler report: a step that fits must have a peak")
         return report
 
 
 def compile_train_step(lowered: jax.stages.Lowered, flags: Mapping[str, str] | None = None) -> Compiled:
-    """Compiles a step that was lowered for the devices of a slice (planner.topology.slice_devices).
+    """Compiles a step that was lowered for the devices of a slice (hardware.topology.slice_devices).
 
     Args:
-      lowered: the step, with donated state: what training.run.lower_step gives.
-      flags: XLA options by name: what planner.xla_flags.options gives.
+      lowered: the step with donated state, from training's lower_step.
+      flags: XLA options by name, from hardware.xla_flags.options.
 
     Returns:
-      The report; a step that does not fit is one too, any other fault of the compiler is raised.
+      The report, also for a step that does not fit; any other compiler error is raised.
     """
     begin_s = time.perf_counter()
     try:
@@ -156,14 +156,14 @@ def compile_train_step(lowered: jax.stages.Lowered, flags: Mapping[str, str] | N
 
 
 def read(compiled: jax.stages.Compiled, compile_s: float) -> Compiled:
-    """The report of a program that is compiled.
+    """The report of a compiled program.
 
     Args:
       compiled: the program.
-      compile_s: seconds that it took.
+      compile_s: its compile time in seconds.
     """
     memory, text, chip = compiled.memory_analysis(), compiled.as_text(), _chip(compiled)
-    assert memory is not None and text is not None, "the TPU's compiler gives both"
+    assert memory is not None and text is not None, "the TPU compiler provides both"
     host = {
         "host_argument_bytes": memory.host_argument_size_in_bytes,
         "host_output_bytes": memory.host_output_size_in_bytes - memory.host_alias_size_in_bytes,
@@ -192,10 +192,10 @@ def read(compiled: jax.stages.Compiled, compile_s: float) -> Compiled:
 
 
 def fingerprint(lowered: jax.stages.Lowered, slice_name: str, mesh: jax.sharding.Mesh, flags: Mapping[str, str]) -> str:
-    """SHA-256 of all that we give the compiler: the program, the devices in the mesh's order and the XLA options.
+    """SHA-256 of the compiler's inputs: the program, the devices in the mesh's order and the XLA options.
 
-    The names of the program's parts count: a report names buffers by them.
-    The same in every checkout where it was lowered within planner.proof.without_locations.
+    Names of the program's parts count, since a report names buffers by them. The hash is the same in every checkout if
+    the step was lowered within proof.without_locations.
     """
     given = {"slice": slice_name, "devices": [device.id for device in mesh.devices.flat], "flags": dict(flags)}
     text = json.dumps(given, sort_keys=True) + lowered.as_text(debug_info=True)
@@ -203,7 +203,7 @@ def fingerprint(lowered: jax.stages.Lowered, slice_name: str, mesh: jax.sharding
 
 
 def _chip(compiled: jax.stages.Compiled) -> chips.Chip | None:
-    """The chip that a program is compiled for; None where it has no arguments, or the chip is not known."""
+    """The chip that a program is compiled for; None if it is unknown or the program has no arguments."""
     for sharding in jax.tree.leaves(compiled.input_shardings):
         return chips.find(next(iter(sharding.device_set)).device_kind)
     return None
@@ -216,9 +216,9 @@ def out_of_memory(message: str) -> bool:
 
 
 def hbm_need(message: str) -> tuple[int | None, int | None]:
-    """(bytes needed, bytes there) of an out-of-memory error; None where it does not say.
+    """(bytes needed, bytes available) from an out-of-memory error; None where it does not say.
 
-    What is needed may be that of temporaries alone: no more than the whole need.
+    The bytes needed may be those of temporaries alone, which is at most the whole need.
     """
     match = _USED.search(message)
     if not match:

@@ -1,12 +1,11 @@
-"""Verdicts of the TPU compiler: compiles in a child process, with a deadline and progress, and a cache of them.
+"""Compiles in a child process, with a deadline and progress, and caches the TPU compiler's results.
 
-The child is any command. On its standard output it says where it is with `announce`, which program it is about to
-compile with `announce_program`, and what came out with `report`: lines of "PHASE lowering" and "PROGRAM 3f9a..", and a
-last line of JSON, that of planner.compile.Compiled.
+The child is any command. On its standard output it reports its phase with `announce`, the program that it is about to
+compile with `announce_program`, and the result with `report`: lines such as "PHASE lowering" and "PROGRAM 3f9a..", and
+last a line of JSON, that of compile.Compiled.
 
-A verdict is kept twice: under what was asked (configuration, slice and our source code), which is known before anything
-is done, and under the lowered program, which is known after seconds: code that changed and lowers to the same program
-needs no new compile.
+A result is cached under two keys: the request (configuration, slice and our source code), which is known at once, and
+the lowered program, which is known after seconds: changed code that lowers to the same program is not recompiled.
 """
 
 from __future__ import annotations
@@ -40,12 +39,12 @@ from capibara.planner.hardware import topology
 
 PHASE = "PHASE "
 PROGRAM = "PROGRAM "
-_FORMAT = 2  # of cache entries: raise it when what they hold changes
+_FORMAT = 2  # of cache entries: increase it when their contents change
 _STATUS_EVERY_S = 2.0
 _PACKAGES = ("jax", "jaxlib", "libtpu", "flax", "optax")
-# What decides how a lowered program is compiled.
+# Source files that decide how a lowered program is compiled.
 _COMPILER_PACKAGES = ("jax", "jaxlib", "libtpu")
-# What decides the figures that are read from a lowered program: who reads them, and the slice's devices.
+# Those that decide the figures read from a compiled program: the readers, and the slice's devices.
 _READERS = (
     "planner/compiler/compile.py",
     "planner/compiler/hlo.py",
@@ -54,7 +53,7 @@ _READERS = (
     "planner/hardware/slices.py",
     "planner/hardware/topology.py",
 )
-# What of our own code decides the program and the figures that are read from it.
+# Those that decide the program and the figures read from it.
 _SOURCES = (
     "models",
     "kernels",
@@ -72,18 +71,18 @@ _SOURCES = (
     "planner/hardware/xla_flags.py",
     *_READERS,
 )
-# Variables that change what is compiled, or with what.
+# Environment variables that change what is compiled, or how.
 _VARIABLES = ("LIBTPU_INIT_ARGS", "TPU_LIBRARY_PATH", "XLA_FLAGS")
-_NOT_OF_PROGRAMS = ("JAX_PLATFORMS", "JAX_COMPILATION_CACHE", "JAX_PERSISTENT")  # beginnings, of JAX options
-# Leads the group of all processes of a compile. Its input ends when we do, however that happens: then it kills all.
+_NOT_OF_PROGRAMS = ("JAX_PLATFORMS", "JAX_COMPILATION_CACHE", "JAX_PERSISTENT")  # prefixes of irrelevant JAX options
+# Leads the process group of a compile. Its input ends when this process ends, for any reason; then it kills the group.
 _GUARD = ("/bin/sh", "-c", "read _; kill -9 0")
 _ERROR = re.compile(r"(?:[\w.]*(?:Error|Exception|Exit|Interrupt)|error)\b.*:")
-# Log lines (glog's "W0000 00:00:17..."), and what JAX puts below its tracebacks.
+# Log lines (glog's "W0000 00:00:17..."), and the text that JAX appends to tracebacks.
 _NOISE = re.compile(r"[IWE]\d{4} |-+$|For simplicity, JAX has removed|WARNING|See https?://")
 
 
 class Outcome(enum.StrEnum):
-    """How a compile ended."""
+    """The outcome of a compile."""
 
     FITS = "fits"
     DOES_NOT_FIT = "does not fit"
@@ -93,17 +92,17 @@ class Outcome(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What is known of one step on one slice.
+    """The compile result of one step on one slice.
 
     Attributes:
       outcome: how the compile ended.
-      compiled: the compiler's report where it fits or does not fit, without the HLO; else None.
-      elapsed_s: seconds of the child process, or of the one that made the cached verdict.
-      message: why it failed or when it was stopped, in one line.
+      compiled: the compiler's report, without the HLO, if the step fits or does not fit; else None.
+      elapsed_s: seconds of the child process, or of the one that made the cached result.
+      message: why it failed or was stopped, in one line.
       cached: whether it was read from the cache.
       date: when it was made, as YYYY-MM-DD.
-      versions: package -> version, of those that decide what is compiled.
-      held_bytes: of `compiled.peak_bytes` what a device holds beside the step.
+      versions: package -> version, for the packages that affect compilation.
+      held_bytes: the part of `compiled.peak_bytes` that a device holds beside the step.
     """
 
     outcome: Outcome
@@ -116,7 +115,7 @@ class Verdict:
     held_bytes: int = 0
 
     def beside(self, held_bytes: int) -> Verdict:
-        """The verdict where a device holds so many bytes beside the step."""
+        """The result for a device that holds `held_bytes` beside the step."""
         if self.compiled is None or not held_bytes:
             return self
         peak = None if self.compiled.peak_bytes is None else self.compiled.peak_bytes + held_bytes
@@ -134,24 +133,24 @@ def verdict(
     status: Callable[[float, str], None] = lambda elapsed_s, phase: None,
     fresh: bool = False,
 ) -> Verdict:
-    """The cached verdict of `key`, or that of `command`, run until the deadline at most.
+    """The cached result of `key`, or that of running `command`.
 
-    However this ends (return, exception, ctrl-C, or death of this process) no process of the command's stays behind,
-    those apart that leave its process group.
+    However this ends (return, exception, ctrl-C, or death of this process), all processes of the command are killed,
+    except those that leave its process group.
 
     Args:
       command: program and arguments; it ends with `report`.
-      key: JSON values that say what the command compiles: the whole configuration, the slice, the XLA options.
-        Versions of packages, our own source code and the environment's compiler flags are added to it.
+      key: JSON values that identify what the command compiles: the whole configuration, the slice, the XLA options.
+        Package versions, our own source code and the environment's compiler flags are added to it.
       deadline_s: seconds after which the command is killed.
-      cache_dir: where verdicts are kept; None: `default_cache_dir()`.
-      status: told the seconds since the start and the command's phase, every few seconds and at every new phase.
-      fresh: compile even where a verdict is cached; the new one replaces it.
+      cache_dir: where results are cached; None: `default_cache_dir()`.
+      status: called with the elapsed seconds and the command's phase, every few seconds and at every new phase.
+      fresh: compile even if a result is cached; the new one replaces it.
 
     Raises:
       UserError: the deadline is not positive.
     """
-    if not deadline_s > 0:  # not a number neither
+    if not deadline_s > 0:  # rejects NaN too
         raise UserError(
             f"--deadline={deadline_s:g} must be positive: a compile takes 40 s to some minutes, try --deadline=1800"
         )
@@ -175,17 +174,17 @@ def verdict(
 
 
 def announce_program(fingerprint: str) -> None:
-    """Says, in the child, which program it compiles next: all that decides it is in the fingerprint."""
+    """Reports, in the child, the fingerprint of the program that it compiles next."""
     print(f"{PROGRAM}{fingerprint}", flush=True)
 
 
 def announce(phase: str) -> None:
-    """Says, in the child, what it does now: "lowering", "compiling"."""
+    """Reports, in the child, its current phase: "lowering", "compiling"."""
     print(f"{PHASE}{phase}", flush=True)
 
 
 def report(compiled: Compiled) -> None:
-    """Says, in the child and as the last thing it prints, what came out."""
+    """Reports the result, in the child, as the last thing it prints."""
     print(json.dumps(compiled.to_json()), flush=True)
 
 
@@ -196,10 +195,10 @@ def default_cache_dir() -> pathlib.Path:
 
 
 def source_digest(package: pathlib.Path | None = None) -> str:
-    """SHA-256 of our own code that decides the program, whatever its comments and layout; of one version of Python.
+    """SHA-256 of our code that decides the program, without comments and layout; specific to the Python version.
 
     Args:
-      package: the folder of capibara; None: this one.
+      package: the folder of capibara; None: the imported one.
     """
     return _source_digest(package or pathlib.Path(__file__).resolve().parents[2], _SOURCES)
 
@@ -216,7 +215,7 @@ def _source_digest(package: pathlib.Path, sources: Sequence[str]) -> str:
 
 
 def users_digest(config: Any) -> dict[str, str]:
-    """Module -> SHA-256 of its code, of all modules outside the package whose classes a configuration is made of.
+    """Module -> SHA-256 of its code, for all modules outside the package that define classes of a configuration.
 
     Args:
       config: a dataclass of dataclasses.
@@ -230,7 +229,7 @@ def users_digest(config: Any) -> dict[str, str]:
             waiting += [getattr(one, field.name) for field in dataclasses.fields(one) if hasattr(one, field.name)]
             module = sys.modules.get(type(one).__module__)
             if module is not None and module.__name__.partition(".")[0] != "capibara":
-                with contextlib.suppress(OSError, TypeError, SyntaxError):  # made where there is no file: a notebook
+                with contextlib.suppress(OSError, TypeError, SyntaxError):  # a class without a source file
                     code = _statements(inspect.getsource(module))
                     found[module.__name__] = hashlib.sha256(code.encode()).hexdigest()
     return dict(sorted(found.items()))
@@ -246,7 +245,7 @@ def _statements(source: str) -> str:
 
 
 def _identity(key: Mapping[str, Any]) -> dict[str, Any]:
-    """All that a verdict depends on, as JSON values."""
+    """All that a result depends on, as JSON values."""
     library = _own_library()
     identity = {
         "format": _FORMAT,
@@ -259,11 +258,11 @@ def _identity(key: Mapping[str, Any]) -> dict[str, Any]:
             if _decides(name) and value and (library or name != "TPU_LIBRARY_PATH")
         },
     }
-    return json.loads(_canonical(identity))  # as it will be read back: tuples are lists
+    return json.loads(_canonical(identity))  # as it will be read back: tuples become lists
 
 
 def _program_identity(program: str, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """All that the verdict of a lowered program depends on, whoever asked for it."""
+    """All that the result for a lowered program depends on."""
     return {
         "format": _FORMAT,
         "program": program,
@@ -278,10 +277,10 @@ def _decides(variable: str) -> bool:
 
 
 def _own_library() -> dict[str, str]:
-    """The version of a TPU compiler that the user names by its file, in place of the package's: the file as it is now."""
+    """The version of a TPU compiler that the user selects by its path instead of the package's: the file's metadata."""
     path = os.environ.get("TPU_LIBRARY_PATH")
     package = importlib.util.find_spec("libtpu")
-    # libtpu sets the variable itself, to its own file.
+    # libtpu sets the variable itself, to its own path.
     if not path or (package and os.path.dirname(path) in (package.submodule_search_locations or ())):
         return {}
     try:
@@ -300,7 +299,7 @@ def _entry_path(identity: Mapping[str, Any], cache_dir: pathlib.Path) -> pathlib
 
 
 def _read(cache_dir: pathlib.Path, identity: Mapping[str, Any]) -> Verdict | None:
-    """The entry, or None where there is none that is whole and ours."""
+    """The cache entry; None if it is missing, incomplete or of another key."""
     try:
         entry = json.loads(_entry_path(identity, cache_dir).read_text(encoding="utf-8"))
         if entry["identity"] != identity:
@@ -313,7 +312,7 @@ def _read(cache_dir: pathlib.Path, identity: Mapping[str, Any]) -> Verdict | Non
 
 
 def _write(cache_dir: pathlib.Path, identity: Mapping[str, Any], result: Verdict) -> None:
-    """Puts the entry in place whole; a cache that cannot be written costs the next compile, not this verdict."""
+    """Writes the entry atomically; if that fails, the next compile is repeated, but this result stands."""
     path = _entry_path(identity, cache_dir)
     assert result.compiled is not None
     entry = {
@@ -345,9 +344,9 @@ def _run(
     status: Callable[[float, str], None],
     of_program: Callable[[str], Verdict | None],
 ) -> tuple[Verdict, str | None]:
-    """(the verdict, the fingerprint of the program that the child named, if it did).
+    """(the result, the fingerprint of the program if the child named one).
 
-    A verdict that `of_program` knows ends the child.
+    If `of_program` knows the result of that program, the child is ended.
     """
     begin_s = time.monotonic()
     child_says = _Says(status, of_program)
@@ -372,7 +371,7 @@ def _run(
 
 
 def _verdict_of(returncode: int, lines: Sequence[str], errors: Sequence[str], elapsed_s: float) -> Verdict:
-    """The verdict of a child that has ended by itself."""
+    """The result of a child that has ended by itself."""
     if returncode:
         return Verdict(Outcome.FAILED, None, elapsed_s, _why(returncode, errors))
     try:
@@ -385,7 +384,7 @@ def _verdict_of(returncode: int, lines: Sequence[str], errors: Sequence[str], el
 
 @contextlib.contextmanager
 def _child(command: Sequence[str], out: IO[bytes], err: IO[bytes]) -> Iterator[subprocess.Popen]:
-    """The running command; at the end it and all that it started are killed."""
+    """Runs the command; on exit it and all its descendants are killed."""
     with contextlib.ExitStack() as undo:
         silent = subprocess.DEVNULL
         guard = subprocess.Popen(_GUARD, stdin=subprocess.PIPE, stdout=silent, stderr=silent, process_group=0)
@@ -407,8 +406,8 @@ def _child(command: Sequence[str], out: IO[bytes], err: IO[bytes]) -> Iterator[s
 
 
 def _end(guard: subprocess.Popen) -> None:
-    """Kills the guard's group. Its number is the guard's, which none other gets before the guard is waited for."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # the latter on macOS, where all have ended
+    """Kills the guard's process group. Its id cannot be reused before the guard is waited for."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # the latter on macOS, if all have ended
         os.killpg(guard.pid, signal.SIGKILL)
     assert guard.stdin is not None
     guard.stdin.close()
@@ -416,7 +415,7 @@ def _end(guard: subprocess.Popen) -> None:
 
 
 def _environment() -> dict[str, str]:
-    """Ours, with what keeps the compiler from looking for chips, for other processes and for earlier programs."""
+    """Our environment, changed so that the compiler looks for no chips, other processes or cached programs."""
     absent = {} if devices.has_tpu() else topology.WITHOUT_TPU
     environment = {**absent, **os.environ, "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "JAX_PLATFORMS": "cpu"}
     environment.pop("JAX_COMPILATION_CACHE_DIR", None)
@@ -424,12 +423,12 @@ def _environment() -> dict[str, str]:
 
 
 class _Says:
-    """What a child has said so far.
+    """What a child has printed so far.
 
     Attributes:
-      phase: where it is.
-      program: the fingerprint of what it compiles; None: it has not said.
-      known: the verdict of that program, if there is one from before.
+      phase: its current phase.
+      program: the fingerprint of what it compiles; None: not reported yet.
+      known: the cached result of that program, if there is one.
     """
 
     def __init__(self, status: Callable[[float, str], None], of_program: Callable[[str], Verdict | None]):
@@ -439,7 +438,7 @@ class _Says:
         self._status, self._of_program, self._told_s = status, of_program, -_STATUS_EVERY_S
 
     def hear(self, elapsed_s: float, lines: Sequence[str]) -> None:
-        """Takes in what it printed since, and tells of its phase where that is new or was told some time ago."""
+        """Processes new lines; calls `status` when the phase is new or was last reported some time ago."""
         phases = [line.removeprefix(PHASE).strip() for line in lines if line.startswith(PHASE)]
         if phases or elapsed_s - self._told_s >= _STATUS_EVERY_S:
             self.phase, self._told_s = phases[-1] if phases else self.phase, elapsed_s
@@ -451,12 +450,12 @@ class _Says:
 
 
 def _follow(child: subprocess.Popen, out: IO[bytes], begin_s: float, deadline_s: float, says: _Says) -> bool:
-    """Waits until the child has ended or its program's verdict is known; False where the deadline came first."""
+    """Waits until the child ends or its program's result is known; returns False at the deadline."""
     read = 0
     while True:
         elapsed_s = time.monotonic() - begin_s
         ended = child.poll() is not None
-        # pread: the child writes at the file's own position, which is the same for both.
+        # pread: the child writes at the file offset, which both processes share.
         text = os.pread(out.fileno(), 1 << 20, read)
         whole = text[: text.rfind(b"\n") + 1]
         read += len(whole)
@@ -470,18 +469,18 @@ def _follow(child: subprocess.Popen, out: IO[bytes], begin_s: float, deadline_s:
 
 
 def _lines(file: IO[bytes]) -> list[str]:
-    """The last lines of a file that have something on them."""
+    """The last non-empty lines of a file."""
     size = os.fstat(file.fileno()).st_size
     text = os.pread(file.fileno(), 1 << 20, max(0, size - (1 << 20))).decode(errors="replace")
     return [line.strip() for line in text.splitlines() if line.strip()]
 
 
 def _why(returncode: int, errors: Sequence[str]) -> str:
-    """One line on why a child failed: the last error that it names, else the last line that is no log."""
+    """One line on why a child failed: the last error that it names, else the last line that is not a log line."""
     if returncode == -signal.SIGKILL:
-        return "the compiler was killed: this machine may have too little memory for it"
+        return "the compiler was killed: this machine may not have enough memory for it"
     useful = [line for line in errors if not _NOISE.match(line)]
     named = [line for line in useful if _ERROR.match(line)]
-    last = (named or useful or errors or ["it said nothing"])[-1]
+    last = (named or useful or errors or ["it printed nothing"])[-1]
     how = f"signal {signal.Signals(-returncode).name}" if returncode < 0 else f"exit code {returncode}"
     return last.removeprefix("error: ")[:300] if named else f"{how}: {last[:300]}"

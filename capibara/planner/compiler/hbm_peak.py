@@ -1,9 +1,9 @@
-"""What lies in a device's HBM when a compiled step needs most: read from its scheduled HLO, buffer by buffer.
+"""The contents of a device's HBM at the peak of a compiled step, buffer by buffer, from its scheduled HLO.
 
-The compiler says how large the peak is, not of what it is made. Here the schedule is gone through with every buffer's
-first and last use, as far as the text tells them: which results share a buffer with an operand (loops, updates in
-place, donated arguments) is taken from HLO's rules. The sum is no second opinion on the peak: `capibara prove` prints
-it beside the compiler's own, of which it may miss a fifth. What it is for is the list of what is large.
+The compiler reports the size of the peak, not its contents. This module walks the schedule with the first and last use
+of every buffer, as far as the text tells; HLO's rules decide which results share a buffer with an operand (loops,
+in-place updates, donated arguments). The sum is no substitute for the compiler's peak, of which it may miss a fifth;
+`capibara prove` prints both. Its purpose is the list of large buffers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Container, Iterator, Sequence
 
 from capibara.planner.compiler.hlo import Instruction, Module, branches, callee, number_of, searched
 
-# Results that are no memory of their own: names for operands, and what is in the program itself.
+# Results without memory of their own: aliases of operands, and what is part of the program.
 _NAMES = ("bitcast", "get-tuple-element", "tuple", "optimization-barrier", "while")
 _NO_MEMORY = (*_NAMES, "parameter", "constant", "iota", "after-all", "dynamic-update-slice", "call", "conditional")
 _SCOPES = re.compile(r"\b(attention|mlp|loss|optimizer)\b")
@@ -26,10 +26,10 @@ class Buffer:
     """Arrays of one kind that are alive at the peak.
 
     Attributes:
-      bytes: of all of them.
-      count: how many.
-      array: their type and shape on one device, as HLO writes it: "bf16[12,2048,7168]".
-      source: what they belong to, as far as it is known.
+      bytes: size of all of them together.
+      count: how many there are.
+      array: their type and shape on one device in HLO's notation: "bf16[12,2048,7168]".
+      source: what they belong to, as far as known.
     """
 
     bytes: int
@@ -40,7 +40,7 @@ class Buffer:
 
 @dataclasses.dataclass(frozen=True)
 class Peak:
-    """The largest moment.
+    """The peak of a program.
 
     Attributes:
       bytes: arguments and temporaries together.
@@ -54,7 +54,7 @@ class Peak:
 
 
 def at_peak(module: Module) -> Peak:
-    """The buffers that are alive when the sum is largest."""
+    """The buffers that are alive at the peak."""
     entry = module.computations[module.entry].values()
     arguments = sum(a.hbm_bytes for i in entry if i.opcode == "parameter" for a in i.arrays)
     size, found = _Computations(module).largest(module.entry)
@@ -68,7 +68,7 @@ def at_peak(module: Module) -> Peak:
 
 
 class _Computations:
-    """The largest moment of each computation of a module, what it calls included; its parameters are the caller's."""
+    """The peak of each computation of a module, including what it calls; its parameters belong to the caller."""
 
     def __init__(self, module: Module):
         self._module = module
@@ -125,7 +125,7 @@ def _described(computation: dict[str, Instruction], name: str, size: int) -> tup
 
 
 def _source(instruction: Instruction) -> str:
-    """What a buffer belongs to, from the path of operations that JAX leaves in the text."""
+    """What a buffer belongs to, from the operation path that JAX writes into the text."""
     path = re.search(r'op_name="([^"]*)"', instruction.attributes)
     text = path[1] if path else ""
     scope = _SCOPES.findall(text)
@@ -145,10 +145,10 @@ def _source(instruction: Instruction) -> str:
 def _buffers(
     module: Module, computation: dict[str, Instruction]
 ) -> tuple[dict[str, frozenset[str]], dict[str, int], dict[str, int]]:
-    """Which buffers each result lies in; when each buffer begins; and its bytes.
+    """The buffers of each result, the time when each buffer is allocated, and its bytes.
 
-    A buffer is named after its instruction, one of several results "name#index". What leaves the computation lies in the
-    caller's buffers: of a loop the carried ones, of the entry the donated arguments. It has no bytes here.
+    A buffer is named after its instruction, one of several results "name#index". Results of the computation lie in the
+    caller's buffers (carried ones of a loop, donated arguments of the entry) and have no bytes here.
     """
     lies_in: dict[str, frozenset[str]] = {}
     born: dict[str, int] = {}
@@ -188,7 +188,7 @@ def _element(
 
 
 def _own(module: Module, computation: dict[str, Instruction], instruction: Instruction) -> Iterator[tuple[str, int]]:
-    """(name, bytes) of the buffers that an instruction's results take."""
+    """(name, bytes) of the buffers that an instruction allocates."""
     opcode, arrays = instruction.opcode, instruction.arrays
     if (
         opcode in _NO_MEMORY
@@ -196,7 +196,7 @@ def _own(module: Module, computation: dict[str, Instruction], instruction: Instr
         or "output_to_operand_aliasing" in instruction.attributes
     ):
         return
-    if opcode.endswith("-start"):  # its result repeats the operands
+    if opcode.endswith("-start"):  # its result includes the operands
         operands = sum(a.hbm_bytes for o in instruction.operands if o in computation for a in computation[o].arrays)
         yield instruction.name, max(0, sum(a.hbm_bytes for a in arrays) - operands)
         return
@@ -208,7 +208,7 @@ def _own(module: Module, computation: dict[str, Instruction], instruction: Instr
 
 
 def _shared(module: Module, instruction: Instruction) -> tuple[str, ...]:
-    """Operands whose buffers the result lies in."""
+    """The operands that the result shares a buffer with."""
     opcode = instruction.opcode
     if opcode in _NAMES:
         return instruction.operands
@@ -224,7 +224,7 @@ def _shared(module: Module, instruction: Instruction) -> tuple[str, ...]:
 
 
 def _updated_parameter(inner: dict[str, Instruction], output: Instruction) -> int | None:
-    """The number of the parameter that a fusion's output is an update of, in place; None: of none."""
+    """The number of the parameter that a fusion's output updates in place; None: of none."""
 
     def through(instruction: Instruction, opcodes: tuple[str, ...]) -> Instruction:
         while instruction.opcode in opcodes and instruction.operands and instruction.operands[0] in inner:
@@ -239,7 +239,7 @@ def _updated_parameter(inner: dict[str, Instruction], output: Instruction) -> in
 
 
 def _last_uses(order: list[Instruction], lies_in: dict[str, frozenset[str]], born: dict[str, int]) -> dict[str, int]:
-    """When each buffer is used last; taking an element of a tuple uses none."""
+    """The time of each buffer's last use; get-tuple-element is no use."""
     last = dict(born)
     for when, instruction in enumerate(order):
         if instruction.opcode in ("get-tuple-element", "tuple", "bitcast"):

@@ -1,7 +1,7 @@
-"""What a compiled step costs, read from the text of its optimised HLO: every number is of one device and one step.
+"""Reads the costs of a compiled step from its optimised HLO; every number is for one device and one step.
 
-XLA's own cost_analysis counts the body of a loop once; here each computation counts as often as it runs. Nothing is run
-and nothing of JAX is needed. The shapes of instructions are those after partitioning.
+XLA's own cost_analysis counts the body of a loop once; here each computation counts as often as it runs. Nothing is
+executed and JAX is not needed. Shapes of instructions are those after partitioning.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import types
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
-# All kinds of f8 have 8.
+# All kinds of f8 take 8 bits.
 _DTYPE_BITS = {
     "pred": 8, "s4": 4, "u4": 4, "s8": 8, "u8": 8, "s16": 16, "u16": 16, "s32": 32, "u32": 32, "s64": 64, "u64": 64,
     "f16": 16, "bf16": 16, "f32": 32, "f64": 64, "c64": 64, "c128": 128, "f4e2m1fn": 4, "token": 0, "opaque": 0,
 }  # fmt: skip
 _COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
-# Instructions that move nothing: names for what others made.
+# Instructions that move no data: aliases of others' results.
 _FREE = frozenset(
     "parameter constant tuple get-tuple-element bitcast while conditional call after-all partition-id replica-id "
     "opt-barrier domain async-start async-update async-done".split()
@@ -28,7 +28,7 @@ _FREE = frozenset(
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\](?:\{([^{}]*)\})?")
 _LAYOUT = re.compile(r"([\d,]*)(?::T\(([\d,]+)\))?")
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
-_END = re.compile(r'^\}(, execution_thread="\w+")?\s*$')  # the latter of what a SparseCore does
+_END = re.compile(r'^\}(, execution_thread="\w+")?\s*$')  # the attribute is for a SparseCore
 _NAME = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")
 _WORD = re.compile(r" ?([a-z][\w\-]*)\(")
 
@@ -40,8 +40,8 @@ class Array:
     Attributes:
       dtype: XLA's name.
       dims: sizes.
-      on_chip: in the chip's vector or scalar memory, not in its HBM (TPU memory spaces other than 0).
-      padded: elements that lie in memory, whole tiles: a TPU lays [.., 1] out in tiles of 128 lanes. None: no tiles.
+      on_chip: whether it is in the chip's vector or scalar memory instead of HBM (TPU memory spaces other than 0).
+      padded: number of elements including tile padding: a TPU stores [.., 1] in tiles of 128 lanes. None: no tiles.
     """
 
     dtype: str
@@ -74,8 +74,8 @@ class Instruction:
       name, opcode: as written.
       arrays: its results, tuples flattened.
       operands: names of its operands.
-      attributes: the text behind the operands.
-      is_root: gives the computation's result.
+      attributes: the text after the operands.
+      is_root: whether it is the computation's result.
     """
 
     name: str
@@ -86,15 +86,15 @@ class Instruction:
     is_root: bool
 
     def called(self, key: str) -> str | None:
-        """The computation that the attribute `key` (calls, body, condition, to_apply) names."""
+        """The computation named by the attribute `key` (calls, body, condition, to_apply)."""
         match = re.search(rf"\b{key}=%?([\w.\-]+)", self.attributes)
         return match[1] if match else None
 
     def inner(self, key: str) -> str:
-        """The same of an instruction that has one.
+        """Like `called`, for an instruction that must have the attribute.
 
         Raises:
-          KeyError: it has none.
+          KeyError: it does not have it.
         """
         if (name := self.called(key)) is None:
             raise KeyError(f"{self.opcode} {self.name} names no {key}")
@@ -103,7 +103,7 @@ class Instruction:
 
 @dataclasses.dataclass(frozen=True)
 class Module:
-    """A parsed module: its computations, each a dict of instructions in the order of the schedule."""
+    """A parsed module: its computations, each a dict of instructions in schedule order."""
 
     entry: str
     computations: dict[str, dict[str, Instruction]]
@@ -111,16 +111,16 @@ class Module:
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """What one step of one device does.
+    """The costs of one step on one device.
 
     Attributes:
       matmul_flops: of dots and convolutions, 2 per multiply-add.
-      kernel_flops: of the attention kernels as if nothing were masked, blocks that are skipped included.
-      hbm_bytes: read and written by instructions; the insides of fusions and kernels stay on the chip.
+      kernel_flops: of attention kernels, as if nothing were masked (skipped blocks included).
+      hbm_bytes: read and written by instructions; intermediate values of fusions and kernels stay on the chip.
       collective_bytes: kind -> bytes of its larger side (what was gathered, what is reduced).
-      collective_counts: kind -> how often.
-      cycles: sum of the TPU compiler's estimated_cycles, kernels and collectives not in it.
-      kernels: name of a Pallas kernel or other custom call -> how often it runs.
+      collective_counts: kind -> number of executions.
+      cycles: sum of the TPU compiler's estimated_cycles, without kernels and collectives.
+      kernels: name of a Pallas kernel or other custom call -> number of executions.
     """
 
     matmul_flops: float = 0.0
@@ -132,7 +132,7 @@ class Costs:
     kernels: Counter[str] = dataclasses.field(default_factory=Counter)
 
     def plus(self, other: Costs, times: float = 1) -> Costs:
-        """The sum, with `other` as often as `times`."""
+        """The sum, with `other` counted `times` times."""
         scaled = {
             f.name: Counter({k: v * times for k, v in value.items()}) if isinstance(value, Counter) else value * times
             for f in dataclasses.fields(self)
@@ -160,20 +160,20 @@ def parse(text: str) -> Module:
         elif instruction := _instruction(line):
             current[instruction.name] = instruction
     if not entry:
-        raise ValueError("this is no HLO text: it has no ENTRY computation")
+        raise ValueError("not HLO text: it has no ENTRY computation")
     return Module(entry, computations)
 
 
 def costs(
     module: Module, *, kernel_bytes: Mapping[str, float] = types.MappingProxyType({}), dearest: bool = True
 ) -> Costs:
-    """The costs of one run of the entry computation, loops as often as they turn.
+    """The costs of one run of the entry computation, with loop trip counts.
 
     Args:
       module: the program.
-      kernel_bytes: name of a kernel -> bytes that one call reads and writes in HBM, where it does not read all that it
-        is given, and every byte once.
-      dearest: whether of a conditional the dearest branch counts, or the cheapest.
+      kernel_bytes: name of a kernel -> HBM bytes that one call reads and writes, for kernels that do not read all their
+        operands exactly once.
+      dearest: whether a conditional counts as its most expensive branch, or as the cheapest.
     """
 
     @functools.cache
@@ -198,7 +198,7 @@ def costs(
 
 
 def trip_count(module: Module, computation: str, loop: Instruction) -> int:
-    """How often a while loop turns: what XLA says, else the constant that its condition compares with; else 1."""
+    """Trip count of a while loop: from XLA's attribute, else the constant in its condition, else 1."""
     if known := re.search(r"known_trip_count\W+n\W+(\d+)", loop.attributes):
         return int(known[1])
     condition = module.computations[loop.inner("condition")]
@@ -218,7 +218,7 @@ def _reachable(module: Module, computation: dict[str, Instruction]) -> Iterator[
 def _own_costs(
     module: Module, computation: str, instruction: Instruction, seen: set[str], kernel_bytes: Mapping[str, float]
 ) -> Costs:
-    """Costs of one instruction, loops and calls excepted; `seen` has the collectives that count already."""
+    """Costs of one instruction without loops and calls; `seen` holds the collectives that were counted already."""
     inside = [instruction]
     lookup = {instruction.name: module.computations[computation]}
     if instruction.opcode == "fusion":
@@ -228,7 +228,7 @@ def _own_costs(
     sizes: Counter[str] = Counter()
     for i in inside:
         kind = i.opcode.removesuffix("-start")
-        # A collective that runs beside several fusions stands in each of them, with one channel.
+        # A collective that overlaps several fusions appears in each of them, with the same channel.
         channel = re.search(r"channel_id=(\d+)", i.attributes)
         key = f"{kind} {channel[1] if channel else i.name}"
         if kind in _COLLECTIVES and key not in seen:
@@ -278,7 +278,7 @@ def _matmul_flops(instruction: Instruction, names: dict[str, Instruction]) -> fl
 
 
 def _multiply_adds(convolution: Instruction, names: dict[str, Instruction]) -> float:
-    """Of a convolution, the TPU's form of every matmul, padding not counted."""
+    """Multiply-adds of a convolution, which is the TPU's form of every matmul; padding is not counted."""
     lhs, rhs = (names[o].arrays[0].dims for o in convolution.operands[:2])
     out = convolution.arrays[0].dims
     labels = searched(r"dim_labels=(\w+)_(\w+)->(\w+)", convolution.attributes)
@@ -298,12 +298,12 @@ def _multiply_adds(convolution: Instruction, names: dict[str, Instruction]) -> f
 
 
 def _valid_positions(length: int, kernel: int, out: int, low: int, stride: int, base: int, dilation: int) -> int:
-    """Pairs of a place in the output and one in the kernel that meet an element of the input along one axis."""
+    """Pairs of an output and a kernel index along one axis that hit an element of the input."""
     if kernel == 1 and base == 1 and stride == 1 and low == 0:
         return min(length, out)
     total = 0
     for k in range(kernel):
-        # place = o * stride + k * dilation - low must be in [0, length) and a multiple of base
+        # index = o * stride + k * dilation - low must be in [0, length) and a multiple of base
         first = max(0, -(-(low - k * dilation) // stride))
         last = min(out - 1, (length - 1 + low - k * dilation) // stride)
         if base == 1:
@@ -314,7 +314,7 @@ def _valid_positions(length: int, kernel: int, out: int, low: int, stride: int, 
 
 
 def _window(attributes: str) -> dict[str, list]:
-    """window={size=1x16 pad=0_0x15_15 ...} as lists by key; pads as pairs."""
+    """Parses window={size=1x16 pad=0_0x15_15 ...} to lists by key; pads as pairs."""
     match = re.search(r"window=\{([^}]*)\}", attributes)
     result: dict[str, list] = {}
     for key, value in (item.split("=") for item in (match[1].split() if match else ())):
@@ -324,18 +324,18 @@ def _window(attributes: str) -> dict[str, list]:
 
 
 def searched(pattern: str | re.Pattern[str], text: str) -> re.Match[str]:
-    """Where a pattern is in a text that has it.
+    """Searches a text for a pattern that it must contain.
 
     Raises:
-      ValueError: it has not.
+      ValueError: it does not contain it.
     """
     if (match := re.search(pattern, text)) is None:
-        raise ValueError(f"this is no HLO text: {text[:100]!r} has no {pattern}")
+        raise ValueError(f"not HLO text: {text[:100]!r} has no {pattern}")
     return match
 
 
 def number_of(parameter: Instruction) -> int:
-    """Which parameter of its computation it is."""
+    """The index of a parameter instruction."""
     return int(searched(r"^(\d+)\)", parameter.attributes)[1])
 
 
@@ -346,7 +346,7 @@ def _kernel_name(call: Instruction) -> str:
 
 
 def _kernel_flops(kernel: str, call: Instruction, names: dict[str, Instruction]) -> float:
-    """Of the splash kernels: matmuls [T, H] x [H, S] a head: two forward, three for dq, four for dk and dv."""
+    """FLOPs of the splash kernels: matmuls [T, H] x [H, S] per head: two forward, three for dq, four for dk and dv."""
     match = re.match(r"splash_\w*?_(fwd|dq|dkv)", kernel)
     if not match:
         return 0.0
@@ -365,7 +365,7 @@ def _hbm_bytes(module: Module, instruction: Instruction, names: dict[str, Instru
     result = sum(a.hbm_bytes for a in instruction.arrays)
     if opcode in ("copy-start", "slice-start", "dynamic-slice-start"):
         return _moved(instruction, names)
-    if opcode.endswith("-start"):  # its result repeats the operand
+    if opcode.endswith("-start"):  # its result includes the operand
         return float(max(result, sum(operands)))
     if opcode in ("dynamic-slice", "gather"):
         return 2.0 * result
@@ -377,17 +377,17 @@ def _hbm_bytes(module: Module, instruction: Instruction, names: dict[str, Instru
 
 
 def _moved(copy: Instruction, names: dict[str, Instruction]) -> float:
-    """Of a copy that runs beside other work, between HBM and the chip mostly: what it reads there and what it writes."""
+    """HBM bytes of an asynchronous copy, mostly between HBM and the chip: what it reads and writes there."""
     source = names[copy.operands[0]].arrays[0]
     size = lambda a: dataclasses.replace(a, on_chip=False).hbm_bytes  # noqa: E731
-    # Its result names the source, too, and a flag.
+    # Its result includes the source and a flag.
     others = [a for a in copy.arrays if len(a.dims) == len(source.dims) and a.dtype == source.dtype]
     made = min(others, key=lambda a: (size(a), a.on_chip == source.on_chip))
     return float((not source.on_chip) * size(made) + (not made.on_chip) * size(made))
 
 
 def _fusion_bytes(inner: dict[str, Instruction], operands: list[int], result: int) -> float:
-    """Of an operand that a fusion only slices it reads the slices, of a result that it updates it writes the update."""
+    """HBM bytes of a fusion: only the slices of a sliced operand, only the update of a result updated in place."""
     users: dict[str, list[Instruction]] = {}
     for instruction in inner.values():
         for operand in instruction.operands:
@@ -414,7 +414,7 @@ def _updates(user: Instruction, name: str) -> bool:
 
 
 def _update_of(user: Instruction) -> str:
-    """What an update in place writes; where that does not share memory with what it is given, XLA has put a copy first."""
+    """The operand that an in-place update writes; if it cannot share memory, XLA has inserted a copy before it."""
     return user.operands[1 if user.opcode == "dynamic-update-slice" else 2]
 
 
@@ -424,7 +424,7 @@ def callee(instruction: Instruction) -> str | None:
 
 
 def branches(conditional: Instruction) -> list[str]:
-    """The computations of which one is carried out."""
+    """The computations that a conditional chooses from."""
     match = re.search(r"branch_computations=\{([^}]*)\}", conditional.attributes)
     text = (
         match[1] if match else " ".join(re.findall(r"(?:true|false)_computation=(%[\w.\-]+)", conditional.attributes))
@@ -433,7 +433,7 @@ def branches(conditional: Instruction) -> list[str]:
 
 
 def _joined(text: str) -> Iterator[str]:
-    """Lines, those that go on in the next (metadata of kernels) put together."""
+    """Lines, with those that continue in the next (metadata of kernels) joined."""
     held = ""
     for line in text.splitlines():
         if held and (_NAME.match(line) or _END.match(line)):
@@ -474,12 +474,12 @@ def _instruction(line: str) -> Instruction | None:
 
 
 def _array(dtype: str, dims: str, layout: str) -> Array:
-    """Of "bf16", "32,2048" and "1,0:T(8,128)(2,1)S(1)": the tile covers the last dimensions in the layout's order."""
+    """Parses "bf16", "32,2048" and "1,0:T(8,128)(2,1)S(1)"; tiles cover the last dimensions in layout order."""
     sizes = tuple(int(d) for d in dims.split(",") if d)
     order, tile = searched(_LAYOUT, layout).groups()
     padded = None
     if tile and sizes:
-        laid_out = [sizes[int(d)] for d in order.split(",") if d][::-1]  # it names the innermost first
+        laid_out = [sizes[int(d)] for d in order.split(",") if d][::-1]  # the layout names the innermost first
         edges = [int(t) for t in tile.split(",")]
         laid_out = [1] * (len(edges) - len(laid_out)) + laid_out
         inner = (-(-size // edge) * edge for size, edge in zip(laid_out[-len(edges) :], edges))

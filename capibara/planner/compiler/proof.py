@@ -1,4 +1,4 @@
-"""Proof of a plan: the very step that `train` runs, compiled for the slice by a child process."""
+"""Proves that a plan fits: compiles the train step exactly as `train` would, in a child process."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from capibara.planner.search.ranking import Ranked
 
 @dataclasses.dataclass(frozen=True)
 class Configuration:
-    """What the user gave, for a child process to read again.
+    """The user's configuration, for a child process to read again.
 
     Attributes:
-      gin_files, gin_bindings, gin_search_paths: as config.parse takes them.
-      length, encoder_length: places of a row in place of the run's.
+      gin_files, gin_bindings, gin_search_paths: as in config.parse.
+      length, encoder_length: tokens of a row, overriding the run's.
     """
 
     gin_files: Sequence[str]
@@ -36,22 +36,22 @@ class Configuration:
     encoder_length: int | None = None
 
     def command(self, slice_: Slice) -> list[str]:
-        """The verb `prove` as a child that compiles this configuration."""
+        """The command line of `prove` that compiles this configuration in a child."""
         command = [sys.executable, "-m", "capibara.prove", "--child", f"--slice={slice_.name}"]
         command += [f"--gin_file={file}" for file in self.gin_files]
         command += [f"--gin_bindings={binding}" for binding in self.gin_bindings]
         command += [f"--gin_search_paths={path}" for path in self.gin_search_paths]
         lengths = {"length": self.length, "encoder_length": self.encoder_length}
-        return command + [f"--{name}={places}" for name, places in lengths.items() if places is not None]
+        return command + [f"--{name}={length}" for name, length in lengths.items() if length is not None]
 
 
 def flags(run: Run, slice_: Slice) -> dict[str, str]:
-    """The XLA options that `train` compiles this run's step with on this slice."""
+    """The XLA options that `train` uses for this run's step on this slice."""
     return xla_flags.options(slice_.chip.name, tensor=run.plan.tensor)
 
 
 def key(run: Run, slice_: Slice) -> dict[str, Any]:
-    """All of a run that decides its compiled step: the key of its verdict."""
+    """All of a run that affects its compiled step: the cache key of its result."""
     batch = run.batch_spec
     return {
         "slice": slice_.name,
@@ -73,9 +73,9 @@ def key(run: Run, slice_: Slice) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def without_locations() -> Iterator[None]:
-    """Lowers programs without the places in source files that they come from.
+    """Lowers programs without source locations.
 
-    Pallas kernels carry theirs in the payload: the same program would differ from checkout to checkout.
+    Pallas kernels contain theirs: the same program would differ between checkouts.
     """
     before = jax.config.values["jax_traceback_in_locations_limit"]
     jax.config.update("jax_traceback_in_locations_limit", 0)
@@ -86,7 +86,7 @@ def without_locations() -> Iterator[None]:
 
 
 def answer(lowered: jax.stages.Lowered, slice_: Slice, mesh: jax.sharding.Mesh, flags: Mapping[str, str]) -> None:
-    """Compiles a step, in the child, and says to the parent which it is and what came out."""
+    """Compiles a step, in the child, and reports its fingerprint and the result to the parent."""
     compile_cache.announce_program(compiler.fingerprint(lowered, slice_.name, mesh, flags))
     compile_cache.announce("compiling")
     compile_cache.report(compiler.compile_train_step(lowered, flags))
@@ -101,13 +101,13 @@ def prove(
     status: Callable[[float, str], None] = lambda elapsed_s, phase: None,
     fresh: bool = False,
 ) -> Verdict:
-    """The compiler's verdict of a run's step, from the cache or from a child process, with what the run holds beside it.
+    """The compile result of a run's step, from the cache or a child process, plus what the run holds beside the step.
 
     Args:
-      run: what `configuration` describes.
-      configuration: what the child reads.
-      slice_: the slice that it is compiled for.
-      deadline_s, status, fresh: as of verdict.verdict.
+      run: the run that `configuration` describes.
+      configuration: for the child.
+      slice_: the target slice.
+      deadline_s, status, fresh: as in compile_cache.verdict.
     """
     command = configuration.command(slice_)
     found = compile_cache.verdict(command, key(run, slice_), deadline_s=deadline_s, status=status, fresh=fresh)
@@ -126,12 +126,12 @@ def prover(
     deadline_s: float,
     status: Callable[[str, str], None] = lambda topic, detail: None,
 ) -> Callable[[Ranked], Verdict]:
-    """What verify.walk compiles plans with: each as `train` would, had it the plan's Gin file.
+    """The function with which verify.walk compiles plans, each as `train` would with the plan's Gin file.
 
     Args:
-      run, configuration, slice_, deadline_s: as of `prove`; the run's own plan is not looked at.
+      run, configuration, slice_, deadline_s: as in `prove`; the run's own plan is ignored.
       work: its workload.
-      status: told what is compiled, and how far it is.
+      status: shows what is compiled, and its phase.
     """
 
     def prove_plan(ranked: Ranked) -> Verdict:

@@ -1,4 +1,4 @@
-"""What accelerators can do: peak FLOP/s, memory, links, hosts and list prices, each figure with its source.
+"""Specifications of accelerators: peak FLOP/s, memory, links, hosts and list prices, each figure with its source.
 
 Sources that are named more than once:
   [v4], [v5e], [v5p], [v6e], [tpu7x]: the page of that chip in Google's documentation, docs.cloud.google.com/tpu/docs/
@@ -7,10 +7,10 @@ Sources that are named more than once:
     [book gpus], its chapter 12.
   [h100], [h200]: NVIDIA's data sheets of the SXM modules; FLOP/s are those of dense matrices.
   [catalog]: SkyPilot's copy of Google's billing catalogue, github.com/skypilot-org/skypilot-catalog.
-"Derived" says how a figure follows from others; "assumed" that no source was found.
+"Derived" means computed from other figures; "assumed" means that no source was found.
 
-The pages give ICI bandwidth per chip, over all links and both directions. Per link and direction that is 1/0.9 of what
-[book] has; its figures are nearer to what collectives reach, and are used here.
+The pages give ICI bandwidth per chip, over all links and both directions. Per link and direction that is 1/0.9 of the
+figures in [book], which are closer to what collectives reach, and are used here.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from capibara.core.fields import did_you_mean
 from capibara.core.types import UserError
 
 GIB = 2**30
-# Bytes a second of a network of one gigabit a second.
+# Bytes per second of a network of one gigabit per second.
 _GBIT = 1e9 / 8
 _QUOTED = 'Google\'s price list as quoted in "How to Scale Your Model", chapter 7'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Price:
-    """What one chip costs on demand, by the hour.
+    """On-demand price of a chip.
 
     Attributes:
       usd: US dollars per chip-hour.
-      date: of the source, as YYYY-MM or YYYY-MM-DD; where it has none, when it was read.
-      source: where it stands.
-      region: Google Cloud region or regions that it is for.
+      date: of the source, as YYYY-MM or YYYY-MM-DD; if it has none, when it was read.
+      source: where it was published.
+      region: Google Cloud region or regions that it applies to.
     """
 
     usd: float
@@ -46,7 +46,7 @@ class Price:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Machine:
-    """A virtual machine that holds chips: Compute Engine's name, its chips, and its memory in bytes."""
+    """A virtual machine with chips: Compute Engine's name, number of chips, and memory in bytes."""
 
     name: str
     chips: int
@@ -55,33 +55,33 @@ class Machine:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chip:
-    """One kind of accelerator. All figures are of one chip, also where JAX shows a chip as two devices.
+    """One kind of accelerator. All figures are per chip, even if JAX represents a chip as two devices.
 
     Attributes:
-      name: ours: "v5e".
-      aliases: other names that people use, lower case.
-      device_kinds: what JAX calls its devices (`jax.Device.device_kind`).
+      name: our name: "v5e".
+      aliases: other names in use, in lower case.
+      device_kinds: JAX's names for its devices (`jax.Device.device_kind`).
       devices: JAX devices per chip.
-      name_units: what a chip counts for in the number of a slice's name: v5p-8 has 8 cores, so 4 chips.
-      peak_flops: dtype -> FLOP/s of dense matrix products. Ask `flops`. "float32" is at jax.lax.Precision.HIGHEST; by
+      name_units: units per chip in the number of a slice's name: v5p-8 has 8 cores, so 4 chips.
+      peak_flops: dtype -> FLOP/s of dense matrix products; use `flops`. "float32" is at jax.lax.Precision.HIGHEST; by
         default JAX multiplies float32 in bfloat16 on TPUs.
-      hbm_bytes: what is soldered on.
-      usable_hbm_bytes: what programs can have: the limit of the compiler, where a program is compiled for a limit.
-      hbm_bytes_per_s: bandwidth of the HBM.
+      hbm_bytes: physical memory.
+      usable_hbm_bytes: memory available to programs: the compiler's limit, if it has one.
+      hbm_bytes_per_s: HBM bandwidth.
       ici_axes: axes of the torus of direct links between chips; 1 is one flat network.
       ici_links: links of a chip: two per axis of the torus.
       link_bytes_per_s: of one link in one direction; the other direction has the same at the same time.
       pcie_bytes_per_s: between one chip and its host, in one direction.
-      dcn_bytes_per_s: one chip's share of its host's network to other slices, in one direction.
-      clock_hz: turns the compiler's cycles into seconds.
-      machines: the virtual machines there are, by growing number of chips.
-      machine_chips: chips per machine of a slice that has several machines.
-      sub_cubes: of 3-D chips the shapes of the slices smaller than a cube of 4 x 4 x 4.
-      most_chips: of the largest slice.
+      dcn_bytes_per_s: one chip's share of its host's network bandwidth to other slices, in one direction.
+      clock_hz: converts the compiler's cycles to seconds.
+      machines: available virtual machines, by growing number of chips.
+      machine_chips: chips per machine of a slice with several machines.
+      sub_cubes: for 3-D chips, the shapes of slices smaller than a cube of 4 x 4 x 4.
+      most_chips: chips of the largest slice.
       gke_accelerator: value of the label cloud.google.com/gke-tpu-accelerator (gke-accelerator for GPUs).
-      api_name: what the Cloud TPU API calls it in accelerator types; None where that API does not have it.
-      on_vertex: whether Vertex AI trains on it.
-      price: list price on demand; None where none was found. All that reckons with it takes another one instead.
+      api_name: its name in the Cloud TPU API's accelerator types; None if that API does not have it.
+      on_vertex: whether Vertex AI can train on it.
+      price: on-demand list price; None if none was found. Users can override it everywhere.
     """
 
     name: str
@@ -115,12 +115,12 @@ class Chip:
 
     @property
     def unit(self) -> str:
-        """What a JAX device of it is called."""
+        """The name of one of its JAX devices."""
         return "chip" if self.devices == 1 else "core"
 
     @property
     def device_usable_hbm_bytes(self) -> float:
-        """Bytes of HBM that a program can have on one JAX device."""
+        """HBM available to a program on one JAX device, in bytes."""
         return self.usable_hbm_bytes / self.devices
 
     @property
@@ -129,7 +129,7 @@ class Chip:
         return self.hbm_bytes_per_s / self.devices
 
     def flops(self, dtype: str = "bfloat16") -> float:
-        """Peak FLOP/s of a chip for matrices of a dtype; those of bfloat16 for a dtype that has no faster units."""
+        """Peak FLOP/s of a chip for matrices of a dtype; bfloat16's if the dtype has no faster units."""
         family = "float8" if dtype.startswith("float8") else dtype
         return self.peak_flops.get(family, self.peak_flops["bfloat16"])
 
@@ -321,7 +321,8 @@ H200 = dataclasses.replace(
 )
 
 CPU = Chip(
-    # The emulated devices of one machine. All of it is assumed: enough to rank plans on a laptop, not to foretell them.
+    # The emulated devices of one machine. All figures are assumed: enough to rank plans on a laptop, not to predict
+    # them.
     name="cpu",
     peak_flops={"bfloat16": 5e10, "float32": 5e10},
     hbm_bytes=4 * GIB,
@@ -342,12 +343,12 @@ _BY_NAME = {name.lower(): chip for chip in CHIPS.values() for name in (chip.name
 
 
 def chip_names() -> list[str]:
-    """Every name that `chip` knows, those of JAX's devices apart."""
+    """Every name that `chip` accepts, except those of JAX's devices."""
     return [name for chip in CHIPS.values() for name in (chip.name, *chip.aliases)]
 
 
 def find(name: str) -> Chip | None:
-    """The chip of that name, alias or JAX device kind, whatever the case; None where there is none."""
+    """The chip of that name, alias or JAX device kind, in any case; None if unknown."""
     return _BY_NAME.get(name.strip().lower())
 
 
@@ -355,7 +356,7 @@ def chip(name: str) -> Chip:
     """The chip of that name: "v5e", "v5litepod", "Trillium", "TPU v5 lite".
 
     Raises:
-      UserError: there is none; names the nearest.
+      UserError: it is unknown; suggests the nearest.
     """
     found = find(name)
     if found is None:
@@ -365,7 +366,7 @@ def chip(name: str) -> Chip:
 
 
 def peak_flops(device_kind: str) -> float | None:
-    """Peak bf16 FLOP/s of one JAX device of this kind; None where it is not known (CPU, other names)."""
+    """Peak bf16 FLOP/s of one JAX device of this kind; None if unknown (CPU, other names)."""
     for known in CHIPS.values():
         if device_kind in known.device_kinds:
             return known.device_flops("bfloat16")

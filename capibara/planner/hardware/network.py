@@ -1,8 +1,8 @@
-"""Where mesh axes lie on a slice's torus, and what collectives over them then take: predictions, of one device.
+"""Places mesh axes on a slice's torus, and predicts the times of collectives over them, for one device.
 
-The times are those of bandwidth alone, by "How to Scale Your Model" (Austin et al. 2025), chapter 3: on a ring that
-closes, both directions carry half of the data; on a line every byte has one way. Devices of the mesh's innermost axes
-are neighbours, as sharding.make_mesh lays them out: `layout` states its rule, and a test holds it to its results.
+Times follow from bandwidth alone, by "How to Scale Your Model" (Austin et al. 2025), chapter 3: on a closed ring each
+direction carries half of the data; on a line every byte has one way. Devices of the mesh's innermost axes are
+neighbours, as in sharding.make_mesh: `layout` states its rule, and a test compares it with the result.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ DCN_REACHED = 0.68
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """The part of one torus axis that a mesh axis has.
+    """A mesh axis's part of one torus axis.
 
     Attributes:
       size: devices along it.
@@ -44,7 +44,7 @@ class Layout:
       slice_: the slice.
       mesh: mesh axis -> size.
       spans: mesh axis -> its part of each torus axis, in the torus's order. Devices of one chip are the last axis.
-      slices: mesh axis -> the number of slices that it goes over, by the data centre's network.
+      slices: mesh axis -> number of slices that it spans, over the data centre's network.
     """
 
     slice_: Slice
@@ -53,10 +53,10 @@ class Layout:
     slices: Mapping[str, int]
 
     def gather_s(self, size: float, axes: Iterable[str]) -> float:
-        """Seconds of an all-gather after which each device has `size` bytes; a reduce-scatter of them takes as long."""
+        """Seconds of an all-gather to `size` bytes on each device; a reduce-scatter of them takes as long."""
         axes = tuple(axes)
         inside = math.prod(self.mesh[axis] // self.slices[axis] for axis in axes)
-        # Each slice gathers its own part first where several slices share the array.
+        # If several slices share the array, each slice first gathers its own part.
         seconds = size * (inside - 1) / inside / self.bandwidth(axes) if inside > 1 else 0.0
         return seconds + self._dcn_s(size / inside, axes)
 
@@ -65,12 +65,12 @@ class Layout:
         return 2 * self.gather_s(size, axes)
 
     def exchange_s(self, size: float, axes: Iterable[str]) -> float:
-        """Seconds of an all-to-all of `size` bytes of each device."""
+        """Seconds of an all-to-all of `size` bytes on each device."""
         axes = tuple(axes)
         seconds = 0.0
         link = self.slice_.chip.link_bytes_per_s
         for span in self._extents(axes):
-            if span.size > 1:  # the middle of a line has to carry half of the data of either half
+            if span.size > 1:  # half of the data of each half must cross the middle of a line
                 seconds = max(seconds, size * span.size * span.stride / (8 if span.closed else 4) / link)
         return seconds + self._dcn_s(size, axes)
 
@@ -84,7 +84,7 @@ class Layout:
         return size * stride / self.slice_.chip.link_bytes_per_s
 
     def bandwidth(self, axes: Iterable[str]) -> float:
-        """Bytes a second that reach each device in an all-gather over these axes, within a slice; 0 for one device."""
+        """Bytes per second that reach each device in an all-gather over these axes within a slice; 0 for one device."""
         link = self.slice_.chip.link_bytes_per_s
         return sum(link * (2 if s.closed else 1) / s.stride for s in self._extents(tuple(axes)) if s.size > 1)
 
@@ -102,7 +102,7 @@ class Layout:
         return 0.0 if count == 1 else size * (count - 1) / count / self.slice_.chip.dcn_bytes_per_s / DCN_REACHED
 
     def _extents(self, axes: tuple[str, ...]) -> list[Span]:
-        """The spans of several mesh axes as one, for each torus axis."""
+        """The combined spans of several mesh axes, for each torus axis."""
         if axes in self._known_extents:
             return self._known_extents[axes]
         extents: list[Span] = []
@@ -113,7 +113,7 @@ class Layout:
         self._known_extents[axes] = extents
         return extents
 
-    @functools.cached_property  # by mesh axes; a search weighs many plans on each layout
+    @functools.cached_property  # by mesh axes; a search evaluates many plans on each layout
     def _known_extents(self) -> dict[tuple[str, ...], list[Span]]:
         return {}
 
@@ -125,17 +125,17 @@ class Layout:
 def layout(slice_: Slice, mesh: Mapping[str, int]) -> Layout:
     """Lays a mesh on a slice as sharding.make_mesh does.
 
-    Mesh axes are placed from the innermost on. Of the ways to make up an axis of parts of the torus axes, the one that
-    takes most chips by whole torus axes comes first, then the one with more of them, then the one that goes on along
-    torus axes in use, then the one that has most of the first torus axis. Several slices are the outermost part of the
-    first mesh axis that they divide: data, then stage, then fsdp.
+    Mesh axes are placed from the innermost to the outermost. Among the ways to compose an axis from parts of torus
+    axes, the order of preference is: most chips in whole torus axes; most whole torus axes; continues torus axes in
+    use; largest part of the first torus axis. Several slices form the outermost part of the first mesh axis that they
+    divide: data, then stage, then fsdp.
 
     Args:
-      slice_: the chips.
+      slice_: the slice.
       mesh: mesh axis -> size, all of sharding.MESH_AXES.
 
     Raises:
-      UserError: the mesh does not have as many devices, or no axis that the slices divide.
+      UserError: the mesh has another number of devices, or no axis that the slices divide.
     """
     return _layout(slice_, tuple(mesh[axis] for axis in MESH_AXES))
 
@@ -171,7 +171,7 @@ def _layout(slice_: Slice, sizes: tuple[int, ...]) -> Layout:
 
 
 def _ways(size: int, left: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """All ways to write `size` as a product of divisors of what is left of the torus axes."""
+    """All ways to write `size` as a product of divisors of the unused parts of the torus axes."""
     divisors = [[d for d in range(1, n + 1) if n % d == 0 and size % d == 0] for n in left]
     return [way for way in itertools.product(*divisors) if math.prod(way) == size]
 

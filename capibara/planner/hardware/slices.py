@@ -1,16 +1,16 @@
-"""Slices of chips by name: their shape, links, hosts, what Google Cloud calls them, and their list price.
+"""Slices by name: shape, links, hosts, Google Cloud's names and list price.
 
-A name is CHIP-N or CHIP:SHAPE; a number before it says how many such slices the data centre's network joins:
+A name is CHIP-N or CHIP:SHAPE; a prefix gives the number of such slices, connected by the data centre's network:
 
   v5e-64         64 chips: 8 x 8. N counts chips on v5e and v6e, and cores, two per chip, on v4, v5p and tpu7x.
   v5p-8          4 chips
   v5e:8x8        v5e-64 by its shape, as the TPU compiler writes it
-  v5p:4x4x16     a shape that is not the usual one of its size
-  2xv5e-256      two slices of 256 chips ("2 x v5e-256" is taken too)
+  v5p:4x4x16     a shape that is not the default one of its size
+  2xv5e-256      two slices of 256 chips ("2 x v5e-256" is accepted too)
   h100-8         8 GPUs of one NVLink network; two such machines are 2xh100-8
   cpu-8          8 emulated devices
 
-Aliases of the chip do as well: v5litepod-64, trillium-8, ironwood-128.
+Aliases of the chip are accepted too: v5litepod-64, trillium-8, ironwood-128.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from capibara.planner.hardware.chips import Chip, Machine
 
 # Shapes of the two-dimensional chips. Source: docs.cloud.google.com/tpu/docs/v5e and v6e.
 _FLAT = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
-_FULL_TORUS = 16  # chips of an axis that goes round a whole v5e or v6e pod
-_CUBE = 4  # chips along each edge of the cubes that optical switches join, on the three-dimensional chips
+_FULL_TORUS = 16  # chips of an axis that spans a whole v5e or v6e pod
+_CUBE = 4  # edge of the cubes, in chips, that optical switches connect, on three-dimensional chips
 _GPUS = (1, 2, 4, 8)
 _MOST_SLICES = 1024  # more is taken for a slip: searches of so many devices would not end
 # The sizes that slice_names and errors name of the three-dimensional chips, in cubes; all numbers of cubes are legal.
@@ -40,7 +40,7 @@ _SHAPE = re.compile(r"(.+):(\d+(?:x\d+)*)")
 
 @dataclasses.dataclass(frozen=True)
 class Slice:
-    """Chips with direct links in a torus; or `count` such slices, joined by the data centre's network.
+    """Chips with direct links in a torus; or `count` such slices, connected by the data centre's network.
 
     Attributes:
       chip: its kind.
@@ -54,7 +54,7 @@ class Slice:
 
     @property
     def name(self) -> str:
-        """The shortest name that `parse` reads back as this slice."""
+        """The shortest name that `parse` maps to this slice."""
         chips_, kind = self.chips_per_slice, self.chip
         usual = _usual_shape(kind, chips_)
         one = f"{kind.name}-{chips_ * kind.name_units}" if self.shape == usual else f"{kind.name}:{self.gke_topology}"
@@ -82,9 +82,10 @@ class Slice:
 
     @property
     def machine(self) -> Machine | None:
-        """The virtual machine that holds its chips; None for the CPU."""
+        """The virtual machine with its chips; None for the CPU."""
         machines = self.chip.machines
-        # A slice of up to one full machine has the machine of its size, larger ones are made of one kind: [v5e], [v6e].
+        # A slice of at most one full machine uses the machine of its size; larger ones use one kind of machine: [v5e],
+        # [v6e].
         for machine in machines:
             if machine.chips == self.chips_per_slice:
                 return machine
@@ -112,14 +113,15 @@ class Slice:
 
     @property
     def dcn_bytes_per_s(self) -> float:
-        """What one host sends to other slices in a second."""
+        """Bytes per second that one host can send to other slices."""
         return self.chips_per_host * self.chip.dcn_bytes_per_s
 
     @functools.cached_property
     def wraps(self) -> tuple[bool, ...]:
-        """For each axis whether its last chip is linked to its first, so that collectives can go round both ways.
+        """For each axis, whether its last chip is linked to its first, so that collectives can use both directions.
 
-        On v5e and v6e it is those of 16 chips; on v4, v5p and tpu7x all axes of slices that are made of whole cubes of
+        On v5e and v6e this holds for axes of 16 chips; on v4, v5p and tpu7x for all axes of slices made of whole cubes
+        of
         4 x 4 x 4, none of smaller slices. Sources: docs.cloud.google.com/tpu/docs/v5p ("all 4x4x4 and larger slices
         have full 3D torus"); "How to Scale Your Model", chapter 2; MaxText's accelerator_to_spec_map.py.
         """
@@ -131,7 +133,7 @@ class Slice:
 
     @property
     def topology(self) -> str | None:
-        """What the TPU compiler calls one slice: "v5e:8x8"; None where it is no TPU."""
+        """The TPU compiler's name of one slice: "v5e:8x8"; None if it is no TPU."""
         return f"{self.chip.name}:{self.gke_topology}" if self.chip.is_tpu else None
 
     @property
@@ -146,9 +148,9 @@ class Slice:
 
     @property
     def accelerator_type(self) -> str | None:
-        """The Cloud TPU API's type of one slice: "v5litepod-64"; None where that API does not have it.
+        """The Cloud TPU API's type of one slice: "v5litepod-64"; None if that API does not have it.
 
-        It names sizes only: a shape that is not the usual one is asked for by the API's topology.
+        Types name sizes only: other shapes are requested by the API's topology.
         """
         if self.chip.api_name is None:
             return None
@@ -156,22 +158,22 @@ class Slice:
 
     @property
     def vertex_machine_type(self) -> str | None:
-        """Vertex AI's machineType; None where its pages name no training on this chip."""
+        """Vertex AI's machineType; None if its documentation names no training on this chip."""
         return self.machine_type if self.chip.on_vertex else None
 
     @property
     def vertex_tpu_topology(self) -> str | None:
-        """Vertex AI's tpuTopology, which are GKE's names; None for GPUs and where it does not train on this chip."""
+        """Vertex AI's tpuTopology, which equals GKE's; None for GPUs, and if Vertex AI does not train on this chip."""
         return self.gke_topology if self.chip.on_vertex and self.chip.is_tpu else None
 
     def price_per_hour(self, usd_per_chip_hour: float | None = None) -> float | None:
-        """US dollars an hour for all slices.
+        """US dollars per hour for all slices.
 
         Args:
-          usd_per_chip_hour: what is paid in fact (commitments, spot, another region); None: the list price on demand.
+          usd_per_chip_hour: the actual price (commitments, spot, another region); None: the on-demand list price.
 
         Returns:
-          None where the chip has no list price and none is given.
+          None if the chip has no list price and none is passed.
         """
         if usd_per_chip_hour is None:
             if self.chip.price is None:
@@ -181,10 +183,10 @@ class Slice:
 
 
 def parse(name: str) -> Slice:
-    """The slice of a name; see the head of this module for how names are made.
+    """The slice of a name; this module's docstring describes names.
 
     Raises:
-      UserError: there is no such slice; names the nearest.
+      UserError: there is no such slice; suggests the nearest.
     """
     match = _NAME.fullmatch(name.strip())
     if not match:
@@ -212,16 +214,16 @@ def parse(name: str) -> Slice:
 
 
 def sizes(kind: Chip | str) -> list[Slice]:
-    """All sizes that a chip is let in as one slice, by growing number of chips, each in its usual shape.
+    """All sizes of a chip that exist as one slice, by growing number of chips, each in its default shape.
 
-    For the three-dimensional chips these are all whole numbers of cubes; the shape is the one nearest to a cube.
+    For three-dimensional chips these are all whole numbers of cubes; the shape is the one nearest to a cube.
     """
     kind = chips.chip(kind) if isinstance(kind, str) else kind
     return [Slice(kind, _shape_of(kind, size)) for size in _all_sizes(kind)]
 
 
 def slice_names() -> list[str]:
-    """The names of the usual slices of every chip, by growing size; further numbers of cubes and CPUs are left out."""
+    """Names of the default slices of every chip, by growing size; other numbers of cubes and CPUs are omitted."""
     return [Slice(kind, _shape_of(kind, size)).name for kind in chips.CHIPS.values() for size in _named_sizes(kind)]
 
 
@@ -244,7 +246,7 @@ def _named_sizes(kind: Chip) -> list[int]:
 
 @functools.cache
 def _usual_shape(kind: Chip, size: int) -> tuple[int, ...] | None:
-    """The shape that a slice of `size` chips has where none is asked for; None where there is no such slice."""
+    """The default shape of a slice of `size` chips; None if there is no such slice."""
     if kind.ici_axes == 1:
         return (size,) if size in _all_sizes(kind) else None
     for shape in _FLAT if kind.ici_axes == 2 else kind.sub_cubes:
@@ -259,7 +261,7 @@ def _usual_shape(kind: Chip, size: int) -> tuple[int, ...] | None:
         for b in range(a, cubes // a + 1)
         if cubes % (a * b) == 0 and cubes // (a * b) >= b
     ]
-    nearest = min(sides, key=lambda abc: abc[0] * abc[1] + abc[1] * abc[2] + abc[0] * abc[2])  # the least surface
+    nearest = min(sides, key=lambda abc: abc[0] * abc[1] + abc[1] * abc[2] + abc[0] * abc[2])  # the smallest surface
     return tuple(_CUBE * side for side in nearest)
 
 
@@ -288,12 +290,12 @@ def _is_shape(kind: Chip, shape: tuple[int, ...]) -> bool:
 
 
 def _nearest_size(kind: Chip, size: int, units: int = 1) -> tuple[int, ...]:
-    """The usual shape of the size nearest to `size`, which counts in units of which a chip has `units`."""
+    """The default shape of the size nearest to `size`, which counts units, of which a chip has `units`."""
     return _shape_of(kind, min(_all_sizes(kind), key=lambda known: (abs(known * units - size), known)))
 
 
 def _shape_of(kind: Chip, size: int) -> tuple[int, ...]:
-    """The usual shape of a size that there is."""
+    """The default shape of a size that exists."""
     shape = _usual_shape(kind, size)
     assert shape is not None, f"no slice of {size} {kind.name}"
     return shape

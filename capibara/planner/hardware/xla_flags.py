@@ -1,4 +1,4 @@
-"""XLA options by TPU generation: one table, for steps that are compiled to be proven and those compiled to run."""
+"""XLA options by TPU generation: one table for steps that are compiled to be proven and to be run."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class Option:
     """One XLA option.
 
     Attributes:
-      name, value: as compiler_options of jax take them.
-      reason: what it is good for, and how that is known: "compiled" is what the compiler says of a step.
+      name, value: in the form of JAX's compiler_options.
+      reason: its effect, and how that is known: "compiled" means according to the compiler's report of a step.
       source: where it comes from.
-      tensor: whether it is for meshes with tensor parallelism too.
+      tensor: whether it also applies to meshes with tensor parallelism.
     """
 
     name: str
@@ -27,9 +27,9 @@ class Option:
     tensor: bool = True
 
 
-# What is measured here is compiled, with jax 0.10.2 and libtpu 0.0.42 and with jax 0.12 and libtpu 0.0.50: a train step
-# of a decoder of 4 layers, 2048 wide, a vocabulary of 32,000, 4 rows of 2048 tokens a chip, remat full, fsdp over a
-# slice of 4x4. "Cycles" are the compiler's estimates; kernels and collectives are not in them.
+# "Compiled" below means with jax 0.10.2 and libtpu 0.0.42 and with jax 0.12 and libtpu 0.0.50, for a train step of a
+# decoder of 4 layers, 2048 wide, with a vocabulary of 32,000, 4 rows of 2048 tokens per chip, remat full, fsdp over a
+# slice of 4x4. "Cycles" are the compiler's estimates, without kernels and collectives.
 _COLLECTIVE_MATMUL = (
     "Gathers the weights of a matmul, and scatters its gradient, at once, not in as many steps as the axis has chips "
     "(collective matmul): over fsdp each step reads and writes the whole result again. Compiled: HBM traffic 120 to 41 "
@@ -53,7 +53,7 @@ _FSDP = tuple(
     for collective in ("all_gather", "reduce_scatter")
 )
 
-# Tried on that step and left out, though recipes have them (libtpu 0.0.42, v6e, with collective matmul):
+# Tried on that step and rejected, though published recipes use them (libtpu 0.0.42, v6e, with collective matmul):
 # - xla_tpu_scoped_vmem_limit_kib=98304 (MaxText, axlearn; 16384 by default): peak +2.6%, cycles +6.2%, and more than
 #   twice the time to compile. With the table's options instead: cycles -4.7%, peak the same; not compiled with libtpu
 #   0.0.50. Faster on chips in some reports: the next to add, once it is compiled more widely.
@@ -67,16 +67,16 @@ TABLE: dict[str, tuple[Option, ...]] = {"v5e": _FSDP, "v6e": _FSDP}
 
 
 def options(chip_name: str, *, tensor: int = 1) -> dict[str, str]:
-    """The options that a train step is compiled with: planner.compile.compile_train_step and jax take them.
+    """The options to compile a train step with, for compiler.compile.compile_train_step and for JAX.
 
-    Those that the user sets in LIBTPU_INIT_ARGS are left out, so that the user's hold.
+    Options that the user sets in LIBTPU_INIT_ARGS are omitted, so that the user's values hold.
 
     Args:
       chip_name: a chip's name, alias or JAX device kind.
       tensor: size of the mesh axis for tensor parallelism.
 
     Returns:
-      name -> value; empty where the compiler's own choices are the best that is known, and for devices that are not.
+      name -> value; empty if the compiler's defaults are the best known, and for unknown devices.
     """
     taken = set(re.findall(r"--(\w+)", os.environ.get("LIBTPU_INIT_ARGS", "")))
     known = chips.find(chip_name)

@@ -1,1 +1,1 @@
-"""What a train step needs and takes: predictions."""
+"""Predicts the memory and the time of a train step."""

@@ -1,8 +1,8 @@
-"""Seconds of a train step on a slice: a prediction by roofline, from FLOPs, bytes of HBM and bytes over links.
+"""Predicts the time of a train step on a slice by roofline, from FLOPs, bytes of HBM and bytes over links.
 
-Nothing here is measured. Compute runs at a stated share of the peak, HBM and links at their listed bandwidth. Of what
-goes over links nothing is taken to be hidden: published steps are as long as compute and collectives one after the
-other, though XLA starts most gathers early (`EXPOSED`).
+Nothing here is measured. Compute runs at a stated share of the peak, HBM and links at their listed bandwidth. No
+traffic over links is assumed to be hidden: published steps take as long as compute and collectives one after the other,
+although XLA starts most gathers early (`EXPOSED`).
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from capibara.planner.model.workload import Stack, Workload
 from capibara.planner.search.choice import Choice
 from capibara.sharding import Remat
 
-# Share of the peak FLOP/s that matmuls reach, and of that those of experts (smaller, padded, and dispatched to). Fitted,
+# Shares of the peak FLOP/s that matmuls reach, and of that those of experts (smaller, padded, with dispatch). Fitted,
 # with network.DCN_REACHED, to four published rows of MaxText, one each: 16 B on v5e-256, Llama 3.1 8B on v6e-256,
-# Mixtral 8x7B on v6e-256, 64 B on 16 x v5e-256 (benchmarks/planner.py: its other rows were not fitted to). Chips
-# without a row have the share of the chip most like them.
+# Mixtral 8x7B on v6e-256, 64 B on 16 x v5e-256 (benchmarks/planner.py; its other rows were not fitted). Chips without a
+# row have the share of the most similar chip.
 _MATMUL = {
     "v4": 0.636,
     "v5e": 0.857,
@@ -34,27 +34,27 @@ _MATMUL = {
     "cpu": 0.70,
 }
 _EXPERTS = 0.79
-_ATTENTION = 0.45  # of _MATMUL in attention kernels, whose softmax runs on the vector units
+_ATTENTION = 0.45  # relative to _MATMUL; attention kernels run the softmax on the vector units
 # Assumed, neither measured nor published: tokens of the busiest group of experts over the mean, without a capacity.
 _IMBALANCE = 1.1
 _QUANTIZED = {"int8": "int8", "fp8": "float8"}  # quantization -> dtype of chips.py
-EXPOSED = 1.0  # share of the collectives that could hide behind compute by which the step is longer all the same
-# Share of the HBM's bandwidth that is reached: of the element-wise operations, which only read and write.
+EXPOSED = 1.0  # share of the overlappable collectives' time that nevertheless adds to the step
+# Share of the HBM bandwidth that is reached: that of element-wise operations, which only read and write.
 HBM_REACHED = 0.85
-# FLOPs of flash attention's backward pass over those of its forward pass: two kernels, that for the gradients of keys
-# and values makes four products and that for the queries' three, the forward pass two.
+# FLOPs of flash attention's backward pass over its forward pass: the forward pass makes two products, the backward
+# kernel for the gradients of keys and values four, that for the queries' three.
 _ATTENTION_BACKWARD = 3.5
 
 
 @dataclasses.dataclass(frozen=True)
 class Flops:
-    """FLOPs of one device and step, matmuls 2 a multiply-add; attention under its mask.
+    """FLOPs of one device and step, 2 per multiply-add of matmuls; attention under its mask.
 
     Attributes:
-      forward, backward, recompute: of layers, experts included.
-      attention: of all three passes, in none of these.
+      forward, backward, recompute: of layers, experts included, attention excluded.
+      attention: of all three passes.
       head: of the output head.
-      experts: of products of experts, which are in forward, backward and recompute.
+      experts: of experts' products, which are part of forward, backward and recompute.
       model: without recomputation: what MFU counts.
     """
 
@@ -79,9 +79,9 @@ class Collective:
       name: what is moved.
       kind: all-gather, reduce-scatter, all-reduce, all-to-all or permute.
       axes: mesh axes.
-      bytes: of one device and step, of the larger side.
-      seconds: at the bandwidth of the links.
-      overlaps: whether compute could go on meanwhile.
+      bytes: per device and step, of the larger side.
+      seconds: at the links' bandwidth.
+      overlaps: whether compute could overlap it.
     """
 
     name: str
@@ -97,18 +97,19 @@ class Cost:
     """The predicted step of a choice on a slice.
 
     Attributes:
-      compute_s: matmuls and attention, each at the rate of its dtype and the stated efficiency.
-      hbm_s: bytes over HBM at their bandwidth.
-      host_s: offloaded activations to the host's memory and back, over PCIe.
-      update_s: the optimizer's update, which is HBM alone.
-      links_s: collectives that could hide behind compute, of which EXPOSED counts; blocking_s: those that stand in its way.
-      bubble: share of a pipeline's time in which a stage waits.
-      imbalance: tokens of the busiest group of experts over the mean, which compute_s has in it.
+      compute_s: matmuls and attention, each at its dtype's rate and the stated efficiency.
+      hbm_s: HBM traffic at its bandwidth.
+      host_s: activations offloaded to the host's memory and back, over PCIe.
+      update_s: the optimizer's update, which is HBM traffic only.
+      links_s: collectives that could overlap with compute, of which the share EXPOSED counts.
+      blocking_s: collectives that cannot.
+      bubble: share of a pipeline's time in which a stage is idle.
+      imbalance: tokens of the busiest group of experts over the mean; included in compute_s.
       peak_flops: FLOP/s of one device in the dtype of its weight products.
       flops: of one device.
       collectives: all of them.
-      hbm_bytes: of one device and step.
-      tokens: of a step, all devices.
+      hbm_bytes: per device and step.
+      tokens: per step, on all devices.
       step_s: the prediction.
     """
 
@@ -134,7 +135,7 @@ class Cost:
 
     @property
     def bound(self) -> str:
-        """What the step waits for most."""
+        """What limits the step."""
         links = EXPOSED * self.links_s + self.blocking_s
         parts = {"compute": self.compute_s, "HBM": self.hbm_s, "PCIe": self.host_s, "ICI": links}
         return "bubble" if self.bubble > 0.2 else max(parts, key=parts.__getitem__)
@@ -145,20 +146,20 @@ class Cost:
 
     @property
     def mfu(self) -> float:
-        """Model FLOP/s over the peak in bfloat16, or in the dtype of quantised products (PaLM, appendix B)."""
+        """Model FLOP/s over the peak in bfloat16, or in the dtype of quantized products (PaLM, appendix B)."""
         return self.flops.model / self.step_s / self.peak_flops
 
     @property
     def hfu(self) -> float:
-        """The same with recomputation."""
+        """Hardware FLOP/s utilisation: like `mfu`, with recomputation."""
         return self.flops.hardware / self.step_s / self.peak_flops
 
     def days(self, tokens: float) -> float:
-        """Days to train on so many tokens, without interruption."""
+        """Days to train on `tokens` tokens without interruption."""
         return tokens / self.tokens_per_s / 86_400
 
     def usd(self, tokens: float, usd_per_chip_hour: float | None = None) -> float | None:
-        """Dollars for them; None without a price."""
+        """Dollars to train on `tokens` tokens; None without a price."""
         hourly = self.slice_.price_per_hour(usd_per_chip_hour)
         return None if hourly is None else hourly * 24 * self.days(tokens)
 
@@ -199,8 +200,8 @@ class Compute(NamedTuple):
 
     Attributes:
       name: which products.
-      flops: those of the busiest device.
-      share: of the peak that they reach.
+      flops: of the busiest device.
+      share: share of the peak that they reach.
       peak_flops: FLOP/s of the device in their dtype.
     """
 
@@ -217,7 +218,7 @@ class Compute(NamedTuple):
 def compute(work: Workload, choice: Choice, slice_: Slice, flops: Flops) -> tuple[Compute, ...]:
     """The parts of Cost.compute_s, which is the sum of their seconds.
 
-    Quantised are the weights' products alone, those of experts and head are not.
+    Only products with weights are quantized, not those of experts and the head.
     """
     full, share = slice_.chip.device_flops(), _MATMUL[slice_.chip.name]
     dense = flops.forward + flops.backward + flops.recompute - flops.experts
@@ -231,25 +232,25 @@ def compute(work: Workload, choice: Choice, slice_: Slice, flops: Flops) -> tupl
 
 
 def _weights_peak(work: Workload, slice_: Slice) -> float:
-    """FLOP/s of a device in the dtype of the weights' products; float32 is multiplied in bfloat16, JAX's default on TPUs."""
+    """FLOP/s of a device in the dtype of the weights' products; float32 uses bfloat16, JAX's default on TPUs."""
     return slice_.chip.device_flops(_QUANTIZED.get(str(work.config.quantization), "bfloat16"))
 
 
 def bubble(choice: Choice) -> float:
-    """Share of a pipeline's time in which a stage has nothing to do: (stages - 1) / (parts + stages - 1)."""
+    """Share of a pipeline's time in which a stage is idle: (stages - 1) / (parts + stages - 1)."""
     stages = choice.mesh["stage"]
     return (stages - 1) / (choice.pipeline_microbatches + stages - 1)
 
 
 def imbalance(work: Workload, choice: Choice) -> float:
-    """Tokens of the busiest group of experts over the mean: with a capacity none has more, by itself a device has all."""
+    """Tokens of the busiest group of experts over the mean; 1 with a capacity or a single group."""
     moe = work.config.moe
     uneven = moe is not None and str(moe.dispatch) != "capacity" and choice.mesh["expert"] > 1
     return _IMBALANCE if uneven else 1.0
 
 
 def step_flops(work: Workload, choice: Choice) -> Flops:
-    """FLOPs of one device: every mesh axis shares out all of them, by tokens, by heads and hidden units, or by layers."""
+    """FLOPs of one device: every mesh axis divides all of them, by tokens, by heads and hidden units, or by layers."""
     config, devices = work.config, choice.devices
     rows = choice.batch_size(work)
     forward = experts = attention = 0.0
@@ -261,7 +262,7 @@ def step_flops(work: Workload, choice: Choice) -> Flops:
         seen = sum(a.seen_keys for a in stack.attentions)
         attention += stack.layers * tokens * 4 * config.num_heads * config.head_size * seen
     head = 2 * config.vocab_size * config.embed_dim * rows * work.length
-    by_weights = 1 if config.lora is None else 0  # passes that make their gradients; those of adapters are little
+    by_weights = 1 if config.lora is None else 0  # passes for weight gradients; those of adapters are negligible
     again, attention_again = recomputed(work, choice)
     return Flops(
         forward=forward / devices,
@@ -275,7 +276,7 @@ def step_flops(work: Workload, choice: Choice) -> Flops:
 
 
 def _expert_flops(work: Workload, stack: Stack) -> float:
-    """Of one token in all layers of a stack: top_k experts, and places of a capacity that are filled or not."""
+    """Per token in all layers of a stack: top_k experts, or all rows of a capacity, filled or not."""
     moe = work.config.moe
     if moe is None or not stack.expert_weights.parts:
         return 0.0
@@ -284,7 +285,7 @@ def _expert_flops(work: Workload, stack: Stack) -> float:
 
 
 def recomputed(work: Workload, choice: Choice) -> tuple[float, float]:
-    """Shares of the layers' forward matmuls and of forward attention that the backward pass does again."""
+    """Shares of the layers' forward matmuls and of forward attention that the backward pass recomputes."""
     remat = choice.remat
     match remat.kind:
         case Remat.NONE:
@@ -292,7 +293,7 @@ def recomputed(work: Workload, choice: Choice) -> tuple[float, float]:
         case Remat.DOTS | Remat.MINIMAL:
             return 0.0, 1.0
         case Remat.FULL:
-            # The last product of a layer is not needed again: nothing of the backward pass reads its result.
+            # The last product of a layer is not recomputed: the backward pass does not read its result.
             return 1.0 - _last_share(work), 1.0
     weights = _weights_by_name(work)
     total = sum(weights.values())
@@ -303,7 +304,7 @@ def recomputed(work: Workload, choice: Choice) -> tuple[float, float]:
 
 
 def _weights_by_name(work: Workload) -> dict[str, float]:
-    """Weights of one layer by the name of the result they make, experts by those a token meets."""
+    """Weights of one layer by the name of their result; for experts those that a token uses."""
     c, F = work.config, work.expert_dim
     D, heads, kv = c.embed_dim, c.num_heads * c.head_size, c.kv_heads * c.head_size
     experts = 1 if c.moe is None else c.moe.top_k
@@ -319,11 +320,11 @@ def _last_share(work: Workload) -> float:
 
 
 def hbm_bytes(work: Workload, choice: Choice) -> tuple[float, float]:
-    """Bytes of one device and step that layers and head read and write, and that the update does.
+    """HBM bytes per device and step of layers and head, and of the update.
 
-    A weight is written when gathered, or made floating-point, and read by each pass, of which one makes its gradient;
-    what frozen weights are made from is read besides. Of activations each product reads its input and writes its
-    result, and norms and activations read and write once more.
+    A weight is written when it is gathered or dequantized, and read by each pass; one pass writes its gradient. The
+    quantized form of frozen weights is read in addition. Each product reads its input and writes its result; norms and
+    activations read and write once more.
     """
     c, mesh, size = work.config, choice.mesh, work.compute_bytes
     passes = 2 + (c.lora is None) + (choice.remat.kind is not Remat.NONE)
@@ -336,15 +337,15 @@ def hbm_bytes(work: Workload, choice: Choice) -> tuple[float, float]:
         hidden = 3 * work.expert_dim * routed / mesh["tensor"]
         residual = 8 * c.embed_dim / mesh["tensor"] + 4 * c.embed_dim * routed
         total += passes * n * (residual + 2 * heads + 2 * hidden) * size
-        # Scores that no kernel keeps on the chip: written, read by the softmax, written, and read as probabilities.
+        # Scores without a kernel: written, read by the softmax, written as probabilities, and read again.
         scores = sum(a.scores for a in stack.attentions) / stack.length * c.num_heads / mesh["tensor"]
         total += passes * n * 4 * scores * 4
         weights = stack.weights.on_device(mesh, without=gathered)
         weights += stack.expert_weights.on_device(mesh, without=[a for a in gathered if a != "expert"])
         total += passes * 2 * weights * size * choice.accumulation * choice.ticks
     head = work.head.on_device(mesh, without=gathered)
-    places = choice.rows * work.length / mesh["context"] / mesh["stage"] * choice.accumulation
-    total += head * size * 3 * choice.accumulation + places * c.vocab_size / mesh["tensor"] * 4 * 4
+    tokens = choice.rows * work.length / mesh["context"] / mesh["stage"] * choice.accumulation
+    total += head * size * 3 * choice.accumulation + tokens * c.vocab_size / mesh["tensor"] * 4 * 4
     if c.lora is not None and c.lora.base_dtype.in_blocks:
         total += passes * work.params.on_device(mesh) * choice.accumulation
     state = work.trained.on_device(mesh)
@@ -353,7 +354,7 @@ def hbm_bytes(work: Workload, choice: Choice) -> tuple[float, float]:
 
 
 def _collectives(work: Workload, choice: Choice, layout: Layout) -> Iterator[Collective]:
-    """What the axes of a mesh move."""
+    """The traffic of the mesh's axes."""
     mesh, size = choice.mesh, work.compute_bytes
     micro = choice.accumulation
     shards = [axis for axis in work.rules.embed if mesh[axis] > 1]
@@ -362,7 +363,7 @@ def _collectives(work: Workload, choice: Choice, layout: Layout) -> Iterator[Col
     weights = sum(s.weights.on_device(mesh, without=shards) for s in work.stacks)
     experts = sum(s.expert_weights.on_device(mesh, without=expert_shards) for s in work.stacks)
     head = work.head.on_device(mesh, without=shards)
-    # The backward pass gathers again: whole weights of all layers would not fit. A pipeline does both at every tick.
+    # The backward pass gathers again: the weights of all layers would not fit. A pipeline does both at every tick.
     gathers = 2 * micro * choice.ticks
     for name, amount, axes in (("weights", weights, shards), ("experts' weights", experts, expert_shards)):
         if amount and axes:
@@ -389,7 +390,7 @@ def _activation_collectives(work: Workload, choice: Choice, layout: Layout) -> I
     for stack in work.stacks:
         rows = choice.rows * stack.length / mesh["context"]
         layers = stack.layers / mesh["stage"] * micro
-        if mesh["tensor"] > 1:  # sequence parallel: gathered before attention and MLP, scattered after each
+        if mesh["tensor"] > 1:  # sequence parallelism: gathered before attention and MLP, scattered after each
             amount = rows * c.embed_dim * size
             count = layers * 2 * (len(stack.attentions) + 1) * passes
             yield Collective(

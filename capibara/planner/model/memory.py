@@ -1,7 +1,7 @@
-"""HBM that a train step needs on one device, part by part: a prediction, which a compile of the step proves or mends.
+"""Predicts a train step's HBM on one device, part by part; a compile of the step proves or corrects it.
 
-The peak is the largest of three moments: when the loss is made (all saved activations, no gradients of layers yet),
-in the backward pass of the layers (saved activations, all gradients, and what one layer makes again), and in the update.
+The peak is the largest of three moments: the loss (all saved activations, no gradients of layers yet), the backward
+pass of the layers (saved activations, all gradients, and one layer's recomputation), and the update.
 """
 
 from __future__ import annotations
@@ -13,38 +13,38 @@ from capibara.planner.model.workload import Stack, Workload
 from capibara.planner.search.choice import Choice
 from capibara.sharding import Remat, RematPolicy
 
-# Logits of one block, as kernels/cross_entropy.py makes them on TPU: at most so many bytes, at least so many blocks.
+# Logits of one block in kernels/cross_entropy.py on TPU: at most this many bytes, at least this many blocks.
 _LOGITS_BYTES, _FEWEST_BLOCKS = 256 * 2**20, 4
-_FROZEN_HEAD_LOGITS = 2.0  # blocks of logits where the head has no gradient, with what is made of them
+_FROZEN_HEAD_LOGITS = 2.0  # blocks of logits and derived arrays, if the head has no gradient
 _REDUCED_BYTES = 64 * 2**20  # of the head's gradient that is reduced at once
 
 _LANES = 128  # of a TPU's vector registers
-# How many arrays of its size XLA holds at once, counted in compiled programs (benchmarks/planner.py memory). Remat `none`
-# keeps beside what it names the norms' float32 inputs and products, of queries and keys too where these are normed.
-_NONE_HIDDEN = 6.0  # [tokens, F], of gated MLPs; two thirds where there is no gate
+# How many arrays of each size XLA holds at once, counted in compiled programs (benchmarks/planner.py memory). Beside
+# what it names, remat `none` saves the norms' float32 inputs and products, also of queries and keys if they are normed.
+_NONE_HIDDEN = 6.0  # [tokens, F] of gated MLPs; two thirds without a gate
 _NONE_RESIDUAL = 14.5  # [tokens, D]
 _NONE_NORMED = 6.0  # queries and keys
-# What a layer's backward pass holds at once: gradients of the hidden units with what they are made of, and so on.
+# What a layer's backward pass holds at once: gradients of the hidden units and their operands, and so on.
 _WORK_HIDDEN, _WORK_HEADS, _WORK_RESIDUAL = 4.0, 1.0, 2.0
-_NONE_STREAMS, _WORK_STREAMS = 3.0, 4.0  # [streams, tokens, D], where there are several
-_EMBEDDED = 2.0  # embeddings that wait for their layers, and their gradients
-_NONE_SCORES = 2.0  # float32 scores of attention that no kernel takes
+_NONE_STREAMS, _WORK_STREAMS = 3.0, 4.0  # [streams, tokens, D] with several residual streams
+_EMBEDDED = 2.0  # embeddings kept for later layers, and their gradients
+_NONE_SCORES = 2.0  # float32 attention scores without a kernel
 _WORK_SCORES = 1.5
-_WORK_KEYS = 3.0  # keys and values of all of a context axis, with their gradients
-# Of a layer's weights in the compute dtype: gathered and dropped, their gradients reduced, in turn. Experts' gradients
-# are fewer and larger arrays.
+_WORK_KEYS = 3.0  # keys and values of the whole context axis, with their gradients
+# Per layer weight in the compute dtype: gathered and dropped, gradients reduced, in turn. Experts' gradients are fewer
+# and larger arrays.
 _WORK_WEIGHTS, _WORK_EXPERTS = 0.6, 0.9
-_WORK_FROZEN = 1.3  # of weights without gradients: both passes of a layer over them are in the backward pass
+_WORK_FROZEN = 1.3  # for frozen weights: both passes of a layer over them are in the backward pass
 
 
 @dataclasses.dataclass(frozen=True)
 class _Order:
-    """What an order of work holds of a layer's backward pass at once.
+    """What a schedule holds of a layer's backward pass at once.
 
     Attributes:
-      gathered: [tokens, D] of all of a tensor axis, where the residual stream is shared out along it.
-      expert_hidden: in place of _WORK_HIDDEN, with copies in the order of the experts.
-      logits: blocks of logits, with what is made of them.
+      gathered: arrays [tokens, D] over a whole tensor axis, if the residual stream is sharded along it.
+      expert_hidden: replaces _WORK_HIDDEN; includes copies in the order of the experts.
+      logits: blocks of logits and derived arrays.
     """
 
     gathered: float
@@ -53,9 +53,9 @@ class _Order:
 
 
 _USUAL, _LEAN = _Order(4.0, 5.0, 1.5), _Order(2.3, 3.3, 1.0)
-_ADAPTED_HIDDEN = 2.0  # [rows, F] more for each weight of experts with an adapter: what either made, and its gradient
+_ADAPTED_HIDDEN = 2.0  # extra [rows, F] per expert weight with an adapter: its output, and the gradient
 _EXCHANGED_EXPERTS = (3.0, 4.0)  # experts' inputs and outputs, and hidden units, of an expert axis
-_SUBLANES = 8  # rows that are exchanged, where there are more, are padded to multiples of these
+_SUBLANES = 8  # larger numbers of exchanged rows are padded to a multiple of this
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,22 +63,22 @@ class Memory:
     """Bytes on one device.
 
     Attributes:
-      parameters, optimizer, average: the state, with batch and held: parameters as they are stored, the optimizer's
-        moments, the average.
+      parameters, optimizer, average: the state, with batch and held: stored parameters, the optimizer's moments, the
+        moving average.
       batch: the rows of a step.
-      gradients: of all that is trained; with accumulation those of a micro-batch, and the new sum that they are added into.
-      summed: with accumulation the sum over the micro-batches before, which is read until the new one is made.
-      casts: the parameters in the compute dtype, still sharded, which XLA makes once for all layers, and copies of
+      gradients: of all trained parameters; with accumulation those of a micro-batch, and the new sum.
+      summed: with accumulation, the sum over previous micro-batches, which is read until the new one is complete.
+      casts: the parameters in the compute dtype, still sharded, which XLA casts once for all layers, and copies of
         frozen ones in another layout.
-      saved: what the forward pass keeps of all layers.
+      saved: what the forward pass saves for all layers.
       layer: what the backward pass of one layer holds.
-      weights: of a layer, gathered, and their gradients before they are reduced.
-      pipeline: of stages: all rows between them and their gradient, and the sum of the layers' gradients over ticks.
+      weights: a layer's gathered weights, and their gradients before reduction.
+      pipeline: for stages: all rows between them with their gradient, and the sum of the layers' gradients over ticks.
       loss: gathered head, its gradient, a block of logits, the final hidden states and their gradient.
-      held: what a run's loss keeps beside all that: the reference and the engine of one that learns from rewards.
-      host: saved activations in the host's memory; in none of the sums.
-      scale: what everything but the state is multiplied with, learned from compiles.
-      lean: whether this is of an order of work that holds less, for want of HBM.
+      held: what a run's loss keeps in addition: reference and engine, if it learns from rewards.
+      host: saved activations in the host's memory; not part of any sum.
+      scale: factor of everything but the state, learned from compiles.
+      lean: whether this is for the schedule that saves memory, for lack of HBM.
     """
 
     parameters: float
@@ -122,14 +122,14 @@ class Memory:
 
 
 def memory(work: Workload, choice: Choice, scale: float = 1.0, most_bytes: float = math.inf) -> Memory:
-    """The prediction.
+    """Predicts the memory of a choice.
 
     Args:
       work: the model and its state.
       choice: mesh, rows and remat.
-      scale: correction of everything but the state, as compiles of this model have shown it.
-      most_bytes: what a plan may use of a device's HBM. Where the usual order of work does not fit, XLA's scheduler
-        gives up hiding collectives for one that holds less at once: that one is predicted then.
+      scale: correction of everything but the state, learned from compiles of this model.
+      most_bytes: HBM of a device that a plan may use. If the usual schedule does not fit, XLA's scheduler stops hiding
+        collectives and holds less at once: that schedule is predicted then.
     """
     usual = _usual(work, choice, scale)
     if usual.peak <= most_bytes:
@@ -171,9 +171,9 @@ def _usual(work: Workload, choice: Choice, scale: float) -> Memory:
 
 
 def kv_cache_bytes(work: Workload, choice: Choice, rows: int = 1) -> float:
-    """Keys and values of whole rows on one device, as generation keeps them: [layers, rows, length, 2, K, H].
+    """Keys and values of whole rows on one device, as generation caches them: [layers, rows, length, 2, K, H].
 
-    They are no part of a train step: sampling during training and serving have them beside the parameters.
+    Not part of a train step: sampling during training, and serving, need them in addition to the parameters.
     """
     c, mesh = work.config, choice.mesh
     layers = sum(c.kv_layers * len(stack.attentions) for stack in work.stacks if stack.name == "decoder")
@@ -182,19 +182,19 @@ def kv_cache_bytes(work: Workload, choice: Choice, rows: int = 1) -> float:
 
 
 def _in_flight(choice: Choice) -> float:
-    """Passes of a micro-batch's rows that wait for their backward pass, in a pipeline with what fills its bubbles."""
+    """Micro-batch passes that wait for their backward pass in a pipeline, including those in its bubbles."""
     stages = choice.mesh["stage"]
     parts = choice.pipeline_microbatches
     return (parts + stages - 1) / parts
 
 
 def places(work: Workload, stack: Stack, choice: Choice) -> float:
-    """Places of a micro-batch on one device, outside of the parts that the tensor axis shares out by time."""
+    """Tokens of a micro-batch on one device, except in the parts that the tensor axis shards by time."""
     return choice.rows * stack.length / choice.mesh["context"]
 
 
 def saved_bytes(work: Workload, stack: Stack, choice: Choice) -> tuple[float, float]:
-    """What one layer keeps for its backward pass: bytes on the device and in the host's memory."""
+    """What one layer saves for its backward pass: bytes on the device and in the host's memory."""
     named, residual, hidden = _results(work, stack, choice)
     remat, carried = choice.remat, work.config.streams * residual
     if remat.kind is Remat.FULL:
@@ -206,14 +206,14 @@ def saved_bytes(work: Workload, stack: Stack, choice: Choice) -> tuple[float, fl
         scores = _NONE_SCORES * _scores_bytes(work, stack, choice)
         streams = _NONE_STREAMS * carried if work.config.streams > 1 else 0.0
         return _NONE_RESIDUAL * residual + streams + heads + normed + _NONE_HIDDEN * share * hidden + scores, 0.0
-    # Arrays [.., heads, head_dim] lie in tiles of 128 lanes: smaller heads are kept with as much padding.
+    # Arrays [.., heads, head_dim] are stored in tiles of 128 lanes: smaller heads are padded.
     padding = -(-work.config.head_size // _LANES) * _LANES / work.config.head_size
     by_kernel = sum(not a.scores for a in stack.attentions) / len(stack.attentions)
-    padding = 1 + (padding - 1) * by_kernel  # the kernel's operands; XLA lays out its own otherwise
+    padding = 1 + (padding - 1) * by_kernel  # for the kernel's operands; XLA chooses other layouts otherwise
     padded = {name: named[name] * padding for name in ("query", "key", "value", "attention")}
     kept = sum((named | padded).get(name, 0.0) for name in _kept_names(remat))
     if remat.kind in (Remat.DOTS, Remat.MINIMAL) and str(work.config.norm_placement) != "pre":
-        kept += residual  # the last product is read again, by the norm behind it
+        kept += residual  # the next norm reads the last product again
     return (carried, kept) if remat.kind is Remat.OFFLOAD else (carried + kept, 0.0)
 
 
@@ -222,7 +222,7 @@ def _kept_names(remat: RematPolicy) -> tuple[str, ...]:
         return ()
     if remat.kind in (Remat.SAVE, Remat.OFFLOAD):
         return remat.names
-    # The last product of a layer is kept by name, but nothing reads it again, so XLA drops it.
+    # The last product of a layer is saved by name, but nothing reads it, so XLA removes it.
     return ("query", "key", "value", "attention_out", "mlp_up", "mlp_gate", "expert_up", "expert_gate", "expert_down")
 
 
@@ -245,25 +245,25 @@ def _results(work: Workload, stack: Stack, choice: Choice) -> tuple[dict[str, fl
 
 
 def _scores_bytes(work: Workload, stack: Stack, choice: Choice) -> float:
-    """Float32 scores of one layer that no kernel keeps from being made."""
+    """Float32 scores of one layer, if no kernel avoids materialising them."""
     heads = work.config.num_heads / choice.mesh["tensor"]
     return choice.rows * heads * sum(a.scores for a in stack.attentions) / choice.mesh["context"] * 4
 
 
 def _expert_rows(work: Workload, stack: Stack, choice: Choice) -> float:
-    """Rows that one device's experts work on, of the buffer's size."""
+    """Rows that one device's experts process, by the size of the buffer."""
     moe, mesh = work.config.moe, choice.mesh
     if moe is None:
         return 0.0
     n = places(work, stack, choice)
     if str(moe.dispatch) == "capacity":
         return n * moe.top_k * moe.capacity_factor
-    # Without a capacity a device must have room for all tokens of its expert axis, whichever experts they choose.
+    # Without a capacity a device needs room for all tokens of its expert axis, whichever experts they choose.
     return n * mesh["expert"] * min(moe.top_k, moe.num_experts / mesh["expert"])
 
 
 def _layer_bytes(work: Workload, choice: Choice, order: _Order) -> float:
-    # A stage works on one part of the rows at a time.
+    # A stage processes one part of the rows at a time.
     return max(_stack_layer_bytes(work, stack, choice, order) for stack in work.stacks) / choice.pipeline_microbatches
 
 
@@ -272,12 +272,12 @@ def _stack_layer_bytes(work: Workload, stack: Stack, choice: Choice, order: _Ord
     heads = named["query"] + named["key"] + named["value"] + named["attention"]
     moe = named.get("expert_down", 0.0)
     share = 1.0 if work.config.activation.gated else 2 / 3
-    # What was kept is not made again.
+    # What was saved is not recomputed.
     kept = _kept_names(choice.remat)
     most = _WORK_HIDDEN
     if work.config.moe is not None:
         moe, most = 2 * moe, order.expert_hidden
-        if choice.mesh["expert"] > 1:  # what goes to the experts' devices and comes back lies there until it is done
+        if choice.mesh["expert"] > 1:  # rows sent to the experts' devices and back are held until the layer is done
             padded = -(-choice.rows // _SUBLANES) * _SUBLANES / choice.rows if choice.rows > _SUBLANES else 1.0
             exchanged, most = _EXCHANGED_EXPERTS
             hidden, moe = hidden * padded, exchanged / 2 * moe * padded
@@ -291,7 +291,7 @@ def _stack_layer_bytes(work: Workload, stack: Stack, choice: Choice, order: _Ord
 
 
 def _gathered_bytes(work: Workload, stack: Stack, choice: Choice) -> float:
-    """What is held of one layer's weights in the compute dtype, whole but for the tensor axis and the experts' own."""
+    """Bytes of one layer's weights in the compute dtype, gathered except along the tensor and expert axes."""
     mesh, rules = choice.mesh, work.rules
     own = stack.weights.on_device(mesh, without=(*rules.embed, *rules.layers))
     experts = stack.expert_weights.on_device(mesh, without=(*rules.expert_embed, *rules.layers))
@@ -309,7 +309,7 @@ def _pipeline_bytes(work: Workload, stack: Stack, choice: Choice) -> float:
 
 
 def _loss_bytes(work: Workload, choice: Choice, order: _Order) -> float:
-    """As kernels/cross_entropy.py goes about it."""
+    """The loss's memory, following kernels/cross_entropy.py."""
     c, mesh, size = work.config, choice.mesh, work.compute_bytes
     n = choice.rows * work.length / mesh["context"] / mesh["stage"]
     V, D = c.vocab_size / mesh["tensor"], c.embed_dim

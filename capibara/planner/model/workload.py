@@ -1,4 +1,4 @@
-"""What a train step works on, as numbers: all that the cost of a plan depends on beside the plan and the chips."""
+"""A train step as numbers: all that the cost of a plan depends on besides the plan and the chips."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from capibara.objectives.loss import Loss, ResidentArrays
 from capibara.optim import OptimizerConfig, StateDtype
 from capibara.sharding import Plan, Rules
 
-# Parts of a weight that is stored in blocks: made floating-point where they are used, never all at once.
+# Components of quantized weights: dequantized where they are used, never all at once.
 _OF_BLOCKS = ("/codes", "/scales", "/means", "/steps")
 _COMPUTE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -32,7 +32,7 @@ class Run(Protocol):
 
     Attributes:
       model, plan, dataset, optimizer, loss: the parts that decide the compiled step and what is held beside it.
-      steps, ema_decay, z_loss, label_smoothing, loss_normalization, loss_scaling: as of Trainer.
+      steps, ema_decay, z_loss, label_smoothing, loss_normalization, loss_scaling: as in Trainer.
       batch_spec: shape and dtype of every array that a step reads.
     """
 
@@ -67,7 +67,7 @@ class Run(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """One array of the state: name, shape, logical axes and bytes of an element."""
+    """One array of the state: name, shape, logical axes and bytes per element."""
 
     name: str
     shape: tuple[int, ...]
@@ -81,10 +81,10 @@ class Leaf:
 
 @dataclasses.dataclass(frozen=True)
 class Sharded:
-    """An amount, by the mesh axes that share it out.
+    """An amount, by the mesh axes that divide it.
 
     Attributes:
-      parts: pairs of an amount and the mesh axes over which it is divided.
+      parts: pairs of an amount and the mesh axes that divide it.
     """
 
     parts: tuple[tuple[float, tuple[str, ...]], ...] = ()
@@ -93,16 +93,16 @@ class Sharded:
         return Sharded(self.parts + other.parts)
 
     def scaled_to(self, total: float) -> Sharded:
-        """Divided alike, but so much in all."""
+        """The same division of another total."""
         return Sharded(tuple((amount * total / self.total(), axes) for amount, axes in self.parts))
 
     def total(self) -> float:
         return sum(amount for amount, _ in self.parts)
 
     def on_device(self, mesh: Mapping[str, int], without: Iterable[str] = ()) -> float:
-        """The share of one device of a mesh (axis -> size); axes in `without` are gathered."""
+        """The share of one device of a mesh (axis -> size); axes in `without` do not divide it."""
         total = 0.0
-        for amount, axes in self.parts:  # plain loops: a search asks hundreds of thousands of times
+        for amount, axes in self.parts:  # plain loops: a search calls this hundreds of thousands of times
             shards = 1
             for axis in axes:
                 if axis not in without:
@@ -116,8 +116,8 @@ class Attention:
     """One attention of a layer.
 
     Attributes:
-      seen_keys: keys that a query sees, in the mean over a row.
-      scores: scores of a head and row that are made all at once, where no kernel takes them: relative positions; or 0.
+      seen_keys: keys that a query sees, averaged over a row.
+      scores: scores per head and row that are materialised because no kernel supports them (relative positions); or 0.
     """
 
     seen_keys: float
@@ -130,12 +130,12 @@ class Stack:
 
     Attributes:
       name: "decoder" or "encoder".
-      layers: how many.
-      length: places of a row that go through them.
-      attentions: of one layer, in the mean over the layers where they differ.
-      weights: matmul weights of all layers in elements; those of experts are in `expert_weights`.
-      expert_weights: the same of experts.
-      adapted_experts: weights of a layer's experts that have adapters.
+      layers: number of layers.
+      length: tokens of a row that pass through them.
+      attentions: of one layer, averaged over the layers if they differ.
+      weights: matmul weights of all layers, in elements; those of experts are in `expert_weights`.
+      expert_weights: the same for experts.
+      adapted_experts: number of a layer's expert weights that have adapters.
     """
 
     name: str
@@ -155,17 +155,17 @@ class Workload:
       model: the model; its config has the widths.
       rules: logical axes -> mesh axes.
       stacks: its layers.
-      length: places of a row whose tokens are counted.
-      encoder_length: places that an encoder reads; None without one.
+      length: counted tokens of a row.
+      encoder_length: tokens that an encoder reads; None without one.
       params, state: bytes of the parameters, and of the optimizer's state.
-      trained: bytes of the parameters that are trained, and of their gradients.
+      trained: bytes of the trained parameters, and of their gradients.
       casts: bytes of the parameters that are stored in float32.
-      relaid: bytes of frozen attention weights in 16 bits, of which XLA makes copies in its products' layout. Those in
-        float32 it copies when it casts them, those in blocks are small.
+      relaid: bytes of frozen attention weights in 16 bits, which XLA copies to the layout of its products. It copies
+        float32 ones when it casts them; quantized ones are small.
       head: elements of the output head.
       constraints: (parameter, logical axis, size, mesh axes): the mesh axes must divide the size.
-      ema: whether the state holds an average of the parameters.
-      held: bytes that training holds beside the state: of rewards the reference and the engine.
+      ema: whether the state has a moving average of the parameters.
+      held: bytes that training holds beside the state: reference and engine, if it learns from rewards.
       optimizer: the class of the optimizer's configuration, as Gin names it.
     """
 
@@ -191,24 +191,24 @@ class Workload:
 
     @functools.cached_property
     def compute_bytes(self) -> int:
-        """Of an element of activations."""
+        """Bytes per element of activations."""
         return _COMPUTE_BYTES[str(self.config.dtype)]
 
     @functools.cached_property
     def model_flops_per_token(self) -> float:
-        """6 a weight and attention, recomputation not counted (models/flops.py)."""
+        """6 per weight, and attention, without recomputation (models/flops.py)."""
         return self.model.flops_per_token(self.length, self.encoder_length)
 
     @property
     def active_weights(self) -> float:
-        """Matmul weights of all layers that a token meets; embedding and head are not in it."""
+        """Matmul weights of all layers that a token uses, without embedding and head."""
         moe = self.config.moe
         share = 1.0 if moe is None else moe.top_k / moe.num_experts
         return sum(stack.weights.total() + share * stack.expert_weights.total() for stack in self.stacks)
 
     @property
     def expert_dim(self) -> int:
-        """Hidden width of one MLP, of an expert where there are some."""
+        """Hidden width of one MLP, or of one expert."""
         moe = self.config.moe
         return self.config.mlp_dim if moe is None or moe.expert_dim is None else moe.expert_dim
 
@@ -224,16 +224,16 @@ def describe(
     state_dtypes: Iterable[StateDtype] | None = None,
     held: Iterable[ResidentArrays] = (),
 ) -> Workload:
-    """The workload of training a model. Nothing is computed but shapes.
+    """The workload of training a model. Computes only shapes.
 
     Args:
       model: models.api.build(config).
       optimizer: of the run.
-      length: places of a row.
-      encoder_length: of the rows that an encoder reads.
+      length: tokens of a row.
+      encoder_length: tokens of an encoder's row.
       rules: logical axes -> mesh axes; None: the default ones.
       ema: whether a moving average of the parameters is kept.
-      state_dtypes: dtypes of the optimizer's state to weigh; None: the optimizer's own.
+      state_dtypes: dtypes of the optimizer's state to consider; None: the optimizer's own.
       held: what the run's loss holds beside the state (objectives.loss.ResidentArrays).
     """
     held = tuple(held)
@@ -269,9 +269,9 @@ def describe(
 
 
 def of_run(run: Run, state_dtypes: Iterable[StateDtype] | None = None) -> Workload:
-    """The workload of a run; its plan's mesh and batch are not looked at.
+    """The workload of a run; its plan's mesh and batch are ignored.
 
-    `state_dtypes`: of the optimizer's state to weigh; None: the run's own.
+    `state_dtypes`: dtypes of the optimizer's state to consider; None: the run's own.
     """
     model = api.build(run.model)
     return describe(
@@ -345,12 +345,12 @@ def _constraints(leaves: Iterable[Leaf], rules: Rules) -> tuple[tuple[str, str, 
 def _stacks(
     sizes: TransformerConfig, leaves: list[Leaf], rules: Rules, length: int, encoder_length: int | None
 ) -> Iterable[Stack]:
-    def stack(name: str, prefix: str, layers: int, places: int, attentions: tuple[Attention, ...]) -> Stack:
+    def stack(name: str, prefix: str, layers: int, length: int, attentions: tuple[Attention, ...]) -> Stack:
         own = [leaf for leaf in leaves if leaf.name.startswith(prefix)]
         experts = [leaf for leaf in own if "experts" in leaf.axes]
         others = [leaf for leaf in own if "experts" not in leaf.axes]
         adapted = sum(leaf.name.endswith("_lora/a") for leaf in experts)
-        return Stack(name, layers, places, attentions, _sharded(others, rules), _sharded(experts, rules), adapted)
+        return Stack(name, layers, length, attentions, _sharded(others, rules), _sharded(experts, rules), adapted)
 
     match sizes:
         case EncoderDecoderConfig():
@@ -365,6 +365,6 @@ def _stacks(
 
 
 def _seen_keys(sizes: TransformerConfig, length: int) -> float:
-    """Keys that a token of a decoder sees, in the mean over its row and over the layers' pattern."""
+    """Keys that a token of a decoder sees, averaged over its row and over the layers' pattern."""
     windows = [length if window is None else min(window, length) for window in sizes.windows]
     return sum(window - window**2 / (2 * length) for window in windows) / len(windows)

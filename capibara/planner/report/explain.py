@@ -1,4 +1,4 @@
-"""Every term of a plan's prediction, with its formula and number."""
+"""Prints every term of a plan's prediction with its formula and value."""
 
 from __future__ import annotations
 
@@ -65,12 +65,12 @@ def _memory(best: Ranked, work: Workload) -> Iterator[str]:
         formula = _MOMENTS[moment].format(scale=scale)
         yield f"  in the {moment:<9}{amount / GIB:8.3f} = state + {formula}{peak}"
     cache = kv_cache_bytes(work, best.choice)
-    yield f"  {'KV cache':<12}{cache / GIB:10.3f}  of one row, were one generated: no part of the step"
+    yield f"  {'KV cache':<12}{cache / GIB:10.3f}  per row, in generation: not part of the step"
 
 
 def _flops(best: Ranked, work: Workload) -> Iterator[str]:
     yield "TFLOP of a device and step (predicted)"
-    frozen = "1 x forward: the base is frozen, and of the adapters nothing is counted"
+    frozen = "1 x forward: the base is frozen, and the adapters' FLOPs are not counted"
     factors = {
         "backward": "2 x forward" if work.config.lora is None else frozen,
         "head": 4 + 2 * work.model.trains_head,
@@ -82,7 +82,7 @@ def _flops(best: Ranked, work: Workload) -> Iterator[str]:
 
 def _step(best: Ranked, work: Workload, slice_: Slice) -> Iterator[str]:
     cost = best.cost
-    exposed = f"{EXPOSED:g} x links"  # what could hide, by the share of it that published steps do not hide
+    exposed = f"{EXPOSED:g} x links"  # the share of overlappable traffic that published steps do not hide
     yield f"step, s (predicted) = (max(compute, HBM, host) + {exposed} + blocking) / (1 - bubble) + update"
     yield f"  {'compute_s':<12}{cost.compute_s:10.4f}  the sum of"
     for part in costs.compute(work, best.choice, slice_, cost.flops):

@@ -1,4 +1,4 @@
-"""The files that the verb `plan` writes: JSON, an HTML page, a Gin file that train takes."""
+"""Writes the results of `plan`: JSON, an HTML page, a Gin file for train."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ def save(
     tokens: float | None,
     usd: float | None,
 ) -> None:
-    """Writes those that the command line asks for.
+    """Writes the files that the command line requests.
 
     Args:
       args: of the verb (see `questions`): json, html, output, include, top.
-      walk: the ranking, and what the compiler said of it.
-      work: what was planned.
-      slice_: the slice that was chosen.
-      offers: the best plan on each slice, where a slice was to be chosen.
-      tokens: of the whole run, for its price.
+      walk: the ranking and the compile results.
+      work: the workload.
+      slice_: the chosen slice.
+      offers: the best plan on each slice, if the goal chooses a slice.
+      tokens: total training tokens, for the price.
       usd: price of a chip-hour; None: list price.
 
     Raises:

@@ -27,8 +27,8 @@ td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; } th { text-
 
 
 _NUMBER, _CHOSEN = ' class="n"', ' class="chosen"'
-_NOTE_PREDICTED = "Predictions of the cost model. Nothing here was compiled or measured."
-_NOTE = "Predictions of the cost model, but for what the TPU compiler says, which is named so. Nothing was measured."
+_NOTE_PREDICTED = "Predictions of the cost model. Nothing was compiled or measured."
+_NOTE = "Predictions of the cost model, except results marked as the TPU compiler's. Nothing was measured."
 
 
 def page(
@@ -41,21 +41,21 @@ def page(
     usd: float | None = None,
     offers: Sequence[Offer] = (),
 ) -> str:
-    """The page's text.
+    """The page's HTML.
 
     Args:
-      walk: plans, the chosen one first, and what was compiled of them.
-      work, slice_: what they are for.
-      top: how many of them are listed.
-      tokens: of the whole training, for days and dollars; None: neither.
-      usd: per chip-hour; None: the list price.
-      offers: slices that were weighed, if some were.
+      walk: plans, the chosen one first, and the compile results.
+      work, slice_: the workload and the slice.
+      top: number of plans to list.
+      tokens: total training tokens, for days and dollars; None: neither.
+      usd: price per chip-hour; None: the list price.
+      offers: slices that were considered, if any.
     """
     ranked, best = walk.ranked, walk.ranked[0]
     title = f"{slice_.name}: {best.choice.describe()}"
     cost = best.cost
     facts = [
-        f"{work.model.param_count:,} parameters, rows of {work.length:,} places: {cost.tokens_per_s:,.0f} tokens/s, "
+        f"{work.model.param_count:,} parameters, rows of {work.length:,} tokens: {cost.tokens_per_s:,.0f} tokens/s, "
         f"{cost.hfu:.1%} of the peak FLOP/s with recomputation",
         *report.summary(best, work, slice_, tokens, usd),
     ]
@@ -79,7 +79,7 @@ def page(
 
 
 def _offers(offers: Sequence[Offer], chosen: Slice, tokens: float | None, usd: float | None) -> Iterator[str]:
-    """The slices that were weighed."""
+    """The slices that were considered."""
     if not offers:
         return
     yield "<h2>Slices with their best plans, predicted</h2>"
@@ -94,7 +94,7 @@ def _offers(offers: Sequence[Offer], chosen: Slice, tokens: float | None, usd: f
 
 
 def _proof(walk: Walk, slice_: Slice) -> Iterator[str]:
-    """What the compiler said: a table, and the proven plan's own figures."""
+    """The compile results: a table, and the proven plan's figures."""
     if not walk.tried:
         return
     yield "<h2>Compiled</h2>"
@@ -133,10 +133,10 @@ def _memory_bar(best: Ranked, slice_: Slice) -> str:
         )
         x += width
     for amount, label in ((usable, "usable"), (best.limit_bytes, "limit")):
-        place = 860 * amount / full
+        x_at = 860 * amount / full
         shapes.append(
-            f'<line x1="{place:.1f}" x2="{place:.1f}" y1="-4" y2="46" stroke="currentColor" stroke-dasharray="4 3"/>'
-            f'<text x="{place:.1f}" y="{-8 if label == "usable" else 60}" text-anchor="end">'
+            f'<line x1="{x_at:.1f}" x2="{x_at:.1f}" y1="-4" y2="46" stroke="currentColor" stroke-dasharray="4 3"/>'
+            f'<text x="{x_at:.1f}" y="{-8 if label == "usable" else 60}" text-anchor="end">'
             f"{label} {amount / GIB:.2f} GiB</text>"
         )
     total = f'<tr><td>peak, in the {memory.peak_moment}</td><td class="n">{memory.peak / GIB:.3f}</td></tr>'
@@ -150,8 +150,8 @@ def _time_bars(best: Ranked) -> str:
         "compute": cost.compute_s,
         "HBM": cost.hbm_s,
         "offloading": cost.host_s,
-        "links, could hide": cost.links_s,
-        "links, in the way": cost.blocking_s,
+        "links, could overlap": cost.links_s,
+        "links, blocking": cost.blocking_s,
         "update": cost.update_s,
         "step": cost.step_s,
     }
@@ -166,7 +166,7 @@ def _time_bars(best: Ranked) -> str:
 
 
 def _roofline(ranked: Sequence[Ranked], slice_: Slice) -> str:
-    """FLOP/s over FLOP per byte of HBM, both logarithmic: the chip's roof and the plans under it."""
+    """FLOP/s over FLOP per byte of HBM, both logarithmic: the chip's roofline and the plans below it."""
     chip = slice_.chip
     peak, bandwidth = chip.device_flops(), chip.device_hbm_bytes_per_s
     points = [
@@ -177,16 +177,16 @@ def _roofline(ranked: Sequence[Ranked], slice_: Slice) -> str:
     bottom = math.log10(min([peak / 10, *(p[1] for p in points)])) - 0.1
     top = math.log10(peak) + 0.15
 
-    def place(intensity: float, speed: float) -> tuple[float, float]:
+    def at(intensity: float, speed: float) -> tuple[float, float]:
         x = 60 + 780 * (math.log10(intensity) - low) / (high - low)
         return x, 240 - 220 * (math.log10(speed) - bottom) / (top - bottom)
 
     left = max(10**low, 10**bottom / bandwidth)
-    roof = [place(left, left * bandwidth), place(peak / bandwidth, peak), place(10**high, peak)]
+    roof = [at(left, left * bandwidth), at(peak / bandwidth, peak), at(10**high, peak)]
     line = " ".join(f"{x:.1f},{y:.1f}" for x, y in roof)
     dots = []
     for index, (intensity, speed, one) in reversed(list(enumerate(points))):
-        x, y = place(intensity, speed)
+        x, y = at(intensity, speed)
         color = _COLORS[0] if index == 0 else "#aaa"
         label = html.escape(f"{one.choice.describe()}: {speed / 1e12:.0f} TFLOP/s")
         dots.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{color}"><title>{label}</title></circle>')

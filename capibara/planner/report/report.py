@@ -1,4 +1,4 @@
-"""What the planner found, for a terminal, for machines and as a Gin file that train takes."""
+"""Reports the planner's results: for a terminal, as JSON and as a Gin file for train."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def plans_json(
     usd: float | None,
     offers: Sequence[Offer] = (),
 ) -> dict[str, Any]:
-    """The first plans and what was compiled of them; the best plans of all slices that were weighed, where some were."""
+    """The first plans and the compile results; the best plans of all slices that were considered, if any."""
     plans = []
     for one in walk.ranked[:top]:
         tried = walk.of(one)
@@ -55,13 +55,13 @@ def _kind(kind: Kind) -> str:
 
 
 def as_json(ranked: Ranked, work: Workload, slice_: Slice, tokens: float | None, usd: float | None) -> dict[str, Any]:
-    """One plan with all of its predictions, plain values only.
+    """One plan with all of its predictions, as plain values.
 
     Args:
       ranked: the plan.
-      work, slice_: what it was made for.
-      tokens: of the whole training, for days and dollars; None: neither.
-      usd: per chip-hour; None: the list price.
+      work, slice_: the workload and the slice.
+      tokens: total training tokens, for days and dollars; None: neither.
+      usd: price per chip-hour; None: the list price.
     """
     choice, memory, cost = ranked.choice, ranked.memory, ranked.cost
     result: dict[str, Any] = {
@@ -103,18 +103,18 @@ def as_json(ranked: Ranked, work: Workload, slice_: Slice, tokens: float | None,
 
 
 MEMORY_PARTS = {
-    "parameters": "parameters, as they are stored",
+    "parameters": "stored parameters",
     "optimizer": "optimizer state",
-    "average": "average of the parameters",
+    "average": "moving average of the parameters",
     "batch": "the step's rows",
     "held": "reference and engine of a run that learns from rewards",
-    "gradients": "float32 gradients of what is trained",
+    "gradients": "float32 gradients of trained parameters",
     "summed": "their sum over micro-batches",
     "casts": "parameters in the compute dtype or another layout, sharded",
-    "saved": "activations kept of all layers",
+    "saved": "saved activations of all layers",
     "layer": "backward pass of one layer",
-    "weights": "gathered weights of a layer, and the gradients of those that are trained",
-    "loss": "head, its gradient where it is trained, a block of logits",
+    "weights": "gathered weights of a layer, and gradients of the trained ones",
+    "loss": "head, its gradient if it is trained, a block of logits",
     "pipeline": "rows between stages, a second sum of gradients",
     "host": "activations in the host's memory",
 }
@@ -147,7 +147,7 @@ def show(walk: Walk, work: Workload, slice_: Slice, *, top: int, tokens: float |
 
 
 def show_offers(found: Sequence[Offer], chosen: Offer, *, tokens: float | None, usd: float | None) -> None:
-    """Prints the slices that were weighed, each with its best plan, and which one it is."""
+    """Prints the considered slices, each with its best plan, and which one was chosen."""
     from rich.table import Table
 
     table = Table(title="slices with their best plans, all figures predicted")
@@ -163,7 +163,7 @@ OFFER_COLUMNS = ("slice", "plan", "HBM GiB", "tokens/s", "MFU", "USD/hour", "USD
 
 
 def offer_cells(offer: Offer, tokens: float | None, usd: float | None) -> list[str]:
-    """What there is to say of a slice, for the columns of OFFER_COLUMNS."""
+    """The cells of a slice, for the columns of OFFER_COLUMNS."""
     cost, slice_ = offer.best.cost, offer.slice_
     hourly, each = slice_.price_per_hour(usd), offer.usd_per_million_tokens(usd)
     return [
@@ -183,14 +183,14 @@ def _console() -> Console:
     from rich.console import Console
 
     class Ours(Console):
-        def on_broken_pipe(self) -> None:  # its own way is an exit code of 1
+        def on_broken_pipe(self) -> None:  # rich would exit with code 1
             raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
     return Ours(width=None if sys.stdout.isatty() else 140, highlight=False, markup=False)
 
 
 def summary(best: Ranked, work: Workload, slice_: Slice, tokens: float | None, usd: float | None) -> Iterable[str]:
-    """What is predicted of a plan, a line each: step, memory, layout, and what a training of `tokens` takes."""
+    """The predictions for a plan, one per line: step, memory, layout, and the training of `tokens` tokens."""
     choice, memory, cost = best.choice, best.memory, best.cost
     step = f"{seconds(cost.step_s)} a step of {choice.tokens(work):,} tokens"
     yield f"predicted: {step}, {cost.mfu:.1%} MFU, bound by {cost.bound}"
@@ -210,19 +210,19 @@ def summary(best: Ranked, work: Workload, slice_: Slice, tokens: float | None, u
 
 
 def _advice(work: Workload, tokens: float | None) -> Iterable[str]:
-    """Batch and learning rate by others' rules, for decoders that are trained whole: nothing else was in their fits."""
+    """Batch and learning rate by published rules, for decoders without frozen parameters, as the rules were fitted."""
     if work.config.data_kind != "causal" or work.config.lora is not None:
         return
     weights = work.active_weights
     tokens = tokens or advice.CHINCHILLA_TOKENS * weights
     far = ", far from what they were fitted on" if weights > 1e10 or work.config.moe is not None else ""
-    yield f"suggested for {tokens:.3g} tokens by published scaling rules{far}, to start a search from:"
+    yield f"suggested for {tokens:.3g} tokens by published scaling rules{far}, as the start of a search:"
     for rule in advice.advice(weights, work.model_flops_per_token, tokens):
         yield f"  {rule.describe(work.length)}"
 
 
 def _proof(walk: Walk) -> Iterable[str]:
-    """What was compiled, a line for each plan."""
+    """The compile results, one line per plan."""
     for one in walk.tried:
         plan, predicted, compiled = one.ranked.choice.describe(), one.ranked.memory.peak, one.verdict.compiled
         before = f"{predicted / GIB:.2f} GiB predicted before"
@@ -239,12 +239,12 @@ def _proof(walk: Walk) -> Iterable[str]:
 
 
 def seconds(value: float) -> str:
-    """A time in seconds, short ones in milliseconds."""
+    """A time in seconds, or in milliseconds if short."""
     return f"{value:.2f} s" if value >= 0.1 else f"{1000 * value:.2g} ms"
 
 
 def why_not(one: Ranked, walk: Walk, work: Workload) -> str:
-    """Why a plan lost to the first."""
+    """Why a plan ranks below the first."""
     best = walk.ranked[0]
     if not one.fits:
         return f"memory: {one.missing_bytes / GIB:.1f} GiB too much"
@@ -256,7 +256,7 @@ def why_not(one: Ranked, walk: Walk, work: Workload) -> str:
             return f"{1 - rows / most:.1%} fewer rows"
     slower = best.cost.tokens_per_s / one.cost.tokens_per_s - 1
     if slower < 0.0005:
-        return "as fast as far as predictions go: the first is plainer"
+        return "equally fast within the predictions' accuracy: the first is simpler"
     ours, its = _parts(best.cost), _parts(one.cost)
     grown = {name: its[name] - ours[name] for name in its}
     why = max(grown, key=grown.__getitem__)
@@ -270,7 +270,7 @@ def why_not(one: Ranked, walk: Walk, work: Workload) -> str:
 
 
 def _parts(cost: Cost) -> dict[str, float]:
-    """Seconds of a token by what a plan can be slow by; they add up to its share of the step."""
+    """Seconds per token by cause; they add up to the plan's share of the step."""
     parts = {
         "on chip": max(cost.compute_s, cost.hbm_s, cost.host_s),
         "more traffic over ICI": EXPOSED * cost.links_s,
@@ -282,12 +282,12 @@ def _parts(cost: Cost) -> dict[str, float]:
 
 
 def _uncorrected_peak(one: Ranked, work: Workload) -> float:
-    """The predicted peak without what compiles have taught, which would make of a prediction what was compiled."""
+    """The predicted peak without corrections from compiles, which would turn it into the compiler's figure."""
     return predict(work, one.choice, most_bytes=one.limit_bytes).peak
 
 
 def verdict_lines(verdict: Verdict, slice_: Slice) -> Iterable[str]:
-    """What the compiler says of a step, a line each."""
+    """The compiler's report of a step, one item per line."""
     compiled = verdict.compiled
     if compiled is None:
         return
@@ -316,7 +316,7 @@ def verdict_lines(verdict: Verdict, slice_: Slice) -> Iterable[str]:
         yield f"  kernels: {', '.join(compiled.kernels)}"
     if compiled.alive:
         found = compiled.alive_bytes / GIB
-        yield f"  the peak's largest buffers beside state and batch (the schedule read so has {found:.2f} GiB at its peak):"
+        yield f"  the peak's largest buffers beside state and batch (from the schedule: {found:.2f} GiB at the peak):"
         for buffer in compiled.alive[:8]:
             times = f"{buffer.count} x " if buffer.count > 1 else ""
             yield f"    {times}{buffer.bytes / buffer.count / GIB:.3f} GiB  {buffer.array}  {buffer.source}"
@@ -325,7 +325,7 @@ def verdict_lines(verdict: Verdict, slice_: Slice) -> Iterable[str]:
 
 
 def verdict_json(verdict: Verdict) -> dict[str, Any]:
-    """The same as plain values."""
+    """The compiler's report as plain values."""
     compiled = verdict.compiled
     return {
         "outcome": str(verdict.outcome),
@@ -338,11 +338,11 @@ def verdict_json(verdict: Verdict) -> dict[str, Any]:
 
 
 def gin(walk: Walk, work: Workload, slice_: Slice, includes: Sequence[str] = (), bound: Sequence[str] = ()) -> str:
-    """The first plan as a Gin file; include it after a run file, or name it with another --gin_file.
+    """The first plan as a Gin file; include it after a run file, or pass it as another --gin_file.
 
     Args:
-      walk, work, slice_: what was found.
-      includes, bound: Gin files and statements that the file is to have before the plan, so that it stands alone.
+      walk, work, slice_: the result, the workload and the slice.
+      includes, bound: Gin files and statements to put before the plan, which makes the file self-contained.
     """
     best = walk.ranked[0]
     verdict = walk.proven.verdict if walk.proven else None
@@ -356,5 +356,5 @@ def gin(walk: Walk, work: Workload, slice_: Slice, includes: Sequence[str] = (),
         lines.append(f"# Compiled on {verdict.date}, {versions}: {verdict.compiled.fitting_bytes / GIB:.2f} GiB.")
     lines += [*(f'include "{file}"' for file in includes), *map(config.quoted, bound)]
     lengths = {"length": work.length, "encoder_length": work.encoder_length}
-    lines += [f"Dataset.{name} = {places}" for name, places in lengths.items() if places is not None]
+    lines += [f"Dataset.{name} = {length}" for name, length in lengths.items() if length is not None]
     return "\n".join([*lines, *best.choice.bindings(work, slice_.name)]) + "\n"

@@ -1,1 +1,1 @@
-"""Plans that are legal, ranked."""
+"""Finds the legal plans and ranks them."""

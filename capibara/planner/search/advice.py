@@ -1,23 +1,23 @@
-"""Suggestions of batch size and learning rate by published scaling rules. They are other people's fits, no predictions.
+"""Suggests batch size and learning rate by published scaling rules. These are other people's fits, not predictions.
 
-Both were fitted on dense language models of up to a few billion parameters that AdamW trained with a warm-up and a
-decay; outside of that they are extrapolated.
+Both were fitted on dense language models of up to a few billion parameters, trained by AdamW with warm-up and decay;
+beyond that they are extrapolated.
 """
 
 from __future__ import annotations
 
 import dataclasses
 
-CHINCHILLA_TOKENS = 20.0  # a parameter: compute-optimal by Hoffmann et al. 2022, arXiv:2203.15556
+CHINCHILLA_TOKENS = 20.0  # per parameter: compute-optimal by Hoffmann et al. 2022, arXiv:2203.15556
 
 
 @dataclasses.dataclass(frozen=True)
 class Advice:
-    """What a rule suggests.
+    """A rule's suggestion.
 
     Attributes:
       rule: its name and source.
-      batch_tokens: tokens of a step.
+      batch_tokens: tokens per step.
       learning_rate: peak of the schedule.
     """
 
@@ -26,18 +26,18 @@ class Advice:
     learning_rate: float
 
     def describe(self, length: int) -> str:
-        """One line; `length` places make a row."""
+        """One line; a row has `length` tokens."""
         rows = max(1, round(self.batch_tokens / length))
         return f"{self.rule}: learning rate {self.learning_rate:.1e}, {self.batch_tokens:,.0f} tokens a step ({rows:,} rows)"
 
 
 def advice(weights: float, flops_per_token: float, tokens: float) -> tuple[Advice, ...]:
-    """What the rules say.
+    """The suggestions of all rules.
 
     Args:
-      weights: parameters outside of the embedding; of experts those that a token meets.
+      weights: parameters without the embedding; of experts only those that a token uses.
       flops_per_token: model FLOPs, forward and backward.
-      tokens: of the whole training.
+      tokens: total training tokens.
     """
     compute = flops_per_token * tokens
     return (

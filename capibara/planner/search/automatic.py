@@ -1,4 +1,4 @@
-"""The plan of a run whose Gin files name a slice and leave the mesh open: the search's first choice."""
+"""Chooses the plan of a run whose Gin files name a slice but no mesh: the best one of the search."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from capibara.sharding import MESH_AXES
 
 
 def is_open(run: Run) -> bool:
-    """Whether the parsed Gin files name a slice for this run, and no mesh axis."""
+    """Whether the parsed Gin files name a slice for this run, but no mesh axis."""
     return run.plan.slice is not None and not any(config.is_bound(f"Plan.{axis}") for axis in MESH_AXES)
 
 
 def bindings(run: Run, slice_: Slice | None = None) -> tuple[list[str], str]:
-    """Gin statements that close the mesh of a run, and a line that says what was chosen.
+    """Gin statements that set the mesh of a run, and a line that describes the choice.
 
-    The batch is the run's. Remat and accumulation are chosen too where the Gin files leave them open. The prediction is
-    not proven: `capibara plan --verify` does that, and writes a Gin file.
+    The batch is the run's. Remat and accumulation are chosen too if the Gin files do not set them. The plan is only
+    predicted to fit: `capibara plan --verify` proves it, and writes a Gin file.
 
     Args:
       run: as its Gin files say.
-      slice_: in place of the one that its Gin files name.
+      slice_: overrides the slice that its Gin files name.
 
     Returns:
-      No statements and no line where the mesh is not open.
+      No statements and an empty line if the Gin files set the mesh.
 
     Raises:
-      UserError: no plan fits the slice, or its batch no mesh.
+      UserError: no plan fits the slice, or no mesh divides the batch.
     """
     named = run.plan.slice
     if named is None or not is_open(run):

@@ -1,4 +1,4 @@
-"""One way to lay a workload on chips: what the search varies, the cost model weighs and a Plan says in Gin."""
+"""A point of the search space: what the search varies, the cost model predicts and a Plan sets in Gin."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from capibara.optim import StateDtype
 from capibara.planner.model.workload import Workload
 from capibara.sharding import MESH_AXES, Plan, Remat, RematPolicy
 
-_FEW = 6  # names of kept results that are listed
+_FEW = 6  # most names of saved results to list
 
-Kind = tuple[RematPolicy, tuple[str, ...]]  # the remat, and the mesh axes that cut layers
+Kind = tuple[RematPolicy, tuple[str, ...]]  # the remat policy, and the mesh axes that shard layers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Choice:
-    """A mesh, rows and what is recomputed.
+    """A mesh, a batch and a remat policy.
 
     Attributes:
       sizes: of the mesh axes, in the order of sharding.MESH_AXES.
-      rows: of one micro-batch on one of the devices that share out the batch.
-      accumulation: micro-batches of a step.
+      rows: rows of one micro-batch on one device of the batch axes.
+      accumulation: micro-batches per step.
       pipeline_microbatches: parts of a micro-batch in a pipeline; 1 without stages.
       remat: what the backward pass recomputes.
-      state_dtype: of the optimizer's state.
+      state_dtype: dtype of the optimizer's state.
     """
 
     sizes: tuple[int, ...]
@@ -36,7 +36,7 @@ class Choice:
     remat: RematPolicy = RematPolicy()
     state_dtype: StateDtype = StateDtype.FLOAT32
 
-    @functools.cached_property  # asked for some twenty times by each prediction
+    @functools.cached_property  # each prediction uses it about twenty times
     def mesh(self) -> dict[str, int]:
         """Mesh axis -> size."""
         return dict(zip(MESH_AXES, self.sizes))
@@ -46,29 +46,29 @@ class Choice:
         return math.prod(self.sizes)
 
     def batch_shards(self, work: Workload) -> int:
-        """Devices that have rows of their own."""
+        """Number of devices that have rows of their own."""
         return math.prod(self.mesh[axis] for axis in work.rules.batch)
 
     def batch_size(self, work: Workload) -> int:
-        """Rows of a step."""
+        """Rows per step."""
         return self.rows * self.accumulation * self.batch_shards(work)
 
     def tokens(self, work: Workload) -> int:
-        """Counted tokens of a step."""
+        """Counted tokens per step."""
         return self.batch_size(work) * work.length
 
     @property
     def ticks(self) -> int:
-        """Times that a stage runs its layers for one micro-batch, bubbles included; 1 without stages."""
+        """How often a stage runs its layers for one micro-batch, bubbles included; 1 without stages."""
         return self.pipeline_microbatches + self.mesh["stage"] - 1 if self.mesh["stage"] > 1 else 1
 
     @property
     def kind(self) -> Kind:
-        """Plans of a kind keep and recompute the same things: what the memory model gets wrong of one, it does of all."""
+        """Plans of one kind save and recompute the same things, and share the memory model's error."""
         return self.remat, tuple(axis for axis in ("stage", "expert", "context", "tensor") if self.mesh[axis] > 1)
 
     def plan(self, work: Workload, slice_name: str | None = None, base: Plan | None = None) -> Plan:
-        """The sharding.Plan that trains so; what a choice says nothing of is that of `base`."""
+        """The sharding.Plan of this choice; fields that a choice does not have are those of `base`."""
         return dataclasses.replace(
             base or Plan(batch_size=1),
             batch_size=self.batch_size(work),
@@ -97,7 +97,7 @@ class Choice:
             lines.append(f"Plan.pipeline_microbatches = {self.pipeline_microbatches}")
             lines.append("Plan.pipeline_repeats = 1")
         if self.state_dtype is StateDtype.FLOAT32 and work.optimizer != "Optimizer":
-            return lines  # another optimizer need not have the field
+            return lines  # another optimizer may not have the field
         return [*lines, f"{work.optimizer}.state_dtype = {str(self.state_dtype)!r}"]
 
     def describe(self) -> str:
@@ -113,7 +113,7 @@ class Choice:
 
 
 def of_plan(plan: Plan, work: Workload, devices: int, state_dtype: StateDtype = StateDtype.FLOAT32) -> Choice:
-    """The choice that a plan stands for on so many devices.
+    """The choice that corresponds to a plan on `devices` devices.
 
     Raises:
       UserError: the mesh does not fit the devices.

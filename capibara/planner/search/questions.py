@@ -1,4 +1,4 @@
-"""What the verb `plan` can be asked: its flags, and what they mean to the search."""
+"""The flags of `plan` and their translation to the search's question."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 from capibara.core.types import UserError
 from capibara.planner.hardware import chips
 
-_LARGEST = 1e18  # tokens, seconds, ...: beyond it a number is a slip
-_MOST_ROWS = 10**9  # of a step
-# Flags that are numbers above 0, each with one that makes sense.
+_LARGEST = 1e18  # tokens, seconds, ...: larger numbers are typing errors
+_MOST_ROWS = 10**9  # per step
+# Flags that must be numbers above 0, each with an example.
 _EXAMPLES = {
     "length": "4096",
     "encoder_length": "512",
@@ -28,7 +28,7 @@ _EXAMPLES = {
     "top": "8",
 }
 
-# Flags that say nothing of generation.
+# Flags that do not apply to generation.
 _OF_TRAINING = ("batch_size", "tokens", "usd_per_chip_hour", "state_dtypes", "html", "encoder_length")
 
 if TYPE_CHECKING:
@@ -39,16 +39,16 @@ if TYPE_CHECKING:
     from capibara.sharding import Plan
 
 GOALS = {
-    "throughput": "most tokens a second on --slice, at --batch_size where there is one",
-    "largest_batch": "most rows of a step on --slice",
+    "throughput": "most tokens per second on --slice, at --batch_size if it is set",
+    "largest_batch": "most rows per step on --slice",
     "smallest_slice": "fewest chips (of --chips) on which the model can be trained",
-    "cheapest": "fewest dollars for a token, within --max_days for --tokens where they are given",
-    "target_throughput": "fewest chips that make --tokens_per_s",
+    "cheapest": "lowest price per token, within --max_days for --tokens if they are set",
+    "target_throughput": "fewest chips that reach --tokens_per_s",
 }
 
 
 class SliceGoal(enum.StrEnum):
-    """The goals that look for a slice."""
+    """The goals that choose a slice."""
 
     SMALLEST_SLICE = "smallest_slice"
     CHEAPEST = "cheapest"
@@ -59,40 +59,40 @@ SLICE_GOALS = tuple(SliceGoal)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of `plan`. Nothing heavy is imported: --help must be quick."""
+    """Adds the flags of `plan`. Imports nothing slow, so that --help is fast."""
     goals = "; ".join(f"{name}: {text}" for name, text in GOALS.items())
     add = parser.add_argument
     add("--slice", metavar="NAME", help="v5e-64, v6e-256, 2xv5e-256, ...; default: Plan.slice")
-    add("--chips", metavar="A,B", help="whose slices to weigh where the goal is about slices; default: v5e,v6e")
-    add("--length", type=int, metavar="N", help="places of a row; default: Dataset.length, or 2048")
-    add("--encoder_length", type=int, metavar="N", help="the same of an encoder's rows")
-    add("--batch_size", type=int, metavar="N", help="rows of a step; default: the run's, or the best")
+    add("--chips", metavar="A,B", help="chips to consider if the goal chooses a slice; default: v5e,v6e")
+    add("--length", type=int, metavar="N", help="tokens of a row; default: Dataset.length, or 2048")
+    add("--encoder_length", type=int, metavar="N", help="tokens of an encoder's row")
+    add("--batch_size", type=int, metavar="N", help="rows per step; default: the run's, or the best")
     add("--goal", default="throughput", choices=tuple(GOALS), metavar="GOAL", help=goals)
-    add("--tokens", type=float, metavar="N", help="of the whole training, for days, dollars and advice")
-    add("--tokens_per_s", type=float, metavar="N", help="of all chips, for target_throughput")
-    add("--max_days", type=float, metavar="N", help="longest training, for cheapest")
-    add("--usd_per_chip_hour", type=float, metavar="X", help="in place of the list price")
+    add("--tokens", type=float, metavar="N", help="total training tokens, for days, dollars and advice")
+    add("--tokens_per_s", type=float, metavar="N", help="of all chips together, for target_throughput")
+    add("--max_days", type=float, metavar="N", help="longest training time, for cheapest")
+    add("--usd_per_chip_hour", type=float, metavar="X", help="replaces the list price")
     add("--headroom", type=float, default=0.06, metavar="X", help="share of the HBM to keep free")
     add(
         "--state_dtypes",
         metavar="A,B",
-        help="of the optimizer's state, to weigh: float32,bfloat16,int8; default: the run's",
+        help="dtypes of the optimizer's state to consider: float32,bfloat16,int8; default: the run's",
     )
-    add("--axis", action="append", default=[], metavar="NAME=N", help="a mesh axis of that size")
-    add("--serve", action="store_true", help="plan generation: the mesh, its slots of --length tokens, tokens a second")
-    add("--verify", action="store_true", help="compile plans until one is proven by the TPU compiler")
-    add("--tries", type=int, metavar="N", help="plans that --verify compiles at most; default: 6")
-    add("--deadline", type=float, metavar="S", help="seconds for each of them; default: 1800")
-    add("--top", type=int, default=8, metavar="N", help="plans to show")
+    add("--axis", action="append", default=[], metavar="NAME=N", help="fix the size of a mesh axis")
+    add("--serve", action="store_true", help="plan generation: mesh, slots of --length tokens, tokens per second")
+    add("--verify", action="store_true", help="compile plans until the TPU compiler has proven one")
+    add("--tries", type=int, metavar="N", help="most plans that --verify compiles; default: 6")
+    add("--deadline", type=float, metavar="S", help="most seconds for each of them; default: 1800")
+    add("--top", type=int, default=8, metavar="N", help="number of plans to show")
     add("--explain", action="store_true", help="print every term of the first plan's prediction")
-    add("--json", metavar="FILE", help="write the shown plans there")
-    add("--html", metavar="FILE", help="write a page with memory, time, roofline and ranking there")
-    add("--output", metavar="FILE", help="write the first plan there, as a Gin file for train")
-    add("--include", action="store_true", help="let --output have the --gin_file and --gin.X too, to stand alone")
+    add("--json", metavar="FILE", help="also write the shown plans to this file")
+    add("--html", metavar="FILE", help="write a page with memory, time, roofline and ranking")
+    add("--output", metavar="FILE", help="write the first plan as a Gin file for train")
+    add("--include", action="store_true", help="make --output self-contained: include --gin_file and --gin.X")
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raises UserError for flags that make no sense, or none together."""
+    """Raises UserError for invalid flags or combinations."""
     if not args.gin_file:
         raise UserError("--gin_file has no value: name a model or a run file, e.g. --gin_file=models/capibara_8b.gin")
     for name in _EXAMPLES:
@@ -116,14 +116,14 @@ def check(args: argparse.Namespace) -> None:
         )
     for name in ("tries", "deadline"):
         if getattr(args, name) is not None and not args.verify:
-            raise UserError(f"--{name}={getattr(args, name):g} is of --verify: give that too, or leave it out")
+            raise UserError(f"--{name}={getattr(args, name):g} needs --verify: add that, or leave it out")
     args.chips, args.tries, args.deadline = args.chips or "v5e,v6e", args.tries or 6, args.deadline or 1800.0
     axes = [text.partition("=")[0] for text in args.axis]
     for axis in axes:
         if axes.count(axis) > 1:
             raise UserError(f"--axis={axis} is given {axes.count(axis)} times: give one size")
     if args.goal == "largest_batch" and args.batch_size is not None:
-        raise UserError(f"--batch_size={args.batch_size} with --goal=largest_batch, which looks for it: leave one out")
+        raise UserError(f"--batch_size={args.batch_size} with --goal=largest_batch, which chooses it: leave one out")
     for name, goal in (("tokens_per_s", "target_throughput"), ("max_days", "cheapest")):
         if getattr(args, name) is not None and args.goal != goal:
             raise UserError(f"--{name} is for --goal={goal}, not for {args.goal}: leave one out")
@@ -133,20 +133,20 @@ def check(args: argparse.Namespace) -> None:
     given += [f"--goal={args.goal}"] * (args.goal != "throughput")
     given += [f"--{name}" for name in ("explain", "include") if getattr(args, name)]
     if args.serve and given:
-        raise UserError(f"{given[0]} is of training, and --serve plans generation: leave one out")
+        raise UserError(f"{given[0]} is for training, and --serve plans generation: leave one out")
     if args.include and args.output is None:
-        raise UserError("--include is of the Gin file that --output writes: give --output=FILE, or leave it out")
+        raise UserError("--include needs --output, the Gin file that it extends: add --output=FILE, or leave it out")
     if args.max_days is not None and args.tokens is None:
         raise UserError("--max_days needs --tokens, the length of the training, e.g. --tokens=1e12")
     if args.slice and args.goal in SLICE_GOALS:
-        raise UserError(f"--slice={args.slice} with --goal={args.goal}, which looks for one: give --chips instead")
+        raise UserError(f"--slice={args.slice} with --goal={args.goal}, which chooses one: use --chips instead")
 
 
 def slice_of(asked: Slice | None, plan: Plan) -> Slice:
-    """The slice that --slice names, or else the Gin files.
+    """The slice from --slice, or else from the Gin files.
 
     Raises:
-      UserError: none is named, or that of the Gin files is none.
+      UserError: no slice is named, or the Gin files' does not exist.
     """
     from capibara.planner.hardware import slices
 
@@ -162,8 +162,8 @@ def question(args: argparse.Namespace, work: Workload, plan: Plan) -> Question:
 
     Args:
       args: the flags.
-      work: what is trained.
-      plan: of the run: its batch size counts where it is bound.
+      work: the workload.
+      plan: the run's plan: its batch size is used if it is bound.
     """
     from capibara import config
     from capibara.planner.search import ranking
@@ -181,7 +181,7 @@ def question(args: argparse.Namespace, work: Workload, plan: Plan) -> Question:
 
 
 def state_dtypes(args: argparse.Namespace) -> tuple[StateDtype, ...] | None:
-    """The dtypes that --state_dtypes names; None without it."""
+    """The dtypes of --state_dtypes; None without it."""
     from capibara.core import fields
     from capibara.optim import StateDtype
 
@@ -197,7 +197,7 @@ def state_dtypes(args: argparse.Namespace) -> tuple[StateDtype, ...] | None:
 
 
 def included(args: argparse.Namespace) -> list[str]:
-    """The Gin files as a plan includes them that stands alone: those of --gin_search_paths by their whole path."""
+    """The Gin files that a self-contained plan includes; those of --gin_search_paths by their full path."""
     paths = (
         [os.path.abspath(os.path.join(folder, file)) for folder in args.gin_search_paths] for file in args.gin_file
     )
@@ -205,12 +205,12 @@ def included(args: argparse.Namespace) -> list[str]:
 
 
 def notes(args: argparse.Namespace, plan: Plan, read: Iterable[str | os.PathLike[str]] = ()) -> list[str]:
-    """What the search made of fields of Plan that the Gin files bind: lines for the user.
+    """Lines that tell the user how the search treated fields of Plan that the Gin files bind.
 
     Args:
       args: the flags.
       plan: of the run.
-      read: all Gin files that were read; of two that describe a model the later one's statements count.
+      read: all Gin files that were read; if two describe a model, the later one's statements win.
     """
     from capibara import config
     from capibara.sharding import MESH_AXES
@@ -218,11 +218,11 @@ def notes(args: argparse.Namespace, plan: Plan, read: Iterable[str | os.PathLike
     names = (*MESH_AXES, "remat", "remat_names", "accumulation", "pipeline_microbatches", "pipeline_repeats")
     lines = []
     if anew := [f"Plan.{name}" for name in names if config.is_bound(f"Plan.{name}")]:
-        lines.append(f"chosen anew, whatever the Gin files say: {', '.join(anew)}; --axis=NAME=N keeps a size")
+        lines.append(f"chosen by the search, ignoring the Gin files: {', '.join(anew)}; --axis=NAME=N fixes a size")
     if config.is_bound("Plan.batch_size") and args.batch_size is None and args.goal != "largest_batch":
-        lines.append(f"kept: Plan.batch_size = {plan.batch_size}; --batch_size or --goal=largest_batch takes another")
+        lines.append(f"kept: Plan.batch_size = {plan.batch_size}; override it by --batch_size or --goal=largest_batch")
     sizes = re.compile(r"^\w+Config\.num_layers\s*=", re.MULTILINE)
     models = [os.fspath(path) for path in read if sizes.search(pathlib.Path(path).read_text(encoding="utf-8"))]
     if len(models) > 1:
-        lines.append(f"one model of several files, in each field what the last of them says: {', '.join(models)}")
+        lines.append(f"one model from several files, where later statements win: {', '.join(models)}")
     return lines

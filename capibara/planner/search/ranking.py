@@ -1,4 +1,4 @@
-"""All legal ways to train a workload on a slice, weighed by the cost model and ranked. Predictions, in a second."""
+"""Ranks all legal ways to train a workload on a slice by the cost model's predictions, in about a second."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from capibara.sharding import MESH_AXES, Remat, RematPolicy
 _PRODUCTS = (
     "query", "key", "value", "attention", "attention_out", "mlp_up", "mlp_gate", "expert_up", "expert_gate", "expert_down",
 )  # fmt: skip
-# Remat policies that are weighed, from the least to the most recomputation. The second makes norms and activations
-# again and no product: half of what `none` keeps.
+# Remat policies to consider, from the least to the most recomputation. The second one recomputes norms and activations
+# but no product: it saves half of what `none` saves.
 REMATS = (
     RematPolicy(Remat.NONE),
     RematPolicy(Remat.SAVE, _PRODUCTS),
@@ -37,16 +37,16 @@ REMATS = (
     RematPolicy(Remat.SAVE, ("query", "key", "value")),
     RematPolicy(Remat.FULL),
 )
-# Beyond these an axis only adds traffic: of a chip's neighbours in a torus, and of layers in flight.
+# Larger axes only add traffic: the first by a chip's neighbours in a torus, the second by layers in flight.
 _MOST_TENSOR, _MOST_CONTEXT, _MOST_STAGES = 16, 32, 16
-_PARTS = 4  # of a micro-batch in a pipeline for each stage: more make the bubble shorter, and the products smaller
-_FEWEST_PLACES = 512  # of a row on one device of a context axis: less and its kernels are too small
-_MOST_ROWS = 8192  # of a micro-batch on one device
-_ALIKE = 1.01  # plans whose speeds differ by less are as good as each other
+_PARTS = 4  # most parts of a micro-batch per pipeline stage: more shorten the bubble, but make products small
+_FEWEST_TOKENS = 512  # least tokens of a row on one device of a context axis: fewer make its kernels too small
+_MOST_ROWS = 8192  # most rows of a micro-batch on one device
+_ALIKE = 1.01  # plans whose speeds differ by less count as equal
 
 
 class Goal(enum.StrEnum):
-    """What the best plan is best at: most tokens a second, or the most rows a step."""
+    """What the best plan maximises: tokens per second, or rows per step."""
 
     THROUGHPUT = "throughput"
     LARGEST_BATCH = "largest_batch"
@@ -57,7 +57,7 @@ class Ranked:
     """A choice with its predictions.
 
     Attributes:
-      choice, memory, cost: what was weighed.
+      choice, memory, cost: the choice and its predictions.
       limit_bytes: HBM of a device that a plan may use.
     """
 
@@ -72,29 +72,29 @@ class Ranked:
 
     @property
     def missing_bytes(self) -> float:
-        """HBM that it lacks on each device; 0 where it fits."""
+        """HBM missing on each device; 0 if the plan fits."""
         return max(0.0, self.memory.peak - self.limit_bytes)
 
 
 def check_headroom(headroom: float) -> None:
-    """Raises UserError for what is no share of the HBM."""
+    """Raises UserError for a headroom that is not a share of the HBM."""
     if not 0 <= headroom < 1:
         raise UserError(f"--headroom={headroom} must be from 0 to below 1: try --headroom=0.06")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Question:
-    """What is asked of the search.
+    """The search's question.
 
     Attributes:
-      goal: what is best.
-      batch_size: rows of a step; None: as many as are best.
-      accumulation: micro-batches of a step; None: as few as fit.
-      headroom: share of the usable HBM that predictions leave free: they err by a few percent.
-      state_dtypes: dtypes of the optimizer's state that are weighed.
-      remats: remat policies that are weighed.
-      fixed: mesh axis -> size that it must have.
-      scales: corrections of the memory model (planner.memory) for kinds of choices, learned from compiles.
+      goal: what to maximise.
+      batch_size: rows per step; None: the best number.
+      accumulation: micro-batches per step; None: the fewest that fit.
+      headroom: share of the usable HBM that predictions leave free, since they err by a few percent.
+      state_dtypes: dtypes of the optimizer's state to consider.
+      remats: remat policies to consider.
+      fixed: mesh axis -> required size.
+      scales: corrections of the memory model (planner.model.memory) for kinds of choices, learned from compiles.
     """
 
     goal: Goal = Goal.THROUGHPUT
@@ -107,7 +107,7 @@ class Question:
     scales: tuple[tuple[Kind, float], ...] = ()
 
     def scale(self, choice: Choice) -> float:
-        """The correction for a choice; for kinds that were not compiled the median of the others, and at least 1."""
+        """The correction for a choice; for kinds that were not compiled the median of the others, at least 1."""
         return self._by_kind.get(choice.kind, self._fallback) if self.scales else 1.0
 
     @functools.cached_property
@@ -116,7 +116,7 @@ class Question:
 
     @functools.cached_property
     def _fallback(self) -> float:
-        # That one kind needs less than predicted says little of others; that it needs more is a warning.
+        # One kind needing less than predicted says little about others; one needing more is a warning.
         return max(1.0, statistics.median(self._by_kind.values()))
 
     def __post_init__(self) -> None:
@@ -126,10 +126,10 @@ class Question:
 
 
 def parse_axis(text: str) -> tuple[str, int]:
-    """A mesh axis and its size from "tensor=4".
+    """Parses a mesh axis and its size from "tensor=4".
 
     Raises:
-      UserError: no such axis, or no size.
+      UserError: the axis does not exist, or the size is not a positive number.
     """
     name, _, size = text.partition("=")
     if name not in MESH_AXES:
@@ -140,15 +140,15 @@ def parse_axis(text: str) -> tuple[str, int]:
 
 
 def search(work: Workload, slice_: Slice, question: Question | None = None) -> list[Ranked]:
-    """Plans by their rank, the best first; those that do not fit come last, by what they lack.
+    """All plans, the best first; those that do not fit come last, sorted by the missing memory.
 
     Args:
-      work: what is trained.
-      slice_: the chips.
+      work: the workload.
+      slice_: the slice.
       question: goal and limits.
 
     Raises:
-      UserError: no mesh of the slice suits the model, or none the batch.
+      UserError: no mesh of the slice divides the model or the batch.
     """
     question = question or Question()
     ranked: list[Ranked] = []
@@ -165,7 +165,7 @@ def _order(ranked: Ranked, work: Workload, question: Question) -> tuple:
         return 1, ranked.missing_bytes, axes
     if question.goal is Goal.LARGEST_BATCH:
         return 0, -ranked.choice.batch_size(work), -ranked.cost.tokens_per_s, axes
-    # Predictions do not tell plans apart that are within a percent: of those the plainest, moments as exact as can be.
+    # Predictions cannot distinguish plans within a percent: prefer the simplest, with the most exact optimizer state.
     rounded = list(StateDtype).index(ranked.choice.state_dtype)
     return 0, -round(math.log(ranked.cost.tokens_per_s) / math.log(_ALIKE)), rounded, axes, -ranked.cost.tokens_per_s
 
@@ -173,9 +173,9 @@ def _order(ranked: Ranked, work: Workload, question: Question) -> tuple:
 def meshes(work: Workload, slice_: Slice, fixed: dict[str, int] | None = None) -> Iterator[tuple[int, ...]]:
     """Sizes of sharding.MESH_AXES that divide the model and multiply to the slice's devices."""
     fixed, devices = fixed or {}, slice_.devices
-    longest = max(1, min(_MOST_CONTEXT, work.length // _FEWEST_PLACES))
+    longest = max(1, min(_MOST_CONTEXT, work.length // _FEWEST_TOKENS))
     most = {"tensor": _MOST_TENSOR, "context": longest, "expert": devices, "stage": _MOST_STAGES}
-    if slice_.count > 1:  # stages over the data centre's network are left to those who ask for them
+    if slice_.count > 1:  # stages across the data centre's network only if they are requested
         most["stage"] = 1
     options = {
         axis: [n for n in _divisors(devices) if (n == fixed[axis] if axis in fixed else n <= largest)]
@@ -197,7 +197,7 @@ def meshes(work: Workload, slice_: Slice, fixed: dict[str, int] | None = None) -
 
 
 def _illegal(work: Workload, axis: str, size: int) -> str | None:
-    """Why the model cannot be trained with an axis of that size; None: it can, as far as this axis goes."""
+    """Why the model cannot be trained with a mesh axis of that size; None: this axis does not prevent it."""
     c = work.config
     experts = 1 if c.moe is None else c.moe.num_experts
     pattern = len(getattr(c, "layer_pattern", (0,)))
@@ -237,7 +237,7 @@ def _of_mesh(work: Workload, slice_: Slice, sizes: tuple[int, ...], question: Qu
     shards = base.batch_shards(work)
     for dtype, remat in itertools.product(question.state_dtypes, question.remats):
 
-        @functools.cache  # most pairs are asked for more than once
+        @functools.cache  # most pairs are evaluated more than once
         def weighed(
             rows: int, accumulation: int, remat: RematPolicy = remat, dtype: StateDtype = dtype
         ) -> tuple[Choice, Memory]:
@@ -250,7 +250,7 @@ def _of_mesh(work: Workload, slice_: Slice, sizes: tuple[int, ...], question: Qu
 
 
 def _choice(base: Choice, *, rows: int, accumulation: int, remat: RematPolicy, state_dtype: StateDtype) -> Choice:
-    """With as many parts in the pipeline as rows allow, up to four for each stage."""
+    """The choice with as many pipeline parts as its rows allow, up to four per stage."""
     stages = base.mesh["stage"]
     parts_of_rows = max((n for n in _divisors(rows) if n <= _PARTS * stages), default=1) if stages > 1 else 1
     return dataclasses.replace(
@@ -266,7 +266,7 @@ def _rows(
     question: Question,
     limit: float,
 ) -> Iterable[tuple[int, int]]:
-    """Pairs of rows and accumulation that are worth a place in the ranking."""
+    """Pairs of rows and accumulation that are worth ranking."""
 
     def peak(rows: int, accumulation: int) -> float:
         return weighed(rows, accumulation)[1].peak
@@ -279,8 +279,8 @@ def _rows(
         pairs = [(each // n, n) for n in counts if question.accumulation in (None, n)]
         if not pairs:
             return []
-        # Fewer micro-batches gather weights less often: the first that fits, or what comes closest to it. From two on,
-        # where the sum of their gradients is held, the more there are the less each needs.
+        # Fewer micro-batches gather weights less often: take the first number that fits, or comes closest. From two on,
+        # when the sum of their gradients is held, more micro-batches need less memory each.
         whole, split = pairs[: pairs[0][1] == 1], pairs[pairs[0][1] == 1 :]
         if any(peak(*pair) <= limit for pair in whole):
             return whole
@@ -290,7 +290,7 @@ def _rows(
     fewest, parts = stages, question.accumulation or 1
     if peak(fewest, parts) > limit:
         return [(fewest, parts)]
-    if stages > 1 and peak(_PARTS * stages, parts) <= limit:  # whole pipelines: else fewer parts, which hold more
+    if stages > 1 and peak(_PARTS * stages, parts) <= limit:  # complete pipelines, else fewer parts, which hold more
         fewest = _PARTS * stages
     most = _most(lambda n: peak(n * fewest, parts) <= limit, _MOST_ROWS // fewest, _guess(peak, fewest, parts, limit))
     most *= fewest
@@ -298,13 +298,13 @@ def _rows(
 
 
 def _guess(peak: Callable[[int, int], float], fewest: int, parts: int, limit: float) -> int:
-    """About how many times the fewest rows fit: peak memory is nearly linear in rows."""
+    """An estimate of how many times the fewest rows fit: peak memory is nearly linear in rows."""
     low, high = peak(fewest, parts), peak(8 * fewest, parts)
     return int(1 + 7 * (limit - low) / max(1.0, high - low))
 
 
 def _most(fits: Callable[[int], bool], end: int, guess: int) -> int:
-    """The largest n up to `end` that fits, as all below it do, 1 among them; quick where the guess is near."""
+    """The largest n up to `end` that fits; `fits` must be monotonic and true for 1. Fast if the guess is close."""
     good, bad, step = 1, end + 1, 1
     n = min(max(guess, 1), end)
     while bad - good > 1:
@@ -366,7 +366,7 @@ def smallest_slice(work: Workload, chip: str, question: Question) -> Slice | Non
     """The smallest slice of a chip that some plan fits."""
     for slice_ in slices.sizes(chip):
         if slice_.devices & (slice_.devices - 1):
-            continue  # numbers of chips that are no power of two divide few models
+            continue  # numbers of chips that are not powers of two divide few models
         try:
             if search(work, slice_, question)[0].fits:
                 return slice_
@@ -375,7 +375,7 @@ def smallest_slice(work: Workload, chip: str, question: Question) -> Slice | Non
     return None
 
 
-# How the way out is worded for `plan`, and for runs whose mesh is open, which have other flags.
+# Wording of remedies for `plan`, and for runs with an open mesh, which have other flags.
 FLAGS = {
     "headroom": "it fits with --headroom={free:g}",
     "batch_size": "use a smaller --batch_size",
@@ -391,11 +391,11 @@ BINDINGS = {
 def no_plan(
     best: Ranked, work: Workload, slice_: Slice, question: Question, words: Mapping[str, str] = FLAGS
 ) -> UserError:
-    """One line that says what the leanest plan lacks, and where it would fit.
+    """An error that says what the smallest plan lacks, and where it would fit.
 
     Args:
-      best, work, slice_, question: what was found of what was asked.
-      words: FLAGS or BINDINGS: what the user can set.
+      best, work, slice_, question: the result and the question.
+      words: FLAGS or BINDINGS: the wording for what the user can set.
     """
     usable, need = slice_.chip.device_usable_hbm_bytes / GIB, best.memory.peak / GIB
     return UserError(
@@ -406,7 +406,7 @@ def no_plan(
 
 
 def _way_out(best: Ranked, work: Workload, slice_: Slice, question: Question, words: Mapping[str, str]) -> str:
-    """What would make a plan fit."""
+    """Changes that would make a plan fit."""
     free = 1 - best.memory.peak / slice_.chip.device_usable_hbm_bytes
     if free >= 0:
         return words["headroom"].format(free=math.floor(1000 * free) / 1000)

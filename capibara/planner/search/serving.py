@@ -1,8 +1,8 @@
-"""Which mesh generates on a slice, how many slots it holds, and how fast: predictions of one device, compiled nowhere here.
+"""Finds the mesh for generation on a slice, its slots and its speed; these are predictions, nothing is compiled here.
 
-A decode step reads every weight and the keys and values of all rows: both must fit the HBM, and their bytes over its
-bandwidth are the step. `tensor` shares out weights and heads, and costs collectives; `data` copies the weights, and shares
-out the slots.
+A decode step reads every weight and the keys and values of all rows: both must fit the HBM, and their bytes divided by
+its bandwidth are the step time. `tensor` shards weights and heads, and adds collectives; `data` replicates the weights,
+and shards the slots.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from capibara.sharding import MESH_AXES, Rules
 
 GIB = 2**30
 COMPILED = 1.02
-"""Bytes of the compiled step over the least possible, at most, where JAX's kernel reads rows (benchmarks/tpu_decode.py)."""
+"""Most bytes of the compiled step over the least possible, if JAX's kernel reads rows (benchmarks/tpu_decode.py)."""
 _COMPILED_INT8 = 1.58
-"""The same of keys and values in 8 bits alone, which XLA reads: it writes about half of them back (8b-v5e-4-int8 there)."""
-_MATMUL = 0.6  # share of the peak FLOP/s; matters only where there are hundreds of slots
-_ROOMY = ("v6e", "v5p")  # chips to name where those that were asked for have too little, however many they are
-_HOP_S = 1e-6  # assumed, neither measured nor published: what an all-reduce takes for each device of its ring
-_MOST_SLOTS = 1024  # of all devices: more would wait for their prompts
+"""The same for 8-bit keys and values alone, which XLA reads: it writes about half of them back (8b-v5e-4-int8)."""
+_MATMUL = 0.6  # share of the peak FLOP/s; matters only for hundreds of slots
+_ROOMY = ("v6e", "v5p")  # chips to suggest if the requested ones are too small in any number
+_HOP_S = 1e-6  # assumed, neither measured nor published: time of an all-reduce per device of its ring
+_MOST_SLOTS = 1024  # of all devices: more would wait for prefill
 
 
 @dataclasses.dataclass(frozen=True)
 class Engine:
-    """What an engine is asked to hold.
+    """The engine to plan for.
 
     Attributes:
-      length: places of a slot.
-      cache_dtype: of keys and values: "bfloat16", "int8", ...
+      length: token capacity of a slot.
+      cache_dtype: dtype of keys and values: "bfloat16", "int8", ...
       slots: of all devices; None: as many as fit.
-      prefill_tokens: of prompts that are read at a time.
-      prefix_bytes: of beginnings that are kept, on all devices of the tensor axis together.
+      prefill_tokens: prompt tokens that are read at a time.
+      prefix_bytes: size of the prefix cache, on all devices of the tensor axis together.
     """
 
     length: int
@@ -57,13 +57,13 @@ class Serving:
 
     Attributes:
       tensor, data: sizes of ServingMesh.
-      engine: what it was asked.
-      slots: that it has, or at most could have; 0: the weights alone are too much.
-      weights, keys_values, prefixes, working: bytes on one device: parameters, all slots, kept beginnings, and what reading
-        a prompt takes.
-      limit_bytes: what may be used.
-      step_s: of a decode step of full rows.
-      seconds: what it is made of: hbm, compute, links.
+      engine: the engine's configuration.
+      slots: the number it has, or could have at most; 0: not even the weights fit.
+      weights, keys_values, prefixes, working: bytes on one device: parameters, all slots, the prefix cache, and the
+        working memory of prefill.
+      limit_bytes: bytes that may be used.
+      step_s: time of a decode step with full rows.
+      seconds: its parts: hbm, compute, links.
     """
 
     tensor: int
@@ -80,7 +80,7 @@ class Serving:
 
     @property
     def bytes(self) -> float:
-        """On one device."""
+        """Total bytes on one device."""
         return self.weights + self.keys_values + self.prefixes + self.working
 
     @property
@@ -89,7 +89,7 @@ class Serving:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all slots, while all are taken."""
+        """Of all slots, if all are busy."""
         return self.slots / self.step_s if self.slots else 0.0
 
     @property
@@ -98,12 +98,12 @@ class Serving:
 
 
 def ranked(model: Model, slice_: Slice, engine: Engine, headroom: float) -> list[Serving]:
-    """Every mesh of a slice's devices: those that fit first, the fastest first of these; else the leanest first.
+    """Every mesh of a slice's devices: those that fit first, by speed; then the others, by size.
 
     Args:
       model: a decoder or an encoder-decoder.
-      slice_: the chips.
-      engine: what it shall hold.
+      slice_: the slice.
+      engine: the engine's configuration.
       headroom: share of the HBM to keep free.
     """
     found = [weigh(model, slice_, tensor, engine, headroom) for tensor in _tensors(model, slice_)]
@@ -111,7 +111,7 @@ def ranked(model: Model, slice_: Slice, engine: Engine, headroom: float) -> list
 
 
 def weigh(model: Model, slice_: Slice, tensor: int, engine: Engine, headroom: float) -> Serving:
-    """One mesh: `tensor` devices share each layer, groups of them are copies."""
+    """Predicts one mesh: groups of `tensor` devices share each layer, and replicate each other."""
     data = slice_.devices // tensor
     limit = slice_.chip.device_usable_hbm_bytes * (1 - headroom)
     whole, read, _ = _weights(model.plain, tensor)
@@ -119,7 +119,7 @@ def weigh(model: Model, slice_: Slice, tensor: int, engine: Engine, headroom: fl
     prefixes, working = engine.prefix_bytes / tensor, _working_bytes(model.plain, engine, tensor)
     free = limit - whole - prefixes - working
     most = min(max(0, math.floor(free / row)) * data, _MOST_SLOTS // data * data)
-    # Slots that the data axis does not divide are copied.
+    # Slots that the data axis does not divide are replicated.
     slots = most if engine.slots is None else engine.slots
     own = slots // data if slots % data == 0 else slots
     moved = COMPILED * read + (_COMPILED_INT8 if engine.cache_dtype == "int8" else COMPILED) * own * row
@@ -129,7 +129,7 @@ def weigh(model: Model, slice_: Slice, tensor: int, engine: Engine, headroom: fl
 
 
 def does_not_fit(model: Model, slice_: Slice, found: Sequence[Serving], headroom: float) -> UserError:
-    """One line that says what the leanest mesh lacks, and what would do."""
+    """An error that says what the smallest mesh lacks, and what would help."""
     best, unit = found[0], slice_.chip.unit
     ways = []
     if best.engine.slots is not None:
@@ -156,7 +156,7 @@ def does_not_fit(model: Model, slice_: Slice, found: Sequence[Serving], headroom
 
 
 def _tensors(model: Model, slice_: Slice) -> Iterator[int]:
-    """Sizes of the tensor axis that ServingMesh takes."""
+    """The sizes of the tensor axis that ServingMesh accepts."""
     shapes, axes = model.plain.abstract_params, model.plain.axes
     rules, sizes = Rules(), {model.config.kv_heads}
     for leaf, names in zip(jax.tree.leaves(shapes), jax.tree.leaves(axes, is_leaf=tree.is_axes), strict=True):
@@ -169,7 +169,7 @@ def _tensors(model: Model, slice_: Slice) -> Iterator[int]:
 
 
 def _weights(model: Model, tensor: int) -> tuple[float, float, float]:
-    """Of the parameters on one device: bytes as an engine keeps them, those that a step reads, elements for a token."""
+    """For the parameters on one device: stored bytes, bytes that a step reads, elements multiplied per token."""
     rules, whole, unread, active, size = Rules(), 0.0, 0.0, 0.0, model.config.dtype.value
     moe = model.config.moe
     paths = tree.path_names(model.abstract_params)
@@ -182,7 +182,7 @@ def _weights(model: Model, tensor: int) -> tuple[float, float, float]:
         )
         own = math.prod(leaf.shape) * kept / (tensor if cuts else 1)
         whole += own
-        looked_up = path == "embedding" and str(model.config.head) == "separate"  # a few of its rows
+        looked_up = path == "embedding" and str(model.config.head) == "separate"  # reads only a few rows
         unread += own if looked_up else 0.0
         share = moe.top_k / moe.num_experts if moe is not None and "experts" in names else 1.0
         active += 0.0 if looked_up else share * own / kept
@@ -190,14 +190,14 @@ def _weights(model: Model, tensor: int) -> tuple[float, float, float]:
 
 
 def _row_bytes(model: Model, engine: Engine, tensor: int) -> float:
-    """Of a slot on its devices: keys and values, and which tokens it has seen."""
+    """Bytes of a slot on its devices: keys and values, and the mask of seen tokens."""
     encoder, dtype = None if model.encode is None else engine.length, engine.cache_dtype
     row = jax.eval_shape(lambda: model.start_cache(1, engine.length, dtype=dtype, encoder_length=encoder))
     return (tree.byte_count(row["layers"]) + model.config.vocab_size) / tensor
 
 
 def _working_bytes(model: Model, engine: Engine, tensor: int) -> float:
-    """While a prompt is read: its row twice, a layer's activations, and scores where it is read in parts."""
+    """Working memory of prefill: two copies of a row, a layer's activations, and scores if the prompt is split."""
     c = model.config
     tokens = min(engine.prefill_tokens, engine.length)
     row = 2 * _row_bytes(model, engine, tensor)
@@ -207,7 +207,7 @@ def _working_bytes(model: Model, engine: Engine, tensor: int) -> float:
 
 
 def _seconds(model: Model, slice_: Slice, tensor: int, rows: int, moved: float) -> dict[str, float]:
-    """Of a step of so many rows on each device."""
+    """Time of a step with `rows` rows on each device, by part."""
     c, chip = model.config, slice_.chip
     mesh = dict.fromkeys(MESH_AXES, 1) | {"tensor": tensor, "data": slice_.devices // tensor}
     layout = network.layout(slice_, mesh)
@@ -221,7 +221,7 @@ def _seconds(model: Model, slice_: Slice, tensor: int, rows: int, moved: float) 
 
 
 def lines(found: Sequence[Serving], model: Model, slice_: Slice, name: str) -> Iterator[str]:
-    """What there is to say of the first, and a table of all."""
+    """A description of the best mesh, and a table of all."""
     best = found[0]
     dtype, gib = str(model.config.dtype), {k: v / GIB for k, v in dataclasses.asdict(best).items() if k in _PARTS}
     parts = ", ".join(f"{label} {gib[key]:.2f}" for key, label in _PARTS.items())
@@ -250,7 +250,7 @@ _PARTS = {"weights": "weights", "keys_values": "slots", "prefixes": "prefixes", 
 
 
 def bindings(best: Serving) -> list[str]:
-    """Gin statements with which `serve` and `infer` have it."""
+    """Gin statements that configure `serve` and `infer` so."""
     return [
         f"ServingMesh.tensor = {best.tensor}",
         f"ServingMesh.data = {best.data}",

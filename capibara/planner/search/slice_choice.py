@@ -1,4 +1,4 @@
-"""Which slice to rent: the best plan on every slice of some chips, and the slice that a goal asks for."""
+"""Chooses the slice to rent: the best plan on every slice of some chips, and the slice that meets a goal."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from capibara.planner.search import ranking
 from capibara.planner.search.questions import SliceGoal
 from capibara.planner.search.ranking import Question, Ranked
 
-_MANY = 64  # slices that are still advised
-_MOST_CHIPS = 1024  # of a slice: larger ones take minutes to search, and are asked for by name
+_MANY = 64  # most slices to suggest
+_MOST_CHIPS = 1024  # of a slice: larger ones take minutes to search, and must be requested by name
 
 
 @dataclasses.dataclass(frozen=True)
 class Offer:
-    """A slice with its best plans; those of `ranked` that do not fit come last."""
+    """A slice with its plans; those of `ranked` that do not fit come last."""
 
     slice_: Slice
     ranked: list[Ranked]
@@ -31,30 +31,30 @@ class Offer:
         return self.ranked[0]
 
     def usd_per_million_tokens(self, usd: float | None) -> float | None:
-        """Predicted; None without a price."""
+        """A prediction; None without a price."""
         return self.best.cost.usd(1e6, usd)
 
 
 def offers(
     work: Workload, args: argparse.Namespace, question: Question, status: Callable[[str], None] = lambda name: None
 ) -> list[Offer]:
-    """The slices that the model fits, by their number of chips, up to those that the goal needs to see.
+    """The slices that the model fits, by number of chips, up to those that the goal needs.
 
     Args:
-      work: what is trained.
-      args: the flags of questions.add_arguments: chips, goal and tokens_per_s are looked at.
-      question: of the search on each of them.
-      status: told the slice that is searched.
+      work: the workload.
+      args: the flags of questions.add_arguments: chips, goal and tokens_per_s are used.
+      question: the search's question for each slice.
+      status: called with the slice that is being searched.
 
     Raises:
-      UserError: the model, the batch or the mesh axes that were asked for suit none of them.
+      UserError: no slice suits the model, the batch or the fixed mesh axes.
     """
     kinds = {chips.chip(name).name: None for name in args.chips.split(",")}
     weighed = [slice_ for kind in kinds for slice_ in slices.sizes(kind) if slice_.chips <= _MOST_CHIPS]
-    # Numbers of chips that are no power of two divide few models.
+    # Numbers of chips that are not powers of two divide few models.
     weighed = [slice_ for slice_ in weighed if not slice_.devices & (slice_.devices - 1)]
     found: list[Offer] = []
-    objection: UserError | None = None  # of the largest slice, unless it has a mesh
+    error_of_largest: UserError | None = None  # unless the largest slice has a mesh
     for slice_ in sorted(weighed, key=lambda slice_: (slice_.chips, slice_.name)):
         if found and slice_.chips > found[-1].slice_.chips and _enough(found, args):
             break
@@ -62,32 +62,32 @@ def offers(
         try:
             ranked = ranking.search(work, slice_, question)
         except UserError as error:  # no mesh of this slice divides the model or the batch
-            objection = error
+            error_of_largest = error
             continue
-        objection = None
+        error_of_largest = None
         if ranked[0].fits:
             found.append(Offer(slice_, ranked))
-    if not found and objection is not None:
-        raise objection
+    if not found and error_of_largest is not None:
+        raise error_of_largest
     return found
 
 
 def _enough(found: Sequence[Offer], args: argparse.Namespace) -> bool:
-    """Whether more chips cannot be what the goal asks for."""
+    """Whether slices with more chips can be ruled out."""
     if args.goal == SliceGoal.TARGET_THROUGHPUT:
         return any(offer.best.cost.tokens_per_s >= args.tokens_per_s for offer in found)
     return args.goal == SliceGoal.SMALLEST_SLICE
 
 
 def best(found: Sequence[Offer], args: argparse.Namespace) -> Offer:
-    """The offer that the goal asks for.
+    """The offer that meets the goal best.
 
     Args:
-      found: of `offers`.
+      found: from `offers`.
       args: the flags: goal, tokens_per_s, tokens, max_days, usd_per_chip_hour.
 
     Raises:
-      UserError: none does it.
+      UserError: no offer meets the goal.
     """
     if not found:
         raise UserError(
@@ -101,13 +101,13 @@ def best(found: Sequence[Offer], args: argparse.Namespace) -> Offer:
             return _fastest_enough(found, args.tokens_per_s)
     priced = [(price, offer) for offer in found if (price := offer.usd_per_million_tokens(usd)) is not None]
     if not priced:
-        raise UserError("no list price is known of these chips: give one with --usd_per_chip_hour")
+        raise UserError("these chips have no known list price: set --usd_per_chip_hour")
     if args.max_days is not None:
         quickest = min(offer.best.cost.days(args.tokens) for _, offer in priced)
         priced = [(price, offer) for price, offer in priced if offer.best.cost.days(args.tokens) <= args.max_days]
         if not priced:
             raise UserError(
-                f"no slice trains {args.tokens:.3g} tokens in {args.max_days:g} days: the quickest takes {quickest:.1f} "
+                f"no slice trains {args.tokens:.3g} tokens in {args.max_days:g} days: the fastest takes {quickest:.1f} "
                 "(predicted); allow more days, or plan for several: --slice=4xv5e-256 without --goal and --max_days"
             )
     return min(priced, key=lambda one: one[0])[1]

@@ -1,6 +1,6 @@
-"""Walks down a ranking with the TPU compiler until a plan is proven; what it learns corrects the memory model.
+"""Compiles the best-ranked plans with the TPU compiler until one is proven; the results correct the memory model.
 
-The correction is of plans of the same kind (Choice.kind): what the model gets wrong of a pipeline says nothing of fsdp.
+A correction applies to plans of the same kind (Choice.kind): the model's error for a pipeline says nothing about fsdp.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from capibara.planner.model.workload import Workload
 from capibara.planner.search import ranking
 from capibara.planner.search.ranking import Goal, Question, Ranked
 
-_BETTER = 1.01  # a plan that promises less than this over a proven one is not worth a compile
-_BEYOND = 1.02  # how far beyond the limit a plan is taken to be that does not fit, where the compiler does not say
+_BETTER = 1.01  # a plan that promises less than this over a proven one is not compiled
+_BEYOND = 1.02  # assumed ratio of need to limit for a plan that does not fit, if the compiler does not say
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,9 +26,9 @@ class Tried:
     """A plan that was compiled.
 
     Attributes:
-      ranked: with the prediction as it stood before.
-      verdict: the compiler's.
-      scale: correction of the memory model that it showed; None where it showed none.
+      ranked: the plan with its prediction before the compile.
+      verdict: the compile result.
+      scale: correction of the memory model from it; None: no correction.
     """
 
     ranked: Ranked
@@ -37,7 +37,7 @@ class Tried:
 
     @property
     def good(self) -> bool:
-        """Whether it compiled, and left as much HBM free as was asked."""
+        """Whether it compiled and leaves the requested headroom."""
         compiled = self.verdict.compiled
         fits = self.verdict.outcome is Outcome.FITS
         return fits and compiled is not None and (compiled.peak_bytes or 0) <= self.ranked.limit_bytes
@@ -45,13 +45,13 @@ class Tried:
 
 @dataclasses.dataclass(frozen=True)
 class Walk:
-    """What came of it.
+    """The result of the compiles.
 
     Attributes:
-      ranked: all plans, with what was learned, the proven one first.
-      tried: plans that were compiled, in their order.
-      proven: the best of those that are good; None: nothing was compiled.
-      question: what was asked, with the corrections that were learned.
+      ranked: all plans with corrected predictions, the proven one first.
+      tried: compiled plans, in order.
+      proven: the best compiled plan that fits; None: nothing was compiled.
+      question: the question with the learned corrections.
     """
 
     ranked: list[Ranked]
@@ -60,12 +60,12 @@ class Walk:
     question: Question
 
     def of(self, ranked: Ranked) -> Tried | None:
-        """What was tried of a plan; None: nothing."""
+        """The compile result of a plan; None: not compiled."""
         return next((one for one in self.tried if one.ranked.choice == ranked.choice), None)
 
 
 def unproven(ranked: list[Ranked], question: Question) -> Walk:
-    """A ranking of which nothing is compiled."""
+    """A ranking without compiled plans."""
     return Walk(ranked, [], None, question)
 
 
@@ -77,10 +77,10 @@ def walk(
     Args:
       work, slice_, question: of the search.
       prove: compiles a plan.
-      most: compiles at most.
+      most: most compiles.
 
     Raises:
-      UserError: no plan was proven, or as search.search does.
+      UserError: no plan was proven, or as in ranking.search.
     """
     tried: list[Tried] = []
 
@@ -108,30 +108,30 @@ def walk(
 
 
 def learned(work: Workload, ranked: Ranked, verdict: Verdict) -> float | None:
-    """The correction with which the memory model would have said what the compiler says; None: it says nothing.
+    """The correction that makes the memory model agree with the compiler; None: the result implies none.
 
-    The state is exact: the correction is of all else.
+    The state's size is exact: the correction applies to everything else.
     """
     if verdict.compiled is None:
         return None
-    # What was refused does not fit in the leaner order of work either.
+    # A plan that was rejected does not fit with the memory-saving schedule either.
     lean = ranked.memory.lean or verdict.outcome is Outcome.DOES_NOT_FIT
     plain = memory.memory(work, ranked.choice, most_bytes=0 if lean else math.inf)
     peak = float(verdict.compiled.peak_bytes or 0)
-    if verdict.outcome is Outcome.DOES_NOT_FIT:  # what the error names may be a part of the need
+    if verdict.outcome is Outcome.DOES_NOT_FIT:  # the error may name only a part of the need
         peak = max(peak, _BEYOND * max(ranked.memory.peak, verdict.compiled.limit_bytes or 0))
     return max(0.1, (peak - plain.state) / (plain.peak - plain.state))
 
 
 def _with_first(ranked: list[Ranked], proven: Tried, tried: list[Tried]) -> list[Ranked]:
-    """Without the plans that turned out bad, the proven one first."""
+    """The ranking without plans that failed, the proven one first."""
     bad = {one.ranked.choice for one in tried if not one.good}
     first = next((one for one in ranked if one.choice == proven.ranked.choice), proven.ranked)
     return [first, *(one for one in ranked if one.choice not in bad and one.choice != first.choice)]
 
 
 def _nothing_proven(tried: list[Tried], new: Ranked | None, slice_: Slice, question: Question) -> str:
-    """One line on what stood in the way."""
+    """An error that says why no plan was proven."""
     last = tried[-1] if tried else None
     if last and last.verdict.compiled is None:
         return f"{last.ranked.choice.describe()} on {slice_.name} cannot be compiled: {last.verdict.message}"

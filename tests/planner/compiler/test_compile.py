@@ -39,11 +39,11 @@ def test_a_report_survives_its_json_form_but_for_the_text():
     "change", [{"fits": 1}, {"peak_bytes": "3"}, {"costs": 3}, {"costs": {"cycles": []}}, {"surprise": 1}]
 )
 def test_what_is_no_report_is_refused(change):
-    with pytest.raises(ValueError, match="no compiler's report"):
+    with pytest.raises(ValueError, match="not a compiler report"):
         Compiled.from_json(REPORT.to_json() | change)
-    with pytest.raises(ValueError, match="no compiler's report"):
+    with pytest.raises(ValueError, match="not a compiler report"):
         Compiled.from_json({"fits": True})
-    with pytest.raises(ValueError, match="no compiler's report: a step that fits has a peak"):
+    with pytest.raises(ValueError, match="not a compiler report: a step that fits must have a peak"):
         Compiled.from_json(REPORT.to_json() | {"peak_bytes": None})
 
 

@@ -40,9 +40,9 @@ def test_axes_lie_where_make_mesh_puts_them(name):
         for index, axis in enumerate(MESH_AXES):
             line = np.moveaxis(array, index, 0).reshape(sizes[index], -1)[:, 0]
             for torus_axis, span in enumerate(lay.spans[axis]):
-                places = sorted({device.coords[torus_axis] for device in line})
-                assert len(places) == span.size, (mesh, axis)
-                assert span.size == 1 or places[1] - places[0] == span.stride, (mesh, axis)
+                coordinates = sorted({device.coords[torus_axis] for device in line})
+                assert len(coordinates) == span.size, (mesh, axis)
+                assert span.size == 1 or coordinates[1] - coordinates[0] == span.stride, (mesh, axis)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")

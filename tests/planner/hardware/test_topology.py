@@ -65,5 +65,5 @@ def test_the_compiler_agrees_with_the_tables(name):
 
 
 def test_the_compiler_is_not_asked_for_gpus():
-    with pytest.raises(UserError, match="slice 'h100-8' is of no TPUs"):
+    with pytest.raises(UserError, match="slice 'h100-8' has no TPUs"):
         topology.topology_name("h100-8")

@@ -49,7 +49,7 @@ def test_the_cheapest_costs_least_for_the_tokens_and_is_done_in_time(found):
     days = sorted(offer.best.cost.days(tokens) for offer in found)
     hurried = slice_choice.best(found, args(tokens=tokens, max_days=days[1] * 1.001))
     assert hurried.best.cost.days(tokens) <= days[1] * 1.001
-    with pytest.raises(UserError, match=r"no slice trains 1e\+11 tokens in 0.001 days: the quickest takes"):
+    with pytest.raises(UserError, match=r"no slice trains 1e\+11 tokens in 0.001 days: the fastest takes"):
         slice_choice.best(found, args(tokens=tokens, max_days=0.001))
 
 
