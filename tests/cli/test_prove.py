@@ -76,7 +76,7 @@ def test_the_verdict_is_not_written_over_what_is_read(capsys, tmp_path):
         ([], "--gin_file has no value"),
         (["--gin_file=models/capibara_1b.gin"], "--slice has no value and Plan.slice is not bound"),
         (["--gin_file=models/capibara_1b.gin", "--slice=v5e-63"], "try v5e-64"),
-        (["--gin_file=models/capibara_1b.gin", "--slice=h100-8"], "is of no TPUs"),
+        (["--gin_file=models/capibara_1b.gin", "--slice=h100-8"], "has no TPUs"),
         (["--gin_file=tasks/text.gin", "--slice=v5e-16"], "configures no model"),
         (
             ["--gin_file=models/capibara_1b.gin", "--gin_file=models/t5_base.gin", "--slice=v5e-16"],
